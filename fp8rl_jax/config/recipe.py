@@ -1,0 +1,176 @@
+"""Precision is data, not code: a recipe names the number format of every tensor role, in the rollout and in the trainer.
+
+The model is written once and knows no recipe by name. It asks the recipe for the format of a role (a linear's weight, its
+activation, K, V, Q, an output gradient, ...) and the quantizer does the rest. So the systems that this library reimplements
+are rows of one table, an ablation is a list of rows, and a mismatch between rollout and trainer is a difference between two
+columns that can be named, measured and removed.
+
+    recipe        trainer    rollout linears   KV cache    correction   stands for
+    bf16          compute    compute           compute     none         the baseline
+    fp8-rollout   compute    W8A8 block        compute     token TIS    FP8-RL, linears only
+    fp8-kv        compute    compute           e4m3        token TIS    FP8-RL, KV cache and attention only
+    fp8-rl        compute    W8A8 block        e4m3        token TIS    FP8-RL (arXiv 2601.18150), all of it
+
+"compute" means: not quantized, kept in the run's compute dtype (bfloat16, or float32 on request). W8A8 block is DeepSeek-V3's
+layout: weights e4m3 in 128x128 blocks, activations e4m3 in 1x128 groups along the contraction.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from typing import Literal
+
+from fp8rl_jax.errors import UserError
+
+FormatName = Literal["compute", "e4m3", "e5m2", "e2m1"]
+
+
+@dataclass(frozen=True)
+class TensorFormat:
+    """How the values of one tensor role are stored and multiplied."""
+
+    format: FormatName = "compute"
+    """Element format; "compute" is the run's compute dtype, that is: not quantized."""
+    block: tuple[int, int] | None = None
+    """(rows, columns) that share one scale; None: one scale for the whole tensor."""
+    scale: Literal["float32", "power_of_two"] = "float32"
+    """Scale values: amax / max as it is, or rounded up to a power of two (UE8M0)."""
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    """Rounding of the elements."""
+    transform: Literal["none", "hadamard"] = "none"
+    """Rotation applied before quantization."""
+
+    @property
+    def quantized(self) -> bool:
+        return self.format != "compute"
+
+
+COMPUTE = TensorFormat()
+BLOCK_WEIGHT = TensorFormat("e4m3", (128, 128))
+GROUP_ACTIVATION = TensorFormat("e4m3", (1, 128))
+PER_TENSOR = TensorFormat("e4m3", None)
+
+
+@dataclass(frozen=True)
+class ForwardFormats:
+    """The formats of one forward pass: the rollout has one, the trainer has one."""
+
+    weight: TensorFormat = COMPUTE
+    """Weights of the quantized linears, [out, in]."""
+    activation: TensorFormat = COMPUTE
+    """Inputs of the quantized linears, [tokens, in]."""
+    query: TensorFormat = COMPUTE
+    """Queries after q-norm and rope."""
+    key: TensorFormat = COMPUTE
+    """Cached keys, after k-norm and rope."""
+    value: TensorFormat = COMPUTE
+    """Cached values."""
+    probability: TensorFormat = COMPUTE
+    """Softmax probabilities as an operand of the PV product."""
+
+
+LINEARS = ("*.q_proj", "*.k_proj", "*.v_proj", "*.o_proj", "*.gate_proj", "*.up_proj", "*.down_proj")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One row of the table: formats on both sides, what is calibrated, what is trained, which correction it asks for."""
+
+    name: str
+    """Name on the command line."""
+    rollout: ForwardFormats = ForwardFormats()
+    """Formats of the rollout's forward pass."""
+    trainer: ForwardFormats = ForwardFormats()
+    """Formats of the trainer's forward pass."""
+    output_gradient: TensorFormat = COMPUTE
+    """Gradients entering a linear's backward products."""
+    saved_activation: TensorFormat = COMPUTE
+    """Linear inputs kept for the backward pass."""
+    optimizer_moment: TensorFormat = COMPUTE
+    """First and second moments of the optimizer."""
+    quantized: tuple[str, ...] = LINEARS
+    """Shell patterns over layer names (layers.3.q_proj) of the linears that take the weight and activation formats."""
+    excluded: tuple[str, ...] = ()
+    """Shell patterns taken out of `quantized` again; one that matches nothing is an error."""
+    kv_calibration: Literal["trainer", "rollout"] = "trainer"
+    """Who measures amax of Q, K, V at a weight sync: the trainer on its step's tokens, or the rollout's first forward."""
+    kv_percentile: float = 99.9
+    """Percentile over micro-batch amaxes (not over elements), as in NeMo RL."""
+    kv_margin: float = 1.05
+    """Head-room factor on the calibrated amax, as in NeMo RL."""
+    correction: Literal["none", "token_tis"] = "none"
+    """Importance-sampling correction used when rl.correction.method is "recipe"."""
+    trained: Literal["all", "lora"] = "all"
+    """Which parameters the trainer updates."""
+    exact: bool = False
+    """Promise that rollout and trainer log-probabilities are equal bit for bit."""
+
+    @property
+    def quantizes_linears(self) -> bool:
+        return self.rollout.weight.quantized or self.trainer.weight.quantized
+
+    @property
+    def quantizes_cache(self) -> bool:
+        return self.rollout.key.quantized or self.rollout.value.quantized or self.rollout.query.quantized
+
+
+W8A8 = ForwardFormats(weight=BLOCK_WEIGHT, activation=GROUP_ACTIVATION)
+KV8 = ForwardFormats(query=PER_TENSOR, key=PER_TENSOR, value=PER_TENSOR)
+W8A8_KV8 = replace(W8A8, query=PER_TENSOR, key=PER_TENSOR, value=PER_TENSOR)
+
+RECIPES: dict[str, Recipe] = {
+    recipe.name: recipe
+    for recipe in (
+        Recipe("bf16"),
+        Recipe("fp8-rollout", rollout=W8A8, correction="token_tis"),
+        Recipe("fp8-kv", rollout=KV8, correction="token_tis"),
+        Recipe("fp8-rl", rollout=W8A8_KV8, correction="token_tis"),
+    )
+}
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """Changes to the named recipe."""
+
+    scale: Literal["float32", "power_of_two"] | None = None
+    """Scale rule of every block-quantized role; unset: the recipe's."""
+    excluded: tuple[str, ...] = ()
+    """More layers to keep in the compute dtype, as shell patterns such as "layers.0.*"."""
+    kv_calibration: Literal["trainer", "rollout"] | None = None
+    """Who calibrates the KV scales; unset: the recipe's. "rollout" makes the scales depend on the first batch served."""
+    backend: Literal["auto", "reference", "hopper"] = "auto"
+    """Kernels: plain XLA, Hopper's Pallas kernels, or the best that the device has."""
+
+
+def get_recipe(name: str, changes: PrecisionConfig | None = None) -> Recipe:
+    """The named recipe, with the run's changes applied.
+
+    Raises:
+        UserError: the name is unknown, or a change asks for something that the recipe has no place for.
+    """
+    if name not in RECIPES:
+        near = get_close_matches(name, RECIPES, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise UserError(f"recipe: unknown name {name!r}{hint} (known: {', '.join(RECIPES)})")
+    recipe, changes = RECIPES[name], changes or PrecisionConfig()
+    if changes.scale is not None:
+        recipe = replace(
+            recipe, rollout=_with_scale(recipe.rollout, changes.scale), trainer=_with_scale(recipe.trainer, changes.scale)
+        )
+    if changes.excluded and not recipe.quantizes_linears:
+        raise UserError(f"precision.excluded: recipe {name!r} quantizes no linear layer, so there is nothing to exclude")
+    if changes.kv_calibration is not None:
+        recipe = replace(recipe, kv_calibration=changes.kv_calibration)
+    return replace(recipe, excluded=recipe.excluded + tuple(changes.excluded))
+
+
+def _with_scale(formats: ForwardFormats, scale: str) -> ForwardFormats:
+    def change(fmt: TensorFormat) -> TensorFormat:
+        return replace(fmt, scale=scale) if fmt.quantized and fmt.block is not None else fmt
+
+    return replace(formats, weight=change(formats.weight), activation=change(formats.activation))
+
+
+__all__ = ["RECIPES", "ForwardFormats", "PrecisionConfig", "Recipe", "TensorFormat", "get_recipe"]

@@ -1,0 +1,197 @@
+"""The configuration of a run: one tree of frozen dataclasses, read from TOML with command-line overrides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from fp8rl_jax.config.recipe import PrecisionConfig
+from fp8rl_jax.config.rl import RLConfig
+from fp8rl_jax.config.tasks import TaskConfig
+from fp8rl_jax.config.tracking import TrackingConfig
+
+
+@dataclass(frozen=True)
+class InitConfig:
+    """Shape of the built-in byte-level policy (Llama architecture, random weights), used where model.path is empty."""
+
+    hidden_size: int = 256
+    """Width of the residual stream."""
+    intermediate_size: int = 576
+    """Width of the feed-forward layer."""
+    num_layers: int = 3
+    """Transformer layers."""
+    num_heads: int = 4
+    """Query heads."""
+    num_kv_heads: int = 2
+    """Key and value heads; divides num_heads."""
+    head_dim: int = 64
+    """Width of one head."""
+    rope_theta: float = 10000.0
+    """Base of the rotary embedding."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Where the policy comes from."""
+
+    path: str = ""
+    """Hugging Face directory, hub id, .gguf file, or a name that `fp8rl fetch` knows; empty: the built-in policy."""
+    init: InitConfig = InitConfig()
+    """The built-in policy's shape."""
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """How completions are sampled."""
+
+    prompts_per_step: int = 8
+    """Distinct prompts in one step."""
+    samples_per_prompt: int = 8
+    """Completions of each prompt; they share one prefill."""
+    max_prompt_tokens: int = 64
+    """Prompts longer than this are skipped, counted, and warned about once."""
+    max_new_tokens: int = 16
+    """Longest completion, its stop token included."""
+    temperature: float = 1.0
+    """Softmax temperature; 0 is greedy and cannot be trained on."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0: all."""
+    top_p: float = 1.0
+    """Keep the smallest set of tokens whose probability reaches this; 1: all."""
+    min_p: float = 0.0
+    """Drop tokens less likely than this times the most likely one; 0: none."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end a completion, besides the model's own end-of-sequence ids."""
+    decode_layers: Literal["auto", "unroll", "scan"] = "auto"
+    """Layer loop in decode: unrolled (no copies on a CPU) or scanned (compile time independent of depth)."""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW on float32 master weights."""
+
+    learning_rate: float = 1e-6
+    """Peak learning rate."""
+    warmup_steps: int = 0
+    """Updates of linear warm-up."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Decay after warm-up."""
+    final_ratio: float = 0.1
+    """Learning rate at the last update, as a part of the peak."""
+    beta1: float = 0.9
+    """Decay of the first moment."""
+    beta2: float = 0.99
+    """Decay of the second moment."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay on matrices; norms and embeddings are never decayed."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this global norm; 0: not clipped."""
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """The update."""
+
+    steps: int = 100
+    """Rollout-and-update steps of the run."""
+    updates_per_rollout: int = 1
+    """Optimizer updates on each rollout (mini-batches); with 1 the old-logprob forward is skipped."""
+    micro_batch_prompts: int = 0
+    """Prompts (with all their completions) in one gradient-accumulation step; 0: all at once."""
+    remat: Literal["none", "layer"] = "none"
+    """Rematerialize each layer in the backward pass: less memory, a third more compute."""
+    logprob_chunk: int = 1024
+    """Tokens whose logits exist at one time, per device, in the log-probability computation."""
+    abort_after_skips: int = 10
+    """Consecutive updates skipped for non-finite values before the run stops with an error."""
+
+
+@dataclass(frozen=True)
+class SftConfig:
+    """Supervised training on the task's answers: the warm start of `fp8rl sft`."""
+
+    steps: int = 100
+    """Updates."""
+    batch_size: int = 64
+    """Examples an update."""
+    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=3e-3, warmup_steps=10, schedule="cosine")
+    """Its own optimizer settings."""
+    output: str = ""
+    """Directory that gets the trained model in Hugging Face form; empty: <output>/model."""
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """Held-out evaluation."""
+
+    every: int = 10
+    """Evaluate before step 0, every this many steps, and at the end; 0: never."""
+    examples: int = 128
+    """Held-out examples used, from the start of the held-out set."""
+    samples: int = 1
+    """Completions an example: accuracy is avg@k, and pass@k is reported where k > 1."""
+    temperature: float = 0.0
+    """Sampling temperature; 0: greedy."""
+    batch_size: int = 64
+    """Completions generated at one time."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Checkpoints of the whole training state."""
+
+    every: int = 50
+    """Steps between checkpoints; the last step is always saved. 0: only the last."""
+    keep: int = 2
+    """Newest checkpoints kept; at least 2, so that a damaged one is never the only one."""
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """Devices: data x fsdp x tensor. One axis may be -1 and takes what is left."""
+
+    data: int = -1
+    """Replicas of the policy."""
+    fsdp: int = 1
+    """Shards of parameters and optimizer state, which also split the batch."""
+    tensor: int = 1
+    """Shards of heads and feed-forward width."""
+    coordinator: str = ""
+    """host:port of process 0 for jax.distributed; empty: taken from the cluster's environment, if there is one."""
+    num_processes: int = 0
+    """Processes of the run, with coordinator."""
+    process_id: int = -1
+    """This process's number, with coordinator."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything a run needs; `--dry-run` prints it resolved."""
+
+    output: str = "runs/{recipe}"
+    """Run directory; {recipe} is replaced by the recipe's name."""
+    recipe: str = "bf16"
+    """Precision recipe: bf16, fp8-rollout, fp8-kv or fp8-rl."""
+    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Dtype of everything that the recipe does not quantize; master weights are always float32."""
+    seed: int = 0
+    """Seed of data order, sampling and initialization."""
+    dry_run: bool = False
+    """Print the resolved configuration, parameter counts and the memory plan, then stop."""
+    resume: bool = False
+    """Go on from the newest whole checkpoint in the run directory."""
+    model: ModelConfig = ModelConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    task: TaskConfig = field(default_factory=TaskConfig)
+    rollout: RolloutConfig = RolloutConfig()
+    rl: RLConfig = field(default_factory=RLConfig)
+    optimizer: OptimizerConfig = OptimizerConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    sft: SftConfig = SftConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    mesh: MeshConfig = MeshConfig()
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
