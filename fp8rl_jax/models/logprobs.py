@@ -1,0 +1,55 @@
+"""Log-probabilities of given tokens without ever holding [batch, length, vocab].
+
+The output head is applied to a few positions at a time; the backward pass recomputes those logits instead of keeping them.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.matmul.reference import dot
+
+
+def token_logprobs(
+    hidden: Float[Array, "b t hidden"],
+    head: Float[Array, "vocab hidden"],
+    targets: Int[Array, "b t"],
+    temperature: float | Float[Array, ""] = 1.0,
+    chunk: int = 1024,
+) -> tuple[Float[Array, "b t"], Float[Array, "b t"]]:
+    """log softmax(hidden @ head.T / temperature)[targets], and the entropy of that distribution.
+
+    Args:
+        hidden: hidden states that predict `targets` (already shifted by the caller), any float dtype.
+        head: output embedding, [vocab, hidden].
+        targets: token ids.
+        temperature: the logits are divided by it.
+        chunk: tokens whose logits exist at one time; positions are split so that at most half of `t` is ever in one chunk.
+
+    Returns:
+        (log-probabilities, entropies in nats), float32 [b, t]; no gradient flows through the entropies.
+    """
+    b, t, _ = hidden.shape
+    width = max(1, min(chunk // b, t // 2))
+    count = -(-t // width)
+    padding = count * width - t
+
+    @jax.checkpoint
+    def score(head, hidden, targets):
+        logits = dot(hidden, head) / temperature
+        shifted = logits - lax.stop_gradient(logits.max(-1, keepdims=True))
+        normalizer = jnp.log(jnp.exp(shifted).sum(-1))
+        chosen = jnp.take_along_axis(shifted, targets[..., None], axis=-1)[..., 0]
+        frozen = lax.stop_gradient(shifted)
+        entropy = lax.stop_gradient(normalizer) - (jnp.exp(frozen) * frozen).sum(-1) / jnp.exp(frozen).sum(-1)
+        return chosen - normalizer, entropy
+
+    def split(x):
+        x = jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2))
+        return jnp.moveaxis(x.reshape(b, count, width, *x.shape[2:]), 1, 0)
+
+    _, (logprobs, entropy) = lax.scan(lambda _, xs: (None, score(head, *xs)), None, (split(hidden), split(targets)))
+    return tuple(jnp.moveaxis(z, 0, 1).reshape(b, count * width)[:, :t] for z in (logprobs, entropy))

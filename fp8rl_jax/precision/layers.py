@@ -1,0 +1,42 @@
+"""Which linears are quantized: computed once, from the recipe's patterns and the model's layer names.
+
+Upstream, a substring rule once kept gate and up projections in bfloat16 on one side only (verl PR 7519). Here both sides,
+the exporter and `fp8rl doctor` read this one list, and a pattern that matches nothing is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+from fp8rl_jax.config.recipe import Recipe
+from fp8rl_jax.errors import UserError
+
+
+def quantized_layers(recipe: Recipe, linears: Sequence[str]) -> tuple[str, ...]:
+    """Names of the linears that take the recipe's weight and activation formats, in model order.
+
+    Args:
+        recipe: its `quantized` and `excluded` patterns are matched against whole names.
+        linears: every linear of the model that may be quantized, such as "layers.3.q_proj".
+
+    Raises:
+        UserError: a pattern matches no linear of the model, or nothing is left to quantize.
+    """
+    if not recipe.quantizes_linears:
+        return ()
+    for key, patterns in (("quantized", recipe.quantized), ("excluded", recipe.excluded)):
+        for pattern in patterns:
+            if not any(fnmatchcase(name, pattern) for name in linears):
+                raise UserError(
+                    f"recipe {recipe.name!r}: {key} pattern {pattern!r} matches no linear of the model "
+                    f"(names look like {linears[0]!r})"
+                )
+
+    def matches(name: str, patterns: Sequence[str]) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+    chosen = tuple(name for name in linears if matches(name, recipe.quantized) and not matches(name, recipe.excluded))
+    if not chosen:
+        raise UserError(f"recipe {recipe.name!r}: every linear is excluded, so nothing would be quantized")
+    return chosen

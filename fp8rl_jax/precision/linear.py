@@ -1,0 +1,78 @@
+"""The precision-aware linear: quantization is a type of the weight, not a mode of the layer.
+
+`linear(x, weight)` multiplies what it is given. A plain array is multiplied in the compute dtype; a `QTensor` is multiplied
+as W8A8, its input quantized on the way in; a `HoistedWeight` is a QTensor whose dequantized values are kept by a decode loop
+on a backend that would otherwise unpack them at every token. The model has no other branch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from fp8rl_jax.config.recipe import TensorFormat
+from fp8rl_jax.precision.qtensor import QTensor, dequantize, quantize
+from pallas_kernels import blockwise_matmul
+from pallas_kernels.backend import Backend
+from pallas_kernels.matmul.reference import dot
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class HoistedWeight:
+    """Dequantized values of a QTensor, float32 [out, in]: what the reference product multiplies."""
+
+    values: Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+
+Weight = Array | QTensor | HoistedWeight
+
+
+def hoist(weight: Weight) -> Weight:
+    """Moves the work that does not depend on the input out of a loop: dequantizes a QTensor for the reference backend."""
+    return HoistedWeight(dequantize(weight)) if isinstance(weight, QTensor) else weight
+
+
+def quantize_input(x: Float[Array, "*batch k"], weight: Weight, fmt: TensorFormat, backend: Backend = "auto"):
+    """The input in the form that `weight` multiplies: layers that share an input quantize it once.
+
+    Returns `x` itself where the weight is a plain array or the format is the compute dtype.
+    """
+    if isinstance(weight, QTensor | HoistedWeight) and fmt.quantized:
+        rows = quantize(x.reshape(-1, x.shape[-1]), fmt, backend)
+        groups = rows.scales.shape[-1]
+        return QTensor(rows.values.reshape(x.shape), rows.scales.reshape(*x.shape[:-1], groups), rows.block)
+    return x
+
+
+def linear(
+    x: Float[Array, "*batch k"] | QTensor, weight: Weight, out_dtype: jnp.dtype, backend: Backend = "auto"
+) -> Float[Array, "*batch n"]:
+    """x times the transpose of `weight` [n, k], accumulated in float32.
+
+    Args:
+        x: the input, or its quantized form from `quantize_input`.
+        weight: array [n, k] in the compute dtype, QTensor or HoistedWeight.
+        out_dtype: dtype of the result.
+
+    Raises:
+        TypeError: a quantized input meets a weight that is not quantized.
+    """
+    if isinstance(x, QTensor):
+        if isinstance(weight, QTensor):
+            return blockwise_matmul(x.values, x.scales, weight.values, weight.scales, weight.block, out_dtype, backend=backend)
+        if not isinstance(weight, HoistedWeight):
+            raise TypeError("linear: the input is quantized but the weight is not")
+        rows = QTensor(x.values.reshape(-1, x.shape[-1]), x.scales.reshape(-1, x.scales.shape[-1]), x.block)
+        x = dequantize(rows).reshape(x.shape)
+    if isinstance(weight, QTensor):
+        weight = hoist(weight)
+    values = weight.values if isinstance(weight, HoistedWeight) else weight
+    return dot(x.astype(values.dtype), values).astype(out_dtype)

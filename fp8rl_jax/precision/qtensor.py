@@ -1,0 +1,80 @@
+"""QTensor, and the one quantizer.
+
+Trainer forward, weight sync and export call the same `quantize`, on the bfloat16-rounded weight and never on the float32
+master: quantizing the master instead multiplied the train-rollout mismatch by 25 after one update in a published case
+(XTuner), because the other side only ever sees the bfloat16 weight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from fp8rl_jax.config.recipe import TensorFormat
+from fp8rl_jax.precision.formats import element_dtype, max_value
+from pallas_kernels import dequantize_blocks, quantize_blocks
+from pallas_kernels.backend import Backend
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class QTensor:
+    """A quantized tensor: x is about values * (scale of the block that the element is in).
+
+    Attributes:
+        values: [..., m, n] in an 8-bit float dtype.
+        scales: float32 [..., ceil(m / block[0]), ceil(n / block[1])].
+        block: (rows, columns) that share a scale.
+    """
+
+    values: Array
+    scales: Array
+    block: tuple[int, int] = field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + self.scales.nbytes
+
+
+def quantize(x: Float[Array, "*batch m n"], fmt: TensorFormat, backend: Backend = "auto") -> QTensor:
+    """Quantizes `x` by blocks of its last two axes.
+
+    Args:
+        x: any float dtype. Weights are to be rounded to bfloat16 first (`quantize_weight`).
+        fmt: element format, block and scale rule; `fmt.block` None means one scale for each trailing matrix.
+
+    Raises:
+        UserError: the format cannot be stored.
+    """
+    block = fmt.block or (x.shape[-2], x.shape[-1])
+    values, scales = quantize_blocks(x, block, element_dtype(fmt), fmt.scale, backend=backend)
+    return QTensor(values, scales, block)
+
+
+def quantize_weight(weight: Float[Array, "*batch m n"], fmt: TensorFormat, backend: Backend = "auto") -> QTensor:
+    """Quantizes the bfloat16-rounded weight."""
+    return quantize(weight.astype(jnp.bfloat16), fmt, backend)
+
+
+def dequantize(q: QTensor) -> Float[Array, "*batch m n"]:
+    """values * scales, float32."""
+    return dequantize_blocks(q.values, q.scales, q.block)
+
+
+def quantize_per_tensor(x: Float[Array, "..."], scale: Float[Array, ""], fmt: TensorFormat) -> Float[Array, "..."]:
+    """x / scale with a scale that was calibrated before, clamped to the format's range and cast (the KV cache's quantizer)."""
+    limit = max_value(fmt)
+    scaled = x.astype(jnp.float32) / scale
+    return jnp.clip(scaled, -limit, limit).astype(element_dtype(fmt))
+
+
+def is_finite(q: QTensor) -> Bool[Array, ""]:
+    """False where any block held a NaN or an infinity: quantization keeps them in the scale."""
+    return jnp.isfinite(q.scales).all()

@@ -1,0 +1,11 @@
+"""Low-precision operations for JAX, one folder each. They need JAX and nothing else.
+
+Every operation has one public function with `backend="auto" | "reference" | "hopper"`. The reference is plain XLA, runs on
+every device and is the definition of correct. A backend asked for by name that cannot run raises `BackendError`.
+"""
+
+from pallas_kernels.backend import BackendError
+from pallas_kernels.matmul import blockwise_matmul
+from pallas_kernels.quantize import dequantize_blocks, quantize_blocks
+
+__all__ = ["BackendError", "blockwise_matmul", "dequantize_blocks", "quantize_blocks"]

@@ -1,0 +1,45 @@
+"""Blockwise-scaled FP8 matrix product: activations in 1 x k groups, weights in n x k blocks."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels.backend import Backend, resolve
+from pallas_kernels.matmul import reference
+
+
+def blockwise_matmul(
+    x: Float[Array, "*batch k"],
+    x_scales: Float[Array, "*batch kb"],
+    w: Float[Array, "n k"],
+    w_scales: Float[Array, "nb kb"],
+    w_block: tuple[int, int] = (128, 128),
+    out_dtype: jnp.dtype = jnp.bfloat16,
+    *,
+    backend: Backend = "auto",
+) -> Float[Array, "*batch n"]:
+    """x @ w.T of quantized operands: sum over k-blocks b of x_scales[b] * w_scales[n // 128, b] * (x_b . w_b), in float32.
+
+    The weight is [out, in], both operands are contiguous along the contraction (what Hopper's FP8 tensor cores need), and
+    any m, n, k is served. Layout and promotion every 128 of k: DeepSeek-V3 (arXiv 2412.19437, section 3.3.2).
+
+    Args:
+        x, x_scales: activations and the scales of their 1 x w_block[1] groups, as `quantize_blocks` returns them.
+        w, w_scales, w_block: weight, scales and block of the weight.
+        out_dtype: bfloat16 or float32.
+        backend: implementation.
+
+    Raises:
+        BackendError: a backend asked for by name cannot serve the call.
+        ValueError: scale shapes do not belong to the operands.
+    """
+    resolve(backend, "blockwise_matmul", ("reference",))
+    n, k = w.shape
+    blocks = (-(-n // w_block[0]), -(-k // w_block[1]))
+    if w_scales.shape != blocks or x_scales.shape != (*x.shape[:-1], blocks[1]):
+        raise ValueError(
+            f"blockwise_matmul: x {x.shape} with scales {x_scales.shape} and w {w.shape} with scales {w_scales.shape} "
+            f"do not fit block {w_block}: w_scales must be {blocks}, x_scales {(*x.shape[:-1], blocks[1])}"
+        )
+    return reference.matmul(x, x_scales, w, w_scales, w_block, out_dtype)

@@ -1,0 +1,45 @@
+"""Blockwise quantization in plain XLA: the definition of correct for every other backend."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import lax
+
+SMALLEST_SCALE = 2.0**-126  # the smallest normal float32: a CPU flushes smaller ones to zero
+
+
+def quantize(x, block, dtype, scale):
+    limit = float(jnp.finfo(dtype).max)
+    x = x.astype(jnp.float32)
+    amax = block_amax(x, block)
+    scales = jnp.maximum(amax / limit, SMALLEST_SCALE)
+    if scale == "power_of_two":
+        scales = round_up_to_power_of_two(scales)
+    scales = jnp.where(amax == 0, 1.0, scales)
+    scaled = x * expand(1.0 / scales, block, x.shape[-2:])
+    return jnp.clip(scaled, -limit, limit).astype(dtype), scales
+
+
+def block_amax(x, block):
+    """Largest magnitude of each block; the last block of an axis may be shorter. NaN and infinity propagate."""
+    (m, n), (bm, bn) = x.shape[-2:], block
+    rows, columns = -(-m // bm), -(-n // bn)
+    pad = [(0, 0)] * (x.ndim - 2) + [(0, rows * bm - m), (0, columns * bn - n)]
+    blocks = jnp.pad(jnp.abs(x), pad).reshape(*x.shape[:-2], rows, bm, columns, bn)
+    return blocks.max(axis=(-3, -1))
+
+
+def round_up_to_power_of_two(x):
+    """Smallest power of two that is >= x, for positive normal x; exact, unlike exp2(ceil(log2(x)))."""
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    exponent = (bits + 0x007FFFFF) & 0x7F800000
+    return jnp.where(jnp.isfinite(x), lax.bitcast_convert_type(exponent, jnp.float32), x)
+
+
+def expand(scales, block, shape):
+    """Scales [..., mb, nb] repeated to one for each element, [..., m, n]."""
+    for axis, size, side in ((-2, shape[0], block[0]), (-1, shape[1], block[1])):
+        if side > 1:
+            scales = jnp.repeat(scales, side, axis=axis)
+        scales = lax.slice_in_dim(scales, 0, size, axis=axis)
+    return scales
