@@ -8,14 +8,13 @@ because the model would still run and answer slightly wrong log-probabilities.
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.models.hf_json import Fields, read_json
 
 _HF_CLASS = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-_ARCHITECTURE = {name: architecture for architecture, name in _HF_CLASS.items()}
 
 # What transformers assumes when config.json leaves a key out.
 _DEFAULT_ROPE_THETA = 10000.0
@@ -96,7 +95,8 @@ class PolicyConfig:
                 raise UserError(f"{key} must be positive, got {value}")
         if self.num_heads % self.num_kv_heads:
             raise UserError(
-                f"num_attention_heads ({self.num_heads}) must be a multiple of num_key_value_heads ({self.num_kv_heads})"
+                f"num_attention_heads ({self.num_heads}) must be a multiple of "
+                f"num_key_value_heads ({self.num_kv_heads})"
             )
         if self.head_dim % 2:
             raise UserError(f"head_dim must be even for rotary positions, got {self.head_dim}")
@@ -186,147 +186,85 @@ class PolicyConfig:
         }
 
 
-def read_json(path: str | Path) -> dict[str, Any]:
-    """Reads a JSON object from a file.
-
-    Raises:
-        UserError: the file is unreadable, not UTF-8, not JSON, or not an object.
-    """
-    try:
-        value = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not valid JSON ({error})") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{path}: expected a JSON object, found {type(value).__name__}")
-    return value
-
-
 def _parse(config: dict[str, Any], generation_config: dict[str, Any]) -> PolicyConfig:
+    fields, generation = Fields(config), Fields(generation_config)
     architecture = _architecture(config)
-    _refuse_unimplemented(config)
-    hidden_size = _integer(config, "hidden_size")
-    num_heads = _integer(config, "num_attention_heads")
-    head_dim = _integer(config, "head_dim", default=0)
-    if not head_dim and architecture == "qwen3":
-        head_dim = _QWEN3_HEAD_DIM
-    elif not head_dim:
+    _refuse_unimplemented(fields)
+    hidden_size = fields.integer("hidden_size")
+    num_heads = fields.integer("num_attention_heads")
+    head_dim = fields.integer("head_dim", default=_QWEN3_HEAD_DIM if architecture == "qwen3" else None)
+    if head_dim is None:
         if num_heads < 1 or hidden_size % num_heads:
             raise UserError(f"hidden_size ({hidden_size}) must be a multiple of num_attention_heads ({num_heads})")
         head_dim = hidden_size // num_heads
-    rope_theta, rope_scaling = _rope(config)
-    pad = _integer(config, "pad_token_id", default=None)
+    rope_theta, rope_scaling = _rope(fields)
+    eos_token_ids = fields.token_ids("eos_token_id") + generation.token_ids("eos_token_id")
     return PolicyConfig(
         architecture=architecture,
-        vocab_size=_integer(config, "vocab_size"),
+        vocab_size=fields.integer("vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=_integer(config, "intermediate_size"),
-        num_layers=_integer(config, "num_hidden_layers"),
+        intermediate_size=fields.integer("intermediate_size"),
+        num_layers=fields.integer("num_hidden_layers"),
         num_heads=num_heads,
-        num_kv_heads=_integer(config, "num_key_value_heads", default=num_heads),
+        num_kv_heads=fields.integer("num_key_value_heads", default=num_heads),
         head_dim=head_dim,
-        rms_norm_eps=_number(config, "rms_norm_eps", default=_DEFAULT_RMS_NORM_EPS),
+        rms_norm_eps=fields.number("rms_norm_eps", default=_DEFAULT_RMS_NORM_EPS),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
-        tie_word_embeddings=_boolean(config, "tie_word_embeddings"),
-        max_position_embeddings=_integer(
-            config, "max_position_embeddings", default=_DEFAULT_MAX_POSITIONS[architecture]
-        ),
-        bos_token_id=_integer(config, "bos_token_id", default=None),
-        eos_token_ids=tuple(dict.fromkeys(_token_ids(config) + _token_ids(generation_config))),
-        pad_token_id=pad if pad is not None else _integer(generation_config, "pad_token_id", default=None),
+        tie_word_embeddings=fields.boolean("tie_word_embeddings"),
+        max_position_embeddings=fields.integer("max_position_embeddings", default=_DEFAULT_MAX_POSITIONS[architecture]),
+        bos_token_id=fields.integer("bos_token_id", default=None),
+        eos_token_ids=tuple(dict.fromkeys(eos_token_ids)),
+        pad_token_id=fields.integer("pad_token_id", default=generation.integer("pad_token_id", default=None)),
     )
 
 
 def _architecture(config: dict[str, Any]) -> str:
-    names = config.get("architectures") or [_HF_CLASS.get(config.get("model_type", ""), config.get("model_type"))]
-    if not isinstance(names, list) or len(names) != 1 or names[0] not in _ARCHITECTURE:
+    model_type = config.get("model_type")
+    names = config.get("architectures") or [_HF_CLASS.get(str(model_type))]
+    if not isinstance(names, list) or len(names) != 1 or names[0] not in _HF_CLASS.values():
         raise UserError(
-            f"architectures {names} (model_type {config.get('model_type')!r}) is not supported; "
-            f"supported: {', '.join(_ARCHITECTURE)}"
+            f"architectures {names} (model_type {model_type!r}) is not supported; "
+            f"supported: {', '.join(_HF_CLASS.values())}"
         )
-    return _ARCHITECTURE[names[0]]
+    return next(architecture for architecture, name in _HF_CLASS.items() if name == names[0])
 
 
-def _refuse_unimplemented(config: dict[str, Any]) -> None:
+def _refuse_unimplemented(fields: Fields) -> None:
+    config = fields.data
     if config.get("hidden_act", "silu") != "silu":
         raise UserError(f"hidden_act {config['hidden_act']!r} is not supported; only 'silu' is")
     for key in ("attention_bias", "mlp_bias"):
-        if _boolean(config, key):
+        if fields.boolean(key):
             raise UserError(f"{key} true is not supported; the model must have no biases")
     if config.get("quantization_config"):
         raise UserError("quantization_config: quantized checkpoints are not read; use the bf16 or float32 one")
-    if _boolean(config, "use_sliding_window", default=True) and config.get("sliding_window") is not None:
+    if config.get("sliding_window") is not None and fields.boolean("use_sliding_window", default=True):
         raise UserError(f"sliding_window {config['sliding_window']} is not supported; every layer must attend fully")
     layer_types = config.get("layer_types") or []
     if other := sorted({str(kind) for kind in layer_types} - {"full_attention"}):
         raise UserError(f"layer_types holds {', '.join(other)}; only full_attention is supported")
 
 
-def _rope(config: dict[str, Any]) -> tuple[float, Llama3RopeScaling | None]:
+def _rope(fields: Fields) -> tuple[float, Llama3RopeScaling | None]:
     """Reads either spelling: `rope_theta` beside `rope_scaling`, or `rope_parameters` with both inside."""
-    key = "rope_parameters" if config.get("rope_parameters") is not None else "rope_scaling"
-    rope = config.get(key) or {}
-    if not isinstance(rope, dict):
-        raise UserError(f"{key} must be an object, got {rope!r}")
-    theta = _number(config, "rope_theta", default=None)
-    inner = _number(rope, "rope_theta", default=None, prefix=f"{key}.")
-    if theta is not None and inner is not None and theta != inner:
-        raise UserError(f"rope_theta {theta} contradicts {key}.rope_theta {inner}")
-    theta = next((t for t in (inner, theta) if t is not None), _DEFAULT_ROPE_THETA)
-    for partial in (config, rope):
-        if partial.get("partial_rotary_factor", 1.0) != 1.0:
-            raise UserError(f"partial_rotary_factor {partial['partial_rotary_factor']} is not supported; only 1.0 is")
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    key = "rope_parameters" if fields.data.get("rope_parameters") is not None else "rope_scaling"
+    rope = fields.object(key)
+    outer, inner = fields.number("rope_theta", default=None), rope.number("rope_theta", default=None)
+    if outer is not None and inner is not None and outer != inner:
+        raise UserError(f"rope_theta {outer} contradicts {key}.rope_theta {inner}")
+    theta = next((value for value in (inner, outer) if value is not None), _DEFAULT_ROPE_THETA)
+    for part in (fields, rope):
+        if (fraction := part.number("partial_rotary_factor", default=1.0)) != 1.0:
+            raise UserError(f"{part.prefix}partial_rotary_factor {fraction} is not supported; only 1.0 is")
+    kind = rope.data.get("rope_type", rope.data.get("type", "default"))
     if kind == "default":
         return theta, None
     if kind != "llama3":
         raise UserError(f"{key}.rope_type {kind!r} is not supported; supported: 'default', 'llama3'")
-    prefix = f"{key}."
     return theta, Llama3RopeScaling(
-        factor=_number(rope, "factor", prefix=prefix),
-        low_freq_factor=_number(rope, "low_freq_factor", prefix=prefix),
-        high_freq_factor=_number(rope, "high_freq_factor", prefix=prefix),
-        original_max_position_embeddings=_integer(rope, "original_max_position_embeddings", prefix=prefix),
+        factor=rope.number("factor"),
+        low_freq_factor=rope.number("low_freq_factor"),
+        high_freq_factor=rope.number("high_freq_factor"),
+        original_max_position_embeddings=rope.integer("original_max_position_embeddings"),
     )
-
-
-_REQUIRED: Any = object()
-
-
-def _integer(config: dict[str, Any], key: str, default: Any = _REQUIRED, prefix: str = "") -> Any:
-    value = config.get(key)
-    if value is None and default is not _REQUIRED:
-        return default
-    if value is None:
-        raise UserError(f"{prefix}{key} is missing")
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise UserError(f"{prefix}{key} must be an integer, got {value!r}")
-    return value
-
-
-def _number(config: dict[str, Any], key: str, default: Any = _REQUIRED, prefix: str = "") -> Any:
-    value = config.get(key)
-    if value is None and default is not _REQUIRED:
-        return default
-    if value is None:
-        raise UserError(f"{prefix}{key} is missing")
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise UserError(f"{prefix}{key} must be a number, got {value!r}")
-    return float(value)
-
-
-def _boolean(config: dict[str, Any], key: str, default: bool = False) -> bool:
-    value = config.get(key, default)
-    if not isinstance(value, bool):
-        raise UserError(f"{key} must be true or false, got {value!r}")
-    return value
-
-
-def _token_ids(config: dict[str, Any], key: str = "eos_token_id") -> tuple[int, ...]:
-    value = config.get(key)
-    values = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(token, int) and not isinstance(token, bool) for token in values):
-        raise UserError(f"{key} must be an integer or a list of integers, got {value!r}")
-    return tuple(values)

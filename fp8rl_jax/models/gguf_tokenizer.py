@@ -1,0 +1,118 @@
+"""The tokenizer inside a GGUF file -> tokenizer.json, tokenizer_config.json and chat_template.jinja.
+
+A GGUF holds the vocabulary and the merges, but the pre-tokenizer (how text is cut before merging) only by a name. Each
+name stands for rules that llama.cpp hard-codes, and a wrong one gives other tokens without any error, so that a name
+that isn't known here is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors
+
+from fp8rl_jax.errors import UserError
+
+_CONTROL, _USER_DEFINED = 3, 4  # llama.cpp's token types that are matched before the text is cut
+
+
+def _smollm() -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+    )
+
+
+_PRE_TOKENIZERS = {"smollm": _smollm}
+
+
+def write_tokenizer(directory: Path, source: Path, metadata: dict[str, Any], max_length: int) -> None:
+    """Writes the tokenizer files of a GGUF's `tokenizer.*` metadata into an existing directory.
+
+    Args:
+        directory: where to write.
+        source: the GGUF file, for messages.
+        metadata: its metadata as plain values.
+        max_length: the model's context, in tokens.
+
+    Raises:
+        UserError: another tokenizer model than byte-level BPE ("gpt2"), an unknown pre-tokenizer, metadata that is
+            missing or contradicts itself, a full disk.
+    """
+    tokens = _get(source, metadata, "tokens", list)
+    special = {
+        f"{role}_token": _token(source, metadata, tokens, key)
+        for role, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown"))
+        if f"tokenizer.ggml.{key}_token_id" in metadata
+    }
+    tokenizer = _build(source, metadata, tokens)
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **special,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": max_length,
+    }
+    template = metadata.get("tokenizer.chat_template")
+    try:
+        tokenizer.save(str(directory / "tokenizer.json"))
+        if template is not None:
+            config["chat_template"] = template
+            (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
+        text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+        (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
+    except Exception as error:  # the library raises bare Exception for a full disk
+        raise UserError(f"{directory}: the tokenizer cannot be written ({error})") from None
+
+
+def _build(source: Path, metadata: dict[str, Any], tokens: list[str]) -> tokenizers.Tokenizer:
+    if (model := _get(source, metadata, "model", str)) != "gpt2":
+        raise UserError(f"{source}: tokenizer.ggml.model {model!r} is not supported; only 'gpt2' (byte-level BPE) is")
+    if (pre := metadata.get("tokenizer.ggml.pre", "default")) not in _PRE_TOKENIZERS:
+        raise UserError(
+            f"{source}: tokenizer.ggml.pre {pre!r} is not supported; supported: {', '.join(_PRE_TOKENIZERS)}. "
+            f"Use the model's Hugging Face directory instead"
+        )
+    if metadata.get("tokenizer.ggml.add_eos_token", False):
+        raise UserError(f"{source}: tokenizer.ggml.add_eos_token is not supported")
+    types = _get(source, metadata, "token_type", list)
+    merges = [tuple(merge.split(" ")) for merge in _get(source, metadata, "merges", list)]
+    if len(types) != len(tokens) or len(set(tokens)) != len(tokens) or not all(len(merge) == 2 for merge in merges):
+        raise UserError(f"{source}: tokenizer.ggml.tokens, token_type and merges do not fit together")
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    for merge in merges:
+        for part in (*merge, "".join(merge)):
+            if part not in vocabulary:
+                raise UserError(f"{source}: merge {' '.join(merge)!r} needs token {part!r}, which tokens lacks")
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, merges))
+    tokenizer.pre_tokenizer = _PRE_TOKENIZERS[pre]()
+    tokenizer.decoder = decoders.ByteLevel()
+    added = [(token, kind) for token, kind in zip(tokens, types, strict=True) if kind in (_CONTROL, _USER_DEFINED)]
+    tokenizer.add_tokens(
+        [tokenizers.AddedToken(token, special=kind == _CONTROL, normalized=False) for token, kind in added]
+    )
+    if metadata.get("tokenizer.ggml.add_bos_token", False):
+        bos = _token(source, metadata, tokens, "bos")
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, vocabulary[bos])]
+        )
+    return tokenizer
+
+
+def _get(source: Path, metadata: dict[str, Any], key: str, kind: type) -> Any:
+    value = metadata.get(f"tokenizer.ggml.{key}")
+    if not isinstance(value, kind):
+        raise UserError(f"{source}: the metadata lacks tokenizer.ggml.{key}, or it is not a {kind.__name__}")
+    return value
+
+
+def _token(source: Path, metadata: dict[str, Any], tokens: list[str], key: str) -> str:
+    """The text of a special token, which the metadata gives by its id."""
+    index = _get(source, metadata, f"{key}_token_id", int)
+    if not 0 <= index < len(tokens):
+        raise UserError(f"{source}: tokenizer.ggml.{key}_token_id {index} is outside the {len(tokens)} tokens")
+    return tokens[index]

@@ -1,0 +1,226 @@
+"""Text to token ids and back: a Hugging Face tokenizer with its chat template, and a byte-level one without files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors
+
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.models.chat_template import ChatTemplate
+from fp8rl_jax.models.hf_json import read_json
+
+Message = dict[str, Any]
+
+
+class Tokenizer(Protocol):
+    """What the rest of the library knows of a tokenizer.
+
+    `eos_token_ids` are the tokenizer's own end tokens; generation stops at these and at `PolicyConfig.eos_token_ids`.
+    `pad_token_id` is the padding token, or an end token where the tokenizer names none (padding is always masked).
+    `vocab_size` is one more than the largest id.
+    """
+
+    vocab_size: int
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    pad_token_id: int | None
+    has_chat_template: bool
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids; `add_special_tokens` adds what the model saw around a text in training (mostly a bos or nothing).
+        Pass False for a continuation, and for text that a chat template has made."""
+        ...
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        """Text; bytes that are no UTF-8 become U+FFFD. `skip_special` leaves out bos, eos, padding and the like."""
+        ...
+
+    def apply_chat_template(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
+        """The text of a conversation, ending where the assistant's answer begins if `add_generation_prompt`."""
+        ...
+
+    def encode_chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> list[int]:
+        """The token ids of a conversation: `encode(apply_chat_template(messages), add_special_tokens=False)`."""
+        ...
+
+
+class HFTokenizer:
+    """A `tokenizer.json`, with the special tokens and the chat template that lie beside it."""
+
+    def __init__(self, directory: str | Path):
+        """Reads tokenizer.json, tokenizer_config.json and chat_template.jinja.
+
+        Raises:
+            UserError: a file that is missing or malformed, a special token that is not in the vocabulary.
+        """
+        directory = Path(directory)
+        path = directory / "tokenizer.json"
+        try:
+            text = path.read_text(encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+        except UnicodeDecodeError:
+            raise UserError(f"{path}: not UTF-8") from None
+        try:
+            self._backend = tokenizers.Tokenizer.from_str(text)
+        except Exception as error:  # the library raises bare Exception for whatever it cannot parse
+            raise UserError(f"{path}: not a tokenizer that the tokenizers library reads ({error})") from None
+        self._path = path
+        config_path = directory / "tokenizer_config.json"
+        config = read_json(config_path) if config_path.is_file() else {}
+        self._special = {
+            role: content
+            for role in ("bos_token", "eos_token", "pad_token", "unk_token")
+            if (content := _content(config_path, role, config.get(role))) is not None
+        }
+        self._template = ChatTemplate.from_directory(directory, config, self._special)
+        eos = self._id("eos_token")
+        self.vocab_size = 1 + max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
+        self.bos_token_id = self._id("bos_token")
+        self.eos_token_ids = () if eos is None else (eos,)
+        pad = self._id("pad_token")
+        self.pad_token_id = eos if pad is None else pad
+        self.has_chat_template = self._template is not None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self._backend.encode(_checked(text), add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        return self._backend.decode([int(token) for token in ids], skip_special_tokens=skip_special)
+
+    def apply_chat_template(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
+        """See `Tokenizer`.
+
+        Raises:
+            UserError: no chat template, malformed messages, or a template that refuses them (`raise_exception`).
+        """
+        if self._template is None:
+            raise UserError(f"{self._path.parent}: the tokenizer has no chat template; give plain prompts")
+        return self._template.render(messages, add_generation_prompt)
+
+    def encode_chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> list[int]:
+        return self.encode(self.apply_chat_template(messages, add_generation_prompt), add_special_tokens=False)
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Checks that every token has a row in an embedding of `vocab_size` rows.
+
+        Raises:
+            UserError: naming the largest token that has none.
+        """
+        if self.vocab_size > vocab_size:
+            token = self._backend.id_to_token(self.vocab_size - 1)
+            raise UserError(
+                f"{self._path}: token {token!r} has id {self.vocab_size - 1}, but the model's vocab_size is "
+                f"{vocab_size}; the tokenizer belongs to another model"
+            )
+
+    def _id(self, role: str) -> int | None:
+        content = self._special.get(role)
+        if content is None:
+            return None
+        if (token := self._backend.token_to_id(content)) is None:
+            raise UserError(f"{self._path}: {role} {content!r} of tokenizer_config.json is not in the vocabulary")
+        return token
+
+
+class ByteTokenizer:
+    """UTF-8 bytes as ids 0-255, then <|pad|> 256, <|bos|> 257 and <|eos|> 258. No file, no chat template.
+
+    The text of a special token is just bytes: no input can produce one.
+    """
+
+    pad_token_id = 256
+    bos_token_id = 257
+    eos_token_ids = (258,)
+    vocab_size = 259
+    has_chat_template = False
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The bytes of `text`, after a bos if `add_special_tokens`."""
+        return [self.bos_token_id] * add_special_tokens + list(_checked(text).encode("utf-8"))
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        names = {} if skip_special else {256: b"<|pad|>", 257: b"<|bos|>", 258: b"<|eos|>"}
+        pieces = (bytes([token]) if token < 256 else names.get(int(token), b"") for token in ids)
+        return b"".join(pieces).decode("utf-8", errors="replace")
+
+    def apply_chat_template(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
+        """Raises: UserError, since bytes have no chat template."""
+        raise UserError("the byte-level tokenizer has no chat template; give plain prompts")
+
+    def encode_chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> list[int]:
+        """Raises: UserError, since bytes have no chat template."""
+        return self.encode(self.apply_chat_template(messages, add_generation_prompt), add_special_tokens=False)
+
+    def save(self, directory: str | Path) -> None:
+        """Writes a tokenizer.json that gives the same ids in `HFTokenizer` and in transformers, where the text of a
+        special token does stand for it.
+
+        Raises:
+            UserError: the directory cannot be written.
+        """
+        names = ["<|pad|>", "<|bos|>", "<|eos|>"]
+        # Byte-level BPE without merges: a printable stand-in for each byte.
+        printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+        stand_ins = {byte: chr(byte) for byte in printable}
+        stand_ins |= {byte: chr(0x100 + i) for i, byte in enumerate(sorted(set(range(256)) - set(printable)))}
+        backend = tokenizers.Tokenizer(models.BPE({stand_ins[byte]: byte for byte in range(256)}, []))
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.decoder = decoders.ByteLevel()
+        backend.add_special_tokens([tokenizers.AddedToken(name, normalized=False) for name in names])
+        backend.post_processor = processors.TemplateProcessing(
+            single="<|bos|> $A", pair="<|bos|> $A $B", special_tokens=[("<|bos|>", self.bos_token_id)]
+        )
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        config |= {f"{name[2:-2]}_token": name for name in names}
+        try:
+            backend.save(str(Path(directory) / "tokenizer.json"))
+            (Path(directory) / "tokenizer_config.json").write_text(
+                json.dumps(config, indent=2) + "\n", encoding="utf-8"
+            )
+        except Exception as error:  # the library raises bare Exception for a full disk
+            raise UserError(f"{directory}: the tokenizer cannot be written ({error})") from None
+
+
+def load_tokenizer(directory: str | Path, vocab_size: int | None = None) -> HFTokenizer | None:
+    """The tokenizer of a Hugging Face directory, or None when the directory holds none.
+
+    Args:
+        directory: holds tokenizer.json.
+        vocab_size: rows of the model's embedding; every token id must be below it.
+
+    Raises:
+        UserError: a malformed tokenizer, a tokenizer in a format other than tokenizer.json, a token outside the
+            model's vocabulary.
+    """
+    directory = Path(directory)
+    if not (directory / "tokenizer.json").exists():
+        for other in ("tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json"):
+            if (directory / other).exists():
+                raise UserError(f"{directory / other}: only tokenizer.json is read; convert the tokenizer to it")
+        return None
+    tokenizer = HFTokenizer(directory)
+    if vocab_size is not None:
+        tokenizer.check_vocabulary(vocab_size)
+    return tokenizer
+
+
+def _content(path: Path, role: str, value: Any) -> str | None:
+    """A special token is written as its text, or as an object with its text under "content"."""
+    content = value.get("content") if isinstance(value, dict) else value
+    if content is not None and not isinstance(content, str):
+        raise UserError(f"{path}: {role} must be a string or an object with content, got {value!r}")
+    return content
+
+
+def _checked(text: str) -> str:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UserError(f"the text holds a lone surrogate, \\u{ord(text[error.start]):x}, at {error.start}") from None
+    return text
