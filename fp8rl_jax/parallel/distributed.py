@@ -1,0 +1,157 @@
+"""Runs of several processes: joining them, and moving arrays between one host's memory and all devices.
+
+Every process runs the same program on its own devices (multi-controller JAX). Values that the hosts compute, such as
+prompts and rewards, must be equal on all of them before they become a global array, and a global array must be gathered
+before a host reads it. With one process each function here is what `jax.device_put` and `jax.device_get` do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from fp8rl_jax.config.run import MeshConfig
+from fp8rl_jax.errors import UserError
+
+SLURM_STEP = (
+    "SLURM_JOB_ID",
+    "SLURM_STEP_NODELIST",
+    "SLURM_STEP_NUM_NODES",
+    "SLURM_NTASKS",
+    "SLURM_PROCID",
+    "SLURM_LOCALID",
+)
+
+
+def initialize(config: MeshConfig, environ: Mapping[str, str] = os.environ) -> None:
+    """Joins this process to the others of its run; to be called before anything touches a JAX device.
+
+    With mesh.coordinator, mesh.num_processes and mesh.process_id set, those are used: Kubernetes, hosts started by hand.
+    Otherwise a SLURM step (`srun`) or an Open MPI launch of more than one task is detected, and jax finds its
+    coordinator. Otherwise the run has one process and nothing happens.
+
+    Raises:
+        UserError: a mesh.* key is missing or out of range.
+    """
+    explicit = _explicit(config)
+    if explicit:
+        jax.distributed.initialize(*explicit)
+    elif _tasks(environ) > 1:
+        jax.distributed.initialize(local_device_ids=_local_devices(environ))
+
+
+def is_main_process() -> bool:
+    """True on the process that writes metrics, reports and exported models."""
+    return jax.process_index() == 0
+
+
+def to_global(tree: Any, shardings: Any) -> Any:
+    """Arrays that are equal on every process -> arrays over all devices; a process copies only what its devices hold.
+
+    Args:
+        tree: numpy or jax arrays, PRNG keys among them. An array that already spans processes is resharded.
+        shardings: one sharding, or a tree of them like `tree`.
+    """
+    if isinstance(shardings, jax.sharding.Sharding):
+        shardings = jax.tree.map(lambda _: shardings, tree)
+    return jax.tree.map(_to_global, tree, shardings)
+
+
+def to_host(tree: Any) -> Any:
+    """Every leaf as a numpy array with its global shape, on every process; all processes must call it together."""
+    return jax.tree.map(_to_host, tree)
+
+
+def check_same(config_text: str) -> None:
+    """Checks at start-up that every process runs the same configuration; all processes must call it together.
+
+    Processes that disagree would compile different programs and wait for each other for ever.
+
+    Args:
+        config_text: the resolved configuration without mesh.process_id.
+
+    Raises:
+        UserError: on every process, naming those that differ from process 0.
+    """
+    digest = np.frombuffer(hashlib.sha256(config_text.encode()).digest(), np.uint8)
+    digests = multihost_utils.process_allgather(digest)
+    different = [i for i, other in enumerate(digests) if (other != digests[0]).any()]
+    if different:
+        raise UserError(
+            f"processes {different} run another configuration than process 0: start every process with the same "
+            "files and options (mesh.process_id apart)"
+        )
+
+
+def _explicit(config: MeshConfig) -> tuple[str, int, int] | None:
+    """(coordinator, num_processes, process_id), or None where the configuration names none of them."""
+    given = {
+        "coordinator": config.coordinator != "",
+        "num_processes": config.num_processes != 0,
+        "process_id": config.process_id != -1,
+    }
+    if not any(given.values()):
+        return None
+    missing = [f"mesh.{key}" for key, is_given in given.items() if not is_given]
+    if missing:
+        raise UserError(f"{', '.join(missing)} must be set: coordinator, num_processes and process_id belong together")
+    host, _, port = config.coordinator.rpartition(":")
+    if not host or not port.isdigit():
+        raise UserError(f"mesh.coordinator = {config.coordinator!r} must be host:port of process 0")
+    if not 0 <= config.process_id < config.num_processes:
+        last = config.num_processes - 1
+        raise UserError(f"mesh.process_id = {config.process_id} must be from 0 to mesh.num_processes - 1 = {last}")
+    return config.coordinator, config.num_processes, config.process_id
+
+
+def _tasks(environ: Mapping[str, str]) -> int:
+    """Tasks of the SLURM step or Open MPI launch that this process belongs to; 1 outside of both.
+
+    A SLURM allocation without `srun` is one process, however many tasks it has room for.
+    """
+    if all(name in environ for name in SLURM_STEP):
+        return int(environ["SLURM_NTASKS"])
+    return int(environ.get("OMPI_COMM_WORLD_SIZE", 1))
+
+
+def _local_devices(environ: Mapping[str, str]) -> list[int] | None:
+    """Which of the visible GPUs this task takes: an empty list for all of them, None for jax's choice.
+
+    jax takes the GPU of the task's number on its node, which fits one task a GPU where every task sees every GPU. A task
+    that is alone on its node, or that the scheduler bound to a GPU of its own, takes all that it sees; fewer tasks than
+    GPUs share them out.
+    """
+    if not all(name in environ for name in SLURM_STEP):
+        return None
+    tasks = int(environ["SLURM_NTASKS"]) // int(environ["SLURM_STEP_NUM_NODES"])
+    visible = [gpu for gpu in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
+    if tasks <= 1 or len(visible) == 1:
+        return []
+    if len(visible) > tasks and len(visible) % tasks == 0:
+        share, local = len(visible) // tasks, int(environ["SLURM_LOCALID"])
+        return list(range(local * share, (local + 1) * share))
+    return None
+
+
+def _to_global(x: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+    if jax.process_count() == 1 or (isinstance(x, jax.Array) and not x.is_fully_addressable):
+        return jax.device_put(x, sharding)
+    if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        data = _to_global(jax.random.key_data(x), sharding)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    host = np.asarray(x)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def _to_host(x: Any) -> np.ndarray:
+    if not isinstance(x, jax.Array) or x.is_fully_addressable:
+        return np.asarray(x)
+    if x.is_fully_replicated:
+        return np.asarray(x.addressable_data(0))
+    return multihost_utils.process_allgather(x, tiled=True)

@@ -1,0 +1,93 @@
+"""Placing policies, everything shaped like one, and batches on the mesh by the sharding rules."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.parallel.distributed import to_global
+from fp8rl_jax.parallel.rules import DEFAULT_RULES, ShardingRules, scale_spec
+
+
+def policy_shardings(tree: Any, mesh: Mesh, rules: ShardingRules = DEFAULT_RULES) -> Any:
+    """The sharding of every leaf of a policy, in a tree of the same structure.
+
+    Args:
+        tree: a policy with stacked layers or a list of them, its leaves arrays, ShapeDtypeStructs or quantized tensors;
+            or any tree that holds such weights, such as the optimizer state `optimizer.init(policy)`. A weight is a
+            node with `axes` (logical names) and `weight`; what lies outside of one is replicated.
+        mesh: from `make_mesh`.
+
+    Returns:
+        NamedShardings, for `jax.device_put` or for in_shardings and out_shardings of `jax.jit`.
+
+    Raises:
+        UserError: a tensor does not divide by its mesh axes; names the tensor and the sizes that fit.
+    """
+
+    def place(path, node):
+        if not _is_weight(node):
+            return replicated(mesh)
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        leaves, treedef = jax.tree.flatten(node)
+        return jax.tree.unflatten(treedef, _weight_shardings(f"{name}.weight", node, len(leaves), mesh, rules))
+
+    return jax.tree_util.tree_map_with_path(place, tree, is_leaf=_is_weight)
+
+
+def shard_policy(tree: Any, mesh: Mesh, rules: ShardingRules = DEFAULT_RULES) -> Any:
+    """`tree` with its leaves placed by `policy_shardings`; every process passes the same values."""
+    return to_global(tree, policy_shardings(tree, mesh, rules))
+
+
+def batch_sharding(mesh: Mesh, rules: ShardingRules = DEFAULT_RULES) -> NamedSharding:
+    """Of any array whose first axis is prompts or completions."""
+    return NamedSharding(mesh, PartitionSpec(rules.mesh_axes("batch")))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """A copy on every device."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def check_batch(rows: int, mesh: Mesh, key: str, rules: ShardingRules = DEFAULT_RULES) -> None:
+    """Refuses a batch that the mesh cannot split into equal parts.
+
+    Rows of one prompt are neighbours, so it is the number of prompts that has to divide.
+
+    Args:
+        rows: size of the batch axis.
+        key: the configuration key that sets it, such as "rollout.prompts_per_step".
+
+    Raises:
+        UserError: naming `key` and the mesh axes.
+    """
+    axes = [axis for axis in rules.mesh_axes("batch") if axis in mesh.shape]
+    parts = math.prod(mesh.shape[axis] for axis in axes)
+    if rows % parts:
+        sizes = " x ".join(f"mesh.{axis} ({mesh.shape[axis]})" for axis in axes)
+        raise UserError(f"{key} = {rows} does not divide by {sizes} = {parts}: make it a multiple of {parts}")
+
+
+def _is_weight(node: Any) -> bool:
+    return hasattr(node, "axes") and hasattr(node, "weight")
+
+
+def _weight_shardings(name: str, weight: Any, leaves: int, mesh: Mesh, rules: ShardingRules) -> list[NamedSharding]:
+    """Of the leaves of one weight, in their order: the values (or the array itself), then the scales, if any."""
+    tensor = weight.weight.get_value()
+    values = getattr(tensor, "values", tensor)
+    axes = weight.axes
+    # a single layer, cut out of the stacked ones, keeps their names
+    if axes[0] == "layers" and len(axes) == len(values.shape) + 1:
+        axes = axes[1:]
+    specs = [rules.spec(axes, values.shape, mesh, name)]
+    if hasattr(tensor, "scales"):
+        specs.append(scale_spec(specs[0], values.shape, tensor.block, tensor.scales.shape, mesh))
+    if len(specs) != leaves:
+        raise ValueError(f"{name}: {leaves} arrays in one weight; a sharding is known for values and scales")
+    return [NamedSharding(mesh, spec) for spec in specs]
