@@ -250,6 +250,8 @@ def _rope(fields: Fields) -> tuple[float, Llama3RopeScaling | None]:
     """Reads either spelling: `rope_theta` beside `rope_scaling`, or `rope_parameters` with both inside."""
     key = "rope_parameters" if fields.data.get("rope_parameters") is not None else "rope_scaling"
     rope = fields.object(key)
+    if nested := [name for name, value in rope.data.items() if isinstance(value, dict)]:
+        raise UserError(f"{key}.{nested[0]}: rotary positions that differ by kind of layer are not supported")
     outer, inner = fields.number("rope_theta", default=None), rope.number("rope_theta", default=None)
     if outer is not None and inner is not None and outer != inner:
         raise UserError(f"rope_theta {outer} contradicts {key}.rope_theta {inner}")
