@@ -1,0 +1,57 @@
+# make demo, make test: both install what they need into .venv first, and do nothing where nothing has changed.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+DEMO := experiments/runs/demo.toml
+WORKERS ?= 2
+PYTEST_ARGS ?=
+
+# pip does not byte-compile (it would take as long as the rest of the install); the first import does, where it may.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: help install demo test lint browser clean
+
+help: ## list the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+install: $(STAMP) ## make .venv with the pinned versions
+
+$(STAMP): pyproject.toml constraints.txt
+	@python=; \
+	for candidate in $${PYTHON:-python3.12 python3 python}; do \
+	  if "$$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; then python=$$candidate; break; fi; \
+	done; \
+	if [ -z "$$python" ]; then echo "make: no Python >= 3.12 found; install python3.12 or name one: make PYTHON=/path/to/python" >&2; exit 2; fi; \
+	if ! command -v cc >/dev/null; then echo "make: no C compiler found; pycosat, which reasoning-gym needs, is compiled on installation (Debian: apt-get install gcc)" >&2; exit 2; fi; \
+	[ -x $(BIN)/pip ] || "$$python" -m venv $(VENV)
+	@echo "Installing into $(VENV) (about a minute)"
+	@$(BIN)/pip install -qq --no-compile -c constraints.txt setuptools
+	@$(BIN)/pip install -qq --no-compile --no-build-isolation -c constraints.txt -e '.[envs,dev]'
+	@touch $@
+
+demo: install ## train the built-in policy with bf16 and with fp8-rl; writes runs/demo/report.html
+	@$(BIN)/fp8rl sft $(DEMO)
+	@$(BIN)/fp8rl train $(DEMO) --recipe bf16
+	@$(BIN)/fp8rl train $(DEMO) --recipe fp8-rl
+	@$(BIN)/fp8rl report runs/demo
+
+test: lint browser ## lint, then all tests
+	@$(BIN)/pytest -n $(WORKERS) $(PYTEST_ARGS)
+
+lint: install ## ruff
+	@$(BIN)/ruff check .
+
+# The report is looked at in a real browser. Without one, and without the right to install it, that test is skipped.
+browser:
+	@if ! command -v chromium >/dev/null && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  .ci/install-chromium || echo "make: Chromium could not be installed; the browser test will be skipped" >&2; \
+	fi
+
+clean: ## remove .venv, caches and builds; runs/ stays
+	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -1,0 +1,41 @@
+"""What every test shares: JAX on one CPU device, compiled programs kept between runs, shapes checked at every call."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Set before JAX is imported, and in the environment, so that the processes that tests start have them too.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
+
+import jaxtyping  # noqa: E402
+
+jaxtyping.install_import_hook(["fp8rl_jax", "pallas_kernels"], "shape_checks.check")
+
+
+@pytest.fixture
+def unchecked_shapes():
+    """Turns the shape checks off, for tests of what a function itself says about a wrong shape."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture(scope="session")
+def chromium() -> str:
+    """Path of a headless-capable Chromium. Without one the test is skipped; with FP8RL_REQUIRE_BROWSER set it fails."""
+    for name in ("chromium", "chromium-browser", "google-chrome"):
+        if path := shutil.which(name):
+            return path
+    reason = "no Chromium on PATH; on Debian, as root: apt-get install chromium"
+    if os.environ.get("FP8RL_REQUIRE_BROWSER"):
+        pytest.fail(reason)
+    pytest.skip(reason)
