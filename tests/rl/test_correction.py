@@ -76,6 +76,7 @@ def test_an_unresolved_recipe_is_refused():
         rl.correction(jnp.zeros((1, 1)), jnp.ones((1, 1), bool), rl.CorrectionConfig())
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
 def test_misshapen_ratio_is_refused():
     with pytest.raises(ValueError, match="log_ratio has shape"):
         rl.correction(jnp.zeros((1, 3)), jnp.ones((2, 3), bool), TIS)

@@ -137,6 +137,7 @@ def test_advantages_are_optional_and_gradients_finite(make_batch):
     assert np.isfinite(jax.jit(jax.grad(total))(jnp.asarray(batch["old"]))).all()
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
 def test_misshapen_arrays_are_named():
     with pytest.raises(ValueError, match="train_logprobs has shape"):
         mismatch_metrics(jnp.zeros((2, 3)), jnp.zeros((2, 1)), jnp.ones((2, 3), bool))

@@ -276,6 +276,7 @@ def test_advantages_may_be_given_for_each_token(make_batch):
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), found, expected)
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
 def test_missing_and_misshapen_inputs_are_named(make_batch):
     batch = make_batch()
     with pytest.raises(ValueError, match="rl.kl_coefficient"):

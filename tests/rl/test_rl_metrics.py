@@ -79,6 +79,7 @@ def test_metrics_of_different_names_do_not_add():
         rl.add_metrics({"a": one, "c": one}, {"b": one, "c": one})
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
 def test_shapes_never_broadcast_by_accident():
     mask = jnp.ones((2, 3), bool)
     with pytest.raises(ValueError, match=r"weights has shape \(2, 1\), but the mask has \(2, 3\)"):
