@@ -32,8 +32,8 @@ SLURM_STEP = (
 def initialize(config: MeshConfig, environ: Mapping[str, str] = os.environ) -> None:
     """Joins this process to the others of its run; to be called before anything touches a JAX device.
 
-    With mesh.coordinator, mesh.num_processes and mesh.process_id set, those are used: Kubernetes, hosts started by hand.
-    Otherwise a SLURM step (`srun`) or an Open MPI launch of more than one task is detected, and jax finds its
+    With mesh.coordinator, mesh.num_processes and mesh.process_id set, those are used (Kubernetes, hosts started by
+    hand). Otherwise a SLURM step (`srun`) or an Open MPI launch of more than one task is detected, and jax finds its
     coordinator. Otherwise the run has one process and nothing happens.
 
     Raises:
@@ -83,8 +83,9 @@ def check_same(config_text: str) -> None:
     digests = multihost_utils.process_allgather(digest)
     different = [i for i, other in enumerate(digests) if (other != digests[0]).any()]
     if different:
+        shown = ", ".join(map(str, different))
         raise UserError(
-            f"processes {different} run another configuration than process 0: start every process with the same "
+            f"process {shown} has another configuration than process 0: start every process with the same "
             "files and options (mesh.process_id apart)"
         )
 
@@ -123,9 +124,9 @@ def _tasks(environ: Mapping[str, str]) -> int:
 def _local_devices(environ: Mapping[str, str]) -> list[int] | None:
     """Which of the visible GPUs this task takes: an empty list for all of them, None for jax's choice.
 
-    jax takes the GPU of the task's number on its node, which fits one task a GPU where every task sees every GPU. A task
-    that is alone on its node, or that the scheduler bound to a GPU of its own, takes all that it sees; fewer tasks than
-    GPUs share them out.
+    jax takes the GPU of the task's number on its node, which fits one task a GPU where every task sees every GPU. A
+    task that is alone on its node, or that the scheduler bound to a GPU of its own, takes all that it sees; fewer tasks
+    than GPUs share them out.
     """
     if not all(name in environ for name in SLURM_STEP):
         return None

@@ -1,0 +1,84 @@
+"""Run by test_distributed.py in one or two processes: the same program on the same mesh of 4 devices."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from parallel.policies import make_policy, make_tokens
+
+from fp8rl_jax.config.run import MeshConfig
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.models.forward import forward
+from fp8rl_jax.parallel import (
+    batch_sharding,
+    check_same,
+    constrain,
+    initialize,
+    is_main_process,
+    make_mesh,
+    replicated,
+    shard_policy,
+    to_global,
+    to_host,
+)
+
+
+def loss(policy, tokens):
+    return jnp.mean(forward(policy, constrain(tokens, "batch", None)).hidden[..., :7] ** 2)
+
+
+def update(policy, tokens):
+    value, gradient = jax.value_and_grad(loss)(policy, tokens)
+    return value, jax.tree.map(lambda p, g: p - g, policy, gradient)
+
+
+def refused(text: str) -> str:
+    try:
+        check_same(text)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def main(coordinator: str, num_processes: int, process_id: int) -> None:
+    config = MeshConfig(1, -1, 2, coordinator=coordinator, num_processes=num_processes, process_id=process_id)
+    initialize(config)
+    mesh = make_mesh(config)
+    check_same("the same on every process")
+    # fsdp is the axis between the processes, so no process holds a whole parameter
+    policy, tokens = to_host(make_policy()), np.asarray(make_tokens(rows=4))
+    placed, rows = shard_policy(policy, mesh), to_global(tokens, batch_sharding(mesh))
+    key = to_global(jax.random.key(3), replicated(mesh))
+    with jax.set_mesh(mesh):
+        value, updated = jax.jit(update)(placed, rows)
+        specs = (jax.P("fsdp"), jax.P())
+        total = jax.jit(jax.shard_map(lambda x: jax.lax.psum(x.sum(), "fsdp"), in_specs=specs[0], out_specs=specs[1]))(
+            rows
+        )
+        drawn = jax.jit(jax.random.uniform)(key)
+    back, gathered = to_host(placed), to_host(updated)
+    print(
+        json.dumps(
+            {
+                "processes": jax.process_count(),
+                "devices": [jax.device_count(), jax.local_device_count()],
+                "main": is_main_process(),
+                "whole": placed.embed_tokens.value.is_fully_addressable,
+                "back": all(np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (back, policy)), strict=True)),
+                "local": to_host({"x": np.arange(3) + process_id})["x"].tolist(),
+                "psum": [int(to_host(total)), int(tokens.sum())],
+                "loss": float(to_host(value)),
+                "updated": gathered.layers.down_proj.value[:, ::40, ::100].tolist(),
+                "drawn": [float(to_host(drawn)), float(jax.random.uniform(jax.random.key(3)))],
+                "refused": refused(f"process {process_id}"),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

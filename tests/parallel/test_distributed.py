@@ -1,0 +1,104 @@
+"""Joining processes: which arguments jax gets, and two real processes against one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from parallel.helpers import run_processes
+
+from fp8rl_jax.config.run import MeshConfig
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.parallel import check_same, initialize, is_main_process
+
+SLURM = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_NODELIST": "gpu[01-02]",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_NTASKS": "8",
+    "SLURM_PROCID": "6",
+    "SLURM_LOCALID": "2",
+}
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list:
+    """Every call of jax.distributed.initialize, which is not made."""
+    made = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **kwargs: made.append((args, kwargs)))
+    return made
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8"},  # an allocation without srun
+        SLURM | {"SLURM_NTASKS": "1", "SLURM_STEP_NUM_NODES": "1"},
+        {"OMPI_COMM_WORLD_SIZE": "1"},
+    ],
+)
+def test_a_single_process_joins_nothing(calls, environ):
+    initialize(MeshConfig(), environ)
+    assert calls == []
+
+
+def test_explicit_arguments_come_first(calls):
+    initialize(MeshConfig(coordinator="node0:1234", num_processes=4, process_id=3), SLURM)
+    assert calls == [(("node0:1234", 4, 3), {})]
+
+
+@pytest.mark.parametrize(
+    ("environ", "devices"),
+    [
+        (SLURM, None),  # GPUs unknown: jax takes the one of the local task
+        (SLURM | {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, None),
+        (SLURM | {"CUDA_VISIBLE_DEVICES": "0"}, []),  # bound by the scheduler
+        (SLURM | {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}, [4, 5]),
+        (SLURM | {"SLURM_NTASKS": "2", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}, []),  # one task a node takes all
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, None),
+    ],
+)
+def test_a_cluster_is_detected_and_every_gpu_is_used(calls, environ, devices):
+    initialize(MeshConfig(), environ)
+    assert calls == [((), {"local_device_ids": devices})]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (MeshConfig(coordinator="a:1"), "mesh.num_processes, mesh.process_id must be set"),
+        (MeshConfig(num_processes=2, process_id=0), "mesh.coordinator must be set"),
+        (MeshConfig(coordinator="a", num_processes=2, process_id=0), "mesh.coordinator = 'a' must be host:port"),
+        (MeshConfig(coordinator="a:1", num_processes=2, process_id=2), "mesh.process_id = 2 must be from 0 to"),
+    ],
+)
+def test_incomplete_arguments_are_refused_by_key(calls, config, message):
+    with pytest.raises(UserError, match=message):
+        initialize(config, {})
+    assert calls == []
+
+
+def test_one_process_agrees_with_itself():
+    check_same("anything")
+    assert is_main_process()
+
+
+def test_two_processes_compute_what_one_does():
+    script = Path(__file__).with_name("joined.py")
+    (alone,) = run_processes(script, 1, 4)
+    pair = run_processes(script, 2, 2)
+    assert [p["main"] for p in pair] == [True, False]
+    assert not alone["refused"]
+    for i, joined in enumerate(pair):
+        assert (joined["processes"], joined["devices"]) == (2, [4, 2])
+        assert not joined["whole"], "parameters must be spread over both processes"
+        assert joined["back"], "gathered parameters differ from those that were placed"
+        assert joined["local"] == [i, i + 1, i + 2], "an array of one process must not be gathered"
+        assert joined["psum"][0] == joined["psum"][1] == alone["psum"][0]
+        assert joined["drawn"][0] == joined["drawn"][1]
+        assert joined["refused"].startswith("process 1 has another configuration than process 0")
+        np.testing.assert_allclose(joined["loss"], alone["loss"], rtol=1e-5)
+        np.testing.assert_allclose(joined["updated"], alone["updated"], rtol=1e-5, atol=1e-6)
