@@ -8,6 +8,7 @@ import pytest
 from fp8rl_jax import rl
 from fp8rl_jax.errors import UserError
 
+correction = jax.jit(rl.correction, static_argnums=2)
 TIS = rl.CorrectionConfig(method="token_tis")
 
 
@@ -20,7 +21,7 @@ def test_token_tis_matches_float64(make_batch, spoil_padding, cap):
     batch = make_batch(spread=0.8)
     mask = batch["mask"]
     config = rl.CorrectionConfig(method="token_tis", max_weight=cap)
-    weights, kept, metrics = jax.jit(rl.correction, static_argnums=2)(
+    weights, kept, metrics = correction(
         jnp.asarray(spoil_padding(log_ratio_of(batch), mask)), jnp.asarray(mask), config
     )
     ratio = np.exp(log_ratio_of(batch).astype(np.float64))
@@ -34,7 +35,7 @@ def test_token_tis_matches_float64(make_batch, spoil_padding, cap):
 
 
 def test_tis_has_a_cap_and_no_floor():
-    weights, _, _ = rl.correction(jnp.array([[-30.0, -5.0, 5.0, 300.0]]), jnp.ones((1, 4), bool), TIS)
+    weights, _, _ = correction(jnp.array([[-30.0, -5.0, 5.0, 300.0]]), jnp.ones((1, 4), bool), TIS)
     np.testing.assert_allclose(weights[0], [np.exp(-20), np.exp(-5), 2.0, 2.0], rtol=1e-5)
 
 
@@ -43,13 +44,13 @@ def test_tis_has_a_cap_and_no_floor():
 )
 def test_without_a_correction_the_weights_are_one(make_batch, config):
     batch = make_batch(spread=2.0)
-    weights, _, metrics = rl.correction(jnp.asarray(log_ratio_of(batch)), jnp.asarray(batch["mask"]), config)
+    weights, _, metrics = correction(jnp.asarray(log_ratio_of(batch)), jnp.asarray(batch["mask"]), config)
     np.testing.assert_array_equal(weights, batch["mask"].astype(np.float32))
     assert rl.metric_values(metrics)["correction/clip_frac"] == 0
 
 
 def test_weights_are_constants():
-    grads = jax.grad(lambda x: rl.correction(x, jnp.ones((1, 3), bool), TIS)[0].sum())(jnp.zeros((1, 3)))
+    grads = jax.grad(lambda x: correction(x, jnp.ones((1, 3), bool), TIS)[0].sum())(jnp.zeros((1, 3)))
     np.testing.assert_array_equal(grads, np.zeros((1, 3)))
 
 
@@ -60,26 +61,26 @@ def test_weights_correct_an_expectation():
     tokens = np.repeat(np.arange(6), counts)[None]
     log_ratio = jnp.asarray(np.log(train / rollout)[tokens], jnp.float32)
     config = rl.CorrectionConfig(method="token_tis", max_weight=100.0)
-    weights, _, _ = rl.correction(log_ratio, jnp.ones(tokens.shape, bool), config)
+    weights, _, _ = correction(log_ratio, jnp.ones(tokens.shape, bool), config)
     np.testing.assert_allclose((weights * payoff[tokens]).mean(), train @ payoff, rtol=1e-5)
     assert abs(payoff[tokens].mean() - train @ payoff) > 0.3
 
 
 def test_nan_reaches_its_own_weight_and_infinity_is_bounded():
-    weights, _, metrics = rl.correction(jnp.array([[jnp.nan, jnp.inf, -jnp.inf]]), jnp.ones((1, 3), bool), TIS)
+    weights, _, metrics = correction(jnp.array([[jnp.nan, jnp.inf, -jnp.inf]]), jnp.ones((1, 3), bool), TIS)
     assert np.isnan(weights[0, 0]) and weights[0, 1] == 2.0 and 0 < weights[0, 2] < 1e-8
     assert np.isnan(rl.metric_values(metrics)["correction/weight_mean"])
 
 
 def test_an_unresolved_recipe_is_refused():
     with pytest.raises(UserError, match="rl.correction.method"):
-        rl.correction(jnp.zeros((1, 1)), jnp.ones((1, 1), bool), rl.CorrectionConfig())
+        correction(jnp.zeros((1, 1)), jnp.ones((1, 1), bool), rl.CorrectionConfig())
 
 
 @pytest.mark.usefixtures("unchecked_shapes")
 def test_misshapen_ratio_is_refused():
     with pytest.raises(ValueError, match="log_ratio has shape"):
-        rl.correction(jnp.zeros((1, 3)), jnp.ones((2, 3), bool), TIS)
+        correction(jnp.zeros((1, 3)), jnp.ones((2, 3), bool), TIS)
 
 
 def test_rollout_logprobs_are_chosen_by_the_switch():
@@ -106,5 +107,5 @@ def test_behaviour_ratios_average_to_the_kept_mass():
     for choice, mean in (("behaviour", 0.875), ("policy", 1.0)):
         config = rl.CorrectionConfig(method="token_tis", truncated_sampling=choice)
         log_ratio = policy - rl.rollout_logprobs(behaviour, policy, config, truncated=True)
-        _, _, metrics = rl.correction(log_ratio, jnp.ones(tokens.shape, bool), config)
+        _, _, metrics = correction(log_ratio, jnp.ones(tokens.shape, bool), config)
         np.testing.assert_allclose(rl.metric_values(metrics)["correction/weight_mean"], mean, rtol=1e-5)

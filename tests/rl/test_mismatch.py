@@ -8,6 +8,7 @@ import pytest
 from fp8rl_jax import rl
 
 mismatch_metrics = jax.jit(rl.mismatch_metrics, static_argnums=4)
+DEFAULT = rl.CorrectionConfig(max_weight=2.0)
 
 
 def reference_metrics(rollout, train, mask, advantages, cap):
@@ -44,7 +45,7 @@ def reference_metrics(rollout, train, mask, advantages, cap):
     return {f"mismatch/{name}": value for name, value in expected.items()}
 
 
-def measure(batch, config=None, advantages=True):
+def measure(batch, config=DEFAULT, advantages=True):
     return mismatch_metrics(
         jnp.asarray(batch["rollout"]),
         jnp.asarray(batch["old"]),
