@@ -1,0 +1,1 @@
+"""The command line, `fp8rl COMMAND`. Nothing heavy is imported before a command's arguments are known to be sound."""

