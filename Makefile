@@ -34,7 +34,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "Installing into $(VENV) (about a minute)"
 	@$(BIN)/pip install -qq --no-compile -c constraints.txt pip setuptools
 	@$(BIN)/pip install -qq --no-compile --no-build-isolation -c constraints.txt -e '.[envs,dev]'
-	@$(BIN)/python -W ignore -c 'import flax.nnx, jax, matplotlib.figure, optax, orbax.checkpoint, reasoning_gym'
+	@$(BIN)/python -W ignore -c 'import flax.nnx, jax, optax, orbax.checkpoint, reasoning_gym, fp8rl_jax.cli.load'
 	@touch $@
 
 demo: install ## train the built-in policy with bf16 and with fp8-rl; writes runs/demo/report.html

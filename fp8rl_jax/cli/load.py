@@ -67,6 +67,7 @@ def parse_arguments[Arguments](tree: type[Arguments], argv: list[str], prog: str
     """The arguments of a command that reads no TOML; raises as `load_config` does."""
     faults: list[str] = []
     arguments = read_flags(tree, argv, prog, None, faults)
+    faults += _problems(arguments) if arguments is not None else []
     if faults:
         raise UserError("\n".join(faults))
     return arguments

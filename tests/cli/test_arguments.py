@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import pytest
+
+from fp8rl_jax.cli.arguments import GenerateArguments, ReportArguments, ScoreArguments
+from fp8rl_jax.cli.load import parse_arguments
+from fp8rl_jax.errors import UserError
+
+LINES = ["--model", "m", "--input", "i.jsonl", "--output", "o.jsonl"]
+
+
+def faults(tree, *argv):
+    with pytest.raises(UserError) as error:
+        parse_arguments(tree, list(argv), "prog")
+    return str(error.value).splitlines()
+
+
+def test_a_command_line_of_each():
+    generate = [*LINES, "--recipe", "fp8-rl", "--compute-dtype", "float32", "--max-new-tokens", "8", "--ignore-eos"]
+    arguments = parse_arguments(GenerateArguments, [*generate, "--temperature", "0.5"], "prog")
+    assert arguments == GenerateArguments(
+        "m", "i.jsonl", "o.jsonl", "fp8-rl", "float32", max_new_tokens=8, temperature=0.5, ignore_eos=True
+    )
+    assert parse_arguments(ScoreArguments, LINES, "prog") == ScoreArguments("m", "i.jsonl", "o.jsonl")
+    report = parse_arguments(ReportArguments, ["runs/a", "runs/b", "--output", "r.html"], "prog")
+    assert report == ReportArguments(("runs/a", "runs/b"), "r.html")
+
+
+def test_what_is_missing_is_listed():
+    assert faults(ScoreArguments, "--model", "m") == ["--input: required", "--output: required"]
+    assert faults(ReportArguments) == ["DIRECTORY: give at least one run directory"]
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--max-new-tokens", "0"),
+        ("--temperature", "-1"),
+        ("--top-k", "-1"),
+        ("--top-p", "0"),
+        ("--top-p", "1.5"),
+        ("--min-p", "1"),
+        ("--batch-size", "0"),
+    ],
+)
+def test_values_that_cannot_work_are_named(flag, value):
+    (line,) = faults(GenerateArguments, *LINES, flag, value)
+    assert line.startswith(f"{flag}: ")
