@@ -117,19 +117,19 @@ class _LayerStep:
 
     def __call__(self, x, layer: Layer, shared, own, scales):
         c = self.config
-        attended, written, amax = self.attention(rms_norm(x, layer.input_layernorm.value, c.rms_norm_eps), layer, shared, own, scales)
+        attended, written, amax = self.attention(
+            rms_norm(x, layer.input_layernorm.value, c.rms_norm_eps), layer, shared, own, scales
+        )
         x = x + attended
         return x + self.mlp(rms_norm(x, layer.post_attention_layernorm.value, c.rms_norm_eps), layer), written, amax
 
     def project(self, x, weight):
-        return linear(x, weight.value, self.dtype, self.backend)
+        quantized = quantize_input(x, weight.value, self.formats.activation, self.backend)
+        return linear(quantized, weight.value, x.dtype, self.backend)
 
     def attention(self, x, layer: Layer, shared, own, scales):
         c, (b, t, _) = self.config, x.shape
-        self.dtype = x.dtype
-        q, k, v = (
-            self.project(self.quantized(x, w), w).reshape(b, t, -1, c.head_dim) for w in (layer.q_proj, layer.k_proj, layer.v_proj)
-        )
+        q, k, v = (self.project(x, w).reshape(b, t, -1, c.head_dim) for w in (layer.q_proj, layer.k_proj, layer.v_proj))
         if c.qk_norm:
             q, k = rms_norm(q, layer.q_norm.value, c.rms_norm_eps), rms_norm(k, layer.k_norm.value, c.rms_norm_eps)
         q, k = rotate(q, self.rope), rotate(k, self.rope)
@@ -150,16 +150,10 @@ class _LayerStep:
             written = own.write(k, v)
             blocks.append(Keys(*own.read(*written), own.visible(t)[None]))
         out = attend(q, blocks, score_scale, value_scale, x.dtype).reshape(b, t, -1)
-        return self.project(self.quantized(out, layer.o_proj), layer.o_proj), written, amax
+        return self.project(out, layer.o_proj), written, amax
 
     def mlp(self, x, layer: Layer):
-        inner = self.quantized(x, layer.gate_proj)
-        up = self.project(self.quantized(x, layer.up_proj) if layer.up_proj is not layer.gate_proj else inner, layer.up_proj)
-        hidden = jax.nn.silu(self.project(inner, layer.gate_proj)) * up
-        return self.project(self.quantized(hidden, layer.down_proj), layer.down_proj)
-
-    def quantized(self, x, weight):
-        return quantize_input(x, weight.value, self.formats.activation, self.backend)
+        return self.project(jax.nn.silu(self.project(x, layer.gate_proj)) * self.project(x, layer.up_proj), layer.down_proj)
 
     def amax(self, q, k, v):
         real = (self.segment_ids > 0)[..., None, None]
@@ -174,7 +168,9 @@ class _OwnBlock:
 
     def write(self, k, v):
         if self.layer is None:
-            return tuple(lax.dynamic_update_slice(old, new, (0, 0, self.slot, 0)) for old, new in ((self.keys, k), (self.values, v)))
+            return tuple(
+                lax.dynamic_update_slice(old, new, (0, 0, self.slot, 0)) for old, new in ((self.keys, k), (self.values, v))
+            )
         start = (self.layer, 0, 0, self.slot, 0)
         return tuple(lax.dynamic_update_slice(old, new[None], start) for old, new in ((self.keys, k), (self.values, v)))
 

@@ -15,6 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Key
 
 from fp8rl_jax.models.config import PolicyConfig
+from fp8rl_jax.precision import is_quantized
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 NORMS = ("input_layernorm", "post_attention_layernorm", "q_norm", "k_norm")
@@ -135,16 +136,17 @@ def parameter_count(config: PolicyConfig) -> int:
 
 
 def cast(policy: Policy, dtype: jnp.dtype) -> Policy:
-    """All tensors in `dtype`; gradients flow through the cast."""
-    return jax.tree.map(lambda x: x.astype(dtype), policy)
+    """All plain tensors in `dtype`, quantized ones as they are; gradients flow through the cast."""
+    return jax.tree.map(lambda x: x if is_quantized(x) else x.astype(dtype), policy, is_leaf=is_quantized)
 
 
 def unstack(policy: Policy) -> Policy:
     """The same policy with `layers` as a list of single layers, each a slice of the stacked tensors."""
-    return _with_layers(
+    return with_layers(
         policy, nnx.List([jax.tree.map(lambda x, i=i: x[i], policy.layers) for i in range(policy.config.num_layers)])
     )
 
 
-def _with_layers(policy: Policy, layers) -> Policy:
+def with_layers(policy: Policy, layers: Layer | nnx.List) -> Policy:
+    """The same policy around other layers."""
     return Policy(policy.config, policy.embed_tokens, layers, policy.norm, policy.lm_head)

@@ -2,10 +2,10 @@
 
 from fp8rl_jax.precision.formats import check_recipe, element_dtype, max_value
 from fp8rl_jax.precision.layers import quantized_layers
-from fp8rl_jax.precision.linear import HoistedWeight, hoist, linear, quantize_input
+from fp8rl_jax.precision.linear import HoistedWeight, hoist, is_quantized, linear, quantize_input
 from fp8rl_jax.precision.qtensor import QTensor, dequantize, is_finite, quantize, quantize_per_tensor, quantize_weight
 
 __all__ = [
-    "HoistedWeight", "QTensor", "check_recipe", "dequantize", "element_dtype", "hoist", "is_finite", "linear", "max_value",
+    "HoistedWeight", "QTensor", "check_recipe", "dequantize", "element_dtype", "hoist", "is_finite", "is_quantized", "linear", "max_value",
     "quantize", "quantize_input", "quantize_per_tensor", "quantize_weight", "quantized_layers",
 ]  # fmt: skip

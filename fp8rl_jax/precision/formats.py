@@ -44,7 +44,9 @@ def check_recipe(recipe: Recipe) -> None:
         if formats.weight.quantized and formats.weight.block is None:
             refuse(f"{side}.weight.block", "must be given: weights are quantized in blocks")
         if formats.activation.quantized and formats.activation.block != (1, (formats.weight.block or (0, 0))[1]):
-            refuse(f"{side}.activation.block", f"must be (1, {formats.weight.block[1]}), the weight's block along the contraction")
+            refuse(
+                f"{side}.activation.block", f"must be (1, {formats.weight.block[1]}), the weight's block along the contraction"
+            )
         if formats.key.quantized != formats.value.quantized:
             refuse(f"{side}.value", "and key must both be quantized or both not: the cache has one dtype")
         if formats.query.quantized and not formats.key.quantized:

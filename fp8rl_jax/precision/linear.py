@@ -17,6 +17,7 @@ from fp8rl_jax.config.recipe import TensorFormat
 from fp8rl_jax.precision.qtensor import QTensor, dequantize, quantize
 from pallas_kernels import blockwise_matmul
 from pallas_kernels.backend import Backend
+from pallas_kernels.matmul import selected_backend
 from pallas_kernels.matmul.reference import dot
 
 
@@ -35,9 +36,16 @@ class HoistedWeight:
 Weight = Array | QTensor | HoistedWeight
 
 
-def hoist(weight: Weight) -> Weight:
-    """Moves the work that does not depend on the input out of a loop: dequantizes a QTensor for the reference backend."""
-    return HoistedWeight(dequantize(weight)) if isinstance(weight, QTensor) else weight
+def is_quantized(x) -> bool:
+    """True for the quantized forms of a weight; also serves as `is_leaf` of jax.tree functions."""
+    return isinstance(x, QTensor | HoistedWeight)
+
+
+def hoist(weight: Weight, backend: Backend = "auto") -> Weight:
+    """Moves the work that does not depend on the input out of a loop: dequantizes a QTensor where the reference will run."""
+    if isinstance(weight, QTensor) and selected_backend(backend) == "reference":
+        return HoistedWeight(dequantize(weight))
+    return weight
 
 
 def quantize_input(x: Float[Array, "*batch k"], weight: Weight, fmt: TensorFormat, backend: Backend = "auto"):
@@ -45,7 +53,7 @@ def quantize_input(x: Float[Array, "*batch k"], weight: Weight, fmt: TensorForma
 
     Returns `x` itself where the weight is a plain array or the format is the compute dtype.
     """
-    if isinstance(weight, QTensor | HoistedWeight) and fmt.quantized:
+    if is_quantized(weight) and fmt.quantized:
         rows = quantize(x.reshape(-1, x.shape[-1]), fmt, backend)
         groups = rows.scales.shape[-1]
         return QTensor(rows.values.reshape(x.shape), rows.scales.reshape(*x.shape[:-1], groups), rows.block)
@@ -72,7 +80,7 @@ def linear(
             raise TypeError("linear: the input is quantized but the weight is not")
         rows = QTensor(x.values.reshape(-1, x.shape[-1]), x.scales.reshape(-1, x.scales.shape[-1]), x.block)
         x = dequantize(rows).reshape(x.shape)
-    if isinstance(weight, QTensor):
-        weight = hoist(weight)
+    if isinstance(weight, QTensor):  # weight-only quantization: the input stays in the compute dtype
+        weight = HoistedWeight(dequantize(weight))
     values = weight.values if isinstance(weight, HoistedWeight) else weight
     return dot(x.astype(values.dtype), values).astype(out_dtype)

@@ -68,7 +68,7 @@ def dequantize(q: QTensor) -> Float[Array, "*batch m n"]:
     return dequantize_blocks(q.values, q.scales, q.block)
 
 
-def quantize_per_tensor(x: Float[Array, "..."], scale: Float[Array, ""], fmt: TensorFormat) -> Float[Array, "..."]:
+def quantize_per_tensor(x: Float[Array, ...], scale: Float[Array, ""], fmt: TensorFormat) -> Float[Array, ...]:
     """x / scale with a scale that was calibrated before, clamped to the format's range and cast (the KV cache's quantizer)."""
     limit = max_value(fmt)
     scaled = x.astype(jnp.float32) / scale

@@ -1,3 +1,3 @@
-from pallas_kernels.matmul.api import blockwise_matmul
+from pallas_kernels.matmul.api import blockwise_matmul, selected_backend
 
-__all__ = ["blockwise_matmul"]
+__all__ = ["blockwise_matmul", "selected_backend"]

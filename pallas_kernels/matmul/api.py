@@ -8,6 +8,13 @@ from jaxtyping import Array, Float
 from pallas_kernels.backend import Backend, resolve
 from pallas_kernels.matmul import reference
 
+AVAILABLE = ("reference",)
+
+
+def selected_backend(backend: Backend) -> str:
+    """The backend that `blockwise_matmul` runs for this argument. Raises BackendError where it cannot."""
+    return resolve(backend, "blockwise_matmul", AVAILABLE)
+
 
 def blockwise_matmul(
     x: Float[Array, "*batch k"],
@@ -34,7 +41,7 @@ def blockwise_matmul(
         BackendError: a backend asked for by name cannot serve the call.
         ValueError: scale shapes do not belong to the operands.
     """
-    resolve(backend, "blockwise_matmul", ("reference",))
+    selected_backend(backend)
     n, k = w.shape
     blocks = (-(-n // w_block[0]), -(-k // w_block[1]))
     if w_scales.shape != blocks or x_scales.shape != (*x.shape[:-1], blocks[1]):

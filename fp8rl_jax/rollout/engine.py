@@ -1,0 +1,173 @@
+"""Rollout engines: who serves completions, and how new weights reach it.
+
+A weight sync rounds the float32 masters to the compute dtype, quantizes the recipe's linears from their bfloat16 values, and
+lays the layers out for decode, all in one compiled program. Every sync has a number, and every rollout carries the number
+of the weights that made it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from fp8rl_jax.config.recipe import Recipe
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.models.cache import KVScales
+from fp8rl_jax.models.policy import LINEARS, Layer, Policy, cast, linear_names, unstack, with_layers
+from fp8rl_jax.precision import QTensor, check_recipe, is_finite, quantize_weight, quantized_layers
+from fp8rl_jax.rollout.calibration import observe_amax, scales_from_amax
+from fp8rl_jax.rollout.sampler import generate
+from fp8rl_jax.rollout.sampling import Sampling
+from pallas_kernels.backend import Backend
+
+
+class Prompts(NamedTuple):
+    """Right-padded prompts: tokens int32 [p, s], lengths int32 [p], ids int32 [p] (identity in the data set)."""
+
+    tokens: Int[Array, "p s"]
+    lengths: Int[Array, " p"]
+    ids: Int[Array, " p"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Rollout:
+    """What an engine returns. B = prompts * n; row b answers prompt b // n.
+
+    Attributes:
+        prompts: as given.
+        tokens: int32 [b, t], pad after the end.
+        mask: [b, t], True on sampled tokens, the stop token included.
+        behaviour_logprobs: float32 [b, t], of the distribution that was sampled.
+        policy_logprobs: float32 [b, t], same temperature, whole vocabulary.
+        stopped: [b], True where a stop token ended the row, False where its length did.
+        weight_version: number of the weight sync that served it.
+    """
+
+    prompts: Prompts
+    tokens: Int[Array, "b t"]
+    mask: Bool[Array, "b t"]
+    behaviour_logprobs: Float[Array, "b t"]
+    policy_logprobs: Float[Array, "b t"]
+    stopped: Bool[Array, " b"]
+    weight_version: int
+
+
+class RolloutEngine(Protocol):
+    """What the trainer needs of an engine: ours, or an external one."""
+
+    def sync(self, policy: Policy, calibration: KVScales | None = None) -> int:
+        """Serves these weights from now on; returns their version."""
+
+    def generate(self, prompts: Prompts, samples: int, sampling: Sampling, key: Key[Array, ""]) -> Rollout:
+        """Samples completions."""
+
+
+def quantized_policy(policy: Policy, recipe: Recipe, dtype: jnp.dtype, unroll: bool, backend: Backend = "auto") -> Policy:
+    """The rollout's form of `policy`: compute dtype, the recipe's linears quantized, layers unrolled or stacked.
+
+    Raises:
+        UserError: a pattern matches nothing, or the layers differ in what is quantized and are to stay stacked.
+    """
+    chosen = set(quantized_layers(recipe, linear_names(policy.config)))
+    fmt = recipe.rollout.weight
+    served = cast(policy, dtype)
+
+    def replace(layer: Layer, master: Layer, names: set[str]) -> Layer:
+        tensors = {name: getattr(layer, name) for name in vars(layer) if getattr(layer, name, None) is not None}
+        for name in names if fmt.quantized else ():
+            weight = type(tensors[name])(quantize_weight(getattr(master, name).value, fmt, backend), tensors[name].axes)
+            tensors[name] = weight
+        return Layer(tensors)
+
+    if not unroll:
+        names = {name for name in LINEARS if any(c.endswith("." + name) for c in chosen)}
+        if len(chosen) != len(names) * policy.config.num_layers:
+            raise UserError('rollout.decode_layers: "scan" needs the same quantized linears in every layer; use "unroll"')
+        return with_layers(served, replace(served.layers, policy.layers, names))
+    served, masters = unstack(served), unstack(policy)
+    layers = []
+    for i, (layer, master) in enumerate(zip(served.layers, masters.layers, strict=True)):
+        layers.append(replace(layer, master, {name for name in LINEARS if f"layers.{i}.{name}" in chosen}))
+    return with_layers(served, nnx.List(layers))
+
+
+def finite_flags(policy: Policy, scales: KVScales | None) -> dict[str, Bool[Array, ""]]:
+    """One flag a tensor role, True where every value is finite: `weight`, and `kv_scale` where the cache is quantized."""
+    leaves = jax.tree.leaves(policy, is_leaf=lambda x: isinstance(x, QTensor))
+    finite = [is_finite(x) if isinstance(x, QTensor) else jnp.isfinite(x).all() for x in leaves]
+    flags = {"weight": jnp.stack(finite).all()}
+    if scales is not None:
+        flags["kv_scale"] = jnp.isfinite(jnp.concatenate(jax.tree.leaves(scales))).all()
+    return flags
+
+
+class LocalEngine:
+    """Our own sampler, in the trainer's process and on its devices."""
+
+    def __init__(self, recipe: Recipe, compute_dtype: jnp.dtype, unroll: bool = True, backend: Backend = "auto"):
+        check_recipe(recipe)
+        self.recipe, self.dtype, self.backend = recipe, jnp.dtype(compute_dtype), backend
+        self.version = 0
+        self.policy: Policy | None = None
+        self.scales: KVScales | None = None
+        self.finite: dict[str, Array] = {}
+        self._convert = jax.jit(partial(quantized_policy, recipe=recipe, dtype=self.dtype, unroll=unroll, backend=backend))
+        self._check = jax.jit(finite_flags)
+
+    def sync(self, policy: Policy, calibration: KVScales | None = None) -> int:
+        """Takes over `policy` (float32 masters, stacked).
+
+        Args:
+            calibration: KV scales measured with these very weights. Required where the recipe quantizes the cache and leaves
+                calibration to the trainer; refused scales of an older version can therefore never be served.
+
+        Returns:
+            The version of the weights now served. `finite` then holds one flag a tensor role.
+        """
+        if self.recipe.quantizes_cache and self.recipe.kv_calibration == "trainer" and calibration is None:
+            raise ValueError(f"recipe {self.recipe.name!r}: sync needs the KV scales that the trainer calibrated")
+        self.policy = None  # frees the old weights before the new ones are made
+        self.policy = self._convert(policy)
+        self.scales = calibration
+        self.finite = self._check(self.policy, self.scales)
+        self.version += 1
+        return self.version
+
+    def generate(self, prompts: Prompts, samples: int, sampling: Sampling, key: Key[Array, ""]) -> Rollout:
+        """Samples `samples` completions of each prompt with the weights of the last sync.
+
+        Where the recipe calibrates on the rollout side, the first call after a sync measures the KV scales on its own prompts,
+        so its results, and those of later calls, depend on that first batch.
+        """
+        if self.policy is None:
+            raise RuntimeError("generate: no weights yet; call sync first")
+        if self.recipe.quantizes_cache and self.scales is None:
+            amax = observe_amax(self.policy, prompts.tokens, prompts.lengths, dtype=self.dtype)
+            self.scales = scales_from_amax(amax[None], self.recipe)
+            self.finite = self._check(self.policy, self.scales)
+        out = generate(
+            self.policy, *prompts, key, self.scales, samples=samples, sampling=sampling, recipe=self.recipe, backend=self.backend
+        )
+        return Rollout(prompts, *out, weight_version=self.version)
+
+
+def pad_prompts(tokens: list[list[int]], ids: list[int], width: int, pad: int = 0) -> Prompts:
+    """Right-pads token lists to `width`.
+
+    Raises:
+        ValueError: a prompt is empty or longer than `width`.
+    """
+    table = np.full((len(tokens), width), pad, np.int32)
+    for row, prompt in enumerate(tokens):
+        if not 0 < len(prompt) <= width:
+            raise ValueError(f"prompt {ids[row]}: {len(prompt)} tokens, need between 1 and {width}")
+        table[row, : len(prompt)] = prompt
+    return Prompts(table, np.asarray([len(p) for p in tokens], np.int32), np.asarray(ids, np.int32))
