@@ -1,0 +1,90 @@
+"""Policies from and to Hugging Face directories: the link between arrays on disk and the NNX module."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.models.export import export_policy
+from fp8rl_jax.models.load import flatten, load_policy_arrays, nest
+from fp8rl_jax.models.policy import LINEARS, NORMS, Policy, build_policy
+from fp8rl_jax.models.tokenizer import ByteTokenizer
+from fp8rl_jax.precision import is_quantized
+
+
+def load_policy(directory: str | Path, dtype: jnp.dtype = jnp.float32) -> Policy:
+    """The policy of a Hugging Face directory, layers stacked, on the default device.
+
+    Args:
+        directory: config.json and safetensors; `models.resolve.resolve_model` makes one of anything else.
+        dtype: of every tensor; values are converted on the host, bfloat16 to float32 exactly.
+
+    Raises:
+        UserError: whatever `load_policy_arrays` refuses, and a value that `dtype` cannot hold.
+    """
+    config, arrays = load_policy_arrays(directory)
+    flat = flatten(arrays)
+
+    def tensor(name: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> Array:
+        source = flat.pop(f"{name}.weight")  # popped, so that the host holds one copy of what is already on the device
+        with np.errstate(over="ignore"):
+            converted = source.astype(dtype, copy=False)
+        if converted.dtype.itemsize < source.dtype.itemsize and not np.isfinite(converted.astype(np.float32)).all():
+            raise UserError(f"{directory}: values of {name}.weight overflow {converted.dtype}; load it as {source.dtype}")
+        return jnp.asarray(converted)
+
+    return build_policy(config, tensor)
+
+
+def policy_arrays(policy: Policy) -> dict[str, Any]:
+    """The weights as numpy arrays, nested as `load_policy_arrays` gives them and `export_policy` takes them.
+
+    Args:
+        policy: plain arrays, layers stacked, every shard addressable by this process.
+
+    Raises:
+        ValueError: the policy is a rollout's: its layers are unrolled or quantized.
+    """
+    if not policy.stacked:
+        raise ValueError("policy_arrays: the layers are unrolled; export the trainer's policy")
+    weights = {"embed_tokens": policy.embed_tokens, "norm": policy.norm, "lm_head": policy.lm_head}
+    weights |= {f"layers.{name}": getattr(policy.layers, name) for name in (*LINEARS, *NORMS)}
+    flat = {f"{name}.weight": weight.value for name, weight in weights.items() if weight is not None}
+    if quantized := [name for name, value in flat.items() if is_quantized(value)]:
+        raise ValueError(f"policy_arrays: {', '.join(quantized)} are quantized; export the trainer's policy")
+    return nest({name: np.asarray(value) for name, value in jax.device_get(flat).items()})
+
+
+def save_policy(
+    policy: Policy,
+    directory: str | Path,
+    tokenizer: str | Path | ByteTokenizer | None = None,
+    dtype: str = "bfloat16",
+) -> Path:
+    """Writes the policy as a Hugging Face directory; a failure leaves an earlier export in `directory` as it was.
+
+    Args:
+        policy: see `policy_arrays`.
+        directory: made when it isn't there.
+        tokenizer: a directory whose tokenizer files are copied, the byte-level tokenizer, or None for a model of token ids.
+        dtype: "bfloat16" (rounded to nearest even) or "float32".
+
+    Returns:
+        `directory`.
+
+    Raises:
+        UserError: whatever `export_policy` refuses.
+    """
+    arrays = policy_arrays(policy)
+    if not isinstance(tokenizer, ByteTokenizer):
+        return export_policy(directory, policy.config, arrays, dtype, tokenizer)
+    with tempfile.TemporaryDirectory(prefix="fp8rl-tokenizer-") as files:
+        tokenizer.save(files)
+        return export_policy(directory, policy.config, arrays, dtype, files)

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from tiny_models import LLAMA, QWEN3, random_tensors, write_model
+
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.models.hf_names import hf_tensors
+from fp8rl_jax.models.load import flatten
+from fp8rl_jax.models.loading import load_policy, policy_arrays, save_policy
+from fp8rl_jax.models.policy import init_policy, unstack
+from fp8rl_jax.models.tokenizer import ByteTokenizer, load_tokenizer
+
+
+@pytest.mark.parametrize("config", [LLAMA, QWEN3], ids=["llama_tied", "qwen3_untied"])
+def test_every_tensor_arrives_in_its_place_and_dtype(tmp_path, config):
+    tensors = random_tensors(config)
+    policy = load_policy(write_model(tmp_path, config, tensors))
+    assert policy.config == config and policy.stacked and (policy.lm_head is None) == config.tie_word_embeddings
+    flat = flatten(policy_arrays(policy))
+    for name, place in hf_tensors(config).items():
+        got = flat[place.path] if place.layer is None else flat[place.path][place.layer]
+        assert got.dtype == np.float32
+        np.testing.assert_array_equal(got, tensors[name].astype(np.float32), err_msg=name)
+    assert load_policy(tmp_path, jnp.bfloat16).layers.q_proj.value.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_saving_and_loading_gives_the_same_policy(tmp_path, dtype):
+    policy = init_policy(QWEN3, jax.random.key(0))
+    again = load_policy(save_policy(policy, tmp_path / "out", dtype=dtype))
+    assert again.config == QWEN3 and load_tokenizer(tmp_path / "out") is None
+    saved = np.float32 if dtype == "float32" else ml_dtypes.bfloat16
+    for old, new in zip(jax.tree.leaves(policy), jax.tree.leaves(again), strict=True):
+        np.testing.assert_array_equal(np.asarray(old).astype(saved).astype(np.float32), new)
+
+
+def test_tokenizers_travel_with_the_policy(tmp_path):
+    policy = init_policy(LLAMA, jax.random.key(0))
+    save_policy(policy, tmp_path / "first", ByteTokenizer())
+    save_policy(policy, tmp_path / "second", tmp_path / "first")
+    tokenizer = load_tokenizer(tmp_path / "second", LLAMA.vocab_size)
+    assert tokenizer.encode("né") == ByteTokenizer().encode("né")
+
+
+def test_a_rollout_policy_is_not_exported():
+    policy = init_policy(QWEN3, jax.random.key(0))
+    with pytest.raises(ValueError, match="unrolled"):
+        policy_arrays(unstack(policy))
+
+
+def test_a_value_beyond_the_dtype_is_refused_by_name(tmp_path):
+    config = dataclasses.replace(QWEN3, num_layers=1)
+    tensors = random_tensors(config, np.float32)
+    tensors["model.norm.weight"][3] = 1e6
+    with pytest.raises(UserError, match="norm.weight overflow float16"):
+        load_policy(write_model(tmp_path, config, tensors), jnp.float16)
