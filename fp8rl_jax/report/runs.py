@@ -1,0 +1,180 @@
+"""Run directories, read and checked: config.toml, metrics.jsonl, samples.jsonl and run.json.
+
+Only metrics.jsonl must be there. A run that is still going, or that was killed, may have left a last line half written;
+that one is left out and the page says so. Any other damage is an error that names the file and every damaged line: a page
+that skipped them would show curves that nobody can trust.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fp8rl_jax.errors import UserError
+
+NAMED_DAMAGED_LINES = 10
+
+
+@dataclass(frozen=True)
+class Run:
+    """One arm of a comparison."""
+
+    name: str
+    """What the page calls it: the directory's name, or as much of its path as tells it from the others."""
+    directory: Path
+    metrics: list[dict[str, Any]]
+    """One row a line of metrics.jsonl, in order: "step" and numbers; null and what is not finite are left out."""
+    samples: list[dict[str, Any]]
+    config: dict[str, Any]
+    """config.toml flattened: {"rollout.temperature": 1.0, ...}; empty without that file."""
+    config_text: str
+    environment: dict[str, Any]
+    """run.json flattened; empty without that file."""
+    notes: list[str]
+    """What a reader has to know about these files, one line each."""
+
+    def series(self, key: str) -> tuple[list[int], list[float]]:
+        """Steps and values of one metric, of the rows that have it."""
+        rows = [row for row in self.metrics if key in row]
+        return [row["step"] for row in rows], [row[key] for row in rows]
+
+
+def find_runs(directories: Iterable[Path]) -> list[Path]:
+    """The run directories among `directories`; one without a metrics.jsonl stands for those right below it.
+
+    Raises:
+        UserError: a directory is not there, or neither is nor holds a run directory; all such directories are named.
+    """
+    found: dict[Path, None] = {}
+    faults = []
+    for directory in directories:
+        if not directory.is_dir():
+            faults.append(f"{directory}: no such directory")
+            continue
+        below = sorted(child for child in directory.iterdir() if child.is_dir())
+        inside = [directory] if _is_run(directory) else [child for child in below if _is_run(child)]
+        if not inside:
+            faults.append(f"{directory}: no metrics.jsonl in it or in a directory right below it; give a run directory")
+        found |= dict.fromkeys(path.resolve() for path in inside)
+    if faults:
+        raise UserError("\n".join(faults))
+    return list(found)
+
+
+def read_runs(directories: list[Path]) -> list[Run]:
+    """Reads run directories, as `find_runs` returns them.
+
+    Raises:
+        UserError: a file is damaged or cannot be read; all such files of all runs are named.
+    """
+    runs, faults = [], []
+    for directory, name in zip(directories, _names(directories), strict=True):
+        try:
+            runs.append(_read_run(directory, name))
+        except UserError as error:
+            faults.append(str(error))
+    if faults:
+        raise UserError("\n".join(faults))
+    return runs
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"rollout": {"top_k": 0}} to {"rollout.top_k": 0}."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _is_run(directory: Path) -> bool:
+    return (directory / "metrics.jsonl").is_file()
+
+
+def _read_run(directory: Path, name: str) -> Run:
+    notes: list[str] = []
+    metrics = _json_lines(directory / "metrics.jsonl", _metrics_row, notes)
+    if not metrics:
+        raise UserError(f"{directory / 'metrics.jsonl'}: no step in it yet")
+    samples_path, config_path, run_path = (directory / file for file in ("samples.jsonl", "config.toml", "run.json"))
+    samples = _json_lines(samples_path, _sample_row, notes) if samples_path.exists() else []
+    config_text = _text(config_path) if config_path.exists() else ""
+    environment_text = _text(run_path) if run_path.exists() else "{}"
+    notes += [f"no {path.name}" for path in (samples_path, config_path, run_path) if not path.exists()]
+    try:
+        config = flatten(tomllib.loads(config_text))
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{config_path}: not TOML: {error}") from None
+    try:
+        environment = json.loads(environment_text)
+    except ValueError as error:
+        raise UserError(f"{run_path}: not JSON: {error}") from None
+    if not isinstance(environment, dict):
+        raise UserError(f"{run_path}: not a JSON object")
+    return Run(name, directory, metrics, samples, config, config_text, flatten(environment), notes)
+
+
+def _json_lines(path: Path, row_of: Callable[[Any], dict[str, Any]], notes: list[str]) -> list[dict[str, Any]]:
+    rows, faults = [], []
+    lines = _text(path).split("\n")
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            rows.append(row_of(json.loads(line)))
+        except ValueError as error:
+            is_cut_off = number == len(lines) and isinstance(error, json.JSONDecodeError)
+            if is_cut_off:
+                notes.append(f"{path.name}: line {number}, the last, is cut off and left out")
+            else:
+                reason = "not JSON" if isinstance(error, json.JSONDecodeError) else error
+                faults.append(f"{path}: line {number}: {reason}; repair or remove the line")
+    if len(faults) > NAMED_DAMAGED_LINES:
+        more = len(faults) - NAMED_DAMAGED_LINES
+        faults[NAMED_DAMAGED_LINES:] = [f"{path}: {more} more damaged lines"]
+    if faults:
+        raise UserError("\n".join(faults))
+    return rows
+
+
+def _metrics_row(value: Any) -> dict[str, Any]:
+    row = _with_step(value)
+    for key, number in row.items():
+        if number is not None and not isinstance(number, int | float):
+            raise ValueError(f"{key} is {json.dumps(number)[:40]}, not a number")
+    return {key: number for key, number in row.items() if number is not None and math.isfinite(number)}
+
+
+def _sample_row(value: Any) -> dict[str, Any]:
+    row = _with_step(value)
+    if missing := [key for key in ("prompt", "completion") if key not in row]:
+        raise ValueError(f"no {' and no '.join(missing)}")
+    return row
+
+
+def _with_step(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict) or type(value.get("step")) is not int:
+        raise ValueError('not a JSON object with a whole number as its "step"')
+    return value
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 at byte {error.start}") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def _names(directories: list[Path]) -> list[str]:
+    names = [directory.name for directory in directories]
+    if len(set(names)) == len(names):
+        return names
+    common = os.path.commonpath([directory.parent for directory in directories])
+    return [str(directory.relative_to(common)) for directory in directories]
