@@ -1,0 +1,132 @@
+import re
+from html.parser import HTMLParser
+
+import pytest
+from report.synthetic import PROMPT, write_run
+
+from fp8rl_jax.cli import main as cli
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.report.charts import CURVES, curve_chart, phase_seconds
+from fp8rl_jax.report.page import config_differences, headline, render, sample_pairs, write_report
+from fp8rl_jax.report.runs import read_runs
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    parent = tmp_path_factory.mktemp("runs")
+    return read_runs([write_run(parent / "bf16", "bf16", k3=0.0), write_run(parent / "fp8-rl", "fp8-rl")])
+
+
+class Elements(HTMLParser):
+    """Tags, attributes and text of a page."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.tags, self.attributes, self.text = [], [], ""
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def test_headline_has_the_numbers_of_the_run(runs):
+    row = headline(runs[1])
+    # Rewards 0.2 + 0.7 i / 59: the first six have mean 0.2297, the last six 0.8703.
+    assert row["Reward, first → last tenth"] == "0.23 → 0.87"
+    assert row["Held-out accuracy, first → last"] == "30.0 % (25.0–35.0) → 90.0 % (85.0–95.0)"
+    assert row["Completion tokens, first → last tenth"] == "8.83 → 5.17"
+    assert row["Seconds a step, median"] == "2"
+    assert (row["Recipe"], row["Steps"]) == ("fp8-rl", "60")
+
+
+def test_an_unfinished_run_says_how_far_it_got(tmp_path):
+    run = write_run(tmp_path / "run", "bf16", steps=60)
+    lines = (run / "metrics.jsonl").read_text().splitlines()[:20]
+    (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    assert headline(read_runs([run])[0])["Steps"] == "20 of 60"
+
+
+def test_phases_add_up_to_the_step_without_the_first(runs):
+    assert phase_seconds(runs[0]) == pytest.approx({"generation": 1.0, "update": 0.5, "weight sync": 0.1, "other": 0.4})
+
+
+def test_only_differences_of_the_configuration_are_listed(runs):
+    assert config_differences(runs) == [
+        ("output", ['"bf16"', '"fp8-rl"']),
+        ("recipe", ['"bf16"', '"fp8-rl"']),
+    ]
+
+
+def test_samples_are_those_of_the_first_and_last_step(runs):
+    (first, early), (last, late) = sample_pairs(runs[0])
+    assert (first, last) == (0, 59)
+    assert [sample["completion"] for sample in late] == ["completion of step 59"]
+    assert early[1]["completion"].endswith("x… (1000 more characters)")
+    assert early[1]["answer"] == "–" and early[1]["reward"] == "0.125"
+
+
+def test_zeros_are_said_where_a_logarithm_cannot_show_them(runs):
+    (k3,) = (curve for curve in CURVES if curve.key == "mismatch/k3")
+    assert "bf16: 0 at 60 of 60 steps, not drawn." in curve_chart(k3, runs).about
+
+
+def test_text_of_the_runs_is_escaped(runs):
+    page = Elements(render(runs))
+    assert "script" not in page.tags and "b" not in page.tags
+    assert PROMPT in page.text
+
+
+def test_the_page_refers_to_nothing_outside_itself(runs):
+    page = render(runs)
+    elements = Elements(page)
+    links = [value for name, value in elements.attributes if name in ("href", "src", "srcset", "data", "action", "xlink:href")]
+    assert all(link.startswith("#") for link in links)
+    assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", page))
+    assert not {"link", "script", "iframe", "img", "object"} & set(elements.tags)
+    assert "@import" not in page and "http:" not in page and "https:" not in page
+
+
+def test_ids_are_unique_and_references_resolve(runs):
+    page = render(runs)
+    ids = re.findall(r'\bid="([^"]+)"', page)
+    assert len(ids) == len(set(ids))
+    assert set(re.findall(r'(?:href="|url\()#([^")]+)', page)) <= set(ids)
+
+
+def test_the_same_runs_give_the_same_page(runs):
+    assert render(runs) == render(runs)
+
+
+def test_colours_are_those_of_the_page_and_dashes_tell_arms_beyond_the_palette_apart(tmp_path):
+    arms = read_runs([write_run(tmp_path / f"arm{index}", "bf16", steps=5) for index in range(8)])
+    page = render(arms)
+    assert "#0a0" not in page
+    assert set(re.findall(r"var\((--[a-z]+\d*)\)", page)) <= set(re.findall(r"(--[a-z]+\d*):", page))
+    svg = curve_chart(CURVES[0], arms).svg
+    assert len(re.findall(r"stroke-dasharray: \d[^;]*; stroke-dashoffset: 0; stroke: var\(--arm[01]\)", svg)) == 2
+
+
+def test_a_run_with_little_in_it_still_has_a_page(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "loss": 1.5}\n')
+    page = Elements(render(read_runs([tmp_path])))
+    assert page.text.count("No run logged this.") == len(CURVES) + 1
+    assert "This run kept no samples." in page.text
+
+
+def test_the_command_writes_the_page_beside_the_runs(tmp_path, capsys):
+    write_run(tmp_path / "bf16", "bf16", steps=5)
+    assert cli.main(["report", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'report.html'}\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bf16", "report.html"]
+    assert cli.main(["report", str(tmp_path / "nothing")]) == 2
+    assert capsys.readouterr().err == f"fp8rl: error: {tmp_path / 'nothing'}: no such directory\n"
+
+
+def test_a_page_that_cannot_be_written_is_named(tmp_path):
+    write_run(tmp_path / "bf16", "bf16", steps=5)
+    with pytest.raises(UserError, match="nowhere/report.html: cannot be written: No such file or directory"):
+        write_report([tmp_path], tmp_path / "nowhere" / "report.html")
