@@ -11,12 +11,41 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from fp8rl_jax.config.run import InitConfig
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.export import export_policy
 from fp8rl_jax.models.load import flatten, load_policy_arrays, nest
 from fp8rl_jax.models.policy import LINEARS, NORMS, Policy, build_policy
 from fp8rl_jax.models.tokenizer import ByteTokenizer
 from fp8rl_jax.precision import is_quantized
+
+_VOCABULARY_MULTIPLE = 8  # so that the embedding divides over a mesh
+
+
+def byte_policy_config(init: InitConfig) -> PolicyConfig:
+    """The built-in policy: the Llama architecture over `ByteTokenizer`'s ids, tied embeddings, the sizes of `init`.
+
+    The vocabulary is rounded up to a multiple of 8; the ids above the tokenizer's decode to nothing.
+
+    Raises:
+        UserError: sizes that do not fit each other.
+    """
+    return PolicyConfig(
+        architecture="llama",
+        vocab_size=-(-ByteTokenizer.vocab_size // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE,
+        hidden_size=init.hidden_size,
+        intermediate_size=init.intermediate_size,
+        num_layers=init.num_layers,
+        num_heads=init.num_heads,
+        num_kv_heads=init.num_kv_heads,
+        head_dim=init.head_dim,
+        rope_theta=init.rope_theta,
+        tie_word_embeddings=True,
+        bos_token_id=ByteTokenizer.bos_token_id,
+        eos_token_ids=ByteTokenizer.eos_token_ids,
+        pad_token_id=ByteTokenizer.pad_token_id,
+    )
 
 
 def load_policy(directory: str | Path, dtype: jnp.dtype = jnp.float32) -> Policy:
@@ -29,6 +58,7 @@ def load_policy(directory: str | Path, dtype: jnp.dtype = jnp.float32) -> Policy
     Raises:
         UserError: whatever `load_policy_arrays` refuses, and a value that `dtype` cannot hold.
     """
+    dtype = jnp.dtype(dtype)
     config, arrays = load_policy_arrays(directory)
     flat = flatten(arrays)
 

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from tiny_models import LLAMA, QWEN3, random_tensors, write_model
 
+from fp8rl_jax.config.run import InitConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.hf_names import hf_tensors
 from fp8rl_jax.models.load import flatten
-from fp8rl_jax.models.loading import load_policy, policy_arrays, save_policy
+from fp8rl_jax.models.loading import byte_policy_config, load_policy, policy_arrays, save_policy
 from fp8rl_jax.models.policy import init_policy, unstack
 from fp8rl_jax.models.tokenizer import ByteTokenizer, load_tokenizer
 
@@ -60,3 +61,9 @@ def test_a_value_beyond_the_dtype_is_refused_by_name(tmp_path):
     tensors["model.norm.weight"][3] = 1e6
     with pytest.raises(UserError, match="norm.weight overflow float16"):
         load_policy(write_model(tmp_path, config, tensors), jnp.float16)
+
+
+def test_the_built_in_policy_holds_the_byte_tokenizer_and_divides_over_a_mesh():
+    config = byte_policy_config(InitConfig(hidden_size=128))
+    assert config.hidden_size == 128 and config.eos_token_ids == (258,)
+    assert config.vocab_size >= ByteTokenizer.vocab_size and config.vocab_size % 8 == 0

@@ -1,0 +1,131 @@
+"""`fp8rl doctor`: what is installed, what the devices can do, and what a recipe quantizes in a model."""
+
+from __future__ import annotations
+
+from fp8rl_jax.cli.arguments import DoctorArguments as Arguments
+
+__all__ = ["Arguments", "run"]
+
+PACKAGES = ("fp8rl_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "ml-dtypes", "safetensors", "tokenizers")
+
+
+def run(arguments: Arguments) -> int:
+    """Prints one section a subject; returns 1 when anything is wrong, after all of it was looked at."""
+    from fp8rl_jax.config.recipe import get_recipe
+
+    recipe = get_recipe(arguments.recipe)
+    faults: list[str] = []
+    for title, lines in (
+        ("versions", _versions(faults)),
+        ("devices", _devices(faults)),
+        ("kernels", _kernels()),
+        ("float8", _float8(faults)),
+        (f"recipe {recipe.name}", _formats(recipe, faults)),
+        ("quantized layers", _layers(recipe, arguments.model, faults)),
+    ):
+        print(title)
+        for line in lines:
+            print(f"  {line}")
+    for fault in faults:
+        print(f"WRONG: {fault}")
+    print("something is wrong" if faults else "all is well")
+    return 1 if faults else 0
+
+
+def _versions(faults: list[str]) -> list[str]:
+    import importlib.metadata
+    import platform
+
+    lines = [f"python {platform.python_version()}"]
+    for package in PACKAGES:
+        try:
+            lines.append(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            faults.append(f"the package {package} is not installed")
+    return lines
+
+
+def _devices(faults: list[str]) -> list[str]:
+    import jax
+
+    try:
+        devices = jax.devices()
+    except RuntimeError as error:  # how JAX says that the platform asked for does not start
+        faults.append(f"JAX finds no device: {' '.join(str(error).split())}")
+        return []
+    return [f"{device.id}: {device.platform} {device.device_kind}" for device in devices]
+
+
+def _kernels() -> list[str]:
+    from pallas_kernels.matmul import api
+
+    return [f"blockwise_matmul: {', '.join(api.AVAILABLE)}; auto runs {api.selected_backend('auto')}"]
+
+
+def _float8(faults: list[str]) -> list[str]:
+    """Values beyond a format's range must come out as its largest value, never as NaN or infinity."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from fp8rl_jax.config.recipe import TensorFormat
+    from fp8rl_jax.precision import max_value, quantize_per_tensor
+
+    lines = []
+    for name in ("e4m3", "e5m2"):
+        fmt = TensorFormat(name)
+        limit = max_value(fmt)
+        given = jnp.asarray([1e9, -1e9, limit * 1.1, 1.0, 0.0])
+        cast = jax.jit(quantize_per_tensor, static_argnums=2)(given, jnp.float32(1.0), fmt)
+        got, expected = np.asarray(cast.astype(jnp.float32)), [limit, -limit, limit, 1.0, 0.0]
+        lines.append(f"{name}: casts clamp at {limit:g}")
+        if not np.array_equal(got, expected):
+            lines[-1] = f"{name}: casts do not clamp"
+            faults.append(f"{name}: {given.tolist()} became {got.tolist()}, not {expected}; update jaxlib and the driver")
+    return lines
+
+
+def _formats(recipe, faults: list[str]) -> list[str]:
+    from fp8rl_jax.errors import UserError
+    from fp8rl_jax.precision import check_recipe
+
+    try:
+        check_recipe(recipe)
+    except UserError as error:
+        faults.append(str(error))
+    sides = [(side, vars(getattr(recipe, side))) for side in ("rollout", "trainer")]
+    rows = [(f"{side}.{role}", fmt) for side, formats in sides for role, fmt in formats.items()]
+    rows += [(role, getattr(recipe, role)) for role in ("output_gradient", "saved_activation", "optimizer_moment")]
+    return [f"{role:<20} {_format(fmt)}" for role, fmt in rows] + [f"{'correction':<20} {recipe.correction}"]
+
+
+def _format(fmt) -> str:
+    if not fmt.quantized:
+        return "compute dtype"
+    block = "one scale a tensor" if fmt.block is None else f"{fmt.block[0]}x{fmt.block[1]} blocks"
+    return f"{fmt.format}, {block}, {fmt.scale} scales"
+
+
+def _layers(recipe, model: str, faults: list[str]) -> list[str]:
+    import sys
+
+    from fp8rl_jax.config.run import InitConfig
+    from fp8rl_jax.errors import UserError
+    from fp8rl_jax.models.config import PolicyConfig
+    from fp8rl_jax.models.loading import byte_policy_config
+    from fp8rl_jax.models.policy import linear_names, parameter_count
+    from fp8rl_jax.models.resolve import resolve_model
+    from fp8rl_jax.precision import quantized_layers
+
+    try:
+        if model:
+            config = PolicyConfig.from_directory(resolve_model(model, report=lambda line: print(line, file=sys.stderr)))
+        else:
+            config = byte_policy_config(InitConfig())
+        names = linear_names(config)
+        chosen = quantized_layers(recipe, names)
+    except UserError as error:
+        faults.append(str(error))
+        return []
+    size = f"{config.architecture}, {config.num_layers} layers, {parameter_count(config):,} parameters"
+    return [f"{model or 'built-in policy'}: {size}", f"{len(chosen)} of {len(names)} linears", *chosen]

@@ -1,0 +1,154 @@
+"""A policy applied to a file's worth of token lists: log-probabilities of what is there, or completions.
+
+    score      the trainer's side of the recipe: forward(phase="train"), as the trainer recomputes log-probabilities
+    generate   the rollout's side: quantized weights and cache, scales calibrated on the prompts, as the engine samples
+
+So the two answers to one model and recipe differ by the train-rollout mismatch. Rows are batched with others of about their
+length, the widths being powers of two: few programs to compile, at most half of a batch is padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from fp8rl_jax.config.recipe import Recipe
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.models.forward import forward
+from fp8rl_jax.models.logprobs import token_logprobs
+from fp8rl_jax.models.policy import Policy, cast
+from fp8rl_jax.precision import check_recipe
+from fp8rl_jax.rollout.calibration import observe_amax, scales_from_amax
+from fp8rl_jax.rollout.engine import LocalEngine, Prompts, pad_prompts
+from fp8rl_jax.rollout.sampling import Sampling
+
+_NARROWEST = 16
+
+
+class Completion(NamedTuple):
+    """tokens: sampled ids, the stop token included; policy_logprobs: of each, at the sampling temperature (1 for greedy),
+    over the whole vocabulary; stopped: whether a stop token ended it."""
+
+    tokens: list[int]
+    policy_logprobs: list[float]
+    stopped: bool
+
+
+def score(
+    policy: Policy,
+    rows: Sequence[list[int]],
+    recipe: Recipe,
+    dtype: jnp.dtype = jnp.float32,
+    temperature: float = 1.0,
+    batch_size: int = 16,
+) -> list[list[float]]:
+    """Log-probabilities of given tokens on the trainer's side of `recipe`.
+
+    Args:
+        policy: layers stacked, any float dtype.
+        rows: token ids, at least one each.
+        recipe: its trainer formats are used; its rollout formats are not.
+        dtype: compute dtype.
+        temperature: divides the logits.
+        batch_size: rows computed at one time.
+
+    Returns:
+        For each row, in order, logprobs[i] = log p(row[i + 1] | row[: i + 1]): one number less than tokens.
+
+    Raises:
+        UserError: a recipe that cannot be computed, or log-probabilities that are not finite.
+    """
+    check_recipe(recipe)
+    served = jax.jit(cast, static_argnums=1)(policy, jnp.dtype(dtype))
+    results: list[list[float]] = [[] for _ in rows]
+    for batch in batches(rows, batch_size):
+        logprobs = np.asarray(_score(served, batch.tokens, batch.lengths, jnp.float32(temperature), recipe=recipe))
+        for row, index in enumerate(batch.ids):
+            results[index] = logprobs[row, : len(rows[index]) - 1].tolist()
+    for index, values in enumerate(results):
+        _check_finite(index, values, dtype)
+    return results
+
+
+def complete(
+    policy: Policy,
+    rows: Sequence[list[int]],
+    recipe: Recipe,
+    sampling: Sampling,
+    dtype: jnp.dtype = jnp.float32,
+    batch_size: int = 16,
+    seed: int = 0,
+) -> list[Completion]:
+    """One completion of each prompt on the rollout's side of `recipe`.
+
+    A quantized cache is calibrated on all prompts before the first token, by the unquantized policy, so a row's answer
+    depends on the file's other rows through those scales alone. A row's randomness comes from `seed` and its index.
+
+    Args:
+        policy: layers stacked; float32 or `dtype`.
+        rows: prompts, at least one token each.
+        recipe: its rollout formats are used.
+        sampling: length, temperature, truncation, stop tokens.
+        dtype: compute dtype.
+        batch_size: rows computed at one time.
+
+    Raises:
+        UserError: a recipe that cannot be computed, or weights, scales or log-probabilities that are not finite.
+    """
+    # scanned layers compile in a fraction of the time of unrolled ones, and each width is a program of its own
+    engine = LocalEngine(recipe, dtype, unroll=False)
+    scales = None
+    if recipe.quantizes_cache:
+        amax = [observe_amax(policy, b.tokens, b.lengths, dtype=jnp.dtype(dtype)) for b in batches(rows, batch_size)]
+        scales = scales_from_amax(jnp.stack(amax), recipe)
+    engine.sync(policy, scales)
+    if bad := [role for role, finite in engine.finite.items() if not finite]:
+        raise UserError(f"recipe {recipe.name!r}: {', '.join(bad)} not finite after quantization; the model overflows {dtype}")
+    results: list[Completion | None] = [None] * len(rows)
+    key = jax.random.key(seed)
+    for batch in batches(rows, batch_size):
+        out = jax.device_get(engine.generate(batch, 1, sampling, key))
+        for row, index in enumerate(batch.ids):
+            count = int(out.mask[row].sum())
+            logprobs = out.policy_logprobs[row, :count].tolist()
+            _check_finite(index, logprobs, dtype)
+            results[index] = Completion(out.tokens[row, :count].tolist(), logprobs, bool(out.stopped[row]))
+    return results
+
+
+def batches(rows: Sequence[list[int]], batch_size: int) -> Iterator[Prompts]:
+    """Batches of equal height: rows of about one length, padded right to a power of two; `ids` are indices into `rows`.
+
+    The last batch of a width repeats its last row, so that each width is one program.
+    """
+    by_width: dict[int, list[int]] = {}
+    for index, row in enumerate(rows):
+        by_width.setdefault(max(_NARROWEST, 1 << (len(row) - 1).bit_length()), []).append(index)
+    for width, indices in sorted(by_width.items()):
+        height = min(batch_size, len(indices))
+        for start in range(0, len(indices), height):
+            chosen = indices[start : start + height]
+            chosen += chosen[-1:] * (height - len(chosen))
+            yield pad_prompts([rows[i] for i in chosen], chosen, width)
+
+
+@partial(jax.jit, static_argnames="recipe")
+def _score(
+    policy: Policy, tokens: Int[Array, "b t"], lengths: Int[Array, " b"], temperature: Float[Array, ""], *, recipe: Recipe
+) -> Float[Array, "b t-1"]:
+    segments = (jnp.arange(tokens.shape[1]) < lengths[:, None]).astype(jnp.int32)
+    hidden = forward(policy, tokens, segment_ids=segments, recipe=recipe, phase="train", keep_cache=False).hidden
+    return token_logprobs(hidden[:, :-1], policy.head, tokens[:, 1:], temperature)[0]
+
+
+def _check_finite(index: int, logprobs: list[float], dtype: jnp.dtype) -> None:
+    if not np.isfinite(logprobs).all():
+        raise UserError(
+            f"row {index + 1}: the log-probabilities are not finite in {jnp.dtype(dtype)}; the weights are broken or overflow it"
+        )
