@@ -30,6 +30,9 @@ class Command:
 
 
 COMMANDS = {
+    "train": Command("reinforcement learning", reads_toml=True),
+    "sft": Command("supervised training on the task's answers", reads_toml=True),
+    "eval": Command("held-out accuracy of a model", reads_toml=True),
     "generate": Command("complete the prompts of a file"),
     "score": Command("log-probabilities of the tokens of a file"),
     "doctor": Command("check the installation, the devices, and what a recipe quantizes"),

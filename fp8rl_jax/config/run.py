@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from fp8rl_jax.config.recipe import PrecisionConfig
+from fp8rl_jax.config.recipe import PrecisionConfig, get_recipe
 from fp8rl_jax.config.rl import RLConfig
 from fp8rl_jax.config.tasks import TaskConfig
 from fp8rl_jax.config.tracking import TrackingConfig
+from fp8rl_jax.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -117,10 +118,14 @@ class SftConfig:
     """Updates."""
     batch_size: int = 64
     """Examples an update."""
+    cut_short: float = 0.0
+    """Part of the demonstrations that lose their last token before end-of-sequence: a flaw that the reward can teach away."""
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=3e-3, warmup_steps=10, schedule="cosine")
     """Its own optimizer settings."""
     output: str = ""
-    """Directory that gets the trained model in Hugging Face form; empty: <output>/model."""
+    """Run directory of the supervised stage, whose model/ is in Hugging Face form; empty: the run's output."""
+    from_scratch: bool = False
+    """Start from the built-in policy's random weights, whatever model.path says (it may name what this stage will write)."""
 
 
 @dataclass(frozen=True)
@@ -195,3 +200,42 @@ class RunConfig:
     checkpoint: CheckpointConfig = CheckpointConfig()
     mesh: MeshConfig = MeshConfig()
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+
+    def problems(self) -> list[str]:
+        """Faults between keys, one line each; empty where all is well."""
+        rollout, trainer = self.rollout, self.trainer
+        found = []
+        try:
+            get_recipe(self.recipe, self.precision)
+        except UserError as error:
+            found.append(str(error))
+        checks = [
+            (rollout.prompts_per_step >= 1, "rollout.prompts_per_step must be at least 1"),
+            (rollout.samples_per_prompt >= 1, "rollout.samples_per_prompt must be at least 1"),
+            (rollout.max_new_tokens >= 2, "rollout.max_new_tokens must be at least 2"),
+            (rollout.max_prompt_tokens >= 1, "rollout.max_prompt_tokens must be at least 1"),
+            (trainer.steps >= 1, "trainer.steps must be at least 1"),
+            (trainer.updates_per_rollout >= 1, "trainer.updates_per_rollout must be at least 1"),
+            (trainer.micro_batch_prompts >= 0, "trainer.micro_batch_prompts must not be negative"),
+            (trainer.logprob_chunk >= 1, "trainer.logprob_chunk must be at least 1"),
+            (self.evaluation.samples >= 1, "evaluation.samples must be at least 1"),
+            (self.evaluation.temperature >= 0, "evaluation.temperature must not be negative"),
+            (self.checkpoint.keep >= 2, "checkpoint.keep must be at least 2"),
+            (0 <= self.sft.cut_short <= 1, "sft.cut_short must be between 0 and 1"),
+            (0 < rollout.top_p <= 1, "rollout.top_p must be above 0 and at most 1"),
+            (0 <= rollout.min_p < 1, "rollout.min_p must be at least 0 and below 1"),
+        ]
+        found += [message for holds, message in checks if not holds]
+        if found:
+            return found
+        part, rest = divmod(rollout.prompts_per_step, trainer.updates_per_rollout)
+        if rest:
+            found.append(
+                f"trainer.updates_per_rollout = {trainer.updates_per_rollout} does not divide "
+                f"rollout.prompts_per_step = {rollout.prompts_per_step}"
+            )
+        elif trainer.micro_batch_prompts and part % trainer.micro_batch_prompts:
+            found.append(
+                f"trainer.micro_batch_prompts = {trainer.micro_batch_prompts} does not divide the {part} prompts of an update"
+            )
+        return found

@@ -26,6 +26,7 @@ from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.policy import Layer, Policy
 from fp8rl_jax.precision import linear, quantize_input, quantize_per_tensor
 from pallas_kernels.backend import Backend
+from pallas_kernels.quantize.reference import largest
 
 Phase = Literal["train", "prefill", "decode"]
 
@@ -157,7 +158,7 @@ class _LayerStep:
 
     def amax(self, q, k, v):
         real = (self.segment_ids > 0)[..., None, None]
-        return jnp.stack([jnp.max(jnp.where(real, jnp.abs(z.astype(jnp.float32)), 0.0)) for z in (q, k, v)])
+        return jnp.stack([largest(jnp.where(real, z, 0.0)) for z in (q, k, v)])
 
 
 class _OwnBlock:

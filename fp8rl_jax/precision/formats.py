@@ -47,8 +47,12 @@ def check_recipe(recipe: Recipe) -> None:
             refuse(
                 f"{side}.activation.block", f"must be (1, {formats.weight.block[1]}), the weight's block along the contraction"
             )
-        if formats.key.quantized != formats.value.quantized:
-            refuse(f"{side}.value", "and key must both be quantized or both not: the cache has one dtype")
+        if formats.key.format != formats.value.format:
+            refuse(f"{side}.value", "and key must have the same format: the cache has one dtype")
+        for role in ("query", "key", "value"):
+            fmt = getattr(formats, role)
+            if fmt.quantized and (fmt.block is not None or fmt.scale != "float32"):
+                refuse(f"{side}.{role}", "must have one scale for the whole tensor, float32: block and scale rule do not apply to it")
         if formats.query.quantized and not formats.key.quantized:
             refuse(f"{side}.query", "is quantized but the cache is not")
         if formats.probability.quantized:

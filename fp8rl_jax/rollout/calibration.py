@@ -77,3 +77,17 @@ def scales_from_amax(amax: Float[Array, "m layers 3"], recipe: Recipe) -> KVScal
     limits = jnp.asarray([max_value(fmt) if fmt.quantized else 1.0 for fmt in formats])
     scales = jnp.where(picked == 0, 1.0, picked * recipe.kv_margin / limits)
     return KVScales(scales[:, 0], scales[:, 1], scales[:, 2])
+
+
+def calibrate_on_prompts(policy: Policy, prompts, recipe: Recipe, dtype: jnp.dtype) -> KVScales | None:
+    """KV scales measured on prompts alone: what step 0 of a run, evaluation and generation start from.
+
+    Args:
+        prompts: rollout.engine.Prompts.
+
+    Returns:
+        None where the recipe does not quantize the cache, or leaves its scales to the rollout's first forward.
+    """
+    if not recipe.quantizes_cache or recipe.kv_calibration != "trainer":
+        return None
+    return scales_from_amax(observe_amax(policy, prompts.tokens, prompts.lengths, dtype=dtype)[None], recipe)

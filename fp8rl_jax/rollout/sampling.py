@@ -106,7 +106,8 @@ def _inverse_cdf(weights: Float[Array, " vocab"], key: Key[Array, ""]) -> Int[Ar
 
 
 def _search(weights, u):
-    total = jnp.cumsum(weights)
-    index = jnp.sum(total <= u * total[-1])
-    last = weights.shape[0] - 1 - jnp.argmax(weights[::-1] > 0)  # rounding must not reach past the last positive weight
-    return jnp.minimum(index, last).astype(jnp.int32)
+    total, positive = jnp.cumsum(weights), weights > 0
+    # a parallel cumsum may round up across a zero weight, or never pass u * total: neither may choose that weight
+    beyond = positive & (total > u * total[-1])
+    last = weights.shape[0] - 1 - jnp.argmax(positive[::-1])
+    return jnp.where(beyond.any(), jnp.argmax(beyond), last).astype(jnp.int32)

@@ -1,0 +1,74 @@
+"""Held-out evaluation: avg@k and pass@k with intervals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Array, Key
+
+from fp8rl_jax.config.run import EvaluationConfig
+from fp8rl_jax.rollout.engine import RolloutEngine
+from fp8rl_jax.rollout.sampling import Sampling
+from fp8rl_jax.tasks.dataset import Example
+from fp8rl_jax.tasks.workers import RewardPool
+from fp8rl_jax.training.prompts import PromptEncoder
+
+
+def evaluate(
+    engine: RolloutEngine,
+    encoder: PromptEncoder,
+    pool: RewardPool,
+    examples: Sequence[Example],
+    config: EvaluationConfig,
+    sampling: Sampling,
+    key: Key[Array, ""],
+) -> tuple[dict[str, float], list[dict]]:
+    """Answers every example `config.samples` times and scores the answers.
+
+    Returns:
+        Metrics `eval/accuracy` (avg@k: mean of correct samples; pass@1), `eval/accuracy_low`, `eval/accuracy_high` (95 %
+        Wilson interval over examples, samples of an example averaged), `eval/pass_at_k` where k > 1, `eval/mean_length`;
+        and one row an answer: prompt, completion, answer, reward.
+    """
+    prompts_a_batch = max(config.batch_size // config.samples, 1)
+    correct, lengths, rows = [], [], []
+    for start in range(0, len(examples), prompts_a_batch):
+        part = list(examples[start : start + prompts_a_batch])
+        # the last batch is filled up with its first example, so that one compiled program serves all
+        filled = part + part[:1] * (prompts_a_batch - len(part))
+        rollout = engine.generate(encoder.batch(filled), config.samples, sampling, key)
+        texts = encoder.texts(rollout)[: len(part) * config.samples]
+        scores = pool.score(part, texts)
+        correct.append(scores.correct.reshape(len(part), config.samples))
+        lengths.append(np.asarray(rollout.mask).sum(1)[: len(texts)])
+        for row, text in enumerate(texts):
+            example = part[row // config.samples]
+            rows.append(
+                {"prompt": example.prompt, "completion": text, "answer": example.answer, "reward": float(scores.rewards[row])}
+            )
+    table = np.concatenate(correct).astype(np.float64)
+    accuracy = float(table.mean())
+    low, high = wilson_interval(accuracy, len(table))
+    metrics = {
+        "eval/accuracy": accuracy,
+        "eval/accuracy_low": low,
+        "eval/accuracy_high": high,
+        "eval/mean_length": float(np.concatenate(lengths).mean()),
+    }
+    if config.samples > 1:
+        metrics["eval/pass_at_k"] = float(table.max(1).mean())
+    return metrics, rows
+
+
+def wilson_interval(rate: float, count: int, z: float = 1.96) -> tuple[float, float]:
+    """Wilson's score interval of a proportion (E. B. Wilson, 1927); z = 1.96 for 95 %."""
+    centre = (rate + z * z / (2 * count)) / (1 + z * z / count)
+    half = z / (1 + z * z / count) * math.sqrt(rate * (1 - rate) / count + z * z / (4 * count * count))
+    return max(centre - half, 0.0), min(centre + half, 1.0)
+
+
+def evaluation_sampling(config: EvaluationConfig, sampling: Sampling) -> Sampling:
+    """The run's sampling at the evaluation's temperature, not truncated."""
+    return Sampling(sampling.max_new_tokens, config.temperature, stop_token_ids=sampling.stop_token_ids)

@@ -1,0 +1,307 @@
+"""The RL loop: sample, score, update, calibrate, sync; evaluate and save on the way.
+
+One step does, in this order:
+
+    rollout     n completions of each of P prompts, with the weights of the last sync
+    reward      in worker processes
+    update      one or several optimizer updates; where there is one, its own forward gives the old log-probabilities
+    calibrate   KV scales from the new weights on this step's tokens, where the recipe has an FP8 cache
+    sync        the new weights, quantized, to the engine
+
+Everything random is a function of (seed, step), and a checkpoint holds weights, optimizer and KV scales, so a resumed run
+repeats the uninterrupted one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from contextlib import contextmanager
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fp8rl_jax import rl
+from fp8rl_jax.config.recipe import Recipe
+from fp8rl_jax.config.rl import check_sampling
+from fp8rl_jax.config.run import RunConfig
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.models.cache import KVScales
+from fp8rl_jax.models.loading import save_policy
+from fp8rl_jax.models.policy import Policy
+from fp8rl_jax.parallel import batch_sharding, check_same, is_main_process, policy_shardings, replicated, to_global, to_host
+from fp8rl_jax.rollout.calibration import calibrate_on_prompts, observe_amax, scales_from_amax
+from fp8rl_jax.rollout.engine import Prompts, Rollout
+from fp8rl_jax.tasks.workers import RewardPool
+from fp8rl_jax.training.checkpoint import Checkpoints
+from fp8rl_jax.training.evaluate import evaluate, evaluation_sampling
+from fp8rl_jax.training.setup import Setup, write_run_record
+from fp8rl_jax.training.state import TrainState, init_state, learning_rate, make_optimizer
+from fp8rl_jax.training.step import Batch, StepConfig, score, update
+from fp8rl_jax.training.tracking import JsonLines, Trackers, make_tracker
+
+_log = logging.getLogger("fp8rl")
+
+
+class Clock:
+    """Seconds of each part of a step, by metric name."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def part(self, name: str):
+        start = time.perf_counter()
+        yield
+        self.seconds[f"time/{name}"] = self.seconds.get(f"time/{name}", 0.0) + time.perf_counter() - start
+
+
+def train(setup: Setup, config_text: str) -> None:
+    """Runs `trainer.steps` steps and leaves metrics, samples, checkpoints and the trained model in the run directory.
+
+    Args:
+        setup: the parts of the run.
+        config_text: the resolved configuration, for config.toml and for the check that all processes have the same.
+
+    Raises:
+        UserError: the run directory is taken, a checkpoint cannot be written or read, or too many updates were skipped.
+    """
+    config = setup.config
+    check_same(config_text)
+    if not config.resume and (setup.directory / "metrics.jsonl").exists():
+        raise UserError(f"{setup.directory} holds a run already; give --resume, or another --output")
+    with jax.set_mesh(setup.mesh), RewardPool(config.task) as pool:
+        Loop(setup, config_text, pool).run()
+
+
+class Loop:
+    """A run in progress."""
+
+    def __init__(self, setup: Setup, config_text: str, pool: RewardPool):
+        self.setup, self.config, self.pool = setup, setup.config, pool
+        config, recipe = setup.config, setup.recipe
+        sampling = setup.sampling
+        self.truncated = check_sampling(
+            config.rl.correction,
+            temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p,
+        )  # fmt: skip
+        settings = dataclasses.replace(config.rl, correction=config.rl.correction.resolve(recipe.correction))
+        part = config.rollout.prompts_per_step // config.trainer.updates_per_rollout
+        self.step_config = StepConfig(
+            recipe=recipe,
+            rl=settings,
+            compute_dtype=config.compute_dtype,
+            temperature=sampling.temperature,
+            micro_batches=part // (config.trainer.micro_batch_prompts or part),
+            remat=config.trainer.remat == "layer",
+            logprob_chunk=config.trainer.logprob_chunk,
+            backend=config.precision.backend,
+        )
+        updates = config.trainer.steps * config.trainer.updates_per_rollout
+        self.optimizer = make_optimizer(config.optimizer, updates)
+        self.schedule = learning_rate(config.optimizer, updates)
+        self.reference: Policy | None = jax.tree.map(jnp.copy, setup.policy) if settings.kl_coefficient > 0 else None
+        # every leaf of the state on the whole mesh, the optimizer's moments like their weights
+        make_state = jax.jit(lambda policy: init_state(policy, self.optimizer))
+        shardings = policy_shardings(jax.eval_shape(make_state, setup.policy), setup.mesh)
+        self.state: TrainState = jax.jit(make_state, out_shardings=shardings)(setup.policy)
+        setup.policy = self.state.policy
+        self.engine = setup.engine()
+        self.key = jax.random.key(config.seed)
+        self.skips_in_a_row = 0
+        self.skipped = 0
+        self.warned_constant = False
+        self.checkpoints = Checkpoints(setup.directory / "checkpoints", config.checkpoint)
+        self.start = 0
+        self.scales: KVScales | None = None
+        if config.resume:
+            self._resume()
+        if is_main_process():
+            write_run_record(setup.directory, config_text)
+            self.tracker = make_tracker(
+                setup.directory, config.tracking, total_steps=config.trainer.steps, start_step=self.start,
+                settings=dataclasses.asdict(config),
+            )  # fmt: skip
+            self.samples = JsonLines(setup.directory / "samples.jsonl", self.start)
+        else:
+            self.tracker, self.samples = Trackers([]), None
+
+    @property
+    def calibrates(self) -> bool:
+        recipe: Recipe = self.setup.recipe
+        return recipe.quantizes_cache and recipe.kv_calibration == "trainer"
+
+    def run(self) -> None:
+        steps, every = self.config.trainer.steps, self.config.checkpoint.every
+        try:
+            if self.calibrates and self.scales is None:
+                dtype = jnp.dtype(self.config.compute_dtype)
+                self.scales = calibrate_on_prompts(self.state.policy, self._prompts(self.start), self.setup.recipe, dtype)
+            self.engine.sync(self.state.policy, self.scales)
+            for step in range(self.start, steps):
+                metrics = self._evaluate(step) if self._evaluates(step) else {}
+                self.tracker.log(step, self._step(step) | metrics)
+                if step + 1 == steps or (every and (step + 1) % every == 0):
+                    self.checkpoints.save(step + 1, self._saved())
+            if self.start < steps and self.config.evaluation.every:
+                self.tracker.log(steps, self._evaluate(steps))
+            if is_main_process():
+                save_policy(self.state.policy, self.setup.directory / "model", self.setup.tokenizer_source)
+        finally:
+            self.tracker.close()
+            self.checkpoints.close()
+
+    def _step(self, step: int) -> dict[str, float]:
+        config, clock, began = self.config, Clock(), time.perf_counter()
+        samples = config.rollout.samples_per_prompt
+        examples = self._examples(step)
+        with clock.part("gen"):
+            rollout = self.engine.generate(self._prompts(step), samples, self.setup.sampling, self._key(step))
+            jax.block_until_ready(rollout.tokens)
+        texts = self.setup.encoder.texts(rollout)
+        with clock.part("reward"):
+            scores = self.pool.score(examples, texts)
+        rewards, valid = jnp.asarray(scores.rewards), jnp.asarray(~scores.failed)
+        advantages = rl.group_advantages(rewards, samples, config.rl.advantage, valid)
+        reward_metrics = rl.reward_metrics(rewards, samples, valid)
+        batch = self._batch(rollout, advantages)
+        with clock.part("train"):
+            train_logprobs, train_metrics = self._update(batch)
+        if self.calibrates:
+            with clock.part("calibrate"):
+                self.scales = self._calibrate(rollout)
+                jax.block_until_ready(self.scales)
+        mismatch = rl.mismatch_metrics(
+            rollout.policy_logprobs, train_logprobs, batch.mask, batch.advantages, self.step_config.rl.correction
+        )
+        version = rollout.weight_version
+        with clock.part("sync"):
+            self.engine.sync(self.state.policy, self.scales)
+            jax.block_until_ready(self.engine.policy)
+        lengths = jnp.sum(rollout.mask, axis=1)
+        metrics = {
+            **reward_metrics,
+            "reward/accuracy": scores.correct.mean(),
+            **train_metrics,
+            **mismatch,
+            "completions/mean_length": lengths.mean(),
+            "completions/max_length": lengths.max(),
+            "completions/clipped_ratio": 1.0 - jnp.mean(rollout.stopped),
+            "rollout/weight_version": version,
+            "rollout/dropped": self.setup.dropped,
+            **{f"fp8/nonfinite_{role}": 1.0 - ok for role, ok in self.engine.finite.items()},
+        }
+        if self.scales is not None:
+            metrics |= {f"fp8/kv_scale_{role[0]}": jnp.max(getattr(self.scales, role)) for role in ("query", "key", "value")}
+        metrics = {name: float(value) for name, value in to_host(metrics).items()}
+        self._watch(step, metrics, scores.first_error)
+        self._keep_samples(step, examples, texts, scores.rewards)
+        seconds = time.perf_counter() - began
+        tokens = float(np.sum(to_host(rollout.mask)))
+        return metrics | scores.metrics() | clock.seconds | {"time/step": seconds, "perf/tok_per_s": tokens / seconds}
+
+    def _update(self, batch: Batch):
+        """All updates on one rollout; returns the pre-update log-probabilities and the mean of the updates' metrics."""
+        count, config = self.config.trainer.updates_per_rollout, self.step_config
+        whole = dataclasses.replace(config, micro_batches=config.micro_batches * count)
+        if self.reference is not None:
+            batch = dataclasses.replace(batch, reference_logprobs=score(self.reference, batch, whole))
+        rate = float(self.schedule(int(self.state.updates)))
+        if count == 1:
+            self.state, logprobs, metrics = update(self.state, batch, config, self.optimizer)
+            jax.block_until_ready(logprobs)
+            return logprobs, metrics | {"optim/lr": rate}
+        old = score(self.state.policy, batch, whole)
+        batch = dataclasses.replace(batch, old_logprobs=old)
+        size = batch.prompts.shape[0] // count
+        collected = []
+        for i in range(count):
+            part = jax.tree.map(lambda x, i=i: x[i * len(x) // count : (i + 1) * len(x) // count], batch)
+            assert part.prompts.shape[0] == size
+            self.state, _, metrics = update(self.state, part, config, self.optimizer)
+            collected.append(metrics)
+        averaged = {name: jnp.mean(jnp.stack([m[name] for m in collected])) for name in collected[0]}
+        jax.block_until_ready(averaged)
+        return old, averaged | {"optim/lr": rate}
+
+    def _calibrate(self, rollout: Rollout) -> KVScales:
+        dtype, prompts = jnp.dtype(self.config.compute_dtype), rollout.prompts
+        amax = observe_amax(self.state.policy, prompts.tokens, prompts.lengths, rollout.tokens, rollout.mask, dtype=dtype)
+        return scales_from_amax(amax[None], self.setup.recipe)
+
+    def _evaluates(self, step: int) -> bool:
+        every = self.config.evaluation.every
+        return bool(every) and step % every == 0
+
+    def _evaluate(self, step: int) -> dict[str, float]:
+        config = self.config.evaluation
+        examples = self.setup.held_out.examples[: config.examples]
+        key = jax.random.fold_in(jax.random.fold_in(self.key, 1), 0)
+        sampling = evaluation_sampling(config, self.setup.sampling)
+        metrics, _ = evaluate(self.engine, self.setup.encoder, self.pool, examples, config, sampling, key)
+        return metrics
+
+    def _examples(self, step: int):
+        return self.setup.train.batch(step, self.config.rollout.prompts_per_step, self.config.seed)
+
+    def _prompts(self, step: int) -> Prompts:
+        return to_global(self.setup.encoder.batch(self._examples(step)), batch_sharding(self.setup.mesh))
+
+    def _key(self, step: int):
+        return jax.random.fold_in(jax.random.fold_in(self.key, 0), step)
+
+    def _batch(self, rollout: Rollout, advantages) -> Batch:
+        chosen = rl.rollout_logprobs(
+            rollout.behaviour_logprobs, rollout.policy_logprobs, self.step_config.rl.correction, truncated=self.truncated
+        )
+        prompts = rollout.prompts
+        return Batch(prompts.tokens, prompts.lengths, rollout.tokens, rollout.mask, chosen, advantages)
+
+    def _watch(self, step: int, metrics: dict[str, float], first_error: str | None) -> None:
+        skipped = metrics["optim/skipped"] > 0
+        self.skipped += skipped
+        self.skips_in_a_row = self.skips_in_a_row + 1 if skipped else 0
+        metrics["optim/skipped_steps"] = float(self.skipped)
+        if skipped:
+            roles = [name.removeprefix("nonfinite/") for name, v in metrics.items() if name.startswith("nonfinite/") and v]
+            _log.warning("step %d: update skipped, non-finite %s", step, ", ".join(roles))
+        if self.skips_in_a_row >= self.config.trainer.abort_after_skips:
+            raise UserError(
+                f"{self.skips_in_a_row} updates in a row were skipped for non-finite values (trainer.abort_after_skips); "
+                f"the last checkpoint in {self.checkpoints.directory} is whole"
+            )
+        if first_error:
+            _log.warning("step %d: a reward failed: %s", step, first_error)
+        if metrics["reward/frac_zero_std"] == 1.0 and not self.warned_constant:
+            self.warned_constant = True
+            _log.warning("step %d: every group has equal rewards, so this step teaches nothing (said once)", step)
+
+    def _keep_samples(self, step: int, examples, texts: list[str], rewards) -> None:
+        if self.samples is None:
+            return
+        n = self.config.rollout.samples_per_prompt
+        rows = range(0, len(texts), max(len(texts) // max(self.config.tracking.samples, 1), 1))
+        self.samples.write(
+            {
+                "step": step,
+                "prompt": examples[row // n].prompt,
+                "completion": texts[row],
+                "answer": examples[row // n].answer,
+                "reward": float(rewards[row]),
+            }
+            for row in list(rows)[: self.config.tracking.samples]
+        )
+
+    def _saved(self):
+        layers = self.setup.policy.config.num_layers
+        scales = self.scales or KVScales(*(jnp.zeros(layers) for _ in range(3)))
+        return self.state, to_global(jax.tree.map(np.asarray, scales), replicated(self.setup.mesh))
+
+    def _resume(self) -> None:
+        self.start, (self.state, scales) = self.checkpoints.restore(self._saved())
+        self.setup.policy = self.state.policy
+        if self.calibrates:
+            self.scales = scales
+        _log.info("resuming at step %d from %s", self.start, self.checkpoints.directory)

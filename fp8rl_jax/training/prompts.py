@@ -1,0 +1,48 @@
+"""Between text and tokens: prompts in, completions out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from fp8rl_jax.models.tokenizer import Tokenizer
+from fp8rl_jax.parallel import to_host
+from fp8rl_jax.rollout.engine import Prompts, Rollout, pad_prompts
+from fp8rl_jax.tasks.dataset import Example, chat_messages
+
+
+class PromptEncoder:
+    """Encodes a task's prompts for one model.
+
+    Args:
+        tokenizer: its chat template is used where it has one.
+        system_prompt: system message of chat models.
+        width: longest prompt in tokens; every batch is padded to it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, system_prompt: str, width: int):
+        self.tokenizer, self.system_prompt, self.width = tokenizer, system_prompt, width
+
+    def tokens(self, example: Example) -> list[int]:
+        """Token ids of one prompt, chat template or begin-of-sequence included."""
+        if self.tokenizer.has_chat_template:
+            return self.tokenizer.encode_chat(chat_messages(example.prompt, self.system_prompt))
+        return self.tokenizer.encode(example.prompt)
+
+    def target(self, example: Example) -> list[int]:
+        """Token ids of the supervised answer, its end-of-sequence included."""
+        return self.tokenizer.encode(example.target, add_special_tokens=False) + [self.tokenizer.eos_token_ids[0]]
+
+    def fits(self, example: Example) -> bool:
+        return len(self.tokens(example)) <= self.width
+
+    def batch(self, examples: Sequence[Example]) -> Prompts:
+        """Right-padded prompts; every example must fit."""
+        pad = self.tokenizer.pad_token_id or 0
+        return pad_prompts([self.tokens(e) for e in examples], [e.index for e in examples], self.width, pad)
+
+    def texts(self, rollout: Rollout) -> list[str]:
+        """Completions as text, special tokens left out."""
+        tokens, mask = to_host((rollout.tokens, rollout.mask))
+        return [self.tokenizer.decode(row[kept].tolist()) for row, kept in zip(np.asarray(tokens), np.asarray(mask), strict=True)]

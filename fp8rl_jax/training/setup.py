@@ -1,0 +1,203 @@
+"""From a configuration to the parts of a run: model, tokenizer, data, mesh, run directory."""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from fp8rl_jax.config.recipe import Recipe, get_recipe
+from fp8rl_jax.config.rl import check_sampling
+from fp8rl_jax.config.run import RunConfig
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.models.config import PolicyConfig
+from fp8rl_jax.models.loading import load_policy
+from fp8rl_jax.models.policy import Policy, init_policy, linear_names, parameter_count
+from fp8rl_jax.models.resolve import resolve_model
+from fp8rl_jax.models.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from fp8rl_jax.parallel import check_batch, initialize, make_mesh, shard_policy
+from fp8rl_jax.precision import check_recipe, quantized_layers
+from fp8rl_jax.rollout.engine import LocalEngine
+from fp8rl_jax.rollout.sampling import Sampling
+from fp8rl_jax.tasks.dataset import Dataset, load_splits
+from fp8rl_jax.training.prompts import PromptEncoder
+
+_log = logging.getLogger("fp8rl")
+
+
+@dataclass
+class Setup:
+    """The parts that training, supervised training and evaluation share."""
+
+    config: RunConfig
+    recipe: Recipe
+    directory: Path
+    mesh: jax.sharding.Mesh
+    policy: Policy
+    model_directory: Path | None
+    tokenizer: Tokenizer
+    encoder: PromptEncoder
+    train: Dataset
+    held_out: Dataset
+    dropped: int
+    sampling: Sampling
+
+    def engine(self) -> LocalEngine:
+        """A sampler for the run's recipe."""
+        choice = self.config.rollout.decode_layers
+        unroll = choice == "unroll" or (choice == "auto" and jax.default_backend() == "cpu")
+        return LocalEngine(self.recipe, jnp.dtype(self.config.compute_dtype), unroll, self.config.precision.backend)
+
+    @property
+    def tokenizer_source(self) -> Path | ByteTokenizer:
+        """What an export of the policy takes its tokenizer from."""
+        return self.model_directory or self.tokenizer
+
+
+def build(config: RunConfig, *, sampled: bool = True) -> Setup:
+    """Loads everything that the run needs, and refuses what cannot work before anything is computed.
+
+    Args:
+        config: resolved configuration.
+        sampled: the rollout's samples are trained on, so truncated or greedy sampling is refused as rl.correction says.
+
+    Raises:
+        UserError: naming the key, file or tensor.
+    """
+    recipe = get_recipe(config.recipe, config.precision)
+    check_recipe(recipe)
+    r = config.rollout
+    if sampled:
+        check_sampling(config.rl.correction, temperature=r.temperature, top_k=r.top_k, top_p=r.top_p, min_p=r.min_p)
+    initialize(config.mesh)
+    mesh = make_mesh(config.mesh)
+    check_batch(r.prompts_per_step, mesh, "rollout.prompts_per_step")
+    policy, tokenizer, source = load_model(config)
+    if not tokenizer.eos_token_ids and not r.stop_token_ids:
+        raise UserError("rollout.stop_token_ids: the model names no end-of-sequence token; give the ids that end a completion")
+    longest = r.max_prompt_tokens + r.max_new_tokens
+    if longest > policy.config.max_position_embeddings:
+        raise UserError(
+            f"rollout.max_prompt_tokens + rollout.max_new_tokens = {longest} exceeds the model's "
+            f"{policy.config.max_position_embeddings} positions"
+        )
+    encoder = PromptEncoder(tokenizer, config.task.system_prompt, r.max_prompt_tokens)
+    train, held_out = load_splits(config.task)
+    train, dropped = _fitting(train, encoder, "training")
+    held_out, _ = _fitting(held_out, encoder, "held-out")
+    stops = tuple(dict.fromkeys((*tokenizer.eos_token_ids, *policy.config.eos_token_ids, *r.stop_token_ids)))
+    sampling = Sampling(r.max_new_tokens, r.temperature, r.top_k, r.top_p, r.min_p, stops)
+    directory = Path(config.output.format(recipe=config.recipe))
+    policy = shard_policy(policy, mesh)
+    return Setup(config, recipe, directory, mesh, policy, source, tokenizer, encoder, train, held_out, dropped, sampling)
+
+
+def load_model(config: RunConfig) -> tuple[Policy, Tokenizer, Path | None]:
+    """The policy (float32 masters), its tokenizer, and its directory (None for the built-in policy)."""
+    if not config.model.path:
+        tokenizer = ByteTokenizer()
+        shape = builtin_config(config, tokenizer)
+        return jax.jit(init_policy, static_argnums=0)(shape, jax.random.key(config.seed)), tokenizer, None
+    directory = resolve_model(config.model.path, report=_log.info)
+    policy = load_policy(directory, jnp.float32)
+    tokenizer = load_tokenizer(directory, policy.config.vocab_size)
+    if tokenizer is None:
+        raise UserError(f"model.path: {directory} holds no tokenizer; training needs one")
+    return policy, tokenizer, directory
+
+
+def builtin_config(config: RunConfig, tokenizer: ByteTokenizer) -> PolicyConfig:
+    """Shape of the built-in byte-level policy."""
+    i = config.model.init
+    return PolicyConfig(
+        architecture="llama",
+        vocab_size=tokenizer.vocab_size,
+        hidden_size=i.hidden_size,
+        intermediate_size=i.intermediate_size,
+        num_layers=i.num_layers,
+        num_heads=i.num_heads,
+        num_kv_heads=i.num_kv_heads,
+        head_dim=i.head_dim,
+        rope_theta=i.rope_theta,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_ids=tokenizer.eos_token_ids,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+
+
+def describe(setup: Setup) -> str:
+    """Parameter counts, quantized layers and the memory plan, for `--dry-run`."""
+    shape, config = setup.policy.config, setup.config
+    count = parameter_count(shape)
+    width = jnp.dtype(config.compute_dtype).itemsize
+    chosen = quantized_layers(setup.recipe, linear_names(shape))
+    linears = sum(w.weight.get_value().size for w in vars(setup.policy.layers).values() if w is not None and hasattr(w, "weight"))
+    served = count * width if not chosen else linears + (count - linears) * width
+    rows = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
+    slots = config.rollout.prompts_per_step * config.rollout.max_prompt_tokens + rows * config.rollout.max_new_tokens
+    cache = slots * 2 * shape.num_layers * shape.kv_size * (1 if setup.recipe.quantizes_cache else width)
+    plan = {
+        "masters, gradients, Adam moments (float32)": 16 * count,
+        f"compute copy ({config.compute_dtype})": 0 if width == 4 else width * count,
+        "rollout weights": served,
+        "KV cache": cache,
+        "logits of one chunk (float32)": 4 * config.trainer.logprob_chunk * shape.vocab_size,
+    }
+    lines = [
+        f"parameters: {count:,} ({shape.num_layers} layers, hidden {shape.hidden_size}, vocabulary {shape.vocab_size})",
+        f"quantized linears: {len(chosen)} of {len(linear_names(shape))}",
+        f"training problems: {len(setup.train.examples)}, held out: {len(setup.held_out.examples)}, dropped as too long: {setup.dropped}",
+        f"mesh: {dict(setup.mesh.shape)}",
+        "memory plan, all devices together, activations not counted:",
+        *(f"  {name}: {size / 2**20:,.1f} MiB" for name, size in plan.items()),
+    ]
+    return "\n".join(lines)
+
+
+def write_run_record(directory: Path, config_text: str) -> None:
+    """config.toml (resolved) and run.json (versions, command, commit, devices) of a run directory."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "config.toml").write_text(config_text)
+        packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "ml-dtypes", "numpy", "fp8rl_jax")
+        record = {
+            "command": ["fp8rl", *sys.argv[1:]],
+            "started": time.time(),
+            "python": platform.python_version(),
+            "versions": {name: version(name) for name in packages},
+            "commit": _commit(),
+            "devices": [f"{d.platform}:{d.device_kind}" for d in jax.devices()],
+            "processes": jax.process_count(),
+        }
+        (directory / "run.json").write_text(json.dumps(record, indent=2) + "\n")
+    except OSError as error:
+        raise UserError(f"{directory}: the run's record cannot be written ({error.strerror}); choose another output") from error
+
+
+def _commit() -> str | None:
+    here = Path(__file__).parent
+    asked = subprocess.run(["git", "-C", here, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    return asked.stdout.strip() or None
+
+
+def _fitting(data: Dataset, encoder: PromptEncoder, which: str) -> tuple[Dataset, int]:
+    kept = [e for e in data.examples if encoder.fits(e)]
+    dropped = len(data.examples) - len(kept)
+    if dropped:
+        _log.warning(
+            "%d of %d %s prompts have more than rollout.max_prompt_tokens = %d tokens and are skipped",
+            dropped, len(data.examples), which, encoder.width,
+        )  # fmt: skip
+    if not kept:
+        raise UserError(f"rollout.max_prompt_tokens = {encoder.width}: every {which} prompt is longer; raise it")
+    return Dataset(tuple(kept), data.duplicates), dropped

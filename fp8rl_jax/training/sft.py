@@ -1,0 +1,108 @@
+"""Supervised training on a task's answers: the warm start before reinforcement learning."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from fp8rl_jax.config.rl import RLConfig
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.models.loading import save_policy
+from fp8rl_jax.parallel import batch_sharding, is_main_process, policy_shardings, to_global
+from fp8rl_jax.rollout.calibration import calibrate_on_prompts
+from fp8rl_jax.tasks.dataset import Example
+from fp8rl_jax.tasks.workers import RewardPool
+from fp8rl_jax.training.evaluate import evaluate, evaluation_sampling
+from fp8rl_jax.training.prompts import PromptEncoder
+from fp8rl_jax.training.setup import Setup, write_run_record
+from fp8rl_jax.training.state import TrainState, apply_gradients, init_state, make_optimizer
+from fp8rl_jax.training.step import Batch, StepConfig, completion_logprobs
+from fp8rl_jax.training.tracking import make_tracker
+
+
+def supervise(setup: Setup, config_text: str, report=print) -> None:
+    """Minimizes the mean negative log-likelihood of the answers' tokens, prompts not counted; writes the model.
+
+    Args:
+        setup: the parts of the run; its training set must have answers.
+        config_text: resolved configuration, for the run directory.
+        report: receives lines about what happens.
+
+    Raises:
+        UserError: a problem has no answer, or an answer is longer than rollout.max_new_tokens.
+    """
+    config, sft = setup.config, setup.config.sft
+    directory = setup.directory
+    output = directory / "model"
+    write_run_record(directory, config_text)
+    cut = f", {sft.cut_short:.0%} of them cut one token short" if sft.cut_short else ""
+    report(f"Supervised warm start: {sft.steps} updates on the task's own answers{cut}")
+    optimizer = make_optimizer(sft.optimizer, sft.steps)
+    step_config = StepConfig(
+        setup.recipe, RLConfig(), config.compute_dtype, temperature=1.0, logprob_chunk=config.trainer.logprob_chunk
+    )
+    with jax.set_mesh(setup.mesh), RewardPool(config.task) as pool:
+        shardings = policy_shardings(jax.eval_shape(lambda p: init_state(p, optimizer), setup.policy), setup.mesh)
+        state = jax.jit(lambda p: init_state(p, optimizer), out_shardings=shardings)(setup.policy)
+        tracker = make_tracker(directory, config.tracking, total_steps=sft.steps)
+        try:
+            for step in range(sft.steps):
+                examples = setup.train.batch(step, sft.batch_size, config.seed)
+                batch = _batch(setup.encoder, examples, setup.sampling.max_new_tokens, step, config)
+                batch = to_global(batch, batch_sharding(setup.mesh))
+                state, metrics = _update(state, batch, step_config, optimizer)
+                if step % 10 == 0 or step + 1 == sft.steps:
+                    tracker.log(step, {name: float(value) for name, value in metrics.items()})
+            setup.policy = state.policy
+            accuracy = _accuracy(setup, pool)
+            tracker.log(sft.steps, accuracy)
+        finally:
+            tracker.close()
+        if is_main_process():
+            save_policy(state.policy, output, setup.tokenizer_source, "float32")
+    report(f"Warm start: held-out accuracy {accuracy['eval/accuracy']:.2f}; model in {output}")
+
+
+def _accuracy(setup: Setup, pool: RewardPool) -> dict[str, float]:
+    engine = setup.engine()
+    config = setup.config.evaluation
+    examples = setup.held_out.examples[: config.examples]
+    prompts = setup.encoder.batch(examples[: config.batch_size])
+    engine.sync(setup.policy, calibrate_on_prompts(setup.policy, prompts, setup.recipe, engine.dtype))
+    sampling = evaluation_sampling(config, setup.sampling)
+    return evaluate(engine, setup.encoder, pool, examples, config, sampling, jax.random.key(setup.config.seed))[0]
+
+
+@partial(jax.jit, static_argnames=("config", "optimizer"), donate_argnames="state")
+def _update(state: TrainState, batch: Batch, config: StepConfig, optimizer: optax.GradientTransformation):
+    def loss_fn(policy):
+        logprobs, _ = completion_logprobs(policy, batch, config)
+        return -jnp.sum(jnp.where(batch.mask, logprobs, 0.0)) / batch.mask.sum()
+
+    loss, gradients = jax.value_and_grad(loss_fn)(state.policy)
+    state, metrics = apply_gradients(state, gradients, loss, optimizer)
+    return state, {"loss": loss, **metrics}
+
+
+def _batch(encoder: PromptEncoder, examples: Sequence[Example], width: int, step: int, config) -> Batch:
+    prompts = encoder.batch(examples)
+    tokens, mask = np.zeros((len(examples), width), np.int32), np.zeros((len(examples), width), bool)
+    cut = np.random.default_rng((config.seed, step)).random(len(examples)) < config.sft.cut_short
+    for row, example in enumerate(examples):
+        if not example.target:
+            raise UserError(f"task.answer_template: problem {example.index} has no answer to learn from")
+        target = encoder.target(example)
+        if cut[row] and len(target) > 2:
+            target = [*target[:-2], target[-1]]
+        if len(target) > width:
+            raise UserError(
+                f"rollout.max_new_tokens = {width}: the answer of problem {example.index} has {len(target)} tokens; raise it"
+            )
+        tokens[row, : len(target)], mask[row, : len(target)] = target, True
+    zeros = np.zeros(tokens.shape, np.float32)
+    return Batch(prompts.tokens, prompts.lengths, tokens, mask, zeros, zeros[:, 0])

@@ -1,0 +1,128 @@
+"""The policy update as one compiled program.
+
+A prompt is run once for all its completions: its keys and values are the shared block that the completions attend to, with
+gradients flowing through it. Micro-batches are whole groups; losses, gradients and metrics are sums over a denominator of
+the global batch, so accumulation equals the big batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Bool, Float, Int
+
+from fp8rl_jax import rl
+from fp8rl_jax.config.recipe import Recipe
+from fp8rl_jax.config.rl import RLConfig
+from fp8rl_jax.models.cache import KVCache
+from fp8rl_jax.models.forward import forward
+from fp8rl_jax.models.logprobs import token_logprobs
+from fp8rl_jax.models.policy import Policy, cast
+from fp8rl_jax.parallel import constrain
+from fp8rl_jax.training.state import TrainState, apply_gradients
+from pallas_kernels.backend import Backend
+
+
+@dataclass(frozen=True)
+class StepConfig:
+    """What the compiled step is specialised to."""
+
+    recipe: Recipe
+    rl: RLConfig
+    compute_dtype: str
+    temperature: float
+    micro_batches: int = 1
+    remat: bool = False
+    logprob_chunk: int = 1024
+    backend: Backend = "auto"
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Batch:
+    """Rollouts to learn from: P prompts, B = P * n completions of T tokens."""
+
+    prompts: Int[Array, "p s"]
+    lengths: Int[Array, " p"]
+    tokens: Int[Array, "b t"]
+    mask: Bool[Array, "b t"]
+    rollout_logprobs: Float[Array, "b t"]
+    advantages: Float[Array, " b"]
+    old_logprobs: Float[Array, "b t"] | None = None
+    reference_logprobs: Float[Array, "b t"] | None = None
+
+
+def completion_logprobs(policy: Policy, batch: Batch, config: StepConfig) -> tuple[Float[Array, "b t"], Float[Array, "b t"]]:
+    """Log-probabilities and entropies of the completions' tokens at the sampling temperature, under the trainer's formats.
+
+    Args:
+        policy: masters; cast to the compute dtype here, so gradients arrive in float32.
+    """
+    policy = cast(policy, jnp.dtype(config.compute_dtype))
+    run = partial(forward, policy, recipe=config.recipe, phase="train", remat=config.remat, backend=config.backend)
+    segments = (jnp.arange(batch.prompts.shape[1]) < batch.lengths[:, None]).astype(jnp.int32)
+    prompt = run(constrain(batch.prompts, "batch", None), segment_ids=segments)
+    n = batch.tokens.shape[0] // batch.prompts.shape[0]
+    positions = jnp.repeat(batch.lengths, n)[:, None] + jnp.arange(batch.tokens.shape[1])
+    tokens = constrain(batch.tokens, "batch", None)
+    completion = run(tokens, positions, batch.mask.astype(jnp.int32), KVCache(prompt.cache), keep_cache=False)
+    last = jnp.take_along_axis(prompt.hidden, (batch.lengths - 1)[:, None, None], axis=1)
+    hidden = jnp.concatenate([jnp.repeat(last, n, axis=0), completion.hidden[:, :-1]], axis=1)
+    return token_logprobs(hidden, policy.head, batch.tokens, config.temperature, config.logprob_chunk)
+
+
+@partial(jax.jit, static_argnames="config")
+def score(policy: Policy, batch: Batch, config: StepConfig) -> Float[Array, "b t"]:
+    """`completion_logprobs` micro-batch by micro-batch, without gradients: old and reference log-probabilities."""
+    parts = jax.lax.map(lambda micro: completion_logprobs(policy, micro, config)[0], split(batch, config.micro_batches))
+    return parts.reshape(batch.tokens.shape)
+
+
+@partial(jax.jit, static_argnames=("config", "optimizer"), donate_argnames="state")
+def update(
+    state: TrainState, batch: Batch, config: StepConfig, optimizer: optax.GradientTransformation
+) -> tuple[TrainState, Float[Array, "b t"], dict[str, Array]]:
+    """One optimizer update on the whole batch.
+
+    Returns:
+        The next state; the trainer's log-probabilities [b, t] before the update; scalar metrics.
+    """
+    denominator = rl.loss_denominator(batch.mask, config.rl)
+
+    def loss_fn(policy: Policy, micro: Batch):
+        logprobs, entropy = completion_logprobs(policy, micro, config)
+        inputs = rl.LossInputs(
+            logprobs=logprobs,
+            advantages=micro.advantages,
+            mask=micro.mask,
+            denominator=denominator,
+            old_logprobs=micro.old_logprobs,
+            reference_logprobs=micro.reference_logprobs,
+            entropy=entropy,
+        )
+        loss, metrics = rl.corrected_policy_loss(inputs, micro.rollout_logprobs, config.rl)
+        return loss, (metrics, logprobs)
+
+    grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
+    if config.micro_batches == 1:
+        (loss, (metrics, logprobs)), gradients = grad_fn(state.policy, batch)
+    else:
+
+        def accumulate(carry, micro):
+            (loss, (metrics, logprobs)), gradients = grad_fn(state.policy, micro)
+            return jax.tree.map(jnp.add, carry, (loss, gradients)), (metrics, logprobs)
+
+        zeros = (jnp.float32(0), jax.tree.map(jnp.zeros_like, state.policy))
+        (loss, gradients), (stacked, logprobs) = jax.lax.scan(accumulate, zeros, split(batch, config.micro_batches))
+        metrics, logprobs = rl.reduce_metrics(stacked), logprobs.reshape(batch.tokens.shape)
+    state, update_metrics = apply_gradients(state, gradients, loss, optimizer)
+    return state, logprobs, rl.metric_values(metrics) | update_metrics
+
+
+def split(batch: Batch, parts: int) -> Batch:
+    """The batch as `parts` micro-batches of whole groups, on a new leading axis."""
+    return jax.tree.map(lambda x: x.reshape(parts, x.shape[0] // parts, *x.shape[1:]), batch)
