@@ -52,7 +52,7 @@ def check_recipe(recipe: Recipe) -> None:
         for role in ("query", "key", "value"):
             fmt = getattr(formats, role)
             if fmt.quantized and (fmt.block is not None or fmt.scale != "float32"):
-                refuse(f"{side}.{role}", "must have one scale for the whole tensor, float32: block and scale rule do not apply to it")
+                refuse(f"{side}.{role}", "must have one float32 scale for the whole tensor, no block and no other scale rule")
         if formats.query.quantized and not formats.key.quantized:
             refuse(f"{side}.query", "is quantized but the cache is not")
         if formats.probability.quantized:

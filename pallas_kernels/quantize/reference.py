@@ -12,7 +12,7 @@ def quantize(x, block, dtype, scale):
     limit = float(jnp.finfo(dtype).max)
     x = x.astype(jnp.float32)
     amax = block_amax(x, block)
-    scales = jnp.maximum(amax / limit, SMALLEST_SCALE)
+    scales = jnp.maximum(amax * (1.0 / limit), SMALLEST_SCALE)  # what XLA makes of amax / limit, one rounding apart
     if scale == "power_of_two":
         scales = round_up_to_power_of_two(scales)
     scales = jnp.where(amax == 0, 1.0, scales)
@@ -25,8 +25,13 @@ def block_amax(x, block):
     (m, n), (bm, bn) = x.shape[-2:], block
     rows, columns = -(-m // bm), -(-n // bn)
     pad = [(0, 0)] * (x.ndim - 2) + [(0, rows * bm - m), (0, columns * bn - n)]
-    blocks = jnp.pad(jnp.abs(x), pad).reshape(*x.shape[:-2], rows, bm, columns, bn)
-    return blocks.max(axis=(-3, -1))
+    return largest(jnp.pad(x, pad).reshape(*x.shape[:-2], rows, bm, columns, bn), axis=(-3, -1))
+
+
+def largest(x, axis=None):
+    """Largest magnitude over `axis`, float32; a NaN wins. On bit patterns, because XLA's float maximum drops NaN on a CPU."""
+    bits = lax.bitcast_convert_type(jnp.abs(x.astype(jnp.float32)), jnp.int32)
+    return lax.bitcast_convert_type(bits.max(axis=axis), jnp.float32)
 
 
 def round_up_to_power_of_two(x):

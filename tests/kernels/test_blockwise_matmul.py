@@ -1,0 +1,89 @@
+"""blockwise_matmul against a float64 block-by-block sum over the same quantized operands."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import BackendError, blockwise_matmul, quantize_blocks
+from pallas_kernels.matmul import selected_backend
+
+
+def operands(m, n, k, seed=0, batch=()):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(*batch, m, k)) * np.exp(rng.normal(0, 1, (*batch, m, 1)))
+    w = rng.normal(size=(n, k)) * np.exp(rng.normal(0, 1, (n, 1)))
+    return jnp.asarray(x, jnp.float32), jnp.asarray(w, jnp.float32)
+
+
+def float64_product(x, x_scales, w, w_scales, block=(128, 128)):
+    """sum over blocks b of x_scales[b] * w_scales[n // block[0], b] * (x_b . w_b), and the same of the magnitudes."""
+    x, x_scales, w, w_scales = (np.asarray(z, np.float64) for z in (x, x_scales, w, w_scales))
+    total = np.zeros((*x.shape[:-1], w.shape[0]))
+    magnitude = np.zeros_like(total)
+    for b in range(w_scales.shape[1]):
+        part = slice(b * block[1], (b + 1) * block[1])
+        scale = x_scales[..., b, None] * np.repeat(w_scales[:, b], block[0])[: w.shape[0]]
+        total += scale * (x[..., part] @ w[:, part].T)
+        magnitude += scale * (np.abs(x[..., part]) @ np.abs(w[:, part]).T)
+    return total, magnitude
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(1, 576, 192), (7, 192, 576), (5, 1536, 320), (3, 131, 130), (64, 128, 128), (2, 1, 1), (33, 100, 1000)]
+)
+def test_equals_the_float64_sum(m, n, k):
+    x, w = operands(m, n, k)
+    quantized = (*quantize_blocks(x, (1, 128)), *quantize_blocks(w, (128, 128)))
+    expected, magnitude = float64_product(*quantized)
+    out = blockwise_matmul(*quantized, out_dtype=jnp.float32)
+    assert out.dtype == jnp.float32 and out.shape == (m, n)
+    # float32 accumulation of k terms: sqrt(k) roundings of 2^-24 each, with room for the scales' own
+    assert (np.abs(np.asarray(out, np.float64) - expected) <= 2.0**-22 * np.sqrt(k + 8) * magnitude).all()
+    rounded = blockwise_matmul(*quantized)
+    assert rounded.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(np.asarray(rounded, np.float32), np.asarray(out.astype(jnp.bfloat16), np.float32))
+
+
+def test_leading_axes_of_the_input():
+    x, w = operands(3, 200, 300, batch=(2, 4))
+    values, scales = quantize_blocks(x, (1, 128))
+    weight = quantize_blocks(w, (128, 128))
+    out = blockwise_matmul(values, scales, *weight, out_dtype=jnp.float32)
+    expected, magnitude = float64_product(values, scales, *weight)
+    assert out.shape == (2, 4, 3, 200)
+    assert (np.abs(out - expected) <= 1e-6 * np.sqrt(300) * magnitude).all()
+    vector = blockwise_matmul(values[0, 0, 0], scales[0, 0, 0], *weight, out_dtype=jnp.float32)
+    np.testing.assert_allclose(vector, out[0, 0, 0], rtol=1e-4, atol=1e-5 * float(magnitude.max()))
+
+
+def test_other_blocks_and_dtypes():
+    x, w = operands(4, 96, 160, 2)
+    quantized = (*quantize_blocks(x, (1, 64), jnp.float8_e5m2), *quantize_blocks(w, (32, 64), jnp.float8_e4m3fn, "power_of_two"))
+    out = blockwise_matmul(*quantized, w_block=(32, 64), out_dtype=jnp.float32)
+    expected, magnitude = float64_product(*quantized, block=(32, 64))
+    assert (np.abs(out - expected) <= 1e-6 * np.sqrt(160) * magnitude).all()
+
+
+def test_a_faulty_block_reaches_its_outputs():
+    x, w = operands(2, 256, 256, 3)
+    w = w.at[200, 10].set(jnp.nan)
+    out = np.asarray(blockwise_matmul(*quantize_blocks(x), *quantize_blocks(w, (128, 128)), out_dtype=jnp.float32))
+    assert np.isfinite(out[:, :128]).all() and not np.isfinite(out[:, 128:]).any()
+
+
+def test_hopper_by_name_is_refused():
+    x, w = operands(2, 128, 128)
+    with pytest.raises(BackendError, match="blockwise_matmul: no hopper backend"):
+        blockwise_matmul(*quantize_blocks(x), *quantize_blocks(w, (128, 128)), backend="hopper")
+    assert selected_backend("auto") == "reference"
+
+
+@pytest.mark.parametrize("spoil", ["w_scales", "x_scales", "block"])
+def test_scales_that_do_not_belong_to_the_operands(spoil, unchecked_shapes):
+    x, w = operands(4, 256, 256)
+    (xv, xs), (wv, ws) = quantize_blocks(x), quantize_blocks(w, (128, 128))
+    arguments = {"w_scales": (xv, xs, wv, ws[:1]), "x_scales": (xv, xs[:, :1], wv, ws), "block": (xv, xs, wv, ws, (64, 128))}
+    with pytest.raises(ValueError, match="do not fit block"):
+        blockwise_matmul(*arguments[spoil])

@@ -1,0 +1,128 @@
+"""Which recipes are refused, what run options change, and which linears a recipe quantizes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fp8rl_jax.config.recipe import COMPUTE, RECIPES, ForwardFormats, PrecisionConfig, Recipe, TensorFormat, get_recipe
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.models.config import PolicyConfig
+from fp8rl_jax.models.policy import linear_names
+from fp8rl_jax.precision import check_recipe, element_dtype, max_value, quantized_layers
+
+W, A, KV = TensorFormat("e4m3", (128, 128)), TensorFormat("e4m3", (1, 128)), TensorFormat("e4m3")
+FULL = RECIPES["fp8-rl"]
+CONFIG = PolicyConfig("llama", 131, 192, 320, 3, 4, 2, 48)
+
+
+@pytest.mark.parametrize("name", list(RECIPES))
+def test_every_named_recipe_is_accepted(name):
+    check_recipe(RECIPES[name])
+
+
+@pytest.mark.parametrize("formats", [ForwardFormats(weight=W), ForwardFormats(W, A, key=KV, value=KV)])
+def test_parts_of_the_full_recipe_are_accepted(formats):
+    """Weight-only quantization, and an FP8 cache read by queries in the compute dtype."""
+    check_recipe(Recipe("parts", rollout=formats))
+
+
+def rollout(**changes):
+    return {"rollout": replace(FULL.rollout, **changes)}
+
+
+REFUSED = {
+    "e2m1": (rollout(weight=TensorFormat("e2m1", (128, 128))), r"rollout\.weight\.format 'e2m1'"),
+    "stochastic": (rollout(weight=replace(W, rounding="stochastic")), r"rollout\.weight asks for a rounding"),
+    "hadamard": (rollout(activation=replace(A, transform="hadamard")), r"rollout\.activation asks for a rounding or transform"),
+    "hadamard compute": ({"trainer": ForwardFormats(weight=replace(COMPUTE, transform="hadamard"))}, r"trainer\.weight asks"),
+    "activation only": (rollout(weight=COMPUTE), r"rollout\.activation is quantized but the weight is not"),
+    "weight block": (rollout(weight=KV), r"rollout\.weight\.block must be given"),
+    "activation block": (rollout(activation=TensorFormat("e4m3", (1, 64))), r"rollout\.activation\.block must be \(1, 128\)"),
+    "activation per tensor": (rollout(activation=KV), r"rollout\.activation\.block must be"),
+    "key only": (rollout(value=COMPUTE), r"rollout\.value and key must"),
+    "value only": (rollout(key=COMPUTE), r"rollout\.value and key must"),
+    "two cache formats": (rollout(value=TensorFormat("e5m2")), r"rollout\.value and key must"),
+    "query only": (rollout(key=COMPUTE, value=COMPUTE), r"rollout\.query is quantized but the cache is not"),
+    "probability": (rollout(probability=KV), r"rollout\.probability cannot be quantized"),
+    "cache block": (rollout(key=A), r"rollout\.key must have one float32 scale"),
+    "cache scale": (rollout(query=replace(KV, scale="power_of_two")), r"rollout\.query must have one float32 scale"),
+    "trainer weight": ({"trainer": ForwardFormats(weight=W)}, r"trainer\.weight is quantized, and the trainer"),
+    "trainer cache": ({"trainer": ForwardFormats(key=KV, value=KV)}, r"trainer\.key is quantized"),
+    "output_gradient": ({"output_gradient": A}, r"output_gradient is quantized"),
+    "saved_activation": ({"saved_activation": A}, r"saved_activation is quantized"),
+    "optimizer_moment": ({"optimizer_moment": W}, r"optimizer_moment is quantized"),
+    "trained": ({"trained": "lora"}, r"trained 'lora' is not supported"),
+    "exact": ({"exact": True}, r"exact is not supported"),
+}
+
+
+@pytest.mark.parametrize("case", list(REFUSED))
+def test_what_cannot_be_computed_is_refused_by_field(case):
+    changes, message = REFUSED[case]
+    with pytest.raises(UserError, match=message):
+        check_recipe(replace(FULL, **changes))
+
+
+def test_formats():
+    assert max_value(KV) == 448 and max_value(TensorFormat("e5m2")) == 57344
+    for name in ("compute", "e2m1"):
+        with pytest.raises(UserError, match=f"{name!r} cannot be stored"):
+            element_dtype(TensorFormat(name))
+
+
+def test_unknown_recipe_suggests_the_nearest():
+    with pytest.raises(UserError, match=r"'fp8-r1'; did you mean 'fp8-rl'\? \(known: bf16, fp8-rollout, fp8-kv, fp8-rl\)"):
+        get_recipe("fp8-r1")
+    with pytest.raises(UserError, match=r"'zzz' \(known"):
+        get_recipe("zzz")
+
+
+def test_no_change_gives_the_named_recipe():
+    for name, recipe in RECIPES.items():
+        assert get_recipe(name) == get_recipe(name, PrecisionConfig()) == recipe
+
+
+def test_scale_changes_the_block_quantized_roles_only():
+    changed = get_recipe("fp8-rl", PrecisionConfig(scale="power_of_two")).rollout
+    assert changed.weight == replace(W, scale="power_of_two") and changed.activation == replace(A, scale="power_of_two")
+    assert (changed.query, changed.key, changed.value) == (KV, KV, KV)
+    assert get_recipe("bf16", PrecisionConfig(scale="power_of_two")) == RECIPES["bf16"]
+
+
+def test_calibration_and_exclusion_change_the_recipe():
+    changed = get_recipe("fp8-rl", PrecisionConfig(excluded=("layers.0.*",), kv_calibration="rollout"))
+    assert changed.excluded == ("layers.0.*",) and changed.kv_calibration == "rollout"
+    with pytest.raises(UserError, match="precision.excluded: recipe 'fp8-kv' quantizes no linear"):
+        get_recipe("fp8-kv", PrecisionConfig(excluded=("layers.0.*",)))
+
+
+def test_all_linears_in_model_order():
+    names = linear_names(CONFIG)
+    assert len(names) == 21 and names[0] == "layers.0.q_proj"
+    assert quantized_layers(FULL, names) == names
+    assert quantized_layers(RECIPES["bf16"], names) == quantized_layers(RECIPES["fp8-kv"], names) == ()
+
+
+def test_exclusion():
+    names = linear_names(CONFIG)
+    chosen = quantized_layers(replace(FULL, excluded=("layers.1.*", "*.o_proj")), names)
+    assert chosen == tuple(n for n in names if not n.startswith("layers.1.") and not n.endswith("o_proj"))
+    two = replace(FULL, quantized=("layers.2.[gu]*_proj",))
+    assert quantized_layers(two, names) == ("layers.2.gate_proj", "layers.2.up_proj")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"excluded": ("layers.7.*",)}, r"excluded pattern 'layers\.7\.\*' matches no linear.*layers\.0\.q_proj"),
+        ({"quantized": ("*.q_proj", "*.qkv_proj")}, r"quantized pattern '\*\.qkv_proj' matches no linear"),
+        ({"excluded": ("q_proj",)}, "excluded pattern 'q_proj' matches no linear"),  # whole names, never substrings
+        ({"excluded": ("*.Q_PROJ",)}, "matches no linear"),
+        ({"excluded": ("*",)}, "every linear is excluded"),
+    ],
+)
+def test_patterns_that_do_nothing_are_errors(changes, message):
+    with pytest.raises(UserError, match=message):
+        quantized_layers(replace(FULL, **changes), linear_names(CONFIG))
