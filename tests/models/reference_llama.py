@@ -1,0 +1,87 @@
+"""Llama and Qwen3 in float64 numpy, one row and one head at a time: what the batched, cached and scanned forward must equal."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from fp8rl_jax.models.config import Llama3RopeScaling, PolicyConfig
+from fp8rl_jax.models.hf_names import parameter_shapes
+
+
+def random_weights(config: PolicyConfig, seed: int = 0) -> dict[str, np.ndarray]:
+    """Weights by dotted path, float64 of float32 values, deviations that keep every part of the network in play."""
+    rng = np.random.default_rng(seed)
+    weights = {}
+    for path, shape in parameter_shapes(config).items():
+        norm = "norm" in path
+        values = rng.normal(1.0 if norm else 0.0, 0.3 if norm else shape[-1] ** -0.5, shape)
+        weights[path] = values.astype(np.float32).astype(np.float64)
+    return weights
+
+
+def logits(config: PolicyConfig, weights: dict[str, np.ndarray], tokens: list[int]) -> np.ndarray:
+    """[length, vocab] of one row without padding."""
+    positions = list(range(len(tokens)))
+    x = weights["embed_tokens.weight"][tokens]
+    for i in range(config.num_layers):
+        layer = {p.split(".")[1]: w[i] for p, w in weights.items() if p.startswith("layers.")}
+        x = x + _attention(config, layer, _rms_norm(x, layer["input_layernorm"], config.rms_norm_eps), positions)
+        h = _rms_norm(x, layer["post_attention_layernorm"], config.rms_norm_eps)
+        gate = h @ layer["gate_proj"].T
+        x = x + (gate / (1 + np.exp(-gate)) * (h @ layer["up_proj"].T)) @ layer["down_proj"].T
+    head = weights["embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"]
+    return _rms_norm(x, weights["norm.weight"], config.rms_norm_eps) @ head.T
+
+
+def log_softmax(x: np.ndarray) -> np.ndarray:
+    shifted = x - x.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+
+def frequencies(config: PolicyConfig) -> np.ndarray:
+    """Rotary frequencies; Llama 3's rule as its case distinction, by wavelength."""
+    base = [config.rope_theta ** (-2 * i / config.head_dim) for i in range(config.head_dim // 2)]
+    return np.array([_llama3(f, config.rope_scaling) if config.rope_scaling else f for f in base])
+
+
+def _llama3(frequency: float, scaling: Llama3RopeScaling) -> float:
+    wavelength = 2 * math.pi / frequency
+    longest = scaling.original_max_position_embeddings / scaling.low_freq_factor
+    shortest = scaling.original_max_position_embeddings / scaling.high_freq_factor
+    if wavelength < shortest:
+        return frequency
+    if wavelength > longest:
+        return frequency / scaling.factor
+    smooth = scaling.original_max_position_embeddings / wavelength - scaling.low_freq_factor
+    smooth /= scaling.high_freq_factor - scaling.low_freq_factor
+    return (1 - smooth) * frequency / scaling.factor + smooth * frequency
+
+
+def _rms_norm(x, weight, eps):
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
+
+
+def _rotate(x, positions, config):
+    """Pairs (i, i + half) as complex numbers, turned by position * frequency."""
+    half = config.head_dim // 2
+    turned = (x[:, :half] + 1j * x[:, half:]) * np.exp(1j * np.outer(positions, frequencies(config)))
+    return np.concatenate([turned.real, turned.imag], axis=-1)
+
+
+def _attention(config, layer, x, positions):
+    t, d = len(x), config.head_dim
+    out = np.zeros((t, config.num_heads * d))
+    for head in range(config.num_heads):
+        kv = head // (config.num_heads // config.num_kv_heads)
+        q = x @ layer["q_proj"][head * d : (head + 1) * d].T
+        k = x @ layer["k_proj"][kv * d : (kv + 1) * d].T
+        v = x @ layer["v_proj"][kv * d : (kv + 1) * d].T
+        if config.qk_norm:
+            q = _rms_norm(q, layer["q_norm"], config.rms_norm_eps)
+            k = _rms_norm(k, layer["k_norm"], config.rms_norm_eps)
+        scores = _rotate(q, positions, config) @ _rotate(k, positions, config).T / math.sqrt(d)
+        scores[np.triu_indices(t, 1)] = -np.inf
+        out[:, head * d : (head + 1) * d] = np.exp(log_softmax(scores)) @ v
+    return out @ layer["o_proj"].T

@@ -1,0 +1,210 @@
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference_llama as reference
+from tiny_models import LLAMA, QWEN3
+
+from fp8rl_jax.config.recipe import get_recipe
+from fp8rl_jax.models.attention import rope_frequencies
+from fp8rl_jax.models.cache import KVBlock, KVCache, empty_block
+from fp8rl_jax.models.config import Llama3RopeScaling, PolicyConfig
+from fp8rl_jax.models.forward import forward
+from fp8rl_jax.models.logprobs import token_logprobs
+from fp8rl_jax.models.policy import Policy, build_policy, unstack
+
+SCALED = dataclasses.replace(LLAMA, rope_theta=500000.0, rope_scaling=Llama3RopeScaling(8.0, 1.0, 4.0, 64))
+CONFIGS = {"llama_tied": LLAMA, "llama3_rope": SCALED, "qwen3_untied": QWEN3}
+TOLERANCE = {"atol": 2e-5, "rtol": 2e-5}  # float32 against float64, logits of order 1
+
+run = jax.jit(forward, static_argnames=("recipe", "phase", "remat", "keep_cache", "observe_amax", "backend"))
+
+
+def policy_and_weights(config: PolicyConfig) -> tuple[Policy, dict[str, np.ndarray]]:
+    weights = reference.random_weights(config)
+    return build_policy(config, lambda name, shape, axes: jnp.asarray(weights[f"{name}.weight"], jnp.float32)), weights
+
+
+def logits(policy: Policy, hidden) -> np.ndarray:
+    return np.asarray(hidden, np.float64) @ np.asarray(policy.head, np.float64).T
+
+
+def random_tokens(config: PolicyConfig, *shape: int, seed: int = 1) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, config.vocab_size, shape, dtype=np.int32)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_logits_equal_the_float64_reference(config):
+    policy, weights = policy_and_weights(config)
+    tokens = random_tokens(config, 2, 24)
+    expected = [reference.logits(config, weights, row.tolist()) for row in tokens]
+    for form in (policy, unstack(policy)):
+        np.testing.assert_allclose(logits(policy, run(form, tokens).hidden), expected, **TOLERANCE)
+
+
+def test_the_rope_scaling_changes_the_logits_and_its_frequencies_have_all_three_regimes():
+    base = reference.frequencies(dataclasses.replace(SCALED, rope_scaling=None))
+    scaled = reference.frequencies(SCALED)
+    np.testing.assert_allclose(rope_frequencies(SCALED), scaled, rtol=1e-6)
+    ratio = base / scaled
+    assert (ratio == 1).any() and (ratio == 8).any() and ((ratio > 1.01) & (ratio < 7.99)).any()
+
+
+@pytest.mark.parametrize("config", [LLAMA, QWEN3], ids=["llama", "qwen3"])
+def test_left_and_right_padding_and_packing_leave_a_row_as_it_is(config):
+    policy, weights = policy_and_weights(config)
+    first, second = random_tokens(config, 7), random_tokens(config, 5, seed=2)
+    rows = np.zeros((3, 12), np.int32)
+    segments, positions = np.zeros_like(rows), np.zeros_like(rows)
+    rows[0, 5:], segments[0, 5:], positions[0, 5:] = first, 1, range(7)  # left padding
+    rows[1, :7], segments[1, :7], positions[1, :7] = first, 1, range(7)  # right padding
+    rows[2], segments[2], positions[2] = [*first, *second], [1] * 7 + [2] * 5, [*range(7), *range(5)]  # two in one row
+    got = logits(policy, run(policy, rows, positions, segments).hidden)
+    expected = reference.logits(config, weights, first.tolist())
+    for found in (got[0, 5:], got[1, :7], got[2, :7]):
+        np.testing.assert_allclose(found, expected, **TOLERANCE)
+    np.testing.assert_allclose(got[2, 7:], reference.logits(config, weights, second.tolist()), **TOLERANCE)
+
+
+def test_only_differences_of_positions_matter():
+    policy, weights = policy_and_weights(QWEN3)
+    tokens = random_tokens(QWEN3, 1, 9)
+    shifted = run(policy, tokens, np.arange(100, 109, dtype=np.int32)[None]).hidden
+    np.testing.assert_allclose(logits(policy, shifted)[0], reference.logits(QWEN3, weights, tokens[0].tolist()), atol=1e-4)
+
+
+@pytest.mark.parametrize("stacked", [True, False], ids=["scan", "unroll"])
+@pytest.mark.parametrize("config", [LLAMA, QWEN3], ids=["llama", "qwen3"])
+def test_cached_decode_equals_the_full_forward(config, stacked):
+    """Two ragged prompts, two samples each, their completions fed token by token."""
+    policy, weights = policy_and_weights(config)
+    served = policy if stacked else unstack(policy)
+    lengths, steps, n = np.array([6, 3], np.int32), 5, 2
+    prompts, completions = random_tokens(config, 2, 6), random_tokens(config, 4, steps, seed=3)
+    segments = (np.arange(6) < lengths[:, None]).astype(np.int32)
+    shared = run(served, prompts, segment_ids=segments, phase="prefill").cache
+    own = empty_block(config, 4, steps, jnp.float32, stacked)
+    starts = np.repeat(lengths, n)
+    hidden = []
+    for t in range(steps):
+        cache = KVCache(shared, own, jnp.int32(t))
+        result = run(served, completions[:, t : t + 1], (starts + t)[:, None], cache=cache, phase="decode")
+        own = KVBlock(result.cache.keys, result.cache.values, result.cache.mask)
+        hidden.append(result.hidden)
+    got = logits(policy, np.concatenate(hidden, axis=1))
+    for row, completion in enumerate(completions):
+        prompt = prompts[row // n, : lengths[row // n]]
+        expected = reference.logits(config, weights, [*prompt.tolist(), *completion.tolist()])
+        np.testing.assert_allclose(got[row], expected[len(prompt) :], **TOLERANCE)
+
+
+@pytest.fixture(scope="module")
+def group():
+    """Two ragged prompts, three completions each, and where each completion's tokens are real."""
+    lengths, widths = np.array([4, 7], np.int32), np.array([5, 2, 4, 1, 5, 3], np.int32)
+    prompts, completions = random_tokens(QWEN3, 2, 7), random_tokens(QWEN3, 6, 5, seed=4)
+    return lengths, widths, prompts, completions
+
+
+def shared_prefix_logprobs(policy: Policy, group, remat: bool):
+    """The trainer's layout: prompts once, completions against their block. The last prompt token predicts the first of each."""
+    lengths, widths, prompts, completions = group
+    n = len(completions) // len(prompts)
+    inside = (jnp.arange(prompts.shape[1]) < lengths[:, None]).astype(jnp.int32)
+    first = forward(policy, jnp.asarray(prompts), segment_ids=inside, remat=remat)
+    positions = jnp.repeat(lengths, n)[:, None] + jnp.arange(completions.shape[1])
+    real = (jnp.arange(completions.shape[1]) < widths[:, None]).astype(jnp.int32)
+    second = forward(policy, jnp.asarray(completions), positions, real, KVCache(first.cache), keep_cache=False, remat=remat)
+    last = jnp.take_along_axis(first.hidden, (lengths - 1)[:, None, None], axis=1)
+    hidden = jnp.concatenate([jnp.repeat(last, n, axis=0), second.hidden[:, :-1]], axis=1)
+    return jnp.where(real > 0, token_logprobs(hidden, policy.head, jnp.asarray(completions))[0], 0.0)
+
+
+def plain_logprobs(policy: Policy, group):
+    """Each completion behind its own copy of the prompt, right-padded."""
+    lengths, widths, prompts, completions = group
+    n, (b, t) = len(completions) // len(prompts), completions.shape
+    rows = np.zeros((b, prompts.shape[1] + t), np.int32)
+    starts = np.repeat(lengths, n)
+    for row in range(b):
+        rows[row, : starts[row] + t] = [*prompts[row // n, : starts[row]], *completions[row]]
+    segments = (np.arange(rows.shape[1]) < (starts + widths)[:, None]).astype(np.int32)
+    hidden = forward(policy, jnp.asarray(rows), segment_ids=jnp.asarray(segments), keep_cache=False).hidden
+    columns = starts[:, None] - 1 + np.arange(t)
+    picked = jnp.take_along_axis(hidden, columns[..., None], axis=1)
+    return jnp.where(np.arange(t) < widths[:, None], token_logprobs(picked, policy.head, jnp.asarray(completions))[0], 0.0)
+
+
+def weighted_gradients(layout, policy: Policy):
+    """Gradients of a weighted sum of the log-probabilities, and the log-probabilities."""
+
+    def weighted(policy):
+        values = layout(policy)
+        return (values * np.random.default_rng(5).normal(size=values.shape)).sum(), values
+
+    return jax.jit(jax.grad(weighted, has_aux=True))(policy)
+
+
+@pytest.fixture(scope="module")
+def plain(group):
+    return weighted_gradients(partial(plain_logprobs, group=group), policy_and_weights(QWEN3)[0])
+
+
+@pytest.mark.parametrize("remat", [False, True], ids=["kept", "remat"])
+def test_the_shared_prefix_layout_has_the_values_and_gradients_of_the_plain_one(group, plain, remat):
+    gradients, values = plain
+    layout = partial(shared_prefix_logprobs, group=group, remat=remat)
+    shared_gradients, shared_values = weighted_gradients(layout, policy_and_weights(QWEN3)[0])
+    assert (np.asarray(values) != 0).sum() == group[1].sum()
+    np.testing.assert_allclose(shared_values, values, atol=1e-5)
+    for got, expected in zip(jax.tree.leaves(shared_gradients), jax.tree.leaves(gradients), strict=True):
+        scale = np.abs(expected).max()
+        assert scale > 0
+        np.testing.assert_allclose(got, expected, atol=2e-5 * scale)
+
+
+def test_gradients_equal_finite_differences_of_the_reference():
+    config = dataclasses.replace(QWEN3, num_layers=1)
+    policy, weights = policy_and_weights(config)
+    tokens = random_tokens(config, 6)
+
+    def loss(policy):
+        hidden = forward(policy, jnp.asarray(tokens[None, :-1])).hidden
+        return token_logprobs(hidden, policy.head, jnp.asarray(tokens[None, 1:]))[0].sum()
+
+    def reference_loss(weights):
+        scores = reference.log_softmax(reference.logits(config, weights, tokens[:-1].tolist()))
+        return scores[np.arange(5), tokens[1:]].sum()
+
+    gradients = jax.jit(jax.grad(loss))(policy)
+    rng = np.random.default_rng(6)
+    for path in ("embed_tokens", "layers.q_proj", "layers.k_norm", "layers.down_proj", "norm"):
+        node = gradients
+        for name in path.split("."):
+            node = getattr(node, name)
+        direction = rng.normal(size=weights[f"{path}.weight"].shape)
+        step, centre = 1e-5, weights[f"{path}.weight"]
+        up, down = (reference_loss(weights | {f"{path}.weight": centre + s * direction}) for s in (step, -step))
+        slope = (up - down) / (2 * step)
+        assert (np.asarray(node.value, np.float64) * direction).sum() == pytest.approx(slope, rel=1e-4, abs=1e-4), path
+
+
+def test_observed_amax_leaves_padding_out():
+    policy, _ = policy_and_weights(LLAMA)
+    tokens = random_tokens(LLAMA, 1, 8)
+    padded = np.concatenate([tokens, random_tokens(LLAMA, 1, 8, seed=9)], axis=1)
+    segments = (np.arange(16) < 8).astype(np.int32)[None]
+    plain = run(policy, tokens, observe_amax=True).amax
+    np.testing.assert_allclose(run(policy, padded, segment_ids=segments, observe_amax=True).amax, plain, rtol=1e-5)
+    assert plain.shape == (LLAMA.num_layers, 3) and (np.asarray(plain) > 0).all()
+
+
+def test_a_quantized_cache_needs_scales():
+    policy, _ = policy_and_weights(LLAMA)
+    with pytest.raises(ValueError, match=r"fp8-kv.*cache\.scales"):
+        forward(policy, jnp.asarray(random_tokens(LLAMA, 1, 4)), recipe=get_recipe("fp8-kv"), phase="prefill")
