@@ -103,9 +103,9 @@ def build_policy(config: PolicyConfig, tensor: Callable[[str, tuple[int, ...], t
 
 
 def init_policy(config: PolicyConfig, key: Key[Array, ""], dtype: jnp.dtype = jnp.float32) -> Policy:
-    """Random weights: normal with deviation 0.02, the two projections into the residual stream divided by sqrt(2 layers), norms 1.
+    """Random weights by the GPT-2 rule: normal with deviation 0.02, projections into the residual stream over sqrt(2 layers).
 
-    The GPT-2 rule; compile it with `jax.jit(init_policy, static_argnums=0)` for large models.
+    Norms are 1; compile it with `jax.jit(init_policy, static_argnums=0)` for large models.
     """
     names = list(tensor_specs(config))
 

@@ -6,6 +6,19 @@ from fp8rl_jax.precision.linear import HoistedWeight, hoist, is_quantized, linea
 from fp8rl_jax.precision.qtensor import QTensor, dequantize, is_finite, quantize, quantize_per_tensor, quantize_weight
 
 __all__ = [
-    "HoistedWeight", "QTensor", "check_recipe", "dequantize", "element_dtype", "hoist", "is_finite", "is_quantized", "linear", "max_value",
-    "quantize", "quantize_input", "quantize_per_tensor", "quantize_weight", "quantized_layers",
-]  # fmt: skip
+    "HoistedWeight",
+    "QTensor",
+    "check_recipe",
+    "dequantize",
+    "element_dtype",
+    "hoist",
+    "is_finite",
+    "is_quantized",
+    "linear",
+    "max_value",
+    "quantize",
+    "quantize_input",
+    "quantize_per_tensor",
+    "quantize_weight",
+    "quantized_layers",
+]

@@ -26,7 +26,6 @@ import numpy as np
 from fp8rl_jax import rl
 from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.config.rl import check_sampling
-from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.cache import KVScales
 from fp8rl_jax.models.loading import save_policy
@@ -151,6 +150,8 @@ class Loop:
                 save_policy(self.state.policy, self.setup.directory / "model", self.setup.tokenizer_source)
         finally:
             self.tracker.close()
+            if self.samples is not None:
+                self.samples.close()
             self.checkpoints.close()
 
     def _step(self, step: int) -> dict[str, float]:

@@ -19,8 +19,7 @@ from fp8rl_jax.config.recipe import Recipe, get_recipe
 from fp8rl_jax.config.rl import check_sampling
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.models.config import PolicyConfig
-from fp8rl_jax.models.loading import load_policy
+from fp8rl_jax.models.loading import byte_policy_config, load_policy
 from fp8rl_jax.models.policy import Policy, init_policy, linear_names, parameter_count
 from fp8rl_jax.models.resolve import resolve_model
 from fp8rl_jax.models.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
@@ -105,7 +104,7 @@ def load_model(config: RunConfig) -> tuple[Policy, Tokenizer, Path | None]:
     """The policy (float32 masters), its tokenizer, and its directory (None for the built-in policy)."""
     if not config.model.path:
         tokenizer = ByteTokenizer()
-        shape = builtin_config(config, tokenizer)
+        shape = byte_policy_config(config.model.init)
         return jax.jit(init_policy, static_argnums=0)(shape, jax.random.key(config.seed)), tokenizer, None
     directory = resolve_model(config.model.path, report=_log.info)
     policy = load_policy(directory, jnp.float32)
@@ -113,26 +112,6 @@ def load_model(config: RunConfig) -> tuple[Policy, Tokenizer, Path | None]:
     if tokenizer is None:
         raise UserError(f"model.path: {directory} holds no tokenizer; training needs one")
     return policy, tokenizer, directory
-
-
-def builtin_config(config: RunConfig, tokenizer: ByteTokenizer) -> PolicyConfig:
-    """Shape of the built-in byte-level policy."""
-    i = config.model.init
-    return PolicyConfig(
-        architecture="llama",
-        vocab_size=tokenizer.vocab_size,
-        hidden_size=i.hidden_size,
-        intermediate_size=i.intermediate_size,
-        num_layers=i.num_layers,
-        num_heads=i.num_heads,
-        num_kv_heads=i.num_kv_heads,
-        head_dim=i.head_dim,
-        rope_theta=i.rope_theta,
-        tie_word_embeddings=True,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_ids=tokenizer.eos_token_ids,
-        pad_token_id=tokenizer.pad_token_id,
-    )
 
 
 def describe(setup: Setup) -> str:
@@ -156,7 +135,7 @@ def describe(setup: Setup) -> str:
     lines = [
         f"parameters: {count:,} ({shape.num_layers} layers, hidden {shape.hidden_size}, vocabulary {shape.vocab_size})",
         f"quantized linears: {len(chosen)} of {len(linear_names(shape))}",
-        f"training problems: {len(setup.train.examples)}, held out: {len(setup.held_out.examples)}, dropped as too long: {setup.dropped}",
+        f"problems: {len(setup.train)} to train on, {len(setup.held_out)} held out, {setup.dropped} dropped as too long",
         f"mesh: {dict(setup.mesh.shape)}",
         "memory plan, all devices together, activations not counted:",
         *(f"  {name}: {size / 2**20:,.1f} MiB" for name, size in plan.items()),

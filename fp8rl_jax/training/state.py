@@ -77,8 +77,8 @@ def apply_gradients(
     """
     updates, next_optimizer = optimizer.update(gradients, state.optimizer, state.policy)
     policy = optax.apply_updates(state.policy, updates)
-    norm = optax.global_norm(gradients)
-    finite = {"loss": jnp.isfinite(loss), "gradient": jnp.isfinite(norm), "weight": jnp.isfinite(optax.global_norm(policy))}
+    norm = optax.tree.norm(gradients)
+    finite = {"loss": jnp.isfinite(loss), "gradient": jnp.isfinite(norm), "weight": jnp.isfinite(optax.tree.norm(policy))}
     keep = finite["loss"] & finite["gradient"] & finite["weight"]
 
     def choose(new, old):

@@ -1,0 +1,131 @@
+"""Whole runs of a tiny policy through the command line: both recipes, resume, faults."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fp8rl_jax.cli.main import main
+from fp8rl_jax.models.loading import load_policy
+
+RUN = """
+compute_dtype = "float32"
+[model.init]
+hidden_size = 48
+intermediate_size = 80
+num_layers = 1
+num_heads = 2
+num_kv_heads = 1
+head_dim = 24
+[task]
+name = "spell_backward"
+args = { min_word_len = 3, max_word_len = 3 }
+train_size = 64
+eval_size = 8
+prompt_template = "{metadata[word]}="
+[task.reward]
+num_workers = 1
+[rollout]
+prompts_per_step = 4
+samples_per_prompt = 4
+max_prompt_tokens = 6
+max_new_tokens = 6
+[optimizer]
+learning_rate = 1e-3
+[trainer]
+steps = 4
+[evaluation]
+every = 2
+examples = 8
+batch_size = 8
+[checkpoint]
+every = 2
+"""
+
+
+@pytest.fixture
+def run_file(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(RUN)
+    return str(path)
+
+
+def rows(directory: Path) -> list[dict]:
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def numbers(row: dict) -> dict:
+    """What a repetition must give again: everything but times."""
+    return {k: v for k, v in row.items() if not k.startswith(("time", "perf/"))}
+
+
+def test_run_and_resume_are_the_same_run(run_file, tmp_path, capsys):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert main(["train", run_file, "--recipe", "fp8-rl", "--output", str(whole)]) == 0
+    assert main(["train", run_file, "--recipe", "fp8-rl", "--output", str(parts)]) == 0
+    # what a run killed in step 3 leaves: the checkpoint of step 2, and lines that came after it
+    (parts / "checkpoints" / "4").rename(tmp_path / "gone")
+    assert main(["train", run_file, "--recipe", "fp8-rl", "--output", str(parts), "--resume"]) == 0
+    assert [numbers(r) for r in rows(whole)] == [numbers(r) for r in rows(parts)]
+    first, second = load_policy(whole / "model"), load_policy(parts / "model")
+    np.testing.assert_array_equal(first.layers.down_proj.value, second.layers.down_proj.value)
+    last = rows(whole)[3]
+    assert last["mismatch/k3"] > 1e-9 and np.isfinite(last["fp8/kv_scale_k"]) and last["optim/skipped_steps"] == 0
+    assert {r["step"] for r in rows(whole) if "eval/accuracy" in r} == {0, 2, 4}
+    assert (whole / "config.toml").exists() and (whole / "samples.jsonl").read_text().count("\n") == 16
+    capsys.readouterr()
+    assert main(["train", run_file, "--output", str(whole)]) == 2
+    assert "holds a run already" in capsys.readouterr().err
+
+
+def test_damaged_newest_checkpoint_is_passed_over(run_file, tmp_path, caplog):
+    out = tmp_path / "run"
+    assert main(["train", run_file, "--output", str(out)]) == 0
+    for file in (out / "checkpoints" / "4").rglob("*"):
+        if file.is_file():
+            file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    assert main(["train", run_file, "--output", str(out), "--resume"]) == 0
+    assert "cannot be read" in caplog.text
+    assert [r["step"] for r in rows(out)] == [0, 1, 2, 3, 4]
+
+
+def test_several_updates_and_micro_batches(run_file, tmp_path):
+    out = tmp_path / "run"
+    flags = ["--trainer.updates-per-rollout", "2", "--trainer.micro-batch-prompts", "1", "--rl.kl-coefficient", "0.1"]
+    assert main(["train", run_file, "--output", str(out), "--trainer.steps", "2", *flags]) == 0
+    assert rows(out)[1]["ratio_max"] > 1 and rows(out)[1]["kl"] >= 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--trainer.micro-batch-prompts", "3"], "trainer.micro_batch_prompts = 3 does not divide"),
+        (["--recipe", "fp8-r"], "did you mean 'fp8-rl'"),
+        (["--rollout.top-p", "0.9"], "truncated_sampling"),
+        (["--model.path", "no-such-directory"], "no-such-directory"),
+        (["--mesh.tensor", "3"], "mesh."),
+        (["--rollout.max-prompt-tokens", "2"], "rollout.max_prompt_tokens = 2"),
+        (["--resume"], "no checkpoint to resume from"),
+    ],
+)
+def test_faults_are_one_line(run_file, tmp_path, capsys, flags, message):
+    assert main(["train", run_file, "--output", str(tmp_path / "out"), *flags]) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("fp8rl: error:")]
+    assert len(errors) == 1 and message in errors[0]
+
+
+def test_dry_run_writes_nothing(run_file, tmp_path, capsys):
+    assert main(["train", run_file, "--recipe", "fp8-rl", "--output", str(tmp_path / "out"), "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert "quantized linears: 7 of 7" in printed and "KV cache" in printed
+    assert not (tmp_path / "out").exists()
+
+
+def test_warm_start_then_eval(run_file, tmp_path, capsys):
+    out = tmp_path / "warm"
+    assert main(["sft", run_file, "--sft.steps", "3", "--sft.batch-size", "8", "--sft.output", str(out)]) == 0
+    assert "Supervised warm start" in capsys.readouterr().out
+    assert main(["eval", run_file, "--model.path", str(out / "model"), "--recipe", "fp8-kv"]) == 0
+    answer = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert 0 <= answer["eval/accuracy"] <= answer["eval/accuracy_high"] <= 1 and answer["examples"] == 8

@@ -1,0 +1,110 @@
+"""The compiled update: accumulation, the skipped old-logprob pass, shared prompts, and non-finite values."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fp8rl_jax.config.recipe import get_recipe
+from fp8rl_jax.config.rl import CorrectionConfig, RLConfig
+from fp8rl_jax.config.run import OptimizerConfig
+from fp8rl_jax.models.config import PolicyConfig
+from fp8rl_jax.models.forward import forward
+from fp8rl_jax.models.policy import init_policy
+from fp8rl_jax.training.state import decay_mask, init_state, learning_rate, make_optimizer
+from fp8rl_jax.training.step import Batch, StepConfig, completion_logprobs, score, update
+
+SHAPE = PolicyConfig(
+    architecture="qwen3", vocab_size=61, hidden_size=48, intermediate_size=80, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16
+)
+RL = RLConfig(correction=CorrectionConfig(method="token_tis"))
+CONFIG = StepConfig(get_recipe("bf16"), RL, "float32", temperature=0.8, logprob_chunk=8)
+OPTIMIZER = make_optimizer(OptimizerConfig(learning_rate=1e-2, weight_decay=0.1), 4)
+
+
+@pytest.fixture
+def policy():
+    return init_policy(SHAPE, jax.random.key(0))
+
+
+@pytest.fixture
+def batch():
+    rng = np.random.default_rng(0)
+    lengths = np.array([3, 5, 2, 4], np.int32)
+    mask = np.arange(6) < rng.integers(1, 7, (8, 1))
+    return Batch(
+        rng.integers(1, 61, (4, 5)).astype(np.int32),
+        lengths,
+        rng.integers(1, 61, (8, 6)).astype(np.int32),
+        mask,
+        rng.normal(-4, 0.3, (8, 6)).astype(np.float32),
+        rng.normal(size=8).astype(np.float32),
+    )
+
+
+def test_shared_prompt_equals_each_row_alone(policy, batch):
+    logprobs, entropy = jax.jit(completion_logprobs, static_argnums=2)(policy, batch, CONFIG)
+    for row in range(8):
+        prompt = batch.prompts[row // 2][: batch.lengths[row // 2]]
+        tokens = np.concatenate([prompt, batch.tokens[row][batch.mask[row]]])
+        hidden = forward(policy, tokens[None]).hidden[0]
+        table = np.asarray(jax.nn.log_softmax(np.float64(hidden @ policy.head.T) / 0.8))
+        expected = table[np.arange(len(prompt) - 1, len(tokens) - 1)]
+        kept = batch.mask[row]
+        np.testing.assert_allclose(logprobs[row][kept], expected[np.arange(kept.sum()), tokens[len(prompt) :]], atol=1e-5)
+        np.testing.assert_allclose(entropy[row][kept], -(np.exp(expected) * expected).sum(-1), atol=1e-5)
+
+
+def test_accumulation_equals_the_big_batch(policy, batch):
+    whole, logprobs, metrics = update(init_state(policy, OPTIMIZER), batch, CONFIG, OPTIMIZER)
+    policy = init_policy(SHAPE, jax.random.key(0))
+    parts, part_logprobs, part_metrics = update(init_state(policy, OPTIMIZER), batch, replace(CONFIG, micro_batches=4), OPTIMIZER)
+    np.testing.assert_allclose(part_logprobs, logprobs, atol=1e-5)
+    for name, value in metrics.items():
+        np.testing.assert_allclose(part_metrics[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
+    moments = jax.tree.leaves(whole.optimizer)
+    for a, b in zip(moments, jax.tree.leaves(parts.optimizer), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6)
+
+
+def test_skipping_the_old_logprob_pass_changes_nothing(policy, batch):
+    old = score(policy, batch, CONFIG)
+    explicit, _, _ = update(init_state(policy, OPTIMIZER), replace(batch, old_logprobs=old), CONFIG, OPTIMIZER)
+    policy = init_policy(SHAPE, jax.random.key(0))
+    skipped, _, metrics = update(init_state(policy, OPTIMIZER), batch, CONFIG, OPTIMIZER)
+    assert metrics["ratio_max"] == 1
+    for a, b in zip(jax.tree.leaves(explicit.optimizer), jax.tree.leaves(skipped.optimizer), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("role", ["advantages", "rollout_logprobs"])
+def test_non_finite_update_is_skipped_and_flagged(policy, batch, role):
+    broken = np.array(getattr(batch, role))
+    broken[0] = np.nan
+    before = jax.tree.map(np.asarray, policy)
+    state, _, metrics = update(init_state(policy, OPTIMIZER), replace(batch, **{role: broken}), CONFIG, OPTIMIZER)
+    assert metrics["optim/skipped"] == 1 and metrics["nonfinite/loss"] == 1
+    jax.tree.map(np.testing.assert_array_equal, state.policy, before)
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(state.optimizer))
+
+
+def test_remat_gives_the_same_update(policy, batch):
+    plain, _, _ = update(init_state(policy, OPTIMIZER), batch, CONFIG, OPTIMIZER)
+    policy = init_policy(SHAPE, jax.random.key(0))
+    remat, _, _ = update(init_state(policy, OPTIMIZER), batch, replace(CONFIG, remat=True), OPTIMIZER)
+    for a, b in zip(jax.tree.leaves(plain.optimizer), jax.tree.leaves(remat.optimizer), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7)
+
+
+def test_norms_and_embeddings_are_not_decayed(policy):
+    mask = decay_mask(policy)
+    assert not mask.embed_tokens.value and not mask.norm.value and not mask.layers.q_norm.value
+    assert mask.layers.q_proj.value and mask.layers.down_proj.value
+
+
+def test_learning_rate_warms_up_and_decays():
+    schedule = learning_rate(OptimizerConfig(learning_rate=1.0, warmup_steps=4, schedule="linear", final_ratio=0.0), 8)
+    np.testing.assert_allclose([schedule(i) for i in range(9)], [0.25, 0.5, 0.75, 1, 1, 0.75, 0.5, 0.25, 0], atol=1e-6)
+    assert float(learning_rate(OptimizerConfig(learning_rate=0.5), 8)(jnp.int32(7))) == 0.5
