@@ -305,4 +305,5 @@ class Loop:
         self.setup.policy = self.state.policy
         if self.calibrates:
             self.scales = scales
+        self.engine.version = self.start
         _log.info("resuming at step %d from %s", self.start, self.checkpoints.directory)

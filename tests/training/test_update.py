@@ -17,7 +17,7 @@ from fp8rl_jax.training.state import decay_mask, init_state, learning_rate, make
 from fp8rl_jax.training.step import Batch, StepConfig, completion_logprobs, score, update
 
 SHAPE = PolicyConfig(
-    architecture="qwen3", vocab_size=61, hidden_size=48, intermediate_size=80, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16
+    "qwen3", vocab_size=61, hidden_size=48, intermediate_size=80, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16
 )
 RL = RLConfig(correction=CorrectionConfig(method="token_tis"))
 CONFIG = StepConfig(get_recipe("bf16"), RL, "float32", temperature=0.8, logprob_chunk=8)
