@@ -8,6 +8,7 @@ starts anew because of one.
 from __future__ import annotations
 
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,7 @@ class Checkpoints:
         if not steps:
             raise UserError(f"{self.directory}: no checkpoint to resume from; start without --resume")
         target = jax.tree.map(ocp.utils.to_shape_dtype_struct, _by_name(like))
+        damaged = []
         for step in reversed(steps):
             try:
                 named = self._manager.restore(step, args=ocp.args.StandardRestore(target))
@@ -66,9 +68,20 @@ class Checkpoints:
                 _log.warning(
                     "%s: checkpoint of step %d cannot be read (%s); trying the one before", self.directory, step, _line(error)
                 )
+                damaged.append(step)
                 continue
+            self._set_aside(damaged)
             return step, jax.tree.unflatten(jax.tree.structure(like), list(named.values()))
         raise UserError(f"{self.directory}: none of the checkpoints {steps} can be read")
+
+    def _set_aside(self, steps: list[int]) -> None:
+        """Moves damaged checkpoints out of the way of the steps that will be saved again; nothing is deleted."""
+        for step in steps if jax.process_index() == 0 else ():
+            kept = self.directory.with_name(f"checkpoint-{step}-damaged-{time.time_ns()}")
+            (self.directory / str(step)).rename(kept)
+            _log.warning("damaged checkpoint of step %d kept in %s", step, kept)
+        if steps:
+            self._manager.reload()
 
     def close(self) -> None:
         self._manager.close()

@@ -90,6 +90,7 @@ def test_damaged_newest_checkpoint_is_passed_over(run_file, tmp_path, caplog):
     assert main(["train", run_file, "--output", str(out), "--resume"]) == 0
     assert "cannot be read" in caplog.text
     assert [r["step"] for r in rows(out)] == [0, 1, 2, 3, 4]
+    assert (out / "checkpoints" / "4").is_dir() and len(list(out.glob("checkpoint-4-damaged-*"))) == 1
 
 
 def test_several_updates_and_micro_batches(run_file, tmp_path):

@@ -49,7 +49,7 @@ def test_shared_prompt_equals_each_row_alone(policy, batch):
     for row in range(8):
         prompt = batch.prompts[row // 2][: batch.lengths[row // 2]]
         tokens = np.concatenate([prompt, batch.tokens[row][batch.mask[row]]])
-        hidden = forward(policy, tokens[None]).hidden[0]
+        hidden = forward(policy, jnp.asarray(tokens[None])).hidden[0]
         table = np.asarray(jax.nn.log_softmax(np.float64(hidden @ policy.head.T) / 0.8))
         expected = table[np.arange(len(prompt) - 1, len(tokens) - 1)]
         kept = batch.mask[row]
