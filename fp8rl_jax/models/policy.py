@@ -15,6 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Key
 
 from fp8rl_jax.models.config import PolicyConfig
+from fp8rl_jax.models.hf_names import parameter_shapes
 from fp8rl_jax.precision import is_quantized
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -70,28 +71,26 @@ class Policy(nnx.Module):
         return isinstance(self.layers, Layer)
 
 
+_AXES = {
+    "embed_tokens": ("vocab", "embed"),
+    "lm_head": ("vocab", "embed"),
+    "q_proj": ("heads", "embed"),
+    "k_proj": ("kv_heads", "embed"),
+    "v_proj": ("kv_heads", "embed"),
+    "o_proj": ("embed", "heads"),
+    "gate_proj": ("mlp", "embed"),
+    "up_proj": ("mlp", "embed"),
+    "down_proj": ("embed", "mlp"),
+}
+
+
 def tensor_specs(config: PolicyConfig) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
     """Shape and logical axes of every tensor, layers stacked: {"layers.q_proj": ((L, out, in), ("layers", "heads", "embed"))}."""
-    c = config
-    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    layer = {
-        "q_proj": ((q, c.hidden_size), ("heads", "embed")),
-        "k_proj": ((kv, c.hidden_size), ("kv_heads", "embed")),
-        "v_proj": ((kv, c.hidden_size), ("kv_heads", "embed")),
-        "o_proj": ((c.hidden_size, q), ("embed", "heads")),
-        "gate_proj": ((c.intermediate_size, c.hidden_size), ("mlp", "embed")),
-        "up_proj": ((c.intermediate_size, c.hidden_size), ("mlp", "embed")),
-        "down_proj": ((c.hidden_size, c.intermediate_size), ("embed", "mlp")),
-        "input_layernorm": ((c.hidden_size,), ("norm",)),
-        "post_attention_layernorm": ((c.hidden_size,), ("norm",)),
-    }
-    if c.qk_norm:
-        layer |= {"q_norm": ((c.head_dim,), ("norm",)), "k_norm": ((c.head_dim,), ("norm",))}
-    specs = {"embed_tokens": ((c.vocab_size, c.hidden_size), ("vocab", "embed"))}
-    specs |= {f"layers.{name}": ((c.num_layers, *shape), ("layers", *axes)) for name, (shape, axes) in layer.items()}
-    specs["norm"] = ((c.hidden_size,), ("norm",))
-    if not c.tie_word_embeddings:
-        specs["lm_head"] = ((c.vocab_size, c.hidden_size), ("vocab", "embed"))
+    specs = {}
+    for path, shape in parameter_shapes(config).items():
+        name = path.removesuffix(".weight")
+        axes = _AXES.get(name.removeprefix("layers."), ("norm",))
+        specs[name] = (shape, ("layers", *axes) if name.startswith("layers.") else axes)
     return specs
 
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import jax
 import numpy as np
 from jaxtyping import Array, Key
 
 from fp8rl_jax.config.run import EvaluationConfig
+from fp8rl_jax.rollout.calibration import calibrate_on_prompts
 from fp8rl_jax.rollout.engine import RolloutEngine
 from fp8rl_jax.rollout.sampling import Sampling
 from fp8rl_jax.tasks.dataset import Example
 from fp8rl_jax.tasks.workers import RewardPool
 from fp8rl_jax.training.prompts import PromptEncoder
+from fp8rl_jax.training.setup import Setup
 
 
 def evaluate(
@@ -60,6 +63,16 @@ def evaluate(
     if config.samples > 1:
         metrics["eval/pass_at_k"] = float(table.max(1).mean())
     return metrics, rows
+
+
+def evaluate_held_out(setup: Setup, pool: RewardPool) -> dict[str, float]:
+    """`evaluate` of a run's policy on its held-out set, in an engine of its own; an FP8 cache is calibrated on the prompts."""
+    config, engine = setup.config.evaluation, setup.engine()
+    examples = setup.held_out.examples[: config.examples]
+    prompts = setup.encoder.batch(examples[: config.batch_size])
+    engine.sync(setup.policy, calibrate_on_prompts(setup.policy, prompts, setup.recipe, engine.dtype))
+    sampling = evaluation_sampling(config, setup.sampling)
+    return evaluate(engine, setup.encoder, pool, examples, config, sampling, jax.random.key(setup.config.seed))[0]
 
 
 def wilson_interval(rate: float, count: int, z: float = 1.96) -> tuple[float, float]:

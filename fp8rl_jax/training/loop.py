@@ -30,14 +30,14 @@ from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.cache import KVScales
 from fp8rl_jax.models.loading import save_policy
 from fp8rl_jax.models.policy import Policy
-from fp8rl_jax.parallel import batch_sharding, check_same, is_main_process, policy_shardings, replicated, to_global, to_host
+from fp8rl_jax.parallel import batch_sharding, check_same, is_main_process, replicated, to_global, to_host
 from fp8rl_jax.rollout.calibration import calibrate_on_prompts, observe_amax, scales_from_amax
 from fp8rl_jax.rollout.engine import Prompts, Rollout
 from fp8rl_jax.tasks.workers import RewardPool
 from fp8rl_jax.training.checkpoint import Checkpoints
 from fp8rl_jax.training.evaluate import evaluate, evaluation_sampling
 from fp8rl_jax.training.setup import Setup, write_run_record
-from fp8rl_jax.training.state import TrainState, init_state, learning_rate, make_optimizer
+from fp8rl_jax.training.state import TrainState, learning_rate, make_optimizer, sharded_state
 from fp8rl_jax.training.step import Batch, StepConfig, score, update
 from fp8rl_jax.training.tracking import JsonLines, Trackers, make_tracker
 
@@ -102,10 +102,7 @@ class Loop:
         self.optimizer = make_optimizer(config.optimizer, updates)
         self.schedule = learning_rate(config.optimizer, updates)
         self.reference: Policy | None = jax.tree.map(jnp.copy, setup.policy) if settings.kl_coefficient > 0 else None
-        # every leaf of the state on the whole mesh, the optimizer's moments like their weights
-        make_state = jax.jit(lambda policy: init_state(policy, self.optimizer))
-        shardings = policy_shardings(jax.eval_shape(make_state, setup.policy), setup.mesh)
-        self.state: TrainState = jax.jit(make_state, out_shardings=shardings)(setup.policy)
+        self.state: TrainState = sharded_state(setup.policy, self.optimizer, setup.mesh)
         setup.policy = self.state.policy
         self.engine = setup.engine()
         self.key = jax.random.key(config.seed)
@@ -216,11 +213,9 @@ class Loop:
             return logprobs, metrics | {"optim/lr": rate}
         old = score(self.state.policy, batch, whole)
         batch = dataclasses.replace(batch, old_logprobs=old)
-        size = batch.prompts.shape[0] // count
         collected = []
         for i in range(count):
             part = jax.tree.map(lambda x, i=i: x[i * len(x) // count : (i + 1) * len(x) // count], batch)
-            assert part.prompts.shape[0] == size
             self.state, _, metrics = update(self.state, part, config, self.optimizer)
             collected.append(metrics)
         averaged = {name: jnp.mean(jnp.stack([m[name] for m in collected])) for name in collected[0]}

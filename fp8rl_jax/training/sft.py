@@ -13,14 +13,13 @@ import optax
 from fp8rl_jax.config.rl import RLConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.loading import save_policy
-from fp8rl_jax.parallel import batch_sharding, is_main_process, policy_shardings, to_global
-from fp8rl_jax.rollout.calibration import calibrate_on_prompts
+from fp8rl_jax.parallel import batch_sharding, is_main_process, to_global
 from fp8rl_jax.tasks.dataset import Example
 from fp8rl_jax.tasks.workers import RewardPool
-from fp8rl_jax.training.evaluate import evaluate, evaluation_sampling
+from fp8rl_jax.training.evaluate import evaluate_held_out
 from fp8rl_jax.training.prompts import PromptEncoder
 from fp8rl_jax.training.setup import Setup, write_run_record
-from fp8rl_jax.training.state import TrainState, apply_gradients, init_state, make_optimizer
+from fp8rl_jax.training.state import TrainState, apply_gradients, make_optimizer, sharded_state
 from fp8rl_jax.training.step import Batch, StepConfig, completion_logprobs
 from fp8rl_jax.training.tracking import make_tracker
 
@@ -38,7 +37,6 @@ def supervise(setup: Setup, config_text: str, report=print) -> None:
     """
     config, sft = setup.config, setup.config.sft
     directory = setup.directory
-    output = directory / "model"
     write_run_record(directory, config_text)
     cut = f", {sft.cut_short:.0%} of them cut one token short" if sft.cut_short else ""
     report(f"Supervised warm start: {sft.steps} updates on the task's own answers{cut}")
@@ -47,8 +45,7 @@ def supervise(setup: Setup, config_text: str, report=print) -> None:
         setup.recipe, RLConfig(), config.compute_dtype, temperature=1.0, logprob_chunk=config.trainer.logprob_chunk
     )
     with jax.set_mesh(setup.mesh), RewardPool(config.task) as pool:
-        shardings = policy_shardings(jax.eval_shape(lambda p: init_state(p, optimizer), setup.policy), setup.mesh)
-        state = jax.jit(lambda p: init_state(p, optimizer), out_shardings=shardings)(setup.policy)
+        state = sharded_state(setup.policy, optimizer, setup.mesh)
         tracker = make_tracker(directory, config.tracking, total_steps=sft.steps)
         try:
             for step in range(sft.steps):
@@ -59,23 +56,13 @@ def supervise(setup: Setup, config_text: str, report=print) -> None:
                 if step % 10 == 0 or step + 1 == sft.steps:
                     tracker.log(step, {name: float(value) for name, value in metrics.items()})
             setup.policy = state.policy
-            accuracy = _accuracy(setup, pool)
+            accuracy = evaluate_held_out(setup, pool)
             tracker.log(sft.steps, accuracy)
         finally:
             tracker.close()
         if is_main_process():
-            save_policy(state.policy, output, setup.tokenizer_source, "float32")
-    report(f"Warm start: held-out accuracy {accuracy['eval/accuracy']:.2f}; model in {output}")
-
-
-def _accuracy(setup: Setup, pool: RewardPool) -> dict[str, float]:
-    engine = setup.engine()
-    config = setup.config.evaluation
-    examples = setup.held_out.examples[: config.examples]
-    prompts = setup.encoder.batch(examples[: config.batch_size])
-    engine.sync(setup.policy, calibrate_on_prompts(setup.policy, prompts, setup.recipe, engine.dtype))
-    sampling = evaluation_sampling(config, setup.sampling)
-    return evaluate(engine, setup.encoder, pool, examples, config, sampling, jax.random.key(setup.config.seed))[0]
+            save_policy(state.policy, directory / "model", setup.tokenizer_source, "float32")
+    report(f"Warm start: held-out accuracy {accuracy['eval/accuracy']:.2f}; model in {directory / 'model'}")
 
 
 @partial(jax.jit, static_argnames=("config", "optimizer"), donate_argnames="state")

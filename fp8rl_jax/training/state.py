@@ -6,6 +6,7 @@ Data order and sampling are functions of (seed, step), so a run resumed from thi
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from jaxtyping import Array, Int
 
 from fp8rl_jax.config.run import OptimizerConfig
 from fp8rl_jax.models.policy import Policy
+from fp8rl_jax.parallel import policy_shardings
 
 
 @jax.tree_util.register_dataclass
@@ -64,6 +66,12 @@ def make_optimizer(config: OptimizerConfig, updates: int) -> optax.GradientTrans
 def init_state(policy: Policy, optimizer: optax.GradientTransformation) -> TrainState:
     """A state before the first update."""
     return TrainState(policy, optimizer.init(policy), jnp.int32(0))
+
+
+def sharded_state(policy: Policy, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh) -> TrainState:
+    """`init_state` with every leaf placed on the mesh, the optimizer's moments like their weights."""
+    make = partial(init_state, optimizer=optimizer)
+    return jax.jit(make, out_shardings=policy_shardings(jax.eval_shape(make, policy), mesh))(policy)
 
 
 def apply_gradients(
