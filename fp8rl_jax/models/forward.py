@@ -12,7 +12,7 @@ the model.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,18 +26,17 @@ from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.policy import Layer, Policy
 from fp8rl_jax.precision import linear, quantize_input, quantize_per_tensor
 from pallas_kernels.backend import Backend
-from pallas_kernels.quantize.reference import largest
 
 Phase = Literal["train", "prefill", "decode"]
 
 
 class ForwardResult(NamedTuple):
-    """hidden: [b, t, hidden] after the final norm; cache: the block this call's tokens fill; amax: [layers, 3] of |Q|, |K|, |V|
-    over the tokens of segment > 0, when asked for."""
+    """hidden: [b, t, hidden] after the final norm; cache: the block this call's tokens fill; observed: what `observe` returned
+    in each layer, its leaves stacked over the layers."""
 
     hidden: Float[Array, "b t hidden"]
-    cache: KVBlock
-    amax: Float[Array, "layers 3"] | None
+    cache: KVBlock | None
+    observed: Any
 
 
 def forward(
@@ -51,7 +50,7 @@ def forward(
     *,
     remat: bool = False,
     keep_cache: bool = True,
-    observe_amax: bool = False,
+    observe: Callable[..., Any] | None = None,
     backend: Backend = "auto",
 ) -> ForwardResult:
     """Runs the policy over `tokens`.
@@ -66,7 +65,8 @@ def forward(
         phase: picks the recipe's side: "train" the trainer's formats, the others the rollout's.
         remat: recompute each layer in the backward pass instead of keeping its activations.
         keep_cache: False leaves `ForwardResult.cache` empty where nothing reads it.
-        observe_amax: also return the largest |q|, |k|, |v| of each layer, after q/k-norm and rope (KV calibration).
+        observe: called in each layer as observe(q, k, v, real, scales), after q/k-norm and rope and before anything is
+            quantized: q, k, v [b, t, heads, dim]; real [b, t, 1, 1], False on padding; the layer's KV scales or None.
 
     Raises:
         ValueError: the recipe quantizes the cache and `cache.scales` is missing.
@@ -82,11 +82,11 @@ def forward(
     if segment_ids is None:
         segment_ids = jnp.ones((b, t), jnp.int32)
     x = jnp.take(policy.embed_tokens.value, tokens, axis=0)
-    step = _LayerStep(policy.config, formats, rope_tables(policy.config, positions), segment_ids, cache, observe_amax, backend)
+    step = _LayerStep(policy.config, formats, rope_tables(policy.config, positions), segment_ids, cache, observe, backend)
     run = jax.checkpoint(step, prevent_cse=False) if remat else step
-    x, blocks, amax = (_scan if policy.stacked else _unroll)(run, policy, x, cache, keep_cache)
+    x, blocks, observed = (_scan if policy.stacked else _unroll)(run, policy, x, cache, keep_cache)
     block = KVBlock(*blocks, step.written_mask()) if keep_cache else None
-    return ForwardResult(rms_norm(x, policy.norm.value, policy.config.rms_norm_eps), block, amax)
+    return ForwardResult(rms_norm(x, policy.norm.value, policy.config.rms_norm_eps), block, observed)
 
 
 def rms_norm(x: Float[Array, "*b dim"], weight: Float[Array, " dim"], eps: float) -> Float[Array, "*b dim"]:
@@ -99,7 +99,7 @@ def rms_norm(x: Float[Array, "*b dim"], weight: Float[Array, " dim"], eps: float
 class _LayerStep:
     """One layer as a function of (x, layer, its cached keys and values, its KV scales)."""
 
-    def __init__(self, config: PolicyConfig, formats: ForwardFormats, rope, segment_ids, cache: KVCache, observe: bool, backend):
+    def __init__(self, config: PolicyConfig, formats: ForwardFormats, rope, segment_ids, cache: KVCache, observe, backend):
         self.config, self.formats, self.rope, self.cache, self.observe, self.backend = (
             config, formats, rope, cache, observe, backend,
         )  # fmt: skip
@@ -118,11 +118,11 @@ class _LayerStep:
 
     def __call__(self, x, layer: Layer, shared, own, scales):
         c = self.config
-        attended, written, amax = self.attention(
+        attended, written, observed = self.attention(
             rms_norm(x, layer.input_layernorm.value, c.rms_norm_eps), layer, shared, own, scales
         )
         x = x + attended
-        return x + self.mlp(rms_norm(x, layer.post_attention_layernorm.value, c.rms_norm_eps), layer), written, amax
+        return x + self.mlp(rms_norm(x, layer.post_attention_layernorm.value, c.rms_norm_eps), layer), written, observed
 
     def project(self, x, weight):
         quantized = quantize_input(x, weight.value, self.formats.activation, self.backend)
@@ -134,7 +134,7 @@ class _LayerStep:
         if c.qk_norm:
             q, k = rms_norm(q, layer.q_norm.value, c.rms_norm_eps), rms_norm(k, layer.k_norm.value, c.rms_norm_eps)
         q, k = rotate(q, self.rope), rotate(k, self.rope)
-        amax = self.amax(q, k, v) if self.observe else None
+        observed = self.observe(q, k, v, (self.segment_ids > 0)[..., None, None], scales) if self.observe else None
         score_scale, value_scale = c.head_dim**-0.5, 1.0
         if self.formats.key.quantized:
             sq, sk, sv = scales
@@ -151,14 +151,10 @@ class _LayerStep:
             written = own.write(k, v)
             blocks.append(Keys(*own.read(*written), own.visible(t)[None]))
         out = attend(q, blocks, score_scale, value_scale, x.dtype).reshape(b, t, -1)
-        return self.project(out, layer.o_proj), written, amax
+        return self.project(out, layer.o_proj), written, observed
 
     def mlp(self, x, layer: Layer):
         return self.project(jax.nn.silu(self.project(x, layer.gate_proj)) * self.project(x, layer.up_proj), layer.down_proj)
-
-    def amax(self, q, k, v):
-        real = (self.segment_ids > 0)[..., None, None]
-        return jnp.stack([largest(jnp.where(real, z, 0.0)) for z in (q, k, v)])
 
 
 class _OwnBlock:
@@ -187,16 +183,16 @@ class _OwnBlock:
 
 
 def _unroll(step: Callable, policy: Policy, x, cache: KVCache, keep_cache: bool):
-    written, amaxes = [], []
+    written, observed = [], []
     for i, layer in enumerate(policy.layers):
         shared = None if cache.shared is None else (cache.shared.keys[i], cache.shared.values[i])
         own = None if cache.own is None else _OwnBlock(cache.own.keys[i], cache.own.values[i], cache.slot)
         scales = None if cache.scales is None else (cache.scales.query[i], cache.scales.key[i], cache.scales.value[i])
-        x, block, amax = step(x, layer, shared, own, scales)
+        x, block, seen = step(x, layer, shared, own, scales)
         written.append(block)
-        amaxes.append(amax)
+        observed.append(seen)
     blocks = tuple(zip(*written, strict=True)) if keep_cache else None
-    return x, blocks, None if amaxes[0] is None else jnp.stack(amaxes)
+    return x, blocks, jax.tree.map(lambda *leaves: jnp.stack(leaves), *observed)
 
 
 def _scan(step: Callable, policy: Policy, x, cache: KVCache, keep_cache: bool):
@@ -208,10 +204,10 @@ def _scan(step: Callable, policy: Policy, x, cache: KVCache, keep_cache: bool):
         x, own_blocks = carry
         layer, index, shared, scales = inputs
         own = None if own_blocks is None else _OwnBlock(*own_blocks, cache.slot, index)
-        x, written, amax = step(x, layer, shared, own, scales)
+        x, written, observed = step(x, layer, shared, own, scales)
         # an own block travels as the carry, so that a step writes one slot instead of copying the cache
-        return (x, None if own is None else written), (written if own is None and keep_cache else None, amax)
+        return (x, None if own is None else written), (written if own is None and keep_cache else None, observed)
 
     own = None if cache.own is None else (cache.own.keys, cache.own.values)
-    (x, own), (blocks, amax) = lax.scan(body, (x, own), (policy.layers, layers, shared, scales))
-    return x, blocks if own is None else own, amax
+    (x, own), (blocks, observed) = lax.scan(body, (x, own), (policy.layers, layers, shared, scales))
+    return x, blocks if own is None else own, observed

@@ -49,6 +49,11 @@ def batch_sharding(mesh: Mesh, rules: ShardingRules = DEFAULT_RULES) -> NamedSha
     return NamedSharding(mesh, PartitionSpec(rules.mesh_axes("batch")))
 
 
+def split_batch(tree: Any, parts: int) -> Any:
+    """Batched arrays as `parts` micro-batches of neighbouring rows, on a new leading axis."""
+    return jax.tree.map(lambda x: x.reshape(parts, x.shape[0] // parts, *x.shape[1:]), tree)
+
+
 def replicated(mesh: Mesh) -> NamedSharding:
     """A copy on every device."""
     return NamedSharding(mesh, PartitionSpec())

@@ -4,10 +4,12 @@ from fp8rl_jax.precision.formats import check_recipe, element_dtype, max_value
 from fp8rl_jax.precision.layers import quantized_layers
 from fp8rl_jax.precision.linear import HoistedWeight, hoist, is_quantized, linear, quantize_input
 from fp8rl_jax.precision.qtensor import QTensor, dequantize, is_finite, quantize, quantize_per_tensor, quantize_weight
+from fp8rl_jax.precision.statistics import QuantizationSums, stack_sums, weight_sums
 
 __all__ = [
     "HoistedWeight",
     "QTensor",
+    "QuantizationSums",
     "check_recipe",
     "dequantize",
     "element_dtype",
@@ -21,4 +23,6 @@ __all__ = [
     "quantize_per_tensor",
     "quantize_weight",
     "quantized_layers",
+    "stack_sums",
+    "weight_sums",
 ]

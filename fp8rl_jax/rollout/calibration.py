@@ -7,6 +7,9 @@ over the micro-batches, a head-room factor, and the format's largest value:
 
 as in NeMo RL's trainer-side calibration (nemo_rl, calibrate_qkv_fp8_scales). Note that the percentile is over micro-batches,
 not over elements: below some 500 of them 99.9 is the largest.
+
+The same pass measures what the scales served until now would have cost these tokens, so a run shows whether it has to
+recalibrate as often as it does.
 """
 
 from __future__ import annotations
@@ -17,52 +20,79 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from fp8rl_jax.config.recipe import Recipe
+from fp8rl_jax.config.recipe import Recipe, TensorFormat
 from fp8rl_jax.models.cache import KVCache, KVScales
 from fp8rl_jax.models.forward import forward
 from fp8rl_jax.models.policy import Policy, cast
-from fp8rl_jax.precision import max_value
+from fp8rl_jax.parallel import split_batch
+from fp8rl_jax.precision import QuantizationSums, max_value, quantize_per_tensor, stack_sums
 
-# what an observing forward runs under: amax is read before anything is quantized
+# what an observing forward runs under: Q, K and V are read before anything is quantized
 _OBSERVE = Recipe("observe")
 
 
-@partial(jax.jit, static_argnames=("dtype",))
-def observe_amax(
+@partial(jax.jit, static_argnames=("recipe", "dtype", "micro_batches"))
+def observe_qkv(
     policy: Policy,
     prompts: Int[Array, "p s"],
     lengths: Int[Array, " p"],
     completions: Int[Array, "b t"] | None = None,
     mask: Bool[Array, "b t"] | None = None,
+    scales: KVScales | None = None,
     *,
+    recipe: Recipe,
     dtype: jnp.dtype,
-) -> Float[Array, "layers 3"]:
-    """Largest |q|, |k|, |v| of each layer over the prompts and, if given, their completions.
+    micro_batches: int = 1,
+) -> QuantizationSums:
+    """Largest magnitudes of Q, K and V over the prompts and, if given, their completions, and what quantization does to them.
 
     Args:
         policy: master or rollout policy; it is cast to `dtype`, quantized linears stay as they are.
         prompts, lengths: right-padded prompts.
         completions, mask: B = p * n completions and their real tokens.
+        scales: those whose effect is measured; without them there is none.
+        recipe: its rollout formats of Q, K and V.
         dtype: compute dtype.
+        micro_batches: parts of equal size, whole prompts each, that are run one after the other.
+
+    Returns:
+        Sums of shape [m, layers, 3].
     """
     policy = cast(policy, dtype)
-    segments = (jnp.arange(prompts.shape[1]) < lengths[:, None]).astype(jnp.int32)
-    first = forward(policy, prompts, segment_ids=segments, recipe=_OBSERVE, observe_amax=True)
-    if completions is None:
-        return first.amax
-    starts = jnp.repeat(lengths, completions.shape[0] // prompts.shape[0])
-    positions = starts[:, None] + jnp.arange(completions.shape[1])
-    second = forward(
-        policy,
-        completions,
-        positions,
-        mask.astype(jnp.int32),
-        KVCache(first.cache),
-        _OBSERVE,
-        keep_cache=False,
-        observe_amax=True,
-    )
-    return jnp.maximum(first.amax, second.amax)
+    observe = partial(_observe, (recipe.rollout.query, recipe.rollout.key, recipe.rollout.value))
+    run = partial(forward, policy, recipe=_OBSERVE, observe=observe)
+
+    def one(micro):
+        prompts, lengths, completions, mask = micro
+        segments = (jnp.arange(prompts.shape[1]) < lengths[:, None]).astype(jnp.int32)
+        first = run(prompts, segment_ids=segments, cache=KVCache(scales=scales))
+        if completions is None:
+            return first.observed
+        starts = jnp.repeat(lengths, completions.shape[0] // prompts.shape[0])
+        positions = starts[:, None] + jnp.arange(completions.shape[1])
+        cache = KVCache(first.cache, scales=scales)
+        second = run(completions, positions, mask.astype(jnp.int32), cache, keep_cache=False)
+        return first.observed + second.observed
+
+    return jax.lax.map(one, split_batch((prompts, lengths, completions, mask), micro_batches))
+
+
+def _observe(formats: tuple[TensorFormat, ...], q, k, v, real, scales) -> QuantizationSums:
+    sums = []
+    for x, fmt, scale in zip((q, k, v), formats, scales or (None,) * 3, strict=True):
+        restored, limit = x.astype(jnp.float32), jnp.inf
+        if fmt.quantized and scale is not None:
+            restored, limit = quantize_per_tensor(x, scale, fmt).astype(jnp.float32) * scale, scale * max_value(fmt)
+        sums.append(QuantizationSums.of(x, restored, limit, real))
+    return stack_sums(sums)
+
+
+def qkv_metrics(sums: QuantizationSums) -> dict[str, Float[Array, ""]]:
+    """fp8/*_q, fp8/*_k and fp8/*_v, from what `observe_qkv` saw under the scales that it was given."""
+    found = {}
+    for i, role in enumerate("qkv"):
+        found |= jax.tree.map(lambda x, i=i: x[..., i], sums).metrics(role)
+    return found
 
 
 def scales_from_amax(amax: Float[Array, "m layers 3"], recipe: Recipe) -> KVScales:
@@ -90,4 +120,4 @@ def calibrate_on_prompts(policy: Policy, prompts, recipe: Recipe, dtype: jnp.dty
     """
     if not recipe.quantizes_cache or recipe.kv_calibration != "trainer":
         return None
-    return scales_from_amax(observe_amax(policy, prompts.tokens, prompts.lengths, dtype=dtype)[None], recipe)
+    return scales_from_amax(observe_qkv(policy, prompts.tokens, prompts.lengths, recipe=recipe, dtype=dtype).amax, recipe)

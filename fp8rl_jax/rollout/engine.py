@@ -21,8 +21,17 @@ from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.cache import KVScales
 from fp8rl_jax.models.policy import LINEARS, Layer, Policy, cast, linear_names, unstack, with_layers
-from fp8rl_jax.precision import QTensor, check_recipe, is_finite, quantize_weight, quantized_layers
-from fp8rl_jax.rollout.calibration import observe_amax, scales_from_amax
+from fp8rl_jax.precision import (
+    QTensor,
+    QuantizationSums,
+    check_recipe,
+    is_finite,
+    quantize_weight,
+    quantized_layers,
+    stack_sums,
+    weight_sums,
+)
+from fp8rl_jax.rollout.calibration import observe_qkv, scales_from_amax
 from fp8rl_jax.rollout.sampler import generate
 from fp8rl_jax.rollout.sampling import Sampling
 from pallas_kernels.backend import Backend
@@ -63,6 +72,11 @@ class Rollout:
 class RolloutEngine(Protocol):
     """What the trainer needs of an engine: ours, or an external one."""
 
+    finite: dict[str, Bool[Array, ""]]
+    """One flag a tensor role of the last sync, True where every value is finite."""
+    metrics: dict[str, Float[Array, ""]]
+    """fp8/* metrics of the last sync."""
+
     def sync(self, policy: Policy, calibration: KVScales | None = None) -> int:
         """Serves these weights from now on; returns their version."""
 
@@ -70,8 +84,13 @@ class RolloutEngine(Protocol):
         """Samples completions."""
 
 
-def quantized_policy(policy: Policy, recipe: Recipe, dtype: jnp.dtype, unroll: bool, backend: Backend = "auto") -> Policy:
+def quantized_policy(
+    policy: Policy, recipe: Recipe, dtype: jnp.dtype, unroll: bool, backend: Backend = "auto"
+) -> tuple[Policy, dict[str, Float[Array, ""]]]:
     """The rollout's form of `policy`: compute dtype, the recipe's linears quantized, layers unrolled or stacked.
+
+    Returns:
+        The policy, and what quantization did to its weights (fp8/*_weight); no metrics where nothing is quantized.
 
     Raises:
         UserError: a pattern matches nothing, or the layers differ in what is quantized and are to stay stacked.
@@ -79,24 +98,30 @@ def quantized_policy(policy: Policy, recipe: Recipe, dtype: jnp.dtype, unroll: b
     chosen = set(quantized_layers(recipe, linear_names(policy.config)))
     fmt = recipe.rollout.weight
     served = cast(policy, dtype)
+    sums: list[QuantizationSums] = []
 
     def replace(layer: Layer, master: Layer, names: set[str]) -> Layer:
         tensors = {name: getattr(layer, name) for name in vars(layer) if getattr(layer, name, None) is not None}
         for name in names if fmt.quantized else ():
-            weight = type(tensors[name])(quantize_weight(getattr(master, name).value, fmt, backend), tensors[name].axes)
-            tensors[name] = weight
+            weight = getattr(master, name).value
+            quantized = quantize_weight(weight, fmt, backend)
+            sums.append(weight_sums(weight, quantized))
+            tensors[name] = type(tensors[name])(quantized, tensors[name].axes)
         return Layer(tensors)
+
+    def metrics():
+        return stack_sums(sums).metrics("weight") if sums else {}
 
     if not unroll:
         names = {name for name in LINEARS if any(c.endswith("." + name) for c in chosen)}
         if len(chosen) != len(names) * policy.config.num_layers:
             raise UserError('rollout.decode_layers: "scan" needs the same quantized linears in every layer; use "unroll"')
-        return with_layers(served, replace(served.layers, policy.layers, names))
+        return with_layers(served, replace(served.layers, policy.layers, names)), metrics()
     served, masters = unstack(served), unstack(policy)
     layers = []
     for i, (layer, master) in enumerate(zip(served.layers, masters.layers, strict=True)):
         layers.append(replace(layer, master, {name for name in LINEARS if f"layers.{i}.{name}" in chosen}))
-    return with_layers(served, nnx.List(layers))
+    return with_layers(served, nnx.List(layers)), metrics()
 
 
 def finite_flags(policy: Policy, scales: KVScales | None) -> dict[str, Bool[Array, ""]]:
@@ -119,6 +144,7 @@ class LocalEngine:
         self.policy: Policy | None = None
         self.scales: KVScales | None = None
         self.finite: dict[str, Array] = {}
+        self.metrics: dict[str, Array] = {}
         self._convert = jax.jit(partial(quantized_policy, recipe=recipe, dtype=self.dtype, unroll=unroll, backend=backend))
         self._check = jax.jit(finite_flags)
 
@@ -130,12 +156,12 @@ class LocalEngine:
                 calibration to the trainer; refused scales of an older version can therefore never be served.
 
         Returns:
-            The version of the weights now served. `finite` then holds one flag a tensor role.
+            The version of the weights now served. `finite` and `metrics` then speak of them.
         """
         if self.recipe.quantizes_cache and self.recipe.kv_calibration == "trainer" and calibration is None:
             raise ValueError(f"recipe {self.recipe.name!r}: sync needs the KV scales that the trainer calibrated")
         self.policy = None  # frees the old weights before the new ones are made
-        self.policy = self._convert(policy)
+        self.policy, self.metrics = self._convert(policy)
         self.scales = calibration
         self.finite = self._check(self.policy, self.scales)
         self.version += 1
@@ -150,8 +176,8 @@ class LocalEngine:
         if self.policy is None:
             raise RuntimeError("generate: no weights yet; call sync first")
         if self.recipe.quantizes_cache and self.scales is None:
-            amax = observe_amax(self.policy, prompts.tokens, prompts.lengths, dtype=self.dtype)
-            self.scales = scales_from_amax(amax[None], self.recipe)
+            seen = observe_qkv(self.policy, prompts.tokens, prompts.lengths, recipe=self.recipe, dtype=self.dtype)
+            self.scales = scales_from_amax(seen.amax, self.recipe)
             self.finite = self._check(self.policy, self.scales)
         out = generate(
             self.policy, *prompts, key, self.scales, samples=samples, sampling=sampling, recipe=self.recipe, backend=self.backend

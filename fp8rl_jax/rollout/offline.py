@@ -24,7 +24,7 @@ from fp8rl_jax.models.forward import forward
 from fp8rl_jax.models.logprobs import token_logprobs
 from fp8rl_jax.models.policy import Policy, cast
 from fp8rl_jax.precision import check_recipe
-from fp8rl_jax.rollout.calibration import observe_amax, scales_from_amax
+from fp8rl_jax.rollout.calibration import observe_qkv, scales_from_amax
 from fp8rl_jax.rollout.engine import LocalEngine, Prompts, pad_prompts
 from fp8rl_jax.rollout.sampling import Sampling
 
@@ -105,8 +105,9 @@ def complete(
     engine = LocalEngine(recipe, dtype, unroll=False)
     scales = None
     if recipe.quantizes_cache:
-        amax = [observe_amax(policy, b.tokens, b.lengths, dtype=jnp.dtype(dtype)) for b in batches(rows, batch_size)]
-        scales = scales_from_amax(jnp.stack(amax), recipe)
+        observe = partial(observe_qkv, policy, recipe=recipe, dtype=jnp.dtype(dtype))
+        amax = [observe(batch.tokens, batch.lengths).amax for batch in batches(rows, batch_size)]
+        scales = scales_from_amax(jnp.concatenate(amax), recipe)
     engine.sync(policy, scales)
     if bad := [role for role, finite in engine.finite.items() if not finite]:
         raise UserError(f"recipe {recipe.name!r}: {', '.join(bad)} not finite after quantization; the model overflows {dtype}")

@@ -20,7 +20,35 @@ COLUMNS = (
     ("mismatch k3", "mismatch/k3", "{:.1e}"),
     ("s/step", "time/step", "{:.2f}"),
 )
-_WIDTHS = tuple(max(len(heading), 8) for heading, _, _ in COLUMNS)
+SFT_COLUMNS = (
+    ("loss", "loss", "{:.4f}"),
+    ("held-out", "eval/accuracy", "{:.3f}"),
+    ("grad norm", "optim/grad_norm", "{:.3f}"),
+)
+
+
+class Table:
+    """Lines of equal width under one header.
+
+    Args:
+        total_steps: sets the width of the step's number.
+        columns: like COLUMNS.
+    """
+
+    def __init__(self, total_steps: int, columns: tuple[tuple[str, str, str], ...] = COLUMNS) -> None:
+        self._step_width = max(len("step"), len(str(total_steps)))
+        self._columns = [(heading, name, form, max(len(heading), 8)) for heading, name, form in columns]
+
+    def header(self) -> str:
+        """The headings over `row`."""
+        return " ".join([f"{'step':>{self._step_width}}", *(f"{heading:>{width}}" for heading, _, _, width in self._columns)])
+
+    def row(self, step: int, metrics: Mapping[str, float]) -> str:
+        """One step's columns; what was not measured in this step is a dash."""
+        cells = [
+            f"{form.format(float(metrics[name])) if name in metrics else '-':>{width}}" for _, name, form, width in self._columns
+        ]
+        return " ".join([f"{step:>{self._step_width}}", *cells])
 
 
 class TimeLeft:
@@ -50,16 +78,17 @@ class PlainConsole:
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
         header_every: int = 40,
+        columns: tuple[tuple[str, str, str], ...] = COLUMNS,
     ) -> None:
-        self._total, self._stream = total_steps, stream or sys.stdout
+        self._table, self._stream = Table(total_steps, columns), stream or sys.stdout
         self._left = TimeLeft(total_steps, start_step, clock)
         self._header_every, self._rows = header_every, 0
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         if self._rows % self._header_every == 0:
-            print(f"{header(self._total)} {'left':>8}", file=self._stream)
+            print(f"{self._table.header()} {'left':>8}", file=self._stream)
         self._rows += 1
-        print(f"{row(step, self._total, metrics)} {clock_text(self._left.at(step)):>8}", file=self._stream, flush=True)
+        print(f"{self._table.row(step, metrics)} {clock_text(self._left.at(step)):>8}", file=self._stream, flush=True)
 
     def close(self) -> None:
         self._stream.flush()
@@ -74,8 +103,9 @@ class LiveConsole:
         start_step: int = 0,
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
+        columns: tuple[tuple[str, str, str], ...] = COLUMNS,
     ) -> None:
-        self._total = total_steps
+        self._total, self._table = total_steps, Table(total_steps, columns)
         self._left = TimeLeft(total_steps, start_step, clock)
         self._progress = Progress(
             TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
@@ -85,10 +115,10 @@ class LiveConsole:
         )
         self._task = self._progress.add_task("", total=total_steps, completed=start_step, left=clock_text(None))
         self._progress.start()
-        self._print(f"[bold]{header(total_steps)}[/bold]")
+        self._print(f"[bold]{self._table.header()}[/bold]")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._print(row(step, self._total, metrics))
+        self._print(self._table.row(step, metrics))
         done = min(step + 1, self._total)
         self._progress.update(self._task, completed=done, left=clock_text(self._left.at(step)))
 
@@ -99,27 +129,14 @@ class LiveConsole:
         self._progress.console.print(line, highlight=False, no_wrap=True, overflow="ignore", crop=False)
 
 
-def console_tracker(total_steps: int, start_step: int = 0) -> PlainConsole | LiveConsole:
+def console_tracker(
+    total_steps: int, start_step: int = 0, columns: tuple[tuple[str, str, str], ...] = COLUMNS
+) -> PlainConsole | LiveConsole:
     """Live on a terminal, plain lines elsewhere."""
     console = Console()
     if console.is_terminal and not console.is_dumb_terminal:
-        return LiveConsole(total_steps, start_step, console)
-    return PlainConsole(total_steps, start_step)
-
-
-def header(total_steps: int) -> str:
-    """The headings over `row`."""
-    headings = [f"{heading:>{width}}" for (heading, _, _), width in zip(COLUMNS, _WIDTHS, strict=True)]
-    return " ".join([f"{'step':>{_step_width(total_steps)}}", *headings])
-
-
-def row(step: int, total_steps: int, metrics: Mapping[str, float]) -> str:
-    """One step's columns; what was not measured in this step is a dash."""
-    cells = [
-        f"{form.format(float(metrics[name])) if name in metrics else '-':>{width}}"
-        for (_, name, form), width in zip(COLUMNS, _WIDTHS, strict=True)
-    ]
-    return " ".join([f"{step:>{_step_width(total_steps)}}", *cells])
+        return LiveConsole(total_steps, start_step, console, columns=columns)
+    return PlainConsole(total_steps, start_step, columns=columns)
 
 
 def clock_text(seconds: float | None) -> str:
@@ -129,7 +146,3 @@ def clock_text(seconds: float | None) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def _step_width(total_steps: int) -> int:
-    return max(len("step"), len(str(total_steps)))

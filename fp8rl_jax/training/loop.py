@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import time
-from contextlib import contextmanager
 
 import jax
 import jax.numpy as jnp
@@ -30,31 +28,21 @@ from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.cache import KVScales
 from fp8rl_jax.models.loading import save_policy
 from fp8rl_jax.models.policy import Policy
-from fp8rl_jax.parallel import batch_sharding, check_same, is_main_process, replicated, to_global, to_host
-from fp8rl_jax.rollout.calibration import calibrate_on_prompts, observe_amax, scales_from_amax
+from fp8rl_jax.parallel import batch_sharding, check_same, is_main_process, replicated, split_batch, to_global, to_host
+from fp8rl_jax.rl.masked import masked_mean
+from fp8rl_jax.rollout.calibration import calibrate_on_prompts, observe_qkv, qkv_metrics, scales_from_amax
 from fp8rl_jax.rollout.engine import Prompts, Rollout
 from fp8rl_jax.tasks.workers import RewardPool
 from fp8rl_jax.training.checkpoint import Checkpoints
 from fp8rl_jax.training.evaluate import evaluate, evaluation_sampling
+from fp8rl_jax.training.performance import Clock
 from fp8rl_jax.training.setup import Setup, write_run_record
 from fp8rl_jax.training.state import TrainState, learning_rate, make_optimizer, sharded_state
 from fp8rl_jax.training.step import Batch, StepConfig, score, update
 from fp8rl_jax.training.tracking import JsonLines, Trackers, make_tracker
+from fp8rl_jax.training.watch import Watch
 
 _log = logging.getLogger("fp8rl")
-
-
-class Clock:
-    """Seconds of each part of a step, by metric name."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def part(self, name: str):
-        start = time.perf_counter()
-        yield
-        self.seconds[f"time/{name}"] = self.seconds.get(f"time/{name}", 0.0) + time.perf_counter() - start
 
 
 def train(setup: Setup, config_text: str) -> None:
@@ -68,7 +56,7 @@ def train(setup: Setup, config_text: str) -> None:
         UserError: the run directory is taken, a checkpoint cannot be written or read, or too many updates were skipped.
     """
     config = setup.config
-    check_same(config_text)
+    check_same(repr(dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, process_id=-1))))
     if not config.resume and (setup.directory / "metrics.jsonl").exists():
         raise UserError(f"{setup.directory} holds a run already; give --resume, or another --output")
     with jax.set_mesh(setup.mesh), RewardPool(config.task) as pool:
@@ -106,10 +94,9 @@ class Loop:
         setup.policy = self.state.policy
         self.engine = setup.engine()
         self.key = jax.random.key(config.seed)
-        self.skips_in_a_row = 0
-        self.skipped = 0
-        self.warned_constant = False
         self.checkpoints = Checkpoints(setup.directory / "checkpoints", config.checkpoint)
+        self.watch = Watch(config.trainer.abort_after_skips, self.checkpoints.directory)
+        self.clock = Clock()
         self.start = 0
         self.scales: KVScales | None = None
         if config.resume:
@@ -137,10 +124,15 @@ class Loop:
                 self.scales = calibrate_on_prompts(self.state.policy, self._prompts(self.start), self.setup.recipe, dtype)
             self.engine.sync(self.state.policy, self.scales)
             for step in range(self.start, steps):
-                metrics = self._evaluate(step) if self._evaluates(step) else {}
-                self.tracker.log(step, self._step(step) | metrics)
+                # every row is written before the checkpoint that makes a resumed run go on behind it
+                with self.clock.part("step"):
+                    metrics = self._evaluate(step) | self._step(step)
+                # time/* and perf/* since the last row: the step itself, its evaluation, and the checkpoint before it
+                self.tracker.log(step, metrics | self.clock.metrics())
+                self.clock = Clock()
                 if step + 1 == steps or (every and (step + 1) % every == 0):
-                    self.checkpoints.save(step + 1, self._saved())
+                    with self.clock.part("step"), self.clock.part("ckpt"):
+                        self.checkpoints.save(step + 1, self._saved())
             if self.start < steps and self.config.evaluation.every:
                 self.tracker.log(steps, self._evaluate(steps))
             if is_main_process():
@@ -152,7 +144,7 @@ class Loop:
             self.checkpoints.close()
 
     def _step(self, step: int) -> dict[str, float]:
-        config, clock, began = self.config, Clock(), time.perf_counter()
+        config, clock = self.config, self.clock
         samples = config.rollout.samples_per_prompt
         examples = self._examples(step)
         with clock.part("gen"):
@@ -163,80 +155,89 @@ class Loop:
             scores = self.pool.score(examples, texts)
         rewards, valid = jnp.asarray(scores.rewards), jnp.asarray(~scores.failed)
         advantages = rl.group_advantages(rewards, samples, config.rl.advantage, valid)
-        reward_metrics = rl.reward_metrics(rewards, samples, valid)
         batch = self._batch(rollout, advantages)
-        with clock.part("train"):
-            train_logprobs, train_metrics = self._update(batch)
-        if self.calibrates:
-            with clock.part("calibrate"):
-                self.scales = self._calibrate(rollout)
-                jax.block_until_ready(self.scales)
-        mismatch = rl.mismatch_metrics(
+        train_logprobs, metrics = self._update(batch)
+        metrics |= rl.reward_metrics(rewards, samples, valid) | rl.mismatch_metrics(
             rollout.policy_logprobs, train_logprobs, batch.mask, batch.advantages, self.step_config.rl.correction
         )
-        version = rollout.weight_version
+        if self.calibrates:
+            with clock.part("calibrate"):
+                self.scales, kv_metrics = self._calibrate(rollout)
+                jax.block_until_ready(self.scales)
+            metrics |= kv_metrics
         with clock.part("sync"):
             self.engine.sync(self.state.policy, self.scales)
             jax.block_until_ready(self.engine.policy)
+        metrics |= self._rollout_metrics(rollout) | self.engine.metrics
+        metrics["reward/accuracy"] = scores.correct.mean()
+        metrics |= {f"fp8/nonfinite_{role}": 1.0 - ok for role, ok in self.engine.finite.items()}
+        metrics = {name: float(value) for name, value in to_host(metrics).items()} | scores.metrics()
+        metrics |= self.watch.see(step, metrics, scores.first_error)
+        self._keep_samples(step, examples, texts, scores.rewards)
+        return metrics
+
+    def _rollout_metrics(self, rollout: Rollout) -> dict:
         lengths = jnp.sum(rollout.mask, axis=1)
+        self.clock.work(self.state.policy.config, *to_host((rollout.prompts.lengths, lengths)))
         metrics = {
-            **reward_metrics,
-            "reward/accuracy": scores.correct.mean(),
-            **train_metrics,
-            **mismatch,
             "completions/mean_length": lengths.mean(),
             "completions/max_length": lengths.max(),
+            "completions/mean_terminated_length": masked_mean(lengths, rollout.stopped),
             "completions/clipped_ratio": 1.0 - jnp.mean(rollout.stopped),
-            "rollout/weight_version": version,
+            "rollout/weight_version": rollout.weight_version,
             "rollout/dropped": self.setup.dropped,
-            **{f"fp8/nonfinite_{role}": 1.0 - ok for role, ok in self.engine.finite.items()},
         }
         if self.scales is not None:
             metrics |= {f"fp8/kv_scale_{role[0]}": jnp.max(getattr(self.scales, role)) for role in ("query", "key", "value")}
-        metrics = {name: float(value) for name, value in to_host(metrics).items()}
-        self._watch(step, metrics, scores.first_error)
-        self._keep_samples(step, examples, texts, scores.rewards)
-        seconds = time.perf_counter() - began
-        tokens = float(np.sum(to_host(rollout.mask)))
-        return metrics | scores.metrics() | clock.seconds | {"time/step": seconds, "perf/tok_per_s": tokens / seconds}
+        return metrics
 
     def _update(self, batch: Batch):
         """All updates on one rollout; returns the pre-update log-probabilities and the mean of the updates' metrics."""
-        count, config = self.config.trainer.updates_per_rollout, self.step_config
+        count, config, clock = self.config.trainer.updates_per_rollout, self.step_config, self.clock
         whole = dataclasses.replace(config, micro_batches=config.micro_batches * count)
+        rate = {"optim/lr": float(self.schedule(int(self.state.updates)))}
         if self.reference is not None:
-            batch = dataclasses.replace(batch, reference_logprobs=score(self.reference, batch, whole))
-        rate = float(self.schedule(int(self.state.updates)))
+            with clock.part("ref"):
+                reference = jax.block_until_ready(score(self.reference, batch, whole))
+            batch = dataclasses.replace(batch, reference_logprobs=reference)
         if count == 1:
-            self.state, logprobs, metrics = update(self.state, batch, config, self.optimizer)
-            jax.block_until_ready(logprobs)
-            return logprobs, metrics | {"optim/lr": rate}
-        old = score(self.state.policy, batch, whole)
-        batch = dataclasses.replace(batch, old_logprobs=old)
+            with clock.part("train"):
+                self.state, logprobs, metrics = update(self.state, batch, config, self.optimizer)
+                jax.block_until_ready(logprobs)
+            return logprobs, metrics | rate
+        with clock.part("logprob"):
+            old = jax.block_until_ready(score(self.state.policy, batch, whole))
         collected = []
-        for i in range(count):
-            part = jax.tree.map(lambda x, i=i: x[i * len(x) // count : (i + 1) * len(x) // count], batch)
-            self.state, _, metrics = update(self.state, part, config, self.optimizer)
-            collected.append(metrics)
-        averaged = {name: jnp.mean(jnp.stack([m[name] for m in collected])) for name in collected[0]}
-        jax.block_until_ready(averaged)
-        return old, averaged | {"optim/lr": rate}
+        parts = split_batch(dataclasses.replace(batch, old_logprobs=old), count)
+        with clock.part("train"):
+            for part in range(count):
+                mini = jax.tree.map(lambda x, part=part: x[part], parts)
+                self.state, _, metrics = update(self.state, mini, config, self.optimizer)
+                collected.append(metrics)
+            averaged = {name: jnp.mean(jnp.stack([m[name] for m in collected])) for name in collected[0]}
+            jax.block_until_ready(averaged)
+        return old, averaged | rate
 
-    def _calibrate(self, rollout: Rollout) -> KVScales:
-        dtype, prompts = jnp.dtype(self.config.compute_dtype), rollout.prompts
-        amax = observe_amax(self.state.policy, prompts.tokens, prompts.lengths, rollout.tokens, rollout.mask, dtype=dtype)
-        return scales_from_amax(amax[None], self.setup.recipe)
-
-    def _evaluates(self, step: int) -> bool:
-        every = self.config.evaluation.every
-        return bool(every) and step % every == 0
+    def _calibrate(self, rollout: Rollout) -> tuple[KVScales, dict]:
+        """Scales for the new weights, and what the scales served until now do to them."""
+        recipe, prompts = self.setup.recipe, rollout.prompts
+        sums = observe_qkv(
+            self.state.policy, prompts.tokens, prompts.lengths, rollout.tokens, rollout.mask, self.scales,
+            recipe=recipe, dtype=jnp.dtype(self.config.compute_dtype),
+            micro_batches=self.step_config.micro_batches * self.config.trainer.updates_per_rollout,
+        )  # fmt: skip
+        return scales_from_amax(sums.amax, recipe), qkv_metrics(sums)
 
     def _evaluate(self, step: int) -> dict[str, float]:
+        """Held-out metrics where they are due before `step`, else nothing."""
         config = self.config.evaluation
+        if not config.every or (step % config.every and step < self.config.trainer.steps):
+            return {}
         examples = self.setup.held_out.examples[: config.examples]
         key = jax.random.fold_in(jax.random.fold_in(self.key, 1), 0)
         sampling = evaluation_sampling(config, self.setup.sampling)
-        metrics, _ = evaluate(self.engine, self.setup.encoder, self.pool, examples, config, sampling, key)
+        with self.clock.part("eval"):
+            metrics, _ = evaluate(self.engine, self.setup.encoder, self.pool, examples, config, sampling, key)
         return metrics
 
     def _examples(self, step: int):
@@ -254,25 +255,6 @@ class Loop:
         )
         prompts = rollout.prompts
         return Batch(prompts.tokens, prompts.lengths, rollout.tokens, rollout.mask, chosen, advantages)
-
-    def _watch(self, step: int, metrics: dict[str, float], first_error: str | None) -> None:
-        skipped = metrics["optim/skipped"] > 0
-        self.skipped += skipped
-        self.skips_in_a_row = self.skips_in_a_row + 1 if skipped else 0
-        metrics["optim/skipped_steps"] = float(self.skipped)
-        if skipped:
-            roles = [name.removeprefix("nonfinite/") for name, v in metrics.items() if name.startswith("nonfinite/") and v]
-            _log.warning("step %d: update skipped, non-finite %s", step, ", ".join(roles))
-        if self.skips_in_a_row >= self.config.trainer.abort_after_skips:
-            raise UserError(
-                f"{self.skips_in_a_row} updates in a row were skipped for non-finite values (trainer.abort_after_skips); "
-                f"the last checkpoint in {self.checkpoints.directory} is whole"
-            )
-        if first_error:
-            _log.warning("step %d: a reward failed: %s", step, first_error)
-        if metrics["reward/frac_zero_std"] == 1.0 and not self.warned_constant:
-            self.warned_constant = True
-            _log.warning("step %d: every group has equal rewards, so this step teaches nothing (said once)", step)
 
     def _keep_samples(self, step: int, examples, texts: list[str], rewards) -> None:
         if self.samples is None:

@@ -16,6 +16,7 @@ from fp8rl_jax.models.loading import save_policy
 from fp8rl_jax.parallel import batch_sharding, is_main_process, to_global
 from fp8rl_jax.tasks.dataset import Example
 from fp8rl_jax.tasks.workers import RewardPool
+from fp8rl_jax.training.console import SFT_COLUMNS
 from fp8rl_jax.training.evaluate import evaluate_held_out
 from fp8rl_jax.training.prompts import PromptEncoder
 from fp8rl_jax.training.setup import Setup, write_run_record
@@ -46,7 +47,7 @@ def supervise(setup: Setup, config_text: str, report=print) -> None:
     )
     with jax.set_mesh(setup.mesh), RewardPool(config.task) as pool:
         state = sharded_state(setup.policy, optimizer, setup.mesh)
-        tracker = make_tracker(directory, config.tracking, total_steps=sft.steps)
+        tracker = make_tracker(directory, config.tracking, total_steps=sft.steps, columns=SFT_COLUMNS)
         try:
             for step in range(sft.steps):
                 examples = setup.train.batch(step, sft.batch_size, config.seed)

@@ -22,7 +22,7 @@ from fp8rl_jax.models.cache import KVCache
 from fp8rl_jax.models.forward import forward
 from fp8rl_jax.models.logprobs import token_logprobs
 from fp8rl_jax.models.policy import Policy, cast
-from fp8rl_jax.parallel import constrain
+from fp8rl_jax.parallel import constrain, split_batch
 from fp8rl_jax.training.state import TrainState, apply_gradients
 from pallas_kernels.backend import Backend
 
@@ -78,7 +78,7 @@ def completion_logprobs(policy: Policy, batch: Batch, config: StepConfig) -> tup
 @partial(jax.jit, static_argnames="config")
 def score(policy: Policy, batch: Batch, config: StepConfig) -> Float[Array, "b t"]:
     """`completion_logprobs` micro-batch by micro-batch, without gradients: old and reference log-probabilities."""
-    parts = jax.lax.map(lambda micro: completion_logprobs(policy, micro, config)[0], split(batch, config.micro_batches))
+    parts = jax.lax.map(lambda micro: completion_logprobs(policy, micro, config)[0], split_batch(batch, config.micro_batches))
     return parts.reshape(batch.tokens.shape)
 
 
@@ -117,12 +117,7 @@ def update(
             return jax.tree.map(jnp.add, carry, (loss, gradients)), (metrics, logprobs)
 
         zeros = (jnp.float32(0), jax.tree.map(jnp.zeros_like, state.policy))
-        (loss, gradients), (stacked, logprobs) = jax.lax.scan(accumulate, zeros, split(batch, config.micro_batches))
+        (loss, gradients), (stacked, logprobs) = jax.lax.scan(accumulate, zeros, split_batch(batch, config.micro_batches))
         metrics, logprobs = rl.reduce_metrics(stacked), logprobs.reshape(batch.tokens.shape)
     state, update_metrics = apply_gradients(state, gradients, loss, optimizer)
     return state, logprobs, rl.metric_values(metrics) | update_metrics
-
-
-def split(batch: Batch, parts: int) -> Batch:
-    """The batch as `parts` micro-batches of whole groups, on a new leading axis."""
-    return jax.tree.map(lambda x: x.reshape(parts, x.shape[0] // parts, *x.shape[1:]), batch)

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from fp8rl_jax.config.tracking import TrackingConfig
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.training.console import COLUMNS, console_tracker
 
 
 class Tracker(Protocol):
@@ -127,6 +128,7 @@ def make_tracker(
     total_steps: int,
     start_step: int = 0,
     settings: Mapping[str, Any] | None = None,
+    columns: tuple[tuple[str, str, str], ...] = COLUMNS,
 ) -> Trackers:
     """The record and the views that the configuration asks for.
 
@@ -135,11 +137,11 @@ def make_tracker(
         total_steps: step at which the run ends, for the time left.
         start_step: first step that will be logged; what the record holds from there on is removed.
         settings: the run's configuration, for views that show it.
+        columns: what the console shows.
 
     Raises:
         UserError: the record cannot be written, or a view's package is not installed or refuses to start.
     """
-    from fp8rl_jax.training.console import console_tracker
     from fp8rl_jax.training.external_trackers import TensorBoardTracker, WandbTracker
 
     trackers: list[Tracker] = [JsonlTracker(directory / "metrics.jsonl", start_step)]
@@ -147,7 +149,7 @@ def make_tracker(
         trackers.append(View("TensorBoard", TensorBoardTracker(directory / "tensorboard", start_step)))
     if config.wandb:
         trackers.append(View("Weights & Biases", WandbTracker(directory, config, settings or {})))
-    trackers.append(View("the console", console_tracker(total_steps, start_step)))
+    trackers.append(View("the console", console_tracker(total_steps, start_step, columns)))
     return Trackers(trackers)
 
 

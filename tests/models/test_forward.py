@@ -22,7 +22,7 @@ SCALED = dataclasses.replace(LLAMA, rope_theta=500000.0, rope_scaling=Llama3Rope
 CONFIGS = {"llama_tied": LLAMA, "llama3_rope": SCALED, "qwen3_untied": QWEN3}
 TOLERANCE = {"atol": 2e-5, "rtol": 2e-5}  # float32 against float64, logits of order 1
 
-run = jax.jit(forward, static_argnames=("recipe", "phase", "remat", "keep_cache", "observe_amax", "backend"))
+run = jax.jit(forward, static_argnames=("recipe", "phase", "remat", "keep_cache", "observe", "backend"))
 
 
 def policy_and_weights(config: PolicyConfig) -> tuple[Policy, dict[str, np.ndarray]]:
@@ -194,13 +194,17 @@ def test_gradients_equal_finite_differences_of_the_reference():
         assert (np.asarray(node.value, np.float64) * direction).sum() == pytest.approx(slope, rel=1e-4, abs=1e-4), path
 
 
-def test_observed_amax_leaves_padding_out():
+def amax_of(q, k, v, real, scales):
+    return jnp.stack([jnp.abs(jnp.where(real, x, 0.0)).max() for x in (q, k, v)])
+
+
+def test_observers_can_leave_padding_out():
     policy, _ = policy_and_weights(LLAMA)
     tokens = random_tokens(LLAMA, 1, 8)
     padded = np.concatenate([tokens, random_tokens(LLAMA, 1, 8, seed=9)], axis=1)
     segments = (np.arange(16) < 8).astype(np.int32)[None]
-    plain = run(policy, tokens, observe_amax=True).amax
-    np.testing.assert_allclose(run(policy, padded, segment_ids=segments, observe_amax=True).amax, plain, rtol=1e-5)
+    plain = run(policy, tokens, observe=amax_of).observed
+    np.testing.assert_allclose(run(policy, padded, segment_ids=segments, observe=amax_of).observed, plain, rtol=1e-5)
     assert plain.shape == (LLAMA.num_layers, 3) and (np.asarray(plain) > 0).all()
 
 

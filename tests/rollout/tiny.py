@@ -11,7 +11,7 @@ from fp8rl_jax.models.cache import KVCache
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.forward import forward
 from fp8rl_jax.models.policy import init_policy
-from fp8rl_jax.rollout.calibration import observe_amax, scales_from_amax
+from fp8rl_jax.rollout.calibration import calibrate_on_prompts
 from fp8rl_jax.rollout.engine import LocalEngine, Prompts, pad_prompts
 
 # no side is a multiple of 128
@@ -35,13 +35,8 @@ def make_engine(name: str = "bf16", unroll: bool = True, policy=None) -> LocalEn
     """Synced, float32 compute; scales calibrated on a fixed batch where the recipe wants them."""
     engine = LocalEngine(RECIPES[name], jnp.float32, unroll)
     policy = make_policy() if policy is None else policy
-    engine.sync(policy, calibrate(policy, engine.recipe) if engine.recipe.quantizes_cache else None)
+    engine.sync(policy, calibrate_on_prompts(policy, make_prompts(seed=5), engine.recipe, jnp.float32))
     return engine
-
-
-def calibrate(policy, recipe):
-    prompts = make_prompts(seed=5)
-    return scales_from_amax(observe_amax(policy, prompts.tokens, prompts.lengths, dtype=jnp.float32)[None], recipe)
 
 
 def full_logits(engine: LocalEngine, rollout) -> np.ndarray:

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from fp8rl_jax.config.tracking import TrackingConfig
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.training.console import COLUMNS, LiveConsole, PlainConsole, TimeLeft, clock_text, console_tracker
+from fp8rl_jax.training.console import COLUMNS, SFT_COLUMNS, LiveConsole, PlainConsole, TimeLeft, clock_text, console_tracker
 from fp8rl_jax.training.tracking import JsonLines, JsonlTracker, Trackers, View, make_tracker
 
 METRICS = {
@@ -152,6 +152,14 @@ def test_plain_lines_show_the_columns_in_line(tmp_path):
     assert len({len(line) for line in (header, first, second, third)}) == 1
     for heading, word in (("reward", "0.500"), ("entropy", "1.500"), ("left", "0:38")):
         assert header.index(heading) + len(heading) == first.index(word) + len(word)
+
+
+def test_other_columns(tmp_path):
+    stream = io.StringIO()
+    PlainConsole(3, stream=stream, columns=SFT_COLUMNS).log(0, {"loss": 1.25, "reward/mean": 0.5})
+    header, line = stream.getvalue().splitlines()
+    assert header.split() == "step loss held-out grad norm left".split()
+    assert line.split()[:4] == ["0", "1.2500", "-", "-"]
 
 
 def test_the_header_comes_back():

@@ -1,0 +1,100 @@
+"""Where a step's time goes, and how much of the hardware it uses.
+
+Model FLOPs count what the mathematics needs and nothing else: no padding, no recomputation (rematerialization, chunked
+logits), real tokens only, each prompt once for its group, as the trainer runs it. With N matrix parameters outside embedding
+and head, n = heads * head_dim, and c the keys that a token sees:
+
+    forward of a token     2 N + 4 n c      and 2 * hidden * vocab for a token whose log-probability is wanted
+    update                 3 forwards (PaLM's convention, arXiv 2204.02311, appendix B)
+
+MFU divides by the dense bfloat16 peak of the card whatever the recipe, so that FP8 shows as a gain and not as a new scale.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import jax
+import numpy as np
+from jaxtyping import Int
+
+from fp8rl_jax.models.config import PolicyConfig
+from fp8rl_jax.models.policy import LINEARS, tensor_specs
+
+# dense bfloat16 FLOP/s without sparsity, NVIDIA's data sheets (SXM)
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "H20": 148e12, "B200": 2250e12, "GB200": 2500e12, "A100": 312e12}
+OUTSIDE_STEP = ("time/eval", "time/ckpt")
+
+
+def update_flops(
+    config: PolicyConfig, prompt_lengths: Int[np.ndarray, " p"], completion_lengths: Int[np.ndarray, " b"]
+) -> float:
+    """Model FLOPs of one forward and backward pass over P prompts and their B = P * n completions."""
+    prompts = np.asarray(prompt_lengths, np.float64)
+    completions = np.asarray(completion_lengths, np.float64)
+    starts = np.repeat(prompts, len(completions) // len(prompts))
+    shapes = tensor_specs(config)
+    matrices = sum(np.prod(shape) for name, (shape, _) in shapes.items() if name.removeprefix("layers.") in LINEARS)
+    tokens = prompts.sum() + completions.sum()
+    keys = (prompts * (prompts + 1) / 2).sum() + (starts * completions + completions * (completions + 1) / 2).sum()
+    attention = 4 * config.num_layers * config.num_heads * config.head_dim * keys
+    head = 2 * config.hidden_size * config.vocab_size * completions.sum()
+    return float(3 * (2 * matrices * tokens + attention + head))
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Dense bfloat16 FLOP/s of one device by jax's name of it, or None where it is not known (a CPU, an unlisted card)."""
+    words = device_kind.replace("-", " ").split()
+    return next((peak for name, peak in PEAK_FLOPS.items() if name in words), None)
+
+
+class Clock:
+    """Seconds of each part of a step, by metric name, and the work that was done in them."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.tokens = self.flops = 0.0
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Adds the time that the block takes to time/<name>."""
+        start = time.perf_counter()
+        yield
+        self.seconds[f"time/{name}"] = self.seconds.get(f"time/{name}", 0.0) + time.perf_counter() - start
+
+    def work(self, config: PolicyConfig, prompt_lengths: np.ndarray, completion_lengths: np.ndarray) -> None:
+        """Notes the completions that the step sampled and trained on."""
+        self.tokens = float(np.sum(completion_lengths))
+        self.flops = update_flops(config, prompt_lengths, completion_lengths)
+
+    def metrics(self) -> dict[str, float]:
+        """time/*, and perf/* a device, whatever its kind:
+
+        perf/tok_per_s_gpu         completion tokens over the step without evaluation and checkpoint
+        perf/tok_per_s_gpu_gen     over generation alone, and _train over the update alone
+        perf/tflops_gpu_train      model FLOPs of the update
+        perf/mfu_train             as a part of the device's peak, where that is known
+        perf/memory_peak_gib       of the fullest device since the start; of this process where devices do not say
+        """
+        devices, times = jax.device_count(), self.seconds
+        step = times["time/step"] - sum(times.get(name, 0.0) for name in OUTSIDE_STEP)
+        rate = self.flops / devices / times["time/train"]
+        metrics = {
+            "perf/tok_per_s_gpu": self.tokens / devices / step,
+            "perf/tok_per_s_gpu_gen": self.tokens / devices / times["time/gen"],
+            "perf/tok_per_s_gpu_train": self.tokens / devices / times["time/train"],
+            "perf/tflops_gpu_train": rate / 1e12,
+            "perf/memory_peak_gib": _memory_peak() / 2**30,
+        }
+        peak = peak_flops(jax.local_devices()[0].device_kind)
+        return times | metrics | ({} if peak is None else {"perf/mfu_train": rate / peak})
+
+
+def _memory_peak() -> int:
+    stats = [device.memory_stats() for device in jax.local_devices()]
+    if all(stats):
+        return max(s["peak_bytes_in_use"] for s in stats)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
