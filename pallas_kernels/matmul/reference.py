@@ -18,12 +18,18 @@ def matmul(x, x_scales, w, w_scales, w_block, out_dtype):
     return dot(x, dequantize_blocks(w, w_scales, w_block)).astype(out_dtype)
 
 
+# on a CPU; measured at SmolLM2's shapes from 8 to 1024 rows
+FEW_ROWS = 256
+
+
 def dot(x, w):
     """x [..., k] times w [n, k] transposed, accumulated in float32.
 
-    Rows are flattened first and the weight is the left operand: on a CPU the gradients are then 1.6 times as fast, and few
-    rows (decode) up to twice.
+    The weight is the left operand. On a CPU that makes few rows (decode) up to twice as fast, if they keep their axes, and
+    the gradients of many rows 1.6 times, if they are flattened.
     """
-    rows = x.reshape(-1, x.shape[-1])
-    out = lax.dot_general(w, rows, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    if x.size // x.shape[-1] <= FEW_ROWS:
+        out = lax.dot_general(w, x, (((1,), (x.ndim - 1,)), ((), ())), preferred_element_type=jnp.float32)
+        return jnp.moveaxis(out, 0, -1)
+    out = lax.dot_general(w, x.reshape(-1, x.shape[-1]), (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     return out.T.reshape(*x.shape[:-1], w.shape[0])
