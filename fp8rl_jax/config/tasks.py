@@ -6,40 +6,29 @@ from dataclasses import dataclass, field
 from string import Formatter
 from typing import Any, Literal
 
+from fp8rl_jax.config.rewards import RewardConfig, is_function_spec
+
 TEMPLATE_FIELDS = ("question", "answer", "metadata")
-
-
-@dataclass(frozen=True)
-class RewardConfig:
-    """How one completion is scored, in worker processes that can be killed."""
-
-    function: str = ""
-    """`module:function` or `path/to/file.py:function`, called as reward(prompt=, completion=, answer=, metadata=);
-    empty: reasoning-gym's own scorer, or exact match with the answer where kind is "module"."""
-    extract: Literal["whole", "last_number"] = "whole"
-    """What is scored: the completion without surrounding whitespace, or its last number (empty where it has none)."""
-    partial_credit: bool = True
-    """Use scores as they are; false: the reward is 1 where the score is at least 1, else 0.
-    Accuracy counts scores of at least 1 either way."""
-    timeout: float = 5.0
-    """Seconds that one sample may take; then its worker is killed and the sample gets reward 0."""
-    memory_limit_mib: int = 2048
-    """MiB of address space that a worker may add to what it holds once the reward is imported (Linux only)."""
-    num_workers: int = 2
-    """Worker processes."""
 
 
 @dataclass(frozen=True)
 class TaskConfig:
     """Problems and their reward."""
 
-    kind: Literal["reasoning_gym", "module"] = "reasoning_gym"
-    """A reasoning-gym generator, or a Python function that returns a list of {"prompt", "answer"} dictionaries
-    (their other keys become metadata)."""
+    kind: Literal["reasoning_gym", "module", "jsonl", "environment"] = "reasoning_gym"
+    """A reasoning-gym generator; a Python function that returns a list of {"prompt", "answer"} dictionaries (their other
+    keys become metadata); files of such dictionaries, one JSON object a line; or a class whose problems are conversations
+    with it, of max_turns turns."""
     name: str = "chain_sum"
-    """The generator's name, or `module:function` / `path/to/file.py:function`."""
+    """The generator's name; `module:function` or `path/to/file.py:function`; the file's path or a pattern such as
+    data/*.jsonl; `module:Class` or `path/to/file.py:Class`."""
     args: dict[str, Any] = field(default_factory=dict)
-    """Parameters of the generator, or keyword arguments of the function: args = { min_terms = 2, max_terms = 2 }."""
+    """Parameters of the generator, or keyword arguments of the function or class: args = { min_terms = 2, max_terms = 2 }."""
+    eval_path: str = ""
+    """Held-out problems of kind jsonl, as name; at most eval_size of them are used, and training skips them all. Empty: they
+    are taken out of name."""
+    max_turns: int = 1
+    """Completions of one episode, at most; other kinds than environment have one."""
     train_size: int = 0
     """Training problems; 0: all that the held-out set leaves of a list, 1024 of a generator."""
     eval_size: int = 256
@@ -55,39 +44,50 @@ class TaskConfig:
     reward: RewardConfig = RewardConfig()
     """Scoring."""
 
+    @property
+    def components(self) -> dict[str, float]:
+        """{name: weight} of the rewards that are summed."""
+        return self.reward.components(self.kind)
+
+    @property
+    def deciding_reward(self) -> str:
+        """Name of the component that decides accuracy."""
+        return self.reward.decides(self.kind)
+
     def problems(self) -> list[str]:
         """Every value that cannot work, one line each; empty where all is well."""
-        reward = self.reward
+        wanted = "Class" if self.kind == "environment" else "function"
         checks = [
             (self.train_size >= 0, f"task.train_size = {self.train_size} must not be negative"),
             (self.eval_size >= 0, f"task.eval_size = {self.eval_size} must not be negative"),
             (self.seed >= 0, f"task.seed = {self.seed} must not be negative"),
-            (bool(self.name), "task.name is empty; give a reasoning-gym generator or module:function"),
+            (bool(self.name), "task.name is empty; give a reasoning-gym generator, module:function or a file"),
             (
-                self.kind != "module" or is_function_spec(self.name),
-                f"task.name = {self.name!r} must be module:function or path/to/file.py:function",
+                self.kind not in ("module", "environment") or is_function_spec(self.name),
+                f"task.name = {self.name!r} must be module:{wanted} or path/to/file.py:{wanted}",
             ),
             (
-                not reward.function or is_function_spec(reward.function),
-                f"task.reward.function = {reward.function!r} must be module:function or path/to/file.py:function",
+                not self.eval_path or self.kind == "jsonl",
+                f'task.eval_path belongs to task.kind = "jsonl", and this one is {self.kind!r}',
             ),
-            (reward.timeout > 0, f"task.reward.timeout = {reward.timeout} must be a positive number of seconds"),
             (
-                reward.memory_limit_mib >= 16,
-                f"task.reward.memory_limit_mib = {reward.memory_limit_mib} must be at least 16",
+                not self.eval_path or self.eval_size > 0,
+                f"task.eval_path = {self.eval_path!r} is not read while task.eval_size = 0; raise it or drop the path",
             ),
-            (reward.num_workers >= 1, f"task.reward.num_workers = {reward.num_workers} must be at least 1"),
+            (
+                not self.args or self.kind != "jsonl",
+                'task.args: a file takes no arguments (task.kind = "jsonl"); take them out',
+            ),
+            (self.max_turns >= 1, f"task.max_turns = {self.max_turns} must be at least 1"),
+            (
+                self.max_turns == 1 or self.kind == "environment",
+                f'task.max_turns = {self.max_turns}: only task.kind = "environment" has several turns',
+            ),
         ]
-        found = [message for holds, message in checks if not holds]
+        found = [message for holds, message in checks if not holds] + list(self.reward.faults(self.kind))
         for key in ("prompt_template", "answer_template"):
             found += [f"task.{key}: {fault}" for fault in template_faults(getattr(self, key))]
         return found
-
-
-def is_function_spec(spec: str) -> bool:
-    """Whether `spec` reads `module:function` or `path/to/file.py:function`."""
-    module, separator, function = spec.rpartition(":")
-    return bool(module and separator) and function.isidentifier()
 
 
 def template_faults(template: str) -> list[str]:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -19,13 +19,12 @@ from jaxtyping import Int
 
 from fp8rl_jax.config.tasks import TaskConfig
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.tasks.functions import load_function
-from fp8rl_jax.tasks.rewards import create_reasoning_gym
+from fp8rl_jax.tasks.conversation import Conversation
+from fp8rl_jax.tasks.conversation import chat_messages as chat_messages
+from fp8rl_jax.tasks.jsonl import read_problems
+from fp8rl_jax.tasks.sources import LOADERS, Row, permutation, shuffled
 
 GENERATED_TRAIN_SIZE = 1024
-# reasoning-gym seeds its problem i with seed + i; this distance keeps the problems of neighbouring seeds apart.
-SEED_DISTANCE = 1_000_003
-CHUNK = 512
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class Example:
     index: int
     """Position in its data set."""
     prompt: str
-    """Text of the prompt, without chat template."""
+    """Text of the prompt, without chat template; or a `Conversation`, whose messages `chat_messages` gives."""
     answer: str
     """The right answer; empty where the generator states none."""
     target: str
@@ -78,31 +77,48 @@ def load_splits(task: TaskConfig) -> tuple[Dataset, Dataset]:
     """(training set, held-out set): disjoint by prompt, and the same for the same configuration.
 
     The held-out problems are the first `eval_size` distinct ones, hence a plain sample of the source that depends on
-    neither `train_size` nor the training order.
+    neither `train_size` nor the training order. With `eval_path` they come from there, at most `eval_size`, and no
+    problem of that file is trained on.
 
     Raises:
-        UserError: a value of the configuration cannot work, the source is empty, or it has too few distinct prompts.
+        UserError: a value of the configuration cannot work, the source is empty or damaged, or it has too few distinct prompts.
     """
     if faults := task.problems():
         raise UserError("; ".join(faults))
     rows = LOADERS[task.kind](task)
     endless = not isinstance(rows, Sequence)
     wanted = task.train_size or (GENERATED_TRAIN_SIZE if endless else None)
-
     distinct = _Distinct(task, rows, endless)
-    held_out = Dataset(_numbered(islice(distinct, task.eval_size)))
-    train_examples = _numbered(islice(distinct, wanted))
-    train = Dataset(train_examples, distinct.duplicates)
+    if task.eval_path:
+        held_out_rows = shuffled(read_problems(task.eval_path, "task.eval_path"), task.seed)
+        apart = tuple(_Distinct(task, held_out_rows, endless=False, seen=distinct.seen))
+        held_out = Dataset(_numbered(apart[: task.eval_size]))
+    else:
+        held_out = Dataset(_numbered(islice(distinct, task.eval_size)))
+    train = Dataset(_numbered(islice(distinct, wanted)), distinct.duplicates)
+    _check_sizes(task, train, held_out, wanted if endless else task.train_size or 1)
+    return train, held_out
 
+
+def _check_sizes(task: TaskConfig, train: Dataset, held_out: Dataset, least: int) -> None:
+    name = f"task.name = {task.name!r}"
+    if task.eval_path:
+        if not len(held_out):
+            raise UserError(f"task.eval_path = {task.eval_path!r} is an empty data set; it has to give at least one problem")
+        if len(train) < least:
+            raise UserError(
+                f"{name} has {len(train)} distinct prompts that task.eval_path does not have, fewer than task.train_size = "
+                f"{least}; lower it or give more problems"
+            )
+        return
     found = len(held_out) + len(train)
     if found == 0:
-        raise UserError(f"task.name = {task.name!r} is an empty data set; it has to give at least one problem")
-    if found < task.eval_size + (task.train_size or 1) or (endless and len(train) < wanted):
+        raise UserError(f"{name} is an empty data set; it has to give at least one problem")
+    if len(held_out) < task.eval_size or len(train) < least:
         raise UserError(
-            f"task.name = {task.name!r} has {found} distinct prompts, fewer than task.eval_size = {task.eval_size} "
-            f"and task.train_size = {wanted or 1} together; lower these or widen task.args"
+            f"{name} has {found} distinct prompts, fewer than task.eval_size = {task.eval_size} and task.train_size = {least} "
+            "together; lower these or give more problems"
         )
-    return train, held_out
 
 
 def batch_indices(step: int, prompts_per_step: int, seed: int, size: int) -> Int[np.ndarray, " P"]:
@@ -123,20 +139,8 @@ def batch_indices(step: int, prompts_per_step: int, seed: int, size: int) -> Int
     if size < 1:
         raise ValueError("an empty data set has no batches")
     positions = np.arange(step * prompts_per_step, (step + 1) * prompts_per_step)
-    epochs = {epoch: _permutation(seed, int(epoch), size) for epoch in np.unique(positions // size)}
+    epochs = {epoch: permutation(seed, int(epoch), size) for epoch in np.unique(positions // size)}
     return np.array([epochs[position // size][position % size] for position in positions], dtype=np.int64)
-
-
-def chat_messages(prompt: str, system_prompt: str = "") -> list[dict[str, str]]:
-    """`prompt` as the messages that a chat template takes."""
-    system = [{"role": "system", "content": system_prompt}] if system_prompt else []
-    return [*system, {"role": "user", "content": prompt}]
-
-
-def _permutation(seed: int, epoch: int, size: int) -> Int[np.ndarray, " size"]:
-    # Sorting raw Philox words: numpy keeps a bit generator's stream the same for ever, but not that of `permutation`.
-    words = np.random.Philox(key=[seed, epoch]).random_raw(size)
-    return np.argsort(words, kind="stable")
 
 
 class _Distinct(Iterator[tuple]):
@@ -144,16 +148,16 @@ class _Distinct(Iterator[tuple]):
 
     An endless source is given up when it repeats itself 20 times as often as it has distinct prompts."""
 
-    def __init__(self, task: TaskConfig, rows: Iterable[Mapping[str, Any]], endless: bool):
+    def __init__(self, task: TaskConfig, rows: Iterable[Row], endless: bool, seen: set[str] | None = None):
         self.task, self.rows, self.endless = task, iter(rows), endless
-        self.seen: set[str] = set()
+        self.seen: set[str] = set() if seen is None else seen
         self.duplicates = 0
 
     def __next__(self) -> tuple[str, str, str, Mapping[str, Any]]:
         repeats = 0
         while not self.endless or repeats <= max(2000, 20 * len(self.seen)):
             entry = next(self.rows)
-            prompt = _render(self.task.prompt_template, entry, "task.prompt_template")
+            prompt = _prompt(self.task.prompt_template, entry)
             if prompt not in self.seen:
                 self.seen.add(prompt)
                 answer = "" if entry["answer"] is None else str(entry["answer"])
@@ -168,51 +172,21 @@ def _numbered(rows: Iterable[tuple[str, str, str, Mapping[str, Any]]]) -> tuple[
     return tuple(Example(index, *row) for index, row in enumerate(rows))
 
 
-def _render(template: str, entry: Mapping[str, Any], key: str) -> str:
+def _prompt(template: str, entry: Row) -> str:
+    question = entry["question"]
+    if not isinstance(question, Conversation):
+        return _render(template, entry, "task.prompt_template")
+    *before, last = question.messages
+    text = _render(template, {**entry, "question": last["content"]}, "task.prompt_template")
+    return Conversation([*before, {**last, "content": text}])
+
+
+def _render(template: str, entry: Row, key: str) -> str:
     try:
         return template.format(question=entry["question"], answer=entry["answer"], metadata=entry["metadata"])
     except (KeyError, IndexError, AttributeError, TypeError, ValueError) as fault:
+        which = f"the problem of {entry['source']}" if "source" in entry else "the problems"
         raise UserError(
-            f"{key} = {template!r} does not fit the problems ({type(fault).__name__}: {fault}); "
+            f"{key} = {template!r} does not fit {which} ({type(fault).__name__}: {fault}); "
             f"their metadata has {', '.join(map(str, entry['metadata'])) or 'no keys'}"
         ) from fault
-
-
-def _reasoning_gym_rows(task: TaskConfig) -> Iterator[Mapping[str, Any]]:
-    base = task.seed * SEED_DISTANCE % 2**31
-    for start in count(0, CHUNK):
-        gym = create_reasoning_gym(task, size=CHUNK, seed=base + start)
-        for index in range(CHUNK):
-            yield gym[index]
-
-
-def _module_rows(task: TaskConfig) -> Sequence[Mapping[str, Any]]:
-    rows = load_function(task.name, "task.name")(**task.args)
-    if not isinstance(rows, Sequence) or isinstance(rows, str):
-        raise UserError(f"task.name = {task.name!r} returned {type(rows).__name__} instead of a list of dictionaries")
-    return [_module_entry(task, rows[index], index) for index in _permutation(task.seed, 0, len(rows))]
-
-
-def _module_entry(task: TaskConfig, row: Any, index: int) -> Mapping[str, Any]:
-    if not isinstance(row, Mapping) or not isinstance(row.get("prompt"), str) or row.get("answer") is None:
-        raise UserError(f"task.name = {task.name!r}: row {index} needs a prompt (text) and an answer")
-    if not isinstance(row.get("metadata", {}), Mapping):
-        raise UserError(f"task.name = {task.name!r}: the metadata of row {index} must be a dictionary")
-    try:
-        json.dumps(dict(row))
-    except TypeError as fault:
-        raise UserError(f"task.name = {task.name!r}: row {index} must hold plain values only ({fault})") from fault
-    metadata = {key: value for key, value in row.items() if key not in ("prompt", "answer", "metadata")}
-    return {
-        "question": row["prompt"],
-        "answer": str(row["answer"]),
-        "metadata": {**row.get("metadata", {}), **metadata},
-    }
-
-
-LOADERS: dict[str, Callable[[TaskConfig], Iterable[Mapping[str, Any]]]] = {
-    "reasoning_gym": _reasoning_gym_rows,
-    "module": _module_rows,
-}
-"""Source of problems by task.kind: a sequence where it ends, another iterable where it does not. Rows hold question,
-answer and metadata."""

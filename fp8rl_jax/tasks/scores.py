@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float32
+
+from fp8rl_jax.config.tasks import TaskConfig
+from fp8rl_jax.tasks.scoring import FLOAT32_MAX
 
 
 @dataclass(frozen=True)
@@ -16,9 +20,11 @@ class Scores:
     """Rewards of B completions."""
 
     rewards: Float32[np.ndarray, " B"]
-    """0 where scoring failed."""
+    """Weighted sum of the components; 0 where scoring failed."""
+    components: dict[str, Float32[np.ndarray, " B"]]
+    """Scores of each reward before its weight; 0 where scoring failed."""
     correct: Bool[np.ndarray, " B"]
-    """Score of at least 1; accuracy is the mean."""
+    """Score of at least 1 by the reward that decides; accuracy is the mean."""
     failed: Bool[np.ndarray, " B"]
     """Samples without a score of their own: errors and timeouts."""
     errors: int
@@ -29,45 +35,82 @@ class Scores:
     """What went wrong first, for the log."""
     seconds: float
     """From submission to the last score."""
+    turns: list[dict[str, Any] | None] = field(default_factory=list)
+    """What an environment made of each completion: observation, reward, done; None where that failed, empty elsewhere."""
+
+    @classmethod
+    def join(cls, parts: Sequence[Scores]) -> Scores:
+        """The scores of several calls, one after the other."""
+        return cls(
+            rewards=np.concatenate([part.rewards for part in parts]),
+            components={name: np.concatenate([part.components[name] for part in parts]) for name in parts[0].components},
+            correct=np.concatenate([part.correct for part in parts]),
+            failed=np.concatenate([part.failed for part in parts]),
+            errors=sum(part.errors for part in parts),
+            timeouts=sum(part.timeouts for part in parts),
+            first_error=next((part.first_error for part in parts if part.first_error), None),
+            seconds=sum(part.seconds for part in parts),
+            turns=[turn for part in parts for turn in part.turns],
+        )
 
     def metrics(self) -> dict[str, float]:
-        """The counts and the time under their metric names."""
-        return {"reward/errors": self.errors, "reward/timeouts": self.timeouts, "time/reward": self.seconds}
+        """The counts and the time, and rewards/<name>/mean and /std (ddof 0) over the samples that have a score."""
+        values = {"reward/errors": self.errors, "reward/timeouts": self.timeouts, "time/reward": self.seconds}
+        for name, scores in self.components.items():
+            scored = scores[~self.failed].astype(np.float64) if not self.failed.all() else np.zeros(1)
+            values |= {f"rewards/{name}/mean": float(scored.mean()), f"rewards/{name}/std": float(scored.std())}
+        return values
 
 
 class ScoreJob:
     """The samples of one call and what is known of their scores."""
 
-    def __init__(self, samples: list[tuple[Any, ...]], partial_credit: bool):
+    def __init__(self, samples: list[tuple[Any, ...]], task: TaskConfig):
         self.future: Future[Scores] = Future()
         self.future.set_running_or_notify_cancel()
         self.samples = samples
-        self.partial_credit = partial_credit
+        self.weights = task.components
+        self.deciding = list(self.weights).index(task.deciding_reward)
+        self.partial_credit = task.reward.partial_credit
         self.started = time.monotonic()
         self.remaining = len(samples)
-        self.values = np.zeros(len(samples), np.float64)
+        self.values = np.zeros((len(samples), len(self.weights)), np.float64)
+        self.turns: list[dict[str, Any] | None] = [None] * len(samples) if task.kind == "environment" else []
         self.failed = np.zeros(len(samples), bool)
         self.timeouts = 0
         self.first_error: str | None = None
 
-    def record(self, row: int, score: float, error: str | None, timed_out: bool = False) -> None:
+    def record(self, row: int, result: Any, error: str | None, timed_out: bool = False) -> None:
+        """Takes what is known of sample `row`: its scores in the order of the weights, or an environment's turn; or what went
+        wrong."""
+        scores = [result["reward"]] if isinstance(result, dict) else result
         self.remaining -= 1
-        self.values[row] = score
-        if error is not None:
+        if error is None and abs(np.dot(scores, list(self.weights.values()))) > FLOAT32_MAX:
+            error = "the weighted sum of the rewards is beyond float32"
+        if error is None:
+            self.values[row] = scores
+            if self.turns:
+                self.turns[row] = result
+        else:
             self.failed[row] = True
             self.timeouts += timed_out
             self.first_error = self.first_error or error
 
     def scores(self) -> Scores:
+        """The result; every sample must have been recorded."""
         # Compared in float64: float32 would round 0.99999999 to 1.
-        correct = (self.values >= 1.0) & ~self.failed
-        rewards = self.values if self.partial_credit else correct
+        correct = (self.values[:, self.deciding] >= 1.0) & ~self.failed
+        summed = self.values.copy()
+        if not self.partial_credit:
+            summed[:, self.deciding] = correct
         return Scores(
-            rewards=rewards.astype(np.float32),
+            rewards=(summed @ list(self.weights.values())).astype(np.float32),
+            components={name: self.values[:, i].astype(np.float32) for i, name in enumerate(self.weights)},
             correct=correct,
             failed=self.failed,
             errors=int(self.failed.sum()) - self.timeouts,
             timeouts=self.timeouts,
             first_error=self.first_error,
             seconds=time.monotonic() - self.started,
+            turns=self.turns,
         )

@@ -1,4 +1,4 @@
-"""The trainer's handle on one reward worker: start it, talk to it, kill its process group."""
+"""The trainer's handle on one reward worker: start it, talk to it, kill it with all that it started."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ from contextlib import suppress
 from typing import Any
 
 from fp8rl_jax.config.tasks import TaskConfig
+from fp8rl_jax.tasks import reaper
+from fp8rl_jax.tasks.supervisor import describe_end
 
+LINUX = sys.platform == "linux"
+SUPERVISOR_TIMEOUT = 10.0
 # One thread for each BLAS, and no accelerator: a reward must not take the trainer's device memory.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -26,7 +30,7 @@ ENVIRONMENT = {
 
 
 class WorkerProcess:
-    """One worker. Linux kills it when the thread that made this object ends, so that thread must live as long."""
+    """One worker under its supervisor. Both end with this process, however it ends (on Linux)."""
 
     def __init__(self, task: TaskConfig):
         self.ready = False
@@ -39,13 +43,13 @@ class WorkerProcess:
         self._received = b""
         # The worker finds what this process finds, on the same path, and not the working directory first (-P).
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        command = [sys.executable, "-P", "-m", "fp8rl_jax.tasks.worker_main", str(theirs.fileno()), str(os.getpid())]
+        arguments = map(str, (theirs.fileno(), task.reward.max_processes))
         with theirs:
             self.process = subprocess.Popen(
-                command,
+                [sys.executable, "-P", "-m", "fp8rl_jax.tasks.supervisor", *arguments],
                 pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,  # its end, be it this process's, ends the supervisor
+                stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
                 env={**os.environ, **ENVIRONMENT, "PYTHONPATH": path},
@@ -59,19 +63,29 @@ class WorkerProcess:
             self.socket.sendall(pickle.dumps(message))
 
     def receive(self) -> tuple[list[Any], bool]:
-        """(the lines that have come, whether more may come). Call it when the socket is readable."""
+        """(the lines that have come, whether more may come). Call it when the socket is readable.
+
+        A line is {"ready": true} or {"failed": why} until the worker is ready, then [result, null] or [null, error]."""
         try:
             data = self.socket.recv(1 << 16)
             *lines, self._received = (self._received + data).split(b"\n")
-            return [json.loads(line) for line in lines], bool(data)
+            answers = [json.loads(line) for line in lines]
         except (OSError, ValueError):  # ValueError: the reward wrote into the socket
             return [], False
+        return answers, bool(data)
 
     def kill(self) -> str:
         """Kill the worker with all that it started, reap it, and say how it ended."""
         self.socket.close()
-        # Refused where only the dead leader is left in the group, on macOS.
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        status = self.process.wait()
-        return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
+        if not LINUX:
+            with suppress(ProcessLookupError, PermissionError):  # refused where only the dead leader is left in the group
+                os.killpg(self.process.pid, signal.SIGKILL)
+        try:
+            # Standard input is closed, the supervisor kills all below it and writes how the worker ended.
+            report, _ = self.process.communicate(timeout=SUPERVISOR_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            # A reward has stopped its supervisor; what is below it is still found from here.
+            reaper.kill_all(reaper.descendants(self.process.pid))
+            self.process.kill()
+            report, _ = self.process.communicate()
+        return report.decode(errors="replace") or describe_end(self.process.returncode)

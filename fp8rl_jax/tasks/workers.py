@@ -6,18 +6,20 @@ SIGALRM waits until the C code returns, and a fork of a process that runs JAX ma
 
 - Workers are fresh interpreters (fork and exec, what multiprocessing calls "spawn", but without the second import of
   the user's `__main__`, which would load JAX into every worker). They live as long as the pool.
-- Each leads its own process group. A sample that outlives its timeout costs the group a SIGKILL, which nothing ignores.
+- Each has a supervisor, which kills it with everything that it started, daemons in other sessions too: when a sample
+  outlives its timeout, when there are too many processes, and when the trainer ends. What a sample leaves running
+  dies before its score is out. (On Linux; elsewhere a worker's process group is killed.)
 - Samples travel in batches, results come back one by one: the pool always knows which sample a worker is at, so exactly
   that one is lost, and the rest of its batch goes to the next worker.
-- Whatever a reward does wrong (an exception, a result that is no finite number, too much memory, the end of its
-  process) is reward 0 for its sample, and counted. The run goes on.
+- Whatever a reward does wrong (an exception, a result that is no finite number, too much memory, too large a file, the
+  end of its process) is reward 0 for its sample, and counted. The run goes on.
 
-This isolates faults; it is no sandbox. A reward can read files and open sockets, and a process that it moves into
-another session is not found again.
+This isolates faults; it is no sandbox. A reward can read files, open sockets, and kill its supervisor.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import selectors
 import socket
@@ -27,12 +29,18 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
+from typing import Any
+
+import numpy as np
 
 from fp8rl_jax.config.tasks import TaskConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.tasks.dataset import Example
+from fp8rl_jax.tasks.episodes import Episode
 from fp8rl_jax.tasks.scores import ScoreJob, Scores
 from fp8rl_jax.tasks.worker_process import WorkerProcess
+
+_log = logging.getLogger("fp8rl")
 
 START_TIMEOUT = 120.0
 MAX_FAILED_STARTS = 3
@@ -89,11 +97,27 @@ class RewardPool:
         if (not examples and completions) or (examples and len(completions) % len(examples)):
             raise ValueError(f"{len(completions)} completions are no multiple of {len(examples)} examples")
         repeats = len(completions) // max(len(examples), 1)
-        samples = []
-        for row, completion in enumerate(completions):
-            example = examples[row // repeats]
-            samples.append((example.prompt, completion, example.answer, example.entry))
-        job = ScoreJob(samples, self._task.reward.partial_credit)
+        pairs = [(examples[row // repeats], completion) for row, completion in enumerate(completions)]
+        if self._task.kind != "environment":
+            return self._submit([(example.prompt, text, example.answer, example.entry) for example, text in pairs])
+        if self._task.max_turns > 1:
+            raise UserError(f"task.max_turns = {self._task.max_turns}: one turn a problem is played here; set it to 1")
+        return self._submit([(example.entry, (), text) for example, text in pairs])
+
+    def play(self, episodes: Sequence[Episode], completions: Sequence[str]) -> Scores:
+        """Play the next turn of every episode: completion b is what the model says in episode b.
+
+        Returns:
+            Scores of this turn; `turns` says what it led to, None where it failed.
+
+        Raises:
+            UserError: the workers ended and could not be started again.
+        """
+        pairs = zip(episodes, completions, strict=True)
+        return self._submit([(episode.example.entry, episode.history, text) for episode, text in pairs]).result()
+
+    def _submit(self, samples: list[tuple[Any, ...]]) -> Future[Scores]:
+        job = ScoreJob(samples, self._task)
         with self._lock:
             if self._fault is not None:
                 raise self._fault
@@ -108,6 +132,39 @@ class RewardPool:
             UserError: the workers ended and could not be started again.
         """
         return self.submit(examples, completions).result()
+
+    def score_together(self, examples: Sequence[Example], completions: Sequence[str]) -> Scores:
+        """`score` in a run of several processes: each scores its share and all get the whole, counts and times included.
+
+        A reward need not be deterministic, and it may time out on one host alone; what is shared is equal everywhere. All
+        processes must call it together with the same arguments. `first_error` stays on the process that saw it.
+
+        Raises:
+            UserError: on every process, where the workers of one ended and could not be started again.
+        """
+        # not at the top: whoever only scores has no use for JAX
+        import jax
+
+        from fp8rl_jax.parallel import shared_faults, sum_over_processes
+
+        started, repeats = time.monotonic(), len(completions) // max(len(examples), 1)
+        # dealt out like cards, so that each process has its part of every prompt's completions
+        rows = np.arange(jax.process_index(), len(completions), jax.process_count())
+        with shared_faults():
+            own = self.score([examples[row // repeats] for row in rows], [completions[row] for row in rows])
+        table = np.zeros((3 + len(own.components), len(completions)), np.float32)
+        table[:, rows] = own.rewards, own.correct, own.failed, *own.components.values()
+        (rewards, correct, failed, *components), timeouts = sum_over_processes((table, np.int32(own.timeouts)))
+        return Scores(
+            rewards=rewards,
+            components=dict(zip(own.components, components, strict=True)),
+            correct=correct > 0,
+            failed=failed > 0,
+            errors=int(failed.sum() - timeouts),
+            timeouts=int(timeouts),
+            first_error=own.first_error,
+            seconds=time.monotonic() - started,
+        )
 
     def close(self) -> None:
         """Kill the workers and wait for their end. Scores still under way raise RuntimeError. May be called twice."""
@@ -186,8 +243,7 @@ class RewardPool:
                 self._started(worker, line)
             elif worker.assigned:
                 job, row = worker.assigned.popleft()
-                score, error = line
-                job.record(row, score, error)
+                job.record(row, *line)
                 self._finish(job)
         if lines and worker.assigned:
             worker.deadline = time.monotonic() + self._task.reward.timeout
@@ -204,6 +260,8 @@ class RewardPool:
             worker.failure = line["failed"]
             return
         worker.ready = True
+        if line["warning"] and not self._ready.done():
+            _log.warning("reward workers: %s", line["warning"])
         self._failed_starts = 0
         if not self._ready.done() and all(other.ready for other in self._workers):
             self._ready.set_result(None)
@@ -227,7 +285,7 @@ class RewardPool:
         if worker.assigned:
             job, row = worker.assigned.popleft()
             error = f"no score after {self._task.reward.timeout:g} s" if timed_out else f"the worker {end}"
-            job.record(row, 0.0, error, timed_out)
+            job.record(row, None, error, timed_out)
             self._finish(job)
         self._pending.extendleft(reversed(worker.assigned))
         self._start_worker()

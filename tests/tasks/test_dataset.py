@@ -10,7 +10,8 @@ import pytest
 
 from fp8rl_jax.config.tasks import TaskConfig
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.tasks.dataset import LOADERS, batch_indices, chat_messages, load_splits
+from fp8rl_jax.tasks.dataset import batch_indices, chat_messages, load_splits
+from fp8rl_jax.tasks.sources import LOADERS
 
 REWARDS = Path(__file__).with_name("reward_examples.py")
 ONE_DIGIT = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
@@ -138,7 +139,5 @@ def test_chat_messages():
 
 
 def test_the_configuration_needs_no_third_party_module():
-    code = (
-        "import sys, fp8rl_jax.config.tasks; print({m for m in ('jax', 'numpy', 'reasoning_gym') if m in sys.modules})"
-    )
+    code = "import sys, fp8rl_jax.config.tasks; print({m for m in ('jax', 'numpy', 'reasoning_gym') if m in sys.modules})"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "set()"

@@ -7,8 +7,10 @@ import pytest
 
 from fp8rl_jax.config.tasks import RewardConfig, TaskConfig
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.tasks.builtin_rewards import extract_answer
 from fp8rl_jax.tasks.functions import load_function
-from fp8rl_jax.tasks.rewards import build_scorer, extract_answer, to_score
+from fp8rl_jax.tasks.rewards import build_scorer
+from fp8rl_jax.tasks.scoring import to_score
 
 REWARDS = Path(__file__).with_name("reward_examples.py")
 
@@ -94,8 +96,8 @@ def test_a_reward_that_cannot_be_called_as_one_is_refused():
 
 def test_without_a_function_the_answer_must_match_exactly():
     score = build_scorer(TaskConfig(kind="module", name="m:f", reward=RewardConfig(extract="last_number")))
-    assert score("p", "It is 12", "12", {}) == 1.0
-    assert score("p", "It is 12.5", "12", {}) == 0.0
+    assert score("p", "It is 12", "12", {}) == [1.0]
+    assert score("p", "It is 12.5", "12", {}) == [0.0]
 
 
 @pytest.mark.parametrize("word", ["sun", "planet", "planets", "astronaut", "astronauts"])
@@ -103,8 +105,8 @@ def test_a_right_answer_with_text_after_it_is_not_right(word):
     # reasoning-gym sums 1/n a letter and misses the case where the sum is not exactly 1 (n = 6, 7, 9, 10).
     score = build_scorer(TaskConfig(name="spell_backward"))
     entry = {"question": "", "answer": word, "metadata": {}}
-    assert score("", word, word, entry) == 1.0
-    assert np.float32(score("", word + "x", word, entry)) < 1
+    assert score("", word, word, entry) == [1.0]
+    assert np.float32(score("", word + "x", word, entry)[0]) < 1
 
 
 def test_reasoning_gym_faults_are_all_named():
@@ -118,9 +120,7 @@ def test_reasoning_gym_faults_are_all_named():
 
 def test_the_configuration_reports_every_fault_at_once():
     reward = RewardConfig(function="no_colon", timeout=0.0, num_workers=0, memory_limit_mib=0)
-    task = TaskConfig(
-        kind="module", name="x", train_size=-1, eval_size=-1, seed=-1, prompt_template="{text}", reward=reward
-    )
+    task = TaskConfig(kind="module", name="x", train_size=-1, eval_size=-1, seed=-1, prompt_template="{text}", reward=reward)
     faults = task.problems()
     keys = ["train_size", "eval_size", "seed", "name", "function", "timeout", "memory_limit", "num_workers", "template"]
     assert len(faults) == len(keys) and all(any(key in fault for fault in faults) for key in keys)

@@ -1,0 +1,129 @@
+"""Environments: problems that answer back. `module:Class` under task.kind = "environment".
+
+    class Guess:
+        def __init__(self, largest=100): ...          # task.args
+        def reset(self, seed): ...                    # -> the first prompt
+        def step(self, text): ...                     # -> (observation, reward, done)
+
+Turns are played by the reward workers, with their limits. A worker keeps nothing between two turns: it makes the
+environment anew, resets it, steps through the earlier turns, and checks that it sees what was seen then. So a worker may be
+killed at any time and any other can go on, and an environment has to be a function of its seed and of the texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from fp8rl_jax.config.tasks import TaskConfig
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.tasks.conversation import Conversation, message_faults
+from fp8rl_jax.tasks.functions import describe_fault, load_function
+from fp8rl_jax.tasks.scoring import to_score
+
+Message = dict[str, str]
+Said = str | Sequence[Message]
+"""Text (the user's turn), or messages with role and content."""
+
+
+class Environment(Protocol):
+    """What a user's class has to have; `close`, where there is one, is called at the end of every turn."""
+
+    def reset(self, seed: int) -> Said:
+        """Start the problem of this seed; returns its prompt, the same for the same seed."""
+
+    def step(self, text: str) -> tuple[Said, float, bool]:
+        """Take the model's answer; returns what it is told next, the reward of this turn, and whether this was the last one
+        (what it is told is not used then)."""
+
+
+class EnvironmentFault(Exception):
+    """An environment broke its protocol; the text says how."""
+
+
+Turn = dict[str, Any]
+"""What a turn led to: observation (list of messages), reward (float), done (bool)."""
+
+
+def build_player(task: TaskConfig) -> Callable[[Mapping[str, Any], Sequence[tuple[str, Sequence[Message]]], str], Turn]:
+    """The function that plays one turn: (entry, earlier turns as (text, observation), text) -> what it led to.
+
+    It raises `EnvironmentFault`, or whatever the environment raises.
+
+    Raises:
+        UserError: the class does not load.
+    """
+    make = load_environment(task)
+
+    def play(entry: Mapping[str, Any], history: Sequence[tuple[str, Sequence[Message]]], text: str) -> Turn:
+        environment = make()
+        try:
+            if _prompt(environment.reset(entry["metadata"]["seed"])) != entry["question"]:
+                raise EnvironmentFault("reset gave another prompt than at the start; it has to depend on the seed alone")
+            for turn, (earlier, seen) in enumerate(history, start=1):
+                if _turn(environment.step(earlier))["observation"] != list(seen):
+                    raise EnvironmentFault(
+                        f"step gave another observation when turn {turn} was played again; it has to depend on the seed and on "
+                        "the texts alone"
+                    )
+            return _turn(environment.step(text))
+        finally:
+            if hasattr(environment, "close"):
+                environment.close()
+
+    return play
+
+
+def load_environment(task: TaskConfig) -> Callable[[], Environment]:
+    """Makes the environment that the configuration names.
+
+    Raises:
+        UserError: the class does not load or lacks a method. The returned function raises what the class raises.
+    """
+    cls = load_function(task.name, "task.name")
+    if missing := [name for name in ("reset", "step") if not callable(getattr(cls, name, None))]:
+        raise UserError(f"task.name = {task.name!r} has no method {' and no method '.join(missing)}")
+    return lambda: cls(**task.args)
+
+
+def first_prompts(task: TaskConfig, seeds: Iterable[int]) -> Iterator[tuple[int, str]]:
+    """(seed, first prompt) for each seed.
+
+    Raises:
+        UserError: the class does not load, raises, or gives no prompt.
+    """
+    make = load_environment(task)
+    for seed in seeds:
+        try:
+            environment = make()
+            prompt = _prompt(environment.reset(seed))
+            if hasattr(environment, "close"):
+                environment.close()
+        # The user's class may raise anything, or call sys.exit.
+        except (Exception, SystemExit) as fault:
+            raise UserError(f"task.name = {task.name!r}, reset({seed}): {describe_fault(fault)}") from fault
+        yield seed, prompt
+
+
+def _prompt(said: Any) -> str:
+    if isinstance(said, str) and said.strip():
+        return said
+    if fault := "is empty" if isinstance(said, str) else message_faults(said):
+        raise EnvironmentFault(f"the prompt of reset {fault}")
+    return Conversation(said)
+
+
+def _turn(result: Any) -> Turn:
+    if not isinstance(result, tuple) or len(result) != 3:
+        raise EnvironmentFault(f"step returned {type(result).__name__} instead of (observation, reward, done)")
+    said, reward, done = result
+    if type(done) is not bool:
+        raise EnvironmentFault(f"step returned done = {done!r:.40}, which is neither True nor False")
+    if done:
+        return {"observation": [], "reward": to_score(reward), "done": True}
+    messages = [{"role": "user", "content": said}] if isinstance(said, str) else said
+    if fault := message_faults(messages):
+        raise EnvironmentFault(f"the observation of step: {fault}")
+    if any(message["role"] in ("assistant", "system") for message in messages):
+        raise EnvironmentFault("an observation has messages of the user and of tools only")
+    return {"observation": [dict(message) for message in messages], "reward": to_score(reward), "done": False}

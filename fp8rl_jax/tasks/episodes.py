@@ -1,0 +1,192 @@
+"""Episodes: conversations of a model with an environment, turn by turn, and what of their tokens is trained on.
+
+The sampler knows prompts and completions, so every turn is a prompt of its own: the whole conversation so far. For training
+the turns of an episode are joined again. As long as the tokens of a turn's prompt begin with the tokens of the turn before
+(its prompt, then exactly the tokens that were sampled), they share one row:
+
+    prompt | completion 1, observation 1, completion 2, observation 2, completion 3
+             1 1 1 1 1 1 1 0 0 0 0 0 0 0  1 1 1 1 1 1 1 0 0 0 0 0 0 0  1 1 1 1 1 1    sampled: in the loss
+
+A chat template may write the past anew (it drops earlier reasoning, say), and text does not always come back as the tokens
+that were sampled. Then a new row begins at that turn, so that every token stays in the context that it was sampled in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Float32, Int32
+
+from fp8rl_jax.tasks.conversation import Conversation, chat_messages
+from fp8rl_jax.tasks.dataset import Example
+from fp8rl_jax.tasks.scores import Scores
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """The tokens of one turn, as the engine was given them and as it sampled them."""
+
+    prompt: tuple[int, ...]
+    """The whole conversation so far."""
+    tokens: tuple[int, ...]
+    """The completion, its stop token included."""
+    behaviour_logprobs: tuple[float, ...]
+    """Of the distribution that was sampled, one a token."""
+    policy_logprobs: tuple[float, ...]
+    """At the same temperature over the whole vocabulary."""
+
+
+@dataclass(frozen=True)
+class Episode:
+    """One conversation; `after` gives the next state."""
+
+    example: Example
+    turns: tuple[Sampled, ...] = ()
+    history: tuple[tuple[str, tuple[dict[str, str], ...]], ...] = ()
+    """(completion, observation) of each turn."""
+    reward: float = 0.0
+    """Sum over the turns; 0 after a failure."""
+    done: bool = False
+    """No further turn: the environment said so, there were max_turns, or a turn failed."""
+    failed: bool = False
+    """A turn raised, timed out, or broke the protocol: the episode has no reward of its own."""
+
+    @property
+    def prompt(self) -> str:
+        """The next turn's prompt: what `PromptEncoder` takes as an example's."""
+        if not self.history:
+            return self.example.prompt
+        messages: list[dict[str, str]] = chat_messages(self.example.prompt)
+        for completion, observation in self.history:
+            messages += [{"role": "assistant", "content": completion}, *observation]
+        return Conversation(messages)
+
+    @property
+    def next_example(self) -> Example:
+        """The episode's problem with the next turn's prompt."""
+        return replace(self.example, prompt=self.prompt)
+
+    def after(self, sampled: Sampled, completion: str, turn: dict[str, Any] | None, max_turns: int) -> Episode:
+        """The episode after a turn; `turn` is what the environment made of the completion, None where that failed."""
+        if self.done:
+            raise ValueError("the episode has ended")
+        if turn is None:
+            return replace(self, turns=(*self.turns, sampled), reward=0.0, done=True, failed=True)
+        return replace(
+            self,
+            turns=(*self.turns, sampled),
+            history=(*self.history, (completion, tuple(turn["observation"]))),
+            reward=self.reward + turn["reward"],
+            done=turn["done"] or len(self.turns) + 1 == max_turns,
+        )
+
+
+def episode_scores(episodes: Sequence[Episode], turns: Sequence[Scores], partial_credit: bool) -> Scores:
+    """The scores of whole episodes from those of their turns: rewards are sums, an episode is correct from a sum of 1 on."""
+    sums = np.array([episode.reward for episode in episodes], np.float64)
+    failed = np.array([episode.failed for episode in episodes], bool)
+    correct = (sums >= 1.0) & ~failed
+    rewards = (sums if partial_credit else correct).astype(np.float32)
+    return Scores(
+        rewards=rewards,
+        components={"environment": sums.astype(np.float32)},
+        correct=correct,
+        failed=failed,
+        errors=sum(turn.errors for turn in turns),
+        timeouts=sum(turn.timeouts for turn in turns),
+        first_error=next((turn.first_error for turn in turns if turn.first_error), None),
+        seconds=sum(turn.seconds for turn in turns),
+    )
+
+
+@dataclass(frozen=True)
+class Row:
+    """Tokens behind one prompt, sampled ones and observations."""
+
+    prompt: tuple[int, ...]
+    tokens: list[int] = field(default_factory=list)
+    sampled: list[bool] = field(default_factory=list)
+    behaviour_logprobs: list[float] = field(default_factory=list)
+    policy_logprobs: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of many episodes, padded. Position t of a row stands at prompt_length + t of its context."""
+
+    episode: Int32[np.ndarray, " R"]
+    """Index of the episode that a row belongs to; its advantage is the episode's."""
+    prompts: Int32[np.ndarray, "R S"]
+    prompt_lengths: Int32[np.ndarray, " R"]
+    tokens: Int32[np.ndarray, "R T"]
+    attended: Bool[np.ndarray, "R T"]
+    """Tokens that are there: sampled ones and observations. Attention sees these."""
+    sampled: Bool[np.ndarray, "R T"]
+    """Tokens that the policy sampled. Loss, mismatch and lengths see these alone."""
+    behaviour_logprobs: Float32[np.ndarray, "R T"]
+    """0 where nothing was sampled."""
+    policy_logprobs: Float32[np.ndarray, "R T"]
+
+
+def join_turns(turns: Sequence[Sampled]) -> list[Row]:
+    """The fewest rows in which every sampled token has the context that it was sampled in."""
+    rows: list[Row] = []
+    for turn in turns:
+        if len(turn.tokens) != len(turn.behaviour_logprobs) or len(turn.tokens) != len(turn.policy_logprobs):
+            raise ValueError("a turn needs one log-probability of each kind for each of its tokens")
+        context = (*rows[-1].prompt, *rows[-1].tokens) if rows else ()
+        if not rows or turn.prompt[: len(context)] != context:
+            rows.append(Row(turn.prompt))
+            context = turn.prompt
+        observation = turn.prompt[len(context) :]
+        for tokens, sampled, behaviour, policy in (
+            (observation, False, (0.0,) * len(observation), (0.0,) * len(observation)),
+            (turn.tokens, True, turn.behaviour_logprobs, turn.policy_logprobs),
+        ):
+            rows[-1].tokens.extend(tokens)
+            rows[-1].sampled.extend([sampled] * len(tokens))
+            rows[-1].behaviour_logprobs.extend(behaviour)
+            rows[-1].policy_logprobs.extend(policy)
+    return rows
+
+
+def pad_rows(episodes: Sequence[Episode], prompt_width: int, width: int, pad: int = 0) -> Rows:
+    """The rows of all episodes in fixed shapes.
+
+    Args:
+        episodes: ended or not.
+        prompt_width: S, at least the longest prompt.
+        width: T, at least the longest row of tokens behind a prompt.
+        pad: token id of the padding.
+
+    Raises:
+        ValueError: a row does not fit.
+    """
+    rows = [(index, row) for index, episode in enumerate(episodes) for row in join_turns(episode.turns)]
+    for index, row in rows:
+        if len(row.prompt) > prompt_width or len(row.tokens) > width:
+            raise ValueError(
+                f"episode {index}: a row of {len(row.prompt)} + {len(row.tokens)} tokens, and there is room for "
+                f"{prompt_width} + {width}"
+            )
+
+    def table(name: str, columns: int, fill: Any, dtype: Any) -> np.ndarray:
+        filled = np.full((len(rows), columns), fill, dtype)
+        for line, (_, row) in zip(filled, rows, strict=True):
+            line[: len(getattr(row, name))] = getattr(row, name)
+        return filled
+
+    lengths = np.array([len(row.tokens) for _, row in rows], np.int32)
+    return Rows(
+        episode=np.array([index for index, _ in rows], np.int32),
+        prompts=table("prompt", prompt_width, pad, np.int32),
+        prompt_lengths=np.array([len(row.prompt) for _, row in rows], np.int32),
+        tokens=table("tokens", width, pad, np.int32),
+        attended=np.arange(width) < lengths[:, None],
+        sampled=table("sampled", width, False, bool),
+        behaviour_logprobs=table("behaviour_logprobs", width, 0.0, np.float32),
+        policy_logprobs=table("policy_logprobs", width, 0.0, np.float32),
+    )
