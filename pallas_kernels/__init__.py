@@ -5,7 +5,8 @@ every device and is the definition of correct. A backend asked for by name that 
 """
 
 from pallas_kernels.backend import BackendError
+from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.matmul import blockwise_matmul
 from pallas_kernels.quantize import dequantize_blocks, quantize_blocks
 
-__all__ = ["BackendError", "blockwise_matmul", "dequantize_blocks", "quantize_blocks"]
+__all__ = ["BackendError", "blockwise_matmul", "dequantize_blocks", "grouped_matmul", "quantize_blocks"]

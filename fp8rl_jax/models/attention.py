@@ -17,11 +17,11 @@ from fp8rl_jax.models.config import PolicyConfig
 
 class Keys(NamedTuple):
     """One block of keys as attention sees it: keys, values [rows, kv_heads, slots, head_dim], mask broadcastable to
-    [rows, queries per row, slots]."""
+    [rows, queries of all samples that share the row, slots]."""
 
     keys: Array
     values: Array
-    mask: Bool[Array, "rows t slots"]
+    mask: Bool[Array, "rows queries slots"]
 
 
 def rope_frequencies(config: PolicyConfig) -> Float[Array, " half"]:
@@ -51,6 +51,13 @@ def rotate(x: Float[Array, "b t heads dim"], tables: tuple[Array, Array]) -> Flo
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
+def in_window(
+    queries: Int[Array, "*b t"], keys: Int[Array, "*b slots"], window: Int[Array, ""]
+) -> Bool[Array, "*b t slots"]:
+    """Which keys lie within a sliding window: a token sees `window` positions, its own included (arXiv 2310.06825)."""
+    return queries[..., :, None] - keys[..., None, :] < window
+
+
 def attend(
     query: Float[Array, "b t heads dim"],
     blocks: list[Keys],
@@ -75,10 +82,7 @@ def attend(
         # samples that share a block become more queries of one product
         q = query.reshape(rows, n * t, kv_heads, group, dim)
         s = jnp.einsum("rqkgd,rksd->rkgqs", _widen(q), _widen(block.keys), preferred_element_type=jnp.float32) * score_scale
-        mask = jnp.broadcast_to(block.mask[:, None, None], (rows, 1, 1, *block.mask.shape[1:]))
-        if mask.shape[-2] != 1:
-            mask = jnp.tile(mask, (1, 1, 1, n, 1)) if n > 1 else mask
-        s = jnp.where(mask, s, -jnp.inf)
+        s = jnp.where(block.mask[:, None, None], s, -jnp.inf)
         s = s.reshape(rows, kv_heads, group, n, t, slots).transpose(0, 3, 1, 2, 4, 5)
         scores.append(s.reshape(b, kv_heads, group, t, slots))
         grouped.append((rows, n, slots))

@@ -38,11 +38,14 @@ class KVBlock:
         keys, values: [rows, kv_heads, slots, head_dim] of each layer; a tuple over layers, or one array with a leading axis.
         mask: [rows, slots], True where a slot holds a token. The rows of a policy call are rows * n for a shared block:
             row b of the call reads row b // n.
+        positions: [rows, slots], position of the token in each slot, which sliding windows read in a shared block. None in an
+            own block: its slots are consecutive positions.
     """
 
     keys: Array | tuple[Array, ...]
     values: Array | tuple[Array, ...]
     mask: Bool[Array, "rows slots"]
+    positions: Int[Array, "rows slots"] | None = None
 
 
 @jax.tree_util.register_dataclass

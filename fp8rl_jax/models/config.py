@@ -1,9 +1,4 @@
-"""The shape of a policy, read from a Hugging Face `config.json` and written back to one.
-
-Everything that would change the numbers is either represented here or refused by name: a key that
-we do not implement (another rope type, attention biases, a sliding window) must never be dropped,
-because the model would still run and answer slightly wrong log-probabilities.
-"""
+"""The shape of a policy: everything that forward, placement and export need to know of a model's architecture."""
 
 from __future__ import annotations
 
@@ -12,15 +7,20 @@ from pathlib import Path
 from typing import Any
 
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.models.hf_json import Fields, read_json
+from fp8rl_jax.models.hf_json import read_json
 
-_HF_CLASS = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-
+HF_CLASS = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
 # What transformers assumes when config.json leaves a key out.
-_DEFAULT_ROPE_THETA = 10000.0
-_DEFAULT_RMS_NORM_EPS = 1e-6
-_DEFAULT_MAX_POSITIONS = {"llama": 2048, "qwen3": 32768}
-_QWEN3_HEAD_DIM = 128
+DEFAULT_ROPE_THETA = 10000.0
+DEFAULT_RMS_NORM_EPS = 1e-6
+
+_UNLIMITED = 2**31 - 1  # a window that no position reaches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,12 +47,38 @@ class Llama3RopeScaling:
 
 
 @dataclasses.dataclass(frozen=True)
+class ExpertsConfig:
+    """A mixture of experts in place of the feed-forward layer (arXiv 1701.06538), of which each token uses a few.
+
+    Attributes:
+        count: experts in a layer.
+        per_token: experts that a token uses: those that the router's softmax puts first.
+        intermediate_size: feed-forward width of one expert.
+        normalize: the weights of a token's experts are divided by their sum (`norm_topk_prob`).
+        dense_layers: layers that keep a feed-forward layer of the policy's `intermediate_size`.
+    """
+
+    count: int
+    per_token: int
+    intermediate_size: int
+    normalize: bool
+    dense_layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.intermediate_size < 1:
+            raise UserError(f"moe_intermediate_size must be positive, got {self.intermediate_size}")
+        if not 1 <= self.per_token <= self.count:
+            raise UserError(f"num_experts_per_tok ({self.per_token}) must be from 1 to num_experts ({self.count})")
+
+
+@dataclasses.dataclass(frozen=True)
 class PolicyConfig:
     """A decoder-only transformer with grouped-query attention, rotary positions, RMSNorm and SwiGLU.
 
-    `architecture` is `"llama"` or `"qwen3"`; the second adds RMSNorm over the head dimension of q and k.
-    Sizes are counts, `rope_theta` is the base of the rotary wavelengths, `eos_token_ids` may be empty (a model that
-    never stops by itself).
+    `architecture` is one of `HF_CLASS`. It decides what has no field of its own: Qwen2 has biases on q, k and v, Qwen3 and
+    Qwen3-MoE have RMSNorm over the head dimension of q and k. Sizes are counts, `rope_theta` is the base of the rotary
+    wavelengths, `eos_token_ids` may be empty (a model that never stops by itself). With `sliding_window` a token sees that
+    many keys, its own included, in all but the `full_attention_layers`.
 
     Raises:
         UserError: sizes that do not fit each other, naming the key of config.json.
@@ -66,18 +92,21 @@ class PolicyConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rms_norm_eps: float = _DEFAULT_RMS_NORM_EPS
-    rope_theta: float = _DEFAULT_ROPE_THETA
+    rms_norm_eps: float = DEFAULT_RMS_NORM_EPS
+    rope_theta: float = DEFAULT_ROPE_THETA
     rope_scaling: Llama3RopeScaling | None = None
     tie_word_embeddings: bool = False
     max_position_embeddings: int = 2048
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
+    sliding_window: int | None = None
+    full_attention_layers: tuple[int, ...] = ()
+    experts: ExpertsConfig | None = None
 
     def __post_init__(self) -> None:
-        if self.architecture not in _HF_CLASS:
-            raise UserError(f"unknown architecture {self.architecture!r}; supported: {', '.join(_HF_CLASS)}")
+        if self.architecture not in HF_CLASS:
+            raise UserError(f"unknown architecture {self.architecture!r}; supported: {', '.join(HF_CLASS)}")
         sizes = {
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
@@ -89,6 +118,7 @@ class PolicyConfig:
             "max_position_embeddings": self.max_position_embeddings,
             "rope_theta": self.rope_theta,
             "rms_norm_eps": self.rms_norm_eps,
+            "sliding_window": 1 if self.sliding_window is None else self.sliding_window,
         }
         for key, value in sizes.items():
             if not value > 0:
@@ -105,6 +135,22 @@ class PolicyConfig:
         for key, token in special:
             if token is not None and not 0 <= token < self.vocab_size:
                 raise UserError(f"{key} {token} is outside the vocabulary of {self.vocab_size} tokens")
+        self._check_layers()
+
+    def _check_layers(self) -> None:
+        """What Hugging Face's class of the architecture could not hold must not be built either: it could not be exported."""
+        if (self.experts is not None) != (self.architecture == "qwen3_moe"):
+            raise UserError(f"num_experts: architecture {self.architecture!r} and experts {self.experts} do not go together")
+        if self.sliding_window is not None and self.architecture == "llama":
+            raise UserError(f"sliding_window {self.sliding_window}: 'llama' attends fully; 'mistral' has a window")
+        if self.full_attention_layers and (self.sliding_window is None or self.architecture not in ("qwen2", "qwen3")):
+            raise UserError("full_attention_layers are for a 'qwen2' or 'qwen3' that has a sliding_window")
+        chosen = {"layer_types": self.full_attention_layers, "mlp_only_layers": self.experts.dense_layers if self.experts else ()}
+        for key, layers in chosen.items():
+            if list(layers) != sorted(set(layers) & set(range(self.num_layers))):
+                raise UserError(f"{key}: layers {list(layers)} must be ascending and below num_hidden_layers ({self.num_layers})")
+            if len(layers) == self.num_layers:
+                raise UserError(f"{key}: all layers {list(layers)} are excepted, so none is left with a window or experts")
 
     @property
     def q_size(self) -> int:
@@ -119,7 +165,29 @@ class PolicyConfig:
     @property
     def qk_norm(self) -> bool:
         """Whether q and k are RMS-normalised over head_dim before the rotary embedding (Qwen3)."""
-        return self.architecture == "qwen3"
+        return self.architecture in ("qwen3", "qwen3_moe")
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Whether q, k and v have biases (Qwen2)."""
+        return self.architecture == "qwen2"
+
+    @property
+    def dense_layers(self) -> tuple[int, ...]:
+        """Layers with one feed-forward layer for all tokens; every layer where there are no experts."""
+        return tuple(range(self.num_layers)) if self.experts is None else self.experts.dense_layers
+
+    @property
+    def sparse_layers(self) -> tuple[int, ...]:
+        """Layers with experts."""
+        return tuple(i for i in range(self.num_layers) if i not in self.dense_layers)
+
+    @property
+    def windows(self) -> tuple[int, ...] | None:
+        """For each layer the number of keys that a token sees, its own included; None where no layer has a window."""
+        if self.sliding_window is None:
+            return None
+        return tuple(_UNLIMITED if i in self.full_attention_layers else self.sliding_window for i in range(self.num_layers))
 
     @classmethod
     def from_directory(cls, directory: str | Path) -> PolicyConfig:
@@ -148,125 +216,15 @@ class PolicyConfig:
         Raises:
             UserError: naming `source` and the key that is missing, malformed, or not implemented.
         """
+        from fp8rl_jax.models.hf_config import parse  # which makes PolicyConfigs
+
         try:
-            return _parse(config, generation_config or {})
+            return parse(config, generation_config or {})
         except UserError as error:
             raise UserError(f"{source}: {error}") from None
 
     def to_hf(self, dtype: str = "bfloat16") -> dict[str, Any]:
         """The dictionary of a config.json that transformers 4 and 5 both read; `dtype` names the weights' dtype."""
-        rope_scaling = None
-        if self.rope_scaling is not None:
-            rope_scaling = {"rope_type": "llama3", **dataclasses.asdict(self.rope_scaling)}
-        eos = list(self.eos_token_ids)
-        return {
-            "architectures": [_HF_CLASS[self.architecture]],
-            "model_type": self.architecture,
-            "vocab_size": self.vocab_size,
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
-            "num_hidden_layers": self.num_layers,
-            "num_attention_heads": self.num_heads,
-            "num_key_value_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
-            "hidden_act": "silu",
-            "attention_bias": False,
-            "attention_dropout": 0.0,
-            **({"mlp_bias": False} if self.architecture == "llama" else {"use_sliding_window": False}),
-            "rms_norm_eps": self.rms_norm_eps,
-            "rope_theta": self.rope_theta,
-            "rope_scaling": rope_scaling,
-            "tie_word_embeddings": self.tie_word_embeddings,
-            "max_position_embeddings": self.max_position_embeddings,
-            "bos_token_id": self.bos_token_id,
-            "eos_token_id": eos[0] if len(eos) == 1 else (eos or None),
-            "pad_token_id": self.pad_token_id,
-            "torch_dtype": dtype,
-            "use_cache": True,
-        }
+        from fp8rl_jax.models.hf_config import unparse
 
-
-def _parse(config: dict[str, Any], generation_config: dict[str, Any]) -> PolicyConfig:
-    fields, generation = Fields(config), Fields(generation_config)
-    architecture = _architecture(config)
-    _refuse_unimplemented(fields)
-    hidden_size = fields.integer("hidden_size")
-    num_heads = fields.integer("num_attention_heads")
-    head_dim = fields.integer("head_dim", default=_QWEN3_HEAD_DIM if architecture == "qwen3" else None)
-    if head_dim is None:
-        if num_heads < 1 or hidden_size % num_heads:
-            raise UserError(f"hidden_size ({hidden_size}) must be a multiple of num_attention_heads ({num_heads})")
-        head_dim = hidden_size // num_heads
-    rope_theta, rope_scaling = _rope(fields)
-    eos_token_ids = fields.token_ids("eos_token_id") + generation.token_ids("eos_token_id")
-    return PolicyConfig(
-        architecture=architecture,
-        vocab_size=fields.integer("vocab_size"),
-        hidden_size=hidden_size,
-        intermediate_size=fields.integer("intermediate_size"),
-        num_layers=fields.integer("num_hidden_layers"),
-        num_heads=num_heads,
-        num_kv_heads=fields.integer("num_key_value_heads", default=num_heads),
-        head_dim=head_dim,
-        rms_norm_eps=fields.number("rms_norm_eps", default=_DEFAULT_RMS_NORM_EPS),
-        rope_theta=rope_theta,
-        rope_scaling=rope_scaling,
-        tie_word_embeddings=fields.boolean("tie_word_embeddings"),
-        max_position_embeddings=fields.integer("max_position_embeddings", default=_DEFAULT_MAX_POSITIONS[architecture]),
-        bos_token_id=fields.integer("bos_token_id", default=None),
-        eos_token_ids=tuple(dict.fromkeys(eos_token_ids)),
-        pad_token_id=fields.integer("pad_token_id", default=generation.integer("pad_token_id", default=None)),
-    )
-
-
-def _architecture(config: dict[str, Any]) -> str:
-    model_type = config.get("model_type")
-    names = config.get("architectures") or [_HF_CLASS.get(str(model_type))]
-    if not isinstance(names, list) or len(names) != 1 or names[0] not in _HF_CLASS.values():
-        raise UserError(
-            f"architectures {names} (model_type {model_type!r}) is not supported; "
-            f"supported: {', '.join(_HF_CLASS.values())}"
-        )
-    return next(architecture for architecture, name in _HF_CLASS.items() if name == names[0])
-
-
-def _refuse_unimplemented(fields: Fields) -> None:
-    config = fields.data
-    if config.get("hidden_act", "silu") != "silu":
-        raise UserError(f"hidden_act {config['hidden_act']!r} is not supported; only 'silu' is")
-    for key in ("attention_bias", "mlp_bias"):
-        if fields.boolean(key):
-            raise UserError(f"{key} true is not supported; the model must have no biases")
-    if config.get("quantization_config"):
-        raise UserError("quantization_config: quantized checkpoints are not read; use the bf16 or float32 one")
-    if config.get("sliding_window") is not None and fields.boolean("use_sliding_window", default=True):
-        raise UserError(f"sliding_window {config['sliding_window']} is not supported; every layer must attend fully")
-    layer_types = config.get("layer_types") or []
-    if other := sorted({str(kind) for kind in layer_types} - {"full_attention"}):
-        raise UserError(f"layer_types holds {', '.join(other)}; only full_attention is supported")
-
-
-def _rope(fields: Fields) -> tuple[float, Llama3RopeScaling | None]:
-    """Reads either spelling: `rope_theta` beside `rope_scaling`, or `rope_parameters` with both inside."""
-    key = "rope_parameters" if fields.data.get("rope_parameters") is not None else "rope_scaling"
-    rope = fields.object(key)
-    if nested := [name for name, value in rope.data.items() if isinstance(value, dict)]:
-        raise UserError(f"{key}.{nested[0]}: rotary positions that differ by kind of layer are not supported")
-    outer, inner = fields.number("rope_theta", default=None), rope.number("rope_theta", default=None)
-    if outer is not None and inner is not None and outer != inner:
-        raise UserError(f"rope_theta {outer} contradicts {key}.rope_theta {inner}")
-    theta = next((value for value in (inner, outer) if value is not None), _DEFAULT_ROPE_THETA)
-    for part in (fields, rope):
-        if (fraction := part.number("partial_rotary_factor", default=1.0)) != 1.0:
-            raise UserError(f"{part.prefix}partial_rotary_factor {fraction} is not supported; only 1.0 is")
-    kind = rope.data.get("rope_type", rope.data.get("type", "default"))
-    if kind == "default":
-        return theta, None
-    if kind != "llama3":
-        raise UserError(f"{key}.rope_type {kind!r} is not supported; supported: 'default', 'llama3'")
-    return theta, Llama3RopeScaling(
-        factor=rope.number("factor"),
-        low_freq_factor=rope.number("low_freq_factor"),
-        high_freq_factor=rope.number("high_freq_factor"),
-        original_max_position_embeddings=rope.integer("original_max_position_embeddings"),
-    )
+        return unparse(self, dtype)

@@ -102,7 +102,7 @@ def _hf_arrays(
             )
     tensors = {}
     for name, location in hf_tensors(config).items():
-        source = flat[location.path] if location.layer is None else flat[location.path][location.layer]
+        source = flat[location.path][location.index]
         if bad := count_non_finite(source):
             raise UserError(f"{directory}: not exported; tensor {name} holds {bad} non-finite values")
         tensors[name] = _cast(source, dtype)

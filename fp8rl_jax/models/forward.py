@@ -12,6 +12,7 @@ the model.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -19,12 +20,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from fp8rl_jax.config.recipe import ForwardFormats, Recipe
-from fp8rl_jax.models.attention import Keys, attend, rope_tables, rotate
+from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.models.cache import KVBlock, KVCache
-from fp8rl_jax.models.config import PolicyConfig
-from fp8rl_jax.models.policy import Layer, Policy
-from fp8rl_jax.precision import linear, quantize_input, quantize_per_tensor
+from fp8rl_jax.models.layer import LayerInputs, LayerOutputs, LayerStep, OwnBlock, rms_norm
+from fp8rl_jax.models.policy import Policy, run_of_layers
 from pallas_kernels.backend import Backend
 
 Phase = Literal["train", "prefill", "decode"]
@@ -32,11 +31,12 @@ Phase = Literal["train", "prefill", "decode"]
 
 class ForwardResult(NamedTuple):
     """hidden: [b, t, hidden] after the final norm; cache: the block this call's tokens fill; observed: what `observe` returned
-    in each layer, its leaves stacked over the layers."""
+    in each layer, its leaves stacked over the layers; routes: the experts that each token used in each layer that has some."""
 
     hidden: Float[Array, "b t hidden"]
     cache: KVBlock | None
     observed: Any
+    routes: Int[Array, "b t sparse k"] | None = None
 
 
 def forward(
@@ -48,6 +48,7 @@ def forward(
     recipe: Recipe | None = None,
     phase: Phase = "train",
     *,
+    routes: Int[Array, "b t sparse k"] | None = None,
     remat: bool = False,
     keep_cache: bool = True,
     observe: Callable[..., Any] | None = None,
@@ -63,151 +64,103 @@ def forward(
         cache: see KVCache. With an own block, `segment_ids` is not used: a row attends to its slots up to the one it writes.
         recipe: default: nothing is quantized.
         phase: picks the recipe's side: "train" the trainer's formats, the others the rollout's.
+        routes: expert ids to replay, as `ForwardResult.routes` of another forward gave them. A token with a -1 in a layer is
+            routed anew there. Gate weights are always the policy's own (R3, arXiv 2510.11370).
         remat: recompute each layer in the backward pass instead of keeping its activations.
         keep_cache: False leaves `ForwardResult.cache` empty where nothing reads it.
         observe: called in each layer as observe(q, k, v, real, scales), after q/k-norm and rope and before anything is
             quantized: q, k, v [b, t, heads, dim]; real [b, t, 1, 1], False on padding; the layer's KV scales or None.
 
     Raises:
-        ValueError: the recipe quantizes the cache and `cache.scales` is missing.
+        ValueError: the recipe quantizes the cache and `cache.scales` is missing; the policy has a sliding window and the
+            shared block no positions; `routes` are not those of this policy's experts.
     """
     recipe = recipe or Recipe("bf16")
     formats = recipe.trainer if phase == "train" else recipe.rollout
-    cache = cache or KVCache()
+    cache, config = cache or KVCache(), policy.config
     if formats.key.quantized and cache.scales is None:
         raise ValueError(f"recipe {recipe.name!r} quantizes the KV cache: forward needs cache.scales")
+    if config.windows is not None and cache.shared is not None and cache.shared.positions is None:
+        raise ValueError("forward: with a sliding window the shared block needs the positions of its slots")
     b, t = tokens.shape
+    if routes is not None:
+        expected = (b, t, len(config.sparse_layers), config.experts.per_token if config.experts else 0)
+        if routes.shape != expected:
+            raise ValueError(f"forward: routes of shape {routes.shape} are not those of this policy, {expected}")
     if positions is None:
         positions = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), (b, t))
     if segment_ids is None:
         segment_ids = jnp.ones((b, t), jnp.int32)
     x = jnp.take(policy.embed_tokens.value, tokens, axis=0)
-    step = _LayerStep(policy.config, formats, rope_tables(policy.config, positions), segment_ids, cache, observe, backend)
+    step = LayerStep(config, formats, positions, segment_ids, cache, observe, backend)
     run = jax.checkpoint(step, prevent_cse=False) if remat else step
-    x, blocks, observed = (_scan if policy.stacked else _unroll)(run, policy, x, cache, keep_cache)
-    block = KVBlock(*blocks, step.written_mask()) if keep_cache else None
-    return ForwardResult(rms_norm(x, policy.norm.value, policy.config.rms_norm_eps), block, observed)
+    x, outputs = (_scan if policy.stacked else _unroll)(run, policy, x, cache, routes, keep_cache)
+    block = None
+    if keep_cache and cache.own is None:
+        block = KVBlock(*outputs.block, segment_ids > 0, positions)
+    elif keep_cache:
+        written = jnp.ones((cache.own.mask.shape[0], t), bool)
+        block = KVBlock(*outputs.block, lax.dynamic_update_slice(cache.own.mask, written, (0, cache.slot)))
+    return ForwardResult(rms_norm(x, policy.norm.value, config.rms_norm_eps), block, outputs.observed, outputs.routes)
 
 
-def rms_norm(x: Float[Array, "*b dim"], weight: Float[Array, " dim"], eps: float) -> Float[Array, "*b dim"]:
-    """x / sqrt(mean(x^2) + eps) * weight (arXiv 1910.07467), in float32, result in x's dtype."""
-    wide = x.astype(jnp.float32)
-    normed = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return (normed * weight.astype(jnp.float32)).astype(x.dtype)
+def _inputs(policy: Policy, cache: KVCache, routes, pick: Callable, pick_sparse: Callable) -> LayerInputs:
+    """LayerInputs of the layers that `pick` and `pick_sparse` take out of stacks over all layers and over those with experts."""
+    windows = None if policy.config.windows is None else jnp.asarray(policy.config.windows, jnp.int32)
+    return LayerInputs(
+        shared=None if cache.shared is None else (pick(cache.shared.keys), pick(cache.shared.values)),
+        scales=None if cache.scales is None else tuple(map(pick, (cache.scales.query, cache.scales.key, cache.scales.value))),
+        window=None if windows is None else pick(windows),
+        routes=None if routes is None else pick_sparse(jnp.moveaxis(routes, 2, 0)),
+    )
 
 
-class _LayerStep:
-    """One layer as a function of (x, layer, its cached keys and values, its KV scales)."""
-
-    def __init__(self, config: PolicyConfig, formats: ForwardFormats, rope, segment_ids, cache: KVCache, observe, backend):
-        self.config, self.formats, self.rope, self.cache, self.observe, self.backend = (
-            config, formats, rope, cache, observe, backend,
-        )  # fmt: skip
-        self.segment_ids = segment_ids
-        if cache.own is None:
-            t = segment_ids.shape[1]
-            same = segment_ids[:, :, None] == segment_ids[:, None, :]
-            self.own_mask = same & jnp.tril(jnp.ones((t, t), bool))
-
-    def written_mask(self):
-        own = self.cache.own
-        if own is None:
-            return self.segment_ids > 0
-        t = self.segment_ids.shape[1]
-        return lax.dynamic_update_slice(own.mask, jnp.ones((own.mask.shape[0], t), bool), (0, self.cache.slot))
-
-    def __call__(self, x, layer: Layer, shared, own, scales):
-        c = self.config
-        attended, written, observed = self.attention(
-            rms_norm(x, layer.input_layernorm.value, c.rms_norm_eps), layer, shared, own, scales
-        )
-        x = x + attended
-        return x + self.mlp(rms_norm(x, layer.post_attention_layernorm.value, c.rms_norm_eps), layer), written, observed
-
-    def project(self, x, weight):
-        quantized = quantize_input(x, weight.value, self.formats.activation, self.backend)
-        return linear(quantized, weight.value, x.dtype, self.backend)
-
-    def attention(self, x, layer: Layer, shared, own, scales):
-        c, (b, t, _) = self.config, x.shape
-        q, k, v = (self.project(x, w).reshape(b, t, -1, c.head_dim) for w in (layer.q_proj, layer.k_proj, layer.v_proj))
-        if c.qk_norm:
-            q, k = rms_norm(q, layer.q_norm.value, c.rms_norm_eps), rms_norm(k, layer.k_norm.value, c.rms_norm_eps)
-        q, k = rotate(q, self.rope), rotate(k, self.rope)
-        observed = self.observe(q, k, v, (self.segment_ids > 0)[..., None, None], scales) if self.observe else None
-        score_scale, value_scale = c.head_dim**-0.5, 1.0
-        if self.formats.key.quantized:
-            sq, sk, sv = scales
-            k, v = quantize_per_tensor(k, sk, self.formats.key), quantize_per_tensor(v, sv, self.formats.value)
-            score_scale, value_scale = score_scale * sk, sv
-            if self.formats.query.quantized:
-                q, score_scale = quantize_per_tensor(q, sq, self.formats.query), score_scale * sq
-        k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
-        blocks = [] if shared is None else [Keys(*shared, self.cache.shared.mask[:, None, :])]
-        if own is None:
-            written = (k, v)
-            blocks.append(Keys(k, v, self.own_mask))
-        else:
-            written = own.write(k, v)
-            blocks.append(Keys(*own.read(*written), own.visible(t)[None]))
-        out = attend(q, blocks, score_scale, value_scale, x.dtype).reshape(b, t, -1)
-        return self.project(out, layer.o_proj), written, observed
-
-    def mlp(self, x, layer: Layer):
-        return self.project(jax.nn.silu(self.project(x, layer.gate_proj)) * self.project(x, layer.up_proj), layer.down_proj)
-
-
-class _OwnBlock:
-    """Read and write of one layer's own block; `layer` is None for a layer's own arrays, else an index into stacked ones."""
-
-    def __init__(self, keys, values, slot, layer=None):
-        self.keys, self.values, self.slot, self.layer = keys, values, slot, layer
-
-    def write(self, k, v):
-        if self.layer is None:
-            return tuple(
-                lax.dynamic_update_slice(old, new, (0, 0, self.slot, 0)) for old, new in ((self.keys, k), (self.values, v))
-            )
-        start = (self.layer, 0, 0, self.slot, 0)
-        return tuple(lax.dynamic_update_slice(old, new[None], start) for old, new in ((self.keys, k), (self.values, v)))
-
-    def read(self, keys, values):
-        if self.layer is None:
-            return keys, values
-        return tuple(lax.dynamic_index_in_dim(x, self.layer, keepdims=False) for x in (keys, values))
-
-    def visible(self, t):
-        """[t, slots]: query i, written at slot + i, sees the slots up to its own."""
-        slots = jnp.arange(self.keys.shape[-2])
-        return slots[None, :] <= self.slot + jnp.arange(t)[:, None]
-
-
-def _unroll(step: Callable, policy: Policy, x, cache: KVCache, keep_cache: bool):
-    written, observed = [], []
+def _unroll(step: Callable, policy: Policy, x, cache: KVCache, routes, keep_cache: bool) -> tuple[Array, LayerOutputs]:
+    sparse, outputs = policy.config.sparse_layers, []
     for i, layer in enumerate(policy.layers):
-        shared = None if cache.shared is None else (cache.shared.keys[i], cache.shared.values[i])
-        own = None if cache.own is None else _OwnBlock(cache.own.keys[i], cache.own.values[i], cache.slot)
-        scales = None if cache.scales is None else (cache.scales.query[i], cache.scales.key[i], cache.scales.value[i])
-        x, block, seen = step(x, layer, shared, own, scales)
-        written.append(block)
-        observed.append(seen)
-    blocks = tuple(zip(*written, strict=True)) if keep_cache else None
-    return x, blocks, jax.tree.map(lambda *leaves: jnp.stack(leaves), *observed)
+        replayed = routes if i in sparse else None
+        inputs = _inputs(policy, cache, replayed, lambda x, i=i: x[i], lambda x, i=i: x[sparse.index(i)])
+        own = None if cache.own is None else OwnBlock(cache.own.keys[i], cache.own.values[i], cache.slot)
+        x, out = step(x, layer, own, inputs)
+        outputs.append(out)
+    observed = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(out.observed for out in outputs))
+    used = [out.routes for out in outputs if out.routes is not None]
+    blocks = tuple(zip(*(out.block for out in outputs), strict=True)) if keep_cache else None
+    return x, LayerOutputs(blocks, observed, jnp.stack(used, axis=2) if used else None)
 
 
-def _scan(step: Callable, policy: Policy, x, cache: KVCache, keep_cache: bool):
-    scales = None if cache.scales is None else (cache.scales.query, cache.scales.key, cache.scales.value)
-    shared = None if cache.shared is None else (cache.shared.keys, cache.shared.values)
-    layers = jnp.arange(policy.config.num_layers)
+def _scan(step: Callable, policy: Policy, x, cache: KVCache, routes, keep_cache: bool) -> tuple[Array, LayerOutputs]:
+    config = policy.config
 
     def body(carry, inputs):
         x, own_blocks = carry
-        layer, index, shared, scales = inputs
-        own = None if own_blocks is None else _OwnBlock(*own_blocks, cache.slot, index)
-        x, written, observed = step(x, layer, shared, own, scales)
+        layer, index, inputs = inputs
+        own = None if own_blocks is None else OwnBlock(*own_blocks, cache.slot, index)
+        x, out = step(x, layer, own, inputs)
+        if own is None:
+            return (x, None), out if keep_cache else out._replace(block=None)
         # an own block travels as the carry, so that a step writes one slot instead of copying the cache
-        return (x, None if own is None else written), (written if own is None and keep_cache else None, observed)
+        return (x, out.block), out._replace(block=None)
 
-    own = None if cache.own is None else (cache.own.keys, cache.own.values)
-    (x, own), (blocks, observed) = lax.scan(body, (x, own), (policy.layers, layers, shared, scales))
-    return x, blocks if own is None else own, observed
+    carry = (x, None if cache.own is None else (cache.own.keys, cache.own.values))
+    parts = []
+    # one scan for each run of layers of a kind: most models have a single one
+    for sparse, run in groupby(range(config.num_layers), lambda i: i in config.sparse_layers):
+        start, *rest = run
+        stop = start + 1 + len(rest)
+        first = config.sparse_layers.index(start) if sparse else 0
+        inputs = _inputs(
+            policy, cache, routes if sparse else None,
+            lambda x, a=start, b=stop: x[a:b], lambda x, a=first, b=first + stop - start: x[a:b],
+        )  # fmt: skip
+        carry, out = lax.scan(body, carry, (run_of_layers(policy, start, stop), jnp.arange(start, stop), inputs))
+        parts.append(out)
+    (x, own) = carry
+    blocks = jax.tree.map(_joined, *(out.block for out in parts)) if own is None else own
+    observed = jax.tree.map(_joined, *(out.observed for out in parts))
+    used = [out.routes for out in parts if out.routes is not None]
+    return x, LayerOutputs(blocks, observed, jnp.moveaxis(_joined(*used), 0, 2) if used else None)
+
+
+def _joined(*stacks: Array) -> Array:
+    return stacks[0] if len(stacks) == 1 else jnp.concatenate(stacks)

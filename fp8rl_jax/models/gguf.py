@@ -18,7 +18,7 @@ from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.export import export_policy
 from fp8rl_jax.models.gguf_tokenizer import write_tokenizer
-from fp8rl_jax.models.hf_names import Location, hf_tensors
+from fp8rl_jax.models.hf_names import Location, hf_tensors, parameter_shapes
 from fp8rl_jax.models.load import listing, nest
 
 _LAYER_NAMES = {
@@ -125,6 +125,7 @@ def _policy_arrays(path: Path, config: PolicyConfig, tensors: dict[str, Any]) ->
         raise UserError(f"{path}: {len(missing)} tensors are missing: {listing(missing)}")
     if unexpected := [name for name in tensors if name not in expected]:
         raise UserError(f"{path}: {len(unexpected)} tensors are unexpected: {listing(unexpected)}")
+    shapes = parameter_shapes(config)
     arrays: dict[str, np.ndarray] = {}
     for name, location in expected.items():
         values = _dequantize(path, tensors[name])
@@ -134,11 +135,9 @@ def _policy_arrays(path: Path, config: PolicyConfig, tensors: dict[str, Any]) ->
             )
         if location.path in ("layers.q_proj.weight", "layers.k_proj.weight"):
             values = unpermute(values, config.head_dim)
-        if location.layer is None:
-            arrays[location.path] = values.astype(ml_dtypes.bfloat16)
-        else:
-            shape = (config.num_layers, *location.shape)
-            arrays.setdefault(location.path, np.empty(shape, ml_dtypes.bfloat16))[location.layer] = values
+        if location.path not in arrays:
+            arrays[location.path] = np.empty(shapes[location.path], ml_dtypes.bfloat16)
+        arrays[location.path][location.index] = values
     return arrays
 
 

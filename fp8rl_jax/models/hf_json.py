@@ -67,8 +67,8 @@ class Fields:
             raise UserError(f"{self.prefix}{key} must be true or false, got {value!r}")
         return value
 
-    def token_ids(self, key: str) -> tuple[int, ...]:
-        """A token id or a list of them; empty when absent."""
+    def integers(self, key: str) -> tuple[int, ...]:
+        """An integer or a list of them; empty when absent."""
         value, _ = self._get(key, [])
         values = value if isinstance(value, list) else [value]
         if not all(isinstance(token, int) and not isinstance(token, bool) for token in values):

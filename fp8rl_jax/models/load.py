@@ -11,7 +11,7 @@ import numpy as np
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.finite import count_non_finite
-from fp8rl_jax.models.hf_names import Location, hf_name, hf_tensors, is_ignored
+from fp8rl_jax.models.hf_names import Location, hf_name, hf_tensors, is_ignored, parameter_shapes
 from fp8rl_jax.models.safetensors_io import Checkpoint, read_checkpoint
 
 _WEIGHT_DTYPES = tuple(np.dtype(scalar) for scalar in (ml_dtypes.bfloat16, np.float16, np.float32, np.float64))
@@ -36,6 +36,7 @@ def load_policy_arrays(directory: str | Path) -> tuple[PolicyConfig, dict[str, A
     expected = hf_tensors(config)
     _check_names(directory, config, checkpoint, expected)
     _check_shapes_and_dtypes(checkpoint, expected)
+    shapes = parameter_shapes(config)
     arrays: dict[str, np.ndarray] = {}
     for name, location in expected.items():
         tensor = checkpoint.tensors[name]
@@ -44,12 +45,9 @@ def load_policy_arrays(directory: str | Path) -> tuple[PolicyConfig, dict[str, A
                 f"{checkpoint.files[name]}: tensor {name} holds {bad} non-finite values of {tensor.size}; "
                 f"the checkpoint is damaged"
             )
-        if location.layer is None:
-            arrays[location.path] = np.array(tensor)
-        else:
-            if location.layer == 0:
-                arrays[location.path] = np.empty((config.num_layers, *location.shape), tensor.dtype)
-            arrays[location.path][location.layer] = tensor
+        if location.path not in arrays:
+            arrays[location.path] = np.empty(shapes[location.path], tensor.dtype)
+        arrays[location.path][location.index] = tensor
     _check_tied_head(config, checkpoint)
     return config, nest(arrays)
 

@@ -16,7 +16,7 @@ from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.export import export_policy
 from fp8rl_jax.models.load import flatten, load_policy_arrays, nest
-from fp8rl_jax.models.policy import LINEARS, NORMS, Policy, build_policy
+from fp8rl_jax.models.policy import Policy, build_policy
 from fp8rl_jax.models.tokenizer import ByteTokenizer
 from fp8rl_jax.precision import is_quantized
 
@@ -85,7 +85,7 @@ def policy_arrays(policy: Policy) -> dict[str, Any]:
     if not policy.stacked:
         raise ValueError("policy_arrays: the layers are unrolled; export the trainer's policy")
     weights = {"embed_tokens": policy.embed_tokens, "norm": policy.norm, "lm_head": policy.lm_head}
-    weights |= {f"layers.{name}": getattr(policy.layers, name) for name in (*LINEARS, *NORMS)}
+    weights |= {f"layers.{name}": weight for name, weight in policy.layers.tensors().items()}
     flat = {f"{name}.weight": weight.value for name, weight in weights.items() if weight is not None}
     if quantized := [name for name, value in flat.items() if is_quantized(value)]:
         raise ValueError(f"policy_arrays: {', '.join(quantized)} are quantized; export the trainer's policy")

@@ -19,6 +19,7 @@ def token_logprobs(
     targets: Int[Array, "b t"],
     temperature: float | Float[Array, ""] = 1.0,
     chunk: int = 1024,
+    entropy_gradient: bool = False,
 ) -> tuple[Float[Array, "b t"], Float[Array, "b t"]]:
     """log softmax(hidden @ head.T / temperature)[targets], and the entropy of that distribution.
 
@@ -28,9 +29,10 @@ def token_logprobs(
         targets: token ids.
         temperature: the logits are divided by it.
         chunk: tokens whose logits exist at one time; positions are split so that at most half of `t` is ever in one chunk.
+        entropy_gradient: let gradients flow through the entropies, for an entropy bonus; it costs a pass over the logits.
 
     Returns:
-        (log-probabilities, entropies in nats), float32 [b, t]; no gradient flows through the entropies.
+        (log-probabilities, entropies in nats), float32 [b, t].
     """
     b, t, _ = hidden.shape
     width = max(1, min(chunk // b, t // 2))
@@ -43,9 +45,9 @@ def token_logprobs(
         shifted = logits - lax.stop_gradient(logits.max(-1, keepdims=True))
         normalizer = jnp.log(jnp.exp(shifted).sum(-1))
         chosen = jnp.take_along_axis(shifted, targets[..., None], axis=-1)[..., 0]
-        frozen = lax.stop_gradient(shifted)
-        entropy = lax.stop_gradient(normalizer) - (jnp.exp(frozen) * frozen).sum(-1) / jnp.exp(frozen).sum(-1)
-        return chosen - normalizer, entropy
+        seen, total = (shifted, normalizer) if entropy_gradient else lax.stop_gradient((shifted, normalizer))
+        weights = jnp.exp(seen)
+        return chosen - normalizer, total - (weights * seen).sum(-1) / weights.sum(-1)
 
     def split(x):
         x = jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2))

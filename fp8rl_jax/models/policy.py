@@ -3,10 +3,14 @@
 The modules hold parameters and say what each axis means; the arithmetic is in `forward`. A policy is a pytree, so
 `jax.jit`, `jax.grad`, optax and orbax take it as it is. Its layers come in two forms with the same leaves: stacked on a
 leading axis (what the trainer scans) and a list of single layers (what decode unrolls).
+
+Where only some layers have experts, each tensor is stacked over the layers that have it, and `run_of_layers` cuts out a run
+of layers of one kind, which is what can be scanned.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import jax
@@ -15,11 +19,13 @@ from flax import nnx
 from jaxtyping import Array, Key
 
 from fp8rl_jax.models.config import PolicyConfig
-from fp8rl_jax.models.hf_names import parameter_shapes
+from fp8rl_jax.models.hf_names import DENSE, SPARSE, parameter_shapes, stack_of
 from fp8rl_jax.precision import is_quantized
 
-LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", *DENSE)
+EXPERT_LINEARS = tuple(name for name in SPARSE if name != "router")
 NORMS = ("input_layernorm", "post_attention_layernorm", "q_norm", "k_norm")
+BIASES = ("q_bias", "k_bias", "v_bias")
 
 
 class Weight(nnx.Module):
@@ -35,12 +41,33 @@ class Weight(nnx.Module):
         return self.weight.get_value()
 
 
+class Experts(nnx.Module):
+    """The feed-forward weights of all experts of a layer, each [experts, out, in], or of all layers that have experts."""
+
+    def __init__(self, gate_proj: Weight, up_proj: Weight, down_proj: Weight):
+        self.gate_proj, self.up_proj, self.down_proj = gate_proj, up_proj, down_proj
+
+
 class Layer(nnx.Module):
-    """The tensors of one transformer layer, or of all of them when each has a leading layer axis."""
+    """The tensors of one transformer layer, or of all of them when each has a leading layer axis; None where it has none.
+
+    Args:
+        tensors: by name, those of the experts as "experts.up_proj".
+    """
 
     def __init__(self, tensors: dict[str, Weight | None]):
-        for name in (*LINEARS, *NORMS):
+        for name in (*LINEARS, *NORMS, *BIASES, "router"):
             setattr(self, name, tensors.get(name))
+        parts = {name.removeprefix("experts."): tensors.get(name) for name in EXPERT_LINEARS}
+        self.experts = None if None in parts.values() else Experts(**parts)
+
+    def tensors(self) -> dict[str, Weight]:
+        """What the constructor was given."""
+        names = (*LINEARS, *NORMS, *BIASES, "router")
+        found = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        if self.experts is not None:
+            found |= {name: getattr(self.experts, name.removeprefix("experts.")) for name in EXPERT_LINEARS}
+        return found
 
 
 class Policy(nnx.Module):
@@ -78,9 +105,16 @@ _AXES = {
     "k_proj": ("kv_heads", "embed"),
     "v_proj": ("kv_heads", "embed"),
     "o_proj": ("embed", "heads"),
+    "q_bias": ("heads",),
+    "k_bias": ("kv_heads",),
+    "v_bias": ("kv_heads",),
     "gate_proj": ("mlp", "embed"),
     "up_proj": ("mlp", "embed"),
     "down_proj": ("embed", "mlp"),
+    "router": ("router", "embed"),
+    "experts.gate_proj": ("experts", "mlp", "embed"),
+    "experts.up_proj": ("experts", "mlp", "embed"),
+    "experts.down_proj": ("experts", "embed", "mlp"),
 }
 
 
@@ -104,13 +138,13 @@ def build_policy(config: PolicyConfig, tensor: Callable[[str, tuple[int, ...], t
 def init_policy(config: PolicyConfig, key: Key[Array, ""], dtype: jnp.dtype = jnp.float32) -> Policy:
     """Random weights by the GPT-2 rule: normal with deviation 0.02, projections into the residual stream over sqrt(2 layers).
 
-    Norms are 1; compile it with `jax.jit(init_policy, static_argnums=0)` for large models.
+    Norms are 1, biases 0; compile it with `jax.jit(init_policy, static_argnums=0)` for large models.
     """
     names = list(tensor_specs(config))
 
     def tensor(name: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> Array:
-        if axes[-1] == "norm":
-            return jnp.ones(shape, dtype)
+        if axes[-1] == "norm" or name.removeprefix("layers.") in BIASES:
+            return jnp.full(shape, float(axes[-1] == "norm"), dtype)
         into_residual = name.endswith(("o_proj", "down_proj"))
         deviation = 0.02 / (2 * config.num_layers) ** 0.5 if into_residual else 0.02
         return (deviation * jax.random.normal(jax.random.fold_in(key, names.index(name)), shape)).astype(dtype)
@@ -119,33 +153,68 @@ def init_policy(config: PolicyConfig, key: Key[Array, ""], dtype: jnp.dtype = jn
 
 
 def linear_names(config: PolicyConfig) -> tuple[str, ...]:
-    """Every linear that a recipe may quantize, in model order: layers.0.q_proj, layers.0.k_proj, ..."""
-    return tuple(f"layers.{i}.{name}" for i in range(config.num_layers) for name in LINEARS)
+    """Every linear that a recipe may quantize, in model order: layers.0.q_proj, ..., layers.0.experts.gate_proj, ...
+
+    The experts of a layer are one linear. Embeddings, output head, norms and the router are not among them.
+    """
+    pairs = ((i, name) for i in range(config.num_layers) for name in (*LINEARS, *EXPERT_LINEARS))
+    return tuple(f"layers.{i}.{name}" for i, name in pairs if i in stack_of(config, name))
 
 
 def parameter_count(config: PolicyConfig) -> int:
     """Number of parameters, tied embeddings counted once."""
+    return sum(math.prod(shape) for shape, _ in tensor_specs(config).values())
+
+
+def matrix_parameters(config: PolicyConfig) -> int:
+    """Parameters of the matrices that a token passes through, embedding and head apart; of experts, those that it uses."""
     total = 0
-    for shape, _ in tensor_specs(config).values():
-        size = 1
-        for side in shape:
-            size *= side
-        total += size
+    for name, (shape, _) in tensor_specs(config).items():
+        tensor = name.removeprefix("layers.")
+        if tensor in (*LINEARS, "router"):
+            total += math.prod(shape)
+        elif tensor in EXPERT_LINEARS:
+            total += math.prod(shape) // config.experts.count * config.experts.per_token
     return total
 
 
 def cast(policy: Policy, dtype: jnp.dtype) -> Policy:
-    """All plain tensors in `dtype`, quantized ones as they are; gradients flow through the cast."""
-    return jax.tree.map(lambda x: x if is_quantized(x) else x.astype(dtype), policy, is_leaf=is_quantized)
+    """Plain tensors in `dtype`, quantized ones and the router as they are; gradients flow through the cast.
+
+    A router rounded to bfloat16 moves its scores by 2^-9 of themselves, enough to swap experts that score alike.
+    """
+
+    def convert(path, x):
+        router = any(getattr(key, "key", getattr(key, "name", None)) == "router" for key in path)
+        return x if router or is_quantized(x) else x.astype(dtype)
+
+    return jax.tree_util.tree_map_with_path(convert, policy, is_leaf=is_quantized)
+
+
+def run_of_layers(policy: Policy, start: int, stop: int) -> Layer:
+    """Layers start ... stop - 1 of a stacked policy, all with experts or all without, as stacks of their own."""
+    return _cut(policy, start, lambda x, first: x if len(x) == stop - start else x[first : first + stop - start])
 
 
 def unstack(policy: Policy) -> Policy:
     """The same policy with `layers` as a list of single layers, each a slice of the stacked tensors."""
     return with_layers(
-        policy, nnx.List([jax.tree.map(lambda x, i=i: x[i], policy.layers) for i in range(policy.config.num_layers)])
+        policy, nnx.List([_cut(policy, i, lambda x, place: x[place]) for i in range(policy.config.num_layers)])
     )
 
 
 def with_layers(policy: Policy, layers: Layer | nnx.List) -> Policy:
     """The same policy around other layers."""
     return Policy(policy.config, policy.embed_tokens, layers, policy.norm, policy.lm_head)
+
+
+def _cut(policy: Policy, layer: int, take: Callable) -> Layer:
+    """The tensors that layer `layer` has, each array as take(array, place of the layer in the tensor's stack)."""
+    cut = {}
+    for name, weight in policy.layers.tensors().items():
+        layers = stack_of(policy.config, name)
+        if layer in layers:
+            place = layers.index(layer)
+            cut[name] = jax.tree.map(lambda x, place=place: take(x, place), weight)
+    return Layer(cut)
+

@@ -1,8 +1,9 @@
-"""The device mesh: data x fsdp x tensor.
+"""The device mesh: data x fsdp x expert x tensor.
 
 `data` replicates the policy and splits the batch. `fsdp` splits the batch, too, and each parameter along its hidden
-width, gathered where it is used. `tensor` splits heads, feed-forward width and vocabulary. Axes of size 1 cost nothing,
-so one device is the mesh (1, 1, 1) and runs the same program.
+width, gathered where it is used. `expert` splits the batch, too, and the experts of a mixture, to which rows travel.
+`tensor` splits heads, feed-forward width and vocabulary. Axes of size 1 cost nothing, so one device is the mesh
+(1, 1, 1, 1) and runs the same program.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from jax.sharding import AxisType, Mesh
 from fp8rl_jax.config.run import MeshConfig
 from fp8rl_jax.errors import UserError
 
-AXES = ("data", "fsdp", "tensor")
+AXES = ("data", "fsdp", "expert", "tensor")
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:

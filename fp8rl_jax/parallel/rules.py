@@ -30,13 +30,17 @@ class ShardingRules:
     """Key and value heads, of parameters (times head width) and of the cache."""
     mlp: MeshAxes = "tensor"
     """Feed-forward width."""
+    experts: MeshAxes = "expert"
+    """Experts of a layer."""
+    router: MeshAxes = None
+    """Rows of a router: every token is scored against all experts."""
     vocab: MeshAxes = "tensor"
     """Rows of the embedding and of the output head; columns of logits."""
     norm: MeshAxes = None
     """Norm weights: too small to be worth a gather."""
     layers: MeshAxes = None
     """The stacked layer axis: the scan walks it."""
-    batch: MeshAxes = ("data", "fsdp")
+    batch: MeshAxes = ("data", "fsdp", "expert")
     """Prompts and completions."""
 
     def mesh_axes(self, name: str | None) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from fp8rl_jax.precision.formats import check_recipe, element_dtype, max_value
 from fp8rl_jax.precision.layers import quantized_layers
-from fp8rl_jax.precision.linear import HoistedWeight, hoist, is_quantized, linear, quantize_input
+from fp8rl_jax.precision.linear import HoistedWeight, grouped_linear, hoist, is_quantized, linear, quantize_input
 from fp8rl_jax.precision.qtensor import QTensor, dequantize, is_finite, quantize, quantize_per_tensor, quantize_weight
 from fp8rl_jax.precision.statistics import QuantizationSums, stack_sums, weight_sums
 
@@ -13,6 +13,7 @@ __all__ = [
     "check_recipe",
     "dequantize",
     "element_dtype",
+    "grouped_linear",
     "hoist",
     "is_finite",
     "is_quantized",

@@ -2,7 +2,8 @@
 
 `linear(x, weight)` multiplies what it is given. A plain array is multiplied in the compute dtype; a `QTensor` is multiplied
 as W8A8, its input quantized on the way in; a `HoistedWeight` is a QTensor whose dequantized values are kept by a decode loop
-on a backend that would otherwise unpack them at every token. The model has no other branch.
+on a backend that would otherwise unpack them at every token. The model has no other branch. `grouped_linear` is the same for
+the experts of a mixture.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from fp8rl_jax.config.recipe import TensorFormat
 from fp8rl_jax.precision.qtensor import QTensor, dequantize, quantize
-from pallas_kernels import blockwise_matmul
+from pallas_kernels import blockwise_matmul, grouped_matmul
 from pallas_kernels.backend import Backend
+from pallas_kernels.grouped_matmul.reference import dot as grouped_dot
 from pallas_kernels.matmul import selected_backend
 from pallas_kernels.matmul.reference import dot
 
@@ -24,7 +26,7 @@ from pallas_kernels.matmul.reference import dot
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class HoistedWeight:
-    """Dequantized values of a QTensor, float32 [out, in]: what the reference product multiplies."""
+    """Dequantized values of a QTensor, float32 [..., out, in]: what the reference product multiplies."""
 
     values: Array
 
@@ -73,9 +75,38 @@ def linear(
     Raises:
         TypeError: a quantized input meets a weight that is not quantized.
     """
+    if isinstance(x, QTensor) and isinstance(weight, QTensor):
+        return blockwise_matmul(x.values, x.scales, weight.values, weight.scales, weight.block, out_dtype, backend=backend)
+    x, values = _unpacked(x, weight)
+    return dot(x, values).astype(out_dtype)
+
+
+def grouped_linear(
+    x: Float[Array, "m k"] | QTensor,
+    weight: Weight,
+    group_sizes: Int[Array, " groups"],
+    out_dtype: jnp.dtype,
+    backend: Backend = "auto",
+) -> Float[Array, "m n"]:
+    """`linear` of rows that are sorted by group, each with its group's part of `weight` [groups, n, k].
+
+    Args:
+        group_sizes: rows of each group; rows behind the last group give zero.
+
+    Raises:
+        TypeError: a quantized input meets a weight that is not quantized.
+    """
+    if isinstance(x, QTensor) and isinstance(weight, QTensor):
+        return grouped_matmul(
+            x.values, x.scales, weight.values, weight.scales, group_sizes, weight.block, out_dtype, backend=backend
+        )
+    x, values = _unpacked(x, weight)
+    return grouped_dot(x, values, group_sizes).astype(out_dtype)
+
+
+def _unpacked(x: Array | QTensor, weight: Weight) -> tuple[Array, Array]:
+    """Both operands as plain arrays of one dtype, where no product takes them as they are."""
     if isinstance(x, QTensor):
-        if isinstance(weight, QTensor):
-            return blockwise_matmul(x.values, x.scales, weight.values, weight.scales, weight.block, out_dtype, backend=backend)
         if not isinstance(weight, HoistedWeight):
             raise TypeError("linear: the input is quantized but the weight is not")
         rows = QTensor(x.values.reshape(-1, x.shape[-1]), x.scales.reshape(-1, x.scales.shape[-1]), x.block)
@@ -83,4 +114,4 @@ def linear(
     if isinstance(weight, QTensor):  # weight-only quantization: the input stays in the compute dtype
         weight = HoistedWeight(dequantize(weight))
     values = weight.values if isinstance(weight, HoistedWeight) else weight
-    return dot(x.astype(values.dtype), values).astype(out_dtype)
+    return x.astype(values.dtype), values

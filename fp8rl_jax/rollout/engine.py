@@ -20,7 +20,8 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.cache import KVScales
-from fp8rl_jax.models.policy import LINEARS, Layer, Policy, cast, linear_names, unstack, with_layers
+from fp8rl_jax.models.hf_names import stack_of
+from fp8rl_jax.models.policy import Layer, Policy, cast, linear_names, unstack, with_layers
 from fp8rl_jax.precision import (
     QTensor,
     QuantizationSums,
@@ -58,6 +59,8 @@ class Rollout:
         policy_logprobs: float32 [b, t], same temperature, whole vocabulary.
         stopped: [b], True where a stop token ended the row, False where its length did.
         weight_version: number of the weight sync that served it.
+        prompt_expert_ids, expert_ids: [p, s, layers with experts, k] and [b, t, layers with experts, k], the experts that each
+            token used, -1 where there is no token and for the last of a row, which no layer has seen. None unless asked for.
     """
 
     prompts: Prompts
@@ -67,6 +70,8 @@ class Rollout:
     policy_logprobs: Float[Array, "b t"]
     stopped: Bool[Array, " b"]
     weight_version: int
+    prompt_expert_ids: Int[Array, "p s sparse k"] | None = None
+    expert_ids: Int[Array, "b t sparse k"] | None = None
 
 
 class RolloutEngine(Protocol):
@@ -95,15 +100,18 @@ def quantized_policy(
     Raises:
         UserError: a pattern matches nothing, or the layers differ in what is quantized and are to stay stacked.
     """
-    chosen = set(quantized_layers(recipe, linear_names(policy.config)))
+    chosen: dict[str, set[int]] = {}  # layers of each linear
+    for linear in quantized_layers(recipe, linear_names(policy.config)):
+        _, i, name = linear.split(".", 2)
+        chosen.setdefault(name, set()).add(int(i))
     fmt = recipe.rollout.weight
     served = cast(policy, dtype)
     sums: list[QuantizationSums] = []
 
-    def replace(layer: Layer, master: Layer, names: set[str]) -> Layer:
-        tensors = {name: getattr(layer, name) for name in vars(layer) if getattr(layer, name, None) is not None}
+    def replace(layer: Layer, master: Layer, names: list[str]) -> Layer:
+        tensors, unrounded = layer.tensors(), master.tensors()
         for name in names if fmt.quantized else ():
-            weight = getattr(master, name).value
+            weight = unrounded[name].value
             quantized = quantize_weight(weight, fmt, backend)
             sums.append(weight_sums(weight, quantized))
             tensors[name] = type(tensors[name])(quantized, tensors[name].axes)
@@ -113,14 +121,13 @@ def quantized_policy(
         return stack_sums(sums).metrics("weight") if sums else {}
 
     if not unroll:
-        names = {name for name in LINEARS if any(c.endswith("." + name) for c in chosen)}
-        if len(chosen) != len(names) * policy.config.num_layers:
+        if any(layers != set(stack_of(policy.config, name)) for name, layers in chosen.items()):
             raise UserError('rollout.decode_layers: "scan" needs the same quantized linears in every layer; use "unroll"')
-        return with_layers(served, replace(served.layers, policy.layers, names)), metrics()
+        return with_layers(served, replace(served.layers, policy.layers, list(chosen))), metrics()
     served, masters = unstack(served), unstack(policy)
     layers = []
     for i, (layer, master) in enumerate(zip(served.layers, masters.layers, strict=True)):
-        layers.append(replace(layer, master, {name for name in LINEARS if f"layers.{i}.{name}" in chosen}))
+        layers.append(replace(layer, master, [name for name, where in chosen.items() if i in where]))
     return with_layers(served, nnx.List(layers)), metrics()
 
 
@@ -135,10 +142,26 @@ def finite_flags(policy: Policy, scales: KVScales | None) -> dict[str, Bool[Arra
 
 
 class LocalEngine:
-    """Our own sampler, in the trainer's process and on its devices."""
+    """Our own sampler, in the trainer's process and on its devices.
 
-    def __init__(self, recipe: Recipe, compute_dtype: jnp.dtype, unroll: bool = True, backend: Backend = "auto"):
+    Args:
+        recipe: its rollout formats.
+        compute_dtype: of what the recipe does not quantize.
+        unroll: decode layer by layer instead of scanning them.
+        backend: kernels.
+        expert_ids: rollouts bring the experts of each token, for the trainer to replay.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        compute_dtype: jnp.dtype,
+        unroll: bool = True,
+        backend: Backend = "auto",
+        expert_ids: bool = False,
+    ):
         check_recipe(recipe)
+        self.expert_ids = expert_ids
         self.recipe, self.dtype, self.backend = recipe, jnp.dtype(compute_dtype), backend
         self.version = 0
         self.policy: Policy | None = None
@@ -180,9 +203,10 @@ class LocalEngine:
             self.scales = scales_from_amax(seen.amax, self.recipe)
             self.finite = self._check(self.policy, self.scales)
         out = generate(
-            self.policy, *prompts, key, self.scales, samples=samples, sampling=sampling, recipe=self.recipe, backend=self.backend
-        )
-        return Rollout(prompts, *out, weight_version=self.version)
+            self.policy, *prompts, key, self.scales, samples=samples, sampling=sampling, recipe=self.recipe,
+            backend=self.backend, expert_ids=self.expert_ids,
+        )  # fmt: skip
+        return Rollout(prompts, **out._asdict(), weight_version=self.version)
 
 
 def pad_prompts(tokens: list[list[int]], ids: list[int], width: int, pad: int = 0) -> Prompts:

@@ -26,13 +26,15 @@ from pallas_kernels.matmul.reference import dot
 
 
 class Completions(NamedTuple):
-    """B = prompts * n rows, prompt b // n each, T = sampling.max_new_tokens. Positions after a row's end are pad / 0 / False."""
+    """B = prompts * n rows, prompt b // n each, T = sampling.max_new_tokens. After a row's end: pad / False / 0 / False / -1."""
 
     tokens: Int[Array, "b t"]
     mask: Bool[Array, "b t"]
     behaviour_logprobs: Float[Array, "b t"]
     policy_logprobs: Float[Array, "b t"]
     stopped: Bool[Array, " b"]
+    prompt_expert_ids: Int[Array, "p s sparse k"] | None = None
+    expert_ids: Int[Array, "b t sparse k"] | None = None
 
 
 class _State(NamedTuple):
@@ -43,7 +45,7 @@ class _State(NamedTuple):
     out: Completions
 
 
-@partial(jax.jit, static_argnames=("samples", "sampling", "recipe", "backend"))
+@partial(jax.jit, static_argnames=("samples", "sampling", "recipe", "backend", "expert_ids"))
 def generate(
     policy: Policy,
     prompts: Int[Array, "p s"],
@@ -56,6 +58,7 @@ def generate(
     sampling: Sampling,
     recipe: Recipe,
     backend: Backend = "auto",
+    expert_ids: bool = False,
 ) -> Completions:
     """Samples `samples` completions of each prompt.
 
@@ -66,7 +69,13 @@ def generate(
         prompt_ids: identity of each prompt in the data set; with `key` it fixes the draws.
         scales: KV scales, where the recipe quantizes the cache.
         samples: completions a prompt.
+        expert_ids: return the experts that each token used (rollout.engine.Rollout says how).
+
+    Raises:
+        ValueError: `expert_ids` of a policy that has no experts.
     """
+    if expert_ids and policy.config.experts is None:
+        raise ValueError("generate: expert_ids of a policy without experts")
     p, s = prompts.shape
     rows, width = p * samples, sampling.max_new_tokens
     # unpacking FP8 weights once instead of at every token; the identity where weights are plain arrays
@@ -94,14 +103,19 @@ def generate(
         stopped = live & jnp.isin(tokens, stops) if stops.size else jnp.zeros_like(done)
         column = (tokens, live, jnp.where(live, behaviour, 0.0), jnp.where(live, full, 0.0))
         written = [lax.dynamic_update_slice(old, new[:, None], (0, t)) for old, new in zip(out[:4], column, strict=True)]
-        return Completions(*written, out.stopped | stopped), tokens, done | stopped
+        out = Completions(*written, out.stopped | stopped, out.prompt_expert_ids, out.expert_ids)
+        return out, tokens, done | stopped
 
     def step(state: _State) -> _State:
         cache = KVCache(prefill.cache, KVBlock(*state.own, own.mask), state.t, scales)
         positions = (starts + state.t)[:, None]
         result = forward(policy, state.token[:, None], positions, cache=cache, recipe=recipe, phase="decode", backend=backend)
         logits = dot(result.hidden[:, 0], policy.head)
-        out, token, done = record(state.out, state.t + 1, logits, state.done)
+        out = state.out
+        if expert_ids:  # of token t, which this step has fed
+            used = _known(result.routes, lax.dynamic_slice_in_dim(out.mask, state.t, 1, axis=1))
+            out = out._replace(expert_ids=lax.dynamic_update_slice(out.expert_ids, used, (0, state.t, 0, 0)))
+        out, token, done = record(out, state.t + 1, logits, state.done)
         return _State(state.t + 1, token, done, (result.cache.keys, result.cache.values), out)
 
     blank = Completions(
@@ -110,10 +124,17 @@ def generate(
         jnp.zeros((rows, width), jnp.float32),
         jnp.zeros((rows, width), jnp.float32),
         jnp.zeros(rows, bool),
+        _known(prefill.routes, segments > 0) if expert_ids else None,
+        jnp.full((rows, width, *prefill.routes.shape[2:]), -1, prefill.routes.dtype) if expert_ids else None,
     )
     out, token, done = record(blank, jnp.int32(0), first_logits, jnp.zeros(rows, bool))
     start = _State(jnp.int32(0), token, done, (own.keys, own.values), out)
     return lax.while_loop(lambda s: (s.t < width - 1) & ~s.done.all(), step, start).out
+
+
+def _known(routes: Int[Array, "b t sparse k"], real: Bool[Array, "b t"]) -> Int[Array, "b t sparse k"]:
+    """`routes`, -1 where there is no token."""
+    return jnp.where(real[..., None, None], routes, jnp.array(-1, routes.dtype))
 
 
 def _row_keys(key, prompt_ids, samples):

@@ -2,7 +2,7 @@
 
 Model FLOPs count what the mathematics needs and nothing else: no padding, no recomputation (rematerialization, chunked
 logits), real tokens only, each prompt once for its group, as the trainer runs it. With N matrix parameters outside embedding
-and head, n = heads * head_dim, and c the keys that a token sees:
+and head (of experts those that a token uses), n = heads * head_dim, and c the keys that a token sees in all layers together:
 
     forward of a token     2 N + 4 n c      and 2 * hidden * vocab for a token whose log-probability is wanted
     update                 3 forwards (PaLM's convention, arXiv 2204.02311, appendix B)
@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Int
 
 from fp8rl_jax.models.config import PolicyConfig
-from fp8rl_jax.models.policy import LINEARS, tensor_specs
+from fp8rl_jax.models.policy import matrix_parameters
 
 # dense bfloat16 FLOP/s without sparsity, NVIDIA's data sheets (SXM)
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "H20": 148e12, "B200": 2250e12, "GB200": 2500e12, "A100": 312e12}
@@ -36,13 +36,19 @@ def update_flops(
     prompts = np.asarray(prompt_lengths, np.float64)
     completions = np.asarray(completion_lengths, np.float64)
     starts = np.repeat(prompts, len(completions) // len(prompts))
-    shapes = tensor_specs(config)
-    matrices = sum(np.prod(shape) for name, (shape, _) in shapes.items() if name.removeprefix("layers.") in LINEARS)
     tokens = prompts.sum() + completions.sum()
-    keys = (prompts * (prompts + 1) / 2).sum() + (starts * completions + completions * (completions + 1) / 2).sum()
-    attention = 4 * config.num_layers * config.num_heads * config.head_dim * keys
+    keys = 0.0
+    for window in config.windows or (np.inf,) * config.num_layers:
+        keys += _keys(prompts, window).sum() + (_keys(starts + completions, window) - _keys(starts, window)).sum()
+    attention = 4 * config.num_heads * config.head_dim * keys
     head = 2 * config.hidden_size * config.vocab_size * completions.sum()
-    return float(3 * (2 * matrices * tokens + attention + head))
+    return float(3 * (2 * matrix_parameters(config) * tokens + attention + head))
+
+
+def _keys(tokens: np.ndarray, window: float) -> np.ndarray:
+    """Keys that the first tokens of a row see together: 1 + 2 + ... up to `window`, which each later one sees."""
+    ramp = np.minimum(tokens, window)
+    return ramp * (ramp + 1) / 2 + (tokens - ramp) * ramp
 
 
 def peak_flops(device_kind: str) -> float | None:

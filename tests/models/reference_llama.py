@@ -1,4 +1,5 @@
-"""Llama and Qwen3 in float64 numpy, one row and one head at a time: what the batched, cached and scanned forward must equal."""
+"""Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE in float64 numpy, one row, one head and one token's expert at a time: what the
+batched, cached, scanned and sorted forward must equal."""
 
 from __future__ import annotations
 
@@ -21,16 +22,20 @@ def random_weights(config: PolicyConfig, seed: int = 0) -> dict[str, np.ndarray]
     return weights
 
 
-def logits(config: PolicyConfig, weights: dict[str, np.ndarray], tokens: list[int]) -> np.ndarray:
-    """[length, vocab] of one row without padding."""
+def logits(config: PolicyConfig, weights: dict[str, np.ndarray], tokens: list[int], routes=None) -> np.ndarray:
+    """[length, vocab] of one row without padding; `routes` [length, layers with experts, k] replaces the router's choice."""
     positions = list(range(len(tokens)))
     x = weights["embed_tokens.weight"][tokens]
+    sparse = 0
     for i in range(config.num_layers):
-        layer = {p.split(".")[1]: w[i] for p, w in weights.items() if p.startswith("layers.")}
-        x = x + _attention(config, layer, _rms_norm(x, layer["input_layernorm"], config.rms_norm_eps), positions)
+        layer = _layer(config, weights, i)
+        x = x + _attention(config, layer, _rms_norm(x, layer["input_layernorm"], config.rms_norm_eps), positions, i)
         h = _rms_norm(x, layer["post_attention_layernorm"], config.rms_norm_eps)
-        gate = h @ layer["gate_proj"].T
-        x = x + (gate / (1 + np.exp(-gate)) * (h @ layer["up_proj"].T)) @ layer["down_proj"].T
+        if "router" in layer:
+            x = x + _experts(config, layer, h, None if routes is None else routes[:, sparse])
+            sparse += 1
+        else:
+            x = x + _swiglu(h, layer["gate_proj"], layer["up_proj"], layer["down_proj"])
     head = weights["embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"]
     return _rms_norm(x, weights["norm.weight"], config.rms_norm_eps) @ head.T
 
@@ -59,6 +64,45 @@ def _llama3(frequency: float, scaling: Llama3RopeScaling) -> float:
     return (1 - smooth) * frequency / scaling.factor + smooth * frequency
 
 
+def _layer(config, weights, i):
+    """Layer i's tensors by name: a tensor that some layers lack is stacked over the others."""
+    dense = [config.experts is None or j in config.experts.dense_layers for j in range(config.num_layers)]
+    alike = dense[:i].count(dense[i])
+    layer = {}
+    for path, stack in weights.items():
+        if not path.startswith("layers."):
+            continue
+        name = path.removeprefix("layers.").removesuffix(".weight")
+        if name in ("gate_proj", "up_proj", "down_proj"):
+            if dense[i]:
+                layer[name] = stack[alike]
+        elif name == "router" or name.startswith("experts."):
+            if not dense[i]:
+                layer[name] = stack[alike]
+        else:
+            layer[name] = stack[i]
+    return layer
+
+
+def _swiglu(x, gate, up, down):
+    g = x @ gate.T
+    return (g / (1 + np.exp(-g)) * (x @ up.T)) @ down.T
+
+
+def _experts(config, layer, x, routes):
+    out = np.zeros_like(x)
+    for row, token in enumerate(x):
+        scores = np.exp(log_softmax(token @ layer["router"].T))
+        chosen = np.argsort(-scores)[: config.experts.per_token]
+        if routes is not None and (routes[row] >= 0).all():
+            chosen = routes[row]
+        total = scores[chosen].sum() if config.experts.normalize else 1.0
+        for expert in chosen:
+            parts = (layer[f"experts.{name}_proj"][expert] for name in ("gate", "up", "down"))
+            out[row] += scores[expert] / total * _swiglu(token, *parts)
+    return out
+
+
 def _rms_norm(x, weight, eps):
     return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
 
@@ -70,18 +114,21 @@ def _rotate(x, positions, config):
     return np.concatenate([turned.real, turned.imag], axis=-1)
 
 
-def _attention(config, layer, x, positions):
+def _attention(config, layer, x, positions, i):
     t, d = len(x), config.head_dim
     out = np.zeros((t, config.num_heads * d))
     for head in range(config.num_heads):
         kv = head // (config.num_heads // config.num_kv_heads)
-        q = x @ layer["q_proj"][head * d : (head + 1) * d].T
-        k = x @ layer["k_proj"][kv * d : (kv + 1) * d].T
-        v = x @ layer["v_proj"][kv * d : (kv + 1) * d].T
+        rows, kv_rows = slice(head * d, (head + 1) * d), slice(kv * d, (kv + 1) * d)
+        q = x @ layer["q_proj"][rows].T + (layer["q_bias"][rows] if "q_bias" in layer else 0)
+        k = x @ layer["k_proj"][kv_rows].T + (layer["k_bias"][kv_rows] if "k_bias" in layer else 0)
+        v = x @ layer["v_proj"][kv_rows].T + (layer["v_bias"][kv_rows] if "v_bias" in layer else 0)
         if config.qk_norm:
             q = _rms_norm(q, layer["q_norm"], config.rms_norm_eps)
             k = _rms_norm(k, layer["k_norm"], config.rms_norm_eps)
         scores = _rotate(q, positions, config) @ _rotate(k, positions, config).T / math.sqrt(d)
         scores[np.triu_indices(t, 1)] = -np.inf
+        if config.sliding_window and i not in config.full_attention_layers:
+            scores[np.tril_indices(t, -config.sliding_window)] = -np.inf
         out[:, head * d : (head + 1) * d] = np.exp(log_softmax(scores)) @ v
     return out @ layer["o_proj"].T

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference_llama as reference
-from tiny_models import LLAMA, QWEN3
+from tiny_models import LLAMA, MISTRAL, MOE, QWEN2, QWEN3
 
 from fp8rl_jax.config.recipe import get_recipe
 from fp8rl_jax.models.attention import rope_frequencies
@@ -19,7 +19,19 @@ from fp8rl_jax.models.logprobs import token_logprobs
 from fp8rl_jax.models.policy import Policy, build_policy, unstack
 
 SCALED = dataclasses.replace(LLAMA, rope_theta=500000.0, rope_scaling=Llama3RopeScaling(8.0, 1.0, 4.0, 64))
-CONFIGS = {"llama_tied": LLAMA, "llama3_rope": SCALED, "qwen3_untied": QWEN3}
+MIXED_WINDOWS = dataclasses.replace(QWEN2, sliding_window=3, full_attention_layers=(1,))
+ALL_SPARSE = dataclasses.replace(MOE, num_layers=2, experts=dataclasses.replace(MOE.experts, normalize=False, dense_layers=()))
+SMALL_MOE = dataclasses.replace(MOE, num_layers=2, experts=dataclasses.replace(MOE.experts, dense_layers=(0,)))
+CONFIGS = {
+    "llama_tied": LLAMA,
+    "llama3_rope": SCALED,
+    "qwen3_untied": QWEN3,
+    "mistral": MISTRAL,
+    "qwen2": QWEN2,
+    "qwen2_windows": MIXED_WINDOWS,
+    "moe": MOE,
+    "moe_all_sparse": ALL_SPARSE,
+}
 TOLERANCE = {"atol": 2e-5, "rtol": 2e-5}  # float32 against float64, logits of order 1
 
 run = jax.jit(forward, static_argnames=("recipe", "phase", "remat", "keep_cache", "observe", "backend"))
@@ -55,7 +67,7 @@ def test_the_rope_scaling_changes_the_logits_and_its_frequencies_have_all_three_
     assert (ratio == 1).any() and (ratio == 8).any() and ((ratio > 1.01) & (ratio < 7.99)).any()
 
 
-@pytest.mark.parametrize("config", [LLAMA, QWEN3], ids=["llama", "qwen3"])
+@pytest.mark.parametrize("config", [LLAMA, QWEN3, MISTRAL], ids=["llama", "qwen3", "mistral"])
 def test_left_and_right_padding_and_packing_leave_a_row_as_it_is(config):
     policy, weights = policy_and_weights(config)
     first, second = random_tokens(config, 7), random_tokens(config, 5, seed=2)
@@ -79,7 +91,7 @@ def test_only_differences_of_positions_matter():
 
 
 @pytest.mark.parametrize("stacked", [True, False], ids=["scan", "unroll"])
-@pytest.mark.parametrize("config", [LLAMA, QWEN3], ids=["llama", "qwen3"])
+@pytest.mark.parametrize("config", [LLAMA, QWEN3, MIXED_WINDOWS, MOE], ids=["llama", "qwen3", "qwen2_windows", "moe"])
 def test_cached_decode_equals_the_full_forward(config, stacked):
     """Two ragged prompts, two samples each, their completions fed token by token."""
     policy, weights = policy_and_weights(config)
@@ -150,16 +162,14 @@ def weighted_gradients(layout, policy: Policy):
     return jax.jit(jax.grad(weighted, has_aux=True))(policy)
 
 
-@pytest.fixture(scope="module")
-def plain(group):
-    return weighted_gradients(partial(plain_logprobs, group=group), policy_and_weights(QWEN3)[0])
-
-
-@pytest.mark.parametrize("remat", [False, True], ids=["kept", "remat"])
-def test_the_shared_prefix_layout_has_the_values_and_gradients_of_the_plain_one(group, plain, remat):
-    gradients, values = plain
+@pytest.mark.parametrize(
+    ("config", "remat"), [(QWEN3, False), (MIXED_WINDOWS, False), (SMALL_MOE, True)], ids=["qwen3", "windows", "moe_remat"]
+)
+def test_the_shared_prefix_layout_has_the_values_and_gradients_of_the_plain_one(group, config, remat):
+    policy, _ = policy_and_weights(config)
+    gradients, values = weighted_gradients(partial(plain_logprobs, group=group), policy)
     layout = partial(shared_prefix_logprobs, group=group, remat=remat)
-    shared_gradients, shared_values = weighted_gradients(layout, policy_and_weights(QWEN3)[0])
+    shared_gradients, shared_values = weighted_gradients(layout, policy)
     assert (np.asarray(values) != 0).sum() == group[1].sum()
     np.testing.assert_allclose(shared_values, values, atol=1e-5)
     for got, expected in zip(jax.tree.leaves(shared_gradients), jax.tree.leaves(gradients), strict=True):
@@ -168,8 +178,20 @@ def test_the_shared_prefix_layout_has_the_values_and_gradients_of_the_plain_one(
         np.testing.assert_allclose(got, expected, atol=2e-5 * scale)
 
 
-def test_gradients_equal_finite_differences_of_the_reference():
-    config = dataclasses.replace(QWEN3, num_layers=1)
+LAYER = ("layers.q_proj", "layers.k_norm", "layers.down_proj")
+EXPERTS = ("layers.router", "layers.experts.gate_proj", "layers.experts.down_proj", "layers.up_proj")
+
+
+@pytest.mark.parametrize(
+    ("config", "paths"),
+    [
+        (dataclasses.replace(QWEN3, num_layers=1), ("embed_tokens", *LAYER, "norm")),
+        (dataclasses.replace(QWEN2, num_layers=1, sliding_window=2), ("layers.q_bias", "layers.v_bias", "layers.k_proj")),
+        (SMALL_MOE, EXPERTS),
+    ],
+    ids=["qwen3", "qwen2_window", "moe"],
+)
+def test_gradients_equal_finite_differences_of_the_reference(config, paths):
     policy, weights = policy_and_weights(config)
     tokens = random_tokens(config, 6)
 
@@ -183,7 +205,7 @@ def test_gradients_equal_finite_differences_of_the_reference():
 
     gradients = jax.jit(jax.grad(loss))(policy)
     rng = np.random.default_rng(6)
-    for path in ("embed_tokens", "layers.q_proj", "layers.k_norm", "layers.down_proj", "norm"):
+    for path in paths:
         node = gradients
         for name in path.split("."):
             node = getattr(node, name)

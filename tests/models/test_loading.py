@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from tiny_models import LLAMA, QWEN3, random_tensors, write_model
+from tiny_models import LLAMA, MOE, QWEN2, QWEN3, random_tensors, write_model
 
 from fp8rl_jax.config.run import InitConfig
 from fp8rl_jax.errors import UserError
@@ -18,14 +18,14 @@ from fp8rl_jax.models.policy import init_policy, unstack
 from fp8rl_jax.models.tokenizer import ByteTokenizer, load_tokenizer
 
 
-@pytest.mark.parametrize("config", [LLAMA, QWEN3], ids=["llama_tied", "qwen3_untied"])
+@pytest.mark.parametrize("config", [LLAMA, QWEN3, QWEN2, MOE], ids=["llama_tied", "qwen3_untied", "qwen2", "moe"])
 def test_every_tensor_arrives_in_its_place_and_dtype(tmp_path, config):
     tensors = random_tensors(config)
     policy = load_policy(write_model(tmp_path, config, tensors))
     assert policy.config == config and policy.stacked and (policy.lm_head is None) == config.tie_word_embeddings
     flat = flatten(policy_arrays(policy))
     for name, place in hf_tensors(config).items():
-        got = flat[place.path] if place.layer is None else flat[place.path][place.layer]
+        got = flat[place.path][place.index]
         assert got.dtype == np.float32
         np.testing.assert_array_equal(got, tensors[name].astype(np.float32), err_msg=name)
     assert load_policy(tmp_path, jnp.bfloat16).layers.q_proj.value.dtype == jnp.bfloat16

@@ -5,6 +5,9 @@ import json
 
 import pytest
 from tiny_models import LLAMA, QWEN3
+from tiny_models import MISTRAL as TINY_MISTRAL
+from tiny_models import MOE as TINY_MOE
+from tiny_models import QWEN2 as TINY_QWEN2
 
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.config import Llama3RopeScaling, PolicyConfig
@@ -24,6 +27,16 @@ BASE = {
     "eos_token_id": 2,
 }
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+WINDOW = {"use_sliding_window": True, "sliding_window": 16}
+MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+}
 SOURCE = "some/dir/config.json"
 
 
@@ -110,7 +123,7 @@ def test_end_tokens_are_merged_in_order():
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
-        ({"architectures": ["Qwen2ForCausalLM"]}, "architectures"),
+        ({"architectures": ["GPT2LMHeadModel"]}, "architectures"),
         ({"architectures": "absent", "model_type": "mamba"}, "model_type"),
         ({"architectures": "absent", "model_type": "absent"}, "architectures"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type 'yarn'"),
@@ -127,6 +140,16 @@ def test_end_tokens_are_merged_in_order():
         ({"sliding_window": 4096}, "sliding_window"),
         ({"sliding_window": 4096, "use_sliding_window": True}, "sliding_window"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types holds sliding_attention"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types"),
+        (MISTRAL | {"sliding_window": 0}, "sliding_window must be positive"),
+        (MISTRAL | {"layer_types": ["full_attention"] * 2}, "layer_types holds full_attention"),
+        (QWEN2 | {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types holds sliding_attention"),
+        (QWEN2 | WINDOW | {"layer_types": ["sliding_attention"]}, "layer_types has 1 entries for 2 layers"),
+        (MOE | {"num_experts": "absent"}, "num_experts is missing"),
+        (MOE | {"num_experts_per_tok": 9}, "num_experts_per_tok (9) must be from 1 to num_experts (8)"),
+        (MOE | {"moe_intermediate_size": 0}, "moe_intermediate_size"),
+        (MOE | {"mlp_only_layers": [0, 1]}, "mlp_only_layers: all layers"),
+        (MOE | {"decoder_sparse_step": 0}, "decoder_sparse_step"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ({"hidden_size": "absent"}, "hidden_size is missing"),
         ({"hidden_size": "192"}, "hidden_size must be an integer"),
@@ -152,6 +175,40 @@ def test_refusals_name_the_file_and_the_key(changes, key):
     assert "\n" not in str(error.value)
 
 
+def test_windows_follow_the_rules_of_each_architecture():
+    assert parse(**MISTRAL).windows == (4096, 4096)  # transformers' default
+    assert parse(**MISTRAL, sliding_window=None).windows is None
+    assert parse(**QWEN2, sliding_window=16).windows is None
+    assert parse(**QWEN2, **WINDOW).windows is None  # max_window_layers is 28 where it is absent
+    assert parse(**QWEN2, **WINDOW, max_window_layers=0).windows == (16, 16)
+    mixed = parse(**QWEN2, **WINDOW, max_window_layers=1)
+    assert mixed == parse(**QWEN2, **WINDOW, layer_types=["full_attention", "sliding_attention"])
+    assert mixed.windows[0] > 2**30 and mixed.windows[1] == 16 and mixed.qkv_bias
+    assert parse(**MOE, **WINDOW).windows == (16, 16)
+
+
+def test_which_layers_have_experts():
+    four = {**MOE, "num_hidden_layers": 4}
+    assert parse(**four).sparse_layers == (0, 1, 2, 3) and not parse(**four).experts.normalize
+    assert parse(**four, decoder_sparse_step=2).sparse_layers == (1, 3)
+    assert parse(**four, decoder_sparse_step=2, mlp_only_layers=[3]).sparse_layers == (1,)
+    assert parse(**four, mlp_only_layers=[1], norm_topk_prob=True).dense_layers == (1,)
+    renamed = {k: v for k, v in four.items() if k != "num_experts"} | {"num_local_experts": 8}
+    assert parse(**renamed) == parse(**four)
+    assert parse().sparse_layers == () and parse().dense_layers == (0, 1)
+
+
+def test_shapes_that_no_checkpoint_could_hold_are_refused():
+    for changes in (
+        {"architecture": "llama", "sliding_window": 8},
+        {"full_attention_layers": (0,)},
+        {"experts": TINY_MOE.experts},
+        {"architecture": "qwen3_moe"},
+    ):
+        with pytest.raises(UserError):
+            dataclasses.replace(QWEN3, **changes)
+
+
 def test_an_unused_sliding_window_is_no_obstacle():
     assert parse(sliding_window=4096, use_sliding_window=False, layer_types=["full_attention"] * 2)
 
@@ -163,6 +220,12 @@ def test_an_unused_sliding_window_is_no_obstacle():
         QWEN3,
         dataclasses.replace(LLAMA, rope_scaling=Llama3RopeScaling(32.0, 1.0, 4.0, 8192), bos_token_id=1),
         dataclasses.replace(QWEN3, eos_token_ids=(3, 5), pad_token_id=3, rope_theta=1e6),
+        TINY_MISTRAL,
+        dataclasses.replace(TINY_MISTRAL, sliding_window=None),
+        TINY_QWEN2,
+        dataclasses.replace(TINY_QWEN2, sliding_window=8, full_attention_layers=(1,)),
+        TINY_MOE,
+        dataclasses.replace(TINY_MOE, sliding_window=8),
     ],
 )
 def test_to_hf_round_trips_through_json(config):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import safetensors.numpy
 
-from fp8rl_jax.models.config import PolicyConfig
+from fp8rl_jax.models.config import ExpertsConfig, PolicyConfig
 from fp8rl_jax.models.hf_names import hf_tensors
 
 LLAMA = PolicyConfig(
@@ -34,6 +35,30 @@ QWEN3 = PolicyConfig(
     num_heads=3,
     num_kv_heads=1,
     head_dim=32,
+)
+MISTRAL = PolicyConfig(
+    architecture="mistral",
+    vocab_size=40,
+    hidden_size=48,
+    intermediate_size=80,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    sliding_window=4,
+)
+QWEN2 = dataclasses.replace(MISTRAL, architecture="qwen2", sliding_window=None, tie_word_embeddings=True)
+# layers with experts, without, and with them again; 5 experts are no multiple of anything
+MOE = PolicyConfig(
+    architecture="qwen3_moe",
+    vocab_size=40,
+    hidden_size=48,
+    intermediate_size=80,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    experts=ExpertsConfig(count=5, per_token=2, intermediate_size=24, normalize=True, dense_layers=(1,)),
 )
 
 

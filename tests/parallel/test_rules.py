@@ -11,11 +11,12 @@ from parallel.policies import CONFIG
 
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.policy import tensor_specs
-from fp8rl_jax.parallel import AXES, DEFAULT_RULES, ShardingRules, check_batch, constrain, scale_spec
+from fp8rl_jax.parallel import DEFAULT_RULES, ShardingRules, check_batch, constrain, scale_spec
 
 
 def abstract_mesh(*sizes: int) -> AbstractMesh:
-    return AbstractMesh(sizes, AXES, axis_types=(AxisType.Auto,) * 3)
+    """Of data, fsdp and tensor."""
+    return AbstractMesh(sizes, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
 
 
 MESH = abstract_mesh(2, 2, 2)

@@ -48,14 +48,14 @@ def leaves(table: dict[str, tuple]) -> dict[str, list]:
 
 
 def test_mesh_sizes_are_checked_by_their_keys(eight):
-    assert eight["left_over"] == {"data": 2, "fsdp": 2, "tensor": 2}
+    assert eight["left_over"] == {"data": 2, "fsdp": 2, "expert": 1, "tensor": 2}
     assert eight["mesh_errors"] == {
-        "(3, 1, 1)": "mesh.data (3) x mesh.fsdp (1) x mesh.tensor (1) = 3, but there are 8 devices: "
+        "(3, 1, 1)": "mesh.data (3) x mesh.fsdp (1) x mesh.expert (1) x mesh.tensor (1) = 3, but there are 8 devices: "
         "set one of them to -1",
         "(-1, -1, 1)": "mesh.data, mesh.fsdp are all -1: at most one axis can take the devices that are left",
-        "(-1, 3, 1)": "mesh.fsdp (3) x mesh.tensor (1) = 3 does not divide the 8 devices: choose sizes that do",
+        "(-1, 3, 1)": "mesh.fsdp (3) x mesh.expert (1) x mesh.tensor (1) = 3 does not divide the 8 devices: choose sizes that do",
         "(0, 1, 1)": "mesh.data = 0: give a positive size, or -1 for the devices that are left",
-        "(2, 2, 1)": "mesh.data (2) x mesh.fsdp (2) x mesh.tensor (1) = 4, but there are 8 devices: "
+        "(2, 2, 1)": "mesh.data (2) x mesh.fsdp (2) x mesh.expert (1) x mesh.tensor (1) = 4, but there are 8 devices: "
         "set one of them to -1",
     }
 

@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
 
-from fp8rl_jax.models.config import PolicyConfig
+from fp8rl_jax.models.config import ExpertsConfig, PolicyConfig
 from fp8rl_jax.training import performance
 from fp8rl_jax.training.performance import Clock, peak_flops, update_flops
 
 CONFIG = PolicyConfig("llama", 131, 64, 160, 3, 4, 2, 16)
+# a token uses 4 experts of 40 in the middle layer: as many parameters as the 160 of the others
+EXPERTS = ExpertsConfig(count=6, per_token=4, intermediate_size=40, normalize=True, dense_layers=(0, 2))
+MIXTURE = replace(CONFIG, architecture="qwen3_moe", experts=EXPERTS, sliding_window=5)
 
 
-def by_hand(prompts: list[int], completions: list[int]) -> float:
+def by_hand(prompts: list[int], completions: list[int], window: int = 10**6, router: int = 0) -> float:
     """Every token on its own, as the paper counts."""
-    linears = 3 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 160)
+    linears = 3 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 160) + router
     total = 0.0
     for length in prompts:
-        total += sum(2 * linears + 4 * 3 * 64 * (position + 1) for position in range(length))
+        total += sum(2 * linears + 4 * 3 * 64 * min(position + 1, window) for position in range(length))
     for row, length in enumerate(completions):
         start = prompts[row // (len(completions) // len(prompts))]
-        total += sum(2 * linears + 4 * 3 * 64 * (start + position + 1) + 2 * 64 * 131 for position in range(length))
+        keys = [min(start + position + 1, window) for position in range(length)]
+        total += sum(2 * linears + 4 * 3 * 64 * seen + 2 * 64 * 131 for seen in keys)
     return 3 * total
 
 
 @pytest.mark.parametrize(("prompts", "completions"), [([5], [7]), ([3, 9], [4, 0, 1, 8]), ([2], [1, 1, 6])])
 def test_flops_equal_a_count_token_by_token(prompts, completions):
-    assert update_flops(CONFIG, np.asarray(prompts), np.asarray(completions)) == pytest.approx(by_hand(prompts, completions))
+    lengths = np.asarray(prompts), np.asarray(completions)
+    assert update_flops(CONFIG, *lengths) == pytest.approx(by_hand(prompts, completions))
+    assert update_flops(MIXTURE, *lengths) == pytest.approx(by_hand(prompts, completions, window=5, router=6 * 64))
 
 
 def test_peaks_by_jax_device_names():

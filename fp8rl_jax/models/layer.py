@@ -1,0 +1,158 @@
+"""One transformer layer: attention over a shared and an own block of keys, then a feed-forward layer or experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from fp8rl_jax.config.recipe import ForwardFormats
+from fp8rl_jax.models.attention import Keys, attend, in_window, rope_tables, rotate
+from fp8rl_jax.models.cache import KVCache
+from fp8rl_jax.models.config import PolicyConfig
+from fp8rl_jax.models.moe import mixture
+from fp8rl_jax.models.policy import Layer
+from fp8rl_jax.precision import linear, quantize_input, quantize_per_tensor
+from pallas_kernels.backend import Backend
+
+
+class LayerInputs(NamedTuple):
+    """What a layer reads besides the hidden states and its weights; None where there is nothing of the kind.
+
+    Attributes:
+        shared: keys and values of the prompts' block.
+        scales: KV scales of Q, K and V.
+        window: positions that a token sees, int32.
+        routes: expert ids to replay, [b, t, k], -1 where the router decides.
+    """
+
+    shared: tuple[Array, Array] | None = None
+    scales: tuple[Array, Array, Array] | None = None
+    window: Int[Array, ""] | None = None
+    routes: Int[Array, "b t k"] | None = None
+
+
+class LayerOutputs(NamedTuple):
+    """What a layer leaves besides the hidden states: its keys and values, what `observe` returned, and its expert ids."""
+
+    block: tuple[Array, Array] | None
+    observed: Any
+    routes: Int[Array, "b t k"] | None
+
+
+def rms_norm(x: Float[Array, "*b dim"], weight: Float[Array, " dim"], eps: float) -> Float[Array, "*b dim"]:
+    """x / sqrt(mean(x^2) + eps) * weight (arXiv 1910.07467), in float32, result in x's dtype."""
+    wide = x.astype(jnp.float32)
+    normed = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return (normed * weight.astype(jnp.float32)).astype(x.dtype)
+
+
+class OwnBlock:
+    """Read and write of one layer's own block; `layer` is None for a layer's own arrays, else an index into stacked ones."""
+
+    def __init__(self, keys, values, slot, layer=None):
+        self.keys, self.values, self.slot, self.layer = keys, values, slot, layer
+
+    def write(self, k, v):
+        if self.layer is None:
+            return tuple(
+                lax.dynamic_update_slice(old, new, (0, 0, self.slot, 0)) for old, new in ((self.keys, k), (self.values, v))
+            )
+        start = (self.layer, 0, 0, self.slot, 0)
+        return tuple(lax.dynamic_update_slice(old, new[None], start) for old, new in ((self.keys, k), (self.values, v)))
+
+    def read(self, keys, values):
+        if self.layer is None:
+            return keys, values
+        return tuple(lax.dynamic_index_in_dim(x, self.layer, keepdims=False) for x in (keys, values))
+
+    def visible(self, t, window):
+        """[t, slots]: query i, written at slot + i, sees the slots up to its own and within the window."""
+        slots, written = jnp.arange(self.keys.shape[-2]), self.slot + jnp.arange(t)
+        seen = slots[None, :] <= written[:, None]
+        return seen if window is None else seen & in_window(written, slots, window)
+
+
+class LayerStep:
+    """One layer as a function of (x, layer, own block, inputs), for a call whose tokens, positions and cache are given."""
+
+    def __init__(
+        self,
+        config: PolicyConfig,
+        formats: ForwardFormats,
+        positions: Int[Array, "b t"],
+        segment_ids: Int[Array, "b t"],
+        cache: KVCache,
+        observe: Callable[..., Any] | None,
+        backend: Backend,
+    ):
+        self.config, self.formats, self.cache, self.observe, self.backend = config, formats, cache, observe, backend
+        self.positions, self.segment_ids = positions, segment_ids
+        self.rope = rope_tables(config, positions)
+        if cache.own is None:
+            t = segment_ids.shape[1]
+            same = segment_ids[:, :, None] == segment_ids[:, None, :]
+            self.own_mask = same & jnp.tril(jnp.ones((t, t), bool))
+
+    def __call__(self, x, layer: Layer, own: OwnBlock | None, inputs: LayerInputs) -> tuple[Array, LayerOutputs]:
+        c = self.config
+        attended, block, observed = self.attention(rms_norm(x, layer.input_layernorm.value, c.rms_norm_eps), layer, own, inputs)
+        x = x + attended
+        normed = rms_norm(x, layer.post_attention_layernorm.value, c.rms_norm_eps)
+        if layer.experts is None:
+            return x + self.mlp(normed, layer), LayerOutputs(block, observed, None)
+        mixed, routes = mixture(normed, layer, c.experts, self.formats.activation, inputs.routes, self.backend)
+        return x + mixed, LayerOutputs(block, observed, routes)
+
+    def project(self, x, weight):
+        quantized = quantize_input(x, weight.value, self.formats.activation, self.backend)
+        return linear(quantized, weight.value, x.dtype, self.backend)
+
+    def heads(self, x, weight, bias):
+        out = self.project(x, weight)
+        out = out if bias is None else out + bias.value
+        return out.reshape(*x.shape[:2], -1, self.config.head_dim)
+
+    def attention(self, x, layer: Layer, own: OwnBlock | None, inputs: LayerInputs):
+        c, (b, t, _) = self.config, x.shape
+        pairs = ((layer.q_proj, layer.q_bias), (layer.k_proj, layer.k_bias), (layer.v_proj, layer.v_bias))
+        q, k, v = (self.heads(x, *pair) for pair in pairs)
+        if c.qk_norm:
+            q, k = rms_norm(q, layer.q_norm.value, c.rms_norm_eps), rms_norm(k, layer.k_norm.value, c.rms_norm_eps)
+        q, k = rotate(q, self.rope), rotate(k, self.rope)
+        observed = self.observe(q, k, v, (self.segment_ids > 0)[..., None, None], inputs.scales) if self.observe else None
+        score_scale, value_scale = c.head_dim**-0.5, 1.0
+        if self.formats.key.quantized:
+            sq, sk, sv = inputs.scales
+            k, v = quantize_per_tensor(k, sk, self.formats.key), quantize_per_tensor(v, sv, self.formats.value)
+            score_scale, value_scale = score_scale * sk, sv
+            if self.formats.query.quantized:
+                q, score_scale = quantize_per_tensor(q, sq, self.formats.query), score_scale * sq
+        k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
+        blocks = [] if inputs.shared is None else [Keys(*inputs.shared, self.shared_mask(inputs.window))]
+        if own is None:
+            written, mask = (k, v), self.own_mask
+            if inputs.window is not None:
+                mask = mask & in_window(self.positions, self.positions, inputs.window)
+            blocks.append(Keys(k, v, mask))
+        else:
+            written = own.write(k, v)
+            blocks.append(Keys(*own.read(*written), own.visible(t, inputs.window)[None]))
+        out = attend(q, blocks, score_scale, value_scale, x.dtype).reshape(b, t, -1)
+        return self.project(out, layer.o_proj), written, observed
+
+    def shared_mask(self, window):
+        """[rows, 1 or the queries of all samples that share the row, slots]."""
+        shared = self.cache.shared
+        if window is None:
+            return shared.mask[:, None, :]
+        rows, slots = shared.mask.shape
+        queries = self.positions.reshape(rows, -1)
+        return shared.mask[:, None, :] & in_window(queries, shared.positions, window)
+
+    def mlp(self, x, layer: Layer):
+        return self.project(jax.nn.silu(self.project(x, layer.gate_proj)) * self.project(x, layer.up_proj), layer.down_proj)

@@ -1,0 +1,132 @@
+"""Mixture of experts: the router, dispatch by sorting, and experts spread over the mesh.
+
+Each token goes to the experts that the router's softmax puts first, and its output is the sum of theirs, weighted by their
+scores. Rows are sorted by expert, multiplied group by group, and put back: there is no capacity, so no token is ever dropped,
+and an expert without tokens is an empty group.
+
+The router computes in float32 and is never quantized. Its choice is discrete: where two experts score alike, a difference in
+the last bits between rollout and trainer sends a token through other weights. So the ids are returned, and can be replayed:
+the trainer then takes the rollout's ids and weighs them with its own scores (R3, arXiv 2510.11370).
+
+On a mesh every device sorts its own rows. The expert axis splits the rows, too: its devices gather each other's, each runs
+the experts that it holds, and the partial sums are scattered back.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from fp8rl_jax.config.recipe import TensorFormat
+from fp8rl_jax.models.config import ExpertsConfig
+from fp8rl_jax.models.policy import Experts, Layer
+from fp8rl_jax.parallel import DEFAULT_RULES
+from fp8rl_jax.precision import grouped_linear, quantize_input
+from fp8rl_jax.precision.qtensor import QTensor
+from pallas_kernels.backend import Backend
+
+
+def route_dtype(config: ExpertsConfig) -> jnp.dtype:
+    """The smallest dtype that holds the expert ids and -1."""
+    return jnp.dtype(jnp.int8 if config.count <= 128 else jnp.int16)
+
+
+def mixture(
+    x: Float[Array, "b t hidden"],
+    layer: Layer,
+    config: ExpertsConfig,
+    activation: TensorFormat,
+    routes: Int[Array, "b t k"] | None = None,
+    backend: Backend = "auto",
+) -> tuple[Float[Array, "b t hidden"], Int[Array, "b t k"]]:
+    """The output of a layer's experts, and the ids of those that each token used.
+
+    Args:
+        layer: its router and experts.
+        activation: format of the inputs of quantized experts.
+        routes: expert ids to replay; a token with a -1 among them is routed anew.
+    """
+    ids, weights = choose(x, layer.router.value, config, routes)
+    run = partial(_run, activation=activation, backend=backend)
+    return _on_mesh(run, x, ids, weights, layer.experts), ids.astype(route_dtype(config))
+
+
+def choose(
+    x: Float[Array, "*b hidden"],
+    router: Float[Array, "experts hidden"],
+    config: ExpertsConfig,
+    routes: Int[Array, "*b k"] | None = None,
+) -> tuple[Int[Array, "*b k"], Float[Array, "*b k"]]:
+    """Expert ids, best first, and their weights, float32; see `mixture` for `routes`."""
+    logits = jnp.einsum(
+        "...h,eh->...e", x.astype(jnp.float32), router.astype(jnp.float32), precision=lax.Precision.HIGHEST
+    )
+    scores = jax.nn.softmax(logits, axis=-1)
+    ids = lax.top_k(lax.stop_gradient(scores), config.per_token)[1]
+    if routes is not None:
+        replayed = (routes >= 0).all(axis=-1, keepdims=True)
+        ids = jnp.where(replayed, routes.astype(ids.dtype), ids)
+    weights = jnp.take_along_axis(scores, ids, axis=-1)
+    return ids, weights / weights.sum(axis=-1, keepdims=True) if config.normalize else weights
+
+
+def _run(x, ids, weights, experts: Experts, first=0, *, activation: TensorFormat, backend: Backend):
+    """Weighted sum over the experts that are here, ids first ... first + count - 1, float32 [b, t, hidden]."""
+    gate, up, down = (w.value for w in (experts.gate_proj, experts.up_proj, experts.down_proj))
+    count, k = gate.shape[0], ids.shape[-1]
+    local = ids.reshape(-1) - first
+    local = jnp.where((local >= 0) & (local < count), local, count)  # those of other devices are sorted behind ours
+    order = jnp.argsort(local)
+    sizes = jnp.zeros(count, jnp.int32).at[local].add(1, mode="drop")
+    rows = x.reshape(-1, x.shape[-1])
+    inputs = _take(quantize_input(rows, gate, activation, backend), order // k)
+    inner = jax.nn.silu(grouped_linear(inputs, gate, sizes, x.dtype, backend))
+    inner = inner * grouped_linear(inputs, up, sizes, x.dtype, backend)
+    out = grouped_linear(quantize_input(inner, down, activation, backend), down, sizes, x.dtype, backend)
+    out = jnp.zeros_like(out).at[order].set(out, unique_indices=True).reshape(*ids.shape, -1)
+    return jnp.einsum("btk,btkh->bth", weights, out.astype(jnp.float32))
+
+
+def _take(x, rows):
+    if isinstance(x, QTensor):
+        return QTensor(x.values[rows], x.scales[rows], x.block)
+    return x[rows]
+
+
+def _on_mesh(run, x, ids, weights, experts: Experts):
+    """`run` on each device's rows and experts; without a mesh, or on one device, just `run`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    auto = {a for a, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Auto and mesh.shape[a] > 1}
+    holders = tuple(a for a in DEFAULT_RULES.mesh_axes("experts") if a in auto)
+    splitters = tuple(a for a in DEFAULT_RULES.mesh_axes("batch") if a in auto)
+    if x.shape[0] % math.prod(mesh.shape[a] for a in splitters):
+        splitters = ()  # an odd batch, of an evaluation: every device runs all rows
+    if not holders and not splitters:
+        return run(x, ids, weights, experts).astype(x.dtype)
+    gathered = tuple(a for a in holders if a in splitters)
+
+    def on_device(x, ids, weights, experts):
+        first = lax.axis_index(holders) * experts.gate_proj.value.shape[0] if holders else 0
+        if gathered:
+            x, ids, weights = (lax.all_gather(z, gathered, tiled=True) for z in (x, ids, weights))
+        out = run(x, ids, weights, experts, first)
+        if gathered:
+            out = lax.psum_scatter(out, gathered, tiled=True)
+        elif holders:
+            out = lax.psum(out, holders)
+        return out.astype(x.dtype)
+
+    rows = PartitionSpec(splitters or None)
+    return jax.shard_map(
+        on_device,
+        in_specs=(rows, rows, rows, PartitionSpec(holders or None)),
+        out_specs=rows,
+        axis_names={*holders, *splitters},
+        check_vma=False,
+    )(x, ids, weights, experts)

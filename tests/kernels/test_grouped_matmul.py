@@ -1,0 +1,84 @@
+"""grouped_matmul against a float64 sum, row by row, over the same quantized operands."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import BackendError, blockwise_matmul, grouped_matmul, quantize_blocks
+from pallas_kernels.grouped_matmul.reference import dot
+
+
+def operands(m, n, k, groups, seed=0):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(m, k)) * np.exp(rng.normal(0, 1, (m, 1)))
+    w = rng.normal(size=(groups, n, k)) * np.exp(rng.normal(0, 1, (groups, n, 1)))
+    return jnp.asarray(x, jnp.float32), jnp.asarray(w, jnp.float32)
+
+
+def expand(scales, block, shape):
+    for axis, (size, side) in enumerate(zip(shape, block, strict=True), start=-2):
+        scales = np.repeat(scales, side, axis=axis).take(range(size), axis=axis)
+    return scales
+
+
+def float64_product(x, x_scales, w, w_scales, sizes, block):
+    """Every row with its group's dequantized weight, and the same of the magnitudes."""
+    x, x_scales, w, w_scales = (np.asarray(z, np.float64) for z in (x, x_scales, w, w_scales))
+    x, w = x * expand(x_scales, (1, block[1]), x.shape), w * expand(w_scales, block, w.shape[1:])
+    total, magnitude = np.zeros((2, len(x), w.shape[1]))
+    for row, group in enumerate(np.repeat(np.arange(len(w)), sizes)):
+        total[row], magnitude[row] = x[row] @ w[group].T, np.abs(x[row]) @ np.abs(w[group]).T
+    return total, magnitude
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "sizes"),
+    [(9, 40, 192, (4, 0, 5)), (7, 131, 130, (0, 0, 7)), (5, 64, 48, (1, 1, 1, 2)), (8, 24, 200, (3, 0, 2)), (4, 8, 16, (0, 0))],
+)
+@pytest.mark.parametrize("block", [(128, 128), (32, 64)])
+def test_equals_the_float64_sum(m, n, k, sizes, block):
+    x, w = operands(m, n, k, len(sizes))
+    quantized = (*quantize_blocks(x, (1, block[1])), *quantize_blocks(w, block))
+    expected, magnitude = float64_product(*quantized, sizes, block)
+    run = jax.jit(lambda sizes: grouped_matmul(*quantized, sizes, block, jnp.float32))  # sizes at run time
+    out = run(jnp.asarray(sizes, jnp.int32))
+    assert out.dtype == jnp.float32 and out.shape == (m, n)
+    assert (np.abs(np.asarray(out, np.float64) - expected) <= 2.0**-22 * np.sqrt(k + 8) * magnitude).all()
+    assert not np.asarray(out)[sum(sizes) :].any()
+
+
+def test_one_group_is_blockwise_matmul():
+    x, w = operands(6, 100, 200, 1)
+    (values, scales), (weight, weight_scales) = quantize_blocks(x, (1, 128)), quantize_blocks(w, (128, 128))
+    grouped = grouped_matmul(values, scales, weight, weight_scales, jnp.array([6], jnp.int32))
+    assert grouped.dtype == jnp.bfloat16
+    single = blockwise_matmul(values, scales, weight[0], weight_scales[0])
+    np.testing.assert_allclose(np.asarray(grouped, np.float32), np.asarray(single, np.float32), rtol=2.0**-7)
+
+
+def test_gradients_of_the_unquantized_product():
+    x, w = operands(7, 5, 6, 3)
+    sizes, group = jnp.array([3, 0, 2], jnp.int32), np.array([0, 0, 0, 2, 2])
+    mix = np.random.default_rng(1).normal(size=(7, 5)).astype(np.float32)
+    dx, dw = jax.grad(lambda x, w: (dot(x, w, sizes) * mix).sum(), argnums=(0, 1))(x, w)
+    expected = np.zeros(w.shape)
+    for row, g in enumerate(group):
+        expected[g] += np.outer(mix[row], x[row])
+        np.testing.assert_allclose(dx[row], mix[row] @ np.asarray(w)[g], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(dw, expected, rtol=1e-4, atol=1e-5)
+    assert not np.asarray(dx)[5:].any()
+
+
+def test_wrong_calls_are_refused(unchecked_shapes):
+    x, w = operands(4, 8, 16, 2)
+    quantized = (*quantize_blocks(x, (1, 128)), *quantize_blocks(w, (128, 128)))
+    sizes = jnp.array([2, 2], jnp.int32)
+    with pytest.raises(ValueError, match=r"group_sizes \(3,\) must be \(2,\)"):
+        grouped_matmul(*quantized, jnp.array([2, 1, 1], jnp.int32))
+    with pytest.raises(ValueError, match=r"x_scales \(4, 2\) must be \(4, 1\)"):
+        grouped_matmul(quantized[0], jnp.ones((4, 2)), *quantized[2:], sizes)
+    with pytest.raises(BackendError, match="no hopper backend"):
+        grouped_matmul(*quantized, sizes, backend="hopper")
