@@ -1,48 +1,94 @@
-"""Settings of the reinforcement-learning objective: advantages, clipped loss, rollout correction.
+"""Settings of the reinforcement-learning objective: advantages, policy loss, rollout correction, DAPO's sampling.
 
-The loss's own keys stand directly under `[rl]`, because they are the ones that people turn (`--rl.clip-high 0.28`);
-`[rl.advantage]` and `[rl.correction]` are tables of their own. A class checks its values when it is made, and reports
-all of their faults together.
+The loss's own keys stand directly under `[rl]`, because they are the ones that people turn (`--rl.clip-high 0.28`); the
+rest are tables of their own. A class checks its values when it is made, and reports all of their faults together. The
+published algorithms are combinations:
+
+    GRPO           arXiv 2402.03300    the defaults; the paper itself: aggregation = "sequence_mean", kl_coefficient = 0.04
+    Dr. GRPO       arXiv 2503.20783    advantage.estimator = "dr_grpo", aggregation = "fixed_length"
+    DAPO           arXiv 2503.14476    clip_high = 0.28, dynamic_sampling.enabled, overlong.buffer; aggregation as it is
+    GSPO           arXiv 2507.18071    ratio = "sequence", aggregation = "sequence_mean", clip_low = 3e-4, clip_high = 4e-4
+    CISPO          arXiv 2506.13585    objective = "cispo", clip_low = 1
+    RLOO           arXiv 2402.14740    advantage.estimator = "rloo", objective = "reinforce", aggregation = "sequence_sum"
+    REINFORCE++    arXiv 2501.03262    advantage.estimator = "reinforce_pp" or "reinforce_pp_baseline"
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, field
+from typing import Literal
 
+from fp8rl_jax.config.checks import above, at_least, one_of, report, unless
+from fp8rl_jax.config.correction import CorrectionConfig
 from fp8rl_jax.errors import UserError
 
-Estimator = Literal["grpo", "dr_grpo"]
-Aggregation = Literal["token_mean"]
-CorrectionMethod = Literal["recipe", "none", "token_tis"]
-CorrectionMode = Literal["decoupled", "bypass"]
-TruncatedSampling = Literal["refuse", "behaviour", "policy"]
+Estimator = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"]
+Objective = Literal["clip", "cispo", "reinforce"]
+RatioLevel = Literal["token", "sequence"]
+KLEstimator = Literal["k1", "k2", "k3"]
+KLGradient = Literal["estimator", "k2", "score"]
+Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "fixed_length"]
 
 
 @dataclass(frozen=True)
 class AdvantageConfig:
-    """How rewards become advantages, within the group of completions that share a prompt."""
+    """How rewards become advantages."""
 
     estimator: Estimator = "grpo"
-    """grpo: (r - mean) / (std + epsilon), arXiv 2402.03300. dr_grpo: r - mean, arXiv 2503.20783."""
+    """grpo: (r - mean) / (std + epsilon) within the prompt's completions. dr_grpo: r - mean. rloo: r - mean of the others.
+    reinforce_pp: (r - mean) / (std + epsilon) over the batch. reinforce_pp_baseline: r - the prompt's mean, then that."""
     ddof: Literal[0, 1] = 1
-    """The standard deviation divides by n - ddof: 1 as in verl and TRL, 0 for the population's."""
+    """A standard deviation divides by n - ddof: 1 as in verl and TRL, 0 for the population's."""
     epsilon: float = 1e-6
-    """Added to the standard deviation; not used by dr_grpo."""
+    """Added to the standard deviation; not used by dr_grpo and rloo."""
 
     def __post_init__(self) -> None:
-        _report(
-            _one_of("rl.advantage.estimator", self.estimator, Estimator),
-            _one_of("rl.advantage.ddof", self.ddof, Literal[0, 1]),
-            _above("rl.advantage.epsilon", self.epsilon, 0.0),
+        report(
+            one_of("rl.advantage.estimator", self.estimator, Estimator),
+            one_of("rl.advantage.ddof", self.ddof, Literal[0, 1]),
+            above("rl.advantage.epsilon", self.epsilon, 0.0),
         )
 
 
 @dataclass(frozen=True)
-class LossConfig:
-    """The clipped policy loss. The ratio r is pi_theta / pi_old of a sampled token, A its advantage."""
+class OverlongConfig:
+    """What becomes of completions that are too long (DAPO, arXiv 2503.14476, section 3.4)."""
 
+    buffer: int = 0
+    """Tokens before rollout.max_new_tokens over which the penalty grows from 0 to its full size; 0: no penalty."""
+    penalty: float = 1.0
+    """Taken from the reward of a completion of rollout.max_new_tokens."""
+    filter: bool = False
+    """Leave completions that were cut off out of the loss; their rewards still count in the baseline."""
+
+    def __post_init__(self) -> None:
+        report(
+            at_least("rl.overlong.buffer", self.buffer, 0),
+            at_least("rl.overlong.penalty", self.penalty, 0.0),
+        )
+
+
+@dataclass(frozen=True)
+class DynamicSamplingConfig:
+    """DAPO's dynamic sampling (arXiv 2503.14476, section 3.2): only prompts that teach something enter the update."""
+
+    enabled: bool = False
+    """Drop prompts whose completions all have the same reward, and sample others in their place."""
+    max_rounds: int = 10
+    """Rollouts in one step at most; after the last, the step goes on with the prompts that it has."""
+
+    def __post_init__(self) -> None:
+        report(at_least("rl.dynamic_sampling.max_rounds", self.max_rounds, 1))
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """The policy loss. The ratio r is pi_theta / pi_old of a sampled token, A its advantage."""
+
+    objective: Objective = "clip"
+    """clip: PPO's clipped surrogate. cispo: -sg(clip(r)) * A * log pi_theta. reinforce: -A * log pi_theta, no ratio."""
+    ratio: RatioLevel = "token"
+    """token: r of each token. sequence: the geometric mean of the sequence's ratios, at each of its tokens (GSPO)."""
     clip_low: float = 0.2
     """Where A < 0, r below 1 - clip_low earns nothing more; 1 takes the bound away."""
     clip_high: float = 0.2
@@ -50,57 +96,63 @@ class LossConfig:
     dual_clip: float | None = None
     """Where A < 0, a token's loss is at most dual_clip * |A| (arXiv 1912.09729); verl: 3, DAPO: 10. Unset: no cap."""
     kl_coefficient: float = 0.0
-    """Weight of the k3 estimate of KL(policy || reference); 0: no reference policy is needed."""
+    """Weight of the estimate of KL(policy || reference); 0: no reference policy is needed."""
+    kl_estimator: KLEstimator = "k3"
+    """With x = log pi_ref - log pi_theta. k1: -x. k2: x^2 / 2. k3: exp(x) - 1 - x."""
+    kl_gradient: KLGradient = "estimator"
+    """estimator: the derivative of the formula. k2: that of k2 with the value of the formula (verl's "k1+", "k3+"). score:
+    of pi_theta / sg(pi_theta) times the formula (NeMo RL). The last two have the gradient of the KL divergence as mean."""
+    entropy_coefficient: float = 0.0
+    """Weight of the entropy bonus."""
     aggregation: Aggregation = "token_mean"
-    """token_mean: the sum over all tokens of the global batch, divided by their number (DAPO, verl)."""
+    """token_mean: the sum over all tokens of the global batch, divided by their number (DAPO). sequence_mean: the mean over
+    completions of their means over tokens (GRPO, GSPO). sequence_sum: the mean over completions of their sums; and
+    that, divided by a constant length, is fixed_length (Dr. GRPO)."""
+    fixed_length: int | None = None
+    """The constant of fixed_length, in tokens; unset: the width of the batch, which is rollout.max_new_tokens."""
 
     def __post_init__(self) -> None:
-        _report(
-            _above("rl.clip_low", self.clip_low, 0.0, at_most=1.0),
-            _above("rl.clip_high", self.clip_high, 0.0),
-            None if self.dual_clip is None else _above("rl.dual_clip", self.dual_clip, 1.0),
-            _at_least("rl.kl_coefficient", self.kl_coefficient, 0.0),
-            _one_of("rl.aggregation", self.aggregation, Aggregation),
+        clips = self.objective == "clip"
+        report(
+            one_of("rl.objective", self.objective, Objective),
+            one_of("rl.ratio", self.ratio, RatioLevel),
+            above("rl.clip_low", self.clip_low, 0.0, at_most=1.0),
+            above("rl.clip_high", self.clip_high, 0.0),
+            None if self.dual_clip is None else above("rl.dual_clip", self.dual_clip, 1.0),
+            unless(clips or self.dual_clip is None, f'rl.dual_clip: objective "{self.objective}" has nothing that it could cap'),
+            unless(
+                clips or self.ratio == "token", f'rl.ratio: objective "{self.objective}" has no ratio of a sequence; use "clip"'
+            ),
+            at_least("rl.kl_coefficient", self.kl_coefficient, 0.0),
+            one_of("rl.kl_estimator", self.kl_estimator, KLEstimator),
+            one_of("rl.kl_gradient", self.kl_gradient, KLGradient),
+            unless(
+                not (self.kl_coefficient and self.kl_estimator == "k1" and self.kl_gradient == "estimator"),
+                "rl.kl_gradient: the derivative of k1 is that of log pi_theta, whatever the reference is, and averages to 0; "
+                'set rl.kl_gradient to "k2" or "score"',
+            ),
+            at_least("rl.entropy_coefficient", self.entropy_coefficient, 0.0),
+            one_of("rl.aggregation", self.aggregation, Aggregation),
+            None if self.fixed_length is None else at_least("rl.fixed_length", self.fixed_length, 1),
+            unless(
+                self.fixed_length is None or self.aggregation == "fixed_length",
+                f'rl.fixed_length: aggregation "{self.aggregation}" has no use for it; set rl.aggregation to "fixed_length"',
+            ),
         )
-
-
-@dataclass(frozen=True)
-class CorrectionConfig:
-    """What is done about a rollout policy that is not quite the trainer's: other formats, other kernels."""
-
-    method: CorrectionMethod = "recipe"
-    """none; token_tis: weigh a token by min(pi_old / pi_rollout, max_weight); recipe: as the precision recipe says."""
-    mode: CorrectionMode = "decoupled"
-    """decoupled: clip pi_theta / pi_old, then weight. bypass: clip pi_theta / pi_rollout, with no weights on top."""
-    max_weight: float = 2.0
-    """C, the cap on a weight; usual values are 1.5 to 5. Weights have no lower bound."""
-    truncated_sampling: TruncatedSampling = "refuse"
-    """May top-k, top-p or min-p be on in training, and what do ratios then correct? refuse: an error. behaviour: they
-    divide by the truncated distribution that was sampled, so they correct the truncation, inside its support, and the
-    numerics; their mean falls below 1. policy: they divide by the full-vocabulary distribution at the same temperature,
-    so they correct the numerics alone, and the truncation's bias stays."""
-
-    def __post_init__(self) -> None:
-        _report(
-            _one_of("rl.correction.method", self.method, CorrectionMethod),
-            _one_of("rl.correction.mode", self.mode, CorrectionMode),
-            _at_least("rl.correction.max_weight", self.max_weight, 1.0),
-            _one_of("rl.correction.truncated_sampling", self.truncated_sampling, TruncatedSampling),
-        )
-
-    def resolve(self, recipe_method: str) -> CorrectionConfig:
-        """This config with method "recipe" replaced by the precision recipe's own method."""
-        return replace(self, method=recipe_method) if self.method == "recipe" else self
 
 
 @dataclass(frozen=True)
 class RLConfig(LossConfig):
-    """The whole objective: a LossConfig, and the two steps before it."""
+    """The whole objective: a LossConfig, and the steps before it."""
 
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     """Rewards to advantages."""
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     """Rollout against trainer."""
+    overlong: OverlongConfig = field(default_factory=OverlongConfig)
+    """Completions that are too long."""
+    dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
+    """Prompts that teach nothing."""
 
 
 def check_sampling(
@@ -130,29 +182,12 @@ def check_sampling(
     return bool(active)
 
 
-def _report(*faults: str | None) -> None:
-    found = [fault for fault in faults if fault]
-    if found:
-        raise UserError("\n".join(found))
-
-
-def _one_of(key: str, value: Any, choices: Any) -> str | None:
-    allowed = get_args(choices)
-    return None if value in allowed else f"{key}: {value!r} is none of {', '.join(map(repr, allowed))}"
-
-
-def _above(key: str, value: Any, bound: float, at_most: float = math.inf) -> str | None:
-    limit = "" if at_most == math.inf else f" and at most {at_most:g}"
-    within = _is_number(value) and bound < value <= at_most
-    return None if within else f"{key}: {value!r} must be a number above {bound:g}{limit}"
-
-
-def _at_least(key: str, value: Any, bound: float) -> str | None:
-    return None if _is_number(value) and value >= bound else f"{key}: {value!r} must be a number of at least {bound:g}"
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-__all__ = ["AdvantageConfig", "CorrectionConfig", "LossConfig", "RLConfig", "check_sampling"]
+__all__ = [
+    "AdvantageConfig",
+    "CorrectionConfig",
+    "DynamicSamplingConfig",
+    "LossConfig",
+    "OverlongConfig",
+    "RLConfig",
+    "check_sampling",
+]

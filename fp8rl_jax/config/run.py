@@ -106,6 +106,8 @@ class TrainerConfig:
     """Rematerialize each layer in the backward pass: less memory, a third more compute."""
     logprob_chunk: int = 1024
     """Tokens whose logits exist at one time, per device, in the log-probability computation."""
+    router_replay: bool = False
+    """The trainer routes each token to the experts that the rollout used (R3); for models with experts."""
     abort_after_skips: int = 10
     """Consecutive updates skipped for non-finite values before the run stops with an error."""
 
@@ -156,7 +158,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """Devices: data x fsdp x tensor. One axis may be -1 and takes what is left."""
+    """Devices: data x fsdp x expert x tensor. One axis may be -1 and takes what is left."""
 
     data: int = -1
     """Replicas of the policy."""
@@ -164,6 +166,8 @@ class MeshConfig:
     """Shards of parameters and optimizer state, which also split the batch."""
     tensor: int = 1
     """Shards of heads and feed-forward width."""
+    expert: int = 1
+    """Shards of the experts of a mixture, which also split the batch."""
     coordinator: str = ""
     """host:port of process 0 for jax.distributed; empty: taken from the cluster's environment, if there is one."""
     num_processes: int = 0
@@ -224,6 +228,15 @@ class RunConfig:
             (0 <= self.sft.cut_short <= 1, "sft.cut_short must be between 0 and 1"),
             (0 < rollout.top_p <= 1, "rollout.top_p must be above 0 and at most 1"),
             (0 <= rollout.min_p < 1, "rollout.min_p must be at least 0 and below 1"),
+            (
+                self.rl.overlong.buffer <= rollout.max_new_tokens,
+                f"rl.overlong.buffer = {self.rl.overlong.buffer} is more than rollout.max_new_tokens = {rollout.max_new_tokens}",
+            ),
+            (
+                not self.rl.dynamic_sampling.enabled or rollout.samples_per_prompt >= 2,
+                "rl.dynamic_sampling.enabled needs rollout.samples_per_prompt of at least 2",
+            ),
+            (self.task.max_turns == 1, "task.max_turns: training and evaluation play one turn; set it to 1"),
         ]
         found += [message for holds, message in checks if not holds]
         if found:

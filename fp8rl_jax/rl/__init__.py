@@ -12,35 +12,73 @@ One GRPO step on a rollout of P prompts with n samples each, B = P * n completio
 
     mismatch = rl.mismatch_metrics(rollout_logprobs, train_logprobs, mask)     # rollout against trainer
 
-Its pieces stand alone: `policy_loss` knows nothing of the rollout, `correction` nothing of the loss.
+A correction that needs the whole batch at once (a mean weight, a rejection that changes the denominator: see
+`CorrectionConfig.whole_batch`) is made before the update, from old log-probabilities:
+
+    weights, mask, metrics = rl.correction(old_logprobs - rollout_logprobs, mask, config.correction)
+    denominator = rl.loss_denominator(mask, config)
+    rl.policy_loss(rl.LossInputs(logprobs, advantages, mask, denominator, old_logprobs, weights), config)
+
+Its pieces stand alone: `policy_loss` knows nothing of the rollout, `correction` nothing of the loss. Formulas, each with
+its paper and departures, head the files: advantages, dapo, objectives, divergence, aggregation, weights, rejection.
 """
 
-from fp8rl_jax.config.rl import AdvantageConfig, CorrectionConfig, LossConfig, RLConfig, check_sampling
+from fp8rl_jax.config.correction import Criterion
+from fp8rl_jax.config.rl import (
+    AdvantageConfig,
+    CorrectionConfig,
+    DynamicSamplingConfig,
+    LossConfig,
+    OverlongConfig,
+    RLConfig,
+    check_sampling,
+)
 from fp8rl_jax.rl.advantages import group_advantages, reward_metrics
-from fp8rl_jax.rl.correction import correction, rollout_logprobs
-from fp8rl_jax.rl.loss import LossInputs, corrected_policy_loss, loss_denominator, policy_loss
+from fp8rl_jax.rl.aggregation import aggregate, loss_denominator
+from fp8rl_jax.rl.correction import correction, refuse_partial, rollout_logprobs
+from fp8rl_jax.rl.dapo import drop_truncated, informative_groups, overlong_penalty
+from fp8rl_jax.rl.divergence import kl_penalty
+from fp8rl_jax.rl.loss import LossInputs, corrected_policy_loss, loss_settings, policy_loss
 from fp8rl_jax.rl.metrics import Maximum, Mean, Metrics, add_metrics, metric_values, reduce_metrics
 from fp8rl_jax.rl.mismatch import mismatch_metrics
+from fp8rl_jax.rl.objectives import policy_ratio, surrogate
+from fp8rl_jax.rl.rejection import kept_tokens
+from fp8rl_jax.rl.weights import importance_weights, normalize_weights
 
 __all__ = [
     "AdvantageConfig",
     "CorrectionConfig",
+    "Criterion",
+    "DynamicSamplingConfig",
     "LossConfig",
     "LossInputs",
     "Maximum",
     "Mean",
     "Metrics",
+    "OverlongConfig",
     "RLConfig",
     "add_metrics",
+    "aggregate",
     "check_sampling",
-    "correction",
     "corrected_policy_loss",
+    "correction",
+    "drop_truncated",
     "group_advantages",
+    "importance_weights",
+    "informative_groups",
+    "kept_tokens",
+    "kl_penalty",
     "loss_denominator",
+    "loss_settings",
     "metric_values",
     "mismatch_metrics",
+    "normalize_weights",
+    "overlong_penalty",
     "policy_loss",
+    "policy_ratio",
     "reduce_metrics",
+    "refuse_partial",
     "reward_metrics",
     "rollout_logprobs",
+    "surrogate",
 ]

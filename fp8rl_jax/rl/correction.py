@@ -1,4 +1,4 @@
-"""Rollout correction: importance weights for tokens that a slightly different policy sampled.
+"""Rollout correction: what to do about tokens that a slightly different policy sampled.
 
 The rollout runs in FP8, the trainer in bfloat16; even with equal formats, a decode program and a training program round
 differently. So the samples come from pi_rollout, while the loss believes that they come from the trainer's pi_old. Each
@@ -6,12 +6,15 @@ token's expectation is repaired by the weight
 
     rho = pi_old / pi_rollout = exp(logp_train - logp_rollout)
 
-whose variance is bounded by cutting it off at C (truncated importance sampling, TIS). All ratios in this library are
-pi_train / pi_rollout. Two ways to use it:
+whose variance is bounded (weights.py), and samples that are beyond repair are left out (rejection.py). All ratios in this
+library are pi_train / pi_rollout. Two ways to use it:
 
-    decoupled   three policies: clip pi_theta / pi_old, then multiply the token's loss by min(rho, C).
+    decoupled   three policies, arXiv 2110.00641: clip pi_theta / pi_old, then multiply the token's loss by its weight.
     bypass      two policies: pi_old is taken to be pi_rollout, so the clipped ratio pi_theta / pi_rollout carries the
-                correction itself. A weight on top of it would count the mismatch twice, so there is none.
+                correction itself, and a weight on top of it would count the mismatch twice. Or REINFORCE, without a ratio:
+                then the weight pi_theta / pi_rollout is the correction.
+
+Weights, bounds, rejection, normalization and mode are fields of their own; `method` names usual combinations.
 """
 
 from __future__ import annotations
@@ -20,51 +23,60 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from fp8rl_jax.config.rl import CorrectionConfig
+from fp8rl_jax.config.correction import CorrectionConfig
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.rl.masked import Mask, check_shapes, clamp_log_ratio
+from fp8rl_jax.rl.masked import Mask, check_shapes
 from fp8rl_jax.rl.metrics import Maximum, Mean, Metrics
+from fp8rl_jax.rl.rejection import kept_tokens
+from fp8rl_jax.rl.weights import importance_weights, normalize_weights
 
 
 def correction(
     log_ratio: Float[Array, "B T"], mask: Mask, config: CorrectionConfig
 ) -> tuple[Float[Array, "B T"], Mask, Metrics]:
-    """Weights that correct the tokens of a rollout, and the mask of those that are kept.
+    """Weights that correct the tokens of a rollout, and the mask of those that stay in the loss.
 
-    token_tis: min(exp(log_ratio clamped to +-20), max_weight), a cap and no floor as in verl; FP8-RL (arXiv 2601.18150)
-    prints it as clip(rho, C). A NaN log-ratio gives a NaN weight.
+    Weights and statistics are taken over the tokens of `mask`; rejection comes after them, as in verl. Give it the whole
+    batch where `config.whole_batch` names a reason; else rows may be split in any way.
 
     Args:
         log_ratio: logp_old - logp_rollout of each sampled token, float32. Padding may hold anything.
         mask: completion tokens.
-        config: method (resolved, not "recipe"), mode, max_weight.
+        config: with a method other than "recipe".
 
     Returns:
-        weights: constants for the gradient, 0 outside the mask; 1 with method "none" and in bypass mode.
-        mask: the tokens that stay in the loss. These methods reject none, so it is the mask that was given.
-        metrics: correction/weight_mean and weight_max of the weights as applied, correction/clip_frac of capped tokens.
+        weights: constants for the gradient, 0 outside the returned mask; 1 where the config asks for none, and in bypass
+            mode with bypass_loss "ratio". A rejected token has weight 0.
+        mask: the tokens that the loss counts: those that were not rejected, or all, as config.denominator says.
+        metrics: over all tokens of `mask`, before rejection and normalization: correction/weight_mean and weight_max,
+            correction/clip_frac of those outside the bounds. With criteria: correction/reject_frac of tokens and
+            correction/reject_seq_frac of completions that lost one. With batch_normalize: correction/normalizer.
 
     Raises:
         UserError: the method is still "recipe".
     """
     check_shapes(mask, log_ratio=log_ratio)
+    config = config.filled()
     counted = mask.astype(bool)
     log_ratio = jnp.where(counted, jax.lax.stop_gradient(log_ratio), 0.0)
-    if config.method == "recipe":
-        raise UserError(
-            'rl.correction.method: "recipe" must be resolved first; call CorrectionConfig.resolve, or name a method'
-        )
-    if config.method == "none" or config.mode == "bypass":
-        weights, clipped = jnp.ones_like(log_ratio), jnp.zeros_like(counted)
+    if config.mode == "bypass" and config.bypass_loss == "ratio":
+        weights, outside = jnp.ones_like(log_ratio), jnp.zeros_like(counted)
     else:
-        ratio = jnp.exp(clamp_log_ratio(log_ratio))
-        weights, clipped = jnp.minimum(ratio, config.max_weight), ratio > config.max_weight
+        weights, outside = importance_weights(log_ratio, counted, config)
     metrics = {
         "correction/weight_mean": Mean.of(weights, counted),
         "correction/weight_max": Maximum.of(weights, counted),
-        "correction/clip_frac": Mean.of(clipped, counted),
+        "correction/clip_frac": Mean.of(outside, counted),
     }
-    return jnp.where(counted, weights, 0.0), mask, metrics
+    if config.batch_normalize:
+        weights, divisor = normalize_weights(weights, counted, config.weights)
+        metrics["correction/normalizer"] = Mean(divisor, jnp.ones_like(divisor))
+    if not config.reject:
+        return jnp.where(counted, weights, 0.0), mask, metrics
+    kept = kept_tokens(log_ratio, counted, config)
+    metrics["correction/reject_frac"] = Mean.of(~kept, counted)
+    metrics["correction/reject_seq_frac"] = Mean.of((counted & ~kept).any(axis=1), counted.any(axis=1))
+    return jnp.where(kept, weights, 0.0), kept if config.denominator == "kept" else mask, metrics
 
 
 def rollout_logprobs(
@@ -95,3 +107,16 @@ def rollout_logprobs(
             'or "policy" (leave its bias)'
         )
     return behaviour_logprobs if truncated and config.truncated_sampling == "behaviour" else policy_logprobs
+
+
+def refuse_partial(config: CorrectionConfig) -> None:
+    """Refuses what cannot be computed from one micro-batch.
+
+    Raises:
+        UserError: naming the keys and the reason, where `config.whole_batch` has one.
+    """
+    if reasons := config.whole_batch:
+        raise UserError(
+            "; ".join(reasons) + ": a micro-batch does not know that, so it cannot be accumulated; it is computed before the "
+            "update, from old log-probabilities, and the pass that makes them was skipped"
+        )

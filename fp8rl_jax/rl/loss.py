@@ -1,19 +1,20 @@
-"""The clipped policy loss of GRPO and its relatives, in a form that adds up over micro-batches.
+"""The policy loss of GRPO and its relatives, in a form that adds up over micro-batches.
 
 For a token with advantage A, sampled under pi_old, let r = pi_theta / pi_old. Its loss is
 
-    max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))            PPO, arXiv 1707.06347
-    at most dual_clip * |A| where A < 0                           dual clip, arXiv 1912.09729
-    times w                                                       rollout correction, constant, after the clipping
-    plus kl_coefficient * k3(pi_theta, pi_ref)                    GRPO, arXiv 2402.03300; not weighted by w
+    objective(r, A)                              objectives.py; PPO's clip: max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))
+    times w                                      rollout correction, constant, after the clipping
+    plus kl_coefficient * KL(pi_theta || pi_ref)    divergence.py; not weighted by w
+    minus entropy_coefficient * entropy
 
-The maximum is pessimistic: clipping takes away the reward for moving r further, never the penalty for having moved it
+PPO's maximum is pessimistic: clipping takes away the reward for moving r further, never the penalty for having moved it
 the wrong way. At r = 1 the clip is inactive and the gradient is the policy gradient -A grad log pi_theta. That is the
 whole story where one update follows each rollout: pi_old is the current policy, r is 1 by definition, and no forward
 pass is needed to learn log pi_old; stop_gradient(log pi_theta) has the right value, and r keeps the right gradient.
 
-The loss is a sum over the tokens at hand divided by the token count of the *global* batch, which the caller knows and a
-micro-batch does not. So losses and gradients of micro-batches are added, not averaged, and equal the big batch's.
+The loss is a sum over the tokens at hand divided by a denominator of the *global* batch (aggregation.py), which the caller
+knows and a micro-batch does not. So losses and gradients of micro-batches are added, not averaged, and equal the big
+batch's.
 """
 
 from __future__ import annotations
@@ -23,12 +24,15 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Float
 
 from fp8rl_jax.config.rl import LossConfig, RLConfig
-from fp8rl_jax.rl.correction import correction
+from fp8rl_jax.rl.aggregation import aggregate
+from fp8rl_jax.rl.correction import correction, refuse_partial
+from fp8rl_jax.rl.divergence import kl_penalty
 from fp8rl_jax.rl.masked import Mask, check_shapes, clamp_log_ratio, k3, per_token
 from fp8rl_jax.rl.metrics import Maximum, Mean, Metrics
+from fp8rl_jax.rl.objectives import clipped_tokens, policy_ratio, surrogate
 
 
 @jax.tree_util.register_dataclass
@@ -54,33 +58,29 @@ class LossInputs:
     reference_logprobs: Float[Array, "B T"] | None = None
     """Under the reference policy; needed where kl_coefficient is above 0, measured as the metric `kl` where given."""
     entropy: Float[Array, "B T"] | None = None
-    """Entropy of each token's distribution, in nats; measured, not trained."""
-
-
-def loss_denominator(mask: Mask, config: LossConfig) -> Float[Array, ""]:
-    """What the loss of the global batch divides by, at least 1. token_mean: the number of tokens in `mask`."""
-    return jnp.maximum(_aggregate(mask, mask, config).denominator, 1.0)
+    """Entropy of each token's distribution, in nats: the metric `entropy`. With entropy_coefficient above 0 it is needed,
+    and it must carry a gradient, or the bonus is a constant."""
 
 
 def policy_loss(inputs: LossInputs, config: LossConfig) -> tuple[Float[Array, ""], Metrics]:
-    """The clipped policy loss of one micro-batch, as its part of the global batch's loss.
+    """The policy loss of one micro-batch, as its part of the global batch's loss.
 
     Log-ratios are clamped to +-20 before exp, as in verl; beyond that a token has no gradient. A NaN at a token in the
-    mask makes the loss NaN. Departs from verl in the KL term, which has no cap of 10 a token here.
+    mask makes the loss NaN. Departures from verl and NeMo RL: objectives.py, divergence.py, aggregation.py.
 
     Args:
         inputs: log-probabilities, advantages, mask and the global denominator.
-        config: clip bounds, dual clip, KL coefficient, aggregation.
+        config: objective, clip bounds, KL and entropy terms, aggregation.
 
     Returns:
         loss: summed over micro-batches it is the global loss, and its gradients add likewise.
-        metrics: `loss`, `policy_loss` (without KL), `approx_kl` (k3 of KL(pi_old || pi_theta)), `ratio_max`;
+        metrics: `loss`, `policy_loss` (without KL and entropy), `approx_kl` (k3 of KL(pi_old || pi_theta)), `ratio_max`;
             as fractions of all tokens `clip_ratio/low_mean` (A < 0, r < 1 - clip_low), `clip_ratio/high_mean` (A > 0,
-            r > 1 + clip_high), `clip_ratio/region_mean` (either), and where dual_clip is set `clip_ratio/dual_mean`
-            (A < 0, r > dual_clip); `kl` (to the reference) and `entropy` where their inputs are given.
+            r > 1 + clip_high), `clip_ratio/region_mean` (either; CISPO: of any A), where dual_clip is set
+            `clip_ratio/dual_mean` (A < 0, r > dual_clip); `kl` and `entropy` where their inputs were given.
 
     Raises:
-        ValueError: an array's shape is not the mask's, or the KL term has no reference.
+        ValueError: an array's shape is not the mask's, or an array that a coefficient needs is missing.
     """
     check_shapes(
         inputs.mask,
@@ -92,23 +92,21 @@ def policy_loss(inputs: LossInputs, config: LossConfig) -> tuple[Float[Array, ""
     )
     if config.kl_coefficient > 0 and inputs.reference_logprobs is None:
         raise ValueError("rl.kl_coefficient is above 0, but reference_logprobs were not given")
+    if config.entropy_coefficient > 0 and inputs.entropy is None:
+        raise ValueError("rl.entropy_coefficient is above 0, but entropy was not given")
     mask = inputs.mask.astype(bool)
     advantages = jax.lax.stop_gradient(per_token(inputs.advantages, mask))
-    old = inputs.logprobs if inputs.old_logprobs is None else inputs.old_logprobs
+    old = jax.lax.stop_gradient(inputs.logprobs if inputs.old_logprobs is None else inputs.old_logprobs)
 
-    log_ratio = _log_ratio(inputs.logprobs, jax.lax.stop_gradient(old), mask)
-    ratio = jnp.exp(log_ratio)
-    clipped = jnp.clip(ratio, 1 - config.clip_low, 1 + config.clip_high)
-    surrogate = jnp.maximum(-advantages * ratio, -advantages * clipped)
-    if config.dual_clip is not None:
-        surrogate = jnp.where(advantages < 0, jnp.minimum(surrogate, -advantages * config.dual_clip), surrogate)
+    ratio = policy_ratio(inputs.logprobs, old, mask, config.ratio)
+    objective = surrogate(inputs.logprobs, ratio, advantages, mask, config)
     if inputs.weights is not None:
-        surrogate = surrogate * jax.lax.stop_gradient(inputs.weights)
+        objective = objective * jax.lax.stop_gradient(inputs.weights)
 
-    low = (advantages < 0) & (ratio < 1 - config.clip_low)
-    high = (advantages > 0) & (ratio > 1 + config.clip_high)
+    log_ratio = clamp_log_ratio(jnp.where(mask, jax.lax.stop_gradient(inputs.logprobs) - old, 0.0))
+    low, high = clipped_tokens(ratio, advantages, config)
     metrics = {
-        "policy_loss": _aggregate(surrogate, mask, config),
+        "policy_loss": aggregate(objective, mask, config),
         "approx_kl": Mean.of(k3(log_ratio), mask),
         "ratio_max": Maximum.of(ratio, mask),
         "clip_ratio/low_mean": Mean.of(low, mask),
@@ -119,14 +117,14 @@ def policy_loss(inputs: LossInputs, config: LossConfig) -> tuple[Float[Array, ""
         metrics["clip_ratio/dual_mean"] = Mean.of((advantages < 0) & (ratio > config.dual_clip), mask)
     if inputs.entropy is not None:
         metrics["entropy"] = Mean.of(inputs.entropy, mask)
-
-    objective = surrogate
+        if config.entropy_coefficient > 0:
+            objective = objective - config.entropy_coefficient * inputs.entropy
     if inputs.reference_logprobs is not None:
-        kl = k3(_log_ratio(jax.lax.stop_gradient(inputs.reference_logprobs), inputs.logprobs, mask))
+        kl = kl_penalty(inputs.logprobs, inputs.reference_logprobs, mask, config)
         metrics["kl"] = Mean.of(kl, mask)
         if config.kl_coefficient > 0:
             objective = objective + config.kl_coefficient * kl
-    metrics["loss"] = _aggregate(objective, mask, config)
+    metrics["loss"] = aggregate(objective, mask, config)
     return metrics["loss"].numerator / inputs.denominator, metrics
 
 
@@ -135,8 +133,12 @@ def corrected_policy_loss(
 ) -> tuple[Float[Array, ""], Metrics]:
     """`policy_loss` of a rollout whose policy is not quite the trainer's, with the correction that the config names.
 
-    decoupled: r = pi_theta / pi_old in the clip, weights from rho = pi_old / pi_rollout after it.
-    bypass: r = pi_theta / pi_rollout in the clip, no weights; old_logprobs are not needed and not read by the loss.
+    decoupled: r = pi_theta / pi_old in the loss, weights and rejection from rho = pi_old / pi_rollout.
+    bypass: r = pi_theta / pi_rollout; weights (with bypass_loss "reinforce" only) and rejection from that ratio too, at
+    the present policy, as in verl. old_logprobs are not needed and not read.
+
+    It sees one micro-batch. A correction that needs the whole batch (`CorrectionConfig.whole_batch`) is refused; do it
+    before, with `correction`, `loss_denominator` of the mask that it returns, and `policy_loss` with its weights.
 
     Args:
         inputs: without weights; old_logprobs may be None where one update follows each rollout.
@@ -147,23 +149,28 @@ def corrected_policy_loss(
         Loss and metrics of `policy_loss`, and the metrics of `correction`.
 
     Raises:
+        UserError: the correction needs the whole batch, or its method is still "recipe".
         ValueError: the inputs already have weights.
     """
     if inputs.weights is not None:
         raise ValueError("corrected_policy_loss computes the weights; leave LossInputs.weights unset")
     check_shapes(inputs.mask, rollout_logprobs=rollout_logprobs)
-    old = jax.lax.stop_gradient(inputs.logprobs if inputs.old_logprobs is None else inputs.old_logprobs)
-    weights, mask, correction_metrics = correction(old - rollout_logprobs, inputs.mask, config.correction)
-    anchor = rollout_logprobs if config.correction.mode == "bypass" else old
-    loss, metrics = policy_loss(dataclasses.replace(inputs, old_logprobs=anchor, weights=weights, mask=mask), config)
+    settings = config.correction.filled()
+    refuse_partial(settings)
+    bypass = settings.mode == "bypass"
+    old = inputs.logprobs if bypass or inputs.old_logprobs is None else inputs.old_logprobs
+    old = jax.lax.stop_gradient(old)
+    weights, mask, correction_metrics = correction(old - rollout_logprobs, inputs.mask, settings)
+    loss, metrics = policy_loss(
+        dataclasses.replace(inputs, old_logprobs=rollout_logprobs if bypass else old, weights=weights, mask=mask),
+        loss_settings(config),
+    )
     return loss, metrics | correction_metrics
 
 
-def _aggregate(values: Shaped[Array, "B T"], mask: Mask, config: LossConfig) -> Mean:
-    match config.aggregation:
-        case "token_mean":
-            return Mean.of(values, mask)
-
-
-def _log_ratio(numerator: Float[Array, "B T"], denominator: Float[Array, "B T"], mask: Mask) -> Float[Array, "B T"]:
-    return clamp_log_ratio(jnp.where(mask, numerator - denominator, 0.0))
+def loss_settings(config: RLConfig) -> RLConfig:
+    """The config that the loss is computed with: bypass mode with bypass_loss "reinforce" replaces the objective."""
+    correction_config = config.correction
+    if correction_config.value("mode") == "bypass" and correction_config.value("bypass_loss") == "reinforce":
+        return dataclasses.replace(config, objective="reinforce", ratio="token", dual_clip=None)
+    return config

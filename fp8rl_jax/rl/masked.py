@@ -31,9 +31,9 @@ def masked_mean(values: Shaped[Array, "*axes"], mask: Mask, axis: int | None = N
     return safe_divide(masked_sum(values, mask, axis), masked_count(mask, axis))
 
 
-def masked_max(values: Float[Array, "*axes"], mask: Mask) -> Float[Array, ""]:
+def masked_max(values: Float[Array, "*axes"], mask: Mask, axis: int | None = None) -> Float[Array, "*rest"]:
     """Maximum of non-negative entries; 0 where none counts."""
-    return jnp.max(jnp.where(mask.astype(bool), values, 0.0), initial=0.0)
+    return jnp.max(jnp.where(mask.astype(bool), values, 0.0), axis=axis, initial=0.0)
 
 
 def safe_divide(numerator: Float[Array, "*axes"], denominator: Float[Array, "*axes"]) -> Float[Array, "*axes"]:

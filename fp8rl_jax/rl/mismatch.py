@@ -62,13 +62,13 @@ def mismatch_metrics(
         train_logprobs: the trainer's, of the same weights, tokens and temperature.
         mask: completion tokens; padding may hold anything.
         advantages: adds the metrics by sign of the advantage.
-        config: its max_weight is C; by default 2.
+        config: its max_weight is C; 2 unless it or its preset sets another.
 
     Returns:
         Scalars by name, float32.
     """
     check_shapes(mask, rollout_logprobs=rollout_logprobs, train_logprobs=train_logprobs)
-    cap = (config or CorrectionConfig()).max_weight
+    cap = (config or CorrectionConfig()).value("max_weight")
     mask = mask.astype(bool)
     rollout, train = (jnp.where(mask, logprobs, 0.0) for logprobs in (rollout_logprobs, train_logprobs))
     difference = train - rollout

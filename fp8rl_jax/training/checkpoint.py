@@ -3,6 +3,9 @@
 Orbax commits a checkpoint by renaming its directory, so a run killed while it saves leaves the earlier ones whole. A newest
 checkpoint that cannot be read (a truncated or deleted file) is passed over with a warning for the one before it; a run never
 starts anew because of one.
+
+Each process writes and reads the shards of its own devices, in one directory that all of them see. All call the same methods
+together, and agree on which checkpoint can be read.
 """
 
 from __future__ import annotations
@@ -17,8 +20,10 @@ import orbax.checkpoint as ocp
 
 from fp8rl_jax.config.run import CheckpointConfig
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.parallel import is_main_process, shared_faults
 
 _log = logging.getLogger("fp8rl")
+_ITEM = "default"  # Orbax's name of what a manager saves alone
 
 
 class Checkpoints:
@@ -36,7 +41,8 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Steps that have a committed checkpoint, oldest first."""
-        return sorted(self._manager.all_steps(read=True))
+        self._manager.reload()
+        return sorted(self._manager.all_steps())
 
     def save(self, step: int, tree: Any) -> None:
         """Writes the arrays of `tree`.
@@ -60,26 +66,33 @@ class Checkpoints:
         if not steps:
             raise UserError(f"{self.directory}: no checkpoint to resume from; start without --resume")
         target = jax.tree.map(ocp.utils.to_shape_dtype_struct, _by_name(like))
-        damaged = []
         for step in reversed(steps):
             try:
-                named = self._manager.restore(step, args=ocp.args.StandardRestore(target))
-            except (OSError, ValueError, KeyError) as error:
-                _log.warning(
-                    "%s: checkpoint of step %d cannot be read (%s); trying the one before", self.directory, step, _line(error)
-                )
-                damaged.append(step)
+                with shared_faults():
+                    named = self._read(step, target)
+            except UserError as error:
+                _log.warning("%s; trying the one before", error)
                 continue
-            self._set_aside(damaged)
+            self._set_aside([later for later in steps if later > step])
             return step, jax.tree.unflatten(jax.tree.structure(like), list(named.values()))
         raise UserError(f"{self.directory}: none of the checkpoints {steps} can be read")
 
+    def _read(self, step: int, target: Any) -> dict[str, Any]:
+        # not the manager's restore: it ends in a collective, which a process that met a damaged file would not reach
+        handler = ocp.StandardCheckpointHandler()
+        try:
+            return handler.restore(self._manager.directory / str(step) / _ITEM, args=ocp.args.StandardRestore(target))
+        except Exception as error:  # a plain one is what Orbax makes of every fault in a shard
+            reason = _line(error.__cause__ or error)
+            raise UserError(f"{self.directory}: checkpoint of step {step} cannot be read ({reason})") from error
+
     def _set_aside(self, steps: list[int]) -> None:
         """Moves damaged checkpoints out of the way of the steps that will be saved again; nothing is deleted."""
-        for step in steps if jax.process_index() == 0 else ():
-            kept = self.directory.with_name(f"checkpoint-{step}-damaged-{time.time_ns()}")
-            (self.directory / str(step)).rename(kept)
-            _log.warning("damaged checkpoint of step %d kept in %s", step, kept)
+        with shared_faults():
+            for step in steps if is_main_process() else ():
+                kept = self.directory.with_name(f"checkpoint-{step}-damaged-{time.time_ns()}")
+                (self.directory / str(step)).rename(kept)
+                _log.warning("damaged checkpoint of step %d kept in %s", step, kept)
         if steps:
             self._manager.reload()
 

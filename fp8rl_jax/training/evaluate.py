@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Key
 
 from fp8rl_jax.config.run import EvaluationConfig
+from fp8rl_jax.parallel import to_host
 from fp8rl_jax.rollout.calibration import calibrate_on_prompts
 from fp8rl_jax.rollout.engine import RolloutEngine
 from fp8rl_jax.rollout.sampling import Sampling
@@ -43,9 +44,9 @@ def evaluate(
         filled = part + part[:1] * (prompts_a_batch - len(part))
         rollout = engine.generate(encoder.batch(filled), config.samples, sampling, key)
         texts = encoder.texts(rollout)[: len(part) * config.samples]
-        scores = pool.score(part, texts)
+        scores = pool.score_together(part, texts)
         correct.append(scores.correct.reshape(len(part), config.samples))
-        lengths.append(np.asarray(rollout.mask).sum(1)[: len(texts)])
+        lengths.append(to_host(rollout.mask).sum(1)[: len(texts)])
         for row, text in enumerate(texts):
             example = part[row // config.samples]
             rows.append(

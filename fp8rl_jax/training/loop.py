@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from contextlib import ExitStack
 
 import jax
 import jax.numpy as jnp
@@ -28,17 +29,28 @@ from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.cache import KVScales
 from fp8rl_jax.models.loading import save_policy
 from fp8rl_jax.models.policy import Policy
-from fp8rl_jax.parallel import batch_sharding, check_same, is_main_process, replicated, split_batch, to_global, to_host
+from fp8rl_jax.parallel import (
+    check_same,
+    is_main_process,
+    leave_on_failure,
+    replicated,
+    shard_policy,
+    shared_faults,
+    split_batch,
+    to_global,
+    to_host,
+)
 from fp8rl_jax.rl.masked import masked_mean
 from fp8rl_jax.rollout.calibration import calibrate_on_prompts, observe_qkv, qkv_metrics, scales_from_amax
-from fp8rl_jax.rollout.engine import Prompts, Rollout
+from fp8rl_jax.rollout.engine import Rollout
 from fp8rl_jax.tasks.workers import RewardPool
 from fp8rl_jax.training.checkpoint import Checkpoints
+from fp8rl_jax.training.collect import Collector
 from fp8rl_jax.training.evaluate import evaluate, evaluation_sampling
 from fp8rl_jax.training.performance import Clock
 from fp8rl_jax.training.setup import Setup, write_run_record
 from fp8rl_jax.training.state import TrainState, learning_rate, make_optimizer, sharded_state
-from fp8rl_jax.training.step import Batch, StepConfig, score, update
+from fp8rl_jax.training.step import Batch, StepConfig, correct, score, update
 from fp8rl_jax.training.tracking import JsonLines, Trackers, make_tracker
 from fp8rl_jax.training.watch import Watch
 
@@ -57,10 +69,14 @@ def train(setup: Setup, config_text: str) -> None:
     """
     config = setup.config
     check_same(repr(dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, process_id=-1))))
-    if not config.resume and (setup.directory / "metrics.jsonl").exists():
-        raise UserError(f"{setup.directory} holds a run already; give --resume, or another --output")
-    with jax.set_mesh(setup.mesh), RewardPool(config.task) as pool:
-        Loop(setup, config_text, pool).run()
+    with leave_on_failure(), jax.set_mesh(setup.mesh), ExitStack() as stack:
+        with shared_faults():
+            if is_main_process() and not config.resume and (setup.directory / "metrics.jsonl").exists():
+                raise UserError(f"{setup.directory} holds a run already; give --resume, or another --output")
+            pool = stack.enter_context(RewardPool(config.task))
+        with shared_faults():
+            loop = Loop(setup, config_text, pool)
+        loop.run()
 
 
 class Loop:
@@ -93,7 +109,7 @@ class Loop:
         self.state: TrainState = sharded_state(setup.policy, self.optimizer, setup.mesh)
         setup.policy = self.state.policy
         self.engine = setup.engine()
-        self.key = jax.random.key(config.seed)
+        self.collector = Collector(setup, pool)
         self.checkpoints = Checkpoints(setup.directory / "checkpoints", config.checkpoint)
         self.watch = Watch(config.trainer.abort_after_skips, self.checkpoints.directory)
         self.clock = Clock()
@@ -120,8 +136,8 @@ class Loop:
         steps, every = self.config.trainer.steps, self.config.checkpoint.every
         try:
             if self.calibrates and self.scales is None:
-                dtype = jnp.dtype(self.config.compute_dtype)
-                self.scales = calibrate_on_prompts(self.state.policy, self._prompts(self.start), self.setup.recipe, dtype)
+                dtype, prompts = jnp.dtype(self.config.compute_dtype), self.collector.prompts(self.start)
+                self.scales = calibrate_on_prompts(self.state.policy, prompts, self.setup.recipe, dtype)
             self.engine.sync(self.state.policy, self.scales)
             for step in range(self.start, steps):
                 # every row is written before the checkpoint that makes a resumed run go on behind it
@@ -135,8 +151,10 @@ class Loop:
                         self.checkpoints.save(step + 1, self._saved())
             if self.start < steps and self.config.evaluation.every:
                 self.tracker.log(steps, self._evaluate(steps))
-            if is_main_process():
-                save_policy(self.state.policy, self.setup.directory / "model", self.setup.tokenizer_source)
+            policy = to_host(self.state.policy)
+            with shared_faults():
+                if is_main_process():
+                    save_policy(policy, self.setup.directory / "model", self.setup.tokenizer_source)
         finally:
             self.tracker.close()
             if self.samples is not None:
@@ -145,19 +163,19 @@ class Loop:
 
     def _step(self, step: int) -> dict[str, float]:
         config, clock = self.config, self.clock
-        samples = config.rollout.samples_per_prompt
-        examples = self._examples(step)
-        with clock.part("gen"):
-            rollout = self.engine.generate(self._prompts(step), samples, self.setup.sampling, self._key(step))
-            jax.block_until_ready(rollout.tokens)
-        texts = self.setup.encoder.texts(rollout)
-        with clock.part("reward"):
-            scores = self.pool.score(examples, texts)
-        rewards, valid = jnp.asarray(scores.rewards), jnp.asarray(~scores.failed)
-        advantages = rl.group_advantages(rewards, samples, config.rl.advantage, valid)
-        batch = self._batch(rollout, advantages)
+        found = self.collector.collect(self.engine, step, clock)
+        rollout, samples = found.rollout, config.rollout.samples_per_prompt
+        lengths = jnp.sum(rollout.mask, axis=1)
+        rewards, valid = jnp.asarray(found.rewards), jnp.asarray(found.valid)
+        overlong = rl.overlong_penalty(
+            lengths, config.rollout.max_new_tokens, config.rl.overlong.buffer, config.rl.overlong.penalty
+        )
+        advantages = rl.group_advantages(rewards + overlong, samples, config.rl.advantage, valid, lengths)
+        batch = self._batch(rollout, advantages, found.teaches)
         train_logprobs, metrics = self._update(batch)
-        metrics |= rl.reward_metrics(rewards, samples, valid) | rl.mismatch_metrics(
+        # XLA may lay small tensors out anew, and every program would be compiled for both layouts
+        self.state = shard_policy(self.state, self.setup.mesh)
+        metrics |= rl.mismatch_metrics(
             rollout.policy_logprobs, train_logprobs, batch.mask, batch.advantages, self.step_config.rl.correction
         )
         if self.calibrates:
@@ -169,11 +187,14 @@ class Loop:
             self.engine.sync(self.state.policy, self.scales)
             jax.block_until_ready(self.engine.policy)
         metrics |= self._rollout_metrics(rollout) | self.engine.metrics
-        metrics["reward/accuracy"] = scores.correct.mean()
         metrics |= {f"fp8/nonfinite_{role}": 1.0 - ok for role, ok in self.engine.finite.items()}
+        scores = found.scores
+        metrics |= rl.reward_metrics(jnp.asarray(scores.rewards), samples, jnp.asarray(~scores.failed))
+        metrics |= {"reward/accuracy": scores.correct.mean(), "reward/overlong_penalty": overlong.mean()}
+        metrics |= {"rollout/rounds": found.rounds, "rollout/teaching_prompts": found.teaches.sum()}
         metrics = {name: float(value) for name, value in to_host(metrics).items()} | scores.metrics()
         metrics |= self.watch.see(step, metrics, scores.first_error)
-        self._keep_samples(step, examples, texts, scores.rewards)
+        self._keep_samples(step, found.examples, found.texts, scores.rewards)
         return metrics
 
     def _rollout_metrics(self, rollout: Rollout) -> dict:
@@ -200,15 +221,15 @@ class Loop:
             with clock.part("ref"):
                 reference = jax.block_until_ready(score(self.reference, batch, whole))
             batch = dataclasses.replace(batch, reference_logprobs=reference)
-        if count == 1:
+        if count == 1 and not config.rl.correction.whole_batch:
             with clock.part("train"):
                 self.state, logprobs, metrics = update(self.state, batch, config, self.optimizer)
                 jax.block_until_ready(logprobs)
             return logprobs, metrics | rate
         with clock.part("logprob"):
             old = jax.block_until_ready(score(self.state.policy, batch, whole))
-        collected = []
-        parts = split_batch(dataclasses.replace(batch, old_logprobs=old), count)
+        batch, corrections = correct(dataclasses.replace(batch, old_logprobs=old), config.rl)
+        collected, parts = [], split_batch(batch, count)
         with clock.part("train"):
             for part in range(count):
                 mini = jax.tree.map(lambda x, part=part: x[part], parts)
@@ -216,7 +237,7 @@ class Loop:
                 collected.append(metrics)
             averaged = {name: jnp.mean(jnp.stack([m[name] for m in collected])) for name in collected[0]}
             jax.block_until_ready(averaged)
-        return old, averaged | rate
+        return old, averaged | rl.metric_values(corrections) | rate
 
     def _calibrate(self, rollout: Rollout) -> tuple[KVScales, dict]:
         """Scales for the new weights, and what the scales served until now do to them."""
@@ -234,27 +255,26 @@ class Loop:
         if not config.every or (step % config.every and step < self.config.trainer.steps):
             return {}
         examples = self.setup.held_out.examples[: config.examples]
-        key = jax.random.fold_in(jax.random.fold_in(self.key, 1), 0)
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.config.seed), 1), 0)
         sampling = evaluation_sampling(config, self.setup.sampling)
         with self.clock.part("eval"):
             metrics, _ = evaluate(self.engine, self.setup.encoder, self.pool, examples, config, sampling, key)
         return metrics
 
-    def _examples(self, step: int):
-        return self.setup.train.batch(step, self.config.rollout.prompts_per_step, self.config.seed)
-
-    def _prompts(self, step: int) -> Prompts:
-        return to_global(self.setup.encoder.batch(self._examples(step)), batch_sharding(self.setup.mesh))
-
-    def _key(self, step: int):
-        return jax.random.fold_in(jax.random.fold_in(self.key, 0), step)
-
-    def _batch(self, rollout: Rollout, advantages) -> Batch:
+    def _batch(self, rollout: Rollout, advantages, teaches) -> Batch:
         chosen = rl.rollout_logprobs(
             rollout.behaviour_logprobs, rollout.policy_logprobs, self.step_config.rl.correction, truncated=self.truncated
         )
-        prompts = rollout.prompts
-        return Batch(prompts.tokens, prompts.lengths, rollout.tokens, rollout.mask, chosen, advantages)
+        prompts, in_loss = rollout.prompts, None
+        if self.config.rl.overlong.filter:
+            in_loss = rl.drop_truncated(rollout.mask, rollout.stopped)
+        if not teaches.all():
+            kept = np.repeat(teaches, self.config.rollout.samples_per_prompt)[:, None]
+            in_loss = (rollout.mask if in_loss is None else in_loss) & kept
+        return Batch(
+            prompts.tokens, prompts.lengths, rollout.tokens, rollout.mask, chosen, advantages,
+            loss_mask=in_loss, prompt_routes=rollout.prompt_expert_ids, routes=rollout.expert_ids,
+        )  # fmt: skip
 
     def _keep_samples(self, step: int, examples, texts: list[str], rewards) -> None:
         if self.samples is None:

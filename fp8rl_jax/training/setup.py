@@ -54,7 +54,10 @@ class Setup:
         """A sampler for the run's recipe."""
         choice = self.config.rollout.decode_layers
         unroll = choice == "unroll" or (choice == "auto" and jax.default_backend() == "cpu")
-        return LocalEngine(self.recipe, jnp.dtype(self.config.compute_dtype), unroll, self.config.precision.backend)
+        return LocalEngine(
+            self.recipe, jnp.dtype(self.config.compute_dtype), unroll, self.config.precision.backend,
+            expert_ids=self.config.trainer.router_replay,
+        )  # fmt: skip
 
     @property
     def tokenizer_source(self) -> Path | ByteTokenizer:
@@ -81,6 +84,8 @@ def build(config: RunConfig, *, sampled: bool = True) -> Setup:
     mesh = make_mesh(config.mesh)
     check_batch(r.prompts_per_step, mesh, "rollout.prompts_per_step")
     policy, tokenizer, source = load_model(config)
+    if config.trainer.router_replay and policy.config.experts is None:
+        raise UserError("trainer.router_replay: the model has no experts; leave it false")
     if not tokenizer.eos_token_ids and not r.stop_token_ids:
         raise UserError("rollout.stop_token_ids: the model names no end-of-sequence token; give the ids that end a completion")
     longest = r.max_prompt_tokens + r.max_new_tokens
@@ -120,7 +125,7 @@ def describe(setup: Setup) -> str:
     count = parameter_count(shape)
     width = jnp.dtype(config.compute_dtype).itemsize
     chosen = quantized_layers(setup.recipe, linear_names(shape))
-    linears = sum(w.weight.get_value().size for w in vars(setup.policy.layers).values() if w is not None and hasattr(w, "weight"))
+    linears = sum(weight.value.size for weight in setup.policy.layers.tensors().values())
     served = count * width if not chosen else linears + (count - linears) * width
     rows = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
     slots = config.rollout.prompts_per_step * config.rollout.max_prompt_tokens + rows * config.rollout.max_new_tokens
@@ -144,7 +149,10 @@ def describe(setup: Setup) -> str:
 
 
 def write_run_record(directory: Path, config_text: str) -> None:
-    """config.toml (resolved) and run.json (versions, command, commit, devices) of a run directory."""
+    """config.toml (resolved) and run.json (versions, command, commit, devices) of a run directory.
+
+    A resumed run keeps the records of its earlier starts under "earlier".
+    """
     try:
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "config.toml").write_text(config_text)
@@ -158,9 +166,15 @@ def write_run_record(directory: Path, config_text: str) -> None:
             "devices": [f"{d.platform}:{d.device_kind}" for d in jax.devices()],
             "processes": jax.process_count(),
         }
-        (directory / "run.json").write_text(json.dumps(record, indent=2) + "\n")
+        path = directory / "run.json"
+        if path.exists():
+            before = json.loads(path.read_text())
+            record["earlier"] = [*before.pop("earlier", []), before]
+        path.write_text(json.dumps(record, indent=2) + "\n")
     except OSError as error:
         raise UserError(f"{directory}: the run's record cannot be written ({error.strerror}); choose another output") from error
+    except ValueError as error:
+        raise UserError(f"{path}: not JSON ({error}); move it away") from error
 
 
 def _commit() -> str | None:

@@ -7,7 +7,7 @@ the global batch, so accumulation equals the big batch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -54,6 +54,13 @@ class Batch:
     advantages: Float[Array, " b"]
     old_logprobs: Float[Array, "b t"] | None = None
     reference_logprobs: Float[Array, "b t"] | None = None
+    loss_mask: Bool[Array, "b t"] | None = None
+    """The tokens in the loss, where they are fewer than `mask`, which the model attends to."""
+    weights: Float[Array, "b t"] | None = None
+    """Importance weights; where they are given, the rollout correction has been made."""
+    prompt_routes: Int[Array, "p s sparse k"] | None = None
+    routes: Int[Array, "b t sparse k"] | None = None
+    """Expert ids to replay, of the prompts and of the completions (Rollout's prompt_expert_ids and expert_ids)."""
 
 
 def completion_logprobs(policy: Policy, batch: Batch, config: StepConfig) -> tuple[Float[Array, "b t"], Float[Array, "b t"]]:
@@ -65,14 +72,17 @@ def completion_logprobs(policy: Policy, batch: Batch, config: StepConfig) -> tup
     policy = cast(policy, jnp.dtype(config.compute_dtype))
     run = partial(forward, policy, recipe=config.recipe, phase="train", remat=config.remat, backend=config.backend)
     segments = (jnp.arange(batch.prompts.shape[1]) < batch.lengths[:, None]).astype(jnp.int32)
-    prompt = run(constrain(batch.prompts, "batch", None), segment_ids=segments)
+    prompt = run(constrain(batch.prompts, "batch", None), segment_ids=segments, routes=batch.prompt_routes)
     n = batch.tokens.shape[0] // batch.prompts.shape[0]
     positions = jnp.repeat(batch.lengths, n)[:, None] + jnp.arange(batch.tokens.shape[1])
     tokens = constrain(batch.tokens, "batch", None)
-    completion = run(tokens, positions, batch.mask.astype(jnp.int32), KVCache(prompt.cache), keep_cache=False)
+    completion = run(
+        tokens, positions, batch.mask.astype(jnp.int32), KVCache(prompt.cache), routes=batch.routes, keep_cache=False
+    )
     last = jnp.take_along_axis(prompt.hidden, (batch.lengths - 1)[:, None, None], axis=1)
     hidden = jnp.concatenate([jnp.repeat(last, n, axis=0), completion.hidden[:, :-1]], axis=1)
-    return token_logprobs(hidden, policy.head, batch.tokens, config.temperature, config.logprob_chunk)
+    bonus = config.rl.entropy_coefficient > 0
+    return token_logprobs(hidden, policy.head, batch.tokens, config.temperature, config.logprob_chunk, entropy_gradient=bonus)
 
 
 @partial(jax.jit, static_argnames="config")
@@ -80,6 +90,25 @@ def score(policy: Policy, batch: Batch, config: StepConfig) -> Float[Array, "b t
     """`completion_logprobs` micro-batch by micro-batch, without gradients: old and reference log-probabilities."""
     parts = jax.lax.map(lambda micro: completion_logprobs(policy, micro, config)[0], split_batch(batch, config.micro_batches))
     return parts.reshape(batch.tokens.shape)
+
+
+@partial(jax.jit, static_argnames="config")
+def correct(batch: Batch, config: RLConfig) -> tuple[Batch, rl.Metrics]:
+    """The rollout correction of a whole batch, from its old log-probabilities.
+
+    `update` calls it where old log-probabilities are given, so that global statistics (a mean weight, a rejection that
+    changes the denominator) are those of its batch. Called before a rollout is split into the batches of several updates,
+    they are those of the rollout.
+
+    Returns:
+        The batch with `weights` and `loss_mask`, and the correction's metrics. In bypass mode, without old log-probabilities,
+        and where it has weights already: the batch as it is, and no metrics.
+    """
+    if config.correction.value("mode") == "bypass" or batch.old_logprobs is None or batch.weights is not None:
+        return batch, {}
+    mask = batch.mask if batch.loss_mask is None else batch.loss_mask
+    weights, mask, metrics = rl.correction(batch.old_logprobs - batch.rollout_logprobs, mask, config.correction)
+    return replace(batch, weights=weights, loss_mask=mask), metrics
 
 
 @partial(jax.jit, static_argnames=("config", "optimizer"), donate_argnames="state")
@@ -90,21 +119,31 @@ def update(
 
     Returns:
         The next state; the trainer's log-probabilities [b, t] before the update; scalar metrics.
+
+    Raises:
+        UserError: the correction needs old log-probabilities, and the batch has none.
     """
-    denominator = rl.loss_denominator(batch.mask, config.rl)
+    batch, corrections = correct(batch, config.rl)
+    if batch.weights is None:
+        rl.refuse_partial(config.rl.correction)
+    denominator = rl.loss_denominator(batch.mask if batch.loss_mask is None else batch.loss_mask, config.rl)
 
     def loss_fn(policy: Policy, micro: Batch):
         logprobs, entropy = completion_logprobs(policy, micro, config)
         inputs = rl.LossInputs(
             logprobs=logprobs,
             advantages=micro.advantages,
-            mask=micro.mask,
+            mask=micro.mask if micro.loss_mask is None else micro.loss_mask,
             denominator=denominator,
             old_logprobs=micro.old_logprobs,
+            weights=micro.weights,
             reference_logprobs=micro.reference_logprobs,
             entropy=entropy,
         )
-        loss, metrics = rl.corrected_policy_loss(inputs, micro.rollout_logprobs, config.rl)
+        if micro.weights is None:
+            loss, metrics = rl.corrected_policy_loss(inputs, micro.rollout_logprobs, config.rl)
+        else:
+            loss, metrics = rl.policy_loss(inputs, config.rl)
         return loss, (metrics, logprobs)
 
     grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
@@ -120,4 +159,4 @@ def update(
         (loss, gradients), (stacked, logprobs) = jax.lax.scan(accumulate, zeros, split_batch(batch, config.micro_batches))
         metrics, logprobs = rl.reduce_metrics(stacked), logprobs.reshape(batch.tokens.shape)
     state, update_metrics = apply_gradients(state, gradients, loss, optimizer)
-    return state, logprobs, rl.metric_values(metrics) | update_metrics
+    return state, logprobs, rl.metric_values(metrics | corrections) | update_metrics

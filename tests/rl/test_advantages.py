@@ -34,6 +34,47 @@ def test_dr_grpo_only_subtracts_the_mean():
     np.testing.assert_allclose(found, [0.5, -0.5, -0.5, 0.5, -0.25, -0.25, -0.25, 0.75])
 
 
+@pytest.mark.parametrize("n", [2, 5])
+def test_rloo_compares_with_the_mean_of_the_others(n):
+    rewards = np.random.default_rng(n).normal(size=4 * n)
+    valid = np.arange(4 * n) % 7 != 3
+    found = group_advantages(jnp.asarray(rewards), n, rl.AdvantageConfig(estimator="rloo"), jnp.asarray(valid))
+    for b, reward in enumerate(rewards):
+        others = [rewards[i] for i in range(b // n * n, b // n * n + n) if i != b and valid[i]]
+        expected = reward - np.mean(others) if valid[b] and others else 0.0
+        np.testing.assert_allclose(found[b], expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("estimator", ["reinforce_pp", "reinforce_pp_baseline"])
+def test_reinforce_pp_whitens_the_batch(estimator, weighted):
+    rng = np.random.default_rng(1)
+    rewards, valid, lengths = rng.normal(size=12), np.arange(12) != 5, rng.integers(1, 9, 12)
+    base = rewards.copy()
+    if estimator == "reinforce_pp_baseline":
+        for rows in np.split(np.arange(12), 4):
+            base[rows] -= rewards[rows][valid[rows]].mean()
+    tokens = np.repeat(base[valid], lengths[valid] if weighted else 1)
+    expected = np.where(valid, (base - tokens.mean()) / (tokens.std(ddof=1) + 1e-6), 0)
+    found = group_advantages(
+        jnp.asarray(np.where(valid, rewards, np.nan)), 3, rl.AdvantageConfig(estimator=estimator), jnp.asarray(valid),
+        lengths=jnp.asarray(lengths) if weighted else None,
+    )  # fmt: skip
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_reinforce_pp_needs_one_sample_a_prompt():
+    found = group_advantages(jnp.array([1.0, 0.0, 0.0, 1.0]), 1, rl.AdvantageConfig(estimator="reinforce_pp", ddof=0))
+    np.testing.assert_allclose(found, [1, -1, -1, 1], rtol=1e-5)
+
+
+@pytest.mark.parametrize("estimator", ["rloo", "reinforce_pp", "reinforce_pp_baseline"])
+def test_equal_rewards_everywhere_are_exact_zeros(estimator):
+    lengths = jnp.array([3, 1, 4, 1, 5, 9])
+    found = group_advantages(jnp.full(6, 0.1), 3, rl.AdvantageConfig(estimator=estimator), lengths=lengths)
+    np.testing.assert_array_equal(found, np.zeros(6))
+
+
 def test_rows_of_a_prompt_are_adjacent():
     found = group_advantages(jnp.array([1.0, 0.0, 5.0, 5.0]), 2, rl.AdvantageConfig(estimator="dr_grpo"))
     np.testing.assert_array_equal(found, [0.5, -0.5, 0.0, 0.0])

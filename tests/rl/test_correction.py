@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from fp8rl_jax import rl
+from fp8rl_jax.config.correction import CRITERIA
 from fp8rl_jax.errors import UserError
 
 correction = jax.jit(rl.correction, static_argnums=2)
@@ -70,6 +73,119 @@ def test_nan_reaches_its_own_weight_and_infinity_is_bounded():
     weights, _, metrics = correction(jnp.array([[jnp.nan, jnp.inf, -jnp.inf]]), jnp.ones((1, 3), bool), TIS)
     assert np.isnan(weights[0, 0]) and weights[0, 1] == 2.0 and 0 < weights[0, 2] < 1e-8
     assert np.isnan(rl.metric_values(metrics)["correction/weight_mean"])
+
+
+def ratios(*rows):
+    """log rho of a batch in which every row is full, and its mask."""
+    log_ratio = jnp.log(jnp.array(rows, jnp.float32))
+    return log_ratio, jnp.ones(log_ratio.shape, bool)
+
+
+def test_sequence_weights_are_the_product_of_the_ratios(make_batch, spoil_padding):
+    batch = make_batch(spread=0.4)
+    mask = batch["mask"]
+    weights, _, _ = correction(
+        jnp.asarray(spoil_padding(log_ratio_of(batch), mask)), jnp.asarray(mask), rl.CorrectionConfig(method="sequence_tis")
+    )
+    product = np.exp(np.where(mask, log_ratio_of(batch).astype(np.float64), 0).sum(1, keepdims=True))
+    np.testing.assert_allclose(weights, np.where(mask, np.minimum(product, 2), 0), rtol=1e-5)
+
+
+def test_icepop_zeroes_weights_and_keeps_the_tokens():
+    log_ratio, mask = ratios([0.4, 0.6, 1.0, 4.9, 5.1])
+    weights, kept, metrics = correction(log_ratio, mask, rl.CorrectionConfig(method="icepop"))
+    np.testing.assert_allclose(weights[0], [0, 0.6, 1.0, 4.9, 0], rtol=1e-6)
+    assert kept.all()
+    np.testing.assert_allclose(rl.metric_values(metrics)["correction/clip_frac"], 0.4)
+
+
+def test_overflow_is_cut_at_20_or_becomes_zero():
+    log_ratio, mask = jnp.array([[100.0, 30.0, -200.0, jnp.nan]]), jnp.ones((1, 4), bool)
+    clamped, _, _ = correction(log_ratio, mask, rl.CorrectionConfig(method="none", weights="token", bounds="keep"))
+    np.testing.assert_allclose(clamped[0, :3], np.exp([20.0, 20.0, -20.0]), rtol=1e-5)
+    assert np.isnan(clamped[0, 3])
+    zeroed, _, _ = correction(log_ratio, mask, rl.CorrectionConfig(method="nemo_is"))
+    np.testing.assert_allclose(zeroed[0], [0, np.exp(30.0), 0, 0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_normalized_weights_average_to_one(make_batch, level):
+    batch = make_batch(spread=0.5)
+    mask = batch["mask"]
+    config = rl.CorrectionConfig(method="none", weights=level, batch_normalize=True)
+    weights, _, metrics = correction(jnp.asarray(log_ratio_of(batch)), jnp.asarray(mask), config)
+    weights = np.asarray(weights)
+    mean = weights[mask].mean() if level == "token" else weights[mask.any(1), 0].mean()
+    np.testing.assert_allclose(mean, 1.0, rtol=1e-5)
+    plain = dataclasses.replace(config, batch_normalize=False)
+    raw, _, _ = correction(jnp.asarray(log_ratio_of(batch)), jnp.asarray(mask), plain)
+    np.testing.assert_allclose(weights * rl.metric_values(metrics)["correction/normalizer"], raw, rtol=1e-5)
+
+
+def reference_statistic(x, name):
+    """Of one completion's log-ratios, in float64."""
+    level, _, kind = name.rpartition("_")
+    values = {"k1": x, "k2": x**2 / 2, "k3": np.exp(x) - 1 - x, "error": np.exp(np.abs(x))}[kind]
+    return values if level == "token" else {"seq_sum": np.sum, "seq_mean": np.mean, "seq_max": np.max}[level](values)
+
+
+@pytest.mark.parametrize("name", CRITERIA)
+def test_every_criterion_matches_float64(make_batch, spoil_padding, name):
+    batch = make_batch(3, spread=0.3)
+    mask, log_ratio = batch["mask"], log_ratio_of(batch)
+    statistics = {b: reference_statistic(log_ratio[b][mask[b]].astype(np.float64), name) for b in np.flatnonzero(mask.any(1))}
+    flat = np.concatenate([np.atleast_1d(value) for value in statistics.values()])
+    low, high = np.quantile(flat, [0.2, 0.8])
+    text = f"{name}:{np.exp(low)}:{np.exp(high)}" if name.endswith("k1") else f"{name}:{high}"
+    floor = low if name.endswith("k1") else -np.inf
+    config = rl.CorrectionConfig(method="none", reject=(text,))
+    weights, kept, metrics = correction(jnp.asarray(spoil_padding(log_ratio, mask)), jnp.asarray(mask), config)
+    expected = np.zeros_like(mask)
+    for b, value in statistics.items():
+        expected[b][mask[b]] = (value >= floor) & (value <= high)
+    np.testing.assert_array_equal(kept, expected)
+    np.testing.assert_array_equal(weights, expected)
+    values = rl.metric_values(metrics)
+    np.testing.assert_allclose(values["correction/reject_frac"], 1 - expected.sum() / mask.sum(), rtol=1e-5)
+    whole = (expected == mask).all(1)[mask.any(1)]
+    np.testing.assert_allclose(values["correction/reject_seq_frac"], 1 - whole.mean(), rtol=1e-5)
+
+
+def test_bounds_of_k1_are_on_the_ratio_and_in_verls_on_its_inverse():
+    log_ratio, mask = ratios([1.5, 1.0, 0.65])
+    reject = ("token_k1:0.6:1.4",)
+    _, kept, _ = correction(log_ratio, mask, rl.CorrectionConfig(method="none", reject=reject))
+    np.testing.assert_array_equal(kept[0], [False, True, True])
+    _, kept, _ = correction(log_ratio, mask, rl.CorrectionConfig(method="verl_decoupled_geo_rs", reject=reject))
+    np.testing.assert_array_equal(kept[0], [True, True, False])
+
+
+def test_criteria_are_joined_by_and():
+    log_ratio, mask = ratios([1.0, 1.9], [1.0, 1.0], [1.0, 0.55])
+    config = rl.CorrectionConfig(method="none", reject=("token_k1:0.6:2", "seq_max_k3:0.2"))
+    _, kept, _ = correction(log_ratio, mask, config)
+    np.testing.assert_array_equal(kept, [[False, False], [True, True], [True, False]])
+
+
+def test_a_maximum_vetoes_what_the_mean_lets_pass():
+    log_ratio, mask = ratios([1.0] * 63 + [4.0])
+    assert correction(log_ratio, mask, rl.CorrectionConfig(method="none", reject=("seq_mean_k3:0.1",)))[1].all()
+    assert not correction(log_ratio, mask, rl.CorrectionConfig(method="none", reject=("seq_max_k3:0.5",)))[1].any()
+
+
+def test_rejected_tokens_stay_in_the_denominator_where_it_is_all():
+    log_ratio, mask = ratios([1.0, 1.0], [1.2, 1.2])
+    weights, kept, metrics = correction(log_ratio, mask, rl.CorrectionConfig(method="nemo_seq_mask_tis"))
+    assert kept.all()
+    np.testing.assert_allclose(weights, [[1, 1], [0, 0]], rtol=1e-6)
+    assert rl.metric_values(metrics)["correction/reject_seq_frac"] == 0.5
+
+
+def test_a_nan_is_not_rejected_in_silence():
+    log_ratio, mask = jnp.array([[0.0, jnp.nan], [0.0, 0.0]]), jnp.ones((2, 2), bool)
+    for method in ("k3", "geometric", "mis"):
+        weights, kept, _ = correction(log_ratio, mask, rl.CorrectionConfig(method=method, weights="token"))
+        assert kept[0].all() and np.isnan(weights[0, 1])
 
 
 def test_an_unresolved_recipe_is_refused():

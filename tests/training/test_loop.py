@@ -67,6 +67,8 @@ def test_run_and_resume_are_the_same_run(run_file, tmp_path, capsys):
     # what a run killed in step 3 leaves: the checkpoint of step 2, and lines that came after it
     (parts / "checkpoints" / "4").rename(tmp_path / "gone")
     assert main(["train", run_file, "--recipe", "fp8-rl", "--output", str(parts), "--resume"]) == 0
+    record = json.loads((parts / "run.json").read_text())
+    assert len(record["earlier"]) == 1 and record["earlier"][0]["started"] < record["started"]
     for one, other in zip(rows(whole), rows(parts), strict=True):
         one, other = numbers(one), numbers(other)
         assert {k: (one.get(k), other.get(k)) for k in one.keys() | other.keys() if one.get(k) != other.get(k)} == {}
@@ -100,9 +102,28 @@ def test_several_updates_and_micro_batches(run_file, tmp_path):
     assert rows(out)[1]["ratio_max"] > 1 and rows(out)[1]["kl"] >= 0
 
 
+def test_dapo_draws_again_until_prompts_teach(run_file, tmp_path):
+    """Half the rewards of this task are equal in a group of two; the rounds of a resumed run are those of the first."""
+    flags = ["--rl.dynamic-sampling.enabled", "--rl.dynamic-sampling.max-rounds", "4", "--rl.overlong.buffer", "3"]
+    flags += ["--rl.overlong.penalty", "0.5", "--rl.overlong.filter", "--rollout.samples-per-prompt", "2"]
+    flags += ["--rl.correction.method", "mis", "--task.reward.partial-credit", "--rl.entropy-coefficient", "0.01"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    for out in (whole, parts):
+        assert main(["train", run_file, "--output", str(out), *flags]) == 0
+    (parts / "checkpoints" / "4").rename(tmp_path / "gone")
+    assert main(["train", run_file, "--output", str(parts), *flags, "--resume"]) == 0
+    assert [numbers(row) for row in rows(whole)] == [numbers(row) for row in rows(parts)]
+    steps = [row for row in rows(whole) if "rollout/rounds" in row]
+    assert any(row["rollout/rounds"] > 1 for row in steps)
+    assert all(row["rollout/teaching_prompts"] == 4 or row["rollout/rounds"] == 4 for row in steps)
+    assert all(-0.5 <= row["reward/overlong_penalty"] <= 0 and "correction/reject_frac" in row for row in steps)
+    assert (whole / "samples.jsonl").read_text().count("\n") == 16
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        (["--rl.overlong.buffer", "7"], "rl.overlong.buffer = 7 is more than rollout.max_new_tokens = 6"),
         (["--trainer.micro-batch-prompts", "3"], "trainer.micro_batch_prompts = 3 does not divide"),
         (["--recipe", "fp8-r"], "did you mean 'fp8-rl'"),
         (["--rollout.top-p", "0.9"], "truncated_sampling"),
