@@ -1,12 +1,21 @@
 """The mesh, the sharding rules, and runs of several processes."""
 
-from fp8rl_jax.parallel.distributed import check_same, initialize, is_main_process, to_global, to_host
+from fp8rl_jax.parallel.distributed import (
+    check_same,
+    initialize,
+    is_main_process,
+    leave_on_failure,
+    shared_faults,
+    sum_over_processes,
+    to_global,
+    to_host,
+)
 from fp8rl_jax.parallel.mesh import AXES, make_mesh
 from fp8rl_jax.parallel.placement import batch_sharding, check_batch, policy_shardings, replicated, shard_policy, split_batch
 from fp8rl_jax.parallel.rules import DEFAULT_RULES, ShardingRules, constrain, scale_spec
 
 __all__ = [
     "AXES", "DEFAULT_RULES", "ShardingRules", "batch_sharding", "check_batch", "check_same", "constrain", "initialize",
-    "is_main_process", "make_mesh", "policy_shardings", "replicated", "scale_spec", "shard_policy", "split_batch", "to_global",
-    "to_host",
+    "is_main_process", "leave_on_failure", "make_mesh", "policy_shardings", "replicated", "scale_spec", "shard_policy",
+    "shared_faults", "split_batch", "sum_over_processes", "to_global", "to_host",
 ]  # fmt: skip

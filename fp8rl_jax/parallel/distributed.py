@@ -3,13 +3,20 @@
 Every process runs the same program on its own devices (multi-controller JAX). Values that the hosts compute, such as
 prompts and rewards, must be equal on all of them before they become a global array, and a global array must be gathered
 before a host reads it. With one process each function here is what `jax.device_put` and `jax.device_get` do.
+
+What one process alone finds out (a file that it cannot read, a reward that timed out on its host) it must tell the others
+before anyone acts on it: `sum_over_processes` and `shared_faults` do. What it cannot tell them any more, its end does:
+`leave_on_failure`.
 """
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -27,6 +34,11 @@ SLURM_STEP = (
     "SLURM_PROCID",
     "SLURM_LOCALID",
 )
+_FAULT_BYTES = 1000
+
+
+class _SharedFault(UserError):
+    """A fault that every process knows of, and raises."""
 
 
 def initialize(config: MeshConfig, environ: Mapping[str, str] = os.environ) -> None:
@@ -68,13 +80,58 @@ def to_host(tree: Any) -> Any:
     return jax.tree.map(_to_host, tree)
 
 
+def sum_over_processes(tree: Any) -> Any:
+    """The sum over all processes of numpy arrays that have the same shapes on each; all processes must call it together."""
+    return jax.tree.map(lambda stacked: stacked.sum(0), multihost_utils.process_allgather(tree))
+
+
+@contextmanager
+def shared_faults() -> Iterator[None]:
+    """A UserError that the block raises on one process is raised on all; all must enter and leave it together.
+
+    The block must hold no collective that a process with a fault would leave the others alone in.
+    """
+    fault: UserError | None = None
+    try:
+        yield
+    except UserError as error:
+        fault = error
+    told = np.zeros(_FAULT_BYTES, np.uint8)
+    if fault is not None:
+        text = f"process {jax.process_index()}: {fault}".encode()[:_FAULT_BYTES]
+        told[: len(text)] = np.frombuffer(text, np.uint8)
+    for row in multihost_utils.process_allgather(told):
+        if row.any():
+            # each says its own, and those without one the first
+            raise _SharedFault(str(fault or row.tobytes().rstrip(b"\0").decode(errors="replace"))) from fault
+
+
+@contextmanager
+def leave_on_failure() -> Iterator[None]:
+    """Makes this process end without waiting for the others, once an exception that they do not know of has left the block.
+
+    An ordinary exit waits for all processes (jax.distributed, 300 s), and they would wait for this one in a collective. Its
+    end closes its connections: gloo's collectives fail in the others at once, and process 0 is missed at once, too. On GPUs
+    the others are aborted when jax.distributed has not heard of it for 100 s, which is also so for one that is killed.
+    """
+    try:
+        yield
+    except _SharedFault:
+        raise
+    except BaseException as error:
+        if jax.process_count() > 1:
+            # runs before jax's own exit function, because it is registered after it
+            atexit.register(_leave, 2 if isinstance(error, UserError) else 1)
+        raise
+
+
 def check_same(config_text: str) -> None:
     """Checks at start-up that every process runs the same configuration; all processes must call it together.
 
     Processes that disagree would compile different programs and wait for each other for ever.
 
     Args:
-        config_text: the resolved configuration without mesh.process_id.
+        config_text: the resolved configuration, without mesh.process_id.
 
     Raises:
         UserError: on every process, naming those that differ from process 0.
@@ -84,10 +141,16 @@ def check_same(config_text: str) -> None:
     different = [i for i, other in enumerate(digests) if (other != digests[0]).any()]
     if different:
         shown = ", ".join(map(str, different))
-        raise UserError(
+        raise _SharedFault(
             f"process {shown} has another configuration than process 0: start every process with the same "
             "files and options (mesh.process_id apart)"
         )
+
+
+def _leave(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _explicit(config: MeshConfig) -> tuple[str, int, int] | None:

@@ -29,9 +29,31 @@ def run_processes(script: Path, processes: int, devices: int, *args: str, timeou
 
     Each copy gets the arguments `coordinator num_processes process_id *args`, for `MeshConfig`.
     """
+    return _finish(_start_joined(script, processes, devices, args), timeout)
+
+
+def exit_codes(script: Path, processes: int, devices: int, *args: str, timeout: float = 180) -> list[int | None]:
+    """Like `run_processes` for processes that may fail: the exit code of each, None for one that ran until time was up."""
+    started = _start_joined(script, processes, devices, args)
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline and any(process.poll() is None for process, _, _ in started):
+        time.sleep(0.05)
+    codes = [process.poll() for process, _, _ in started]
+    for process, out, err in started:
+        process.kill()
+        process.wait()
+        out.close(), err.close()
+    return codes
+
+
+def metric_rows(directory: Path) -> list[dict[str, Any]]:
+    """What a run measured, a row a step."""
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def _start_joined(script: Path, processes: int, devices: int, args: tuple[str, ...]) -> list:
     coordinator = f"127.0.0.1:{_free_port()}"
-    started = [_start(script, devices, (coordinator, str(processes), str(i), *args)) for i in range(processes)]
-    return _finish(started, timeout)
+    return [_start(script, devices, (coordinator, str(processes), str(i), *args)) for i in range(processes)]
 
 
 def _start(script: Path, devices: int, args: tuple[str, ...]):

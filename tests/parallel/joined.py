@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import numpy as np
 from parallel.policies import make_policy, make_tokens
 
 from fp8rl_jax.config.run import MeshConfig
+from fp8rl_jax.config.tasks import RewardConfig, TaskConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.forward import forward
 from fp8rl_jax.parallel import (
@@ -22,9 +24,12 @@ from fp8rl_jax.parallel import (
     make_mesh,
     replicated,
     shard_policy,
+    shared_faults,
     to_global,
     to_host,
 )
+from fp8rl_jax.tasks.dataset import Example
+from fp8rl_jax.tasks.workers import RewardPool
 
 
 def loss(policy, tokens):
@@ -42,6 +47,28 @@ def refused(text: str) -> str:
     except UserError as error:
         return str(error)
     return ""
+
+
+def told(fault: str) -> str:
+    """What `shared_faults` raises where this process has `fault`; "" is none."""
+    try:
+        with shared_faults():
+            if fault:
+                raise UserError(fault)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def scored() -> dict:
+    """Four completions of one prompt, by a reward that no two processes agree on; the last one hangs."""
+    reward = RewardConfig(function=f"{Path(__file__).with_name('rewards.py')}:drawn", timeout=1.0, num_workers=1)
+    with RewardPool(TaskConfig(kind="module", name="m:f", reward=reward)) as pool:
+        scores = pool.score_together([Example(0, "p", "a", "a", {})], ["", "", "", "hang"])
+    return {
+        "rewards": scores.rewards.tolist(), "failed": scores.failed.tolist(), "correct": scores.correct.tolist(),
+        "timeouts": scores.timeouts, "errors": scores.errors,
+    }  # fmt: skip
 
 
 def main(coordinator: str, num_processes: int, process_id: int) -> None:
@@ -75,6 +102,8 @@ def main(coordinator: str, num_processes: int, process_id: int) -> None:
                 "updated": gathered.layers.down_proj.value[:, ::40, ::100].tolist(),
                 "drawn": [float(to_host(drawn)), float(jax.random.uniform(jax.random.key(3)))],
                 "refused": refused(f"process {process_id}"),
+                "told": [told(""), told(f"fault {process_id}" if process_id + 1 == num_processes else "")],
+                "scored": scored(),
             }
         )
     )

@@ -1,6 +1,7 @@
-"""Trains two steps of a tiny run on the devices that there are; prints what a step measured as JSON.
+"""Runs `fp8rl train` on the devices that there are, alone or joined to other processes.
 
-Arguments: run file, output directory, then flags of `fp8rl train`.
+Arguments: coordinator, number of processes, number of this one, run file, run directory, then flags of `fp8rl train`. Prints
+the names in the run directory that this process wrote to, as JSON, and exits like `fp8rl train`.
 """
 
 import json
@@ -9,7 +10,20 @@ from pathlib import Path
 
 from fp8rl_jax.cli.main import main
 
-run_file, output, *flags = sys.argv[1:]
+coordinator, processes, process, run_file, output, *flags = sys.argv[1:]
+if processes != "1":
+    flags += ["--mesh.coordinator", coordinator, "--mesh.num-processes", processes, "--mesh.process-id", process]
+written = set()
+
+
+def note_writes(event: str, arguments: tuple) -> None:
+    if event == "open" and isinstance(arguments[0], str) and set(arguments[1] or "") & set("wax+"):
+        path = Path(arguments[0]).absolute()
+        if path.is_relative_to(output):
+            written.add(path.relative_to(output).parts[0])
+
+
+sys.addaudithook(note_writes)
 code = main(["train", run_file, "--output", output, *flags])
-rows = [json.loads(line) for line in (Path(output) / "metrics.jsonl").read_text().splitlines()] if code == 0 else []
-print(json.dumps({"code": code, "rows": rows}))
+print(json.dumps({"written": sorted(written)}))
+sys.exit(code)

@@ -1,0 +1,90 @@
+"""A whole run in two processes against the same run in one, on the same mesh of 4 devices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from parallel.helpers import metric_rows, run_processes
+
+from fp8rl_jax.models.loading import load_policy
+
+HERE = Path(__file__).parent
+RUN = f"""
+compute_dtype = "float32"
+[model.init]
+hidden_size = 64
+intermediate_size = 96
+num_layers = 1
+num_heads = 4
+num_kv_heads = 2
+head_dim = 16
+[task]
+name = "spell_backward"
+args = {{ min_word_len = 3, max_word_len = 3 }}
+train_size = 64
+eval_size = 12
+prompt_template = "{{metadata[word]}}="
+[task.reward]
+function = "{HERE / "rewards.py"}:even_letters"
+num_workers = 1
+[rollout]
+prompts_per_step = 4
+samples_per_prompt = 4
+max_prompt_tokens = 6
+max_new_tokens = 6
+stop_token_ids = {list(range(64))}
+[optimizer]
+learning_rate = 1e-2
+[trainer]
+steps = 3
+[evaluation]
+every = 2
+examples = 12
+batch_size = 8
+[checkpoint]
+every = 1
+"""
+# fsdp is the axis between the two processes, so neither holds a whole parameter
+FLAGS = ("--recipe", "fp8-rl", "--mesh.data", "1", "--mesh.fsdp", "2", "--mesh.tensor", "2")
+CURVE = (
+    "reward/mean", "reward/std", "completions/mean_length", "entropy", "optim/grad_norm", "mismatch/k3", "fp8/kv_scale_k",
+    "eval/accuracy", "eval/mean_length",
+)  # fmt: skip
+
+
+def damage(checkpoint: Path, process: int) -> None:
+    """Cuts off what one process alone wrote."""
+    shards = list(checkpoint.glob(f"default/ocdbt.process_{process}/d/*"))
+    assert shards
+    for path in shards:
+        path.write_bytes(path.read_bytes()[:100])
+
+
+@pytest.mark.slow
+def test_two_processes_train_the_curve_of_one_and_resume_it(tmp_path):
+    run_file, one, two = tmp_path / "run.toml", tmp_path / "one", tmp_path / "two"
+    run_file.write_text(RUN)
+    script = HERE / "train_run.py"
+    run_processes(script, 1, 4, run_file, one, *FLAGS, timeout=600)
+    run_processes(script, 2, 2, run_file, two, *FLAGS, "--trainer.steps", "2", timeout=600)
+    # the second process cannot read its part: both must go back to the checkpoint before
+    damage(two / "checkpoints" / "2", process=1)
+    main, other = run_processes(script, 2, 2, run_file, two, *FLAGS, "--resume", timeout=600)
+
+    assert len(list(two.glob("checkpoint-2-damaged-*"))) == 1
+    assert {"metrics.jsonl", "samples.jsonl", "config.toml", "run.json"} <= set(main["written"])
+    assert set(other["written"]) <= {"checkpoints"}
+    expected, found = metric_rows(one), metric_rows(two)
+    assert [row["step"] for row in found] == [row["step"] for row in expected] == [0, 1, 2, 3]
+    for a, b in zip(expected, found, strict=True):
+        for name in CURVE:
+            assert b.get(name) == pytest.approx(a.get(name), rel=1e-4, abs=1e-7), (a["step"], name)
+    assert found[0]["reward/mean"] > 0.1 and found[0]["optim/grad_norm"] > 0.1
+    assert (two / "samples.jsonl").read_text() == (one / "samples.jsonl").read_text()
+    models = [jax.tree.leaves(load_policy(run / "model")) for run in (one, two)]
+    for a, b in zip(*models, strict=True):
+        # an exported weight is bfloat16: its last bit is 2^-8 of it, and a step of the optimizer 1e-2
+        np.testing.assert_allclose(a, b, rtol=2**-7, atol=1e-4)
