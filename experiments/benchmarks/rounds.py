@@ -1,0 +1,73 @@
+"""Rounds: every side once, one after the other, so that a change in the machine's speed meets all of them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+Side = Callable[[int], dict[str, float]]
+"""Does the work of round i (from 0, warm-up included) and returns its seconds: the total as "seconds", and its parts."""
+
+# Thread pools spin for some milliseconds after work; the next side starts when they sleep.
+SETTLE_SECONDS = 0.3
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How often a benchmark is repeated: `warmup` rounds that do not count, then `rounds`."""
+
+    rounds: int
+    warmup: int
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round.
+
+    Attributes:
+        seconds: side -> part -> seconds, in the order in which the sides ran.
+        load: the machine's load average at the end; far above the number of threads, something else ran too.
+    """
+
+    seconds: dict[str, dict[str, float]]
+    load: float
+
+
+@dataclass(frozen=True)
+class Timed:
+    """All rounds of a benchmark: those that count, and those before them."""
+
+    rounds: list[Round]
+    warmup: list[Round]
+
+
+def interleave(sides: dict[str, Side], plan: Plan) -> Timed:
+    """Runs the rounds. The order turns by one from round to round, so no side always follows the same other one."""
+    names, done = list(sides), []
+    for number in range(plan.warmup + plan.rounds):
+        turn = number % len(names)
+        seconds = {}
+        for name in names[turn:] + names[:turn]:
+            settle()
+            seconds[name] = sides[name](number)
+        done.append(Round(seconds, load()))
+        times = ", ".join(f"{name} {parts['seconds']:.2f} s" for name, parts in seconds.items())
+        print(f"  round {number + 1} of {plan.warmup + plan.rounds}: {times}", flush=True)
+    return split(done, plan)
+
+
+def split(done: list[Round], plan: Plan) -> Timed:
+    """The rounds of a finished plan."""
+    return Timed(done[plan.warmup :], done[: plan.warmup])
+
+
+def settle() -> None:
+    """Lets the threads of the side that ran last fall asleep."""
+    time.sleep(SETTLE_SECONDS)
+
+
+def load() -> float:
+    """Processes that wanted a processor, averaged over the last minute."""
+    return os.getloadavg()[0]

@@ -1,0 +1,128 @@
+"""Which benchmarks run on this machine, and the file that they leave."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from experiments.benchmarks import machine
+from experiments.benchmarks.arguments import Arguments
+from experiments.benchmarks.generation import generation
+from experiments.benchmarks.gpu import Monitor
+from experiments.benchmarks.grpo_step import grpo_step
+from experiments.benchmarks.loop_overhead import loop_overhead
+from experiments.benchmarks.peer import PeerSpec
+from experiments.benchmarks.rounds import Plan
+from experiments.benchmarks.workloads import GPU_WORKLOADS, SMOLLM2, Workload
+from fp8rl_jax.errors import UserError
+
+Peers = dict[str, list[PeerSpec]]
+"""Benchmark -> its peers."""
+SCRIPTS = {"transformers": "transformers_generate.py", "vllm": "vllm_generate.py", "tunix": "tunix_grpo.py"}
+WANTED = {"generation": ("transformers", "vllm"), "grpo_step": ("tunix",)}
+Job = tuple[str, Callable[[], dict[str, Any]]]
+"""A benchmark on a workload: its label, and what runs it."""
+
+
+def run(arguments: Arguments) -> None:
+    """Runs what `arguments` ask for on this machine's kind of device.
+
+    Raises:
+        UserError: a peer is missing or fails, or the file cannot be written.
+    """
+    if jax.default_backend() == "gpu":
+        run_all(GPU_WORKLOADS, arguments, {}, time.monotonic() + 60 * arguments.budget_minutes)
+    else:
+        run_all((SMOLLM2,), arguments, choose_peers(arguments))
+
+
+def choose_peers(arguments: Arguments) -> Peers:
+    """The peers of each benchmark.
+
+    Raises:
+        UserError: one that is required is not given, or its interpreter does not exist.
+    """
+    if arguments.peers == "none":
+        return {}
+    options = {"transformers": arguments.transformers_python, "vllm": arguments.vllm_python, "tunix": arguments.tunix_python}
+    chosen: Peers = {}
+    for benchmark in arguments.benchmarks:
+        for name in WANTED.get(benchmark, ()):
+            option, python = f"--{name}-python", options[name]
+            if not python and name != "vllm":
+                raise UserError(f"{option}: {benchmark} is compared with {name}; give its interpreter, or --peers none")
+            if python and not os.access(python, os.X_OK):
+                raise UserError(f"{option}: {python} is not there or cannot be run")
+            if python:
+                chosen.setdefault(benchmark, []).append(PeerSpec(name, option, python, SCRIPTS[name]))
+    return chosen
+
+
+def run_all(workloads: Sequence[Workload], arguments: Arguments, peers: Peers, deadline: float | None = None) -> None:
+    """Runs each benchmark on each workload and writes the file anew after each.
+
+    Args:
+        deadline: by time.monotonic(); benchmarks that would begin later are listed under "skipped".
+    """
+    path = Path(arguments.output)
+    record = {"started": datetime.now(UTC).isoformat(timespec="seconds"), "complete": False, **machine.facts()}
+    record |= {"rounds": arguments.rounds, "warmup": arguments.warmup, "benchmarks": [], "skipped": []}
+    write(path, record)
+    for label, benchmark in _jobs(workloads, arguments, peers):
+        if deadline is not None and time.monotonic() > deadline:
+            record["skipped"].append(label)
+            continue
+        print(f"{label} ...", flush=True)
+        began = time.monotonic()
+        with Monitor() as monitor:
+            entry = benchmark()
+        entry["raw"]["wall_seconds"] = time.monotonic() - began
+        record["benchmarks"].append(entry | ({"gpu": seen} if (seen := monitor.summary()) else {}))
+        write(path, record)
+        print_ratios(entry)
+        gc.collect()  # device memory of the last benchmark, before the next one's
+    write(path, record | {"complete": True})
+
+
+def _jobs(workloads: Sequence[Workload], arguments: Arguments, peers: Peers) -> Iterator[Job]:
+    plan, threads = Plan(arguments.rounds, arguments.warmup), arguments.threads
+    for name in arguments.benchmarks:
+        for workload in workloads:
+            chosen = peers.get(name, [])
+            if name == "generation":
+                yield f"{name}, {workload.name}", lambda w=workload, p=chosen: generation(w, plan, p, threads)
+            elif name == "grpo_step":
+                yield f"{name}, {workload.name}", lambda w=workload, p=chosen: grpo_step(w, plan, p, threads)
+            else:
+                for recipe in workload.loop_recipes:
+                    yield f"{name}, {workload.name}, {recipe}", lambda w=workload, r=recipe: loop_overhead(w, r, plan)
+
+
+def print_ratios(entry: dict[str, Any]) -> None:
+    """One line a ratio."""
+    for ratio in entry["ratios"]:
+        what = f"{ratio['over']} / {ratio['under']}, {ratio['part']}"
+        print(f"  {what}: {ratio['median']:.3f} ({ratio['q1']:.3f}-{ratio['q3']:.3f})")
+
+
+def write(path: Path, record: dict[str, Any]) -> None:
+    """Writes the file; a reader never sees half of one.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(record, indent=1) + "\n")
+        partial.replace(path)
+    except OSError as error:
+        raise UserError(f"--output: {path} cannot be written ({error.strerror})") from error

@@ -1,0 +1,134 @@
+"""What is run: which model, which shapes, which recipes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fp8rl_jax.config.recipe import RECIPES
+from fp8rl_jax.models.config import PolicyConfig
+from fp8rl_jax.models.loading import load_policy
+from fp8rl_jax.models.policy import Policy, init_policy, parameter_count
+from fp8rl_jax.models.resolve import resolve_model
+from fp8rl_jax.rollout.engine import Prompts, pad_prompts
+
+
+@dataclass(frozen=True)
+class Shape:
+    """`samples` completions of `new_tokens` tokens for each of `prompts` prompts of `prompt_tokens` tokens."""
+
+    prompts: int
+    samples: int
+    prompt_tokens: int
+    new_tokens: int
+
+    @property
+    def rows(self) -> int:
+        return self.prompts * self.samples
+
+    @property
+    def tokens(self) -> int:
+        """Tokens generated in one round."""
+        return self.rows * self.new_tokens
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model and what is done with it.
+
+    Attributes:
+        model: name that `fp8rl fetch` knows; empty: random weights of the shape `config`.
+        config: shape of the random weights.
+        generation, step, loop: shapes of the three benchmarks. The loop's prompts are those of its task: `prompt_tokens`
+            is what they are padded to.
+        generation_recipes, step_recipes, loop_recipes: recipes of the three; the first is what ratios refer to.
+        micro_batch_prompts: prompts in one gradient-accumulation step; 0: all.
+        remat: recompute layers in the backward pass.
+        absolute: seconds are results, not only raw data.
+    """
+
+    name: str
+    compute_dtype: str
+    generation: Shape
+    step: Shape
+    loop: Shape
+    generation_recipes: tuple[str, ...]
+    step_recipes: tuple[str, ...]
+    loop_recipes: tuple[str, ...]
+    model: str = ""
+    config: PolicyConfig | None = None
+    micro_batch_prompts: int = 0
+    remat: bool = False
+    absolute: bool = False
+
+    def load_policy(self) -> Policy:
+        """Float32 masters, layers stacked."""
+        if self.model:
+            return load_policy(resolve_model(self.model, report=print), jnp.float32)
+        return jax.jit(partial(init_policy, self.config))(jax.random.key(0))
+
+    def describe(self) -> dict[str, Any]:
+        """For the record."""
+        if self.model:
+            shape, weights = PolicyConfig.from_directory(resolve_model(self.model)), f"{self.model}, as fp8rl fetch makes it"
+        else:
+            shape, weights = self.config, "random"
+        return {
+            "name": self.name,
+            "parameters": parameter_count(shape),
+            "weights": weights,
+            "compute_dtype": self.compute_dtype,
+            "micro_batch_prompts": self.micro_batch_prompts,
+            "remat": self.remat,
+        }
+
+
+def random_prompts(shape: Shape, vocab_size: int) -> Prompts:
+    """Distinct prompts of exactly `prompt_tokens` tokens, the same at every call. Special tokens (low ids) are left out."""
+    ids = np.random.default_rng(0).integers(vocab_size // 4, vocab_size, (shape.prompts, shape.prompt_tokens))
+    return pad_prompts(ids.tolist(), list(range(shape.prompts)), shape.prompt_tokens)
+
+
+SMOLLM2 = Workload(
+    name="SmolLM2-135M-Instruct",
+    model="smollm2-135m",
+    compute_dtype="float32",
+    generation=Shape(prompts=32, samples=1, prompt_tokens=16, new_tokens=64),
+    step=Shape(prompts=4, samples=8, prompt_tokens=16, new_tokens=32),
+    loop=Shape(prompts=4, samples=8, prompt_tokens=64, new_tokens=16),
+    generation_recipes=("bf16", "fp8-rl"),
+    step_recipes=("bf16",),
+    loop_recipes=("bf16",),
+)
+
+
+def _qwen3(name: str, hidden_size: int, intermediate_size: int) -> Workload:
+    config = PolicyConfig(
+        "qwen3", 151936, hidden_size, intermediate_size,
+        num_layers=28, num_heads=16, num_kv_heads=8, head_dim=128,
+        rms_norm_eps=1e-6, rope_theta=1e6, tie_word_embeddings=True, max_position_embeddings=40960,
+    )  # fmt: skip
+    every = tuple(RECIPES)
+    shape = Shape(prompts=16, samples=8, prompt_tokens=128, new_tokens=256)
+    return Workload(
+        name=name,
+        config=config,
+        compute_dtype="bfloat16",
+        generation=shape,
+        step=shape,
+        loop=shape,
+        generation_recipes=every,
+        step_recipes=every,
+        loop_recipes=("bf16", "fp8-rl"),
+        micro_batch_prompts=4,
+        remat=True,
+        absolute=True,
+    )
+
+
+GPU_WORKLOADS = (_qwen3("Qwen3-0.6B's shape", 1024, 3072), _qwen3("Qwen3-1.7B's shape", 2048, 6144))

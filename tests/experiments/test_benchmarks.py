@@ -1,0 +1,154 @@
+"""The standing benchmark: its statistics, its faults, and the GPU's suite in a tiny shape on the CPU."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from experiments.benchmarks import gpu, machine, rounds, suite
+from experiments.benchmarks.__main__ import main
+from experiments.benchmarks.arguments import Arguments
+from experiments.benchmarks.rounds import Plan, Round, interleave
+from experiments.benchmarks.stats import ratio, series, spread
+from experiments.benchmarks.workloads import GPU_WORKLOADS, Shape, Workload, random_prompts
+from fp8rl_jax.models.config import PolicyConfig
+
+# the prompts of the loop's task have 44 tokens
+SMALL = Shape(prompts=2, samples=2, prompt_tokens=64, new_tokens=3)
+TINY = Workload(
+    name="tiny",
+    config=PolicyConfig("qwen3", 320, 48, 80, 1, 4, 2, 12, tie_word_embeddings=True, max_position_embeddings=128),
+    compute_dtype="float32",
+    generation=SMALL,
+    step=SMALL,
+    loop=SMALL,
+    generation_recipes=("bf16", "fp8-rl"),
+    step_recipes=("fp8-rl", "bf16"),
+    loop_recipes=("fp8-rl",),
+    absolute=True,
+)
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch):
+    monkeypatch.setattr(rounds, "SETTLE_SECONDS", 0.0)
+
+
+def made(pairs):
+    return [Round({"a": {"seconds": a, "gen": a / 2}, "b": {"seconds": b}}, 0.0) for a, b in pairs]
+
+
+def test_spread_is_numpys_and_a_hand_count():
+    assert spread([4.0, 1.0, 3.0, 2.0, 5.0]) == {"median": 3.0, "q1": 2.0, "q3": 4.0, "iqr": 2.0}
+    assert spread([1.0, 2.0]) == {"median": 1.5, "q1": 1.25, "q3": 1.75, "iqr": 0.5}
+    values = np.random.default_rng(0).lognormal(size=17)
+    found = spread(values)
+    assert found["median"] == pytest.approx(np.median(values))
+    assert found["iqr"] == pytest.approx(np.subtract(*np.percentile(values, [75, 25])))
+
+
+def test_ratios_are_of_pairs_not_of_medians():
+    timed = made([(2.0, 1.0), (9.0, 3.0), (4.0, 8.0)])
+    found = ratio(timed, "a", "b")
+    assert found["pairs"] == [2.0, 3.0, 0.5] and found["median"] == 2.0
+    assert found["median"] != np.median(series(timed, "a", "seconds")) / np.median(series(timed, "b", "seconds"))
+    assert (found["over"], found["under"], found["part"]) == ("a", "b", "seconds")
+
+
+def test_rounds_take_turns_and_warm_up_apart():
+    calls = []
+    sides = {name: lambda i, name=name: calls.append((i, name)) or {"seconds": 1.0} for name in "abc"}
+    timed = interleave(sides, Plan(rounds=2, warmup=1))
+    assert calls == [(0, "a"), (0, "b"), (0, "c"), (1, "b"), (1, "c"), (1, "a"), (2, "c"), (2, "a"), (2, "b")]
+    assert len(timed.warmup) == 1 and [list(r.seconds) for r in timed.rounds] == [["b", "c", "a"], ["c", "a", "b"]]
+
+
+@pytest.mark.slow
+def test_gpu_suite_in_a_tiny_shape(tmp_path):
+    output = tmp_path / "new" / "out.json"
+    suite.run_all([TINY], Arguments(str(output), rounds=2), {})
+    record = json.loads(output.read_text())
+    assert record["complete"] and record["commit"] and record["versions"]["jax"] and record["skipped"] == []
+    generation, step, loop = record["benchmarks"]
+    for entry in record["benchmarks"]:
+        assert len(entry["raw"]["rounds"]) == 2 and len(entry["raw"]["warmup"]) == 1
+        assert all(len(r["pairs"]) == 2 and r["median"] > 0 for r in entry["ratios"])
+    assert generation["tokens_per_second"].keys() == {"fp8rl_jax/bf16", "fp8rl_jax/fp8-rl"}
+    assert step["seconds"]["fp8rl_jax/bf16"].keys() == {"seconds", "gen", "train", "sync"}
+    assert step["seconds"]["fp8rl_jax/fp8-rl"].keys() == {"seconds", "gen", "train", "calibrate", "sync"}
+    assert [r["part"] for r in step["ratios"]] == ["seconds", "gen", "train", "sync"]
+    round = step["raw"]["rounds"][0]["seconds"]["fp8rl_jax/fp8-rl"]
+    assert round.pop("seconds") == pytest.approx(sum(round.values()))
+    assert loop["seconds"].keys() == {"loop", "direct"} and loop["seconds"]["loop"].keys() >= {"seconds", "gen", "sync"}
+    assert loop["target"] == 1.1 and loop["raw"]["rounds"][0]["seconds"]["loop"]["seconds"] > 0
+
+
+def test_times_of_a_cpu_are_raw_data(tmp_path):
+    output = tmp_path / "out.json"
+    suite.run_all([replace(TINY, absolute=False)], Arguments(str(output), ("generation",), rounds=1), {})
+    (entry,) = json.loads(output.read_text())["benchmarks"]
+    assert "seconds" not in entry and "tokens_per_second" not in entry
+    assert entry["raw"]["seconds"]["fp8rl_jax/bf16"]["seconds"]["median"] > 0
+
+
+def test_past_the_deadline_nothing_begins(tmp_path):
+    output = tmp_path / "out.json"
+    suite.run_all([TINY], Arguments(str(output)), {}, deadline=0.0)
+    record = json.loads(output.read_text())
+    assert record["benchmarks"] == []
+    assert record["skipped"] == ["generation, tiny", "grpo_step, tiny", "loop_overhead, tiny, fp8-rl"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "--transformers-python: generation is compared with transformers; give its interpreter, or --peers none"),
+        (["--benchmarks", "grpo_step"], "--tunix-python: grpo_step is compared with tunix"),
+        (["--transformers-python", "/nowhere/python"], "--transformers-python: /nowhere/python is not there"),
+        (["--peers", "none", "--tunix-python", "x"], "--peers none contradicts --tunix-python"),
+        (["--rounds", "0"], "--rounds: 0 must be at least 1"),
+    ],
+)
+def test_faults_are_one_line(tmp_path, capsys, monkeypatch, words, message):
+    monkeypatch.setattr(machine, "limit_threads", lambda threads: None)
+    assert main(["--output", str(tmp_path / "out.json"), *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line and not list(tmp_path.iterdir())
+
+
+def test_card_and_monitor_read_nvidia_smi(tmp_path, monkeypatch):
+    assert gpu.card() == {} or "name" in gpu.card()
+    fake = tmp_path / "nvidia-smi"
+    fake.write_text(
+        '#!/bin/sh\ncase "$*" in\n*name*) echo "NVIDIA H200, 1.2.3, 143771, 1980, 3201, 700.00, Disabled";;\n'
+        '*) echo "1980, 3201, 350.5, 40, 99"; echo "1500, 3201, [N/A], 41, 97"; exec sleep 30;;\nesac\n'
+    )
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.delenv("JAX_PLATFORMS")
+    assert gpu.present() and gpu.card()["name"] == "NVIDIA H200"
+    with gpu.Monitor() as monitor:
+        while not Path(f"/proc/{monitor._process.pid}/comm").read_text().startswith("sleep"):
+            pass
+    seen = monitor.summary()
+    assert seen["clocks.sm"]["least"] == 1500 and seen["clocks.sm"]["largest"] == 1980
+    assert seen["power.draw"]["median"] == 350.5
+
+
+def test_record_names_no_place_of_this_machine(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["x", "--tunix-python", f"{tmp_path}/venv/bin/python", "--rounds", "3"])
+    found = machine.facts()
+    assert found["command"][3:] == ["--tunix-python", ".../python", "--rounds", "3"]
+    assert str(Path.home()) not in json.dumps(found)
+
+
+def test_workloads_fit_the_models():
+    for workload in GPU_WORKLOADS:
+        assert 0.5e9 < workload.describe()["parameters"] < 2.1e9
+        assert workload.step.prompts % workload.micro_batch_prompts == 0
+    prompts = random_prompts(SMALL, 100)
+    assert len({tuple(row) for row in prompts.tokens}) == SMALL.prompts and prompts.lengths.tolist() == [64, 64]
+    assert prompts.tokens.min() >= 25 and SMALL.rows == 4 and SMALL.tokens == 12
