@@ -219,7 +219,9 @@ class Loop:
         rate = {"optim/lr": float(self.schedule(int(self.state.updates)))}
         if self.reference is not None:
             with clock.part("ref"):
-                reference = jax.block_until_ready(score(self.reference, batch, whole))
+                # other weights, so its own experts
+                own_routes = dataclasses.replace(batch, prompt_routes=None, routes=None)
+                reference = jax.block_until_ready(score(self.reference, own_routes, whole))
             batch = dataclasses.replace(batch, reference_logprobs=reference)
         if count == 1 and not config.rl.correction.whole_batch:
             with clock.part("train"):
