@@ -53,15 +53,17 @@ def metric_rows(directory: Path) -> list[dict[str, Any]]:
 
 def _start_joined(script: Path, processes: int, devices: int, args: tuple[str, ...]) -> list:
     coordinator = f"127.0.0.1:{_free_port()}"
-    return [_start(script, devices, (coordinator, str(processes), str(i), *args)) for i in range(processes)]
+    return [_start(script, devices, (coordinator, str(processes), str(i), *args), seed=i) for i in range(processes)]
 
 
-def _start(script: Path, devices: int, args: tuple[str, ...]):
+def _start(script: Path, devices: int, args: tuple[str, ...], seed: int = 0):
     environ = {key: value for key, value in os.environ.items() if "proxy" not in key.lower()}
     environ |= {
         "JAX_PLATFORMS": "cpu",
         # compiling, not running, is what these scripts wait for
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0",
+        # processes that walked a set of names in different orders would compile different programs
+        "PYTHONHASHSEED": str(seed),
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), environ.get("PYTHONPATH", "")]),
     }
     # files and not pipes: a full pipe would stop a process that the others wait for

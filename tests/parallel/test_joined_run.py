@@ -49,10 +49,6 @@ every = 1
 """
 # fsdp is the axis between the two processes, so neither holds a whole parameter
 FLAGS = ("--recipe", "fp8-rl", "--mesh.data", "1", "--mesh.fsdp", "2", "--mesh.tensor", "2")
-CURVE = (
-    "reward/mean", "reward/std", "completions/mean_length", "entropy", "optim/grad_norm", "mismatch/k3", "fp8/kv_scale_k",
-    "eval/accuracy", "eval/mean_length",
-)  # fmt: skip
 
 
 def damage(checkpoint: Path, process: int) -> None:
@@ -61,6 +57,11 @@ def damage(checkpoint: Path, process: int) -> None:
     assert shards
     for path in shards:
         path.write_bytes(path.read_bytes()[:100])
+
+
+def measured(row: dict) -> dict:
+    """Everything but times and what follows from them."""
+    return {name: value for name, value in row.items() if not name.startswith(("time", "perf/"))}
 
 
 @pytest.mark.slow
@@ -80,9 +81,9 @@ def test_two_processes_train_the_curve_of_one_and_resume_it(tmp_path):
     expected, found = metric_rows(one), metric_rows(two)
     assert [row["step"] for row in found] == [row["step"] for row in expected] == [0, 1, 2, 3]
     for a, b in zip(expected, found, strict=True):
-        for name in CURVE:
-            assert b.get(name) == pytest.approx(a.get(name), rel=1e-4, abs=1e-7), (a["step"], name)
+        assert measured(b) == pytest.approx(measured(a), rel=1e-4, abs=1e-6), a["step"]
     assert found[0]["reward/mean"] > 0.1 and found[0]["optim/grad_norm"] > 0.1
+    assert found[0]["eval/accuracy"] != found[2]["eval/accuracy"]
     assert (two / "samples.jsonl").read_text() == (one / "samples.jsonl").read_text()
     models = [jax.tree.leaves(load_policy(run / "model")) for run in (one, two)]
     for a, b in zip(*models, strict=True):
