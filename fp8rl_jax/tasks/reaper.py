@@ -30,14 +30,17 @@ def die_with_parent() -> None:
 
 def children(pid: int) -> list[int]:
     """Process ids of the children of `pid`, zombies included; empty where there is no such process."""
+    if not _HAS_CHILDREN_FILES:
+        return [child for child, parent in _parents().items() if parent == pid]
     found: list[int] = []
     try:
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with suppress(ProcessLookupError), open(f"/proc/{pid}/task/{thread}/children") as file:
-                found += map(int, file.read().split())
+        threads = os.listdir(f"/proc/{pid}/task")
     except FileNotFoundError:
-        # The process has ended, or this kernel was built without these files (CONFIG_PROC_CHILDREN).
-        return found if _HAS_CHILDREN_FILES else [child for child, parent in _parents().items() if parent == pid]
+        return found
+    for thread in threads:
+        # a thread may end meanwhile; its children are then another's
+        with suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/{pid}/task/{thread}/children") as file:
+            found += map(int, file.read().split())
     return found
 
 
@@ -122,4 +125,5 @@ def _parents() -> dict[int, int]:
     return found
 
 
+# a kernel built without CONFIG_PROC_CHILDREN has none
 _HAS_CHILDREN_FILES = os.path.exists("/proc/thread-self/children")

@@ -14,6 +14,7 @@ import pytest
 
 from fp8rl_jax.config.tasks import RewardConfig, TaskConfig
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.tasks import reaper
 from fp8rl_jax.tasks.dataset import Example, load_splits
 from fp8rl_jax.tasks.workers import RewardPool
 
@@ -43,7 +44,7 @@ def alive(pid):
 
 def children():
     """Process ids of this process's children, zombies included (Linux; elsewhere none)."""
-    return {int(pid) for path in Path("/proc/self/task").glob("*") for pid in (path / "children").read_text().split()}
+    return set(reaper.children(os.getpid()))
 
 
 def gone(pid, seconds=5.0):
