@@ -40,13 +40,14 @@ def test_policy_logprobs_equal_a_full_forward(engine, rollout):
 def test_fp8_policy_logprobs_equal_a_full_forward_up_to_flipped_roundings():
     """Same QTensors, KV scales and formats, so only the order of float32 sums differs. Where that moves a value across an
     e4m3 rounding boundary, one operand changes by 2^-3 of itself, and later values of its row follow. Few values do, so most
-    log-probabilities agree to float32 and the rest stay far below what dropping a format costs."""
+    log-probabilities agree to float32 and the rest stay far below what dropping a format costs. Which values lie that near to
+    a boundary depends on the processor, so the bounds are those costs and no absolute number."""
     engine = make_engine("fp8-rl")
     rollout = engine.generate(make_prompts(), 2, PLAIN, KEY)
     error = np.abs(take(log_softmax(full_logits(engine, rollout) / 0.8), rollout.tokens) - rollout.policy_logprobs)
     plain = make_engine("bf16")
     cost = np.abs(take(log_softmax(full_logits(plain, rollout) / 0.8), rollout.tokens) - rollout.policy_logprobs)
-    assert np.median(error) < 1e-4 and error.max() < 0.1 and error.mean() < cost.mean() / 10
+    assert (error < 1e-4).mean() > 0.8 and error.max() < cost.max() / 2 and error.mean() < cost.mean() / 10
 
 
 def test_truncated_behaviour_logprobs(engine):
