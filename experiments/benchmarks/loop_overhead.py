@@ -48,7 +48,7 @@ def loop_overhead(workload: Workload, recipe: str, plan: Plan) -> dict[str, Any]
         with jax.set_mesh(setup.mesh), RewardPool(setup.config.task) as pool:
             copy = jax.tree.map(jnp.copy, setup.policy)  # the loop's first update gives the buffers of its own away
             loop = Loop(setup, dump_toml(setup.config), pool)
-            direct = _direct(loop, Learner(copy, loop.optimizer, setup.mesh))
+            direct = _direct(loop, Learner(copy, loop.learner.optimizer, setup.mesh))
             del copy
             loop.tracker = turns = _TakingTurns(loop.tracker, direct, plan)
             with contextlib.suppress(_Enough):
@@ -127,4 +127,4 @@ def _direct(loop: Loop, learner: Learner) -> GrpoStep:
     """The loop's step without the loop: same settings, same shapes, prompts of its first step."""
     setup, rollout = loop.setup, loop.config.rollout
     prompts = setup.encoder.batch(setup.train.batch(0, rollout.prompts_per_step, loop.config.seed))
-    return GrpoStep(setup.engine(), learner, loop.step_config, prompts, rollout.samples_per_prompt, setup.sampling)
+    return GrpoStep(setup.engine(), learner, loop.learner.config, prompts, rollout.samples_per_prompt, setup.sampling)

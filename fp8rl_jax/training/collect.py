@@ -8,14 +8,17 @@ every step. Where too few prompts teach something, others fill the batch, and th
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float
+from jaxtyping import Array, Bool, Float
 
 from fp8rl_jax import rl
+from fp8rl_jax.config.rl import RLConfig
 from fp8rl_jax.parallel import batch_sharding, to_global, to_host
 from fp8rl_jax.rollout.engine import Prompts, Rollout, RolloutEngine
 from fp8rl_jax.tasks.dataset import Example
@@ -23,6 +26,7 @@ from fp8rl_jax.tasks.scores import Scores
 from fp8rl_jax.tasks.workers import RewardPool
 from fp8rl_jax.training.performance import Clock
 from fp8rl_jax.training.setup import Setup
+from fp8rl_jax.training.step import Batch
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,40 @@ class Experience:
     examples: list[Example]
     texts: list[str]
     rounds: int
+
+    def batch(self, advantages: Float[Array, " b"], config: RLConfig, truncated: bool) -> Batch:
+        """What is trained on.
+
+        Args:
+            advantages: of the completions.
+            config: its correction resolved.
+            truncated: sampling was from a truncated distribution.
+        """
+        rollout, in_loss = self.rollout, None
+        chosen = rl.rollout_logprobs(rollout.behaviour_logprobs, rollout.policy_logprobs, config.correction, truncated=truncated)
+        if config.overlong.filter:
+            in_loss = rl.drop_truncated(rollout.mask, rollout.stopped)
+        if not self.teaches.all():
+            kept = np.repeat(self.teaches, len(self.rewards) // len(self.teaches))[:, None]
+            in_loss = (rollout.mask if in_loss is None else in_loss) & kept
+        prompts = rollout.prompts
+        return Batch(
+            prompts.tokens, prompts.lengths, rollout.tokens, rollout.mask, chosen, advantages,
+            loss_mask=in_loss, prompt_routes=rollout.prompt_expert_ids, routes=rollout.expert_ids,
+        )  # fmt: skip
+
+    def shown(self, count: int) -> Iterator[dict[str, Any]]:
+        """Rows for samples.jsonl: at most `count` of the completions, evenly spread."""
+        n = len(self.texts) // len(self.examples)
+        rows = range(0, len(self.texts), max(len(self.texts) // max(count, 1), 1))
+        for row in list(rows)[:count]:
+            example = self.examples[row // n]
+            yield {
+                "prompt": example.prompt,
+                "completion": self.texts[row],
+                "answer": example.answer,
+                "reward": float(self.scores.rewards[row]),
+            }
 
 
 class Collector:

@@ -28,7 +28,6 @@ from fp8rl_jax.config.rl import check_sampling
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.cache import KVScales
 from fp8rl_jax.models.loading import save_policy
-from fp8rl_jax.models.policy import Policy
 from fp8rl_jax.parallel import (
     check_same,
     is_main_process,
@@ -36,7 +35,6 @@ from fp8rl_jax.parallel import (
     replicated,
     shard_policy,
     shared_faults,
-    split_batch,
     to_global,
     to_host,
 )
@@ -47,10 +45,10 @@ from fp8rl_jax.tasks.workers import RewardPool
 from fp8rl_jax.training.checkpoint import Checkpoints
 from fp8rl_jax.training.collect import Collector
 from fp8rl_jax.training.evaluate import evaluate, evaluation_sampling
+from fp8rl_jax.training.learner import Learner
 from fp8rl_jax.training.performance import Clock
 from fp8rl_jax.training.setup import Setup, write_run_record
-from fp8rl_jax.training.state import TrainState, learning_rate, make_optimizer, sharded_state
-from fp8rl_jax.training.step import Batch, StepConfig, correct, score, update
+from fp8rl_jax.training.state import TrainState, sharded_state
 from fp8rl_jax.training.tracking import JsonLines, Trackers, make_tracker
 from fp8rl_jax.training.watch import Watch
 
@@ -84,29 +82,13 @@ class Loop:
 
     def __init__(self, setup: Setup, config_text: str, pool: RewardPool):
         self.setup, self.config, self.pool = setup, setup.config, pool
-        config, recipe = setup.config, setup.recipe
-        sampling = setup.sampling
+        config, sampling = setup.config, setup.sampling
         self.truncated = check_sampling(
             config.rl.correction,
             temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p,
         )  # fmt: skip
-        settings = dataclasses.replace(config.rl, correction=config.rl.correction.resolve(recipe.correction))
-        part = config.rollout.prompts_per_step // config.trainer.updates_per_rollout
-        self.step_config = StepConfig(
-            recipe=recipe,
-            rl=settings,
-            compute_dtype=config.compute_dtype,
-            temperature=sampling.temperature,
-            micro_batches=part // (config.trainer.micro_batch_prompts or part),
-            remat=config.trainer.remat == "layer",
-            logprob_chunk=config.trainer.logprob_chunk,
-            backend=config.precision.backend,
-        )
-        updates = config.trainer.steps * config.trainer.updates_per_rollout
-        self.optimizer = make_optimizer(config.optimizer, updates)
-        self.schedule = learning_rate(config.optimizer, updates)
-        self.reference: Policy | None = jax.tree.map(jnp.copy, setup.policy) if settings.kl_coefficient > 0 else None
-        self.state: TrainState = sharded_state(setup.policy, self.optimizer, setup.mesh)
+        self.learner = Learner(setup)
+        self.state: TrainState = sharded_state(setup.policy, self.learner.optimizer, setup.mesh)
         setup.policy = self.state.policy
         self.engine = setup.engine()
         self.collector = Collector(setup, pool)
@@ -171,12 +153,12 @@ class Loop:
             lengths, config.rollout.max_new_tokens, config.rl.overlong.buffer, config.rl.overlong.penalty
         )
         advantages = rl.group_advantages(rewards + overlong, samples, config.rl.advantage, valid, lengths)
-        batch = self._batch(rollout, advantages, found.teaches)
-        train_logprobs, metrics = self._update(batch)
+        batch = found.batch(advantages, self.learner.config.rl, self.truncated)
+        self.state, train_logprobs, metrics = self.learner.update(self.state, batch, clock)
         # XLA may lay small tensors out anew, and every program would be compiled for both layouts
         self.state = shard_policy(self.state, self.setup.mesh)
         metrics |= rl.mismatch_metrics(
-            rollout.policy_logprobs, train_logprobs, batch.mask, batch.advantages, self.step_config.rl.correction
+            rollout.policy_logprobs, train_logprobs, batch.mask, batch.advantages, self.learner.config.rl.correction
         )
         if self.calibrates:
             with clock.part("calibrate"):
@@ -194,7 +176,8 @@ class Loop:
         metrics |= {"rollout/rounds": found.rounds, "rollout/teaching_prompts": found.teaches.sum()}
         metrics = {name: float(value) for name, value in to_host(metrics).items()} | scores.metrics()
         metrics |= self.watch.see(step, metrics, scores.first_error)
-        self._keep_samples(step, found.examples, found.texts, scores.rewards)
+        if self.samples is not None:
+            self.samples.write({"step": step, **row} for row in found.shown(config.tracking.samples))
         return metrics
 
     def _rollout_metrics(self, rollout: Rollout) -> dict:
@@ -212,42 +195,13 @@ class Loop:
             metrics |= {f"fp8/kv_scale_{role[0]}": jnp.max(getattr(self.scales, role)) for role in ("query", "key", "value")}
         return metrics
 
-    def _update(self, batch: Batch):
-        """All updates on one rollout; returns the pre-update log-probabilities and the mean of the updates' metrics."""
-        count, config, clock = self.config.trainer.updates_per_rollout, self.step_config, self.clock
-        whole = dataclasses.replace(config, micro_batches=config.micro_batches * count)
-        rate = {"optim/lr": float(self.schedule(int(self.state.updates)))}
-        if self.reference is not None:
-            with clock.part("ref"):
-                # other weights, so its own experts
-                own_routes = dataclasses.replace(batch, prompt_routes=None, routes=None)
-                reference = jax.block_until_ready(score(self.reference, own_routes, whole))
-            batch = dataclasses.replace(batch, reference_logprobs=reference)
-        if count == 1 and not config.rl.correction.whole_batch:
-            with clock.part("train"):
-                self.state, logprobs, metrics = update(self.state, batch, config, self.optimizer)
-                jax.block_until_ready(logprobs)
-            return logprobs, metrics | rate
-        with clock.part("logprob"):
-            old = jax.block_until_ready(score(self.state.policy, batch, whole))
-        batch, corrections = correct(dataclasses.replace(batch, old_logprobs=old), config.rl)
-        collected, parts = [], split_batch(batch, count)
-        with clock.part("train"):
-            for part in range(count):
-                mini = jax.tree.map(lambda x, part=part: x[part], parts)
-                self.state, _, metrics = update(self.state, mini, config, self.optimizer)
-                collected.append(metrics)
-            averaged = {name: jnp.mean(jnp.stack([m[name] for m in collected])) for name in collected[0]}
-            jax.block_until_ready(averaged)
-        return old, averaged | rl.metric_values(corrections) | rate
-
     def _calibrate(self, rollout: Rollout) -> tuple[KVScales, dict]:
         """Scales for the new weights, and what the scales served until now do to them."""
         recipe, prompts = self.setup.recipe, rollout.prompts
         sums = observe_qkv(
             self.state.policy, prompts.tokens, prompts.lengths, rollout.tokens, rollout.mask, self.scales,
             recipe=recipe, dtype=jnp.dtype(self.config.compute_dtype),
-            micro_batches=self.step_config.micro_batches * self.config.trainer.updates_per_rollout,
+            micro_batches=self.learner.micro_batches,
         )  # fmt: skip
         return scales_from_amax(sums.amax, recipe), qkv_metrics(sums)
 
@@ -262,37 +216,6 @@ class Loop:
         with self.clock.part("eval"):
             metrics, _ = evaluate(self.engine, self.setup.encoder, self.pool, examples, config, sampling, key)
         return metrics
-
-    def _batch(self, rollout: Rollout, advantages, teaches) -> Batch:
-        chosen = rl.rollout_logprobs(
-            rollout.behaviour_logprobs, rollout.policy_logprobs, self.step_config.rl.correction, truncated=self.truncated
-        )
-        prompts, in_loss = rollout.prompts, None
-        if self.config.rl.overlong.filter:
-            in_loss = rl.drop_truncated(rollout.mask, rollout.stopped)
-        if not teaches.all():
-            kept = np.repeat(teaches, self.config.rollout.samples_per_prompt)[:, None]
-            in_loss = (rollout.mask if in_loss is None else in_loss) & kept
-        return Batch(
-            prompts.tokens, prompts.lengths, rollout.tokens, rollout.mask, chosen, advantages,
-            loss_mask=in_loss, prompt_routes=rollout.prompt_expert_ids, routes=rollout.expert_ids,
-        )  # fmt: skip
-
-    def _keep_samples(self, step: int, examples, texts: list[str], rewards) -> None:
-        if self.samples is None:
-            return
-        n = self.config.rollout.samples_per_prompt
-        rows = range(0, len(texts), max(len(texts) // max(self.config.tracking.samples, 1), 1))
-        self.samples.write(
-            {
-                "step": step,
-                "prompt": examples[row // n].prompt,
-                "completion": texts[row],
-                "answer": examples[row // n].answer,
-                "reward": float(rewards[row]),
-            }
-            for row in list(rows)[: self.config.tracking.samples]
-        )
 
     def _saved(self):
         layers = self.setup.policy.config.num_layers

@@ -1,0 +1,85 @@
+"""What is learned from one rollout: reference and old log-probabilities where they are needed, then one or several updates.
+
+A single update takes its own forward as the old policy, so the old-logprob pass is skipped; several updates, and corrections of
+the whole batch, need it made before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from fp8rl_jax import rl
+from fp8rl_jax.models.policy import Policy
+from fp8rl_jax.parallel import split_batch
+from fp8rl_jax.training.performance import Clock
+from fp8rl_jax.training.setup import Setup
+from fp8rl_jax.training.state import TrainState, learning_rate, make_optimizer
+from fp8rl_jax.training.step import Batch, StepConfig, correct, score, update
+
+
+class Learner:
+    """The optimizer, the reference policy, and what the compiled update is specialised to."""
+
+    def __init__(self, setup: Setup):
+        config, recipe = setup.config, setup.recipe
+        settings = dataclasses.replace(config.rl, correction=config.rl.correction.resolve(recipe.correction))
+        self.count = config.trainer.updates_per_rollout
+        part = config.rollout.prompts_per_step // self.count
+        self.config = StepConfig(
+            recipe=recipe,
+            rl=settings,
+            compute_dtype=config.compute_dtype,
+            temperature=setup.sampling.temperature,
+            micro_batches=part // (config.trainer.micro_batch_prompts or part),
+            remat=config.trainer.remat == "layer",
+            logprob_chunk=config.trainer.logprob_chunk,
+            backend=config.precision.backend,
+        )
+        updates = config.trainer.steps * self.count
+        self.optimizer = make_optimizer(config.optimizer, updates)
+        self.schedule = learning_rate(config.optimizer, updates)
+        self.reference: Policy | None = jax.tree.map(jnp.copy, setup.policy) if settings.kl_coefficient > 0 else None
+
+    @property
+    def micro_batches(self) -> int:
+        """Parts in which a whole rollout is run where no update splits it."""
+        return self.config.micro_batches * self.count
+
+    def update(
+        self, state: TrainState, batch: Batch, clock: Clock
+    ) -> tuple[TrainState, Float[Array, "b t"], dict[str, Float[Array, ""] | float]]:
+        """All updates on one rollout.
+
+        Returns:
+            The next state; the trainer's log-probabilities before the first update; the mean of the updates' metrics.
+        """
+        config = self.config
+        whole = dataclasses.replace(config, micro_batches=self.micro_batches)
+        rate = {"optim/lr": float(self.schedule(int(state.updates)))}
+        if self.reference is not None:
+            with clock.part("ref"):
+                # other weights, so its own experts
+                own_routes = dataclasses.replace(batch, prompt_routes=None, routes=None)
+                reference = jax.block_until_ready(score(self.reference, own_routes, whole))
+            batch = dataclasses.replace(batch, reference_logprobs=reference)
+        if self.count == 1 and not config.rl.correction.whole_batch:
+            with clock.part("train"):
+                state, logprobs, metrics = update(state, batch, config, self.optimizer)
+                jax.block_until_ready(logprobs)
+            return state, logprobs, metrics | rate
+        with clock.part("logprob"):
+            old = jax.block_until_ready(score(state.policy, batch, whole))
+        batch, corrections = correct(dataclasses.replace(batch, old_logprobs=old), config.rl)
+        collected, parts = [], split_batch(batch, self.count)
+        with clock.part("train"):
+            for part in range(self.count):
+                mini = jax.tree.map(lambda x, part=part: x[part], parts)
+                state, _, metrics = update(state, mini, config, self.optimizer)
+                collected.append(metrics)
+            averaged = {name: jnp.mean(jnp.stack([m[name] for m in collected])) for name in collected[0]}
+            jax.block_until_ready(averaged)
+        return state, old, averaged | rl.metric_values(corrections) | rate
