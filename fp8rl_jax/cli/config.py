@@ -12,6 +12,7 @@ from typing import Any
 
 from fp8rl_jax.cli.arguments import ConfigArguments as Arguments
 from fp8rl_jax.cli.schema import NONE_TEXT, describe, fields_of
+from fp8rl_jax.config.renamed import SOURCES
 from fp8rl_jax.config.run import RunConfig
 
 _HEAD = """# Every key of a run
@@ -28,7 +29,7 @@ def run(arguments: Arguments) -> None:
 
 def page(tree: type) -> str:
     """The page for a tree of dataclasses whose fields have docstrings under them."""
-    return "\n".join([_HEAD, *_sections(tree(), "")]) + "\n"
+    return "\n".join([_HEAD, *_sections(tree(), ""), *_names_from_elsewhere()]) + "\n"
 
 
 def field_docstrings(tree: type) -> dict[str, str]:
@@ -64,6 +65,15 @@ def _sections(node: Any, prefix: str) -> Iterator[str]:
     yield ""
     for child, path in below:
         yield from _sections(child, path)
+
+
+def _names_from_elsewhere() -> Iterator[str]:
+    yield "## Names from elsewhere\n"
+    yield "What other projects call a setting. An unknown key that ends in such a name is answered with the key here.\n"
+    for source, table in SOURCES.items():
+        for name, (keys, note) in sorted(table.items()):
+            here = " and ".join(f"`{key}`" for key in keys.split(" and "))
+            yield f"- {source}: `{name}` is {here}{f' ({note})' if note else ''}."
 
 
 def _text(value: Any) -> str:

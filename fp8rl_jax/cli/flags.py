@@ -14,7 +14,7 @@ from typing import Any, get_origin, get_type_hints
 
 import tyro
 
-from fp8rl_jax.cli.schema import Mismatch, convert, convert_text, describe, did_you_mean, leaves, show, suggest
+from fp8rl_jax.cli.schema import Mismatch, convert, convert_text, describe, leaves, show, unknown_key_hint
 from fp8rl_jax.errors import UserError
 
 
@@ -60,8 +60,7 @@ def _flag_faults(tree: type, flags: list[str], check_required: bool) -> Iterator
             if words:
                 yield f"{flag}: takes no value, got {show(' '.join(words))}"
         elif name not in annotations:
-            near = [_flag(key) for key in suggest(flag.lstrip("-").removeprefix("no-"), known)]
-            yield f"{flag}: unknown flag{did_you_mean(near)}"
+            yield f"{flag}: unknown flag{unknown_key_hint(flag.lstrip('-').removeprefix('no-'), known, _flag)}"
         else:
             try:
                 convert_text(words, annotations[name])

@@ -22,13 +22,13 @@ from fp8rl_jax.cli.schema import (
     Mismatch,
     convert,
     describe,
-    did_you_mean,
     fields_of,
     leaves,
     show,
-    suggest,
     tables,
+    unknown_key_hint,
 )
+from fp8rl_jax.config.renamed import renamed
 from fp8rl_jax.errors import UserError
 
 
@@ -114,7 +114,7 @@ def _checked(values: dict, tree: type, known: list[str], prefix: str, file: str,
     for name, value in values.items():
         key = prefix + name
         if name not in fields:
-            faults.append(f"{file}: unknown key {key}{did_you_mean(suggest(key, known))}")
+            faults += [f"{file}: unknown key {inner}{unknown_key_hint(inner, known)}" for inner in _unknown(key, value)]
         elif dataclasses.is_dataclass(fields[name]) and isinstance(value, dict):
             sound[name] = _checked(value, fields[name], known, f"{key}.", file, faults)
         else:
@@ -123,6 +123,12 @@ def _checked(values: dict, tree: type, known: list[str], prefix: str, file: str,
             except Mismatch:
                 faults.append(f"{file}: {key}: expected {describe(fields[name])}, got {show(value)}")
     return sound
+
+
+def _unknown(name: str, value: Any) -> list[str]:
+    """`name`, or the keys inside it where it is a table of another project's configuration."""
+    inside = [inner for key, item in value.items() for inner in _unknown(f"{name}.{key}", item)] if type(value) is dict else []
+    return inside if any(renamed(key) for key in inside) else [name]
 
 
 def _merge(values: dict[str, Any], later: dict[str, Any], tree: type) -> None:

@@ -11,9 +11,11 @@ import difflib
 import json
 import math
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from fp8rl_jax.config.renamed import renamed
 
 NONE_TEXT = "none"
 
@@ -127,22 +129,33 @@ def describe(annotation: Any) -> str:
 _NOUNS = {bool: "boolean", int: "integer", float: "finite number", str: "string"}
 
 
-def suggest(key: str, known: list[str]) -> list[str]:
-    """The known dotted keys that an unknown one may stand for: nearly the same, or the same name in other tables."""
+def unknown_key_hint(key: str, known: list[str], spell: Callable[[str], str] = str) -> str:
+    """The end of the message about an unknown key: what another project's name is called here, or the nearest known keys.
+
+    Args:
+        key: dotted, as it was given.
+        known: dotted keys that may be named.
+        spell: how a key is written where this one stands, such as a flag.
+    """
     key = key.replace("-", "_").lower()
-    if near := difflib.get_close_matches(key, known, n=1, cutoff=0.8):
-        return near
+    near = difflib.get_close_matches(key, [other for other in known if not key.startswith(f"{other}.")], n=1, cutoff=0.8)
+    # A slip of the pen goes before the end of a key that another project happens to use: optimizer.beta is beta1.
+    old = renamed(key, whole=True) or (None if near else renamed(key))
+    if old and set(old.keys) <= set(known):
+        owners = " and ".join(f"{source}'s" for source in old.sources)
+        note = f" ({old.note})" if old.note else ""
+        return f": {owners} name; here it is {' and '.join(map(spell, old.keys))}{note}"
+    candidates = near or _namesakes(key, known)
+    return f"; did you mean {' or '.join(map(spell, candidates))}?" if candidates else ""
+
+
+def _namesakes(key: str, known: list[str]) -> list[str]:
     if same_name := [candidate for candidate in known if _name(candidate) == _name(key)]:
         return same_name[:3]
     if near := difflib.get_close_matches(key, known, n=1, cutoff=0.6):
         return near
     near_names = difflib.get_close_matches(_name(key), [_name(candidate) for candidate in known], n=1, cutoff=0.75)
     return [candidate for candidate in known if _name(candidate) in near_names][:3]
-
-
-def did_you_mean(candidates: list[str]) -> str:
-    """The end of a message about an unknown name."""
-    return f"; did you mean {' or '.join(candidates)}?" if candidates else ""
 
 
 def show(value: Any) -> str:
