@@ -14,12 +14,17 @@ from fp8rl_jax.errors import UserError
 
 @dataclass(frozen=True)
 class InitConfig:
-    """Shape of the built-in byte-level policy (Llama architecture, random weights), used where model.path is empty."""
+    """Shape of the built-in byte-level policy, random weights, used where model.path is empty: Llama's architecture, or
+    Qwen3-MoE's where it has experts."""
 
     hidden_size: int = 256
     """Width of the residual stream."""
     intermediate_size: int = 576
-    """Width of the feed-forward layer."""
+    """Width of the feed-forward layer, or of each expert."""
+    num_experts: int = 0
+    """Experts in each layer; 0: one feed-forward layer for all tokens."""
+    experts_per_token: int = 2
+    """Experts that a token uses, at most num_experts."""
     num_layers: int = 3
     """Transformer layers."""
     num_heads: int = 4

@@ -13,7 +13,7 @@ from jaxtyping import Array
 
 from fp8rl_jax.config.run import InitConfig
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.models.config import PolicyConfig
+from fp8rl_jax.models.config import ExpertsConfig, PolicyConfig
 from fp8rl_jax.models.export import export_policy
 from fp8rl_jax.models.load import flatten, load_policy_arrays, nest
 from fp8rl_jax.models.policy import Policy, build_policy
@@ -24,15 +24,20 @@ _VOCABULARY_MULTIPLE = 8  # so that the embedding divides over a mesh
 
 
 def byte_policy_config(init: InitConfig) -> PolicyConfig:
-    """The built-in policy: the Llama architecture over `ByteTokenizer`'s ids, tied embeddings, the sizes of `init`.
+    """The built-in policy over `ByteTokenizer`'s ids, tied embeddings, the sizes of `init`: Llama, or Qwen3-MoE with experts.
 
     The vocabulary is rounded up to a multiple of 8; the ids above the tokenizer's decode to nothing.
 
     Raises:
         UserError: sizes that do not fit each other.
     """
+    if init.num_experts < 0:
+        raise UserError(f"model.init.num_experts = {init.num_experts} must not be negative")
+    experts = None
+    if init.num_experts:
+        experts = ExpertsConfig(init.num_experts, init.experts_per_token, init.intermediate_size, normalize=True)
     return PolicyConfig(
-        architecture="llama",
+        architecture="qwen3_moe" if experts else "llama",
         vocab_size=-(-ByteTokenizer.vocab_size // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE,
         hidden_size=init.hidden_size,
         intermediate_size=init.intermediate_size,
@@ -45,6 +50,7 @@ def byte_policy_config(init: InitConfig) -> PolicyConfig:
         bos_token_id=ByteTokenizer.bos_token_id,
         eos_token_ids=ByteTokenizer.eos_token_ids,
         pad_token_id=ByteTokenizer.pad_token_id,
+        experts=experts,
     )
 
 

@@ -67,3 +67,12 @@ def test_the_built_in_policy_holds_the_byte_tokenizer_and_divides_over_a_mesh():
     config = byte_policy_config(InitConfig(hidden_size=128))
     assert config.hidden_size == 128 and config.eos_token_ids == (258,)
     assert config.vocab_size >= ByteTokenizer.vocab_size and config.vocab_size % 8 == 0
+
+
+def test_the_built_in_policy_may_have_experts():
+    config = byte_policy_config(InitConfig(intermediate_size=32, num_layers=2, num_experts=4, experts_per_token=3))
+    assert config.architecture == "qwen3_moe" and config.sparse_layers == (0, 1)
+    assert (config.experts.count, config.experts.per_token, config.experts.intermediate_size) == (4, 3, 32)
+    for wrong in ({"num_experts": -1}, {"num_experts": 2, "experts_per_token": 3}, {"num_experts": 2, "experts_per_token": 0}):
+        with pytest.raises(UserError, match="num_experts"):
+            byte_policy_config(InitConfig(**wrong))
