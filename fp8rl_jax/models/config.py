@@ -21,6 +21,18 @@ DEFAULT_ROPE_THETA = 10000.0
 DEFAULT_RMS_NORM_EPS = 1e-6
 
 _UNLIMITED = 2**31 - 1  # a window that no position reaches
+_LARGEST_SIZE = 2**31 - 1
+_LARGEST_COUNT = 10_000  # of layers and of experts
+
+
+def check_count(key: str, count: int) -> None:
+    """Refuses a number of layers or experts that no model has: a damaged one must not become a loop of that length.
+
+    Raises:
+        UserError: naming the key.
+    """
+    if count > _LARGEST_COUNT:
+        raise UserError(f"{key} must be at most {_LARGEST_COUNT}, got {count}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +79,7 @@ class ExpertsConfig:
     def __post_init__(self) -> None:
         if self.intermediate_size < 1:
             raise UserError(f"moe_intermediate_size must be positive, got {self.intermediate_size}")
+        check_count("num_experts", self.count)
         if not 1 <= self.per_token <= self.count:
             raise UserError(f"num_experts_per_tok ({self.per_token}) must be from 1 to num_experts ({self.count})")
 
@@ -123,6 +136,9 @@ class PolicyConfig:
         for key, value in sizes.items():
             if not value > 0:
                 raise UserError(f"{key} must be positive, got {value}")
+            if isinstance(value, int) and value > _LARGEST_SIZE:
+                raise UserError(f"{key} must be at most {_LARGEST_SIZE}, got {value}")
+        check_count("num_hidden_layers", self.num_layers)
         if self.num_heads % self.num_kv_heads:
             raise UserError(
                 f"num_attention_heads ({self.num_heads}) must be a multiple of "

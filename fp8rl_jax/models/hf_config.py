@@ -11,6 +11,7 @@ import dataclasses
 from typing import Any
 
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.models.block_fp8 import parse_quantization
 from fp8rl_jax.models.config import (
     DEFAULT_RMS_NORM_EPS,
     DEFAULT_ROPE_THETA,
@@ -18,6 +19,7 @@ from fp8rl_jax.models.config import (
     ExpertsConfig,
     Llama3RopeScaling,
     PolicyConfig,
+    check_count,
 )
 from fp8rl_jax.models.hf_json import Fields
 
@@ -41,6 +43,7 @@ def parse(config: dict[str, Any], generation_config: dict[str, Any]) -> PolicyCo
     architecture = _architecture(config)
     _refuse_unimplemented(fields)
     hidden_size, num_layers = fields.integer("hidden_size"), fields.integer("num_hidden_layers")
+    check_count("num_hidden_layers", num_layers)
     num_heads = fields.integer("num_attention_heads")
     # an absent key is the architecture's default, a null means one for each query head
     default_kv_heads = num_heads if "num_key_value_heads" in config else _DEFAULT_KV_HEADS.get(architecture, num_heads)
@@ -150,8 +153,7 @@ def _refuse_unimplemented(fields: Fields) -> None:
     for key in ("attention_bias", "mlp_bias"):
         if fields.boolean(key):
             raise UserError(f"{key} true is not supported; the only biases are those of Qwen2's q, k and v")
-    if config.get("quantization_config"):
-        raise UserError("quantization_config: quantized checkpoints are not read; use the bf16 or float32 one")
+    parse_quantization(config)  # how the weights are stored is the loader's; a form that it doesn't read is refused here
 
 
 def _window(fields: Fields, architecture: str, num_layers: int) -> tuple[int | None, tuple[int, ...]]:

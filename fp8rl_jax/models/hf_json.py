@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from pathlib import Path
@@ -57,9 +58,11 @@ class Fields:
         value, present = self._get(key, default)
         if not present:
             return value
-        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-            raise UserError(f"{self.prefix}{key} must be a finite number, got {value!r}")
-        return float(value)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            with contextlib.suppress(OverflowError):  # an integer of hundreds of digits
+                if math.isfinite(value):
+                    return float(value)
+        raise UserError(f"{self.prefix}{key} must be a finite number, got {value!r}")
 
     def boolean(self, key: str, default: bool = False) -> bool:
         value, _ = self._get(key, default)

@@ -47,8 +47,8 @@ DTYPES: dict[str, np.dtype] = {
     }.items()
 }
 
-_SINGLE_FILE = "model.safetensors"
-_INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _MAX_DIMS = 32
 
@@ -69,12 +69,12 @@ def read_checkpoint(directory: str | Path) -> Checkpoint:
             index and its shard do not agree on.
     """
     directory = Path(directory)
-    single, index = directory / _SINGLE_FILE, directory / _INDEX_FILE
+    single, index = directory / SINGLE_FILE, directory / INDEX_FILE
     if single.exists():
         tensors = read_safetensors(single)
         return Checkpoint(tensors, dict.fromkeys(tensors, single))
     if not index.exists():
-        raise UserError(f"{directory}: holds neither {_SINGLE_FILE} nor {_INDEX_FILE}; only safetensors are read")
+        raise UserError(f"{directory}: holds neither {SINGLE_FILE} nor {INDEX_FILE}; only safetensors are read")
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(f"{index}: weight_map must be an object from tensor names to files")
@@ -85,13 +85,13 @@ def read_checkpoint(directory: str | Path) -> Checkpoint:
     for shard in sorted(set(weight_map.values())):
         path = directory / shard
         if not path.exists():
-            raise UserError(f"{path}: not found, but {_INDEX_FILE} lists it; download the missing shard")
+            raise UserError(f"{path}: not found, but {INDEX_FILE} lists it; download the missing shard")
         tensors = read_safetensors(path)
         listed = {name for name, file in weight_map.items() if file == shard}
         if absent := sorted(listed - tensors.keys()):
-            raise UserError(f"{path}: tensor {absent[0]} is absent, but {_INDEX_FILE} places it there")
+            raise UserError(f"{path}: tensor {absent[0]} is absent, but {INDEX_FILE} places it there")
         if extra := sorted(tensors.keys() - listed):
-            raise UserError(f"{path}: tensor {extra[0]} is not listed for this file in {_INDEX_FILE}")
+            raise UserError(f"{path}: tensor {extra[0]} is not listed for this file in {INDEX_FILE}")
         checkpoint.tensors.update(tensors)
         checkpoint.files.update(dict.fromkeys(tensors, path))
     return checkpoint
