@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -134,8 +135,8 @@ class PolicyConfig:
             "sliding_window": 1 if self.sliding_window is None else self.sliding_window,
         }
         for key, value in sizes.items():
-            if not value > 0:
-                raise UserError(f"{key} must be positive, got {value}")
+            if not 0 < value < math.inf:
+                raise UserError(f"{key} must be positive and finite, got {value}")
             if isinstance(value, int) and value > _LARGEST_SIZE:
                 raise UserError(f"{key} must be at most {_LARGEST_SIZE}, got {value}")
         check_count("num_hidden_layers", self.num_layers)

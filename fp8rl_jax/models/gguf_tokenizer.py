@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, processors
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from fp8rl_jax.errors import UserError
 
@@ -28,7 +28,20 @@ def _smollm() -> pre_tokenizers.PreTokenizer:
     )
 
 
-_PRE_TOKENIZERS = {"smollm": _smollm}
+def _qwen2() -> pre_tokenizers.PreTokenizer:
+    words = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(tokenizers.Regex(words), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
+_PRE_TOKENIZERS = {"smollm": _smollm, "qwen2": _qwen2}
+_COMPOSED = ("qwen2",)  # those whose tokenizer.json normalizes text to NFC first, which llama.cpp leaves out
 
 
 def write_tokenizer(directory: Path, source: Path, metadata: dict[str, Any], max_length: int) -> None:
@@ -44,7 +57,7 @@ def write_tokenizer(directory: Path, source: Path, metadata: dict[str, Any], max
         UserError: another tokenizer model than byte-level BPE ("gpt2"), an unknown pre-tokenizer, metadata that is
             missing or contradicts itself, a full disk.
     """
-    tokens = _get(source, metadata, "tokens", list)
+    tokens = _list(source, metadata, "tokens", str)
     special = {
         f"{role}_token": _token(source, metadata, tokens, key)
         for role, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown"))
@@ -58,6 +71,8 @@ def write_tokenizer(directory: Path, source: Path, metadata: dict[str, Any], max
         "model_max_length": max_length,
     }
     template = metadata.get("tokenizer.chat_template")
+    if template is not None and not isinstance(template, str):
+        raise UserError(f"{source}: tokenizer.chat_template must be a string, got {template!r}")
     try:
         tokenizer.save(str(directory / "tokenizer.json"))
         if template is not None:
@@ -72,15 +87,15 @@ def write_tokenizer(directory: Path, source: Path, metadata: dict[str, Any], max
 def _build(source: Path, metadata: dict[str, Any], tokens: list[str]) -> tokenizers.Tokenizer:
     if (model := _get(source, metadata, "model", str)) != "gpt2":
         raise UserError(f"{source}: tokenizer.ggml.model {model!r} is not supported; only 'gpt2' (byte-level BPE) is")
-    if (pre := metadata.get("tokenizer.ggml.pre", "default")) not in _PRE_TOKENIZERS:
+    if (pre := str(metadata.get("tokenizer.ggml.pre", "default"))) not in _PRE_TOKENIZERS:
         raise UserError(
             f"{source}: tokenizer.ggml.pre {pre!r} is not supported; supported: {', '.join(_PRE_TOKENIZERS)}. "
             f"Use the model's Hugging Face directory instead"
         )
     if metadata.get("tokenizer.ggml.add_eos_token", False):
         raise UserError(f"{source}: tokenizer.ggml.add_eos_token is not supported")
-    types = _get(source, metadata, "token_type", list)
-    merges = [tuple(merge.split(" ")) for merge in _get(source, metadata, "merges", list)]
+    types = _list(source, metadata, "token_type", int)
+    merges = [tuple(merge.split(" ")) for merge in _list(source, metadata, "merges", str)]
     if len(types) != len(tokens) or len(set(tokens)) != len(tokens) or not all(len(merge) == 2 for merge in merges):
         raise UserError(f"{source}: tokenizer.ggml.tokens, token_type and merges do not fit together")
     vocabulary = {token: index for index, token in enumerate(tokens)}
@@ -89,6 +104,8 @@ def _build(source: Path, metadata: dict[str, Any], tokens: list[str]) -> tokeniz
             if part not in vocabulary:
                 raise UserError(f"{source}: merge {' '.join(merge)!r} needs token {part!r}, which tokens lacks")
     tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, merges))
+    if pre in _COMPOSED:
+        tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = _PRE_TOKENIZERS[pre]()
     tokenizer.decoder = decoders.ByteLevel()
     added = [(token, kind) for token, kind in zip(tokens, types, strict=True) if kind in (_CONTROL, _USER_DEFINED)]
@@ -105,9 +122,16 @@ def _build(source: Path, metadata: dict[str, Any], tokens: list[str]) -> tokeniz
 
 def _get(source: Path, metadata: dict[str, Any], key: str, kind: type) -> Any:
     value = metadata.get(f"tokenizer.ggml.{key}")
-    if not isinstance(value, kind):
+    if type(value) is not kind:
         raise UserError(f"{source}: the metadata lacks tokenizer.ggml.{key}, or it is not a {kind.__name__}")
     return value
+
+
+def _list(source: Path, metadata: dict[str, Any], key: str, kind: type) -> list[Any]:
+    values = _get(source, metadata, key, list)
+    if not all(type(value) is kind for value in values):
+        raise UserError(f"{source}: tokenizer.ggml.{key} must be a list of {kind.__name__}")
+    return values
 
 
 def _token(source: Path, metadata: dict[str, Any], tokens: list[str], key: str) -> str:

@@ -93,54 +93,68 @@ def byte_level_vocabulary() -> list[str]:
     return [chr(b) for b in printable] + [chr(0x100 + i) for i in range(256 - len(printable))]
 
 
-GGUF_LAYER = {
-    "attn_q": (64, 64),
-    "attn_k": (32, 64),
-    "attn_v": (32, 64),
-    "attn_output": (64, 64),
-    "ffn_gate": (96, 64),
-    "ffn_up": (96, 64),
-    "ffn_down": (64, 96),
-    "attn_norm": (64,),
-    "ffn_norm": (64,),
-}
+def gguf_shapes(config: PolicyConfig) -> dict[str, tuple[int, ...]]:
+    """llama.cpp's names of a dense model's tensors, and their shapes."""
+    hidden, inner, q, kv = config.hidden_size, config.intermediate_size, config.q_size, config.kv_size
+    layer = {
+        "attn_q.weight": (q, hidden),
+        "attn_k.weight": (kv, hidden),
+        "attn_v.weight": (kv, hidden),
+        "attn_output.weight": (hidden, q),
+        "ffn_gate.weight": (inner, hidden),
+        "ffn_up.weight": (inner, hidden),
+        "ffn_down.weight": (hidden, inner),
+        "attn_norm.weight": (hidden,),
+        "ffn_norm.weight": (hidden,),
+    }
+    if config.architecture == "qwen2":
+        layer |= {"attn_q.bias": (q,), "attn_k.bias": (kv,), "attn_v.bias": (kv,)}
+    if config.architecture == "qwen3":
+        layer |= {"attn_q_norm.weight": (config.head_dim,), "attn_k_norm.weight": (config.head_dim,)}
+    shapes = {"token_embd.weight": (config.vocab_size, hidden), "output_norm.weight": (hidden,)}
+    if not config.tie_word_embeddings:
+        shapes["output.weight"] = (config.vocab_size, hidden)
+    return shapes | {f"blk.{i}.{name}": shape for i in range(config.num_layers) for name, shape in layer.items()}
 
 
-def gguf_tensors() -> dict[str, np.ndarray]:
+def gguf_tensors(config: PolicyConfig = LLAMA) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
-    shapes = {"token_embd.weight": (LLAMA.vocab_size, 64), "output_norm.weight": (64,)}
-    shapes |= {f"blk.{i}.{name}.weight": shape for i in range(LLAMA.num_layers) for name, shape in GGUF_LAYER.items()}
-    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in gguf_shapes(config).items()}
 
 
 def write_gguf(
     path: Path,
     tensors: dict[str, np.ndarray],
     types: dict[str, gguf.GGMLQuantizationType] | None = None,
-    architecture: str = "llama",
+    architecture: str | None = None,
     pre: str = "smollm",
     chat_template: str | None = "{{ messages[0].content }}",
+    config: PolicyConfig = LLAMA,
+    merges: tuple[str, ...] = ("Ġ t", "h e", "Ġt he", "5 7"),
 ) -> Path:
-    """`LLAMA` as a GGUF: `tensors` under GGUF names, float32; `types` gives the block format of some."""
-    writer = gguf.GGUFWriter(path, architecture)
+    """`config` as a GGUF: `tensors` under GGUF names, float32; `types` gives the block format of some, where uint8 are blocks."""
+    writer = gguf.GGUFWriter(path, architecture or config.architecture)
     writer.add_context_length(512)
-    writer.add_embedding_length(LLAMA.hidden_size)
-    writer.add_block_count(LLAMA.num_layers)
-    writer.add_feed_forward_length(LLAMA.intermediate_size)
-    writer.add_head_count(LLAMA.num_heads)
-    writer.add_head_count_kv(LLAMA.num_kv_heads)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_heads)
+    writer.add_head_count_kv(config.num_kv_heads)
     writer.add_rope_freq_base(100000.0)
-    writer.add_rope_dimension_count(LLAMA.head_dim)
+    if config.architecture == "llama":
+        writer.add_rope_dimension_count(config.head_dim)
+    if config.architecture == "qwen3":
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
     writer.add_layer_norm_rms_eps(1e-5)
     control = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    learned = ["Ġt", "he", "Ġthe", "57"]
-    tokens = control + byte_level_vocabulary() + learned
-    tokens += [f"<|reserved_{i}|>" for i in range(LLAMA.vocab_size - len(tokens))]
+    tokens = control + byte_level_vocabulary() + [merge.replace(" ", "") for merge in merges]
+    tokens += [f"<|reserved_{i}|>" for i in range(config.vocab_size - len(tokens))]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
     writer.add_token_types([3 if token.startswith("<|") and token.endswith("|>") else 1 for token in tokens])
-    writer.add_token_merges(["Ġ t", "h e", "Ġt he", "5 7"])
+    writer.add_token_merges(list(merges))
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_pad_token_id(2)
@@ -152,7 +166,8 @@ def write_gguf(
         if kind is None:
             writer.add_tensor(name, values.astype(np.float32))
         else:
-            writer.add_tensor(name, gguf.quants.quantize(values.astype(np.float32), kind), raw_dtype=kind)
+            blocks = values if values.dtype == np.uint8 else gguf.quants.quantize(values.astype(np.float32), kind)
+            writer.add_tensor(name, blocks, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
