@@ -5,8 +5,16 @@ every device and is the definition of correct. A backend asked for by name that 
 """
 
 from pallas_kernels.backend import BackendError
-from pallas_kernels.grouped_matmul import grouped_matmul
+from pallas_kernels.grouped_matmul import align_groups, grouped_matmul, grouped_outer_product
 from pallas_kernels.matmul import blockwise_matmul
 from pallas_kernels.quantize import dequantize_blocks, quantize_blocks
 
-__all__ = ["BackendError", "blockwise_matmul", "dequantize_blocks", "grouped_matmul", "quantize_blocks"]
+__all__ = [
+    "BackendError",
+    "align_groups",
+    "blockwise_matmul",
+    "dequantize_blocks",
+    "grouped_matmul",
+    "grouped_outer_product",
+    "quantize_blocks",
+]

@@ -5,14 +5,19 @@ activation, K, V, Q, an output gradient, ...) and the quantizer does the rest. S
 are rows of one table, an ablation is a list of rows, and a mismatch between rollout and trainer is a difference between two
 columns that can be named, measured and removed.
 
-    recipe        trainer    rollout linears   KV cache    correction   stands for
-    bf16          compute    compute           compute     none         the baseline
-    fp8-rollout   compute    W8A8 block        compute     token TIS    FP8-RL, linears only
-    fp8-kv        compute    compute           e4m3        token TIS    FP8-RL, KV cache and attention only
-    fp8-rl        compute    W8A8 block        e4m3        token TIS    FP8-RL (arXiv 2601.18150), all of it
+    recipe        trainer linears    rollout linears   KV cache    correction   stands for
+    bf16          compute            compute           compute     none         the baseline
+    fp8-rollout   compute            W8A8 block        compute     token TIS    FP8-RL, linears only
+    fp8-kv        compute            compute           e4m3        token TIS    FP8-RL, KV cache and attention only
+    fp8-rl        compute            W8A8 block        e4m3        token TIS    FP8-RL (arXiv 2601.18150), all of it
+    fp8-e2e       W8A8 block, G e4m3 W8A8 block        compute     token TIS    NeMo RL, FP8 in generation and training
+    fp8-e2e-kv    W8A8 block, G e4m3 W8A8 block        e4m3        token TIS    NeMo RL, FP8 KV cache and attention too
+    jet-rl        W8A8 block, G e4m3 W8A8 block        compute     none         Jet-RL (arXiv 2601.14243), one flow
+    infir2        as jet-rl, UE8M0   the same, UE8M0   compute     none         InfiR2 (arXiv 2509.22536)
 
 "compute" means: not quantized, kept in the run's compute dtype (bfloat16, or float32 on request). W8A8 block is DeepSeek-V3's
-layout: weights e4m3 in 128x128 blocks, activations e4m3 in 1x128 groups along the contraction.
+layout: weights e4m3 in 128x128 blocks, activations e4m3 in 1x128 groups along the contraction. G is the output gradient, in
+1x128 groups; where the trainer's linears are FP8, what they keep for the backward is FP8 too. UE8M0: scales are powers of two.
 """
 
 from __future__ import annotations
@@ -118,6 +123,26 @@ class Recipe:
 W8A8 = ForwardFormats(weight=BLOCK_WEIGHT, activation=GROUP_ACTIVATION)
 KV8 = ForwardFormats(query=PER_TENSOR, key=PER_TENSOR, value=PER_TENSOR)
 W8A8_KV8 = replace(W8A8, query=PER_TENSOR, key=PER_TENSOR, value=PER_TENSOR)
+TRAINED_FP8 = {"trainer": W8A8, "output_gradient": GROUP_ACTIVATION, "saved_activation": GROUP_ACTIVATION}
+
+
+def _with_block_scale(recipe: Recipe, scale: str) -> Recipe:
+    """The recipe with another scale rule in every role that is quantized in blocks."""
+
+    def change(fmt: TensorFormat) -> TensorFormat:
+        return replace(fmt, scale=scale) if fmt.quantized and fmt.block is not None else fmt
+
+    def side(formats: ForwardFormats) -> ForwardFormats:
+        return replace(formats, weight=change(formats.weight), activation=change(formats.activation))
+
+    return replace(
+        recipe,
+        rollout=side(recipe.rollout),
+        trainer=side(recipe.trainer),
+        output_gradient=change(recipe.output_gradient),
+        saved_activation=change(recipe.saved_activation),
+    )
+
 
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
@@ -126,8 +151,12 @@ RECIPES: dict[str, Recipe] = {
         Recipe("fp8-rollout", rollout=W8A8, correction="token_tis"),
         Recipe("fp8-kv", rollout=KV8, correction="token_tis"),
         Recipe("fp8-rl", rollout=W8A8_KV8, correction="token_tis"),
+        Recipe("fp8-e2e", rollout=W8A8, correction="token_tis", **TRAINED_FP8),
+        Recipe("fp8-e2e-kv", rollout=W8A8_KV8, correction="token_tis", **TRAINED_FP8),
+        Recipe("jet-rl", rollout=W8A8, **TRAINED_FP8),
     )
 }
+RECIPES["infir2"] = replace(_with_block_scale(RECIPES["jet-rl"], "power_of_two"), name="infir2")
 
 
 @dataclass(frozen=True)
@@ -136,6 +165,9 @@ class PrecisionConfig:
 
     scale: Literal["float32", "power_of_two"] | None = None
     """Scale rule of every block-quantized role; unset: the recipe's."""
+    output_gradient: Literal["compute", "e4m3", "e5m2"] | None = None
+    """Format of the gradients that enter a linear's backward products, where the trainer's linears are FP8; "e5m2" is the
+    hybrid of verl's recipe. Unset: the recipe's."""
     excluded: tuple[str, ...] = ()
     """More layers to keep in the compute dtype, as shell patterns such as "layers.0.*"."""
     kv_calibration: Literal["trainer", "rollout"] | None = None
@@ -156,21 +188,17 @@ def get_recipe(name: str, changes: PrecisionConfig | None = None) -> Recipe:
         raise UserError(f"recipe: unknown name {name!r}{hint} (known: {', '.join(RECIPES)})")
     recipe, changes = RECIPES[name], changes or PrecisionConfig()
     if changes.scale is not None:
-        recipe = replace(
-            recipe, rollout=_with_scale(recipe.rollout, changes.scale), trainer=_with_scale(recipe.trainer, changes.scale)
-        )
+        recipe = _with_block_scale(recipe, changes.scale)
+    if changes.output_gradient is not None:
+        if not recipe.trainer.weight.quantized:
+            raise UserError(f"precision.output_gradient: the linears of recipe {name!r} are not trained in FP8")
+        gradient = replace(recipe.output_gradient, format=changes.output_gradient)
+        recipe = replace(recipe, output_gradient=gradient if gradient.quantized else COMPUTE)
     if changes.excluded and not recipe.quantizes_linears:
         raise UserError(f"precision.excluded: recipe {name!r} quantizes no linear layer, so there is nothing to exclude")
     if changes.kv_calibration is not None:
         recipe = replace(recipe, kv_calibration=changes.kv_calibration)
     return replace(recipe, excluded=recipe.excluded + tuple(changes.excluded))
-
-
-def _with_scale(formats: ForwardFormats, scale: str) -> ForwardFormats:
-    def change(fmt: TensorFormat) -> TensorFormat:
-        return replace(fmt, scale=scale) if fmt.quantized and fmt.block is not None else fmt
-
-    return replace(formats, weight=change(formats.weight), activation=change(formats.activation))
 
 
 __all__ = ["RECIPES", "ForwardFormats", "PrecisionConfig", "Recipe", "TensorFormat", "get_recipe"]

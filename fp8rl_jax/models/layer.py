@@ -108,19 +108,23 @@ class LayerStep:
         mixed, routes = mixture(normed, layer, c.experts, self.formats.activation, inputs.routes, self.backend)
         return x + mixed, LayerOutputs(block, observed, routes)
 
-    def project(self, x, weight):
-        quantized = quantize_input(x, weight.value, self.formats.activation, self.backend)
-        return linear(quantized, weight.value, x.dtype, self.backend)
+    def project(self, x, *weights):
+        """The product of x with each weight; x is quantized once for all weights of a kind, and kept once for the backward."""
+        inputs, out = {}, []
+        for weight in (w.value for w in weights):
+            if type(weight) not in inputs:
+                inputs[type(weight)] = quantize_input(x, weight, self.formats.activation, self.backend)
+            out.append(linear(inputs[type(weight)], weight, x.dtype, self.backend))
+        return out
 
-    def heads(self, x, weight, bias):
-        out = self.project(x, weight)
-        out = out if bias is None else out + bias.value
-        return out.reshape(*x.shape[:2], -1, self.config.head_dim)
+    def heads(self, x, bias):
+        x = x if bias is None else x + bias.value
+        return x.reshape(*x.shape[:2], -1, self.config.head_dim)
 
     def attention(self, x, layer: Layer, own: OwnBlock | None, inputs: LayerInputs):
         c, (b, t, _) = self.config, x.shape
-        pairs = ((layer.q_proj, layer.q_bias), (layer.k_proj, layer.k_bias), (layer.v_proj, layer.v_bias))
-        q, k, v = (self.heads(x, *pair) for pair in pairs)
+        products = self.project(x, layer.q_proj, layer.k_proj, layer.v_proj)
+        q, k, v = map(self.heads, products, (layer.q_bias, layer.k_bias, layer.v_bias))
         if c.qk_norm:
             q, k = rms_norm(q, layer.q_norm.value, c.rms_norm_eps), rms_norm(k, layer.k_norm.value, c.rms_norm_eps)
         q, k = rotate(q, self.rope), rotate(k, self.rope)
@@ -143,7 +147,7 @@ class LayerStep:
             written = own.write(k, v)
             blocks.append(Keys(*own.read(*written), own.visible(t, inputs.window)[None]))
         out = attend(q, blocks, score_scale, value_scale, x.dtype).reshape(b, t, -1)
-        return self.project(out, layer.o_proj), written, observed
+        return *self.project(out, layer.o_proj), written, observed
 
     def shared_mask(self, window):
         """[rows, 1 or the queries of all samples that share the row, slots]."""
@@ -155,4 +159,5 @@ class LayerStep:
         return shared.mask[:, None, :] & in_window(queries, shared.positions, window)
 
     def mlp(self, x, layer: Layer):
-        return self.project(jax.nn.silu(self.project(x, layer.gate_proj)) * self.project(x, layer.up_proj), layer.down_proj)
+        gate, up = self.project(x, layer.gate_proj, layer.up_proj)
+        return self.project(jax.nn.silu(gate) * up, layer.down_proj)[0]

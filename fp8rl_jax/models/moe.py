@@ -28,7 +28,6 @@ from fp8rl_jax.models.config import ExpertsConfig
 from fp8rl_jax.models.policy import Experts, Layer
 from fp8rl_jax.parallel import DEFAULT_RULES
 from fp8rl_jax.precision import grouped_linear, quantize_input
-from fp8rl_jax.precision.qtensor import QTensor
 from pallas_kernels.backend import Backend
 
 
@@ -85,18 +84,12 @@ def _run(x, ids, weights, experts: Experts, first=0, *, activation: TensorFormat
     order = jnp.argsort(local)
     sizes = jnp.zeros(count, jnp.int32).at[local].add(1, mode="drop")
     rows = x.reshape(-1, x.shape[-1])
-    inputs = _take(quantize_input(rows, gate, activation, backend), order // k)
+    inputs = jax.tree.map(lambda leaf: leaf[order // k], quantize_input(rows, gate, activation, backend))
     inner = jax.nn.silu(grouped_linear(inputs, gate, sizes, x.dtype, backend))
     inner = inner * grouped_linear(inputs, up, sizes, x.dtype, backend)
     out = grouped_linear(quantize_input(inner, down, activation, backend), down, sizes, x.dtype, backend)
     out = jnp.zeros_like(out).at[order].set(out, unique_indices=True).reshape(*ids.shape, -1)
     return jnp.einsum("btk,btkh->bth", weights, out.astype(jnp.float32))
-
-
-def _take(x, rows):
-    if isinstance(x, QTensor):
-        return QTensor(x.values[rows], x.scales[rows], x.block)
-    return x[rows]
 
 
 def _on_mesh(run, x, ids, weights, experts: Experts):

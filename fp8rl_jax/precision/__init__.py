@@ -5,11 +5,14 @@ from fp8rl_jax.precision.layers import quantized_layers
 from fp8rl_jax.precision.linear import HoistedWeight, grouped_linear, hoist, is_quantized, linear, quantize_input
 from fp8rl_jax.precision.qtensor import QTensor, dequantize, is_finite, quantize, quantize_per_tensor, quantize_weight
 from fp8rl_jax.precision.statistics import QuantizationSums, stack_sums, weight_sums
+from fp8rl_jax.precision.trained import TrainedInput, TrainedWeight, trained_weight
 
 __all__ = [
     "HoistedWeight",
     "QTensor",
     "QuantizationSums",
+    "TrainedInput",
+    "TrainedWeight",
     "check_recipe",
     "dequantize",
     "element_dtype",
@@ -25,5 +28,6 @@ __all__ = [
     "quantize_weight",
     "quantized_layers",
     "stack_sums",
+    "trained_weight",
     "weight_sums",
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 
 from fp8rl_jax.config.recipe import ForwardFormats, Recipe, TensorFormat
@@ -57,13 +59,37 @@ def check_recipe(recipe: Recipe) -> None:
             refuse(f"{side}.query", "is quantized but the cache is not")
         if formats.probability.quantized:
             refuse(f"{side}.probability", "cannot be quantized: softmax and PV run in float32")
-    trainer = vars(recipe.trainer).items()
-    for name, fmt in [(f"trainer.{role}", fmt) for role, fmt in trainer] + [
-        (role, getattr(recipe, role)) for role in ("output_gradient", "saved_activation", "optimizer_moment")
-    ]:
-        if fmt.quantized:
-            refuse(name, "is quantized, and the trainer computes in the compute dtype only")
+    for role in ("query", "key", "value"):
+        if getattr(recipe.trainer, role).quantized:
+            refuse(f"trainer.{role}", "is quantized, and the trainer's attention computes in the compute dtype only")
+    if recipe.optimizer_moment.quantized:
+        refuse("optimizer_moment", "is quantized, and the optimizer keeps float32 moments only")
+    _check_backward(recipe, refuse)
     if recipe.trained != "all":
         refuse("trained", f"{recipe.trained!r} is not supported")
     if recipe.exact:
         refuse("exact", "is not supported: no backend has an exact path yet")
+
+
+def _check_backward(recipe: Recipe, refuse: Callable[[str, str], None]) -> None:
+    """The formats of the backward pass against those of the trainer's forward."""
+    weight, activation = recipe.trainer.weight, recipe.trainer.activation
+    gradient, saved = recipe.output_gradient, recipe.saved_activation
+    if not weight.quantized:
+        for role, fmt in (("output_gradient", gradient), ("saved_activation", saved)):
+            if fmt.quantized:
+                refuse(role, "is quantized, but the trainer's linears are not")
+        return
+    if not activation.quantized:
+        refuse("trainer.activation", "must be quantized where trainer.weight is")
+    if saved.quantized and saved != activation:
+        refuse("saved_activation", "must be the format of trainer.activation: what the forward has quantized is what is kept")
+    if gradient.quantized and gradient.format not in ELEMENT_DTYPES:
+        refuse("output_gradient.format", f"{gradient.format!r} is not supported")
+    if gradient.rounding != "nearest" or gradient.transform != "none":
+        refuse("output_gradient", "asks for a rounding or transform other than nearest / none, which is not supported")
+    if gradient.quantized and (weight.block[0] != weight.block[1] or gradient.block != (1, weight.block[0])):
+        refuse(
+            "output_gradient.block",
+            f"must be (1, {weight.block[0]}) and trainer.weight.block square: the backward reads that weight the other way",
+        )

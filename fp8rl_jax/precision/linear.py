@@ -2,8 +2,8 @@
 
 `linear(x, weight)` multiplies what it is given. A plain array is multiplied in the compute dtype; a `QTensor` is multiplied
 as W8A8, its input quantized on the way in; a `HoistedWeight` is a QTensor whose dequantized values are kept by a decode loop
-on a backend that would otherwise unpack them at every token. The model has no other branch. `grouped_linear` is the same for
-the experts of a mixture.
+on a backend that would otherwise unpack them at every token; a `TrainedWeight` is a QTensor with FP8 gradients. The model has
+no other branch. `grouped_linear` is the same for the experts of a mixture.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from fp8rl_jax.config.recipe import TensorFormat
 from fp8rl_jax.precision.qtensor import QTensor, dequantize, quantize
+from fp8rl_jax.precision.trained import TrainedInput, TrainedWeight, trained_grouped_linear, trained_linear
 from pallas_kernels import blockwise_matmul, grouped_matmul
 from pallas_kernels.backend import Backend
 from pallas_kernels.grouped_matmul.reference import dot as grouped_dot
@@ -35,12 +36,12 @@ class HoistedWeight:
         return self.values.shape
 
 
-Weight = Array | QTensor | HoistedWeight
+Weight = Array | QTensor | HoistedWeight | TrainedWeight
 
 
 def is_quantized(x) -> bool:
     """True for the quantized forms of a weight; also serves as `is_leaf` of jax.tree functions."""
-    return isinstance(x, QTensor | HoistedWeight)
+    return isinstance(x, QTensor | HoistedWeight | TrainedWeight)
 
 
 def hoist(weight: Weight, backend: Backend = "auto") -> Weight:
@@ -55,26 +56,29 @@ def quantize_input(x: Float[Array, "*batch k"], weight: Weight, fmt: TensorForma
 
     Returns `x` itself where the weight is a plain array or the format is the compute dtype.
     """
-    if is_quantized(weight) and fmt.quantized:
-        rows = quantize(x.reshape(-1, x.shape[-1]), fmt, backend)
-        groups = rows.scales.shape[-1]
-        return QTensor(rows.values.reshape(x.shape), rows.scales.reshape(*x.shape[:-1], groups), rows.block)
-    return x
+    if not is_quantized(weight) or not fmt.quantized:
+        return x
+    rows = quantize(jax.lax.stop_gradient(x).reshape(-1, x.shape[-1]), fmt, backend)
+    groups = rows.scales.shape[-1]
+    quantized = QTensor(rows.values.reshape(x.shape), rows.scales.reshape(*x.shape[:-1], groups), rows.block)
+    return TrainedInput(quantized, x) if isinstance(weight, TrainedWeight) else quantized
 
 
 def linear(
-    x: Float[Array, "*batch k"] | QTensor, weight: Weight, out_dtype: jnp.dtype, backend: Backend = "auto"
+    x: Float[Array, "*batch k"] | QTensor | TrainedInput, weight: Weight, out_dtype: jnp.dtype, backend: Backend = "auto"
 ) -> Float[Array, "*batch n"]:
     """x times the transpose of `weight` [n, k], accumulated in float32.
 
     Args:
         x: the input, or its quantized form from `quantize_input`.
-        weight: array [n, k] in the compute dtype, QTensor or HoistedWeight.
+        weight: array [n, k] in the compute dtype, QTensor, HoistedWeight or TrainedWeight.
         out_dtype: dtype of the result.
 
     Raises:
         TypeError: a quantized input meets a weight that is not quantized.
     """
+    if isinstance(weight, TrainedWeight):
+        return trained_linear(x, weight, out_dtype, backend)
     if isinstance(x, QTensor) and isinstance(weight, QTensor):
         return blockwise_matmul(x.values, x.scales, weight.values, weight.scales, weight.block, out_dtype, backend=backend)
     x, values = _unpacked(x, weight)
@@ -82,7 +86,7 @@ def linear(
 
 
 def grouped_linear(
-    x: Float[Array, "m k"] | QTensor,
+    x: Float[Array, "m k"] | QTensor | TrainedInput,
     weight: Weight,
     group_sizes: Int[Array, " groups"],
     out_dtype: jnp.dtype,
@@ -96,6 +100,8 @@ def grouped_linear(
     Raises:
         TypeError: a quantized input meets a weight that is not quantized.
     """
+    if isinstance(weight, TrainedWeight):
+        return trained_grouped_linear(x, weight, group_sizes, out_dtype, backend)
     if isinstance(x, QTensor) and isinstance(weight, QTensor):
         return grouped_matmul(
             x.values, x.scales, weight.values, weight.scales, group_sizes, weight.block, out_dtype, backend=backend

@@ -23,12 +23,10 @@ from jaxtyping import Array, Bool, Float, Int
 from fp8rl_jax.config.recipe import Recipe, TensorFormat
 from fp8rl_jax.models.cache import KVCache, KVScales
 from fp8rl_jax.models.forward import forward
-from fp8rl_jax.models.policy import Policy, cast
+from fp8rl_jax.models.policy import Policy
+from fp8rl_jax.models.trained import trainer_policy
 from fp8rl_jax.parallel import split_batch
 from fp8rl_jax.precision import QuantizationSums, max_value, quantize_per_tensor, stack_sums
-
-# what an observing forward runs under: Q, K and V are read before anything is quantized
-_OBSERVE = Recipe("observe")
 
 
 @partial(jax.jit, static_argnames=("recipe", "dtype", "micro_batches"))
@@ -47,20 +45,21 @@ def observe_qkv(
     """Largest magnitudes of Q, K and V over the prompts and, if given, their completions, and what quantization does to them.
 
     Args:
-        policy: master or rollout policy; it is cast to `dtype`, quantized linears stay as they are.
+        policy: masters, which run in the trainer's formats; or a rollout's policy, whose quantized linears stay as they are.
         prompts, lengths: right-padded prompts.
         completions, mask: B = p * n completions and their real tokens.
         scales: those whose effect is measured; without them there is none.
-        recipe: its rollout formats of Q, K and V.
+        recipe: its rollout formats of Q, K and V, and the trainer's of the linears: the scales are those of the trainer's own
+            forward.
         dtype: compute dtype.
         micro_batches: parts of equal size, whole prompts each, that are run one after the other.
 
     Returns:
         Sums of shape [m, layers, 3].
     """
-    policy = cast(policy, dtype)
+    policy = trainer_policy(policy, recipe, dtype)
     observe = partial(_observe, (recipe.rollout.query, recipe.rollout.key, recipe.rollout.value))
-    run = partial(forward, policy, recipe=_OBSERVE, observe=observe)
+    run = partial(forward, policy, recipe=recipe, phase="train", observe=observe)
 
     def one(micro):
         prompts, lengths, completions, mask = micro

@@ -18,17 +18,15 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from fp8rl_jax.config.recipe import Recipe
-from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.cache import KVScales
-from fp8rl_jax.models.hf_names import stack_of
-from fp8rl_jax.models.policy import Layer, Policy, cast, linear_names, unstack, with_layers
+from fp8rl_jax.models.policy import Layer, Policy, cast, unstack, with_layers
+from fp8rl_jax.models.trained import check_uniform, quantized_tensors
 from fp8rl_jax.precision import (
     QTensor,
     QuantizationSums,
     check_recipe,
     is_finite,
     quantize_weight,
-    quantized_layers,
     stack_sums,
     weight_sums,
 )
@@ -100,17 +98,14 @@ def quantized_policy(
     Raises:
         UserError: a pattern matches nothing, or the layers differ in what is quantized and are to stay stacked.
     """
-    chosen: dict[str, set[int]] = {}  # layers of each linear
-    for linear in quantized_layers(recipe, linear_names(policy.config)):
-        _, i, name = linear.split(".", 2)
-        chosen.setdefault(name, set()).add(int(i))
+    chosen = quantized_tensors(policy, recipe) if recipe.rollout.weight.quantized else {}
     fmt = recipe.rollout.weight
     served = cast(policy, dtype)
     sums: list[QuantizationSums] = []
 
     def replace(layer: Layer, master: Layer, names: list[str]) -> Layer:
         tensors, unrounded = layer.tensors(), master.tensors()
-        for name in names if fmt.quantized else ():
+        for name in names:
             weight = unrounded[name].value
             quantized = quantize_weight(weight, fmt, backend)
             sums.append(weight_sums(weight, quantized))
@@ -121,8 +116,7 @@ def quantized_policy(
         return stack_sums(sums).metrics("weight") if sums else {}
 
     if not unroll:
-        if any(layers != set(stack_of(policy.config, name)) for name, layers in chosen.items()):
-            raise UserError('rollout.decode_layers: "scan" needs the same quantized linears in every layer; use "unroll"')
+        check_uniform(policy, chosen, 'rollout.decode_layers = "scan" needs the same linears in every layer; use "unroll"')
         return with_layers(served, replace(served.layers, policy.layers, list(chosen))), metrics()
     served, masters = unstack(served), unstack(policy)
     layers = []

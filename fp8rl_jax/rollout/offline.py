@@ -22,7 +22,8 @@ from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.forward import forward
 from fp8rl_jax.models.logprobs import token_logprobs
-from fp8rl_jax.models.policy import Policy, cast
+from fp8rl_jax.models.policy import Policy
+from fp8rl_jax.models.trained import trainer_policy
 from fp8rl_jax.precision import check_recipe
 from fp8rl_jax.rollout.calibration import observe_qkv, scales_from_amax
 from fp8rl_jax.rollout.engine import LocalEngine, Prompts, pad_prompts
@@ -65,7 +66,7 @@ def score(
         UserError: a recipe that cannot be computed, or log-probabilities that are not finite.
     """
     check_recipe(recipe)
-    served = jax.jit(cast, static_argnums=1)(policy, jnp.dtype(dtype))
+    served = jax.jit(trainer_policy, static_argnums=(1, 2))(policy, recipe, jnp.dtype(dtype))
     results: list[list[float]] = [[] for _ in rows]
     for batch in batches(rows, batch_size):
         logprobs = np.asarray(_score(served, batch.tokens, batch.lengths, jnp.float32(temperature), recipe=recipe))

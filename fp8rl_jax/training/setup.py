@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from fp8rl_jax.models.loading import byte_policy_config, load_policy
 from fp8rl_jax.models.policy import Policy, init_policy, linear_names, parameter_count
 from fp8rl_jax.models.resolve import resolve_model
 from fp8rl_jax.models.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from fp8rl_jax.models.trained import trainer_policy
 from fp8rl_jax.parallel import check_batch, initialize, make_mesh, shard_policy
 from fp8rl_jax.precision import check_recipe, quantized_layers
 from fp8rl_jax.rollout.engine import LocalEngine
@@ -84,6 +86,7 @@ def build(config: RunConfig, *, sampled: bool = True) -> Setup:
     mesh = make_mesh(config.mesh)
     check_batch(r.prompts_per_step, mesh, "rollout.prompts_per_step")
     policy, tokenizer, source = load_model(config)
+    jax.eval_shape(partial(trainer_policy, recipe=recipe, dtype=jnp.dtype(config.compute_dtype)), policy)  # for its refusals
     if config.trainer.router_replay and policy.config.experts is None:
         raise UserError("trainer.router_replay: the model has no experts; leave it false")
     if not tokenizer.eos_token_ids and not r.stop_token_ids:

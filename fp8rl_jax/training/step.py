@@ -21,7 +21,8 @@ from fp8rl_jax.config.rl import RLConfig
 from fp8rl_jax.models.cache import KVCache
 from fp8rl_jax.models.forward import forward
 from fp8rl_jax.models.logprobs import token_logprobs
-from fp8rl_jax.models.policy import Policy, cast
+from fp8rl_jax.models.policy import Policy
+from fp8rl_jax.models.trained import trainer_policy
 from fp8rl_jax.parallel import constrain, split_batch
 from fp8rl_jax.training.state import TrainState, apply_gradients
 from pallas_kernels.backend import Backend
@@ -67,9 +68,9 @@ def completion_logprobs(policy: Policy, batch: Batch, config: StepConfig) -> tup
     """Log-probabilities and entropies of the completions' tokens at the sampling temperature, under the trainer's formats.
 
     Args:
-        policy: masters; cast to the compute dtype here, so gradients arrive in float32.
+        policy: masters; put into the trainer's form here, so gradients arrive in float32.
     """
-    policy = cast(policy, jnp.dtype(config.compute_dtype))
+    policy = trainer_policy(policy, config.recipe, jnp.dtype(config.compute_dtype), config.backend)
     run = partial(forward, policy, recipe=config.recipe, phase="train", remat=config.remat, backend=config.backend)
     segments = (jnp.arange(batch.prompts.shape[1]) < batch.lengths[:, None]).astype(jnp.int32)
     prompt = run(constrain(batch.prompts, "batch", None), segment_ids=segments, routes=batch.prompt_routes)

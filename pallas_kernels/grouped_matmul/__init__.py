@@ -1,3 +1,3 @@
-from pallas_kernels.grouped_matmul.api import grouped_matmul
+from pallas_kernels.grouped_matmul.api import align_groups, grouped_matmul, grouped_outer_product
 
-__all__ = ["grouped_matmul"]
+__all__ = ["align_groups", "grouped_matmul", "grouped_outer_product"]

@@ -1,4 +1,4 @@
-"""Blockwise-scaled FP8 product of sorted rows with one weight a group: the experts of a mixture."""
+"""Blockwise-scaled FP8 products of sorted rows, one weight a group: the experts of a mixture, and their gradients."""
 
 from __future__ import annotations
 
@@ -47,3 +47,56 @@ def grouped_matmul(
     if wrong := [f"{name} {given[name]} must be {shape}" for name, shape in expected.items() if given[name] != shape]:
         raise ValueError(f"grouped_matmul: for w {w.shape} in blocks {w_block}, {', '.join(wrong)}")
     return reference.matmul(x, x_scales, w, w_scales, group_sizes, w_block, out_dtype)
+
+
+def grouped_outer_product(
+    dy: Float[Array, "m n"],
+    dy_scales: Float[Array, "mb n"],
+    x: Float[Array, "m k"],
+    x_scales: Float[Array, "mb k"],
+    group_sizes: Int[Array, " groups"],
+    block: int = 128,
+    *,
+    backend: Backend = "auto",
+) -> Float[Array, "groups n k"]:
+    """The gradient of `grouped_matmul` by its weights: dy[rows of g].T @ x[rows of g] for each group g, in float32.
+
+    The contraction is over rows, so both operands have scales of `block` x 1, and every group begins at a multiple of `block`
+    (`align_groups` moves the rows there). Rows that alignment left between groups must be zero.
+
+    Args:
+        dy, dy_scales: gradient of the product and its scales, as `quantize_blocks(dy, (block, 1))` returns them.
+        x, x_scales: input of the product, likewise.
+        group_sizes: int32, multiples of `block`, adding up to at most m.
+        backend: implementation.
+
+    Raises:
+        BackendError: a backend asked for by name cannot serve the call.
+        ValueError: shapes do not belong together.
+    """
+    resolve(backend, "grouped_outer_product", AVAILABLE)
+    blocks = -(-len(dy) // block)
+    expected = {"x": (len(dy), x.shape[1]), "dy_scales": (blocks, dy.shape[1]), "x_scales": (blocks, x.shape[1])}
+    given = {"x": x.shape, "dy_scales": dy_scales.shape, "x_scales": x_scales.shape}
+    if wrong := [f"{name} {given[name]} must be {shape}" for name, shape in expected.items() if given[name] != shape]:
+        raise ValueError(f"grouped_outer_product: for dy {dy.shape} in blocks of {block} rows, {', '.join(wrong)}")
+    return reference.outer_products(dy, dy_scales, x, x_scales, group_sizes, block)
+
+
+def align_groups(
+    arrays: tuple[Float[Array, "m _"], ...], group_sizes: Int[Array, " groups"], block: int = 128
+) -> tuple[tuple[Float[Array, "aligned _"], ...], Int[Array, " groups"]]:
+    """Sorted rows laid out so that every group begins at a multiple of `block`, with zeros between.
+
+    Args:
+        arrays: each with its rows sorted by group; rows behind the last group are dropped.
+        group_sizes: int32, adding up to at most m.
+
+    Returns:
+        The arrays with m rounded up, plus `block` for each group, rows; and the group sizes rounded up to `block`.
+    """
+    rows = len(arrays[0])
+    places, aligned = reference.align(rows, group_sizes, block)
+    total = reference.aligned_rows(rows, len(group_sizes), block)
+    moved = (jnp.zeros((total, x.shape[1]), x.dtype).at[places].set(x, mode="drop", unique_indices=False) for x in arrays)
+    return tuple(moved), aligned

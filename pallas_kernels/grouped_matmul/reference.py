@@ -11,7 +11,8 @@ from jax import lax
 
 from pallas_kernels.quantize import dequantize_blocks
 
-_DIMENSIONS = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
+_BY_ROW = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
+_OVER_ROWS = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
 
 
 def matmul(x, x_scales, w, w_scales, group_sizes, w_block, out_dtype):
@@ -21,7 +22,35 @@ def matmul(x, x_scales, w, w_scales, group_sizes, w_block, out_dtype):
 
 def dot(x, w, group_sizes):
     """x [m, k], sorted by group, times w [groups, n, k] transposed, accumulated in float32; zero behind the last group."""
-    out = lax.ragged_dot_general(x, w, group_sizes, _DIMENSIONS, preferred_element_type=jnp.float32)
+    out = lax.ragged_dot_general(x, w, group_sizes, _BY_ROW, preferred_element_type=jnp.float32)
     # a backend need not write the rows behind the last group
     inside = jnp.arange(len(x)) < group_sizes.sum()
     return jnp.where(inside[:, None], out, 0.0)
+
+
+def outer_products(dy, dy_scales, x, x_scales, group_sizes, block):
+    return outer_product(
+        dequantize_blocks(dy, dy_scales, (block, 1)), dequantize_blocks(x, x_scales, (block, 1)), group_sizes
+    )
+
+
+def outer_product(dy, x, group_sizes):
+    """dy [m, n] transposed times x [m, k] over the rows of each group: float32 [groups, n, k]."""
+    inside = (jnp.arange(len(x)) < group_sizes.sum())[:, None]
+    dy, x = jnp.where(inside, dy, 0.0), jnp.where(inside, x, 0.0)
+    return lax.ragged_dot_general(dy, x, group_sizes, _OVER_ROWS, preferred_element_type=jnp.float32)
+
+
+def align(rows, group_sizes, block):
+    """Positions of sorted rows when every group begins at a multiple of `block`; those behind the last group fall out."""
+    aligned = -(-group_sizes // block) * block
+    ends = jnp.cumsum(group_sizes)
+    group = jnp.searchsorted(ends, jnp.arange(rows), side="right")
+    shift = jnp.cumsum(aligned) - aligned - (ends - group_sizes)
+    outside = aligned_rows(rows, len(group_sizes), block)
+    return jnp.where(group < len(group_sizes), jnp.arange(rows) + shift[jnp.minimum(group, len(shift) - 1)], outside), aligned
+
+
+def aligned_rows(rows, groups, block):
+    """The most rows that alignment can need."""
+    return -(-rows // block) * block + groups * block

@@ -7,7 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import BackendError, blockwise_matmul, grouped_matmul, quantize_blocks
+from pallas_kernels import (
+    BackendError,
+    align_groups,
+    blockwise_matmul,
+    grouped_matmul,
+    grouped_outer_product,
+    quantize_blocks,
+)
 from pallas_kernels.grouped_matmul.reference import dot
 
 
@@ -72,6 +79,45 @@ def test_gradients_of_the_unquantized_product():
     assert not np.asarray(dx)[5:].any()
 
 
+@pytest.mark.parametrize(
+    ("rows", "sizes"), [(9, (4, 0, 5)), (7, (0, 0, 7)), (8, (3, 0, 2)), (4, (0, 0)), (40, (17, 1, 16))]
+)
+def test_aligned_groups_begin_at_blocks_and_keep_their_rows(rows, sizes):
+    x = jnp.arange(1.0, rows + 1)[:, None] * jnp.ones((1, 3))
+    run = jax.jit(lambda sizes: align_groups((x, 2 * x), sizes, 8))
+    (moved, doubled), aligned = run(jnp.asarray(sizes, jnp.int32))
+    np.testing.assert_array_equal(aligned, [-(-size // 8) * 8 for size in sizes])
+    expected, place, row = np.zeros(moved.shape), 0, 0
+    for size in sizes:
+        expected[place : place + size] = np.asarray(x)[row : row + size]
+        place, row = place + -(-size // 8) * 8, row + size
+    np.testing.assert_array_equal(moved, expected)
+    np.testing.assert_array_equal(doubled, 2 * expected)
+
+
+@pytest.mark.parametrize(("m", "n", "k", "sizes"), [(300, 24, 130, (128, 0, 100)), (7, 131, 30, (0, 0, 7)), (4, 8, 16, (0, 0))])
+def test_outer_products_equal_the_float64_sum(m, n, k, sizes):
+    x, dy = operands(m, n, k, 1)[0], operands(m, k, n, 1, seed=1)[0]
+
+    @jax.jit
+    def run(sizes):
+        arrays, aligned = align_groups((dy, x), sizes, 128)
+        quantized = [part for array in arrays for part in quantize_blocks(array, (128, 1))]
+        return quantized, grouped_outer_product(*quantized, aligned)
+
+    quantized, out = run(jnp.asarray(sizes, jnp.int32))
+    left, right = (
+        np.asarray(values, np.float64) * expand(np.asarray(scales, np.float64), (128, 1), values.shape)
+        for values, scales in (quantized[:2], quantized[2:])
+    )
+    start = 0
+    for group, size in enumerate(sizes):
+        part = slice(start, start + -(-size // 128) * 128)
+        bound = 2.0**-22 * np.sqrt(size + 8) * (np.abs(left[part]).T @ np.abs(right[part]))
+        assert (np.abs(np.asarray(out[group], np.float64) - left[part].T @ right[part]) <= bound).all()
+        start = part.stop
+
+
 def test_wrong_calls_are_refused(unchecked_shapes):
     x, w = operands(4, 8, 16, 2)
     quantized = (*quantize_blocks(x, (1, 128)), *quantize_blocks(w, (128, 128)))
@@ -82,3 +128,5 @@ def test_wrong_calls_are_refused(unchecked_shapes):
         grouped_matmul(quantized[0], jnp.ones((4, 2)), *quantized[2:], sizes)
     with pytest.raises(BackendError, match="no hopper backend"):
         grouped_matmul(*quantized, sizes, backend="hopper")
+    with pytest.raises(ValueError, match=r"dy_scales \(2, 8\) must be \(1, 8\)"):
+        grouped_outer_product(jnp.ones((4, 8)), jnp.ones((2, 8)), jnp.ones((4, 16)), jnp.ones((1, 16)), sizes)

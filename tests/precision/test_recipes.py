@@ -32,6 +32,13 @@ def rollout(**changes):
     return {"rollout": replace(FULL.rollout, **changes)}
 
 
+def trained(**changes):
+    """Changes that turn the full recipe into one whose trainer is in FP8, itself changed."""
+    jet = RECIPES["jet-rl"]
+    sides = {name: getattr(jet, name) for name in ("trainer", "output_gradient", "saved_activation")}
+    return sides | changes
+
+
 REFUSED = {
     "e2m1": (rollout(weight=TensorFormat("e2m1", (128, 128))), r"rollout\.weight\.format 'e2m1'"),
     "stochastic": (rollout(weight=replace(W, rounding="stochastic")), r"rollout\.weight asks for a rounding"),
@@ -48,10 +55,18 @@ REFUSED = {
     "probability": (rollout(probability=KV), r"rollout\.probability cannot be quantized"),
     "cache block": (rollout(key=A), r"rollout\.key must have one float32 scale"),
     "cache scale": (rollout(query=replace(KV, scale="power_of_two")), r"rollout\.query must have one float32 scale"),
-    "trainer weight": ({"trainer": ForwardFormats(weight=W)}, r"trainer\.weight is quantized, and the trainer"),
+    "trainer weight only": ({"trainer": ForwardFormats(weight=W)}, r"trainer\.activation must be quantized where"),
     "trainer cache": ({"trainer": ForwardFormats(key=KV, value=KV)}, r"trainer\.key is quantized"),
-    "output_gradient": ({"output_gradient": A}, r"output_gradient is quantized"),
-    "saved_activation": ({"saved_activation": A}, r"saved_activation is quantized"),
+    "output_gradient": ({"output_gradient": A}, r"output_gradient is quantized, but the trainer's linears are not"),
+    "saved_activation": ({"saved_activation": A}, r"saved_activation is quantized, but the trainer's linears are not"),
+    "another saved format": (trained(saved_activation=replace(A, format="e5m2")), r"saved_activation must be the format of"),
+    "gradient e2m1": (trained(output_gradient=replace(A, format="e2m1")), r"output_gradient\.format 'e2m1'"),
+    "gradient rounding": (trained(output_gradient=replace(A, rounding="stochastic")), r"output_gradient asks for a rounding"),
+    "gradient block": (trained(output_gradient=replace(A, block=(1, 64))), r"output_gradient\.block must be \(1, 128\)"),
+    "oblong weight block": (
+        trained(trainer=replace(RECIPES["jet-rl"].trainer, weight=TensorFormat("e4m3", (64, 128)))),
+        r"output_gradient\.block must be \(1, 64\) and trainer\.weight\.block square",
+    ),
     "optimizer_moment": ({"optimizer_moment": W}, r"optimizer_moment is quantized"),
     "trained": ({"trained": "lora"}, r"trained 'lora' is not supported"),
     "exact": ({"exact": True}, r"exact is not supported"),
@@ -73,7 +88,7 @@ def test_formats():
 
 
 def test_unknown_recipe_suggests_the_nearest():
-    with pytest.raises(UserError, match=r"'fp8-r1'; did you mean 'fp8-rl'\? \(known: bf16, fp8-rollout, fp8-kv, fp8-rl\)"):
+    with pytest.raises(UserError, match=r"'fp8-r1'; did you mean 'fp8-rl'\? \(known: bf16, fp8-rollout, .*\)"):
         get_recipe("fp8-r1")
     with pytest.raises(UserError, match=r"'zzz' \(known"):
         get_recipe("zzz")
@@ -89,6 +104,20 @@ def test_scale_changes_the_block_quantized_roles_only():
     assert changed.weight == replace(W, scale="power_of_two") and changed.activation == replace(A, scale="power_of_two")
     assert (changed.query, changed.key, changed.value) == (KV, KV, KV)
     assert get_recipe("bf16", PrecisionConfig(scale="power_of_two")) == RECIPES["bf16"]
+
+
+def test_power_of_two_scales_of_the_trainer_are_infir2():
+    changed = get_recipe("jet-rl", PrecisionConfig(scale="power_of_two"))
+    assert replace(changed, name="infir2") == RECIPES["infir2"]
+    blocks = [f for f in (*vars(changed.trainer).values(), changed.output_gradient, changed.saved_activation) if f.quantized]
+    assert len(blocks) == 4 and all(f.scale == "power_of_two" for f in blocks)
+
+
+def test_output_gradient_format():
+    assert get_recipe("jet-rl", PrecisionConfig(output_gradient="e5m2")).output_gradient == replace(A, format="e5m2")
+    assert get_recipe("jet-rl", PrecisionConfig(output_gradient="compute")).output_gradient == COMPUTE
+    with pytest.raises(UserError, match="precision.output_gradient: the linears of recipe 'fp8-rl' are not trained in FP8"):
+        get_recipe("fp8-rl", PrecisionConfig(output_gradient="e5m2"))
 
 
 def test_calibration_and_exclusion_change_the_recipe():

@@ -1,0 +1,62 @@
+"""The trainer's form of a policy: compute dtype, and the recipe's linears as FP8 weights with a gradient."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from fp8rl_jax.config.recipe import Recipe
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.models.hf_names import stack_of
+from fp8rl_jax.models.policy import Layer, Policy, cast, linear_names, with_layers
+from fp8rl_jax.precision import is_quantized, quantized_layers, trained_weight
+from pallas_kernels.backend import Backend
+
+
+def quantized_tensors(policy: Policy, recipe: Recipe) -> dict[str, set[int]]:
+    """The layers in which each linear takes the recipe's weight format: {"q_proj": {0, 1}, ...}.
+
+    Raises:
+        UserError: a pattern of the recipe matches nothing.
+    """
+    chosen: dict[str, set[int]] = {}
+    for linear in quantized_layers(recipe, linear_names(policy.config)):
+        _, i, name = linear.split(".", 2)
+        chosen.setdefault(name, set()).add(int(i))
+    return chosen
+
+
+def check_uniform(policy: Policy, chosen: dict[str, set[int]], remedy: str) -> None:
+    """Layers that are scanned have one program, so a linear must be quantized in all of them or in none.
+
+    Raises:
+        UserError: naming the first linear that differs between layers, and `remedy`.
+    """
+    for name, layers in chosen.items():
+        if missing := sorted(set(stack_of(policy.config, name)) - layers):
+            raise UserError(f"{name} is quantized in some layers and not in layer {missing[0]}; {remedy}")
+
+
+def trainer_policy(policy: Policy, recipe: Recipe, dtype: jnp.dtype, backend: Backend = "auto") -> Policy:
+    """What the trainer's forward runs on: `cast(policy, dtype)`, and each of the recipe's linears a TrainedWeight.
+
+    The weights are quantized here, once, whatever the number of forwards that share them. Linears that are quantized already
+    (a rollout's policy) stay as they are.
+
+    Args:
+        policy: float32 masters, layers stacked; or a rollout's.
+        recipe: its trainer formats.
+        dtype: compute dtype of what is not quantized.
+
+    Raises:
+        UserError: a pattern matches nothing, or the layers differ in what is quantized.
+    """
+    served = cast(policy, dtype)
+    if not recipe.trainer.weight.quantized or not policy.stacked:
+        return served
+    chosen = quantized_tensors(policy, recipe)
+    check_uniform(policy, chosen, "a trainer in FP8 scans its layers, so precision.excluded must name all of them or none")
+    tensors, masters = served.layers.tensors(), policy.layers.tensors()
+    for name in chosen:
+        if not is_quantized(masters[name].value):
+            tensors[name] = type(tensors[name])(trained_weight(masters[name].value, recipe, backend), tensors[name].axes)
+    return with_layers(served, Layer(tensors))

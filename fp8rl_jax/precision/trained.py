@@ -1,0 +1,182 @@
+"""The FP8 linear that is trained: forward and backward of one product, each operand in the format that the recipe names.
+
+The forward is the rollout's: X in 1x128 groups times W in 128x128 blocks. The backward has two products more, and each wants
+its operands grouped along its own contraction, because a scale must be constant over what is summed inside a tensor core:
+
+    Y  = X W^T      contracts over inputs    X 1x128       W 128x128
+    dX = dY W       contracts over outputs   dY 1x128      W 128x128, the same values and scales, read the other way
+    dW = dY^T X     contracts over tokens    dY 128x1      X 128x1
+
+Square blocks are what lets dX use the forward's own W. X is kept for the backward in its quantized form, half the bytes of
+bfloat16, and grouped anew along tokens from there, so it is rounded twice for dW and for nothing else. Between operators
+gradients travel in the compute dtype; dW is accumulated and returned in float32. This is the flow of Jet-RL (arXiv
+2601.14243) and DeepSeek-V3 (arXiv 2412.19437, section 3.3). A dimension that is no multiple of 128 has a shorter last block.
+
+Quantization itself has the derivative of the identity (the straight-through estimator, arXiv 1308.3432).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from fp8rl_jax.config.recipe import Recipe, TensorFormat
+from fp8rl_jax.precision.qtensor import QTensor, dequantize, quantize, quantize_weight
+from pallas_kernels import blockwise_matmul, grouped_matmul, grouped_outer_product
+from pallas_kernels.backend import Backend
+from pallas_kernels.grouped_matmul import align_groups
+from pallas_kernels.grouped_matmul.reference import dot as grouped_dot
+from pallas_kernels.grouped_matmul.reference import outer_product
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainedWeight:
+    """A weight that is multiplied in FP8 and has a gradient.
+
+    Attributes:
+        quantized: what the products multiply, [..., out, in]; no gradient flows into it.
+        master: the float32 weight that receives the gradient; its values are not read.
+        activation: format of X.
+        output_gradient: format of dY; "compute" leaves dY as it is, and both products of the backward are in float32.
+        saved_activation: "compute" keeps X itself for the backward, any other its quantized form.
+    """
+
+    quantized: QTensor
+    master: Array
+    activation: TensorFormat = field(metadata={"static": True})
+    output_gradient: TensorFormat = field(metadata={"static": True})
+    saved_activation: TensorFormat = field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.quantized.shape
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainedInput:
+    """The input of a TrainedWeight: `quantized` is multiplied, `x` receives the gradient and is read only where it is saved."""
+
+    quantized: QTensor
+    x: Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.x.shape
+
+
+def trained_weight(master: Float[Array, "*stack n k"], recipe: Recipe, backend: Backend = "auto") -> TrainedWeight:
+    """The trainer's form of a float32 master under `recipe`: the very QTensor that the rollout serves, and the gradient's way."""
+    quantized = quantize_weight(jax.lax.stop_gradient(master), recipe.trainer.weight, backend)
+    return TrainedWeight(quantized, master, recipe.trainer.activation, recipe.output_gradient, recipe.saved_activation)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def trained_linear(
+    x: TrainedInput, weight: TrainedWeight, out_dtype: jnp.dtype, backend: Backend
+) -> Float[Array, "*batch n"]:
+    """X W^T of the quantized operands; its gradients are dX in X's dtype and dW in float32, by the table above.
+
+    Args:
+        x: [..., k].
+        weight: [n, k].
+        out_dtype: dtype of the result.
+        backend: kernels.
+    """
+    q, w = x.quantized, weight.quantized
+    return blockwise_matmul(q.values, q.scales, w.values, w.scales, w.block, out_dtype, backend=backend)
+
+
+def _linear_forward(x, weight, out_dtype, backend):
+    return trained_linear(x, weight, out_dtype, backend), (*_saved(x, weight), _constant(weight))
+
+
+def _linear_backward(out_dtype, backend, residuals, dy):
+    saved, like, weight = residuals
+    rows, w, fmt = dy.reshape(-1, dy.shape[-1]), _transposed(weight.quantized), weight.output_gradient
+    tokens = _rows(saved)
+    if fmt.quantized:
+        dyq = quantize(rows, fmt, backend)
+        dx = blockwise_matmul(dyq.values, dyq.scales, w.values, w.scales, w.block, like.dtype, backend=backend)
+        left, right = _along_tokens(rows, fmt, backend), _along_tokens(tokens, weight.activation, backend)
+        dw = blockwise_matmul(
+            left.values.T, left.scales.T, right.values.T, right.scales.T, right.block[::-1], jnp.float32, backend=backend
+        )  # fmt: skip
+    else:
+        dx, dw = _wide(rows) @ _wide(dequantize(w)).T, _wide(rows).T @ _wide(tokens)
+    dx = dx.astype(like.dtype).reshape(*dy.shape[:-1], w.shape[0])
+    return TrainedInput(None, dx), replace(weight, quantized=None, master=dw)
+
+
+trained_linear.defvjp(_linear_forward, _linear_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def trained_grouped_linear(
+    x: TrainedInput, weight: TrainedWeight, group_sizes: Int[Array, " groups"], out_dtype: jnp.dtype, backend: Backend
+) -> Float[Array, "m n"]:
+    """`trained_linear` of rows sorted by group, each with its group's part of `weight` [groups, n, k].
+
+    Along tokens a block never reaches into the next group: each group's rows begin a block of their own.
+    """
+    q, w = x.quantized, weight.quantized
+    return grouped_matmul(q.values, q.scales, w.values, w.scales, group_sizes, w.block, out_dtype, backend=backend)
+
+
+def _grouped_forward(x, weight, group_sizes, out_dtype, backend):
+    out = trained_grouped_linear(x, weight, group_sizes, out_dtype, backend)
+    return out, (*_saved(x, weight), _constant(weight), group_sizes)
+
+
+def _grouped_backward(out_dtype, backend, residuals, dy):
+    saved, like, weight, sizes = residuals
+    w, fmt, tokens = _transposed(weight.quantized), weight.output_gradient, _rows(saved)
+    if fmt.quantized:
+        dyq = quantize(dy, fmt, backend)
+        dx = grouped_matmul(dyq.values, dyq.scales, w.values, w.scales, sizes, w.block, like.dtype, backend=backend)
+        (dy, tokens), aligned = align_groups((dy, tokens), sizes, fmt.block[1])
+        left, right = _along_tokens(dy, fmt, backend), _along_tokens(tokens, weight.activation, backend)
+        dw = grouped_outer_product(
+            left.values, left.scales, right.values, right.scales, aligned, left.block[0], backend=backend
+        )  # fmt: skip
+    else:
+        dx, dw = grouped_dot(_wide(dy), dequantize(w), sizes), outer_product(_wide(dy), _wide(tokens), sizes)
+    return TrainedInput(None, dx.astype(like.dtype)), replace(weight, quantized=None, master=dw), None
+
+
+trained_grouped_linear.defvjp(_grouped_forward, _grouped_backward)
+
+
+def _saved(x: TrainedInput, weight: TrainedWeight) -> tuple[QTensor | Array, Array]:
+    """What the backward needs of X, and an empty array of X's dtype."""
+    return x.quantized if weight.saved_activation.quantized else x.x, jnp.zeros(0, x.x.dtype)
+
+
+def _constant(weight: TrainedWeight) -> TrainedWeight:
+    """Without the master, which would be kept alive for nothing."""
+    return replace(weight, master=None)
+
+
+def _transposed(w: QTensor) -> QTensor:
+    return QTensor(jnp.swapaxes(w.values, -1, -2), jnp.swapaxes(w.scales, -1, -2), w.block[::-1])
+
+
+def _rows(x: QTensor | Array) -> Array:
+    """X as a matrix [tokens, k], dequantized."""
+    if not isinstance(x, QTensor):
+        return x.reshape(-1, x.shape[-1])
+    k, groups = x.values.shape[-1], x.scales.shape[-1]
+    return dequantize(QTensor(x.values.reshape(-1, k), x.scales.reshape(-1, groups), x.block))
+
+
+def _along_tokens(x: Array, fmt: TensorFormat, backend: Backend) -> QTensor:
+    return quantize(x, replace(fmt, block=fmt.block[::-1]), backend)
+
+
+def _wide(x: Array) -> Array:
+    return x.astype(jnp.float32)
