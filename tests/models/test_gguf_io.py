@@ -9,6 +9,7 @@ import gguf
 import ml_dtypes
 import numpy as np
 import pytest
+from gguf_bytes import described, header, text
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_models import LLAMA, gguf_tensors, write_gguf
@@ -201,18 +202,6 @@ def test_the_reader_agrees_with_the_package(tmp_path):
     assert_like_the_package(tmp_path / "m.gguf", *read_gguf(tmp_path / "m.gguf"))
     whole = write_gguf(tmp_path / "whole.gguf", gguf_tensors())
     assert_like_the_package(whole, *read_gguf(whole))
-
-
-def text(value: str) -> bytes:
-    return struct.pack("<Q", len(value.encode())) + value.encode()
-
-
-def header(entries: bytes = b"", tensors: bytes = b"", counts: tuple[int, int] = (0, 0), version: int = 3) -> bytes:
-    return b"GGUF" + struct.pack("<IQQ", version, counts[1], counts[0]) + entries + tensors
-
-
-def described(name: str, shape: tuple[int, ...], kind: int = 0, offset: int = 0) -> bytes:
-    return text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, offset)
 
 
 @pytest.mark.parametrize(
