@@ -14,7 +14,17 @@ from typing import Any, get_origin, get_type_hints
 
 import tyro
 
-from fp8rl_jax.cli.schema import Mismatch, convert, convert_text, describe, leaves, show, unknown_key_hint
+from fp8rl_jax.cli.schema import (
+    MAX_DEPTH,
+    Mismatch,
+    convert,
+    convert_text,
+    describe,
+    is_deeper,
+    leaves,
+    show,
+    unknown_key_hint,
+)
 from fp8rl_jax.errors import UserError
 
 
@@ -113,8 +123,9 @@ def _grouped(flags: list[str]) -> Iterator[tuple[str, list[str], list[str]]]:
 
 def _toml_value(word: str) -> Any:
     try:
-        return tomllib.loads(f"value = {word}")["value"]
-    except tomllib.TOMLDecodeError:
+        table = tomllib.loads(f"value = {word}")
+        return word if len(table) > 1 or is_deeper(table["value"], MAX_DEPTH) else convert(table["value"], Any)
+    except (ValueError, RecursionError, Mismatch):  # no TOML, or no value that a file could hold
         return word
 
 

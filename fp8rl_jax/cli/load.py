@@ -18,12 +18,16 @@ import tomli_w
 
 from fp8rl_jax.cli.flags import read_flags, take_table_entries
 from fp8rl_jax.cli.schema import (
+    MAX_DEPTH,
     NONE_TEXT,
     Mismatch,
     convert,
     describe,
     fields_of,
+    is_deeper,
     leaves,
+    one_line,
+    quoted,
     show,
     tables,
     unknown_key_hint,
@@ -55,11 +59,12 @@ def load_config[Config](tree: type[Config], argv: list[str], prog: str) -> Confi
     config = _apply(tree(), values, faults)
     # Tyro would take a dictionary apart into flags of its own, so it sees none.
     flags, entries, empty = take_table_entries(flags, tree, config)
-    config = read_flags(tree, flags, prog, _apply(config, empty, faults), faults)
+    if flags:
+        config = read_flags(tree, flags, prog, _apply(config, empty, faults), faults)
     config = _apply(config, entries, faults)
     faults += _problems(config)
     if faults:
-        raise UserError("\n".join(dict.fromkeys(faults)))
+        raise UserError("\n".join(dict.fromkeys(map(one_line, faults))))
     return config
 
 
@@ -69,7 +74,7 @@ def parse_arguments[Arguments](tree: type[Arguments], argv: list[str], prog: str
     arguments = read_flags(tree, argv, prog, None, faults)
     faults += _problems(arguments) if arguments is not None else []
     if faults:
-        raise UserError("\n".join(faults))
+        raise UserError("\n".join(map(one_line, faults)))
     return arguments
 
 
@@ -96,13 +101,18 @@ def dump_toml(config: Any) -> str:
 
 def _read(file: str, faults: list[str]) -> dict[str, Any]:
     try:
-        return tomllib.loads(Path(file).read_text(encoding="utf-8"))
+        values = tomllib.loads(Path(file).read_text(encoding="utf-8"))
+        if not is_deeper(values, MAX_DEPTH):
+            return values
+        faults.append(f"{file}: tables or lists are nested more than {MAX_DEPTH} deep")
     except FileNotFoundError:
         hint = "" if file.endswith(".toml") else " (flags begin with --)"
         faults.append(f"{file}: no such file{hint}")
     except OSError as error:
         faults.append(f"{file}: cannot be read: {error.strerror}")
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except RecursionError:
+        faults.append(f"{file}: tables or lists are nested more than {MAX_DEPTH} deep")
+    except ValueError as error:  # not TOML, not UTF-8, or an integer of more digits than Python converts
         faults.append(f"{file}: not valid TOML: {error}")
     return {}
 
@@ -112,7 +122,7 @@ def _checked(values: dict, tree: type, known: list[str], prefix: str, file: str,
     sound = {}
     fields = fields_of(tree)
     for name, value in values.items():
-        key = prefix + name
+        key = prefix + quoted(name)
         if name not in fields:
             faults += [f"{file}: unknown key {inner}{unknown_key_hint(inner, known)}" for inner in _unknown(key, value)]
         elif dataclasses.is_dataclass(fields[name]) and isinstance(value, dict):
@@ -127,7 +137,8 @@ def _checked(values: dict, tree: type, known: list[str], prefix: str, file: str,
 
 def _unknown(name: str, value: Any) -> list[str]:
     """`name`, or the keys inside it where it is a table of another project's configuration."""
-    inside = [inner for key, item in value.items() for inner in _unknown(f"{name}.{key}", item)] if type(value) is dict else []
+    items = value.items() if type(value) is dict else ()
+    inside = [inner for key, item in items for inner in _unknown(f"{name}.{quoted(key)}", item)]
     return inside if any(renamed(key) for key in inside) else [name]
 
 

@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import json
 import math
+import re
 import types
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -18,6 +19,9 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from fp8rl_jax.config.renamed import renamed
 
 NONE_TEXT = "none"
+MAX_DEPTH = 50
+"""Tables or lists inside one another in a setting, at most."""
+_INT64 = range(-(2**63), 2**63)
 
 
 class Mismatch(Exception):
@@ -49,7 +53,7 @@ def tables(tree: type, prefix: str = "") -> Iterator[str]:
 
 
 def convert(value: Any, annotation: Any) -> Any:
-    """`value` as the annotated type; an int is taken where a float is wanted, and a bool is no number.
+    """`value` as the annotated type; an int, of 64 bits as TOML has it, is taken where a float is wanted; a bool is no number.
 
     Raises:
         Mismatch: it does not fit.
@@ -58,7 +62,11 @@ def convert(value: Any, annotation: Any) -> Any:
     if optional and (value is None or value == NONE_TEXT):
         return None
     origin, arguments = get_origin(annotation), get_args(annotation)
-    if annotation is Any:
+    if type(value) is int and value not in _INT64:
+        raise Mismatch(annotation)
+    if annotation is Any and type(value) is list:
+        return [convert(item, Any) for item in value]
+    if annotation is Any and type(value) is not dict:
         return value
     if origin is Literal:
         if not any(type(value) is type(choice) and value == choice for choice in arguments):
@@ -74,10 +82,19 @@ def convert(value: Any, annotation: Any) -> Any:
         kinds = [arguments[0]] * len(value) if _is_uniform(annotation) else list(arguments)
         if len(kinds) == len(value):
             return origin(convert(item, kind) for item, kind in zip(value, kinds, strict=True))
-    if (origin or annotation) is dict and type(value) is dict:
+    if (origin or annotation) in (dict, Any) and type(value) is dict:
         kind = arguments[1] if arguments else Any
         return {key: convert(item, kind) for key, item in value.items()}
     raise Mismatch(annotation)
+
+
+def is_deeper(value: Any, depth: int) -> bool:
+    """Whether tables and lists are nested in `value` more than `depth` times."""
+    level = [value]
+    for _ in range(depth):
+        nested = [item.values() if type(item) is dict else item for item in level if type(item) in (dict, list)]
+        level = [inner for items in nested for inner in items]
+    return any(type(item) in (dict, list) for item in level)
 
 
 def convert_text(words: list[str], annotation: Any) -> Any:
@@ -149,6 +166,16 @@ def unknown_key_hint(key: str, known: list[str], spell: Callable[[str], str] = s
     return f"; did you mean {' or '.join(map(spell, candidates))}?" if candidates else ""
 
 
+def quoted(name: str) -> str:
+    """One part of a dotted key as TOML writes it: in quotes where it is no bare word."""
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else f'"{name}"'
+
+
+def one_line(text: str) -> str:
+    """Line breaks and all else that is not printable, as escapes: a key or a value cannot make two lines of a message."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def _namesakes(key: str, known: list[str]) -> list[str]:
     if same_name := [candidate for candidate in known if _name(candidate) == _name(key)]:
         return same_name[:3]
@@ -160,7 +187,10 @@ def _namesakes(key: str, known: list[str]) -> list[str]:
 
 def show(value: Any) -> str:
     """A value as it was given, cut short where it is long."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # Python converts no integer of so many digits
+        return "a number of thousands of digits"
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
