@@ -51,6 +51,22 @@ class AdvantageConfig:
 
 
 @dataclass(frozen=True)
+class RewardKLConfig:
+    """KL to the reference policy as a part of the reward (InstructGPT, arXiv 2203.02155; verl's use_kl_in_reward)."""
+
+    coefficient: float = 0.0
+    """beta of r - beta * KL, where KL is the sum over a completion's tokens of the estimates of KL(old || reference); 0: none."""
+    estimator: KLEstimator = "k1"
+    """As rl.kl_estimator, with the old policy in place of pi_theta. k1 is the log-ratio, InstructGPT's."""
+
+    def __post_init__(self) -> None:
+        report(
+            at_least("rl.reward_kl.coefficient", self.coefficient, 0.0),
+            one_of("rl.reward_kl.estimator", self.estimator, KLEstimator),
+        )
+
+
+@dataclass(frozen=True)
 class OverlongConfig:
     """What becomes of completions that are too long (DAPO, arXiv 2503.14476, section 3.4)."""
 
@@ -109,7 +125,8 @@ class LossConfig:
     completions of their means over tokens (GRPO, GSPO). sequence_sum: the mean over completions of their sums; and
     that, divided by a constant length, is fixed_length (Dr. GRPO)."""
     fixed_length: int | None = None
-    """The constant of fixed_length, in tokens; unset: the width of the batch, which is rollout.max_new_tokens."""
+    """The constant of fixed_length, in tokens; unset: the width of the batch, which is rollout.max_new_tokens, and of episodes
+    (task.max_turns above 1) rollout.max_prompt_tokens + rollout.max_new_tokens - 1."""
 
     def __post_init__(self) -> None:
         clips = self.objective == "clip"
@@ -149,6 +166,8 @@ class RLConfig(LossConfig):
     """Rewards to advantages."""
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     """Rollout against trainer."""
+    reward_kl: RewardKLConfig = field(default_factory=RewardKLConfig)
+    """KL to the reference policy, taken from the reward."""
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
     """Completions that are too long."""
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
@@ -189,5 +208,6 @@ __all__ = [
     "LossConfig",
     "OverlongConfig",
     "RLConfig",
+    "RewardKLConfig",
     "check_sampling",
 ]

@@ -56,9 +56,10 @@ class RolloutConfig:
     samples_per_prompt: int = 8
     """Completions of each prompt; they share one prefill."""
     max_prompt_tokens: int = 64
-    """Prompts longer than this are skipped, counted, and warned about once."""
+    """Prompts longer than this are skipped, counted, and warned about once. With task.max_turns above 1 it holds the whole
+    conversation before an answer: an episode ends where the next prompt does not fit (metric episodes/truncated)."""
     max_new_tokens: int = 16
-    """Longest completion, its stop token included."""
+    """Longest completion, of one turn, its stop token included."""
     temperature: float = 1.0
     """Softmax temperature; 0 is greedy and cannot be trained on."""
     top_k: int = 0
@@ -212,7 +213,7 @@ class RunConfig:
 
     def problems(self) -> list[str]:
         """Faults between keys, one line each; empty where all is well."""
-        rollout, trainer = self.rollout, self.trainer
+        rollout, trainer, episodes = self.rollout, self.trainer, self.task.max_turns > 1
         found = []
         try:
             get_recipe(self.recipe, self.precision)
@@ -241,7 +242,14 @@ class RunConfig:
                 not self.rl.dynamic_sampling.enabled or rollout.samples_per_prompt >= 2,
                 "rl.dynamic_sampling.enabled needs rollout.samples_per_prompt of at least 2",
             ),
-            (self.task.max_turns == 1, "task.max_turns: training and evaluation play one turn; set it to 1"),
+            (
+                not (episodes and (self.rl.overlong.buffer or self.rl.overlong.filter)),
+                "rl.overlong: its length is that of one completion; leave buffer and filter unset with task.max_turns above 1",
+            ),
+            (
+                not (episodes and trainer.router_replay),
+                "trainer.router_replay: routes are those of one completion; leave it false with task.max_turns above 1",
+            ),
         ]
         found += [message for holds, message in checks if not holds]
         if found:

@@ -28,7 +28,8 @@ class TaskConfig:
     """Held-out problems of kind jsonl, as name; at most eval_size of them are used, and training skips them all. Empty: they
     are taken out of name."""
     max_turns: int = 1
-    """Completions of one episode, at most; other kinds than environment have one."""
+    """Completions of one episode, at most; other kinds than environment have one. Above 1 an episode's reward is the sum over
+    its turns, what the environment says is masked from the loss, and rollout.max_prompt_tokens bounds the conversation."""
     train_size: int = 0
     """Training problems; 0: all that the held-out set leaves of a list, 1024 of a generator."""
     eval_size: int = 256

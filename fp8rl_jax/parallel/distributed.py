@@ -85,6 +85,17 @@ def sum_over_processes(tree: Any) -> Any:
     return jax.tree.map(lambda stacked: stacked.sum(0), multihost_utils.process_allgather(tree))
 
 
+def gather_text(text: str) -> list[str]:
+    """The texts of all processes, in their order; all processes must call it together."""
+    data = np.frombuffer(text.encode(), np.uint8)
+    sizes = np.asarray(multihost_utils.process_allgather(np.int32(len(data)))).reshape(-1)
+    # a power of two, so that few shapes are compiled
+    padded = np.zeros(1 << int(sizes.max()).bit_length(), np.uint8)
+    padded[: len(data)] = data
+    rows = np.asarray(multihost_utils.process_allgather(padded))
+    return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
+
+
 @contextmanager
 def shared_faults() -> Iterator[None]:
     """A UserError that the block raises on one process is raised on all; all must enter and leave it together.

@@ -30,6 +30,7 @@ from fp8rl_jax.config.rl import (
     DynamicSamplingConfig,
     LossConfig,
     OverlongConfig,
+    RewardKLConfig,
     RLConfig,
     check_sampling,
 )
@@ -37,7 +38,7 @@ from fp8rl_jax.rl.advantages import group_advantages, reward_metrics
 from fp8rl_jax.rl.aggregation import aggregate, loss_denominator
 from fp8rl_jax.rl.correction import correction, refuse_partial, rollout_logprobs
 from fp8rl_jax.rl.dapo import drop_truncated, informative_groups, overlong_penalty
-from fp8rl_jax.rl.divergence import kl_penalty
+from fp8rl_jax.rl.divergence import kl_penalty, reward_kl
 from fp8rl_jax.rl.loss import LossInputs, corrected_policy_loss, loss_settings, policy_loss
 from fp8rl_jax.rl.metrics import Maximum, Mean, Metrics, add_metrics, metric_values, reduce_metrics
 from fp8rl_jax.rl.mismatch import mismatch_metrics
@@ -57,6 +58,7 @@ __all__ = [
     "Metrics",
     "OverlongConfig",
     "RLConfig",
+    "RewardKLConfig",
     "add_metrics",
     "aggregate",
     "check_sampling",
@@ -78,6 +80,7 @@ __all__ = [
     "policy_ratio",
     "reduce_metrics",
     "refuse_partial",
+    "reward_kl",
     "reward_metrics",
     "rollout_logprobs",
     "surrogate",

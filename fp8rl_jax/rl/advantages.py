@@ -33,7 +33,8 @@ def group_advantages(
     valid completion: it gets 0 here, and its reward there.
     REINFORCE++ (arXiv 2501.03262): (r - mean) / (std + epsilon) over the tokens of the batch; reinforce_pp_baseline
     subtracts the prompt's mean first. Departs from the paper, which has a KL penalty for each token in the reward (here it
-    is a term of the loss), and from verl and NeMo RL in epsilon, which they add to the variance, or bound it by.
+    is a term of the loss, or `reward_kl` of the whole completion), and from verl and NeMo RL in epsilon, which they add to
+    the variance, or bound it by.
 
     Args:
         rewards: one scalar a completion; row b belongs to prompt b // samples_per_prompt.

@@ -1,4 +1,4 @@
-"""Estimates of KL(pi_theta || pi_ref) as a term of the loss: three values, three gradients.
+"""Estimates of KL(pi_theta || pi_ref): as a term of the loss, three values and three gradients; and as a part of the reward.
 
 With x = log pi_ref - log pi_theta of a token that pi_theta sampled (J. Schulman, http://joschu.net/blog/kl-approx.html):
 
@@ -12,6 +12,9 @@ A good value does not make a good gradient (arXiv 2506.09477): the derivative of
     estimator   the derivative of the formula
     k2          the value of the formula, the derivative of k2                verl's "k1+" and "k3+"
     score       the derivative of sg(1 / pi_theta) pi_theta * formula         NeMo RL: the score-function term is in it
+
+In the reward (InstructGPT, arXiv 2203.02155) it is a constant and needs no gradient: r - beta * sum_t KL_t, with the old policy
+in place of pi_theta. The policy gradient then brings the score-function term, and k1 is the unbiased choice.
 """
 
 from __future__ import annotations
@@ -20,8 +23,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from fp8rl_jax.config.rl import LossConfig
-from fp8rl_jax.rl.masked import LOG_RATIO_LIMIT, Mask, clamp_log_ratio, k3
+from fp8rl_jax.config.rl import KLEstimator, LossConfig, RewardKLConfig
+from fp8rl_jax.rl.masked import LOG_RATIO_LIMIT, Mask, check_shapes, clamp_log_ratio, k3, masked_sum
 
 
 def kl_penalty(
@@ -41,13 +44,7 @@ def kl_penalty(
     own = jnp.where(mask.astype(bool), logprobs, 0.0)
     raw = jax.lax.stop_gradient(jnp.where(mask.astype(bool), reference_logprobs, 0.0)) - own
     x = clamp_log_ratio(raw)
-    match config.kl_estimator:
-        case "k1":
-            value = -x
-        case "k2":
-            value = 0.5 * x**2
-        case _:
-            value = k3(x)
+    value = _estimate(x, config.kl_estimator)
     match config.kl_gradient:
         case "estimator":
             return value
@@ -57,3 +54,33 @@ def kl_penalty(
         case _:
             score = jnp.where(jnp.abs(raw) <= LOG_RATIO_LIMIT, own - jax.lax.stop_gradient(own), 0.0)
             return jnp.exp(score) * value
+
+
+def reward_kl(
+    old_logprobs: Float[Array, "B T"], reference_logprobs: Float[Array, "B T"], mask: Mask, config: RewardKLConfig
+) -> Float[Array, " B"]:
+    """The estimate of KL(old || reference) of each completion, in nats: the sum over its tokens, which the reward loses
+    config.coefficient times.
+
+    verl's apply_kl_penalty and InstructGPT take it from the reward of each token, which a value network turns into advantages
+    token by token. Without one a completion has a single reward, hence the sum; it is what verl's GRPO makes of it, too. Departs
+    from both in clamping x to +-20, and from verl in a coefficient that stays as it is (no adaptive controller).
+
+    Args:
+        old_logprobs: the trainer's, of the policy that sampled; padding may hold anything.
+        reference_logprobs: of the same tokens at the same temperature.
+        mask: sampled tokens.
+        config: estimator.
+    """
+    check_shapes(mask, old_logprobs=old_logprobs, reference_logprobs=reference_logprobs)
+    return masked_sum(_estimate(clamp_log_ratio(reference_logprobs - old_logprobs), config.estimator), mask, axis=1)
+
+
+def _estimate(x: Float[Array, "B T"], estimator: KLEstimator) -> Float[Array, "B T"]:
+    match estimator:
+        case "k1":
+            return -x
+        case "k2":
+            return 0.5 * x**2
+        case _:
+            return k3(x)

@@ -19,13 +19,25 @@ class Conversation(str):
     """Messages for a chat template, each with "role" and "content"."""
 
     def __new__(cls, messages: Sequence[Mapping[str, str]]) -> Conversation:
-        lines = [f"{message['role']}: {message['content']}" for message in messages]
-        conversation = super().__new__(cls, "\n".join([*lines, "assistant:"]))
+        conversation = super().__new__(cls, f"{transcript(messages)}\nassistant:")
         conversation.messages = tuple(dict(message) for message in messages)
         return conversation
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Conversation, (self.messages,)
+
+
+def transcript(messages: Sequence[Mapping[str, str]]) -> str:
+    """One line a message, `role: content`."""
+    return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
+
+
+def continuation(prompt: str, observation: Sequence[Mapping[str, str]]) -> str:
+    """What a model without a chat template reads behind its answer to `prompt`: the transcript goes on, and behind a prompt of
+    plain text the observation's text follows as it is."""
+    if isinstance(prompt, Conversation):
+        return f"\n{transcript(observation)}\nassistant:"
+    return "".join(message["content"] for message in observation)
 
 
 def chat_messages(prompt: str, system_prompt: str = "") -> list[dict[str, str]]:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float32, Int32
 
-from fp8rl_jax.tasks.conversation import Conversation, chat_messages
+from fp8rl_jax.tasks.conversation import Conversation, chat_messages, transcript
 from fp8rl_jax.tasks.dataset import Example
 from fp8rl_jax.tasks.scores import Scores
 
@@ -37,6 +37,10 @@ class Sampled:
     """Of the distribution that was sampled, one a token."""
     policy_logprobs: tuple[float, ...]
     """At the same temperature over the whole vocabulary."""
+    stopped: bool
+    """A stop token ended it; otherwise its length did."""
+    weight_version: int
+    """Number of the weight sync that served it."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +50,15 @@ class Episode:
     example: Example
     turns: tuple[Sampled, ...] = ()
     history: tuple[tuple[str, tuple[dict[str, str], ...]], ...] = ()
-    """(completion, observation) of each turn."""
+    """(completion, observation) of each turn; a last one has no observation."""
     reward: float = 0.0
     """Sum over the turns; 0 after a failure."""
     done: bool = False
-    """No further turn: the environment said so, there were max_turns, or a turn failed."""
+    """No further turn: the environment said so, there were max_turns, a turn failed, or there was no room for another."""
     failed: bool = False
     """A turn raised, timed out, or broke the protocol: the episode has no reward of its own."""
+    truncated: bool = False
+    """It ended for want of room, with the reward that it had by then."""
 
     @property
     def prompt(self) -> str:
@@ -69,12 +75,23 @@ class Episode:
         """The episode's problem with the next turn's prompt."""
         return replace(self.example, prompt=self.prompt)
 
+    @property
+    def transcript(self) -> str:
+        """What was said behind the first prompt: the completions, and between them the observations, a line a message."""
+        messages = [message for said, seen in self.history for message in ({"role": "assistant", "content": said}, *seen)]
+        return transcript(messages).removeprefix("assistant: ")
+
+    def cut(self) -> Episode:
+        """The episode, ended for want of room."""
+        return replace(self, done=True, truncated=True)
+
     def after(self, sampled: Sampled, completion: str, turn: dict[str, Any] | None, max_turns: int) -> Episode:
         """The episode after a turn; `turn` is what the environment made of the completion, None where that failed."""
         if self.done:
             raise ValueError("the episode has ended")
         if turn is None:
-            return replace(self, turns=(*self.turns, sampled), reward=0.0, done=True, failed=True)
+            said = (*self.history, (completion, ()))
+            return replace(self, turns=(*self.turns, sampled), history=said, reward=0.0, done=True, failed=True)
         return replace(
             self,
             turns=(*self.turns, sampled),
@@ -118,7 +135,7 @@ class Rows:
     """Rows of many episodes, padded. Position t of a row stands at prompt_length + t of its context."""
 
     episode: Int32[np.ndarray, " R"]
-    """Index of the episode that a row belongs to; its advantage is the episode's."""
+    """Index of the episode that a row belongs to; its advantage is the episode's. -1: an empty row, whose prompt is one pad."""
     prompts: Int32[np.ndarray, "R S"]
     prompt_lengths: Int32[np.ndarray, " R"]
     tokens: Int32[np.ndarray, "R T"]
@@ -153,40 +170,61 @@ def join_turns(turns: Sequence[Sampled]) -> list[Row]:
     return rows
 
 
-def pad_rows(episodes: Sequence[Episode], prompt_width: int, width: int, pad: int = 0) -> Rows:
+def pad_rows(episodes: Sequence[Episode], prompt_width: int, width: int, pad: int = 0, multiple: int = 1) -> Rows:
     """The rows of all episodes in fixed shapes.
 
     Args:
         episodes: ended or not.
-        prompt_width: S, at least the longest prompt.
+        prompt_width: S; what a prompt has beyond it stands in front of the row's tokens, attended to and not sampled.
         width: T, at least the longest row of tokens behind a prompt.
         pad: token id of the padding.
+        multiple: R is a multiple of it. Empty rows stand evenly between the others, so that equal parts of the rows have about
+            equally many that are not.
 
     Raises:
         ValueError: a row does not fit.
     """
-    rows = [(index, row) for index, episode in enumerate(episodes) for row in join_turns(episode.turns)]
+    rows = [(index, _shortened(row, prompt_width)) for index, episode in enumerate(episodes) for row in join_turns(episode.turns)]
     for index, row in rows:
-        if len(row.prompt) > prompt_width or len(row.tokens) > width:
+        if len(row.tokens) > width:
             raise ValueError(
                 f"episode {index}: a row of {len(row.prompt)} + {len(row.tokens)} tokens, and there is room for "
                 f"{prompt_width} + {width}"
             )
+    height = -(-len(rows) // multiple) * multiple
+    slots = np.arange(len(rows)) * height // len(rows)
 
-    def table(name: str, columns: int, fill: Any, dtype: Any) -> np.ndarray:
-        filled = np.full((len(rows), columns), fill, dtype)
-        for line, (_, row) in zip(filled, rows, strict=True):
-            line[: len(getattr(row, name))] = getattr(row, name)
+    def column(values: Sequence[int], fill: int) -> Int32[np.ndarray, " R"]:
+        filled = np.full(height, fill, np.int32)
+        filled[slots] = values
         return filled
 
-    lengths = np.array([len(row.tokens) for _, row in rows], np.int32)
+    def table(name: str, columns: int, fill: Any, dtype: Any) -> np.ndarray:
+        filled = np.full((height, columns), fill, dtype)
+        for slot, (_, row) in zip(slots, rows, strict=True):
+            filled[slot, : len(getattr(row, name))] = getattr(row, name)
+        return filled
+
     return Rows(
-        episode=np.array([index for index, _ in rows], np.int32),
+        episode=column([index for index, _ in rows], -1),
         prompts=table("prompt", prompt_width, pad, np.int32),
-        prompt_lengths=np.array([len(row.prompt) for _, row in rows], np.int32),
+        prompt_lengths=column([len(row.prompt) for _, row in rows], 1),
         tokens=table("tokens", width, pad, np.int32),
-        attended=np.arange(width) < lengths[:, None],
+        attended=np.arange(width) < column([len(row.tokens) for _, row in rows], 0)[:, None],
         sampled=table("sampled", width, False, bool),
         behaviour_logprobs=table("behaviour_logprobs", width, 0.0, np.float32),
         policy_logprobs=table("policy_logprobs", width, 0.0, np.float32),
+    )
+
+
+def _shortened(row: Row, prompt_width: int) -> Row:
+    """`row` with a prompt of at most `prompt_width` tokens; the others stand in front of its tokens."""
+    beyond = row.prompt[prompt_width:]
+    zeros = [0.0] * len(beyond)
+    return Row(
+        row.prompt[:prompt_width],
+        [*beyond, *row.tokens],
+        [False] * len(beyond) + row.sampled,
+        zeros + row.behaviour_logprobs,
+        zeros + row.policy_logprobs,
     )

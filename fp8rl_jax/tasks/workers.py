@@ -31,8 +31,6 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from fp8rl_jax.config.tasks import TaskConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.tasks.dataset import Example
@@ -63,7 +61,7 @@ class RewardPool:
     def __init__(self, task: TaskConfig):
         if faults := task.problems():
             raise UserError("; ".join(faults))
-        self._task = task
+        self.task = task
         self._lock = threading.Lock()
         self._inbox: list[ScoreJob] = []
         self._fault: BaseException | None = None
@@ -98,10 +96,10 @@ class RewardPool:
             raise ValueError(f"{len(completions)} completions are no multiple of {len(examples)} examples")
         repeats = len(completions) // max(len(examples), 1)
         pairs = [(examples[row // repeats], completion) for row, completion in enumerate(completions)]
-        if self._task.kind != "environment":
+        if self.task.kind != "environment":
             return self._submit([(example.prompt, text, example.answer, example.entry) for example, text in pairs])
-        if self._task.max_turns > 1:
-            raise UserError(f"task.max_turns = {self._task.max_turns}: one turn a problem is played here; set it to 1")
+        if self.task.max_turns > 1:
+            raise UserError(f"task.max_turns = {self.task.max_turns}: one turn a problem is played here; set it to 1")
         return self._submit([(example.entry, (), text) for example, text in pairs])
 
     def play(self, episodes: Sequence[Episode], completions: Sequence[str]) -> Scores:
@@ -117,7 +115,7 @@ class RewardPool:
         return self._submit([(episode.example.entry, episode.history, text) for episode, text in pairs]).result()
 
     def _submit(self, samples: list[tuple[Any, ...]]) -> Future[Scores]:
-        job = ScoreJob(samples, self._task)
+        job = ScoreJob(samples, self.task)
         with self._lock:
             if self._fault is not None:
                 raise self._fault
@@ -132,39 +130,6 @@ class RewardPool:
             UserError: the workers ended and could not be started again.
         """
         return self.submit(examples, completions).result()
-
-    def score_together(self, examples: Sequence[Example], completions: Sequence[str]) -> Scores:
-        """`score` in a run of several processes: each scores its share and all get the whole, counts and times included.
-
-        A reward need not be deterministic, and it may time out on one host alone; what is shared is equal everywhere. All
-        processes must call it together with the same arguments. `first_error` stays on the process that saw it.
-
-        Raises:
-            UserError: on every process, where the workers of one ended and could not be started again.
-        """
-        # not at the top: whoever only scores has no use for JAX
-        import jax
-
-        from fp8rl_jax.parallel import shared_faults, sum_over_processes
-
-        started, repeats = time.monotonic(), len(completions) // max(len(examples), 1)
-        # dealt out like cards, so that each process has its part of every prompt's completions
-        rows = np.arange(jax.process_index(), len(completions), jax.process_count())
-        with shared_faults():
-            own = self.score([examples[row // repeats] for row in rows], [completions[row] for row in rows])
-        table = np.zeros((3 + len(own.components), len(completions)), np.float32)
-        table[:, rows] = own.rewards, own.correct, own.failed, *own.components.values()
-        (rewards, correct, failed, *components), timeouts = sum_over_processes((table, np.int32(own.timeouts)))
-        return Scores(
-            rewards=rewards,
-            components=dict(zip(own.components, components, strict=True)),
-            correct=correct > 0,
-            failed=failed > 0,
-            errors=int(failed.sum() - timeouts),
-            timeouts=int(timeouts),
-            first_error=own.first_error,
-            seconds=time.monotonic() - started,
-        )
 
     def close(self) -> None:
         """Kill the workers and wait for their end. Scores still under way raise RuntimeError. May be called twice."""
@@ -188,7 +153,7 @@ class RewardPool:
     def _run(self) -> None:
         fault: BaseException = RuntimeError("the reward pool is closed")
         try:
-            for _ in range(self._task.reward.num_workers):
+            for _ in range(self.task.reward.num_workers):
                 self._start_worker()
             while not self._closing:
                 self._assign()
@@ -221,7 +186,7 @@ class RewardPool:
             self._finish(job)
 
     def _start_worker(self) -> None:
-        worker = WorkerProcess(self._task)
+        worker = WorkerProcess(self.task)
         worker.deadline = time.monotonic() + START_TIMEOUT
         self._workers.append(worker)
         self._selector.register(worker.socket, selectors.EVENT_READ, partial(self._read, worker))
@@ -233,8 +198,8 @@ class RewardPool:
                 size = max(1, min(even, int(BATCH_SECONDS / self._sample_seconds)))
                 worker.assigned.extend(self._pending.popleft() for _ in range(size))
                 worker.batch_size, worker.batch_started = size, time.monotonic()
-                worker.deadline = worker.batch_started + self._task.reward.timeout
-                worker.send([job.samples[row] for job, row in worker.assigned], self._task.reward.timeout)
+                worker.deadline = worker.batch_started + self.task.reward.timeout
+                worker.send([job.samples[row] for job, row in worker.assigned], self.task.reward.timeout)
 
     def _read(self, worker: WorkerProcess) -> None:
         lines, alive = worker.receive()
@@ -246,7 +211,7 @@ class RewardPool:
                 job.record(row, *line)
                 self._finish(job)
         if lines and worker.assigned:
-            worker.deadline = time.monotonic() + self._task.reward.timeout
+            worker.deadline = time.monotonic() + self.task.reward.timeout
         elif lines:
             worker.deadline = math.inf
             if worker.batch_size:
@@ -280,11 +245,11 @@ class RewardPool:
             self._failed_starts += 1
             if self._failed_starts == MAX_FAILED_STARTS or not self._ready.done():
                 end = f"took more than {START_TIMEOUT:.0f} s" if timed_out else end
-                source = self._task.reward.function or self._task.name
+                source = self.task.reward.function or self.task.name
                 raise UserError(worker.failure or f"the reward worker {end} while it imported {source!r}")
         if worker.assigned:
             job, row = worker.assigned.popleft()
-            error = f"no score after {self._task.reward.timeout:g} s" if timed_out else f"the worker {end}"
+            error = f"no score after {self.task.reward.timeout:g} s" if timed_out else f"the worker {end}"
             job.record(row, None, error, timed_out)
             self._finish(job)
         self._pending.extendleft(reversed(worker.assigned))

@@ -8,81 +8,27 @@ every step. Where too few prompts teach something, others fill the batch, and th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Bool, Int
 
 from fp8rl_jax import rl
-from fp8rl_jax.config.rl import RLConfig
 from fp8rl_jax.parallel import batch_sharding, to_global, to_host
 from fp8rl_jax.rollout.engine import Prompts, Rollout, RolloutEngine
 from fp8rl_jax.tasks.dataset import Example
+from fp8rl_jax.tasks.episodes import Episode
 from fp8rl_jax.tasks.scores import Scores
+from fp8rl_jax.tasks.together import score_together
 from fp8rl_jax.tasks.workers import RewardPool
+from fp8rl_jax.training.experience import EpisodeExperience, Experience, RolloutExperience, episode_rows
 from fp8rl_jax.training.performance import Clock
+from fp8rl_jax.training.play import play
 from fp8rl_jax.training.setup import Setup
-from fp8rl_jax.training.step import Batch
-
-
-@dataclass(frozen=True)
-class Experience:
-    """What a step learns from.
-
-    Attributes:
-        rollout: of the chosen prompts, on the mesh.
-        rewards, valid: of its completions, as the task gave them; not valid where the reward failed.
-        teaches: chosen prompts that enter the loss; all of them without dynamic sampling.
-        scores, examples, texts: of everything that was sampled.
-        rounds: how many rollouts it took.
-    """
-
-    rollout: Rollout
-    rewards: Float[np.ndarray, " b"]
-    valid: Bool[np.ndarray, " b"]
-    teaches: Bool[np.ndarray, " p"]
-    scores: Scores
-    examples: list[Example]
-    texts: list[str]
-    rounds: int
-
-    def batch(self, advantages: Float[Array, " b"], config: RLConfig, truncated: bool) -> Batch:
-        """What is trained on.
-
-        Args:
-            advantages: of the completions.
-            config: its correction resolved.
-            truncated: sampling was from a truncated distribution.
-        """
-        rollout, in_loss = self.rollout, None
-        chosen = rl.rollout_logprobs(rollout.behaviour_logprobs, rollout.policy_logprobs, config.correction, truncated=truncated)
-        if config.overlong.filter:
-            in_loss = rl.drop_truncated(rollout.mask, rollout.stopped)
-        if not self.teaches.all():
-            kept = np.repeat(self.teaches, len(self.rewards) // len(self.teaches))[:, None]
-            in_loss = (rollout.mask if in_loss is None else in_loss) & kept
-        prompts = rollout.prompts
-        return Batch(
-            prompts.tokens, prompts.lengths, rollout.tokens, rollout.mask, chosen, advantages,
-            loss_mask=in_loss, prompt_routes=rollout.prompt_expert_ids, routes=rollout.expert_ids,
-        )  # fmt: skip
-
-    def shown(self, count: int) -> Iterator[dict[str, Any]]:
-        """Rows for samples.jsonl: at most `count` of the completions, evenly spread."""
-        n = len(self.texts) // len(self.examples)
-        rows = range(0, len(self.texts), max(len(self.texts) // max(count, 1), 1))
-        for row in list(rows)[:count]:
-            example = self.examples[row // n]
-            yield {
-                "prompt": example.prompt,
-                "completion": self.texts[row],
-                "answer": example.answer,
-                "reward": float(self.scores.rewards[row]),
-            }
 
 
 class Collector:
@@ -102,10 +48,7 @@ class Collector:
         """Samples, scores, and with dynamic sampling does so again until enough prompts teach something."""
         drawn = [self._draw(engine, step, 0, clock)]
         if not self.dynamic.enabled:
-            rollout, scores, examples, texts = drawn[0]
-            return Experience(
-                rollout, scores.rewards, ~scores.failed, np.ones(self.count, bool), scores, examples, texts, rounds=1
-            )
+            return self._chosen(drawn, np.ones(self.count, bool))
         teaches = [self._informative(drawn[0][1])]
         while sum(map(np.sum, teaches)) < self.count and len(drawn) < self.dynamic.max_rounds:
             drawn.append(self._draw(engine, step, len(drawn), clock))
@@ -113,32 +56,47 @@ class Collector:
         return self._chosen(drawn, np.concatenate(teaches))
 
     def _chosen(self, drawn: list, teaches: Bool[np.ndarray, " q"]) -> Experience:
-        rollouts, scores, examples, texts = zip(*drawn, strict=True)
+        sampled, scores, examples, texts = zip(*drawn, strict=True)
         joined = Scores.join(scores)
         # those that teach first, each in the order of sampling; what is left over is not used
         chosen = np.argsort(~teaches, kind="stable")[: self.count]
         rows = (chosen[:, None] * self.samples + np.arange(self.samples)).reshape(-1)
-        return Experience(
-            rollout=to_global_rollout(select(list(rollouts), chosen, rows), batch_sharding(self.setup.mesh)),
-            rewards=joined.rewards[rows],
-            valid=~joined.failed[rows],
-            teaches=teaches[chosen],
-            scores=joined,
-            examples=sum(examples, []),
-            texts=sum(texts, []),
-            rounds=len(drawn),
-        )
+        common = {
+            "rewards": joined.rewards[rows],
+            "valid": ~joined.failed[rows],
+            "teaches": teaches[chosen],
+            "scores": joined,
+            "examples": sum(examples, []),
+            "texts": sum(texts, []),
+            "rounds": len(drawn),
+        }
+        if self.pool.task.max_turns > 1:
+            return self._of_episodes(list(chain(*sampled)), rows, common)
+        rollout = sampled[0]
+        if self.dynamic.enabled:
+            rollout = to_global_rollout(select(sampled, chosen, rows), batch_sharding(self.setup.mesh))
+        return RolloutExperience(rollout=rollout, **common)
 
-    def _draw(self, engine: RolloutEngine, step: int, number: int, clock: Clock):
-        examples = self._examples(step, number)
+    def _of_episodes(self, episodes: list[Episode], rows: Int[np.ndarray, " c"], common: dict) -> Experience:
+        chosen, encoder = [episodes[row] for row in rows], self.setup.encoder
+        padded = episode_rows(chosen, encoder.width, self.setup.sampling.max_new_tokens, encoder.pad, len(rows))
+        return EpisodeExperience(episodes=chosen, rows=padded, sharding=batch_sharding(self.setup.mesh), **common)
+
+    def _draw(
+        self, engine: RolloutEngine, step: int, number: int, clock: Clock
+    ) -> tuple[Rollout | list[Episode], Scores, list[Example], list[str]]:
+        examples, setup = self._examples(step, number), self.setup
+        key = jax.random.fold_in(self.key, step)
+        key = jax.random.fold_in(key, number) if number else key
+        if self.pool.task.max_turns > 1:
+            episodes, scores = play(engine, setup.encoder, self.pool, examples, self.samples, setup.sampling, key, clock)
+            return episodes, scores, examples, [episode.transcript for episode in episodes]
         with clock.part("gen"):
-            key = jax.random.fold_in(self.key, step)
-            key = jax.random.fold_in(key, number) if number else key
-            rollout = engine.generate(self._encoded(examples), self.samples, self.setup.sampling, key)
+            rollout = engine.generate(self._encoded(examples), self.samples, setup.sampling, key)
             jax.block_until_ready(rollout.tokens)
-        texts = self.setup.encoder.texts(rollout)
+        texts = setup.encoder.texts(rollout)
         with clock.part("reward"):
-            scores = self.pool.score_together(examples, texts)
+            scores = score_together(self.pool, examples, texts)
         return rollout, scores, examples, texts
 
     def _informative(self, scores: Scores) -> Bool[np.ndarray, " p"]:
@@ -152,7 +110,7 @@ class Collector:
         return to_global(self.setup.encoder.batch(examples), batch_sharding(self.setup.mesh))
 
 
-def select(rollouts: list[Rollout], prompts: np.ndarray, rows: np.ndarray) -> Rollout:
+def select(rollouts: Sequence[Rollout], prompts: np.ndarray, rows: np.ndarray) -> Rollout:
     """The given prompts and rows of several rollouts laid one after the other, as numpy arrays; all processes call it together.
 
     Args:

@@ -15,7 +15,11 @@ from fp8rl_jax.rollout.calibration import calibrate_on_prompts
 from fp8rl_jax.rollout.engine import RolloutEngine
 from fp8rl_jax.rollout.sampling import Sampling
 from fp8rl_jax.tasks.dataset import Example
+from fp8rl_jax.tasks.scores import Scores
+from fp8rl_jax.tasks.together import score_together
 from fp8rl_jax.tasks.workers import RewardPool
+from fp8rl_jax.training.performance import Clock
+from fp8rl_jax.training.play import play
 from fp8rl_jax.training.prompts import PromptEncoder
 from fp8rl_jax.training.setup import Setup
 
@@ -29,7 +33,7 @@ def evaluate(
     sampling: Sampling,
     key: Key[Array, ""],
 ) -> tuple[dict[str, float], list[dict]]:
-    """Answers every example `config.samples` times and scores the answers.
+    """Answers every example `config.samples` times, or plays as many episodes of it, and scores the answers.
 
     Returns:
         Metrics `eval/accuracy` (avg@k: mean of correct samples; pass@1), `eval/accuracy_low`, `eval/accuracy_high` (95 %
@@ -40,13 +44,10 @@ def evaluate(
     correct, lengths, rows = [], [], []
     for start in range(0, len(examples), prompts_a_batch):
         part = list(examples[start : start + prompts_a_batch])
-        # the last batch is filled up with its first example, so that one compiled program serves all
-        filled = part + part[:1] * (prompts_a_batch - len(part))
-        rollout = engine.generate(encoder.batch(filled), config.samples, sampling, key)
-        texts = encoder.texts(rollout)[: len(part) * config.samples]
-        scores = pool.score_together(part, texts)
+        answer = _play if pool.task.max_turns > 1 else _complete
+        scores, texts, tokens = answer(engine, encoder, pool, part, prompts_a_batch, config.samples, sampling, key)
         correct.append(scores.correct.reshape(len(part), config.samples))
-        lengths.append(to_host(rollout.mask).sum(1)[: len(texts)])
+        lengths.append(tokens)
         for row, text in enumerate(texts):
             example = part[row // config.samples]
             rows.append(
@@ -64,6 +65,23 @@ def evaluate(
     if config.samples > 1:
         metrics["eval/pass_at_k"] = float(table.max(1).mean())
     return metrics, rows
+
+
+def _complete(engine, encoder, pool, part, prompts, samples, sampling, key) -> tuple[Scores, list[str], np.ndarray]:
+    """Scores, texts and token counts of the answers to `part`, which is one batch of `prompts` or the rest of one."""
+    # filled up with its first example, so that one compiled program serves all
+    filled = part + part[:1] * (prompts - len(part))
+    rollout = engine.generate(encoder.batch(filled), samples, sampling, key)
+    texts = encoder.texts(rollout)[: len(part) * samples]
+    return score_together(pool, part, texts), texts, to_host(rollout.mask).sum(1)[: len(texts)]
+
+
+def _play(engine, encoder, pool, part, prompts, samples, sampling, key) -> tuple[Scores, list[str], np.ndarray]:
+    """The same of episodes: an episode's tokens are those of all its completions."""
+    slots = prompts * samples
+    episodes, scores = play(engine, encoder, pool, part, samples, sampling, key, Clock(), slots=slots)
+    tokens = np.array([sum(len(turn.tokens) for turn in episode.turns) for episode in episodes])
+    return scores, [episode.transcript for episode in episodes], tokens
 
 
 def evaluate_held_out(setup: Setup, pool: RewardPool) -> dict[str, float]:

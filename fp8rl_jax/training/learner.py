@@ -1,7 +1,7 @@
 """What is learned from one rollout: reference and old log-probabilities where they are needed, then one or several updates.
 
-A single update takes its own forward as the old policy, so the old-logprob pass is skipped; several updates, and corrections of
-the whole batch, need it made before.
+A single update takes its own forward as the old policy, so the old-logprob pass is skipped; several updates, corrections of the
+whole batch, and a KL divergence in the reward need it made before.
 """
 
 from __future__ import annotations
@@ -42,44 +42,53 @@ class Learner:
         updates = config.trainer.steps * self.count
         self.optimizer = make_optimizer(config.optimizer, updates)
         self.schedule = learning_rate(config.optimizer, updates)
-        self.reference: Policy | None = jax.tree.map(jnp.copy, setup.policy) if settings.kl_coefficient > 0 else None
+        needed = settings.kl_coefficient > 0 or settings.reward_kl.coefficient > 0
+        self.reference: Policy | None = jax.tree.map(jnp.copy, setup.policy) if needed else None
 
     @property
     def micro_batches(self) -> int:
         """Parts in which a whole rollout is run where no update splits it."""
         return self.config.micro_batches * self.count
 
+    def scored(self, state: TrainState, batch: Batch, clock: Clock) -> Batch:
+        """The batch with the log-probabilities that rewards and updates need: the reference policy's, and the old policy's."""
+        config = dataclasses.replace(self.config, micro_batches=self.micro_batches)
+        if self.reference is not None:
+            with clock.part("ref"):
+                # other weights, so its own experts
+                own_routes = dataclasses.replace(batch, prompt_routes=None, routes=None)
+                reference = jax.block_until_ready(score(self.reference, own_routes, config))
+            batch = dataclasses.replace(batch, reference_logprobs=reference)
+        if self.count > 1 or config.rl.correction.whole_batch or config.rl.reward_kl.coefficient > 0:
+            with clock.part("logprob"):
+                old = jax.block_until_ready(score(state.policy, batch, config))
+            batch = dataclasses.replace(batch, old_logprobs=old)
+        return batch
+
     def update(
         self, state: TrainState, batch: Batch, clock: Clock
     ) -> tuple[TrainState, Float[Array, "b t"], dict[str, Float[Array, ""] | float]]:
         """All updates on one rollout.
 
+        Args:
+            batch: from `scored`, with advantages.
+
         Returns:
             The next state; the trainer's log-probabilities before the first update; the mean of the updates' metrics.
         """
-        config = self.config
-        whole = dataclasses.replace(config, micro_batches=self.micro_batches)
         rate = {"optim/lr": float(self.schedule(int(state.updates)))}
-        if self.reference is not None:
-            with clock.part("ref"):
-                # other weights, so its own experts
-                own_routes = dataclasses.replace(batch, prompt_routes=None, routes=None)
-                reference = jax.block_until_ready(score(self.reference, own_routes, whole))
-            batch = dataclasses.replace(batch, reference_logprobs=reference)
-        if self.count == 1 and not config.rl.correction.whole_batch:
+        if batch.old_logprobs is None:
             with clock.part("train"):
-                state, logprobs, metrics = update(state, batch, config, self.optimizer)
+                state, logprobs, metrics = update(state, batch, self.config, self.optimizer)
                 jax.block_until_ready(logprobs)
             return state, logprobs, metrics | rate
-        with clock.part("logprob"):
-            old = jax.block_until_ready(score(state.policy, batch, whole))
-        batch, corrections = correct(dataclasses.replace(batch, old_logprobs=old), config.rl)
-        collected, parts = [], split_batch(batch, self.count)
+        corrected, corrections = correct(batch, self.config.rl)
+        collected, parts = [], split_batch(corrected, self.count)
         with clock.part("train"):
             for part in range(self.count):
                 mini = jax.tree.map(lambda x, part=part: x[part], parts)
-                state, _, metrics = update(state, mini, config, self.optimizer)
+                state, _, metrics = update(state, mini, self.config, self.optimizer)
                 collected.append(metrics)
             averaged = {name: jnp.mean(jnp.stack([m[name] for m in collected])) for name in collected[0]}
             jax.block_until_ready(averaged)
-        return state, old, averaged | rl.metric_values(corrections) | rate
+        return state, batch.old_logprobs, averaged | rl.metric_values(corrections) | rate

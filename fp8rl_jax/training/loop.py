@@ -38,9 +38,7 @@ from fp8rl_jax.parallel import (
     to_global,
     to_host,
 )
-from fp8rl_jax.rl.masked import masked_mean
 from fp8rl_jax.rollout.calibration import calibrate_on_prompts, observe_qkv, qkv_metrics, scales_from_amax
-from fp8rl_jax.rollout.engine import Rollout
 from fp8rl_jax.tasks.workers import RewardPool
 from fp8rl_jax.training.checkpoint import Checkpoints
 from fp8rl_jax.training.collect import Collector
@@ -49,6 +47,7 @@ from fp8rl_jax.training.learner import Learner
 from fp8rl_jax.training.performance import Clock
 from fp8rl_jax.training.setup import Setup, write_run_record
 from fp8rl_jax.training.state import TrainState, sharded_state
+from fp8rl_jax.training.step import Batch
 from fp8rl_jax.training.tracking import JsonLines, Trackers, make_tracker
 from fp8rl_jax.training.watch import Watch
 
@@ -146,60 +145,57 @@ class Loop:
     def _step(self, step: int) -> dict[str, float]:
         config, clock = self.config, self.clock
         found = self.collector.collect(self.engine, step, clock)
-        rollout, samples = found.rollout, config.rollout.samples_per_prompt
-        lengths = jnp.sum(rollout.mask, axis=1)
+        samples, coefficient = config.rollout.samples_per_prompt, config.rl.reward_kl.coefficient
+        batch = self.learner.scored(self.state, found.batch(self.learner.config.rl, self.truncated), clock)
+        lengths = found.by_sample(jnp.sum(batch.mask, axis=1))
         rewards, valid = jnp.asarray(found.rewards), jnp.asarray(found.valid)
         overlong = rl.overlong_penalty(
             lengths, config.rollout.max_new_tokens, config.rl.overlong.buffer, config.rl.overlong.penalty
         )
+        if coefficient:
+            divergence = found.by_sample(
+                rl.reward_kl(batch.old_logprobs, batch.reference_logprobs, batch.mask, config.rl.reward_kl)
+            )
+            rewards = rewards - coefficient * divergence
         advantages = rl.group_advantages(rewards + overlong, samples, config.rl.advantage, valid, lengths)
-        batch = found.batch(advantages, self.learner.config.rl, self.truncated)
+        batch = dataclasses.replace(batch, advantages=found.by_row(advantages))
         self.state, train_logprobs, metrics = self.learner.update(self.state, batch, clock)
         # XLA may lay small tensors out anew, and every program would be compiled for both layouts
         self.state = shard_policy(self.state, self.setup.mesh)
         metrics |= rl.mismatch_metrics(
-            rollout.policy_logprobs, train_logprobs, batch.mask, batch.advantages, self.learner.config.rl.correction
+            found.policy_logprobs, train_logprobs, batch.mask, batch.advantages, self.learner.config.rl.correction
         )
         if self.calibrates:
             with clock.part("calibrate"):
-                self.scales, kv_metrics = self._calibrate(rollout)
+                self.scales, kv_metrics = self._calibrate(batch)
                 jax.block_until_ready(self.scales)
             metrics |= kv_metrics
         with clock.part("sync"):
             self.engine.sync(self.state.policy, self.scales)
             jax.block_until_ready(self.engine.policy)
-        metrics |= self._rollout_metrics(rollout) | self.engine.metrics
+        clock.work(self.state.policy.config, *found.work())
+        metrics |= found.metrics() | self.engine.metrics
+        if self.scales is not None:
+            metrics |= {f"fp8/kv_scale_{role[0]}": jnp.max(getattr(self.scales, role)) for role in ("query", "key", "value")}
         metrics |= {f"fp8/nonfinite_{role}": 1.0 - ok for role, ok in self.engine.finite.items()}
         scores = found.scores
         metrics |= rl.reward_metrics(jnp.asarray(scores.rewards), samples, jnp.asarray(~scores.failed))
         metrics |= {"reward/accuracy": scores.correct.mean(), "reward/overlong_penalty": overlong.mean()}
+        if coefficient:
+            metrics["reward/kl"] = divergence.mean()
         metrics |= {"rollout/rounds": found.rounds, "rollout/teaching_prompts": found.teaches.sum()}
+        metrics["rollout/dropped"] = self.setup.dropped
         metrics = {name: float(value) for name, value in to_host(metrics).items()} | scores.metrics()
         metrics |= self.watch.see(step, metrics, scores.first_error)
         if self.samples is not None:
             self.samples.write({"step": step, **row} for row in found.shown(config.tracking.samples))
         return metrics
 
-    def _rollout_metrics(self, rollout: Rollout) -> dict:
-        lengths = jnp.sum(rollout.mask, axis=1)
-        self.clock.work(self.state.policy.config, *to_host((rollout.prompts.lengths, lengths)))
-        metrics = {
-            "completions/mean_length": lengths.mean(),
-            "completions/max_length": lengths.max(),
-            "completions/mean_terminated_length": masked_mean(lengths, rollout.stopped),
-            "completions/clipped_ratio": 1.0 - jnp.mean(rollout.stopped),
-            "rollout/weight_version": rollout.weight_version,
-            "rollout/dropped": self.setup.dropped,
-        }
-        if self.scales is not None:
-            metrics |= {f"fp8/kv_scale_{role[0]}": jnp.max(getattr(self.scales, role)) for role in ("query", "key", "value")}
-        return metrics
-
-    def _calibrate(self, rollout: Rollout) -> tuple[KVScales, dict]:
+    def _calibrate(self, batch: Batch) -> tuple[KVScales, dict]:
         """Scales for the new weights, and what the scales served until now do to them."""
-        recipe, prompts = self.setup.recipe, rollout.prompts
+        recipe = self.setup.recipe
         sums = observe_qkv(
-            self.state.policy, prompts.tokens, prompts.lengths, rollout.tokens, rollout.mask, self.scales,
+            self.state.policy, batch.prompts, batch.lengths, batch.tokens, batch.present, self.scales,
             recipe=recipe, dtype=jnp.dtype(self.config.compute_dtype),
             micro_batches=self.learner.micro_batches,
         )  # fmt: skip

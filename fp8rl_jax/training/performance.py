@@ -30,9 +30,18 @@ OUTSIDE_STEP = ("time/eval", "time/ckpt")
 
 
 def update_flops(
-    config: PolicyConfig, prompt_lengths: Int[np.ndarray, " p"], completion_lengths: Int[np.ndarray, " b"]
+    config: PolicyConfig,
+    prompt_lengths: Int[np.ndarray, " p"],
+    completion_lengths: Int[np.ndarray, " b"],
+    sampled: int | None = None,
 ) -> float:
-    """Model FLOPs of one forward and backward pass over P prompts and their B = P * n completions."""
+    """Model FLOPs of one forward and backward pass over P prompts and their B = P * n completions.
+
+    Args:
+        config: shape of the policy.
+        prompt_lengths, completion_lengths: tokens.
+        sampled: tokens whose log-probability is wanted, by default all of the completions.
+    """
     prompts = np.asarray(prompt_lengths, np.float64)
     completions = np.asarray(completion_lengths, np.float64)
     starts = np.repeat(prompts, len(completions) // len(prompts))
@@ -41,7 +50,7 @@ def update_flops(
     for window in config.windows or (np.inf,) * config.num_layers:
         keys += _keys(prompts, window).sum() + (_keys(starts + completions, window) - _keys(starts, window)).sum()
     attention = 4 * config.num_heads * config.head_dim * keys
-    head = 2 * config.hidden_size * config.vocab_size * completions.sum()
+    head = 2 * config.hidden_size * config.vocab_size * (completions.sum() if sampled is None else sampled)
     return float(3 * (2 * matrix_parameters(config) * tokens + attention + head))
 
 
@@ -71,10 +80,12 @@ class Clock:
         yield
         self.seconds[f"time/{name}"] = self.seconds.get(f"time/{name}", 0.0) + time.perf_counter() - start
 
-    def work(self, config: PolicyConfig, prompt_lengths: np.ndarray, completion_lengths: np.ndarray) -> None:
-        """Notes the completions that the step sampled and trained on."""
-        self.tokens = float(np.sum(completion_lengths))
-        self.flops = update_flops(config, prompt_lengths, completion_lengths)
+    def work(
+        self, config: PolicyConfig, prompt_lengths: np.ndarray, completion_lengths: np.ndarray, sampled: int | None = None
+    ) -> None:
+        """Notes what the step sampled and trained on; arguments as in `update_flops`."""
+        self.tokens = float(np.sum(completion_lengths) if sampled is None else sampled)
+        self.flops = update_flops(config, prompt_lengths, completion_lengths, sampled)
 
     def metrics(self) -> dict[str, float]:
         """time/*, and perf/* a device, whatever its kind:

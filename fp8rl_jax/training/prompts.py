@@ -9,7 +9,9 @@ import numpy as np
 from fp8rl_jax.models.tokenizer import Tokenizer
 from fp8rl_jax.parallel import to_host
 from fp8rl_jax.rollout.engine import Prompts, Rollout, pad_prompts
+from fp8rl_jax.tasks.conversation import continuation
 from fp8rl_jax.tasks.dataset import Example, chat_messages
+from fp8rl_jax.tasks.episodes import Episode
 
 
 class PromptEncoder:
@@ -18,17 +20,34 @@ class PromptEncoder:
     Args:
         tokenizer: its chat template is used where it has one.
         system_prompt: system message of chat models.
-        width: longest prompt in tokens; every batch is padded to it.
+        width: longest prompt in tokens, which a whole conversation up to its last answer has to fit; batches are padded to it.
     """
 
     def __init__(self, tokenizer: Tokenizer, system_prompt: str, width: int):
         self.tokenizer, self.system_prompt, self.width = tokenizer, system_prompt, width
+
+    @property
+    def pad(self) -> int:
+        """Token id that fills rows up."""
+        return self.tokenizer.pad_token_id or 0
 
     def tokens(self, example: Example) -> list[int]:
         """Token ids of one prompt, chat template or begin-of-sequence included."""
         if self.tokenizer.has_chat_template:
             return self.tokenizer.encode_chat(chat_messages(example.prompt, self.system_prompt))
         return self.tokenizer.encode(example.prompt)
+
+    def next_turn(self, episode: Episode) -> list[int]:
+        """Token ids of the prompt of an episode's next turn: the whole conversation so far.
+
+        A chat template writes the conversation; `join_turns` sees whether it kept what was sampled. Without one the prompt is
+        the last turn's, the tokens that were sampled, and the observation's text (`continuation`).
+        """
+        if not episode.turns or self.tokenizer.has_chat_template:
+            return self.tokens(episode.next_example)
+        last, (_, observation) = episode.turns[-1], episode.history[-1]
+        said = continuation(episode.example.prompt, observation)
+        return [*last.prompt, *last.tokens, *self.tokenizer.encode(said, add_special_tokens=False)]
 
     def target(self, example: Example) -> list[int]:
         """Token ids of the supervised answer, its end-of-sequence included."""
@@ -39,8 +58,7 @@ class PromptEncoder:
 
     def batch(self, examples: Sequence[Example]) -> Prompts:
         """Right-padded prompts; every example must fit."""
-        pad = self.tokenizer.pad_token_id or 0
-        return pad_prompts([self.tokens(e) for e in examples], [e.index for e in examples], self.width, pad)
+        return pad_prompts([self.tokens(e) for e in examples], [e.index for e in examples], self.width, self.pad)
 
     def texts(self, rollout: Rollout) -> list[str]:
         """Completions as text, special tokens left out."""

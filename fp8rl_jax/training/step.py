@@ -45,7 +45,7 @@ class StepConfig:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Batch:
-    """Rollouts to learn from: P prompts, B = P * n completions of T tokens."""
+    """Rollouts to learn from: P prompts, B = P * n completions of T tokens. `mask`: the tokens that the policy sampled."""
 
     prompts: Int[Array, "p s"]
     lengths: Int[Array, " p"]
@@ -55,13 +55,20 @@ class Batch:
     advantages: Float[Array, " b"]
     old_logprobs: Float[Array, "b t"] | None = None
     reference_logprobs: Float[Array, "b t"] | None = None
+    attended: Bool[Array, "b t"] | None = None
+    """The tokens that are there, where they are more than `mask`: observations among the sampled tokens of an episode."""
     loss_mask: Bool[Array, "b t"] | None = None
-    """The tokens in the loss, where they are fewer than `mask`, which the model attends to."""
+    """The tokens in the loss, where they are fewer than `mask`."""
     weights: Float[Array, "b t"] | None = None
     """Importance weights; where they are given, the rollout correction has been made."""
     prompt_routes: Int[Array, "p s sparse k"] | None = None
     routes: Int[Array, "b t sparse k"] | None = None
     """Expert ids to replay, of the prompts and of the completions (Rollout's prompt_expert_ids and expert_ids)."""
+
+    @property
+    def present(self) -> Bool[Array, "b t"]:
+        """The tokens that the model attends to; the sampled ones, `mask`, are among them."""
+        return self.mask if self.attended is None else self.attended
 
 
 def completion_logprobs(policy: Policy, batch: Batch, config: StepConfig) -> tuple[Float[Array, "b t"], Float[Array, "b t"]]:
@@ -78,7 +85,7 @@ def completion_logprobs(policy: Policy, batch: Batch, config: StepConfig) -> tup
     positions = jnp.repeat(batch.lengths, n)[:, None] + jnp.arange(batch.tokens.shape[1])
     tokens = constrain(batch.tokens, "batch", None)
     completion = run(
-        tokens, positions, batch.mask.astype(jnp.int32), KVCache(prompt.cache), routes=batch.routes, keep_cache=False
+        tokens, positions, batch.present.astype(jnp.int32), KVCache(prompt.cache), routes=batch.routes, keep_cache=False
     )
     last = jnp.take_along_axis(prompt.hidden, (batch.lengths - 1)[:, None, None], axis=1)
     hidden = jnp.concatenate([jnp.repeat(last, n, axis=0), completion.hidden[:, :-1]], axis=1)

@@ -29,6 +29,7 @@ from fp8rl_jax.parallel import (
     to_host,
 )
 from fp8rl_jax.tasks.dataset import Example
+from fp8rl_jax.tasks.together import score_together
 from fp8rl_jax.tasks.workers import RewardPool
 
 
@@ -64,7 +65,7 @@ def scored() -> dict:
     """Four completions of one prompt, by a reward that no two processes agree on; the last one hangs."""
     reward = RewardConfig(function=f"{Path(__file__).with_name('rewards.py')}:drawn", timeout=1.0, num_workers=1)
     with RewardPool(TaskConfig(kind="module", name="m:f", reward=reward)) as pool:
-        scores = pool.score_together([Example(0, "p", "a", "a", {})], ["", "", "", "hang"])
+        scores = score_together(pool, [Example(0, "p", "a", "a", {})], ["", "", "", "hang"])
     return {
         "rewards": scores.rewards.tolist(), "failed": scores.failed.tolist(), "correct": scores.correct.tolist(),
         "timeouts": scores.timeouts, "errors": scores.errors,

@@ -17,7 +17,7 @@ from fp8rl_jax.tasks.episodes import Episode, Sampled, episode_scores, join_turn
 from fp8rl_jax.tasks.workers import RewardPool
 
 ENVIRONMENTS = Path(__file__).with_name("environment_examples.py")
-NOTHING = Sampled((1,), (2,), (0.0,), (0.0,))
+NOTHING = Sampled((1,), (2,), (0.0,), (0.0,), stopped=True, weight_version=1)
 
 
 def task_of(cls="Guess", max_turns=4, **reward):
@@ -155,7 +155,8 @@ def test_a_conversation_is_text_and_messages():
 
 
 def sampled(prompt, tokens):
-    return Sampled(tuple(prompt), tuple(tokens), tuple(-t / 10 for t in tokens), tuple(-t / 7 for t in tokens))
+    logprobs = (tuple(-t / scale for t in tokens) for scale in (10, 7))
+    return Sampled(tuple(prompt), tuple(tokens), *logprobs, stopped=True, weight_version=1)
 
 
 def test_turns_share_a_row_and_an_observation_is_never_trained_on():
@@ -218,4 +219,4 @@ def test_a_row_that_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="episode 0: a row of 2 . 3 tokens, and there is room for 2 . 2"):
         pad_rows([Episode(None, (sampled([1, 2], [3, 4, 5]),))], 2, 2)
     with pytest.raises(ValueError, match="one log-probability"):
-        join_turns([Sampled((1,), (2, 3), (0.0,), (0.0, 0.0))])
+        join_turns([Sampled((1,), (2, 3), (0.0,), (0.0, 0.0), stopped=True, weight_version=1)])

@@ -1,0 +1,76 @@
+"""Rewards in a run of several processes: each scores its share, and all get the whole, counts and times included.
+
+A reward need not be deterministic, and it may time out on one host alone; what is shared is equal everywhere. All processes must
+call these functions together with the same arguments. `first_error` stays on the process that saw it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from fp8rl_jax.parallel import gather_text, shared_faults, sum_over_processes
+from fp8rl_jax.tasks.dataset import Example
+from fp8rl_jax.tasks.episodes import Episode
+from fp8rl_jax.tasks.scores import Scores
+from fp8rl_jax.tasks.workers import RewardPool
+
+
+def score_together(pool: RewardPool, examples: Sequence[Example], completions: Sequence[str]) -> Scores:
+    """`pool.score`.
+
+    Raises:
+        UserError: on every process, where the workers of one ended and could not be started again.
+    """
+    started, repeats, rows = time.monotonic(), len(completions) // max(len(examples), 1), _share(len(completions))
+    with shared_faults():
+        own = pool.score([examples[row // repeats] for row in rows], [completions[row] for row in rows])
+    table = np.zeros((3 + len(own.components), len(completions)), np.float32)
+    table[:, rows] = own.rewards, own.correct, own.failed, *own.components.values()
+    (rewards, correct, failed, *components), timeouts = sum_over_processes((table, np.int32(own.timeouts)))
+    return Scores(
+        rewards=rewards,
+        components=dict(zip(own.components, components, strict=True)),
+        correct=correct > 0,
+        failed=failed > 0,
+        errors=int(failed.sum() - timeouts),
+        timeouts=int(timeouts),
+        first_error=own.first_error,
+        seconds=time.monotonic() - started,
+    )
+
+
+def play_together(pool: RewardPool, episodes: Sequence[Episode], completions: Sequence[str]) -> Scores:
+    """`pool.play`.
+
+    Raises:
+        UserError: on every process, where the workers of one ended and could not be started again.
+    """
+    started, rows = time.monotonic(), _share(len(completions))
+    with shared_faults():
+        own = pool.play([episodes[row] for row in rows], [completions[row] for row in rows])
+    shares = [json.loads(text) for text in gather_text(json.dumps({"turns": own.turns, "timeouts": own.timeouts}))]
+    turns = [shares[row % len(shares)]["turns"][row // len(shares)] for row in range(len(completions))]
+    rewards = np.array([turn["reward"] if turn else 0.0 for turn in turns], np.float32)
+    failed = np.array([turn is None for turn in turns], bool)
+    timeouts = sum(share["timeouts"] for share in shares)
+    return Scores(
+        rewards=rewards,
+        components={"environment": rewards},
+        correct=(rewards >= 1.0) & ~failed,
+        failed=failed,
+        errors=int(failed.sum()) - timeouts,
+        timeouts=timeouts,
+        first_error=own.first_error,
+        seconds=time.monotonic() - started,
+        turns=turns,
+    )
+
+
+def _share(count: int) -> np.ndarray:
+    """This process's rows: dealt out like cards, so that each has its part of every prompt's completions."""
+    return np.arange(jax.process_index(), count, jax.process_count())

@@ -1,0 +1,166 @@
+"""Episodes in training: every sampled token is trained on in the context that it was sampled in, and nothing else is."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fp8rl_jax.config.recipe import get_recipe
+from fp8rl_jax.config.rewards import RewardConfig
+from fp8rl_jax.config.rl import CorrectionConfig, RLConfig
+from fp8rl_jax.config.run import OptimizerConfig
+from fp8rl_jax.config.tasks import TaskConfig
+from fp8rl_jax.models.config import PolicyConfig
+from fp8rl_jax.models.policy import init_policy
+from fp8rl_jax.models.tokenizer import ByteTokenizer
+from fp8rl_jax.rollout.engine import LocalEngine
+from fp8rl_jax.rollout.sampling import Sampling
+from fp8rl_jax.tasks.dataset import load_splits
+from fp8rl_jax.tasks.episodes import Episode, pad_rows
+from fp8rl_jax.tasks.workers import RewardPool
+from fp8rl_jax.training.experience import EpisodeExperience, episode_rows
+from fp8rl_jax.training.performance import Clock
+from fp8rl_jax.training.play import play
+from fp8rl_jax.training.prompts import PromptEncoder
+from fp8rl_jax.training.state import init_state, make_optimizer
+from fp8rl_jax.training.step import Batch, StepConfig, score, update
+
+ENVIRONMENTS = Path(__file__).parents[1] / "tasks" / "environment_examples.py"
+SHAPE = PolicyConfig(
+    "llama", vocab_size=259, hidden_size=48, intermediate_size=80, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16
+)
+SAMPLING = Sampling(4, 1.0, stop_token_ids=(258, *range(48, 58)))
+RL = RLConfig(correction=CorrectionConfig(method="token_tis"))
+CONFIG = StepConfig(get_recipe("bf16"), RL, "float32", temperature=1.0, logprob_chunk=64)
+OPTIMIZER = make_optimizer(OptimizerConfig(learning_rate=1e-2), 4)
+WIDTH = 40
+
+
+class ChatBytes(ByteTokenizer):
+    """Bytes with a chat template: who speaks, what is said, and an end-of-sequence token."""
+
+    has_chat_template = True
+
+    def encode_chat(self, messages, add_generation_prompt=True):
+        said = [[*f"{m['role'][0]}{m['content']}".encode(), 258] for m in messages]
+        return sum(said, [257]) + [ord("a")]
+
+
+def task_of(turns):
+    return TaskConfig(
+        kind="environment", name=f"{ENVIRONMENTS}:Parity", args={"turns": turns}, max_turns=turns, train_size=4, eval_size=2,
+        reward=RewardConfig(num_workers=1, partial_credit=True),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return jax.jit(init_policy, static_argnums=0)(SHAPE, jax.random.key(0))
+
+
+@pytest.fixture(scope="module")
+def player(policy):
+    engine = LocalEngine(get_recipe("bf16"), jnp.float32)
+    engine.sync(policy)
+    task = task_of(3)
+    train, _ = load_splits(task)
+    with RewardPool(task) as pool:
+
+        def run(tokenizer, examples=slice(None), width=WIDTH, **arguments):
+            encoder = PromptEncoder(tokenizer, "", width)
+            return play(engine, encoder, pool, train.examples[examples], 2, SAMPLING, jax.random.key(3), Clock(), **arguments)
+
+        yield run
+
+
+@pytest.fixture(scope="module", params=[ByteTokenizer, ChatBytes])
+def episodes(request, player):
+    return player(request.param())[0]
+
+
+def batch_of(episodes, multiple=8):
+    rows = episode_rows(episodes, WIDTH, SAMPLING.max_new_tokens, 256, multiple)
+    count = len(episodes)
+    found = EpisodeExperience(
+        rewards=np.zeros(count), valid=np.ones(count, bool), teaches=np.ones(count, bool), scores=None, examples=[], texts=[],
+        rounds=1, episodes=episodes, rows=rows, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]),
+    )  # fmt: skip
+    advantages = np.random.default_rng(0).normal(size=count).astype(np.float32)
+    return found, replace(found.batch(RL, False), advantages=found.by_row(jnp.asarray(advantages))), advantages
+
+
+def test_the_trainer_scores_what_was_sampled_as_it_was_sampled(policy, episodes):
+    found, batch, _ = batch_of(episodes)
+    assert batch.mask.sum() == sum(len(turn.tokens) for episode in episodes for turn in episode.turns) > 30
+    assert (batch.mask <= batch.present).all() and (batch.mask != batch.present).any()
+    logprobs = np.asarray(score(policy, batch, CONFIG))
+    kept = np.asarray(batch.mask)
+    np.testing.assert_allclose(logprobs[kept], found.policy_logprobs[kept], atol=1e-5)
+    sums = np.array([sum(sum(turn.policy_logprobs) for turn in episode.turns) for episode in episodes])
+    np.testing.assert_allclose(found.by_sample(jnp.where(batch.mask, logprobs, 0.0).sum(1)), sums, atol=1e-4)
+
+
+def test_joined_rows_give_the_update_of_each_turn_in_a_row_of_its_own(policy, episodes):
+    _, batch, advantages = batch_of(episodes)
+    turns = [(index, turn) for index, episode in enumerate(episodes) for turn in episode.turns]
+    alone = pad_rows([Episode(None, (turn,)) for _, turn in turns], WIDTH, SAMPLING.max_new_tokens, 256)
+    arrays = (alone.prompts, alone.prompt_lengths, alone.tokens, alone.sampled, alone.behaviour_logprobs)
+    single = Batch(*map(jnp.asarray, (*arrays, advantages[[index for index, _ in turns]])))
+    joined, _, metrics = update(init_state(jax.tree.map(jnp.copy, policy), OPTIMIZER), batch, CONFIG, OPTIMIZER)
+    apart, _, expected = update(init_state(jax.tree.map(jnp.copy, policy), OPTIMIZER), single, CONFIG, OPTIMIZER)
+    assert metrics["optim/grad_norm"] > 0.01
+    for name, value in expected.items():
+        np.testing.assert_allclose(metrics[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
+    for a, b in zip(jax.tree.leaves(joined.optimizer), jax.tree.leaves(apart.optimizer), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6)
+
+
+def test_what_the_environment_says_is_read_and_not_trained_on(policy, episodes):
+    _, batch, _ = batch_of(episodes)
+    plain, logprobs, _ = update(init_state(jax.tree.map(jnp.copy, policy), OPTIMIZER), batch, CONFIG, OPTIMIZER)
+    # whatever an observation's tokens weigh in rewards and corrections, nothing of it arrives
+    weighed = replace(
+        batch,
+        rollout_logprobs=jnp.where(batch.mask, batch.rollout_logprobs, jnp.nan),
+        advantages=jnp.where(batch.mask, batch.advantages[:, None], 1e6),
+    )
+    other, _, _ = update(init_state(jax.tree.map(jnp.copy, policy), OPTIMIZER), weighed, CONFIG, OPTIMIZER)
+    jax.tree.map(np.testing.assert_array_equal, plain.policy, other.policy)
+    changed = replace(batch, tokens=jnp.where(batch.present & ~batch.mask, (batch.tokens + 1) % 256, batch.tokens))
+    assert np.abs(np.asarray(score(policy, changed, CONFIG) - logprobs)[np.asarray(batch.mask)]).max() > 1e-3
+
+
+def test_an_episode_does_not_depend_on_its_neighbours(player, episodes):
+    tokenizer = ChatBytes() if episodes[0].turns[0].prompt[1] == ord("u") else ByteTokenizer()
+    alone, scores = player(tokenizer, slice(3, 4), slots=8)
+    for one, other in zip(alone, episodes[6:], strict=True):
+        assert [turn.tokens for turn in one.turns] == [turn.tokens for turn in other.turns]
+    assert episodes[6].turns[0].tokens != episodes[7].turns[0].tokens
+    assert [episode.reward for episode in alone] == pytest.approx(scores.rewards.tolist())
+
+
+def test_an_episode_without_room_ends_truncated(player):
+    episodes, scores = player(ByteTokenizer(), width=13)
+    cut = [episode for episode in episodes if episode.truncated]
+    assert cut and len(cut) < len(episodes) and all(episode.done for episode in episodes) and not scores.failed.any()
+    for episode in cut:
+        last = episode.turns[-1]
+        assert len(last.prompt) + len(last.tokens) + 1 > 13 >= len(last.prompt)
+
+
+def test_without_a_chat_template_every_turn_is_joined_in_one_row(player):
+    episodes, _ = player(ByteTokenizer())
+    rows = episode_rows(episodes, WIDTH, SAMPLING.max_new_tokens, 256, 8)
+    assert rows.episode.tolist() == list(range(8)) and all(len(episode.turns) == 3 for episode in episodes)
+    row, turns = rows.tokens[0][rows.attended[0]], episodes[0].turns
+    assert (rows.prompts[0, 0], *row) == (*turns[-1].prompt, *turns[-1].tokens)
+
+
+def test_empty_rows_stand_evenly_between_the_others(episodes):
+    rows = episode_rows(episodes, WIDTH, SAMPLING.max_new_tokens, 256, 32)
+    own = rows.episode >= 0
+    assert len(own) == 32 and np.ptp(own.reshape(4, 8).sum(1)) <= 1
+    assert not rows.attended[~own].any() and (rows.prompt_lengths[~own] == 1).all()
