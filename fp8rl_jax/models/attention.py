@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from fp8rl_jax.models.config import PolicyConfig
+from fp8rl_jax.models.rope_scaling import LinearRopeScaling
 
 
 class Keys(NamedTuple):
@@ -25,12 +26,14 @@ class Keys(NamedTuple):
 
 
 def rope_frequencies(config: PolicyConfig) -> Float[Array, " half"]:
-    """Angular frequency of each pair of a head's dimensions, float32, Llama 3's rescaling applied (arXiv 2407.21783)."""
-    half = config.head_dim // 2
-    frequencies = config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    """Angular frequency of each pair of a head's dimensions, float32, Llama 3's rescaling (arXiv 2407.21783) or a linear one
+    (arXiv 2306.15595) applied."""
+    frequencies = _frequencies(config.rope_theta, config.head_dim)
     scaling = config.rope_scaling
     if scaling is None:
         return frequencies
+    if isinstance(scaling, LinearRopeScaling):
+        return frequencies / scaling.factor
     wavelength = 2 * math.pi / frequencies
     turns = scaling.original_max_position_embeddings / wavelength
     blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
@@ -38,9 +41,24 @@ def rope_frequencies(config: PolicyConfig) -> Float[Array, " half"]:
     return frequencies * (blend + (1 - blend) / scaling.factor)
 
 
-def rope_tables(config: PolicyConfig, positions: Int[Array, "b t"]) -> tuple[Float[Array, "b t half"], Float[Array, "b t half"]]:
+def layer_frequencies(config: PolicyConfig) -> Float[Array, "layers half"] | None:
+    """The rotary frequencies of each layer where those with a window have their own, else None."""
+    if config.local_rope_theta is None:
+        return None
+    local, full = _frequencies(config.local_rope_theta, config.head_dim), rope_frequencies(config)
+    return jnp.stack([full if i in config.full_attention_layers else local for i in range(config.num_layers)])
+
+
+def _frequencies(theta: float, head_dim: int) -> Float[Array, " half"]:
+    half = head_dim // 2
+    return theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+
+
+def rope_tables(
+    frequencies: Float[Array, " half"], positions: Int[Array, "b t"]
+) -> tuple[Float[Array, "b t half"], Float[Array, "b t half"]]:
     """cos and sin of each position's angles, float32."""
-    angles = positions[..., None].astype(jnp.float32) * rope_frequencies(config)
+    angles = positions[..., None].astype(jnp.float32) * frequencies
     return jnp.cos(angles), jnp.sin(angles)
 
 
@@ -70,7 +88,7 @@ def attend(
     Args:
         query: any float dtype, e4m3 included.
         blocks: a block with fewer rows than `query` is shared: row r serves query rows r*n ... r*n + n - 1.
-        score_scale: 1/sqrt(dim), times the scales of Q and K where they are quantized.
+        score_scale: the model's, mostly 1/sqrt(dim), times the scales of Q and K where they are quantized.
         value_scale: the scale of V, or 1.
         out_dtype: dtype of the result.
     """

@@ -9,6 +9,7 @@ from typing import Any
 
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.hf_json import read_json
+from fp8rl_jax.models.rope_scaling import LinearRopeScaling, Llama3RopeScaling
 
 HF_CLASS = {
     "llama": "LlamaForCausalLM",
@@ -16,7 +17,9 @@ HF_CLASS = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
 }
+MIXED_ATTENTION = ("qwen2", "qwen3", "gemma3_text")  # some of their layers may have a window, the others none
 # What transformers assumes when config.json leaves a key out.
 DEFAULT_ROPE_THETA = 10000.0
 DEFAULT_RMS_NORM_EPS = 1e-6
@@ -34,29 +37,6 @@ def check_count(key: str, count: int) -> None:
     """
     if count > _LARGEST_COUNT:
         raise UserError(f"{key} must be at most {_LARGEST_COUNT}, got {count}")
-
-
-@dataclasses.dataclass(frozen=True)
-class Llama3RopeScaling:
-    """Llama 3.1's rescaling of the rotary frequencies, `rope_type: "llama3"` (arXiv:2407.21783, section 3.1).
-
-    Wavelengths above `original_max_position_embeddings / low_freq_factor` are stretched by `factor`, those below
-    `original_max_position_embeddings / high_freq_factor` are kept, those between are interpolated.
-    """
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
-
-    def __post_init__(self) -> None:
-        if self.factor < 1 or self.low_freq_factor <= 0 or self.original_max_position_embeddings <= 0:
-            raise UserError(f"rope_scaling must have factor >= 1 and positive frequencies and positions, got {self}")
-        if self.high_freq_factor <= self.low_freq_factor:
-            raise UserError(
-                f"rope_scaling.high_freq_factor ({self.high_freq_factor}) must be above "
-                f"low_freq_factor ({self.low_freq_factor})"
-            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,12 +67,14 @@ class ExpertsConfig:
 
 @dataclasses.dataclass(frozen=True)
 class PolicyConfig:
-    """A decoder-only transformer with grouped-query attention, rotary positions, RMSNorm and SwiGLU.
+    """A decoder-only transformer with grouped-query attention, rotary positions, RMSNorm and a gated feed-forward layer.
 
-    `architecture` is one of `HF_CLASS`. It decides what has no field of its own: Qwen2 has biases on q, k and v, Qwen3 and
-    Qwen3-MoE have RMSNorm over the head dimension of q and k. Sizes are counts, `rope_theta` is the base of the rotary
-    wavelengths, `eos_token_ids` may be empty (a model that never stops by itself). With `sliding_window` a token sees that
-    many keys, its own included, in all but the `full_attention_layers`.
+    `architecture` is one of `HF_CLASS`. It decides what has no field of its own, which the properties below say: biases,
+    norms, the activation. Sizes are counts, `rope_theta` is the base of the rotary wavelengths, `eos_token_ids` may be empty
+    (a model that never stops by itself). With `sliding_window` a token sees that many keys, its own included, in all but the
+    `full_attention_layers`. Gemma 3 (arXiv 2503.19786) alone has the last two fields: attention scores are divided by the
+    root of `query_pre_attn_scalar` (elsewhere: of `head_dim`), and the layers with a window have `local_rope_theta` as the
+    base of their wavelengths, without `rope_scaling`.
 
     Raises:
         UserError: sizes that do not fit each other, naming the key of config.json.
@@ -108,7 +90,7 @@ class PolicyConfig:
     head_dim: int
     rms_norm_eps: float = DEFAULT_RMS_NORM_EPS
     rope_theta: float = DEFAULT_ROPE_THETA
-    rope_scaling: Llama3RopeScaling | None = None
+    rope_scaling: LinearRopeScaling | Llama3RopeScaling | None = None
     tie_word_embeddings: bool = False
     max_position_embeddings: int = 2048
     bos_token_id: int | None = None
@@ -117,6 +99,8 @@ class PolicyConfig:
     sliding_window: int | None = None
     full_attention_layers: tuple[int, ...] = ()
     experts: ExpertsConfig | None = None
+    query_pre_attn_scalar: int | None = None
+    local_rope_theta: float | None = None
 
     def __post_init__(self) -> None:
         if self.architecture not in HF_CLASS:
@@ -133,6 +117,8 @@ class PolicyConfig:
             "rope_theta": self.rope_theta,
             "rms_norm_eps": self.rms_norm_eps,
             "sliding_window": 1 if self.sliding_window is None else self.sliding_window,
+            "query_pre_attn_scalar": 1 if self.query_pre_attn_scalar is None else self.query_pre_attn_scalar,
+            "rope_local_base_freq": 1 if self.local_rope_theta is None else self.local_rope_theta,
         }
         for key, value in sizes.items():
             if not 0 < value < math.inf:
@@ -160,8 +146,13 @@ class PolicyConfig:
             raise UserError(f"num_experts: architecture {self.architecture!r} and experts {self.experts} do not go together")
         if self.sliding_window is not None and self.architecture == "llama":
             raise UserError(f"sliding_window {self.sliding_window}: 'llama' attends fully; 'mistral' has a window")
-        if self.full_attention_layers and (self.sliding_window is None or self.architecture not in ("qwen2", "qwen3")):
-            raise UserError("full_attention_layers are for a 'qwen2' or 'qwen3' that has a sliding_window")
+        if self.full_attention_layers and (self.sliding_window is None or self.architecture not in MIXED_ATTENTION):
+            raise UserError(f"full_attention_layers are for one of {', '.join(MIXED_ATTENTION)} that has a sliding_window")
+        gemma = self.architecture == "gemma3_text"
+        if (self.query_pre_attn_scalar is not None) != gemma:
+            raise UserError(f"query_pre_attn_scalar {self.query_pre_attn_scalar} does not go with {self.architecture!r}")
+        if (self.local_rope_theta is not None) != (gemma and self.sliding_window is not None):
+            raise UserError(f"rope_local_base_freq {self.local_rope_theta}: only a 'gemma3_text' with a window has one")
         chosen = {"layer_types": self.full_attention_layers, "mlp_only_layers": self.experts.dense_layers if self.experts else ()}
         for key, layers in chosen.items():
             if list(layers) != sorted(set(layers) & set(range(self.num_layers))):
@@ -181,13 +172,38 @@ class PolicyConfig:
 
     @property
     def qk_norm(self) -> bool:
-        """Whether q and k are RMS-normalised over head_dim before the rotary embedding (Qwen3)."""
-        return self.architecture in ("qwen3", "qwen3_moe")
+        """Whether q and k are RMS-normalised over head_dim before the rotary embedding (Qwen3, Gemma 3)."""
+        return self.architecture in ("qwen3", "qwen3_moe", "gemma3_text")
 
     @property
     def qkv_bias(self) -> bool:
         """Whether q, k and v have biases (Qwen2)."""
         return self.architecture == "qwen2"
+
+    @property
+    def norm_offset(self) -> float:
+        """What is added to the weight of every RMSNorm: Gemma stores the distance from 1."""
+        return 1.0 if self.architecture == "gemma3_text" else 0.0
+
+    @property
+    def post_norms(self) -> bool:
+        """Whether the outputs of attention and feed-forward layer are normalised, too, before they join the residual stream."""
+        return self.architecture == "gemma3_text"
+
+    @property
+    def activation(self) -> str:
+        """The feed-forward layer's activation, in Hugging Face's name."""
+        return "gelu_pytorch_tanh" if self.architecture == "gemma3_text" else "silu"
+
+    @property
+    def embedding_scale(self) -> float | None:
+        """What embeddings are multiplied by on their way in, or None (Gemma: sqrt(hidden_size), in the compute dtype)."""
+        return self.hidden_size**0.5 if self.architecture == "gemma3_text" else None
+
+    @property
+    def score_scale(self) -> float:
+        """What attention scores are multiplied by."""
+        return (self.query_pre_attn_scalar or self.head_dim) ** -0.5
 
     @property
     def dense_layers(self) -> tuple[int, ...]:

@@ -21,8 +21,9 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from fp8rl_jax.config.recipe import Recipe
+from fp8rl_jax.models.attention import layer_frequencies
 from fp8rl_jax.models.cache import KVBlock, KVCache
-from fp8rl_jax.models.layer import LayerInputs, LayerOutputs, LayerStep, OwnBlock, rms_norm
+from fp8rl_jax.models.layer import LayerInputs, LayerOutputs, LayerStep, OwnBlock
 from fp8rl_jax.models.policy import Policy, run_of_layers
 from pallas_kernels.backend import Backend
 
@@ -92,6 +93,8 @@ def forward(
     if segment_ids is None:
         segment_ids = jnp.ones((b, t), jnp.int32)
     x = jnp.take(policy.embed_tokens.value, tokens, axis=0)
+    if config.embedding_scale is not None:
+        x = x * jnp.asarray(config.embedding_scale, x.dtype)
     step = LayerStep(config, formats, positions, segment_ids, cache, observe, backend)
     run = jax.checkpoint(step, prevent_cse=False) if remat else step
     x, outputs = (_scan if policy.stacked else _unroll)(run, policy, x, cache, routes, keep_cache)
@@ -101,16 +104,18 @@ def forward(
     elif keep_cache:
         written = jnp.ones((cache.own.mask.shape[0], t), bool)
         block = KVBlock(*outputs.block, lax.dynamic_update_slice(cache.own.mask, written, (0, cache.slot)))
-    return ForwardResult(rms_norm(x, policy.norm.value, config.rms_norm_eps), block, outputs.observed, outputs.routes)
+    return ForwardResult(step.norm(x, policy.norm), block, outputs.observed, outputs.routes)
 
 
 def _inputs(policy: Policy, cache: KVCache, routes, pick: Callable, pick_sparse: Callable) -> LayerInputs:
     """LayerInputs of the layers that `pick` and `pick_sparse` take out of stacks over all layers and over those with experts."""
     windows = None if policy.config.windows is None else jnp.asarray(policy.config.windows, jnp.int32)
+    frequencies = layer_frequencies(policy.config)
     return LayerInputs(
         shared=None if cache.shared is None else (pick(cache.shared.keys), pick(cache.shared.values)),
         scales=None if cache.scales is None else tuple(map(pick, (cache.scales.query, cache.scales.key, cache.scales.value))),
         window=None if windows is None else pick(windows),
+        frequencies=None if frequencies is None else pick(frequencies),
         routes=None if routes is None else pick_sparse(jnp.moveaxis(routes, 2, 0)),
     )
 

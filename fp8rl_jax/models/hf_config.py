@@ -7,30 +7,24 @@ and answer slightly wrong log-probabilities.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.block_fp8 import parse_quantization
-from fp8rl_jax.models.config import (
-    DEFAULT_RMS_NORM_EPS,
-    DEFAULT_ROPE_THETA,
-    HF_CLASS,
-    ExpertsConfig,
-    Llama3RopeScaling,
-    PolicyConfig,
-    check_count,
-)
+from fp8rl_jax.models.config import DEFAULT_RMS_NORM_EPS, HF_CLASS, MIXED_ATTENTION, ExpertsConfig, PolicyConfig, check_count
 from fp8rl_jax.models.hf_json import Fields
+from fp8rl_jax.models.hf_rope import FULL, SLIDING, read_gemma_rope, read_rope, rope_keys
 
 # What transformers assumes when config.json leaves a key out.
-_DEFAULT_MAX_POSITIONS = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768, "qwen3_moe": 32768}
-_DEFAULT_KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32, "qwen3_moe": 4}  # llama: num_attention_heads
+_DEFAULT_MAX_POSITIONS = {
+    **{"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768, "qwen3_moe": 32768, "gemma3_text": 131072}
+}
+_DEFAULT_KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32, "qwen3_moe": 4, "gemma3_text": 4}  # llama: num_attention_heads
+_DEFAULT_HEAD_DIM = {"qwen3": 128, "gemma3_text": 256}  # elsewhere hidden_size / num_attention_heads
 _DEFAULT_SLIDING_WINDOW = 4096
 _DEFAULT_MAX_WINDOW_LAYERS = 28
-_QWEN3_HEAD_DIM = 128
-
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+_DEFAULT_SLIDING_WINDOW_PATTERN = 6
+_DEFAULT_QUERY_PRE_ATTN_SCALAR = 256
 
 
 def parse(config: dict[str, Any], generation_config: dict[str, Any]) -> PolicyConfig:
@@ -41,18 +35,19 @@ def parse(config: dict[str, Any], generation_config: dict[str, Any]) -> PolicyCo
     """
     fields, generation = Fields(config), Fields(generation_config)
     architecture = _architecture(config)
-    _refuse_unimplemented(fields)
+    gemma = architecture == "gemma3_text"
+    _refuse_unimplemented(fields, gemma)
     hidden_size, num_layers = fields.integer("hidden_size"), fields.integer("num_hidden_layers")
     check_count("num_hidden_layers", num_layers)
     num_heads = fields.integer("num_attention_heads")
     # an absent key is the architecture's default, a null means one for each query head
     default_kv_heads = num_heads if "num_key_value_heads" in config else _DEFAULT_KV_HEADS.get(architecture, num_heads)
-    head_dim = fields.integer("head_dim", default=_QWEN3_HEAD_DIM if architecture == "qwen3" else None)
+    head_dim = fields.integer("head_dim", default=_DEFAULT_HEAD_DIM.get(architecture))
     if head_dim is None:
         if num_heads < 1 or hidden_size % num_heads:
             raise UserError(f"hidden_size ({hidden_size}) must be a multiple of num_attention_heads ({num_heads})")
         head_dim = hidden_size // num_heads
-    rope_theta, rope_scaling = _rope(fields)
+    rope_theta, rope_scaling, local_rope_theta = read_gemma_rope(fields) if gemma else (*read_rope(fields), None)
     sliding_window, full_attention_layers = _window(fields, architecture, num_layers)
     eos_token_ids = fields.integers("eos_token_id") + generation.integers("eos_token_id")
     return PolicyConfig(
@@ -67,7 +62,7 @@ def parse(config: dict[str, Any], generation_config: dict[str, Any]) -> PolicyCo
         rms_norm_eps=fields.number("rms_norm_eps", default=DEFAULT_RMS_NORM_EPS),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
-        tie_word_embeddings=fields.boolean("tie_word_embeddings"),
+        tie_word_embeddings=fields.boolean("tie_word_embeddings", default=gemma),
         max_position_embeddings=fields.integer("max_position_embeddings", default=_DEFAULT_MAX_POSITIONS[architecture]),
         bos_token_id=fields.integer("bos_token_id", default=None),
         eos_token_ids=tuple(dict.fromkeys(eos_token_ids)),
@@ -75,14 +70,13 @@ def parse(config: dict[str, Any], generation_config: dict[str, Any]) -> PolicyCo
         sliding_window=sliding_window,
         full_attention_layers=full_attention_layers,
         experts=_experts(fields, num_layers) if architecture == "qwen3_moe" else None,
+        query_pre_attn_scalar=fields.integer("query_pre_attn_scalar", default=_DEFAULT_QUERY_PRE_ATTN_SCALAR) if gemma else None,
+        local_rope_theta=None if sliding_window is None else local_rope_theta,
     )
 
 
 def unparse(config: PolicyConfig, dtype: str) -> dict[str, Any]:
     """See `PolicyConfig.to_hf`."""
-    rope_scaling = None
-    if config.rope_scaling is not None:
-        rope_scaling = {"rope_type": "llama3", **dataclasses.asdict(config.rope_scaling)}
     eos = list(config.eos_token_ids)
     return {
         "architectures": [HF_CLASS[config.architecture]],
@@ -94,12 +88,10 @@ def unparse(config: PolicyConfig, dtype: str) -> dict[str, Any]:
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
-        "hidden_act": "silu",
         "attention_dropout": 0.0,
         **_architecture_keys(config),
         "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": rope_scaling,
+        **rope_keys(config),
         "tie_word_embeddings": config.tie_word_embeddings,
         "max_position_embeddings": config.max_position_embeddings,
         "bos_token_id": config.bos_token_id,
@@ -112,9 +104,17 @@ def unparse(config: PolicyConfig, dtype: str) -> dict[str, Any]:
 
 def _architecture_keys(config: PolicyConfig) -> dict[str, Any]:
     """The keys that only some of the architectures have."""
-    keys: dict[str, Any] = {} if config.qkv_bias or config.architecture == "mistral" else {"attention_bias": False}
+    keys: dict[str, Any] = {"hidden_activation" if config.post_norms else "hidden_act": config.activation}
+    keys |= {} if config.qkv_bias or config.architecture == "mistral" else {"attention_bias": False}
     if config.architecture == "llama":
         return keys | {"mlp_bias": False}
+    full = config.full_attention_layers if config.sliding_window is not None else range(config.num_layers)
+    layer_types = [FULL if i in full else SLIDING for i in range(config.num_layers)]
+    if config.architecture == "gemma3_text":
+        # transformers wants a window even where no layer uses it
+        window = config.sliding_window or _DEFAULT_SLIDING_WINDOW
+        scalar = config.query_pre_attn_scalar
+        return keys | {"sliding_window": window, "layer_types": layer_types, "query_pre_attn_scalar": scalar}
     keys["sliding_window"] = config.sliding_window
     if config.architecture == "mistral":
         return keys
@@ -128,11 +128,7 @@ def _architecture_keys(config: PolicyConfig) -> dict[str, Any]:
             "decoder_sparse_step": 1,
             "mlp_only_layers": list(config.dense_layers),
         }
-    full = config.full_attention_layers if config.sliding_window is not None else range(config.num_layers)
-    return keys | {
-        "max_window_layers": len(full),
-        "layer_types": [_FULL if i in full else _SLIDING for i in range(config.num_layers)],
-    }
+    return keys | {"max_window_layers": len(full), "layer_types": layer_types}
 
 
 def _architecture(config: dict[str, Any]) -> str:
@@ -146,10 +142,16 @@ def _architecture(config: dict[str, Any]) -> str:
     return next(architecture for architecture, name in HF_CLASS.items() if name == names[0])
 
 
-def _refuse_unimplemented(fields: Fields) -> None:
+def _refuse_unimplemented(fields: Fields, gemma: bool) -> None:
     config = fields.data
-    if config.get("hidden_act", "silu") != "silu":
-        raise UserError(f"hidden_act {config['hidden_act']!r} is not supported; only 'silu' is")
+    key, activation = ("hidden_activation", "gelu_pytorch_tanh") if gemma else ("hidden_act", "silu")
+    if config.get(key, activation) != activation:
+        raise UserError(f"{key} {config[key]!r} is not supported; only {activation!r} is")
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if config.get(key) is not None:
+            raise UserError(f"{key} {config[key]!r} is not supported; it must be null")
+    if fields.boolean("use_bidirectional_attention"):
+        raise UserError("use_bidirectional_attention true is not supported; a policy attends to earlier tokens only")
     for key in ("attention_bias", "mlp_bias"):
         if fields.boolean(key):
             raise UserError(f"{key} true is not supported; the only biases are those of Qwen2's q, k and v")
@@ -158,10 +160,8 @@ def _refuse_unimplemented(fields: Fields) -> None:
 
 def _window(fields: Fields, architecture: str, num_layers: int) -> tuple[int | None, tuple[int, ...]]:
     """(sliding_window, full_attention_layers), by the rules of the architecture's class in transformers."""
-    types = fields.data.get("layer_types")
-    if types is not None and (not isinstance(types, list) or not set(types) <= {_FULL, _SLIDING}):
-        raise UserError(f"layer_types {types} is not supported; it must list {_FULL} and {_SLIDING}")
-    if architecture == "mistral":  # an absent key is the default, a null turns the window off
+    types = _layer_types(fields, architecture, num_layers)
+    if architecture in ("mistral", "gemma3_text"):  # an absent key is the default, a null turns the window off
         window = fields.integer("sliding_window", default=None if "sliding_window" in fields.data else _DEFAULT_SLIDING_WINDOW)
     elif fields.boolean("use_sliding_window", default=architecture == "llama"):
         window = fields.integer("sliding_window", default=None if architecture == "llama" else _DEFAULT_SLIDING_WINDOW)
@@ -169,18 +169,31 @@ def _window(fields: Fields, architecture: str, num_layers: int) -> tuple[int | N
         window = None
     if architecture == "llama" and window is not None:
         raise UserError(f"sliding_window {window} is not supported; every layer of a llama must attend fully")
-    if architecture in ("qwen2", "qwen3") and window is not None:
+    if architecture in MIXED_ATTENTION and window is not None:
         if types is None:
             first = fields.integer("max_window_layers", default=_DEFAULT_MAX_WINDOW_LAYERS)
-            types = [_FULL if i < first else _SLIDING for i in range(num_layers)]
-        if len(types) != num_layers:
-            raise UserError(f"layer_types has {len(types)} entries for {num_layers} layers")
-        full = tuple(i for i, kind in enumerate(types) if kind == _FULL)
+            types = [FULL if i < first else SLIDING for i in range(num_layers)]
+        full = tuple(i for i, kind in enumerate(types) if kind == FULL)
         return (None, ()) if len(full) == num_layers else (window, full)
-    kind = _FULL if window is None else _SLIDING
+    kind = FULL if window is None else SLIDING
     if other := sorted(set(types or ()) - {kind}):
         raise UserError(f"layer_types holds {', '.join(other)}, but the other keys make every layer {kind}")
     return window, ()
+
+
+def _layer_types(fields: Fields, architecture: str, num_layers: int) -> list[str] | None:
+    """The kind of each layer's attention where config.json gives it, or Gemma's pattern does: every sixth layer is full."""
+    types = fields.data.get("layer_types")
+    if types is None and architecture == "gemma3_text":
+        period = fields.integer("sliding_window_pattern", default=_DEFAULT_SLIDING_WINDOW_PATTERN)
+        if period < 1:
+            raise UserError(f"sliding_window_pattern must be positive, got {period}")
+        return [SLIDING if (i + 1) % period else FULL for i in range(num_layers)]
+    if types is not None and (not isinstance(types, list) or any(kind not in (FULL, SLIDING) for kind in types)):
+        raise UserError(f"layer_types {types} is not supported; it must list {FULL} and {SLIDING}")
+    if types is not None and len(types) != num_layers:
+        raise UserError(f"layer_types has {len(types)} entries for {num_layers} layers")
+    return types
 
 
 def _experts(fields: Fields, num_layers: int) -> ExpertsConfig:
@@ -198,30 +211,4 @@ def _experts(fields: Fields, num_layers: int) -> ExpertsConfig:
         intermediate_size=fields.integer("moe_intermediate_size"),
         normalize=fields.boolean("norm_topk_prob"),
         dense_layers=tuple(i for i in range(num_layers) if i in dense or (i + 1) % step),
-    )
-
-
-def _rope(fields: Fields) -> tuple[float, Llama3RopeScaling | None]:
-    """Reads either spelling: `rope_theta` beside `rope_scaling`, or `rope_parameters` with both inside."""
-    key = "rope_parameters" if fields.data.get("rope_parameters") is not None else "rope_scaling"
-    rope = fields.object(key)
-    if nested := [name for name, value in rope.data.items() if isinstance(value, dict)]:
-        raise UserError(f"{key}.{nested[0]}: rotary positions that differ by kind of layer are not supported")
-    outer, inner = fields.number("rope_theta", default=None), rope.number("rope_theta", default=None)
-    if outer is not None and inner is not None and outer != inner:
-        raise UserError(f"rope_theta {outer} contradicts {key}.rope_theta {inner}")
-    theta = next((value for value in (inner, outer) if value is not None), DEFAULT_ROPE_THETA)
-    for part in (fields, rope):
-        if (fraction := part.number("partial_rotary_factor", default=1.0)) != 1.0:
-            raise UserError(f"{part.prefix}partial_rotary_factor {fraction} is not supported; only 1.0 is")
-    kind = rope.data.get("rope_type", rope.data.get("type", "default"))
-    if kind == "default":
-        return theta, None
-    if kind != "llama3":
-        raise UserError(f"{key}.rope_type {kind!r} is not supported; supported: 'default', 'llama3'")
-    return theta, Llama3RopeScaling(
-        factor=rope.number("factor"),
-        low_freq_factor=rope.number("low_freq_factor"),
-        high_freq_factor=rope.number("high_freq_factor"),
-        original_max_position_embeddings=rope.integer("original_max_position_embeddings"),
     )

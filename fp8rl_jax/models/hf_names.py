@@ -35,6 +35,8 @@ _LAYER_NAMES = {
     "experts.down_proj": "mlp.experts.{expert}.down_proj.weight",
     "input_layernorm": "input_layernorm.weight",
     "post_attention_layernorm": "post_attention_layernorm.weight",
+    "pre_feedforward_layernorm": "pre_feedforward_layernorm.weight",
+    "post_feedforward_layernorm": "post_feedforward_layernorm.weight",
 }
 _TOP_NAMES = {"embed_tokens": "model.embed_tokens.weight", "norm": "model.norm.weight", "lm_head": "lm_head.weight"}
 
@@ -128,6 +130,8 @@ def _layer_shapes(config: PolicyConfig) -> dict[str, tuple[int, ...]]:
     }
     if config.qkv_bias:
         shapes |= {"q_bias": (config.q_size,), "k_bias": (config.kv_size,), "v_bias": (config.kv_size,)}
+    if config.post_norms:
+        shapes |= {"pre_feedforward_layernorm": (hidden,), "post_feedforward_layernorm": (hidden,)}
     if config.qk_norm:
         shapes |= {"q_norm": (config.head_dim,), "k_norm": (config.head_dim,)}
     if config.experts is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -11,13 +12,15 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from fp8rl_jax.config.recipe import ForwardFormats
-from fp8rl_jax.models.attention import Keys, attend, in_window, rope_tables, rotate
+from fp8rl_jax.models.attention import Keys, attend, in_window, rope_frequencies, rope_tables, rotate
 from fp8rl_jax.models.cache import KVCache
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.moe import mixture
-from fp8rl_jax.models.policy import Layer
+from fp8rl_jax.models.policy import Layer, Weight
 from fp8rl_jax.precision import linear, quantize_input, quantize_per_tensor
 from pallas_kernels.backend import Backend
+
+ACTIVATIONS = {"silu": jax.nn.silu, "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True)}
 
 
 class LayerInputs(NamedTuple):
@@ -27,12 +30,14 @@ class LayerInputs(NamedTuple):
         shared: keys and values of the prompts' block.
         scales: KV scales of Q, K and V.
         window: positions that a token sees, int32.
+        frequencies: rotary frequencies, where they differ between layers.
         routes: expert ids to replay, [b, t, k], -1 where the router decides.
     """
 
     shared: tuple[Array, Array] | None = None
     scales: tuple[Array, Array, Array] | None = None
     window: Int[Array, ""] | None = None
+    frequencies: Float[Array, " half"] | None = None
     routes: Int[Array, "b t k"] | None = None
 
 
@@ -44,11 +49,12 @@ class LayerOutputs(NamedTuple):
     routes: Int[Array, "b t k"] | None
 
 
-def rms_norm(x: Float[Array, "*b dim"], weight: Float[Array, " dim"], eps: float) -> Float[Array, "*b dim"]:
-    """x / sqrt(mean(x^2) + eps) * weight (arXiv 1910.07467), in float32, result in x's dtype."""
+def rms_norm(x: Float[Array, "*b dim"], weight: Float[Array, " dim"], eps: float, offset: float = 0.0) -> Float[Array, "*b dim"]:
+    """x / sqrt(mean(x^2) + eps) * (offset + weight) (arXiv 1910.07467), in float32, result in x's dtype."""
     wide = x.astype(jnp.float32)
     normed = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return (normed * weight.astype(jnp.float32)).astype(x.dtype)
+    gain = weight.astype(jnp.float32)
+    return (normed * (gain + offset if offset else gain)).astype(x.dtype)
 
 
 class OwnBlock:
@@ -92,21 +98,25 @@ class LayerStep:
     ):
         self.config, self.formats, self.cache, self.observe, self.backend = config, formats, cache, observe, backend
         self.positions, self.segment_ids = positions, segment_ids
-        self.rope = rope_tables(config, positions)
+        self.rope = rope_tables(rope_frequencies(config), positions)
         if cache.own is None:
             t = segment_ids.shape[1]
             same = segment_ids[:, :, None] == segment_ids[:, None, :]
             self.own_mask = same & jnp.tril(jnp.ones((t, t), bool))
 
     def __call__(self, x, layer: Layer, own: OwnBlock | None, inputs: LayerInputs) -> tuple[Array, LayerOutputs]:
-        c = self.config
-        attended, block, observed = self.attention(rms_norm(x, layer.input_layernorm.value, c.rms_norm_eps), layer, own, inputs)
-        x = x + attended
-        normed = rms_norm(x, layer.post_attention_layernorm.value, c.rms_norm_eps)
+        before_attention, after_attention, before_mlp, after_mlp = layer.norms
+        attended, block, observed = self.attention(self.norm(x, before_attention), layer, own, inputs)
+        x = x + self.norm(attended, after_attention)
+        normed = self.norm(x, before_mlp)
         if layer.experts is None:
-            return x + self.mlp(normed, layer), LayerOutputs(block, observed, None)
-        mixed, routes = mixture(normed, layer, c.experts, self.formats.activation, inputs.routes, self.backend)
-        return x + mixed, LayerOutputs(block, observed, routes)
+            return x + self.norm(self.mlp(normed, layer), after_mlp), LayerOutputs(block, observed, None)
+        mixed, routes = mixture(normed, layer, self.config.experts, self.formats.activation, inputs.routes, self.backend)
+        return x + self.norm(mixed, after_mlp), LayerOutputs(block, observed, routes)
+
+    def norm(self, x, weight: Weight | None):
+        """RMSNorm over the last axis; x itself where the layer has no such norm."""
+        return x if weight is None else rms_norm(x, weight.value, self.config.rms_norm_eps, self.config.norm_offset)
 
     def project(self, x, *weights):
         """The product of x with each weight; x is quantized once for all weights of a kind, and kept once for the backward."""
@@ -122,14 +132,14 @@ class LayerStep:
         return x.reshape(*x.shape[:2], -1, self.config.head_dim)
 
     def attention(self, x, layer: Layer, own: OwnBlock | None, inputs: LayerInputs):
-        c, (b, t, _) = self.config, x.shape
+        b, t, _ = x.shape
         products = self.project(x, layer.q_proj, layer.k_proj, layer.v_proj)
         q, k, v = map(self.heads, products, (layer.q_bias, layer.k_bias, layer.v_bias))
-        if c.qk_norm:
-            q, k = rms_norm(q, layer.q_norm.value, c.rms_norm_eps), rms_norm(k, layer.k_norm.value, c.rms_norm_eps)
-        q, k = rotate(q, self.rope), rotate(k, self.rope)
+        q, k = self.norm(q, layer.q_norm), self.norm(k, layer.k_norm)
+        rope = self.rope if inputs.frequencies is None else rope_tables(inputs.frequencies, self.positions)
+        q, k = rotate(q, rope), rotate(k, rope)
         observed = self.observe(q, k, v, (self.segment_ids > 0)[..., None, None], inputs.scales) if self.observe else None
-        score_scale, value_scale = c.head_dim**-0.5, 1.0
+        score_scale, value_scale = self.config.score_scale, 1.0
         if self.formats.key.quantized:
             sq, sk, sv = inputs.scales
             k, v = quantize_per_tensor(k, sk, self.formats.key), quantize_per_tensor(v, sv, self.formats.value)
@@ -160,4 +170,4 @@ class LayerStep:
 
     def mlp(self, x, layer: Layer):
         gate, up = self.project(x, layer.gate_proj, layer.up_proj)
-        return self.project(jax.nn.silu(gate) * up, layer.down_proj)[0]
+        return self.project(ACTIVATIONS[self.config.activation](gate) * up, layer.down_proj)[0]

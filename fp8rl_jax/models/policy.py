@@ -24,7 +24,10 @@ from fp8rl_jax.precision import is_quantized
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", *DENSE)
 EXPERT_LINEARS = tuple(name for name in SPARSE if name != "router")
-NORMS = ("input_layernorm", "post_attention_layernorm", "q_norm", "k_norm")
+NORMS = (
+    *("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    *("q_norm", "k_norm"),
+)
 BIASES = ("q_bias", "k_bias", "v_bias")
 
 
@@ -60,6 +63,17 @@ class Layer(nnx.Module):
             setattr(self, name, tensors.get(name))
         parts = {name.removeprefix("experts."): tensors.get(name) for name in EXPERT_LINEARS}
         self.experts = None if None in parts.values() else Experts(**parts)
+
+    @property
+    def norms(self) -> tuple[Weight | None, Weight | None, Weight | None, Weight | None]:
+        """RMSNorms before and after attention, before and after the feed-forward layer; None where there is none.
+
+        Hugging Face has the name post_attention_layernorm for the second of four norms, and for the second of two.
+        """
+        if self.pre_feedforward_layernorm is None:
+            return self.input_layernorm, None, self.post_attention_layernorm, None
+        before_mlp, after_mlp = self.pre_feedforward_layernorm, self.post_feedforward_layernorm
+        return self.input_layernorm, self.post_attention_layernorm, before_mlp, after_mlp
 
     def tensors(self) -> dict[str, Weight]:
         """What the constructor was given."""
@@ -138,13 +152,13 @@ def build_policy(config: PolicyConfig, tensor: Callable[[str, tuple[int, ...], t
 def init_policy(config: PolicyConfig, key: Key[Array, ""], dtype: jnp.dtype = jnp.float32) -> Policy:
     """Random weights by the GPT-2 rule: normal with deviation 0.02, projections into the residual stream over sqrt(2 layers).
 
-    Norms are 1, biases 0; compile it with `jax.jit(init_policy, static_argnums=0)` for large models.
+    Norms multiply by 1, biases are 0; compile it with `jax.jit(init_policy, static_argnums=0)` for large models.
     """
     names = list(tensor_specs(config))
 
     def tensor(name: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> Array:
         if axes[-1] == "norm" or name.removeprefix("layers.") in BIASES:
-            return jnp.full(shape, float(axes[-1] == "norm"), dtype)
+            return jnp.full(shape, 1 - config.norm_offset if axes[-1] == "norm" else 0.0, dtype)
         into_residual = name.endswith(("o_proj", "down_proj"))
         deviation = 0.02 / (2 * config.num_layers) ** 0.5 if into_residual else 0.02
         return (deviation * jax.random.normal(jax.random.fold_in(key, names.index(name)), shape)).astype(dtype)
