@@ -57,9 +57,11 @@ def _devices(faults: list[str]) -> list[str]:
 
 
 def _kernels() -> list[str]:
-    from pallas_kernels.matmul import api
+    from pallas_kernels.grouped_matmul import api as grouped_matmul
+    from pallas_kernels.matmul import api as blockwise_matmul
 
-    return [f"blockwise_matmul: {', '.join(api.AVAILABLE)}; auto runs {api.selected_backend('auto')}"]
+    operations = {"blockwise_matmul": blockwise_matmul, "grouped_matmul": grouped_matmul}
+    return [f"{name}: {', '.join(api.AVAILABLE)}; auto runs {api.selected_backend('auto')}" for name, api in operations.items()]
 
 
 def _float8(faults: list[str]) -> list[str]:

@@ -11,6 +11,11 @@ from pallas_kernels.grouped_matmul import reference
 AVAILABLE = ("reference",)
 
 
+def selected_backend(backend: Backend) -> str:
+    """The backend that `grouped_matmul` runs for this argument. Raises BackendError where it cannot."""
+    return resolve(backend, "grouped_matmul", AVAILABLE)
+
+
 def grouped_matmul(
     x: Float[Array, "m k"],
     x_scales: Float[Array, "m kb"],
@@ -39,7 +44,7 @@ def grouped_matmul(
         BackendError: a backend asked for by name cannot serve the call.
         ValueError: shapes do not belong together.
     """
-    resolve(backend, "grouped_matmul", AVAILABLE)
+    selected_backend(backend)
     groups, n, k = w.shape
     blocks = (-(-n // w_block[0]), -(-k // w_block[1]))
     expected = {"x": (len(x), k), "x_scales": (len(x), blocks[1]), "w_scales": (groups, *blocks), "group_sizes": (groups,)}

@@ -1,5 +1,5 @@
-"""Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE in float64 numpy, one row, one head and one token's expert at a time: what the
-batched, cached, scanned and sorted forward must equal."""
+"""Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE and Gemma 3 in float64 numpy, one row, one head and one token's expert at a time:
+what the batched, cached, scanned and sorted forward must equal."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 
-from fp8rl_jax.models.config import Llama3RopeScaling, PolicyConfig
+from fp8rl_jax.models.config import LinearRopeScaling, Llama3RopeScaling, PolicyConfig
 from fp8rl_jax.models.hf_names import parameter_shapes
 
 
@@ -15,21 +15,31 @@ def random_weights(config: PolicyConfig, seed: int = 0) -> dict[str, np.ndarray]
     """Weights by dotted path, float64 of float32 values, deviations that keep every part of the network in play."""
     rng = np.random.default_rng(seed)
     weights = {}
+    norm_mean = 0.0 if config.architecture == "gemma3_text" else 1.0
     for path, shape in parameter_shapes(config).items():
         norm = "norm" in path
-        values = rng.normal(1.0 if norm else 0.0, 0.3 if norm else shape[-1] ** -0.5, shape)
+        values = rng.normal(norm_mean if norm else 0.0, 0.3 if norm else shape[-1] ** -0.5, shape)
         weights[path] = values.astype(np.float32).astype(np.float64)
     return weights
 
 
 def logits(config: PolicyConfig, weights: dict[str, np.ndarray], tokens: list[int], routes=None) -> np.ndarray:
     """[length, vocab] of one row without padding; `routes` [length, layers with experts, k] replaces the router's choice."""
+    gemma = config.architecture == "gemma3_text"
     positions = list(range(len(tokens)))
-    x = weights["embed_tokens.weight"][tokens]
+    x = weights["embed_tokens.weight"][tokens] * (math.sqrt(config.hidden_size) if gemma else 1)
+    weights = {path: 1 + w if gemma and "norm" in path else w for path, w in weights.items()}
     sparse = 0
     for i in range(config.num_layers):
         layer = _layer(config, weights, i)
-        x = x + _attention(config, layer, _rms_norm(x, layer["input_layernorm"], config.rms_norm_eps), positions, i)
+        attended = _attention(config, layer, _rms_norm(x, layer["input_layernorm"], config.rms_norm_eps), positions, i)
+        if gemma:
+            x = x + _rms_norm(attended, layer["post_attention_layernorm"], config.rms_norm_eps)
+            h = _rms_norm(x, layer["pre_feedforward_layernorm"], config.rms_norm_eps)
+            h = (_gelu(h @ layer["gate_proj"].T) * (h @ layer["up_proj"].T)) @ layer["down_proj"].T
+            x = x + _rms_norm(h, layer["post_feedforward_layernorm"], config.rms_norm_eps)
+            continue
+        x = x + attended
         h = _rms_norm(x, layer["post_attention_layernorm"], config.rms_norm_eps)
         if "router" in layer:
             x = x + _experts(config, layer, h, None if routes is None else routes[:, sparse])
@@ -45,10 +55,14 @@ def log_softmax(x: np.ndarray) -> np.ndarray:
     return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
 
-def frequencies(config: PolicyConfig) -> np.ndarray:
-    """Rotary frequencies; Llama 3's rule as its case distinction, by wavelength."""
-    base = [config.rope_theta ** (-2 * i / config.head_dim) for i in range(config.head_dim // 2)]
-    return np.array([_llama3(f, config.rope_scaling) if config.rope_scaling else f for f in base])
+def frequencies(config: PolicyConfig, windowed: bool = False) -> np.ndarray:
+    """Rotary frequencies of layers with or without a window; Llama 3's rule as its case distinction, by wavelength."""
+    local = windowed and config.architecture == "gemma3_text"
+    theta, scaling = (config.local_rope_theta, None) if local else (config.rope_theta, config.rope_scaling)
+    base = [theta ** (-2 * i / config.head_dim) for i in range(config.head_dim // 2)]
+    if isinstance(scaling, LinearRopeScaling):
+        return np.array([f / scaling.factor for f in base])
+    return np.array([_llama3(f, scaling) if scaling else f for f in base])
 
 
 def _llama3(frequency: float, scaling: Llama3RopeScaling) -> float:
@@ -89,6 +103,11 @@ def _swiglu(x, gate, up, down):
     return (g / (1 + np.exp(-g)) * (x @ up.T)) @ down.T
 
 
+def _gelu(x):
+    """The normal distribution's function by its tanh formula (arXiv 1606.08415)."""
+    return x / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
 def _experts(config, layer, x, routes):
     out = np.zeros_like(x)
     for row, token in enumerate(x):
@@ -107,16 +126,19 @@ def _rms_norm(x, weight, eps):
     return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
 
 
-def _rotate(x, positions, config):
+def _rotate(x, positions, frequencies):
     """Pairs (i, i + half) as complex numbers, turned by position * frequency."""
-    half = config.head_dim // 2
-    turned = (x[:, :half] + 1j * x[:, half:]) * np.exp(1j * np.outer(positions, frequencies(config)))
+    half = x.shape[1] // 2
+    turned = (x[:, :half] + 1j * x[:, half:]) * np.exp(1j * np.outer(positions, frequencies))
     return np.concatenate([turned.real, turned.imag], axis=-1)
 
 
 def _attention(config, layer, x, positions, i):
     t, d = len(x), config.head_dim
     out = np.zeros((t, config.num_heads * d))
+    windowed = bool(config.sliding_window) and i not in config.full_attention_layers
+    turns = frequencies(config, windowed)
+    variance = config.query_pre_attn_scalar if config.architecture == "gemma3_text" else d
     for head in range(config.num_heads):
         kv = head // (config.num_heads // config.num_kv_heads)
         rows, kv_rows = slice(head * d, (head + 1) * d), slice(kv * d, (kv + 1) * d)
@@ -126,9 +148,9 @@ def _attention(config, layer, x, positions, i):
         if config.qk_norm:
             q = _rms_norm(q, layer["q_norm"], config.rms_norm_eps)
             k = _rms_norm(k, layer["k_norm"], config.rms_norm_eps)
-        scores = _rotate(q, positions, config) @ _rotate(k, positions, config).T / math.sqrt(d)
+        scores = _rotate(q, positions, turns) @ _rotate(k, positions, turns).T / math.sqrt(variance)
         scores[np.triu_indices(t, 1)] = -np.inf
-        if config.sliding_window and i not in config.full_attention_layers:
+        if windowed:
             scores[np.tril_indices(t, -config.sliding_window)] = -np.inf
         out[:, head * d : (head + 1) * d] = np.exp(log_softmax(scores)) @ v
     return out @ layer["o_proj"].T

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference_llama as reference
-from tiny_models import LLAMA, MISTRAL, MOE, QWEN2, QWEN3
+from tiny_models import GEMMA, LLAMA, MISTRAL, MOE, QWEN2, QWEN3
 
 from fp8rl_jax.config.recipe import get_recipe
 from fp8rl_jax.models.attention import rope_frequencies
@@ -22,6 +22,7 @@ SCALED = dataclasses.replace(LLAMA, rope_theta=500000.0, rope_scaling=Llama3Rope
 MIXED_WINDOWS = dataclasses.replace(QWEN2, sliding_window=3, full_attention_layers=(1,))
 ALL_SPARSE = dataclasses.replace(MOE, num_layers=2, experts=dataclasses.replace(MOE.experts, normalize=False, dense_layers=()))
 SMALL_MOE = dataclasses.replace(MOE, num_layers=2, experts=dataclasses.replace(MOE.experts, dense_layers=(0,)))
+SMALL_GEMMA = dataclasses.replace(GEMMA, num_layers=2, sliding_window=3, full_attention_layers=(0,))
 CONFIGS = {
     "llama_tied": LLAMA,
     "llama3_rope": SCALED,
@@ -31,6 +32,10 @@ CONFIGS = {
     "qwen2_windows": MIXED_WINDOWS,
     "moe": MOE,
     "moe_all_sparse": ALL_SPARSE,
+    "gemma3": GEMMA,
+    "gemma3_full_attention": dataclasses.replace(
+        GEMMA, num_layers=2, sliding_window=None, full_attention_layers=(), local_rope_theta=None, tie_word_embeddings=False
+    ),
 }
 TOLERANCE = {"atol": 2e-5, "rtol": 2e-5}  # float32 against float64, logits of order 1
 
@@ -67,7 +72,7 @@ def test_the_rope_scaling_changes_the_logits_and_its_frequencies_have_all_three_
     assert (ratio == 1).any() and (ratio == 8).any() and ((ratio > 1.01) & (ratio < 7.99)).any()
 
 
-@pytest.mark.parametrize("config", [LLAMA, QWEN3, MISTRAL], ids=["llama", "qwen3", "mistral"])
+@pytest.mark.parametrize("config", [LLAMA, QWEN3, MISTRAL, GEMMA], ids=["llama", "qwen3", "mistral", "gemma3"])
 def test_left_and_right_padding_and_packing_leave_a_row_as_it_is(config):
     policy, weights = policy_and_weights(config)
     first, second = random_tokens(config, 7), random_tokens(config, 5, seed=2)
@@ -91,7 +96,9 @@ def test_only_differences_of_positions_matter():
 
 
 @pytest.mark.parametrize("stacked", [True, False], ids=["scan", "unroll"])
-@pytest.mark.parametrize("config", [LLAMA, QWEN3, MIXED_WINDOWS, MOE], ids=["llama", "qwen3", "qwen2_windows", "moe"])
+@pytest.mark.parametrize(
+    "config", [LLAMA, QWEN3, MIXED_WINDOWS, MOE, GEMMA], ids=["llama", "qwen3", "qwen2_windows", "moe", "gemma3"]
+)
 def test_cached_decode_equals_the_full_forward(config, stacked):
     """Two ragged prompts, two samples each, their completions fed token by token."""
     policy, weights = policy_and_weights(config)
@@ -163,7 +170,9 @@ def weighted_gradients(layout, policy: Policy):
 
 
 @pytest.mark.parametrize(
-    ("config", "remat"), [(QWEN3, False), (MIXED_WINDOWS, False), (SMALL_MOE, True)], ids=["qwen3", "windows", "moe_remat"]
+    ("config", "remat"),
+    [(QWEN3, False), (MIXED_WINDOWS, False), (SMALL_MOE, True), (SMALL_GEMMA, True)],
+    ids=["qwen3", "windows", "moe_remat", "gemma3_remat"],
 )
 def test_the_shared_prefix_layout_has_the_values_and_gradients_of_the_plain_one(group, config, remat):
     policy, _ = policy_and_weights(config)
@@ -179,6 +188,7 @@ def test_the_shared_prefix_layout_has_the_values_and_gradients_of_the_plain_one(
 
 
 LAYER = ("layers.q_proj", "layers.k_norm", "layers.down_proj")
+FOUR_NORMS = tuple(f"layers.{name}_layernorm" for name in ("post_attention", "pre_feedforward", "post_feedforward"))
 EXPERTS = ("layers.router", "layers.experts.gate_proj", "layers.experts.down_proj", "layers.up_proj")
 
 
@@ -188,8 +198,9 @@ EXPERTS = ("layers.router", "layers.experts.gate_proj", "layers.experts.down_pro
         (dataclasses.replace(QWEN3, num_layers=1), ("embed_tokens", *LAYER, "norm")),
         (dataclasses.replace(QWEN2, num_layers=1, sliding_window=2), ("layers.q_bias", "layers.v_bias", "layers.k_proj")),
         (SMALL_MOE, EXPERTS),
+        (SMALL_GEMMA, ("embed_tokens", *LAYER, *FOUR_NORMS, "norm")),
     ],
-    ids=["qwen3", "qwen2_window", "moe"],
+    ids=["qwen3", "qwen2_window", "moe", "gemma3"],
 )
 def test_gradients_equal_finite_differences_of_the_reference(config, paths):
     policy, weights = policy_and_weights(config)

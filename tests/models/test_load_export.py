@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
-from tiny_models import LLAMA, QWEN3, random_tensors, write_model, write_sharded
+from tiny_models import GEMMA, LLAMA, QWEN3, random_tensors, write_model, write_sharded
 
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.config import PolicyConfig
@@ -164,7 +164,7 @@ def test_damaged_checkpoints_are_refused_by_tensor(config, damage, messages, tmp
         assert message in str(error.value)
 
 
-@pytest.mark.parametrize("config", [LLAMA, QWEN3])
+@pytest.mark.parametrize("config", [LLAMA, QWEN3, GEMMA])
 def test_export_gives_the_same_file_back(config, tmp_path):
     tensors = random_tensors(config)
     source = write_model(tmp_path / "in", config, tensors)

@@ -130,7 +130,7 @@ def test_end_tokens_are_merged_in_order():
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling.low_freq_factor is missing"),
         ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "high_freq_factor": 0.5}}, "high_freq_factor"),
         ({"rope_parameters": {"rope_theta": 10000.0}}, "contradicts"),
-        ({"rope_parameters": {"rope_type": "linear"}}, "rope_parameters.rope_type"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_parameters.rope_type"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 5e5}}}, "rope_parameters.full_attention"),
         ({"rope_scaling": "linear"}, "rope_scaling must be an object"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),

@@ -18,6 +18,21 @@ SMOLLM2_TEMPLATE = (
     "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+# what the template of Gemma 3 does: the system message opens the first user turn, the assistant is the model, turns alternate
+GEMMA_TEMPLATE = (
+    "{{ bos_token }}{%- if messages[0]['role'] == 'system' -%}{%- set opening = messages[0]['content'] + '\n\n' -%}"
+    "{%- set turns = messages[1:] -%}{%- else -%}{%- set opening = '' -%}{%- set turns = messages -%}{%- endif -%}"
+    "{%- for turn in turns -%}{%- if (turn['role'] == 'user') != (loop.index0 % 2 == 0) -%}"
+    "{{ raise_exception('roles must alternate') }}{%- endif -%}"
+    "{%- set role = 'model' if turn['role'] == 'assistant' else turn['role'] -%}"
+    "{{ '<start_of_turn>' + role + '\n' + (opening if loop.first else '') }}"
+    "{%- if turn['content'] is string -%}{{ turn['content'] | trim }}"
+    "{%- elif turn['content'] is iterable -%}{%- for part in turn['content'] -%}"
+    "{%- if part['type'] == 'text' -%}{{ part['text'] | trim }}{%- endif -%}{%- endfor -%}"
+    "{%- else -%}{{ raise_exception('invalid content') }}{%- endif -%}"
+    "{{ '<end_of_turn>\n' }}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<start_of_turn>model\n' }}{%- endif -%}"
+)
 USER = [{"role": "user", "content": "hi"}]
 
 
@@ -88,6 +103,24 @@ TEMPLATE = """{{- bos_token }}
 {% if add_generation_prompt %}
 [assistant]{% endif %}
 """
+
+
+def test_gemma_template_merges_the_system_message_and_trims(tmp_path):
+    """The texts are those of transformers 5.23.0."""
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path, {"bos_token": "<s>", "chat_template": GEMMA_TEMPLATE}))
+    talk = [
+        {"role": "system", "content": "Be brief. "},
+        {"role": "user", "content": " 1+1? "},
+        {"role": "assistant", "content": "2\n"},
+        {"role": "user", "content": [{"type": "text", "text": " why? "}]},
+    ]
+    turns = "1+1?<end_of_turn>\n<start_of_turn>model\n2<end_of_turn>\n<start_of_turn>user\nwhy?<end_of_turn>\n"
+    assert tokenizer.apply_chat_template(talk) == (
+        f"<s><start_of_turn>user\nBe brief. \n\n{turns}<start_of_turn>model\n"
+    )
+    assert tokenizer.apply_chat_template(talk[1:], add_generation_prompt=False) == f"<s><start_of_turn>user\n{turns}"
+    with pytest.raises(UserError, match="roles must alternate"):
+        tokenizer.apply_chat_template(talk[2:])
 
 
 def test_template_environment_is_that_of_transformers(tmp_path):

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import safetensors.numpy
 
-from fp8rl_jax.models.config import ExpertsConfig, PolicyConfig
+from fp8rl_jax.models.config import ExpertsConfig, LinearRopeScaling, PolicyConfig
 from fp8rl_jax.models.hf_names import hf_tensors
 
 LLAMA = PolicyConfig(
@@ -59,6 +59,24 @@ MOE = PolicyConfig(
     num_kv_heads=2,
     head_dim=16,
     experts=ExpertsConfig(count=5, per_token=2, intermediate_size=24, normalize=True, dense_layers=(1,)),
+)
+# a pattern of three, cut short: layer 2 of 5 attends fully; nothing has its usual value
+GEMMA = PolicyConfig(
+    architecture="gemma3_text",
+    vocab_size=40,
+    hidden_size=48,
+    intermediate_size=80,
+    num_layers=5,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    rope_theta=50000.0,
+    rope_scaling=LinearRopeScaling(8.0),
+    tie_word_embeddings=True,
+    sliding_window=4,
+    full_attention_layers=(2,),
+    query_pre_attn_scalar=24,
+    local_rope_theta=500.0,
 )
 
 
