@@ -28,7 +28,7 @@ CONFIGS = {"llama": SCALED, "qwen2": dataclasses.replace(QWEN2, sliding_window=3
 fuzzed = functools.partial(
     settings, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
-NUMBERS = [0, -1, 1, 2, 3, 7, 48, 2**31, 2**63, 10**12, 10**400, 0.5, -0.0, 1e-300, 1e308, float("nan"), float("inf")]
+NUMBERS = [0, -1, 1, 2, 3, 7, 48, 2**31 - 1, 2**63, 10**12, 10**400, 0.5, -0.0, 1e-300, 1e308, float("nan"), float("inf")]
 WORDS = ["", "fp8", "silu", "llama3", "1", "\x00", "é"]
 SINGLE = [*NUMBERS, True, False, None, *WORDS]
 SCALARS = st.sampled_from(SINGLE)
@@ -80,7 +80,7 @@ def test_every_wrong_value_in_config_json(config):
     extra = {"quantization_config", "rope_parameters", "num_local_experts", "partial_rotary_factor", "layer_types"}
     for key in sorted(values.keys() | extra):
         assert_refused_or_sayable({name: value for name, value in values.items() if name != key})
-        for junk in (*SINGLE, [], {}, *([value] for value in SINGLE), {"rope_type": "llama3"}, {"quant_method": []}):
+        for junk in (*SINGLE, [], {}, [[]], [{}], *([value] for value in SINGLE), {"rope_type": "llama3"}, {"quant_method": []}):
             assert_refused_or_sayable(values | {key: junk})
     for key, junk in itertools.product(values["rope_scaling"] or (), SINGLE):
         assert_refused_or_sayable(values | {"rope_scaling": values["rope_scaling"] | {key: junk}})
@@ -106,6 +106,22 @@ def test_a_wrong_value_in_generation_config_json(data, plain, tmp_path):
     values[data.draw(st.sampled_from(sorted(values)))] = data.draw(JUNK)
     path.write_text(json.dumps(data.draw(st.one_of(st.just(values), JUNK))))
     assert_refused_or_same(directory, expected)
+
+
+def test_counts_that_would_fill_the_memory_are_refused_before_they_are_listed(tmp_path):
+    experts = dataclasses.replace(MOE.experts, count=10_000)
+    write_model(tmp_path, MOE, random_tensors(MOE))
+    (tmp_path / "config.json").write_text(json.dumps(dataclasses.replace(MOE, num_layers=10_000, experts=experts).to_hf()))
+    with pytest.raises(UserError, match="too few for the 10000 layers and 99990000 experts of its config"):
+        load_policy_arrays(tmp_path)
+
+
+def test_an_infinite_number_in_a_gguf(tmp_path):
+    metadata, tensors = read_gguf(write_gguf(tmp_path / "m.gguf", gguf_tensors()))
+    for key in ("llama.rope.freq_base", "llama.attention.layer_norm_rms_epsilon"):
+        (tmp_path / "bad.gguf").write_bytes(whole_file(metadata | {key: float("inf")}, tensors))
+        with pytest.raises(UserError, match=r"bad.gguf: (rope_theta|rms_norm_eps) must be positive and finite, got inf"):
+            convert_gguf(tmp_path / "bad.gguf", tmp_path / "out")
 
 
 def damaged_text(data, content: bytes) -> bytes:
