@@ -58,7 +58,7 @@ def load_policy(directory: str | Path, dtype: jnp.dtype = jnp.float32) -> Policy
     """The policy of a Hugging Face directory, layers stacked, on the default device.
 
     Args:
-        directory: config.json and safetensors; `models.resolve.resolve_model` makes one of anything else.
+        directory: config.json and safetensors, block-FP8 ones too; `models.resolve.resolve_model` makes one of anything else.
         dtype: of every tensor; values are converted on the host, bfloat16 to float32 exactly.
 
     Raises:
@@ -110,7 +110,7 @@ def save_policy(
         policy: see `policy_arrays`.
         directory: made when it isn't there.
         tokenizer: a directory whose tokenizer files are copied, the byte-level tokenizer, or None for a model of token ids.
-        dtype: "bfloat16" (rounded to nearest even) or "float32".
+        dtype: "bfloat16" (rounded to nearest even), "float32" or "fp8-block", as in `export_policy`.
 
     Returns:
         `directory`.
