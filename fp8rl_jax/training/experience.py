@@ -13,12 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from fp8rl_jax import rl
 from fp8rl_jax.config.rl import RLConfig
 from fp8rl_jax.parallel import to_global, to_host
-from fp8rl_jax.rl.masked import masked_mean
 from fp8rl_jax.rollout.engine import Rollout
 from fp8rl_jax.tasks.dataset import Example
 from fp8rl_jax.tasks.episodes import Episode, Rows, pad_rows
@@ -59,7 +58,7 @@ class Experience:
         """
         raise NotImplementedError
 
-    def by_sample(self, values: Float[Array, " b"]) -> Float[Array, " c"]:
+    def by_sample(self, values: Shaped[Array, " b"]) -> Shaped[Array, " c"]:
         """Sums over the rows of each sample; all processes call it together."""
         raise NotImplementedError
 
@@ -76,7 +75,7 @@ class Experience:
         """Lengths of prompts and of what stands behind them, and the number of sampled tokens, for `Clock.work`."""
         raise NotImplementedError
 
-    def metrics(self) -> dict[str, Float[Array, ""] | float]:
+    def metrics(self) -> dict[str, float]:
         """completions/* and rollout/weight_version; of episodes also episodes/*."""
         raise NotImplementedError
 
@@ -113,7 +112,7 @@ class RolloutExperience(Experience):
             loss_mask=in_loss, prompt_routes=rollout.prompt_expert_ids, routes=rollout.expert_ids,
         )  # fmt: skip
 
-    def by_sample(self, values: Float[Array, " b"]) -> Float[Array, " c"]:
+    def by_sample(self, values: Shaped[Array, " b"]) -> Shaped[Array, " c"]:
         return values
 
     def by_row(self, values: Float[Array, " c"]) -> Float[Array, " b"]:
@@ -124,12 +123,12 @@ class RolloutExperience(Experience):
         return self.rollout.policy_logprobs
 
     def work(self) -> tuple[Int[np.ndarray, " p"], Int[np.ndarray, " b"], int]:
-        prompts, lengths = to_host((self.rollout.prompts.lengths, jnp.sum(self.rollout.mask, axis=1)))
-        return prompts, lengths, int(lengths.sum())
+        prompts, mask = to_host((self.rollout.prompts.lengths, self.rollout.mask))
+        return prompts, mask.sum(1), int(mask.sum())
 
-    def metrics(self) -> dict[str, Float[Array, ""] | float]:
-        lengths, version = jnp.sum(self.rollout.mask, axis=1), self.rollout.weight_version
-        return _completion_metrics(lengths, self.rollout.stopped) | {"rollout/weight_version": version}
+    def metrics(self) -> dict[str, float]:
+        mask, stopped = to_host((self.rollout.mask, self.rollout.stopped))
+        return _completion_metrics(mask.sum(1), stopped) | {"rollout/weight_version": self.rollout.weight_version}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,9 +156,10 @@ class EpisodeExperience(Experience):
         )  # fmt: skip
         return to_global(batch, self.sharding)
 
-    def by_sample(self, values: Float[Array, " b"]) -> Float[Array, " c"]:
-        own, sums = self.rows.episode >= 0, np.zeros(len(self.episodes), np.float32)
-        np.add.at(sums, self.rows.episode[own], to_host(values)[own])
+    def by_sample(self, values: Shaped[Array, " b"]) -> Shaped[Array, " c"]:
+        own, values = self.rows.episode >= 0, to_host(values)
+        sums = np.zeros(len(self.episodes), values.dtype)
+        np.add.at(sums, self.rows.episode[own], values[own])
         return jnp.asarray(sums)
 
     def by_row(self, values: Float[Array, " c"]) -> Float[Array, " b"]:
@@ -176,7 +176,7 @@ class EpisodeExperience(Experience):
         own = self.rows.episode >= 0
         return self.rows.prompt_lengths[own], self.rows.attended[own].sum(1), int(self.rows.sampled.sum())
 
-    def metrics(self) -> dict[str, Float[Array, ""] | float]:
+    def metrics(self) -> dict[str, float]:
         """Besides: turns and rows an episode (one row: all its turns were joined), and the part that ended for want of room."""
         turns, count = [turn for episode in self.episodes for turn in episode.turns], len(self.episodes)
         lengths, stopped = np.array([len(turn.tokens) for turn in turns]), np.array([turn.stopped for turn in turns])
@@ -197,10 +197,10 @@ def episode_rows(episodes: Sequence[Episode], width: int, max_new_tokens: int, p
     return pad_rows(episodes, 1, width + max_new_tokens - 1, pad, multiple)
 
 
-def _completion_metrics(lengths: Int[Array, " b"], stopped: Bool[Array, " b"]) -> dict[str, Float[Array, ""]]:
+def _completion_metrics(lengths: Int[np.ndarray, " b"], stopped: Bool[np.ndarray, " b"]) -> dict[str, float]:
     return {
         "completions/mean_length": lengths.mean(),
         "completions/max_length": lengths.max(),
-        "completions/mean_terminated_length": masked_mean(lengths, stopped),
-        "completions/clipped_ratio": 1.0 - jnp.mean(stopped),
+        "completions/mean_terminated_length": lengths[stopped].mean() if stopped.any() else 0.0,
+        "completions/clipped_ratio": 1.0 - stopped.mean(),
     }

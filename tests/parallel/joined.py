@@ -19,6 +19,7 @@ from fp8rl_jax.parallel import (
     batch_sharding,
     check_same,
     constrain,
+    gather_text,
     initialize,
     is_main_process,
     make_mesh,
@@ -29,7 +30,8 @@ from fp8rl_jax.parallel import (
     to_host,
 )
 from fp8rl_jax.tasks.dataset import Example
-from fp8rl_jax.tasks.together import score_together
+from fp8rl_jax.tasks.episodes import Episode
+from fp8rl_jax.tasks.together import play_together, score_together
 from fp8rl_jax.tasks.workers import RewardPool
 
 
@@ -72,6 +74,16 @@ def scored() -> dict:
     }  # fmt: skip
 
 
+def played() -> dict:
+    """A turn of five episodes, each process playing its share; the third answer is no number."""
+    environment = Path(__file__).parents[1] / "tasks" / "environment_examples.py"
+    task = TaskConfig(kind="environment", name=f"{environment}:Guess", max_turns=2, reward=RewardConfig(num_workers=1))
+    example = Example(0, "p", "", "", {"question": "Guess a number from 0 to 999 (problem 7).", "metadata": {"seed": 7}})
+    with RewardPool(task) as pool:
+        scores = play_together(pool, [Episode(example)] * 5, ["6", "7", "ß", "8", "7"])
+    return {"turns": scores.turns, "rewards": scores.rewards.tolist(), "errors": scores.errors}
+
+
 def main(coordinator: str, num_processes: int, process_id: int) -> None:
     config = MeshConfig(1, -1, 2, coordinator=coordinator, num_processes=num_processes, process_id=process_id)
     initialize(config)
@@ -105,6 +117,8 @@ def main(coordinator: str, num_processes: int, process_id: int) -> None:
                 "refused": refused(f"process {process_id}"),
                 "told": [told(""), told(f"fault {process_id}" if process_id + 1 == num_processes else "")],
                 "scored": scored(),
+                "played": played(),
+                "gathered": gather_text("ß" * process_id),
             }
         )
     )

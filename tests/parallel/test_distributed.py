@@ -96,6 +96,7 @@ def test_two_processes_compute_what_one_does():
     for scored in (alone["scored"], pair[0]["scored"]):
         assert len(set(scored["rewards"][:3])) == 3 and scored["rewards"][3] == 0
         assert scored["failed"] == [False, False, False, True] and (scored["timeouts"], scored["errors"]) == (1, 0)
+    assert alone["played"]["rewards"] == [0, 1, 0, 0, 1] and alone["played"]["errors"] == 1
     for i, joined in enumerate(pair):
         assert (joined["processes"], joined["devices"]) == (2, [4, 2])
         assert not joined["whole"], "parameters must be spread over both processes"
@@ -106,5 +107,6 @@ def test_two_processes_compute_what_one_does():
         assert joined["refused"].startswith("process 1 has another configuration than process 0")
         assert joined["told"] == ["", "process 1: fault 1" if i == 0 else "fault 1"]
         assert joined["scored"] == pair[0]["scored"], "processes that go on with other rewards compute other programs"
+        assert joined["played"] == alone["played"] and joined["gathered"] == ["", "ß"]
         np.testing.assert_allclose(joined["loss"], alone["loss"], rtol=1e-5)
         np.testing.assert_allclose(joined["updated"], alone["updated"], rtol=1e-5, atol=1e-6)

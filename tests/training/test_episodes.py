@@ -1,5 +1,7 @@
 """Episodes in training: every sampled token is trained on in the context that it was sampled in, and nothing else is."""
 
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fp8rl_jax.cli.main import main
 from fp8rl_jax.config.recipe import get_recipe
 from fp8rl_jax.config.rewards import RewardConfig
 from fp8rl_jax.config.rl import CorrectionConfig, RLConfig
@@ -81,15 +84,18 @@ def episodes(request, player):
     return player(request.param())[0]
 
 
-def batch_of(episodes, multiple=8):
-    rows = episode_rows(episodes, WIDTH, SAMPLING.max_new_tokens, 256, multiple)
+def batch_of(episodes):
+    """The experience of episodes, their batch with advantages for each token, and the advantages of the episodes."""
+    rows = episode_rows(episodes, WIDTH, SAMPLING.max_new_tokens, 256, 8)
     count = len(episodes)
     found = EpisodeExperience(
         rewards=np.zeros(count), valid=np.ones(count, bool), teaches=np.ones(count, bool), scores=None, examples=[], texts=[],
         rounds=1, episodes=episodes, rows=rows, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]),
     )  # fmt: skip
     advantages = np.random.default_rng(0).normal(size=count).astype(np.float32)
-    return found, replace(found.batch(RL, False), advantages=found.by_row(jnp.asarray(advantages))), advantages
+    batch = found.batch(RL, False)
+    own = found.by_row(jnp.asarray(advantages))[:, None]
+    return found, replace(batch, advantages=jnp.where(batch.mask, own, 0.0)), advantages
 
 
 def test_the_trainer_scores_what_was_sampled_as_it_was_sampled(policy, episodes):
@@ -103,7 +109,8 @@ def test_the_trainer_scores_what_was_sampled_as_it_was_sampled(policy, episodes)
     np.testing.assert_allclose(found.by_sample(jnp.where(batch.mask, logprobs, 0.0).sum(1)), sums, atol=1e-4)
 
 
-def test_joined_rows_give_the_update_of_each_turn_in_a_row_of_its_own(policy, episodes):
+def test_joined_rows_give_the_update_of_each_turn_in_a_row_of_its_own(policy, player):
+    episodes, _ = player(ByteTokenizer())
     _, batch, advantages = batch_of(episodes)
     turns = [(index, turn) for index, episode in enumerate(episodes) for turn in episode.turns]
     alone = pad_rows([Episode(None, (turn,)) for _, turn in turns], WIDTH, SAMPLING.max_new_tokens, 256)
@@ -118,14 +125,14 @@ def test_joined_rows_give_the_update_of_each_turn_in_a_row_of_its_own(policy, ep
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6)
 
 
-def test_what_the_environment_says_is_read_and_not_trained_on(policy, episodes):
-    _, batch, _ = batch_of(episodes)
+def test_what_the_environment_says_is_read_and_not_trained_on(policy, player):
+    _, batch, _ = batch_of(player(ByteTokenizer())[0])
     plain, logprobs, _ = update(init_state(jax.tree.map(jnp.copy, policy), OPTIMIZER), batch, CONFIG, OPTIMIZER)
     # whatever an observation's tokens weigh in rewards and corrections, nothing of it arrives
     weighed = replace(
         batch,
         rollout_logprobs=jnp.where(batch.mask, batch.rollout_logprobs, jnp.nan),
-        advantages=jnp.where(batch.mask, batch.advantages[:, None], 1e6),
+        advantages=jnp.where(batch.mask, batch.advantages, 1e6),
     )
     other, _, _ = update(init_state(jax.tree.map(jnp.copy, policy), OPTIMIZER), weighed, CONFIG, OPTIMIZER)
     jax.tree.map(np.testing.assert_array_equal, plain.policy, other.policy)
@@ -164,3 +171,99 @@ def test_empty_rows_stand_evenly_between_the_others(episodes):
     own = rows.episode >= 0
     assert len(own) == 32 and np.ptp(own.reshape(4, 8).sum(1)) <= 1
     assert not rows.attended[~own].any() and (rows.prompt_lengths[~own] == 1).all()
+
+
+RUN = f"""
+compute_dtype = "float32"
+[model.init]
+hidden_size = 48
+intermediate_size = 80
+num_layers = 1
+num_heads = 2
+num_kv_heads = 1
+head_dim = 24
+[task]
+kind = "environment"
+name = "{ENVIRONMENTS}:Parity"
+max_turns = 2
+train_size = 16
+eval_size = 4
+[task.reward]
+num_workers = 1
+partial_credit = true
+[rollout]
+prompts_per_step = 4
+samples_per_prompt = 4
+max_prompt_tokens = 16
+max_new_tokens = 4
+stop_token_ids = {list(range(48, 58))}
+[optimizer]
+learning_rate = 1e-3
+[trainer]
+steps = 3
+updates_per_rollout = 2
+micro_batch_prompts = 1
+[rl.reward_kl]
+coefficient = 0.1
+[rl.dynamic_sampling]
+enabled = true
+max_rounds = 2
+[evaluation]
+every = 2
+examples = 4
+batch_size = 4
+[checkpoint]
+every = 2
+"""
+
+
+@pytest.fixture
+def run_file(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(RUN)
+    return str(path)
+
+
+def numbers(directory):
+    """The rows of a run's metrics but for times."""
+    rows = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
+    return [{k: v for k, v in row.items() if not k.startswith(("time", "perf/"))} for row in rows]
+
+
+def test_a_run_of_episodes_and_its_resumption_are_the_same(run_file, tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert main(["train", run_file, "--recipe", "fp8-rl", "--output", str(whole)]) == 0
+    shutil.copytree(whole, parts)
+    # what a run killed in step 2 leaves: the checkpoint of step 2, and lines that came after it
+    (parts / "checkpoints" / "3").rename(tmp_path / "gone")
+    assert main(["train", run_file, "--recipe", "fp8-rl", "--output", str(parts), "--resume"]) == 0
+    assert numbers(whole) == numbers(parts)
+    assert (whole / "samples.jsonl").read_text() == (parts / "samples.jsonl").read_text()
+    steps = [row for row in numbers(whole) if "loss" in row]
+    assert [row["step"] for row in numbers(whole) if "eval/accuracy" in row] == [0, 2, 3]
+    for row in steps:
+        assert row["episodes/turns"] == 2 and row["episodes/rows"] == 1 and row["optim/skipped"] == 0
+        assert 0 < row["mismatch/logprob_abs_diff_max"] < 0.1 and row["completions/max_length"] <= 4
+    assert abs(steps[0]["reward/kl"]) < 1e-4 < abs(steps[2]["reward/kl"])
+    shown = json.loads((whole / "samples.jsonl").read_text().splitlines()[0])
+    assert "\nuser: " in shown["completion"] and "\nassistant: " in shown["completion"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--rl.overlong.filter"], "rl.overlong"),
+        (["--rl.overlong.buffer", "2"], "rl.overlong"),
+        (["--trainer.router-replay"], "trainer.router_replay"),
+        (["--rl.reward-kl.coefficient", "-1"], "rl.reward_kl.coefficient"),
+    ],
+)
+def test_what_does_not_go_with_episodes_is_one_line(run_file, tmp_path, capsys, flags, message):
+    assert main(["train", run_file, "--output", str(tmp_path / "out"), *flags]) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("fp8rl: error:")]
+    assert len(errors) == 1 and message in errors[0]
+
+
+def test_supervised_training_has_nothing_to_imitate_in_an_environment(run_file, tmp_path, capsys):
+    assert main(["sft", run_file, "--output", str(tmp_path / "out")]) == 2
+    assert "has no answer to learn from" in capsys.readouterr().err
