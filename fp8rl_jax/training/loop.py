@@ -2,8 +2,9 @@
 
 One step does, in this order:
 
-    rollout     n completions of each of P prompts, with the weights of the last sync
-    reward      in worker processes
+    rollout     n completions of each of P prompts, or n episodes, with the weights of the last sync
+    reward      in worker processes; of episodes after each turn
+    score       log-probabilities of the reference and of the old policy, where the loss, the reward or a correction needs them
     update      one or several optimizer updates; where there is one, its own forward gives the old log-probabilities
     calibrate   KV scales from the new weights on this step's tokens, where the recipe has an FP8 cache
     sync        the new weights, quantized, to the engine
