@@ -29,7 +29,7 @@ from fp8rl_jax.errors import UserError
 
 
 def read_flags(tree: type, flags: list[str], prog: str, default: Any, faults: list[str]) -> Any:
-    """Tyro's reading of the flags over `default`; if it refuses them, lines in `faults` and `default` itself."""
+    """Tyro's reading of the flags over `default`, which need not be sound; where it refuses, lines in `faults` and None."""
     refusal = io.StringIO()
     try:
         with contextlib.redirect_stderr(refusal):
@@ -42,7 +42,7 @@ def read_flags(tree: type, flags: list[str], prog: str, default: Any, faults: li
         if not stop.code:
             raise
         faults += list(_flag_faults(tree, flags, default is None)) or _unboxed(refusal.getvalue())
-    return default
+    return None
 
 
 def _value_faults(tree: type, config: Any) -> Iterator[str]:

@@ -8,6 +8,7 @@ it refuses, the flags are gone through once more, one by one, so that all their 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import tomllib
 from collections.abc import Iterator
@@ -56,11 +57,12 @@ def load_config[Config](tree: type[Config], argv: list[str], prog: str) -> Confi
     known = [*(key for key, _ in leaves(tree)), *tables(tree)]
     for file in files:
         _merge(values, _checked(_read(file, faults), tree, known, "", file, faults), tree)
-    config = _apply(tree(), values, faults)
+    # Flags may mend what files leave unsound, so nothing is checked before both are together.
+    draft = _draft(tree(), values)
     # Tyro would take a dictionary apart into flags of its own, so it sees none.
-    flags, entries, empty = take_table_entries(flags, tree, config)
-    if flags:
-        config = read_flags(tree, flags, prog, _apply(config, empty, faults), faults)
+    flags, entries, empty = take_table_entries(flags, tree, draft)
+    config = read_flags(tree, flags, prog, _draft(draft, empty), faults) if flags else None
+    config = _apply(tree(), values, faults) if config is None else config
     config = _apply(config, entries, faults)
     faults += _problems(config)
     if faults:
@@ -150,6 +152,15 @@ def _merge(values: dict[str, Any], later: dict[str, Any], tree: type) -> None:
             _merge(values[name], value, fields[name])
         else:
             values[name] = value
+
+
+def _draft(default: Any, values: dict[str, Any]) -> Any:
+    """`default` with the values laid over it, unchecked."""
+    draft = copy.copy(default)
+    for name, value in values.items():
+        current = getattr(default, name)
+        object.__setattr__(draft, name, _draft(current, value) if dataclasses.is_dataclass(current) else value)
+    return draft
 
 
 def _apply(default: Any, values: dict[str, Any], faults: list[str]) -> Any:

@@ -2,7 +2,7 @@
 
 The loss's own keys stand directly under `[rl]`, because they are the ones that people turn (`--rl.clip-high 0.28`); the
 rest are tables of their own. A class checks its values when it is made, and reports all of their faults together. The
-published algorithms are combinations:
+published algorithms are combinations, each of them a file of experiments/recipes to lay over a run's:
 
     GRPO           arXiv 2402.03300    the defaults; the paper itself: aggregation = "sequence_mean", kl_coefficient = 0.04
     Dr. GRPO       arXiv 2503.20783    advantage.estimator = "dr_grpo", aggregation = "fixed_length"

@@ -137,6 +137,15 @@ def test_what_the_dataclasses_refuse_is_reported_with_the_rest(tmp_path):
     assert faults("--inner.rate", "-1") == ["inner.rate: must not be negative", "inner.rate: really"]
 
 
+def test_a_flag_may_mend_what_a_file_leaves_unsound(tmp_path):
+    file = write(tmp_path, "[inner]\nrate = -1\non = false\n[other]\nlayers = [1, 2, 3, 4]\nrate = 2.0")[0]
+    config = load(file, "--inner.rate", "1", "--other.layers", "1")
+    assert (config.inner, config.other) == (Inner(rate=1.0, on=False), Inner(rate=2.0, layers=(1,)))
+    for flags in (["--steps", "1"], ["--args.x", "1"], ["--other.layers", "1"]):
+        assert "inner.rate: must not be negative" in faults(file, *flags)
+    assert faults(file, "--steps", "x")[:2] == ["--steps: expected an integer, got 'x'", "inner.rate: must not be negative"]
+
+
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
 def test_numbers_are_finite_on_the_command_line_too(value):
     assert faults("--other.cap", value) == [f'--other.cap: expected a finite number, or "none", got {value}']

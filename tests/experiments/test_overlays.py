@@ -1,0 +1,81 @@
+"""The overlays of published algorithms: each loads over the demo's run file and sets what the table of config/rl.py says."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from fp8rl_jax.cli.load import dump_toml, load_config
+from fp8rl_jax.config import rl
+from fp8rl_jax.config.recipe import RECIPES
+from fp8rl_jax.config.run import RunConfig
+from fp8rl_jax.report.runs import flatten
+
+ROOT = Path(__file__).parents[2] / "experiments"
+DEMO = str(ROOT / "runs" / "demo.toml")
+ROWS = dict(re.findall(r"^    (\S.*?)  +arXiv \S+ +(.+)$", rl.__doc__, re.MULTILINE))
+FILES = {
+    "GRPO": "grpo",
+    "Dr. GRPO": "dr_grpo",
+    "DAPO": "dapo",
+    "GSPO": "gspo",
+    "CISPO": "cispo",
+    "RLOO": "rloo",
+    "REINFORCE++": "reinforce_pp",
+}
+
+
+def load(*argv: str) -> dict:
+    return flatten(tomllib.loads(dump_toml(load_config(RunConfig, [DEMO, *argv], "fp8rl train"))))
+
+
+def settings_of(row: str) -> dict:
+    """{key: value} of `key = value` in a row; a key that stands alone is switched on."""
+    given = {f"rl.{key}": json.loads(value) for key, value in re.findall(r'([a-z_.]+) = ("\w+"|[\d.e-]+)', row)}
+    return given | {f"rl.{key}": True for key in re.findall(r"[a-z_.]+\.enabled", row)}
+
+
+def test_every_row_of_the_table_has_its_file():
+    assert ROWS.keys() == FILES.keys()
+    assert {path.stem for path in (ROOT / "recipes").glob("*.toml")} == set(FILES.values())
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_row_of_the_table_is_a_toml_overlay_as_it_stands(name, tmp_path):
+    wanted = settings_of(ROWS[name])
+    assert wanted
+    file = tmp_path / "row.toml"
+    file.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in wanted.items()))
+    assert load(str(file)).items() >= wanted.items()
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_an_overlay_sets_its_row_and_nothing_but_the_objective(name):
+    overlay = str(ROOT / "recipes" / f"{FILES[name]}.toml")
+    before, after = load(), load(overlay)
+    assert after.items() >= settings_of(ROWS[name]).items()
+    changed = {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
+    assert all(key.startswith("rl.") for key in changed) and (changed or name == "DAPO")
+
+
+def test_overlays_compose_with_recipes_and_flags_in_both_spellings():
+    gspo = str(ROOT / "recipes" / "gspo.toml")
+    for recipe in RECIPES:
+        config = load(gspo, "--recipe", recipe, "--rl.clip-high", "0.5")
+        wanted = {"recipe": recipe, "rl.ratio": "sequence", "rl.clip_low": 3e-4, "rl.clip_high": 0.5}
+        assert config.items() >= wanted.items()
+    spellings = [("--rl.clip_high", "0.3"), ("--rl.clip-high", "0.3"), ("--rl.clip_high=0.3",), ("--rl.clip-high=0.3",)]
+    assert {load(*flags)["rl.clip_high"] for flags in spellings} == {0.3}
+    assert load("--rl.dynamic_sampling.enabled") == load("--rl.dynamic-sampling.enabled") != load()
+    assert load("--task.args.max_word_len", "5") == load("--task.args.max-word-len", "5") != load()
+    assert load(gspo, str(ROOT / "recipes" / "cispo.toml"), "--rl.ratio", "token")["rl.objective"] == "cispo"
+
+
+def test_the_demo_as_a_mixture_changes_the_model_and_its_places_only():
+    before, after = load(), load(str(ROOT / "runs" / "moe_demo.toml"))
+    changed = {key for key in before if before[key] != after[key]}
+    assert {key for key in changed if not key.startswith("model.")} == {"output", "sft.output", "trainer.router_replay"}
