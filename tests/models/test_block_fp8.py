@@ -10,7 +10,7 @@ import pytest
 import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import LLAMA, MOE, QWEN2, QWEN3, random_tensors, write_model
+from tiny_models import GEMMA, LLAMA, MOE, QWEN2, QWEN3, random_tensors, write_model
 
 from fp8rl_jax.config.recipe import BLOCK_WEIGHT
 from fp8rl_jax.errors import UserError
@@ -44,7 +44,7 @@ def exported(config, tmp_path, **options):
     return export_policy(tmp_path / "out", read_config, arrays, "fp8-block", **options), arrays
 
 
-@pytest.mark.parametrize("config", [WIDE, MOE, QWEN2], ids=["qwen3", "moe", "qwen2"])
+@pytest.mark.parametrize("config", [WIDE, MOE, QWEN2, GEMMA], ids=["qwen3", "moe", "qwen2", "gemma3"])
 def test_linears_are_e4m3_with_a_float32_scale_for_each_block_and_the_rest_is_bf16(config, tmp_path):
     directory, _ = exported(config, tmp_path)
     source = random_tensors(config, np.float32)

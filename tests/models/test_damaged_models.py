@@ -13,7 +13,7 @@ import pytest
 from gguf_bytes import whole_file
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny_models import LLAMA, MOE, QWEN2, QWEN3, gguf_tensors, random_tensors, write_gguf, write_model, write_sharded
+from tiny_models import GEMMA, LLAMA, MOE, QWEN2, QWEN3, gguf_tensors, random_tensors, write_gguf, write_model, write_sharded
 
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.config import Llama3RopeScaling, PolicyConfig
@@ -23,7 +23,12 @@ from fp8rl_jax.models.gguf_io import read_gguf
 from fp8rl_jax.models.load import flatten, load_policy_arrays
 
 SCALED = dataclasses.replace(QWEN3, architecture="llama", rope_scaling=Llama3RopeScaling(8.0, 1.0, 4.0, 64))
-CONFIGS = {"llama": SCALED, "qwen2": dataclasses.replace(QWEN2, sliding_window=3, full_attention_layers=(1,)), "moe": MOE}
+CONFIGS = {
+    "llama": SCALED,
+    "qwen2": dataclasses.replace(QWEN2, sliding_window=3, full_attention_layers=(1,)),
+    "moe": MOE,
+    "gemma3": GEMMA,
+}
 
 fuzzed = functools.partial(
     settings, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
@@ -78,6 +83,7 @@ def assert_refused_or_sayable(values) -> None:
 def test_every_wrong_value_in_config_json(config):
     values = config.to_hf()
     extra = {"quantization_config", "rope_parameters", "num_local_experts", "partial_rotary_factor", "layer_types"}
+    extra.add("sliding_window_pattern")
     for key in sorted(values.keys() | extra):
         assert_refused_or_sayable({name: value for name, value in values.items() if name != key})
         for junk in (*SINGLE, [], {}, [[]], [{}], *([value] for value in SINGLE), {"rope_type": "llama3"}, {"quant_method": []}):
