@@ -2,6 +2,9 @@
 
 Scores, softmax and the PV sum are float32 whatever the operands are. With an FP8 cache the operands are the e4m3 values
 themselves and the scales enter twice, as in FA3: s_q * s_k on the scores, s_v on the output.
+
+The scores of a row of t tokens are t * t numbers a head, and a backward pass keeps them. `attend_in_chunks` makes them for a few
+queries at a time and again in the backward pass, masks included, so memory grows with t and not with its square.
 """
 
 from __future__ import annotations
@@ -9,11 +12,17 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.rope_scaling import LinearRopeScaling
+
+# from this many query-key pairs of a row on, attention is chunked unless the caller says otherwise
+CHUNK_FROM, CHUNK = 1024 * 1024, 128
+_NO_QUERY = -2
 
 
 class Keys(NamedTuple):
@@ -23,6 +32,50 @@ class Keys(NamedTuple):
     keys: Array
     values: Array
     mask: Bool[Array, "rows queries slots"]
+
+
+class Tokens(NamedTuple):
+    """What decides which tokens see which, a number a token: a mask of all pairs need not exist.
+
+    Attributes:
+        segments: a token sees its own segment; 0 is padding.
+        prefixes: the segment that its own continues, which it sees, too; -1 where there is none, None where none has one.
+        order: a token sees those of the same or a lower order.
+        positions: of sliding windows and rotary angles.
+    """
+
+    segments: Int[Array, "rows n"]
+    order: Int[Array, "rows n"]
+    positions: Int[Array, "rows n"]
+    prefixes: Int[Array, "rows n"] | None = None
+
+    @classmethod
+    def of_rows(
+        cls, segments: Int[Array, "rows n"], positions: Int[Array, "rows n"], prefixes: Int[Array, "rows n"] | None = None
+    ) -> Tokens:
+        """Tokens that stand in their order."""
+        order = jnp.broadcast_to(jnp.arange(segments.shape[1], dtype=jnp.int32), segments.shape)
+        return cls(segments, order, positions, prefixes)
+
+    @classmethod
+    def of_block(cls, real: Bool[Array, "rows n"], positions: Int[Array, "rows n"] | None) -> Tokens:
+        """A block that everything comes after: as the only segment of its row, called 1."""
+        segments = real.astype(jnp.int32)
+        before = jnp.full_like(segments, -1)
+        return cls(segments, before, before if positions is None else positions)
+
+    def after_block(self) -> Tokens:
+        """These tokens as they see a block: all of them see all that is real in it."""
+        return self._replace(segments=jnp.ones_like(self.segments))
+
+
+class TokenKeys(NamedTuple):
+    """One block of keys as chunked attention sees it: as `Keys`, with its queries [b, t] and slots [rows, slots] as tokens."""
+
+    keys: Array
+    values: Array
+    queries: Tokens
+    slots: Tokens
 
 
 def rope_frequencies(config: PolicyConfig) -> Float[Array, " half"]:
@@ -76,6 +129,16 @@ def in_window(
     return queries[..., :, None] - keys[..., None, :] < window
 
 
+def sees(queries: Tokens, keys: Tokens, window: Int[Array, ""] | None = None) -> Bool[Array, "rows queries keys"]:
+    """Which keys each query sees."""
+    key = keys.segments[:, None, :]
+    related = queries.segments[..., None] == key
+    if queries.prefixes is not None:
+        related |= queries.prefixes[..., None] == key
+    seen = related & (queries.order[..., None] >= keys.order[:, None, :])
+    return seen if window is None else seen & in_window(queries.positions, keys.positions, window)
+
+
 def attend(
     query: Float[Array, "b t heads dim"],
     blocks: list[Keys],
@@ -114,8 +177,46 @@ def attend(
         values = block.values.astype(jnp.float32)
         o = jnp.einsum("rkgqs,rksd->rqkgd", w, values, preferred_element_type=jnp.float32)
         out = out + o.reshape(b, t, kv_heads, group, dim)
-    scale = value_scale / jnp.moveaxis(total, 3, 1)[..., None]
+    # a query that sees nothing has the output 0
+    scale = value_scale / jnp.moveaxis(jnp.where(total == 0, 1.0, total), 3, 1)[..., None]
     return (out * scale).reshape(b, t, heads, dim).astype(out_dtype)
+
+
+def attend_in_chunks(
+    query: Float[Array, "b t heads dim"],
+    blocks: list[TokenKeys],
+    window: Int[Array, ""] | None,
+    score_scale: Float[Array, ""] | float,
+    value_scale: Float[Array, ""] | float,
+    out_dtype: jnp.dtype,
+    chunk: int,
+) -> Float[Array, "b t heads dim"]:
+    """`attend`, for at most `chunk` queries of each row at a time, recomputed in the backward pass.
+
+    Chunks of queries as in Rabe and Staats (arXiv 2112.05682), and not of keys: each query meets all of its keys at once, so
+    the softmax is the one of `attend`, and the memory is t / chunk times less.
+    """
+    t = query.shape[1]
+    count = -(-t // chunk)
+    width = -(-t // count)
+
+    def split(x, fill=0):
+        x = jnp.pad(x, [(0, 0), (0, count * width - t)] + [(0, 0)] * (x.ndim - 2), constant_values=fill)
+        return jnp.moveaxis(x.reshape(x.shape[0], count, width, *x.shape[2:]), 1, 0)
+
+    @jax.checkpoint
+    def one(part):
+        query, tokens = part
+        keys = []
+        for block, own in zip(blocks, tokens, strict=True):
+            rows = block.keys.shape[0]
+            mask = sees(jax.tree.map(lambda x, rows=rows: x.reshape(rows, -1), own), block.slots, window)
+            keys.append(Keys(block.keys, block.values, mask))
+        return attend(query, keys, score_scale, value_scale, out_dtype)
+
+    tokens = [jax.tree.map(lambda x: split(x, _NO_QUERY), block.queries) for block in blocks]
+    out = lax.map(one, (split(query), tokens))
+    return jnp.moveaxis(out, 0, 1).reshape(query.shape[0], count * width, *query.shape[2:])[:, :t]
 
 
 def _widen(x: Array) -> Array:

@@ -49,8 +49,10 @@ def forward(
     recipe: Recipe | None = None,
     phase: Phase = "train",
     *,
+    prefix_ids: Int[Array, "b t"] | None = None,
     routes: Int[Array, "b t sparse k"] | None = None,
     remat: bool = False,
+    attention_chunk: int | None = None,
     keep_cache: bool = True,
     observe: Callable[..., Any] | None = None,
     backend: Backend = "auto",
@@ -65,9 +67,13 @@ def forward(
         cache: see KVCache. With an own block, `segment_ids` is not used: a row attends to its slots up to the one it writes.
         recipe: default: nothing is quantized.
         phase: picks the recipe's side: "train" the trainer's formats, the others the rollout's.
+        prefix_ids: the segment that a token's own one continues: it attends to that, too, where it stands earlier in the row
+            (several completions behind one copy of their prompt). -1: none, the default.
         routes: expert ids to replay, as `ForwardResult.routes` of another forward gave them. A token with a -1 in a layer is
             routed anew there. Gate weights are always the policy's own (R3, arXiv 2510.11370).
         remat: recompute each layer in the backward pass instead of keeping its activations.
+        attention_chunk: queries whose scores exist at one time, where there is no own block; 0: all. Default: all, and 128 in
+            rows of 2^20 pairs of query and key or more.
         keep_cache: False leaves `ForwardResult.cache` empty where nothing reads it.
         observe: called in each layer as observe(q, k, v, real, scales), after q/k-norm and rope and before anything is
             quantized: q, k, v [b, t, heads, dim]; real [b, t, 1, 1], False on padding; the layer's KV scales or None.
@@ -95,7 +101,7 @@ def forward(
     x = jnp.take(policy.embed_tokens.value, tokens, axis=0)
     if config.embedding_scale is not None:
         x = x * jnp.asarray(config.embedding_scale, x.dtype)
-    step = LayerStep(config, formats, positions, segment_ids, cache, observe, backend)
+    step = LayerStep(config, formats, positions, segment_ids, cache, observe, backend, prefix_ids, attention_chunk)
     run = jax.checkpoint(step, prevent_cse=False) if remat else step
     x, outputs = (_scan if policy.stacked else _unroll)(run, policy, x, cache, routes, keep_cache)
     block = None

@@ -12,7 +12,20 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from fp8rl_jax.config.recipe import ForwardFormats
-from fp8rl_jax.models.attention import Keys, attend, in_window, rope_frequencies, rope_tables, rotate
+from fp8rl_jax.models.attention import (
+    CHUNK,
+    CHUNK_FROM,
+    Keys,
+    TokenKeys,
+    Tokens,
+    attend,
+    attend_in_chunks,
+    in_window,
+    rope_frequencies,
+    rope_tables,
+    rotate,
+    sees,
+)
 from fp8rl_jax.models.cache import KVCache
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.moe import mixture
@@ -95,14 +108,19 @@ class LayerStep:
         cache: KVCache,
         observe: Callable[..., Any] | None,
         backend: Backend,
+        prefix_ids: Int[Array, "b t"] | None = None,
+        attention_chunk: int | None = None,
     ):
         self.config, self.formats, self.cache, self.observe, self.backend = config, formats, cache, observe, backend
         self.positions, self.segment_ids = positions, segment_ids
         self.rope = rope_tables(rope_frequencies(config), positions)
         if cache.own is None:
+            self.tokens = Tokens.of_rows(segment_ids, positions, prefix_ids)
             t = segment_ids.shape[1]
-            same = segment_ids[:, :, None] == segment_ids[:, None, :]
-            self.own_mask = same & jnp.tril(jnp.ones((t, t), bool))
+            pairs = t * (t + (0 if cache.shared is None else cache.shared.mask.shape[1]))
+            self.chunk = (CHUNK if pairs >= CHUNK_FROM else 0) if attention_chunk is None else attention_chunk
+            if not self.chunk:
+                self.own_mask = sees(self.tokens, self.tokens)
 
     def __call__(self, x, layer: Layer, own: OwnBlock | None, inputs: LayerInputs) -> tuple[Array, LayerOutputs]:
         before_attention, after_attention, before_mlp, after_mlp = layer.norms
@@ -147,6 +165,10 @@ class LayerStep:
             if self.formats.query.quantized:
                 q, score_scale = quantize_per_tensor(q, sq, self.formats.query), score_scale * sq
         k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
+        if own is None and self.chunk:
+            blocks = self.token_keys(k, v, inputs.shared)
+            out = attend_in_chunks(q, blocks, inputs.window, score_scale, value_scale, x.dtype, self.chunk)
+            return *self.project(out.reshape(b, t, -1), layer.o_proj), (k, v), observed
         blocks = [] if inputs.shared is None else [Keys(*inputs.shared, self.shared_mask(inputs.window))]
         if own is None:
             written, mask = (k, v), self.own_mask
@@ -158,6 +180,13 @@ class LayerStep:
             blocks.append(Keys(*own.read(*written), own.visible(t, inputs.window)[None]))
         out = attend(q, blocks, score_scale, value_scale, x.dtype).reshape(b, t, -1)
         return *self.project(out, layer.o_proj), written, observed
+
+    def token_keys(self, k, v, shared) -> list[TokenKeys]:
+        blocks = [TokenKeys(k, v, self.tokens, self.tokens)]
+        if shared is not None:
+            slots = Tokens.of_block(self.cache.shared.mask, self.cache.shared.positions)
+            blocks.insert(0, TokenKeys(*shared, self.tokens.after_block(), slots))
+        return blocks
 
     def shared_mask(self, window):
         """[rows, 1 or the queries of all samples that share the row, slots]."""
