@@ -112,6 +112,18 @@ class TrainerConfig:
     """Rematerialize each layer in the backward pass: less memory, a third more compute."""
     logprob_chunk: int = 1024
     """Tokens whose logits exist at one time, per device, in the log-probability computation."""
+    attention_chunk: int | None = None
+    """Queries of a row whose attention scores exist at one time, recomputed in the backward pass; 0: all of them. Unset: 128 in
+    rows of 1024 tokens and more, else all."""
+    packing: bool = False
+    """Lay the completions of an update out in full rows instead of padding each to the longest; loss and metrics stay the same.
+    Sequences of a row, prompt and completion, are told apart by segment ids; the samples of a prompt share its copy."""
+    pack_tokens: int = 0
+    """Tokens of a packed row, at least the longest prompt and completion together; 0: just those. Wider rows hold more samples
+    of a prompt behind one copy of it, and cost more attention."""
+    length_buckets: bool = False
+    """Cut an update's batch to the longest prompt and completion in it, rounded up to a power of two or three quarters of one.
+    The first update of each width is compiled anew, and where completions reach rollout.max_new_tokens nothing is gained."""
     router_replay: bool = False
     """The trainer routes each token to the experts that the rollout used (R3); for models with experts."""
     abort_after_skips: int = 10
@@ -228,6 +240,18 @@ class RunConfig:
             (trainer.updates_per_rollout >= 1, "trainer.updates_per_rollout must be at least 1"),
             (trainer.micro_batch_prompts >= 0, "trainer.micro_batch_prompts must not be negative"),
             (trainer.logprob_chunk >= 1, "trainer.logprob_chunk must be at least 1"),
+            (trainer.attention_chunk is None or trainer.attention_chunk >= 0, "trainer.attention_chunk must not be negative"),
+            (trainer.pack_tokens >= 0, "trainer.pack_tokens must not be negative"),
+            (trainer.packing or not trainer.pack_tokens, "trainer.pack_tokens has no use without trainer.packing"),
+            (
+                not trainer.pack_tokens or trainer.pack_tokens >= rollout.max_prompt_tokens + rollout.max_new_tokens,
+                f"trainer.pack_tokens = {trainer.pack_tokens} does not hold rollout.max_prompt_tokens + rollout.max_new_tokens = "
+                f"{rollout.max_prompt_tokens + rollout.max_new_tokens}",
+            ),
+            (
+                not (trainer.packing and trainer.length_buckets),
+                "trainer.length_buckets cuts padding that trainer.packing does not run on; set one of them",
+            ),
             (self.evaluation.samples >= 1, "evaluation.samples must be at least 1"),
             (self.evaluation.temperature >= 0, "evaluation.temperature must not be negative"),
             (self.checkpoint.keep >= 2, "checkpoint.keep must be at least 2"),

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 from fp8rl_jax import rl
 from fp8rl_jax.models.policy import Policy
 from fp8rl_jax.parallel import split_batch
+from fp8rl_jax.training.compact import Compact, compact, of_width, widen
 from fp8rl_jax.training.performance import Clock
 from fp8rl_jax.training.setup import Setup
 from fp8rl_jax.training.state import TrainState, learning_rate, make_optimizer
@@ -26,6 +27,7 @@ class Learner:
 
     def __init__(self, setup: Setup):
         config, recipe = setup.config, setup.recipe
+        self.trainer, self.mesh = config.trainer, setup.mesh
         settings = dataclasses.replace(config.rl, correction=config.rl.correction.resolve(recipe.correction))
         self.count = config.trainer.updates_per_rollout
         part = config.rollout.prompts_per_step // self.count
@@ -37,6 +39,7 @@ class Learner:
             micro_batches=part // (config.trainer.micro_batch_prompts or part),
             remat=config.trainer.remat == "layer",
             logprob_chunk=config.trainer.logprob_chunk,
+            attention_chunk=config.trainer.attention_chunk,
             backend=config.precision.backend,
         )
         updates = config.trainer.steps * self.count
@@ -50,18 +53,22 @@ class Learner:
         """Parts in which a whole rollout is run where no update splits it."""
         return self.config.micro_batches * self.count
 
+    def compact(self, batch: Batch) -> Compact:
+        """The batch in the form that the model runs on."""
+        return compact(batch, self.trainer, self.micro_batches, self.mesh)
+
     def scored(self, state: TrainState, batch: Batch, clock: Clock) -> Batch:
         """The batch with the log-probabilities that rewards and updates need: the reference policy's, and the old policy's."""
-        config = dataclasses.replace(self.config, micro_batches=self.micro_batches)
+        config, width = dataclasses.replace(self.config, micro_batches=self.micro_batches), batch.tokens.shape[1]
         if self.reference is not None:
             with clock.part("ref"):
                 # other weights, so its own experts
-                own_routes = dataclasses.replace(batch, prompt_routes=None, routes=None)
-                reference = jax.block_until_ready(score(self.reference, own_routes, config))
+                own_routes = dataclasses.replace(self.compact(batch).batch, prompt_routes=None, routes=None)
+                reference = jax.block_until_ready(widen(score(self.reference, own_routes, config), width))
             batch = dataclasses.replace(batch, reference_logprobs=reference)
         if self.count > 1 or config.rl.correction.whole_batch or config.rl.reward_kl.coefficient > 0:
             with clock.part("logprob"):
-                old = jax.block_until_ready(score(state.policy, batch, config))
+                old = jax.block_until_ready(widen(score(state.policy, self.compact(batch).batch, config), width))
             batch = dataclasses.replace(batch, old_logprobs=old)
         return batch
 
@@ -76,19 +83,22 @@ class Learner:
         Returns:
             The next state; the trainer's log-probabilities before the first update; the mean of the updates' metrics.
         """
-        rate = {"optim/lr": float(self.schedule(int(state.updates)))}
-        if batch.old_logprobs is None:
+        old, width = batch.old_logprobs, batch.tokens.shape[1]
+        config = dataclasses.replace(self.config, rl=of_width(self.config.rl, width))
+        batch, padding = self.compact(batch)
+        told = {"optim/lr": float(self.schedule(int(state.updates))), "perf/padding_fraction": padding}
+        if old is None:
             with clock.part("train"):
-                state, logprobs, metrics = update(state, batch, self.config, self.optimizer)
+                state, logprobs, metrics = update(state, batch, config, self.optimizer)
                 jax.block_until_ready(logprobs)
-            return state, logprobs, metrics | rate
-        corrected, corrections = correct(batch, self.config.rl)
+            return state, widen(logprobs, width), metrics | told
+        corrected, corrections = correct(batch, config.rl)
         collected, parts = [], split_batch(corrected, self.count)
         with clock.part("train"):
             for part in range(self.count):
                 mini = jax.tree.map(lambda x, part=part: x[part], parts)
-                state, _, metrics = update(state, mini, self.config, self.optimizer)
+                state, _, metrics = update(state, mini, config, self.optimizer)
                 collected.append(metrics)
             averaged = {name: jnp.mean(jnp.stack([m[name] for m in collected])) for name in collected[0]}
             jax.block_until_ready(averaged)
-        return state, batch.old_logprobs, averaged | rl.metric_values(corrections) | rate
+        return state, old, averaged | rl.metric_values(corrections) | told

@@ -43,8 +43,9 @@ def supervise(setup: Setup, config_text: str, report=print) -> None:
     report(f"Supervised warm start: {sft.steps} updates on the task's own answers{cut}")
     optimizer = make_optimizer(sft.optimizer, sft.steps)
     step_config = StepConfig(
-        setup.recipe, RLConfig(), config.compute_dtype, temperature=1.0, logprob_chunk=config.trainer.logprob_chunk
-    )
+        setup.recipe, RLConfig(), config.compute_dtype, temperature=1.0, logprob_chunk=config.trainer.logprob_chunk,
+        attention_chunk=config.trainer.attention_chunk,
+    )  # fmt: skip
     with jax.set_mesh(setup.mesh), RewardPool(config.task) as pool:
         state = sharded_state(setup.policy, optimizer, setup.mesh)
         tracker = make_tracker(directory, config.tracking, total_steps=sft.steps, columns=SFT_COLUMNS)

@@ -1,8 +1,9 @@
 """The policy update as one compiled program.
 
 A prompt is run once for all its completions: its keys and values are the shared block that the completions attend to, with
-gradients flowing through it. Micro-batches are whole groups; losses, gradients and metrics are sums over a denominator of
-the global batch, so accumulation equals the big batch.
+gradients flowing through it. In a packed batch it stands in the rows of its completions instead (training.packing).
+Micro-batches are whole groups; losses, gradients and metrics are sums over a denominator of the global batch, so accumulation
+equals the big batch.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from fp8rl_jax.models.logprobs import token_logprobs
 from fp8rl_jax.models.policy import Policy
 from fp8rl_jax.models.trained import trainer_policy
 from fp8rl_jax.parallel import constrain, split_batch
+from fp8rl_jax.training.packing import Packing
 from fp8rl_jax.training.state import TrainState, apply_gradients
 from pallas_kernels.backend import Backend
 
@@ -39,6 +41,7 @@ class StepConfig:
     micro_batches: int = 1
     remat: bool = False
     logprob_chunk: int = 1024
+    attention_chunk: int | None = None
     backend: Backend = "auto"
 
 
@@ -64,10 +67,12 @@ class Batch:
     prompt_routes: Int[Array, "p s sparse k"] | None = None
     routes: Int[Array, "b t sparse k"] | None = None
     """Expert ids to replay, of the prompts and of the completions (Rollout's prompt_expert_ids and expert_ids)."""
+    packing: Packing | None = None
+    """Where the tokens stand in the rows that the model runs on; None: as they are here."""
 
     @property
     def present(self) -> Bool[Array, "b t"]:
-        """The tokens that the model attends to; the sampled ones, `mask`, are among them."""
+        """The tokens that the model attends to, the first of each row; the sampled ones, `mask`, are among them."""
         return self.mask if self.attended is None else self.attended
 
 
@@ -78,7 +83,14 @@ def completion_logprobs(policy: Policy, batch: Batch, config: StepConfig) -> tup
         policy: masters; put into the trainer's form here, so gradients arrive in float32.
     """
     policy = trainer_policy(policy, config.recipe, jnp.dtype(config.compute_dtype), config.backend)
-    run = partial(forward, policy, recipe=config.recipe, phase="train", remat=config.remat, backend=config.backend)
+    run = partial(
+        forward, policy, recipe=config.recipe, phase="train", remat=config.remat,
+        attention_chunk=config.attention_chunk, backend=config.backend,
+    )  # fmt: skip
+    bonus = config.rl.entropy_coefficient > 0
+    score = partial(token_logprobs, temperature=config.temperature, chunk=config.logprob_chunk, entropy_gradient=bonus)
+    if batch.packing is not None:
+        return _packed_logprobs(run, score, policy.head, batch)
     segments = (jnp.arange(batch.prompts.shape[1]) < batch.lengths[:, None]).astype(jnp.int32)
     prompt = run(constrain(batch.prompts, "batch", None), segment_ids=segments, routes=batch.prompt_routes)
     n = batch.tokens.shape[0] // batch.prompts.shape[0]
@@ -89,8 +101,17 @@ def completion_logprobs(policy: Policy, batch: Batch, config: StepConfig) -> tup
     )
     last = jnp.take_along_axis(prompt.hidden, (batch.lengths - 1)[:, None, None], axis=1)
     hidden = jnp.concatenate([jnp.repeat(last, n, axis=0), completion.hidden[:, :-1]], axis=1)
-    bonus = config.rl.entropy_coefficient > 0
-    return token_logprobs(hidden, policy.head, batch.tokens, config.temperature, config.logprob_chunk, entropy_gradient=bonus)
+    return score(hidden, policy.head, batch.tokens)
+
+
+def _packed_logprobs(run, score, head, batch: Batch) -> tuple[Float[Array, "b t"], Float[Array, "b t"]]:
+    """`completion_logprobs` of a packed batch; 0 where there is no token."""
+    packing: Packing = jax.tree.map(lambda x: constrain(x, "batch", None), batch.packing)
+    tokens = packing.gather(batch.prompts, batch.tokens, fill=0)
+    routes = None if batch.routes is None else packing.gather(batch.prompt_routes, batch.routes, fill=-1)
+    rows = run(tokens, packing.positions, packing.segments, prefix_ids=packing.prefixes, routes=routes, keep_cache=False)
+    scored = score(packing.hidden(rows.hidden), head, packing.predicted(batch.tokens))
+    return tuple(packing.back(values) for values in scored)
 
 
 @partial(jax.jit, static_argnames="config")
