@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -118,8 +119,10 @@ class RewardConfig:
             wanted = "task.reward.weights.format" if self.format_pattern else "task.reward.format_pattern"
             yield f"the format reward needs task.reward.format_pattern and task.reward.weights.format; give {wanted} too"
         try:
-            re.compile(self.format_pattern)
-        except (re.error, RecursionError, OverflowError) as fault:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", FutureWarning)  # a pattern that a later Python will read otherwise
+                re.compile(self.format_pattern)
+        except (re.error, RecursionError, OverflowError, FutureWarning) as fault:
             yield f"task.reward.format_pattern = {self.format_pattern!r} is no regular expression: {fault}"
         if "length" not in self.weights and (self.length_target or self.length_limit):
             yield "task.reward.length_target and length_limit need task.reward.weights.length; give it a weight too"

@@ -36,8 +36,9 @@ class ChatTemplate:
         self._source = source
         self._special_tokens = special_tokens
         try:
+            text.encode()  # JSON may spell half of a surrogate pair, which no tokenizer takes
             self._template = environment.from_string(text)
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, SyntaxError, ValueError, RecursionError) as error:
             raise UserError(f"{source}: the chat template is not valid Jinja ({error})") from None
 
     @classmethod
@@ -58,8 +59,8 @@ class ChatTemplate:
         source = directory / "tokenizer_config.json"
         template = config.get("chat_template")
         if isinstance(template, list):  # several, by name
-            named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-            template = named.get("default")
+            named = [entry.get("template") for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+            template = named[-1] if named else None
             if template is None:
                 raise UserError(f"{source}: chat_template is a list without one named 'default'")
         if template is None:
@@ -85,7 +86,7 @@ class ChatTemplate:
             return self._template.render(
                 messages=list(messages), add_generation_prompt=add_generation_prompt, **self._special_tokens
             )
-        except (jinja2.TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
+        except Exception as error:  # the template is a program of its own, which may raise anything
             raise UserError(f"{self._source}: the chat template fails on these messages ({error})") from None
 
 

@@ -68,7 +68,10 @@ class HFTokenizer:
             raise UserError(f"{path}: not UTF-8") from None
         try:
             self._backend = tokenizers.Tokenizer.from_str(text)
-        except Exception as error:  # the library raises bare Exception for whatever it cannot parse
+            self._backend.encode("")  # what surrounds a text may name a token that is not there
+        except BaseException as error:
+            if not _is_fault(error):
+                raise
             raise UserError(f"{path}: not a tokenizer that the tokenizers library reads ({error})") from None
         self._path = path
         config_path = directory / "tokenizer_config.json"
@@ -88,7 +91,12 @@ class HFTokenizer:
         self.has_chat_template = self._template is not None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return self._backend.encode(_checked(text), add_special_tokens=add_special_tokens).ids
+        try:
+            return self._backend.encode(_checked(text), add_special_tokens=add_special_tokens).ids
+        except BaseException as error:
+            if isinstance(error, UserError) or not _is_fault(error):
+                raise
+            raise UserError(f"{self._path}: the tokenizer fails on {text[:40]!r} ({error})") from None
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         return self._backend.decode([int(token) for token in ids], skip_special_tokens=skip_special)
@@ -215,7 +223,15 @@ def _content(path: Path, role: str, value: Any) -> str | None:
     content = value.get("content") if isinstance(value, dict) else value
     if content is not None and not isinstance(content, str):
         raise UserError(f"{path}: {role} must be a string or an object with content, got {value!r}")
-    return content
+    try:
+        return content if content is None else _checked(content)
+    except UserError as error:
+        raise UserError(f"{path}: {role}: {error}") from None
+
+
+def _is_fault(error: BaseException) -> bool:
+    """Whether the tokenizers library raised it: a bare Exception, or where its Rust panics, a BaseException without a module."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def _checked(text: str) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -108,15 +109,16 @@ def _read_run(directory: Path, name: str) -> Run:
     notes += [f"no {path.name}" for path in (samples_path, config_path, run_path) if not path.exists()]
     try:
         config = flatten(tomllib.loads(config_text))
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{config_path}: not TOML: {error}") from None
     try:
-        environment = json.loads(environment_text)
-    except ValueError as error:
+        environment = _parse(environment_text)
+        flat = flatten(environment) if isinstance(environment, dict) else None
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{run_path}: not JSON: {error}") from None
-    if not isinstance(environment, dict):
+    if flat is None:
         raise UserError(f"{run_path}: not a JSON object")
-    return Run(name, directory, metrics, samples, config, config_text, flatten(environment), notes)
+    return Run(name, directory, metrics, samples, config, config_text, flat, notes)
 
 
 def _json_lines(path: Path, row_of: Callable[[Any], dict[str, Any]], notes: list[str]) -> list[dict[str, Any]]:
@@ -126,7 +128,7 @@ def _json_lines(path: Path, row_of: Callable[[Any], dict[str, Any]], notes: list
         if not line.strip():
             continue
         try:
-            rows.append(row_of(json.loads(line)))
+            rows.append(row_of(_parse(line)))
         except ValueError as error:
             is_cut_off = number == len(lines) and isinstance(error, json.JSONDecodeError)
             if is_cut_off:
@@ -142,11 +144,27 @@ def _json_lines(path: Path, row_of: Callable[[Any], dict[str, Any]], notes: list
     return rows
 
 
+def _parse(text: str) -> Any:
+    """json.loads, whose every fault is a ValueError; half of a surrogate pair is one, since no page can hold it."""
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+    if "\\u" in text:
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ValueError("holds half of a surrogate pair, which is no character") from None
+    return value
+
+
 def _metrics_row(value: Any) -> dict[str, Any]:
     row = _with_step(value)
     for key, number in row.items():
         if number is not None and not isinstance(number, int | float):
             raise ValueError(f"{key} is {json.dumps(number)[:40]}, not a number")
+        if isinstance(number, int) and abs(number) > sys.float_info.max:
+            raise ValueError(f"{key} is beyond the range of a float")
     return {key: number for key, number in row.items() if number is not None and math.isfinite(number)}
 
 

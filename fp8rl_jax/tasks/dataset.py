@@ -184,7 +184,7 @@ def _prompt(template: str, entry: Row) -> str:
 def _render(template: str, entry: Row, key: str) -> str:
     try:
         return template.format(question=entry["question"], answer=entry["answer"], metadata=entry["metadata"])
-    except (KeyError, IndexError, AttributeError, TypeError, ValueError) as fault:
+    except (KeyError, IndexError, AttributeError, TypeError, ValueError, OverflowError, MemoryError) as fault:
         which = f"the problem of {entry['source']}" if "source" in entry else "the problems"
         raise UserError(
             f"{key} = {template!r} does not fit {which} ({type(fault).__name__}: {fault}); "

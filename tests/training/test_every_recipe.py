@@ -1,0 +1,107 @@
+"""`fp8rl train` of a dense model and of a mixture of experts, from Hugging Face directories, under every recipe, resumed once."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from fp8rl_jax.cli.main import main
+from fp8rl_jax.config.recipe import RECIPES
+from fp8rl_jax.models.config import ExpertsConfig, PolicyConfig
+from fp8rl_jax.models.loading import load_policy, save_policy
+from fp8rl_jax.models.policy import init_policy
+from fp8rl_jax.models.tokenizer import ByteTokenizer, load_tokenizer
+
+DENSE = PolicyConfig(
+    architecture="qwen3",
+    vocab_size=264,
+    hidden_size=48,
+    intermediate_size=40,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=24,
+    eos_token_ids=(258,),
+)
+MOE = replace(DENSE, architecture="qwen3_moe", experts=ExpertsConfig(4, 2, 40, normalize=True))
+SHAPES = {"dense": DENSE, "moe": MOE}
+RUN = """
+compute_dtype = "float32"
+[task]
+name = "spell_backward"
+args = { min_word_len = 3, max_word_len = 3 }
+train_size = 64
+eval_size = 8
+prompt_template = "{metadata[word]}="
+[task.reward]
+num_workers = 1
+[rollout]
+prompts_per_step = 2
+samples_per_prompt = 4
+max_prompt_tokens = 6
+max_new_tokens = 6
+[optimizer]
+learning_rate = 1e-3
+[trainer]
+steps = 2
+[evaluation]
+every = 0
+[checkpoint]
+every = 1
+"""
+REWARD = "def ascii(completion, **_):\n    return sum(c.isascii() for c in completion) / 6\n"  # which random weights earn, too
+# k3 of a first step: rounding of float32, e4m3 weights and activations, e4m3 K, V and Q, of weights of this scale.
+EXACT, QUANTIZED = 1e-10, 1e-2
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {
+        name: save_policy(init_policy(shape, jax.random.key(0)), root / name, ByteTokenizer(), "float32")
+        for name, shape in SHAPES.items()
+    }
+
+
+def rows(directory: Path) -> list[dict]:
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def arrays(directory: Path) -> dict[str, np.ndarray]:
+    return {name: np.asarray(weight.value) for name, weight in load_policy(directory).layers.tensors().items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("kind", SHAPES)
+def test_two_steps_and_a_resumed_one(models, tmp_path, kind, recipe):
+    file, out = tmp_path / "run.toml", tmp_path / "out"
+    file.write_text(RUN)
+    (tmp_path / "reward.py").write_text(REWARD)
+    words = ["train", str(file), "--model.path", str(models[kind]), "--recipe", recipe, "--output", str(out)]
+    words += ["--task.reward.function", f"{tmp_path / 'reward.py'}:ascii"]
+    words += ["--trainer.router-replay"] * (kind == "moe")
+    assert main(words) == 0
+    steps = rows(out)[:2]
+    for row in steps:
+        assert all(math.isfinite(value) for value in row.values())
+        assert row["optim/skipped_steps"] == 0 and row["optim/grad_norm"] > 0
+    quantizes = RECIPES[recipe].quantizes_linears or RECIPES[recipe].quantizes_cache
+    low, high = (EXACT, QUANTIZED) if quantizes else (-EXACT, EXACT)
+    assert all(low < row["mismatch/k3"] < high for row in steps)
+
+    before, after = arrays(models[kind]), arrays(out / "model")
+    assert before.keys() == after.keys() and ("router" in after) == (kind == "moe")
+    assert [name for name in after if np.array_equal(before[name], after[name])] == []
+    text = "abc="
+    assert load_tokenizer(out / "model").encode(text) == ByteTokenizer().encode(text)
+
+    (out / "checkpoints" / "2").rename(tmp_path / "gone")  # as a run leaves it that is killed in its second step
+    assert main([*words, "--resume"]) == 0
+    again = arrays(out / "model")
+    assert [name for name in after if not np.array_equal(again[name], after[name])] == []
+    assert [row["step"] for row in rows(out)] == [0, 1]
