@@ -54,8 +54,8 @@ every = 0
 every = 1
 """
 REWARD = "def ascii(completion, **_):\n    return sum(c.isascii() for c in completion) / 6\n"  # which random weights earn, too
-# k3 of a first step: rounding of float32, e4m3 weights and activations, e4m3 K, V and Q, of weights of this scale.
-EXACT, QUANTIZED = 1e-10, 1e-2
+# Bounds of k3: 3e-14 and 7e-6 were measured, the rounding of float32 and that of e4m3 with random weights of this scale.
+EXACT, QUANTIZED = 1e-11, 1e-4
 
 
 @pytest.fixture(scope="module")
@@ -90,8 +90,9 @@ def test_two_steps_and_a_resumed_one(models, tmp_path, kind, recipe):
     for row in steps:
         assert all(math.isfinite(value) for value in row.values())
         assert row["optim/skipped_steps"] == 0 and row["optim/grad_norm"] > 0
-    quantizes = RECIPES[recipe].quantizes_linears or RECIPES[recipe].quantizes_cache
-    low, high = (EXACT, QUANTIZED) if quantizes else (-EXACT, EXACT)
+    formats = RECIPES[recipe]
+    low = EXACT if formats.rollout != formats.trainer else -EXACT
+    high = QUANTIZED if formats.quantizes_linears or formats.quantizes_cache else EXACT
     assert all(low < row["mismatch/k3"] < high for row in steps)
 
     before, after = arrays(models[kind]), arrays(out / "model")
