@@ -80,7 +80,7 @@ LINEARS = ("*.q_proj", "*.k_proj", "*.v_proj", "*.o_proj", "*.gate_proj", "*.up_
 
 @dataclass(frozen=True)
 class Recipe:
-    """One row of the table: formats on both sides, what is calibrated, what is trained, which correction it asks for."""
+    """One row of the table: formats on both sides, what is calibrated, which correction it asks for."""
 
     name: str
     """Name on the command line."""
@@ -106,8 +106,6 @@ class Recipe:
     """Head-room factor on the calibrated amax, as in NeMo RL."""
     correction: Literal["none", "token_tis"] = "none"
     """Importance-sampling correction used when rl.correction.method is "recipe"."""
-    trained: Literal["all", "lora"] = "all"
-    """Which parameters the trainer updates."""
     exact: bool = False
     """Promise that rollout and trainer log-probabilities are equal bit for bit."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from fp8rl_jax.config.lora import LoraConfig
 from fp8rl_jax.config.recipe import PrecisionConfig, get_recipe
 from fp8rl_jax.config.rl import RLConfig
 from fp8rl_jax.config.tasks import TaskConfig
@@ -212,6 +213,7 @@ class RunConfig:
     """Go on from the newest whole checkpoint in the run directory."""
     model: ModelConfig = ModelConfig()
     precision: PrecisionConfig = PrecisionConfig()
+    lora: LoraConfig = LoraConfig()
     task: TaskConfig = field(default_factory=TaskConfig)
     rollout: RolloutConfig = RolloutConfig()
     rl: RLConfig = field(default_factory=RLConfig)

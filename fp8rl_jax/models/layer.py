@@ -140,9 +140,10 @@ class LayerStep:
         """The product of x with each weight; x is quantized once for all weights of a kind, and kept once for the backward."""
         inputs, out = {}, []
         for weight in (w.value for w in weights):
-            if type(weight) not in inputs:
-                inputs[type(weight)] = quantize_input(x, weight, self.formats.activation, self.backend)
-            out.append(linear(inputs[type(weight)], weight, x.dtype, self.backend))
+            kind = jax.tree.structure(weight)
+            if kind not in inputs:
+                inputs[kind] = quantize_input(x, weight, self.formats.activation, self.backend)
+            out.append(linear(inputs[kind], weight, x.dtype, self.backend))
         return out
 
     def heads(self, x, bias):

@@ -84,8 +84,14 @@ def _run(x, ids, weights, experts: Experts, first=0, *, activation: TensorFormat
     order = jnp.argsort(local)
     sizes = jnp.zeros(count, jnp.int32).at[local].add(1, mode="drop")
     rows = x.reshape(-1, x.shape[-1])
-    inputs = jax.tree.map(lambda leaf: leaf[order // k], quantize_input(rows, gate, activation, backend))
+
+    def sorted_input(weight):
+        return jax.tree.map(lambda leaf: leaf[order // k], quantize_input(rows, weight, activation, backend))
+
+    inputs = sorted_input(gate)
     inner = jax.nn.silu(grouped_linear(inputs, gate, sizes, x.dtype, backend))
+    if jax.tree.structure(up) != jax.tree.structure(gate):  # weights of one kind share their input
+        inputs = sorted_input(up)
     inner = inner * grouped_linear(inputs, up, sizes, x.dtype, backend)
     out = grouped_linear(quantize_input(inner, down, activation, backend), down, sizes, x.dtype, backend)
     out = jnp.zeros_like(out).at[order].set(out, unique_indices=True).reshape(*ids.shape, -1)

@@ -34,6 +34,8 @@ class ShardingRules:
     """Experts of a layer."""
     router: MeshAxes = None
     """Rows of a router: every token is scored against all experts."""
+    rank: MeshAxes = None
+    """Rank of an adapter: every device needs all of it."""
     vocab: MeshAxes = "tensor"
     """Rows of the embedding and of the output head; columns of logits."""
     norm: MeshAxes = None

@@ -2,12 +2,23 @@
 
 from fp8rl_jax.precision.formats import check_recipe, element_dtype, max_value
 from fp8rl_jax.precision.layers import quantized_layers
-from fp8rl_jax.precision.linear import HoistedWeight, grouped_linear, hoist, is_quantized, linear, quantize_input
+from fp8rl_jax.precision.linear import (
+    AdaptedInput,
+    AdaptedWeight,
+    HoistedWeight,
+    grouped_linear,
+    hoist,
+    is_quantized,
+    linear,
+    quantize_input,
+)
 from fp8rl_jax.precision.qtensor import QTensor, dequantize, is_finite, quantize, quantize_per_tensor, quantize_weight
 from fp8rl_jax.precision.statistics import QuantizationSums, stack_sums, weight_sums
 from fp8rl_jax.precision.trained import TrainedInput, TrainedWeight, trained_weight
 
 __all__ = [
+    "AdaptedInput",
+    "AdaptedWeight",
     "HoistedWeight",
     "QTensor",
     "QuantizationSums",

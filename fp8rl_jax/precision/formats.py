@@ -65,8 +65,6 @@ def check_recipe(recipe: Recipe) -> None:
     if recipe.optimizer_moment.quantized:
         refuse("optimizer_moment", "is quantized, and the optimizer keeps float32 moments only")
     _check_backward(recipe, refuse)
-    if recipe.trained != "all":
-        refuse("trained", f"{recipe.trained!r} is not supported")
     if recipe.exact:
         refuse("exact", "is not supported: no backend has an exact path yet")
 

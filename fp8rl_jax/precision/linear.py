@@ -2,13 +2,17 @@
 
 `linear(x, weight)` multiplies what it is given. A plain array is multiplied in the compute dtype; a `QTensor` is multiplied
 as W8A8, its input quantized on the way in; a `HoistedWeight` is a QTensor whose dequantized values are kept by a decode loop
-on a backend that would otherwise unpack them at every token; a `TrainedWeight` is a QTensor with FP8 gradients. The model has
-no other branch. `grouped_linear` is the same for the experts of a mixture.
+on a backend that would otherwise unpack them at every token; a `TrainedWeight` is a QTensor with FP8 gradients; an
+`AdaptedWeight` is any of the others, frozen, with a low-rank adapter beside it. The model has no other branch. `grouped_linear`
+is the same for the experts of a mixture.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +23,7 @@ from fp8rl_jax.precision.qtensor import QTensor, dequantize, quantize
 from fp8rl_jax.precision.trained import TrainedInput, TrainedWeight, trained_grouped_linear, trained_linear
 from pallas_kernels import blockwise_matmul, grouped_matmul
 from pallas_kernels.backend import Backend
-from pallas_kernels.grouped_matmul.reference import dot as grouped_dot
+from pallas_kernels.grouped_matmul.reference import dot as _grouped_dot
 from pallas_kernels.matmul import selected_backend
 from pallas_kernels.matmul.reference import dot
 
@@ -36,7 +40,37 @@ class HoistedWeight:
         return self.values.shape
 
 
-Weight = Array | QTensor | HoistedWeight | TrainedWeight
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class AdaptedWeight:
+    """base + scale * b a, never added up (LoRA, arXiv 2106.09685).
+
+    Attributes:
+        base: [..., out, in], an array, QTensor or HoistedWeight; no gradient is asked of it.
+        a: [..., rank, in].
+        b: [..., out, rank], of a's dtype.
+        scale: alpha / rank, or alpha / sqrt(rank) (rsLoRA).
+    """
+
+    base: Array | QTensor | HoistedWeight
+    a: Array
+    b: Array
+    scale: float = field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.base.shape
+
+
+class AdaptedInput(NamedTuple):
+    """An input in both its forms: `quantized` for the base, `plain` for the adapter."""
+
+    plain: Array
+    quantized: QTensor
+
+
+Weight = Array | QTensor | HoistedWeight | TrainedWeight | AdaptedWeight
+Input = Array | QTensor | TrainedInput | AdaptedInput
 
 
 def is_quantized(x) -> bool:
@@ -54,8 +88,12 @@ def hoist(weight: Weight, backend: Backend = "auto") -> Weight:
 def quantize_input(x: Float[Array, "*batch k"], weight: Weight, fmt: TensorFormat, backend: Backend = "auto"):
     """The input in the form that `weight` multiplies: layers that share an input quantize it once.
 
-    Returns `x` itself where the weight is a plain array or the format is the compute dtype.
+    Returns `x` itself where the weight is a plain array or the format is the compute dtype, and both forms of it where the
+    weight has an adapter: that one multiplies the input as it is.
     """
+    if isinstance(weight, AdaptedWeight):
+        base = quantize_input(x, weight.base, fmt, backend)
+        return AdaptedInput(x, base) if isinstance(base, QTensor) else x
     if not is_quantized(weight) or not fmt.quantized:
         return x
     rows = quantize(jax.lax.stop_gradient(x).reshape(-1, x.shape[-1]), fmt, backend)
@@ -65,13 +103,16 @@ def quantize_input(x: Float[Array, "*batch k"], weight: Weight, fmt: TensorForma
 
 
 def linear(
-    x: Float[Array, "*batch k"] | QTensor | TrainedInput, weight: Weight, out_dtype: jnp.dtype, backend: Backend = "auto"
+    x: Float[Array, "*batch k"] | QTensor | TrainedInput | AdaptedInput,
+    weight: Weight,
+    out_dtype: jnp.dtype,
+    backend: Backend = "auto",
 ) -> Float[Array, "*batch n"]:
     """x times the transpose of `weight` [n, k], accumulated in float32.
 
     Args:
-        x: the input, or its quantized form from `quantize_input`.
-        weight: array [n, k] in the compute dtype, QTensor, HoistedWeight or TrainedWeight.
+        x: the input, or its form from `quantize_input`.
+        weight: array [n, k] in the compute dtype, QTensor, HoistedWeight, TrainedWeight or AdaptedWeight.
         out_dtype: dtype of the result.
 
     Raises:
@@ -79,14 +120,15 @@ def linear(
     """
     if isinstance(weight, TrainedWeight):
         return trained_linear(x, weight, out_dtype, backend)
+    if isinstance(weight, AdaptedWeight):
+        return _adapted(dot, lambda x, w: linear(x, w, jnp.float32, backend), x, weight).astype(out_dtype)
     if isinstance(x, QTensor) and isinstance(weight, QTensor):
         return blockwise_matmul(x.values, x.scales, weight.values, weight.scales, weight.block, out_dtype, backend=backend)
-    x, values = _unpacked(x, weight)
-    return dot(x, values).astype(out_dtype)
+    return _unpacked(dot, x, weight).astype(out_dtype)
 
 
 def grouped_linear(
-    x: Float[Array, "m k"] | QTensor | TrainedInput,
+    x: Float[Array, "m k"] | QTensor | TrainedInput | AdaptedInput,
     weight: Weight,
     group_sizes: Int[Array, " groups"],
     out_dtype: jnp.dtype,
@@ -102,22 +144,44 @@ def grouped_linear(
     """
     if isinstance(weight, TrainedWeight):
         return trained_grouped_linear(x, weight, group_sizes, out_dtype, backend)
+    if isinstance(weight, AdaptedWeight):
+        product = partial(_grouped_dot, group_sizes=group_sizes)
+        base = partial(grouped_linear, group_sizes=group_sizes, out_dtype=jnp.float32, backend=backend)
+        return _adapted(product, base, x, weight).astype(out_dtype)
     if isinstance(x, QTensor) and isinstance(weight, QTensor):
         return grouped_matmul(
             x.values, x.scales, weight.values, weight.scales, group_sizes, weight.block, out_dtype, backend=backend
         )
-    x, values = _unpacked(x, weight)
-    return grouped_dot(x, values, group_sizes).astype(out_dtype)
+    return _unpacked(partial(_grouped_dot, group_sizes=group_sizes), x, weight).astype(out_dtype)
 
 
-def _unpacked(x: Array | QTensor, weight: Weight) -> tuple[Array, Array]:
-    """Both operands as plain arrays of one dtype, where no product takes them as they are."""
+def _adapted(product: Callable, base: Callable, x: Input, weight: AdaptedWeight) -> Array:
+    """base(x) + scale * (x a^T) b^T, float32: the adapter in its own dtype, on the input as it was before quantization."""
+    plain = x.plain if isinstance(x, AdaptedInput) else x
+    if isinstance(plain, QTensor):
+        raise TypeError("linear: the weight has an adapter, which needs the input in its plain form, too")
+    inner = product(plain.astype(weight.a.dtype), weight.a).astype(weight.a.dtype)
+    operand = x.quantized if isinstance(x, AdaptedInput) else x
+    return base(operand, weight.base) + weight.scale * product(inner, weight.b)
+
+
+def _unpacked(product: Callable, x: Array | QTensor, weight: Array | QTensor | HoistedWeight) -> Array:
+    """`product` of both operands as plain arrays of one dtype, where none takes them as they are."""
     if isinstance(x, QTensor):
         if not isinstance(weight, HoistedWeight):
             raise TypeError("linear: the input is quantized but the weight is not")
         rows = QTensor(x.values.reshape(-1, x.shape[-1]), x.scales.reshape(-1, x.scales.shape[-1]), x.block)
         x = dequantize(rows).reshape(x.shape)
-    if isinstance(weight, QTensor):  # weight-only quantization: the input stays in the compute dtype
-        weight = HoistedWeight(dequantize(weight))
+    if isinstance(weight, QTensor):
+        return _weight_only(product, x, weight)
     values = weight.values if isinstance(weight, HoistedWeight) else weight
-    return x.astype(values.dtype), values
+    return product(x.astype(values.dtype), values)
+
+
+def _weight_only(product: Callable, x: Array, weight: QTensor) -> Array:
+    """Weight-only quantization: the input is not quantized.
+
+    The backward pass unpacks the weight again. What it would keep otherwise is a float32 copy of a frozen FP8 model.
+    """
+    run = jax.checkpoint(lambda x, weight: product(x.astype(jnp.float32), dequantize(weight)), prevent_cse=False)
+    return run(x, weight)

@@ -1,15 +1,16 @@
 """Rollout engines: who serves completions, and how new weights reach it.
 
 A weight sync rounds the float32 masters to the compute dtype, quantizes the recipe's linears from their bfloat16 values, and
-lays the layers out for decode, all in one compiled program. Every sync has a number, and every rollout carries the number
-of the weights that made it.
+lays the layers out for decode, all in one compiled program. Of a policy with adapters the frozen base is converted once, and a
+sync moves the adapters. Every sync has a number, and every rollout carries the number of the weights that made it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,8 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.models.cache import KVScales
+from fp8rl_jax.models.config import PolicyConfig
+from fp8rl_jax.models.lora import Adapters, join, split, unstack_adapters
 from fp8rl_jax.models.policy import Layer, Policy, cast, unstack, with_layers
 from fp8rl_jax.models.trained import check_uniform, quantized_tensors
 from fp8rl_jax.precision import (
@@ -26,6 +29,7 @@ from fp8rl_jax.precision import (
     QuantizationSums,
     check_recipe,
     is_finite,
+    is_quantized,
     quantize_weight,
     stack_sums,
     weight_sums,
@@ -83,14 +87,34 @@ class RolloutEngine(Protocol):
     def sync(self, policy: Policy, calibration: KVScales | None = None) -> int:
         """Serves these weights from now on; returns their version."""
 
+    def _served_base(self, frozen: Policy) -> Policy:
+        """The rollout's form of a frozen base: made once, and the base itself where that is its form."""
+        if self._base is None or not _same(self._base[0], frozen, lambda x, y: x is y):
+            self._base = None
+            if _same(frozen, jax.eval_shape(self._convert, frozen)[0], lambda x, y: x.dtype == y.dtype):
+                self._base, self.metrics = (frozen, frozen), {}
+            else:
+                served, self.metrics = self._convert(frozen)
+                self._base = frozen, served
+        return self._base[1]
+
     def generate(self, prompts: Prompts, samples: int, sampling: Sampling, key: Key[Array, ""]) -> Rollout:
         """Samples completions."""
 
 
 def quantized_policy(
-    policy: Policy, recipe: Recipe, dtype: jnp.dtype, unroll: bool, backend: Backend = "auto"
+    policy: Policy,
+    recipe: Recipe,
+    dtype: jnp.dtype,
+    unroll: bool,
+    backend: Backend = "auto",
+    remedy: str = 'rollout.decode_layers = "scan" needs the same linears in every layer; use "unroll"',
 ) -> tuple[Policy, dict[str, Float[Array, ""]]]:
     """The rollout's form of `policy`: compute dtype, the recipe's linears quantized, layers unrolled or stacked.
+
+    Args:
+        policy: layers stacked, no adapters; weights that are quantized already stay as they are.
+        remedy: what to do where the layers differ and are to stay stacked, for the message.
 
     Returns:
         The policy, and what quantization did to its weights (fp8/*_weight); no metrics where nothing is quantized.
@@ -107,6 +131,8 @@ def quantized_policy(
         tensors, unrounded = layer.tensors(), master.tensors()
         for name in names:
             weight = unrounded[name].value
+            if is_quantized(weight):
+                continue
             quantized = quantize_weight(weight, fmt, backend)
             sums.append(weight_sums(weight, quantized))
             tensors[name] = type(tensors[name])(quantized, tensors[name].axes)
@@ -116,7 +142,7 @@ def quantized_policy(
         return stack_sums(sums).metrics("weight") if sums else {}
 
     if not unroll:
-        check_uniform(policy, chosen, 'rollout.decode_layers = "scan" needs the same linears in every layer; use "unroll"')
+        check_uniform(policy, chosen, remedy)
         return with_layers(served, replace(served.layers, policy.layers, list(chosen))), metrics()
     served, masters = unstack(served), unstack(policy)
     layers = []
@@ -163,6 +189,8 @@ class LocalEngine:
         self.finite: dict[str, Array] = {}
         self.metrics: dict[str, Array] = {}
         self._convert = jax.jit(partial(quantized_policy, recipe=recipe, dtype=self.dtype, unroll=unroll, backend=backend))
+        self._convert_adapters = jax.jit(partial(_served_adapters, dtype=self.dtype, unroll=unroll), static_argnames="config")
+        self._base: tuple[Policy, Policy] | None = None
         self._check = jax.jit(finite_flags)
 
     def sync(self, policy: Policy, calibration: KVScales | None = None) -> int:
@@ -178,11 +206,27 @@ class LocalEngine:
         if self.recipe.quantizes_cache and self.recipe.kv_calibration == "trainer" and calibration is None:
             raise ValueError(f"recipe {self.recipe.name!r}: sync needs the KV scales that the trainer calibrated")
         self.policy = None  # frees the old weights before the new ones are made
-        self.policy, self.metrics = self._convert(policy)
+        trained, frozen = split(policy)
+        if frozen is None:
+            self._base = None
+            self.policy, self.metrics = self._convert(policy)
+        else:
+            self.policy = join(self._convert_adapters(trained, config=policy.config), self._served_base(frozen))
         self.scales = calibration
         self.finite = self._check(self.policy, self.scales)
         self.version += 1
         return self.version
+
+    def _served_base(self, frozen: Policy) -> Policy:
+        """The rollout's form of a frozen base: made once, and the base itself where that is its form."""
+        if self._base is None or not _same(self._base[0], frozen, lambda x, y: x is y):
+            self._base = None
+            if _same(frozen, jax.eval_shape(self._convert, frozen)[0], lambda x, y: x.dtype == y.dtype):
+                self._base, self.metrics = (frozen, frozen), {}
+            else:
+                served, self.metrics = self._convert(frozen)
+                self._base = frozen, served
+        return self._base[1]
 
     def generate(self, prompts: Prompts, samples: int, sampling: Sampling, key: Key[Array, ""]) -> Rollout:
         """Samples `samples` completions of each prompt with the weights of the last sync.
@@ -201,6 +245,19 @@ class LocalEngine:
             backend=self.backend, expert_ids=self.expert_ids,
         )  # fmt: skip
         return Rollout(prompts, **out._asdict(), weight_version=self.version)
+
+
+def _served_adapters(adapters: Adapters, config: PolicyConfig, dtype: jnp.dtype, unroll: bool) -> Adapters | list[Adapters]:
+    """The rollout's form of adapters: the compute dtype, laid out like the layers."""
+    served = jax.tree.map(lambda x: x.astype(dtype), adapters)
+    return unstack_adapters(served, config) if unroll else served
+
+
+def _same(one: Policy, other: Policy, equal: Callable[[Any, Any], bool]) -> bool:
+    """Whether two policies have the same structure and `equal` leaves."""
+    leaves, structure = jax.tree.flatten(one)
+    others, other_structure = jax.tree.flatten(other)
+    return structure == other_structure and all(map(equal, leaves, others))
 
 
 def pad_prompts(tokens: list[list[int]], ids: list[int], width: int, pad: int = 0) -> Prompts:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from fp8rl_jax import rl
-from fp8rl_jax.models.policy import Policy
+from fp8rl_jax.models.lora import Trained, join, split
 from fp8rl_jax.parallel import split_batch
 from fp8rl_jax.training.compact import Compact, compact, of_width, widen
 from fp8rl_jax.training.performance import Clock
@@ -46,7 +46,8 @@ class Learner:
         self.optimizer = make_optimizer(config.optimizer, updates)
         self.schedule = learning_rate(config.optimizer, updates)
         needed = settings.kl_coefficient > 0 or settings.reward_kl.coefficient > 0
-        self.reference: Policy | None = jax.tree.map(jnp.copy, setup.policy) if needed else None
+        # of what is trained: adapters at their start, beside the frozen base, are the whole reference
+        self.reference: Trained | None = jax.tree.map(jnp.copy, split(setup.policy)[0]) if needed else None
 
     @property
     def micro_batches(self) -> int:
@@ -64,7 +65,8 @@ class Learner:
             with clock.part("ref"):
                 # other weights, so its own experts
                 own_routes = dataclasses.replace(self.compact(batch).batch, prompt_routes=None, routes=None)
-                reference = jax.block_until_ready(widen(score(self.reference, own_routes, config), width))
+                policy = join(self.reference, split(state.policy)[1])
+                reference = jax.block_until_ready(widen(score(policy, own_routes, config), width))
             batch = dataclasses.replace(batch, reference_logprobs=reference)
         if self.count > 1 or config.rl.correction.whole_batch or config.rl.reward_kl.coefficient > 0:
             with clock.part("logprob"):

@@ -28,7 +28,6 @@ from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.config.rl import check_sampling
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.cache import KVScales
-from fp8rl_jax.models.loading import save_policy
 from fp8rl_jax.parallel import (
     check_same,
     is_main_process,
@@ -41,12 +40,13 @@ from fp8rl_jax.parallel import (
 )
 from fp8rl_jax.rollout.calibration import calibrate_on_prompts, observe_qkv, qkv_metrics, scales_from_amax
 from fp8rl_jax.tasks.workers import RewardPool
+from fp8rl_jax.training.adapters import restored, to_save
 from fp8rl_jax.training.checkpoint import Checkpoints
 from fp8rl_jax.training.collect import Collector
 from fp8rl_jax.training.evaluate import evaluate, evaluation_sampling
 from fp8rl_jax.training.learner import Learner
 from fp8rl_jax.training.performance import Clock
-from fp8rl_jax.training.setup import Setup, write_run_record
+from fp8rl_jax.training.setup import Setup, save_model, write_run_record
 from fp8rl_jax.training.state import TrainState, sharded_state
 from fp8rl_jax.training.step import Batch
 from fp8rl_jax.training.tracking import JsonLines, Trackers, make_tracker
@@ -136,7 +136,7 @@ class Loop:
             policy = to_host(self.state.policy)
             with shared_faults():
                 if is_main_process():
-                    save_policy(policy, self.setup.directory / "model", self.setup.tokenizer_source)
+                    save_model(policy, self.setup)
         finally:
             self.tracker.close()
             if self.samples is not None:
@@ -217,10 +217,11 @@ class Loop:
     def _saved(self):
         layers = self.setup.policy.config.num_layers
         scales = self.scales or KVScales(*(jnp.zeros(layers) for _ in range(3)))
-        return self.state, to_global(jax.tree.map(np.asarray, scales), replicated(self.setup.mesh))
+        return *to_save(self.state), to_global(jax.tree.map(np.asarray, scales), replicated(self.setup.mesh))
 
     def _resume(self) -> None:
-        self.start, (self.state, scales) = self.checkpoints.restore(self._saved())
+        self.start, (*saved, scales) = self.checkpoints.restore(self._saved())
+        self.state = restored(self.state, *saved)
         self.setup.policy = self.state.policy
         if self.calibrates:
             self.scales = scales

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import platform
 import subprocess
 import sys
@@ -20,7 +21,9 @@ from fp8rl_jax.config.recipe import Recipe, get_recipe
 from fp8rl_jax.config.rl import check_sampling
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.models.loading import byte_policy_config, load_policy
+from fp8rl_jax.models.loading import byte_policy_config, load_policy, save_policy
+from fp8rl_jax.models.lora import merge, split
+from fp8rl_jax.models.peft_format import save_adapters
 from fp8rl_jax.models.policy import Policy, init_policy, linear_names, parameter_count
 from fp8rl_jax.models.resolve import resolve_model
 from fp8rl_jax.models.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
@@ -30,6 +33,7 @@ from fp8rl_jax.precision import check_recipe, quantized_layers
 from fp8rl_jax.rollout.engine import LocalEngine
 from fp8rl_jax.rollout.sampling import Sampling
 from fp8rl_jax.tasks.dataset import Dataset, load_splits
+from fp8rl_jax.training.adapters import adapt
 from fp8rl_jax.training.prompts import PromptEncoder
 
 _log = logging.getLogger("fp8rl")
@@ -104,7 +108,7 @@ def build(config: RunConfig, *, sampled: bool = True) -> Setup:
     stops = tuple(dict.fromkeys((*tokenizer.eos_token_ids, *policy.config.eos_token_ids, *r.stop_token_ids)))
     sampling = Sampling(r.max_new_tokens, r.temperature, r.top_k, r.top_p, r.min_p, stops)
     directory = Path(config.output.format(recipe=config.recipe))
-    policy = shard_policy(policy, mesh)
+    policy = shard_policy(adapt(policy, config, recipe), mesh)
     return Setup(config, recipe, directory, mesh, policy, source, tokenizer, encoder, train, held_out, dropped, sampling)
 
 
@@ -125,23 +129,26 @@ def load_model(config: RunConfig) -> tuple[Policy, Tokenizer, Path | None]:
 def describe(setup: Setup) -> str:
     """Parameter counts, quantized layers and the memory plan, for `--dry-run`."""
     shape, config = setup.policy.config, setup.config
-    count = parameter_count(shape)
+    count, (parts, frozen) = parameter_count(shape), split(setup.policy)
+    trained = sum(x.size for x in jax.tree.leaves(parts))
     width = jnp.dtype(config.compute_dtype).itemsize
     chosen = quantized_layers(setup.recipe, linear_names(shape))
-    linears = sum(weight.value.size for weight in setup.policy.layers.tensors().values())
+    linears = sum(math.prod(weight.value.shape) for weight in setup.policy.layers.tensors().values())
     served = count * width if not chosen else linears + (count - linears) * width
     rows = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
     slots = config.rollout.prompts_per_step * config.rollout.max_prompt_tokens + rows * config.rollout.max_new_tokens
     cache = slots * 2 * shape.num_layers * shape.kv_size * (1 if setup.recipe.quantizes_cache else width)
     plan = {
-        "masters, gradients, Adam moments (float32)": 16 * count,
-        f"compute copy ({config.compute_dtype})": 0 if width == 4 else width * count,
+        "masters, gradients, Adam moments (float32)": 16 * trained,
+        f"compute copy ({config.compute_dtype})": 0 if width == 4 else width * trained,
+        **({} if frozen is None else {"frozen base": sum(x.nbytes for x in jax.tree.leaves(frozen))}),
         "rollout weights": served,
         "KV cache": cache,
         "logits of one chunk (float32)": 4 * config.trainer.logprob_chunk * shape.vocab_size,
     }
     lines = [
         f"parameters: {count:,} ({shape.num_layers} layers, hidden {shape.hidden_size}, vocabulary {shape.vocab_size})",
+        f"trained: {trained:,}",
         f"quantized linears: {len(chosen)} of {len(linear_names(shape))}",
         f"problems: {len(setup.train)} to train on, {len(setup.held_out)} held out, {setup.dropped} dropped as too long",
         f"mesh: {dict(setup.mesh.shape)}",
@@ -149,6 +156,23 @@ def describe(setup: Setup) -> str:
         *(f"  {name}: {size / 2**20:,.1f} MiB" for name, size in plan.items()),
     ]
     return "\n".join(lines)
+
+
+def save_model(policy: Policy, setup: Setup, dtype: str = "bfloat16") -> None:
+    """Writes the run's model/ (Hugging Face form, adapters merged) and, where there are adapters, adapter/ (PEFT's form).
+
+    Args:
+        policy: layers stacked, every shard addressable by this process.
+        dtype: of model/; the adapters are float32.
+
+    Raises:
+        UserError: a directory that cannot be written, or values that are not finite.
+    """
+    save_policy(merge(policy), setup.directory / "model", setup.tokenizer_source, dtype)
+    adapters, base = split(policy)
+    if base is not None:
+        config = setup.config
+        save_adapters(adapters, setup.directory / "adapter", policy.config, config.lora, config.model.path)
 
 
 def write_run_record(directory: Path, config_text: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -12,14 +13,15 @@ import optax
 
 from fp8rl_jax.config.rl import RLConfig
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.models.loading import save_policy
+from fp8rl_jax.models.lora import join, split
+from fp8rl_jax.models.policy import Policy
 from fp8rl_jax.parallel import batch_sharding, is_main_process, to_global
 from fp8rl_jax.tasks.dataset import Example
 from fp8rl_jax.tasks.workers import RewardPool
 from fp8rl_jax.training.console import SFT_COLUMNS
 from fp8rl_jax.training.evaluate import evaluate_held_out
 from fp8rl_jax.training.prompts import PromptEncoder
-from fp8rl_jax.training.setup import Setup, write_run_record
+from fp8rl_jax.training.setup import Setup, save_model, write_run_record
 from fp8rl_jax.training.state import TrainState, apply_gradients, make_optimizer, sharded_state
 from fp8rl_jax.training.step import Batch, StepConfig, completion_logprobs
 from fp8rl_jax.training.tracking import make_tracker
@@ -54,7 +56,9 @@ def supervise(setup: Setup, config_text: str, report=print) -> None:
                 examples = setup.train.batch(step, sft.batch_size, config.seed)
                 batch = _batch(setup.encoder, examples, setup.sampling.max_new_tokens, step, config)
                 batch = to_global(batch, batch_sharding(setup.mesh))
-                state, metrics = _update(state, batch, step_config, optimizer)
+                trained, frozen = split(state.policy)
+                state, metrics = _update(replace(state, policy=trained), frozen, batch, step_config, optimizer)
+                state = replace(state, policy=join(state.policy, frozen))
                 if step % 10 == 0 or step + 1 == sft.steps:
                     tracker.log(step, {name: float(value) for name, value in metrics.items()})
             setup.policy = state.policy
@@ -63,14 +67,16 @@ def supervise(setup: Setup, config_text: str, report=print) -> None:
         finally:
             tracker.close()
         if is_main_process():
-            save_policy(state.policy, directory / "model", setup.tokenizer_source, "float32")
+            save_model(state.policy, setup, "float32")
     report(f"Warm start: held-out accuracy {accuracy['eval/accuracy']:.2f}; model in {directory / 'model'}")
 
 
 @partial(jax.jit, static_argnames=("config", "optimizer"), donate_argnames="state")
-def _update(state: TrainState, batch: Batch, config: StepConfig, optimizer: optax.GradientTransformation):
-    def loss_fn(policy):
-        logprobs, _ = completion_logprobs(policy, batch, config)
+def _update(
+    state: TrainState, frozen: Policy | None, batch: Batch, config: StepConfig, optimizer: optax.GradientTransformation
+):
+    def loss_fn(trained):
+        logprobs, _ = completion_logprobs(join(trained, frozen), batch, config)
         return -jnp.sum(jnp.where(batch.mask, logprobs, 0.0)) / batch.mask.sum()
 
     loss, gradients = jax.value_and_grad(loss_fn)(state.policy)

@@ -5,8 +5,7 @@ Data order and sampling are functions of (seed, step), so a run resumed from thi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -15,20 +14,21 @@ import optax
 from jaxtyping import Array, Int
 
 from fp8rl_jax.config.run import OptimizerConfig
+from fp8rl_jax.models.lora import Trained, join, split
 from fp8rl_jax.models.policy import Policy
-from fp8rl_jax.parallel import policy_shardings
+from fp8rl_jax.parallel import policy_shardings, shard_policy
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
     """Attributes:
-    policy: float32 masters, layers stacked.
-    optimizer: optax state.
+    policy: float32 masters, layers stacked; with adapters, the frozen base among them.
+    optimizer: optax state of what is trained (models.lora.split).
     updates: optimizer updates tried so far, int32 (a skipped one counts: schedules follow the data).
     """
 
-    policy: Policy
+    policy: Trained
     optimizer: Any
     updates: Int[Array, ""]
 
@@ -50,7 +50,7 @@ def learning_rate(config: OptimizerConfig, updates: int) -> optax.Schedule:
     return optax.join_schedules([warmup, main], [config.warmup_steps])
 
 
-def decay_mask(policy: Policy) -> Policy:
+def decay_mask(policy: Trained) -> Trained:
     """True for the linears' matrices: norms and embeddings are not decayed."""
     return jax.tree_util.tree_map_with_path(lambda path, _: "_proj" in jax.tree_util.keystr(path), policy)
 
@@ -65,19 +65,27 @@ def make_optimizer(config: OptimizerConfig, updates: int) -> optax.GradientTrans
 
 def init_state(policy: Policy, optimizer: optax.GradientTransformation) -> TrainState:
     """A state before the first update."""
-    return TrainState(policy, optimizer.init(policy), jnp.int32(0))
+    return TrainState(policy, optimizer.init(split(policy)[0]), jnp.int32(0))
 
 
 def sharded_state(policy: Policy, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh) -> TrainState:
-    """`init_state` with every leaf placed on the mesh, the optimizer's moments like their weights."""
-    make = partial(init_state, optimizer=optimizer)
-    return jax.jit(make, out_shardings=policy_shardings(jax.eval_shape(make, policy), mesh))(policy)
+    """`init_state` with every leaf placed on the mesh, the optimizer's moments like their weights; a frozen base stays."""
+    trained, frozen = split(policy)
+
+    def make(trained: Trained) -> TrainState:
+        return TrainState(trained, optimizer.init(trained), jnp.int32(0))
+
+    state = jax.jit(make, out_shardings=policy_shardings(jax.eval_shape(make, trained), mesh))(trained)
+    return replace(state, policy=join(state.policy, shard_policy(frozen, mesh)))
 
 
 def apply_gradients(
-    state: TrainState, gradients: Policy, loss: Array, optimizer: optax.GradientTransformation
+    state: TrainState, gradients: Trained, loss: Array, optimizer: optax.GradientTransformation
 ) -> tuple[TrainState, dict[str, Array]]:
     """One update, or none where a value is not finite.
+
+    Args:
+        state: its policy is what is trained and nothing else.
 
     Returns:
         The next state, and `optim/grad_norm` (before clipping), `optim/skipped` (0 or 1), and a flag a role that is 1 where

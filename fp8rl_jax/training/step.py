@@ -22,6 +22,7 @@ from fp8rl_jax.config.rl import RLConfig
 from fp8rl_jax.models.cache import KVCache
 from fp8rl_jax.models.forward import forward
 from fp8rl_jax.models.logprobs import token_logprobs
+from fp8rl_jax.models.lora import Trained, join, split
 from fp8rl_jax.models.policy import Policy
 from fp8rl_jax.models.trained import trainer_policy
 from fp8rl_jax.parallel import constrain, split_batch
@@ -140,11 +141,10 @@ def correct(batch: Batch, config: RLConfig) -> tuple[Batch, rl.Metrics]:
     return replace(batch, weights=weights, loss_mask=mask), metrics
 
 
-@partial(jax.jit, static_argnames=("config", "optimizer"), donate_argnames="state")
 def update(
     state: TrainState, batch: Batch, config: StepConfig, optimizer: optax.GradientTransformation
 ) -> tuple[TrainState, Float[Array, "b t"], dict[str, Array]]:
-    """One optimizer update on the whole batch.
+    """One optimizer update on the whole batch; the arrays that it replaces are donated, those of a frozen base stay.
 
     Returns:
         The next state; the trainer's log-probabilities [b, t] before the update; scalar metrics.
@@ -152,13 +152,22 @@ def update(
     Raises:
         UserError: the correction needs old log-probabilities, and the batch has none.
     """
+    trained, frozen = split(state.policy)
+    state, logprobs, metrics = _update(replace(state, policy=trained), frozen, batch, config, optimizer)
+    return replace(state, policy=join(state.policy, frozen)), logprobs, metrics
+
+
+@partial(jax.jit, static_argnames=("config", "optimizer"), donate_argnames="state")
+def _update(
+    state: TrainState, frozen: Policy | None, batch: Batch, config: StepConfig, optimizer: optax.GradientTransformation
+) -> tuple[TrainState, Float[Array, "b t"], dict[str, Array]]:
     batch, corrections = correct(batch, config.rl)
     if batch.weights is None:
         rl.refuse_partial(config.rl.correction)
     denominator = rl.loss_denominator(batch.mask if batch.loss_mask is None else batch.loss_mask, config.rl)
 
-    def loss_fn(policy: Policy, micro: Batch):
-        logprobs, entropy = completion_logprobs(policy, micro, config)
+    def loss_fn(trained: Trained, micro: Batch):
+        logprobs, entropy = completion_logprobs(join(trained, frozen), micro, config)
         inputs = rl.LossInputs(
             logprobs=logprobs,
             advantages=micro.advantages,

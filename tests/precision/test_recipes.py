@@ -68,7 +68,6 @@ REFUSED = {
         r"output_gradient\.block must be \(1, 64\) and trainer\.weight\.block square",
     ),
     "optimizer_moment": ({"optimizer_moment": W}, r"optimizer_moment is quantized"),
-    "trained": ({"trained": "lora"}, r"trained 'lora' is not supported"),
     "exact": ({"exact": True}, r"exact is not supported"),
 }
 

@@ -1,0 +1,170 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685): a policy in two parts, the base that is frozen and the adapters that are trained.
+
+An adapted linear is one more type of weight: its container holds the base's and the adapter's, and its `value` is an
+`AdaptedWeight`, so that forward, sharding and sync go on as they are. What a trainer differentiates, and keeps moments of, is
+`split(policy)[0]`; without adapters that is the policy itself, so trainers ask nothing else.
+"""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Key
+
+from fp8rl_jax.config.lora import LoraConfig
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.models.config import PolicyConfig
+from fp8rl_jax.models.hf_names import stack_of
+from fp8rl_jax.models.policy import Layer, Policy, Weight, linear_names, tensor_specs, with_layers
+from fp8rl_jax.precision import AdaptedWeight, QTensor, dequantize
+
+
+class Adapter(nnx.Module):
+    """a [..., rank, in] and b [..., out, rank] of one linear, on the leading axes of its weight; their product is scaled."""
+
+    def __init__(self, a: Weight, b: Weight, scale: float):
+        self.a, self.b, self.scale = a, b, scale
+
+
+class Adapted(nnx.Module):
+    """A linear's weight with an adapter; stands where the layer had the weight."""
+
+    def __init__(self, base: Weight, adapter: Adapter):
+        self.base, self.adapter = base, adapter
+
+    @property
+    def value(self) -> AdaptedWeight:
+        """What `precision.linear` multiplies."""
+        return AdaptedWeight(self.base.value, self.adapter.a.value, self.adapter.b.value, self.adapter.scale)
+
+
+Adapters = dict[str, Adapter]
+"""By tensor name ("q_proj", "experts.up_proj"), layers stacked."""
+Trained = Policy | Adapters
+
+
+def adapted_tensors(config: PolicyConfig, lora: LoraConfig) -> tuple[str, ...]:
+    """Names of the stacked tensors that get an adapter ("q_proj", "experts.up_proj"), in model order.
+
+    Raises:
+        UserError: a target that matches no linear, names something that is none, or picks some layers of a linear only; a rank
+            above a side of a matrix.
+    """
+    linears = linear_names(config)
+    others = ("embed_tokens", "lm_head", "norm", *(f"layers.{i}.router" for i in config.sparse_layers))
+    for pattern in lora.targets:
+        if any(fnmatchcase(name, pattern) for name in linears):
+            continue
+        if other := next((name for name in others if fnmatchcase(name, pattern)), None):
+            raise UserError(f"lora.targets: {pattern!r} names {other}, and only the linears of a layer can have an adapter")
+        raise UserError(f"lora.targets: {pattern!r} matches no linear of the model (names look like {linears[0]!r})")
+    chosen: dict[str, set[int]] = {}
+    for linear in linears:
+        if any(fnmatchcase(linear, pattern) for pattern in lora.targets):
+            _, layer, name = linear.split(".", 2)
+            chosen.setdefault(name, set()).add(int(layer))
+    for name, layers in chosen.items():
+        if missing := sorted(set(stack_of(config, name)) - layers):
+            raise UserError(
+                f"lora.targets: {name} is chosen in {len(layers)} layers and not in layer {missing[0]}; "
+                f"choose it in all layers that have it"
+            )
+        *_, out, inner = tensor_specs(config)[f"layers.{name}"][0]
+        if lora.rank > min(out, inner):
+            raise UserError(f"lora.rank = {lora.rank} is above a side of {name} [{out}, {inner}]; lower it")
+    return tuple(chosen)
+
+
+def build_adapters(config: PolicyConfig, lora: LoraConfig, factors) -> Adapters:
+    """Adapters whose arrays (a, b) come from `factors(name, shape of a, shape of b)`, called once for each adapted tensor."""
+    adapters = {}
+    for name in adapted_tensors(config, lora):
+        (*stack, out, inner), (*leading, rows, columns) = tensor_specs(config)[f"layers.{name}"]
+        a, b = factors(name, (*stack, lora.rank, inner), (*stack, out, lora.rank))
+        adapters[name] = Adapter(Weight(a, (*leading, "rank", columns)), Weight(b, (*leading, rows, "rank")), lora.scale)
+    return adapters
+
+
+def init_adapters(config: PolicyConfig, lora: LoraConfig, key: Key[Array, ""]) -> Adapters:
+    """Float32 adapters that change nothing yet: a uniform in +-1/sqrt(in) (PEFT's kaiming_uniform_ with a = sqrt(5)), b zero.
+
+    Raises:
+        UserError: as `adapted_tensors`.
+    """
+    names = list(tensor_specs(config))
+
+    def factors(name, a_shape, b_shape):
+        bound = a_shape[-1] ** -0.5
+        own = jax.random.fold_in(key, names.index(f"layers.{name}"))
+        return jax.random.uniform(own, a_shape, jnp.float32, -bound, bound), jnp.zeros(b_shape, jnp.float32)
+
+    return build_adapters(config, lora, factors)
+
+
+def split(policy: Policy) -> tuple[Trained, Policy | None]:
+    """(what is trained, what is frozen): (adapters, base), or (policy, None) where it has no adapters. Nothing is copied.
+
+    Args:
+        policy: layers stacked.
+    """
+    tensors = policy.layers.tensors()
+    adapters = {name: weight.adapter for name, weight in tensors.items() if isinstance(weight, Adapted)}
+    if not adapters:
+        return policy, None
+    return adapters, with_layers(policy, Layer({name: getattr(weight, "base", weight) for name, weight in tensors.items()}))
+
+
+def join(trained: Trained | list[Adapters], frozen: Policy | None) -> Policy:
+    """The inverse of `split`; for a base whose layers are unrolled, the adapters are a list of each layer's."""
+    if frozen is None:
+        return trained
+
+    def attach(layer: Layer, adapters: Adapters) -> Layer:
+        tensors = layer.tensors()
+        return Layer(tensors | {name: Adapted(tensors[name], adapter) for name, adapter in adapters.items()})
+
+    if frozen.stacked:
+        return with_layers(frozen, attach(frozen.layers, trained))
+    return with_layers(frozen, nnx.List([attach(*pair) for pair in zip(frozen.layers, trained, strict=True)]))
+
+
+def unstack_adapters(adapters: Adapters, config: PolicyConfig) -> list[Adapters]:
+    """The adapters of each layer, as `join` takes them for an unrolled base."""
+    layers: list[Adapters] = [{} for _ in range(config.num_layers)]
+    for name, adapter in adapters.items():
+        for place, layer in enumerate(stack_of(config, name)):
+            layers[layer][name] = jax.tree.map(lambda x, place=place: x[place], adapter)
+    return layers
+
+
+def merge(policy: Policy) -> Policy:
+    """A policy of plain weights in host memory: base + scale * b a, computed in float64 and rounded to float32.
+
+    An FP8 base is what the adapters were trained on, so it is that base, dequantized, that they are added to. A policy without
+    adapters and quantized weights comes back as it is.
+
+    Args:
+        policy: layers stacked, every shard addressable by this process.
+    """
+
+    def plain(weight: Weight | Adapted) -> Weight:
+        base = weight.base if isinstance(weight, Adapted) else weight
+        value = np.asarray(dequantize(base.value) if isinstance(base.value, QTensor) else base.value)
+        if isinstance(weight, Adapted):
+            value = _add(value, np.asarray(weight.adapter.a.value), np.asarray(weight.adapter.b.value), weight.adapter.scale)
+        return Weight(value, base.axes)
+
+    tensors = policy.layers.tensors()
+    changed = {n: plain(w) for n, w in tensors.items() if isinstance(w, Adapted) or isinstance(w.value, QTensor)}
+    return with_layers(policy, Layer(tensors | changed)) if changed else policy
+
+
+def _add(base: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float) -> np.ndarray:
+    out = np.empty(base.shape, np.float32)
+    for i in np.ndindex(base.shape[:-2]):  # a matrix at a time: in float64 all would be twice the float32 model
+        out[i] = base[i].astype(np.float64) + scale * (b[i].astype(np.float64) @ a[i].astype(np.float64))
+    return out

@@ -1,0 +1,99 @@
+"""LoRA in a run: from a loaded model to an adapted policy, and what a checkpoint holds of it.
+
+The base never changes, so a checkpoint has the adapters, their moments, and a fingerprint of the base: a few megabytes, and a
+run that is resumed on another base is refused instead of going on as a different policy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, UInt32
+
+from fp8rl_jax.config.recipe import Recipe
+from fp8rl_jax.config.run import RunConfig
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.models.lora import init_adapters, join, split
+from fp8rl_jax.models.peft_format import load_adapters
+from fp8rl_jax.models.policy import Policy, cast
+from fp8rl_jax.parallel import to_host
+from fp8rl_jax.rollout.engine import quantized_policy
+from fp8rl_jax.training.state import TrainState
+
+
+def adapt(policy: Policy, config: RunConfig, recipe: Recipe) -> Policy:
+    """The policy with its weights frozen in `lora.base`'s format and adapters beside them; as it is where the rank is 0.
+
+    Args:
+        policy: float32, layers stacked.
+        recipe: the run's; with `lora.base` "rollout" the base takes its rollout weight format.
+
+    Raises:
+        UserError: targets or a rank that the model cannot have, an adapter file that does not fit, or a recipe that quantizes
+            a linear in some layers only.
+    """
+    lora, dtype = config.lora, jnp.dtype(config.compute_dtype)
+    if lora.rank == 0:
+        return policy
+    if recipe.trainer.weight.quantized:
+        raise UserError(f"lora.rank: the trainer of recipe {recipe.name!r} computes its own linears in FP8; use fp8-rl or bf16")
+    if lora.path:
+        adapters = load_adapters(lora.path, policy.config, lora)
+    else:  # of the seed's keys, 0 and 1 are the rollout's and the evaluation's
+        adapters = init_adapters(policy.config, lora, jax.random.fold_in(jax.random.key(config.seed), 2))
+    if lora.base == "compute":
+        return join(adapters, jax.jit(cast, static_argnums=1)(policy, dtype))
+    freeze = partial(
+        quantized_policy, recipe=recipe, dtype=dtype, unroll=False, backend=config.precision.backend,
+        remedy='lora.base = "rollout" needs the same linears in every layer; use "compute"',
+    )  # fmt: skip
+    return join(adapters, jax.jit(freeze)(policy)[0])
+
+
+@jax.jit
+def fingerprint(base: Policy) -> UInt32[Array, "leaves 2"]:
+    """Two 32-bit sums of the mixed bits of every tensor, the same on any mesh: integer sums have no order."""
+
+    def one(x: Array, start: int) -> Array:
+        bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}")).astype(jnp.uint32)
+        place = jnp.full(x.shape, start, jnp.uint32)
+        for axis in range(x.ndim):  # not a flat index: tensors stay sharded, and may have more than 2^32 elements
+            place = _mix(place + lax.broadcasted_iota(jnp.uint32, x.shape, axis))
+        return jnp.sum(_mix(bits ^ place), dtype=jnp.uint32)
+
+    return jnp.stack([jnp.stack([one(x, 1), one(x, 2)]) for x in jax.tree.leaves(base)])
+
+
+def _mix(x: Array) -> Array:
+    """MurmurHash3's finalizer: a bijection of 32-bit words in which every bit moves every other."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
+
+
+def to_save(state: TrainState) -> tuple:
+    """What a checkpoint holds of a state: all of it, or with adapters what is trained, and the base's fingerprint."""
+    trained, frozen = split(state.policy)
+    return (state,) if frozen is None else (replace(state, policy=trained), fingerprint(frozen))
+
+
+def restored(state: TrainState, saved: TrainState, saved_base: Array | None = None) -> TrainState:
+    """The state that `to_save` was given, on the base of `state`.
+
+    Raises:
+        UserError: the checkpoint's base was another.
+    """
+    frozen = split(state.policy)[1]
+    if frozen is None:
+        return saved
+    if not np.array_equal(to_host(saved_base), to_host(fingerprint(frozen))):
+        raise UserError(
+            "--resume: the checkpoint's adapters were trained on another base; resume with the run's own model.path, seed, "
+            "compute_dtype, recipe and lora.base"
+        )
+    return replace(saved, policy=join(saved.policy, frozen))
