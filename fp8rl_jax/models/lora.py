@@ -48,7 +48,7 @@ Trained = Policy | Adapters
 
 
 def adapted_tensors(config: PolicyConfig, lora: LoraConfig) -> tuple[str, ...]:
-    """Names of the stacked tensors that get an adapter ("q_proj", "experts.up_proj"), in model order.
+    """Names of the stacked tensors that get an adapter ("q_proj", "experts.up_proj"), in the order of `tensor_specs`.
 
     Raises:
         UserError: a target that matches no linear, names something that is none, or picks some layers of a linear only; a rank
@@ -76,7 +76,7 @@ def adapted_tensors(config: PolicyConfig, lora: LoraConfig) -> tuple[str, ...]:
         *_, out, inner = tensor_specs(config)[f"layers.{name}"][0]
         if lora.rank > min(out, inner):
             raise UserError(f"lora.rank = {lora.rank} is above a side of {name} [{out}, {inner}]; lower it")
-    return tuple(chosen)
+    return tuple(name for spec in tensor_specs(config) if (name := spec.removeprefix("layers.")) in chosen)
 
 
 def build_adapters(config: PolicyConfig, lora: LoraConfig, factors) -> Adapters:

@@ -27,6 +27,7 @@ from fp8rl_jax.models.safetensors_io import read_safetensors, write_safetensors
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 
+_DTYPES = ("float32", "bfloat16", "float16")
 # initial values of A and B; the other ones that PEFT knows change the base, too
 _PLAIN_INITS = (True, False, "gaussian", "eva", "orthogonal")
 
@@ -92,13 +93,9 @@ def load_adapters(directory: str | Path, config: PolicyConfig, lora: LoraConfig)
         stacks = [np.empty(shape, np.float32) for shape in shapes]
         for name, _, index in _places(config, (path,)):
             for letter, stack in zip("AB", stacks, strict=True):
-                tensor = found[f"{name}.lora_{letter}.weight"]
-                if tensor.shape != stack[index].shape:
-                    expected = list(stack[index].shape)
-                    raise UserError(f"{file}: tensor {name}.lora_{letter}.weight is {list(tensor.shape)}, expected {expected}")
-                if count_non_finite(tensor):
-                    raise UserError(f"{file}: tensor {name}.lora_{letter}.weight holds non-finite values; the file is damaged")
-                stack[index] = tensor
+                full = f"{name}.lora_{letter}.weight"
+                _check_tensor(f"{file}: tensor {full}", found[full], stack[index].shape)
+                stack[index] = found[full]
         return stacks
 
     return build_adapters(config, lora, factors)
@@ -110,6 +107,15 @@ def _places(config: PolicyConfig, names: tuple[str, ...]) -> Iterator[tuple[str,
         tensor = place.path.removeprefix("layers.").removesuffix(".weight")
         if tensor in names:
             yield f"base_model.model.{hf_name.removesuffix('.weight')}", tensor, place.index
+
+
+def _check_tensor(what: str, tensor: np.ndarray, shape: tuple[int, ...]) -> None:
+    if tensor.shape != shape:
+        raise UserError(f"{what} has shape {list(tensor.shape)}, expected {list(shape)}")
+    if tensor.dtype.name not in _DTYPES:
+        raise UserError(f"{what} has dtype {tensor.dtype}; only {', '.join(_DTYPES)} can be read")
+    if bad := count_non_finite(tensor):
+        raise UserError(f"{what} holds {bad} non-finite values of {tensor.size}; the file is damaged")
 
 
 def _peft_config(config: PolicyConfig, lora: LoraConfig, names: tuple[str, ...], base: str) -> dict[str, Any]:
