@@ -153,7 +153,8 @@ def merge(policy: Policy) -> Policy:
 
     def plain(weight: Weight | Adapted) -> Weight:
         base = weight.base if isinstance(weight, Adapted) else weight
-        value = np.asarray(dequantize(base.value) if isinstance(base.value, QTensor) else base.value)
+        quantized = isinstance(base.value, QTensor)
+        value = np.asarray(dequantize(jax.tree.map(jnp.asarray, base.value)) if quantized else base.value)
         if isinstance(weight, Adapted):
             value = _add(value, np.asarray(weight.adapter.a.value), np.asarray(weight.adapter.b.value), weight.adapter.scale)
         return Weight(value, base.axes)

@@ -1,0 +1,177 @@
+"""Whole runs with adapters through the command line: the base stays, the adapters learn, and a resumed run is the same run."""
+
+import json
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+
+from fp8rl_jax.cli.load import load_config
+from fp8rl_jax.cli.main import main
+from fp8rl_jax.config.lora import LoraConfig
+from fp8rl_jax.config.run import RunConfig
+from fp8rl_jax.models.lora import merge, split
+from fp8rl_jax.models.peft_format import load_adapters
+from fp8rl_jax.models.safetensors_io import read_safetensors
+from fp8rl_jax.training.setup import build
+
+RUN = """
+compute_dtype = "float32"
+[model.init]
+hidden_size = 48
+intermediate_size = 80
+num_layers = 1
+num_heads = 2
+num_kv_heads = 1
+head_dim = 24
+[lora]
+rank = 8
+[task]
+name = "spell_backward"
+args = { min_word_len = 3, max_word_len = 3 }
+train_size = 64
+eval_size = 8
+prompt_template = "{metadata[word]}="
+[task.reward]
+num_workers = 1
+[rollout]
+prompts_per_step = 4
+samples_per_prompt = 4
+max_prompt_tokens = 6
+max_new_tokens = 6
+[rl]
+kl_coefficient = 0.1
+entropy_coefficient = 0.1
+[optimizer]
+learning_rate = 1e-2
+[trainer]
+steps = 3
+[evaluation]
+every = 0
+[checkpoint]
+every = 2
+"""
+
+
+@pytest.fixture
+def run_file(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(RUN)
+    return str(path)
+
+
+def run(run_file: str, out: Path, *flags: str) -> int:
+    return main(["train", run_file, "--output", str(out), *flags])
+
+
+def rows(directory: Path) -> list[dict]:
+    found = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not k.startswith(("time", "perf/"))} for row in found]
+
+
+def starting_policy(run_file: str, *flags: str):
+    return build(load_config(RunConfig, [run_file, *flags], "fp8rl train")).policy
+
+
+def check_files(run_file: str, out: Path, *flags: str, dtype=ml_dtypes.bfloat16) -> None:
+    """model/ is the base that the seed gives plus the adapters of adapter/, which are not those that it gives."""
+    start = starting_policy(run_file, *flags)
+    first, base = split(start)
+    adapters = load_adapters(out / "adapter", start.config, LoraConfig(rank=8))
+    written = {name: tensor.astype(np.float64) for name, tensor in read_safetensors(out / "model" / "model.safetensors").items()}
+    frozen = merge(base)
+    for name, tensor in (("model.embed_tokens", frozen.embed_tokens), ("model.norm", frozen.norm)):
+        expected = np.asarray(tensor.value).astype(dtype).astype(np.float64)
+        np.testing.assert_array_equal(written[f"{name}.weight"], expected)
+    for name, adapter in adapters.items():
+        a, b = np.asarray(adapter.a.value, np.float64), np.asarray(adapter.b.value, np.float64)
+        assert np.abs(b).max() > 1e-3 and not np.array_equal(a, first[name].a.value)
+        part = "self_attn" if name in ("q_proj", "k_proj", "v_proj", "o_proj") else "mlp"
+        expected = np.asarray(getattr(frozen.layers, name).value[0], np.float64) + 2.0 * b[0] @ a[0]
+        got = written[f"model.layers.0.{part}.{name}.weight"]
+        np.testing.assert_allclose(got, expected, rtol=2.0**-8, atol=1e-9, err_msg=name)
+
+
+def test_run_and_resume_are_the_same_run_on_an_untouched_base(run_file, tmp_path, capsys):
+    flags = ["--recipe", "fp8-rl", "--lora.base", "rollout"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert run(run_file, whole, *flags) == 0
+    assert run(run_file, parts, *flags, "--trainer.steps", "2") == 0
+    assert run(run_file, parts, *flags, "--resume") == 0
+    assert rows(whole) == rows(parts) and len(rows(whole)) == 3
+    first, *_, last = rows(whole)
+    assert first["kl"] < 1e-9 < last["kl"] and last["mismatch/k3"] > 1e-9 and last["optim/skipped_steps"] == 0
+    assert "fp8/quant_snr_db_weight" not in last and last["optim/grad_norm"] > 0
+    check_files(run_file, whole, *flags)
+    for name in ("adapter/adapter_model.safetensors", "model/model.safetensors"):
+        assert (whole / name).read_bytes() == (parts / name).read_bytes()
+    saved = sum(file.stat().st_size for file in (whole / "checkpoints" / "3").rglob("*") if file.is_file())
+    trained = 4 * sum(x.size for x in jax.tree.leaves(split(starting_policy(run_file))[0]))
+    assert saved < 3 * trained + 2e5
+    capsys.readouterr()
+    assert run(run_file, parts, *flags, "--resume", "--seed", "1", "--trainer.steps", "4") == 2
+    assert "trained on another base" in capsys.readouterr().err
+
+
+def test_a_compute_base_is_quantized_for_the_rollout_alone(run_file, tmp_path):
+    flags = ["--recipe", "fp8-rl", "--trainer.steps", "2"]
+    assert run(run_file, tmp_path / "out", *flags) == 0
+    check_files(run_file, tmp_path / "out", *flags)
+    assert all(row["fp8/quant_snr_db_weight"] > 25 and row["mismatch/k3"] > 1e-9 for row in rows(tmp_path / "out"))
+
+
+def test_bf16_is_one_run_for_both_bases_and_another_one_starts_from_its_adapter(run_file, tmp_path, capsys):
+    """The recipe's rollout format of a bf16 run is the compute dtype."""
+    one, other, third = tmp_path / "one", tmp_path / "other", tmp_path / "third"
+    assert run(run_file, one) == 0
+    assert run(run_file, other, "--lora.base", "rollout") == 0
+    assert rows(one) == rows(other)
+    check_files(run_file, one)
+    flags = ["--lora.path", str(one / "adapter")]
+    assert run(run_file, third, *flags, "--optimizer.learning-rate", "0") == 0
+    for name in ("adapter/adapter_model.safetensors", "model/model.safetensors"):
+        assert (one / name).read_bytes() == (third / name).read_bytes()
+    assert all(row["kl"] < 1e-9 for row in rows(third))  # the reference is what the run started from
+    capsys.readouterr()
+    assert run(run_file, tmp_path / "fourth", *flags, "--lora.rank", "4") == 2
+    assert "lora.rank = 4, but the adapter has 8" in capsys.readouterr().err
+
+
+def test_supervised_training_of_adapters(run_file, tmp_path, capsys):
+    out = tmp_path / "warm"
+    flags = ["--sft.steps", "3", "--sft.batch-size", "8", "--recipe", "fp8-rl", "--lora.base", "rollout"]
+    assert main(["sft", run_file, "--sft.output", str(out), *flags]) == 0
+    check_files(run_file, out, *flags[4:], dtype=np.float32)
+    flags = ["--lora.path", str(out / "adapter"), "--recipe", "fp8-rl"]
+    capsys.readouterr()
+    assert main(["eval", run_file, *flags]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["examples"] == 8
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--lora.targets", "*.q_proj", "*.w_proj"], "lora.targets: '*.w_proj' matches no linear"),
+        (["--lora.targets", "*.router"], "lora.targets: '*.router' matches no linear"),
+        (["--lora.rank", "25"], "lora.rank = 25 is above a side of k_proj [24, 48]"),
+        (["--lora.path", "nowhere"], "nowhere/adapter_config.json: cannot be read"),
+        (["--lora.rank", "0", "--lora.path", "x"], "lora.path is set but lora.rank is 0"),
+        (
+            ["--lora.base", "rollout", "--recipe", "fp8-rl", "--precision.excluded", "layers.0.*", "--model.init.num-layers", "2"],
+            'lora.base: "rollout" needs each linear quantized in all layers or in none',
+        ),
+    ],
+)
+def test_faults_are_one_line(run_file, tmp_path, capsys, flags, message):
+    assert run(run_file, tmp_path / "out", *flags) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("fp8rl: error:")]
+    assert len(errors) == 1 and message in errors[0]
+
+
+def test_the_plan_counts_what_is_trained(run_file, tmp_path, capsys):
+    assert run(run_file, tmp_path / "out", "--recipe", "fp8-rl", "--lora.base", "rollout", "--dry-run") == 0
+    printed = capsys.readouterr().out
+    trained = 8 * sum((48 + 48, 24 + 48, 24 + 48, 48 + 48, 80 + 48, 80 + 48, 48 + 80))
+    assert f"trained: {trained:,}" in printed and "frozen base: 0.1 MiB" in printed
