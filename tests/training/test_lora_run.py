@@ -159,7 +159,7 @@ def test_supervised_training_of_adapters(run_file, tmp_path, capsys):
         (["--lora.path", "nowhere"], "nowhere/adapter_config.json: cannot be read"),
         (["--lora.rank", "0", "--lora.path", "x"], "lora.path is set but lora.rank is 0"),
         (
-            ["--lora.base", "rollout", "--recipe", "fp8-rl", "--precision.excluded", "layers.0.*", "--model.init.num-layers", "2"],
+            "--lora.base rollout --recipe fp8-rl --model.init.num-layers 2 --precision.excluded layers.0.*".split(),
             'lora.base: "rollout" needs each linear quantized in all layers or in none',
         ),
     ],
