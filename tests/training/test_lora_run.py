@@ -155,12 +155,13 @@ def test_supervised_training_of_adapters(run_file, tmp_path, capsys):
     [
         (["--lora.targets", "*.q_proj", "*.w_proj"], "lora.targets: '*.w_proj' matches no linear"),
         (["--lora.targets", "*.router"], "lora.targets: '*.router' matches no linear"),
+        (["--recipe", "jet-rl"], "lora.rank: the trainer of recipe 'jet-rl' computes its own linears in FP8"),
         (["--lora.rank", "25"], "lora.rank = 25 is above a side of k_proj [24, 48]"),
         (["--lora.path", "nowhere"], "nowhere/adapter_config.json: cannot be read"),
         (["--lora.rank", "0", "--lora.path", "x"], "lora.path is set but lora.rank is 0"),
         (
             "--lora.base rollout --recipe fp8-rl --model.init.num-layers 2 --precision.excluded layers.0.*".split(),
-            'lora.base: "rollout" needs each linear quantized in all layers or in none',
+            'quantized in some layers and not in layer 0; lora.base = "rollout" needs the same linears in every layer',
         ),
     ],
 )
