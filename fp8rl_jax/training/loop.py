@@ -174,7 +174,7 @@ class Loop:
         with clock.part("sync"):
             self.engine.sync(self.state.policy, self.scales)
             jax.block_until_ready(self.engine.policy)
-        clock.work(self.state.policy.config, *found.work())
+        clock.work(self.state.policy.config, *found.work(), frozen=config.lora.rank > 0)
         metrics |= found.metrics() | self.engine.metrics
         if self.scales is not None:
             metrics |= {f"fp8/kv_scale_{role[0]}": jnp.max(getattr(self.scales, role)) for role in ("query", "key", "value")}

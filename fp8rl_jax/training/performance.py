@@ -5,7 +5,8 @@ logits), real tokens only, each prompt once for its group, as the trainer runs i
 and head (of experts those that a token uses), n = heads * head_dim, and c the keys that a token sees in all layers together:
 
     forward of a token     2 N + 4 n c      and 2 * hidden * vocab for a token whose log-probability is wanted
-    update                 3 forwards (PaLM's convention, arXiv 2204.02311, appendix B)
+    update                 3 forwards (PaLM's convention, arXiv 2204.02311, appendix B); with a frozen base, which has no
+                           gradient of its own, 2 of its matrices and head, and the adapters' few per cent are not counted
 
 MFU divides by the dense bfloat16 peak of the card whatever the recipe, so that FP8 shows as a gain and not as a new scale.
 """
@@ -34,6 +35,7 @@ def update_flops(
     prompt_lengths: Int[np.ndarray, " p"],
     completion_lengths: Int[np.ndarray, " b"],
     sampled: int | None = None,
+    frozen: bool = False,
 ) -> float:
     """Model FLOPs of one forward and backward pass over P prompts and their B = P * n completions.
 
@@ -41,6 +43,7 @@ def update_flops(
         config: shape of the policy.
         prompt_lengths, completion_lengths: tokens.
         sampled: tokens whose log-probability is wanted, by default all of the completions.
+        frozen: adapters are trained, on a frozen base.
     """
     prompts = np.asarray(prompt_lengths, np.float64)
     completions = np.asarray(completion_lengths, np.float64)
@@ -51,7 +54,8 @@ def update_flops(
         keys += _keys(prompts, window).sum() + (_keys(starts + completions, window) - _keys(starts, window)).sum()
     attention = 4 * config.num_heads * config.head_dim * keys
     head = 2 * config.hidden_size * config.vocab_size * (completions.sum() if sampled is None else sampled)
-    return float(3 * (2 * matrix_parameters(config) * tokens + attention + head))
+    matrices = 2 * matrix_parameters(config) * tokens
+    return float((2 if frozen else 3) * (matrices + head) + 3 * attention)
 
 
 def _keys(tokens: np.ndarray, window: float) -> np.ndarray:
@@ -81,11 +85,16 @@ class Clock:
         self.seconds[f"time/{name}"] = self.seconds.get(f"time/{name}", 0.0) + time.perf_counter() - start
 
     def work(
-        self, config: PolicyConfig, prompt_lengths: np.ndarray, completion_lengths: np.ndarray, sampled: int | None = None
+        self,
+        config: PolicyConfig,
+        prompt_lengths: np.ndarray,
+        completion_lengths: np.ndarray,
+        sampled: int | None = None,
+        frozen: bool = False,
     ) -> None:
         """Notes what the step sampled and trained on; arguments as in `update_flops`."""
         self.tokens = float(np.sum(completion_lengths) if sampled is None else sampled)
-        self.flops = update_flops(config, prompt_lengths, completion_lengths, sampled)
+        self.flops = update_flops(config, prompt_lengths, completion_lengths, sampled, frozen)
 
     def metrics(self) -> dict[str, float]:
         """time/*, and perf/* a device, whatever its kind:

@@ -94,6 +94,7 @@ def check_files(run_file: str, out: Path, *flags: str, dtype=ml_dtypes.bfloat16)
         np.testing.assert_allclose(got, expected, rtol=2.0**-8, atol=1e-9, err_msg=name)
 
 
+@pytest.mark.slow
 def test_run_and_resume_are_the_same_run_on_an_untouched_base(run_file, tmp_path, capsys):
     flags = ["--recipe", "fp8-rl", "--lora.base", "rollout"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -122,6 +123,7 @@ def test_a_compute_base_is_quantized_for_the_rollout_alone(run_file, tmp_path):
     assert all(row["fp8/quant_snr_db_weight"] > 25 and row["mismatch/k3"] > 1e-9 for row in rows(tmp_path / "out"))
 
 
+@pytest.mark.slow
 def test_bf16_is_one_run_for_both_bases_and_another_one_starts_from_its_adapter(run_file, tmp_path, capsys):
     """The recipe's rollout format of a bf16 run is the compute dtype."""
     one, other, third = tmp_path / "one", tmp_path / "other", tmp_path / "third"
