@@ -87,17 +87,6 @@ class RolloutEngine(Protocol):
     def sync(self, policy: Policy, calibration: KVScales | None = None) -> int:
         """Serves these weights from now on; returns their version."""
 
-    def _served_base(self, frozen: Policy) -> Policy:
-        """The rollout's form of a frozen base: made once, and the base itself where that is its form."""
-        if self._base is None or not _same(self._base[0], frozen, lambda x, y: x is y):
-            self._base = None
-            if _same(frozen, jax.eval_shape(self._convert, frozen)[0], lambda x, y: x.dtype == y.dtype):
-                self._base, self.metrics = (frozen, frozen), {}
-            else:
-                served, self.metrics = self._convert(frozen)
-                self._base = frozen, served
-        return self._base[1]
-
     def generate(self, prompts: Prompts, samples: int, sampling: Sampling, key: Key[Array, ""]) -> Rollout:
         """Samples completions."""
 
