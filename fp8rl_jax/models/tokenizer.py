@@ -13,6 +13,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.chat_template import ChatTemplate
 from fp8rl_jax.models.hf_json import read_json
+from fp8rl_jax.models.token_bytes import BYTE_TO_STAND_IN, token_bytes
 
 Message = dict[str, Any]
 
@@ -46,6 +47,10 @@ class Tokenizer(Protocol):
 
     def encode_chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> list[int]:
         """The token ids of a conversation: `encode(apply_chat_template(messages), add_special_tokens=False)`."""
+        ...
+
+    def token_bytes(self) -> list[bytes]:
+        """The bytes of every id below vocab_size, b"" for special tokens; joined, they are the text of the tokens."""
         ...
 
 
@@ -114,6 +119,14 @@ class HFTokenizer:
     def encode_chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> list[int]:
         return self.encode(self.apply_chat_template(messages, add_generation_prompt), add_special_tokens=False)
 
+    def token_bytes(self) -> list[bytes]:
+        """See `Tokenizer`.
+
+        Raises:
+            UserError: a decoder that is neither byte-level nor SentencePiece's.
+        """
+        return token_bytes(self._backend, self._path)
+
     def check_vocabulary(self, vocab_size: int) -> None:
         """Checks that every token has a row in an embedding of `vocab_size` rows.
 
@@ -165,6 +178,9 @@ class ByteTokenizer:
         """Raises: UserError, since bytes have no chat template."""
         return self.encode(self.apply_chat_template(messages, add_generation_prompt), add_special_tokens=False)
 
+    def token_bytes(self) -> list[bytes]:
+        return [bytes([byte]) for byte in range(256)] + [b""] * 3
+
     def save(self, directory: str | Path) -> None:
         """Writes a tokenizer.json that gives the same ids in `HFTokenizer` and in transformers, where the text of a
         special token does stand for it.
@@ -174,10 +190,7 @@ class ByteTokenizer:
         """
         names = ["<|pad|>", "<|bos|>", "<|eos|>"]
         # Byte-level BPE without merges: a printable stand-in for each byte.
-        printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-        stand_ins = {byte: chr(byte) for byte in printable}
-        stand_ins |= {byte: chr(0x100 + i) for i, byte in enumerate(sorted(set(range(256)) - set(printable)))}
-        backend = tokenizers.Tokenizer(models.BPE({stand_ins[byte]: byte for byte in range(256)}, []))
+        backend = tokenizers.Tokenizer(models.BPE({stand_in: byte for byte, stand_in in BYTE_TO_STAND_IN.items()}, []))
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         backend.decoder = decoders.ByteLevel()
         backend.add_special_tokens([tokenizers.AddedToken(name, normalized=False) for name in names])

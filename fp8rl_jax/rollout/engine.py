@@ -7,7 +7,7 @@ sync moves the adapters. Every sync has a number, and every rollout carries the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -35,7 +35,7 @@ from fp8rl_jax.precision import (
     weight_sums,
 )
 from fp8rl_jax.rollout.calibration import observe_qkv, scales_from_amax
-from fp8rl_jax.rollout.sampler import generate
+from fp8rl_jax.rollout.sampler import Completions, generate, stream
 from fp8rl_jax.rollout.sampling import Sampling
 from pallas_kernels.backend import Backend
 
@@ -59,8 +59,10 @@ class Rollout:
         mask: [b, t], True on sampled tokens, the stop token included.
         behaviour_logprobs: float32 [b, t], of the distribution that was sampled.
         policy_logprobs: float32 [b, t], same temperature, whole vocabulary.
-        stopped: [b], True where a stop token ended the row, False where its length did.
+        stopped: [b], True where a stop token or a stop string ended the row, False where its length did.
         weight_version: number of the weight sync that served it.
+        prompt_logprobs: float32 [p, s], of each prompt token given those before it, at the sampling temperature (1 for greedy),
+            over the whole vocabulary; 0 for the first and for padding. None unless asked for.
         prompt_expert_ids, expert_ids: [p, s, layers with experts, k] and [b, t, layers with experts, k], the experts that each
             token used, -1 where there is no token and for the last of a row, which no layer has seen. None unless asked for.
     """
@@ -72,6 +74,7 @@ class Rollout:
     policy_logprobs: Float[Array, "b t"]
     stopped: Bool[Array, " b"]
     weight_version: int
+    prompt_logprobs: Float[Array, "p s"] | None = None
     prompt_expert_ids: Int[Array, "p s sparse k"] | None = None
     expert_ids: Int[Array, "b t sparse k"] | None = None
 
@@ -217,23 +220,36 @@ class LocalEngine:
                 self._base = frozen, served
         return self._base[1]
 
-    def generate(self, prompts: Prompts, samples: int, sampling: Sampling, key: Key[Array, ""]) -> Rollout:
+    def generate(
+        self, prompts: Prompts, samples: int, sampling: Sampling, key: Key[Array, ""], prompt_logprobs: bool = False
+    ) -> Rollout:
         """Samples `samples` completions of each prompt with the weights of the last sync.
 
         Where the recipe calibrates on the rollout side, the first call after a sync measures the KV scales on its own prompts,
         so its results, and those of later calls, depend on that first batch.
         """
+        policy = self._ready(prompts)
+        out = generate(
+            policy, *prompts, key, self.scales, samples=samples, sampling=sampling, recipe=self.recipe,
+            backend=self.backend, expert_ids=self.expert_ids, prompt_logprobs=prompt_logprobs,
+        )  # fmt: skip
+        return Rollout(prompts, **out._asdict(), weight_version=self.version)
+
+    def stream(self, prompts: Prompts, sampling: Sampling, key: Key[Array, ""], every: int = 1) -> Iterator[Completions]:
+        """One completion of each prompt as it grows: `generate`'s tokens, seen after the first and then after `every` more."""
+        policy = self._ready(prompts)
+        return stream(
+            policy, *prompts, key, self.scales, sampling=sampling, recipe=self.recipe, backend=self.backend, every=every
+        )
+
+    def _ready(self, prompts: Prompts) -> Policy:
         if self.policy is None:
             raise RuntimeError("generate: no weights yet; call sync first")
         if self.recipe.quantizes_cache and self.scales is None:
             seen = observe_qkv(self.policy, prompts.tokens, prompts.lengths, recipe=self.recipe, dtype=self.dtype)
             self.scales = scales_from_amax(seen.amax, self.recipe)
             self.finite = self._check(self.policy, self.scales)
-        out = generate(
-            self.policy, *prompts, key, self.scales, samples=samples, sampling=sampling, recipe=self.recipe,
-            backend=self.backend, expert_ids=self.expert_ids,
-        )  # fmt: skip
-        return Rollout(prompts, **out._asdict(), weight_version=self.version)
+        return self.policy
 
 
 def _served_adapters(adapters: Adapters, config: PolicyConfig, dtype: jnp.dtype, unroll: bool) -> Adapters | list[Adapters]:

@@ -2,21 +2,27 @@
 
 The samples of a prompt share its prefill and its keys. Decode is a loop that ends when every row has stopped. A row's
 randomness comes from (key, prompt id, sample number, position) alone, so the order of a batch does not matter.
+
+    generate     the whole loop in one call
+    stream       the same two halves, `begin` once and `proceed` a few tokens at a time, for a terminal
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.models.cache import KVBlock, KVCache, KVScales, empty_block
 from fp8rl_jax.models.forward import forward
+from fp8rl_jax.models.logprobs import token_logprobs
 from fp8rl_jax.models.policy import Policy
 from fp8rl_jax.parallel import constrain
 from fp8rl_jax.precision import element_dtype, hoist, is_quantized
@@ -33,19 +39,35 @@ class Completions(NamedTuple):
     behaviour_logprobs: Float[Array, "b t"]
     policy_logprobs: Float[Array, "b t"]
     stopped: Bool[Array, " b"]
+    prompt_logprobs: Float[Array, "p s"] | None = None
     prompt_expert_ids: Int[Array, "p s sparse k"] | None = None
     expert_ids: Int[Array, "b t sparse k"] | None = None
 
 
+class _Fixed(NamedTuple):
+    """What decode reads and never writes."""
+
+    prefill: KVBlock
+    starts: Int[Array, " b"]
+    keys: Key[Array, " b"]
+    slots: Bool[Array, "b t"]
+    stops: Int[Array, " stops"]
+    scales: KVScales | None
+
+
 class _State(NamedTuple):
-    t: Array
-    token: Array
-    done: Array
+    """t: last token drawn; stop_state, bad_state: where each row is in the sampling's phrases."""
+
+    t: Int[Array, ""]
+    token: Int[Array, " b"]
+    done: Bool[Array, " b"]
     own: tuple
+    stop_state: Int[Array, " b"] | None
+    bad_state: Int[Array, " b"] | None
     out: Completions
 
 
-@partial(jax.jit, static_argnames=("samples", "sampling", "recipe", "backend", "expert_ids"))
+@partial(jax.jit, static_argnames=("samples", "recipe", "backend", "expert_ids", "prompt_logprobs"))
 def generate(
     policy: Policy,
     prompts: Int[Array, "p s"],
@@ -59,6 +81,7 @@ def generate(
     recipe: Recipe,
     backend: Backend = "auto",
     expert_ids: bool = False,
+    prompt_logprobs: bool = False,
 ) -> Completions:
     """Samples `samples` completions of each prompt.
 
@@ -70,16 +93,58 @@ def generate(
         scales: KV scales, where the recipe quantizes the cache.
         samples: completions a prompt.
         expert_ids: return the experts that each token used (rollout.engine.Rollout says how).
+        prompt_logprobs: return those of the prompts' tokens too (rollout.engine.Rollout says which).
 
     Raises:
         ValueError: `expert_ids` of a policy that has no experts.
     """
+    policy = _hoisted(policy, backend)
+    options = {"sampling": sampling, "recipe": recipe, "backend": backend}
+    fixed, state = _begin(
+        policy, prompts, lengths, prompt_ids, key, scales,
+        samples=samples, expert_ids=expert_ids, prompt_logprobs=prompt_logprobs, **options,
+    )  # fmt: skip
+    return _proceed(policy, fixed, state, sampling.max_new_tokens - 1, **options).out
+
+
+def stream(
+    policy: Policy, *inputs: Any, samples: int = 1, sampling: Sampling, recipe: Recipe, backend: Backend = "auto", every: int = 1
+) -> Iterator[Completions]:
+    """`generate` with a look at the completions, as numpy arrays, after the first token and then after every `every`.
+
+    Args:
+        inputs: prompts, lengths, prompt_ids, key and scales; these and the rest as `generate` takes them.
+
+    Yields:
+        The completions so far; the last are those that `generate` returns.
+    """
+    policy = _hoisted_alone(policy, backend)
+    options = {"sampling": sampling, "recipe": recipe, "backend": backend}
+    fixed, state = _begin_alone(policy, *inputs, samples=samples, expert_ids=False, prompt_logprobs=False, **options)
+    last = sampling.max_new_tokens - 1
+    while True:
+        # copies: the state's own buffers are handed on to the next call
+        t, done, out = jax.tree.map(np.array, (state.t, state.done, state.out))
+        yield out
+        if t >= last or done.all():
+            return
+        state = _proceed_alone(policy, fixed, state, jnp.int32(min(t + every, last)), **options)
+
+
+def _hoisted(policy: Policy, backend: Backend) -> Policy:
+    """FP8 weights unpacked once instead of at every token; the identity where weights are plain arrays."""
+    return jax.tree.map(partial(hoist, backend=backend), policy, is_leaf=is_quantized)
+
+
+def _begin(
+    policy: Policy, prompts, lengths, prompt_ids, key, scales, *,
+    samples: int, sampling: Sampling, recipe: Recipe, backend: Backend, expert_ids: bool, prompt_logprobs: bool,
+) -> tuple[_Fixed, _State]:  # fmt: skip
+    """Prefill, and the first token of every row."""
     if expert_ids and policy.config.experts is None:
         raise ValueError("generate: expert_ids of a policy without experts")
     p, s = prompts.shape
     rows, width = p * samples, sampling.max_new_tokens
-    # unpacking FP8 weights once instead of at every token; the identity where weights are plain arrays
-    policy = jax.tree.map(partial(hoist, backend=backend), policy, is_leaf=is_quantized)
     prompts = constrain(prompts, "batch", None)
     segments = (jnp.arange(s) < lengths[:, None]).astype(jnp.int32)
     prefill = forward(
@@ -87,49 +152,70 @@ def generate(
     )
     last = jnp.take_along_axis(prefill.hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
     first_logits = jnp.repeat(dot(last, policy.head), samples, axis=0)
-    starts = jnp.repeat(lengths, samples)
-    row_keys = _row_keys(key, prompt_ids, samples)
-
+    starts, keys = jnp.repeat(lengths, samples), _row_keys(key, prompt_ids, samples)
     dtype = element_dtype(recipe.rollout.key) if recipe.rollout.key.quantized else policy.embed_tokens.value.dtype
     own = empty_block(policy.config, rows, width, dtype, policy.stacked)
-    stops = jnp.asarray(sampling.stop_token_ids, jnp.int32)
-    pad = policy.config.pad_token_id or 0
-
-    def record(out: Completions, t, logits, done):
-        """Draws token t of every row that still runs."""
-        tokens, behaviour, full = draw(logits, jax.vmap(jax.random.fold_in, (0, None))(row_keys, t), sampling)
-        tokens = jnp.where(done, pad, tokens).astype(jnp.int32)
-        live = ~done
-        stopped = live & jnp.isin(tokens, stops) if stops.size else jnp.zeros_like(done)
-        column = (tokens, live, jnp.where(live, behaviour, 0.0), jnp.where(live, full, 0.0))
-        written = [lax.dynamic_update_slice(old, new[:, None], (0, t)) for old, new in zip(out[:4], column, strict=True)]
-        out = Completions(*written, out.stopped | stopped, out.prompt_expert_ids, out.expert_ids)
-        return out, tokens, done | stopped
-
-    def step(state: _State) -> _State:
-        cache = KVCache(prefill.cache, KVBlock(*state.own, own.mask), state.t, scales)
-        positions = (starts + state.t)[:, None]
-        result = forward(policy, state.token[:, None], positions, cache=cache, recipe=recipe, phase="decode", backend=backend)
-        logits = dot(result.hidden[:, 0], policy.head)
-        out = state.out
-        if expert_ids:  # of token t, which this step has fed
-            used = _known(result.routes, lax.dynamic_slice_in_dim(out.mask, state.t, 1, axis=1))
-            out = out._replace(expert_ids=lax.dynamic_update_slice(out.expert_ids, used, (0, state.t, 0, 0)))
-        out, token, done = record(out, state.t + 1, logits, state.done)
-        return _State(state.t + 1, token, done, (result.cache.keys, result.cache.values), out)
-
     blank = Completions(
-        jnp.full((rows, width), pad, jnp.int32),
+        jnp.full((rows, width), policy.config.pad_token_id or 0, jnp.int32),
         jnp.zeros((rows, width), bool),
         jnp.zeros((rows, width), jnp.float32),
         jnp.zeros((rows, width), jnp.float32),
         jnp.zeros(rows, bool),
+        _prompt_logprobs(policy, prompts, segments, prefill.hidden, sampling) if prompt_logprobs else None,
         _known(prefill.routes, segments > 0) if expert_ids else None,
         jnp.full((rows, width, *prefill.routes.shape[2:]), -1, prefill.routes.dtype) if expert_ids else None,
     )
-    out, token, done = record(blank, jnp.int32(0), first_logits, jnp.zeros(rows, bool))
-    start = _State(jnp.int32(0), token, done, (own.keys, own.values), out)
-    return lax.while_loop(lambda s: (s.t < width - 1) & ~s.done.all(), step, start).out
+    fixed = _Fixed(prefill.cache, starts, keys, own.mask, jnp.asarray(sampling.stop_token_ids, jnp.int32), scales)
+    phrases = [None if table is None else jnp.zeros(rows, jnp.int32) for table in (sampling.stop_strings, sampling.bad_words)]
+    state = _State(jnp.int32(0), jnp.zeros(rows, jnp.int32), jnp.zeros(rows, bool), (own.keys, own.values), *phrases, blank)
+    return fixed, _record(policy, fixed, state, state.t, first_logits, sampling)
+
+
+def _proceed(
+    policy: Policy, fixed: _Fixed, state: _State, last: int | Int[Array, ""], *,
+    sampling: Sampling, recipe: Recipe, backend: Backend,
+) -> _State:  # fmt: skip
+    """Draws on until every row has its token `last` or has stopped."""
+
+    def step(state: _State) -> _State:
+        cache = KVCache(fixed.prefill, KVBlock(*state.own, fixed.slots), state.t, fixed.scales)
+        positions = (fixed.starts + state.t)[:, None]
+        result = forward(policy, state.token[:, None], positions, cache=cache, recipe=recipe, phase="decode", backend=backend)
+        logits = dot(result.hidden[:, 0], policy.head)
+        out = state.out
+        if out.expert_ids is not None:  # of token t, which this step has fed
+            used = _known(result.routes, lax.dynamic_slice_in_dim(out.mask, state.t, 1, axis=1))
+            out = out._replace(expert_ids=lax.dynamic_update_slice(out.expert_ids, used, (0, state.t, 0, 0)))
+        own = (result.cache.keys, result.cache.values)
+        drawn = _record(policy, fixed, state._replace(own=own, out=out), state.t + 1, logits, sampling)
+        return drawn._replace(t=state.t + 1)
+
+    return lax.while_loop(lambda s: (s.t < last) & ~s.done.all(), step, state)
+
+
+def _record(policy: Policy, fixed: _Fixed, state: _State, t, logits: Float[Array, "b vocab"], sampling: Sampling) -> _State:
+    """Draws token t of every row that still runs."""
+    done, out = state.done, state.out
+    banned = None if sampling.bad_words is None else sampling.bad_words.completing(state.bad_state)
+    tokens, behaviour, full = draw(logits, jax.vmap(jax.random.fold_in, (0, None))(fixed.keys, t), sampling, banned)
+    tokens = jnp.where(done, policy.config.pad_token_id or 0, tokens).astype(jnp.int32)
+    live = ~done
+    stopped = live & jnp.isin(tokens, fixed.stops) if fixed.stops.size else jnp.zeros_like(done)
+    stop_state, bad_state = state.stop_state, state.bad_state
+    if sampling.stop_strings is not None:
+        stop_state, complete = sampling.stop_strings.step(stop_state, tokens)
+        stopped |= live & complete
+    if sampling.bad_words is not None:
+        bad_state, _ = sampling.bad_words.step(bad_state, tokens)
+    column = (tokens, live, jnp.where(live, behaviour, 0.0), jnp.where(live, full, 0.0))
+    written = [lax.dynamic_update_slice(old, new[:, None], (0, t)) for old, new in zip(out[:4], column, strict=True)]
+    out = Completions(*written, out.stopped | stopped, *out[5:])
+    return _State(state.t, tokens, done | stopped, state.own, stop_state, bad_state, out)
+
+
+def _prompt_logprobs(policy: Policy, prompts, segments, hidden, sampling: Sampling) -> Float[Array, "p s"]:
+    logprobs, _ = token_logprobs(hidden[:, :-1], policy.head, prompts[:, 1:], sampling.temperature or 1.0)
+    return jnp.pad(jnp.where(segments[:, 1:] > 0, logprobs, 0.0), ((0, 0), (1, 0)))
 
 
 def _known(routes: Int[Array, "b t sparse k"], real: Bool[Array, "b t"]) -> Int[Array, "b t sparse k"]:
@@ -143,3 +229,8 @@ def _row_keys(key, prompt_ids, samples):
 
     keys = jax.vmap(lambda i: jax.vmap(lambda s: one(i, s))(jnp.arange(samples)))(prompt_ids)
     return keys.reshape(-1)
+
+
+_hoisted_alone = jax.jit(_hoisted, static_argnames="backend")
+_begin_alone = jax.jit(_begin, static_argnames=("samples", "recipe", "backend", "expert_ids", "prompt_logprobs"))
+_proceed_alone = jax.jit(_proceed, static_argnames=("recipe", "backend"), donate_argnames="state")

@@ -1,24 +1,30 @@
 """Drawing a token, with the two log-probabilities that reinforcement learning needs.
 
-`behaviour` belongs to the distribution that was sampled: tempered, truncated, renormalized. `policy` has the same temperature
-over the whole vocabulary: it is what the trainer computes, so mismatch and importance ratios use it. They differ as soon as
-top-k, top-p or min-p is on (top-p 0.8 makes the mean ratio of the first about 0.9).
+`behaviour` belongs to the distribution that was sampled: biased, without what is banned, tempered, truncated, renormalized.
+`policy` has the same temperature over the whole vocabulary: it is what the trainer computes, so mismatch and importance ratios
+use it. They differ as soon as top-k, top-p, min-p, bad words or a logit bias is on (top-p 0.8 makes the mean ratio of the
+first about 0.9).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from fp8rl_jax.rollout.phrases import Phrases
+
 _BLOCK = 128
+_STATIC = ["max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop_token_ids"]
 
 
+@partial(jax.tree_util.register_dataclass, meta_fields=_STATIC, data_fields=["stop_strings", "bad_words", "logit_bias"])
 @dataclass(frozen=True)
 class Sampling:
-    """How completions are drawn.
+    """How completions are drawn: numbers that a program is compiled for, and tables that it takes as arguments.
 
     Attributes:
         max_new_tokens: longest completion, stop token included.
@@ -27,6 +33,9 @@ class Sampling:
         top_p: then keep the smallest set of tokens whose probability reaches top_p; 1 keeps all.
         min_p: then drop tokens less likely than min_p times the most likely; 0 drops none.
         stop_token_ids: each ends the completion that it is sampled in.
+        stop_strings: table of texts; the token in which one is complete ends the completion.
+        bad_words: table of texts; a token that would complete one is not sampled.
+        logit_bias: float32, added to the logits before the temperature.
     """
 
     max_new_tokens: int = 16
@@ -35,6 +44,9 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
+    stop_strings: Phrases | None = None
+    bad_words: Phrases | None = None
+    logit_bias: Float[Array, " vocab"] | None = None
 
     @property
     def truncated(self) -> bool:
@@ -42,30 +54,37 @@ class Sampling:
 
 
 def draw(
-    logits: Float[Array, "b vocab"], keys: Key[Array, " b"], sampling: Sampling
+    logits: Float[Array, "b vocab"],
+    keys: Key[Array, " b"],
+    sampling: Sampling,
+    banned: Bool[Array, "b vocab"] | None = None,
 ) -> tuple[Int[Array, " b"], Float[Array, " b"], Float[Array, " b"]]:
     """One token a row.
 
     Args:
         logits: float32.
         keys: one PRNG key a row; a row's draw depends on its own key and logits only.
-        sampling: temperature and truncation.
+        sampling: temperature, bias and truncation.
+        banned: tokens that must not be drawn, not all of a row.
 
     Returns:
         (tokens, behaviour log-probabilities, policy log-probabilities). Greedy rows have behaviour 0 and the policy's
         log-probability at temperature 1.
     """
+    offered = logits if sampling.logit_bias is None else logits + sampling.logit_bias
+    if banned is not None:
+        offered = jnp.where(banned, -jnp.inf, offered)
     if sampling.temperature == 0:
-        tokens = jnp.argmax(logits, axis=-1)
+        tokens = jnp.argmax(offered, axis=-1)
         return tokens, jnp.zeros(tokens.shape, jnp.float32), _logprob(logits, tokens)
-    logits = logits / sampling.temperature
-    weights = jnp.exp(logits - logits.max(-1, keepdims=True))
+    tempered = offered / sampling.temperature
+    weights = jnp.exp(tempered - tempered.max(-1, keepdims=True))
     kept = jnp.where(truncation_mask(weights, sampling), weights, 0.0) if sampling.truncated else weights
     tokens = jax.vmap(_inverse_cdf)(kept, keys)
     chosen = jnp.log(jnp.take_along_axis(weights, tokens[:, None], axis=-1)[:, 0])
-    policy = chosen - jnp.log(weights.sum(-1))
-    behaviour = chosen - jnp.log(kept.sum(-1)) if sampling.truncated else policy
-    return tokens, behaviour, policy
+    whole = chosen - jnp.log(weights.sum(-1))
+    behaviour = chosen - jnp.log(kept.sum(-1)) if sampling.truncated else whole
+    return tokens, behaviour, whole if offered is logits else _logprob(logits / sampling.temperature, tokens)
 
 
 def truncation_mask(weights: Float[Array, "b vocab"], sampling: Sampling) -> Bool[Array, "b vocab"]:

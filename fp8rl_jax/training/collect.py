@@ -125,7 +125,7 @@ def select(rollouts: Sequence[Rollout], prompts: np.ndarray, rows: np.ndarray) -
             return None
         return jax.tree.map(lambda *leaves: np.concatenate([to_host(leaf) for leaf in leaves])[which], *parts)
 
-    by_prompt = {name: pick(name, prompts) for name in ("prompts", "prompt_expert_ids")}
+    by_prompt = {name: pick(name, prompts) for name in ("prompts", "prompt_logprobs", "prompt_expert_ids")}
     by_row = ("tokens", "mask", "behaviour_logprobs", "policy_logprobs", "stopped", "expert_ids")
     return replace(rollouts[0], **by_prompt, **{name: pick(name, rows) for name in by_row})
 
