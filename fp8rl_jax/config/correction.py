@@ -107,10 +107,10 @@ class CorrectionConfig:
     bypass_loss: BypassLoss | None = None
     """In bypass mode. ratio: `rl.objective` of pi_theta / pi_rollout, no weights. reinforce: -weight * A * log pi_theta."""
     truncated_sampling: TruncatedSampling = "refuse"
-    """May top-k, top-p or min-p be on in training, and what do ratios then correct? refuse: an error. behaviour: they
-    divide by the truncated distribution that was sampled, so they correct the truncation, inside its support, and the
-    numerics; their mean falls below 1. policy: they divide by the full-vocabulary distribution at the same temperature,
-    so they correct the numerics alone, and the truncation's bias stays."""
+    """May top-k, top-p, min-p, bad words or a logit bias be on in training, and what do ratios then correct? refuse: an
+    error. behaviour: they divide by the distribution that was sampled, so they correct the difference, inside its support,
+    and the numerics; where it was truncated, their mean falls below 1. policy: they divide by the full-vocabulary
+    distribution at the same temperature, so they correct the numerics alone, and the bias of the difference stays."""
 
     def __post_init__(self) -> None:
         report(

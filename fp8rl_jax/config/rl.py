@@ -15,7 +15,9 @@ published algorithms are combinations, each of them a file of experiments/recipe
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Literal
 
 from fp8rl_jax.config.checks import above, at_least, one_of, report, unless
@@ -175,28 +177,38 @@ class RLConfig(LossConfig):
 
 
 def check_sampling(
-    config: CorrectionConfig, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+    config: CorrectionConfig,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    bad_words: Sequence[str] = (),
+    logit_bias: Mapping[str, float] = MappingProxyType({}),
 ) -> bool:
-    """Whether the sampling settings truncate the distribution, once it is sure that one may train on them.
+    """Whether the settings sample from another distribution than the policy's, once it is sure that one may train on that.
 
     Args:
-        config: its `truncated_sampling` says whether truncation is allowed.
+        config: its `truncated_sampling` says whether this is allowed.
         temperature: softmax temperature of the rollout, above 0 for training.
         top_k: 0 keeps all tokens.
         top_p: 1 keeps all tokens.
         min_p: 0 keeps all tokens.
+        bad_words: an empty sequence keeps all tokens.
+        logit_bias: an empty table leaves the logits as they are.
 
     Raises:
-        UserError: greedy sampling, or truncated sampling with `truncated_sampling = "refuse"`.
+        UserError: greedy sampling, or another distribution with `truncated_sampling = "refuse"`.
     """
     if not temperature > 0:
         raise UserError(f"rollout.temperature: {temperature!r} is greedy; training needs a temperature above 0")
     settings = {"top_k": (top_k, top_k > 0), "top_p": (top_p, top_p < 1), "min_p": (min_p, min_p > 0)}
-    active = [f"{name} = {value}" for name, (value, truncates) in settings.items() if truncates]
+    settings |= {"bad_words": (list(bad_words), bool(bad_words)), "logit_bias": (dict(logit_bias), bool(logit_bias))}
+    active = [f"{name} = {value}" for name, (value, changes) in settings.items() if changes]
     if active and config.truncated_sampling == "refuse":
         raise UserError(
-            f"rollout: {', '.join(active)} truncates the distribution that is trained on; turn it off, or set "
-            'rl.correction.truncated_sampling to "behaviour" (correct the truncation) or "policy" (leave its bias)'
+            f"rollout: {', '.join(active)} samples from another distribution than the policy's; turn it off, or set "
+            'rl.correction.truncated_sampling to "behaviour" (correct the difference) or "policy" (leave its bias)'
         )
     return bool(active)
 

@@ -71,6 +71,14 @@ class RolloutConfig:
     """Drop tokens less likely than this times the most likely one; 0: none."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end a completion, besides the model's own end-of-sequence ids."""
+    stop_strings: tuple[str, ...] = ()
+    """Texts that end a completion with the token in which one is complete; the reward sees them."""
+    bad_words: tuple[str, ...] = ()
+    """Texts that no completion holds, inside of words either: tokens that would complete one are not sampled. They change
+    the distribution, as top-k does: rl.correction.truncated_sampling must allow it. Evaluation goes without."""
+    logit_bias: dict[str, float] = field(default_factory=dict)
+    """{token: what is added to its logit before the temperature}; a token is an id, or a text that is a single token. It, too,
+    needs rl.correction.truncated_sampling, and evaluation goes without."""
     decode_layers: Literal["auto", "unroll", "scan"] = "auto"
     """Layer loop in decode: unrolled (no copies on a CPU) or scanned (compile time independent of depth)."""
 
@@ -215,7 +223,7 @@ class RunConfig:
     precision: PrecisionConfig = PrecisionConfig()
     lora: LoraConfig = LoraConfig()
     task: TaskConfig = field(default_factory=TaskConfig)
-    rollout: RolloutConfig = RolloutConfig()
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
     rl: RLConfig = field(default_factory=RLConfig)
     optimizer: OptimizerConfig = OptimizerConfig()
     trainer: TrainerConfig = TrainerConfig()
@@ -260,6 +268,8 @@ class RunConfig:
             (0 <= self.sft.cut_short <= 1, "sft.cut_short must be between 0 and 1"),
             (0 < rollout.top_p <= 1, "rollout.top_p must be above 0 and at most 1"),
             (0 <= rollout.min_p < 1, "rollout.min_p must be at least 0 and below 1"),
+            (all(rollout.stop_strings), "rollout.stop_strings: an empty text would match everywhere"),
+            (all(rollout.bad_words), "rollout.bad_words: an empty text would match everywhere"),
             (
                 self.rl.overlong.buffer <= rollout.max_new_tokens,
                 f"rl.overlong.buffer = {self.rl.overlong.buffer} is more than rollout.max_new_tokens = {rollout.max_new_tokens}",

@@ -96,7 +96,7 @@ def rollout_logprobs(
         behaviour_logprobs: of the distribution that was sampled, renormalized over the tokens it keeps.
         policy_logprobs: of the full vocabulary at the same temperature.
         config: `truncated_sampling` chooses.
-        truncated: whether top-k, top-p or min-p was on, as `check_sampling` returns it.
+        truncated: whether top-k, top-p, min-p, bad words or a logit bias was on, as `check_sampling` returns it.
 
     Raises:
         UserError: truncated samples with `truncated_sampling = "refuse"`.

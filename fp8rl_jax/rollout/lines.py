@@ -7,6 +7,7 @@ name only when the last one is there.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -108,11 +109,14 @@ def _partial(path: Path) -> Iterator[Path]:
 
 
 def _object(text: bytes) -> dict[str, Any]:
-    def refuse(constant: str):
-        raise ValueError(f"{constant} is no JSON")
+    def finite(number: str) -> float:
+        # 1e999 would be read as infinity, which the answers' file can't hold
+        if not math.isfinite(value := float(number)):
+            raise ValueError(f"{number} is no finite number")
+        return value
 
     try:
-        record = json.loads(text, parse_constant=refuse)
+        record = json.loads(text.decode("utf-8-sig"), parse_float=finite, parse_constant=finite)
     except (ValueError, RecursionError) as error:
         raise UserError(f"not valid JSON ({error})") from None
     if not isinstance(record, dict):

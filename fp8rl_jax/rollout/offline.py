@@ -26,7 +26,7 @@ from fp8rl_jax.models.policy import Policy
 from fp8rl_jax.models.trained import trainer_policy
 from fp8rl_jax.precision import check_recipe
 from fp8rl_jax.rollout.calibration import observe_qkv, scales_from_amax
-from fp8rl_jax.rollout.engine import LocalEngine, Prompts, pad_prompts
+from fp8rl_jax.rollout.engine import LocalEngine, Prompts, Rollout, pad_prompts
 from fp8rl_jax.rollout.sampling import Sampling
 
 _NARROWEST = 16
@@ -34,11 +34,23 @@ _NARROWEST = 16
 
 class Completion(NamedTuple):
     """tokens: sampled ids, the stop token included; policy_logprobs: of each, at the sampling temperature (1 for greedy),
-    over the whole vocabulary; stopped: whether a stop token ended it."""
+    over the whole vocabulary; stopped: whether a stop token or a stop string ended it."""
 
     tokens: list[int]
     policy_logprobs: list[float]
     stopped: bool
+
+    @property
+    def mean_logprob(self) -> float:
+        """What completions of a prompt are ranked by."""
+        return sum(self.policy_logprobs) / len(self.policy_logprobs)
+
+
+class Answer(NamedTuple):
+    """completions: of one prompt, the likeliest first; prompt_logprobs: of its tokens from the second on, if asked for."""
+
+    completions: list[Completion]
+    prompt_logprobs: list[float] | None
 
 
 def score(
@@ -85,43 +97,65 @@ def complete(
     dtype: jnp.dtype = jnp.float32,
     batch_size: int = 16,
     seed: int = 0,
-) -> list[Completion]:
-    """One completion of each prompt on the rollout's side of `recipe`.
+    samples: int = 1,
+    prompt_logprobs: bool = False,
+) -> list[Answer]:
+    """Completions of each prompt on the rollout's side of `recipe`.
 
     A quantized cache is calibrated on all prompts before the first token, by the unquantized policy, so a row's answer
-    depends on the file's other rows through those scales alone. A row's randomness comes from `seed` and its index.
+    depends on the file's other rows through those scales alone. A row's randomness comes from `seed`, its index and the
+    number of the sample.
 
     Args:
         policy: layers stacked; float32 or `dtype`.
         rows: prompts, at least one token each.
         recipe: its rollout formats are used.
-        sampling: length, temperature, truncation, stop tokens.
+        sampling: length, temperature, truncation, stop tokens, texts to stop at and to avoid.
         dtype: compute dtype.
-        batch_size: rows computed at one time.
+        batch_size: completions computed at one time, and at least those of one prompt.
+        samples: completions of each prompt, which share its prefill.
+        prompt_logprobs: give those of the prompts' tokens too.
 
     Raises:
         UserError: a recipe that cannot be computed, or weights, scales or log-probabilities that are not finite.
     """
     # scanned layers compile in a fraction of the time of unrolled ones, and each width is a program of its own
     engine = LocalEngine(recipe, dtype, unroll=False)
-    scales = None
+    prompts = max(batch_size // samples, 1)
+    calibrate(engine, policy, list(batches(rows, prompts)))
+    results: list[Answer | None] = [None] * len(rows)
+    key = jax.random.key(seed)
+    for batch in batches(rows, prompts):
+        out = jax.device_get(engine.generate(batch, samples, sampling, key, prompt_logprobs))
+        for row, index in enumerate(batch.ids):
+            mine = [_completion(out, row * samples + sample) for sample in range(samples)]
+            given = out.prompt_logprobs[row, 1 : len(rows[index])].tolist() if prompt_logprobs else None
+            _check_finite(index, sum((completion.policy_logprobs for completion in mine), given or []), dtype)
+            # a stable sort: equal completions stay in the order of sampling
+            results[index] = Answer(sorted(mine, key=lambda completion: -completion.mean_logprob), given)
+    return results
+
+
+def calibrate(engine: LocalEngine, policy: Policy, prompts: Sequence[Prompts]) -> None:
+    """Gives the engine its weights, with KV scales measured on all of `prompts` where the recipe quantizes the cache.
+
+    Raises:
+        UserError: weights or scales that are not finite after quantization.
+    """
+    recipe, scales = engine.recipe, None
     if recipe.quantizes_cache:
-        observe = partial(observe_qkv, policy, recipe=recipe, dtype=jnp.dtype(dtype))
-        amax = [observe(batch.tokens, batch.lengths).amax for batch in batches(rows, batch_size)]
-        scales = scales_from_amax(jnp.concatenate(amax), recipe)
+        observe = partial(observe_qkv, policy, recipe=recipe, dtype=engine.dtype)
+        scales = scales_from_amax(jnp.concatenate([observe(batch.tokens, batch.lengths).amax for batch in prompts]), recipe)
     engine.sync(policy, scales)
     if bad := [role for role, finite in engine.finite.items() if not finite]:
-        raise UserError(f"recipe {recipe.name!r}: {', '.join(bad)} not finite after quantization; the model overflows {dtype}")
-    results: list[Completion | None] = [None] * len(rows)
-    key = jax.random.key(seed)
-    for batch in batches(rows, batch_size):
-        out = jax.device_get(engine.generate(batch, 1, sampling, key))
-        for row, index in enumerate(batch.ids):
-            count = int(out.mask[row].sum())
-            logprobs = out.policy_logprobs[row, :count].tolist()
-            _check_finite(index, logprobs, dtype)
-            results[index] = Completion(out.tokens[row, :count].tolist(), logprobs, bool(out.stopped[row]))
-    return results
+        raise UserError(
+            f"recipe {recipe.name!r}: {', '.join(bad)} not finite after quantization; the model overflows {engine.dtype}"
+        )
+
+
+def _completion(out: Rollout, row: int) -> Completion:
+    count = int(out.mask[row].sum())
+    return Completion(out.tokens[row, :count].tolist(), out.policy_logprobs[row, :count].tolist(), bool(out.stopped[row]))
 
 
 def batches(rows: Sequence[list[int]], batch_size: int) -> Iterator[Prompts]:

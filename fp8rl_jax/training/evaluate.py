@@ -102,5 +102,6 @@ def wilson_interval(rate: float, count: int, z: float = 1.96) -> tuple[float, fl
 
 
 def evaluation_sampling(config: EvaluationConfig, sampling: Sampling) -> Sampling:
-    """The run's sampling at the evaluation's temperature, not truncated."""
-    return Sampling(sampling.max_new_tokens, config.temperature, stop_token_ids=sampling.stop_token_ids)
+    """The run's sampling at the evaluation's temperature: it ends where training's does, and is neither truncated nor biased."""
+    ends = {"stop_token_ids": sampling.stop_token_ids, "stop_strings": sampling.stop_strings}
+    return Sampling(sampling.max_new_tokens, config.temperature, **ends)

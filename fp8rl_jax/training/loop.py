@@ -86,6 +86,7 @@ class Loop:
         self.truncated = check_sampling(
             config.rl.correction,
             temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p,
+            bad_words=config.rollout.bad_words, logit_bias=config.rollout.logit_bias,
         )  # fmt: skip
         self.learner = Learner(setup)
         self.state: TrainState = sharded_state(setup.policy, self.learner.optimizer, setup.mesh)

@@ -30,6 +30,7 @@ from fp8rl_jax.models.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from fp8rl_jax.models.trained import trainer_policy
 from fp8rl_jax.parallel import check_batch, initialize, make_mesh, shard_policy
 from fp8rl_jax.precision import check_recipe, quantized_layers
+from fp8rl_jax.rollout.constraints import make_constraints
 from fp8rl_jax.rollout.engine import LocalEngine
 from fp8rl_jax.rollout.sampling import Sampling
 from fp8rl_jax.tasks.dataset import Dataset, load_splits
@@ -85,7 +86,10 @@ def build(config: RunConfig, *, sampled: bool = True) -> Setup:
     check_recipe(recipe)
     r = config.rollout
     if sampled:
-        check_sampling(config.rl.correction, temperature=r.temperature, top_k=r.top_k, top_p=r.top_p, min_p=r.min_p)
+        check_sampling(
+            config.rl.correction, temperature=r.temperature, top_k=r.top_k, top_p=r.top_p, min_p=r.min_p,
+            bad_words=r.bad_words, logit_bias=r.logit_bias,
+        )  # fmt: skip
     initialize(config.mesh)
     mesh = make_mesh(config.mesh)
     check_batch(r.prompts_per_step, mesh, "rollout.prompts_per_step")
@@ -93,8 +97,11 @@ def build(config: RunConfig, *, sampled: bool = True) -> Setup:
     jax.eval_shape(partial(trainer_policy, recipe=recipe, dtype=jnp.dtype(config.compute_dtype)), policy)  # for its refusals
     if config.trainer.router_replay and policy.config.experts is None:
         raise UserError("trainer.router_replay: the model has no experts; leave it false")
-    if not tokenizer.eos_token_ids and not r.stop_token_ids:
-        raise UserError("rollout.stop_token_ids: the model names no end-of-sequence token; give the ids that end a completion")
+    if not (tokenizer.eos_token_ids or r.stop_token_ids or r.stop_strings):
+        raise UserError(
+            "rollout.stop_token_ids: the model names no end-of-sequence token; give the ids that end a completion, "
+            "or rollout.stop_strings"
+        )
     longest = r.max_prompt_tokens + r.max_new_tokens
     if longest > policy.config.max_position_embeddings:
         raise UserError(
@@ -106,7 +113,8 @@ def build(config: RunConfig, *, sampled: bool = True) -> Setup:
     train, dropped = _fitting(train, encoder, "training")
     held_out, _ = _fitting(held_out, encoder, "held-out")
     stops = tuple(dict.fromkeys((*tokenizer.eos_token_ids, *policy.config.eos_token_ids, *r.stop_token_ids)))
-    sampling = Sampling(r.max_new_tokens, r.temperature, r.top_k, r.top_p, r.min_p, stops)
+    constraints = make_constraints(tokenizer, policy.config.vocab_size, r.stop_strings, r.bad_words, r.logit_bias)
+    sampling = Sampling(r.max_new_tokens, r.temperature, r.top_k, r.top_p, r.min_p, stops, *constraints)
     directory = Path(config.output.format(recipe=config.recipe))
     policy = shard_policy(adapt(policy, config, recipe), mesh)
     return Setup(config, recipe, directory, mesh, policy, source, tokenizer, encoder, train, held_out, dropped, sampling)

@@ -28,6 +28,7 @@ def test_a_command_line_of_each():
 
 def test_what_is_missing_is_listed():
     assert faults(ScoreArguments, "--model", "m") == ["--input: required", "--output: required"]
+    assert faults(GenerateArguments, "--model", "m") == ["--input: required", "--output: required"]
     assert faults(ReportArguments) == ["DIRECTORY: give at least one run directory"]
 
 
@@ -41,8 +42,28 @@ def test_what_is_missing_is_listed():
         ("--top-p", "1.5"),
         ("--min-p", "1"),
         ("--batch-size", "0"),
+        ("--n", "0"),
+        ("--n", "2"),
+        ("--best", "2"),
+        ("--stop", ""),
+        ("--bad-words", ""),
+        ("--logit-bias", "5"),
+        ("--logit-bias", "5=x"),
+        ("--logit-bias", "5=nan"),
     ],
 )
 def test_values_that_cannot_work_are_named(flag, value):
     (line,) = faults(GenerateArguments, *LINES, flag, value)
     assert line.startswith(f"{flag}: ")
+
+
+def test_interactive_takes_no_files():
+    arguments = parse_arguments(GenerateArguments, ["--model", "m", "--interactive", "--logit-bias", "a=b=-1.5", "7=2"], "prog")
+    assert arguments.interactive and arguments.biases() == {"a=b": -1.5, "7": 2.0}
+    found = faults(GenerateArguments, *LINES, "--interactive", "--prompt-logprobs", "--n", "2", "--temperature", "1")
+    assert len(found) == 3 and all(line.startswith("--interactive: ") for line in found)
+
+
+def test_a_bias_names_each_token_once():
+    (line,) = faults(GenerateArguments, *LINES, "--logit-bias", "5=1", "5=2")
+    assert line.startswith("--logit-bias: 5=1 5=2 must be TOKEN=BIAS, each token once")

@@ -148,7 +148,9 @@ def test_what_needs_the_whole_batch_says_why():
     assert len(CorrectionConfig(method="mis", batch_normalize=True).whole_batch) == 2
 
 
-@pytest.mark.parametrize("setting", [{"top_k": 20}, {"top_p": 0.8}, {"min_p": 0.05}])
+@pytest.mark.parametrize(
+    "setting", [{"top_k": 20}, {"top_p": 0.8}, {"min_p": 0.05}, {"bad_words": ["x"]}, {"logit_bias": {"7": 1.0}}]
+)
 def test_truncated_sampling_needs_the_switch(setting):
     with pytest.raises(UserError, match=f"{next(iter(setting))} = .*rl.correction.truncated_sampling"):
         check_sampling(CorrectionConfig(), **setting)
@@ -157,9 +159,12 @@ def test_truncated_sampling_needs_the_switch(setting):
 
 
 def test_full_sampling_passes_and_greedy_does_not():
-    assert check_sampling(CorrectionConfig(), temperature=0.7, top_k=0, top_p=1.0, min_p=0.0) is False
+    off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "bad_words": (), "logit_bias": {}}
+    assert check_sampling(CorrectionConfig(), temperature=0.7, **off) is False
     with pytest.raises(UserError, match="rollout.temperature"):
         check_sampling(CorrectionConfig(truncated_sampling="policy"), temperature=0.0)
+    with pytest.raises(UserError, match="rollout.temperature"):
+        check_sampling(CorrectionConfig(truncated_sampling="behaviour"), temperature=0.0, bad_words=["x"])
 
 
 def test_every_field_is_documented_and_jax_is_not_imported():
