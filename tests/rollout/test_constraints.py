@@ -133,6 +133,7 @@ def test_other_stop_strings_compile_nothing(engine):
     before = generate._cache_size()
     engine.generate(make_prompts(), 2, sampling(stop_strings=["bcab", "acac", "aaab"]), KEY)
     assert generate._cache_size() == before
+    assert jax.tree.leaves(PLAIN) == []  # and without them the program takes no tables
 
 
 def test_prompt_logprobs_are_those_of_a_full_forward():

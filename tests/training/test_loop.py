@@ -120,6 +120,23 @@ def test_dapo_draws_again_until_prompts_teach(run_file, tmp_path):
     assert (whole / "samples.jsonl").read_text().count("\n") == 16
 
 
+BIASED = ["--rollout.logit-bias.97", "20", "--rl.correction.truncated-sampling", "behaviour"]
+
+
+def test_stop_strings_bad_words_and_bias_shape_the_rollout(run_file, tmp_path):
+    """A policy near chance writes a and b alone, never bb, up to the first ab; mismatch is still measured on the policy."""
+    out = tmp_path / "run"
+    flags = [*BIASED, "--rollout.logit-bias.98", "20", "--rollout.bad-words", "bb", "--rollout.stop-strings", "ab", "zz"]
+    assert main(["train", run_file, "--output", str(out), "--trainer.steps", "2", *flags]) == 0
+    texts = [json.loads(line)["completion"] for line in (out / "samples.jsonl").read_text().splitlines()]
+    assert all(set(text) <= {"a", "b"} and "bb" not in text and "ab" not in text[:-1] for text in texts)
+    assert any(text.endswith("ab") for text in texts) and all(text.endswith("ab") or len(text) == 6 for text in texts)
+    steps = [row for row in rows(out) if "mismatch/k3" in row]
+    assert len(steps) == 2 and all(row["mismatch/k3"] < 1e-8 for row in steps)
+    assert all(0 <= row["completions/clipped_ratio"] < 1 for row in steps)
+    assert rows(out)[0]["eval/mean_length"] == 6  # held-out answers are the policy's own: no bias
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -127,6 +144,11 @@ def test_dapo_draws_again_until_prompts_teach(run_file, tmp_path):
         (["--trainer.micro-batch-prompts", "3"], "trainer.micro_batch_prompts = 3 does not divide"),
         (["--recipe", "fp8-r"], "did you mean 'fp8-rl'"),
         (["--rollout.top-p", "0.9"], "truncated_sampling"),
+        (["--rollout.bad-words", "x"], "truncated_sampling"),
+        (["--rollout.logit-bias.97", "1"], "truncated_sampling"),
+        ([*BIASED, "--rollout.logit-bias.ab", "1"], "rollout.logit_bias: 'ab' is 2 tokens"),
+        ([*BIASED, "--rollout.temperature", "0"], "rollout.temperature: 0.0 is greedy"),
+        (["--rollout.stop-strings", ""], "rollout.stop_strings: an empty text"),
         (["--model.path", "no-such-directory"], "no-such-directory"),
         (["--mesh.tensor", "3"], "mesh."),
         (["--rollout.max-prompt-tokens", "2"], "rollout.max_prompt_tokens = 2"),
