@@ -83,6 +83,10 @@ class RolloutConfig:
     """Layer loop in decode: unrolled (no copies on a CPU) or scanned (compile time independent of depth)."""
 
 
+MomentName = Literal["recipe", "float32", "bfloat16", "e4m3"]
+FP8_MAX_BETA2 = 0.99  # training/moments.py derives it
+
+
 @dataclass(frozen=True)
 class OptimizerConfig:
     """AdamW on float32 master weights."""
@@ -105,6 +109,10 @@ class OptimizerConfig:
     """Decoupled weight decay on matrices; norms and embeddings are never decayed."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this global norm; 0: not clipped."""
+    first_moment: MomentName = "recipe"
+    """How Adam's first moment rests between updates, which compute in float32; "recipe": as the recipe's optimizer_moment."""
+    second_moment: MomentName = "recipe"
+    """The same of the second moment, rounded stochastically; e4m3 needs beta2 of at most 0.99."""
 
 
 @dataclass(frozen=True)
@@ -287,6 +295,10 @@ class RunConfig:
                 "trainer.router_replay: routes are those of one completion; leave it false with task.max_turns above 1",
             ),
         ]
+        for key, optimizer in (("optimizer", self.optimizer), ("sft.optimizer", self.sft.optimizer)):
+            slow = optimizer.second_moment == "e4m3" and optimizer.beta2 > FP8_MAX_BETA2
+            why = f'{key}.beta2 = {optimizer.beta2}: second_moment = "e4m3" needs at most {FP8_MAX_BETA2}; use "bfloat16"'
+            checks.append((not slow, why))
         found += [message for holds, message in checks if not holds]
         if found:
             return found

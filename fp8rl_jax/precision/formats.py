@@ -62,8 +62,11 @@ def check_recipe(recipe: Recipe) -> None:
     for role in ("query", "key", "value"):
         if getattr(recipe.trainer, role).quantized:
             refuse(f"trainer.{role}", "is quantized, and the trainer's attention computes in the compute dtype only")
-    if recipe.optimizer_moment.quantized:
-        refuse("optimizer_moment", "is quantized, and the optimizer keeps float32 moments only")
+    moment = recipe.optimizer_moment
+    if moment.quantized and (moment.format != "e4m3" or moment.block is None or moment.block[0] != 1):
+        refuse("optimizer_moment", "must be e4m3 with one scale for a group of each row, block (1, n)")
+    if moment.rounding != "nearest" or moment.transform != "none":
+        refuse("optimizer_moment", "has its own rounding and no transform; leave both as they are")
     _check_backward(recipe, refuse)
     if recipe.exact:
         refuse("exact", "is not supported: no backend has an exact path yet")

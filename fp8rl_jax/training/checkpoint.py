@@ -23,6 +23,7 @@ from fp8rl_jax.errors import UserError
 from fp8rl_jax.parallel import is_main_process, shared_faults
 
 _log = logging.getLogger("fp8rl")
+_DIGITS = 5  # of the number in front of a name
 _ITEM = "default"  # Orbax's name of what a manager saves alone
 
 
@@ -60,7 +61,8 @@ class Checkpoints:
         """The newest readable checkpoint, as (step, tree shaped, typed and sharded like `like`).
 
         Raises:
-            UserError: there is none, or none can be read.
+            UserError: there is none, none can be read, or the newest readable one holds other arrays than `like`: it was
+                written by a run of another model or with other optimizer settings.
         """
         steps = self.steps()
         if not steps:
@@ -69,13 +71,32 @@ class Checkpoints:
         for step in reversed(steps):
             try:
                 with shared_faults():
-                    named = self._read(step, target)
+                    difference = self._difference(step, target)
+                    named = {} if difference else self._read(step, target)
             except UserError as error:
                 _log.warning("%s; trying the one before", error)
                 continue
+            if difference:
+                raise UserError(
+                    f"{self.directory}: checkpoint of step {step} is of another kind of run: {difference}; resume with the model, "
+                    "optimizer.first_moment and optimizer.second_moment that it was written with"
+                )
             self._set_aside([later for later in steps if later > step])
             return step, jax.tree.unflatten(jax.tree.structure(like), list(named.values()))
         raise UserError(f"{self.directory}: none of the checkpoints {steps} can be read")
+
+    def _difference(self, step: int, target: dict[str, Any]) -> str:
+        """The first array that a checkpoint has otherwise than `target`; "" where it has what is wanted."""
+        try:
+            saved = dict(ocp.StandardCheckpointHandler().metadata(self._manager.directory / str(step) / _ITEM).tree)
+        except Exception as error:  # as in _read
+            raise UserError(f"{self.directory}: checkpoint of step {step} cannot be read ({_line(error)})") from error
+        kinds = [{name[_DIGITS:]: f"{x.dtype}{list(x.shape)}" for name, x in tree.items()} for tree in (saved, target)]
+        for name in dict.fromkeys([*kinds[1], *kinds[0]]):
+            has, wanted = (kind.get(name, "nothing") for kind in kinds)
+            if has != wanted:
+                return f"it has {has} where this run has {wanted}, in {name.lstrip('.')}"
+        return ""
 
     def _read(self, step: int, target: Any) -> dict[str, Any]:
         # not the manager's restore: it ends in a collective, which a process that met a damaged file would not reach
@@ -103,7 +124,7 @@ class Checkpoints:
 def _by_name(tree: Any) -> dict[str, Any]:
     """Leaves under names that sort as the tree's order."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {f"{i:05d}{jax.tree_util.keystr(path)}".replace("/", "_"): leaf for i, (path, leaf) in enumerate(leaves)}
+    return {f"{i:0{_DIGITS}d}{jax.tree_util.keystr(path)}".replace("/", "_"): leaf for i, (path, leaf) in enumerate(leaves)}
 
 
 def _line(error: Exception) -> str:

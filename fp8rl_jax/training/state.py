@@ -13,10 +13,12 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int
 
+from fp8rl_jax.config.recipe import COMPUTE, TensorFormat
 from fp8rl_jax.config.run import OptimizerConfig
 from fp8rl_jax.models.lora import Trained, join, split
 from fp8rl_jax.models.policy import Policy
 from fp8rl_jax.parallel import policy_shardings, shard_policy
+from fp8rl_jax.training.moments import moment_formats, scale_by_adam
 
 
 @jax.tree_util.register_dataclass
@@ -55,10 +57,22 @@ def decay_mask(policy: Trained) -> Trained:
     return jax.tree_util.tree_map_with_path(lambda path, _: "_proj" in jax.tree_util.keystr(path), policy)
 
 
-def make_optimizer(config: OptimizerConfig, updates: int) -> optax.GradientTransformation:
-    """AdamW (arXiv 1711.05101) behind global-norm clipping."""
-    adamw = optax.adamw(
-        learning_rate(config, updates), config.beta1, config.beta2, config.eps, weight_decay=config.weight_decay, mask=decay_mask
+def make_optimizer(
+    config: OptimizerConfig, updates: int, recipe_moment: TensorFormat = COMPUTE
+) -> optax.GradientTransformation:
+    """AdamW (arXiv 1711.05101) behind global-norm clipping; its moments rest as the configuration says.
+
+    Args:
+        updates: of the whole run, for the schedule.
+        recipe_moment: the recipe's `optimizer_moment`.
+
+    Raises:
+        UserError: whatever `moment_formats` refuses.
+    """
+    adamw = optax.chain(
+        scale_by_adam(config.beta1, config.beta2, config.eps, *moment_formats(config, recipe_moment)),
+        optax.add_decayed_weights(config.weight_decay, decay_mask),
+        optax.scale_by_learning_rate(learning_rate(config, updates)),
     )
     return optax.chain(optax.clip_by_global_norm(config.max_grad_norm), adamw) if config.max_grad_norm > 0 else adamw
 
@@ -89,17 +103,18 @@ def apply_gradients(
 
     Returns:
         The next state, and `optim/grad_norm` (before clipping), `optim/skipped` (0 or 1), and a flag a role that is 1 where
-        it held a non-finite value: `nonfinite/loss`, `nonfinite/gradient`, `nonfinite/weight` (after the update).
+        it held a non-finite value: `nonfinite/loss`, `nonfinite/gradient`, `nonfinite/weight` (a weight after the update; its
+        tensor keeps the values that it had, so that the old and the new weights never exist side by side).
     """
-    updates, next_optimizer = optimizer.update(gradients, state.optimizer, state.policy)
-    policy = optax.apply_updates(state.policy, updates)
     norm = optax.tree.norm(gradients)
-    finite = {"loss": jnp.isfinite(loss), "gradient": jnp.isfinite(norm), "weight": jnp.isfinite(optax.tree.norm(policy))}
-    keep = finite["loss"] & finite["gradient"] & finite["weight"]
-
-    def choose(new, old):
-        return jax.tree.map(lambda n, o: jnp.where(keep, n, o), new, old)
-
+    sound = jnp.isfinite(loss) & jnp.isfinite(norm)
+    updates, moments = optimizer.update(gradients, state.optimizer, state.policy, keep=sound)
+    # moments have seen to it themselves, in place; what is left are counts
+    moments = jax.tree.map(lambda n, o: jnp.where(sound, n, o) if n.ndim == 0 else n, moments, state.optimizer)
+    fits = jax.tree.map(lambda w, u: jnp.isfinite(w + u).all(), state.policy, updates)
+    policy = jax.tree.map(lambda w, u, ok: jnp.where(sound & ok, w + u, w), state.policy, updates, fits)
+    finite = {"loss": jnp.isfinite(loss), "gradient": jnp.isfinite(norm), "weight": jnp.stack(jax.tree.leaves(fits)).all()}
+    skipped = ~(sound & finite["weight"])
     flags = {f"nonfinite/{role}": (~ok).astype(jnp.float32) for role, ok in finite.items()}
-    metrics = {"optim/grad_norm": norm, "optim/skipped": (~keep).astype(jnp.float32), **flags}
-    return TrainState(choose(policy, state.policy), choose(next_optimizer, state.optimizer), state.updates + 1), metrics
+    metrics = {"optim/grad_norm": norm, "optim/skipped": skipped.astype(jnp.float32), **flags}
+    return TrainState(policy, moments, state.updates + 1), metrics
