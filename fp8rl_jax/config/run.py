@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from fp8rl_jax.config.lora import LoraConfig
+from fp8rl_jax.config.plan import PlanConfig
 from fp8rl_jax.config.recipe import PrecisionConfig, get_recipe
 from fp8rl_jax.config.rl import RLConfig
 from fp8rl_jax.config.tasks import TaskConfig
@@ -240,6 +241,7 @@ class RunConfig:
     checkpoint: CheckpointConfig = CheckpointConfig()
     mesh: MeshConfig = MeshConfig()
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    plan: PlanConfig = PlanConfig()
 
     def problems(self) -> list[str]:
         """Faults between keys, one line each; empty where all is well."""

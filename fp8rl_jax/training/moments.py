@@ -112,7 +112,7 @@ def scale_by_adam(
 
 
 def _layer_by_layer(function: Callable, tensors: list, key: Key[Array, ""]) -> tuple:
-    """function(*tensors, key), a layer of stacked tensors at a time and in their place, so that one layer is unpacked at a time."""
+    """function(*tensors, key): of stacked tensors a layer at a time, in their place, so that one layer at most is unpacked."""
     if tensors[0].ndim < 3:
         return function(*tensors, key)
 

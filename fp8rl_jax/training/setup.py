@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import platform
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from fp8rl_jax.config.recipe import Recipe, get_recipe
 from fp8rl_jax.config.rl import check_sampling
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.loading import byte_policy_config, load_policy, save_policy
 from fp8rl_jax.models.lora import merge, split
 from fp8rl_jax.models.peft_format import save_adapters
@@ -35,6 +35,7 @@ from fp8rl_jax.rollout.engine import LocalEngine
 from fp8rl_jax.rollout.sampling import Sampling
 from fp8rl_jax.tasks.dataset import Dataset, load_splits
 from fp8rl_jax.training.adapters import adapt
+from fp8rl_jax.training.fitting import check_fits, report
 from fp8rl_jax.training.prompts import PromptEncoder
 
 _log = logging.getLogger("fp8rl")
@@ -93,6 +94,8 @@ def build(config: RunConfig, *, sampled: bool = True) -> Setup:
     initialize(config.mesh)
     mesh = make_mesh(config.mesh)
     check_batch(r.prompts_per_step, mesh, "rollout.prompts_per_step")
+    if sampled and not config.dry_run:
+        check_fits(model_shape(config), config, dict(mesh.shape))
     policy, tokenizer, source = load_model(config)
     jax.eval_shape(partial(trainer_policy, recipe=recipe, dtype=jnp.dtype(config.compute_dtype)), policy)  # for its refusals
     if config.trainer.router_replay and policy.config.experts is None:
@@ -120,6 +123,13 @@ def build(config: RunConfig, *, sampled: bool = True) -> Setup:
     return Setup(config, recipe, directory, mesh, policy, source, tokenizer, encoder, train, held_out, dropped, sampling)
 
 
+def model_shape(config: RunConfig) -> PolicyConfig:
+    """The policy's shape; of its files only config.json is read."""
+    if not config.model.path:
+        return byte_policy_config(config.model.init)
+    return PolicyConfig.from_directory(resolve_model(config.model.path, report=_log.info))
+
+
 def load_model(config: RunConfig) -> tuple[Policy, Tokenizer, Path | None]:
     """The policy (float32 masters), its tokenizer, and its directory (None for the built-in policy)."""
     if not config.model.path:
@@ -137,31 +147,16 @@ def load_model(config: RunConfig) -> tuple[Policy, Tokenizer, Path | None]:
 def describe(setup: Setup) -> str:
     """Parameter counts, quantized layers and the memory plan, for `--dry-run`."""
     shape, config = setup.policy.config, setup.config
-    count, (parts, frozen) = parameter_count(shape), split(setup.policy)
-    trained = sum(x.size for x in jax.tree.leaves(parts))
-    width = jnp.dtype(config.compute_dtype).itemsize
+    parts, _ = split(setup.policy)
     chosen = quantized_layers(setup.recipe, linear_names(shape))
-    linears = sum(math.prod(weight.value.shape) for weight in setup.policy.layers.tensors().values())
-    served = count * width if not chosen else linears + (count - linears) * width
-    rows = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
-    slots = config.rollout.prompts_per_step * config.rollout.max_prompt_tokens + rows * config.rollout.max_new_tokens
-    cache = slots * 2 * shape.num_layers * shape.kv_size * (1 if setup.recipe.quantizes_cache else width)
-    plan = {
-        "masters, gradients, Adam moments (float32)": 16 * trained,
-        f"compute copy ({config.compute_dtype})": 0 if width == 4 else width * trained,
-        **({} if frozen is None else {"frozen base": sum(x.nbytes for x in jax.tree.leaves(frozen))}),
-        "rollout weights": served,
-        "KV cache": cache,
-        "logits of one chunk (float32)": 4 * config.trainer.logprob_chunk * shape.vocab_size,
-    }
     lines = [
-        f"parameters: {count:,} ({shape.num_layers} layers, hidden {shape.hidden_size}, vocabulary {shape.vocab_size})",
-        f"trained: {trained:,}",
+        f"parameters: {parameter_count(shape):,} "
+        f"({shape.num_layers} layers, hidden {shape.hidden_size}, vocabulary {shape.vocab_size})",
+        f"trained: {sum(x.size for x in jax.tree.leaves(parts)):,}",
         f"quantized linears: {len(chosen)} of {len(linear_names(shape))}",
         f"problems: {len(setup.train)} to train on, {len(setup.held_out)} held out, {setup.dropped} dropped as too long",
         f"mesh: {dict(setup.mesh.shape)}",
-        "memory plan, all devices together, activations not counted:",
-        *(f"  {name}: {size / 2**20:,.1f} MiB" for name, size in plan.items()),
+        report(shape, config, dict(setup.mesh.shape))[0],
     ]
     return "\n".join(lines)
 
