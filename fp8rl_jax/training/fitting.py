@@ -126,7 +126,8 @@ def report(shape: PolicyConfig, config: RunConfig, sizes: dict[str, int]) -> tup
     if plan.peak <= limit[0]:
         return "\n".join([*lines, f"FITS: {need}, of {have}"]), True
     fitting = what_fits(shape, config, sizes, limit[0])
-    lines += [f"DOES NOT FIT: {need}, of {have}", "It fits with" if fitting else "No pair of changes that is tried here is enough."]
+    lines.append(f"DOES NOT FIT: {need}, of {have}")
+    lines.append("It fits with" if fitting else "No pair of changes that is tried here is enough.")
     return "\n".join([*lines, *(f"  {what}: {size / _GB:.1f} GB" for what, size in fitting)]), False
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ import optax
 from parallel.policies import make_policy, make_tokens, quantized
 
 from fp8rl_jax.config.recipe import get_recipe
-from fp8rl_jax.config.run import MeshConfig, OptimizerConfig
+from fp8rl_jax.config.run import MeshConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.forward import forward
 from fp8rl_jax.models.policy import unstack
@@ -26,7 +25,6 @@ from fp8rl_jax.parallel import (
     to_global,
     to_host,
 )
-from fp8rl_jax.training.state import apply_gradients, init_state, make_optimizer, sharded_state
 
 
 def specs(tree) -> dict[str, list]:
@@ -101,12 +99,6 @@ def main() -> None:
         eight_bit_out = jax.jit(hidden, static_argnums=2)(synced, rows, recipe)
     adam = optax.adamw(1e-3)
     moments = policy_shardings(jax.eval_shape(adam.init, policy), mesh)
-    packed = make_optimizer(OptimizerConfig(first_moment="e4m3", second_moment="e4m3"), 1)
-    advance = jax.jit(partial(apply_gradients, optimizer=packed))
-    packed_alone, _ = advance(init_state(jax.tree.map(jnp.asarray, policy), packed), gradient, jnp.float32(0))
-    with jax.set_mesh(mesh):
-        packed_sharded, _ = advance(sharded_state(placed, packed, mesh), sharded_gradient, jnp.float32(0))
-        packed_specs = specs(jax.jit(lambda x: x)(sharded_state(placed, packed, mesh).optimizer[1][0].nu))
     key = jax.random.key(3)
     print(
         json.dumps(
@@ -120,8 +112,6 @@ def main() -> None:
                 "synced": specs(synced),
                 "moments_like_policy": jax.tree.leaves(moments[0].mu) == jax.tree.leaves(shardings),
                 "count": [*moments[0].count.spec],
-                "packed_moments": packed_specs,
-                "packed_update_error": far(packed_sharded.policy, packed_alone.policy),
                 "forward_error": forward_error,
                 "gradient_error": far(sharded_gradient, gradient),
                 "gradient_sharded_like_policy": specs(sharded_gradient) == specs(placed),

@@ -89,17 +89,6 @@ def test_optimizer_moments_are_placed_like_the_policy(eight):
     assert eight["moments_like_policy"] and eight["count"] == []
 
 
-def test_packed_moments_are_placed_like_the_policy_and_update_it_as_on_one_device(eight):
-    found = eight["packed_moments"]
-    for name in SCALES:
-        path = f"layers.{name}.weight.value"
-        assert found[f"{path}.values"] == list(PLACED[f"layers.{name}"])
-    # groups of 128 along a row: 96 columns a shard end inside one, whole rows do not
-    assert found["layers.q_proj.weight.value.scales"] == [[None, "tensor", None], [2, 128, 2]]
-    assert found["layers.down_proj.weight.value.scales"] == [[None, "fsdp", "tensor"], [2, 96, 2]]
-    assert eight["packed_update_error"] < 1e-6
-
-
 def test_forward_equals_one_device(eight):
     assert eight["forward_error"].keys() == {"(2, 2, 2)", "(1, 2, 4)"}  # 4 splits a key head
     assert max(eight["forward_error"].values()) < 1e-5

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from fp8rl_jax.config.recipe import TensorFormat, get_recipe
 from fp8rl_jax.config.rl import RLConfig
@@ -14,6 +15,8 @@ from fp8rl_jax.config.run import CheckpointConfig, OptimizerConfig, RunConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.policy import init_policy
+from fp8rl_jax.parallel import policy_shardings
+from fp8rl_jax.parallel.mesh import AXES
 from fp8rl_jax.precision import QTensor
 from fp8rl_jax.precision.rounding import round_stochastic
 from fp8rl_jax.training.checkpoint import Checkpoints
@@ -176,6 +179,21 @@ def test_state_has_the_promised_bytes(name):
         leaves = jax.tree.leaves(moment.layers.down_proj)  # [2, 48, 80]
         promised = {"float32": 4 * 7680, "bfloat16": 2 * 7680, "e4m3": 7680 + 4 * 2 * 48}
         assert sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) == promised[name]
+
+
+def test_packed_moments_are_placed_like_their_weights():
+    mesh = AbstractMesh((1, 2, 1, 2), AXES, axis_types=(AxisType.Auto,) * 4)
+    shape = PolicyConfig("qwen3", 64, 256, 512, 2, 4, 2, 64)
+    policy = jax.eval_shape(lambda key: init_policy(shape, key), jax.random.key(0))
+    optimizer = make_optimizer(OptimizerConfig(first_moment="e4m3", second_moment="e4m3"), 1)
+    state = policy_shardings(jax.eval_shape(partial(init_state, optimizer=optimizer), policy), mesh)
+    for moment in (state.optimizer[1][0].mu, state.optimizer[1][0].nu):
+        for name, weight in state.policy.layers.tensors().items():
+            packed = moment.layers.tensors()[name].value
+            assert getattr(packed, "values", packed).spec == weight.value.spec
+        # groups of 128 along a row: a shard of 128 columns holds whole ones
+        assert moment.layers.q_proj.value.scales.spec == PartitionSpec(None, "tensor", "fsdp")
+        assert moment.layers.down_proj.value.scales.spec == PartitionSpec(None, "fsdp", "tensor")
 
 
 def test_a_skipped_update_leaves_packed_moments_as_they_were():
