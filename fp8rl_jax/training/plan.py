@@ -26,6 +26,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from fp8rl_jax.config.recipe import Recipe, get_recipe
 from fp8rl_jax.config.run import MeshConfig, RunConfig
+from fp8rl_jax.models.attention import CHUNK, CHUNK_FROM
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.policy import Policy, init_policy
 from fp8rl_jax.parallel import policy_shardings
@@ -88,7 +89,7 @@ def memory_plan(shape: PolicyConfig, config: RunConfig, sizes: dict[str, int] | 
         "Adam moments": device_bytes(state.optimizer, mesh),
         f"rollout weights ({'e4m3, rest ' if recipe.rollout.weight.quantized else ''}{dtype.name})": device_bytes(served, mesh),
     }
-    if config.rl.kl_coefficient > 0:
+    if config.rl.kl_coefficient > 0 or config.rl.reward_kl.coefficient > 0:
         always["KL reference policy (float32)"] = masters
     return Plan(
         always,
@@ -125,7 +126,8 @@ def _rollout(shape: PolicyConfig, config: RunConfig, recipe: Recipe, served: Pol
         values = sum(x.size for x in quantized) // (mesh.shape["fsdp"] * mesh.shape["expert"] * tensor)
         found["rollout weights unpacked to float32 (reference kernels)"] = 4 * values
     tokens = prompts * r.max_prompt_tokens
-    prefill = _layer_activations(shape, tokens, r.max_prompt_tokens, dtype.itemsize) // tensor
+    part = _queries(r.max_prompt_tokens, r.max_prompt_tokens, None) / r.max_prompt_tokens
+    prefill = _layer_activations(shape, tokens, r.max_prompt_tokens, dtype.itemsize, part) // tensor
     found["activations of one layer, logits"] = prefill + 3 * 4 * rows * shape.vocab_size // tensor
     return found
 
@@ -137,7 +139,9 @@ def _backward(shape: PolicyConfig, config: RunConfig, masters: int, mesh: Abstra
     prompts, tensor = math.ceil(per_micro / _batch_parts(mesh)), mesh.shape["tensor"]
     rows = prompts * r.samples_per_prompt
     tokens = prompts * r.max_prompt_tokens + rows * r.max_new_tokens
-    layer = _layer_activations(shape, tokens, r.max_prompt_tokens + r.max_new_tokens, width)
+    keys = r.max_prompt_tokens + r.max_new_tokens
+    queries = _queries(r.max_new_tokens, keys, t.attention_chunk)
+    layer = _layer_activations(shape, tokens, keys, width, queries / r.max_new_tokens)
     inputs = shape.num_layers * tokens * shape.hidden_size * width
     chunk = rows * max(1, min(t.logprob_chunk // rows, r.max_new_tokens // 2))
     found = {
@@ -153,16 +157,24 @@ def _backward(shape: PolicyConfig, config: RunConfig, masters: int, mesh: Abstra
     return found | {"gradients of a micro-batch": masters * width // 4} | sums
 
 
-def _layer_activations(shape: PolicyConfig, tokens: int, keys: int, width: int) -> int:
+def _queries(tokens: int, keys: int, chunk: int | None) -> int:
+    """Queries of a row whose attention scores exist at one time, as models.layer chooses."""
+    if chunk is None:
+        chunk = CHUNK if tokens * keys >= CHUNK_FROM else 0
+    return min(chunk or tokens, tokens)
+
+
+def _layer_activations(shape: PolicyConfig, tokens: int, keys: int, width: int, part: float) -> int:
     """Bytes that one layer leaves for its backward pass: what enters and leaves its products, norms, rope and softmax.
 
-    Norms, rope and softmax work in float32 whatever the compute dtype, and attention scores are held as a whole.
+    Norms, rope and softmax work in float32 whatever the compute dtype; attention scores are held for a `part` of the queries.
     """
     feed_forward = shape.intermediate_size
     if shape.experts is not None:
         feed_forward = max(feed_forward if shape.dense_layers else 0, shape.experts.per_token * shape.experts.intermediate_size)
     computed = 6 * shape.hidden_size + 3 * shape.q_size + 4 * shape.kv_size + 4 * feed_forward
-    wide = 4 * shape.hidden_size + 2 * shape.q_size + 2 * shape.kv_size + int(_SCORE_COPIES * shape.num_heads * keys)
+    wide = 4 * shape.hidden_size + 2 * shape.q_size + 2 * shape.kv_size
+    wide += int(_SCORE_COPIES * shape.num_heads * keys * part)
     return tokens * (width * computed + 4 * wide)
 
 

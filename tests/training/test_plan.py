@@ -126,7 +126,7 @@ def test_every_change_that_is_offered_does_fit_and_others_do_not():
     assert memory_plan(QWEN3_8B, config).peak > limit
     offered = dict(what_fits(QWEN3_8B, config, sizes, limit))
     assert {'optimizer.first_moment = optimizer.second_moment = "e4m3"', "mesh.fsdp = 2"} <= offered.keys()
-    assert all(peak <= limit for peak in offered.values()) and not any("bfloat16" in what for what in offered)
+    assert all(peak <= limit for peak in offered.values())
     packed = replace(config, optimizer=replace(config.optimizer, first_moment="e4m3", second_moment="e4m3"))
     assert memory_plan(QWEN3_8B, packed).peak == offered['optimizer.first_moment = optimizer.second_moment = "e4m3"']
     assert "mesh.fsdp = 16" not in offered  # 8 prompts do not divide by it
