@@ -4,7 +4,7 @@ Nothing is guessed about what stays between programs. Weights, moments and rollo
 functions give (`jax.eval_shape`), divided as the sharding rules divide them, to the byte. What a program holds while it runs is
 an estimate: tests/training/test_plan.py holds it to what XLA says of the compiled programs.
 
-    always      float32 masters, moments, rollout weights, the reference policy of a KL term
+    always      float32 masters, moments, the frozen base of adapters, rollout weights, the reference policy of a KL term
     rollout     KV cache, and weights that reference kernels unpack for the decode loop
     backward    weights in the compute dtype, activations, logits of a chunk, gradients and, of several micro-batches, their sums
     optimizer   gradients, and what Adam makes of them
@@ -16,7 +16,7 @@ The phases follow each other, so a run needs what always stays and the largest p
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -28,12 +28,14 @@ from fp8rl_jax.config.recipe import Recipe, get_recipe
 from fp8rl_jax.config.run import MeshConfig, RunConfig
 from fp8rl_jax.models.attention import CHUNK, CHUNK_FROM
 from fp8rl_jax.models.config import PolicyConfig
+from fp8rl_jax.models.lora import split
 from fp8rl_jax.models.policy import Policy, init_policy
 from fp8rl_jax.parallel import policy_shardings
 from fp8rl_jax.parallel.mesh import AXES
 from fp8rl_jax.precision import element_dtype
 from fp8rl_jax.rollout.engine import quantized_policy
-from fp8rl_jax.training.state import init_state, make_optimizer
+from fp8rl_jax.training.adapters import adapt
+from fp8rl_jax.training.state import make_optimizer
 from pallas_kernels.matmul import selected_backend
 
 PHASES = ("rollout", "backward", "optimizer", "sync")
@@ -81,23 +83,27 @@ def memory_plan(shape: PolicyConfig, config: RunConfig, sizes: dict[str, int] | 
     dtype = jnp.dtype(config.compute_dtype)
     policy = jax.eval_shape(lambda key: init_policy(shape, key), jax.random.key(0))
     optimizer = make_optimizer(config.optimizer, 1, recipe.optimizer_moment)
-    state = jax.eval_shape(partial(init_state, optimizer=optimizer), policy)
+    fresh = replace(config, lora=replace(config.lora, path=""))  # an adapter's file has the shapes of a new one
+    trained, frozen = split(jax.eval_shape(partial(adapt, config=fresh, recipe=recipe), policy))
+    moments = jax.eval_shape(optimizer.init, trained)
     served = jax.eval_shape(lambda p: quantized_policy(p, recipe, dtype, config.rollout.decode_layers == "unroll")[0], policy)
-    masters = device_bytes(policy, mesh)
+    masters = device_bytes(trained, mesh)
     always = {
         "masters (float32)": masters,
-        "Adam moments": device_bytes(state.optimizer, mesh),
+        "Adam moments": device_bytes(moments, mesh),
         f"rollout weights ({'e4m3, rest ' if recipe.rollout.weight.quantized else ''}{dtype.name})": device_bytes(served, mesh),
     }
+    if frozen is not None:
+        always["frozen base"] = device_bytes(frozen, mesh)
     if config.rl.kl_coefficient > 0 or config.rl.reward_kl.coefficient > 0:
-        always["KL reference policy (float32)"] = masters
+        always["KL reference policy"] = masters + always.get("frozen base", 0)
     return Plan(
         always,
         {
             "rollout": _rollout(shape, config, recipe, served, mesh),
             "backward": _backward(shape, config, masters, mesh),
             "optimizer": {"gradients (float32)": masters, "scaled gradients (float32)": masters},
-            "sync": {f"weights in {dtype.name}": masters * dtype.itemsize // 4},
+            "sync": {f"weights in {dtype.name}": device_bytes(policy, mesh) * dtype.itemsize // 4},
         },
         math.prod(sizes.values()),
     )

@@ -67,7 +67,7 @@ REFUSED = {
         trained(trainer=replace(RECIPES["jet-rl"].trainer, weight=TensorFormat("e4m3", (64, 128)))),
         r"output_gradient\.block must be \(1, 64\) and trainer\.weight\.block square",
     ),
-    "optimizer_moment": ({"optimizer_moment": W}, r"optimizer_moment is quantized"),
+    "optimizer_moment": ({"optimizer_moment": W}, r"optimizer_moment must be e4m3 with one scale for a group"),
     "exact": ({"exact": True}, r"exact is not supported"),
 }
 

@@ -12,6 +12,7 @@ import pytest
 
 from fp8rl_jax.cli.load import load_config
 from fp8rl_jax.cli.main import main
+from fp8rl_jax.config.lora import LoraConfig
 from fp8rl_jax.config.recipe import get_recipe
 from fp8rl_jax.config.rl import CorrectionConfig, RLConfig
 from fp8rl_jax.config.run import OptimizerConfig, RolloutConfig, RunConfig, TrainerConfig
@@ -117,6 +118,10 @@ def test_qwen3_8b_in_bytes_by_hand():
     assert halves.always["masters (float32)"] == 2 * matrices + 4 * norms
     with_reference = memory_plan(QWEN3_8B, replace(config, rl=replace(config.rl, kl_coefficient=0.1)))
     assert with_reference.peak - plan.peak == 4 * count
+    adapted = memory_plan(QWEN3_8B, replace(config, lora=LoraConfig(rank=8)))
+    adapters = 36 * 8 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 12288))  # q, o; k, v; gate, up, down
+    assert adapted.always["masters (float32)"] == 4 * adapters and adapted.always["Adam moments"] == 8 * adapters + 8
+    assert adapted.always["frozen base"] == 2 * count
     assert set(plan.phases) == set(PHASES) and plan.peak == max(plan.needs(phase) for phase in PHASES)
 
 
