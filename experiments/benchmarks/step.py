@@ -14,7 +14,7 @@ import optax
 from experiments.benchmarks.workloads import Workload, random_prompts
 from fp8rl_jax.config.recipe import RECIPES
 from fp8rl_jax.config.rl import RLConfig
-from fp8rl_jax.config.run import OptimizerConfig
+from fp8rl_jax.config.training import OptimizerConfig
 from fp8rl_jax.models.cache import KVScales
 from fp8rl_jax.models.policy import Policy
 from fp8rl_jax.parallel import batch_sharding, to_global, to_host

@@ -15,28 +15,19 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.models.cache import KVScales
-from fp8rl_jax.models.config import PolicyConfig
-from fp8rl_jax.models.lora import Adapters, join, split, unstack_adapters
-from fp8rl_jax.models.policy import Layer, Policy, cast, unstack, with_layers
-from fp8rl_jax.models.trained import check_uniform, quantized_tensors
+from fp8rl_jax.models.lora import join, split
+from fp8rl_jax.models.policy import Policy
 from fp8rl_jax.precision import (
-    QTensor,
-    QuantizationSums,
     check_recipe,
-    is_finite,
-    is_quantized,
-    quantize_weight,
-    stack_sums,
-    weight_sums,
 )
 from fp8rl_jax.rollout.calibration import observe_qkv, scales_from_amax
 from fp8rl_jax.rollout.sampler import Completions, generate, stream
 from fp8rl_jax.rollout.sampling import Sampling
+from fp8rl_jax.rollout.served import finite_flags, quantized_policy, served_adapters
 from pallas_kernels.backend import Backend
 
 
@@ -94,65 +85,6 @@ class RolloutEngine(Protocol):
         """Samples completions."""
 
 
-def quantized_policy(
-    policy: Policy,
-    recipe: Recipe,
-    dtype: jnp.dtype,
-    unroll: bool,
-    backend: Backend = "auto",
-    remedy: str = 'rollout.decode_layers = "scan" needs the same linears in every layer; use "unroll"',
-) -> tuple[Policy, dict[str, Float[Array, ""]]]:
-    """The rollout's form of `policy`: compute dtype, the recipe's linears quantized, layers unrolled or stacked.
-
-    Args:
-        policy: layers stacked, no adapters; weights that are quantized already stay as they are.
-        remedy: what to do where the layers differ and are to stay stacked, for the message.
-
-    Returns:
-        The policy, and what quantization did to its weights (fp8/*_weight); no metrics where nothing is quantized.
-
-    Raises:
-        UserError: a pattern matches nothing, or the layers differ in what is quantized and are to stay stacked.
-    """
-    chosen = quantized_tensors(policy, recipe) if recipe.rollout.weight.quantized else {}
-    fmt = recipe.rollout.weight
-    served = cast(policy, dtype)
-    sums: list[QuantizationSums] = []
-
-    def replace(layer: Layer, master: Layer, names: list[str]) -> Layer:
-        tensors, unrounded = layer.tensors(), master.tensors()
-        for name in names:
-            weight = unrounded[name].value
-            if is_quantized(weight):
-                continue
-            quantized = quantize_weight(weight, fmt, backend)
-            sums.append(weight_sums(weight, quantized))
-            tensors[name] = type(tensors[name])(quantized, tensors[name].axes)
-        return Layer(tensors)
-
-    def metrics():
-        return stack_sums(sums).metrics("weight") if sums else {}
-
-    if not unroll:
-        check_uniform(policy, chosen, remedy)
-        return with_layers(served, replace(served.layers, policy.layers, list(chosen))), metrics()
-    served, masters = unstack(served), unstack(policy)
-    layers = []
-    for i, (layer, master) in enumerate(zip(served.layers, masters.layers, strict=True)):
-        layers.append(replace(layer, master, [name for name, where in chosen.items() if i in where]))
-    return with_layers(served, nnx.List(layers)), metrics()
-
-
-def finite_flags(policy: Policy, scales: KVScales | None) -> dict[str, Bool[Array, ""]]:
-    """One flag a tensor role, True where every value is finite: `weight`, and `kv_scale` where the cache is quantized."""
-    leaves = jax.tree.leaves(policy, is_leaf=lambda x: isinstance(x, QTensor))
-    finite = [is_finite(x) if isinstance(x, QTensor) else jnp.isfinite(x).all() for x in leaves]
-    flags = {"weight": jnp.stack(finite).all()}
-    if scales is not None:
-        flags["kv_scale"] = jnp.isfinite(jnp.concatenate(jax.tree.leaves(scales))).all()
-    return flags
-
-
 class LocalEngine:
     """Our own sampler, in the trainer's process and on its devices.
 
@@ -181,7 +113,7 @@ class LocalEngine:
         self.finite: dict[str, Array] = {}
         self.metrics: dict[str, Array] = {}
         self._convert = jax.jit(partial(quantized_policy, recipe=recipe, dtype=self.dtype, unroll=unroll, backend=backend))
-        self._convert_adapters = jax.jit(partial(_served_adapters, dtype=self.dtype, unroll=unroll), static_argnames="config")
+        self._convert_adapters = jax.jit(partial(served_adapters, dtype=self.dtype, unroll=unroll), static_argnames="config")
         self._base: tuple[Policy, Policy] | None = None
         self._check = jax.jit(finite_flags)
 
@@ -250,12 +182,6 @@ class LocalEngine:
             self.scales = scales_from_amax(seen.amax, self.recipe)
             self.finite = self._check(self.policy, self.scales)
         return self.policy
-
-
-def _served_adapters(adapters: Adapters, config: PolicyConfig, dtype: jnp.dtype, unroll: bool) -> Adapters | list[Adapters]:
-    """The rollout's form of adapters: the compute dtype, laid out like the layers."""
-    served = jax.tree.map(lambda x: x.astype(dtype), adapters)
-    return unstack_adapters(served, config) if unroll else served
 
 
 def _same(one: Policy, other: Policy, equal: Callable[[Any, Any], bool]) -> bool:

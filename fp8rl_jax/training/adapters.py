@@ -22,7 +22,7 @@ from fp8rl_jax.models.lora import init_adapters, join, split
 from fp8rl_jax.models.peft_format import load_adapters
 from fp8rl_jax.models.policy import Policy, cast
 from fp8rl_jax.parallel import to_host
-from fp8rl_jax.rollout.engine import quantized_policy
+from fp8rl_jax.rollout.served import quantized_policy
 from fp8rl_jax.training.state import TrainState
 
 

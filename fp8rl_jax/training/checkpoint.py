@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from fp8rl_jax.config.run import CheckpointConfig
+from fp8rl_jax.config.training import CheckpointConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.parallel import is_main_process, shared_faults
 

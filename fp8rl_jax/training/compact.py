@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from fp8rl_jax.config.rl import RLConfig
-from fp8rl_jax.config.run import TrainerConfig
+from fp8rl_jax.config.training import TrainerConfig
 from fp8rl_jax.parallel import DEFAULT_RULES, batch_sharding, to_global, to_host
 from fp8rl_jax.training.packing import bucket, pack
 from fp8rl_jax.training.step import Batch

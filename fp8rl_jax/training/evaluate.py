@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Key
 
-from fp8rl_jax.config.run import EvaluationConfig
+from fp8rl_jax.config.training import EvaluationConfig
 from fp8rl_jax.parallel import to_host
 from fp8rl_jax.rollout.calibration import calibrate_on_prompts
 from fp8rl_jax.rollout.engine import RolloutEngine

@@ -34,7 +34,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Key
 
 from fp8rl_jax.config.recipe import COMPUTE, TensorFormat
-from fp8rl_jax.config.run import FP8_MAX_BETA2, OptimizerConfig
+from fp8rl_jax.config.training import FP8_MAX_BETA2, OptimizerConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.precision import QTensor, dequantize, max_value, quantize
 from fp8rl_jax.precision.rounding import round_stochastic

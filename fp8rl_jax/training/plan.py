@@ -33,7 +33,7 @@ from fp8rl_jax.models.policy import Policy, init_policy
 from fp8rl_jax.parallel import policy_shardings
 from fp8rl_jax.parallel.mesh import AXES
 from fp8rl_jax.precision import element_dtype
-from fp8rl_jax.rollout.engine import quantized_policy
+from fp8rl_jax.rollout.served import quantized_policy
 from fp8rl_jax.training.adapters import adapt
 from fp8rl_jax.training.state import make_optimizer
 from pallas_kernels.matmul import selected_backend
@@ -96,7 +96,7 @@ def memory_plan(shape: PolicyConfig, config: RunConfig, sizes: dict[str, int] | 
     if frozen is not None:
         always["frozen base"] = device_bytes(frozen, mesh)
     if config.rl.kl_coefficient > 0 or config.rl.reward_kl.coefficient > 0:
-        always["KL reference policy"] = masters + always.get("frozen base", 0)
+        always["KL reference policy"] = masters  # beside the frozen base of adapters, which it shares
     return Plan(
         always,
         {

@@ -14,7 +14,7 @@ import optax
 from jaxtyping import Array, Int
 
 from fp8rl_jax.config.recipe import COMPUTE, TensorFormat
-from fp8rl_jax.config.run import OptimizerConfig
+from fp8rl_jax.config.training import OptimizerConfig
 from fp8rl_jax.models.lora import Trained, join, split
 from fp8rl_jax.models.policy import Policy
 from fp8rl_jax.parallel import policy_shardings, shard_policy

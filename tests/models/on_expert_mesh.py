@@ -14,7 +14,7 @@ from fp8rl_jax.models.config import ExpertsConfig, PolicyConfig
 from fp8rl_jax.models.forward import forward
 from fp8rl_jax.models.policy import init_policy
 from fp8rl_jax.parallel import batch_sharding, constrain, make_mesh, policy_shardings, shard_policy, to_global, to_host
-from fp8rl_jax.rollout.engine import quantized_policy
+from fp8rl_jax.rollout.served import quantized_policy
 
 CONFIG = PolicyConfig(
     "qwen3_moe",

@@ -25,7 +25,7 @@ from fp8rl_jax.models.lora import (
     unstack_adapters,
 )
 from fp8rl_jax.models.policy import cast, unstack
-from fp8rl_jax.rollout.engine import quantized_policy
+from fp8rl_jax.rollout.served import quantized_policy
 
 LORA = LoraConfig(rank=3, alpha=6.0)
 ATTENTION = LoraConfig(rank=3, alpha=6.0, targets=("*.q_proj", "*.o_proj"))

@@ -23,8 +23,9 @@ from fp8rl_jax.models.moe import choose, mixture, route_dtype
 from fp8rl_jax.models.policy import cast, init_policy, linear_names, matrix_parameters, parameter_count, unstack
 from fp8rl_jax.precision import QTensor, hoist, linear, quantize_input, quantize_weight, quantized_layers
 from fp8rl_jax.rollout.calibration import calibrate_on_prompts
-from fp8rl_jax.rollout.engine import LocalEngine, pad_prompts, quantized_policy
+from fp8rl_jax.rollout.engine import LocalEngine, pad_prompts
 from fp8rl_jax.rollout.sampling import Sampling
+from fp8rl_jax.rollout.served import quantized_policy
 from fp8rl_jax.training.state import decay_mask
 from fp8rl_jax.training.step import Batch, StepConfig, score
 

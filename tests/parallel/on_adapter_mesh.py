@@ -11,13 +11,15 @@ from parallel.on_eight_devices import far, specs
 
 from fp8rl_jax.config.lora import LoraConfig
 from fp8rl_jax.config.recipe import get_recipe
-from fp8rl_jax.config.run import MeshConfig, OptimizerConfig
+from fp8rl_jax.config.run import MeshConfig
+from fp8rl_jax.config.training import OptimizerConfig
 from fp8rl_jax.models.config import ExpertsConfig, PolicyConfig
 from fp8rl_jax.models.forward import forward
 from fp8rl_jax.models.lora import build_adapters, join, split
 from fp8rl_jax.models.policy import init_policy
 from fp8rl_jax.parallel import batch_sharding, constrain, make_mesh, shard_policy, to_global, to_host
-from fp8rl_jax.rollout.engine import LocalEngine, quantized_policy
+from fp8rl_jax.rollout.engine import LocalEngine
+from fp8rl_jax.rollout.served import quantized_policy
 from fp8rl_jax.training.adapters import fingerprint
 from fp8rl_jax.training.state import make_optimizer, sharded_state
 

@@ -14,8 +14,9 @@ from fp8rl_jax.config.lora import LoraConfig
 from fp8rl_jax.config.recipe import RECIPES
 from fp8rl_jax.models.lora import build_adapters, join, merge, split
 from fp8rl_jax.precision import QTensor
-from fp8rl_jax.rollout.engine import LocalEngine, quantized_policy
+from fp8rl_jax.rollout.engine import LocalEngine
 from fp8rl_jax.rollout.sampling import Sampling
+from fp8rl_jax.rollout.served import quantized_policy
 
 LORA = LoraConfig(rank=4, alpha=8.0)
 

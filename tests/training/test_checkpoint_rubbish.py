@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from fp8rl_jax.config.run import CheckpointConfig
+from fp8rl_jax.config.training import CheckpointConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.training.checkpoint import Checkpoints
 

@@ -11,7 +11,8 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from fp8rl_jax.config.recipe import TensorFormat, get_recipe
 from fp8rl_jax.config.rl import RLConfig
-from fp8rl_jax.config.run import CheckpointConfig, OptimizerConfig, RunConfig
+from fp8rl_jax.config.run import RunConfig
+from fp8rl_jax.config.training import CheckpointConfig, OptimizerConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.policy import init_policy

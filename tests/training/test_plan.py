@@ -15,13 +15,14 @@ from fp8rl_jax.cli.main import main
 from fp8rl_jax.config.lora import LoraConfig
 from fp8rl_jax.config.recipe import get_recipe
 from fp8rl_jax.config.rl import CorrectionConfig, RLConfig
-from fp8rl_jax.config.run import OptimizerConfig, RolloutConfig, RunConfig, TrainerConfig
+from fp8rl_jax.config.run import RolloutConfig, RunConfig
+from fp8rl_jax.config.training import OptimizerConfig, TrainerConfig
 from fp8rl_jax.models.cache import KVScales
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.policy import init_policy, parameter_count
-from fp8rl_jax.rollout.engine import quantized_policy
 from fp8rl_jax.rollout.sampler import generate
 from fp8rl_jax.rollout.sampling import Sampling
+from fp8rl_jax.rollout.served import quantized_policy
 from fp8rl_jax.training.fitting import what_fits
 from fp8rl_jax.training.plan import PHASES, memory_plan, mesh_sizes
 from fp8rl_jax.training.state import init_state, make_optimizer

@@ -12,7 +12,7 @@ from rollout.tiny import CONFIG, make_engine, make_policy, make_prompts
 
 from fp8rl_jax.config.recipe import RECIPES, PrecisionConfig, get_recipe
 from fp8rl_jax.config.rl import CorrectionConfig, RLConfig
-from fp8rl_jax.config.run import OptimizerConfig
+from fp8rl_jax.config.training import OptimizerConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.trained import trainer_policy
 from fp8rl_jax.precision import TrainedWeight

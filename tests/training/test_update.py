@@ -9,7 +9,7 @@ import pytest
 
 from fp8rl_jax.config.recipe import get_recipe
 from fp8rl_jax.config.rl import CorrectionConfig, RLConfig
-from fp8rl_jax.config.run import OptimizerConfig
+from fp8rl_jax.config.training import OptimizerConfig
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.forward import forward
 from fp8rl_jax.models.policy import init_policy

@@ -1,0 +1,112 @@
+"""The configuration of updates: optimizer, trainer, supervised stage, evaluation, checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+FP8_MAX_BETA2 = 0.99  # training/moments.py derives it
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW on float32 master weights."""
+
+    learning_rate: float = 1e-6
+    """Peak learning rate."""
+    warmup_steps: int = 0
+    """Updates of linear warm-up."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Decay after warm-up."""
+    final_ratio: float = 0.1
+    """Learning rate at the last update, as a part of the peak."""
+    beta1: float = 0.9
+    """Decay of the first moment."""
+    beta2: float = 0.99
+    """Decay of the second moment."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay on matrices; norms and embeddings are never decayed."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this global norm; 0: not clipped."""
+    first_moment: MomentName = "recipe"
+    """How Adam's first moment rests between updates, which compute in float32; "recipe": as the recipe's optimizer_moment."""
+    second_moment: MomentName = "recipe"
+    """The same of the second moment, rounded stochastically; e4m3 needs beta2 of at most 0.99."""
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """The update."""
+
+    steps: int = 100
+    """Rollout-and-update steps of the run."""
+    updates_per_rollout: int = 1
+    """Optimizer updates on each rollout (mini-batches); with 1 the old-logprob forward is skipped."""
+    micro_batch_prompts: int = 0
+    """Prompts (with all their completions) in one gradient-accumulation step; 0: all at once."""
+    remat: Literal["none", "layer"] = "none"
+    """Rematerialize each layer in the backward pass: less memory, a third more compute."""
+    logprob_chunk: int = 1024
+    """Tokens whose logits exist at one time, per device, in the log-probability computation."""
+    attention_chunk: int | None = None
+    """Queries of a row whose attention scores exist at one time, recomputed in the backward pass; 0: all of them. Unset: 128 in
+    rows of 1024 tokens and more, else all."""
+    packing: bool = False
+    """Lay the completions of an update out in full rows instead of padding each to the longest; loss and metrics stay the same.
+    Sequences of a row, prompt and completion, are told apart by segment ids; the samples of a prompt share its copy."""
+    pack_tokens: int = 0
+    """Tokens of a packed row, at least the longest prompt and completion together; 0: just those. Wider rows hold more samples
+    of a prompt behind one copy of it, and cost more attention."""
+    length_buckets: bool = False
+    """Cut an update's batch to the longest prompt and completion in it, rounded up to a power of two or three quarters of one.
+    The first update of each width is compiled anew, and where completions reach rollout.max_new_tokens nothing is gained."""
+    router_replay: bool = False
+    """The trainer routes each token to the experts that the rollout used (R3); for models with experts."""
+    abort_after_skips: int = 10
+    """Consecutive updates skipped for non-finite values before the run stops with an error."""
+
+
+@dataclass(frozen=True)
+class SftConfig:
+    """Supervised training on the task's answers: the warm start of `fp8rl sft`."""
+
+    steps: int = 100
+    """Updates."""
+    batch_size: int = 64
+    """Examples an update."""
+    cut_short: float = 0.0
+    """Part of the demonstrations that lose their last token before end-of-sequence: a flaw that the reward can teach away."""
+    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=3e-3, warmup_steps=10, schedule="cosine")
+    """Its own optimizer settings."""
+    output: str = ""
+    """Run directory of the supervised stage, whose model/ is in Hugging Face form; empty: the run's output."""
+    from_scratch: bool = False
+    """Start from the built-in policy's random weights, whatever model.path says (it may name what this stage will write)."""
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """Held-out evaluation."""
+
+    every: int = 10
+    """Evaluate before step 0, every this many steps, and at the end; 0: never."""
+    examples: int = 128
+    """Held-out examples used, from the start of the held-out set."""
+    samples: int = 1
+    """Completions an example: accuracy is avg@k, and pass@k is reported where k > 1."""
+    temperature: float = 0.0
+    """Sampling temperature; 0: greedy."""
+    batch_size: int = 64
+    """Completions generated at one time."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Checkpoints of the whole training state."""
+
+    every: int = 50
+    """Steps between checkpoints; the last step is always saved. 0: only the last."""
+    keep: int = 2
+    """Newest checkpoints kept; at least 2, so that a damaged one is never the only one."""
