@@ -92,9 +92,6 @@ class RolloutConfig:
     """Layer loop in decode: unrolled (no copies on a CPU) or scanned (compile time independent of depth)."""
 
 
-MomentName = Literal["recipe", "float32", "bfloat16", "e4m3"]
-
-
 @dataclass(frozen=True)
 class MeshConfig:
     """Devices: data x fsdp x expert x tensor. One axis may be -1 and takes what is left."""
@@ -122,7 +119,7 @@ class RunConfig:
     output: str = "runs/{recipe}"
     """Run directory; {recipe} is replaced by the recipe's name."""
     recipe: str = "bf16"
-    """Precision recipe: bf16, fp8-rollout, fp8-kv or fp8-rl."""
+    """Precision recipe; fp8rl_jax/config/recipe.py opens with the table of them."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of everything that the recipe does not quantize; master weights are always float32."""
     seed: int = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+MomentName = Literal["recipe", "float32", "bfloat16", "e4m3"]
 FP8_MAX_BETA2 = 0.99  # training/moments.py derives it
 
 
