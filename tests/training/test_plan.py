@@ -26,7 +26,7 @@ from fp8rl_jax.rollout.served import quantized_policy
 from fp8rl_jax.training.fitting import what_fits
 from fp8rl_jax.training.plan import PHASES, memory_plan, mesh_sizes
 from fp8rl_jax.training.state import init_state, make_optimizer
-from fp8rl_jax.training.step import Batch, StepConfig, update
+from fp8rl_jax.training.step import Batch, StepConfig, _update
 
 RUNS = Path(__file__).parents[2] / "experiments"
 QWEN3_8B = PolicyConfig.from_directory(RUNS / "shapes" / "qwen3-8b")
@@ -69,7 +69,7 @@ def test_update_needs_what_xla_says(shape, config):
         get_recipe("bf16"), RLConfig(correction=CorrectionConfig(method="token_tis")), config.compute_dtype, 1.0,
         micro_batches=p // (config.trainer.micro_batch_prompts or p), remat=config.trainer.remat == "layer", logprob_chunk=64,
     )  # fmt: skip
-    found = update.lower(state, batch, settings, optimizer).compile().memory_analysis()
+    found = _update.lower(state, None, batch, settings, optimizer).compile().memory_analysis()
     batch_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(batch))
     carried = plan.always["masters (float32)"] + plan.always["Adam moments"] + state.updates.dtype.itemsize
     assert abs(found.argument_size_in_bytes - batch_bytes - carried) <= 64  # XLA may round a scalar up
