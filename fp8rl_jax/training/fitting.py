@@ -118,7 +118,8 @@ def report(shape: PolicyConfig, config: RunConfig, sizes: dict[str, int]) -> tup
         _table(plan).rstrip(),
     ]
     peak = max(plan.phases, key=plan.needs)
-    need = f"{plan.peak / _GB:.1f} GB a device, in the {peak} phase"
+    size, unit = _unit(plan)
+    need = f"{plan.peak / size:.1f} {unit} a device, in the {peak} phase"
     if limit is None:
         lines.append(f"Needs {need}. The device does not say what it has; name one with --plan.device.")
         return "\n".join(lines), True
@@ -131,15 +132,20 @@ def report(shape: PolicyConfig, config: RunConfig, sizes: dict[str, int]) -> tup
     return "\n".join([*lines, *(f"  {what}: {size / _GB:.1f} GB" for what, size in fitting)]), False
 
 
+def _unit(plan: Plan) -> tuple[float, str]:
+    return (_GB, "GB") if plan.peak >= _GB else (1e6, "MB")
+
+
 def _table(plan: Plan) -> str:
     table = rich.table.Table(box=rich.box.SIMPLE_HEAD)
-    for name in ("phase", "of one device", "GB"):
-        table.add_column(name, justify="right" if name == "GB" else "left")
+    unit, name = _unit(plan)
+    for title in ("phase", "of one device", name):
+        table.add_column(title, justify="right" if title == name else "left")
     for phase, parts in {"always": plan.always, **plan.phases}.items():
         for i, (name, size) in enumerate(parts.items()):
-            table.add_row("" if i else phase, name, f"{size / _GB:,.3f}")
+            table.add_row("" if i else phase, name, f"{size / unit:,.3f}")
         total = sum(plan.always.values()) if phase == "always" else plan.needs(phase)
-        table.add_row("", "together" if phase == "always" else f"{phase} with what is always there", f"{total / _GB:,.3f}")
+        table.add_row("", "together" if phase == "always" else f"{phase} with what is always there", f"{total / unit:,.3f}")
         table.add_section()
     page = io.StringIO()
     rich.console.Console(file=page, width=110).print(table)

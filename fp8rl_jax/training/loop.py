@@ -53,6 +53,8 @@ from fp8rl_jax.training.tracking import JsonLines, Trackers, make_tracker
 from fp8rl_jax.training.watch import Watch
 
 _log = logging.getLogger("fp8rl")
+# one program: dozens of small ones on a mesh wait for each other
+_mismatch = jax.jit(rl.mismatch_metrics, static_argnames="config")
 
 
 def train(setup: Setup, config_text: str) -> None:
@@ -164,8 +166,8 @@ class Loop:
         self.state, train_logprobs, metrics = self.learner.update(self.state, batch, clock)
         # XLA may lay small tensors out anew, and every program would be compiled for both layouts
         self.state = shard_policy(self.state, self.setup.mesh)
-        metrics |= rl.mismatch_metrics(
-            found.policy_logprobs, train_logprobs, batch.mask, batch.advantages, self.learner.config.rl.correction
+        metrics |= _mismatch(
+            found.policy_logprobs, train_logprobs, batch.mask, batch.advantages, config=self.learner.config.rl.correction
         )
         if self.calibrates:
             with clock.part("calibrate"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -60,15 +61,17 @@ def _start(script: Path, devices: int, args: tuple[str, ...], seed: int = 0):
     environ = {key: value for key, value in os.environ.items() if "proxy" not in key.lower()}
     environ |= {
         "JAX_PLATFORMS": "cpu",
-        # compiling, not running, is what these scripts wait for
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0",
+        # compiling, not running, is what these scripts wait for; and devices that wait for each other in a collective hold
+        # the threads that an operation split over threads would need
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
+        " --xla_cpu_multi_thread_eigen=false",
         # processes that walked a set of names in different orders would compile different programs
         "PYTHONHASHSEED": str(seed),
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), environ.get("PYTHONPATH", "")]),
     }
     # files and not pipes: a full pipe would stop a process that the others wait for
     out, err = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")
-    command = [sys.executable, str(script), *args]
+    command = [sys.executable, "-X", "faulthandler", str(script), *args]
     return subprocess.Popen(command, env=environ, stdout=out, stderr=err, stdin=subprocess.DEVNULL), out, err
 
 
@@ -82,6 +85,10 @@ def _finish(started: list, timeout: float) -> list[dict[str, Any]]:
                 break
             time.sleep(0.05)
         codes = [process.poll() for process, _, _ in started]
+        if not any(codes):  # all wait: each says where, on its way out
+            for process in (process for process, _, _ in started if process.poll() is None):
+                process.send_signal(signal.SIGABRT)
+            time.sleep(2)
     finally:
         for process, _, _ in started:
             process.kill()
@@ -93,7 +100,7 @@ def _finish(started: list, timeout: float) -> list[dict[str, Any]]:
         out.close(), err.close()
     if any(code != 0 for code in codes):
         told = "\n".join(
-            f"process {i}, exit {code}:\n{out[-1000:]}{err[-3000:]}"
+            f"process {i}, exit {code}:\n{out[-1000:]}{err[-6000:]}"
             for i, (code, (out, err)) in enumerate(zip(codes, texts, strict=True))
         )
         raise AssertionError(f"a process failed, or {timeout} s passed (exit None)\n{told}")

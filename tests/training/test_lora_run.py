@@ -1,6 +1,7 @@
 """Whole runs with adapters through the command line: the base stays, the adapters learn, and a resumed run is the same run."""
 
 import json
+import re
 from pathlib import Path
 
 import jax
@@ -177,4 +178,8 @@ def test_the_plan_counts_what_is_trained(run_file, tmp_path, capsys):
     assert run(run_file, tmp_path / "out", "--recipe", "fp8-rl", "--lora.base", "rollout", "--dry-run") == 0
     printed = capsys.readouterr().out
     trained = 8 * sum((48 + 48, 24 + 48, 24 + 48, 48 + 48, 80 + 48, 80 + 48, 48 + 80))
-    assert f"trained: {trained:,}" in printed and "frozen base: 0.1 MiB" in printed
+    assert f"trained: {trained:,}" in printed
+    moments, base = (float(re.search(rf"{name} +([0-9.]+)", printed)[1]) for name in ("Adam moments", "frozen base"))
+    assert moments == round(2 * 4 * trained / 1e6, 3)
+    linears, embedding = 48 * (48 + 24 + 24 + 48 + 80 + 80) + 80 * 48, 264 * 48
+    assert 1 < base * 1e6 / (linears + 4 * embedding) < 1.1  # scales and norms are the rest
