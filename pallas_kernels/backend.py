@@ -11,6 +11,16 @@ class BackendError(ValueError):
     """The backend asked for by name cannot serve this call."""
 
 
+def check_exact(backend: str, operation: str) -> None:
+    """Refuses a backend that has no exact form of its products.
+
+    Raises:
+        BackendError: only the reference has one.
+    """
+    if backend != "reference":
+        raise BackendError(f"{operation}: the {backend} backend has no exact products; choose reference")
+
+
 def resolve(backend: Backend, operation: str, available: tuple[str, ...]) -> str:
     """The backend that runs: the one named, or under "auto" the first of `available`.
 

@@ -107,7 +107,8 @@ class Recipe:
     correction: Literal["none", "token_tis"] = "none"
     """Importance-sampling correction used when rl.correction.method is "recipe"."""
     exact: bool = False
-    """Promise that rollout and trainer log-probabilities are equal bit for bit."""
+    """A token's log-probability has the same bits in the rollout and in the trainer, whatever else is in the batch, however it is
+    padded, chunked, packed or split. Only where both sides have the same formats, and on the reference backend."""
 
     @property
     def quantizes_linears(self) -> bool:
@@ -170,6 +171,10 @@ class PrecisionConfig:
     """More layers to keep in the compute dtype, as shell patterns such as "layers.0.*"."""
     kv_calibration: Literal["trainer", "rollout"] | None = None
     """Who calibrates the KV scales; unset: the recipe's. "rollout" makes the scales depend on the first batch served."""
+    exact: bool | None = None
+    """Log-probabilities of rollout and trainer that are equal bit for bit: mismatch and importance weights are then exactly 0
+    and 1. For recipes with one precision flow (bf16, jet-rl, infir2, fp8-e2e), on the reference backend; sums are made in
+    float64, so it costs time. Unset: the recipe's."""
     backend: Literal["auto", "reference", "hopper"] = "auto"
     """Kernels: plain XLA, Hopper's Pallas kernels, or the best that the device has."""
 
@@ -194,6 +199,8 @@ def get_recipe(name: str, changes: PrecisionConfig | None = None) -> Recipe:
         recipe = replace(recipe, output_gradient=gradient if gradient.quantized else COMPUTE)
     if changes.excluded and not recipe.quantizes_linears:
         raise UserError(f"precision.excluded: recipe {name!r} quantizes no linear layer, so there is nothing to exclude")
+    if changes.exact is not None:
+        recipe = replace(recipe, exact=changes.exact)
     if changes.kv_calibration is not None:
         recipe = replace(recipe, kv_calibration=changes.kv_calibration)
     return replace(recipe, excluded=recipe.excluded + tuple(changes.excluded))

@@ -68,8 +68,18 @@ def check_recipe(recipe: Recipe) -> None:
     if moment.rounding != "nearest" or moment.transform != "none":
         refuse("optimizer_moment", "has its own rounding and no transform; leave both as they are")
     _check_backward(recipe, refuse)
-    if recipe.exact:
-        refuse("exact", "is not supported: no backend has an exact path yet")
+    if recipe.exact and (difference := _first_difference(recipe)):
+        refuse("exact", f"cannot be promised: {difference}; the rollout's graph must be part of the trainer's forward")
+
+
+def _first_difference(recipe: Recipe) -> str:
+    """The first role whose format differs between the recipe's sides; "" where the forward passes are one."""
+    for role, fmt in vars(recipe.rollout).items():
+        other: TensorFormat = getattr(recipe.trainer, role)
+        if fmt != other:
+            field = next(name for name, value in vars(fmt).items() if value != getattr(other, name))
+            return f"the rollout's {role} has {field} {getattr(fmt, field)!r} and the trainer's {getattr(other, field)!r}"
+    return ""
 
 
 def _check_backward(recipe: Recipe, refuse: Callable[[str, str], None]) -> None:

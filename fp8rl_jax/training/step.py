@@ -89,7 +89,10 @@ def completion_logprobs(policy: Policy, batch: Batch, config: StepConfig) -> tup
         attention_chunk=config.attention_chunk, backend=config.backend,
     )  # fmt: skip
     bonus = config.rl.entropy_coefficient > 0
-    score = partial(token_logprobs, temperature=config.temperature, chunk=config.logprob_chunk, entropy_gradient=bonus)
+    score = partial(
+        token_logprobs, temperature=config.temperature, chunk=config.logprob_chunk, entropy_gradient=bonus,
+        exact=config.recipe.exact,
+    )  # fmt: skip
     if batch.packing is not None:
         return _packed_logprobs(run, score, policy.head, batch)
     segments = (jnp.arange(batch.prompts.shape[1]) < batch.lengths[:, None]).astype(jnp.int32)
