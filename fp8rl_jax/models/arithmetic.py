@@ -142,17 +142,16 @@ def _gated(gate, up, activation):
 def _attend(query, blocks, score_scale, value_scale, out_dtype):
     if not (isinstance(score_scale, float) and isinstance(value_scale, float)):
         raise ValueError("exact attention has no quantized cache")
-    masks = [block.mask for block in blocks]
 
-    def plain(query, keys, values):
+    def plain(query, keys, values, masks):
         parts = [attention.Keys(*part) for part in zip(keys, values, masks, strict=True)]
         return attention.attend(query, parts, score_scale, value_scale, out_dtype)
 
-    def exactly(query, keys, values):
+    def exactly(query, keys, values, masks):
         return exact.attend(query, keys, values, masks, score_scale * value_scale).astype(out_dtype)
 
     run = exact.with_gradient_of(plain, exactly)
-    return run(query, [block.keys for block in blocks], [block.values for block in blocks])
+    return run(query, *map(list, zip(*blocks, strict=True)))
 
 
 @scoped
@@ -184,7 +183,7 @@ def _combine(weights, out):
 
 @scoped
 def _logprob(logits, tokens, temperature):
-    x = once(cut(wide(logits) * (1 / wide(jnp.asarray(temperature, jnp.float32)))))
+    x = once(cut(wide(logits) * (1 / wide(temperature))))
     shifted = x - once(x.max(axis=-1, keepdims=True))
     normalizer = exact.log(once(exact.total(exact.exp(shifted), -1)))
     chosen = jnp.take_along_axis(shifted, tokens[..., None].astype(jnp.int32), axis=-1)[..., 0]
@@ -192,7 +191,7 @@ def _logprob(logits, tokens, temperature):
 
 
 def _exact(plain: Callable, exactly: Callable, arrays: int) -> Callable:
-    """`exactly` with the gradient of `plain`; both take `arrays` arrays first and then constants."""
+    """`exactly` with the gradient of `plain`; both take `arrays` trees of arrays first and then constants."""
 
     def run(*args):
         fixed = args[arrays:]
@@ -201,6 +200,8 @@ def _exact(plain: Callable, exactly: Callable, arrays: int) -> Callable:
 
     return run
 
+
+_tempered = _exact(PLAIN.logprob, _logprob, 3)
 
 EXACT = Arithmetic(
     exact=True,
@@ -215,7 +216,7 @@ EXACT = Arithmetic(
     routing=_routing,
     normalize=_exact(PLAIN.normalize, _normalize, 1),
     combine=_exact(PLAIN.combine, _combine, 2),
-    logprob=_exact(PLAIN.logprob, _logprob, 2),
+    logprob=lambda logits, tokens, temperature: _tempered(logits, tokens, jnp.asarray(temperature, jnp.float32)),
 )
 
 

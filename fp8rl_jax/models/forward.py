@@ -26,7 +26,8 @@ from fp8rl_jax.models.attention import layer_frequencies
 from fp8rl_jax.models.cache import KVBlock, KVCache
 from fp8rl_jax.models.layer import LayerInputs, LayerOutputs, LayerStep, OwnBlock
 from fp8rl_jax.models.policy import Policy, run_of_layers
-from pallas_kernels.backend import Backend
+from pallas_kernels.backend import Backend, check_exact
+from pallas_kernels.matmul import selected_backend
 
 Phase = Literal["train", "prefill", "decode"]
 
@@ -99,6 +100,8 @@ def forward(
         positions = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), (b, t))
     if segment_ids is None:
         segment_ids = jnp.ones((b, t), jnp.int32)
+    if recipe.exact:
+        check_exact(selected_backend(backend), "forward")
     numbers = arithmetic(recipe.exact)
     x = jnp.take(policy.embed_tokens.value, tokens, axis=0)
     if config.embedding_scale is not None:

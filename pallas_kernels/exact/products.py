@@ -10,6 +10,7 @@ Gradients are those of the plain float32 product.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -46,7 +47,7 @@ class Integers:
 
 
 @scoped
-def to_integers(w: Float[Array, "*stack n k"]) -> Integers:
+def to_integers(w: Float[Array, "*stack n k"] | Integers) -> Integers:
     """The form in which `dot` and `grouped_dot` multiply w; twice the memory of float32."""
     return w if isinstance(w, Integers) else Integers(*integers(wide(w), RIGHT_BITS, -1))
 
@@ -130,12 +131,12 @@ def attend(query: Array, keys: list[Array], values: list[Array], masks: list[Arr
     parts = [integers(wide(value), RIGHT_BITS, -1) for value in values]
     weights = [once(w * _per_slot(scale, b, group, t)) for w, (_, scale) in zip(weights, parts, strict=True)]
     edge = jnp.max(jnp.concatenate([w.max(-1, keepdims=True) for w in weights], -1), -1, keepdims=True)
-    out = 0.0
+    _, scale = integers(edge, 2 * SLICE_BITS, -1)
+    out = [0.0, 0.0]
     for w, (value, _) in zip(weights, parts, strict=True):
         rows = value.shape[0]
-        product = _sliced("rkgqs,rksd->rkgqd", by_row(w, rows), by_row(edge, rows), value)
-        out = out + jnp.stack([by_query(part, rows) for part in product])
-    _, scale = integers(edge, 2 * SLICE_BITS, -1)
+        for i, part in enumerate(_slices(jnp.round(w / scale))):
+            out[i] = out[i] + by_query(jnp.einsum("rkgqs,rksd->rkgqd", by_row(part, rows), value), rows)
     out = _joined(out) * scale / jnp.where(norm == 0, 1.0, norm)
     return rounded(out.transpose(0, 3, 1, 2, 4).reshape(b, t, heads, dim), query.dtype)
 
@@ -165,16 +166,10 @@ def _grouped_dot(x, w, group_sizes, out_dtype):
 
 def _product(spec: str, x: Array, w: Array, w_scale: Array) -> Array:
     """einsum of x and of the integers w with their scales [..., n, 1], float64."""
-    _, scale = integers(x, 2 * SLICE_BITS, -1)
-    out = _joined(_sliced(spec, x, x, w)) * scale
+    whole, scale = integers(x, 2 * SLICE_BITS, -1)
+    out = _joined(jnp.einsum(spec, part, w) for part in _slices(whole)) * scale
     columns = jnp.swapaxes(w_scale, -1, -2)
     return out * columns.reshape(*columns.shape[:-2], *(1,) * (out.ndim - columns.ndim), *columns.shape[-2:])
-
-
-def _sliced(spec: str, x: Array, like: Array, w: Array) -> tuple[Array, Array]:
-    """The high and the low slice of x, in units that the largest of `like` fixes, each times w."""
-    _, scale = integers(like, 2 * SLICE_BITS, -1)
-    return tuple(jnp.einsum(spec, part, w) for part in _slices(jnp.round(x / scale)))
 
 
 def _slices(whole: Array) -> tuple[Array, Array]:
@@ -183,8 +178,9 @@ def _slices(whole: Array) -> tuple[Array, Array]:
     return high, whole - high * 2.0**SLICE_BITS
 
 
-def _joined(parts) -> Array:
-    return parts[0] * 2.0**SLICE_BITS + parts[1]
+def _joined(parts: Iterable[Array]) -> Array:
+    high, low = parts
+    return high * 2.0**SLICE_BITS + low
 
 
 def _per_slot(scale: Array, b: int, group: int, t: int) -> Array:

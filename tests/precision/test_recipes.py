@@ -68,7 +68,7 @@ REFUSED = {
         r"output_gradient\.block must be \(1, 64\) and trainer\.weight\.block square",
     ),
     "optimizer_moment": ({"optimizer_moment": W}, r"optimizer_moment must be e4m3 with one scale for a group"),
-    "exact": ({"exact": True}, r"exact is not supported"),
+    "exact": ({"exact": True}, r"exact cannot be promised: the rollout's weight has format 'e4m3' and the trainer's 'compute'"),
 }
 
 
