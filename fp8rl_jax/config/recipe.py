@@ -171,10 +171,10 @@ class PrecisionConfig:
     """More layers to keep in the compute dtype, as shell patterns such as "layers.0.*"."""
     kv_calibration: Literal["trainer", "rollout"] | None = None
     """Who calibrates the KV scales; unset: the recipe's. "rollout" makes the scales depend on the first batch served."""
-    exact: bool | None = None
+    exact: bool = False
     """Log-probabilities of rollout and trainer that are equal bit for bit: mismatch and importance weights are then exactly 0
     and 1. For recipes with one precision flow (bf16, jet-rl, infir2, fp8-e2e), on the reference backend; sums are made in
-    float64, so it costs time. Unset: the recipe's."""
+    float64, so it costs time."""
     backend: Literal["auto", "reference", "hopper"] = "auto"
     """Kernels: plain XLA, Hopper's Pallas kernels, or the best that the device has."""
 
@@ -199,8 +199,8 @@ def get_recipe(name: str, changes: PrecisionConfig | None = None) -> Recipe:
         recipe = replace(recipe, output_gradient=gradient if gradient.quantized else COMPUTE)
     if changes.excluded and not recipe.quantizes_linears:
         raise UserError(f"precision.excluded: recipe {name!r} quantizes no linear layer, so there is nothing to exclude")
-    if changes.exact is not None:
-        recipe = replace(recipe, exact=changes.exact)
+    if changes.exact:
+        recipe = replace(recipe, exact=True)
     if changes.kv_calibration is not None:
         recipe = replace(recipe, kv_calibration=changes.kv_calibration)
     return replace(recipe, excluded=recipe.excluded + tuple(changes.excluded))
