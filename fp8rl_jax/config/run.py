@@ -120,8 +120,10 @@ class RunConfig:
     """Run directory; {recipe} is replaced by the recipe's name."""
     recipe: str = "bf16"
     """Precision recipe; fp8rl_jax/config/recipe.py opens with the table of them."""
-    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Dtype of everything that the recipe does not quantize; master weights are always float32."""
+    compute_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Dtype of everything that the recipe does not quantize; master weights are always float32. float16 rounds 8 times finer than
+    bfloat16, so rollout and trainer differ less (arXiv 2510.26788); it holds at most 65504, and trainer.loss_scale is for what
+    is too small for it."""
     seed: int = 0
     """Seed of data order, sampling and initialization."""
     dry_run: bool = False

@@ -41,6 +41,7 @@ class Learner:
             logprob_chunk=config.trainer.logprob_chunk,
             attention_chunk=config.trainer.attention_chunk,
             backend=config.precision.backend,
+            loss_scale=config.trainer.loss_scale.resolve(config.compute_dtype),
         )
         updates = config.trainer.steps * self.count
         self.optimizer = make_optimizer(config.optimizer, updates, setup.recipe.optimizer_moment)

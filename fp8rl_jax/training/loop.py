@@ -91,12 +91,12 @@ class Loop:
             bad_words=config.rollout.bad_words, logit_bias=config.rollout.logit_bias,
         )  # fmt: skip
         self.learner = Learner(setup)
-        self.state: TrainState = sharded_state(setup.policy, self.learner.optimizer, setup.mesh)
+        self.state: TrainState = sharded_state(setup.policy, self.learner.optimizer, setup.mesh, self.learner.config.loss_scale)
         setup.policy = self.state.policy
         self.engine = setup.engine()
         self.collector = Collector(setup, pool)
         self.checkpoints = Checkpoints(setup.directory / "checkpoints", config.checkpoint)
-        self.watch = Watch(config.trainer.abort_after_skips, self.checkpoints.directory)
+        self.watch = Watch(config.trainer.abort_after_skips, self.checkpoints.directory, config.compute_dtype)
         self.clock = Clock()
         self.start = 0
         self.scales: KVScales | None = None
