@@ -84,7 +84,7 @@ def build(config: RunConfig, *, sampled: bool = True) -> Setup:
         UserError: naming the key, file or tensor.
     """
     recipe = get_recipe(config.recipe, config.precision)
-    check_recipe(recipe)
+    check_recipe(recipe, config.precision.backend)
     r = config.rollout
     if sampled:
         check_sampling(
