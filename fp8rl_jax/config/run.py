@@ -7,7 +7,7 @@ from typing import Literal
 
 from fp8rl_jax.config.lora import LoraConfig
 from fp8rl_jax.config.plan import PlanConfig
-from fp8rl_jax.config.recipe import PrecisionConfig, get_recipe
+from fp8rl_jax.config.recipe import PrecisionConfig, Recipe, get_recipe
 from fp8rl_jax.config.rl import RLConfig
 from fp8rl_jax.config.tasks import TaskConfig
 from fp8rl_jax.config.tracking import TrackingConfig
@@ -150,7 +150,7 @@ class RunConfig:
         rollout, trainer, episodes = self.rollout, self.trainer, self.task.max_turns > 1
         found = []
         try:
-            get_recipe(self.recipe, self.precision)
+            found += self._calibration_problems(get_recipe(self.recipe, self.precision))
         except UserError as error:
             found.append(str(error))
         checks = [
@@ -217,3 +217,15 @@ class RunConfig:
                 f"trainer.micro_batch_prompts = {trainer.micro_batch_prompts} does not divide the {part} prompts of an update"
             )
         return found
+
+    def _calibration_problems(self, recipe: Recipe) -> list[str]:
+        """What keeps rl.clip_calibration from having an effect."""
+        if not self.rl.clip_calibration.enabled:
+            return []
+        correction = self.rl.correction.resolve(recipe.correction)
+        checks = [
+            (recipe.trainer.weight.quantized, f"the trainer of recipe {recipe.name!r} is not in FP8, and its ratios are exact"),
+            (self.trainer.updates_per_rollout > 1, "with trainer.updates_per_rollout = 1 the ratio is 1; set at least 2"),
+            (correction.value("mode") != "bypass", 'rl.correction.mode "bypass" has no ratio of pi_old; use "decoupled"'),
+        ]
+        return [f"rl.clip_calibration.enabled: {why}" for holds, why in checks if not holds]

@@ -1,4 +1,5 @@
-"""What a run carries from one update to the next: float32 masters, optimizer state, and the loss scale where there is one.
+"""What a run carries from one update to the next: float32 masters, optimizer state, and what a run finds on the way:
+the loss scale of float16 and calibrated clip bounds.
 
 Data order and sampling are functions of (seed, step), so a run resumed from this state repeats the uninterrupted one.
 """
@@ -30,12 +31,14 @@ class TrainState:
     optimizer: optax state of what is trained (models.lora.split).
     updates: optimizer updates tried so far, int32 (a skipped one counts: schedules follow the data).
     loss_scale: where it is dynamic, else None; a checkpoint has it in the first case only.
+    clip_bounds: of the ratio, where they are calibrated; likewise.
     """
 
     policy: Trained
     optimizer: Any
     updates: Int[Array, ""]
     loss_scale: LossScale | None = None
+    clip_bounds: Float[Array, " bounds"] | None = None
 
 
 def learning_rate(config: OptimizerConfig, updates: int) -> optax.Schedule:
@@ -88,12 +91,18 @@ def sharded_state(
     optimizer: optax.GradientTransformation,
     mesh: jax.sharding.Mesh,
     scaling: LossScaleConfig | None = None,
+    clip_bounds: tuple[float, float] | None = None,
 ) -> TrainState:
-    """`init_state` with every leaf placed on the mesh, the optimizer's moments like their weights; a frozen base stays."""
+    """`init_state` with every leaf placed on the mesh, the optimizer's moments like their weights; a frozen base stays.
+
+    Args:
+        clip_bounds: at the start, where they are calibrated.
+    """
     trained, frozen = split(policy)
 
     def make(trained: Trained) -> TrainState:
-        return TrainState(trained, optimizer.init(trained), jnp.int32(0), init_scale(scaling))
+        bounds = None if clip_bounds is None else jnp.asarray(clip_bounds, jnp.float32)
+        return TrainState(trained, optimizer.init(trained), jnp.int32(0), init_scale(scaling), bounds)
 
     state = jax.jit(make, out_shardings=policy_shardings(jax.eval_shape(make, trained), mesh))(trained)
     return replace(state, policy=join(state.policy, shard_policy(frozen, mesh)))
@@ -149,4 +158,4 @@ def apply_gradients(
         overflow = (finite["loss"] & ~finite["gradient"] & (scale > 1)).astype(jnp.float32)
         metrics |= {"optim/overflow": overflow, "nonfinite/gradient": flags["nonfinite/gradient"] - overflow}
         following = next_scale(following, finite["gradient"], scaling)
-    return TrainState(policy, moments, state.updates + 1, following), metrics
+    return replace(state, policy=policy, optimizer=moments, updates=state.updates + 1, loss_scale=following), metrics

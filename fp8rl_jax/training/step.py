@@ -183,6 +183,7 @@ def _update(
             weights=micro.weights,
             reference_logprobs=micro.reference_logprobs,
             entropy=entropy,
+            clip_bounds=state.clip_bounds,
         )
         if micro.weights is None:
             loss, metrics = rl.corrected_policy_loss(inputs, micro.rollout_logprobs, config.rl)
