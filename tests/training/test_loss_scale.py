@@ -16,6 +16,7 @@ from fp8rl_jax.config.training import LossScaleConfig, OptimizerConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.policy import init_policy
+from fp8rl_jax.training.checkpoint import _by_name
 from fp8rl_jax.training.loss_scale import factor, init_scale, next_scale
 from fp8rl_jax.training.state import TrainState, apply_gradients, init_state, make_optimizer, scaled_loss
 from fp8rl_jax.training.step import Batch, StepConfig, update
@@ -74,6 +75,15 @@ def test_which_runs_have_a_scale():
     static = LossScaleConfig("static", initial=8.0)
     assert init_scale(static) is None and factor(None, static) == 8.0 and factor(None, None) is None
     assert factor(init_scale(DYNAMIC), DYNAMIC) == 65536
+
+
+def test_a_checkpoint_holds_a_scale_where_there_is_one_and_is_otherwise_as_it_was(policy):
+    def names(scaling):
+        return [name[5:] for name in _by_name(init_state(policy, PLAIN, scaling)) if "policy" not in name and "mu" not in name]
+
+    plain, dynamic = names(None), names(DYNAMIC)
+    assert plain == names(replace(DYNAMIC, mode="static")) and plain[-1] == ".updates"
+    assert dynamic[: len(plain)] == plain and dynamic[len(plain) :] == [".loss_scale.scale", ".loss_scale.count"]
 
 
 @pytest.mark.parametrize(
