@@ -48,7 +48,10 @@ def unquantized(config: StepConfig) -> StepConfig:
 def recalibrate(
     bounds: Float[Array, " bounds"], seen: list[Seen], config: RLConfig
 ) -> tuple[Float[Array, " bounds"], dict[str, Float[Array, ""]]]:
-    """The next bounds, from those in force and all mini-batches together; metrics of `rl.calibrated_bounds`."""
+    """The next bounds, from those in force and all mini-batches together; metrics of `rl.calibrated_bounds`.
+
+    A bound that is not finite, for which NaN log-probabilities are the only reason, stays what it is.
+    """
     columns = []
     for batch, logprobs, exact, exact_old in seen:
         mask = batch.mask if batch.loss_mask is None else batch.loss_mask
@@ -58,5 +61,5 @@ def recalibrate(
         ratios = [rl.policy_ratio(new, old, mask, "token") for new, old in ((logprobs, batch.old_logprobs), (exact, exact_old))]
         columns.append((*ratios, advantages, mask))
     found, metrics = rl.calibrated_bounds(*map(jnp.concatenate, zip(*columns, strict=True)), config)
-    kept = config.clip_calibration.smoothing
+    kept, found = config.clip_calibration.smoothing, jnp.where(jnp.isfinite(found), found, bounds)
     return kept * bounds + (1 - kept) * found, metrics

@@ -122,6 +122,8 @@ def test_mini_batches_are_joined_and_weighted():
     expected, same = jax.jit(rl.calibrated_bounds, static_argnums=4)(*ratios, signed, both, ON)
     np.testing.assert_allclose(weighted, 0.25 * before + 0.75 * expected, rtol=1e-6)
     assert metrics.keys() == same.keys() and float(metrics["clip_calibration/low_frac"]) > 0
+    broken, _ = recalibrate(before, [seen(0)._replace(logprobs=jnp.full((8, 20), jnp.nan)), seen(1)], ON)
+    assert np.isfinite(broken).all()
 
 
 @pytest.mark.parametrize(
