@@ -114,8 +114,6 @@ class Learner:
             if calibrating and part:
                 seen.append(Seen(mini, logprobs, exact_logprobs, exact_old[part]))
         averaged = {name: jnp.mean(jnp.stack([m[name] for m in collected])) for name in collected[0]}
-        if state.clip_bounds is not None:
-            told |= dict(zip(("clip_ratio/low_bound", "clip_ratio/high_bound"), state.clip_bounds, strict=True))
         if calibrating:
             bounds, found = recalibrate(state.clip_bounds, seen, config.rl)
             state, told = dataclasses.replace(state, clip_bounds=bounds), told | found

@@ -203,5 +203,8 @@ def _update(
         zeros = (jnp.float32(0), jax.tree.map(jnp.zeros_like, state.policy))
         (loss, gradients), (stacked, logprobs) = jax.lax.scan(accumulate, zeros, split_batch(batch, config.micro_batches))
         metrics, logprobs = rl.reduce_metrics(stacked), logprobs.reshape(batch.tokens.shape)
+    bounds = {}
+    if state.clip_bounds is not None:
+        bounds = {"clip_ratio/low_bound": state.clip_bounds[0], "clip_ratio/high_bound": state.clip_bounds[1]}
     state, update_metrics = apply_gradients(state, gradients, loss, optimizer, config.loss_scale)
-    return state, logprobs, rl.metric_values(metrics | corrections) | update_metrics
+    return state, logprobs, rl.metric_values(metrics | corrections) | update_metrics | bounds
