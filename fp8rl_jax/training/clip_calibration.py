@@ -40,7 +40,8 @@ def due(state: TrainState, config: RLConfig, updates_per_rollout: int) -> bool:
 
 def unquantized(config: StepConfig) -> StepConfig:
     """The same forward in the compute dtype."""
-    recipe = replace(config.recipe, trainer=ForwardFormats(), output_gradient=COMPUTE, saved_activation=COMPUTE)
+    compute = {"trainer": ForwardFormats(), "output_gradient": COMPUTE, "saved_activation": COMPUTE, "exact": False}
+    recipe = replace(config.recipe, **compute)
     return replace(config, recipe=recipe)
 
 
