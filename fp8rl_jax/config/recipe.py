@@ -15,9 +15,10 @@ columns that can be named, measured and removed.
     jet-rl        W8A8 block, G e4m3 W8A8 block        compute     none         Jet-RL (arXiv 2601.14243), one flow
     infir2        as jet-rl, UE8M0   the same, UE8M0   compute     none         InfiR2 (arXiv 2509.22536)
 
-"compute" means: not quantized, kept in the run's compute dtype (bfloat16, or float32 on request). W8A8 block is DeepSeek-V3's
-layout: weights e4m3 in 128x128 blocks, activations e4m3 in 1x128 groups along the contraction. G is the output gradient, in
-1x128 groups; where the trainer's linears are FP8, what they keep for the backward is FP8 too. UE8M0: scales are powers of two.
+"compute" means: not quantized, kept in the run's compute dtype (bfloat16; float16 or float32 on request). W8A8 block is
+DeepSeek-V3's layout: weights e4m3 in 128x128 blocks, activations e4m3 in 1x128 groups along the contraction. G is the output
+gradient, in 1x128 groups; where the trainer's linears are FP8, what they keep for the backward is FP8 too. UE8M0: scales are
+powers of two.
 """
 
 from __future__ import annotations
