@@ -32,6 +32,7 @@ from fp8rl_jax.models.moe import mixture
 from fp8rl_jax.models.policy import Layer, Weight
 from fp8rl_jax.precision import linear, quantize_input, quantize_per_tensor
 from pallas_kernels.backend import Backend
+from pallas_kernels.matmul.reference import rows_of
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True)}
 
@@ -138,12 +139,12 @@ class LayerStep:
 
     def project(self, x, *weights):
         """The product of x with each weight; x is quantized once for all weights of a kind, and kept once for the backward."""
-        inputs, out = {}, []
+        rows, inputs, out = rows_of(x), {}, []
         for weight in (w.value for w in weights):
             kind = jax.tree.structure(weight)
             if kind not in inputs:
-                inputs[kind] = quantize_input(x, weight, self.formats.activation, self.backend)
-            out.append(linear(inputs[kind], weight, x.dtype, self.backend))
+                inputs[kind] = quantize_input(rows, weight, self.formats.activation, self.backend)
+            out.append(linear(inputs[kind], weight, x.dtype, self.backend).reshape(*x.shape[:-1], -1))
         return out
 
     def heads(self, x, bias):
