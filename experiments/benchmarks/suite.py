@@ -120,12 +120,16 @@ def _jobs(workloads: Sequence[Workload], arguments: Arguments, peers: Peers, tar
 
 
 def print_ratios(entry: dict[str, Any]) -> None:
-    """One line a ratio."""
+    """One line a ratio of seconds, and one line for all ratios of a part's bytes."""
     for ratio in entry["ratios"]:
         what = f"{ratio['over']} / {ratio['under']}, {ratio['part']}"
         print(f"  {what}: {ratio['median']:.3f} ({ratio['q1']:.3f}-{ratio['q3']:.3f})")
+    lines: dict[str, list[str]] = {}
     for ratio in entry.get("byte_ratios", []):
-        print(f"  bytes of {ratio['over']} / {ratio['under']}, {ratio['part']}: {ratio['ratio']:.3f}")
+        part, what = ratio["part"].split(", ")
+        lines.setdefault(f"{ratio['over']} / {ratio['under']}, bytes of {part}", []).append(f"{what} {ratio['ratio']:.3f}")
+    for what, values in lines.items():
+        print(f"  {what}: {', '.join(values)}")
 
 
 def write(path: Path, record: dict[str, Any]) -> None:
