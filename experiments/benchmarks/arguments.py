@@ -16,6 +16,8 @@ class Arguments:
     """The JSON file; it is written again after each benchmark."""
     benchmarks: tuple[BenchmarkName, ...] = ("generation", "grpo_step", "loop_overhead", "trained_layer")
     """Which ones, in this order."""
+    workloads: tuple[str, ...] = ()
+    """Only workloads whose name has one of these words in it; none: all of this kind of device."""
     rounds: int = 5
     """Timed rounds of each benchmark."""
     warmup: int = 1

@@ -42,9 +42,22 @@ def run(arguments: Arguments) -> None:
     """
     if jax.default_backend() == "gpu":
         deadline = time.monotonic() + 60 * arguments.budget_minutes
-        run_all(GPU_WORKLOADS, arguments, {}, deadline, load_target(arguments.gpu_target))
+        run_all(chosen(GPU_WORKLOADS, arguments), arguments, {}, deadline, load_target(arguments.gpu_target))
     else:
-        run_all(CPU_WORKLOADS, arguments, choose_peers(arguments), target=load_target(arguments.gpu_target))
+        workloads = chosen(CPU_WORKLOADS, arguments)
+        run_all(workloads, arguments, choose_peers(arguments), target=load_target(arguments.gpu_target))
+
+
+def chosen(workloads: Sequence[Workload], arguments: Arguments) -> list[Workload]:
+    """Those that `--workloads` names.
+
+    Raises:
+        UserError: a word is in no name.
+    """
+    for word in arguments.workloads:
+        if not any(word in workload.name for workload in workloads):
+            raise UserError(f"--workloads: {word!r} is in none of the names: {', '.join(w.name for w in workloads)}")
+    return [w for w in workloads if not arguments.workloads or any(word in w.name for word in arguments.workloads)]
 
 
 def choose_peers(arguments: Arguments) -> Peers:

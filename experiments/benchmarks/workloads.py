@@ -128,7 +128,7 @@ SMOLLM2_SHAPE = Workload(
         rope_theta=1e5, tie_word_embeddings=True, max_position_embeddings=8192,
     ),
     compute_dtype="bfloat16",
-    step=Shape(prompts=2, samples=4, prompt_tokens=16, new_tokens=48),
+    step=Shape(prompts=2, samples=4, prompt_tokens=16, new_tokens=32),
     layer=Shape(prompts=1, samples=1, prompt_tokens=512, new_tokens=512),
     step_recipes=TRAINED,
     layer_recipes=TRAINED,
