@@ -29,6 +29,7 @@ from fp8rl_jax.models.moe import mixture
 from fp8rl_jax.models.policy import Layer, Weight
 from fp8rl_jax.precision import linear, quantize_input, quantize_per_tensor
 from pallas_kernels.backend import Backend
+from pallas_kernels.matmul.reference import rows_of
 
 
 class LayerInputs(NamedTuple):
@@ -131,12 +132,13 @@ class LayerStep:
 
     def project(self, x, *weights):
         """The product of x with each weight; x is quantized once for all weights of a kind, and kept once for the backward."""
-        inputs, out = {}, []
+        rows, inputs, out = rows_of(x), {}, []
         for weight in (w.value for w in weights):
             kind = jax.tree.structure(weight)
             if kind not in inputs:
-                inputs[kind] = quantize_input(x, weight, self.formats.activation, self.backend)
-            out.append(linear(inputs[kind], weight, x.dtype, self.backend, self.arithmetic.exact))
+                inputs[kind] = quantize_input(rows, weight, self.formats.activation, self.backend)
+            product = linear(inputs[kind], weight, x.dtype, self.backend, self.arithmetic.exact)
+            out.append(product.reshape(*x.shape[:-1], -1))
         return out
 
     def heads(self, x, bias):
