@@ -98,9 +98,7 @@ def forward(
         positions = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), (b, t))
     if segment_ids is None:
         segment_ids = jnp.ones((b, t), jnp.int32)
-    x = jnp.take(policy.embed_tokens.value, tokens, axis=0)
-    if config.embedding_scale is not None:
-        x = x * jnp.asarray(config.embedding_scale, x.dtype)
+    x = embed(policy, tokens)
     step = LayerStep(config, formats, positions, segment_ids, cache, observe, backend, prefix_ids, attention_chunk)
     run = jax.checkpoint(step, prevent_cse=False) if remat else step
     x, outputs = (_scan if policy.stacked else _unroll)(run, policy, x, cache, routes, keep_cache)
@@ -113,7 +111,13 @@ def forward(
     return ForwardResult(step.norm(x, policy.norm), block, outputs.observed, outputs.routes)
 
 
-def _inputs(policy: Policy, cache: KVCache, routes, pick: Callable, pick_sparse: Callable) -> LayerInputs:
+def embed(policy: Policy, tokens: Int[Array, "b t"]) -> Float[Array, "b t hidden"]:
+    """What enters the first layer."""
+    x, scale = jnp.take(policy.embed_tokens.value, tokens, axis=0), policy.config.embedding_scale
+    return x if scale is None else x * jnp.asarray(scale, x.dtype)
+
+
+def layer_inputs(policy: Policy, cache: KVCache, routes, pick: Callable, pick_sparse: Callable) -> LayerInputs:
     """LayerInputs of the layers that `pick` and `pick_sparse` take out of stacks over all layers and over those with experts."""
     windows = None if policy.config.windows is None else jnp.asarray(policy.config.windows, jnp.int32)
     frequencies = layer_frequencies(policy.config)
@@ -130,7 +134,7 @@ def _unroll(step: Callable, policy: Policy, x, cache: KVCache, routes, keep_cach
     sparse, outputs = policy.config.sparse_layers, []
     for i, layer in enumerate(policy.layers):
         replayed = routes if i in sparse else None
-        inputs = _inputs(policy, cache, replayed, lambda x, i=i: x[i], lambda x, i=i: x[sparse.index(i)])
+        inputs = layer_inputs(policy, cache, replayed, lambda x, i=i: x[i], lambda x, i=i: x[sparse.index(i)])
         own = None if cache.own is None else OwnBlock(cache.own.keys[i], cache.own.values[i], cache.slot)
         x, out = step(x, layer, own, inputs)
         outputs.append(out)
@@ -160,7 +164,7 @@ def _scan(step: Callable, policy: Policy, x, cache: KVCache, routes, keep_cache:
         start, *rest = run
         stop = start + 1 + len(rest)
         first = config.sparse_layers.index(start) if sparse else 0
-        inputs = _inputs(
+        inputs = layer_inputs(
             policy, cache, routes if sparse else None,
             lambda x, a=start, b=stop: x[a:b], lambda x, a=first, b=first + stop - start: x[a:b],
         )  # fmt: skip

@@ -129,7 +129,7 @@ class LayerStep:
         normed = self.norm(x, before_mlp)
         if layer.experts is None:
             return x + self.norm(self.mlp(normed, layer), after_mlp), LayerOutputs(block, observed, None)
-        mixed, routes = mixture(normed, layer, self.config.experts, self.formats.activation, inputs.routes, self.backend)
+        mixed, routes = self.mixture(normed, layer, inputs.routes)
         return x + self.norm(mixed, after_mlp), LayerOutputs(block, observed, routes)
 
     def norm(self, x, weight: Weight | None):
@@ -142,9 +142,16 @@ class LayerStep:
         for weight in (w.value for w in weights):
             kind = jax.tree.structure(weight)
             if kind not in inputs:
-                inputs[kind] = quantize_input(x, weight, self.formats.activation, self.backend)
+                inputs[kind] = self.operand(x, weight)
             out.append(linear(inputs[kind], weight, x.dtype, self.backend))
         return out
+
+    def operand(self, x, weight):
+        """x in the form that `weight` multiplies."""
+        return quantize_input(x, weight, self.formats.activation, self.backend)
+
+    def mixture(self, x, layer: Layer, routes):
+        return mixture(x, layer, self.config.experts, self.formats.activation, routes, self.backend)
 
     def heads(self, x, bias):
         x = x if bias is None else x + bias.value

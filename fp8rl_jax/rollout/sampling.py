@@ -81,10 +81,14 @@ def draw(
     weights = jnp.exp(tempered - tempered.max(-1, keepdims=True))
     kept = jnp.where(truncation_mask(weights, sampling), weights, 0.0) if sampling.truncated else weights
     tokens = jax.vmap(_inverse_cdf)(kept, keys)
-    chosen = jnp.log(jnp.take_along_axis(weights, tokens[:, None], axis=-1)[:, 0])
-    whole = chosen - jnp.log(weights.sum(-1))
-    behaviour = chosen - jnp.log(kept.sum(-1)) if sampling.truncated else whole
+    whole = _logprob_of_weights(weights, tokens)
+    behaviour = jnp.log(_taken(weights, tokens)) - jnp.log(kept.sum(-1)) if sampling.truncated else whole
     return tokens, behaviour, whole if offered is logits else _logprob(logits / sampling.temperature, tokens)
+
+
+def logprob_of(tempered: Float[Array, "b vocab"], tokens: Int[Array, " b"]) -> Float[Array, " b"]:
+    """The policy log-probability that `draw` gives a token that it draws, of given ones: logits over the temperature."""
+    return _logprob_of_weights(jnp.exp(tempered - tempered.max(-1, keepdims=True)), tokens)
 
 
 def truncation_mask(weights: Float[Array, "b vocab"], sampling: Sampling) -> Bool[Array, "b vocab"]:
@@ -106,6 +110,14 @@ def truncation_mask(weights: Float[Array, "b vocab"], sampling: Sampling) -> Boo
     if sampling.min_p > 0.0:
         keep = keep & (weights >= sampling.min_p * weights.max(-1, keepdims=True))
     return keep
+
+
+def _logprob_of_weights(weights, tokens):
+    return jnp.log(_taken(weights, tokens)) - jnp.log(weights.sum(-1))
+
+
+def _taken(values, tokens):
+    return jnp.take_along_axis(values, tokens[:, None], axis=-1)[:, 0]
 
 
 def _logprob(logits, tokens):
