@@ -56,10 +56,10 @@ def columns(results: dict[str, Any]) -> list[tuple[str, tuple[str, ...]]]:
     return [*shown, (OTHERS, tuple(name for name in present if name not in named))]
 
 
-def worst(layer: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any] | None:
-    """Of a layer's operations with these names the one with the largest error of its own; None where it has none of them."""
+def worst(layer: dict[str, Any], names: tuple[str, ...], measured: str = "own") -> dict[str, Any] | None:
+    """Of a layer's operations with these names the one with the largest error; None where it has none of them."""
     found = [operation for operation in layer["operations"] if operation["name"] in names]
-    return max(found, key=lambda x: (bool(x["cause"]), _size(x["own"])), default=None)
+    return max(found, key=lambda x: (measured == "own" and bool(x["cause"]), _size(x[measured])), default=None)
 
 
 def grouped(names: list[str], layers: int) -> str:
