@@ -55,6 +55,20 @@ def run(arguments: Arguments) -> int:
     described = [describe_side(spec.model, side) for spec, side in zip(specs, sides, strict=True)]
     results = document(found, described, tokens, tokenizer, given)
     if arguments.json:
-        write_lines(arguments.json, [results])
+        write_lines(arguments.json, [results | {"made": _record()}])
     print(summary(results))
     return 1 if arguments.expect_equal and not found.equal else 0
+
+
+def _record() -> dict:
+    """By what the results were made."""
+    import sys
+    from importlib.metadata import version
+
+    import jax
+
+    return {
+        "command": ["fp8rl", *sys.argv[1:]],
+        "versions": {name: version(name) for name in ("fp8rl_jax", "jax", "jaxlib")},
+        "devices": [f"{device.platform}:{device.device_kind}" for device in jax.devices()],
+    }

@@ -7,7 +7,8 @@
      "quantized_on_one_side": {"a": [names], "b": [names]},
      "logprobs": {"tokens", "differing", "mean_abs", "max_abs", "k3", "row", "position", "a", "b", "token", "text"},
      "layers": [{"name", "rerouted", "input": difference, "operations": [operation, ...]}, ...],
-     "start": operation, "end": [operation, operation]}
+     "start": operation, "end": [operation, operation],
+     "made": {"command", "versions", "devices"}, in the file alone}
 
     operation     {"name", "cause", "detail", "output": difference, "own": difference, "operands": {name: difference}}
     difference    {"elements", "differing", "relative_error", "snr_db", "max_abs"}
