@@ -13,7 +13,7 @@
     operation     {"name", "cause", "detail", "output": difference, "own": difference, "operands": {name: difference}}
     difference    {"elements", "differing", "relative_error", "snr_db", "max_abs"}
 
-Numbers are rounded to six digits; what is not finite is null.
+Numbers are rounded to four digits; what is not finite is null.
 """
 
 from __future__ import annotations
@@ -90,4 +90,4 @@ def _numbers(found: Any) -> dict[str, Any]:
 
 
 def _rounded(value: Any) -> Any:
-    return float(f"{value:.6g}") if isinstance(value, float) else value
+    return float(f"{value:.4g}") if isinstance(value, float) else value
