@@ -71,10 +71,7 @@ def grouped(names: list[str], layers: int) -> str:
     kinds: dict[tuple[int, ...], list[str]] = {}
     for tensor, numbers in where.items():
         kinds.setdefault(tuple(numbers), []).append(tensor)
-    return "; ".join(
-        f"{', '.join(tensors)} in {f'all {layers} layers' if len(numbers) == layers else f'layers {_ranges(numbers)}'}"
-        for numbers, tensors in kinds.items()
-    )
+    return "; ".join(f"{', '.join(tensors)} in {_places(numbers, layers)}" for numbers, tensors in kinds.items())
 
 
 def error(found: dict[str, Any]) -> str:
@@ -143,6 +140,12 @@ def _number(value: float | None, digits: int = 2) -> str:
 def _size(found: dict[str, Any]) -> float:
     value = found["relative_error"]
     return float("inf") if value is None else value
+
+
+def _places(numbers: tuple[int, ...], layers: int) -> str:
+    if len(numbers) == layers > 1:
+        return f"all {layers} layers"
+    return f"layer{'s' if len(numbers) > 1 else ''} {_ranges(numbers)}"
 
 
 def _ranges(numbers: tuple[int, ...]) -> str:

@@ -125,7 +125,8 @@ class _Walk:
         """An operation outside of the layers, which reads one tensor."""
         a, b, own = jax.device_get((*free, own))
         alone = difference(self.real(a, masks), self.real(own, masks))
-        return self.result(name, a, b, alone, judge([self.weights(None, tensor, f"weight of {tensor}")], alone), masks)
+        verdict = judge([self.weights(None, tensor, f"weight of {tensor}")], alone)
+        return self.result(name, (a, b, own), alone, verdict, masks)
 
     def layer(self, i: int, xs: tuple[Stretches, Stretches]) -> tuple[LayerResult, tuple[Stretches, Stretches]]:
         """Layer i, and what leaves it on both sides."""
@@ -150,7 +151,7 @@ class _Walk:
             if operation.name == "mixture" and results["router"].verdict.cause and verdict.cause:
                 verdict = verdict._replace(cause="input", detail="the router's weights differ")
             masks = same if operation.output.startswith("experts.") else self.masks
-            results[operation.name] = self.result(f"layers.{i}.{operation.name}", a, b, alone, verdict, masks)
+            results[operation.name] = self.result(f"layers.{i}.{operation.name}", (a, b, own), alone, verdict, masks)
         return LayerResult(f"layers.{i}", entered, tuple(results.values()), rerouted), after
 
     def judge(self, i: int, operation: Operation, a: Stretches, b: Stretches, own: Difference) -> Verdict:
@@ -199,17 +200,18 @@ class _Walk:
         return Operand(role, describe(fmt), source, QTensor(values, scales, block), attended)
 
     def result(
-        self, name: str, a: Stretches, b: Stretches, own: Difference, verdict: Verdict, masks: Stretches
+        self, name: str, results: tuple[Stretches, Stretches, Stretches], alone: Difference, verdict: Verdict, masks: Stretches
     ) -> OperationResult:
-        """Keeps the first operation of each cause. a, b: results of the free run."""
+        """Keeps the first operation of each cause. results: of the free run on both sides, and of side b on side a's input."""
+        a, b, own = results
         output, cause, detail = difference(self.real(a, masks), self.real(b, masks)), verdict.cause, verdict.detail
         if not (self.first or cause or output.equal):  # from equal values, and not when run on side a's
-            cause, detail = "reduction", "equal operands, another result"
+            cause, detail, own = "reduction", "equal operands, another result", b
         if cause not in ("", "input", *self.first):
-            parts = zip(("prompt", "completion"), a, b, masks, strict=True)
+            parts = zip(("prompt", "completion"), a, own, masks, strict=True)
             where = [part for part, x, y, mask in parts if not difference(x[mask], y[mask]).equal]
             self.first[cause] = First(name, cause, detail, " and ".join(where))
-        return OperationResult(name.removeprefix("layers.").partition(".")[2] or name, output, own, verdict)
+        return OperationResult(name.removeprefix("layers.").partition(".")[2] or name, output, alone, verdict)
 
     def real(self, x: Stretches, masks: Stretches | None = None) -> np.ndarray:
         """The entries of real tokens, [n, ...]."""

@@ -107,5 +107,5 @@ def test_what_cannot_work_is_one_line(model, lines, tmp_path, tmp_path_factory, 
 
 def test_names_are_put_together_by_layers():
     names = [f"layers.{i}.{name}" for i in range(4) for name in ("q_proj", "k_proj")] + ["layers.0.up_proj", "layers.2.up_proj"]
-    assert grouped(names, 4) == "q_proj, k_proj in all 4 layers; up_proj in layers 0, 2"
+    assert grouped([*names, "layers.3.o_proj"], 4) == "q_proj, k_proj in all 4 layers; up_proj in layers 0, 2; o_proj in layer 3"
     assert grouped([f"layers.{i}.q_proj" for i in (0, 1, 2, 5)], 9) == "q_proj in layers 0-2, 5"

@@ -170,9 +170,9 @@ def test_experts_and_the_router():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("recipe", "tolerance"), [("bf16", 1e-5), ("fp8-rl", 5e-3)])
-def test_the_sides_are_the_engine_and_the_update(recipe, tolerance):
+def test_the_sides_are_the_engine_and_the_update():
     """Layer by layer they give the log-probabilities that the engine sampled with and the update recomputes."""
+    recipe, tolerance = "fp8-rl", 5e-3  # an e4m3 value more or less, where sums differ in the last bit
     engine, weights = LocalEngine(RECIPES[recipe], jnp.float32, unroll=False), policy()
     prompts = pad_prompts([[5, 9, 3, 22, 8], [2, 6, 11]], [0, 1], 5)
     probe = as_tokens([([5, 9, 3, 22, 8], [1] * 6), ([2, 6, 11], [1] * 6)], 64)
@@ -188,7 +188,7 @@ def test_the_sides_are_the_engine_and_the_update(recipe, tolerance):
         for i in range(DENSE.num_layers):
             x = type(x)(*(part["output"] for part in one.run(i, x, tokens)))
         np.testing.assert_allclose(one.logprobs(one.norm(x), tokens), expected, atol=tolerance)
-    assert np.abs(trainer - out.policy_logprobs).max() > 4 * tolerance or recipe == "bf16"
+    assert np.abs(trainer - out.policy_logprobs).max() > 4 * tolerance
 
 
 def test_models_of_other_shapes_are_refused():

@@ -1,10 +1,9 @@
 """Comparisons on the page: found, checked, drawn; beside runs and alone."""
 
-import json
 import re
 
 import pytest
-from report.synthetic import write_run
+from report.synthetic import LAYERS, write_comparison, write_run
 
 from fp8rl_jax.cli import main as cli
 from fp8rl_jax.errors import UserError
@@ -12,48 +11,6 @@ from fp8rl_jax.report.comparison import find_comparisons, read_comparison
 from fp8rl_jax.report.heatmap import FAINTEST, panel
 from fp8rl_jax.report.page import render, write_report
 from fp8rl_jax.report.runs import find_runs, read_runs
-
-LAYERS = 4
-
-
-def numbers(error):
-    """A difference whose relative error is `error`."""
-    return {"elements": 8, "differing": float(error > 0), "relative_error": error, "snr_db": None, "max_abs": error}
-
-
-def operation(name, own, output, cause=""):
-    return {"name": name, "cause": cause, "detail": "", "output": numbers(output), "own": numbers(own), "operands": {}}
-
-
-def write_comparison(directory, detail="weight: e4m3 against <b>float32</b>"):
-    """Every layer: q_proj in another format, attention another sum, o_proj equal by itself, a norm that is equal."""
-    directory.mkdir(parents=True, exist_ok=True)
-    operations = [
-        operation("input_layernorm", 0.0, 0.0),
-        operation("q_proj", 1e-2, 1e-2, "format"),
-        operation("attention", 1e-7, 1e-2, "reduction"),
-        operation("o_proj", 0.0, 2e-2),
-    ]
-    sides = [
-        {"model": "m", "recipe": "fp8-rollout", "phase": phase, "compute_dtype": "float32", "backend": "auto", "formats": {}}
-        for phase in ("rollout", "trainer")
-    ]
-    results = {
-        "kind": "fp8rl compare", "version": 1, "equal": False, "sides": sides,
-        "tokens": {"rows": 1, "prompt": 5, "completion": 6, "rows_given": 1, "given": 11},
-        "first": [{"name": "layers.0.q_proj", "cause": "format", "detail": detail, "where": "prompt and completion"}],
-        "quantized_on_one_side": {"a": [f"layers.{i}.q_proj" for i in range(LAYERS)], "b": []},
-        "logprobs": {"tokens": 6, "differing": 1.0, "mean_abs": 0.1, "max_abs": 0.25, "k3": 0.0125, "row": 0, "position": 2,
-                     "a": -1.0, "b": -1.25, "token": 7, "text": " <i>"},
-        "layers": [
-            {"name": f"layers.{i}", "rerouted": None, "input": numbers(0.0 if not i else 1e-2), "operations": operations}
-            for i in range(LAYERS)
-        ],
-        "start": operation("embed_tokens", 0.0, 0.0), "end": [operation(name, 0.0, 2e-2) for name in ("norm", "logprobs")],
-    }  # fmt: skip
-    path = directory / "compare.json"
-    path.write_text(json.dumps(results))
-    return path
 
 
 def test_comparisons_are_found_beside_runs_and_alone(tmp_path):
@@ -67,7 +24,7 @@ def test_the_heat_map_has_a_cell_for_each_layer_and_operation(tmp_path):
     found = panel(0, read_comparison(write_comparison(tmp_path)))
     assert found.title == "fp8-rollout rollout against fp8-rollout trainer"
     assert "k3 0.013, largest difference 0.25" in found.headline
-    assert found.alone == ["Quantized on side a only: q_proj in all 4 layers."]
+    assert found.alone == [f"Quantized on side a only: q_proj in all {LAYERS} layers."]
     own, piled = (chart.svg for chart in found.charts)
 
     def cells(svg):
@@ -81,8 +38,8 @@ def test_the_heat_map_has_a_cell_for_each_layer_and_operation(tmp_path):
     assert len(cells(own)) == 2 * LAYERS + len(key)
     expected = sorted([opacity(-2), opacity(-7)] * LAYERS + key)
     assert cells(own) == pytest.approx(expected, abs=1e-5)
-    # in of three layers, q, attention and o of all; the log10 of 2e-2 is -1.699
-    expected = sorted([opacity(-2)] * 3 + [opacity(-2)] * 2 * LAYERS + [opacity(-1.69897)] * LAYERS + key)
+    # in of all layers but the first, q, attention and o of all; the log10 of 2e-2 is -1.699
+    expected = sorted([opacity(-2)] * (LAYERS - 1) + [opacity(-2)] * 2 * LAYERS + [opacity(-1.69897)] * LAYERS + key)
     assert cells(piled) == pytest.approx(expected, abs=1e-5)
     assert len(re.findall(r">f</text>", own)) == LAYERS and len(re.findall(r">r</text>", own)) == LAYERS
 
