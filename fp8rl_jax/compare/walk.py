@@ -1,9 +1,10 @@
 """The comparison: both sides run layer by layer, and every operation is measured twice.
 
     output    the free run: each side on its own hidden states, so differences pile up as they do in a rollout
-    own       side b's operation on side a's input, so that each has only its own part
+    own       both sides' operation on side a's input, read from memory, so that each has only its own part
 
-One layer of both sides is in memory at a time, besides the weights.
+The second takes runs of their own on both sides: a compiler that fuses an operation with the one before it may skip a rounding
+between them, which belongs to neither. One layer of both sides is in memory at a time, besides the weights.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ class _Walk:
         a, b, own = jax.device_get((*free, own))
         alone = difference(self.real(a, masks), self.real(own, masks))
         verdict = judge([self.weights(None, tensor, f"weight of {tensor}")], alone)
-        return self.result(name, (a, b, own), alone, verdict, masks)
+        return self.result(name, (a, b, a, own), alone, verdict, masks)
 
     def layer(self, i: int, xs: tuple[Stretches, Stretches]) -> tuple[LayerResult, tuple[Stretches, Stretches]]:
         """Layer i, and what leaves it on both sides."""
@@ -135,10 +136,11 @@ class _Walk:
         after = tuple(_pick(x, "output") for x in seen)
         free, steps, sparse = jax.device_get(seen), tuple(operations(config, i)), i in config.sparse_layers
         if all(self.equal(_pick(x, name) for x in free) for name in ("input", *(step.output for step in steps))):
-            local = free[1]
+            alike = free
         else:
             given = Stretches(*({k: v for k, v in part.items() if k.endswith((".in", ".out"))} for part in seen[0]))
-            local = jax.device_get(self.b.run(i, xs[0], tokens, given, _pick(seen[0], "router.ids") if sparse else None))
+            routes = _pick(seen[0], "router.ids") if sparse else None
+            alike = jax.device_get([side.run(i, xs[0], tokens, given, routes) for side in (self.a, self.b)])
         same, rerouted = self.masks, None
         if sparse:
             ids = [_pick(x, "router.ids") for x in free]
@@ -147,22 +149,25 @@ class _Walk:
         entered = difference(*(self.real(_pick(x, "input")) for x in free))
         results: dict[str, OperationResult] = {}
         for operation in steps:
-            a, b, own = (_pick(x, operation.output) for x in (*free, local))
-            alone = difference(self.real(a), self.real(own))
-            verdict = self.judge(i, operation, free[0], local, alone)
+            results_of = tuple(_pick(x, operation.output) for x in (*free, *alike))
+            alone = difference(*map(self.real, results_of[2:]))
+            verdict = self.judge(i, operation, free[0], alike, alone)
             if operation.name == "mixture" and results["router"].verdict.cause and verdict.cause:
                 verdict = verdict._replace(cause="input", detail="the router's weights differ")
             masks = same if operation.output.startswith("experts.") else self.masks
-            results[operation.name] = self.result(f"layers.{i}.{operation.name}", (a, b, own), alone, verdict, masks)
+            results[operation.name] = self.result(f"layers.{i}.{operation.name}", results_of, alone, verdict, masks)
         return LayerResult(f"layers.{i}", entered, tuple(results.values()), rerouted), after
 
-    def judge(self, i: int, operation: Operation, a: Stretches, b: Stretches, own: Difference) -> Verdict:
-        """The verdict on one operation of layer i; b: what side b saw on a's inputs."""
+    def judge(
+        self, i: int, operation: Operation, given: Stretches, alike: Sequence[Stretches], own: Difference
+    ) -> Verdict:
+        """The verdict on one operation of layer i; given: what side a saw; alike: what both saw with a's inputs."""
         labels = ["weight" if operation.product else f"weight of {name}" for name in operation.tensors]
         pairs = [self.weights(i, name, label) for name, label in zip(operation.tensors, labels, strict=True)]
         for name, role in operation.operands:
-            mine, other = self.sources(name, role, a, b)
-            pairs.append((self.operand(self.a, i, name, role, a, mine), self.operand(self.b, i, name, role, b, other)))
+            sources = self.sources(name, role, given, alike)
+            both = zip((self.a, self.b), alike, sources, strict=True)
+            pairs.append(tuple(self.operand(side, i, name, role, seen, source) for side, seen, source in both))
         return judge(pairs, own)
 
     def weights(self, i: int | None, name: str, label: str) -> tuple[Operand, Operand]:
@@ -178,11 +183,13 @@ class _Walk:
         formats = [side.weight_format(value) for side, value in zip(sides, values, strict=True)]
         return tuple(Operand(label, *rest) for rest in zip(formats, sources, quantized, strict=True))
 
-    def sources(self, name: str, role: str, a: Stretches, b: Stretches) -> tuple[np.ndarray, np.ndarray]:
+    def sources(
+        self, name: str, role: str, given: Stretches, alike: Sequence[Stretches]
+    ) -> tuple[np.ndarray, np.ndarray]:
         """An operand of both sides before quantization. Of a product it is side a's for both; attention makes its own."""
         if role != "activation":
-            return tuple(_flat(self.real(_pick(x, f"{name}.out"))) for x in (a, b))
-        source = self.real(_pick(a, _INPUTS.get(name, f"{name}.in")))
+            return tuple(_flat(self.real(_pick(x, f"{name}.out"))) for x in alike)
+        source = self.real(_pick(given, _INPUTS.get(name, f"{name}.in")))
         if _INPUTS.get(name) == "router.in":  # once for each expert that a token uses
             source = np.repeat(source[:, None], self.a.served.config.experts.per_token, axis=1)
         return source, source
@@ -202,15 +209,14 @@ class _Walk:
         return Operand(role, describe(fmt), source, QTensor(values, scales, block), attended)
 
     def result(
-        self, name: str, results: tuple[Stretches, Stretches, Stretches], alone: Difference, verdict: Verdict, masks: Stretches
+        self, name: str, results: tuple[Stretches, ...], alone: Difference, verdict: Verdict, masks: Stretches
     ) -> OperationResult:
-        """Keeps the first operation of each cause. results: of the free run on both sides, and of side b on side a's input."""
-        a, b, own = results
-        output, cause, detail = difference(self.real(a, masks), self.real(b, masks)), verdict.cause, verdict.detail
-        if not (self.first or cause or output.equal):  # from equal values, and not when run on side a's
-            cause, detail, own = "reduction", "equal operands, another result", b
+        """Keeps the first operation of each cause. results: of the free run, a's and b's, and those on a's input."""
+        output, cause, detail, shown = difference(*(self.real(x, masks) for x in results[:2])), *verdict[:2], results[2:]
+        if not (self.first or cause or output.equal):  # from equal values, and by what it is fused with
+            cause, detail, shown = "reduction", "equal operands, another result", results[:2]
         if cause not in ("", "input", *self.first):
-            parts = zip(("prompt", "completion"), a, own, masks, strict=True)
+            parts = zip(("prompt", "completion"), *shown, masks, strict=True)
             where = [part for part, x, y, mask in parts if not difference(x[mask], y[mask]).equal]
             self.first[cause] = First(name, cause, detail, " and ".join(where))
         return OperationResult(name.removeprefix("layers.").partition(".")[2] or name, output, alone, verdict)
