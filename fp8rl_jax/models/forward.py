@@ -21,11 +21,13 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from fp8rl_jax.config.recipe import Recipe
+from fp8rl_jax.models.arithmetic import arithmetic
 from fp8rl_jax.models.attention import layer_frequencies
 from fp8rl_jax.models.cache import KVBlock, KVCache
 from fp8rl_jax.models.layer import LayerInputs, LayerOutputs, LayerStep, OwnBlock
 from fp8rl_jax.models.policy import Policy, run_of_layers
-from pallas_kernels.backend import Backend
+from pallas_kernels.backend import Backend, check_exact
+from pallas_kernels.matmul import selected_backend
 
 Phase = Literal["train", "prefill", "decode"]
 
@@ -98,10 +100,13 @@ def forward(
         positions = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), (b, t))
     if segment_ids is None:
         segment_ids = jnp.ones((b, t), jnp.int32)
+    if recipe.exact:
+        check_exact(selected_backend(backend), "forward")
+    numbers = arithmetic(recipe.exact)
     x = jnp.take(policy.embed_tokens.value, tokens, axis=0)
     if config.embedding_scale is not None:
-        x = x * jnp.asarray(config.embedding_scale, x.dtype)
-    step = LayerStep(config, formats, positions, segment_ids, cache, observe, backend, prefix_ids, attention_chunk)
+        x = numbers.scale(x, config.embedding_scale)
+    step = LayerStep(config, formats, positions, segment_ids, cache, observe, backend, prefix_ids, attention_chunk, numbers)
     run = jax.checkpoint(step, prevent_cse=False) if remat else step
     x, outputs = (_scan if policy.stacked else _unroll)(run, policy, x, cache, routes, keep_cache)
     block = None

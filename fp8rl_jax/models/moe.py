@@ -24,6 +24,7 @@ from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from fp8rl_jax.config.recipe import TensorFormat
+from fp8rl_jax.models.arithmetic import PLAIN, Arithmetic
 from fp8rl_jax.models.config import ExpertsConfig
 from fp8rl_jax.models.policy import Experts, Layer
 from fp8rl_jax.parallel import DEFAULT_RULES
@@ -43,6 +44,7 @@ def mixture(
     activation: TensorFormat,
     routes: Int[Array, "b t k"] | None = None,
     backend: Backend = "auto",
+    arithmetic: Arithmetic = PLAIN,
 ) -> tuple[Float[Array, "b t hidden"], Int[Array, "b t k"]]:
     """The output of a layer's experts, and the ids of those that each token used.
 
@@ -51,8 +53,8 @@ def mixture(
         activation: format of the inputs of quantized experts.
         routes: expert ids to replay; a token with a -1 among them is routed anew.
     """
-    ids, weights = choose(x, layer.router.value, config, routes)
-    run = partial(_run, activation=activation, backend=backend)
+    ids, weights = choose(x, layer.router.value, config, routes, arithmetic)
+    run = partial(_run, activation=activation, backend=backend, arithmetic=arithmetic)
     return _on_mesh(run, x, ids, weights, layer.experts), ids.astype(route_dtype(config))
 
 
@@ -61,21 +63,21 @@ def choose(
     router: Float[Array, "experts hidden"],
     config: ExpertsConfig,
     routes: Int[Array, "*b k"] | None = None,
+    arithmetic: Arithmetic = PLAIN,
 ) -> tuple[Int[Array, "*b k"], Float[Array, "*b k"]]:
     """Expert ids, best first, and their weights, float32; see `mixture` for `routes`."""
-    logits = jnp.einsum(
-        "...h,eh->...e", x.astype(jnp.float32), router.astype(jnp.float32), precision=lax.Precision.HIGHEST
-    )
-    scores = jax.nn.softmax(logits, axis=-1)
+    scores = arithmetic.routing(x, router)
     ids = lax.top_k(lax.stop_gradient(scores), config.per_token)[1]
     if routes is not None:
         replayed = (routes >= 0).all(axis=-1, keepdims=True)
         ids = jnp.where(replayed, routes.astype(ids.dtype), ids)
     weights = jnp.take_along_axis(scores, ids, axis=-1)
-    return ids, weights / weights.sum(axis=-1, keepdims=True) if config.normalize else weights
+    return ids, arithmetic.normalize(weights) if config.normalize else weights
 
 
-def _run(x, ids, weights, experts: Experts, first=0, *, activation: TensorFormat, backend: Backend):
+def _run(
+    x, ids, weights, experts: Experts, first=0, *, activation: TensorFormat, backend: Backend, arithmetic: Arithmetic
+):  # fmt: skip
     """Weighted sum over the experts that are here, ids first ... first + count - 1, float32 [b, t, hidden]."""
     gate, up, down = (w.value for w in (experts.gate_proj, experts.up_proj, experts.down_proj))
     count, k = gate.shape[0], ids.shape[-1]
@@ -89,13 +91,14 @@ def _run(x, ids, weights, experts: Experts, first=0, *, activation: TensorFormat
         return jax.tree.map(lambda leaf: leaf[order // k], quantize_input(rows, weight, activation, backend))
 
     inputs = sorted_input(gate)
-    inner = jax.nn.silu(grouped_linear(inputs, gate, sizes, x.dtype, backend))
+    product = partial(grouped_linear, group_sizes=sizes, out_dtype=x.dtype, backend=backend, exact=arithmetic.exact)
+    gates = product(inputs, gate)
     if jax.tree.structure(up) != jax.tree.structure(gate):  # weights of one kind share their input
         inputs = sorted_input(up)
-    inner = inner * grouped_linear(inputs, up, sizes, x.dtype, backend)
-    out = grouped_linear(quantize_input(inner, down, activation, backend), down, sizes, x.dtype, backend)
+    inner = arithmetic.gated(gates, product(inputs, up), "silu")
+    out = product(quantize_input(inner, down, activation, backend), down)
     out = jnp.zeros_like(out).at[order].set(out, unique_indices=True).reshape(*ids.shape, -1)
-    return jnp.einsum("btk,btkh->bth", weights, out.astype(jnp.float32))
+    return arithmetic.combine(weights, out)
 
 
 def _on_mesh(run, x, ids, weights, experts: Experts):

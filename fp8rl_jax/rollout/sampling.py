@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from fp8rl_jax.models.arithmetic import arithmetic
 from fp8rl_jax.rollout.phrases import Phrases
 
 _BLOCK = 128
@@ -58,6 +59,7 @@ def draw(
     keys: Key[Array, " b"],
     sampling: Sampling,
     banned: Bool[Array, "b vocab"] | None = None,
+    exact: bool = False,
 ) -> tuple[Int[Array, " b"], Float[Array, " b"], Float[Array, " b"]]:
     """One token a row.
 
@@ -66,25 +68,33 @@ def draw(
         keys: one PRNG key a row; a row's draw depends on its own key and logits only.
         sampling: temperature, bias and truncation.
         banned: tokens that must not be drawn, not all of a row.
+        exact: the policy log-probabilities are those of an exact trainer, bit for bit; so are the behaviour's where it is the
+            policy.
 
     Returns:
         (tokens, behaviour log-probabilities, policy log-probabilities). Greedy rows have behaviour 0 and the policy's
         log-probability at temperature 1.
     """
+    logprob = arithmetic(exact).logprob
     offered = logits if sampling.logit_bias is None else logits + sampling.logit_bias
     if banned is not None:
         offered = jnp.where(banned, -jnp.inf, offered)
     if sampling.temperature == 0:
         tokens = jnp.argmax(offered, axis=-1)
-        return tokens, jnp.zeros(tokens.shape, jnp.float32), _logprob(logits, tokens)
+        return tokens, jnp.zeros(tokens.shape, jnp.float32), logprob(logits, tokens, 1.0)
     tempered = offered / sampling.temperature
     weights = jnp.exp(tempered - tempered.max(-1, keepdims=True))
     kept = jnp.where(truncation_mask(weights, sampling), weights, 0.0) if sampling.truncated else weights
     tokens = jax.vmap(_inverse_cdf)(kept, keys)
     chosen = jnp.log(jnp.take_along_axis(weights, tokens[:, None], axis=-1)[:, 0])
     whole = chosen - jnp.log(weights.sum(-1))
+    if exact:
+        policy = logprob(logits, tokens, sampling.temperature)
+        whole = policy if offered is logits else whole
     behaviour = chosen - jnp.log(kept.sum(-1)) if sampling.truncated else whole
-    return tokens, behaviour, whole if offered is logits else _logprob(logits / sampling.temperature, tokens)
+    if exact:
+        return tokens, behaviour, policy
+    return tokens, behaviour, whole if offered is logits else logprob(logits, tokens, sampling.temperature)
 
 
 def truncation_mask(weights: Float[Array, "b vocab"], sampling: Sampling) -> Bool[Array, "b vocab"]:
@@ -106,10 +116,6 @@ def truncation_mask(weights: Float[Array, "b vocab"], sampling: Sampling) -> Boo
     if sampling.min_p > 0.0:
         keep = keep & (weights >= sampling.min_p * weights.max(-1, keepdims=True))
     return keep
-
-
-def _logprob(logits, tokens):
-    return jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), tokens[:, None], axis=-1)[:, 0]
 
 
 def _inverse_cdf(weights: Float[Array, " vocab"], key: Key[Array, ""]) -> Int[Array, ""]:
