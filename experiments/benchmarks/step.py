@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from experiments.benchmarks.workloads import Workload, random_prompts
-from fp8rl_jax.config.recipe import RECIPES
+from experiments.benchmarks.workloads import Workload, named_recipe, random_prompts
 from fp8rl_jax.config.rl import RLConfig
 from fp8rl_jax.config.training import OptimizerConfig
 from fp8rl_jax.models.cache import KVScales
@@ -105,15 +104,15 @@ class GrpoStep:
 
 def make_engine(workload: Workload, recipe: str) -> LocalEngine:
     """An engine with the library's own choice of the layer loop for this backend."""
-    return LocalEngine(RECIPES[recipe], jnp.dtype(workload.compute_dtype), unroll=jax.default_backend() == "cpu")
+    return LocalEngine(named_recipe(recipe), jnp.dtype(workload.compute_dtype), unroll=jax.default_backend() == "cpu")
 
 
 def make_step(workload: Workload, learner: Learner, recipe: str) -> GrpoStep:
     """The step of a workload: one update, token-mean loss, no KL, AdamW behind clipping at norm 1."""
     shape = workload.step
     config = StepConfig(
-        recipe=RECIPES[recipe],
-        rl=replace(RL, correction=RL.correction.resolve(RECIPES[recipe].correction)),
+        recipe=named_recipe(recipe),
+        rl=replace(RL, correction=RL.correction.resolve(named_recipe(recipe).correction)),
         compute_dtype=workload.compute_dtype,
         temperature=1.0,
         micro_batches=shape.prompts // (workload.micro_batch_prompts or shape.prompts),

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fp8rl_jax.config.recipe import RECIPES
+from fp8rl_jax.config.recipe import RECIPES, PrecisionConfig, Recipe, get_recipe
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.loading import load_policy
 from fp8rl_jax.models.policy import Policy, init_policy, parameter_count
@@ -106,6 +106,11 @@ def random_prompts(shape: Shape, vocab_size: int) -> Prompts:
     return pad_prompts(ids.tolist(), list(range(shape.prompts)), shape.prompt_tokens)
 
 
+def named_recipe(name: str) -> Recipe:
+    """A recipe, or "<recipe>-exact" for it with `precision.exact`."""
+    return get_recipe(name.removesuffix("-exact"), PrecisionConfig(exact=name.endswith("-exact")))
+
+
 SMOLLM2 = Workload(
     name="SmolLM2-135M-Instruct",
     model="smollm2-135m",
@@ -169,4 +174,11 @@ QWEN3_LAYER = Workload(
     layer=SMOLLM2_SHAPE.layer,
     layer_recipes=TRAINED,
 )
-CPU_WORKLOADS = (SMOLLM2, SMOLLM2_SHAPE, QWEN3_LAYER)
+EXACT = Workload(
+    name=f"{SMOLLM2_SHAPE.name}, exact",
+    config=SMOLLM2_SHAPE.config,
+    compute_dtype="bfloat16",
+    step=SMOLLM2_SHAPE.step,
+    step_recipes=("bf16", "bf16-exact", "jet-rl", "jet-rl-exact"),
+)
+CPU_WORKLOADS = (SMOLLM2, SMOLLM2_SHAPE, QWEN3_LAYER, EXACT)
