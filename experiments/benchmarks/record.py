@@ -15,7 +15,7 @@ def result(benchmark: str, workload: Workload, shape: Shape, contest: Contest) -
 
     Returns:
         "ratios", which hold anywhere, and "raw", which holds on this machine only. A workload whose times are results of
-        their own has "seconds" and "tokens_per_second" (of the rollout) beside them.
+        their own has "seconds" beside them, and "tokens_per_second" of the rollout where there is one.
     """
     rounds = contest.timed.rounds
     seconds = {side: {part: spread(series(rounds, side, part)) for part in parts} for side, parts in rounds[0].seconds.items()}
@@ -29,8 +29,11 @@ def result(benchmark: str, workload: Workload, shape: Shape, contest: Contest) -
     raw = asdict(contest.timed)
     if not workload.absolute:
         return entry | {"raw": raw | {"seconds": seconds}}
+    entry |= {"seconds": seconds, "raw": raw}
+    if benchmark == "trained_layer":
+        return entry
     rates = {}
     for side, parts in rounds[0].seconds.items():
         part = "gen" if "gen" in parts else "seconds"
         rates[side] = spread([shape.tokens / value for value in series(rounds, side, part)])
-    return entry | {"seconds": seconds, "tokens_per_second": rates, "raw": raw}
+    return entry | {"tokens_per_second": rates}

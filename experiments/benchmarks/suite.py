@@ -21,7 +21,9 @@ from experiments.benchmarks.grpo_step import grpo_step
 from experiments.benchmarks.loop_overhead import loop_overhead
 from experiments.benchmarks.peer import PeerSpec
 from experiments.benchmarks.rounds import Plan
-from experiments.benchmarks.workloads import GPU_WORKLOADS, SMOLLM2, Workload
+from experiments.benchmarks.target import Target, load_target
+from experiments.benchmarks.trained_layer import trained_layer
+from experiments.benchmarks.workloads import CPU_WORKLOADS, GPU_WORKLOADS, Workload
 from fp8rl_jax.errors import UserError
 
 Peers = dict[str, list[PeerSpec]]
@@ -39,9 +41,23 @@ def run(arguments: Arguments) -> None:
         UserError: a peer is missing or fails, or the file cannot be written.
     """
     if jax.default_backend() == "gpu":
-        run_all(GPU_WORKLOADS, arguments, {}, time.monotonic() + 60 * arguments.budget_minutes)
+        deadline = time.monotonic() + 60 * arguments.budget_minutes
+        run_all(chosen(GPU_WORKLOADS, arguments), arguments, {}, deadline, load_target(arguments.gpu_target))
     else:
-        run_all((SMOLLM2,), arguments, choose_peers(arguments))
+        workloads = chosen(CPU_WORKLOADS, arguments)
+        run_all(workloads, arguments, choose_peers(arguments), target=load_target(arguments.gpu_target))
+
+
+def chosen(workloads: Sequence[Workload], arguments: Arguments) -> list[Workload]:
+    """Those that `--workloads` names.
+
+    Raises:
+        UserError: a word is in no name.
+    """
+    for word in arguments.workloads:
+        if not any(word in workload.name for workload in workloads):
+            raise UserError(f"--workloads: {word!r} is in none of the names: {', '.join(w.name for w in workloads)}")
+    return [w for w in workloads if not arguments.workloads or any(word in w.name for word in arguments.workloads)]
 
 
 def choose_peers(arguments: Arguments) -> Peers:
@@ -66,17 +82,24 @@ def choose_peers(arguments: Arguments) -> Peers:
     return chosen
 
 
-def run_all(workloads: Sequence[Workload], arguments: Arguments, peers: Peers, deadline: float | None = None) -> None:
+def run_all(
+    workloads: Sequence[Workload],
+    arguments: Arguments,
+    peers: Peers,
+    deadline: float | None = None,
+    target: Target | None = None,
+) -> None:
     """Runs each benchmark on each workload and writes the file anew after each.
 
     Args:
         deadline: by time.monotonic(); benchmarks that would begin later are listed under "skipped".
+        target: a GPU to compile for, too; see trained_layer.
     """
     path = Path(arguments.output)
     record = {"started": datetime.now(UTC).isoformat(timespec="seconds"), "complete": False, **machine.facts()}
     record |= {"rounds": arguments.rounds, "warmup": arguments.warmup, "benchmarks": [], "skipped": []}
     write(path, record)
-    for label, benchmark in _jobs(workloads, arguments, peers):
+    for label, benchmark in _jobs(workloads, arguments, peers, target):
         if deadline is not None and time.monotonic() > deadline:
             record["skipped"].append(label)
             continue
@@ -92,25 +115,34 @@ def run_all(workloads: Sequence[Workload], arguments: Arguments, peers: Peers, d
     write(path, record | {"complete": True})
 
 
-def _jobs(workloads: Sequence[Workload], arguments: Arguments, peers: Peers) -> Iterator[Job]:
+def _jobs(workloads: Sequence[Workload], arguments: Arguments, peers: Peers, target: Target | None) -> Iterator[Job]:
     plan, threads = Plan(arguments.rounds, arguments.warmup), arguments.threads
     for name in arguments.benchmarks:
-        for workload in workloads:
-            chosen = peers.get(name, [])
+        for workload in (w for w in workloads if w.recipes(name)):
+            # peers load named models, and take their turns in those alone
+            chosen, label = peers.get(name, []) if workload.model else [], f"{name}, {workload.name}"
             if name == "generation":
-                yield f"{name}, {workload.name}", lambda w=workload, p=chosen: generation(w, plan, p, threads)
+                yield label, lambda w=workload, p=chosen: generation(w, plan, p, threads)
             elif name == "grpo_step":
-                yield f"{name}, {workload.name}", lambda w=workload, p=chosen: grpo_step(w, plan, p, threads)
+                yield label, lambda w=workload, p=chosen: grpo_step(w, plan, p, threads)
+            elif name == "trained_layer":
+                yield label, lambda w=workload, t=target: trained_layer(w, plan, t)
             else:
                 for recipe in workload.loop_recipes:
-                    yield f"{name}, {workload.name}, {recipe}", lambda w=workload, r=recipe: loop_overhead(w, r, plan)
+                    yield f"{label}, {recipe}", lambda w=workload, r=recipe: loop_overhead(w, r, plan)
 
 
 def print_ratios(entry: dict[str, Any]) -> None:
-    """One line a ratio."""
+    """One line a ratio of seconds, and one line for all ratios of a part's bytes."""
     for ratio in entry["ratios"]:
         what = f"{ratio['over']} / {ratio['under']}, {ratio['part']}"
         print(f"  {what}: {ratio['median']:.3f} ({ratio['q1']:.3f}-{ratio['q3']:.3f})")
+    lines: dict[str, list[str]] = {}
+    for ratio in entry.get("byte_ratios", []):
+        part, what = ratio["part"].split(", ")
+        lines.setdefault(f"{ratio['over']} / {ratio['under']}, bytes of {part}", []).append(f"{what} {ratio['ratio']:.3f}")
+    for what, values in lines.items():
+        print(f"  {what}: {', '.join(values)}")
 
 
 def write(path: Path, record: dict[str, Any]) -> None:

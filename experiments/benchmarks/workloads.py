@@ -44,9 +44,10 @@ class Workload:
     Attributes:
         model: name that `fp8rl fetch` knows; empty: random weights of the shape `config`.
         config: shape of the random weights.
-        generation, step, loop: shapes of the three benchmarks. The loop's prompts are those of its task: `prompt_tokens`
-            is what they are padded to.
-        generation_recipes, step_recipes, loop_recipes: recipes of the three; the first is what ratios refer to.
+        generation, step, loop, layer: shapes of the four benchmarks. The loop's prompts are those of its task: `prompt_tokens`
+            is what they are padded to. Rows of the layer are prompt and completion together.
+        generation_recipes, step_recipes, loop_recipes, layer_recipes: recipes of the four; the first is what ratios refer to.
+            Empty: that benchmark does not run on this workload.
         micro_batch_prompts: prompts in one gradient-accumulation step; 0: all.
         remat: recompute layers in the backward pass.
         absolute: seconds are results, not only raw data.
@@ -54,17 +55,28 @@ class Workload:
 
     name: str
     compute_dtype: str
-    generation: Shape
-    step: Shape
-    loop: Shape
-    generation_recipes: tuple[str, ...]
-    step_recipes: tuple[str, ...]
-    loop_recipes: tuple[str, ...]
+    generation: Shape | None = None
+    step: Shape | None = None
+    loop: Shape | None = None
+    layer: Shape | None = None
+    generation_recipes: tuple[str, ...] = ()
+    step_recipes: tuple[str, ...] = ()
+    loop_recipes: tuple[str, ...] = ()
+    layer_recipes: tuple[str, ...] = ()
     model: str = ""
     config: PolicyConfig | None = None
     micro_batch_prompts: int = 0
     remat: bool = False
     absolute: bool = False
+
+    def recipes(self, benchmark: str) -> tuple[str, ...]:
+        """The recipes of a benchmark, by its name on the command line."""
+        return {
+            "generation": self.generation_recipes,
+            "grpo_step": self.step_recipes,
+            "loop_overhead": self.loop_recipes,
+            "trained_layer": self.layer_recipes,
+        }[benchmark]
 
     def load_policy(self) -> Policy:
         """Float32 masters, layers stacked."""
@@ -107,6 +119,22 @@ SMOLLM2 = Workload(
 )
 
 
+TRAINED = ("bf16", "fp8-e2e", "jet-rl")
+"""The trainer in bfloat16, and twice in FP8: the programs of the last two's updates differ in the correction alone."""
+SMOLLM2_SHAPE = Workload(
+    name="SmolLM2-135M's shape",
+    config=PolicyConfig(
+        "llama", 49152, 576, 1536, num_layers=30, num_heads=9, num_kv_heads=3, head_dim=64,
+        rope_theta=1e5, tie_word_embeddings=True, max_position_embeddings=8192,
+    ),
+    compute_dtype="bfloat16",
+    step=Shape(prompts=2, samples=4, prompt_tokens=16, new_tokens=32),
+    layer=Shape(prompts=1, samples=1, prompt_tokens=512, new_tokens=512),
+    step_recipes=TRAINED,
+    layer_recipes=TRAINED,
+)  # fmt: skip
+
+
 def _qwen3(name: str, hidden_size: int, intermediate_size: int) -> Workload:
     config = PolicyConfig(
         "qwen3", 151936, hidden_size, intermediate_size,
@@ -122,9 +150,11 @@ def _qwen3(name: str, hidden_size: int, intermediate_size: int) -> Workload:
         generation=shape,
         step=shape,
         loop=shape,
+        layer=Shape(prompts=8, samples=1, prompt_tokens=512, new_tokens=512),
         generation_recipes=every,
         step_recipes=every,
         loop_recipes=("bf16", "fp8-rl"),
+        layer_recipes=TRAINED,
         micro_batch_prompts=4,
         remat=True,
         absolute=True,
@@ -132,3 +162,11 @@ def _qwen3(name: str, hidden_size: int, intermediate_size: int) -> Workload:
 
 
 GPU_WORKLOADS = (_qwen3("Qwen3-0.6B's shape", 1024, 3072), _qwen3("Qwen3-1.7B's shape", 2048, 6144))
+QWEN3_LAYER = Workload(
+    name=GPU_WORKLOADS[0].name,
+    config=GPU_WORKLOADS[0].config,
+    compute_dtype="bfloat16",
+    layer=SMOLLM2_SHAPE.layer,
+    layer_recipes=TRAINED,
+)
+CPU_WORKLOADS = (SMOLLM2, SMOLLM2_SHAPE, QWEN3_LAYER)

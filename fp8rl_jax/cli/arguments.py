@@ -21,7 +21,7 @@ class LinesArguments:
     """File for the answers, one JSON object a line, in the order of the input."""
     recipe: str = "bf16"
     """Precision recipe: bf16, fp8-rollout, fp8-kv or fp8-rl."""
-    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    compute_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Dtype of everything that the recipe does not quantize."""
     batch_size: int = 16
     """Lines computed at one time."""
@@ -142,10 +142,10 @@ class ExportArguments:
     """Write a model as a Hugging Face directory that transformers, vLLM and SGLang load; print the directory."""
 
     model: str
-    """Hugging Face directory (bf16, float32 or block-FP8), hub id, .gguf file, or a name that `fp8rl fetch` knows."""
+    """Hugging Face directory (bf16, fp16, float32 or block-FP8), hub id, .gguf file, or a name that `fp8rl fetch` knows."""
     output: str
     """Directory to write; an earlier export in it is replaced."""
-    format: Literal["bf16", "float32", "fp8-block"] = "bf16"
+    format: Literal["bf16", "fp16", "float32", "fp8-block"] = "bf16"
     """fp8-block: linears in e4m3 with a float32 scale for each 128 x 128 block, as in DeepSeek-V3, the rest in bf16."""
 
 

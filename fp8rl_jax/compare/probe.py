@@ -21,6 +21,7 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from fp8rl_jax.config.recipe import ForwardFormats
+from fp8rl_jax.models.arithmetic import arithmetic
 from fp8rl_jax.models.cache import KVBlock, KVCache
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.layer import LayerInputs, LayerStep, OwnBlock
@@ -90,7 +91,8 @@ class ProbedStep(LayerStep):
         self._operands = {}
         out = super().project(self.take(f"{names[0]}.in", x), *weights)
         for name, weight in zip(names, weights, strict=True):
-            self._keep_operand(name, self._operands[jax.tree.structure(weight.value)])
+            operand = self._operands[jax.tree.structure(weight.value)]
+            self._keep_operand(name, operand, lambda leaf: leaf.reshape(*self.positions.shape, leaf.shape[-1]))
         return [self.take(f"{name}.out", y) for name, y in zip(names, out, strict=True)]
 
     def operand(self, x, weight):
@@ -99,13 +101,14 @@ class ProbedStep(LayerStep):
 
     def mixture(self, x, layer: Layer, routes):
         x = self.take("router.in", x)
-        ids, weights = choose(x, layer.router.value, self.config.experts)
+        ids, weights = choose(x, layer.router.value, self.config.experts, arithmetic=self.arithmetic)
         self.seen["router.ids"] = ids
         self.seen["router.out"] = jnp.put_along_axis(
             jnp.zeros((*ids.shape[:-1], self.config.experts.count)), ids, weights, axis=-1, inplace=False
         )  # fmt: skip
         out, used = mixture(
-            x, layer, self.config.experts, self.formats.activation, routes, self.backend, see=self._expert_rows
+            x, layer, self.config.experts, self.formats.activation, routes, self.backend, self.arithmetic,
+            see=self._expert_rows,
         )  # fmt: skip
         return self.take("mixture.out", out), used
 
@@ -135,7 +138,7 @@ def _put_back(rows, order, axes):
     return jnp.zeros_like(rows).at[order].set(rows, unique_indices=True).reshape(*axes, *rows.shape[1:])
 
 
-@partial(jax.jit, static_argnames=("config", "formats", "decode", "backend"))
+@partial(jax.jit, static_argnames=("config", "formats", "decode", "backend", "exact"))
 def run_layer(
     layer: Layer,
     x: Stretches,
@@ -148,6 +151,7 @@ def run_layer(
     formats: ForwardFormats,
     decode: bool,
     backend: Backend,
+    exact: bool = False,
 ) -> Stretches:
     """What one layer does with the prompts and completions.
 
@@ -158,6 +162,7 @@ def run_layer(
         given: `Seen` of another side, of the entries to compute with in place of this side's.
         routes: expert ids to replay, where they are.
         decode: the rollout's way through the completions, not the trainer's.
+        exact: as in the recipe.
 
     Returns:
         `Seen` of both stretches; "output" is what enters the next layer.
@@ -165,7 +170,7 @@ def run_layer(
     if decode:
         layer = jax.tree.map(partial(hoist, backend=backend), layer, is_leaf=is_quantized)
     masks, given, routes = tokens.masks, given or Stretches({}, {}), routes or Stretches(None, None)
-    step = partial(ProbedStep, config, formats, backend=backend)
+    step = partial(ProbedStep, config, formats, backend=backend, arithmetic=arithmetic(exact))
     positions = jnp.broadcast_to(jnp.arange(tokens.prompts.shape[1], dtype=jnp.int32), tokens.prompts.shape)
     first = step(positions, masks.prompt.astype(jnp.int32), KVCache(), given=given.prompt)
     block = first(x.prompt, layer, None, inputs._replace(routes=routes.prompt))[1].block

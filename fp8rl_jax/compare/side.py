@@ -16,11 +16,11 @@ from jaxtyping import Array, Float
 from fp8rl_jax.compare.probe import Stretches, Tokens, run_layer
 from fp8rl_jax.config.recipe import ForwardFormats, Recipe, TensorFormat
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.models.arithmetic import arithmetic
 from fp8rl_jax.models.cache import KVCache, KVScales
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.forward import embed, layer_inputs
 from fp8rl_jax.models.hf_names import stack_of
-from fp8rl_jax.models.layer import rms_norm
 from fp8rl_jax.models.logprobs import token_logprobs
 from fp8rl_jax.models.policy import Policy, unstack
 from fp8rl_jax.models.trained import quantized_tensors, trainer_policy
@@ -29,7 +29,6 @@ from fp8rl_jax.rollout.calibration import observe_qkv, scales_from_amax
 from fp8rl_jax.rollout.sampling import logprob_of
 from fp8rl_jax.rollout.served import quantized_policy
 from pallas_kernels.backend import Backend
-from pallas_kernels.matmul.reference import dot
 
 Phase = Literal["rollout", "trainer"]
 _NO_SHAPE = ("bos_token_id", "eos_token_ids", "pad_token_id", "max_position_embeddings")
@@ -88,7 +87,7 @@ class Side:
 
     def embed(self, tokens: Tokens) -> Stretches:
         """What enters the first layer."""
-        run = jax.jit(embed)
+        run = jax.jit(partial(embed, numbers=arithmetic(self.recipe.exact)))
         return Stretches(run(self.served, tokens.prompts), run(self.served, tokens.completions))
 
     def run(self, i: int, x: Stretches, tokens: Tokens, given: Stretches | None = None, routes: Stretches | None = None):
@@ -97,16 +96,17 @@ class Side:
         inputs = layer_inputs(self.served, cache, None, lambda z: z[i], lambda z: z[i])
         return run_layer(
             self.served.layers[i], x, tokens, inputs, given, routes, config=self.served.config, formats=self.formats,
-            decode=self.phase == "rollout", backend=self.backend,
+            decode=self.phase == "rollout", backend=self.backend, exact=self.recipe.exact,
         )  # fmt: skip
 
     def norm(self, x: Stretches) -> Stretches:
         """Hidden states after the final norm."""
-        return Stretches(*_norm(self.served, x, decode=self.phase == "rollout"))
+        return Stretches(*_norm(self.served, x, decode=self.phase == "rollout", exact=self.recipe.exact))
 
     def logprobs(self, hidden: Stretches, tokens: Tokens, temperature: float = 1.0) -> Float[Array, "p t"]:
         """Log-probabilities of the completions' tokens, as the sampler or the update takes them from `hidden`, normed."""
-        return _logprobs(self.served, hidden, tokens, temperature, decode=self.phase == "rollout")
+        decode, exact = self.phase == "rollout", self.recipe.exact
+        return _logprobs(self.served, hidden, tokens, temperature, decode=decode, exact=exact)
 
     def tensor(self, i: int | None, name: str) -> np.ndarray | QTensor:
         """A tensor of layer i, or one outside of the layers, as it is multiplied, on the host."""
@@ -138,6 +138,7 @@ def describe_side(model: str, side: Side) -> dict[str, Any]:
         "phase": side.phase,
         "compute_dtype": str(side.dtype),
         "backend": side.backend,
+        "exact": side.recipe.exact,
         "formats": formats,
     }
 
@@ -160,10 +161,10 @@ def _calibrate(policy: Policy, served: Policy, recipe: Recipe, dtype: jnp.dtype,
     return scales
 
 
-@partial(jax.jit, static_argnames="decode")
-def _norm(policy: Policy, x: Stretches, *, decode: bool):
+@partial(jax.jit, static_argnames=("decode", "exact"))
+def _norm(policy: Policy, x: Stretches, *, decode: bool, exact: bool):
     def norm(z):
-        return rms_norm(z, policy.norm.value, policy.config.rms_norm_eps, policy.config.norm_offset)
+        return arithmetic(exact).rms_norm(z, policy.norm.value, policy.config.rms_norm_eps, policy.config.norm_offset)
 
     if not decode:
         return norm(x.prompt), norm(x.completion)
@@ -171,16 +172,18 @@ def _norm(policy: Policy, x: Stretches, *, decode: bool):
     return norm(x.prompt), jnp.moveaxis(jax.lax.map(norm, by_token)[:, :, 0], 0, 1)
 
 
-@partial(jax.jit, static_argnames=("temperature", "decode"))
-def _logprobs(policy: Policy, x: Stretches, tokens: Tokens, temperature: float, *, decode: bool):
+@partial(jax.jit, static_argnames=("temperature", "decode", "exact"))
+def _logprobs(policy: Policy, x: Stretches, tokens: Tokens, temperature: float, *, decode: bool, exact: bool):
     last = jnp.take_along_axis(x.prompt, (tokens.prompt_lengths - 1)[:, None, None], axis=1)
     hidden = jnp.concatenate([last, x.completion[:, :-1]], axis=1)
     if not decode:
-        return token_logprobs(hidden, policy.head, tokens.completions, temperature)[0]
+        return token_logprobs(hidden, policy.head, tokens.completions, temperature, exact=exact)[0]
+
+    numbers = arithmetic(exact)
 
     def one(now):
         row, token = now
-        return logprob_of(dot(row, policy.head) / temperature, token)
+        return logprob_of(numbers.dot(row, policy.head), token, temperature, exact)
 
     return jax.lax.map(one, (jnp.moveaxis(hidden, 1, 0), tokens.completions.T)).T
 

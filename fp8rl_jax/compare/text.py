@@ -112,7 +112,8 @@ def _cell(operation: dict[str, Any]) -> str:
 
 
 def _side(side: dict[str, Any]) -> str:
-    return f"{side['model']}, {side['recipe']}, {side['phase']}, {side['compute_dtype']}"
+    exact = ", exact" if side["exact"] else ""
+    return f"{side['model']}, {side['recipe']}{exact}, {side['phase']}, {side['compute_dtype']}"
 
 
 def _tokens(tokens: dict[str, Any]) -> str:

@@ -15,9 +15,10 @@ columns that can be named, measured and removed.
     jet-rl        W8A8 block, G e4m3 W8A8 block        compute     none         Jet-RL (arXiv 2601.14243), one flow
     infir2        as jet-rl, UE8M0   the same, UE8M0   compute     none         InfiR2 (arXiv 2509.22536)
 
-"compute" means: not quantized, kept in the run's compute dtype (bfloat16, or float32 on request). W8A8 block is DeepSeek-V3's
-layout: weights e4m3 in 128x128 blocks, activations e4m3 in 1x128 groups along the contraction. G is the output gradient, in
-1x128 groups; where the trainer's linears are FP8, what they keep for the backward is FP8 too. UE8M0: scales are powers of two.
+"compute" means: not quantized, kept in the run's compute dtype (bfloat16; float16 or float32 on request). W8A8 block is
+DeepSeek-V3's layout: weights e4m3 in 128x128 blocks, activations e4m3 in 1x128 groups along the contraction. G is the output
+gradient, in 1x128 groups; where the trainer's linears are FP8, what they keep for the backward is FP8 too. UE8M0: scales are
+powers of two.
 """
 
 from __future__ import annotations
@@ -107,7 +108,8 @@ class Recipe:
     correction: Literal["none", "token_tis"] = "none"
     """Importance-sampling correction used when rl.correction.method is "recipe"."""
     exact: bool = False
-    """Promise that rollout and trainer log-probabilities are equal bit for bit."""
+    """A token's log-probability has the same bits in the rollout and in the trainer, whatever else is in the batch, however it is
+    padded, chunked, packed or split. Only where both sides have the same formats, and on the reference backend."""
 
     @property
     def quantizes_linears(self) -> bool:
@@ -170,6 +172,10 @@ class PrecisionConfig:
     """More layers to keep in the compute dtype, as shell patterns such as "layers.0.*"."""
     kv_calibration: Literal["trainer", "rollout"] | None = None
     """Who calibrates the KV scales; unset: the recipe's. "rollout" makes the scales depend on the first batch served."""
+    exact: bool = False
+    """Log-probabilities of rollout and trainer that are equal bit for bit: mismatch and importance weights are then exactly 0
+    and 1. For recipes with one precision flow (bf16, jet-rl, infir2, fp8-e2e), on the reference backend; sums are made in
+    float64, so it costs time."""
     backend: Literal["auto", "reference", "hopper"] = "auto"
     """Kernels: plain XLA, Hopper's Pallas kernels, or the best that the device has."""
 
@@ -194,6 +200,8 @@ def get_recipe(name: str, changes: PrecisionConfig | None = None) -> Recipe:
         recipe = replace(recipe, output_gradient=gradient if gradient.quantized else COMPUTE)
     if changes.excluded and not recipe.quantizes_linears:
         raise UserError(f"precision.excluded: recipe {name!r} quantizes no linear layer, so there is nothing to exclude")
+    if changes.exact:
+        recipe = replace(recipe, exact=True)
     if changes.kv_calibration is not None:
         recipe = replace(recipe, kv_calibration=changes.kv_calibration)
     return replace(recipe, excluded=recipe.excluded + tuple(changes.excluded))

@@ -175,6 +175,7 @@ TRL: dict[str, tuple[str, str]] = {
     "reward_funcs": ("task.reward.function", "path/to/file.py:function, or several in task.reward.functions"),
     "reward_weights": ("task.reward.weights", "a table of names"),
     "bf16": ("compute_dtype", '"bfloat16" or "float32"'),
+    "fp16": ("compute_dtype", '"float16"'),
     "gradient_checkpointing": ("trainer.remat", '"layer" or "none"'),
     "output_dir": ("output", ""),
     "save_steps": ("checkpoint.every", ""),

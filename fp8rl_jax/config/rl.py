@@ -21,6 +21,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from fp8rl_jax.config.checks import above, at_least, one_of, report, unless
+from fp8rl_jax.config.clipping import ClipCalibrationConfig
 from fp8rl_jax.config.correction import CorrectionConfig
 from fp8rl_jax.errors import UserError
 
@@ -174,6 +175,18 @@ class RLConfig(LossConfig):
     """Completions that are too long."""
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
     """Prompts that teach nothing."""
+    clip_calibration: ClipCalibrationConfig = ClipCalibrationConfig()
+    """Clip bounds of a trainer in FP8."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        plain = self.objective == "clip" and self.ratio == "token"
+        report(
+            unless(
+                plain or not self.clip_calibration.enabled,
+                'rl.clip_calibration: it calibrates rl.objective "clip" with rl.ratio "token"; turn it off, or set these',
+            )
+        )
 
 
 def check_sampling(
@@ -215,6 +228,7 @@ def check_sampling(
 
 __all__ = [
     "AdvantageConfig",
+    "ClipCalibrationConfig",
     "CorrectionConfig",
     "DynamicSamplingConfig",
     "LossConfig",

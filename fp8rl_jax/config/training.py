@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
+
+from fp8rl_jax.config.checks import above, at_least, one_of, report
 
 MomentName = Literal["recipe", "float32", "bfloat16", "e4m3"]
 FP8_MAX_BETA2 = 0.99  # training/moments.py derives it
+LossScaleMode = Literal["auto", "dynamic", "static", "none"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,40 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True)
+class LossScaleConfig:
+    """What the loss is multiplied by before the backward pass and gradients are divided by after it: float16 holds nothing below
+    6e-8 (arXiv 1710.03740, section 3.2)."""
+
+    mode: LossScaleMode = "auto"
+    """dynamic: found while training; an overflow skips the update and lowers the scale. static: `initial`, always. auto: dynamic
+    where compute_dtype is "float16", else none."""
+    initial: float = 65536.0
+    """Scale at the start, or always; PyTorch's default."""
+    growth_factor: float = 2.0
+    """The scale is multiplied by this after growth_interval updates in a row without overflow."""
+    backoff_factor: float = 0.5
+    """The scale is multiplied by this where a gradient overflows."""
+    growth_interval: int = 400
+    """Updates without overflow before the scale grows: 400 as in verl, PyTorch's own default is 2000."""
+
+    def __post_init__(self) -> None:
+        key = "trainer.loss_scale"
+        report(
+            one_of(f"{key}.mode", self.mode, LossScaleMode),
+            above(f"{key}.initial", self.initial, 0.0),
+            above(f"{key}.growth_factor", self.growth_factor, 1.0),
+            above(f"{key}.backoff_factor", self.backoff_factor, 0.0, at_most=1.0),
+            at_least(f"{key}.growth_interval", self.growth_interval, 1),
+        )
+
+    def resolve(self, compute_dtype: str) -> LossScaleConfig | None:
+        """These settings where the run scales its loss ("auto" decided), else None."""
+        if self.mode == "none" or (self.mode == "auto" and compute_dtype != "float16"):
+            return None
+        return replace(self, mode="static" if self.mode == "static" else "dynamic")
+
+
+@dataclass(frozen=True)
 class TrainerConfig:
     """The update."""
 
@@ -63,10 +100,13 @@ class TrainerConfig:
     length_buckets: bool = False
     """Cut an update's batch to the longest prompt and completion in it, rounded up to a power of two or three quarters of one.
     The first update of each width is compiled anew, and where completions reach rollout.max_new_tokens nothing is gained."""
+    loss_scale: LossScaleConfig = LossScaleConfig()
+    """Loss scaling of float16."""
     router_replay: bool = False
     """The trainer routes each token to the experts that the rollout used (R3); for models with experts."""
     abort_after_skips: int = 10
-    """Consecutive updates skipped for non-finite values before the run stops with an error."""
+    """Consecutive updates skipped for non-finite values before the run stops with an error; updates skipped while a dynamic loss
+    scale is being found (optim/overflow) are not counted."""
 
 
 @dataclass(frozen=True)

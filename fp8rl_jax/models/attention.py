@@ -10,6 +10,7 @@ queries at a time and again in the backward pass, masks included, so memory grow
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -190,11 +191,12 @@ def attend_in_chunks(
     value_scale: Float[Array, ""] | float,
     out_dtype: jnp.dtype,
     chunk: int,
+    attend: Callable = attend,
 ) -> Float[Array, "b t heads dim"]:
     """`attend`, for at most `chunk` queries of each row at a time, recomputed in the backward pass.
 
     Chunks of queries as in Rabe and Staats (arXiv 2112.05682), and not of keys: each query meets all of its keys at once, so
-    the softmax is the one of `attend`, and the memory is t / chunk times less.
+    the softmax is the one of `attend`, and the memory is t / chunk times less. `attend` is this file's, or an exact one.
     """
     t = query.shape[1]
     count = -(-t // chunk)

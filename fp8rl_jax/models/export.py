@@ -23,7 +23,7 @@ from fp8rl_jax.models.shards import INDEX_FILE, SHARD_BYTES, is_weights_file, wr
 
 FP8_BLOCK = "fp8-block"
 _BF16 = np.dtype(ml_dtypes.bfloat16)
-EXPORT_DTYPES = {"bfloat16": _BF16, "float32": np.dtype(np.float32), FP8_BLOCK: _BF16}
+EXPORT_DTYPES = {"bfloat16": _BF16, "float16": np.dtype(np.float16), "float32": np.dtype(np.float32), FP8_BLOCK: _BF16}
 
 # What a tokenizer consists of, in the spellings of transformers 4 and 5.
 TOKENIZER_FILES = (
@@ -56,8 +56,8 @@ def export_policy(
         directory: made when it isn't there.
         config: the policy's config.
         arrays: nested as `load_policy_arrays` gives them, [L, ...] for layers, any float dtype.
-        dtype: "bfloat16" (rounded to nearest even), "float32", or "fp8-block": linears in e4m3 with a scale for each 128 x
-            128 block and the rest in bfloat16, as `block_fp8` says.
+        dtype: "bfloat16" or "float16" (rounded to nearest even), "float32", or "fp8-block": linears in e4m3 with a scale for
+            each 128 x 128 block and the rest in bfloat16, as `block_fp8` says.
         tokenizer_from: a directory whose tokenizer files, and generation_config.json, are copied where they exist.
         shard_bytes: weights beyond this size are split over files of about this size.
 
@@ -78,7 +78,7 @@ def export_policy(
         "eos_token_id": list(config.eos_token_ids) or None,
         "pad_token_id": config.pad_token_id,
     }
-    hf_config = config.to_hf("float32" if dtype == "float32" else "bfloat16")
+    hf_config = config.to_hf("bfloat16" if dtype == FP8_BLOCK else dtype)
     if dtype == FP8_BLOCK:
         hf_config["quantization_config"] = quantization_config(config)
     try:

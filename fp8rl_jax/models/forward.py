@@ -21,11 +21,13 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from fp8rl_jax.config.recipe import Recipe
+from fp8rl_jax.models.arithmetic import PLAIN, Arithmetic, arithmetic
 from fp8rl_jax.models.attention import layer_frequencies
 from fp8rl_jax.models.cache import KVBlock, KVCache
 from fp8rl_jax.models.layer import LayerInputs, LayerOutputs, LayerStep, OwnBlock
 from fp8rl_jax.models.policy import Policy, run_of_layers
-from pallas_kernels.backend import Backend
+from pallas_kernels.backend import Backend, check_exact
+from pallas_kernels.matmul import selected_backend
 
 Phase = Literal["train", "prefill", "decode"]
 
@@ -98,8 +100,11 @@ def forward(
         positions = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), (b, t))
     if segment_ids is None:
         segment_ids = jnp.ones((b, t), jnp.int32)
-    x = embed(policy, tokens)
-    step = LayerStep(config, formats, positions, segment_ids, cache, observe, backend, prefix_ids, attention_chunk)
+    if recipe.exact:
+        check_exact(selected_backend(backend), "forward")
+    numbers = arithmetic(recipe.exact)
+    x = embed(policy, tokens, numbers)
+    step = LayerStep(config, formats, positions, segment_ids, cache, observe, backend, prefix_ids, attention_chunk, numbers)
     run = jax.checkpoint(step, prevent_cse=False) if remat else step
     x, outputs = (_scan if policy.stacked else _unroll)(run, policy, x, cache, routes, keep_cache)
     block = None
@@ -111,10 +116,10 @@ def forward(
     return ForwardResult(step.norm(x, policy.norm), block, outputs.observed, outputs.routes)
 
 
-def embed(policy: Policy, tokens: Int[Array, "b t"]) -> Float[Array, "b t hidden"]:
+def embed(policy: Policy, tokens: Int[Array, "b t"], numbers: Arithmetic = PLAIN) -> Float[Array, "b t hidden"]:
     """What enters the first layer."""
     x, scale = jnp.take(policy.embed_tokens.value, tokens, axis=0), policy.config.embedding_scale
-    return x if scale is None else x * jnp.asarray(scale, x.dtype)
+    return x if scale is None else numbers.scale(x, scale)
 
 
 def layer_inputs(policy: Policy, cache: KVCache, routes, pick: Callable, pick_sparse: Callable) -> LayerInputs:

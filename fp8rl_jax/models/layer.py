@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -12,18 +11,16 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from fp8rl_jax.config.recipe import ForwardFormats
+from fp8rl_jax.models.arithmetic import PLAIN, Arithmetic
 from fp8rl_jax.models.attention import (
     CHUNK,
     CHUNK_FROM,
     Keys,
     TokenKeys,
     Tokens,
-    attend,
     attend_in_chunks,
     in_window,
     rope_frequencies,
-    rope_tables,
-    rotate,
     sees,
 )
 from fp8rl_jax.models.cache import KVCache
@@ -32,8 +29,7 @@ from fp8rl_jax.models.moe import mixture
 from fp8rl_jax.models.policy import Layer, Weight
 from fp8rl_jax.precision import linear, quantize_input, quantize_per_tensor
 from pallas_kernels.backend import Backend
-
-ACTIVATIONS = {"silu": jax.nn.silu, "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True)}
+from pallas_kernels.matmul.reference import rows_of
 
 
 class LayerInputs(NamedTuple):
@@ -60,14 +56,6 @@ class LayerOutputs(NamedTuple):
     block: tuple[Array, Array] | None
     observed: Any
     routes: Int[Array, "b t k"] | None
-
-
-def rms_norm(x: Float[Array, "*b dim"], weight: Float[Array, " dim"], eps: float, offset: float = 0.0) -> Float[Array, "*b dim"]:
-    """x / sqrt(mean(x^2) + eps) * (offset + weight) (arXiv 1910.07467), in float32, result in x's dtype."""
-    wide = x.astype(jnp.float32)
-    normed = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    gain = weight.astype(jnp.float32)
-    return (normed * (gain + offset if offset else gain)).astype(x.dtype)
 
 
 class OwnBlock:
@@ -110,10 +98,11 @@ class LayerStep:
         backend: Backend,
         prefix_ids: Int[Array, "b t"] | None = None,
         attention_chunk: int | None = None,
+        arithmetic: Arithmetic = PLAIN,
     ):
         self.config, self.formats, self.cache, self.observe, self.backend = config, formats, cache, observe, backend
-        self.positions, self.segment_ids = positions, segment_ids
-        self.rope = rope_tables(rope_frequencies(config), positions)
+        self.positions, self.segment_ids, self.arithmetic = positions, segment_ids, arithmetic
+        self.rope = arithmetic.rope_tables(rope_frequencies(config), positions)
         if cache.own is None:
             self.tokens = Tokens.of_rows(segment_ids, positions, prefix_ids)
             t = segment_ids.shape[1]
@@ -125,25 +114,29 @@ class LayerStep:
     def __call__(self, x, layer: Layer, own: OwnBlock | None, inputs: LayerInputs) -> tuple[Array, LayerOutputs]:
         before_attention, after_attention, before_mlp, after_mlp = layer.norms
         attended, block, observed = self.attention(self.norm(x, before_attention), layer, own, inputs)
-        x = x + self.norm(attended, after_attention)
+        add = self.arithmetic.add
+        x = add(x, self.norm(attended, after_attention))
         normed = self.norm(x, before_mlp)
         if layer.experts is None:
-            return x + self.norm(self.mlp(normed, layer), after_mlp), LayerOutputs(block, observed, None)
+            return add(x, self.norm(self.mlp(normed, layer), after_mlp)), LayerOutputs(block, observed, None)
         mixed, routes = self.mixture(normed, layer, inputs.routes)
-        return x + self.norm(mixed, after_mlp), LayerOutputs(block, observed, routes)
+        return add(x, self.norm(mixed, after_mlp)), LayerOutputs(block, observed, routes)
 
     def norm(self, x, weight: Weight | None):
         """RMSNorm over the last axis; x itself where the layer has no such norm."""
-        return x if weight is None else rms_norm(x, weight.value, self.config.rms_norm_eps, self.config.norm_offset)
+        if weight is None:
+            return x
+        return self.arithmetic.rms_norm(x, weight.value, self.config.rms_norm_eps, self.config.norm_offset)
 
     def project(self, x, *weights):
         """The product of x with each weight; x is quantized once for all weights of a kind, and kept once for the backward."""
-        inputs, out = {}, []
+        rows, inputs, out = rows_of(x), {}, []
         for weight in (w.value for w in weights):
             kind = jax.tree.structure(weight)
             if kind not in inputs:
-                inputs[kind] = self.operand(x, weight)
-            out.append(linear(inputs[kind], weight, x.dtype, self.backend))
+                inputs[kind] = self.operand(rows, weight)
+            product = linear(inputs[kind], weight, x.dtype, self.backend, self.arithmetic.exact)
+            out.append(product.reshape(*x.shape[:-1], -1))
         return out
 
     def operand(self, x, weight):
@@ -151,10 +144,10 @@ class LayerStep:
         return quantize_input(x, weight, self.formats.activation, self.backend)
 
     def mixture(self, x, layer: Layer, routes):
-        return mixture(x, layer, self.config.experts, self.formats.activation, routes, self.backend)
+        return mixture(x, layer, self.config.experts, self.formats.activation, routes, self.backend, self.arithmetic)
 
     def heads(self, x, bias):
-        x = x if bias is None else x + bias.value
+        x = x if bias is None else self.arithmetic.add(x, jnp.broadcast_to(bias.value, x.shape))
         return x.reshape(*x.shape[:2], -1, self.config.head_dim)
 
     def attention(self, x, layer: Layer, own: OwnBlock | None, inputs: LayerInputs):
@@ -162,8 +155,8 @@ class LayerStep:
         products = self.project(x, layer.q_proj, layer.k_proj, layer.v_proj)
         q, k, v = map(self.heads, products, (layer.q_bias, layer.k_bias, layer.v_bias))
         q, k = self.norm(q, layer.q_norm), self.norm(k, layer.k_norm)
-        rope = self.rope if inputs.frequencies is None else rope_tables(inputs.frequencies, self.positions)
-        q, k = rotate(q, rope), rotate(k, rope)
+        rope = self.rope if inputs.frequencies is None else self.arithmetic.rope_tables(inputs.frequencies, self.positions)
+        q, k = self.arithmetic.rotate(q, rope), self.arithmetic.rotate(k, rope)
         observed = self.observe(q, k, v, (self.segment_ids > 0)[..., None, None], inputs.scales) if self.observe else None
         score_scale, value_scale = self.config.score_scale, 1.0
         if self.formats.key.quantized:
@@ -175,7 +168,8 @@ class LayerStep:
         k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
         if own is None and self.chunk:
             blocks = self.token_keys(k, v, inputs.shared)
-            out = attend_in_chunks(q, blocks, inputs.window, score_scale, value_scale, x.dtype, self.chunk)
+            attend = self.arithmetic.attend
+            out = attend_in_chunks(q, blocks, inputs.window, score_scale, value_scale, x.dtype, self.chunk, attend)
             return *self.project(out.reshape(b, t, -1), layer.o_proj), (k, v), observed
         blocks = [] if inputs.shared is None else [Keys(*inputs.shared, self.shared_mask(inputs.window))]
         if own is None:
@@ -186,7 +180,7 @@ class LayerStep:
         else:
             written = own.write(k, v)
             blocks.append(Keys(*own.read(*written), own.visible(t, inputs.window)[None]))
-        out = attend(q, blocks, score_scale, value_scale, x.dtype).reshape(b, t, -1)
+        out = self.arithmetic.attend(q, blocks, score_scale, value_scale, x.dtype).reshape(b, t, -1)
         return *self.project(out, layer.o_proj), written, observed
 
     def token_keys(self, k, v, shared) -> list[TokenKeys]:
@@ -207,4 +201,4 @@ class LayerStep:
 
     def mlp(self, x, layer: Layer):
         gate, up = self.project(x, layer.gate_proj, layer.up_proj)
-        return self.project(ACTIVATIONS[self.config.activation](gate) * up, layer.down_proj)[0]
+        return self.project(self.arithmetic.gated(gate, up, self.config.activation), layer.down_proj)[0]

@@ -110,7 +110,7 @@ def save_policy(
         policy: see `policy_arrays`.
         directory: made when it isn't there.
         tokenizer: a directory whose tokenizer files are copied, the byte-level tokenizer, or None for a model of token ids.
-        dtype: "bfloat16" (rounded to nearest even), "float32" or "fp8-block", as in `export_policy`.
+        dtype: "bfloat16" or "float16" (rounded to nearest even), "float32" or "fp8-block", as in `export_policy`.
 
     Returns:
         `directory`.

@@ -26,6 +26,7 @@ from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from fp8rl_jax.config.recipe import TensorFormat
+from fp8rl_jax.models.arithmetic import PLAIN, Arithmetic
 from fp8rl_jax.models.config import ExpertsConfig
 from fp8rl_jax.models.policy import Experts, Layer
 from fp8rl_jax.parallel import DEFAULT_RULES
@@ -45,6 +46,7 @@ def mixture(
     activation: TensorFormat,
     routes: Int[Array, "b t k"] | None = None,
     backend: Backend = "auto",
+    arithmetic: Arithmetic = PLAIN,
     see: Callable[[str, Any, Array], Any] = lambda name, rows, order: rows,
 ) -> tuple[Float[Array, "b t hidden"], Int[Array, "b t k"]]:
     """The output of a layer's experts, and the ids of those that each token used.
@@ -57,8 +59,8 @@ def mixture(
             product, and with the input of the last (".in"); row i belongs to entry order[i] of the ids, flattened. What it
             returns is used in place of the rows. Not on a mesh.
     """
-    ids, weights = choose(x, layer.router.value, config, routes)
-    run = partial(_run, activation=activation, backend=backend, see=see)
+    ids, weights = choose(x, layer.router.value, config, routes, arithmetic)
+    run = partial(_run, activation=activation, backend=backend, arithmetic=arithmetic, see=see)
     return _on_mesh(run, x, ids, weights, layer.experts), ids.astype(route_dtype(config))
 
 
@@ -67,21 +69,22 @@ def choose(
     router: Float[Array, "experts hidden"],
     config: ExpertsConfig,
     routes: Int[Array, "*b k"] | None = None,
+    arithmetic: Arithmetic = PLAIN,
 ) -> tuple[Int[Array, "*b k"], Float[Array, "*b k"]]:
     """Expert ids, best first, and their weights, float32; see `mixture` for `routes`."""
-    logits = jnp.einsum(
-        "...h,eh->...e", x.astype(jnp.float32), router.astype(jnp.float32), precision=lax.Precision.HIGHEST
-    )
-    scores = jax.nn.softmax(logits, axis=-1)
+    scores = arithmetic.routing(x, router)
     ids = lax.top_k(lax.stop_gradient(scores), config.per_token)[1]
     if routes is not None:
         replayed = (routes >= 0).all(axis=-1, keepdims=True)
         ids = jnp.where(replayed, routes.astype(ids.dtype), ids)
     weights = jnp.take_along_axis(scores, ids, axis=-1)
-    return ids, weights / weights.sum(axis=-1, keepdims=True) if config.normalize else weights
+    return ids, arithmetic.normalize(weights) if config.normalize else weights
 
 
-def _run(x, ids, weights, experts: Experts, first=0, *, activation: TensorFormat, backend: Backend, see: Callable):
+def _run(
+    x, ids, weights, experts: Experts, first=0, *,
+    activation: TensorFormat, backend: Backend, arithmetic: Arithmetic, see: Callable,
+):  # fmt: skip
     """Weighted sum over the experts that are here, ids first ... first + count - 1, float32 [b, t, hidden]."""
     gate, up, down = (w.value for w in (experts.gate_proj, experts.up_proj, experts.down_proj))
     count, k = gate.shape[0], ids.shape[-1]
@@ -96,16 +99,16 @@ def _run(x, ids, weights, experts: Experts, first=0, *, activation: TensorFormat
 
     def product(name, inputs, weight):
         inputs = see(f"experts.{name}.operand", inputs, order)
-        return see(f"experts.{name}.out", grouped_linear(inputs, weight, sizes, x.dtype, backend), order)
+        return see(f"experts.{name}.out", grouped_linear(inputs, weight, sizes, x.dtype, backend, arithmetic.exact), order)
 
     inputs = sorted_input(gate)
-    inner = jax.nn.silu(product("gate_proj", inputs, gate))
+    gates = product("gate_proj", inputs, gate)
     if jax.tree.structure(up) != jax.tree.structure(gate):  # weights of one kind share their input
         inputs = sorted_input(up)
-    inner = see("experts.down_proj.in", inner * product("up_proj", inputs, up), order)
+    inner = see("experts.down_proj.in", arithmetic.gated(gates, product("up_proj", inputs, up), "silu"), order)
     out = product("down_proj", quantize_input(inner, down, activation, backend), down)
     out = jnp.zeros_like(out).at[order].set(out, unique_indices=True).reshape(*ids.shape, -1)
-    return jnp.einsum("btk,btkh->bth", weights, out.astype(jnp.float32))
+    return arithmetic.combine(weights, out)
 
 
 def _on_mesh(run, x, ids, weights, experts: Experts):

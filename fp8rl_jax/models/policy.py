@@ -205,6 +205,20 @@ def cast(policy: Policy, dtype: jnp.dtype) -> Policy:
     return jax.tree_util.tree_map_with_path(convert, policy, is_leaf=is_quantized)
 
 
+def map_products(change: Callable, policy: Policy) -> Policy:
+    """`policy` with every weight that a product takes, the head's last, as change(value); the embedding stays as it is."""
+
+    def changed(layer: Layer) -> Layer:
+        tensors = layer.tensors()
+        for name in (*LINEARS, *EXPERT_LINEARS):
+            if name in tensors:
+                tensors[name] = Weight(change(tensors[name].value), tensors[name].axes)
+        return Layer(tensors)
+
+    layers = changed(policy.layers) if policy.stacked else nnx.List([changed(layer) for layer in policy.layers])
+    return Policy(policy.config, policy.embed_tokens, layers, policy.norm, Weight(change(policy.head), _AXES["lm_head"]))
+
+
 def run_of_layers(policy: Policy, start: int, stop: int) -> Layer:
     """Layers start ... stop - 1 of a stacked policy, all with experts or all without, as stacks of their own."""
     return _cut(policy, start, lambda x, first: x if len(x) == stop - start else x[first : first + stop - start])

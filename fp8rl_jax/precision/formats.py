@@ -8,6 +8,8 @@ import jax.numpy as jnp
 
 from fp8rl_jax.config.recipe import ForwardFormats, Recipe, TensorFormat
 from fp8rl_jax.errors import UserError
+from pallas_kernels.backend import Backend, BackendError, check_pair
+from pallas_kernels.matmul import selected_backend
 
 ELEMENT_DTYPES = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 
@@ -24,11 +26,15 @@ def max_value(fmt: TensorFormat) -> float:
     return float(jnp.finfo(element_dtype(fmt)).max)
 
 
-def check_recipe(recipe: Recipe) -> None:
+def check_recipe(recipe: Recipe, backend: Backend = "auto") -> None:
     """Refuses what the recipe names and this version cannot compute, so that no field is a silent no-op.
 
+    Args:
+        backend: kernels of the quantized products.
+
     Raises:
-        UserError: naming the recipe's field.
+        UserError: naming the recipe's field; where no kernel multiplies two formats also both of them and the backend; or the
+            backend that the recipe needs is not there.
     """
 
     def refuse(field: str, why: str) -> None:
@@ -68,8 +74,41 @@ def check_recipe(recipe: Recipe) -> None:
     if moment.rounding != "nearest" or moment.transform != "none":
         refuse("optimizer_moment", "has its own rounding and no transform; leave both as they are")
     _check_backward(recipe, refuse)
-    if recipe.exact:
-        refuse("exact", "is not supported: no backend has an exact path yet")
+    if recipe.quantizes_linears:
+        try:
+            chosen = selected_backend(backend)
+        except BackendError as error:
+            raise UserError(f"precision.backend: {error}") from None
+        _check_products(recipe, chosen, refuse)
+    if recipe.exact and (difference := _first_difference(recipe)):
+        refuse("exact", f"cannot be promised: {difference}; the rollout's graph must be part of the trainer's forward")
+
+
+def _first_difference(recipe: Recipe) -> str:
+    """The first role whose format differs between the recipe's sides; "" where the forward passes are one."""
+    for role, fmt in vars(recipe.rollout).items():
+        other: TensorFormat = getattr(recipe.trainer, role)
+        if fmt != other:
+            field = next(name for name, value in vars(fmt).items() if value != getattr(other, name))
+            return f"the rollout's {role} has {field} {getattr(fmt, field)!r} and the trainer's {getattr(other, field)!r}"
+    return ""
+
+
+def _check_products(recipe: Recipe, backend: str, refuse: Callable[[str, str], None]) -> None:
+    """Every product of two quantized operands against what the backend multiplies; a weight alone is unpacked before."""
+    rollout, trainer, gradient = recipe.rollout, recipe.trainer, recipe.output_gradient
+    products = (
+        ("rollout.activation", rollout.activation, "rollout.weight", rollout.weight),
+        ("trainer.activation", trainer.activation, "trainer.weight", trainer.weight),
+        ("output_gradient", gradient, "trainer.weight", trainer.weight),
+        ("output_gradient", gradient, "trainer.activation", trainer.activation),
+    )
+    for left, one, right, other in products:
+        if one.quantized and other.quantized:
+            try:
+                check_pair(f"{one.format} is multiplied by {right} {other.format}", backend, *map(element_dtype, (one, other)))
+            except BackendError as error:
+                refuse(left, str(error))
 
 
 def _check_backward(recipe: Recipe, refuse: Callable[[str, str], None]) -> None:

@@ -10,7 +10,7 @@ is the same for the experts of a mixture.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -19,10 +19,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from fp8rl_jax.config.recipe import TensorFormat
-from fp8rl_jax.precision.qtensor import QTensor, dequantize, quantize
+from fp8rl_jax.precision.qtensor import QTensor, dequantize, dequantize_rows, quantize
 from fp8rl_jax.precision.trained import TrainedInput, TrainedWeight, trained_grouped_linear, trained_linear
 from pallas_kernels import blockwise_matmul, grouped_matmul
 from pallas_kernels.backend import Backend
+from pallas_kernels.exact import Integers, add_scaled, to_integers
+from pallas_kernels.exact import dot as exact_dot
+from pallas_kernels.exact import grouped_dot as exact_grouped_dot
 from pallas_kernels.grouped_matmul.reference import dot as _grouped_dot
 from pallas_kernels.matmul import selected_backend
 from pallas_kernels.matmul.reference import dot
@@ -31,9 +34,9 @@ from pallas_kernels.matmul.reference import dot
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class HoistedWeight:
-    """Dequantized values of a QTensor, float32 [..., out, in]: what the reference product multiplies."""
+    """Dequantized values of a QTensor, float32 [..., out, in] or their integers: what the reference product multiplies."""
 
-    values: Array
+    values: Array | Integers
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -78,8 +81,16 @@ def is_quantized(x) -> bool:
     return isinstance(x, QTensor | HoistedWeight | TrainedWeight)
 
 
-def hoist(weight: Weight, backend: Backend = "auto") -> Weight:
-    """Moves the work that does not depend on the input out of a loop: dequantizes a QTensor where the reference will run."""
+def hoist(weight: Weight, backend: Backend = "auto", exact: bool = False) -> Weight:
+    """Moves the work that does not depend on the input out of a loop: dequantizes a QTensor where the reference will run.
+
+    Args:
+        exact: the weight will be multiplied by an exact product.
+    """
+    if exact and selected_backend(backend) == "reference":
+        if isinstance(weight, AdaptedWeight):
+            return replace(weight, base=hoist(weight.base, backend, exact))
+        return HoistedWeight(to_integers(dequantize(weight))) if isinstance(weight, QTensor) else to_integers(weight)
     if isinstance(weight, QTensor) and selected_backend(backend) == "reference":
         return HoistedWeight(dequantize(weight))
     return weight
@@ -107,6 +118,7 @@ def linear(
     weight: Weight,
     out_dtype: jnp.dtype,
     backend: Backend = "auto",
+    exact: bool = False,
 ) -> Float[Array, "*batch n"]:
     """x times the transpose of `weight` [n, k], accumulated in float32.
 
@@ -114,17 +126,19 @@ def linear(
         x: the input, or its form from `quantize_input`.
         weight: array [n, k] in the compute dtype, QTensor, HoistedWeight, TrainedWeight or AdaptedWeight.
         out_dtype: dtype of the result.
+        exact: a row's result depends on that row and the weight alone, bit for bit (pallas_kernels.exact).
 
     Raises:
         TypeError: a quantized input meets a weight that is not quantized.
     """
     if isinstance(weight, TrainedWeight):
         return trained_linear(x, weight, out_dtype, backend)
+    product = exact_dot if exact else dot
     if isinstance(weight, AdaptedWeight):
-        return _adapted(dot, lambda x, w: linear(x, w, jnp.float32, backend), x, weight).astype(out_dtype)
-    if isinstance(x, QTensor) and isinstance(weight, QTensor):
+        return _adapted(product, lambda x, w: linear(x, w, jnp.float32, backend, exact), x, weight, exact).astype(out_dtype)
+    if isinstance(x, QTensor) and isinstance(weight, QTensor) and not exact:
         return blockwise_matmul(x.values, x.scales, weight.values, weight.scales, weight.block, out_dtype, backend=backend)
-    return _unpacked(dot, x, weight).astype(out_dtype)
+    return _unpacked(product, x, weight).astype(out_dtype)
 
 
 def grouped_linear(
@@ -133,6 +147,7 @@ def grouped_linear(
     group_sizes: Int[Array, " groups"],
     out_dtype: jnp.dtype,
     backend: Backend = "auto",
+    exact: bool = False,
 ) -> Float[Array, "m n"]:
     """`linear` of rows that are sorted by group, each with its group's part of `weight` [groups, n, k].
 
@@ -144,38 +159,43 @@ def grouped_linear(
     """
     if isinstance(weight, TrainedWeight):
         return trained_grouped_linear(x, weight, group_sizes, out_dtype, backend)
+    product = partial(exact_grouped_dot if exact else _grouped_dot, group_sizes=group_sizes)
     if isinstance(weight, AdaptedWeight):
-        product = partial(_grouped_dot, group_sizes=group_sizes)
-        base = partial(grouped_linear, group_sizes=group_sizes, out_dtype=jnp.float32, backend=backend)
-        return _adapted(product, base, x, weight).astype(out_dtype)
-    if isinstance(x, QTensor) and isinstance(weight, QTensor):
+        base = partial(grouped_linear, group_sizes=group_sizes, out_dtype=jnp.float32, backend=backend, exact=exact)
+        return _adapted(product, base, x, weight, exact).astype(out_dtype)
+    if isinstance(x, QTensor) and isinstance(weight, QTensor) and not exact:
         return grouped_matmul(
             x.values, x.scales, weight.values, weight.scales, group_sizes, weight.block, out_dtype, backend=backend
         )
-    return _unpacked(partial(_grouped_dot, group_sizes=group_sizes), x, weight).astype(out_dtype)
+    return _unpacked(product, x, weight).astype(out_dtype)
 
 
-def _adapted(product: Callable, base: Callable, x: Input, weight: AdaptedWeight) -> Array:
+def _adapted(product: Callable, base: Callable, x: Input, weight: AdaptedWeight, exact: bool) -> Array:
     """base(x) + scale * (x a^T) b^T, float32: the adapter in its own dtype, on the input as it was before quantization."""
     plain = x.plain if isinstance(x, AdaptedInput) else x
     if isinstance(plain, QTensor):
         raise TypeError("linear: the weight has an adapter, which needs the input in its plain form, too")
     inner = product(plain.astype(weight.a.dtype), weight.a).astype(weight.a.dtype)
     operand = x.quantized if isinstance(x, AdaptedInput) else x
-    return base(operand, weight.base) + weight.scale * product(inner, weight.b)
+    return (add_scaled if exact else _add_scaled)(base(operand, weight.base), product(inner, weight.b), weight.scale)
+
+
+def _add_scaled(x: Array, y: Array, scale: float) -> Array:
+    return x + scale * y
 
 
 def _unpacked(product: Callable, x: Array | QTensor, weight: Array | QTensor | HoistedWeight) -> Array:
     """`product` of both operands as plain arrays of one dtype, where none takes them as they are."""
     if isinstance(x, QTensor):
+        if isinstance(weight, QTensor):
+            return product(dequantize_rows(x), dequantize(weight))
         if not isinstance(weight, HoistedWeight):
             raise TypeError("linear: the input is quantized but the weight is not")
-        rows = QTensor(x.values.reshape(-1, x.shape[-1]), x.scales.reshape(-1, x.scales.shape[-1]), x.block)
-        x = dequantize(rows).reshape(x.shape)
+        x = dequantize_rows(x)
     if isinstance(weight, QTensor):
         return _weight_only(product, x, weight)
     values = weight.values if isinstance(weight, HoistedWeight) else weight
-    return product(x.astype(values.dtype), values)
+    return product(x if isinstance(values, Integers) else x.astype(values.dtype), values)
 
 
 def _weight_only(product: Callable, x: Array, weight: QTensor) -> Array:

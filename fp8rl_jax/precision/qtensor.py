@@ -68,6 +68,12 @@ def dequantize(q: QTensor) -> Float[Array, "*batch m n"]:
     return dequantize_blocks(q.values, q.scales, q.block)
 
 
+def dequantize_rows(q: QTensor) -> Float[Array, "*batch n"]:
+    """`dequantize` of rows with any number of axes before them, each quantized by itself (block[0] is 1)."""
+    rows = QTensor(q.values.reshape(-1, q.shape[-1]), q.scales.reshape(-1, q.scales.shape[-1]), q.block)
+    return dequantize(rows).reshape(q.shape)
+
+
 def quantize_per_tensor(x: Float[Array, ...], scale: Float[Array, ""], fmt: TensorFormat) -> Float[Array, ...]:
     """x / scale with a scale that was calibrated before, clamped to the format's range and cast (the KV cache's quantizer)."""
     limit = max_value(fmt)

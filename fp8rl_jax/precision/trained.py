@@ -25,9 +25,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from fp8rl_jax.config.recipe import Recipe, TensorFormat
-from fp8rl_jax.precision.qtensor import QTensor, dequantize, quantize, quantize_weight
+from fp8rl_jax.precision.qtensor import QTensor, dequantize, dequantize_rows, quantize, quantize_weight
 from pallas_kernels import blockwise_matmul, grouped_matmul, grouped_outer_product
 from pallas_kernels.backend import Backend
+from pallas_kernels.exact import dot as exact_dot
+from pallas_kernels.exact import grouped_dot as exact_grouped_dot
 from pallas_kernels.grouped_matmul import align_groups
 from pallas_kernels.grouped_matmul.reference import dot as grouped_dot
 from pallas_kernels.grouped_matmul.reference import outer_product
@@ -44,6 +46,7 @@ class TrainedWeight:
         activation: format of X.
         output_gradient: format of dY; "compute" leaves dY as it is, and both products of the backward are in float32.
         saved_activation: "compute" keeps X itself for the backward, any other its quantized form.
+        exact: the forward's product is exact (pallas_kernels.exact); those of the backward are not.
     """
 
     quantized: QTensor
@@ -51,6 +54,7 @@ class TrainedWeight:
     activation: TensorFormat = field(metadata={"static": True})
     output_gradient: TensorFormat = field(metadata={"static": True})
     saved_activation: TensorFormat = field(metadata={"static": True})
+    exact: bool = field(default=False, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -73,7 +77,9 @@ class TrainedInput:
 def trained_weight(master: Float[Array, "*stack n k"], recipe: Recipe, backend: Backend = "auto") -> TrainedWeight:
     """The trainer's form of a float32 master under `recipe`: the very QTensor that the rollout serves, and the gradient's way."""
     quantized = quantize_weight(jax.lax.stop_gradient(master), recipe.trainer.weight, backend)
-    return TrainedWeight(quantized, master, recipe.trainer.activation, recipe.output_gradient, recipe.saved_activation)
+    return TrainedWeight(
+        quantized, master, recipe.trainer.activation, recipe.output_gradient, recipe.saved_activation, recipe.exact
+    )
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -89,6 +95,8 @@ def trained_linear(
         backend: kernels.
     """
     q, w = x.quantized, weight.quantized
+    if weight.exact:
+        return exact_dot(dequantize_rows(q), dequantize(w), out_dtype)
     return blockwise_matmul(q.values, q.scales, w.values, w.scales, w.block, out_dtype, backend=backend)
 
 
@@ -125,6 +133,8 @@ def trained_grouped_linear(
     Along tokens a block never reaches into the next group: each group's rows begin a block of their own.
     """
     q, w = x.quantized, weight.quantized
+    if weight.exact:
+        return exact_grouped_dot(dequantize_rows(q), dequantize(w), group_sizes, out_dtype)
     return grouped_matmul(q.values, q.scales, w.values, w.scales, group_sizes, w.block, out_dtype, backend=backend)
 
 
@@ -170,8 +180,7 @@ def _rows(x: QTensor | Array) -> Array:
     """X as a matrix [tokens, k], dequantized."""
     if not isinstance(x, QTensor):
         return x.reshape(-1, x.shape[-1])
-    k, groups = x.values.shape[-1], x.scales.shape[-1]
-    return dequantize(QTensor(x.values.reshape(-1, k), x.scales.reshape(-1, groups), x.block))
+    return dequantize_rows(x).reshape(-1, x.shape[-1])
 
 
 def _along_tokens(x: Array, fmt: TensorFormat, backend: Backend) -> QTensor:

@@ -20,7 +20,8 @@ A correction that needs the whole batch at once (a mean weight, a rejection that
     rl.policy_loss(rl.LossInputs(logprobs, advantages, mask, denominator, old_logprobs, weights), config)
 
 Its pieces stand alone: `policy_loss` knows nothing of the rollout, `correction` nothing of the loss. Formulas, each with
-its paper and departures, head the files: advantages, dapo, objectives, divergence, aggregation, weights, rejection.
+its paper and departures, head the files: advantages, dapo, objectives, calibrated_clipping, divergence, aggregation, weights,
+rejection.
 """
 
 from fp8rl_jax.config.correction import Criterion
@@ -36,6 +37,7 @@ from fp8rl_jax.config.rl import (
 )
 from fp8rl_jax.rl.advantages import group_advantages, reward_metrics
 from fp8rl_jax.rl.aggregation import aggregate, loss_denominator
+from fp8rl_jax.rl.calibrated_clipping import calibrated_bounds
 from fp8rl_jax.rl.correction import correction, refuse_partial, rollout_logprobs
 from fp8rl_jax.rl.dapo import drop_truncated, informative_groups, overlong_penalty
 from fp8rl_jax.rl.divergence import kl_penalty, reward_kl
@@ -61,6 +63,7 @@ __all__ = [
     "RewardKLConfig",
     "add_metrics",
     "aggregate",
+    "calibrated_bounds",
     "check_sampling",
     "corrected_policy_loss",
     "correction",

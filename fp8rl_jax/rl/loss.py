@@ -60,6 +60,8 @@ class LossInputs:
     entropy: Float[Array, "B T"] | None = None
     """Entropy of each token's distribution, in nats: the metric `entropy`. With entropy_coefficient above 0 it is needed,
     and it must carry a gradient, or the bonus is a constant."""
+    clip_bounds: Float[Array, " bounds"] | None = None
+    """Bounds of the ratio from `calibrated_bounds`; None: 1 - clip_low and 1 + clip_high."""
 
 
 def policy_loss(inputs: LossInputs, config: LossConfig) -> tuple[Float[Array, ""], Metrics]:
@@ -76,8 +78,9 @@ def policy_loss(inputs: LossInputs, config: LossConfig) -> tuple[Float[Array, ""
         loss: summed over micro-batches it is the global loss, and its gradients add likewise.
         metrics: `loss`, `policy_loss` (without KL and entropy), `approx_kl` (k3 of KL(pi_old || pi_theta)), `ratio_max`;
             as fractions of all tokens `clip_ratio/low_mean` (A < 0, r < 1 - clip_low), `clip_ratio/high_mean` (A > 0,
-            r > 1 + clip_high), `clip_ratio/region_mean` (either; CISPO: of any A), where dual_clip is set
-            `clip_ratio/dual_mean` (A < 0, r > dual_clip); `kl` and `entropy` where their inputs were given.
+            r > 1 + clip_high; both by clip_bounds where they are given), `clip_ratio/region_mean` (either; CISPO: of any A),
+            where dual_clip is set `clip_ratio/dual_mean` (A < 0, r > dual_clip); `kl` and `entropy` where their inputs were
+            given.
 
     Raises:
         ValueError: an array's shape is not the mask's, or an array that a coefficient needs is missing.
@@ -99,12 +102,12 @@ def policy_loss(inputs: LossInputs, config: LossConfig) -> tuple[Float[Array, ""
     old = jax.lax.stop_gradient(inputs.logprobs if inputs.old_logprobs is None else inputs.old_logprobs)
 
     ratio = policy_ratio(inputs.logprobs, old, mask, config.ratio)
-    objective = surrogate(inputs.logprobs, ratio, advantages, mask, config)
+    objective = surrogate(inputs.logprobs, ratio, advantages, mask, config, inputs.clip_bounds)
     if inputs.weights is not None:
         objective = objective * jax.lax.stop_gradient(inputs.weights)
 
     log_ratio = clamp_log_ratio(jnp.where(mask, jax.lax.stop_gradient(inputs.logprobs) - old, 0.0))
-    low, high = clipped_tokens(ratio, advantages, config)
+    low, high = clipped_tokens(ratio, advantages, config, inputs.clip_bounds)
     metrics = {
         "policy_loss": aggregate(objective, mask, config),
         "approx_kl": Mean.of(k3(log_ratio), mask),

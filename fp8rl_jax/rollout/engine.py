@@ -104,7 +104,7 @@ class LocalEngine:
         backend: Backend = "auto",
         expert_ids: bool = False,
     ):
-        check_recipe(recipe)
+        check_recipe(recipe, backend)
         self.expert_ids = expert_ids
         self.recipe, self.dtype, self.backend = recipe, jnp.dtype(compute_dtype), backend
         self.version = 0

@@ -180,7 +180,7 @@ def _score(
 ) -> Float[Array, "b t-1"]:
     segments = (jnp.arange(tokens.shape[1]) < lengths[:, None]).astype(jnp.int32)
     hidden = forward(policy, tokens, segment_ids=segments, recipe=recipe, phase="train", keep_cache=False).hidden
-    return token_logprobs(hidden[:, :-1], policy.head, tokens[:, 1:], temperature)[0]
+    return token_logprobs(hidden[:, :-1], policy.head, tokens[:, 1:], temperature, exact=recipe.exact)[0]
 
 
 def _check_finite(index: int, logprobs: list[float], dtype: jnp.dtype) -> None:

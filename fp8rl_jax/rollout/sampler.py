@@ -20,15 +20,15 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from fp8rl_jax.config.recipe import Recipe
+from fp8rl_jax.models.arithmetic import arithmetic
 from fp8rl_jax.models.cache import KVBlock, KVCache, KVScales, empty_block
 from fp8rl_jax.models.forward import forward
 from fp8rl_jax.models.logprobs import token_logprobs
-from fp8rl_jax.models.policy import Policy
+from fp8rl_jax.models.policy import Policy, map_products
 from fp8rl_jax.parallel import constrain
 from fp8rl_jax.precision import element_dtype, hoist, is_quantized
 from fp8rl_jax.rollout.sampling import Sampling, draw
 from pallas_kernels.backend import Backend
-from pallas_kernels.matmul.reference import dot
 
 
 class Completions(NamedTuple):
@@ -98,7 +98,7 @@ def generate(
     Raises:
         ValueError: `expert_ids` of a policy that has no experts.
     """
-    policy = _hoisted(policy, backend)
+    policy = _hoisted(policy, backend, recipe.exact)
     options = {"sampling": sampling, "recipe": recipe, "backend": backend}
     fixed, state = _begin(
         policy, prompts, lengths, prompt_ids, key, scales,
@@ -118,7 +118,7 @@ def stream(
     Yields:
         The completions so far; the last are those that `generate` returns.
     """
-    policy = _hoisted_alone(policy, backend)
+    policy = _hoisted_alone(policy, backend, recipe.exact)
     options = {"sampling": sampling, "recipe": recipe, "backend": backend}
     fixed, state = _begin_alone(policy, *inputs, samples=samples, expert_ids=False, prompt_logprobs=False, **options)
     last = sampling.max_new_tokens - 1
@@ -131,8 +131,11 @@ def stream(
         state = _proceed_alone(policy, fixed, state, jnp.int32(min(t + every, last)), **options)
 
 
-def _hoisted(policy: Policy, backend: Backend) -> Policy:
-    """FP8 weights unpacked once instead of at every token; the identity where weights are plain arrays."""
+def _hoisted(policy: Policy, backend: Backend, exact: bool) -> Policy:
+    """FP8 weights unpacked once instead of at every token, the identity where weights are plain arrays; under `exact` every
+    weight of a product, the head's among them, in the form of exact products."""
+    if exact:
+        return map_products(partial(hoist, backend=backend, exact=True), policy)
     return jax.tree.map(partial(hoist, backend=backend), policy, is_leaf=is_quantized)
 
 
@@ -151,7 +154,7 @@ def _begin(
         policy, prompts, segment_ids=segments, cache=KVCache(scales=scales), recipe=recipe, phase="prefill", backend=backend
     )
     last = jnp.take_along_axis(prefill.hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
-    first_logits = jnp.repeat(dot(last, policy.head), samples, axis=0)
+    first_logits = jnp.repeat(arithmetic(recipe.exact).dot(last, policy.head), samples, axis=0)
     starts, keys = jnp.repeat(lengths, samples), _row_keys(key, prompt_ids, samples)
     dtype = element_dtype(recipe.rollout.key) if recipe.rollout.key.quantized else policy.embed_tokens.value.dtype
     own = empty_block(policy.config, rows, width, dtype, policy.stacked)
@@ -161,14 +164,14 @@ def _begin(
         jnp.zeros((rows, width), jnp.float32),
         jnp.zeros((rows, width), jnp.float32),
         jnp.zeros(rows, bool),
-        _prompt_logprobs(policy, prompts, segments, prefill.hidden, sampling) if prompt_logprobs else None,
+        _prompt_logprobs(policy, prompts, segments, prefill.hidden, sampling, recipe.exact) if prompt_logprobs else None,
         _known(prefill.routes, segments > 0) if expert_ids else None,
         jnp.full((rows, width, *prefill.routes.shape[2:]), -1, prefill.routes.dtype) if expert_ids else None,
     )
     fixed = _Fixed(prefill.cache, starts, keys, own.mask, jnp.asarray(sampling.stop_token_ids, jnp.int32), scales)
     phrases = [None if table is None else jnp.zeros(rows, jnp.int32) for table in (sampling.stop_strings, sampling.bad_words)]
     state = _State(jnp.int32(0), jnp.zeros(rows, jnp.int32), jnp.zeros(rows, bool), (own.keys, own.values), *phrases, blank)
-    return fixed, _record(policy, fixed, state, state.t, first_logits, sampling)
+    return fixed, _record(policy, fixed, state, state.t, first_logits, sampling, recipe.exact)
 
 
 def _proceed(
@@ -181,23 +184,25 @@ def _proceed(
         cache = KVCache(fixed.prefill, KVBlock(*state.own, fixed.slots), state.t, fixed.scales)
         positions = (fixed.starts + state.t)[:, None]
         result = forward(policy, state.token[:, None], positions, cache=cache, recipe=recipe, phase="decode", backend=backend)
-        logits = dot(result.hidden[:, 0], policy.head)
+        logits = arithmetic(recipe.exact).dot(result.hidden[:, 0], policy.head)
         out = state.out
         if out.expert_ids is not None:  # of token t, which this step has fed
             used = _known(result.routes, lax.dynamic_slice_in_dim(out.mask, state.t, 1, axis=1))
             out = out._replace(expert_ids=lax.dynamic_update_slice(out.expert_ids, used, (0, state.t, 0, 0)))
         own = (result.cache.keys, result.cache.values)
-        drawn = _record(policy, fixed, state._replace(own=own, out=out), state.t + 1, logits, sampling)
+        drawn = _record(policy, fixed, state._replace(own=own, out=out), state.t + 1, logits, sampling, recipe.exact)
         return drawn._replace(t=state.t + 1)
 
     return lax.while_loop(lambda s: (s.t < last) & ~s.done.all(), step, state)
 
 
-def _record(policy: Policy, fixed: _Fixed, state: _State, t, logits: Float[Array, "b vocab"], sampling: Sampling) -> _State:
+def _record(
+    policy: Policy, fixed: _Fixed, state: _State, t, logits: Float[Array, "b vocab"], sampling: Sampling, exact: bool
+) -> _State:  # fmt: skip
     """Draws token t of every row that still runs."""
     done, out = state.done, state.out
     banned = None if sampling.bad_words is None else sampling.bad_words.completing(state.bad_state)
-    tokens, behaviour, full = draw(logits, jax.vmap(jax.random.fold_in, (0, None))(fixed.keys, t), sampling, banned)
+    tokens, behaviour, full = draw(logits, jax.vmap(jax.random.fold_in, (0, None))(fixed.keys, t), sampling, banned, exact)
     tokens = jnp.where(done, policy.config.pad_token_id or 0, tokens).astype(jnp.int32)
     live = ~done
     stopped = live & jnp.isin(tokens, fixed.stops) if fixed.stops.size else jnp.zeros_like(done)
@@ -213,8 +218,8 @@ def _record(policy: Policy, fixed: _Fixed, state: _State, t, logits: Float[Array
     return _State(state.t, tokens, done | stopped, state.own, stop_state, bad_state, out)
 
 
-def _prompt_logprobs(policy: Policy, prompts, segments, hidden, sampling: Sampling) -> Float[Array, "p s"]:
-    logprobs, _ = token_logprobs(hidden[:, :-1], policy.head, prompts[:, 1:], sampling.temperature or 1.0)
+def _prompt_logprobs(policy: Policy, prompts, segments, hidden, sampling: Sampling, exact: bool) -> Float[Array, "p s"]:
+    logprobs, _ = token_logprobs(hidden[:, :-1], policy.head, prompts[:, 1:], sampling.temperature or 1.0, exact=exact)
     return jnp.pad(jnp.where(segments[:, 1:] > 0, logprobs, 0.0), ((0, 0), (1, 0)))
 
 
@@ -231,6 +236,6 @@ def _row_keys(key, prompt_ids, samples):
     return keys.reshape(-1)
 
 
-_hoisted_alone = jax.jit(_hoisted, static_argnames="backend")
+_hoisted_alone = jax.jit(_hoisted, static_argnames=("backend", "exact"))
 _begin_alone = jax.jit(_begin, static_argnames=("samples", "recipe", "backend", "expert_ids", "prompt_logprobs"))
 _proceed_alone = jax.jit(_proceed, static_argnames=("recipe", "backend"), donate_argnames="state")

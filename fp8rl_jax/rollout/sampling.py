@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from fp8rl_jax.models.arithmetic import arithmetic
 from fp8rl_jax.rollout.phrases import Phrases
 
 _BLOCK = 128
@@ -58,6 +59,7 @@ def draw(
     keys: Key[Array, " b"],
     sampling: Sampling,
     banned: Bool[Array, "b vocab"] | None = None,
+    exact: bool = False,
 ) -> tuple[Int[Array, " b"], Float[Array, " b"], Float[Array, " b"]]:
     """One token a row.
 
@@ -66,28 +68,38 @@ def draw(
         keys: one PRNG key a row; a row's draw depends on its own key and logits only.
         sampling: temperature, bias and truncation.
         banned: tokens that must not be drawn, not all of a row.
+        exact: the policy log-probabilities are those of an exact trainer, bit for bit; so are the behaviour's where it is the
+            policy.
 
     Returns:
         (tokens, behaviour log-probabilities, policy log-probabilities). Greedy rows have behaviour 0 and the policy's
         log-probability at temperature 1.
     """
+    logprob = arithmetic(exact).logprob
     offered = logits if sampling.logit_bias is None else logits + sampling.logit_bias
     if banned is not None:
         offered = jnp.where(banned, -jnp.inf, offered)
     if sampling.temperature == 0:
         tokens = jnp.argmax(offered, axis=-1)
-        return tokens, jnp.zeros(tokens.shape, jnp.float32), _logprob(logits, tokens)
+        return tokens, jnp.zeros(tokens.shape, jnp.float32), logprob(logits, tokens, 1.0)
     tempered = offered / sampling.temperature
     weights = jnp.exp(tempered - tempered.max(-1, keepdims=True))
     kept = jnp.where(truncation_mask(weights, sampling), weights, 0.0) if sampling.truncated else weights
     tokens = jax.vmap(_inverse_cdf)(kept, keys)
     whole = _logprob_of_weights(weights, tokens)
+    policy = whole if offered is logits and not exact else logprob(logits, tokens, sampling.temperature)
+    whole = policy if offered is logits else whole
     behaviour = jnp.log(_taken(weights, tokens)) - jnp.log(kept.sum(-1)) if sampling.truncated else whole
-    return tokens, behaviour, whole if offered is logits else _logprob(logits / sampling.temperature, tokens)
+    return tokens, behaviour, policy
 
 
-def logprob_of(tempered: Float[Array, "b vocab"], tokens: Int[Array, " b"]) -> Float[Array, " b"]:
-    """The policy log-probability that `draw` gives a token that it draws, of given ones: logits over the temperature."""
+def logprob_of(
+    logits: Float[Array, "b vocab"], tokens: Int[Array, " b"], temperature: float, exact: bool = False
+) -> Float[Array, " b"]:
+    """The policy log-probability that `draw` gives a token that it draws, of given ones."""
+    if exact:
+        return arithmetic(exact).logprob(logits, tokens, temperature)
+    tempered = logits / temperature
     return _logprob_of_weights(jnp.exp(tempered - tempered.max(-1, keepdims=True)), tokens)
 
 
@@ -118,10 +130,6 @@ def _logprob_of_weights(weights, tokens):
 
 def _taken(values, tokens):
     return jnp.take_along_axis(values, tokens[:, None], axis=-1)[:, 0]
-
-
-def _logprob(logits, tokens):
-    return jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), tokens[:, None], axis=-1)[:, 0]
 
 
 def _inverse_cdf(weights: Float[Array, " vocab"], key: Key[Array, ""]) -> Int[Array, ""]:

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 from fp8rl_jax import rl
 from fp8rl_jax.models.lora import Trained, join, split
 from fp8rl_jax.parallel import split_batch
+from fp8rl_jax.training.clip_calibration import Seen, due, recalibrate, unquantized
 from fp8rl_jax.training.compact import Compact, compact, of_width, widen
 from fp8rl_jax.training.performance import Clock
 from fp8rl_jax.training.setup import Setup
@@ -41,6 +42,7 @@ class Learner:
             logprob_chunk=config.trainer.logprob_chunk,
             attention_chunk=config.trainer.attention_chunk,
             backend=config.precision.backend,
+            loss_scale=config.trainer.loss_scale.resolve(config.compute_dtype),
         )
         updates = config.trainer.steps * self.count
         self.optimizer = make_optimizer(config.optimizer, updates, setup.recipe.optimizer_moment)
@@ -95,12 +97,24 @@ class Learner:
                 jax.block_until_ready(logprobs)
             return state, widen(logprobs, width), metrics | told
         corrected, corrections = correct(batch, config.rl)
-        collected, parts = [], split_batch(corrected, self.count)
-        with clock.part("train"):
-            for part in range(self.count):
-                mini = jax.tree.map(lambda x, part=part: x[part], parts)
-                state, _, metrics = update(state, mini, config, self.optimizer)
-                collected.append(metrics)
-            averaged = {name: jnp.mean(jnp.stack([m[name] for m in collected])) for name in collected[0]}
-            jax.block_until_ready(averaged)
+        collected, seen, parts = [], [], split_batch(corrected, self.count)
+        calibrating, exact = due(state, config.rl, self.count), unquantized(config)
+        if calibrating:
+            with clock.part("calibrate"):
+                whole = dataclasses.replace(exact, micro_batches=self.micro_batches)
+                exact_old = split_batch(jax.block_until_ready(score(state.policy, batch, whole)), self.count)
+        for part in range(self.count):
+            mini = jax.tree.map(lambda x, part=part: x[part], parts)
+            if calibrating and part:
+                with clock.part("calibrate"):
+                    exact_logprobs = jax.block_until_ready(score(state.policy, mini, exact))
+            with clock.part("train"):
+                state, logprobs, metrics = jax.block_until_ready(update(state, mini, config, self.optimizer))
+            collected.append(metrics)
+            if calibrating and part:
+                seen.append(Seen(mini, logprobs, exact_logprobs, exact_old[part]))
+        averaged = {name: jnp.mean(jnp.stack([m[name] for m in collected])) for name in collected[0]}
+        if calibrating:
+            bounds, found = recalibrate(state.clip_bounds, seen, config.rl)
+            state, told = dataclasses.replace(state, clip_bounds=bounds), told | found
         return state, old, averaged | rl.metric_values(corrections) | told

@@ -9,8 +9,8 @@ One step does, in this order:
     calibrate   KV scales from the new weights on this step's tokens, where the recipe has an FP8 cache
     sync        the new weights, quantized, to the engine
 
-Everything random is a function of (seed, step), and a checkpoint holds weights, optimizer and KV scales, so a resumed run
-repeats the uninterrupted one.
+Everything random is a function of (seed, step), and a checkpoint holds weights, optimizer, KV scales, and the loss scale
+and clip bounds where they are found on the way, so a resumed run repeats the uninterrupted one.
 """
 
 from __future__ import annotations
@@ -91,12 +91,17 @@ class Loop:
             bad_words=config.rollout.bad_words, logit_bias=config.rollout.logit_bias,
         )  # fmt: skip
         self.learner = Learner(setup)
-        self.state: TrainState = sharded_state(setup.policy, self.learner.optimizer, setup.mesh)
+        clipping, bounds = config.rl.clip_calibration, None
+        if clipping.enabled:
+            bounds = clipping.start(config.rl.clip_low, config.rl.clip_high)
+        self.state: TrainState = sharded_state(
+            setup.policy, self.learner.optimizer, setup.mesh, self.learner.config.loss_scale, bounds
+        )
         setup.policy = self.state.policy
         self.engine = setup.engine()
         self.collector = Collector(setup, pool)
         self.checkpoints = Checkpoints(setup.directory / "checkpoints", config.checkpoint)
-        self.watch = Watch(config.trainer.abort_after_skips, self.checkpoints.directory)
+        self.watch = Watch(config.trainer.abort_after_skips, self.checkpoints.directory, config.compute_dtype)
         self.clock = Clock()
         self.start = 0
         self.scales: KVScales | None = None

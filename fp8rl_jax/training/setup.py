@@ -84,7 +84,7 @@ def build(config: RunConfig, *, sampled: bool = True) -> Setup:
         UserError: naming the key, file or tensor.
     """
     recipe = get_recipe(config.recipe, config.precision)
-    check_recipe(recipe)
+    check_recipe(recipe, config.precision.backend)
     r = config.rollout
     if sampled:
         check_sampling(
@@ -97,6 +97,7 @@ def build(config: RunConfig, *, sampled: bool = True) -> Setup:
     if sampled and not config.dry_run:
         check_fits(model_shape(config), config, dict(mesh.shape))
     policy, tokenizer, source = load_model(config)
+    check_range(policy, jnp.dtype(config.compute_dtype))
     jax.eval_shape(partial(trainer_policy, recipe=recipe, dtype=jnp.dtype(config.compute_dtype)), policy)  # for its refusals
     if config.trainer.router_replay and policy.config.experts is None:
         raise UserError("trainer.router_replay: the model has no experts; leave it false")
@@ -144,6 +145,25 @@ def load_model(config: RunConfig) -> tuple[Policy, Tokenizer, Path | None]:
     return policy, tokenizer, directory
 
 
+def check_range(policy: Policy, dtype: jnp.dtype) -> None:
+    """Refuses weights that the compute dtype cannot hold; only float16 is narrower than the masters.
+
+    Raises:
+        UserError: naming the tensor and its largest magnitude.
+    """
+    limit = float(jnp.finfo(dtype).max)
+    if limit >= float(jnp.finfo(jnp.bfloat16).max):
+        return
+    tensors = {f"layers.{name}": weight.value for name, weight in policy.layers.tensors().items() if name != "router"}
+    tensors |= {"embed_tokens": policy.embed_tokens.value, "norm": policy.norm.value, "lm_head": policy.head}
+    for name, weight in tensors.items():
+        if (largest := float(jnp.max(jnp.abs(weight)))) > limit:
+            raise UserError(
+                f"compute_dtype: {name} has a weight of magnitude {largest:g}, and {dtype} holds nothing above {limit:g}; "
+                'use "bfloat16"'
+            )
+
+
 def describe(setup: Setup) -> str:
     """Parameter counts, quantized layers and the memory plan, for `--dry-run`."""
     shape, config = setup.policy.config, setup.config
@@ -161,16 +181,17 @@ def describe(setup: Setup) -> str:
     return "\n".join(lines)
 
 
-def save_model(policy: Policy, setup: Setup, dtype: str = "bfloat16") -> None:
+def save_model(policy: Policy, setup: Setup, dtype: str | None = None) -> None:
     """Writes the run's model/ (Hugging Face form, adapters merged) and, where there are adapters, adapter/ (PEFT's form).
 
     Args:
         policy: layers stacked, every shard addressable by this process.
-        dtype: of model/; the adapters are float32.
+        dtype: of model/, by default float16 of a run that computes in it and bfloat16 of any other; the adapters are float32.
 
     Raises:
         UserError: a directory that cannot be written, or values that are not finite.
     """
+    dtype = dtype or ("float16" if setup.config.compute_dtype == "float16" else "bfloat16")
     save_policy(merge(policy), setup.directory / "model", setup.tokenizer_source, dtype)
     adapters, base = split(policy)
     if base is not None:

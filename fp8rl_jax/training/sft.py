@@ -22,7 +22,7 @@ from fp8rl_jax.training.console import SFT_COLUMNS
 from fp8rl_jax.training.evaluate import evaluate_held_out
 from fp8rl_jax.training.prompts import PromptEncoder
 from fp8rl_jax.training.setup import Setup, save_model, write_run_record
-from fp8rl_jax.training.state import TrainState, apply_gradients, make_optimizer, sharded_state
+from fp8rl_jax.training.state import TrainState, apply_gradients, make_optimizer, scaled_loss, sharded_state
 from fp8rl_jax.training.step import Batch, StepConfig, completion_logprobs
 from fp8rl_jax.training.tracking import make_tracker
 
@@ -46,10 +46,10 @@ def supervise(setup: Setup, config_text: str, report=print) -> None:
     optimizer = make_optimizer(sft.optimizer, sft.steps, setup.recipe.optimizer_moment)
     step_config = StepConfig(
         setup.recipe, RLConfig(), config.compute_dtype, temperature=1.0, logprob_chunk=config.trainer.logprob_chunk,
-        attention_chunk=config.trainer.attention_chunk,
+        attention_chunk=config.trainer.attention_chunk, loss_scale=config.trainer.loss_scale.resolve(config.compute_dtype),
     )  # fmt: skip
     with jax.set_mesh(setup.mesh), RewardPool(config.task) as pool:
-        state = sharded_state(setup.policy, optimizer, setup.mesh)
+        state = sharded_state(setup.policy, optimizer, setup.mesh, step_config.loss_scale)
         tracker = make_tracker(directory, config.tracking, total_steps=sft.steps, columns=SFT_COLUMNS)
         try:
             for step in range(sft.steps):
@@ -72,15 +72,14 @@ def supervise(setup: Setup, config_text: str, report=print) -> None:
 
 
 @partial(jax.jit, static_argnames=("config", "optimizer"), donate_argnames="state")
-def _update(
-    state: TrainState, frozen: Policy | None, batch: Batch, config: StepConfig, optimizer: optax.GradientTransformation
-):
+def _update(state: TrainState, frozen: Policy | None, batch: Batch, config: StepConfig, optimizer: optax.GradientTransformation):
     def loss_fn(trained):
         logprobs, _ = completion_logprobs(join(trained, frozen), batch, config)
-        return -jnp.sum(jnp.where(batch.mask, logprobs, 0.0)) / batch.mask.sum()
+        loss = -jnp.sum(jnp.where(batch.mask, logprobs, 0.0)) / batch.mask.sum()
+        return scaled_loss(loss, state, config.loss_scale), loss
 
-    loss, gradients = jax.value_and_grad(loss_fn)(state.policy)
-    state, metrics = apply_gradients(state, gradients, loss, optimizer)
+    (_, loss), gradients = jax.value_and_grad(loss_fn, has_aux=True)(state.policy)
+    state, metrics = apply_gradients(state, gradients, loss, optimizer, config.loss_scale)
     return state, {"loss": loss, **metrics}
 
 

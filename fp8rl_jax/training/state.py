@@ -1,4 +1,5 @@
-"""What a run carries from one update to the next: float32 masters, optimizer state, and nothing else.
+"""What a run carries from one update to the next: float32 masters, optimizer state, and what a run finds on the way:
+the loss scale of float16 and calibrated clip bounds.
 
 Data order and sampling are functions of (seed, step), so a run resumed from this state repeats the uninterrupted one.
 """
@@ -11,13 +12,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from fp8rl_jax.config.recipe import COMPUTE, TensorFormat
-from fp8rl_jax.config.training import OptimizerConfig
+from fp8rl_jax.config.training import LossScaleConfig, OptimizerConfig
 from fp8rl_jax.models.lora import Trained, join, split
 from fp8rl_jax.models.policy import Policy
 from fp8rl_jax.parallel import policy_shardings, shard_policy
+from fp8rl_jax.training.loss_scale import LossScale, factor, init_scale, next_scale
 from fp8rl_jax.training.moments import moment_formats, scale_by_adam
 
 
@@ -28,11 +30,15 @@ class TrainState:
     policy: float32 masters, layers stacked; with adapters, the frozen base among them.
     optimizer: optax state of what is trained (models.lora.split).
     updates: optimizer updates tried so far, int32 (a skipped one counts: schedules follow the data).
+    loss_scale: where it is dynamic, else None; a checkpoint has it in the first case only.
+    clip_bounds: of the ratio, where they are calibrated; likewise.
     """
 
     policy: Trained
     optimizer: Any
     updates: Int[Array, ""]
+    loss_scale: LossScale | None = None
+    clip_bounds: Float[Array, " bounds"] | None = None
 
 
 def learning_rate(config: OptimizerConfig, updates: int) -> optax.Schedule:
@@ -57,9 +63,7 @@ def decay_mask(policy: Trained) -> Trained:
     return jax.tree_util.tree_map_with_path(lambda path, _: "_proj" in jax.tree_util.keystr(path), policy)
 
 
-def make_optimizer(
-    config: OptimizerConfig, updates: int, recipe_moment: TensorFormat = COMPUTE
-) -> optax.GradientTransformation:
+def make_optimizer(config: OptimizerConfig, updates: int, recipe_moment: TensorFormat = COMPUTE) -> optax.GradientTransformation:
     """AdamW (arXiv 1711.05101) behind global-norm clipping; its moments rest as the configuration says.
 
     Args:
@@ -77,35 +81,65 @@ def make_optimizer(
     return optax.chain(optax.clip_by_global_norm(config.max_grad_norm), adamw) if config.max_grad_norm > 0 else adamw
 
 
-def init_state(policy: Policy, optimizer: optax.GradientTransformation) -> TrainState:
-    """A state before the first update."""
-    return TrainState(policy, optimizer.init(split(policy)[0]), jnp.int32(0))
+def init_state(policy: Policy, optimizer: optax.GradientTransformation, scaling: LossScaleConfig | None = None) -> TrainState:
+    """A state before the first update; `scaling` as in `apply_gradients`."""
+    return TrainState(policy, optimizer.init(split(policy)[0]), jnp.int32(0), init_scale(scaling))
 
 
-def sharded_state(policy: Policy, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh) -> TrainState:
-    """`init_state` with every leaf placed on the mesh, the optimizer's moments like their weights; a frozen base stays."""
+def sharded_state(
+    policy: Policy,
+    optimizer: optax.GradientTransformation,
+    mesh: jax.sharding.Mesh,
+    scaling: LossScaleConfig | None = None,
+    clip_bounds: tuple[float, float] | None = None,
+) -> TrainState:
+    """`init_state` with every leaf placed on the mesh, the optimizer's moments like their weights; a frozen base stays.
+
+    Args:
+        clip_bounds: at the start, where they are calibrated.
+    """
     trained, frozen = split(policy)
 
     def make(trained: Trained) -> TrainState:
-        return TrainState(trained, optimizer.init(trained), jnp.int32(0))
+        bounds = None if clip_bounds is None else jnp.asarray(clip_bounds, jnp.float32)
+        return TrainState(trained, optimizer.init(trained), jnp.int32(0), init_scale(scaling), bounds)
 
     state = jax.jit(make, out_shardings=policy_shardings(jax.eval_shape(make, trained), mesh))(trained)
     return replace(state, policy=join(state.policy, shard_policy(frozen, mesh)))
 
 
+def scaled_loss(loss: Float[Array, ""], state: TrainState, scaling: LossScaleConfig | None) -> Float[Array, ""]:
+    """The loss that the backward pass starts from: what `apply_gradients` expects the gradients of."""
+    scale = factor(state.loss_scale, scaling)
+    return loss if scale is None else loss * scale
+
+
 def apply_gradients(
-    state: TrainState, gradients: Trained, loss: Array, optimizer: optax.GradientTransformation
+    state: TrainState,
+    gradients: Trained,
+    loss: Float[Array, ""],
+    optimizer: optax.GradientTransformation,
+    scaling: LossScaleConfig | None = None,
 ) -> tuple[TrainState, dict[str, Array]]:
     """One update, or none where a value is not finite.
 
     Args:
         state: its policy is what is trained and nothing else.
+        gradients: float32, of `scaled_loss`.
+        loss: not scaled.
+        scaling: loss scaling, resolved; None: gradients are those of the loss.
 
     Returns:
         The next state, and `optim/grad_norm` (before clipping), `optim/skipped` (0 or 1), and a flag a role that is 1 where
         it held a non-finite value: `nonfinite/loss`, `nonfinite/gradient`, `nonfinite/weight` (a weight after the update; its
         tensor keeps the values that it had, so that the old and the new weights never exist side by side).
+        With loss scaling also `optim/loss_scale`, the scale of this update; and where that is dynamic `optim/overflow`, 1 where
+        the gradients of a finite loss overflowed with a scale above 1. Then the next scale is lower, `optim/skipped` is 1, and
+        `nonfinite/gradient`, which is for faults that scaling cannot cause, is 0.
     """
+    scale = factor(state.loss_scale, scaling)
+    if scale is not None:
+        gradients = jax.tree.map(lambda g: g / scale, gradients)
     norm = optax.tree.norm(gradients)
     sound = jnp.isfinite(loss) & jnp.isfinite(norm)
     updates, moments = optimizer.update(gradients, state.optimizer, state.policy, keep=sound)
@@ -117,4 +151,11 @@ def apply_gradients(
     skipped = ~(sound & finite["weight"])
     flags = {f"nonfinite/{role}": (~ok).astype(jnp.float32) for role, ok in finite.items()}
     metrics = {"optim/grad_norm": norm, "optim/skipped": skipped.astype(jnp.float32), **flags}
-    return TrainState(policy, moments, state.updates + 1), metrics
+    following = state.loss_scale
+    if scale is not None:
+        metrics["optim/loss_scale"] = jnp.float32(scale)
+    if following is not None:
+        overflow = (finite["loss"] & ~finite["gradient"] & (scale > 1)).astype(jnp.float32)
+        metrics |= {"optim/overflow": overflow, "nonfinite/gradient": flags["nonfinite/gradient"] - overflow}
+        following = next_scale(following, finite["gradient"], scaling)
+    return replace(state, policy=policy, optimizer=moments, updates=state.updates + 1, loss_scale=following), metrics

@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from fp8rl_jax import rl
 from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.config.rl import RLConfig
+from fp8rl_jax.config.training import LossScaleConfig
 from fp8rl_jax.models.cache import KVCache
 from fp8rl_jax.models.forward import forward
 from fp8rl_jax.models.logprobs import token_logprobs
@@ -27,7 +28,7 @@ from fp8rl_jax.models.policy import Policy
 from fp8rl_jax.models.trained import trainer_policy
 from fp8rl_jax.parallel import constrain, split_batch
 from fp8rl_jax.training.packing import Packing
-from fp8rl_jax.training.state import TrainState, apply_gradients
+from fp8rl_jax.training.state import TrainState, apply_gradients, scaled_loss
 from pallas_kernels.backend import Backend
 
 
@@ -44,6 +45,8 @@ class StepConfig:
     logprob_chunk: int = 1024
     attention_chunk: int | None = None
     backend: Backend = "auto"
+    loss_scale: LossScaleConfig | None = None
+    """Resolved; None: the loss is not scaled."""
 
 
 @jax.tree_util.register_dataclass
@@ -89,7 +92,10 @@ def completion_logprobs(policy: Policy, batch: Batch, config: StepConfig) -> tup
         attention_chunk=config.attention_chunk, backend=config.backend,
     )  # fmt: skip
     bonus = config.rl.entropy_coefficient > 0
-    score = partial(token_logprobs, temperature=config.temperature, chunk=config.logprob_chunk, entropy_gradient=bonus)
+    score = partial(
+        token_logprobs, temperature=config.temperature, chunk=config.logprob_chunk, entropy_gradient=bonus,
+        exact=config.recipe.exact,
+    )  # fmt: skip
     if batch.packing is not None:
         return _packed_logprobs(run, score, policy.head, batch)
     segments = (jnp.arange(batch.prompts.shape[1]) < batch.lengths[:, None]).astype(jnp.int32)
@@ -177,24 +183,28 @@ def _update(
             weights=micro.weights,
             reference_logprobs=micro.reference_logprobs,
             entropy=entropy,
+            clip_bounds=state.clip_bounds,
         )
         if micro.weights is None:
             loss, metrics = rl.corrected_policy_loss(inputs, micro.rollout_logprobs, config.rl)
         else:
             loss, metrics = rl.policy_loss(inputs, config.rl)
-        return loss, (metrics, logprobs)
+        return scaled_loss(loss, state, config.loss_scale), (loss, metrics, logprobs)
 
     grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
     if config.micro_batches == 1:
-        (loss, (metrics, logprobs)), gradients = grad_fn(state.policy, batch)
+        (_, (loss, metrics, logprobs)), gradients = grad_fn(state.policy, batch)
     else:
 
         def accumulate(carry, micro):
-            (loss, (metrics, logprobs)), gradients = grad_fn(state.policy, micro)
+            (_, (loss, metrics, logprobs)), gradients = grad_fn(state.policy, micro)
             return jax.tree.map(jnp.add, carry, (loss, gradients)), (metrics, logprobs)
 
         zeros = (jnp.float32(0), jax.tree.map(jnp.zeros_like, state.policy))
         (loss, gradients), (stacked, logprobs) = jax.lax.scan(accumulate, zeros, split_batch(batch, config.micro_batches))
         metrics, logprobs = rl.reduce_metrics(stacked), logprobs.reshape(batch.tokens.shape)
-    state, update_metrics = apply_gradients(state, gradients, loss, optimizer)
-    return state, logprobs, rl.metric_values(metrics | corrections) | update_metrics
+    bounds = {}
+    if state.clip_bounds is not None:
+        bounds = {"clip_ratio/low_bound": state.clip_bounds[0], "clip_ratio/high_bound": state.clip_bounds[1]}
+    state, update_metrics = apply_gradients(state, gradients, loss, optimizer, config.loss_scale)
+    return state, logprobs, rl.metric_values(metrics | corrections) | update_metrics | bounds

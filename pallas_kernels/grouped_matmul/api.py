@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.backend import Backend, resolve
+from pallas_kernels.backend import Backend, check_pair, resolve
 from pallas_kernels.grouped_matmul import reference
 
 AVAILABLE = ("reference",)
@@ -41,16 +41,17 @@ def grouped_matmul(
         backend: implementation.
 
     Raises:
-        BackendError: a backend asked for by name cannot serve the call.
+        BackendError: a backend asked for by name cannot serve the call, or none multiplies these two formats.
         ValueError: shapes do not belong together.
     """
-    selected_backend(backend)
+    chosen = selected_backend(backend)
     groups, n, k = w.shape
     blocks = (-(-n // w_block[0]), -(-k // w_block[1]))
     expected = {"x": (len(x), k), "x_scales": (len(x), blocks[1]), "w_scales": (groups, *blocks), "group_sizes": (groups,)}
     given = {"x": x.shape, "x_scales": x_scales.shape, "w_scales": w_scales.shape, "group_sizes": group_sizes.shape}
     if wrong := [f"{name} {given[name]} must be {shape}" for name, shape in expected.items() if given[name] != shape]:
         raise ValueError(f"grouped_matmul: for w {w.shape} in blocks {w_block}, {', '.join(wrong)}")
+    check_pair("grouped_matmul", chosen, x.dtype, w.dtype)
     return reference.matmul(x, x_scales, w, w_scales, group_sizes, w_block, out_dtype)
 
 
@@ -76,15 +77,16 @@ def grouped_outer_product(
         backend: implementation.
 
     Raises:
-        BackendError: a backend asked for by name cannot serve the call.
+        BackendError: a backend asked for by name cannot serve the call, or none multiplies these two formats.
         ValueError: shapes do not belong together.
     """
-    resolve(backend, "grouped_outer_product", AVAILABLE)
+    chosen = resolve(backend, "grouped_outer_product", AVAILABLE)
     blocks = -(-len(dy) // block)
     expected = {"x": (len(dy), x.shape[1]), "dy_scales": (blocks, dy.shape[1]), "x_scales": (blocks, x.shape[1])}
     given = {"x": x.shape, "dy_scales": dy_scales.shape, "x_scales": x_scales.shape}
     if wrong := [f"{name} {given[name]} must be {shape}" for name, shape in expected.items() if given[name] != shape]:
         raise ValueError(f"grouped_outer_product: for dy {dy.shape} in blocks of {block} rows, {', '.join(wrong)}")
+    check_pair("grouped_outer_product", chosen, dy.dtype, x.dtype)
     return reference.outer_products(dy, dy_scales, x, x_scales, group_sizes, block)
 
 

@@ -11,7 +11,7 @@ from jax import lax
 
 from pallas_kernels.quantize import dequantize_blocks
 
-_BY_ROW = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
+BY_ROW = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
 _OVER_ROWS = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
 
 
@@ -22,7 +22,7 @@ def matmul(x, x_scales, w, w_scales, group_sizes, w_block, out_dtype):
 
 def dot(x, w, group_sizes):
     """x [m, k], sorted by group, times w [groups, n, k] transposed, accumulated in float32; zero behind the last group."""
-    out = lax.ragged_dot_general(x, w, group_sizes, _BY_ROW, preferred_element_type=jnp.float32)
+    out = lax.ragged_dot_general(x, w, group_sizes, BY_ROW, preferred_element_type=jnp.float32)
     # a backend need not write the rows behind the last group
     inside = jnp.arange(len(x)) < group_sizes.sum()
     return jnp.where(inside[:, None], out, 0.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.backend import Backend, resolve
+from pallas_kernels.backend import Backend, check_pair, resolve
 from pallas_kernels.matmul import reference
 
 AVAILABLE = ("reference",)
@@ -38,10 +38,10 @@ def blockwise_matmul(
         backend: implementation.
 
     Raises:
-        BackendError: a backend asked for by name cannot serve the call.
+        BackendError: a backend asked for by name cannot serve the call, or none multiplies these two formats.
         ValueError: scale shapes do not belong to the operands.
     """
-    selected_backend(backend)
+    chosen = selected_backend(backend)
     n, k = w.shape
     blocks = (-(-n // w_block[0]), -(-k // w_block[1]))
     if w_scales.shape != blocks or x_scales.shape != (*x.shape[:-1], blocks[1]):
@@ -49,4 +49,5 @@ def blockwise_matmul(
             f"blockwise_matmul: x {x.shape} with scales {x_scales.shape} and w {w.shape} with scales {w_scales.shape} "
             f"do not fit block {w_block}: w_scales must be {blocks}, x_scales {(*x.shape[:-1], blocks[1])}"
         )
+    check_pair("blockwise_matmul", chosen, x.dtype, w.dtype)
     return reference.matmul(x, x_scales, w, w_scales, w_block, out_dtype)

@@ -198,3 +198,12 @@ def test_the_sides_are_the_engine_and_the_update():
 def test_models_of_other_shapes_are_refused():
     with pytest.raises(UserError, match=r"a and b cannot be compared: they differ in num_layers \(2 and 3\)"):
         check_alike([DENSE, replace(DENSE, num_layers=3, eos_token_ids=(1,))], ["a", "b"])
+
+
+@pytest.mark.slow
+def test_an_exact_rollout_is_its_trainer_bit_for_bit():
+    exact = replace(RECIPES["jet-rl"], exact=True)
+    a, b = (side(exact, phase, policy(SPARSE), dtype="bfloat16") for phase in ("rollout", "trainer"))
+    found = compare(a, b, TOKENS)
+    assert found.equal and found.logprobs["max_abs"] == 0.0
+    assert all(operation.output.equal and operation.own.equal for layer in found.layers for operation in layer.operations)

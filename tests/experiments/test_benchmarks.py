@@ -13,7 +13,7 @@ from experiments.benchmarks.__main__ import main
 from experiments.benchmarks.arguments import Arguments
 from experiments.benchmarks.rounds import Plan, Round, interleave
 from experiments.benchmarks.stats import ratio, series, spread
-from experiments.benchmarks.workloads import GPU_WORKLOADS, Shape, Workload, random_prompts
+from experiments.benchmarks.workloads import CPU_WORKLOADS, GPU_WORKLOADS, Shape, Workload, random_prompts
 from fp8rl_jax.models.config import PolicyConfig
 
 # the prompts of the loop's task have 44 tokens
@@ -109,6 +109,7 @@ def test_past_the_deadline_nothing_begins(tmp_path):
         (["--benchmarks", "grpo_step"], "--tunix-python: grpo_step is compared with tunix"),
         (["--transformers-python", "/nowhere/python"], "--transformers-python: /nowhere/python is not there"),
         (["--peers", "none", "--tunix-python", "x"], "--peers none contradicts --tunix-python"),
+        (["--peers", "none", "--workloads", "Qwen3", "GPT"], "--workloads: 'GPT' is in none of the names: SmolLM2-135M-Instruct"),
         (["--rounds", "0"], "--rounds: 0 must be at least 1"),
     ],
 )
@@ -117,6 +118,12 @@ def test_faults_are_one_line(tmp_path, capsys, monkeypatch, words, message):
     assert main(["--output", str(tmp_path / "out.json"), *words]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line and not list(tmp_path.iterdir())
+
+
+def test_workloads_are_chosen_by_a_word_of_their_name():
+    names = [w.name for w in suite.chosen(CPU_WORKLOADS, Arguments("x", workloads=("shape",)))]
+    assert names == ["SmolLM2-135M's shape", "Qwen3-0.6B's shape"]
+    assert suite.chosen(CPU_WORKLOADS, Arguments("x")) == list(CPU_WORKLOADS)
 
 
 def test_card_and_monitor_read_nvidia_smi(tmp_path, monkeypatch):

@@ -27,6 +27,10 @@ FILES = {
     "RLOO": "rloo",
     "REINFORCE++": "reinforce_pp",
 }
+OTHERS = {  # not objectives of their own: what each changes of the demo
+    "calibrated_clipping": {"enabled": True, "start_low": 0.6, "start_high": 1.8},
+    "fp16": {"compute_dtype": "float16", "mode": "dynamic"},
+}
 
 
 def load(*argv: str) -> dict:
@@ -41,7 +45,15 @@ def settings_of(row: str) -> dict:
 
 def test_every_row_of_the_table_has_its_file():
     assert ROWS.keys() == FILES.keys()
-    assert {path.stem for path in (ROOT / "recipes").glob("*.toml")} == set(FILES.values())
+    assert {path.stem for path in (ROOT / "recipes").glob("*.toml")} == {*FILES.values(), *OTHERS}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_overlays_change_what_they_are_for(name):
+    overlay = [str(ROOT / "recipes" / f"{name}.toml"), "--recipe", "jet-rl", "--trainer.updates-per-rollout", "4"]
+    before, after = load(*overlay[1:]), load(*overlay)
+    changed = {key.split(".")[-1]: after[key] for key in after if before.get(key) != after[key]}
+    assert changed == OTHERS[name]
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import BackendError, blockwise_matmul, quantize_blocks
+from pallas_kernels.backend import check_pair
 from pallas_kernels.matmul import selected_backend
 
 
@@ -87,3 +88,25 @@ def test_scales_that_do_not_belong_to_the_operands(spoil, unchecked_shapes):
     arguments = {"w_scales": (xv, xs, wv, ws[:1]), "x_scales": (xv, xs[:, :1], wv, ws), "block": (xv, xs, wv, ws, (64, 128))}
     with pytest.raises(ValueError, match="do not fit block"):
         blockwise_matmul(*arguments[spoil])
+
+
+@pytest.mark.parametrize("left", [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float4_e2m1fn])
+@pytest.mark.parametrize("right", [jnp.float8_e5m2, jnp.float4_e2m1fn])
+def test_pairs_of_formats(left, right):
+    """The reference takes all of them; Hopper's tensor cores take FP8 with FP8, and what they do not is refused by name."""
+    x, w = operands(3, 40, 50, 4)
+    quantized = (*quantize_blocks(x, (1, 128), left), *quantize_blocks(w, (128, 128), right))
+    expected, magnitude = float64_product(*quantized)
+    out = blockwise_matmul(*quantized, out_dtype=jnp.float32)
+    assert (np.abs(out - expected) <= 1e-6 * np.sqrt(50) * magnitude).all()
+    if jnp.float4_e2m1fn in (left, right):
+        with pytest.raises(BackendError, match=r"product: the hopper backend does not multiply float.*; it takes float8"):
+            check_pair("product", "hopper", left, right)
+    else:
+        check_pair("product", "hopper", left, right)
+
+
+def test_operands_that_no_backend_multiplies():
+    ones = jnp.ones((2, 128))
+    with pytest.raises(BackendError, match="blockwise_matmul: the reference backend does not multiply float32 by float8_e4m3fn"):
+        blockwise_matmul(ones, jnp.ones((2, 1)), *quantize_blocks(ones, (128, 128)))

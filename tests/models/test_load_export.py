@@ -201,6 +201,20 @@ def test_export_rounds_float32_to_nearest_even_bf16(tmp_path):
     assert json.loads((tmp_path / "out32" / "config.json").read_text())["torch_dtype"] == "float32"
 
 
+def test_export_in_float16(tmp_path):
+    _, arrays = load_policy_arrays(write_model(tmp_path / "in", QWEN3, random_tensors(QWEN3, np.float32)))
+    weight = arrays["layers"]["q_proj"]["weight"]
+    weight[0, 0, :3] = 1 + np.array([1, 3, 1.001]) * 2.0**-11  # half steps to the nearest even, a little more to the next
+    export_policy(tmp_path / "out", QWEN3, arrays, dtype="float16")
+    config, again = load_policy_arrays(tmp_path / "out")
+    read = again["layers"]["q_proj"]["weight"]
+    assert read.dtype == np.float16 and list(read[0, 0, :3]) == [1, 1 + 2.0**-9, 1 + 2.0**-10]
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "float16"
+    weight[0, 0, 0] = 65520
+    with pytest.raises(UserError, match=r"1 values of tensor .*q_proj\.weight overflow float16"):
+        export_policy(tmp_path / "out", config, arrays, dtype="float16")
+
+
 def test_export_writes_the_end_tokens_for_generation(tmp_path):
     config = dataclasses.replace(QWEN3, eos_token_ids=(3, 5), pad_token_id=7)
     _, arrays = load_policy_arrays(write_model(tmp_path / "in", config, random_tensors(config)))
@@ -223,8 +237,8 @@ def test_export_refuses_by_name_and_leaves_the_last_export(tmp_path):
         with pytest.raises(UserError, match=message):
             export_policy(target, QWEN3, arrays)
     weight[1, 2, 3] = kept
-    with pytest.raises(UserError, match="cannot export dtype 'float16'"):
-        export_policy(target, QWEN3, arrays, dtype="float16")
+    with pytest.raises(UserError, match="cannot export dtype 'float64'"):
+        export_policy(target, QWEN3, arrays, dtype="float64")
     with pytest.raises(UserError, match="parameters are missing: norm.weight"):
         export_policy(target, QWEN3, {key: value for key, value in arrays.items() if key != "norm"})
     with pytest.raises(UserError, match="parameters are unexpected: lm_head.weight"):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import jax.numpy as jnp
 import pytest
 
 from fp8rl_jax.config.recipe import COMPUTE, RECIPES, ForwardFormats, PrecisionConfig, Recipe, TensorFormat, get_recipe
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.policy import linear_names
-from fp8rl_jax.precision import check_recipe, element_dtype, max_value, quantized_layers
+from fp8rl_jax.precision import check_recipe, element_dtype, formats, max_value, quantized_layers
 
 W, A, KV = TensorFormat("e4m3", (128, 128)), TensorFormat("e4m3", (1, 128)), TensorFormat("e4m3")
 FULL = RECIPES["fp8-rl"]
@@ -68,7 +69,7 @@ REFUSED = {
         r"output_gradient\.block must be \(1, 64\) and trainer\.weight\.block square",
     ),
     "optimizer_moment": ({"optimizer_moment": W}, r"optimizer_moment must be e4m3 with one scale for a group"),
-    "exact": ({"exact": True}, r"exact is not supported"),
+    "exact": ({"exact": True}, r"exact cannot be promised: the rollout's weight has format 'e4m3' and the trainer's 'compute'"),
 }
 
 
@@ -77,6 +78,29 @@ def test_what_cannot_be_computed_is_refused_by_field(case):
     changes, message = REFUSED[case]
     with pytest.raises(UserError, match=message):
         check_recipe(replace(FULL, **changes))
+
+
+def test_a_pair_that_a_backend_cannot_multiply_is_refused_with_role_formats_and_backend(monkeypatch):
+    """The reference takes e2m1, once it can be stored; Hopper's tensor cores do not."""
+    monkeypatch.setitem(formats.ELEMENT_DTYPES, "e2m1", jnp.float4_e2m1fn)
+    jet, four = RECIPES["jet-rl"], ForwardFormats(replace(W, format="e2m1"), A)
+    for recipe in (replace(FULL, rollout=four), replace(jet, output_gradient=replace(A, format="e2m1"))):
+        check_recipe(recipe)
+    monkeypatch.setattr(formats, "selected_backend", lambda backend: "hopper" if backend == "hopper" else "reference")
+    with pytest.raises(UserError, match=r"rollout\.activation e4m3 is multiplied by rollout\.weight e2m1: the hopper backend"):
+        check_recipe(replace(FULL, rollout=four), "hopper")
+    with pytest.raises(UserError, match=r"output_gradient e2m1 is multiplied by trainer\.weight.* float4_e2m1fn by float8"):
+        check_recipe(replace(jet, output_gradient=replace(A, format="e2m1")), "hopper")
+    check_recipe(replace(FULL, rollout=ForwardFormats(weight=four.weight)), "hopper")  # a weight alone is unpacked
+    five = replace(A, format="e5m2")
+    trainer = ForwardFormats(replace(W, format="e5m2"), five)
+    check_recipe(replace(jet, trainer=trainer, saved_activation=five, output_gradient=five), "hopper")
+
+
+def test_a_backend_that_is_not_there_is_refused_where_the_recipe_needs_it():
+    with pytest.raises(UserError, match=r"precision\.backend: blockwise_matmul: no hopper backend"):
+        check_recipe(FULL, "hopper")
+    check_recipe(RECIPES["bf16"], "hopper")
 
 
 def test_formats():

@@ -1,0 +1,106 @@
+"""Exact mode: what the trainer computes has the bits that the rollout had, and training with it changes nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rollout.tiny import CONFIG, make_policy, make_prompts
+
+from fp8rl_jax import rl
+from fp8rl_jax.config.recipe import PrecisionConfig, get_recipe
+from fp8rl_jax.config.rl import CorrectionConfig, RLConfig
+from fp8rl_jax.config.training import OptimizerConfig
+from fp8rl_jax.models.config import ExpertsConfig
+from fp8rl_jax.models.policy import init_policy
+from fp8rl_jax.rollout.engine import LocalEngine, Prompts
+from fp8rl_jax.rollout.sampling import Sampling
+from fp8rl_jax.training.packing import pack
+from fp8rl_jax.training.state import init_state, make_optimizer
+from fp8rl_jax.training.step import Batch, StepConfig, score, update
+
+RL = RLConfig(correction=CorrectionConfig(method="token_tis"))
+MOE = replace(CONFIG, architecture="qwen3_moe", experts=ExpertsConfig(4, 2, 96, normalize=True), num_layers=1)
+SAMPLING = Sampling(max_new_tokens=7)
+
+
+@cache
+def policy_of(kind: str):
+    if kind == "dense":
+        return make_policy()
+    policy = jax.jit(init_policy, static_argnums=0)(MOE, jax.random.key(0))
+    return jax.tree.map(lambda x: x * 4.0 if x.ndim > 1 and x.shape[-1] > 32 else x, policy)
+
+
+@cache
+def sampled(kind: str, name: str, dtype: str):
+    """The engine, its rollout and the trainer's configuration."""
+    recipe = get_recipe(name, PrecisionConfig(exact=True))
+    engine = LocalEngine(recipe, jnp.dtype(dtype), unroll=kind == "dense")
+    engine.sync(policy_of(kind))
+    rollout = engine.generate(make_prompts(), 4, SAMPLING, jax.random.key(1))
+    return engine, rollout, StepConfig(recipe, RL, dtype, temperature=1.0, logprob_chunk=32)
+
+
+def start(optimizer):
+    """A state of its own: an update donates it."""
+    return init_state(jax.tree.map(jnp.copy, policy_of("dense")), optimizer)
+
+
+def batch_of(rollout) -> Batch:
+    advantages = np.random.default_rng(0).normal(size=len(rollout.tokens)).astype(np.float32)
+    prompts = rollout.prompts
+    return Batch(prompts.tokens, prompts.lengths, rollout.tokens, rollout.mask, rollout.policy_logprobs, advantages)
+
+
+def bits(values, mask) -> bytes:
+    return np.where(np.asarray(mask), np.asarray(values), np.float32(0)).tobytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "name", "dtype"), [("dense", "jet-rl", "bfloat16"), ("moe", "jet-rl", "float32"), ("moe", "bf16", "bfloat16")]
+)
+def test_the_trainer_has_the_bits_of_the_rollout(kind, name, dtype):
+    _, rollout, config = sampled(kind, name, dtype)
+    expected = bits(rollout.policy_logprobs, rollout.mask)
+    assert bits(rollout.behaviour_logprobs, rollout.mask) == expected
+    # micro-batches, the layers run anew, attention a few queries at a time, logits of a few tokens
+    config = replace(config, micro_batches=3, remat=True, attention_chunk=2, logprob_chunk=5)
+    assert bits(score(policy_of(kind), batch_of(rollout), config), rollout.mask) == expected
+
+
+@pytest.mark.slow
+def test_a_token_has_its_bits_in_other_batches_and_behind_its_prompt_in_one_row():
+    engine, rollout, config = sampled("dense", "jet-rl", "bfloat16")
+    prompts, batch = make_prompts(), batch_of(rollout)
+    wider = Prompts(np.pad(prompts.tokens[1:], ((0, 0), (0, 6))), prompts.lengths[1:], prompts.ids[1:])
+    again = engine.generate(wider, 4, SAMPLING, jax.random.key(1))
+    assert bits(again.policy_logprobs, again.mask) == bits(rollout.policy_logprobs[4:], rollout.mask[4:])
+    lengths, sides = np.asarray(rollout.mask).sum(1), (batch.prompts.shape[1], batch.tokens.shape[1])
+    packing = pack(np.asarray(batch.lengths, np.int64), lengths, sides, 2 * sum(sides), parts=1, devices=1)
+    packed = score(policy_of("dense"), replace(batch, packing=packing), config)
+    assert bits(packed, rollout.mask) == bits(rollout.policy_logprobs, rollout.mask)
+
+
+@pytest.mark.slow
+def test_an_update_sees_no_mismatch_and_its_correction_is_the_identity():
+    _, rollout, config = sampled("dense", "jet-rl", "bfloat16")
+    batch, optimizer = batch_of(rollout), make_optimizer(OptimizerConfig(learning_rate=1e-3), 1)
+    _, logprobs, metrics = update(start(optimizer), batch, config, optimizer)
+    assert bits(logprobs, rollout.mask) == bits(rollout.policy_logprobs, rollout.mask)
+    weights, mask, _ = rl.correction(logprobs - rollout.policy_logprobs, batch.mask, RL.correction)
+    assert np.all(np.asarray(weights)[np.asarray(mask)] == 1.0) and np.array_equal(mask, batch.mask)
+    seen = rl.mismatch_metrics(rollout.policy_logprobs, logprobs, batch.mask)
+    assert seen["mismatch/k3"] == 0.0 and seen["mismatch/logprob_abs_diff_max"] == 0.0
+    # an update that is not exact: its gradient is the same but for roundings of activations, and its log-probabilities are not
+    plain = replace(config, recipe=get_recipe("jet-rl"))
+    _, other, expected = update(start(optimizer), batch, plain, optimizer)
+    assert metrics["optim/skipped"] == 0
+    assert metrics["optim/grad_norm"] == pytest.approx(float(expected["optim/grad_norm"]), rel=0.05)
+    difference = np.abs(np.asarray(other) - np.asarray(rollout.policy_logprobs))[np.asarray(rollout.mask)]
+    assert 0 < difference.max() < 0.5
