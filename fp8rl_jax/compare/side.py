@@ -134,7 +134,7 @@ def describe_side(model: str, side: Side) -> dict[str, Any]:
     formats = {role: describe(fmt) if fmt.quantized else str(side.dtype) for role, fmt in vars(side.formats).items()}
     return {
         "model": model,
-        "recipe": f"{side.recipe.name} exact" if side.recipe.exact else side.recipe.name,
+        "recipe": side.recipe.name,
         "phase": side.phase,
         "compute_dtype": str(side.dtype),
         "backend": side.backend,
