@@ -14,7 +14,7 @@ KIND, VERSION = "fp8rl compare", 1
 _NUMBER, _TEXT = (int, float, type(None)), (str, type(None))
 _DIFFERENCE = {"differing": (int, float), "relative_error": _NUMBER}
 _OPERATION = {"name": str, "cause": str, "detail": str, "output": _DIFFERENCE, "own": _DIFFERENCE}
-_SIDE = {"model": str, "recipe": str, "phase": str, "compute_dtype": str}
+_SIDE = {"model": str, "recipe": str, "phase": str, "compute_dtype": str, "exact": bool}
 _PATTERN = {
     "equal": bool,
     "sides": [_SIDE],

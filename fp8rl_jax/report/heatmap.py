@@ -31,7 +31,7 @@ class Panel:
 
 def panel(number: int, results: dict[str, Any]) -> Panel:
     """The panel of one comparison; `number` keeps its charts apart from those of others."""
-    a, b = (f"{side['recipe']} {side['phase']}" for side in results["sides"])
+    a, b = (f"{side['recipe']}{' exact' if side['exact'] else ''} {side['phase']}" for side in results["sides"])
     models = list(dict.fromkeys(side["model"] for side in results["sides"]))
     scored, tokens = results["logprobs"], results["tokens"]
     count, dtype = tokens["prompt"] + tokens["completion"], results["sides"][0]["compute_dtype"]
