@@ -14,7 +14,7 @@ EXACT = ("bf16", "jet-rl")
 
 VARIANTS: dict[str, tuple[str, ...]] = {
     **{name: ("--recipe", name) for name in RECIPES},
-    **{f"{name}-exact": ("--recipe", name, "--precision.exact", "True") for name in EXACT},
+    **{f"{name}-exact": ("--recipe", name, "--precision.exact") for name in EXACT},
 }
 """Name -> flags of its run, over the run files."""
 
