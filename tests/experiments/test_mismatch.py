@@ -159,9 +159,10 @@ def test_variants_are_runs_of_all_recipes():
     assert set(RECIPES) <= set(VARIANTS) == {name for names in KIND.values() for name in names}
     assert {name for claim in CLAIMS for name in (claim.above, claim.below)} <= set(RECIPES)
     files = [str(ROOT / file) for file in RUN_FILES]
-    for name in RECIPES:
-        assert load_config(RunConfig, [*files, *VARIANTS[name]], "x").recipe == name
-    assert load_config(RunConfig, files, "x").trainer.steps == 200
+    for name, flags in VARIANTS.items():
+        config = load_config(RunConfig, [*files, *flags], "x")
+        assert config.recipe == name.removesuffix("-exact") and bool(config.precision.exact) == (name in KIND["exact"])
+    assert config.trainer.steps == 200
 
 
 @pytest.mark.parametrize(
