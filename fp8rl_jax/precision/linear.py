@@ -138,6 +138,7 @@ def linear(
         return _adapted(product, lambda x, w: linear(x, w, jnp.float32, backend, exact), x, weight, exact).astype(out_dtype)
     if isinstance(x, QTensor) and isinstance(weight, QTensor) and not exact:
         return blockwise_matmul(x.values, x.scales, weight.values, weight.scales, weight.block, out_dtype, backend=backend)
+    product = partial(exact_dot, out_dtype=out_dtype) if exact else dot  # rounded once, as the trainer's
     return _unpacked(product, x, weight).astype(out_dtype)
 
 
@@ -167,6 +168,8 @@ def grouped_linear(
         return grouped_matmul(
             x.values, x.scales, weight.values, weight.scales, group_sizes, weight.block, out_dtype, backend=backend
         )
+    if exact:
+        product = partial(product, out_dtype=out_dtype)
     return _unpacked(product, x, weight).astype(out_dtype)
 
 

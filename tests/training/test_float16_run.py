@@ -110,12 +110,6 @@ def test_every_form_of_trainer_learns_without_a_skip(run_file, tmp_path, form):
     assert row["optim/loss_scale"] == 65536 and ("optim/overflow" in row) == (form != "fp8 trainer")
 
 
-def test_exact_fp8_linears_in_float16_are_refused(run_file, tmp_path, capsys):
-    flags = ["--recipe", "jet-rl", "--precision.exact", "True", "--output", str(tmp_path / "out")]
-    assert main(["train", *run_file, *flags]) == 2
-    assert "precision.exact: FP8 linears have no exact path with compute_dtype" in capsys.readouterr().err
-
-
 def test_weights_that_float16_cannot_hold_are_refused_by_name():
     policy = init_policy(SMALL, jax.random.key(0))
     check_range(policy, jnp.dtype("float16"))
