@@ -125,10 +125,10 @@ class GenerateArguments(LinesArguments):
 
 @dataclass(frozen=True)
 class ReportArguments:
-    """Write one self-contained HTML page that compares runs side by side."""
+    """Write one self-contained HTML page that compares runs side by side, and draws what `fp8rl compare` found."""
 
     directories: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="DIRECTORY ...")]
-    """Run directories, or one directory that holds them."""
+    """Run directories, directories with a compare.json, or one directory that holds them."""
     output: str = ""
     """The page; empty: report.html in the first directory given."""
 

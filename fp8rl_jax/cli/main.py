@@ -35,6 +35,7 @@ COMMANDS = {
     "eval": Command("held-out accuracy of a model", reads_toml=True),
     "generate": Command("complete the prompts of a file"),
     "score": Command("log-probabilities of the tokens of a file"),
+    "compare": Command("two recipes or checkpoints, or a rollout and its trainer, layer by layer"),
     "plan": Command("what a run needs of a device's memory, and what would make it fit", reads_toml=True),
     "doctor": Command("check the installation, the devices, and what a recipe quantizes"),
     "export": Command("write a model in bf16, fp16, float32 or block-FP8"),

@@ -21,7 +21,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from fp8rl_jax.config.recipe import Recipe
-from fp8rl_jax.models.arithmetic import arithmetic
+from fp8rl_jax.models.arithmetic import PLAIN, Arithmetic, arithmetic
 from fp8rl_jax.models.attention import layer_frequencies
 from fp8rl_jax.models.cache import KVBlock, KVCache
 from fp8rl_jax.models.layer import LayerInputs, LayerOutputs, LayerStep, OwnBlock
@@ -103,9 +103,7 @@ def forward(
     if recipe.exact:
         check_exact(selected_backend(backend), "forward")
     numbers = arithmetic(recipe.exact)
-    x = jnp.take(policy.embed_tokens.value, tokens, axis=0)
-    if config.embedding_scale is not None:
-        x = numbers.scale(x, config.embedding_scale)
+    x = embed(policy, tokens, numbers)
     step = LayerStep(config, formats, positions, segment_ids, cache, observe, backend, prefix_ids, attention_chunk, numbers)
     run = jax.checkpoint(step, prevent_cse=False) if remat else step
     x, outputs = (_scan if policy.stacked else _unroll)(run, policy, x, cache, routes, keep_cache)
@@ -118,7 +116,13 @@ def forward(
     return ForwardResult(step.norm(x, policy.norm), block, outputs.observed, outputs.routes)
 
 
-def _inputs(policy: Policy, cache: KVCache, routes, pick: Callable, pick_sparse: Callable) -> LayerInputs:
+def embed(policy: Policy, tokens: Int[Array, "b t"], numbers: Arithmetic = PLAIN) -> Float[Array, "b t hidden"]:
+    """What enters the first layer."""
+    x, scale = jnp.take(policy.embed_tokens.value, tokens, axis=0), policy.config.embedding_scale
+    return x if scale is None else numbers.scale(x, scale)
+
+
+def layer_inputs(policy: Policy, cache: KVCache, routes, pick: Callable, pick_sparse: Callable) -> LayerInputs:
     """LayerInputs of the layers that `pick` and `pick_sparse` take out of stacks over all layers and over those with experts."""
     windows = None if policy.config.windows is None else jnp.asarray(policy.config.windows, jnp.int32)
     frequencies = layer_frequencies(policy.config)
@@ -135,7 +139,7 @@ def _unroll(step: Callable, policy: Policy, x, cache: KVCache, routes, keep_cach
     sparse, outputs = policy.config.sparse_layers, []
     for i, layer in enumerate(policy.layers):
         replayed = routes if i in sparse else None
-        inputs = _inputs(policy, cache, replayed, lambda x, i=i: x[i], lambda x, i=i: x[sparse.index(i)])
+        inputs = layer_inputs(policy, cache, replayed, lambda x, i=i: x[i], lambda x, i=i: x[sparse.index(i)])
         own = None if cache.own is None else OwnBlock(cache.own.keys[i], cache.own.values[i], cache.slot)
         x, out = step(x, layer, own, inputs)
         outputs.append(out)
@@ -165,7 +169,7 @@ def _scan(step: Callable, policy: Policy, x, cache: KVCache, routes, keep_cache:
         start, *rest = run
         stop = start + 1 + len(rest)
         first = config.sparse_layers.index(start) if sparse else 0
-        inputs = _inputs(
+        inputs = layer_inputs(
             policy, cache, routes if sparse else None,
             lambda x, a=start, b=stop: x[a:b], lambda x, a=first, b=first + stop - start: x[a:b],
         )  # fmt: skip

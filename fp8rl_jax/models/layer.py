@@ -119,9 +119,7 @@ class LayerStep:
         normed = self.norm(x, before_mlp)
         if layer.experts is None:
             return add(x, self.norm(self.mlp(normed, layer), after_mlp)), LayerOutputs(block, observed, None)
-        mixed, routes = mixture(
-            normed, layer, self.config.experts, self.formats.activation, inputs.routes, self.backend, self.arithmetic
-        )
+        mixed, routes = self.mixture(normed, layer, inputs.routes)
         return add(x, self.norm(mixed, after_mlp)), LayerOutputs(block, observed, routes)
 
     def norm(self, x, weight: Weight | None):
@@ -136,10 +134,17 @@ class LayerStep:
         for weight in (w.value for w in weights):
             kind = jax.tree.structure(weight)
             if kind not in inputs:
-                inputs[kind] = quantize_input(rows, weight, self.formats.activation, self.backend)
+                inputs[kind] = self.operand(rows, weight)
             product = linear(inputs[kind], weight, x.dtype, self.backend, self.arithmetic.exact)
             out.append(product.reshape(*x.shape[:-1], -1))
         return out
+
+    def operand(self, x, weight):
+        """x in the form that `weight` multiplies."""
+        return quantize_input(x, weight, self.formats.activation, self.backend)
+
+    def mixture(self, x, layer: Layer, routes):
+        return mixture(x, layer, self.config.experts, self.formats.activation, routes, self.backend, self.arithmetic)
 
     def heads(self, x, bias):
         x = x if bias is None else self.arithmetic.add(x, jnp.broadcast_to(bias.value, x.shape))

@@ -15,7 +15,9 @@ the experts that it holds, and the partial sums are scattered back.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +47,7 @@ def mixture(
     routes: Int[Array, "b t k"] | None = None,
     backend: Backend = "auto",
     arithmetic: Arithmetic = PLAIN,
+    see: Callable[[str, Any, Array], Any] = lambda name, rows, order: rows,
 ) -> tuple[Float[Array, "b t hidden"], Int[Array, "b t k"]]:
     """The output of a layer's experts, and the ids of those that each token used.
 
@@ -52,9 +55,12 @@ def mixture(
         layer: its router and experts.
         activation: format of the inputs of quantized experts.
         routes: expert ids to replay; a token with a -1 among them is routed anew.
+        see: called as see(name, rows, order) with the operand ("experts.up_proj.operand") and the result (".out") of each
+            product, and with the input of the last (".in"); row i belongs to entry order[i] of the ids, flattened. What it
+            returns is used in place of the rows. Not on a mesh.
     """
     ids, weights = choose(x, layer.router.value, config, routes, arithmetic)
-    run = partial(_run, activation=activation, backend=backend, arithmetic=arithmetic)
+    run = partial(_run, activation=activation, backend=backend, arithmetic=arithmetic, see=see)
     return _on_mesh(run, x, ids, weights, layer.experts), ids.astype(route_dtype(config))
 
 
@@ -76,7 +82,8 @@ def choose(
 
 
 def _run(
-    x, ids, weights, experts: Experts, first=0, *, activation: TensorFormat, backend: Backend, arithmetic: Arithmetic
+    x, ids, weights, experts: Experts, first=0, *,
+    activation: TensorFormat, backend: Backend, arithmetic: Arithmetic, see: Callable,
 ):  # fmt: skip
     """Weighted sum over the experts that are here, ids first ... first + count - 1, float32 [b, t, hidden]."""
     gate, up, down = (w.value for w in (experts.gate_proj, experts.up_proj, experts.down_proj))
@@ -90,13 +97,16 @@ def _run(
     def sorted_input(weight):
         return jax.tree.map(lambda leaf: leaf[order // k], quantize_input(rows, weight, activation, backend))
 
+    def product(name, inputs, weight):
+        inputs = see(f"experts.{name}.operand", inputs, order)
+        return see(f"experts.{name}.out", grouped_linear(inputs, weight, sizes, x.dtype, backend, arithmetic.exact), order)
+
     inputs = sorted_input(gate)
-    product = partial(grouped_linear, group_sizes=sizes, out_dtype=x.dtype, backend=backend, exact=arithmetic.exact)
-    gates = product(inputs, gate)
+    gates = product("gate_proj", inputs, gate)
     if jax.tree.structure(up) != jax.tree.structure(gate):  # weights of one kind share their input
         inputs = sorted_input(up)
-    inner = arithmetic.gated(gates, product(inputs, up), "silu")
-    out = product(quantize_input(inner, down, activation, backend), down)
+    inner = see("experts.down_proj.in", arithmetic.gated(gates, product("up_proj", inputs, up), "silu"), order)
+    out = product("down_proj", quantize_input(inner, down, activation, backend), down)
     out = jnp.zeros_like(out).at[order].set(out, unique_indices=True).reshape(*ids.shape, -1)
     return arithmetic.combine(weights, out)
 

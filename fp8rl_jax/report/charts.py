@@ -129,7 +129,7 @@ def curve_chart(curve: Curve, runs: list[Run]) -> Chart:
         axes.set_xlabel("step")
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
 
-    svg = _svg(curve.key, draw, height=2.7) if any(run.series(curve.key)[0] for run in runs) else ""
+    svg = draw_svg(curve.key, draw, height=2.7) if any(run.series(curve.key)[0] for run in runs) else ""
     window = _window(max(len(run.series(curve.key)[0]) for run in runs))
     if curve.smooth and window > 1:
         about.append(f"Faint: single steps; full: mean of {window} steps.")
@@ -155,7 +155,7 @@ def timing_chart(runs: list[Run]) -> Chart:
         axes.grid(axis="y", visible=False)
         axes.set_xlabel("seconds a step")
 
-    svg = _svg("timing", draw, height=0.9 + 0.42 * len(runs)) if any(seconds) else ""
+    svg = draw_svg("timing", draw, height=0.9 + 0.42 * len(runs)) if any(seconds) else ""
     about = "Mean seconds of each phase, without the first step, which compiles."
     return Chart("timing", "Where a step's time goes", about, svg)
 
@@ -197,7 +197,7 @@ def _running_mean(values: list[float], window: int) -> list[float]:
     return [float(np.nanmean(part)) if np.isfinite(part).any() else np.nan for part in recent]
 
 
-def _svg(name: str, draw: Callable[[Axes], None], height: float) -> str:
+def draw_svg(name: str, draw: Callable[[Axes], None], height: float) -> str:
     """An <svg> element without width, height, namespaces or metadata: the page's own. `height` in inches of 5 wide."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(5, height), layout="constrained")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from fp8rl_jax.report.charts import (
     phase_seconds,
     timing_chart,
 )
+from fp8rl_jax.report.comparison import find_comparisons, read_comparison
+from fp8rl_jax.report.heatmap import Panel, panel
 from fp8rl_jax.report.runs import Run, find_runs, read_runs
 
 SHOWN_SAMPLES = 4
@@ -28,12 +31,13 @@ NOTHING = "–"
 
 
 def write_report(directories: list[Path], output: Path) -> Path:
-    """Writes the page about the runs in `directories` (see `find_runs`) to `output`, and returns `output`.
+    """Writes the page about the runs and comparisons in `directories` (see `find_runs`) to `output`, and returns `output`.
 
     Raises:
         UserError: there is no run, a run's files are damaged, or the page cannot be written.
     """
-    page = render(read_runs(find_runs(directories)))
+    runs = read_runs(find_runs(directories))
+    page = render(runs, [read_comparison(path) for path in find_comparisons(directories)])
     unfinished = output.with_name(f"{output.name}.tmp")
     try:
         unfinished.write_text(page, encoding="utf-8")
@@ -43,7 +47,7 @@ def write_report(directories: list[Path], output: Path) -> Path:
     return output
 
 
-def render(runs: list[Run]) -> str:
+def render(runs: list[Run], comparisons: Sequence[dict[str, Any]] = ()) -> str:
     """The page as text. All text from the runs' files is escaped."""
     environment = Environment(
         loader=PackageLoader("fp8rl_jax.report", "."),
@@ -52,17 +56,19 @@ def render(runs: list[Run]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    panels = [panel(number, results) for number, results in enumerate(comparisons)]
     phases = [phase_seconds(run) for run in runs]
     labels = [label for label in [*PHASES.values(), "other"] if any(label in seconds for seconds in phases)]
     return environment.get_template("page.html").render(
-        title=" and ".join(run.name for run in runs) if len(runs) < 3 else f"{len(runs)} runs",
+        title=_title(runs, panels),
         arms=[_arm(index, run) for index, run in enumerate(runs)],
         headline=[headline(run) for run in runs],
-        charts=[curve_chart(curve, runs) for curve in CURVES],
-        timing=timing_chart(runs),
+        charts=[curve_chart(curve, runs) for curve in CURVES] if runs else [],
+        timing=timing_chart(runs) if runs else None,
         phases=[(_phase_number(label), label, [_number(row.get(label)) for row in phases]) for label in labels],
         differences=config_differences(runs),
         samples=[sample_pairs(run) for run in runs],
+        panels=panels,
     )
 
 
@@ -94,6 +100,12 @@ def sample_pairs(run: Run) -> list[tuple[int, list[dict[str, str]]]]:
     steps = [row["step"] for row in run.samples]
     ends = sorted({min(steps), max(steps)}) if steps else []
     return [(end, [_sample(row) for row in run.samples if row["step"] == end][:SHOWN_SAMPLES]) for end in ends]
+
+
+def _title(runs: list[Run], panels: list[Panel]) -> str:
+    if not runs:
+        return panels[0].title if len(panels) == 1 else f"{len(panels)} comparisons"
+    return " and ".join(run.name for run in runs) if len(runs) < 3 else f"{len(runs)} runs"
 
 
 def _arm(index: int, run: Run) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.report.comparison import find_comparisons
 
 NAMED_DAMAGED_LINES = 10
 
@@ -50,7 +51,7 @@ def find_runs(directories: Iterable[Path]) -> list[Path]:
     """The run directories among `directories`; one without a metrics.jsonl stands for those right below it.
 
     Raises:
-        UserError: a directory is not there, or neither is nor holds a run directory; all such directories are named.
+        UserError: a directory is not there, or neither is nor holds a run directory or a comparison; all such are named.
     """
     found: dict[Path, None] = {}
     faults = []
@@ -60,7 +61,7 @@ def find_runs(directories: Iterable[Path]) -> list[Path]:
             continue
         below = sorted(child for child in directory.iterdir() if child.is_dir())
         inside = [directory] if _is_run(directory) else [child for child in below if _is_run(child)]
-        if not inside:
+        if not inside and not find_comparisons([directory]):
             faults.append(f"{directory}: no metrics.jsonl in it or in a directory right below it; give a run directory")
         found |= dict.fromkeys(path.resolve() for path in inside)
     if faults:

@@ -86,15 +86,21 @@ def draw(
     weights = jnp.exp(tempered - tempered.max(-1, keepdims=True))
     kept = jnp.where(truncation_mask(weights, sampling), weights, 0.0) if sampling.truncated else weights
     tokens = jax.vmap(_inverse_cdf)(kept, keys)
-    chosen = jnp.log(jnp.take_along_axis(weights, tokens[:, None], axis=-1)[:, 0])
-    whole = chosen - jnp.log(weights.sum(-1))
+    whole = _logprob_of_weights(weights, tokens)
+    policy = whole if offered is logits and not exact else logprob(logits, tokens, sampling.temperature)
+    whole = policy if offered is logits else whole
+    behaviour = jnp.log(_taken(weights, tokens)) - jnp.log(kept.sum(-1)) if sampling.truncated else whole
+    return tokens, behaviour, policy
+
+
+def logprob_of(
+    logits: Float[Array, "b vocab"], tokens: Int[Array, " b"], temperature: float, exact: bool = False
+) -> Float[Array, " b"]:
+    """The policy log-probability that `draw` gives a token that it draws, of given ones."""
     if exact:
-        policy = logprob(logits, tokens, sampling.temperature)
-        whole = policy if offered is logits else whole
-    behaviour = chosen - jnp.log(kept.sum(-1)) if sampling.truncated else whole
-    if exact:
-        return tokens, behaviour, policy
-    return tokens, behaviour, whole if offered is logits else logprob(logits, tokens, sampling.temperature)
+        return arithmetic(exact).logprob(logits, tokens, temperature)
+    tempered = logits / temperature
+    return _logprob_of_weights(jnp.exp(tempered - tempered.max(-1, keepdims=True)), tokens)
 
 
 def truncation_mask(weights: Float[Array, "b vocab"], sampling: Sampling) -> Bool[Array, "b vocab"]:
@@ -116,6 +122,14 @@ def truncation_mask(weights: Float[Array, "b vocab"], sampling: Sampling) -> Boo
     if sampling.min_p > 0.0:
         keep = keep & (weights >= sampling.min_p * weights.max(-1, keepdims=True))
     return keep
+
+
+def _logprob_of_weights(weights, tokens):
+    return jnp.log(_taken(weights, tokens)) - jnp.log(weights.sum(-1))
+
+
+def _taken(values, tokens):
+    return jnp.take_along_axis(values, tokens[:, None], axis=-1)[:, 0]
 
 
 def _inverse_cdf(weights: Float[Array, " vocab"], key: Key[Array, ""]) -> Int[Array, ""]:

@@ -1,4 +1,4 @@
-"""Run directories as training leaves them, with curves that can be predicted."""
+"""Run directories as training leaves them, with curves that can be predicted, and the results of a comparison."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import math
 from pathlib import Path
 
+LAYERS = 9
 PROMPT = "What is <b>3</b> + 5? & \"quote\" <script>alert('prompt')</script>"
 
 
@@ -44,3 +45,43 @@ def write_run(directory: Path, recipe: str, steps: int = 60, k3: float = 2e-3) -
     (directory / "config.toml").write_text(config)
     (directory / "run.json").write_text(json.dumps({"versions": {"jax": "0.11.2"}, "command": "fp8rl train"}))
     return directory
+
+
+def numbers(error):
+    """A difference whose relative error is `error`."""
+    return {"elements": 8, "differing": float(error > 0), "relative_error": error, "snr_db": None, "max_abs": error}
+
+
+def operation(name, own, output, cause=""):
+    return {"name": name, "cause": cause, "detail": "", "output": numbers(output), "own": numbers(own), "operands": {}}
+
+
+def write_comparison(directory, detail="weight: e4m3 against <b>float32</b>"):
+    """Every layer: q_proj in another format, attention another sum, o_proj equal by itself, a norm that is equal."""
+    directory.mkdir(parents=True, exist_ok=True)
+    operations = [
+        operation("input_layernorm", 0.0, 0.0),
+        operation("q_proj", 1e-2, 1e-2, "format"),
+        operation("attention", 1e-7, 1e-2, "reduction"),
+        operation("o_proj", 0.0, 2e-2),
+    ]
+    sides = [
+        {"model": "m", "recipe": "fp8-rollout", "phase": phase, "compute_dtype": "float32", "backend": "auto", "formats": {}}
+        for phase in ("rollout", "trainer")
+    ]
+    results = {
+        "kind": "fp8rl compare", "version": 1, "equal": False, "sides": sides,
+        "tokens": {"rows": 1, "prompt": 5, "completion": 6, "rows_given": 1, "given": 11},
+        "first": [{"name": "layers.0.q_proj", "cause": "format", "detail": detail, "where": "prompt and completion"}],
+        "quantized_on_one_side": {"a": [f"layers.{i}.q_proj" for i in range(LAYERS)], "b": []},
+        "logprobs": {"tokens": 6, "differing": 1.0, "mean_abs": 0.1, "max_abs": 0.25, "k3": 0.0125, "row": 0, "position": 2,
+                     "a": -1.0, "b": -1.25, "token": 7, "text": " <i>"},
+        "layers": [
+            {"name": f"layers.{i}", "rerouted": None, "input": numbers(0.0 if not i else 1e-2), "operations": operations}
+            for i in range(LAYERS)
+        ],
+        "start": operation("embed_tokens", 0.0, 0.0), "end": [operation(name, 0.0, 2e-2) for name in ("norm", "logprobs")],
+    }  # fmt: skip
+    path = directory / "compare.json"
+    path.write_text(json.dumps(results))
+    return path

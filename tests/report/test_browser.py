@@ -6,7 +6,7 @@ import re
 import subprocess
 
 import pytest
-from report.synthetic import write_run
+from report.synthetic import write_comparison, write_run
 
 from fp8rl_jax.report.charts import CURVES
 from fp8rl_jax.report.page import write_report
@@ -39,8 +39,8 @@ def browse(chromium, tmp_path, *arguments):
 
 @pytest.fixture
 def page(tmp_path):
-    """Two runs, one of them with a name and samples that do not break by themselves."""
-    write_run(tmp_path / "runs" / "bf16", "bf16", k3=3e-6)
+    """Two runs, one of them with a name and samples that do not break by themselves, and a comparison beside the other."""
+    write_comparison(write_run(tmp_path / "runs" / "bf16", "bf16", k3=3e-6))
     write_run(tmp_path / "runs" / f"fp8-rl-{'very' * 12}-long-name", "fp8-rl")
     return write_report([tmp_path / "runs"], tmp_path / "report.html")
 
@@ -54,8 +54,8 @@ def test_the_page_fits_and_every_chart_is_drawn(chromium, tmp_path, page, width)
     assert found["scroll"] <= found["width"]
     assert width - 20 <= found["width"] <= width
     curves = [f"chart-{re.sub('[^a-z0-9]', '-', curve.key).replace('_', '-')}" for curve in CURVES]
-    assert found["charts"] == [*curves, "chart-timing"]
-    assert all(lines >= 2 for lines in found["lines"][:-1])
+    assert found["charts"] == [*curves, "chart-timing", "chart-compare-0-own", "chart-compare-0-output"]
+    assert all(lines >= 2 for lines in found["lines"][: len(CURVES)])
     assert found["resources"] == []
 
 

@@ -1,0 +1,189 @@
+"""One side of a comparison: a model under a recipe, as the rollout or the trainer holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from fp8rl_jax.compare.probe import Stretches, Tokens, run_layer
+from fp8rl_jax.config.recipe import ForwardFormats, Recipe, TensorFormat
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.models.arithmetic import arithmetic
+from fp8rl_jax.models.cache import KVCache, KVScales
+from fp8rl_jax.models.config import PolicyConfig
+from fp8rl_jax.models.forward import embed, layer_inputs
+from fp8rl_jax.models.hf_names import stack_of
+from fp8rl_jax.models.logprobs import token_logprobs
+from fp8rl_jax.models.policy import Policy, unstack
+from fp8rl_jax.models.trained import quantized_tensors, trainer_policy
+from fp8rl_jax.precision import QTensor, TrainedWeight, check_recipe
+from fp8rl_jax.rollout.calibration import observe_qkv, scales_from_amax
+from fp8rl_jax.rollout.sampling import logprob_of
+from fp8rl_jax.rollout.served import quantized_policy
+from pallas_kernels.backend import Backend
+
+Phase = Literal["rollout", "trainer"]
+_NO_SHAPE = ("bos_token_id", "eos_token_ids", "pad_token_id", "max_position_embeddings")
+
+
+@dataclass(frozen=True)
+class Side:
+    """What a comparison needs of one side.
+
+    Attributes:
+        recipe, phase: the formats are those of this phase.
+        dtype: of what is not quantized.
+        source: the weights before quantization, layers stacked.
+        served: embedding, final norm and head in the compute dtype, and `layers`, a list.
+        scales: of the quantized cache, or None.
+    """
+
+    recipe: Recipe
+    phase: Phase
+    dtype: jnp.dtype
+    backend: Backend
+    source: Policy
+    served: Policy
+    scales: KVScales | None
+
+    @classmethod
+    def of(
+        cls, policy: Policy, recipe: Recipe, phase: Phase, dtype: str, tokens: Tokens, backend: Backend = "auto"
+    ) -> Side:
+        """Puts a policy into the side's form, KV scales calibrated on `tokens` as the recipe says.
+
+        Args:
+            policy: layers stacked, in `dtype` or float32.
+
+        Raises:
+            UserError: a recipe that cannot be computed, or KV scales that are not finite.
+        """
+        check_recipe(recipe)
+        kind = jnp.dtype(dtype)
+        scales = None
+        if phase == "trainer":
+            served = jax.jit(trainer_policy, static_argnums=(1, 2, 3))(policy, recipe, kind, backend)
+        else:
+            chosen = quantized_tensors(policy, recipe) if recipe.rollout.weight.quantized else {}
+            uniform = all(set(stack_of(policy.config, name)) == layers for name, layers in chosen.items())
+            convert = partial(quantized_policy, recipe=recipe, dtype=kind, unroll=not uniform, backend=backend)
+            served = jax.jit(convert)(policy)[0]
+            if recipe.quantizes_cache:
+                scales = _calibrate(policy, served, recipe, kind, tokens)
+        served = unstack(served) if served.stacked else served
+        return cls(recipe, phase, kind, backend, policy, served, scales)
+
+    @property
+    def formats(self) -> ForwardFormats:
+        return self.recipe.trainer if self.phase == "trainer" else self.recipe.rollout
+
+    def embed(self, tokens: Tokens) -> Stretches:
+        """What enters the first layer."""
+        run = jax.jit(partial(embed, numbers=arithmetic(self.recipe.exact)))
+        return Stretches(run(self.served, tokens.prompts), run(self.served, tokens.completions))
+
+    def run(self, i: int, x: Stretches, tokens: Tokens, given: Stretches | None = None, routes: Stretches | None = None):
+        """`run_layer` of layer i."""
+        cache = KVCache(scales=self.scales)
+        inputs = layer_inputs(self.served, cache, None, lambda z: z[i], lambda z: z[i])
+        return run_layer(
+            self.served.layers[i], x, tokens, inputs, given, routes, config=self.served.config, formats=self.formats,
+            decode=self.phase == "rollout", backend=self.backend, exact=self.recipe.exact,
+        )  # fmt: skip
+
+    def norm(self, x: Stretches) -> Stretches:
+        """Hidden states after the final norm."""
+        return Stretches(*_norm(self.served, x, decode=self.phase == "rollout", exact=self.recipe.exact))
+
+    def logprobs(self, hidden: Stretches, tokens: Tokens, temperature: float = 1.0) -> Float[Array, "p t"]:
+        """Log-probabilities of the completions' tokens, as the sampler or the update takes them from `hidden`, normed."""
+        decode, exact = self.phase == "rollout", self.recipe.exact
+        return _logprobs(self.served, hidden, tokens, temperature, decode=decode, exact=exact)
+
+    def tensor(self, i: int | None, name: str) -> np.ndarray | QTensor:
+        """A tensor of layer i, or one outside of the layers, as it is multiplied, on the host."""
+        value = (getattr(self.served, name) if i is None else self.served.layers[i].tensors()[name]).value
+        return jax.device_get(value.quantized if isinstance(value, TrainedWeight) else value)
+
+    def source_tensor(self, i: int, name: str) -> np.ndarray:
+        """A tensor of layer i before quantization, on the host."""
+        stack = self.source.layers.tensors()[name].value
+        return jax.device_get(stack[stack_of(self.source.config, name).index(i)])
+
+    def weight_format(self, value: np.ndarray | QTensor) -> str:
+        return describe(self.formats.weight) if isinstance(value, QTensor) else str(value.dtype)
+
+
+def check_alike(configs: Sequence[PolicyConfig], names: Sequence[str | Path]) -> None:
+    """Raises UserError where two models are not of one shape, naming what they differ in."""
+    one, other = ({k: v for k, v in vars(config).items() if k not in _NO_SHAPE} for config in configs)
+    if unlike := [f"{key} ({one[key]} and {other[key]})" for key in one if one[key] != other[key]]:
+        raise UserError(f"{names[0]} and {names[1]} cannot be compared: they differ in {', '.join(unlike)}")
+
+
+def describe_side(model: str, side: Side) -> dict[str, Any]:
+    """What a side is, for `compare.document`."""
+    formats = {role: describe(fmt) if fmt.quantized else str(side.dtype) for role, fmt in vars(side.formats).items()}
+    return {
+        "model": model,
+        "recipe": side.recipe.name,
+        "phase": side.phase,
+        "compute_dtype": str(side.dtype),
+        "backend": side.backend,
+        "exact": side.recipe.exact,
+        "formats": formats,
+    }
+
+
+def describe(fmt: TensorFormat) -> str:
+    """Such as "e4m3 128x128 float32 scales"."""
+    block = "one scale" if fmt.block is None else f"{fmt.block[0]}x{fmt.block[1]} {fmt.scale} scales"
+    return f"{fmt.format} {block}"
+
+
+def _calibrate(policy: Policy, served: Policy, recipe: Recipe, dtype: jnp.dtype, tokens: Tokens) -> KVScales:
+    if recipe.kv_calibration == "trainer":
+        stretches = (tokens.prompts, tokens.prompt_lengths, tokens.completions, tokens.masks.completion)
+        seen = observe_qkv(policy, *stretches, recipe=recipe, dtype=dtype)
+    else:
+        seen = observe_qkv(served, tokens.prompts, tokens.prompt_lengths, recipe=recipe, dtype=dtype)
+    scales = scales_from_amax(seen.amax, recipe)
+    if not all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(scales)):
+        raise UserError(f"recipe {recipe.name!r}: the KV scales are not finite; the weights are broken or overflow {dtype}")
+    return scales
+
+
+@partial(jax.jit, static_argnames=("decode", "exact"))
+def _norm(policy: Policy, x: Stretches, *, decode: bool, exact: bool):
+    def norm(z):
+        return arithmetic(exact).rms_norm(z, policy.norm.value, policy.config.rms_norm_eps, policy.config.norm_offset)
+
+    if not decode:
+        return norm(x.prompt), norm(x.completion)
+    by_token = jnp.moveaxis(x.completion, 1, 0)[:, :, None]
+    return norm(x.prompt), jnp.moveaxis(jax.lax.map(norm, by_token)[:, :, 0], 0, 1)
+
+
+@partial(jax.jit, static_argnames=("temperature", "decode", "exact"))
+def _logprobs(policy: Policy, x: Stretches, tokens: Tokens, temperature: float, *, decode: bool, exact: bool):
+    last = jnp.take_along_axis(x.prompt, (tokens.prompt_lengths - 1)[:, None, None], axis=1)
+    hidden = jnp.concatenate([last, x.completion[:, :-1]], axis=1)
+    if not decode:
+        return token_logprobs(hidden, policy.head, tokens.completions, temperature, exact=exact)[0]
+
+    numbers = arithmetic(exact)
+
+    def one(now):
+        row, token = now
+        return logprob_of(numbers.dot(row, policy.head), token, temperature, exact)
+
+    return jax.lax.map(one, (jnp.moveaxis(hidden, 1, 0), tokens.completions.T)).T
+

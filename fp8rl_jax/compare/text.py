@@ -1,0 +1,159 @@
+"""A comparison on a terminal of 100 columns: a paragraph, and a row for each layer."""
+
+from __future__ import annotations
+
+import io
+import re
+import textwrap
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+EQUAL = "·"
+WIDTH = 100
+LETTERS = {"format": "f", "operand": "o", "scale": "s", "reduction": "r", "input": "i", "": ""}
+# (heading, operations that may stand under it)
+COLUMNS = (
+    ("q", ("q_proj",)),
+    ("k", ("k_proj",)),
+    ("v", ("v_proj",)),
+    ("attend", ("attention",)),
+    ("o", ("o_proj",)),
+    ("router", ("router",)),
+    ("gate", ("gate_proj", "experts.gate_proj")),
+    ("up", ("up_proj", "experts.up_proj")),
+    ("down", ("down_proj", "experts.down_proj")),
+)
+OTHERS = "rest"
+LEGEND = """in: relative error ||a - b|| / ||a|| of the hidden states that enter the layer, piled up. The others: what an
+operation adds by itself, on side a's input, and why: f format, o operand, s scale, r reduction, i input. {equal}: every bit
+is equal. rest: norms, activation, sums."""
+
+
+def summary(results: dict[str, Any]) -> str:
+    """The text of `compare.document.document`'s form."""
+    lines = [f"{name}: {_side(side)}" for name, side in zip("ab", results["sides"], strict=True)]
+    lines += [_tokens(results["tokens"]), ""]
+    if results["equal"]:
+        lines.append("every bit is equal: operands, results, hidden states, log-probabilities")
+    for first in results["first"]:
+        where = f", in the {first['where']}" if first["where"] else ""
+        lines += _wrapped(f"first {first['cause']}: {first['name']}{where}: {first['detail']}")
+    lines.append(_logprobs(results["logprobs"]))
+    for name, alone in results["quantized_on_one_side"].items():
+        if alone:
+            lines += _wrapped(f"quantized in {name} only: {grouped(alone, len(results['layers']))}")
+    lines += ["", _table(results), "", *_wrapped(LEGEND.format(equal=EQUAL), indent="")]
+    return "\n".join(lines)
+
+
+def columns(results: dict[str, Any]) -> list[tuple[str, tuple[str, ...]]]:
+    """The columns that this model has, and last the operations that have none of their own."""
+    present = list(dict.fromkeys(operation["name"] for layer in results["layers"] for operation in layer["operations"]))
+    shown = [(heading, names) for heading, names in COLUMNS if any(name in present for name in names)]
+    named = {name for _, names in shown for name in names}
+    return [*shown, (OTHERS, tuple(name for name in present if name not in named))]
+
+
+def worst(layer: dict[str, Any], names: tuple[str, ...], measured: str = "own") -> dict[str, Any] | None:
+    """Of a layer's operations with these names the one with the largest error; None where it has none of them."""
+    found = [operation for operation in layer["operations"] if operation["name"] in names]
+    return max(found, key=lambda x: (measured == "own" and bool(x["cause"]), _size(x[measured])), default=None)
+
+
+def grouped(names: list[str], layers: int) -> str:
+    """Names of layers' tensors, those of one kind together: "q_proj in all 30 layers; up_proj in layers 0, 2-5"."""
+    where: dict[str, list[int]] = {}
+    for name in names:
+        _, i, tensor = name.split(".", 2)
+        where.setdefault(tensor, []).append(int(i))
+    kinds: dict[tuple[int, ...], list[str]] = {}
+    for tensor, numbers in where.items():
+        kinds.setdefault(tuple(numbers), []).append(tensor)
+    return "; ".join(f"{', '.join(tensors)} in {_places(numbers, layers)}" for numbers, tensors in kinds.items())
+
+
+def error(found: dict[str, Any]) -> str:
+    """A relative error in three to five characters."""
+    if found["differing"] == 0:
+        return EQUAL
+    value = found["relative_error"]
+    return "inf" if value is None else re.sub(r"e([+-])0", r"e\1", f"{value:.0e}")
+
+
+def _table(results: dict[str, Any]) -> str:
+    shown = columns(results)
+    rerouted = any(layer["rerouted"] is not None for layer in results["layers"])
+    table = Table(box=None, pad_edge=False, padding=(0, 1))
+    table.add_column("layer", justify="right")
+    for heading in ("in", *(heading for heading, _ in shown), *(["rerouted"] if rerouted else [])):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for i, layer in enumerate(results["layers"]):
+        cells = [error(layer["input"])]
+        for _, names in shown:
+            operation = worst(layer, names)
+            cells.append("" if operation is None else _cell(operation))
+        if rerouted:
+            cells.append("" if layer["rerouted"] is None else EQUAL if not layer["rerouted"] else f"{layer['rerouted']:.1%}")
+        table.add_row(str(i), *cells)
+    table.add_row("end", error(results["end"][0]["output"]))
+    text = io.StringIO()
+    Console(file=text, width=WIDTH, color_system=None).print(table)
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+
+def _wrapped(text: str, indent: str = "  ") -> list[str]:
+    return textwrap.wrap(" ".join(text.split()), WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def _cell(operation: dict[str, Any]) -> str:
+    return error(operation["own"]) + LETTERS[operation["cause"]]
+
+
+def _side(side: dict[str, Any]) -> str:
+    exact = ", exact" if side["exact"] else ""
+    return f"{side['model']}, {side['recipe']}{exact}, {side['phase']}, {side['compute_dtype']}"
+
+
+def _tokens(tokens: dict[str, Any]) -> str:
+    left = f" of {tokens['rows_given']}" if tokens["rows_given"] > tokens["rows"] else ""
+    rows = f"{tokens['rows']}{left} row{'s' if tokens['rows_given'] > 1 else ''}"
+    return f"{rows}: {tokens['prompt']} prompt and {tokens['completion']} completion tokens of {tokens['given']}"
+
+
+def _logprobs(found: dict[str, Any]) -> str:
+    if not found["differing"]:
+        return f"log-probabilities of {found['tokens']} tokens: equal"
+    text = "" if found["text"] is None else f" {found['text']!r}"
+    mean, k3 = _number(found["mean_abs"]), _number(found["k3"])
+    return (
+        f"log-probabilities of {found['tokens']} tokens: {found['differing']:.0%} differ, mean |a - b| {mean}, k3 {k3}\n"
+        f"  largest {_number(found['max_abs'])}, row {found['row'] + 1}, completion token "
+        f"{found['position'] + 1}{text}: {_number(found['a'], 4)} and {_number(found['b'], 4)}"
+    )
+
+
+def _number(value: float | None, digits: int = 2) -> str:
+    return "not finite" if value is None else f"{value:.{digits}g}"
+
+
+def _size(found: dict[str, Any]) -> float:
+    value = found["relative_error"]
+    return float("inf") if value is None else value
+
+
+def _places(numbers: tuple[int, ...], layers: int) -> str:
+    if len(numbers) == layers > 1:
+        return f"all {layers} layers"
+    return f"layer{'s' if len(numbers) > 1 else ''} {_ranges(numbers)}"
+
+
+def _ranges(numbers: tuple[int, ...]) -> str:
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)

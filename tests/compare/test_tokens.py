@@ -1,0 +1,72 @@
+"""Rows of a comparison: from lines, from a text, cut and padded."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from fp8rl_jax.compare.tokens import TEXT, as_tokens, from_file, from_text, halves
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.models.tokenizer import ByteTokenizer
+
+VOCAB = ByteTokenizer.vocab_size
+
+
+def rows_of(tmp_path, *lines, tokenizer=None):
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return from_file(str(path), VOCAB, tokenizer, 100)
+
+
+def test_prompts_and_completions_of_lines(tmp_path):
+    encode = ByteTokenizer().encode
+    lines = (
+        {"tokens": [1, 2, 3], "completion_tokens": [4]},
+        {"tokens": [1, 2, 3, 4, 5]},
+        {"prompt": "ab", "completion": "cde", "reward": 1.0},
+        {"prompt": "abcd", "completion": ""},
+    )
+    assert rows_of(tmp_path, *lines, tokenizer=ByteTokenizer()) == [
+        ([1, 2, 3], [4]),
+        ([1, 2], [3, 4, 5]),
+        (encode("ab"), [99, 100, 101]),
+        halves(encode("abcd")),
+    ]
+
+
+def test_every_line_that_is_wrong_is_named(tmp_path):
+    lines = (
+        {"tokens": [1]},
+        {"tokens": [1, 2], "completion_tokens": [VOCAB]},
+        {"tokens": [1, 2], "completion_tokens": "3"},
+        {"tokens": [1, 2], "completion": "text"},
+        {"tokens": [1, 2], "completion": 3},
+        {"tokens": [1, 2]},
+    )
+    with pytest.raises(UserError) as fault:
+        rows_of(tmp_path, *lines)
+    said = [line.split(": ", 1)[1] for line in str(fault.value).splitlines()]
+    assert said == [
+        "line 1: needs at least two tokens, one of a prompt and one that follows",
+        f"line 2: token {VOCAB} is outside the vocabulary of {VOCAB}",
+        'line 3: "completion_tokens" must be a list of integers',
+        'line 4: "completion" needs a tokenizer, and the model has none; give "completion_tokens"',
+        'line 5: "completion" must be a string',
+    ]
+
+
+def test_a_text_needs_a_tokenizer():
+    (row,) = from_text(TEXT, ByteTokenizer())
+    assert row[0] + row[1] == ByteTokenizer().encode(TEXT)
+    with pytest.raises(UserError, match='no tokenizer: give token ids, --input FILE with lines such as {"tokens"'):
+        from_text(TEXT, None)
+
+
+def test_rows_are_padded_and_the_longest_cut():
+    tokens = as_tokens([([1, 2, 3], [4, 5, 6, 7]), ([8], [9]), ([1, 2, 3, 4, 5, 6], [7])], 5)
+    np.testing.assert_array_equal(tokens.prompts, [[1, 2, 3], [8, 0, 0], [1, 2, 0]])
+    np.testing.assert_array_equal(tokens.completions, [[4, 5, 0], [9, 0, 0], [3, 4, 5]])
+    assert tokens.prompt_lengths.tolist() == [3, 1, 2] and tokens.completion_lengths.tolist() == [2, 1, 3]
+    assert [mask.sum() for mask in tokens.masks] == [6, 6]
