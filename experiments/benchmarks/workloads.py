@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -175,8 +175,8 @@ QWEN3_LAYER = Workload(
     layer_recipes=TRAINED,
 )
 EXACT = Workload(
-    name=f"{SMOLLM2_SHAPE.name}, exact",
-    config=SMOLLM2_SHAPE.config,
+    name="six layers of SmolLM2-135M, exact",
+    config=replace(SMOLLM2_SHAPE.config, num_layers=6, vocab_size=8192),
     compute_dtype="bfloat16",
     step=SMOLLM2_SHAPE.step,
     step_recipes=("bf16", "bf16-exact", "jet-rl", "jet-rl-exact"),
