@@ -10,7 +10,7 @@ import tyro
 
 from fp8rl_jax.config.recipe import PrecisionConfig, Recipe, get_recipe
 
-Phase = Literal["rollout", "trainer"]
+Phase = Literal["trainer", "rollout"]
 
 
 @dataclass(frozen=True)

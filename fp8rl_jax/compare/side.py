@@ -30,7 +30,7 @@ from fp8rl_jax.rollout.sampling import logprob_of
 from fp8rl_jax.rollout.served import quantized_policy
 from pallas_kernels.backend import Backend
 
-Phase = Literal["rollout", "trainer"]
+Phase = Literal["trainer", "rollout"]
 _NO_SHAPE = ("bos_token_id", "eos_token_ids", "pad_token_id", "max_position_embeddings")
 
 
