@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from fp8rl_jax.config.recipe import ForwardFormats, Recipe, TensorFormat
 from fp8rl_jax.errors import UserError
-from pallas_kernels.backend import Backend, BackendError, check_pair
+from pallas_kernels.backend import Backend, BackendError, check_exact, check_pair
 from pallas_kernels.matmul import selected_backend
 
 ELEMENT_DTYPES = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
@@ -74,9 +74,11 @@ def check_recipe(recipe: Recipe, backend: Backend = "auto") -> None:
     if moment.rounding != "nearest" or moment.transform != "none":
         refuse("optimizer_moment", "has its own rounding and no transform; leave both as they are")
     _check_backward(recipe, refuse)
-    if recipe.quantizes_linears:
+    if recipe.quantizes_linears or recipe.exact:
         try:
             chosen = selected_backend(backend)
+            if recipe.exact:
+                check_exact(chosen, "precision.exact")
         except BackendError as error:
             raise UserError(f"precision.backend: {error}") from None
         _check_products(recipe, chosen, refuse)

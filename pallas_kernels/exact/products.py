@@ -58,9 +58,12 @@ def dot(x: Float[Array, "*batch k"], w: Float[Array, "n k"] | Integers, out_dtyp
     Raises:
         ValueError: more than 2^17 terms.
     """
+
+    def plain(x, w):
+        return reference.dot(x.astype(w.dtype), w).astype(out_dtype)
+
     if isinstance(w, Integers):
         return _dot(x, w, out_dtype)
-    plain = lambda x, w: reference.dot(*_one_dtype(x, w)).astype(out_dtype)  # noqa: E731
     return with_gradient_of(plain, partial(_dot, out_dtype=out_dtype))(x, w)
 
 
@@ -81,9 +84,12 @@ def grouped_dot(
     out_dtype: jnp.dtype = jnp.float32,
 ) -> Array:
     """Each row of x, sorted by group, times its group's part of w transposed; zero behind the last group."""
+
+    def plain(x, w, sizes):
+        return grouped_reference.dot(x.astype(w.dtype), w, sizes).astype(out_dtype)
+
     if isinstance(w, Integers):
         return _grouped_dot(x, w, group_sizes, out_dtype)
-    plain = lambda x, w, sizes: grouped_reference.dot(*_one_dtype(x, w), sizes).astype(out_dtype)  # noqa: E731
     return with_gradient_of(plain, partial(_grouped_dot, out_dtype=out_dtype))(x, w, group_sizes)
 
 
@@ -186,10 +192,6 @@ def _joined(parts: Iterable[Array]) -> Array:
 def _per_slot(scale: Array, b: int, group: int, t: int) -> Array:
     """The scales of a block's values, [rows, kv_heads, slots, 1], as factors of weights [b, kv_heads, group, t, slots]."""
     return jnp.repeat(scale[..., 0], b // scale.shape[0], axis=0)[:, :, None, None, :]
-
-
-def _one_dtype(x, w):
-    return x.astype(w.dtype), w
 
 
 def _check_terms(count: int, what: str) -> None:

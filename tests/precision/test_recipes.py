@@ -101,6 +101,14 @@ def test_a_backend_that_is_not_there_is_refused_where_the_recipe_needs_it():
     with pytest.raises(UserError, match=r"precision\.backend: blockwise_matmul: no hopper backend"):
         check_recipe(FULL, "hopper")
     check_recipe(RECIPES["bf16"], "hopper")
+    with pytest.raises(UserError, match=r"precision\.backend: blockwise_matmul: no hopper backend"):
+        check_recipe(replace(RECIPES["bf16"], exact=True), "hopper")
+
+
+def test_a_backend_without_exact_products_is_refused(monkeypatch):
+    monkeypatch.setattr(formats, "selected_backend", lambda backend: backend)
+    with pytest.raises(UserError, match=r"precision\.exact: the hopper backend has no exact products; choose reference"):
+        check_recipe(replace(RECIPES["jet-rl"], exact=True), "hopper")
 
 
 def test_formats():
