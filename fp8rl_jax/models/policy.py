@@ -212,7 +212,8 @@ def map_products(change: Callable, policy: Policy) -> Policy:
         tensors = layer.tensors()
         for name in (*LINEARS, *EXPERT_LINEARS):
             if name in tensors:
-                tensors[name] = Weight(change(tensors[name].value), tensors[name].axes)
+                # one with an adapter has no axes of its own
+                tensors[name] = Weight(change(tensors[name].value), getattr(tensors[name], "axes", ()))
         return Layer(tensors)
 
     layers = changed(policy.layers) if policy.stacked else nnx.List([changed(layer) for layer in policy.layers])

@@ -174,6 +174,15 @@ def test_faults_are_one_line(run_file, tmp_path, capsys, flags, message):
     assert len(errors) == 1 and message in errors[0]
 
 
+@pytest.mark.slow
+def test_adapters_are_part_of_an_exact_forward(run_file, tmp_path):
+    out = tmp_path / "out"
+    assert run(run_file, out, "--recipe", "bf16", "--precision.exact", "--compute-dtype", "bfloat16", "--trainer.steps", "2") == 0
+    steps = [row for row in rows(out) if "optim/grad_norm" in row]
+    assert [row["mismatch/logprob_abs_diff_max"] for row in steps] == [0.0, 0.0]
+    assert all(row["optim/grad_norm"] > 0 for row in steps)
+
+
 def test_the_plan_counts_what_is_trained(run_file, tmp_path, capsys):
     assert run(run_file, tmp_path / "out", "--recipe", "fp8-rl", "--lora.base", "rollout", "--dry-run") == 0
     printed = capsys.readouterr().out
