@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
+
+from pallas_kernels.target import hopper_sms
 
 Backend = Literal["auto", "reference", "hopper"]
 
@@ -23,18 +26,21 @@ def check_exact(backend: str, operation: str) -> None:
         raise BackendError(f"{operation}: the {backend} backend has no exact products; choose reference")
 
 
-def resolve(backend: Backend, operation: str, available: tuple[str, ...]) -> str:
-    """The backend that runs: the one named, or under "auto" the first of `available`.
+def resolve(backend: Backend, operation: str, available: tuple[str, ...] = ("reference", "hopper")) -> str:
+    """The backend that runs: the one named, or under "auto" hopper where there is such a GPU, else the reference.
 
     Raises:
-        BackendError: `backend` is unknown, or the operation has no such implementation.
+        BackendError: `backend` is unknown, the operation has no such implementation, or this machine cannot run it.
     """
     if backend == "auto":
-        return available[0]
+        return "hopper" if "hopper" in available and hopper_sms() else "reference"
     if backend not in ("reference", "hopper"):
         raise BackendError(f"{operation}: unknown backend {backend!r}; choose auto, reference or hopper")
     if backend not in available:
         raise BackendError(f"{operation}: no {backend} backend in this version; available: {', '.join(available)}")
+    if backend == "hopper" and not hopper_sms():
+        device = jax.devices()[0].device_kind
+        raise BackendError(f"{operation}: the hopper backend needs a GPU of compute capability 9.0, JAX runs on {device!r}")
     return backend
 
 
@@ -59,3 +65,13 @@ def check_pair(operation: str, backend: str, left: jnp.dtype, right: jnp.dtype) 
     if not set(pair) <= set(taken):
         given, known = " by ".join(pair), ", ".join(taken)
         raise BackendError(f"{operation}: the {backend} backend does not multiply {given}; it takes {known}")
+
+
+def check_block(operation: str, block: tuple[int, int]) -> None:
+    """Refuses a weight's block that Hopper kernels have no loop for.
+
+    Raises:
+        BackendError: naming the block and what they take.
+    """
+    if block not in ((128, 128), (1, 128)):
+        raise BackendError(f"{operation}: the hopper backend takes weights in blocks of 128x128 or 1x128, not {block}")

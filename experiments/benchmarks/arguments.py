@@ -33,7 +33,7 @@ class Arguments:
     threads: int = 2
     """Processors that each side may use (CPU only)."""
     gpu_target: str = ""
-    """A GPU's description, such as experiments/benchmarks/h200.txtpb: trained_layer counts the bytes of programs compiled for
+    """A GPU's description, such as pallas_kernels/check/h200.txtpb: trained_layer counts the bytes of programs compiled for
     it, too. No such GPU is needed, but the packages jax-cuda13-plugin and jax-cuda13-pjrt."""
     budget_minutes: float = 8.0
     """No benchmark is begun after this time (GPU only)."""

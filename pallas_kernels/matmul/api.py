@@ -5,15 +5,13 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.backend import Backend, check_pair, resolve
+from pallas_kernels.backend import Backend, check_block, check_pair, resolve
 from pallas_kernels.matmul import reference
-
-AVAILABLE = ("reference",)
 
 
 def selected_backend(backend: Backend) -> str:
     """The backend that `blockwise_matmul` runs for this argument. Raises BackendError where it cannot."""
-    return resolve(backend, "blockwise_matmul", AVAILABLE)
+    return resolve(backend, "blockwise_matmul")
 
 
 def blockwise_matmul(
@@ -50,4 +48,9 @@ def blockwise_matmul(
             f"do not fit block {w_block}: w_scales must be {blocks}, x_scales {(*x.shape[:-1], blocks[1])}"
         )
     check_pair("blockwise_matmul", chosen, x.dtype, w.dtype)
-    return reference.matmul(x, x_scales, w, w_scales, w_block, out_dtype)
+    if chosen == "reference":
+        return reference.matmul(x, x_scales, w, w_scales, w_block, out_dtype)
+    check_block("blockwise_matmul", w_block)
+    from pallas_kernels.matmul import hopper  # importing Pallas takes longer than importing JAX
+
+    return hopper.matmul(x, x_scales, w, w_scales, w_block, out_dtype)

@@ -93,4 +93,4 @@ def test_without_its_compiler_a_gpu_is_no_target():
         import jax_plugins.xla_cuda13  # noqa: F401
     except ImportError:
         with pytest.raises(UserError, match="jax-cuda13-plugin"):
-            load_target("experiments/benchmarks/h200.txtpb")
+            load_target("pallas_kernels/check/h200.txtpb")

@@ -1,0 +1,58 @@
+"""A case: arguments of an operation, and what it must return for them. One list an operation drives tests and benchmarks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import jax
+import numpy as np
+
+OPERATIONS = ("matmul",)
+
+
+@dataclass(frozen=True)
+class Case:
+    """
+    Attributes:
+        name: unique in its list.
+        arguments: key -> arrays, traceable, so that their shapes are known without making them.
+        run: (*arrays, backend=) -> array, or a tuple of arrays.
+        expected: (*numpy arrays) -> the same in float64, from an independent formula. None: the reference backend says.
+        tolerance: largest difference from `expected`, as a part of its largest magnitude. 0: equal bit for bit.
+        instruction: of the machine code that it must become, such as "QGMMA"; empty for any.
+        flops, bytes: of the work itself: operations, and bytes that must move at least.
+    """
+
+    name: str
+    arguments: Callable[[jax.Array], tuple]
+    run: Callable[..., Any]
+    expected: Callable[..., Any] | None = None
+    tolerance: float = 0.0
+    instruction: str = ""
+    flops: float = 0.0
+    bytes: float = 0.0
+
+
+def cases_of(operation: str, sizes: str) -> tuple[Case, ...]:
+    """The cases of an operation: "small" ones, with expected values, or "real" ones, at the shapes of models."""
+    module = import_module(f"pallas_kernels.{operation}.cases")
+    return {"small": module.SMALL, "real": module.REAL}[sizes]
+
+
+def difference(got: Any, expected: Any) -> float:
+    """Largest difference of any output, as a part of the expected one's largest magnitude; infinite where one is not finite."""
+    worst = 0.0
+    for have, want in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        have, want = np.asarray(have, np.float64), np.asarray(want, np.float64)
+        if have.shape != want.shape:
+            raise ValueError(f"shape {have.shape}, expected {want.shape}")
+        same = (have == want) | (np.isnan(have) & np.isnan(want))
+        if not same.all():
+            apart = np.abs(have - want)[~same]
+            finite = np.abs(want)[np.isfinite(want)]
+            scale = finite.max() if finite.size and finite.max() > 0 else 1.0
+            worst = max(worst, float(apart.max() / scale) if np.isfinite(apart).all() else np.inf)
+    return worst

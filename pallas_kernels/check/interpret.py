@@ -1,0 +1,55 @@
+"""Runs Hopper kernels on a CPU, in the interpreter of Pallas, and looks for races: `python -m pallas_kernels.check.interpret`.
+
+It prints a line before each case and a JSON line after it. A kernel that waits for what never comes hangs, so this is a process
+of its own, to be killed by whoever started it. What it cannot see: asynchronous wgmma, swizzles, registers, FP8 accumulators.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+import jax
+import numpy as np
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import mosaic
+from pallas_kernels.check.cases import OPERATIONS, Case, cases_of, difference
+from pallas_kernels.target import tracing_for
+
+SMS = 2  # blocks that are played one after the other
+
+
+def interpret(case: Case) -> dict:
+    """Difference from the expected values, and whether a race was seen; or what was raised."""
+    arrays = case.arguments(jax.random.key(0))
+    try:
+        with tracing_for(SMS), plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+            got = jax.block_until_ready(jax.jit(lambda *a: case.run(*a, backend="hopper"))(*arrays))
+        races = bool(interpreter.get_races().races_found)
+    except Exception as error:  # whatever the interpreter objects to is the result
+        return {"case": case.name, "raised": f"{type(error).__name__}: {error}"}
+    finally:
+        interpreter.reset_gpu_interpret_mode_state()
+    expected = case.expected(*(np.asarray(a) for a in arrays))
+    return {"case": case.name, "difference": difference(got, expected), "races": races}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m pallas_kernels.check.interpret", description=__doc__.splitlines()[0])
+    parser.add_argument("operation", choices=OPERATIONS)
+    parser.add_argument("cases", nargs="*", help="names; all without one")
+    parser.add_argument("--without", help="a function of pallas_kernels.mosaic that does nothing: a bug that must be seen")
+    arguments = parser.parse_args()
+    if arguments.without:
+        setattr(mosaic, arguments.without, lambda *_, **__: None)
+    for case in cases_of(arguments.operation, "small"):
+        if not arguments.cases or case.name in arguments.cases:
+            print(f"# {case.name}", flush=True)
+            print(json.dumps(interpret(case)), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,172 @@
+"""The loop that every blockwise-scaled product on Hopper runs: dense or grouped, forward or gradient, many rows or few.
+
+One warpgroup loads tiles of both operands by TMA into a ring of slots; two multiply them. FP8 tensor cores add in a short
+accumulator (about 14 bits, DeepSeek-V3, arXiv 2412.19437, section 3.3.2), so no sum in it is longer than one 128-block: each
+block's product starts from zero, is scaled, and is added in float32 registers in the order of the contraction. A tile's bits
+therefore depend on its own rows and columns, and on nothing else that the kernel computes.
+
+Both operands are [rows, k] with k contiguous, as FP8 wgmma wants them. What lies behind an edge is loaded as zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import mosaic
+
+BLOCK_K = 128
+CONSUMERS, WGMMA_ROWS = 2, 64
+TILE_ROWS = CONSUMERS * WGMMA_ROWS  # of the left operand: what one block multiplies
+
+
+class Place(NamedTuple):
+    """Where a tile's operands begin: rows of both, rows of their 128-row scales, and its 128-blocks of the contraction."""
+
+    lhs: Any
+    rhs: Any
+    lhs_block: Any
+    rhs_block: Any
+    first: Any
+    steps: Any
+
+
+@dataclass(frozen=True)
+class Side:
+    """One operand.
+
+    Attributes:
+        dtype: of its values.
+        rows: of its tile.
+        by_row: scales are one a row, stored [k blocks, rows]; else one for every 128 rows, stored [row blocks, k blocks].
+    """
+
+    dtype: jnp.dtype
+    rows: int
+    by_row: bool
+
+    def scratch(self, stages: int) -> tuple[Any, Any]:
+        return (
+            mosaic.tiled((stages, self.rows, BLOCK_K), self.dtype),
+            mosaic.SMEM((stages, self.rows), jnp.float32) if self.by_row else None,
+        )
+
+
+class Ring(NamedTuple):
+    """Slots of loaded tiles; `full` and `empty` say whose turn each is."""
+
+    lhs: tuple[Any, Any]
+    rhs: tuple[Any, Any]
+    full: Any
+    empty: Any
+
+
+def ring_scratch(lhs: Side, rhs: Side, stages: int) -> Ring:
+    copies = 2 + lhs.by_row + rhs.by_row
+    return Ring(
+        lhs.scratch(stages),
+        rhs.scratch(stages),
+        mosaic.Barrier(num_arrivals=copies, num_barriers=stages),
+        mosaic.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
+    )
+
+
+def run(
+    lhs: tuple[Side, Any, Any],
+    rhs: tuple[Side, Any, Any],
+    ring: Ring,
+    tiles: int,
+    stages: int,
+    place: Callable[[jax.Array], Place],
+    finish: Callable[[jax.Array, jax.Array, Callable], None],
+) -> None:
+    """Runs all tiles of a kernel's body, on the warpgroup that calls it.
+
+    Args:
+        lhs, rhs: the sides, and their values and scales in global memory.
+        ring: what `ring_scratch` allocated.
+        tiles: how many.
+        stages: slots of the ring.
+        place: of a tile's number.
+        finish: called with a tile's number, the consumer's number and `total`, which maps (first step, steps) to the float32
+            sum over these blocks, [64, rhs rows]. The parts that it asks for must be all of the tile's, in order.
+    """
+    wg = lax.axis_index("wg")
+
+    @mosaic.when(wg == CONSUMERS)
+    def _():
+        mosaic.set_max_registers(40, action="decrease")
+        count = _over(tiles, lambda tile, count: _load(lhs, rhs, ring, stages, place(tile), count))
+        # every slot that was used is still to be handed back
+        for slot in range(stages):
+            mosaic.when(slot < count)(lambda slot=slot: mosaic.barrier_wait(ring.empty.at[slot]))
+
+    @mosaic.when(wg < CONSUMERS)
+    def _():
+        mosaic.set_max_registers(232, action="increase")
+
+        def multiply(tile, count):
+            at = place(tile)
+            finish(tile, wg, lambda first, steps: _sum(lhs, rhs, ring, stages, at, wg, count + first, at.first + first, steps))
+            return count + at.steps
+
+        _over(tiles, multiply)
+        mosaic.wait_smem_to_gmem(0)
+
+
+def _over(tiles, one):
+    def body(info, carry):
+        return one(info.index[0], carry)
+
+    return mosaic.nd_loop((tiles,), collective_axes="block", init_carry=jnp.int32(0))(body)
+
+
+def _load(lhs, rhs, ring, stages, at: Place, count):
+    def step(i, count):
+        slot, k = lax.rem(count, stages), at.first + i
+        mosaic.when(count >= stages)(lambda: mosaic.barrier_wait(ring.empty.at[slot]))
+        for (side, values, scales), (to, scales_to), row in ((lhs, ring.lhs, at.lhs), (rhs, ring.rhs, at.rhs)):
+            rows = mosaic.ds(row, side.rows)
+            mosaic.copy_gmem_to_smem(values.at[rows, mosaic.ds(k * BLOCK_K, BLOCK_K)], to.at[slot], ring.full.at[slot])
+            if side.by_row:
+                mosaic.copy_gmem_to_smem(scales.at[k, rows], scales_to.at[slot], ring.full.at[slot])
+        return count + 1
+
+    return lax.fori_loop(0, at.steps, step, count)
+
+
+def _sum(lhs, rhs, ring, stages, at: Place, wg, count, first, steps):
+    (left, _, left_scales), (right, _, right_scales) = lhs, rhs
+    shape = (WGMMA_ROWS, right.rows)
+    own = mosaic.ds(wg * WGMMA_ROWS, WGMMA_ROWS)
+
+    def step(i, total):
+        slot, k = lax.rem(count + i, stages), first + i
+        scale = 1.0 if left.by_row else left_scales[at.lhs_block, k]
+        scale = scale if right.by_row else scale * right_scales[at.rhs_block, k]
+        mosaic.barrier_wait(ring.full.at[slot])
+        if left.by_row:
+            rows = mosaic.load(ring.lhs[1], (slot, own), layout=mosaic.Layout.WGMMA.reduce(1), optimized=False)
+            rows = lax.broadcast_in_dim(rows * scale, shape, [0])
+        if right.by_row:
+            columns = mosaic.load(ring.rhs[1], (slot,), layout=mosaic.Layout.WGMMA.reduce(0), optimized=False)
+            columns = lax.broadcast_in_dim(columns if left.by_row else columns * scale, shape, [1])
+
+        def product(acc):
+            mosaic.wgmma(acc, ring.lhs[0].at[slot, own], ring.rhs[0].at[slot].transpose((1, 0)))
+            return acc[...]
+
+        block = mosaic.run_scoped(product, mosaic.ACC(shape, jnp.float32))
+        block = block * rows if left.by_row else block
+        total = total + (block * columns if right.by_row else block)
+        mosaic.commit_smem()  # the next load of the slot is another proxy's write
+        mosaic.barrier_arrive(ring.empty.at[slot])
+        return total
+
+    zero = mosaic.layout_cast(jnp.zeros(shape, jnp.float32), mosaic.Layout.WGMMA)
+    return lax.fori_loop(0, steps, step, zero)

@@ -1,0 +1,76 @@
+"""What `blockwise_matmul` is checked and timed with."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.check.cases import Case
+from pallas_kernels.check.models import DENSE
+from pallas_kernels.matmul.api import blockwise_matmul
+from pallas_kernels.quantize import quantize_blocks
+
+E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+
+
+def arguments(key: jax.Array, m: int, n: int, k: int, w_block=(128, 128), x_dtype=E4M3, spread: float = 1.0) -> tuple:
+    """Quantized normal data; with a `spread`, blocks of the contraction differ in size by up to this factor, up or down."""
+    keys = jax.random.split(key, 3)
+    size = jnp.repeat(spread ** jax.random.uniform(keys[2], (-(-k // 128),), minval=-1.0), 128)[:k]
+    x = quantize_blocks(jax.random.normal(keys[0], (m, k)) * size, (1, 128), x_dtype, backend="reference")
+    w = quantize_blocks(jax.random.normal(keys[1], (n, k)) / size, w_block, backend="reference")
+    return *x, *w
+
+
+def expected(x, x_scales, w, w_scales, w_block=(128, 128)) -> np.ndarray:
+    """The product of the dequantized operands in float64."""
+
+    def wide(values, scales, rows):
+        scales = np.repeat(np.repeat(scales.astype(np.float64), rows, 0), 128, 1)
+        return values.astype(np.float64) * scales[: values.shape[0], : values.shape[1]]
+
+    return wide(x, x_scales, 1) @ wide(w, w_scales, w_block[0]).T
+
+
+def case(m: int, n: int, k: int, name: str = "", out_dtype=jnp.float32, w_block=(128, 128), **options) -> Case:
+    def run(x, x_scales, w, w_scales, backend):
+        return blockwise_matmul(x, x_scales, w, w_scales, w_block, out_dtype, backend=backend)
+
+    return Case(
+        name=name or f"{m}x{n}x{k}",
+        arguments=partial(arguments, m=m, n=n, k=k, w_block=w_block, **options),
+        run=run,
+        expected=partial(expected, w_block=w_block),
+        # half a step of bfloat16, or the rounding of float32 sums of up to 128 + k / 128 terms
+        tolerance=2.0**-8 if out_dtype == jnp.bfloat16 else 1e-6,
+        instruction="QGMMA",
+        flops=2.0 * m * n * k,
+        bytes=m * k + n * k + m * n * jnp.dtype(out_dtype).itemsize,
+    )
+
+
+SMALL = (
+    case(136, 256, 576, "several-tiles"),
+    case(129, 130, 130, "ragged-everywhere"),
+    case(192, 128, 1280, "ring-wraps", jnp.bfloat16, spread=64.0),
+    case(256, 512, 2048, "split"),
+    case(136, 200, 300, "weight-gradient", w_block=(1, 128)),
+    case(130, 136, 260, "gradient-format", x_dtype=E5M2),
+    case(1, 136, 1, "one-number"),
+    case(1, 256, 2048, "one-row"),
+    case(7, 130, 2100, "few-rows", jnp.bfloat16),
+    case(40, 300, 576, "forty-rows"),
+    case(128, 128, 384, "most-few-rows"),
+    case(24, 140, 260, "few-rows-weight-gradient", w_block=(1, 128), x_dtype=E5M2),
+)
+
+_SHAPES = sorted({shape for model in DENSE for shape in model.linears.values()} | {(7168, 16384)})
+REAL = (
+    *(case(4096, n, k, out_dtype=jnp.bfloat16) for n, k in _SHAPES),
+    *(case(m, n, k, out_dtype=jnp.bfloat16) for m in (1, 16, 64, 128) for n, k in ((4096, 4096), (24576, 4096), (4096, 12288))),
+    case(4096, 12288, 8192, "weight-gradient-12288x4096", jnp.float32, w_block=(1, 128)),
+    case(4096, 4096, 12288, "input-gradient-4096x12288", jnp.bfloat16, x_dtype=E5M2),
+)

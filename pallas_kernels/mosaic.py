@@ -1,0 +1,73 @@
+"""All that the kernels use of Pallas Mosaic GPU, whose interface changes from release to release: no other file imports it.
+
+What the Hopper kernels share stands here too: how a tile lies in shared memory, how a number becomes FP8, how a kernel starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.target import hopper_sms
+
+ACC = plgpu.ACC
+SMEM = plgpu.SMEM
+Barrier = plgpu.Barrier
+Layout = plgpu.Layout
+NDLoopInfo = plgpu.NDLoopInfo
+barrier_arrive = plgpu.barrier_arrive
+barrier_wait = plgpu.barrier_wait
+broadcasted_iota = plgpu.broadcasted_iota
+cdiv = pl.cdiv
+commit_smem = plgpu.commit_smem
+copy_gmem_to_smem = plgpu.copy_gmem_to_smem
+copy_smem_to_gmem = plgpu.copy_smem_to_gmem
+ds = pl.ds
+layout_cast = plgpu.layout_cast
+load = plgpu.load
+nd_loop = plgpu.nd_loop
+planar_snake = plgpu.planar_snake
+run_scoped = pl.run_scoped
+set_max_registers = plgpu.set_max_registers
+wait_smem_to_gmem = plgpu.wait_smem_to_gmem
+wgmma = plgpu.wgmma
+when = pl.when
+
+SMEM_BYTES = 232_448  # what one block of a Hopper GPU may have
+
+
+def launch(
+    body: Callable[..., None], out_type: Any, *, scratch: dict[str, Any], threads: int, tiles: int, name: str
+) -> Callable:
+    """A kernel of `threads` warpgroups a block, and of one block a multiprocessor, or fewer where there are fewer `tiles`.
+
+    The body reads its place from the axes "block" and "wg", and loops over its share of the tiles.
+    """
+    return plgpu.kernel(
+        body,
+        out_type=out_type,
+        scratch_types=scratch,
+        grid=(min(hopper_sms(), tiles),),
+        grid_names=("block",),
+        num_threads=threads,
+        thread_name="wg",
+        kernel_name=name,
+    )
+
+
+def tiled(shape: tuple[int, ...], dtype: jnp.dtype) -> Any:
+    """Shared memory whose rows are swizzled, as wgmma and TMA want operands."""
+    swizzle = plgpu.find_swizzle(shape[-1] * jnp.dtype(dtype).itemsize * 8)
+    columns = swizzle // jnp.dtype(dtype).itemsize
+    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(swizzle)))
+
+
+def saturate(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """x clamped to the range of an FP8 `dtype` and cast: a GPU's cast saturates, JAX's on a CPU gives NaN."""
+    limit = float(jnp.finfo(dtype).max)
+    return jnp.clip(x, -limit, limit).astype(dtype)
