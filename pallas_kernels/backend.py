@@ -67,11 +67,12 @@ def check_pair(operation: str, backend: str, left: jnp.dtype, right: jnp.dtype) 
         raise BackendError(f"{operation}: the {backend} backend does not multiply {given}; it takes {known}")
 
 
-def check_block(operation: str, block: tuple[int, int]) -> None:
-    """Refuses a weight's block that Hopper kernels have no loop for.
+def check_block(operation: str, block: tuple[int, int], taken: tuple[tuple[int, int], ...]) -> None:
+    """Refuses a block that the Hopper kernel of an operation has no loop for.
 
     Raises:
-        BackendError: naming the block and what they take.
+        BackendError: naming the block and what it takes.
     """
-    if block not in ((128, 128), (1, 128)):
-        raise BackendError(f"{operation}: the hopper backend takes weights in blocks of 128x128 or 1x128, not {block}")
+    if block not in taken:
+        known, given = (" or ".join(f"{rows}x{columns}" for rows, columns in blocks) for blocks in (taken, (block,)))
+        raise BackendError(f"{operation}: the hopper backend takes blocks of {known}, not {given}; choose reference")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 
 import jax
@@ -43,6 +44,8 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", help="names; all without one")
     parser.add_argument("--without", help="a function of pallas_kernels.mosaic that does nothing: a bug that must be seen")
     arguments = parser.parse_args()
+    # the threads that play warpgroups wait for each other inside of XLA's pool: an operation that is split over it can starve
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"
     if arguments.without:
         setattr(mosaic, arguments.without, lambda *_, **__: None)
     for case in cases_of(arguments.operation, "small"):

@@ -5,15 +5,12 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.backend import Backend, check_pair, resolve
+from pallas_kernels.backend import Backend, check_block, check_pair, resolve
 from pallas_kernels.grouped_matmul import reference
-
-AVAILABLE = ("reference",)
-
 
 def selected_backend(backend: Backend) -> str:
     """The backend that `grouped_matmul` runs for this argument. Raises BackendError where it cannot."""
-    return resolve(backend, "grouped_matmul", AVAILABLE)
+    return resolve(backend, "grouped_matmul")
 
 
 def grouped_matmul(
@@ -52,7 +49,12 @@ def grouped_matmul(
     if wrong := [f"{name} {given[name]} must be {shape}" for name, shape in expected.items() if given[name] != shape]:
         raise ValueError(f"grouped_matmul: for w {w.shape} in blocks {w_block}, {', '.join(wrong)}")
     check_pair("grouped_matmul", chosen, x.dtype, w.dtype)
-    return reference.matmul(x, x_scales, w, w_scales, group_sizes, w_block, out_dtype)
+    if chosen == "reference":
+        return reference.matmul(x, x_scales, w, w_scales, group_sizes, w_block, out_dtype)
+    check_block("grouped_matmul", w_block, ((128, 128),))
+    from pallas_kernels.grouped_matmul import hopper  # importing Pallas takes longer than importing JAX
+
+    return hopper.matmul(x, x_scales, w, w_scales, group_sizes, out_dtype)
 
 
 def grouped_outer_product(
@@ -80,14 +82,19 @@ def grouped_outer_product(
         BackendError: a backend asked for by name cannot serve the call, or none multiplies these two formats.
         ValueError: shapes do not belong together.
     """
-    chosen = resolve(backend, "grouped_outer_product", AVAILABLE)
+    chosen = resolve(backend, "grouped_outer_product")
     blocks = -(-len(dy) // block)
     expected = {"x": (len(dy), x.shape[1]), "dy_scales": (blocks, dy.shape[1]), "x_scales": (blocks, x.shape[1])}
     given = {"x": x.shape, "dy_scales": dy_scales.shape, "x_scales": x_scales.shape}
     if wrong := [f"{name} {given[name]} must be {shape}" for name, shape in expected.items() if given[name] != shape]:
         raise ValueError(f"grouped_outer_product: for dy {dy.shape} in blocks of {block} rows, {', '.join(wrong)}")
     check_pair("grouped_outer_product", chosen, dy.dtype, x.dtype)
-    return reference.outer_products(dy, dy_scales, x, x_scales, group_sizes, block)
+    if chosen == "reference":
+        return reference.outer_products(dy, dy_scales, x, x_scales, group_sizes, block)
+    check_block("grouped_outer_product", (block, 1), ((128, 1),))
+    from pallas_kernels.grouped_matmul import hopper
+
+    return hopper.outer_products(dy, dy_scales, x, x_scales, group_sizes)
 
 
 def align_groups(

@@ -50,7 +50,7 @@ def blockwise_matmul(
     check_pair("blockwise_matmul", chosen, x.dtype, w.dtype)
     if chosen == "reference":
         return reference.matmul(x, x_scales, w, w_scales, w_block, out_dtype)
-    check_block("blockwise_matmul", w_block)
+    check_block("blockwise_matmul", w_block, ((128, 128), (1, 128)))
     from pallas_kernels.matmul import hopper  # importing Pallas takes longer than importing JAX
 
     return hopper.matmul(x, x_scales, w, w_scales, w_block, out_dtype)

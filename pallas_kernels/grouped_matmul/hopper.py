@@ -1,0 +1,137 @@
+"""Blockwise-scaled products of sorted rows on Hopper: the dense loop over tiles that each begin where a group does.
+
+How many rows a group has is known at run time only. A tile is 128 rows of one group; small arrays made before the kernel say
+which. What a tile loads behind its group's end belongs to the next group and is multiplied in vain: only rows of the group are
+stored, in stretches of 64, 32, ... 1 rows, because the size of a TMA store is fixed at compile time.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import mosaic
+from pallas_kernels.mainloop import BLOCK_K, CONSUMERS, TILE_ROWS, WGMMA_ROWS, Place, Side, ring_scratch, run
+from pallas_kernels.matmul.hopper import TILE_COLUMNS, pad
+
+STAGES = 5
+
+
+class RowTiles(NamedTuple):
+    """Tiles of rows, int32 [tiles] each: the group (the number of groups for what is behind the last), first row, rows."""
+
+    group: jax.Array
+    start: jax.Array
+    size: jax.Array
+
+
+def row_tiles(m: int, group_sizes) -> RowTiles:
+    """As many tiles as m rows in so many groups can need; those too many have no rows."""
+    groups = len(group_sizes)
+    sizes = jnp.append(group_sizes, jnp.maximum(m - group_sizes.sum(), 0)).astype(jnp.int32)
+    ends, tiles = jnp.cumsum(sizes), -(-sizes // TILE_ROWS)
+    last = jnp.cumsum(tiles)
+    count = -(-m // TILE_ROWS) + groups + 1
+    index = jnp.arange(count, dtype=jnp.int32)
+    group = jnp.searchsorted(last, index, side="right").astype(jnp.int32)
+    found = jnp.minimum(group, groups)
+    start = (ends - sizes)[found] + (index - (last - tiles)[found]) * TILE_ROWS
+    size = jnp.where(group <= groups, jnp.clip(ends[found] - start, 0, TILE_ROWS), 0)
+    return RowTiles(found, start, size)
+
+
+def matmul(x, x_scales, w, w_scales, group_sizes, out_dtype):
+    (groups, n, k), m = w.shape, len(x)
+    x, x_scales = pad(x, 8, 16), pad(x_scales, 8, 1).T
+    w = jnp.pad(w, ((0, 0), (0, -n % 8), (0, -k % 16))) if n % 8 or k % 16 else w
+    width, blocks = w.shape[1], w_scales.shape[1]
+    tiles, steps = row_tiles(m, group_sizes), -(-k // BLOCK_K)
+    grid = (len(tiles.group), -(-n // TILE_COLUMNS))
+    left, right = Side(x.dtype, TILE_ROWS, True), Side(w.dtype, TILE_COLUMNS, False)
+
+    def body(x, x_scales, w, w_scales, group, start, size, out, ring, staged):
+        def at(tile):
+            return mosaic.planar_snake(tile, grid, 1, 8)
+
+        def place(tile):
+            i, j = at(tile)
+            g = group[i]
+            real = jnp.where((g < groups) & (size[i] > 0), steps, 0)
+            g = jnp.minimum(g, groups - 1)
+            return Place(start[i], g * width + j * TILE_COLUMNS, 0, g * blocks + j, 0, real)
+
+        def finish(tile, wg, total):
+            i, j = at(tile)
+            value = total(0, place(tile).steps)
+            mosaic.wait_smem_to_gmem(0, wait_read_only=True)
+            staged[wg] = value.astype(out_dtype)
+            mosaic.commit_smem()
+            rows = jnp.clip(size[i] - wg * WGMMA_ROWS, 0, WGMMA_ROWS)
+            store_rows(staged.at[wg], out, start[i] + wg * WGMMA_ROWS, rows, mosaic.ds(j * TILE_COLUMNS, TILE_COLUMNS))
+
+        run((left, x, x_scales), (right, w, w_scales), ring, grid[0] * grid[1], STAGES, place, finish)
+
+    scratch = {
+        "ring": ring_scratch(left, right, STAGES),
+        "staged": mosaic.SMEM((CONSUMERS, WGMMA_ROWS, TILE_COLUMNS), out_dtype),
+    }
+    out = jax.ShapeDtypeStruct((m, n + -n % 8), out_dtype)
+    return mosaic.launch(
+        body, out, scratch=scratch, threads=CONSUMERS + 1, tiles=grid[0] * grid[1], name="grouped_matmul"
+    )(x, x_scales, w.reshape(groups * width, -1), w_scales.reshape(groups * blocks, -1), *tiles)[:, :n]
+
+
+def store_rows(staged, out, start, rows, columns):
+    """The first `rows` of 64 staged rows to `out` from row `start` on."""
+    done, stretch = jnp.int32(0), WGMMA_ROWS
+    while stretch:
+
+        def store(done=done, stretch=stretch):
+            mosaic.copy_smem_to_gmem(staged.at[mosaic.ds(done, stretch)], out.at[mosaic.ds(start + done, stretch), columns])
+
+        mosaic.when((rows & stretch) != 0)(store)
+        done, stretch = done + (rows & stretch), stretch // 2
+
+
+def outer_products(dy, dy_scales, x, x_scales, group_sizes):
+    """[m, n] and [m, k] -> [groups, n, k]; every group begins at a multiple of 128 rows."""
+    (m, n), k, groups = dy.shape, x.shape[1], len(group_sizes)
+    dy, x = pad(dy.T, 8, 16), pad(x.T, 8, 16)
+    dy_scales, x_scales = pad(dy_scales, 1, 8), pad(x_scales, 1, 8)
+    ends = jnp.cumsum(group_sizes, dtype=jnp.int32) // BLOCK_K
+    firsts = ends - group_sizes.astype(jnp.int32) // BLOCK_K
+    grid = (-(-n // TILE_ROWS), -(-k // TILE_COLUMNS))
+    left, right = Side(dy.dtype, TILE_ROWS, True), Side(x.dtype, TILE_COLUMNS, True)
+    tiles, stages = groups * grid[0] * grid[1], 4
+
+    def body(dy, dy_scales, x, x_scales, firsts, ends, out, ring, staged):
+        def at(tile):
+            inner = grid[0] * grid[1]
+            return lax.div(tile, inner), *mosaic.planar_snake(lax.rem(tile, inner), grid, 1, 8)
+
+        def place(tile):
+            g, i, j = at(tile)
+            return Place(i * TILE_ROWS, j * TILE_COLUMNS, 0, 0, firsts[g], ends[g] - firsts[g])
+
+        def finish(tile, wg, total):
+            g, i, j = at(tile)
+            value = total(0, place(tile).steps)
+            mosaic.wait_smem_to_gmem(0, wait_read_only=True)
+            staged[wg] = value
+            mosaic.commit_smem()
+            rows = mosaic.ds(i * TILE_ROWS + wg * WGMMA_ROWS, WGMMA_ROWS)
+            mosaic.copy_smem_to_gmem(staged.at[wg], out.at[g, rows, mosaic.ds(j * TILE_COLUMNS, TILE_COLUMNS)])
+
+        run((left, dy, dy_scales), (right, x, x_scales), ring, tiles, stages, place, finish)
+
+    scratch = {
+        "ring": ring_scratch(left, right, stages),
+        "staged": mosaic.tiled((CONSUMERS, WGMMA_ROWS, TILE_COLUMNS), jnp.float32),
+    }
+    out = jax.ShapeDtypeStruct((groups, len(dy), len(x)), jnp.float32)
+    return mosaic.launch(body, out, scratch=scratch, threads=CONSUMERS + 1, tiles=tiles, name="grouped_outer_product")(
+        dy, dy_scales, x, x_scales, firsts, ends
+    )[:, :n, :k]
