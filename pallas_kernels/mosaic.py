@@ -30,6 +30,7 @@ copy_smem_to_gmem = plgpu.copy_smem_to_gmem
 ds = pl.ds
 layout_cast = plgpu.layout_cast
 load = plgpu.load
+multiple_of = pl.multiple_of
 nd_loop = plgpu.nd_loop
 planar_snake = plgpu.planar_snake
 run_scoped = pl.run_scoped

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.backend import Backend, check_block, check_pair, resolve
 from pallas_kernels.grouped_matmul import reference
 
+
 def selected_backend(backend: Backend) -> str:
     """The backend that `grouped_matmul` runs for this argument. Raises BackendError where it cannot."""
     return resolve(backend, "grouped_matmul")

@@ -1,8 +1,9 @@
-"""Blockwise-scaled products of sorted rows on Hopper: the dense loop over tiles that each begin where a group does.
+"""Blockwise-scaled products of sorted rows on Hopper: the dense loop over tiles that each serve one group.
 
-How many rows a group has is known at run time only. A tile is 128 rows of one group; small arrays made before the kernel say
-which. What a tile loads behind its group's end belongs to the next group and is multiplied in vain: only rows of the group are
-stored, in stretches of 64, 32, ... 1 rows, because the size of a TMA store is fixed at compile time.
+How many rows a group has is known at run time only. A tile is 128 rows, of which some are its group's; small arrays made before
+the kernel say which. The first tile of a group begins at the multiple of 8 before it, because TMA loads rows in eights. Rows of
+other groups in a tile are multiplied in vain: only the group's are stored, in stretches of 64, 32, ... 1 rows, because the size
+of a TMA store is fixed at compile time.
 """
 
 from __future__ import annotations
@@ -18,29 +19,35 @@ from pallas_kernels.mainloop import BLOCK_K, CONSUMERS, TILE_ROWS, WGMMA_ROWS, P
 from pallas_kernels.matmul.hopper import TILE_COLUMNS, pad
 
 STAGES = 5
+ROWS_OF_TMA = 8
 
 
 class RowTiles(NamedTuple):
-    """Tiles of rows, int32 [tiles] each: the group (the number of groups for what is behind the last), first row, rows."""
+    """Tiles of rows, int32 [tiles] each: the group (the number of groups for what is behind the last), the tile's first row,
+    and from which to which row of the tile the group reaches."""
 
     group: jax.Array
     start: jax.Array
-    size: jax.Array
+    low: jax.Array
+    high: jax.Array
 
 
 def row_tiles(m: int, group_sizes) -> RowTiles:
     """As many tiles as m rows in so many groups can need; those too many have no rows."""
     groups = len(group_sizes)
     sizes = jnp.append(group_sizes, jnp.maximum(m - group_sizes.sum(), 0)).astype(jnp.int32)
-    ends, tiles = jnp.cumsum(sizes), -(-sizes // TILE_ROWS)
+    ends = jnp.cumsum(sizes)
+    begins = ends - sizes
+    first = begins // ROWS_OF_TMA * ROWS_OF_TMA
+    tiles = jnp.where(sizes > 0, -(-(ends - first) // TILE_ROWS), 0)
     last = jnp.cumsum(tiles)
-    count = -(-m // TILE_ROWS) + groups + 1
-    index = jnp.arange(count, dtype=jnp.int32)
+    index = jnp.arange((m + (ROWS_OF_TMA - 1) * (groups + 1)) // TILE_ROWS + groups + 1, dtype=jnp.int32)
     group = jnp.searchsorted(last, index, side="right").astype(jnp.int32)
     found = jnp.minimum(group, groups)
-    start = (ends - sizes)[found] + (index - (last - tiles)[found]) * TILE_ROWS
-    size = jnp.where(group <= groups, jnp.clip(ends[found] - start, 0, TILE_ROWS), 0)
-    return RowTiles(found, start, size)
+    start = first[found] + (index - (last - tiles)[found]) * TILE_ROWS
+    low, high = (jnp.clip(edge[found] - start, 0, TILE_ROWS) for edge in (begins, ends))
+    start, low, high = (jnp.where(group <= groups, x, 0) for x in (start, low, high))
+    return RowTiles(found, start, low, high)
 
 
 def matmul(x, x_scales, w, w_scales, group_sizes, out_dtype):
@@ -52,31 +59,33 @@ def matmul(x, x_scales, w, w_scales, group_sizes, out_dtype):
     grid = (len(tiles.group), -(-n // TILE_COLUMNS))
     left, right = Side(x.dtype, TILE_ROWS, True), Side(w.dtype, TILE_COLUMNS, False)
 
-    def body(x, x_scales, w, w_scales, group, start, size, out, ring, staged):
+    def body(x, x_scales, w, w_scales, group, start, low, high, out, ring, staged):
         def at(tile):
             return mosaic.planar_snake(tile, grid, 1, 8)
 
         def place(tile):
             i, j = at(tile)
             g = group[i]
-            real = jnp.where((g < groups) & (size[i] > 0), steps, 0)
+            real = jnp.where((g < groups) & (high[i] > low[i]), steps, 0)
             g = jnp.minimum(g, groups - 1)
-            return Place(start[i], g * width + j * TILE_COLUMNS, 0, g * blocks + j, 0, real)
+            row = mosaic.multiple_of(start[i], ROWS_OF_TMA)
+            return Place(row, g * width + j * TILE_COLUMNS, 0, g * blocks + j, 0, real)
 
         def finish(tile, wg, total):
             i, j = at(tile)
             value = total(0, place(tile).steps)
             mosaic.wait_smem_to_gmem(0, wait_read_only=True)
-            staged[wg] = value.astype(out_dtype)
+            own = mosaic.multiple_of(wg * WGMMA_ROWS, WGMMA_ROWS)
+            staged[mosaic.ds(own, WGMMA_ROWS)] = value.astype(out_dtype)
             mosaic.commit_smem()
-            rows = jnp.clip(size[i] - wg * WGMMA_ROWS, 0, WGMMA_ROWS)
-            store_rows(staged.at[wg], out, start[i] + wg * WGMMA_ROWS, rows, mosaic.ds(j * TILE_COLUMNS, TILE_COLUMNS))
+            first, last = (jnp.clip(edge[i], own, own + WGMMA_ROWS) for edge in (low, high))
+            store_rows(staged, out, first, last - first, start[i], mosaic.ds(j * TILE_COLUMNS, TILE_COLUMNS))
 
         run((left, x, x_scales), (right, w, w_scales), ring, grid[0] * grid[1], STAGES, place, finish)
 
     scratch = {
         "ring": ring_scratch(left, right, STAGES),
-        "staged": mosaic.SMEM((CONSUMERS, WGMMA_ROWS, TILE_COLUMNS), out_dtype),
+        "staged": mosaic.SMEM((TILE_ROWS, TILE_COLUMNS), out_dtype),
     }
     out = jax.ShapeDtypeStruct((m, n + -n % 8), out_dtype)
     return mosaic.launch(
@@ -84,21 +93,22 @@ def matmul(x, x_scales, w, w_scales, group_sizes, out_dtype):
     )(x, x_scales, w.reshape(groups * width, -1), w_scales.reshape(groups * blocks, -1), *tiles)[:, :n]
 
 
-def store_rows(staged, out, start, rows, columns):
-    """The first `rows` of 64 staged rows to `out` from row `start` on."""
-    done, stretch = jnp.int32(0), WGMMA_ROWS
+def store_rows(staged, out, first, rows, start, columns):
+    """At most 64 staged rows, from row `first` on, to the rows of `out` that lie `start` further on."""
+    stretch = WGMMA_ROWS
     while stretch:
 
-        def store(done=done, stretch=stretch):
-            mosaic.copy_smem_to_gmem(staged.at[mosaic.ds(done, stretch)], out.at[mosaic.ds(start + done, stretch), columns])
+        def store(first=first, stretch=stretch):
+            at = mosaic.ds(start + first, stretch), columns
+            mosaic.copy_smem_to_gmem(staged.at[mosaic.ds(first, stretch)], out.at[at])
 
         mosaic.when((rows & stretch) != 0)(store)
-        done, stretch = done + (rows & stretch), stretch // 2
+        first, stretch = first + (rows & stretch), stretch // 2
 
 
 def outer_products(dy, dy_scales, x, x_scales, group_sizes):
     """[m, n] and [m, k] -> [groups, n, k]; every group begins at a multiple of 128 rows."""
-    (m, n), k, groups = dy.shape, x.shape[1], len(group_sizes)
+    n, k, groups = dy.shape[1], x.shape[1], len(group_sizes)
     dy, x = pad(dy.T, 8, 16), pad(x.T, 8, 16)
     dy_scales, x_scales = pad(dy_scales, 1, 8), pad(x_scales, 1, 8)
     ends = jnp.cumsum(group_sizes, dtype=jnp.int32) // BLOCK_K
