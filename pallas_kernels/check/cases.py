@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -40,6 +41,17 @@ def cases_of(operation: str, sizes: str) -> tuple[Case, ...]:
     """The cases of an operation: "small" ones, with expected values, or "real" ones, at the shapes of models."""
     module = import_module(f"pallas_kernels.{operation}.cases")
     return {"small": module.SMALL, "real": module.REAL}[sizes]
+
+
+def parse_cases(parser: argparse.ArgumentParser, sizes: str) -> tuple[argparse.Namespace, list[Case]]:
+    """The arguments of a check's command line, and the cases that they choose; it ends where a name is in no list."""
+    parser.add_argument("operation", choices=OPERATIONS)
+    parser.add_argument("cases", nargs="*", help="names; all without one")
+    arguments = parser.parse_args()
+    known = {case.name: case for case in cases_of(arguments.operation, sizes)}
+    if unknown := [name for name in arguments.cases if name not in known]:
+        parser.error(f"no case {', '.join(unknown)}; {arguments.operation} has {', '.join(known)}")
+    return arguments, [known[name] for name in arguments.cases or known]
 
 
 def difference(got: Any, expected: Any) -> float:

@@ -19,7 +19,7 @@ import jax
 from jax.experimental import topologies
 
 from pallas_kernels.check import toolchain
-from pallas_kernels.check.cases import OPERATIONS, Case, cases_of
+from pallas_kernels.check.cases import Case, parse_cases
 from pallas_kernels.target import tracing_for
 
 TARGET = Path(__file__).with_name("h200.txtpb")
@@ -57,18 +57,15 @@ def _kernel(ptx: Path) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m pallas_kernels.check.compile", description=__doc__.splitlines()[0])
-    parser.add_argument("operation", choices=OPERATIONS)
-    parser.add_argument("cases", nargs="*", help="names; all without one")
-    arguments = parser.parse_args()
+    _, cases = parse_cases(parser, "real")
     toolchain.activate()
     with tempfile.TemporaryDirectory() as folder:
         os.environ["MOSAIC_GPU_DUMP_TO"] = folder
         topology = topologies.get_topology_desc(platform="cuda", target_config=TARGET.read_text(), topology="1x1x1")
         mesh = topologies.make_mesh(topology, (1,), ("device",))
         sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-        for case in cases_of(arguments.operation, "real"):
-            if not arguments.cases or case.name in arguments.cases:
-                print(json.dumps(compile_case(case, sharding, Path(folder))), flush=True)
+        for case in cases:
+            print(json.dumps(compile_case(case, sharding, Path(folder))), flush=True)
 
 
 if __name__ == "__main__":

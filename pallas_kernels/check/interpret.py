@@ -17,7 +17,7 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
-from pallas_kernels.check.cases import OPERATIONS, Case, cases_of, difference
+from pallas_kernels.check.cases import Case, difference, parse_cases
 from pallas_kernels.target import tracing_for
 
 SMS = 2  # blocks that are played one after the other
@@ -40,18 +40,15 @@ def interpret(case: Case) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m pallas_kernels.check.interpret", description=__doc__.splitlines()[0])
-    parser.add_argument("operation", choices=OPERATIONS)
-    parser.add_argument("cases", nargs="*", help="names; all without one")
     parser.add_argument("--without", help="a function of pallas_kernels.mosaic that does nothing: a bug that must be seen")
-    arguments = parser.parse_args()
+    arguments, cases = parse_cases(parser, "small")
     # the threads that play warpgroups wait for each other inside of XLA's pool: an operation that is split over it can starve
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"
     if arguments.without:
         setattr(mosaic, arguments.without, lambda *_, **__: None)
-    for case in cases_of(arguments.operation, "small"):
-        if not arguments.cases or case.name in arguments.cases:
-            print(f"# {case.name}", flush=True)
-            print(json.dumps(interpret(case)), flush=True)
+    for case in cases:
+        print(f"# {case.name}", flush=True)
+        print(json.dumps(interpret(case)), flush=True)
 
 
 if __name__ == "__main__":

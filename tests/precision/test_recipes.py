@@ -98,10 +98,10 @@ def test_a_pair_that_a_backend_cannot_multiply_is_refused_with_role_formats_and_
 
 
 def test_a_backend_that_is_not_there_is_refused_where_the_recipe_needs_it():
-    with pytest.raises(UserError, match=r"precision\.backend: blockwise_matmul: no hopper backend"):
+    with pytest.raises(UserError, match=r"precision\.backend: blockwise_matmul: the hopper backend needs a GPU"):
         check_recipe(FULL, "hopper")
     check_recipe(RECIPES["bf16"], "hopper")
-    with pytest.raises(UserError, match=r"precision\.backend: blockwise_matmul: no hopper backend"):
+    with pytest.raises(UserError, match=r"precision\.backend: blockwise_matmul: the hopper backend needs a GPU"):
         check_recipe(replace(RECIPES["bf16"], exact=True), "hopper")
 
 
