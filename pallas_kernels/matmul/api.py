@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.backend import Backend, check_block, check_pair, resolve
 from pallas_kernels.matmul import reference
+from pallas_kernels.partition import on_mesh, partitioned
 
 
 def selected_backend(backend: Backend) -> str:
@@ -53,4 +56,9 @@ def blockwise_matmul(
     check_block("blockwise_matmul", w_block, ((128, 128), (1, 128)))
     from pallas_kernels.matmul import hopper  # importing Pallas takes longer than importing JAX
 
-    return hopper.matmul(x, x_scales, w, w_scales, w_block, out_dtype)
+    # what is added over devices is added in float32
+    kernel = partial(hopper.matmul, w_block=w_block, out_dtype=jnp.float32 if on_mesh() else out_dtype)
+    lead = " ".join(f"m{axis}" for axis in range(x.ndim - 1))
+    blocks = {"b": ("k", 128)} | ({"c": ("n", w_block[0])} if w_block[0] > 1 else {})
+    rule = f"{lead} k, {lead} b, n k, {'c' if w_block[0] > 1 else 'n'} b -> {lead} n"
+    return partitioned(kernel, rule, blocks)(x, x_scales, w, w_scales).astype(out_dtype)

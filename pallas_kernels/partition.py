@@ -1,0 +1,93 @@
+"""A Hopper kernel on a mesh whose axes are left to XLA: what of it each device computes.
+
+XLA cannot look into a kernel, and would gather every operand on every device. So each kernel says how its axes belong together,
+as in `einsum`: "m k, m b, n k, c b -> m n". A factor is split like the first operand that has it split; one that is in no result
+is summed over devices. A block of 128 is never split: where a device's share is no whole number of blocks, it is gathered.
+
+Inside `shard_map`, and on one device, a kernel is called as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+from jax import lax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+Factors = tuple[tuple[str, ...], ...]
+
+
+def on_mesh() -> bool:
+    """Whether XLA may split arrays here: under `jax.set_mesh` with axes of type Auto, outside of `shard_map`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return not mesh.empty and mesh.size > 1 and AxisType.Auto in mesh.axis_types
+
+
+def partitioned(kernel: Callable[..., jax.Array], rule: str, blocks: dict[str, tuple[str, int]]) -> Callable[..., jax.Array]:
+    """`kernel`, to be split over the mesh of the enclosing `jax.set_mesh`.
+
+    Args:
+        kernel: arrays -> one array. Where a factor is summed over devices, its result is added in its own dtype.
+        rule: the factors of each operand's axes and of the result's, one word a factor.
+        blocks: factor -> (the factor whose blocks it counts, the block's side): an axis of scales follows the axis it scales.
+    """
+    if not on_mesh():
+        return kernel
+    left, right = rule.split("->")
+    operands, result = tuple(tuple(part.split()) for part in left.split(",")), tuple(right.split())
+    summed = tuple(dict.fromkeys(f for names in operands for f in names if f not in result and f not in blocks))
+    call = custom_partitioning(lambda *arrays: kernel(*arrays))
+    call.def_partition(
+        partial(_partition, kernel, operands, result, blocks, summed),
+        sharding_rule=rule,
+        reduction_factors=summed,
+        need_replication_factors=tuple(factor for factor in blocks if factor not in summed),
+    )
+    return call
+
+
+def _partition(kernel, operands: Factors, result, blocks, summed, mesh, given, _):
+    split = splits(operands, blocks, [(x.shape, _entries(x)) for x in given], dict(mesh.shape))
+    over = tuple(axis for factor in summed for axis in split.get(factor, ()))
+
+    def on_one_device(*arrays):
+        out = kernel(*arrays)
+        return lax.psum(out, over) if over else out
+
+    def sharding(names):
+        return NamedSharding(mesh, PartitionSpec(*(split.get(blocks.get(f, (f,))[0]) for f in names)))
+
+    return mesh, on_one_device, sharding(result), tuple(sharding(names) for names in operands)
+
+
+def splits(operands: Factors, blocks: dict, given: list, sizes: dict[str, int]) -> dict[str, tuple[str, ...]]:
+    """Mesh axes of each factor that is split.
+
+    Args:
+        operands, blocks: as `partitioned` has them.
+        given: shape of each operand, and the mesh axes of each of its axes.
+        sizes: of the mesh axes.
+    """
+    sides: dict[str, int] = {}
+    for _, (factor, side) in blocks.items():
+        sides[factor] = math.lcm(sides.get(factor, 1), side)
+    chosen: dict[str, tuple[str, ...]] = {}
+    used: set[str] = set()
+    for names, (shape, entries) in zip(operands, given, strict=True):
+        for factor, side, axes in zip(names, shape, entries, strict=True):
+            free = tuple(axis for axis in axes if axis not in used)
+            parts = math.prod(sizes[axis] for axis in free)
+            if parts > 1 and factor not in chosen and factor not in blocks and side % (parts * sides.get(factor, 1)) == 0:
+                chosen[factor] = free
+                used |= set(free)
+    return chosen
+
+
+def _entries(x: Any) -> list[tuple[str, ...]]:
+    spec = tuple(x.sharding.spec) + (None,) * (len(x.shape) - len(x.sharding.spec))
+    return [() if entry is None else entry if isinstance(entry, tuple) else (entry,) for entry in spec]

@@ -1,0 +1,43 @@
+"""Kernels on a mesh: each device computes its share, and nothing is gathered that need not be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from parallel.helpers import run_on_devices
+
+from pallas_kernels.partition import splits
+
+OPERANDS = (("m", "k"), ("m", "b"), ("n", "k"), ("c", "b"))
+BLOCKS = {"b": ("k", 128), "c": ("n", 128)}
+SIZES = {"data": 2, "fsdp": 2, "tensor": 2}
+
+
+@pytest.fixture(scope="module")
+def printed():
+    return run_on_devices(Path(__file__).with_name("on_partitioned_kernels.py"), 8)
+
+
+@pytest.mark.parametrize(
+    "layout, collectives, shard",
+    [
+        ("columns", [], [16, 384]),
+        ("contraction", ["all-reduce"], [16, 768]),
+        ("gathered_weight", ["all-gather"], [16, 384]),
+        ("broken_blocks", ["all-gather"], [64, 96]),  # gathered, computed as a whole, and cut
+    ],
+)
+def test_each_device_computes_its_share(printed, layout, collectives, shard):
+    difference, found, result = printed[layout]
+    assert difference < 1e-4 and found == collectives and result == shard
+
+
+def test_a_mesh_axis_is_used_once_and_by_the_first_that_has_it():
+    given = [((64, 512), [("data", "fsdp"), ()]), ((64, 4), [(), ()]), ((768, 512), [("tensor",), ("fsdp",)]), ((6, 4), [(), ()])]
+    assert splits(OPERANDS, BLOCKS, given, SIZES) == {"m": ("data", "fsdp"), "n": ("tensor",)}
+
+
+def test_a_block_is_not_split():
+    given = [((64, 576), [(), ("tensor",)]), ((64, 5), [(), ()]), ((192, 576), [("fsdp",), ()]), ((2, 5), [(), ()])]
+    assert splits(OPERANDS, BLOCKS, given, SIZES) == {}
