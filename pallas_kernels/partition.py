@@ -4,7 +4,8 @@ XLA cannot look into a kernel, and would gather every operand on every device. S
 as in `einsum`: "m k, m b, n k, c b -> m n". A factor is split like the first operand that has it split; one that is in no result
 is summed over devices. A block of 128 is never split: where a device's share is no whole number of blocks, it is gathered.
 
-Inside `shard_map`, and on one device, a kernel is called as it is.
+Inside `shard_map`, and on one device, a kernel is called as it is. (Where `shard_map` leaves an axis to XLA, JAX 0.11 cannot say
+how an array is split over it; every device of that axis then computes the whole.)
 """
 
 from __future__ import annotations
@@ -23,36 +24,41 @@ Factors = tuple[tuple[str, ...], ...]
 
 
 def on_mesh() -> bool:
-    """Whether XLA may split arrays here: under `jax.set_mesh` with axes of type Auto, outside of `shard_map`."""
+    """Whether XLA splits arrays here: under `jax.set_mesh` with axes of type Auto, and outside of `shard_map`."""
     mesh = jax.sharding.get_abstract_mesh()
-    return not mesh.empty and mesh.size > 1 and AxisType.Auto in mesh.axis_types
+    return not mesh.empty and mesh.size > 1 and set(mesh.axis_types) == {AxisType.Auto}
 
 
-def partitioned(kernel: Callable[..., jax.Array], rule: str, blocks: dict[str, tuple[str, int]]) -> Callable[..., jax.Array]:
+def partitioned(
+    kernel: Callable[..., jax.Array], rule: str, blocks: dict[str, tuple[str, int]], whole: tuple[str, ...] = ()
+) -> Callable[..., jax.Array]:
     """`kernel`, to be split over the mesh of the enclosing `jax.set_mesh`.
 
     Args:
         kernel: arrays -> one array. Where a factor is summed over devices, its result is added in its own dtype.
         rule: the factors of each operand's axes and of the result's, one word a factor.
         blocks: factor -> (the factor whose blocks it counts, the block's side): an axis of scales follows the axis it scales.
+        whole: factors that every device needs all of.
     """
     if not on_mesh():
         return kernel
     left, right = rule.split("->")
     operands, result = tuple(tuple(part.split()) for part in left.split(",")), tuple(right.split())
-    summed = tuple(dict.fromkeys(f for names in operands for f in names if f not in result and f not in blocks))
+    factors = dict.fromkeys(factor for names in operands for factor in names)  # in their order, as the rule wants them
+    kept = tuple(factor for factor in factors if factor in blocks or factor in whole)
+    summed = tuple(factor for factor in factors if factor not in (*result, *kept))
     call = custom_partitioning(lambda *arrays: kernel(*arrays))
     call.def_partition(
-        partial(_partition, kernel, operands, result, blocks, summed),
+        partial(_partition, kernel, operands, result, blocks, whole, summed),
         sharding_rule=rule,
         reduction_factors=summed,
-        need_replication_factors=tuple(factor for factor in blocks if factor not in summed),
+        need_replication_factors=kept,
     )
     return call
 
 
-def _partition(kernel, operands: Factors, result, blocks, summed, mesh, given, _):
-    split = splits(operands, blocks, [(x.shape, _entries(x)) for x in given], dict(mesh.shape))
+def _partition(kernel, operands: Factors, result, blocks, whole, summed, mesh, given, _):
+    split = splits(operands, blocks, whole, [(x.shape, _entries(x)) for x in given], dict(mesh.shape))
     over = tuple(axis for factor in summed for axis in split.get(factor, ()))
 
     def on_one_device(*arrays):
@@ -65,24 +71,24 @@ def _partition(kernel, operands: Factors, result, blocks, summed, mesh, given, _
     return mesh, on_one_device, sharding(result), tuple(sharding(names) for names in operands)
 
 
-def splits(operands: Factors, blocks: dict, given: list, sizes: dict[str, int]) -> dict[str, tuple[str, ...]]:
+def splits(operands: Factors, blocks: dict, whole: tuple, given: list, sizes: dict[str, int]) -> dict[str, tuple[str, ...]]:
     """Mesh axes of each factor that is split.
 
     Args:
-        operands, blocks: as `partitioned` has them.
+        operands, blocks, whole: as `partitioned` has them.
         given: shape of each operand, and the mesh axes of each of its axes.
         sizes: of the mesh axes.
     """
-    sides: dict[str, int] = {}
-    for _, (factor, side) in blocks.items():
-        sides[factor] = math.lcm(sides.get(factor, 1), side)
+    sides = dict(blocks.values())
     chosen: dict[str, tuple[str, ...]] = {}
     used: set[str] = set()
     for names, (shape, entries) in zip(operands, given, strict=True):
         for factor, side, axes in zip(names, shape, entries, strict=True):
             free = tuple(axis for axis in axes if axis not in used)
             parts = math.prod(sizes[axis] for axis in free)
-            if parts > 1 and factor not in chosen and factor not in blocks and side % (parts * sides.get(factor, 1)) == 0:
+            if factor in (*chosen, *blocks, *whole) or parts == 1:
+                continue
+            if side % (parts * sides.get(factor, 1)) == 0:
                 chosen[factor] = free
                 used |= set(free)
     return chosen

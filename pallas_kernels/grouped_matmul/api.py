@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.backend import Backend, check_block, check_pair, resolve
 from pallas_kernels.grouped_matmul import reference
+from pallas_kernels.partition import on_mesh, partitioned
 
 
 def selected_backend(backend: Backend) -> str:
@@ -55,7 +58,11 @@ def grouped_matmul(
     check_block("grouped_matmul", w_block, ((128, 128),))
     from pallas_kernels.grouped_matmul import hopper  # importing Pallas takes longer than importing JAX
 
-    return hopper.matmul(x, x_scales, w, w_scales, group_sizes, out_dtype)
+    # what is added over devices is added in float32
+    kernel = partial(hopper.matmul, out_dtype=jnp.float32 if on_mesh() else out_dtype)
+    blocks = {"b": ("k", 128), "c": ("n", 128)}
+    kernel = partitioned(kernel, "m k, m b, g n k, g c b, g -> m n", blocks, ("m", "g"))
+    return kernel(x, x_scales, w, w_scales, group_sizes).astype(out_dtype)
 
 
 def grouped_outer_product(
@@ -95,7 +102,8 @@ def grouped_outer_product(
     check_block("grouped_outer_product", (block, 1), ((128, 1),))
     from pallas_kernels.grouped_matmul import hopper
 
-    return hopper.outer_products(dy, dy_scales, x, x_scales, group_sizes)
+    kernel = partitioned(hopper.outer_products, "m n, b n, m k, b k, g -> g n k", {}, ("m", "b", "g"))
+    return kernel(dy, dy_scales, x, x_scales, group_sizes)
 
 
 def align_groups(
