@@ -47,11 +47,6 @@ def exit_codes(script: Path, processes: int, devices: int, *args: str, timeout: 
     return codes
 
 
-def metric_rows(directory: Path) -> list[dict[str, Any]]:
-    """What a run measured, a row a step."""
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-
-
 def _start_joined(script: Path, processes: int, devices: int, args: tuple[str, ...]) -> list:
     coordinator = f"127.0.0.1:{_free_port()}"
     return [_start(script, devices, (coordinator, str(processes), str(i), *args), seed=i) for i in range(processes)]
