@@ -62,7 +62,7 @@ def task_of(turns):
 
 @pytest.fixture(scope="module")
 def policy():
-    return jax.jit(init_policy, static_argnums=0)(SHAPE, jax.random.key(0))
+    return init_policy(SHAPE, jax.random.key(0))
 
 
 @pytest.fixture(scope="module")
