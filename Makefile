@@ -11,6 +11,10 @@ STAMP := $(VENV)/.installed
 DEMO := experiments/runs/demo.toml
 WORKERS ?= 2
 PYTEST_ARGS ?=
+# worksteal: a worker keeps to neighbouring tests, which share compiled programs
+PYTEST := $(BIN)/pytest -n $(WORKERS) --dist worksteal
+# Most of a test's time is compiling; unoptimized code, emitted the older way, takes a third of it.
+UNOPTIMIZED := --xla_backend_optimization_level=0 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters
 
 # pip would byte-compile every file, which takes as long as the rest of the install. Instead the first import compiles
 # what is used: with pip 26, which the first line of the install brings, a new .venv takes half the time.
@@ -44,7 +48,10 @@ demo: install ## train the built-in policy with bf16 and with fp8-rl; writes run
 	@$(BIN)/fp8rl report runs/demo
 
 test: lint browser ## lint, then all tests
-	@$(BIN)/pytest -n $(WORKERS) $(PYTEST_ARGS)
+	@code=0; \
+	XLA_FLAGS="$(UNOPTIMIZED) $${XLA_FLAGS:-}" $(PYTEST) -m "not optimized" $(PYTEST_ARGS) || code=$$?; \
+	$(PYTEST) -m optimized $(PYTEST_ARGS) || code=$$?; \
+	exit $$code
 
 lint: install ## ruff
 	@$(BIN)/ruff check .

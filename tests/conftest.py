@@ -21,13 +21,22 @@ import jax  # noqa: E402
 import jaxtyping  # noqa: E402
 
 MAPS = Path("/proc/self/maps")
+OPTIMIZED = ("kernels/", "precision/", "compare/", "training/test_exact.py", "training/test_loss_scale.py")
+"""Tests of bits, of roundings and of kernels: `make test` compiles them as users do, and all others without optimization."""
 
 jaxtyping.install_import_hook(["fp8rl_jax", "pallas_kernels"], "shape_checks.check")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]):
+    for item in items:
+        if item.path.relative_to(ROOT / "tests").as_posix().startswith(OPTIMIZED):
+            item.add_marker("optimized")
+
+
 def pytest_runtest_teardown():
     """Drops compiled programs where they pile up: each is some ten memory maps, and Linux allows a process 65,530."""
-    if MAPS.exists() and MAPS.read_bytes().count(b"\n") > 20_000:
+    if MAPS.exists() and MAPS.read_bytes().count(b"\n") > 40_000:
         jax.clear_caches()
         gc.collect()
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -149,10 +150,11 @@ def build_policy(config: PolicyConfig, tensor: Callable[[str, tuple[int, ...], t
     return Policy(config, made["embed_tokens"], layers, made["norm"], made.get("lm_head"))
 
 
+@partial(jax.jit, static_argnames=("config", "dtype"))
 def init_policy(config: PolicyConfig, key: Key[Array, ""], dtype: jnp.dtype = jnp.float32) -> Policy:
     """Random weights by the GPT-2 rule: normal with deviation 0.02, projections into the residual stream over sqrt(2 layers).
 
-    Norms multiply by 1, biases are 0; compile it with `jax.jit(init_policy, static_argnums=0)` for large models.
+    Norms multiply by 1, biases are 0.
     """
     names = list(tensor_specs(config))
 

@@ -21,14 +21,17 @@ from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.models.cache import KVScales
 from fp8rl_jax.models.lora import join, split
 from fp8rl_jax.models.policy import Policy
-from fp8rl_jax.precision import (
-    check_recipe,
-)
+from fp8rl_jax.precision import check_recipe
 from fp8rl_jax.rollout.calibration import observe_qkv, scales_from_amax
 from fp8rl_jax.rollout.sampler import Completions, generate, stream
 from fp8rl_jax.rollout.sampling import Sampling
 from fp8rl_jax.rollout.served import finite_flags, quantized_policy, served_adapters
 from pallas_kernels.backend import Backend
+
+# of the module, so that two engines of one kind share what is compiled
+_quantized_policy = jax.jit(quantized_policy, static_argnames=("recipe", "dtype", "unroll", "backend"))
+_served_adapters = jax.jit(served_adapters, static_argnames=("config", "dtype", "unroll"))
+_finite_flags = jax.jit(finite_flags)
 
 
 class Prompts(NamedTuple):
@@ -112,10 +115,9 @@ class LocalEngine:
         self.scales: KVScales | None = None
         self.finite: dict[str, Array] = {}
         self.metrics: dict[str, Array] = {}
-        self._convert = jax.jit(partial(quantized_policy, recipe=recipe, dtype=self.dtype, unroll=unroll, backend=backend))
-        self._convert_adapters = jax.jit(partial(served_adapters, dtype=self.dtype, unroll=unroll), static_argnames="config")
+        self._convert = partial(_quantized_policy, recipe=recipe, dtype=self.dtype, unroll=unroll, backend=backend)
+        self._convert_adapters = partial(_served_adapters, dtype=self.dtype, unroll=unroll)
         self._base: tuple[Policy, Policy] | None = None
-        self._check = jax.jit(finite_flags)
 
     def sync(self, policy: Policy, calibration: KVScales | None = None) -> int:
         """Takes over `policy` (float32 masters, stacked).
@@ -137,7 +139,7 @@ class LocalEngine:
         else:
             self.policy = join(self._convert_adapters(trained, config=policy.config), self._served_base(frozen))
         self.scales = calibration
-        self.finite = self._check(self.policy, self.scales)
+        self.finite = _finite_flags(self.policy, self.scales)
         self.version += 1
         return self.version
 
@@ -180,7 +182,7 @@ class LocalEngine:
         if self.recipe.quantizes_cache and self.scales is None:
             seen = observe_qkv(self.policy, prompts.tokens, prompts.lengths, recipe=self.recipe, dtype=self.dtype)
             self.scales = scales_from_amax(seen.amax, self.recipe)
-            self.finite = self._check(self.policy, self.scales)
+            self.finite = _finite_flags(self.policy, self.scales)
         return self.policy
 
 

@@ -136,7 +136,7 @@ def load_model(config: RunConfig) -> tuple[Policy, Tokenizer, Path | None]:
     if not config.model.path:
         tokenizer = ByteTokenizer()
         shape = byte_policy_config(config.model.init)
-        return jax.jit(init_policy, static_argnums=0)(shape, jax.random.key(config.seed)), tokenizer, None
+        return init_policy(shape, jax.random.key(config.seed)), tokenizer, None
     directory = resolve_model(config.model.path, report=_log.info)
     policy = load_policy(directory, jnp.float32)
     tokenizer = load_tokenizer(directory, policy.config.vocab_size)

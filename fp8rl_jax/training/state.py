@@ -7,6 +7,7 @@ Data order and sampling are functions of (seed, step), so a run resumed from thi
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import jax
@@ -63,8 +64,11 @@ def decay_mask(policy: Trained) -> Trained:
     return jax.tree_util.tree_map_with_path(lambda path, _: "_proj" in jax.tree_util.keystr(path), policy)
 
 
+@cache
 def make_optimizer(config: OptimizerConfig, updates: int, recipe_moment: TensorFormat = COMPUTE) -> optax.GradientTransformation:
     """AdamW (arXiv 1711.05101) behind global-norm clipping; its moments rest as the configuration says.
+
+    Equal arguments give one object: the compiled update is specialised to it, and a second run in a process needs no other.
 
     Args:
         updates: of the whole run, for the schedule.

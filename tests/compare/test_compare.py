@@ -32,7 +32,7 @@ TOKENS = as_tokens([([5, 9, 3, 22, 8, 1, 30], [7, 7, 12, 4, 39]), ([2, 6, 11, 17
 @cache
 def policy(config=DENSE):
     """Random weights with decided opinions."""
-    made = jax.jit(init_policy, static_argnums=0)(config, jax.random.key(0))
+    made = init_policy(config, jax.random.key(0))
     return jax.tree.map(lambda x: x * 4 if x.ndim > 1 and x.std() > 0 else x, made)
 
 

@@ -50,7 +50,7 @@ def quantized(policy):
 
 
 def main() -> None:
-    policy = jax.jit(init_policy, static_argnums=0)(CONFIG, jax.random.key(0))
+    policy = init_policy(CONFIG, jax.random.key(0))
     policy = to_host(jax.tree.map(lambda x: x * 5 if x.ndim > 2 else x, policy))
     tokens = jax.random.randint(jax.random.key(1), (8, 6), 0, CONFIG.vocab_size, jnp.int32)
     odd = tokens[:3]

@@ -47,11 +47,6 @@ def exit_codes(script: Path, processes: int, devices: int, *args: str, timeout: 
     return codes
 
 
-def metric_rows(directory: Path) -> list[dict[str, Any]]:
-    """What a run measured, a row a step."""
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-
-
 def _start_joined(script: Path, processes: int, devices: int, args: tuple[str, ...]) -> list:
     coordinator = f"127.0.0.1:{_free_port()}"
     return [_start(script, devices, (coordinator, str(processes), str(i), *args), seed=i) for i in range(processes)]
@@ -64,7 +59,8 @@ def _start(script: Path, devices: int, args: tuple[str, ...], seed: int = 0):
         # compiling, not running, is what these scripts wait for; and devices that wait for each other in a collective hold
         # the threads that an operation split over threads would need
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
-        " --xla_cpu_multi_thread_eigen=false --xla_cpu_collective_call_terminate_timeout_seconds=200",
+        " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters --xla_cpu_multi_thread_eigen=false"
+        " --xla_cpu_collective_call_terminate_timeout_seconds=200",
         # processes that walked a set of names in different orders would compile different programs
         "PYTHONHASHSEED": str(seed),
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), environ.get("PYTHONPATH", "")]),

@@ -36,7 +36,7 @@ def loss(adapters, base, tokens):
 
 
 def main() -> None:
-    policy = jax.jit(init_policy, static_argnums=0)(CONFIG, jax.random.key(0))
+    policy = init_policy(CONFIG, jax.random.key(0))
     policy = jax.tree.map(lambda x: x * 5 if x.ndim > 2 else x, policy)
     base = jax.jit(lambda p: quantized_policy(p, RECIPE, jnp.float32, unroll=False)[0])(policy)
     rng = np.random.default_rng(0)

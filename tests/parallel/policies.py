@@ -25,7 +25,7 @@ CONFIG = PolicyConfig(
 
 def make_policy(config: PolicyConfig = CONFIG) -> Policy:
     """Random weights."""
-    return jax.jit(init_policy, static_argnums=0)(config, jax.random.key(0))
+    return init_policy(config, jax.random.key(0))
 
 
 def quantized(policy: Policy) -> Policy:

@@ -3,43 +3,13 @@
 from pathlib import Path
 
 import pytest
-from parallel.helpers import metric_rows, run_processes
-
-RUN = """
-compute_dtype = "float32"
-[model.init]
-hidden_size = 64
-intermediate_size = 96
-num_layers = 1
-num_heads = 4
-num_kv_heads = 2
-head_dim = 16
-[task]
-name = "spell_backward"
-args = { min_word_len = 3, max_word_len = 3 }
-train_size = 64
-eval_size = 8
-prompt_template = "{metadata[word]}="
-[task.reward]
-num_workers = 1
-[rollout]
-prompts_per_step = 4
-samples_per_prompt = 4
-max_prompt_tokens = 6
-max_new_tokens = 6
-[optimizer]
-learning_rate = 1e-3
-[trainer]
-steps = 2
-[evaluation]
-every = 0
-"""
+from parallel.helpers import run_processes
+from tiny_run import metric_rows, write_run
 
 
 @pytest.mark.slow
 def test_mesh_of_eight_trains_the_same_curve(tmp_path):
-    run_file = tmp_path / "run.toml"
-    run_file.write_text(RUN)
+    run_file = write_run(tmp_path, {"trainer": {"steps": 2}})
     script = Path(__file__).with_name("train_run.py")
     mesh = ["--mesh.data", "2", "--mesh.fsdp", "2", "--mesh.tensor", "2"]
     flags = ["--recipe", "fp8-rl"]

@@ -22,7 +22,7 @@ WIDTH = 9
 
 def make_policy(seed: int = 0):
     """Random weights, scaled so that the logits spread over several nats."""
-    policy = jax.jit(init_policy, static_argnums=0)(CONFIG, jax.random.key(seed))
+    policy = init_policy(CONFIG, jax.random.key(seed))
     return jax.tree.map(lambda x: x * 4.0 if x.ndim > 1 and x.shape[-1] > 32 and x.std() > 0 else x, policy)
 
 

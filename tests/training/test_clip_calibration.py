@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_run import EVEN_LETTERS, check_refused, measured, train, write_run
 
 from fp8rl_jax import rl
-from fp8rl_jax.cli.main import main
 from fp8rl_jax.config.clipping import ClipCalibrationConfig
 from fp8rl_jax.config.recipe import COMPUTE, ForwardFormats, get_recipe
 from fp8rl_jax.config.rl import RLConfig
@@ -20,70 +18,30 @@ from fp8rl_jax.training.clip_calibration import Seen, due, recalibrate, unquanti
 from fp8rl_jax.training.state import TrainState
 from fp8rl_jax.training.step import Batch, StepConfig
 
-RUN = """
-compute_dtype = "float32"
-recipe = "jet-rl"
-[model.init]
-hidden_size = 48
-intermediate_size = 80
-num_layers = 1
-num_heads = 2
-num_kv_heads = 1
-head_dim = 24
-[task]
-name = "spell_backward"
-args = { min_word_len = 3, max_word_len = 3 }
-train_size = 64
-eval_size = 8
-prompt_template = "{metadata[word]}="
-[task.reward]
-num_workers = 1
-[rollout]
-prompts_per_step = 6
-samples_per_prompt = 4
-max_prompt_tokens = 6
-max_new_tokens = 6
-[rl]
-clip_low = 0.02
-clip_high = 0.03
-[rl.clip_calibration]
-enabled = true
-every = 2
-[optimizer]
-learning_rate = 1e-2
-[trainer]
-steps = 4
-updates_per_rollout = 3
-micro_batch_prompts = 1
-[evaluation]
-every = 0
-[checkpoint]
-every = 2
-"""
+RUN = {
+    "recipe": "jet-rl",
+    "rollout": {"prompts_per_step": 6},
+    "rl": {"clip_low": 0.02, "clip_high": 0.03, "clip_calibration": {"enabled": True, "every": 2}},
+    "optimizer": {"learning_rate": 1e-2},
+    "trainer": {"updates_per_rollout": 3, "micro_batch_prompts": 1},
+}
 ON = RLConfig(clip_calibration=ClipCalibrationConfig(enabled=True, every=3, smoothing=0.25))
 
 
 @pytest.fixture
 def run_file(tmp_path):
-    (tmp_path / "run.toml").write_text(RUN)
-    (tmp_path / "reward.py").write_text("def ascii(completion, **_):\n    return sum(c.isascii() for c in completion) / 6\n")
-    return [str(tmp_path / "run.toml"), "--task.reward.function", f"{tmp_path / 'reward.py'}:ascii"]
-
-
-def rows(directory: Path) -> list[dict]:
-    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return [{name: x for name, x in line.items() if not name.startswith(("time", "perf/"))} for line in lines]
+    return write_run(tmp_path, EVEN_LETTERS, RUN)
 
 
 @pytest.mark.slow
 def test_bounds_move_where_they_are_due_and_are_resumed(run_file, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     for out in (whole, parts):
-        assert main(["train", *run_file, "--output", str(out)]) == 0
+        assert train(run_file, out) == 0
     (parts / "checkpoints" / "4").rename(tmp_path / "gone")
-    assert main(["train", *run_file, "--output", str(parts), "--resume"]) == 0
-    found = rows(whole)[:4]
-    assert found == rows(parts)[:4]
+    assert train(run_file, parts, "--resume") == 0
+    found = measured(whole)[:4]
+    assert found == measured(parts)[:4]
     assert [("clip_calibration/balance" in row) for row in found] == [True, False, True, False]
     bounds = [(row["clip_ratio/low_bound"], row["clip_ratio/high_bound"]) for row in found]
     np.testing.assert_allclose(bounds[0], (0.98, 1.03), rtol=1e-6)  # in force until the first calibration
@@ -137,6 +95,4 @@ def test_mini_batches_are_joined_and_weighted():
     ],
 )
 def test_runs_in_which_nothing_could_be_calibrated_are_refused(run_file, tmp_path, capsys, flags, message):
-    assert main(["train", *run_file, "--output", str(tmp_path / "out"), *flags]) == 2
-    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("fp8rl: error:")]
-    assert len(errors) == 1 and message in errors[0]
+    check_refused(run_file, tmp_path / "out", capsys, flags, message)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_run import check_refused, measured, train, write_run
 
 from fp8rl_jax.cli.main import main
 from fp8rl_jax.config.recipe import get_recipe
@@ -61,7 +62,7 @@ def task_of(turns):
 
 @pytest.fixture(scope="module")
 def policy():
-    return jax.jit(init_policy, static_argnums=0)(SHAPE, jax.random.key(0))
+    return init_policy(SHAPE, jax.random.key(0))
 
 
 @pytest.fixture(scope="module")
@@ -173,74 +174,34 @@ def test_empty_rows_stand_evenly_between_the_others(episodes):
     assert not rows.attended[~own].any() and (rows.prompt_lengths[~own] == 1).all()
 
 
-RUN = f"""
-compute_dtype = "float32"
-[model.init]
-hidden_size = 48
-intermediate_size = 80
-num_layers = 1
-num_heads = 2
-num_kv_heads = 1
-head_dim = 24
-[task]
-kind = "environment"
-name = "{ENVIRONMENTS}:Parity"
-max_turns = 2
-train_size = 16
-eval_size = 4
-[task.reward]
-num_workers = 1
-partial_credit = true
-[rollout]
-prompts_per_step = 4
-samples_per_prompt = 4
-max_prompt_tokens = 16
-max_new_tokens = 4
-stop_token_ids = {list(range(48, 58))}
-[optimizer]
-learning_rate = 1e-3
-[trainer]
-steps = 3
-updates_per_rollout = 2
-micro_batch_prompts = 1
-[rl.reward_kl]
-coefficient = 0.1
-[rl.dynamic_sampling]
-enabled = true
-max_rounds = 2
-[evaluation]
-every = 2
-examples = 4
-batch_size = 4
-[checkpoint]
-every = 2
-"""
+RUN = {
+    "task": {
+        "kind": "environment", "name": f"{ENVIRONMENTS}:Parity", "args": None, "prompt_template": None,
+        "max_turns": 2, "train_size": 16, "eval_size": 4, "reward": {"partial_credit": True},
+    },
+    "rollout": {"max_prompt_tokens": 16, "max_new_tokens": 4, "stop_token_ids": list(range(48, 58))},
+    "trainer": {"steps": 3, "updates_per_rollout": 2, "micro_batch_prompts": 1},
+    "rl": {"reward_kl": {"coefficient": 0.1}, "dynamic_sampling": {"enabled": True, "max_rounds": 2}},
+    "evaluation": {"every": 2, "examples": 4, "batch_size": 4},
+}  # fmt: skip
 
 
 @pytest.fixture
 def run_file(tmp_path):
-    path = tmp_path / "run.toml"
-    path.write_text(RUN)
-    return str(path)
-
-
-def numbers(directory):
-    """The rows of a run's metrics but for times."""
-    rows = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
-    return [{k: v for k, v in row.items() if not k.startswith(("time", "perf/"))} for row in rows]
+    return write_run(tmp_path, RUN)
 
 
 def test_a_run_of_episodes_and_its_resumption_are_the_same(run_file, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert main(["train", run_file, "--recipe", "fp8-rl", "--output", str(whole)]) == 0
+    assert train(run_file, whole, "--recipe", "fp8-rl") == 0
     shutil.copytree(whole, parts)
     # what a run killed in step 2 leaves: the checkpoint of step 2, and lines that came after it
     (parts / "checkpoints" / "3").rename(tmp_path / "gone")
-    assert main(["train", run_file, "--recipe", "fp8-rl", "--output", str(parts), "--resume"]) == 0
-    assert numbers(whole) == numbers(parts)
+    assert train(run_file, parts, "--recipe", "fp8-rl", "--resume") == 0
+    assert measured(whole) == measured(parts)
     assert (whole / "samples.jsonl").read_text() == (parts / "samples.jsonl").read_text()
-    steps = [row for row in numbers(whole) if "loss" in row]
-    assert [row["step"] for row in numbers(whole) if "eval/accuracy" in row] == [0, 2, 3]
+    steps = [row for row in measured(whole) if "loss" in row]
+    assert [row["step"] for row in measured(whole) if "eval/accuracy" in row] == [0, 2, 3]
     for row in steps:
         assert row["episodes/turns"] == 2 and row["episodes/rows"] == 1 and row["optim/skipped"] == 0
         assert 0 < row["mismatch/logprob_abs_diff_max"] < 0.1 and row["completions/max_length"] <= 4
@@ -259,9 +220,7 @@ def test_a_run_of_episodes_and_its_resumption_are_the_same(run_file, tmp_path):
     ],
 )
 def test_what_does_not_go_with_episodes_is_one_line(run_file, tmp_path, capsys, flags, message):
-    assert main(["train", run_file, "--output", str(tmp_path / "out"), *flags]) == 2
-    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("fp8rl: error:")]
-    assert len(errors) == 1 and message in errors[0]
+    check_refused(run_file, tmp_path / "out", capsys, flags, message)
 
 
 def test_supervised_training_has_nothing_to_imitate_in_an_environment(run_file, tmp_path, capsys):

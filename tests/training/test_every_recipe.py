@@ -1,6 +1,5 @@
 """`fp8rl train` of a dense model and of a mixture of experts, from Hugging Face directories, under every recipe, resumed once."""
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -8,8 +7,8 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from tiny_run import EVEN_LETTERS, metric_rows, train, write_run
 
-from fp8rl_jax.cli.main import main
 from fp8rl_jax.config.recipe import RECIPES
 from fp8rl_jax.models.config import ExpertsConfig, PolicyConfig
 from fp8rl_jax.models.loading import load_policy, save_policy
@@ -29,31 +28,7 @@ DENSE = PolicyConfig(
 )
 MOE = replace(DENSE, architecture="qwen3_moe", experts=ExpertsConfig(4, 2, 40, normalize=True))
 SHAPES = {"dense": DENSE, "moe": MOE}
-RUN = """
-compute_dtype = "float32"
-[task]
-name = "spell_backward"
-args = { min_word_len = 3, max_word_len = 3 }
-train_size = 64
-eval_size = 8
-prompt_template = "{metadata[word]}="
-[task.reward]
-num_workers = 1
-[rollout]
-prompts_per_step = 2
-samples_per_prompt = 4
-max_prompt_tokens = 6
-max_new_tokens = 6
-[optimizer]
-learning_rate = 1e-3
-[trainer]
-steps = 2
-[evaluation]
-every = 0
-[checkpoint]
-every = 1
-"""
-REWARD = "def ascii(completion, **_):\n    return sum(c.isascii() for c in completion) / 6\n"  # which random weights earn, too
+RUN = {"rollout": {"prompts_per_step": 2}, "trainer": {"steps": 2}, "checkpoint": {"every": 1}}
 # Bounds of k3: 3e-14 and 7e-6 were measured, the rounding of float32 and that of e4m3 with random weights of this scale.
 ROUNDING, QUANTIZED = 1e-11, 1e-4
 RUNS = [(kind, recipe, False) for kind in SHAPES for recipe in RECIPES] + [("moe", "jet-rl", True)]
@@ -68,10 +43,6 @@ def models(tmp_path_factory) -> dict[str, Path]:
     }
 
 
-def rows(directory: Path) -> list[dict]:
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-
-
 def arrays(directory: Path) -> dict[str, np.ndarray]:
     return {name: np.asarray(weight.value) for name, weight in load_policy(directory).layers.tensors().items()}
 
@@ -79,14 +50,10 @@ def arrays(directory: Path) -> dict[str, np.ndarray]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "recipe", "exact"), RUNS)
 def test_two_steps_and_a_resumed_one(models, tmp_path, kind, recipe, exact):
-    file, out = tmp_path / "run.toml", tmp_path / "out"
-    file.write_text(RUN)
-    (tmp_path / "reward.py").write_text(REWARD)
-    words = ["train", str(file), "--model.path", str(models[kind]), "--recipe", recipe, "--output", str(out)]
-    words += ["--task.reward.function", f"{tmp_path / 'reward.py'}:ascii"]
-    words += ["--trainer.router-replay"] * (kind == "moe") + ["--precision.exact"] * exact
-    assert main(words) == 0
-    steps = rows(out)[:2]
+    run_file, out = write_run(tmp_path, EVEN_LETTERS, RUN, {"model": {"init": None, "path": str(models[kind])}}), tmp_path / "out"
+    flags = ["--recipe", recipe] + ["--trainer.router-replay"] * (kind == "moe") + ["--precision.exact"] * exact
+    assert train(run_file, out, *flags) == 0
+    steps = metric_rows(out)[:2]
     for row in steps:
         assert all(math.isfinite(value) for value in row.values())
         assert row["optim/skipped_steps"] == 0 and row["optim/grad_norm"] > 0
@@ -105,7 +72,7 @@ def test_two_steps_and_a_resumed_one(models, tmp_path, kind, recipe, exact):
     assert load_tokenizer(out / "model").encode(text) == ByteTokenizer().encode(text)
 
     (out / "checkpoints" / "2").rename(tmp_path / "gone")  # as a run leaves it that is killed in its second step
-    assert main([*words, "--resume"]) == 0
+    assert train(run_file, out, *flags, "--resume") == 0
     again = arrays(out / "model")
     assert [name for name in after if not np.array_equal(again[name], after[name])] == []
-    assert [row["step"] for row in rows(out)] == [0, 1]
+    assert [row["step"] for row in metric_rows(out)] == [0, 1]

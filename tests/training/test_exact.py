@@ -32,7 +32,7 @@ SAMPLING = Sampling(max_new_tokens=7)
 def policy_of(kind: str):
     if kind == "dense":
         return make_policy()
-    policy = jax.jit(init_policy, static_argnums=0)(MOE, jax.random.key(0))
+    policy = init_policy(MOE, jax.random.key(0))
     return jax.tree.map(lambda x: x * 4.0 if x.ndim > 1 and x.shape[-1] > 32 else x, policy)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import jax
@@ -10,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
+from tiny_run import EVEN_LETTERS, measured, train, write_run
 
-from fp8rl_jax.cli.main import main
 from fp8rl_jax.config.recipe import RECIPES
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.config import PolicyConfig
@@ -20,37 +19,6 @@ from fp8rl_jax.models.policy import init_policy
 from fp8rl_jax.rollout.engine import LocalEngine
 from fp8rl_jax.training.setup import check_range
 
-RUN = """
-compute_dtype = "float16"
-[model.init]
-hidden_size = 48
-intermediate_size = 80
-num_layers = 1
-num_heads = 2
-num_kv_heads = 1
-head_dim = 24
-[task]
-name = "spell_backward"
-args = { min_word_len = 3, max_word_len = 3 }
-train_size = 64
-eval_size = 8
-prompt_template = "{metadata[word]}="
-[task.reward]
-num_workers = 1
-[rollout]
-prompts_per_step = 4
-samples_per_prompt = 4
-max_prompt_tokens = 6
-max_new_tokens = 6
-[optimizer]
-learning_rate = 1e-3
-[trainer]
-steps = 4
-[evaluation]
-every = 0
-[checkpoint]
-every = 2
-"""
 SEARCH = ["--trainer.loss-scale.initial", "1e13", "--trainer.loss-scale.backoff-factor", "1e-3"]
 SEARCH += ["--trainer.loss-scale.growth-interval", "3", "--trainer.abort-after-skips", "1"]
 SMALL = PolicyConfig("qwen3", 61, 48, 80, 2, 4, 2, 16)
@@ -58,15 +26,7 @@ SMALL = PolicyConfig("qwen3", 61, 48, 80, 2, 4, 2, 16)
 
 @pytest.fixture
 def run_file(tmp_path):
-    path = tmp_path / "run.toml"
-    path.write_text(RUN)
-    (tmp_path / "reward.py").write_text("def ascii(completion, **_):\n    return sum(c.isascii() for c in completion) / 6\n")
-    return [str(path), "--task.reward.function", f"{tmp_path / 'reward.py'}:ascii"]
-
-
-def rows(directory: Path) -> list[dict]:
-    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return [{name: x for name, x in line.items() if not name.startswith(("time", "perf/"))} for line in lines]
+    return write_run(tmp_path, EVEN_LETTERS, {"compute_dtype": "float16"})
 
 
 def tensors(directory: Path) -> dict[str, np.ndarray]:
@@ -79,18 +39,18 @@ def test_a_run_that_finds_its_scale_and_is_resumed_in_between(run_file, tmp_path
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     flags = [*SEARCH, "--trainer.updates-per-rollout", "2", "--trainer.micro-batch-prompts", "1", "--trainer.packing"]
     for out in (whole, parts):
-        assert main(["train", *run_file, "--output", str(out), *flags]) == 0
+        assert train(run_file, out, *flags) == 0
     (parts / "checkpoints" / "4").rename(tmp_path / "gone")
-    assert main(["train", *run_file, "--output", str(parts), *flags, "--resume"]) == 0
-    assert rows(whole) == rows(parts)
+    assert train(run_file, parts, *flags, "--resume") == 0
+    assert measured(whole) == measured(parts)
     for name, weight in tensors(whole).items():
         assert weight.dtype == np.float16 and np.array_equal(weight, tensors(parts)[name]), name
-    found = rows(whole)[:4]
+    found = measured(whole)[:4]
     assert found[0]["optim/overflow"] > 0 and found[3]["optim/overflow"] == 0
     assert found[3]["optim/loss_scale"] < 1e10 and all(row["optim/skipped_steps"] == 0 for row in found)
     assert all(np.isfinite(row["mismatch/k3"]) and 0 < row["mismatch/k3"] < 1e-6 for row in found)
     capsys.readouterr()
-    assert main(["train", *run_file, "--output", str(parts), "--resume", "--compute-dtype", "float32"]) == 2
+    assert train(run_file, parts, "--resume", "--compute-dtype", "float32") == 2
     assert "this run has nothing" in (said := capsys.readouterr().err) and "trainer.loss_scale" in said
 
 
@@ -104,8 +64,8 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_of_trainer_learns_without_a_skip(run_file, tmp_path, form):
     out = tmp_path / "out"
-    assert main(["train", *run_file, "--output", str(out), "--trainer.steps", "1", *FORMS[form]]) == 0
-    row = rows(out)[0]
+    assert train(run_file, out, "--trainer.steps", "1", *FORMS[form]) == 0
+    row = measured(out)[0]
     assert all(np.isfinite(value) for value in row.values()) and row["optim/skipped"] == 0 < row["optim/grad_norm"]
     assert row["optim/loss_scale"] == 65536 and ("optim/overflow" in row) == (form != "fp8 trainer")
 

@@ -1,119 +1,76 @@
 """Whole runs of a tiny policy through the command line: both recipes, resume, faults."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
+from tiny_run import EVEN_LETTERS, check_refused, measured, train, write_run
 
 from fp8rl_jax.cli.main import main
 from fp8rl_jax.models.loading import load_policy
 
-RUN = """
-compute_dtype = "float32"
-[model.init]
-hidden_size = 48
-intermediate_size = 80
-num_layers = 1
-num_heads = 2
-num_kv_heads = 1
-head_dim = 24
-[task]
-name = "spell_backward"
-args = { min_word_len = 3, max_word_len = 3 }
-train_size = 64
-eval_size = 8
-prompt_template = "{metadata[word]}="
-[task.reward]
-num_workers = 1
-[rollout]
-prompts_per_step = 4
-samples_per_prompt = 4
-max_prompt_tokens = 6
-max_new_tokens = 6
-[optimizer]
-learning_rate = 1e-3
-[trainer]
-steps = 4
-[evaluation]
-every = 2
-examples = 8
-batch_size = 8
-[checkpoint]
-every = 2
-"""
+EVALUATION = {"evaluation": {"every": 2, "examples": 8, "batch_size": 8}}
 
 
 @pytest.fixture
 def run_file(tmp_path):
-    path = tmp_path / "run.toml"
-    path.write_text(RUN)
-    return str(path)
-
-
-def rows(directory: Path) -> list[dict]:
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-
-
-def numbers(row: dict) -> dict:
-    """What a repetition must give again: everything but times."""
-    return {k: v for k, v in row.items() if not k.startswith(("time", "perf/"))}
+    return write_run(tmp_path, EVEN_LETTERS, EVALUATION)
 
 
 def test_run_and_resume_are_the_same_run(run_file, tmp_path, capsys):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert main(["train", run_file, "--recipe", "fp8-rl", "--output", str(whole)]) == 0
-    assert main(["train", run_file, "--recipe", "fp8-rl", "--output", str(parts)]) == 0
+    assert train(run_file, whole, "--recipe", "fp8-rl") == 0
+    assert train(run_file, parts, "--recipe", "fp8-rl") == 0
     # what a run killed in step 3 leaves: the checkpoint of step 2, and lines that came after it
     (parts / "checkpoints" / "4").rename(tmp_path / "gone")
-    assert main(["train", run_file, "--recipe", "fp8-rl", "--output", str(parts), "--resume"]) == 0
+    assert train(run_file, parts, "--recipe", "fp8-rl", "--resume") == 0
     record = json.loads((parts / "run.json").read_text())
     assert len(record["earlier"]) == 1 and record["earlier"][0]["started"] < record["started"]
-    for one, other in zip(rows(whole), rows(parts), strict=True):
-        one, other = numbers(one), numbers(other)
+    for one, other in zip(measured(whole), measured(parts), strict=True):
         assert {k: (one.get(k), other.get(k)) for k in one.keys() | other.keys() if one.get(k) != other.get(k)} == {}
     first, second = load_policy(whole / "model"), load_policy(parts / "model")
     np.testing.assert_array_equal(first.layers.down_proj.value, second.layers.down_proj.value)
-    last = rows(whole)[3]
+    last = measured(whole)[3]
     assert last["mismatch/k3"] > 1e-9 and np.isfinite(last["fp8/kv_scale_k"]) and last["optim/skipped_steps"] == 0
-    assert {r["step"] for r in rows(whole) if "eval/accuracy" in r} == {0, 2, 4}
+    assert {r["step"] for r in measured(whole) if "eval/accuracy" in r} == {0, 2, 4}
     assert (whole / "config.toml").exists() and (whole / "samples.jsonl").read_text().count("\n") == 16
     capsys.readouterr()
-    assert main(["train", run_file, "--output", str(whole)]) == 2
+    assert train(run_file, whole) == 2
     assert "holds a run already" in capsys.readouterr().err
 
 
 def test_damaged_newest_checkpoint_is_passed_over(run_file, tmp_path, caplog):
     out = tmp_path / "run"
-    assert main(["train", run_file, "--output", str(out)]) == 0
+    assert train(run_file, out) == 0
     for file in (out / "checkpoints" / "4").rglob("*"):
         if file.is_file():
             file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    assert main(["train", run_file, "--output", str(out), "--resume"]) == 0
+    assert train(run_file, out, "--resume") == 0
     assert "cannot be read" in caplog.text
-    assert [r["step"] for r in rows(out)] == [0, 1, 2, 3, 4]
+    assert [r["step"] for r in measured(out)] == [0, 1, 2, 3, 4]
     assert (out / "checkpoints" / "4").is_dir() and len(list(out.glob("checkpoint-4-damaged-*"))) == 1
 
 
 def test_several_updates_and_micro_batches(run_file, tmp_path):
     out = tmp_path / "run"
     flags = ["--trainer.updates-per-rollout", "2", "--trainer.micro-batch-prompts", "1", "--rl.kl-coefficient", "0.1"]
-    assert main(["train", run_file, "--output", str(out), "--trainer.steps", "2", *flags]) == 0
-    assert rows(out)[1]["ratio_max"] > 1 and rows(out)[1]["kl"] >= 0
+    assert train(run_file, out, "--trainer.steps", "2", *flags) == 0
+    assert measured(out)[1]["ratio_max"] > 1 and measured(out)[1]["kl"] >= 0
 
 
-def test_dapo_draws_again_until_prompts_teach(run_file, tmp_path):
-    """Half the rewards of this task are equal in a group of two; the rounds of a resumed run are those of the first."""
+def test_dapo_draws_again_until_prompts_teach(tmp_path):
+    """Half the rewards of the task itself are equal in a group of two; a resumed run has the rounds of the first."""
+    run_file = write_run(tmp_path, EVALUATION)
     flags = ["--rl.dynamic-sampling.enabled", "--rl.dynamic-sampling.max-rounds", "4", "--rl.overlong.buffer", "3"]
     flags += ["--rl.overlong.penalty", "0.5", "--rl.overlong.filter", "--rollout.samples-per-prompt", "2"]
     flags += ["--rl.correction.method", "mis", "--task.reward.partial-credit", "--rl.entropy-coefficient", "0.01"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     for out in (whole, parts):
-        assert main(["train", run_file, "--output", str(out), *flags]) == 0
+        assert train(run_file, out, *flags) == 0
     (parts / "checkpoints" / "4").rename(tmp_path / "gone")
-    assert main(["train", run_file, "--output", str(parts), *flags, "--resume"]) == 0
-    assert [numbers(row) for row in rows(whole)] == [numbers(row) for row in rows(parts)]
-    steps = [row for row in rows(whole) if "rollout/rounds" in row]
+    assert train(run_file, parts, *flags, "--resume") == 0
+    assert measured(whole) == measured(parts)
+    steps = [row for row in measured(whole) if "rollout/rounds" in row]
     assert any(row["rollout/rounds"] > 1 for row in steps)
     assert all(row["rollout/teaching_prompts"] == 4 or row["rollout/rounds"] == 4 for row in steps)
     assert all(-0.5 <= row["reward/overlong_penalty"] <= 0 and "correction/reject_frac" in row for row in steps)
@@ -127,14 +84,14 @@ def test_stop_strings_bad_words_and_bias_shape_the_rollout(run_file, tmp_path):
     """A policy near chance writes a and b alone, never bb, up to the first ab; mismatch is still measured on the policy."""
     out = tmp_path / "run"
     flags = [*BIASED, "--rollout.logit-bias.98", "20", "--rollout.bad-words", "bb", "--rollout.stop-strings", "ab", "zz"]
-    assert main(["train", run_file, "--output", str(out), "--trainer.steps", "2", *flags]) == 0
+    assert train(run_file, out, "--trainer.steps", "2", *flags) == 0
     texts = [json.loads(line)["completion"] for line in (out / "samples.jsonl").read_text().splitlines()]
     assert all(set(text) <= {"a", "b"} and "bb" not in text and "ab" not in text[:-1] for text in texts)
     assert any(text.endswith("ab") for text in texts) and all(text.endswith("ab") or len(text) == 6 for text in texts)
-    steps = [row for row in rows(out) if "mismatch/k3" in row]
+    steps = [row for row in measured(out) if "mismatch/k3" in row]
     assert len(steps) == 2 and all(row["mismatch/k3"] < 1e-8 for row in steps)
     assert all(0 <= row["completions/clipped_ratio"] < 1 for row in steps)
-    assert rows(out)[0]["eval/mean_length"] == 6  # held-out answers are the policy's own: no bias
+    assert measured(out)[0]["eval/mean_length"] == 6  # held-out answers are the policy's own: no bias
 
 
 @pytest.mark.parametrize(
@@ -156,13 +113,11 @@ def test_stop_strings_bad_words_and_bias_shape_the_rollout(run_file, tmp_path):
     ],
 )
 def test_faults_are_one_line(run_file, tmp_path, capsys, flags, message):
-    assert main(["train", run_file, "--output", str(tmp_path / "out"), *flags]) == 2
-    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("fp8rl: error:")]
-    assert len(errors) == 1 and message in errors[0]
+    check_refused(run_file, tmp_path / "out", capsys, flags, message)
 
 
 def test_dry_run_writes_nothing(run_file, tmp_path, capsys):
-    assert main(["train", run_file, "--recipe", "fp8-rl", "--output", str(tmp_path / "out"), "--dry-run"]) == 0
+    assert train(run_file, tmp_path / "out", "--recipe", "fp8-rl", "--dry-run") == 0
     printed = capsys.readouterr().out
     assert "quantized linears: 7 of 7" in printed and "KV cache" in printed
     assert not (tmp_path / "out").exists()

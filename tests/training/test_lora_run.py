@@ -8,6 +8,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from tiny_run import check_refused, measured, train, write_run
 
 from fp8rl_jax.cli.load import load_config
 from fp8rl_jax.cli.main import main
@@ -18,58 +19,17 @@ from fp8rl_jax.models.peft_format import load_adapters
 from fp8rl_jax.models.safetensors_io import read_safetensors
 from fp8rl_jax.training.setup import build
 
-RUN = """
-compute_dtype = "float32"
-[model.init]
-hidden_size = 48
-intermediate_size = 80
-num_layers = 1
-num_heads = 2
-num_kv_heads = 1
-head_dim = 24
-[lora]
-rank = 8
-[task]
-name = "spell_backward"
-args = { min_word_len = 3, max_word_len = 3 }
-train_size = 64
-eval_size = 8
-prompt_template = "{metadata[word]}="
-[task.reward]
-num_workers = 1
-[rollout]
-prompts_per_step = 4
-samples_per_prompt = 4
-max_prompt_tokens = 6
-max_new_tokens = 6
-[rl]
-kl_coefficient = 0.1
-entropy_coefficient = 0.1
-[optimizer]
-learning_rate = 1e-2
-[trainer]
-steps = 3
-[evaluation]
-every = 0
-[checkpoint]
-every = 2
-"""
+RUN = {
+    "lora": {"rank": 8},
+    "rl": {"kl_coefficient": 0.1, "entropy_coefficient": 0.1},
+    "optimizer": {"learning_rate": 1e-2},
+    "trainer": {"steps": 3},
+}
 
 
 @pytest.fixture
 def run_file(tmp_path):
-    path = tmp_path / "run.toml"
-    path.write_text(RUN)
-    return str(path)
-
-
-def run(run_file: str, out: Path, *flags: str) -> int:
-    return main(["train", run_file, "--output", str(out), *flags])
-
-
-def rows(directory: Path) -> list[dict]:
-    found = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.startswith(("time", "perf/"))} for row in found]
+    return write_run(tmp_path, RUN)
 
 
 def starting_policy(run_file: str, *flags: str):
@@ -99,11 +59,11 @@ def check_files(run_file: str, out: Path, *flags: str, dtype=ml_dtypes.bfloat16)
 def test_run_and_resume_are_the_same_run_on_an_untouched_base(run_file, tmp_path, capsys):
     flags = ["--recipe", "fp8-rl", "--lora.base", "rollout"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert run(run_file, whole, *flags) == 0
-    assert run(run_file, parts, *flags, "--trainer.steps", "2") == 0
-    assert run(run_file, parts, *flags, "--resume") == 0
-    assert rows(whole) == rows(parts) and len(rows(whole)) == 3
-    first, *_, last = rows(whole)
+    assert train(run_file, whole, *flags) == 0
+    assert train(run_file, parts, *flags, "--trainer.steps", "2") == 0
+    assert train(run_file, parts, *flags, "--resume") == 0
+    assert measured(whole) == measured(parts) and len(measured(whole)) == 3
+    first, *_, last = measured(whole)
     assert first["kl"] < 1e-9 < last["kl"] and last["mismatch/k3"] > 1e-9 and last["optim/skipped_steps"] == 0
     assert "fp8/quant_snr_db_weight" not in last and last["optim/grad_norm"] > 0
     check_files(run_file, whole, *flags)
@@ -113,32 +73,32 @@ def test_run_and_resume_are_the_same_run_on_an_untouched_base(run_file, tmp_path
     trained = 4 * sum(x.size for x in jax.tree.leaves(split(starting_policy(run_file))[0]))
     assert saved < 3 * trained + 2e5
     capsys.readouterr()
-    assert run(run_file, parts, *flags, "--resume", "--seed", "1", "--trainer.steps", "4") == 2
+    assert train(run_file, parts, *flags, "--resume", "--seed", "1", "--trainer.steps", "4") == 2
     assert "trained on another base" in capsys.readouterr().err
 
 
 def test_a_compute_base_is_quantized_for_the_rollout_alone(run_file, tmp_path):
     flags = ["--recipe", "fp8-rl", "--trainer.steps", "2"]
-    assert run(run_file, tmp_path / "out", *flags) == 0
+    assert train(run_file, tmp_path / "out", *flags) == 0
     check_files(run_file, tmp_path / "out", *flags)
-    assert all(row["fp8/quant_snr_db_weight"] > 25 and row["mismatch/k3"] > 1e-9 for row in rows(tmp_path / "out"))
+    assert all(row["fp8/quant_snr_db_weight"] > 25 and row["mismatch/k3"] > 1e-9 for row in measured(tmp_path / "out"))
 
 
 @pytest.mark.slow
 def test_bf16_is_one_run_for_both_bases_and_another_one_starts_from_its_adapter(run_file, tmp_path, capsys):
     """The recipe's rollout format of a bf16 run is the compute dtype."""
     one, other, third = tmp_path / "one", tmp_path / "other", tmp_path / "third"
-    assert run(run_file, one) == 0
-    assert run(run_file, other, "--lora.base", "rollout") == 0
-    assert rows(one) == rows(other)
+    assert train(run_file, one) == 0
+    assert train(run_file, other, "--lora.base", "rollout") == 0
+    assert measured(one) == measured(other)
     check_files(run_file, one)
     flags = ["--lora.path", str(one / "adapter")]
-    assert run(run_file, third, *flags, "--optimizer.learning-rate", "0") == 0
+    assert train(run_file, third, *flags, "--optimizer.learning-rate", "0") == 0
     for name in ("adapter/adapter_model.safetensors", "model/model.safetensors"):
         assert (one / name).read_bytes() == (third / name).read_bytes()
-    assert all(row["kl"] < 1e-9 for row in rows(third))  # the reference is what the run started from
+    assert all(row["kl"] < 1e-9 for row in measured(third))  # the reference is what the run started from
     capsys.readouterr()
-    assert run(run_file, tmp_path / "fourth", *flags, "--lora.rank", "4") == 2
+    assert train(run_file, tmp_path / "fourth", *flags, "--lora.rank", "4") == 2
     assert "lora.rank = 4, but the adapter has 8" in capsys.readouterr().err
 
 
@@ -159,7 +119,7 @@ def test_supervised_training_of_adapters(run_file, tmp_path, capsys):
         (["--lora.targets", "*.q_proj", "*.w_proj"], "lora.targets: '*.w_proj' matches no linear"),
         (["--lora.targets", "*.router"], "lora.targets: '*.router' matches no linear"),
         (["--recipe", "jet-rl"], "lora.rank: the trainer of recipe 'jet-rl' computes its own linears in FP8"),
-        (["--lora.rank", "25"], "lora.rank = 25 is above a side of k_proj [24, 48]"),
+        (["--lora.rank", "33"], "lora.rank = 33 is above a side of k_proj [32, 64]"),
         (["--lora.path", "nowhere"], "nowhere/adapter_config.json: cannot be read"),
         (["--lora.rank", "0", "--lora.path", "x"], "lora.path is set but lora.rank is 0"),
         (
@@ -169,26 +129,25 @@ def test_supervised_training_of_adapters(run_file, tmp_path, capsys):
     ],
 )
 def test_faults_are_one_line(run_file, tmp_path, capsys, flags, message):
-    assert run(run_file, tmp_path / "out", *flags) == 2
-    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("fp8rl: error:")]
-    assert len(errors) == 1 and message in errors[0]
+    check_refused(run_file, tmp_path / "out", capsys, flags, message)
 
 
 @pytest.mark.slow
 def test_adapters_are_part_of_an_exact_forward(run_file, tmp_path):
     out = tmp_path / "out"
-    assert run(run_file, out, "--recipe", "bf16", "--precision.exact", "--compute-dtype", "bfloat16", "--trainer.steps", "2") == 0
-    steps = [row for row in rows(out) if "optim/grad_norm" in row]
+    flags = ["--recipe", "bf16", "--precision.exact", "--compute-dtype", "bfloat16", "--trainer.steps", "2"]
+    assert train(run_file, out, *flags) == 0
+    steps = [row for row in measured(out) if "optim/grad_norm" in row]
     assert [row["mismatch/logprob_abs_diff_max"] for row in steps] == [0.0, 0.0]
     assert all(row["optim/grad_norm"] > 0 for row in steps)
 
 
 def test_the_plan_counts_what_is_trained(run_file, tmp_path, capsys):
-    assert run(run_file, tmp_path / "out", "--recipe", "fp8-rl", "--lora.base", "rollout", "--dry-run") == 0
+    assert train(run_file, tmp_path / "out", "--recipe", "fp8-rl", "--lora.base", "rollout", "--dry-run") == 0
     printed = capsys.readouterr().out
-    trained = 8 * sum((48 + 48, 24 + 48, 24 + 48, 48 + 48, 80 + 48, 80 + 48, 48 + 80))
+    trained = 8 * sum((64 + 64, 32 + 64, 32 + 64, 64 + 64, 96 + 64, 96 + 64, 64 + 96))
     assert f"trained: {trained:,}" in printed
     moments, base = (float(re.search(rf"{name} +([0-9.]+)", printed)[1]) for name in ("Adam moments", "frozen base"))
     assert moments == round(2 * 4 * trained / 1e6, 3)
-    linears, embedding = 48 * (48 + 24 + 24 + 48 + 80 + 80) + 80 * 48, 264 * 48
+    linears, embedding = 64 * (64 + 32 + 32 + 64 + 96 + 96) + 96 * 64, 264 * 64
     assert 1 < base * 1e6 / (linears + 4 * embedding) < 1.1  # scales and norms are the rest

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from parallel.test_joined_run import RUN, measured
-from training.test_loop import rows
-
-from fp8rl_jax.cli.main import main
+from tiny_run import LEARNS, check_refused, column, measured, train, write_run
 
 FLAGS = {
     "padded": [],
@@ -17,11 +14,7 @@ FLAGS = {
 
 @pytest.fixture
 def run_file(tmp_path):
-    path = tmp_path / "run.toml"
-    # the joined run's reward differs between the samples of a prompt, and a quarter of its bytes end a completion
-    wide = RUN.replace("max_new_tokens = 6", "max_new_tokens = 12").replace("max_prompt_tokens = 6", "max_prompt_tokens = 20")
-    path.write_text(wide)
-    return str(path)
+    return write_run(tmp_path, LEARNS, {"rollout": {"max_prompt_tokens": 20, "max_new_tokens": 12}})
 
 
 @pytest.mark.slow
@@ -31,12 +24,12 @@ def test_packed_and_cut_runs_have_the_curve_of_the_padded_one(run_file, tmp_path
     # Adam divides by the size of a gradient: it must not be that of rounding
     shared += ["--optimizer.eps", "1e-4"]
     for name, flags in FLAGS.items():
-        assert main(["train", run_file, "--output", str(tmp_path / name), *shared, *flags]) == 0
-    plain = rows(tmp_path / "padded")
+        assert train(run_file, tmp_path / name, *shared, *flags) == 0
+    plain, padding = measured(tmp_path / "padded"), column(tmp_path / "padded", "perf/padding_fraction")
     for name in ("packed", "cut"):
-        for found, expected in zip(rows(tmp_path / name), plain, strict=True):
-            assert found["perf/padding_fraction"] < expected["perf/padding_fraction"] - 0.05
-            assert measured(found) == pytest.approx(measured(expected), rel=1e-4, abs=1e-6), name
+        assert all(column(tmp_path / name, "perf/padding_fraction") < padding - 0.05)
+        for found, expected in zip(measured(tmp_path / name), plain, strict=True):
+            assert found == pytest.approx(expected, rel=1e-4, abs=1e-6), name
     assert plain[0]["optim/grad_norm"] > 0.1 and plain[0]["reward/mean"] != plain[1]["reward/mean"]
 
 
@@ -50,6 +43,4 @@ def test_packed_and_cut_runs_have_the_curve_of_the_padded_one(run_file, tmp_path
     ],
 )
 def test_faults_are_one_line(run_file, tmp_path, capsys, flags, message):
-    assert main(["train", run_file, "--output", str(tmp_path / "out"), *flags]) == 2
-    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("fp8rl: error:")]
-    assert len(errors) == 1 and message in errors[0]
+    check_refused(run_file, tmp_path / "out", capsys, flags, message)
