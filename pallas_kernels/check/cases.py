@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-OPERATIONS = ("matmul",)
+OPERATIONS = ("matmul", "quantize")
 
 
 @dataclass(frozen=True)
