@@ -7,6 +7,7 @@ every device and is the definition of correct. A backend asked for by name that 
 """
 
 from pallas_kernels.backend import BackendError
+from pallas_kernels.cache_write import write_cache
 from pallas_kernels.grouped_matmul import align_groups, grouped_matmul, grouped_outer_product
 from pallas_kernels.matmul import blockwise_matmul
 from pallas_kernels.quantize import dequantize_blocks, quantize_blocks, quantize_both, regroup
@@ -21,4 +22,5 @@ __all__ = [
     "quantize_blocks",
     "quantize_both",
     "regroup",
+    "write_cache",
 ]

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-OPERATIONS = ("matmul", "quantize")
+OPERATIONS = ("matmul", "quantize", "cache_write")
 
 
 @dataclass(frozen=True)
