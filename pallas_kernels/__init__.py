@@ -7,9 +7,10 @@ every device and is the definition of correct. A backend asked for by name that 
 """
 
 from pallas_kernels.backend import BackendError
+from pallas_kernels.cache_write import write_cache
 from pallas_kernels.grouped_matmul import align_groups, grouped_matmul, grouped_outer_product
 from pallas_kernels.matmul import blockwise_matmul
-from pallas_kernels.quantize import dequantize_blocks, quantize_blocks
+from pallas_kernels.quantize import dequantize_blocks, quantize_blocks, quantize_both, regroup
 
 __all__ = [
     "BackendError",
@@ -19,4 +20,7 @@ __all__ = [
     "grouped_matmul",
     "grouped_outer_product",
     "quantize_blocks",
+    "quantize_both",
+    "regroup",
+    "write_cache",
 ]

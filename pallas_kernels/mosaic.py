@@ -63,7 +63,16 @@ def launch(
 
 def tiled(shape: tuple[int, ...], dtype: jnp.dtype) -> Any:
     """Shared memory whose rows are swizzled, as wgmma and TMA want operands."""
-    swizzle = plgpu.find_swizzle(shape[-1] * jnp.dtype(dtype).itemsize * 8)
+    return _swizzled(shape, dtype, shape[-1])
+
+
+def halves(shape: tuple[int, ...], dtype: jnp.dtype) -> Any:
+    """`tiled`, with rows whose two halves can be read apart."""
+    return _swizzled(shape, dtype, shape[-1] // 2)
+
+
+def _swizzled(shape, dtype, width):
+    swizzle = plgpu.find_swizzle(width * jnp.dtype(dtype).itemsize * 8)
     columns = swizzle // jnp.dtype(dtype).itemsize
     return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(swizzle)))
 

@@ -15,7 +15,8 @@ from jaxtyping import Array, Bool, Float
 
 from fp8rl_jax.config.recipe import TensorFormat
 from fp8rl_jax.precision.formats import element_dtype, max_value
-from pallas_kernels import dequantize_blocks, quantize_blocks
+from pallas_kernels import dequantize_blocks, quantize_blocks, quantize_both
+from pallas_kernels import regroup as regroup_values
 from pallas_kernels.backend import Backend
 
 
@@ -56,6 +57,21 @@ def quantize(x: Float[Array, "*batch m n"], fmt: TensorFormat, backend: Backend 
     block = fmt.block or (x.shape[-2], x.shape[-1])
     values, scales = quantize_blocks(x, block, element_dtype(fmt), fmt.scale, backend=backend)
     return QTensor(values, scales, block)
+
+
+def quantize_both_ways(x: Float[Array, "m n"], fmt: TensorFormat, backend: Backend = "auto") -> tuple[QTensor, QTensor]:
+    """`quantize` along rows in groups of `fmt.block` (1 x size), and along tokens in groups of size x 1, from one read of `x`."""
+    size = fmt.block[1]
+    rows, tokens = quantize_both(x, size, element_dtype(fmt), fmt.scale, backend=backend)
+    return QTensor(*rows, (1, size)), QTensor(*tokens, (size, 1))
+
+
+def regroup(q: QTensor, fmt: TensorFormat, backend: Backend = "auto") -> QTensor:
+    """Rows that are quantized in groups of 1 x size, quantized anew along tokens in groups of size x 1: a second rounding."""
+    rows = QTensor(q.values.reshape(-1, q.shape[-1]), q.scales.reshape(-1, q.scales.shape[-1]), q.block)
+    size = rows.block[1]
+    values, scales = regroup_values(rows.values, rows.scales, size, element_dtype(fmt), fmt.scale, backend=backend)
+    return QTensor(values, scales, (size, 1))
 
 
 def quantize_weight(weight: Float[Array, "*batch m n"], fmt: TensorFormat, backend: Backend = "auto") -> QTensor:

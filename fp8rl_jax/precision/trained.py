@@ -25,7 +25,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from fp8rl_jax.config.recipe import Recipe, TensorFormat
-from fp8rl_jax.precision.qtensor import QTensor, dequantize, dequantize_rows, quantize, quantize_weight
+from fp8rl_jax.precision.qtensor import (
+    QTensor,
+    dequantize,
+    dequantize_rows,
+    quantize,
+    quantize_both_ways,
+    quantize_weight,
+    regroup,
+)
 from pallas_kernels import blockwise_matmul, grouped_matmul, grouped_outer_product
 from pallas_kernels.backend import Backend
 from pallas_kernels.exact import dot as exact_dot
@@ -107,16 +115,15 @@ def _linear_forward(x, weight, out_dtype, backend):
 def _linear_backward(out_dtype, backend, residuals, dy):
     saved, like, weight = residuals
     rows, w, fmt = dy.reshape(-1, dy.shape[-1]), _transposed(weight.quantized), weight.output_gradient
-    tokens = _rows(saved)
     if fmt.quantized:
-        dyq = quantize(rows, fmt, backend)
+        dyq, left = quantize_both_ways(rows, fmt, backend)
+        right = _input_along_tokens(saved, weight.activation, backend)
         dx = blockwise_matmul(dyq.values, dyq.scales, w.values, w.scales, w.block, like.dtype, backend=backend)
-        left, right = _along_tokens(rows, fmt, backend), _along_tokens(tokens, weight.activation, backend)
         dw = blockwise_matmul(
             left.values.T, left.scales.T, right.values.T, right.scales.T, right.block[::-1], jnp.float32, backend=backend
         )  # fmt: skip
     else:
-        dx, dw = _wide(rows) @ _wide(dequantize(w)).T, _wide(rows).T @ _wide(tokens)
+        dx, dw = _wide(rows) @ _wide(dequantize(w)).T, _wide(rows).T @ _wide(_rows(saved))
     dx = dx.astype(like.dtype).reshape(*dy.shape[:-1], w.shape[0])
     return TrainedInput(None, dx), replace(weight, quantized=None, master=dw)
 
@@ -181,6 +188,11 @@ def _rows(x: QTensor | Array) -> Array:
     if not isinstance(x, QTensor):
         return x.reshape(-1, x.shape[-1])
     return dequantize_rows(x).reshape(-1, x.shape[-1])
+
+
+def _input_along_tokens(saved: QTensor | Array, fmt: TensorFormat, backend: Backend) -> QTensor:
+    """What was kept of X, as the weight's gradient multiplies it."""
+    return regroup(saved, fmt, backend) if isinstance(saved, QTensor) else _along_tokens(_rows(saved), fmt, backend)
 
 
 def _along_tokens(x: Array, fmt: TensorFormat, backend: Backend) -> QTensor:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-OPERATIONS = ("grouped_matmul", "matmul")
+OPERATIONS = ("cache_write", "grouped_matmul", "matmul", "quantize")
 
 
 @dataclass(frozen=True)

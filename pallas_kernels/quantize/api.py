@@ -7,40 +7,116 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.backend import Backend, resolve
+from pallas_kernels.backend import Backend, BackendError, resolve
 from pallas_kernels.quantize import reference
+
+Rule = Literal["float32", "power_of_two"]
+E4M3 = jnp.float8_e4m3fn
+HOPPER_BLOCKS = ((1, 128), (128, 1), (128, 128))
+_HOPPER_INPUTS, _HOPPER_DTYPES = ("bfloat16", "float32"), ("float8_e4m3fn", "float8_e5m2")
 
 
 def quantize_blocks(
     x: Float[Array, "*batch m n"],
     block: tuple[int, int] = (1, 128),
-    dtype: jnp.dtype = jnp.float8_e4m3fn,
-    scale: Literal["float32", "power_of_two"] = "float32",
+    dtype: jnp.dtype = E4M3,
+    scale: Rule = "float32",
     *,
     backend: Backend = "auto",
 ) -> tuple[Float[Array, "*batch m n"], Float[Array, "*batch mb nb"]]:
     """Quantizes `x` in blocks of the last two axes, as DeepSeek-V3 (arXiv 2412.19437, section 3.3.2) does.
 
     Args:
-        x: any float dtype. Axes that are no multiple of the block are a normal case: the last block is shorter.
-        block: (rows, columns) that share a scale: (1, 128) for activations, (128, 128) for weights, (128, 1) along tokens.
+        x: any float dtype; hopper takes bfloat16 and float32. Axes that are no multiple of the block are a normal case: the
+            last block is shorter.
+        block: (rows, columns) that share a scale: (1, 128) for activations, (128, 128) for weights, (128, 1) along tokens;
+            hopper has these three.
         dtype: element dtype, `float8_e4m3fn` (largest value 448) or `float8_e5m2` (57344).
         scale: "float32" is amax / max; "power_of_two" rounds that up to a power of two (the UE8M0 rule).
-        backend: implementation.
+        backend: implementation; "auto" is the reference for what hopper has no kernel for.
 
     Returns:
         values: shape of `x`, dtype `dtype`, clamped to +-max before the cast (a bare cast gives NaN above 464 on a CPU).
         scales: float32 [..., ceil(m / rows), ceil(n / columns)]; x is about values * scale. An all-zero block has scale 1.
             A block that holds a NaN or an infinity has a non-finite scale, so that the fault stays visible downstream.
 
+        All backends return the same bits.
+
     Raises:
         BackendError: a backend asked for by name cannot serve the call.
-        ValueError: `x` has fewer than two axes, or a block side is not positive.
+        ValueError: `x` has fewer than two axes or no elements, or a block side is not positive.
     """
-    resolve(backend, "quantize_blocks", ("reference",))
-    if x.ndim < 2 or min(block) < 1:
-        raise ValueError(f"quantize_blocks: need at least two axes and a positive block, got shape {x.shape}, block {block}")
-    return reference.quantize(x, block, dtype, scale)
+    _check("quantize_blocks", x, block)
+    chosen = _chosen("quantize_blocks", backend, block, dtype, x.dtype)
+    if chosen == "reference":
+        return reference.quantize(x, block, dtype, scale)
+    from pallas_kernels.quantize import hopper
+
+    return hopper.quantize_blocks(x, block, dtype, scale)
+
+
+def quantize_both(
+    x: Float[Array, "*batch m n"],
+    size: int = 128,
+    dtype: jnp.dtype = E4M3,
+    scale: Rule = "float32",
+    *,
+    backend: Backend = "auto",
+) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    """`quantize_blocks` with blocks of (1, size) and of (size, 1), from one read of `x`.
+
+    A backward pass wants an output gradient in both: along outputs for the input's gradient, along tokens for the weight's.
+
+    Args:
+        x, dtype, scale, backend: as in `quantize_blocks`.
+        size: length of a group; 128 on hopper.
+
+    Returns:
+        (values, scales) of (1, size), and (values, scales) of (size, 1). Hopper writes the values of the second as [n, m]
+        and returns its transposed view: a product along tokens transposes again, and under one jit neither is computed.
+
+    Raises:
+        BackendError, ValueError: as `quantize_blocks`.
+    """
+    _check("quantize_both", x, (1, size))
+    chosen = _chosen("quantize_both", backend, (1, size), dtype, x.dtype)
+    if chosen == "reference":
+        return reference.quantize(x, (1, size), dtype, scale), reference.quantize(x, (size, 1), dtype, scale)
+    from pallas_kernels.quantize import hopper
+
+    return hopper.quantize_both(x, dtype, scale)
+
+
+def regroup(
+    values: Float[Array, "m n"],
+    scales: Float[Array, "m nb"],
+    size: int = 128,
+    dtype: jnp.dtype = E4M3,
+    scale: Rule = "float32",
+    *,
+    backend: Backend = "auto",
+) -> tuple[Float[Array, "m n"], Float[Array, "mb n"]]:
+    """`quantize_blocks` with blocks of (size, 1) of what is quantized in blocks of (1, size), read as it is.
+
+    Args:
+        values, scales: as `quantize_blocks` returns them for a block of (1, size).
+        size, dtype, scale, backend: of the result, as in `quantize_both`.
+
+    Returns:
+        values, scales: those of `quantize_blocks(dequantize_blocks(values, scales), (size, 1))`.
+
+    Raises:
+        BackendError, ValueError: as `quantize_blocks`; ValueError also where `scales` do not belong to `values`.
+    """
+    _check("regroup", values, (size, 1))
+    if scales.shape != (len(values), -(-values.shape[1] // size)):
+        raise ValueError(f"regroup: scales {scales.shape} are not those of values {values.shape} in blocks of (1, {size})")
+    chosen = _chosen("regroup", backend, (size, 1), dtype, values.dtype, _HOPPER_DTYPES)
+    if chosen == "reference":
+        return reference.quantize(dequantize_blocks(values, scales, (1, size)), (size, 1), dtype, scale)
+    from pallas_kernels.quantize import hopper
+
+    return hopper.regroup(values, scales, dtype, scale)
 
 
 def dequantize_blocks(
@@ -48,3 +124,25 @@ def dequantize_blocks(
 ) -> Float[Array, "*batch m n"]:
     """values * scale of their block, float32."""
     return values.astype(jnp.float32) * reference.expand(scales, block, values.shape[-2:])
+
+
+def _check(operation, x, block):
+    if x.ndim < 2 or min(block) < 1:
+        raise ValueError(f"{operation}: need at least two axes and a positive block, got shape {x.shape}, block {block}")
+    if x.size == 0:
+        raise ValueError(f"{operation}: nothing to quantize in shape {x.shape}")
+
+
+def _chosen(operation, backend, block, dtype, x_dtype, inputs=_HOPPER_INPUTS) -> str:
+    """The backend that runs: under "auto" the reference where hopper has no kernel for this."""
+    chosen = resolve(backend, operation)
+    made, given = jnp.dtype(dtype).name, jnp.dtype(x_dtype).name
+    if chosen == "hopper" and not (block in HOPPER_BLOCKS and made in _HOPPER_DTYPES and given in inputs):
+        if backend == "auto":
+            return "reference"
+        blocks = ", ".join(f"{rows}x{columns}" for rows, columns in HOPPER_BLOCKS)
+        raise BackendError(
+            f"{operation}: the hopper backend makes {' and '.join(_HOPPER_DTYPES)} of {' and '.join(inputs)} in blocks of "
+            f"{blocks}, not {made} of {given} in {block[0]}x{block[1]}"
+        )
+    return chosen

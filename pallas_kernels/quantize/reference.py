@@ -11,13 +11,18 @@ SMALLEST_SCALE = 2.0**-126  # the smallest normal float32: a CPU flushes smaller
 def quantize(x, block, dtype, scale):
     limit = float(jnp.finfo(dtype).max)
     x = x.astype(jnp.float32)
-    amax = block_amax(x, block)
-    scales = jnp.maximum(amax * (1.0 / limit), SMALLEST_SCALE)  # what XLA makes of amax / limit, one rounding apart
-    if scale == "power_of_two":
-        scales = round_up_to_power_of_two(scales)
-    scales = jnp.where(amax == 0, 1.0, scales)
+    scales = scale_of(block_amax(x, block), dtype, scale)
     scaled = x * expand(1.0 / scales, block, x.shape[-2:])
     return jnp.clip(scaled, -limit, limit).astype(dtype), scales
+
+
+def scale_of(amax, dtype, scale):
+    """The scale of blocks whose largest magnitudes are `amax`, float32."""
+    # what XLA makes of amax / max, one rounding apart
+    scales = jnp.maximum(amax * (1.0 / float(jnp.finfo(dtype).max)), SMALLEST_SCALE)
+    if scale == "power_of_two":
+        scales = round_up_to_power_of_two(scales)
+    return jnp.where(amax == 0, 1.0, scales)
 
 
 def block_amax(x, block):
@@ -30,15 +35,19 @@ def block_amax(x, block):
 
 def largest(x, axis=None):
     """Largest magnitude over `axis`, float32; a NaN wins. On bit patterns, because XLA's float maximum drops NaN on a CPU."""
-    bits = lax.bitcast_convert_type(jnp.abs(x.astype(jnp.float32)), jnp.int32)
-    return lax.bitcast_convert_type(bits.max(axis=axis), jnp.float32)
+    return lax.bitcast_convert_type(magnitude_bits(x).max(axis=axis), jnp.float32)
+
+
+def magnitude_bits(x):
+    """|x| as int32, in the order of float32, NaN above all."""
+    return lax.bitcast_convert_type(jnp.abs(x.astype(jnp.float32)), jnp.int32)
 
 
 def round_up_to_power_of_two(x):
     """Smallest power of two that is >= x, for positive normal x; exact, unlike exp2(ceil(log2(x)))."""
     bits = lax.bitcast_convert_type(x, jnp.int32)
     exponent = (bits + 0x007FFFFF) & 0x7F800000
-    return jnp.where(jnp.isfinite(x), lax.bitcast_convert_type(exponent, jnp.float32), x)
+    return jnp.where(x < jnp.inf, lax.bitcast_convert_type(exponent, jnp.float32), x)
 
 
 def expand(scales, block, shape):

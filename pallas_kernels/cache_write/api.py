@@ -1,0 +1,101 @@
+"""Writing new keys and values into a KV cache: rotate, scale, clamp, cast and scatter."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.backend import Backend, BackendError, resolve
+from pallas_kernels.cache_write import reference
+
+_FP8 = ("float8_e4m3fn", "float8_e5m2")
+
+
+def write_cache(
+    keys: Float[Array, "rows kv_heads slots head_dim"],
+    values: Float[Array, "rows kv_heads slots head_dim"],
+    k: Float[Array, "tokens kv_heads head_dim"],
+    v: Float[Array, "tokens kv_heads head_dim"],
+    cos: Float[Array, "tokens half"],
+    sin: Float[Array, "tokens half"],
+    row: Int[Array, " tokens"],
+    slot: Int[Array, " tokens"],
+    scales: tuple[Array, Array] | None = None,
+    q: Float[Array, "tokens heads head_dim"] | None = None,
+    query_scale: Float[Array, ""] | None = None,
+    *,
+    backend: Backend = "auto",
+) -> tuple[Array, ...]:
+    """The cache with the keys and values of `tokens` in it: keys[row, :, slot] = cast(clamp(rotate(k) / scale)), and so values.
+
+    A paged cache is the case in which `rows` are pages of `slots` tokens. Layers stacked before the rows are rows, too: reshape
+    the cache and add layer * rows to `row`. Arrays that the caller donates, or carries through a loop, are written in place.
+
+    Args:
+        keys, values: the cache, of one dtype: bfloat16 or float32 as it is, or FP8 with `scales`.
+        k, v: new keys and values, before rotation; one dtype, bfloat16 on hopper. `v` is not rotated.
+        cos, sin: float32, of each token's angles: the half-split rotary embedding (arXiv 2104.09864), computed in float32 and
+            rounded to the dtype of `k`.
+        row, slot: int32, where each token goes. A token whose row or slot lies outside of the cache is dropped. Two tokens
+            for one place leave either of them.
+        scales: float32 scalars of keys and values (x is about stored * scale); they are data, so a new one compiles nothing.
+        q: queries of the same tokens, rotated in the same kernel.
+        query_scale: float32 scalar; with it the queries are divided, clamped and cast to the cache's dtype as well.
+        backend: implementation; hopper takes head_dim 64, 96 and 128, "auto" is the reference for others.
+
+    Returns:
+        keys, values, and the rotated queries where there are any.
+
+    Raises:
+        BackendError: a backend asked for by name cannot serve the call.
+        ValueError: shapes or dtypes do not belong to each other, or there are no tokens.
+    """
+    _check(keys, values, k, v, cos, sin, row, slot, scales, q, query_scale)
+    if _chosen(backend, keys, k) == "reference":
+        return reference.write_cache(keys, values, k, v, cos, sin, row, slot, scales, q, query_scale)
+    from pallas_kernels.cache_write import hopper
+
+    return hopper.write_cache(keys, values, k, v, cos, sin, row, slot, scales, q, query_scale)
+
+
+def _check(keys, values, k, v, cos, sin, row, slot, scales, q, query_scale):
+    _, kv_heads, _, head_dim = keys.shape
+    tokens = len(k)
+    wanted = {
+        "values": (values, keys.shape, keys.dtype),
+        "k": (k, (tokens, kv_heads, head_dim), k.dtype),
+        "v": (v, (tokens, kv_heads, head_dim), k.dtype),
+        "cos": (cos, (tokens, head_dim // 2), jnp.float32),
+        "sin": (sin, (tokens, head_dim // 2), jnp.float32),
+        "row": (row, (tokens,), jnp.int32),
+        "slot": (slot, (tokens,), jnp.int32),
+    }
+    if q is not None:
+        wanted["q"] = (q, (tokens, q.shape[1], head_dim), k.dtype)
+    for name, number in zip(("key scale", "value scale"), scales or (), strict=bool(scales)):
+        wanted[name] = (number, (), jnp.float32)
+    if query_scale is not None:
+        wanted["query_scale"] = (query_scale, (), jnp.float32)
+    for name, (given, shape, dtype) in wanted.items():
+        if given.shape != shape or given.dtype != dtype:
+            raise ValueError(
+                f"write_cache: {name} is {given.dtype}{given.shape}, must be {jnp.dtype(dtype)}{shape} for a cache {keys.shape}"
+            )
+    if tokens == 0 or head_dim % 2:
+        raise ValueError(f"write_cache: needs tokens and an even head_dim, got k {k.shape}")
+    if (keys.dtype.name in _FP8) != (scales is not None) or (query_scale is not None and scales is None):
+        raise ValueError(f"write_cache: an FP8 cache needs scales, and no other has them; the cache is {keys.dtype}")
+
+
+def _chosen(backend, keys, k) -> str:
+    chosen, head_dim = resolve(backend, "write_cache"), keys.shape[-1]
+    if chosen == "hopper" and (
+        head_dim not in (64, 96, 128) or k.dtype != jnp.bfloat16 or keys.dtype.name not in (*_FP8, "bfloat16")
+    ):
+        if backend == "auto":
+            return "reference"
+        raise BackendError(
+            f"write_cache: the hopper backend writes bfloat16 of head_dim 64, 96 or 128 into FP8 or bfloat16, not {k.dtype} of "
+            f"head_dim {head_dim} into {keys.dtype}"
+        )
+    return chosen

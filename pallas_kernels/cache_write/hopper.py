@@ -1,0 +1,149 @@
+"""Writing a KV cache on Hopper: one kernel rotates, scales, clamps, casts and scatters, and touches nothing else of the cache.
+
+A unit of work is some heads of some tokens, of the queries, the keys or the values. Its tokens are the rows of wgmma's register
+layout, so a pair of dimensions that turn together lies in one thread. Every token goes to its place by a TMA store of its own,
+which does not happen for a token whose place is outside.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import mosaic
+from pallas_kernels.target import hopper_sms
+
+WARPGROUPS, STRIP = 2, 64
+
+
+class Part(NamedTuple):
+    """The queries, the keys or the values: what is read, whether it turns, and which of the scales it has."""
+
+    heads: int
+    turns: bool
+    scale: int | None
+    dtype: jnp.dtype
+
+
+def write_cache(keys, values, k, v, cos, sin, row, slot, scales, q, query_scale):
+    tokens, scaled = len(k), scales is not None
+    parts = [Part(k.shape[1], turns, i if scaled else None, keys.dtype) for i, turns in enumerate((True, False))]
+    given = [k, v]
+    if q is not None:
+        parts.append(Part(q.shape[1], True, None if query_scale is None else 2, q.dtype if query_scale is None else keys.dtype))
+        given.append(q)
+    numbers = [jnp.float32(1) if x is None else x for x in (*(scales or (None, None)), query_scale)]
+    keys, values = jax.new_ref(keys), jax.new_ref(values)
+    given = [_eights(x) for x in (*given, cos, sin)]
+    places = [jnp.pad(x, (0, -tokens % 8), constant_values=-1) for x in (row, slot)]
+    out = _launch(given, places, jnp.stack(numbers), (keys, values), parts)
+    rotated = [x[:tokens] for x in out]
+    return jax.freeze(keys), jax.freeze(values), *rotated
+
+
+def _eights(x):
+    """x with its tokens in eights, as TMA wants the rows of what it swizzles."""
+    return jnp.pad(x, [(0, -len(x) % 8)] + [(0, 0)] * (x.ndim - 1)) if len(x) % 8 else x
+
+
+def _launch(given, places, scales, caches, parts):
+    tokens, _, dim = given[0].shape
+    heads = sum(part.heads for part in parts)
+    # few tokens: many small units, for latency; many: large ones
+    few = -(-tokens // STRIP) * heads < 2 * hopper_sms()
+    strip, together = (8, 1) if few else (STRIP, math.gcd(2, *(part.heads for part in parts)))
+    strips = -(-tokens // strip)
+    units = [strips * part.heads // together for part in parts]
+    out = [jax.ShapeDtypeStruct((tokens, parts[2].heads, dim), parts[2].dtype)] if len(parts) == 3 else []
+
+    def body(*refs):
+        inputs, (row, slot, scales, keys, values), (*queries, buffers, loaded) = (
+            refs[: len(given)],
+            refs[len(given) : len(given) + 5],
+            refs[len(given) + 5 :],
+        )
+        wg = lax.axis_index("wg")
+        buffers = {name: ref.at[wg] for name, ref in buffers.items()}
+        to = (keys, values, *queries)
+
+        def one(part, first, info):
+            unit = info.index[0] - first
+            group, at = lax.div(unit, strips), lax.rem(unit, strips) * strip
+            _unit(part, inputs, (row, slot, scales), to, buffers, loaded.at[wg], (group * together, together), (at, strip))
+
+        @mosaic.nd_loop((sum(units),), collective_axes=("block", "wg"))
+        def _(info):
+            for i in range(len(parts)):
+                first = sum(units[:i])
+                mine = (info.index[0] >= first) & (info.index[0] < first + units[i])
+                mosaic.when(mine)(lambda i=i, first=first: one(i, first, info))
+
+        mosaic.wait_smem_to_gmem(0)
+
+    def _unit(i, inputs, small, to, buffers, loaded, heads, tokens_at):
+        part, (row, slot, scales), (head, count), (at, size) = parts[i], small, heads, tokens_at
+        tokens_of, own = mosaic.ds(at, size), mosaic.ds(0, size)
+        mosaic.copy_gmem_to_smem(row.at[tokens_of], buffers["row"], loaded)
+        mosaic.copy_gmem_to_smem(slot.at[tokens_of], buffers["slot"], loaded)
+        for table, name in zip(inputs[-2:], ("cos", "sin"), strict=True):
+            mosaic.copy_gmem_to_smem(table.at[tokens_of], buffers[name].at[own], loaded)
+        for h in range(count):
+            mosaic.copy_gmem_to_smem(inputs[i].at[tokens_of, head + h], buffers["x"].at[h, own], loaded)
+        mosaic.barrier_wait(loaded)
+        mosaic.wait_smem_to_gmem(0, wait_read_only=True)
+        staged = buffers[jnp.dtype(part.dtype).name]
+        for h in range(count):
+            _convert(part, buffers, h, staged, scales)
+        mosaic.commit_smem()
+        if i == 2:
+            mosaic.copy_smem_to_gmem(staged.at[own], to[i].at[tokens_of, mosaic.ds(head, count)])
+        else:
+            _scatter(staged, to[i], buffers, mosaic.ds(head, count), jnp.minimum(size, tokens - at))
+
+    def _convert(part, buffers, h, staged, scales):
+        half = dim // 2
+        sides = [mosaic.ds(0, half), mosaic.ds(half, half)]
+        x = [_strip(buffers["x"].at[h, :, side]) for side in sides]
+        if part.turns:
+            cos, sin = _strip(buffers["cos"]), _strip(buffers["sin"])
+            x = [x[0] * cos - x[1] * sin, x[1] * cos + x[0] * sin]
+        for side, one in zip(sides, x, strict=True):
+            one = one.astype(given[0].dtype)
+            if part.scale is not None:
+                one = mosaic.saturate(one.astype(jnp.float32) / scales[part.scale], part.dtype)
+            staged[:, h, side] = one.astype(part.dtype)
+
+    def _scatter(staged, cache, buffers, heads, size):
+        rows, _, slots, _ = cache.shape
+
+        def token(t, _):
+            row, slot = buffers["row"][t], buffers["slot"][t]
+            inside = (row >= 0) & (row < rows) & (slot >= 0) & (slot < slots)
+            mosaic.when(inside)(lambda: mosaic.copy_smem_to_gmem(staged.at[t], cache.at[row, heads, slot]))
+
+        lax.fori_loop(0, size, token, None)
+        mosaic.commit_smem()  # the next unit's places are another proxy's write
+
+    half = dim // 2
+    buffers = {
+        "x": mosaic.halves((WARPGROUPS, together, STRIP, dim), given[0].dtype),
+        "cos": mosaic.tiled((WARPGROUPS, STRIP, half), jnp.float32),
+        "sin": mosaic.tiled((WARPGROUPS, STRIP, half), jnp.float32),
+        "row": mosaic.SMEM((WARPGROUPS, strip), jnp.int32),
+        "slot": mosaic.SMEM((WARPGROUPS, strip), jnp.int32),
+    }
+    for part in parts:
+        buffers[jnp.dtype(part.dtype).name] = mosaic.SMEM((WARPGROUPS, STRIP, together, dim), part.dtype)
+    scratch = [buffers, mosaic.Barrier(num_arrivals=4 + together, num_barriers=WARPGROUPS)]
+    run = mosaic.launch(
+        body, out, scratch=scratch, threads=WARPGROUPS, tiles=-(-sum(units) // WARPGROUPS), name="write_cache"
+    )
+    return run(*given, *places, scales, *caches)
+
+
+def _strip(ref):
+    return mosaic.load(ref, (), layout=mosaic.Layout.WGMMA, optimized=False).astype(jnp.float32)
