@@ -8,6 +8,8 @@ SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+TOOLCHAIN := pallas_kernels/check/toolchain.txt
+CUDA := .cache/cuda
 DEMO := experiments/runs/demo.toml
 WORKERS ?= 2
 PYTEST_ARGS ?=
@@ -20,7 +22,7 @@ UNOPTIMIZED := --xla_backend_optimization_level=0 --xla_backend_extra_options=xl
 # what is used: with pip 26, which the first line of the install brings, a new .venv takes half the time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo test lint browser clean
+.PHONY: help install demo test toolchain lint browser clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -52,6 +54,14 @@ test: lint browser ## lint, then all tests
 	XLA_FLAGS="$(UNOPTIMIZED) $${XLA_FLAGS:-}" $(PYTEST) -m "not optimized" $(PYTEST_ARGS) || code=$$?; \
 	$(PYTEST) -m optimized $(PYTEST_ARGS) || code=$$?; \
 	exit $$code
+
+toolchain: $(CUDA)/.installed ## what compiles kernels for Hopper without a GPU (about 1 GB); make test uses it if it is there
+
+$(CUDA)/.installed: $(TOOLCHAIN) | install
+	@echo "Installing the CUDA compiler into $(CUDA)"
+	@rm -rf $(CUDA)
+	@$(BIN)/pip install -qq --no-compile --no-deps --target $(CUDA) -r $(TOOLCHAIN)
+	@touch $@
 
 lint: install ## ruff
 	@$(BIN)/ruff check .

@@ -67,12 +67,23 @@ def check_pair(operation: str, backend: str, left: jnp.dtype, right: jnp.dtype) 
         raise BackendError(f"{operation}: the {backend} backend does not multiply {given}; it takes {known}")
 
 
-def check_block(operation: str, block: tuple[int, int], taken: tuple[tuple[int, int], ...]) -> None:
-    """Refuses a block that the Hopper kernel of an operation has no loop for.
+def choose(operation: str, backend: Backend, lacks: str) -> str:
+    """`resolve`, for an operation whose Hopper kernel does not serve every call: under "auto" the reference serves the others.
+
+    Args:
+        lacks: what the kernel has not, for the error; empty where it serves this call.
 
     Raises:
-        BackendError: naming the block and what it takes.
+        BackendError: as `resolve`, and where hopper is asked for by name.
     """
-    if block not in taken:
-        known, given = (" or ".join(f"{rows}x{columns}" for rows, columns in blocks) for blocks in (taken, (block,)))
-        raise BackendError(f"{operation}: the hopper backend takes blocks of {known}, not {given}; choose reference")
+    chosen = resolve(backend, operation)
+    if chosen == "hopper" and lacks:
+        if backend == "auto":
+            return "reference"
+        raise BackendError(f"{operation}: the hopper backend has no {lacks}; choose auto or reference")
+    return chosen
+
+
+def name_of(block: tuple[int, int]) -> str:
+    """A block in an error: 128x128."""
+    return f"{block[0]}x{block[1]}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.backend import Backend, BackendError, resolve
+from pallas_kernels.backend import Backend, choose
 from pallas_kernels.cache_write import reference
 
 _FP8 = ("float8_e4m3fn", "float8_e5m2")
@@ -88,14 +88,6 @@ def _check(keys, values, k, v, cos, sin, row, slot, scales, q, query_scale):
 
 
 def _chosen(backend, keys, k) -> str:
-    chosen, head_dim = resolve(backend, "write_cache"), keys.shape[-1]
-    if chosen == "hopper" and (
-        head_dim not in (64, 96, 128) or k.dtype != jnp.bfloat16 or keys.dtype.name not in (*_FP8, "bfloat16")
-    ):
-        if backend == "auto":
-            return "reference"
-        raise BackendError(
-            f"write_cache: the hopper backend writes bfloat16 of head_dim 64, 96 or 128 into FP8 or bfloat16, not {k.dtype} of "
-            f"head_dim {head_dim} into {keys.dtype}"
-        )
-    return chosen
+    head_dim = keys.shape[-1]
+    served = head_dim in (64, 96, 128) and k.dtype == jnp.bfloat16 and keys.dtype.name in (*_FP8, "bfloat16")
+    return choose("write_cache", backend, "" if served else f"write of {k.dtype} heads of {head_dim} into {keys.dtype}")

@@ -7,9 +7,11 @@ from functools import partial
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.backend import Backend, check_block, check_pair, resolve
+from pallas_kernels.backend import Backend, check_pair, choose, name_of, resolve
 from pallas_kernels.grouped_matmul import reference
 from pallas_kernels.partition import on_mesh, partitioned
+
+HOPPER_BLOCK = (128, 128)
 
 
 def selected_backend(backend: Backend) -> str:
@@ -39,13 +41,14 @@ def grouped_matmul(
         w, w_scales, w_block: weights [out, in], their scales and block.
         group_sizes: int32, adding up to at most m.
         out_dtype: bfloat16 or float32.
-        backend: implementation.
+        backend: implementation; hopper has kernels for blocks of 128, "auto" is the reference for others.
 
     Raises:
         BackendError: a backend asked for by name cannot serve the call, or none multiplies these two formats.
         ValueError: shapes do not belong together.
     """
-    chosen = selected_backend(backend)
+    served = w_block == HOPPER_BLOCK
+    chosen = choose("grouped_matmul", backend, "" if served else f"product of weights in blocks of {name_of(w_block)}")
     groups, n, k = w.shape
     blocks = (-(-n // w_block[0]), -(-k // w_block[1]))
     expected = {"x": (len(x), k), "x_scales": (len(x), blocks[1]), "w_scales": (groups, *blocks), "group_sizes": (groups,)}
@@ -55,7 +58,6 @@ def grouped_matmul(
     check_pair("grouped_matmul", chosen, x.dtype, w.dtype)
     if chosen == "reference":
         return reference.matmul(x, x_scales, w, w_scales, group_sizes, w_block, out_dtype)
-    check_block("grouped_matmul", w_block, ((128, 128),))
     from pallas_kernels.grouped_matmul import hopper  # importing Pallas takes longer than importing JAX
 
     # what is added over devices is added in float32
@@ -84,13 +86,14 @@ def grouped_outer_product(
         dy, dy_scales: gradient of the product and its scales, as `quantize_blocks(dy, (block, 1))` returns them.
         x, x_scales: input of the product, likewise.
         group_sizes: int32, multiples of `block`, adding up to at most m.
-        backend: implementation.
+        backend: implementation; hopper has kernels for blocks of 128, "auto" is the reference for others.
 
     Raises:
         BackendError: a backend asked for by name cannot serve the call, or none multiplies these two formats.
         ValueError: shapes do not belong together.
     """
-    chosen = resolve(backend, "grouped_outer_product")
+    served = block == HOPPER_BLOCK[0]
+    chosen = choose("grouped_outer_product", backend, "" if served else f"product over blocks of {block} rows")
     blocks = -(-len(dy) // block)
     expected = {"x": (len(dy), x.shape[1]), "dy_scales": (blocks, dy.shape[1]), "x_scales": (blocks, x.shape[1])}
     given = {"x": x.shape, "dy_scales": dy_scales.shape, "x_scales": x_scales.shape}
@@ -99,7 +102,6 @@ def grouped_outer_product(
     check_pair("grouped_outer_product", chosen, dy.dtype, x.dtype)
     if chosen == "reference":
         return reference.outer_products(dy, dy_scales, x, x_scales, group_sizes, block)
-    check_block("grouped_outer_product", (block, 1), ((128, 1),))
     from pallas_kernels.grouped_matmul import hopper
 
     kernel = partitioned(hopper.outer_products, "m n, b n, m k, b k, g -> g n k", {}, ("m", "b", "g"))

@@ -7,9 +7,11 @@ from functools import partial
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.backend import Backend, check_block, check_pair, resolve
+from pallas_kernels.backend import Backend, check_pair, choose, name_of, resolve
 from pallas_kernels.matmul import reference
 from pallas_kernels.partition import on_mesh, partitioned
+
+HOPPER_BLOCKS = ((128, 128), (1, 128))
 
 
 def selected_backend(backend: Backend) -> str:
@@ -36,13 +38,14 @@ def blockwise_matmul(
         x, x_scales: activations and the scales of their 1 x w_block[1] groups, as `quantize_blocks` returns them.
         w, w_scales, w_block: weight, scales and block of the weight.
         out_dtype: bfloat16 or float32.
-        backend: implementation.
+        backend: implementation; hopper has kernels for `w_block` (128, 128) and (1, 128), "auto" is the reference for others.
 
     Raises:
         BackendError: a backend asked for by name cannot serve the call, or none multiplies these two formats.
         ValueError: scale shapes do not belong to the operands.
     """
-    chosen = selected_backend(backend)
+    served = w_block in HOPPER_BLOCKS
+    chosen = choose("blockwise_matmul", backend, "" if served else f"product of weights in blocks of {name_of(w_block)}")
     n, k = w.shape
     blocks = (-(-n // w_block[0]), -(-k // w_block[1]))
     if w_scales.shape != blocks or x_scales.shape != (*x.shape[:-1], blocks[1]):
@@ -53,7 +56,6 @@ def blockwise_matmul(
     check_pair("blockwise_matmul", chosen, x.dtype, w.dtype)
     if chosen == "reference":
         return reference.matmul(x, x_scales, w, w_scales, w_block, out_dtype)
-    check_block("blockwise_matmul", w_block, ((128, 128), (1, 128)))
     from pallas_kernels.matmul import hopper  # importing Pallas takes longer than importing JAX
 
     # what is added over devices is added in float32

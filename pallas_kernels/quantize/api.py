@@ -7,7 +7,7 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.backend import Backend, BackendError, resolve
+from pallas_kernels.backend import Backend, choose, name_of
 from pallas_kernels.quantize import reference
 
 Rule = Literal["float32", "power_of_two"]
@@ -134,15 +134,6 @@ def _check(operation, x, block):
 
 
 def _chosen(operation, backend, block, dtype, x_dtype, inputs=_HOPPER_INPUTS) -> str:
-    """The backend that runs: under "auto" the reference where hopper has no kernel for this."""
-    chosen = resolve(backend, operation)
     made, given = jnp.dtype(dtype).name, jnp.dtype(x_dtype).name
-    if chosen == "hopper" and not (block in HOPPER_BLOCKS and made in _HOPPER_DTYPES and given in inputs):
-        if backend == "auto":
-            return "reference"
-        blocks = ", ".join(f"{rows}x{columns}" for rows, columns in HOPPER_BLOCKS)
-        raise BackendError(
-            f"{operation}: the hopper backend makes {' and '.join(_HOPPER_DTYPES)} of {' and '.join(inputs)} in blocks of "
-            f"{blocks}, not {made} of {given} in {block[0]}x{block[1]}"
-        )
-    return chosen
+    served = block in HOPPER_BLOCKS and made in _HOPPER_DTYPES and given in inputs
+    return choose(operation, backend, "" if served else f"quantizer from {given} to {made} in blocks of {name_of(block)}")
