@@ -30,26 +30,28 @@ def on_mesh() -> bool:
 
 
 def partitioned(
-    kernel: Callable[..., jax.Array], rule: str, blocks: dict[str, tuple[str, int]], whole: tuple[str, ...] = ()
-) -> Callable[..., jax.Array]:
+    kernel: Callable[..., Any], rule: str, blocks: dict[str, tuple[str, int]], whole: tuple[str, ...] = ()
+) -> Callable[..., Any]:
     """`kernel`, to be split over the mesh of the enclosing `jax.set_mesh`.
 
     Args:
-        kernel: arrays -> one array. Where a factor is summed over devices, its result is added in its own dtype.
-        rule: the factors of each operand's axes and of the result's, one word a factor.
+        kernel: arrays -> an array, or a tuple of them. What is summed over devices is added in the result's dtype.
+        rule: the factors of each operand's axes and of each result's, one word a factor.
         blocks: factor -> (the factor whose blocks it counts, the block's side): an axis of scales follows the axis it scales.
         whole: factors that every device needs all of.
     """
     if not on_mesh():
         return kernel
     left, right = rule.split("->")
-    operands, result = tuple(tuple(part.split()) for part in left.split(",")), tuple(right.split())
+    operands, results = (tuple(tuple(part.split()) for part in side.split(",")) for side in (left, right))
     factors = dict.fromkeys(factor for names in operands for factor in names)  # in their order, as the rule wants them
+    factors |= dict.fromkeys(factor for names in results for factor in names)
     kept = tuple(factor for factor in factors if factor in blocks or factor in whole)
-    summed = tuple(factor for factor in factors if factor not in (*result, *kept))
+    written = {factor for names in results for factor in names}
+    summed = tuple(factor for factor in factors if factor not in written and factor not in kept)
     call = custom_partitioning(lambda *arrays: kernel(*arrays))
     call.def_partition(
-        partial(_partition, kernel, operands, result, blocks, whole, summed),
+        partial(_partition, kernel, operands, results, blocks, whole, summed),
         sharding_rule=rule,
         reduction_factors=summed,
         need_replication_factors=kept,
@@ -57,7 +59,7 @@ def partitioned(
     return call
 
 
-def _partition(kernel, operands: Factors, result, blocks, whole, summed, mesh, given, _):
+def _partition(kernel, operands: Factors, results: Factors, blocks, whole, summed, mesh, given, _):
     split = splits(operands, blocks, whole, [(x.shape, _entries(x)) for x in given], dict(mesh.shape))
     over = tuple(axis for factor in summed for axis in split.get(factor, ()))
 
@@ -68,7 +70,8 @@ def _partition(kernel, operands: Factors, result, blocks, whole, summed, mesh, g
     def sharding(names):
         return NamedSharding(mesh, PartitionSpec(*(split.get(blocks.get(f, (f,))[0]) for f in names)))
 
-    return mesh, on_one_device, sharding(result), tuple(sharding(names) for names in operands)
+    written = tuple(sharding(names) for names in results)
+    return mesh, on_one_device, written if len(written) > 1 else written[0], tuple(sharding(names) for names in operands)
 
 
 def splits(operands: Factors, blocks: dict, whole: tuple, given: list, sizes: dict[str, int]) -> dict[str, tuple[str, ...]]:

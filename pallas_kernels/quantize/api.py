@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.backend import Backend, choose, name_of
+from pallas_kernels.partition import partitioned
 from pallas_kernels.quantize import reference
 
 Rule = Literal["float32", "power_of_two"]
@@ -52,7 +54,9 @@ def quantize_blocks(
         return reference.quantize(x, block, dtype, scale)
     from pallas_kernels.quantize import hopper
 
-    return hopper.quantize_blocks(x, block, dtype, scale)
+    lead, rows, columns = _axes(x.ndim), *_scale_axes(block)
+    rule = f"{lead} m n -> {lead} m n, {lead} {rows} {columns}"
+    return partitioned(partial(hopper.quantize_blocks, block=block, dtype=dtype, rule=scale), rule, _BLOCKS)(x)
 
 
 def quantize_both(
@@ -84,7 +88,11 @@ def quantize_both(
         return reference.quantize(x, (1, size), dtype, scale), reference.quantize(x, (size, 1), dtype, scale)
     from pallas_kernels.quantize import hopper
 
-    return hopper.quantize_both(x, dtype, scale)
+    lead = _axes(x.ndim)
+    rule = f"{lead} m n -> {lead} m n, {lead} m b, {lead} m n, {lead} a n"
+    kernel = partitioned(partial(_flat, hopper.quantize_both, dtype=dtype, rule=scale), rule, _BLOCKS)
+    values, scales, *tokens = kernel(x)
+    return (values, scales), tuple(tokens)
 
 
 def regroup(
@@ -116,7 +124,7 @@ def regroup(
         return reference.quantize(dequantize_blocks(values, scales, (1, size)), (size, 1), dtype, scale)
     from pallas_kernels.quantize import hopper
 
-    return hopper.regroup(values, scales, dtype, scale)
+    return partitioned(partial(hopper.regroup, dtype=dtype, rule=scale), "m n, m b -> m n, a n", _BLOCKS)(values, scales)
 
 
 def dequantize_blocks(
@@ -124,6 +132,22 @@ def dequantize_blocks(
 ) -> Float[Array, "*batch m n"]:
     """values * scale of their block, float32."""
     return values.astype(jnp.float32) * reference.expand(scales, block, values.shape[-2:])
+
+
+_BLOCKS = {"a": ("m", 128), "b": ("n", 128)}
+"""Factors of a sharding rule that count blocks: of rows, of columns."""
+
+
+def _axes(ndim: int) -> str:
+    return " ".join(f"l{axis}" for axis in range(ndim - 2))
+
+
+def _scale_axes(block: tuple[int, int]) -> tuple[str, str]:
+    return "m" if block[0] == 1 else "a", "n" if block[1] == 1 else "b"
+
+
+def _flat(function, x, **options):
+    return tuple(array for pair in function(x, **options) for array in pair)
 
 
 def _check(operation, x, block):

@@ -72,6 +72,18 @@ def experts(mesh) -> dict[str, tuple[float, list[str]]]:
     return found
 
 
+def quantizer(mesh) -> tuple[float, list[str]]:
+    """Two results: the rows of the scales are those of the values, and their columns are blocks of 128."""
+    x = jax.random.normal(jax.random.key(2), (16, 64, 512))
+    with jax.set_mesh(mesh):
+        split = jax.device_put(x, NamedSharding(mesh, P(("data", "fsdp"), None, "tensor")))
+        rule = "l m n -> l m n, l m b"
+        compiled = jax.jit(lambda x: partitioned(quantize_blocks, rule, {"b": ("n", 128)})(x)).lower(split).compile()
+    pairs = zip(compiled(split), quantize_blocks(x), strict=True)
+    gathered = re.findall(r"= (\S+?)\{\S* all-gather(?:-start)?\(", compiled.as_text())
+    return float(max(np.abs(np.float32(a) - np.float32(b)).max() for a, b in pairs)), gathered
+
+
 def main() -> None:
     mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
     keys = jax.random.split(jax.random.key(0))
@@ -87,7 +99,7 @@ def main() -> None:
         "broken_blocks": (P(), P(), P(("data", "fsdp", "tensor")), P()),
     }
     found = {name: collectives(mesh, specs, operands) for name, specs in layouts.items()}
-    print(json.dumps(found | experts(mesh)))
+    print(json.dumps(found | experts(mesh) | {"quantizer": quantizer(mesh)}))
 
 
 if __name__ == "__main__":

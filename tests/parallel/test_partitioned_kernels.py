@@ -52,3 +52,8 @@ def test_what_must_be_whole_is_not_split():
 def test_the_rows_of_groups_are_whole(printed, product, collectives):
     difference, found = printed[product]
     assert difference < 1e-4 and found == collectives
+
+
+def test_a_kernel_with_two_results(printed):
+    """Values stay where they are; their scales, 32 times smaller, are gathered where nobody wants a part of them."""
+    assert printed["quantizer"] == [0.0, ["f32[4,64,4]"]]
