@@ -10,7 +10,14 @@ from pallas_kernels.backend import BackendError
 from pallas_kernels.cache_write import write_cache
 from pallas_kernels.grouped_matmul import align_groups, grouped_matmul, grouped_outer_product
 from pallas_kernels.matmul import blockwise_matmul
-from pallas_kernels.quantize import dequantize_blocks, quantize_blocks, quantize_both, regroup
+from pallas_kernels.quantize import (
+    dequantize_blocks,
+    quantize_blocks,
+    quantize_both,
+    quantize_rms_norm,
+    quantize_swiglu,
+    regroup,
+)
 
 __all__ = [
     "BackendError",
@@ -21,6 +28,8 @@ __all__ = [
     "grouped_outer_product",
     "quantize_blocks",
     "quantize_both",
+    "quantize_rms_norm",
+    "quantize_swiglu",
     "regroup",
     "write_cache",
 ]

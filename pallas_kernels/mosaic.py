@@ -81,3 +81,8 @@ def saturate(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """x clamped to the range of an FP8 `dtype` and cast: a GPU's cast saturates, JAX's on a CPU gives NaN."""
     limit = float(jnp.finfo(dtype).max)
     return jnp.clip(x, -limit, limit).astype(dtype)
+
+
+def rounded(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """A float32 x rounded to `dtype`, as float32. XLA, which interprets kernels, may drop a cast and its inverse."""
+    return x if dtype == jnp.float32 else jax.lax.optimization_barrier(x.astype(dtype)).astype(jnp.float32)

@@ -139,9 +139,7 @@ def _launch(given, places, scales, caches, parts):
     for part in parts:
         buffers[jnp.dtype(part.dtype).name] = mosaic.SMEM((WARPGROUPS, STRIP, together, dim), part.dtype)
     scratch = [buffers, mosaic.Barrier(num_arrivals=4 + together, num_barriers=WARPGROUPS)]
-    run = mosaic.launch(
-        body, out, scratch=scratch, threads=WARPGROUPS, tiles=-(-sum(units) // WARPGROUPS), name="write_cache"
-    )
+    run = mosaic.launch(body, out, scratch=scratch, threads=WARPGROUPS, tiles=-(-sum(units) // WARPGROUPS), name="write_cache")
     return run(*given, *places, scales, *caches)
 
 

@@ -15,7 +15,7 @@ PACKAGES = Path(__file__).with_name("toolchain.txt")
 def missing() -> str:
     """Why nothing can be compiled here; empty where it can."""
     if _folder() is None:
-        return f"nothing to compile for Hopper with: make toolchain, or have {VARIABLE} name a folder of what {PACKAGES.name} lists"
+        return f"nothing to compile for Hopper with: make toolchain, or {VARIABLE} naming a folder of what {PACKAGES.name} lists"
     return ""
 
 

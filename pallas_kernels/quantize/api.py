@@ -48,8 +48,8 @@ def quantize_blocks(
         BackendError: a backend asked for by name cannot serve the call.
         ValueError: `x` has fewer than two axes or no elements, or a block side is not positive.
     """
-    _check("quantize_blocks", x, block)
-    chosen = _chosen("quantize_blocks", backend, block, dtype, x.dtype)
+    check("quantize_blocks", x, block)
+    chosen = chosen_backend("quantize_blocks", backend, block, dtype, x.dtype)
     if chosen == "reference":
         return reference.quantize(x, block, dtype, scale)
     from pallas_kernels.quantize import hopper
@@ -82,8 +82,8 @@ def quantize_both(
     Raises:
         BackendError, ValueError: as `quantize_blocks`.
     """
-    _check("quantize_both", x, (1, size))
-    chosen = _chosen("quantize_both", backend, (1, size), dtype, x.dtype)
+    check("quantize_both", x, (1, size))
+    chosen = chosen_backend("quantize_both", backend, (1, size), dtype, x.dtype)
     if chosen == "reference":
         return reference.quantize(x, (1, size), dtype, scale), reference.quantize(x, (size, 1), dtype, scale)
     from pallas_kernels.quantize import hopper
@@ -116,10 +116,10 @@ def regroup(
     Raises:
         BackendError, ValueError: as `quantize_blocks`; ValueError also where `scales` do not belong to `values`.
     """
-    _check("regroup", values, (size, 1))
+    check("regroup", values, (size, 1))
     if scales.shape != (len(values), -(-values.shape[1] // size)):
         raise ValueError(f"regroup: scales {scales.shape} are not those of values {values.shape} in blocks of (1, {size})")
-    chosen = _chosen("regroup", backend, (size, 1), dtype, values.dtype, _HOPPER_DTYPES)
+    chosen = chosen_backend("regroup", backend, (size, 1), dtype, values.dtype, _HOPPER_DTYPES)
     if chosen == "reference":
         return reference.quantize(dequantize_blocks(values, scales, (1, size)), (size, 1), dtype, scale)
     from pallas_kernels.quantize import hopper
@@ -150,14 +150,18 @@ def _flat(function, x, **options):
     return tuple(array for pair in function(x, **options) for array in pair)
 
 
-def _check(operation, x, block):
+def check(operation: str, x: Array, block: tuple[int, int]) -> None:
+    """Raises ValueError where there is nothing to quantize."""
     if x.ndim < 2 or min(block) < 1:
         raise ValueError(f"{operation}: need at least two axes and a positive block, got shape {x.shape}, block {block}")
     if x.size == 0:
         raise ValueError(f"{operation}: nothing to quantize in shape {x.shape}")
 
 
-def _chosen(operation, backend, block, dtype, x_dtype, inputs=_HOPPER_INPUTS) -> str:
+def chosen_backend(
+    operation: str, backend: Backend, block: tuple[int, int], dtype: jnp.dtype, x_dtype: jnp.dtype, inputs=_HOPPER_INPUTS
+) -> str:
+    """The backend that runs an operation: under "auto" the reference where hopper has no kernel for this."""
     made, given = jnp.dtype(dtype).name, jnp.dtype(x_dtype).name
     served = block in HOPPER_BLOCKS and made in _HOPPER_DTYPES and given in inputs
     return choose(operation, backend, "" if served else f"quantizer from {given} to {made} in blocks of {name_of(block)}")

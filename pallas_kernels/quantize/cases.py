@@ -11,9 +11,11 @@ import numpy as np
 
 from pallas_kernels.check.cases import Case
 from pallas_kernels.quantize.api import dequantize_blocks, quantize_blocks, quantize_both, regroup
+from pallas_kernels.quantize.fused import quantize_rms_norm, quantize_swiglu
 
 E4M3, E5M2, BF16, F32 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.bfloat16, jnp.float32
 SQUARE = (128, 128)
+STEP = 32 / 448  # e4m3's largest; where a last float32 bit of exp or of a mean differs, a value may be the neighbouring one
 
 
 def arguments(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype, faults: bool = False) -> tuple:
@@ -82,8 +84,53 @@ def along_tokens(name: str, shape: tuple[int, int], dtype=E4M3, rule="float32") 
     )
 
 
-def _case(name: str, arguments: Callable, run: Callable, expected: Callable, size: float) -> Case:
-    return Case(name=name, arguments=arguments, run=run, expected=expected, bytes=float(size))
+def swiglu(name: str, shape: tuple[int, ...], dtype=E4M3, rule="float32", x_dtype=BF16) -> Case:
+    def make(key):
+        return tuple(arguments(key, shape, x_dtype)[0] for key in jax.random.split(key))
+
+    def definition(gate, up):
+        kind = gate.dtype
+
+        def rounded(x):
+            return x.astype(kind).astype(np.float32)
+
+        gate, up = gate.astype(np.float32), up.astype(np.float32)
+        with np.errstate(over="ignore"):
+            sigmoid = rounded(1 / rounded(1 + rounded(np.exp(-gate.astype(np.float64)))))
+        return expected(rounded(rounded(gate * sigmoid) * up), (1, 128), dtype, rule)
+
+    return _case(
+        name,
+        make,
+        lambda gate, up, backend: quantize_swiglu(gate, up, 128, dtype, rule, backend=backend),
+        definition,
+        np.prod(shape) * (2 * jnp.dtype(x_dtype).itemsize + 1.0),
+        STEP,
+    )
+
+
+def rms_norm(name: str, shape: tuple[int, ...], dtype=E4M3, rule="float32", x_dtype=BF16, offset: float = 0.0) -> Case:
+    def make(key):
+        keys = jax.random.split(key)
+        return *arguments(keys[0], shape, x_dtype), jax.random.normal(keys[1], shape[-1:]).astype(BF16)
+
+    def definition(x, weight):
+        wide = x.astype(np.float64)
+        normed = wide / np.sqrt((wide * wide).mean(-1, keepdims=True) + 1e-6) * (weight.astype(np.float64) + offset)
+        return expected(normed.astype(np.float32).astype(x.dtype), (1, 128), dtype, rule)
+
+    return _case(
+        name,
+        make,
+        lambda x, weight, backend: quantize_rms_norm(x, weight, 1e-6, offset, 128, dtype, rule, backend=backend),
+        definition,
+        np.prod(shape) * (jnp.dtype(x_dtype).itemsize + 1.0),
+        STEP,
+    )
+
+
+def _case(name: str, arguments: Callable, run: Callable, expected: Callable, size: float, tolerance=0.0) -> Case:
+    return Case(name=name, arguments=arguments, run=run, expected=expected, bytes=float(size), tolerance=tolerance)
 
 
 SMALL = (
@@ -105,6 +152,10 @@ SMALL = (
     both("both-with-faults", (200, 300), rule="power_of_two", faults=True),
     along_tokens("regrouped", (300, 200)),
     along_tokens("regrouped-gradient-format", (128, 384), E5M2, "power_of_two"),
+    swiglu("swiglu", (200, 384)),
+    swiglu("swiglu-ragged", (2, 3, 140), rule="power_of_two", x_dtype=F32),
+    rms_norm("rms-norm", (200, 384)),
+    rms_norm("rms-norm-ragged", (2, 5, 300), x_dtype=F32, offset=1.0),
 )
 
 REAL = (
@@ -122,4 +173,6 @@ REAL = (
     both("both-float32", (4096, 4096), x_dtype=F32),
     both("both-ragged", (1000, 576)),
     *(along_tokens(f"regrouped-4096x{n}", (4096, n)) for n in (4096, 12288)),
+    *(swiglu(f"swiglu-{m}x{n}", (m, n)) for m, n in ((64, 12288), (4096, 12288), (8192, 768))),
+    *(rms_norm(f"rms-norm-{m}x{n}", (m, n)) for m, n in ((64, 4096), (4096, 4096), (4096, 5120))),
 )

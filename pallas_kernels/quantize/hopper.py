@@ -6,8 +6,12 @@ The functions here return transposed views; a product transposes again, and unde
 
 from __future__ import annotations
 
+import math
+from functools import partial
+
 import jax.numpy as jnp
 
+from pallas_kernels import mosaic
 from pallas_kernels.quantize.tiles import GROUP, ROWS, SQUARE, TOKENS, Source, plan_of, quantize
 
 GROUPINGS = {(1, GROUP): ROWS, (GROUP, 1): TOKENS, (GROUP, GROUP): SQUARE}
@@ -31,6 +35,33 @@ def regroup(values, scales, dtype, rule):
     source = Source((_aligned(x, (TOKENS,)),), lambda x, rows, _: x * rows(), rows=_aligned_rows(rows))
     ((values, scales),) = _run(source, (TOKENS,), dtype, rule, x.shape, "regroup")
     return values[0], scales[0]
+
+
+def quantize_swiglu(gate, up, dtype, rule):
+    def make(gate, up, *_):
+        rounded = partial(mosaic.rounded, dtype=kind)
+        sigmoid = rounded(1.0 / rounded(1.0 + rounded(jnp.exp(-gate))))
+        return rounded(rounded(gate * sigmoid) * up)
+
+    kind, rows = gate.dtype, (1, -1, gate.shape[-1])
+    source = Source(tuple(_aligned(x.reshape(rows), (ROWS,)) for x in (gate, up)), make)
+    return _rows(source, dtype, rule, gate.shape, "quantize_swiglu")
+
+
+def quantize_rms_norm(x, inverse, gain, dtype, rule):
+    def make(x, rows, columns):
+        return mosaic.rounded(x * rows() * columns(), kind)
+
+    kind, n = x.dtype, x.shape[-1]
+    rows = _pad(inverse.reshape(1, -1, 1), (8, 1)).swapaxes(1, 2)
+    source = Source((_aligned(x.reshape(1, -1, n), (ROWS,)),), make, rows, jnp.pad(gain, (0, -n % 128)))
+    return _rows(source, dtype, rule, x.shape, "quantize_rms_norm")
+
+
+def _rows(source, dtype, rule, shape, name):
+    (*batch, n), m = shape, math.prod(shape[:-1])
+    ((values, scales),) = _run(source, (ROWS,), dtype, rule, (1, m, n), name)
+    return values.reshape(shape), scales.reshape(*batch, -1)
 
 
 def _groupings(x, groupings, dtype, rule):

@@ -12,7 +12,7 @@ def quantize(x, block, dtype, scale):
     limit = float(jnp.finfo(dtype).max)
     x = x.astype(jnp.float32)
     scales = scale_of(block_amax(x, block), dtype, scale)
-    scaled = x * expand(1.0 / scales, block, x.shape[-2:])
+    scaled = x * expand(reciprocal(scales), block, x.shape[-2:])
     return jnp.clip(scaled, -limit, limit).astype(dtype), scales
 
 
@@ -50,6 +50,28 @@ def round_up_to_power_of_two(x):
     return jnp.where(x < jnp.inf, lax.bitcast_convert_type(exponent, jnp.float32), x)
 
 
+def reciprocal(scale):
+    """1 / scale rounded to nearest on every device: a GPU's float32 division may be a unit in the last place off, or two."""
+    return nearest_reciprocal(scale, 1.0 / scale)
+
+
+def nearest_reciprocal(scale, near):
+    """1 / scale rounded to nearest, from a number that is up to two units in the last place from it.
+
+    Significands are 24-bit integers and the product of one and its reciprocal's is near a power of two above 2^32, so what 32
+    bits keep of it is the error. More than half a significand of it is a unit of the reciprocal.
+    """
+    bits, own = (lax.bitcast_convert_type(x, jnp.int32) for x in (near, scale))
+    for _ in range(2):
+        error = 2 * (_significand(own) * _significand(bits))
+        bits = bits - (error > _significand(own)).astype(jnp.int32) + (error < -_significand(own)).astype(jnp.int32)
+    return jnp.where(scale < jnp.inf, lax.bitcast_convert_type(bits, jnp.float32), near)
+
+
+def _significand(bits):
+    return (bits & 0x007FFFFF) | 0x00800000
+
+
 def expand(scales, block, shape):
     """Scales [..., mb, nb] repeated to one for each element, [..., m, n]."""
     for axis, size, side in ((-2, shape[0], block[0]), (-1, shape[1], block[1])):
@@ -57,3 +79,33 @@ def expand(scales, block, shape):
             scales = jnp.repeat(scales, side, axis=axis)
         scales = lax.slice_in_dim(scales, 0, size, axis=axis)
     return scales
+
+
+def swiglu(gate, up):
+    """silu(gate) * up, each operation rounded to their dtype, as jax.nn.silu(gate) * up is outside of a jit. Inside of one, XLA
+    keeps what it likes in float32; a rounding that is asked for stays."""
+    kind = jnp.finfo(gate.dtype)
+
+    def rounded(x):
+        return lax.reduce_precision(x, kind.nexp, kind.nmant)
+
+    gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
+    sigmoid = rounded(1.0 / rounded(1.0 + rounded(jnp.exp(-gate))))
+    return rounded(rounded(gate * sigmoid) * up)
+
+
+def inverse_rms(x, eps):
+    """1 / sqrt(mean(x^2) + eps) of each row, float32 [..., 1]."""
+    x = x.astype(jnp.float32)
+    return lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+
+
+def gain(weight, offset):
+    weight = weight.astype(jnp.float32)
+    return weight + offset if offset else weight
+
+
+def rms_norm(x, inverse, gain):
+    """The norm of x in float32, rounded to the dtype of x."""
+    kind = jnp.finfo(x.dtype)
+    return lax.reduce_precision(x.astype(jnp.float32) * inverse * gain, kind.nexp, kind.nmant)

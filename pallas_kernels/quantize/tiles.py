@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import mosaic
-from pallas_kernels.quantize.reference import largest, magnitude_bits, scale_of
+from pallas_kernels.quantize.reference import largest, magnitude_bits, reciprocal, scale_of
 from pallas_kernels.target import hopper_sms
 
 STRIP, GROUP = 64, 128
@@ -159,7 +159,7 @@ def _quantize_tile(grouping, source, loaded, values, scales, plan):
 
     def write(part, x, scale):
         # at most a rounding above the largest value, which the cast rounds to: nothing is left to clamp
-        values[part] = (x * lax.broadcast_in_dim(1.0 / scale, x.shape, [0])).astype(plan.dtype)
+        values[part] = (x * lax.broadcast_in_dim(reciprocal(scale), x.shape, [0])).astype(plan.dtype)
         scales[part] = scale
 
     if grouping == SQUARE:
