@@ -57,11 +57,10 @@ def _devices(faults: list[str]) -> list[str]:
 
 
 def _kernels() -> list[str]:
-    from pallas_kernels.grouped_matmul import api as grouped_matmul
-    from pallas_kernels.matmul import api as blockwise_matmul
+    from pallas_kernels.backend import resolve
+    from pallas_kernels.check.cases import OPERATIONS
 
-    operations = {"blockwise_matmul": blockwise_matmul, "grouped_matmul": grouped_matmul}
-    return [f"{name}: {', '.join(api.AVAILABLE)}; auto runs {api.selected_backend('auto')}" for name, api in operations.items()]
+    return [f"{name}: auto runs {resolve('auto', name)}" for name in OPERATIONS]
 
 
 def _float8(faults: list[str]) -> list[str]:

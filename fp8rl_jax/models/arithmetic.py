@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from fp8rl_jax.models import attention
 from pallas_kernels import exact
-from pallas_kernels.exact.numbers import cut, once, scoped, wide
+from pallas_kernels.exact import cut, once, scoped, wide
 from pallas_kernels.matmul.reference import dot
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True)}

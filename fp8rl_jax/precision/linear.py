@@ -26,9 +26,8 @@ from pallas_kernels.backend import Backend
 from pallas_kernels.exact import Integers, add_scaled, to_integers
 from pallas_kernels.exact import dot as exact_dot
 from pallas_kernels.exact import grouped_dot as exact_grouped_dot
-from pallas_kernels.grouped_matmul.reference import dot as _grouped_dot
-from pallas_kernels.matmul import selected_backend
-from pallas_kernels.matmul.reference import dot
+from pallas_kernels.grouped_matmul import dot as _grouped_dot
+from pallas_kernels.matmul import dot, selected_backend
 
 
 @jax.tree_util.register_dataclass
@@ -133,9 +132,9 @@ def linear(
     """
     if isinstance(weight, TrainedWeight):
         return trained_linear(x, weight, out_dtype, backend)
-    product = exact_dot if exact else dot
     if isinstance(weight, AdaptedWeight):
-        return _adapted(product, lambda x, w: linear(x, w, jnp.float32, backend, exact), x, weight, exact).astype(out_dtype)
+        base = partial(linear, out_dtype=jnp.float32, backend=backend, exact=exact)
+        return _adapted(exact_dot if exact else dot, base, x, weight, exact).astype(out_dtype)
     if isinstance(x, QTensor) and isinstance(weight, QTensor) and not exact:
         return blockwise_matmul(x.values, x.scales, weight.values, weight.scales, weight.block, out_dtype, backend=backend)
     product = partial(exact_dot, out_dtype=out_dtype) if exact else dot  # rounded once, as the trainer's

@@ -38,9 +38,8 @@ from pallas_kernels import blockwise_matmul, grouped_matmul, grouped_outer_produ
 from pallas_kernels.backend import Backend
 from pallas_kernels.exact import dot as exact_dot
 from pallas_kernels.exact import grouped_dot as exact_grouped_dot
-from pallas_kernels.grouped_matmul import align_groups
-from pallas_kernels.grouped_matmul.reference import dot as grouped_dot
-from pallas_kernels.grouped_matmul.reference import outer_product
+from pallas_kernels.grouped_matmul import align_groups, outer_product
+from pallas_kernels.grouped_matmul import dot as grouped_dot
 
 
 @jax.tree_util.register_dataclass

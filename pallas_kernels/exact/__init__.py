@@ -1,22 +1,24 @@
 """Arithmetic whose result does not depend on the order of its sums; `numbers` says how, `products` multiplies with it."""
 
 from pallas_kernels.exact.gradient import with_gradient_of
-from pallas_kernels.exact.numbers import exp, integers, log, rounded, sigmoid, total
-from pallas_kernels.exact.products import MAX_TERMS, Integers, add_scaled, attend, dot, grouped_dot, to_integers
+from pallas_kernels.exact.numbers import cut, exp, log, once, rounded, scoped, sigmoid, total, wide
+from pallas_kernels.exact.products import Integers, add_scaled, attend, dot, grouped_dot, to_integers
 
 __all__ = [
-    "MAX_TERMS",
     "Integers",
     "add_scaled",
     "attend",
+    "cut",
     "dot",
     "exp",
     "grouped_dot",
-    "integers",
     "log",
+    "once",
     "rounded",
+    "scoped",
     "sigmoid",
     "to_integers",
     "total",
+    "wide",
     "with_gradient_of",
 ]

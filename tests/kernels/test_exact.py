@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import exact
-from pallas_kernels.exact.numbers import scoped, wide
-from pallas_kernels.matmul.reference import dot as plain_dot
+from pallas_kernels.exact import scoped, wide
+from pallas_kernels.matmul import dot as plain_dot
 
 RNG = np.random.default_rng(0)
 dot = jax.jit(exact.dot)
