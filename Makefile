@@ -50,10 +50,9 @@ demo: install ## train the built-in policy with bf16 and with fp8-rl; writes run
 	@$(BIN)/fp8rl report runs/demo
 
 test: lint browser ## lint, then all tests
-	@code=0; \
-	XLA_FLAGS="$(UNOPTIMIZED) $${XLA_FLAGS:-}" $(PYTEST) -m "not optimized" $(PYTEST_ARGS) || code=$$?; \
-	$(PYTEST) -m optimized $(PYTEST_ARGS) || code=$$?; \
-	exit $$code
+	@first=0; XLA_FLAGS="$(UNOPTIMIZED) $${XLA_FLAGS:-}" $(PYTEST) -m "not optimized" $(PYTEST_ARGS) || first=$$?; \
+	second=0; $(PYTEST) -m optimized $(PYTEST_ARGS) || second=$$?; \
+	case "$$first $$second" in "0 0"|"5 0"|"0 5") ;; *) exit 1;; esac  # 5: PYTEST_ARGS chose no test of this pass
 
 toolchain: $(CUDA)/.installed ## what compiles kernels for Hopper without a GPU (about 1 GB); make test uses it if it is there
 

@@ -45,7 +45,7 @@ def grouped_matmul(
 
     Raises:
         BackendError: a backend asked for by name cannot serve the call, or none multiplies these two formats.
-        ValueError: shapes do not belong together.
+        ValueError: shapes do not belong together, or an axis has length 0.
     """
     served = w_block == HOPPER_BLOCK
     chosen = choose("grouped_matmul", backend, "" if served else f"product of weights in blocks of {name_of(w_block)}")
@@ -55,6 +55,8 @@ def grouped_matmul(
     given = {"x": x.shape, "x_scales": x_scales.shape, "w_scales": w_scales.shape, "group_sizes": group_sizes.shape}
     if wrong := [f"{name} {given[name]} must be {shape}" for name, shape in expected.items() if given[name] != shape]:
         raise ValueError(f"grouped_matmul: for w {w.shape} in blocks {w_block}, {', '.join(wrong)}")
+    if 0 in (*x.shape, *w.shape):
+        raise ValueError(f"grouped_matmul: nothing to multiply in x {x.shape} and w {w.shape}")
     check_pair("grouped_matmul", chosen, x.dtype, w.dtype)
     if chosen == "reference":
         return reference.matmul(x, x_scales, w, w_scales, group_sizes, w_block, out_dtype)

@@ -42,7 +42,7 @@ def blockwise_matmul(
 
     Raises:
         BackendError: a backend asked for by name cannot serve the call, or none multiplies these two formats.
-        ValueError: scale shapes do not belong to the operands.
+        ValueError: scale shapes do not belong to the operands, or an axis has length 0.
     """
     served = w_block in HOPPER_BLOCKS
     chosen = choose("blockwise_matmul", backend, "" if served else f"product of weights in blocks of {name_of(w_block)}")
@@ -53,6 +53,8 @@ def blockwise_matmul(
             f"blockwise_matmul: x {x.shape} with scales {x_scales.shape} and w {w.shape} with scales {w_scales.shape} "
             f"do not fit block {w_block}: w_scales must be {blocks}, x_scales {(*x.shape[:-1], blocks[1])}"
         )
+    if 0 in (*x.shape, n):
+        raise ValueError(f"blockwise_matmul: nothing to multiply in x {x.shape} and w {w.shape}")
     check_pair("blockwise_matmul", chosen, x.dtype, w.dtype)
     if chosen == "reference":
         return reference.matmul(x, x_scales, w, w_scales, w_block, out_dtype)

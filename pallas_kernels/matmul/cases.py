@@ -63,6 +63,7 @@ SMALL = (
     case(1, 256, 2048, "one-row"),
     case(7, 130, 2100, "few-rows", jnp.bfloat16),
     case(40, 300, 576, "forty-rows"),
+    case(8, 128, 16384, "long-contraction"),
     case(128, 128, 384, "most-few-rows"),
     case(24, 140, 260, "few-rows-weight-gradient", w_block=(1, 128), x_dtype=E5M2),
 )
