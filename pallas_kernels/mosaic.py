@@ -6,6 +6,7 @@ What the Hopper kernels share stands here too: how a tile lies in shared memory,
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import jax
@@ -42,6 +43,21 @@ when = pl.when
 SMEM_BYTES = 232_448  # what one block of a Hopper GPU may have
 
 
+def outlined(*static: str) -> Callable[[Callable], Callable]:
+    """Makes a function that runs kernels one function of the program, lowered once a shape however many layers call it.
+
+    Args:
+        static: names of its arguments that are no arrays; they are given by name.
+    """
+
+    def decorate(function: Callable) -> Callable:
+        jitted = jax.jit(lambda *arrays, sms, **options: function(*arrays, **options), static_argnames=("sms", *static))
+        # what is traced depends on the GPU that it is traced for
+        return wraps(function)(lambda *arrays, **options: jitted(*arrays, sms=hopper_sms(), **options))
+
+    return decorate
+
+
 def launch(
     body: Callable[..., None], out_type: Any, *, scratch: dict[str, Any], threads: int, tiles: int, name: str
 ) -> Callable:
@@ -75,6 +91,12 @@ def _swizzled(shape, dtype, width):
     swizzle = plgpu.find_swizzle(width * jnp.dtype(dtype).itemsize * 8)
     columns = swizzle // jnp.dtype(dtype).itemsize
     return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(swizzle)))
+
+
+def whole_swizzles(columns: int, dtype: jnp.dtype) -> int:
+    """`columns` rounded up to what a tiled copy to global memory can end with: 128 bytes."""
+    step = 128 // jnp.dtype(dtype).itemsize
+    return -(-columns // step) * step
 
 
 def saturate(x: jax.Array, dtype: jnp.dtype) -> jax.Array:

@@ -94,5 +94,7 @@ REAL = (
     forward("gate-uneven", _UNEVEN, *_MODEL.linears["gate"], out_dtype=jnp.bfloat16),
     forward("8-groups", (512,) * 8, 7168, 4096, out_dtype=jnp.bfloat16),
     forward("decode", (8,) * _MODEL.experts, *_MODEL.linears["gate"], out_dtype=jnp.bfloat16),
+    forward("ragged", (5, 100, 0), 200, 576, behind=9, out_dtype=jnp.bfloat16),
+    gradient("gradient-ragged", (128, 256), 200, 300),
     gradient("gradient-gate", (256,) * _MODEL.experts, *_MODEL.linears["gate"]),
 )

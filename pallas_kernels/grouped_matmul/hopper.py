@@ -50,10 +50,11 @@ def row_tiles(m: int, group_sizes) -> RowTiles:
     return RowTiles(found, start, low, high)
 
 
+@mosaic.outlined("out_dtype")
 def matmul(x, x_scales, w, w_scales, group_sizes, out_dtype):
     (groups, n, k), m = w.shape, len(x)
-    x, x_scales = pad(x, 8, 16), pad(x_scales, 8, 1).T
-    w = jnp.pad(w, ((0, 0), (0, -n % 8), (0, -k % 16))) if n % 8 or k % 16 else w
+    x, x_scales = pad(x, 8, BLOCK_K), pad(x_scales, 8, 1).T
+    w = jnp.pad(w, ((0, 0), (0, -n % 8), (0, -k % BLOCK_K))) if n % 8 or k % BLOCK_K else w
     width, blocks = w.shape[1], w_scales.shape[1]
     tiles, steps = row_tiles(m, group_sizes), -(-k // BLOCK_K)
     grid = (len(tiles.group), -(-n // TILE_COLUMNS))
@@ -87,7 +88,7 @@ def matmul(x, x_scales, w, w_scales, group_sizes, out_dtype):
         "ring": ring_scratch(left, right, STAGES),
         "staged": mosaic.SMEM((TILE_ROWS, TILE_COLUMNS), out_dtype),
     }
-    out = jax.ShapeDtypeStruct((m, n + -n % 8), out_dtype)
+    out = jax.ShapeDtypeStruct((m, mosaic.whole_swizzles(n, out_dtype)), out_dtype)
     return mosaic.launch(
         body, out, scratch=scratch, threads=CONSUMERS + 1, tiles=grid[0] * grid[1], name="grouped_matmul"
     )(x, x_scales, w.reshape(groups * width, -1), w_scales.reshape(groups * blocks, -1), *tiles)[:, :n]
@@ -106,10 +107,11 @@ def store_rows(staged, out, first, rows, start, columns):
         first, stretch = first + (rows & stretch), stretch // 2
 
 
+@mosaic.outlined()
 def outer_products(dy, dy_scales, x, x_scales, group_sizes):
     """[m, n] and [m, k] -> [groups, n, k]; every group begins at a multiple of 128 rows."""
     n, k, groups = dy.shape[1], x.shape[1], len(group_sizes)
-    dy, x = pad(dy.T, 8, 16), pad(x.T, 8, 16)
+    dy, x = pad(dy.T, 8, BLOCK_K), pad(x.T, 8, BLOCK_K)
     dy_scales, x_scales = pad(dy_scales, 1, 8), pad(x_scales, 1, 8)
     ends = jnp.cumsum(group_sizes, dtype=jnp.int32) // BLOCK_K
     firsts = ends - group_sizes.astype(jnp.int32) // BLOCK_K
@@ -141,7 +143,7 @@ def outer_products(dy, dy_scales, x, x_scales, group_sizes):
         "ring": ring_scratch(left, right, stages),
         "staged": mosaic.tiled((CONSUMERS, WGMMA_ROWS, TILE_COLUMNS), jnp.float32),
     }
-    out = jax.ShapeDtypeStruct((groups, len(dy), len(x)), jnp.float32)
+    out = jax.ShapeDtypeStruct((groups, len(dy), mosaic.whole_swizzles(len(x), jnp.float32)), jnp.float32)
     return mosaic.launch(body, out, scratch=scratch, threads=CONSUMERS + 1, tiles=tiles, name="grouped_outer_product")(
         dy, dy_scales, x, x_scales, firsts, ends
     )[:, :n, :k]

@@ -72,6 +72,8 @@ _SHAPES = sorted({shape for model in DENSE for shape in model.linears.values()} 
 REAL = (
     *(case(4096, n, k, out_dtype=jnp.bfloat16) for n, k in _SHAPES),
     *(case(m, n, k, out_dtype=jnp.bfloat16) for m in (1, 16, 64, 128) for n, k in ((4096, 4096), (24576, 4096), (4096, 12288))),
+    *(case(m, n, k, out_dtype=dtype) for m, n, k, dtype in ((300, 192, 576, jnp.bfloat16), (5, 576, 1536, jnp.float32))),
+    case(576, 200, 300, "weight-gradient-ragged", jnp.float32, w_block=(1, 128)),
     case(4096, 12288, 8192, "weight-gradient-12288x4096", jnp.float32, w_block=(1, 128)),
     case(4096, 4096, 12288, "input-gradient-4096x12288", jnp.bfloat16, x_dtype=E5M2),
 )

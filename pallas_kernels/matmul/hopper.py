@@ -36,11 +36,12 @@ def part_of(steps: int, split: int, part):
     return steps * part // split if isinstance(part, int) else lax.div(steps * part, split)
 
 
+@mosaic.outlined("w_block", "out_dtype")
 def matmul(x, x_scales, w, w_scales, w_block, out_dtype):
     (n, k), rows = w.shape, x.reshape(-1, x.shape[-1])
     m = len(rows)
-    rows, x_scales = pad(rows, 8, 16), pad(x_scales.reshape(m, -1), 8, 1).T
-    w, by_row = pad(w, 8, 16), w_block[0] == 1
+    rows, x_scales = pad(rows, 8, BLOCK_K), pad(x_scales.reshape(m, -1), 8, 1).T
+    w, by_row = pad(w, 8, BLOCK_K), w_block[0] == 1
     w_scales = pad(w_scales, 8, 1).T if by_row else w_scales
     product = few_rows if m <= FEW_ROWS else many_rows
     # a weight with a scale a row is the other half of a weight gradient: many rows, and nothing to keep equal to
@@ -49,14 +50,14 @@ def matmul(x, x_scales, w, w_scales, w_block, out_dtype):
 
 
 def pad(x, rows, columns):
-    """x with both sides a multiple of these: TMA wants strides of 16 bytes, and rows in eights."""
+    """x with both sides a multiple of these: Mosaic's tiled copies want whole tiles, of 8 rows and a swizzle's columns."""
     extra = [(0, -side % to) for side, to in zip(x.shape, (rows, columns), strict=True)]
     return jnp.pad(x, extra) if any(after for _, after in extra) else x
 
 
 def many_rows(x, x_scales, w, w_scales, by_row, split, out_dtype):
     """Tiles of 128 x 128 of the result."""
-    (m, k), n = x.shape, len(w)
+    (m, k), n = x.shape, mosaic.whole_swizzles(len(w), out_dtype)
     left, right = Side(x.dtype, TILE_ROWS, True), Side(w.dtype, TILE_COLUMNS, by_row)
     grid, steps = (-(-m // TILE_ROWS), -(-n // TILE_COLUMNS)), -(-k // BLOCK_K)
     tiles, tile, wide = grid[0] * grid[1], (CONSUMERS, WGMMA_ROWS, TILE_COLUMNS), out_dtype == jnp.float32

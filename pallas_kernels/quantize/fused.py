@@ -42,7 +42,7 @@ def quantize_swiglu(
         return reference.quantize(reference.swiglu(gate, up), (1, size), dtype, scale)
     from pallas_kernels.quantize import hopper
 
-    return hopper.quantize_swiglu(gate, up, dtype, scale)
+    return hopper.quantize_swiglu(gate, up, dtype=dtype, rule=scale)
 
 
 def quantize_rms_norm(
@@ -80,4 +80,4 @@ def quantize_rms_norm(
         return reference.quantize(reference.rms_norm(x, inverse, gain), (1, size), dtype, scale)
     from pallas_kernels.quantize import hopper
 
-    return hopper.quantize_rms_norm(x, inverse, gain, dtype, scale)
+    return hopper.quantize_rms_norm(x, inverse, gain, dtype=dtype, rule=scale)

@@ -17,6 +17,7 @@ from pallas_kernels.quantize.tiles import GROUP, ROWS, SQUARE, TOKENS, Source, p
 GROUPINGS = {(1, GROUP): ROWS, (GROUP, 1): TOKENS, (GROUP, GROUP): SQUARE}
 
 
+@mosaic.outlined("block", "dtype", "rule")
 def quantize_blocks(x, block, dtype, rule):
     (*batch, m, n), (rows, columns) = x.shape, block
     layers = (1, -1) if rows == 1 else (-1, m)
@@ -24,11 +25,13 @@ def quantize_blocks(x, block, dtype, rule):
     return values.reshape(x.shape), scales.reshape(*batch, -(-m // rows), -(-n // columns))
 
 
+@mosaic.outlined("dtype", "rule")
 def quantize_both(x, dtype, rule):
     results = _groupings(x.reshape(-1, *x.shape[-2:]), (ROWS, TOKENS), dtype, rule)
     return tuple((values.reshape(x.shape), scales.reshape(*x.shape[:-2], *scales.shape[1:])) for values, scales in results)
 
 
+@mosaic.outlined("dtype", "rule")
 def regroup(values, scales, dtype, rule):
     """Groups along tokens of what is quantized in groups along rows."""
     x, rows = values.reshape(1, -1, values.shape[-1]), scales.reshape(1, -1, scales.shape[-1])
@@ -37,6 +40,7 @@ def regroup(values, scales, dtype, rule):
     return values[0], scales[0]
 
 
+@mosaic.outlined("dtype", "rule")
 def quantize_swiglu(gate, up, dtype, rule):
     def make(gate, up, *_):
         rounded = partial(mosaic.rounded, dtype=kind)
@@ -48,6 +52,7 @@ def quantize_swiglu(gate, up, dtype, rule):
     return _rows(source, dtype, rule, gate.shape, "quantize_swiglu")
 
 
+@mosaic.outlined("dtype", "rule")
 def quantize_rms_norm(x, inverse, gain, dtype, rule):
     def make(x, rows, columns):
         return mosaic.rounded(x * rows() * columns(), kind)
