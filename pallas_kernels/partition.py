@@ -38,6 +38,7 @@ def partitioned(
         kernel: arrays -> an array, or a tuple of them. What is summed over devices is added in the result's dtype.
         rule: the factors of each operand's axes and of each result's, one word a factor.
         blocks: factor -> (the factor whose blocks it counts, the block's side): an axis of scales follows the axis it scales.
+            Those that the rule does not have split nothing.
         whole: factors that every device needs all of.
     """
     if not on_mesh():
@@ -46,6 +47,7 @@ def partitioned(
     operands, results = (tuple(tuple(part.split()) for part in side.split(",")) for side in (left, right))
     factors = dict.fromkeys(factor for names in operands for factor in names)  # in their order, as the rule wants them
     factors |= dict.fromkeys(factor for names in results for factor in names)
+    blocks = {factor: of for factor, of in blocks.items() if factor in factors}
     kept = tuple(factor for factor in factors if factor in blocks or factor in whole)
     written = {factor for names in results for factor in names}
     summed = tuple(factor for factor in factors if factor not in written and factor not in kept)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.backend import Backend, choose
 from pallas_kernels.cache_write import reference
+from pallas_kernels.partition import partitioned
 
 _FP8 = ("float8_e4m3fn", "float8_e5m2")
 
@@ -39,7 +42,7 @@ def write_cache(
         row, slot: int32, where each token goes. A token whose row or slot lies outside of the cache is dropped. Two tokens
             for one place leave either of them.
         scales: float32 scalars of keys and values (x is about stored * scale); they are data, so a new one compiles nothing.
-        q: queries of the same tokens, rotated in the same kernel.
+        q: queries of the same tokens, rotated in the same kernel; `heads` is a multiple of `kv_heads`.
         query_scale: float32 scalar; with it the queries are divided, clamped and cast to the cache's dtype as well.
         backend: implementation; hopper takes head_dim 64, 96 and 128, "auto" is the reference for others.
 
@@ -55,7 +58,20 @@ def write_cache(
         return reference.write_cache(keys, values, k, v, cos, sin, row, slot, scales, q, query_scale)
     from pallas_kernels.cache_write import hopper
 
-    return hopper.write_cache(keys, values, k, v, cos, sin, row, slot, scales, q, query_scale)
+    numbers = jnp.stack([jnp.float32(1) if x is None else x for x in (*(scales or (None, None)), query_scale)])
+    kernel = partial(hopper.write_cache, scaled=scales is not None, query_scaled=query_scale is not None)
+    arrays = (keys, values, k, v, cos, sin, row, slot, numbers)
+    if q is None:
+        return partitioned(kernel, f"{OPERANDS} -> {RESULTS}", {}, WHOLE)(*arrays)
+    grouped = q.reshape(len(q), k.shape[1], -1, q.shape[2])
+    *cache, turned = partitioned(kernel, f"{OPERANDS}, {QUERIES} -> {RESULTS}, {QUERIES}", {}, WHOLE)(*arrays, grouped)
+    return *cache, turned.reshape(q.shape)
+
+
+# On a mesh heads are split, and queries with the keys that they meet. A place is one of the whole cache: where rows are split,
+# the caller's shard_map counts its own.
+OPERANDS, RESULTS = "r h s d, r h s d, t h d, t h d, t f, t f, t, t, z", "r h s d, r h s d"
+QUERIES, WHOLE = "t h g d", ("r", "s", "d", "t", "f", "z", "g")
 
 
 def _check(keys, values, k, v, cos, sin, row, slot, scales, q, query_scale):
@@ -71,7 +87,7 @@ def _check(keys, values, k, v, cos, sin, row, slot, scales, q, query_scale):
         "slot": (slot, (tokens,), jnp.int32),
     }
     if q is not None:
-        wanted["q"] = (q, (tokens, q.shape[1], head_dim), k.dtype)
+        wanted["q"] = (q, (tokens, q.shape[1] // kv_heads * kv_heads, head_dim), k.dtype)
     for name, number in zip(("key scale", "value scale"), scales or (), strict=bool(scales)):
         wanted[name] = (number, (), jnp.float32)
     if query_scale is not None:

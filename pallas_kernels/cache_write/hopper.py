@@ -29,20 +29,21 @@ class Part(NamedTuple):
     dtype: jnp.dtype
 
 
-def write_cache(keys, values, k, v, cos, sin, row, slot, scales, q, query_scale):
-    tokens, scaled = len(k), scales is not None
+def write_cache(keys, values, k, v, cos, sin, row, slot, scales, q=None, *, scaled, query_scaled):
+    """`scales` are three numbers, of keys, values and queries; the flags say whether they are used. q is [tokens, kv_heads,
+    queries of each, head_dim]."""
+    tokens = len(k)
     parts = [Part(k.shape[1], turns, i if scaled else None, keys.dtype) for i, turns in enumerate((True, False))]
     given = [k, v]
     if q is not None:
-        parts.append(Part(q.shape[1], True, None if query_scale is None else 2, q.dtype if query_scale is None else keys.dtype))
+        shape, q = q.shape, q.reshape(tokens, -1, q.shape[-1])
+        parts.append(Part(q.shape[1], True, 2 if query_scaled else None, keys.dtype if query_scaled else q.dtype))
         given.append(q)
-    numbers = [jnp.float32(1) if x is None else x for x in (*(scales or (None, None)), query_scale)]
     keys, values = jax.new_ref(keys), jax.new_ref(values)
     given = [_eights(x) for x in (*given, cos, sin)]
     places = [jnp.pad(x, (0, -tokens % 8), constant_values=-1) for x in (row, slot)]
-    out = _launch(given, places, jnp.stack(numbers), (keys, values), parts)
-    rotated = [x[:tokens] for x in out]
-    return jax.freeze(keys), jax.freeze(values), *rotated
+    out = _launch(given, places, scales, (keys, values), parts)
+    return jax.freeze(keys), jax.freeze(values), *(x[:tokens].reshape(shape) for x in out)
 
 
 def _eights(x):

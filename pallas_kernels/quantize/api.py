@@ -54,9 +54,9 @@ def quantize_blocks(
         return reference.quantize(x, block, dtype, scale)
     from pallas_kernels.quantize import hopper
 
-    lead, rows, columns = _axes(x.ndim), *_scale_axes(block)
+    lead, rows, columns = axes(x.ndim), *_scale_axes(block)
     rule = f"{lead} m n -> {lead} m n, {lead} {rows} {columns}"
-    return partitioned(partial(hopper.quantize_blocks, block=block, dtype=dtype, rule=scale), rule, _BLOCKS)(x)
+    return partitioned(partial(hopper.quantize_blocks, block=block, dtype=dtype, rule=scale), rule, BLOCKS)(x)
 
 
 def quantize_both(
@@ -88,9 +88,9 @@ def quantize_both(
         return reference.quantize(x, (1, size), dtype, scale), reference.quantize(x, (size, 1), dtype, scale)
     from pallas_kernels.quantize import hopper
 
-    lead = _axes(x.ndim)
+    lead = axes(x.ndim)
     rule = f"{lead} m n -> {lead} m n, {lead} m b, {lead} m n, {lead} a n"
-    kernel = partitioned(partial(_flat, hopper.quantize_both, dtype=dtype, rule=scale), rule, _BLOCKS)
+    kernel = partitioned(partial(_flat, hopper.quantize_both, dtype=dtype, rule=scale), rule, BLOCKS)
     values, scales, *tokens = kernel(x)
     return (values, scales), tuple(tokens)
 
@@ -124,7 +124,7 @@ def regroup(
         return reference.quantize(dequantize_blocks(values, scales, (1, size)), (size, 1), dtype, scale)
     from pallas_kernels.quantize import hopper
 
-    return partitioned(partial(hopper.regroup, dtype=dtype, rule=scale), "m n, m b -> m n, a n", _BLOCKS)(values, scales)
+    return partitioned(partial(hopper.regroup, dtype=dtype, rule=scale), "m n, m b -> m n, a n", BLOCKS)(values, scales)
 
 
 def dequantize_blocks(
@@ -134,11 +134,12 @@ def dequantize_blocks(
     return values.astype(jnp.float32) * reference.expand(scales, block, values.shape[-2:])
 
 
-_BLOCKS = {"a": ("m", 128), "b": ("n", 128)}
+BLOCKS = {"a": ("m", 128), "b": ("n", 128)}
 """Factors of a sharding rule that count blocks: of rows, of columns."""
 
 
-def _axes(ndim: int) -> str:
+def axes(ndim: int) -> str:
+    """Factors of all axes but the last two."""
     return " ".join(f"l{axis}" for axis in range(ndim - 2))
 
 

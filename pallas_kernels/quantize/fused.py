@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.backend import Backend
+from pallas_kernels.partition import partitioned
 from pallas_kernels.quantize import reference
-from pallas_kernels.quantize.api import E4M3, Rule, check, chosen_backend
+from pallas_kernels.quantize.api import BLOCKS, E4M3, Rule, axes, check, chosen_backend
 
 
 def quantize_swiglu(
@@ -42,7 +45,9 @@ def quantize_swiglu(
         return reference.quantize(reference.swiglu(gate, up), (1, size), dtype, scale)
     from pallas_kernels.quantize import hopper
 
-    return hopper.quantize_swiglu(gate, up, dtype=dtype, rule=scale)
+    lead = axes(gate.ndim + 1)
+    kernel = partial(hopper.quantize_swiglu, dtype=dtype, rule=scale)
+    return partitioned(kernel, f"{lead} n, {lead} n -> {lead} n, {lead} b", BLOCKS)(gate, up)
 
 
 def quantize_rms_norm(
@@ -80,4 +85,6 @@ def quantize_rms_norm(
         return reference.quantize(reference.rms_norm(x, inverse, gain), (1, size), dtype, scale)
     from pallas_kernels.quantize import hopper
 
-    return hopper.quantize_rms_norm(x, inverse, gain, dtype=dtype, rule=scale)
+    lead = axes(x.ndim + 1)
+    kernel = partial(hopper.quantize_rms_norm, dtype=dtype, rule=scale)
+    return partitioned(kernel, f"{lead} n, {lead} one, n -> {lead} n, {lead} b", BLOCKS, ("one",))(x, inverse, gain)

@@ -93,6 +93,7 @@ def change(at, new):
         (inputs(), {"scales": None}, "an FP8 cache needs scales"),
         (inputs(dtype=jnp.bfloat16), {}, "no other has them"),
         (inputs(), {"q": jnp.ones((6, 4, 16), jnp.bfloat16)}, r"q is bfloat16\(6, 4, 16\), must be bfloat16\(6, 4, 8\)"),
+        (inputs(), {"q": jnp.ones((6, 3, 8), jnp.bfloat16)}, r"q is bfloat16\(6, 3, 8\), must be bfloat16\(6, 2, 8\)"),
         (inputs(tokens=0), {}, "needs tokens"),
     ],
 )

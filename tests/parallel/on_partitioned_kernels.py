@@ -12,10 +12,14 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from pallas_kernels.cache_write import reference as cache_reference
+from pallas_kernels.cache_write.api import OPERANDS, QUERIES, RESULTS, WHOLE
+from pallas_kernels.cache_write.cases import SMALL as CACHE_CASES
 from pallas_kernels.grouped_matmul import reference as grouped_reference
 from pallas_kernels.matmul import reference
 from pallas_kernels.partition import partitioned
 from pallas_kernels.quantize import quantize_blocks
+from pallas_kernels.quantize.api import BLOCKS as QUANTIZED
 
 RULE, BLOCKS = "m k, m b, n k, c b -> m n", {"b": ("k", 128), "c": ("n", 128)}
 
@@ -84,6 +88,41 @@ def quantizer(mesh) -> tuple[float, list[str]]:
     return float(max(np.abs(np.float32(a) - np.float32(b)).max() for a, b in pairs)), gathered
 
 
+def quantizer_of_few_rows(mesh) -> list[str]:
+    """Rows that are no whole blocks of 128 on a device: their groups lie along columns, so nothing is gathered."""
+    x = jax.device_put(jax.random.normal(jax.random.key(3), (64, 512)), NamedSharding(mesh, P(("data", "fsdp"))))
+    with jax.set_mesh(mesh):
+        return _collectives(jax.jit(lambda x: partitioned(quantize_blocks, "m n -> m n, m b", QUANTIZED)(x)).lower(x).compile())
+
+
+def cache(mesh) -> tuple[float, list[str], list[list[int]]]:
+    """A step of decoding with its heads split: rows of the cache and tokens are whole."""
+    [case] = [case for case in CACHE_CASES if case.name == "decode"]
+    arrays = case.arguments(jax.random.key(4))
+    heads = P(None, "tensor")
+    specs = [heads] * 4 + [P()] * 4 + [heads, P()]
+    *arrays, key_scale, value_scale, query_scale = arrays
+    arrays = [*arrays, jnp.stack([key_scale, value_scale, query_scale])]
+
+    def write(keys, values, k, v, cos, sin, row, slot, scales, q):
+        queries = q.reshape(len(q), -1, q.shape[-1])
+        *written, turned = cache_reference.write_cache(
+            keys, values, k, v, cos, sin, row, slot, (scales[0], scales[1]), queries, scales[2]
+        )
+        return *written, turned.reshape(q.shape)
+
+    arrays[8] = arrays[8].reshape(12, 2, 2, 64)
+    arrays[8], arrays[9] = arrays[9], arrays[8]
+    specs[8], specs[9] = specs[9], specs[8]
+    placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)]
+    with jax.set_mesh(mesh):
+        kernel = partitioned(write, f"{OPERANDS}, {QUERIES} -> {RESULTS}, {QUERIES}", {}, WHOLE)
+        compiled = jax.jit(lambda *a: kernel(*a)).lower(*placed).compile()
+    out = compiled(*placed)
+    apart = max(float(np.abs(np.float32(a) - np.float32(b)).max()) for a, b in zip(out, write(*arrays), strict=True))
+    return apart, _collectives(compiled), [list(x.addressable_shards[0].data.shape) for x in out]
+
+
 def main() -> None:
     mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
     keys = jax.random.split(jax.random.key(0))
@@ -99,7 +138,8 @@ def main() -> None:
         "broken_blocks": (P(), P(), P(("data", "fsdp", "tensor")), P()),
     }
     found = {name: collectives(mesh, specs, operands) for name, specs in layouts.items()}
-    print(json.dumps(found | experts(mesh) | {"quantizer": quantizer(mesh)}))
+    found |= experts(mesh) | {"quantizer": quantizer(mesh), "few_rows": quantizer_of_few_rows(mesh), "cache": cache(mesh)}
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -57,3 +57,11 @@ def test_the_rows_of_groups_are_whole(printed, product, collectives):
 def test_a_kernel_with_two_results(printed):
     """Values stay where they are; their scales, 32 times smaller, are gathered where nobody wants a part of them."""
     assert printed["quantizer"] == [0.0, ["f32[4,64,4]"]]
+
+
+def test_a_block_that_no_scale_counts_splits_nothing(printed):
+    assert printed["few_rows"] == []
+
+
+def test_a_cache_is_split_by_heads(printed):
+    assert printed["cache"] == [0.0, [], [[5, 1, 16, 64], [5, 1, 16, 64], [12, 1, 2, 64]]]
