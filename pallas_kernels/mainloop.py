@@ -151,10 +151,10 @@ def _sum(lhs, rhs, ring, stages, at: Place, wg, count, first, steps):
         scale = scale if right.by_row else scale * right_scales[at.rhs_block, k]
         mosaic.barrier_wait(ring.full.at[slot])
         if left.by_row:
-            rows = mosaic.load(ring.lhs[1], (slot, own), layout=mosaic.Layout.WGMMA.reduce(1), optimized=False)
+            rows = mosaic.load(ring.lhs[1].at[slot, own], layout=mosaic.Layout.WGMMA.reduce(1), optimized=False)
             rows = lax.broadcast_in_dim(rows * scale, shape, [0])
         if right.by_row:
-            columns = mosaic.load(ring.rhs[1], (slot,), layout=mosaic.Layout.WGMMA.reduce(0), optimized=False)
+            columns = mosaic.load(ring.rhs[1].at[slot], layout=mosaic.Layout.WGMMA.reduce(0), optimized=False)
             columns = lax.broadcast_in_dim(columns if left.by_row else columns * scale, shape, [1])
 
         def product(acc):

@@ -145,4 +145,4 @@ def _launch(given, places, scales, caches, parts):
 
 
 def _strip(ref):
-    return mosaic.load(ref, (), layout=mosaic.Layout.WGMMA, optimized=False).astype(jnp.float32)
+    return mosaic.load(ref, layout=mosaic.Layout.WGMMA, optimized=False).astype(jnp.float32)

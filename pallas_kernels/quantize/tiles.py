@@ -166,7 +166,7 @@ def _quantize_tile(grouping, source, loaded, values, scales, plan):
         # through shared memory of its own: Mosaic's reduction across warps has one scratch for all warpgroups
         tops = [largest(_strip(source, loaded, part, False), axis=1) for part in parts]
         scales[mosaic.ds(0, STRIP)] = reduce(jnp.maximum, tops)
-        top = mosaic.load(scales, mosaic.ds(0, STRIP), layout=mosaic.Layout.WGMMA.reduce(0), optimized=False)
+        top = mosaic.load(scales.at[mosaic.ds(0, STRIP)], layout=mosaic.Layout.WGMMA.reduce(0), optimized=False)
         top = lax.broadcast(magnitude_bits(top).max(), (STRIP,))
         top = mosaic.layout_cast(top, mosaic.Layout.WGMMA.reduce(1))
         scale = scale_of(lax.bitcast_convert_type(top, jnp.float32), plan.dtype, plan.rule)
@@ -187,11 +187,11 @@ def _strip(source, loaded, part, transposed):
 
     def vector(ref, along_groups):
         ref = ref.at[part] if not along_groups else ref
-        line = mosaic.load(ref, (), layout=layout.reduce(0 if along_groups else 1), optimized=False)
+        line = mosaic.load(ref, layout=layout.reduce(0 if along_groups else 1), optimized=False)
         return lax.broadcast_in_dim(line, (STRIP, GROUP), [1 if along_groups else 0])
 
     refs = [ref.at[:, part].transpose((1, 0)) if transposed else ref.at[part] for ref in matrices]
-    strips = [mosaic.load(ref, (), layout=layout, optimized=not narrow).astype(jnp.float32) for ref in refs]
+    strips = [mosaic.load(ref, layout=layout, optimized=not narrow).astype(jnp.float32) for ref in refs]
     x = source.make(*strips, lambda: vector(loaded[len(matrices)], transposed), lambda: vector(loaded[-1], not transposed))
     return mosaic.layout_cast(x, mosaic.Layout.WGMMA)
 

@@ -1,0 +1,92 @@
+"""What a Hopper GPU would run: whole programs of trainer and sampler, lowered for one on a machine that has none.
+
+Every product of an FP8 recipe and every quantizer must be a kernel there. What a kernel computes, its cases say; that shared
+memory and registers suffice, the compiler (both in tests/kernels/test_hopper.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+from rollout.tiny import CONFIG, make_prompts
+
+from fp8rl_jax.config.recipe import RECIPES
+from fp8rl_jax.config.rl import CorrectionConfig, RLConfig
+from fp8rl_jax.config.training import OptimizerConfig
+from fp8rl_jax.models.cache import KVScales
+from fp8rl_jax.models.config import ExpertsConfig, PolicyConfig
+from fp8rl_jax.models.policy import init_policy
+from fp8rl_jax.rollout.sampler import generate
+from fp8rl_jax.rollout.sampling import Sampling
+from fp8rl_jax.rollout.served import quantized_policy
+from fp8rl_jax.training.state import init_state, make_optimizer
+from fp8rl_jax.training.step import Batch, StepConfig, score, update
+from pallas_kernels.target import tracing_for
+
+DENSE = replace(CONFIG, num_layers=1)
+MIXTURE = replace(DENSE, architecture="qwen3_moe", experts=ExpertsConfig(4, 2, 64, normalize=True))
+SERVED = [name for name, recipe in RECIPES.items() if recipe.rollout.weight.quantized or recipe.quantizes_cache]
+TRAINED = [name for name, recipe in RECIPES.items() if recipe.trainer.weight.quantized]
+PROMPTS = make_prompts()
+ROWS, TOKENS = 12, 8
+
+
+@pytest.fixture(autouse=True)
+def hopper():
+    with tracing_for(132):
+        yield
+
+
+def kernels(traced) -> Counter:
+    """Kernel -> how often it stands in a program as it is lowered for CUDA."""
+    calls = traced.lower(lowering_platforms=("cuda",)).as_text().split("@mosaic_gpu_v2(")[1:]
+    names = (set(re.findall(r"(?<![a-z_])([a-z][a-z_]*)_mosaic_gpu", call)) - {"stable"} for call in calls)  # a dialect's name
+    return Counter(name for found in names for name in found)
+
+
+def sampled(name: str, config: PolicyConfig) -> Counter:
+    recipe = RECIPES[name]
+    serve = partial(quantized_policy, recipe=recipe, dtype=jnp.dtype("bfloat16"), unroll=False, backend="hopper")
+    policy = jax.eval_shape(lambda key: serve(init_policy(config, key))[0], jax.random.key(0))
+    scales = KVScales(*jnp.ones((3, config.num_layers))) if recipe.quantizes_cache else None
+    return kernels(
+        generate.trace(
+            policy, PROMPTS.tokens, PROMPTS.lengths, PROMPTS.ids, jax.random.key(0), scales,
+            samples=ROWS // 3, sampling=Sampling(max_new_tokens=TOKENS), recipe=recipe, backend="hopper",
+        )
+    )  # fmt: skip
+
+
+def trained(name: str, config: PolicyConfig, function) -> Counter:
+    optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-3), 1)
+    tokens, real = jnp.ones((ROWS, TOKENS), jnp.int32), jnp.ones((ROWS, TOKENS), bool)
+    batch = Batch(PROMPTS.tokens, PROMPTS.lengths, tokens, real, jnp.zeros((ROWS, TOKENS)), jnp.ones(ROWS))
+    rl = RLConfig(correction=CorrectionConfig(method="none"))
+    step = StepConfig(RECIPES[name], rl, "bfloat16", temperature=1.0, logprob_chunk=32, backend="hopper")
+    state = jax.eval_shape(lambda key: init_state(init_policy(config, key), optimizer), jax.random.key(0))
+    if function is score:
+        return kernels(score.trace(state.policy, batch, step))
+    return kernels(jax.jit(lambda state: update(state, batch, step, optimizer)).trace(state))
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_a_sampler_runs_kernels(name):
+    found = sampled(name, DENSE)
+    print(name, found)
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_an_update_runs_kernels(name):
+    found = trained(name, DENSE, update)
+    print(name, found)
+
+
+def test_experts():
+    print(sampled("fp8-rl", MIXTURE))
+    print(trained("jet-rl", MIXTURE, update))
