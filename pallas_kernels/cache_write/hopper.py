@@ -29,6 +29,7 @@ class Part(NamedTuple):
     dtype: jnp.dtype
 
 
+@mosaic.outlined("scaled", "query_scaled")
 def write_cache(keys, values, k, v, cos, sin, row, slot, scales, q=None, *, scaled, query_scaled):
     """`scales` are three numbers, of keys, values and queries; the flags say whether they are used. q is [tokens, kv_heads,
     queries of each, head_dim]."""
