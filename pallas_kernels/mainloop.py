@@ -53,7 +53,8 @@ class Side:
     def scratch(self, stages: int) -> tuple[Any, Any]:
         return (
             mosaic.tiled((stages, self.rows, BLOCK_K), self.dtype),
-            mosaic.SMEM((stages, self.rows), jnp.float32) if self.by_row else None,
+            # each slot begins at 128 bytes, where TMA may write
+            mosaic.SMEM((stages, max(self.rows, 32)), jnp.float32) if self.by_row else None,
         )
 
 
@@ -134,7 +135,7 @@ def _load(lhs, rhs, ring, stages, at: Place, count):
             rows = mosaic.ds(row, side.rows)
             mosaic.copy_gmem_to_smem(values.at[rows, mosaic.ds(k * BLOCK_K, BLOCK_K)], to.at[slot], ring.full.at[slot])
             if side.by_row:
-                mosaic.copy_gmem_to_smem(scales.at[k, rows], scales_to.at[slot], ring.full.at[slot])
+                mosaic.copy_gmem_to_smem(scales.at[k, rows], scales_to.at[slot, mosaic.ds(0, side.rows)], ring.full.at[slot])
         return count + 1
 
     return lax.fori_loop(0, at.steps, step, count)
@@ -154,7 +155,8 @@ def _sum(lhs, rhs, ring, stages, at: Place, wg, count, first, steps):
             rows = mosaic.load(ring.lhs[1].at[slot, own], layout=mosaic.Layout.WGMMA.reduce(1), optimized=False)
             rows = lax.broadcast_in_dim(rows * scale, shape, [0])
         if right.by_row:
-            columns = mosaic.load(ring.rhs[1].at[slot], layout=mosaic.Layout.WGMMA.reduce(0), optimized=False)
+            of_slot = ring.rhs[1].at[slot, mosaic.ds(0, right.rows)]
+            columns = mosaic.load(of_slot, layout=mosaic.Layout.WGMMA.reduce(0), optimized=False)
             columns = lax.broadcast_in_dim(columns if left.by_row else columns * scale, shape, [1])
 
         def product(acc):

@@ -84,6 +84,7 @@ SMALL = (
     case("pages", 40, (6, 2, 8, 128)),
     case("prefill", 100, (3, 4, 48, 64), 4),
     case("bfloat16", 9, (4, 2, 8, 96), 2, BF16),
+    case("head-dim-96", 20, (4, 2, 8, 96), 2, query_scale=True),
     case("one-token", 1, (1, 1, 1, 64), 1),
 )
 
@@ -96,6 +97,8 @@ REAL = (
     ),
     case("decode-bfloat16", 64, (64, 8, 4096, 128), 32, BF16),
     case("prefill", 8192, (1024, 8, 64, 128), 32, query_scale=True),
+    case("prefill-queries-not-quantized", 8192, (1024, 8, 64, 128), 32),
+    case("prefill-bfloat16", 8192, (1024, 8, 64, 128), 32, BF16),
     case("head-dim-64", 256, (256, 8, 1024, 64), 32, query_scale=True),
     case("head-dim-96", 256, (256, 32, 1024, 96), 32, query_scale=True),
 )

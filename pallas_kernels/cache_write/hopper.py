@@ -8,6 +8,7 @@ which does not happen for a token whose place is outside.
 from __future__ import annotations
 
 import math
+from itertools import count
 from typing import NamedTuple
 
 import jax
@@ -29,6 +30,7 @@ class Part(NamedTuple):
     dtype: jnp.dtype
 
 
+@mosaic.outlined("scaled", "query_scaled")
 def write_cache(keys, values, k, v, cos, sin, row, slot, scales, q=None, *, scaled, query_scaled):
     """`scales` are three numbers, of keys, values and queries; the flags say whether they are used. q is [tokens, kv_heads,
     queries of each, head_dim]."""
@@ -61,6 +63,13 @@ def _launch(given, places, scales, caches, parts):
     units = [strips * part.heads // together for part in parts]
     out = [jax.ShapeDtypeStruct((tokens, parts[2].heads, dim), parts[2].dtype)] if len(parts) == 3 else []
 
+    def staged_heads(i):
+        """Heads that a token has room for. One that goes to its place alone begins at 128 bytes, where TMA may read."""
+        return together if i == 2 else next(n for n in count(together) if n * dim * parts[i].dtype.itemsize % 128 == 0)
+
+    def staging(i):
+        return f"{parts[i].dtype.name} of {staged_heads(i)}"  # parts that need the same share it
+
     def body(*refs):
         inputs, (row, slot, scales, keys, values), (*queries, buffers, loaded) = (
             refs[: len(given)],
@@ -86,24 +95,24 @@ def _launch(given, places, scales, caches, parts):
         mosaic.wait_smem_to_gmem(0)
 
     def _unit(i, inputs, small, to, buffers, loaded, heads, tokens_at):
-        part, (row, slot, scales), (head, count), (at, size) = parts[i], small, heads, tokens_at
+        part, (row, slot, scales), (head, width), (at, size) = parts[i], small, heads, tokens_at
         tokens_of, own = mosaic.ds(at, size), mosaic.ds(0, size)
-        mosaic.copy_gmem_to_smem(row.at[tokens_of], buffers["row"], loaded)
-        mosaic.copy_gmem_to_smem(slot.at[tokens_of], buffers["slot"], loaded)
+        for place, name in ((row, "row"), (slot, "slot")):
+            mosaic.copy_gmem_to_smem(place.at[tokens_of], buffers[name].at[own], loaded)
         for table, name in zip(inputs[-2:], ("cos", "sin"), strict=True):
             mosaic.copy_gmem_to_smem(table.at[tokens_of], buffers[name].at[own], loaded)
-        for h in range(count):
+        for h in range(width):
             mosaic.copy_gmem_to_smem(inputs[i].at[tokens_of, head + h], buffers["x"].at[h, own], loaded)
         mosaic.barrier_wait(loaded)
         mosaic.wait_smem_to_gmem(0, wait_read_only=True)
-        staged = buffers[jnp.dtype(part.dtype).name]
-        for h in range(count):
+        staged = buffers[staging(i)]
+        for h in range(width):
             _convert(part, buffers, h, staged, scales)
         mosaic.commit_smem()
         if i == 2:
-            mosaic.copy_smem_to_gmem(staged.at[own], to[i].at[tokens_of, mosaic.ds(head, count)])
+            mosaic.copy_smem_to_gmem(staged.at[own], to[i].at[tokens_of, mosaic.ds(head, width)])
         else:
-            _scatter(staged, to[i], buffers, mosaic.ds(head, count), jnp.minimum(size, tokens - at))
+            _scatter(staged, to[i], buffers, mosaic.ds(head, width), jnp.minimum(size, tokens - at))
 
     def _convert(part, buffers, h, staged, scales):
         half = dim // 2
@@ -119,12 +128,12 @@ def _launch(given, places, scales, caches, parts):
             staged[:, h, side] = one.astype(part.dtype)
 
     def _scatter(staged, cache, buffers, heads, size):
-        rows, _, slots, _ = cache.shape
+        (rows, _, slots, _), heads_of = cache.shape, mosaic.ds(0, together)
 
         def token(t, _):
             row, slot = buffers["row"][t], buffers["slot"][t]
             inside = (row >= 0) & (row < rows) & (slot >= 0) & (slot < slots)
-            mosaic.when(inside)(lambda: mosaic.copy_smem_to_gmem(staged.at[t], cache.at[row, heads, slot]))
+            mosaic.when(inside)(lambda: mosaic.copy_smem_to_gmem(staged.at[t, heads_of], cache.at[row, heads, slot]))
 
         lax.fori_loop(0, size, token, None)
         mosaic.commit_smem()  # the next unit's places are another proxy's write
@@ -134,11 +143,11 @@ def _launch(given, places, scales, caches, parts):
         "x": mosaic.halves((WARPGROUPS, together, STRIP, dim), given[0].dtype),
         "cos": mosaic.tiled((WARPGROUPS, STRIP, half), jnp.float32),
         "sin": mosaic.tiled((WARPGROUPS, STRIP, half), jnp.float32),
-        "row": mosaic.SMEM((WARPGROUPS, strip), jnp.int32),
-        "slot": mosaic.SMEM((WARPGROUPS, strip), jnp.int32),
+        "row": mosaic.SMEM((WARPGROUPS, STRIP), jnp.int32),
+        "slot": mosaic.SMEM((WARPGROUPS, STRIP), jnp.int32),
     }
-    for part in parts:
-        buffers[jnp.dtype(part.dtype).name] = mosaic.SMEM((WARPGROUPS, STRIP, together, dim), part.dtype)
+    for i, part in enumerate(parts):
+        buffers[staging(i)] = mosaic.SMEM((WARPGROUPS, STRIP, staged_heads(i), dim), part.dtype)
     scratch = [buffers, mosaic.Barrier(num_arrivals=4 + together, num_barriers=WARPGROUPS)]
     run = mosaic.launch(body, out, scratch=scratch, threads=WARPGROUPS, tiles=-(-sum(units) // WARPGROUPS), name="write_cache")
     return run(*given, *places, scales, *caches)
