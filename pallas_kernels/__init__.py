@@ -6,6 +6,7 @@ every device and is the definition of correct. A backend asked for by name that 
 `pallas_kernels.exact` has products, sums and attention whose bits do not depend on the order of their terms.
 """
 
+from pallas_kernels.attention import attention
 from pallas_kernels.backend import BackendError
 from pallas_kernels.cache_write import write_cache
 from pallas_kernels.grouped_matmul import align_groups, grouped_matmul, grouped_outer_product
@@ -22,6 +23,7 @@ from pallas_kernels.quantize import (
 __all__ = [
     "BackendError",
     "align_groups",
+    "attention",
     "blockwise_matmul",
     "dequantize_blocks",
     "grouped_matmul",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -12,22 +13,13 @@ from jaxtyping import Array, Float, Int
 
 from fp8rl_jax.config.recipe import ForwardFormats
 from fp8rl_jax.models.arithmetic import PLAIN, Arithmetic
-from fp8rl_jax.models.attention import (
-    CHUNK,
-    CHUNK_FROM,
-    Keys,
-    TokenKeys,
-    Tokens,
-    attend_in_chunks,
-    in_window,
-    rope_frequencies,
-    sees,
-)
 from fp8rl_jax.models.cache import KVCache
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.moe import mixture
 from fp8rl_jax.models.policy import Layer, Weight
+from fp8rl_jax.models.rotary import rope_frequencies
 from fp8rl_jax.precision import linear, quantize_input, quantize_per_tensor
+from pallas_kernels.attention import CHUNK, CHUNK_FROM, Keys, TokenKeys, Tokens, attend_in_chunks, in_window, sees
 from pallas_kernels.backend import Backend
 from pallas_kernels.matmul.reference import rows_of
 
@@ -102,6 +94,7 @@ class LayerStep:
     ):
         self.config, self.formats, self.cache, self.observe, self.backend = config, formats, cache, observe, backend
         self.positions, self.segment_ids, self.arithmetic = positions, segment_ids, arithmetic
+        self.attend = partial(arithmetic.attend, backend=backend)
         self.rope = arithmetic.rope_tables(rope_frequencies(config), positions)
         if cache.own is None:
             self.tokens = Tokens.of_rows(segment_ids, positions, prefix_ids)
@@ -168,8 +161,7 @@ class LayerStep:
         k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
         if own is None and self.chunk:
             blocks = self.token_keys(k, v, inputs.shared)
-            attend = self.arithmetic.attend
-            out = attend_in_chunks(q, blocks, inputs.window, score_scale, value_scale, x.dtype, self.chunk, attend)
+            out = attend_in_chunks(q, blocks, inputs.window, score_scale, value_scale, x.dtype, self.chunk, self.attend)
             return *self.project(out.reshape(b, t, -1), layer.o_proj), (k, v), observed
         blocks = [] if inputs.shared is None else [Keys(*inputs.shared, self.shared_mask(inputs.window))]
         if own is None:
@@ -180,7 +172,7 @@ class LayerStep:
         else:
             written = own.write(k, v)
             blocks.append(Keys(*own.read(*written), own.visible(t, inputs.window)[None]))
-        out = self.arithmetic.attend(q, blocks, score_scale, value_scale, x.dtype).reshape(b, t, -1)
+        out = self.attend(q, blocks, score_scale, value_scale, x.dtype).reshape(b, t, -1)
         return *self.project(out, layer.o_proj), written, observed
 
     def token_keys(self, k, v, shared) -> list[TokenKeys]:
