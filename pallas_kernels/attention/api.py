@@ -7,9 +7,9 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.attention import reference
+from pallas_kernels.attention import hopper, reference
 from pallas_kernels.attention.reference import Keys
-from pallas_kernels.backend import Backend, BackendError, resolve
+from pallas_kernels.backend import Backend, BackendError, choose
 
 OPERATION = "attention"
 
@@ -56,12 +56,7 @@ def attention(
             raise ValueError(f"{OPERATION}: query {query.shape}, keys {block.keys.shape} and mask {block.mask.shape} do not fit")
     if key_order == "decode":
         raise BackendError(f"{OPERATION}: no backend joins keys in decode's order; that needs a prefill kernel over its chunks")
-    chosen = resolve(backend, OPERATION)
-    if chosen == "hopper":
-        from pallas_kernels.attention import hopper
-
-        if not (reason := hopper.refusal(query, blocks, score_scale)):
-            return hopper.attention(query, blocks, score_scale, value_scale, out_dtype)
-        if backend == "hopper":
-            raise BackendError(f"{OPERATION}: {reason}")
-    return reference.attend(query, blocks, score_scale, value_scale, out_dtype)
+    run = reference.attend
+    if choose(OPERATION, backend, hopper.lacks(query, blocks, score_scale)) == "hopper":
+        run = hopper.attention
+    return run(query, blocks, score_scale, value_scale, out_dtype)

@@ -6,15 +6,15 @@ import jax
 import jax.numpy as jnp
 
 
-def refusal(query, blocks, score_scale) -> str:
-    """What of a call cuDNN does not serve; empty where it does."""
+def lacks(query, blocks, score_scale) -> str:
+    """What cuDNN would need to serve a call; empty where it does."""
     kinds = {x.dtype.name for x in (query, *(x for block in blocks for x in (block.keys, block.values)))}
     if len(kinds) > 1 or not kinds <= {"bfloat16", "float16"}:
-        return f"cuDNN takes operands of one dtype, bfloat16 or float16, not {', '.join(sorted(kinds))}"
+        return f"attention of {', '.join(sorted(kinds))} operands, but of bfloat16 or float16 ones"
     if not isinstance(score_scale, float):
-        return "cuDNN takes a scale of scores that is known at trace time"
+        return "attention with a scale of scores that is not known at trace time"
     if query.shape[3] % 8 or query.shape[3] > 128:
-        return f"cuDNN takes a head_dim of a multiple of 8 up to 128, not {query.shape[3]}"
+        return f"attention with head_dim {query.shape[3]}, but with multiples of 8 up to 128"
     return ""
 
 

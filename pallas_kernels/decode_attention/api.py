@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.backend import Backend, BackendError, resolve
+from pallas_kernels.backend import Backend, choose, resolve
 from pallas_kernels.decode_attention import reference
+from pallas_kernels.partition import partitioned
 
 OPERATION = "decode_attention"
 
@@ -80,15 +81,40 @@ def decode_attention(
     _check(query, caches, query_scale, key_scale, value_scale, window)
     score, value = scaled(score_scale, query_scale, key_scale), 1.0 if value_scale is None else value_scale
     inputs = (query, caches, score, value, window, out_dtype)
-    chosen = resolve(backend, OPERATION)
-    if chosen == "hopper":
-        from pallas_kernels.decode_attention import hopper  # importing Pallas takes longer than importing JAX
+    if resolve(backend, OPERATION) == "reference":
+        return reference.decode_attention(*inputs)
+    from pallas_kernels.decode_attention import hopper  # importing Pallas takes longer than importing JAX
 
-        if not (reason := hopper.refusal(query, caches)):
-            return hopper.decode_attention(*inputs)
-        if backend == "hopper":
-            raise BackendError(f"{OPERATION}: {reason}")
-    return reference.decode_attention(*inputs)
+    if choose(OPERATION, backend, hopper.lacks(query, caches)) == "reference":
+        return reference.decode_attention(*inputs)
+    return by_heads(hopper.decode_attention, *inputs)
+
+
+def by_heads(kernel, query, caches, score, value, window, out_dtype):
+    """`kernel`, on a mesh with the heads split. A page number is one of the whole cache: where rows are split, the caller's
+    shard_map counts its own."""
+    arrays, axes = [query.reshape(len(query), caches[0].keys.shape[1], -1, query.shape[2])], ["s h g d"]
+    for i, cache in enumerate(caches):
+        arrays += [cache.keys, cache.values, cache.lengths]
+        axes += [f"c{i} h t{i} d"] * 2 + [f"r{i}"]
+        if cache.pages is not None:
+            arrays, axes = [*arrays, cache.pages], [*axes, f"r{i} p{i}"]
+    numbers = jnp.stack([jnp.asarray(x, jnp.float32) for x in (score, value)])
+    limits = jnp.zeros(0, jnp.int32) if window is None else jnp.asarray(window, jnp.int32).reshape(1)
+
+    def run(grouped, *rest):
+        *rest, numbers, limits = rest
+        rest, held = iter(rest), []
+        for cache in caches:
+            keys, values, lengths = (next(rest) for _ in range(3))
+            held.append(KeyValues(keys, values, lengths, None if cache.pages is None else next(rest), cache.page_size))
+        flat = grouped.reshape(len(grouped), -1, grouped.shape[3])
+        out = kernel(flat, held, numbers[0], numbers[1], limits[0] if limits.size else None, out_dtype)
+        return out.reshape(grouped.shape)
+
+    whole = tuple({name for names in (*axes, "n w") for name in names.split()} - {"h"})
+    out = partitioned(run, f"{', '.join(axes)}, n, w -> s h g d", {}, whole)(*arrays, numbers, limits)
+    return out.reshape(query.shape)
 
 
 def scaled(score_scale: float, query_scale, key_scale):

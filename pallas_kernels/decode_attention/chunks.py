@@ -87,7 +87,8 @@ class Tile(NamedTuple):
         return self.begin + skip, lax.div(jnp.maximum(self.steps - skip + 1, 0), CONSUMERS)
 
 
-def partials(query, keys, values, pages, lengths, first, scale, page, slots):
+@mosaic.outlined("page", "slots")
+def partials(query, keys, values, pages, lengths, first, scale, *, page, slots):
     """What each chunk leaves: undefined where a row has no key in it, or none from its first step on.
 
     Args:

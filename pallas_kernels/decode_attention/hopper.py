@@ -14,17 +14,17 @@ HEAD_DIMS = (64, 96, 128)
 _E4M3, _WIDE = "float8_e4m3fn", ("bfloat16", "float16")
 
 
-def refusal(query, caches) -> str:
-    """What of a call the kernel does not serve; empty where it does."""
+def lacks(query, caches) -> str:
+    """What the kernel would need to serve a call; empty where it does."""
     if query.shape[2] not in HEAD_DIMS:
-        return f"the hopper backend takes head_dim {HEAD_DIMS}, not {query.shape[2]}"
+        return f"attention with head_dim {query.shape[2]}, but with {HEAD_DIMS}"
     for cache in caches:
         page, _ = page_of(cache)
         kinds = [x.dtype.name for x in (query, cache.keys, cache.values)]
         if kinds[0] != kinds[1] or not set(kinds) <= {_E4M3, *_WIDE}:
-            return f"the hopper backend takes queries and keys of one dtype, e4m3, bfloat16 or float16, not {', '.join(kinds)}"
+            return f"attention of {', '.join(kinds)} query, keys and values, but of e4m3 and 16 bits, query and keys alike"
         if page % STEP and cache.pages is not None and cache.pages.shape[1] > 1:
-            return f"the hopper backend takes pages of a multiple of {STEP} slots, not {page}"
+            return f"attention over pages of {page} slots, but of multiples of {STEP}"
     return ""
 
 
@@ -57,7 +57,7 @@ def _over(query, cache, start, scale):
     asked = jnp.pad(asked, [(0, 0), (0, 0), (0, extra), (0, 0)])
     if start is not None:
         start = jnp.pad(jnp.repeat(start, group, axis=1), [(0, 0), (0, extra)], mode="edge").astype(jnp.int32)
-    stats, sums = partials(asked, keys, values, pages, lengths, start, scale, page, cache.keys.shape[2])
+    stats, sums = partials(asked, keys, values, pages, lengths, start, scale, page=page, slots=cache.keys.shape[2])
     found = fold(stats, sums, _taken(len(sums), lengths, start))
 
     def by_sequence(x):

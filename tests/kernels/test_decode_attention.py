@@ -76,8 +76,8 @@ def test_what_hopper_does_not_serve_is_refused_by_name_and_left_to_the_reference
     long = KeyValues(*(jnp.zeros((4, 2, 64, 256), jnp.bfloat16),) * 2, lengths)
     with tracing_for(132):
         for call, message in (
-            ((wide, (held,)), "one dtype"),
-            ((query, (paged,)), "multiple of 64 slots, not 32"),
+            ((wide, (held,)), "query and keys alike"),
+            ((query, (paged,)), "pages of 32 slots"),
             ((jnp.ones((4, 4, 256), jnp.bfloat16), (long,)), "head_dim"),
         ):
             with pytest.raises(BackendError, match=f"decode_attention: .*{message}"):
