@@ -6,8 +6,10 @@ every device and is the definition of correct. A backend asked for by name that 
 `pallas_kernels.exact` has products, sums and attention whose bits do not depend on the order of their terms.
 """
 
+from pallas_kernels.attention import attention
 from pallas_kernels.backend import BackendError
 from pallas_kernels.cache_write import write_cache
+from pallas_kernels.decode_attention import KeyValues, decode_attention
 from pallas_kernels.grouped_matmul import align_groups, grouped_matmul, grouped_outer_product
 from pallas_kernels.matmul import blockwise_matmul
 from pallas_kernels.quantize import (
@@ -21,8 +23,11 @@ from pallas_kernels.quantize import (
 
 __all__ = [
     "BackendError",
+    "KeyValues",
     "align_groups",
+    "attention",
     "blockwise_matmul",
+    "decode_attention",
     "dequantize_blocks",
     "grouped_matmul",
     "grouped_outer_product",

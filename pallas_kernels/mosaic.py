@@ -77,9 +77,10 @@ def launch(
     )
 
 
-def tiled(shape: tuple[int, ...], dtype: jnp.dtype) -> Any:
-    """Shared memory whose rows are swizzled, as wgmma and TMA want operands."""
-    return _swizzled(shape, dtype, shape[-1])
+def tiled(shape: tuple[int, ...], dtype: jnp.dtype, like: int = 0) -> Any:
+    """Shared memory whose rows are swizzled, as wgmma and TMA want operands; `like` rows of so many numbers, where the other
+    operand of a wgmma has these."""
+    return _swizzled(shape, dtype, like or shape[-1])
 
 
 def halves(shape: tuple[int, ...], dtype: jnp.dtype) -> Any:

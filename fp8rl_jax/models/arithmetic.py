@@ -16,8 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from fp8rl_jax.models import attention
+from fp8rl_jax.models import rotary
 from pallas_kernels import exact
+from pallas_kernels.attention import Keys, attention
 from pallas_kernels.exact import cut, once, scoped, wide
 from pallas_kernels.matmul.reference import dot
 
@@ -25,7 +26,7 @@ ACTIVATIONS = {"silu": jax.nn.silu, "gelu_pytorch_tanh": partial(jax.nn.gelu, ap
 
 
 class Arithmetic(NamedTuple):
-    """The functions of a forward pass; their plain forms are in this file and in `attention`."""
+    """The functions of a forward pass; their plain forms are in this file, in `rotary` and in pallas_kernels."""
 
     exact: bool
     add: Callable
@@ -84,9 +85,9 @@ PLAIN = Arithmetic(
     add=lambda x, y: x + y,
     scale=lambda x, factor: x * jnp.asarray(factor, x.dtype),
     rms_norm=rms_norm,
-    rope_tables=attention.rope_tables,
-    rotate=attention.rotate,
-    attend=attention.attend,
+    rope_tables=rotary.rope_tables,
+    rotate=rotary.rotate,
+    attend=attention,
     gated=gated,
     dot=dot,
     routing=routing,
@@ -139,13 +140,13 @@ def _gated(gate, up, activation):
     return exact.rounded(x * exact.sigmoid(argument) * wide(up), gate.dtype)
 
 
-def _attend(query, blocks, score_scale, value_scale, out_dtype):
+def _attend(query, blocks, score_scale, value_scale, out_dtype, *, backend):
     if not (isinstance(score_scale, float) and isinstance(value_scale, float)):
         raise ValueError("exact attention has no quantized cache")
 
     def plain(query, keys, values, masks):
-        parts = [attention.Keys(*part) for part in zip(keys, values, masks, strict=True)]
-        return attention.attend(query, parts, score_scale, value_scale, out_dtype)
+        parts = [Keys(*part) for part in zip(keys, values, masks, strict=True)]
+        return attention(query, parts, score_scale, value_scale, out_dtype, backend=backend)
 
     def exactly(query, keys, values, masks):
         return exact.attend(query, keys, values, masks, score_scale * value_scale).astype(out_dtype)

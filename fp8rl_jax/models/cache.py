@@ -36,8 +36,8 @@ class KVBlock:
 
     Attributes:
         keys, values: [rows, kv_heads, slots, head_dim] of each layer; a tuple over layers, or one array with a leading axis.
-        mask: [rows, slots], True where a slot holds a token. The rows of a policy call are rows * n for a shared block:
-            row b of the call reads row b // n.
+        mask: [rows, slots], True where a slot holds a token. Where a shared block is decoded with, each row's tokens come first.
+            The rows of a policy call are rows * n for a shared block: row b of the call reads row b // n.
         positions: [rows, slots], position of the token in each slot, which sliding windows read in a shared block. None in an
             own block: its slots are consecutive positions.
     """

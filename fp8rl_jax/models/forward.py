@@ -22,10 +22,10 @@ from jaxtyping import Array, Float, Int
 
 from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.models.arithmetic import PLAIN, Arithmetic, arithmetic
-from fp8rl_jax.models.attention import layer_frequencies
 from fp8rl_jax.models.cache import KVBlock, KVCache
 from fp8rl_jax.models.layer import LayerInputs, LayerOutputs, LayerStep, OwnBlock
 from fp8rl_jax.models.policy import Policy, run_of_layers
+from fp8rl_jax.models.rotary import layer_frequencies
 from pallas_kernels.backend import Backend, check_exact
 from pallas_kernels.matmul import selected_backend
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -12,23 +13,15 @@ from jaxtyping import Array, Float, Int
 
 from fp8rl_jax.config.recipe import ForwardFormats
 from fp8rl_jax.models.arithmetic import PLAIN, Arithmetic
-from fp8rl_jax.models.attention import (
-    CHUNK,
-    CHUNK_FROM,
-    Keys,
-    TokenKeys,
-    Tokens,
-    attend_in_chunks,
-    in_window,
-    rope_frequencies,
-    sees,
-)
 from fp8rl_jax.models.cache import KVCache
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.moe import mixture
 from fp8rl_jax.models.policy import Layer, Weight
+from fp8rl_jax.models.rotary import rope_frequencies
 from fp8rl_jax.precision import linear, quantize_input, quantize_per_tensor
+from pallas_kernels.attention import CHUNK, CHUNK_FROM, Keys, TokenKeys, Tokens, attend_in_chunks, in_window, sees
 from pallas_kernels.backend import Backend
+from pallas_kernels.decode_attention import KeyValues, decode_attention, scaled
 from pallas_kernels.matmul.reference import rows_of
 
 
@@ -102,7 +95,10 @@ class LayerStep:
     ):
         self.config, self.formats, self.cache, self.observe, self.backend = config, formats, cache, observe, backend
         self.positions, self.segment_ids, self.arithmetic = positions, segment_ids, arithmetic
+        self.attend = partial(arithmetic.attend, backend=backend)
         self.rope = arithmetic.rope_tables(rope_frequencies(config), positions)
+        if cache.shared is not None:
+            self.shared_lengths = cache.shared.mask.sum(1, dtype=jnp.int32)
         if cache.own is None:
             self.tokens = Tokens.of_rows(segment_ids, positions, prefix_ids)
             t = segment_ids.shape[1]
@@ -158,18 +154,20 @@ class LayerStep:
         rope = self.rope if inputs.frequencies is None else self.arithmetic.rope_tables(inputs.frequencies, self.positions)
         q, k = self.arithmetic.rotate(q, rope), self.arithmetic.rotate(k, rope)
         observed = self.observe(q, k, v, (self.segment_ids > 0)[..., None, None], inputs.scales) if self.observe else None
-        score_scale, value_scale = self.config.score_scale, 1.0
+        sq = sk = sv = None
         if self.formats.key.quantized:
             sq, sk, sv = inputs.scales
             k, v = quantize_per_tensor(k, sk, self.formats.key), quantize_per_tensor(v, sv, self.formats.value)
-            score_scale, value_scale = score_scale * sk, sv
-            if self.formats.query.quantized:
-                q, score_scale = quantize_per_tensor(q, sq, self.formats.query), score_scale * sq
+            q, sq = (quantize_per_tensor(q, sq, self.formats.query), sq) if self.formats.query.quantized else (q, None)
         k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
+        if own is not None and t == 1 and not self.arithmetic.exact:
+            written = own.write(k, v)
+            out = self.decode(q[:, 0], own, written, inputs, (sq, sk, sv), x.dtype).reshape(b, 1, -1)
+            return *self.project(out, layer.o_proj), written, observed
+        score_scale, value_scale = scaled(self.config.score_scale, sq, sk), 1.0 if sv is None else sv
         if own is None and self.chunk:
             blocks = self.token_keys(k, v, inputs.shared)
-            attend = self.arithmetic.attend
-            out = attend_in_chunks(q, blocks, inputs.window, score_scale, value_scale, x.dtype, self.chunk, attend)
+            out = attend_in_chunks(q, blocks, inputs.window, score_scale, value_scale, x.dtype, self.chunk, self.attend)
             return *self.project(out.reshape(b, t, -1), layer.o_proj), (k, v), observed
         blocks = [] if inputs.shared is None else [Keys(*inputs.shared, self.shared_mask(inputs.window))]
         if own is None:
@@ -180,8 +178,17 @@ class LayerStep:
         else:
             written = own.write(k, v)
             blocks.append(Keys(*own.read(*written), own.visible(t, inputs.window)[None]))
-        out = self.arithmetic.attend(q, blocks, score_scale, value_scale, x.dtype).reshape(b, t, -1)
+        out = self.attend(q, blocks, score_scale, value_scale, x.dtype).reshape(b, t, -1)
         return *self.project(out, layer.o_proj), written, observed
+
+    def decode(self, q, own: OwnBlock, written, inputs: LayerInputs, scales, dtype):
+        """One token a row, over the prompts' block and the row's own slots up to the one that it has just written."""
+        lengths = jnp.full(len(q), own.slot + 1, jnp.int32)
+        caches = [KeyValues(*own.read(*written), lengths)]
+        if inputs.shared is not None:
+            caches.insert(0, KeyValues(*inputs.shared, self.shared_lengths))
+        window, score_scale = inputs.window, self.config.score_scale
+        return decode_attention(q, tuple(caches), score_scale, *scales, window, dtype, backend=self.backend)
 
     def token_keys(self, k, v, shared) -> list[TokenKeys]:
         blocks = [TokenKeys(k, v, self.tokens, self.tokens)]

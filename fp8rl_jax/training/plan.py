@@ -26,7 +26,6 @@ from jax.sharding import AbstractMesh, AxisType
 
 from fp8rl_jax.config.recipe import Recipe, get_recipe
 from fp8rl_jax.config.run import MeshConfig, RunConfig
-from fp8rl_jax.models.attention import CHUNK, CHUNK_FROM
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.lora import split
 from fp8rl_jax.models.policy import Policy, init_policy
@@ -36,6 +35,7 @@ from fp8rl_jax.precision import element_dtype
 from fp8rl_jax.rollout.served import quantized_policy
 from fp8rl_jax.training.adapters import adapt
 from fp8rl_jax.training.state import make_optimizer
+from pallas_kernels.attention import CHUNK, CHUNK_FROM
 from pallas_kernels.matmul import selected_backend
 
 PHASES = ("rollout", "backward", "optimizer", "sync")

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-OPERATIONS = ("cache_write", "grouped_matmul", "matmul", "quantize")
+OPERATIONS = ("cache_write", "decode_attention", "grouped_matmul", "matmul", "quantize")
 
 
 @dataclass(frozen=True)

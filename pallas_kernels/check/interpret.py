@@ -42,7 +42,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m pallas_kernels.check.interpret", description=__doc__.splitlines()[0])
     parser.add_argument("--without", help="a function of pallas_kernels.mosaic that does nothing: a bug that must be seen")
     arguments, cases = parse_cases(parser, "small")
-    # the threads that play warpgroups wait for each other inside of XLA's pool: an operation that is split over it can starve
+    # the threads that play warpgroups wait for each other inside of XLA's pool: with few of them, or where an operation is split
+    # over them, they can starve
+    os.environ.setdefault("PJRT_NPROC", "16")
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"
     if arguments.without:
         setattr(mosaic, arguments.without, lambda *_, **__: None)

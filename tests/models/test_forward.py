@@ -11,12 +11,12 @@ import reference_llama as reference
 from tiny_models import GEMMA, LLAMA, MISTRAL, MOE, QWEN2, QWEN3
 
 from fp8rl_jax.config.recipe import get_recipe
-from fp8rl_jax.models.attention import rope_frequencies
 from fp8rl_jax.models.cache import KVBlock, KVCache, empty_block
 from fp8rl_jax.models.config import Llama3RopeScaling, PolicyConfig
 from fp8rl_jax.models.forward import forward
 from fp8rl_jax.models.logprobs import token_logprobs
 from fp8rl_jax.models.policy import Policy, build_policy, unstack
+from fp8rl_jax.models.rotary import rope_frequencies
 
 SCALED = dataclasses.replace(LLAMA, rope_theta=500000.0, rope_scaling=Llama3RopeScaling(8.0, 1.0, 4.0, 64))
 MIXED_WINDOWS = dataclasses.replace(QWEN2, sliding_window=3, full_attention_layers=(1,))

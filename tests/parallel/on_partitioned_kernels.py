@@ -15,6 +15,9 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels.cache_write import reference as cache_reference
 from pallas_kernels.cache_write.api import OPERANDS, QUERIES, RESULTS, WHOLE
 from pallas_kernels.cache_write.cases import SMALL as CACHE_CASES
+from pallas_kernels.decode_attention import KeyValues
+from pallas_kernels.decode_attention import reference as decode_reference
+from pallas_kernels.decode_attention.api import by_heads
 from pallas_kernels.grouped_matmul import reference as grouped_reference
 from pallas_kernels.matmul import reference
 from pallas_kernels.partition import partitioned
@@ -123,6 +126,28 @@ def cache(mesh) -> tuple[float, list[str], list[list[int]]]:
     return apart, _collectives(compiled), [list(x.addressable_shards[0].data.shape) for x in out]
 
 
+def attention(mesh) -> tuple[float, list[str], list[int]]:
+    """Decode attention over two caches, one of them paged, with a window; the reference stands for the kernel."""
+    keys = jax.random.split(jax.random.key(5), 5)
+    query, *held = (
+        jax.random.normal(k, shape)
+        for k, shape in zip(keys, ((4, 8, 32), *[(2, 4, 16, 32)] * 2, *[(6, 4, 64, 32)] * 2), strict=True)
+    )
+    pages = jnp.asarray([[0, 1], [2, 3], [4, 5], [1, 0]], jnp.int32)
+    caches = (
+        KeyValues(*held[:2], jnp.asarray([5, 16], jnp.int32)),
+        KeyValues(*held[2:], jnp.asarray([3, 70, 0, 128], jnp.int32), pages, 64),
+    )
+    numbers = (0.2, 1.0, jnp.int32(9), jnp.float32)
+    heads, whole = NamedSharding(mesh, P(None, "tensor")), NamedSharding(mesh, P())
+    placed = jax.tree.map(lambda x: jax.device_put(x, heads if x.ndim > 2 else whole), (query, caches))
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(lambda *a: by_heads(decode_reference.decode_attention, *a, *numbers)).lower(*placed).compile()
+    out = compiled(*placed)
+    apart = np.abs(out - decode_reference.decode_attention(query, caches, *numbers)).max()
+    return float(apart), _collectives(compiled), list(out.addressable_shards[0].data.shape)
+
+
 def main() -> None:
     mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
     keys = jax.random.split(jax.random.key(0))
@@ -139,6 +164,7 @@ def main() -> None:
     }
     found = {name: collectives(mesh, specs, operands) for name, specs in layouts.items()}
     found |= experts(mesh) | {"quantizer": quantizer(mesh), "few_rows": quantizer_of_few_rows(mesh), "cache": cache(mesh)}
+    found["attention"] = attention(mesh)
     print(json.dumps(found))
 
 

@@ -63,5 +63,10 @@ def test_a_block_that_no_scale_counts_splits_nothing(printed):
     assert printed["few_rows"] == []
 
 
+def test_attention_is_split_by_heads(printed):
+    difference, found, shard = printed["attention"]
+    assert difference < 1e-6 and found == [] and shard == [4, 4, 32]
+
+
 def test_a_cache_is_split_by_heads(printed):
     assert printed["cache"] == [0.0, [], [[5, 1, 16, 64], [5, 1, 16, 64], [12, 1, 2, 64]]]

@@ -1,4 +1,4 @@
-"""Rotary positions and grouped-query attention over up to two blocks of keys.
+"""Grouped-query attention over blocks of keys in plain XLA.
 
 Scores, softmax and the PV sum are float32 whatever the operands are. With an FP8 cache the operands are the e4m3 values
 themselves and the scales enter twice, as in FA3: s_q * s_k on the scores, s_v on the output.
@@ -9,7 +9,6 @@ queries at a time and again in the backward pass, masks included, so memory grow
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -17,9 +16,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
-
-from fp8rl_jax.models.config import PolicyConfig
-from fp8rl_jax.models.rope_scaling import LinearRopeScaling
 
 # from this many query-key pairs of a row on, attention is chunked unless the caller says otherwise
 CHUNK_FROM, CHUNK = 1024 * 1024, 128
@@ -79,50 +75,6 @@ class TokenKeys(NamedTuple):
     slots: Tokens
 
 
-def rope_frequencies(config: PolicyConfig) -> Float[Array, " half"]:
-    """Angular frequency of each pair of a head's dimensions, float32, Llama 3's rescaling (arXiv 2407.21783) or a linear one
-    (arXiv 2306.15595) applied."""
-    frequencies = _frequencies(config.rope_theta, config.head_dim)
-    scaling = config.rope_scaling
-    if scaling is None:
-        return frequencies
-    if isinstance(scaling, LinearRopeScaling):
-        return frequencies / scaling.factor
-    wavelength = 2 * math.pi / frequencies
-    turns = scaling.original_max_position_embeddings / wavelength
-    blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    blend = jnp.clip(blend, 0.0, 1.0)
-    return frequencies * (blend + (1 - blend) / scaling.factor)
-
-
-def layer_frequencies(config: PolicyConfig) -> Float[Array, "layers half"] | None:
-    """The rotary frequencies of each layer where those with a window have their own, else None."""
-    if config.local_rope_theta is None:
-        return None
-    local, full = _frequencies(config.local_rope_theta, config.head_dim), rope_frequencies(config)
-    return jnp.stack([full if i in config.full_attention_layers else local for i in range(config.num_layers)])
-
-
-def _frequencies(theta: float, head_dim: int) -> Float[Array, " half"]:
-    half = head_dim // 2
-    return theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-
-
-def rope_tables(
-    frequencies: Float[Array, " half"], positions: Int[Array, "b t"]
-) -> tuple[Float[Array, "b t half"], Float[Array, "b t half"]]:
-    """cos and sin of each position's angles, float32."""
-    angles = positions[..., None].astype(jnp.float32) * frequencies
-    return jnp.cos(angles), jnp.sin(angles)
-
-
-def rotate(x: Float[Array, "b t heads dim"], tables: tuple[Array, Array]) -> Float[Array, "b t heads dim"]:
-    """Rotary embedding in the half-split layout of Hugging Face, computed in float32."""
-    cos, sin = (table[:, :, None, :] for table in tables)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
-
-
 def in_window(
     queries: Int[Array, "*b t"], keys: Int[Array, "*b slots"], window: Int[Array, ""]
 ) -> Bool[Array, "*b t slots"]:
@@ -147,15 +99,7 @@ def attend(
     value_scale: Float[Array, ""] | float,
     out_dtype: jnp.dtype,
 ) -> Float[Array, "b t heads dim"]:
-    """softmax(q k * score_scale) v * value_scale over the slots of all blocks together.
-
-    Args:
-        query: any float dtype, e4m3 included.
-        blocks: a block with fewer rows than `query` is shared: row r serves query rows r*n ... r*n + n - 1.
-        score_scale: the model's, mostly 1/sqrt(dim), times the scales of Q and K where they are quantized.
-        value_scale: the scale of V, or 1.
-        out_dtype: dtype of the result.
-    """
+    """softmax(q k * score_scale) v * value_scale over the slots of all blocks together: `attention` says what of what."""
     b, t, heads, dim = query.shape
     scores, grouped = [], []
     for block in blocks:
@@ -193,10 +137,10 @@ def attend_in_chunks(
     chunk: int,
     attend: Callable = attend,
 ) -> Float[Array, "b t heads dim"]:
-    """`attend`, for at most `chunk` queries of each row at a time, recomputed in the backward pass.
+    """Attention for at most `chunk` queries of each row at a time, recomputed in the backward pass.
 
     Chunks of queries as in Rabe and Staats (arXiv 2112.05682), and not of keys: each query meets all of its keys at once, so
-    the softmax is the one of `attend`, and the memory is t / chunk times less. `attend` is this file's, or an exact one.
+    the softmax is the one of `attend`, and the memory is t / chunk times less. `attend` is this file's, or has its arguments.
     """
     t = query.shape[1]
     count = -(-t // chunk)

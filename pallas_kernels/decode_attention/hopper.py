@@ -1,0 +1,110 @@
+"""Decode attention on Hopper: queries grouped by the keys that they read, chunks of keys in a kernel, and their fold."""
+
+from __future__ import annotations
+
+import math
+
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.decode_attention.chunks import CHUNK, NOTHING, ROWS, STEP, first_step, partials
+from pallas_kernels.decode_attention.reference import first_seen, known_lengths, page_of
+
+HEAD_DIMS = (64, 96, 128)
+_E4M3, _WIDE = "float8_e4m3fn", ("bfloat16", "float16")
+
+
+def lacks(query, caches) -> str:
+    """What the kernel would need to serve a call; empty where it does."""
+    if query.shape[2] not in HEAD_DIMS:
+        return f"attention with head_dim {query.shape[2]}, but with {HEAD_DIMS}"
+    for cache in caches:
+        page, _ = page_of(cache)
+        kinds = [x.dtype.name for x in (query, cache.keys, cache.values)]
+        if kinds[0] != kinds[1] or not set(kinds) <= {_E4M3, *_WIDE}:
+            return f"attention of {', '.join(kinds)} query, keys and values, but of e4m3 and 16 bits, query and keys alike"
+        if page % STEP and cache.pages is not None and cache.pages.shape[1] > 1:
+            return f"attention over pages of {page} slots, but of multiples of {STEP}"
+    return ""
+
+
+def decode_attention(query, caches, score_scale, value_scale, window, out_dtype):
+    sequences = len(query)
+    starts = first_seen([known_lengths(cache) for cache in caches], sequences, window)
+    scale = jnp.asarray(score_scale * math.log2(math.e), jnp.float32).reshape(1)
+    found = None
+    for cache, start in zip(caches, starts, strict=True):
+        part = _over(query, cache, start, scale)
+        found = part if found is None else join(found, part)
+    _, total, out = found
+    out = out * (value_scale / jnp.where(total == 0, 1.0, total))[..., None]
+    return out.astype(out_dtype)
+
+
+def _over(query, cache, start, scale):
+    """What all chunks of a cache leave, joined: float32 [sequences, heads], twice, and [sequences, heads, head_dim]."""
+    (sequences, heads, dim), (rows,) = query.shape, cache.lengths.shape
+    keys, values = (_in_eights(x) for x in (cache.keys, cache.values))
+    kv_heads, (page, per_row) = keys.shape[1], page_of(cache)
+    group, shared, lengths = heads // kv_heads, sequences // rows, known_lengths(cache)
+    if cache.pages is None:
+        pages = jnp.arange(rows, dtype=jnp.int32)[:, None]
+    else:
+        pages = jnp.where((cache.pages >= 0) & (cache.pages < len(keys) * per_row), cache.pages, -1)
+    asked = query.reshape(rows, shared, kv_heads, group, dim).swapaxes(1, 2).reshape(rows, kv_heads, -1, dim)
+    count = shared * group
+    extra = -count % (8 if count <= ROWS else ROWS)
+    asked = jnp.pad(asked, [(0, 0), (0, 0), (0, extra), (0, 0)])
+    if start is not None:
+        start = jnp.pad(jnp.repeat(start, group, axis=1), [(0, 0), (0, extra)], mode="edge").astype(jnp.int32)
+    stats, sums = partials(asked, keys, values, pages, lengths, start, scale, page=page, slots=cache.keys.shape[2])
+    found = fold(stats, sums, _taken(len(sums), lengths, start))
+
+    def by_sequence(x):
+        x = x[:, :, :count].reshape(rows, kv_heads, shared, group, *x.shape[3:]).swapaxes(1, 2)
+        return x.reshape(sequences, heads, *x.shape[4:])
+
+    return tuple(by_sequence(x) for x in found)
+
+
+def _in_eights(x):
+    """x with a multiple of 8 slots, as TMA wants them."""
+    extra = -x.shape[2] % 8
+    return jnp.pad(x, [(0, 0), (0, 0), (0, extra), (0, 0)]) if extra else x
+
+
+def _taken(chunks, lengths, start):
+    """Which chunks of a row the kernel takes, [chunks, rows]."""
+    first = jnp.arange(chunks)[:, None] * (CHUNK // STEP)
+    begin = first if start is None else jnp.maximum(first, first_step(start))
+    return begin < jnp.minimum(first + CHUNK // STEP, -(-lengths // STEP))
+
+
+def fold(stats, sums, taken):
+    """Joins chunks one after the other: the order of a row's sum is that of its chunks, however many there could be."""
+
+    def one(found, part):
+        stats, sums, taken = part
+        taken = taken[:, None, None]
+        top, total = jnp.where(taken, stats[:, :, 0], NOTHING), jnp.where(taken, stats[:, :, 1], 0.0)
+        return join(found, (top, total, jnp.where(taken[..., None], sums, 0.0))), None
+
+    nothing = (jnp.full_like(stats[0, :, :, 0], NOTHING), jnp.zeros_like(stats[0, :, :, 1]), jnp.zeros_like(sums[0]))
+    return lax.scan(one, nothing, (stats, sums, taken), unroll=min(len(sums), 16))[0]
+
+
+def join(one, other):
+    """(reference, sum of weights, weighted values) of two sets of keys as those of both.
+
+    References are integers, so a factor is a power of two, and it does not matter which product XLA adds without rounding it.
+    """
+    top = jnp.maximum(one[0], other[0])
+    scales = [_power_of_two(found[0] - top) for found in (one, other)]
+    total = one[1] * scales[0] + other[1] * scales[1]
+    return top, total, one[2] * scales[0][..., None] + other[2] * scales[1][..., None]
+
+
+def _power_of_two(exponent):
+    """2^exponent for integers up to 0, exactly; 0 below float32's normal range."""
+    bits = (jnp.maximum(exponent, -127.0).astype(jnp.int32) + 127) << 23
+    return lax.bitcast_convert_type(bits, jnp.float32)
