@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 
-from experiments.benchmarks import gpu, machine
+from experiments.benchmarks import card, machine
 from experiments.benchmarks.arguments import Arguments
 from fp8rl_jax.cli.load import parse_arguments
 from fp8rl_jax.cli.start import start_jax
@@ -16,7 +16,7 @@ def main(argv: list[str]) -> int:
     """Exit code: 0, or 2 for a fault in what was given."""
     try:
         arguments = parse_arguments(Arguments, argv, "python -m experiments.benchmarks")
-        if not gpu.present():
+        if not card.present():
             machine.limit_threads(arguments.threads)
         start_jax()
         from experiments.benchmarks.suite import run

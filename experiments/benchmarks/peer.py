@@ -72,15 +72,19 @@ class Peer:
 
     def __call__(self, number: int) -> dict[str, float]:
         """One round: the seconds that the peer took, by its own clock."""
-        try:
-            self._process.stdin.write(json.dumps({"round": number}).encode() + b"\n")
-        except BrokenPipeError:
-            raise self._fault(self._end()) from None
-        answer = self._receive()
+        answer = self.ask({"round": number})
         tokens = answer.pop("tokens", None)
         if tokens != self.tokens:
             raise self._fault(f"generated {tokens} tokens in round {number} instead of {self.tokens}")
         return answer
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Sends one line, and waits for the one that answers it."""
+        try:
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+        except BrokenPipeError:
+            raise self._fault(self._end()) from None
+        return self._receive()
 
     def close(self) -> None:
         """Ends the peer and whatever it started."""

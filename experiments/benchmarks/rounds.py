@@ -43,18 +43,25 @@ class Timed:
     warmup: list[Round]
 
 
-def interleave(sides: dict[str, Side], plan: Plan) -> Timed:
-    """Runs the rounds. The order turns by one from round to round, so no side always follows the same other one."""
+def interleave(sides: dict[str, Side], plan: Plan, settled: bool = True) -> Timed:
+    """Runs the rounds. The order turns by one from round to round, so no side always follows the same other one.
+
+    Args:
+        settled: threads of the last side fall asleep before the next one, and each round is printed; not for sides that a
+            device runs in microseconds.
+    """
     names, done = list(sides), []
     for number in range(plan.warmup + plan.rounds):
         turn = number % len(names)
         seconds = {}
         for name in names[turn:] + names[:turn]:
-            settle()
+            if settled:
+                settle()
             seconds[name] = sides[name](number)
         done.append(Round(seconds, load()))
-        times = ", ".join(f"{name} {parts['seconds']:.2f} s" for name, parts in seconds.items())
-        print(f"  round {number + 1} of {plan.warmup + plan.rounds}: {times}", flush=True)
+        if settled:
+            times = ", ".join(f"{name} {parts['seconds']:.2f} s" for name, parts in seconds.items())
+            print(f"  round {number + 1} of {plan.warmup + plan.rounds}: {times}", flush=True)
     return split(done, plan)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,8 +14,9 @@ import jax
 
 from experiments.benchmarks import machine
 from experiments.benchmarks.arguments import Arguments
+from experiments.benchmarks.card import Monitor
+from experiments.benchmarks.files import write
 from experiments.benchmarks.generation import generation
-from experiments.benchmarks.gpu import Monitor
 from experiments.benchmarks.grpo_step import grpo_step
 from experiments.benchmarks.loop_overhead import loop_overhead
 from experiments.benchmarks.peer import PeerSpec
@@ -143,18 +143,3 @@ def print_ratios(entry: dict[str, Any]) -> None:
         lines.setdefault(f"{ratio['over']} / {ratio['under']}, bytes of {part}", []).append(f"{what} {ratio['ratio']:.3f}")
     for what, values in lines.items():
         print(f"  {what}: {', '.join(values)}")
-
-
-def write(path: Path, record: dict[str, Any]) -> None:
-    """Writes the file; a reader never sees half of one.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
-    partial = path.with_name(f"{path.name}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(record, indent=1) + "\n")
-        partial.replace(path)
-    except OSError as error:
-        raise UserError(f"--output: {path} cannot be written ({error.strerror})") from error

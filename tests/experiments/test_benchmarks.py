@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments.benchmarks import gpu, machine, rounds, suite
+from experiments.benchmarks import card, machine, rounds, suite
 from experiments.benchmarks.__main__ import main
 from experiments.benchmarks.arguments import Arguments
 from experiments.benchmarks.rounds import Plan, Round, interleave
@@ -127,17 +127,17 @@ def test_workloads_are_chosen_by_a_word_of_their_name():
 
 
 def test_card_and_monitor_read_nvidia_smi(tmp_path, monkeypatch):
-    assert gpu.card() == {} or "name" in gpu.card()
+    assert card.about() == {} or "name" in card.about()
     fake = tmp_path / "nvidia-smi"
     fake.write_text(
-        '#!/bin/sh\ncase "$*" in\n*name*) echo "NVIDIA H200, 1.2.3, 143771, 1980, 3201, 700.00, Disabled";;\n'
+        '#!/bin/sh\ncase "$*" in\n*name*) echo "NVIDIA H200, 1.2.3, 9.0, 143771, 1980, 3201, 700.00, Disabled";;\n'
         '*) echo "1980, 3201, 350.5, 40, 99"; echo "1500, 3201, [N/A], 41, 97"; exec sleep 30;;\nesac\n'
     )
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.delenv("JAX_PLATFORMS")
-    assert gpu.present() and gpu.card()["name"] == "NVIDIA H200"
-    with gpu.Monitor() as monitor:
+    assert card.present() and card.about()["name"] == "NVIDIA H200" and card.about()["compute_cap"] == "9.0"
+    with card.Monitor() as monitor:
         while not Path(f"/proc/{monitor._process.pid}/comm").read_text().startswith("sleep"):
             pass
     seen = monitor.summary()

@@ -10,7 +10,7 @@ from typing import Any
 from experiments.benchmarks.stats import spread
 
 CARD = (
-    "name", "driver_version", "memory.total", "clocks.max.sm", "clocks.max.mem", "power.limit", "mig.mode.current",
+    "name", "driver_version", "compute_cap", "memory.total", "clocks.max.sm", "clocks.max.mem", "power.limit", "mig.mode.current",
 )  # fmt: skip
 STATE = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu", "utilization.gpu")
 
@@ -20,10 +20,16 @@ def present() -> bool:
     return not os.environ.get("JAX_PLATFORMS", "").startswith("cpu") and bool(_query(("name",)))
 
 
-def card() -> dict[str, str]:
+def about() -> dict[str, str]:
     """What the first card is and may do; empty without one."""
     lines = _query(CARD)
     return dict(zip(CARD, _fields(lines[0]), strict=True)) if lines else {}
+
+
+def state() -> dict[str, str]:
+    """What its clocks, power and temperature are now; empty without one."""
+    lines = _query(STATE)
+    return dict(zip(STATE, _fields(lines[0]), strict=True)) if lines else {}
 
 
 class Monitor:

@@ -1,0 +1,81 @@
+"""`python -m experiments.benchmarks.gpu --output FOLDER`: looks for the card, runs the parts, prints the table."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import signal
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from experiments.benchmarks import card
+from experiments.benchmarks.files import read
+from experiments.benchmarks.gpu.parts import PARTS
+from experiments.benchmarks.gpu.runner import file_of, run
+from experiments.benchmarks.gpu.setting import Setting
+from experiments.benchmarks.gpu.table import show
+from fp8rl_jax.errors import UserError
+
+
+class Parser(argparse.ArgumentParser):
+    """Faults of the command line as errors of the command: one line, without the usage before it."""
+
+    def error(self, message: str) -> None:
+        raise UserError(message)
+
+
+def parse(words: list[str]) -> argparse.Namespace:
+    parser = Parser(prog="python -m experiments.benchmarks.gpu", description=__doc__.splitlines()[0])
+    parser.add_argument("--output", required=True, type=Path, help="folder of one JSON file a part; what it has is not run again")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--minutes", type=float, default=60.0, help="for all of it; what does not fit is skipped")
+    parser.add_argument("--torch-python", default="python3", help="interpreter with torch and triton, which are peers of matmul")
+    parser.add_argument("--tiny", action="store_true", help="in miniature on a CPU: shows that it works, measures nothing")
+    arguments = parser.parse_args(words)
+    if not arguments.minutes > 0:
+        raise UserError(f"--minutes: {arguments.minutes} must be above 0")
+    return arguments
+
+
+def check_card() -> None:
+    """
+    Raises:
+        UserError: naming what is missing.
+    """
+    if os.environ.get("JAX_PLATFORMS", "").startswith("cpu"):
+        raise UserError("JAX_PLATFORMS=cpu keeps JAX from the GPU; unset it, or give --tiny")
+    found = card.about()
+    if not found:
+        raise UserError("no NVIDIA GPU: nvidia-smi names none; this needs an H100 or H200, or --tiny")
+    if found["compute_cap"] != "9.0":
+        raise UserError(f"no Hopper GPU: {found['name']} has compute capability {found['compute_cap']}, the kernels need 9.0")
+    if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
+        raise UserError("JAX cannot reach the GPU: its CUDA plugin is missing; pip install 'jax[cuda13]'")
+
+
+def main(words: list[str]) -> int:
+    """Exit code: 0; 1 where a result is wrong or something is left to do; 2 for a fault in what was given, or no such GPU."""
+    try:
+        arguments = parse(words)
+        if not arguments.tiny:
+            check_card()
+        names = [name for name in PARTS if name in arguments.parts]
+        setting = Setting(arguments.tiny, arguments.torch_python)
+        left = run(names, arguments.output, setting, arguments.minutes, words)
+        records = {name: record for name in names if (record := read(file_of(arguments.output, name))) is not None}
+    except UserError as error:
+        print(f"benchmarks.gpu: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    show(records, Console(width=140))
+    for name, reason in left.items():
+        print(f"{name}: not complete: {reason}; run the same command again to go on")
+    wrong = any(result.get("passed") is False for record in records.values() for result in record["results"].values())
+    return 1 if wrong or left else 0
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that a part's process is ended on the way out
+    sys.exit(main(sys.argv[1:]))

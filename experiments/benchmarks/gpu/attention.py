@@ -1,0 +1,102 @@
+"""Part `attention`: decode attention over paged caches, FP8 and bfloat16, against cuDNN's and XLA's in bfloat16."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.benchmarks.gpu.compare import Job, compare, median_ratio
+from experiments.benchmarks.gpu.setting import Setting
+from experiments.benchmarks.gpu.timing import Clock, Work
+from pallas_kernels.check.cases import Case
+from pallas_kernels.check.models import QWEN3_8B, Shape
+
+OURS, OURS_BF16, CUDNN, XLA = "fp8 cache", "bf16 cache", "cuDNN bf16", "XLA bf16"
+BF16_WAYS = (OURS_BF16, CUDNN, XLA)
+# without 256 x 32768: its cache is 34 GB in bfloat16, and three sides have one each
+GRID = ((64, 8192), (16, 8192), (256, 8192), (64, 2048), (16, 2048), (256, 2048), (64, 32768), (16, 32768))
+PAGE = 64
+TINY_MODEL = Shape("tiny", 64, 64, 4, 2, 64)
+
+
+def jobs(setting: Setting, stack: ExitStack) -> list[Job]:
+    """The grid of batches and contexts at Qwen3-8B's heads, then the operation's own real cases."""
+    clock = Clock(setting.tiny)
+    try:
+        cases = setting.cases("decode_attention", "real")
+    except LookupError as error:
+        return [("decode_attention", partial(_raise, error))]
+    model, grid = (TINY_MODEL, ((2, 130),)) if setting.tiny else (QWEN3_8B, GRID)
+    points = [(f"{b}x{c}", partial(point, setting, clock, model, b, c)) for b, c in grid]
+    return [*points, *((case.name, partial(_case, setting, clock, case)) for case in cases)]
+
+
+def _raise(error: Exception):
+    raise error
+
+
+def point(setting: Setting, clock: Clock, model: Shape, batch: int, context: int) -> dict[str, Any]:
+    """One batch and context: each sequence has as many keys."""
+    e4m3, bf16 = jnp.float8_e4m3fn, jnp.bfloat16
+    rows = partial(_rows, model, batch, context)
+    works = {
+        OURS: Work(partial(_ours, setting, context), partial(_pages, model, batch, context, e4m3)),
+        OURS_BF16: Work(partial(_ours, setting, context), partial(_pages, model, batch, context, bf16)),
+        XLA: Work(partial(_peer, "xla"), rows),
+    }
+    if not setting.tiny:
+        works[CUDNN] = Work(partial(_peer, "cudnn"), rows)
+    flops = 4.0 * batch * model.heads * context * model.head_dim
+    found = compare(setting, clock, works, (OURS,), flops, float(_cache_bytes(model, batch, context, e4m3)))
+    ratios = [ratio for way in BF16_WAYS if (ratio := median_ratio(found, way, OURS)) is not None]
+    return found | {"batch": batch, "context": context, "best_bf16_over_ours": min(ratios, default=None)}
+
+
+def _cache_bytes(model: Shape, batch: int, context: int, dtype: jnp.dtype) -> int:
+    return 2 * batch * context * model.kv_heads * model.head_dim * jnp.dtype(dtype).itemsize
+
+
+def _pages(model: Shape, batch: int, context: int, dtype: jnp.dtype, key: jax.Array) -> tuple:
+    """Query, pages of keys and of values, lengths, and a page table in no order; scales of e4m3 at the end."""
+    table = -(-context // PAGE)
+    keys = jax.random.split(key, 3)
+    query = jax.random.normal(keys[0], (batch, model.heads, model.head_dim)).astype(dtype)
+    shape = (batch * table, model.kv_heads, PAGE, model.head_dim)
+    cache = (_normal(k, shape, dtype) for k in keys[1:])
+    order = np.random.default_rng(0).permutation(batch * table).reshape(batch, table).astype(np.int32)
+    scales = (jnp.float32(1.0),) * 3 if dtype == jnp.float8_e4m3fn else ()
+    return query, *cache, jnp.full((batch,), context, jnp.int32), jnp.asarray(order), *scales
+
+
+def _normal(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+    """Normal data, some rows at a time: all of it at once would need many times its own memory."""
+    keys = jax.random.split(key, shape[0])
+    return jax.lax.map(lambda k: jax.random.normal(k, shape[1:], jnp.bfloat16).astype(dtype), keys, batch_size=8)
+
+
+def _ours(setting: Setting, context: int, query, keys, values, lengths, pages, *scales):
+    from pallas_kernels.decode_attention import KeyValues, decode_attention
+
+    cache = KeyValues(keys, values, lengths, pages, PAGE)
+    return decode_attention(query, (cache,), query.shape[-1] ** -0.5, *scales, backend=setting.backend)
+
+
+def _rows(model: Shape, batch: int, context: int, key: jax.Array) -> tuple:
+    """The layout that cuDNN and XLA like best: a sequence's keys one after the other."""
+    keys = jax.random.split(key, 3)
+    query = jax.random.normal(keys[0], (batch, 1, model.heads, model.head_dim)).astype(jnp.bfloat16)
+    return query, *(_normal(k, (batch, context, model.kv_heads, model.head_dim), jnp.bfloat16) for k in keys[1:])
+
+
+def _peer(implementation: str, query, keys, values):
+    return jax.nn.dot_product_attention(query, keys, values, implementation=implementation)
+
+
+def _case(setting: Setting, clock: Clock, case: Case) -> dict[str, Any]:
+    works = {OURS: Work(lambda *a: case.run(*a, backend=setting.backend), case.arguments)}
+    return compare(setting, clock, works, (), case.flops, case.bytes)

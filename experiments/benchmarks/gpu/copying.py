@@ -1,0 +1,34 @@
+"""Part `copy`: the bytes a second that a plain copy reads and writes on this card; a sum's, which only reads, beside it."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from experiments.benchmarks.gpu.compare import Job, compare
+from experiments.benchmarks.gpu.setting import Setting
+from experiments.benchmarks.gpu.timing import Clock, Work
+
+LABEL = "8 GiB"
+COPIED_BYTES = 8 * 2**30  # read and written together
+
+
+def jobs(setting: Setting, stack: ExitStack) -> list[Job]:
+    return [(LABEL, lambda: copy(setting))]
+
+
+def copy(setting: Setting) -> dict[str, Any]:
+    moved = 2**20 if setting.tiny else COPIED_BYTES
+
+    def words(number):
+        return lambda key: (jax.lax.bitcast_convert_type(jax.random.normal(key, (number,)), jnp.uint32),)
+
+    works = {
+        # by one more, so that a kernel reads and writes: a bare copy would be the copy engine's, or nothing
+        "copy": Work(lambda x: x + jnp.uint32(1), words(moved // 8)),
+        "read": Work(lambda x: jnp.max(x), words(moved // 4)),
+    }
+    return compare(setting, Clock(setting.tiny), works, (), moved=float(moved))

@@ -1,0 +1,141 @@
+"""The figures that this library wants to reach on one H200, and what the parts' files say about each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from experiments.benchmarks.gpu import attention, copying, grouped, products
+from experiments.benchmarks.gpu.compare import median_ratio
+
+STEP, STEP_BF16, STEP_FP8 = "GRPO step", "fp8rl_jax/bf16", "fp8rl_jax/fp8-e2e-kv"
+"""Of the part `step`, whose module needs more packages than JAX: its result, and the sides in it."""
+Records = dict[str, dict[str, Any]]
+"""Part -> its file's record."""
+Found = tuple[float, str]
+"""A value, and which result it is of."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """
+    Attributes:
+        name: what it says.
+        must, aim: above them it is good.
+        unit: "x", "TFLOP/s", "%".
+        values: of the records; the least counts.
+    """
+
+    name: str
+    must: float
+    aim: float
+    unit: str
+    values: Callable[[Records], Iterator[Found]]
+
+    def measured(self, records: Records) -> Found | None:
+        """The least of its values; None where there is none."""
+        return min(self.values(records), default=None)
+
+    def status(self, records: Records) -> str:
+        """"met", "met, aim too", "missed", or "not measured", which holds for all that was measured in miniature."""
+        found = self.measured(records)
+        if found is None or not all(record["counts"] for record in records.values()):
+            return "not measured"
+        return "missed" if found[0] < self.must else "met, aim too" if found[0] >= self.aim else "met"
+
+
+def _results(records: Records, part: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    yield from records.get(part, {}).get("results", {}).items()
+
+
+def _copied(records: Records) -> float | None:
+    found = records.get("copy", {}).get("results", {}).get(copying.LABEL)
+    return found["bytes_per_second"]["copy"]["median"] if found else None
+
+
+def _many_rows(ours: str) -> Callable[[Records], Iterator[Found]]:
+    """Qwen3-8B's linears at 4096 rows."""
+    shapes = [list(shape) for shape in products.FIRST if shape[1] != 7168]
+
+    def values(records):
+        for label, result in _results(records, "matmul"):
+            ratio = median_ratio(result, products.BF16, ours)
+            if result["shape"] in shapes and result["forward"] and ratio is not None:
+                yield ratio, label
+
+    return values
+
+
+def _long_contraction(records: Records) -> Iterator[Found]:
+    for label, result in _results(records, "matmul"):
+        if result["shape"] == [4096, 7168, 16384] and products.OURS in result["tflops"]:
+            yield result["tflops"][products.OURS]["median"], label
+
+
+def _few_rows(records: Records) -> Iterator[tuple[str, dict[str, Any]]]:
+    for label, result in _results(records, "matmul"):
+        if result["shape"][0] <= 128 and result["weight_bytes"] >= 64e6:
+            yield label, result
+
+
+def _few_rows_bytes(records: Records) -> Iterator[Found]:
+    yield from _parts_of_copy(records, _few_rows(records), products.OURS)
+
+
+def _few_rows_ratio(records: Records) -> Iterator[Found]:
+    for label, result in _few_rows(records):
+        if (ratio := median_ratio(result, products.BF16, products.OURS)) is not None:
+            yield ratio, label
+
+
+def _grid(records: Records) -> Iterator[tuple[str, dict[str, Any]]]:
+    return ((label, result) for label, result in _results(records, "attention") if "best_bf16_over_ours" in result)
+
+
+def _attention_bytes(records: Records) -> Iterator[Found]:
+    yield from _parts_of_copy(records, _grid(records), attention.OURS)
+
+
+def _attention_ratio(records: Records) -> Iterator[Found]:
+    for label, result in _grid(records):
+        if result["best_bf16_over_ours"] is not None and attention.OURS in result["seconds"]:
+            yield result["best_bf16_over_ours"], label
+
+
+def _parts_of_copy(records: Records, results: Iterator[tuple[str, dict[str, Any]]], ours: str) -> Iterator[Found]:
+    copied = _copied(records)
+    for label, result in results:
+        if copied and ours in result["bytes_per_second"]:
+            yield 100 * result["bytes_per_second"][ours]["median"] / copied, label
+
+
+def _grouped(records: Records) -> Iterator[Found]:
+    for label, result in _results(records, "grouped"):
+        ratio = median_ratio(result, grouped.DENSE, grouped.OURS)
+        if label == "8-groups" and ratio is not None:
+            yield ratio, label
+
+
+def _phase(phase: str) -> Callable[[Records], Iterator[Found]]:
+    def values(records):
+        for label, result in _results(records, "step"):
+            for ratio in result["ratios"] if label == STEP else ():
+                if (ratio["over"], ratio["under"], ratio["part"]) == (STEP_BF16, STEP_FP8, phase):
+                    yield ratio["median"], result["workload"]["name"]
+
+    return values
+
+
+FIGURES = (
+    Figure("matmul, M=4096, Qwen3-8B / XLA bf16, quantized beforehand", 1.5, 1.9, "x", _many_rows(products.OURS)),
+    Figure("the same with quantization", 1.3, 1.6, "x", _many_rows(products.WITH_QUANTIZATION)),
+    Figure("matmul, M=4096 N=7168 K=16384", 1150, 1550, "TFLOP/s", _long_contraction),
+    Figure("matmul, M=1..128, weights of 64 MB and more: bytes / copy", 70, 90, "%", _few_rows_bytes),
+    Figure("the same / XLA bf16", 1.5, 1.9, "x", _few_rows_ratio),
+    Figure("decode attention, FP8 KV: bytes / copy", 70, 90, "%", _attention_bytes),
+    Figure("the same / best bf16", 1.5, 1.9, "x", _attention_ratio),
+    Figure("grouped, 8 groups, M=4096 in all / dense of the same work", 0.85, 0.95, "x", _grouped),
+    Figure("training step FP8 / BF16, 8B-shaped stack", 1.15, 1.45, "x", _phase("train")),
+    Figure("GRPO step FP8 end to end / BF16", 1.1, 1.35, "x", _phase("seconds")),
+)

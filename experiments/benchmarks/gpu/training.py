@@ -1,0 +1,77 @@
+"""Part `step`: a layer's training step, and a whole GRPO step with FP8 KV, at Qwen3-8B's shape: FP8 against bfloat16.
+
+These are long enough to be timed from outside, by the benchmarks that time them on any device. Weights are random. A whole 8B
+model with float32 masters, gradients and two moments does not fit into one card, so there are as many layers as fit, and the
+output head shares the embedding: it is a larger part of a step than in the whole model.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+
+import jax
+
+from experiments.benchmarks.gpu.compare import Job
+from experiments.benchmarks.gpu.figures import STEP
+from experiments.benchmarks.gpu.setting import Setting
+from experiments.benchmarks.grpo_step import grpo_step
+from experiments.benchmarks.rounds import Plan
+from experiments.benchmarks.trained_layer import trained_layer
+from experiments.benchmarks.workloads import Shape, Workload
+from fp8rl_jax.models.config import PolicyConfig
+from fp8rl_jax.models.policy import parameter_count
+
+RECIPES = ("bf16", "fp8-e2e-kv")
+LAYER = "layer"
+BYTES_A_PARAMETER = 24  # masters, gradients, two moments, and weights of two recipes' trainers and samplers
+PART_OF_MEMORY = 0.6  # the rest: activations, logits, caches
+
+
+def jobs(setting: Setting, stack: ExitStack) -> list[Job]:
+    workload = tiny_workload() if setting.tiny else workload_for(jax.devices()[0].memory_stats()["bytes_limit"])
+    plan = Plan(1, 1) if setting.tiny else Plan(5, 1)
+    return [(LAYER, partial(trained_layer, workload, plan)), (STEP, partial(grpo_step, workload, plan))]
+
+
+def layers_for(memory: int, embedding: int, layer: int) -> int:
+    """How many layers of so many parameters fit beside the embedding, of 36."""
+    return max(1, min(36, int(memory * PART_OF_MEMORY / BYTES_A_PARAMETER - embedding) // layer))
+
+
+def workload_for(memory: int) -> Workload:
+    """Qwen3-8B with the layers that fit into `memory` bytes."""
+    config = PolicyConfig(
+        "qwen3", 151936, 4096, 12288, num_layers=2, num_heads=32, num_kv_heads=8, head_dim=128,
+        rms_norm_eps=1e-6, rope_theta=1e6, tie_word_embeddings=True, max_position_embeddings=40960,
+    )  # fmt: skip
+    two, one = parameter_count(config), parameter_count(replace(config, num_layers=1))
+    layers = layers_for(memory, 2 * one - two, two - one)
+    return Workload(
+        name=f"Qwen3-8B's shape, {layers} of 36 layers, tied head",
+        config=replace(config, num_layers=layers),
+        compute_dtype="bfloat16",
+        step=Shape(prompts=8, samples=8, prompt_tokens=512, new_tokens=512),
+        layer=Shape(prompts=8, samples=1, prompt_tokens=512, new_tokens=512),
+        step_recipes=RECIPES,
+        layer_recipes=RECIPES,
+        micro_batch_prompts=1,
+        remat=True,
+        absolute=True,
+    )
+
+
+def tiny_workload() -> Workload:
+    shape = Shape(prompts=2, samples=2, prompt_tokens=8, new_tokens=3)
+    return Workload(
+        name="tiny",
+        config=PolicyConfig("qwen3", 320, 32, 48, 1, 2, 1, 16, tie_word_embeddings=True, max_position_embeddings=128),
+        compute_dtype="float32",
+        step=shape,
+        layer=shape,
+        step_recipes=RECIPES,
+        layer_recipes=RECIPES,
+        absolute=True,
+    )
+
