@@ -255,7 +255,7 @@ def _consume(at: Sizes, over, memory: Memory, stages, wg, inputs):
         mosaic.barrier_wait(memory.asked.at[asked])
         first = None
         if windowed:
-            first = mosaic.load(memory.first, (asked,), layout=by_row, optimized=False)
+            first = mosaic.load(memory.first.at[asked], layout=by_row, optimized=False)
             first = lax.broadcast_in_dim(first, shape, [0])
 
         def one(i, carry):
@@ -266,7 +266,7 @@ def _consume(at: Sizes, over, memory: Memory, stages, wg, inputs):
             mosaic.barrier_wait(memory.full.at[slot])
             values = memory.values.at[slot]
             if memory.wide is not None:
-                narrow = mosaic.load(values, (), layout=mosaic.Layout.WGMMA_UPCAST_4X, optimized=False)
+                narrow = mosaic.load(values, layout=mosaic.Layout.WGMMA_UPCAST_4X, optimized=False)
                 values = memory.wide.at[wg]
                 values[...] = narrow.astype(jnp.float32).astype(values.dtype)
             scores = _product(memory.queries.at[asked], memory.keys.at[slot].transpose((1, 0)), shape) * scale
@@ -325,7 +325,7 @@ def _join(at: Sizes, memory: Memory, tile: Tile, wg, found, stats, sums):
         mosaic.barrier_arrive(memory.free)
         mosaic.barrier_wait(memory.handed)
         by_row, width = mosaic.Layout.WGMMA.reduce(1), min(at.queries, ROWS)
-        other_top, other_total = (mosaic.load(memory.stats, (i,), layout=by_row, optimized=False) for i in range(2))
+        other_top, other_total = (mosaic.load(memory.stats.at[i], layout=by_row, optimized=False) for i in range(2))
         both = jnp.maximum(top, other_top)
         mine, others = jnp.exp2(top - both), jnp.exp2(other_top - both)
         wide = [lax.broadcast_in_dim(x, out.shape, [0]) for x in (mine, others)]
