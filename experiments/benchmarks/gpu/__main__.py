@@ -34,6 +34,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=60.0, help="for all of it; what does not fit is skipped")
     parser.add_argument("--torch-python", default="python3", help="interpreter with torch and triton, which are peers of matmul")
     parser.add_argument("--tiny", action="store_true", help="in miniature on a CPU: shows that it works, measures nothing")
+    parser.add_argument("--profile", action="store_true", help="record the kernels of what is timed, too; a trace each")
     arguments = parser.parse_args(words)
     if not arguments.minutes > 0:
         raise UserError(f"--minutes: {arguments.minutes} must be above 0")
@@ -63,7 +64,7 @@ def main(words: list[str]) -> int:
         if not arguments.tiny:
             check_card()
         names = [name for name in PARTS if name in arguments.parts]
-        setting = Setting(arguments.tiny, arguments.torch_python)
+        setting = Setting(arguments.tiny, arguments.torch_python, arguments.profile)
         left = run(names, arguments.output, setting, arguments.minutes, words)
         records = {name: record for name in names if (record := read(file_of(arguments.output, name))) is not None}
     except UserError as error:

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from experiments.benchmarks import rounds
+from experiments.benchmarks.gpu.profile import kernels
 from experiments.benchmarks.gpu.setting import Setting
 from experiments.benchmarks.gpu.timing import Clock, Prepared, Work
 from experiments.benchmarks.rounds import interleave
@@ -62,6 +63,7 @@ def compare(
         "ratios": [ratio(timed.rounds, over, under) for under in ours for over in sides if under in sides and over != under],
         "host_was_ahead": {name: all(series(timed.rounds, name, "ahead")) for name in prepared},
         "programs": {name: one.about | {"queued": [one.short, one.long]} for name, one in prepared.items()},
+        "kernels": {name: _kernels(one) for name, one in prepared.items()} if setting.profile else {},
         "failed": failed | (absent or {}),
         "raw": asdict(timed),
     }
@@ -76,6 +78,14 @@ def prepare(clock: Clock, works: dict[str, Work]) -> tuple[dict[str, Prepared], 
         except Exception as error:  # whatever the compiler or the device objects to is the result
             failed[name] = reason_of(error)
     return prepared, failed
+
+
+def _kernels(prepared: Prepared) -> dict[str, Any]:
+    """Microseconds of each kernel of a call, or why they are not known."""
+    try:
+        return {"microseconds": kernels(prepared)}
+    except (LookupError, RuntimeError, ValueError) as error:
+        return {"failed": reason_of(error)}
 
 
 def reason_of(error: Exception) -> str:

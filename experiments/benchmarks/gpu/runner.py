@@ -42,7 +42,7 @@ def run(names: Sequence[str], folder: Path, setting: Setting, minutes: float, wo
     def command(part: Part, path: Path, seconds: float) -> list[str]:
         module = [sys.executable, "-m", "experiments.benchmarks.gpu.worker", part.name, str(path.resolve()), f"{seconds:.1f}"]
         options = ["--torch-python", setting.torch_python, "--words", json.dumps(list(words))]
-        return [*module, *options, *(["--tiny"] if setting.tiny else [])]
+        return [*module, *options, *(f"--{name}" for name in ("tiny", "profile") if getattr(setting, name))]
 
     for name in names:
         part, path = PARTS[name], file_of(folder, name)

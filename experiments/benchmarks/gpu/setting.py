@@ -20,10 +20,12 @@ class Setting:
     Attributes:
         tiny: miniature, on whatever device JAX has; nothing that it measures counts.
         torch_python: interpreter of the peers torch and Triton.
+        profile: record the kernels of what is timed, too.
     """
 
     tiny: bool = False
     torch_python: str = "python3"
+    profile: bool = False
 
     @property
     def backend(self) -> Backend:

@@ -98,10 +98,11 @@ def main() -> int:
     parser.add_argument("file", type=Path)
     parser.add_argument("seconds", type=float)
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--profile", action="store_true")
     parser.add_argument("--torch-python", default="python3")
     parser.add_argument("--words", type=json.loads, default=[], help="of the command that started this, for the record")
     arguments = parser.parse_args()
-    setting = Setting(arguments.tiny, arguments.torch_python)
+    setting = Setting(arguments.tiny, arguments.torch_python, arguments.profile)
     try:
         return run_part(PARTS[arguments.part], arguments.file, setting, arguments.seconds, arguments.words)
     except UserError as error:
