@@ -89,7 +89,8 @@ class RolloutConfig:
     """{token: what is added to its logit before the temperature}; a token is an id, or a text that is a single token. It, too,
     needs rl.correction.truncated_sampling, and evaluation goes without."""
     decode_layers: Literal["auto", "unroll", "scan"] = "auto"
-    """Layer loop in decode: unrolled (no copies on a CPU) or scanned (compile time independent of depth)."""
+    """Layer loop in decode: unrolled (a scan copies each layer's weights for a kernel, and on a CPU) or scanned (compile time
+    independent of depth). auto: unrolled on a CPU and with Hopper kernels."""
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from fp8rl_jax.models.rotary import rope_frequencies
 from fp8rl_jax.precision import linear, quantize_input, quantize_per_tensor
 from pallas_kernels.attention import CHUNK, CHUNK_FROM, Keys, TokenKeys, Tokens, attend_in_chunks, in_window, sees
 from pallas_kernels.backend import Backend
+from pallas_kernels.cache_write import write_cache
 from pallas_kernels.decode_attention import KeyValues, decode_attention, scaled
 from pallas_kernels.matmul.reference import rows_of
 
@@ -65,6 +66,20 @@ class OwnBlock:
         start = (self.layer, 0, 0, self.slot, 0)
         return tuple(lax.dynamic_update_slice(old, new[None], start) for old, new in ((self.keys, k), (self.values, v)))
 
+    def write_token(self, tokens, rope, scales, query_scale, backend):
+        """One token a row: (keys, values) with it in them, and its queries, all rotated and quantized on the way.
+
+        Args:
+            tokens: queries, keys and values before rotation, [rows, 1, heads, head_dim].
+            rope: cos and sin of the tokens.
+        """
+        (q, k, v), rows = (x[:, 0] for x in tokens), len(tokens[0])
+        row = jnp.arange(rows, dtype=jnp.int32) + (0 if self.layer is None else self.layer * rows)
+        slot = jnp.full(rows, self.slot, jnp.int32)
+        flat = (x.reshape(-1, *x.shape[-3:]) for x in (self.keys, self.values))
+        keys, values, q = write_cache(*flat, k, v, *(x[:, 0] for x in rope), row, slot, scales, q, query_scale, backend=backend)
+        return (keys.reshape(self.keys.shape), values.reshape(self.values.shape)), q
+
     def read(self, keys, values):
         if self.layer is None:
             return keys, values
@@ -95,7 +110,8 @@ class LayerStep:
     ):
         self.config, self.formats, self.cache, self.observe, self.backend = config, formats, cache, observe, backend
         self.positions, self.segment_ids, self.arithmetic = positions, segment_ids, arithmetic
-        self.attend = partial(arithmetic.attend, backend=backend)
+        # cuDNN's attention serves prefill and training where it can; there is no kernel of ours to insist on
+        self.attend = partial(arithmetic.attend, backend="auto" if backend == "hopper" else backend)
         self.rope = arithmetic.rope_tables(rope_frequencies(config), positions)
         if cache.shared is not None:
             self.shared_lengths = cache.shared.mask.sum(1, dtype=jnp.int32)
@@ -152,6 +168,9 @@ class LayerStep:
         q, k, v = map(self.heads, products, (layer.q_bias, layer.k_bias, layer.v_bias))
         q, k = self.norm(q, layer.q_norm), self.norm(k, layer.k_norm)
         rope = self.rope if inputs.frequencies is None else self.arithmetic.rope_tables(inputs.frequencies, self.positions)
+        if own is not None and t == 1 and not self.arithmetic.exact and self.observe is None:
+            out, written = self.decode((q, k, v), rope, own, inputs, x.dtype)
+            return *self.project(out.reshape(b, 1, -1), layer.o_proj), written, None
         q, k = self.arithmetic.rotate(q, rope), self.arithmetic.rotate(k, rope)
         observed = self.observe(q, k, v, (self.segment_ids > 0)[..., None, None], inputs.scales) if self.observe else None
         sq = sk = sv = None
@@ -160,10 +179,6 @@ class LayerStep:
             k, v = quantize_per_tensor(k, sk, self.formats.key), quantize_per_tensor(v, sv, self.formats.value)
             q, sq = (quantize_per_tensor(q, sq, self.formats.query), sq) if self.formats.query.quantized else (q, None)
         k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
-        if own is not None and t == 1 and not self.arithmetic.exact:
-            written = own.write(k, v)
-            out = self.decode(q[:, 0], own, written, inputs, (sq, sk, sv), x.dtype).reshape(b, 1, -1)
-            return *self.project(out, layer.o_proj), written, observed
         score_scale, value_scale = scaled(self.config.score_scale, sq, sk), 1.0 if sv is None else sv
         if own is None and self.chunk:
             blocks = self.token_keys(k, v, inputs.shared)
@@ -181,14 +196,18 @@ class LayerStep:
         out = self.attend(q, blocks, score_scale, value_scale, x.dtype).reshape(b, t, -1)
         return *self.project(out, layer.o_proj), written, observed
 
-    def decode(self, q, own: OwnBlock, written, inputs: LayerInputs, scales, dtype):
-        """One token a row, over the prompts' block and the row's own slots up to the one that it has just written."""
+    def decode(self, tokens, rope, own: OwnBlock, inputs: LayerInputs, dtype):
+        """One token a row, over the prompts' block and the row's own slots up to the one that it now writes."""
+        sq, sk, sv = inputs.scales if self.formats.key.quantized else (None, None, None)
+        sq = sq if self.formats.query.quantized else None
+        written, q = own.write_token(tokens, rope, None if sk is None else (sk, sv), sq, self.backend)
         lengths = jnp.full(len(q), own.slot + 1, jnp.int32)
         caches = [KeyValues(*own.read(*written), lengths)]
         if inputs.shared is not None:
             caches.insert(0, KeyValues(*inputs.shared, self.shared_lengths))
         window, score_scale = inputs.window, self.config.score_scale
-        return decode_attention(q, tuple(caches), score_scale, *scales, window, dtype, backend=self.backend)
+        out = decode_attention(q, tuple(caches), score_scale, sq, sk, sv, window, dtype, backend=self.backend)
+        return out, written
 
     def token_keys(self, k, v, shared) -> list[TokenKeys]:
         blocks = [TokenKeys(k, v, self.tokens, self.tokens)]

@@ -37,6 +37,7 @@ from fp8rl_jax.tasks.dataset import Dataset, load_splits
 from fp8rl_jax.training.adapters import adapt
 from fp8rl_jax.training.fitting import check_fits, report
 from fp8rl_jax.training.prompts import PromptEncoder
+from pallas_kernels.matmul import selected_backend
 
 _log = logging.getLogger("fp8rl")
 
@@ -61,7 +62,8 @@ class Setup:
     def engine(self) -> LocalEngine:
         """A sampler for the run's recipe."""
         choice = self.config.rollout.decode_layers
-        unroll = choice == "unroll" or (choice == "auto" and jax.default_backend() == "cpu")
+        copies = jax.default_backend() == "cpu" or selected_backend(self.config.precision.backend) == "hopper"
+        unroll = choice == "unroll" or (choice == "auto" and copies)
         return LocalEngine(
             self.recipe, jnp.dtype(self.config.compute_dtype), unroll, self.config.precision.backend,
             expert_ids=self.config.trainer.router_replay,

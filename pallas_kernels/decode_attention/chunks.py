@@ -202,7 +202,10 @@ def _slot(at: Sizes, pages, row, step):
     key = step * STEP
     page = pages[row, lax.div(key, at.page)]
     known, per_row = jnp.maximum(page, 0), -(-at.slots // at.page)
-    return page, lax.div(known, per_row), lax.rem(known, per_row) * at.page + lax.rem(key, at.page)
+    within = key if at.pages == 1 else lax.rem(key, at.page)
+    if per_row == 1:
+        return page, known, mosaic.multiple_of(within, STEP)
+    return page, lax.div(known, per_row), mosaic.multiple_of(lax.rem(known, per_row) * at.page + within, 8)
 
 
 def _produce(at: Sizes, over, memory: Memory, stages, inputs):

@@ -19,12 +19,14 @@ def lacks(query, caches) -> str:
     if query.shape[2] not in HEAD_DIMS:
         return f"attention with head_dim {query.shape[2]}, but with {HEAD_DIMS}"
     for cache in caches:
-        page, _ = page_of(cache)
+        page, per_row = page_of(cache)
         kinds = [x.dtype.name for x in (query, cache.keys, cache.values)]
         if kinds[0] != kinds[1] or not set(kinds) <= {_E4M3, *_WIDE}:
             return f"attention of {', '.join(kinds)} query, keys and values, but of e4m3 and 16 bits, query and keys alike"
         if page % STEP and cache.pages is not None and cache.pages.shape[1] > 1:
             return f"attention over pages of {page} slots, but of multiples of {STEP}"
+        if page % 8 and per_row > 1:
+            return f"attention over pages of {page} slots, several a cache row, but of multiples of 8"
     return ""
 
 
