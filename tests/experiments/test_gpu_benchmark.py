@@ -116,7 +116,7 @@ def write():
     os.replace(path + ".new", path)
 for job in jobs:
     if job in record["results"] or job in record["failed"]: continue
-    if job == "refused": print("no such thing", file=sys.stderr); sys.exit(2)
+    if job == "refused": print("fault: no such thing\\nlast words", file=sys.stderr); sys.exit(2)
     if job == "lost": sys.exit("cannot import")
     record["running"] = job; write()
     if job == "crash": print("the last words", file=sys.stderr); os.abort()
@@ -150,12 +150,12 @@ def test_a_job_that_crashes_hangs_or_breaks_the_device_costs_itself_alone(tmp_pa
 
 def test_what_fails_before_any_job_is_not_tried_again(tmp_path):
     assert run_fake(tmp_path, "lost") == ("ended with status 1: cannot import", None, 1)
-    with pytest.raises(UserError, match="no such thing"):
+    with pytest.raises(UserError, match="^no such thing$"):
         run_fake(tmp_path, "refused")
 
 
 def test_what_is_cut_off_by_the_clock_is_not_blamed(tmp_path, monkeypatch):
-    monkeypatch.setattr(runner, "GRACE_SECONDS", 0.3)
+    monkeypatch.setattr(runner, "ENDING_SECONDS", 0.3)
     fault, record, starts = run_fake(tmp_path, "a,hang", end=runner.time.monotonic() + 0.8)
     assert fault == "" and starts == 1 and record["failed"] == {} and record["running"] == "hang"
 
