@@ -344,6 +344,8 @@ def test_the_command_starts_a_process_a_part_and_goes_on(tmp_path, capfd):
     words = ["--output", str(tmp_path / "out"), "--tiny", "--parts", "copy"]
     assert main(words) == 0 and "copy: 8 GiB ..." in capfd.readouterr().out
     assert main(words) == 0 and "copy: complete" in capfd.readouterr().out
+    figures = json.loads((tmp_path / "out" / "figures.json").read_text())["figures"]
+    assert len(figures) == 10 and {row["status"] for row in figures} == {"not measured"}
     record = json.loads((tmp_path / "out" / "copy.json").read_text())
     assert record["processes"][0]["command"][:5] == ["python", "-m", "experiments.benchmarks.gpu", "--output", ".../out"]
     assert str(Path.home()) not in json.dumps(record)

@@ -14,7 +14,8 @@ Run it again with the same folder until nothing is left: what a file holds is no
 
 A part is a process of its own. A kernel that hangs or crashes costs its own case: the process is ended, the case is recorded as
 failed with the reason, and the part goes on in a new process. Times are a device's, see `timing.py`; what they are divided by
-takes turns with them, round by round. The table at the end has the figures that this library wants to reach.
+takes turns with them, round by round. The table at the end, and `figures.json`, have the figures that this library wants to
+reach, of all parts that the folder holds.
 
 It needs JAX with CUDA, and the packages that `fp8rl_jax` needs for the part `step` alone. The peers torch and Triton are looked
 for in `--torch-python`; where they are missing the file says why. `--tiny` runs all parts in miniature on a CPU, with the

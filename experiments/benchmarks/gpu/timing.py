@@ -9,7 +9,8 @@ programs, once, and `long` ones, another time. Until the last one is done it tak
 so T(long) - T(short) over (long - short) * calls is a call's time without the host's: neither dispatch nor waking up after the
 last call is in it, because both are the same in T(long) and T(short), and between two calls the device never waits for the host
 as long as the host has queued everything before the products end. Each sample says whether it had ("ahead"). Calls of a program
-are made to follow each other, so that XLA neither merges nor overlaps them.
+are made to follow each other, so that XLA neither merges nor overlaps them. The products keep the card at the clocks that it has
+when it is busy, for whatever is timed alike.
 """
 
 from __future__ import annotations
