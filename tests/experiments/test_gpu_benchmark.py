@@ -132,6 +132,11 @@ record["complete"] = True; write()
 PART = replace(PARTS["copy"], seconds=300.0, stall_seconds=1.0)
 
 
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch):
+    monkeypatch.setattr(runner, "RESTART_SECONDS", 0.0)
+
+
 def run_fake(tmp_path, jobs, end=float("inf")):
     script, path, starts = tmp_path / "worker.py", tmp_path / "copy.json", []
     script.write_text(WORKER)

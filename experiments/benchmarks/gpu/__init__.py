@@ -1,8 +1,9 @@
 """The kernels on a Hopper GPU: are they right, and how fast. One command, one JSON file a part.
 
-    python -m experiments.benchmarks.gpu --output FOLDER [--minutes 9] [--parts checks matmul] [--torch-python PYTHON]
+    python -m experiments.benchmarks.gpu --output FOLDER [--minutes 9] [--parts checks matmul] [--profile]
 
-Run it again with the same folder until nothing is left: what a file holds is not measured twice. In order of value:
+Run it again with the same folder until nothing is left: what a file holds is not measured twice (delete a file to do so). With
+--profile every result of a kernel has its time by the profiler, too. In order of value:
 
     checks      every case of every operation against its expected values, each three times for equal bits
     copy        a copy kernel's bytes a second, which all other bytes are divided by

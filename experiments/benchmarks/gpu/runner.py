@@ -24,6 +24,7 @@ LEAST_SECONDS = 30.0  # less than this is not worth starting a process for
 GRACE_SECONDS = 75.0  # for the job that is running when a part's time is over
 ENDING_SECONDS = 10.0  # before the end of all time no job is begun
 POLL_SECONDS = 0.2
+RESTART_SECONDS = 2.0  # until a driver has taken back the memory of a process that was ended
 Command = Callable[[Part, Path, float], list[str]]
 
 
@@ -97,6 +98,7 @@ def run_part(part: Part, path: Path, end: float, command: Command, environment: 
         ended = hung or (f"killed by signal {-status}: {said}" if status < 0 else f"ended with status {status}: {said}")
         if not blame(path, ended) and status != UNUSABLE:
             return ended  # before any job, where a new process would end, too
+        time.sleep(RESTART_SECONDS)
     return ""
 
 
