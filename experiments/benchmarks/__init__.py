@@ -16,6 +16,8 @@ and, with --gpu-target, for a GPU that is not there. Seconds of a CPU say someth
 in the file as raw data, and results are ratios, round by round. On a GPU the same four run without peers on random weights
 of two Qwen3 shapes in bfloat16, for every recipe, and absolute times are results as well.
 
+`python -m experiments.benchmarks.gpu` is another one: the kernels alone, checked and timed on a Hopper GPU.
+
 Run it from the repository's root. Each peer lives in an environment of its own, with these packages from pip:
 
     transformers    torch, transformers

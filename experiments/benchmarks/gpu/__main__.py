@@ -12,7 +12,8 @@ from pathlib import Path
 from rich.console import Console
 
 from experiments.benchmarks import card
-from experiments.benchmarks.files import read
+from experiments.benchmarks.files import read, write
+from experiments.benchmarks.gpu.figures import summary
 from experiments.benchmarks.gpu.parts import PARTS
 from experiments.benchmarks.gpu.runner import file_of, run
 from experiments.benchmarks.gpu.setting import Setting
@@ -66,7 +67,8 @@ def main(words: list[str]) -> int:
         names = [name for name in PARTS if name in arguments.parts]
         setting = Setting(arguments.tiny, arguments.torch_python, arguments.profile)
         left = run(names, arguments.output, setting, arguments.minutes, words)
-        records = {name: record for name in names if (record := read(file_of(arguments.output, name))) is not None}
+        records = {name: record for name in PARTS if (record := read(file_of(arguments.output, name))) is not None}
+        write(arguments.output / "figures.json", {"figures": summary(records)})
     except UserError as error:
         print(f"benchmarks.gpu: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

@@ -16,7 +16,7 @@ from experiments.benchmarks.gpu.compare import Job
 from experiments.benchmarks.gpu.independence import neighbours, rows
 from experiments.benchmarks.gpu.references import reference_of
 from experiments.benchmarks.gpu.setting import Setting, arrays_of
-from pallas_kernels.check.cases import OPERATIONS, Case
+from pallas_kernels.check.cases import Case
 
 RUNS = 3  # of the same input: a race shows as other bits
 ROWS_OF = ((4096, 4096), (1024, 4096), (4096, 12288))
@@ -34,7 +34,7 @@ def jobs(setting: Setting, stack: ExitStack) -> list[Job]:
 
 
 def _all(setting: Setting, sizes: str) -> list[tuple[str, Case]]:
-    return [(name, case) for name in OPERATIONS for case in setting.cases(name, sizes)]
+    return [(name, case) for name in setting.operations for case in setting.cases(name, sizes)]
 
 
 def against_expected(setting: Setting, operation: str, case: Case) -> dict[str, Any]:

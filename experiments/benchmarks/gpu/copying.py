@@ -23,12 +23,16 @@ def jobs(setting: Setting, stack: ExitStack) -> list[Job]:
 def copy(setting: Setting) -> dict[str, Any]:
     moved = 2**20 if setting.tiny else COPIED_BYTES
 
-    def words(number):
-        return lambda key: (jax.lax.bitcast_convert_type(jax.random.normal(key, (number,)), jnp.uint32),)
+    def words(arrays):
+        def make(key):
+            draws = (jax.random.normal(k, (moved // 8,)) for k in jax.random.split(key, arrays))
+            return tuple(jax.lax.bitcast_convert_type(draw, jnp.uint32) for draw in draws)
+
+        return make
 
     works = {
         # by one more, so that a kernel reads and writes: a bare copy would be the copy engine's, or nothing
-        "copy": Work(lambda x: x + jnp.uint32(1), words(moved // 8)),
-        "read": Work(lambda x: jnp.max(x), words(moved // 4)),
+        "copy": Work(lambda x: x + jnp.uint32(1), words(1)),
+        "read": Work(lambda x, y: (jnp.max(x), jnp.max(y)), words(2)),
     }
     return compare(setting, Clock(setting.tiny), works, (), moved=float(moved))

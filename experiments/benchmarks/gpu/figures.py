@@ -45,6 +45,16 @@ class Figure:
         return "missed" if found[0] < self.must else "met, aim too" if found[0] >= self.aim else "met"
 
 
+def summary(records: Records) -> list[dict[str, Any]]:
+    """All figures, for a file."""
+    rows = []
+    for figure in FIGURES:
+        value, at = figure.measured(records) or (None, None)
+        kept = {"figure": figure.name, "must": figure.must, "aim": figure.aim, "unit": figure.unit}
+        rows.append(kept | {"measured": value, "at": at, "status": figure.status(records)})
+    return rows
+
+
 def _results(records: Records, part: str) -> Iterator[tuple[str, dict[str, Any]]]:
     yield from records.get(part, {}).get("results", {}).items()
 

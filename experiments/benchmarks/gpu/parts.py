@@ -39,7 +39,7 @@ PARTS = {
     for part in (
         Part("checks", "checks"),
         Part("copy", "copying"),
-        Part("matmul", "products", stall_seconds=220.0),
+        Part("matmul", "products", stall_seconds=330.0),
         Part("grouped", "grouped"),
         Part("attention", "attention", memory=0.9),
         Part("quantize", "quantizers"),

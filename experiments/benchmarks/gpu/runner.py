@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -15,12 +17,14 @@ from experiments.benchmarks.files import read
 from experiments.benchmarks.gpu.parts import PARTS, Part
 from experiments.benchmarks.gpu.record import ROOT, blame
 from experiments.benchmarks.gpu.setting import Setting
-from experiments.benchmarks.gpu.worker import UNUSABLE
+from experiments.benchmarks.gpu.worker import FAULT, FAULT_MARK, UNUSABLE
 from fp8rl_jax.errors import UserError
 
-LEAST_SECONDS = 20.0  # less than this is not worth starting a process for
+LEAST_SECONDS = 30.0  # less than this is not worth starting a process for
 GRACE_SECONDS = 75.0  # for the job that is running when a part's time is over
+ENDING_SECONDS = 10.0  # before the end of all time no job is begun
 POLL_SECONDS = 0.2
+RESTART_SECONDS = 2.0  # until a driver has taken back the memory of a process that was ended
 Command = Callable[[Part, Path, float], list[str]]
 
 
@@ -68,27 +72,33 @@ def run_part(part: Part, path: Path, end: float, command: Command, environment: 
     Raises:
         UserError: what the process says is at fault.
     """
-    over = min(time.monotonic() + part.seconds + GRACE_SECONDS, end)
-    while (left := over - GRACE_SECONDS - time.monotonic()) > 0 or not path.exists():
+    over = time.monotonic() + part.seconds
+    begun_until, killed_at = min(over, end - ENDING_SECONDS), min(over + GRACE_SECONDS, end)
+    while (left := begun_until - time.monotonic()) > 0:
         with tempfile.TemporaryFile() as errors:
-            process = subprocess.Popen(command(part, path, max(left, 0.0)), cwd=ROOT, stderr=errors, env=environment)
+            # a group of its own: what it has started ends with it
+            process = subprocess.Popen(
+                command(part, path, left), cwd=ROOT, stderr=errors, env=environment, start_new_session=True
+            )
             try:
-                hung = _wait(process, path, part.stall_seconds, over)
+                hung = _wait(process, path, part.stall_seconds, killed_at)
             finally:
-                process.kill()
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
             errors.seek(0)
-            lines = errors.read().decode(errors="replace").splitlines()
-        status, said = process.returncode, next((line.strip() for line in reversed(lines) if line.strip()), "no message")
+            lines = [line.strip() for line in errors.read().decode(errors="replace").splitlines() if line.strip()]
+        status, said = process.returncode, lines[-1][:500] if lines else "no message"
         if hung is None:
             return ""  # cut off at the end of its time: the next run goes on there
-        if not hung and status == 2:
-            raise UserError(said)
+        if not hung and status == FAULT:
+            raise UserError(next((line.removeprefix(FAULT_MARK) for line in lines if line.startswith(FAULT_MARK)), said))
         if not hung and status == 0:
             return ""
         ended = hung or (f"killed by signal {-status}: {said}" if status < 0 else f"ended with status {status}: {said}")
         if not blame(path, ended) and status != UNUSABLE:
             return ended  # before any job, where a new process would end, too
+        time.sleep(RESTART_SECONDS)
     return ""
 
 

@@ -10,6 +10,7 @@ import gc
 import json
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from experiments.benchmarks.gpu.timing import METHOD
 from fp8rl_jax.errors import UserError
 from pallas_kernels.target import hopper_sms
 
+FAULT, FAULT_MARK = 2, "fault: "
+"""Exit code of a fault in what was given, and how its line begins: libraries write to standard error, too."""
 UNUSABLE = 3
 """Exit code: the device answers no more; the job that broke it is recorded as failed, and a new process may go on."""
 
@@ -60,11 +63,11 @@ def run_part(part: Part, path: Path, setting: Setting, seconds: float, words: li
             record["running"] = label
             write(path, record)
             print(f"{part.name}: {label} ...", flush=True)
-            usable = _run(record, label, job, len(record["processes"]) - 1)
+            _run(record, label, job, len(record["processes"]) - 1)
             gc.collect()  # device memory of this job, before the next one's
             record["running"], record["skipped"] = None, record["skipped"][1:]
             write(path, record)
-            if not usable:
+            if not _usable():
                 return UNUSABLE
     own["card_after"], own["card_during"] = card.state(), monitor.summary()
     record["complete"] = not record["skipped"]
@@ -72,16 +75,14 @@ def run_part(part: Part, path: Path, setting: Setting, seconds: float, words: li
     return 0
 
 
-def _run(record: dict[str, Any], label: str, job: Any, process: int) -> bool:
-    """Runs one job; False where the device is of no use afterwards."""
+def _run(record: dict[str, Any], label: str, job: Callable[[], dict[str, Any]], process: int) -> None:
+    """Runs one job, and records its result or why there is none."""
     start = time.monotonic()
     try:
         record["results"][label] = job() | {"process": process, "wall_seconds": time.monotonic() - start}
     except Exception as error:  # whatever a kernel, a compiler or a peer objects to is the result
         record["failed"][label] = reason_of(error)
         print(f"  failed: {record['failed'][label]}", flush=True)
-        return _usable()
-    return True
 
 
 def _usable() -> bool:
@@ -106,8 +107,8 @@ def main() -> int:
     try:
         return run_part(PARTS[arguments.part], arguments.file, setting, arguments.seconds, arguments.words)
     except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
+        print(f"{FAULT_MARK}{error}", file=sys.stderr)
+        return FAULT
 
 
 if __name__ == "__main__":

@@ -7,8 +7,7 @@ import triton.language as tl
 CONFIGS = [
     triton.Config({"BM": bm, "BN": bn}, num_warps=warps, num_stages=stages)
     for bm, bn, warps, stages in (
-        (16, 64, 4, 5), (16, 128, 4, 5), (64, 64, 4, 5), (64, 128, 4, 4), (128, 64, 4, 4), (128, 128, 8, 3), (128, 128, 4, 4),
-        (128, 256, 8, 3),
+        (16, 64, 4, 5), (16, 128, 4, 5), (64, 128, 4, 4), (128, 128, 8, 3), (128, 128, 4, 4), (128, 256, 8, 3),
     )
 ]  # fmt: skip
 
