@@ -96,9 +96,9 @@ REAL = (
         for tokens in (16, 256)
     ),
     case("decode-bfloat16", 64, (64, 8, 4096, 128), 32, BF16),
-    case("prefill", 8192, (1024, 8, 64, 128), 32, query_scale=True),
+    case("prefill-real", 8192, (1024, 8, 64, 128), 32, query_scale=True),
     case("prefill-queries-not-quantized", 8192, (1024, 8, 64, 128), 32),
     case("prefill-bfloat16", 8192, (1024, 8, 64, 128), 32, BF16),
     case("head-dim-64", 256, (256, 8, 1024, 64), 32, query_scale=True),
-    case("head-dim-96", 256, (256, 32, 1024, 96), 32, query_scale=True),
+    case("head-dim-96-real", 256, (256, 32, 1024, 96), 32, query_scale=True),
 )

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 OPERATIONS = ("cache_write", "decode_attention", "grouped_matmul", "matmul", "quantize")
@@ -18,7 +19,7 @@ OPERATIONS = ("cache_write", "decode_attention", "grouped_matmul", "matmul", "qu
 class Case:
     """
     Attributes:
-        name: unique in its list.
+        name: unique in its operation.
         arguments: key -> arrays, traceable, so that their shapes are known without making them.
         run: (*arrays, backend=) -> array, or a tuple of arrays.
         expected: (*numpy arrays) -> the same in float64, from an independent formula. None: the reference backend says.
@@ -38,9 +39,9 @@ class Case:
 
 
 def cases_of(operation: str, sizes: str) -> tuple[Case, ...]:
-    """The cases of an operation: "small" ones, with expected values, or "real" ones, at the shapes of models."""
+    """The cases of an operation: "small" ones, with expected values, "real" ones, at the shapes of models, or "all" of them."""
     module = import_module(f"pallas_kernels.{operation}.cases")
-    return {"small": module.SMALL, "real": module.REAL}[sizes]
+    return {"small": module.SMALL, "real": module.REAL, "all": (*module.SMALL, *module.REAL)}[sizes]
 
 
 def parse_cases(parser: argparse.ArgumentParser, sizes: str) -> tuple[argparse.Namespace, list[Case]]:
@@ -68,3 +69,9 @@ def difference(got: Any, expected: Any) -> float:
             scale = finite.max() if finite.size and finite.max() > 0 else 1.0
             worst = max(worst, float(apart.max() / scale) if np.isfinite(apart).all() else np.inf)
     return worst
+
+
+def bits_apart(one: jax.Array, other: jax.Array) -> jax.Array:
+    """1 where two arrays have other bits, else 0: for a case whose expected values are zeros."""
+    one, other = (jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}")) for x in (one, other))
+    return (one != other).astype(jnp.float32)

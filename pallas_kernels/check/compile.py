@@ -57,7 +57,7 @@ def _kernel(ptx: Path) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m pallas_kernels.check.compile", description=__doc__.splitlines()[0])
-    _, cases = parse_cases(parser, "real")
+    _, cases = parse_cases(parser, "all")
     toolchain.activate()
     with tempfile.TemporaryDirectory() as folder:
         os.environ["MOSAIC_GPU_DUMP_TO"] = folder

@@ -171,7 +171,7 @@ REAL = (
     case("weights-float32", (25600, 5120), SQUARE, x_dtype=F32),
     *(both(f"both-4096x{n}", (4096, n)) for n in (4096, 12288)),
     both("both-float32", (4096, 4096), x_dtype=F32),
-    both("both-ragged", (1000, 576)),
+    both("both-ragged-real", (1000, 576)),
     *(along_tokens(f"regrouped-4096x{n}", (4096, n)) for n in (4096, 12288)),
     *(swiglu(f"swiglu-{m}x{n}", (m, n)) for m, n in ((64, 12288), (4096, 12288), (8192, 768))),
     *(rms_norm(f"rms-norm-{m}x{n}", (m, n)) for m, n in ((64, 4096), (4096, 4096), (4096, 5120))),

@@ -64,7 +64,7 @@ def test_values_without_a_race(results, operation, case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("operation, case", every("real"))
+@pytest.mark.parametrize("operation, case", every("all"))
 def test_machine_code(results, operation, case):
     if reason := toolchain.missing():
         if os.environ.get("FP8RL_REQUIRE_CUDA_TOOLCHAIN"):
