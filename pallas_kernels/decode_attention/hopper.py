@@ -7,8 +7,9 @@ import math
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.decode_attention.chunks import CHUNK, NOTHING, ROWS, STEP, first_step, partials
+from pallas_kernels.decode_attention.chunks import partials
 from pallas_kernels.decode_attention.reference import first_seen, known_lengths, page_of
+from pallas_kernels.decode_attention.tiles import CHUNK, NOTHING, ROWS, STEP, first_step
 
 HEAD_DIMS = (64, 96, 128)
 _E4M3, _WIDE = "float8_e4m3fn", ("bfloat16", "float16")
