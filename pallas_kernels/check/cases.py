@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 OPERATIONS = ("cache_write", "decode_attention", "grouped_matmul", "matmul", "quantize")
@@ -68,3 +69,9 @@ def difference(got: Any, expected: Any) -> float:
             scale = finite.max() if finite.size and finite.max() > 0 else 1.0
             worst = max(worst, float(apart.max() / scale) if np.isfinite(apart).all() else np.inf)
     return worst
+
+
+def bits_apart(one: jax.Array, other: jax.Array) -> jax.Array:
+    """1 where two arrays have other bits, else 0: for a case whose expected values are zeros."""
+    one, other = (jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}")) for x in (one, other))
+    return (one != other).astype(jnp.float32)

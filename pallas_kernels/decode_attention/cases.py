@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.check.cases import Case
+from pallas_kernels.check.cases import Case, bits_apart
 from pallas_kernels.check.models import DENSE, QWEN3_30B_A3B
 from pallas_kernels.decode_attention.api import KeyValues, decode_attention
+from pallas_kernels.decode_attention.tiles import CHUNK
 
 E4M3, BF16, F16 = jnp.float8_e4m3fn, jnp.bfloat16, jnp.float16
 SCALES = (0.5, 0.25, 3.0)  # of e4m3 queries, keys and values
@@ -108,6 +109,36 @@ def case(name: str, heads: int, kv_heads: int, dim: int, *caches: Cache, dtype=E
     )
 
 
+def alike(name: str, cache: Cache, row: int, dtype) -> Case:
+    """The bits of a row's output: alone, in another row, in other pages, with a wider table, beside neighbours of one key."""
+    heads, kv_heads, dim = 4, 2, 64
+    own, others = slice(row, row + 1), np.arange(len(cache.lengths)) != row
+
+    def run(query, keys, values, lengths, pages, *_, backend):
+        def attend(query, keys, values, lengths, pages):
+            held = KeyValues(keys, values, lengths, pages, cache.page)
+            return decode_attention(query, (held,), dim**-0.5, out_dtype=jnp.float32, backend=backend)
+
+        want = attend(query, keys, values, lengths, pages)[row]
+        moved = np.random.default_rng(0).permutation(len(keys))
+        wider = jnp.pad(pages, [(0, 0), (0, CHUNK // cache.page)], constant_values=-1)
+        found = (
+            attend(query[own], keys, values, lengths[own], pages[own])[0],
+            attend(query[::-1], keys, values, lengths[::-1], pages[::-1])[len(query) - 1 - row],
+            attend(query, keys[moved], values[moved], lengths, jnp.asarray(np.argsort(moved), jnp.int32)[pages])[row],
+            attend(query, keys, values, lengths, wider)[row],
+            attend(query, keys, values, jnp.where(others, 1, lengths), pages)[row],
+        )
+        return jnp.stack([bits_apart(want, one) for one in found])
+
+    return Case(
+        name=name,
+        arguments=lambda key: arguments(key, heads, kv_heads, dim, (cache,), dtype, dtype, 0),
+        run=run,
+        expected=lambda *_: np.zeros((5, heads, dim)),
+    )
+
+
 SMALL = (
     case("pages", 8, 2, 128, Cache((0, 1, 64, 65), 64, 64, 2)),
     case("chunks", 4, 1, 128, Cache((1100,), 256, 128, 9)),
@@ -122,6 +153,8 @@ SMALL = (
     case("head-dim-96-bf16", 4, 2, 96, Cache((200, 63), 64, 64, 4), dtype=BF16),
     case("narrow-values", 4, 2, 64, Cache((130,), 136), dtype=BF16, value_dtype=E4M3),
     case("wrong-pages", 4, 2, 64, Cache((200, 9999), 100, 64, 4, ((0, 1, -7), (0, 2, 10**6), (1, 0, 4)))),
+    alike("same-bits", Cache((70, 600, 65), 64, 64, 10), 1, E4M3),
+    alike("same-bits-bf16", Cache((600, 65), 64, 64, 10), 0, BF16),
 )
 
 
