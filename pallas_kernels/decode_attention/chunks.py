@@ -10,6 +10,9 @@ All queries of a key head, those of every sequence that shares the keys included
 decode step often fills 4 or 8. It is bound by the loads of keys and values. The product with few columns (S^T = K Q^T) would
 waste less, but its maximum over rows crosses warps, for which Mosaic has one scratch for all warpgroups of a block.
 
+A prefill is many queries of a row, each with limits of its own. A step that a query does not see has the reference that it came
+with and weights of zero: it multiplies by 2^0 and adds zeros, and changes no bit.
+
 Keys meet queries in their own format, e4m3 or 16 bits: a head's 128 products at most are one sum in the tensor core. Weights are
 float16 for e4m3 values, which become float16 on the way (exactly), else the values' own 16 bits; the sums are float32.
 """
