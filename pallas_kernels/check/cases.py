@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-OPERATIONS = ("cache_write", "decode_attention", "grouped_matmul", "matmul", "quantize")
+OPERATIONS = ("attention", "cache_write", "decode_attention", "grouped_matmul", "matmul", "quantize")
 
 
 @dataclass(frozen=True)

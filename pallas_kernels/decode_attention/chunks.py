@@ -10,6 +10,9 @@ All queries of a key head, those of every sequence that shares the keys included
 decode step often fills 4 or 8. It is bound by the loads of keys and values. The product with few columns (S^T = K Q^T) would
 waste less, but its maximum over rows crosses warps, for which Mosaic has one scratch for all warpgroups of a block.
 
+A prefill is many queries of a row, each with limits of its own. A step that a query does not see has the reference that it came
+with and weights of zero: it multiplies by 2^0 and adds zeros, and changes no bit.
+
 Keys meet queries in their own format, e4m3 or 16 bits: a head's 128 products at most are one sum in the tensor core. Weights are
 float16 for e4m3 values, which become float16 on the way (exactly), else the values' own 16 bits; the sums are float32.
 """
@@ -24,19 +27,19 @@ from pallas_kernels import mosaic
 from pallas_kernels.decode_attention.consume import consume
 from pallas_kernels.decode_attention.memory import Memory, memory_of
 from pallas_kernels.decode_attention.produce import produce
-from pallas_kernels.decode_attention.tiles import CHUNK, CONSUMERS, Sizes, first_step, over_tiles, tile_of
+from pallas_kernels.decode_attention.tiles import CHUNK, CONSUMERS, Sizes, over_tiles, tile_of
 
 
 @mosaic.outlined("page", "slots")
-def partials(query, keys, values, pages, lengths, first, scale, *, page, slots):
-    """What each chunk leaves: undefined where a row has no key in it, or none from its first step on.
+def partials(query, keys, values, pages, spans, first, last, scale, *, page, slots):
+    """What each chunk leaves: undefined where a part of a row's queries does not take it.
 
     Args:
         query: [rows, kv_heads, queries, head_dim], all queries that read a row's keys: a multiple of 8, above 64 of 64.
         keys, values: [cache rows, kv_heads, slots, head_dim].
         pages: int32 [rows, pages], -1 where there is none.
-        lengths: int32 [rows], within the pages.
-        first: int32 [rows, queries], the first key that each query sees, or None.
+        spans: of the rows, as `spans_of` has them, within the pages.
+        first, last: int32 [rows, queries], the first key that each query sees, and the first beyond its last; or None.
         scale: float32 [1], of scores, times log2(e).
         page, slots: slots of a page, and of a cache row without its padding.
 
@@ -45,16 +48,16 @@ def partials(query, keys, values, pages, lengths, first, scale, *, page, slots):
     """
     rows, kv_heads, queries, head_dim = query.shape
     at = Sizes(rows, kv_heads, queries, head_dim, page, pages.shape[1], slots)
-    windowed, lead = first is not None, (at.chunks, rows, kv_heads)
+    limits, lead = tuple(limit for limit in (first, last) if limit is not None), (at.chunks, rows, kv_heads)
+    bounded = (first is not None, last is not None)
     out = (
         jax.ShapeDtypeStruct((*lead, 2, queries), jnp.float32),
         jax.ShapeDtypeStruct((*lead, queries, head_dim), jnp.float32),
     )
-    begin = first_step(first) if windowed else jnp.zeros(rows, jnp.int32)
-    first = first if windowed else jnp.zeros((rows, queries), jnp.int32)
-    memory, stages = memory_of(at, query.dtype, keys.dtype, values.dtype, windowed)
+    memory, stages = memory_of(at, query.dtype, keys.dtype, values.dtype, len(limits))
 
-    def body(query, keys, values, pages, spans, longest, scale, first, stats, sums, memory):
+    def body(query, keys, values, pages, spans, longest, scale, *rest, memory):
+        *limits, stats, sums = rest
         memory, wg = Memory(*memory), lax.axis_index("wg")
         tiles = lax.div(longest[0] + CHUNK - 1, CHUNK) * (rows * kv_heads * at.parts)
 
@@ -64,13 +67,13 @@ def partials(query, keys, values, pages, lengths, first, scale, *, page, slots):
         @mosaic.when(wg == CONSUMERS)
         def _():
             mosaic.set_max_registers(40, action="decrease")
-            produce(at, over, memory, stages, (query, keys, values, pages, first if windowed else None))
+            produce(at, over, memory, stages, (query, keys, values, pages, limits))
 
         @mosaic.when(wg < CONSUMERS)
         def _():
             mosaic.set_max_registers(232, action="increase")
-            consume(at, over, memory, stages, wg, (pages, scale, windowed, stats, sums))
+            consume(at, over, memory, stages, wg, (pages, scale, bounded, stats, sums))
 
     launch = {"threads": CONSUMERS + 1, "tiles": at.chunks * rows * kv_heads * at.parts, "name": "decode_attention"}
     kernel = mosaic.launch(body, out, scratch={"memory": tuple(memory)}, **launch)
-    return kernel(query, keys, values, pages, jnp.stack([lengths, begin]), jnp.max(lengths)[None], scale, first)
+    return kernel(query, keys, values, pages, spans, jnp.max(spans[0])[None], scale, *limits)

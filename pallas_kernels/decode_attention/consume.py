@@ -11,23 +11,21 @@ from pallas_kernels.decode_attention.tiles import CONSUMERS, NOTHING, ROWS, STEP
 
 
 def consume(at: Sizes, over, memory: Memory, stages, wg, inputs):
-    pages, scale, windowed, stats, sums = inputs
+    pages, scale, (bounded_below, bounded_above), stats, sums = inputs
     scale, by_row = scale[0], mosaic.Layout.WGMMA.reduce(1)
     shape = (ROWS, STEP)
 
     def attend(tile: Tile, count, turn):
         asked, (start, steps) = lax.rem(turn, 2), tile.own(wg)
         mosaic.barrier_wait(memory.asked.at[asked])
-        first = None
-        if windowed:
-            first = mosaic.load(memory.first.at[asked], layout=by_row, optimized=False)
-            first = lax.broadcast_in_dim(first, shape, [0])
+        limits = [mosaic.load(limit.at[asked], layout=by_row, optimized=False) for limit in memory.limits]
+        limits = [lax.broadcast_in_dim(limit, shape, [0]) for limit in limits]
 
         def one(i, carry):
             top, total, out = carry
             step, slot = start + i * CONSUMERS, wg * stages + lax.rem(count + i, stages)
             page, _, at_slot = slot_of(at, pages, tile.row, step)
-            seen = jnp.where(page < 0, 0, jnp.minimum(tile.length - step * STEP, at.slots - at_slot))
+            seen = jnp.where(page < 0, 0, jnp.minimum(tile.end - step * STEP, at.slots - at_slot))
             mosaic.barrier_wait(memory.full.at[slot])
             values = memory.values.at[slot]
             if memory.wide is not None:
@@ -37,8 +35,10 @@ def consume(at: Sizes, over, memory: Memory, stages, wg, inputs):
             scores = _product(memory.queries.at[asked], memory.keys.at[slot].transpose((1, 0)), shape) * scale
             key = mosaic.broadcasted_iota(jnp.int32, shape, 1, layout=mosaic.Layout.WGMMA)
             visible = key < seen
-            if windowed:
-                visible = visible & (key + step * STEP >= first)
+            if bounded_below:
+                visible = visible & (key + step * STEP >= limits[0])
+            if bounded_above:
+                visible = visible & (key + step * STEP < limits[-1])
             scores = jnp.where(visible, scores, -jnp.inf)
             higher = jnp.maximum(top, lax.round(scores.max(axis=1), lax.RoundingMethod.TO_NEAREST_EVEN))
             weights, rescale = jnp.exp2(scores - lax.broadcast_in_dim(higher, shape, [0])), jnp.exp2(top - higher)
@@ -59,7 +59,7 @@ def consume(at: Sizes, over, memory: Memory, stages, wg, inputs):
         nothing = (filled(NOTHING, ROWS, by_row), filled(0.0, ROWS, by_row))
         nothing = (*nothing, filled(0.0, (ROWS, at.head_dim), mosaic.Layout.WGMMA))
         found = lax.fori_loop(0, steps, one, nothing)
-        if windowed:
+        if limits:
             mosaic.commit_smem()  # the next load of the slot is another proxy's write
         mosaic.barrier_arrive(memory.answered.at[asked])
         _join(at, memory, tile, wg, found, stats, sums)

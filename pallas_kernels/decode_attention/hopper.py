@@ -9,7 +9,7 @@ from jax import lax
 
 from pallas_kernels.decode_attention.chunks import partials
 from pallas_kernels.decode_attention.reference import first_seen, known_lengths, page_of
-from pallas_kernels.decode_attention.tiles import CHUNK, NOTHING, ROWS, STEP, first_step
+from pallas_kernels.decode_attention.tiles import NOTHING, ROWS, STEP, spans_of, taken
 
 HEAD_DIMS = (64, 96, 128)
 _E4M3, _WIDE = "float8_e4m3fn", ("bfloat16", "float16")
@@ -34,17 +34,27 @@ def lacks(query, caches) -> str:
 def decode_attention(query, caches, score_scale, value_scale, window, out_dtype):
     sequences = len(query)
     starts = first_seen([known_lengths(cache) for cache in caches], sequences, window)
+    return attend(query, caches, [(start, None) for start in starts], score_scale, value_scale, out_dtype)
+
+
+def attend(query, caches, limits, score_scale, value_scale, out_dtype):
+    """Attention of queries [sequences, heads, head_dim], of which each sees an interval of the keys of its row in each cache.
+
+    Args:
+        limits: of each cache, int32 [rows, sequences of a row]: the first key that a query sees, and the first beyond its last;
+            None: no such limit but the row's keys.
+    """
     scale = jnp.asarray(score_scale * math.log2(math.e), jnp.float32).reshape(1)
     found = None
-    for cache, start in zip(caches, starts, strict=True):
-        part = _over(query, cache, start, scale)
+    for cache, limit in zip(caches, limits, strict=True):
+        part = _over(query, cache, limit, scale)
         found = part if found is None else join(found, part)
     _, total, out = found
     out = out * (value_scale / jnp.where(total == 0, 1.0, total))[..., None]
-    return out.astype(out_dtype)
+    return jnp.where(out == 0, 0.0, out).astype(out_dtype)  # the sign of a zero depends on the chunks that a query does not see
 
 
-def _over(query, cache, start, scale):
+def _over(query, cache, limits, scale):
     """What all chunks of a cache leave, joined: float32 [sequences, heads], twice, and [sequences, heads, head_dim]."""
     (sequences, heads, dim), (rows,) = query.shape, cache.lengths.shape
     keys, values = (_in_eights(x) for x in (cache.keys, cache.values))
@@ -58,10 +68,10 @@ def _over(query, cache, start, scale):
     count = shared * group
     extra = -count % (8 if count <= ROWS else ROWS)
     asked = jnp.pad(asked, [(0, 0), (0, 0), (0, extra), (0, 0)])
-    if start is not None:
-        start = jnp.pad(jnp.repeat(start, group, axis=1), [(0, 0), (0, extra)], mode="edge").astype(jnp.int32)
-    stats, sums = partials(asked, keys, values, pages, lengths, start, scale, page=page, slots=cache.keys.shape[2])
-    found = fold(stats, sums, _taken(len(sums), lengths, start))
+    limits = [None if limit is None else _each_query(limit, group, extra) for limit in limits]
+    spans = spans_of(lengths, *limits, count + extra)
+    stats, sums = partials(asked, keys, values, pages, spans, *limits, scale, page=page, slots=cache.keys.shape[2])
+    found = fold(stats, sums, taken(len(sums), spans))
 
     def by_sequence(x):
         x = x[:, :, :count].reshape(rows, kv_heads, shared, group, *x.shape[3:]).swapaxes(1, 2)
@@ -70,30 +80,28 @@ def _over(query, cache, start, scale):
     return tuple(by_sequence(x) for x in found)
 
 
+def _each_query(limit, group, extra):
+    """A limit for every head of the group, and for the queries that fill up the last tile."""
+    return jnp.pad(jnp.repeat(limit, group, axis=1), [(0, 0), (0, extra)], mode="edge").astype(jnp.int32)
+
+
 def _in_eights(x):
     """x with a multiple of 8 slots, as TMA wants them."""
     extra = -x.shape[2] % 8
     return jnp.pad(x, [(0, 0), (0, 0), (0, extra), (0, 0)]) if extra else x
 
 
-def _taken(chunks, lengths, start):
-    """Which chunks of a row the kernel takes, [chunks, rows]."""
-    first = jnp.arange(chunks)[:, None] * (CHUNK // STEP)
-    begin = first if start is None else jnp.maximum(first, first_step(start))
-    return begin < jnp.minimum(first + CHUNK // STEP, -(-lengths // STEP))
-
-
-def fold(stats, sums, taken):
+def fold(stats, sums, took):
     """Joins chunks one after the other: the order of a row's sum is that of its chunks, however many there could be."""
 
     def one(found, part):
-        stats, sums, taken = part
-        taken = taken[:, None, None]
-        top, total = jnp.where(taken, stats[:, :, 0], NOTHING), jnp.where(taken, stats[:, :, 1], 0.0)
-        return join(found, (top, total, jnp.where(taken[..., None], sums, 0.0))), None
+        stats, sums, took = part
+        took = jnp.repeat(took, sums.shape[2] // took.shape[1], axis=1)[:, None]
+        top, total = jnp.where(took, stats[:, :, 0], NOTHING), jnp.where(took, stats[:, :, 1], 0.0)
+        return join(found, (top, total, jnp.where(took[..., None], sums, 0.0))), None
 
     nothing = (jnp.full_like(stats[0, :, :, 0], NOTHING), jnp.zeros_like(stats[0, :, :, 1]), jnp.zeros_like(sums[0]))
-    return lax.scan(one, nothing, (stats, sums, taken), unroll=min(len(sums), 16))[0]
+    return lax.scan(one, nothing, (stats, sums, took), unroll=min(len(sums), 16))[0]
 
 
 def join(one, other):

@@ -16,7 +16,7 @@ class Memory(NamedTuple):
     keys: Any
     values: Any
     queries: Any
-    first: Any
+    limits: Any
     weights: Any
     wide: Any
     sums: Any
@@ -29,8 +29,13 @@ class Memory(NamedTuple):
     handed: Any
 
 
-def memory_of(at: Sizes, query, key, value, windowed: bool) -> tuple[Memory, int]:
-    """Shared memory of a launch, and the slots of each consumer's ring: what the rest leaves, 6 at most."""
+def memory_of(at: Sizes, query, key, value, limits: int) -> tuple[Memory, int]:
+    """Shared memory of a launch, and the slots of each consumer's ring: what the rest leaves, 6 at most.
+
+    Args:
+        query, key, value: dtypes.
+        limits: how many each query has, of the keys that it sees.
+    """
     dim, weight = at.head_dim, jnp.float16 if jnp.dtype(value).itemsize == 1 else value
     wide = weight != value
     shapes = {
@@ -47,11 +52,11 @@ def memory_of(at: Sizes, query, key, value, windowed: bool) -> tuple[Memory, int
         Memory(
             keys=mosaic.tiled((slots, STEP, dim), key),
             values=mosaic.tiled((slots, STEP, dim), value),
-            first=mosaic.SMEM((2, ROWS), jnp.int32) if windowed else None,
+            limits=tuple(mosaic.SMEM((2, ROWS), jnp.int32) for _ in range(limits)),
             stats=mosaic.SMEM((2, ROWS), jnp.float32),
             full=mosaic.Barrier(num_arrivals=2, num_barriers=slots),
             empty=mosaic.Barrier(num_barriers=slots),
-            asked=mosaic.Barrier(num_arrivals=1 + windowed, num_barriers=2),
+            asked=mosaic.Barrier(num_arrivals=1 + limits, num_barriers=2),
             answered=mosaic.Barrier(num_arrivals=CONSUMERS, num_barriers=2),
             free=mosaic.Barrier(),
             handed=mosaic.Barrier(),

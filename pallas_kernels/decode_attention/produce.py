@@ -11,7 +11,7 @@ from pallas_kernels.decode_attention.tiles import CONSUMERS, ROWS, STEP, Sizes, 
 
 
 def produce(at: Sizes, over, memory: Memory, stages, inputs):
-    query, keys, values, pages, first = inputs
+    query, keys, values, pages, limits = inputs
     width = min(at.queries, ROWS)
 
     def load_queries(tile: Tile, turn):
@@ -19,8 +19,8 @@ def produce(at: Sizes, over, memory: Memory, stages, inputs):
         mosaic.when(turn >= 2)(lambda: mosaic.barrier_wait(memory.answered.at[slot]))
         here = mosaic.ds(0, width)
         mosaic.copy_gmem_to_smem(query.at[tile.row, tile.head, rows], memory.queries.at[slot, here], memory.asked.at[slot])
-        if first is not None:
-            mosaic.copy_gmem_to_smem(first.at[tile.row, rows], memory.first.at[slot, here], memory.asked.at[slot])
+        for limit, to in zip(limits, memory.limits, strict=True):
+            mosaic.copy_gmem_to_smem(limit.at[tile.row, rows], to.at[slot, here], memory.asked.at[slot])
 
     def load(tile: Tile, counts):
         *taken, turn = counts

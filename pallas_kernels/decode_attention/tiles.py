@@ -45,7 +45,7 @@ class Tile(NamedTuple):
     part: Any
     begin: Any
     steps: Any
-    length: Any
+    end: Any
 
     def own(self, consumer) -> tuple[Any, Any]:
         """The first step of a consumer, and how many it has. A step is the same consumer's wherever the tile begins."""
@@ -53,9 +53,27 @@ class Tile(NamedTuple):
         return self.begin + skip, lax.div(jnp.maximum(self.steps - skip + 1, 0), CONSUMERS)
 
 
-def first_step(first):
-    """Of each row: the step with the first key that any of its queries sees."""
-    return lax.div(jnp.maximum(first.min(1), 0), STEP)
+def spans_of(lengths, first, last, queries: int):
+    """Where the keys end that each part of a row's queries sees, and the step with the first of them: int32 [2, rows, parts].
+
+    Args:
+        lengths: int32 [rows].
+        first, last: int32 [rows, queries], the first key that each query sees, and the first beyond its last; or None.
+        queries: of a row.
+    """
+    shape = (len(lengths), -(-queries // ROWS), -1)
+    end, begin = lengths[:, None], jnp.int32(0)
+    if last is not None:
+        end = jnp.minimum(end, last.reshape(shape).max(2))
+    if first is not None:
+        begin = lax.div(jnp.maximum(first.reshape(shape).min(2), 0), STEP)
+    return jnp.stack([jnp.broadcast_to(x, shape[:2]) for x in (end, begin)])
+
+
+def taken(chunks: int, spans):
+    """Which chunks the parts of a row take, [chunks, rows, parts]."""
+    first, (end, begin) = jnp.arange(chunks)[:, None, None] * (CHUNK // STEP), spans
+    return jnp.maximum(first, begin) < jnp.minimum(first + CHUNK // STEP, -(-end // STEP))
 
 
 def over_tiles(tiles, one, init):
@@ -69,10 +87,10 @@ def tile_of(at: Sizes, spans, tile) -> Tile:
     part, rest = lax.rem(tile, at.parts), lax.div(tile, at.parts)
     head, rest = lax.rem(rest, at.kv_heads), lax.div(rest, at.kv_heads)
     row, chunk = lax.rem(rest, at.rows), lax.div(rest, at.rows)
-    length, per_chunk = spans[0, row], CHUNK // STEP
-    begin = jnp.maximum(chunk * per_chunk, spans[1, row])
-    end = jnp.minimum((chunk + 1) * per_chunk, lax.div(length + STEP - 1, STEP))
-    return Tile(chunk, row, head, part, begin, jnp.maximum(end - begin, 0), length)
+    end, per_chunk = spans[0, row, part], CHUNK // STEP
+    begin = jnp.maximum(chunk * per_chunk, spans[1, row, part])
+    until = jnp.minimum((chunk + 1) * per_chunk, lax.div(end + STEP - 1, STEP))
+    return Tile(chunk, row, head, part, begin, jnp.maximum(until - begin, 0), end)
 
 
 def slot_of(at: Sizes, pages, row, step):

@@ -10,8 +10,11 @@ import numpy as np
 import pytest
 
 from pallas_kernels import BackendError, attention
-from pallas_kernels.attention import Keys
+from pallas_kernels.attention import Keys, prefill
 from pallas_kernels.attention import hopper as on_hopper
+from pallas_kernels.attention.reference import attend
+from pallas_kernels.check.cases import cases_of, difference
+from pallas_kernels.decode_attention import hopper as decode_on_hopper
 from pallas_kernels.target import tracing_for
 
 
@@ -73,9 +76,77 @@ def test_what_cudnn_does_not_serve_is_refused_by_name_and_left_to_the_reference(
             assert jnp.isfinite(ask(*call)).all()
 
 
-def test_decodes_key_order_is_refused_until_a_kernel_has_it():
-    with pytest.raises(BackendError, match="attention: no backend joins keys in decode's order"):
-        attention(*operands(), 1.0, 1.0, jnp.float32, key_order="decode")
+@pytest.mark.parametrize("small", [case for case in cases_of("attention", "small") if case.tolerance], ids=lambda case: case.name)
+def test_the_reference_equals_float64(small):
+    arrays = small.arguments(jax.random.key(0))
+    got = jax.jit(lambda *a: small.run(*a, backend="reference"))(*arrays)
+    assert difference(got, small.expected(*map(np.asarray, arrays))) < 2e-6
+
+
+def test_decodes_key_order_is_refused_where_no_kernel_has_it():
+    ask = partial(attention, out_dtype=jnp.float32, key_order="decode")
+    for backend in ("auto", "reference"):
+        with pytest.raises(BackendError, match="attention: the reference does not join keys in decode's order"):
+            ask(*operands(), 1.0, 1.0, backend=backend)
+    with tracing_for(132):
+        for backend in ("auto", "hopper"):
+            for call, message in ((operands(dim=64), "of float32"), (operands(dtype=jnp.bfloat16), "head_dim 16")):
+                with pytest.raises(BackendError, match=f"attention: the hopper backend has no .*{message}.* in decode's order"):
+                    ask(*call, 1.0, 1.0, backend=backend)
+
+
+def in_decodes_order(monkeypatch):
+    """`attention` in decode's key order, and the limits that the kernel gets; the reference answers in its place."""
+    asked = []
+
+    def answer(query, caches, limits, score_scale, value_scale, out_dtype):
+        asked.append(limits)
+        query = query.astype(jnp.float32)
+        masks = [
+            (jnp.arange(c.keys.shape[2]) >= a[..., None]) & (jnp.arange(c.keys.shape[2]) < b[..., None])
+            for c, (a, b) in zip(caches, limits, strict=True)
+        ]
+        blocks = [Keys(c.keys, c.values, mask) for c, mask in zip(caches, masks, strict=True)]
+        return attend(query[:, None], blocks, score_scale, value_scale, out_dtype)[:, 0]
+
+    monkeypatch.setattr(decode_on_hopper, "attend", answer)
+    return prefill.attention, asked
+
+
+def causal_operands(dtype):
+    """A shared block of 7 slots, of which the rows' prompts have 6 and 3; own causal keys, and query 0 of row 0 sees nothing."""
+    query, (shared, own) = operands(dim=64, dtype=dtype)
+    real = jnp.arange(7) < jnp.array([6, 3])[:, None]
+    mask = jnp.broadcast_to(real[:, None], (2, 2 * 5, 7)).at[0, 0].set(False)
+    return query, [shared._replace(mask=mask), own]
+
+
+def test_decodes_key_order_has_the_limits_of_the_masks_and_the_references_gradient(monkeypatch):
+    run, asked = in_decodes_order(monkeypatch)
+    query, blocks = causal_operands(jnp.bfloat16)
+    arrays = (query, *(x for block in blocks for x in (block.keys, block.values)))
+
+    def on(function, query, *arrays):
+        return function(query, [Keys(*arrays[2 * i : 2 * i + 2], b.mask) for i, b in enumerate(blocks)], 0.3, 1.5, jnp.float32)
+
+    (got, pull), (want, wanted_pull) = (jax.vjp(partial(on, function), *arrays) for function in (run, attend))
+    (first, last), (own_first, own_last) = asked[0]
+    np.testing.assert_array_equal(last, [[0] + [6] * 9, [3] * 10])
+    np.testing.assert_array_equal(own_last, [[0, 2, 3, 4, 5]] + [[1, 2, 3, 4, 5]] * 3)
+    np.testing.assert_array_equal(first[:, 1:], 0)
+    assert int(own_first[0, 0]) == 5 and not np.asarray(got)[0, 0].any()
+    np.testing.assert_allclose(got, want, atol=2e-3)
+    weights = jnp.asarray(np.random.default_rng(1).normal(size=query.shape), jnp.float32)
+    for one, other in zip(pull(weights), wanted_pull(weights), strict=True):
+        np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
+
+
+def test_a_mask_with_a_gap_is_not_a_number_in_decodes_key_order(monkeypatch):
+    run, _ = in_decodes_order(monkeypatch)
+    query, (shared, own) = causal_operands(jnp.bfloat16)
+    out = run(query, [shared, own._replace(mask=own.mask.at[2, 4, 1].set(False))], 0.3, 1.0, jnp.float32)
+    gap = np.isnan(np.asarray(out)).all((2, 3))
+    assert gap[2, 4] and gap.sum() == 1 and np.isfinite(np.asarray(out)[~gap]).all()
 
 
 def test_bad_shapes_are_one_clear_error():

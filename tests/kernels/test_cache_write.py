@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fp8rl_jax.models.attention import rope_tables, rotate
+from fp8rl_jax.models.rotary import rope_tables, rotate
 from jax import lax
 
 from fp8rl_jax.config.recipe import TensorFormat

@@ -12,10 +12,14 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from pallas_kernels.attention import Keys
+from pallas_kernels.attention import prefill as prefill_kernel
+from pallas_kernels.attention import reference as attention_reference
 from pallas_kernels.cache_write import reference as cache_reference
 from pallas_kernels.cache_write.api import OPERANDS, QUERIES, RESULTS, WHOLE
 from pallas_kernels.cache_write.cases import SMALL as CACHE_CASES
 from pallas_kernels.decode_attention import KeyValues
+from pallas_kernels.decode_attention import hopper as decode_hopper
 from pallas_kernels.decode_attention import reference as decode_reference
 from pallas_kernels.decode_attention.api import by_heads
 from pallas_kernels.grouped_matmul import reference as grouped_reference
@@ -148,6 +152,33 @@ def attention(mesh) -> tuple[float, list[str], list[int]]:
     return float(apart), _collectives(compiled), list(out.addressable_shards[0].data.shape)
 
 
+def prefill(mesh) -> tuple[float, list[str], list[int]]:
+    """Prefill in decode's key order over a shared and an own block; the reference stands for the kernel."""
+
+    def attend(query, caches, limits, *numbers):
+        slots = [jnp.arange(cache.keys.shape[2]) for cache in caches]
+        masks = [(slot >= first[..., None]) & (slot < last[..., None]) for slot, (first, last) in zip(slots, limits, strict=True)]
+        blocks = [Keys(cache.keys, cache.values, mask) for cache, mask in zip(caches, masks, strict=True)]
+        return attention_reference.attend(query[:, None], blocks, *numbers)[:, 0]
+
+    decode_hopper.attend = attend
+    keys = jax.random.split(jax.random.key(6), 5)
+    shapes = (8, 5, 8, 32), *[(4, 4, 7, 32)] * 2, *[(8, 4, 5, 32)] * 2
+    arrays = [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
+    masks = jnp.ones((4, 1, 7), bool).at[1, :, 3:].set(False), jnp.tril(jnp.ones((1, 5, 5), bool))
+
+    def run(attention, query, *held):
+        return attention(query, [Keys(*held[:2], masks[0]), Keys(*held[2:], masks[1])], 0.2, 1.5, jnp.float32)
+
+    split = [P(("data", "fsdp"), None, "tensor"), *[P(("data", "fsdp"), "tensor")] * 4]
+    placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, split, strict=True)]
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(partial(run, prefill_kernel.attention)).lower(*placed).compile()
+    out = compiled(*placed)
+    apart = np.abs(out - run(attention_reference.attend, *arrays)).max()
+    return float(apart), _collectives(compiled), list(out.addressable_shards[0].data.shape)
+
+
 def main() -> None:
     mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
     keys = jax.random.split(jax.random.key(0))
@@ -164,7 +195,7 @@ def main() -> None:
     }
     found = {name: collectives(mesh, specs, operands) for name, specs in layouts.items()}
     found |= experts(mesh) | {"quantizer": quantizer(mesh), "few_rows": quantizer_of_few_rows(mesh), "cache": cache(mesh)}
-    found["attention"] = attention(mesh)
+    found |= {"attention": attention(mesh), "prefill": prefill(mesh)}
     print(json.dumps(found))
 
 
