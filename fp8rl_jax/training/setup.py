@@ -86,7 +86,6 @@ def build(config: RunConfig, *, sampled: bool = True) -> Setup:
         UserError: naming the key, file or tensor.
     """
     recipe = get_recipe(config.recipe, config.precision)
-    check_recipe(recipe, config.precision.backend)
     r = config.rollout
     if sampled:
         check_sampling(
@@ -94,6 +93,7 @@ def build(config: RunConfig, *, sampled: bool = True) -> Setup:
             bad_words=r.bad_words, logit_bias=r.logit_bias,
         )  # fmt: skip
     initialize(config.mesh)
+    check_recipe(recipe, config.precision.backend)  # asks for the device, which joining the processes must precede
     mesh = make_mesh(config.mesh)
     check_batch(r.prompts_per_step, mesh, "rollout.prompts_per_step")
     if sampled and not config.dry_run:
