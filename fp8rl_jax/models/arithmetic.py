@@ -20,7 +20,7 @@ from fp8rl_jax.models import rotary
 from pallas_kernels import exact
 from pallas_kernels.attention import Keys, attention
 from pallas_kernels.exact import cut, once, scoped, wide
-from pallas_kernels.matmul.reference import dot
+from pallas_kernels.matmul import dot
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True)}
 

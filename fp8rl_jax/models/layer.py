@@ -23,7 +23,7 @@ from pallas_kernels.attention import CHUNK, CHUNK_FROM, Keys, TokenKeys, Tokens,
 from pallas_kernels.backend import Backend
 from pallas_kernels.cache_write import write_cache
 from pallas_kernels.decode_attention import KeyValues, decode_attention, scaled
-from pallas_kernels.matmul.reference import rows_of
+from pallas_kernels.matmul import rows_of
 
 
 class LayerInputs(NamedTuple):

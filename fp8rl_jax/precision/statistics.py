@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from fp8rl_jax.precision.qtensor import QTensor, dequantize
-from pallas_kernels.quantize.reference import largest
+from pallas_kernels.quantize import largest
 
 
 @jax.tree_util.register_dataclass

@@ -38,7 +38,7 @@ from fp8rl_jax.config.training import FP8_MAX_BETA2, OptimizerConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.precision import QTensor, dequantize, max_value, quantize
 from fp8rl_jax.precision.rounding import round_stochastic
-from pallas_kernels.quantize.reference import block_amax, expand
+from pallas_kernels.quantize import block_amax, expand
 
 GROUPS = TensorFormat("e4m3", (1, 128))
 """Of "e4m3" in the configuration."""

@@ -28,6 +28,7 @@ from fp8rl_jax.rollout.sampling import Sampling
 from fp8rl_jax.rollout.served import quantized_policy
 from fp8rl_jax.training.state import init_state, make_optimizer
 from fp8rl_jax.training.step import Batch, StepConfig, score, update
+from pallas_kernels import blockwise_matmul, quantize_blocks
 from pallas_kernels.target import tracing_for
 
 DENSE = replace(CONFIG, num_layers=1, head_dim=64)
@@ -102,3 +103,15 @@ def test_an_update_runs_kernels(name):
 def test_experts_are_grouped_products():
     assert "grouped_matmul" in sampled("fp8-rl", MIXTURE)
     assert {"grouped_matmul", "grouped_outer_product"} <= set(trained("jet-rl", MIXTURE, update))
+
+
+def test_a_kernel_inside_of_shard_map():
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((64, 256), (128, 256)))
+
+    def product(x, w):
+        return blockwise_matmul(*quantize_blocks(x, backend="hopper"), *quantize_blocks(w, (128, 128)), backend="hopper")
+
+    rows = jax.sharding.PartitionSpec("data")
+    mapped = jax.shard_map(product, mesh=mesh, in_specs=(rows, jax.sharding.PartitionSpec()), out_specs=rows, check_vma=False)
+    assert set(kernels(jax.jit(mapped).trace(x, w))) == {"quantize_rows", "quantize_square", "blockwise_matmul_few_rows"}
