@@ -21,7 +21,7 @@ import jax  # noqa: E402
 import jaxtyping  # noqa: E402
 
 MAPS = Path("/proc/self/maps")
-OPTIMIZED = ("kernels/", "precision/", "compare/", "training/test_exact.py", "training/test_loss_scale.py")
+OPTIMIZED = ("kernels/", "precision/", "training/test_exact.py", "compare/test_compare.py::test_an_exact_rollout")
 """Tests of bits, of roundings and of kernels: `make test` compiles them as users do, and all others without optimization."""
 
 jaxtyping.install_import_hook(["fp8rl_jax", "pallas_kernels"], "shape_checks.check")
@@ -30,7 +30,7 @@ jaxtyping.install_import_hook(["fp8rl_jax", "pallas_kernels"], "shape_checks.che
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]):
     for item in items:
-        if item.path.relative_to(ROOT / "tests").as_posix().startswith(OPTIMIZED):
+        if f"{item.path.relative_to(ROOT / 'tests').as_posix()}::{item.name}".startswith(OPTIMIZED):
             item.add_marker("optimized")
 
 

@@ -66,7 +66,7 @@ class Side:
         Raises:
             UserError: a recipe that cannot be computed, or KV scales that are not finite.
         """
-        check_recipe(recipe)
+        check_recipe(recipe, backend)
         kind = jnp.dtype(dtype)
         scales = None
         if phase == "trainer":
@@ -77,7 +77,7 @@ class Side:
             convert = partial(quantized_policy, recipe=recipe, dtype=kind, unroll=not uniform, backend=backend)
             served = jax.jit(convert)(policy)[0]
             if recipe.quantizes_cache:
-                scales = _calibrate(policy, served, recipe, kind, tokens)
+                scales = _calibrate(policy, served, recipe, kind, tokens, backend)
         served = unstack(served) if served.stacked else served
         return cls(recipe, phase, kind, backend, policy, served, scales)
 
@@ -149,12 +149,14 @@ def describe(fmt: TensorFormat) -> str:
     return f"{fmt.format} {block}"
 
 
-def _calibrate(policy: Policy, served: Policy, recipe: Recipe, dtype: jnp.dtype, tokens: Tokens) -> KVScales:
+def _calibrate(
+    policy: Policy, served: Policy, recipe: Recipe, dtype: jnp.dtype, tokens: Tokens, backend: Backend
+) -> KVScales:
+    observe = partial(observe_qkv, recipe=recipe, dtype=dtype, backend=backend)
     if recipe.kv_calibration == "trainer":
-        stretches = (tokens.prompts, tokens.prompt_lengths, tokens.completions, tokens.masks.completion)
-        seen = observe_qkv(policy, *stretches, recipe=recipe, dtype=dtype)
+        seen = observe(policy, tokens.prompts, tokens.prompt_lengths, tokens.completions, tokens.masks.completion)
     else:
-        seen = observe_qkv(served, tokens.prompts, tokens.prompt_lengths, recipe=recipe, dtype=dtype)
+        seen = observe(served, tokens.prompts, tokens.prompt_lengths)
     scales = scales_from_amax(seen.amax, recipe)
     if not all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(scales)):
         raise UserError(f"recipe {recipe.name!r}: the KV scales are not finite; the weights are broken or overflow {dtype}")

@@ -11,7 +11,8 @@ from typing import Any
 
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.block_fp8 import parse_quantization
-from fp8rl_jax.models.config import DEFAULT_RMS_NORM_EPS, HF_CLASS, MIXED_ATTENTION, ExpertsConfig, PolicyConfig, check_count
+from fp8rl_jax.models.config import DEFAULT_RMS_NORM_EPS, HF_CLASS, MIXED_ATTENTION, PolicyConfig
+from fp8rl_jax.models.experts_config import ExpertsConfig, check_count
 from fp8rl_jax.models.hf_json import Fields
 from fp8rl_jax.models.hf_rope import FULL, SLIDING, read_gemma_rope, read_rope, rope_keys
 

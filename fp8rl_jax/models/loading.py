@@ -13,11 +13,12 @@ from jaxtyping import Array
 
 from fp8rl_jax.config.run import InitConfig
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.models.config import ExpertsConfig, PolicyConfig
+from fp8rl_jax.models.byte_tokenizer import ByteTokenizer
+from fp8rl_jax.models.config import PolicyConfig
+from fp8rl_jax.models.experts_config import ExpertsConfig
 from fp8rl_jax.models.export import export_policy
 from fp8rl_jax.models.load import flatten, load_policy_arrays, nest
 from fp8rl_jax.models.policy import Policy, build_policy
-from fp8rl_jax.models.tokenizer import ByteTokenizer
 from fp8rl_jax.precision import is_quantized
 
 _VOCABULARY_MULTIPLE = 8  # so that the embedding divides over a mesh

@@ -1,19 +1,18 @@
-"""Text to token ids and back: a Hugging Face tokenizer with its chat template, and a byte-level one without files."""
+"""Text to token ids and back: what the library knows of a tokenizer, and Hugging Face's with its chat template."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, processors
 
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.models.byte_tokenizer import checked
 from fp8rl_jax.models.chat_template import ChatTemplate
 from fp8rl_jax.models.hf_json import read_json
-from fp8rl_jax.models.token_bytes import BYTE_TO_STAND_IN, token_bytes
+from fp8rl_jax.models.token_bytes import token_bytes
 
 Message = dict[str, Any]
 
@@ -97,7 +96,7 @@ class HFTokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         try:
-            return self._backend.encode(_checked(text), add_special_tokens=add_special_tokens).ids
+            return self._backend.encode(checked(text), add_special_tokens=add_special_tokens).ids
         except BaseException as error:
             if isinstance(error, UserError) or not _is_fault(error):
                 raise
@@ -149,65 +148,6 @@ class HFTokenizer:
         return token
 
 
-class ByteTokenizer:
-    """UTF-8 bytes as ids 0-255, then <|pad|> 256, <|bos|> 257 and <|eos|> 258. No file, no chat template.
-
-    The text of a special token is just bytes: no input can produce one.
-    """
-
-    pad_token_id = 256
-    bos_token_id = 257
-    eos_token_ids = (258,)
-    vocab_size = 259
-    has_chat_template = False
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The bytes of `text`, after a bos if `add_special_tokens`."""
-        return [self.bos_token_id] * add_special_tokens + list(_checked(text).encode("utf-8"))
-
-    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        names = {} if skip_special else {256: b"<|pad|>", 257: b"<|bos|>", 258: b"<|eos|>"}
-        pieces = (bytes([token]) if token < 256 else names.get(int(token), b"") for token in ids)
-        return b"".join(pieces).decode("utf-8", errors="replace")
-
-    def apply_chat_template(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
-        """Raises: UserError, since bytes have no chat template."""
-        raise UserError("the byte-level tokenizer has no chat template; give plain prompts")
-
-    def encode_chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> list[int]:
-        """Raises: UserError, since bytes have no chat template."""
-        return self.encode(self.apply_chat_template(messages, add_generation_prompt), add_special_tokens=False)
-
-    def token_bytes(self) -> list[bytes]:
-        return [bytes([byte]) for byte in range(256)] + [b""] * 3
-
-    def save(self, directory: str | Path) -> None:
-        """Writes a tokenizer.json that gives the same ids in `HFTokenizer` and in transformers, where the text of a
-        special token does stand for it.
-
-        Raises:
-            UserError: the directory cannot be written.
-        """
-        names = ["<|pad|>", "<|bos|>", "<|eos|>"]
-        # Byte-level BPE without merges: a printable stand-in for each byte.
-        backend = tokenizers.Tokenizer(models.BPE({stand_in: byte for byte, stand_in in BYTE_TO_STAND_IN.items()}, []))
-        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        backend.decoder = decoders.ByteLevel()
-        backend.add_special_tokens([tokenizers.AddedToken(name, normalized=False) for name in names])
-        backend.post_processor = processors.TemplateProcessing(
-            single="<|bos|> $A", pair="<|bos|> $A $B", special_tokens=[("<|bos|>", self.bos_token_id)]
-        )
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-        config |= {f"{name[2:-2]}_token": name for name in names}
-        try:
-            backend.save(str(Path(directory) / "tokenizer.json"))
-            (Path(directory) / "tokenizer_config.json").write_text(
-                json.dumps(config, indent=2) + "\n", encoding="utf-8"
-            )
-        except Exception as error:  # the library raises bare Exception for a full disk
-            raise UserError(f"{directory}: the tokenizer cannot be written ({error})") from None
-
-
 def load_tokenizer(directory: str | Path, vocab_size: int | None = None) -> HFTokenizer | None:
     """The tokenizer of a Hugging Face directory, or None when the directory holds none.
 
@@ -237,7 +177,7 @@ def _content(path: Path, role: str, value: Any) -> str | None:
     if content is not None and not isinstance(content, str):
         raise UserError(f"{path}: {role} must be a string or an object with content, got {value!r}")
     try:
-        return content if content is None else _checked(content)
+        return content if content is None else checked(content)
     except UserError as error:
         raise UserError(f"{path}: {role}: {error}") from None
 
@@ -245,11 +185,3 @@ def _content(path: Path, role: str, value: Any) -> str | None:
 def _is_fault(error: BaseException) -> bool:
     """Whether the tokenizers library raised it: a bare Exception, or where its Rust panics, a BaseException without a module."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
-
-
-def _checked(text: str) -> str:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise UserError(f"the text holds a lone surrogate, \\u{ord(text[error.start]):x}, at {error.start}") from None
-    return text

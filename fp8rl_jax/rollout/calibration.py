@@ -27,9 +27,10 @@ from fp8rl_jax.models.policy import Policy
 from fp8rl_jax.models.trained import trainer_policy
 from fp8rl_jax.parallel import split_batch
 from fp8rl_jax.precision import QuantizationSums, max_value, quantize_per_tensor, stack_sums
+from pallas_kernels.backend import Backend
 
 
-@partial(jax.jit, static_argnames=("recipe", "dtype", "micro_batches"))
+@partial(jax.jit, static_argnames=("recipe", "dtype", "micro_batches", "backend"))
 def observe_qkv(
     policy: Policy,
     prompts: Int[Array, "p s"],
@@ -41,6 +42,7 @@ def observe_qkv(
     recipe: Recipe,
     dtype: jnp.dtype,
     micro_batches: int = 1,
+    backend: Backend = "auto",
 ) -> QuantizationSums:
     """Largest magnitudes of Q, K and V over the prompts and, if given, their completions, and what quantization does to them.
 
@@ -53,13 +55,14 @@ def observe_qkv(
             forward.
         dtype: compute dtype.
         micro_batches: parts of equal size, whole prompts each, that are run one after the other.
+        backend: kernels of the forward; those of the trainer, so that its scales are those of its own forward.
 
     Returns:
         Sums of shape [m, layers, 3].
     """
-    policy = trainer_policy(policy, recipe, dtype)
+    policy = trainer_policy(policy, recipe, dtype, backend)
     observe = partial(_observe, (recipe.rollout.query, recipe.rollout.key, recipe.rollout.value))
-    run = partial(forward, policy, recipe=recipe, phase="train", observe=observe)
+    run = partial(forward, policy, recipe=recipe, phase="train", observe=observe, backend=backend)
 
     def one(micro):
         prompts, lengths, completions, mask = micro
@@ -108,7 +111,9 @@ def scales_from_amax(amax: Float[Array, "m layers 3"], recipe: Recipe) -> KVScal
     return KVScales(scales[:, 0], scales[:, 1], scales[:, 2])
 
 
-def calibrate_on_prompts(policy: Policy, prompts, recipe: Recipe, dtype: jnp.dtype) -> KVScales | None:
+def calibrate_on_prompts(
+    policy: Policy, prompts, recipe: Recipe, dtype: jnp.dtype, backend: Backend = "auto"
+) -> KVScales | None:
     """KV scales measured on prompts alone: what step 0 of a run, evaluation and generation start from.
 
     Args:
@@ -119,4 +124,5 @@ def calibrate_on_prompts(policy: Policy, prompts, recipe: Recipe, dtype: jnp.dty
     """
     if not recipe.quantizes_cache or recipe.kv_calibration != "trainer":
         return None
-    return scales_from_amax(observe_qkv(policy, prompts.tokens, prompts.lengths, recipe=recipe, dtype=dtype).amax, recipe)
+    seen = observe_qkv(policy, prompts.tokens, prompts.lengths, recipe=recipe, dtype=dtype, backend=backend)
+    return scales_from_amax(seen.amax, recipe)

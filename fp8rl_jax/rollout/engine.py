@@ -180,7 +180,9 @@ class LocalEngine:
         if self.policy is None:
             raise RuntimeError("generate: no weights yet; call sync first")
         if self.recipe.quantizes_cache and self.scales is None:
-            seen = observe_qkv(self.policy, prompts.tokens, prompts.lengths, recipe=self.recipe, dtype=self.dtype)
+            seen = observe_qkv(
+                self.policy, prompts.tokens, prompts.lengths, recipe=self.recipe, dtype=self.dtype, backend=self.backend
+            )
             self.scales = scales_from_amax(seen.amax, self.recipe)
             self.finite = _finite_flags(self.policy, self.scales)
         return self.policy

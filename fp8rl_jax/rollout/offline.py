@@ -144,7 +144,7 @@ def calibrate(engine: LocalEngine, policy: Policy, prompts: Sequence[Prompts]) -
     """
     recipe, scales = engine.recipe, None
     if recipe.quantizes_cache:
-        observe = partial(observe_qkv, policy, recipe=recipe, dtype=engine.dtype)
+        observe = partial(observe_qkv, policy, recipe=recipe, dtype=engine.dtype, backend=engine.backend)
         scales = scales_from_amax(jnp.concatenate([observe(batch.tokens, batch.lengths).amax for batch in prompts]), recipe)
     engine.sync(policy, scales)
     if bad := [role for role, finite in engine.finite.items() if not finite]:

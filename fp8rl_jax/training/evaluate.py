@@ -89,7 +89,7 @@ def evaluate_held_out(setup: Setup, pool: RewardPool) -> dict[str, float]:
     config, engine = setup.config.evaluation, setup.engine()
     examples = setup.held_out.examples[: config.examples]
     prompts = setup.encoder.batch(examples[: config.batch_size])
-    engine.sync(setup.policy, calibrate_on_prompts(setup.policy, prompts, setup.recipe, engine.dtype))
+    engine.sync(setup.policy, calibrate_on_prompts(setup.policy, prompts, setup.recipe, engine.dtype, engine.backend))
     sampling = evaluation_sampling(config, setup.sampling)
     return evaluate(engine, setup.encoder, pool, examples, config, sampling, jax.random.key(setup.config.seed))[0]
 

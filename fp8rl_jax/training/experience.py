@@ -6,6 +6,7 @@ completion is one row. An episode is as many as `join_turns` makes of it, and a 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +27,7 @@ from fp8rl_jax.training.step import Batch
 
 
 @dataclass(frozen=True, kw_only=True)
-class Experience:
+class Experience(ABC):
     """What a step learns from: C samples of P prompts, chosen among all that were sampled.
 
     Attributes:
@@ -49,6 +50,7 @@ class Experience:
         """Samples that enter the loss."""
         return np.repeat(self.teaches, len(self.rewards) // len(self.teaches))
 
+    @abstractmethod
     def batch(self, config: RLConfig, truncated: bool) -> Batch:
         """The rows to train on, with advantages of 0.
 
@@ -56,28 +58,27 @@ class Experience:
             config: its correction resolved.
             truncated: sampling was from a truncated distribution.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def by_sample(self, values: Shaped[Array, " b"]) -> Shaped[Array, " c"]:
         """Sums over the rows of each sample; all processes call it together."""
-        raise NotImplementedError
 
+    @abstractmethod
     def by_row(self, values: Float[Array, " c"]) -> Float[Array, " b"]:
         """The value of each row's sample, 0 for an empty row; all processes call it together."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def policy_logprobs(self) -> Float[Array, "b t"]:
         """The rollout's, over the whole vocabulary."""
-        raise NotImplementedError
 
+    @abstractmethod
     def work(self) -> tuple[Int[np.ndarray, " p"], Int[np.ndarray, " b"], int]:
         """Lengths of prompts and of what stands behind them, and the number of sampled tokens, for `Clock.work`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def metrics(self) -> dict[str, float]:
         """completions/* and rollout/weight_version; of episodes also episodes/*."""
-        raise NotImplementedError
 
     def shown(self, count: int) -> Iterator[dict[str, Any]]:
         """Rows for samples.jsonl: at most `count` of the samples, evenly spread."""

@@ -126,8 +126,10 @@ class Loop:
         steps, every = self.config.trainer.steps, self.config.checkpoint.every
         try:
             if self.calibrates and self.scales is None:
-                dtype, prompts = jnp.dtype(self.config.compute_dtype), self.collector.prompts(self.start)
-                self.scales = calibrate_on_prompts(self.state.policy, prompts, self.setup.recipe, dtype)
+                prompts, engine = self.collector.prompts(self.start), self.engine
+                self.scales = calibrate_on_prompts(
+                    self.state.policy, prompts, self.setup.recipe, engine.dtype, engine.backend
+                )
             self.engine.sync(self.state.policy, self.scales)
             for step in range(self.start, steps):
                 # every row is written before the checkpoint that makes a resumed run go on behind it
@@ -205,8 +207,7 @@ class Loop:
         recipe = self.setup.recipe
         sums = observe_qkv(
             self.state.policy, batch.prompts, batch.lengths, batch.tokens, batch.present, self.scales,
-            recipe=recipe, dtype=jnp.dtype(self.config.compute_dtype),
-            micro_batches=self.learner.micro_batches,
+            recipe=recipe, dtype=self.engine.dtype, micro_batches=self.learner.micro_batches, backend=self.engine.backend,
         )  # fmt: skip
         return scales_from_amax(sums.amax, recipe), qkv_metrics(sums)
 

@@ -20,13 +20,14 @@ from fp8rl_jax.config.recipe import Recipe, get_recipe
 from fp8rl_jax.config.rl import check_sampling
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.models.byte_tokenizer import ByteTokenizer
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.loading import byte_policy_config, load_policy, save_policy
 from fp8rl_jax.models.lora import merge, split
 from fp8rl_jax.models.peft_format import save_adapters
 from fp8rl_jax.models.policy import Policy, init_policy, linear_names, parameter_count
 from fp8rl_jax.models.resolve import resolve_model
-from fp8rl_jax.models.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from fp8rl_jax.models.tokenizer import Tokenizer, load_tokenizer
 from fp8rl_jax.models.trained import trainer_policy
 from fp8rl_jax.parallel import check_batch, initialize, make_mesh, shard_policy
 from fp8rl_jax.precision import check_recipe, quantized_layers
@@ -100,7 +101,8 @@ def build(config: RunConfig, *, sampled: bool = True) -> Setup:
         check_fits(model_shape(config), config, dict(mesh.shape))
     policy, tokenizer, source = load_model(config)
     check_range(policy, jnp.dtype(config.compute_dtype))
-    jax.eval_shape(partial(trainer_policy, recipe=recipe, dtype=jnp.dtype(config.compute_dtype)), policy)  # for its refusals
+    form = partial(trainer_policy, recipe=recipe, dtype=jnp.dtype(config.compute_dtype), backend=config.precision.backend)
+    jax.eval_shape(form, policy)  # for its refusals
     if config.trainer.router_replay and policy.config.experts is None:
         raise UserError("trainer.router_replay: the model has no experts; leave it false")
     if not (tokenizer.eos_token_ids or r.stop_token_ids or r.stop_strings):

@@ -45,8 +45,9 @@ def supervise(setup: Setup, config_text: str, report=print) -> None:
     report(f"Supervised warm start: {sft.steps} updates on the task's own answers{cut}")
     optimizer = make_optimizer(sft.optimizer, sft.steps, setup.recipe.optimizer_moment)
     step_config = StepConfig(
-        setup.recipe, RLConfig(), config.compute_dtype, temperature=1.0, logprob_chunk=config.trainer.logprob_chunk,
-        attention_chunk=config.trainer.attention_chunk, loss_scale=config.trainer.loss_scale.resolve(config.compute_dtype),
+        setup.recipe, RLConfig(), config.compute_dtype, temperature=1.0, remat=config.trainer.remat == "layer",
+        logprob_chunk=config.trainer.logprob_chunk, attention_chunk=config.trainer.attention_chunk,
+        backend=config.precision.backend, loss_scale=config.trainer.loss_scale.resolve(config.compute_dtype),
     )  # fmt: skip
     with jax.set_mesh(setup.mesh), RewardPool(config.task) as pool:
         state = sharded_state(setup.policy, optimizer, setup.mesh, step_config.loss_scale)

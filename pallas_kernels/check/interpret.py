@@ -21,6 +21,8 @@ from pallas_kernels.check.cases import Case, difference, parse_cases
 from pallas_kernels.target import tracing_for
 
 SMS = 2  # blocks that are played one after the other
+# the interpreter's own program is compiled, which takes longer than to run it
+UNOPTIMIZED = "--xla_backend_optimization_level=0 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 _product = np.matmul
 
 
@@ -51,7 +53,7 @@ def main() -> None:
     # the threads that play warpgroups wait for each other inside of XLA's pool: with few of them, or where an operation is split
     # over them, they can starve
     os.environ.setdefault("PJRT_NPROC", "16")
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false {UNOPTIMIZED}"
     np.matmul = by_rows
     if arguments.without:
         setattr(mosaic, arguments.without, lambda *_, **__: None)

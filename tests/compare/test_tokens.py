@@ -9,7 +9,7 @@ import pytest
 
 from fp8rl_jax.compare.tokens import TEXT, as_tokens, from_file, from_text, halves
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.models.tokenizer import ByteTokenizer
+from fp8rl_jax.models.byte_tokenizer import ByteTokenizer
 
 VOCAB = ByteTokenizer.vocab_size
 

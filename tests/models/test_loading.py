@@ -11,11 +11,12 @@ from tiny_models import LLAMA, MOE, QWEN2, QWEN3, random_tensors, write_model
 
 from fp8rl_jax.config.run import InitConfig
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.models.byte_tokenizer import ByteTokenizer
 from fp8rl_jax.models.hf_names import hf_tensors
 from fp8rl_jax.models.load import flatten
 from fp8rl_jax.models.loading import byte_policy_config, load_policy, policy_arrays, save_policy
 from fp8rl_jax.models.policy import init_policy, unstack
-from fp8rl_jax.models.tokenizer import ByteTokenizer, load_tokenizer
+from fp8rl_jax.models.tokenizer import load_tokenizer
 
 
 @pytest.mark.parametrize("config", [LLAMA, QWEN3, QWEN2, MOE], ids=["llama_tied", "qwen3_untied", "qwen2", "moe"])

@@ -16,7 +16,7 @@ from tiny_models import MOE, QWEN3
 from fp8rl_jax.config.recipe import get_recipe
 from fp8rl_jax.config.rl import RLConfig
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.models.config import ExpertsConfig
+from fp8rl_jax.models.experts_config import ExpertsConfig
 from fp8rl_jax.models.forward import forward
 from fp8rl_jax.models.loading import load_policy, save_policy
 from fp8rl_jax.models.moe import choose, mixture, route_dtype

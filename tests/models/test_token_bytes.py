@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.models.byte_tokenizer import ByteTokenizer
 from fp8rl_jax.models.token_bytes import BYTE_TO_STAND_IN
-from fp8rl_jax.models.tokenizer import ByteTokenizer, HFTokenizer
+from fp8rl_jax.models.tokenizer import HFTokenizer
 
 
 def byte_level() -> tokenizers.Tokenizer:

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.models.tokenizer import ByteTokenizer, HFTokenizer, load_tokenizer
+from fp8rl_jax.models.byte_tokenizer import ByteTokenizer
+from fp8rl_jax.models.tokenizer import HFTokenizer, load_tokenizer
 
 SMOLLM2_TEMPLATE = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\n"

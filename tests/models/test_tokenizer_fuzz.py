@@ -9,8 +9,9 @@ import random
 import pytest
 
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.models.byte_tokenizer import ByteTokenizer
 from fp8rl_jax.models.chat_template import ChatTemplate
-from fp8rl_jax.models.tokenizer import ByteTokenizer, load_tokenizer
+from fp8rl_jax.models.tokenizer import load_tokenizer
 
 VALUES = [None, True, -1, 2**70, 1.5, float("nan"), "", "x", "\ud800", [], [1], {}, {"type": "BPE"}, "a" * 1000]
 USER = [{"role": "user", "content": "hi"}]

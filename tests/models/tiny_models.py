@@ -11,7 +11,8 @@ import ml_dtypes
 import numpy as np
 import safetensors.numpy
 
-from fp8rl_jax.models.config import ExpertsConfig, LinearRopeScaling, PolicyConfig
+from fp8rl_jax.models.config import LinearRopeScaling, PolicyConfig
+from fp8rl_jax.models.experts_config import ExpertsConfig
 from fp8rl_jax.models.hf_names import hf_tensors
 
 LLAMA = PolicyConfig(

@@ -12,7 +12,7 @@ import pytest
 from rollout.tiny import VOCAB, full_logits, hugging_face_mask, log_softmax, make_engine, make_prompts, take
 
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.models.tokenizer import ByteTokenizer
+from fp8rl_jax.models.byte_tokenizer import ByteTokenizer
 from fp8rl_jax.rollout.constraints import make_constraints
 from fp8rl_jax.rollout.sampler import generate
 from fp8rl_jax.rollout.sampling import Sampling, draw

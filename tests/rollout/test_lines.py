@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.models.tokenizer import ByteTokenizer
+from fp8rl_jax.models.byte_tokenizer import ByteTokenizer
 from fp8rl_jax.rollout.lines import read_lines, write_lines
 
 VOCAB, LIMIT = 300, 12

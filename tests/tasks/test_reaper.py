@@ -65,7 +65,7 @@ def test_a_reward_that_kills_its_group_kills_its_worker_alone(starter, tmp_path)
 
 def test_a_fork_bomb_is_bounded_and_costs_its_own_sample(tmp_path):
     with pool_of("start", timeout=5.0, max_processes=16) as pool:
-        supervisor = pool._workers[0].process.pid
+        supervisor = pool._dispatcher.workers[0].process.pid
         job = pool.submit([EXAMPLE], [f"bomb return {tmp_path}/pid", f"setsid return {tmp_path}/other"])
         most = 0
         while not job.done():
@@ -75,7 +75,7 @@ def test_a_fork_bomb_is_bounded_and_costs_its_own_sample(tmp_path):
         assert 10 < most <= 24
         assert scores.rewards.tolist() == [0, 1] and scores.seconds < 5.0
         assert scores.first_error.startswith("BlockingIOError: [Errno 11]")
-        assert len(reaper.descendants(pool._workers[0].process.pid)) == 2  # the worker and its helper
+        assert len(reaper.descendants(pool._dispatcher.workers[0].process.pid)) == 2  # the worker and its helper
 
 
 def test_without_the_kernels_help_a_fork_bomb_is_stopped_by_counting(tmp_path, monkeypatch, caplog):
@@ -83,7 +83,7 @@ def test_without_the_kernels_help_a_fork_bomb_is_stopped_by_counting(tmp_path, m
     (tmp_path / "sitecustomize.py").write_text("import platform\nplatform.machine = lambda: 'abacus'\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pool_of("start", timeout=5.0, max_processes=16) as pool:
-        supervisor = pool._workers[0].process.pid
+        supervisor = pool._dispatcher.workers[0].process.pid
         scores = pool.score([EXAMPLE], [f"bomb return {tmp_path}/pid", f"setsid return {tmp_path}/other"])
         assert scores.rewards.tolist() == [0, 1] and scores.errors == 1
         assert scores.first_error == "the worker had more than task.reward.max_processes = 16 processes running"
@@ -107,7 +107,7 @@ def test_helpers_from_the_import_live_as_long_as_the_worker(tmp_path):
     with pool_of("helper") as pool:
         assert pool.score([EXAMPLE], ["", ""]).rewards.tolist() == [1, 1]
         assert pool.score([EXAMPLE], [""]).rewards.tolist() == [1]
-        below = reaper.descendants(pool._workers[0].process.pid)
+        below = reaper.descendants(pool._dispatcher.workers[0].process.pid)
     assert len(below) == 2 and not any(map(alive, below))
 
 

@@ -216,7 +216,7 @@ def test_closing_leaves_no_process_and_ends_waiting():
     pool = pool_of("faulty", timeout=60.0, num_workers=2)
     pool.wait_until_ready()
     waiting = pool.submit([EXAMPLE] * 2, ["sleep", "ignore_sigterm"])
-    pids = {worker.process.pid for worker in pool._workers}
+    pids = {worker.process.pid for worker in pool._dispatcher.workers}
     time.sleep(0.2)
     pool.close()
     pool.close()
@@ -241,7 +241,7 @@ def test_workers_die_with_the_trainer(tmp_path):
         pool.wait_until_ready()
         pool.submit([EXAMPLE], ["ignore_sigterm"])
         time.sleep(0.2)
-        print(*(worker.process.pid for worker in pool._workers), flush=True)
+        print(*(worker.process.pid for worker in pool._dispatcher.workers), flush=True)
         time.sleep(60)
         """)
     )

@@ -17,9 +17,9 @@ from fp8rl_jax.config.rewards import RewardConfig
 from fp8rl_jax.config.rl import CorrectionConfig, RLConfig
 from fp8rl_jax.config.tasks import TaskConfig
 from fp8rl_jax.config.training import OptimizerConfig
+from fp8rl_jax.models.byte_tokenizer import ByteTokenizer
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.policy import init_policy
-from fp8rl_jax.models.tokenizer import ByteTokenizer
 from fp8rl_jax.rollout.engine import LocalEngine
 from fp8rl_jax.rollout.sampling import Sampling
 from fp8rl_jax.tasks.dataset import load_splits

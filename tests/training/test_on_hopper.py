@@ -21,8 +21,10 @@ from fp8rl_jax.config.recipe import RECIPES
 from fp8rl_jax.config.rl import CorrectionConfig, RLConfig
 from fp8rl_jax.config.training import OptimizerConfig
 from fp8rl_jax.models.cache import KVScales
-from fp8rl_jax.models.config import ExpertsConfig, PolicyConfig
+from fp8rl_jax.models.config import PolicyConfig
+from fp8rl_jax.models.experts_config import ExpertsConfig
 from fp8rl_jax.models.policy import init_policy
+from fp8rl_jax.rollout.calibration import observe_qkv
 from fp8rl_jax.rollout.sampler import generate
 from fp8rl_jax.rollout.sampling import Sampling
 from fp8rl_jax.rollout.served import quantized_policy
@@ -94,6 +96,13 @@ def test_a_sampler_runs_kernels(name):
 @pytest.mark.parametrize("name", TRAINED)
 def test_a_trainers_forward_runs_kernels(name):
     assert set(trained(name, DENSE, score)) == LINEARS | {"quantize_square"}
+
+
+@pytest.mark.parametrize(("backend", "found"), [("hopper", LINEARS | {"quantize_square"}), ("reference", set())])
+def test_calibration_runs_the_forward_of_its_backend(backend, found):
+    policy = jax.eval_shape(lambda key: init_policy(DENSE, key), jax.random.key(0))
+    options = {"recipe": RECIPES["fp8-e2e-kv"], "dtype": jnp.dtype("bfloat16"), "backend": backend}
+    assert set(kernels(observe_qkv.trace(policy, PROMPTS.tokens, PROMPTS.lengths, **options))) == found
 
 
 @pytest.mark.slow
