@@ -17,13 +17,13 @@ def run(arguments: Arguments) -> int:
     from fp8rl_jax.rollout.lines import check_writable, write_lines
 
     specs = arguments.sides()
-    for spec in specs:
-        check_recipe(spec.recipe)
     start_jax()
+    for spec in specs:
+        check_recipe(spec.recipe, spec.backend)
     from fp8rl_jax.compare.document import document
     from fp8rl_jax.compare.side import Side, check_alike, describe_side
     from fp8rl_jax.compare.text import summary
-    from fp8rl_jax.compare.tokens import TEXT, as_tokens, from_file, from_text
+    from fp8rl_jax.compare.tokens import TEXT, as_recorded, as_tokens, from_file, from_text
     from fp8rl_jax.compare.walk import compare
     from fp8rl_jax.models.config import PolicyConfig
     from fp8rl_jax.models.loading import load_policy
@@ -41,19 +41,22 @@ def run(arguments: Arguments) -> int:
     tokenizer = load_tokenizer(directories[0], configs[0].vocab_size)
     if arguments.input:
         limit = min(config.max_position_embeddings for config in configs)
-        rows = from_file(arguments.input, configs[0].vocab_size, tokenizer, limit)
+        rows = from_file(arguments.input, configs[0].vocab_size, tokenizer, limit, arguments.recorded)
     else:
         rows = from_text(arguments.text or TEXT, tokenizer)
     tokens = as_tokens(rows[: arguments.rows], arguments.max_tokens)
+    recorded = None
+    if arguments.recorded:
+        recorded = arguments.recorded, as_recorded(rows[: arguments.rows], arguments.max_tokens)
     policies, sides = {}, []
     for spec, directory in zip(specs, directories, strict=True):
         key = (Path(directory).resolve(), spec.compute_dtype)
         policies[key] = policies[key] if key in policies else load_policy(directory, spec.compute_dtype)
         sides.append(Side.of(policies[key], spec.recipe, spec.phase, spec.compute_dtype, tokens, spec.backend))
-    found = compare(*sides, tokens, report if sys.stderr.isatty() else lambda line: None)
-    given = len(rows), sum(len(prompt) + len(completion) for prompt, completion in rows)
+    found = compare(*sides, tokens, report if sys.stderr.isatty() else lambda line: None, arguments.temperature)
+    given = len(rows), sum(len(row.prompt) + len(row.completion) for row in rows)
     described = [describe_side(spec.model, side) for spec, side in zip(specs, sides, strict=True)]
-    results = document(found, described, tokens, tokenizer, given)
+    results = document(found, described, tokens, tokenizer, given, recorded)
     if arguments.json:
         write_lines(arguments.json, [results | {"made": _record()}])
     print(summary(results))

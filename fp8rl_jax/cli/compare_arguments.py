@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -46,6 +47,11 @@ class CompareArguments:
     `fp8rl generate` and a run's samples.jsonl have them; without a completion a prompt's second half is taken for one."""
     text: str = ""
     """A text in place of a file; without both a built-in one."""
+    recorded: str = ""
+    """Key of the file's lines under which another engine's log-probabilities of "completion_tokens" stand, one a token: both
+    sides are compared with them, too. In the answers of `fp8rl generate` it is policy_logprobs."""
+    temperature: float = 1.0
+    """Of the log-probabilities: the one that the recorded ones were sampled at."""
     rows: int = 4
     """Lines of the file that are used, its first."""
     max_tokens: int = 128
@@ -60,6 +66,8 @@ class CompareArguments:
         checks = (
             (1 <= len(self.models) <= 2, f"MODEL: give one model, or one for each side; got {len(self.models)}"),
             (not (self.input and self.text), "--text: there is an --input; give one of them"),
+            (not self.recorded or bool(self.input), "--recorded: needs an --input, whose lines hold it"),
+            (0 < self.temperature < math.inf, f"--temperature: {self.temperature} must be positive and finite"),
             (self.rows >= 1, f"--rows: {self.rows} must be at least 1"),
             (self.max_tokens >= 2, f"--max-tokens: {self.max_tokens} must be at least 2"),
         )

@@ -6,6 +6,7 @@
      "first": [{"name", "cause", "detail", "where"}, one of each cause that there is],
      "quantized_on_one_side": {"a": [names], "b": [names]},
      "logprobs": {"tokens", "differing", "mean_abs", "max_abs", "k3", "row", "position", "a", "b", "token", "text"},
+     "recorded": null or {"key", "a": the same as "logprobs", with what is recorded for a and side a for b, "b": with side b},
      "layers": [{"name", "rerouted", "input": difference, "operations": [operation, ...]}, ...],
      "start": operation, "end": [operation, operation],
      "made": {"command", "versions", "devices"}, in the file alone}
@@ -22,16 +23,23 @@ import dataclasses
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float32
 
 from fp8rl_jax.compare.probe import Tokens
-from fp8rl_jax.compare.walk import Comparison, OperationResult
+from fp8rl_jax.compare.results import Comparison, OperationResult
+from fp8rl_jax.compare.statistics import logprob_differences
 from fp8rl_jax.models.tokenizer import Tokenizer
 
 KIND = "fp8rl compare"
 
 
 def document(
-    found: Comparison, sides: list[dict[str, Any]], tokens: Tokens, tokenizer: Tokenizer | None, given: tuple[int, int]
+    found: Comparison,
+    sides: list[dict[str, Any]],
+    tokens: Tokens,
+    tokenizer: Tokenizer | None,
+    given: tuple[int, int],
+    recorded: tuple[str, Float32[np.ndarray, "p t"]] | None = None,
 ) -> dict[str, Any]:
     """The comparison in the form that stands above.
 
@@ -39,8 +47,14 @@ def document(
         sides: what each side is, by the names above.
         tokenizer: gives the text of the token with the largest difference, where there is one.
         given: rows, and tokens of all rows, before some of both were left out.
+        recorded: what another engine said of the completions, NaN where it said nothing; and the name of that.
     """
-    worst = int(tokens.completions[found.logprobs["row"], found.logprobs["position"]])
+
+    def named(numbers: dict[str, Any]) -> dict[str, Any]:
+        token = int(tokens.completions[numbers["row"], numbers["position"]])
+        text = None if tokenizer is None else tokenizer.decode([token], skip_special=False)
+        return {**{name: _rounded(value) for name, value in numbers.items()}, "token": token, "text": text}
+
     return {
         "kind": KIND,
         "version": 1,
@@ -55,10 +69,10 @@ def document(
         },
         "first": [dataclasses.asdict(first) for first in found.first],
         "quantized_on_one_side": {"a": list(found.only_a), "b": list(found.only_b)},
-        "logprobs": {
-            **{name: _rounded(value) for name, value in found.logprobs.items()},
-            "token": worst,
-            "text": None if tokenizer is None else tokenizer.decode([worst], skip_special=False),
+        "logprobs": named(found.logprobs),
+        "recorded": None if recorded is None else {"key": recorded[0]} | {
+            side: named(logprob_differences(recorded[1], scored, ~np.isnan(recorded[1])))
+            for side, scored in zip("ab", found.scored, strict=True)
         },
         "layers": [
             {

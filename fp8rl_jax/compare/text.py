@@ -40,7 +40,10 @@ def summary(results: dict[str, Any]) -> str:
     for first in results["first"]:
         where = f", in the {first['where']}" if first["where"] else ""
         lines += _wrapped(f"first {first['cause']}: {first['name']}{where}: {first['detail']}")
-    lines.append(_logprobs(results["logprobs"]))
+    lines.append(_logprobs("log-probabilities", "a - b", results["logprobs"]))
+    if recorded := results.get("recorded"):
+        key = recorded["key"]
+        lines += [_logprobs(f"{key} against side {side}", f"{key} - {side}", recorded[side]) for side in "ab"]
     for name, alone in results["quantized_on_one_side"].items():
         if alone:
             lines += _wrapped(f"quantized in {name} only: {grouped(alone, len(results['layers']))}")
@@ -122,13 +125,13 @@ def _tokens(tokens: dict[str, Any]) -> str:
     return f"{rows}: {tokens['prompt']} prompt and {tokens['completion']} completion tokens of {tokens['given']}"
 
 
-def _logprobs(found: dict[str, Any]) -> str:
+def _logprobs(name: str, difference: str, found: dict[str, Any]) -> str:
     if not found["differing"]:
-        return f"log-probabilities of {found['tokens']} tokens: equal"
+        return f"{name} of {found['tokens']} tokens: equal"
     text = "" if found["text"] is None else f" {found['text']!r}"
     mean, k3 = _number(found["mean_abs"]), _number(found["k3"])
     return (
-        f"log-probabilities of {found['tokens']} tokens: {found['differing']:.0%} differ, mean |a - b| {mean}, k3 {k3}\n"
+        f"{name} of {found['tokens']} tokens: {found['differing']:.0%} differ, mean |{difference}| {mean}, k3 {k3}\n"
         f"  largest {_number(found['max_abs'])}, row {found['row'] + 1}, completion token "
         f"{found['position'] + 1}{text}: {_number(found['a'], 4)} and {_number(found['b'], 4)}"
     )

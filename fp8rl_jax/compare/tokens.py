@@ -1,10 +1,12 @@
-"""The tokens of a comparison: from a file of lines, a text, or the text below."""
+"""The tokens of a comparison, from a file of lines, a text, or the text below; and what another engine said of them."""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Float32
 
 from fp8rl_jax.compare.probe import Tokens
 from fp8rl_jax.errors import UserError
@@ -17,11 +19,22 @@ A train that leaves at a quarter past nine and travels 180 kilometres at 60 kilo
 """What is compared on where nothing else is given."""
 
 
-def from_file(path: str, vocab_size: int, tokenizer: Tokenizer | None, limit: int) -> list[tuple[list[int], list[int]]]:
-    """(prompt, completion) of every line; see `rollout.lines.read_lines` for how prompts are written.
+class Row(NamedTuple):
+    """Token ids of a prompt and its completion; recorded: the log-probability of each token of the completion, or nothing."""
+
+    prompt: list[int]
+    completion: list[int]
+    recorded: list[float] = []
+
+
+def from_file(path: str, vocab_size: int, tokenizer: Tokenizer | None, limit: int, recorded: str = "") -> list[Row]:
+    """The row of every line; see `rollout.lines.read_lines` for how prompts are written.
 
     A line's "completion_tokens" (ids) or "completion" (text) is its completion, as `fp8rl generate` and a run's samples.jsonl
     have them; without one, or with an empty one, the second half of the prompt's tokens is.
+
+    Args:
+        recorded: the key under which a line has log-probabilities of its "completion_tokens"; empty: none are read.
 
     Raises:
         UserError: what `read_lines` refuses, or one line for each line of the file that is wrong here.
@@ -30,7 +43,8 @@ def from_file(path: str, vocab_size: int, tokenizer: Tokenizer | None, limit: in
     for line in read_lines(path, vocab_size, tokenizer, generation=True, limit=limit):
         try:
             completion = _completion(line, vocab_size, tokenizer)
-            rows.append((line.tokens, completion) if completion else halves(line.tokens))
+            said = _recorded(line, recorded) if recorded else []
+            rows.append(Row(line.tokens, completion, said) if completion else halves(line.tokens))
         except UserError as error:
             faults.append(f"{path}: line {line.number}: {error}")
     if faults:
@@ -38,7 +52,7 @@ def from_file(path: str, vocab_size: int, tokenizer: Tokenizer | None, limit: in
     return rows
 
 
-def from_text(text: str, tokenizer: Tokenizer | None) -> list[tuple[list[int], list[int]]]:
+def from_text(text: str, tokenizer: Tokenizer | None) -> list[Row]:
     """A text as one row.
 
     Raises:
@@ -49,21 +63,39 @@ def from_text(text: str, tokenizer: Tokenizer | None) -> list[tuple[list[int], l
     return [halves(tokenizer.encode(text))]
 
 
-def halves(tokens: list[int]) -> tuple[list[int], list[int]]:
+def halves(tokens: list[int]) -> Row:
     """The first half as prompt, the second as completion. Raises UserError for fewer than two tokens."""
     if len(tokens) < 2:
         raise UserError("needs at least two tokens, one of a prompt and one that follows")
-    return tokens[: len(tokens) // 2], tokens[len(tokens) // 2 :]
+    return Row(tokens[: len(tokens) // 2], tokens[len(tokens) // 2 :])
 
 
-def as_tokens(rows: list[tuple[list[int], list[int]]], longest: int) -> Tokens:
+def as_tokens(rows: list[Row], longest: int) -> Tokens:
     """Rows as padded arrays, each cut to its first `longest` tokens; one whose prompt is longer becomes two halves of it."""
-    cut = []
-    for prompt, completion in rows:
-        whole = (prompt + completion)[:longest]
-        cut.append((whole[: len(prompt)], whole[len(prompt) :]) if len(prompt) < len(whole) else halves(whole))
-    prompts, completions = (_padded([row[i] for row in cut]) for i in (0, 1))
-    return Tokens(*prompts, *completions)
+    cut = [_cut(row, longest) for row in rows]
+    return Tokens(*_padded([row.prompt for row in cut]), *_padded([row.completion for row in cut]))
+
+
+def as_recorded(rows: list[Row], longest: int) -> Float32[np.ndarray, "p t"]:
+    """What is recorded of the completions that `as_tokens` makes of these rows; NaN where nothing is.
+
+    Raises:
+        UserError: nothing is left of it.
+    """
+    cut = [_cut(row, longest) for row in rows]
+    table = np.full((len(cut), max(len(row.completion) for row in cut)), np.nan, np.float32)
+    for values, row in zip(table, cut, strict=True):
+        values[: len(row.recorded)] = row.recorded
+    if np.isnan(table).all():
+        raise UserError("--max-tokens: cuts off every token that has a recorded log-probability; raise it")
+    return table
+
+
+def _cut(row: Row, longest: int) -> Row:
+    whole, behind = (row.prompt + row.completion)[:longest], len(row.prompt)
+    if behind >= len(whole):
+        return halves(whole)
+    return Row(whole[:behind], whole[behind:], row.recorded[: len(whole) - behind])
 
 
 def _completion(line: Line, vocab_size: int, tokenizer: Tokenizer | None) -> list[int]:
@@ -83,6 +115,17 @@ def _ids(value: Any, vocab_size: int) -> list[int]:
     if outside := [token for token in value if not 0 <= token < vocab_size]:
         raise UserError(f"token {outside[0]} is outside the vocabulary of {vocab_size}")
     return value
+
+
+def _recorded(line: Line, key: str) -> list[float]:
+    tokens, values = line.record.get("completion_tokens"), line.record.get(key)
+    if not tokens or values is None:
+        raise UserError(f'has no "{key if tokens else "completion_tokens"}"; --recorded needs both')
+    if not isinstance(values, list) or not all(type(value) in (int, float) and math.isfinite(value) for value in values):
+        raise UserError(f'"{key}" must be a list of finite numbers')
+    if len(values) != len(tokens):
+        raise UserError(f'"{key}" has {len(values)} numbers for {len(tokens)} "completion_tokens"')
+    return values
 
 
 def _padded(rows: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:

@@ -10,76 +10,29 @@ between them, which belongs to neither. One layer of both sides is in memory at 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 import jax
 import numpy as np
 
 from fp8rl_jax.compare.operations import CAUSES, Operand, Operation, Verdict, judge, operations
 from fp8rl_jax.compare.probe import Stretches, Tokens
+from fp8rl_jax.compare.results import Comparison, First, LayerResult, OperationResult
 from fp8rl_jax.compare.side import Side, describe
 from fp8rl_jax.compare.statistics import Difference, difference, logprob_differences
 from fp8rl_jax.models.policy import EXPERT_LINEARS, LINEARS
 from fp8rl_jax.precision import QTensor, is_quantized
 
 
-@dataclass(frozen=True)
-class OperationResult:
-    """One operation: the free run's difference, its own, and why it has one."""
+def compare(
+    a: Side, b: Side, tokens: Tokens, progress: Callable[[str], None] = lambda line: None, temperature: float = 1.0
+) -> Comparison:
+    """Compares two sides of one shape on the same tokens.
 
-    name: str
-    output: Difference
-    own: Difference
-    verdict: Verdict
-
-
-@dataclass(frozen=True)
-class LayerResult:
-    """input: the hidden states that enter; rerouted: part of the tokens whose experts differ, None without experts."""
-
-    name: str
-    input: Difference
-    operations: tuple[OperationResult, ...]
-    rerouted: float | None
-
-
-@dataclass(frozen=True)
-class First:
-    """The first operation that differs for one cause, such as "layers.3.q_proj"; where: in the prompt, the completion or both."""
-
-    name: str
-    cause: str
-    detail: str
-    where: str
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """All that was found.
-
-    Attributes:
-        first: of each cause, in the order of `CAUSES`, where it is met first. Where a format differs, the first reduction may
-            well come earlier, and is of no weight beside it.
-        only_a, only_b: linears and cache operands that this side alone quantizes.
+    Args:
+        progress: called with a line about each layer.
+        temperature: of the log-probabilities.
     """
-
-    start: OperationResult
-    layers: tuple[LayerResult, ...]
-    end: tuple[OperationResult, ...]
-    logprobs: dict[str, float | int | None]
-    first: tuple[First, ...]
-    only_a: tuple[str, ...]
-    only_b: tuple[str, ...]
-
-    @property
-    def equal(self) -> bool:
-        """Whether no bit of anything differs."""
-        return not self.first
-
-
-def compare(a: Side, b: Side, tokens: Tokens, progress: Callable[[str], None] = lambda line: None) -> Comparison:
-    """Compares two sides of one shape on the same tokens; `progress` is called with a line about each layer."""
-    return _Walk(a, b, tokens).run(progress)
+    return _Walk(a, b, tokens, temperature).run(progress)
 
 
 _INPUTS = {
@@ -93,8 +46,8 @@ _INPUTS = {
 
 
 class _Walk:
-    def __init__(self, a: Side, b: Side, tokens: Tokens):
-        self.a, self.b, self.tokens = a, b, tokens
+    def __init__(self, a: Side, b: Side, tokens: Tokens, temperature: float):
+        self.a, self.b, self.tokens, self.temperature = a, b, tokens, temperature
         self.masks = Stretches(*(np.asarray(mask) for mask in tokens.masks))
         self.first: dict[str, First] = {}
 
@@ -113,14 +66,16 @@ class _Walk:
         # of the completions alone: the prompts' part has no columns
         none = np.zeros((len(self.masks.completion), 0), np.float32)
         masks = Stretches(none.astype(bool), self.masks.completion)
-        scored = [Stretches(none, side.logprobs(x, tokens)) for side, x in ((a, hidden[0]), (b, hidden[1]), (b, hidden[0]))]
+        runs = (a, hidden[0]), (b, hidden[1]), (b, hidden[0])
+        scored = [Stretches(none, side.logprobs(x, tokens, self.temperature)) for side, x in runs]
         head = "embed_tokens" if a.served.lm_head is None else "lm_head"
         last = self.end("logprobs", head, scored[:2], scored[2], masks)
-        logprobs = logprob_differences(*(np.asarray(x.completion) for x in scored[:2]), self.masks.completion)
+        said = tuple(np.asarray(x.completion) for x in scored[:2])
+        logprobs = logprob_differences(*said, self.masks.completion)
         quantized = [_quantized(side) for side in (a, b)]
         first = tuple(self.first[cause] for cause in CAUSES if cause in self.first)
         alone = (tuple(x for x in quantized[j] if x not in quantized[1 - j]) for j in (0, 1))
-        return Comparison(start, tuple(layers), (norm, last), logprobs, first, *alone)
+        return Comparison(start, tuple(layers), (norm, last), logprobs, said, first, *alone)
 
     def end(self, name: str, tensor: str, free: Sequence[Stretches], own: Stretches, masks: Stretches) -> OperationResult:
         """An operation outside of the layers, which reads one tensor."""

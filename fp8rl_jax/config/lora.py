@@ -24,8 +24,9 @@ class LoraConfig:
     """Shell patterns over linear names (layers.3.q_proj, layers.3.experts.up_proj) of what gets an adapter; a linear gets one in
     all layers that have it or in none."""
     base: Literal["compute", "rollout"] = "compute"
-    """Format of the frozen weights: the compute dtype, quantized once for the rollout where the recipe says so; or the recipe's
-    rollout weight format on both sides, one copy of FP8 weights that the trainer, too, computes with."""
+    """Format of the frozen weights: the compute dtype, quantized once for the rollout where the recipe says so, and at every
+    update where its trainer computes in FP8; or the recipe's rollout weight format on both sides, one copy of FP8 weights that
+    the trainer, too, computes with."""
     path: str = ""
     """Adapter in PEFT's form (a directory) to start from; its rank, alpha and targets must be these. Empty: A random, B zero."""
 

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.hf_names import stack_of
-from fp8rl_jax.models.policy import Layer, Policy, cast, linear_names, with_layers
-from fp8rl_jax.precision import is_quantized, quantized_layers, trained_weight
+from fp8rl_jax.models.lora import Adapted
+from fp8rl_jax.models.policy import Layer, Policy, Weight, cast, linear_names, with_layers
+from fp8rl_jax.precision import frozen_weight, is_quantized, quantized_layers, trained_weight
 from pallas_kernels.backend import Backend
 
 
@@ -39,11 +40,11 @@ def check_uniform(policy: Policy, chosen: dict[str, set[int]], remedy: str) -> N
 def trainer_policy(policy: Policy, recipe: Recipe, dtype: jnp.dtype, backend: Backend = "auto") -> Policy:
     """What the trainer's forward runs on: `cast(policy, dtype)`, and each of the recipe's linears a TrainedWeight.
 
-    The weights are quantized here, once, whatever the number of forwards that share them. Linears that are quantized already
-    (a rollout's policy) stay as they are.
+    The weights are quantized here, once, whatever the number of forwards that share them. What is frozen has no gradient: linears
+    that are quantized already (a rollout's policy, a base that rests in FP8), and all of a policy with adapters.
 
     Args:
-        policy: float32 masters, layers stacked; or a rollout's.
+        policy: float32 masters, layers stacked; adapters on a frozen base; or a rollout's.
         recipe: its trainer formats.
         dtype: compute dtype of what is not quantized.
 
@@ -56,7 +57,12 @@ def trainer_policy(policy: Policy, recipe: Recipe, dtype: jnp.dtype, backend: Ba
     chosen = quantized_tensors(policy, recipe)
     check_uniform(policy, chosen, "a trainer in FP8 scans its layers, so precision.excluded must name all of them or none")
     tensors, masters = served.layers.tensors(), policy.layers.tensors()
-    for name in chosen:
-        if not is_quantized(masters[name].value):
-            tensors[name] = type(tensors[name])(trained_weight(masters[name].value, recipe, backend), tensors[name].axes)
-    return with_layers(served, Layer(tensors))
+    adapted = any(isinstance(weight, Adapted) for weight in masters.values())
+
+    def quantized(weight: Weight | Adapted, master: Weight | Adapted) -> Weight | Adapted:
+        if isinstance(weight, Adapted):
+            return Adapted(quantized(weight.base, master.base), weight.adapter)
+        form = frozen_weight if adapted or is_quantized(master.value) else trained_weight
+        return Weight(form(master.value, recipe, backend), weight.axes)
+
+    return with_layers(served, Layer(tensors | {name: quantized(tensors[name], masters[name]) for name in chosen}))

@@ -14,7 +14,7 @@ from fp8rl_jax.precision.linear import (
 )
 from fp8rl_jax.precision.qtensor import QTensor, dequantize, is_finite, quantize, quantize_per_tensor, quantize_weight
 from fp8rl_jax.precision.statistics import QuantizationSums, stack_sums, weight_sums
-from fp8rl_jax.precision.trained import TrainedInput, TrainedWeight, trained_weight
+from fp8rl_jax.precision.trained import TrainedInput, TrainedWeight, frozen_weight, trained_weight
 
 __all__ = [
     "AdaptedInput",
@@ -27,6 +27,7 @@ __all__ = [
     "check_recipe",
     "dequantize",
     "element_dtype",
+    "frozen_weight",
     "grouped_linear",
     "hoist",
     "is_finite",

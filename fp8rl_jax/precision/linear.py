@@ -48,13 +48,13 @@ class AdaptedWeight:
     """base + scale * b a, never added up (LoRA, arXiv 2106.09685).
 
     Attributes:
-        base: [..., out, in], an array, QTensor or HoistedWeight; no gradient is asked of it.
+        base: [..., out, in], an array, QTensor, HoistedWeight or a TrainedWeight that is frozen; no gradient is asked of it.
         a: [..., rank, in].
         b: [..., out, rank], of a's dtype.
         scale: alpha / rank, or alpha / sqrt(rank) (rsLoRA).
     """
 
-    base: Array | QTensor | HoistedWeight
+    base: Array | QTensor | HoistedWeight | TrainedWeight
     a: Array
     b: Array
     scale: float = field(metadata={"static": True})
@@ -68,7 +68,7 @@ class AdaptedInput(NamedTuple):
     """An input in both its forms: `quantized` for the base, `plain` for the adapter."""
 
     plain: Array
-    quantized: QTensor
+    quantized: QTensor | TrainedInput
 
 
 Weight = Array | QTensor | HoistedWeight | TrainedWeight | AdaptedWeight
@@ -103,7 +103,7 @@ def quantize_input(x: Float[Array, "*batch k"], weight: Weight, fmt: TensorForma
     """
     if isinstance(weight, AdaptedWeight):
         base = quantize_input(x, weight.base, fmt, backend)
-        return AdaptedInput(x, base) if isinstance(base, QTensor) else x
+        return x if base is x else AdaptedInput(x, base)
     if not is_quantized(weight) or not fmt.quantized:
         return x
     rows = quantize(jax.lax.stop_gradient(x).reshape(-1, x.shape[-1]), fmt, backend)

@@ -49,7 +49,8 @@ class TrainedWeight:
 
     Attributes:
         quantized: what the products multiply, [..., out, in]; no gradient flows into it.
-        master: the float32 weight that receives the gradient; its values are not read.
+        master: the float32 weight that receives the gradient; its values are not read. None: the weight is frozen, X is not kept
+            and dW not computed.
         activation: format of X.
         output_gradient: format of dY; "compute" leaves dY as it is, and both products of the backward are in float32.
         saved_activation: "compute" keeps X itself for the backward, any other its quantized form.
@@ -57,7 +58,7 @@ class TrainedWeight:
     """
 
     quantized: QTensor
-    master: Array
+    master: Array | None
     activation: TensorFormat = field(metadata={"static": True})
     output_gradient: TensorFormat = field(metadata={"static": True})
     saved_activation: TensorFormat = field(metadata={"static": True})
@@ -83,9 +84,15 @@ class TrainedInput:
 
 def trained_weight(master: Float[Array, "*stack n k"], recipe: Recipe, backend: Backend = "auto") -> TrainedWeight:
     """The trainer's form of a float32 master under `recipe`: the very QTensor that the rollout serves, and the gradient's way."""
-    quantized = quantize_weight(jax.lax.stop_gradient(master), recipe.trainer.weight, backend)
+    return replace(frozen_weight(master, recipe, backend), master=master)
+
+
+def frozen_weight(weight: Float[Array, "*stack n k"] | QTensor, recipe: Recipe, backend: Backend = "auto") -> TrainedWeight:
+    """`trained_weight` of a base that adapters leave as it is; one that is quantized already stays so."""
+    if not isinstance(weight, QTensor):
+        weight = quantize_weight(jax.lax.stop_gradient(weight), recipe.trainer.weight, backend)
     return TrainedWeight(
-        quantized, master, recipe.trainer.activation, recipe.output_gradient, recipe.saved_activation, recipe.exact
+        weight, None, recipe.trainer.activation, recipe.output_gradient, recipe.saved_activation, recipe.exact
     )
 
 
@@ -114,15 +121,18 @@ def _linear_forward(x, weight, out_dtype, backend):
 def _linear_backward(out_dtype, backend, residuals, dy):
     saved, like, weight = residuals
     rows, w, fmt = dy.reshape(-1, dy.shape[-1]), _transposed(weight.quantized), weight.output_gradient
+    frozen, dw = saved is None, None
     if fmt.quantized:
-        dyq, left = quantize_both_ways(rows, fmt, backend)
-        right = _input_along_tokens(saved, weight.activation, backend)
+        dyq, left = (quantize(rows, fmt, backend), None) if frozen else quantize_both_ways(rows, fmt, backend)
         dx = blockwise_matmul(dyq.values, dyq.scales, w.values, w.scales, w.block, like.dtype, backend=backend)
-        dw = blockwise_matmul(
-            left.values.T, left.scales.T, right.values.T, right.scales.T, right.block[::-1], jnp.float32, backend=backend
-        )  # fmt: skip
+        if not frozen:
+            right = _input_along_tokens(saved, weight.activation, backend)
+            dw = blockwise_matmul(
+                left.values.T, left.scales.T, right.values.T, right.scales.T, right.block[::-1], jnp.float32, backend=backend
+            )  # fmt: skip
     else:
-        dx, dw = _wide(rows) @ _wide(dequantize(w)).T, _wide(rows).T @ _wide(_rows(saved))
+        dx = _wide(rows) @ _wide(dequantize(w)).T
+        dw = None if frozen else _wide(rows).T @ _wide(_rows(saved))
     dx = dx.astype(like.dtype).reshape(*dy.shape[:-1], w.shape[0])
     return TrainedInput(None, dx), replace(weight, quantized=None, master=dw)
 
@@ -151,26 +161,32 @@ def _grouped_forward(x, weight, group_sizes, out_dtype, backend):
 
 def _grouped_backward(out_dtype, backend, residuals, dy):
     saved, like, weight, sizes = residuals
-    w, fmt, tokens = _transposed(weight.quantized), weight.output_gradient, _rows(saved)
+    w, fmt = _transposed(weight.quantized), weight.output_gradient
     if fmt.quantized:
         dyq = quantize(dy, fmt, backend)
         dx = grouped_matmul(dyq.values, dyq.scales, w.values, w.scales, sizes, w.block, like.dtype, backend=backend)
-        (dy, tokens), aligned = align_groups((dy, tokens), sizes, fmt.block[1])
-        left, right = _along_tokens(dy, fmt, backend), _along_tokens(tokens, weight.activation, backend)
-        dw = grouped_outer_product(
-            left.values, left.scales, right.values, right.scales, aligned, left.block[0], backend=backend
-        )  # fmt: skip
     else:
-        dx, dw = grouped_dot(_wide(dy), dequantize(w), sizes), outer_product(_wide(dy), _wide(tokens), sizes)
+        dx = grouped_dot(_wide(dy), dequantize(w), sizes)
+    dw = None if saved is None else _grouped_weight_gradient(dy, _rows(saved), sizes, weight, backend)
     return TrainedInput(None, dx.astype(like.dtype)), replace(weight, quantized=None, master=dw), None
+
+
+def _grouped_weight_gradient(dy, tokens, sizes, weight, backend):
+    fmt = weight.output_gradient
+    if not fmt.quantized:
+        return outer_product(_wide(dy), _wide(tokens), sizes)
+    (dy, tokens), aligned = align_groups((dy, tokens), sizes, fmt.block[1])
+    left, right = _along_tokens(dy, fmt, backend), _along_tokens(tokens, weight.activation, backend)
+    return grouped_outer_product(left.values, left.scales, right.values, right.scales, aligned, left.block[0], backend=backend)
 
 
 trained_grouped_linear.defvjp(_grouped_forward, _grouped_backward)
 
 
-def _saved(x: TrainedInput, weight: TrainedWeight) -> tuple[QTensor | Array, Array]:
-    """What the backward needs of X, and an empty array of X's dtype."""
-    return x.quantized if weight.saved_activation.quantized else x.x, jnp.zeros(0, x.x.dtype)
+def _saved(x: TrainedInput, weight: TrainedWeight) -> tuple[QTensor | Array | None, Array]:
+    """What dW needs of X, nothing where the weight is frozen; and an empty array of X's dtype."""
+    kept = x.quantized if weight.saved_activation.quantized else x.x
+    return None if weight.master is None else kept, jnp.zeros(0, x.x.dtype)
 
 
 def _constant(weight: TrainedWeight) -> TrainedWeight:

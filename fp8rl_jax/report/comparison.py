@@ -15,14 +15,17 @@ _NUMBER, _TEXT = (int, float, type(None)), (str, type(None))
 _DIFFERENCE = {"differing": (int, float), "relative_error": _NUMBER}
 _OPERATION = {"name": str, "cause": str, "detail": str, "output": _DIFFERENCE, "own": _DIFFERENCE}
 _SIDE = {"model": str, "recipe": str, "phase": str, "compute_dtype": str, "exact": bool}
+_LOGPROBS = {"tokens": int, "differing": (int, float), "row": int, "position": int, "text": _TEXT} | dict.fromkeys(
+    ("mean_abs", "max_abs", "k3", "a", "b"), _NUMBER
+)
+_RECORDED = {"key": str, "a": _LOGPROBS, "b": _LOGPROBS}
 _PATTERN = {
     "equal": bool,
     "sides": [_SIDE],
     "tokens": dict.fromkeys(("rows", "rows_given", "prompt", "completion", "given"), int),
     "first": [dict.fromkeys(("name", "cause", "detail", "where"), str)],
     "quantized_on_one_side": {"a": [str], "b": [str]},
-    "logprobs": {"tokens": int, "differing": (int, float), "row": int, "position": int, "text": _TEXT}
-    | dict.fromkeys(("mean_abs", "max_abs", "k3", "a", "b"), _NUMBER),
+    "logprobs": _LOGPROBS,
     "layers": [{"name": str, "rerouted": _NUMBER, "input": _DIFFERENCE, "operations": [_OPERATION]}],
     "end": [_OPERATION],
 }
@@ -53,7 +56,8 @@ def read_comparison(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: not JSON: {error}") from None
     if not isinstance(results, dict) or results.get("kind") != KIND or results.get("version") != VERSION:
         raise UserError(f"{path}: not written by this version's `fp8rl compare --json`; run it again")
-    if fault := _misfit(results, _PATTERN, ""):
+    pattern = _PATTERN if results.get("recorded") is None else _PATTERN | {"recorded": _RECORDED}
+    if fault := _misfit(results, pattern, ""):
         raise UserError(f"{path}: {fault}; run `fp8rl compare --json` again")
     return results
 

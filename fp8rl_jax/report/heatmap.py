@@ -40,6 +40,9 @@ def panel(number: int, results: dict[str, Any]) -> Panel:
         headline += f"Log-probabilities: k3 {_number(scored['k3'])}, largest difference {_number(scored['max_abs'])}."
     else:
         headline += "Log-probabilities are equal bit for bit."
+    if recorded := results.get("recorded"):
+        k3 = " and ".join(f"{_number(recorded[side]['k3'])} to side {side}" for side in "ab")
+        headline += f" Recorded by another engine ({recorded['key']}): k3 {k3}."
     alone = [
         f"Quantized on side {side} only: {grouped(names, len(results['layers']))}."
         for side, names in results["quantized_on_one_side"].items()

@@ -40,8 +40,6 @@ def adapt(policy: Policy, config: RunConfig, recipe: Recipe) -> Policy:
     lora, dtype = config.lora, jnp.dtype(config.compute_dtype)
     if lora.rank == 0:
         return policy
-    if recipe.trainer.weight.quantized:
-        raise UserError(f"lora.rank: the trainer of recipe {recipe.name!r} computes its own linears in FP8; use fp8-rl or bf16")
     if lora.path:
         adapters = load_adapters(lora.path, policy.config, lora)
     else:  # of the seed's keys, 0 and 1 are the rollout's and the evaluation's

@@ -59,6 +59,23 @@ def test_equal_sides_are_equal(model, lines, capsys):
     assert [set(row.split()[1:]) for row in table] == [{"·"}] * 3
 
 
+def test_what_an_engine_recorded_is_nearest_to_the_side_that_it_ran(model, lines, tmp_path, capsys):
+    answers, written = tmp_path / "answers.jsonl", tmp_path / "compare.json"
+    sampled = ("--recipe", "fp8-rollout", "--compute-dtype", "float32", "--temperature", "0.7")
+    asked = ("--model", model, "--input", lines, "--output", answers, "--max-new-tokens", "6", "--ignore-eos", *sampled)
+    assert cli.main(["generate", *map(str, asked)]) == 0
+    assert compare(model, "--input", answers, "--recorded", "policy_logprobs", "--json", written, *sampled) == 0
+    results, text = json.loads(written.read_text()), capsys.readouterr().out
+    rollout, trainer = (results["recorded"][side] for side in "ab")
+    assert rollout["tokens"] == trainer["tokens"] == results["logprobs"]["tokens"] == 18
+    assert rollout["max_abs"] < 1e-5 < 1e-3 < trainer["max_abs"]
+    assert trainer["max_abs"] == pytest.approx(results["logprobs"]["max_abs"], rel=0.01)
+    assert f"policy_logprobs against side b of 18 tokens: {trainer['differing']:.0%} differ" in text
+    # at another temperature they are other numbers
+    assert compare(model, "--input", answers, "--recorded", "policy_logprobs", "--json", written, *sampled[:4]) == 0
+    assert json.loads(written.read_text())["recorded"]["a"]["max_abs"] > 0.01
+
+
 @pytest.mark.parametrize(
     ("flags", "phases", "recipes"),
     [
@@ -89,6 +106,8 @@ def test_what_cannot_work_is_one_line(model, lines, tmp_path, tmp_path_factory, 
         ((model, model, model), "MODEL: give one model, or one for each side; got 3"),
         ((model,), "the model has no tokenizer: give token ids, --input FILE with lines such as"),
         ((model, "--text", "abc", "--input", lines), "--text: there is an --input; give one of them"),
+        ((model, "--recorded", "logprobs"), "--recorded: needs an --input, whose lines hold it"),
+        ((model, "--temperature", "0"), "--temperature: 0.0 must be positive and finite"),
         ((model, "--rows", "0"), "--rows: 0 must be at least 1"),
         ((model, "--max-tokens", "1"), "--max-tokens: 1 must be at least 2"),
         ((model, "--recipe", "fp8"), "recipe: unknown name 'fp8'"),

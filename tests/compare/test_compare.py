@@ -13,9 +13,10 @@ import pytest
 from models.tiny_models import LLAMA, MOE
 from precision.numpy_fp8 import restored
 
+from fp8rl_jax.compare.results import Comparison
 from fp8rl_jax.compare.side import Side, check_alike
-from fp8rl_jax.compare.tokens import as_tokens
-from fp8rl_jax.compare.walk import Comparison, compare
+from fp8rl_jax.compare.tokens import Row, as_tokens
+from fp8rl_jax.compare.walk import compare
 from fp8rl_jax.config.recipe import RECIPES, Recipe, TensorFormat, get_recipe
 from fp8rl_jax.config.rl import RLConfig
 from fp8rl_jax.errors import UserError
@@ -26,7 +27,7 @@ from fp8rl_jax.training.step import Batch, StepConfig, score
 
 DENSE = replace(LLAMA, num_layers=2, vocab_size=40, eos_token_ids=())
 SPARSE = replace(MOE, num_layers=2, experts=replace(MOE.experts, dense_layers=()))
-TOKENS = as_tokens([([5, 9, 3, 22, 8, 1, 30], [7, 7, 12, 4, 39]), ([2, 6, 11, 17], [3, 33])], 64)
+TOKENS = as_tokens([Row([5, 9, 3, 22, 8, 1, 30], [7, 7, 12, 4, 39]), Row([2, 6, 11, 17], [3, 33])], 64)
 
 
 @cache
@@ -179,7 +180,7 @@ def test_the_sides_are_the_engine_and_the_update():
     recipe, tolerance = "fp8-rl", 5e-3  # an e4m3 value more or less, where sums differ in the last bit
     engine, weights = LocalEngine(RECIPES[recipe], jnp.float32, unroll=False), policy()
     prompts = pad_prompts([[5, 9, 3, 22, 8], [2, 6, 11]], [0, 1], 5)
-    probe = as_tokens([([5, 9, 3, 22, 8], [1] * 6), ([2, 6, 11], [1] * 6)], 64)
+    probe = as_tokens([Row([5, 9, 3, 22, 8], [1] * 6), Row([2, 6, 11], [1] * 6)], 64)
     scales = side(recipe, "rollout", tokens=probe).scales
     engine.sync(weights, scales)
     out = jax.device_get(engine.generate(prompts, 1, Sampling(max_new_tokens=6), jax.random.key(0)))

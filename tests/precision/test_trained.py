@@ -11,7 +11,7 @@ import pytest
 from numpy_fp8 import restored, rounding_error
 
 from fp8rl_jax.config.recipe import COMPUTE, RECIPES, Recipe
-from fp8rl_jax.precision import grouped_linear, linear, quantize_input, trained_weight
+from fp8rl_jax.precision import AdaptedWeight, frozen_weight, grouped_linear, linear, quantize_input, trained_weight
 
 JET = RECIPES["jet-rl"]
 RULES = {
@@ -34,11 +34,11 @@ def along_tokens(fmt):
     return replace(fmt, block=fmt.block[::-1])
 
 
-def gradients(x, w, dy, recipe, sizes=None):
+def gradients(x, w, dy, recipe, sizes=None, form=trained_weight):
     """(y, dx, dw) of the FP8 linear in float32."""
 
     def run(x, w):
-        weight = trained_weight(w, recipe)
+        weight = form(w, recipe)
         inputs = quantize_input(x, weight, recipe.trainer.activation)
         if sizes is None:
             return linear(inputs, weight, jnp.float32)
@@ -144,6 +144,47 @@ def test_what_is_kept_for_the_backward_is_one_quantized_input():
     assert [leaf.dtype for leaf in kept if leaf.shape == x.shape] == [jnp.float8_e4m3fn]
     assert all(leaf.dtype == jnp.float8_e4m3fn for leaf in kept if leaf.shape == weights[0].shape)
     assert sum(leaf.nbytes for leaf in kept if leaf.shape[:1] == (128,)) == 128 * 256 + 128 * 2 * 4
+
+
+@pytest.mark.parametrize("recipe", [JET, replace(JET, output_gradient=COMPUTE)], ids=["quantized", "compute"])
+@pytest.mark.parametrize("sizes", [None, SIZES], ids=["dense", "groups"])
+def test_a_frozen_weight_passes_the_gradient_on_and_has_none(recipe, sizes):
+    x, w, dy = draw(270, 130), draw(4, 90, 130, seed=1), draw(270, 90, seed=2)
+    w = w[0] if sizes is None else w
+    y, dx, _ = gradients(x, w, dy, recipe, sizes)
+    frozen, passed, nothing = gradients(x, w, dy, recipe, sizes, frozen_weight)
+    assert (np.asarray(y) == frozen).all() and (np.asarray(dx) == passed).all() and not nothing.any()
+    # one that rests in FP8 is the same weight
+    again, _, _ = gradients(x, w, dy, recipe, sizes, lambda w, recipe: frozen_weight(frozen_weight(w, recipe).quantized, recipe))
+    assert (np.asarray(y) == again).all()
+
+
+def test_a_frozen_weight_keeps_nothing_of_its_input():
+    w, x = frozen_weight(jnp.asarray(draw(64, 256)), JET), jnp.asarray(draw(128, 256), jnp.bfloat16)
+    run = jax.jit(lambda x: linear(quantize_input(x, w, JET.trainer.activation), w, jnp.bfloat16))
+    assert not [leaf.shape for leaf in jax.tree.leaves(jax.vjp(run, x)[1]) if leaf.shape[:1] == (128,)]
+
+
+def test_an_adapter_on_a_frozen_weight_has_its_gradients_beside_those_of_the_base():
+    x, w, dy = draw(150, 320), draw(200, 320, seed=1), draw(150, 200, seed=2)
+    a, b, scale = draw(8, 320, seed=3), draw(200, 8, seed=4), 2.0
+
+    def run(x, a, b):
+        weight = AdaptedWeight(frozen_weight(jnp.asarray(w), JET), a, b, scale)
+        return linear(quantize_input(x, weight, JET.trainer.activation), weight, jnp.float32)
+
+    y, back = jax.vjp(jax.jit(run), *map(jnp.asarray, (x, a, b)))
+    (xq, wq), (dyq, _), _ = expected(x, w, dy, JET)
+    wide = [z.astype(np.float64) for z in (x, a, b, dy)]
+    x, a, b, dy = wide
+    formulas = (
+        xq @ wq + scale * (x @ a.T) @ b.T,
+        dyq @ wq.T + scale * (dy @ b) @ a,
+        scale * (dy @ b).T @ x,
+        scale * dy.T @ (x @ a.T),
+    )
+    for got, formula in zip((y, *back(jnp.asarray(dy, jnp.float32))), formulas, strict=True):
+        assert np.abs(np.asarray(got, np.float64) - formula).max() < 1e-5 * np.abs(formula).max()
 
 
 def test_dtypes_of_the_gradients():

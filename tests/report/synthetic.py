@@ -69,13 +69,14 @@ def write_comparison(directory, detail="weight: e4m3 against <b>float32</b>"):
         {"model": "m", "recipe": "fp8-rollout", "phase": phase, "compute_dtype": "float32", "exact": False}
         for phase in ("rollout", "trainer")
     ]
+    logprobs = {"tokens": 6, "differing": 1.0, "mean_abs": 0.1, "max_abs": 0.25, "k3": 0.0125, "row": 0, "position": 2,
+                "a": -1.0, "b": -1.25, "token": 7, "text": " <i>"}  # fmt: skip
     results = {
         "kind": "fp8rl compare", "version": 1, "equal": False, "sides": sides,
         "tokens": {"rows": 1, "prompt": 5, "completion": 6, "rows_given": 1, "given": 11},
         "first": [{"name": "layers.0.q_proj", "cause": "format", "detail": detail, "where": "prompt and completion"}],
         "quantized_on_one_side": {"a": [f"layers.{i}.q_proj" for i in range(LAYERS)], "b": []},
-        "logprobs": {"tokens": 6, "differing": 1.0, "mean_abs": 0.1, "max_abs": 0.25, "k3": 0.0125, "row": 0, "position": 2,
-                     "a": -1.0, "b": -1.25, "token": 7, "text": " <i>"},
+        "logprobs": logprobs, "recorded": {"key": "<b>", "a": logprobs, "b": logprobs | {"k3": 0.031}},
         "layers": [
             {"name": f"layers.{i}", "rerouted": None, "input": numbers(0.0 if not i else 1e-2), "operations": operations}
             for i in range(LAYERS)

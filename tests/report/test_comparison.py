@@ -24,6 +24,7 @@ def test_the_heat_map_has_a_cell_for_each_layer_and_operation(tmp_path):
     found = panel(0, read_comparison(write_comparison(tmp_path)))
     assert found.title == "fp8-rollout rollout against fp8-rollout trainer"
     assert "k3 0.013, largest difference 0.25" in found.headline
+    assert found.headline.endswith("Recorded by another engine (<b>): k3 0.013 to side a and 0.031 to side b.")
     assert found.alone == [f"Quantized on side a only: q_proj in all {LAYERS} layers."]
     own, piled = (chart.svg for chart in found.charts)
 
@@ -68,6 +69,7 @@ def test_the_command_draws_a_directory_of_comparisons(tmp_path, capsys):
     ("damage", "said"),
     [
         (lambda text: text[:-9], "not JSON"),
+        (lambda text: text.replace('"key"', '"keys"'), "recorded.key is missing or of another kind"),
         (lambda text: text.replace('"version": 1', '"version": 2'), "not written by this version's `fp8rl compare --json`"),
         (lambda text: "[1]", "not written by this version's"),
         (lambda text: text.replace('"own"', '"mine"', 2), "layers[0].operations[0].own is no table"),

@@ -94,7 +94,7 @@ def test_without_the_kernels_help_a_fork_bomb_is_stopped_by_counting(tmp_path, m
 def test_a_chain_of_processes_that_hop_away_is_ended(starter, tmp_path):
     scores = starter.score([EXAMPLE] * 2, [f"hop return {tmp_path}/pid", f"setsid return {tmp_path}/other"])
     assert scores.rewards[1] == 1 and scores.seconds < 3
-    assert len(reaper.descendants(starter._workers[0].process.pid)) == 2
+    assert len(reaper.descendants(starter._dispatcher.workers[0].process.pid)) == 2
 
 
 def test_threads_are_not_counted():

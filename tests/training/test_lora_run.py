@@ -118,7 +118,6 @@ def test_supervised_training_of_adapters(run_file, tmp_path, capsys):
     [
         (["--lora.targets", "*.q_proj", "*.w_proj"], "lora.targets: '*.w_proj' matches no linear"),
         (["--lora.targets", "*.router"], "lora.targets: '*.router' matches no linear"),
-        (["--recipe", "jet-rl"], "lora.rank: the trainer of recipe 'jet-rl' computes its own linears in FP8"),
         (["--lora.rank", "33"], "lora.rank = 33 is above a side of k_proj [32, 64]"),
         (["--lora.path", "nowhere"], "nowhere/adapter_config.json: cannot be read"),
         (["--lora.rank", "0", "--lora.path", "x"], "lora.path is set but lora.rank is 0"),
@@ -133,9 +132,24 @@ def test_faults_are_one_line(run_file, tmp_path, capsys, flags, message):
 
 
 @pytest.mark.slow
-def test_adapters_are_part_of_an_exact_forward(run_file, tmp_path):
+def test_a_trainer_in_fp8_has_one_base(run_file, tmp_path):
+    """Quantized at rest or at every update, it is the same; and rollout and trainer multiply it alike."""
+    one, other = tmp_path / "one", tmp_path / "other"
+    flags = ["--recipe", "jet-rl", "--trainer.steps", "2"]
+    assert train(run_file, one, *flags, "--lora.base", "rollout") == 0
+    assert train(run_file, other, *flags, "--lora.base", "compute") == 0
+    for at_rest, every_update in zip(measured(one), measured(other), strict=True):
+        a, b = ({x: row[x] for x in row if not x.startswith("fp8/")} for row in (at_rest, every_update))
+        assert a == b and a.keys() == at_rest.keys() - {"fp8/nonfinite_weight"}
+        assert at_rest["optim/grad_norm"] > 0 and at_rest["mismatch/k3"] < 1e-6
+    check_files(run_file, one, *flags, "--lora.base", "rollout")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", [["bf16"], ["jet-rl", "--lora.base", "rollout"]], ids=["bf16", "jet-rl"])
+def test_adapters_are_part_of_an_exact_forward(run_file, tmp_path, recipe):
     out = tmp_path / "out"
-    flags = ["--recipe", "bf16", "--precision.exact", "--compute-dtype", "bfloat16", "--trainer.steps", "2"]
+    flags = ["--recipe", *recipe, "--precision.exact", "--compute-dtype", "bfloat16", "--trainer.steps", "2"]
     assert train(run_file, out, *flags) == 0
     steps = [row for row in measured(out) if "optim/grad_norm" in row]
     assert [row["mismatch/logprob_abs_diff_max"] for row in steps] == [0.0, 0.0]
