@@ -21,8 +21,11 @@ import jax  # noqa: E402
 import jaxtyping  # noqa: E402
 
 MAPS = Path("/proc/self/maps")
-OPTIMIZED = ("kernels/", "precision/", "training/test_exact.py", "compare/test_compare.py::test_an_exact_rollout")
-"""Tests of bits, of roundings and of kernels: `make test` compiles them as users do, and all others without optimization."""
+OPTIMIZED = (
+    *("kernels/test_quantize", "kernels/test_exact", "kernels/test_hopper", "precision/"),
+    *("training/test_exact.py", "compare/test_compare.py::test_an_exact_rollout"),
+)
+"""Tests of bits and of roundings: `make test` compiles them as users do, and all others without optimization."""
 
 jaxtyping.install_import_hook(["fp8rl_jax", "pallas_kernels"], "shape_checks.check")
 

@@ -89,6 +89,7 @@ def _observe(formats: tuple[TensorFormat, ...], q, k, v, real, scales) -> Quanti
     return stack_sums(sums)
 
 
+@jax.jit
 def qkv_metrics(sums: QuantizationSums) -> dict[str, Float[Array, ""]]:
     """fp8/*_q, fp8/*_k and fp8/*_v, from what `observe_qkv` saw under the scales that it was given."""
     found = {}
@@ -97,6 +98,7 @@ def qkv_metrics(sums: QuantizationSums) -> dict[str, Float[Array, ""]]:
     return found
 
 
+@partial(jax.jit, static_argnames="recipe")
 def scales_from_amax(amax: Float[Array, "m layers 3"], recipe: Recipe) -> KVScales:
     """KV scales from the amaxes of m micro-batches.
 

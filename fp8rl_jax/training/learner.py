@@ -23,6 +23,11 @@ from fp8rl_jax.training.state import TrainState, learning_rate, make_optimizer
 from fp8rl_jax.training.step import Batch, StepConfig, correct, score, update
 
 
+@jax.jit
+def _mean(parts: list[dict[str, Array]]) -> dict[str, Array]:
+    return jax.tree.map(lambda *values: jnp.mean(jnp.stack(values)), *parts)
+
+
 class Learner:
     """The optimizer, the reference policy, and what the compiled update is specialised to."""
 
@@ -113,7 +118,7 @@ class Learner:
             collected.append(metrics)
             if calibrating and part:
                 seen.append(Seen(mini, logprobs, exact_logprobs, exact_old[part]))
-        averaged = {name: jnp.mean(jnp.stack([m[name] for m in collected])) for name in collected[0]}
+        averaged = _mean(collected)
         if calibrating:
             bounds, found = recalibrate(state.clip_bounds, seen, config.rl)
             state, told = dataclasses.replace(state, clip_bounds=bounds), told | found

@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from contextlib import ExitStack
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ import numpy as np
 
 from fp8rl_jax import rl
 from fp8rl_jax.config.recipe import Recipe
-from fp8rl_jax.config.rl import check_sampling
+from fp8rl_jax.config.rl import RLConfig, check_sampling
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.cache import KVScales
 from fp8rl_jax.parallel import (
@@ -53,8 +54,20 @@ from fp8rl_jax.training.tracking import JsonLines, Trackers, make_tracker
 from fp8rl_jax.training.watch import Watch
 
 _log = logging.getLogger("fp8rl")
-# one program: dozens of small ones on a mesh wait for each other
+# programs, and not dozens of small operations, which on a mesh may wait for each other without an end
 _mismatch = jax.jit(rl.mismatch_metrics, static_argnames="config")
+_reward_kl = jax.jit(rl.reward_kl, static_argnames="config")
+_lengths = jax.jit(partial(jnp.sum, axis=1))
+
+
+@partial(jax.jit, static_argnames=("config", "samples", "longest"))
+def _advantages(rewards, valid, lengths, divergence, *, config: RLConfig, samples: int, longest: int):
+    """Advantages of the samples from what the task gave them, and what was taken from that."""
+    overlong = rl.overlong_penalty(lengths, longest, config.overlong.buffer, config.overlong.penalty)
+    metrics = {"reward/overlong_penalty": overlong.mean()}
+    if divergence is not None:
+        rewards, metrics["reward/kl"] = rewards - config.reward_kl.coefficient * divergence, divergence.mean()
+    return rl.group_advantages(rewards + overlong, samples, config.advantage, valid, lengths), metrics
 
 
 def train(setup: Setup, config_text: str) -> None:
@@ -156,44 +169,40 @@ class Loop:
     def _step(self, step: int) -> dict[str, float]:
         config, clock = self.config, self.clock
         found = self.collector.collect(self.engine, step, clock)
-        samples, coefficient = config.rollout.samples_per_prompt, config.rl.reward_kl.coefficient
+        samples = config.rollout.samples_per_prompt
         batch = self.learner.scored(self.state, found.batch(self.learner.config.rl, self.truncated), clock)
-        lengths = found.by_sample(jnp.sum(batch.mask, axis=1))
-        rewards, valid = jnp.asarray(found.rewards), jnp.asarray(found.valid)
-        overlong = rl.overlong_penalty(
-            lengths, config.rollout.max_new_tokens, config.rl.overlong.buffer, config.rl.overlong.penalty
-        )
-        if coefficient:
-            divergence = found.by_sample(
-                rl.reward_kl(batch.old_logprobs, batch.reference_logprobs, batch.mask, config.rl.reward_kl)
-            )
-            rewards = rewards - coefficient * divergence
-        advantages = rl.group_advantages(rewards + overlong, samples, config.rl.advantage, valid, lengths)
+        lengths, divergence = found.by_sample(_lengths(batch.mask)), None
+        if config.rl.reward_kl.coefficient:
+            divergence = _reward_kl(batch.old_logprobs, batch.reference_logprobs, batch.mask, config=config.rl.reward_kl)
+            divergence = found.by_sample(divergence)
+        advantages, reward_metrics = _advantages(
+            found.rewards, found.valid, lengths, divergence,
+            config=config.rl, samples=samples, longest=config.rollout.max_new_tokens,
+        )  # fmt: skip
         batch = dataclasses.replace(batch, advantages=found.by_row(advantages))
         self.state, train_logprobs, metrics = self.learner.update(self.state, batch, clock)
         # XLA may lay small tensors out anew, and every program would be compiled for both layouts
         self.state = shard_policy(self.state, self.setup.mesh)
-        metrics |= _mismatch(
+        mismatch = _mismatch(
             found.policy_logprobs, train_logprobs, batch.mask, batch.advantages, config=self.learner.config.rl.correction
         )
+        metrics |= reward_metrics | jax.block_until_ready(mismatch)
         if self.calibrates:
             with clock.part("calibrate"):
-                self.scales, kv_metrics = self._calibrate(batch)
-                jax.block_until_ready(self.scales)
+                self.scales, kv_metrics = jax.block_until_ready(self._calibrate(batch))
             metrics |= kv_metrics
         with clock.part("sync"):
             self.engine.sync(self.state.policy, self.scales)
             jax.block_until_ready(self.engine.policy)
         clock.work(self.state.policy.config, *found.work(), frozen=config.lora.rank > 0)
         metrics |= found.metrics() | self.engine.metrics
-        if self.scales is not None:
-            metrics |= {f"fp8/kv_scale_{role[0]}": jnp.max(getattr(self.scales, role)) for role in ("query", "key", "value")}
-        metrics |= {f"fp8/nonfinite_{role}": 1.0 - ok for role, ok in self.engine.finite.items()}
+        scales, finite = to_host((self.scales, self.engine.finite))
+        if scales is not None:
+            metrics |= {f"fp8/kv_scale_{role[0]}": getattr(scales, role).max() for role in ("query", "key", "value")}
+        metrics |= {f"fp8/nonfinite_{role}": 1.0 - ok for role, ok in finite.items()}
         scores = found.scores
         metrics |= rl.reward_metrics(jnp.asarray(scores.rewards), samples, jnp.asarray(~scores.failed))
-        metrics |= {"reward/accuracy": scores.correct.mean(), "reward/overlong_penalty": overlong.mean()}
-        if coefficient:
-            metrics["reward/kl"] = divergence.mean()
+        metrics["reward/accuracy"] = scores.correct.mean()
         metrics |= {"rollout/rounds": found.rounds, "rollout/teaching_prompts": found.teaches.sum()}
         metrics["rollout/dropped"] = self.setup.dropped
         metrics = {name: float(value) for name, value in to_host(metrics).items()} | scores.metrics()
@@ -209,6 +218,7 @@ class Loop:
             self.state.policy, batch.prompts, batch.lengths, batch.tokens, batch.present, self.scales,
             recipe=recipe, dtype=self.engine.dtype, micro_batches=self.learner.micro_batches, backend=self.engine.backend,
         )  # fmt: skip
+        jax.block_until_ready(sums)
         return scales_from_amax(sums.amax, recipe), qkv_metrics(sums)
 
     def _evaluate(self, step: int) -> dict[str, float]:

@@ -61,6 +61,8 @@ def _start(script: Path, devices: int, args: tuple[str, ...], seed: int = 0):
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
         " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters --xla_cpu_multi_thread_eigen=false"
         " --xla_cpu_collective_call_terminate_timeout_seconds=200",
+        # and there are as many threads as cores, unless this says more
+        "PJRT_NPROC": "16",
         # processes that walked a set of names in different orders would compile different programs
         "PYTHONHASHSEED": str(seed),
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), environ.get("PYTHONPATH", "")]),
