@@ -229,9 +229,8 @@ def run_of_layers(policy: Policy, start: int, stop: int) -> Layer:
 
 def unstack(policy: Policy) -> Policy:
     """The same policy with `layers` as a list of single layers, each a slice of the stacked tensors."""
-    return with_layers(
-        policy, nnx.List([_cut(policy, i, lambda x, place: x[place]) for i in range(policy.config.num_layers)])
-    )
+    layers = (_cut(policy, i, lambda x, place: x[place]) for i in range(policy.config.num_layers))
+    return with_layers(policy, nnx.List(layers))
 
 
 def with_layers(policy: Policy, layers: Layer | nnx.List) -> Policy:

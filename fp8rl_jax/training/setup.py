@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -101,8 +100,8 @@ def build(config: RunConfig, *, sampled: bool = True) -> Setup:
         check_fits(model_shape(config), config, dict(mesh.shape))
     policy, tokenizer, source = load_model(config)
     check_range(policy, jnp.dtype(config.compute_dtype))
-    form = partial(trainer_policy, recipe=recipe, dtype=jnp.dtype(config.compute_dtype), backend=config.precision.backend)
-    jax.eval_shape(form, policy)  # for its refusals
+    # for its refusals
+    jax.eval_shape(lambda p: trainer_policy(p, recipe, jnp.dtype(config.compute_dtype), config.precision.backend), policy)
     if config.trainer.router_replay and policy.config.experts is None:
         raise UserError("trainer.router_replay: the model has no experts; leave it false")
     if not (tokenizer.eos_token_ids or r.stop_token_ids or r.stop_strings):
