@@ -23,7 +23,8 @@ import jaxtyping  # noqa: E402
 MAPS = Path("/proc/self/maps")
 OPTIMIZED = (
     *("kernels/test_quantize", "kernels/test_exact", "kernels/test_hopper", "precision/"),
-    *("training/test_exact.py", "compare/test_compare.py::test_an_exact_rollout"),
+    *("training/test_exact.py", "training/test_loss_scale.py::test_float16_gradients"),
+    "compare/test_compare.py::test_an_exact_rollout",
 )
 """Tests of bits and of roundings: `make test` compiles them as users do, and all others without optimization."""
 

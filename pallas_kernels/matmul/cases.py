@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.check.cases import Case
+from pallas_kernels.check.cases import Case, bits_apart
 from pallas_kernels.check.models import DENSE
 from pallas_kernels.matmul.api import blockwise_matmul
 from pallas_kernels.quantize import quantize_blocks
@@ -60,7 +60,7 @@ def same_rows(few: int, many: int, n: int, k: int) -> Case:
         alone, among = (
             blockwise_matmul(x[:m], x_scales[:m], w, w_scales, out_dtype=jnp.float32, backend=backend) for m in (few, many)
         )
-        return jax.lax.bitcast_convert_type(alone, jnp.int32) - jax.lax.bitcast_convert_type(among[:few], jnp.int32)
+        return bits_apart(alone, among[:few])
 
     return Case(
         name=f"rows-{few}-of-{many}",
