@@ -25,28 +25,24 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from scipy import stats
 
 from experiments.benchmarks.machine import facts
 from fp8rl_jax.cli.load import parse_arguments
+from fp8rl_jax.compare.probe import Tokens
+from fp8rl_jax.compare.programs import at_once, one_by_one
 from fp8rl_jax.config.recipe import RECIPES, ForwardFormats, Recipe
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.models.cache import KVBlock, KVCache, KVScales, empty_block
 from fp8rl_jax.models.config import PolicyConfig
-from fp8rl_jax.models.forward import forward
 from fp8rl_jax.models.loading import load_policy
-from fp8rl_jax.models.logprobs import token_logprobs
 from fp8rl_jax.models.policy import Policy, init_policy, run_of_layers
 from fp8rl_jax.models.resolve import resolve_model
 from fp8rl_jax.models.tokenizer import load_tokenizer
 from fp8rl_jax.models.trained import trainer_policy
-from fp8rl_jax.precision import element_dtype, hoist, is_quantized
 from fp8rl_jax.rl import mismatch_metrics
 from fp8rl_jax.rollout.calibration import calibrate_on_prompts
 from fp8rl_jax.rollout.engine import Prompts, pad_prompts
 from fp8rl_jax.rollout.sampler import generate
-from fp8rl_jax.rollout.sampling import Sampling, logprob_of
+from fp8rl_jax.rollout.sampling import Sampling
 from fp8rl_jax.rollout.served import quantized_policy
 
 MODEL = "smollm2-135m"
@@ -111,53 +107,19 @@ def prompts() -> Prompts:
     return pad_prompts(rows, list(range(len(rows))), WIDTH)
 
 
-def at_once(policy: Policy, tokens, given: Prompts, scales: KVScales | None, recipe: Recipe, phase: str):
-    """Log-probabilities as the update takes them: a prompt, then its completion over the prompt's keys."""
-    segments = (jnp.arange(WIDTH) < given.lengths[:, None]).astype(jnp.int32)
-    run = partial(forward, policy, recipe=recipe, phase=phase, backend=BACKEND)
-    prompt = run(given.tokens, segment_ids=segments, cache=KVCache(scales=scales))
-    positions = given.lengths[:, None] + jnp.arange(NEW)
-    rest = run(tokens, positions, jnp.ones_like(tokens), KVCache(prompt.cache, scales=scales), keep_cache=False)
-    last = jnp.take_along_axis(prompt.hidden, (given.lengths - 1)[:, None, None], axis=1)
-    return token_logprobs(jnp.concatenate([last, rest.hidden[:, :-1]], axis=1), policy.head, tokens)[0]
-
-
-def one_by_one(policy: Policy, tokens, given: Prompts, scales: KVScales | None, recipe: Recipe):
-    """Log-probabilities as the sampler takes them, of given tokens."""
-    policy = jax.tree.map(partial(hoist, backend=BACKEND), policy, is_leaf=is_quantized)
-    segments = (jnp.arange(WIDTH) < given.lengths[:, None]).astype(jnp.int32)
-    run = partial(forward, policy, recipe=recipe, backend=BACKEND)
-    prefill = run(given.tokens, segment_ids=segments, cache=KVCache(scales=scales), phase="prefill")
-    last = jnp.take_along_axis(prefill.hidden, (given.lengths - 1)[:, None, None], axis=1)[:, 0]
-    dtype = element_dtype(recipe.rollout.key) if recipe.rollout.key.quantized else policy.embed_tokens.value.dtype
-    own = empty_block(policy.config, len(tokens), NEW, dtype, policy.stacked)
-
-    def score(hidden, token):
-        return logprob_of(jnp.einsum("bh,vh->bv", hidden, policy.head, preferred_element_type=jnp.float32), token, 1.0)
-
-    def step(carry, now):
-        (keys, values), (t, token, following) = carry, now
-        cache = KVCache(prefill.cache, KVBlock(keys, values, own.mask), t, scales)
-        result = run(token[:, None], (given.lengths + t)[:, None], cache=cache, phase="decode")
-        return (result.cache.keys, result.cache.values), score(result.hidden[:, 0], following)
-
-    first = score(last, tokens[:, 0])
-    _, rest = lax.scan(step, (own.keys, own.values), (jnp.arange(NEW - 1), tokens[:, :-1].T, tokens[:, 1:].T))
-    return jnp.concatenate([first[:, None], rest.T], axis=1)
-
-
 _calibrate = partial(calibrate_on_prompts, backend=BACKEND)
 _serve = jax.jit(quantized_policy, static_argnums=(1, 2, 3, 4))
 _train = jax.jit(trainer_policy, static_argnums=(1, 2, 3))
-_at_once = jax.jit(at_once, static_argnames=("recipe", "phase"))
-_one_by_one = jax.jit(one_by_one, static_argnames="recipe")
+_at_once = jax.jit(partial(at_once, backend=BACKEND), static_argnames=("recipe", "phase"))
+_one_by_one = jax.jit(partial(one_by_one, backend=BACKEND), static_argnames="recipe")
 _sample = partial(generate, samples=1, sampling=Sampling(max_new_tokens=NEW), recipe=RECIPES["bf16"], backend=BACKEND)
 
 
 def point(weights: str, depth: int, dtype: str, recipes: tuple[str, ...]) -> dict[str, dict[str, list[float]]]:
     """k3 of each part for each prompt set, by recipe."""
     policy, kind, given = cut(model(weights), depth), jnp.dtype(dtype), prompts()
-    tokens = _sample(_serve(policy, RECIPES["bf16"], kind, False, BACKEND)[0], *given, jax.random.key(0)).tokens
+    sampled = _sample(_serve(policy, RECIPES["bf16"], kind, False, BACKEND)[0], *given, jax.random.key(0)).tokens
+    tokens = Tokens(given.tokens, given.lengths, sampled, jnp.full(len(sampled), NEW))
     scored: dict = {}
 
     def score(recipe: Recipe, way: str):
@@ -170,13 +132,13 @@ def point(weights: str, depth: int, dtype: str, recipes: tuple[str, ...]) -> dic
             scales = _calibrate(policy, given, replace(recipe, rollout=side), kind) if side.key.quantized else None
             if way == "trainer":
                 gradient = replace(recipe, rollout=COMPUTE, name="formats")
-                found = _at_once(_train(policy, gradient, kind, BACKEND), tokens, given, None, recipe=form, phase="train")
+                found = _at_once(_train(policy, gradient, kind, BACKEND), tokens, None, recipe=form, phase="train")
             else:
                 served = _serve(policy, form, kind, False, BACKEND)[0]
                 found = (
-                    _one_by_one(served, tokens, given, scales, recipe=form)
+                    _one_by_one(served, tokens, scales, recipe=form)
                     if way == "decode"
-                    else _at_once(served, tokens, given, scales, recipe=form, phase="prefill")
+                    else _at_once(served, tokens, scales, recipe=form, phase="prefill")
                 )
             scored[way == "decode", way == "trainer", form] = np.asarray(found)
         return scored[way == "decode", way == "trainer", form]
@@ -195,12 +157,9 @@ def point(weights: str, depth: int, dtype: str, recipes: tuple[str, ...]) -> dic
 
 
 def mean(values: list[float]) -> tuple[float, float, float]:
-    """Mean and 95 % interval over prompt sets: Student's t of the logarithms, so a geometric mean; zeros make it 0."""
-    if min(values) <= 0:
-        return (float(np.mean(values)), 0.0, float(max(values)))
-    logs = np.log(values)
-    half = stats.t.ppf(0.975, len(logs) - 1) * logs.std(ddof=1) / len(logs) ** 0.5
-    return tuple(float(np.exp(logs.mean() + shift)) for shift in (0.0, -half, half))
+    """Mean over prompt sets, and its 95 % interval by bootstrap over the sets."""
+    drawn = np.random.default_rng(0).choice(values, (10_000, len(values))).mean(1)
+    return float(np.mean(values)), *(float(x) for x in np.quantile(drawn, (0.025, 0.975)))
 
 
 def summary(points: list[dict]) -> str:
@@ -209,7 +168,8 @@ def summary(points: list[dict]) -> str:
     for weights, dtype in dict.fromkeys((p["weights"], p["dtype"]) for p in points):
         chosen = sorted((p for p in points if (p["weights"], p["dtype"]) == (weights, dtype)), key=lambda p: p["depth"])
         depths, last = [p["depth"] for p in chosen], chosen[-1]
-        lines += [f"### {weights}, {dtype}", "", "Mean of k3 over ten prompt sets; at the greatest depth its parts.", ""]
+        about = "Mean of k3 over ten prompt sets (95 % interval by bootstrap over the sets); at the greatest depth its parts."
+        lines += [f"### {weights}, {dtype}", "", about, ""]
         lines.append("| recipe | " + " | ".join(f"{d} layers" for d in depths) + " | formats | cache | order of sums |")
         lines.append("|---" * (len(depths) + 4) + "|")
         for name in last["k3"]:
