@@ -83,7 +83,8 @@ class TrainerConfig:
     updates_per_rollout: int = 1
     """Optimizer updates on each rollout (mini-batches); with 1 the old-logprob forward is skipped."""
     micro_batch_prompts: int = 0
-    """Prompts (with all their completions) in one gradient-accumulation step; 0: all at once."""
+    """Prompts (with all their completions) in one gradient-accumulation step; 0: all at once. The update stays the same up to the
+    order of float32 sums; under a trainer in FP8 up to the scales of its weight gradient, too (training/step.py)."""
     remat: Literal["none", "layer"] = "none"
     """Rematerialize each layer in the backward pass: less memory, a third more compute."""
     logprob_chunk: int = 1024
@@ -96,7 +97,7 @@ class TrainerConfig:
     Sequences of a row, prompt and completion, are told apart by segment ids; the samples of a prompt share its copy."""
     pack_tokens: int = 0
     """Tokens of a packed row, at least the longest prompt and completion together; 0: just those. Wider rows hold more samples
-    of a prompt behind one copy of it, and cost more attention."""
+    of a prompt behind one copy of it, and cost more attention. Under a trainer in FP8 rounded up to a multiple of 128."""
     length_buckets: bool = False
     """Cut an update's batch to the longest prompt and completion in it, rounded up to a power of two or three quarters of one.
     The first update of each width is compiled anew, and where completions reach rollout.max_new_tokens nothing is gained."""

@@ -37,7 +37,8 @@ def evaluate(
 
     Returns:
         Metrics `eval/accuracy` (avg@k: mean of correct samples; pass@1), `eval/accuracy_low`, `eval/accuracy_high` (95 %
-        Wilson interval over examples, samples of an example averaged), `eval/pass_at_k` where k > 1, `eval/mean_length`;
+        Wilson interval over examples, samples of an example averaged), `eval/problems` (their number), `eval/pass_at_k` where
+        k > 1, `eval/mean_length`;
         and one row an answer: prompt, completion, answer, reward.
     """
     prompts_a_batch = max(config.batch_size // config.samples, 1)
@@ -60,6 +61,7 @@ def evaluate(
         "eval/accuracy": accuracy,
         "eval/accuracy_low": low,
         "eval/accuracy_high": high,
+        "eval/problems": float(len(table)),
         "eval/mean_length": float(np.concatenate(lengths).mean()),
     }
     if config.samples > 1:

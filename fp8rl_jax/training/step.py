@@ -3,7 +3,10 @@
 A prompt is run once for all its completions: its keys and values are the shared block that the completions attend to, with
 gradients flowing through it. In a packed batch it stands in the rows of its completions instead (training.packing).
 Micro-batches are whole groups; losses, gradients and metrics are sums over a denominator of the global batch, so accumulation
-equals the big batch.
+equals the big batch up to the order of float32 sums. Under a trainer in FP8 it does not: the weight gradient quantizes dY and X
+in groups of 128 tokens, which reach from one row into the next, so other neighbours, and padding among them, give other scales
+(experiments/results/gradients has the distances, beside that of quantization itself). Rows of a multiple of 128 tokens, which
+packing makes, begin groups of their own.
 """
 
 from __future__ import annotations

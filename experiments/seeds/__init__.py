@@ -1,0 +1,1 @@
+"""Paired arms over several seeds: the runs behind every learning claim of the README."""
