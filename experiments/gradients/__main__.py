@@ -6,7 +6,8 @@ each, random advantages, bfloat16, five batches. The relative distance ||g - h||
     quantization    jet-rl's against bf16's, the same batch and layout
     micro-batches   the recipe's in 2, 4 and 8 micro-batches against its own in one
     padding         the same rows with 8 and with 120 empty columns more
-    packed          packed rows in 2 and 4 micro-batches against one: rows of 16 tokens, and of 128, which hold whole groups
+    packed          packed rows, packed apart for 4 micro-batches, against one
+    whole groups    the same split of prompts and completions that are 128 tokens wide: no group of 128 spans two rows
 """
 
 from __future__ import annotations
@@ -66,10 +67,10 @@ def batch_of(policy, number: int) -> Batch:
     return Batch(prompts.tokens, prompts.lengths, *fields, advantages)
 
 
-def padded(batch: Batch, columns: int) -> Batch:
-    """`columns` empty columns behind the completions."""
+def padded(batch: Batch, columns: int, of_prompts: int = 0) -> Batch:
+    """Empty columns behind the completions, and behind the prompts."""
     wider = {name: np.pad(getattr(batch, name), ((0, 0), (0, columns))) for name in ("tokens", "mask", "rollout_logprobs")}
-    return replace(batch, **wider)
+    return replace(batch, **wider, prompts=np.pad(batch.prompts, ((0, 0), (0, of_prompts))))
 
 
 # so large a step that the change of a weight is its gradient to the last bits
@@ -107,16 +108,12 @@ def measure(policy) -> dict[str, list[float]]:
             for columns in (8, 120):
                 moved = distance(gradient(policy, padded(batch, columns), recipe), own)
                 found.setdefault(f"{recipe}: {columns} columns of padding more", []).append(moved)
-            for multiple in (1, 128):
-                rows, packings = {}, TrainerConfig(packing=True)
-                for parts in (1, 2, 4):
-                    with jax.set_mesh(mesh):
-                        packed = compact(batch, packings, parts, mesh, multiple).batch
-                        rows[parts] = gradient(policy, packed, recipe, parts)
-                width = packed.packing.tokens.shape[1]
-                for parts in (2, 4):
-                    name = f"{recipe}: packed rows of {width}, {parts} micro-batches against 1"
-                    found.setdefault(name, []).append(distance(rows[parts], rows[1]))
+            aligned = padded(batch, 128 - NEW, 128 - WIDTH)
+            with jax.set_mesh(mesh):
+                packed = [compact(batch, TrainerConfig(packing=True), parts, mesh).batch for parts in (1, 4)]
+            for name, (one, other) in {"packed": packed, "whole groups": (aligned, aligned)}.items():
+                moved = distance(gradient(policy, other, recipe, 4), gradient(policy, one, recipe))
+                found.setdefault(f"{recipe}: {name}, 4 micro-batches against 1", []).append(moved)
     return {name: [float(f"{x:.4g}") for x in values] for name, values in found.items()}
 
 

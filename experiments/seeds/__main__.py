@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ def _recipes(*names: str) -> dict[str, tuple[str, ...]]:
 
 
 # A cache whose scales cover a part of what they should: the error of a rollout as a dose.
-for _name, _margin in (("fp8-rl-margin-0.3", 0.3),):
+for _name, _margin in (("fp8-rl-margin-0.5", 0.5),):
     RECIPES[_name] = replace(RECIPES["fp8-rl"], name=_name, kv_margin=_margin)
 
 STUDIES: dict[str, Study] = {
@@ -94,12 +95,12 @@ STUDIES: dict[str, Study] = {
         MANY,
     ),
     "correction": Study(
-        "What a correction does where it acts: a KV cache whose scales cover 0.3 of the range, without one and with each.",
+        "What a correction does where it acts: a KV cache whose scales cover half of the range, without one and with each.",
         DEMO,
         {
             "bf16": ("--recipe", "bf16"),
             **{
-                name: ("--recipe", "fp8-rl-margin-0.3", "--rl.correction.method", name)
+                name: ("--recipe", "fp8-rl-margin-0.5", "--rl.correction.method", name)
                 for name in ("none", "token_tis", "sequence_tis", "icepop")
             },
         },
@@ -141,8 +142,8 @@ class Arguments:
     """Directory of <study>.json, <study>.md and <study>.svg."""
     threads: int = 0
     """Processors to use; 0: all."""
-    extra: tuple[str, ...] = field(default=())
-    """More flags of every run, behind the others; for trying a study out."""
+    extra: str = ""
+    """More flags of every run, behind the others, as one word: "--trainer.steps 2" to try a study out."""
 
     def problems(self) -> list[str]:
         """Every value that cannot work, one line each; empty where all is well."""
@@ -315,7 +316,7 @@ def run(arguments: Arguments) -> None:
     start = warm_start(study, folder / "warm-start")
     for seed in arguments.seeds or range(study.seeds):
         for arm in arguments.arms or study.arms:
-            train(study, arm, seed, folder / f"{arm}-seed{seed}", start, arguments.extra)
+            train(study, arm, seed, folder / f"{arm}-seed{seed}", start, shlex.split(arguments.extra))
             write(arguments.study, folder, output)
     print((output / f"{arguments.study}.md").read_text())
 

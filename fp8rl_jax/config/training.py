@@ -97,7 +97,7 @@ class TrainerConfig:
     Sequences of a row, prompt and completion, are told apart by segment ids; the samples of a prompt share its copy."""
     pack_tokens: int = 0
     """Tokens of a packed row, at least the longest prompt and completion together; 0: just those. Wider rows hold more samples
-    of a prompt behind one copy of it, and cost more attention. Under a trainer in FP8 rounded up to a multiple of 128."""
+    of a prompt behind one copy of it, and cost more attention."""
     length_buckets: bool = False
     """Cut an update's batch to the longest prompt and completion in it, rounded up to a power of two or three quarters of one.
     The first update of each width is compiled anew, and where completions reach rollout.max_new_tokens nothing is gained."""

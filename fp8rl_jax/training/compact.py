@@ -33,14 +33,12 @@ class Compact(NamedTuple):
     padding: float
 
 
-def compact(batch: Batch, config: TrainerConfig, parts: int, mesh: jax.sharding.Mesh, multiple: int = 1) -> Compact:
+def compact(batch: Batch, config: TrainerConfig, parts: int, mesh: jax.sharding.Mesh) -> Compact:
     """The batch as trainer.packing and trainer.length_buckets want it; all processes must call it together.
 
     Args:
         batch: on the mesh.
         parts: micro-batches of the whole batch, which are packed apart.
-        multiple: of the slots of a packed row: the tokens that the FP8 weight gradient puts under one scale, so that no scale
-            depends on two rows.
     """
     lengths = to_host((batch.lengths, jnp.sum(batch.present, axis=1)))
     prompts, completions = (np.asarray(x, np.int64) for x in lengths)
@@ -51,8 +49,7 @@ def compact(batch: Batch, config: TrainerConfig, parts: int, mesh: jax.sharding.
     slots = batch.prompts.size + batch.tokens.size
     if config.packing:
         devices = math.prod(mesh.shape[axis] for axis in DEFAULT_RULES.mesh_axes("batch") if axis in mesh.shape)
-        width = -(-(config.pack_tokens or sum(sides)) // multiple) * multiple
-        packing = pack(prompts, completions, sides, width, parts=parts, devices=devices)
+        packing = pack(prompts, completions, sides, config.pack_tokens or sum(sides), parts=parts, devices=devices)
         slots = packing.tokens.size
         batch = replace(batch, packing=to_global(packing, batch_sharding(mesh)))
     return Compact(batch, 1.0 - tokens / slots)

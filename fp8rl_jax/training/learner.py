@@ -63,9 +63,7 @@ class Learner:
 
     def compact(self, batch: Batch) -> Compact:
         """The batch in the form that the model runs on."""
-        gradient = self.config.recipe.output_gradient
-        tokens = gradient.block[1] if gradient.quantized else 1
-        return compact(batch, self.trainer, self.micro_batches, self.mesh, tokens)
+        return compact(batch, self.trainer, self.micro_batches, self.mesh)
 
     def scored(self, state: TrainState, batch: Batch, clock: Clock) -> Batch:
         """The batch with the log-probabilities that rewards and updates need: the reference policy's, and the old policy's."""

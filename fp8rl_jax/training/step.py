@@ -5,8 +5,8 @@ gradients flowing through it. In a packed batch it stands in the rows of its com
 Micro-batches are whole groups; losses, gradients and metrics are sums over a denominator of the global batch, so accumulation
 equals the big batch up to the order of float32 sums. Under a trainer in FP8 it does not: the weight gradient quantizes dY and X
 in groups of 128 tokens, which reach from one row into the next, so other neighbours, and padding among them, give other scales
-(experiments/results/gradients has the distances, beside that of quantization itself). Rows of a multiple of 128 tokens, which
-packing makes, begin groups of their own.
+(experiments/results/gradients has the distances, beside that of quantization itself). Only prompts and completions as wide as a
+multiple of 128 begin groups of their own.
 """
 
 from __future__ import annotations
