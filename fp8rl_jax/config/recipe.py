@@ -10,15 +10,19 @@ columns that can be named, measured and removed.
     fp8-rollout   compute            W8A8 block        compute     token TIS    FP8-RL, linears only
     fp8-kv        compute            compute           e4m3        token TIS    FP8-RL, KV cache and attention only
     fp8-rl        compute            W8A8 block        e4m3        token TIS    FP8-RL (arXiv 2601.18150), all of it
-    fp8-e2e       W8A8 block, G e4m3 W8A8 block        compute     token TIS    NeMo RL, FP8 in generation and training
-    fp8-e2e-kv    W8A8 block, G e4m3 W8A8 block        e4m3        token TIS    NeMo RL, FP8 KV cache and attention too
+    fp8-e2e       W8A8 block, G e4m3 W8A8 block        compute     nemo_is      NeMo RL, FP8 in generation and training
+    fp8-e2e-kv    W8A8 block, G e4m3 W8A8 block        e4m3        nemo_is      NeMo RL, FP8 KV cache and attention too
     jet-rl        W8A8 block, G e4m3 W8A8 block        compute     none         Jet-RL (arXiv 2601.14243), one flow
     infir2        as jet-rl, UE8M0   the same, UE8M0   compute     none         InfiR2 (arXiv 2509.22536)
 
 "compute" means: not quantized, kept in the run's compute dtype (bfloat16; float16 or float32 on request). W8A8 block is
 DeepSeek-V3's layout: weights e4m3 in 128x128 blocks, activations e4m3 in 1x128 groups along the contraction. G is the output
 gradient, in 1x128 groups; where the trainer's linears are FP8, what they keep for the backward is FP8 too. UE8M0: scales are
-powers of two.
+powers of two. In every row embeddings, norms, output head, router and softmax probabilities stay in the compute dtype or above.
+
+fp8-e2e and jet-rl are one flow: the formats of all roles are the same, and only the correction tells them apart. NeMo RL's FP8
+recipes weight tokens by importance sampling without truncation (nemo_is); Jet-RL needs none, because rollout and trainer
+quantize alike.
 """
 
 from __future__ import annotations
@@ -27,9 +31,11 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Literal
 
+from fp8rl_jax.config.presets import PRESETS
 from fp8rl_jax.errors import UserError
 
 FormatName = Literal["compute", "e4m3", "e5m2", "e2m1"]
+CorrectionName = Literal[tuple(PRESETS)]  # type: ignore[valid-type]
 
 
 @dataclass(frozen=True)
@@ -105,8 +111,8 @@ class Recipe:
     """Percentile over micro-batch amaxes (not over elements), as in NeMo RL."""
     kv_margin: float = 1.05
     """Head-room factor on the calibrated amax, as in NeMo RL."""
-    correction: Literal["none", "token_tis"] = "none"
-    """Importance-sampling correction used when rl.correction.method is "recipe"."""
+    correction: CorrectionName = "none"
+    """Preset of config/presets.py that rl.correction.method = "recipe" stands for."""
     exact: bool = False
     """A token's log-probability has the same bits in the rollout and in the trainer, whatever else is in the batch, however it is
     padded, chunked, packed or split. Only where both sides have the same formats, and on the reference backend."""
@@ -151,8 +157,8 @@ RECIPES: dict[str, Recipe] = {
         Recipe("fp8-rollout", rollout=W8A8, correction="token_tis"),
         Recipe("fp8-kv", rollout=KV8, correction="token_tis"),
         Recipe("fp8-rl", rollout=W8A8_KV8, correction="token_tis"),
-        Recipe("fp8-e2e", rollout=W8A8, correction="token_tis", **TRAINED_FP8),
-        Recipe("fp8-e2e-kv", rollout=W8A8_KV8, correction="token_tis", **TRAINED_FP8),
+        Recipe("fp8-e2e", rollout=W8A8, correction="nemo_is", **TRAINED_FP8),
+        Recipe("fp8-e2e-kv", rollout=W8A8_KV8, correction="nemo_is", **TRAINED_FP8),
         Recipe("jet-rl", rollout=W8A8, **TRAINED_FP8),
     )
 }

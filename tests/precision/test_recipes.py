@@ -7,6 +7,7 @@ from dataclasses import replace
 import jax.numpy as jnp
 import pytest
 
+from fp8rl_jax.config.correction import CorrectionConfig
 from fp8rl_jax.config.recipe import COMPUTE, RECIPES, ForwardFormats, PrecisionConfig, Recipe, TensorFormat, get_recipe
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.config import PolicyConfig
@@ -142,6 +143,22 @@ def test_power_of_two_scales_of_the_trainer_are_infir2():
     assert replace(changed, name="infir2") == RECIPES["infir2"]
     blocks = [f for f in (*vars(changed.trainer).values(), changed.output_gradient, changed.saved_activation) if f.quantized]
     assert len(blocks) == 4 and all(f.scale == "power_of_two" for f in blocks)
+
+
+def test_end_to_end_and_jet_rl_are_one_flow_and_differ_by_correction():
+    jet, end = RECIPES["jet-rl"], RECIPES["fp8-e2e"]
+    assert replace(end, name="jet-rl", correction="none") == jet and end.correction == "nemo_is"
+    cached = RECIPES["fp8-e2e-kv"]
+    assert replace(cached, name="fp8-e2e", rollout=end.rollout) == end and cached.rollout.key == KV
+
+
+@pytest.mark.parametrize("name", list(RECIPES))
+def test_a_recipes_correction_is_the_preset_of_that_name(name):
+    """What rl.correction.method = "recipe" becomes; an end-to-end recipe's weights are not truncated."""
+    filled = CorrectionConfig().resolve(RECIPES[name].correction)
+    assert filled == CorrectionConfig(method=RECIPES[name].correction).filled()
+    if name.startswith("fp8-e2e"):
+        assert (filled.weights, filled.bounds, filled.overflow) == ("token", "keep", "zero")
 
 
 def test_output_gradient_format():
