@@ -25,7 +25,7 @@ from fp8rl_jax.models.logprobs import token_logprobs
 from fp8rl_jax.models.policy import Policy, unstack
 from fp8rl_jax.models.trained import quantized_tensors, trainer_policy
 from fp8rl_jax.precision import QTensor, TrainedWeight, check_recipe
-from fp8rl_jax.rollout.calibration import observe_qkv, scales_from_amax
+from fp8rl_jax.rollout.calibration import observe_qkv, observe_served, scales_from_amax
 from fp8rl_jax.rollout.sampling import logprob_of
 from fp8rl_jax.rollout.served import quantized_policy
 from pallas_kernels.backend import Backend
@@ -152,11 +152,12 @@ def describe(fmt: TensorFormat) -> str:
 def _calibrate(
     policy: Policy, served: Policy, recipe: Recipe, dtype: jnp.dtype, tokens: Tokens, backend: Backend
 ) -> KVScales:
-    observe = partial(observe_qkv, recipe=recipe, dtype=dtype, backend=backend)
+    prompts = tokens.prompts, tokens.prompt_lengths
     if recipe.kv_calibration == "trainer":
-        seen = observe(policy, tokens.prompts, tokens.prompt_lengths, tokens.completions, tokens.masks.completion)
+        completions = tokens.completions, tokens.masks.completion
+        seen = observe_qkv(policy, *prompts, *completions, recipe=recipe, dtype=dtype, backend=backend)
     else:
-        seen = observe(served, tokens.prompts, tokens.prompt_lengths)
+        seen = observe_served(served, *prompts, recipe=recipe, backend=backend)
     scales = scales_from_amax(seen.amax, recipe)
     if not all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(scales)):
         raise UserError(f"recipe {recipe.name!r}: the KV scales are not finite; the weights are broken or overflow {dtype}")

@@ -106,11 +106,14 @@ class Recipe:
     excluded: tuple[str, ...] = ()
     """Shell patterns taken out of `quantized` again; one that matches nothing is an error."""
     kv_calibration: Literal["trainer", "rollout"] = "trainer"
-    """Who measures amax of Q, K, V at a weight sync: the trainer on its step's tokens, or the rollout's first forward."""
+    """Who measures amax of Q, K, V at a weight sync: the trainer on its step's tokens, or the forward that serves, on the next
+    step's training prompts."""
     kv_percentile: float = 99.9
     """Percentile over micro-batch amaxes (not over elements), as in NeMo RL."""
     kv_margin: float = 1.05
     """Head-room factor on the calibrated amax, as in NeMo RL."""
+    kv_constants: tuple[float, float, float] | None = None
+    """What kv_margin * amax of Q, K and V is divided by for their scales; unset: the format's largest value, 448 for e4m3."""
     correction: CorrectionName = "none"
     """Preset of config/presets.py that rl.correction.method = "recipe" stands for."""
     exact: bool = False
@@ -130,6 +133,14 @@ W8A8 = ForwardFormats(weight=BLOCK_WEIGHT, activation=GROUP_ACTIVATION)
 KV8 = ForwardFormats(query=PER_TENSOR, key=PER_TENSOR, value=PER_TENSOR)
 W8A8_KV8 = replace(W8A8, query=PER_TENSOR, key=PER_TENSOR, value=PER_TENSOR)
 TRAINED_FP8 = {"trainer": W8A8, "output_gradient": GROUP_ACTIVATION, "saved_activation": GROUP_ACTIVATION}
+
+
+KV_RULES = {
+    "nemo": {"kv_percentile": 99.9, "kv_margin": 1.05, "kv_constants": None},
+    # vLLM's Q_SCALE_CONSTANT, K_SCALE_CONSTANT and V_SCALE_CONSTANT, which verl's rollout goes by (verl pull request 4435)
+    "verl": {"kv_percentile": 100.0, "kv_margin": 1.0, "kv_constants": (200.0, 200.0, 100.0)},
+}
+"""Rules from the amax of Q, K and V to their scales, by whose they are."""
 
 
 def _with_block_scale(recipe: Recipe, scale: str) -> Recipe:
@@ -177,7 +188,12 @@ class PrecisionConfig:
     excluded: tuple[str, ...] = ()
     """More layers to keep in the compute dtype, as shell patterns such as "layers.0.*"."""
     kv_calibration: Literal["trainer", "rollout"] | None = None
-    """Who calibrates the KV scales; unset: the recipe's. "rollout" makes the scales depend on the first batch served."""
+    """Who calibrates the KV scales of an FP8 cache; unset: the recipe's. trainer: the trainer's forward, on the step's prompts
+    and completions (NeMo RL). rollout: the forward that serves, on the next step's training prompts (vLLM's first forward after
+    a sync, in verl)."""
+    kv_rule: Literal["nemo", "verl"] | None = None
+    """From amax to KV scale; unset: the recipe's, which is nemo. nemo: the 99.9th percentile of the micro-batches' amaxes, times
+    1.05 / 448. verl: amax / 200 for Q and K, amax / 100 for V, vLLM's constants; with kv_calibration = "rollout", verl's way."""
     exact: bool = False
     """Log-probabilities of rollout and trainer that are equal bit for bit: mismatch and importance weights are then exactly 0
     and 1. For recipes with one precision flow (bf16, jet-rl, infir2, fp8-e2e), on the reference backend; sums are made in
@@ -208,8 +224,13 @@ def get_recipe(name: str, changes: PrecisionConfig | None = None) -> Recipe:
         raise UserError(f"precision.excluded: recipe {name!r} quantizes no linear layer, so there is nothing to exclude")
     if changes.exact:
         recipe = replace(recipe, exact=True)
+    for key in ("kv_calibration", "kv_rule"):
+        if getattr(changes, key) is not None and not recipe.quantizes_cache:
+            raise UserError(f"precision.{key}: recipe {name!r} has no FP8 cache, so there is nothing to calibrate")
     if changes.kv_calibration is not None:
         recipe = replace(recipe, kv_calibration=changes.kv_calibration)
+    if changes.kv_rule is not None:
+        recipe = replace(recipe, **KV_RULES[changes.kv_rule])
     return replace(recipe, excluded=recipe.excluded + tuple(changes.excluded))
 
 

@@ -48,6 +48,7 @@ VERL: dict[str, tuple[str, str]] = {
     "rollout.response_length": ("rollout.max_new_tokens", ""),
     "rollout.tensor_model_parallel_size": ("mesh.tensor", ""),
     "rollout.quantization": ("recipe", _RECIPE),
+    "calculate_kv_scales": ("precision.kv_calibration and precision.kv_rule", '"rollout" and "verl" for true'),
     "val_kwargs.n": ("evaluation.samples", ""),
     "val_kwargs.temperature": ("evaluation.temperature", ""),
     "router_replay.mode": ("trainer.router_replay", "true is R3"),

@@ -57,6 +57,7 @@ def forward(
     attention_chunk: int | None = None,
     keep_cache: bool = True,
     observe: Callable[..., Any] | None = None,
+    calibrate: Callable[[Any], tuple[Array, Array, Array]] | None = None,
     backend: Backend = "auto",
 ) -> ForwardResult:
     """Runs the policy over `tokens`.
@@ -79,6 +80,8 @@ def forward(
         keep_cache: False leaves `ForwardResult.cache` empty where nothing reads it.
         observe: called in each layer as observe(q, k, v, real, scales), after q/k-norm and rope and before anything is
             quantized: q, k, v [b, t, heads, dim]; real [b, t, 1, 1], False on padding; the layer's KV scales or None.
+        calibrate: gives a layer the scales of Q, K and V, float32 scalars, from what `observe` returned in it, in place of
+            `cache.scales`. A layer's scales are then known before its attention runs, and the next layer sees what they did.
 
     Raises:
         ValueError: the recipe quantizes the cache and `cache.scales` is missing; the policy has a sliding window and the
@@ -87,7 +90,7 @@ def forward(
     recipe = recipe or Recipe("bf16")
     formats = recipe.trainer if phase == "train" else recipe.rollout
     cache, config = cache or KVCache(), policy.config
-    if formats.key.quantized and cache.scales is None:
+    if formats.key.quantized and cache.scales is None and calibrate is None:
         raise ValueError(f"recipe {recipe.name!r} quantizes the KV cache: forward needs cache.scales")
     if config.windows is not None and cache.shared is not None and cache.shared.positions is None:
         raise ValueError("forward: with a sliding window the shared block needs the positions of its slots")
@@ -104,7 +107,9 @@ def forward(
         check_exact(selected_backend(backend), "forward")
     numbers = arithmetic(recipe.exact)
     x = embed(policy, tokens, numbers)
-    step = LayerStep(config, formats, positions, segment_ids, cache, observe, backend, prefix_ids, attention_chunk, numbers)
+    step = LayerStep(
+        config, formats, positions, segment_ids, cache, observe, backend, prefix_ids, attention_chunk, numbers, calibrate
+    )
     run = jax.checkpoint(step, prevent_cse=False) if remat else step
     x, outputs = (_scan if policy.stacked else _unroll)(run, policy, x, cache, routes, keep_cache)
     block = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import jax.numpy as jnp
@@ -65,6 +66,12 @@ def check_recipe(recipe: Recipe, backend: Backend = "auto") -> None:
             refuse(f"{side}.query", "is quantized but the cache is not")
         if formats.probability.quantized:
             refuse(f"{side}.probability", "cannot be quantized: softmax and PV run in float32")
+    if recipe.quantizes_cache:
+        rule = (recipe.kv_margin, *(recipe.kv_constants or (1, 1, 1)))
+        if len(rule) != 4 or not all(0 < number < math.inf for number in rule):
+            refuse("kv_constants", "must be three positive numbers, for Q, K and V, and kv_margin one")
+        if not 0 <= recipe.kv_percentile <= 100:
+            refuse("kv_percentile", f"must be from 0 to 100, and is {recipe.kv_percentile}")
     for role in ("query", "key", "value"):
         if getattr(recipe.trainer, role).quantized:
             refuse(f"trainer.{role}", "is quantized, and the trainer's attention computes in the compute dtype only")

@@ -69,6 +69,9 @@ REFUSED = {
         trained(trainer=replace(RECIPES["jet-rl"].trainer, weight=TensorFormat("e4m3", (64, 128)))),
         r"output_gradient\.block must be \(1, 64\) and trainer\.weight\.block square",
     ),
+    "kv constants": ({"kv_constants": (200.0, 0.0, 100.0)}, r"kv_constants must be three positive numbers"),
+    "two kv constants": ({"kv_constants": (200.0, 100.0)}, r"kv_constants must be three positive numbers"),
+    "kv percentile": ({"kv_percentile": 999.0}, r"kv_percentile must be from 0 to 100, and is 999"),
     "optimizer_moment": ({"optimizer_moment": W}, r"optimizer_moment must be e4m3 with one scale for a group"),
     "exact": ({"exact": True}, r"exact cannot be promised: the rollout's weight has format 'e4m3' and the trainer's 'compute'"),
 }
@@ -171,6 +174,9 @@ def test_output_gradient_format():
 def test_calibration_and_exclusion_change_the_recipe():
     changed = get_recipe("fp8-rl", PrecisionConfig(excluded=("layers.0.*",), kv_calibration="rollout"))
     assert changed.excluded == ("layers.0.*",) and changed.kv_calibration == "rollout"
+    for change in ({"kv_calibration": "rollout"}, {"kv_rule": "verl"}):
+        with pytest.raises(UserError, match=f"precision.{next(iter(change))}: recipe 'jet-rl' has no FP8 cache"):
+            get_recipe("jet-rl", PrecisionConfig(**change))
     with pytest.raises(UserError, match="precision.excluded: recipe 'fp8-kv' quantizes no linear"):
         get_recipe("fp8-kv", PrecisionConfig(excluded=("layers.0.*",)))
 

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from tiny_run import EVEN_LETTERS, check_refused, measured, train, write_run
+from tiny_run import EVEN_LETTERS, LEARNS, check_refused, measured, train, write_run
 
 from fp8rl_jax.cli.main import main
 from fp8rl_jax.models.loading import load_policy
@@ -37,6 +37,23 @@ def test_run_and_resume_are_the_same_run(run_file, tmp_path, capsys):
     capsys.readouterr()
     assert train(run_file, whole) == 2
     assert "holds a run already" in capsys.readouterr().err
+
+
+def test_an_evaluation_between_steps_changes_no_step(tmp_path):
+    """Where the rollout calibrates its cache, too: on the steps' training prompts, whatever it is asked in between."""
+    rows = {}
+    flags = ["--recipe", "fp8-rl", "--precision.kv-calibration", "rollout", "--precision.kv-rule", "verl"]
+    for every in (0, 1, 2):
+        evaluation = {"evaluation": {"every": every, "examples": 8, "batch_size": 8}}
+        out = tmp_path / str(every)
+        assert train(write_run(tmp_path, LEARNS, evaluation), out, *flags) == 0
+        rows[every] = [{k: v for k, v in row.items() if not k.startswith("eval/")} for row in measured(out)[:4]]
+    assert rows[0] == rows[1] == rows[2]
+    assert all(0 < row["fp8/kv_scale_v"] < 1 and row["fp8/quant_snr_db_v"] > 20 for row in rows[0])
+    (tmp_path / "2" / "checkpoints" / "4").rename(tmp_path / "gone")  # the step after the checkpoint has its scales again
+    assert train(str(tmp_path / "run.toml"), tmp_path / "2", *flags, "--resume") == 0
+    again = [{k: v for k, v in row.items() if not k.startswith("eval/")} for row in measured(tmp_path / "2")[:4]]
+    assert again == rows[0]
 
 
 def test_damaged_newest_checkpoint_is_passed_over(run_file, tmp_path, caplog):
