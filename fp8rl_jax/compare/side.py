@@ -23,7 +23,7 @@ from fp8rl_jax.models.forward import embed, layer_inputs
 from fp8rl_jax.models.hf_names import stack_of
 from fp8rl_jax.models.logprobs import token_logprobs
 from fp8rl_jax.models.policy import Policy, unstack
-from fp8rl_jax.models.trained import quantized_tensors, trainer_policy
+from fp8rl_jax.models.trained import trainer_policy
 from fp8rl_jax.precision import QTensor, TrainedWeight, check_recipe
 from fp8rl_jax.rollout.calibration import observe_qkv, observe_served, scales_from_amax
 from fp8rl_jax.rollout.sampling import logprob_of
@@ -72,14 +72,10 @@ class Side:
         if phase == "trainer":
             served = jax.jit(trainer_policy, static_argnums=(1, 2, 3))(policy, recipe, kind, backend)
         else:
-            chosen = quantized_tensors(policy, recipe) if recipe.rollout.weight.quantized else {}
-            uniform = all(set(stack_of(policy.config, name)) == layers for name, layers in chosen.items())
-            convert = partial(quantized_policy, recipe=recipe, dtype=kind, unroll=not uniform, backend=backend)
-            served = jax.jit(convert)(policy)[0]
+            served = jax.jit(partial(quantized_policy, recipe=recipe, dtype=kind, unroll=False, backend=backend))(policy)[0]
             if recipe.quantizes_cache:
                 scales = _calibrate(policy, served, recipe, kind, tokens, backend)
-        served = unstack(served) if served.stacked else served
-        return cls(recipe, phase, kind, backend, policy, served, scales)
+        return cls(recipe, phase, kind, backend, policy, unstack(served), scales)
 
     @property
     def formats(self) -> ForwardFormats:

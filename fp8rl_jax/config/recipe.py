@@ -31,6 +31,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Literal
 
+from fp8rl_jax.config.checks import at_least, report
 from fp8rl_jax.config.presets import PRESETS
 from fp8rl_jax.errors import UserError
 
@@ -105,6 +106,10 @@ class Recipe:
     """Shell patterns over layer names (layers.3.q_proj) of the linears that take the weight and activation formats."""
     excluded: tuple[str, ...] = ()
     """Shell patterns taken out of `quantized` again; one that matches nothing is an error."""
+    first_layers_in_compute: int = 0
+    """Layers at the start of the model whose linears are not quantized, on either side."""
+    last_layers_in_compute: int = 0
+    """Layers at its end whose linears are not quantized, on either side."""
     kv_calibration: Literal["trainer", "rollout"] = "trainer"
     """Who measures amax of Q, K, V at a weight sync: the trainer on its step's tokens, or the forward that serves, on the next
     step's training prompts."""
@@ -187,6 +192,11 @@ class PrecisionConfig:
     hybrid of verl's recipe. Unset: the recipe's."""
     excluded: tuple[str, ...] = ()
     """More layers to keep in the compute dtype, as shell patterns such as "layers.0.*"."""
+    first_layers_in_compute: int = 0
+    """Layers at the start of the model whose linears stay in the compute dtype, in the rollout and the trainer alike (NeMo RL's
+    num_first_layers_in_bf16). Their part of an FP8 cache stays FP8."""
+    last_layers_in_compute: int = 0
+    """The same at the end of the model (num_last_layers_in_bf16)."""
     kv_calibration: Literal["trainer", "rollout"] | None = None
     """Who calibrates the KV scales of an FP8 cache; unset: the recipe's. trainer: the trainer's forward, on the step's prompts
     and completions (NeMo RL). rollout: the forward that serves, on the next step's training prompts (vLLM's first forward after
@@ -220,8 +230,12 @@ def get_recipe(name: str, changes: PrecisionConfig | None = None) -> Recipe:
             raise UserError(f"precision.output_gradient: the linears of recipe {name!r} are not trained in FP8")
         gradient = replace(recipe.output_gradient, format=changes.output_gradient)
         recipe = replace(recipe, output_gradient=gradient if gradient.quantized else COMPUTE)
-    if changes.excluded and not recipe.quantizes_linears:
-        raise UserError(f"precision.excluded: recipe {name!r} quantizes no linear layer, so there is nothing to exclude")
+    for key in ("excluded", "first_layers_in_compute", "last_layers_in_compute"):
+        if getattr(changes, key) and not recipe.quantizes_linears:
+            raise UserError(f"precision.{key}: recipe {name!r} quantizes no linear layer, so there is nothing to exclude")
+    ends = {key: getattr(changes, key) for key in ("first_layers_in_compute", "last_layers_in_compute")}
+    report(*(at_least(f"precision.{key}", layers, 0) for key, layers in ends.items()))
+    recipe = replace(recipe, **{key: layers for key, layers in ends.items() if layers})
     if changes.exact:
         recipe = replace(recipe, exact=True)
     for key in ("kv_calibration", "kv_rule"):

@@ -12,7 +12,6 @@ the model.
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -24,7 +23,7 @@ from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.models.arithmetic import PLAIN, Arithmetic, arithmetic
 from fp8rl_jax.models.cache import KVBlock, KVCache
 from fp8rl_jax.models.layer import LayerInputs, LayerOutputs, LayerStep, OwnBlock
-from fp8rl_jax.models.policy import Policy, run_of_layers
+from fp8rl_jax.models.policy import Policy, equal_runs, run_of_layers
 from fp8rl_jax.models.rotary import layer_frequencies
 from pallas_kernels.backend import Backend, check_exact
 from pallas_kernels.matmul import selected_backend
@@ -169,10 +168,9 @@ def _scan(step: Callable, policy: Policy, x, cache: KVCache, routes, keep_cache:
 
     carry = (x, None if cache.own is None else (cache.own.keys, cache.own.values))
     parts = []
-    # one scan for each run of layers of a kind: most models have a single one
-    for sparse, run in groupby(range(config.num_layers), lambda i: i in config.sparse_layers):
-        start, *rest = run
-        stop = start + 1 + len(rest)
+    # one scan for each run of layers of a kind: most models, under most recipes, have a single one
+    for run in equal_runs(policy):
+        start, stop, sparse = run.start, run.stop, run.start in config.sparse_layers
         first = config.sparse_layers.index(start) if sparse else 0
         inputs = layer_inputs(
             policy, cache, routes if sparse else None,

@@ -34,8 +34,7 @@ def adapt(policy: Policy, config: RunConfig, recipe: Recipe) -> Policy:
         recipe: the run's; with `lora.base` "rollout" the base takes its rollout weight format.
 
     Raises:
-        UserError: targets or a rank that the model cannot have, an adapter file that does not fit, or a recipe that quantizes
-            a linear in some layers only.
+        UserError: targets or a rank that the model cannot have, or an adapter file that does not fit.
     """
     lora, dtype = config.lora, jnp.dtype(config.compute_dtype)
     if lora.rank == 0:
@@ -46,10 +45,7 @@ def adapt(policy: Policy, config: RunConfig, recipe: Recipe) -> Policy:
         adapters = init_adapters(policy.config, lora, jax.random.fold_in(jax.random.key(config.seed), 2))
     if lora.base == "compute":
         return join(adapters, jax.jit(cast, static_argnums=1)(policy, dtype))
-    freeze = partial(
-        quantized_policy, recipe=recipe, dtype=dtype, unroll=False, backend=config.precision.backend,
-        remedy='lora.base = "rollout" needs the same linears in every layer; use "compute"',
-    )  # fmt: skip
+    freeze = partial(quantized_policy, recipe=recipe, dtype=dtype, unroll=False, backend=config.precision.backend)
     return join(adapters, jax.jit(freeze)(policy)[0])
 
 

@@ -196,6 +196,19 @@ def test_exclusion():
     assert quantized_layers(two, names) == ("layers.2.gate_proj", "layers.2.up_proj")
 
 
+def test_first_and_last_layers_in_the_compute_dtype():
+    names = linear_names(CONFIG)
+    changed = get_recipe("fp8-e2e", PrecisionConfig(first_layers_in_compute=1, last_layers_in_compute=1))
+    assert quantized_layers(changed, names) == tuple(n for n in names if n.startswith("layers.1."))
+    assert quantized_layers(replace(changed, first_layers_in_compute=0), names) == names[:14]
+    with pytest.raises(UserError, match="first_layers_in_compute = 1 and last_layers_in_compute = 2 leave none of 3 layers"):
+        quantized_layers(replace(changed, last_layers_in_compute=2), names)
+    with pytest.raises(UserError, match=r"precision\.last_layers_in_compute: recipe 'bf16' quantizes no linear"):
+        get_recipe("bf16", PrecisionConfig(last_layers_in_compute=1))
+    with pytest.raises(UserError, match=r"precision\.first_layers_in_compute: -1 must be a number of at least 0"):
+        get_recipe("fp8-rl", PrecisionConfig(first_layers_in_compute=-1))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
