@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from fp8rl_jax.compare.probe import Stretches, Tokens, run_layer
-from fp8rl_jax.config.recipe import ForwardFormats, Recipe, TensorFormat
+from fp8rl_jax.config.recipe import ForwardFormats, Recipe
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.arithmetic import arithmetic
 from fp8rl_jax.models.cache import KVCache, KVScales
@@ -24,7 +24,7 @@ from fp8rl_jax.models.hf_names import stack_of
 from fp8rl_jax.models.logprobs import token_logprobs
 from fp8rl_jax.models.policy import Policy, unstack
 from fp8rl_jax.models.trained import trainer_policy
-from fp8rl_jax.precision import QTensor, TrainedWeight, check_recipe
+from fp8rl_jax.precision import QTensor, TrainedWeight, check_recipe, describe
 from fp8rl_jax.rollout.calibration import observe_qkv, observe_served, scales_from_amax
 from fp8rl_jax.rollout.sampling import logprob_of
 from fp8rl_jax.rollout.served import quantized_policy
@@ -137,12 +137,6 @@ def describe_side(model: str, side: Side) -> dict[str, Any]:
         "exact": side.recipe.exact,
         "formats": formats,
     }
-
-
-def describe(fmt: TensorFormat) -> str:
-    """Such as "e4m3 128x128 float32 scales"."""
-    block = "one scale" if fmt.block is None else f"{fmt.block[0]}x{fmt.block[1]} {fmt.scale} scales"
-    return f"{fmt.format} {block}"
 
 
 def _calibrate(

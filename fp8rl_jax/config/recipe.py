@@ -27,7 +27,7 @@ quantize alike.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Literal
 
@@ -148,22 +148,21 @@ KV_RULES = {
 """Rules from the amax of Q, K and V to their scales, by whose they are."""
 
 
-def _with_block_scale(recipe: Recipe, scale: str) -> Recipe:
-    """The recipe with another scale rule in every role that is quantized in blocks."""
+def _with_scales(recipe: Recipe, side: str, scale: str | None, block: int | None = None) -> Recipe:
+    """The recipe with another scale rule or block in every role of one side ("rollout", "trainer") that is quantized in blocks;
+    the backward's roles are the trainer's."""
 
     def change(fmt: TensorFormat) -> TensorFormat:
-        return replace(fmt, scale=scale) if fmt.quantized and fmt.block is not None else fmt
+        if not fmt.quantized or fmt.block is None:
+            return fmt
+        shape = fmt.block if block is None else tuple(1 if n == 1 else block for n in fmt.block)
+        return replace(fmt, scale=scale or fmt.scale, block=shape)
 
-    def side(formats: ForwardFormats) -> ForwardFormats:
-        return replace(formats, weight=change(formats.weight), activation=change(formats.activation))
-
-    return replace(
-        recipe,
-        rollout=side(recipe.rollout),
-        trainer=side(recipe.trainer),
-        output_gradient=change(recipe.output_gradient),
-        saved_activation=change(recipe.saved_activation),
-    )
+    formats: ForwardFormats = getattr(recipe, side)
+    changed = {side: replace(formats, weight=change(formats.weight), activation=change(formats.activation))}
+    if side == "trainer":
+        changed |= {role: change(getattr(recipe, role)) for role in ("output_gradient", "saved_activation")}
+    return replace(recipe, **changed)
 
 
 RECIPES: dict[str, Recipe] = {
@@ -178,7 +177,22 @@ RECIPES: dict[str, Recipe] = {
         Recipe("jet-rl", rollout=W8A8, **TRAINED_FP8),
     )
 }
-RECIPES["infir2"] = replace(_with_block_scale(RECIPES["jet-rl"], "power_of_two"), name="infir2")
+RECIPES["infir2"] = replace(
+    _with_scales(_with_scales(RECIPES["jet-rl"], "rollout", "power_of_two"), "trainer", "power_of_two"), name="infir2"
+)
+
+
+@dataclass(frozen=True)
+class SideScales:
+    """Scales of one side of the recipe alone. What both sides quantize they usually quantize alike: float32 scales in one
+    and powers of two (UE8M0) in the other, DeepGEMM's default on some GPUs, are a mismatch of their own, which a run warns of and
+    `fp8rl compare` shows."""
+
+    scale: Literal["float32", "power_of_two"] | None = None
+    """Scale rule of the side's block-quantized roles; unset: precision.scale, or the recipe's."""
+    block: int | None = None
+    """Side of its blocks: weights in blocks of block x block, activations and gradients in groups of 1 x block; unset: the
+    recipe's, 128. Hopper's kernels have 128."""
 
 
 @dataclass(frozen=True)
@@ -186,7 +200,9 @@ class PrecisionConfig:
     """Changes to the named recipe."""
 
     scale: Literal["float32", "power_of_two"] | None = None
-    """Scale rule of every block-quantized role; unset: the recipe's."""
+    """Scale rule of every block-quantized role, on both sides; unset: the recipe's."""
+    rollout: SideScales = field(default_factory=SideScales)
+    trainer: SideScales = field(default_factory=SideScales)
     output_gradient: Literal["compute", "e4m3", "e5m2"] | None = None
     """Format of the gradients that enter a linear's backward products, where the trainer's linears are FP8; "e5m2" is the
     hybrid of verl's recipe. Unset: the recipe's."""
@@ -223,8 +239,14 @@ def get_recipe(name: str, changes: PrecisionConfig | None = None) -> Recipe:
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise UserError(f"recipe: unknown name {name!r}{hint} (known: {', '.join(RECIPES)})")
     recipe, changes = RECIPES[name], changes or PrecisionConfig()
-    if changes.scale is not None:
-        recipe = _with_block_scale(recipe, changes.scale)
+    for side in ("rollout", "trainer"):
+        own: SideScales = getattr(changes, side)
+        for key, value in vars(own).items():
+            if value is not None and not getattr(recipe, side).weight.quantized:
+                raise UserError(f"precision.{side}.{key}: recipe {name!r} quantizes no linear in the {side}")
+        if own.block is not None:
+            report(at_least(f"precision.{side}.block", own.block, 2))
+        recipe = _with_scales(recipe, side, own.scale or changes.scale, own.block)
     if changes.output_gradient is not None:
         if not recipe.trainer.weight.quantized:
             raise UserError(f"precision.output_gradient: the linears of recipe {name!r} are not trained in FP8")
@@ -248,4 +270,4 @@ def get_recipe(name: str, changes: PrecisionConfig | None = None) -> Recipe:
     return replace(recipe, excluded=recipe.excluded + tuple(changes.excluded))
 
 
-__all__ = ["RECIPES", "ForwardFormats", "PrecisionConfig", "Recipe", "TensorFormat", "get_recipe"]
+__all__ = ["KV_RULES", "RECIPES", "ForwardFormats", "PrecisionConfig", "Recipe", "SideScales", "TensorFormat", "get_recipe"]

@@ -122,6 +122,8 @@ NEMO: dict[str, tuple[str, str]] = {
     "vllm_cfg.precision": ("recipe", _RECIPE),
     "kv_cache_dtype": ("recipe", _RECIPE),
     "fp8_cfg": ("recipe", _RECIPE),
+    "pow2_weight_scaling_factors": ("precision.rollout.scale", '"power_of_two" for true, of weights and activations'),
+    "pow2_activation_scaling_factors": ("precision.rollout.scale", '"power_of_two" for true, of weights and activations'),
     "num_first_layers_in_bf16": ("precision.first_layers_in_compute", ""),
     "num_last_layers_in_bf16": ("precision.last_layers_in_compute", ""),
     "quantization_ignored_layer_kws": ("precision.excluded", 'shell patterns over whole names, such as "layers.3.*"'),

@@ -8,11 +8,20 @@ import jax.numpy as jnp
 import pytest
 
 from fp8rl_jax.config.correction import CorrectionConfig
-from fp8rl_jax.config.recipe import COMPUTE, RECIPES, ForwardFormats, PrecisionConfig, Recipe, TensorFormat, get_recipe
+from fp8rl_jax.config.recipe import (
+    COMPUTE,
+    RECIPES,
+    ForwardFormats,
+    PrecisionConfig,
+    Recipe,
+    SideScales,
+    TensorFormat,
+    get_recipe,
+)
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.policy import linear_names
-from fp8rl_jax.precision import check_recipe, element_dtype, formats, max_value, quantized_layers
+from fp8rl_jax.precision import check_recipe, element_dtype, formats, max_value, quantized_layers, unlike_sides
 
 W, A, KV = TensorFormat("e4m3", (128, 128)), TensorFormat("e4m3", (1, 128)), TensorFormat("e4m3")
 FULL = RECIPES["fp8-rl"]
@@ -139,6 +148,39 @@ def test_scale_changes_the_block_quantized_roles_only():
     assert changed.weight == replace(W, scale="power_of_two") and changed.activation == replace(A, scale="power_of_two")
     assert (changed.query, changed.key, changed.value) == (KV, KV, KV)
     assert get_recipe("bf16", PrecisionConfig(scale="power_of_two")) == RECIPES["bf16"]
+
+
+def test_scales_of_one_side():
+    jet = RECIPES["jet-rl"]
+    served = get_recipe("jet-rl", PrecisionConfig(rollout=SideScales("power_of_two")))
+    assert served == replace(jet, rollout=RECIPES["infir2"].rollout)
+    trained = get_recipe("jet-rl", PrecisionConfig(scale="power_of_two", trainer=SideScales("float32", 64)))
+    blocks = ForwardFormats(replace(W, block=(64, 64)), replace(A, block=(1, 64)))
+    assert (trained.rollout, trained.trainer) == (RECIPES["infir2"].rollout, blocks)
+    assert trained.output_gradient == trained.saved_activation == blocks.activation
+    for recipe in (served, trained):
+        check_recipe(recipe)
+        with pytest.raises(UserError, match="exact cannot be promised: the rollout's weight has "):
+            check_recipe(replace(recipe, exact=True))
+    both = "power_of_two scales in the rollout, e4m3"
+    assert unlike_sides(served) == (
+        f"weight: e4m3 128x128 {both} 128x128 float32 scales in the trainer; "
+        f"activation: e4m3 1x128 {both} 1x128 float32 scales in the trainer"
+    )
+    assert [name for name, recipe in RECIPES.items() if unlike_sides(recipe)] == []
+    for name, side in (("fp8-rl", "trainer"), ("fp8-kv", "rollout"), ("bf16", "trainer")):
+        with pytest.raises(UserError, match=rf"precision\.{side}\.scale: recipe '{name}' quantizes no linear in the {side}"):
+            get_recipe(name, PrecisionConfig(**{side: SideScales("power_of_two")}))
+    with pytest.raises(UserError, match=r"precision\.trainer\.block: 0 must be a number of at least 2"):
+        get_recipe("jet-rl", PrecisionConfig(trainer=SideScales(block=0)))
+
+
+def test_a_block_without_kernels_is_refused_where_they_are_asked_for(monkeypatch):
+    monkeypatch.setattr(formats, "selected_backend", lambda backend: "hopper")
+    recipe = get_recipe("jet-rl", PrecisionConfig(rollout=SideScales(block=32)))
+    check_recipe(recipe, "auto")
+    with pytest.raises(UserError, match=r"rollout\.weight\.block is 32x32, and the hopper backend has 128x128"):
+        check_recipe(recipe, "hopper")
 
 
 def test_power_of_two_scales_of_the_trainer_are_infir2():

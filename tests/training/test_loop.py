@@ -133,6 +133,14 @@ def test_faults_are_one_line(run_file, tmp_path, capsys, flags, message):
     check_refused(run_file, tmp_path / "out", capsys, flags, message)
 
 
+def test_a_run_says_that_its_sides_quantize_unlike(run_file, tmp_path, caplog):
+    flags = ["--recipe", "fp8-e2e", "--dry-run"]
+    assert train(run_file, tmp_path / "out", *flags) == 0 and "quantize alike" not in caplog.text
+    assert train(run_file, tmp_path / "out", *flags, "--precision.rollout.scale", "power_of_two") == 0
+    (line,) = [record.message for record in caplog.records if "quantize alike" in record.message]
+    assert "weight: e4m3 128x128 power_of_two scales in the rollout, e4m3 128x128 float32 scales in the trainer; " in line
+
+
 def test_dry_run_writes_nothing(run_file, tmp_path, capsys):
     assert train(run_file, tmp_path / "out", "--recipe", "fp8-rl", "--dry-run") == 0
     printed = capsys.readouterr().out

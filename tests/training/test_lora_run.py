@@ -121,6 +121,10 @@ def test_supervised_training_of_adapters(run_file, tmp_path, capsys):
         (["--lora.rank", "33"], "lora.rank = 33 is above a side of k_proj [32, 64]"),
         (["--lora.path", "nowhere"], "nowhere/adapter_config.json: cannot be read"),
         (["--lora.rank", "0", "--lora.path", "x"], "lora.path is set but lora.rank is 0"),
+        (
+            "--lora.base rollout --recipe jet-rl --precision.rollout.scale power_of_two".split(),
+            "weights of e4m3 128x128 power_of_two scales in the rollout and of e4m3 128x128 float32 scales in the trainer",
+        ),
     ],
 )
 def test_faults_are_one_line(run_file, tmp_path, capsys, flags, message):

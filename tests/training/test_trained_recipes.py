@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 from rollout.tiny import CONFIG, make_engine, make_policy, make_prompts
 
-from fp8rl_jax.config.recipe import RECIPES, PrecisionConfig, get_recipe
+from fp8rl_jax.config.recipe import RECIPES, PrecisionConfig, Recipe, SideScales, get_recipe
 from fp8rl_jax.config.rl import CorrectionConfig, RLConfig
 from fp8rl_jax.config.training import OptimizerConfig
 from fp8rl_jax.models.forward import forward
@@ -43,10 +43,10 @@ def step_config(name: str) -> StepConfig:
     return StepConfig(get_recipe(name), rl, "float32", temperature=1.0, logprob_chunk=32)
 
 
-def mismatch(name: str) -> np.ndarray:
-    """|log p_trainer - log p_rollout| of every sampled token."""
-    rollout = rollout_of(name)
-    trained = score(make_policy(), batch_of(rollout), step_config(name))
+def mismatch(name: str, recipe: Recipe | None = None) -> np.ndarray:
+    """|log p_trainer - log p_rollout| of every token that the recipe's rollout sampled; recipe: another one for the trainer."""
+    rollout, config = rollout_of(name), step_config(name)
+    trained = score(make_policy(), batch_of(rollout), replace(config, recipe=recipe or config.recipe))
     return np.abs(np.asarray(trained) - np.asarray(rollout.policy_logprobs))[np.asarray(rollout.mask)]
 
 
@@ -69,22 +69,33 @@ def test_one_precision_flow_has_a_tenth_of_the_mismatch():
         assert unified.mean() < mixed / 10 and np.median(unified) < 1e-4, name
 
 
-def gradients(name: str) -> np.ndarray:
+def test_scales_that_differ_by_side_are_a_mismatch_of_their_own():
+    """UE8M0 in the rollout and float32 in the trainer; blocks of 128 and of 64 with float32 scales. With UE8M0 scales the block
+    hardly matters: a power of two moves no rounding, but for what underflows."""
+    mixed = mismatch("fp8-rollout").mean()
+    for name, own in (("infir2", SideScales("float32")), ("jet-rl", SideScales(block=64))):
+        found = mismatch(name, get_recipe(name, PrecisionConfig(trainer=own))).mean()
+        assert found > 10 * mismatch(name).mean() and found > mixed / 10
+    assert mismatch("infir2", get_recipe("infir2", PrecisionConfig(trainer=SideScales(block=64)))).mean() < mixed / 1000
+
+
+def gradients(name: str, changes: PrecisionConfig | None = None) -> np.ndarray:
     """What one plain gradient step takes from the weights of the linears."""
     policy, optimizer = make_policy(), make_optimizer(OptimizerConfig(learning_rate=1e-3, max_grad_norm=0.0), 1)
     batch = batch_of(rollout_of("bf16"))
-    state, _, metrics = update(init_state(policy, optimizer), batch, step_config(name), optimizer)
+    config = replace(step_config(name), recipe=get_recipe(name, changes))
+    state, _, metrics = update(init_state(policy, optimizer), batch, config, optimizer)
     assert metrics["optim/skipped"] == 0 and np.isfinite(metrics["optim/grad_norm"])
     # Adam's first moment after one update is the gradient, up to a factor
     moments = state.optimizer[0].mu.layers.tensors()
     return np.concatenate([np.asarray(moments[linear].value, np.float64).ravel() for linear in list(moments)[:7]])
 
 
-@pytest.mark.parametrize("name", ["jet-rl", "infir2"])
-def test_the_update_points_where_the_unquantized_one_does(name):
-    exact, quantized = gradients("bf16"), gradients(name)
-    cosine = exact @ quantized / np.linalg.norm(exact) / np.linalg.norm(quantized)
-    assert cosine > 0.9 and 0.8 < np.linalg.norm(quantized) / np.linalg.norm(exact) < 1.25
+@pytest.mark.parametrize(("name", "block"), [("jet-rl", None), ("infir2", None), ("jet-rl", 64)])
+def test_the_update_points_where_the_unquantized_one_does(name, block):
+    exact, found = gradients("bf16"), gradients(name, PrecisionConfig(trainer=SideScales(block=block)))
+    cosine = exact @ found / np.linalg.norm(exact) / np.linalg.norm(found)
+    assert cosine > 0.9 and 0.8 < np.linalg.norm(found) / np.linalg.norm(exact) < 1.25
 
 
 FOUR = replace(CONFIG, num_layers=4)
