@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 from tiny_run import EVEN_LETTERS, LEARNS, check_refused, measured, train, write_run
 
+from fp8rl_jax.cli.load import load_config
 from fp8rl_jax.cli.main import main
+from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.models.loading import load_policy
+from fp8rl_jax.training.setup import build
 
 EVALUATION = {"evaluation": {"every": 2, "examples": 8, "batch_size": 8}}
 
@@ -131,6 +134,21 @@ def test_stop_strings_bad_words_and_bias_shape_the_rollout(run_file, tmp_path):
 )
 def test_faults_are_one_line(run_file, tmp_path, capsys, flags, message):
     check_refused(run_file, tmp_path / "out", capsys, flags, message)
+
+
+def test_a_run_whose_first_and_last_layers_stay_in_the_compute_dtype(tmp_path, capsys):
+    run_file, out = write_run(tmp_path, LEARNS, {"model": {"init": {"num_layers": 3}}}), tmp_path / "out"
+    flags = ["--recipe", "fp8-e2e", "--precision.first-layers-in-compute", "1", "--precision.last-layers-in-compute", "1"]
+    flags += ["--trainer.steps", "2", "--rollout.decode-layers", "scan"]
+    assert train(run_file, out, *flags, "--dry-run") == 0
+    assert "quantized linears: 7 of 21" in capsys.readouterr().out
+    assert train(run_file, out, *flags) == 0
+    before = build(load_config(RunConfig, [run_file], "fp8rl train")).policy.layers
+    after = load_policy(out / "model").layers
+    for name in ("q_proj", "down_proj"):
+        moved = np.abs(np.asarray(getattr(after, name).value) - np.asarray(getattr(before, name).value))
+        assert (moved.max((1, 2)) > 1e-3).all()  # in every layer
+    assert all(row["mismatch/k3"] < 1e-6 and row["optim/skipped_steps"] == 0 for row in measured(out)[:2])
 
 
 def test_a_run_says_that_its_sides_quantize_unlike(run_file, tmp_path, caplog):
