@@ -23,7 +23,7 @@ class SideArguments:
     phase: Phase | None = None
     """Whose forward: the rollout's (prefill, then a token at a time over a cache) or the trainer's. Unset: a's is the rollout's,
     and b's the trainer's where nothing else tells the sides apart."""
-    compute_dtype: Literal["bfloat16", "float32"] | None = None
+    compute_dtype: Literal["bfloat16", "float16", "float32"] | None = None
     """Dtype of everything that the recipe does not quantize."""
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
 
@@ -37,7 +37,7 @@ class CompareArguments:
     knows."""
     recipe: str = "bf16"
     """Precision recipe of both sides."""
-    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    compute_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Dtype of everything that the recipe does not quantize, on both sides."""
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     a: SideArguments = field(default_factory=SideArguments)

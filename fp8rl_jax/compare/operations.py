@@ -7,6 +7,9 @@ Causes, the first that holds:
     operand      the weights themselves differ before quantization (two checkpoints); or the same input, quantized alike with
                  the same scales, gave other values
     scale        formats are the same and scales are not
+    excess precision
+                 a side's whole program gives other log-probabilities where XLA may not keep 16-bit results in float32: its
+                 roundings are the compiler's choice (`compare.programs`; of the log-probabilities alone)
     reduction    weights and operands are equal bit for bit and the results are not: another order of sums, another program
     input        only what came in differs
 
@@ -26,8 +29,8 @@ from fp8rl_jax.compare.statistics import Difference, difference
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.precision import QTensor
 
-Cause = Literal["format", "operand", "scale", "reduction", "input"]
-CAUSES: tuple[Cause, ...] = ("format", "operand", "scale", "reduction", "input")
+Cause = Literal["format", "operand", "scale", "excess precision", "reduction", "input"]
+CAUSES: tuple[Cause, ...] = ("format", "operand", "scale", "excess precision", "reduction", "input")
 
 
 @dataclass(frozen=True)

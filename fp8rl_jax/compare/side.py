@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from fp8rl_jax.compare.probe import Stretches, Tokens, run_layer
+from fp8rl_jax.compare.programs import excess_precision
 from fp8rl_jax.config.recipe import ForwardFormats, Recipe
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.arithmetic import arithmetic
@@ -44,6 +45,7 @@ class Side:
         source: the weights before quantization, layers stacked.
         served: embedding, final norm and head in the compute dtype, and `layers`, a list.
         scales: of the quantized cache, or None.
+        excess: `excess_precision` of the side's whole program; None where nothing is computed in 16 bits, and for exact recipes.
     """
 
     recipe: Recipe
@@ -53,6 +55,7 @@ class Side:
     source: Policy
     served: Policy
     scales: KVScales | None
+    excess: dict[str, Any] | None = None
 
     @classmethod
     def of(
@@ -75,7 +78,10 @@ class Side:
             served = jax.jit(partial(quantized_policy, recipe=recipe, dtype=kind, unroll=False, backend=backend))(policy)[0]
             if recipe.quantizes_cache:
                 scales = _calibrate(policy, served, recipe, kind, tokens, backend)
-        return cls(recipe, phase, kind, backend, policy, unstack(served), scales)
+        excess = None
+        if kind.itemsize == 2 and not recipe.exact:
+            excess = excess_precision(served, tokens, scales, recipe, phase == "rollout", backend)
+        return cls(recipe, phase, kind, backend, policy, unstack(served), scales, excess)
 
     @property
     def formats(self) -> ForwardFormats:

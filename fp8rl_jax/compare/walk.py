@@ -72,10 +72,23 @@ class _Walk:
         last = self.end("logprobs", head, scored[:2], scored[2], masks)
         said = tuple(np.asarray(x.completion) for x in scored[:2])
         logprobs = logprob_differences(*said, self.masks.completion)
+        self.look_for_excess_precision()
         quantized = [_quantized(side) for side in (a, b)]
         first = tuple(self.first[cause] for cause in CAUSES if cause in self.first)
         alone = (tuple(x for x in quantized[j] if x not in quantized[1 - j]) for j in (0, 1))
         return Comparison(start, tuple(layers), (norm, last), logprobs, said, first, *alone)
+
+    def look_for_excess_precision(self) -> None:
+        """In the sides' whole programs: no other cause is looked for there."""
+        found = {name: side.excess for name, side in zip("ab", (self.a, self.b), strict=True)}
+        details = [
+            f"side {name}: {x['differing']:.0%} of {x['tokens']} log-probabilities change, by up to {x['max_abs']:.2g} and "
+            f"a k3 of {x['k3']:.1g}, where XLA must round every 16-bit result"
+            for name, x in found.items()
+            if x and x["differing"]
+        ]
+        if details:
+            self.first["excess precision"] = First("logprobs", "excess precision", "; ".join(details), "whole program")
 
     def end(self, name: str, tensor: str, free: Sequence[Stretches], own: Stretches, masks: Stretches) -> OperationResult:
         """An operation outside of the layers, which reads one tensor."""

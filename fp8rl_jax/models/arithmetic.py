@@ -21,6 +21,7 @@ from pallas_kernels import exact
 from pallas_kernels.attention import Keys, attention
 from pallas_kernels.exact import cut, once, scoped, wide
 from pallas_kernels.matmul import dot
+from pallas_kernels.rounding import rounded
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True)}
 
@@ -48,12 +49,24 @@ def rms_norm(x: Float[Array, "*b dim"], weight: Float[Array, " dim"], eps: float
     wide = x.astype(jnp.float32)
     normed = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     gain = weight.astype(jnp.float32)
-    return (normed * (gain + offset if offset else gain)).astype(x.dtype)
+    return rounded(normed * (gain + offset if offset else gain), x.dtype)
+
+
+def add(x: Float[Array, "*b n"], y: Float[Array, "*b n"]) -> Float[Array, "*b n"]:
+    """x + y in float32, rounded once to their dtype."""
+    return rounded(x.astype(jnp.float32) + y.astype(jnp.float32), x.dtype)
+
+
+def scale(x: Float[Array, "*b n"], factor: float) -> Float[Array, "*b n"]:
+    """x * factor, the factor in x's dtype."""
+    return rounded(x.astype(jnp.float32) * jnp.asarray(factor, x.dtype).astype(jnp.float32), x.dtype)
 
 
 def gated(gate: Float[Array, "*b n"], up: Float[Array, "*b n"], activation: str) -> Float[Array, "*b n"]:
-    """activation(gate) * up (GLU variants, arXiv 2002.05202)."""
-    return ACTIVATIONS[activation](gate) * up
+    """activation(gate) * up (GLU variants, arXiv 2002.05202) in float32, rounded behind the activation and behind the product,
+    as torch and vLLM round it."""
+    active = rounded(ACTIVATIONS[activation](gate.astype(jnp.float32)), gate.dtype)
+    return rounded(active.astype(jnp.float32) * up.astype(jnp.float32), gate.dtype)
 
 
 def routing(x: Float[Array, "*b hidden"], router: Float[Array, "experts hidden"]) -> Float[Array, "*b experts"]:
@@ -82,8 +95,8 @@ def logprob(logits: Float[Array, "*b vocab"], tokens: Int[Array, "*b"], temperat
 
 PLAIN = Arithmetic(
     exact=False,
-    add=lambda x, y: x + y,
-    scale=lambda x, factor: x * jnp.asarray(factor, x.dtype),
+    add=add,
+    scale=scale,
     rms_norm=rms_norm,
     rope_tables=rotary.rope_tables,
     rotate=rotary.rotate,
@@ -99,12 +112,12 @@ PLAIN = Arithmetic(
 
 @scoped
 def _add(x, y):
-    return exact.rounded(wide(x) + wide(y), x.dtype)
+    return rounded(wide(x) + wide(y), x.dtype)
 
 
 @scoped
 def _scale(x, factor):
-    return exact.rounded(wide(x) * jnp.float64(factor), x.dtype)
+    return rounded(wide(x) * jnp.float64(factor), x.dtype)
 
 
 @scoped
@@ -113,21 +126,21 @@ def _rms_norm(x, weight, eps, offset):
     squares = exact.total(numbers * numbers, -1)[..., None]
     inverse = cut(jnp.sqrt(count / (squares + count * eps)))
     gain = cut(wide(weight) + offset)
-    return exact.rounded(numbers * inverse * gain, x.dtype)
+    return rounded(numbers * inverse * gain, x.dtype)
 
 
 @scoped
 def _rope_tables(frequencies, positions):
     # a position and a frequency have 24 bits each, so the angle is exact
     angles = once(wide(positions)[..., None] * wide(frequencies))
-    return exact.rounded(jnp.cos(angles), jnp.float32), exact.rounded(jnp.sin(angles), jnp.float32)
+    return rounded(jnp.cos(angles), jnp.float32), rounded(jnp.sin(angles), jnp.float32)
 
 
 @scoped
 def _rotate(x, tables):
     cos, sin = (wide(table)[:, :, None, :] for table in tables)
     first, second = jnp.split(wide(x), 2, axis=-1)
-    return exact.rounded(jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1), x.dtype)
+    return rounded(jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1), x.dtype)
 
 
 @scoped
@@ -137,7 +150,7 @@ def _gated(gate, up, activation):
     if activation == "gelu_pytorch_tanh":  # (1 + tanh z) / 2 = sigmoid(2 z)
         inner = cut(cut(x * x) * cut(jnp.float64(0.044715)) + 1)
         argument = cut(x * inner) * cut(jnp.float64(2 * 0.7978845608028654))
-    return exact.rounded(x * exact.sigmoid(argument) * wide(up), gate.dtype)
+    return rounded(x * exact.sigmoid(argument) * wide(up), gate.dtype)
 
 
 def _attend(query, blocks, score_scale, value_scale, out_dtype, *, backend):
@@ -159,7 +172,7 @@ def _attend(query, blocks, score_scale, value_scale, out_dtype, *, backend):
 def _softmax(logits):
     x = wide(logits)
     weights = once(exact.exp(x - x.max(axis=-1, keepdims=True)))
-    return exact.rounded(weights / exact.total(weights, -1)[..., None], jnp.float32)
+    return rounded(weights / exact.total(weights, -1)[..., None], jnp.float32)
 
 
 def _routing(x, router):
@@ -169,7 +182,7 @@ def _routing(x, router):
 
 @scoped
 def _normalize(weights):
-    return exact.rounded(wide(weights) / exact.total(wide(weights), -1)[..., None], jnp.float32)
+    return rounded(wide(weights) / exact.total(wide(weights), -1)[..., None], jnp.float32)
 
 
 @scoped
@@ -179,7 +192,7 @@ def _combine(weights, out):
     for i in range(1, parts.shape[-2]):
         total = total + parts[..., i, :]
     # the model's dtype right away: nothing is left for a later conversion to round
-    return exact.rounded(total, out.dtype).astype(jnp.float32)
+    return rounded(total, out.dtype).astype(jnp.float32)
 
 
 @scoped
@@ -188,7 +201,7 @@ def _logprob(logits, tokens, temperature):
     shifted = x - once(x.max(axis=-1, keepdims=True))
     normalizer = exact.log(once(exact.total(exact.exp(shifted), -1)))
     chosen = jnp.take_along_axis(shifted, tokens[..., None].astype(jnp.int32), axis=-1)[..., 0]
-    return exact.rounded(chosen - normalizer, jnp.float32)
+    return rounded(chosen - normalizer, jnp.float32)
 
 
 def _exact(plain: Callable, exactly: Callable, arrays: int) -> Callable:

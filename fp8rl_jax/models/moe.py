@@ -32,6 +32,7 @@ from fp8rl_jax.models.policy import Experts, Layer
 from fp8rl_jax.parallel import DEFAULT_RULES
 from fp8rl_jax.precision import grouped_linear, quantize_input
 from pallas_kernels.backend import Backend
+from pallas_kernels.rounding import rounded
 
 
 def route_dtype(config: ExpertsConfig) -> jnp.dtype:
@@ -120,7 +121,7 @@ def _on_mesh(run, x, ids, weights, experts: Experts):
     if x.shape[0] % math.prod(mesh.shape[a] for a in splitters):
         splitters = ()  # an odd batch, of an evaluation: every device runs all rows
     if not holders and not splitters:
-        return run(x, ids, weights, experts).astype(x.dtype)
+        return rounded(run(x, ids, weights, experts), x.dtype)
     gathered = tuple(a for a in holders if a in splitters)
 
     def on_device(x, ids, weights, experts):
@@ -132,7 +133,7 @@ def _on_mesh(run, x, ids, weights, experts: Experts):
             out = lax.psum_scatter(out, gathered, tiled=True)
         elif holders:
             out = lax.psum(out, holders)
-        return out.astype(x.dtype)
+        return rounded(out, x.dtype)
 
     rows = PartitionSpec(splitters or None)
     return jax.shard_map(

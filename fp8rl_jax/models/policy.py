@@ -24,6 +24,7 @@ from jaxtyping import Array, Key
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.hf_names import DENSE, SPARSE, parameter_shapes, stack_of
 from fp8rl_jax.precision import is_quantized
+from pallas_kernels.rounding import rounded
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", *DENSE)
 EXPERT_LINEARS = tuple(name for name in SPARSE if name != "router")
@@ -216,7 +217,7 @@ def cast(policy: Policy, dtype: jnp.dtype) -> Policy:
 
     def convert(path, x):
         router = any(getattr(key, "key", getattr(key, "name", None)) == "router" for key in path)
-        return x if router or is_quantized(x) else x.astype(dtype)
+        return x if router or is_quantized(x) else rounded(x, dtype)
 
     return jax.tree_util.tree_map_with_path(convert, policy, is_leaf=is_quantized)
 

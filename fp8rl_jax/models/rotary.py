@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.rope_scaling import LinearRopeScaling
+from pallas_kernels.rounding import rounded
 
 
 def rope_frequencies(config: PolicyConfig) -> Float[Array, " half"]:
@@ -52,4 +53,4 @@ def rotate(x: Float[Array, "b t heads dim"], tables: tuple[Array, Array]) -> Flo
     """Rotary embedding in the half-split layout of Hugging Face, computed in float32."""
     cos, sin = (table[:, :, None, :] for table in tables)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    return rounded(jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1), x.dtype)

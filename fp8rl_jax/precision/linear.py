@@ -28,6 +28,7 @@ from pallas_kernels.exact import dot as exact_dot
 from pallas_kernels.exact import grouped_dot as exact_grouped_dot
 from pallas_kernels.grouped_matmul import dot as _grouped_dot
 from pallas_kernels.matmul import dot, selected_backend
+from pallas_kernels.rounding import rounded
 
 
 @jax.tree_util.register_dataclass
@@ -134,11 +135,11 @@ def linear(
         return trained_linear(x, weight, out_dtype, backend)
     if isinstance(weight, AdaptedWeight):
         base = partial(linear, out_dtype=jnp.float32, backend=backend, exact=exact)
-        return _adapted(exact_dot if exact else dot, base, x, weight, exact).astype(out_dtype)
+        return rounded(_adapted(exact_dot if exact else dot, base, x, weight, exact), out_dtype)
     if isinstance(x, QTensor) and isinstance(weight, QTensor) and not exact:
         return blockwise_matmul(x.values, x.scales, weight.values, weight.scales, weight.block, out_dtype, backend=backend)
     product = partial(exact_dot, out_dtype=out_dtype) if exact else dot  # rounded once, as the trainer's
-    return _unpacked(product, x, weight).astype(out_dtype)
+    return rounded(_unpacked(product, x, weight), out_dtype)
 
 
 def grouped_linear(
@@ -162,14 +163,14 @@ def grouped_linear(
     product = partial(exact_grouped_dot if exact else _grouped_dot, group_sizes=group_sizes)
     if isinstance(weight, AdaptedWeight):
         base = partial(grouped_linear, group_sizes=group_sizes, out_dtype=jnp.float32, backend=backend, exact=exact)
-        return _adapted(product, base, x, weight, exact).astype(out_dtype)
+        return rounded(_adapted(product, base, x, weight, exact), out_dtype)
     if isinstance(x, QTensor) and isinstance(weight, QTensor) and not exact:
         return grouped_matmul(
             x.values, x.scales, weight.values, weight.scales, group_sizes, weight.block, out_dtype, backend=backend
         )
     if exact:
         product = partial(product, out_dtype=out_dtype)
-    return _unpacked(product, x, weight).astype(out_dtype)
+    return rounded(_unpacked(product, x, weight), out_dtype)
 
 
 def _adapted(product: Callable, base: Callable, x: Input, weight: AdaptedWeight, exact: bool) -> Array:
@@ -177,7 +178,7 @@ def _adapted(product: Callable, base: Callable, x: Input, weight: AdaptedWeight,
     plain = x.plain if isinstance(x, AdaptedInput) else x
     if isinstance(plain, QTensor):
         raise TypeError("linear: the weight has an adapter, which needs the input in its plain form, too")
-    inner = product(plain.astype(weight.a.dtype), weight.a).astype(weight.a.dtype)
+    inner = rounded(product(rounded(plain, weight.a.dtype), weight.a), weight.a.dtype)
     operand = x.quantized if isinstance(x, AdaptedInput) else x
     return (add_scaled if exact else _add_scaled)(base(operand, weight.base), product(inner, weight.b), weight.scale)
 

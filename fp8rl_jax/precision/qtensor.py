@@ -18,6 +18,7 @@ from fp8rl_jax.precision.formats import element_dtype, max_value
 from pallas_kernels import dequantize_blocks, quantize_blocks, quantize_both
 from pallas_kernels import regroup as regroup_values
 from pallas_kernels.backend import Backend
+from pallas_kernels.rounding import rounded
 
 
 @jax.tree_util.register_dataclass
@@ -76,7 +77,7 @@ def regroup(q: QTensor, fmt: TensorFormat, backend: Backend = "auto") -> QTensor
 
 def quantize_weight(weight: Float[Array, "*batch m n"], fmt: TensorFormat, backend: Backend = "auto") -> QTensor:
     """Quantizes the bfloat16-rounded weight."""
-    return quantize(weight.astype(jnp.bfloat16), fmt, backend)
+    return quantize(rounded(weight, jnp.bfloat16), fmt, backend)
 
 
 def dequantize(q: QTensor) -> Float[Array, "*batch m n"]:

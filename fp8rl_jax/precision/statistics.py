@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float
 
 from fp8rl_jax.precision.qtensor import QTensor, dequantize
 from pallas_kernels.quantize import largest
+from pallas_kernels.rounding import rounded
 
 
 @jax.tree_util.register_dataclass
@@ -86,7 +87,7 @@ def weight_sums(weight: Float[Array, "*batch m n"], quantized: QTensor) -> Quant
     """`QuantizationSums` of a weight, as rounded to bfloat16, against its quantized form."""
     largest_value = jnp.full_like(quantized.values, jnp.finfo(quantized.values.dtype).max)
     limit = dequantize(replace(quantized, values=largest_value))
-    return QuantizationSums.of(weight.astype(jnp.bfloat16), dequantize(quantized), limit)
+    return QuantizationSums.of(rounded(weight, jnp.bfloat16), dequantize(quantized), limit)
 
 
 def stack_sums(sums: list[QuantizationSums]) -> QuantizationSums:

@@ -40,6 +40,7 @@ from pallas_kernels.exact import dot as exact_dot
 from pallas_kernels.exact import grouped_dot as exact_grouped_dot
 from pallas_kernels.grouped_matmul import align_groups, outer_product
 from pallas_kernels.grouped_matmul import dot as grouped_dot
+from pallas_kernels.rounding import rounded
 
 
 @jax.tree_util.register_dataclass
@@ -133,7 +134,7 @@ def _linear_backward(out_dtype, backend, residuals, dy):
     else:
         dx = _wide(rows) @ _wide(dequantize(w)).T
         dw = None if frozen else _wide(rows).T @ _wide(_rows(saved))
-    dx = dx.astype(like.dtype).reshape(*dy.shape[:-1], w.shape[0])
+    dx = rounded(dx, like.dtype).reshape(*dy.shape[:-1], w.shape[0])
     return TrainedInput(None, dx), replace(weight, quantized=None, master=dw)
 
 
@@ -168,7 +169,7 @@ def _grouped_backward(out_dtype, backend, residuals, dy):
     else:
         dx = grouped_dot(_wide(dy), dequantize(w), sizes)
     dw = None if saved is None else _grouped_weight_gradient(dy, _rows(saved), sizes, weight, backend)
-    return TrainedInput(None, dx.astype(like.dtype)), replace(weight, quantized=None, master=dw), None
+    return TrainedInput(None, rounded(dx, like.dtype)), replace(weight, quantized=None, master=dw), None
 
 
 def _grouped_weight_gradient(dy, tokens, sizes, weight, backend):

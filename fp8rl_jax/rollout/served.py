@@ -24,6 +24,7 @@ from fp8rl_jax.precision import (
     weight_sums,
 )
 from pallas_kernels.backend import Backend
+from pallas_kernels.rounding import rounded
 
 
 def quantized_policy(
@@ -76,7 +77,7 @@ def quantized_policy(
 
 def served_adapters(adapters: Adapters, config: PolicyConfig, dtype: jnp.dtype, unroll: bool) -> Adapters | list[Adapters]:
     """The rollout's form of adapters: the compute dtype, laid out like the layers."""
-    served = jax.tree.map(lambda x: x.astype(dtype), adapters)
+    served = jax.tree.map(lambda x: rounded(x, dtype), adapters)
     return unstack_adapters(served, config) if unroll else served
 
 

@@ -39,6 +39,7 @@ from fp8rl_jax.errors import UserError
 from fp8rl_jax.precision import QTensor, dequantize, max_value, quantize
 from fp8rl_jax.precision.rounding import round_stochastic
 from pallas_kernels.quantize import block_amax, expand
+from pallas_kernels.rounding import rounded
 
 GROUPS = TensorFormat("e4m3", (1, 128))
 """Of "e4m3" in the configuration."""
@@ -127,7 +128,7 @@ def _layer_by_layer(function: Callable, tensors: list, key: Key[Array, ""]) -> t
 def _store(x: Float[Array, "*axes"], fmt: MomentFormat, key: Key[Array, ""], second: bool) -> Array | QTensor:
     """A moment in the form that it rests in; the second is not negative and is rounded stochastically."""
     if not isinstance(fmt, TensorFormat):
-        return round_stochastic(x, fmt, key) if second and fmt != x.dtype else x.astype(fmt)
+        return round_stochastic(x, fmt, key) if second and fmt != x.dtype else rounded(x, fmt)
     q = quantize(x, fmt)
     if not second:
         return q

@@ -62,7 +62,7 @@ def _in_decodes_order(query, numbers, *arrays, out_dtype):
     axes = ["r n t h g d", "e", "i l r n t", *(f"r n{i} h s{i} d" for i in range(len(blocks)) for _ in range(2))]
     whole = tuple({name for names in axes for name in names.split()} - {"r", "h"})
     out = partitioned(run, f"{', '.join(axes)} -> {axes[0]}", {}, whole)(grouped, numbers, limits, *held)
-    return jnp.where(sum(gaps)[..., None, None] > 0, jnp.nan, out.reshape(query.shape)).astype(out_dtype)
+    return jnp.where(sum(gaps)[..., None, None] > 0, jnp.nan, out.reshape(query.shape))
 
 
 def _limits(block: Keys, b: int, t: int):

@@ -17,6 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.rounding import rounded
+
 # from this many query-key pairs of a row on, attention is chunked unless the caller says otherwise
 CHUNK_FROM, CHUNK = 1024 * 1024, 128
 _NO_QUERY = -2
@@ -124,7 +126,7 @@ def attend(
         out = out + o.reshape(b, t, kv_heads, group, dim)
     # a query that sees nothing has the output 0
     scale = value_scale / jnp.moveaxis(jnp.where(total == 0, 1.0, total), 3, 1)[..., None]
-    return (out * scale).reshape(b, t, heads, dim).astype(out_dtype)
+    return rounded((out * scale).reshape(b, t, heads, dim), out_dtype)
 
 
 def attend_in_chunks(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
+from pallas_kernels.rounding import rounded
+
 
 def write_cache(keys, values, k, v, cos, sin, row, slot, scales, q, query_scale):
     key_scale, value_scale = scales or (None, None)
@@ -20,13 +22,13 @@ def rotate(x, cos, sin):
     """Rotary embedding of x [tokens, heads, head_dim] in the half-split layout, computed in float32."""
     cos, sin = cos[:, None], sin[:, None]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    return rounded(jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1), x.dtype)
 
 
 def cast(x, scale, dtype):
     """x / scale, clamped to the range of an FP8 `dtype`; without a scale x in `dtype`."""
     if scale is None:
-        return x.astype(dtype)
+        return rounded(x, dtype)
     limit = float(jnp.finfo(dtype).max)
     return jnp.clip(x.astype(jnp.float32) / scale, -limit, limit).astype(dtype)
 

@@ -1,7 +1,7 @@
 """Arithmetic whose result does not depend on the order of its sums; `numbers` says how, `products` multiplies with it."""
 
 from pallas_kernels.exact.gradient import with_gradient_of
-from pallas_kernels.exact.numbers import cut, exp, log, once, rounded, scoped, sigmoid, total, wide
+from pallas_kernels.exact.numbers import cut, exp, log, once, scoped, sigmoid, total, wide
 from pallas_kernels.exact.products import Integers, add_scaled, attend, dot, grouped_dot, to_integers
 
 __all__ = [
@@ -14,7 +14,6 @@ __all__ = [
     "grouped_dot",
     "log",
     "once",
-    "rounded",
     "scoped",
     "sigmoid",
     "to_integers",

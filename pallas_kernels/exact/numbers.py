@@ -10,8 +10,7 @@ log-probability is then not the trainer's. Three rules make every result a funct
                 summation", 2013; in products, Ozaki et al., "Error-free transformations of matrix multiplication", 2012.)
     products    A product that is added to something has two factors of at most 24 bits. It is then exact in float64, fused or
                 not, and so is a product of three such factors in any order but for its one rounding.
-    roundings   To the dtype of a result by `lax.reduce_precision`. XLA may drop the rounding of a conversion down and up again
-                (it does for bfloat16 sums), and LLVM may fuse across one, but they keep this.
+    roundings   To the dtype of a result by `rounding.rounded`, which XLA and LLVM keep.
 
 float64 exists inside these functions alone: each opens JAX's 64-bit mode for itself and returns narrower arrays, so it works in
 a program that has the mode off. Nothing here has a gradient; see `with_gradient_of`.
@@ -43,12 +42,6 @@ def wide(x: Array) -> Array:
 def cut(x: Array) -> Array:
     """A float64 rounded to float32's 24 bits."""
     return lax.reduce_precision(x, *F32)
-
-
-def rounded(x: Array, dtype: jnp.dtype) -> Array:
-    """A float64 in `dtype`, rounded once."""
-    info = jnp.finfo(dtype)
-    return lax.reduce_precision(x, info.nexp, info.nmant).astype(dtype)
 
 
 def once(x: Array) -> Array:

@@ -20,9 +20,10 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.exact.gradient import with_gradient_of
-from pallas_kernels.exact.numbers import cut, exp, integers, once, rounded, scoped, total, wide
+from pallas_kernels.exact.numbers import cut, exp, integers, once, scoped, total, wide
 from pallas_kernels.grouped_matmul import reference as grouped_reference
 from pallas_kernels.matmul import reference
+from pallas_kernels.rounding import rounded
 
 SLICE_BITS, RIGHT_BITS = 14, 22
 MAX_TERMS = 2 ** (53 - SLICE_BITS - RIGHT_BITS)

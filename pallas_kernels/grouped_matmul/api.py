@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.backend import Backend, check_pair, choose, name_of, resolve
 from pallas_kernels.grouped_matmul import reference
 from pallas_kernels.partition import on_mesh, partitioned
+from pallas_kernels.rounding import rounded
 
 HOPPER_BLOCK = (128, 128)
 
@@ -66,7 +67,7 @@ def grouped_matmul(
     kernel = partial(hopper.matmul, out_dtype=jnp.float32 if on_mesh() else out_dtype)
     blocks = {"b": ("k", 128), "c": ("n", 128)}
     kernel = partitioned(kernel, "m k, m b, g n k, g c b, g -> m n", blocks, ("m", "g"))
-    return kernel(x, x_scales, w, w_scales, group_sizes).astype(out_dtype)
+    return rounded(kernel(x, x_scales, w, w_scales, group_sizes), out_dtype)
 
 
 def grouped_outer_product(

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.quantize import dequantize_blocks
+from pallas_kernels.rounding import rounded
 
 BY_ROW = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
 _OVER_ROWS = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
@@ -17,7 +18,7 @@ _OVER_ROWS = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
 
 def matmul(x, x_scales, w, w_scales, group_sizes, w_block, out_dtype):
     x = dequantize_blocks(x, x_scales, (1, w_block[1]))
-    return dot(x, dequantize_blocks(w, w_scales, w_block), group_sizes).astype(out_dtype)
+    return rounded(dot(x, dequantize_blocks(w, w_scales, w_block), group_sizes), out_dtype)
 
 
 def dot(x, w, group_sizes):

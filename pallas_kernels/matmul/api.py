@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.backend import Backend, check_pair, choose, name_of, resolve
 from pallas_kernels.matmul import reference
 from pallas_kernels.partition import on_mesh, partitioned
+from pallas_kernels.rounding import rounded
 
 HOPPER_BLOCKS = ((128, 128), (1, 128))
 
@@ -65,4 +66,4 @@ def blockwise_matmul(
     lead = " ".join(f"m{axis}" for axis in range(x.ndim - 1))
     blocks = {"b": ("k", 128)} | ({"c": ("n", w_block[0])} if w_block[0] > 1 else {})
     rule = f"{lead} k, {lead} b, n k, {'c' if w_block[0] > 1 else 'n'} b -> {lead} n"
-    return partitioned(kernel, rule, blocks)(x, x_scales, w, w_scales).astype(out_dtype)
+    return rounded(partitioned(kernel, rule, blocks)(x, x_scales, w, w_scales), out_dtype)

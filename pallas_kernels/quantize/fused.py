@@ -24,8 +24,8 @@ def quantize_swiglu(
 ) -> tuple[Float[Array, "*batch n"], Float[Array, "*batch nb"]]:
     """`quantize_blocks` of silu(gate) * up (arXiv 2002.05202) in blocks of (1, size), which is never in memory itself.
 
-    Every operation is rounded to the dtype of `gate`, as `jax.nn.silu(gate) * up` rounds them. Another backend's exponential
-    may differ in its last float32 bit, and a number then by one step of that dtype before it is quantized.
+    silu(gate) and the product are each rounded to the dtype of `gate`, as torch and vLLM round them. Another backend's
+    exponential may differ in its last float32 bit, and a number then by one step of that dtype before it is quantized.
 
     Args:
         gate, up: one shape and dtype; bfloat16 or float32 on hopper.

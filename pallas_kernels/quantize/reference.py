@@ -82,16 +82,14 @@ def expand(scales, block, shape):
 
 
 def swiglu(gate, up):
-    """silu(gate) * up, each operation rounded to their dtype, as jax.nn.silu(gate) * up is outside of a jit. Inside of one, XLA
-    keeps what it likes in float32; a rounding that is asked for stays."""
+    """silu(gate) * up in float32, rounded to their dtype behind silu and behind the product, as torch and vLLM round it."""
     kind = jnp.finfo(gate.dtype)
 
     def rounded(x):
         return lax.reduce_precision(x, kind.nexp, kind.nmant)
 
     gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
-    sigmoid = rounded(1.0 / rounded(1.0 + rounded(jnp.exp(-gate))))
-    return rounded(rounded(gate * sigmoid) * up)
+    return rounded(rounded(gate * (1.0 / (1.0 + jnp.exp(-gate)))) * up)
 
 
 def inverse_rms(x, eps):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from dataclasses import replace
 from functools import cache
 
@@ -20,6 +21,7 @@ from fp8rl_jax.compare.walk import compare
 from fp8rl_jax.config.recipe import RECIPES, Recipe, TensorFormat, get_recipe
 from fp8rl_jax.config.rl import RLConfig
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.models import arithmetic
 from fp8rl_jax.models.policy import init_policy
 from fp8rl_jax.rollout.engine import LocalEngine, pad_prompts
 from fp8rl_jax.rollout.sampling import Sampling
@@ -208,3 +210,22 @@ def test_an_exact_rollout_is_its_trainer_bit_for_bit():
     found = compare(a, b, TOKENS)
     assert found.equal and found.logprobs["max_abs"] == 0.0
     assert all(operation.output.equal and operation.own.equal for layer in found.layers for operation in layer.operations)
+
+
+@pytest.mark.parametrize("left_to_the_compiler", [True, False])
+def test_excess_precision_is_named(monkeypatch, left_to_the_compiler):
+    """Of a model whose roundings are XLA's choice: it keeps 16-bit results in float32, in each program its own way."""
+    config = replace(DENSE, rms_norm_eps=1e-4 if left_to_the_compiler else 1e-5)  # programs of this test alone
+    if left_to_the_compiler:
+        forward = sys.modules["fp8rl_jax.models.forward"]
+        implicit = arithmetic.PLAIN._replace(
+            add=lambda x, y: x + y, gated=lambda gate, up, activation: arithmetic.ACTIVATIONS[activation](gate) * up
+        )
+        monkeypatch.setattr(forward, "arithmetic", lambda exact: implicit)
+    sides = [side("bf16", phase, policy(config), dtype="bfloat16") for phase in ("rollout", "trainer")]
+    first = {first.cause: first for first in compare(*sides, TOKENS).first}
+    assert ("excess precision" in first) == left_to_the_compiler
+    if left_to_the_compiler:
+        assert first["excess precision"].where == "whole program"
+        assert "side b: " in first["excess precision"].detail
+    assert side("bf16", "trainer").excess is None

@@ -1,0 +1,1 @@
+"""Mismatch by depth: what it is made of."""

@@ -1,0 +1,248 @@
+"""What the mismatch is made of, and how it grows with depth: `python -m experiments.depth --output FOLDER`.
+
+Forward passes alone. A model is cut to its first layers, ten sets of prompts are continued by the bf16 rollout, and the same
+tokens are scored in four ways, each a program of its own:
+
+    trainer    the update's forward, the trainer's formats, all tokens of a completion at once
+    linears    the same program with the rollout's formats of the linears
+    cache      the same program with all of the rollout's formats: the FP8 cache and queries are new
+    decode     the rollout: a token at a time over its cache, with the formats of `cache`
+
+Neighbours differ in one thing, so their k3 says what each part is worth: formats (trainer - linears), cache (linears - cache),
+order of sums (cache - decode). `total` is trainer - decode, what a run would log. k3 is no distance: the parts need not add up.
+
+The rollout's layers are scanned, as its unrolled form compiles ten times as long.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.benchmarks.machine import facts
+from fp8rl_jax.cli.load import parse_arguments
+from fp8rl_jax.compare.probe import Tokens
+from fp8rl_jax.compare.programs import at_once, one_by_one
+from fp8rl_jax.config.recipe import RECIPES, ForwardFormats, Recipe
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.models.config import PolicyConfig
+from fp8rl_jax.models.loading import load_policy
+from fp8rl_jax.models.policy import Policy, init_policy, run_of_layers
+from fp8rl_jax.models.resolve import resolve_model
+from fp8rl_jax.models.tokenizer import load_tokenizer
+from fp8rl_jax.models.trained import trainer_policy
+from fp8rl_jax.rl import mismatch_metrics
+from fp8rl_jax.rollout.calibration import calibrate_on_prompts
+from fp8rl_jax.rollout.engine import Prompts, pad_prompts
+from fp8rl_jax.rollout.sampler import generate
+from fp8rl_jax.rollout.sampling import Sampling
+from fp8rl_jax.rollout.served import quantized_policy
+
+MODEL = "smollm2-135m"
+SETS = (
+    *("basic_arithmetic", "chain_sum", "spell_backward", "letter_counting", "word_sorting"),
+    *("gcd", "number_sorting", "leg_counting", "caesar_cipher", "syllogism"),
+)
+"""Tasks of reasoning-gym: a prompt set each."""
+PROMPTS, WIDTH, NEW = 4, 24, 16
+WAYS = ("trainer", "linears", "cache", "decode")
+PARTS = {"formats": (0, 1), "cache": (1, 2), "order": (2, 3), "total": (0, 3)}
+COMPUTE = ForwardFormats()
+BACKEND = "reference"
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Mismatch by depth, split into formats, cache and order of sums."""
+
+    output: str = "experiments/results/depth"
+    """Directory of results.json, summary.md and depth.svg. Points that results.json has already are kept."""
+    depths: tuple[int, ...] = (2, 4, 8, 16, 30)
+    """Layers of the model, its first."""
+    weights: tuple[str, ...] = ("smollm2", "random")
+    """SmolLM2-135M, and random weights in its shape (GPT-2's initialization)."""
+    dtypes: tuple[str, ...] = ("bfloat16", "float32")
+    """Compute dtypes."""
+    recipes: tuple[str, ...] = tuple(name for name in RECIPES if name not in ("jet-rl",))
+    """jet-rl has the formats of fp8-e2e."""
+
+    def problems(self) -> list[str]:
+        """Every value that cannot work, one line each; empty where all is well."""
+        unknown = [f"--recipes: {name} unknown" for name in self.recipes if name not in RECIPES]
+        unknown += [f"--weights: {name} unknown (smollm2, random)" for name in self.weights if name not in ("smollm2", "random")]
+        return unknown + [f"--depths: {depth} must be from 1 to 30" for depth in self.depths if not 1 <= depth <= 30]
+
+
+@cache
+def model(weights: str) -> Policy:
+    """All layers, float32."""
+    policy = load_policy(resolve_model(MODEL), jnp.float32)
+    return policy if weights == "smollm2" else init_policy(policy.config, jax.random.key(0))
+
+
+def cut(policy: Policy, depth: int) -> Policy:
+    """The first `depth` layers between the embedding and the head."""
+    config: PolicyConfig = replace(policy.config, num_layers=depth)
+    return Policy(config, policy.embed_tokens, run_of_layers(policy, 0, depth), policy.norm, policy.lm_head)
+
+
+@cache
+def prompts() -> Prompts:
+    """The prompt sets one after the other, the last WIDTH tokens of each prompt."""
+    import reasoning_gym
+
+    directory = resolve_model(MODEL)
+    tokenizer = load_tokenizer(directory, PolicyConfig.from_directory(directory).vocab_size)
+    rows = []
+    for name in SETS:
+        data = reasoning_gym.create_dataset(name, size=PROMPTS, seed=0)
+        rows += [tokenizer.encode(data[i]["question"])[-WIDTH:] for i in range(PROMPTS)]
+    return pad_prompts(rows, list(range(len(rows))), WIDTH)
+
+
+_calibrate = partial(calibrate_on_prompts, backend=BACKEND)
+_serve = jax.jit(quantized_policy, static_argnums=(1, 2, 3, 4))
+_train = jax.jit(trainer_policy, static_argnums=(1, 2, 3))
+_at_once = jax.jit(partial(at_once, backend=BACKEND), static_argnames=("recipe", "phase"))
+_one_by_one = jax.jit(partial(one_by_one, backend=BACKEND), static_argnames="recipe")
+_sample = partial(generate, samples=1, sampling=Sampling(max_new_tokens=NEW), recipe=RECIPES["bf16"], backend=BACKEND)
+
+
+def point(weights: str, depth: int, dtype: str, recipes: tuple[str, ...]) -> dict[str, dict[str, list[float]]]:
+    """k3 of each part for each prompt set, by recipe."""
+    policy, kind, given = cut(model(weights), depth), jnp.dtype(dtype), prompts()
+    sampled = _sample(_serve(policy, RECIPES["bf16"], kind, False, BACKEND)[0], *given, jax.random.key(0)).tokens
+    tokens = Tokens(given.tokens, given.lengths, sampled, jnp.full(len(sampled), NEW))
+    scored: dict = {}
+
+    def score(recipe: Recipe, way: str):
+        side = recipe.trainer if way == "trainer" else recipe.rollout
+        if way == "linears":
+            side = replace(side, query=COMPUTE.query, key=COMPUTE.key, value=COMPUTE.value)
+        # what is computed: recipes that share it share the result
+        form = Recipe("formats", trainer=side) if way == "trainer" else Recipe("formats", rollout=side)
+        if (way == "decode", way == "trainer", form) not in scored:
+            scales = _calibrate(policy, given, replace(recipe, rollout=side), kind) if side.key.quantized else None
+            if way == "trainer":
+                gradient = replace(recipe, rollout=COMPUTE, name="formats")
+                found = _at_once(_train(policy, gradient, kind, BACKEND), tokens, None, recipe=form, phase="train")
+            else:
+                served = _serve(policy, form, kind, False, BACKEND)[0]
+                found = (
+                    _one_by_one(served, tokens, scales, recipe=form)
+                    if way == "decode"
+                    else _at_once(served, tokens, scales, recipe=form, phase="prefill")
+                )
+            scored[way == "decode", way == "trainer", form] = np.asarray(found)
+        return scored[way == "decode", way == "trainer", form]
+
+    def k3(train: np.ndarray, rollout: np.ndarray) -> list[float]:
+        sets = zip(np.split(train, len(SETS)), np.split(rollout, len(SETS)), strict=True)
+        found = [mismatch_metrics(jnp.asarray(r), jnp.asarray(t), jnp.ones(t.shape, bool)) for t, r in sets]
+        return [float(f"{float(x['mismatch/k3']):.4g}") for x in found]
+
+    results = {}
+    for name in recipes:
+        ways = [score(RECIPES[name], way) for way in WAYS]
+        results[name] = {part: k3(ways[i], ways[j]) for part, (i, j) in PARTS.items()}
+        results[name]["largest"] = float(f"{np.abs(ways[0] - ways[3]).max():.4g}")
+    return results
+
+
+def mean(values: list[float]) -> tuple[float, float, float]:
+    """Mean over prompt sets, and its 95 % interval by bootstrap over the sets."""
+    drawn = np.random.default_rng(0).choice(values, (10_000, len(values))).mean(1)
+    return float(np.mean(values)), *(float(x) for x in np.quantile(drawn, (0.025, 0.975)))
+
+
+def summary(points: list[dict]) -> str:
+    """A table a model and dtype: total k3 of each recipe by depth, and its parts at the greatest."""
+    lines = []
+    for weights, dtype in dict.fromkeys((p["weights"], p["dtype"]) for p in points):
+        chosen = sorted((p for p in points if (p["weights"], p["dtype"]) == (weights, dtype)), key=lambda p: p["depth"])
+        depths, last = [p["depth"] for p in chosen], chosen[-1]
+        about = "Mean of k3 over ten prompt sets (95 % interval by bootstrap over the sets); at the greatest depth its parts."
+        lines += [f"### {weights}, {dtype}", "", about, ""]
+        lines.append("| recipe | " + " | ".join(f"{d} layers" for d in depths) + " | formats | cache | order of sums |")
+        lines.append("|---" * (len(depths) + 4) + "|")
+        for name in last["k3"]:
+            cells = []
+            for p in chosen:
+                middle, low, high = mean(p["k3"][name]["total"])
+                cells.append(f"{middle:.1e} ({low:.1e}-{high:.1e})" if p is last else f"{middle:.1e}")
+            cells += [f"{mean(last['k3'][name][part])[0]:.1e}" for part in ("formats", "cache", "order")]
+            lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def draw(points: list[dict], path: Path) -> None:
+    """Total k3 by depth, a panel for each model and dtype."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    panels = list(dict.fromkeys((p["weights"], p["dtype"]) for p in points))
+    figure, axes = plt.subplots(1, len(panels), figsize=(3.4 * len(panels), 3.6), sharey=True, squeeze=False)
+    for axis, (weights, dtype) in zip(axes[0], panels, strict=True):
+        chosen = sorted((p for p in points if (p["weights"], p["dtype"]) == (weights, dtype)), key=lambda p: p["depth"])
+        for name in chosen[-1]["k3"]:
+            found = np.asarray([mean(p["k3"][name]["total"]) for p in chosen])
+            line = axis.plot([p["depth"] for p in chosen], found[:, 0], marker="o", markersize=3, label=name)[0]
+            axis.fill_between([p["depth"] for p in chosen], found[:, 1], found[:, 2], alpha=0.15, color=line.get_color())
+        axis.set(title=f"{weights}, {dtype}", xlabel="layers", yscale="log", xscale="log", xticks=[p["depth"] for p in chosen])
+        axis.set_xticklabels([p["depth"] for p in chosen])
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("mismatch, k3")
+    axes[0][-1].legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def main(argv: list[str]) -> int:
+    """Exit code: 0, or 2 for a fault in what was given."""
+    try:
+        arguments = parse_arguments(Arguments, argv, "python -m experiments.depth")
+        run(arguments)
+    except UserError as error:
+        for line in str(error).splitlines():
+            print(f"depth: error: {line}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def run(arguments: Arguments) -> None:
+    """Point by point; what is measured is on disk at once."""
+    output = Path(arguments.output)
+    output.mkdir(parents=True, exist_ok=True)
+    path = output / "results.json"
+    record = json.loads(path.read_text()) if path.exists() else {"points": []}
+    have = {(p["weights"], p["depth"], p["dtype"]) for p in record["points"]}
+    for depth in arguments.depths:
+        for dtype in arguments.dtypes:
+            for weights in arguments.weights:
+                if (weights, depth, dtype) in have:
+                    continue
+                print(f"{weights}, {depth} layers, {dtype}", file=sys.stderr)
+                found = point(weights, depth, dtype, arguments.recipes)
+                record["made"] = facts("experiments.depth")
+                made = {"weights": weights, "depth": depth, "dtype": dtype, "commit": record["made"]["commit"]}
+                record["points"].append(made | {"k3": found})
+                path.write_text(json.dumps(record, indent=1) + "\n")
+            jax.clear_caches()  # the programs of one depth fit no other
+    (output / "summary.md").write_text(summary(record["points"]))
+    draw(record["points"], output / "depth.svg")
+    print(summary(record["points"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
