@@ -32,6 +32,7 @@ from pallas_kernels.backend import Backend
 _quantized_policy = jax.jit(quantized_policy, static_argnames=("recipe", "dtype", "unroll", "backend"))
 _served_adapters = jax.jit(served_adapters, static_argnames=("config", "dtype", "unroll"))
 _finite_flags = jax.jit(finite_flags)
+_joined = jax.jit(lambda parts: jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts))
 
 
 class Prompts(NamedTuple):
@@ -167,7 +168,7 @@ class LocalEngine:
             raise RuntimeError(f"calibrate: recipe {self.recipe.name!r} does not calibrate a cache in the rollout")
         observe = partial(observe_served, self.policy, recipe=self.recipe, backend=self.backend)
         seen = [observe(batch.tokens, batch.lengths, self._replaced) for batch in prompts]
-        seen = jax.tree.map(lambda *parts: jnp.concatenate(parts), *seen)
+        seen = _joined(seen) if len(seen) > 1 else seen[0]
         self.scales = scales_from_amax(seen.amax, self.recipe)
         self.finite = _finite_flags(self.policy, self.scales)
         if self._replaced is not None:
