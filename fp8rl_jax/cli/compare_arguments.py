@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -100,10 +100,14 @@ class SideSpec:
     backend: str
 
 
-def _over(common: PrecisionConfig, own: PrecisionConfig) -> PrecisionConfig:
-    """The changes for both sides, with a side's own over them."""
-    default = PrecisionConfig()
-    changes = {f.name: getattr(own, f.name) for f in dataclasses.fields(own) if getattr(own, f.name) != getattr(default, f.name)}
+def _over(common: Any, own: Any) -> Any:
+    """The changes for both sides, with a side's own over them, of a PrecisionConfig or of a table in it."""
+    default, changes = type(own)(), {}
+    for name, value in vars(own).items():
+        if dataclasses.is_dataclass(value):
+            changes[name] = _over(getattr(common, name), value)
+        elif value != getattr(default, name):
+            changes[name] = value
     return dataclasses.replace(common, **changes)
 
 

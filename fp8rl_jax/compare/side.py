@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from fp8rl_jax.compare.probe import Stretches, Tokens, run_layer
 from fp8rl_jax.compare.programs import excess_precision
-from fp8rl_jax.config.recipe import ForwardFormats, Recipe, TensorFormat
+from fp8rl_jax.config.recipe import ForwardFormats, Recipe
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.arithmetic import arithmetic
 from fp8rl_jax.models.cache import KVCache, KVScales
@@ -24,9 +24,9 @@ from fp8rl_jax.models.forward import embed, layer_inputs
 from fp8rl_jax.models.hf_names import stack_of
 from fp8rl_jax.models.logprobs import token_logprobs
 from fp8rl_jax.models.policy import Policy, unstack
-from fp8rl_jax.models.trained import quantized_tensors, trainer_policy
-from fp8rl_jax.precision import QTensor, TrainedWeight, check_recipe
-from fp8rl_jax.rollout.calibration import observe_qkv, scales_from_amax
+from fp8rl_jax.models.trained import trainer_policy
+from fp8rl_jax.precision import QTensor, TrainedWeight, check_recipe, describe
+from fp8rl_jax.rollout.calibration import observe_qkv, observe_served, scales_from_amax
 from fp8rl_jax.rollout.sampling import logprob_of
 from fp8rl_jax.rollout.served import quantized_policy
 from pallas_kernels.backend import Backend
@@ -75,17 +75,13 @@ class Side:
         if phase == "trainer":
             served = jax.jit(trainer_policy, static_argnums=(1, 2, 3))(policy, recipe, kind, backend)
         else:
-            chosen = quantized_tensors(policy, recipe) if recipe.rollout.weight.quantized else {}
-            uniform = all(set(stack_of(policy.config, name)) == layers for name, layers in chosen.items())
-            convert = partial(quantized_policy, recipe=recipe, dtype=kind, unroll=not uniform, backend=backend)
-            served = jax.jit(convert)(policy)[0]
+            served = jax.jit(partial(quantized_policy, recipe=recipe, dtype=kind, unroll=False, backend=backend))(policy)[0]
             if recipe.quantizes_cache:
                 scales = _calibrate(policy, served, recipe, kind, tokens, backend)
         excess = None
         if kind.itemsize == 2 and not recipe.exact:
             excess = excess_precision(served, tokens, scales, recipe, phase == "rollout", backend)
-        served = unstack(served) if served.stacked else served
-        return cls(recipe, phase, kind, backend, policy, served, scales, excess)
+        return cls(recipe, phase, kind, backend, policy, unstack(served), scales, excess)
 
     @property
     def formats(self) -> ForwardFormats:
@@ -149,20 +145,15 @@ def describe_side(model: str, side: Side) -> dict[str, Any]:
     }
 
 
-def describe(fmt: TensorFormat) -> str:
-    """Such as "e4m3 128x128 float32 scales"."""
-    block = "one scale" if fmt.block is None else f"{fmt.block[0]}x{fmt.block[1]} {fmt.scale} scales"
-    return f"{fmt.format} {block}"
-
-
 def _calibrate(
     policy: Policy, served: Policy, recipe: Recipe, dtype: jnp.dtype, tokens: Tokens, backend: Backend
 ) -> KVScales:
-    observe = partial(observe_qkv, recipe=recipe, dtype=dtype, backend=backend)
+    prompts = tokens.prompts, tokens.prompt_lengths
     if recipe.kv_calibration == "trainer":
-        seen = observe(policy, tokens.prompts, tokens.prompt_lengths, tokens.completions, tokens.masks.completion)
+        completions = tokens.completions, tokens.masks.completion
+        seen = observe_qkv(policy, *prompts, *completions, recipe=recipe, dtype=dtype, backend=backend)
     else:
-        seen = observe(served, tokens.prompts, tokens.prompt_lengths)
+        seen = observe_served(served, *prompts, recipe=recipe, backend=backend)
     scales = scales_from_amax(seen.amax, recipe)
     if not all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(scales)):
         raise UserError(f"recipe {recipe.name!r}: the KV scales are not finite; the weights are broken or overflow {dtype}")

@@ -17,10 +17,10 @@ import numpy as np
 from fp8rl_jax.compare.operations import CAUSES, Operand, Operation, Verdict, judge, operations
 from fp8rl_jax.compare.probe import Stretches, Tokens
 from fp8rl_jax.compare.results import Comparison, First, LayerResult, OperationResult
-from fp8rl_jax.compare.side import Side, describe
+from fp8rl_jax.compare.side import Side
 from fp8rl_jax.compare.statistics import Difference, difference, logprob_differences
 from fp8rl_jax.models.policy import EXPERT_LINEARS, LINEARS
-from fp8rl_jax.precision import QTensor, is_quantized
+from fp8rl_jax.precision import QTensor, describe, is_quantized
 
 
 def compare(

@@ -80,7 +80,8 @@ class CorrectionConfig:
 
     method: CorrectionMethod = "recipe"
     """The preset that fills what is unset below. recipe: as the precision recipe says. none: nothing. token_tis: token
-    weights min(rho, 2). sequence_tis, icepop, mis, geometric, k3, and the rows of verl and NeMo RL: config/presets.py."""
+    weights min(rho, 2). sequence_tis, icepop, mis, token_mis, geometric, k3, and the rows of verl and NeMo RL:
+    config/presets.py."""
     mode: CorrectionMode | None = None
     """decoupled: clip pi_theta / pi_old, then weight by rho. bypass: no pi_old; pi_theta / pi_rollout takes both parts."""
     weights: WeightLevel | None = None

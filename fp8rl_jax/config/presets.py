@@ -15,6 +15,10 @@ verl: the factory methods of RolloutCorrectionConfig (verl/trainer/config/algori
 truncated_importance_sampling_type of ClippedPGLossFn (nemo_rl/algorithms/loss/loss_functions.py, commit 7ea279ab) with
 the reference bounds that its comments name, and 2 for tis, as its FP8 runs have it.
 
+token_mis is the token-level form of mis: weights min(rho, 2), and a token with rho outside [0.5, 2] is out of the loss and of its
+denominator. IcePop differs in that: it gives such a token (outside [0.5, 5]) weight 0 and leaves it in the denominator, so that
+it needs no pass over the whole batch; `method = "icepop"` with other bounds is masking of that kind.
+
 Where they come from: truncated importance sampling, https://fengyao.notion.site/off-policy-rl and arXiv 2601.18150
 (FP8-RL); IcePop, arXiv 2510.18855 (Ring-1T); sequence-level masking (MIS), geometric and k3 rejection,
 https://richardli.xyz/rl-collapse ("When Speed Kills Stability") and arXiv 2512.23075.
@@ -42,6 +46,7 @@ PLAIN: dict[str, Any] = {
 _TOKEN = {"weights": "token"}
 _SEQUENCE = {"weights": "sequence"}
 _ICEPOP = {"weights": "token", "bounds": "mask", "min_weight": 0.5, "max_weight": 5.0}
+_TOKEN_BOUNDS = {"reject": ("token_k1:0.5:2",)}
 _PRODUCT = {"reject": ("seq_sum_k1:0.5:2",)}
 _GEOMETRIC = {"reject": ("seq_mean_k1:0.999:1.001",)}
 _K3 = {"reject": ("seq_mean_k3:0.01",)}
@@ -57,6 +62,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "sequence_tis": _SEQUENCE,
     "icepop": _ICEPOP,
     "mis": _SEQUENCE | _PRODUCT,
+    "token_mis": _TOKEN | _TOKEN_BOUNDS,
     "geometric": _GEOMETRIC,
     "k3": _K3,
     "verl_decoupled_token_is": _VERL | _TOKEN,

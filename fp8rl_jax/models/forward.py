@@ -12,7 +12,6 @@ the model.
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -24,7 +23,7 @@ from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.models.arithmetic import PLAIN, Arithmetic, arithmetic
 from fp8rl_jax.models.cache import KVBlock, KVCache
 from fp8rl_jax.models.layer import LayerInputs, LayerOutputs, LayerStep, OwnBlock
-from fp8rl_jax.models.policy import Policy, run_of_layers
+from fp8rl_jax.models.policy import Policy, equal_runs, run_of_layers
 from fp8rl_jax.models.rotary import layer_frequencies
 from pallas_kernels.backend import Backend, check_exact
 from pallas_kernels.matmul import selected_backend
@@ -57,6 +56,7 @@ def forward(
     attention_chunk: int | None = None,
     keep_cache: bool = True,
     observe: Callable[..., Any] | None = None,
+    calibrate: Callable[[Any], tuple[Array, Array, Array]] | None = None,
     backend: Backend = "auto",
 ) -> ForwardResult:
     """Runs the policy over `tokens`.
@@ -79,6 +79,8 @@ def forward(
         keep_cache: False leaves `ForwardResult.cache` empty where nothing reads it.
         observe: called in each layer as observe(q, k, v, real, scales), after q/k-norm and rope and before anything is
             quantized: q, k, v [b, t, heads, dim]; real [b, t, 1, 1], False on padding; the layer's KV scales or None.
+        calibrate: gives a layer the scales of Q, K and V, float32 scalars, from what `observe` returned in it, in place of
+            `cache.scales`. A layer's scales are then known before its attention runs, and the next layer sees what they did.
 
     Raises:
         ValueError: the recipe quantizes the cache and `cache.scales` is missing; the policy has a sliding window and the
@@ -87,7 +89,7 @@ def forward(
     recipe = recipe or Recipe("bf16")
     formats = recipe.trainer if phase == "train" else recipe.rollout
     cache, config = cache or KVCache(), policy.config
-    if formats.key.quantized and cache.scales is None:
+    if formats.key.quantized and cache.scales is None and calibrate is None:
         raise ValueError(f"recipe {recipe.name!r} quantizes the KV cache: forward needs cache.scales")
     if config.windows is not None and cache.shared is not None and cache.shared.positions is None:
         raise ValueError("forward: with a sliding window the shared block needs the positions of its slots")
@@ -104,7 +106,9 @@ def forward(
         check_exact(selected_backend(backend), "forward")
     numbers = arithmetic(recipe.exact)
     x = embed(policy, tokens, numbers)
-    step = LayerStep(config, formats, positions, segment_ids, cache, observe, backend, prefix_ids, attention_chunk, numbers)
+    step = LayerStep(
+        config, formats, positions, segment_ids, cache, observe, backend, prefix_ids, attention_chunk, numbers, calibrate
+    )
     run = jax.checkpoint(step, prevent_cse=False) if remat else step
     x, outputs = (_scan if policy.stacked else _unroll)(run, policy, x, cache, routes, keep_cache)
     block = None
@@ -164,10 +168,9 @@ def _scan(step: Callable, policy: Policy, x, cache: KVCache, routes, keep_cache:
 
     carry = (x, None if cache.own is None else (cache.own.keys, cache.own.values))
     parts = []
-    # one scan for each run of layers of a kind: most models have a single one
-    for sparse, run in groupby(range(config.num_layers), lambda i: i in config.sparse_layers):
-        start, *rest = run
-        stop = start + 1 + len(rest)
+    # one scan for each run of layers of a kind: most models, under most recipes, have a single one
+    for run in equal_runs(policy):
+        start, stop, sparse = run.start, run.stop, run.start in config.sparse_layers
         first = config.sparse_layers.index(start) if sparse else 0
         inputs = layer_inputs(
             policy, cache, routes if sparse else None,

@@ -107,7 +107,9 @@ class LayerStep:
         prefix_ids: Int[Array, "b t"] | None = None,
         attention_chunk: int | None = None,
         arithmetic: Arithmetic = PLAIN,
+        calibrate: Callable[[Any], tuple[Array, Array, Array]] | None = None,
     ):
+        self.calibrate = calibrate
         self.config, self.formats, self.cache, self.observe, self.backend = config, formats, cache, observe, backend
         self.positions, self.segment_ids, self.arithmetic = positions, segment_ids, arithmetic
         # cuDNN's attention serves prefill and training where it can; there is no kernel of ours to insist on
@@ -175,7 +177,7 @@ class LayerStep:
         observed = self.observe(q, k, v, (self.segment_ids > 0)[..., None, None], inputs.scales) if self.observe else None
         sq = sk = sv = None
         if self.formats.key.quantized:
-            sq, sk, sv = inputs.scales
+            sq, sk, sv = inputs.scales if self.calibrate is None else self.calibrate(observed)
             k, v = quantize_per_tensor(k, sk, self.formats.key), quantize_per_tensor(v, sv, self.formats.value)
             q, sq = (quantize_per_tensor(q, sq, self.formats.query), sq) if self.formats.query.quantized else (q, None)
         k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)

@@ -19,7 +19,7 @@ from fp8rl_jax.config.lora import LoraConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.hf_names import stack_of
-from fp8rl_jax.models.policy import Layer, Policy, Weight, linear_names, tensor_specs, with_layers
+from fp8rl_jax.models.policy import Layer, Policy, Weight, WeightRuns, linear_names, tensor_specs, with_layers
 from fp8rl_jax.precision import AdaptedWeight, QTensor, dequantize
 
 
@@ -151,16 +151,23 @@ def merge(policy: Policy) -> Policy:
         policy: layers stacked, every shard addressable by this process.
     """
 
-    def plain(weight: Weight | Adapted) -> Weight:
-        base = weight.base if isinstance(weight, Adapted) else weight
+    def unpacked(base: Weight | WeightRuns) -> np.ndarray:
+        if isinstance(base, WeightRuns):
+            return np.concatenate([unpacked(part) for part in base.parts])
         quantized = isinstance(base.value, QTensor)
-        value = np.asarray(dequantize(jax.tree.map(jnp.asarray, base.value)) if quantized else base.value)
+        return np.asarray(dequantize(jax.tree.map(jnp.asarray, base.value)) if quantized else base.value)
+
+    def plain(name: str, weight: Weight | WeightRuns | Adapted) -> Weight:
+        value = unpacked(weight.base if isinstance(weight, Adapted) else weight)
         if isinstance(weight, Adapted):
             value = _add(value, np.asarray(weight.adapter.a.value), np.asarray(weight.adapter.b.value), weight.adapter.scale)
-        return Weight(value, base.axes)
+        return Weight(value, tensor_specs(policy.config)[f"layers.{name}"][1])
 
     tensors = policy.layers.tensors()
-    changed = {n: plain(w) for n, w in tensors.items() if isinstance(w, Adapted) or isinstance(w.value, QTensor)}
+    changed = {
+        name: plain(name, weight) for name, weight in tensors.items()
+        if isinstance(weight, Adapted | WeightRuns) or isinstance(weight.value, QTensor)
+    }  # fmt: skip
     return with_layers(policy, Layer(tensors | changed)) if changed else policy
 
 

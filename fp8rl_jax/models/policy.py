@@ -4,15 +4,17 @@ The modules hold parameters and say what each axis means; the arithmetic is in `
 `jax.jit`, `jax.grad`, optax and orbax take it as it is. Its layers come in two forms with the same leaves: stacked on a
 leading axis (what the trainer scans) and a list of single layers (what decode unrolls).
 
-Where only some layers have experts, each tensor is stacked over the layers that have it, and `run_of_layers` cuts out a run
-of layers of one kind, which is what can be scanned.
+Where only some layers have experts, each tensor is stacked over the layers that have it; where a recipe quantizes a linear in
+some layers only, its stack comes in runs, each a weight of its own (`WeightRuns`). `equal_runs` says which layers have tensors
+of one kind, which is what can be scanned, and `run_of_layers` cuts them out.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate, groupby
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +46,18 @@ class Weight(nnx.Module):
     def value(self):
         """The array or QTensor itself."""
         return self.weight.get_value()
+
+
+class WeightRuns(nnx.Module):
+    """One tensor that is of another kind in some layers, quantized or not: runs of its stack, one after the other.
+
+    Attributes:
+        parts: weights, each stacked over the layers of its run.
+        sizes: layers of each run.
+    """
+
+    def __init__(self, parts: Sequence[Weight], sizes: Sequence[int]):
+        self.parts, self.sizes = nnx.List(parts), tuple(sizes)
 
 
 class Experts(nnx.Module):
@@ -216,15 +230,84 @@ def map_products(change: Callable, policy: Policy) -> Policy:
         for name in (*LINEARS, *EXPERT_LINEARS):
             if name in tensors:
                 # one with an adapter has no axes of its own
-                tensors[name] = Weight(change(tensors[name].value), getattr(tensors[name], "axes", ()))
+                tensors[name] = _map_runs(lambda weight: Weight(change(weight.value), getattr(weight, "axes", ())), tensors[name])
         return Layer(tensors)
 
     layers = changed(policy.layers) if policy.stacked else nnx.List([changed(layer) for layer in policy.layers])
     return Policy(policy.config, policy.embed_tokens, layers, policy.norm, Weight(change(policy.head), _AXES["lm_head"]))
 
 
+def in_runs(chosen: Sequence[bool], change: Callable, weight: Any, *others: Any) -> Any:
+    """A tensor's stack as change(weight, *others) in the layers that are chosen, and as it is in the others.
+
+    Args:
+        chosen: one flag for each entry of the stack.
+        change: takes the stacks of a run of layers, cut out of all that are given, and gives a weight.
+        weight: a Weight; WeightRuns where it was made by the same flags.
+
+    Returns:
+        A Weight where all layers are alike, else WeightRuns.
+    """
+    runs = [(flag, len(list(group))) for flag, group in groupby(chosen)]
+    if len(runs) == 1:
+        return change(weight, *others) if chosen[0] else weight
+    sizes = tuple(size for _, size in runs)
+    split = zip(*(_split(x, sizes) for x in (weight, *others)), strict=True)
+    return WeightRuns([change(*parts) if flag else parts[0] for (flag, _), parts in zip(runs, split, strict=True)], sizes)
+
+
+def _map_runs(change: Callable, weight: Any) -> Any:
+    """change(weight), of each run where it comes in runs or holds a tensor that does."""
+    if not (found := _runs_in(weight)):
+        return change(weight)
+    return WeightRuns([change(part) for part in _split(weight, found[0].sizes)], found[0].sizes)
+
+
+def _is_runs(x: Any) -> bool:
+    return isinstance(x, WeightRuns)
+
+
+def _runs_in(weight: Any) -> list[WeightRuns]:
+    return [x for x in jax.tree.leaves(weight, is_leaf=_is_runs) if _is_runs(x)]
+
+
+def _split(weight: Any, sizes: tuple[int, ...]) -> list[Any]:
+    """A weight, or a container of some, as one for each run of its stack."""
+    leaves, structure = jax.tree.flatten(weight, is_leaf=_is_runs)
+    if others := [x.sizes for x in leaves if _is_runs(x) and x.sizes != sizes]:
+        raise ValueError(f"runs of {sizes} layers, and of {others[0]} in a weight that has them already")
+    cuts = list(accumulate(sizes))[:-1]
+    parts = [x.parts if _is_runs(x) else jnp.split(x, cuts) for x in leaves]
+    return [jax.tree.unflatten(structure, part) for part in zip(*parts, strict=True)]
+
+
+def equal_runs(policy: Policy) -> list[range]:
+    """The layers of a stacked policy in runs, as long as can be, in which every tensor is of one kind."""
+
+    def kind(layer: int) -> list[tuple[str, int]]:
+        """The tensors that it has, and in which run of its stack each is."""
+        found = []
+        for name, weight in policy.layers.tensors().items():
+            if layer in (stack := stack_of(policy.config, name)):
+                runs = _runs_in(weight)
+                found.append((name, _part_of(runs[0], stack.index(layer))[0] if runs else 0))
+        return found
+
+    runs = (list(group) for _, group in groupby(range(policy.config.num_layers), kind))
+    return [range(run[0], run[-1] + 1) for run in runs]
+
+
+def _part_of(runs: WeightRuns, place: int) -> tuple[int, int]:
+    """(the run that holds entry `place` of the stack, the entry's place in it)."""
+    for number, size in enumerate(runs.sizes):
+        if place < size:
+            return number, place
+        place -= size
+    raise IndexError(f"a stack of {sum(runs.sizes)} layers has no entry behind its last")
+
+
 def run_of_layers(policy: Policy, start: int, stop: int) -> Layer:
-    """Layers start ... stop - 1 of a stacked policy, all with experts or all without, as stacks of their own."""
+    """Layers start ... stop - 1 of a stacked policy, which lie in one of its `equal_runs`, as stacks of their own."""
     return _cut(policy, start, lambda x, first: x if len(x) == stop - start else x[first : first + stop - start])
 
 
@@ -245,7 +328,16 @@ def _cut(policy: Policy, layer: int, take: Callable) -> Layer:
     for name, weight in policy.layers.tensors().items():
         layers = stack_of(policy.config, name)
         if layer in layers:
-            place = layers.index(layer)
-            cut[name] = jax.tree.map(lambda x, place=place: take(x, place), weight)
+            cut[name] = _cut_weight(weight, layers.index(layer), take)
     return Layer(cut)
+
+
+def _cut_weight(weight: Any, place: int, take: Callable) -> Any:
+    def cut(x):
+        if not _is_runs(x):
+            return take(x, place)
+        number, inner = _part_of(x, place)
+        return _cut_weight(x.parts[number], inner, take)
+
+    return jax.tree.map(cut, weight, is_leaf=_is_runs)
 

@@ -1,6 +1,6 @@
 """Formats, the quantized tensor, and the precision-aware linear."""
 
-from fp8rl_jax.precision.formats import check_recipe, element_dtype, max_value
+from fp8rl_jax.precision.formats import check_recipe, describe, element_dtype, max_value, unlike_sides
 from fp8rl_jax.precision.layers import quantized_layers
 from fp8rl_jax.precision.linear import (
     AdaptedInput,
@@ -26,6 +26,7 @@ __all__ = [
     "TrainedWeight",
     "check_recipe",
     "dequantize",
+    "describe",
     "element_dtype",
     "frozen_weight",
     "grouped_linear",
@@ -41,5 +42,6 @@ __all__ = [
     "quantized_layers",
     "stack_sums",
     "trained_weight",
+    "unlike_sides",
     "weight_sums",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import jax.numpy as jnp
@@ -65,6 +66,12 @@ def check_recipe(recipe: Recipe, backend: Backend = "auto") -> None:
             refuse(f"{side}.query", "is quantized but the cache is not")
         if formats.probability.quantized:
             refuse(f"{side}.probability", "cannot be quantized: softmax and PV run in float32")
+    if recipe.quantizes_cache:
+        rule = (recipe.kv_margin, *(recipe.kv_constants or (1, 1, 1)))
+        if len(rule) != 4 or not all(0 < number < math.inf for number in rule):
+            refuse("kv_constants", "must be three positive numbers, for Q, K and V, and kv_margin one")
+        if not 0 <= recipe.kv_percentile <= 100:
+            refuse("kv_percentile", f"must be from 0 to 100, and is {recipe.kv_percentile}")
     for role in ("query", "key", "value"):
         if getattr(recipe.trainer, role).quantized:
             refuse(f"trainer.{role}", "is quantized, and the trainer's attention computes in the compute dtype only")
@@ -82,8 +89,27 @@ def check_recipe(recipe: Recipe, backend: Backend = "auto") -> None:
         except BackendError as error:
             raise UserError(f"precision.backend: {error}") from None
         _check_products(recipe, chosen, refuse)
+        if backend == "hopper":
+            _check_blocks(recipe, refuse)
     if recipe.exact and (difference := _first_difference(recipe)):
         refuse("exact", f"cannot be promised: {difference}; the rollout's graph must be part of the trainer's forward")
+
+
+def describe(fmt: TensorFormat) -> str:
+    """Such as "e4m3 128x128 float32 scales"; of a format that quantizes nothing "compute dtype"."""
+    if not fmt.quantized:
+        return "compute dtype"
+    return f"{fmt.format} {'one scale' if fmt.block is None else f'{fmt.block[0]}x{fmt.block[1]} {fmt.scale} scales'}"
+
+
+def unlike_sides(recipe: Recipe) -> str:
+    """What both sides quantize and not alike, such as "weight: e4m3 128x128 power_of_two scales in the rollout, e4m3 128x128
+    float32 scales in the trainer"; "" where there is nothing."""
+    pairs = ((role, fmt, getattr(recipe.trainer, role)) for role, fmt in vars(recipe.rollout).items())
+    return "; ".join(
+        f"{role}: {describe(one)} in the rollout, {describe(other)} in the trainer"
+        for role, one, other in pairs if one.quantized and other.quantized and one != other
+    )  # fmt: skip
 
 
 def _first_difference(recipe: Recipe) -> str:
@@ -111,6 +137,14 @@ def _check_products(recipe: Recipe, backend: str, refuse: Callable[[str, str], N
                 check_pair(f"{one.format} is multiplied by {right} {other.format}", backend, *map(element_dtype, (one, other)))
             except BackendError as error:
                 refuse(left, str(error))
+
+
+def _check_blocks(recipe: Recipe, refuse: Callable[[str, str], None]) -> None:
+    """Blocks against those that the kernels, asked for by name, multiply; under "auto" the reference takes the others."""
+    for side in ("rollout", "trainer"):
+        fmt: TensorFormat = getattr(recipe, side).weight
+        if fmt.quantized and fmt.block != (128, 128):
+            refuse(f"{side}.weight.block", f"is {fmt.block[0]}x{fmt.block[1]}, and the hopper backend has 128x128; use auto")
 
 
 def _check_backward(recipe: Recipe, refuse: Callable[[str, str], None]) -> None:

@@ -17,7 +17,8 @@ def quantized_layers(recipe: Recipe, linears: Sequence[str]) -> tuple[str, ...]:
     """Names of the linears that take the recipe's weight and activation formats, in model order.
 
     Args:
-        recipe: its `quantized` and `excluded` patterns are matched against whole names.
+        recipe: its `quantized` and `excluded` patterns are matched against whole names; the layers that it keeps in the compute
+            dtype at both ends of the model are taken out.
         linears: every linear of the model that may be quantized, such as "layers.3.q_proj".
 
     Raises:
@@ -36,7 +37,21 @@ def quantized_layers(recipe: Recipe, linears: Sequence[str]) -> tuple[str, ...]:
     def matches(name: str, patterns: Sequence[str]) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in patterns)
 
-    chosen = tuple(name for name in linears if matches(name, recipe.quantized) and not matches(name, recipe.excluded))
+    layers = 1 + max(map(_layer, linears))
+    inner = range(recipe.first_layers_in_compute, layers - recipe.last_layers_in_compute)
+    chosen = tuple(
+        name for name in linears
+        if _layer(name) in inner and matches(name, recipe.quantized) and not matches(name, recipe.excluded)
+    )  # fmt: skip
+    if not inner:
+        raise UserError(
+            f"recipe {recipe.name!r}: first_layers_in_compute = {recipe.first_layers_in_compute} and last_layers_in_compute = "
+            f"{recipe.last_layers_in_compute} leave none of {layers} layers to quantize"
+        )
     if not chosen:
         raise UserError(f"recipe {recipe.name!r}: every linear is excluded, so nothing would be quantized")
     return chosen
+
+
+def _layer(linear: str) -> int:
+    return int(linear.split(".")[1])

@@ -5,7 +5,11 @@ and kernels made no difference. With d = log pi_train - log pi_rollout, rho = ex
 over tokens (for ppl and chi2_seq: over completions), under the prefix mismatch/:
 
     kl                       E[-d]: KL(rollout || train), unbiased, of either sign on a batch
-    k3                       E[rho - 1 - d]: the same with less variance; NeMo RL wants it below 1e-3
+    k3                       E[rho - 1 - d]: the same with less variance; NeMo RL's gen_kl_error, which it wants below 1e-3
+    policy_kl_error          E[1 / rho - 1 + d]: k3 with the policies exchanged, NeMo RL's KL(train || rollout). Its tokens are
+                             the rollout's, not the trainer's, so it is a measure and no unbiased estimate
+    js_divergence_error      E[(k3(log pi_train / m) + k3(log pi_rollout / m)) / 2], m = (pi_train + pi_rollout) / 2 of the token
+                             and k3(x) = exp(x) - 1 - x: NeMo RL's Jensen-Shannon divergence, the same for either order
     token_mult_prob_error    E[exp |d|]: NeMo RL's alarm; healthy at 1.01 - 1.02, look closer above 1.05
     logprob_abs_diff_mean    E[|d|] in nats, and logprob_abs_diff_max
     pearson                  correlation of the two probabilities, as in verl
@@ -19,9 +23,9 @@ over tokens (for ppl and chi2_seq: over completions), under the prefix mismatch/
     is_low_frac              part of the tokens with rho < 1 / C, which it leaves alone
 
 The last two come by sign of the advantage as well, ending in _positive and _negative. The is_* numbers describe the two
-policies, whether or not a correction is in use, so that runs with and without compare. Formulas: verl's rollout
-correction helper, NeMo RL's clipped policy-gradient loss. Departures: completions without tokens are left out (verl
-counts them with perplexity 1), and is_mean is taken before the cut.
+policies, whether or not a correction is in use, so that runs with and without compare. Formulas: verl's rollout correction
+helper; NeMo RL's ClippedPGLossFn (nemo_rl/algorithms/loss/loss_functions.py). Departures: completions without tokens are left
+out (verl counts them with perplexity 1), and is_mean is taken before the cut.
 """
 
 from __future__ import annotations
@@ -76,6 +80,8 @@ def mismatch_metrics(
     metrics = {
         "kl": masked_mean(-difference, mask),
         "k3": masked_mean(k3(difference), mask),
+        "policy_kl_error": masked_mean(k3(-difference), mask),
+        "js_divergence_error": masked_mean(_jensen_shannon(difference), mask),
         "token_mult_prob_error": masked_mean(jnp.exp(jnp.abs(difference)), mask),
         "logprob_abs_diff_mean": masked_mean(jnp.abs(difference), mask),
         "logprob_abs_diff_max": masked_max(jnp.abs(difference), mask),
@@ -107,6 +113,13 @@ def _sequence_metrics(
         "log_ppl_abs_diff": masked_mean(jnp.abs(log_ppl_diff), filled),
         "chi2_seq": _chi2(masked_sum(train - rollout, mask, axis=1), filled),
     }
+
+
+def _jensen_shannon(difference: Float[Array, "B T"]) -> Float[Array, "B T"]:
+    """NeMo RL's formula from d alone: the logarithms of both probabilities over their mean are -s and -s - |d|, in some order."""
+    gap = jnp.abs(difference)
+    to_mean = -jnp.log1p(jnp.expm1(-gap) / 2)
+    return 0.5 * (k3(to_mean) + k3(to_mean - gap))
 
 
 def _chi2(log_ratio: Float[Array, "*axes"], mask: Mask) -> Float[Array, ""]:

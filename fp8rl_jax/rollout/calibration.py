@@ -8,6 +8,14 @@ over the micro-batches, a head-room factor, and the format's largest value:
 as in NeMo RL's trainer-side calibration (nemo_rl, calibrate_qkv_fp8_scales). Note that the percentile is over micro-batches,
 not over elements: below some 500 of them 99.9 is the largest.
 
+Two sides can measure:
+
+    trainer   the trainer's forward, nothing of Q, K and V quantized: the step's tokens, or prompts alone before the first step
+    rollout   the forward that serves, on prompts: quantized weights and activations, and each layer attends with the scales
+              that its own Q, K and V have just given, so that the next layer measures what it will meet. This is what vLLM's
+              first forward after a sync does (calculate_kv_scales), and verl through it; by its rule (precision.kv_rule =
+              "verl") scale = amax / 200 for Q and K and amax / 100 for V: a head-room of 2.2 and 4.5, for tokens unseen
+
 The same pass measures what the scales served until now would have cost these tokens, so a run shows whether it has to
 recalibrate as often as it does.
 """
@@ -47,12 +55,11 @@ def observe_qkv(
     """Largest magnitudes of Q, K and V over the prompts and, if given, their completions, and what quantization does to them.
 
     Args:
-        policy: masters, which run in the trainer's formats; or a rollout's policy, whose quantized linears stay as they are.
+        policy: masters, which run in the trainer's formats.
         prompts, lengths: right-padded prompts.
         completions, mask: B = p * n completions and their real tokens.
         scales: those whose effect is measured; without them there is none.
-        recipe: its rollout formats of Q, K and V, and the trainer's of the linears: the scales are those of the trainer's own
-            forward.
+        recipe: its rollout formats of Q, K and V, and the trainer's of the linears.
         dtype: compute dtype.
         micro_batches: parts of equal size, whole prompts each, that are run one after the other.
         backend: kernels of the forward; those of the trainer, so that its scales are those of its own forward.
@@ -61,8 +68,7 @@ def observe_qkv(
         Sums of shape [m, layers, 3].
     """
     policy = trainer_policy(policy, recipe, dtype, backend)
-    observe = partial(_observe, (recipe.rollout.query, recipe.rollout.key, recipe.rollout.value))
-    run = partial(forward, policy, recipe=recipe, phase="train", observe=observe, backend=backend)
+    run = partial(forward, policy, recipe=recipe, phase="train", observe=partial(_observe, _formats(recipe)), backend=backend)
 
     def one(micro):
         prompts, lengths, completions, mask = micro
@@ -77,6 +83,43 @@ def observe_qkv(
         return first.observed + second.observed
 
     return jax.lax.map(one, split_batch((prompts, lengths, completions, mask), micro_batches))
+
+
+@partial(jax.jit, static_argnames=("recipe", "backend"))
+def observe_served(
+    policy: Policy,
+    prompts: Int[Array, "p s"],
+    lengths: Int[Array, " p"],
+    scales: KVScales | None = None,
+    *,
+    recipe: Recipe,
+    backend: Backend = "auto",
+) -> QuantizationSums:
+    """`observe_qkv` of prompts by the forward that serves them: a prefill whose layers attend with scales of their own amaxes.
+
+    Args:
+        policy: the rollout's, as an engine holds it.
+        prompts, lengths: right-padded prompts, one batch.
+        scales: those whose effect is measured; the forward does not use them.
+        recipe: its rollout formats, and the rule from amax to scale.
+
+    Returns:
+        Sums of shape [1, layers, 3].
+    """
+
+    def calibrate(sums: QuantizationSums) -> tuple[Array, Array, Array]:
+        return tuple(_scales(sums.amax, recipe))
+
+    segments = (jnp.arange(prompts.shape[1]) < lengths[:, None]).astype(jnp.int32)
+    seen = forward(
+        policy, prompts, segment_ids=segments, cache=KVCache(scales=scales), recipe=recipe, phase="prefill",
+        observe=partial(_observe, _formats(recipe)), calibrate=calibrate, keep_cache=False, backend=backend,
+    )  # fmt: skip
+    return jax.tree.map(lambda x: x[None], seen.observed)
+
+
+def _formats(recipe: Recipe) -> tuple[TensorFormat, TensorFormat, TensorFormat]:
+    return recipe.rollout.query, recipe.rollout.key, recipe.rollout.value
 
 
 def _observe(formats: tuple[TensorFormat, ...], q, k, v, real, scales) -> QuantizationSums:
@@ -107,22 +150,25 @@ def scales_from_amax(amax: Float[Array, "m layers 3"], recipe: Recipe) -> KVScal
     ordered = jnp.sort(amax, axis=0)
     picked = ordered[round(recipe.kv_percentile / 100 * (amax.shape[0] - 1))]
     picked = jnp.where(jnp.isnan(amax).any(axis=0), jnp.nan, picked)
-    formats = (recipe.rollout.query, recipe.rollout.key, recipe.rollout.value)
-    limits = jnp.asarray([max_value(fmt) if fmt.quantized else 1.0 for fmt in formats])
-    scales = jnp.where(picked == 0, 1.0, picked * recipe.kv_margin / limits)
+    scales = _scales(picked, recipe)
     return KVScales(scales[:, 0], scales[:, 1], scales[:, 2])
+
+
+def _scales(amax: Float[Array, "*layers 3"], recipe: Recipe) -> Float[Array, "*layers 3"]:
+    limits = recipe.kv_constants or [max_value(fmt) if fmt.quantized else 1.0 for fmt in _formats(recipe)]
+    return jnp.where(amax == 0, 1.0, amax * recipe.kv_margin / jnp.asarray(limits, jnp.float32))
 
 
 def calibrate_on_prompts(
     policy: Policy, prompts, recipe: Recipe, dtype: jnp.dtype, backend: Backend = "auto"
 ) -> KVScales | None:
-    """KV scales measured on prompts alone: what step 0 of a run, evaluation and generation start from.
+    """KV scales measured on prompts alone by the trainer's forward: what step 0 of a run starts from.
 
     Args:
         prompts: rollout.engine.Prompts.
 
     Returns:
-        None where the recipe does not quantize the cache, or leaves its scales to the rollout's first forward.
+        None where the recipe does not quantize the cache, or leaves its scales to the rollout (`LocalEngine.calibrate`).
     """
     if not recipe.quantizes_cache or recipe.kv_calibration != "trainer":
         return None

@@ -22,7 +22,7 @@ from fp8rl_jax.models.cache import KVScales
 from fp8rl_jax.models.lora import join, split
 from fp8rl_jax.models.policy import Policy
 from fp8rl_jax.precision import check_recipe
-from fp8rl_jax.rollout.calibration import observe_qkv, scales_from_amax
+from fp8rl_jax.rollout.calibration import observe_served, qkv_metrics, scales_from_amax
 from fp8rl_jax.rollout.sampler import Completions, generate, stream
 from fp8rl_jax.rollout.sampling import Sampling
 from fp8rl_jax.rollout.served import finite_flags, quantized_policy, served_adapters
@@ -32,6 +32,7 @@ from pallas_kernels.backend import Backend
 _quantized_policy = jax.jit(quantized_policy, static_argnames=("recipe", "dtype", "unroll", "backend"))
 _served_adapters = jax.jit(served_adapters, static_argnames=("config", "dtype", "unroll"))
 _finite_flags = jax.jit(finite_flags)
+_joined = jax.jit(lambda parts: jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts))
 
 
 class Prompts(NamedTuple):
@@ -79,10 +80,15 @@ class RolloutEngine(Protocol):
     finite: dict[str, Bool[Array, ""]]
     """One flag a tensor role of the last sync, True where every value is finite."""
     metrics: dict[str, Float[Array, ""]]
-    """fp8/* metrics of the last sync."""
+    """fp8/* metrics of the last sync and calibration."""
+    scales: KVScales | None
+    """KV scales that are served."""
 
     def sync(self, policy: Policy, calibration: KVScales | None = None) -> int:
         """Serves these weights from now on; returns their version."""
+
+    def calibrate(self, *prompts: Prompts) -> None:
+        """Measures the KV scales of the weights that it serves, where the recipe leaves that to the rollout."""
 
     def generate(self, prompts: Prompts, samples: int, sampling: Sampling, key: Key[Array, ""]) -> Rollout:
         """Samples completions."""
@@ -113,6 +119,7 @@ class LocalEngine:
         self.version = 0
         self.policy: Policy | None = None
         self.scales: KVScales | None = None
+        self._replaced: KVScales | None = None
         self.finite: dict[str, Array] = {}
         self.metrics: dict[str, Array] = {}
         self._convert = partial(_quantized_policy, recipe=recipe, dtype=self.dtype, unroll=unroll, backend=backend)
@@ -124,7 +131,8 @@ class LocalEngine:
 
         Args:
             calibration: KV scales measured with these very weights. Required where the recipe quantizes the cache and leaves
-                calibration to the trainer; refused scales of an older version can therefore never be served.
+                calibration to the trainer, so that scales of an older version can never be served. Where it leaves it to
+                the rollout, call `calibrate` next.
 
         Returns:
             The version of the weights now served. `finite` and `metrics` then speak of them.
@@ -138,10 +146,33 @@ class LocalEngine:
             self.policy, self.metrics = self._convert(policy)
         else:
             self.policy = join(self._convert_adapters(trained, config=policy.config), self._served_base(frozen))
-        self.scales = calibration
+        self._replaced, self.scales = self.scales, calibration
         self.finite = _finite_flags(self.policy, self.scales)
         self.version += 1
         return self.version
+
+    def calibrate(self, *prompts: Prompts) -> None:
+        """Measures the KV scales with the weights and in the formats that serve (rollout.calibration), on prompts alone.
+
+        `finite` then speaks of them, too, and `metrics` of what the scales served before would have cost these prompts.
+
+        Args:
+            prompts: one batch or several, each measured in a forward of its own; their amaxes are joined as the recipe says.
+
+        Raises:
+            RuntimeError: there are no weights yet, or the recipe does not leave calibration to the rollout.
+        """
+        if self.policy is None:
+            raise RuntimeError("calibrate: no weights yet; call sync first")
+        if not self.recipe.quantizes_cache or self.recipe.kv_calibration != "rollout":
+            raise RuntimeError(f"calibrate: recipe {self.recipe.name!r} does not calibrate a cache in the rollout")
+        observe = partial(observe_served, self.policy, recipe=self.recipe, backend=self.backend)
+        seen = [observe(batch.tokens, batch.lengths, self._replaced) for batch in prompts]
+        seen = _joined(seen) if len(seen) > 1 else seen[0]
+        self.scales = scales_from_amax(seen.amax, self.recipe)
+        self.finite = _finite_flags(self.policy, self.scales)
+        if self._replaced is not None:
+            self.metrics = self.metrics | qkv_metrics(seen)
 
     def _served_base(self, frozen: Policy) -> Policy:
         """The rollout's form of a frozen base: made once, and the base itself where that is its form."""
@@ -159,10 +190,10 @@ class LocalEngine:
     ) -> Rollout:
         """Samples `samples` completions of each prompt with the weights of the last sync.
 
-        Where the recipe calibrates on the rollout side, the first call after a sync measures the KV scales on its own prompts,
-        so its results, and those of later calls, depend on that first batch.
+        Raises:
+            RuntimeError: there are no weights yet, or a cache that the rollout calibrates has not been calibrated since.
         """
-        policy = self._ready(prompts)
+        policy = self._ready()
         out = generate(
             policy, *prompts, key, self.scales, samples=samples, sampling=sampling, recipe=self.recipe,
             backend=self.backend, expert_ids=self.expert_ids, prompt_logprobs=prompt_logprobs,
@@ -171,20 +202,18 @@ class LocalEngine:
 
     def stream(self, prompts: Prompts, sampling: Sampling, key: Key[Array, ""], every: int = 1) -> Iterator[Completions]:
         """One completion of each prompt as it grows: `generate`'s tokens, seen after the first and then after `every` more."""
-        policy = self._ready(prompts)
+        policy = self._ready()
         return stream(
             policy, *prompts, key, self.scales, sampling=sampling, recipe=self.recipe, backend=self.backend, every=every
         )
 
-    def _ready(self, prompts: Prompts) -> Policy:
+    def _ready(self) -> Policy:
         if self.policy is None:
             raise RuntimeError("generate: no weights yet; call sync first")
         if self.recipe.quantizes_cache and self.scales is None:
-            seen = observe_qkv(
-                self.policy, prompts.tokens, prompts.lengths, recipe=self.recipe, dtype=self.dtype, backend=self.backend
+            raise RuntimeError(
+                f"generate: recipe {self.recipe.name!r} has no KV scales for these weights; call calibrate(prompts) after sync"
             )
-            self.scales = scales_from_amax(seen.amax, self.recipe)
-            self.finite = _finite_flags(self.policy, self.scales)
         return self.policy
 
 

@@ -102,7 +102,7 @@ def complete(
 ) -> list[Answer]:
     """Completions of each prompt on the rollout's side of `recipe`.
 
-    A quantized cache is calibrated on all prompts before the first token, by the unquantized policy, so a row's answer
+    A quantized cache is calibrated on all prompts before the first token, by the side that the recipe names, so a row's answer
     depends on the file's other rows through those scales alone. A row's randomness comes from `seed`, its index and the
     number of the sample.
 
@@ -137,16 +137,19 @@ def complete(
 
 
 def calibrate(engine: LocalEngine, policy: Policy, prompts: Sequence[Prompts]) -> None:
-    """Gives the engine its weights, with KV scales measured on all of `prompts` where the recipe quantizes the cache.
+    """Gives the engine its weights, with KV scales measured on all of `prompts` where the recipe quantizes the cache, by the
+    trainer's forward or by the rollout's, as it says.
 
     Raises:
         UserError: weights or scales that are not finite after quantization.
     """
     recipe, scales = engine.recipe, None
-    if recipe.quantizes_cache:
+    if recipe.quantizes_cache and recipe.kv_calibration == "trainer":
         observe = partial(observe_qkv, policy, recipe=recipe, dtype=engine.dtype, backend=engine.backend)
         scales = scales_from_amax(jnp.concatenate([observe(batch.tokens, batch.lengths).amax for batch in prompts]), recipe)
     engine.sync(policy, scales)
+    if recipe.quantizes_cache and scales is None:
+        engine.calibrate(*prompts)
     if bad := [role for role, finite in engine.finite.items() if not finite]:
         raise UserError(
             f"recipe {recipe.name!r}: {', '.join(bad)} not finite after quantization; the model overflows {engine.dtype}"

@@ -10,9 +10,10 @@ from jaxtyping import Array, Bool, Float
 from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.models.cache import KVScales
 from fp8rl_jax.models.config import PolicyConfig
+from fp8rl_jax.models.hf_names import stack_of
 from fp8rl_jax.models.lora import Adapters, unstack_adapters
-from fp8rl_jax.models.policy import Layer, Policy, cast, unstack, with_layers
-from fp8rl_jax.models.trained import check_uniform, quantized_tensors
+from fp8rl_jax.models.policy import Layer, Policy, Weight, cast, in_runs, unstack, with_layers
+from fp8rl_jax.models.trained import quantized_tensors
 from fp8rl_jax.precision import (
     QTensor,
     QuantizationSums,
@@ -32,47 +33,46 @@ def quantized_policy(
     dtype: jnp.dtype,
     unroll: bool,
     backend: Backend = "auto",
-    remedy: str = 'rollout.decode_layers = "scan" needs the same linears in every layer; use "unroll"',
 ) -> tuple[Policy, dict[str, Float[Array, ""]]]:
     """The rollout's form of `policy`: compute dtype, the recipe's linears quantized, layers unrolled or stacked.
 
     Args:
         policy: layers stacked, no adapters; weights that are quantized already stay as they are.
-        remedy: what to do where the layers differ and are to stay stacked, for the message.
+        unroll: a list of single layers; else they stay stacked, and a linear that is quantized in some only comes in runs.
 
     Returns:
         The policy, and what quantization did to its weights (fp8/*_weight); no metrics where nothing is quantized.
 
     Raises:
-        UserError: a pattern matches nothing, or the layers differ in what is quantized and are to stay stacked.
+        UserError: a pattern matches nothing.
     """
     chosen = quantized_tensors(policy, recipe) if recipe.rollout.weight.quantized else {}
     fmt = recipe.rollout.weight
     served = cast(policy, dtype)
     sums: list[QuantizationSums] = []
 
-    def replace(layer: Layer, master: Layer, names: list[str]) -> Layer:
-        tensors, unrounded = layer.tensors(), master.tensors()
-        for name in names:
-            weight = unrounded[name].value
-            if is_quantized(weight):
-                continue
-            quantized = quantize_weight(weight, fmt, backend)
-            sums.append(weight_sums(weight, quantized))
-            tensors[name] = type(tensors[name])(quantized, tensors[name].axes)
-        return Layer(tensors)
+    def quantized(weight: Weight, master: Weight) -> Weight:
+        if is_quantized(master.value):
+            return weight
+        made = quantize_weight(master.value, fmt, backend)
+        sums.append(weight_sums(master.value, made))
+        return Weight(made, weight.axes)
 
-    def metrics():
-        return stack_sums(sums).metrics("weight") if sums else {}
+    def replaced(layer: Layer, master: Layer, chosen: dict[str, list[bool]]) -> Layer:
+        tensors, masters = layer.tensors(), master.tensors()
+        return Layer(tensors | {n: in_runs(flags, quantized, tensors[n], masters[n]) for n, flags in chosen.items()})
 
-    if not unroll:
-        check_uniform(policy, chosen, remedy)
-        return with_layers(served, replace(served.layers, policy.layers, list(chosen))), metrics()
-    served, masters = unstack(served), unstack(policy)
-    layers = []
-    for i, (layer, master) in enumerate(zip(served.layers, masters.layers, strict=True)):
-        layers.append(replace(layer, master, [name for name, where in chosen.items() if i in where]))
-    return with_layers(served, nnx.List(layers)), metrics()
+    if unroll:
+        served, masters = unstack(served), unstack(policy)
+        layers = []
+        for i, pair in enumerate(zip(served.layers, masters.layers, strict=True)):
+            stacks = {name: stack_of(policy.config, name) for name in chosen}
+            here = {name: [True] for name, stack in stacks.items() if i in stack and chosen[name][stack.index(i)]}
+            layers.append(replaced(*pair, here))
+        layers = nnx.List(layers)
+    else:
+        layers = replaced(served.layers, policy.layers, chosen)
+    return with_layers(served, layers), stack_sums(sums).metrics("weight") if sums else {}
 
 
 def served_adapters(adapters: Adapters, config: PolicyConfig, dtype: jnp.dtype, unroll: bool) -> Adapters | list[Adapters]:

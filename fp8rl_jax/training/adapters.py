@@ -22,6 +22,7 @@ from fp8rl_jax.models.lora import init_adapters, join, split
 from fp8rl_jax.models.peft_format import load_adapters
 from fp8rl_jax.models.policy import Policy, cast
 from fp8rl_jax.parallel import to_host
+from fp8rl_jax.precision import describe
 from fp8rl_jax.rollout.served import quantized_policy
 from fp8rl_jax.training.state import TrainState
 
@@ -34,8 +35,8 @@ def adapt(policy: Policy, config: RunConfig, recipe: Recipe) -> Policy:
         recipe: the run's; with `lora.base` "rollout" the base takes its rollout weight format.
 
     Raises:
-        UserError: targets or a rank that the model cannot have, an adapter file that does not fit, or a recipe that quantizes
-            a linear in some layers only.
+        UserError: targets or a rank that the model cannot have, an adapter file that does not fit, or one base for two sides
+            whose weight formats differ.
     """
     lora, dtype = config.lora, jnp.dtype(config.compute_dtype)
     if lora.rank == 0:
@@ -46,10 +47,13 @@ def adapt(policy: Policy, config: RunConfig, recipe: Recipe) -> Policy:
         adapters = init_adapters(policy.config, lora, jax.random.fold_in(jax.random.key(config.seed), 2))
     if lora.base == "compute":
         return join(adapters, jax.jit(cast, static_argnums=1)(policy, dtype))
-    freeze = partial(
-        quantized_policy, recipe=recipe, dtype=dtype, unroll=False, backend=config.precision.backend,
-        remedy='lora.base = "rollout" needs the same linears in every layer; use "compute"',
-    )  # fmt: skip
+    rollout, trainer = recipe.rollout.weight, recipe.trainer.weight
+    if rollout.quantized and trainer.quantized and rollout != trainer:
+        raise UserError(
+            f'lora.base: "rollout" is one base for both sides, and recipe {recipe.name!r} has weights of {describe(rollout)} in '
+            f'the rollout and of {describe(trainer)} in the trainer; use "compute"'
+        )
+    freeze = partial(quantized_policy, recipe=recipe, dtype=dtype, unroll=False, backend=config.precision.backend)
     return join(adapters, jax.jit(freeze)(policy)[0])
 
 

@@ -11,8 +11,8 @@ from jaxtyping import Array, Key
 
 from fp8rl_jax.config.training import EvaluationConfig
 from fp8rl_jax.parallel import to_host
-from fp8rl_jax.rollout.calibration import calibrate_on_prompts
 from fp8rl_jax.rollout.engine import RolloutEngine
+from fp8rl_jax.rollout.offline import calibrate
 from fp8rl_jax.rollout.sampling import Sampling
 from fp8rl_jax.tasks.dataset import Example
 from fp8rl_jax.tasks.scores import Scores
@@ -90,8 +90,7 @@ def evaluate_held_out(setup: Setup, pool: RewardPool) -> dict[str, float]:
     """`evaluate` of a run's policy on its held-out set, in an engine of its own; an FP8 cache is calibrated on the prompts."""
     config, engine = setup.config.evaluation, setup.engine()
     examples = setup.held_out.examples[: config.examples]
-    prompts = setup.encoder.batch(examples[: config.batch_size])
-    engine.sync(setup.policy, calibrate_on_prompts(setup.policy, prompts, setup.recipe, engine.dtype, engine.backend))
+    calibrate(engine, setup.policy, [setup.encoder.batch(examples[: config.batch_size])])
     sampling = evaluation_sampling(config, setup.sampling)
     return evaluate(engine, setup.encoder, pool, examples, config, sampling, jax.random.key(setup.config.seed))[0]
 

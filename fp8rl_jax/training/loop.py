@@ -7,7 +7,8 @@ One step does, in this order:
     score       log-probabilities of the reference and of the old policy, where the loss, the reward or a correction needs them
     update      one or several optimizer updates; where there is one, its own forward gives the old log-probabilities
     calibrate   KV scales from the new weights on this step's tokens, where the recipe has an FP8 cache
-    sync        the new weights, quantized, to the engine
+    sync        the new weights, quantized, to the engine; where the rollout calibrates its cache, it does so now, on the next
+                step's training prompts, so that what an evaluation asks in between changes nothing
 
 Everything random is a function of (seed, step), and a checkpoint holds weights, optimizer, KV scales, and the loss scale
 and clip bounds where they are found on the way, so a resumed run repeats the uninterrupted one.
@@ -130,20 +131,30 @@ class Loop:
         else:
             self.tracker, self.samples = Trackers([]), None
 
-    @property
-    def calibrates(self) -> bool:
+    def calibrates(self, side: str) -> bool:
+        """Whether there is an FP8 cache, and this side measures its scales."""
         recipe: Recipe = self.setup.recipe
-        return recipe.quantizes_cache and recipe.kv_calibration == "trainer"
+        return recipe.quantizes_cache and recipe.kv_calibration == side
+
+    def _sync(self, step: int) -> None:
+        """Serves the present weights for `step`."""
+        with self.clock.part("sync"):
+            self.engine.sync(self.state.policy, self.scales)
+            jax.block_until_ready(self.engine.policy)
+        if self.calibrates("rollout"):
+            with self.clock.part("calibrate"):
+                self.engine.calibrate(self.collector.prompts(step))
+                jax.block_until_ready(self.engine.scales)
 
     def run(self) -> None:
         steps, every = self.config.trainer.steps, self.config.checkpoint.every
         try:
-            if self.calibrates and self.scales is None:
+            if self.calibrates("trainer") and self.scales is None:
                 prompts, engine = self.collector.prompts(self.start), self.engine
                 self.scales = calibrate_on_prompts(
                     self.state.policy, prompts, self.setup.recipe, engine.dtype, engine.backend
                 )
-            self.engine.sync(self.state.policy, self.scales)
+            self._sync(self.start)
             for step in range(self.start, steps):
                 # every row is written before the checkpoint that makes a resumed run go on behind it
                 with self.clock.part("step"):
@@ -187,16 +198,14 @@ class Loop:
             found.policy_logprobs, train_logprobs, batch.mask, batch.advantages, config=self.learner.config.rl.correction
         )
         metrics |= reward_metrics | jax.block_until_ready(mismatch)
-        if self.calibrates:
+        if self.calibrates("trainer"):
             with clock.part("calibrate"):
                 self.scales, kv_metrics = jax.block_until_ready(self._calibrate(batch))
             metrics |= kv_metrics
-        with clock.part("sync"):
-            self.engine.sync(self.state.policy, self.scales)
-            jax.block_until_ready(self.engine.policy)
+        self._sync(step + 1)
         clock.work(self.state.policy.config, *found.work(), frozen=config.lora.rank > 0)
         metrics |= found.metrics() | self.engine.metrics
-        scales, finite = to_host((self.scales, self.engine.finite))
+        scales, finite = to_host((self.engine.scales, self.engine.finite))
         if scales is not None:
             metrics |= {f"fp8/kv_scale_{role[0]}": getattr(scales, role).max() for role in ("query", "key", "value")}
         metrics |= {f"fp8/nonfinite_{role}": 1.0 - ok for role, ok in finite.items()}
@@ -242,7 +251,7 @@ class Loop:
         self.start, (*saved, scales) = self.checkpoints.restore(self._saved())
         self.state = restored(self.state, *saved)
         self.setup.policy = self.state.policy
-        if self.calibrates:
+        if self.calibrates("trainer"):
             self.scales = scales
         self.engine.version = self.start
         _log.info("resuming at step %d from %s", self.start, self.checkpoints.directory)

@@ -11,6 +11,7 @@ from fp8rl_jax.cli import main as cli
 from fp8rl_jax.cli.compare_arguments import CompareArguments
 from fp8rl_jax.cli.load import parse_arguments
 from fp8rl_jax.compare.text import WIDTH, grouped
+from fp8rl_jax.config.recipe import TensorFormat
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +49,18 @@ def test_a_rollout_against_its_trainer(model, lines, tmp_path, capsys):
         assert f"{named[name]['own']['relative_error']:.0e}".replace("e-0", "e-") + "f" in row
     # the same once more, where any difference is a failure
     assert compare(model, *flags, "--expect-equal") == 1
+
+
+def test_another_scale_rule_in_the_rollout_is_named_on_both_sides(model, lines, capsys):
+    flags = ("--recipe", "fp8-e2e", "--compute-dtype", "float32", "--input", lines)
+    assert compare(model, *flags, "--precision.rollout.scale", "power_of_two") == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "fp8-e2e, rollout, float32" in text and "fp8-e2e, trainer, float32" in text
+    assert "first format: layers.0.q_proj, in the prompt and completion: weight: e4m3 128x128 power_of_two scales against" in text
+    assert "against e4m3 128x128 float32 scales; activation: e4m3 1x128 power_of_two scales against e4m3 1x128 float32" in text
+    assert "quantized in" not in text
+    assert compare(model, *flags) == 0
+    assert "first format" not in capsys.readouterr().out
 
 
 def test_equal_sides_are_equal(model, lines, capsys):
@@ -97,6 +110,9 @@ def test_a_side_s_own_changes_lie_over_those_of_both():
     a, b = parse_arguments(CompareArguments, words, "fp8rl compare").sides()
     assert (a.model, b.model) == ("m", "n") and a.recipe.excluded == b.recipe.excluded == ("layers.0.*",)
     assert (a.recipe.rollout.weight.scale, b.recipe.rollout.weight.scale) == ("float32", "power_of_two")
+    words += ["--precision.rollout.block", "64", "--a.precision.rollout.scale", "power_of_two"]
+    a, b = parse_arguments(CompareArguments, words, "fp8rl compare").sides()
+    assert a.recipe.rollout == b.recipe.rollout and a.recipe.rollout.weight == TensorFormat("e4m3", (64, 64), "power_of_two")
 
 
 def test_what_cannot_work_is_one_line(model, lines, tmp_path, tmp_path_factory, capsys):

@@ -10,17 +10,31 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference_llama as reference
+from flax import nnx
 from test_forward import TOLERANCE, logits, policy_and_weights, random_tokens, run
 from tiny_models import MOE, QWEN3
 
-from fp8rl_jax.config.recipe import get_recipe
+from fp8rl_jax.config.recipe import PrecisionConfig, get_recipe
 from fp8rl_jax.config.rl import RLConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.experts_config import ExpertsConfig
 from fp8rl_jax.models.forward import forward
 from fp8rl_jax.models.loading import load_policy, save_policy
 from fp8rl_jax.models.moe import choose, mixture, route_dtype
-from fp8rl_jax.models.policy import cast, init_policy, linear_names, matrix_parameters, parameter_count, unstack
+from fp8rl_jax.models.policy import (
+    EXPERT_LINEARS,
+    LINEARS,
+    Layer,
+    Weight,
+    cast,
+    equal_runs,
+    init_policy,
+    linear_names,
+    matrix_parameters,
+    parameter_count,
+    unstack,
+    with_layers,
+)
 from fp8rl_jax.precision import QTensor, hoist, linear, quantize_input, quantize_weight, quantized_layers
 from fp8rl_jax.rollout.calibration import calibrate_on_prompts
 from fp8rl_jax.rollout.engine import LocalEngine, pad_prompts
@@ -127,7 +141,7 @@ def test_recipes_reach_the_experts_and_never_the_router():
         quantized_layers(dataclasses.replace(recipe, excluded=("*.router",)), names)
 
 
-def test_a_scanned_rollout_policy_quantizes_a_linear_in_all_layers_that_have_it_or_in_none():
+def test_a_scanned_rollout_policy_has_a_linear_that_is_quantized_in_some_layers_in_runs():
     policy = jax.eval_shape(lambda: init_policy(MOE, jax.random.key(0)))
     recipe = get_recipe("fp8-rollout")
 
@@ -138,8 +152,31 @@ def test_a_scanned_rollout_policy_quantizes_a_linear_in_all_layers_that_have_it_
     experts = served(quantized=("*.experts.*",))
     assert experts.experts.up_proj.value.values.shape == (3, 5, 24, 48) and experts.up_proj.value.shape == (1, 80, 48)
     assert served().router.value.dtype == jnp.float32
-    with pytest.raises(UserError, match="scan"):
-        served(excluded=("layers.0.experts.*",))
+    runs = served(excluded=("layers.0.experts.*",)).experts.up_proj
+    assert runs.sizes == (1, 2) and runs.parts[0].value.shape == (1, 5, 24, 48)
+    assert runs.parts[1].value.values.shape == (2, 5, 24, 48)
+
+
+@pytest.mark.parametrize("unroll", [True, False], ids=["unrolled", "scanned"])
+def test_experts_in_the_compute_dtype_in_some_layers(unroll):
+    """Scanned in runs cut by kind of layer and by format, the answer is that of single layers."""
+    policy, _ = policy_and_weights(MOE)
+    recipe = get_recipe("fp8-rollout", PrecisionConfig(first_layers_in_compute=1, excluded=("layers.3.experts.*",)))
+    served = quantized_policy(policy, recipe, jnp.dtype("float32"), unroll)[0]
+    if not unroll:
+        assert equal_runs(served) == [range(1), range(1, 2), range(2, 3), range(3, 4)]
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, MOE.vocab_size, (2, 7)), jnp.int32)
+    found = forward(served, tokens, recipe=recipe, phase="prefill")
+    layers = []
+    for i, layer in enumerate(unstack(policy).layers):
+        tensors = layer.tensors()
+        for name in (*LINEARS, *EXPERT_LINEARS):
+            if name in tensors and i and not (i == 3 and name in EXPERT_LINEARS):
+                tensors[name] = Weight(quantize_weight(tensors[name].value, recipe.rollout.weight), tensors[name].axes)
+        layers.append(Layer(tensors))
+    expected = forward(with_layers(policy, nnx.List(layers)), tokens, recipe=recipe, phase="prefill")
+    np.testing.assert_allclose(found.hidden, expected.hidden, rtol=1e-4, atol=1e-4)
+    np.testing.assert_array_equal(found.routes, expected.routes)
 
 
 def test_counts_and_weight_decay():

@@ -7,11 +7,21 @@ from dataclasses import replace
 import jax.numpy as jnp
 import pytest
 
-from fp8rl_jax.config.recipe import COMPUTE, RECIPES, ForwardFormats, PrecisionConfig, Recipe, TensorFormat, get_recipe
+from fp8rl_jax.config.correction import CorrectionConfig
+from fp8rl_jax.config.recipe import (
+    COMPUTE,
+    RECIPES,
+    ForwardFormats,
+    PrecisionConfig,
+    Recipe,
+    SideScales,
+    TensorFormat,
+    get_recipe,
+)
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.policy import linear_names
-from fp8rl_jax.precision import check_recipe, element_dtype, formats, max_value, quantized_layers
+from fp8rl_jax.precision import check_recipe, element_dtype, formats, max_value, quantized_layers, unlike_sides
 
 W, A, KV = TensorFormat("e4m3", (128, 128)), TensorFormat("e4m3", (1, 128)), TensorFormat("e4m3")
 FULL = RECIPES["fp8-rl"]
@@ -68,6 +78,9 @@ REFUSED = {
         trained(trainer=replace(RECIPES["jet-rl"].trainer, weight=TensorFormat("e4m3", (64, 128)))),
         r"output_gradient\.block must be \(1, 64\) and trainer\.weight\.block square",
     ),
+    "kv constants": ({"kv_constants": (200.0, 0.0, 100.0)}, r"kv_constants must be three positive numbers"),
+    "two kv constants": ({"kv_constants": (200.0, 100.0)}, r"kv_constants must be three positive numbers"),
+    "kv percentile": ({"kv_percentile": 999.0}, r"kv_percentile must be from 0 to 100, and is 999"),
     "optimizer_moment": ({"optimizer_moment": W}, r"optimizer_moment must be e4m3 with one scale for a group"),
     "exact": ({"exact": True}, r"exact cannot be promised: the rollout's weight has format 'e4m3' and the trainer's 'compute'"),
 }
@@ -137,11 +150,60 @@ def test_scale_changes_the_block_quantized_roles_only():
     assert get_recipe("bf16", PrecisionConfig(scale="power_of_two")) == RECIPES["bf16"]
 
 
+def test_scales_of_one_side():
+    jet = RECIPES["jet-rl"]
+    served = get_recipe("jet-rl", PrecisionConfig(rollout=SideScales("power_of_two")))
+    assert served == replace(jet, rollout=RECIPES["infir2"].rollout)
+    trained = get_recipe("jet-rl", PrecisionConfig(scale="power_of_two", trainer=SideScales("float32", 64)))
+    blocks = ForwardFormats(replace(W, block=(64, 64)), replace(A, block=(1, 64)))
+    assert (trained.rollout, trained.trainer) == (RECIPES["infir2"].rollout, blocks)
+    assert trained.output_gradient == trained.saved_activation == blocks.activation
+    for recipe in (served, trained):
+        check_recipe(recipe)
+        with pytest.raises(UserError, match="exact cannot be promised: the rollout's weight has "):
+            check_recipe(replace(recipe, exact=True))
+    both = "power_of_two scales in the rollout, e4m3"
+    assert unlike_sides(served) == (
+        f"weight: e4m3 128x128 {both} 128x128 float32 scales in the trainer; "
+        f"activation: e4m3 1x128 {both} 1x128 float32 scales in the trainer"
+    )
+    assert [name for name, recipe in RECIPES.items() if unlike_sides(recipe)] == []
+    for name, side in (("fp8-rl", "trainer"), ("fp8-kv", "rollout"), ("bf16", "trainer")):
+        with pytest.raises(UserError, match=rf"precision\.{side}\.scale: recipe '{name}' quantizes no linear in the {side}"):
+            get_recipe(name, PrecisionConfig(**{side: SideScales("power_of_two")}))
+    with pytest.raises(UserError, match=r"precision\.trainer\.block: 0 must be a number of at least 2"):
+        get_recipe("jet-rl", PrecisionConfig(trainer=SideScales(block=0)))
+
+
+def test_a_block_without_kernels_is_refused_where_they_are_asked_for(monkeypatch):
+    monkeypatch.setattr(formats, "selected_backend", lambda backend: "hopper")
+    recipe = get_recipe("jet-rl", PrecisionConfig(rollout=SideScales(block=32)))
+    check_recipe(recipe, "auto")
+    with pytest.raises(UserError, match=r"rollout\.weight\.block is 32x32, and the hopper backend has 128x128"):
+        check_recipe(recipe, "hopper")
+
+
 def test_power_of_two_scales_of_the_trainer_are_infir2():
     changed = get_recipe("jet-rl", PrecisionConfig(scale="power_of_two"))
     assert replace(changed, name="infir2") == RECIPES["infir2"]
     blocks = [f for f in (*vars(changed.trainer).values(), changed.output_gradient, changed.saved_activation) if f.quantized]
     assert len(blocks) == 4 and all(f.scale == "power_of_two" for f in blocks)
+
+
+def test_end_to_end_and_jet_rl_are_one_flow_and_differ_by_correction():
+    jet, end = RECIPES["jet-rl"], RECIPES["fp8-e2e"]
+    assert replace(end, name="jet-rl", correction="none") == jet and end.correction == "nemo_is"
+    cached = RECIPES["fp8-e2e-kv"]
+    assert replace(cached, name="fp8-e2e", rollout=end.rollout) == end and cached.rollout.key == KV
+
+
+@pytest.mark.parametrize("name", list(RECIPES))
+def test_a_recipes_correction_is_the_preset_of_that_name(name):
+    """What rl.correction.method = "recipe" becomes; an end-to-end recipe's weights are not truncated."""
+    filled = CorrectionConfig().resolve(RECIPES[name].correction)
+    assert filled == CorrectionConfig(method=RECIPES[name].correction).filled()
+    if name.startswith("fp8-e2e"):
+        assert (filled.weights, filled.bounds, filled.overflow) == ("token", "keep", "zero")
 
 
 def test_output_gradient_format():
@@ -154,6 +216,9 @@ def test_output_gradient_format():
 def test_calibration_and_exclusion_change_the_recipe():
     changed = get_recipe("fp8-rl", PrecisionConfig(excluded=("layers.0.*",), kv_calibration="rollout"))
     assert changed.excluded == ("layers.0.*",) and changed.kv_calibration == "rollout"
+    for change in ({"kv_calibration": "rollout"}, {"kv_rule": "verl"}):
+        with pytest.raises(UserError, match=f"precision.{next(iter(change))}: recipe 'jet-rl' has no FP8 cache"):
+            get_recipe("jet-rl", PrecisionConfig(**change))
     with pytest.raises(UserError, match="precision.excluded: recipe 'fp8-kv' quantizes no linear"):
         get_recipe("fp8-kv", PrecisionConfig(excluded=("layers.0.*",)))
 
@@ -171,6 +236,19 @@ def test_exclusion():
     assert chosen == tuple(n for n in names if not n.startswith("layers.1.") and not n.endswith("o_proj"))
     two = replace(FULL, quantized=("layers.2.[gu]*_proj",))
     assert quantized_layers(two, names) == ("layers.2.gate_proj", "layers.2.up_proj")
+
+
+def test_first_and_last_layers_in_the_compute_dtype():
+    names = linear_names(CONFIG)
+    changed = get_recipe("fp8-e2e", PrecisionConfig(first_layers_in_compute=1, last_layers_in_compute=1))
+    assert quantized_layers(changed, names) == tuple(n for n in names if n.startswith("layers.1."))
+    assert quantized_layers(replace(changed, first_layers_in_compute=0), names) == names[:14]
+    with pytest.raises(UserError, match="first_layers_in_compute = 1 and last_layers_in_compute = 2 leave none of 3 layers"):
+        quantized_layers(replace(changed, last_layers_in_compute=2), names)
+    with pytest.raises(UserError, match=r"precision\.last_layers_in_compute: recipe 'bf16' quantizes no linear"):
+        get_recipe("bf16", PrecisionConfig(last_layers_in_compute=1))
+    with pytest.raises(UserError, match=r"precision\.first_layers_in_compute: -1 must be a number of at least 0"):
+        get_recipe("fp8-rl", PrecisionConfig(first_layers_in_compute=-1))
 
 
 @pytest.mark.parametrize(

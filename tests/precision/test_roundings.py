@@ -16,14 +16,14 @@ from rollout.tiny import CONFIG, make_policy, make_prompts
 
 from fp8rl_jax import rl
 from fp8rl_jax.cli.main import main
-from fp8rl_jax.config.recipe import RECIPES
+from fp8rl_jax.config.recipe import RECIPES, PrecisionConfig, get_recipe
 from fp8rl_jax.config.rl import RLConfig
 from fp8rl_jax.models.arithmetic import PLAIN
 from fp8rl_jax.models.experts_config import ExpertsConfig
 from fp8rl_jax.models.loading import load_policy
 from fp8rl_jax.models.policy import init_policy
 from fp8rl_jax.precision import quantize_weight
-from fp8rl_jax.rollout.calibration import calibrate_on_prompts, observe_qkv
+from fp8rl_jax.rollout.calibration import calibrate_on_prompts, observe_qkv, observe_served
 from fp8rl_jax.rollout.engine import pad_prompts
 from fp8rl_jax.rollout.sampler import generate
 from fp8rl_jax.rollout.sampling import Sampling
@@ -106,7 +106,7 @@ def test_a_weight_is_rounded_to_bfloat16_before_fp8():
 
 
 def policy_of(kind: str):
-    if kind == "dense":
+    if kind in ("dense", "runs"):
         return make_policy()
     if kind == "experts":
         shape = replace(CONFIG, architecture="qwen3_moe", experts=ExpertsConfig(4, 2, 96, normalize=True), num_layers=1)
@@ -124,12 +124,14 @@ def batch_of(prompts, out) -> Batch:
     ("kind", "name", "dtype"),
     [
         *(("dense", "fp8-rl", "bfloat16"), ("dense", "jet-rl", "float16")),
-        *(("experts", "jet-rl", "bfloat16"), ("gemma", "bf16", "bfloat16")),
+        *(("experts", "jet-rl", "bfloat16"), ("gemma", "bf16", "bfloat16"), ("runs", "fp8-e2e-kv", "bfloat16")),
     ],
 )
 def test_programs_do_not_depend_on_excess_precision(kind, name, dtype):
-    """Sync, calibration, sampler and score have the same bits whether or not XLA may keep 16-bit results in float32."""
-    policy, prompts, recipe = policy_of(kind), make_prompts(), RECIPES[name]
+    """Sync, calibration by either side, sampler and score have the same bits whether or not XLA may keep 16-bit results in
+    float32; of "runs", with layers in the compute dtype before others, scanned."""
+    policy, prompts = policy_of(kind), make_prompts()
+    recipe = get_recipe(name, PrecisionConfig(first_layers_in_compute=int(kind == "runs")))
     config = StepConfig(recipe, RLConfig(), dtype, temperature=1.0, logprob_chunk=32, backend="reference")
 
     def run(options):
@@ -138,8 +140,10 @@ def test_programs_do_not_depend_on_excess_precision(kind, name, dtype):
             return jitted.lower(*arguments).compile(compiler_options=options)(*arguments)
 
         plain = {"recipe": recipe, "backend": "reference"}
-        served, _ = call(lambda p: quantized_policy(p, recipe, jnp.dtype(dtype), True, "reference"), policy)
-        seen = call(observe_qkv.__wrapped__, policy, prompts.tokens, prompts.lengths, dtype=jnp.dtype(dtype), **plain)
+        served, _ = call(lambda p: quantized_policy(p, recipe, jnp.dtype(dtype), kind != "runs", "reference"), policy)
+        seen = [call(observe_qkv.__wrapped__, policy, prompts.tokens, prompts.lengths, dtype=jnp.dtype(dtype), **plain)]
+        if recipe.quantizes_cache:
+            seen.append(call(observe_served.__wrapped__, served, prompts.tokens, prompts.lengths, **plain))
         scales = calibrate_on_prompts(policy, prompts, recipe, jnp.dtype(dtype), "reference")
         out = call(generate.__wrapped__, served, *prompts, jax.random.key(1), scales, samples=2, sampling=SAMPLING, **plain)
         return served, seen, out, call(score.__wrapped__, policy, batch_of(prompts, out), config=config)

@@ -99,6 +99,25 @@ def test_icepop_zeroes_weights_and_keeps_the_tokens():
     np.testing.assert_allclose(rl.metric_values(metrics)["correction/clip_frac"], 0.4)
 
 
+def test_token_mis_takes_tokens_outside_of_the_bounds_out_of_the_loss(make_batch, spoil_padding):
+    """min(rho, 2) where 0.5 <= rho <= 2, and no token elsewhere: neither in the sum nor in what it is divided by."""
+    batch = make_batch(spread=0.8)
+    mask = batch["mask"]
+    ratio = np.exp(log_ratio_of(batch).astype(np.float64))
+    inside = mask & (ratio >= 0.5) & (ratio <= 2.0)
+    assert 0.1 < inside.sum() / mask.sum() < 0.9
+    log_ratio = jnp.asarray(spoil_padding(log_ratio_of(batch), mask))
+    weights, kept, metrics = correction(log_ratio, jnp.asarray(mask), rl.CorrectionConfig(method="token_mis"))
+    np.testing.assert_allclose(weights, np.where(inside, ratio, 0), rtol=1e-6)
+    np.testing.assert_array_equal(kept, inside)
+    np.testing.assert_allclose(rl.metric_values(metrics)["correction/reject_frac"], 1 - inside.sum() / mask.sum(), rtol=1e-6)
+    # IcePop of the same bounds has the same weights and counts every token
+    icepop = rl.CorrectionConfig(method="icepop", min_weight=0.5, max_weight=2.0)
+    masked, counted, _ = correction(log_ratio, jnp.asarray(mask), icepop)
+    np.testing.assert_allclose(masked, weights, rtol=1e-6)
+    np.testing.assert_array_equal(counted, mask)
+
+
 def test_overflow_is_cut_at_20_or_becomes_zero():
     log_ratio, mask = jnp.array([[100.0, 30.0, -200.0, jnp.nan]]), jnp.ones((1, 4), bool)
     clamped, _, _ = correction(log_ratio, mask, rl.CorrectionConfig(method="none", weights="token", bounds="keep"))

@@ -16,13 +16,19 @@ def reference_metrics(rollout, train, mask, advantages, cap):
     rollout, train = rollout.astype(np.float64), train.astype(np.float64)
     sign = np.sign(np.broadcast_to(advantages[:, None], mask.shape))[mask]
     p, q = train[mask], rollout[mask]
-    rho = np.exp(p - q)
+    rho, mixture = np.exp(p - q), np.log(0.5 * np.exp(p) + 0.5 * np.exp(q))
+
+    def k3(x):
+        return np.exp(x) - x - 1
+
     weights = np.minimum(rho, cap)
     rows = [(train[b][mask[b]], rollout[b][mask[b]]) for b in range(len(mask)) if mask[b].any()]
     gaps = np.array([q.mean() - p.mean() for p, q in rows])
     expected = {
         "kl": np.mean(q - p),
         "k3": np.mean(rho - np.log(rho) - 1),
+        "policy_kl_error": np.mean(np.exp(q - p) - (q - p) - 1),
+        "js_divergence_error": np.mean(0.5 * k3(p - mixture) + 0.5 * k3(q - mixture)),
         "token_mult_prob_error": np.mean(np.exp(np.abs(q - p))),
         "logprob_abs_diff_mean": np.mean(np.abs(q - p)),
         "logprob_abs_diff_max": np.max(np.abs(q - p)),
@@ -70,7 +76,7 @@ def test_small_divergences_keep_their_digits(make_batch):
     batch = make_batch(rows=64, width=64, spread=1e-3)
     found = measure(batch)
     expected = reference_metrics(batch["rollout"], batch["old"], batch["mask"], batch["advantages"], 2.0)
-    for name in ("k3", "kl", "chi2_token", "chi2_seq"):
+    for name in ("k3", "policy_kl_error", "js_divergence_error", "kl", "chi2_token", "chi2_seq"):
         np.testing.assert_allclose(found[f"mismatch/{name}"], expected[f"mismatch/{name}"], rtol=2e-3, err_msg=name)
 
 
@@ -118,6 +124,14 @@ def test_a_large_gap_is_large_and_finite_where_it_is_clamped(make_batch):
     for name in ("is_mean", "is_ess", "chi2_token", "chi2_seq"):
         assert np.isfinite(found[f"mismatch/{name}"]), name
     assert found["mismatch/logprob_abs_diff_max"] > 49
+
+
+def test_exchanged_policies_exchange_the_divergences(make_batch):
+    batch = make_batch(spread=0.5)
+    one, other = measure(batch), measure(batch | {"rollout": batch["old"], "old": batch["rollout"]})
+    np.testing.assert_allclose(one["mismatch/policy_kl_error"], other["mismatch/k3"], rtol=1e-6)
+    np.testing.assert_allclose(one["mismatch/js_divergence_error"], other["mismatch/js_divergence_error"], rtol=1e-6)
+    assert one["mismatch/policy_kl_error"] != one["mismatch/k3"]
 
 
 def test_signs_follow_rollout_against_train(make_batch):

@@ -9,7 +9,9 @@ import pytest
 from rollout.tiny import make_engine, make_policy, make_prompts
 
 from fp8rl_jax.config.recipe import RECIPES, PrecisionConfig, get_recipe
-from fp8rl_jax.rollout.calibration import scales_from_amax
+from fp8rl_jax.models.cache import KVCache, KVScales
+from fp8rl_jax.models.forward import forward
+from fp8rl_jax.rollout.calibration import calibrate_on_prompts, scales_from_amax
 from fp8rl_jax.rollout.engine import LocalEngine, pad_prompts
 from fp8rl_jax.rollout.sampling import Sampling
 
@@ -18,12 +20,11 @@ FULL = RECIPES["fp8-rl"]
 
 def test_scales_are_percentile_times_margin_over_448():
     amax = np.random.default_rng(0).uniform(1, 9, (11, 2, 3)).astype(np.float32)
-    table = np.sort(amax, axis=0)
+    ordered = np.sort(amax, axis=0)
     for percentile, pick in ((99.9, 10), (50, 5), (0, 0)):
         recipe = FULL.__class__("x", FULL.rollout, kv_percentile=percentile, kv_margin=1.2)
         scales = scales_from_amax(jnp.asarray(amax), recipe)
-        got = np.stack([scales.query, scales.key, scales.value], -1)
-        np.testing.assert_allclose(got, table[pick] * 1.2 / 448, rtol=1e-6)
+        np.testing.assert_allclose(table(scales), ordered[pick] * 1.2 / 448, rtol=1e-6)
 
 
 def test_zero_and_nan_amax():
@@ -42,15 +43,80 @@ def test_trainer_calibration_is_required_and_versions_count():
     assert engine.version == 0 and make_engine("bf16").version == 1
 
 
-def test_rollout_calibration_measures_the_first_batch():
-    engine = LocalEngine(get_recipe("fp8-kv", PrecisionConfig(kv_calibration="rollout")), jnp.float32)
+def calibrated_engine(unroll: bool = True, **changes) -> LocalEngine:
+    """Of fp8-rl, calibrated by the rollout on the prompts of seed 5."""
+    engine = LocalEngine(get_recipe("fp8-rl", PrecisionConfig(kv_calibration="rollout", **changes)), jnp.float32, unroll)
     engine.sync(make_policy())
-    assert engine.scales is None
-    out = engine.generate(make_prompts(), 1, Sampling(2), jax.random.key(0))
-    first = jax.tree.leaves(engine.scales)
-    assert out.weight_version == 1 and all((np.asarray(s) > 0).all() for s in first) and engine.finite["kv_scale"]
-    engine.sync(make_policy())
-    assert engine.scales is None
+    engine.calibrate(make_prompts(seed=5))
+    return engine
+
+
+def table(scales) -> np.ndarray:
+    """[layers, 3]"""
+    return np.stack([scales.query, scales.key, scales.value], -1)
+
+
+def layer_by_layer(engine: LocalEngine, prompts, limits) -> np.ndarray:
+    """Scales found one layer at a time, each in a prefill of its own that serves the scales found for the layers before it."""
+    layers = engine.policy.config.num_layers
+    scales = np.ones((layers, 3), np.float32)
+    real = np.arange(prompts.tokens.shape[1]) < prompts.lengths[:, None]
+
+    def amax(q, k, v, real, _):
+        return jnp.stack([jnp.where(real, jnp.abs(x), 0).max() for x in (q, k, v)])
+
+    for layer in range(layers):
+        cache = KVCache(scales=KVScales(*map(jnp.asarray, scales.T)))
+        seen = forward(
+            engine.policy, jnp.asarray(prompts.tokens), segment_ids=jnp.asarray(real, jnp.int32), cache=cache,
+            recipe=engine.recipe, phase="prefill", observe=amax,
+        )  # fmt: skip
+        scales[layer] = np.asarray(seen.observed)[layer] / limits
+    return scales
+
+
+@pytest.mark.parametrize("unroll", [True, False])
+def test_rollout_calibration_is_that_of_the_forward_that_serves(unroll):
+    """Quantized activations, and each layer behind the quantized attention of those before it: not the trainer's forward."""
+    engine, prompts = calibrated_engine(unroll), make_prompts(seed=5)
+    expected = layer_by_layer(engine, prompts, 448 / 1.05)
+    np.testing.assert_allclose(table(engine.scales), expected, rtol=1e-6)
+    trainers = table(calibrate_on_prompts(make_policy(), prompts, FULL, jnp.float32))
+    assert (np.abs(trainers / expected - 1) > 1e-3).sum() >= 4  # of six
+    assert engine.finite["kv_scale"] and engine.generate(prompts, 1, Sampling(2), jax.random.key(0)).weight_version == 1
+
+
+def test_verls_constants():
+    engine = calibrated_engine(kv_rule="verl")
+    np.testing.assert_allclose(table(engine.scales), layer_by_layer(engine, make_prompts(seed=5), [200, 200, 100]), rtol=1e-6)
+
+
+def test_batches_are_measured_apart_and_joined_by_their_largest():
+    engine, other = calibrated_engine(), make_prompts(seed=6)
+    alone = table(engine.scales)
+    engine.calibrate(other)
+    second = table(engine.scales)
+    engine.calibrate(make_prompts(seed=5), other)
+    np.testing.assert_allclose(table(engine.scales), np.maximum(alone, second), rtol=1e-6)
+    assert (alone > second).any() and (alone < second).any()
+
+
+def test_only_an_explicit_call_calibrates_the_rollouts_cache():
+    engine = calibrated_engine()
+    before = table(engine.scales)
+    engine.generate(make_prompts(seed=1), 1, Sampling(2), jax.random.key(0))
+    np.testing.assert_array_equal(table(engine.scales), before)
+    assert "fp8/amax_k" not in engine.metrics
+    engine.sync(make_policy(seed=1))
+    for ask in (engine.generate, engine.stream):
+        options = (1, Sampling(2)) if ask == engine.generate else (Sampling(2),)
+        with pytest.raises(RuntimeError, match=r"no KV scales for these weights; call calibrate\(prompts\) after sync"):
+            ask(make_prompts(), *options, jax.random.key(0))
+    engine.calibrate(make_prompts(seed=5))
+    np.testing.assert_allclose(engine.metrics["fp8/amax_k"], table(engine.scales)[:, 1].max() * 448 / 1.05, rtol=1e-6)
+    assert 20 < engine.metrics["fp8/quant_snr_db_k"] < 40  # under the scales of the weights before
+    with pytest.raises(RuntimeError, match="recipe 'bf16' does not calibrate a cache in the rollout"):
+        make_engine("bf16").calibrate(make_prompts())
 
 
 def test_finite_flags_see_one_nan_weight():

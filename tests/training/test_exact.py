@@ -78,6 +78,18 @@ def test_the_trainer_has_the_bits_of_the_rollout(kind, name, dtype):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("unroll", [True, False], ids=["unrolled", "scanned"])
+def test_layers_in_the_compute_dtype_have_their_bits_too(unroll):
+    recipe = get_recipe("fp8-e2e", PrecisionConfig(exact=True, first_layers_in_compute=1))
+    engine = LocalEngine(recipe, jnp.dtype("bfloat16"), unroll)
+    engine.sync(policy_of("dense"))
+    rollout = engine.generate(make_prompts(), 4, SAMPLING, jax.random.key(1))
+    config = in_parts(StepConfig(recipe, RL, "bfloat16", temperature=1.0))
+    expected = bits(rollout.policy_logprobs, rollout.mask)
+    assert bits(score(policy_of("dense"), batch_of(rollout), config), rollout.mask) == expected
+
+
+@pytest.mark.slow
 def test_a_token_has_its_bits_in_other_batches_and_behind_its_prompt_in_one_row():
     engine, rollout, config = sampled("dense", "jet-rl", "bfloat16")
     prompts, batch = make_prompts(), batch_of(rollout)

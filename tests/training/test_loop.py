@@ -4,10 +4,13 @@ import json
 
 import numpy as np
 import pytest
-from tiny_run import EVEN_LETTERS, check_refused, measured, train, write_run
+from tiny_run import EVEN_LETTERS, LEARNS, check_refused, measured, train, write_run
 
+from fp8rl_jax.cli.load import load_config
 from fp8rl_jax.cli.main import main
+from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.models.loading import load_policy
+from fp8rl_jax.training.setup import build
 
 EVALUATION = {"evaluation": {"every": 2, "examples": 8, "batch_size": 8}}
 
@@ -37,6 +40,23 @@ def test_run_and_resume_are_the_same_run(run_file, tmp_path, capsys):
     capsys.readouterr()
     assert train(run_file, whole) == 2
     assert "holds a run already" in capsys.readouterr().err
+
+
+def test_an_evaluation_between_steps_changes_no_step(tmp_path):
+    """Where the rollout calibrates its cache, too: on the steps' training prompts, whatever it is asked in between."""
+    rows = {}
+    flags = ["--recipe", "fp8-rl", "--precision.kv-calibration", "rollout", "--precision.kv-rule", "verl"]
+    for every in (0, 1, 2):
+        evaluation = {"evaluation": {"every": every, "examples": 8, "batch_size": 8}}
+        out = tmp_path / str(every)
+        assert train(write_run(tmp_path, LEARNS, evaluation), out, *flags) == 0
+        rows[every] = [{k: v for k, v in row.items() if not k.startswith("eval/")} for row in measured(out)[:4]]
+    assert rows[0] == rows[1] == rows[2]
+    assert all(0 < row["fp8/kv_scale_v"] < 1 and row["fp8/quant_snr_db_v"] > 20 for row in rows[0])
+    (tmp_path / "2" / "checkpoints" / "4").rename(tmp_path / "gone")  # the step after the checkpoint has its scales again
+    assert train(str(tmp_path / "run.toml"), tmp_path / "2", *flags, "--resume") == 0
+    again = [{k: v for k, v in row.items() if not k.startswith("eval/")} for row in measured(tmp_path / "2")[:4]]
+    assert again == rows[0]
 
 
 def test_damaged_newest_checkpoint_is_passed_over(run_file, tmp_path, caplog):
@@ -114,6 +134,29 @@ def test_stop_strings_bad_words_and_bias_shape_the_rollout(run_file, tmp_path):
 )
 def test_faults_are_one_line(run_file, tmp_path, capsys, flags, message):
     check_refused(run_file, tmp_path / "out", capsys, flags, message)
+
+
+def test_a_run_whose_first_and_last_layers_stay_in_the_compute_dtype(tmp_path, capsys):
+    run_file, out = write_run(tmp_path, LEARNS, {"model": {"init": {"num_layers": 3}}}), tmp_path / "out"
+    flags = ["--recipe", "fp8-e2e", "--precision.first-layers-in-compute", "1", "--precision.last-layers-in-compute", "1"]
+    flags += ["--trainer.steps", "2", "--rollout.decode-layers", "scan"]
+    assert train(run_file, out, *flags, "--dry-run") == 0
+    assert "quantized linears: 7 of 21" in capsys.readouterr().out
+    assert train(run_file, out, *flags) == 0
+    before = build(load_config(RunConfig, [run_file], "fp8rl train")).policy.layers
+    after = load_policy(out / "model").layers
+    for name in ("q_proj", "down_proj"):
+        moved = np.abs(np.asarray(getattr(after, name).value) - np.asarray(getattr(before, name).value))
+        assert (moved.max((1, 2)) > 1e-3).all()  # in every layer
+    assert all(row["mismatch/k3"] < 1e-6 and row["optim/skipped_steps"] == 0 for row in measured(out)[:2])
+
+
+def test_a_run_says_that_its_sides_quantize_unlike(run_file, tmp_path, caplog):
+    flags = ["--recipe", "fp8-e2e", "--dry-run"]
+    assert train(run_file, tmp_path / "out", *flags) == 0 and "quantize alike" not in caplog.text
+    assert train(run_file, tmp_path / "out", *flags, "--precision.rollout.scale", "power_of_two") == 0
+    (line,) = [record.message for record in caplog.records if "quantize alike" in record.message]
+    assert "weight: e4m3 128x128 power_of_two scales in the rollout, e4m3 128x128 float32 scales in the trainer; " in line
 
 
 def test_dry_run_writes_nothing(run_file, tmp_path, capsys):
