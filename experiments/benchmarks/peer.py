@@ -23,6 +23,7 @@ from fp8rl_jax.errors import UserError
 
 SCRIPTS = Path(__file__).parent / "peers"
 END_SECONDS = 10.0
+SAID_BYTES = 8000
 
 
 class NoAnswer(Exception):
@@ -99,15 +100,19 @@ class Link:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def said(self) -> str:
+        """The end of what it wrote to standard error."""
+        size = self._log.seek(0, os.SEEK_END)
+        self._log.seek(max(0, size - SAID_BYTES))
+        return self._log.read().decode(errors="replace")
+
     def _end(self) -> str:
         try:
             status = self._process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
             return "closed its output"
         end = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
-        self._log.seek(0)
-        lines = self._log.read().decode(errors="replace").split("\n")
-        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        last = next((line.strip() for line in reversed(self.said().split("\n")) if line.strip()), "")
         return f"{end}: {last[:500]}" if last else end
 
 

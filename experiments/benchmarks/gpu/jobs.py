@@ -78,14 +78,17 @@ class Part:
         module: in this package; its `jobs(setting)` are in order of value.
         together: its jobs run many at a time, each in a process of its own; else they are timed, and nothing else runs.
         ahead: the programs of its jobs are compiled before, many at a time.
-        memory: of the card's, what JAX takes at its start; peers of their own process need the rest.
     """
 
     name: str
     module: str
     together: bool = False
     ahead: bool = True
-    memory: float = 0.75
+
+    @property
+    def alike(self) -> bool:
+        """Whether what its jobs have taken says how long the next one takes."""
+        return self.together or self.ahead
 
     def jobs(self, setting: Setting) -> list[Job]:
         """What is to be measured. Making the list runs nothing."""
@@ -98,9 +101,9 @@ PARTS = {
         Part("checks", "checks", together=True, ahead=False),
         Part("copy", "copying"),
         Part("matmul", "products"),
-        Part("attention", "attention", memory=0.9),
+        Part("attention", "attention"),
         Part("grouped", "grouped"),
-        Part("step", "training", ahead=False, memory=0.92),
+        Part("step", "training", ahead=False),
         Part("quantize", "quantizers"),
     )
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from threading import Lock
@@ -77,12 +77,17 @@ class Folder:
                 record["failed"][job.label] = {"reason": found["failed"]} | about
             self._write(part)
 
-    def note_card(self, part: str, state: dict[str, Any]) -> None:
-        """Adds clocks, power and temperature of a time in which this command timed jobs of the part."""
+    def note_card(self, parts: Iterable[str], state: dict[str, Any]) -> None:
+        """Adds clocks, power and temperature of a time in which this command timed jobs of the parts."""
         with self._lock:
-            if part in self._begun:
+            for part in self._begun.intersection(parts):
                 self.records[part]["commands"][-1]["card"].append(state)
                 self._write(part)
+
+    def log(self, title: str, text: str) -> None:
+        """Adds to `workers.log`, which is for whoever looks for a fault."""
+        with self._lock, (self.path / "workers.log").open("a") as file:
+            file.write(f"==== {title}\n{text.rstrip()}\n")
 
     def _begin(self, part: str, record: dict[str, Any], hello: dict[str, Any]) -> None:
         if part not in self._begun:

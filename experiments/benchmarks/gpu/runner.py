@@ -2,7 +2,8 @@
 
 A process that hangs or crashes costs its own job: it is ended, the job is recorded as failed with the reason, and a new process
 goes on. What is only compiled or checked runs in many processes at once, what is timed in one, alone. No job is begun that might
-not end in time: it is left for the next command.
+not end in time: it is left for the next command. Compiled programs reach another process through JAX's persistent cache; before
+anything relies on that, a check that has passed where it was compiled must pass with the program from the cache.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ ENDING_SECONDS = 10.0  # of a command, in which no job runs
 MOST_PROCESSES = 12  # together: each holds half a gigabyte of the card
 MOST_HANGS = 2
 PAUSE_SECONDS = 2.0  # until a driver has taken back the memory of a process that was ended
+SHARED = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+UNCACHED = {"JAX_ENABLE_COMPILATION_CACHE": "false"}
 
 STAGES: tuple[tuple[tuple[str, ...], bool], ...] = (
     (("checks",), True),
@@ -55,6 +58,7 @@ class Process(Protocol):
 
     def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]: ...
     def receive(self, seconds: float) -> dict[str, Any]: ...
+    def said(self) -> str: ...
     def kill(self) -> None: ...
     def close(self) -> None: ...
 
@@ -86,8 +90,8 @@ def start_worker(setting: Setting, words: list[str], cache: Path, own: dict[str,
 class Slot:
     """A place for one worker at a time, started when it is first needed, with `own` of its environment."""
 
-    def __init__(self, start: Start, own: dict[str, str]):
-        self._start, self._own = start, own
+    def __init__(self, start: Start, own: dict[str, str], log: Callable[[str, str], None]):
+        self._start, self._own, self._log = start, own, log
         self._process: Process | None = None
         self.hello: dict[str, Any] = {}
 
@@ -102,11 +106,15 @@ class Slot:
 
     def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
         """Raises NoAnswer; the worker has then been ended."""
+        title = f"{request['part']}: {request['label']}"
         try:
             answer = self._process.ask(request, seconds)
-        except NoAnswer:
+        except NoAnswer as reason:
+            self._log(f"{title}: {reason}", self._process.said())
             self.close()
             raise
+        if "failed" in answer:
+            self._log(f"{title}: {answer['failed']}", self._process.said())
         if not answer["usable"]:
             self.close()
         return answer
@@ -120,7 +128,8 @@ class Slot:
         self._process = self._start(self._own)
         try:
             self.hello = self._process.receive(seconds)
-        except NoAnswer:
+        except NoAnswer as reason:
+            self._log(f"start: {reason}", self._process.said())
             self.close()
             raise
         if "fault" in self.hello:
@@ -146,16 +155,21 @@ class Runner:
         start: of a worker.
         seconds: that all of it may take.
         processes: how many run together.
+        memory: of the card's, what one that runs alone takes at its start.
     """
 
-    def __init__(self, folder: Folder, start: Start, seconds: float, processes: int, clock: Clock | None = None):
-        self.folder, self.start, self.processes = folder, start, processes
+    def __init__(
+        self, folder: Folder, start: Start, seconds: float, processes: int, memory: float = 0.9, clock: Clock | None = None
+    ):
+        self.folder, self.start, self.processes, self.memory = folder, start, processes, memory
         self.clock = clock or Clock()
         self.end = self.clock.now() + seconds - ENDING_SECONDS
         self.begun = self.clock.now()
         self.hangs: Counter[str] = Counter()
         self.why: dict[str, str] = {}
+        self.cached: bool | None = None  # whether programs from the cache are right; None: not known yet
         self._stopped = False
+        self._longest: dict[tuple[str, bool], float] = {}
         self._usual_start = USUAL_START_SECONDS
         self._lock = Lock()
 
@@ -170,16 +184,13 @@ class Runner:
         """
         parts = set(parts)
         for names, first in STAGES:
-            names = [name for name in names if name in parts]
-            ahead = [Task(n, job, True) for n in names if PARTS[n].ahead for job in self.folder.left(n, first)]
-            if len(ahead) > 1:
+            tasks = [Task(name, job) for name in names if name in parts for job in self.folder.left(name, first)]
+            ahead = [task._replace(compile_only=True) for task in tasks if PARTS[task.part].ahead]
+            if len(ahead) > 1 and self.cached is not False:
                 self.together(ahead)
-            for name in names:
-                tasks = [Task(name, job) for job in self.folder.left(name, first)]
-                if PARTS[name].together:
-                    # what raised beside others may have wanted memory that they had
-                    tasks = self.together(tasks)
-                self.alone(name, tasks)
+            shared = [task for task in tasks if PARTS[task.part].together]
+            # what raised beside others may have wanted memory that they had: once more
+            self.alone([task for task in tasks if task not in shared] + self.together(shared))
         left = {name: len(self.folder.left(name)) for name in PARTS if name in parts}
         return {name: f"{count} left: {self.why.get(name, 'out of time')}" for name, count in left.items() if count}
 
@@ -191,7 +202,7 @@ class Runner:
         """
         queue, raised = deque(tasks), []
 
-        slots = [Slot(self.start, {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}) for _ in range(min(self.processes, len(tasks)))]
+        slots = [self._slot(SHARED) for _ in range(min(self.processes, len(tasks)))]
 
         def serve(slot: Slot) -> None:
             with slot:
@@ -212,19 +223,35 @@ class Runner:
                 raise
         return raised
 
-    def alone(self, part: str, tasks: list[Task]) -> None:
-        """Runs tasks of a part one after the other; nothing else runs."""
-        queue = deque(tasks)
+    def alone(self, tasks: list[Task]) -> None:
+        """Runs tasks one after the other; nothing else runs."""
+        queue, own = deque(tasks), {"XLA_PYTHON_CLIENT_MEM_FRACTION": str(self.memory)}
         if not queue:
             return
-        own = {"XLA_PYTHON_CLIENT_MEM_FRACTION": str(PARTS[part].memory)}
         before = card.state()
-        with card.Monitor() as monitor, Slot(self.start, own) as slot:
+        with card.Monitor() as monitor, self._slot(own) as slot:
+            if self.cached is None:
+                self._try_cache(slot)
             for task, found in self._served(queue, slot):
                 self._store(task, found, slot)
-        self.folder.note_card(part, {"before": before, "during": monitor.summary(), "after": card.state()})
-        if before:
-            self.clock.sleep(PAUSE_SECONDS)
+        parts = {task.part for task in tasks}
+        self.folder.note_card(parts, {"before": before, "during": monitor.summary(), "after": card.state()})
+
+    def _try_cache(self, slot: Slot) -> None:
+        """Runs again, with programs from the cache, a small check that has passed; without one, nothing is known."""
+        results = self.folder.records.get("checks", {"results": {}})["results"]
+        passed = [job for job in self.folder.jobs["checks"] if job.first and results.get(job.label, {}).get("passed")]
+        for _, found in self._served(deque(Task("checks", job) for job in passed[-1:]), slot):
+            self.cached = found.get("result", {}).get("passed", False)
+        if self.cached is False:
+            slot.close()
+            print("a kernel from the cache is wrong or fails here: every process compiles its own", flush=True)
+
+    def _slot(self, own: dict[str, str]) -> Slot:
+        def start(own: dict[str, str]) -> Process:
+            return self.start(own | (UNCACHED if self.cached is False else {}))
+
+        return Slot(start, own, self.folder.log)
 
     def _served(self, queue: deque[Task], slot: Slot) -> Iterator[tuple[Task, dict[str, Any]]]:
         """Tasks of the queue and what came of them, as long as there is something to say."""
@@ -244,9 +271,14 @@ class Runner:
                 starting = 0.0 if slot.running else self._usual_start
                 if self.hangs[task.job.operation] >= MOST_HANGS:
                     self.why[task.part] = f"{MOST_HANGS} jobs of {task.job.operation} hung or crashed in this command"
-                elif self.clock.now() + starting + task.job.seconds <= self.end:
+                elif self.clock.now() + starting + self._usual(task) <= self.end:
                     return task
             return None
+
+    def _usual(self, task: Task) -> float:
+        """How long it may well take: as long as it may, or twice what others like it have taken."""
+        longest = self._longest.get((task.part, task.compile_only))
+        return task.job.seconds if longest is None or not PARTS[task.part].alike else min(task.job.seconds, 2 * longest)
 
     def _ask(self, slot: Slot, task: Task) -> dict[str, Any] | None:
         """What came of a task; None where the command ended first."""
@@ -261,14 +293,17 @@ class Runner:
                 return None  # the job is not to blame
             hung = f"took longer than {job.seconds:g} s: taken for one that hangs, and ended"
             found = {"failed": hung if reason.silent else str(reason), "usable": False}
-        if not found["usable"]:
-            with self._lock:
-                self.hangs[job.operation] += 1
         found["seconds"] = self.clock.now() - begun
+        with self._lock:
+            self.hangs[job.operation] += not found["usable"]
+            kind = part, compile_only
+            self._longest[kind] = max(self._longest.get(kind, 0.0), found["seconds"])
         self._say(task, found)
         return found
 
     def _started(self, slot: Slot, part: str) -> bool:
+        if self.folder.counts:
+            self.clock.sleep(PAUSE_SECONDS)
         begun = self.clock.now()
         try:
             slot.start(min(START_SECONDS, self.end - begun))
@@ -295,4 +330,5 @@ def run(folder: Folder, parts: Iterable[str], setting: Setting, minutes: float, 
     """`Runner.run` with real workers, on all processors."""
     processes = min(MOST_PROCESSES, len(os.sched_getaffinity(0)))
     start = partial(start_worker, setting, words, folder.cache)
-    return Runner(folder, start, 60 * minutes, processes).run(parts)
+    memory = 0.75 if setting.torch_python else 0.9  # the peers are processes of their own
+    return Runner(folder, start, 60 * minutes, processes, memory).run(parts)

@@ -11,6 +11,7 @@ import gc
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
@@ -43,6 +44,7 @@ def serve(
             found = {"result": job.run()}
         except Exception as error:  # whatever a kernel, a compiler or a peer objects to is the result
             found = {"failed": reason_of(error)}
+            traceback.print_exc()
         gc.collect()  # device memory of this job, before the next one's
         answer(found | {"usable": usable()})
 
