@@ -70,7 +70,7 @@ def test_few_programs_are_queued_of_long_ones_and_of_large_results():
 
 
 def test_short_calls_are_many_and_the_host_is_given_time_for_them():
-    assert calls_of(16) == 16 and calls_of(3) == 15 and calls_of(1) == 1
+    assert calls_of(16, MIB) == 16 and calls_of(4, 100 * MIB) == 16 and calls_of(3, 184 * MIB) == 3 and calls_of(1, 2**30) == 1
     # 7 ms of products; a host that takes 5 ms needs one and a half times as much, and one that takes 200 cannot have it
     assert leads_of(1e-3, 7e-3) == 1 and leads_of(5e-3, 7e-3) == 2 and leads_of(0.2, 7e-3) == 16
 
@@ -683,6 +683,16 @@ def test_what_is_compiled_ahead_is_not_compiled_again(tmp_path):
     command.alone([task._replace(compile_only=False)])
     assert folder.left("quantize") == [] and len(ahead) == 1  # ours and XLA's, which are one in miniature
     assert {file.name for file in folder.cache.glob("jit_repeated-*")} == ahead
+
+
+def test_the_cache_is_kept_small_enough_to_travel(tmp_path):
+    folder = Folder(tmp_path, {part: [] for part in PARTS}, counts=False)
+    folder.cache.mkdir()
+    for age, name in enumerate(("newest", "middle", "oldest")):
+        (folder.cache / name).write_bytes(bytes(100))
+        os.utime(folder.cache / name, (1e9 - age, 1e9 - age))
+    folder.trim_cache(most=250)
+    assert {file.name for file in folder.cache.iterdir()} == {"newest", "middle"}
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ recorded as failed with the reason; an operation that has hung twice in a comman
 compilation of what is timed, run in as many processes as there are processors; what is timed runs alone. Only programs for which
 XLA chooses a library's product by timing it are compiled where nothing else runs.
 
-The folder has a cache of compiled programs, too. Where the next command runs on another machine, take the folder along:
+The folder has a cache of compiled programs, too, of 40 MB at most. If the next command runs on another machine, take it along:
 
     tar c FOLDER | split -b 15M - gpu.tar.        cat gpu.tar.* | tar x
 

@@ -16,6 +16,8 @@ from experiments.benchmarks.gpu.sources import fingerprint
 from experiments.benchmarks.gpu.timing import METHOD
 from fp8rl_jax.errors import UserError
 
+MOST_CACHE_BYTES = 40 * 2**20
+
 
 class Folder:
     """What the folder has of all parts, and what it lacks.
@@ -88,6 +90,16 @@ class Folder:
         """Adds to `workers.log`, which is for whoever looks for a fault."""
         with self._lock, (self.path / "workers.log").open("a") as file:
             file.write(f"==== {title}\n{text.rstrip()}\n")
+
+    def trim_cache(self, most: int = MOST_CACHE_BYTES) -> None:
+        """Deletes the oldest programs of a cache that is too large to travel: those of jobs that are done long since."""
+        files = sorted((file for file in self.cache.rglob("*") if file.is_file()), key=lambda file: file.stat().st_mtime)
+        size = sum(file.stat().st_size for file in files)
+        for file in files:
+            if size <= most:
+                return
+            size -= file.stat().st_size
+            file.unlink()
 
     def _begin(self, part: str, record: dict[str, Any], hello: dict[str, Any]) -> None:
         if part not in self._begun:

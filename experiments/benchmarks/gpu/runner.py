@@ -331,4 +331,6 @@ def run(folder: Folder, parts: Iterable[str], setting: Setting, minutes: float, 
     processes = min(MOST_PROCESSES, len(os.sched_getaffinity(0)))
     start = partial(start_worker, setting, words, folder.cache)
     memory = 0.75 if setting.torch_python else 0.9  # the peers are processes of their own
-    return Runner(folder, start, 60 * minutes, processes, memory).run(parts)
+    left = Runner(folder, start, 60 * minutes, processes, memory).run(parts)
+    folder.trim_cache()
+    return left

@@ -89,9 +89,9 @@ def copies_of(input_bytes: int, cache_bytes: int = CACHE_BYTES, most: int = MOST
     return min(most, 1 + math.ceil(4 * cache_bytes / max(input_bytes, 1)))
 
 
-def calls_of(copies: int) -> int:
-    """How many calls a program makes: of inputs so small that there are several copies, as many rounds as fit."""
-    return copies * max(1, MOST_CALLS // copies) if copies > 1 else 1
+def calls_of(copies: int, input_bytes: int, cache_bytes: int = CACHE_BYTES) -> int:
+    """How many calls a program makes: each copy's, and of inputs that are read in microseconds as many rounds as fit."""
+    return copies * max(1, MOST_CALLS // copies) if input_bytes < 2 * cache_bytes else copies
 
 
 def leads_of(queued_seconds: float, lead_seconds: float) -> int:
@@ -175,7 +175,7 @@ def counts(work: Work, tiny: bool) -> tuple[int, int, int]:
     """Copies of the inputs, calls of a program, and bytes of one call's inputs."""
     input_bytes = bytes_of(jax.eval_shape(work.arguments, _key()))
     number = 2 if tiny else copies_of(input_bytes)
-    return number, number if tiny else calls_of(number), input_bytes
+    return number, number if tiny else calls_of(number, input_bytes), input_bytes
 
 
 def lowered(work: Work, number: int, calls: int) -> jax.stages.Lowered:
