@@ -407,7 +407,8 @@ for line in sys.stdin:
 """
 
 
-def real_runner(tmp_path, jobs, faulty=()):
+def real_runner(tmp_path, jobs, faulty=(), absent=()):
+    tmp_path.mkdir(exist_ok=True)
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
     numbers = iter(range(100))
@@ -415,6 +416,8 @@ def real_runner(tmp_path, jobs, faulty=()):
     def start(own):
         number = next(numbers)
         word = "faulty" if number in faulty else str(number)
+        if number in absent:
+            return Link([sys.executable, "-S", "-E", "-c", "import nothing_of_the_kind"], {})
         return Link([sys.executable, "-S", "-E", str(script), str(tmp_path), word], {"PATH": "/usr/bin:/bin"} | own)
 
     jobs = {part: jobs if part == "checks" else [] for part in PARTS}
@@ -440,13 +443,11 @@ def test_a_fault_ends_the_command_at_once(tmp_path):
     assert not (tmp_path / "out" / "checks.json").exists()  # what was ended with it is not blamed
 
 
-def test_a_worker_that_does_not_start_leaves_its_part(tmp_path):
-    runner = Runner(
-        Folder(tmp_path, {part: [] for part in PARTS} | {"copy": [fake_job("a", "copy")]}, False),
-        lambda own: Link([sys.executable, "-S", "-E", "-c", "import nothing_of_the_kind"], {}), 500.0, 2,
-    )  # fmt: skip
-    left = runner.run(["copy"])
-    assert left["copy"].startswith("1 left: no process to run it: ended with status 1: ModuleNotFoundError")
+def test_a_worker_that_does_not_start_leaves_its_jobs_to_others(tmp_path):
+    jobs = [fake_job("a", "a"), fake_job("b", "b"), fake_job("c", "c")]
+    assert real_runner(tmp_path / "one", jobs, absent=(0,)).run(["checks"]) == {}
+    left = real_runner(tmp_path / "all", jobs, absent=range(100)).run(["checks"])
+    assert left["checks"].startswith("3 left: no process to run it: ended with status 1: ModuleNotFoundError")
 
 
 # sources
@@ -677,8 +678,8 @@ def test_what_is_compiled_ahead_is_not_compiled_again(tmp_path):
     setting = Setting(tiny=True)
     folder = Folder(tmp_path, {name: part.jobs(setting) for name, part in PARTS.items()}, counts=False)
     command = Runner(folder, partial(runner.start_worker, setting, [], folder.cache), 500.0, 1)
-    task = Task("quantize", folder.jobs["quantize"][0], compile_only=True)
-    assert command.together([task]) == []
+    task, product = (Task(part, folder.jobs[part][0], compile_only=True) for part in ("quantize", "matmul"))
+    assert command.together([task, product]) == []  # no program of the product, for which XLA may time its libraries'
     ahead = {file.name for file in folder.cache.glob("jit_repeated-*")}
     command.alone([task._replace(compile_only=False)])
     assert folder.left("quantize") == [] and len(ahead) == 1  # ours and XLA's, which are one in miniature

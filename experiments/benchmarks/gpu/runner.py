@@ -189,7 +189,7 @@ class Runner:
             if len(ahead) > 1 and self.cached is not False:
                 self.together(ahead)
             shared = [task for task in tasks if PARTS[task.part].together]
-            # what raised beside others may have wanted memory that they had: once more
+            # what raised beside others may have wanted memory that they had: once more, alone
             self.alone([task for task in tasks if task not in shared] + self.together(shared))
         left = {name: len(self.folder.left(name)) for name in PARTS if name in parts}
         return {name: f"{count} left: {self.why.get(name, 'out of time')}" for name, count in left.items() if count}
@@ -198,7 +198,7 @@ class Runner:
         """Runs tasks in many processes.
 
         Returns:
-            Those that raised, which nothing is recorded of.
+            Those to be run alone, of which nothing is recorded: what raised, and what no process could be started for.
         """
         queue, raised = deque(tasks), []
 
@@ -221,7 +221,7 @@ class Runner:
                 for slot in slots:
                     slot.kill()
                 raise
-        return raised
+        return raised + list(queue)
 
     def alone(self, tasks: list[Task]) -> None:
         """Runs tasks one after the other; nothing else runs."""
