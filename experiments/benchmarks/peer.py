@@ -1,7 +1,7 @@
-"""The harness's end of the line protocol: another library's process, which waits while it is not its turn.
+"""The harness's end of the line protocol: another process, which waits while it is not its turn.
 
 `peers/link.py` is the other end and describes the lines. A peer that ends, answers nonsense, or stays silent is an error
-that names its option; and however this process ends, the peer reads the end of its input and ends too.
+that names its option; and however this process ends, the other reads the end of its input and ends too.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,97 @@ from fp8rl_jax.errors import UserError
 
 SCRIPTS = Path(__file__).parent / "peers"
 END_SECONDS = 10.0
+SAID_BYTES = 8000
+
+
+class NoAnswer(Exception):
+    """Why the other end did not answer; `silent`, where it ran and said nothing for too long."""
+
+    def __init__(self, reason: str, silent: bool = False):
+        super().__init__(reason)
+        self.silent = silent
+
+
+class Link:
+    """A process that answers a line with a line; as a context manager it is ended on leaving, with whatever it started.
+
+    Raises:
+        OSError: it cannot be run.
+    """
+
+    def __init__(self, command: Sequence[str | Path], environment: dict[str, str], folder: Path | None = None):
+        self._received = b""
+        self._log = tempfile.TemporaryFile()
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, bufsize=0,
+            env=environment, cwd=folder, start_new_session=True,
+        )  # fmt: skip
+
+    def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """Sends one line, and waits for the one that answers it.
+
+        Raises:
+            NoAnswer: none came, or none that is JSON; a process that was silent has been killed.
+        """
+        try:
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+        except BrokenPipeError:
+            raise NoAnswer(self._end()) from None
+        return self.receive(seconds)
+
+    def receive(self, seconds: float) -> dict[str, Any]:
+        """Waits for a line; raises as `ask`."""
+        deadline = time.monotonic() + seconds
+        while b"\n" not in self._received:
+            if not select.select([self._process.stdout], [], [], max(deadline - time.monotonic(), 0))[0]:
+                self._process.kill()
+                raise NoAnswer(f"did not answer within {seconds:g} s", silent=True)
+            data = self._process.stdout.read(1 << 16)
+            if not data:
+                raise NoAnswer(self._end())
+            self._received += data
+        line, _, self._received = self._received.partition(b"\n")
+        try:
+            return dict(json.loads(line))
+        except (ValueError, TypeError):
+            raise NoAnswer(f"answered {line[:80]!r}, which is no JSON object") from None
+
+    def kill(self) -> None:
+        """Ends the process at once, from whichever thread; whoever waits for its answer gets none."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Ends the process and whatever it started."""
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_SECONDS)
+        self.kill()
+        self._process.wait()
+        self._process.stdout.close()
+        self._log.close()
+
+    def __enter__(self) -> Link:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def said(self) -> str:
+        """The end of what it wrote to standard error."""
+        size = self._log.seek(0, os.SEEK_END)
+        self._log.seek(max(0, size - SAID_BYTES))
+        return self._log.read().decode(errors="replace")
+
+    def _end(self) -> str:
+        try:
+            status = self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            return "closed its output"
+        end = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+        last = next((line.strip() for line in reversed(self.said().split("\n")) if line.strip()), "")
+        return f"{end}: {last[:500]}" if last else end
 
 
 @dataclass(frozen=True)
@@ -41,8 +133,8 @@ class PeerSpec:
     script: str
 
 
-class Peer:
-    """A running peer; as a context manager it is ended on leaving.
+class Peer(Link):
+    """Another library's process.
 
     Args:
         spec: see PeerSpec.
@@ -55,81 +147,36 @@ class Peer:
     def __init__(self, spec: PeerSpec, settings: dict[str, Any], threads: int, tokens: int, timeout: float = 1800.0):
         self.spec, self.tokens, self.timeout = spec, tokens, timeout
         self.about: dict[str, Any] = {}
-        self._received = b""
-        self._log = tempfile.TemporaryFile()
-        command = [spec.python, SCRIPTS / spec.script, json.dumps(settings)]
         try:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, bufsize=0,
-                env=_environment(threads), start_new_session=True,
-            )  # fmt: skip
+            super().__init__([spec.python, SCRIPTS / spec.script, json.dumps(settings)], _environment(threads))
         except OSError as error:
             raise UserError(f"{spec.option}: {spec.python} cannot be run ({error.strerror})") from None
 
     def wait_until_ready(self) -> None:
         """Waits for the peer's model; `about` then holds its versions and settings."""
-        self.about = self._receive()
+        try:
+            self.about = self.receive(self.timeout)
+        except NoAnswer as reason:
+            raise self._fault(str(reason)) from None
 
     def __call__(self, number: int) -> dict[str, float]:
         """One round: the seconds that the peer took, by its own clock."""
-        answer = self.ask({"round": number})
+        answer = self.answer({"round": number})
         tokens = answer.pop("tokens", None)
         if tokens != self.tokens:
             raise self._fault(f"generated {tokens} tokens in round {number} instead of {self.tokens}")
         return answer
 
-    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Sends one line, and waits for the one that answers it."""
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Sends one line, and waits for the one that answers it.
+
+        Raises:
+            UserError: naming the peer's option.
+        """
         try:
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
-        except BrokenPipeError:
-            raise self._fault(self._end()) from None
-        return self._receive()
-
-    def close(self) -> None:
-        """Ends the peer and whatever it started."""
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(END_SECONDS)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._process.stdout.close()
-        self._log.close()
-
-    def __enter__(self) -> Peer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _receive(self) -> dict[str, Any]:
-        deadline = time.monotonic() + self.timeout
-        while b"\n" not in self._received:
-            if not select.select([self._process.stdout], [], [], max(deadline - time.monotonic(), 0))[0]:
-                self._process.kill()
-                raise self._fault(f"did not answer within {self.timeout:g} s")
-            data = self._process.stdout.read(1 << 16)
-            if not data:
-                raise self._fault(self._end())
-            self._received += data
-        line, _, self._received = self._received.partition(b"\n")
-        try:
-            return dict(json.loads(line))
-        except (ValueError, TypeError):
-            raise self._fault(f"answered {line[:80]!r}, which is no JSON object") from None
-
-    def _end(self) -> str:
-        try:
-            status = self._process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
-            return "closed its output"
-        end = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
-        self._log.seek(0)
-        lines = self._log.read().decode(errors="replace").split("\n")
-        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
-        return f"{end}: {last}" if last else end
+            return self.ask(request, self.timeout)
+        except NoAnswer as reason:
+            raise self._fault(str(reason)) from None
 
     def _fault(self, what: str) -> UserError:
         return UserError(f"{self.spec.option}: the peer {self.spec.name} {what}")

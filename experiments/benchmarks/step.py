@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -80,19 +81,25 @@ class GrpoStep:
         self.engine.sync(policy, self.scales)
 
     def __call__(self, number: int) -> dict[str, float]:
-        learner, laps = self.learner, Laps()
+        laps = Laps()
+        for part, results in self.parts(number):
+            laps.end(part, results)
+        return laps.seconds
+
+    def parts(self, number: int) -> Iterator[tuple[str, Any]]:
+        """One step: each part's name and what it computed, as soon as it is under way."""
+        learner = self.learner
         rollout = self.engine.generate(self.prompts, self.samples, self.sampling, jax.random.key(number))
-        laps.end("gen", rollout.tokens)
+        yield "gen", rollout.tokens
         batch = Batch(*self.prompts[:2], rollout.tokens, rollout.mask, rollout.policy_logprobs, self.advantages)
         learner.state, logprobs, _ = update(learner.state, batch, self.config, learner.optimizer)
-        laps.end("train", learner.state, logprobs)
+        yield "train", (learner.state, logprobs)
         if self.scales is not None:
             self.scales = self._calibrate(rollout)
-            laps.end("calibrate", self.scales)
+            yield "calibrate", self.scales
         self.engine.sync(learner.state.policy, self.scales)
-        laps.end("sync", self.engine.policy)
+        yield "sync", self.engine.policy
         check_full(rollout)
-        return laps.seconds
 
     def _calibrate(self, rollout: Rollout) -> KVScales:
         seen = observe_qkv(

@@ -2,23 +2,32 @@
 
     python -m experiments.benchmarks.gpu --output FOLDER [--minutes 9] [--parts checks matmul] [--profile]
 
-Run it again with the same folder until nothing is left: what a file holds is not measured twice (delete a file to do so). With
---profile every result of a kernel has its time by the profiler, too. In order of value:
+It is made for a card that is there for some commands of ten minutes. Run it again with the same folder until nothing is left: a
+command begins no job that it might not end, and the next one goes on there. In order of value:
 
-    checks      every case of every operation against its expected values, each three times for equal bits
+    checks      small cases that every kernel has a part in, against their expected values, each three times for equal bits
     copy        a copy kernel's bytes a second, which all other bytes are divided by
-    matmul      blockwise products against XLA in bfloat16, cuBLASLt's FP8, torch's and Triton's blockwise products
-    grouped     products of an expert layer against dense ones of the same work
-    attention   decode attention with FP8 and bfloat16 caches against cuDNN and XLA in bfloat16
-    quantize    quantizers against XLA's
-    step        a layer's training step, and a GRPO step, at Qwen3-8B's shape: FP8 against bfloat16
+    matmul      blockwise products against XLA in bfloat16 and cuBLASLt's FP8: the shapes of the targets
+    attention   decode attention with FP8 and bfloat16 caches against cuDNN and XLA in bfloat16: likewise
+    grouped     products of an expert layer against dense ones of the same work: likewise
+    step        a GRPO step and a layer's training step, at Qwen3-8B's shape: FP8 against bfloat16
+    then        all other shapes of matmul, grouped and attention; quantize, the quantizers against XLA's; all other checks
 
-A part is a process of its own. A kernel that hangs or crashes costs its own case: the process is ended, the case is recorded as
-failed with the reason, and the part goes on in a new process. Times are a device's, see `timing.py`; what they are divided by
-takes turns with them, round by round. The table at the end, and `figures.json`, have the figures that this library wants to
-reach, of all parts that the folder holds.
+A part's file is written after each of its jobs. Jobs run in processes of their own: one that hangs or crashes is ended, and
+recorded as failed with the reason; an operation that has hung twice in a command waits for the next one. Checks, and the
+compilation of what is timed, run in as many processes as there are processors; what is timed runs alone. Only programs for which
+XLA chooses a library's product by timing it are compiled where nothing else runs.
 
-It needs JAX with CUDA, and the packages that `fp8rl_jax` needs for the part `step` alone. The peers torch and Triton are looked
-for in `--torch-python`; where they are missing the file says why. `--tiny` runs all parts in miniature on a CPU, with the
-reference in the kernels' place: it shows that the command works, and no figure of it counts.
+The folder has a cache of compiled programs, too, of 40 MB at most. If the next command runs on another machine, take it along:
+
+    tar c FOLDER | split -b 15M - gpu.tar.        cat gpu.tar.* | tar x
+
+A result holds for the sources that it depends on. When one of them changes, that result is put aside and measured again, and all
+others stay. To measure something twice, delete its part's file.
+
+Times are a device's, see `timing.py`; what they are divided by takes turns with them, round by round. The table at the end, and
+`figures.json`, have the figures that this library wants to reach, of all parts that the folder holds. With --profile every
+result of a kernel has its time by the profiler, too; with `--torch-python PYTHON` torch's and Triton's blockwise products are
+timed beside ours. It needs JAX with CUDA, and of what the library needs rich, jaxtyping, flax and optax alone. `--tiny` runs
+all parts in miniature on a CPU, with the reference in the kernels' place: it shows that the command works, and no figure counts.
 """

@@ -9,15 +9,14 @@ import signal
 import sys
 from pathlib import Path
 
+import jax
 from rich.console import Console
 
 from experiments.benchmarks import card
-from experiments.benchmarks.files import read, write
-from experiments.benchmarks.gpu.figures import summary
-from experiments.benchmarks.gpu.parts import PARTS
-from experiments.benchmarks.gpu.runner import file_of, run
-from experiments.benchmarks.gpu.setting import Setting
-from experiments.benchmarks.gpu.table import show
+from experiments.benchmarks.gpu.figures import show
+from experiments.benchmarks.gpu.jobs import PARTS, Setting
+from experiments.benchmarks.gpu.record import Folder
+from experiments.benchmarks.gpu.runner import run
 from fp8rl_jax.errors import UserError
 
 
@@ -30,10 +29,10 @@ class Parser(argparse.ArgumentParser):
 
 def parse(words: list[str]) -> argparse.Namespace:
     parser = Parser(prog="python -m experiments.benchmarks.gpu", description=__doc__.splitlines()[0])
-    parser.add_argument("--output", required=True, type=Path, help="folder of one JSON file a part; what it has is not run again")
+    parser.add_argument("--output", required=True, type=Path, help="folder of a file a part; what it has is not run again")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=f"of {', '.join(PARTS)}")
-    parser.add_argument("--minutes", type=float, default=60.0, help="for all of it; what does not fit is skipped")
-    parser.add_argument("--torch-python", default="python3", help="interpreter with torch and triton, which are peers of matmul")
+    parser.add_argument("--minutes", type=float, default=9.0, help="for all of it; what does not fit is left for the next one")
+    parser.add_argument("--torch-python", default="", help="interpreter with torch and triton, to time them as peers of matmul")
     parser.add_argument("--tiny", action="store_true", help="in miniature on a CPU: shows that it works, measures nothing")
     parser.add_argument("--profile", action="store_true", help="record the kernels of what is timed, too; a trace each")
     arguments = parser.parse_args(words)
@@ -64,21 +63,20 @@ def main(words: list[str]) -> int:
         arguments = parse(words)
         if not arguments.tiny:
             check_card()
-        names = [name for name in PARTS if name in arguments.parts]
+        jax.config.update("jax_platforms", "cpu")  # the card is the workers'; here jobs are only listed
         setting = Setting(arguments.tiny, arguments.torch_python, arguments.profile)
-        left = run(names, arguments.output, setting, arguments.minutes, words)
-        records = {name: record for name in PARTS if (record := read(file_of(arguments.output, name))) is not None}
-        write(arguments.output / "figures.json", {"figures": summary(records)})
+        folder = Folder(arguments.output, {name: part.jobs(setting) for name, part in PARTS.items()}, not arguments.tiny)
+        left = run(folder, arguments.parts, setting, arguments.minutes, words)
     except UserError as error:
         print(f"benchmarks.gpu: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    show(records, Console(width=140))
+    show(folder.records, Console(width=140))
     for name, reason in left.items():
-        print(f"{name}: not complete: {reason}; run the same command again to go on")
-    wrong = any(result.get("passed") is False for record in records.values() for result in record["results"].values())
+        print(f"{name}: {reason}; run the same command again to go on")
+    wrong = any(result.get("passed") is False for record in folder.records.values() for result in record["results"].values())
     return 1 if wrong or left else 0
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that a part's process is ended on the way out
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that workers are ended on the way out
     sys.exit(main(sys.argv[1:]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -11,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.benchmarks.gpu.compare import Job, compare, median_ratio
-from experiments.benchmarks.gpu.setting import Setting
-from experiments.benchmarks.gpu.timing import Clock, Work
+from experiments.benchmarks.gpu.compare import compare, median_ratio
+from experiments.benchmarks.gpu.jobs import Job, Setting
+from experiments.benchmarks.gpu.timing import Work
 from pallas_kernels.check.cases import Case
 from pallas_kernels.check.models import QWEN3_8B, Shape
 from pallas_kernels.decode_attention import KeyValues, decode_attention
@@ -21,21 +20,21 @@ from pallas_kernels.decode_attention import KeyValues, decode_attention
 OURS, OURS_BF16, CUDNN, XLA = "fp8 cache", "bf16 cache", "cuDNN bf16", "XLA bf16"
 BF16_WAYS = (OURS_BF16, CUDNN, XLA)
 # without 256 x 32768: its cache is 34 GB in bfloat16, and three sides have one each
-GRID = ((64, 8192), (16, 8192), (256, 8192), (64, 2048), (16, 2048), (256, 2048), (64, 32768), (16, 32768))
+GRID = ((64, 8192), (16, 2048), (16, 8192), (256, 8192), (64, 2048), (256, 2048), (64, 32768), (16, 32768))
+FIRST = ((64, 8192), (16, 2048))
 PAGE = 64
 TINY_MODEL = Shape("tiny", 64, 64, 4, 2, 64)
 
 
-def jobs(setting: Setting, stack: ExitStack) -> list[Job]:
+def jobs(setting: Setting) -> list[Job]:
     """The grid of batches and contexts at Qwen3-8B's heads, then the operation's own real cases."""
-    clock = Clock(setting.tiny)
-    cases = setting.cases("decode_attention", "real")
     model, grid = (TINY_MODEL, ((2, 130),)) if setting.tiny else (QWEN3_8B, GRID)
-    points = [(f"{b}x{c}", partial(point, setting, clock, model, b, c)) for b, c in grid]
-    return [*points, *((case.name, partial(_case, setting, clock, case)) for case in cases)]
+    job = partial(Job, sources=(__name__, "pallas_kernels.decode_attention.cases"), operation="decode_attention")
+    points = [job(f"{b}x{c}", partial(point, setting, model, b, c), first=(b, c) in FIRST) for b, c in grid]
+    return [*points, *(job(case.name, partial(_case, setting, case)) for case in setting.cases("decode_attention", "real"))]
 
 
-def point(setting: Setting, clock: Clock, model: Shape, batch: int, context: int) -> dict[str, Any]:
+def point(setting: Setting, model: Shape, batch: int, context: int) -> dict[str, Any]:
     """One batch and context: each sequence has as many keys."""
     e4m3, bf16 = jnp.float8_e4m3fn, jnp.bfloat16
     rows = partial(_rows, model, batch, context)
@@ -47,7 +46,7 @@ def point(setting: Setting, clock: Clock, model: Shape, batch: int, context: int
     if not setting.tiny:
         works[CUDNN] = Work(partial(_peer, "cudnn"), rows)
     flops = 4.0 * batch * model.heads * context * model.head_dim
-    found = compare(setting, clock, works, (OURS,), flops, float(_cache_bytes(model, batch, context, e4m3)))
+    found = compare(setting, works, (OURS,), flops, float(_cache_bytes(model, batch, context, e4m3)))
     ratios = [ratio for way in BF16_WAYS if (ratio := median_ratio(found, way, OURS)) is not None]
     return found | {"batch": batch, "context": context, "best_bf16_over_ours": min(ratios, default=None)}
 
@@ -95,6 +94,6 @@ def _peer(implementation: str, query, keys, values):
     return jax.nn.dot_product_attention(query, keys, values, implementation=implementation)
 
 
-def _case(setting: Setting, clock: Clock, case: Case) -> dict[str, Any]:
+def _case(setting: Setting, case: Case) -> dict[str, Any]:
     works = {OURS: Work(lambda *a: case.run(*a, backend=setting.backend), case.arguments)}
-    return compare(setting, clock, works, (), case.flops, case.bytes)
+    return compare(setting, works, (), case.flops, case.bytes)

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
 from experiments.benchmarks import rounds
-from experiments.benchmarks.gpu.profile import kernels
-from experiments.benchmarks.gpu.setting import Setting
-from experiments.benchmarks.gpu.timing import Clock, Prepared, Work
+from experiments.benchmarks.gpu.jobs import Setting
+from experiments.benchmarks.gpu.timing import Prepared, Work, clock, compile_ahead, kernels
 from experiments.benchmarks.rounds import interleave
 from experiments.benchmarks.stats import ratio, series, spread
-
-Job = tuple[str, Callable[[], dict[str, Any]]]
-"""One result of a part: its label, and what measures it."""
 
 
 def compare(
     setting: Setting,
-    clock: Clock,
     works: dict[str, Work],
     ours: Iterable[str],
     flops: float = 0.0,
@@ -38,13 +33,15 @@ def compare(
 
     Returns:
         "seconds", "tflops" and "bytes_per_second" of each side as medians and quartiles, "ratios", "raw" rounds, and "failed":
-        name -> reason, of what could not be prepared.
+        name -> reason, of what could not be prepared. With `compile_only`: "compiled", name -> whether it was.
 
     Raises:
         RuntimeError: nothing could be timed.
     """
-    prepared, failed = prepare(clock, works)
-    sides: dict[str, rounds.Side] = {name: lambda _, p=p: clock.sample(p) for name, p in prepared.items()}
+    if setting.compile_only:
+        return {"compiled": {name: compile_ahead(work, setting.tiny) for name, work in works.items()}}
+    prepared, failed = prepare(works, setting.tiny)
+    sides: dict[str, rounds.Side] = {name: lambda _, p=p: clock(setting.tiny).sample(p) for name, p in prepared.items()}
     sides |= peers or {}
     if not sides:
         raise RuntimeError("; ".join(f"{name}: {reason}" for name, reason in failed.items()))
@@ -62,19 +59,19 @@ def compare(
         "bytes_per_second": rates(moved),
         "ratios": [ratio(timed.rounds, over, under) for under in ours for over in sides if under in sides and over != under],
         "host_was_ahead": {name: all(series(timed.rounds, name, "ahead")) for name in prepared},
-        "programs": {name: one.about | {"queued": [one.short, one.long]} for name, one in prepared.items()},
+        "programs": {name: one.about | {"queued": [one.leads, one.short, one.long]} for name, one in prepared.items()},
         "kernels": {name: _kernels(one) for name, one in prepared.items()} if setting.profile else {},
         "failed": failed | (absent or {}),
         "raw": asdict(timed),
     }
 
 
-def prepare(clock: Clock, works: dict[str, Work]) -> tuple[dict[str, Prepared], dict[str, str]]:
+def prepare(works: dict[str, Work], tiny: bool) -> tuple[dict[str, Prepared], dict[str, str]]:
     """Whatever compiles and runs, and why the rest does not: one way's fault is not the others'."""
     prepared, failed = {}, {}
     for name, work in works.items():
         try:
-            prepared[name] = clock.prepare(work)
+            prepared[name] = clock(tiny).prepare(work)
         except Exception as error:  # whatever the compiler or the device objects to is the result
             failed[name] = reason_of(error)
     return prepared, failed

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from experiments.benchmarks.gpu.compare import Job, compare
-from experiments.benchmarks.gpu.setting import Setting
-from experiments.benchmarks.gpu.timing import Clock, Work
+from experiments.benchmarks.gpu.compare import compare
+from experiments.benchmarks.gpu.jobs import Job, Setting
+from experiments.benchmarks.gpu.timing import Work
 
 LABEL = "8 GiB"
 COPIED_BYTES = 8 * 2**30  # read and written together
 
 
-def jobs(setting: Setting, stack: ExitStack) -> list[Job]:
-    return [(LABEL, lambda: copy(setting))]
+def jobs(setting: Setting) -> list[Job]:
+    return [Job(LABEL, partial(copy, setting), (__name__,), "copy", first=True)]
 
 
 def copy(setting: Setting) -> dict[str, Any]:
@@ -35,4 +35,4 @@ def copy(setting: Setting) -> dict[str, Any]:
         "copy": Work(lambda x: x + jnp.uint32(1), words(1)),
         "read": Work(lambda x, y: (jnp.max(x), jnp.max(y)), words(2)),
     }
-    return compare(setting, Clock(setting.tiny), works, (), moved=float(moved))
+    return compare(setting, works, (), moved=float(moved))

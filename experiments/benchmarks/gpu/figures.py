@@ -1,10 +1,13 @@
-"""The figures that this library wants to reach on one H200, and what the parts' files say about each."""
+"""The figures that this library wants to reach on one H200, and what the parts' files say about each: a table, and a file."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+
+from rich.console import Console
+from rich.table import Table
 
 from experiments.benchmarks.gpu import attention, copying, grouped, products
 from experiments.benchmarks.gpu.compare import median_ratio
@@ -66,7 +69,7 @@ def _copied(records: Records) -> float | None:
 
 def _many_rows(ours: str) -> Callable[[Records], Iterator[Found]]:
     """Qwen3-8B's linears at 4096 rows."""
-    shapes = [list(shape) for shape in products.FIRST if shape[1] != 7168]
+    shapes = [list(shape) for shape in products.MANY_ROWS if shape[1] != 7168]
 
     def values(records):
         for label, result in _results(records, "matmul"):
@@ -149,3 +152,44 @@ FIGURES = (
     Figure("training step FP8 / BF16, 8B-shaped stack", 1.15, 1.45, "x", _phase("train")),
     Figure("GRPO step FP8 end to end / BF16", 1.1, 1.35, "x", _phase("seconds")),
 )
+
+
+def show(records: Records, console: Console) -> None:
+    """Figures against their targets, then what was checked, and what failed or was skipped."""
+    table = Table(title="One GPU against the targets; of several shapes, the least", title_justify="left")
+    for name in ("figure", "must", "aim", "measured", "at", "status"):
+        table.add_column(name, justify="right" if name in ("must", "aim", "measured") else "left")
+    for figure in FIGURES:
+        found = figure.measured(records)
+        value, at = ("", "") if found is None else (_number(found[0], figure.unit), found[1])
+        must, aim = (_number(target, figure.unit) for target in (figure.must, figure.aim))
+        table.add_row(figure.name, must, aim, value, at, figure.status(records))
+    console.print(table)
+    if not all(record["counts"] for record in records.values()):
+        console.print("In miniature: no figure counts.")
+    for line in lines_of(records):
+        console.print(line, markup=False, highlight=False)
+
+
+def lines_of(records: Records) -> list[str]:
+    """One line a part, and one for each result that is wrong or failed."""
+    lines = []
+    for part, record in records.items():
+        results, failed, left = record["results"], record["failed"], record["left"]
+        wrong = [label for label, result in results.items() if result.get("passed") is False]
+        counts = [f"{len(results)} measured", f"{len(wrong)} wrong", f"{len(failed)} failed", f"{len(left)} left"]
+        lines.append(f"{part}: {', '.join(count for count in counts if not count.startswith('0 '))}")
+        lines += [f"  wrong: {label}" for label in wrong]
+        lines += [f"  failed: {label}: {why['reason']}" for label, why in failed.items()]
+        for label, result in results.items():
+            ways = result.get("failed", {})
+            lines += [f"  {label}: without {way}: {reason}" for way, reason in ways.items()]
+            behind = [way for way, ahead in result.get("host_was_ahead", {}).items() if not ahead and record["counts"]]
+            lines += [f"  {label}: {way}: the host was not ahead of the device" for way in behind]
+    return lines
+
+
+def _number(value: float, unit: str) -> str:
+    if unit == "x":
+        return f"{value:.2f}x"
+    return f"{value:,.0f} {unit}" if unit != "%" else f"{value:.0f}%"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -10,25 +9,28 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from experiments.benchmarks.gpu.compare import Job, compare
-from experiments.benchmarks.gpu.setting import Setting
-from experiments.benchmarks.gpu.timing import Clock, Work
+from experiments.benchmarks.gpu.compare import compare
+from experiments.benchmarks.gpu.jobs import Job, Setting
+from experiments.benchmarks.gpu.timing import Work
 from pallas_kernels.check.cases import Case
 from pallas_kernels.matmul import blockwise_matmul
 from pallas_kernels.quantize import quantize_blocks
 
 OURS, DENSE, RAGGED = "fp8 grouped", "fp8 dense", "XLA bf16, ragged"
+FIRST = "8-groups"
 MOST_RAGGED_GROUPS = 8  # XLA may take each row times every group
 
 
-def jobs(setting: Setting, stack: ExitStack) -> list[Job]:
+def jobs(setting: Setting) -> list[Job]:
     """The case of the targets first: 8 groups, 4096 rows in all."""
-    clock = Clock(setting.tiny)
-    cases = sorted(setting.cases("grouped_matmul", "real"), key=lambda case: case.name != "8-groups")
-    return [(case.name, partial(product, setting, clock, case)) for case in cases]
+    sources = (__name__, "pallas_kernels.grouped_matmul.cases", "pallas_kernels.matmul")
+    cases = sorted(setting.cases("grouped_matmul", "real"), key=lambda case: case.name != FIRST)
+    return [
+        Job(case.name, partial(product, setting, case), sources, "grouped_matmul", first=case.name == FIRST) for case in cases
+    ]
 
 
-def product(setting: Setting, clock: Clock, case: Case) -> dict[str, Any]:
+def product(setting: Setting, case: Case) -> dict[str, Any]:
     """Ours, and where it is a forward product its peers."""
     works = {OURS: Work(lambda *a: case.run(*a, backend=setting.backend), case.arguments)}
     x, _, w, *_ = jax.eval_shape(case.arguments, jax.random.key(0))
@@ -40,7 +42,7 @@ def product(setting: Setting, clock: Clock, case: Case) -> dict[str, Any]:
         works[DENSE] = Work(dense, partial(_dense_arguments, rows, n, k))
         if groups <= MOST_RAGGED_GROUPS:
             works[RAGGED] = Work(_ragged, partial(_ragged_arguments, case, len(x), groups, n, k))
-    return compare(setting, clock, works, (OURS,), case.flops, case.bytes)
+    return compare(setting, works, (OURS,), case.flops, case.bytes)
 
 
 def _shapes(case: Case) -> tuple:

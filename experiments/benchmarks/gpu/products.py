@@ -1,19 +1,20 @@
-"""Part `matmul`: blockwise products against bfloat16, per-tensor FP8, and the same by torch and by Triton."""
+"""Part `matmul`: blockwise products against bfloat16, per-tensor FP8, and, where asked for, the same by torch and by Triton."""
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from experiments.benchmarks.gpu.compare import Job, compare
-from experiments.benchmarks.gpu.setting import Setting
-from experiments.benchmarks.gpu.timing import Clock, Work
-from experiments.benchmarks.gpu.torch_peer import TorchPeer
+from experiments.benchmarks.gpu.compare import compare, reason_of
+from experiments.benchmarks.gpu.jobs import Job, Setting
+from experiments.benchmarks.gpu.timing import Work
+from experiments.benchmarks.peer import Peer, PeerSpec
+from experiments.benchmarks.rounds import Side
+from fp8rl_jax.errors import UserError
 from pallas_kernels.check.cases import Case
 from pallas_kernels.matmul import blockwise_matmul
 from pallas_kernels.quantize import quantize_blocks
@@ -21,14 +22,22 @@ from pallas_kernels.quantize import quantize_blocks
 OURS, WITH_QUANTIZATION, BF16, PER_TENSOR = "fp8", "fp8, x quantized in it", "XLA bf16", "cuBLASLt fp8, per tensor"
 # XLA's own Triton products would be tried first (what compiles to which: per-tensor scales as scalars, see FP8 rewriting in XLA)
 CUBLASLT = {"xla_gpu_enable_triton_gemm": False}
-FIRST = ((4096, 7168, 16384), (4096, 4096, 4096), (4096, 12288, 4096), (4096, 4096, 12288), (4096, 1024, 4096))
+MANY_ROWS = ((4096, 7168, 16384), (4096, 4096, 4096), (4096, 12288, 4096), (4096, 4096, 12288), (4096, 1024, 4096))
+FIRST = (*MANY_ROWS, *((m, 24576, 4096) for m in (1, 128, 16, 64)))
+WAYS = {"torch": "torch._scaled_mm, 1x128 and 128x128 scales", "triton": "Triton, 1x128 and 128x128 scales"}
+SPEC = ("torch", "--torch-python", "torch_products.py")
+PEER_SECONDS = 150.0  # that loading, or one shape's tuning, may take
 
 
-def jobs(setting: Setting, stack: ExitStack) -> list[Job]:
+def jobs(setting: Setting) -> list[Job]:
     """Every real case of the operation, those first that the targets are about."""
-    clock, peer = Clock(setting.tiny), stack.enter_context(TorchPeer(setting.torch_python))
-    cases = sorted(setting.cases("matmul", "real"), key=_rank)
-    return [(case.name, partial(product, setting, clock, peer, case)) for case in cases]
+    ranked = sorted((_rank(case), place, case) for place, case in enumerate(setting.cases("matmul", "real")))
+    limit = 90.0 + (2 * PEER_SECONDS if setting.torch_python else 0.0)
+    sources = (__name__, "pallas_kernels.matmul.cases", "pallas_kernels.quantize")
+    return [
+        Job(case.name, partial(product, setting, case), sources, "matmul", first=rank < len(FIRST), seconds=limit)
+        for rank, _, case in ranked
+    ]
 
 
 def _rank(case: Case) -> int:
@@ -50,7 +59,7 @@ def activations(case: Case) -> bool:
     return x.dtype == w.dtype == jnp.float8_e4m3fn and len(w_scales) == -(-len(w) // 128)
 
 
-def product(setting: Setting, clock: Clock, peer: TorchPeer, case: Case) -> dict[str, Any]:
+def product(setting: Setting, case: Case) -> dict[str, Any]:
     m, n, k = shape_of(case)
     out_dtype = jax.eval_shape(lambda *a: case.run(*a, backend="reference"), *_shapes(case)).dtype
     works = {OURS: Work(partial(_ours, case, setting), case.arguments)}
@@ -59,8 +68,9 @@ def product(setting: Setting, clock: Clock, peer: TorchPeer, case: Case) -> dict
     if activations(case):
         works[WITH_QUANTIZATION] = Work(partial(_quantized_first, setting, out_dtype), partial(_unquantized, case, m, k))
         works[PER_TENSOR] = Work(partial(per_tensor, out_dtype), partial(_scaled, m, n, k), {} if setting.tiny else CUBLASLT)
-        peers, absent = peer.sides(m, n, k)
-    found = compare(setting, clock, works, (OURS, WITH_QUANTIZATION), case.flops, case.bytes, peers, absent)
+        if setting.torch_python and not setting.compile_only:
+            peers, absent = torch_peer(setting.torch_python).sides(m, n, k)
+    found = compare(setting, works, (OURS, WITH_QUANTIZATION), case.flops, case.bytes, peers, absent)
     return found | {"shape": [m, n, k], "forward": activations(case), "weight_bytes": n * k}
 
 
@@ -102,3 +112,51 @@ def per_tensor(out_dtype, x, w, x_scale, w_scale):
     """The pattern that XLA turns into one FP8 product: convert, scale, multiply, where scales are scalars."""
     x, w = (side.astype(out_dtype) * scale.astype(out_dtype) for side, scale in ((x, x_scale), (w, w_scale)))
     return dot(out_dtype, x, w)
+
+
+class TorchPeer:
+    """The peer, started when it is first asked for; it ends with this process."""
+
+    def __init__(self, python: str):
+        self._python = python
+        self._peer: Peer | None = None
+        self._fault = ""
+
+    def sides(self, m: int, n: int, k: int) -> tuple[dict[str, Side], dict[str, str]]:
+        """Name -> what times it, and name -> why it cannot be timed, at a shape."""
+        sides, absent = {}, {}
+        for way, name in WAYS.items():
+            try:
+                answer = self._ask({"prepare": way, "m": m, "n": n, "k": k})
+            except UserError as error:
+                self._close(reason_of(error))
+                answer = {"failed": self._fault}
+            if "failed" in answer:
+                absent[name] = answer["failed"]
+            else:
+                sides[name] = partial(self._round, way)
+        return sides, absent
+
+    def _round(self, way: str, number: int) -> dict[str, float]:
+        return {"seconds": self._ask({"time": way})["seconds"]}
+
+    def _ask(self, request: dict) -> dict:
+        if self._fault:
+            return {"failed": self._fault}
+        if self._peer is None:
+            name, option, script = SPEC
+            self._peer = Peer(PeerSpec(name, option, self._python, script), {}, threads=4, tokens=0, timeout=PEER_SECONDS)
+            self._peer.wait_until_ready()
+        return self._peer.answer(request)
+
+    def _close(self, fault: str) -> None:
+        self._fault = fault
+        if self._peer is not None:
+            self._peer.close()
+            self._peer = None
+
+
+@cache
+def torch_peer(python: str) -> TorchPeer:
+    """The process's own."""
+    return TorchPeer(python)

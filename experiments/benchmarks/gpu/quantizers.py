@@ -6,26 +6,25 @@ the whole cache first. The part `step` has it where it belongs.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from experiments.benchmarks.gpu.compare import Job, compare
-from experiments.benchmarks.gpu.setting import Setting
-from experiments.benchmarks.gpu.timing import Clock, Work
+from experiments.benchmarks.gpu.compare import compare
+from experiments.benchmarks.gpu.jobs import Job, Setting
+from experiments.benchmarks.gpu.timing import Work
 from pallas_kernels.check.cases import Case
 
 OURS, XLA = "ours", "XLA"
 
 
-def jobs(setting: Setting, stack: ExitStack) -> list[Job]:
-    clock = Clock(setting.tiny)
-    return [(case.name, partial(_case, setting, clock, case)) for case in setting.cases("quantize", "real")]
+def jobs(setting: Setting) -> list[Job]:
+    sources = (__name__, "pallas_kernels.quantize.cases")
+    return [Job(case.name, partial(_case, setting, case), sources, "quantize") for case in setting.cases("quantize", "real")]
 
 
-def _case(setting: Setting, clock: Clock, case: Case) -> dict[str, Any]:
+def _case(setting: Setting, case: Case) -> dict[str, Any]:
     works = {
         OURS: Work(lambda *a: case.run(*a, backend=setting.backend), case.arguments),
         XLA: Work(lambda *a: case.run(*a, backend="reference"), case.arguments),
     }
-    return compare(setting, clock, works, (OURS,), case.flops, case.bytes)
+    return compare(setting, works, (OURS,), case.flops, case.bytes)

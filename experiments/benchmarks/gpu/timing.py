@@ -8,32 +8,39 @@ programs, once, and `long` ones, another time. Until the last one is done it tak
 
 so T(long) - T(short) over (long - short) * calls is a call's time without the host's: neither dispatch nor waking up after the
 last call is in it, because both are the same in T(long) and T(short), and between two calls the device never waits for the host
-as long as the host has queued everything before the products end. Each sample says whether it had ("ahead"). Calls of a program
-are made to follow each other, so that XLA neither merges nor overlaps them. The products keep the card at the clocks that it has
-when it is busy, for whatever is timed alike.
+as long as the host has queued everything before the products end. How long it takes for that is measured once for each program,
+and the products are repeated until they take half as long again; each sample says whether that was enough ("ahead"). Calls of a
+program are made to follow each other, so that XLA neither merges nor overlaps them, and a program of short calls makes many: what
+a call of microseconds adds would else be less than the jitter of the host's waking up. The products keep the card at the clocks
+that it has when it is busy, for whatever is timed alike.
 """
 
 from __future__ import annotations
 
 import math
+import re
+import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from experiments.benchmarks.gpu.setting import CACHE_BYTES
-
 METHOD = (__doc__ or "").strip()
+CACHE_BYTES = 64 * 2**20  # an H200's second-level cache, rounded up
 TARGET_SECONDS = 0.02  # of what T(long) adds to T(short)
-MOST_PROGRAMS = 14  # the host may be 32 programs ahead
+MOST_PROGRAMS, MOST_LEADS = 14, 16  # and one more of T(short): the host may be 32 programs ahead
 MOST_RESULT_BYTES = 12 * 2**30  # of results that are queued at once
 MOST_CALLS = 16
-AHEAD_SIDE, AHEAD_PRODUCTS = 8192, 5
+AHEAD_SIDE, AHEAD_PRODUCTS = 8192, 5  # about 7 ms
+AHEAD_MARGIN = 1.5
+TRACED_PROGRAMS = 3
+PRODUCT = re.compile(r"\b(?:stablehlo|chlo)\.\w*dot\w*\b")
 
 
 @dataclass(frozen=True)
@@ -53,17 +60,15 @@ class Work:
 
 @dataclass
 class Prepared:
-    """A compiled program of `calls` calls, its inputs, and how many of it are queued."""
+    """A compiled program of `calls` calls, its inputs, how many of it are queued, and behind how many `leads` of products."""
 
     program: Callable[[list[tuple]], Any]
     copies: list[tuple]
+    calls: int
     short: int
     long: int
     about: dict[str, Any]
-
-    @property
-    def calls(self) -> int:
-        return len(self.copies)
+    leads: int = 1
 
 
 def call_seconds(short_seconds: float, long_seconds: float, programs: int, calls: int) -> float:
@@ -82,6 +87,16 @@ def copies_of(input_bytes: int, cache_bytes: int = CACHE_BYTES, most: int = MOST
     if input_bytes >= 16 * cache_bytes:
         return 1
     return min(most, 1 + math.ceil(4 * cache_bytes / max(input_bytes, 1)))
+
+
+def calls_of(copies: int, input_bytes: int, cache_bytes: int = CACHE_BYTES) -> int:
+    """How many calls a program makes: each copy's, and of inputs that are read in microseconds as many rounds as fit."""
+    return copies * max(1, MOST_CALLS // copies) if input_bytes < 2 * cache_bytes else copies
+
+
+def leads_of(queued_seconds: float, lead_seconds: float) -> int:
+    """How often the products are queued before programs that take the host `queued_seconds`."""
+    return max(1, min(MOST_LEADS, math.ceil(AHEAD_MARGIN * queued_seconds / lead_seconds)))
 
 
 def programs_of(program_seconds: float, result_bytes: int) -> int:
@@ -106,32 +121,34 @@ class Clock:
 
     def prepare(self, work: Work) -> Prepared:
         """Compiles, runs once, and chooses how often to run."""
-        key = jax.random.key(1, impl="rbg")  # fast to compile, and for gigabytes
-        shapes = jax.eval_shape(work.arguments, key)
-        input_bytes = bytes_of(shapes)
-        number = 2 if self.tiny else copies_of(input_bytes)
+        number, calls, input_bytes = counts(work, self.tiny)
         make = jax.jit(work.arguments)
-        copies = [jax.block_until_ready(make(key)) for key in jax.random.split(key, number)]
-        program = jax.jit(partial(repeated, jax.jit(work.run)), compiler_options=work.options or None).lower(copies).compile()
+        copies = [jax.block_until_ready(make(key)) for key in jax.random.split(_key(), number)]
+        program = lowered(work, number, calls).compile()
         result_bytes = bytes_of(jax.block_until_ready(program(copies)))
         start = time.perf_counter()
         jax.block_until_ready(program(copies))
         more = 2 if self.tiny else programs_of(time.perf_counter() - start, result_bytes)
         about = {
             "copies": number,
+            "calls": calls,
             "input_bytes_of_a_call": input_bytes,
             "rotated_past_cache": number * input_bytes >= 4 * CACHE_BYTES,
             "custom_calls": custom_calls(program.as_text()),
         }
         short = 0 if self.tiny else 1
-        return Prepared(program, copies, short, short + more, about)
+        prepared = Prepared(program, copies, calls, short, short + more, about)
+        if self.tiny:
+            return prepared
+        _, queued = self._elapsed(prepared, prepared.long)
+        return replace(prepared, leads=leads_of(queued, self.ahead_seconds))
 
     def sample(self, prepared: Prepared) -> dict[str, float]:
         """One round's seconds of a call, and whether the host was ahead all the while (1.0) or not (0.0)."""
         short, _ = self._elapsed(prepared, prepared.short)
         long, queued = self._elapsed(prepared, prepared.long)
         seconds = call_seconds(short, long, prepared.long - prepared.short, prepared.calls)
-        return {"seconds": seconds, "ahead": float(queued < self.ahead_seconds)}
+        return {"seconds": seconds, "ahead": float(queued < prepared.leads * self.ahead_seconds)}
 
     def _elapsed(self, prepared: Prepared, programs: int) -> tuple[float, float]:
         """Seconds until all of it is done, and until it is queued."""
@@ -139,7 +156,8 @@ class Clock:
             return 0.0, 0.0
         start = time.perf_counter()
         if not self.tiny:
-            self._products(self._operand)
+            for _ in range(prepared.leads):
+                self._products(self._operand)
         for _ in range(programs):
             result = prepared.program(prepared.copies)
         queued = time.perf_counter() - start
@@ -147,11 +165,49 @@ class Clock:
         return time.perf_counter() - start, queued
 
 
-def repeated(run: Callable[..., Any], copies: list[tuple]) -> list:
-    """Calls on each copy; each call's result goes through a barrier together with the next one's inputs."""
+@cache
+def clock(tiny: bool) -> Clock:
+    """The process's own."""
+    return Clock(tiny)
+
+
+def counts(work: Work, tiny: bool) -> tuple[int, int, int]:
+    """Copies of the inputs, calls of a program, and bytes of one call's inputs."""
+    input_bytes = bytes_of(jax.eval_shape(work.arguments, _key()))
+    number = 2 if tiny else copies_of(input_bytes)
+    return number, number if tiny else calls_of(number, input_bytes), input_bytes
+
+
+def lowered(work: Work, number: int, calls: int) -> jax.stages.Lowered:
+    """The program that is timed; of shapes alone, so that it is the same whether or not there are arrays yet."""
+    shapes = [jax.eval_shape(work.arguments, _key())] * number
+    return jax.jit(partial(repeated, jax.jit(work.run), calls=calls), compiler_options=work.options or None).lower(shapes)
+
+
+def compile_ahead(work: Work, tiny: bool) -> bool:
+    """Compiles what `Clock.prepare` will want, for the cache.
+
+    Returns:
+        False where XLA picks a product of its libraries by timing them: that is left to `prepare`, for which nothing else runs.
+    """
+    number, calls, _ = counts(work, tiny)
+    jax.jit(work.arguments).lower(_key()).compile()
+    program = lowered(work, number, calls)
+    alone = PRODUCT.search(program.as_text()) is not None
+    if not alone:
+        program.compile()
+    return not alone
+
+
+def _key() -> jax.Array:
+    return jax.random.key(1, impl="rbg")  # fast to compile, and for gigabytes
+
+
+def repeated(run: Callable[..., Any], copies: Sequence[tuple], calls: int = 0) -> list:
+    """Calls on each copy in turn (once, without `calls`); a call's result goes through a barrier with the next one's inputs."""
     results = [run(*copies[0])]
-    for arrays in copies[1:]:
-        results[-1], arrays = lax.optimization_barrier((results[-1], arrays))
+    for call in range(1, calls or len(copies)):
+        results[-1], arrays = lax.optimization_barrier((results[-1], copies[call % len(copies)]))
         results.append(run(*arrays))
     return results
 
@@ -172,3 +228,31 @@ def _products(x):
     for _ in range(AHEAD_PRODUCTS):
         y = (y @ x) * AHEAD_SIDE**-0.5  # keeps the size of its elements
     return y
+
+
+def kernels(prepared: Prepared) -> dict[str, float]:
+    """Kernel -> microseconds of a call, the longest first.
+
+    Raises:
+        LookupError: the trace has no GPU in it: this is none, or its profiler may not be used.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(TRACED_PROGRAMS):
+                result = prepared.program(prepared.copies)
+            jax.block_until_ready(result)
+        (file,) = Path(folder).rglob("*.xplane.pb")
+        planes = jax.profiler.ProfileData.from_file(str(file)).planes
+        gpus = [plane for plane in planes if plane.name.startswith("/device:GPU")]
+        if not gpus:
+            raise LookupError("no GPU in the profiler's trace")
+        events = [(e.name, e.duration_ns) for line in gpus[0].lines if line.name.startswith("Stream") for e in line.events]
+    return by_name(events, TRACED_PROGRAMS * prepared.calls)
+
+
+def by_name(events: Iterable[tuple[str, float]], calls: int) -> dict[str, float]:
+    """Microseconds of a call for each name, the longest first."""
+    total: dict[str, Any] = {}
+    for name, nanoseconds in events:
+        total[name] = total.get(name, 0.0) + nanoseconds / 1e3 / calls
+    return dict(sorted(total.items(), key=lambda item: -item[1]))

@@ -1,38 +1,77 @@
-"""Part `step`: a layer's training step, and a whole GRPO step with FP8 KV, at Qwen3-8B's shape: FP8 against bfloat16.
+"""Part `step`: a whole GRPO step with FP8 KV, and a layer's training step, at Qwen3-8B's shape: FP8 against bfloat16.
 
 These are long enough to be timed from outside, by the benchmarks that time them on any device. Weights are random. A whole 8B
 model with float32 masters, gradients and two moments does not fit into one card, so there are as many layers as fit, and the
 output head shares the embedding: it is a larger part of a step than in the whole model.
+
+A step's programs take longer to compile than everything else here, so they are jobs of their own before it: each runs one step of
+one recipe as far as a program that is not in the cache yet. They run one at a time, since XLA times its libraries' products
+while it compiles, and the bfloat16 side is made of those.
 """
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 
-from experiments.benchmarks.gpu.compare import Job
 from experiments.benchmarks.gpu.figures import STEP
-from experiments.benchmarks.gpu.setting import Setting
+from experiments.benchmarks.gpu.jobs import Job, Setting
 from experiments.benchmarks.grpo_step import grpo_step
 from experiments.benchmarks.rounds import Plan
+from experiments.benchmarks.step import Laps, make_learner, make_step
 from experiments.benchmarks.trained_layer import trained_layer
 from experiments.benchmarks.workloads import Shape, Workload
+from fp8rl_jax.config.run import MeshConfig
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.policy import parameter_count
+from fp8rl_jax.parallel import make_mesh
 
 RECIPES = ("bf16", "fp8-e2e-kv")
 LAYER = "layer"
+PARTS = ("gen", "train", "sync")
 BYTES_A_PARAMETER = 24  # masters, gradients, two moments, and weights of two recipes' trainers and samplers
 PART_OF_MEMORY = 0.6  # the rest: activations, logits, caches
 
 
-def jobs(setting: Setting, stack: ExitStack) -> list[Job]:
-    workload = tiny_workload() if setting.tiny else workload_for(jax.devices()[0].memory_stats()["bytes_limit"])
-    plan = Plan(1, 1) if setting.tiny else Plan(5, 1)
-    return [(LAYER, partial(trained_layer, workload, plan)), (STEP, partial(grpo_step, workload, plan))]
+def jobs(setting: Setting) -> list[Job]:
+    """The programs of both recipes' steps, the steps in turns, and the layer."""
+    job = partial(Job, sources=(__name__, "pallas_kernels", "fp8rl_jax"), operation="step", seconds=240.0)
+    programs = [
+        job(f"programs: {recipe}, {part}", partial(compile_step, setting, recipe, part)) for recipe in RECIPES for part in PARTS
+    ]
+    step = job(STEP, lambda: grpo_step(workload_of(setting), plan_of(setting)), seconds=300.0)
+    return [*programs, step, job(LAYER, lambda: trained_layer(workload_of(setting), plan_of(setting)))]
+
+
+def compile_step(setting: Setting, recipe: str, last: str) -> dict[str, Any]:
+    """Runs a recipe's step from its beginning to its part `last`, so that all that it compiles is in the cache.
+
+    The steps of the recipes before it come first, as in `grpo_step`: the state that they leave has the same shardings by other
+    names, and is another program's argument.
+    """
+    workload, mesh, laps = workload_of(setting), make_mesh(MeshConfig()), Laps()
+    with jax.set_mesh(mesh):
+        learner = make_learner(workload, mesh)
+        *before, step = [make_step(workload, learner, name) for name in RECIPES[: RECIPES.index(recipe) + 1]]
+        for other in before:
+            other(0)
+        laps.end("before", step.engine.policy)
+        for part, results in step.parts(0):
+            laps.end(part, results)
+            if part == last:
+                break
+    return {"compiled": laps.seconds}
+
+
+def plan_of(setting: Setting) -> Plan:
+    return Plan(1, 1) if setting.tiny else Plan(5, 1)
+
+
+def workload_of(setting: Setting) -> Workload:
+    return tiny_workload() if setting.tiny else workload_for(jax.devices()[0].memory_stats()["bytes_limit"])
 
 
 def layers_for(memory: int, embedding: int, layer: int) -> int:
