@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.hf_names import stack_of
-from fp8rl_jax.models.lora import Adapted
-from fp8rl_jax.models.policy import Layer, Policy, Weight, cast, linear_names, with_layers
+from fp8rl_jax.models.lora import Adapted, has_adapters
+from fp8rl_jax.models.policy import EXPERT_LINEARS, LINEARS, Layer, Policy, Weight, cast, linear_names, with_layers
 from fp8rl_jax.precision import frozen_weight, is_quantized, quantized_layers, trained_weight
 from pallas_kernels.backend import Backend
 
@@ -66,3 +66,40 @@ def trainer_policy(policy: Policy, recipe: Recipe, dtype: jnp.dtype, backend: Ba
         return Weight(form(master.value, recipe, backend), weight.axes)
 
     return with_layers(served, Layer(tensors | {name: quantized(tensors[name], masters[name]) for name in chosen}))
+
+
+def check_form(policy: Policy, recipe: Recipe, phase: str) -> None:
+    """Refuses a policy whose linears are not in the form that this side of the recipe multiplies.
+
+    A product follows the type of its weight, so plain arrays under a recipe in FP8 would give the numbers of bf16 without a word,
+    and quantized weights under a side that has none those of weight-only quantization. The frozen base of a policy with adapters
+    may rest in FP8 under any recipe. Types alone are looked at, when a program is traced: what is compiled has nothing of it.
+
+    Args:
+        phase: of `forward`; "train" is the trainer's side of the recipe, any other the rollout's.
+
+    Raises:
+        ValueError: naming the first linear, and what puts a policy into the form.
+    """
+    side, formats = ("trainer", recipe.trainer) if phase == "train" else ("rollout", recipe.rollout)
+    chosen = quantized_tensors(policy, recipe) if formats.weight.quantized else {}
+    layers, frozen = [policy.layers] if policy.stacked else list(policy.layers), has_adapters(policy)
+    for i, layer in enumerate(layers):
+        for name, weight in layer.tensors().items():
+            if name not in (*LINEARS, *EXPERT_LINEARS):
+                continue
+            quantized = is_quantized(getattr(weight, "base", weight).value)
+            for place in stack_of(policy.config, name) if policy.stacked else (i,):
+                if quantized == (place in chosen.get(name, ())) or (quantized and frozen):
+                    continue
+                does, form = ("does not quantize", "quantized") if quantized else ("quantizes", "plain")
+                raise ValueError(
+                    f"forward: the {side} of recipe {recipe.name!r} {does} layers.{place}.{name}, which is {form} in this policy;"
+                    f" {_FORMS[side]} makes the form of phase {phase!r}"
+                )
+
+
+_FORMS = {
+    "trainer": "models.trained.trainer_policy, of the unquantized policy with its layers stacked,",
+    "rollout": "rollout.served.quantized_policy, or LocalEngine.sync, of the unquantized policy",
+}
