@@ -20,6 +20,7 @@ from fp8rl_jax.models.lora import init_adapters, join
 from fp8rl_jax.models.policy import Policy, build_policy, init_policy, unstack
 from fp8rl_jax.models.rotary import rope_frequencies
 from fp8rl_jax.models.trained import trainer_policy
+from fp8rl_jax.rollout.calibration import observe_qkv
 from fp8rl_jax.rollout.served import quantized_policy
 
 SCALED = dataclasses.replace(LLAMA, rope_theta=500000.0, rope_scaling=Llama3RopeScaling(8.0, 1.0, 4.0, 64))
@@ -321,3 +322,17 @@ def test_a_policy_in_another_form_than_the_recipes_is_refused(policy, recipe, ph
 def test_a_policy_in_the_recipes_form_runs(policy, recipe, phase):
     """A base at rest in FP8 does under every recipe."""
     trace(policy(), recipe, phase)
+
+
+def test_a_served_policy_is_calibrated_with_the_rollouts_linears():
+    """Its Q, K and V are those of the rollout's own prefill, whose linears quantize their inputs; attention is not quantized."""
+    recipe, policy = get_recipe("fp8-rl"), policy_and_weights(LLAMA)[0]
+    tokens = random_tokens(LLAMA, 2, 8)
+    for unroll in (False, True):
+        convert = partial(quantized_policy, recipe=recipe, dtype=jnp.float32, unroll=unroll)
+        served_policy = jax.jit(convert)(policy)[0]
+        seen = observe_qkv(served_policy, tokens, jnp.full(2, 8), recipe=recipe, dtype=jnp.float32).amax[0]
+        expected = run(served_policy, tokens, recipe=LINEARS_ONLY, phase="prefill", observe=amax_of).observed
+        np.testing.assert_allclose(seen, expected, rtol=1e-6)
+        plain = run(policy, tokens, observe=amax_of).observed
+        assert np.abs(np.asarray(seen) / np.asarray(plain) - 1).max() > 1e-3
