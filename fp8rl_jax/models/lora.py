@@ -108,7 +108,7 @@ def init_adapters(config: PolicyConfig, lora: LoraConfig, key: Key[Array, ""]) -
 def has_adapters(policy: Policy) -> bool:
     """Whether any linear has an adapter; layers stacked or unrolled."""
     layers = [policy.layers] if policy.stacked else policy.layers
-    return any(isinstance(weight, Adapted) for layer in layers for weight in layer.tensors().values())
+    return any(isinstance(weight.value, AdaptedWeight) for layer in layers for weight in layer.tensors().values())
 
 
 def split(policy: Policy) -> tuple[Trained, Policy | None]:

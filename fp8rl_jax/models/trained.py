@@ -9,7 +9,7 @@ from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.hf_names import stack_of
 from fp8rl_jax.models.lora import Adapted, has_adapters
 from fp8rl_jax.models.policy import EXPERT_LINEARS, LINEARS, Layer, Policy, Weight, cast, linear_names, with_layers
-from fp8rl_jax.precision import frozen_weight, is_quantized, quantized_layers, trained_weight
+from fp8rl_jax.precision import AdaptedWeight, frozen_weight, is_quantized, quantized_layers, trained_weight
 from pallas_kernels.backend import Backend
 
 
@@ -88,7 +88,7 @@ def check_form(policy: Policy, recipe: Recipe, phase: str) -> None:
         for name, weight in layer.tensors().items():
             if name not in (*LINEARS, *EXPERT_LINEARS):
                 continue
-            quantized = is_quantized(getattr(weight, "base", weight).value)
+            quantized = is_quantized(weight.value.base if isinstance(weight.value, AdaptedWeight) else weight.value)
             for place in stack_of(policy.config, name) if policy.stacked else (i,):
                 if quantized == (place in chosen.get(name, ())) or (quantized and frozen):
                     continue

@@ -17,9 +17,10 @@ from fp8rl_jax.models.config import Llama3RopeScaling, PolicyConfig
 from fp8rl_jax.models.forward import forward
 from fp8rl_jax.models.logprobs import token_logprobs
 from fp8rl_jax.models.lora import init_adapters, join
-from fp8rl_jax.models.policy import Policy, build_policy, init_policy, unstack
+from fp8rl_jax.models.policy import Policy, build_policy, init_policy, map_products, unstack
 from fp8rl_jax.models.rotary import rope_frequencies
 from fp8rl_jax.models.trained import trainer_policy
+from fp8rl_jax.precision import hoist
 from fp8rl_jax.rollout.calibration import observe_qkv
 from fp8rl_jax.rollout.served import quantized_policy
 
@@ -268,8 +269,14 @@ def adapted(policy):
     return join(jax.eval_shape(partial(init_adapters, SMALL_MOE, LoraConfig(rank=2)), jax.random.key(0)), policy)
 
 
+def hoisted(policy):
+    """As an exact sampler multiplies it."""
+    return jax.eval_shape(partial(map_products, partial(hoist, exact=True)), policy)
+
+
 def trace(policy, recipe, phase):
     """Traces a forward, which is when the form of a policy is looked at."""
+    recipe = dataclasses.replace(recipe, exact=phase == "decode")
     jax.eval_shape(partial(forward, recipe=recipe, phase=phase), policy, jnp.zeros((1, 4), jnp.int32))
 
 
@@ -306,6 +313,7 @@ def test_a_policy_in_another_form_than_the_recipes_is_refused(policy, recipe, ph
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype float64")  # in exact weights, of which the shapes alone are made
 @pytest.mark.parametrize(
     ("policy", "recipe", "phase"),
     [
@@ -317,6 +325,9 @@ def test_a_policy_in_another_form_than_the_recipes_is_refused(policy, recipe, ph
         (lambda: adapted(served(PLAIN_POLICY, LINEARS_ONLY)), LINEARS_ONLY, "train"),
         (lambda: adapted(served(PLAIN_POLICY, LINEARS_ONLY)), BF16, "prefill"),
         (lambda: trained(adapted(served(PLAIN_POLICY, LINEARS_ONLY)), JET), JET, "train"),
+        (lambda: hoisted(adapted(served(PLAIN_POLICY, LINEARS_ONLY))), LINEARS_ONLY, "decode"),
+        (lambda: hoisted(served(PLAIN_POLICY, LINEARS_ONLY, True)), LINEARS_ONLY, "decode"),
+        (lambda: hoisted(PLAIN_POLICY), BF16, "decode"),
     ],
 )
 def test_a_policy_in_the_recipes_form_runs(policy, recipe, phase):
