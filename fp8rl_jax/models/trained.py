@@ -9,7 +9,7 @@ from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.hf_names import stack_of
 from fp8rl_jax.models.lora import Adapted, has_adapters
 from fp8rl_jax.models.policy import EXPERT_LINEARS, LINEARS, Layer, Policy, Weight, cast, linear_names, with_layers
-from fp8rl_jax.precision import AdaptedWeight, frozen_weight, is_quantized, quantized_layers, trained_weight
+from fp8rl_jax.precision import AdaptedWeight, QTensor, frozen_weight, is_quantized, quantized_layers, trained_weight
 from pallas_kernels.backend import Backend
 
 
@@ -72,8 +72,9 @@ def check_form(policy: Policy, recipe: Recipe, phase: str) -> None:
     """Refuses a policy whose linears are not in the form that this side of the recipe multiplies.
 
     A product follows the type of its weight, so plain arrays under a recipe in FP8 would give the numbers of bf16 without a word,
-    and quantized weights under a side that has none those of weight-only quantization. The frozen base of a policy with adapters
-    may rest in FP8 under any recipe. Types alone are looked at, when a program is traced: what is compiled has nothing of it.
+    and quantized weights under a side that has none those of weight-only quantization; a rollout's weights under a trainer in FP8
+    give its numbers, and gradients that stop at them. The frozen base of a policy with adapters may rest in FP8 under any recipe.
+    Types alone are looked at, when a program is traced: what is compiled has nothing of it.
 
     Args:
         phase: of `forward`; "train" is the trainer's side of the recipe, any other the rollout's.
@@ -88,18 +89,25 @@ def check_form(policy: Policy, recipe: Recipe, phase: str) -> None:
         for name, weight in layer.tensors().items():
             if name not in (*LINEARS, *EXPERT_LINEARS):
                 continue
-            quantized = is_quantized(weight.value.base if isinstance(weight.value, AdaptedWeight) else weight.value)
+            value = weight.value.base if isinstance(weight.value, AdaptedWeight) else weight.value
+            # an unrolled policy has no trainer's form: a rollout's is measured as it is, and not differentiated
+            blocks_gradients = phase == "train" and policy.stacked and isinstance(value, QTensor)
             for place in stack_of(policy.config, name) if policy.stacked else (i,):
-                if quantized == (place in chosen.get(name, ())) or (quantized and frozen):
+                where, wanted = f"layers.{place}.{name}", place in chosen.get(name, ())
+                if wanted and not is_quantized(value):
+                    fault = f"quantizes {where}, which is plain in this policy"
+                elif wanted and blocks_gradients:
+                    fault = f"quantizes {where}, which is in the rollout's form in this policy and lets no gradient through"
+                elif is_quantized(value) and not wanted and not frozen:
+                    fault = f"does not quantize {where}, which is quantized in this policy"
+                else:
                     continue
-                does, form = ("does not quantize", "quantized") if quantized else ("quantizes", "plain")
                 raise ValueError(
-                    f"forward: the {side} of recipe {recipe.name!r} {does} layers.{place}.{name}, which is {form} in this policy;"
-                    f" {_FORMS[side]} makes the form of phase {phase!r}"
+                    f"forward: the {side} of recipe {recipe.name!r} {fault}; {_FORMS[side]} makes the form of phase {phase!r}"
                 )
 
 
 _FORMS = {
-    "trainer": "models.trained.trainer_policy, of the unquantized policy with its layers stacked,",
+    "trainer": "models.trained.trainer_policy, of the policy that is trained, its layers stacked,",
     "rollout": "rollout.served.quantized_policy, or LocalEngine.sync, of the unquantized policy",
 }

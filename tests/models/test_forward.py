@@ -283,7 +283,7 @@ def trace(policy, recipe, phase):
 JET, LINEARS_ONLY, BF16 = map(get_recipe, ("jet-rl", "fp8-rollout", "bf16"))
 LAST_PLAIN = get_recipe("jet-rl", PrecisionConfig(excluded=("layers.1.*",)))
 NO_DOWN = get_recipe("jet-rl", PrecisionConfig(excluded=("*.down_proj",)))
-TRAINER = r"trainer of recipe '{}' {} layers\.0\.q_proj, which is {} in this policy; models\.trained\.trainer_policy.*'train'"
+TRAINER = r"trainer of recipe '{}' {} layers\.0\.q_proj, which is {} in this policy.*; models\.trained\.trainer_policy.*'train'"
 ROLLOUT = r"rollout of recipe '{}' {} layers\.0\.q_proj, which is {} in this policy; rollout\.served\.quantized_policy.*'{}'"
 OFF = "does not quantize"
 
@@ -299,6 +299,8 @@ OFF = "does not quantize"
         (lambda: served(PLAIN_POLICY, LINEARS_ONLY), BF16, "train", TRAINER.format("bf16", OFF, "quantized")),
         (lambda: served(PLAIN_POLICY, LINEARS_ONLY), LINEARS_ONLY, "train", TRAINER.format("fp8-rollout", OFF, "quantized")),
         (lambda: served(PLAIN_POLICY, JET, True), BF16, "prefill", ROLLOUT.format("bf16", OFF, "quantized", "prefill")),
+        (lambda: served(PLAIN_POLICY, JET), JET, "train", TRAINER.format("jet-rl", "quantizes", "in the rollout's form")),
+        (lambda: adapted(served(PLAIN_POLICY, LINEARS_ONLY)), JET, "train", "0.q_proj, .*lets no gradient through; models"),
         (lambda: trained(PLAIN_POLICY, JET), BF16, "train", TRAINER.format("bf16", OFF, "quantized")),
         (lambda: served(PLAIN_POLICY, LAST_PLAIN, True), JET, "train", r"quantizes layers\.1\.q_proj, which is plain"),
         (lambda: trained(PLAIN_POLICY, JET), LAST_PLAIN, "train", r"does not quantize layers\.1\.q_proj, which is quantized"),
@@ -307,7 +309,7 @@ OFF = "does not quantize"
     ],
 )
 def test_a_policy_in_another_form_than_the_recipes_is_refused(policy, recipe, phase, message):
-    """Each of these ran, and gave the numbers of another recipe."""
+    """Each of these ran, and gave the numbers of another recipe, or gradients that stop at the first quantized linear."""
     with pytest.raises(ValueError, match=message) as raised:
         trace(policy(), recipe, phase)
     assert "\n" not in str(raised.value)
