@@ -146,11 +146,14 @@ def announce(setup: Setup, report: Callable[[str], None], step: str = "") -> Non
     counts = f"{len(setup.train)} problems to train on, {len(setup.held_out)} held out"
     report(f"{setup.config.precision_text}: {counts}, {setup.dropped + setup.held_out_dropped} dropped as too long")
     if step and len(setup.train) < (taken := attrgetter(step)(setup.config)):
-        fewer = len(setup.held_out) and not setup.config.task.eval_path
+        task, remedy = setup.config.task, "give more problems"
+        if task.train_size:
+            remedy = f"raise task.train_size = {task.train_size}"
+        elif len(setup.held_out) and not task.eval_path:
+            remedy += f", or hold out fewer than {len(setup.held_out)} (task.eval_size)"
         _log.warning(
-            "%d problems to train on are fewer than the %d that a step takes (%s), and it meets some of them more than once; "
-            "give more problems%s",
-            len(setup.train), taken, step, f", or hold out fewer than {len(setup.held_out)} (task.eval_size)" if fewer else "",
+            "%d problems to train on are fewer than the %d that a step takes (%s), so it meets some of them more than once; %s",
+            len(setup.train), taken, step, remedy,
         )  # fmt: skip
 
 

@@ -59,11 +59,18 @@ def test_every_run_says_its_precision_and_its_problems(run_file, tmp_path, capsy
 
 
 def test_a_step_that_takes_more_than_there_is_is_warned_about(run_file, tmp_path, caplog):
-    few = ["--task.train-size", "3", "--task.eval-size", "2"]
-    assert train(run_file, tmp_path / "out", *few, "--dry-run") == 0
+    assert train(run_file, tmp_path / "out", "--task.train-size", "3", "--dry-run") == 0
     assert "3 problems to train on are fewer than the 4 that a step takes (rollout.prompts_per_step)" in caplog.text
-    assert "hold out fewer than 2 (task.eval_size)" in caplog.text
+    assert "so it meets some of them more than once; raise task.train_size = 3" in caplog.text
     caplog.clear()
+    (tmp_path / "five.jsonl").write_text("".join(f'{{"prompt": "{i}", "answer": {i}}}\n' for i in range(5)))
+    five = {"kind": "jsonl", "name": f"{tmp_path}/five.jsonl", "train_size": 0, "eval_size": 2, "prompt_template": "{question}"}
+    of_five = write_run(tmp_path, {"task": {**five, "args": None}})
+    assert train(of_five, tmp_path / "out", "--dry-run") == 0
+    assert "3 problems to train on are fewer than the 4" in caplog.text
+    assert "give more problems, or hold out fewer than 2 (task.eval_size)" in caplog.text
+    caplog.clear()
+    run_file = write_run(tmp_path, EVEN_LETTERS)
     assert train(run_file, tmp_path / "out", "--task.train-size", "4", "--dry-run") == 0
     assert "fewer than" not in caplog.text
     assert main(["sft", run_file, "--dry-run"]) == 0  # 64 problems, 64 a step
