@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from fp8rl_jax.cli.arguments import ConfigArguments as Arguments
-from fp8rl_jax.cli.schema import NONE_TEXT, describe, fields_of
 from fp8rl_jax.config.renamed import SOURCES
 from fp8rl_jax.config.run import RunConfig
+from fp8rl_jax.config.schema import NONE_TEXT, describe, fields_of
 
 _HEAD = """# Every key of a run
 

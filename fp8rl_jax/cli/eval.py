@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
+import sys
 
 from fp8rl_jax.config.run import RunConfig
+from fp8rl_jax.errors import UserError
 
 Arguments = RunConfig
 
 
 def run(config: RunConfig) -> None:
-    """Prints one JSON object: accuracy (avg@k), its 95 % interval, pass@k where evaluation.samples is above 1."""
+    """Prints one JSON object: accuracy (avg@k), its 95 % interval, pass@k where evaluation.samples is above 1.
+
+    Raises:
+        UserError: nothing is held out, or every reward failed.
+    """
+    if config.task.eval_size == 0:
+        raise UserError("task.eval_size = 0 holds out no problem to evaluate on; raise it")
     from fp8rl_jax.cli.start import start_jax
 
     start_jax()
@@ -18,10 +26,13 @@ def run(config: RunConfig) -> None:
 
     from fp8rl_jax.tasks.workers import RewardPool
     from fp8rl_jax.training.evaluate import evaluate_held_out
-    from fp8rl_jax.training.setup import build
+    from fp8rl_jax.training.setup import announce, build, reward_log
 
     setup = build(config, sampled=False)
-    with jax.set_mesh(setup.mesh), RewardPool(config.task) as pool:
+    announce(setup, lambda line: print(line, file=sys.stderr))
+    with jax.set_mesh(setup.mesh), RewardPool(config.task, reward_log(setup)) as pool:
         metrics = evaluate_held_out(setup, pool)
     examples = min(config.evaluation.examples, len(setup.held_out))
-    print(json.dumps({"recipe": config.recipe, "examples": examples, **metrics}))
+    if metrics["eval/failed_rewards"] == examples * config.evaluation.samples:
+        raise UserError(f"every reward failed, so there is no accuracy; what rewards print is in {reward_log(setup)}")
+    print(json.dumps({"recipe": config.recipe, "compute_dtype": config.compute_dtype, "examples": examples, **metrics}))

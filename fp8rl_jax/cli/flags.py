@@ -14,7 +14,7 @@ from typing import Any, get_origin, get_type_hints
 
 import tyro
 
-from fp8rl_jax.cli.schema import (
+from fp8rl_jax.config.schema import (
     MAX_DEPTH,
     Mismatch,
     convert,

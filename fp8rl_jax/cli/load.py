@@ -11,14 +11,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 
 from fp8rl_jax.cli.flags import read_flags, take_table_entries
-from fp8rl_jax.cli.schema import (
+from fp8rl_jax.config.renamed import renamed
+from fp8rl_jax.config.schema import (
     MAX_DEPTH,
     NONE_TEXT,
     Mismatch,
@@ -28,12 +28,12 @@ from fp8rl_jax.cli.schema import (
     is_deeper,
     leaves,
     one_line,
+    problems,
     quoted,
     show,
     tables,
     unknown_key_hint,
 )
-from fp8rl_jax.config.renamed import renamed
 from fp8rl_jax.errors import UserError
 
 
@@ -64,7 +64,7 @@ def load_config[Config](tree: type[Config], argv: list[str], prog: str) -> Confi
     config = read_flags(tree, flags, prog, _draft(draft, empty), faults) if flags else None
     config = _apply(tree(), values, faults) if config is None else config
     config = _apply(config, entries, faults)
-    faults += _problems(config)
+    faults += problems(config)
     if faults:
         raise UserError("\n".join(dict.fromkeys(map(one_line, faults))))
     return config
@@ -74,7 +74,7 @@ def parse_arguments[Arguments](tree: type[Arguments], argv: list[str], prog: str
     """The arguments of a command that reads no TOML; raises as `load_config` does."""
     faults: list[str] = []
     arguments = read_flags(tree, argv, prog, None, faults)
-    faults += _problems(arguments) if arguments is not None else []
+    faults += problems(arguments) if arguments is not None else []
     if faults:
         raise UserError("\n".join(map(one_line, faults)))
     return arguments
@@ -174,12 +174,3 @@ def _apply(default: Any, values: dict[str, Any], faults: list[str]) -> Any:
     except UserError as error:
         faults += str(error).splitlines()
         return default
-
-
-def _problems(node: Any) -> Iterator[str]:
-    """What `problems()` of a dataclass and of those inside it find."""
-    if hasattr(node, "problems"):
-        yield from node.problems()
-    for name in fields_of(type(node)):
-        if dataclasses.is_dataclass(getattr(node, name)):
-            yield from _problems(getattr(node, name))

@@ -15,7 +15,7 @@ def run(config: RunConfig) -> None:
     from fp8rl_jax.cli.start import start_jax
 
     start_jax()
-    from fp8rl_jax.training.setup import build, describe
+    from fp8rl_jax.training.setup import announce, build, describe
     from fp8rl_jax.training.sft import supervise
 
     if config.sft.from_scratch:
@@ -25,6 +25,7 @@ def run(config: RunConfig) -> None:
     setup = build(config, sampled=False)
     if config.dry_run:
         print(text)
+        announce(setup, print, "sft.batch_size")
         print(describe(setup))
         return
     supervise(setup, text)

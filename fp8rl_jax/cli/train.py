@@ -14,12 +14,13 @@ def run(config: RunConfig) -> None:
 
     start_jax()
     from fp8rl_jax.training.loop import train
-    from fp8rl_jax.training.setup import build, describe
+    from fp8rl_jax.training.setup import announce, build, describe
 
     text = dump_toml(config)
     setup = build(config)
     if config.dry_run:
         print(text)
+        announce(setup, print, "rollout.prompts_per_step")
         print(describe(setup))
         return
     train(setup, text)

@@ -10,6 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from fp8rl_jax.config.run import precision_text
+
 EQUAL = "·"
 WIDTH = 100
 LETTERS = {"format": "f", "operand": "o", "scale": "s", "reduction": "r", "input": "i", "": ""}
@@ -33,7 +35,7 @@ is equal. rest: norms, activation, sums."""
 
 def summary(results: dict[str, Any]) -> str:
     """The text of `compare.document.document`'s form."""
-    lines = [f"{name}: {_side(side)}" for name, side in zip("ab", results["sides"], strict=True)]
+    lines = [f"{name}: {side['model']}, {side_text(side)}" for name, side in zip("ab", results["sides"], strict=True)]
     lines += [_tokens(results["tokens"]), ""]
     if results["equal"]:
         lines.append("every bit is equal: operands, results, hidden states, log-probabilities")
@@ -49,6 +51,12 @@ def summary(results: dict[str, Any]) -> str:
             lines += _wrapped(f"quantized in {name} only: {grouped(alone, len(results['layers']))}")
     lines += ["", _table(results), "", *_wrapped(LEGEND.format(equal=EQUAL), indent="")]
     return "\n".join(lines)
+
+
+def side_text(side: dict[str, Any]) -> str:
+    """A side without its model: "trainer of the jet-rl recipe, bfloat16 compute, exact"."""
+    exact = ", exact" if side["exact"] else ""
+    return f"{side['phase']} of the {precision_text(side['recipe'], side['compute_dtype'])}{exact}"
 
 
 def columns(results: dict[str, Any]) -> list[tuple[str, tuple[str, ...]]]:
@@ -112,11 +120,6 @@ def _wrapped(text: str, indent: str = "  ") -> list[str]:
 
 def _cell(operation: dict[str, Any]) -> str:
     return error(operation["own"]) + LETTERS[operation["cause"]]
-
-
-def _side(side: dict[str, Any]) -> str:
-    exact = ", exact" if side["exact"] else ""
-    return f"{side['model']}, {side['recipe']}{exact}, {side['phase']}, {side['compute_dtype']}"
 
 
 def _tokens(tokens: dict[str, Any]) -> str:

@@ -113,6 +113,12 @@ class MeshConfig:
     """This process's number, with coordinator."""
 
 
+def precision_text(recipe: str, compute_dtype: str) -> str:
+    """How a run's precision is written wherever it is shown. A recipe's name alone leaves open what it does not quantize:
+    "bf16 recipe, float32 compute" computes nothing in bfloat16."""
+    return f"{recipe} recipe, {compute_dtype} compute"
+
+
 @dataclass(frozen=True)
 class RunConfig:
     """Everything a run needs; `--dry-run` prints it resolved."""
@@ -146,6 +152,11 @@ class RunConfig:
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     plan: PlanConfig = PlanConfig()
 
+    @property
+    def precision_text(self) -> str:
+        """`precision_text` of this run."""
+        return precision_text(self.recipe, self.compute_dtype)
+
     def problems(self) -> list[str]:
         """Faults between keys, one line each; empty where all is well."""
         rollout, trainer, episodes = self.rollout, self.trainer, self.task.max_turns > 1
@@ -176,7 +187,20 @@ class RunConfig:
                 not (trainer.packing and trainer.length_buckets),
                 "trainer.length_buckets cuts padding that trainer.packing does not run on; set one of them",
             ),
+            (trainer.abort_after_skips >= 1, "trainer.abort_after_skips must be at least 1"),
+            (trainer.abort_after_failed_rewards >= 1, "trainer.abort_after_failed_rewards must be at least 1"),
+            (self.sft.steps >= 1, "sft.steps must be at least 1"),
+            (self.sft.batch_size >= 1, "sft.batch_size must be at least 1"),
+            (self.evaluation.every >= 0, "evaluation.every must not be negative"),
+            (
+                not self.evaluation.every or self.task.eval_size != 0,
+                f"evaluation.every = {self.evaluation.every} needs held-out problems, and task.eval_size = 0 holds out none; "
+                "set evaluation.every = 0, or raise task.eval_size",
+            ),
+            (self.evaluation.examples >= 1, "evaluation.examples must be at least 1"),
             (self.evaluation.samples >= 1, "evaluation.samples must be at least 1"),
+            (self.evaluation.batch_size >= 1, "evaluation.batch_size must be at least 1"),
+            (self.checkpoint.every >= 0, "checkpoint.every must not be negative"),
             (self.evaluation.temperature >= 0, "evaluation.temperature must not be negative"),
             (self.checkpoint.keep >= 2, "checkpoint.keep must be at least 2"),
             (0 <= self.sft.cut_short <= 1, "sft.cut_short must be between 0 and 1"),

@@ -25,15 +25,16 @@ class TaskConfig:
     args: dict[str, Any] = field(default_factory=dict)
     """Parameters of the generator, or keyword arguments of the function or class: args = { min_terms = 2, max_terms = 2 }."""
     eval_path: str = ""
-    """Held-out problems of kind jsonl, as name; at most eval_size of them are used, and training skips them all. Empty: they
-    are taken out of name."""
+    """Held-out problems of kind jsonl, as name; at most eval_size of them are used (unset: 256), and training skips them all.
+    Empty: they are taken out of name."""
     max_turns: int = 1
     """Completions of one episode, at most; other kinds than environment have one. Above 1 an episode's reward is the sum over
     its turns, what the environment says is masked from the loss, and rollout.max_prompt_tokens bounds the conversation."""
     train_size: int = 0
     """Training problems; 0: all that the held-out set leaves of a list, 1024 of a generator."""
-    eval_size: int = 256
-    """Held-out problems. They are drawn first, so the same seed holds out the same problems whatever train_size is."""
+    eval_size: int | None = None
+    """Held-out problems; 0: none, which evaluation.every = 0 goes with. Unset: 256, and no more than a tenth of a list, or of a
+    generator that runs out. They are drawn first, so the same seed holds out the same problems whatever train_size is."""
     seed: int = 0
     """Seed of the problems and of the split."""
     prompt_template: str = "{question}"
@@ -60,7 +61,7 @@ class TaskConfig:
         wanted = "Class" if self.kind == "environment" else "function"
         checks = [
             (self.train_size >= 0, f"task.train_size = {self.train_size} must not be negative"),
-            (self.eval_size >= 0, f"task.eval_size = {self.eval_size} must not be negative"),
+            (self.eval_size is None or self.eval_size >= 0, f"task.eval_size = {self.eval_size} must not be negative"),
             (self.seed >= 0, f"task.seed = {self.seed} must not be negative"),
             (bool(self.name), "task.name is empty; give a reasoning-gym generator, module:function or a file"),
             (
@@ -72,7 +73,7 @@ class TaskConfig:
                 f'task.eval_path belongs to task.kind = "jsonl", and this one is {self.kind!r}',
             ),
             (
-                not self.eval_path or self.eval_size > 0,
+                not self.eval_path or self.eval_size != 0,
                 f"task.eval_path = {self.eval_path!r} is not read while task.eval_size = 0; raise it or drop the path",
             ),
             (

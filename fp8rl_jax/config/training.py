@@ -108,6 +108,9 @@ class TrainerConfig:
     abort_after_skips: int = 10
     """Consecutive updates skipped for non-finite values before the run stops with an error; updates skipped while a dynamic loss
     scale is being found (optim/overflow) are not counted."""
+    abort_after_failed_rewards: int = 3
+    """Consecutive steps in which the reward of every completion failed (an exception, no finite number, a timeout) before the run
+    stops with an error; a shorter run stops where all its steps did."""
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from fp8rl_jax.models.cache import KVBlock, KVCache
 from fp8rl_jax.models.layer import LayerInputs, LayerOutputs, LayerStep, OwnBlock
 from fp8rl_jax.models.policy import Policy, equal_runs, run_of_layers
 from fp8rl_jax.models.rotary import layer_frequencies
+from fp8rl_jax.models.trained import check_form
 from pallas_kernels.backend import Backend, check_exact
 from pallas_kernels.matmul import selected_backend
 
@@ -63,6 +64,8 @@ def forward(
 
     Args:
         policy: stacked layers are scanned, a list of layers is unrolled; the dtype of the embedding is the compute dtype.
+            Its linears are in the form of the recipe's side: `trainer_policy` makes the trainer's, `quantized_policy` the
+            rollout's.
         tokens: int32.
         positions: rotary positions; default 0, 1, ... in each row.
         segment_ids: a token attends to earlier tokens of its own segment; 0 marks padding. Default: all ones.
@@ -83,12 +86,14 @@ def forward(
             `cache.scales`. A layer's scales are then known before its attention runs, and the next layer sees what they did.
 
     Raises:
-        ValueError: the recipe quantizes the cache and `cache.scales` is missing; the policy has a sliding window and the
-            shared block no positions; `routes` are not those of this policy's experts.
+        ValueError: the policy is not in the form of the recipe's side (`check_form`); the recipe quantizes the cache and
+            `cache.scales` is missing; the policy has a sliding window and the shared block no positions; `routes` are not
+            those of this policy's experts.
     """
     recipe = recipe or Recipe("bf16")
     formats = recipe.trainer if phase == "train" else recipe.rollout
     cache, config = cache or KVCache(), policy.config
+    check_form(policy, recipe, phase)
     if formats.key.quantized and cache.scales is None and calibrate is None:
         raise ValueError(f"recipe {recipe.name!r} quantizes the KV cache: forward needs cache.scales")
     if config.windows is not None and cache.shared is not None and cache.shared.positions is None:

@@ -105,6 +105,12 @@ def init_adapters(config: PolicyConfig, lora: LoraConfig, key: Key[Array, ""]) -
     return build_adapters(config, lora, factors)
 
 
+def has_adapters(policy: Policy) -> bool:
+    """Whether any linear has an adapter; layers stacked or unrolled."""
+    layers = [policy.layers] if policy.stacked else policy.layers
+    return any(isinstance(weight.value, AdaptedWeight) for layer in layers for weight in layer.tensors().values())
+
+
 def split(policy: Policy) -> tuple[Trained, Policy | None]:
     """(what is trained, what is frozen): (adapters, base), or (policy, None) where it has no adapters. Nothing is copied.
 

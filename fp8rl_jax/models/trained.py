@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 
 from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.models.hf_names import stack_of
 from fp8rl_jax.models.lora import Adapted
-from fp8rl_jax.models.policy import Layer, Policy, Weight, WeightRuns, cast, in_runs, linear_names, with_layers
-from fp8rl_jax.precision import frozen_weight, is_quantized, quantized_layers, trained_weight
+from fp8rl_jax.models.policy import (
+    EXPERT_LINEARS,
+    LINEARS,
+    Layer,
+    Policy,
+    Weight,
+    WeightRuns,
+    cast,
+    equal_runs,
+    in_runs,
+    linear_names,
+    run_of_layers,
+    with_layers,
+)
+from fp8rl_jax.precision import AdaptedWeight, QTensor, frozen_weight, is_quantized, quantized_layers, trained_weight
 from pallas_kernels.backend import Backend
 
 
@@ -58,3 +72,53 @@ def trainer_policy(policy: Policy, recipe: Recipe, dtype: jnp.dtype, backend: Ba
 
     linears = {name: changed(tensors[name], masters[name], layers) for name, layers in chosen.items()}
     return with_layers(served, Layer(tensors | linears))
+
+
+def check_form(policy: Policy, recipe: Recipe, phase: str) -> None:
+    """Refuses a policy whose linears are not in the form that this side of the recipe multiplies.
+
+    A product follows the type of its weight, so plain arrays under a recipe in FP8 would give the numbers of bf16 without a word,
+    and quantized weights under a side that has none those of weight-only quantization; a rollout's weights under a trainer in FP8
+    give its numbers, and gradients that stop at them. The frozen base of a policy with adapters may rest in FP8 under any recipe.
+    Types alone are looked at, when a program is traced: what is compiled has nothing of it.
+
+    Args:
+        phase: of `forward`; "train" is the trainer's side of the recipe, any other the rollout's.
+
+    Raises:
+        ValueError: naming the first linear, and what puts a policy into the form.
+    """
+    side, formats = ("trainer", recipe.trainer) if phase == "train" else ("rollout", recipe.rollout)
+    chosen = quantized_tensors(policy, recipe) if formats.weight.quantized else {}
+    runs = equal_runs(policy) if policy.stacked else [range(i, i + 1) for i in range(policy.config.num_layers)]
+    layers = policy.layers
+    if policy.stacked:
+        layers = jax.eval_shape(lambda p: [run_of_layers(p, run.start, run.stop) for run in runs], policy)
+    frozen = any(isinstance(weight.value, AdaptedWeight) for layer in layers for weight in layer.tensors().values())
+    for run, layer in zip(runs, layers, strict=True):
+        for name, weight in layer.tensors().items():
+            if name not in (*LINEARS, *EXPERT_LINEARS):
+                continue
+            value = weight.value.base if isinstance(weight.value, AdaptedWeight) else weight.value
+            stack = stack_of(policy.config, name)
+            # an unrolled policy has no trainer's form: a rollout's is measured as it is, and not differentiated
+            blocks_gradients = phase == "train" and policy.stacked and isinstance(value, QTensor)
+            for place in run:
+                where, wanted = f"layers.{place}.{name}", name in chosen and chosen[name][stack.index(place)]
+                if wanted and not is_quantized(value):
+                    fault = f"quantizes {where}, which is plain in this policy"
+                elif wanted and blocks_gradients:
+                    fault = f"quantizes {where}, which is in the rollout's form in this policy and lets no gradient through"
+                elif is_quantized(value) and not wanted and not frozen:
+                    fault = f"does not quantize {where}, which is quantized in this policy"
+                else:
+                    continue
+                raise ValueError(
+                    f"forward: the {side} of recipe {recipe.name!r} {fault}; {_FORMS[side]} makes the form of phase {phase!r}"
+                )
+
+
+_FORMS = {
+    "trainer": "models.trained.trainer_policy, of the policy that is trained, its layers stacked,",
+    "rollout": "rollout.served.quantized_policy, or LocalEngine.sync, of the unquantized policy",
+}

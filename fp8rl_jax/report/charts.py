@@ -124,7 +124,7 @@ def curve_chart(curve: Curve, runs: list[Run]) -> Chart:
                 zeros = sum(value <= 0 for value in values)
                 values = [value if value > 0 else np.nan for value in values]
                 if zeros:
-                    about.append(f"{run.name}: 0 at {zeros} of {len(values)} steps, not drawn.")
+                    about.append(f"{run.label}: 0 at {zeros} of {len(values)} steps, not drawn.")
             _draw_arm(axes, index, curve, run, steps, values)
         axes.set_xlabel("step")
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
@@ -148,7 +148,7 @@ def timing_chart(runs: list[Run]) -> Chart:
                 axes.barh(row, duration, left=left, height=0.62, color=colours[label])
                 left += duration
             axes.text(left, row, f" {left:.3g} s", va="center", ha="left")
-        axes.set_yticks(range(len(runs)), [run.name if len(run.name) < 19 else f"{run.name[:17]}…" for run in runs])
+        axes.set_yticks(range(len(runs)), [_tick(run) for run in runs])
         axes.invert_yaxis()
         axes.margins(x=0.14)
         axes.set_xlim(left=0)
@@ -158,6 +158,12 @@ def timing_chart(runs: list[Run]) -> Chart:
     svg = draw_svg("timing", draw, height=0.9 + 0.42 * len(runs)) if any(seconds) else ""
     about = "Mean seconds of each phase, without the first step, which compiles."
     return Chart("timing", "Where a step's time goes", about, svg)
+
+
+def _tick(run: Run) -> str:
+    name = run.name if len(run.name) < 19 else f"{run.name[:17]}…"
+    dtype = run.config.get("compute_dtype")
+    return f"{name}\n{dtype} compute" if dtype else name
 
 
 def phase_seconds(run: Run) -> dict[str, float]:

@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
-from fp8rl_jax.compare.text import LETTERS, columns, grouped, summary, worst
+from fp8rl_jax.compare.text import LETTERS, columns, grouped, side_text, summary, worst
 from fp8rl_jax.report.charts import Chart, draw_svg
 
 LOWEST = -8  # log10 of the relative error that has the faintest colour; float32 rounds at -7.2
@@ -31,11 +31,10 @@ class Panel:
 
 def panel(number: int, results: dict[str, Any]) -> Panel:
     """The panel of one comparison; `number` keeps its charts apart from those of others."""
-    a, b = (f"{side['recipe']}{' exact' if side['exact'] else ''} {side['phase']}" for side in results["sides"])
+    a, b = map(side_text, results["sides"])
     models = list(dict.fromkeys(side["model"] for side in results["sides"]))
     scored, tokens = results["logprobs"], results["tokens"]
-    count, dtype = tokens["prompt"] + tokens["completion"], results["sides"][0]["compute_dtype"]
-    headline = f"{' and '.join(models)}, {dtype}, {count} tokens. "
+    headline = f"{' and '.join(models)}, {tokens['prompt'] + tokens['completion']} tokens. "
     if scored["differing"]:
         headline += f"Log-probabilities: k3 {_number(scored['k3'])}, largest difference {_number(scored['max_abs'])}."
     else:
@@ -49,7 +48,7 @@ def panel(number: int, results: dict[str, Any]) -> Panel:
         if names
     ]
     return Panel(
-        f"{a} against {b}", headline, [(x["cause"], x["name"], x["detail"]) for x in results["first"]], alone,
+        f"{a[0].upper()}{a[1:]}, against {b}", headline, [(x["cause"], x["name"], x["detail"]) for x in results["first"]], alone,
         [_heat_map(number, results, "own"), _heat_map(number, results, "output")], summary(results),
     )  # fmt: skip
 

@@ -79,6 +79,7 @@ def headline(run: Run) -> dict[str, str]:
     seconds = run.series("time/step")[1]
     return {
         "Recipe": str(run.config.get("recipe", NOTHING)),
+        "Compute dtype": str(run.config.get("compute_dtype", NOTHING)),
         "Steps": f"{steps}" if steps == planned else f"{steps} of {planned}",
         "Reward, first → last tenth": _first_to_last_tenth(run, "reward/mean"),
         "Held-out accuracy, first → last": _accuracy(run),
@@ -105,7 +106,7 @@ def sample_pairs(run: Run) -> list[tuple[int, list[dict[str, str]]]]:
 def _title(runs: list[Run], panels: list[Panel]) -> str:
     if not runs:
         return panels[0].title if len(panels) == 1 else f"{len(panels)} comparisons"
-    return " and ".join(run.name for run in runs) if len(runs) < 3 else f"{len(runs)} runs"
+    return " and ".join(run.label for run in runs) if len(runs) < 3 else f"{len(runs)} runs"
 
 
 def _arm(index: int, run: Run) -> dict[str, Any]:

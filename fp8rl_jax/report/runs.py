@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fp8rl_jax.config.run import precision_text
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.report.comparison import find_comparisons
 
@@ -28,7 +29,7 @@ class Run:
     """One arm of a comparison."""
 
     name: str
-    """What the page calls it: the directory's name, or as much of its path as tells it from the others."""
+    """The directory's name, or as much of its path as tells it from the others."""
     directory: Path
     metrics: list[dict[str, Any]]
     """One row a line of metrics.jsonl, in order: "step" and numbers; null and what is not finite are left out."""
@@ -40,6 +41,15 @@ class Run:
     """run.json flattened; empty without that file."""
     notes: list[str]
     """What a reader has to know about these files, one line each."""
+
+    @property
+    def label(self) -> str:
+        """The name, with the run's recipe and compute dtype; these alone where the name is the recipe's."""
+        recipe, dtype = self.config.get("recipe"), self.config.get("compute_dtype")
+        if recipe is None or dtype is None:
+            return self.name
+        text = precision_text(recipe, dtype)
+        return text if self.name == recipe else f"{self.name} ({text})"
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
         """Steps and values of one metric, of the rows that have it."""

@@ -22,6 +22,7 @@ recalibrate as often as it does.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -31,10 +32,11 @@ from jaxtyping import Array, Bool, Float, Int
 from fp8rl_jax.config.recipe import Recipe, TensorFormat
 from fp8rl_jax.models.cache import KVCache, KVScales
 from fp8rl_jax.models.forward import forward
+from fp8rl_jax.models.lora import has_adapters
 from fp8rl_jax.models.policy import Policy
 from fp8rl_jax.models.trained import trainer_policy
 from fp8rl_jax.parallel import split_batch
-from fp8rl_jax.precision import QuantizationSums, max_value, quantize_per_tensor, stack_sums
+from fp8rl_jax.precision import QuantizationSums, is_quantized, max_value, quantize_per_tensor, stack_sums
 from pallas_kernels.backend import Backend
 
 
@@ -55,11 +57,11 @@ def observe_qkv(
     """Largest magnitudes of Q, K and V over the prompts and, if given, their completions, and what quantization does to them.
 
     Args:
-        policy: masters, which run in the trainer's formats.
+        policy: masters, which run in the trainer's formats; or a rollout's policy, whose linears run in the rollout's.
         prompts, lengths: right-padded prompts.
         completions, mask: B = p * n completions and their real tokens.
         scales: those whose effect is measured; without them there is none.
-        recipe: its rollout formats of Q, K and V, and the trainer's of the linears.
+        recipe: its rollout formats of Q, K and V, and of masters the trainer's of the linears.
         dtype: compute dtype.
         micro_batches: parts of equal size, whole prompts each, that are run one after the other.
         backend: kernels of the forward; those of the trainer, so that its scales are those of its own forward.
@@ -67,6 +69,10 @@ def observe_qkv(
     Returns:
         Sums of shape [m, layers, 3].
     """
+    if any(map(is_quantized, jax.tree.leaves(policy, is_leaf=is_quantized))) and not has_adapters(policy):
+        # a rollout's weights, measured as it multiplies them; a base of adapters rests in FP8 on both sides
+        linears = replace(recipe.trainer, weight=recipe.rollout.weight, activation=recipe.rollout.activation)
+        recipe = replace(recipe, trainer=linears)
     policy = trainer_policy(policy, recipe, dtype, backend)
     run = partial(forward, policy, recipe=recipe, phase="train", observe=partial(_observe, _formats(recipe)), backend=backend)
 

@@ -25,6 +25,7 @@ from fp8rl_jax.tasks.jsonl import read_problems
 from fp8rl_jax.tasks.sources import LOADERS, Row, permutation, shuffled
 
 GENERATED_TRAIN_SIZE = 1024
+HELD_OUT_SIZE = 256
 
 
 @dataclass(frozen=True)
@@ -77,8 +78,8 @@ def load_splits(task: TaskConfig) -> tuple[Dataset, Dataset]:
     """(training set, held-out set): disjoint by prompt, and the same for the same configuration.
 
     The held-out problems are the first `eval_size` distinct ones, hence a plain sample of the source that depends on
-    neither `train_size` nor the training order. With `eval_path` they come from there, at most `eval_size`, and no
-    problem of that file is trained on.
+    neither `train_size` nor the training order. Where it is unset there are HELD_OUT_SIZE, and no more than a tenth of a source
+    that ends. With `eval_path` they come from there, at most `eval_size`, and no problem of that file is trained on.
 
     Raises:
         UserError: a value of the configuration cannot work, the source is empty or damaged, or it has too few distinct prompts.
@@ -92,15 +93,23 @@ def load_splits(task: TaskConfig) -> tuple[Dataset, Dataset]:
     if task.eval_path:
         held_out_rows = shuffled(read_problems(task.eval_path, "task.eval_path"), task.seed)
         apart = tuple(_Distinct(task, held_out_rows, endless=False, seen=distinct.seen))
-        held_out = Dataset(_numbered(apart[: task.eval_size]))
+        size = HELD_OUT_SIZE if task.eval_size is None else task.eval_size
+        held_out, left = apart[:size], distinct
+    elif task.eval_size is None:
+        enough = HELD_OUT_SIZE + wanted if endless else None
+        found = tuple(islice(distinct, enough))
+        size = HELD_OUT_SIZE if len(found) == enough else min(HELD_OUT_SIZE, max(len(found) // 10, 1))
+        held_out, left = found[:size], found[size:]
     else:
-        held_out = Dataset(_numbered(islice(distinct, task.eval_size)))
-    train = Dataset(_numbered(islice(distinct, wanted)), distinct.duplicates)
-    _check_sizes(task, train, held_out, wanted if endless else task.train_size or 1)
+        size, left = task.eval_size, distinct
+        held_out = tuple(islice(distinct, size))
+    train = Dataset(_numbered(islice(left, wanted)), distinct.duplicates)
+    held_out = Dataset(_numbered(held_out))
+    _check_sizes(task, train, held_out, wanted if endless else task.train_size or 1, size)
     return train, held_out
 
 
-def _check_sizes(task: TaskConfig, train: Dataset, held_out: Dataset, least: int) -> None:
+def _check_sizes(task: TaskConfig, train: Dataset, held_out: Dataset, least: int, size: int) -> None:
     name = f"task.name = {task.name!r}"
     if task.eval_path:
         if not len(held_out):
@@ -114,9 +123,10 @@ def _check_sizes(task: TaskConfig, train: Dataset, held_out: Dataset, least: int
     found = len(held_out) + len(train)
     if found == 0:
         raise UserError(f"{name} is an empty data set; it has to give at least one problem")
-    if len(held_out) < task.eval_size or len(train) < least:
+    if len(held_out) < size or len(train) < least:
+        unset = " (unset, so a tenth)" if task.eval_size is None else ""
         raise UserError(
-            f"{name} has {found} distinct prompts, fewer than task.eval_size = {task.eval_size} and task.train_size = {least} "
+            f"{name} has {found} distinct prompts, fewer than task.eval_size = {size}{unset} and task.train_size = {least} "
             "together; lower these or give more problems"
         )
 

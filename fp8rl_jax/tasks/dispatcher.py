@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import selectors
 import socket
 import threading
@@ -15,6 +16,7 @@ import time
 from collections import deque
 from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 
 from fp8rl_jax.config.tasks import TaskConfig
 from fp8rl_jax.errors import UserError
@@ -28,17 +30,67 @@ MAX_FAILED_STARTS = 3
 # A batch keeps a worker busy about this long: few messages for cheap rewards, an even load for slow ones.
 BATCH_SECONDS = 0.02
 FIRST_BATCH = 8
+LOG_BYTES = 4 * 2**20
+
+
+class RewardLog:
+    """What the workers print, in a file that is put aside as `<file>.1` whenever it has LOG_BYTES: the newest 4 to 8 MiB stay.
+
+    The workers write into a pipe, which is read here: a file of their own could grow without a bound. Nothing is made before the
+    first byte comes, and a file that cannot be written is warned about once.
+
+    Args:
+        path: the file; None: what comes is dropped.
+    """
+
+    def __init__(self, path: Path | None):
+        self._path = path
+        self.reader, self.writer = os.pipe()
+        os.set_blocking(self.reader, False)
+
+    def take(self) -> bool:
+        """Takes some of what has come; whether there was anything. Not all of it: a worker may print faster than this reads."""
+        try:
+            data = os.read(self.reader, 1 << 16)
+        except BlockingIOError:
+            return False
+        try:
+            self._write(data)
+        except OSError as fault:
+            _log.warning("%s: what rewards print cannot be written (%s), and is dropped", self._path, fault.strerror)
+            self._path = None
+        return True
+
+    def close(self) -> None:
+        """Takes what is left. The workers have ended."""
+        while self.take():
+            pass
+        os.close(self.reader)
+        os.close(self.writer)
+
+    def _write(self, data: bytes) -> None:
+        if self._path is None:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("ab") as file:
+            file.write(data)
+            size = file.tell()
+        if size >= LOG_BYTES:
+            self._path.replace(self._path.with_name(f"{self._path.name}.1"))
 
 
 class Dispatcher:
     """The workers of a task and the thread that serves them.
+
+    Args:
+        log: file for what the rewards print; None: it is dropped.
 
     Attributes:
         ready: done when every worker has imported the reward, or with the UserError that says why it cannot.
         workers: those that are alive; a lost one is replaced.
     """
 
-    def __init__(self, task: TaskConfig):
+    def __init__(self, task: TaskConfig, log: Path | None = None):
         self.task = task
         self.ready: Future[None] = Future()
         self.workers: list[WorkerProcess] = []
@@ -49,6 +101,8 @@ class Dispatcher:
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake_receiver, selectors.EVENT_READ, self._take_jobs)
+        self._printed = RewardLog(log)
+        self._selector.register(self._printed.reader, selectors.EVENT_READ, self._printed.take)
         self._jobs: set[ScoreJob] = set()
         self._pending: deque[tuple[ScoreJob, int]] = deque()
         self._failed_starts = 0
@@ -98,6 +152,7 @@ class Dispatcher:
         finally:
             for worker in self.workers:
                 worker.kill()
+            self._printed.close()
             with self._lock:
                 self._fault = fault
                 self._jobs.update(self._inbox)
@@ -117,7 +172,7 @@ class Dispatcher:
             self._finish(job)
 
     def _start_worker(self) -> None:
-        worker = WorkerProcess(self.task)
+        worker = WorkerProcess(self.task, self._printed.writer)
         worker.deadline = time.monotonic() + START_TIMEOUT
         self.workers.append(worker)
         self._selector.register(worker.socket, selectors.EVENT_READ, partial(self._read, worker))

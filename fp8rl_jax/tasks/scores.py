@@ -53,6 +53,11 @@ class Scores:
             turns=[turn for part in parts for turn in part.turns],
         )
 
+    def failure_text(self) -> str:
+        """How many rewards failed, and the first error: "28 of 64 rewards failed: ..."; empty where none did."""
+        failed = int(self.failed.sum())
+        return f"{failed} of {len(self.failed)} rewards failed: {self.first_error}" if failed else ""
+
     def metrics(self) -> dict[str, float]:
         """The counts and the time, and rewards/<name>/mean and /std (ddof 0) over the samples that have a score."""
         values = {"reward/errors": self.errors, "reward/timeouts": self.timeouts, "time/reward": self.seconds}

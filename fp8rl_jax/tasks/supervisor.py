@@ -35,7 +35,7 @@ def main() -> None:
     channel = socket.socket(fileno=socket_fd)
     report_fd = os.dup(1)
     if sys.platform != "linux":
-        _become_silent()
+        _print_to_the_log()
         serve(channel)
         return
     trainer = os.getppid()
@@ -49,7 +49,7 @@ def main() -> None:
             os._exit(1)
         ours.close()
         os.close(report_fd)
-        _become_silent()
+        _print_to_the_log()
         # A session of its own: a reward that kills its process group must not kill the supervisor.
         os.setsid()
         reaper.adopt_orphans()
@@ -71,10 +71,12 @@ def describe_end(status: int) -> str:
     return f"was killed by {signal.Signals(-status).name if -status in set(signal.Signals) else f'signal {-status}'}"
 
 
-def _become_silent() -> None:
+def _print_to_the_log() -> None:
+    """Standard output goes where standard error goes, line by line: a worker that is killed has written what it printed."""
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
-    os.dup2(nothing, 1)
+    os.dup2(2, 1)
+    sys.stdout.reconfigure(line_buffering=True)
 
 
 def _hand_over_forks(supervisor: socket.socket) -> str:

@@ -1,7 +1,7 @@
 """Rewards in a run of several processes: each scores its share, and all get the whole, counts and times included.
 
 A reward need not be deterministic, and it may time out on one host alone; what is shared is equal everywhere. All processes must
-call these functions together with the same arguments. `first_error` stays on the process that saw it.
+call these functions together with the same arguments.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -29,6 +30,7 @@ def score_together(pool: RewardPool, examples: Sequence[Example], completions: S
     started, repeats, rows = time.monotonic(), len(completions) // max(len(examples), 1), _share(len(completions))
     with shared_faults():
         own = pool.score([examples[row // repeats] for row in rows], [completions[row] for row in rows])
+    first_error = next(filter(None, gather_text(own.first_error or "")), None)
     table = np.zeros((3 + len(own.components), len(completions)), np.float32)
     table[:, rows] = own.rewards, own.correct, own.failed, *own.components.values()
     (rewards, correct, failed, *components), timeouts = sum_over_processes((table, np.int32(own.timeouts)))
@@ -39,7 +41,7 @@ def score_together(pool: RewardPool, examples: Sequence[Example], completions: S
         failed=failed > 0,
         errors=int(failed.sum() - timeouts),
         timeouts=int(timeouts),
-        first_error=own.first_error,
+        first_error=first_error,
         seconds=time.monotonic() - started,
     )
 
@@ -53,7 +55,7 @@ def play_together(pool: RewardPool, episodes: Sequence[Episode], completions: Se
     started, rows = time.monotonic(), _share(len(completions))
     with shared_faults():
         own = pool.play([episodes[row] for row in rows], [completions[row] for row in rows])
-    shares = [json.loads(text) for text in gather_text(json.dumps({"turns": own.turns, "timeouts": own.timeouts}))]
+    shares = [json.loads(text) for text in gather_text(json.dumps(_told(own)))]
     turns = [shares[row % len(shares)]["turns"][row // len(shares)] for row in range(len(completions))]
     rewards = np.array([turn["reward"] if turn else 0.0 for turn in turns], np.float32)
     failed = np.array([turn is None for turn in turns], bool)
@@ -65,10 +67,15 @@ def play_together(pool: RewardPool, episodes: Sequence[Episode], completions: Se
         failed=failed,
         errors=int(failed.sum()) - timeouts,
         timeouts=timeouts,
-        first_error=own.first_error,
+        first_error=next((share["first_error"] for share in shares if share["first_error"]), None),
         seconds=time.monotonic() - started,
         turns=turns,
     )
+
+
+def _told(own: Scores) -> dict[str, Any]:
+    """What the other processes need of this one's turns."""
+    return {name: getattr(own, name) for name in ("turns", "timeouts", "first_error")}
 
 
 def _share(count: int) -> np.ndarray:

@@ -30,9 +30,13 @@ ENVIRONMENT = {
 
 
 class WorkerProcess:
-    """One worker under its supervisor. Both end with this process, however it ends (on Linux)."""
+    """One worker under its supervisor. Both end with this process, however it ends (on Linux).
 
-    def __init__(self, task: TaskConfig):
+    Args:
+        output: file descriptor that takes what the worker prints, to standard output and error.
+    """
+
+    def __init__(self, task: TaskConfig, output: int):
         self.ready = False
         self.failure: str | None = None
         self.deadline = float("inf")
@@ -50,7 +54,7 @@ class WorkerProcess:
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.PIPE,  # its end, be it this process's, ends the supervisor
                 stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
+                stderr=output,  # the worker's standard output, too; the supervisor's own is for how the worker ended
                 start_new_session=True,
                 env={**os.environ, **ENVIRONMENT, "PYTHONPATH": path},
             )

@@ -13,6 +13,7 @@ SIGALRM waits until the C code returns, and a fork of a process that runs JAX ma
   that one is lost, and the rest of its batch goes to the next worker.
 - Whatever a reward does wrong (an exception, a result that is no finite number, too much memory, too large a file, the
   end of its process) is reward 0 for its sample, and counted. The run goes on.
+- What it prints goes into a file of bounded size.
 
 This isolates faults; it is no sandbox. A reward can read files, open sockets, and kill its supervisor.
 """
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 from fp8rl_jax.config.tasks import TaskConfig
@@ -40,13 +42,17 @@ class RewardPool:
     The constructor starts the workers and returns at once, so that their imports overlap with whatever comes next.
     Entering the context, or `wait_until_ready`, raises UserError where the reward does not import or cannot be called
     as one. `close` leaves no process behind; nor does the end of this process, however it comes (on Linux).
+
+    Args:
+        task: its rewards are scored.
+        log: file that what the rewards print is added to, made when the first of them does; None: it is dropped.
     """
 
-    def __init__(self, task: TaskConfig):
+    def __init__(self, task: TaskConfig, log: Path | None = None):
         if faults := task.problems():
             raise UserError("; ".join(faults))
         self.task = task
-        self._dispatcher = Dispatcher(task)
+        self._dispatcher = Dispatcher(task, log)
 
     def wait_until_ready(self) -> None:
         """Wait until every worker has imported the reward.

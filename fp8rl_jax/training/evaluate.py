@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 
@@ -10,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Key
 
 from fp8rl_jax.config.training import EvaluationConfig
-from fp8rl_jax.parallel import to_host
+from fp8rl_jax.parallel import is_main_process, to_host
 from fp8rl_jax.rollout.engine import RolloutEngine
 from fp8rl_jax.rollout.offline import calibrate
 from fp8rl_jax.rollout.sampling import Sampling
@@ -22,6 +23,8 @@ from fp8rl_jax.training.performance import Clock
 from fp8rl_jax.training.play import play
 from fp8rl_jax.training.prompts import PromptEncoder
 from fp8rl_jax.training.setup import Setup
+
+_log = logging.getLogger("fp8rl")
 
 
 def evaluate(
@@ -38,23 +41,27 @@ def evaluate(
     Returns:
         Metrics `eval/accuracy` (avg@k: mean of correct samples; pass@1), `eval/accuracy_low`, `eval/accuracy_high` (95 %
         Wilson interval over examples, samples of an example averaged), `eval/problems` (their number), `eval/pass_at_k` where
-        k > 1, `eval/mean_length`;
+        k > 1, `eval/mean_length`, `eval/failed_rewards` (answers whose reward failed, which count as wrong; the first failure
+        is logged);
         and one row an answer: prompt, completion, answer, reward.
     """
     prompts_a_batch = max(config.batch_size // config.samples, 1)
-    correct, lengths, rows = [], [], []
+    found, lengths, rows = [], [], []
     for start in range(0, len(examples), prompts_a_batch):
         part = list(examples[start : start + prompts_a_batch])
         answer = _play if pool.task.max_turns > 1 else _complete
         scores, texts, tokens = answer(engine, encoder, pool, part, prompts_a_batch, config.samples, sampling, key)
-        correct.append(scores.correct.reshape(len(part), config.samples))
+        found.append(scores)
         lengths.append(tokens)
         for row, text in enumerate(texts):
             example = part[row // config.samples]
             rows.append(
                 {"prompt": example.prompt, "completion": text, "answer": example.answer, "reward": float(scores.rewards[row])}
             )
-    table = np.concatenate(correct).astype(np.float64)
+    scores = Scores.join(found)
+    if (line := scores.failure_text()) and is_main_process():
+        _log.warning("evaluation: %s", line)
+    table = scores.correct.reshape(len(examples), config.samples).astype(np.float64)
     accuracy = float(table.mean())
     low, high = wilson_interval(accuracy, len(table))
     metrics = {
@@ -63,6 +70,7 @@ def evaluate(
         "eval/accuracy_high": high,
         "eval/problems": float(len(table)),
         "eval/mean_length": float(np.concatenate(lengths).mean()),
+        "eval/failed_rewards": float(scores.failed.sum()),
     }
     if config.samples > 1:
         metrics["eval/pass_at_k"] = float(table.max(1).mean())

@@ -48,7 +48,7 @@ from fp8rl_jax.training.collect import Collector
 from fp8rl_jax.training.evaluate import evaluate, evaluation_sampling
 from fp8rl_jax.training.learner import Learner
 from fp8rl_jax.training.performance import Clock
-from fp8rl_jax.training.setup import Setup, save_model, write_run_record
+from fp8rl_jax.training.setup import Setup, announce, reward_log, save_model, write_run_record
 from fp8rl_jax.training.state import TrainState, sharded_state
 from fp8rl_jax.training.step import Batch
 from fp8rl_jax.training.tracking import JsonLines, Trackers, make_tracker
@@ -79,7 +79,8 @@ def train(setup: Setup, config_text: str) -> None:
         config_text: the resolved configuration, for config.toml and for the check that all processes have the same.
 
     Raises:
-        UserError: the run directory is taken, a checkpoint cannot be written or read, or too many updates were skipped.
+        UserError: the run directory is taken, a checkpoint cannot be written or read, too many updates were skipped, or every
+            reward failed in too many steps.
     """
     config = setup.config
     check_same(repr(dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, process_id=-1))))
@@ -87,7 +88,9 @@ def train(setup: Setup, config_text: str) -> None:
         with shared_faults():
             if is_main_process() and not config.resume and (setup.directory / "metrics.jsonl").exists():
                 raise UserError(f"{setup.directory} holds a run already; give --resume, or another --output")
-            pool = stack.enter_context(RewardPool(config.task))
+            pool = stack.enter_context(RewardPool(config.task, reward_log(setup)))
+        if is_main_process():
+            announce(setup, print, "rollout.prompts_per_step")
         with shared_faults():
             loop = Loop(setup, config_text, pool)
         loop.run()
@@ -115,7 +118,7 @@ class Loop:
         self.engine = setup.engine()
         self.collector = Collector(setup, pool)
         self.checkpoints = Checkpoints(setup.directory / "checkpoints", config.checkpoint)
-        self.watch = Watch(config.trainer.abort_after_skips, self.checkpoints.directory, config.compute_dtype)
+        self.watch = Watch(config.trainer, self.checkpoints.directory, config.compute_dtype, reward_log(setup))
         self.clock = Clock()
         self.start = 0
         self.scales: KVScales | None = None
@@ -215,7 +218,7 @@ class Loop:
         metrics |= {"rollout/rounds": found.rounds, "rollout/teaching_prompts": found.teaches.sum()}
         metrics["rollout/dropped"] = self.setup.dropped
         metrics = {name: float(value) for name, value in to_host(metrics).items()} | scores.metrics()
-        metrics |= self.watch.see(step, metrics, scores.first_error)
+        metrics |= self.watch.see(step, metrics, scores)
         if self.samples is not None:
             self.samples.write({"step": step, **row} for row in found.shown(config.tracking.samples))
         return metrics

@@ -8,8 +8,10 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
+from operator import attrgetter
 from pathlib import Path
 
 import jax
@@ -18,6 +20,7 @@ import jax.numpy as jnp
 from fp8rl_jax.config.recipe import Recipe, get_recipe
 from fp8rl_jax.config.rl import check_sampling
 from fp8rl_jax.config.run import RunConfig
+from fp8rl_jax.config.schema import validate
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.byte_tokenizer import ByteTokenizer
 from fp8rl_jax.models.config import PolicyConfig
@@ -57,7 +60,10 @@ class Setup:
     train: Dataset
     held_out: Dataset
     dropped: int
+    """Training problems whose prompts are too long."""
     sampling: Sampling
+    held_out_dropped: int = 0
+    """The same of the held-out problems."""
 
     def engine(self) -> LocalEngine:
         """A sampler for the run's recipe."""
@@ -83,8 +89,9 @@ def build(config: RunConfig, *, sampled: bool = True) -> Setup:
         sampled: the rollout's samples are trained on, so truncated or greedy sampling is refused as rl.correction says.
 
     Raises:
-        UserError: naming the key, file or tensor.
+        UserError: naming the key, file or tensor; one line for each fault of a configuration that the command line would refuse.
     """
+    validate(config)
     recipe = get_recipe(config.recipe, config.precision)
     r = config.rollout
     if sampled:
@@ -120,13 +127,36 @@ def build(config: RunConfig, *, sampled: bool = True) -> Setup:
     encoder = PromptEncoder(tokenizer, config.task.system_prompt, r.max_prompt_tokens)
     train, held_out = load_splits(config.task)
     train, dropped = _fitting(train, encoder, "training")
-    held_out, _ = _fitting(held_out, encoder, "held-out")
+    held_out, held_out_dropped = _fitting(held_out, encoder, "held-out")
     stops = tuple(dict.fromkeys((*tokenizer.eos_token_ids, *policy.config.eos_token_ids, *r.stop_token_ids)))
     constraints = make_constraints(tokenizer, policy.config.vocab_size, r.stop_strings, r.bad_words, r.logit_bias)
     sampling = Sampling(r.max_new_tokens, r.temperature, r.top_k, r.top_p, r.min_p, stops, *constraints)
     directory = Path(config.output.format(recipe=config.recipe))
     policy = shard_policy(adapt(policy, config, recipe), mesh)
-    return Setup(config, recipe, directory, mesh, policy, source, tokenizer, encoder, train, held_out, dropped, sampling)
+    return Setup(
+        config, recipe, directory, mesh, policy, source, tokenizer, encoder, train, held_out, dropped, sampling, held_out_dropped
+    )
+
+
+def announce(setup: Setup, report: Callable[[str], None], step: str = "") -> None:
+    """What a run begins with: its precision and its problems; and a warning where a step takes more than there are.
+
+    Args:
+        report: receives the line.
+        step: key of the number of problems that a step takes; empty: nothing is trained.
+    """
+    counts = f"{len(setup.train)} problems to train on, {len(setup.held_out)} held out"
+    report(f"{setup.config.precision_text}: {counts}, {setup.dropped + setup.held_out_dropped} dropped as too long")
+    if step and len(setup.train) < (taken := attrgetter(step)(setup.config)):
+        task, remedy = setup.config.task, "give more problems"
+        if task.train_size:
+            remedy = f"raise task.train_size = {task.train_size}"
+        elif len(setup.held_out) and not task.eval_path:
+            remedy += f", or hold out fewer than {len(setup.held_out)} (task.eval_size)"
+        _log.warning(
+            "%d problems to train on are fewer than the %d that a step takes (%s), so it meets some of them more than once; %s",
+            len(setup.train), taken, step, remedy,
+        )  # fmt: skip
 
 
 def model_shape(config: RunConfig) -> PolicyConfig:
@@ -179,11 +209,16 @@ def describe(setup: Setup) -> str:
         f"({shape.num_layers} layers, hidden {shape.hidden_size}, vocabulary {shape.vocab_size})",
         f"trained: {sum(x.size for x in jax.tree.leaves(parts)):,}",
         f"quantized linears: {len(chosen)} of {len(linear_names(shape))}",
-        f"problems: {len(setup.train)} to train on, {len(setup.held_out)} held out, {setup.dropped} dropped as too long",
         f"mesh: {dict(setup.mesh.shape)}",
         report(shape, config, dict(setup.mesh.shape))[0],
     ]
     return "\n".join(lines)
+
+
+def reward_log(setup: Setup) -> Path:
+    """File for what this process's rewards print."""
+    process = jax.process_index()
+    return setup.directory / (f"rewards-{process}.log" if process else "rewards.log")
 
 
 def save_model(policy: Policy, setup: Setup, dtype: str | None = None) -> None:
@@ -247,6 +282,6 @@ def _fitting(data: Dataset, encoder: PromptEncoder, which: str) -> tuple[Dataset
             "%d of %d %s prompts have more than rollout.max_prompt_tokens = %d tokens and are skipped",
             dropped, len(data.examples), which, encoder.width,
         )  # fmt: skip
-    if not kept:
+    if dropped and not kept:
         raise UserError(f"rollout.max_prompt_tokens = {encoder.width}: every {which} prompt is longer; raise it")
     return Dataset(tuple(kept), data.duplicates), dropped

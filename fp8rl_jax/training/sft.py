@@ -21,7 +21,7 @@ from fp8rl_jax.tasks.workers import RewardPool
 from fp8rl_jax.training.console import SFT_COLUMNS
 from fp8rl_jax.training.evaluate import evaluate_held_out
 from fp8rl_jax.training.prompts import PromptEncoder
-from fp8rl_jax.training.setup import Setup, save_model, write_run_record
+from fp8rl_jax.training.setup import Setup, announce, reward_log, save_model, write_run_record
 from fp8rl_jax.training.state import TrainState, apply_gradients, make_optimizer, scaled_loss, sharded_state
 from fp8rl_jax.training.step import Batch, StepConfig, completion_logprobs
 from fp8rl_jax.training.tracking import make_tracker
@@ -41,6 +41,7 @@ def supervise(setup: Setup, config_text: str, report=print) -> None:
     config, sft = setup.config, setup.config.sft
     directory = setup.directory
     write_run_record(directory, config_text)
+    announce(setup, report, "sft.batch_size")
     cut = f", {sft.cut_short:.0%} of them cut one token short" if sft.cut_short else ""
     report(f"Supervised warm start: {sft.steps} updates on the task's own answers{cut}")
     optimizer = make_optimizer(sft.optimizer, sft.steps, setup.recipe.optimizer_moment)
@@ -49,7 +50,7 @@ def supervise(setup: Setup, config_text: str, report=print) -> None:
         logprob_chunk=config.trainer.logprob_chunk, attention_chunk=config.trainer.attention_chunk,
         backend=config.precision.backend, loss_scale=config.trainer.loss_scale.resolve(config.compute_dtype),
     )  # fmt: skip
-    with jax.set_mesh(setup.mesh), RewardPool(config.task) as pool:
+    with jax.set_mesh(setup.mesh), RewardPool(config.task, reward_log(setup)) as pool:
         state = sharded_state(setup.policy, optimizer, setup.mesh, step_config.loss_scale)
         tracker = make_tracker(directory, config.tracking, total_steps=sft.steps, columns=SFT_COLUMNS)
         try:
@@ -63,13 +64,15 @@ def supervise(setup: Setup, config_text: str, report=print) -> None:
                 if step % 10 == 0 or step + 1 == sft.steps:
                     tracker.log(step, {name: float(value) for name, value in metrics.items()})
             setup.policy = state.policy
-            accuracy = evaluate_held_out(setup, pool)
-            tracker.log(sft.steps, accuracy)
+            accuracy = evaluate_held_out(setup, pool) if len(setup.held_out) else {}
+            if accuracy:
+                tracker.log(sft.steps, accuracy)
         finally:
             tracker.close()
         if is_main_process():
             save_model(state.policy, setup, "float32")
-    report(f"Warm start: held-out accuracy {accuracy['eval/accuracy']:.2f}; model in {directory / 'model'}")
+    measured = f"held-out accuracy {accuracy['eval/accuracy']:.2f}" if accuracy else "nothing held out"
+    report(f"Warm start: {measured}; model in {directory / 'model'}")
 
 
 @partial(jax.jit, static_argnames=("config", "optimizer"), donate_argnames="state")

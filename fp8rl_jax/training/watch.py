@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 
+from fp8rl_jax.config.training import TrainerConfig
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.parallel import is_main_process
+from fp8rl_jax.tasks.scores import Scores
 
 _log = logging.getLogger("fp8rl")
 
@@ -13,19 +16,21 @@ class Watch:
     """Reads each step's metrics, warns, and stops a run that no longer learns.
 
     Args:
-        abort_after: updates in a row that may be skipped for non-finite values before the run stops.
+        trainer: how many faults in a row stop the run; a run of fewer steps stops when rewards failed in all of them.
         checkpoints: where the last whole checkpoint lies, for the message.
         compute_dtype: of the run, for the message.
+        log: where what rewards print stands, for the message.
     """
 
-    def __init__(self, abort_after: int, checkpoints: object, compute_dtype: str = "bfloat16"):
-        self._abort_after, self._checkpoints = abort_after, checkpoints
+    def __init__(self, trainer: TrainerConfig, checkpoints: object, compute_dtype: str = "bfloat16", log: object = "rewards.log"):
+        self._abort_after, self._checkpoints, self._log = trainer.abort_after_skips, checkpoints, log
+        self._abort_after_failed = min(trainer.abort_after_failed_rewards, trainer.steps)
         self._narrow = compute_dtype == "float16"
-        self._skipped = self._in_a_row = 0
+        self._skipped = self._in_a_row = self._failed_in_a_row = 0
         self._warned_constant = False
 
-    def see(self, step: int, metrics: dict[str, float], first_error: str | None) -> dict[str, float]:
-        """Takes one step's metrics and the first reward error, if any.
+    def see(self, step: int, metrics: dict[str, float], scores: Scores) -> dict[str, float]:
+        """Takes one step's metrics and the scores of all that it sampled.
 
         An update that is skipped while a dynamic loss scale is being found is no fault: it is said, not counted, and does not end
         a row of faults either.
@@ -34,7 +39,8 @@ class Watch:
             `optim/skipped_steps`, the number of skipped updates since the run started or was resumed.
 
         Raises:
-            UserError: `abort_after` updates in a row were skipped.
+            UserError: trainer.abort_after_skips updates in a row were skipped, or every reward of
+                trainer.abort_after_failed_rewards steps in a row failed.
         """
         overflow = metrics.get("optim/overflow", 0.0)
         skipped = metrics["optim/skipped"] > overflow
@@ -52,8 +58,14 @@ class Watch:
                 )
         elif not overflow:
             self._in_a_row = 0
-        if first_error:
-            _log.warning("step %d: a reward failed: %s", step, first_error)
+        if scores.failed.any() and is_main_process():
+            _log.warning("step %d: %s", step, scores.failure_text())
+        self._failed_in_a_row = self._failed_in_a_row + 1 if scores.failed.all() else 0
+        if self._failed_in_a_row >= self._abort_after_failed:
+            raise UserError(
+                f"every reward failed in {self._failed_in_a_row} steps in a row (trainer.abort_after_failed_rewards): "
+                f"{scores.first_error}; what rewards print is in {self._log}"
+            )
         if metrics["reward/frac_zero_std"] == 1.0 and not self._warned_constant:
             self._warned_constant = True
             _log.warning("step %d: every group has equal rewards, so this step teaches nothing (said once)", step)

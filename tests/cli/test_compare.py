@@ -36,7 +36,8 @@ def test_a_rollout_against_its_trainer(model, lines, tmp_path, capsys):
     flags = ("--recipe", "fp8-rollout", "--compute-dtype", "float32", "--input", lines, "--rows", "2", "--json", written)
     assert compare(model, *flags) == 0
     text = capsys.readouterr().out
-    assert f"a: {model}, fp8-rollout, rollout, float32\nb: {model}, fp8-rollout, trainer, float32\n2 of 3 rows: " in text
+    precision = "of the fp8-rollout recipe, float32 compute"
+    assert f"a: {model}, rollout {precision}\nb: {model}, trainer {precision}\n2 of 3 rows: " in text
     assert "first format: layers.0.q_proj, in the prompt and completion: weight: e4m3 128x128 float32 scales" in text
     assert "quantized in a only: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj in all 2 layers" in text
     assert all(len(line) <= WIDTH for line in text.splitlines()[3:])

@@ -9,8 +9,8 @@ import pytest
 
 from fp8rl_jax.cli.config import field_docstrings, page
 from fp8rl_jax.cli.main import main
-from fp8rl_jax.cli.schema import leaves
 from fp8rl_jax.config.run import RunConfig
+from fp8rl_jax.config.schema import leaves
 
 COMMITTED = Path(__file__).parents[2] / "docs" / "config.md"
 

@@ -8,6 +8,7 @@ import pytest
 
 from fp8rl_jax.cli.load import dump_toml, load_config, parse_arguments
 from fp8rl_jax.config.run import RunConfig
+from fp8rl_jax.config.schema import validate
 from fp8rl_jax.errors import UserError
 
 
@@ -54,6 +55,24 @@ def faults(*argv, tree=Root):
     with pytest.raises(UserError) as error:
         load(*argv, tree=tree)
     return str(error.value).splitlines()
+
+
+def test_a_configuration_made_in_python_is_checked_as_one_that_is_read(tmp_path):
+    validate(Root())
+    validate(RunConfig())
+    crowded = Root(inner=Inner(layers=(1, 2, 3, 4)))
+    with pytest.raises(UserError) as error:
+        validate(crowded)
+    assert str(error.value).splitlines() == faults("--inner.layers", "1", "2", "3", "4") == ["inner.layers: too many"]
+    with pytest.raises(UserError) as error:
+        validate(dataclasses.replace(crowded, mode="quick", steps="3", other=None, inner=Inner(on=1, cap=float("nan"))))
+    assert str(error.value).splitlines() == [
+        "steps: expected an integer, got '3'",
+        'mode: expected one of "fast", "slow", got \'quick\'',
+        'inner.cap: expected a finite number, or "none", got nan',
+        "inner.on: expected a boolean, got 1",
+        "other: expected a table, got None",
+    ]
 
 
 def test_nothing_given_is_the_defaults():

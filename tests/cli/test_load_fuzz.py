@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from fp8rl_jax.cli.load import dump_toml, load_config
-from fp8rl_jax.cli.schema import MAX_DEPTH, leaves, tables
 from fp8rl_jax.config.run import RunConfig
+from fp8rl_jax.config.schema import MAX_DEPTH, leaves, tables
 from fp8rl_jax.errors import UserError
 
 BOUNDED = settings(

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from fp8rl_jax.cli.load import load_config
-from fp8rl_jax.cli.schema import leaves
 from fp8rl_jax.config.renamed import SOURCES, renamed
 from fp8rl_jax.config.run import RunConfig
+from fp8rl_jax.config.schema import leaves
 from fp8rl_jax.errors import UserError
 
 KEYS = dict(leaves(RunConfig))

@@ -10,13 +10,19 @@ import pytest
 import reference_llama as reference
 from tiny_models import GEMMA, LLAMA, MISTRAL, MOE, QWEN2, QWEN3
 
-from fp8rl_jax.config.recipe import get_recipe
+from fp8rl_jax.config.lora import LoraConfig
+from fp8rl_jax.config.recipe import PrecisionConfig, get_recipe
 from fp8rl_jax.models.cache import KVBlock, KVCache, empty_block
 from fp8rl_jax.models.config import Llama3RopeScaling, PolicyConfig
 from fp8rl_jax.models.forward import forward
 from fp8rl_jax.models.logprobs import token_logprobs
-from fp8rl_jax.models.policy import Policy, build_policy, unstack
+from fp8rl_jax.models.lora import init_adapters, join
+from fp8rl_jax.models.policy import Policy, build_policy, init_policy, map_products, unstack
 from fp8rl_jax.models.rotary import rope_frequencies
+from fp8rl_jax.models.trained import trainer_policy
+from fp8rl_jax.precision import hoist
+from fp8rl_jax.rollout.calibration import observe_qkv
+from fp8rl_jax.rollout.served import quantized_policy
 
 SCALED = dataclasses.replace(LLAMA, rope_theta=500000.0, rope_scaling=Llama3RopeScaling(8.0, 1.0, 4.0, 64))
 MIXED_WINDOWS = dataclasses.replace(QWEN2, sliding_window=3, full_attention_layers=(1,))
@@ -245,3 +251,101 @@ def test_a_quantized_cache_needs_scales():
     policy, _ = policy_and_weights(LLAMA)
     with pytest.raises(ValueError, match=r"fp8-kv.*cache\.scales"):
         forward(policy, jnp.asarray(random_tokens(LLAMA, 1, 4)), recipe=get_recipe("fp8-kv"), phase="prefill")
+
+
+PLAIN_POLICY = jax.eval_shape(lambda: init_policy(SMALL_MOE, jax.random.key(0)))
+UNROLLED = jax.eval_shape(unstack, PLAIN_POLICY)
+
+
+def trained(policy, recipe):
+    return jax.eval_shape(partial(trainer_policy, recipe=recipe, dtype=jnp.float32), policy)
+
+
+def served(policy, recipe, unroll=False):
+    return jax.eval_shape(partial(quantized_policy, recipe=recipe, dtype=jnp.float32, unroll=unroll), policy)[0]
+
+
+def adapted(policy):
+    return join(jax.eval_shape(partial(init_adapters, SMALL_MOE, LoraConfig(rank=2)), jax.random.key(0)), policy)
+
+
+def hoisted(policy):
+    """As an exact sampler multiplies it."""
+    return jax.eval_shape(partial(map_products, partial(hoist, exact=True)), policy)
+
+
+def trace(policy, recipe, phase):
+    """Traces a forward, which is when the form of a policy is looked at."""
+    recipe = dataclasses.replace(recipe, exact=phase == "decode")
+    jax.eval_shape(partial(forward, recipe=recipe, phase=phase), policy, jnp.zeros((1, 4), jnp.int32))
+
+
+JET, LINEARS_ONLY, BF16 = map(get_recipe, ("jet-rl", "fp8-rollout", "bf16"))
+LAST_PLAIN = get_recipe("jet-rl", PrecisionConfig(excluded=("layers.1.*",)))
+NO_DOWN = get_recipe("jet-rl", PrecisionConfig(excluded=("*.down_proj",)))
+TRAINER = r"trainer of recipe '{}' {} layers\.0\.q_proj, which is {} in this policy.*; models\.trained\.trainer_policy.*'train'"
+ROLLOUT = r"rollout of recipe '{}' {} layers\.0\.q_proj, which is {} in this policy; rollout\.served\.quantized_policy.*'{}'"
+OFF = "does not quantize"
+
+
+@pytest.mark.parametrize(
+    ("policy", "recipe", "phase", "message"),
+    [
+        (lambda: PLAIN_POLICY, JET, "train", TRAINER.format("jet-rl", "quantizes", "plain")),
+        (lambda: PLAIN_POLICY, JET, "prefill", ROLLOUT.format("jet-rl", "quantizes", "plain", "prefill")),
+        (lambda: UNROLLED, LINEARS_ONLY, "decode", ROLLOUT.format("fp8-rollout", "quantizes", "plain", "decode")),
+        (lambda: adapted(PLAIN_POLICY), JET, "train", TRAINER.format("jet-rl", "quantizes", "plain")),
+        (lambda: adapted(PLAIN_POLICY), LINEARS_ONLY, "prefill", ROLLOUT.format("fp8-rollout", "quantizes", "plain", "prefill")),
+        (lambda: served(PLAIN_POLICY, LINEARS_ONLY), BF16, "train", TRAINER.format("bf16", OFF, "quantized")),
+        (lambda: served(PLAIN_POLICY, LINEARS_ONLY), LINEARS_ONLY, "train", TRAINER.format("fp8-rollout", OFF, "quantized")),
+        (lambda: served(PLAIN_POLICY, JET, True), BF16, "prefill", ROLLOUT.format("bf16", OFF, "quantized", "prefill")),
+        (lambda: served(PLAIN_POLICY, JET), JET, "train", TRAINER.format("jet-rl", "quantizes", "in the rollout's form")),
+        (lambda: adapted(served(PLAIN_POLICY, LINEARS_ONLY)), JET, "train", "0.q_proj, .*lets no gradient through; models"),
+        (lambda: trained(PLAIN_POLICY, JET), BF16, "train", TRAINER.format("bf16", OFF, "quantized")),
+        (lambda: served(PLAIN_POLICY, LAST_PLAIN, True), JET, "train", r"quantizes layers\.1\.q_proj, which is plain"),
+        (lambda: trained(PLAIN_POLICY, JET), LAST_PLAIN, "train", r"does not quantize layers\.1\.q_proj, which is quantized"),
+        (lambda: trained(PLAIN_POLICY, JET), NO_DOWN, "train", r"does not quantize layers\.0\.down_proj, which is quantized"),
+        (lambda: trained(PLAIN_POLICY, NO_DOWN), JET, "train", r"quantizes layers\.0\.down_proj, which is plain"),
+    ],
+)
+def test_a_policy_in_another_form_than_the_recipes_is_refused(policy, recipe, phase, message):
+    """Each of these ran, and gave the numbers of another recipe, or gradients that stop at the first quantized linear."""
+    with pytest.raises(ValueError, match=message) as raised:
+        trace(policy(), recipe, phase)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype float64")  # in exact weights, of which the shapes alone are made
+@pytest.mark.parametrize(
+    ("policy", "recipe", "phase"),
+    [
+        (lambda: trained(PLAIN_POLICY, JET), JET, "train"),
+        (lambda: trained(PLAIN_POLICY, NO_DOWN), NO_DOWN, "train"),
+        (lambda: served(PLAIN_POLICY, JET), JET, "prefill"),
+        (lambda: served(PLAIN_POLICY, LAST_PLAIN, True), LAST_PLAIN, "prefill"),
+        (lambda: PLAIN_POLICY, LINEARS_ONLY, "train"),
+        (lambda: adapted(served(PLAIN_POLICY, LINEARS_ONLY)), LINEARS_ONLY, "train"),
+        (lambda: adapted(served(PLAIN_POLICY, LINEARS_ONLY)), BF16, "prefill"),
+        (lambda: trained(adapted(served(PLAIN_POLICY, LINEARS_ONLY)), JET), JET, "train"),
+        (lambda: hoisted(adapted(served(PLAIN_POLICY, LINEARS_ONLY))), LINEARS_ONLY, "decode"),
+        (lambda: hoisted(served(PLAIN_POLICY, LINEARS_ONLY, True)), LINEARS_ONLY, "decode"),
+        (lambda: hoisted(PLAIN_POLICY), BF16, "decode"),
+    ],
+)
+def test_a_policy_in_the_recipes_form_runs(policy, recipe, phase):
+    """A base at rest in FP8 does under every recipe."""
+    trace(policy(), recipe, phase)
+
+
+def test_a_served_policy_is_calibrated_with_the_rollouts_linears():
+    """Its Q, K and V are those of the rollout's own prefill, whose linears quantize their inputs; attention is not quantized."""
+    recipe, policy = get_recipe("fp8-rl"), policy_and_weights(LLAMA)[0]
+    tokens = random_tokens(LLAMA, 2, 8)
+    for unroll in (False, True):
+        convert = partial(quantized_policy, recipe=recipe, dtype=jnp.float32, unroll=unroll)
+        served_policy = jax.jit(convert)(policy)[0]
+        seen = observe_qkv(served_policy, tokens, jnp.full(2, 8), recipe=recipe, dtype=jnp.float32).amax[0]
+        expected = run(served_policy, tokens, recipe=LINEARS_ONLY, phase="prefill", observe=amax_of).observed
+        np.testing.assert_allclose(seen, expected, rtol=1e-6)
+        plain = run(policy, tokens, observe=amax_of).observed
+        assert np.abs(np.asarray(seen) / np.asarray(plain) - 1).max() > 1e-3

@@ -70,7 +70,7 @@ def scored() -> dict:
         scores = score_together(pool, [Example(0, "p", "a", "a", {})], ["", "", "", "hang"])
     return {
         "rewards": scores.rewards.tolist(), "failed": scores.failed.tolist(), "correct": scores.correct.tolist(),
-        "timeouts": scores.timeouts, "errors": scores.errors,
+        "timeouts": scores.timeouts, "errors": scores.errors, "first_error": scores.first_error,
     }  # fmt: skip
 
 
@@ -81,7 +81,9 @@ def played() -> dict:
     example = Example(0, "p", "", "", {"question": "Guess a number from 0 to 999 (problem 7).", "metadata": {"seed": 7}})
     with RewardPool(task) as pool:
         scores = play_together(pool, [Episode(example)] * 5, ["6", "7", "ß", "8", "7"])
-    return {"turns": scores.turns, "rewards": scores.rewards.tolist(), "errors": scores.errors}
+    return {
+        "turns": scores.turns, "rewards": scores.rewards.tolist(), "errors": scores.errors, "first_error": scores.first_error,
+    }  # fmt: skip
 
 
 def main(coordinator: str, num_processes: int, process_id: int) -> None:

@@ -10,7 +10,7 @@ LAYERS = 9
 PROMPT = "What is <b>3</b> + 5? & \"quote\" <script>alert('prompt')</script>"
 
 
-def write_run(directory: Path, recipe: str, steps: int = 60, k3: float = 2e-3) -> Path:
+def write_run(directory: Path, recipe: str, steps: int = 60, k3: float = 2e-3, dtype: str = "float32") -> Path:
     """A run of `steps` steps whose reward goes from 0.2 to 0.9 in a straight line; evaluated every 10 steps."""
     directory.mkdir(parents=True)
     rows = []
@@ -41,7 +41,8 @@ def write_run(directory: Path, recipe: str, steps: int = 60, k3: float = 2e-3) -
     ]
     samples.append({"step": 0, "prompt": "long", "completion": "x" * 3000, "answer": None, "reward": 0.125})
     (directory / "samples.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in samples))
-    config = f'output = "{directory.name}"\nrecipe = "{recipe}"\n[trainer]\nsteps = {steps}\n[rollout]\ntemperature = 1.0\n'
+    top = f'output = "{directory.name}"\nrecipe = "{recipe}"\ncompute_dtype = "{dtype}"\n'
+    config = f'{top}[trainer]\nsteps = {steps}\n[rollout]\ntemperature = 1.0\n'
     (directory / "config.toml").write_text(config)
     (directory / "run.json").write_text(json.dumps({"versions": {"jax": "0.11.2"}, "command": "fp8rl train"}))
     return directory
@@ -66,8 +67,8 @@ def write_comparison(directory, detail="weight: e4m3 against <b>float32</b>"):
         operation("o_proj", 0.0, 2e-2),
     ]
     sides = [
-        {"model": "m", "recipe": "fp8-rollout", "phase": phase, "compute_dtype": "float32", "exact": False}
-        for phase in ("rollout", "trainer")
+        {"model": "m", "recipe": "fp8-rollout", "phase": "rollout", "compute_dtype": "float32", "exact": False},
+        {"model": "m", "recipe": "fp8-rollout", "phase": "trainer", "compute_dtype": "bfloat16", "exact": True},
     ]
     logprobs = {"tokens": 6, "differing": 1.0, "mean_abs": 0.1, "max_abs": 0.25, "k3": 0.0125, "row": 0, "position": 2,
                 "a": -1.0, "b": -1.25, "token": 7, "text": " <i>"}  # fmt: skip

@@ -12,6 +12,10 @@ from fp8rl_jax.report.heatmap import FAINTEST, panel
 from fp8rl_jax.report.page import render, write_report
 from fp8rl_jax.report.runs import find_runs, read_runs
 
+TITLE = (
+    "Rollout of the fp8-rollout recipe, float32 compute, against trainer of the fp8-rollout recipe, bfloat16 compute, exact"
+)
+
 
 def test_comparisons_are_found_beside_runs_and_alone(tmp_path):
     run, alone = write_run(tmp_path / "runs" / "bf16", "bf16", steps=5), tmp_path / "results"
@@ -22,7 +26,7 @@ def test_comparisons_are_found_beside_runs_and_alone(tmp_path):
 
 def test_the_heat_map_has_a_cell_for_each_layer_and_operation(tmp_path):
     found = panel(0, read_comparison(write_comparison(tmp_path)))
-    assert found.title == "fp8-rollout rollout against fp8-rollout trainer"
+    assert found.title == TITLE
     assert "k3 0.013, largest difference 0.25" in found.headline
     assert found.headline.endswith("Recorded by another engine (<b>): k3 0.013 to side a and 0.031 to side b.")
     assert found.alone == [f"Quantized on side a only: q_proj in all {LAYERS} layers."]
@@ -55,7 +59,7 @@ def test_the_page_with_and_without_runs(tmp_path):
         assert "#0a0" not in page and "http:" not in page and "https:" not in page
         assert set(re.findall(r"var\((--[a-z]+\d*)\)", page)) <= set(re.findall(r"(--[a-z]+\d*):", page))
     assert "Training" not in render([], [results]) and "Comparison:" in render(runs, [results])
-    assert "<title>fp8-rollout rollout against fp8-rollout trainer" in render([], [results])
+    assert f"<title>{TITLE}" in render([], [results])
 
 
 def test_the_command_draws_a_directory_of_comparisons(tmp_path, capsys):

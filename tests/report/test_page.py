@@ -40,7 +40,7 @@ def test_headline_has_the_numbers_of_the_run(runs):
     assert row["Held-out accuracy, first → last"] == "30.0 % (25.0–35.0) → 90.0 % (85.0–95.0)"
     assert row["Completion tokens, first → last tenth"] == "8.83 → 5.17"
     assert row["Seconds a step, median"] == "2"
-    assert (row["Recipe"], row["Steps"]) == ("fp8-rl", "60")
+    assert (row["Recipe"], row["Compute dtype"], row["Steps"]) == ("fp8-rl", "float32", "60")
 
 
 def test_an_unfinished_run_says_how_far_it_got(tmp_path):
@@ -71,7 +71,24 @@ def test_samples_are_those_of_the_first_and_last_step(runs):
 
 def test_zeros_are_said_where_a_logarithm_cannot_show_them(runs):
     (k3,) = (curve for curve in CURVES if curve.key == "mismatch/k3")
-    assert "bf16: 0 at 60 of 60 steps, not drawn." in curve_chart(k3, runs).about
+    assert "bf16 recipe, float32 compute: 0 at 60 of 60 steps, not drawn." in curve_chart(k3, runs).about
+
+
+def test_every_run_is_called_by_its_recipe_and_compute_dtype(tmp_path):
+    """Two runs of one recipe and two dtypes have two names in every legend, table, title and chart."""
+    first, second = write_run(tmp_path / "bf16", "bf16"), write_run(tmp_path / "other", "bf16", dtype="bfloat16")
+    runs = read_runs([first, second])
+    labels = ["bf16 recipe, float32 compute", "other (bf16 recipe, bfloat16 compute)"]
+    assert [run.label for run in runs] == labels
+    page = render(runs)
+    text = Elements(page).text
+    assert f"<title>{labels[0]} and {labels[1]}" in page
+    # a legend under each chart of curves; samples, timing and configuration; its details
+    assert all(text.count(label) >= len(CURVES) + 4 for label in labels)
+    assert ">float32 compute</text>" in page and ">bfloat16 compute</text>" in page
+    named = re.findall(r"<li>.*?</svg>(.*?)</li>", page) + re.findall(r"<th>(.*?)</th>", page)
+    assert "bf16" not in named
+    assert config_differences(runs)[0] == ("compute_dtype", ['"float32"', '"bfloat16"'])
 
 
 def test_text_of_the_runs_is_escaped(runs):

@@ -51,6 +51,14 @@ def faulty(completion, **_):
         return 0.25
     if action == "stdin":
         return float(len(sys.stdin.read()))
+    if action == "say":
+        print(argument)
+        print(argument.upper(), file=sys.stderr)
+        os.system(f"echo child says {argument}")
+        return 0.5
+    if action == "say_and_hang":
+        print(argument)
+        time.sleep(1000)
     if action == "modules":
         return float(not {"jax", "jaxlib", "numpy", "__mp_main__"} & set(sys.modules))
     if action == "pid":

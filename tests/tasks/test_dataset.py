@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -89,10 +90,36 @@ def test_repeated_rows_are_dropped_and_counted():
     assert len(train) + len(held_out) == 9 and train.duplicates == 6
 
 
+@pytest.mark.parametrize(("count", "held"), [(2, 1), (15, 1), (261, 26), (2559, 255), (3000, 256)])
+def test_a_tenth_of_a_list_is_held_out_and_256_at_most(count, held):
+    task = rows_task(args={"count": count}, eval_size=None)
+    train, held_out = load_splits(task)
+    assert (len(train), len(held_out)) == (count - held, held)
+    assert load_splits(replace(task, eval_size=held)) == (train, held_out)
+
+
+def test_a_generator_holds_out_256_and_a_tenth_where_it_runs_out():
+    args = {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2}
+    train, held_out = load_splits(TaskConfig(args=args, train_size=40))
+    assert (len(train), len(held_out)) == (40, 256)
+    # of the 200 sums of two digits
+    train, held_out = load_splits(TaskConfig(args=ONE_DIGIT, train_size=150))
+    assert (len(train), len(held_out)) == (150, 20) and not set(prompts(train)) & set(prompts(held_out))
+    with pytest.raises(UserError, match=r"has 200 .*than task.eval_size = 20 \(unset, so a tenth\) and task.train_size = 181"):
+        load_splits(TaskConfig(args=ONE_DIGIT, train_size=181))
+
+
+def test_nothing_is_held_out_where_eval_size_is_0():
+    train, held_out = load_splits(rows_task(eval_size=0))
+    assert (len(train), len(held_out)) == (8, 0)
+
+
 @pytest.mark.parametrize(
     ("task", "message"),
     [
         (rows_task("no_rows"), "is an empty data set"),
+        (rows_task("no_rows", eval_size=None), "is an empty data set"),
+        (rows_task(eval_size=None, args={"count": 1}), r"has 1 distinct prompts, fewer than task.eval_size = 1 \(unset"),
         (rows_task("bad_rows"), "row 2 needs a prompt"),
         (rows_task("length", args=dict.fromkeys(("prompt", "completion", "answer", "metadata"), "")), "returned float"),
         (rows_task(eval_size=8), "has 8 distinct prompts"),

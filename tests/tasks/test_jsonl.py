@@ -139,6 +139,7 @@ def test_a_held_out_file_stays_out_of_training(tmp_path):
     train, held_out = load_splits(task_of(path, eval_path=held, eval_size=4))
     assert len(held_out) == 4 and {e.answer for e in train.examples} == set(map(str, range(7)))
     assert len(load_splits(task_of(path, eval_path=held, eval_size=100))[1]) == 6
+    assert len(load_splits(task_of(path, eval_path=held, eval_size=None))[1]) == 6
     with pytest.raises(UserError, match="has 7 distinct prompts that task.eval_path does not have"):
         load_splits(task_of(path, eval_path=held, train_size=8))
     with pytest.raises(UserError, match="task.eval_path = .* is an empty data set"):

@@ -14,7 +14,7 @@ import pytest
 
 from fp8rl_jax.config.tasks import RewardConfig, TaskConfig
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.tasks import reaper
+from fp8rl_jax.tasks import dispatcher, reaper
 from fp8rl_jax.tasks.dataset import Example, load_splits
 from fp8rl_jax.tasks.workers import RewardPool
 
@@ -23,9 +23,9 @@ REWARDS = Path(__file__).with_name("reward_examples.py")
 EXAMPLE = Example(0, "prompt", "answer", "answer", {"question": "prompt", "answer": "answer", "metadata": {}})
 
 
-def pool_of(function, **changes):
+def pool_of(function, log=None, **changes):
     settings = {"timeout": 0.5, "num_workers": 1, "memory_limit_mib": 512, **changes}
-    return RewardPool(TaskConfig(kind="module", name="m:f", reward=RewardConfig(f"{REWARDS}:{function}", **settings)))
+    return RewardPool(TaskConfig(kind="module", name="m:f", reward=RewardConfig(f"{REWARDS}:{function}", **settings)), log)
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +128,38 @@ def test_what_a_reward_started_is_killed_with_it(faulty, tmp_path):
 
 def test_output_does_not_block_and_input_is_empty(faulty):
     assert faulty.score([EXAMPLE] * 2, ["flood", "stdin"]).rewards.tolist() == [0.25, 0]
+
+
+def test_what_a_reward_prints_goes_into_the_log_and_not_to_the_console(tmp_path, capfd):
+    log = tmp_path / "run" / "rewards.log"
+    with pool_of("faulty", log) as pool:
+        assert pool.score([EXAMPLE], ["1"]).rewards.tolist() == [1] and not log.exists()
+        assert pool.score([EXAMPLE] * 2, ["say hello", "say_and_hang bye"]).rewards.tolist() == [0.5, 0]
+        assert pool.score([EXAMPLE], ["say again"]).rewards.tolist() == [0.5]  # by another worker
+    said = ["hello", "HELLO", "child says hello", "bye", "again", "AGAIN", "child says again"]
+    assert log.read_text().splitlines() == said
+    assert capfd.readouterr() == ("", "")
+    with pool_of("faulty", log) as pool:
+        pool.score([EXAMPLE], ["say more"])
+    assert log.read_text().splitlines() == [*said, "more", "MORE", "child says more"]
+
+
+def test_the_log_keeps_the_newest_and_stays_small(tmp_path, monkeypatch):
+    monkeypatch.setattr(dispatcher, "LOG_BYTES", 2**20)
+    log = tmp_path / "rewards.log"
+    with pool_of("faulty", log, timeout=10.0) as pool:  # 41 MB
+        assert pool.score([EXAMPLE] * 2, ["flood", "say last"]).rewards.tolist() == [0.25, 0.5]
+    older = tmp_path / "rewards.log.1"
+    assert 2**20 <= older.stat().st_size < 2**20 + 2**16 and log.stat().st_size < 2**20 + 2**16
+    assert sorted(tmp_path.iterdir()) == [log, older]
+    assert (older.read_text() + log.read_text()).endswith("last\nLAST\nchild says last\n")
+
+
+def test_a_log_that_cannot_be_written_costs_a_warning(tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    with pool_of("faulty", tmp_path / "file" / "rewards.log") as pool:
+        assert pool.score([EXAMPLE] * 3, ["say a", "say b", "1"]).rewards.tolist() == [0.5, 0.5, 1]
+    assert caplog.text.count("what rewards print cannot be written") == 1
 
 
 def test_a_worker_holds_neither_jax_nor_the_main_module(faulty):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
+from fp8rl_jax.config.training import TrainerConfig
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.tasks.scores import Scores
 from fp8rl_jax.training.watch import Watch
 
 
@@ -12,28 +15,63 @@ def metrics(skipped: float = 0.0, constant: float = 0.0, **flags: float) -> dict
     return {"optim/skipped": skipped, "reward/frac_zero_std": constant, **{f"nonfinite/{k}": v for k, v in flags.items()}}
 
 
+def scores(failed: int = 0, first_error: str | None = "ZeroDivisionError: x") -> Scores:
+    """Of four completions, the first `failed` of which have no score."""
+    values, lost = np.zeros(4, np.float32), np.arange(4) < failed
+    return Scores(values, {"exact": values}, values > 0, lost, failed, 0, first_error if failed else None, 0.0)
+
+
+def watch_of(skips: int = 9, rewards: int = 9, steps: int = 100, dtype: str = "bfloat16") -> Watch:
+    trainer = TrainerConfig(steps=steps, abort_after_skips=skips, abort_after_failed_rewards=rewards)
+    return Watch(trainer, "run/checkpoints", dtype, "run/rewards.log")
+
+
+GOOD = scores()
+
+
 def test_skips_are_named_and_counted(caplog):
-    watch = Watch(3, "checkpoints")
-    assert watch.see(0, metrics(), None) == {"optim/skipped_steps": 0.0}
-    assert watch.see(1, metrics(1.0, loss=0.0, gradient=1.0), None) == {"optim/skipped_steps": 1.0}
+    watch = watch_of(3)
+    assert watch.see(0, metrics(), GOOD) == {"optim/skipped_steps": 0.0}
+    assert watch.see(1, metrics(1.0, loss=0.0, gradient=1.0), GOOD) == {"optim/skipped_steps": 1.0}
     assert "step 1: update skipped, non-finite gradient" in caplog.text
 
 
 def test_only_skips_in_a_row_stop_the_run():
-    watch = Watch(2, "run/checkpoints")
+    watch = watch_of(2)
     for step, skipped in enumerate((1.0, 0.0, 1.0, 0.0)):
-        watch.see(step, metrics(skipped), None)
-    watch.see(4, metrics(1.0), None)
+        watch.see(step, metrics(skipped), GOOD)
+    watch.see(4, metrics(1.0), GOOD)
     with pytest.raises(UserError, match=r"2 updates in a row.*abort_after_skips.*run/checkpoints is whole"):
-        watch.see(5, metrics(1.0), None)
+        watch.see(5, metrics(1.0), GOOD)
 
 
 def test_rewards_that_fail_are_said_each_time_and_constant_groups_once(caplog):
-    watch = Watch(2, "checkpoints")
+    watch = watch_of()
     for step in range(3):
-        watch.see(step, metrics(constant=1.0), "ZeroDivisionError: x")
-    assert caplog.text.count("a reward failed: ZeroDivisionError") == 3
+        watch.see(step, metrics(constant=1.0), scores(step + 1))
+    watch.see(3, metrics(), GOOD)
+    said = [record.getMessage() for record in caplog.records if "rewards failed" in record.getMessage()]
+    assert said == [f"step {step}: {step + 1} of 4 rewards failed: ZeroDivisionError: x" for step in range(3)]
     assert caplog.text.count("teaches nothing") == 1
+
+
+def test_only_steps_in_a_row_in_which_every_reward_failed_stop_the_run():
+    watch = watch_of(rewards=3)
+    for step, failed in enumerate((4, 4, 3, 4, 4, 0, 4, 4)):
+        watch.see(step, metrics(), scores(failed))
+    with pytest.raises(UserError) as fault:
+        watch.see(8, metrics(), scores(4))
+    assert str(fault.value) == (
+        "every reward failed in 3 steps in a row (trainer.abort_after_failed_rewards): ZeroDivisionError: x; "
+        "what rewards print is in run/rewards.log"
+    )
+
+
+def test_a_run_shorter_than_that_stops_where_all_its_steps_failed():
+    watch = watch_of(rewards=3, steps=2)
+    watch.see(0, metrics(), scores(4))
+    with pytest.raises(UserError, match="every reward failed in 2 steps in a row"):
+        watch.see(1, metrics(), scores(4))
 
 
 def overflow(scale: float, part: float = 1.0) -> dict[str, float]:
@@ -42,12 +80,12 @@ def overflow(scale: float, part: float = 1.0) -> dict[str, float]:
 
 
 def test_the_search_for_a_loss_scale_is_said_and_not_counted(caplog):
-    watch = Watch(2, "checkpoints", "float16")
+    watch = watch_of(2, dtype="float16")
     with caplog.at_level("INFO", logger="fp8rl"):
         for step in range(12):
-            assert watch.see(step, overflow(2.0 ** (16 - step)), None) == {"optim/skipped_steps": 0.0}
+            assert watch.see(step, overflow(2.0 ** (16 - step)), GOOD) == {"optim/skipped_steps": 0.0}
     assert "step 3: gradients overflow with a loss scale of 8192; it is lowered" in caplog.text
-    watch.see(12, metrics(1.0, loss=1.0) | {"optim/overflow": 0.0, "optim/loss_scale": 16.0}, None)
-    watch.see(13, overflow(16.0), None)  # ends no row of faults
+    watch.see(12, metrics(1.0, loss=1.0) | {"optim/overflow": 0.0, "optim/loss_scale": 16.0}, GOOD)
+    watch.see(13, overflow(16.0), GOOD)  # ends no row of faults
     with pytest.raises(UserError, match=r"2 updates in a row.*float16 holds nothing above 65504.*bfloat16.*is whole"):
-        watch.see(14, overflow(16.0, 0.5) | {"optim/skipped": 1.0, "nonfinite/loss": 0.5}, None)
+        watch.see(14, overflow(16.0, 0.5) | {"optim/skipped": 1.0, "nonfinite/loss": 0.5}, GOOD)

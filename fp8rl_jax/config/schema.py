@@ -1,4 +1,4 @@
-"""Checking plain values (from TOML, or typed as flags) against a tree of dataclasses.
+"""Checking a tree of dataclasses, and the plain values (from TOML, or typed as flags) that are to become one.
 
 Values are checked against the annotations that the dataclasses carry: bool, int, float, str, Literal, Optional, tuple,
 list, dict, and dataclasses inside one another. A setting is named by its dotted key, such as "rollout.top_k".
@@ -17,6 +17,7 @@ from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from fp8rl_jax.config.renamed import renamed
+from fp8rl_jax.errors import UserError
 
 NONE_TEXT = "none"
 MAX_DEPTH = 50
@@ -50,6 +51,40 @@ def tables(tree: type, prefix: str = "") -> Iterator[str]:
         if dataclasses.is_dataclass(annotation):
             yield prefix + name
             yield from tables(annotation, f"{prefix}{name}.")
+
+
+def validate(config: Any) -> None:
+    """What the command line checks, for a configuration that was made in Python.
+
+    Raises:
+        UserError: one line for each fault: values of another type than their field's, and what `problems()` of the dataclasses
+            find.
+    """
+    # a value of another type cannot be compared with a bound
+    if faults := list(misfits(config)) or list(problems(config)):
+        raise UserError("\n".join(dict.fromkeys(map(one_line, faults))))
+
+
+def misfits(node: Any, prefix: str = "") -> Iterator[str]:
+    """A line for each setting whose value is not of its annotation's type."""
+    for name, annotation in fields_of(type(node)).items():
+        key, value = prefix + name, getattr(node, name)
+        if dataclasses.is_dataclass(annotation) and isinstance(value, annotation):
+            yield from misfits(value, f"{key}.")
+            continue
+        try:
+            convert(value, annotation)
+        except Mismatch:
+            yield f"{key}: expected {describe(annotation)}, got {show(value)}"
+
+
+def problems(node: Any) -> Iterator[str]:
+    """What `problems()` of a dataclass and of those inside it find."""
+    if hasattr(node, "problems"):
+        yield from node.problems()
+    for name in fields_of(type(node)):
+        if dataclasses.is_dataclass(getattr(node, name)):
+            yield from problems(getattr(node, name))
 
 
 def convert(value: Any, annotation: Any) -> Any:
