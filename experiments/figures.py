@@ -1,4 +1,4 @@
-"""Every measured figure that README.md and docs/results.md state, made from the committed records: `python -m experiments.figures`.
+"""Every measured figure of README.md and docs/results.md, made from the committed records: `python -m experiments.figures`.
 
 docs/results.md is written whole; in README.md what stands between `<!-- figures -->` and `<!-- end of figures -->`. A test makes
 both again and compares, and finds no measured figure in the rest of README.md. So a figure cannot drift from its record.
@@ -48,8 +48,10 @@ def demo() -> str:
     n, problems = (next(iter(summary.values()))[key] for key in ("seeds", "problems"))
     lines = [
         f"The demo: a 1.3M-parameter byte-level policy spells words backward. Its warm start is supervised, with 55 % of the "
-        f"demonstrations cut one letter short; 20 steps of GRPO then teach that away. {n} paired seeds, {problems} held-out words, "
-        "greedy, float32 compute on a CPU; 95 % intervals over seeds. \"Sees\": the difference that these seeds would have found in "
+        f"demonstrations cut one letter short; 20 steps of GRPO then teach that away. {n} paired seeds, {problems} "
+        f"held-out words, "
+        'greedy, float32 compute on a CPU; 95 % intervals over seeds. "Sees": the difference that these seeds would have '
+        'found in '
         "80 % of such studies.",
         "",
         "| recipe | accuracy before | after | difference to `bf16` | mismatch k3, mean over steps |",
@@ -66,10 +68,12 @@ def recipes() -> str:
     summary = seeds("recipes")
     row = next(iter(summary.values()))
     lines = [
-        f"Mismatch of every recipe, bfloat16 compute, demo's policy kept unsure of itself (`experiments/runs/mismatch.toml`), 80 steps, "
+        f"Mismatch of every recipe, bfloat16 compute, demo's policy kept unsure of itself "
+        f"(`experiments/runs/mismatch.toml`), 80 steps, "
         f"{row['seeds']} paired seeds, {row['problems']} held-out words.",
         "",
-        "| recipe | k3, mean over steps | its median step | largest difference of a log-probability | accuracy after, less `bf16`'s |",
+        "| recipe | k3, mean over steps | its median step | largest difference of a log-probability | accuracy after, "
+        "less `bf16`'s |",
         "|---|---|---|---|---|",
     ]
     for arm, row in sorted(summary.items(), key=lambda item: -item[1]["k3"][0]):
@@ -82,8 +86,10 @@ def depth() -> str:
     """What the mismatch is made of, by depth."""
     points = record("depth/results.json")["points"]
     lines = [
-        "What the mismatch is made of, and how it grows with depth: SmolLM2-135M-Instruct cut to its first layers, forward passes "
-        "alone, ten sets of prompts; bfloat16 compute. Mean k3 (95 % interval by bootstrap over the sets). The parts are measured "
+        "What the mismatch is made of, and how it grows with depth: SmolLM2-135M-Instruct cut to its first layers, "
+        "forward passes "
+        "alone, ten sets of prompts; bfloat16 compute. Mean k3 (95 % interval by bootstrap over the sets). The parts are "
+        "measured "
         "between programs that differ in one thing, and need not add up.",
         "",
     ]
@@ -107,8 +113,10 @@ def correction() -> str:
     summary = seeds("correction")
     dose = summary["none"]
     lines = [
-        f"Corrections where they act: `fp8-rl` with a KV cache whose scales cover half of the range. In {dose['clipped']:.1%} of the "
-        f"tokens the trainer's probability is more than twice the rollout's. {dose['seeds']} paired seeds, {dose['problems']} held-out "
+        f"Corrections where they act: `fp8-rl` with a KV cache whose scales cover half of the range. In "
+        f"{dose['clipped']:.1%} of the "
+        f"tokens the trainer's probability is more than twice the rollout's. {dose['seeds']} paired seeds, "
+        f"{dose['problems']} held-out "
         "words, float32 compute; the held-out set is answered through the same damaged cache.",
         "",
         "| correction | accuracy after | difference to `bf16` | mismatch k3, mean over steps |",
@@ -125,10 +133,12 @@ def compute_dtype() -> str:
     summary = seeds("compute_dtype")
     row = next(iter(summary.values()))
     lines = [
-        f"The `bf16` recipe, which quantizes nothing, in three compute dtypes: the demo, {row['seeds']} paired seeds, {row['problems']} "
+        f"The `bf16` recipe, which quantizes nothing, in three compute dtypes: the demo, {row['seeds']} paired seeds, "
+        f"{row['problems']} "
         "held-out words. In float16 the loss scale is found while training (arXiv 2510.26788).",
         "",
-        "| compute dtype | k3, mean over steps | its median step | largest difference of a log-probability | accuracy after |",
+        "| compute dtype | k3, mean over steps | its median step | largest difference of a log-probability | accuracy "
+        "after |",
         "|---|---|---|---|---|",
     ]
     for arm, row in summary.items():
@@ -144,9 +154,12 @@ def exact() -> str:
     largest = [row["mismatch/logprob_abs_diff_max"] for row in moe if "mismatch/k3" in row]
     before, after = runs["accuracy"][0][1], runs["accuracy"][-1][1]
     return (
-        f"Exact mode (`--recipe jet-rl --precision.exact`) on the demo, one seed since it is an identity: the largest difference of a "
-        f"log-probability over {len(runs['steps']['largest'])} steps is {max(runs['steps']['largest'])}, and with a mixture of experts "
-        f"(`experiments/runs/moe_demo.toml`) over {len(largest)} steps {max(largest)}. Held-out accuracy goes from {before:.3f} to "
+        f"Exact mode (`--recipe jet-rl --precision.exact`) on the demo, one seed since it is an identity: the largest "
+        f"difference of a "
+        f"log-probability over {len(runs['steps']['largest'])} steps is {max(runs['steps']['largest'])}, and with a "
+        f"mixture of experts "
+        f"(`experiments/runs/moe_demo.toml`) over {len(largest)} steps {max(largest)}. Held-out accuracy goes from "
+        f"{before:.3f} to "
         f"{after:.3f}."
     )
 
@@ -159,7 +172,8 @@ def gradients() -> str:
         return f"{np.mean(found[name]):.1%}"
 
     lines = [
-        "Gradients under FP8 depend on what stands beside a row: weight gradients quantize groups of 128 tokens, which span rows. "
+        "Gradients under FP8 depend on what stands beside a row: weight gradients quantize groups of 128 tokens, which "
+        "span rows. "
         "Relative distance of the linears' gradients, demo's policy, bfloat16 compute, mean of five batches:",
         "",
         "| gradients | `jet-rl` | `bf16` |",
@@ -174,7 +188,8 @@ def gradients() -> str:
 def compared() -> str:
     """`fp8rl compare` on SmolLM2."""
     lines = [
-        "Where rollout and trainer part (`fp8rl compare smollm2-135m --recipe RECIPE --compute-dtype float32`, heat maps: `fp8rl report "
+        "Where rollout and trainer part (`fp8rl compare smollm2-135m --recipe RECIPE --compute-dtype float32`, heat maps: "
+        "`fp8rl report "
         "experiments/results/compare`): the same model, 56 tokens scored behind a prompt of 56, float32 compute on a CPU.",
         "",
         "| recipe | what differs first | k3 |",
@@ -190,8 +205,10 @@ def compared() -> str:
         found = record(f"compare/vllm-{dtype}/compare.json")
         between, rollout, trainer = found["logprobs"], *(found["recorded"][side] for side in "ab")
         lines.append(
-            f"Against vLLM's own log-probabilities of {rollout['tokens']} tokens that it sampled (vLLM 0.32 on a CPU, recipe `bf16`, "
-            f"{dtype}): our rollout is at a k3 of {rollout['k3']:.1e} from them (largest difference {rollout['max_abs']:.1e}), our "
+            f"Against vLLM's own log-probabilities of {rollout['tokens']} tokens that it sampled (vLLM 0.32 on a CPU, "
+            f"recipe `bf16`, "
+            f"{dtype}): our rollout is at a k3 of {rollout['k3']:.1e} from them (largest difference "
+            f"{rollout['max_abs']:.1e}), our "
             f"trainer at {trainer['k3']:.1e} ({trainer['max_abs']:.1e}), and the two at {between['k3']:.1e} from each other."
         )
         lines.append("")
@@ -224,7 +241,8 @@ def readme() -> str:
 def results() -> str:
     """docs/results.md."""
     parts = [
-        "# Results\n\nMade by `python -m experiments.figures` from the committed records; every record holds the commit, versions and "
+        "# Results\n\nMade by `python -m experiments.figures` from the committed records; every record holds the commit, "
+        "versions and "
         "machine that made it. All of it ran on two CPU cores of a cloud machine (AMD EPYC); nothing has run on a GPU yet."
     ]
     for heading, (text, command, path) in SECTIONS.items():
