@@ -96,6 +96,11 @@ def test_the_update_takes_old_policy_reference_weights_and_loss_mask(policy, bat
     expected = {"loss": loss, "kl": divergence, "ratio_max": np.exp(0.5), "correction/weight_mean": 1.5, "optim/skipped": 0}
     assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-4)
     np.testing.assert_allclose(logprobs, now, atol=1e-5)
+    # the same tokens, had the policy sampled no others
+    policy = init_policy(SHAPE, jax.random.key(0))
+    others_read = replace(given, mask=kept, attended=batch.mask, loss_mask=None)
+    _, _, same = update(init_state(policy, OPTIMIZER), others_read, config, OPTIMIZER)
+    np.testing.assert_allclose(metrics["optim/grad_norm"], same["optim/grad_norm"], rtol=1e-5)
 
 
 @pytest.mark.parametrize("role", ["advantages", "rollout_logprobs"])
