@@ -897,14 +897,15 @@ def in_two_processes(monkeypatch):
 
 
 def test_processes_score_each_completion_once_and_know_all_scores(in_two_processes):
-    examples = [Example(0, "", "ab", "ab", {}), Example(1, "", "a", "a", {})]
-    texts = ["ab", "abc", "!!", "a", "!", "ab"]
+    long = 20 * "a"  # right, and its reward is below 0
+    examples = [Example(0, "", "ab", "ab", {}), Example(1, "", long, long, {})]
+    texts = ["ab", "ab", "!!", long, "!", "ab"]
     (one, two), shares = in_two_processes(lambda pool: together.score_together(pool, examples, texts), TASK)
     whole = Pool().score(examples, texts)
     assert shares == [texts[::2], texts[1::2]]
     for found in (one, two, together.score_together(Pool(), examples, texts)):
         np.testing.assert_array_equal(found.rewards, whole.rewards)
-        np.testing.assert_array_equal(found.correct, [True, False, False, True, False, False])
+        np.testing.assert_array_equal(found.correct, [True, True, False, True, False, False])
         np.testing.assert_array_equal(found.failed, whole.failed)
         assert found.components.keys() == whole.components.keys()
         jax.tree.map(np.testing.assert_array_equal, found.components, whole.components)
