@@ -19,7 +19,7 @@ import pytest
 from jax.flatten_util import ravel_pytree
 from mutants import LIST, ROOT, unfit
 
-from fp8rl_jax.config.recipe import get_recipe
+from fp8rl_jax.config.recipe import PrecisionConfig, get_recipe
 from fp8rl_jax.config.rewards import RewardConfig
 from fp8rl_jax.config.rl import (
     AdvantageConfig,
@@ -79,6 +79,8 @@ CONFIG = RunConfig(
     evaluation=EvaluationConfig(every=2, examples=5, samples=2, batch_size=6),
     checkpoint=CheckpointConfig(every=2),
 )
+
+REFERENCE = PrecisionConfig(backend="reference")
 
 
 def letters(problem: int, sample: int, call: int) -> str:
@@ -367,7 +369,9 @@ def test_one_update_sees_the_whole_batch(setup_of, monkeypatch):
         loss_scale=LossScaleConfig("static", 8.0),
     )  # fmt: skip
     rollout = replace(CONFIG.rollout, temperature=0.8)
-    setup = setup_of(Engine(recipe="fp8-rl"), trainer=trainer, rl=settings, optimizer=schedule, rollout=rollout)
+    setup = setup_of(
+        Engine(recipe="fp8-rl"), trainer=trainer, rl=settings, optimizer=schedule, rollout=rollout, precision=REFERENCE
+    )  # fmt: skip
     learner, batch = Learner(setup), replace(training_batch(), old_logprobs=None)
     state = replace(init_state(setup.policy, learner.optimizer), updates=jnp.int32(1))
     state, logprobs, metrics = learner.update(state, batch, Clock())
@@ -378,7 +382,7 @@ def test_one_update_sees_the_whole_batch(setup_of, monkeypatch):
     assert config.rl.fixed_length == WIDTH and config.rl.correction.value("max_weight") == 5  # icepop's, not the recipe's
     assert config == StepConfig(
         setup.recipe, replace(learner.config.rl, fixed_length=WIDTH), "float32", 0.8, micro_batches=2, remat=True,
-        logprob_chunk=7, attention_chunk=0, loss_scale=trainer.loss_scale,
+        logprob_chunk=7, attention_chunk=0, backend="reference", loss_scale=trainer.loss_scale,
     )  # fmt: skip
     assert Learner(setup_of(Engine(recipe="fp8-rl"))).config.rl.correction.method == setup.recipe.correction != "none"
 
@@ -464,6 +468,14 @@ def test_a_step_learns_from_what_was_sampled(loop_of):
     np.testing.assert_allclose(sizes, sizes[0] * np.array([1, 2, 4]), rtol=1e-6)
     shown = [json.loads(line) for line in (loop.setup.directory / "samples.jsonl").read_text().splitlines()]
     assert {row["step"] for row in shown} == {0, 1} and shown[0]["completion"] == texts[0][:WIDTH]
+
+
+def test_every_setting_that_changes_the_distribution_is_looked_at(loop_of, monkeypatch):
+    settings = {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "min_p": 0.1, "bad_words": ("zz",), "logit_bias": {"97": 1.0}}
+    seen = {}
+    monkeypatch.setattr(looping, "check_sampling", lambda correction, **given: seen.update(given) or True)
+    with loop_of(Engine(), rl=IN_REWARD, rollout=replace(CONFIG.rollout, **settings)) as loop:
+        assert seen == settings and loop.truncated
 
 
 def test_a_failed_reward_is_told_and_has_no_advantage_and_no_part_in_the_mean(loop_of, caplog):
@@ -707,10 +719,12 @@ def test_the_supervised_loss_is_the_mean_over_answer_tokens(setup_of):
 
 def test_supervised_steps_walk_through_the_training_set(setup_of, monkeypatch):
     engine, seen, told = Engine(), [], {}
+    trainer = TrainerConfig(remat="layer", logprob_chunk=9, attention_chunk=0, loss_scale=LossScaleConfig("static", 8.0))
 
     def note(state, frozen, batch, config, optimizer):
         seen.append(np.asarray(batch.prompts))
-        assert (config.temperature, config.remat, config.logprob_chunk) == (1.0, True, 9)
+        expected = StepConfig(setup.recipe, RLConfig(), "float32", 1.0, 1, True, 9, 0, "reference", trainer.loss_scale)
+        assert config == expected
         return replace(state, policy=jax.tree.map(lambda x: x + 1, state.policy)), {"loss": jnp.float32(len(seen))}
 
     monkeypatch.setattr(sft, "_update", note)
@@ -722,7 +736,7 @@ def test_supervised_steps_walk_through_the_training_set(setup_of, monkeypatch):
     monkeypatch.setattr(sft, "evaluate_held_out", answer)
     monkeypatch.setattr(sft, "save_model", lambda policy, _, dtype: told.update(saved=policy.norm.value, dtype=dtype))
     setup = setup_of(
-        engine, sft=SftConfig(steps=3, batch_size=4), trainer=TrainerConfig(steps=3, remat="layer", logprob_chunk=9),
+        engine, sft=SftConfig(steps=3, batch_size=4), trainer=trainer, precision=REFERENCE,
         rollout=replace(CONFIG.rollout, temperature=0.5),
     )  # fmt: skip
     sft.supervise(setup, "", lambda line: told.update(line=line))
