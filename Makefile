@@ -13,6 +13,7 @@ CUDA := .cache/cuda
 DEMO := experiments/runs/demo.toml
 WORKERS ?= 2
 PYTEST_ARGS ?=
+MUTANTS ?=
 # worksteal: a worker keeps to neighbouring tests, which share compiled programs
 PYTEST := $(BIN)/pytest -n $(WORKERS) --dist worksteal
 # Most of a test's time is compiling; unoptimized code, emitted the older way, takes a third of it.
@@ -22,7 +23,7 @@ UNOPTIMIZED := --xla_backend_optimization_level=0 --xla_backend_extra_options=xl
 # what is used: with pip 26, which the first line of the install brings, a new .venv takes half the time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo test toolchain lint browser clean
+.PHONY: help install demo test mutants toolchain lint browser clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -53,6 +54,9 @@ test: lint browser ## lint, then all tests
 	@first=0; XLA_FLAGS="$(UNOPTIMIZED) $${XLA_FLAGS:-}" $(PYTEST) -m "not optimized" $(PYTEST_ARGS) || first=$$?; \
 	second=0; $(PYTEST) -m optimized $(PYTEST_ARGS) || second=$$?; \
 	case "$$first $$second" in "0 0"|"5 0"|"0 5") ;; *) exit 1;; esac  # 5: PYTEST_ARGS chose no test of this pass
+
+mutants: install ## make errors of wiring in copies of the tree, which tests must find; MUTANTS="loop sft" chooses
+	@$(BIN)/python tests/mutants.py -j $(WORKERS) $(MUTANTS)
 
 toolchain: $(CUDA)/.installed ## what compiles kernels for Hopper without a GPU (about 1 GB); make test uses it if it is there
 

@@ -11,7 +11,7 @@ from parallel.policies import CONFIG
 
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.policy import tensor_specs
-from fp8rl_jax.parallel import DEFAULT_RULES, ShardingRules, check_batch, constrain, scale_spec
+from fp8rl_jax.parallel import DEFAULT_RULES, ShardingRules, batch_sharding, check_batch, constrain, scale_spec
 
 
 def abstract_mesh(*sizes: int) -> AbstractMesh:
@@ -88,6 +88,19 @@ def test_batches_divide_by_data_times_fsdp():
     assert str(caught.value) == (
         "rollout.prompts_per_step = 6 does not divide by mesh.data (2) x mesh.fsdp (2) = 4: make it a multiple of 4"
     )
+
+
+def test_an_expert_axis_splits_the_batch_too():
+    """Experts live on different devices, so rows of prompts and completions do, as well; tensor shards see the same rows."""
+    mesh = AbstractMesh((2, 1, 2, 2), ("data", "fsdp", "expert", "tensor"), axis_types=(AxisType.Auto,) * 4)
+    assert batch_sharding(mesh).shard_shape((8, 3)) == (2, 3)
+    assert batch_sharding(mesh).spec == PartitionSpec(("data", "fsdp", "expert"))
+    check_batch(4, mesh, "rollout.prompts_per_step")
+    with pytest.raises(UserError, match=r"mesh.data \(2\) x mesh.fsdp \(1\) x mesh.expert \(2\) = 4"):
+        check_batch(6, mesh, "rollout.prompts_per_step")
+    with jax.sharding.use_abstract_mesh(mesh):
+        (laid,) = jax.make_jaxpr(lambda x: constrain(x, "batch", None))(jnp.ones((8, 3))).eqns
+    assert laid.params["sharding"].spec == PartitionSpec(("data", "fsdp", "expert"), None)
 
 
 def test_constrain_without_a_mesh_is_the_identity():

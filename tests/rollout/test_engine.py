@@ -11,7 +11,7 @@ from rollout.tiny import make_engine, make_policy, make_prompts
 from fp8rl_jax.config.recipe import RECIPES, PrecisionConfig, get_recipe
 from fp8rl_jax.models.cache import KVCache, KVScales
 from fp8rl_jax.models.forward import forward
-from fp8rl_jax.rollout.calibration import calibrate_on_prompts, scales_from_amax
+from fp8rl_jax.rollout.calibration import calibrate_on_prompts, observe_qkv, scales_from_amax
 from fp8rl_jax.rollout.engine import LocalEngine, pad_prompts
 from fp8rl_jax.rollout.sampling import Sampling
 
@@ -117,6 +117,25 @@ def test_only_an_explicit_call_calibrates_the_rollouts_cache():
     assert 20 < engine.metrics["fp8/quant_snr_db_k"] < 40  # under the scales of the weights before
     with pytest.raises(RuntimeError, match="recipe 'bf16' does not calibrate a cache in the rollout"):
         make_engine("bf16").calibrate(make_prompts())
+
+
+def test_calibration_sees_prompts_and_completions_and_no_padding():
+    """As many tokens as one row of prompt and completion has, and their largest magnitudes."""
+    rng, (tokens, lengths, _) = np.random.default_rng(2), make_prompts((9, 4, 1, 6), (1, 2, 3, 4))
+    completions = rng.integers(1, 131, (8, 5)).astype(np.int32)
+    mask = np.arange(5) < np.array([5, 1, 3, 5, 2, 4, 1, 2])[:, None]
+    rows, ends = np.full((8, 14), 130, np.int32), np.repeat(lengths, 2) + mask.sum(1).astype(np.int32)
+    for row, prompt in enumerate(np.repeat(np.arange(4), 2)):
+        real = [*tokens[prompt, : lengths[prompt]], *completions[row, mask[row]]]
+        rows[row, : len(real)] = real
+    options = {"recipe": RECIPES["bf16"], "dtype": jnp.float32}
+    whole = observe_qkv(make_policy(), rows, ends, **options, micro_batches=2)
+    found = observe_qkv(make_policy(), tokens, lengths, completions, mask, **options, micro_batches=2)
+    assert found.amax.shape == (2, 2, 3)
+    np.testing.assert_allclose(found.amax, whole.amax, rtol=1e-5)
+    # the prompt once for both its samples, four query heads and two of keys and of values
+    counted = (lengths + mask.reshape(4, 2, 5).sum((1, 2))).reshape(2, 2).sum(1)
+    np.testing.assert_array_equal(found.elements[:, 0], counted[:, None] * 32 * np.array([4, 2, 2]))
 
 
 def test_finite_flags_see_one_nan_weight():

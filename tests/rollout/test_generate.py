@@ -12,7 +12,7 @@ from rollout.tiny import VOCAB, WIDTH, full_logits, hugging_face_mask, log_softm
 from fp8rl_jax.config.recipe import RECIPES
 from fp8rl_jax.models.logprobs import token_logprobs
 from fp8rl_jax.rollout.engine import Prompts
-from fp8rl_jax.rollout.sampler import generate
+from fp8rl_jax.rollout.sampler import _row_keys, generate
 from fp8rl_jax.rollout.sampling import Sampling
 
 KEY = jax.random.key(42)
@@ -116,6 +116,24 @@ def test_samples_keys_and_ids_give_different_completions(engine, rollout):
     assert (engine.generate(prompts, 2, PLAIN, jax.random.key(1)).tokens != tokens).any()
     assert (engine.generate(prompts._replace(ids=prompts.ids + 100), 2, PLAIN, KEY).tokens != tokens).any()
     np.testing.assert_array_equal(engine.generate(prompts, 2, PLAIN, KEY).tokens, tokens)
+
+
+def test_neighbouring_problems_draw_apart(engine):
+    """One prompt under neighbouring ids: what is drawn depends on problem and sample apart, and not on their sum."""
+    prompts = Prompts(*(np.repeat(x[:1], 3, axis=0) for x in make_prompts()))._replace(ids=np.array([3, 4, 5], np.int32))
+    out = engine.generate(prompts, 2, PLAIN, KEY)
+    assert len(np.unique(np.asarray(out.tokens), axis=0)) == 6
+    keys = jax.random.key_data(_row_keys(KEY, jnp.arange(40), 8))
+    assert keys.shape[0] == 320 and len(np.unique(keys, axis=0)) == 320
+    np.testing.assert_array_equal(jax.random.key_data(_row_keys(KEY, jnp.array([7, 3]), 4)), keys[np.r_[56:60, 24:28]])
+
+
+def test_every_position_draws_anew(engine):
+    """Where all tokens are equally likely, a row draws 8 tokens out of 131, and not one of them 8 times."""
+    flat = make_engine("bf16", policy=jax.tree.map(jnp.zeros_like, make_policy()))
+    out = flat.generate(make_prompts(), 2, PLAIN, KEY)
+    np.testing.assert_allclose(out.policy_logprobs, -np.log(VOCAB), rtol=1e-6)
+    assert min(len(np.unique(row)) for row in np.asarray(out.tokens)) >= 6
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8-rl"])

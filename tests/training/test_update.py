@@ -79,6 +79,30 @@ def test_skipping_the_old_logprob_pass_changes_nothing(policy, batch):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7)
 
 
+def test_the_update_takes_old_policy_reference_weights_and_loss_mask(policy, batch):
+    """Ratios of exp(0.5), importance weights of 1.5 and a divergence of k3(-0.3) at every token that the loss counts."""
+    now = np.asarray(score(policy, batch, CONFIG))
+    old, kept = now - 0.5, batch.mask & (np.arange(8) % 3 > 0)[:, None]
+    advantages = np.where(np.arange(8) % 3 > 0, batch.advantages, np.nan).astype(np.float32)
+    given = replace(
+        batch, advantages=advantages, old_logprobs=old, rollout_logprobs=old - np.float32(np.log(1.5)),
+        reference_logprobs=now - np.float32(0.3), loss_mask=kept,
+    )  # fmt: skip
+    config = replace(CONFIG, rl=replace(RL, kl_coefficient=2.0))
+    _, logprobs, metrics = update(init_state(policy, OPTIMIZER), given, config, OPTIMIZER)
+    surrogate = np.maximum(-np.exp(0.5) * advantages, -1.2 * advantages)
+    divergence = np.exp(-0.3) - 1 + 0.3
+    loss = np.sum(np.where(kept, 1.5 * surrogate[:, None] + 2 * divergence, 0)) / kept.sum()
+    expected = {"loss": loss, "kl": divergence, "ratio_max": np.exp(0.5), "correction/weight_mean": 1.5, "optim/skipped": 0}
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-4)
+    np.testing.assert_allclose(logprobs, now, atol=1e-5)
+    # the same tokens, had the policy sampled no others
+    policy = init_policy(SHAPE, jax.random.key(0))
+    others_read = replace(given, mask=kept, attended=batch.mask, loss_mask=None)
+    _, _, same = update(init_state(policy, OPTIMIZER), others_read, config, OPTIMIZER)
+    np.testing.assert_allclose(metrics["optim/grad_norm"], same["optim/grad_norm"], rtol=1e-5)
+
+
 @pytest.mark.parametrize("role", ["advantages", "rollout_logprobs"])
 def test_non_finite_update_is_skipped_and_flagged(policy, batch, role):
     broken = np.array(getattr(batch, role))
