@@ -50,7 +50,7 @@ def demo() -> str:
         f"The demo: a 1.3M-parameter byte-level policy spells words backward. Its warm start is supervised, with 55 % of the "
         f"demonstrations cut one letter short; 20 steps of GRPO then teach that away. {n} paired seeds, {problems} "
         f"held-out words, "
-        'greedy, float32 compute on a CPU; 95 % intervals over seeds. "Sees": the difference that these seeds would have '
+        'greedy, float32 compute on a CPU; 95 % intervals over seeds, of k3 its range over seeds. "Sees": the difference that these seeds would have '
         'found in '
         "80 % of such studies.",
         "",

@@ -2,8 +2,8 @@
 
 A result in bfloat16 or float16 that the same program reads again need not be rounded: XLA may keep it in float32
 (`xla_allow_excess_precision`, on unless a flag says otherwise), and whether it does depends on the program around it. The decode
-loop and the training step then compute two functions from one definition. On the demo's policy in bfloat16 that alone made a
-train-rollout mismatch of 5e-7 (k3) without FP8 and of 1e-5 with it, where the functions themselves are 1e-14 apart.
+loop and the training step then compute two functions from one definition: a train-rollout mismatch that no format and no order of
+sums has made.
 
 XLA does not remove `lax.reduce_precision`. So every narrowing to 16 bits in this library goes through `rounded`.
 """

@@ -8,7 +8,7 @@ each run:
     difference    arm less the first arm, seed by seed; its mean with a 95 % t interval
     detectable    the true difference that so many seeds would have shown as one in 80 % of all studies, from the spread seen:
                   (t(0.975) + t(0.8)) s / sqrt(n). Arms that are called alike are alike up to this
-    k3            mean over steps of the mismatch, with an interval over seeds
+    k3            mean over steps of the mismatch, and the range of this mean over seeds
 """
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ def summarize(runs: dict[str, dict[str, Any]], base: str) -> dict[str, dict[str,
             "after, over problems": wilson_interval(float(np.mean(list(after.values()))), problems),
             "difference": mean_interval(differences) if differences else None,
             "detectable": detectable(differences) if differences else None,
-            "k3": mean_interval(k3),
+            "k3": (float(np.mean(k3)), min(k3), max(k3)),
             "k3, median step": float(np.median([x for run in by_seed.values() for x in run["steps"]["k3"]])),
             "largest": float(max(max(run["steps"]["largest"]) for run in by_seed.values())),
             "clipped": float(np.mean([np.mean(run["steps"]["clipped"]) for run in by_seed.values()])),
