@@ -42,126 +42,123 @@ def against(row: dict[str, Any]) -> str:
     return f"{interval(row['difference'], '+.3f')}; sees {row['detectable']:.3f}"
 
 
+def prose(text: str) -> str:
+    """A paragraph of one line."""
+    return " ".join(text.split())
+
+
+def table(heads: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table."""
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows))
+
+
 def demo() -> str:
     """The demo's table."""
     summary = seeds("demo")
-    n, problems = (next(iter(summary.values()))[key] for key in ("seeds", "problems"))
-    lines = [
-        f"The demo: a 1.3M-parameter byte-level policy spells words backward. Its warm start is supervised, with 55 % of the "
-        f"demonstrations cut one letter short; 20 steps of GRPO then teach that away. {n} paired seeds, {problems} "
-        f"held-out words, "
-        'greedy, float32 compute on a CPU; 95 % intervals over seeds, of k3 its range over seeds. "Sees": the difference that these seeds would have '
-        'found in '
-        "80 % of such studies.",
-        "",
-        "| recipe | accuracy before | after | difference to `bf16` | mismatch k3, mean over steps |",
-        "|---|---|---|---|---|",
+    first = next(iter(summary.values()))
+    about = prose(f"""
+        The demo: a byte-level policy of 1.3 million parameters spells words backward. Its warm start is supervised, with 55 %
+        of the demonstrations cut one letter short; 20 steps of GRPO then teach that away. {first["seeds"]} paired seeds,
+        {first["problems"]} held-out words, greedy, float32 compute on a CPU; 95 % intervals over seeds, and of k3 its range
+        over seeds. "Sees": the difference that these seeds would have found in 80 % of such studies.
+    """)
+    rows = [
+        [f"`{arm}`", interval(row["before"], ".3f"), interval(row["after"], ".3f"), against(row), interval(row["k3"], ".1e")]
+        for arm, row in summary.items()
     ]
-    for arm, row in summary.items():
-        before, after = interval(row["before"], ".3f"), interval(row["after"], ".3f")
-        lines.append(f"| `{arm}` | {before} | {after} | {against(row)} | {interval(row['k3'], '.1e')} |")
-    return "\n".join(lines)
+    heads = ["recipe", "accuracy before", "after", "difference to `bf16`", "mismatch k3, mean over steps"]
+    return f"{about}\n\n{table(heads, rows)}"
 
 
 def recipes() -> str:
     """Mismatch of every recipe."""
     summary = seeds("recipes")
-    row = next(iter(summary.values()))
-    lines = [
-        f"Mismatch of every recipe, bfloat16 compute, demo's policy kept unsure of itself "
-        f"(`experiments/runs/mismatch.toml`), 80 steps, "
-        f"{row['seeds']} paired seeds, {row['problems']} held-out words.",
-        "",
-        "| recipe | k3, mean over steps | its median step | largest difference of a log-probability | accuracy after, "
-        "less `bf16`'s |",
-        "|---|---|---|---|---|",
+    first = next(iter(summary.values()))
+    about = prose(f"""
+        Mismatch of every recipe: bfloat16 compute, the demo's policy kept unsure of itself
+        (`experiments/runs/mismatch.toml`), 80 steps, {first["seeds"]} paired seeds, {first["problems"]} held-out words.
+    """)
+    rows = [
+        [f"`{arm}`", interval(row["k3"], ".1e"), f"{row['k3, median step']:.1e}", f"{row['largest']:.1e}", against(row)]
+        for arm, row in sorted(summary.items(), key=lambda item: -item[1]["k3"][0])
     ]
-    for arm, row in sorted(summary.items(), key=lambda item: -item[1]["k3"][0]):
-        k3 = interval(row["k3"], ".1e")
-        lines.append(f"| `{arm}` | {k3} | {row['k3, median step']:.1e} | {row['largest']:.1e} | {against(row)} |")
-    return "\n".join(lines)
+    heads = [
+        *("recipe", "k3, mean over steps (range over seeds)", "its median step", "largest difference of a log-probability"),
+        "accuracy after, less `bf16`'s",
+    ]
+    return f"{about}\n\n{table(heads, rows)}"
 
 
 def depth() -> str:
     """What the mismatch is made of, by depth."""
+    about = prose("""
+        What the mismatch is made of, and how it grows with depth: SmolLM2-135M-Instruct cut to its first layers, forward
+        passes alone, ten sets of prompts, bfloat16 compute. Mean k3, and at the greatest depth its 95 % interval by bootstrap
+        over the sets and its parts: each is the k3 between two programs that differ in that one thing, so parts need not add
+        up.
+    """)
     points = record("depth/results.json")["points"]
-    lines = [
-        "What the mismatch is made of, and how it grows with depth: SmolLM2-135M-Instruct cut to its first layers, "
-        "forward passes "
-        "alone, ten sets of prompts; bfloat16 compute. Mean k3 (95 % interval by bootstrap over the sets). The parts are "
-        "measured "
-        "between programs that differ in one thing, and need not add up.",
-        "",
-    ]
     chosen = sorted((p for p in points if p["weights"] == "smollm2" and p["dtype"] == "bfloat16"), key=lambda p: p["depth"])
-    last = chosen[-1]
-    heads = [f"{p['depth']} layers" for p in chosen]
-    lines += [
-        f"| recipe | {' | '.join(heads)} | of the last: formats | FP8 cache | order of sums |",
-        "|---" * (len(heads) + 4) + "|",
-    ]
-    for name in last["k3"]:
+    last, rows = chosen[-1]["k3"], []
+    for name, parts in last.items():
         cells = [f"{depth_mean(p['k3'][name]['total'])[0]:.1e}" for p in chosen[:-1]]
-        middle, low, high = depth_mean(last["k3"][name]["total"])
-        parts = [f"{depth_mean(last['k3'][name][part])[0]:.1e}" for part in ("formats", "cache", "order")]
-        lines.append(f"| `{name}` | {' | '.join([*cells, f'{middle:.1e} ({low:.1e} to {high:.1e})', *parts])} |")
-    return "\n".join(lines)
+        cells.append(interval(depth_mean(parts["total"]), ".1e"))
+        rows.append([f"`{name}`", *cells, *(f"{depth_mean(parts[part])[0]:.1e}" for part in ("formats", "cache", "order"))])
+    heads = ["recipe", *(f"{p['depth']} layers" for p in chosen), "of it: formats", "FP8 cache", "order of sums"]
+    return f"{about}\n\n{table(heads, rows)}"
 
 
 def correction() -> str:
     """Corrections at a dose where they act."""
     summary = seeds("correction")
     dose = summary["none"]
-    lines = [
-        f"Corrections where they act: `fp8-rl` with a KV cache whose scales cover half of the range. In "
-        f"{dose['clipped']:.1%} of the "
-        f"tokens the trainer's probability is more than twice the rollout's. {dose['seeds']} paired seeds, "
-        f"{dose['problems']} held-out "
-        "words, float32 compute; the held-out set is answered through the same damaged cache.",
-        "",
-        "| correction | accuracy after | difference to `bf16` | mismatch k3, mean over steps |",
-        "|---|---|---|---|",
+    about = prose(f"""
+        Corrections where they act: `fp8-rl` with a KV cache whose scales cover half of the range. In {dose["clipped"]:.1%} of
+        the tokens the trainer's probability is more than twice the rollout's. {dose["seeds"]} paired seeds,
+        {dose["problems"]} held-out words, float32 compute; the held-out words are answered through the same damaged cache.
+    """)
+    rows = [
+        [
+            "`bf16` recipe, undamaged" if arm == "bf16" else f"`{arm}`",
+            *(interval(row["after"], ".3f"), against(row), interval(row["k3"], ".1e")),
+        ]
+        for arm, row in summary.items()
     ]
-    for arm, row in summary.items():
-        name = f"`{arm}` recipe, undamaged" if arm == "bf16" else f"`{arm}`"
-        lines.append(f"| {name} | {interval(row['after'], '.3f')} | {against(row)} | {interval(row['k3'], '.1e')} |")
-    return "\n".join(lines)
+    heads = ["correction", "accuracy after", "difference to `bf16`", "mismatch k3, mean over steps (range over seeds)"]
+    return f"{about}\n\n{table(heads, rows)}"
 
 
 def compute_dtype() -> str:
     """The bf16 recipe in three compute dtypes."""
     summary = seeds("compute_dtype")
-    row = next(iter(summary.values()))
-    lines = [
-        f"The `bf16` recipe, which quantizes nothing, in three compute dtypes: the demo, {row['seeds']} paired seeds, "
-        f"{row['problems']} "
-        "held-out words. In float16 the loss scale is found while training (arXiv 2510.26788).",
-        "",
-        "| compute dtype | k3, mean over steps | its median step | largest difference of a log-probability | accuracy "
-        "after |",
-        "|---|---|---|---|---|",
+    first = next(iter(summary.values()))
+    about = prose(f"""
+        The `bf16` recipe, which quantizes nothing, in three compute dtypes: the demo, {first["seeds"]} paired seeds,
+        {first["problems"]} held-out words. In float16 the loss scale is found while training (arXiv 2510.26788).
+    """)
+    rows = [
+        [arm, interval(row["k3"], ".1e"), f"{row['k3, median step']:.1e}", f"{row['largest']:.1e}", interval(row["after"], ".3f")]
+        for arm, row in summary.items()
     ]
-    for arm, row in summary.items():
-        k3, after = interval(row["k3"], ".1e"), interval(row["after"], ".3f")
-        lines.append(f"| {arm} | {k3} | {row['k3, median step']:.1e} | {row['largest']:.1e} | {after} |")
-    return "\n".join(lines)
+    heads = [
+        *("compute dtype", "k3, mean over steps (range over seeds)", "its median step"),
+        *("largest difference of a log-probability", "accuracy after"),
+    ]
+    return f"{about}\n\n{table(heads, rows)}"
 
 
 def exact() -> str:
     """Exact mode, an identity: one seed each."""
-    runs = record("seeds/exact.json")["runs"]["jet-rl, exact"]["0"]
-    moe = [json.loads(line) for line in (RESULTS / "exact/moe_demo-jet-rl-exact/metrics.jsonl").read_text().splitlines()]
-    largest = [row["mismatch/logprob_abs_diff_max"] for row in moe if "mismatch/k3" in row]
-    before, after = runs["accuracy"][0][1], runs["accuracy"][-1][1]
-    return (
-        f"Exact mode (`--recipe jet-rl --precision.exact`) on the demo, one seed since it is an identity: the largest "
-        f"difference of a "
-        f"log-probability over {len(runs['steps']['largest'])} steps is {max(runs['steps']['largest'])}, and with a "
-        f"mixture of experts "
-        f"(`experiments/runs/moe_demo.toml`) over {len(largest)} steps {max(largest)}. Held-out accuracy goes from "
-        f"{before:.3f} to "
-        f"{after:.3f}."
-    )
+    run = record("seeds/exact.json")["runs"]["jet-rl, exact"]["0"]
+    lines = (RESULTS / "exact/moe_demo-jet-rl-exact/metrics.jsonl").read_text().splitlines()
+    experts = [row["mismatch/logprob_abs_diff_max"] for row in map(json.loads, lines) if "mismatch/k3" in row]
+    (_, before), *_, (_, after) = run["accuracy"]
+    return prose(f"""
+        Exact mode (`--recipe jet-rl --precision.exact`) on the demo, one seed since it is an identity: the largest difference
+        of a log-probability over {len(run["steps"]["largest"])} steps is {max(run["steps"]["largest"])}, and with a mixture
+        of experts (`experiments/runs/moe_demo.toml`; `experiments/results/exact`) over {len(experts)} steps {max(experts)}.
+        Held-out accuracy goes from {before:.3f} to {after:.3f}.
+    """)
 
 
 def gradients() -> str:
@@ -171,48 +168,40 @@ def gradients() -> str:
     def of(name: str) -> str:
         return f"{np.mean(found[name]):.1%}"
 
-    lines = [
-        "Gradients under FP8 depend on what stands beside a row: weight gradients quantize groups of 128 tokens, which "
-        "span rows. "
-        "Relative distance of the linears' gradients, demo's policy, bfloat16 compute, mean of five batches:",
-        "",
-        "| gradients | `jet-rl` | `bf16` |",
-        "|---|---|---|",
-        f"| quantized, against the recipe `bf16` | {of('quantization: jet-rl against bf16')} | |",
-    ]
-    for name in [name.removeprefix("bf16: ") for name in found if name.startswith("bf16: ")]:
-        lines.append(f"| {name} | {of(f'jet-rl: {name}')} | {of(f'bf16: {name}')} |")
-    return "\n".join(lines)
+    about = prose("""
+        Gradients under FP8 depend on what stands beside a row: weight gradients quantize groups of 128 tokens, which span
+        rows. Relative distance of the linears' gradients, the demo's policy, bfloat16 compute, mean of five batches. "Whole
+        groups": prompts and completions padded to 128 tokens, so that no group spans two rows.
+    """)
+    rows = [["quantized, against the recipe `bf16`", of("quantization: jet-rl against bf16"), ""]]
+    for name in (name.removeprefix("bf16: ") for name in found if name.startswith("bf16: ")):
+        rows.append([name, of(f"jet-rl: {name}"), of(f"bf16: {name}")])
+    return f"{about}\n\n{table(['gradients', '`jet-rl`', '`bf16`'], rows)}"
 
 
 def compared() -> str:
-    """`fp8rl compare` on SmolLM2."""
-    lines = [
-        "Where rollout and trainer part (`fp8rl compare smollm2-135m --recipe RECIPE --compute-dtype float32`, heat maps: "
-        "`fp8rl report "
-        "experiments/results/compare`): the same model, 56 tokens scored behind a prompt of 56, float32 compute on a CPU.",
-        "",
-        "| recipe | what differs first | k3 |",
-        "|---|---|---|",
-    ]
+    """`fp8rl compare` on SmolLM2, and beside vLLM."""
+    about = prose("""
+        Where rollout and trainer part (heat maps: `fp8rl report experiments/results/compare`): SmolLM2-135M-Instruct, 56
+        tokens scored behind a prompt of 56, float32 compute on a CPU.
+    """)
+    rows = []
     for folder in ("bf16", "fp8-rollout", "jet-rl", "jet-rl-exact"):
         found = record(f"compare/{folder}/compare.json")
         first = found["first"]
         where = "nothing: every bit is equal" if not first else f"{first[0]['cause']}, `{first[0]['name']}`"
-        lines.append(f"| `{folder}` | {where} | {found['logprobs']['k3']:.1e} |")
-    lines.append("")
+        rows.append([f"`{folder}`", where, f"{found['logprobs']['k3']:.1e}"])
+    parts = [about, table(["recipe", "what differs first", "k3"], rows)]
     for dtype in ("float32", "bfloat16"):
         found = record(f"compare/vllm-{dtype}/compare.json")
         between, rollout, trainer = found["logprobs"], *(found["recorded"][side] for side in "ab")
-        lines.append(
-            f"Against vLLM's own log-probabilities of {rollout['tokens']} tokens that it sampled (vLLM 0.32 on a CPU, "
-            f"recipe `bf16`, "
-            f"{dtype}): our rollout is at a k3 of {rollout['k3']:.1e} from them (largest difference "
-            f"{rollout['max_abs']:.1e}), our "
-            f"trainer at {trainer['k3']:.1e} ({trainer['max_abs']:.1e}), and the two at {between['k3']:.1e} from each other."
-        )
-        lines.append("")
-    return "\n".join(lines).rstrip()
+        parts.append(prose(f"""
+            Beside vLLM's own log-probabilities of {rollout["tokens"]} tokens that it sampled (vLLM 0.32 on a CPU, recipe
+            `bf16`, {dtype}): our rollout is at a k3 of {rollout["k3"]:.1e} from them (largest difference
+            {rollout["max_abs"]:.1e}), our trainer at {trainer["k3"]:.1e} ({trainer["max_abs"]:.1e}), and the two at
+            {between["k3"]:.1e} from each other.
+        """))
+    return "\n\n".join(parts)
 
 
 SECTIONS = {
