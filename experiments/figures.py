@@ -76,7 +76,7 @@ def recipes() -> str:
     first = next(iter(summary.values()))
     about = prose(f"""
         Mismatch of every recipe: bfloat16 compute, the demo's policy kept unsure of itself
-        (`experiments/runs/mismatch.toml`), 80 steps, {first["seeds"]} paired seeds, {first["problems"]} held-out words.
+        (`experiments/runs/mismatch.toml`), 40 steps, {first["seeds"]} paired seeds, {first["problems"]} held-out words.
     """)
     rows = [
         [f"`{arm}`", interval(row["k3"], ".1e"), f"{row['k3, median step']:.1e}", f"{row['largest']:.1e}", against(row)]

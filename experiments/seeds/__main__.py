@@ -79,7 +79,7 @@ STUDIES: dict[str, Study] = {
         "Mismatch and accuracy of every recipe, bfloat16 compute.",
         (*DEMO, "experiments/runs/mismatch.toml"),
         _recipes("bf16", "fp8-rollout", "fp8-kv", "fp8-rl", "fp8-e2e", "fp8-e2e-kv", "jet-rl", "infir2"),
-        (*MANY, "--trainer.steps", "80", "--evaluation.every", "80"),
+        (*MANY, "--trainer.steps", "40", "--evaluation.every", "40"),
     ),
     "exact": Study(
         "Exact mode: mismatch of every step, float32 compute. An identity, so one seed.",
