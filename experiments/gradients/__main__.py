@@ -78,9 +78,9 @@ STEP = 2.0**20
 _OPTIMIZER = optax.with_extra_args_support(optax.sgd(STEP))
 
 
-def gradient(policy, batch: Batch, recipe: str, parts: int = 1) -> np.ndarray:
+def gradient(policy, batch: Batch, recipe: str, parts: int = 1, dtype: str = "bfloat16") -> np.ndarray:
     """Of all linears, flat."""
-    config = StepConfig(RECIPES[recipe], RL, "bfloat16", temperature=1.0, micro_batches=parts, backend="reference")
+    config = StepConfig(RECIPES[recipe], RL, dtype, temperature=1.0, micro_batches=parts, backend="reference")
     state, _, metrics = update(init_state(jax.tree.map(jnp.copy, policy), _OPTIMIZER), batch, config, _OPTIMIZER)
     if float(metrics["optim/skipped"]):
         raise RuntimeError(f"{recipe}: the gradient is not finite")

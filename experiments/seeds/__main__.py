@@ -26,7 +26,7 @@ import numpy as np
 from scipy import stats
 
 from fp8rl_jax.cli.load import parse_arguments
-from fp8rl_jax.config.recipe import RECIPES
+from fp8rl_jax.config.recipe import RECIPES, Recipe
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.training.evaluate import wilson_interval
 
@@ -53,6 +53,7 @@ class Study:
         flags: of all arms.
         start: flags of the warm start; None: the model is given.
         seeds: how many.
+        recipes: of the arms, beside the library's.
     """
 
     question: str
@@ -61,15 +62,15 @@ class Study:
     flags: tuple[str, ...] = ()
     start: tuple[str, ...] | None = ()
     seeds: int = 5
+    recipes: tuple[Recipe, ...] = ()
 
 
 def _recipes(*names: str) -> dict[str, tuple[str, ...]]:
     return {name: ("--recipe", name) for name in names}
 
 
-# A cache whose scales cover a part of what they should: the error of a rollout as a dose.
-for _name, _margin in (("fp8-rl-margin-0.5", 0.5),):
-    RECIPES[_name] = replace(RECIPES["fp8-rl"], name=_name, kv_margin=_margin)
+# a cache whose scales cover half of what they should: a rollout's error as a dose
+DOSE = replace(RECIPES["fp8-rl"], name="fp8-rl-margin-0.5", kv_margin=0.5)
 
 STUDIES: dict[str, Study] = {
     "demo": Study(
@@ -100,11 +101,12 @@ STUDIES: dict[str, Study] = {
         {
             "bf16": ("--recipe", "bf16"),
             **{
-                name: ("--recipe", "fp8-rl-margin-0.5", "--rl.correction.method", name)
+                name: ("--recipe", DOSE.name, "--rl.correction.method", name)
                 for name in ("none", "token_tis", "sequence_tis", "icepop")
             },
         },
         MANY,
+        recipes=(DOSE,),
     ),
     "calibrated_clipping": Study(
         "Clip bounds calibrated for an FP8 trainer against fixed ones; jet-rl, four updates a rollout, bounds of 5 %.",
@@ -312,6 +314,7 @@ def run(arguments: Arguments) -> None:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-arguments.threads :])
     os.chdir(ROOT)
     study, output = STUDIES[arguments.study], Path(arguments.output)
+    RECIPES.update({recipe.name: recipe for recipe in study.recipes})
     folder = Path(arguments.runs) / arguments.study
     start = warm_start(study, folder / "warm-start")
     for seed in arguments.seeds or range(study.seeds):

@@ -56,7 +56,7 @@ def test_another_scale_rule_in_the_rollout_is_named_on_both_sides(model, lines, 
     flags = ("--recipe", "fp8-e2e", "--compute-dtype", "float32", "--input", lines)
     assert compare(model, *flags, "--precision.rollout.scale", "power_of_two") == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "fp8-e2e, rollout, float32" in text and "fp8-e2e, trainer, float32" in text
+    assert all(f"{side} of the fp8-e2e recipe, float32 compute" in text for side in ("rollout", "trainer"))
     assert "first format: layers.0.q_proj, in the prompt and completion: weight: e4m3 128x128 power_of_two scales against" in text
     assert "against e4m3 128x128 float32 scales; activation: e4m3 1x128 power_of_two scales against e4m3 1x128 float32" in text
     assert "quantized in" not in text

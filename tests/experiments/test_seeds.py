@@ -11,7 +11,7 @@ import pytest
 from experiments import figures
 from experiments.seeds.__main__ import STUDIES, detectable, main, mean_interval, summarize, table, write
 from fp8rl_jax.cli.load import load_config
-from fp8rl_jax.config.recipe import get_recipe
+from fp8rl_jax.config.recipe import RECIPES, get_recipe
 from fp8rl_jax.config.run import RunConfig
 
 
@@ -66,8 +66,10 @@ def test_a_study_is_read_from_its_runs(tmp_path):
 
 
 @pytest.mark.parametrize("name", STUDIES)
-def test_the_flags_of_a_study_are_keys_of_a_run(name):
+def test_the_flags_of_a_study_are_keys_of_a_run(name, monkeypatch):
     study = STUDIES[name]
+    for recipe in study.recipes:
+        monkeypatch.setitem(RECIPES, recipe.name, recipe)
     for flags in study.arms.values():
         config = load_config(RunConfig, [*study.files, *study.flags, *flags], "fp8rl train")
         get_recipe(config.recipe, config.precision)
@@ -89,5 +91,6 @@ def test_no_measured_figure_stands_elsewhere_in_the_readme():
     """Decimals and powers of ten outside of code, links, papers' and versions' numbers come from a record or not at all."""
     before, rest = (figures.ROOT / "README.md").read_text().split(figures.START)
     prose = before + rest.split(figures.END)[1]
-    prose = re.sub(r"`[^`]*`|\]\([^)]*\)|^    .*$|arXiv[ :]*[\d.]+|\(?\d{4}\.\d{5}\)?|Python 3\.\d+", "", prose, flags=re.M)
+    numbers = r"arXiv[ :]*[\d.]+|\(?\d{4}\.\d{5}\)?|Python 3\.\d+|Apache-2\.0"
+    prose = re.sub(rf"`[^`]*`|\]\([^)]*\)|^    .*$|{numbers}", "", prose, flags=re.M)
     assert re.findall(r"\d+\.\d+(?:e-?\d+)?|\d+e-\d+", prose) == []

@@ -131,7 +131,7 @@ def test_layers_in_the_compute_dtype_are_runs_whose_gradients_reach_one_stack():
     assert equal_runs(policy) == [range(4)]
     tokens = jnp.asarray(np.random.default_rng(0).integers(1, CONFIG.vocab_size, (2, 9)), jnp.int32)
 
-    def loss(policy, form):
+    def loss(policy, form, recipe=recipe):
         hidden = forward(form(policy, recipe), tokens, recipe=recipe, phase="train", keep_cache=False).hidden
         return jnp.sum(hidden * jnp.cos(jnp.arange(hidden.size).reshape(hidden.shape)))
 
@@ -143,7 +143,7 @@ def test_layers_in_the_compute_dtype_are_runs_whose_gradients_reach_one_stack():
         assert one.dtype == jnp.float32
         scale = np.abs(other).max()
         np.testing.assert_allclose(one / scale, other / scale, atol=1e-3, err_msg=jax.tree_util.keystr(path))
-    plain = jax.jit(partial(loss, form=lambda policy, recipe: policy))(policy)
+    plain = jax.jit(partial(loss, form=of_form, recipe=get_recipe("bf16")))(policy)
     assert abs(plain / expected - 1) > 1e-3
 
 
