@@ -10,12 +10,13 @@ import pytest
 from pallas_kernels import exact
 from pallas_kernels.exact import scoped, wide
 from pallas_kernels.matmul import dot as plain_dot
+from pallas_kernels.rounding import rounded
 
 RNG = np.random.default_rng(0)
 dot = jax.jit(exact.dot)
 grouped_dot = jax.jit(exact.grouped_dot)
 attend = jax.jit(exact.attend, static_argnums=4)
-total = jax.jit(scoped(lambda x: exact.rounded(exact.total(wide(x) * wide(x), -1), jnp.float32)))
+total = jax.jit(scoped(lambda x: rounded(exact.total(wide(x) * wide(x), -1), jnp.float32)))
 
 
 def normal(*shape, spread: float = 2.0) -> np.ndarray:
@@ -94,7 +95,7 @@ ELEMENTARY = {
 def test_elementary_functions_within_what_they_state(name):
     ours, reference, x = ELEMENTARY[name]
     x = x.astype(np.float32)
-    found = np.asarray(jax.jit(scoped(lambda x: exact.rounded(ours(wide(x)), jnp.float32)))(x), np.float64)
+    found = np.asarray(jax.jit(scoped(lambda x: rounded(ours(wide(x)), jnp.float32)))(x), np.float64)
     expected = reference(x.astype(np.float64))
     scale = np.maximum(np.abs(expected), 1) if name == "log" else expected
     assert np.max(np.abs(found - expected) / scale) < 2.0**-23
@@ -103,7 +104,7 @@ def test_elementary_functions_within_what_they_state(name):
 def test_elementary_functions_at_the_edges():
     @scoped
     def found(x):
-        return exact.rounded(exact.exp(wide(x)), jnp.float32)
+        return rounded(exact.exp(wide(x)), jnp.float32)
 
     np.testing.assert_array_equal(found(jnp.array([0.0, -jnp.inf, -1e30, jnp.nan])), [1.0, 0.0, 0.0, np.nan])
 
