@@ -35,11 +35,11 @@ def interval(x: list[float], form: str) -> str:
     return f"{x[0]:{form}}" if np.isnan(x[1]) else f"{x[0]:{form}} ({x[1]:{form}} to {x[2]:{form}})"
 
 
-def against(row: dict[str, Any]) -> str:
-    """Difference to the baseline, and what the seeds could have seen."""
-    if row["difference"] is None:
+def against(row: dict[str, Any], of: str = "") -> str:
+    """Difference to the baseline, and what the seeds could have seen; of: "judged, " for the judge's accuracy."""
+    if row[f"{of}difference"] is None:
         return "baseline"
-    return f"{interval(row['difference'], '+.3f')}; sees {row['detectable']:.3f}"
+    return f"{interval(row[f'{of}difference'], '+.3f')}; sees {row[f'{of}detectable']:.3f}"
 
 
 def prose(text: str) -> str:
@@ -115,16 +115,22 @@ def correction() -> str:
     about = prose(f"""
         Corrections where they act: `fp8-rl` with a KV cache whose scales cover half of the range. In {dose["clipped"]:.1%} of
         the tokens the trainer's probability is more than twice the rollout's. {dose["seeds"]} paired seeds,
-        {dose["problems"]} held-out words, float32 compute; the held-out words are answered through the same damaged cache.
+        {dose["problems"]} held-out words, float32 compute. What was learned is judged under the recipe `bf16`, and through the
+        damaged cache.
     """)
     rows = [
         [
             "`bf16` recipe, undamaged" if arm == "bf16" else f"`{arm}`",
-            *(interval(row["after"], ".3f"), against(row), interval(row["k3"], ".1e")),
+            interval(row["judged"], ".3f"),
+            against(row, "judged, "),
+            *(interval(row["after"], ".3f"), interval(row["k3"], ".1e")),
         ]
         for arm, row in summary.items()
     ]
-    heads = ["correction", "accuracy after", "difference to `bf16`", "mismatch k3, mean over steps (range over seeds)"]
+    heads = [
+        *("correction", "accuracy after, served undamaged", "difference to `bf16`", "served through the damaged cache"),
+        "mismatch k3, mean over steps (range over seeds)",
+    ]
     return f"{about}\n\n{table(heads, rows)}"
 
 

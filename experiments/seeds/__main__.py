@@ -5,6 +5,7 @@ start. What is missing is trained, what was cut off is resumed, and the record, 
 each run:
 
     accuracy      held out, greedy, before and after; 95 % interval over seeds (Student's t) and over problems (Wilson's)
+    judged        accuracy of the trained model under one recipe for all arms, where the study names one
     difference    arm less the first arm, seed by seed; its mean with a 95 % t interval
     detectable    the true difference that so many seeds would have shown as one in 80 % of all studies, from the spread seen:
                   (t(0.975) + t(0.8)) s / sqrt(n). Arms that are called alike are alike up to this
@@ -13,11 +14,13 @@ each run:
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shlex
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -54,6 +57,7 @@ class Study:
         start: flags of the warm start; None: the model is given.
         seeds: how many.
         recipes: of the arms, beside the library's.
+        judge: a recipe under which the trained models are evaluated once more: what was learned, without the rollout's error.
     """
 
     question: str
@@ -63,6 +67,7 @@ class Study:
     start: tuple[str, ...] | None = ()
     seeds: int = 5
     recipes: tuple[Recipe, ...] = ()
+    judge: str = ""
 
 
 def _recipes(*names: str) -> dict[str, tuple[str, ...]]:
@@ -107,6 +112,7 @@ STUDIES: dict[str, Study] = {
         },
         MANY,
         recipes=(DOSE,),
+        judge="bf16",
     ),
     "calibrated_clipping": Study(
         "Clip bounds calibrated for an FP8 trainer against fixed ones; jet-rl, four updates a rollout, bounds of 5 %.",
@@ -171,6 +177,16 @@ def train(study: Study, arm: str, seed: int, directory: Path, start: Path | None
     )  # fmt: skip
 
 
+def judge(study: Study, directory: Path) -> None:
+    """Evaluates a trained model under the judge's recipe, once, into judged.json."""
+    if not study.judge or (directory / "judged.json").exists():
+        return
+    said = io.StringIO()
+    with redirect_stdout(said):
+        _fp8rl("eval", *study.files, *study.flags, "--model.path", str(directory / "model"), "--recipe", study.judge)
+    (directory / "judged.json").write_text(said.getvalue())
+
+
 def warm_start(study: Study, directory: Path) -> Path | None:
     """The policy that all runs of a study start from."""
     if study.start is None:
@@ -196,7 +212,9 @@ def read(directory: Path) -> dict[str, Any]:
     steps = {name: [_digits(row[key]) for row in rows if key in row] for name, key in SERIES.items()}
     if bounds := [_digits(row["clip_ratio/low_bound"]) for row in rows if "clip_ratio/low_bound" in row]:
         steps["low_bound"] = bounds
+    judged = directory / "judged.json"
     return {
+        "judged": json.loads(judged.read_text())["eval/accuracy"] if judged.exists() else None,
         "command": ["fp8rl", *made["command"][1:]],
         "commit": made["commit"],
         "accuracy": [[row["step"], row["eval/accuracy"]] for row in evaluated],
@@ -236,6 +254,8 @@ def summarize(runs: dict[str, dict[str, Any]], base: str) -> dict[str, dict[str,
         problems = min(run["problems"] for run in by_seed.values())
         shared = [seed for seed in after if seed in runs.get(base, {})]
         differences = [after[seed] - runs[base][seed]["accuracy"][-1][1] for seed in shared] if arm != base else []
+        judged = {seed: run["judged"] for seed, run in by_seed.items() if run["judged"] is not None}
+        apart = [judged[seed] - runs[base][seed]["judged"] for seed in shared if seed in judged] if arm != base else []
         found[arm] = {
             "seeds": len(by_seed),
             "problems": problems,
@@ -244,6 +264,9 @@ def summarize(runs: dict[str, dict[str, Any]], base: str) -> dict[str, dict[str,
             "after, over problems": wilson_interval(float(np.mean(list(after.values()))), problems),
             "difference": mean_interval(differences) if differences else None,
             "detectable": detectable(differences) if differences else None,
+            "judged": mean_interval(list(judged.values())) if judged else None,
+            "judged, difference": mean_interval(apart) if apart else None,
+            "judged, detectable": detectable(apart) if apart else None,
             "k3": (float(np.mean(k3)), min(k3), max(k3)),
             "k3, median step": float(np.median([x for run in by_seed.values() for x in run["steps"]["k3"]])),
             "largest": float(max(max(run["steps"]["largest"]) for run in by_seed.values())),
@@ -258,7 +281,9 @@ def table(study: Study, summary: dict[str, dict[str, Any]]) -> str:
     def whole(x: Sequence[float], form: str) -> str:
         return f"{x[0]:{form}}" + ("" if np.isnan(x[1]) else f" ({x[1]:{form}} to {x[2]:{form}})")
 
-    heads = ("arm", "seeds", "before", "after", "over problems", "difference", "detectable", "k3", "largest |dlogp|", "clipped")
+    judged = any(row["judged"] for row in summary.values())
+    heads = ("arm", "seeds", "before", "after", "over problems", "difference", "detectable", "k3", "largest |d|", "clipped")
+    heads += (f"after, under {study.judge}", "its difference") if judged else ()
     lines = [study.question, "", f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     for arm, row in summary.items():
         low, high = row["after, over problems"]
@@ -266,6 +291,8 @@ def table(study: Study, summary: dict[str, dict[str, Any]]) -> str:
         cells = (
             f"`{arm}`", str(row["seeds"]), whole(row["before"], ".3f"), whole(row["after"], ".3f"), f"{low:.3f} to {high:.3f}",
             *against, whole(row["k3"], ".1e"), f"{row['largest']:.1e}", f"{row['clipped']:.2%}",
+            *((whole(row["judged"], ".3f"), whole(row["judged, difference"], "+.3f") if row["judged, difference"] else "")
+              if judged else ()),
         )  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
@@ -320,6 +347,7 @@ def run(arguments: Arguments) -> None:
     for seed in arguments.seeds or range(study.seeds):
         for arm in arguments.arms or study.arms:
             train(study, arm, seed, folder / f"{arm}-seed{seed}", start, shlex.split(arguments.extra))
+            judge(study, folder / f"{arm}-seed{seed}")
             write(arguments.study, folder, output)
     print((output / f"{arguments.study}.md").read_text())
 

@@ -26,7 +26,7 @@ def test_intervals_are_students():
 
 def run(after: float, k3: float) -> dict:
     steps = {"k3": [k3, 3 * k3], "largest": [0.1, 0.2], "clipped": [0.0, 0.02], "reward": [0.1, 0.2]}
-    return {"command": [], "commit": "c", "accuracy": [[0, 0.25], [2, after]], "problems": 100, "steps": steps}
+    return {"judged": None, "command": [], "commit": "c", "accuracy": [[0, 0.25], [2, after]], "problems": 100, "steps": steps}
 
 
 def test_differences_are_paired_by_seed():
