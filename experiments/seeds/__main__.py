@@ -278,7 +278,9 @@ def summarize(runs: dict[str, dict[str, Any]], base: str) -> dict[str, dict[str,
 def table(study: Study, summary: dict[str, dict[str, Any]]) -> str:
     """The summary in Markdown."""
 
-    def whole(x: Sequence[float], form: str) -> str:
+    def whole(x: Sequence[float] | None, form: str) -> str:
+        if x is None:
+            return ""
         return f"{x[0]:{form}}" + ("" if np.isnan(x[1]) else f" ({x[1]:{form}} to {x[2]:{form}})")
 
     judged = any(row["judged"] for row in summary.values())
@@ -291,8 +293,7 @@ def table(study: Study, summary: dict[str, dict[str, Any]]) -> str:
         cells = (
             f"`{arm}`", str(row["seeds"]), whole(row["before"], ".3f"), whole(row["after"], ".3f"), f"{low:.3f} to {high:.3f}",
             *against, whole(row["k3"], ".1e"), f"{row['largest']:.1e}", f"{row['clipped']:.2%}",
-            *((whole(row["judged"], ".3f"), whole(row["judged, difference"], "+.3f") if row["judged, difference"] else "")
-              if judged else ()),
+            *((whole(row["judged"], ".3f"), whole(row["judged, difference"], "+.3f")) if judged else ()),
         )  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
