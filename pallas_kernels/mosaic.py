@@ -56,6 +56,12 @@ def _same_bytes_every_time(serialize: Callable) -> Callable:
 
 mosaic_core._run_serde_pass = _same_bytes_every_time(mosaic_core._run_serde_pass)
 
+
+def name_every_kernel() -> None:
+    """Gives each kernel that is lowered from now on a name of its own again, so that equal ones are each compiled, and shown."""
+    mosaic_core._run_serde_pass = getattr(mosaic_core._run_serde_pass, "__wrapped__", mosaic_core._run_serde_pass)
+
+
 SMEM_BYTES = 232_448  # what one block of a Hopper GPU may have
 
 
