@@ -215,7 +215,6 @@ def read(directory: Path) -> dict[str, Any]:
     judged = directory / "judged.json"
     return {
         "judged": json.loads(judged.read_text())["eval/accuracy"] if judged.exists() else None,
-        "command": ["fp8rl", *made["command"][1:]],
         "commit": made["commit"],
         "accuracy": [[row["step"], row["eval/accuracy"]] for row in evaluated],
         "problems": int(evaluated[-1]["eval/problems"]),

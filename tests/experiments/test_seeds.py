@@ -60,7 +60,7 @@ def test_a_study_is_read_from_its_runs(tmp_path):
     write("demo", tmp_path / "runs", tmp_path / "out")
     record = json.loads((tmp_path / "out" / "demo.json").read_text())
     assert set(record["runs"]) == {"bf16", "fp8-rl"} and set(record["runs"]["bf16"]) == {"0"}
-    assert record["runs"]["fp8-rl"]["0"]["command"] == ["fp8rl", "train"] and record["runs"]["fp8-rl"]["0"]["problems"] == 40
+    assert record["runs"]["fp8-rl"]["0"]["commit"] == "abc" and record["runs"]["fp8-rl"]["0"]["problems"] == 40
     assert record["summary"]["fp8-rl"]["difference"][0] == 0.0
     assert (tmp_path / "out" / "demo.svg").exists() and "| `fp8-rl` | 1 |" in (tmp_path / "out" / "demo.md").read_text()
 
