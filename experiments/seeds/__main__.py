@@ -363,7 +363,7 @@ def write(name: str, folder: Path, output: Path) -> None:
             runs[arm] = {str(seed): read(directory) for seed, directory in whole.items()}
     summary = summarize(runs, next(iter(study.arms)))
     output.mkdir(parents=True, exist_ok=True)
-    record = {"question": study.question, "made": facts("experiments.seeds"), "summary": summary, "runs": runs}
+    record = {"question": study.question, "made": facts("experiments.seeds", ["--study", name]), "summary": summary, "runs": runs}
     partial = output / f"{name}.json.partial"
     partial.write_text(json.dumps(record) + "\n")
     partial.replace(output / f"{name}.json")
