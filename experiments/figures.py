@@ -211,6 +211,16 @@ def compared() -> str:
     return "\n\n".join(parts)
 
 
+def roundings() -> str:
+    """What explicit roundings cost."""
+    found = record("benchmarks/cpu_roundings.json")
+    cost = " and ".join(f"{np.median(x):.2f} ({min(x):.2f} to {max(x):.2f}) under `{name}`" for name, x in found["ratio"].items())
+    return prose(f"""
+        Explicit roundings in bfloat16: a step of the demo takes {cost} times as long as at the commit before them ({found["before"]}),
+        medians and ranges of three runs in turns on two CPU cores.
+    """)
+
+
 SECTIONS = {
     "The demo": (demo, "python -m experiments.seeds --study demo", "seeds/demo.json"),
     "Mismatch of every recipe": (recipes, "python -m experiments.seeds --study recipes", "seeds/recipes.json"),
@@ -219,6 +229,7 @@ SECTIONS = {
     "Corrections": (correction, "python -m experiments.seeds --study correction", "seeds/correction.json"),
     "Compute dtypes": (compute_dtype, "python -m experiments.seeds --study compute_dtype", "seeds/compute_dtype.json"),
     "Gradients": (gradients, "python -m experiments.gradients", "gradients/results.json"),
+    "Cost of explicit roundings": (roundings, "fp8rl train ..., in the record", "benchmarks/cpu_roundings.json"),
     "Layer by layer, and another engine": (compared, "fp8rl compare ..., in each record", "compare/*/compare.json"),
 }
 """Heading -> its text, the command of its record, and the record."""
