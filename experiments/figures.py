@@ -216,8 +216,8 @@ def roundings() -> str:
     found = record("benchmarks/cpu_roundings.json")
     cost = " and ".join(f"{np.median(x):.2f} ({min(x):.2f} to {max(x):.2f}) under `{name}`" for name, x in found["ratio"].items())
     return prose(f"""
-        Explicit roundings in bfloat16: a step of the demo takes {cost} times as long as at the commit before them ({found["before"]}),
-        medians and ranges of three runs in turns on two CPU cores.
+        Explicit roundings in bfloat16: a step of the demo takes {cost} times as long as at the commit before them
+        ({found["before"]}), medians and ranges of three runs in turns on two CPU cores.
     """)
 
 
