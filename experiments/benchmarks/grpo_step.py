@@ -7,24 +7,20 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
 
-import jax
-
 from experiments.benchmarks.contest import contest
 from experiments.benchmarks.peer import Peer, PeerSpec
 from experiments.benchmarks.record import result
 from experiments.benchmarks.rounds import Plan
-from experiments.benchmarks.step import OPTIMIZER, make_learner, make_step
+from experiments.benchmarks.step import OPTIMIZER, Shared, make_step
 from experiments.benchmarks.workloads import Workload, random_prompts
-from fp8rl_jax.config.run import MeshConfig
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.resolve import resolve_model
-from fp8rl_jax.parallel import make_mesh
 
 SETTINGS = {
-    "rollout": "LocalEngine.generate; the samples of a prompt share its prefill; two log-probabilities of each token",
-    "update": "one, no KL, no old log-probabilities, AdamW behind clipping at norm 1, on float32 masters",
+    "rollout": "Session.rollout; the samples of a prompt share its prefill; two log-probabilities of each token; texts",
+    "update": "Session.update: one, no KL, no old log-probabilities, AdamW behind clipping at norm 1, float32 masters; metrics",
     "loss": "token mean",
-    "sync": "LocalEngine.sync: cast, quantization and decode layout of all weights",
+    "sync": "cast, quantization and decode layout of all weights",
     "logging": "none",
 }
 
@@ -36,12 +32,10 @@ def grpo_step(workload: Workload, plan: Plan, peers: Sequence[PeerSpec] = (), th
         peers: started with the same prompts and the same weights; only for a workload of a named model.
         threads: processors of each peer.
     """
-    mesh, tokens = make_mesh(MeshConfig()), workload.step.tokens
+    tokens, shared = workload.step.tokens, Shared()
     with ExitStack() as stack:
         started = [stack.enter_context(Peer(spec, _settings(workload), threads, tokens)) for spec in peers]
-        stack.enter_context(jax.set_mesh(mesh))
-        learner = make_learner(workload, mesh)
-        ours = {recipe: make_step(workload, learner, recipe) for recipe in workload.step_recipes}
+        ours = {recipe: make_step(workload, recipe, shared) for recipe in workload.step_recipes}
         return result("grpo_step", workload, workload.step, contest(ours, SETTINGS, started, plan))
 
 

@@ -15,19 +15,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 from experiments.benchmarks.contest import Contest
 from experiments.benchmarks.record import result
 from experiments.benchmarks.rounds import Plan, Round, load, settle, split
-from experiments.benchmarks.step import OPTIMIZER, RL, GrpoStep, Learner
+from experiments.benchmarks.step import OPTIMIZER, GrpoStep
 from experiments.benchmarks.workloads import Workload
 from fp8rl_jax.cli.load import dump_toml, load_config
+from fp8rl_jax.config.rl import LossConfig
 from fp8rl_jax.config.run import RunConfig
-from fp8rl_jax.parallel import shard_policy
 from fp8rl_jax.tasks.workers import RewardPool
 from fp8rl_jax.training.loop import Loop
+from fp8rl_jax.training.session import Session
 from fp8rl_jax.training.setup import Setup, build
 from fp8rl_jax.training.tracking import Tracker
 
@@ -45,17 +43,14 @@ def loop_overhead(workload: Workload, recipe: str, plan: Plan) -> dict[str, Any]
     """
     with tempfile.TemporaryDirectory() as directory:
         setup = _setup(workload, recipe, plan, directory)
-        with jax.set_mesh(setup.mesh), RewardPool(setup.config.task) as pool:
-            copy = jax.tree.map(jnp.copy, setup.policy)  # the loop's first update gives the buffers of its own away
+        with RewardPool(setup.config.task) as pool:
             loop = Loop(setup, dump_toml(setup.config), pool)
-            direct = _direct(loop, Learner(copy, loop.learner.optimizer, setup.mesh))
-            del copy
-            loop.tracker = turns = _TakingTurns(loop.tracker, direct, plan)
+            loop.tracker = turns = _TakingTurns(loop.tracker, _direct(setup), plan)
             with contextlib.suppress(_Enough):
                 loop.run()
     about = {
         LOOP: {"settings": {"recipe": recipe, "task": "experiments/tasks/addition.py, scored by worker processes"}},
-        DIRECT: {"settings": {"recipe": recipe, "parts": "rollout, update, calibration of an FP8 cache, sync"}},
+        DIRECT: {"settings": {"recipe": recipe, "parts": "Session.rollout, Session.update"}},
     }
     entry = result("loop_overhead", workload, workload.loop, Contest(split(turns.done, plan), [(LOOP, DIRECT)], about))
     return entry | {"target": TARGET}
@@ -102,8 +97,8 @@ def _setup(workload: Workload, recipe: str, plan: Plan, directory: str) -> Setup
         "task.name": f"{EXPERIMENTS / 'tasks' / 'addition.py'}:problems",
         "optimizer.learning-rate": OPTIMIZER.learning_rate,
         "optimizer.warmup-steps": OPTIMIZER.warmup_steps,
-        "rl.clip-low": RL.clip_low,
-        "rl.clip-high": RL.clip_high,
+        "rl.clip-low": LossConfig().clip_low,
+        "rl.clip-high": LossConfig().clip_high,
         "rollout.prompts-per-step": shape.prompts,
         "rollout.samples-per-prompt": shape.samples,
         "rollout.max-prompt-tokens": shape.prompt_tokens,
@@ -117,14 +112,15 @@ def _setup(workload: Workload, recipe: str, plan: Plan, directory: str) -> Setup
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     config = load_config(RunConfig, [str(EXPERIMENTS / "runs" / "smollm2_addition.toml"), *words], "benchmarks")
     setup = build(config)
-    setup.sampling = replace(setup.sampling, stop_token_ids=())
     if not workload.model:
-        setup.policy = shard_policy(workload.load_policy(), setup.mesh)
+        setup.session = Session(workload.load_policy(), setup.session.tokenizer, config=config, donate=True)
+    setup.session.sampling = replace(setup.session.sampling, stop_token_ids=())
     return setup
 
 
-def _direct(loop: Loop, learner: Learner) -> GrpoStep:
-    """The loop's step without the loop: same settings, same shapes, prompts of its first step."""
-    setup, rollout = loop.setup, loop.config.rollout
-    prompts = setup.encoder.batch(setup.train.batch(0, rollout.prompts_per_step, loop.config.seed))
-    return GrpoStep(setup.engine(), learner, loop.learner.config, prompts, rollout.samples_per_prompt, setup.sampling)
+def _direct(setup: Setup) -> GrpoStep:
+    """The loop's step without the loop: same settings, same shapes, prompts of its first step, weights of its own."""
+    loop, config = setup.session, setup.config
+    session = Session(loop.policy, loop.tokenizer, config=config, donate=True)
+    session.sampling = loop.sampling
+    return GrpoStep(session, loop.encoder.batch(setup.train.batch(0, config.rollout.prompts_per_step, config.seed)))

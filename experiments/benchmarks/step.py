@@ -1,31 +1,27 @@
-"""One GRPO step of ours, called directly: rollout, update, calibration, sync, and nothing around them."""
+"""One GRPO step of ours: a session's rollout and update, and nothing around them."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from experiments.benchmarks.workloads import Workload, named_recipe, random_prompts
-from fp8rl_jax.config.rl import RLConfig
-from fp8rl_jax.config.training import OptimizerConfig
-from fp8rl_jax.models.cache import KVScales
-from fp8rl_jax.models.policy import Policy
-from fp8rl_jax.parallel import batch_sharding, to_global, to_host
-from fp8rl_jax.rollout.calibration import calibrate_on_prompts, observe_qkv, scales_from_amax
+from fp8rl_jax.config.recipe import PrecisionConfig
+from fp8rl_jax.config.run import RolloutConfig, RunConfig
+from fp8rl_jax.config.training import OptimizerConfig, TrainerConfig
+from fp8rl_jax.models.byte_tokenizer import ByteTokenizer
+from fp8rl_jax.parallel import to_host
 from fp8rl_jax.rollout.engine import LocalEngine, Prompts, Rollout
-from fp8rl_jax.rollout.sampling import Sampling
-from fp8rl_jax.training.state import make_optimizer, sharded_state
-from fp8rl_jax.training.step import Batch, StepConfig, update
+from fp8rl_jax.training.experience import RolloutExperience
+from fp8rl_jax.training.session import Session
+from fp8rl_jax.training.state import TrainState
 
 OPTIMIZER = OptimizerConfig(learning_rate=1e-6)
-RL = RLConfig()
 
 
 class Laps:
@@ -44,12 +40,11 @@ class Laps:
         self._last = now
 
 
-class Learner:
-    """Masters and optimizer state. Recipes that take turns share one: what an update costs does not depend on its values."""
+class Shared:
+    """The state of the sessions that take turns: what an update costs does not depend on its values."""
 
-    def __init__(self, policy: Policy, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh):
-        self.optimizer, self.mesh = optimizer, mesh
-        self.state = sharded_state(policy, optimizer, mesh)
+    def __init__(self) -> None:
+        self.state: TrainState | None = None
 
 
 @dataclass
@@ -57,56 +52,43 @@ class GrpoStep:
     """Calling it runs one step and returns seconds: "gen", "train", "calibrate" where there is any, "sync", "seconds".
 
     Attributes:
-        config: of the update; its recipe is the engine's, too.
+        session: its sampling is without stop tokens, so that each step does the same work.
         prompts: of every step.
-        samples: completions of each prompt.
-        sampling: without stop tokens, so that each step does the same work.
-        scales: of an FP8 cache, calibrated at each step.
+        shared: state that other steps use, too; None: the session keeps its own.
     """
 
-    engine: LocalEngine
-    learner: Learner
-    config: StepConfig
+    session: Session
     prompts: Prompts
-    samples: int
-    sampling: Sampling
-    scales: KVScales | None = field(init=False)
+    shared: Shared | None = None
 
     def __post_init__(self) -> None:
-        recipe, policy = self.config.recipe, self.learner.state.policy
-        self.prompts = to_global(self.prompts, batch_sharding(self.learner.mesh))
-        rows = len(self.prompts.lengths) * self.samples
-        self.advantages = jnp.asarray(np.where(np.arange(rows) % 2, 1.0, -1.0), jnp.float32)
-        self.scales = calibrate_on_prompts(policy, self.prompts, recipe, self.engine.dtype)
-        self.engine.sync(policy, self.scales)
+        if self.shared is not None:
+            if self.shared.state is not None:
+                self.session.load(self.shared.state)
+            self.shared.state = self.session.release()
 
     def __call__(self, number: int) -> dict[str, float]:
-        laps = Laps()
-        for part, results in self.parts(number):
-            laps.end(part, results)
-        return laps.seconds
+        if self.shared is not None:
+            self.session.load(self.shared.state)
+        self.session.sync(self.prompts)
+        self.session.lap()
+        start = time.perf_counter()
+        rollout = self.sample(number)
+        self.learn(rollout)
+        seconds = {"seconds": time.perf_counter() - start}
+        parts = self.session.clock.seconds
+        if self.shared is not None:
+            self.shared.state = self.session.release()
+        check_full(rollout.rollout)
+        return seconds | {name.removeprefix("time/"): value for name, value in parts.items()}
 
-    def parts(self, number: int) -> Iterator[tuple[str, Any]]:
-        """One step: each part's name and what it computed, as soon as it is under way."""
-        learner = self.learner
-        rollout = self.engine.generate(self.prompts, self.samples, self.sampling, jax.random.key(number))
-        yield "gen", rollout.tokens
-        batch = Batch(*self.prompts[:2], rollout.tokens, rollout.mask, rollout.policy_logprobs, self.advantages)
-        learner.state, logprobs, _ = update(learner.state, batch, self.config, learner.optimizer)
-        yield "train", (learner.state, logprobs)
-        if self.scales is not None:
-            self.scales = self._calibrate(rollout)
-            yield "calibrate", self.scales
-        self.engine.sync(learner.state.policy, self.scales)
-        yield "sync", self.engine.policy
-        check_full(rollout)
+    def sample(self, number: int) -> RolloutExperience:
+        """The first half of a step."""
+        return self.session.rollout(self.prompts, key=jax.random.key(number))
 
-    def _calibrate(self, rollout: Rollout) -> KVScales:
-        seen = observe_qkv(
-            self.learner.state.policy, *self.prompts[:2], rollout.tokens, rollout.mask, self.scales,
-            recipe=self.config.recipe, dtype=self.engine.dtype, micro_batches=self.config.micro_batches,
-        )  # fmt: skip
-        return scales_from_amax(seen.amax, self.config.recipe)
+    def learn(self, rollout: RolloutExperience) -> dict[str, float]:
+        """The second."""
+        return self.session.update(rollout, np.where(np.arange(len(rollout.texts)) % 2, 1.0, -1.0))
 
 
 def make_engine(workload: Workload, recipe: str) -> LocalEngine:
@@ -114,24 +96,22 @@ def make_engine(workload: Workload, recipe: str) -> LocalEngine:
     return LocalEngine(named_recipe(recipe), jnp.dtype(workload.compute_dtype), unroll=jax.default_backend() == "cpu")
 
 
-def make_step(workload: Workload, learner: Learner, recipe: str) -> GrpoStep:
+def make_step(workload: Workload, recipe: str, shared: Shared | None = None) -> GrpoStep:
     """The step of a workload: one update, token-mean loss, no KL, AdamW behind clipping at norm 1."""
-    shape = workload.step
-    config = StepConfig(
-        recipe=named_recipe(recipe),
-        rl=replace(RL, correction=RL.correction.resolve(named_recipe(recipe).correction)),
+    shape, policy = workload.step, shared.state.policy if shared and shared.state else workload.load_policy()
+    config = RunConfig(
+        recipe=recipe.removesuffix("-exact"),
+        precision=PrecisionConfig(exact=recipe.endswith("-exact")),
         compute_dtype=workload.compute_dtype,
-        temperature=1.0,
-        micro_batches=shape.prompts // (workload.micro_batch_prompts or shape.prompts),
-        remat=workload.remat,
+        rollout=RolloutConfig(shape.prompts, shape.samples, shape.prompt_tokens, shape.new_tokens),
+        optimizer=OPTIMIZER,
+        trainer=TrainerConfig(
+            steps=1, micro_batch_prompts=workload.micro_batch_prompts, remat="layer" if workload.remat else "none"
+        ),
     )
-    prompts = random_prompts(shape, learner.state.policy.config.vocab_size)
-    return GrpoStep(make_engine(workload, recipe), learner, config, prompts, shape.samples, Sampling(shape.new_tokens))
-
-
-def make_learner(workload: Workload, mesh: jax.sharding.Mesh) -> Learner:
-    """A learner of the workload's own weights."""
-    return Learner(workload.load_policy(), make_optimizer(OPTIMIZER, updates=1), mesh)
+    session = Session(policy, ByteTokenizer(), config=config, donate=True)
+    session.sampling = replace(session.sampling, stop_token_ids=())
+    return GrpoStep(session, random_prompts(shape, policy.config.vocab_size), shared)
 
 
 def check_full(rollout: Rollout) -> None:

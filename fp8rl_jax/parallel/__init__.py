@@ -12,11 +12,19 @@ from fp8rl_jax.parallel.distributed import (
     to_host,
 )
 from fp8rl_jax.parallel.mesh import AXES, make_mesh
-from fp8rl_jax.parallel.placement import batch_sharding, check_batch, policy_shardings, replicated, shard_policy, split_batch
+from fp8rl_jax.parallel.placement import (
+    batch_sharding,
+    batch_shards,
+    check_batch,
+    policy_shardings,
+    replicated,
+    shard_policy,
+    split_batch,
+)
 from fp8rl_jax.parallel.rules import DEFAULT_RULES, ShardingRules, constrain, scale_spec
 
 __all__ = [
-    "AXES", "DEFAULT_RULES", "ShardingRules", "batch_sharding", "check_batch", "check_same", "constrain", "gather_text",
-    "initialize", "is_main_process", "leave_on_failure", "make_mesh", "policy_shardings", "replicated", "scale_spec",
+    "AXES", "DEFAULT_RULES", "ShardingRules", "batch_sharding", "batch_shards", "check_batch", "check_same", "constrain",
+    "gather_text", "initialize", "is_main_process", "leave_on_failure", "make_mesh", "policy_shardings", "replicated", "scale_spec",
     "shard_policy", "shared_faults", "split_batch", "sum_over_processes", "to_global", "to_host",
 ]  # fmt: skip

@@ -59,6 +59,11 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
+def batch_shards(mesh: Mesh, rules: ShardingRules = DEFAULT_RULES) -> int:
+    """Parts into which the mesh splits a batch."""
+    return math.prod(mesh.shape[axis] for axis in rules.mesh_axes("batch") if axis in mesh.shape)
+
+
 def check_batch(rows: int, mesh: Mesh, key: str, rules: ShardingRules = DEFAULT_RULES) -> None:
     """Refuses a batch that the mesh cannot split into equal parts.
 
@@ -71,9 +76,9 @@ def check_batch(rows: int, mesh: Mesh, key: str, rules: ShardingRules = DEFAULT_
     Raises:
         UserError: naming `key` and the mesh axes.
     """
-    axes = [axis for axis in rules.mesh_axes("batch") if axis in mesh.shape]
-    parts = math.prod(mesh.shape[axis] for axis in axes)
+    parts = batch_shards(mesh, rules)
     if rows % parts:
+        axes = [axis for axis in rules.mesh_axes("batch") if axis in mesh.shape]
         sizes = " x ".join(f"mesh.{axis} ({mesh.shape[axis]})" for axis in axes)
         raise UserError(f"{key} = {rows} does not divide by {sizes} = {parts}: make it a multiple of {parts}")
 

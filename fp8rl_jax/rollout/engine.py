@@ -75,8 +75,10 @@ class Rollout:
 
 
 class RolloutEngine(Protocol):
-    """What the trainer needs of an engine: ours, or an external one."""
+    """What a session needs of an engine: ours, or an external one."""
 
+    version: int
+    """Number of the last weight sync; a session that goes on from a checkpoint sets it."""
     finite: dict[str, Bool[Array, ""]]
     """One flag a tensor role of the last sync, True where every value is finite."""
     metrics: dict[str, Float[Array, ""]]
@@ -92,6 +94,9 @@ class RolloutEngine(Protocol):
 
     def generate(self, prompts: Prompts, samples: int, sampling: Sampling, key: Key[Array, ""]) -> Rollout:
         """Samples completions."""
+
+    def wait(self) -> None:
+        """Returns when the last sync and calibration are done."""
 
 
 class LocalEngine:
@@ -206,6 +211,10 @@ class LocalEngine:
         return stream(
             policy, *prompts, key, self.scales, sampling=sampling, recipe=self.recipe, backend=self.backend, every=every
         )
+
+    def wait(self) -> None:
+        """Returns when the last sync and calibration are done."""
+        jax.block_until_ready((self.policy, self.scales))
 
     def _ready(self) -> Policy:
         if self.policy is None:

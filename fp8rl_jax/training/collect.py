@@ -8,106 +8,146 @@ every step. Where too few prompts teach something, others fill the batch, and th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float
 
 from fp8rl_jax import rl
+from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.parallel import batch_sharding, to_global, to_host
-from fp8rl_jax.rollout.engine import Prompts, Rollout, RolloutEngine
-from fp8rl_jax.tasks.dataset import Example
-from fp8rl_jax.tasks.episodes import Episode
+from fp8rl_jax.rollout.engine import Prompts, Rollout
+from fp8rl_jax.tasks.dataset import Dataset, Example
 from fp8rl_jax.tasks.scores import Scores
 from fp8rl_jax.tasks.together import score_together
 from fp8rl_jax.tasks.workers import RewardPool
-from fp8rl_jax.training.experience import EpisodeExperience, Experience, RolloutExperience, episode_rows
-from fp8rl_jax.training.performance import Clock
-from fp8rl_jax.training.play import play
-from fp8rl_jax.training.setup import Setup
+from fp8rl_jax.training.experience import EpisodeExperience, Experience, RolloutExperience
+from fp8rl_jax.training.session import Session
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collected:
+    """What a step learns from, C samples of P prompts chosen among all that were sampled, and what all of these earned.
+
+    Attributes:
+        experience: the chosen samples.
+        rewards, valid: theirs, as the task gave them; not valid where the reward failed.
+        teaches: chosen prompts that enter the loss; all of them without dynamic sampling.
+        scores, examples, texts: of everything that was sampled.
+        rounds: how many rollouts it took.
+    """
+
+    experience: Experience
+    rewards: Float[np.ndarray, " c"]
+    valid: Bool[np.ndarray, " c"]
+    teaches: Bool[np.ndarray, " p"]
+    scores: Scores
+    examples: list[Example]
+    texts: list[str]
+    rounds: int
+
+    @property
+    def entering(self) -> Bool[np.ndarray, " c"]:
+        """Samples that enter the loss."""
+        return np.repeat(self.teaches, len(self.rewards) // len(self.teaches))
+
+    def shown(self, count: int) -> Iterator[dict[str, Any]]:
+        """Rows for samples.jsonl: at most `count` of the samples, evenly spread."""
+        n = len(self.texts) // len(self.examples)
+        rows = range(0, len(self.texts), max(len(self.texts) // max(count, 1), 1))
+        for row in list(rows)[:count]:
+            example = self.examples[row // n]
+            yield {
+                "prompt": example.prompt,
+                "completion": self.texts[row],
+                "answer": example.answer,
+                "reward": float(self.scores.rewards[row]),
+            }
 
 
 class Collector:
-    """Draws experience for a run."""
+    """Draws experience for a run.
 
-    def __init__(self, setup: Setup, pool: RewardPool):
-        self.setup, self.pool, self.dynamic = setup, pool, setup.config.rl.dynamic_sampling
-        self.samples = setup.config.rollout.samples_per_prompt
-        self.count = setup.config.rollout.prompts_per_step
-        self.key = jax.random.fold_in(jax.random.key(setup.config.seed), 0)
+    Args:
+        session: samples.
+        train: problems.
+        pool: scores.
+        config: of the run.
+    """
+
+    def __init__(self, session: Session, train: Dataset, pool: RewardPool, config: RunConfig):
+        self.session, self.train, self.pool, self.seed = session, train, pool, config.seed
+        self.dynamic = config.rl.dynamic_sampling
+        self.samples = config.rollout.samples_per_prompt
+        self.count = config.rollout.prompts_per_step
+        self.key = jax.random.fold_in(jax.random.key(self.seed), 0)
 
     def prompts(self, step: int) -> Prompts:
         """The prompts of the first round of `step`."""
         return self._encoded(self._examples(step, 0))
 
-    def collect(self, engine: RolloutEngine, step: int, clock: Clock) -> Experience:
+    def collect(self, step: int) -> Collected:
         """Samples, scores, and with dynamic sampling does so again until enough prompts teach something."""
-        drawn = [self._draw(engine, step, 0, clock)]
+        drawn = [self._draw(step, 0)]
         if not self.dynamic.enabled:
             return self._chosen(drawn, np.ones(self.count, bool))
         teaches = [self._informative(drawn[0][1])]
         while sum(map(np.sum, teaches)) < self.count and len(drawn) < self.dynamic.max_rounds:
-            drawn.append(self._draw(engine, step, len(drawn), clock))
+            drawn.append(self._draw(step, len(drawn)))
             teaches.append(self._informative(drawn[-1][1]))
         return self._chosen(drawn, np.concatenate(teaches))
 
-    def _chosen(self, drawn: list, teaches: Bool[np.ndarray, " q"]) -> Experience:
-        sampled, scores, examples, texts = zip(*drawn, strict=True)
+    def _chosen(self, drawn: list, teaches: Bool[np.ndarray, " q"]) -> Collected:
+        sampled, scores, examples = zip(*drawn, strict=True)
         joined = Scores.join(scores)
         # those that teach first, each in the order of sampling; what is left over is not used
         chosen = np.argsort(~teaches, kind="stable")[: self.count]
         rows = (chosen[:, None] * self.samples + np.arange(self.samples)).reshape(-1)
-        common = {
-            "rewards": joined.rewards[rows],
-            "valid": ~joined.failed[rows],
-            "teaches": teaches[chosen],
-            "scores": joined,
-            "examples": sum(examples, []),
-            "texts": sum(texts, []),
-            "rounds": len(drawn),
-        }
-        if self.pool.task.max_turns > 1:
-            return self._of_episodes(list(chain(*sampled)), rows, common)
-        rollout = sampled[0]
-        if self.dynamic.enabled:
-            rollout = to_global_rollout(select(sampled, chosen, rows), batch_sharding(self.setup.mesh))
-        return RolloutExperience(rollout=rollout, **common)
+        return Collected(
+            experience=self._picked(sampled, chosen, rows) if self.dynamic.enabled else sampled[0],
+            rewards=joined.rewards[rows],
+            valid=~joined.failed[rows],
+            teaches=teaches[chosen],
+            scores=joined,
+            examples=sum(examples, []),
+            texts=sum((part.texts for part in sampled), []),
+            rounds=len(drawn),
+        )
 
-    def _of_episodes(self, episodes: list[Episode], rows: Int[np.ndarray, " c"], common: dict) -> Experience:
-        chosen, encoder = [episodes[row] for row in rows], self.setup.encoder
-        padded = episode_rows(chosen, encoder.width, self.setup.sampling.max_new_tokens, encoder.pad, len(rows))
-        return EpisodeExperience(episodes=chosen, rows=padded, sharding=batch_sharding(self.setup.mesh), **common)
+    def _picked(self, sampled: Sequence[Experience], chosen: np.ndarray, rows: np.ndarray) -> Experience:
+        if isinstance(sampled[0], EpisodeExperience):
+            episodes = list(chain(*(part.episodes for part in sampled)))
+            return self.session.of_episodes([episodes[row] for row in rows], self.samples)
+        texts = list(chain(*(part.texts for part in sampled)))
+        rollout = select([part.rollout for part in sampled], chosen, rows)
+        rollout = to_global_rollout(rollout, batch_sharding(self.session.mesh))
+        return replace(sampled[0], rollout=rollout, texts=[texts[row] for row in rows])
 
-    def _draw(
-        self, engine: RolloutEngine, step: int, number: int, clock: Clock
-    ) -> tuple[Rollout | list[Episode], Scores, list[Example], list[str]]:
-        examples, setup = self._examples(step, number), self.setup
+    def _draw(self, step: int, number: int) -> tuple[Experience, Scores, list[Example]]:
+        examples, session = self._examples(step, number), self.session
         key = jax.random.fold_in(self.key, step)
         key = jax.random.fold_in(key, number) if number else key
         if self.pool.task.max_turns > 1:
-            episodes, scores = play(engine, setup.encoder, self.pool, examples, self.samples, setup.sampling, key, clock)
-            return episodes, scores, examples, [episode.transcript for episode in episodes]
-        with clock.part("gen"):
-            rollout = engine.generate(self._encoded(examples), self.samples, setup.sampling, key)
-            jax.block_until_ready(rollout.tokens)
-        texts = setup.encoder.texts(rollout)
-        with clock.part("reward"):
-            scores = score_together(self.pool, examples, texts)
-        return rollout, scores, examples, texts
+            return *session.play(examples, self.pool, self.samples, key), examples
+        found: RolloutExperience = session.rollout(self._encoded(examples), self.samples, key)
+        with session.clock.part("reward"):
+            scores = score_together(self.pool, examples, found.texts)
+        return found, scores, examples
 
     def _informative(self, scores: Scores) -> Bool[np.ndarray, " p"]:
         return np.asarray(rl.informative_groups(jnp.asarray(scores.rewards), self.samples, jnp.asarray(~scores.failed)))
 
     def _examples(self, step: int, number: int) -> list[Example]:
         rounds = self.dynamic.max_rounds if self.dynamic.enabled else 1
-        return list(self.setup.train.batch(step * rounds + number, self.count, self.setup.config.seed))
+        return list(self.train.batch(step * rounds + number, self.count, self.seed))
 
     def _encoded(self, examples: list[Example]) -> Prompts:
-        return to_global(self.setup.encoder.batch(examples), batch_sharding(self.setup.mesh))
+        return to_global(self.session.encoder.batch(examples), batch_sharding(self.session.mesh))
 
 
 def select(rollouts: Sequence[Rollout], prompts: np.ndarray, rows: np.ndarray) -> Rollout:

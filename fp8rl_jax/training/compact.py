@@ -7,7 +7,6 @@ once. The widths follow from lengths that all processes read together, so they a
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -18,7 +17,7 @@ from jaxtyping import Array, Float
 
 from fp8rl_jax.config.rl import RLConfig
 from fp8rl_jax.config.training import TrainerConfig
-from fp8rl_jax.parallel import DEFAULT_RULES, batch_sharding, to_global, to_host
+from fp8rl_jax.parallel import batch_sharding, batch_shards, to_global, to_host
 from fp8rl_jax.training.packing import bucket, pack
 from fp8rl_jax.training.step import Batch
 
@@ -48,8 +47,8 @@ def compact(batch: Batch, config: TrainerConfig, parts: int, mesh: jax.sharding.
     sides = batch.prompts.shape[1], batch.tokens.shape[1]
     slots = batch.prompts.size + batch.tokens.size
     if config.packing:
-        devices = math.prod(mesh.shape[axis] for axis in DEFAULT_RULES.mesh_axes("batch") if axis in mesh.shape)
-        packing = pack(prompts, completions, sides, config.pack_tokens or sum(sides), parts=parts, devices=devices)
+        width = config.pack_tokens or sum(sides)
+        packing = pack(prompts, completions, sides, width, parts=parts, devices=batch_shards(mesh))
         slots = packing.tokens.size
         batch = replace(batch, packing=to_global(packing, batch_sharding(mesh)))
     return Compact(batch, 1.0 - tokens / slots)

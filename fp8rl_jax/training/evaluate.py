@@ -12,31 +12,29 @@ from jaxtyping import Array, Key
 
 from fp8rl_jax.config.training import EvaluationConfig
 from fp8rl_jax.parallel import is_main_process, to_host
-from fp8rl_jax.rollout.engine import RolloutEngine
-from fp8rl_jax.rollout.offline import calibrate
-from fp8rl_jax.rollout.sampling import Sampling
 from fp8rl_jax.tasks.dataset import Example
 from fp8rl_jax.tasks.scores import Scores
 from fp8rl_jax.tasks.together import score_together
 from fp8rl_jax.tasks.workers import RewardPool
 from fp8rl_jax.training.performance import Clock
 from fp8rl_jax.training.play import play
-from fp8rl_jax.training.prompts import PromptEncoder
+from fp8rl_jax.training.session import Session, at_temperature
 from fp8rl_jax.training.setup import Setup
 
 _log = logging.getLogger("fp8rl")
 
 
 def evaluate(
-    engine: RolloutEngine,
-    encoder: PromptEncoder,
-    pool: RewardPool,
-    examples: Sequence[Example],
-    config: EvaluationConfig,
-    sampling: Sampling,
-    key: Key[Array, ""],
+    session: Session, pool: RewardPool, examples: Sequence[Example], config: EvaluationConfig, key: Key[Array, ""]
 ) -> tuple[dict[str, float], list[dict]]:
     """Answers every example `config.samples` times, or plays as many episodes of it, and scores the answers.
+
+    Args:
+        session: answers with the weights that it serves, which do not change.
+        pool: scores, or plays the environments.
+        examples: problems.
+        config: how many samples, at which temperature; nothing else of the session's sampling is truncated or biased.
+        key: fixes the draws.
 
     Returns:
         Metrics `eval/accuracy` (avg@k: mean of correct samples; pass@1), `eval/accuracy_low`, `eval/accuracy_high` (95 %
@@ -45,12 +43,13 @@ def evaluate(
         is logged);
         and one row an answer: prompt, completion, answer, reward.
     """
-    prompts_a_batch = max(config.batch_size // config.samples, 1)
+    prompts_a_batch, sampling = max(config.batch_size // config.samples, 1), at_temperature(session.sampling, config.temperature)
     found, lengths, rows = [], [], []
     for start in range(0, len(examples), prompts_a_batch):
         part = list(examples[start : start + prompts_a_batch])
         answer = _play if pool.task.max_turns > 1 else _complete
-        scores, texts, tokens = answer(engine, encoder, pool, part, prompts_a_batch, config.samples, sampling, key)
+        with jax.set_mesh(session.mesh):
+            scores, texts, tokens = answer(session, pool, part, prompts_a_batch, config.samples, sampling, key)
         found.append(scores)
         lengths.append(tokens)
         for row, text in enumerate(texts):
@@ -77,30 +76,33 @@ def evaluate(
     return metrics, rows
 
 
-def _complete(engine, encoder, pool, part, prompts, samples, sampling, key) -> tuple[Scores, list[str], np.ndarray]:
+def _complete(session, pool, part, prompts, samples, sampling, key) -> tuple[Scores, list[str], np.ndarray]:
     """Scores, texts and token counts of the answers to `part`, which is one batch of `prompts` or the rest of one."""
     # filled up with its first example, so that one compiled program serves all
     filled = part + part[:1] * (prompts - len(part))
-    rollout = engine.generate(encoder.batch(filled), samples, sampling, key)
-    texts = encoder.texts(rollout)[: len(part) * samples]
+    rollout = session.engine.generate(session.encoder.batch(filled), samples, sampling, key)
+    texts = session.encoder.texts(rollout)[: len(part) * samples]
     return score_together(pool, part, texts), texts, to_host(rollout.mask).sum(1)[: len(texts)]
 
 
-def _play(engine, encoder, pool, part, prompts, samples, sampling, key) -> tuple[Scores, list[str], np.ndarray]:
+def _play(session, pool, part, prompts, samples, sampling, key) -> tuple[Scores, list[str], np.ndarray]:
     """The same of episodes: an episode's tokens are those of all its completions."""
     slots = prompts * samples
-    episodes, scores = play(engine, encoder, pool, part, samples, sampling, key, Clock(), slots=slots)
+    episodes, scores = play(session.engine, session.encoder, pool, part, samples, sampling, key, Clock(), slots=slots)
     tokens = np.array([sum(len(turn.tokens) for turn in episode.turns) for episode in episodes])
     return scores, [episode.transcript for episode in episodes], tokens
 
 
 def evaluate_held_out(setup: Setup, pool: RewardPool) -> dict[str, float]:
-    """`evaluate` of a run's policy on its held-out set, in an engine of its own; an FP8 cache is calibrated on the prompts."""
-    config, engine = setup.config.evaluation, setup.engine()
+    """`evaluate` of a run's policy on its held-out set; an FP8 cache is calibrated on the prompts.
+
+    Raises:
+        UserError: weights or scales that are not finite after quantization.
+    """
+    config, session = setup.config.evaluation, setup.session
     examples = setup.held_out.examples[: config.examples]
-    calibrate(engine, setup.policy, [setup.encoder.batch(examples[: config.batch_size])])
-    sampling = evaluation_sampling(config, setup.sampling)
-    return evaluate(engine, setup.encoder, pool, examples, config, sampling, jax.random.key(setup.config.seed))[0]
+    session.sync(session.encoder.batch(examples[: config.batch_size]))
+    return evaluate(session, pool, examples, config, jax.random.key(setup.config.seed))[0]
 
 
 def wilson_interval(rate: float, count: int, z: float = 1.96) -> tuple[float, float]:
@@ -108,9 +110,3 @@ def wilson_interval(rate: float, count: int, z: float = 1.96) -> tuple[float, fl
     centre = (rate + z * z / (2 * count)) / (1 + z * z / count)
     half = z / (1 + z * z / count) * math.sqrt(rate * (1 - rate) / count + z * z / (4 * count * count))
     return max(centre - half, 0.0), min(centre + half, 1.0)
-
-
-def evaluation_sampling(config: EvaluationConfig, sampling: Sampling) -> Sampling:
-    """The run's sampling at the evaluation's temperature: it ends where training's does, and is neither truncated nor biased."""
-    ends = {"stop_token_ids": sampling.stop_token_ids, "stop_strings": sampling.stop_strings}
-    return Sampling(sampling.max_new_tokens, config.temperature, **ends)

@@ -1,4 +1,4 @@
-"""One step's experience: what was sampled, its rewards, and the batch that it makes.
+"""What was sampled in one step, and the batch that it makes for the trainer.
 
 A sample is a completion, or an episode of several. Rewards and advantages belong to samples; the trainer works on rows. A
 completion is one row. An episode is as many as `join_turns` makes of it, and a batch of them is filled up with empty rows.
@@ -7,9 +7,8 @@ completion is one row. An episode is as many as `join_turns` makes of it, and a 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,43 +19,61 @@ from fp8rl_jax import rl
 from fp8rl_jax.config.rl import RLConfig
 from fp8rl_jax.parallel import to_global, to_host
 from fp8rl_jax.rollout.engine import Rollout
-from fp8rl_jax.tasks.dataset import Example
 from fp8rl_jax.tasks.episodes import Episode, Rows, pad_rows
-from fp8rl_jax.tasks.scores import Scores
 from fp8rl_jax.training.step import Batch
+
+Entering = Bool[np.ndarray, " c"] | None
+"""Samples that enter the loss; None: all of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experience(ABC):
-    """What a step learns from: C samples of P prompts, chosen among all that were sampled.
+    """C samples of P prompts, sample c of prompt c // samples: what a session gives to be rewarded and takes back to learn from.
 
     Attributes:
-        rewards, valid: of the chosen samples, as the task gave them; not valid where the reward failed.
-        teaches: chosen prompts that enter the loss; all of them without dynamic sampling.
-        scores, examples, texts: of everything that was sampled.
-        rounds: how many rollouts it took.
+        texts: [C], completions without special tokens, or transcripts of episodes.
+        samples: of each prompt.
+        temperature: that they were sampled at.
     """
 
-    rewards: Float[np.ndarray, " c"]
-    valid: Bool[np.ndarray, " c"]
-    teaches: Bool[np.ndarray, " p"]
-    scores: Scores
-    examples: list[Example]
     texts: list[str]
-    rounds: int
+    samples: int
+    temperature: float
 
     @property
-    def entering(self) -> Bool[np.ndarray, " c"]:
-        """Samples that enter the loss."""
-        return np.repeat(self.teaches, len(self.rewards) // len(self.teaches))
+    def prompts(self) -> int:
+        """P."""
+        return len(self.texts) // self.samples
+
+    @property
+    def prompts_in_batch(self) -> int:
+        """P, and with it what the batch is filled up with."""
+        return self.prompts
+
+    @property
+    @abstractmethod
+    def weight_version(self) -> int:
+        """Number of the weight sync that served it; of an episode's turns the oldest."""
+
+    @property
+    @abstractmethod
+    def tokens(self) -> list[list[int]]:
+        """Sampled token ids of each sample, [C][length], the stop token included; all processes call it together."""
+
+    @property
+    @abstractmethod
+    def logprobs(self) -> list[Float[np.ndarray, " length"]]:
+        """Log-probability of each of `tokens` in the rollout, at the sampling temperature over the whole vocabulary; all
+        processes call it together."""
 
     @abstractmethod
-    def batch(self, config: RLConfig, truncated: bool) -> Batch:
+    def batch(self, config: RLConfig, truncated: bool, entering: Entering = None) -> Batch:
         """The rows to train on, with advantages of 0.
 
         Args:
             config: its correction resolved.
             truncated: sampling was from a truncated distribution.
+            entering: samples in the loss.
         """
 
     @abstractmethod
@@ -70,7 +87,7 @@ class Experience(ABC):
     @property
     @abstractmethod
     def policy_logprobs(self) -> Float[Array, "b t"]:
-        """The rollout's, over the whole vocabulary."""
+        """The rollout's, over the whole vocabulary, in the rows of `batch`."""
 
     @abstractmethod
     def work(self) -> tuple[Int[np.ndarray, " p"], Int[np.ndarray, " b"], int]:
@@ -80,64 +97,83 @@ class Experience(ABC):
     def metrics(self) -> dict[str, float]:
         """completions/* and rollout/weight_version; of episodes also episodes/*."""
 
-    def shown(self, count: int) -> Iterator[dict[str, Any]]:
-        """Rows for samples.jsonl: at most `count` of the samples, evenly spread."""
-        n = len(self.texts) // len(self.examples)
-        rows = range(0, len(self.texts), max(len(self.texts) // max(count, 1), 1))
-        for row in list(rows)[:count]:
-            example = self.examples[row // n]
-            yield {
-                "prompt": example.prompt,
-                "completion": self.texts[row],
-                "answer": example.answer,
-                "reward": float(self.scores.rewards[row]),
-            }
-
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutExperience(Experience):
-    """Completions: row b is sample b. `rollout` is on the mesh."""
+    """Completions: row b is sample b.
+
+    Attributes:
+        rollout: on the mesh. Its prompts may be more than `prompts`: the session fills a batch up with copies of the first, so
+            that a compiled program serves several sizes, and their rows are empty.
+    """
 
     rollout: Rollout
 
-    def batch(self, config: RLConfig, truncated: bool) -> Batch:
+    @property
+    def prompts_in_batch(self) -> int:
+        return len(self.rollout.prompts.lengths)
+
+    @property
+    def weight_version(self) -> int:
+        return self.rollout.weight_version
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        tokens, mask = self._own(self.rollout.tokens, self.rollout.mask)
+        return [row[kept].tolist() for row, kept in zip(tokens, mask, strict=True)]
+
+    @property
+    def logprobs(self) -> list[Float[np.ndarray, " length"]]:
+        logprobs, mask = self._own(self.rollout.policy_logprobs, self.rollout.mask)
+        return [row[kept] for row, kept in zip(logprobs, mask, strict=True)]
+
+    def _own(self, *arrays: Array) -> list[np.ndarray]:
+        return [np.asarray(x)[: len(self.texts)] for x in to_host(arrays)]
+
+    def batch(self, config: RLConfig, truncated: bool, entering: Entering = None) -> Batch:
         rollout, in_loss = self.rollout, None
         chosen = rl.rollout_logprobs(rollout.behaviour_logprobs, rollout.policy_logprobs, config.correction, truncated=truncated)
+        mask, rows = rollout.mask, len(rollout.tokens)
+        if len(self.texts) < rows:
+            mask = mask & (np.arange(rows) < len(self.texts))[:, None]
         if config.overlong.filter:
-            in_loss = rl.drop_truncated(rollout.mask, rollout.stopped)
-        if not self.teaches.all():
-            in_loss = (rollout.mask if in_loss is None else in_loss) & self.entering[:, None]
+            in_loss = rl.drop_truncated(mask, rollout.stopped)
+        if entering is not None and not entering.all():
+            inside = np.pad(entering, (0, rows - len(entering)))
+            in_loss = (mask if in_loss is None else in_loss) & inside[:, None]
         prompts = rollout.prompts
         return Batch(
-            prompts.tokens, prompts.lengths, rollout.tokens, rollout.mask, chosen, jnp.zeros_like(chosen[:, 0]),
+            prompts.tokens, prompts.lengths, rollout.tokens, mask, chosen, jnp.zeros_like(chosen[:, 0]),
             loss_mask=in_loss, prompt_routes=rollout.prompt_expert_ids, routes=rollout.expert_ids,
         )  # fmt: skip
 
     def by_sample(self, values: Shaped[Array, " b"]) -> Shaped[Array, " c"]:
-        return values
+        return values if len(values) == len(self.texts) else values[: len(self.texts)]
 
     def by_row(self, values: Float[Array, " c"]) -> Float[Array, " b"]:
-        return values
+        missing = len(self.rollout.tokens) - len(self.texts)
+        return jnp.pad(values, (0, missing)) if missing else values
 
     @property
     def policy_logprobs(self) -> Float[Array, "b t"]:
         return self.rollout.policy_logprobs
 
     def work(self) -> tuple[Int[np.ndarray, " p"], Int[np.ndarray, " b"], int]:
-        prompts, mask = to_host((self.rollout.prompts.lengths, self.rollout.mask))
+        (mask,) = self._own(self.rollout.mask)
+        prompts = np.asarray(to_host(self.rollout.prompts.lengths))[: self.prompts]
         return prompts, mask.sum(1), int(mask.sum())
 
     def metrics(self) -> dict[str, float]:
-        mask, stopped = to_host((self.rollout.mask, self.rollout.stopped))
-        return _completion_metrics(mask.sum(1), stopped) | {"rollout/weight_version": self.rollout.weight_version}
+        mask, stopped = self._own(self.rollout.mask, self.rollout.stopped)
+        return _completion_metrics(mask.sum(1), stopped) | {"rollout/weight_version": self.weight_version}
 
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodeExperience(Experience):
-    """Episodes of the chosen prompts, and their rows.
+    """Episodes of the prompts, and their rows.
 
     Attributes:
-        episodes: [c].
+        episodes: [C].
         rows: from `episode_rows`, on the host.
         sharding: of the batch.
     """
@@ -146,14 +182,28 @@ class EpisodeExperience(Experience):
     rows: Rows
     sharding: jax.sharding.Sharding
 
-    def batch(self, config: RLConfig, truncated: bool) -> Batch:
-        rows = self.rows
+    @property
+    def weight_version(self) -> int:
+        return min(turn.weight_version for episode in self.episodes for turn in episode.turns)
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        return [[token for turn in episode.turns for token in turn.tokens] for episode in self.episodes]
+
+    @property
+    def logprobs(self) -> list[Float[np.ndarray, " length"]]:
+        return [np.array([x for turn in e.turns for x in turn.policy_logprobs], np.float32) for e in self.episodes]
+
+    def batch(self, config: RLConfig, truncated: bool, entering: Entering = None) -> Batch:
+        rows, in_loss = self.rows, None
         behaviour, policy = jnp.asarray(rows.behaviour_logprobs), jnp.asarray(rows.policy_logprobs)
         chosen = rl.rollout_logprobs(behaviour, policy, config.correction, truncated=truncated)
+        if entering is not None and not entering.all():
+            in_loss = rows.sampled & (self._spread(entering) > 0)[:, None]
         batch = Batch(
             rows.prompts, rows.prompt_lengths, rows.tokens, rows.sampled, chosen, np.zeros(len(rows.tokens), np.float32),
             attended=rows.attended,
-            loss_mask=None if self.teaches.all() else rows.sampled & (self._spread(self.entering) > 0)[:, None],
+            loss_mask=in_loss,
         )  # fmt: skip
         return to_global(batch, self.sharding)
 
@@ -182,7 +232,7 @@ class EpisodeExperience(Experience):
         turns, count = [turn for episode in self.episodes for turn in episode.turns], len(self.episodes)
         lengths, stopped = np.array([len(turn.tokens) for turn in turns]), np.array([turn.stopped for turn in turns])
         return _completion_metrics(lengths, stopped) | {
-            "rollout/weight_version": min(turn.weight_version for turn in turns),
+            "rollout/weight_version": self.weight_version,
             "episodes/turns": len(turns) / count,
             "episodes/rows": (self.rows.episode >= 0).sum() / count,
             "episodes/truncated": sum(episode.truncated for episode in self.episodes) / count,

@@ -13,12 +13,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from fp8rl_jax import rl
+from fp8rl_jax.config.recipe import Recipe
+from fp8rl_jax.config.run import RunConfig
+from fp8rl_jax.config.training import OptimizerConfig
 from fp8rl_jax.models.lora import Trained, join, split
+from fp8rl_jax.models.policy import Policy
 from fp8rl_jax.parallel import split_batch
 from fp8rl_jax.training.clip_calibration import Seen, due, recalibrate, unquantized
 from fp8rl_jax.training.compact import Compact, compact, of_width, widen
 from fp8rl_jax.training.performance import Clock
-from fp8rl_jax.training.setup import Setup
 from fp8rl_jax.training.state import TrainState, learning_rate, make_optimizer
 from fp8rl_jax.training.step import Batch, StepConfig, correct, score, update
 
@@ -29,72 +32,85 @@ def _mean(parts: list[dict[str, Array]]) -> dict[str, Array]:
 
 
 class Learner:
-    """The optimizer, the reference policy, and what the compiled update is specialised to."""
+    """The optimizer, the reference policy, and what the compiled update is specialised to.
 
-    def __init__(self, setup: Setup):
-        config, recipe = setup.config, setup.recipe
-        self.trainer, self.mesh = config.trainer, setup.mesh
+    Args:
+        config: of the run.
+        recipe: resolved.
+        policy: before the first update; where a KL divergence is wanted, a copy of what is trained of it is the reference.
+        mesh: batches are on it.
+    """
+
+    def __init__(self, config: RunConfig, recipe: Recipe, policy: Policy, mesh: jax.sharding.Mesh):
+        self.trainer, self.mesh = config.trainer, mesh
         settings = dataclasses.replace(config.rl, correction=config.rl.correction.resolve(recipe.correction))
         self.count = config.trainer.updates_per_rollout
-        part = config.rollout.prompts_per_step // self.count
         self.config = StepConfig(
             recipe=recipe,
             rl=settings,
             compute_dtype=config.compute_dtype,
-            temperature=setup.sampling.temperature,
-            micro_batches=part // (config.trainer.micro_batch_prompts or part),
+            temperature=config.rollout.temperature,
             remat=config.trainer.remat == "layer",
             logprob_chunk=config.trainer.logprob_chunk,
             attention_chunk=config.trainer.attention_chunk,
             backend=config.precision.backend,
             loss_scale=config.trainer.loss_scale.resolve(config.compute_dtype),
         )
-        updates = config.trainer.steps * self.count
-        self.optimizer = make_optimizer(config.optimizer, updates, setup.recipe.optimizer_moment)
-        self.schedule = learning_rate(config.optimizer, updates)
+        self.use(config.optimizer, config.trainer.steps * self.count)
         needed = settings.kl_coefficient > 0 or settings.reward_kl.coefficient > 0
         # of what is trained: adapters at their start, beside the frozen base, are the whole reference
-        self.reference: Trained | None = jax.tree.map(jnp.copy, split(setup.policy)[0]) if needed else None
+        self.reference: Trained | None = jax.tree.map(jnp.copy, split(policy)[0]) if needed else None
 
-    @property
-    def micro_batches(self) -> int:
-        """Parts in which a whole rollout is run where no update splits it."""
-        return self.config.micro_batches * self.count
+    def use(self, optimizer: OptimizerConfig, updates: int) -> None:
+        """An optimizer, and the number of updates in its schedule."""
+        self.optimizer = make_optimizer(optimizer, updates, self.config.recipe.optimizer_moment)
+        self.schedule = learning_rate(optimizer, updates)
 
-    def compact(self, batch: Batch) -> Compact:
-        """The batch in the form that the model runs on."""
-        return compact(batch, self.trainer, self.micro_batches, self.mesh)
+    def micro_batches(self, prompts: int) -> int:
+        """Parts in which a whole rollout of so many prompts is run where no update splits it."""
+        part = prompts // self.count
+        return part // (self.trainer.micro_batch_prompts or part) * self.count
 
-    def scored(self, state: TrainState, batch: Batch, clock: Clock) -> Batch:
-        """The batch with the log-probabilities that rewards and updates need: the reference policy's, and the old policy's."""
-        config, width = dataclasses.replace(self.config, micro_batches=self.micro_batches), batch.tokens.shape[1]
+    def compact(self, batch: Batch, parts: int) -> Compact:
+        """The batch in the form that the model runs on, in `parts` micro-batches."""
+        return compact(batch, self.trainer, parts, self.mesh)
+
+    def scored(self, state: TrainState, batch: Batch, parts: int, clock: Clock) -> Batch:
+        """The batch with the log-probabilities that rewards and updates need: the reference policy's, and the old policy's.
+
+        Args:
+            parts: of `micro_batches`.
+        """
+        config, width = dataclasses.replace(self.config, micro_batches=parts), batch.tokens.shape[1]
         if self.reference is not None:
             with clock.part("ref"):
                 # other weights, so its own experts
-                own_routes = dataclasses.replace(self.compact(batch).batch, prompt_routes=None, routes=None)
+                own_routes = dataclasses.replace(self.compact(batch, parts).batch, prompt_routes=None, routes=None)
                 policy = join(self.reference, split(state.policy)[1])
                 reference = jax.block_until_ready(widen(score(policy, own_routes, config), width))
             batch = dataclasses.replace(batch, reference_logprobs=reference)
         if self.count > 1 or config.rl.correction.whole_batch or config.rl.reward_kl.coefficient > 0:
             with clock.part("logprob"):
-                old = jax.block_until_ready(widen(score(state.policy, self.compact(batch).batch, config), width))
+                old = jax.block_until_ready(widen(score(state.policy, self.compact(batch, parts).batch, config), width))
             batch = dataclasses.replace(batch, old_logprobs=old)
         return batch
 
     def update(
-        self, state: TrainState, batch: Batch, clock: Clock
+        self, state: TrainState, batch: Batch, parts: int, clock: Clock
     ) -> tuple[TrainState, Float[Array, "b t"], dict[str, Float[Array, ""] | float]]:
         """All updates on one rollout.
 
         Args:
             batch: from `scored`, with advantages.
+            parts: of `micro_batches`.
 
         Returns:
             The next state; the trainer's log-probabilities before the first update; the mean of the updates' metrics.
         """
         old, width = batch.old_logprobs, batch.tokens.shape[1]
-        config = dataclasses.replace(self.config, rl=of_width(self.config.rl, width))
-        batch, padding = self.compact(batch)
+        rl_config = of_width(self.config.rl, width)
+        config = dataclasses.replace(self.config, rl=rl_config, micro_batches=parts // self.count)
+        batch, padding = self.compact(batch, parts)
         told = {"optim/lr": float(self.schedule(int(state.updates))), "perf/padding_fraction": padding}
         if old is None:
             with clock.part("train"):
@@ -102,14 +118,14 @@ class Learner:
                 jax.block_until_ready(logprobs)
             return state, widen(logprobs, width), metrics | told
         corrected, corrections = correct(batch, config.rl)
-        collected, seen, parts = [], [], split_batch(corrected, self.count)
+        collected, seen, minis = [], [], split_batch(corrected, self.count)
         calibrating, exact = due(state, config.rl, self.count), unquantized(config)
         if calibrating:
             with clock.part("calibrate"):
-                whole = dataclasses.replace(exact, micro_batches=self.micro_batches)
+                whole = dataclasses.replace(exact, micro_batches=parts)
                 exact_old = split_batch(jax.block_until_ready(score(state.policy, batch, whole)), self.count)
         for part in range(self.count):
-            mini = jax.tree.map(lambda x, part=part: x[part], parts)
+            mini = jax.tree.map(lambda x, part=part: x[part], minis)
             if calibrating and part:
                 with clock.part("calibrate"):
                     exact_logprobs = jax.block_until_ready(score(state.policy, mini, exact))

@@ -71,9 +71,10 @@ def peak_flops(device_kind: str) -> float | None:
 
 
 class Clock:
-    """Seconds of each part of a step, by metric name, and the work that was done in them."""
+    """Seconds of each part of a step, by metric name, and the work done in them. A step begins when its clock is made."""
 
     def __init__(self) -> None:
+        self.start = time.perf_counter()
         self.seconds: dict[str, float] = {}
         self.tokens = self.flops = 0.0
 
@@ -97,7 +98,7 @@ class Clock:
         self.flops = update_flops(config, prompt_lengths, completion_lengths, sampled, frozen)
 
     def metrics(self) -> dict[str, float]:
-        """time/*, and perf/* a device, whatever its kind:
+        """time/* (time/step: since the clock was made), and after a rollout and an update perf/* of a device of any kind:
 
         perf/tok_per_s_gpu         completion tokens over the step without evaluation and checkpoint
         perf/tok_per_s_gpu_gen     over generation alone, and _train over the update alone
@@ -105,7 +106,9 @@ class Clock:
         perf/mfu_train             as a part of the device's peak, where that is known
         perf/memory_peak_gib       of the fullest device since the start; of this process where devices do not say
         """
-        devices, times = jax.device_count(), self.seconds
+        devices, times = jax.device_count(), {"time/step": time.perf_counter() - self.start} | self.seconds
+        if not {"time/gen", "time/train"} <= times.keys():
+            return times
         step = times["time/step"] - sum(times.get(name, 0.0) for name in OUTSIDE_STEP)
         rate = self.flops / devices / times["time/train"]
         metrics = {

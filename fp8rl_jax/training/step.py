@@ -211,3 +211,34 @@ def _update(
         bounds = {"clip_ratio/low_bound": state.clip_bounds[0], "clip_ratio/high_bound": state.clip_bounds[1]}
     state, update_metrics = apply_gradients(state, gradients, loss, optimizer, config.loss_scale)
     return state, logprobs, rl.metric_values(metrics | corrections) | update_metrics | bounds
+
+
+def supervised_update(
+    state: TrainState, batch: Batch, config: StepConfig, optimizer: optax.GradientTransformation
+) -> tuple[TrainState, dict[str, Array]]:
+    """One update on the mean negative log-likelihood of the completions' tokens; donates as `update` does.
+
+    Args:
+        batch: its tokens and mask are used, and its prompts.
+        config: its temperature, formats and loss scale are used.
+
+    Returns:
+        The next state; `loss` and the metrics of `apply_gradients`.
+    """
+    trained, frozen = split(state.policy)
+    state, metrics = _supervised_update(replace(state, policy=trained), frozen, batch, config, optimizer)
+    return replace(state, policy=join(state.policy, frozen)), metrics
+
+
+@partial(jax.jit, static_argnames=("config", "optimizer"), donate_argnames="state")
+def _supervised_update(
+    state: TrainState, frozen: Policy | None, batch: Batch, config: StepConfig, optimizer: optax.GradientTransformation
+) -> tuple[TrainState, dict[str, Array]]:
+    def loss_fn(trained: Trained):
+        logprobs, _ = completion_logprobs(join(trained, frozen), batch, config)
+        loss = -jnp.sum(jnp.where(batch.mask, logprobs, 0.0)) / batch.mask.sum()
+        return scaled_loss(loss, state, config.loss_scale), loss
+
+    (_, loss), gradients = jax.value_and_grad(loss_fn, has_aux=True)(state.policy)
+    state, metrics = apply_gradients(state, gradients, loss, optimizer, config.loss_scale)
+    return state, {"loss": loss, **metrics}

@@ -90,8 +90,8 @@ def batch_of(episodes):
     rows = episode_rows(episodes, WIDTH, SAMPLING.max_new_tokens, 256, 8)
     count = len(episodes)
     found = EpisodeExperience(
-        rewards=np.zeros(count), valid=np.ones(count, bool), teaches=np.ones(count, bool), scores=None, examples=[], texts=[],
-        rounds=1, episodes=episodes, rows=rows, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]),
+        episodes=episodes, rows=rows, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]),
+        texts=[episode.transcript for episode in episodes], samples=1, temperature=1.0,
     )  # fmt: skip
     advantages = np.random.default_rng(0).normal(size=count).astype(np.float32)
     batch = found.batch(RL, False)

@@ -149,7 +149,7 @@ def test_a_run_whose_first_and_last_layers_stay_in_the_compute_dtype(tmp_path, c
     assert train(run_file, out, *flags, "--dry-run") == 0
     assert "quantized linears: 7 of 21" in capsys.readouterr().out
     assert train(run_file, out, *flags) == 0
-    before = build(load_config(RunConfig, [run_file], "fp8rl train")).policy.layers
+    before = build(load_config(RunConfig, [run_file], "fp8rl train")).session.weights.layers
     after = load_policy(out / "model").layers
     for name in ("q_proj", "down_proj"):
         moved = np.abs(np.asarray(getattr(after, name).value) - np.asarray(getattr(before, name).value))

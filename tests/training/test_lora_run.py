@@ -33,7 +33,7 @@ def run_file(tmp_path):
 
 
 def starting_policy(run_file: str, *flags: str):
-    return build(load_config(RunConfig, [run_file, *flags], "fp8rl train")).policy
+    return build(load_config(RunConfig, [run_file, *flags], "fp8rl train")).session.weights
 
 
 def check_files(run_file: str, out: Path, *flags: str, dtype=ml_dtypes.bfloat16) -> None:

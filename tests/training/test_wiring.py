@@ -31,7 +31,7 @@ from fp8rl_jax.config.rl import (
     RewardKLConfig,
     RLConfig,
 )
-from fp8rl_jax.config.run import InitConfig, ModelConfig, RolloutConfig, RunConfig
+from fp8rl_jax.config.run import InitConfig, MeshConfig, ModelConfig, RolloutConfig, RunConfig
 from fp8rl_jax.config.tasks import TaskConfig
 from fp8rl_jax.config.training import (
     CheckpointConfig,
@@ -44,6 +44,7 @@ from fp8rl_jax.config.training import (
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.byte_tokenizer import ByteTokenizer
 from fp8rl_jax.models.cache import KVScales
+from fp8rl_jax.parallel import make_mesh
 from fp8rl_jax.rollout.calibration import calibrate_on_prompts
 from fp8rl_jax.rollout.engine import LocalEngine, Rollout, pad_prompts
 from fp8rl_jax.rollout.sampling import Sampling
@@ -52,19 +53,20 @@ from fp8rl_jax.tasks.dataset import Example
 from fp8rl_jax.tasks.episodes import Episode
 from fp8rl_jax.tasks.scores import ScoreJob, Scores
 from fp8rl_jax.training import learner as learning
-from fp8rl_jax.training import loop as looping
+from fp8rl_jax.training import session as sessions
 from fp8rl_jax.training import sft
-from fp8rl_jax.training.collect import Collector
-from fp8rl_jax.training.evaluate import evaluate, evaluate_held_out, evaluation_sampling, wilson_interval
+from fp8rl_jax.training.collect import Collected, Collector
+from fp8rl_jax.training.evaluate import evaluate, evaluate_held_out, wilson_interval
 from fp8rl_jax.training.experience import EpisodeExperience, RolloutExperience, episode_rows
 from fp8rl_jax.training.learner import Learner
 from fp8rl_jax.training.loop import Loop
 from fp8rl_jax.training.performance import Clock
 from fp8rl_jax.training.play import play
 from fp8rl_jax.training.prompts import PromptEncoder
+from fp8rl_jax.training.session import Session, at_temperature
 from fp8rl_jax.training.setup import build
 from fp8rl_jax.training.state import init_state
-from fp8rl_jax.training.step import Batch, StepConfig, correct, score, update
+from fp8rl_jax.training.step import Batch, StepConfig, correct, update
 
 EOS = 258
 WIDTH = 5
@@ -154,9 +156,8 @@ def setup_of(tmp_path):
         problems = [{"prompt": f"{chr(65 + i)}=", "answer": "abcd"[: 1 + i % 4]} for i in range(20)]
         (tmp_path / "problems.jsonl").write_text("".join(json.dumps(problem) + "\n" for problem in problems))
         task = replace(TASK, name=str(tmp_path / "problems.jsonl"))
-        setup = build(replace(CONFIG, task=task, output=str(tmp_path / "run"), recipe=engine.recipe.name, **changes))
-        setup.engine = lambda: engine
-        return setup
+        config = replace(CONFIG, task=task, output=str(tmp_path / "run"), recipe=engine.recipe.name, **changes)
+        return build(config, engine=engine)
 
     return make
 
@@ -185,29 +186,25 @@ def test_advantages_are_of_the_reward_less_the_divergence_and_the_penalty(estima
         deviation = total - (share * total).sum() / share.sum()
         expected = deviation / np.sqrt((share * deviation**2).sum() / (share.sum() - 1))
     arrays = (jnp.asarray(rewards, jnp.float32), jnp.asarray(valid), jnp.asarray(lengths), jnp.asarray(divergence, jnp.float32))
-    found, metrics = looping._advantages(*arrays, config=config, samples=3, longest=8)
+    found, metrics = sessions._advantages(*arrays, config=config, samples=3, longest=8)
     np.testing.assert_allclose(found, np.where(valid, expected, 0), rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(metrics["reward/kl"], divergence.mean(), rtol=1e-6)
     np.testing.assert_allclose(metrics["reward/overlong_penalty"], penalty.mean(), rtol=1e-6)
-    _, metrics = looping._advantages(*arrays[:3], None, config=config, samples=3, longest=8)
+    _, metrics = sessions._advantages(*arrays[:3], None, config=config, samples=3, longest=8)
     assert set(metrics) == {"reward/overlong_penalty"}
 
 
 # from a rollout to a batch
 
 
-def experience_of(teaches=(True, True, True), **changes) -> RolloutExperience:
+def experience_of() -> RolloutExperience:
     """Three prompts, two samples each; samples 3 and 4 of six are cut off at the width."""
     prompts = pad_prompts([[1, 2], [3], [4, 5, 6]], [1, 2, 3], 4)
     engine = Engine(lambda problem, sample, _: "abcde" if (problem, sample) in ((2, 1), (3, 0)) else "ab"[: 1 + sample])
     rollout = engine.generate(prompts, 2, Sampling(WIDTH), jax.random.key(0))
     routes = np.arange(6 * WIDTH).reshape(6, WIDTH, 1, 1) % 7
     rollout = replace(rollout, prompt_expert_ids=jnp.asarray(routes[:3, :4]), expert_ids=jnp.asarray(routes), weight_version=4)
-    settings = {
-        "rewards": np.zeros(6, np.float32), "valid": np.ones(6, bool), "teaches": np.array(teaches), "scores": None,
-        "examples": [], "texts": [], "rounds": 1, "rollout": rollout,
-    }  # fmt: skip
-    return RolloutExperience(**(settings | changes))
+    return RolloutExperience(rollout=rollout, texts=["?"] * 6, samples=2, temperature=1.0)
 
 
 def test_a_batch_holds_the_rollout():
@@ -254,16 +251,41 @@ def test_what_was_cut_off_or_teaches_nothing_is_left_out_of_the_loss_alone():
         ((True, False, True), RLConfig(), [0, 1, 4, 5]),
         ((True, False, True), filtered, [0, 1, 5]),
     ):
-        batch = experience_of(teaches).batch(config, False)
+        batch = experience_of().batch(config, False, collected_of(teaches=np.array(teaches)).entering)
         np.testing.assert_array_equal(batch.loss_mask, mask & np.isin(np.arange(6), rows)[:, None])
         np.testing.assert_array_equal(batch.mask, mask)
+
+
+def test_what_fills_a_batch_up_is_neither_seen_nor_learned_from():
+    """Of three prompts the last is a filling one."""
+    found = replace(experience_of(), texts=["?"] * 4)
+    whole, rollout = experience_of(), found.rollout
+    assert (found.prompts, found.prompts_in_batch, whole.prompts) == (2, 3, 3)
+    batch = found.batch(RLConfig(), False)
+    np.testing.assert_array_equal(batch.mask[:4], rollout.mask[:4])
+    assert not batch.mask[4:].any() and batch.tokens.shape[0] == 6
+    np.testing.assert_array_equal(found.by_sample(jnp.arange(6)), range(4))
+    np.testing.assert_array_equal(found.by_row(jnp.arange(1.0, 5)), [1, 2, 3, 4, 0, 0])
+    part = found.batch(RLConfig(overlong=OverlongConfig(filter=True)), False, np.array([True, False, True, True]))
+    np.testing.assert_array_equal(part.loss_mask, batch.mask & np.array([1, 0, 1, 0, 0, 0], bool)[:, None])
+    assert [len(x) for x in found.tokens] == [2, 3, 2, 5] == [len(x) for x in found.logprobs]
+    assert found.work()[2] == 12 and found.metrics()["completions/max_length"] == 5
+    assert found.metrics()["completions/clipped_ratio"] == 0.25
+
+
+def collected_of(**changes) -> Collected:
+    settings = {
+        "experience": None, "rewards": np.zeros(6, np.float32), "valid": np.ones(6, bool), "teaches": np.ones(3, bool),
+        "scores": None, "examples": [], "texts": [], "rounds": 1,
+    }  # fmt: skip
+    return Collected(**(settings | changes))
 
 
 def test_shown_samples_belong_to_their_prompts():
     examples = [Example(i, f"p{i}", f"a{i}", "", {}) for i in range(3)]
     texts = [f"t{row}" for row in range(6)]
     scores = SimpleNamespace(rewards=np.arange(6) / 2)
-    shown = list(experience_of(examples=examples, texts=texts, scores=scores).shown(3))
+    shown = list(collected_of(examples=examples, texts=texts, scores=scores).shown(3))
     assert [tuple(row.values()) for row in shown] == [(f"p{i}", f"t{2 * i}", f"a{i}", float(i)) for i in range(3)]
 
 
@@ -295,18 +317,24 @@ def half(batch: Batch, part: int) -> Batch:
     })  # fmt: skip
 
 
+def learner_of(setup) -> Learner:
+    session = setup.session
+    return Learner(setup.config, session.recipe, session.weights, session.mesh)
+
+
 def test_two_updates_are_those_of_the_two_halves(setup_of):
     setup = setup_of(
         Engine(), trainer=TrainerConfig(steps=3, updates_per_rollout=2),
         rl=RLConfig(correction=CorrectionConfig("token_tis", batch_normalize=True)),
         optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=2, schedule="linear", final_ratio=0.0),
     )  # fmt: skip
-    learner, batch = Learner(setup), training_batch()
+    policy, batch = setup.session.policy, training_batch()
+    learner = learner_of(setup)
 
     def start():
-        return init_state(jax.tree.map(jnp.copy, setup.policy), learner.optimizer)
+        return init_state(jax.tree.map(jnp.copy, policy), learner.optimizer)
 
-    found, logprobs, metrics = learner.update(start(), batch, Clock())
+    found, logprobs, metrics = learner.update(start(), batch, learner.micro_batches(2), Clock())
     whole, corrections = correct(batch, learner.config.rl)
     state, _, first = update(start(), half(whole, 0), learner.config, learner.optimizer)
     state, _, second = update(state, half(whole, 1), learner.config, learner.optimizer)
@@ -343,11 +371,11 @@ def test_the_reference_is_the_first_policy_and_the_old_one_the_present(setup_of,
         (two, kl, True, True),
     ):
         setup = setup_of(Engine(), trainer=trainer, rl=config)
-        learner = Learner(setup)
-        state = init_state(jax.tree.map(lambda x: 3 * x, setup.policy), learner.optimizer)
+        policy, learner = setup.session.weights, learner_of(setup)
+        state = init_state(jax.tree.map(lambda x: 3 * x, policy), learner.optimizer)
         if reference:  # an update is given the policy's own buffers, so the reference has others
-            assert learner.reference.norm.value is not setup.policy.norm.value
-        found = learner.scored(state, batch, Clock())
+            assert learner.reference.norm.value is not policy.norm.value
+        found = learner.scored(state, batch, learner.micro_batches(2), Clock())
         for name, present, value in (("reference_logprobs", reference, 1.0), ("old_logprobs", old, 3.0)):
             values = getattr(found, name)
             assert (values is not None) == present and (not present or np.all(values == value)), name
@@ -374,19 +402,20 @@ def test_one_update_sees_the_whole_batch(setup_of, monkeypatch):
     setup = setup_of(
         Engine(recipe="fp8-rl"), trainer=trainer, rl=settings, optimizer=schedule, rollout=rollout, precision=REFERENCE
     )  # fmt: skip
-    learner, batch = Learner(setup), replace(training_batch(), old_logprobs=None)
-    state = replace(init_state(setup.policy, learner.optimizer), updates=jnp.int32(1))
-    state, logprobs, metrics = learner.update(state, batch, Clock())
+    learner, batch = learner_of(setup), replace(training_batch(), old_logprobs=None)
+    state = replace(init_state(setup.session.weights, learner.optimizer), updates=jnp.int32(1))
+    state, logprobs, metrics = learner.update(state, batch, learner.micro_batches(2), Clock())
     ((given, config),) = seen
     assert int(state.updates) == 2 and metrics["loss"] == 3 and metrics["optim/lr"] == pytest.approx(0.75)
     np.testing.assert_array_equal(logprobs, batch.rollout_logprobs - 1)
     np.testing.assert_array_equal(given.tokens, batch.tokens)
     assert config.rl.fixed_length == WIDTH and config.rl.correction.value("max_weight") == 5  # icepop's, not the recipe's
     assert config == StepConfig(
-        setup.recipe, replace(learner.config.rl, fixed_length=WIDTH), "float32", 0.8, micro_batches=2, remat=True,
+        setup.session.recipe, replace(learner.config.rl, fixed_length=WIDTH), "float32", 0.8, micro_batches=2, remat=True,
         logprob_chunk=7, attention_chunk=0, backend="reference", loss_scale=trainer.loss_scale,
     )  # fmt: skip
-    assert Learner(setup_of(Engine(recipe="fp8-rl"))).config.rl.correction.method == setup.recipe.correction != "none"
+    plain = learner_of(setup_of(Engine(recipe="fp8-rl")))
+    assert plain.config.rl.correction.method == setup.session.recipe.correction != "none"
 
 
 # a step of the loop
@@ -400,7 +429,7 @@ def loop_of(setup_of):
     @contextmanager
     def make(engine: Engine, pool: Pool | None = None, **changes):
         setup = setup_of(engine, **changes)
-        with jax.set_mesh(setup.mesh):
+        with jax.set_mesh(setup.session.mesh):
             loops.append(Loop(setup, "", pool or Pool()))
             yield loops[-1]
 
@@ -415,14 +444,14 @@ class Trainer:
 
     growth = 2
 
-    def __init__(self, loop: Loop):
+    def __init__(self, session: Session):
         self.batches = []
-        loop.learner.scored, loop.learner.update = self.scored, self.update
+        session.learner.scored, session.learner.update = self.scored, self.update
 
-    def scored(self, state, batch, clock):
+    def scored(self, state, batch, parts, clock):
         return replace(batch, old_logprobs=batch.rollout_logprobs, reference_logprobs=batch.rollout_logprobs - 0.2)
 
-    def update(self, state, batch, clock):
+    def update(self, state, batch, parts, clock):
         self.batches.append(batch)
         grown = jax.tree_util.tree_map_with_path(lambda path, x: self.growth * x if "q_proj" in str(path) else x, state.policy)
         with clock.part("train"):
@@ -440,17 +469,16 @@ TRUNCATED = replace(CONFIG.rollout, top_p=0.9)
 def test_a_step_learns_from_what_was_sampled(loop_of):
     engine, pool = Engine(), Pool()
     with loop_of(engine, pool, rl=IN_REWARD, rollout=TRUNCATED) as loop:
-        trainer, answers = Trainer(loop), {example.index: example.answer for example in loop.setup.train.examples}
+        trainer, answers = Trainer(loop.session), {example.index: example.answer for example in loop.setup.train.examples}
         engine.say = lambda problem, sample, call: answers[problem] if sample == 1 else letters(problem, sample, call)
-        engine.sync(loop.state.policy)
         metrics = loop._step(0)
         loop._step(1)
     batch, asked = trainer.batches[0], engine.asked[0]
     examples = loop.setup.train.batch(0, 2, 0)
     texts = [engine.say(example.index, sample, 0) for example in examples for sample in range(3)]
-    assert asked.samples == 3 and asked.sampling == loop.setup.sampling and asked.key != engine.asked[1].key
+    assert asked.samples == 3 and asked.sampling == loop.session.sampling and asked.key != engine.asked[1].key
     assert [len(call) for call in pool.calls] == [6, 6]  # each completion is scored, and once
-    np.testing.assert_array_equal(batch.prompts, loop.setup.encoder.batch(examples).tokens)
+    np.testing.assert_array_equal(batch.prompts, loop.session.encoder.batch(examples).tokens)
     rewards = np.array([reward_of(examples[row // 3], text[:WIDTH]) for row, text in enumerate(texts)])
     lengths = np.array([min(len(text) + 1, WIDTH) for text in texts])
     np.testing.assert_array_equal(batch.mask.sum(1), lengths)
@@ -475,16 +503,15 @@ def test_a_step_learns_from_what_was_sampled(loop_of):
 def test_every_setting_that_changes_the_distribution_is_looked_at(loop_of, monkeypatch):
     settings = {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "min_p": 0.1, "bad_words": ("zz",), "logit_bias": {"97": 1.0}}
     seen = {}
-    monkeypatch.setattr(looping, "check_sampling", lambda correction, **given: seen.update(given) or True)
+    monkeypatch.setattr(sessions, "check_sampling", lambda correction, **given: seen.update(given) or True)
     with loop_of(Engine(), rl=IN_REWARD, rollout=replace(CONFIG.rollout, **settings)) as loop:
-        assert seen == settings and loop.truncated
+        assert seen == settings and loop.session.truncated
 
 
 def test_a_failed_reward_is_told_and_has_no_advantage_and_no_part_in_the_mean(loop_of, caplog):
     engine = Engine(lambda problem, sample, _: "!!" if sample == 1 else "abc"[: sample + 1])
     with loop_of(engine, rl=RLConfig(advantage=AdvantageConfig("dr_grpo"))) as loop:
-        trainer = Trainer(loop)
-        engine.sync(loop.state.policy)
+        trainer = Trainer(loop.session)
         metrics = loop._step(0)
         examples = loop.setup.train.batch(0, 2, 0)
     rewards = np.array([[reward_of(example, "a"), reward_of(example, "abc")] for example in examples])
@@ -498,14 +525,14 @@ def test_scales_are_those_of_the_new_weights_on_prompts_and_completions(loop_of)
     engine, ones = Engine(recipe="fp8-kv"), KVScales(*(jnp.ones(1) for _ in range(3)))
     words, others = ((lambda _, sample, call, said=said: said[sample]) for said in (("abc", "def", "ghi"), ("rst", "uvw", "xyz")))
     with loop_of(engine) as loop:
-        trainer, scales = Trainer(loop), []
+        session, trainer, scales = loop.session, Trainer(loop.session), []
         for engine.say, trainer.growth, engine.pad in ((words, 1, 0), (others, 1, 0), (others, 1, 9), (others, 2, 0)):
-            loop.scales = ones
-            engine.sync(loop.state.policy, ones)
+            session.scales = ones
+            session.sync()
             metrics = loop._step(0)
-            assert engine.synced[-1][1] is loop.scales is engine.scales
-            scales.append(loop.scales)
-            assert metrics["fp8/kv_scale_k"] == pytest.approx(float(loop.scales.key.max()))
+            assert engine.synced[-1][1] is session.scales is engine.scales
+            scales.append(session.scales)
+            assert metrics["fp8/kv_scale_k"] == pytest.approx(float(session.scales.key.max()))
             assert metrics["fp8/quant_snr_db_k"] < 60  # of the scales served until then; 200 where nothing is lost
     first, other, padded, grown = ([np.asarray(x) for x in (s.query, s.key, s.value)] for s in scales)
     assert any((one != two).any() for one, two in zip(first, other, strict=True))
@@ -516,12 +543,12 @@ def test_scales_are_those_of_the_new_weights_on_prompts_and_completions(loop_of)
 @pytest.mark.parametrize(("start", "every"), [(0, 2), (1, 2), (0, 0)])
 def test_a_run_serves_before_it_samples_and_saves_after_it_wrote(loop_of, monkeypatch, start, every):
     engine, told = Engine(recipe="fp8-kv"), []
-    monkeypatch.setattr(looping, "save_model", lambda policy, setup: told.append("model"))
+    monkeypatch.setattr(Session, "save", lambda *_, **__: told.append("model"))
     with loop_of(engine, checkpoint=CheckpointConfig(every=every)) as loop:
-        sync, loop.start = engine.sync, start
+        sync, loop.start, session = engine.sync, start, loop.session
 
         def step(number):
-            with loop.clock.part("train"), loop.clock.part("gen"):
+            with session.clock.part("train"), session.clock.part("gen"):
                 told.append(f"step {number}")
             return {"at": number}
 
@@ -533,10 +560,10 @@ def test_a_run_serves_before_it_samples_and_saves_after_it_wrote(loop_of, monkey
         loop.checkpoints.close()
         loop.checkpoints = SimpleNamespace(save=lambda number, _: told.append(f"save {number}"), close=lambda: None)
         loop.run()
-        assert loop.scales is not None and engine.synced[0][1] is loop.scales
-        prompts = loop.setup.encoder.batch(loop.setup.train.batch(start, 2, 0))
-        first = calibrate_on_prompts(loop.state.policy, prompts, engine.recipe, engine.dtype, engine.backend)
-        jax.tree.map(np.testing.assert_array_equal, loop.scales, first)
+        assert session.scales is not None and engine.synced[0][1] is session.scales
+        prompts = session.encoder.batch(loop.setup.train.batch(start, 2, 0))
+        first = calibrate_on_prompts(session.weights, prompts, engine.recipe, engine.dtype, engine.backend)
+        jax.tree.map(np.testing.assert_array_equal, session.scales, first)
     expected = ["sync"]
     for number in range(start, 3):
         expected += [f"evaluate {number}", f"step {number}", (number, number, number)]
@@ -549,8 +576,9 @@ def test_a_run_serves_before_it_samples_and_saves_after_it_wrote(loop_of, monkey
 def test_evaluation_is_due_every_so_many_steps_and_draws_the_same(loop_of):
     engine = Engine()
     with loop_of(engine, Pool()) as loop:
+        loop.session.sync()
         due = [bool(loop._evaluate(step)) for step in range(4)]
-        loop.collector.collect(engine, 0, Clock())
+        loop.collector.collect(0)
     assert due == [True, False, True, True]  # and at the end, step 3
     *answered, trained = engine.asked
     assert len(answered) == 6  # three problems, then two
@@ -562,17 +590,17 @@ def test_evaluation_is_due_every_so_many_steps_and_draws_the_same(loop_of):
 # sampling
 
 
-def collected(setup, engine, steps, pool=None):
-    collector = Collector(setup, pool or Pool())
-    return [collector.collect(engine, step, Clock()) for step in steps]
+def collected(setup, steps, pool=None):
+    collector = Collector(setup.session, setup.train, pool or Pool(), setup.config)
+    return [collector.collect(step) for step in steps]
 
 
 def test_no_two_steps_draw_alike_and_a_step_is_drawn_again_alike(setup_of):
     engine = Engine()
     setup = setup_of(engine)
-    collected(setup, engine, [0, 1, 2, 1])
+    collected(setup, [0, 1, 2, 1])
     other = Engine()
-    collected(setup_of(other, seed=1), other, [0])
+    collected(setup_of(other, seed=1), [0])
     keys = [asked.key for asked in engine.asked]
     assert len({*keys, other.asked[0].key}) == 4 and keys[1] == keys[3]
     ids = [np.asarray(asked.prompts.ids).tolist() for asked in engine.asked]
@@ -590,29 +618,30 @@ def test_dynamic_sampling_keeps_what_teaches_with_its_own_rewards_and_tokens(set
     setup = setup_of(engine, rl=RLConfig(dynamic_sampling=DynamicSamplingConfig(enabled=True, max_rounds=4)))
     problems = [setup.train.batch(round, 2, 0) for round in range(2)]
     first = problems[0][1].index
-    (found,) = collected(setup, engine, [0], pool)
+    (found,) = collected(setup, [0], pool)
     assert found.rounds == 2 and found.teaches.all() and found.valid.all() and len(found.scores.rewards) == 12
     assert engine.asked[0].key != engine.asked[1].key and [len(call) for call in pool.calls] == [6, 6]
     chosen = [(problems[0][1], 0), (problems[1][0], 1)]
-    np.testing.assert_array_equal(found.rollout.prompts.ids, [example.index for example, _ in chosen])
+    rollout = found.experience.rollout
+    np.testing.assert_array_equal(rollout.prompts.ids, [example.index for example, _ in chosen])
     said = [(example, letters(example.index, sample, call)[:WIDTH]) for example, call in chosen for sample in range(3)]
-    assert setup.encoder.texts(found.rollout) == [text for _, text in said]
+    assert setup.session.encoder.texts(rollout) == found.experience.texts == [text for _, text in said]
     np.testing.assert_allclose(found.rewards, [reward_of(*pair) for pair in said], rtol=1e-6)
     assert found.examples == problems[0] + problems[1] and found.texts[:3] == ["same"] * 3
-    np.testing.assert_array_equal(found.rollout.policy_logprobs < 0, found.rollout.mask)
-    np.testing.assert_allclose(found.rollout.policy_logprobs[:, 0], [-0.8, -0.9, -1.0, -0.5, -0.6, -0.7], rtol=1e-6)
+    np.testing.assert_array_equal(rollout.policy_logprobs < 0, rollout.mask)
+    np.testing.assert_allclose(rollout.policy_logprobs[:, 0], [-0.8, -0.9, -1.0, -0.5, -0.6, -0.7], rtol=1e-6)
 
 
 def test_dynamic_sampling_draws_once_where_all_prompts_teach(setup_of):
     setup = setup_of(Engine(), rl=RLConfig(dynamic_sampling=DynamicSamplingConfig(enabled=True)))
-    (found,) = collected(setup, setup.engine(), [1])
+    (found,) = collected(setup, [1])
     assert found.rounds == 1 and found.teaches.all()
 
 
 def test_dynamic_sampling_gives_up_after_its_rounds(setup_of):
     engine = Engine(lambda problem, sample, call: "same!"[: 4 + (sample > 0)])  # one valid reward teaches nothing
     setup = setup_of(engine, rl=RLConfig(dynamic_sampling=DynamicSamplingConfig(enabled=True, max_rounds=3)))
-    (found,) = collected(setup, engine, [2])
+    (found,) = collected(setup, [2])
     assert found.rounds == 3 and not found.teaches.any() and not found.entering.any()
     assert found.valid.tolist() == [True, False, False] * 2
     drawn = [i for asked in engine.asked for i in np.asarray(asked.prompts.ids).tolist()]
@@ -634,8 +663,11 @@ def test_accuracy_is_a_mean_and_pass_at_k_a_maximum_over_samples():
     right = {(0, 0), (0, 1), (1, 0), (4, 1)}
     examples = [Example(i, f"{i}=", "yes", "yes", {}) for i in range(5)]
     engine, pool = Engine(lambda problem, sample, _: "yes" if (problem, sample) in right else "n"), Pool()
-    encoder, sampling, key = PromptEncoder(ByteTokenizer(), "", 6), Sampling(WIDTH, 0.7), jax.random.key(5)
-    metrics, rows = evaluate(engine, encoder, pool, examples, CONFIG.evaluation, sampling, key)
+    key, config = jax.random.key(5), replace(CONFIG.evaluation, temperature=0.7)
+    session = SimpleNamespace(
+        engine=engine, encoder=PromptEncoder(ByteTokenizer(), "", 6), sampling=Sampling(WIDTH), mesh=make_mesh(MeshConfig())
+    )
+    metrics, rows = evaluate(session, pool, examples, config, key)
     low, high = wilson_interval(0.4, 5)
     assert metrics == pytest.approx(
         {
@@ -648,15 +680,15 @@ def test_accuracy_is_a_mean_and_pass_at_k_a_maximum_over_samples():
     assert [row["prompt"] for row in rows] == [f"{i}=" for i in range(5) for _ in range(2)]
     assert [row["reward"] for row in rows] == pytest.approx([reward_of(examples[0], text) for text in texts])
     assert [np.asarray(asked.prompts.ids).tolist() for asked in engine.asked] == [[0, 1, 2], [3, 4, 3]]
-    assert all((asked.samples, asked.sampling) == (2, sampling) for asked in engine.asked)
+    assert all((asked.samples, asked.sampling) == (2, Sampling(WIDTH, 0.7)) for asked in engine.asked)
     assert engine.asked[0].key == tuple(np.asarray(jax.random.key_data(key)).tolist())
-    once, _ = evaluate(engine, encoder, pool, examples, replace(CONFIG.evaluation, samples=1), sampling, key)
+    once, _ = evaluate(session, pool, examples, replace(config, samples=1), key)
     assert "eval/pass_at_k" not in once and once["eval/accuracy"] == pytest.approx(0.4)
 
 
 def test_evaluation_samples_the_policy_itself():
     sampling = Sampling(WIDTH, 0.7, 5, 0.9, 0.1, (EOS,))
-    assert evaluation_sampling(EvaluationConfig(temperature=0.3), sampling) == Sampling(WIDTH, 0.3, stop_token_ids=(EOS,))
+    assert at_temperature(sampling, 0.3) == Sampling(WIDTH, 0.3, stop_token_ids=(EOS,))
 
 
 def test_the_held_out_set_is_answered_by_the_run_s_policy(setup_of):
@@ -673,77 +705,81 @@ def test_the_held_out_set_is_answered_by_the_run_s_policy(setup_of):
 # supervised training
 
 
-def demonstrations(count: int = 4) -> list[Example]:
+def problems_with_answers(count: int = 4) -> list[Example]:
     return [Example(i, f"{i}=", "abcd"[: 1 + i], "abcd"[: 1 + i], {}) for i in range(count)]
 
 
 def test_demonstrations_end_with_end_of_sequence():
-    encoder = PromptEncoder(ByteTokenizer(), "", 6)
-    batch = sft._batch(encoder, demonstrations(), WIDTH, 0, CONFIG)
-    for row in range(4):
-        np.testing.assert_array_equal(batch.tokens[row][batch.mask[row]], [*b"abcd"[: 1 + row], EOS])
-    assert not batch.tokens[~batch.mask].any()
-    prompts = encoder.batch(demonstrations())
-    np.testing.assert_array_equal(batch.prompts, prompts.tokens)
-    np.testing.assert_array_equal(batch.lengths, prompts.lengths)
-    short = sft._batch(encoder, demonstrations(), WIDTH, 0, replace(CONFIG, sft=SftConfig(cut_short=1.0)))
-    assert [short.tokens[row][short.mask[row]].tolist() for row in range(4)] == [
-        [97, EOS], [97, EOS], [97, 98, EOS], [97, 98, 99, EOS],
-    ]  # fmt: skip
+    encoder, examples = PromptEncoder(ByteTokenizer(), "", 6), problems_with_answers()
+    assert sft.demonstrations(encoder, examples, 0, CONFIG) == [[*b"abcd"[: 1 + row], EOS] for row in range(4)]
+    short = sft.demonstrations(encoder, examples, 0, replace(CONFIG, sft=SftConfig(cut_short=1.0)))
+    assert short == [[97, EOS], [97, EOS], [97, 98, EOS], [97, 98, 99, EOS]]
+    narrow = replace(CONFIG, rollout=replace(CONFIG.rollout, max_new_tokens=4))
     with pytest.raises(UserError, match="max_new_tokens = 4: the answer of problem 3 has 5 tokens"):
-        sft._batch(encoder, demonstrations(), 4, 0, CONFIG)
+        sft.demonstrations(encoder, examples, 0, narrow)
     with pytest.raises(UserError, match="problem 7 has no answer"):
-        sft._batch(encoder, [Example(7, "p", "", "", {})], WIDTH, 0, CONFIG)
+        sft.demonstrations(encoder, [Example(7, "p", "", "", {})], 0, CONFIG)
 
 
 def test_demonstrations_are_cut_anew_at_each_step():
     encoder, config = PromptEncoder(ByteTokenizer(), "", 6), replace(CONFIG, sft=SftConfig(cut_short=0.5))
-    lengths = [sft._batch(encoder, demonstrations(), WIDTH, step, config).mask.sum(1).tolist() for step in (0, 1, 2, 3, 0)]
-    assert lengths[0] == lengths[4] and len(set(map(tuple, lengths))) > 1
+    answers = [sft.demonstrations(encoder, problems_with_answers(), step, config) for step in (0, 1, 2, 3, 0)]
+    lengths = [tuple(map(len, some)) for some in answers]
+    assert lengths[0] == lengths[4] and len(set(lengths)) > 1
 
 
-def test_the_supervised_loss_is_the_mean_over_answer_tokens(setup_of):
+def test_a_supervised_update_is_of_the_mean_over_answer_tokens(setup_of):
     """Of all of them, the end of sequence included; its gradient is that of the same mean."""
-    engine = Engine()
-    setup = setup_of(engine)
-    learner = Learner(setup)
-    step_config = StepConfig(setup.recipe, RLConfig(), "float32", temperature=1.0)
-    batch = jax.tree.map(jnp.asarray, sft._batch(setup.encoder, demonstrations(), WIDTH, 0, CONFIG))
-    logprobs = np.asarray(score(setup.policy, batch, step_config), np.float64)
-    expected = -logprobs[np.asarray(batch.mask)].mean()
-    before, _ = ravel_pytree(setup.policy)
-    before = np.asarray(before)
-    state, metrics = sft._update(init_state(setup.policy, learner.optimizer), None, batch, step_config, learner.optimizer)
+    setup = setup_of(Engine(), optimizer=OptimizerConfig(learning_rate=1e-3))
+    session, examples = setup.session, problems_with_answers()
+    answers = sft.demonstrations(session.encoder, examples, 0, CONFIG)
+    before = session.policy
+    logprobs = session.logprobs(examples, answers)
+    expected = -np.concatenate(logprobs).astype(np.float64).mean()
+    metrics = session.supervise(session.encoder.batch(examples), answers)
     assert metrics["loss"] == pytest.approx(expected, rel=1e-5) and metrics["optim/skipped"] == 0
-    changed = np.asarray(score(state.policy, batch, step_config), np.float64)
-    assert -changed[np.asarray(batch.mask)].mean() < expected and np.any(np.asarray(ravel_pytree(state.policy)[0]) != before)
+    assert -np.concatenate(session.logprobs(examples, answers)).mean() < expected
+    assert np.any(np.asarray(ravel_pytree(session.policy)[0]) != np.asarray(ravel_pytree(before)[0]))
+    for given, message in (
+        (answers[:3], "answers: 3 for 4 prompts"),
+        ([*answers[:3], list(range(6))], "answer 3 has 6 tokens"),
+        ([*answers[:3], []], "completion 3 has no tokens"),
+        ([*answers[:3], [264]], "token ids outside of the vocabulary"),
+    ):
+        with pytest.raises(UserError, match=message):
+            session.supervise(examples, given)
 
 
 def test_supervised_steps_walk_through_the_training_set(setup_of, monkeypatch):
     engine, seen, told = Engine(), [], {}
     trainer = TrainerConfig(remat="layer", logprob_chunk=9, attention_chunk=0, loss_scale=LossScaleConfig("static", 8.0))
+    rates = OptimizerConfig(learning_rate=3e-4, schedule="linear", final_ratio=0.0)
 
-    def note(state, frozen, batch, config, optimizer):
-        seen.append(np.asarray(batch.prompts))
-        expected = StepConfig(setup.recipe, RLConfig(), "float32", 1.0, 1, True, 9, 0, "reference", trainer.loss_scale)
-        assert config == expected
+    def note(state, batch, config, optimizer):
+        seen.append(batch)
+        expected = StepConfig(setup.session.recipe, RLConfig(), "float32", 1.0, 1, True, 9, 0, "reference", trainer.loss_scale)
+        assert config == expected and optimizer is setup.session.learner.optimizer
+        assert float(setup.session.learner.schedule(3)) == 0  # of three updates
         return replace(state, policy=jax.tree.map(lambda x: x + 1, state.policy)), {"loss": jnp.float32(len(seen))}
 
-    monkeypatch.setattr(sft, "_update", note)
     def answer(setup, pool):
-        told["norm"] = setup.policy.norm.value
+        told["norm"] = setup.session.weights.norm.value
         return {"eval/accuracy": 0.5}
 
+    monkeypatch.setattr(sessions, "supervised_update", note)
     monkeypatch.setattr(sft, "RewardPool", lambda task, log: nullcontext(Pool(task)))
     monkeypatch.setattr(sft, "evaluate_held_out", answer)
-    monkeypatch.setattr(sft, "save_model", lambda policy, _, dtype: told.update(saved=policy.norm.value, dtype=dtype))
+    monkeypatch.setattr(Session, "save", lambda self, _, dtype, adapters: told.update(saved=self.weights.norm.value, dtype=dtype))
     setup = setup_of(
-        engine, sft=SftConfig(steps=3, batch_size=4), trainer=trainer, precision=REFERENCE,
+        engine, sft=SftConfig(steps=3, batch_size=4, optimizer=rates), trainer=trainer, precision=REFERENCE,
         rollout=replace(CONFIG.rollout, temperature=0.5),
     )  # fmt: skip
     sft.supervise(setup, "", lambda line: told.update(line=line))
-    for step, prompts in enumerate(seen):
-        np.testing.assert_array_equal(prompts, setup.encoder.batch(setup.train.batch(step, 4, 0)).tokens)
+    for step, batch in enumerate(seen):
+        examples = setup.train.batch(step, 4, 0)
+        np.testing.assert_array_equal(batch.prompts, setup.session.encoder.batch(examples).tokens)
+        answers = sft.demonstrations(setup.session.encoder, examples, step, setup.config)
+        assert [row[kept].tolist() for row, kept in zip(np.asarray(batch.tokens), np.asarray(batch.mask), strict=True)] == answers
     assert len(seen) == 3 and np.all(told["norm"] == 4) and np.all(told["saved"] == 4) and told["dtype"] == "float32"
     assert "accuracy 0.50" in told["line"]
     rows = [json.loads(line) for line in (setup.directory / "metrics.jsonl").read_text().splitlines()]
@@ -829,16 +865,12 @@ def test_rows_of_episodes_carry_the_log_probabilities_and_advantages_of_their_ow
     examples = [Example(i, f"{i}?", "", "", {}) for i in range(2)]
     episodes, scores = play(engine, encoder, Pool(task), examples, 1, Sampling(WIDTH), jax.random.key(0), Clock())
     rows = episode_rows(episodes, 12, WIDTH, 256, 3)
-    common = {"rewards": scores.rewards, "valid": ~scores.failed, "scores": scores, "examples": [], "texts": [], "rounds": 1}
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-
-    def found(teaches):
-        return EpisodeExperience(episodes=episodes, rows=rows, sharding=sharding, teaches=np.array(teaches), **common)
-
+    texts = [episode.transcript for episode in episodes]
+    both = EpisodeExperience(episodes=episodes, rows=rows, sharding=sharding, texts=texts, samples=1, temperature=1.0)
     own = np.flatnonzero(rows.episode >= 0)
     sampled = [[turn.policy_logprobs for turn in episode.turns] for episode in episodes]
     lengths = np.array([sum(map(len, turns)) for turns in sampled])
-    both = found([True, True])
     for truncated, less in ((False, 0), (True, 1)):
         batch = both.batch(RLConfig(correction=CorrectionConfig(truncated_sampling="behaviour")), truncated)
         for row, turns in zip(own, sampled, strict=True):
@@ -852,7 +884,7 @@ def test_rows_of_episodes_carry_the_log_probabilities_and_advantages_of_their_ow
     np.testing.assert_array_equal(both.by_sample(jnp.asarray(batch.mask).sum(1)), lengths)
     spread = np.asarray(both.by_row(jnp.array([5.0, 7.0])))
     assert spread[own].tolist() == [5, 7] and spread.sum() == 12
-    part = found([False, True]).batch(RLConfig(), False)
+    part = both.batch(RLConfig(), False, np.array([False, True]))
     np.testing.assert_array_equal(part.loss_mask, np.asarray(part.mask) & (rows.episode == 1)[:, None])
     prompts, behind, count = both.work()
     assert (prompts.tolist(), behind.tolist(), count) == ([1, 1], (lengths + 3).tolist(), lengths.sum())

@@ -4,8 +4,8 @@ These are long enough to be timed from outside, by the benchmarks that time them
 model with float32 masters, gradients and two moments does not fit into one card, so there are as many layers as fit, and the
 output head shares the embedding: it is a larger part of a step than in the whole model.
 
-A step's programs take longer to compile than everything else here, so they are jobs of their own before it: each runs one step of
-one recipe as far as a program that is not in the cache yet. They run one at a time, since XLA times its libraries' products
+A step's programs take longer to compile than everything else here, so they are jobs of their own before it: each runs a recipe's
+rollout, or its whole step. They run one at a time, since XLA times its libraries' products
 while it compiles, and the bfloat16 side is made of those.
 """
 
@@ -21,17 +21,15 @@ from experiments.benchmarks.gpu.figures import STEP
 from experiments.benchmarks.gpu.jobs import Job, Setting
 from experiments.benchmarks.grpo_step import grpo_step
 from experiments.benchmarks.rounds import Plan
-from experiments.benchmarks.step import Laps, make_learner, make_step
+from experiments.benchmarks.step import Laps, Shared, make_step
 from experiments.benchmarks.trained_layer import trained_layer
 from experiments.benchmarks.workloads import Shape, Workload
-from fp8rl_jax.config.run import MeshConfig
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.policy import parameter_count
-from fp8rl_jax.parallel import make_mesh
 
 RECIPES = ("bf16", "fp8-e2e-kv")
 LAYER = "layer"
-PARTS = ("gen", "train", "sync")
+PARTS = ("rollout", "update")
 BYTES_A_PARAMETER = 24  # masters, gradients, two moments, and weights of two recipes' trainers and samplers
 PART_OF_MEMORY = 0.6  # the rest: activations, logits, caches
 
@@ -52,17 +50,17 @@ def compile_step(setting: Setting, recipe: str, last: str) -> dict[str, Any]:
     The steps of the recipes before it come first, as in `grpo_step`: the state that they leave has the same shardings by other
     names, and is another program's argument.
     """
-    workload, mesh, laps = workload_of(setting), make_mesh(MeshConfig()), Laps()
-    with jax.set_mesh(mesh):
-        learner = make_learner(workload, mesh)
-        *before, step = [make_step(workload, learner, name) for name in RECIPES[: RECIPES.index(recipe) + 1]]
-        for other in before:
-            other(0)
-        laps.end("before", step.engine.policy)
-        for part, results in step.parts(0):
-            laps.end(part, results)
-            if part == last:
-                break
+    workload, laps, shared = workload_of(setting), Laps(), Shared()
+    *before, step = [make_step(workload, name, shared) for name in RECIPES[: RECIPES.index(recipe) + 1]]
+    for other in before:
+        other(0)
+    laps.end("before", shared.state)
+    if last == "update":
+        step(0)
+    else:
+        step.session.load(shared.state)
+        step.sample(0)
+    laps.end(last)
     return {"compiled": laps.seconds}
 
 
@@ -113,4 +111,3 @@ def tiny_workload() -> Workload:
         layer_recipes=RECIPES,
         absolute=True,
     )
-

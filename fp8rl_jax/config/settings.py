@@ -1,0 +1,71 @@
+"""Single settings by name, for those who write them in Python instead of a file."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from fp8rl_jax.config.run import RunConfig
+from fp8rl_jax.config.schema import Mismatch, convert, describe, fields_of, leaves, show, unknown_key_hint
+from fp8rl_jax.errors import UserError
+
+TABLES = ("rollout", "optimizer", "trainer", "rl", "precision", "lora", "mesh")
+"""Where a setting's last name is looked for; others need their dotted key."""
+
+
+def with_settings(config: RunConfig, settings: Mapping[str, Any], recipe: str | None = None) -> RunConfig:
+    """`config` with single settings changed.
+
+    Args:
+        config: a run's.
+        settings: {name: value}. A name is a field of RunConfig (recipe, seed, rl=RLConfig(...)), the last name of a setting in
+            TABLES (learning_rate), or a dotted key ("rl.correction.method"). A table goes before the single settings in it.
+        recipe: goes before `settings`; None: as it is.
+
+    Raises:
+        UserError: one line for each name that is unknown or stands for several settings, and for each value that does not fit.
+    """
+    changes, faults = ({} if recipe is None else {"recipe": recipe}), []
+    own = fields_of(RunConfig)
+    annotations = dict(leaves(RunConfig))
+    for name, value in settings.items():
+        if name in own:
+            changes[name] = value
+            continue
+        found = [name] if name in annotations else list(_named(name, annotations))
+        if len(found) == 1:
+            changes[found[0]] = value
+        elif found:
+            faults.append(f"{name}: may be {' or '.join(found)}; give the dotted key")
+        else:
+            faults.append(f"{name}: unknown setting{unknown_key_hint(name, [*annotations, *own])}")
+    # tables first, single settings over them
+    for key, value in sorted(changes.items(), key=lambda item: item[0].count(".")):
+        try:
+            config = _changed(config, key.split("."), value, annotations.get(key))
+        except Mismatch:
+            faults.append(f"{key}: expected {describe(annotations[key])}, got {show(value)}")
+        except UserError as error:
+            faults += str(error).splitlines()
+    if faults:
+        raise UserError("\n".join(faults))
+    return config
+
+
+def _named(name: str, keys: Mapping[str, Any]) -> Iterator[str]:
+    for key in keys:
+        table, _, last = key.rpartition(".")
+        if last == name and table.split(".")[0] in TABLES:
+            yield key
+
+
+def _changed(node: Any, path: list[str], value: Any, annotation: Any) -> Any:
+    name, *rest = path
+    if rest:
+        value = _changed(getattr(node, name), rest, value, annotation)
+    elif annotation is not None:
+        value = convert(value, annotation)
+    elif type(value) is not type(getattr(node, name)):
+        raise UserError(f"{name}: expected a {type(getattr(node, name)).__name__}, got {show(value)}")
+    return dataclasses.replace(node, **{name: value})
