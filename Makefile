@@ -16,7 +16,9 @@ PYTEST_ARGS ?=
 MUTANTS ?=
 # worksteal: a worker keeps to neighbouring tests, which share compiled programs
 PYTEST := $(BIN)/pytest -n $(WORKERS) --dist worksteal
-# Most of a test's time is compiling; unoptimized code, emitted the older way, takes a third of it.
+# Most of a test's time is compiling. Unoptimized code, emitted the older way, takes a third of it; and workers that are as many as the
+# cores need no threads of the compiler of their own.
+ONE_THREAD := --xla_cpu_parallel_codegen_split_count=1
 UNOPTIMIZED := --xla_backend_optimization_level=0 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters
 
 # pip would byte-compile every file, which takes as long as the rest of the install. Instead the first import compiles
@@ -51,8 +53,8 @@ demo: install ## train the built-in policy with bf16 and with fp8-rl; writes run
 	@$(BIN)/fp8rl report runs/demo
 
 test: lint browser ## lint, then all tests
-	@first=0; XLA_FLAGS="$(UNOPTIMIZED) $${XLA_FLAGS:-}" $(PYTEST) -m "not optimized" $(PYTEST_ARGS) || first=$$?; \
-	second=0; $(PYTEST) -m optimized $(PYTEST_ARGS) || second=$$?; \
+	@first=0; XLA_FLAGS="$(UNOPTIMIZED) $(ONE_THREAD) $${XLA_FLAGS:-}" $(PYTEST) -m "not optimized" $(PYTEST_ARGS) || first=$$?; \
+	second=0; XLA_FLAGS="$(ONE_THREAD) $${XLA_FLAGS:-}" $(PYTEST) -m optimized $(PYTEST_ARGS) || second=$$?; \
 	case "$$first $$second" in "0 0"|"5 0"|"0 5") ;; *) exit 1;; esac  # 5: PYTEST_ARGS chose no test of this pass
 
 mutants: install ## make errors of wiring in copies of the tree, which tests must find; MUTANTS="loop sft" chooses
