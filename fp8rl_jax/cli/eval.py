@@ -24,13 +24,12 @@ def run(config: RunConfig) -> None:
     start_jax()
     import jax
 
-    from fp8rl_jax.tasks.workers import RewardPool
     from fp8rl_jax.training.evaluate import evaluate_held_out
-    from fp8rl_jax.training.setup import announce, build, reward_log
+    from fp8rl_jax.training.setup import announce, build, reward_log, reward_pool
 
     setup = build(config, sampled=False)
     announce(setup, lambda line: print(line, file=sys.stderr))
-    with jax.set_mesh(setup.mesh), RewardPool(config.task, reward_log(setup)) as pool:
+    with jax.set_mesh(setup.mesh), reward_pool(setup) as pool:
         metrics = evaluate_held_out(setup, pool)
     examples = min(config.evaluation.examples, len(setup.held_out))
     if metrics["eval/failed_rewards"] == examples * config.evaluation.samples:

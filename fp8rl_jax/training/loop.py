@@ -48,7 +48,7 @@ from fp8rl_jax.training.collect import Collector
 from fp8rl_jax.training.evaluate import evaluate, evaluation_sampling
 from fp8rl_jax.training.learner import Learner
 from fp8rl_jax.training.performance import Clock
-from fp8rl_jax.training.setup import Setup, announce, reward_log, save_model, write_run_record
+from fp8rl_jax.training.setup import Setup, announce, reward_log, reward_pool, save_model, write_run_record
 from fp8rl_jax.training.state import TrainState, sharded_state
 from fp8rl_jax.training.step import Batch
 from fp8rl_jax.training.tracking import JsonLines, Trackers, make_tracker
@@ -88,7 +88,7 @@ def train(setup: Setup, config_text: str) -> None:
         with shared_faults():
             if is_main_process() and not config.resume and (setup.directory / "metrics.jsonl").exists():
                 raise UserError(f"{setup.directory} holds a run already; give --resume, or another --output")
-            pool = stack.enter_context(RewardPool(config.task, reward_log(setup)))
+            pool = stack.enter_context(reward_pool(setup))
         if is_main_process():
             announce(setup, print, "rollout.prompts_per_step")
         with shared_faults():

@@ -8,11 +8,12 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +38,8 @@ from fp8rl_jax.rollout.constraints import make_constraints
 from fp8rl_jax.rollout.engine import LocalEngine
 from fp8rl_jax.rollout.sampling import Sampling
 from fp8rl_jax.tasks.dataset import Dataset, load_splits
+from fp8rl_jax.tasks.python_objects import PythonReward, check_dataset, check_objects, name_objects, pack
+from fp8rl_jax.tasks.workers import RewardPool
 from fp8rl_jax.training.adapters import adapt
 from fp8rl_jax.training.fitting import check_fits, report
 from fp8rl_jax.training.prompts import PromptEncoder
@@ -64,6 +67,10 @@ class Setup:
     sampling: Sampling
     held_out_dropped: int = 0
     """The same of the held-out problems."""
+    reward: PythonReward | None = None
+    """Given in Python; `config` names it."""
+    environment: type | None = None
+    """The same of an environment's class."""
 
     def engine(self) -> LocalEngine:
         """A sampler for the run's recipe."""
@@ -81,17 +88,36 @@ class Setup:
         return self.model_directory or self.tokenizer
 
 
-def build(config: RunConfig, *, sampled: bool = True) -> Setup:
+def build(
+    config: RunConfig,
+    *,
+    sampled: bool = True,
+    reward: PythonReward | None = None,
+    dataset: Sequence[Any] | Iterable[Any] | None = None,
+    environment: type | None = None,
+) -> Setup:
     """Loads everything that the run needs, and refuses what cannot work before anything is computed.
 
     Args:
         config: resolved configuration.
         sampled: the rollout's samples are trained on, so truncated or greedy sampling is refused as rl.correction says.
+        reward: function, or {name: function}, in place of what task.reward names (fp8rl_jax/tasks/rewards.py).
+        dataset: problems, in place of those that task names, as `load_splits` takes them.
+        environment: class, in place of the one that task names (fp8rl_jax/tasks/environment.py).
+
+    Returns:
+        The parts of the run. Its `config` names what was given in Python; where there are several processes, each is given the
+        same.
 
     Raises:
         UserError: naming the key, file or tensor; one line for each fault of a configuration that the command line would refuse.
     """
+    task, objects = name_objects(config.task, reward, dataset, environment)
+    config = replace(config, task=task)
     validate(config)
+    check_dataset(task, dataset)
+    check_objects(task, objects)
+    pack(objects)  # for its refusals
     recipe = get_recipe(config.recipe, config.precision)
     r = config.rollout
     if sampled:
@@ -125,7 +151,7 @@ def build(config: RunConfig, *, sampled: bool = True) -> Setup:
             f"{policy.config.max_position_embeddings} positions"
         )
     encoder = PromptEncoder(tokenizer, config.task.system_prompt, r.max_prompt_tokens)
-    train, held_out = load_splits(config.task)
+    train, held_out = load_splits(config.task, dataset, environment)
     train, dropped = _fitting(train, encoder, "training")
     held_out, held_out_dropped = _fitting(held_out, encoder, "held-out")
     stops = tuple(dict.fromkeys((*tokenizer.eos_token_ids, *policy.config.eos_token_ids, *r.stop_token_ids)))
@@ -134,8 +160,14 @@ def build(config: RunConfig, *, sampled: bool = True) -> Setup:
     directory = Path(config.output.format(recipe=config.recipe))
     policy = shard_policy(adapt(policy, config, recipe), mesh)
     return Setup(
-        config, recipe, directory, mesh, policy, source, tokenizer, encoder, train, held_out, dropped, sampling, held_out_dropped
-    )
+        config, recipe, directory, mesh, policy, source, tokenizer, encoder, train, held_out, dropped, sampling, held_out_dropped,
+        reward, environment,
+    )  # fmt: skip
+
+
+def reward_pool(setup: Setup) -> RewardPool:
+    """Workers for the run's rewards, those that were given in Python among them; what they print goes to `reward_log`."""
+    return RewardPool(setup.config.task, reward_log(setup), setup.reward, setup.environment)
 
 
 def announce(setup: Setup, report: Callable[[str], None], step: str = "") -> None:

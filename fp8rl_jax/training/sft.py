@@ -17,11 +17,10 @@ from fp8rl_jax.models.lora import join, split
 from fp8rl_jax.models.policy import Policy
 from fp8rl_jax.parallel import batch_sharding, is_main_process, to_global
 from fp8rl_jax.tasks.dataset import Example
-from fp8rl_jax.tasks.workers import RewardPool
 from fp8rl_jax.training.console import SFT_COLUMNS
 from fp8rl_jax.training.evaluate import evaluate_held_out
 from fp8rl_jax.training.prompts import PromptEncoder
-from fp8rl_jax.training.setup import Setup, announce, reward_log, save_model, write_run_record
+from fp8rl_jax.training.setup import Setup, announce, reward_pool, save_model, write_run_record
 from fp8rl_jax.training.state import TrainState, apply_gradients, make_optimizer, scaled_loss, sharded_state
 from fp8rl_jax.training.step import Batch, StepConfig, completion_logprobs
 from fp8rl_jax.training.tracking import make_tracker
@@ -50,7 +49,7 @@ def supervise(setup: Setup, config_text: str, report=print) -> None:
         logprob_chunk=config.trainer.logprob_chunk, attention_chunk=config.trainer.attention_chunk,
         backend=config.precision.backend, loss_scale=config.trainer.loss_scale.resolve(config.compute_dtype),
     )  # fmt: skip
-    with jax.set_mesh(setup.mesh), RewardPool(config.task, reward_log(setup)) as pool:
+    with jax.set_mesh(setup.mesh), reward_pool(setup) as pool:
         state = sharded_state(setup.policy, optimizer, setup.mesh, step_config.loss_scale)
         tracker = make_tracker(directory, config.tracking, total_steps=sft.steps, columns=SFT_COLUMNS)
         try:

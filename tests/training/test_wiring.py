@@ -734,7 +734,7 @@ def test_supervised_steps_walk_through_the_training_set(setup_of, monkeypatch):
         told["norm"] = setup.policy.norm.value
         return {"eval/accuracy": 0.5}
 
-    monkeypatch.setattr(sft, "RewardPool", lambda task, log: nullcontext(Pool(task)))
+    monkeypatch.setattr(sft, "reward_pool", lambda setup: nullcontext(Pool(setup.config.task)))
     monkeypatch.setattr(sft, "evaluate_held_out", answer)
     monkeypatch.setattr(sft, "save_model", lambda policy, _, dtype: told.update(saved=policy.norm.value, dtype=dtype))
     setup = setup_of(
