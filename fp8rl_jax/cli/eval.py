@@ -22,13 +22,12 @@ def run(config: RunConfig) -> None:
     from fp8rl_jax.cli.start import start_jax
 
     start_jax()
-    from fp8rl_jax.tasks.workers import RewardPool
     from fp8rl_jax.training.evaluate import evaluate_held_out
-    from fp8rl_jax.training.setup import announce, build, reward_log
+    from fp8rl_jax.training.setup import announce, build, reward_log, reward_pool
 
     setup = build(config, sampled=False)
     announce(setup, lambda line: print(line, file=sys.stderr))
-    with RewardPool(config.task, reward_log(setup)) as pool:
+    with reward_pool(setup) as pool:
         metrics = evaluate_held_out(setup, pool)
     examples = min(config.evaluation.examples, len(setup.held_out))
     if metrics["eval/failed_rewards"] == examples * config.evaluation.samples:

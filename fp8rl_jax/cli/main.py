@@ -4,6 +4,7 @@
     1    a fault of the program itself, with its traceback
     2    a fault in what the user gave, one line each, "fp8rl: error: ..."
     130  interrupted
+    141  what reads the output has closed it, as of any program in front of `| head` (128 + SIGPIPE)
 
 A command is a module with `Arguments`, a dataclass, and `run(arguments)`. What does the work is imported inside `run`:
 help and wrong arguments never wait for JAX.
@@ -14,8 +15,12 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.metadata
+import os
+import select
+import signal
 import sys
 from dataclasses import dataclass
+from typing import TextIO
 
 from fp8rl_jax.errors import UserError
 
@@ -48,6 +53,33 @@ COMMANDS = {
 def main(argv: list[str] | None = None) -> int:
     """Runs one command; returns the exit code."""
     words = sys.argv[1:] if argv is None else argv
+    try:
+        try:
+            return _answer(words)
+        finally:
+            # here, and not at the interpreter's end, where a closed pipe would be a message on standard error
+            print(end="", flush=True)
+    except BrokenPipeError:
+        if not (closed := [stream for stream in (sys.stdout, sys.stderr) if _is_closed(stream)]):
+            raise  # another pipe or socket: a fault of the program
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        for stream in closed:
+            os.dup2(nothing, stream.fileno())
+        os.close(nothing)
+        return 128 + signal.SIGPIPE
+
+
+def _is_closed(stream: TextIO) -> bool:
+    """Whether nobody can read any more what is written to `stream`."""
+    try:
+        poll = select.poll()
+        poll.register(stream.fileno(), 0)  # errors and hang-ups are always reported
+        return bool(poll.poll(0))
+    except (OSError, ValueError, AttributeError):  # no file: a test captures it, or there is none at all
+        return False
+
+
+def _answer(words: list[str]) -> int:
     try:
         return _dispatch(words)
     except UserError as error:

@@ -13,6 +13,8 @@ from typing import Literal
 SHAPING_REWARDS = ("format", "length")
 """Built-in rewards that say nothing about the answer, so that they cannot count a completion as correct by default."""
 BUILT_IN_REWARDS = ("exact", "math_verify", "reasoning_gym", *SHAPING_REWARDS)
+PYTHON_OBJECT = "<python>"
+"""Stands where the module would in `<python>:NAME`: a function or class that a run got as a Python object."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,8 @@ class RewardConfig:
 
     function: str = ""
     """The one reward, `module:function` or `path/to/file.py:function`, called as reward(prompt=, completion=, answer=,
-    metadata=); empty: reasoning-gym's own scorer, or exact match with the answer for lists of problems."""
+    metadata=), or once a batch where it has a parameter `completions` (fp8rl_jax/tasks/rewards.py); empty: reasoning-gym's own
+    scorer, or exact match with the answer for lists of problems. `<python>:NAME` is one that the run got in Python."""
     weights: dict[str, float] = field(default_factory=dict)
     """Several rewards: weights = { math_verify = 1.0, format = 0.1 } makes the reward their weighted sum. Names are exact,
     math_verify, reasoning_gym, format, length, or those of functions; a weight of 0 only logs. Empty: the one reward."""
@@ -44,7 +47,9 @@ class RewardConfig:
     """Use scores as they are; false: the reward that decides accuracy is 1 where it is at least 1, else 0."""
     timeout: float = 5.0
     """Seconds that one sample may take, all its rewards together, or a turn of an environment with the earlier ones that are
-    played again; then its worker is killed and the sample gets reward 0."""
+    played again; then its worker is killed and the sample gets reward 0. A batch reward may take this times its samples."""
+    batch_size: int = 32
+    """Completions that a batch reward gets in one call, at most."""
     memory_limit_mib: int = 2048
     """MiB of address space that a worker, and each process that it starts, may add to what the worker holds once the
     rewards are imported (Linux only)."""
@@ -54,6 +59,12 @@ class RewardConfig:
     """Processes that a worker may have running at one time, threads not counted; a fork beyond that fails (Linux only)."""
     num_workers: int = 2
     """Worker processes."""
+
+    @property
+    def specs(self) -> dict[str, str]:
+        """{key: name} of the functions."""
+        several = {f"task.reward.functions.{name}": spec for name, spec in self.functions.items()}
+        return {"task.reward.function": self.function, **several}
 
     def components(self, kind: str) -> dict[str, float]:
         """{name: weight} of the rewards that are summed, for a task of this kind."""
@@ -74,11 +85,13 @@ class RewardConfig:
         """Every value that cannot work for a task of this kind, one line each."""
         if self.function and not is_function_spec(self.function):
             yield f"task.reward.function = {self.function!r} must be module:function or path/to/file.py:function"
+        yield from (main_fault(key, spec, "reward") for key, spec in self.specs.items() if is_in_main(spec))
         yield from self._composition_faults(kind)
         yield from self._shaping_faults()
         if not self.timeout > 0:
             yield f"task.reward.timeout = {self.timeout} must be a positive number of seconds"
-        for key, least in {"memory_limit_mib": 16, "file_limit_mib": 1, "max_processes": 1, "num_workers": 1}.items():
+        least_of = {"batch_size": 1, "memory_limit_mib": 16, "file_limit_mib": 1, "max_processes": 1, "num_workers": 1}
+        for key, least in least_of.items():
             if getattr(self, key) < least:
                 yield f"task.reward.{key} = {getattr(self, key)} must be at least {least}"
 
@@ -131,6 +144,25 @@ class RewardConfig:
                 f"task.reward.length_target = {self.length_target} and task.reward.length_limit = {self.length_limit}: the "
                 "length reward needs 0 <= target < limit, in characters"
             )
+
+
+def is_python_object(spec: str) -> bool:
+    """Whether `spec` reads `<python>:NAME`."""
+    return isinstance(spec, str) and spec.startswith(f"{PYTHON_OBJECT}:")
+
+
+def is_in_main(spec: str) -> bool:
+    """Whether `spec` names something of a script or a notebook, whose `__main__` the reward workers do not have."""
+    return isinstance(spec, str) and spec.startswith("__main__:")
+
+
+def main_fault(key: str, spec: str, argument: str) -> str:
+    """What to do about it."""
+    name = spec.rpartition(":")[2]
+    return (
+        f"{key} = {spec!r}: the reward workers do not run your script or notebook; give {argument}={name} in Python, or name the "
+        f"file that it stands in: path/to/file.py:{name}"
+    )
 
 
 def is_function_spec(spec: str) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from string import Formatter
 from typing import Any, Literal
 
-from fp8rl_jax.config.rewards import RewardConfig, is_function_spec
+from fp8rl_jax.config.rewards import RewardConfig, is_function_spec, is_in_main, is_python_object, main_fault
 
 TEMPLATE_FIELDS = ("question", "answer", "metadata")
 
@@ -15,18 +15,18 @@ TEMPLATE_FIELDS = ("question", "answer", "metadata")
 class TaskConfig:
     """Problems and their reward."""
 
-    kind: Literal["reasoning_gym", "module", "jsonl", "environment"] = "reasoning_gym"
+    kind: Literal["reasoning_gym", "module", "jsonl", "environment", "python"] = "reasoning_gym"
     """A reasoning-gym generator; a Python function that returns a list of {"prompt", "answer"} dictionaries (their other
-    keys become metadata); files of such dictionaries, one JSON object a line; or a class whose problems are conversations
-    with it, of max_turns turns."""
+    keys become metadata); files of such dictionaries, one JSON object a line; a class whose problems are conversations
+    with it, of max_turns turns; or problems that the run got in Python, which a file cannot name."""
     name: str = "chain_sum"
     """The generator's name; `module:function` or `path/to/file.py:function`; the file's path or a pattern such as
-    data/*.jsonl; `module:Class` or `path/to/file.py:Class`."""
+    data/*.jsonl; `module:Class` or `path/to/file.py:Class`; of kind python what the problems were, such as "list of 800"."""
     args: dict[str, Any] = field(default_factory=dict)
     """Parameters of the generator, or keyword arguments of the function or class: args = { min_terms = 2, max_terms = 2 }."""
     eval_path: str = ""
-    """Held-out problems of kind jsonl, as name; at most eval_size of them are used (unset: 256), and training skips them all.
-    Empty: they are taken out of name."""
+    """Held-out problems of kinds jsonl and python, a path as name is of jsonl; at most eval_size of them are used (unset: 256),
+    and training skips them all. Empty: they are taken out of name."""
     max_turns: int = 1
     """Completions of one episode, at most; other kinds than environment have one. Above 1 an episode's reward is the sum over
     its turns, what the environment says is masked from the loss, and rollout.max_prompt_tokens bounds the conversation."""
@@ -45,6 +45,12 @@ class TaskConfig:
     """Target of supervised training, over the same fields."""
     reward: RewardConfig = RewardConfig()
     """Scoring."""
+
+    @property
+    def python_objects(self) -> dict[str, str]:
+        """{key: `<python>:NAME`} of the functions and the class that the run got in Python."""
+        specs = self.reward.specs | ({"task.name": self.name} if self.kind == "environment" else {})
+        return {key: spec for key, spec in specs.items() if is_python_object(spec)}
 
     @property
     def components(self) -> dict[str, float]:
@@ -69,7 +75,11 @@ class TaskConfig:
                 f"task.name = {self.name!r} must be module:{wanted} or path/to/file.py:{wanted}",
             ),
             (
-                not self.eval_path or self.kind == "jsonl",
+                self.kind != "environment" or not is_in_main(self.name),
+                main_fault("task.name", self.name, "environment"),
+            ),
+            (
+                not self.eval_path or self.kind in ("jsonl", "python"),
                 f'task.eval_path belongs to task.kind = "jsonl", and this one is {self.kind!r}',
             ),
             (
@@ -77,8 +87,8 @@ class TaskConfig:
                 f"task.eval_path = {self.eval_path!r} is not read while task.eval_size = 0; raise it or drop the path",
             ),
             (
-                not self.args or self.kind != "jsonl",
-                'task.args: a file takes no arguments (task.kind = "jsonl"); take them out',
+                not self.args or self.kind not in ("jsonl", "python"),
+                f'task.args: problems of task.kind = "{self.kind}" take no arguments; take them out',
             ),
             (self.max_turns >= 1, f"task.max_turns = {self.max_turns} must be at least 1"),
             (

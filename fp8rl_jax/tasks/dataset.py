@@ -22,6 +22,7 @@ from fp8rl_jax.errors import UserError
 from fp8rl_jax.tasks.conversation import Conversation
 from fp8rl_jax.tasks.conversation import chat_messages as chat_messages
 from fp8rl_jax.tasks.jsonl import read_problems
+from fp8rl_jax.tasks.python_objects import name_objects, not_given
 from fp8rl_jax.tasks.sources import LOADERS, Row, permutation, shuffled
 
 GENERATED_TRAIN_SIZE = 1024
@@ -74,19 +75,32 @@ class Dataset:
         return [self.examples[index] for index in self.batch_indices(step, prompts_per_step, seed)]
 
 
-def load_splits(task: TaskConfig) -> tuple[Dataset, Dataset]:
+def load_splits(
+    task: TaskConfig, rows: Sequence[Any] | Iterable[Any] | None = None, environment: type | None = None
+) -> tuple[Dataset, Dataset]:
     """(training set, held-out set): disjoint by prompt, and the same for the same configuration.
 
     The held-out problems are the first `eval_size` distinct ones, hence a plain sample of the source that depends on
     neither `train_size` nor the training order. Where it is unset there are HELD_OUT_SIZE, and no more than a tenth of a source
     that ends. With `eval_path` they come from there, at most `eval_size`, and no problem of that file is trained on.
 
+    Args:
+        task: problems and templates.
+        rows: the problems themselves, in place of those that `task` names: dictionaries as the lines of a file of JSON lines are
+            (prompt, question or messages; answer; whatever else becomes metadata), or prompts as text. An answer may be left out
+            where no reward compares with it. What has a length and an index, such as a list or a data set of Hugging Face's, is
+            shuffled like a file; an iterator is read in its own order as far as `train_size`, which it needs, and no further.
+        environment: the class, in place of the one that `task` names.
+
     Raises:
         UserError: a value of the configuration cannot work, the source is empty or damaged, or it has too few distinct prompts.
     """
+    task, _ = name_objects(task, dataset=rows, environment=environment)
     if faults := task.problems():
         raise UserError("; ".join(faults))
-    rows = LOADERS[task.kind](task)
+    if environment is None and "task.name" in task.python_objects:
+        raise UserError(not_given("task.name", task.name))
+    rows = LOADERS[task.kind](task, environment if rows is None else rows)
     endless = not isinstance(rows, Sequence)
     wanted = task.train_size or (GENERATED_TRAIN_SIZE if endless else None)
     distinct = _Distinct(task, rows, endless)
@@ -110,7 +124,7 @@ def load_splits(task: TaskConfig) -> tuple[Dataset, Dataset]:
 
 
 def _check_sizes(task: TaskConfig, train: Dataset, held_out: Dataset, least: int, size: int) -> None:
-    name = f"task.name = {task.name!r}"
+    name = f"the dataset, a {task.name}," if task.kind == "python" else f"task.name = {task.name!r}"
     if task.eval_path:
         if not len(held_out):
             raise UserError(f"task.eval_path = {task.eval_path!r} is an empty data set; it has to give at least one problem")

@@ -11,6 +11,7 @@ import math
 import os
 import selectors
 import socket
+import tempfile
 import threading
 import time
 from collections import deque
@@ -84,14 +85,19 @@ class Dispatcher:
 
     Args:
         log: file for what the rewards print; None: it is dropped.
+        objects: functions or a class that were given in Python, as `python_objects.pack` gives them.
 
     Attributes:
         ready: done when every worker has imported the reward, or with the UserError that says why it cannot.
         workers: those that are alive; a lost one is replaced.
     """
 
-    def __init__(self, task: TaskConfig, log: Path | None = None):
+    def __init__(self, task: TaskConfig, log: Path | None = None, objects: bytes = b""):
         self.task = task
+        # A file, because a socket holds too little: it would block this thread until the worker has started.
+        self._objects = tempfile.TemporaryFile()
+        self._objects.write(objects)
+        self._objects.flush()
         self.ready: Future[None] = Future()
         self.workers: list[WorkerProcess] = []
         self._lock = threading.Lock()
@@ -153,6 +159,7 @@ class Dispatcher:
             for worker in self.workers:
                 worker.kill()
             self._printed.close()
+            self._objects.close()
             with self._lock:
                 self._fault = fault
                 self._jobs.update(self._inbox)
@@ -172,7 +179,7 @@ class Dispatcher:
             self._finish(job)
 
     def _start_worker(self) -> None:
-        worker = WorkerProcess(self.task, self._printed.writer)
+        worker = WorkerProcess(self.task, self._printed.writer, self._objects.fileno())
         worker.deadline = time.monotonic() + START_TIMEOUT
         self.workers.append(worker)
         self._selector.register(worker.socket, selectors.EVENT_READ, partial(self._read, worker))
@@ -180,11 +187,13 @@ class Dispatcher:
     def _assign(self) -> None:
         for worker in self.workers:
             if worker.ready and not worker.assigned and self._pending:
-                even = math.ceil(len(self._pending) / len(self.workers))
-                size = max(1, min(even, int(BATCH_SECONDS / self._sample_seconds)))
+                most, sharers = int(BATCH_SECONDS / self._sample_seconds), len(self.workers)
+                if worker.batches:
+                    most, sharers = self.task.reward.batch_size, sum(not other.assigned for other in self.workers)
+                size = max(1, min(math.ceil(len(self._pending) / sharers), most))
                 worker.assigned.extend(self._pending.popleft() for _ in range(size))
-                worker.batch_size, worker.batch_started = size, time.monotonic()
-                worker.deadline = worker.batch_started + self.task.reward.timeout
+                worker.batch_size, worker.batch_started, worker.in_batch = size, time.monotonic(), worker.batches
+                worker.deadline = worker.batch_started + self._seconds(worker)
                 worker.send([job.samples[row] for job, row in worker.assigned], self.task.reward.timeout)
 
     def _read(self, worker: WorkerProcess) -> None:
@@ -192,6 +201,8 @@ class Dispatcher:
         for line in lines:
             if not worker.ready:
                 self._started(worker, line)
+            elif line == "batch":
+                worker.in_batch = False
             elif worker.assigned:
                 job, row = worker.assigned.popleft()
                 job.record(row, *line)
@@ -210,7 +221,7 @@ class Dispatcher:
         if "failed" in line:  # it exits now, and `_lose` follows
             worker.failure = line["failed"]
             return
-        worker.ready = True
+        worker.ready, worker.batches = True, line["batches"]
         if line["warning"] and not self.ready.done():
             _log.warning("reward workers: %s", line["warning"])
         self._failed_starts = 0
@@ -222,8 +233,12 @@ class Dispatcher:
         for worker in [worker for worker in self.workers if worker.deadline <= now]:
             self._lose(worker, timed_out=True)
 
+    def _seconds(self, worker: WorkerProcess) -> float:
+        """What `worker` may take for what it is at: a batch, or one sample."""
+        return self.task.reward.timeout * (len(worker.assigned) if worker.in_batch else 1)
+
     def _lose(self, worker: WorkerProcess, timed_out: bool) -> None:
-        """Replace `worker`. The sample that it was at has failed; those behind it are scored by another."""
+        """Replace `worker`. The sample or the batch that it was at has failed; the samples behind it are scored by another."""
         self._selector.unregister(worker.socket)
         self.workers.remove(worker)
         end = worker.kill()
@@ -233,9 +248,9 @@ class Dispatcher:
                 end = f"took more than {START_TIMEOUT:.0f} s" if timed_out else end
                 source = self.task.reward.function or self.task.name
                 raise UserError(worker.failure or f"the reward worker {end} while it imported {source!r}")
-        if worker.assigned:
+        error = f"no score after {self._seconds(worker):g} s" if timed_out else f"the worker {end}"
+        for _ in range(len(worker.assigned) if worker.in_batch else min(len(worker.assigned), 1)):
             job, row = worker.assigned.popleft()
-            error = f"no score after {self.task.reward.timeout:g} s" if timed_out else f"the worker {end}"
             job.record(row, None, error, timed_out)
             self._finish(job)
         self._pending.extendleft(reversed(worker.assigned))

@@ -1,4 +1,4 @@
-"""Environments: problems that answer back. `module:Class` under task.kind = "environment".
+"""Environments: problems that answer back. `module:Class` under task.kind = "environment", or a class given in Python.
 
     class Guess:
         def __init__(self, largest=100): ...          # task.args
@@ -45,7 +45,9 @@ Turn = dict[str, Any]
 """What a turn led to: observation (list of messages), reward (float), done (bool)."""
 
 
-def build_player(task: TaskConfig) -> Callable[[Mapping[str, Any], Sequence[tuple[str, Sequence[Message]]], str], Turn]:
+def build_player(
+    task: TaskConfig, objects: Mapping[str, Any] | None = None
+) -> Callable[[Mapping[str, Any], Sequence[tuple[str, Sequence[Message]]], str], Turn]:
     """The function that plays one turn: (entry, earlier turns as (text, observation), text) -> what it led to.
 
     It raises `EnvironmentFault`, or whatever the environment raises.
@@ -53,7 +55,7 @@ def build_player(task: TaskConfig) -> Callable[[Mapping[str, Any], Sequence[tupl
     Raises:
         UserError: the class does not load.
     """
-    make = load_environment(task)
+    make = load_environment(task, objects)
 
     def play(entry: Mapping[str, Any], history: Sequence[tuple[str, Sequence[Message]]], text: str) -> Turn:
         environment = make()
@@ -74,25 +76,25 @@ def build_player(task: TaskConfig) -> Callable[[Mapping[str, Any], Sequence[tupl
     return play
 
 
-def load_environment(task: TaskConfig) -> Callable[[], Environment]:
-    """Makes the environment that the configuration names.
+def load_environment(task: TaskConfig, objects: Mapping[str, Any] | None = None) -> Callable[[], Environment]:
+    """Makes the environment that the configuration names; `objects` has the class where it was given in Python.
 
     Raises:
         UserError: the class does not load or lacks a method. The returned function raises what the class raises.
     """
-    cls = load_function(task.name, "task.name")
+    cls = load_function(task.name, "task.name", objects)
     if missing := [name for name in ("reset", "step") if not callable(getattr(cls, name, None))]:
         raise UserError(f"task.name = {task.name!r} has no method {' and no method '.join(missing)}")
     return lambda: cls(**task.args)
 
 
-def first_prompts(task: TaskConfig, seeds: Iterable[int]) -> Iterator[tuple[int, str]]:
-    """(seed, first prompt) for each seed.
+def first_prompts(task: TaskConfig, seeds: Iterable[int], objects: Mapping[str, Any] | None = None) -> Iterator[tuple[int, str]]:
+    """(seed, first prompt) for each seed; `objects` as of `load_environment`.
 
     Raises:
         UserError: the class does not load, raises, or gives no prompt.
     """
-    make = load_environment(task)
+    make = load_environment(task, objects)
     for seed in seeds:
         try:
             environment = make()

@@ -1,4 +1,5 @@
-"""Functions of the user's, named in a configuration as `module:function` or `path/to/file.py:function`."""
+"""Functions of the user's, named in a configuration as `module:function` or `path/to/file.py:function`; or given in Python, and
+named as `<python>:NAME`."""
 
 from __future__ import annotations
 
@@ -7,24 +8,28 @@ import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from fp8rl_jax.config.rewards import is_python_object
 from fp8rl_jax.errors import UserError
 
 
-def load_function(spec: str, key: str) -> Callable[..., Any]:
+def load_function(spec: str, key: str, objects: Mapping[str, Any] | None = None) -> Callable[..., Any]:
     """Import the function that `spec` names; the working directory is searched as well.
 
     Args:
-        spec: `module:function` or `path/to/file.py:function`.
+        spec: `module:function` or `path/to/file.py:function`; or `<python>:NAME`, which `objects` has.
         key: configuration key that the spec stands under, for the message.
+        objects: what was given in Python, by spec.
 
     Raises:
         UserError: the spec is malformed, the module does not import, or it has no such function.
     """
+    if is_python_object(spec) and spec in (objects or {}):
+        return objects[spec]
     module_name, _, function_name = spec.rpartition(":")
     if not module_name or not function_name:
         raise UserError(f"{key} = {spec!r} must be module:function or path/to/file.py:function")

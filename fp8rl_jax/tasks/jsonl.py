@@ -11,7 +11,7 @@ from __future__ import annotations
 import glob
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +53,15 @@ def read_problems(path: str, key: str) -> list[dict[str, Any]]:
                         faults.append(f"{source}: {fault}")
         except OSError as fault:
             raise UserError(f"{key}: {file} cannot be read ({fault.strerror})") from fault
-    if faults:
-        more = f"\nand {len(faults) - SHOWN_FAULTS} more damaged lines" if len(faults) > SHOWN_FAULTS else ""
-        raise UserError("\n".join(faults[:SHOWN_FAULTS]) + more)
+    refuse(faults, "lines")
     return problems
+
+
+def refuse(faults: Sequence[str], what: str) -> None:
+    """Raises a UserError with the first SHOWN_FAULTS of the faults, one a line, and how many more there are; none: nothing."""
+    if faults:
+        more = f"\nand {len(faults) - SHOWN_FAULTS} more damaged {what}" if len(faults) > SHOWN_FAULTS else ""
+        raise UserError("\n".join(faults[:SHOWN_FAULTS]) + more)
 
 
 def parse_line(line: bytes, first: bool = False) -> dict[str, Any] | None:
@@ -78,10 +83,20 @@ def parse_line(line: bytes, first: bool = False) -> dict[str, Any] | None:
     record = _parse_json(text)
     if not isinstance(record, dict):
         raise Damaged(f"an object with prompt and answer was expected, not {_kind(record)}")
+    return parse_record(record)
+
+
+def parse_record(record: Mapping[str, Any], needs_answer: bool = True) -> dict[str, Any]:
+    """The problem that a record of plain values is; without `needs_answer` its answer may be None or left out.
+
+    Raises:
+        Damaged: anything that is no problem.
+    """
     metadata = record.get("metadata", {})
     if not isinstance(metadata, dict):
         raise Damaged(f"metadata must be an object, not {_kind(metadata)}")
-    question, answer = _question(record), _answer(record)
+    unanswered = not needs_answer and record.get("answer") is None
+    question, answer = _question(record), None if unanswered else _answer(record)
     others = {key: value for key, value in record.items() if key not in (*PROMPT_KEYS, "answer", "metadata")}
     if both := sorted(metadata.keys() & others.keys()):
         raise Damaged(f"{both[0]!r} stands both in metadata and beside it")

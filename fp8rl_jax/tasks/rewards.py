@@ -1,10 +1,36 @@
 """From a completion to its scores, one for each reward of the sum. This runs in the reward workers, so nothing here imports
-more than the standard library and the rewards themselves."""
+more than the standard library and the rewards themselves.
+
+A reward function is a user's, named in task.reward.function or task.reward.functions, or given in Python (`build(config,
+reward=...)`, `RewardPool(task, reward=...)`): a function, a lambda, a method, or any object that can be called. It is called with
+keywords, so it names those that it uses and takes the others as `**_`. There are two forms.
+
+One completion a call, which returns a number:
+
+    def score(prompt, completion, answer, metadata): ...
+
+    prompt        the text of the prompt, after the task's template (a conversation: its transcript)
+    completion    what task.reward.extract leaves of the completion
+    answer        the right answer as text; empty where the problem has none
+    metadata      dictionary of whatever else the problem has
+
+A batch a call, which returns a list of numbers, one a completion; a function with a parameter of the name `completions` is one:
+
+    def score(prompts, completions, answers, metadata): ...
+
+All four are lists of one length, at most task.reward.batch_size. Which completions share a call is not fixed, and those of one
+prompt may be apart, so a score may depend on nothing but its own row. The whole call has task.reward.timeout times its rows.
+An exception, a list of another length, a timeout, and the end of the worker's process fail all completions of the call; an entry
+that is no finite number fails its own completion alone.
+
+Both forms return finite numbers; 1 and above counts as correct. Both may stand in one weighted sum.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from fp8rl_jax.config.tasks import TaskConfig
@@ -20,44 +46,90 @@ from fp8rl_jax.tasks.functions import describe_fault, load_function
 from fp8rl_jax.tasks.gym import reasoning_gym_reward
 from fp8rl_jax.tasks.scoring import to_score
 
-Scorer = Callable[[str, str, str, Mapping[str, Any]], Any]
+Sample = tuple[str, str, str, Mapping[str, Any]]
+"""prompt, completion, answer, entry."""
+Reward = Callable[[str, str, str, Mapping[str, Any]], Any]
 """(prompt, completion, answer, entry) -> score, as the reward returned it."""
+BatchReward = Callable[[Sequence[Sample]], Sequence[Any]]
+"""samples -> scores, as the reward returned them."""
+BATCH_PARAMETER = "completions"
 
 
 class ComponentFault(Exception):
-    """One reward of several failed; the text names it."""
+    """One reward of several, or a batch reward, failed; the text says which and how."""
 
 
-def build_scorer(task: TaskConfig) -> Callable[[str, str, str, Mapping[str, Any]], list[float]]:
-    """The scorer that the configuration describes: (prompt, completion, answer, entry) -> one score a component, in the
-    order of `task.components`. It raises what a reward raises, and `ComponentFault` where there are several.
+class Scorer:
+    """The rewards of a task; called with one sample, it gives one score a component, in the order of `task.components`.
+
+    It raises what a reward raises, and `ComponentFault` where there are several.
+
+    Args:
+        rewards: those that take one sample.
+        batch_rewards: those that take several; a name is in one of the two.
+        names: of all of them, in order.
+    """
+
+    def __init__(self, rewards: Mapping[str, Reward], batch_rewards: Mapping[str, BatchReward], names: Sequence[str]):
+        self.rewards, self.batch_rewards, self.names = rewards, batch_rewards, tuple(names)
+
+    def __call__(self, *sample: Any) -> list[float]:
+        (score,) = self.batch([sample])
+        return score()
+
+    def batch(self, samples: Sequence[Sample]) -> list[Callable[[], list[float]]]:
+        """Calls the batch rewards; what it returns calls the others, a function a sample, and raises as `__call__` does."""
+        found: list[dict[str, Any]] = [{} for _ in samples]
+        for name, reward in self.batch_rewards.items():
+            for row, value in enumerate(_call_batch(reward, samples)):
+                found[row][name] = value
+        return [partial(self._scores, sample, values) for sample, values in zip(samples, found, strict=True)]
+
+    def _scores(self, sample: Sample, found: Mapping[str, Any]) -> list[float]:
+        scores = []
+        for name in self.names:
+            try:
+                value = found[name] if name in found else self.rewards[name](*sample)
+                if isinstance(value, ComponentFault):
+                    raise value
+                scores.append(to_score(value))
+            # SystemExit and KeyboardInterrupt too: whatever a reward raises costs its own sample only.
+            except BaseException as fault:
+                if len(self.names) == 1:
+                    raise
+                text = str(fault) if isinstance(fault, ComponentFault) else describe_fault(fault)
+                raise ComponentFault(f"{name}: {text}") from fault
+        return scores
+
+
+def build_scorer(task: TaskConfig, objects: Mapping[str, Any] | None = None) -> Scorer:
+    """The scorer that the configuration describes.
+
+    Args:
+        task: its rewards are loaded.
+        objects: the functions that were given in Python, by `<python>:NAME`.
 
     Raises:
         UserError: a reward does not import, does not take the four arguments, or the generator is unknown.
     """
-    components = {name: _component(task, name) for name in task.components}
+    rewards: dict[str, Reward] = {}
+    batch_rewards: dict[str, BatchReward] = {}
+    for name in task.components:
+        key = "task.reward.function" if not task.reward.weights else f"task.reward.functions.{name}"
+        spec = task.reward.functions.get(name, "") if task.reward.weights else task.reward.function
+        if not spec:
+            rewards[name] = _built_in(task, name)
+            continue
+        function = load_function(spec, key, objects)
+        if _takes_batches(function, spec, key):
+            batch_rewards[name] = _batch_function(function, task.reward.extract)
+        else:
+            rewards[name] = _function(function, task.reward.extract)
+    return Scorer(rewards, batch_rewards, list(task.components))
 
-    def score(*sample: Any) -> list[float]:
-        scores = []
-        for name, component in components.items():
-            try:
-                scores.append(to_score(component(*sample)))
-            # SystemExit and KeyboardInterrupt too: whatever a reward raises costs its own sample only.
-            except BaseException as fault:
-                if len(components) == 1:
-                    raise
-                raise ComponentFault(f"{name}: {describe_fault(fault)}") from fault
-        return scores
 
-    return score
-
-
-def _component(task: TaskConfig, name: str) -> Scorer:
+def _built_in(task: TaskConfig, name: str) -> Reward:
     reward = task.reward
-    if not reward.weights and reward.function:
-        return _function(reward.function, "task.reward.function", reward.extract)
-    if name in reward.functions:
-        return _function(reward.functions[name], f"task.reward.functions.{name}", reward.extract)
     if name == "math_verify":
         verify = math_verify_reward()
         return lambda prompt, completion, answer, entry: verify(completion, answer)
@@ -72,10 +144,7 @@ def _component(task: TaskConfig, name: str) -> Scorer:
     return lambda prompt, completion, answer, entry: exact_match(extract_answer(completion, reward.extract), answer)
 
 
-def _function(spec: str, key: str, extract: str) -> Scorer:
-    function = load_function(spec, key)
-    _check_signature(function, spec, key)
-
+def _function(function: Callable[..., Any], extract: str) -> Reward:
     def score(prompt: str, completion: str, answer: str, entry: Mapping[str, Any]) -> Any:
         return function(
             prompt=prompt,
@@ -87,15 +156,53 @@ def _function(spec: str, key: str, extract: str) -> Scorer:
     return score
 
 
-def _check_signature(function: Callable[..., Any], spec: str, key: str) -> None:
+def _batch_function(function: Callable[..., Any], extract: str) -> BatchReward:
+    def score(samples: Sequence[Sample]) -> Sequence[Any]:
+        prompts, completions, answers, entries = map(list, zip(*samples, strict=True))
+        scores = function(
+            prompts=prompts,
+            completions=[extract_answer(completion, extract) for completion in completions],
+            answers=answers,
+            metadata=[entry.get("metadata", {}) for entry in entries],
+        )
+        if isinstance(scores, str | bytes | Mapping) or not hasattr(scores, "__len__") or not hasattr(scores, "__iter__"):
+            raise TypeError(f"the batch reward returned {type(scores).__name__} instead of a list of numbers")
+        if len(scores) != len(samples):
+            raise ValueError(f"the batch reward returned {len(scores)} scores for {len(samples)} completions")
+        return list(scores)
+
+    return score
+
+
+def _call_batch(reward: BatchReward, samples: Sequence[Sample]) -> Sequence[Any]:
+    """What the reward returns for each sample; where it raises, a `ComponentFault` for each."""
+    try:
+        return reward(samples)
+    except BaseException as fault:
+        return [ComponentFault(describe_fault(fault))] * len(samples)
+
+
+def _takes_batches(function: Callable[..., Any], spec: str, key: str) -> bool:
+    """Whether `function` is a batch reward.
+
+    Raises:
+        UserError: it cannot be called as a reward of its form.
+    """
     try:
         signature = inspect.signature(function)
     except ValueError:  # some built-in functions have none
-        return
+        return False
+    batches = BATCH_PARAMETER in signature.parameters
+    arguments = ("prompts", BATCH_PARAMETER, "answers", "metadata") if batches else ("prompt", "completion", "answer", "metadata")
     try:
-        signature.bind(prompt="", completion="", answer="", metadata={})
+        signature.bind(**dict.fromkeys(arguments, ""))
     except TypeError as fault:
         raise UserError(
             f"{key} = {spec!r} takes {signature}, but is called with "
-            f"prompt=, completion=, answer=, metadata= ({fault}); add **_ for those that it does not use"
+            f"{', '.join(f'{name}=' for name in arguments)} ({fault}); add **_ for those that it does not use"
         ) from fault
+    if inspect.iscoroutinefunction(function):
+        raise UserError(
+            f"{key} = {spec!r} is an async function, and rewards are called without an event loop; use asyncio.run in it"
+        )
+    return batches

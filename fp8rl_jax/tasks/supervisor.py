@@ -1,6 +1,7 @@
 """The process between the trainer and a reward worker: it ends the worker with everything that the worker started.
 
-Started by `worker_process.WorkerProcess` as `python -P -m fp8rl_jax.tasks.supervisor SOCKET_FD MAX_PROCESSES`. It forks the
+Started by `worker_process.WorkerProcess` as `python -P -m fp8rl_jax.tasks.supervisor SOCKET_FD OBJECTS_FD
+MAX_PROCESSES`. It forks the
 worker before anything of the user's is imported. Then it answers the worker's forks (`fork_gate`) and waits for the end:
 of the worker, or of standard input, which the trainer holds open for as long as it lives and wants the worker.
 
@@ -29,14 +30,15 @@ SECONDS_BETWEEN_LOOKS = 1.0
 
 
 def main() -> None:
-    socket_fd, max_processes = map(int, sys.argv[1:])
-    # What a reward starts must not hold the socket open after this process.
+    socket_fd, objects_fd, max_processes = map(int, sys.argv[1:])
+    # What a reward starts must not hold these open after this process.
     os.set_inheritable(socket_fd, False)
+    os.set_inheritable(objects_fd, False)
     channel = socket.socket(fileno=socket_fd)
     report_fd = os.dup(1)
     if sys.platform != "linux":
         _print_to_the_log()
-        serve(channel)
+        serve(channel, objects_fd)
         return
     trainer = os.getppid()
     reaper.adopt_orphans()
@@ -53,9 +55,10 @@ def main() -> None:
         # A session of its own: a reward that kills its process group must not kill the supervisor.
         os.setsid()
         reaper.adopt_orphans()
-        serve(channel, _hand_over_forks(theirs))
+        serve(channel, objects_fd, _hand_over_forks(theirs))
         return
     channel.close()
+    os.close(objects_fd)
     theirs.close()
     end = _watch(worker, _take_over_forks(ours), max_processes, trainer)
     # From here on no fork is answered, so nothing that is being killed can multiply.

@@ -33,11 +33,15 @@ class WorkerProcess:
     """One worker under its supervisor. Both end with this process, however it ends (on Linux).
 
     Args:
+        task: its rewards are scored.
         output: file descriptor that takes what the worker prints, to standard output and error.
+        objects: file descriptor of what was given in Python (`python_objects.pack`).
     """
 
-    def __init__(self, task: TaskConfig, output: int):
+    def __init__(self, task: TaskConfig, output: int, objects: int):
         self.ready = False
+        self.batches = False
+        self.in_batch = False
         self.failure: str | None = None
         self.deadline = float("inf")
         self.batch_started = 0.0
@@ -47,11 +51,11 @@ class WorkerProcess:
         self._received = b""
         # The worker finds what this process finds, on the same path, and not the working directory first (-P).
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        arguments = map(str, (theirs.fileno(), task.reward.max_processes))
+        arguments = map(str, (theirs.fileno(), objects, task.reward.max_processes))
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "fp8rl_jax.tasks.supervisor", *arguments],
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(theirs.fileno(), objects),
                 stdin=subprocess.PIPE,  # its end, be it this process's, ends the supervisor
                 stdout=subprocess.PIPE,
                 stderr=output,  # the worker's standard output, too; the supervisor's own is for how the worker ended
@@ -69,7 +73,7 @@ class WorkerProcess:
     def receive(self) -> tuple[list[Any], bool]:
         """(the lines that have come, whether more may come). Call it when the socket is readable.
 
-        A line is {"ready": true} or {"failed": why} until the worker is ready, then [result, null] or [null, error]."""
+        A line is {"ready": true} or {"failed": why} until the worker is ready, then [result, null], [null, error], or "batch"."""
         try:
             data = self.socket.recv(1 << 16)
             *lines, self._received = (self._received + data).split(b"\n")

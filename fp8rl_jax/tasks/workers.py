@@ -30,6 +30,7 @@ from fp8rl_jax.errors import UserError
 from fp8rl_jax.tasks.dataset import Example
 from fp8rl_jax.tasks.dispatcher import Dispatcher
 from fp8rl_jax.tasks.episodes import Episode
+from fp8rl_jax.tasks.python_objects import PythonReward, check_objects, name_objects, pack
 from fp8rl_jax.tasks.scores import ScoreJob, Scores
 
 
@@ -46,13 +47,23 @@ class RewardPool:
     Args:
         task: its rewards are scored.
         log: file that what the rewards print is added to, made when the first of them does; None: it is dropped.
+        reward: a function, or {name: function}, in place of what `task` names; of a notebook cell or a closure, too. It is
+            copied as it is now, with the variables that it uses, and called as fp8rl_jax/tasks/rewards.py says.
+        environment: class, in place of the one that `task` names; copied likewise.
+
+    Raises:
+        UserError: a value of the configuration cannot work, or what was given in Python cannot be sent to another process.
     """
 
-    def __init__(self, task: TaskConfig, log: Path | None = None):
+    def __init__(
+        self, task: TaskConfig, log: Path | None = None, reward: PythonReward | None = None, environment: type | None = None
+    ):
+        task, objects = name_objects(task, reward, environment=environment)
         if faults := task.problems():
             raise UserError("; ".join(faults))
+        check_objects(task, objects)
         self.task = task
-        self._dispatcher = Dispatcher(task, log)
+        self._dispatcher = Dispatcher(task, log, pack(objects))
 
     def wait_until_ready(self) -> None:
         """Wait until every worker has imported the reward.

@@ -22,7 +22,7 @@ from fp8rl_jax.tasks.workers import RewardPool
 from fp8rl_jax.training.checkpoint import Checkpoints
 from fp8rl_jax.training.collect import Collector
 from fp8rl_jax.training.evaluate import evaluate
-from fp8rl_jax.training.setup import Setup, announce, reward_log, write_run_record
+from fp8rl_jax.training.setup import Setup, announce, reward_log, reward_pool, write_run_record
 from fp8rl_jax.training.tracking import JsonLines, Trackers, make_tracker
 from fp8rl_jax.training.watch import Watch
 
@@ -46,7 +46,7 @@ def train(setup: Setup, config_text: str) -> None:
         with shared_faults():
             if is_main_process() and not config.resume and (setup.directory / "metrics.jsonl").exists():
                 raise UserError(f"{setup.directory} holds a run already; give --resume, or another --output")
-            pool = stack.enter_context(RewardPool(config.task, reward_log(setup)))
+            pool = stack.enter_context(reward_pool(setup))
         if is_main_process():
             announce(setup, print, "rollout.prompts_per_step")
         with shared_faults():

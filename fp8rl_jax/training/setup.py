@@ -8,11 +8,12 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -32,6 +33,8 @@ from fp8rl_jax.parallel import check_batch, initialize, make_mesh
 from fp8rl_jax.precision import check_recipe, quantized_layers
 from fp8rl_jax.rollout.engine import RolloutEngine
 from fp8rl_jax.tasks.dataset import Dataset, load_splits
+from fp8rl_jax.tasks.python_objects import PythonReward, check_dataset, check_objects, name_objects, pack
+from fp8rl_jax.tasks.workers import RewardPool
 from fp8rl_jax.training.fitting import check_fits, report
 from fp8rl_jax.training.prompts import PromptEncoder
 from fp8rl_jax.training.session import Session
@@ -52,20 +55,44 @@ class Setup:
     """Training problems whose prompts are too long."""
     held_out_dropped: int = 0
     """The same of the held-out problems."""
+    reward: PythonReward | None = None
+    """Given in Python; `config` names it."""
+    environment: type | None = None
+    """The same of an environment's class."""
 
 
-def build(config: RunConfig, *, sampled: bool = True, engine: RolloutEngine | None = None) -> Setup:
+def build(
+    config: RunConfig,
+    *,
+    sampled: bool = True,
+    engine: RolloutEngine | None = None,
+    reward: PythonReward | None = None,
+    dataset: Sequence[Any] | Iterable[Any] | None = None,
+    environment: type | None = None,
+) -> Setup:
     """Loads everything that the run needs, and refuses what cannot work before anything is computed.
 
     Args:
         config: resolved configuration.
         sampled: the rollout's samples are trained on, so truncated or greedy sampling is refused as rl.correction says.
         engine: who samples; by default our own.
+        reward: function, or {name: function}, in place of what task.reward names (fp8rl_jax/tasks/rewards.py).
+        dataset: problems, in place of those that task names, as `load_splits` takes them.
+        environment: class, in place of the one that task names (fp8rl_jax/tasks/environment.py).
+
+    Returns:
+        The parts of the run. Its `config` names what was given in Python; where there are several processes, each is given the
+        same.
 
     Raises:
         UserError: naming the key, file or tensor; one line for each fault of a configuration that the command line would refuse.
     """
+    task, objects = name_objects(config.task, reward, dataset, environment)
+    config = replace(config, task=task)
     validate(config)
+    check_dataset(task, dataset)
+    check_objects(task, objects)
+    pack(objects)  # for its refusals
     recipe = get_recipe(config.recipe, config.precision)
     r = config.rollout
     if sampled:
@@ -87,11 +114,16 @@ def build(config: RunConfig, *, sampled: bool = True, engine: RolloutEngine | No
             f"{policy.config.max_position_embeddings} positions"
         )
     session = Session(policy, tokenizer, config=config, engine=engine, donate=True)
-    train, held_out = load_splits(config.task)
+    train, held_out = load_splits(config.task, dataset, environment)
     train, dropped = _fitting(train, session.encoder, "training")
     held_out, held_out_dropped = _fitting(held_out, session.encoder, "held-out")
     directory = Path(config.output.format(recipe=config.recipe))
-    return Setup(config, session, directory, train, held_out, dropped, held_out_dropped)
+    return Setup(config, session, directory, train, held_out, dropped, held_out_dropped, reward, environment)
+
+
+def reward_pool(setup: Setup) -> RewardPool:
+    """Workers for the run's rewards, those that were given in Python among them; what they print goes to `reward_log`."""
+    return RewardPool(setup.config.task, reward_log(setup), setup.reward, setup.environment)
 
 
 def announce(setup: Setup, report: Callable[[str], None], step: str = "") -> None:

@@ -10,11 +10,10 @@ from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.parallel import is_main_process
 from fp8rl_jax.tasks.dataset import Example
-from fp8rl_jax.tasks.workers import RewardPool
 from fp8rl_jax.training.console import SFT_COLUMNS
 from fp8rl_jax.training.evaluate import evaluate_held_out
 from fp8rl_jax.training.prompts import PromptEncoder
-from fp8rl_jax.training.setup import Setup, announce, reward_log, write_run_record
+from fp8rl_jax.training.setup import Setup, announce, reward_pool, write_run_record
 from fp8rl_jax.training.tracking import make_tracker
 
 
@@ -35,7 +34,7 @@ def supervise(setup: Setup, config_text: str, report=print) -> None:
     announce(setup, report, "sft.batch_size")
     cut = f", {sft.cut_short:.0%} of them cut one token short" if sft.cut_short else ""
     report(f"Supervised warm start: {sft.steps} updates on the task's own answers{cut}")
-    with RewardPool(config.task, reward_log(setup)) as pool:
+    with reward_pool(setup) as pool:
         session.restart(sft.optimizer, sft.steps)
         tracker = make_tracker(directory, config.tracking, total_steps=sft.steps, columns=SFT_COLUMNS)
         try:

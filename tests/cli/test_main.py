@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import resource
 import subprocess
 import sys
@@ -130,3 +131,24 @@ def test_help_and_faults_take_under_two_seconds_and_never_import_jax(name, flag,
     if code:
         assert "fp8rl: error: --no-such-flag: unknown flag" in run.stderr
         assert "Traceback" not in run.stderr
+
+
+@pytest.mark.parametrize("words", [["--help"], ["config"], ["compare", "--help"], ["train", "no-such-file.toml"]])
+def test_a_closed_pipe_ends_a_command_quietly(words):
+    reader, writer = os.pipe()
+    os.close(reader)
+    streams = {"stdout": writer, "stderr": subprocess.PIPE}
+    if words[0] == "train":  # its fault goes to standard error
+        streams = {"stdout": subprocess.PIPE, "stderr": writer}
+    run = subprocess.run([sys.executable, "-m", "fp8rl_jax.cli.main", *words], **streams, timeout=60)
+    os.close(writer)
+    assert (run.returncode, run.stdout or b"", run.stderr or b"") == (141, b"", b"")
+
+
+def test_another_broken_pipe_is_a_bug_and_keeps_its_traceback(command):
+    def broken(arguments):
+        raise BrokenPipeError
+
+    command(broken)
+    with pytest.raises(BrokenPipeError):
+        cli.main(["probe"])

@@ -698,10 +698,10 @@ def test_the_cache_is_kept_small_enough_to_travel(tmp_path):
 
 @pytest.mark.slow
 def test_a_step_runs_without_what_a_bare_machine_lacks_from_programs_compiled_before(tmp_path, monkeypatch):
-    """tyro, tomli_w and reasoning_gym are what the library needs and an image with JAX for CUDA does not have."""
+    """These are what the library needs, or may need, and an image with JAX for CUDA does not have."""
     missing = tmp_path / "missing"
     missing.mkdir()
-    for name in ("tyro", "tomli_w", "reasoning_gym", "math_verify"):
+    for name in ("tyro", "tomli_w", "reasoning_gym", "math_verify", "cloudpickle"):
         (missing / f"{name}.py").write_text(f"raise ModuleNotFoundError('no {name}')\n")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(missing), *filter(None, [os.environ.get("PYTHONPATH")])]))
     setting = Setting(tiny=True)

@@ -89,3 +89,27 @@ def bad_rows():
 
 def no_rows():
     return []
+
+
+def batch_faulty(completions, answers, **_):
+    """Does what one of the completions says, to the whole batch; numbers are scores."""
+    assert len(completions) == len(answers)
+    if "raise" in completions:
+        raise ValueError("no such batch")
+    if "short" in completions:
+        return [1.0]
+    if "none" in completions:
+        return None
+    if "sleep" in completions:
+        time.sleep(1000)
+    if "die" in completions:
+        os._exit(3)
+    if "wait" in completions:
+        time.sleep(0.4 * len(completions))
+    if "count" in completions:
+        return [len(completions)] * len(completions)
+    return [None if text == "no score" else float(text) if text[0].isdigit() else 0.5 for text in completions]
+
+
+def batch_two_arguments(completions, scale):
+    return completions

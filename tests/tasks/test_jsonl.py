@@ -167,7 +167,7 @@ def test_a_line_that_the_template_does_not_fit_is_named(tmp_path):
         ({"name": "no/such/file.jsonl"}, "task.name = .*there is no such file"),
         ({"eval_path": "no/such/*.jsonl"}, "task.eval_path = .*there is no such file"),
         ({"name": "."}, "cannot be read"),
-        ({"args": {"x": 1}}, "a file takes no arguments"),
+        ({"args": {"x": 1}}, "take no arguments"),
         ({"kind": "module", "name": "m:f", "eval_path": "x"}, "belongs to task.kind"),
         ({"eval_path": "x", "eval_size": 0}, "is not read while task.eval_size = 0"),
     ],

@@ -8,12 +8,13 @@ from dataclasses import replace
 import pytest
 from tiny_run import EVEN_LETTERS, check_refused, faults, metric_rows, train, write_run
 
-from fp8rl_jax.cli.load import load_config
+from fp8rl_jax.cli.load import dump_toml, load_config
 from fp8rl_jax.cli.main import main
 from fp8rl_jax.config.run import RolloutConfig, RunConfig
-from fp8rl_jax.config.tasks import TaskConfig
+from fp8rl_jax.config.tasks import RewardConfig, TaskConfig
 from fp8rl_jax.config.training import EvaluationConfig, TrainerConfig
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.training.loop import train as run
 from fp8rl_jax.training.setup import build
 
 START = "{} recipe, float32 compute: 64 problems to train on, 8 held out, 0 dropped as too long"
@@ -135,6 +136,32 @@ def test_python_and_the_command_line_refuse_the_same_in_the_same_words(changes, 
     with pytest.raises(UserError) as from_python:
         build(replace(RunConfig(), **changes))
     assert str(from_python.value) == str(from_flags.value)
+
+
+def test_a_run_with_a_reward_and_problems_of_a_notebook(tmp_path, capsys):
+    wanted = {"e": 1.0}
+
+    def score(completions, answers, **_):
+        return [wanted["e"] * text.count(answer) for text, answer in zip(completions, answers, strict=True)]
+
+    rows = [{"prompt": f"{i}=", "answer": chr(97 + i % 26)} for i in range(72)]
+    config = load_config(RunConfig, [write_run(tmp_path), *SHORT, "--output", str(tmp_path / "run")], "fp8rl train")
+    config = replace(config, task=TaskConfig(eval_size=8, reward=RewardConfig(num_workers=1)))
+    setup = build(config, reward=score, dataset=rows)
+    assert (len(setup.train), len(setup.held_out)) == (64, 8)
+    run(setup, dump_toml(setup.config))
+    (row,) = metric_rows(tmp_path / "run")
+    assert "rewards/score/mean" in row and row["reward/errors"] == 0
+    assert json.loads((tmp_path / "run" / "samples.jsonl").read_text().splitlines()[0])["answer"] in "abcdefghijklmnopqrstuvwxyz"
+    written = str(tmp_path / "run" / "config.toml")
+    assert main(["eval", written]) == 2
+    assert 'task.kind = "python": the problems of this run (list of 72) were given in Python' in faults(capsys)[-1]
+    with pytest.raises(UserError, match="task.reward.function = '<python>:score' was given in Python; give reward= again"):
+        build(load_config(RunConfig, [written], "fp8rl train"), dataset=rows)
+    again = load_config(RunConfig, [written, "--resume", "--trainer.steps", "2"], "fp8rl train")
+    setup = build(again, reward=score, dataset=rows)
+    run(setup, dump_toml(setup.config))
+    assert [row["step"] for row in metric_rows(tmp_path / "run")] == [0, 1]
 
 
 def test_python_may_not_give_what_no_flag_could():

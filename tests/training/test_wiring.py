@@ -767,7 +767,7 @@ def test_supervised_steps_walk_through_the_training_set(setup_of, monkeypatch):
         return {"eval/accuracy": 0.5}
 
     monkeypatch.setattr(sessions, "supervised_update", note)
-    monkeypatch.setattr(sft, "RewardPool", lambda task, log: nullcontext(Pool(task)))
+    monkeypatch.setattr(sft, "reward_pool", lambda setup: nullcontext(Pool(setup.config.task)))
     monkeypatch.setattr(sft, "evaluate_held_out", answer)
     monkeypatch.setattr(Session, "save", lambda self, _, dtype, adapters: told.update(saved=self.weights.norm.value, dtype=dtype))
     setup = setup_of(
