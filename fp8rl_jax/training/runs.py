@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import Float
 
+from fp8rl_jax.config.run import RunConfig
+from fp8rl_jax.config.settings import with_settings
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.tasks.python_objects import PythonReward
+from fp8rl_jax.training.evaluate import evaluate_held_out
+from fp8rl_jax.training.loop import train as train_setup
+from fp8rl_jax.training.setup import build, reward_pool
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -66,6 +72,54 @@ class Run:
             axes.set(title=name, xlabel="step")
             axes.grid(alpha=0.3)
         return figure
+
+
+def train(
+    config: RunConfig | None = None,
+    *,
+    reward: PythonReward | None = None,
+    dataset: Sequence[Any] | Iterable[Any] | None = None,
+    environment: type | None = None,
+    **settings: Any,
+) -> Run:
+    """A whole run, as `fp8rl train` makes it: rewards in worker processes, metrics, samples, checkpoints, evaluation, the model.
+
+    Args:
+        config: its settings; `fp8rl.load_config("run.toml")` reads a file's.
+        reward: function, or {name: function}, in place of what task.reward names. It may live in a notebook's cell: a function of
+            prompt, completion, answer and metadata, or of any of them, that returns a number (fp8rl_jax/tasks/rewards.py).
+        dataset: problems in place of those that task names: dictionaries with "prompt" and "answer", or prompts alone.
+        environment: class in place of the one that task names, for episodes of several turns.
+        settings: single settings over `config`, as `Session` takes them.
+
+    Raises:
+        UserError: naming the key, file or tensor; or the run directory holds a run already.
+    """
+    config = with_settings(RunConfig() if config is None else config, settings)
+    setup = build(config, reward=reward, dataset=dataset, environment=environment)
+    train_setup(setup)
+    return Run(setup.directory)
+
+
+def evaluate(
+    config: RunConfig | None = None,
+    *,
+    reward: PythonReward | None = None,
+    dataset: Sequence[Any] | Iterable[Any] | None = None,
+    environment: type | None = None,
+    **settings: Any,
+) -> dict[str, float]:
+    """Held-out metrics of a model under a recipe's rollout formats, as `fp8rl eval` prints them; arguments as in `train`.
+
+    Raises:
+        UserError: as `train`; or nothing is held out.
+    """
+    config = with_settings(RunConfig() if config is None else config, settings)
+    setup = build(config, sampled=False, reward=reward, dataset=dataset, environment=environment)
+    if not len(setup.held_out):
+        raise UserError("task.eval_size = 0 holds out no problem to evaluate on; raise it")
+    with reward_pool(setup) as pool:
+        return evaluate_held_out(setup, pool)
 
 
 def _number(value: object) -> float:
