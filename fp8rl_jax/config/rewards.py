@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Literal
 
+from fp8rl_jax.functions import is_function_spec
+
 SHAPING_REWARDS = ("format", "length")
 """Built-in rewards that say nothing about the answer, so that they cannot count a completion as correct by default."""
 BUILT_IN_REWARDS = ("exact", "math_verify", "reasoning_gym", *SHAPING_REWARDS)
@@ -131,9 +133,3 @@ class RewardConfig:
                 f"task.reward.length_target = {self.length_target} and task.reward.length_limit = {self.length_limit}: the "
                 "length reward needs 0 <= target < limit, in characters"
             )
-
-
-def is_function_spec(spec: str) -> bool:
-    """Whether `spec` reads `module:function` or `path/to/file.py:function`."""
-    module, separator, function = spec.rpartition(":")
-    return bool(module and separator) and function.isidentifier()

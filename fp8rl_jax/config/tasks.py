@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from string import Formatter
 from typing import Any, Literal
 
-from fp8rl_jax.config.rewards import RewardConfig, is_function_spec
+from fp8rl_jax.config.rewards import RewardConfig
+from fp8rl_jax.functions import is_function_spec
 
 TEMPLATE_FIELDS = ("question", "answer", "metadata")
 

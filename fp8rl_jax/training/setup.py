@@ -33,6 +33,7 @@ from fp8rl_jax.models.tokenizer import Tokenizer, load_tokenizer
 from fp8rl_jax.models.trained import trainer_policy
 from fp8rl_jax.parallel import check_batch, initialize, make_mesh, shard_policy
 from fp8rl_jax.precision import check_recipe, quantized_layers, unlike_sides
+from fp8rl_jax.rl import check_functions
 from fp8rl_jax.rollout.constraints import make_constraints
 from fp8rl_jax.rollout.engine import LocalEngine
 from fp8rl_jax.rollout.sampling import Sampling
@@ -101,6 +102,8 @@ def build(config: RunConfig, *, sampled: bool = True) -> Setup:
         )  # fmt: skip
     initialize(config.mesh)
     check_recipe(recipe, config.precision.backend)  # asks for the device, which joining the processes must precede
+    if sampled:
+        check_functions(config.rl, r.samples_per_prompt)
     if unlike := unlike_sides(recipe):
         _log.warning("precision: rollout and trainer do not quantize alike, a mismatch of its own: %s", unlike)
     mesh = make_mesh(config.mesh)
