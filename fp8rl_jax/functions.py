@@ -103,7 +103,8 @@ def register(function: Callable[..., Any]) -> str:
     for spec, kept in _loaded.items():
         if kept.function is function:
             return spec
-    module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", type(function).__qualname__)
+    module = getattr(function, "__module__", None) or "__main__"
+    name = getattr(function, "__qualname__", type(function).__qualname__)
     spec = f"{module}:{name}"
     importable = is_function_spec(spec) and module != "__main__" and not module.startswith(_FILE_PREFIX)
     if not importable or getattr(sys.modules.get(module), name, None) is not function or spec in _loaded:

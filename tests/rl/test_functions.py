@@ -114,6 +114,11 @@ def test_a_function_that_can_be_imported_has_its_name_and_others_a_number(tmp_pa
     spec = functions.register(sign)
     assert spec.startswith("functools:partial#") and functions.register(sign) == spec
     assert functions.load_function(spec, "key") is sign
+    for cell in ({"__name__": "__main__"}, {}):
+        exec("def objective(inputs, config): return inputs.logprobs", cell)
+        config = rl.RLConfig(objective=cell["objective"])
+        assert re.fullmatch(r"__main__:objective#\d+", config.objective)
+        rl.check_functions(config)
     (tmp_path / "reloaded.py").write_text("def f():\n    return 1\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
