@@ -8,21 +8,24 @@ one wants is a correction without a name.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from fp8rl_jax.config.checks import at_least, one_of, report, unless
+from fp8rl_jax.config.functions import function_faults, is_users, settle
 from fp8rl_jax.config.presets import PLAIN, PRESETS
 from fp8rl_jax.errors import UserError
 
 CorrectionMethod = Literal[("recipe", *PRESETS)]  # type: ignore[valid-type]
 CorrectionMode = Literal["decoupled", "bypass"]
-WeightLevel = Literal["none", "token", "sequence"]
 Bounds = Literal["truncate", "mask", "keep"]
 Overflow = Literal["clamp", "zero"]
 Denominator = Literal["kept", "all"]
 BypassLoss = Literal["ratio", "reinforce"]
 TruncatedSampling = Literal["refuse", "behaviour", "policy"]
+
+WEIGHTS = ("none", "token", "sequence")
+"""Built-in importance weights; rl/weights.py has the functions."""
 
 LEVELS = ("token", "seq_sum", "seq_mean", "seq_max")
 STATISTICS = tuple(f"{level}_{k}" for level in LEVELS for k in ("k1", "k2", "k3") if (level, k) != ("seq_max", "k1"))
@@ -84,8 +87,11 @@ class CorrectionConfig:
     config/presets.py."""
     mode: CorrectionMode | None = None
     """decoupled: clip pi_theta / pi_old, then weight by rho. bypass: no pi_old; pi_theta / pi_rollout takes both parts."""
-    weights: WeightLevel | None = None
-    """Importance weights: none, rho of each token, or rho of the sequence at each of its tokens."""
+    weights: str | None = None
+    """Importance weights: none, rho of each token, or rho of the sequence at each of its tokens ("sequence"). Or a function of
+    your own, `module:function` or `path/to/file.py:function`, whose values bounds then act on: docs/objectives.md."""
+    weights_args: dict[str, float] = field(default_factory=dict)
+    """Keyword arguments of a function of your own."""
     bounds: Bounds | None = None
     """What happens to a weight outside [min_weight, max_weight]. truncate: set to the bound (TIS). mask: set to 0, and the
     token stays in the denominator (IcePop). keep: nothing."""
@@ -114,17 +120,19 @@ class CorrectionConfig:
     distribution at the same temperature, so they correct the numerics alone, and the bias of the difference stays."""
 
     def __post_init__(self) -> None:
+        settle(self, "weights", "weights_args")
         report(
             one_of("rl.correction.method", self.method, CorrectionMethod),
             one_of("rl.correction.truncated_sampling", self.truncated_sampling, TruncatedSampling),
         )
         choices = {
-            "mode": CorrectionMode, "weights": WeightLevel, "bounds": Bounds, "overflow": Overflow,
+            "mode": CorrectionMode, "bounds": Bounds, "overflow": Overflow,
             "denominator": Denominator, "bypass_loss": BypassLoss, "batch_normalize": (True, False),
             "inverse_k1": (True, False),
         }  # fmt: skip
         report(
             *(one_of(f"rl.correction.{name}", self.value(name), allowed) for name, allowed in choices.items()),
+            *function_faults("rl.correction.weights", self.weights, WEIGHTS, "rl.correction.weights_args", self.weights_args),
             at_least("rl.correction.max_weight", self.value("max_weight"), 1.0),
             at_least("rl.correction.min_weight", self.value("min_weight"), 0.0),
         )
@@ -141,6 +149,11 @@ class CorrectionConfig:
         )
         if self.value("mode") == "bypass":
             report(
+                unless(
+                    not (is_users(self.weights) and self.value("bypass_loss") == "ratio"),
+                    'rl.correction.weights: mode "bypass" with bypass_loss "ratio" has no weights; take your function out, or '
+                    'set rl.correction.mode to "decoupled"',
+                ),
                 unless(
                     not (rejecting and self.value("denominator") == "kept"),
                     'rl.correction.denominator: "kept" cannot be accumulated over micro-batches in bypass mode: rejection '
@@ -172,7 +185,8 @@ class CorrectionConfig:
         """
         if self.method == "recipe":
             raise UserError(
-                'rl.correction.method: "recipe" must be resolved first; call CorrectionConfig.resolve, or name a method'
+                'rl.correction.method: "recipe" has a meaning in a run only, which has a precision recipe; name a method, '
+                'such as CorrectionConfig("token_tis") or CorrectionConfig("none")'
             )
         return replace(self, **{name: self.value(name) for name in PLAIN})
 
@@ -203,4 +217,4 @@ class CorrectionConfig:
         return reasons
 
 
-__all__ = ["CRITERIA", "CorrectionConfig", "Criterion"]
+__all__ = ["CRITERIA", "WEIGHTS", "CorrectionConfig", "Criterion"]

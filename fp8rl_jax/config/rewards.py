@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Literal
 
+from fp8rl_jax.functions import is_function_spec
+
 SHAPING_REWARDS = ("format", "length")
 """Built-in rewards that say nothing about the answer, so that they cannot count a completion as correct by default."""
 BUILT_IN_REWARDS = ("exact", "math_verify", "reasoning_gym", *SHAPING_REWARDS)
@@ -163,9 +165,3 @@ def main_fault(key: str, spec: str, argument: str) -> str:
         f"{key} = {spec!r}: the reward workers do not run your script or notebook; give {argument}={name} in Python, or name the "
         f"file that it stands in: path/to/file.py:{name}"
     )
-
-
-def is_function_spec(spec: str) -> bool:
-    """Whether `spec` reads `module:function` or `path/to/file.py:function`."""
-    module, separator, function = spec.rpartition(":")
-    return bool(module and separator) and function.isidentifier()

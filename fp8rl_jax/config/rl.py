@@ -11,6 +11,8 @@ published algorithms are combinations, each of them a file of experiments/recipe
     CISPO          arXiv 2506.13585    objective = "cispo", clip_low = 1
     RLOO           arXiv 2402.14740    advantage.estimator = "rloo", objective = "reinforce", aggregation = "sequence_sum"
     REINFORCE++    arXiv 2501.03262    advantage.estimator = "reinforce_pp" or "reinforce_pp_baseline"
+
+An objective, an advantage estimator and importance weights may also be functions of one's own: docs/objectives.md.
 """
 
 from __future__ import annotations
@@ -23,10 +25,13 @@ from typing import Literal
 from fp8rl_jax.config.checks import above, at_least, one_of, report, unless
 from fp8rl_jax.config.clipping import ClipCalibrationConfig
 from fp8rl_jax.config.correction import CorrectionConfig
+from fp8rl_jax.config.functions import function_faults, is_users, settle
 from fp8rl_jax.errors import UserError
 
-Estimator = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"]
-Objective = Literal["clip", "cispo", "reinforce"]
+ESTIMATORS = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline")
+"""Built-in advantage estimators; rl/advantages.py has the functions."""
+OBJECTIVES = ("clip", "cispo", "reinforce")
+"""Built-in objectives; rl/objectives.py has the functions."""
 RatioLevel = Literal["token", "sequence"]
 KLEstimator = Literal["k1", "k2", "k3"]
 KLGradient = Literal["estimator", "k2", "score"]
@@ -37,17 +42,22 @@ Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "fixed_leng
 class AdvantageConfig:
     """How rewards become advantages."""
 
-    estimator: Estimator = "grpo"
+    estimator: str = "grpo"
     """grpo: (r - mean) / (std + epsilon) within the prompt's completions. dr_grpo: r - mean. rloo: r - mean of the others.
-    reinforce_pp: (r - mean) / (std + epsilon) over the batch. reinforce_pp_baseline: r - the prompt's mean, then that."""
+    reinforce_pp: (r - mean) / (std + epsilon) over the batch. reinforce_pp_baseline: r - the prompt's mean, then that. Or a
+    function of your own, `module:function` or `path/to/file.py:function`: docs/objectives.md."""
+    estimator_args: dict[str, float] = field(default_factory=dict)
+    """Keyword arguments of a function of your own."""
     ddof: Literal[0, 1] = 1
     """A standard deviation divides by n - ddof: 1 as in verl and TRL, 0 for the population's."""
     epsilon: float = 1e-6
     """Added to the standard deviation; not used by dr_grpo and rloo."""
 
     def __post_init__(self) -> None:
+        settle(self, "estimator", "estimator_args")
+        key = "rl.advantage.estimator"
         report(
-            one_of("rl.advantage.estimator", self.estimator, Estimator),
+            *function_faults(key, self.estimator, ESTIMATORS, f"{key}_args", self.estimator_args),
             one_of("rl.advantage.ddof", self.ddof, Literal[0, 1]),
             above("rl.advantage.epsilon", self.epsilon, 0.0),
         )
@@ -104,8 +114,11 @@ class DynamicSamplingConfig:
 class LossConfig:
     """The policy loss. The ratio r is pi_theta / pi_old of a sampled token, A its advantage."""
 
-    objective: Objective = "clip"
-    """clip: PPO's clipped surrogate. cispo: -sg(clip(r)) * A * log pi_theta. reinforce: -A * log pi_theta, no ratio."""
+    objective: str = "clip"
+    """clip: PPO's clipped surrogate. cispo: -sg(clip(r)) * A * log pi_theta. reinforce: -A * log pi_theta, no ratio. Or a
+    function of your own, `module:function` or `path/to/file.py:function`: docs/objectives.md."""
+    objective_args: dict[str, float] = field(default_factory=dict)
+    """Keyword arguments of a function of your own: objective_args = { alpha = 0.5 }."""
     ratio: RatioLevel = "token"
     """token: r of each token. sequence: the geometric mean of the sequence's ratios, at each of its tokens (GSPO)."""
     clip_low: float = 0.2
@@ -132,9 +145,10 @@ class LossConfig:
     (task.max_turns above 1) rollout.max_prompt_tokens + rollout.max_new_tokens - 1."""
 
     def __post_init__(self) -> None:
-        clips = self.objective == "clip"
+        settle(self, "objective", "objective_args")
+        clips = self.objective == "clip" or is_users(self.objective)
         report(
-            one_of("rl.objective", self.objective, Objective),
+            *function_faults("rl.objective", self.objective, OBJECTIVES, "rl.objective_args", self.objective_args),
             one_of("rl.ratio", self.ratio, RatioLevel),
             above("rl.clip_low", self.clip_low, 0.0, at_most=1.0),
             above("rl.clip_high", self.clip_high, 0.0),
@@ -181,11 +195,16 @@ class RLConfig(LossConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         plain = self.objective == "clip" and self.ratio == "token"
+        replaced = self.correction.value("mode") == "bypass" and self.correction.value("bypass_loss") == "reinforce"
         report(
+            unless(
+                not (replaced and is_users(self.objective)),
+                f'rl.correction.bypass_loss: "reinforce" takes the place of rl.objective = "{self.objective}"; set it to "ratio"',
+            ),
             unless(
                 plain or not self.clip_calibration.enabled,
                 'rl.clip_calibration: it calibrates rl.objective "clip" with rl.ratio "token"; turn it off, or set these',
-            )
+            ),
         )
 
 
@@ -227,6 +246,8 @@ def check_sampling(
 
 
 __all__ = [
+    "ESTIMATORS",
+    "OBJECTIVES",
     "AdvantageConfig",
     "ClipCalibrationConfig",
     "CorrectionConfig",

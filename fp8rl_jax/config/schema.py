@@ -117,7 +117,7 @@ def convert(value: Any, annotation: Any) -> Any:
         kinds = [arguments[0]] * len(value) if _is_uniform(annotation) else list(arguments)
         if len(kinds) == len(value):
             return origin(convert(item, kind) for item, kind in zip(value, kinds, strict=True))
-    if (origin or annotation) in (dict, Any) and type(value) is dict:
+    if (origin or annotation) in (dict, Any) and isinstance(value, dict):
         kind = arguments[1] if arguments else Any
         return {key: convert(item, kind) for key, item in value.items()}
     raise Mismatch(annotation)

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from string import Formatter
 from typing import Any, Literal
 
-from fp8rl_jax.config.rewards import RewardConfig, is_function_spec, is_in_main, is_python_object, main_fault
+from fp8rl_jax.config.rewards import RewardConfig, is_in_main, is_python_object, main_fault
+from fp8rl_jax.functions import is_function_spec
 
 TEMPLATE_FIELDS = ("question", "answer", "metadata")
 

@@ -1,6 +1,9 @@
 """The reinforcement-learning objective as pure functions: arrays in, arrays out. No model, no file, no state.
 
-One GRPO step on a rollout of P prompts with n samples each, B = P * n completions of T tokens:
+One GRPO step on a rollout of P prompts with n samples each, B = P * n completions of T tokens. In a run the precision recipe
+names the correction; here one names it oneself, "none" included:
+
+    config = rl.RLConfig(correction=rl.CorrectionConfig("token_tis"))
 
     advantages = rl.group_advantages(rewards, n, config.advantage)             # [B]
     denominator = rl.loss_denominator(mask, config)                            # tokens of the global batch
@@ -10,7 +13,9 @@ One GRPO step on a rollout of P prompts with n samples each, B = P * n completio
         inputs = rl.LossInputs(logprobs, advantages, mask, denominator)
         return rl.corrected_policy_loss(inputs, rollout_logprobs, config)      # loss, metrics
 
+    (loss, metrics), gradients = jax.value_and_grad(loss_fn, has_aux=True)(params)
     mismatch = rl.mismatch_metrics(rollout_logprobs, train_logprobs, mask)     # rollout against trainer
+    numbers = rl.metric_values(metrics | mismatch)
 
 A correction that needs the whole batch at once (a mean weight, a rejection that changes the denominator: see
 `CorrectionConfig.whole_batch`) is made before the update, from old log-probabilities:
@@ -21,7 +26,7 @@ A correction that needs the whole batch at once (a mean weight, a rejection that
 
 Its pieces stand alone: `policy_loss` knows nothing of the rollout, `correction` nothing of the loss. Formulas, each with
 its paper and departures, head the files: advantages, dapo, objectives, calibrated_clipping, divergence, aggregation, weights,
-rejection.
+rejection. An objective, an estimator of advantages or importance weights of one's own: docs/objectives.md.
 """
 
 from fp8rl_jax.config.correction import Criterion
@@ -35,18 +40,19 @@ from fp8rl_jax.config.rl import (
     RLConfig,
     check_sampling,
 )
-from fp8rl_jax.rl.advantages import group_advantages, reward_metrics
+from fp8rl_jax.rl.advantages import RewardInputs, group_advantages, reward_metrics
 from fp8rl_jax.rl.aggregation import aggregate, loss_denominator
 from fp8rl_jax.rl.calibrated_clipping import calibrated_bounds
+from fp8rl_jax.rl.check import check_functions
 from fp8rl_jax.rl.correction import correction, refuse_partial, rollout_logprobs
 from fp8rl_jax.rl.dapo import drop_truncated, informative_groups, overlong_penalty
 from fp8rl_jax.rl.divergence import kl_penalty, reward_kl
 from fp8rl_jax.rl.loss import LossInputs, corrected_policy_loss, loss_settings, policy_loss
 from fp8rl_jax.rl.metrics import Maximum, Mean, Metrics, add_metrics, metric_values, reduce_metrics
 from fp8rl_jax.rl.mismatch import mismatch_metrics
-from fp8rl_jax.rl.objectives import policy_ratio, surrogate
+from fp8rl_jax.rl.objectives import TokenInputs, policy_ratio, token_losses
 from fp8rl_jax.rl.rejection import kept_tokens
-from fp8rl_jax.rl.weights import importance_weights, normalize_weights
+from fp8rl_jax.rl.weights import RatioInputs, importance_ratio, importance_weights, normalize_weights
 
 __all__ = [
     "AdvantageConfig",
@@ -60,15 +66,20 @@ __all__ = [
     "Metrics",
     "OverlongConfig",
     "RLConfig",
+    "RatioInputs",
+    "RewardInputs",
     "RewardKLConfig",
+    "TokenInputs",
     "add_metrics",
     "aggregate",
     "calibrated_bounds",
+    "check_functions",
     "check_sampling",
     "corrected_policy_loss",
     "correction",
     "drop_truncated",
     "group_advantages",
+    "importance_ratio",
     "importance_weights",
     "informative_groups",
     "kept_tokens",
@@ -86,5 +97,5 @@ __all__ = [
     "reward_kl",
     "reward_metrics",
     "rollout_logprobs",
-    "surrogate",
+    "token_losses",
 ]

@@ -5,9 +5,17 @@ the difference by the group's standard deviation, which gives an easy and a hard
 because the division over-weights prompts that are nearly always, or nearly never, solved. A group of equal rewards teaches
 nothing and gets exact zeros: rewards are compared with each other, since the rounding of their mean, divided by epsilon,
 could pass for a signal.
+
+Any other estimator is a function of one's own with the signature of those below (docs/objectives.md),
+`rl.advantage.estimator = "module:function"`:
+
+    estimator(inputs: RewardInputs, config: AdvantageConfig, **arguments) -> advantages [P, n]
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +23,71 @@ from jaxtyping import Array, Bool, Float, Int
 
 from fp8rl_jax.config.rl import AdvantageConfig
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.rl.functions import call, floats
 from fp8rl_jax.rl.masked import masked_count, masked_mean, masked_sum, safe_divide
+
+KEY = "rl.advantage.estimator"
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class RewardInputs:
+    """What an advantage estimator computes from: the completions of P prompts, n of each."""
+
+    rewards: Float[Array, "P n"]
+    """One a completion, float32; 0 where it is not valid."""
+    valid: Bool[Array, "P n"]
+    """False where a completion has no reward, because its grader failed."""
+    lengths: Int[Array, "P n"]
+    """Tokens of each completion; 1 where they were not given."""
+
+
+Estimator = Callable[..., Float[Array, "P n"]]
+"""(inputs, config, **arguments) -> one advantage a completion; those that are not valid get 0 whatever it returns."""
+
+
+def grpo(inputs: RewardInputs, config: AdvantageConfig) -> Float[Array, "P n"]:
+    """GRPO (arXiv 2402.03300): (r - mean) / (std + epsilon), std dividing by n - ddof."""
+    deviation = _deviation(inputs)
+    std = _std(deviation, inputs.valid, config.ddof)[:, None]
+    return _unless_constant(deviation / (std + config.epsilon), inputs)
+
+
+def dr_grpo(inputs: RewardInputs, config: AdvantageConfig) -> Float[Array, "P n"]:
+    """Dr. GRPO (arXiv 2503.20783): r - mean."""
+    return _unless_constant(_deviation(inputs), inputs)
+
+
+def rloo(inputs: RewardInputs, config: AdvantageConfig) -> Float[Array, "P n"]:
+    """RLOO (arXiv 2402.14740): r - mean of the other completions of the prompt.
+
+    Departs from verl where a prompt has a single valid completion: it gets 0 here, and its reward there.
+    """
+    count = masked_count(inputs.valid, axis=1)[:, None]
+    return _unless_constant(_deviation(inputs) * safe_divide(count, count - 1.0), inputs)
+
+
+def reinforce_pp(inputs: RewardInputs, config: AdvantageConfig) -> Float[Array, "P n"]:
+    """REINFORCE++ (arXiv 2501.03262): (r - mean) / (std + epsilon) over the tokens of the batch.
+
+    Departs from the paper, which has a KL penalty for each token in the reward (here it is a term of the loss, or `reward_kl` of
+    the whole completion), and from verl and NeMo RL in epsilon, which they add to the variance, or bound it by.
+    """
+    return _whiten(inputs.rewards, inputs, config)
+
+
+def reinforce_pp_baseline(inputs: RewardInputs, config: AdvantageConfig) -> Float[Array, "P n"]:
+    """REINFORCE++ of r - the prompt's mean."""
+    return _whiten(_unless_constant(_deviation(inputs), inputs), inputs, config)
+
+
+BUILT_IN: dict[str, Estimator] = {
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "reinforce_pp": reinforce_pp,
+    "reinforce_pp_baseline": reinforce_pp_baseline,
+}
 
 
 def group_advantages(
@@ -25,49 +97,31 @@ def group_advantages(
     valid: Bool[Array, " B"] | None = None,
     lengths: Int[Array, " B"] | None = None,
 ) -> Float[Array, " B"]:
-    """Advantages of the completions of one rollout.
-
-    GRPO (arXiv 2402.03300): (r - mean) / (std + epsilon), std dividing by n - ddof.
-    Dr. GRPO (arXiv 2503.20783): r - mean.
-    RLOO (arXiv 2402.14740): r - mean of the other completions of the prompt. Departs from verl where a prompt has a single
-    valid completion: it gets 0 here, and its reward there.
-    REINFORCE++ (arXiv 2501.03262): (r - mean) / (std + epsilon) over the tokens of the batch; reinforce_pp_baseline
-    subtracts the prompt's mean first. Departs from the paper, which has a KL penalty for each token in the reward (here it
-    is a term of the loss, or `reward_kl` of the whole completion), and from verl and NeMo RL in epsilon, which they add to
-    the variance, or bound it by.
+    """Advantages of the completions of one rollout, by the function that `config.estimator` names.
 
     Args:
         rewards: one scalar a completion; row b belongs to prompt b // samples_per_prompt.
-        samples_per_prompt: n, at least 2; reinforce_pp needs no second completion of a prompt.
-        config: estimator, ddof and epsilon.
+        samples_per_prompt: n, at least 2 where completions of a prompt are compared, as all but reinforce_pp do.
+        config: estimator, estimator_args, ddof and epsilon.
         valid: False where a completion has no reward (its grader failed): it gets 0 and is left out of every mean and
             standard deviation. By default all are valid.
         lengths: tokens of each completion, by which REINFORCE++ weighs mean and standard deviation of the batch; by default
-            each completion counts once. The others do not read it.
+            each completion counts once. The other built-in ones do not read it.
 
     Returns:
         One constant advantage a completion, float32. A non-finite reward that is not marked invalid makes its group's
         advantages NaN (REINFORCE++: all).
 
     Raises:
-        UserError: fewer than 2 samples a prompt, or a number of rewards that they do not divide.
+        UserError: too few samples a prompt, or a number of rewards that they do not divide; an estimator that does not import,
+            does not take (inputs, config, **estimator_args), raises an exception, or returns something else than [P, n] floats.
     """
-    alone = config.estimator == "reinforce_pp"
-    groups, counted = _groups(rewards, samples_per_prompt, valid, least=1 if alone else 2)
-    deviation = jnp.where(counted, groups - (0.0 if alone else masked_mean(groups, counted, axis=1)[:, None]), 0.0)
-    constant = _constant(groups, counted)[:, None]
-    match config.estimator:
-        case "grpo":
-            deviation = deviation / (_std(deviation, counted, config.ddof)[:, None] + config.epsilon)
-        case "rloo":
-            count = masked_count(counted, axis=1)[:, None]
-            deviation = deviation * safe_divide(count, count - 1.0)
-        case "reinforce_pp":
-            return jax.lax.stop_gradient(_whiten(deviation.reshape(-1), counted.reshape(-1), lengths, config))
-        case "reinforce_pp_baseline":
-            deviation = jnp.where(constant, 0.0, deviation).reshape(-1)
-            return jax.lax.stop_gradient(_whiten(deviation, counted.reshape(-1), lengths, config))
-    return jax.lax.stop_gradient(jnp.where(constant, 0.0, deviation).reshape(-1))
+    groups, counted = _groups(rewards, samples_per_prompt, valid, least=1)
+    spans = counted.astype(jnp.int32) if lengths is None else jnp.asarray(lengths).reshape(groups.shape)
+    inputs = RewardInputs(jnp.where(counted, groups, 0.0), counted, spans)
+    advantages = call(KEY, config.estimator, BUILT_IN, inputs, config, config.estimator_args)
+    advantages = floats(KEY, config.estimator, advantages, groups.shape, "[P, n]")
+    return jax.lax.stop_gradient(jnp.where(counted, advantages, 0.0).reshape(-1))
 
 
 def reward_metrics(
@@ -97,16 +151,27 @@ def constant_groups(
 def _groups(
     rewards: Float[Array, " B"], samples_per_prompt: int, valid: Bool[Array, " B"] | None, least: int = 2
 ) -> tuple[Float[Array, "P n"], Bool[Array, "P n"]]:
-    if samples_per_prompt < least:
-        raise UserError(
-            f"rollout.samples_per_prompt: {samples_per_prompt} leaves nothing to compare with; set {least} or more"
-        )
+    _check_samples(samples_per_prompt, least)
     if len(rewards) % samples_per_prompt:
-        raise UserError(
-            f"rollout.samples_per_prompt: {samples_per_prompt} does not divide the {len(rewards)} rewards of a batch"
-        )
+        raise UserError(f"rollout.samples_per_prompt: {samples_per_prompt} does not divide the {len(rewards)} rewards of a batch")
     groups = jnp.asarray(rewards, jnp.float32).reshape(-1, samples_per_prompt)
     return groups, jnp.ones_like(groups, bool) if valid is None else jnp.asarray(valid, bool).reshape(groups.shape)
+
+
+def _check_samples(samples_per_prompt: int, least: int) -> None:
+    if samples_per_prompt < least:
+        raise UserError(f"rollout.samples_per_prompt: {samples_per_prompt} leaves nothing to compare with; set {least} or more")
+
+
+def _deviation(inputs: RewardInputs) -> Float[Array, "P n"]:
+    """r - mean of the prompt's completions; 0 where it is not valid."""
+    _check_samples(inputs.rewards.shape[1], least=2)
+    return jnp.where(inputs.valid, inputs.rewards - masked_mean(inputs.rewards, inputs.valid, axis=1)[:, None], 0.0)
+
+
+def _unless_constant(values: Float[Array, "P n"], inputs: RewardInputs) -> Float[Array, "P n"]:
+    """Exact zeros for the prompts whose rewards are all equal."""
+    return jnp.where(_constant(inputs.rewards, inputs.valid)[:, None], 0.0, values)
 
 
 def _std(deviation: Float[Array, "P n"], counted: Bool[Array, "P n"], ddof: int) -> Float[Array, " P"]:
@@ -117,15 +182,14 @@ def _constant(groups: Float[Array, "P n"], counted: Bool[Array, "P n"]) -> Bool[
     return jnp.where(counted, groups, -jnp.inf).max(axis=1) <= jnp.where(counted, groups, jnp.inf).min(axis=1)
 
 
-def _whiten(
-    values: Float[Array, " B"], counted: Bool[Array, " B"], lengths: Int[Array, " B"] | None, config: AdvantageConfig
-) -> Float[Array, " B"]:
+def _whiten(values: Float[Array, "P n"], inputs: RewardInputs, config: AdvantageConfig) -> Float[Array, "P n"]:
     """(values - mean) / (std + epsilon) over the entries that count, each as often as it is long; exact zeros where all are
     equal."""
-    share = counted.astype(jnp.float32) if lengths is None else jnp.where(counted, lengths, 0).astype(jnp.float32)
+    shape, values, counted = values.shape, values.reshape(-1), inputs.valid.reshape(-1)
+    share = jnp.where(counted, inputs.lengths.reshape(-1), 0).astype(jnp.float32)
     total = share.sum()
     values = jnp.where(counted, values, 0.0)
     deviation = values - safe_divide((share * values).sum(), total)
     std = jnp.sqrt((share * deviation**2).sum() / jnp.maximum(total - config.ddof, 1.0))
     equal = _constant(values[None], (share > 0)[None])[0]
-    return jnp.where(counted & ~equal, deviation / (std + config.epsilon), 0.0)
+    return jnp.where(counted & ~equal, deviation / (std + config.epsilon), 0.0).reshape(shape)

@@ -42,7 +42,7 @@ def correction(
     Args:
         log_ratio: logp_old - logp_rollout of each sampled token, float32. Padding may hold anything.
         mask: completion tokens.
-        config: with a method other than "recipe".
+        config: with a method by name; "recipe" has a meaning in a run only.
 
     Returns:
         weights: constants for the gradient, 0 outside the returned mask; 1 where the config asks for none, and in bypass
@@ -53,7 +53,7 @@ def correction(
             correction/reject_seq_frac of completions that lost one. With batch_normalize: correction/normalizer.
 
     Raises:
-        UserError: the method is still "recipe".
+        UserError: the method is still "recipe"; or weights that are not built in, as `importance_weights` says.
     """
     check_shapes(mask, log_ratio=log_ratio)
     config = config.filled()

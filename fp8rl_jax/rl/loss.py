@@ -32,7 +32,7 @@ from fp8rl_jax.rl.correction import correction, refuse_partial
 from fp8rl_jax.rl.divergence import kl_penalty
 from fp8rl_jax.rl.masked import Mask, check_shapes, clamp_log_ratio, k3, per_token
 from fp8rl_jax.rl.metrics import Maximum, Mean, Metrics
-from fp8rl_jax.rl.objectives import clipped_tokens, policy_ratio, surrogate
+from fp8rl_jax.rl.objectives import TokenInputs, policy_ratio, token_losses
 
 
 @jax.tree_util.register_dataclass
@@ -77,12 +77,13 @@ def policy_loss(inputs: LossInputs, config: LossConfig) -> tuple[Float[Array, ""
     Returns:
         loss: summed over micro-batches it is the global loss, and its gradients add likewise.
         metrics: `loss`, `policy_loss` (without KL and entropy), `approx_kl` (k3 of KL(pi_old || pi_theta)), `ratio_max`;
-            as fractions of all tokens `clip_ratio/low_mean` (A < 0, r < 1 - clip_low), `clip_ratio/high_mean` (A > 0,
+            `kl` and `entropy` where their inputs were given; and the objective's own. Of the built-in ones these are, as
+            fractions of all tokens, `clip_ratio/low_mean` (A < 0, r < 1 - clip_low), `clip_ratio/high_mean` (A > 0,
             r > 1 + clip_high; both by clip_bounds where they are given), `clip_ratio/region_mean` (either; CISPO: of any A),
-            where dual_clip is set `clip_ratio/dual_mean` (A < 0, r > dual_clip); `kl` and `entropy` where their inputs were
-            given.
+            and where dual_clip is set `clip_ratio/dual_mean` (A < 0, r > dual_clip).
 
     Raises:
+        UserError: an objective that is not built in, as `token_losses` says.
         ValueError: an array's shape is not the mask's, or an array that a coefficient needs is missing.
     """
     check_shapes(
@@ -101,23 +102,32 @@ def policy_loss(inputs: LossInputs, config: LossConfig) -> tuple[Float[Array, ""
     advantages = jax.lax.stop_gradient(per_token(inputs.advantages, mask))
     old = jax.lax.stop_gradient(inputs.logprobs if inputs.old_logprobs is None else inputs.old_logprobs)
 
-    ratio = policy_ratio(inputs.logprobs, old, mask, config.ratio)
-    objective = surrogate(inputs.logprobs, ratio, advantages, mask, config, inputs.clip_bounds)
+
+    def constant(values: Array | None) -> Array | None:
+        return None if values is None else jax.lax.stop_gradient(jnp.where(mask, values, 0.0))
+
+    tokens = TokenInputs(
+        logprobs=jnp.where(mask, inputs.logprobs, 0.0),
+        old_logprobs=constant(old),
+        ratio=policy_ratio(inputs.logprobs, old, mask, config.ratio),
+        advantages=advantages,
+        mask=mask,
+        weights=jnp.ones_like(old) if inputs.weights is None else jax.lax.stop_gradient(inputs.weights),
+        bounds=_bounds(inputs, config),
+        entropy=constant(inputs.entropy),
+        reference_logprobs=constant(inputs.reference_logprobs),
+    )
+    objective, measured = token_losses(tokens, config)
     if inputs.weights is not None:
-        objective = objective * jax.lax.stop_gradient(inputs.weights)
+        objective = objective * tokens.weights
 
     log_ratio = clamp_log_ratio(jnp.where(mask, jax.lax.stop_gradient(inputs.logprobs) - old, 0.0))
-    low, high = clipped_tokens(ratio, advantages, config, inputs.clip_bounds)
     metrics = {
         "policy_loss": aggregate(objective, mask, config),
         "approx_kl": Mean.of(k3(log_ratio), mask),
-        "ratio_max": Maximum.of(ratio, mask),
-        "clip_ratio/low_mean": Mean.of(low, mask),
-        "clip_ratio/high_mean": Mean.of(high, mask),
-        "clip_ratio/region_mean": Mean.of(low | high, mask),
+        "ratio_max": Maximum.of(tokens.ratio, mask),
+        **{name: Mean.of(values, mask) for name, values in measured.items()},
     }
-    if config.dual_clip is not None:
-        metrics["clip_ratio/dual_mean"] = Mean.of((advantages < 0) & (ratio > config.dual_clip), mask)
     if inputs.entropy is not None:
         metrics["entropy"] = Mean.of(inputs.entropy, mask)
         if config.entropy_coefficient > 0:
@@ -146,7 +156,7 @@ def corrected_policy_loss(
     Args:
         inputs: without weights; old_logprobs may be None where one update follows each rollout.
         rollout_logprobs: of the sampled tokens, as the function `rollout_logprobs` selects them.
-        config: loss and correction (method resolved).
+        config: loss and correction, whose method is one of those named and not "recipe".
 
     Returns:
         Loss and metrics of `policy_loss`, and the metrics of `correction`.
@@ -177,3 +187,9 @@ def loss_settings(config: RLConfig) -> RLConfig:
     if correction_config.value("mode") == "bypass" and correction_config.value("bypass_loss") == "reinforce":
         return dataclasses.replace(config, objective="reinforce", ratio="token", dual_clip=None)
     return config
+
+
+def _bounds(inputs: LossInputs, config: LossConfig) -> tuple[float | Float[Array, ""], float | Float[Array, ""]]:
+    if inputs.clip_bounds is None:
+        return 1 - config.clip_low, 1 + config.clip_high
+    return inputs.clip_bounds[0], inputs.clip_bounds[1]

@@ -6,6 +6,7 @@ over micro-batches (with `+`, or stacked by `lax.scan` and then reduced), and be
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
@@ -80,6 +81,6 @@ def reduce_metrics(stacked: Metrics) -> Metrics:
     return {name: metric.reduce() for name, metric in stacked.items()}
 
 
-def metric_values(metrics: Metrics) -> dict[str, Float[Array, ""]]:
-    """Plain numbers, once everything has been added."""
-    return {name: metric.value for name, metric in metrics.items()}
+def metric_values(metrics: Mapping[str, Mean | Maximum | Float[Array, ""]]) -> dict[str, Float[Array, ""]]:
+    """Plain numbers, once everything has been added; what is one already, as all of `mismatch_metrics`, stays as it is."""
+    return {name: metric.value if isinstance(metric, Mean | Maximum) else metric for name, metric in metrics.items()}

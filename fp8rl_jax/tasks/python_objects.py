@@ -27,7 +27,7 @@ from typing import Any
 from fp8rl_jax.config.rewards import PYTHON_OBJECT, RewardConfig, is_python_object
 from fp8rl_jax.config.tasks import TaskConfig
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.tasks.functions import describe_fault
+from fp8rl_jax.functions import describe_fault
 
 PythonReward = Callable[..., Any] | Mapping[str, Callable[..., Any]]
 """One function, or several by name; what each is called with is in fp8rl_jax/tasks/rewards.py."""

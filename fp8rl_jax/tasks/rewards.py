@@ -35,6 +35,7 @@ from typing import Any
 
 from fp8rl_jax.config.tasks import TaskConfig
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.functions import describe_fault, load_function
 from fp8rl_jax.tasks.builtin_rewards import (
     exact_match,
     extract_answer,
@@ -42,7 +43,6 @@ from fp8rl_jax.tasks.builtin_rewards import (
     length_reward,
     math_verify_reward,
 )
-from fp8rl_jax.tasks.functions import describe_fault, load_function
 from fp8rl_jax.tasks.gym import reasoning_gym_reward
 from fp8rl_jax.tasks.scoring import to_score
 

@@ -12,8 +12,8 @@ from jaxtyping import Int
 
 from fp8rl_jax.config.tasks import TaskConfig
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.functions import load_function
 from fp8rl_jax.tasks.environment import first_prompts
-from fp8rl_jax.tasks.functions import load_function
 from fp8rl_jax.tasks.gym import create_reasoning_gym
 from fp8rl_jax.tasks.jsonl import Damaged, parse_record, read_problems, refuse
 from fp8rl_jax.tasks.python_objects import check_dataset, length

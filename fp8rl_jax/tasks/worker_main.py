@@ -25,9 +25,9 @@ from functools import partial
 from typing import Any
 
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.functions import describe_fault
 from fp8rl_jax.tasks import reaper
 from fp8rl_jax.tasks.environment import EnvironmentFault, build_player
-from fp8rl_jax.tasks.functions import describe_fault
 from fp8rl_jax.tasks.rewards import ComponentFault, build_scorer
 
 STRAY_SECONDS = 0.5

@@ -573,6 +573,7 @@ class Session:
         clipping, bounds = self.config.rl.clip_calibration, None
         if clipping.enabled:
             bounds = clipping.start(self.config.rl.clip_low, self.config.rl.clip_high)
+        rl.check_functions(self.config.rl, self.config.rollout.samples_per_prompt)
         with jax.set_mesh(self.mesh):
             self._learner = Learner(self.config, self.recipe, self._policy, self.mesh)
             if optimizer is not None:

@@ -31,6 +31,7 @@ from fp8rl_jax.models.resolve import resolve_model
 from fp8rl_jax.models.tokenizer import Tokenizer
 from fp8rl_jax.parallel import check_batch, initialize, make_mesh
 from fp8rl_jax.precision import check_recipe, quantized_layers
+from fp8rl_jax.rl import check_functions
 from fp8rl_jax.rollout.engine import RolloutEngine
 from fp8rl_jax.tasks.dataset import Dataset, load_splits
 from fp8rl_jax.tasks.python_objects import PythonReward, check_dataset, check_objects, name_objects, pack
@@ -102,6 +103,8 @@ def build(
         )  # fmt: skip
     initialize(config.mesh)
     check_recipe(recipe, config.precision.backend)  # asks for the device, which joining the processes must precede
+    if sampled:
+        check_functions(config.rl, r.samples_per_prompt)
     mesh = make_mesh(config.mesh)
     check_batch(r.prompts_per_step, mesh, "rollout.prompts_per_step")
     if sampled and not config.dry_run:

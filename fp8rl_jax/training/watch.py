@@ -68,7 +68,10 @@ class Watch:
             )
         if metrics["reward/frac_zero_std"] == 1.0 and not self._warned_constant:
             self._warned_constant = True
-            _log.warning("step %d: every group has equal rewards, so this step teaches nothing (said once)", step)
+            _log.warning(
+                "step %d: every group has equal rewards, which teaches nothing where advantages compare in groups (said once)",
+                step,
+            )
         return {"optim/skipped_steps": float(self._skipped)}
 
     def _advice(self, roles: list[str]) -> str:

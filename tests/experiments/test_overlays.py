@@ -30,6 +30,7 @@ FILES = {
 OTHERS = {  # not objectives of their own: what each changes of the demo
     "calibrated_clipping": {"enabled": True, "start_low": 0.6, "start_high": 1.8},
     "fp16": {"compute_dtype": "float16", "mode": "dynamic"},
+    "topr": {"objective": "experiments/recipes/topr.py:topr", "most": 1.0},
 }
 
 

@@ -48,6 +48,16 @@ def batch():
     return replace(batch, old_logprobs=old, rollout_logprobs=jnp.asarray(rollout))
 
 
+def test_functions_named_as_a_users_are_compiled_into_the_same_update(batch):
+    settings = rl.RLConfig(
+        objective="fp8rl_jax.rl.objectives:clip", correction=replace(WHOLE, weights="fp8rl_jax.rl.weights:token")
+    )
+    parts = replace(CONFIG, micro_batches=4)
+    own = update(fresh(), batch, parts, OPTIMIZER)
+    users = update(fresh(), batch, replace(parts, rl=settings), OPTIMIZER)
+    jax.tree.map(np.testing.assert_array_equal, own, users)
+
+
 def test_whole_batch_statistics_survive_micro_batches(batch):
     state, _, metrics = update(fresh(), batch, CONFIG, OPTIMIZER)
     parts, _, part_metrics = update(fresh(), batch, replace(CONFIG, micro_batches=4), OPTIMIZER)

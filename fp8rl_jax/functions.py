@@ -1,0 +1,174 @@
+"""Functions of the user's, named in a configuration by a spec: `module:function` or `path/to/file.py:function`.
+
+A Python function that is at hand, such as one of a notebook, becomes a spec with `register`. The spec is then the whole of what
+a configuration holds: it can be compared, hashed and written down.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from fp8rl_jax.errors import UserError
+
+_FILE_PREFIX = "user_file_"
+"""Keeps a file called json.py from standing in for the standard library's module."""
+
+
+def is_function_spec(spec: str) -> bool:
+    """Whether `spec` reads `module:function` or `path/to/file.py:function`."""
+    module, separator, function = spec.rpartition(":")
+    return bool(module and separator) and function.isidentifier()
+
+
+def is_registered_spec(spec: str) -> bool:
+    """Whether `spec` is one that `register` made up, for a function that cannot be imported by its name."""
+    return re.search(r":.+#\d+$", spec) is not None
+
+
+def load_function(spec: str, key: str, objects: Mapping[str, Any] | None = None) -> Callable[..., Any]:
+    """Import the function that `spec` names; the working directory is searched as well.
+
+    Args:
+        spec: `module:function` or `path/to/file.py:function`, or what `register` returned.
+        key: configuration key that the spec stands under, for the message.
+        objects: what was given in Python, by spec: it is not imported.
+
+    Raises:
+        UserError: the spec is malformed, the module does not import, or it has no such function; or another process registered
+            the function.
+    """
+    if objects and spec in objects:
+        return objects[spec]
+    if is_registered_spec(spec):
+        if spec not in _loaded:
+            raise UserError(
+                f"{key} = {spec!r} was defined in a notebook or a script, in a process that is gone; put it into a file "
+                "and name it module:function or path/to/file.py:function"
+            )
+        return _loaded[spec].function
+    module_name, _, function_name = spec.rpartition(":")
+    if not module_name or not function_name:
+        raise UserError(f"{key} = {spec!r} must be module:function or path/to/file.py:function")
+    try:
+        module = _import_file(Path(module_name)) if module_name.endswith(".py") else _import_module(module_name)
+    # The user's module may raise anything, or call sys.exit, while it is imported.
+    except (Exception, SystemExit) as fault:
+        raise UserError(f"{key} = {spec!r} does not import: {describe_fault(fault)}") from fault
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise UserError(f"{key} = {spec!r}: {module.__file__ or module_name} has no function {function_name!r}")
+    return function
+
+
+def load_once(spec: str, key: str) -> Callable[..., Any]:
+    """`load_function` the first time, and the same function ever after.
+
+    For functions that are compiled into a program: a file that is edited during a run must not give its next program another
+    function than its last. Arguments and errors as in `load_function`.
+    """
+    if spec not in _loaded:
+        _keep(spec, load_function(spec, key))
+    return _loaded[spec].function
+
+
+def check_unchanged(spec: str, key: str) -> None:
+    """Refuses a function whose file was edited after `load_once` read it; arguments and other errors as in `load_once`.
+
+    Raises:
+        UserError: the file has changed, so that the function at hand is an old one.
+    """
+    load_once(spec, key)
+    kept = _loaded[spec]
+    if kept.file is not None and _read(kept.file) != kept.text:
+        raise UserError(
+            f"{key} = {spec!r}: {kept.file.name} was edited after this process loaded it, and compiled programs hold the old "
+            "function; start Python anew, or reload the module and give the function itself"
+        )
+
+
+def register(function: Callable[..., Any]) -> str:
+    """The spec of a Python function, by which a configuration of this process can name it.
+
+    It is `module:function` where importing that gives this very function. Any other, such as a lambda or a function of a notebook
+    cell, gets a number: `__main__:my_objective#1`. Each function object has a spec of its own, so a cell that is run again makes
+    another one, and a program that was compiled with the old function is not taken for the new.
+    """
+    for spec, kept in _loaded.items():
+        if kept.function is function:
+            return spec
+    module = getattr(function, "__module__", None) or "__main__"
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    spec = f"{module}:{name}"
+    importable = is_function_spec(spec) and module != "__main__" and not module.startswith(_FILE_PREFIX)
+    if not importable or getattr(sys.modules.get(module), name, None) is not function or spec in _loaded:
+        spec += f"#{sum(map(is_registered_spec, _loaded)) + 1}"
+    _keep(spec, function)
+    return spec
+
+
+def describe_fault(fault: BaseException, file: str = "") -> str:
+    """`fault` on one line of at most 300 characters: its type, its text, and where it was raised.
+
+    Args:
+        fault: the exception.
+        file: where it was raised inside of this file goes before where it was raised at all.
+    """
+    text = " ".join("".join(traceback.format_exception_only(fault)).split())
+    frames = [frame for frame in traceback.extract_tb(fault.__traceback__) if not frame.filename.startswith("<frozen")]
+    frames = [frame for frame in frames if frame.filename == file] or frames
+    where = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
+    return (text if len(text) <= 250 else text[:247] + "...") + where[:50]
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    function: Callable[..., Any]
+    file: Path | None
+    """The file that it is from; None: it has none, or needs none."""
+    text: bytes | None
+    """What stood in the file."""
+
+
+_loaded: dict[str, _Loaded] = {}
+"""By spec: what `load_once` has loaded and `register` was given."""
+
+
+def _keep(spec: str, function: Callable[..., Any]) -> None:
+    module = None if is_registered_spec(spec) else sys.modules.get(getattr(function, "__module__", ""))
+    file = getattr(module, "__file__", None)
+    _loaded[spec] = _Loaded(function, Path(file) if file else None, _read(Path(file)) if file else None)
+
+
+def _read(file: Path) -> bytes | None:
+    return file.read_bytes() if file.is_file() else None
+
+
+def _import_module(name: str) -> ModuleType:
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    return importlib.import_module(name)
+
+
+def _import_file(path: Path) -> ModuleType:
+    path = path.expanduser().resolve()
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    # A file may import its neighbours, as it could when run as a script.
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    name = f"{_FILE_PREFIX}{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
