@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from fp8rl_jax.config.schema import (
     convert,
     describe,
     fields_of,
+    holds_tables,
     is_deeper,
     leaves,
     one_line,
@@ -78,6 +80,28 @@ def parse_arguments[Arguments](tree: type[Arguments], argv: list[str], prog: str
     if faults:
         raise UserError("\n".join(map(one_line, faults)))
     return arguments
+
+
+def read_recipes(files: Sequence[str]) -> dict[str, Any]:
+    """The rows of [recipes] in TOML files, the later over the earlier, for `config.recipe.get_recipe`.
+
+    What else stands in a file is passed over: it may be a run's.
+
+    Raises:
+        UserError: a line for each file that cannot be read or has no such table.
+    """
+    faults: list[str] = []
+    rows: dict[str, Any] = {}
+    for file in files:
+        before = len(faults)
+        found = _read(file, faults).get("recipes")
+        if isinstance(found, dict):
+            rows |= found
+        elif len(faults) == before:
+            faults.append(f"{file}: has no [recipes.NAME]")
+    if faults:
+        raise UserError("\n".join(map(one_line, faults)))
+    return rows
 
 
 def dump_toml(config: Any) -> str:
@@ -145,11 +169,14 @@ def _unknown(name: str, value: Any) -> list[str]:
 
 
 def _merge(values: dict[str, Any], later: dict[str, Any], tree: type) -> None:
-    """Lays a later file over the earlier ones. A setting that is a table itself (task.args) is replaced as a whole."""
+    """Lays a later file over the earlier ones. A setting that is a table itself (task.args) is replaced as a whole, and one
+    that holds tables (recipes) entry by entry."""
     fields = fields_of(tree)
     for name, value in later.items():
         if dataclasses.is_dataclass(fields[name]) and name in values:
             _merge(values[name], value, fields[name])
+        elif holds_tables(fields[name]):
+            values[name] = values.get(name, {}) | value
         else:
             values[name] = value
 

@@ -50,7 +50,7 @@ class Learner:
             loss_scale=config.trainer.loss_scale.resolve(config.compute_dtype),
         )
         updates = config.trainer.steps * self.count
-        self.optimizer = make_optimizer(config.optimizer, updates, setup.recipe.optimizer_moment)
+        self.optimizer = make_optimizer(config.optimizer, updates)
         self.schedule = learning_rate(config.optimizer, updates)
         needed = settings.kl_coefficient > 0 or settings.reward_kl.coefficient > 0
         # of what is trained: adapters at their start, beside the frozen base, are the whole reference

@@ -17,7 +17,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from fp8rl_jax.config.recipe import Recipe, get_recipe
+from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.config.rl import check_sampling
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.config.schema import validate
@@ -92,7 +92,7 @@ def build(config: RunConfig, *, sampled: bool = True) -> Setup:
         UserError: naming the key, file or tensor; one line for each fault of a configuration that the command line would refuse.
     """
     validate(config)
-    recipe = get_recipe(config.recipe, config.precision)
+    recipe = config.resolved_recipe()
     r = config.rollout
     if sampled:
         check_sampling(

@@ -44,7 +44,7 @@ def supervise(setup: Setup, config_text: str, report=print) -> None:
     announce(setup, report, "sft.batch_size")
     cut = f", {sft.cut_short:.0%} of them cut one token short" if sft.cut_short else ""
     report(f"Supervised warm start: {sft.steps} updates on the task's own answers{cut}")
-    optimizer = make_optimizer(sft.optimizer, sft.steps, setup.recipe.optimizer_moment)
+    optimizer = make_optimizer(sft.optimizer, sft.steps)
     step_config = StepConfig(
         setup.recipe, RLConfig(), config.compute_dtype, temperature=1.0, remat=config.trainer.remat == "layer",
         logprob_chunk=config.trainer.logprob_chunk, attention_chunk=config.trainer.attention_chunk,

@@ -30,7 +30,11 @@ FILES = {
 OTHERS = {  # not objectives of their own: what each changes of the demo
     "calibrated_clipping": {"enabled": True, "start_low": 0.6, "start_high": 1.8},
     "fp16": {"compute_dtype": "float16", "mode": "dynamic"},
-}
+    "my_fp8": {
+        "base": "fp8-e2e-kv", "scale": "power_of_two", "weight": "e4m3-128x128-power_of_two", "output_gradient": "e5m2-1x128",
+        "first_layers_in_compute": 1, "last_layers_in_compute": 1,
+    },
+}  # fmt: skip
 
 
 def load(*argv: str) -> dict:
