@@ -38,9 +38,14 @@ def test_every_named_recipe_is_accepted(name):
     check_recipe(RECIPES[name])
 
 
-@pytest.mark.parametrize("formats", [ForwardFormats(weight=W), ForwardFormats(W, A, key=KV, value=KV)])
+GROUPS, WIDE = TensorFormat("e4m3", (1, 32), "power_of_two"), TensorFormat("e5m2")
+
+
+@pytest.mark.parametrize(
+    "formats", [ForwardFormats(weight=W), ForwardFormats(W, A, key=KV, value=KV), ForwardFormats(GROUPS, GROUPS, KV, WIDE, WIDE)]
+)
 def test_parts_of_the_full_recipe_are_accepted(formats):
-    """Weight-only quantization, and an FP8 cache read by queries in the compute dtype."""
+    """Weight-only quantization; an FP8 cache read by queries in the compute dtype; groups of 32 on both sides of a product."""
     check_recipe(Recipe("parts", rollout=formats))
 
 
