@@ -85,6 +85,9 @@ def test_any_flags(tmp_path, flags):
 @example(b"task.args.a = 0x" + b"f" * 5000)
 @example(b'"a\\nb" = 1')
 @example(b'task.reward.weights = {"\\n" = 1}')
+@example(b'[recipes."a\\nb"]\n"c\\nd" = 1\nbase = "e\\nf"')
+@example(b"recipes.a.rollout.weight.block = [1, 1e9]\nrecipes.b.base = {}\nrecipes.c = {}")
+@example(b"[recipes.a]\nkv_margin = inf\nquantized = 3\nrollout.key = 1979-05-27")
 def test_any_bytes(tmp_path, text):
     file = tmp_path / "f.toml"
     file.write_bytes(text)
