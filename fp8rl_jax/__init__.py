@@ -22,6 +22,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Recipe": "config.recipe",
+    "recipe": "config.recipe",
     "RunConfig": "config.run",
     "UserError": "errors",
     "byte_policy": "models.loading",

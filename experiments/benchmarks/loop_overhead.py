@@ -20,7 +20,7 @@ from experiments.benchmarks.record import result
 from experiments.benchmarks.rounds import Plan, Round, load, settle, split
 from experiments.benchmarks.step import OPTIMIZER, GrpoStep
 from experiments.benchmarks.workloads import Workload
-from fp8rl_jax.cli.load import dump_toml, load_config
+from fp8rl_jax.cli.load import load_config
 from fp8rl_jax.config.rl import LossConfig
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.tasks.workers import RewardPool
@@ -44,7 +44,7 @@ def loop_overhead(workload: Workload, recipe: str, plan: Plan) -> dict[str, Any]
     with tempfile.TemporaryDirectory() as directory:
         setup = _setup(workload, recipe, plan, directory)
         with RewardPool(setup.config.task) as pool:
-            loop = Loop(setup, dump_toml(setup.config), pool)
+            loop = Loop(setup, pool)
             loop.tracker = turns = _TakingTurns(loop.tracker, _direct(setup), plan)
             with contextlib.suppress(_Enough):
                 loop.run()

@@ -21,7 +21,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,6 @@ import numpy as np
 from scipy import stats
 
 from fp8rl_jax.cli.load import parse_arguments
-from fp8rl_jax.config.recipe import RECIPES, Recipe
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.training.evaluate import wilson_interval
 
@@ -56,7 +55,6 @@ class Study:
         flags: of all arms.
         start: flags of the warm start; None: the model is given.
         seeds: how many.
-        recipes: of the arms, beside the library's.
         judge: a recipe under which the trained models are evaluated once more: what was learned, without the rollout's error.
     """
 
@@ -66,16 +64,12 @@ class Study:
     flags: tuple[str, ...] = ()
     start: tuple[str, ...] | None = ()
     seeds: int = 5
-    recipes: tuple[Recipe, ...] = ()
     judge: str = ""
 
 
 def _recipes(*names: str) -> dict[str, tuple[str, ...]]:
     return {name: ("--recipe", name) for name in names}
 
-
-# a cache whose scales cover half of what they should: a rollout's error as a dose
-DOSE = replace(RECIPES["fp8-rl"], name="fp8-rl-margin-0.5", kv_margin=0.5)
 
 STUDIES: dict[str, Study] = {
     "demo": Study(
@@ -102,16 +96,15 @@ STUDIES: dict[str, Study] = {
     ),
     "correction": Study(
         "What a correction does where it acts: a KV cache whose scales cover half of the range, without one and with each.",
-        DEMO,
+        (*DEMO, "experiments/seeds/half_margin.toml"),
         {
             "bf16": ("--recipe", "bf16"),
             **{
-                name: ("--recipe", DOSE.name, "--rl.correction.method", name)
+                name: ("--recipe", "fp8-rl-margin-0.5", "--rl.correction.method", name)
                 for name in ("none", "token_tis", "sequence_tis", "icepop")
             },
         },
         MANY,
-        recipes=(DOSE,),
         judge="bf16",
     ),
     "calibrated_clipping": Study(
@@ -341,7 +334,6 @@ def run(arguments: Arguments) -> None:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-arguments.threads :])
     os.chdir(ROOT)
     study, output = STUDIES[arguments.study], Path(arguments.output)
-    RECIPES.update({recipe.name: recipe for recipe in study.recipes})
     folder = Path(arguments.runs) / arguments.study
     start = warm_start(study, folder / "warm-start")
     for seed in arguments.seeds or range(study.seeds):

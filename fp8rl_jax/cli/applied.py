@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fp8rl_jax.cli.arguments import LinesArguments
+from fp8rl_jax.config.files import read_recipes
 from fp8rl_jax.config.recipe import Recipe, get_recipe
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.loading import load_policy
@@ -46,9 +47,9 @@ def open_model(arguments: LinesArguments) -> OpenModel:
     """Finds the model and reads everything but its weights.
 
     Raises:
-        UserError: an unknown recipe or model, a config or tokenizer that cannot be used.
+        UserError: an unknown recipe or model, a file of recipes with faults, a config or tokenizer that cannot be used.
     """
-    recipe = get_recipe(arguments.recipe)
+    recipe = get_recipe(arguments.recipe, rows=read_recipes(arguments.recipes))
     check_recipe(recipe)
     directory = resolve_model(arguments.model, report=lambda line: print(line, file=sys.stderr))
     config = PolicyConfig.from_directory(directory)

@@ -20,11 +20,13 @@ class LinesArguments:
     output: str
     """File for the answers, one JSON object a line, in the order of the input."""
     recipe: str = "bf16"
-    """Precision recipe: bf16, fp8-rollout, fp8-kv or fp8-rl."""
+    """Precision recipe, built-in or of --recipes."""
     compute_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Dtype of everything that the recipe does not quantize."""
     batch_size: int = 16
     """Lines computed at one time."""
+    recipes: tuple[str, ...] = ()
+    """TOML files whose [recipes.NAME] may be named, a run's config.toml among them."""
 
     def problems(self) -> list[str]:
         """Every value that cannot work, one line each; empty where all is well."""
@@ -156,7 +158,9 @@ class DoctorArguments:
     model: str = ""
     """As in `fp8rl score`; empty: the built-in policy."""
     recipe: str = "fp8-rl"
-    """Precision recipe."""
+    """Precision recipe, built-in or of --recipes."""
+    recipes: tuple[str, ...] = ()
+    """TOML files whose [recipes.NAME] may be named, a run's config.toml among them."""
 
 
 @dataclass(frozen=True)

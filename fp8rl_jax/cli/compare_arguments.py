@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from fp8rl_jax.config.files import read_recipes
 from fp8rl_jax.config.recipe import PrecisionConfig, Recipe, get_recipe
 
 Phase = Literal["trainer", "rollout"]
@@ -36,7 +37,9 @@ class CompareArguments:
     """One model for both sides, or one for each: a Hugging Face directory, hub id, .gguf file, or a name that `fp8rl fetch`
     knows."""
     recipe: str = "bf16"
-    """Precision recipe of both sides."""
+    """Precision recipe of both sides, built-in or of --recipes."""
+    recipes: tuple[str, ...] = ()
+    """TOML files whose [recipes.NAME] may be named, a run's config.toml among them."""
     compute_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Dtype of everything that the recipe does not quantize, on both sides."""
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
@@ -74,11 +77,12 @@ class CompareArguments:
         return [message for holds, message in checks if not holds]
 
     def sides(self) -> tuple[SideSpec, SideSpec]:
-        """Both sides with nothing unset. Raises UserError for a recipe that does not exist or refuses a change."""
+        """Both sides with nothing unset. Raises UserError for a recipe that does not exist, has faults, or refuses a change."""
+        rows = read_recipes(self.recipes)
         specs = [
             SideSpec(
                 model=model,
-                recipe=get_recipe(side.recipe or self.recipe, _over(self.precision, side.precision)),
+                recipe=get_recipe(side.recipe or self.recipe, _over(self.precision, side.precision), rows),
                 phase="rollout",
                 compute_dtype=side.compute_dtype or self.compute_dtype,
                 backend=_over(self.precision, side.precision).backend,

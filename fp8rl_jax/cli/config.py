@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from fp8rl_jax.cli.arguments import ConfigArguments as Arguments
+from fp8rl_jax.config.formats import TensorFormat
+from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.config.renamed import SOURCES
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.config.schema import NONE_TEXT, describe, fields_of
@@ -29,7 +31,7 @@ def run(arguments: Arguments) -> None:
 
 def page(tree: type) -> str:
     """The page for a tree of dataclasses whose fields have docstrings under them."""
-    return "\n".join([_HEAD, *_sections(tree(), ""), *_names_from_elsewhere()]) + "\n"
+    return "\n".join([_HEAD, *_sections(tree(), ""), *_recipe_section(), *_names_from_elsewhere()]) + "\n"
 
 
 def field_docstrings(tree: type) -> dict[str, str]:
@@ -65,6 +67,30 @@ def _sections(node: Any, prefix: str) -> Iterator[str]:
     yield ""
     for child, path in below:
         yield from _sections(child, path)
+
+
+def _recipe_section() -> Iterator[str]:
+    yield "## recipes.NAME\n"
+    yield (
+        "A recipe of one's own, named by `recipe`; fp8rl_jax/config/recipe.py begins with an example, and "
+        "`fp8rl doctor --recipe` prints any recipe in this form. A format is a name (fp8rl_jax/config/formats.py), "
+        "or a table of `element`, `block` and `scale`, which changes what it names.\n"
+    )
+    yield "- **`recipes.NAME.base`** = `none` (a string). Recipe whose fields hold where this row has none of its own."
+    yield from _recipe_fields(Recipe(""), "recipes.NAME.")
+    yield ""
+
+
+def _recipe_fields(node: Any, prefix: str) -> Iterator[str]:
+    documented = field_docstrings(type(node))
+    for name, annotation in fields_of(type(node)).items():
+        value, key = getattr(node, name), f"{prefix}{name}"
+        if annotation is TensorFormat:
+            yield f"- **`{key}`** = `{_text(value.name)}` (a format). {documented[name]}"
+        elif dataclasses.is_dataclass(annotation):
+            yield from _recipe_fields(value, f"{key}.")
+        elif name != "name":
+            yield f"- **`{key}`** = `{_text(value)}` ({describe(annotation)}). {documented[name]}"
 
 
 def _names_from_elsewhere() -> Iterator[str]:

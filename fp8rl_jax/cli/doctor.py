@@ -11,17 +11,18 @@ PACKAGES = ("fp8rl_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "
 
 def run(arguments: Arguments) -> int:
     """Prints one section a subject; returns 1 when anything is wrong, after all of it was looked at."""
+    from fp8rl_jax.config.files import read_recipes
     from fp8rl_jax.config.recipe import get_recipe
 
-    recipe = get_recipe(arguments.recipe)
+    recipe = get_recipe(arguments.recipe, rows=read_recipes(arguments.recipes))
     faults: list[str] = []
     for title, lines in (
         ("versions", _versions(faults)),
         ("devices", _devices(faults)),
         ("kernels", _kernels()),
         ("float8", _float8(faults)),
-        (f"recipe {recipe.name}", _formats(recipe, faults)),
-        ("quantized layers", _layers(recipe, arguments.model, faults)),
+        (f"recipe {recipe.name}, in full", _row(recipe, faults)),
+        ("linears", _linears(recipe, arguments.model, faults)),
     ):
         print(title)
         for line in lines:
@@ -69,11 +70,11 @@ def _float8(faults: list[str]) -> list[str]:
     import jax.numpy as jnp
     import numpy as np
 
-    from fp8rl_jax.config.recipe import TensorFormat
+    from fp8rl_jax.config.formats import ELEMENTS, TensorFormat
     from fp8rl_jax.precision import max_value, quantize_per_tensor
 
     lines = []
-    for name in ("e4m3", "e5m2"):
+    for name in ELEMENTS:
         fmt = TensorFormat(name)
         limit = max_value(fmt)
         given = jnp.asarray([1e9, -1e9, limit * 1.1, 1.0, 0.0])
@@ -86,7 +87,13 @@ def _float8(faults: list[str]) -> list[str]:
     return lines
 
 
-def _formats(recipe, faults: list[str]) -> list[str]:
+def _row(recipe, faults: list[str]) -> list[str]:
+    """Every field, as TOML for a file of a run; a built-in row under a name that is free."""
+    import tomli_w
+
+    from fp8rl_jax.config.correction import CorrectionConfig
+    from fp8rl_jax.config.presets import PLAIN
+    from fp8rl_jax.config.recipe import RECIPES
     from fp8rl_jax.errors import UserError
     from fp8rl_jax.precision import check_recipe
 
@@ -94,20 +101,19 @@ def _formats(recipe, faults: list[str]) -> list[str]:
         check_recipe(recipe)
     except UserError as error:
         faults.append(str(error))
-    sides = [(side, vars(getattr(recipe, side))) for side in ("rollout", "trainer")]
-    rows = [(f"{side}.{role}", fmt) for side, formats in sides for role, fmt in formats.items()]
-    rows += [(role, getattr(recipe, role)) for role in ("output_gradient", "saved_activation", "optimizer_moment")]
-    return [f"{role:<20} {_format(fmt)}" for role, fmt in rows] + [f"{'correction':<20} {recipe.correction}"]
+    name = f"my-{recipe.name}" if recipe.name in RECIPES else recipe.name
+    correction = CorrectionConfig().resolve(recipe.correction)
+    preset = {key: getattr(correction, key) for key in ("method", *PLAIN)}
+    return [
+        *tomli_w.dumps({"recipes": {name: recipe.table(full=True)}}).splitlines(),
+        "",
+        f'# what correction = "{recipe.correction}" stands for',
+        *tomli_w.dumps({"rl": {"correction": preset}}).splitlines(),
+    ]
 
 
-def _format(fmt) -> str:
-    if not fmt.quantized:
-        return "compute dtype"
-    block = "one scale a tensor" if fmt.block is None else f"{fmt.block[0]}x{fmt.block[1]} blocks"
-    return f"{fmt.format}, {block}, {fmt.scale} scales"
-
-
-def _layers(recipe, model: str, faults: list[str]) -> list[str]:
+def _linears(recipe, model: str, faults: list[str]) -> list[str]:
+    """What each linear of the model becomes, a line for every run of layers that are alike."""
     import sys
 
     from fp8rl_jax.config.run import InitConfig
@@ -116,7 +122,7 @@ def _layers(recipe, model: str, faults: list[str]) -> list[str]:
     from fp8rl_jax.models.loading import byte_policy_config
     from fp8rl_jax.models.policy import linear_names, parameter_count
     from fp8rl_jax.models.resolve import resolve_model
-    from fp8rl_jax.precision import quantized_layers
+    from fp8rl_jax.precision import quantized_layers, why_in_compute
 
     try:
         if model:
@@ -128,5 +134,39 @@ def _layers(recipe, model: str, faults: list[str]) -> list[str]:
     except UserError as error:
         faults.append(str(error))
         return []
+    runs: dict[str, list[tuple[int, int, str]]] = {}  # by kind of linear: first layer, last layer, what it becomes
+    for name in names:
+        _, number, kind = name.split(".", 2)
+        layer, why = int(number), why_in_compute(recipe, name, config.num_layers)
+        text = f"compute dtype ({why})" if why else _quantized(recipe)
+        found = runs.setdefault(kind, [])
+        if found and found[-1][1:] == (layer - 1, text):
+            found[-1] = (found[-1][0], layer, text)
+        else:
+            found.append((layer, layer, text))
+    rows = [
+        (f"layers.{first if first == last else f'{first}-{last}'}.{kind}", text)
+        for kind, found in runs.items() for first, last, text in found
+    ]  # fmt: skip
+    width = max(len(label) for label, _ in rows)
     size = f"{config.architecture}, {config.num_layers} layers, {parameter_count(config):,} parameters"
-    return [f"{model or 'built-in policy'}: {size}", f"{len(chosen)} of {len(names)} linears", *chosen]
+    return [
+        f"{model or 'built-in policy'}: {size}",
+        f"{len(chosen)} of {len(names)} linears are quantized",
+        *(f"{label:<{width}}  {text}" for label, text in rows),
+        f"never quantized: embeddings, norms, biases, output head{', routers' * (config.experts is not None)}",
+    ]
+
+
+def _quantized(recipe) -> str:
+    """What a quantized linear computes with, side by side where the sides differ."""
+
+    def side(formats) -> str:
+        if not formats.weight.quantized:
+            return "compute dtype"
+        activation = formats.activation.name if formats.activation.quantized else "compute dtype"
+        return f"{formats.weight.name} weights, {activation} activations"
+
+    rollout, trainer = side(recipe.rollout), side(recipe.trainer)
+    text = rollout if rollout == trainer else f"rollout: {rollout}; trainer: {trainer}"
+    return f"{text}; output gradients: {recipe.output_gradient.name}" if recipe.trainer.weight.quantized else text

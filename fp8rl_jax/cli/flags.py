@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import io
@@ -20,6 +21,7 @@ from fp8rl_jax.config.schema import (
     convert,
     convert_text,
     describe,
+    holds_tables,
     is_deeper,
     leaves,
     show,
@@ -85,21 +87,25 @@ def _flag_faults(tree: type, flags: list[str], check_required: bool) -> Iterator
 
 
 def take_table_entries(flags: list[str], tree: type, config: Any) -> tuple[list[str], dict, dict]:
-    """Takes `--task.args.max-terms 3` out of the flags, for every setting that is a dictionary.
+    """Takes `--task.args.max-terms 3` out of the flags, for every setting that is a dictionary; and, for one that holds tables,
+    `--recipes.my-fp8.rollout.weight e4m3`, whose first part is an entry's name as it stands.
 
     Returns:
         The other flags; the whole value of each such setting, as a nested dictionary; the same with empty values. A
         word is read as a TOML value, and as a string where it is none.
     """
     stems, entries, empty = {}, {}, {}
+    of_tables: set[str] = set()
     for key, annotation in leaves(tree):
         if (get_origin(annotation) or annotation) is dict:
             *parents, name = key.split(".")
             node, full, bare = config, entries, empty
             for parent in parents:
                 node, full, bare = getattr(node, parent), full.setdefault(parent, {}), bare.setdefault(parent, {})
-            stems[f"{_flag(key)}."] = full[name] = dict(getattr(node, name))
+            stems[f"{_flag(key)}."] = full[name] = copy.deepcopy(getattr(node, name))
             bare[name] = {}
+            if holds_tables(annotation):
+                of_tables.add(f"{_flag(key)}.")
     rest: list[str] = []
     for flag, words, as_given in _grouped(flags):
         stem = next((stem for stem in stems if flag.replace("_", "-").startswith(stem)), None)
@@ -107,8 +113,22 @@ def take_table_entries(flags: list[str], tree: type, config: Any) -> tuple[list[
             rest += as_given
         else:
             values = [_toml_value(word) for word in words]
-            stems[stem][flag[len(stem) :].replace("-", "_")] = values[0] if len(values) == 1 else values or True
+            entry, *keys = flag[len(stem) :].split(".") if stem in of_tables else [flag[len(stem) :].replace("-", "_")]
+            path = [entry, *(key.replace("-", "_") for key in keys)]
+            _put(stems[stem], path, values[0] if len(values) == 1 else values or True)
     return rest, entries, empty
+
+
+def _put(table: dict[str, Any], path: list[str], value: Any) -> None:
+    """Sets a value deep in a table. Where what stands in the way is no table, the rest of the path is one key: an unknown one,
+    which the table's reader names."""
+    first, *rest = path
+    if not rest:
+        table[first] = value
+    elif isinstance(table.setdefault(first, {}), dict):
+        _put(table[first], rest, value)
+    else:
+        table[".".join(path)] = value
 
 
 def _grouped(flags: list[str]) -> Iterator[tuple[str, list[str], list[str]]]:

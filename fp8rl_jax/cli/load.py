@@ -8,32 +8,9 @@ it refuses, the flags are gone through once more, one by one, so that all their 
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-import tomllib
-from pathlib import Path
-from typing import Any
-
-import tomli_w
-
 from fp8rl_jax.cli.flags import read_flags, take_table_entries
-from fp8rl_jax.config.renamed import renamed
-from fp8rl_jax.config.schema import (
-    MAX_DEPTH,
-    NONE_TEXT,
-    Mismatch,
-    convert,
-    describe,
-    fields_of,
-    is_deeper,
-    leaves,
-    one_line,
-    problems,
-    quoted,
-    show,
-    tables,
-    unknown_key_hint,
-)
+from fp8rl_jax.config.files import laid_over, read_values, unchecked
+from fp8rl_jax.config.schema import one_line, problems
 from fp8rl_jax.errors import UserError
 
 
@@ -53,17 +30,14 @@ def load_config[Config](tree: type[Config], argv: list[str], prog: str) -> Confi
     count = next((i for i, word in enumerate(argv) if word.startswith("-")), len(argv))
     files, flags = argv[:count], argv[count:]
     faults: list[str] = []
-    values: dict[str, Any] = {}
-    known = [*(key for key, _ in leaves(tree)), *tables(tree)]
-    for file in files:
-        _merge(values, _checked(_read(file, faults), tree, known, "", file, faults), tree)
+    values = read_values(tree, files, faults)
     # Flags may mend what files leave unsound, so nothing is checked before both are together.
-    draft = _draft(tree(), values)
+    draft = unchecked(tree(), values)
     # Tyro would take a dictionary apart into flags of its own, so it sees none.
     flags, entries, empty = take_table_entries(flags, tree, draft)
-    config = read_flags(tree, flags, prog, _draft(draft, empty), faults) if flags else None
-    config = _apply(tree(), values, faults) if config is None else config
-    config = _apply(config, entries, faults)
+    config = read_flags(tree, flags, prog, unchecked(draft, empty), faults) if flags else None
+    config = laid_over(tree(), values, faults) if config is None else config
+    config = laid_over(config, entries, faults)
     faults += problems(config)
     if faults:
         raise UserError("\n".join(dict.fromkeys(map(one_line, faults))))
@@ -78,99 +52,3 @@ def parse_arguments[Arguments](tree: type[Arguments], argv: list[str], prog: str
     if faults:
         raise UserError("\n".join(map(one_line, faults)))
     return arguments
-
-
-def dump_toml(config: Any) -> str:
-    """A configuration as TOML that `load_config` reads back to an equal one.
-
-    TOML has no null: a setting that is None is left out where None is its default, and written as "none" elsewhere.
-    """
-
-    def plain(node: Any, default: Any) -> dict[str, Any]:
-        table = {}
-        for name in fields_of(type(node)):
-            value, standard = getattr(node, name), getattr(default, name)
-            if dataclasses.is_dataclass(value):
-                table[name] = plain(value, standard)
-            elif value is not None:
-                table[name] = value
-            elif standard is not None:
-                table[name] = NONE_TEXT
-        return table
-
-    return tomli_w.dumps(plain(config, type(config)()))
-
-
-def _read(file: str, faults: list[str]) -> dict[str, Any]:
-    try:
-        values = tomllib.loads(Path(file).read_text(encoding="utf-8"))
-        if not is_deeper(values, MAX_DEPTH):
-            return values
-        faults.append(f"{file}: tables or lists are nested more than {MAX_DEPTH} deep")
-    except FileNotFoundError:
-        hint = "" if file.endswith(".toml") else " (flags begin with --)"
-        faults.append(f"{file}: no such file{hint}")
-    except OSError as error:
-        faults.append(f"{file}: cannot be read: {error.strerror}")
-    except RecursionError:
-        faults.append(f"{file}: tables or lists are nested more than {MAX_DEPTH} deep")
-    except ValueError as error:  # not TOML, not UTF-8, or an integer of more digits than Python converts
-        faults.append(f"{file}: not valid TOML: {error}")
-    return {}
-
-
-def _checked(values: dict, tree: type, known: list[str], prefix: str, file: str, faults: list[str]) -> dict[str, Any]:
-    """The sound part of one table of a file, converted; every other key gets a line in `faults`."""
-    sound = {}
-    fields = fields_of(tree)
-    for name, value in values.items():
-        key = prefix + quoted(name)
-        if name not in fields:
-            faults += [f"{file}: unknown key {inner}{unknown_key_hint(inner, known)}" for inner in _unknown(key, value)]
-        elif dataclasses.is_dataclass(fields[name]) and isinstance(value, dict):
-            sound[name] = _checked(value, fields[name], known, f"{key}.", file, faults)
-        else:
-            try:
-                sound[name] = convert(value, fields[name])
-            except Mismatch:
-                faults.append(f"{file}: {key}: expected {describe(fields[name])}, got {show(value)}")
-    return sound
-
-
-def _unknown(name: str, value: Any) -> list[str]:
-    """`name`, or the keys inside it where it is a table of another project's configuration."""
-    items = value.items() if type(value) is dict else ()
-    inside = [inner for key, item in items for inner in _unknown(f"{name}.{quoted(key)}", item)]
-    return inside if any(renamed(key) for key in inside) else [name]
-
-
-def _merge(values: dict[str, Any], later: dict[str, Any], tree: type) -> None:
-    """Lays a later file over the earlier ones. A setting that is a table itself (task.args) is replaced as a whole."""
-    fields = fields_of(tree)
-    for name, value in later.items():
-        if dataclasses.is_dataclass(fields[name]) and name in values:
-            _merge(values[name], value, fields[name])
-        else:
-            values[name] = value
-
-
-def _draft(default: Any, values: dict[str, Any]) -> Any:
-    """`default` with the values laid over it, unchecked."""
-    draft = copy.copy(default)
-    for name, value in values.items():
-        current = getattr(default, name)
-        object.__setattr__(draft, name, _draft(current, value) if dataclasses.is_dataclass(current) else value)
-    return draft
-
-
-def _apply(default: Any, values: dict[str, Any], faults: list[str]) -> Any:
-    """`default` with the values laid over it; where its class refuses them, the fault is kept and `default` stays."""
-    changes = {}
-    for name, value in values.items():
-        current = getattr(default, name)
-        changes[name] = _apply(current, value, faults) if dataclasses.is_dataclass(current) else value
-    try:
-        return dataclasses.replace(default, **changes)
-    except UserError as error:
-        faults += str(error).splitlines()
-        return default

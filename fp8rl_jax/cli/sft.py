@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fp8rl_jax.cli.load import dump_toml
+from fp8rl_jax.config.files import dump_toml
 from fp8rl_jax.config.run import RunConfig
 
 Arguments = RunConfig
@@ -21,11 +21,10 @@ def run(config: RunConfig) -> None:
     if config.sft.from_scratch:
         config = replace(config, model=replace(config.model, path=""))
     config = replace(config, output=config.sft.output or config.output)
-    text = dump_toml(config)
     setup = build(config, sampled=False)
     if config.dry_run:
-        print(text)
+        print(dump_toml(config))
         announce(setup, print, "sft.batch_size")
         print(describe(setup))
         return
-    supervise(setup, text)
+    supervise(setup)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fp8rl_jax.cli.load import dump_toml
+from fp8rl_jax.config.files import dump_toml
 from fp8rl_jax.config.run import RunConfig
 
 Arguments = RunConfig
@@ -16,11 +16,10 @@ def run(config: RunConfig) -> None:
     from fp8rl_jax.training.loop import train
     from fp8rl_jax.training.setup import announce, build, describe
 
-    text = dump_toml(config)
     setup = build(config)
     if config.dry_run:
-        print(text)
+        print(dump_toml(config))
         announce(setup, print, "rollout.prompts_per_step")
         print(describe(setup))
         return
-    train(setup, text)
+    train(setup)

@@ -5,64 +5,55 @@ activation, K, V, Q, an output gradient, ...) and the quantizer does the rest. S
 are rows of one table, an ablation is a list of rows, and a mismatch between rollout and trainer is a difference between two
 columns that can be named, measured and removed.
 
-    recipe        trainer linears    rollout linears   KV cache    correction   stands for
-    bf16          compute            compute           compute     none         the baseline
-    fp8-rollout   compute            W8A8 block        compute     token TIS    FP8-RL, linears only
-    fp8-kv        compute            compute           e4m3        token TIS    FP8-RL, KV cache and attention only
-    fp8-rl        compute            W8A8 block        e4m3        token TIS    FP8-RL (arXiv 2601.18150), all of it
-    fp8-e2e       W8A8 block, G e4m3 W8A8 block        compute     nemo_is      NeMo RL, FP8 in generation and training
-    fp8-e2e-kv    W8A8 block, G e4m3 W8A8 block        e4m3        nemo_is      NeMo RL, FP8 KV cache and attention too
-    jet-rl        W8A8 block, G e4m3 W8A8 block        compute     none         Jet-RL (arXiv 2601.14243), one flow
-    infir2        as jet-rl, UE8M0   the same, UE8M0   compute     none         InfiR2 (arXiv 2509.22536)
+The built-in rows, and the table of what they stand for, are config/recipes.toml. A row of one's own has the same form, in any
+TOML file of a run, and says what differs from its base (another row, built-in or one's own; without one: all in the compute
+dtype, no correction):
 
-"compute" means: not quantized, kept in the run's compute dtype (bfloat16; float16 or float32 on request). W8A8 block is
-DeepSeek-V3's layout: weights e4m3 in 128x128 blocks, activations e4m3 in 1x128 groups along the contraction. G is the output
-gradient, in 1x128 groups; where the trainer's linears are FP8, what they keep for the backward is FP8 too. UE8M0: scales are
-powers of two. In every row embeddings, norms, output head, router and softmax probabilities stay in the compute dtype or above.
+    recipe = "my-fp8"
 
-fp8-e2e and jet-rl are one flow: the formats of all roles are the same, and only the correction tells them apart. NeMo RL's FP8
-recipes weight tokens by importance sampling without truncation (nemo_is); Jet-RL needs none, because rollout and trainer
-quantize alike.
+    [recipes.my-fp8]
+    base = "fp8-e2e-kv"
+    rollout.weight = "e4m3-128x128-power_of_two"     # a format by its name (config/formats.py) ...
+    trainer.weight = "e4m3-128x128-power_of_two"
+    output_gradient = { element = "e5m2" }           # ... or a table of what differs from the base's: element, block, scale
+    first_layers_in_compute = 1                      # and every other field of `Recipe` below
+    last_layers_in_compute = 1
+
+In Python such a row is `Recipe(...)`, or `recipe("fp8-e2e-kv", "my-fp8", output_gradient="e5m2-1x128")`; `Recipe.table` writes
+it back, for `RunConfig.recipes` and so for the run's config.toml. `fp8rl doctor --recipe NAME` prints a row in full and what each
+linear of a model becomes. What no kernel computes is refused with the row's name and field (precision/formats.py).
 """
 
 from __future__ import annotations
 
+import dataclasses
+import re
+import tomllib
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from fp8rl_jax.config.checks import at_least, report
+from fp8rl_jax.config.formats import COMPUTE, ELEMENTS, ScaleRule, TensorFormat, parse_format
 from fp8rl_jax.config.presets import PRESETS
+from fp8rl_jax.config.schema import (
+    NONE_TEXT,
+    Mismatch,
+    convert,
+    describe,
+    fields_of,
+    leaves,
+    one_line,
+    quoted,
+    show,
+    tables,
+    unknown_key_hint,
+)
 from fp8rl_jax.errors import UserError
 
-FormatName = Literal["compute", "e4m3", "e5m2", "e2m1"]
 CorrectionName = Literal[tuple(PRESETS)]  # type: ignore[valid-type]
-
-
-@dataclass(frozen=True)
-class TensorFormat:
-    """How the values of one tensor role are stored and multiplied."""
-
-    format: FormatName = "compute"
-    """Element format; "compute" is the run's compute dtype, that is: not quantized."""
-    block: tuple[int, int] | None = None
-    """(rows, columns) that share one scale; None: one scale for the whole tensor."""
-    scale: Literal["float32", "power_of_two"] = "float32"
-    """Scale values: amax / max as it is, or rounded up to a power of two (UE8M0)."""
-    rounding: Literal["nearest", "stochastic"] = "nearest"
-    """Rounding of the elements."""
-    transform: Literal["none", "hadamard"] = "none"
-    """Rotation applied before quantization."""
-
-    @property
-    def quantized(self) -> bool:
-        return self.format != "compute"
-
-
-COMPUTE = TensorFormat()
-BLOCK_WEIGHT = TensorFormat("e4m3", (128, 128))
-GROUP_ACTIVATION = TensorFormat("e4m3", (1, 128))
-PER_TENSOR = TensorFormat("e4m3", None)
+ElementName = Literal[("compute", *ELEMENTS)]  # type: ignore[valid-type]
 
 
 @dataclass(frozen=True)
@@ -79,8 +70,6 @@ class ForwardFormats:
     """Cached keys, after k-norm and rope."""
     value: TensorFormat = COMPUTE
     """Cached values."""
-    probability: TensorFormat = COMPUTE
-    """Softmax probabilities as an operand of the PV product."""
 
 
 LINEARS = ("*.q_proj", "*.k_proj", "*.v_proj", "*.o_proj", "*.gate_proj", "*.up_proj", "*.down_proj")
@@ -88,7 +77,11 @@ LINEARS = ("*.q_proj", "*.k_proj", "*.v_proj", "*.o_proj", "*.gate_proj", "*.up_
 
 @dataclass(frozen=True)
 class Recipe:
-    """One row of the table: formats on both sides, what is calibrated, which correction it asks for."""
+    """One row of the table: formats on both sides, what is calibrated, which correction it asks for.
+
+    Raises:
+        UserError: a negative number of layers.
+    """
 
     name: str
     """Name on the command line."""
@@ -100,8 +93,6 @@ class Recipe:
     """Gradients entering a linear's backward products."""
     saved_activation: TensorFormat = COMPUTE
     """Linear inputs kept for the backward pass."""
-    optimizer_moment: TensorFormat = COMPUTE
-    """First and second moments of the optimizer."""
     quantized: tuple[str, ...] = LINEARS
     """Shell patterns over layer names (layers.3.q_proj) of the linears that take the weight and activation formats."""
     excluded: tuple[str, ...] = ()
@@ -125,6 +116,11 @@ class Recipe:
     """A token's log-probability has the same bits in the rollout and in the trainer, whatever else is in the batch, however it is
     padded, chunked, packed or split. Only where both sides have the same formats, and on the reference backend."""
 
+    def __post_init__(self) -> None:
+        for key in ("first_layers_in_compute", "last_layers_in_compute"):
+            if getattr(self, key) < 0:
+                raise UserError(f"recipe {self.name!r}: {key} must be at least 0, and is {getattr(self, key)}")
+
     @property
     def quantizes_linears(self) -> bool:
         return self.rollout.weight.quantized or self.trainer.weight.quantized
@@ -133,11 +129,13 @@ class Recipe:
     def quantizes_cache(self) -> bool:
         return self.rollout.key.quantized or self.rollout.value.quantized or self.rollout.query.quantized
 
+    def table(self, full: bool = False) -> dict[str, Any]:
+        """The row as TOML has it, without its name: `RunConfig(recipe=row.name, recipes={row.name: row.table()})`.
 
-W8A8 = ForwardFormats(weight=BLOCK_WEIGHT, activation=GROUP_ACTIVATION)
-KV8 = ForwardFormats(query=PER_TENSOR, key=PER_TENSOR, value=PER_TENSOR)
-W8A8_KV8 = replace(W8A8, query=PER_TENSOR, key=PER_TENSOR, value=PER_TENSOR)
-TRAINED_FP8 = {"trainer": W8A8, "output_gradient": GROUP_ACTIVATION, "saved_activation": GROUP_ACTIVATION}
+        Args:
+            full: every field; default: those that differ from a row without quantization, such as bf16.
+        """
+        return _table(self, Recipe(self.name), full)
 
 
 KV_RULES = {
@@ -165,21 +163,146 @@ def _with_scales(recipe: Recipe, side: str, scale: str | None, block: int | None
     return replace(recipe, **changed)
 
 
-RECIPES: dict[str, Recipe] = {
-    recipe.name: recipe
-    for recipe in (
-        Recipe("bf16"),
-        Recipe("fp8-rollout", rollout=W8A8, correction="token_tis"),
-        Recipe("fp8-kv", rollout=KV8, correction="token_tis"),
-        Recipe("fp8-rl", rollout=W8A8_KV8, correction="token_tis"),
-        Recipe("fp8-e2e", rollout=W8A8, correction="nemo_is", **TRAINED_FP8),
-        Recipe("fp8-e2e-kv", rollout=W8A8_KV8, correction="nemo_is", **TRAINED_FP8),
-        Recipe("jet-rl", rollout=W8A8, **TRAINED_FP8),
-    )
-}
-RECIPES["infir2"] = replace(
-    _with_scales(_with_scales(RECIPES["jet-rl"], "rollout", "power_of_two"), "trainer", "power_of_two"), name="infir2"
+def recipe(base: str | Recipe, name: str | None = None, **fields: Any) -> Recipe:
+    """A recipe like `base`, in which some fields are others.
+
+        recipe("fp8-rl", "mine", kv_margin=1.1, output_gradient="e5m2-1x128", **{"rollout.weight": "e4m3-64x64"})
+
+    Args:
+        base: a built-in recipe's name, or a recipe.
+        name: of the new one; None: as the base's.
+        fields: of `Recipe`, by dotted key; a format as its name, a `TensorFormat`, or a table of what differs in it; `rollout`
+            and `trainer` as tables of such, or `ForwardFormats`.
+
+    Raises:
+        UserError: an unknown base; a line for each unknown field and each value that does not fit.
+    """
+    made = get_recipe(base) if isinstance(base, str) else base
+    made = replace(made, name=made.name if name is None else name)
+    faults: list[str] = []
+    for key, value in fields.items():
+        *parents, last = key.split(".")
+        values = {last: value}
+        for parent in reversed(parents):
+            values = {parent: values}
+        made = _over(made, values, f"recipe {made.name!r}: ", "", faults)
+    report(*map(one_line, faults))
+    return made
+
+
+def read_rows(rows: dict[str, Any], known: dict[str, Recipe]) -> dict[str, Recipe]:
+    """The recipes of a table of rows, as TOML has it.
+
+    Args:
+        rows: {name: {field: value}}; a `base` is a name of `known` or of another row.
+        known: recipes that are there already.
+
+    Raises:
+        UserError: a line for each fault, by its key in the file: recipes.NAME.FIELD.
+    """
+    faults: list[str] = []
+    made: dict[str, Recipe] = {}
+
+    def make(name: str, above: tuple[str, ...]) -> Recipe:
+        if name in known:
+            return known[name]
+        if name in made:
+            return made[name]
+        base = Recipe(name)
+        if name in above:
+            circle = above[above.index(name) :]
+            first = circle.index(min(circle))
+            circle = (*circle[first:], *circle[:first], circle[first])
+            faults.append(f"recipes.{quoted(circle[0])}.base: the bases go in a circle, {' -> '.join(circle)}")
+            return base
+        row, prefix = rows[name], f"recipes.{quoted(name)}."
+        if not isinstance(row, dict):
+            faults.append(f"{prefix[:-1]}: expected a table, got {show(row)}")
+            row = {}
+        parent = row.get("base")
+        if isinstance(parent, str) and (parent in known or parent in rows):
+            base = make(parent, (*above, name))
+        elif isinstance(parent, str):
+            faults.append(f"{prefix}base: {_unknown(parent, [*known, *rows])}")
+        elif parent is not None:
+            faults.append(f"{prefix}base: expected a string, got {show(parent)}")
+        values = {key: value for key, value in row.items() if key != "base"}
+        made[name] = _over(replace(base, name=name), values, prefix, "", faults)
+        return made[name]
+
+    for name in rows:
+        if name in known:
+            faults.append(f'recipes.{quoted(name)}: is built in; give the row another name, and base = "{name}"')
+        elif not _NAME.fullmatch(name):
+            faults.append(f"recipes.{quoted(name)}: a name is of letters, digits, dots, dashes and underscores")
+        make(name, ())
+    report(*map(one_line, faults))
+    return {name: made[name] for name in rows}
+
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # a run's directory may be called so
+
+
+def _over(node: Any, values: dict[str, Any], prefix: str, path: str, faults: list[str]) -> Any:
+    """A recipe, or a part of one, with the values of a table over it; what does not fit gets a line in `faults`.
+
+    Args:
+        prefix: what a line begins with.
+        path: dotted key of `node` in the recipe, with a dot at its end.
+    """
+    changes = {}
+    for name, value in values.items():
+        key, annotation = path + quoted(name), fields_of(type(node)).get(name)
+        if annotation is None or key == "name":
+            known = ["base", *(leaf for leaf, _ in leaves(Recipe) if leaf != "name"), *tables(Recipe)]
+            faults.append(f"{prefix}{key}: unknown key{unknown_key_hint(key, known)}")
+        elif dataclasses.is_dataclass(annotation) and isinstance(value, annotation):
+            changes[name] = value
+        elif dataclasses.is_dataclass(annotation) and isinstance(value, dict):
+            changes[name] = _over(getattr(node, name), value, prefix, f"{key}.", faults)
+        elif annotation is TensorFormat and isinstance(value, str):
+            try:
+                changes[name] = parse_format(value)
+            except UserError as error:
+                faults.append(f"{prefix}{key}: {error}")
+        else:
+            try:
+                changes[name] = convert(value, annotation)
+            except Mismatch:
+                wanted = "the name of a format, or a table" if annotation is TensorFormat else describe(annotation)
+                faults.append(f"{prefix}{key}: expected {wanted}, got {show(value)}")
+    try:
+        return replace(node, **changes)
+    except UserError as error:
+        faults.append(f"{prefix}{path[:-1]}: {error}" if path else str(error))
+        return node
+
+
+def _table(node: Any, default: Any, full: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name in fields_of(type(node)):
+        value, standard = getattr(node, name), getattr(default, name)
+        if name == "name" or (value == standard and not full):
+            continue
+        if isinstance(value, TensorFormat):
+            found[name] = value.name
+        elif dataclasses.is_dataclass(value):
+            found[name] = _table(value, standard, full)
+        else:
+            found[name] = NONE_TEXT if value is None else list(value) if isinstance(value, tuple) else value
+    return found
+
+
+def _unknown(name: str, known: list[str]) -> str:
+    near = get_close_matches(name, known, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"unknown name {name!r}{hint} (known: {', '.join(known)})"
+
+
+RECIPES: dict[str, Recipe] = read_rows(
+    tomllib.loads(Path(__file__).with_name("recipes.toml").read_text(encoding="utf-8"))["recipes"], {}
 )
+"""The built-in recipes."""
 
 
 @dataclass(frozen=True)
@@ -188,29 +311,29 @@ class SideScales:
     and powers of two (UE8M0) in the other, DeepGEMM's default on some GPUs, are a mismatch of their own, which a run warns of and
     `fp8rl compare` shows."""
 
-    scale: Literal["float32", "power_of_two"] | None = None
+    scale: ScaleRule | None = None
     """Scale rule of the side's block-quantized roles; unset: precision.scale, or the recipe's."""
     block: int | None = None
     """Side of its blocks: weights in blocks of block x block, activations and gradients in groups of 1 x block; unset: the
-    recipe's, 128. Hopper's kernels have 128."""
+    recipe's, 128 in all built-in ones. Hopper's kernels have 128."""
 
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """Changes to the named recipe."""
+    """Changes to the named recipe: what is varied most, as flags. A row of [recipes.NAME] sets any field."""
 
-    scale: Literal["float32", "power_of_two"] | None = None
+    scale: ScaleRule | None = None
     """Scale rule of every block-quantized role, on both sides; unset: the recipe's."""
     rollout: SideScales = field(default_factory=SideScales)
     trainer: SideScales = field(default_factory=SideScales)
-    output_gradient: Literal["compute", "e4m3", "e5m2"] | None = None
+    output_gradient: ElementName | None = None
     """Format of the gradients that enter a linear's backward products, where the trainer's linears are FP8; "e5m2" is the
     hybrid of verl's recipe. Unset: the recipe's."""
     excluded: tuple[str, ...] = ()
     """More layers to keep in the compute dtype, as shell patterns such as "layers.0.*"."""
     first_layers_in_compute: int = 0
     """Layers at the start of the model whose linears stay in the compute dtype, in the rollout and the trainer alike (NeMo RL's
-    num_first_layers_in_bf16). Their part of an FP8 cache stays FP8."""
+    num_first_layers_in_bf16); 0: the recipe's number, none in all built-in ones. Their part of an FP8 cache stays FP8."""
     last_layers_in_compute: int = 0
     """The same at the end of the model (num_last_layers_in_bf16)."""
     kv_calibration: Literal["trainer", "rollout"] | None = None
@@ -228,17 +351,19 @@ class PrecisionConfig:
     """Kernels: plain XLA, Hopper's Pallas kernels, or the best that the device has."""
 
 
-def get_recipe(name: str, changes: PrecisionConfig | None = None) -> Recipe:
+def get_recipe(name: str, changes: PrecisionConfig | None = None, rows: dict[str, Any] | None = None) -> Recipe:
     """The named recipe, with the run's changes applied.
 
+    Args:
+        rows: of one's own, beside the built-in ones, as `read_rows` takes them.
+
     Raises:
-        UserError: the name is unknown, or a change asks for something that the recipe has no place for.
+        UserError: the name is unknown, a row has faults, or a change asks for something that the recipe has no place for.
     """
-    if name not in RECIPES:
-        near = get_close_matches(name, RECIPES, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise UserError(f"recipe: unknown name {name!r}{hint} (known: {', '.join(RECIPES)})")
-    recipe, changes = RECIPES[name], changes or PrecisionConfig()
+    known = RECIPES | read_rows(rows or {}, RECIPES)
+    if name not in known:
+        raise UserError(f"recipe: {_unknown(name, [*known])}")
+    recipe, changes = known[name], changes or PrecisionConfig()
     for side in ("rollout", "trainer"):
         own: SideScales = getattr(changes, side)
         for key, value in vars(own).items():
@@ -250,8 +375,9 @@ def get_recipe(name: str, changes: PrecisionConfig | None = None) -> Recipe:
     if changes.output_gradient is not None:
         if not recipe.trainer.weight.quantized:
             raise UserError(f"precision.output_gradient: the linears of recipe {name!r} are not trained in FP8")
-        gradient = replace(recipe.output_gradient, format=changes.output_gradient)
-        recipe = replace(recipe, output_gradient=gradient if gradient.quantized else COMPUTE)
+        like = recipe.output_gradient if recipe.output_gradient.quantized else recipe.trainer.activation
+        gradient = COMPUTE if changes.output_gradient == "compute" else replace(like, element=changes.output_gradient)
+        recipe = replace(recipe, output_gradient=gradient)
     for key in ("excluded", "first_layers_in_compute", "last_layers_in_compute"):
         if getattr(changes, key) and not recipe.quantizes_linears:
             raise UserError(f"precision.{key}: recipe {name!r} quantizes no linear layer, so there is nothing to exclude")
@@ -270,4 +396,16 @@ def get_recipe(name: str, changes: PrecisionConfig | None = None) -> Recipe:
     return replace(recipe, excluded=recipe.excluded + tuple(changes.excluded))
 
 
-__all__ = ["KV_RULES", "RECIPES", "ForwardFormats", "PrecisionConfig", "Recipe", "SideScales", "TensorFormat", "get_recipe"]
+__all__ = [
+    "COMPUTE",
+    "KV_RULES",
+    "RECIPES",
+    "ForwardFormats",
+    "PrecisionConfig",
+    "Recipe",
+    "SideScales",
+    "TensorFormat",
+    "get_recipe",
+    "read_rows",
+    "recipe",
+]

@@ -15,7 +15,7 @@ _AGGREGATION = "token-mean is token_mean, seq-mean-token-mean sequence_mean, seq
 _ALGORITHM = "fp8rl_jax/config/rl.py opens with the keys of each algorithm"
 _COMPLETIONS = "counted in prompts, each with all its completions"
 _ONCE = "mini-batches of a rollout; each completion is trained on once"
-_RECIPE = "the recipe names every format; fp8rl_jax/config/recipe.py opens with the table of them"
+_RECIPE = "the recipe names every format; fp8rl_jax/config/recipes.toml opens with the table of them"
 _STEPS = "counted in steps"
 
 EARLIER: dict[str, tuple[str, str]] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from fp8rl_jax.config.lora import LoraConfig
 from fp8rl_jax.config.plan import PlanConfig
@@ -126,7 +126,10 @@ class RunConfig:
     output: str = "runs/{recipe}"
     """Run directory; {recipe} is replaced by the recipe's name."""
     recipe: str = "bf16"
-    """Precision recipe; fp8rl_jax/config/recipe.py opens with the table of them."""
+    """Precision recipe: a built-in one, of the table in fp8rl_jax/config/recipes.toml, or a row of [recipes]."""
+    recipes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Recipes of one's own, {name: row}: [recipes.my-fp8] with a `base` and any field of a recipe. Rows of several files add up;
+    on the command line, --recipes.my-fp8.kv-margin 1.1."""
     compute_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Dtype of everything that the recipe does not quantize; master weights are always float32. float16 rounds 8 times finer than
     bfloat16, so rollout and trainer differ less (arXiv 2510.26788); it holds at most 65504, and trainer.loss_scale is for what
@@ -157,15 +160,22 @@ class RunConfig:
         """`precision_text` of this run."""
         return precision_text(self.recipe, self.compute_dtype)
 
+    def resolved_recipe(self) -> Recipe:
+        """The recipe of the run: its name among the built-in rows and the run's own, with the changes of [precision].
+
+        Raises:
+            UserError: a line for each fault, as `config.recipe.get_recipe` has them.
+        """
+        return get_recipe(self.recipe, self.precision, self.recipes)
+
     def problems(self) -> list[str]:
         """Faults between keys, one line each; empty where all is well."""
         rollout, trainer, episodes = self.rollout, self.trainer, self.task.max_turns > 1
         found = []
         try:
-            recipe = get_recipe(self.recipe, self.precision)
-            found += self._calibration_problems(recipe)
+            found += self._calibration_problems(self.resolved_recipe())
         except UserError as error:
-            found.append(str(error))
+            found += str(error).splitlines()
         checks = [
             (rollout.prompts_per_step >= 1, "rollout.prompts_per_step must be at least 1"),
             (rollout.samples_per_prompt >= 1, "rollout.samples_per_prompt must be at least 1"),

@@ -123,6 +123,11 @@ def convert(value: Any, annotation: Any) -> Any:
     raise Mismatch(annotation)
 
 
+def holds_tables(annotation: Any) -> bool:
+    """Whether a setting is a table whose entries are tables of their own, as [recipes] is."""
+    return get_origin(annotation) is dict and get_origin(get_args(annotation)[1]) is dict
+
+
 def is_deeper(value: Any, depth: int) -> bool:
     """Whether tables and lists are nested in `value` more than `depth` times."""
     level = [value]
@@ -170,6 +175,8 @@ def describe(annotation: Any) -> str:
     elif origin in (tuple, list):
         kinds = arguments[:1] if _is_uniform(annotation) else arguments
         text = f"a list of {', '.join(_NOUNS.get(kind, 'value') for kind in kinds)}{'s' * _is_uniform(annotation)}"
+    elif holds_tables(annotation):
+        text = "a table of tables"
     elif dataclasses.is_dataclass(annotation) or (origin or annotation) is dict:
         text = "a table"
     else:

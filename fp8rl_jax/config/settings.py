@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from fp8rl_jax.config.recipe import RECIPES, Recipe
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.config.schema import Mismatch, convert, describe, fields_of, leaves, show, unknown_key_hint
 from fp8rl_jax.errors import UserError
@@ -14,19 +15,20 @@ TABLES = ("rollout", "optimizer", "trainer", "rl", "precision", "lora", "mesh")
 """Where a setting's last name is looked for; others need their dotted key."""
 
 
-def with_settings(config: RunConfig, settings: Mapping[str, Any], recipe: str | None = None) -> RunConfig:
+def with_settings(config: RunConfig, settings: Mapping[str, Any], recipe: str | Recipe | None = None) -> RunConfig:
     """`config` with single settings changed.
 
     Args:
         config: a run's.
         settings: {name: value}. A name is a field of RunConfig (recipe, seed, rl=RLConfig(...)), the last name of a setting in
             TABLES (learning_rate), or a dotted key ("rl.correction.method"). A table goes before the single settings in it.
-        recipe: goes before `settings`; None: as it is.
+        recipe: a name, or a Recipe, which becomes a row of `recipes`; None: as it is, or as `settings` has it.
 
     Raises:
         UserError: one line for each name that is unknown or stands for several settings, and for each value that does not fit.
     """
-    changes, faults = ({} if recipe is None else {"recipe": recipe}), []
+    changes, faults = {}, []
+    recipe = settings.get("recipe") if recipe is None else recipe
     own = fields_of(RunConfig)
     annotations = dict(leaves(RunConfig))
     for name, value in settings.items():
@@ -40,6 +42,12 @@ def with_settings(config: RunConfig, settings: Mapping[str, Any], recipe: str | 
             faults.append(f"{name}: may be {' or '.join(found)}; give the dotted key")
         else:
             faults.append(f"{name}: unknown setting{unknown_key_hint(name, [*annotations, *own])}")
+    if isinstance(recipe, Recipe):
+        changes["recipe"] = recipe.name
+        if RECIPES.get(recipe.name) != recipe:
+            changes["recipes"] = config.recipes | changes.get("recipes", {}) | {recipe.name: recipe.table()}
+    elif recipe is not None:
+        changes["recipe"] = recipe
     # tables first, single settings over them
     for key, value in sorted(changes.items(), key=lambda item: item[0].count(".")):
         try:

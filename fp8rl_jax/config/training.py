@@ -7,7 +7,7 @@ from typing import Literal
 
 from fp8rl_jax.config.checks import above, at_least, one_of, report
 
-MomentName = Literal["recipe", "float32", "bfloat16", "e4m3"]
+MomentName = Literal["float32", "bfloat16", "e4m3"]
 FP8_MAX_BETA2 = 0.99  # training/moments.py derives it
 LossScaleMode = Literal["auto", "dynamic", "static", "none"]
 
@@ -34,9 +34,9 @@ class OptimizerConfig:
     """Decoupled weight decay on matrices; norms and embeddings are never decayed."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this global norm; 0: not clipped."""
-    first_moment: MomentName = "recipe"
-    """How Adam's first moment rests between updates, which compute in float32; "recipe": as the recipe's optimizer_moment."""
-    second_moment: MomentName = "recipe"
+    first_moment: MomentName = "float32"
+    """How Adam's first moment rests between updates, which compute in float32; e4m3: in groups of 128 with a scale each."""
+    second_moment: MomentName = "float32"
     """The same of the second moment, rounded stochastically; e4m3 needs beta2 of at most 0.99."""
 
 

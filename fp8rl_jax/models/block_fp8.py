@@ -23,6 +23,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from fp8rl_jax.config.formats import TensorFormat
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.finite import count_non_finite
@@ -31,9 +32,10 @@ from fp8rl_jax.models.hf_names import Location, hf_name, parameter_shapes
 from fp8rl_jax.models.safetensors_io import Checkpoint
 
 BLOCK = 128
+FORMAT = TensorFormat("e4m3", (BLOCK, BLOCK))
 SCALE_SUFFIX = "_scale_inv"
 
-_E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+_E4M3 = np.dtype(FORMAT.element_type.dtype)
 _SCALE_DTYPES = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16))
 _LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -70,7 +72,7 @@ def quantization_config(config: PolicyConfig) -> dict[str, Any]:
     return {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
-        "fmt": "e4m3",
+        "fmt": FORMAT.element,
         "weight_block_size": [BLOCK, BLOCK],
         "modules_to_not_convert": ["lm_head", *routers],
     }
@@ -93,10 +95,9 @@ def _quantizer() -> Any:
     """Compiled as a weight sync is, once for each shape."""
     import jax
 
-    from fp8rl_jax.config.recipe import BLOCK_WEIGHT
     from fp8rl_jax.precision import quantize_weight
 
-    return jax.jit(lambda weight: quantize_weight(weight, BLOCK_WEIGHT))
+    return jax.jit(lambda weight: quantize_weight(weight, FORMAT))
 
 
 def dequantize_tensor(values: np.ndarray, scales: np.ndarray, block: tuple[int, int]) -> np.ndarray:

@@ -25,7 +25,7 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from fp8rl_jax.config.recipe import TensorFormat
+from fp8rl_jax.config.formats import TensorFormat
 from fp8rl_jax.models.arithmetic import PLAIN, Arithmetic
 from fp8rl_jax.models.experts_config import ExpertsConfig
 from fp8rl_jax.models.policy import Experts, Layer

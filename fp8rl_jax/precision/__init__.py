@@ -1,7 +1,7 @@
 """Formats, the quantized tensor, and the precision-aware linear."""
 
 from fp8rl_jax.precision.formats import check_recipe, describe, element_dtype, max_value, unlike_sides
-from fp8rl_jax.precision.layers import quantized_layers
+from fp8rl_jax.precision.layers import quantized_layers, why_in_compute
 from fp8rl_jax.precision.linear import (
     AdaptedInput,
     AdaptedWeight,
@@ -44,4 +44,5 @@ __all__ = [
     "trained_weight",
     "unlike_sides",
     "weight_sums",
+    "why_in_compute",
 ]

@@ -1,4 +1,4 @@
-"""Number formats and what this version can do with them."""
+"""What this version can compute of the formats that a recipe names."""
 
 from __future__ import annotations
 
@@ -7,24 +7,21 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 
-from fp8rl_jax.config.recipe import ForwardFormats, Recipe, TensorFormat
+from fp8rl_jax.config.formats import TensorFormat
+from fp8rl_jax.config.recipe import ForwardFormats, Recipe
 from fp8rl_jax.errors import UserError
 from pallas_kernels.backend import Backend, BackendError, check_exact, check_pair
 from pallas_kernels.matmul import selected_backend
 
-ELEMENT_DTYPES = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
-
 
 def element_dtype(fmt: TensorFormat) -> jnp.dtype:
-    """Dtype of the stored values. Raises UserError for a format that has no storage yet."""
-    if fmt.format not in ELEMENT_DTYPES:
-        raise UserError(f"format {fmt.format!r} cannot be stored (supported: {', '.join(ELEMENT_DTYPES)})")
-    return jnp.dtype(ELEMENT_DTYPES[fmt.format])
+    """Dtype of the stored values. Raises UserError for the compute dtype, which is not stored as a format."""
+    return jnp.dtype(fmt.element_type.dtype)
 
 
 def max_value(fmt: TensorFormat) -> float:
-    """Largest finite value: 448 for e4m3, 57344 for e5m2."""
-    return float(jnp.finfo(element_dtype(fmt)).max)
+    """Largest finite value: 448 for e4m3, 57344 for e5m2. Raises UserError for the compute dtype."""
+    return fmt.element_type.largest
 
 
 def check_recipe(recipe: Recipe, backend: Backend = "auto") -> None:
@@ -43,11 +40,6 @@ def check_recipe(recipe: Recipe, backend: Backend = "auto") -> None:
 
     for side in ("rollout", "trainer"):
         formats: ForwardFormats = getattr(recipe, side)
-        for role, fmt in vars(formats).items():
-            if fmt.quantized and fmt.format not in ELEMENT_DTYPES:
-                refuse(f"{side}.{role}.format", f"{fmt.format!r} is not supported")
-            if fmt.rounding != "nearest" or fmt.transform != "none":
-                refuse(f"{side}.{role}", "asks for a rounding or transform other than nearest / none, which is not supported")
         if formats.activation.quantized and not formats.weight.quantized:
             refuse(f"{side}.activation", "is quantized but the weight is not; no product takes that pair")
         if formats.weight.quantized and formats.weight.block is None:
@@ -56,16 +48,14 @@ def check_recipe(recipe: Recipe, backend: Backend = "auto") -> None:
             refuse(
                 f"{side}.activation.block", f"must be (1, {formats.weight.block[1]}), the weight's block along the contraction"
             )
-        if formats.key.format != formats.value.format:
-            refuse(f"{side}.value", "and key must have the same format: the cache has one dtype")
+        if formats.key.element != formats.value.element:
+            refuse(f"{side}.value", "and key must have the same element: the cache has one dtype")
         for role in ("query", "key", "value"):
             fmt = getattr(formats, role)
             if fmt.quantized and (fmt.block is not None or fmt.scale != "float32"):
                 refuse(f"{side}.{role}", "must have one float32 scale for the whole tensor, no block and no other scale rule")
         if formats.query.quantized and not formats.key.quantized:
             refuse(f"{side}.query", "is quantized but the cache is not")
-        if formats.probability.quantized:
-            refuse(f"{side}.probability", "cannot be quantized: softmax and PV run in float32")
     if recipe.quantizes_cache:
         rule = (recipe.kv_margin, *(recipe.kv_constants or (1, 1, 1)))
         if len(rule) != 4 or not all(0 < number < math.inf for number in rule):
@@ -75,11 +65,6 @@ def check_recipe(recipe: Recipe, backend: Backend = "auto") -> None:
     for role in ("query", "key", "value"):
         if getattr(recipe.trainer, role).quantized:
             refuse(f"trainer.{role}", "is quantized, and the trainer's attention computes in the compute dtype only")
-    moment = recipe.optimizer_moment
-    if moment.quantized and (moment.format != "e4m3" or moment.block is None or moment.block[0] != 1):
-        refuse("optimizer_moment", "must be e4m3 with one scale for a group of each row, block (1, n)")
-    if moment.rounding != "nearest" or moment.transform != "none":
-        refuse("optimizer_moment", "has its own rounding and no transform; leave both as they are")
     _check_backward(recipe, refuse)
     if recipe.quantizes_linears or recipe.exact:
         try:
@@ -99,7 +84,7 @@ def describe(fmt: TensorFormat) -> str:
     """Such as "e4m3 128x128 float32 scales"; of a format that quantizes nothing "compute dtype"."""
     if not fmt.quantized:
         return "compute dtype"
-    return f"{fmt.format} {'one scale' if fmt.block is None else f'{fmt.block[0]}x{fmt.block[1]} {fmt.scale} scales'}"
+    return f"{fmt.element} {'one scale' if fmt.block is None else f'{fmt.block[0]}x{fmt.block[1]} {fmt.scale} scales'}"
 
 
 def unlike_sides(recipe: Recipe) -> str:
@@ -134,7 +119,7 @@ def _check_products(recipe: Recipe, backend: str, refuse: Callable[[str, str], N
     for left, one, right, other in products:
         if one.quantized and other.quantized:
             try:
-                check_pair(f"{one.format} is multiplied by {right} {other.format}", backend, *map(element_dtype, (one, other)))
+                check_pair(f"{one.element} is multiplied by {right} {other.element}", backend, *map(element_dtype, (one, other)))
             except BackendError as error:
                 refuse(left, str(error))
 
@@ -160,10 +145,6 @@ def _check_backward(recipe: Recipe, refuse: Callable[[str, str], None]) -> None:
         refuse("trainer.activation", "must be quantized where trainer.weight is")
     if saved.quantized and saved != activation:
         refuse("saved_activation", "must be the format of trainer.activation: what the forward has quantized is what is kept")
-    if gradient.quantized and gradient.format not in ELEMENT_DTYPES:
-        refuse("output_gradient.format", f"{gradient.format!r} is not supported")
-    if gradient.rounding != "nearest" or gradient.transform != "none":
-        refuse("output_gradient", "asks for a rounding or transform other than nearest / none, which is not supported")
     if gradient.quantized and (weight.block[0] != weight.block[1] or gradient.block != (1, weight.block[0])):
         refuse(
             "output_gradient.block",

@@ -34,16 +34,9 @@ def quantized_layers(recipe: Recipe, linears: Sequence[str]) -> tuple[str, ...]:
                     f"(names look like {linears[0]!r})"
                 )
 
-    def matches(name: str, patterns: Sequence[str]) -> bool:
-        return any(fnmatchcase(name, pattern) for pattern in patterns)
-
     layers = 1 + max(map(_layer, linears))
-    inner = range(recipe.first_layers_in_compute, layers - recipe.last_layers_in_compute)
-    chosen = tuple(
-        name for name in linears
-        if _layer(name) in inner and matches(name, recipe.quantized) and not matches(name, recipe.excluded)
-    )  # fmt: skip
-    if not inner:
+    chosen = tuple(name for name in linears if not why_in_compute(recipe, name, layers))
+    if recipe.first_layers_in_compute + recipe.last_layers_in_compute >= layers:
         raise UserError(
             f"recipe {recipe.name!r}: first_layers_in_compute = {recipe.first_layers_in_compute} and last_layers_in_compute = "
             f"{recipe.last_layers_in_compute} leave none of {layers} layers to quantize"
@@ -51,6 +44,24 @@ def quantized_layers(recipe: Recipe, linears: Sequence[str]) -> tuple[str, ...]:
     if not chosen:
         raise UserError(f"recipe {recipe.name!r}: every linear is excluded, so nothing would be quantized")
     return chosen
+
+
+def why_in_compute(recipe: Recipe, linear: str, layers: int) -> str:
+    """The field that keeps a linear of a model of `layers` layers from being quantized; "" where nothing does.
+
+    Such as "first_layers_in_compute = 1", or "excluded: layers.3.*".
+    """
+    if not recipe.quantizes_linears:
+        return "no linear is quantized"
+    if _layer(linear) < recipe.first_layers_in_compute:
+        return f"first_layers_in_compute = {recipe.first_layers_in_compute}"
+    if _layer(linear) >= layers - recipe.last_layers_in_compute:
+        return f"last_layers_in_compute = {recipe.last_layers_in_compute}"
+    if not any(fnmatchcase(linear, pattern) for pattern in recipe.quantized):
+        return "in no pattern of quantized"
+    if by := next((pattern for pattern in recipe.excluded if fnmatchcase(linear, pattern)), ""):
+        return f"excluded: {by}"
+    return ""
 
 
 def _layer(linear: str) -> int:

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from fp8rl_jax.config.recipe import TensorFormat
+from fp8rl_jax.config.formats import TensorFormat
 from fp8rl_jax.precision.qtensor import QTensor, dequantize, dequantize_rows, quantize
 from fp8rl_jax.precision.trained import TrainedInput, TrainedWeight, trained_grouped_linear, trained_linear
 from pallas_kernels import blockwise_matmul, grouped_matmul

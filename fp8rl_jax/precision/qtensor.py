@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from fp8rl_jax.config.recipe import TensorFormat
+from fp8rl_jax.config.formats import TensorFormat
 from fp8rl_jax.precision.formats import element_dtype, max_value
 from pallas_kernels import dequantize_blocks, quantize_blocks, quantize_both
 from pallas_kernels import regroup as regroup_values

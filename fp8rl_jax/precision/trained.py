@@ -24,7 +24,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from fp8rl_jax.config.recipe import Recipe, TensorFormat
+from fp8rl_jax.config.formats import TensorFormat
+from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.precision.qtensor import (
     QTensor,
     dequantize,

@@ -29,7 +29,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from fp8rl_jax.config.recipe import Recipe, TensorFormat
+from fp8rl_jax.config.formats import TensorFormat
+from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.models.cache import KVCache, KVScales
 from fp8rl_jax.models.forward import forward
 from fp8rl_jax.models.lora import has_adapters

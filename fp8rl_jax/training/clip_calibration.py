@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from fp8rl_jax import rl
-from fp8rl_jax.config.recipe import COMPUTE, ForwardFormats
+from fp8rl_jax.config.formats import COMPUTE
+from fp8rl_jax.config.recipe import ForwardFormats
 from fp8rl_jax.config.rl import RLConfig
 from fp8rl_jax.rl.masked import per_token
 from fp8rl_jax.training.state import TrainState

@@ -63,7 +63,7 @@ class Learner:
 
     def use(self, optimizer: OptimizerConfig, updates: int) -> None:
         """An optimizer, and the number of updates in its schedule."""
-        self.optimizer = make_optimizer(optimizer, updates, self.config.recipe.optimizer_moment)
+        self.optimizer = make_optimizer(optimizer, updates)
         self.schedule = learning_rate(optimizer, updates)
 
     def micro_batches(self, prompts: int) -> int:

@@ -29,12 +29,8 @@ from fp8rl_jax.training.watch import Watch
 _log = logging.getLogger("fp8rl")
 
 
-def train(setup: Setup, config_text: str) -> None:
+def train(setup: Setup) -> None:
     """Runs `trainer.steps` steps and leaves metrics, samples, checkpoints and the trained model in the run directory.
-
-    Args:
-        setup: the parts of the run.
-        config_text: the resolved configuration, for config.toml and for the check that all processes have the same.
 
     Raises:
         UserError: the run directory is taken, a checkpoint cannot be written or read, too many updates were skipped, or every
@@ -50,14 +46,14 @@ def train(setup: Setup, config_text: str) -> None:
         if is_main_process():
             announce(setup, print, "rollout.prompts_per_step")
         with shared_faults():
-            loop = Loop(setup, config_text, pool)
+            loop = Loop(setup, pool)
         loop.run()
 
 
 class Loop:
     """A run in progress."""
 
-    def __init__(self, setup: Setup, config_text: str, pool: RewardPool):
+    def __init__(self, setup: Setup, pool: RewardPool):
         self.setup, self.config, self.session, self.pool = setup, setup.config, setup.session, pool
         config = setup.config
         self.collector = Collector(self.session, setup.train, pool, config)
@@ -69,7 +65,7 @@ class Loop:
             _log.info("resuming at step %d from %s", self.session.step, self.checkpoints.directory)
         self.start = self.session.step
         if is_main_process():
-            write_run_record(setup.directory, config_text)
+            write_run_record(setup)
             self.tracker = make_tracker(
                 setup.directory, config.tracking, total_steps=config.trainer.steps, start_step=self.start,
                 settings=dataclasses.asdict(config),

@@ -33,7 +33,7 @@ import optax
 from jax import lax
 from jaxtyping import Array, Bool, Float, Key
 
-from fp8rl_jax.config.recipe import COMPUTE, TensorFormat
+from fp8rl_jax.config.formats import TensorFormat
 from fp8rl_jax.config.training import FP8_MAX_BETA2, OptimizerConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.precision import QTensor, dequantize, max_value, quantize
@@ -47,22 +47,13 @@ GROUPS = TensorFormat("e4m3", (1, 128))
 MomentFormat = jnp.dtype | TensorFormat
 
 
-def moment_formats(config: OptimizerConfig, recipe_moment: TensorFormat = COMPUTE) -> tuple[MomentFormat, MomentFormat]:
+def moment_formats(config: OptimizerConfig) -> tuple[MomentFormat, MomentFormat]:
     """Formats of the first and of the second moment.
-
-    Args:
-        recipe_moment: the recipe's `optimizer_moment`, what "recipe" stands for: float32 where it is not quantized.
 
     Raises:
         UserError: an FP8 second moment with a beta2 above `FP8_MAX_BETA2`.
     """
-
-    def resolve(choice: str) -> MomentFormat:
-        if choice == "recipe":
-            return recipe_moment if recipe_moment.quantized else jnp.dtype("float32")
-        return GROUPS if choice == "e4m3" else jnp.dtype(choice)
-
-    first, second = resolve(config.first_moment), resolve(config.second_moment)
+    first, second = (GROUPS if choice == "e4m3" else jnp.dtype(choice) for choice in (config.first_moment, config.second_moment))
     if isinstance(second, TensorFormat) and config.beta2 > FP8_MAX_BETA2:
         raise UserError(f"optimizer.beta2 = {config.beta2}: an e4m3 second moment needs at most {FP8_MAX_BETA2}; use bfloat16")
     return first, second

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType
 
-from fp8rl_jax.config.recipe import Recipe, get_recipe
+from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.config.run import MeshConfig, RunConfig
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.lora import split
@@ -79,10 +79,10 @@ def memory_plan(shape: PolicyConfig, config: RunConfig, sizes: dict[str, int] | 
     """
     sizes = sizes or mesh_sizes(config.mesh)
     mesh = AbstractMesh(tuple(sizes[axis] for axis in AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES))
-    recipe = get_recipe(config.recipe, config.precision)
-    dtype = jnp.dtype(config.compute_dtype)
+    recipe = config.resolved_recipe()
+    dtype, weight = jnp.dtype(config.compute_dtype), recipe.rollout.weight
     policy = jax.eval_shape(lambda key: init_policy(shape, key), jax.random.key(0))
-    optimizer = make_optimizer(config.optimizer, 1, recipe.optimizer_moment)
+    optimizer = make_optimizer(config.optimizer, 1)
     fresh = replace(config, lora=replace(config.lora, path=""))  # an adapter's file has the shapes of a new one
     trained, frozen = split(jax.eval_shape(partial(adapt, config=fresh, recipe=recipe), policy))
     moments = jax.eval_shape(optimizer.init, trained)
@@ -91,7 +91,7 @@ def memory_plan(shape: PolicyConfig, config: RunConfig, sizes: dict[str, int] | 
     always = {
         "masters (float32)": masters,
         "Adam moments": device_bytes(moments, mesh),
-        f"rollout weights ({'e4m3, rest ' if recipe.rollout.weight.quantized else ''}{dtype.name})": device_bytes(served, mesh),
+        f"rollout weights ({f'{weight.element}, rest ' if weight.quantized else ''}{dtype.name})": device_bytes(served, mesh),
     }
     if frozen is not None:
         always["frozen base"] = device_bytes(frozen, mesh)
@@ -124,11 +124,12 @@ def _rollout(shape: PolicyConfig, config: RunConfig, recipe: Recipe, served: Pol
     r, dtype = config.rollout, jnp.dtype(config.compute_dtype)
     prompts = math.ceil(r.prompts_per_step / _batch_parts(mesh))
     rows, tensor = prompts * r.samples_per_prompt, mesh.shape["tensor"]
-    kept = element_dtype(recipe.rollout.key) if recipe.rollout.key.quantized else dtype
+    key, weight = recipe.rollout.key, recipe.rollout.weight
+    kept, bits = (key.element_type.dtype, key.element_type.bits) if key.quantized else (dtype.name, 8 * dtype.itemsize)
     slots = prompts * r.max_prompt_tokens + rows * r.max_new_tokens
-    found = {f"KV cache ({kept.name})": 2 * shape.num_layers * slots * shape.kv_size * kept.itemsize // tensor}
-    if recipe.rollout.weight.quantized and selected_backend(config.precision.backend) == "reference":
-        quantized = [x for x in jax.tree.leaves(served) if x.dtype.itemsize == 1]
+    found = {f"KV cache ({kept})": 2 * shape.num_layers * slots * shape.kv_size * bits // 8 // tensor}
+    if weight.quantized and selected_backend(config.precision.backend) == "reference":
+        quantized = [x for x in jax.tree.leaves(served) if x.dtype == element_dtype(weight)]
         values = sum(x.size for x in quantized) // (mesh.shape["fsdp"] * mesh.shape["expert"] * tensor)
         found["rollout weights unpacked to float32 (reference kernels)"] = 4 * values
     tokens = prompts * r.max_prompt_tokens

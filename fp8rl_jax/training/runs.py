@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import Float
 
+from fp8rl_jax.config.files import read_config
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.config.settings import with_settings
 from fp8rl_jax.errors import UserError
@@ -75,7 +76,7 @@ class Run:
 
 
 def train(
-    config: RunConfig | None = None,
+    config: RunConfig | str | Path | None = None,
     *,
     reward: PythonReward | None = None,
     dataset: Sequence[Any] | Iterable[Any] | None = None,
@@ -85,7 +86,7 @@ def train(
     """A whole run, as `fp8rl train` makes it: rewards in worker processes, metrics, samples, checkpoints, evaluation, the model.
 
     Args:
-        config: its settings; `fp8rl.load_config("run.toml")` reads a file's.
+        config: its settings, or the TOML file that has them.
         reward: function, or {name: function}, in place of what task.reward names. It may live in a notebook's cell: a function of
             prompt, completion, answer and metadata, or of any of them, that returns a number (fp8rl_jax/tasks/rewards.py).
         dataset: problems in place of those that task names: dictionaries with "prompt" and "answer", or prompts alone.
@@ -95,14 +96,14 @@ def train(
     Raises:
         UserError: naming the key, file or tensor; or the run directory holds a run already.
     """
-    config = with_settings(RunConfig() if config is None else config, settings)
+    config = _settled(config, settings)
     setup = build(config, reward=reward, dataset=dataset, environment=environment)
     train_setup(setup)
     return Run(setup.directory)
 
 
 def evaluate(
-    config: RunConfig | None = None,
+    config: RunConfig | str | Path | None = None,
     *,
     reward: PythonReward | None = None,
     dataset: Sequence[Any] | Iterable[Any] | None = None,
@@ -114,12 +115,18 @@ def evaluate(
     Raises:
         UserError: as `train`; or nothing is held out.
     """
-    config = with_settings(RunConfig() if config is None else config, settings)
+    config = _settled(config, settings)
     setup = build(config, sampled=False, reward=reward, dataset=dataset, environment=environment)
     if not len(setup.held_out):
         raise UserError("task.eval_size = 0 holds out no problem to evaluate on; raise it")
     with reward_pool(setup) as pool:
         return evaluate_held_out(setup, pool)
+
+
+def _settled(config: RunConfig | str | Path | None, settings: dict[str, Any]) -> RunConfig:
+    if isinstance(config, str | Path):
+        config = read_config(RunConfig, config)
+    return with_settings(RunConfig() if config is None else config, settings)
 
 
 def _number(value: object) -> float:

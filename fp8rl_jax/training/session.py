@@ -37,7 +37,7 @@ from jaxtyping import Array, Float, Key
 
 from fp8rl_jax import rl
 from fp8rl_jax.caching import keep_compiled_programs
-from fp8rl_jax.config.recipe import Recipe, get_recipe
+from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.config.rl import RLConfig, check_sampling
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.config.schema import validate
@@ -163,7 +163,7 @@ class Session:
         validate(config)
         keep_compiled_programs()
         self.config, self.tokenizer = config, tokenizer
-        self.recipe = get_recipe(config.recipe, config.precision)
+        self.recipe = config.resolved_recipe()
         check_recipe(self.recipe, config.precision.backend)
         if unlike := unlike_sides(self.recipe):
             _log.warning("precision: rollout and trainer do not quantize alike, a mismatch of its own: %s", unlike)
@@ -312,8 +312,8 @@ class Session:
         self.step, self._rollouts = self.step + 1, 0
         self._sync(None if next_prompts is None else self.encode(next_prompts)[0])
         clock.work(self._state.policy.config, *rollout.work(), frozen=config.lora.rank > 0)
-        metrics |= rollout.metrics() | self.engine.metrics | rl.reward_metrics(
-            jnp.asarray(values), rollout.samples, jnp.asarray(valid)
+        metrics |= (
+            rollout.metrics() | self.engine.metrics | rl.reward_metrics(jnp.asarray(values), rollout.samples, jnp.asarray(valid))
         )
         scales, finite = to_host((self.engine.scales, self.engine.finite))
         if scales is not None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from fp8rl_jax.config.recipe import get_recipe
+from fp8rl_jax.config.files import dump_toml
 from fp8rl_jax.config.rl import check_sampling
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.config.schema import validate
@@ -94,7 +94,7 @@ def build(
     check_dataset(task, dataset)
     check_objects(task, objects)
     pack(objects)  # for its refusals
-    recipe = get_recipe(config.recipe, config.precision)
+    recipe = config.resolved_recipe()
     r = config.rollout
     if sampled:
         check_sampling(
@@ -187,14 +187,15 @@ def reward_log(setup: Setup) -> Path:
     return setup.directory / (f"rewards-{process}.log" if process else "rewards.log")
 
 
-def write_run_record(directory: Path, config_text: str) -> None:
+def write_run_record(setup: Setup) -> None:
     """config.toml (resolved) and run.json (versions, command, commit, devices) of a run directory.
 
     A resumed run keeps the records of its earlier starts under "earlier".
     """
+    directory = setup.directory
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / "config.toml").write_text(config_text)
+        (directory / "config.toml").write_text(dump_toml(setup.config))
         packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "ml-dtypes", "numpy", "fp8rl_jax")
         record = {
             "command": ["fp8rl", *sys.argv[1:]],

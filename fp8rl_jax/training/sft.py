@@ -17,12 +17,11 @@ from fp8rl_jax.training.setup import Setup, announce, reward_pool, write_run_rec
 from fp8rl_jax.training.tracking import make_tracker
 
 
-def supervise(setup: Setup, config_text: str, report=print) -> None:
+def supervise(setup: Setup, report=print) -> None:
     """Minimizes the mean negative log-likelihood of the answers' tokens, prompts not counted; writes the model.
 
     Args:
         setup: the parts of the run; its training set must have answers.
-        config_text: resolved configuration, for the run directory.
         report: receives lines about what happens.
 
     Raises:
@@ -30,7 +29,7 @@ def supervise(setup: Setup, config_text: str, report=print) -> None:
     """
     config, sft, session = setup.config, setup.config.sft, setup.session
     directory = setup.directory
-    write_run_record(directory, config_text)
+    write_run_record(setup)
     announce(setup, report, "sft.batch_size")
     cut = f", {sft.cut_short:.0%} of them cut one token short" if sft.cut_short else ""
     report(f"Supervised warm start: {sft.steps} updates on the task's own answers{cut}")

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
-from fp8rl_jax.config.recipe import COMPUTE, TensorFormat
 from fp8rl_jax.config.training import LossScaleConfig, OptimizerConfig
 from fp8rl_jax.models.lora import Trained, join, split
 from fp8rl_jax.models.policy import Policy
@@ -65,20 +64,19 @@ def decay_mask(policy: Trained) -> Trained:
 
 
 @cache
-def make_optimizer(config: OptimizerConfig, updates: int, recipe_moment: TensorFormat = COMPUTE) -> optax.GradientTransformation:
+def make_optimizer(config: OptimizerConfig, updates: int) -> optax.GradientTransformation:
     """AdamW (arXiv 1711.05101) behind global-norm clipping; its moments rest as the configuration says.
 
     Equal arguments give one object: the compiled update is specialised to it, and a second run in a process needs no other.
 
     Args:
         updates: of the whole run, for the schedule.
-        recipe_moment: the recipe's `optimizer_moment`.
 
     Raises:
         UserError: whatever `moment_formats` refuses.
     """
     adamw = optax.chain(
-        scale_by_adam(config.beta1, config.beta2, config.eps, *moment_formats(config, recipe_moment)),
+        scale_by_adam(config.beta1, config.beta2, config.eps, *moment_formats(config)),
         optax.add_decayed_weights(config.weight_decay, decay_mask),
         optax.scale_by_learning_rate(learning_rate(config, updates)),
     )

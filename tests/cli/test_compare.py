@@ -116,6 +116,15 @@ def test_a_side_s_own_changes_lie_over_those_of_both():
     assert a.recipe.rollout == b.recipe.rollout and a.recipe.rollout.weight == TensorFormat("e4m3", (64, 64), "power_of_two")
 
 
+def test_sides_may_name_a_row_of_a_file(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text('[recipes.mine]\nbase = "fp8-rollout"\nrollout.weight = {scale = "power_of_two"}')
+    words = ["m", "--recipes", str(file), "--recipe", "fp8-rollout", "--b.recipe", "mine"]
+    a, b = parse_arguments(CompareArguments, words, "fp8rl compare").sides()
+    assert (a.recipe.name, b.recipe.name, b.recipe.rollout.weight.scale) == ("fp8-rollout", "mine", "power_of_two")
+    assert a.recipe.rollout.activation == b.recipe.rollout.activation
+
+
 def test_what_cannot_work_is_one_line(model, lines, tmp_path, tmp_path_factory, capsys):
     other = make_model(tmp_path_factory.mktemp("other"), hidden_size=32)
     cases = (

@@ -1,10 +1,16 @@
 from __future__ import annotations
 
+import tomllib
+
 import jax.numpy as jnp
 from offline_models import make_model
 
 import fp8rl_jax.precision
 from fp8rl_jax.cli import main as cli
+from fp8rl_jax.cli.load import load_config
+from fp8rl_jax.config.correction import CorrectionConfig
+from fp8rl_jax.config.recipe import get_recipe
+from fp8rl_jax.config.run import RunConfig
 
 
 def test_a_sound_installation(capsys):
@@ -21,16 +27,62 @@ def test_a_sound_installation(capsys):
         "all is well",
     ):
         assert words in said
-    assert "rollout.weight       e4m3, 128x128 blocks" in said and "trainer.weight       compute dtype" in said
+    line = "layers.0-2.q_proj     rollout: e4m3-128x128 weights, e4m3-1x128 activations; trainer: compute dtype"
+    assert line in said and "never quantized: embeddings, norms, biases, output head\n" in said
 
 
 def test_the_layers_of_a_given_model(tmp_path, capsys):
     model = make_model(tmp_path / "model")
     assert cli.main(["doctor", "--model", str(model)]) == 0
     said = capsys.readouterr().out
-    assert "14 of 14 linears" in said and "layers.1.down_proj" in said
+    assert "14 of 14 linears" in said and "layers.0-1.down_proj" in said
     assert cli.main(["doctor", "--model", str(model), "--recipe", "fp8-kv"]) == 0
-    assert "0 of 14 linears" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "0 of 14 linears" in said and "layers.0-1.q_proj     compute dtype (no linear is quantized)" in said
+
+
+OWN = """
+[recipes.mine]
+base = "fp8-e2e-kv"
+output_gradient = { element = "e5m2" }
+rollout.weight = "e4m3-128x128-power_of_two"
+excluded = ["*.o_proj", "layers.1.k_proj"]
+last_layers_in_compute = 1
+"""
+
+
+def test_a_row_of_ones_own_is_printed_in_full_and_reads_back(tmp_path, capsys):
+    file = tmp_path / "run.toml"
+    file.write_text(f"seed = 3\n{OWN}")
+    assert cli.main(["doctor", "--recipes", str(file), "--recipe", "mine"]) == 0
+    said = capsys.readouterr().out
+    wanted = get_recipe("mine", rows=tomllib.loads(OWN)["recipes"])
+    printed = said.split("recipe mine, in full\n")[1].split("\nlinears\n")[0]
+    (tmp_path / "printed.toml").write_text('recipe = "mine"\n' + printed)
+    config = load_config(RunConfig, [str(tmp_path / "printed.toml")], "fp8rl train")
+    assert config.resolved_recipe() == wanted
+    assert config.rl.correction == CorrectionConfig(method="nemo_is").filled()
+    quantized = (
+        "rollout: e4m3-128x128-power_of_two weights, e4m3-1x128 activations; "
+        "trainer: e4m3-128x128 weights, e4m3-1x128 activations; output gradients: e5m2-1x128"
+    )
+    for line in (
+        "11 of 21 linears are quantized",
+        f"layers.0-1.q_proj     {quantized}",
+        "layers.2.q_proj       compute dtype (last_layers_in_compute = 1)",
+        f"layers.0.k_proj       {quantized}",
+        "layers.1.k_proj       compute dtype (excluded: layers.1.k_proj)",
+        "layers.0-1.o_proj     compute dtype (excluded: *.o_proj)",
+    ):
+        assert line in said, line
+
+
+def test_files_without_recipes_are_named(tmp_path, capsys):
+    file = tmp_path / "run.toml"
+    file.write_text("seed = 3")
+    assert cli.main(["doctor", "--recipes", str(file), str(tmp_path / "none.toml")]) == 2
+    told = capsys.readouterr().err
+    assert f"{file}: has no [recipes.NAME]" in told and "none.toml: no such file" in told
 
 
 def test_faults_are_listed_and_exit_with_1(monkeypatch, tmp_path, capsys):

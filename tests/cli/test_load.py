@@ -6,7 +6,9 @@ from typing import Any, Literal
 
 import pytest
 
-from fp8rl_jax.cli.load import dump_toml, load_config, parse_arguments
+from fp8rl_jax.cli.load import load_config, parse_arguments
+from fp8rl_jax.config.files import dump_toml
+from fp8rl_jax.config.recipe import recipe as recipe_like
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.config.schema import validate
 from fp8rl_jax.errors import UserError
@@ -215,6 +217,40 @@ def test_a_run_configuration_reads_back_equal(tmp_path):
     config = load("--recipe", "fp8-rl", "--task.args.max-terms", "2", "--rl.dual-clip", "3", tree=RunConfig)
     assert config != RunConfig()
     assert load(*write(tmp_path, dump_toml(config)), tree=RunConfig) == config
+
+
+def test_recipes_of_files_add_up_and_flags_change_their_fields(tmp_path):
+    files = write(
+        tmp_path,
+        '[recipes.mine]\nbase = "fp8-rl"\nkv_margin = 1.1\n[recipes.other]\nexact = true',
+        'recipe = "mine"\n[recipes.other]\nbase = "mine"\nrollout.weight = {scale = "power_of_two"}',
+    )
+    flags = ["--recipes.mine.rollout.weight.scale", "power_of_two", "--recipes.mine.kv-constants", "200", "200", "100"]
+    config = load(*files, *flags, tree=RunConfig)
+    weight = {"weight": {"scale": "power_of_two"}}
+    assert config.recipes == {
+        "mine": {"base": "fp8-rl", "kv_margin": 1.1, "kv_constants": [200, 200, 100], "rollout": weight},
+        "other": {"base": "mine", "rollout": weight},
+    }
+    recipe = config.resolved_recipe()
+    changes = {"kv_margin": 1.1, "kv_constants": (200.0, 200.0, 100.0), "rollout.weight": "e4m3-128x128-power_of_two"}
+    assert recipe == recipe_like("fp8-rl", "mine", **changes)
+    assert load(*write(tmp_path, dump_toml(config)), tree=RunConfig) == config
+    in_python = dataclasses.replace(RunConfig(), recipe="mine", recipes={"mine": recipe.table()})
+    validate(in_python)
+    assert in_python.resolved_recipe() == recipe
+    assert load(*write(tmp_path, dump_toml(in_python)), tree=RunConfig) == in_python
+
+
+def test_faults_of_recipes_stand_among_the_others(tmp_path):
+    file = write(tmp_path, 'recipe = "mine"\nsteps = 1\n[recipes.mine]\nrollout.weight = "e4m3"\nbase = "yours"')[0]
+    flags = ["--recipes.mine.rollout.weight.block", "2", "--recipes.mine.exakt", "--trainer.steps", "0"]
+    keys = ["recipes.mine.base", 'recipes.mine.rollout."weight.block"', "recipes.mine.exakt"]
+    found = [line.split(": ")[0] for line in faults(file, *flags, tree=RunConfig)]
+    assert found == [file, *keys, "trainer.steps must be at least 1"]
+    (tmp_path / "flat.toml").write_text("recipes = {mine = 3}")
+    assert faults(str(tmp_path / "flat.toml"), tree=RunConfig)[0].endswith("recipes: expected a table of tables, got {'mine': 3}")
+    assert faults("--recipes.mine", "3", tree=RunConfig) == ["recipes.mine: expected a table, got 3"]
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ import tomli_w
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from fp8rl_jax.cli.load import dump_toml, load_config
+from fp8rl_jax.cli.load import load_config
+from fp8rl_jax.config.files import dump_toml
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.config.schema import MAX_DEPTH, leaves, tables
 from fp8rl_jax.errors import UserError
@@ -85,6 +86,9 @@ def test_any_flags(tmp_path, flags):
 @example(b"task.args.a = 0x" + b"f" * 5000)
 @example(b'"a\\nb" = 1')
 @example(b'task.reward.weights = {"\\n" = 1}')
+@example(b'[recipes."a\\nb"]\n"c\\nd" = 1\nbase = "e\\nf"')
+@example(b"recipes.a.rollout.weight.block = [1, 1e9]\nrecipes.b.base = {}\nrecipes.c = {}")
+@example(b"[recipes.a]\nkv_margin = inf\nquantized = 3\nrollout.key = 1979-05-27")
 def test_any_bytes(tmp_path, text):
     file = tmp_path / "f.toml"
     file.write_bytes(text)

@@ -130,6 +130,11 @@ def test_lines_longer_than_the_model_are_refused(model, tmp_path, capsys):
 def test_files_that_cannot_be_used_are_refused_before_the_weights_are_read(model, tmp_path, capsys):
     assert "holds no lines" in refusal("score", model, ["", ""], tmp_path, capsys)
     assert "unknown name 'fp8'" in refusal("score", model, [{"tokens": [1]}], tmp_path, capsys, "--recipe", "fp8")
+    (tmp_path / "rows").mkdir()
+    rows = tmp_path / "rows" / "run.toml"
+    rows.write_text('[recipes.mine]\nbase = "fp8-rl"\nrollout.weight = "e4m3"')
+    flags = ("--recipes", str(rows), "--recipe", "mine")
+    assert "recipe 'mine': rollout.weight.block must" in refusal("score", model, [{"tokens": [1]}], tmp_path, capsys, *flags)
     (tmp_path / "out.jsonl").mkdir()
     assert "is a directory" in refusal("score", model, [{"tokens": [1]}], tmp_path, capsys)
 

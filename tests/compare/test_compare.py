@@ -100,7 +100,7 @@ def test_a_weight_before_quantization_is_named_where_both_sides_quantize_it():
 
 
 def other_elements(fmt: TensorFormat) -> TensorFormat:
-    return replace(fmt, format="e5m2")
+    return replace(fmt, element="e5m2")
 
 
 @pytest.mark.parametrize("fault", ["scale rule", "elements"])

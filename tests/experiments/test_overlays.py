@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from fp8rl_jax.cli.load import dump_toml, load_config
+from fp8rl_jax.cli.load import load_config
 from fp8rl_jax.config import rl
+from fp8rl_jax.config.files import dump_toml
 from fp8rl_jax.config.recipe import RECIPES
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.report.runs import flatten
@@ -31,7 +32,11 @@ OTHERS = {  # not objectives of their own: what each changes of the demo
     "calibrated_clipping": {"enabled": True, "start_low": 0.6, "start_high": 1.8},
     "fp16": {"compute_dtype": "float16", "mode": "dynamic"},
     "topr": {"objective": "experiments/recipes/topr.py:topr", "most": 1.0},
-}
+    "my_fp8": {
+        "base": "fp8-e2e-kv", "scale": "power_of_two", "weight": "e4m3-128x128-power_of_two", "output_gradient": "e5m2-1x128",
+        "first_layers_in_compute": 1, "last_layers_in_compute": 1,
+    },
+}  # fmt: skip
 
 
 def load(*argv: str) -> dict:

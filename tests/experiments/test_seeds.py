@@ -11,7 +11,6 @@ import pytest
 from experiments import figures
 from experiments.seeds.__main__ import STUDIES, detectable, main, mean_interval, summarize, table, write
 from fp8rl_jax.cli.load import load_config
-from fp8rl_jax.config.recipe import RECIPES, get_recipe
 from fp8rl_jax.config.run import RunConfig
 
 
@@ -66,13 +65,11 @@ def test_a_study_is_read_from_its_runs(tmp_path):
 
 
 @pytest.mark.parametrize("name", STUDIES)
-def test_the_flags_of_a_study_are_keys_of_a_run(name, monkeypatch):
+def test_the_flags_of_a_study_are_keys_of_a_run(name):
     study = STUDIES[name]
-    for recipe in study.recipes:
-        monkeypatch.setitem(RECIPES, recipe.name, recipe)
     for flags in study.arms.values():
         config = load_config(RunConfig, [*study.files, *study.flags, *flags], "fp8rl train")
-        get_recipe(config.recipe, config.precision)
+        assert config.resolved_recipe().name == config.recipe
 
 
 def test_an_unknown_study_or_arm_is_named(capsys):

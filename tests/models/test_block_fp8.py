@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import GEMMA, LLAMA, MOE, QWEN2, QWEN3, random_tensors, write_model
 
-from fp8rl_jax.config.recipe import BLOCK_WEIGHT
+from fp8rl_jax.config.recipe import RECIPES
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.block_fp8 import dequantize_tensor, parse_quantization, quantize_tensor, unaligned_linears
 from fp8rl_jax.models.config import PolicyConfig
@@ -64,7 +64,7 @@ def test_linears_are_e4m3_with_a_float32_scale_for_each_block_and_the_rest_is_bf
         nearest = scaled.astype(np.float32).astype(E4M3).astype(np.float64)  # ties differ by what float32 keeps of the ratio
         close = np.abs(values.astype(np.float64) - scaled) <= np.abs(nearest - scaled) + 1e-5 * np.abs(scaled)
         assert close.all()
-        q = quantize_weight(jnp.asarray(weight), BLOCK_WEIGHT)
+        q = quantize_weight(jnp.asarray(weight), RECIPES["fp8-rl"].rollout.weight)
         assert values.tobytes() == np.asarray(q.values).tobytes() and scales.tobytes() == np.asarray(q.scales).tobytes()
 
 

@@ -19,8 +19,8 @@ def restored(x: np.ndarray, fmt: TensorFormat) -> np.ndarray:
     """What the quantized form of a matrix stands for, float64."""
     out = np.zeros(x.shape, np.float64)
     for part, scale in _blocks(x, fmt):
-        limit = LARGEST[fmt.format]
-        values = np.clip(np.asarray(x[part], np.float32) * (np.float32(1) / scale), -limit, limit).astype(DTYPES[fmt.format])
+        limit = LARGEST[fmt.element]
+        values = np.clip(np.asarray(x[part], np.float32) * (np.float32(1) / scale), -limit, limit).astype(DTYPES[fmt.element])
         out[part] = values.astype(np.float64) * np.float64(scale)
     return out
 
@@ -29,14 +29,14 @@ def rounding_error(x: np.ndarray, fmt: TensorFormat) -> np.ndarray:
     """The most that quantization moves each element: half a step of its binade, of the smallest normal one for small values."""
     out = np.zeros(x.shape, np.float64)
     for part, scale in _blocks(x, fmt):
-        size = np.maximum(np.abs(np.asarray(x[part], np.float64)), SMALLEST_NORMAL[fmt.format] * scale)
-        out[part] = size * HALF_STEP[fmt.format] * (1 + 2.0**-20)
+        size = np.maximum(np.abs(np.asarray(x[part], np.float64)), SMALLEST_NORMAL[fmt.element] * scale)
+        out[part] = size * HALF_STEP[fmt.element] * (1 + 2.0**-20)
     return out
 
 
 def _blocks(x: np.ndarray, fmt: TensorFormat) -> Iterator[tuple[tuple[slice, slice], np.float32]]:
     """Each block's slice and scale."""
-    (rows, columns), limit = fmt.block, LARGEST[fmt.format]
+    (rows, columns), limit = fmt.block, LARGEST[fmt.element]
     for i in range(0, x.shape[0], rows):
         for j in range(0, x.shape[1], columns):
             part = slice(i, i + rows), slice(j, j + columns)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import replace
 
 import jax.numpy as jnp
 import pytest
+import tomli_w
 
 from fp8rl_jax.config.correction import CorrectionConfig
+from fp8rl_jax.config.formats import ELEMENTS, FORMATS, ElementType, parse_format, register_element, register_format
 from fp8rl_jax.config.recipe import (
     COMPUTE,
     RECIPES,
@@ -17,7 +20,9 @@ from fp8rl_jax.config.recipe import (
     SideScales,
     TensorFormat,
     get_recipe,
+    read_rows,
 )
+from fp8rl_jax.config.recipe import recipe as recipe_like
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.policy import linear_names
@@ -33,9 +38,14 @@ def test_every_named_recipe_is_accepted(name):
     check_recipe(RECIPES[name])
 
 
-@pytest.mark.parametrize("formats", [ForwardFormats(weight=W), ForwardFormats(W, A, key=KV, value=KV)])
+GROUPS, WIDE = TensorFormat("e4m3", (1, 32), "power_of_two"), TensorFormat("e5m2")
+
+
+@pytest.mark.parametrize(
+    "formats", [ForwardFormats(weight=W), ForwardFormats(W, A, key=KV, value=KV), ForwardFormats(GROUPS, GROUPS, KV, WIDE, WIDE)]
+)
 def test_parts_of_the_full_recipe_are_accepted(formats):
-    """Weight-only quantization, and an FP8 cache read by queries in the compute dtype."""
+    """Weight-only quantization; an FP8 cache read by queries in the compute dtype; groups of 32 on both sides of a product."""
     check_recipe(Recipe("parts", rollout=formats))
 
 
@@ -51,10 +61,6 @@ def trained(**changes):
 
 
 REFUSED = {
-    "e2m1": (rollout(weight=TensorFormat("e2m1", (128, 128))), r"rollout\.weight\.format 'e2m1'"),
-    "stochastic": (rollout(weight=replace(W, rounding="stochastic")), r"rollout\.weight asks for a rounding"),
-    "hadamard": (rollout(activation=replace(A, transform="hadamard")), r"rollout\.activation asks for a rounding or transform"),
-    "hadamard compute": ({"trainer": ForwardFormats(weight=replace(COMPUTE, transform="hadamard"))}, r"trainer\.weight asks"),
     "activation only": (rollout(weight=COMPUTE), r"rollout\.activation is quantized but the weight is not"),
     "weight block": (rollout(weight=KV), r"rollout\.weight\.block must be given"),
     "activation block": (rollout(activation=TensorFormat("e4m3", (1, 64))), r"rollout\.activation\.block must be \(1, 128\)"),
@@ -63,16 +69,13 @@ REFUSED = {
     "value only": (rollout(key=COMPUTE), r"rollout\.value and key must"),
     "two cache formats": (rollout(value=TensorFormat("e5m2")), r"rollout\.value and key must"),
     "query only": (rollout(key=COMPUTE, value=COMPUTE), r"rollout\.query is quantized but the cache is not"),
-    "probability": (rollout(probability=KV), r"rollout\.probability cannot be quantized"),
     "cache block": (rollout(key=A), r"rollout\.key must have one float32 scale"),
     "cache scale": (rollout(query=replace(KV, scale="power_of_two")), r"rollout\.query must have one float32 scale"),
     "trainer weight only": ({"trainer": ForwardFormats(weight=W)}, r"trainer\.activation must be quantized where"),
     "trainer cache": ({"trainer": ForwardFormats(key=KV, value=KV)}, r"trainer\.key is quantized"),
     "output_gradient": ({"output_gradient": A}, r"output_gradient is quantized, but the trainer's linears are not"),
     "saved_activation": ({"saved_activation": A}, r"saved_activation is quantized, but the trainer's linears are not"),
-    "another saved format": (trained(saved_activation=replace(A, format="e5m2")), r"saved_activation must be the format of"),
-    "gradient e2m1": (trained(output_gradient=replace(A, format="e2m1")), r"output_gradient\.format 'e2m1'"),
-    "gradient rounding": (trained(output_gradient=replace(A, rounding="stochastic")), r"output_gradient asks for a rounding"),
+    "another saved format": (trained(saved_activation=replace(A, element="e5m2")), r"saved_activation must be the format of"),
     "gradient block": (trained(output_gradient=replace(A, block=(1, 64))), r"output_gradient\.block must be \(1, 128\)"),
     "oblong weight block": (
         trained(trainer=replace(RECIPES["jet-rl"].trainer, weight=TensorFormat("e4m3", (64, 128)))),
@@ -81,8 +84,7 @@ REFUSED = {
     "kv constants": ({"kv_constants": (200.0, 0.0, 100.0)}, r"kv_constants must be three positive numbers"),
     "two kv constants": ({"kv_constants": (200.0, 100.0)}, r"kv_constants must be three positive numbers"),
     "kv percentile": ({"kv_percentile": 999.0}, r"kv_percentile must be from 0 to 100, and is 999"),
-    "optimizer_moment": ({"optimizer_moment": W}, r"optimizer_moment must be e4m3 with one scale for a group"),
-    "exact": ({"exact": True}, r"exact cannot be promised: the rollout's weight has format 'e4m3' and the trainer's 'compute'"),
+    "exact": ({"exact": True}, r"exact cannot be promised: the rollout's weight has element 'e4m3' and the trainer's 'compute'"),
 }
 
 
@@ -95,18 +97,18 @@ def test_what_cannot_be_computed_is_refused_by_field(case):
 
 def test_a_pair_that_a_backend_cannot_multiply_is_refused_with_role_formats_and_backend(monkeypatch):
     """The reference takes e2m1, once it can be stored; Hopper's tensor cores do not."""
-    monkeypatch.setitem(formats.ELEMENT_DTYPES, "e2m1", jnp.float4_e2m1fn)
-    jet, four = RECIPES["jet-rl"], ForwardFormats(replace(W, format="e2m1"), A)
-    for recipe in (replace(FULL, rollout=four), replace(jet, output_gradient=replace(A, format="e2m1"))):
+    monkeypatch.setitem(ELEMENTS, "e2m1", ElementType("e2m1", "float4_e2m1fn", 6.0, 4))
+    jet, four = RECIPES["jet-rl"], ForwardFormats(replace(W, element="e2m1"), A)
+    for recipe in (replace(FULL, rollout=four), replace(jet, output_gradient=replace(A, element="e2m1"))):
         check_recipe(recipe)
     monkeypatch.setattr(formats, "selected_backend", lambda backend: "hopper" if backend == "hopper" else "reference")
     with pytest.raises(UserError, match=r"rollout\.activation e4m3 is multiplied by rollout\.weight e2m1: the hopper backend"):
         check_recipe(replace(FULL, rollout=four), "hopper")
     with pytest.raises(UserError, match=r"output_gradient e2m1 is multiplied by trainer\.weight.* float4_e2m1fn by float8"):
-        check_recipe(replace(jet, output_gradient=replace(A, format="e2m1")), "hopper")
+        check_recipe(replace(jet, output_gradient=replace(A, element="e2m1")), "hopper")
     check_recipe(replace(FULL, rollout=ForwardFormats(weight=four.weight)), "hopper")  # a weight alone is unpacked
-    five = replace(A, format="e5m2")
-    trainer = ForwardFormats(replace(W, format="e5m2"), five)
+    five = replace(A, element="e5m2")
+    trainer = ForwardFormats(replace(W, element="e5m2"), five)
     check_recipe(replace(jet, trainer=trainer, saved_activation=five, output_gradient=five), "hopper")
 
 
@@ -124,11 +126,161 @@ def test_a_backend_without_exact_products_is_refused(monkeypatch):
         check_recipe(replace(RECIPES["jet-rl"], exact=True), "hopper")
 
 
-def test_formats():
-    assert max_value(KV) == 448 and max_value(TensorFormat("e5m2")) == 57344
-    for name in ("compute", "e2m1"):
-        with pytest.raises(UserError, match=f"{name!r} cannot be stored"):
-            element_dtype(TensorFormat(name))
+def test_element_types_are_what_their_dtypes_are():
+    for element in ELEMENTS.values():
+        fmt, info = TensorFormat(element.name), jnp.finfo(element.dtype)
+        assert (element_dtype(fmt), max_value(fmt), element.bits) == (info.dtype, float(info.max), info.bits)
+    for ask in (element_dtype, max_value):
+        with pytest.raises(UserError, match="'compute' cannot be stored"):
+            ask(COMPUTE)
+
+
+@pytest.mark.parametrize(
+    ("name", "fmt"),
+    [
+        ("compute", COMPUTE),
+        ("e4m3", KV),
+        ("e4m3-128x128", W),
+        ("e5m2-1x128", TensorFormat("e5m2", (1, 128))),
+        ("e4m3-1x32-power_of_two", TensorFormat("e4m3", (1, 32), "power_of_two")),
+    ],
+)
+def test_a_format_is_read_as_it_is_written(name, fmt):
+    assert parse_format(name) == fmt and fmt.name == name
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("e4m4", r"unknown element 'e4m4'; did you mean 'e4m3'\? \(known: compute, e4m3, e5m2\)"),
+        ("e4m3-0x128", "block must be two positive sizes"),
+        ("e4m3-128", "'e4m3-128' is no format"),
+        ("e4m3-1x128-bf16", "unknown scale 'bf16'"),
+        ("compute-1x128", "the compute dtype has neither block nor scale"),
+    ],
+)
+def test_what_is_no_format_is_refused(name, message):
+    with pytest.raises(UserError, match=message):
+        parse_format(name)
+
+
+def test_a_new_file_registers_an_element_and_a_format(monkeypatch):
+    for table, name in ((ELEMENTS, "e2m1"), (FORMATS, "mx4")):
+        monkeypatch.setitem(table, name, None)
+        del table[name]  # not there yet, and gone again after the test
+    element = register_element(ElementType("e2m1", "float4_e2m1fn", 6.0, 4))
+    four = register_format("mx4", TensorFormat("e2m1", (1, 32), "power_of_two"))
+    row = recipe_like("fp8-rollout", "four", **{"rollout.weight": "mx4", "rollout.activation": "e4m3-1x32"})
+    assert row.rollout.weight == four and element_dtype(four) == jnp.float4_e2m1fn and element.bits == 4
+    assert row.table()["rollout"]["weight"] == four.name == "mx4"
+    check_recipe(row)  # the reference multiplies the pair
+    register_format("mx4", four)
+    for again in (
+        lambda: register_format("mx4", W),
+        lambda: register_format("e4m3-1x128", W),
+        lambda: register_element(replace(element, bits=8)),
+        lambda: register_element(ElementType("compute", "float32", 1.0, 32)),
+    ):
+        with pytest.raises(UserError, match="is registered already|a name is"):
+            again()
+
+
+def test_the_built_in_rows_are_these():
+    """Written out by hand: what recipes.toml says must not drift."""
+    assert list(RECIPES) == ["bf16", "fp8-rollout", "fp8-kv", "fp8-rl", "fp8-e2e", "fp8-e2e-kv", "jet-rl", "infir2"]
+    assert RECIPES["bf16"] == Recipe("bf16")
+    assert FULL == Recipe("fp8-rl", rollout=ForwardFormats(W, A, KV, KV, KV), correction="token_tis")
+    assert RECIPES["fp8-rollout"] == replace(FULL, name="fp8-rollout", rollout=ForwardFormats(W, A))
+    assert RECIPES["fp8-kv"] == replace(FULL, name="fp8-kv", rollout=ForwardFormats(query=KV, key=KV, value=KV))
+    both = {"trainer": ForwardFormats(W, A), "output_gradient": A, "saved_activation": A}
+    assert RECIPES["fp8-e2e-kv"] == Recipe("fp8-e2e-kv", ForwardFormats(W, A, KV, KV, KV), correction="nemo_is", **both)
+    w, a = replace(W, scale="power_of_two"), replace(A, scale="power_of_two")
+    sides = ForwardFormats(w, a)
+    assert RECIPES["infir2"] == Recipe("infir2", sides, sides, output_gradient=a, saved_activation=a)
+    assert (FULL.kv_calibration, FULL.kv_percentile, FULL.kv_margin, FULL.kv_constants) == ("trainer", 99.9, 1.05, None)
+    assert FULL.quantized == tuple(f"*.{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down"))
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_table_reads_back_equal(full):
+    rows = [*RECIPES.values(), get_recipe("fp8-rl", PrecisionConfig(kv_rule="verl", excluded=("layers.0.*",)))]
+    for row in rows:
+        table = tomllib.loads(tomli_w.dumps({"row": row.table(full)}))["row"]
+        assert read_rows({"row": table}, RECIPES)["row"] == recipe_like("bf16", "row", **table) == replace(row, name="row")
+
+
+def test_rows_of_ones_own_lie_over_their_bases():
+    rows = tomllib.loads("""
+        [mine]
+        base = "parent"
+        rollout.weight = { element = "e5m2" }
+        rollout.key = { block = "none" }
+        excluded = ["layers.0.*"]
+        [parent]
+        base = "fp8-rl"
+        kv_constants = [200, 200, 100]
+        last_layers_in_compute = 1
+        rollout.weight = { scale = "power_of_two" }
+        [plain]
+    """)
+    found = get_recipe("mine", PrecisionConfig(first_layers_in_compute=2), rows)
+    assert found.rollout == replace(FULL.rollout, weight=TensorFormat("e5m2", (128, 128), "power_of_two"))
+    assert (found.name, found.correction, found.kv_constants) == ("mine", "token_tis", (200.0, 200.0, 100.0))
+    assert (found.first_layers_in_compute, found.last_layers_in_compute, found.excluded) == (2, 1, ("layers.0.*",))
+    assert get_recipe("plain", rows=rows) == Recipe("plain")
+    assert recipe_like(found, rollout=FULL.rollout).rollout == FULL.rollout
+    same = recipe_like("fp8-rl", "mine", rollout={"weight": W}, output_gradient=A, **{"trainer.weight": "e4m3-128x128"})
+    assert same == Recipe("mine", FULL.rollout, ForwardFormats(W), A, correction="token_tis")
+
+
+def test_every_fault_of_a_row_is_named_by_its_key():
+    rows = tomllib.loads("""
+        [my-fp8]
+        base = "fp8-r1"
+        rollout.wieght = "e4m3"
+        rollout.weight = "e4m3-128"
+        rollout.key = 8
+        rollout.value = { element = "e4m4" }
+        trainer = "e4m3"
+        kv_margin = "high"
+        optimizer_moment = "e4m3"
+        name = "x"
+        [low]
+        first_layers_in_compute = -1
+        [fp8-rl]
+        base = 1
+        [a]
+        base = "b"
+        [b]
+        base = "c"
+        [c]
+        base = "a"
+        ["../d"]
+    """)
+    with pytest.raises(UserError) as error:
+        get_recipe("my-fp8", None, rows | {"flat": 3})
+    lines = str(error.value).splitlines()
+    starts = [
+        "recipes.my-fp8.base: unknown name 'fp8-r1'; did you mean 'fp8-rl'? (known: bf16, ",
+        "recipes.my-fp8.rollout.wieght: unknown key; did you mean rollout.weight?",
+        "recipes.my-fp8.rollout.weight: 'e4m3-128' is no format; write ELEMENT",
+        "recipes.my-fp8.rollout.key: expected the name of a format, or a table, got 8",
+        "recipes.my-fp8.rollout.value: unknown element 'e4m4'; did you mean 'e4m3'?",
+        "recipes.my-fp8.trainer: expected a table, got 'e4m3'",
+        "recipes.my-fp8.kv_margin: expected a finite number, got 'high'",
+        "recipes.my-fp8.optimizer_moment: unknown key",
+        "recipes.my-fp8.name: unknown key",
+        "recipe 'low': first_layers_in_compute must be at least 0, and is -1",
+        'recipes.fp8-rl: is built in; give the row another name, and base = "fp8-rl"',
+        "recipes.a.base: the bases go in a circle, a -> b -> c -> a",
+        'recipes."../d": a name is of letters, digits, dots, dashes and underscores',
+        "recipes.flat: expected a table, got 3",
+    ]
+    assert len(lines) == len(starts)
+    for line, start in zip(lines, starts, strict=True):
+        assert line.startswith(start), (line, start)
+    with pytest.raises(UserError, match="^recipe 'mine': rollout.wieght: unknown key; did you mean rollout.weight"):
+        recipe_like("fp8-rl", "mine", **{"rollout.wieght": "e4m3"})
 
 
 def test_unknown_recipe_suggests_the_nearest():
@@ -207,8 +359,10 @@ def test_a_recipes_correction_is_the_preset_of_that_name(name):
 
 
 def test_output_gradient_format():
-    assert get_recipe("jet-rl", PrecisionConfig(output_gradient="e5m2")).output_gradient == replace(A, format="e5m2")
+    assert get_recipe("jet-rl", PrecisionConfig(output_gradient="e5m2")).output_gradient == replace(A, element="e5m2")
     assert get_recipe("jet-rl", PrecisionConfig(output_gradient="compute")).output_gradient == COMPUTE
+    plain = {"mine": {"base": "jet-rl", "output_gradient": "compute"}}
+    assert get_recipe("mine", PrecisionConfig(output_gradient="e5m2"), plain).output_gradient == replace(A, element="e5m2")
     with pytest.raises(UserError, match="precision.output_gradient: the linears of recipe 'fp8-rl' are not trained in FP8"):
         get_recipe("fp8-rl", PrecisionConfig(output_gradient="e5m2"))
 

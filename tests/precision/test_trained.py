@@ -16,7 +16,7 @@ from fp8rl_jax.precision import AdaptedWeight, frozen_weight, grouped_linear, li
 JET = RECIPES["jet-rl"]
 RULES = {
     "e4m3": JET,
-    "hybrid": replace(JET, output_gradient=replace(JET.output_gradient, format="e5m2")),
+    "hybrid": replace(JET, output_gradient=replace(JET.output_gradient, element="e5m2")),
     "power of two": RECIPES["infir2"],
 }
 # (tokens, inputs, outputs): whole blocks, ragged in every dimension, fewer than a block

@@ -19,10 +19,11 @@ import numpy as np
 import pytest
 
 from fp8rl_jax import functions, rl
-from fp8rl_jax.cli.load import dump_toml, load_config
+from fp8rl_jax.cli.load import load_config
 from fp8rl_jax.cli.main import main
 from fp8rl_jax.config.clipping import ClipCalibrationConfig
 from fp8rl_jax.config.correction import WEIGHTS
+from fp8rl_jax.config.files import dump_toml
 from fp8rl_jax.config.rl import ESTIMATORS, OBJECTIVES
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.errors import UserError

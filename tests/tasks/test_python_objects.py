@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp8rl_jax.cli.load import dump_toml, load_config
+from fp8rl_jax.cli.load import load_config
+from fp8rl_jax.config.files import dump_toml
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.config.tasks import RewardConfig, TaskConfig
 from fp8rl_jax.errors import UserError

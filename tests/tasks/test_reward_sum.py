@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8rl_jax.cli.load import dump_toml, load_config
+from fp8rl_jax.cli.load import load_config
+from fp8rl_jax.config.files import dump_toml
 from fp8rl_jax.config.rewards import RewardConfig
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.config.tasks import TaskConfig

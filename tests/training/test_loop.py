@@ -1,6 +1,8 @@
 """Whole runs of a tiny policy through the command line: both recipes, resume, faults."""
 
 import json
+import tomllib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from fp8rl_jax.models.loading import load_policy
 from fp8rl_jax.training.evaluate import wilson_interval
 from fp8rl_jax.training.setup import build
 
+ROOT = Path(__file__).parents[2]
 EVALUATION = {"evaluation": {"every": 2, "examples": 8, "batch_size": 8}}
 
 
@@ -155,6 +158,16 @@ def test_a_run_whose_first_and_last_layers_stay_in_the_compute_dtype(tmp_path, c
         moved = np.abs(np.asarray(getattr(after, name).value) - np.asarray(getattr(before, name).value))
         assert (moved.max((1, 2)) > 1e-3).all()  # in every layer
     assert all(row["mismatch/k3"] < 1e-6 and row["optim/skipped_steps"] == 0 for row in measured(out)[:2])
+
+
+def test_the_example_of_a_recipe_of_ones_own_is_a_run(tmp_path, capsys):
+    """Its row is where the configuration says it is, and is what the model becomes."""
+    example = tomllib.loads((ROOT / "experiments" / "recipes" / "my_fp8.toml").read_text())
+    run_file = write_run(tmp_path, {"model": {"init": {"num_layers": 3}}}, example)
+    assert train(run_file, tmp_path / "out", "--trainer.steps", "1", "--dry-run") == 0
+    printed = capsys.readouterr().out
+    assert "quantized linears: 7 of 21" in printed and "KV cache (float8_e4m3fn)" in printed
+    assert '[recipes.my-fp8]\nbase = "fp8-e2e-kv"\n' in printed
 
 
 def test_a_run_says_that_its_sides_quantize_unlike(run_file, tmp_path, caplog):

@@ -9,7 +9,7 @@ import optax
 import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from fp8rl_jax.config.recipe import TensorFormat, get_recipe
+from fp8rl_jax.config.recipe import get_recipe
 from fp8rl_jax.config.rl import RLConfig
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.config.training import CheckpointConfig, OptimizerConfig
@@ -231,12 +231,10 @@ def test_checkpoint_of_packed_moments_resumes_bit_for_bit_and_refuses_other_form
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} >= {"1", "2"}
 
 
-def test_formats_come_from_the_recipe_unless_the_run_names_them():
+def test_formats_are_those_that_the_run_names():
     assert moment_formats(OptimizerConfig()) == (FLOAT32, FLOAT32)
-    quantized = TensorFormat("e4m3", (1, 64))
-    assert moment_formats(OptimizerConfig(), quantized) == (quantized, quantized)
-    assert moment_formats(OptimizerConfig(second_moment="bfloat16"), quantized) == (quantized, BFLOAT16)
+    assert moment_formats(OptimizerConfig(first_moment="e4m3", second_moment="bfloat16")) == (GROUPS, BFLOAT16)
     with pytest.raises(UserError, match=r"beta2 = 0.999"):
-        moment_formats(OptimizerConfig(beta2=0.999), quantized)
+        moment_formats(OptimizerConfig(beta2=0.999, second_moment="e4m3"))
     slow = RunConfig(optimizer=OptimizerConfig(beta2=0.999, second_moment="e4m3"))
     assert [line for line in slow.problems() if "optimizer.beta2" in line]

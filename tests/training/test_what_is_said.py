@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from tiny_run import EVEN_LETTERS, check_refused, faults, metric_rows, train, write_run
 
-from fp8rl_jax.cli.load import dump_toml, load_config
+from fp8rl_jax.cli.load import load_config
 from fp8rl_jax.cli.main import main
 from fp8rl_jax.config.run import RolloutConfig, RunConfig
 from fp8rl_jax.config.tasks import RewardConfig, TaskConfig
@@ -149,7 +149,7 @@ def test_a_run_with_a_reward_and_problems_of_a_notebook(tmp_path, capsys):
     config = replace(config, task=TaskConfig(eval_size=8, reward=RewardConfig(num_workers=1)))
     setup = build(config, reward=score, dataset=rows)
     assert (len(setup.train), len(setup.held_out)) == (64, 8)
-    run(setup, dump_toml(setup.config))
+    run(setup)
     (row,) = metric_rows(tmp_path / "run")
     assert "rewards/score/mean" in row and row["reward/errors"] == 0
     assert json.loads((tmp_path / "run" / "samples.jsonl").read_text().splitlines()[0])["answer"] in "abcdefghijklmnopqrstuvwxyz"
@@ -160,7 +160,7 @@ def test_a_run_with_a_reward_and_problems_of_a_notebook(tmp_path, capsys):
         build(load_config(RunConfig, [written], "fp8rl train"), dataset=rows)
     again = load_config(RunConfig, [written, "--resume", "--trainer.steps", "2"], "fp8rl train")
     setup = build(again, reward=score, dataset=rows)
-    run(setup, dump_toml(setup.config))
+    run(setup)
     assert [row["step"] for row in metric_rows(tmp_path / "run")] == [0, 1]
 
 

@@ -430,7 +430,7 @@ def loop_of(setup_of):
     def make(engine: Engine, pool: Pool | None = None, **changes):
         setup = setup_of(engine, **changes)
         with jax.set_mesh(setup.session.mesh):
-            loops.append(Loop(setup, "", pool or Pool()))
+            loops.append(Loop(setup, pool or Pool()))
             yield loops[-1]
 
     yield make
@@ -774,7 +774,7 @@ def test_supervised_steps_walk_through_the_training_set(setup_of, monkeypatch):
         engine, sft=SftConfig(steps=3, batch_size=4, optimizer=rates), trainer=trainer, precision=REFERENCE,
         rollout=replace(CONFIG.rollout, temperature=0.5),
     )  # fmt: skip
-    sft.supervise(setup, "", lambda line: told.update(line=line))
+    sft.supervise(setup, lambda line: told.update(line=line))
     for step, batch in enumerate(seen):
         examples = setup.train.batch(step, 4, 0)
         np.testing.assert_array_equal(batch.prompts, setup.session.encoder.batch(examples).tokens)

@@ -1,0 +1,180 @@
+"""Configurations as TOML: files in, the later over the earlier, with every fault of all of them reported together; and out."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from fp8rl_jax.config.renamed import renamed
+from fp8rl_jax.config.schema import (
+    MAX_DEPTH,
+    NONE_TEXT,
+    Mismatch,
+    convert,
+    describe,
+    fields_of,
+    holds_tables,
+    is_deeper,
+    leaves,
+    one_line,
+    problems,
+    quoted,
+    show,
+    tables,
+    unknown_key_hint,
+)
+from fp8rl_jax.errors import UserError
+
+
+def read_config[Config](tree: type[Config], *files: str | Path) -> Config:
+    """The configuration of TOML files, the later laid over the earlier key by key.
+
+    Args:
+        tree: root dataclass; every field has a default.
+
+    Raises:
+        UserError: one line for each fault: unknown keys (with the nearest known one), wrong types, files that cannot be read, and
+            whatever the dataclasses' `__post_init__` and `problems()` find.
+    """
+    faults: list[str] = []
+    config = laid_over(tree(), read_values(tree, list(map(str, files)), faults), faults)
+    faults += problems(config)
+    if faults:
+        raise UserError("\n".join(dict.fromkeys(map(one_line, faults))))
+    return config
+
+
+def read_values(tree: type, files: Sequence[str], faults: list[str]) -> dict[str, Any]:
+    """What is sound in the files, converted and laid over each other; the rest gets a line in `faults`."""
+    values: dict[str, Any] = {}
+    known = [*(key for key, _ in leaves(tree)), *tables(tree)]
+    for file in files:
+        _merge(values, _checked(_read(file, faults), tree, known, "", file, faults), tree)
+    return values
+
+
+def read_recipes(files: Sequence[str]) -> dict[str, Any]:
+    """The rows of [recipes] in TOML files, the later over the earlier, for `config.recipe.get_recipe`.
+
+    What else stands in a file is passed over: it may be a run's.
+
+    Raises:
+        UserError: a line for each file that cannot be read or has no such table.
+    """
+    faults: list[str] = []
+    rows: dict[str, Any] = {}
+    for file in files:
+        before = len(faults)
+        found = _read(file, faults).get("recipes")
+        if isinstance(found, dict):
+            rows |= found
+        elif len(faults) == before:
+            faults.append(f"{file}: has no [recipes.NAME]")
+    if faults:
+        raise UserError("\n".join(map(one_line, faults)))
+    return rows
+
+
+def dump_toml(config: Any) -> str:
+    """A configuration as TOML that `load_config` reads back to an equal one.
+
+    TOML has no null: a setting that is None is left out where None is its default, and written as "none" elsewhere.
+    """
+
+    def plain(node: Any, default: Any) -> dict[str, Any]:
+        table = {}
+        for name in fields_of(type(node)):
+            value, standard = getattr(node, name), getattr(default, name)
+            if dataclasses.is_dataclass(value):
+                table[name] = plain(value, standard)
+            elif value is not None:
+                table[name] = value
+            elif standard is not None:
+                table[name] = NONE_TEXT
+        return table
+
+    return tomli_w.dumps(plain(config, type(config)()))
+
+
+def _read(file: str, faults: list[str]) -> dict[str, Any]:
+    try:
+        values = tomllib.loads(Path(file).read_text(encoding="utf-8"))
+        if not is_deeper(values, MAX_DEPTH):
+            return values
+        faults.append(f"{file}: tables or lists are nested more than {MAX_DEPTH} deep")
+    except FileNotFoundError:
+        hint = "" if file.endswith(".toml") else " (flags begin with --)"
+        faults.append(f"{file}: no such file{hint}")
+    except OSError as error:
+        faults.append(f"{file}: cannot be read: {error.strerror}")
+    except RecursionError:
+        faults.append(f"{file}: tables or lists are nested more than {MAX_DEPTH} deep")
+    except ValueError as error:  # not TOML, not UTF-8, or an integer of more digits than Python converts
+        faults.append(f"{file}: not valid TOML: {error}")
+    return {}
+
+
+def _checked(values: dict, tree: type, known: list[str], prefix: str, file: str, faults: list[str]) -> dict[str, Any]:
+    """The sound part of one table of a file, converted; every other key gets a line in `faults`."""
+    sound = {}
+    fields = fields_of(tree)
+    for name, value in values.items():
+        key = prefix + quoted(name)
+        if name not in fields:
+            faults += [f"{file}: unknown key {inner}{unknown_key_hint(inner, known)}" for inner in _unknown(key, value)]
+        elif dataclasses.is_dataclass(fields[name]) and isinstance(value, dict):
+            sound[name] = _checked(value, fields[name], known, f"{key}.", file, faults)
+        else:
+            try:
+                sound[name] = convert(value, fields[name])
+            except Mismatch:
+                faults.append(f"{file}: {key}: expected {describe(fields[name])}, got {show(value)}")
+    return sound
+
+
+def _unknown(name: str, value: Any) -> list[str]:
+    """`name`, or the keys inside it where it is a table of another project's configuration."""
+    items = value.items() if type(value) is dict else ()
+    inside = [inner for key, item in items for inner in _unknown(f"{name}.{quoted(key)}", item)]
+    return inside if any(renamed(key) for key in inside) else [name]
+
+
+def _merge(values: dict[str, Any], later: dict[str, Any], tree: type) -> None:
+    """Lays a later file over the earlier ones. A setting that is a table itself (task.args) is replaced as a whole, and one
+    that holds tables (recipes) entry by entry."""
+    fields = fields_of(tree)
+    for name, value in later.items():
+        if dataclasses.is_dataclass(fields[name]) and name in values:
+            _merge(values[name], value, fields[name])
+        elif holds_tables(fields[name]):
+            values[name] = values.get(name, {}) | value
+        else:
+            values[name] = value
+
+
+def unchecked(default: Any, values: dict[str, Any]) -> Any:
+    """`default` with the values laid over it, unchecked."""
+    made = copy.copy(default)
+    for name, value in values.items():
+        current = getattr(default, name)
+        object.__setattr__(made, name, unchecked(current, value) if dataclasses.is_dataclass(current) else value)
+    return made
+
+
+def laid_over(default: Any, values: dict[str, Any], faults: list[str]) -> Any:
+    """`default` with the values laid over it; where its class refuses them, the fault is kept and `default` stays."""
+    changes = {}
+    for name, value in values.items():
+        current = getattr(default, name)
+        changes[name] = laid_over(current, value, faults) if dataclasses.is_dataclass(current) else value
+    try:
+        return dataclasses.replace(default, **changes)
+    except UserError as error:
+        faults += str(error).splitlines()
+        return default

@@ -1,0 +1,160 @@
+"""Number formats: an element type, the block that shares a scale, and the rule of that scale, as one object.
+
+A format is written as it is read: ELEMENT[-ROWSxCOLUMNS][-SCALE].
+
+    compute                     not quantized: the run's compute dtype
+    e4m3                        one float32 scale for the whole tensor
+    e4m3-128x128                blocks of 128 x 128, a float32 scale each
+    e4m3-1x32-power_of_two      groups of 32 along a row, scales rounded up to a power of two (UE8M0)
+
+An element type is registered with `register_element`, and a format that deserves a name of its own with `register_format`. Both
+are then known wherever a recipe is read. What has to follow elsewhere is a kernel that multiplies it: precision/formats.py
+refuses a pair that no backend takes.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Literal, get_args
+
+from fp8rl_jax.errors import UserError
+
+ScaleRule = Literal["float32", "power_of_two"]
+
+
+@dataclass(frozen=True)
+class ElementType:
+    """What one value is stored as."""
+
+    name: str
+    """Name in a format, such as "e4m3"."""
+    dtype: str
+    """Name of the dtype in numpy, ml_dtypes and JAX, such as "float8_e4m3fn"."""
+    largest: float
+    """Largest finite value."""
+    bits: int
+    """Bits of one value."""
+
+
+ELEMENTS: dict[str, ElementType] = {
+    element.name: element
+    for element in (
+        # OCP 8-bit floating point (arXiv 2209.05433): e4m3 has no infinity
+        ElementType("e4m3", "float8_e4m3fn", 448.0, 8),
+        ElementType("e5m2", "float8_e5m2", 57344.0, 8),
+    )
+}
+"""The element types by name; "compute" is none of them."""
+
+
+@dataclass(frozen=True)
+class TensorFormat:
+    """How the values of one tensor role are stored and multiplied.
+
+    Raises:
+        UserError: an unknown element or scale rule, a block that is no pair of positive sizes, or a compute dtype with either.
+    """
+
+    element: str = "compute"
+    """Name of the element type; "compute" is the run's compute dtype, that is: not quantized."""
+    block: tuple[int, int] | None = None
+    """(rows, columns) that share one scale; None: one scale for the whole tensor."""
+    scale: ScaleRule = "float32"
+    """Scale values: amax / largest as it is, or rounded up to a power of two (UE8M0)."""
+
+    def __post_init__(self) -> None:
+        if self.element != "compute" and self.element not in ELEMENTS:
+            raise UserError(f"unknown element {self.element!r}{_nearest(self.element, [*ELEMENTS])} (known: {_known()})")
+        if self.scale not in get_args(ScaleRule):
+            raise UserError(f"unknown scale {self.scale!r} (known: {', '.join(get_args(ScaleRule))})")
+        sound = isinstance(self.block, tuple) and len(self.block) == 2 and all(isinstance(n, int) and n >= 1 for n in self.block)
+        if self.block is not None and not sound:
+            raise UserError(f"block must be two positive sizes, rows and columns, and is {self.block}")
+        if not self.quantized and (self.block is not None or self.scale != "float32"):
+            raise UserError('the compute dtype has neither block nor scale; write "compute" and no more')
+
+    @property
+    def quantized(self) -> bool:
+        return self.element != "compute"
+
+    @property
+    def element_type(self) -> ElementType:
+        """The element type. Raises UserError for the compute dtype, which is none."""
+        if not self.quantized:
+            raise UserError(f"format 'compute' cannot be stored (supported: {', '.join(ELEMENTS)})")
+        return ELEMENTS[self.element]
+
+    @property
+    def name(self) -> str:
+        """The text that `parse_format` makes this format of: its registered name, or its parts."""
+        if registered := next((name for name, fmt in FORMATS.items() if fmt == self), ""):
+            return registered
+        block = [] if self.block is None else [f"{self.block[0]}x{self.block[1]}"]
+        return "-".join([self.element, *block, *([] if self.scale == "float32" else [self.scale])])
+
+
+FORMATS: dict[str, TensorFormat] = {}
+"""Formats with a name of their own, beside those that are named by their parts."""
+
+COMPUTE = TensorFormat()
+
+_PARTS = re.compile(r"(?P<element>\w+)(-(?P<rows>\d{1,9})x(?P<columns>\d{1,9}))?(-(?P<scale>[a-z]\w+))?")
+
+
+def parse_format(text: str) -> TensorFormat:
+    """The format that `text` names.
+
+    Args:
+        text: a registered name, or ELEMENT[-ROWSxCOLUMNS][-SCALE].
+
+    Raises:
+        UserError: it is neither.
+    """
+    if text in FORMATS:
+        return FORMATS[text]
+    if (parts := _PARTS.fullmatch(text)) is None:
+        raise UserError(
+            f"{text!r} is no format; write ELEMENT[-ROWSxCOLUMNS][-SCALE], such as e4m3-1x128 or "
+            f"e4m3-1x32-power_of_two (elements: {_known()})"
+        )
+    block = None if parts["rows"] is None else (int(parts["rows"]), int(parts["columns"]))
+    return TensorFormat(parts["element"], block, parts["scale"] or "float32")
+
+
+def register_element(element: ElementType) -> ElementType:
+    """Makes an element type known by its name; ml_dtypes has the dtype.
+
+    Raises:
+        UserError: the name belongs to another, or is none that a format can begin with.
+    """
+    if not re.fullmatch(r"[a-z]\w*", element.name) or element.name == "compute":
+        raise UserError(f"element {element.name!r}: a name is a letter and letters, digits or underscores, and not compute")
+    if ELEMENTS.setdefault(element.name, element) != element:
+        raise UserError(f"element {element.name!r} is registered already, as {ELEMENTS[element.name]}")
+    return element
+
+
+def register_format(name: str, fmt: TensorFormat) -> TensorFormat:
+    """Gives a format a name of its own, such as "mxfp8".
+
+    Raises:
+        UserError: the name belongs to another format, or is read as the parts of one.
+    """
+    try:
+        taken = parse_format(name)
+    except UserError:
+        taken = None
+    if taken not in (None, fmt):
+        raise UserError(f"format {name!r} is registered already, as {taken}")
+    return FORMATS.setdefault(name, fmt)
+
+
+def _known() -> str:
+    return ", ".join(["compute", *ELEMENTS])
+
+
+def _nearest(text: str, known: list[str]) -> str:
+    near = get_close_matches(text, known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""

@@ -1,0 +1,344 @@
+"""The session: the loop of a run from Python, its errors, and what it keeps from one call to the next."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import monitoring
+from tiny_run import EVEN_LETTERS, RUN, measured, train, write_run
+
+import fp8rl_jax as fp8rl
+from fp8rl_jax.config.files import read_config
+from fp8rl_jax.config.recipe import recipe as changed_recipe
+from fp8rl_jax.config.rl import CorrectionConfig, RLConfig
+from fp8rl_jax.config.run import RolloutConfig, RunConfig
+from fp8rl_jax.config.settings import with_settings
+from fp8rl_jax.config.training import OptimizerConfig
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.training.setup import build
+
+SIZES = RUN["model"]["init"]
+PROMPTS = ["ab=", "cde=", "f="]
+
+
+def session_of(recipe="bf16", **settings) -> fp8rl.Session:
+    policy, tokenizer = fp8rl.byte_policy(**SIZES)
+    usual = {"compute_dtype": "float32", "samples_per_prompt": 4, "max_new_tokens": 6, "learning_rate": 1e-2}
+    return fp8rl.Session(policy, tokenizer, recipe, **(usual | settings))
+
+
+def rewards_of(rollout) -> list[float]:
+    return [sum(letter in "aeiou" for letter in text) / 6 for text in rollout.texts]
+
+
+def weights(policy) -> list[np.ndarray]:
+    return [np.array(x) for x in jax.tree.leaves(policy)]
+
+
+def test_the_face_starts_no_backend_and_is_quick():
+    code = "import time; t = time.perf_counter(); import sys, fp8rl_jax; assert 'jax' not in sys.modules; " \
+        "print(time.perf_counter() - t); assert {'Session', 'load', 'train', 'rl'} <= set(dir(fp8rl_jax)); fp8rl_jax.nothing"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert float(done.stdout) < 0.2 and "has no attribute 'nothing'" in done.stderr
+    for name in fp8rl.__all__:
+        assert getattr(fp8rl, name).__doc__, name
+
+
+def test_a_session_is_the_loop_of_a_run(tmp_path):
+    """Prompt by prompt and step by step, on the same problems: the same numbers, to the last bit."""
+    run_file = write_run(tmp_path, EVEN_LETTERS, {"recipe": "fp8-rl"})
+    assert train(run_file, tmp_path / "out") == 0
+    rows = measured(tmp_path / "out")
+    setup = build(replace(read_config(RunConfig, run_file), output=str(tmp_path / "not written")))
+    config, problems = setup.config, setup.train
+    policy, tokenizer = fp8rl.byte_policy(**SIZES)
+    session = fp8rl.Session(policy, tokenizer, config=config)
+    for step, row in enumerate(rows):
+        examples = problems.batch(step, config.rollout.prompts_per_step, config.seed)
+        rollout = session.rollout(session.encoder.batch(examples))
+        letters = [sum(letter % 2 == 0 for letter in text.encode()) for text in rollout.texts]
+        metrics = session.update(rollout, [n / max(len(text.encode()), 1) for n, text in zip(letters, rollout.texts, strict=True)])
+        for name in ("loss", "reward/mean", "mismatch/k3", "optim/grad_norm", "fp8/kv_scale_k", "completions/mean_length"):
+            assert metrics[name] == row[name], (step, name)
+    assert not (tmp_path / "not written").exists()
+
+
+def test_the_policy_of_the_caller_stays_and_a_snapshot_survives():
+    policy, tokenizer = fp8rl.byte_policy(**SIZES)
+    before = weights(policy)
+    session = fp8rl.Session(policy, tokenizer, "bf16", samples_per_prompt=4, max_new_tokens=6, learning_rate=1e-2)
+    snapshots = []
+    for _ in range(2):
+        rollout = session.rollout(PROMPTS)
+        snapshots.append((session.state, session.policy))
+        session.update(rollout, rewards_of(rollout))
+    for old, new in zip(before, weights(policy), strict=True):
+        np.testing.assert_array_equal(old, new)
+    states = [weights(state.policy) for state, _ in snapshots] + [weights(session.policy)]
+    assert all(np.array_equal(a, b) for a, b in zip(before, states[0], strict=True))
+    for one, other in zip(states, states[1:], strict=False):
+        assert any(not np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+    donated = fp8rl.Session(policy, tokenizer, "bf16", donate=True, samples_per_prompt=4, max_new_tokens=6)
+    rollout = donated.rollout(PROMPTS)
+    donated.update(rollout, rewards_of(rollout))
+    assert any(x.is_deleted() for x in jax.tree.leaves(policy))
+
+
+def test_a_rollout_says_what_was_sampled():
+    session = session_of("fp8-rl")
+    rollout = session.rollout(PROMPTS)
+    assert len(rollout.texts) == 12 == len(rollout.tokens) and rollout.weight_version == 1
+    for text, tokens, logprobs in zip(rollout.texts, rollout.tokens, rollout.logprobs, strict=True):
+        assert text == session.tokenizer.decode(tokens) and len(tokens) == len(logprobs) and (logprobs <= 0).all()
+    again = session.rollout(PROMPTS)
+    assert again.texts != rollout.texts  # another rollout of the same step
+    repeated = session_of("fp8-rl")
+    assert repeated.rollout(PROMPTS).texts == rollout.texts and repeated.rollout(PROMPTS).texts == again.texts
+    assert session_of("fp8-rl", seed=1).rollout(PROMPTS).texts != rollout.texts
+    metrics = session.update(rollout, rewards_of(rollout))
+    assert session.rollout(PROMPTS).weight_version == 2 and session.step == 1
+    assert metrics["completions/mean_length"] == np.mean(list(map(len, rollout.tokens)))
+    assert metrics["reward/mean"] == pytest.approx(np.mean(rewards_of(rollout)))
+    times = session.lap()
+    assert times["time/gen"] > 0 and times["perf/tok_per_s_gpu"] > 0 and "time/train" not in session.lap()
+
+
+def test_samples_to_look_at_change_nothing():
+    session, plain = session_of("fp8-rl"), session_of("fp8-rl")
+    rollout, same = session.rollout(PROMPTS), plain.rollout(PROMPTS)
+    greedy = session.sample(["xyz=", "ab="], samples=2)
+    assert greedy.texts[:2] == [greedy.texts[0]] * 2 and greedy.prompts == 2
+    assert session.sample(PROMPTS, temperature=1.0).texts != session.sample(PROMPTS, temperature=1.0, seed=1).texts
+    ours, theirs = session.update(rollout, rewards_of(rollout)), plain.update(same, rewards_of(same))
+    assert ours == theirs
+    with pytest.raises(UserError, match="sampled at temperature 0, and rollout.temperature is 1"):
+        session.update(greedy, [0.0] * 4)
+
+
+def test_more_prompts_within_a_bucket_compile_nothing():
+    session, compiled = session_of(), []
+    for _ in range(2):
+        rollout = session.rollout(PROMPTS)  # three fill three
+        session.update(rollout, rewards_of(rollout))
+    five = [f"{i}=" for i in range(5)]
+    for _ in range(2):
+        rollout = session.rollout(five)  # as six
+        session.update(rollout, rewards_of(rollout))
+    monitoring.register_event_duration_secs_listener(lambda name, *_, **__: compiled.append(name))
+    for prompts in ([*five, "long enough="], five[:5], PROMPTS):
+        rollout = session.rollout(prompts)
+        assert len(rollout.texts) == 4 * len(prompts)
+        metrics = session.update(rollout, rewards_of(rollout))
+        assert metrics["reward/mean"] == pytest.approx(np.mean(rewards_of(rollout)))
+    programs = [name for name in compiled if "backend_compile" in name]
+    assert len(programs) <= 2  # slices of the filled batch, of a few numbers each
+
+
+def test_what_fills_a_batch_up_teaches_nothing():
+    """Five prompts in a bucket of six: loss, gradient and policy are those of the five alone."""
+    five = [f"{i}{i}=" for i in range(5)]
+    found = []
+    for micro in (0, 5):  # as six, and as five: a multiple of the micro-batch
+        session = session_of(micro_batch_prompts=micro)
+        rollout = session.rollout(five)
+        assert rollout.prompts_in_batch == (5 if micro else 6)
+        found.append((rollout.texts, session.update(rollout, rewards_of(rollout)), weights(session.policy)))
+    (texts, filled, one), (others, plain, other) = found
+    assert texts == others
+    for name in ("loss", "reward/mean", "mismatch/kl", "optim/grad_norm", "completions/mean_length", "entropy"):
+        assert filled[name] == pytest.approx(plain[name], rel=1e-4, abs=1e-6), name
+    for a, b in zip(one, other, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-4)
+
+
+def test_a_reward_that_is_none_has_no_part():
+    session = session_of(rl=RLConfig(advantage=replace(RLConfig().advantage, estimator="dr_grpo")))
+    rollout = session.rollout(PROMPTS)
+    rewards = [float(i) for i in range(12)]
+    given = [None if i in (0, 5) else reward for i, reward in enumerate(rewards)]
+    seen = {}
+    update = session.learner.update
+    session.learner.update = lambda state, batch, *rest: seen.update(batch=batch) or update(state, batch, *rest)
+    metrics = session.update(rollout, given)
+    advantages = np.asarray(seen["batch"].advantages)
+    np.testing.assert_allclose(advantages[:4], [0, -1, 0, 1], atol=1e-6)
+    np.testing.assert_allclose(advantages[4:8], np.array([4, 0, 6, 7]) * [1, 0, 1, 1] - np.mean([4, 6, 7]) * np.array([1, 0, 1, 1]), atol=1e-5)
+    assert metrics["reward/mean"] == pytest.approx(np.mean([x for x in given if x is not None]))
+
+
+@pytest.mark.parametrize(
+    ("rewards", "message"),
+    [
+        ([0.0] * 11, "rewards: 11 for 12 samples; give one for each of rollout.texts"),
+        ([0.0] * 11 + [float("nan")], "rewards: that of sample 11 is nan; give a finite number, or None"),
+        (["good"] * 12, "rewards: each must be a number or None"),
+    ],
+)
+def test_wrong_rewards_are_one_line(rewards, message):
+    session = session_of()
+    with pytest.raises(UserError, match=message):
+        session.update(session.rollout(PROMPTS), rewards)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ("ab=", "expected a list of at least one prompt, got 'ab='"),
+        ([], "expected a list of at least one prompt"),
+        ([[1, 2], []], "prompt 1 has 0 tokens"),
+        ([[1, 400]], "prompt 0 has token ids outside of the vocabulary, 0 to 263"),
+        (["x" * 5000], "prompt 0 has 5001 tokens; from 1 to .* fit"),
+        ([[{"role": "user", "text": "hi"}]], "prompt 0 message 0 must have role and content"),
+    ],
+)
+def test_wrong_prompts_are_one_line(prompts, message):
+    with pytest.raises(UserError, match=message):
+        session_of().rollout(prompts)
+
+
+def test_prompts_of_every_kind():
+    session = session_of()
+    text, ids, chat = session.rollout(["ab="]), session.rollout([[257, *b"ab="]]), [{"role": "user", "content": "ab"}]
+    prompts = [x.rollout.prompts for x in (text, ids, session.rollout([chat]))]
+    np.testing.assert_array_equal(prompts[0].tokens, prompts[1].tokens)
+    written = np.asarray(prompts[2].tokens)[0, 1 : int(prompts[2].lengths[0])]
+    assert bytes(written.tolist()) == b"user: ab\nassistant:"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"learning_rat": 1e-3}, "learning_rat: unknown setting; did you mean optimizer.learning_rate?"),
+        ({"learning_rate": "fast"}, "optimizer.learning_rate: expected a finite number, got 'fast'"),
+        ({"scale": "float32"}, "scale: may be precision.scale or precision.rollout.scale or precision.trainer.scale"),
+        ({"recipe": "fp8"}, "recipe: unknown name 'fp8'"),
+        ({"rollout": {"temperature": 1.0}}, "rollout: expected a RolloutConfig"),
+        ({"temperature": 0.0}, "rollout.temperature: 0.0 is greedy"),
+        ({"clip_low": -1.0}, "rl.clip_low: -1.0 must be a number above 0"),
+        ({"updates_per_rollout": 0}, "trainer.updates_per_rollout"),
+    ],
+)
+def test_wrong_settings_are_one_line(settings, message):
+    with pytest.raises(UserError, match=message) as found:
+        session_of(**settings).rollout(PROMPTS)
+    assert len(str(found.value).splitlines()) == 1
+
+
+def test_settings_by_name_by_key_and_by_table():
+    made = with_settings(
+        RunConfig(), {"learning_rate": 1, "rollout": RolloutConfig(max_new_tokens=9), "samples_per_prompt": 3, "seed": 4,
+                      "rl.correction.method": "icepop"}, "jet-rl",
+    )  # fmt: skip
+    assert (made.optimizer.learning_rate, made.seed, made.recipe) == (1.0, 4, "jet-rl")
+    assert made.rollout == RolloutConfig(max_new_tokens=9, samples_per_prompt=3)
+    assert made.rl.correction == CorrectionConfig("icepop")
+    own = changed_recipe("fp8-rl", "mine", kv_margin=1.5)
+    session = session_of(own)
+    assert session.recipe == own and session.config.recipe == "mine" and session.config.resolved_recipe() == own
+    assert session_of(changed_recipe("jet-rl")).config.recipes == {}
+
+
+def test_logprobs_are_those_that_an_update_measures():
+    session = session_of("bf16")
+    rollout = session.rollout(PROMPTS)
+    found = session.logprobs(PROMPTS, rollout.tokens, batch_size=2)
+    for one, other in zip(found, rollout.logprobs, strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-5)
+    with pytest.raises(UserError, match="completions: 4 are no multiple of 3 prompts"):
+        session.logprobs(PROMPTS, ["a"] * 4)
+    with pytest.raises(UserError, match="completion 1 has no tokens"):
+        session.logprobs(PROMPTS, ["a", "", "b"])
+
+
+def test_a_checkpoint_goes_on_as_if_nothing_had_happened(tmp_path):
+    settings = {"updates_per_rollout": 2, "micro_batch_prompts": 1, "kl_coefficient": 0.1}
+    session, last = session_of("fp8-rl", **settings), None
+    prompts = [*PROMPTS, "g="]
+    for step in range(3):
+        rollout = session.rollout(prompts)
+        last = session.update(rollout, rewards_of(rollout))
+        if step == 1:
+            session.checkpoint(tmp_path / "checkpoints")
+    other = session_of("fp8-rl", **settings)
+    other.restore(tmp_path / "checkpoints")
+    assert other.step == 2
+    rollout = other.rollout(prompts)
+    assert other.update(rollout, rewards_of(rollout)) == last
+    with pytest.raises(UserError, match="another kind of run"):
+        session_of("fp8-rl", first_moment="bfloat16").restore(tmp_path / "checkpoints")
+
+
+def test_what_is_saved_is_loaded(tmp_path):
+    session = session_of()
+    rollout = session.rollout(PROMPTS)
+    session.update(rollout, rewards_of(rollout))
+    policy, tokenizer = fp8rl.load(session.save(tmp_path / "out", "float32"))
+    for one, other in zip(weights(policy), weights(session.policy), strict=True):
+        np.testing.assert_array_equal(one, other)
+    other = fp8rl.Session(policy, tokenizer, compute_dtype="float32", max_new_tokens=6)
+    assert other.sample(PROMPTS).texts == session.sample(PROMPTS).texts
+
+
+def test_a_warm_start_and_then_rewards():
+    session = session_of(learning_rate=1e-4)
+    session.restart(OptimizerConfig(learning_rate=1e-2), 30)
+    losses = [session.supervise(PROMPTS, ["no", "yes", "no"])["loss"] for _ in range(30)]
+    assert losses[-1] < losses[0] / 4
+    assert session.sample(PROMPTS).texts == ["no", "yes", "no"]
+    session.restart()
+    assert session.step == 0 and int(session.state.updates) == 0
+    rollout = session.rollout(PROMPTS)
+    metrics = session.update(rollout, rewards_of(rollout))
+    assert metrics["optim/lr"] == pytest.approx(1e-4)
+
+
+def test_sessions_take_turns_on_one_state():
+    policy, tokenizer = fp8rl.byte_policy(**SIZES)
+    settings = {"compute_dtype": "float32", "samples_per_prompt": 4, "max_new_tokens": 6, "learning_rate": 1e-2}
+    one = fp8rl.Session(policy, tokenizer, "bf16", **settings)
+    other = fp8rl.Session(policy, tokenizer, "fp8-rl", **settings)
+    other.load(one.release())
+    with pytest.raises(RuntimeError, match="its state was released"):
+        one.rollout(PROMPTS)
+    rollout = other.rollout(PROMPTS)
+    other.update(rollout, rewards_of(rollout))
+    one.load(other.release())
+    rollout = one.rollout(PROMPTS)
+    assert one.update(rollout, rewards_of(rollout))["mismatch/k3"] < 1e-9 and int(one.state.updates) == 2
+
+
+def test_an_objective_and_a_reward_of_a_notebook(tmp_path):
+    """`fp8rl.train` with everything given in Python, and what it returns."""
+
+    def vowels(completion):
+        return sum(letter in "aeiou" for letter in completion) / 6
+
+    def plain(inputs, config):
+        return -inputs.advantages * jnp.where(inputs.mask, inputs.logprobs, 0.0)
+
+    run = fp8rl.train(
+        write_run(tmp_path), reward=vowels, dataset=[f"{i}=" for i in range(20)], objective=plain, steps=3,
+        output=str(tmp_path / "out"), **{"evaluation.every": 3, "task.eval_size": 4, "rollout.stop_token_ids": tuple(range(64))},
+    )  # fmt: skip
+    assert run.directory == tmp_path / "out" and list(run.metrics["step"]) == [0, 1, 2, 3]
+    rows = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
+    np.testing.assert_array_equal(run.metrics["reward/mean"][:3], [row["reward/mean"] for row in rows[:3]])
+    assert np.isnan(run.metrics["reward/mean"][3]) and np.isfinite(run.metrics["eval/accuracy"][3])
+    figure = run.plot()
+    assert [axes.get_title() for axes in figure.axes][:2] == ["reward/mean", "mismatch/k3"]
+    with pytest.raises(UserError, match="none of these were measured"):
+        run.plot(["nothing"])
+    policy, _ = fp8rl.load(run.model)
+    assert policy.config.num_layers == 1
+    found = fp8rl.evaluate(
+        write_run(tmp_path), reward=vowels, dataset=[f"{i}=" for i in range(20)], output=str(tmp_path / "eval"),
+        **{"model.path": str(run.model), "task.eval_size": 4},
+    )  # fmt: skip
+    assert found["eval/problems"] == 4
