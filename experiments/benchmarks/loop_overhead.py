@@ -113,7 +113,7 @@ def _setup(workload: Workload, recipe: str, plan: Plan, directory: str) -> Setup
     config = load_config(RunConfig, [str(EXPERIMENTS / "runs" / "smollm2_addition.toml"), *words], "benchmarks")
     setup = build(config)
     if not workload.model:
-        setup.session = Session(workload.load_policy(), setup.session.tokenizer, config=config, donate=True)
+        setup.session = Session(workload.load_policy(), setup.session.tokenizer, config=config)
     setup.session.sampling = replace(setup.session.sampling, stop_token_ids=())
     return setup
 
@@ -121,6 +121,6 @@ def _setup(workload: Workload, recipe: str, plan: Plan, directory: str) -> Setup
 def _direct(setup: Setup) -> GrpoStep:
     """The loop's step without the loop: same settings, same shapes, prompts of its first step, weights of its own."""
     loop, config = setup.session, setup.config
-    session = Session(loop.policy, loop.tokenizer, config=config, donate=True)
+    session = Session(loop.policy, loop.tokenizer, config=config)
     session.sampling = loop.sampling
     return GrpoStep(session, loop.encoder.batch(setup.train.batch(0, config.rollout.prompts_per_step, config.seed)))

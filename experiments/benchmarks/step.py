@@ -109,7 +109,7 @@ def make_step(workload: Workload, recipe: str, shared: Shared | None = None) -> 
             steps=1, micro_batch_prompts=workload.micro_batch_prompts, remat="layer" if workload.remat else "none"
         ),
     )
-    session = Session(policy, ByteTokenizer(), config=config, donate=True)
+    session = Session(policy, ByteTokenizer(), config=config)
     session.sampling = replace(session.sampling, stop_token_ids=())
     return GrpoStep(session, random_prompts(shape, policy.config.vocab_size), shared)
 

@@ -78,7 +78,7 @@ class Experience(ABC):
 
     @abstractmethod
     def by_sample(self, values: Shaped[Array, " b"]) -> Shaped[Array, " c"]:
-        """Sums over the rows of each sample; all processes call it together."""
+        """Sums over the rows of each sample, filling included; all processes call it together."""
 
     @abstractmethod
     def by_row(self, values: Float[Array, " c"]) -> Float[Array, " b"]:
@@ -148,11 +148,10 @@ class RolloutExperience(Experience):
         )  # fmt: skip
 
     def by_sample(self, values: Shaped[Array, " b"]) -> Shaped[Array, " c"]:
-        return values if len(values) == len(self.texts) else values[: len(self.texts)]
+        return values
 
     def by_row(self, values: Float[Array, " c"]) -> Float[Array, " b"]:
-        missing = len(self.rollout.tokens) - len(self.texts)
-        return jnp.pad(values, (0, missing)) if missing else values
+        return values
 
     @property
     def policy_logprobs(self) -> Float[Array, "b t"]:

@@ -87,8 +87,8 @@ def train(
 
     Args:
         config: its settings, or the TOML file that has them.
-        reward: function, or {name: function}, in place of what task.reward names. It may live in a notebook's cell: a function of
-            prompt, completion, answer and metadata, or of any of them, that returns a number (fp8rl_jax/tasks/rewards.py).
+        reward: function, or {name: function}, in place of what task.reward names. It may live in a notebook's cell:
+            `def reward(completion, answer, **_)` returns a number; fp8rl_jax/tasks/rewards.py has both forms.
         dataset: problems in place of those that task names: dictionaries with "prompt" and "answer", or prompts alone.
         environment: class in place of the one that task names, for episodes of several turns.
         settings: single settings over `config`, as `Session` takes them.

@@ -99,12 +99,13 @@ _lengths = jax.jit(partial(jnp.sum, axis=1))
 
 
 @partial(jax.jit, static_argnames=("config", "samples", "longest"))
-def _advantages(rewards, valid, lengths, divergence, *, config: RLConfig, samples: int, longest: int):
-    """Advantages of the samples from what the task gave them, and what was taken from that."""
+def _advantages(rewards, valid, lengths, divergence, real=None, *, config: RLConfig, samples: int, longest: int):
+    """Advantages of the samples from what the task gave them, and what was taken from that; `real`: those that are no filling."""
     overlong = rl.overlong_penalty(lengths, longest, config.overlong.buffer, config.overlong.penalty)
-    metrics = {"reward/overlong_penalty": overlong.mean()}
+    metrics = {"reward/overlong_penalty": overlong.mean(where=real)}
+    metrics |= rl.reward_metrics(rewards, samples, valid)
     if divergence is not None:
-        rewards, metrics["reward/kl"] = rewards - config.reward_kl.coefficient * divergence, divergence.mean()
+        rewards, metrics["reward/kl"] = rewards - config.reward_kl.coefficient * divergence, divergence.mean(where=real)
     return rl.group_advantages(rewards + overlong, samples, config.advantage, valid, lengths), metrics
 
 
@@ -123,13 +124,12 @@ class Session:
     """A policy in training, from Python.
 
     Args:
-        policy: layers stacked, as `fp8rl.load` gives it; floats of another dtype are widened to float32 masters.
+        policy: layers stacked, as `fp8rl.load` gives it; floats of another dtype are widened to float32 masters. The session
+            learns on a copy, made at its first update; drop yours where memory counts.
         tokenizer: of the policy.
         recipe: a built-in recipe's name, or a Recipe; by default that of `config`.
         config: every setting, as `fp8rl train` takes it; task, evaluation, tracking and output are not used.
         engine: who samples; by default `LocalEngine` with the recipe's formats.
-        donate: the policy's buffers become the session's and are gone after its first update. By default the session works on a
-            copy, which costs as much memory as the policy for as long as the caller keeps that.
         settings: single settings by their last name (learning_rate=1e-5, samples_per_prompt=8, clip_high=0.28, seed=1), by
             their dotted key (**{"rl.correction.method": "token_tis"}), or whole tables (rl=RLConfig(...)); docs/config.md.
 
@@ -152,13 +152,12 @@ class Session:
         *,
         config: RunConfig | None = None,
         engine: RolloutEngine | None = None,
-        donate: bool = False,
         **settings: Any,
     ):
         alone = config is None and not {"prompts_per_step", "rollout"} & settings.keys()
         config = with_settings(RunConfig() if config is None else config, settings, recipe=recipe)
         if alone:  # prompts come with each call, so what divides their number divides this one too
-            unit = config.trainer.updates_per_rollout * max(config.trainer.micro_batch_prompts, 1)
+            unit = max(config.trainer.updates_per_rollout, 1) * max(config.trainer.micro_batch_prompts, 1)
             config = replace(config, rollout=replace(config.rollout, prompts_per_step=unit))
         validate(config)
         keep_compiled_programs()
@@ -175,7 +174,7 @@ class Session:
         self.engine = self._local_engine() if engine is None else engine
         self.clock, self.step, self.scales = Clock(), 0, None
         with jax.set_mesh(self.mesh):
-            masters = jax.tree.map(lambda x: x.astype(jnp.float32), policy) if donate else jax.tree.map(_copied, policy)
+            masters = jax.tree.map(lambda x: x.astype(jnp.float32), policy)
             self._policy: Policy | None = shard_policy(adapt(masters, config, self.recipe), self.mesh)
         self._state: TrainState | None = None
         self._learner: Learner | None = None
@@ -285,7 +284,7 @@ class Session:
             UserError: as many rewards as samples are wanted, each finite; or the rollout was sampled at another temperature.
         """
         config, clock = self.config, self.clock
-        values, valid = self._rewards(rollout, rewards)
+        values, valid, real = self._rewards(rollout, rewards)
         self._begin()
         learner, parts = self._learner, self._learner.micro_batches(rollout.prompts_in_batch)
         batch = learner.scored(self._state, rollout.batch(learner.config.rl, self.truncated, entering), parts, clock)
@@ -294,7 +293,7 @@ class Session:
             divergence = _reward_kl(batch.old_logprobs, batch.reference_logprobs, batch.mask, config=config.rl.reward_kl)
             divergence = rollout.by_sample(divergence)
         advantages, metrics = _advantages(
-            values, valid, lengths, divergence,
+            values, valid, lengths, divergence, real,
             config=config.rl, samples=rollout.samples, longest=self.sampling.max_new_tokens,
         )  # fmt: skip
         batch = replace(batch, advantages=rollout.by_row(advantages))
@@ -635,7 +634,10 @@ class Session:
         texts = self.encoder.texts(rollout)[: count * samples]
         return RolloutExperience(rollout=rollout, texts=texts, samples=samples, temperature=temperature)
 
-    def _rewards(self, rollout: Experience, rewards: Sequence[float | None] | Scores) -> tuple[np.ndarray, np.ndarray]:
+    def _rewards(
+        self, rollout: Experience, rewards: Sequence[float | None] | Scores
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Rewards, which of them are valid, and which are no filling, of the samples of the batch."""
         if rollout.temperature != self.sampling.temperature:
             raise UserError(
                 f"rollout: sampled at temperature {rollout.temperature:g}, and rollout.temperature is "
@@ -655,7 +657,9 @@ class Session:
         if not np.isfinite(values).all():
             row = int(np.flatnonzero(~np.isfinite(values))[0])
             raise UserError(f"rewards: that of sample {row} is {values[row]}; give a finite number, or None where there is none")
-        return values, valid
+        missing = rollout.prompts_in_batch * rollout.samples - len(values)
+        real = np.pad(np.ones(len(values), bool), (0, missing))
+        return np.pad(values, (0, missing)), np.pad(valid, (0, missing)), real
 
     def _tokens(self, i: int, prompt: Prompt) -> list[int]:
         if isinstance(prompt, Example):
@@ -758,7 +762,3 @@ def _sampling(config: RunConfig, policy: Policy, tokenizer: Tokenizer) -> Sampli
     stops = tuple(dict.fromkeys((*tokenizer.eos_token_ids, *policy.config.eos_token_ids, *r.stop_token_ids)))
     constraints = make_constraints(tokenizer, policy.config.vocab_size, r.stop_strings, r.bad_words, r.logit_bias)
     return Sampling(r.max_new_tokens, r.temperature, r.top_k, r.top_p, r.min_p, stops, *constraints)
-
-
-def _copied(x: Array) -> Array:
-    return jnp.array(x, dtype=jnp.float32, copy=True)

@@ -116,7 +116,7 @@ def build(
             f"rollout.max_prompt_tokens + rollout.max_new_tokens = {longest} exceeds the model's "
             f"{policy.config.max_position_embeddings} positions"
         )
-    session = Session(policy, tokenizer, config=config, engine=engine, donate=True)
+    session = Session(policy, tokenizer, config=config, engine=engine)
     train, held_out = load_splits(config.task, dataset, environment)
     train, dropped = _fitting(train, session.encoder, "training")
     held_out, held_out_dropped = _fitting(held_out, session.encoder, "held-out")

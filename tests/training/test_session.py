@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import monitoring
+from parallel.rewards import even_letters
 from tiny_run import EVEN_LETTERS, RUN, measured, train, write_run
 
 import fp8rl_jax as fp8rl
@@ -43,8 +44,10 @@ def weights(policy) -> list[np.ndarray]:
 
 
 def test_the_face_starts_no_backend_and_is_quick():
-    code = "import time; t = time.perf_counter(); import sys, fp8rl_jax; assert 'jax' not in sys.modules; " \
+    code = (
+        "import time; t = time.perf_counter(); import sys, fp8rl_jax; assert 'jax' not in sys.modules; "
         "print(time.perf_counter() - t); assert {'Session', 'load', 'train', 'rl'} <= set(dir(fp8rl_jax)); fp8rl_jax.nothing"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert float(done.stdout) < 0.2 and "has no attribute 'nothing'" in done.stderr
     for name in fp8rl.__all__:
@@ -63,8 +66,7 @@ def test_a_session_is_the_loop_of_a_run(tmp_path):
     for step, row in enumerate(rows):
         examples = problems.batch(step, config.rollout.prompts_per_step, config.seed)
         rollout = session.rollout(session.encoder.batch(examples))
-        letters = [sum(letter % 2 == 0 for letter in text.encode()) for text in rollout.texts]
-        metrics = session.update(rollout, [n / max(len(text.encode()), 1) for n, text in zip(letters, rollout.texts, strict=True)])
+        metrics = session.update(rollout, [even_letters(text.strip()) for text in rollout.texts])
         for name in ("loss", "reward/mean", "mismatch/k3", "optim/grad_norm", "fp8/kv_scale_k", "completions/mean_length"):
             assert metrics[name] == row[name], (step, name)
     assert not (tmp_path / "not written").exists()
@@ -85,10 +87,6 @@ def test_the_policy_of_the_caller_stays_and_a_snapshot_survives():
     assert all(np.array_equal(a, b) for a, b in zip(before, states[0], strict=True))
     for one, other in zip(states, states[1:], strict=False):
         assert any(not np.array_equal(a, b) for a, b in zip(one, other, strict=True))
-    donated = fp8rl.Session(policy, tokenizer, "bf16", donate=True, samples_per_prompt=4, max_new_tokens=6)
-    rollout = donated.rollout(PROMPTS)
-    donated.update(rollout, rewards_of(rollout))
-    assert any(x.is_deleted() for x in jax.tree.leaves(policy))
 
 
 def test_a_rollout_says_what_was_sampled():
@@ -138,7 +136,7 @@ def test_more_prompts_within_a_bucket_compile_nothing():
         metrics = session.update(rollout, rewards_of(rollout))
         assert metrics["reward/mean"] == pytest.approx(np.mean(rewards_of(rollout)))
     programs = [name for name in compiled if "backend_compile" in name]
-    assert len(programs) <= 2  # slices of the filled batch, of a few numbers each
+    assert not programs
 
 
 def test_what_fills_a_batch_up_teaches_nothing():
@@ -169,7 +167,7 @@ def test_a_reward_that_is_none_has_no_part():
     metrics = session.update(rollout, given)
     advantages = np.asarray(seen["batch"].advantages)
     np.testing.assert_allclose(advantages[:4], [0, -1, 0, 1], atol=1e-6)
-    np.testing.assert_allclose(advantages[4:8], np.array([4, 0, 6, 7]) * [1, 0, 1, 1] - np.mean([4, 6, 7]) * np.array([1, 0, 1, 1]), atol=1e-5)
+    np.testing.assert_allclose(advantages[4:8] * 3, [-5, 0, 1, 4], atol=1e-5)
     assert metrics["reward/mean"] == pytest.approx(np.mean([x for x in given if x is not None]))
 
 
@@ -317,15 +315,18 @@ def test_sessions_take_turns_on_one_state():
 def test_an_objective_and_a_reward_of_a_notebook(tmp_path):
     """`fp8rl.train` with everything given in Python, and what it returns."""
 
-    def vowels(completion):
+    def vowels(completion, **_):
         return sum(letter in "aeiou" for letter in completion) / 6
 
     def plain(inputs, config):
         return -inputs.advantages * jnp.where(inputs.mask, inputs.logprobs, 0.0)
 
+    # what the file says of its own problems goes out
+    own = {"task.prompt_template": "{question}", "task.args": {}, "task.train_size": 0}
     run = fp8rl.train(
         write_run(tmp_path), reward=vowels, dataset=[f"{i}=" for i in range(20)], objective=plain, steps=3,
-        output=str(tmp_path / "out"), **{"evaluation.every": 3, "task.eval_size": 4, "rollout.stop_token_ids": tuple(range(64))},
+        output=str(tmp_path / "out"), stop_token_ids=tuple(range(64)),
+        **{"evaluation.every": 3, "task.eval_size": 4}, **own,
     )  # fmt: skip
     assert run.directory == tmp_path / "out" and list(run.metrics["step"]) == [0, 1, 2, 3]
     rows = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
@@ -339,6 +340,6 @@ def test_an_objective_and_a_reward_of_a_notebook(tmp_path):
     assert policy.config.num_layers == 1
     found = fp8rl.evaluate(
         write_run(tmp_path), reward=vowels, dataset=[f"{i}=" for i in range(20)], output=str(tmp_path / "eval"),
-        **{"model.path": str(run.model), "task.eval_size": 4},
+        **{"model.path": str(run.model), "task.eval_size": 4}, **own,
     )  # fmt: skip
     assert found["eval/problems"] == 4

@@ -191,7 +191,7 @@ def test_advantages_are_of_the_reward_less_the_divergence_and_the_penalty(estima
     np.testing.assert_allclose(metrics["reward/kl"], divergence.mean(), rtol=1e-6)
     np.testing.assert_allclose(metrics["reward/overlong_penalty"], penalty.mean(), rtol=1e-6)
     _, metrics = sessions._advantages(*arrays[:3], None, config=config, samples=3, longest=8)
-    assert set(metrics) == {"reward/overlong_penalty"}
+    assert "reward/kl" not in metrics
 
 
 # from a rollout to a batch
@@ -264,8 +264,6 @@ def test_what_fills_a_batch_up_is_neither_seen_nor_learned_from():
     batch = found.batch(RLConfig(), False)
     np.testing.assert_array_equal(batch.mask[:4], rollout.mask[:4])
     assert not batch.mask[4:].any() and batch.tokens.shape[0] == 6
-    np.testing.assert_array_equal(found.by_sample(jnp.arange(6)), range(4))
-    np.testing.assert_array_equal(found.by_row(jnp.arange(1.0, 5)), [1, 2, 3, 4, 0, 0])
     part = found.batch(RLConfig(overlong=OverlongConfig(filter=True)), False, np.array([True, False, True, True]))
     np.testing.assert_array_equal(part.loss_mask, batch.mask & np.array([1, 0, 1, 0, 0, 0], bool)[:, None])
     assert [len(x) for x in found.tokens] == [2, 3, 2, 5] == [len(x) for x in found.logprobs]
