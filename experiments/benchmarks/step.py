@@ -49,7 +49,8 @@ class Shared:
 
 @dataclass
 class GrpoStep:
-    """Calling it runs one step and returns seconds: "gen", "train", "calibrate" where there is any, "sync", "seconds".
+    """Calling it runs one step and returns seconds: "gen", "train", "calibrate" where there is any, "sync", and "seconds" of all,
+    advantages and metrics among it.
 
     Attributes:
         session: its sampling is without stop tokens, so that each step does the same work.

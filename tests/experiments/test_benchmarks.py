@@ -81,7 +81,7 @@ def test_gpu_suite_in_a_tiny_shape(tmp_path):
     assert step["seconds"]["fp8rl_jax/fp8-rl"].keys() == {"seconds", "gen", "train", "calibrate", "sync"}
     assert [r["part"] for r in step["ratios"]] == ["seconds", "gen", "train", "sync"]
     round = step["raw"]["rounds"][0]["seconds"]["fp8rl_jax/fp8-rl"]
-    assert round.pop("seconds") == pytest.approx(sum(round.values()))
+    assert round.pop("seconds") > sum(round.values()) > 0  # the rest: advantages, mismatch, metrics
     assert loop["seconds"].keys() == {"loop", "direct"} and loop["seconds"]["loop"].keys() >= {"seconds", "gen", "sync"}
     assert loop["target"] == 1.1 and loop["raw"]["rounds"][0]["seconds"]["loop"]["seconds"] > 0
 

@@ -49,3 +49,19 @@ def test_two_processes_train_the_curve_of_one_and_resume_it(tmp_path):
     for a, b in zip(*models, strict=True):
         # an exported weight is bfloat16: its last bit is 2^-8 of it, and a step of the optimizer 1e-2
         np.testing.assert_allclose(a, b, rtol=2**-7, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_a_session_in_two_processes_is_that_of_one(tmp_path):
+    """Each calls it with all prompts and all rewards, and computes its own rows."""
+    script = Path(__file__).with_name("session_run.py")
+    ((one,), (two, other)) = (
+        run_processes(script, count, 4 // count, str(tmp_path / str(count)), timeout=600) for count in (1, 2)
+    )
+    assert two == other and [row["texts"] for row in two["rows"]] == [row["texts"] for row in one["rows"]]
+    for a, b in zip(one["rows"], two["rows"], strict=True):
+        a, b = ({name: x for name, x in row.items() if name != "texts"} for row in (a, b))
+        assert b == pytest.approx(a, rel=1e-4, abs=1e-6)
+    assert [x for row in two["logprobs"] for x in row] == pytest.approx([x for row in one["logprobs"] for x in row], abs=1e-4)
+    for a, b in zip(*(jax.tree.leaves(load_policy(tmp_path / name)) for name in "12"), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2**-7, atol=1e-4)

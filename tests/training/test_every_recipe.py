@@ -1,5 +1,5 @@
-"""`fp8rl train` of a mixture of experts under every recipe and of a dense model under some, from Hugging Face directories, resumed
-once."""
+"""`fp8rl train` of a mixture of experts under every recipe and of a dense model under some, from Hugging Face directories,
+resumed once."""
 
 import math
 from dataclasses import replace

@@ -113,6 +113,7 @@ def test_samples_to_look_at_change_nothing():
     rollout, same = session.rollout(PROMPTS), plain.rollout(PROMPTS)
     greedy = session.sample(["xyz=", "ab="], samples=2)
     assert greedy.texts[:2] == [greedy.texts[0]] * 2 and greedy.prompts == 2
+    assert session.sample(PROMPTS, 4, temperature=1.0).texts != rollout.texts
     assert session.sample(PROMPTS, temperature=1.0).texts != session.sample(PROMPTS, temperature=1.0, seed=1).texts
     ours, theirs = session.update(rollout, rewards_of(rollout)), plain.update(same, rewards_of(same))
     assert ours == theirs
