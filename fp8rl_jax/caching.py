@@ -14,7 +14,10 @@ def cache_dir() -> Path:
 def keep_compiled_programs() -> None:
     """Keeps compiled programs in `cache_dir`, unless JAX has been given a place of its own: SmolLM2 compiles for a minute."""
     import jax
+    from jax.experimental.compilation_cache import compilation_cache
 
     if jax.config.jax_compilation_cache_dir is None:
         jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "jax"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+        # JAX looks once whether there is a cache, at the first program, which may have been before
+        compilation_cache.reset_cache()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -52,6 +53,18 @@ def test_the_face_starts_no_backend_and_is_quick():
     assert float(done.stdout) < 0.2 and "has no attribute 'nothing'" in done.stderr
     for name in fp8rl.__all__:
         assert getattr(fp8rl, name).__doc__, name
+
+
+def test_programs_that_a_session_compiles_are_kept(tmp_path):
+    """Also where something was compiled before it."""
+    code = (
+        "import jax, fp8rl_jax as fp8rl; jax.jit(lambda x: x + 1)(1.0); policy, tokenizer = fp8rl.byte_policy(num_layers=1); "
+        "session = fp8rl.Session(policy, tokenizer, max_new_tokens=2); "
+        "jax.config.update('jax_persistent_cache_min_compile_time_secs', 0); session.rollout(['a='])"
+    )
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_COMPILATION", "JAX_PERSISTENT"))}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environ | {"FP8RL_CACHE": str(tmp_path)})
+    assert any("generate" in path.name for path in (tmp_path / "jax").iterdir())
 
 
 def test_a_session_is_the_loop_of_a_run(tmp_path):
