@@ -154,7 +154,7 @@ class Session:
         engine: RolloutEngine | None = None,
         **settings: Any,
     ):
-        alone = config is None and not {"prompts_per_step", "rollout"} & settings.keys()
+        alone = config is None and not {"prompts_per_step", "rollout.prompts_per_step", "rollout"} & settings.keys()
         config = with_settings(RunConfig() if config is None else config, settings, recipe=recipe)
         if alone:  # prompts come with each call, so what divides their number divides this one too
             unit = max(config.trainer.updates_per_rollout, 1) * max(config.trainer.micro_batch_prompts, 1)
@@ -227,9 +227,12 @@ class Session:
         """
         encoded, count = self.encode(prompts)
         key = jax.random.fold_in(jax.random.key(self.config.seed), _SAMPLES)
+        served, uncalibrated, scales = self._served, self._uncalibrated, self.scales
         self._serve(encoded)
         sampling = at_temperature(self.sampling, temperature)
         rollout = self.engine.generate(encoded, samples, sampling, jax.random.fold_in(key, seed))
+        if self.recipe.quantizes_cache:  # scales that these prompts gave are not what training goes on with
+            self._served, self._uncalibrated, self.scales = served, uncalibrated, scales
         return self._experience(rollout, count, samples, temperature)
 
     @_on_mesh

@@ -134,6 +134,23 @@ def test_samples_to_look_at_change_nothing():
         session.update(greedy, [0.0] * 4)
 
 
+@pytest.mark.parametrize("side", ["trainer", "rollout"])
+def test_nor_do_samples_before_the_first_rollout(side):
+    """Scales of an FP8 cache that were measured on their prompts are gone."""
+    metrics = []
+    for first in (["zzzzzzzzzz="], None):
+        session = session_of("fp8-kv", kv_calibration=side)
+        for _ in range(2):
+            if first:
+                session.sample(first)
+            rollout = session.rollout(PROMPTS)
+            metrics.append(session.update(rollout, rewards_of(rollout)))
+    one, two, plain, other = ({name: x for name, x in row.items() if "version" not in name} for row in metrics)
+    if side == "rollout":  # what the scales before would have cost is measured against those of the samples
+        one, two, plain, other = ({n: x for n, x in row.items() if not n.startswith("fp8/")} for row in (one, two, plain, other))
+    assert (one, two) == (plain, other)
+
+
 def test_more_prompts_within_a_bucket_compile_nothing():
     session, compiled = session_of(), []
     for _ in range(2):
