@@ -102,7 +102,8 @@ def take_table_entries(flags: list[str], tree: type, config: Any) -> tuple[list[
             node, full, bare = config, entries, empty
             for parent in parents:
                 node, full, bare = getattr(node, parent), full.setdefault(parent, {}), bare.setdefault(parent, {})
-            stems[f"{_flag(key)}."] = full[name] = copy.deepcopy(getattr(node, name))
+            # a plain dictionary: a function's arguments are a frozen one
+            stems[f"{_flag(key)}."] = full[name] = {**copy.deepcopy(getattr(node, name))}
             bare[name] = {}
             if holds_tables(annotation):
                 of_tables.add(f"{_flag(key)}.")

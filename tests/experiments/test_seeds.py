@@ -84,6 +84,32 @@ def test_the_documents_state_what_the_records_hold():
     assert (figures.ROOT / "docs" / "results.md").read_text() == figures.results(), "run: python -m experiments.figures"
 
 
+def test_a_section_stands_where_its_record_does(tmp_path, monkeypatch):
+    """SmolLM2's record, in the form of the demo's."""
+    missing = "smollm2_addition"
+    for path in figures.RESULTS.rglob("*"):
+        if path.is_file() and not (path.parent.name == "seeds" and path.stem == missing):
+            link = tmp_path / path.relative_to(figures.RESULTS)
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(path)
+    monkeypatch.setattr(figures, "RESULTS", tmp_path)
+    assert "SmolLM2 addition" not in figures.results() and missing not in figures.readme()
+    runs = {
+        "bf16": {"0": run(0.40, 1e-12), "1": run(0.44, 1e-12), "2": run(0.42, 1e-12)},
+        "fp8-rl": {"0": run(0.38, 1e-3), "1": run(0.44, 2e-3), "2": run(0.41, 3e-3)},
+    }
+    written = {"question": "?", "made": {}, "summary": summarize(runs, "bf16"), "runs": runs}
+    assert written.keys() == figures.record("seeds/demo.json").keys()
+    (tmp_path / "seeds" / f"{missing}.json").write_text(json.dumps(written))
+    section = figures.results().split("## SmolLM2 addition\n", 1)[1].split("\n## ", 1)[0]
+    assert "2 steps of GRPO, 3 paired seeds, 100 held-out problems" in section
+    assert "| `bf16` | 0.250 (0.250 to 0.250) | 0.420 (0.370 to 0.470) | baseline | 2.0e-12" in section
+    assert "| `fp8-rl` | 0.250 (0.250 to 0.250) | 0.410 (0.335 to 0.485) | -0.010 (-0.035 to +0.015); sees 0.031 |" in section
+    assert f"Command: `python -m experiments.seeds --study {missing}`" in section
+    (row,) = (line for line in figures.readme().splitlines() if "SmolLM2-135M learns sums" in line)
+    assert "-0.010 (-0.035 to +0.015); sees 0.031 | 3 seeds |" in row
+
+
 def test_no_measured_figure_stands_elsewhere_in_the_readme():
     """Decimals and powers of ten outside of code, links, papers' and versions' numbers come from a record or not at all."""
     before, rest = (figures.ROOT / "README.md").read_text().split(figures.START)
