@@ -18,8 +18,6 @@ PAGES = [
     ROOT / "pallas_kernels" / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
 ]
-COMING = ("notebooks/grpo.ipynb",)
-"""Linked before they are there; take a name out when its file comes."""
 
 
 def test_the_program_of_the_readme_runs(tmp_path, monkeypatch, capsys):
@@ -56,13 +54,9 @@ def links(page: Path) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_and_paths_exist(page):
     missing = {target for target in links(page) if not (page.parent / target).exists()}
-    assert missing <= set(COMING)
+    assert not missing
     paths = re.findall(r"`((?:docs|experiments|fp8rl_jax|pallas_kernels|tests)/[\w./-]+)`", page.read_text())
     assert [path for path in paths if not (ROOT / path).exists()] == []
-
-
-def test_what_is_coming_is_not_there_yet():
-    assert [name for name in COMING if (ROOT / name).exists()] == [], "take it out of COMING"
 
 
 def test_links_are_found():
