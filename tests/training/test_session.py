@@ -22,8 +22,10 @@ from fp8rl_jax.config.recipe import recipe as changed_recipe
 from fp8rl_jax.config.rl import CorrectionConfig, RLConfig
 from fp8rl_jax.config.run import RolloutConfig, RunConfig
 from fp8rl_jax.config.settings import with_settings
+from fp8rl_jax.config.tasks import TaskConfig
 from fp8rl_jax.config.training import OptimizerConfig
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.tasks.dataset import load_splits
 from fp8rl_jax.training.setup import build
 
 SIZES = RUN["model"]["init"]
@@ -272,6 +274,11 @@ def test_settings_by_name_by_key_and_by_table():
     session = session_of(own)
     assert session.recipe == own and session.config.recipe == "mine" and session.config.resolved_recipe() == own
     assert session_of(changed_recipe("jet-rl")).config.recipes == {}
+    scales = []
+    for session in (session, session_of("fp8-rl")):  # rewards that teach nothing, so that the weights stay
+        session.update(session.rollout(PROMPTS), [0.0] * 12)
+        scales.append(float(session.scales.key[0]))
+    assert scales[0] > 1.2 * scales[1] > 0
 
 
 def test_logprobs_are_those_that_an_update_measures():
@@ -341,6 +348,29 @@ def test_sessions_take_turns_on_one_state():
     one.load(other.release())
     rollout = one.rollout(PROMPTS)
     assert one.update(rollout, rewards_of(rollout))["mismatch/k3"] < 1e-9 and int(one.state.updates) == 2
+
+
+def test_episodes_with_an_environment_of_a_notebook():
+    class Echo:
+        """Two turns; each is rewarded by its part of vowels."""
+
+        def reset(self, seed):
+            self.turn = 0
+            return f"{seed % 10}:"
+
+        def step(self, text):
+            self.turn += 1
+            return "?", sum(letter in "aeiou" for letter in text) / 6, self.turn == 2
+
+    session = session_of("fp8-rl", stop_token_ids=tuple(range(64)), max_prompt_tokens=24)
+    task = TaskConfig(kind="environment", max_turns=2, train_size=3, eval_size=0)
+    problems, _ = load_splits(task, environment=Echo)
+    with fp8rl.RewardPool(task, environment=Echo) as pool:
+        rollout, scores = session.play(problems.examples, pool)
+        metrics = session.update(rollout, scores)
+    assert len(rollout.texts) == 12 == len(scores.rewards) and metrics["episodes/turns"] == 2
+    assert metrics["reward/mean"] == pytest.approx(scores.rewards.mean()) and metrics["optim/grad_norm"] > 0
+    assert [len(x) for x in rollout.tokens] == [len(x) for x in rollout.logprobs] and 0 < metrics["mismatch/k3"] < 1e-3
 
 
 def test_an_objective_and_a_reward_of_a_notebook(tmp_path):
