@@ -275,9 +275,9 @@ def test_settings_by_name_by_key_and_by_table():
     assert session.recipe == own and session.config.recipe == "mine" and session.config.resolved_recipe() == own
     assert session_of(changed_recipe("jet-rl")).config.recipes == {}
     scales = []
-    for session in (session, session_of("fp8-rl")):  # rewards that teach nothing, so that the weights stay
-        session.update(session.rollout(PROMPTS), [0.0] * 12)
-        scales.append(float(session.scales.key[0]))
+    for each in (session, session_of("fp8-rl")):  # rewards that teach nothing, so that the weights stay
+        each.update(each.rollout(PROMPTS), [0.0] * 12)
+        scales.append(float(each.scales.key[0]))
     assert scales[0] > 1.2 * scales[1] > 0
 
 
