@@ -1,4 +1,4 @@
-# make demo, make test: both install what they need into .venv first, and do nothing where nothing has changed.
+# make demo, make test, make hopper: they install what they need into .venv first, and do nothing where nothing has changed.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -25,7 +25,7 @@ UNOPTIMIZED := --xla_backend_optimization_level=0 --xla_backend_extra_options=xl
 # what is used: with pip 26, which the first line of the install brings, a new .venv takes half the time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo test mutants toolchain lint browser clean
+.PHONY: help install demo test hopper mutants toolchain lint browser clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -52,15 +52,23 @@ demo: install ## train the built-in policy with bf16 and with fp8-rl; writes run
 	@$(BIN)/fp8rl train $(DEMO) --recipe fp8-rl
 	@$(BIN)/fp8rl report runs/demo
 
-test: lint browser ## lint, then all tests
-	@first=0; XLA_FLAGS="$(UNOPTIMIZED) $(ONE_THREAD) $${XLA_FLAGS:-}" $(PYTEST) -m "not optimized" $(PYTEST_ARGS) || first=$$?; \
-	second=0; XLA_FLAGS="$(ONE_THREAD) $${XLA_FLAGS:-}" $(PYTEST) -m optimized $(PYTEST_ARGS) || second=$$?; \
+# Both kinds of a set of tests: compiled without optimization, and as shipped. $(call both,MARKER)
+define both
+	@first=0; XLA_FLAGS="$(UNOPTIMIZED) $(ONE_THREAD) $${XLA_FLAGS:-}" $(PYTEST) -m "$(1) and not optimized" $(PYTEST_ARGS) || first=$$?; \
+	second=0; XLA_FLAGS="$(ONE_THREAD) $${XLA_FLAGS:-}" $(PYTEST) -m "$(1) and optimized" $(PYTEST_ARGS) || second=$$?; \
 	case "$$first $$second" in "0 0"|"5 0"|"0 5") ;; *) exit 1;; esac  # 5: PYTEST_ARGS chose no test of this pass
+endef
+
+test: lint browser ## lint, then all tests but those of make hopper
+	$(call both,not hopper)
+
+hopper: install ## the kernels and the GPU command, checked without a GPU: played, compiled to sm_90a, rehearsed
+	$(call both,hopper)
 
 mutants: install ## make errors of wiring in copies of the tree, which tests must find; MUTANTS="loop sft" chooses
 	@$(BIN)/python tests/mutants.py -j $(WORKERS) $(MUTANTS)
 
-toolchain: $(CUDA)/.installed ## what compiles kernels for Hopper without a GPU (about 1 GB); make test uses it if it is there
+toolchain: $(CUDA)/.installed ## what compiles kernels for Hopper without a GPU (about 1 GB); make hopper uses it if it is there
 
 $(CUDA)/.installed: $(TOOLCHAIN) | install
 	@echo "Installing the CUDA compiler into $(CUDA)"

@@ -26,7 +26,9 @@ OPTIMIZED = (
     *("training/test_exact.py", "training/test_loss_scale.py::test_float16_gradients"),
     *("compare/test_compare.py::test_an_exact_rollout", "compare/test_compare.py::test_excess"),
 )
-"""Tests of bits and of roundings: `make test` compiles them as users do, and all others without optimization."""
+"""Tests of bits and of roundings: they are compiled as users do, and all others without optimization."""
+HOPPER = ("kernels/test_hopper.py", "training/test_on_hopper.py", "experiments/test_gpu_benchmark.py")
+"""What only a Hopper GPU runs, checked without one: `make hopper`."""
 
 jaxtyping.install_import_hook(["fp8rl_jax", "pallas_kernels"], "shape_checks.check")
 
@@ -34,8 +36,11 @@ jaxtyping.install_import_hook(["fp8rl_jax", "pallas_kernels"], "shape_checks.che
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]):
     for item in items:
-        if f"{item.path.relative_to(ROOT / 'tests').as_posix()}::{item.name}".startswith(OPTIMIZED):
+        name = f"{item.path.relative_to(ROOT / 'tests').as_posix()}::{item.name}"
+        if name.startswith(OPTIMIZED):
             item.add_marker("optimized")
+        if name.startswith(HOPPER):
+            item.add_marker("hopper")
 
 
 def pytest_runtest_teardown():

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from fp8rl_jax.config.recipe import ForwardFormats
+from fp8rl_jax.config.recipe import LinearFormats
 from fp8rl_jax.models.arithmetic import arithmetic
 from fp8rl_jax.models.cache import KVBlock, KVCache
 from fp8rl_jax.models.config import PolicyConfig
@@ -148,7 +148,7 @@ def run_layer(
     routes: Stretches | None = None,
     *,
     config: PolicyConfig,
-    formats: ForwardFormats,
+    formats: LinearFormats,
     decode: bool,
     backend: Backend,
     exact: bool = False,

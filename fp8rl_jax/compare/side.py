@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from fp8rl_jax.compare.probe import Stretches, Tokens, run_layer
 from fp8rl_jax.compare.programs import excess_precision
-from fp8rl_jax.config.recipe import ForwardFormats, Recipe
+from fp8rl_jax.config.recipe import LinearFormats, Recipe
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.arithmetic import arithmetic
 from fp8rl_jax.models.cache import KVCache, KVScales
@@ -84,7 +84,7 @@ class Side:
         return cls(recipe, phase, kind, backend, policy, unstack(served), scales, excess)
 
     @property
-    def formats(self) -> ForwardFormats:
+    def formats(self) -> LinearFormats:
         return self.recipe.trainer if self.phase == "trainer" else self.recipe.rollout
 
     def embed(self, tokens: Tokens) -> Stretches:
@@ -133,7 +133,7 @@ def check_alike(configs: Sequence[PolicyConfig], names: Sequence[str | Path]) ->
 
 def describe_side(model: str, side: Side) -> dict[str, Any]:
     """What a side is, for `compare.document`."""
-    formats = {role: describe(fmt) if fmt.quantized else str(side.dtype) for role, fmt in vars(side.formats).items()}
+    formats = {role: describe(fmt) if fmt.quantized else str(side.dtype) for role, fmt in side.formats.roles().items()}
     return {
         "model": model,
         "recipe": side.recipe.name,

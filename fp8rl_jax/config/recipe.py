@@ -32,7 +32,7 @@ import tomllib
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from fp8rl_jax.config.checks import at_least, report
 from fp8rl_jax.config.formats import COMPUTE, ELEMENTS, ScaleRule, TensorFormat, parse_format
@@ -57,13 +57,26 @@ ElementName = Literal[("compute", *ELEMENTS)]  # type: ignore[valid-type]
 
 
 @dataclass(frozen=True)
-class ForwardFormats:
-    """The formats of one forward pass: the rollout has one, the trainer has one."""
+class LinearFormats:
+    """The formats of a trainer's forward pass, whose attention computes in the compute dtype."""
 
     weight: TensorFormat = COMPUTE
     """Weights of the quantized linears, [out, in]."""
     activation: TensorFormat = COMPUTE
     """Inputs of the quantized linears, [tokens, in]."""
+    query: ClassVar[TensorFormat] = COMPUTE
+    key: ClassVar[TensorFormat] = COMPUTE
+    value: ClassVar[TensorFormat] = COMPUTE
+
+    def roles(self) -> dict[str, TensorFormat]:
+        """The format of every role of a forward pass, whether or not it can be chosen here."""
+        return {role: getattr(self, role) for role in ("weight", "activation", "query", "key", "value")}
+
+
+@dataclass(frozen=True)
+class ForwardFormats(LinearFormats):
+    """The formats of a rollout's forward pass."""
+
     query: TensorFormat = COMPUTE
     """Queries after q-norm and rope."""
     key: TensorFormat = COMPUTE
@@ -80,14 +93,14 @@ class Recipe:
     """One row of the table: formats on both sides, what is calibrated, which correction it asks for.
 
     Raises:
-        UserError: a negative number of layers.
+        UserError: a negative number of layers, or a trainer's query, key or value that is quantized.
     """
 
     name: str
     """Name on the command line."""
     rollout: ForwardFormats = ForwardFormats()
     """Formats of the rollout's forward pass."""
-    trainer: ForwardFormats = ForwardFormats()
+    trainer: LinearFormats = LinearFormats()
     """Formats of the trainer's forward pass."""
     output_gradient: TensorFormat = COMPUTE
     """Gradients entering a linear's backward products."""
@@ -120,6 +133,13 @@ class Recipe:
         for key in ("first_layers_in_compute", "last_layers_in_compute"):
             if getattr(self, key) < 0:
                 raise UserError(f"recipe {self.name!r}: {key} must be at least 0, and is {getattr(self, key)}")
+        if isinstance(self.trainer, ForwardFormats):  # a rollout's, given in Python to both sides
+            for role in ("query", "key", "value"):
+                if getattr(self.trainer, role).quantized:
+                    raise UserError(
+                        f"recipe {self.name!r}: trainer.{role} cannot be quantized: its attention computes in the compute dtype"
+                    )
+            object.__setattr__(self, "trainer", LinearFormats(self.trainer.weight, self.trainer.activation))
 
     @property
     def quantizes_linears(self) -> bool:
@@ -156,7 +176,7 @@ def _with_scales(recipe: Recipe, side: str, scale: str | None, block: int | None
         shape = fmt.block if block is None else tuple(1 if n == 1 else block for n in fmt.block)
         return replace(fmt, scale=scale or fmt.scale, block=shape)
 
-    formats: ForwardFormats = getattr(recipe, side)
+    formats: LinearFormats = getattr(recipe, side)
     changed = {side: replace(formats, weight=change(formats.weight), activation=change(formats.activation))}
     if side == "trainer":
         changed |= {role: change(getattr(recipe, role)) for role in ("output_gradient", "saved_activation")}
@@ -172,7 +192,7 @@ def recipe(base: str | Recipe, name: str | None = None, **fields: Any) -> Recipe
         base: a built-in recipe's name, or a recipe.
         name: of the new one; None: as the base's.
         fields: of `Recipe`, by dotted key; a format as its name, a `TensorFormat`, or a table of what differs in it; `rollout`
-            and `trainer` as tables of such, or `ForwardFormats`.
+            and `trainer` as tables of such, or `ForwardFormats` and `LinearFormats`.
 
     Raises:
         UserError: an unknown base; a line for each unknown field and each value that does not fit.
@@ -401,6 +421,7 @@ __all__ = [
     "KV_RULES",
     "RECIPES",
     "ForwardFormats",
+    "LinearFormats",
     "PrecisionConfig",
     "Recipe",
     "SideScales",

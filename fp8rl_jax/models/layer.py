@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from fp8rl_jax.config.recipe import ForwardFormats
+from fp8rl_jax.config.recipe import LinearFormats
 from fp8rl_jax.models.arithmetic import PLAIN, Arithmetic
 from fp8rl_jax.models.cache import KVCache
 from fp8rl_jax.models.config import PolicyConfig
@@ -98,7 +98,7 @@ class LayerStep:
     def __init__(
         self,
         config: PolicyConfig,
-        formats: ForwardFormats,
+        formats: LinearFormats,
         positions: Int[Array, "b t"],
         segment_ids: Int[Array, "b t"],
         cache: KVCache,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 
 from fp8rl_jax.config.formats import TensorFormat
-from fp8rl_jax.config.recipe import ForwardFormats, Recipe
+from fp8rl_jax.config.recipe import LinearFormats, Recipe
 from fp8rl_jax.errors import UserError
 from pallas_kernels.backend import Backend, BackendError, check_exact, check_pair
 from pallas_kernels.matmul import selected_backend
@@ -39,7 +39,7 @@ def check_recipe(recipe: Recipe, backend: Backend = "auto") -> None:
         raise UserError(f"recipe {recipe.name!r}: {field} {why}")
 
     for side in ("rollout", "trainer"):
-        formats: ForwardFormats = getattr(recipe, side)
+        formats: LinearFormats = getattr(recipe, side)
         if formats.activation.quantized and not formats.weight.quantized:
             refuse(f"{side}.activation", "is quantized but the weight is not; no product takes that pair")
         if formats.weight.quantized and formats.weight.block is None:
@@ -62,9 +62,6 @@ def check_recipe(recipe: Recipe, backend: Backend = "auto") -> None:
             refuse("kv_constants", "must be three positive numbers, for Q, K and V, and kv_margin one")
         if not 0 <= recipe.kv_percentile <= 100:
             refuse("kv_percentile", f"must be from 0 to 100, and is {recipe.kv_percentile}")
-    for role in ("query", "key", "value"):
-        if getattr(recipe.trainer, role).quantized:
-            refuse(f"trainer.{role}", "is quantized, and the trainer's attention computes in the compute dtype only")
     _check_backward(recipe, refuse)
     if recipe.quantizes_linears or recipe.exact:
         try:
@@ -90,7 +87,7 @@ def describe(fmt: TensorFormat) -> str:
 def unlike_sides(recipe: Recipe) -> str:
     """What both sides quantize and not alike, such as "weight: e4m3 128x128 power_of_two scales in the rollout, e4m3 128x128
     float32 scales in the trainer"; "" where there is nothing."""
-    pairs = ((role, fmt, getattr(recipe.trainer, role)) for role, fmt in vars(recipe.rollout).items())
+    pairs = ((role, fmt, getattr(recipe.trainer, role)) for role, fmt in recipe.rollout.roles().items())
     return "; ".join(
         f"{role}: {describe(one)} in the rollout, {describe(other)} in the trainer"
         for role, one, other in pairs if one.quantized and other.quantized and one != other
@@ -99,7 +96,7 @@ def unlike_sides(recipe: Recipe) -> str:
 
 def _first_difference(recipe: Recipe) -> str:
     """The first role whose format differs between the recipe's sides; "" where the forward passes are one."""
-    for role, fmt in vars(recipe.rollout).items():
+    for role, fmt in recipe.rollout.roles().items():
         other: TensorFormat = getattr(recipe.trainer, role)
         if fmt != other:
             field = next(name for name, value in vars(fmt).items() if value != getattr(other, name))

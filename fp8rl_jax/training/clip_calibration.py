@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from fp8rl_jax import rl
 from fp8rl_jax.config.formats import COMPUTE
-from fp8rl_jax.config.recipe import ForwardFormats
+from fp8rl_jax.config.recipe import LinearFormats
 from fp8rl_jax.config.rl import RLConfig
 from fp8rl_jax.rl.masked import per_token
 from fp8rl_jax.training.state import TrainState
@@ -41,7 +41,7 @@ def due(state: TrainState, config: RLConfig, updates_per_rollout: int) -> bool:
 
 def unquantized(config: StepConfig) -> StepConfig:
     """The same forward in the compute dtype."""
-    compute = {"trainer": ForwardFormats(), "output_gradient": COMPUTE, "saved_activation": COMPUTE, "exact": False}
+    compute = {"trainer": LinearFormats(), "output_gradient": COMPUTE, "saved_activation": COMPUTE, "exact": False}
     recipe = replace(config.recipe, **compute)
     return replace(config, recipe=recipe)
 

@@ -15,6 +15,7 @@ from fp8rl_jax.config.recipe import (
     COMPUTE,
     RECIPES,
     ForwardFormats,
+    LinearFormats,
     PrecisionConfig,
     Recipe,
     SideScales,
@@ -71,8 +72,8 @@ REFUSED = {
     "query only": (rollout(key=COMPUTE, value=COMPUTE), r"rollout\.query is quantized but the cache is not"),
     "cache block": (rollout(key=A), r"rollout\.key must have one float32 scale"),
     "cache scale": (rollout(query=replace(KV, scale="power_of_two")), r"rollout\.query must have one float32 scale"),
-    "trainer weight only": ({"trainer": ForwardFormats(weight=W)}, r"trainer\.activation must be quantized where"),
-    "trainer cache": ({"trainer": ForwardFormats(key=KV, value=KV)}, r"trainer\.key is quantized"),
+    "trainer weight only": ({"trainer": LinearFormats(weight=W)}, r"trainer\.activation must be quantized where"),
+    "trainer cache": ({"trainer": ForwardFormats(key=KV, value=KV)}, r"trainer\.key cannot be quantized"),
     "output_gradient": ({"output_gradient": A}, r"output_gradient is quantized, but the trainer's linears are not"),
     "saved_activation": ({"saved_activation": A}, r"saved_activation is quantized, but the trainer's linears are not"),
     "another saved format": (trained(saved_activation=replace(A, element="e5m2")), r"saved_activation must be the format of"),
@@ -108,7 +109,7 @@ def test_a_pair_that_a_backend_cannot_multiply_is_refused_with_role_formats_and_
         check_recipe(replace(jet, output_gradient=replace(A, element="e2m1")), "hopper")
     check_recipe(replace(FULL, rollout=ForwardFormats(weight=four.weight)), "hopper")  # a weight alone is unpacked
     five = replace(A, element="e5m2")
-    trainer = ForwardFormats(replace(W, element="e5m2"), five)
+    trainer = LinearFormats(replace(W, element="e5m2"), five)
     check_recipe(replace(jet, trainer=trainer, saved_activation=five, output_gradient=five), "hopper")
 
 
@@ -192,7 +193,7 @@ def test_the_built_in_rows_are_these():
     assert FULL == Recipe("fp8-rl", rollout=ForwardFormats(W, A, KV, KV, KV), correction="token_tis")
     assert RECIPES["fp8-rollout"] == replace(FULL, name="fp8-rollout", rollout=ForwardFormats(W, A))
     assert RECIPES["fp8-kv"] == replace(FULL, name="fp8-kv", rollout=ForwardFormats(query=KV, key=KV, value=KV))
-    both = {"trainer": ForwardFormats(W, A), "output_gradient": A, "saved_activation": A}
+    both = {"trainer": LinearFormats(W, A), "output_gradient": A, "saved_activation": A}
     assert RECIPES["fp8-e2e-kv"] == Recipe("fp8-e2e-kv", ForwardFormats(W, A, KV, KV, KV), correction="nemo_is", **both)
     w, a = replace(W, scale="power_of_two"), replace(A, scale="power_of_two")
     sides = ForwardFormats(w, a)
@@ -307,7 +308,7 @@ def test_scales_of_one_side():
     served = get_recipe("jet-rl", PrecisionConfig(rollout=SideScales("power_of_two")))
     assert served == replace(jet, rollout=RECIPES["infir2"].rollout)
     trained = get_recipe("jet-rl", PrecisionConfig(scale="power_of_two", trainer=SideScales("float32", 64)))
-    blocks = ForwardFormats(replace(W, block=(64, 64)), replace(A, block=(1, 64)))
+    blocks = LinearFormats(replace(W, block=(64, 64)), replace(A, block=(1, 64)))
     assert (trained.rollout, trained.trainer) == (RECIPES["infir2"].rollout, blocks)
     assert trained.output_gradient == trained.saved_activation == blocks.activation
     for recipe in (served, trained):

@@ -12,7 +12,7 @@ from tiny_run import EVEN_LETTERS, check_refused, measured, train, write_run
 
 from fp8rl_jax import rl
 from fp8rl_jax.config.clipping import ClipCalibrationConfig
-from fp8rl_jax.config.recipe import COMPUTE, ForwardFormats, get_recipe
+from fp8rl_jax.config.recipe import COMPUTE, LinearFormats, get_recipe
 from fp8rl_jax.config.rl import RLConfig
 from fp8rl_jax.training.clip_calibration import Seen, due, recalibrate, unquantized
 from fp8rl_jax.training.state import TrainState
@@ -55,7 +55,7 @@ def test_when_a_calibration_is_due_and_what_is_not_quantized_in_it():
     assert not due(TrainState(None, None, jnp.int32(0)), RLConfig(), 2)
     config = StepConfig(get_recipe("fp8-e2e"), RLConfig(), "float32", 1.0, micro_batches=2)
     exact = unquantized(config).recipe
-    assert exact.trainer == ForwardFormats() and exact.output_gradient == exact.saved_activation == COMPUTE
+    assert exact.trainer == LinearFormats() and exact.output_gradient == exact.saved_activation == COMPUTE
     assert exact.rollout == config.recipe.rollout and replace(unquantized(config), recipe=config.recipe) == config
 
 

@@ -67,9 +67,7 @@ def bits(values, mask) -> bytes:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "name", "dtype"), [("dense", "jet-rl", "bfloat16"), ("moe", "jet-rl", "float16")]
-)
+@pytest.mark.parametrize(("kind", "name", "dtype"), [("dense", "jet-rl", "bfloat16"), ("moe", "jet-rl", "float16")])
 def test_the_trainer_has_the_bits_of_the_rollout(kind, name, dtype):
     _, rollout, config = sampled(kind, name, dtype)
     expected = bits(rollout.policy_logprobs, rollout.mask)
@@ -78,10 +76,9 @@ def test_the_trainer_has_the_bits_of_the_rollout(kind, name, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("unroll", [True, False], ids=["unrolled", "scanned"])
-def test_layers_in_the_compute_dtype_have_their_bits_too(unroll):
+def test_layers_in_the_compute_dtype_have_their_bits_too():
     recipe = get_recipe("fp8-e2e", PrecisionConfig(exact=True, first_layers_in_compute=1))
-    engine = LocalEngine(recipe, jnp.dtype("bfloat16"), unroll)
+    engine = LocalEngine(recipe, jnp.dtype("bfloat16"), unroll=False)
     engine.sync(policy_of("dense"))
     rollout = engine.generate(make_prompts(), 4, SAMPLING, jax.random.key(1))
     config = in_parts(StepConfig(recipe, RL, "bfloat16", temperature=1.0))
