@@ -1,14 +1,8 @@
 """A session: a policy that is sampled, rewarded and updated under one precision recipe.
 
-    policy, tokenizer = fp8rl.load("smollm2-135m")
-    session = fp8rl.Session(policy, tokenizer, recipe="fp8-rl", samples_per_prompt=8, max_new_tokens=64, learning_rate=1e-5)
-    for step in range(20):
-        rollout = session.rollout(prompts)
-        metrics = session.update(rollout, [reward(text) for text in rollout.texts])
-    session.save("out")
-
-It owns the weights, the optimizer, the rollout engine, the KV calibration and the weight sync. `fp8rl train`, evaluations and the
-benchmarks go through it: this is the only loop body there is. A step does, in this order:
+The program at the top of fp8rl_jax/__init__.py is how it is used. It owns the weights, the optimizer, the rollout engine, the KV
+calibration and the weight sync. `fp8rl train`, evaluations, the warm start and the benchmarks go through it: there is no other loop
+body. A step does, in this order:
 
     rollout     n completions of each of P prompts, with the weights of the last sync
     score       log-probabilities of the reference and of the old policy, where the loss, the reward or a correction needs them
