@@ -1,8 +1,8 @@
 """A session: a policy that is sampled, rewarded and updated under one precision recipe.
 
 The program at the top of fp8rl_jax/__init__.py is how it is used. It owns the weights, the optimizer, the rollout engine, the KV
-calibration and the weight sync. `fp8rl train`, evaluations, the warm start and the benchmarks go through it: there is no other loop
-body. A step does, in this order:
+calibration and the weight sync. `fp8rl train`, evaluations, the warm start and the benchmarks go through it: there is no other
+loop body. A step does, in this order:
 
     rollout     n completions of each of P prompts, with the weights of the last sync
     score       log-probabilities of the reference and of the old policy, where the loss, the reward or a correction needs them
