@@ -308,9 +308,7 @@ class Session:
         self.step, self._rollouts = self.step + 1, 0
         self._sync(None if next_prompts is None else self.encode(next_prompts)[0])
         clock.work(self._state.policy.config, *rollout.work(), frozen=config.lora.rank > 0)
-        metrics |= (
-            rollout.metrics() | self.engine.metrics | rl.reward_metrics(jnp.asarray(values), rollout.samples, jnp.asarray(valid))
-        )
+        metrics |= rollout.metrics() | self.engine.metrics
         scales, finite = to_host((self.engine.scales, self.engine.finite))
         if scales is not None:
             metrics |= {f"fp8/kv_scale_{role[0]}": getattr(scales, role).max() for role in ("query", "key", "value")}
