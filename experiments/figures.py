@@ -377,7 +377,7 @@ def agreed() -> tuple[str, str]:
 
 CLAIMS = (
     Claim("Does FP8 rollout cost accuracy on the demo?", lambda: costs("demo"), "The demo"),
-    Claim("And where SmolLM2-135M (from a 4-bit file) learns sums, after 20 steps?", lambda: costs("smollm2_addition"), "SmolLM2 addition"),
+    Claim("And where SmolLM2-135M learns sums? (From a 4-bit file.)", lambda: costs("smollm2_addition"), "SmolLM2 addition"),
     Claim("How far is the trainer from the rollout, bfloat16 compute?", mismatches, "Mismatch of every recipe"),
     Claim("Does that grow with depth? SmolLM2-135M, forward passes", growth, "What the mismatch is made of"),
     Claim("Can it be made zero?", zero, "Exact mode"),
