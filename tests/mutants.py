@@ -118,7 +118,7 @@ LIST: list[Mutant] = [
         "training/loop.py", WIRING,
         ("failed-in-the-mean", "samples, jnp.asarray(~scores.failed)", "samples, jnp.asarray(scores.failed)", "failed_reward"),
         ("failed-learned-from", "if ok else None for", "for", "failed_reward"),
-        ("all-enter", "found.entering, self.collector", "None, self.collector", "training/test_loop.py dapo"),
+        ("all-enter", "found.entering, self.collector", "None, self.collector", "teach_nothing_stay"),
         ("accuracy-of-any-reward", "scores.correct.mean()", "(scores.rewards > -1).mean()", "a_step_learns"),
         ("failures-not-watched", "        metrics |= self.watch.see(step, metrics, found.scores)\n", "", "failed_reward"),
         ("samples-of-no-step", '{"step": step, **row}', '{"step": 0, **row}', "a_step_learns"),

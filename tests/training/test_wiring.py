@@ -519,6 +519,17 @@ def test_a_failed_reward_is_told_and_has_no_advantage_and_no_part_in_the_mean(lo
     assert (metrics["reward/timeouts"], metrics["reward/errors"]) == (2, 0) and "no score of !!" in caplog.text
 
 
+def test_prompts_that_teach_nothing_stay_out_of_the_loss(loop_of):
+    engine = Engine()
+    with loop_of(engine, rl=RLConfig(dynamic_sampling=DynamicSamplingConfig(enabled=True, max_rounds=1))) as loop:
+        trainer, first = Trainer(loop.session), loop.setup.train.batch(0, 2, 0)[0].index
+        engine.say = lambda problem, sample, call: "same" if problem == first else letters(problem, sample, call)
+        loop._step(0)
+    batch = trainer.batches[0]  # those that teach first
+    np.testing.assert_array_equal(batch.loss_mask[:3], batch.mask[:3])
+    assert batch.mask[3:].any() and not batch.loss_mask[3:].any()
+
+
 def test_scales_are_those_of_the_new_weights_on_prompts_and_completions(loop_of):
     engine, ones = Engine(recipe="fp8-kv"), KVScales(*(jnp.ones(1) for _ in range(3)))
     words, others = ((lambda _, sample, call, said=said: said[sample]) for said in (("abc", "def", "ghi"), ("rst", "uvw", "xyz")))
