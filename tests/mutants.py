@@ -290,7 +290,7 @@ LIST: list[Mutant] = [
         ("scales-kept", "self.scales = self.scales, calibration", "self.scales = 2 * (self.scales or calibration,)",
          f"{WIRING} scales_are"),
         ("unscaled", "key, self.scales, samples=samples", "key, None, samples=samples", "rollout/test_generate.py fp8_policy"),
-        ("version-of-none", "weight_version=self.version)", "weight_version=0)", "first_batch"),
+        ("version-of-none", "weight_version=self.version)", "weight_version=0)", "forward_that_serves"),
         ("version-jumps", "self.version += 1", "self.version += 2", "versions"),
         ("padded-left", "table[row, : len(prompt)] = prompt", "table[row, -len(prompt) :] = prompt", "pad"),
     ),
