@@ -76,8 +76,9 @@ $(CUDA)/.installed: $(TOOLCHAIN) | install
 	@$(BIN)/pip install -qq --no-compile --no-deps --target $(CUDA) -r $(TOOLCHAIN)
 	@touch $@
 
-lint: install ## ruff
+lint: install ## ruff: faults and format
 	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check --quiet . || { echo "make: ruff format . changes some files" >&2; exit 1; }
 
 # The report is looked at in a real browser. Without one, and without the right to install it, that test is skipped.
 browser:

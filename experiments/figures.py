@@ -1,8 +1,10 @@
-"""Every measured figure of README.md and docs/results.md, made from the committed records: `python -m experiments.figures`.
+"""Every measured figure of README.md and docs/results.md, made from the committed records: `python
+-m experiments.figures`.
 
-docs/results.md has every record in full and is written whole. README.md has one table between `<!-- figures -->` and
-`<!-- end of figures -->`, a row for each question. A test makes both again and compares, and finds no measured figure in the rest
-of README.md. So a figure cannot drift from its record.
+docs/results.md has every record in full and is written whole. README.md has one table between `<!--
+figures -->` and `<!-- end of figures -->`, a row for each question. A test makes both again and
+compares, and finds no measured figure in the rest of README.md. So a figure cannot drift from its
+record.
 """
 
 from __future__ import annotations
@@ -35,7 +37,11 @@ def seeds(study: str) -> dict[str, dict[str, Any]]:
 
 def steps(study: str) -> int:
     """Training steps of each run of a study."""
-    (number,) = {len(run["steps"]["k3"]) for runs in record(f"seeds/{study}.json")["runs"].values() for run in runs.values()}
+    (number,) = {
+        len(run["steps"]["k3"])
+        for runs in record(f"seeds/{study}.json")["runs"].values()
+        for run in runs.values()
+    }
     return number
 
 
@@ -45,7 +51,8 @@ def interval(x: list[float], form: str) -> str:
 
 
 def against(row: dict[str, Any], of: str = "") -> str:
-    """Difference to the baseline, and what the seeds could have seen; of: "judged, " for the judge's accuracy."""
+    """Difference to the baseline, and what the seeds could have seen; of: "judged, " for the
+    judge's accuracy."""
     if row[f"{of}difference"] is None:
         return "baseline"
     return f"{interval(row[f'{of}difference'], '+.3f')}; sees {row[f'{of}detectable']:.3f}"
@@ -72,10 +79,22 @@ def demo() -> str:
         range over seeds.
     """)
     rows = [
-        [f"`{arm}`", interval(row["before"], ".3f"), interval(row["after"], ".3f"), against(row), interval(row["k3"], ".1e")]
+        [
+            f"`{arm}`",
+            interval(row["before"], ".3f"),
+            interval(row["after"], ".3f"),
+            against(row),
+            interval(row["k3"], ".1e"),
+        ]
         for arm, row in summary.items()
     ]
-    heads = ["recipe", "accuracy before", "after", "difference to `bf16`", "mismatch k3, mean over steps"]
+    heads = [
+        "recipe",
+        "accuracy before",
+        "after",
+        "difference to `bf16`",
+        "mismatch k3, mean over steps",
+    ]
     return f"{about}\n\n{table(heads, rows)}"
 
 
@@ -89,11 +108,22 @@ def recipes() -> str:
         words.
     """)
     rows = [
-        [f"`{arm}`", interval(row["k3"], ".1e"), f"{row['k3, median step']:.1e}", f"{row['largest']:.1e}", against(row)]
+        [
+            f"`{arm}`",
+            interval(row["k3"], ".1e"),
+            f"{row['k3, median step']:.1e}",
+            f"{row['largest']:.1e}",
+            against(row),
+        ]
         for arm, row in sorted(summary.items(), key=lambda item: -item[1]["k3"][0])
     ]
     heads = [
-        *("recipe", "k3, mean over steps (range over seeds)", "its median step", "largest difference of a log-probability"),
+        *(
+            "recipe",
+            "k3, mean over steps (range over seeds)",
+            "its median step",
+            "largest difference of a log-probability",
+        ),
         "accuracy after, less `bf16`'s",
     ]
     return f"{about}\n\n{table(heads, rows)}"
@@ -102,7 +132,10 @@ def recipes() -> str:
 def deep() -> list[dict[str, Any]]:
     """Points of the depth study that are shown, by depth."""
     points = record("depth/results.json")["points"]
-    return sorted((p for p in points if p["weights"] == "smollm2" and p["dtype"] == "bfloat16"), key=lambda p: p["depth"])
+    return sorted(
+        (p for p in points if p["weights"] == "smollm2" and p["dtype"] == "bfloat16"),
+        key=lambda p: p["depth"],
+    )
 
 
 def depth() -> str:
@@ -119,8 +152,20 @@ def depth() -> str:
     for name, parts in last.items():
         cells = [f"{depth_mean(p['k3'][name]['total'])[0]:.1e}" for p in chosen[:-1]]
         cells.append(interval(depth_mean(parts["total"]), ".1e"))
-        rows.append([f"`{name}`", *cells, *(f"{depth_mean(parts[part])[0]:.1e}" for part in ("formats", "cache", "order"))])
-    heads = ["recipe", *(f"{p['depth']} layers" for p in chosen), "of it: formats", "FP8 cache", "order of sums"]
+        rows.append(
+            [
+                f"`{name}`",
+                *cells,
+                *(f"{depth_mean(parts[part])[0]:.1e}" for part in ("formats", "cache", "order")),
+            ]
+        )
+    heads = [
+        "recipe",
+        *(f"{p['depth']} layers" for p in chosen),
+        "of it: formats",
+        "FP8 cache",
+        "order of sums",
+    ]
     return f"{about}\n\n{table(heads, rows)}"
 
 
@@ -144,7 +189,12 @@ def correction() -> str:
         for arm, row in summary.items()
     ]
     heads = [
-        *("correction", "accuracy after, served undamaged", "difference to `bf16`", "served through the damaged cache"),
+        *(
+            "correction",
+            "accuracy after, served undamaged",
+            "difference to `bf16`",
+            "served through the damaged cache",
+        ),
         "mismatch k3, mean over steps (range over seeds)",
     ]
     return f"{about}\n\n{table(heads, rows)}"
@@ -159,7 +209,13 @@ def compute_dtype() -> str:
         {first["problems"]} held-out words. In float16 the loss scale is found while training (arXiv 2510.26788).
     """)
     rows = [
-        [arm, interval(row["k3"], ".1e"), f"{row['k3, median step']:.1e}", f"{row['largest']:.1e}", interval(row["after"], ".3f")]
+        [
+            arm,
+            interval(row["k3"], ".1e"),
+            f"{row['k3, median step']:.1e}",
+            f"{row['largest']:.1e}",
+            interval(row["after"], ".3f"),
+        ]
         for arm, row in summary.items()
     ]
     heads = [
@@ -170,10 +226,15 @@ def compute_dtype() -> str:
 
 
 def largest_when_exact() -> tuple[float, float]:
-    """Largest difference of a log-probability over all steps of the runs in exact mode: the demo, and with experts."""
+    """Largest difference of a log-probability over all steps of the runs in exact mode: the demo,
+    and with experts."""
     dense = record("seeds/exact.json")["runs"]["jet-rl, exact"]["0"]["steps"]["largest"]
     lines = (RESULTS / "exact/moe_demo-jet-rl-exact/metrics.jsonl").read_text().splitlines()
-    experts = [row["mismatch/logprob_abs_diff_max"] for row in map(json.loads, lines) if "mismatch/k3" in row]
+    experts = [
+        row["mismatch/logprob_abs_diff_max"]
+        for row in map(json.loads, lines)
+        if "mismatch/k3" in row
+    ]
     if len(dense) != len(experts):
         raise ValueError("exact: the text says one number of steps for both runs")
     return max(dense), max(experts)
@@ -221,7 +282,11 @@ def compared() -> str:
     for folder in ("bf16", "fp8-rollout", "jet-rl", "jet-rl-exact"):
         found = record(f"compare/{folder}/compare.json")
         first = found["first"]
-        where = "nothing: every bit is equal" if not first else f"{first[0]['cause']}, `{first[0]['name']}`"
+        where = (
+            "nothing: every bit is equal"
+            if not first
+            else f"{first[0]['cause']}, `{first[0]['name']}`"
+        )
         rows.append([f"`{folder}`", where, f"{found['logprobs']['k3']:.1e}"])
     parts = [about, table(["recipe", "what differs first", "k3"], rows)]
     for dtype in ("float32", "bfloat16"):
@@ -241,7 +306,10 @@ def compared() -> str:
 def roundings() -> str:
     """What explicit roundings cost."""
     found = record("benchmarks/cpu_roundings.json")
-    cost = " and ".join(f"{np.median(x):.2f} ({min(x):.2f} to {max(x):.2f}) under `{name}`" for name, x in found["ratio"].items())
+    cost = " and ".join(
+        f"{np.median(x):.2f} ({min(x):.2f} to {max(x):.2f}) under `{name}`"
+        for name, x in found["ratio"].items()
+    )
     return prose(f"""
         Explicit roundings in bfloat16: a step of the demo takes {cost} times as long as at the commit before them
         ({found["before"]}), medians and ranges of three runs in turns on two CPU cores.
@@ -260,13 +328,23 @@ def smollm2_addition() -> str:
     """)
     rows = [
         [
-            f"`{arm}`", interval(row["before"], ".3f"), interval(row["after"], ".3f"), against(row), interval(row["k3"], ".1e"),
+            f"`{arm}`",
+            interval(row["before"], ".3f"),
+            interval(row["after"], ".3f"),
+            against(row),
+            interval(row["k3"], ".1e"),
             f"{row['largest']:.1e}",
         ]
         for arm, row in summary.items()
-    ]  # fmt: skip
+    ]
     heads = [
-        *("recipe", "accuracy before", "after", "difference to `bf16`", "mismatch k3, mean over steps"),
+        *(
+            "recipe",
+            "accuracy before",
+            "after",
+            "difference to `bf16`",
+            "mismatch k3, mean over steps",
+        ),
         "largest difference of a log-probability",
     ]
     return f"{about}\n\n{table(heads, rows)}"
@@ -297,20 +375,34 @@ class Section:
 
 def study(heading: str, text: Callable[[], str], name: str, optional: bool = False) -> Section:
     """A section of a study of experiments/seeds."""
-    return Section(heading, text, f"python -m experiments.seeds --study {name}", f"seeds/{name}.json", optional)
+    return Section(
+        heading, text, f"python -m experiments.seeds --study {name}", f"seeds/{name}.json", optional
+    )
 
 
 SECTIONS = (
     study("The demo", demo, "demo"),
     study("SmolLM2 addition", smollm2_addition, "smollm2_addition", optional=True),
     study("Mismatch of every recipe", recipes, "recipes"),
-    Section("What the mismatch is made of", depth, "python -m experiments.depth", "depth/results.json"),
+    Section(
+        "What the mismatch is made of", depth, "python -m experiments.depth", "depth/results.json"
+    ),
     study("Exact mode", exact, "exact"),
     study("Corrections", correction, "correction"),
     study("Compute dtypes", compute_dtype, "compute_dtype"),
     Section("Gradients", gradients, "python -m experiments.gradients", "gradients/results.json"),
-    Section("Cost of explicit roundings", roundings, "fp8rl train ..., in the record", "benchmarks/cpu_roundings.json"),
-    Section("Layer by layer, and another engine", compared, "fp8rl compare ..., in each record", "compare/*/compare.json"),
+    Section(
+        "Cost of explicit roundings",
+        roundings,
+        "fp8rl train ..., in the record",
+        "benchmarks/cpu_roundings.json",
+    ),
+    Section(
+        "Layer by layer, and another engine",
+        compared,
+        "fp8rl compare ..., in each record",
+        "compare/*/compare.json",
+    ),
 )
 
 
@@ -333,7 +425,9 @@ def costs(name: str) -> tuple[str, str]:
 def mismatches() -> tuple[str, str]:
     """k3 of three recipes."""
     summary = seeds("recipes")
-    k3 = ", ".join(f"`{name}` {interval(summary[name]['k3'], '.1e')}" for name in ("fp8-rl", "jet-rl", "bf16"))
+    k3 = ", ".join(
+        f"`{name}` {interval(summary[name]['k3'], '.1e')}" for name in ("fp8-rl", "jet-rl", "bf16")
+    )
     return f"k3: {k3}", f"{summary['bf16']['seeds']} seeds (range)"
 
 
@@ -352,38 +446,66 @@ def growth() -> tuple[str, str]:
 def zero() -> tuple[str, str]:
     """Exact mode."""
     dense, experts = largest_when_exact()
-    found = f"`jet-rl`, exact: largest difference of a log-probability in {steps('exact')} steps {dense}; with experts {experts}"
+    found = (
+        f"`jet-rl`, exact: largest difference of a log-probability in {steps('exact')} steps "
+        f"{dense}; with experts {experts}"
+    )
     return found, "1 seed (an identity)"
 
 
 def corrected() -> tuple[str, str]:
     """Accuracy with and without a correction, less that of `bf16`."""
     summary = seeds("correction")
-    found = "; ".join(f"`{name}` {interval(summary[name]['judged, difference'], '+.3f')}" for name in ("none", "token_tis"))
+    found = "; ".join(
+        f"`{name}` {interval(summary[name]['judged, difference'], '+.3f')}"
+        for name in ("none", "token_tis")
+    )
     return f"accuracy less `bf16`'s: {found}", f"{summary['none']['seeds']} seeds"
 
 
 def apart() -> tuple[str, str]:
     """Gradients under FP8."""
     found = record("gradients/results.json")["distances"]["quantization: jet-rl against bf16"]
-    return f"`jet-rl` against `bf16`: a relative distance of {np.mean(found):.1%}", f"{len(found)} batches"
+    return (
+        f"`jet-rl` against `bf16`: a relative distance of {np.mean(found):.1%}",
+        f"{len(found)} batches",
+    )
 
 
 def agreed() -> tuple[str, str]:
     """Log-probabilities of another engine."""
     rollout = record("compare/vllm-float32/compare.json")["recorded"]["a"]
-    return f"k3 {rollout['k3']:.1e}, largest difference {rollout['max_abs']:.1e} (float32)", f"{rollout['tokens']} tokens"
+    return (
+        f"k3 {rollout['k3']:.1e}, largest difference {rollout['max_abs']:.1e} (float32)",
+        f"{rollout['tokens']} tokens",
+    )
 
 
 CLAIMS = (
     Claim("Does FP8 rollout cost accuracy on the demo?", lambda: costs("demo"), "The demo"),
-    Claim("And where SmolLM2-135M learns sums? (From a 4-bit file.)", lambda: costs("smollm2_addition"), "SmolLM2 addition"),
-    Claim("How far is the trainer from the rollout, bfloat16 compute?", mismatches, "Mismatch of every recipe"),
-    Claim("Does that grow with depth? SmolLM2-135M, forward passes", growth, "What the mismatch is made of"),
+    Claim(
+        "And where SmolLM2-135M learns sums? (From a 4-bit file.)",
+        lambda: costs("smollm2_addition"),
+        "SmolLM2 addition",
+    ),
+    Claim(
+        "How far is the trainer from the rollout, bfloat16 compute?",
+        mismatches,
+        "Mismatch of every recipe",
+    ),
+    Claim(
+        "Does that grow with depth? SmolLM2-135M, forward passes",
+        growth,
+        "What the mismatch is made of",
+    ),
     Claim("Can it be made zero?", zero, "Exact mode"),
     Claim("Does a correction help where the rollout is badly off?", corrected, "Corrections"),
     Claim("How far does FP8 move the gradients?", apart, "Gradients"),
-    Claim("Does our rollout agree with vLLM's log-probabilities?", agreed, "Layer by layer, and another engine"),
+    Claim(
+        "Does our rollout agree with vLLM's log-probabilities?",
+        agreed,
+        "Layer by layer, and another engine",
+    ),
 )
 
 

@@ -3,14 +3,16 @@
     import fp8rl_jax as fp8rl
 
     policy, tokenizer = fp8rl.load("smollm2-135m")
-    session = fp8rl.Session(policy, tokenizer, recipe="fp8-rl", samples_per_prompt=8, max_new_tokens=64, learning_rate=1e-5)
+    session = fp8rl.Session(
+        policy, tokenizer, "fp8-rl", samples_per_prompt=8, max_new_tokens=64, learning_rate=1e-5
+    )
     for step in range(20):
         rollout = session.rollout(prompts)
         metrics = session.update(rollout, [reward(text) for text in rollout.texts])
     session.save("out")
 
-Names are imported when they are first used: `import fp8rl_jax` starts no backend. With several processes call
-`jax.distributed.initialize()` before `load`.
+Names are imported when they are first used: `import fp8rl_jax` starts no backend. With several
+processes call `jax.distributed.initialize()` before `load`.
 """
 
 from __future__ import annotations

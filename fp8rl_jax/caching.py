@@ -12,7 +12,8 @@ def cache_dir() -> Path:
 
 
 def keep_compiled_programs() -> None:
-    """Keeps compiled programs in `cache_dir`, unless JAX has been given a place of its own: SmolLM2 compiles for a minute."""
+    """Keeps compiled programs in `cache_dir`, unless JAX has been given a place of its own: SmolLM2
+    compiles for a minute."""
     import jax
     from jax.experimental.compilation_cache import compilation_cache
 

@@ -1,7 +1,8 @@
-"""Functions of the user's, named in a configuration by a spec: `module:function` or `path/to/file.py:function`.
+"""Functions of the user's, named in a configuration by a spec: `module:function` or
+`path/to/file.py:function`.
 
-A Python function that is at hand, such as one of a notebook, becomes a spec with `register`. The spec is then the whole of what
-a configuration holds: it can be compared, hashed and written down.
+A Python function that is at hand, such as one of a notebook, becomes a spec with `register`. The
+spec is then the whole of what a configuration holds: it can be compared, hashed and written down.
 """
 
 from __future__ import annotations
@@ -31,11 +32,14 @@ def is_function_spec(spec: str) -> bool:
 
 
 def is_registered_spec(spec: str) -> bool:
-    """Whether `spec` is one that `register` made up, for a function that cannot be imported by its name."""
+    """Whether `spec` is one that `register` made up, for a function that cannot be imported by its
+    name."""
     return re.search(r":.+#\d+$", spec) is not None
 
 
-def load_function(spec: str, key: str, objects: Mapping[str, Any] | None = None) -> Callable[..., Any]:
+def load_function(
+    spec: str, key: str, objects: Mapping[str, Any] | None = None
+) -> Callable[..., Any]:
     """Import the function that `spec` names; the working directory is searched as well.
 
     Args:
@@ -44,15 +48,16 @@ def load_function(spec: str, key: str, objects: Mapping[str, Any] | None = None)
         objects: what was given in Python, by spec: it is not imported.
 
     Raises:
-        UserError: the spec is malformed, the module does not import, or it has no such function; or another process registered
-            the function.
+        UserError: the spec is malformed, the module does not import, or it has no such function; or
+            another process registered the function.
     """
     if objects and spec in objects:
         return objects[spec]
     if is_registered_spec(spec):
         if spec not in _loaded:
             raise UserError(
-                f"{key} = {spec!r} was defined in a notebook or a script, in a process that is gone; put it into a file "
+                f"{key} = {spec!r} was defined in a notebook or a script, in a process that is "
+                "gone; put it into a file "
                 "and name it module:function or path/to/file.py:function"
             )
         return _loaded[spec].function
@@ -60,21 +65,27 @@ def load_function(spec: str, key: str, objects: Mapping[str, Any] | None = None)
     if not module_name or not function_name:
         raise UserError(f"{key} = {spec!r} must be module:function or path/to/file.py:function")
     try:
-        module = _import_file(Path(module_name)) if module_name.endswith(".py") else _import_module(module_name)
+        module = (
+            _import_file(Path(module_name))
+            if module_name.endswith(".py")
+            else _import_module(module_name)
+        )
     # The user's module may raise anything, or call sys.exit, while it is imported.
     except (Exception, SystemExit) as fault:
         raise UserError(f"{key} = {spec!r} does not import: {describe_fault(fault)}") from fault
     function = getattr(module, function_name, None)
     if not callable(function):
-        raise UserError(f"{key} = {spec!r}: {module.__file__ or module_name} has no function {function_name!r}")
+        raise UserError(
+            f"{key} = {spec!r}: {module.__file__ or module_name} has no function {function_name!r}"
+        )
     return function
 
 
 def load_once(spec: str, key: str) -> Callable[..., Any]:
     """`load_function` the first time, and the same function ever after.
 
-    For functions that are compiled into a program: a file that is edited during a run must not give its next program another
-    function than its last. Arguments and errors as in `load_function`.
+    For functions that are compiled into a program: a file that is edited during a run must not give
+    its next program another function than its last. Arguments and errors as in `load_function`.
     """
     if spec not in _loaded:
         _keep(spec, load_function(spec, key))
@@ -82,7 +93,8 @@ def load_once(spec: str, key: str) -> Callable[..., Any]:
 
 
 def check_unchanged(spec: str, key: str) -> None:
-    """Refuses a function whose file was edited after `load_once` read it; arguments and other errors as in `load_once`.
+    """Refuses a function whose file was edited after `load_once` read it; arguments and other
+    errors as in `load_once`.
 
     Raises:
         UserError: the file has changed, so that the function at hand is an old one.
@@ -91,7 +103,8 @@ def check_unchanged(spec: str, key: str) -> None:
     kept = _loaded[spec]
     if kept.file is not None and _read(kept.file) != kept.text:
         raise UserError(
-            f"{key} = {spec!r}: {kept.file.name} was edited after this process loaded it, and compiled programs hold the old "
+            f"{key} = {spec!r}: {kept.file.name} was edited after this process loaded it, and "
+            "compiled programs hold the old "
             "function; start Python anew, or reload the module and give the function itself"
         )
 
@@ -99,9 +112,10 @@ def check_unchanged(spec: str, key: str) -> None:
 def register(function: Callable[..., Any]) -> str:
     """The spec of a Python function, by which a configuration of this process can name it.
 
-    It is `module:function` where importing that gives this very function. Any other, such as a lambda or a function of a notebook
-    cell, gets a number: `__main__:my_objective#1`. Each function object has a spec of its own, so a cell that is run again makes
-    another one, and a program that was compiled with the old function is not taken for the new.
+    It is `module:function` where importing that gives this very function. Any other, such as a
+    lambda or a function of a notebook cell, gets a number: `__main__:my_objective#1`. Each function
+    object has a spec of its own, so a cell that is run again makes another one, and a program that
+    was compiled with the old function is not taken for the new.
     """
     for spec, kept in _loaded.items():
         if kept.function is function:
@@ -109,8 +123,14 @@ def register(function: Callable[..., Any]) -> str:
     module = getattr(function, "__module__", None) or "__main__"
     name = getattr(function, "__qualname__", type(function).__qualname__)
     spec = f"{module}:{name}"
-    importable = is_function_spec(spec) and module != "__main__" and not module.startswith(_FILE_PREFIX)
-    if not importable or getattr(sys.modules.get(module), name, None) is not function or spec in _loaded:
+    importable = (
+        is_function_spec(spec) and module != "__main__" and not module.startswith(_FILE_PREFIX)
+    )
+    if (
+        not importable
+        or getattr(sys.modules.get(module), name, None) is not function
+        or spec in _loaded
+    ):
         spec += f"#{sum(map(is_registered_spec, _loaded)) + 1}"
     _keep(spec, function)
     return spec
@@ -124,7 +144,11 @@ def describe_fault(fault: BaseException, file: str = "") -> str:
         file: where it was raised inside of this file goes before where it was raised at all.
     """
     text = " ".join("".join(traceback.format_exception_only(fault)).split())
-    frames = [frame for frame in traceback.extract_tb(fault.__traceback__) if not frame.filename.startswith("<frozen")]
+    frames = [
+        frame
+        for frame in traceback.extract_tb(fault.__traceback__)
+        if not frame.filename.startswith("<frozen")
+    ]
     frames = [frame for frame in frames if frame.filename == file] or frames
     where = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
     return (text if len(text) <= 250 else text[:247] + "...") + where[:50]
@@ -144,9 +168,13 @@ _loaded: dict[str, _Loaded] = {}
 
 
 def _keep(spec: str, function: Callable[..., Any]) -> None:
-    module = None if is_registered_spec(spec) else sys.modules.get(getattr(function, "__module__", ""))
+    module = (
+        None if is_registered_spec(spec) else sys.modules.get(getattr(function, "__module__", ""))
+    )
     file = getattr(module, "__file__", None)
-    _loaded[spec] = _Loaded(function, Path(file) if file else None, _read(Path(file)) if file else None)
+    _loaded[spec] = _Loaded(
+        function, Path(file) if file else None, _read(Path(file)) if file else None
+    )
 
 
 def _read(file: Path) -> bytes | None:

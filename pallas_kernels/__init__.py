@@ -1,9 +1,11 @@
 """Low-precision operations for JAX, one folder each. They need JAX and nothing else.
 
-Every operation has one public function with `backend="auto" | "reference" | "hopper"`. The reference is plain XLA, runs on
-every device and is the definition of correct. A backend asked for by name that cannot run raises `BackendError`.
+Every operation has one public function with `backend="auto" | "reference" | "hopper"`. The
+reference is plain XLA, runs on every device and is the definition of correct. A backend asked for
+by name that cannot run raises `BackendError`.
 
-`pallas_kernels.exact` has products, sums and attention whose bits do not depend on the order of their terms.
+`pallas_kernels.exact` has products, sums and attention whose bits do not depend on the order of
+their terms.
 """
 
 from pallas_kernels.attention import attention

@@ -23,35 +23,49 @@ def check_exact(backend: str, operation: str) -> None:
         BackendError: only the reference has one.
     """
     if backend != "reference":
-        raise BackendError(f"{operation}: the {backend} backend has no exact products; choose reference")
+        raise BackendError(
+            f"{operation}: the {backend} backend has no exact products; choose reference"
+        )
 
 
-def resolve(backend: Backend, operation: str, available: tuple[str, ...] = ("reference", "hopper")) -> str:
-    """The backend that runs: the one named, or under "auto" hopper where there is such a GPU, else the reference.
+def resolve(
+    backend: Backend, operation: str, available: tuple[str, ...] = ("reference", "hopper")
+) -> str:
+    """The backend that runs: the one named, or under "auto" hopper where there is such a GPU, else
+    the reference.
 
     Raises:
-        BackendError: `backend` is unknown, the operation has no such implementation, or this machine cannot run it.
+        BackendError: `backend` is unknown, the operation has no such implementation, or this
+            machine cannot run it.
     """
     if backend == "auto":
         return "hopper" if "hopper" in available and hopper_sms() else "reference"
     if backend not in ("reference", "hopper"):
-        raise BackendError(f"{operation}: unknown backend {backend!r}; choose auto, reference or hopper")
+        raise BackendError(
+            f"{operation}: unknown backend {backend!r}; choose auto, reference or hopper"
+        )
     if backend not in available:
-        raise BackendError(f"{operation}: no {backend} backend in this version; available: {', '.join(available)}")
+        raise BackendError(
+            f"{operation}: no {backend} backend in this version; available: {', '.join(available)}"
+        )
     if backend == "hopper" and not hopper_sms():
         device = jax.devices()[0].device_kind
-        raise BackendError(f"{operation}: the hopper backend needs a GPU of compute capability 9.0, JAX runs on {device!r}")
+        raise BackendError(
+            f"{operation}: the hopper backend needs a GPU of compute capability 9.0, JAX runs on "
+            f"{device!r}"
+        )
     return backend
 
 
 _FP8 = ("float8_e4m3fn", "float8_e5m2")
-# The reference multiplies whatever float32 holds exactly. Hopper's wgmma has the two FP8 formats, in any pair of them (PTX ISA,
-# wgmma.mma_async), and none of four or six bits.
+# The reference multiplies whatever float32 holds exactly. Hopper's wgmma has the two FP8 formats,
+# in any pair of them (PTX ISA, wgmma.mma_async), and none of four or six bits.
 MULTIPLIED = {"reference": (*_FP8, "float4_e2m1fn"), "hopper": _FP8}
 
 
 def check_pair(operation: str, backend: str, left: jnp.dtype, right: jnp.dtype) -> None:
-    """Refuses operands that `backend` cannot multiply with each other; values only, their scales are any float32.
+    """Refuses operands that `backend` cannot multiply with each other; values only, their scales
+    are any float32.
 
     Args:
         operation: for the message.
@@ -64,11 +78,14 @@ def check_pair(operation: str, backend: str, left: jnp.dtype, right: jnp.dtype) 
     pair, taken = (jnp.dtype(left).name, jnp.dtype(right).name), MULTIPLIED[backend]
     if not set(pair) <= set(taken):
         given, known = " by ".join(pair), ", ".join(taken)
-        raise BackendError(f"{operation}: the {backend} backend does not multiply {given}; it takes {known}")
+        raise BackendError(
+            f"{operation}: the {backend} backend does not multiply {given}; it takes {known}"
+        )
 
 
 def choose(operation: str, backend: Backend, lacks: str) -> str:
-    """`resolve`, for an operation whose Hopper kernel does not serve every call: under "auto" the reference serves the others.
+    """`resolve`, for an operation whose Hopper kernel does not serve every call: under "auto" the
+    reference serves the others.
 
     Args:
         lacks: what the kernel has not, for the error; empty where it serves this call.
@@ -80,7 +97,9 @@ def choose(operation: str, backend: Backend, lacks: str) -> str:
     if chosen == "hopper" and lacks:
         if backend == "auto":
             return "reference"
-        raise BackendError(f"{operation}: the hopper backend has no {lacks}; choose auto or reference")
+        raise BackendError(
+            f"{operation}: the hopper backend has no {lacks}; choose auto or reference"
+        )
     return chosen
 
 

@@ -1,11 +1,14 @@
-"""The loop that every blockwise-scaled product on Hopper runs: dense or grouped, forward or gradient, many rows or few.
+"""The loop that every blockwise-scaled product on Hopper runs: dense or grouped, forward or
+gradient, many rows or few.
 
-One warpgroup loads tiles of both operands by TMA into a ring of slots; two multiply them. FP8 tensor cores add in a short
-accumulator (about 14 bits, DeepSeek-V3, arXiv 2412.19437, section 3.3.2), so no sum in it is longer than one 128-block: each
-block's product starts from zero, is scaled, and is added in float32 registers in the order of the contraction. A tile's bits
-therefore depend on its own rows and columns, and on nothing else that the kernel computes.
+One warpgroup loads tiles of both operands by TMA into a ring of slots; two multiply them. FP8
+tensor cores add in a short accumulator (about 14 bits, DeepSeek-V3, arXiv 2412.19437, section
+3.3.2), so no sum in it is longer than one 128-block: each block's product starts from zero, is
+scaled, and is added in float32 registers in the order of the contraction. A tile's bits therefore
+depend on its own rows and columns, and on nothing else that the kernel computes.
 
-Both operands are [rows, k] with k contiguous, as FP8 wgmma wants them. What lies behind an edge is loaded as zero.
+Both operands are [rows, k] with k contiguous, as FP8 wgmma wants them. What lies behind an edge is
+loaded as zero.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ TILE_ROWS = CONSUMERS * WGMMA_ROWS  # of the left operand: what one block multip
 
 
 class Place(NamedTuple):
-    """Where a tile's operands begin: rows of both, rows of their 128-row scales, and its 128-blocks of the contraction."""
+    """Where a tile's operands begin: rows of both, rows of their 128-row scales, and its 128-blocks
+    of the contraction."""
 
     lhs: Any
     rhs: Any
@@ -43,7 +47,8 @@ class Side:
     Attributes:
         dtype: of its values.
         rows: of its tile.
-        by_row: scales are one a row, stored [k blocks, rows]; else one for every 128 rows, stored [row blocks, k blocks].
+        by_row: scales are one a row, stored [k blocks, rows]; else one for every 128 rows, stored
+            [row blocks, k blocks].
     """
 
     dtype: jnp.dtype
@@ -94,8 +99,9 @@ def run(
         tiles: how many.
         stages: slots of the ring.
         place: of a tile's number.
-        finish: called with a tile's number, the consumer's number and `total`, which maps (first step, steps) to the float32
-            sum over these blocks, [64, rhs rows]. The parts that it asks for must be all of the tile's, in order.
+        finish: called with a tile's number, the consumer's number and `total`, which maps (first
+            step, steps) to the float32 sum over these blocks, [64, rhs rows]. The parts that it
+            asks for must be all of the tile's, in order.
     """
     wg = lax.axis_index("wg")
 
@@ -113,7 +119,13 @@ def run(
 
         def multiply(tile, count):
             at = place(tile)
-            finish(tile, wg, lambda first, steps: _sum(lhs, rhs, ring, stages, at, wg, count + first, at.first + first, steps))
+            finish(
+                tile,
+                wg,
+                lambda first, steps: _sum(
+                    lhs, rhs, ring, stages, at, wg, count + first, at.first + first, steps
+                ),
+            )
             return count + at.steps
 
         _over(tiles, multiply)
@@ -131,11 +143,20 @@ def _load(lhs, rhs, ring, stages, at: Place, count):
     def step(i, count):
         slot, k = lax.rem(count, stages), at.first + i
         mosaic.when(count >= stages)(lambda: mosaic.barrier_wait(ring.empty.at[slot]))
-        for (side, values, scales), (to, scales_to), row in ((lhs, ring.lhs, at.lhs), (rhs, ring.rhs, at.rhs)):
+        for (side, values, scales), (to, scales_to), row in (
+            (lhs, ring.lhs, at.lhs),
+            (rhs, ring.rhs, at.rhs),
+        ):
             rows = mosaic.ds(row, side.rows)
-            mosaic.copy_gmem_to_smem(values.at[rows, mosaic.ds(k * BLOCK_K, BLOCK_K)], to.at[slot], ring.full.at[slot])
+            mosaic.copy_gmem_to_smem(
+                values.at[rows, mosaic.ds(k * BLOCK_K, BLOCK_K)], to.at[slot], ring.full.at[slot]
+            )
             if side.by_row:
-                mosaic.copy_gmem_to_smem(scales.at[k, rows], scales_to.at[slot, mosaic.ds(0, side.rows)], ring.full.at[slot])
+                mosaic.copy_gmem_to_smem(
+                    scales.at[k, rows],
+                    scales_to.at[slot, mosaic.ds(0, side.rows)],
+                    ring.full.at[slot],
+                )
         return count + 1
 
     return lax.fori_loop(0, at.steps, step, count)
@@ -152,7 +173,9 @@ def _sum(lhs, rhs, ring, stages, at: Place, wg, count, first, steps):
         scale = scale if right.by_row else scale * right_scales[at.rhs_block, k]
         mosaic.barrier_wait(ring.full.at[slot])
         if left.by_row:
-            rows = mosaic.load(ring.lhs[1].at[slot, own], layout=mosaic.Layout.WGMMA.reduce(1), optimized=False)
+            rows = mosaic.load(
+                ring.lhs[1].at[slot, own], layout=mosaic.Layout.WGMMA.reduce(1), optimized=False
+            )
             rows = lax.broadcast_in_dim(rows * scale, shape, [0])
         if right.by_row:
             of_slot = ring.rhs[1].at[slot, mosaic.ds(0, right.rows)]

@@ -1,6 +1,8 @@
-"""All that the kernels use of Pallas Mosaic GPU, whose interface changes from release to release: no other file imports it.
+"""All that the kernels use of Pallas Mosaic GPU, whose interface changes from release to release:
+no other file imports it.
 
-What the Hopper kernels share stands here too: how a tile lies in shared memory, how a number becomes FP8, how a kernel starts.
+What the Hopper kernels share stands here too: how a tile lies in shared memory, how a number
+becomes FP8, how a kernel starts.
 """
 
 from __future__ import annotations
@@ -41,8 +43,9 @@ when = pl.when
 
 
 def _same_bytes_every_time(serialize: Callable) -> Callable:
-    """Takes out of a kernel's module the name of its dump files, which counts the kernels that this process has lowered so far:
-    with it, no compiled program that has a kernel is found again in JAX's persistent cache (jax 0.11.2)."""
+    """Takes out of a kernel's module the name of its dump files, which counts the kernels that this
+    process has lowered so far: with it, no compiled program that has a kernel is found again in
+    JAX's persistent cache (jax 0.11.2)."""
 
     @wraps(serialize)
     def nameless(module, *args, **options):
@@ -58,32 +61,48 @@ mosaic_core._run_serde_pass = _same_bytes_every_time(mosaic_core._run_serde_pass
 
 
 def name_every_kernel() -> None:
-    """Gives each kernel that is lowered from now on a name of its own again, so that equal ones are each compiled, and shown."""
-    mosaic_core._run_serde_pass = getattr(mosaic_core._run_serde_pass, "__wrapped__", mosaic_core._run_serde_pass)
+    """Gives each kernel that is lowered from now on a name of its own again, so that equal ones are
+    each compiled, and shown."""
+    mosaic_core._run_serde_pass = getattr(
+        mosaic_core._run_serde_pass, "__wrapped__", mosaic_core._run_serde_pass
+    )
 
 
 SMEM_BYTES = 232_448  # what one block of a Hopper GPU may have
 
 
 def outlined(*static: str) -> Callable[[Callable], Callable]:
-    """Makes a function that runs kernels one function of the program, lowered once a shape however many layers call it.
+    """Makes a function that runs kernels one function of the program, lowered once a shape however
+    many layers call it.
 
     Args:
         static: names of its arguments that are no arrays; they are given by name.
     """
 
     def decorate(function: Callable) -> Callable:
-        jitted = jax.jit(lambda *arrays, sms, **options: function(*arrays, **options), static_argnames=("sms", *static))
+        jitted = jax.jit(
+            lambda *arrays, sms, **options: function(*arrays, **options),
+            static_argnames=("sms", *static),
+        )
         # what is traced depends on the GPU that it is traced for
-        return wraps(function)(lambda *arrays, **options: jitted(*arrays, sms=hopper_sms(), **options))
+        return wraps(function)(
+            lambda *arrays, **options: jitted(*arrays, sms=hopper_sms(), **options)
+        )
 
     return decorate
 
 
 def launch(
-    body: Callable[..., None], out_type: Any, *, scratch: dict[str, Any], threads: int, tiles: int, name: str
+    body: Callable[..., None],
+    out_type: Any,
+    *,
+    scratch: dict[str, Any],
+    threads: int,
+    tiles: int,
+    name: str,
 ) -> Callable:
-    """A kernel of `threads` warpgroups a block, and of one block a multiprocessor, or fewer where there are fewer `tiles`.
+    """A kernel of `threads` warpgroups a block, and of one block a multiprocessor, or fewer where
+    there are fewer `tiles`.
 
     The body reads its place from the axes "block" and "wg", and loops over its share of the tiles.
     """
@@ -100,8 +119,8 @@ def launch(
 
 
 def tiled(shape: tuple[int, ...], dtype: jnp.dtype, like: int = 0) -> Any:
-    """Shared memory whose rows are swizzled, as wgmma and TMA want operands; `like` rows of so many numbers, where the other
-    operand of a wgmma has these."""
+    """Shared memory whose rows are swizzled, as wgmma and TMA want operands; `like` rows of so many
+    numbers, where the other operand of a wgmma has these."""
     return _swizzled(shape, dtype, like or shape[-1])
 
 
@@ -113,7 +132,11 @@ def halves(shape: tuple[int, ...], dtype: jnp.dtype) -> Any:
 def _swizzled(shape, dtype, width):
     swizzle = plgpu.find_swizzle(width * jnp.dtype(dtype).itemsize * 8)
     columns = swizzle // jnp.dtype(dtype).itemsize
-    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(swizzle)))
+    return plgpu.SMEM(
+        shape,
+        dtype,
+        transforms=(plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(swizzle)),
+    )
 
 
 def whole_swizzles(columns: int, dtype: jnp.dtype) -> int:
@@ -123,11 +146,17 @@ def whole_swizzles(columns: int, dtype: jnp.dtype) -> int:
 
 
 def saturate(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """x clamped to the range of an FP8 `dtype` and cast: a GPU's cast saturates, JAX's on a CPU gives NaN."""
+    """x clamped to the range of an FP8 `dtype` and cast: a GPU's cast saturates, JAX's on a CPU
+    gives NaN."""
     limit = float(jnp.finfo(dtype).max)
     return jnp.clip(x, -limit, limit).astype(dtype)
 
 
 def rounded(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """A float32 x rounded to `dtype`, as float32. XLA, which interprets kernels, may drop a cast and its inverse."""
-    return x if dtype == jnp.float32 else jax.lax.optimization_barrier(x.astype(dtype)).astype(jnp.float32)
+    """A float32 x rounded to `dtype`, as float32. XLA, which interprets kernels, may drop a cast
+    and its inverse."""
+    return (
+        x
+        if dtype == jnp.float32
+        else jax.lax.optimization_barrier(x.astype(dtype)).astype(jnp.float32)
+    )

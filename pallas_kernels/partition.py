@@ -1,11 +1,13 @@
 """A Hopper kernel on a mesh whose axes are left to XLA: what of it each device computes.
 
-XLA cannot look into a kernel, and would gather every operand on every device. So each kernel says how its axes belong together,
-as in `einsum`: "m k, m b, n k, c b -> m n". A factor is split like the first operand that has it split; one that is in no result
-is summed over devices. A block of 128 is never split: where a device's share is no whole number of blocks, it is gathered.
+XLA cannot look into a kernel, and would gather every operand on every device. So each kernel says
+how its axes belong together, as in `einsum`: "m k, m b, n k, c b -> m n". A factor is split like
+the first operand that has it split; one that is in no result is summed over devices. A block of 128
+is never split: where a device's share is no whole number of blocks, it is gathered.
 
-Inside `shard_map`, and on one device, a kernel is called as it is. (Where `shard_map` leaves an axis to XLA, JAX 0.11 cannot say
-how an array is split over it; every device of that axis then computes the whole.)
+Inside `shard_map`, and on one device, a kernel is called as it is. (Where `shard_map` leaves an
+axis to XLA, JAX 0.11 cannot say how an array is split over it; every device of that axis then
+computes the whole.)
 """
 
 from __future__ import annotations
@@ -24,28 +26,36 @@ Factors = tuple[tuple[str, ...], ...]
 
 
 def on_mesh() -> bool:
-    """Whether XLA splits arrays here: under `jax.set_mesh` with axes of type Auto, and outside of `shard_map`."""
+    """Whether XLA splits arrays here: under `jax.set_mesh` with axes of type Auto, and outside of
+    `shard_map`."""
     mesh = jax.sharding.get_abstract_mesh()
     return not mesh.empty and mesh.size > 1 and set(mesh.axis_types) == {AxisType.Auto}
 
 
 def partitioned(
-    kernel: Callable[..., Any], rule: str, blocks: dict[str, tuple[str, int]], whole: tuple[str, ...] = ()
+    kernel: Callable[..., Any],
+    rule: str,
+    blocks: dict[str, tuple[str, int]],
+    whole: tuple[str, ...] = (),
 ) -> Callable[..., Any]:
     """`kernel`, to be split over the mesh of the enclosing `jax.set_mesh`.
 
     Args:
-        kernel: arrays -> an array, or a tuple of them. What is summed over devices is added in the result's dtype.
+        kernel: arrays -> an array, or a tuple of them. What is summed over devices is added in the
+            result's dtype.
         rule: the factors of each operand's axes and of each result's, one word a factor.
-        blocks: factor -> (the factor whose blocks it counts, the block's side): an axis of scales follows the axis it scales.
-            Those that the rule does not have split nothing.
+        blocks: factor -> (the factor whose blocks it counts, the block's side): an axis of scales
+            follows the axis it scales. Those that the rule does not have split nothing.
         whole: factors that every device needs all of.
     """
     if not on_mesh():
         return kernel
     left, right = rule.split("->")
-    operands, results = (tuple(tuple(part.split()) for part in side.split(",")) for side in (left, right))
-    factors = dict.fromkeys(factor for names in operands for factor in names)  # in their order, as the rule wants them
+    operands, results = (
+        tuple(tuple(part.split()) for part in side.split(",")) for side in (left, right)
+    )
+    # in their order, as the rule wants them
+    factors = dict.fromkeys(factor for names in operands for factor in names)
     factors |= dict.fromkeys(factor for names in results for factor in names)
     blocks = {factor: of for factor, of in blocks.items() if factor in factors}
     kept = tuple(factor for factor in factors if factor in blocks or factor in whole)
@@ -62,7 +72,9 @@ def partitioned(
 
 
 def _partition(kernel, operands: Factors, results: Factors, blocks, whole, summed, mesh, given, _):
-    split = splits(operands, blocks, whole, [(x.shape, _entries(x)) for x in given], dict(mesh.shape))
+    split = splits(
+        operands, blocks, whole, [(x.shape, _entries(x)) for x in given], dict(mesh.shape)
+    )
     over = tuple(axis for factor in summed for axis in split.get(factor, ()))
 
     def on_one_device(*arrays):
@@ -70,13 +82,22 @@ def _partition(kernel, operands: Factors, results: Factors, blocks, whole, summe
         return lax.psum(out, over) if over else out
 
     def sharding(names):
-        return NamedSharding(mesh, PartitionSpec(*(split.get(blocks.get(f, (f,))[0]) for f in names)))
+        return NamedSharding(
+            mesh, PartitionSpec(*(split.get(blocks.get(f, (f,))[0]) for f in names))
+        )
 
     written = tuple(sharding(names) for names in results)
-    return mesh, on_one_device, written if len(written) > 1 else written[0], tuple(sharding(names) for names in operands)
+    return (
+        mesh,
+        on_one_device,
+        written if len(written) > 1 else written[0],
+        tuple(sharding(names) for names in operands),
+    )
 
 
-def splits(operands: Factors, blocks: dict, whole: tuple, given: list, sizes: dict[str, int]) -> dict[str, tuple[str, ...]]:
+def splits(
+    operands: Factors, blocks: dict, whole: tuple, given: list, sizes: dict[str, int]
+) -> dict[str, tuple[str, ...]]:
     """Mesh axes of each factor that is split.
 
     Args:
@@ -101,4 +122,6 @@ def splits(operands: Factors, blocks: dict, whole: tuple, given: list, sizes: di
 
 def _entries(x: Any) -> list[tuple[str, ...]]:
     spec = tuple(x.sharding.spec) + (None,) * (len(x.shape) - len(x.sharding.spec))
-    return [() if entry is None else entry if isinstance(entry, tuple) else (entry,) for entry in spec]
+    return [
+        () if entry is None else entry if isinstance(entry, tuple) else (entry,) for entry in spec
+    ]

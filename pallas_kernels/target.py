@@ -1,4 +1,5 @@
-"""The Hopper GPU that a kernel is traced for: this machine's, one to compile for, or one that the interpreter plays."""
+"""The Hopper GPU that a kernel is traced for: this machine's, one to compile for, or one that the
+interpreter plays."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ def hopper_sms() -> int | None:
 
 @contextmanager
 def tracing_for(sms: int) -> Iterator[None]:
-    """Inside, kernels are traced for a Hopper GPU of `sms` multiprocessors, whatever this machine has."""
+    """Inside, kernels are traced for a Hopper GPU of `sms` multiprocessors, whatever this machine
+    has."""
     token = _chosen.set(sms)
     try:
         yield

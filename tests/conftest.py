@@ -1,4 +1,5 @@
-"""What every test shares: JAX on one CPU device, compiled programs kept between runs, shapes checked at every call."""
+"""What every test shares: JAX on one CPU device, compiled programs kept between runs, shapes
+checked at every call."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Set before JAX is imported, and in the environment, so that the processes that tests start have them too.
+# Set before JAX is imported, and in the environment, so that the processes that tests start have
+# them too.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
@@ -26,8 +28,13 @@ OPTIMIZED = (
     *("training/test_exact.py", "training/test_loss_scale.py::test_float16_gradients"),
     *("compare/test_compare.py::test_an_exact_rollout", "compare/test_compare.py::test_excess"),
 )
-"""Tests of bits and of roundings: they are compiled as users do, and all others without optimization."""
-HOPPER = ("kernels/test_hopper.py", "training/test_on_hopper.py", "experiments/test_gpu_benchmark.py")
+"""Tests of bits and of roundings: they are compiled as users do, and all others without
+optimization."""
+HOPPER = (
+    "kernels/test_hopper.py",
+    "training/test_on_hopper.py",
+    "experiments/test_gpu_benchmark.py",
+)
 """What only a Hopper GPU runs, checked without one: `make hopper`."""
 
 jaxtyping.install_import_hook(["fp8rl_jax", "pallas_kernels"], "shape_checks.check")
@@ -44,7 +51,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]):
 
 
 def pytest_runtest_teardown():
-    """Drops compiled programs where they pile up: each is some ten memory maps, and Linux allows a process 65,530."""
+    """Drops compiled programs where they pile up: each is some ten memory maps, and Linux allows a
+    process 65,530."""
     if MAPS.exists() and MAPS.read_bytes().count(b"\n") > 40_000:
         jax.clear_caches()
         gc.collect()
@@ -60,7 +68,8 @@ def unchecked_shapes():
 
 @pytest.fixture(scope="session")
 def chromium() -> str:
-    """Path of a headless-capable Chromium. Without one the test is skipped; with FP8RL_REQUIRE_BROWSER set it fails."""
+    """Path of a headless-capable Chromium. Without one the test is skipped; with
+    FP8RL_REQUIRE_BROWSER set it fails."""
     for name in ("chromium", "chromium-browser", "google-chrome"):
         if path := shutil.which(name):
             return path

@@ -1,14 +1,18 @@
-"""The library with one line changed for the worse, again and again: tests must notice (`make mutants`).
+"""The library with one line changed for the worse, again and again: tests must notice (`make
+mutants`).
 
-A test suite is as good as the errors that it finds. LIST holds errors of wiring, such as a wrong sign, two arguments swapped, or
-a key that is drawn from twice, which finite numbers and a resumed run that repeats the first do not show. Each is made in a copy
-of the tree, never in the tree itself, and only the tests that are named beside it run. It is killed when one of them fails.
+A test suite is as good as the errors that it finds. LIST holds errors of wiring, such as a wrong
+sign, two arguments swapped, or a key that is drawn from twice, which finite numbers and a resumed
+run that repeats the first do not show. Each is made in a copy of the tree, never in the tree
+itself, and only the tests that are named beside it run. It is killed when one of them fails.
 
     python tests/mutants.py               all of them
-    python tests/mutants.py -j 2 loop sft  two at a time, those with one of these words in file or name
+    python tests/mutants.py -j 2 loop sft  two at a time, those with one of these words in file or
+                                           name
 
-A mutant that survives is an error that nobody would notice: write the test. One whose text is not found exactly once stands on
-code that was rewritten: rewrite the mutant. Texts are short so that this is rare.
+A mutant that survives is an error that nobody would notice: write the test. One whose text is not
+found exactly once stands on code that was rewritten: rewrite the mutant. Texts are short so that
+this is rare.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from __future__ import annotations
 import argparse
 import os
 import queue
+import re
 import shutil
 import subprocess
 import sys
@@ -32,12 +37,16 @@ LEAST = 0.95
 TIMEOUT = 600
 OF_THE_LIST = "tests/training/test_wiring.py::test_every_mutant_finds_its_text"
 """It would fail wherever a text was changed."""
-UNOPTIMIZED = "--xla_backend_optimization_level=0 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+UNOPTIMIZED = (
+    "--xla_backend_optimization_level=0 "
+    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+)
 """As in the Makefile: most of a test's time is compiling."""
 
 
 class Mutant(NamedTuple):
-    """`old` stands once in `file` and becomes `new`; `tests` of the suite, a file and words of `pytest -k`, must then fail."""
+    """`old` stands once in `file`, whatever the white space between its words, and becomes `new`;
+    `tests` of the suite, a file and words of `pytest -k`, must then fail."""
 
     name: str
     file: str
@@ -45,9 +54,16 @@ class Mutant(NamedTuple):
     new: str
     tests: str
 
+    def places(self, text: str) -> list[re.Match[str]]:
+        """Where `old` stands in the text of its file."""
+        pattern = r"\s*".join(map(re.escape, re.findall(r"\w+|[^\w\s]", self.old)))
+        before, after = (r"\s+" if end.isspace() else "" for end in (self.old[0], self.old[-1]))
+        return list(re.finditer(before + pattern + after, text))
+
 
 def of(file: str, suite: str, *rows: tuple[str, str, str, str]) -> list[Mutant]:
-    """Mutants of one file: (name, old, new, tests); tests that name no file of their own are in `suite`."""
+    """Mutants of one file: (name, old, new, tests); tests that name no file of their own are in
+    `suite`."""
     return [
         Mutant(name, f"fp8rl_jax/{file}", old, new, tests if ".py" in tests else f"{suite} {tests}")
         for name, old, new, tests in rows
@@ -60,320 +76,986 @@ SESSION = "training/test_session.py"
 
 LIST: list[Mutant] = [
     *of(
-        "training/session.py", WIRING,
+        "training/session.py",
+        WIRING,
         ("penalty-added", "rewards + overlong", "rewards - overlong", "less_the_divergence"),
-        ("kl-earns", "rewards - config.reward_kl", "rewards + config.reward_kl", "less_the_divergence"),
-        ("kl-told-negative", "divergence.mean(where=real)", "-divergence.mean(where=real)", "less_the_divergence"),
-        ("failed-have-advantages", "config.advantage, valid, ", "config.advantage, None, ", "less_the_divergence"),
-        ("advantages-without-lengths", "valid, lengths), metrics", "valid), metrics", "less_the_divergence"),
-        ("penalty-too-late", "rl.overlong_penalty(lengths, longest,", "rl.overlong_penalty(lengths, longest + 1,",
-         "less_the_divergence"),
-        ("penalty-of-prompts", "longest=self.sampling.max_new_tokens", "longest=config.rollout.max_prompt_tokens",
-         "a_step_learns"),
-        ("mismatch-swapped", "rollout.policy_logprobs, train_logprobs,", "train_logprobs, rollout.policy_logprobs,",
-         "a_step_learns"),
-        ("mismatch-of-what-was-truncated", "rollout.policy_logprobs, train", "batch.rollout_logprobs, train", "a_step_learns"),
-        ("mismatch-without-sign", "batch.mask, batch.advantages, config", "batch.mask, None, config", "a_step_learns"),
-        ("kl-of-reference", "batch.old_logprobs, batch.reference_logprobs,", "batch.reference_logprobs, batch.old_logprobs,",
-         "a_step_learns"),
-        ("advantages-lost", "advantages=rollout.by_row(advantages)", "advantages=batch.advantages", "a_step_learns"),
+        (
+            "kl-earns",
+            "rewards - config.reward_kl",
+            "rewards + config.reward_kl",
+            "less_the_divergence",
+        ),
+        (
+            "kl-told-negative",
+            "divergence.mean(where=real)",
+            "-divergence.mean(where=real)",
+            "less_the_divergence",
+        ),
+        (
+            "failed-have-advantages",
+            "config.advantage, valid, ",
+            "config.advantage, None, ",
+            "less_the_divergence",
+        ),
+        (
+            "advantages-without-lengths",
+            "valid, lengths), metrics",
+            "valid), metrics",
+            "less_the_divergence",
+        ),
+        (
+            "penalty-too-late",
+            "rl.overlong_penalty(lengths, longest,",
+            "rl.overlong_penalty(lengths, longest + 1,",
+            "less_the_divergence",
+        ),
+        (
+            "penalty-of-prompts",
+            "longest=self.sampling.max_new_tokens",
+            "longest=config.rollout.max_prompt_tokens",
+            "a_step_learns",
+        ),
+        (
+            "mismatch-swapped",
+            "rollout.policy_logprobs, train_logprobs,",
+            "train_logprobs, rollout.policy_logprobs,",
+            "a_step_learns",
+        ),
+        (
+            "mismatch-of-what-was-truncated",
+            "rollout.policy_logprobs, train",
+            "batch.rollout_logprobs, train",
+            "a_step_learns",
+        ),
+        (
+            "mismatch-without-sign",
+            "batch.mask, batch.advantages, config",
+            "batch.mask, None, config",
+            "a_step_learns",
+        ),
+        (
+            "kl-of-reference",
+            "batch.old_logprobs, batch.reference_logprobs,",
+            "batch.reference_logprobs, batch.old_logprobs,",
+            "a_step_learns",
+        ),
+        (
+            "advantages-lost",
+            "advantages=rollout.by_row(advantages)",
+            "advantages=batch.advantages",
+            "a_step_learns",
+        ),
         ("truncation-forgotten", "self.truncated, entering)", "False, entering)", "a_step_learns"),
-        ("min-p-forgotten", "top_p=rollout.top_p, min_p=rollout.min_p,", "top_p=rollout.top_p,", "changes_the_distribution"),
-        ("update-lost", "self._state, train_logprobs, learned =", "_, train_logprobs, learned =", "a_step_learns"),
-        ("no-sync", "        self._sync(None if next_prompts is None else self.encode(next_prompts)[0])\n", "", "a_step_learns"),
+        (
+            "min-p-forgotten",
+            "top_p=rollout.top_p, min_p=rollout.min_p,",
+            "top_p=rollout.top_p,",
+            "changes_the_distribution",
+        ),
+        (
+            "update-lost",
+            "self._state, train_logprobs, learned =",
+            "_, train_logprobs, learned =",
+            "a_step_learns",
+        ),
+        (
+            "no-sync",
+            "        self._sync(None if next_prompts is None else self.encode(next_prompts)[0])\n",
+            "",
+            "a_step_learns",
+        ),
         ("old-scales", "self.scales, kv_metrics =", "_, kv_metrics =", "scales_are"),
-        ("calibrated-on-prompts", "batch.tokens, batch.present, self.scales", "None, None, self.scales", "scales_are"),
-        ("calibrated-on-padding", "batch.tokens, batch.present,", "batch.tokens, batch.present | True,", "scales_are"),
+        (
+            "calibrated-on-prompts",
+            "batch.tokens, batch.present, self.scales",
+            "None, None, self.scales",
+            "scales_are",
+        ),
+        (
+            "calibrated-on-padding",
+            "batch.tokens, batch.present,",
+            "batch.tokens, batch.present | True,",
+            "scales_are",
+        ),
         ("served-scales-unseen", "batch.present, self.scales", "batch.present, None", "scales_are"),
-        ("other-scale-told", 'getattr(scales, role).max() for', "scales.query.max() for", "scales_are"),
-        ("resumed-without-scales", 'self.scales = scales if self._calibrates("trainer") else None', "self.scales = None",
-         "training/test_loop.py resume"),
-        ("resumed-version", "self.engine.version = step", "self.engine.version = 0", "training/test_loop.py resume"),
-        ("temperature-of-training", "sampling.max_new_tokens, temperature, **ends", "sampling.max_new_tokens, 1.0, **ends",
-         "evaluation_samples"),
+        (
+            "other-scale-told",
+            "getattr(scales, role).max() for",
+            "scales.query.max() for",
+            "scales_are",
+        ),
+        (
+            "resumed-without-scales",
+            'self.scales = scales if self._calibrates("trainer") else None',
+            "self.scales = None",
+            "training/test_loop.py resume",
+        ),
+        (
+            "resumed-version",
+            "self.engine.version = step",
+            "self.engine.version = 0",
+            "training/test_loop.py resume",
+        ),
+        (
+            "temperature-of-training",
+            "sampling.max_new_tokens, temperature, **ends",
+            "sampling.max_new_tokens, 1.0, **ends",
+            "evaluation_samples",
+        ),
         ("never-stops", "temperature, **ends", "temperature", "evaluation_samples"),
-        ("demonstrations-at-the-temperature-of-rollouts", "rl=RLConfig(), temperature=1.0", "rl=RLConfig()", "walk_through"),
-        ("demonstrations-end-early", "mask[row, : len(ids)] = ids, True", "mask[row, : len(ids) - 1] = ids, True",
-         "walk_through"),
-        ("one-draw-for-all-steps", "_TRAINING), self.step)", "_TRAINING), 0)", f"{SESSION} loop_of_a_run"),
-        ("one-draw-for-all-rollouts", "jax.random.fold_in(key, self._rollouts) if self._rollouts else key", "key",
-         f"{SESSION} says_what_was_sampled"),
-        ("rollouts-never-begin-anew", "self.step, self._rollouts = self.step + 1, 0", "self.step = self.step + 1",
-         f"{SESSION} loop_of_a_run"),
-        ("samples-draw-as-training", "jax.random.key(self.config.seed), _SAMPLES)",
-         "jax.random.key(self.config.seed), _TRAINING)", f"{SESSION} change_nothing"),
-        ("greedy-is-learned", "if rollout.temperature != self.sampling.temperature:", "if False:", f"{SESSION} change_nothing"),
-        ("filling-is-real", "real = np.pad(np.ones(len(values), bool), (0, missing))",
-         "real = np.ones(len(values) + missing, bool)", f"{SESSION} fills_a_batch"),
-        ("filling-is-valid", "np.pad(valid, (0, missing)), real", "np.pad(valid, (0, missing), constant_values=True), real",
-         f"{SESSION} fills_a_batch or compile_nothing"),
-        ("none-is-zero", "valid = np.array([reward is not None for", "valid = np.array([True for", f"{SESSION} that_is_none"),
-        ("warm-start-unserved", "self._served = False\n        if self._calibrates", "if self._calibrates",
-         f"{SESSION} warm_start"),
-        ("restart-keeps-the-step", "        self.step = self._rollouts = 0\n", "", f"{SESSION} warm_start"),
-        ("scores-of-the-first-prompts", "completions[start * n : (start + batch_size) * n]",
-         "completions[: batch_size * n]", f"{SESSION} logprobs_are"),
+        (
+            "demonstrations-at-the-temperature-of-rollouts",
+            "rl=RLConfig(), temperature=1.0",
+            "rl=RLConfig()",
+            "walk_through",
+        ),
+        (
+            "demonstrations-end-early",
+            "mask[row, : len(ids)] = ids, True",
+            "mask[row, : len(ids) - 1] = ids, True",
+            "walk_through",
+        ),
+        (
+            "one-draw-for-all-steps",
+            "_TRAINING), self.step)",
+            "_TRAINING), 0)",
+            f"{SESSION} loop_of_a_run",
+        ),
+        (
+            "one-draw-for-all-rollouts",
+            "jax.random.fold_in(key, self._rollouts) if self._rollouts else key",
+            "key",
+            f"{SESSION} says_what_was_sampled",
+        ),
+        (
+            "rollouts-never-begin-anew",
+            "self.step, self._rollouts = self.step + 1, 0",
+            "self.step = self.step + 1",
+            f"{SESSION} loop_of_a_run",
+        ),
+        (
+            "samples-draw-as-training",
+            "jax.random.key(self.config.seed), _SAMPLES)",
+            "jax.random.key(self.config.seed), _TRAINING)",
+            f"{SESSION} change_nothing",
+        ),
+        (
+            "greedy-is-learned",
+            "if rollout.temperature != self.sampling.temperature:",
+            "if False:",
+            f"{SESSION} change_nothing",
+        ),
+        (
+            "filling-is-real",
+            "real = np.pad(np.ones(len(values), bool), (0, missing))",
+            "real = np.ones(len(values) + missing, bool)",
+            f"{SESSION} fills_a_batch",
+        ),
+        (
+            "filling-is-valid",
+            "np.pad(valid, (0, missing)), real",
+            "np.pad(valid, (0, missing), constant_values=True), real",
+            f"{SESSION} fills_a_batch or compile_nothing",
+        ),
+        (
+            "none-is-zero",
+            "valid = np.array([reward is not None for",
+            "valid = np.array([True for",
+            f"{SESSION} that_is_none",
+        ),
+        (
+            "warm-start-unserved",
+            "self._served = False\n        if self._calibrates",
+            "if self._calibrates",
+            f"{SESSION} warm_start",
+        ),
+        (
+            "restart-keeps-the-step",
+            "        self.step = self._rollouts = 0\n",
+            "",
+            f"{SESSION} warm_start",
+        ),
+        (
+            "scores-of-the-first-prompts",
+            "completions[start * n : (start + batch_size) * n]",
+            "completions[: batch_size * n]",
+            f"{SESSION} logprobs_are",
+        ),
     ),
     *of(
-        "training/loop.py", WIRING,
-        ("failed-in-the-mean", "samples, jnp.asarray(~scores.failed)", "samples, jnp.asarray(scores.failed)", "failed_reward"),
+        "training/loop.py",
+        WIRING,
+        (
+            "failed-in-the-mean",
+            "samples, jnp.asarray(~scores.failed)",
+            "samples, jnp.asarray(scores.failed)",
+            "failed_reward",
+        ),
         ("failed-learned-from", "if ok else None for", "for", "failed_reward"),
-        ("all-enter", "found.entering, self.collector", "None, self.collector", "teach_nothing_stay"),
-        ("accuracy-of-any-reward", "scores.correct.mean()", "(scores.rewards > -1).mean()", "a_step_learns"),
-        ("failures-not-watched", "        metrics |= self.watch.see(step, metrics, found.scores)\n", "", "failed_reward"),
+        (
+            "all-enter",
+            "found.entering, self.collector",
+            "None, self.collector",
+            "teach_nothing_stay",
+        ),
+        (
+            "accuracy-of-any-reward",
+            "scores.correct.mean()",
+            "(scores.rewards > -1).mean()",
+            "a_step_learns",
+        ),
+        (
+            "failures-not-watched",
+            "        metrics |= self.watch.see(step, metrics, found.scores)\n",
+            "",
+            "failed_reward",
+        ),
         ("samples-of-no-step", '{"step": step, **row}', '{"step": 0, **row}', "a_step_learns"),
-        ("evaluation-never-the-same", "self.config.seed), 1), 0)", "self.config.seed), 1), step)", "evaluation_is_due"),
-        ("evaluation-draws-as-training", "self.config.seed), 1), 0)", "self.config.seed), 0), 0)", "evaluation_is_due"),
+        (
+            "evaluation-never-the-same",
+            "self.config.seed), 1), 0)",
+            "self.config.seed), 1), step)",
+            "evaluation_is_due",
+        ),
+        (
+            "evaluation-draws-as-training",
+            "self.config.seed), 1), 0)",
+            "self.config.seed), 0), 0)",
+            "evaluation_is_due",
+        ),
         ("evaluation-always", "(step % config.every and", "(step < 0 and", "evaluation_is_due"),
-        ("no-evaluation-at-the-end", "config.every and step < self.config.trainer.steps", "config.every", "evaluation_is_due"),
+        (
+            "no-evaluation-at-the-end",
+            "config.every and step < self.config.trainer.steps",
+            "config.every",
+            "evaluation_is_due",
+        ),
         ("evaluation-of-all", "[: config.examples]", "[:]", "evaluation_is_due"),
         ("saves-too-early", "(step + 1) % every == 0", "step % every == 0", "a_run_serves"),
         ("last-not-saved", "step + 1 == steps or", "step == steps or", "a_run_serves"),
-        ("saved-as-the-step-before", "checkpoints.save(step + 1,", "checkpoints.save(step,", "a_run_serves"),
-        ("evaluates-after-the-step", "self._evaluate(step) | self._step(step)", "self._step(step) | self._evaluate(step)",
-         "a_run_serves"),
-        ("last-evaluation-of-nothing", "self._evaluate(steps))", "self._evaluate(1))", "a_run_serves"),
+        (
+            "saved-as-the-step-before",
+            "checkpoints.save(step + 1,",
+            "checkpoints.save(step,",
+            "a_run_serves",
+        ),
+        (
+            "evaluates-after-the-step",
+            "self._evaluate(step) | self._step(step)",
+            "self._step(step) | self._evaluate(step)",
+            "a_run_serves",
+        ),
+        (
+            "last-evaluation-of-nothing",
+            "self._evaluate(steps))",
+            "self._evaluate(1))",
+            "a_run_serves",
+        ),
         ("starts-at-0", "in range(self.start, steps)", "in range(steps)", "a_run_serves"),
-        ("calibrated-on-step-0", "collector.prompts(self.start)", "collector.prompts(0)", "a_run_serves"),
+        (
+            "calibrated-on-step-0",
+            "collector.prompts(self.start)",
+            "collector.prompts(0)",
+            "a_run_serves",
+        ),
     ),
     *of(
-        "training/learner.py", WIRING,
-        ("always-the-first-half", "part=part: x[part], minis)", "part=part: x[0], minis)", "two_updates"),
+        "training/learner.py",
+        WIRING,
+        (
+            "always-the-first-half",
+            "part=part: x[part], minis)",
+            "part=part: x[0], minis)",
+            "two_updates",
+        ),
         ("one-update", "for part in range(self.count):", "for part in range(1):", "two_updates"),
-        ("halves-corrected-apart", "split_batch(corrected, self.count)", "split_batch(batch, self.count)", "two_updates"),
-        ("new-for-old", "return state, old, averaged", "return state, old - 1, averaged", "two_updates"),
-        ("corrections-untold", "averaged | rl.metric_values(corrections)", "averaged", "two_updates"),
+        (
+            "halves-corrected-apart",
+            "split_batch(corrected, self.count)",
+            "split_batch(batch, self.count)",
+            "two_updates",
+        ),
+        (
+            "new-for-old",
+            "return state, old, averaged",
+            "return state, old - 1, averaged",
+            "two_updates",
+        ),
+        (
+            "corrections-untold",
+            "averaged | rl.metric_values(corrections)",
+            "averaged",
+            "two_updates",
+        ),
         ("mean-of-one", "_mean(collected)", "_mean(collected[:1])", "two_updates"),
-        ("schedule-of-steps", "config.trainer.steps * self.count", "config.trainer.steps", "two_updates"),
-        ("learning-rate-of-start", "self.schedule(int(state.updates))", "self.schedule(0)", "one_update"),
-        ("micro-batches-forgotten", "(self.trainer.micro_batch_prompts or part)", "part", "one_update"),
-        ("temperature-forgotten", "temperature=config.rollout.temperature", "temperature=1.0", "one_update"),
+        (
+            "schedule-of-steps",
+            "config.trainer.steps * self.count",
+            "config.trainer.steps",
+            "two_updates",
+        ),
+        (
+            "learning-rate-of-start",
+            "self.schedule(int(state.updates))",
+            "self.schedule(0)",
+            "one_update",
+        ),
+        (
+            "micro-batches-forgotten",
+            "(self.trainer.micro_batch_prompts or part)",
+            "part",
+            "one_update",
+        ),
+        (
+            "temperature-forgotten",
+            "temperature=config.rollout.temperature",
+            "temperature=1.0",
+            "one_update",
+        ),
         ("remat-turned", 'remat == "layer"', 'remat != "layer"', "one_update"),
-        ("recipe-without-correction", "correction.resolve(recipe.correction)", 'correction.resolve("none")', "one_update"),
+        (
+            "recipe-without-correction",
+            "correction.resolve(recipe.correction)",
+            'correction.resolve("none")',
+            "one_update",
+        ),
         ("backend-forgotten", "            backend=config.precision.backend,\n", "", "one_update"),
         ("width-of-the-cut", "of_width(self.config.rl, width)", "self.config.rl", "one_update"),
-        ("reference-follows", "join(self.reference, split", "join(split(state.policy)[0], split", "the_reference_is"),
-        ("reference-shared", "jax.tree.map(jnp.copy, split(policy)[0])", "split(policy)[0]", "the_reference_is"),
-        ("reference-replays", "prompt_routes=None, routes=None", "prompt_routes=None", "the_reference_is"),
+        (
+            "reference-follows",
+            "join(self.reference, split",
+            "join(split(state.policy)[0], split",
+            "the_reference_is",
+        ),
+        (
+            "reference-shared",
+            "jax.tree.map(jnp.copy, split(policy)[0])",
+            "split(policy)[0]",
+            "the_reference_is",
+        ),
+        (
+            "reference-replays",
+            "prompt_routes=None, routes=None",
+            "prompt_routes=None",
+            "the_reference_is",
+        ),
         ("no-reference", "kl_coefficient > 0 or", "kl_coefficient > 0 and", "the_reference_is"),
         ("no-old-for-two", "self.count > 1 or", "self.count > 2 or", "the_reference_is"),
-        ("no-old-for-a-mean-weight", "correction.whole_batch or", "correction.whole_batch and", "the_reference_is"),
-        ("scored-at-once", "micro_batches=parts), batch", "micro_batches=1), batch", "the_reference_is"),
-        ("old-is-reference", "reference_logprobs=reference)", "old_logprobs=reference)", "the_reference_is"),
+        (
+            "no-old-for-a-mean-weight",
+            "correction.whole_batch or",
+            "correction.whole_batch and",
+            "the_reference_is",
+        ),
+        (
+            "scored-at-once",
+            "micro_batches=parts), batch",
+            "micro_batches=1), batch",
+            "the_reference_is",
+        ),
+        (
+            "old-is-reference",
+            "reference_logprobs=reference)",
+            "old_logprobs=reference)",
+            "the_reference_is",
+        ),
     ),
     *of(
-        "training/step.py", "training/test_update.py",
-        ("last-micro-batch", "jax.tree.map(jnp.add, carry, (loss, gradients))", "(loss, gradients)", "accumulation"),
+        "training/step.py",
+        "training/test_update.py",
+        (
+            "last-micro-batch",
+            "jax.tree.map(jnp.add, carry, (loss, gradients))",
+            "(loss, gradients)",
+            "accumulation",
+        ),
         ("no-old", "old_logprobs=micro.old_logprobs", "old_logprobs=None", "takes_old"),
-        ("no-reference-in-loss", "reference_logprobs=micro.reference_logprobs", "reference_logprobs=micro.rollout_logprobs",
-         "takes_old"),
+        (
+            "no-reference-in-loss",
+            "reference_logprobs=micro.reference_logprobs",
+            "reference_logprobs=micro.rollout_logprobs",
+            "takes_old",
+        ),
         ("no-weights", "weights=micro.weights", "weights=None", "takes_old"),
-        ("loss-of-all", "mask=micro.mask if micro.loss_mask is None else micro.loss_mask", "mask=micro.mask", "takes_old"),
-        ("denominator-of-all", "loss_denominator(batch.mask if batch.loss_mask is None else batch.loss_mask",
-         "loss_denominator(batch.mask", "takes_old"),
-        ("ratio-turned", "batch.old_logprobs - batch.rollout_logprobs", "batch.rollout_logprobs - batch.old_logprobs",
-         "takes_old"),
-        ("corrected-twice", " or batch.weights is not None", "", "rl/test_correction_in_update.py made_before"),
-        ("loss-mask-undone", "mask = batch.mask if batch.loss_mask is None else batch.loss_mask", "mask = batch.mask",
-         "rl/test_correction_in_update.py narrower"),
+        (
+            "loss-of-all",
+            "mask=micro.mask if micro.loss_mask is None else micro.loss_mask",
+            "mask=micro.mask",
+            "takes_old",
+        ),
+        (
+            "denominator-of-all",
+            "loss_denominator(batch.mask if batch.loss_mask is None else batch.loss_mask",
+            "loss_denominator(batch.mask",
+            "takes_old",
+        ),
+        (
+            "ratio-turned",
+            "batch.old_logprobs - batch.rollout_logprobs",
+            "batch.rollout_logprobs - batch.old_logprobs",
+            "takes_old",
+        ),
+        (
+            "corrected-twice",
+            " or batch.weights is not None",
+            "",
+            "rl/test_correction_in_update.py made_before",
+        ),
+        (
+            "loss-mask-undone",
+            "mask = batch.mask if batch.loss_mask is None else batch.loss_mask",
+            "mask = batch.mask",
+            "rl/test_correction_in_update.py narrower",
+        ),
         ("no-temperature", "temperature=config.temperature", "temperature=1.0", "shared"),
         ("prompt-end-missed", "(batch.lengths - 1)[:", "(batch.lengths - 2)[:", "shared"),
-        ("positions-anew", "jnp.repeat(batch.lengths, n)[:, None] +", "0 * jnp.repeat(batch.lengths, n)[:, None] +", "shared"),
-        ("wrong-denominator", "/ batch.mask.sum()", "/ batch.mask.size", f"{WIRING} mean_over_answer"),
-        ("denominator-of-rows", "/ batch.mask.sum()", "/ batch.mask.shape[0]", f"{WIRING} mean_over_answer"),
-        ("padding-learned", "jnp.where(batch.mask, logprobs, 0.0)", "logprobs", f"{WIRING} mean_over_answer"),
+        (
+            "positions-anew",
+            "jnp.repeat(batch.lengths, n)[:, None] +",
+            "0 * jnp.repeat(batch.lengths, n)[:, None] +",
+            "shared",
+        ),
+        (
+            "wrong-denominator",
+            "/ batch.mask.sum()",
+            "/ batch.mask.size",
+            f"{WIRING} mean_over_answer",
+        ),
+        (
+            "denominator-of-rows",
+            "/ batch.mask.sum()",
+            "/ batch.mask.shape[0]",
+            f"{WIRING} mean_over_answer",
+        ),
+        (
+            "padding-learned",
+            "jnp.where(batch.mask, logprobs, 0.0)",
+            "logprobs",
+            f"{WIRING} mean_over_answer",
+        ),
         ("unlearns", "loss = -jnp.sum(", "loss = jnp.sum(", f"{WIRING} mean_over_answer"),
         ("next-prompt", "jnp.repeat(last, n, axis=0)", "jnp.tile(last, (n, 1, 1))", "shared"),
-        ("prompt-padding-read", "segment_ids=segments, routes=batch.prompt_routes", "routes=batch.prompt_routes", "shared"),
+        (
+            "prompt-padding-read",
+            "segment_ids=segments, routes=batch.prompt_routes",
+            "routes=batch.prompt_routes",
+            "shared",
+        ),
     ),
     *of(
-        "training/experience.py", WIRING,
-        ("behaviour-swapped", "rollout.behaviour_logprobs, rollout.policy_logprobs,",
-         "rollout.policy_logprobs, rollout.behaviour_logprobs,", "ratios_divide"),
-        ("keeps-what-was-cut-off", "rl.drop_truncated(mask, rollout.stopped)",
-         "rl.drop_truncated(mask, ~rollout.stopped)", "cut_off"),
+        "training/experience.py",
+        WIRING,
+        (
+            "behaviour-swapped",
+            "rollout.behaviour_logprobs, rollout.policy_logprobs,",
+            "rollout.policy_logprobs, rollout.behaviour_logprobs,",
+            "ratios_divide",
+        ),
+        (
+            "keeps-what-was-cut-off",
+            "rl.drop_truncated(mask, rollout.stopped)",
+            "rl.drop_truncated(mask, ~rollout.stopped)",
+            "cut_off",
+        ),
         ("no-filter", "if config.overlong.filter:", "if False:", "cut_off"),
         ("only-what-teaches-nothing", "& inside[:, None]", "& ~inside[:, None]", "cut_off"),
         ("filter-undone", "(mask if in_loss is None else in_loss)", "mask", "cut_off"),
-        ("mismatch-of-behaviour", "        return self.rollout.policy_logprobs\n",
-         "        return self.rollout.behaviour_logprobs\n", "a_batch_holds"),
+        (
+            "mismatch-of-behaviour",
+            "        return self.rollout.policy_logprobs\n",
+            "        return self.rollout.behaviour_logprobs\n",
+            "a_batch_holds",
+        ),
         ("work-of-padding", "int(mask.sum())", "int(mask.size)", "a_batch_holds"),
         ("no-routes", "routes=rollout.expert_ids", "routes=None", "a_batch_holds"),
         ("clipped-is-stopped", "1.0 - stopped.mean()", "stopped.mean()", "a_batch_holds"),
-        ("length-of-the-cut-off", "lengths[stopped].mean()", "lengths[~stopped].mean()", "a_batch_holds"),
-        ("filling-learned", "mask = mask & (np.arange(rows) < len(self.texts))[:, None]", "pass", "fills_a_batch"),
+        (
+            "length-of-the-cut-off",
+            "lengths[stopped].mean()",
+            "lengths[~stopped].mean()",
+            "a_batch_holds",
+        ),
+        (
+            "filling-learned",
+            "mask = mask & (np.arange(rows) < len(self.texts))[:, None]",
+            "pass",
+            "fills_a_batch",
+        ),
         ("filling-counted", "[: len(self.texts)] for x in", "for x in", "fills_a_batch"),
-        ("observations-trained-on", "rows.sampled, chosen", "rows.attended, chosen", "rows_of_episodes"),
+        (
+            "observations-trained-on",
+            "rows.sampled, chosen",
+            "rows.attended, chosen",
+            "rows_of_episodes",
+        ),
         ("observations-unread", "            attended=rows.attended,\n", "", "rows_of_episodes"),
-        ("mismatch-of-episodes", "to_global(self.rows.policy_logprobs", "to_global(self.rows.behaviour_logprobs - 1",
-         "rows_of_episodes"),
-        ("episode-behaviour-swapped", "rollout_logprobs(behaviour, policy,", "rollout_logprobs(policy, behaviour,",
-         "rows_of_episodes"),
-        ("last-row-of-an-episode", "np.add.at(sums, self.rows.episode[own], values[own])",
-         "sums[self.rows.episode[own]] = values[own]", "training/test_episodes.py scores_what_was_sampled"),
-        ("empty-rows-advantage", "values[self.rows.episode], 0)", "values[self.rows.episode], 1)", "rows_of_episodes"),
-        ("episodes-of-no-lesson", "rows.sampled & (self._spread(entering) > 0)",
-         "rows.sampled & (self._spread(entering) >= 0)", "rows_of_episodes"),
+        (
+            "mismatch-of-episodes",
+            "to_global(self.rows.policy_logprobs",
+            "to_global(self.rows.behaviour_logprobs - 1",
+            "rows_of_episodes",
+        ),
+        (
+            "episode-behaviour-swapped",
+            "rollout_logprobs(behaviour, policy,",
+            "rollout_logprobs(policy, behaviour,",
+            "rows_of_episodes",
+        ),
+        (
+            "last-row-of-an-episode",
+            "np.add.at(sums, self.rows.episode[own], values[own])",
+            "sums[self.rows.episode[own]] = values[own]",
+            "training/test_episodes.py scores_what_was_sampled",
+        ),
+        (
+            "empty-rows-advantage",
+            "values[self.rows.episode], 0)",
+            "values[self.rows.episode], 1)",
+            "rows_of_episodes",
+        ),
+        (
+            "episodes-of-no-lesson",
+            "rows.sampled & (self._spread(entering) > 0)",
+            "rows.sampled & (self._spread(entering) >= 0)",
+            "rows_of_episodes",
+        ),
     ),
     *of(
-        "training/collect.py", WIRING,
-        ("one-key-for-all-steps", "jax.random.fold_in(self.key, step)", "jax.random.fold_in(self.key, 0)", "no_two_steps"),
-        ("one-key-for-all-seeds", "jax.random.key(self.seed), 0)", "jax.random.key(0), 0)", "no_two_steps"),
+        "training/collect.py",
+        WIRING,
+        (
+            "one-key-for-all-steps",
+            "jax.random.fold_in(self.key, step)",
+            "jax.random.fold_in(self.key, 0)",
+            "no_two_steps",
+        ),
+        (
+            "one-key-for-all-seeds",
+            "jax.random.key(self.seed), 0)",
+            "jax.random.key(0), 0)",
+            "no_two_steps",
+        ),
         ("entering-by-turns", "np.repeat(self.teaches,", "np.tile(self.teaches,", "cut_off"),
         ("prompt-of-another", "self.examples[row // n]", "self.examples[row % n]", "shown_samples"),
         ("one-order-for-all-seeds", "self.count, self.seed)", "self.count, 0)", "no_two_steps"),
-        ("one-key-for-all-rounds", "jax.random.fold_in(key, number) if number else key", "key", "keeps_what_teaches"),
+        (
+            "one-key-for-all-rounds",
+            "jax.random.fold_in(key, number) if number else key",
+            "key",
+            "keeps_what_teaches",
+        ),
         ("rounds-of-the-next-step", "step * rounds + number", "step + number", "gives_up"),
-        ("rewards-of-the-first", "joined.rewards[rows]", "joined.rewards[: len(rows)]", "keeps_what_teaches"),
-        ("failures-of-the-first", "~joined.failed[rows]", "~joined.failed[: len(rows)][::-1]", "gives_up"),
-        ("keeps-what-teaches-nothing", "np.argsort(~teaches,", "np.argsort(teaches,", "keeps_what_teaches"),
-        ("rows-of-another", "chosen[:, None] * self.samples +", "chosen[:, None] +", "keeps_what_teaches"),
-        ("teaches-of-the-first", "teaches=teaches[chosen]", "teaches=teaches[: len(chosen)]", "keeps_what_teaches"),
-        ("one-round-more", "np.sum, teaches)) < self.count", "np.sum, teaches)) <= self.count", "draws_once"),
-        ("scored-twice", "scores = score_together(self.pool, examples, found.texts)",
-         "scores = [score_together(self.pool, examples, found.texts) for _ in range(2)][1]", "a_step_learns"),
-        ("failures-teach", "self.samples, jnp.asarray(~scores.failed)", "self.samples, jnp.asarray(~scores.failed | True)",
-         "gives_up"),
-        ("logprobs-of-the-first", '"behaviour_logprobs", "policy_logprobs", "stopped"', '"behaviour_logprobs", "stopped"',
-         "keeps_what_teaches"),
+        (
+            "rewards-of-the-first",
+            "joined.rewards[rows]",
+            "joined.rewards[: len(rows)]",
+            "keeps_what_teaches",
+        ),
+        (
+            "failures-of-the-first",
+            "~joined.failed[rows]",
+            "~joined.failed[: len(rows)][::-1]",
+            "gives_up",
+        ),
+        (
+            "keeps-what-teaches-nothing",
+            "np.argsort(~teaches,",
+            "np.argsort(teaches,",
+            "keeps_what_teaches",
+        ),
+        (
+            "rows-of-another",
+            "chosen[:, None] * self.samples +",
+            "chosen[:, None] +",
+            "keeps_what_teaches",
+        ),
+        (
+            "teaches-of-the-first",
+            "teaches=teaches[chosen]",
+            "teaches=teaches[: len(chosen)]",
+            "keeps_what_teaches",
+        ),
+        (
+            "one-round-more",
+            "np.sum, teaches)) < self.count",
+            "np.sum, teaches)) <= self.count",
+            "draws_once",
+        ),
+        (
+            "scored-twice",
+            "scores = score_together(self.pool, examples, found.texts)",
+            "scores = [score_together(self.pool, examples, found.texts) for _ in range(2)][1]",
+            "a_step_learns",
+        ),
+        (
+            "failures-teach",
+            "self.samples, jnp.asarray(~scores.failed)",
+            "self.samples, jnp.asarray(~scores.failed | True)",
+            "gives_up",
+        ),
+        (
+            "logprobs-of-the-first",
+            '"behaviour_logprobs", "policy_logprobs", "stopped"',
+            '"behaviour_logprobs", "stopped"',
+            "keeps_what_teaches",
+        ),
     ),
     *of(
-        "training/evaluate.py", WIRING,
+        "training/evaluate.py",
+        WIRING,
         ("wilson-centre", "z * z / (2 * count)", "z * z / count", "wilson"),
         ("wilson-width", "(4 * count * count)", "(2 * count * count)", "wilson"),
-        ("interval-over-samples", "interval(accuracy, len(table))", "interval(accuracy, table.size)", "accuracy_is"),
+        (
+            "interval-over-samples",
+            "interval(accuracy, len(table))",
+            "interval(accuracy, table.size)",
+            "accuracy_is",
+        ),
         ("pass-at-k-of-examples", "table.max(1).mean()", "table.max(0).mean()", "accuracy_is"),
         ("pass-at-k-is-a-mean", "table.max(1).mean()", "table.mean()", "accuracy_is"),
         ("filling-counted", ".sum(1)[: len(texts)]", ".sum(1)", "accuracy_is"),
         ("row-of-another", "part[row // config.samples]", "part[row % len(part)]", "accuracy_is"),
-        ("samples-mixed", "reshape(len(examples), config.samples)", "reshape(config.samples, len(examples)).T", "accuracy_is"),
+        (
+            "samples-mixed",
+            "reshape(len(examples), config.samples)",
+            "reshape(config.samples, len(examples)).T",
+            "accuracy_is",
+        ),
         ("evaluates-training", "setup.held_out.examples[", "setup.train.examples[", "held_out_set"),
         ("held-out-of-all", "[: config.examples]", "[:]", "held_out_set"),
     ),
     *of(
-        "training/sft.py", WIRING,
-        ("one-batch-for-all-steps", "setup.train.batch(step,", "setup.train.batch(0,", "walk_through"),
-        ("optimizer-of-the-run", "session.restart(sft.optimizer, sft.steps)", "session.restart()", "walk_through"),
+        "training/sft.py",
+        WIRING,
+        (
+            "one-batch-for-all-steps",
+            "setup.train.batch(step,",
+            "setup.train.batch(0,",
+            "walk_through",
+        ),
+        (
+            "optimizer-of-the-run",
+            "session.restart(sft.optimizer, sft.steps)",
+            "session.restart()",
+            "walk_through",
+        ),
         ("last-step-unlogged", "or step + 1 == sft.steps", "or step == sft.steps", "walk_through"),
-        ("same-flaws-every-step", "default_rng((config.seed, step))", "default_rng(config.seed)", "cut_anew"),
+        (
+            "same-flaws-every-step",
+            "default_rng((config.seed, step))",
+            "default_rng(config.seed)",
+            "cut_anew",
+        ),
         ("end-cut", "[*target[:-2], target[-1]]", "target[:-1]", "end_with"),
     ),
     *of(
-        "training/prompts.py", WIRING,
+        "training/prompts.py",
+        WIRING,
         ("no-end", "+ [self.tokenizer.eos_token_ids[0]]", "+ []", "through_the_tokenizer"),
-        ("target-begins-anew", "encode(example.target, add_special_tokens=False)", "encode(example.target)",
-         "through_the_tokenizer"),
-        ("ids-of-the-batch", "[e.index for e in examples]", "list(range(len(examples)))", "through_the_tokenizer"),
-        ("padding-decoded", "decode(row[kept].tolist())", "decode(row.tolist())", "through_the_tokenizer"),
+        (
+            "target-begins-anew",
+            "encode(example.target, add_special_tokens=False)",
+            "encode(example.target)",
+            "through_the_tokenizer",
+        ),
+        (
+            "ids-of-the-batch",
+            "[e.index for e in examples]",
+            "list(range(len(examples)))",
+            "through_the_tokenizer",
+        ),
+        (
+            "padding-decoded",
+            "decode(row[kept].tolist())",
+            "decode(row.tolist())",
+            "through_the_tokenizer",
+        ),
         ("one-token-less-fits", "<= self.width", "< self.width", "through_the_tokenizer"),
         ("padded-with-0", "self.width, self.pad)", "self.width)", "through_the_tokenizer"),
-        ("no-system-prompt", "chat_messages(example.prompt, self.system_prompt)", "chat_messages(example.prompt)",
-         "through_the_tokenizer"),
-        ("answers-forgotten", "[*last.prompt, *last.tokens, *", "[*last.prompt, *", "episodes_go_on"),
+        (
+            "no-system-prompt",
+            "chat_messages(example.prompt, self.system_prompt)",
+            "chat_messages(example.prompt)",
+            "through_the_tokenizer",
+        ),
+        (
+            "answers-forgotten",
+            "[*last.prompt, *last.tokens, *",
+            "[*last.prompt, *",
+            "episodes_go_on",
+        ),
     ),
     *of(
-        "training/play.py", WIRING,
+        "training/play.py",
+        WIRING,
         ("one-key-for-all-turns", "jax.random.fold_in(key, turn)", "key", "episodes_go_on"),
-        ("neighbours-share-draws", "example.index * samples + sample for", "example.index + sample for", "episodes_go_on"),
+        (
+            "neighbours-share-draws",
+            "example.index * samples + sample for",
+            "example.index + sample for",
+            "episodes_go_on",
+        ),
         ("ended-go-on", "if not episode.done]", "if True]", "episodes_go_on"),
         ("ids-of-all", "[ids[i] for i in filled]", "ids[: len(filled)]", "episodes_go_on"),
         ("too-narrow", "-(-whole // part)", "whole // part", "episodes_go_on"),
-        ("turns-swapped", "rollout.behaviour_logprobs, rollout.policy_logprobs,",
-         "rollout.policy_logprobs, rollout.behaviour_logprobs,", "episodes_go_on"),
-        ("padding-said", "tuple(tokens[row][mask[row]].tolist())", "tuple(tokens[row].tolist())", "episodes_go_on"),
-        ("stopped-turned", "stopped=bool(stopped[row])", "stopped=not stopped[row]", "episodes_go_on"),
+        (
+            "turns-swapped",
+            "rollout.behaviour_logprobs, rollout.policy_logprobs,",
+            "rollout.policy_logprobs, rollout.behaviour_logprobs,",
+            "episodes_go_on",
+        ),
+        (
+            "padding-said",
+            "tuple(tokens[row][mask[row]].tolist())",
+            "tuple(tokens[row].tolist())",
+            "episodes_go_on",
+        ),
+        (
+            "stopped-turned",
+            "stopped=bool(stopped[row])",
+            "stopped=not stopped[row]",
+            "episodes_go_on",
+        ),
         ("room-wasted", "> encoder.width", ">= encoder.width", "no_room"),
         ("height-of-episodes", "max(slots, len(episodes))", "len(episodes)", "no_room"),
     ),
     *of(
-        "rollout/engine.py", "rollout/test_engine.py",
-        ("scales-kept", "self.scales = self.scales, calibration", "self.scales = 2 * (self.scales or calibration,)",
-         f"{WIRING} scales_are"),
-        ("unscaled", "key, self.scales, samples=samples", "key, None, samples=samples", "rollout/test_generate.py fp8_policy"),
-        ("version-of-none", "weight_version=self.version)", "weight_version=0)", "forward_that_serves"),
+        "rollout/engine.py",
+        "rollout/test_engine.py",
+        (
+            "scales-kept",
+            "self.scales = self.scales, calibration",
+            "self.scales = 2 * (self.scales or calibration,)",
+            f"{WIRING} scales_are",
+        ),
+        (
+            "unscaled",
+            "key, self.scales, samples=samples",
+            "key, None, samples=samples",
+            "rollout/test_generate.py fp8_policy",
+        ),
+        (
+            "version-of-none",
+            "weight_version=self.version)",
+            "weight_version=0)",
+            "forward_that_serves",
+        ),
         ("version-jumps", "self.version += 1", "self.version += 2", "versions"),
-        ("padded-left", "table[row, : len(prompt)] = prompt", "table[row, -len(prompt) :] = prompt", "pad"),
+        (
+            "padded-left",
+            "table[row, : len(prompt)] = prompt",
+            "table[row, -len(prompt) :] = prompt",
+            "pad",
+        ),
     ),
     *of(
-        "rollout/calibration.py", "rollout/test_engine.py",
+        "rollout/calibration.py",
+        "rollout/test_engine.py",
         ("completions-unseen", "first.observed + second.observed", "first.observed", "no_padding"),
         ("prompts-unseen", "first.observed + second.observed", "second.observed", "no_padding"),
         ("no-margin", "amax * recipe.kv_margin / jnp", "amax / jnp", "percentile"),
         ("smallest", "jnp.sort(amax, axis=0)", "-jnp.sort(-amax, axis=0)", "percentile"),
-        ("key-for-value", "scales[:, 0], scales[:, 1], scales[:, 2]", "scales[:, 0], scales[:, 2], scales[:, 1]", "percentile"),
-        ("starts-of-another", "jnp.repeat(lengths, completions", "jnp.tile(lengths, completions", "no_padding"),
-        ("positions-from-0", "starts[:, None] + jnp.arange", "0 * starts[:, None] + jnp.arange", "no_padding"),
-        ("padding-attended", "mask.astype(jnp.int32), cache", "jnp.ones_like(completions), cache", "no_padding"),
-        ("prompt-padding-attended", "run(prompts, segment_ids=segments,", "run(prompts,", "no_padding"),
-        ("without-prompt", "KVCache(first.cache, scales=scales)", "KVCache(scales=scales)", "no_padding"),
+        (
+            "key-for-value",
+            "scales[:, 0], scales[:, 1], scales[:, 2]",
+            "scales[:, 0], scales[:, 2], scales[:, 1]",
+            "percentile",
+        ),
+        (
+            "starts-of-another",
+            "jnp.repeat(lengths, completions",
+            "jnp.tile(lengths, completions",
+            "no_padding",
+        ),
+        (
+            "positions-from-0",
+            "starts[:, None] + jnp.arange",
+            "0 * starts[:, None] + jnp.arange",
+            "no_padding",
+        ),
+        (
+            "padding-attended",
+            "mask.astype(jnp.int32), cache",
+            "jnp.ones_like(completions), cache",
+            "no_padding",
+        ),
+        (
+            "prompt-padding-attended",
+            "run(prompts, segment_ids=segments,",
+            "run(prompts,",
+            "no_padding",
+        ),
+        (
+            "without-prompt",
+            "KVCache(first.cache, scales=scales)",
+            "KVCache(scales=scales)",
+            "no_padding",
+        ),
     ),
     *of(
-        "rollout/sampler.py", "rollout/test_generate.py",
-        ("neighbouring-keys", "jax.random.fold_in(jax.random.fold_in(key, prompt_id), sample)",
-         "jax.random.fold_in(key, prompt_id + sample)", "neighbouring"),
-        ("one-key-for-all-samples", "jax.random.fold_in(key, prompt_id), sample)", "jax.random.fold_in(key, prompt_id), 0)",
-         "neighbouring"),
-        ("one-draw-for-all-positions", "(0, None))(fixed.keys, t)", "(0, None))(fixed.keys, 0)", "every_position"),
-        ("one-position-on", "positions = (fixed.starts + state.t)", "positions = (fixed.starts + state.t + 1)",
-         "equal_a_full_forward"),
-        ("logprobs-swapped", "jnp.where(live, behaviour, 0.0), jnp.where(live, full, 0.0)",
-         "jnp.where(live, full, 0.0), jnp.where(live, behaviour, 0.0)", "truncated_behaviour"),
-        ("starts-of-another-prompt", "jnp.repeat(lengths, samples), _row_keys", "jnp.tile(lengths, samples), _row_keys",
-         "equal_a_full_forward"),
+        "rollout/sampler.py",
+        "rollout/test_generate.py",
+        (
+            "neighbouring-keys",
+            "jax.random.fold_in(jax.random.fold_in(key, prompt_id), sample)",
+            "jax.random.fold_in(key, prompt_id + sample)",
+            "neighbouring",
+        ),
+        (
+            "one-key-for-all-samples",
+            "jax.random.fold_in(key, prompt_id), sample)",
+            "jax.random.fold_in(key, prompt_id), 0)",
+            "neighbouring",
+        ),
+        (
+            "one-draw-for-all-positions",
+            "(0, None))(fixed.keys, t)",
+            "(0, None))(fixed.keys, 0)",
+            "every_position",
+        ),
+        (
+            "one-position-on",
+            "positions = (fixed.starts + state.t)",
+            "positions = (fixed.starts + state.t + 1)",
+            "equal_a_full_forward",
+        ),
+        (
+            "logprobs-swapped",
+            "jnp.where(live, behaviour, 0.0), jnp.where(live, full, 0.0)",
+            "jnp.where(live, full, 0.0), jnp.where(live, behaviour, 0.0)",
+            "truncated_behaviour",
+        ),
+        (
+            "starts-of-another-prompt",
+            "jnp.repeat(lengths, samples), _row_keys",
+            "jnp.tile(lengths, samples), _row_keys",
+            "equal_a_full_forward",
+        ),
         ("never-stopped", "out.stopped | stopped", "out.stopped", "stop_tokens"),
-        ("stop-token-left-out", "column = (tokens, live,", "column = (tokens, live & ~stopped,", "stop_tokens"),
+        (
+            "stop-token-left-out",
+            "column = (tokens, live,",
+            "column = (tokens, live & ~stopped,",
+            "stop_tokens",
+        ),
     ),
     *of(
-        "tasks/together.py", WIRING,
-        ("each-scores-all", "np.arange(jax.process_index(), count, jax.process_count())", "np.arange(count)", "processes_score"),
-        ("scored-twice-by-each", "    with shared_faults():\n        own = pool.score(",
-         "    pool.score(examples, completions)\n    with shared_faults():\n        own = pool.score(", "a_step_learns"),
-        ("examples-of-another", "examples[row // repeats]", "examples[row % len(examples)]", "processes_score"),
+        "tasks/together.py",
+        WIRING,
+        (
+            "each-scores-all",
+            "np.arange(jax.process_index(), count, jax.process_count())",
+            "np.arange(count)",
+            "processes_score",
+        ),
+        (
+            "scored-twice-by-each",
+            "    with shared_faults():\n        own = pool.score(",
+            "    pool.score(examples, completions)\n    with shared_faults():\n        own = "
+            "pool.score(",
+            "a_step_learns",
+        ),
+        (
+            "examples-of-another",
+            "examples[row // repeats]",
+            "examples[row % len(examples)]",
+            "processes_score",
+        ),
         ("correct-is-rewarded", "correct=correct > 0", "correct=rewards > 0", "processes_score"),
-        ("timeouts-are-errors", "int(failed.sum() - timeouts)", "int(failed.sum())", "processes_score"),
-        ("correct-has-failed", "own.rewards, own.correct, own.failed,", "own.rewards, own.failed, own.correct,",
-         "processes_score"),
+        (
+            "timeouts-are-errors",
+            "int(failed.sum() - timeouts)",
+            "int(failed.sum())",
+            "processes_score",
+        ),
+        (
+            "correct-has-failed",
+            "own.rewards, own.correct, own.failed,",
+            "own.rewards, own.failed, own.correct,",
+            "processes_score",
+        ),
         ("turns-of-the-first", "shares[row % len(shares)]", "shares[0]", "processes_play"),
-        ("turns-of-another", '["turns"][row // len(shares)]', '["turns"][row // len(shares) - 1]', "processes_play"),
+        (
+            "turns-of-another",
+            '["turns"][row // len(shares)]',
+            '["turns"][row // len(shares) - 1]',
+            "processes_play",
+        ),
         ("correct-above-1", "(rewards >= 1.0)", "(rewards > 1.0)", "processes_play"),
     ),
     *of(
-        "tasks/scores.py", WIRING,
+        "tasks/scores.py",
+        WIRING,
         ("right-above-1", "self.deciding] >= 1.0", "self.deciding] > 1.0", "summed_weighed"),
-        ("credit-turned", "if not self.partial_credit:", "if self.partial_credit:", "tasks/test_reward_sum.py no_partial_credit"),
+        (
+            "credit-turned",
+            "if not self.partial_credit:",
+            "if self.partial_credit:",
+            "tasks/test_reward_sum.py no_partial_credit",
+        ),
         ("failed-have-scores", "scores[~self.failed]", "scores", "summed_weighed"),
-        ("last-errors", "errors=sum(part.errors for", "errors=max(part.errors for", "summed_weighed"),
-        ("errors-are-timeouts", "self.timeouts += timed_out", "self.timeouts += 1", "summed_weighed"),
+        (
+            "last-errors",
+            "errors=sum(part.errors for",
+            "errors=max(part.errors for",
+            "summed_weighed",
+        ),
+        (
+            "errors-are-timeouts",
+            "self.timeouts += timed_out",
+            "self.timeouts += 1",
+            "summed_weighed",
+        ),
         ("unweighed", "(summed @ list(self.weights.values()))", "summed.sum(1)", "summed_weighed"),
-        ("timeouts-counted-twice", "int(self.failed.sum()) - self.timeouts", "int(self.failed.sum())", "summed_weighed"),
+        (
+            "timeouts-counted-twice",
+            "int(self.failed.sum()) - self.timeouts",
+            "int(self.failed.sum())",
+            "summed_weighed",
+        ),
         ("last-error-told", "self.first_error or error", "error", "summed_weighed"),
     ),
     *of(
-        "parallel/rules.py", "parallel/test_rules.py",
+        "parallel/rules.py",
+        "parallel/test_rules.py",
         ("expert-axis-copies", '("data", "fsdp", "expert")', '("data", "fsdp")', "expert_axis"),
     ),
-]  # fmt: skip
+]
 
 
 def unfit(mutants: Sequence[Mutant], tree: Path) -> list[str]:
-    """What is wrong with the list, one line each: texts that are not found exactly once, and names that are used twice."""
+    """What is wrong with the list, one line each: texts that are not found exactly once, and names
+    that are used twice."""
     texts = {file: (tree / file).read_text() for file in {mutant.file for mutant in mutants}}
     names = [(mutant.file, mutant.name) for mutant in mutants]
-    found = [f"{file}: two mutants are called {name}" for file, name in set(names) if names.count((file, name)) > 1]
+    found = [
+        f"{file}: two mutants are called {name}"
+        for file, name in set(names)
+        if names.count((file, name)) > 1
+    ]
     for mutant in mutants:
-        if (times := texts[mutant.file].count(mutant.old)) != 1:
+        if (times := len(mutant.places(texts[mutant.file]))) != 1:
             found.append(f"{mutant.file}: {mutant.name}: found {times} times: {mutant.old!r}")
     return sorted(found)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0 where at least LEAST of the chosen mutants were killed, 1 where fewer were, 2 where list or tests are at fault."""
+    """0 where at least LEAST of the chosen mutants were killed, 1 where fewer were, 2 where list or
+    tests are at fault."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("words", nargs="*", help="only mutants that have one of these in file or name")
+    parser.add_argument(
+        "words", nargs="*", help="only mutants that have one of these in file or name"
+    )
     parser.add_argument("-j", "--jobs", type=int, default=1, help="how many run at one time")
     options = parser.parse_args(arguments)
-    chosen = [m for m in LIST if not options.words or any(word in f"{m.file} {m.name}" for word in options.words)]
-    if faults := unfit(LIST, ROOT) or ([] if chosen else [f"no mutant has one of {options.words} in file or name"]):
+    chosen = [
+        m
+        for m in LIST
+        if not options.words or any(word in f"{m.file} {m.name}" for word in options.words)
+    ]
+    if faults := unfit(LIST, ROOT) or (
+        [] if chosen else [f"no mutant has one of {options.words} in file or name"]
+    ):
         print("\n".join(faults), file=sys.stderr)
         return 2
     with tempfile.TemporaryDirectory(prefix="mutants-") as directory:
@@ -393,19 +1075,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
             finally:
                 trees.put(tree)
             what = "" if verdict == "killed" else f": {mutant.old!r} -> {mutant.new!r}"
-            print(f"{verdict:8} {mutant.file} {mutant.name} ({time.monotonic() - start:.0f} s){what}", flush=True)
+            print(
+                f"{verdict:8} {mutant.file} {mutant.name} ({time.monotonic() - start:.0f} s){what}",
+                flush=True,
+            )
             return verdict
 
         with ThreadPoolExecutor(options.jobs) as workers:
             verdicts = list(workers.map(attempt, chosen))
     killed, broken = verdicts.count("killed"), verdicts.count("broken")
-    print(f"{killed} of {len(verdicts)} mutants killed ({killed / len(verdicts):.1%})" + (f", {broken} broken" if broken else ""))
+    print(
+        f"{killed} of {len(verdicts)} mutants killed ({killed / len(verdicts):.1%})"
+        + (f", {broken} broken" if broken else "")
+    )
     return 2 if broken else int(killed < LEAST * len(verdicts))
 
 
 def copy_tree(target: Path) -> Path:
     """What git tracks or would track, in `target`."""
-    names = subprocess.check_output(["git", "ls-files", "-z", "-co", "--exclude-standard"], cwd=ROOT, text=True)
+    names = subprocess.check_output(
+        ["git", "ls-files", "-z", "-co", "--exclude-standard"], cwd=ROOT, text=True
+    )
     for name in filter(None, names.split("\0")):
         if (ROOT / name).is_file():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
@@ -418,8 +1108,10 @@ def run(mutant: Mutant, tree: Path) -> str:
     path = tree / mutant.file
     text, stat = path.read_text(), path.stat()
     try:
-        path.write_text(text.replace(mutant.old, mutant.new))
-        # a time of its own, whatever the clock's grain: no compiled module of the original is taken for it
+        (place,) = mutant.places(text)
+        path.write_text(text[: place.start()] + mutant.new + text[place.end() :])
+        # a time of its own, whatever the clock's grain: no compiled module of the original is taken
+        # for it
         os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns + 10**10))
         code, _ = pytest(mutant.tests.split(" ", 1), tree, PYTHONDONTWRITEBYTECODE="1")
     finally:
@@ -429,8 +1121,8 @@ def run(mutant: Mutant, tree: Path) -> str:
 
 
 def failing(mutants: Sequence[Mutant], tree: Path) -> str:
-    """What pytest says where a test that is to kill a mutant fails without one, or is not there; else nothing. It leaves the
-    tree compiled, which halves the time of what follows."""
+    """What pytest says where a test that is to kill a mutant fails without one, or is not there;
+    else nothing. It leaves the tree compiled, which halves the time of what follows."""
     words: dict[str, set[str]] = {}
     for mutant in mutants:
         file, _, keywords = mutant.tests.partition(" ")
@@ -443,9 +1135,21 @@ def failing(mutants: Sequence[Mutant], tree: Path) -> str:
 
 
 def pytest(tests: Sequence[str], tree: Path, **environment: str) -> tuple[int, str]:
-    """Exit code and output of pytest in `tree` on a file of tests, and with a second string on what `-k` chooses there."""
+    """Exit code and output of pytest in `tree` on a file of tests, and with a second string on what
+    `-k` chooses there."""
     file, *keywords = tests
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", f"tests/{file}"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        f"tests/{file}",
+    ]
     command += ["--deselect", OF_THE_LIST]
     for words in keywords:
         command += ["-k", words]
@@ -453,9 +1157,15 @@ def pytest(tests: Sequence[str], tree: Path, **environment: str) -> tuple[int, s
     cache = {"JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "jax")} | dict(os.environ)
     try:
         done = subprocess.run(
-            command, cwd=tree, env=cache | {"PYTHONPATH": str(tree), "XLA_FLAGS": flags} | environment,
-            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT, check=False,
-        )  # fmt: skip
+            command,
+            cwd=tree,
+            env=cache | {"PYTHONPATH": str(tree), "XLA_FLAGS": flags} | environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
         return -1, f"{' '.join(command)}: not done after {TIMEOUT} s"
     return done.returncode, done.stdout[-6000:] + done.stderr[-2000:]

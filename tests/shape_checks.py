@@ -1,8 +1,9 @@
-"""The type checker behind the import hook in conftest.py: beartype on array annotations, and on nothing else.
+"""The type checker behind the import hook in conftest.py: beartype on array annotations, and on
+nothing else.
 
-Shapes and dtypes are what the library's annotations promise at run time. Plain annotations are left to the functions,
-which answer a wrong type with a clear line of their own, and tests ask for that line. Constructors are left alone too:
-JAX rebuilds pytree dataclasses around placeholders.
+Shapes and dtypes are what the library's annotations promise at run time. Plain annotations are left
+to the functions, which answer a wrong type with a clear line of their own, and tests ask for that
+line. Constructors are left alone too: JAX rebuilds pytree dataclasses around placeholders.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ def check(function: Callable) -> Callable:
     if function.__name__ == "__init__":
         return function
     hints = function.__annotations__
-    function.__annotations__ = {name: hint if _mentions_array(hint) else Any for name, hint in hints.items()}
+    function.__annotations__ = {
+        name: hint if _mentions_array(hint) else Any for name, hint in hints.items()
+    }
     return beartype(function)
 
 

@@ -21,9 +21,13 @@ PAGES = [
 
 
 def test_the_program_of_the_readme_runs(tmp_path, monkeypatch, capsys):
-    """As it is printed, with a tiny policy over bytes in place of SmolLM2, and two steps of few tokens."""
+    """As it is printed, with a tiny policy over bytes in place of SmolLM2, and two steps of few
+    tokens."""
     (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    for printed, tried in {"range(20)": "range(2)", "max_new_tokens=64": "max_new_tokens=6"}.items():
+    for printed, tried in {
+        "range(20)": "range(2)",
+        "max_new_tokens=64": "max_new_tokens=6",
+    }.items():
         assert program.count(printed) == 1
         program = program.replace(printed, tried)
     named = []
@@ -36,13 +40,26 @@ def test_the_program_of_the_readme_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     names: dict = {}
     exec(compile(program, "README.md", "exec"), names)
-    assert named == ["smollm2-135m"] and names["session"].step == 2 and names["session"].recipe.name == "fp8-rl"
-    assert len(names["rollout"].texts) == 8 * len(names["prompts"]) == 32 and names["rollout"].weight_version == 2
+    assert (
+        named == ["smollm2-135m"]
+        and names["session"].step == 2
+        and names["session"].recipe.name == "fp8-rl"
+    )
+    assert (
+        len(names["rollout"].texts) == 8 * len(names["prompts"]) == 32
+        and names["rollout"].weight_version == 2
+    )
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert [row[0] for row in rows] == ["0", "1"] and all(math.isfinite(float(x)) for row in rows for x in row)
+    assert [row[0] for row in rows] == ["0", "1"] and all(
+        math.isfinite(float(x)) for row in rows for x in row
+    )
     assert 0 < float(rows[1][2]) < 0.1  # FP8 against bfloat16: a mismatch, and a small one
     assert (tmp_path / "out" / "config.json").exists()
-    assert [names["reward"](text) for text in ("7 + 5 = 12.", "So 7 + 5 = 13", "12")] == [1.0, 0.0, 0.0]
+    assert [names["reward"](text) for text in ("7 + 5 = 12.", "So 7 + 5 = 13", "12")] == [
+        1.0,
+        0.0,
+        0.0,
+    ]
 
 
 def links(page: Path) -> list[str]:
@@ -55,7 +72,9 @@ def links(page: Path) -> list[str]:
 def test_links_and_paths_exist(page):
     missing = {target for target in links(page) if not (page.parent / target).exists()}
     assert not missing
-    paths = re.findall(r"`((?:docs|experiments|fp8rl_jax|pallas_kernels|tests)/[\w./-]+)`", page.read_text())
+    paths = re.findall(
+        r"`((?:docs|experiments|fp8rl_jax|pallas_kernels|tests)/[\w./-]+)`", page.read_text()
+    )
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 

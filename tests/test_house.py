@@ -1,4 +1,5 @@
-"""The floors of the house: a file imports from its own floor and from those below it (docs/architecture.md)."""
+"""The floors of the house: a file imports from its own floor and from those below it
+(docs/architecture.md)."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ def floor(path: str) -> str:
     if first != "fp8rl_jax":
         return first
     known = f"{first}/{rest[0]}" if rest else ""
-    return known if known in FLOORS else f"{first}/__init__"  # a name of the face: `from fp8rl_jax import Session`
+    # a name of the face: `from fp8rl_jax import Session`
+    return known if known in FLOORS else f"{first}/__init__"
 
 
 def imports(source: str) -> Iterator[str]:
@@ -62,14 +64,17 @@ def imports(source: str) -> Iterator[str]:
 
 
 def faults(path: str, source: str) -> list[str]:
-    """What a file imports from above its floor, or from outside where that is promised not to be."""
+    """What a file imports from above its floor, or from outside where that is promised not to
+    be."""
     own, found = floor(path), []
     for imported in imports(source):
         package = imported.split("/")[0]
         if package in HOUSE:
             if FLOORS.index(floor(imported)) < FLOORS.index(own):
                 found.append(f"{path} imports {imported}, from a higher floor")
-        elif package not in sys.stdlib_module_names and package not in FROM_OUTSIDE.get(own, {package}):
+        elif package not in sys.stdlib_module_names and package not in FROM_OUTSIDE.get(
+            own, {package}
+        ):
             found.append(f"{path} imports {package}")
     return found
 
@@ -79,12 +84,18 @@ FILES = sorted(path.relative_to(ROOT) for top in HOUSE for path in (ROOT / top).
 
 def test_every_file_stands_on_a_floor():
     assert {floor(path.as_posix()) for path in FILES} == set(FLOORS)
-    top = {path.with_suffix("").as_posix() for path in FILES if len(path.parts) == 2 and path.parts[0] == "fp8rl_jax"}
+    top = {
+        path.with_suffix("").as_posix()
+        for path in FILES
+        if len(path.parts) == 2 and path.parts[0] == "fp8rl_jax"
+    }
     assert top <= set(FLOORS), "a module beside the folders: give it a floor"
 
 
 def test_imports_go_downward():
-    assert [fault for path in FILES for fault in faults(path.as_posix(), (ROOT / path).read_text())] == []
+    assert [
+        fault for path in FILES for fault in faults(path.as_posix(), (ROOT / path).read_text())
+    ] == []
 
 
 @pytest.mark.parametrize(

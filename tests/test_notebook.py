@@ -11,17 +11,20 @@ import pytest
 
 NOTEBOOK = Path(__file__).parents[1] / "notebooks" / "grpo.ipynb"
 SMALLER = {
-    r"hidden_size=256, intermediate_size=576, num_layers=2": "hidden_size=32, intermediate_size=48, num_layers=1, num_heads=2, "
+    r"hidden_size=256, intermediate_size=576, num_layers=2": "hidden_size=32, "
+    "intermediate_size=48, num_layers=1, num_heads=2, "
     "num_kv_heads=1, head_dim=16",
     r"range\(300\)": "range(3)",
     r"range\(20\)": "range(2)",
     r"words\(256\)": "words(8)",
     r"words\((64|32)\)": "words(4)",
-}  # fmt: skip
+}
 
 
 def cells() -> list[dict]:
-    return [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
+    return [
+        cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"
+    ]
 
 
 @pytest.mark.slow
@@ -42,8 +45,15 @@ def test_it_was_committed_with_its_outputs():
     found = cells()
     assert [cell["execution_count"] for cell in found] == list(range(1, len(found) + 1))
     outputs = [output for cell in found for output in cell["outputs"]]
-    assert not [output for output in outputs if output["output_type"] == "error" or output.get("name") == "stderr"]
+    assert not [
+        output
+        for output in outputs
+        if output["output_type"] == "error" or output.get("name") == "stderr"
+    ]
     texts = "".join("".join(output.get("text", ())) for output in outputs)
-    before, after = map(float, re.search(r"fp8-rl: accuracy on 256 held-out words ([\d.]+) -> ([\d.]+)", texts).groups())
+    before, after = map(
+        float,
+        re.search(r"fp8-rl: accuracy on 256 held-out words ([\d.]+) -> ([\d.]+)", texts).groups(),
+    )
     assert after > before + 0.2
     assert any("image/png" in output.get("data", {}) for output in outputs)

@@ -1,4 +1,5 @@
-"""Runs of a tiny policy that spells words backward: their run file, how they are started, and what they leave."""
+"""Runs of a tiny policy that spells words backward: their run file, how they are started, and what
+they leave."""
 
 from __future__ import annotations
 
@@ -31,20 +32,35 @@ RUN = {
         "prompt_template": "{metadata[word]}=",
         "reward": {"num_workers": 1},
     },
-    "rollout": {"prompts_per_step": 4, "samples_per_prompt": 4, "max_prompt_tokens": 6, "max_new_tokens": 6},
+    "rollout": {
+        "prompts_per_step": 4,
+        "samples_per_prompt": 4,
+        "max_prompt_tokens": 6,
+        "max_new_tokens": 6,
+    },
     "optimizer": {"learning_rate": 1e-3},
     "trainer": {"steps": 4},
     "evaluation": {"every": 0},
     "checkpoint": {"every": 2},
 }
-EVEN_LETTERS = {"task": {"reward": {"function": f"{Path(__file__).with_name('parallel') / 'rewards.py'}:even_letters"}}}
+EVEN_LETTERS = {
+    "task": {
+        "reward": {
+            "function": f"{Path(__file__).with_name('parallel') / 'rewards.py'}:even_letters"
+        }
+    }
+}
 """A reward that random weights earn a part of, and that differs between the samples of a prompt."""
-LEARNS = EVEN_LETTERS | {"rollout": {"stop_token_ids": list(range(64))}, "optimizer": {"learning_rate": 1e-2}}
+LEARNS = EVEN_LETTERS | {
+    "rollout": {"stop_token_ids": list(range(64))},
+    "optimizer": {"learning_rate": 1e-2},
+}
 """Steps that move far; a quarter of all bytes end a completion."""
 
 
 def write_run(directory: Path, *changes: dict[str, Any]) -> str:
-    """The path of a run file in `directory`: RUN with `changes` laid over it, one after the other; None takes a key out."""
+    """The path of a run file in `directory`: RUN with `changes` laid over it, one after the other;
+    None takes a key out."""
     config = RUN
     for change in changes:
         config = _laid_over(config, change)
@@ -55,7 +71,8 @@ def write_run(directory: Path, *changes: dict[str, Any]) -> str:
 
 def _laid_over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     joined = below | {
-        key: _laid_over(below.get(key, {}), value) if isinstance(value, dict) else value for key, value in above.items()
+        key: _laid_over(below.get(key, {}), value) if isinstance(value, dict) else value
+        for key, value in above.items()
     }
     return {key: value for key, value in joined.items() if value is not None}
 
@@ -71,9 +88,11 @@ def metric_rows(directory: Path) -> list[dict[str, Any]]:
 
 
 def measured(directory: Path) -> list[dict[str, Any]]:
-    """`metric_rows` as a repetition must give them again: without times and what follows from them."""
+    """`metric_rows` as a repetition must give them again: without times and what follows from
+    them."""
     return [
-        {name: value for name, value in row.items() if not name.startswith(("time", "perf/"))} for row in metric_rows(directory)
+        {name: value for name, value in row.items() if not name.startswith(("time", "perf/"))}
+        for row in metric_rows(directory)
     ]
 
 
@@ -84,7 +103,9 @@ def column(directory: Path, name: str) -> np.ndarray:
 
 def faults(capsys) -> list[str]:
     """The lines in which a command said what was wrong."""
-    return [line for line in capsys.readouterr().err.splitlines() if line.startswith("fp8rl: error:")]
+    return [
+        line for line in capsys.readouterr().err.splitlines() if line.startswith("fp8rl: error:")
+    ]
 
 
 def check_refused(run_file: str, output: Path, capsys, flags: list[str], message: str) -> None:

@@ -1,4 +1,5 @@
-"""The card, through nvidia-smi: what it is, and what its clocks and power were while something ran."""
+"""The card, through nvidia-smi: what it is, and what its clocks and power were while something
+ran."""
 
 from __future__ import annotations
 
@@ -10,8 +11,15 @@ from typing import Any
 from experiments.benchmarks.stats import spread
 
 CARD = (
-    "name", "driver_version", "compute_cap", "memory.total", "clocks.max.sm", "clocks.max.mem", "power.limit", "mig.mode.current",
-)  # fmt: skip
+    "name",
+    "driver_version",
+    "compute_cap",
+    "memory.total",
+    "clocks.max.sm",
+    "clocks.max.mem",
+    "power.limit",
+    "mig.mode.current",
+)
 STATE = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu", "utilization.gpu")
 
 
@@ -33,13 +41,17 @@ def state() -> dict[str, str]:
 
 
 class Monitor:
-    """Reads `STATE` once a second while the context is open; does nothing where there is no card."""
+    """Reads `STATE` once a second while the context is open; does nothing where there is no
+    card."""
 
     def __enter__(self) -> Monitor:
         self._output = tempfile.TemporaryFile()
         try:
             self._process = subprocess.Popen(
-                [*_command(STATE), "--loop-ms=1000"], stdout=self._output, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL
+                [*_command(STATE), "--loop-ms=1000"],
+                stdout=self._output,
+                stderr=subprocess.DEVNULL,
+                stdin=subprocess.DEVNULL,
             )
         except FileNotFoundError:
             self._process = None
@@ -54,22 +66,34 @@ class Monitor:
         self._output.close()
 
     def summary(self) -> dict[str, Any]:
-        """Field -> median, quartiles, least and largest of its samples, in nvidia-smi's units (MHz, W, C, %)."""
+        """Field -> median, quartiles, least and largest of its samples, in nvidia-smi's units (MHz,
+        W, C, %)."""
         columns: dict[str, list[float]] = {field: [] for field in STATE}
         for line in self._lines:
             for field, text in zip(STATE, _fields(line), strict=False):
                 if _is_number(text):
                     columns[field].append(float(text))
-        return {field: {**spread(v), "least": min(v), "largest": max(v)} for field, v in columns.items() if v}
+        return {
+            field: {**spread(v), "least": min(v), "largest": max(v)}
+            for field, v in columns.items()
+            if v
+        }
 
 
 def _command(fields: tuple[str, ...]) -> list[str]:
-    return ["nvidia-smi", "--id=0", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+    return [
+        "nvidia-smi",
+        "--id=0",
+        f"--query-gpu={','.join(fields)}",
+        "--format=csv,noheader,nounits",
+    ]
 
 
 def _query(fields: tuple[str, ...]) -> list[str]:
     try:
-        asked = subprocess.run(_command(fields), capture_output=True, text=True, check=False, timeout=60)
+        asked = subprocess.run(
+            _command(fields), capture_output=True, text=True, check=False, timeout=60
+        )
     except FileNotFoundError:
         return []
     return asked.stdout.splitlines() if asked.returncode == 0 else []

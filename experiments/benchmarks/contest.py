@@ -18,8 +18,8 @@ class Contest:
 
     Attributes:
         timed: all rounds.
-        pairs: (over, under) of the ratios: first recipe over each other one, each peer over each recipe. Above 1, `under`
-            is the faster of the two.
+        pairs: (over, under) of the ratios: first recipe over each other one, each peer over each
+            recipe. Above 1, `under` is the faster of the two.
         about: settings and versions of each side.
     """
 
@@ -28,7 +28,9 @@ class Contest:
     about: dict[str, Any]
 
 
-def contest(ours: dict[str, Side], settings: dict[str, str], peers: Sequence[Peer], plan: Plan) -> Contest:
+def contest(
+    ours: dict[str, Side], settings: dict[str, str], peers: Sequence[Peer], plan: Plan
+) -> Contest:
     """Waits for the peers, then runs the rounds.
 
     Args:
@@ -42,5 +44,7 @@ def contest(ours: dict[str, Side], settings: dict[str, str], peers: Sequence[Pee
     for peer in peers:
         peer.wait_until_ready()
         sides[peer.spec.name], about[peer.spec.name] = peer, peer.about
-    pairs = [(first, other) for other in others] + [(peer.spec.name, name) for peer in peers for name in names]
+    pairs = [(first, other) for other in others] + [
+        (peer.spec.name, name) for peer in peers for name in names
+    ]
     return Contest(interleave(sides, plan), pairs, about)

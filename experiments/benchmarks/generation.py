@@ -28,11 +28,14 @@ SETTINGS = {
 }
 
 
-def generation(workload: Workload, plan: Plan, peers: Sequence[PeerSpec] = (), threads: int = 1) -> dict[str, Any]:
+def generation(
+    workload: Workload, plan: Plan, peers: Sequence[PeerSpec] = (), threads: int = 1
+) -> dict[str, Any]:
     """Times the rollout of `workload.generation`.
 
     Args:
-        peers: started with the same prompts and the same weights; only for a workload of a named model.
+        peers: started with the same prompts and the same weights; only for a workload of a named
+            model.
         threads: processors of each peer.
     """
     shape, policy, mesh = workload.generation, workload.load_policy(), make_mesh(MeshConfig())
@@ -40,10 +43,16 @@ def generation(workload: Workload, plan: Plan, peers: Sequence[PeerSpec] = (), t
     with ExitStack() as stack:
         stack.enter_context(jax.set_mesh(mesh))
         started = [
-            stack.enter_context(Peer(spec, _settings(workload, prompts, threads), threads, shape.tokens)) for spec in peers
+            stack.enter_context(
+                Peer(spec, _settings(workload, prompts, threads), threads, shape.tokens)
+            )
+            for spec in peers
         ]
         policy, placed = shard_policy(policy, mesh), to_global(prompts, batch_sharding(mesh))
-        ours = {recipe: _sampler(workload, policy, placed, recipe) for recipe in workload.generation_recipes}
+        ours = {
+            recipe: _sampler(workload, policy, placed, recipe)
+            for recipe in workload.generation_recipes
+        }
         return result("generation", workload, shape, contest(ours, SETTINGS, started, plan))
 
 
@@ -54,7 +63,9 @@ def _sampler(workload: Workload, policy: Policy, prompts: Prompts, recipe: str) 
 
     def run(number: int) -> dict[str, float]:
         laps = Laps()
-        rollout = engine.generate(prompts, workload.generation.samples, sampling, jax.random.key(number))
+        rollout = engine.generate(
+            prompts, workload.generation.samples, sampling, jax.random.key(number)
+        )
         laps.end("gen", rollout.tokens)
         check_full(rollout)
         return {"seconds": laps.seconds["seconds"]}

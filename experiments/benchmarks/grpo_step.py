@@ -17,24 +17,31 @@ from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.resolve import resolve_model
 
 SETTINGS = {
-    "rollout": "Session.rollout; the samples of a prompt share its prefill; two log-probabilities of each token; texts",
-    "update": "Session.update: one, no KL, no old log-probabilities, AdamW behind clipping at norm 1, float32 masters; metrics",
+    "rollout": "Session.rollout; the samples of a prompt share its prefill; two "
+    "log-probabilities of each token; texts",
+    "update": "Session.update: one, no KL, no old log-probabilities, AdamW behind clipping at "
+    "norm 1, float32 masters; metrics",
     "loss": "token mean",
     "sync": "cast, quantization and decode layout of all weights",
     "logging": "none",
 }
 
 
-def grpo_step(workload: Workload, plan: Plan, peers: Sequence[PeerSpec] = (), threads: int = 1) -> dict[str, Any]:
+def grpo_step(
+    workload: Workload, plan: Plan, peers: Sequence[PeerSpec] = (), threads: int = 1
+) -> dict[str, Any]:
     """Times steps of `workload.step`.
 
     Args:
-        peers: started with the same prompts and the same weights; only for a workload of a named model.
+        peers: started with the same prompts and the same weights; only for a workload of a named
+            model.
         threads: processors of each peer.
     """
     tokens, shared = workload.step.tokens, Shared()
     with ExitStack() as stack:
-        started = [stack.enter_context(Peer(spec, _settings(workload), threads, tokens)) for spec in peers]
+        started = [
+            stack.enter_context(Peer(spec, _settings(workload), threads, tokens)) for spec in peers
+        ]
         ours = {recipe: make_step(workload, recipe, shared) for recipe in workload.step_recipes}
         return result("grpo_step", workload, workload.step, contest(ours, SETTINGS, started, plan))
 

@@ -1,13 +1,16 @@
-"""What a trainer's layer computes under a recipe, as functions to be counted and timed: one linear, all linears, the layer.
+"""What a trainer's layer computes under a recipe, as functions to be counted and timed: one linear,
+all linears, the layer.
 
     linear     gate_proj alone
-    linears    q, k, v of one input, o, gate and up of one input, down: each input given, so what is kept is what linears keep
+    linears    q, k, v of one input, o, gate and up of one input, down: each input given, so what is
+               kept is what linears keep
     layer      the whole layer, attention and norms included
 
-"Saved" is what lies in memory between forward and backward: the arrays that reverse-mode differentiation keeps, weights in the
-trainer's form left out (they lie there anyway), and what all layers share (masks, rotary tables). "Accessed" is XLA's own
-count for the compiled program, of what its fused operations read and write; the trainer's form is made from float32 masters
-in it, as an update does.
+"Saved" is what lies in memory between forward and backward: the arrays that reverse-mode
+differentiation keeps, weights in the trainer's form left out (they lie there anyway), and what all
+layers share (masks, rotary tables). "Accessed" is XLA's own count for the compiled program, of what
+its fused operations read and write; the trainer's form is made from float32 masters in it, as an
+update does.
 """
 
 from __future__ import annotations
@@ -52,7 +55,14 @@ class TrainedLayer:
 
     def masters(self) -> Policy:
         """Random float32 weights, layers stacked."""
-        config = replace(self.config, num_layers=1, vocab_size=128, bos_token_id=None, eos_token_ids=(), pad_token_id=None)
+        config = replace(
+            self.config,
+            num_layers=1,
+            vocab_size=128,
+            bos_token_id=None,
+            eos_token_ids=(),
+            pad_token_id=None,
+        )
         return init_policy(config, jax.random.key(0))
 
     def inputs(self, part: str) -> Any:
@@ -60,7 +70,9 @@ class TrainedLayer:
         config = self.config
         widths = [config.hidden_size, config.q_size, config.hidden_size, config.intermediate_size]
         draws = [
-            jax.random.normal(jax.random.key(1 + i), (self.rows, self.length, width)).astype(self.dtype)
+            jax.random.normal(jax.random.key(1 + i), (self.rows, self.length, width)).astype(
+                self.dtype
+            )
             for i, width in enumerate(widths)
         ]
         return draws if part == "linears" else draws[0]
@@ -72,10 +84,21 @@ class TrainedLayer:
     def run(self, part: str) -> Callable[[Any, Layer], Any]:
         """The part as a function of its inputs and the trainer's weights."""
         positions = jnp.broadcast_to(jnp.arange(self.length), (self.rows, self.length))
-        step = LayerStep(self.config, self.recipe.trainer, positions, jnp.ones_like(positions), KVCache(), None, "auto")
+        step = LayerStep(
+            self.config,
+            self.recipe.trainer,
+            positions,
+            jnp.ones_like(positions),
+            KVCache(),
+            None,
+            "auto",
+        )
 
         def linears(inputs, layer):
-            return [step.project(x, *(getattr(layer, name) for name in names)) for x, names in zip(inputs, INPUTS, strict=True)]
+            return [
+                step.project(x, *(getattr(layer, name) for name in names))
+                for x, names in zip(inputs, INPUTS, strict=True)
+            ]
 
         return {
             "linear": lambda x, layer: step.project(x, layer.gate_proj),
@@ -90,7 +113,9 @@ class TrainedLayer:
         def kept(inputs, form):
             leaves = jax.tree.leaves(jax.vjp(run, inputs, form)[1])
             weights = {id(leaf) for leaf in jax.tree.leaves(form)}
-            own = {id(x): x for x in leaves if isinstance(x, jax.core.Tracer) and id(x) not in weights}
+            own = {
+                id(x): x for x in leaves if isinstance(x, jax.core.Tracer) and id(x) not in weights
+            }
             return list(own.values())
 
         return jax.eval_shape(kept, jax.eval_shape(partial(self.inputs, part)), form)
@@ -114,22 +139,31 @@ def saved_bytes(layer: TrainedLayer, part: str) -> int:
     return sum(x.size * x.dtype.itemsize for x in layer.saved(part))
 
 
-def accessed_bytes(layer: TrainedLayer, part: str, sharding: jax.sharding.Sharding | None = None) -> dict[str, int]:
+def accessed_bytes(
+    layer: TrainedLayer, part: str, sharding: jax.sharding.Sharding | None = None
+) -> dict[str, int]:
     """Bytes that the compiled programs read and write, by XLA's count.
 
     Args:
-        sharding: on a device that need not be there, to compile for it; default: this process's own.
+        sharding: on a device that need not be there, to compile for it; default: this process's
+            own.
     """
     shapes = jax.eval_shape(lambda: (layer.inputs(part), layer.masters()))
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes)
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes
+    )
     with contextlib.nullcontext() if sharding is None else _uncached():
-        compiled = {name: jax.jit(program).lower(*shapes).compile() for name, program in layer.programs(part).items()}
+        compiled = {
+            name: jax.jit(program).lower(*shapes).compile()
+            for name, program in layer.programs(part).items()
+        }
     return {name: int(_analysis(program)["bytes accessed"]) for name, program in compiled.items()}
 
 
 @contextlib.contextmanager
 def _uncached() -> Iterator[None]:
-    """Programs go into no cache: one for a device that is not there could not be read from it again."""
+    """Programs go into no cache: one for a device that is not there could not be read from it
+    again."""
     key = "jax_persistent_cache_min_compile_time_secs"
     before = getattr(jax.config, key)
     jax.config.update(key, math.inf)
@@ -140,7 +174,8 @@ def _uncached() -> Iterator[None]:
 
 
 def _analysis(compiled: jax.stages.Compiled) -> dict[str, float]:
-    """XLA's cost analysis. A program of a device that is not there has none of its own: its optimized HLO is counted here."""
+    """XLA's cost analysis. A program of a device that is not there has none of its own: its
+    optimized HLO is counted here."""
     if (analysis := compiled.cost_analysis()) is not None:
         return analysis
     (module,) = compiled.runtime_executable().hlo_modules()

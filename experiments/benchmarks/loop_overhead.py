@@ -1,8 +1,10 @@
-"""What the training loop adds to its own rollout, update and sync: rewards, advantages, metrics, the record.
+"""What the training loop adds to its own rollout, update and sync: rewards, advantages, metrics,
+the record.
 
-The real `Loop.run` runs. A stand-in for its tracker, which the loop calls at the end of every step, stops the clock, runs
-one step directly on weights of its own, and starts the clock again. So the two take turns in one process, with the same
-compiled programs, and nothing of the loop is left out but checkpoints and evaluation, which are turned off.
+The real `Loop.run` runs. A stand-in for its tracker, which the loop calls at the end of every step,
+stops the clock, runs one step directly on weights of its own, and starts the clock again. So the
+two take turns in one process, with the same compiled programs, and nothing of the loop is left out
+but checkpoints and evaluation, which are turned off.
 """
 
 from __future__ import annotations
@@ -49,10 +51,20 @@ def loop_overhead(workload: Workload, recipe: str, plan: Plan) -> dict[str, Any]
             with contextlib.suppress(_Enough):
                 loop.run()
     about = {
-        LOOP: {"settings": {"recipe": recipe, "task": "experiments/tasks/addition.py, scored by worker processes"}},
+        LOOP: {
+            "settings": {
+                "recipe": recipe,
+                "task": "experiments/tasks/addition.py, scored by worker processes",
+            }
+        },
         DIRECT: {"settings": {"recipe": recipe, "parts": "Session.rollout, Session.update"}},
     }
-    entry = result("loop_overhead", workload, workload.loop, Contest(split(turns.done, plan), [(LOOP, DIRECT)], about))
+    entry = result(
+        "loop_overhead",
+        workload,
+        workload.loop,
+        Contest(split(turns.done, plan), [(LOOP, DIRECT)], about),
+    )
     return entry | {"target": TARGET}
 
 
@@ -71,7 +83,9 @@ class _TakingTurns:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.tracker.log(step, metrics)
         seconds = {"seconds": time.perf_counter() - self.resumed}
-        seconds |= {part: float(metrics[f"time/{part}"]) for part in PARTS if f"time/{part}" in metrics}
+        seconds |= {
+            part: float(metrics[f"time/{part}"]) for part in PARTS if f"time/{part}" in metrics
+        }
         settle()
         self.done.append(Round({LOOP: seconds, DIRECT: self.direct(step)}, load()))
         if len(self.done) == self.plan.warmup + self.plan.rounds:
@@ -84,7 +98,8 @@ class _TakingTurns:
 
 
 def _setup(workload: Workload, recipe: str, plan: Plan, directory: str) -> Setup:
-    """A run of the addition task with the optimizer and the loss of grpo_step, so that programs are compiled once for both.
+    """A run of the addition task with the optimizer and the loss of grpo_step, so that programs are
+    compiled once for both.
 
     Its completions end by length alone, so every step does the same work.
     """
@@ -110,7 +125,9 @@ def _setup(workload: Workload, recipe: str, plan: Plan, directory: str) -> Setup
         "checkpoint.every": 0,
     }
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    config = load_config(RunConfig, [str(EXPERIMENTS / "runs" / "smollm2_addition.toml"), *words], "benchmarks")
+    config = load_config(
+        RunConfig, [str(EXPERIMENTS / "runs" / "smollm2_addition.toml"), *words], "benchmarks"
+    )
     setup = build(config)
     if not workload.model:
         setup.session = Session(workload.load_policy(), setup.session.tokenizer, config=config)
@@ -119,8 +136,12 @@ def _setup(workload: Workload, recipe: str, plan: Plan, directory: str) -> Setup
 
 
 def _direct(setup: Setup) -> GrpoStep:
-    """The loop's step without the loop: same settings, same shapes, prompts of its first step, weights of its own."""
+    """The loop's step without the loop: same settings, same shapes, prompts of its first step,
+    weights of its own."""
     loop, config = setup.session, setup.config
     session = Session(loop.policy, loop.tokenizer, config=config)
     session.sampling = loop.sampling
-    return GrpoStep(session, loop.encoder.batch(setup.train.batch(0, config.rollout.prompts_per_step, config.seed)))
+    return GrpoStep(
+        session,
+        loop.encoder.batch(setup.train.batch(0, config.rollout.prompts_per_step, config.seed)),
+    )

@@ -1,7 +1,8 @@
 """The harness's end of the line protocol: another process, which waits while it is not its turn.
 
-`peers/link.py` is the other end and describes the lines. A peer that ends, answers nonsense, or stays silent is an error
-that names its option; and however this process ends, the other reads the end of its input and ends too.
+`peers/link.py` is the other end and describes the lines. A peer that ends, answers nonsense, or
+stays silent is an error that names its option; and however this process ends, the other reads the
+end of its input and ends too.
 """
 
 from __future__ import annotations
@@ -35,19 +36,28 @@ class NoAnswer(Exception):
 
 
 class Link:
-    """A process that answers a line with a line; as a context manager it is ended on leaving, with whatever it started.
+    """A process that answers a line with a line; as a context manager it is ended on leaving, with
+    whatever it started.
 
     Raises:
         OSError: it cannot be run.
     """
 
-    def __init__(self, command: Sequence[str | Path], environment: dict[str, str], folder: Path | None = None):
+    def __init__(
+        self, command: Sequence[str | Path], environment: dict[str, str], folder: Path | None = None
+    ):
         self._received = b""
         self._log = tempfile.TemporaryFile()
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, bufsize=0,
-            env=environment, cwd=folder, start_new_session=True,
-        )  # fmt: skip
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            bufsize=0,
+            env=environment,
+            cwd=folder,
+            start_new_session=True,
+        )
 
     def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
         """Sends one line, and waits for the one that answers it.
@@ -65,7 +75,9 @@ class Link:
         """Waits for a line; raises as `ask`."""
         deadline = time.monotonic() + seconds
         while b"\n" not in self._received:
-            if not select.select([self._process.stdout], [], [], max(deadline - time.monotonic(), 0))[0]:
+            if not select.select(
+                [self._process.stdout], [], [], max(deadline - time.monotonic(), 0)
+            )[0]:
                 self._process.kill()
                 raise NoAnswer(f"did not answer within {seconds:g} s", silent=True)
             data = self._process.stdout.read(1 << 16)
@@ -79,7 +91,8 @@ class Link:
             raise NoAnswer(f"answered {line[:80]!r}, which is no JSON object") from None
 
     def kill(self) -> None:
-        """Ends the process at once, from whichever thread; whoever waits for its answer gets none."""
+        """Ends the process at once, from whichever thread; whoever waits for its answer gets
+        none."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
@@ -112,7 +125,9 @@ class Link:
         except subprocess.TimeoutExpired:
             return "closed its output"
         end = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
-        last = next((line.strip() for line in reversed(self.said().split("\n")) if line.strip()), "")
+        last = next(
+            (line.strip() for line in reversed(self.said().split("\n")) if line.strip()), ""
+        )
         return f"{end}: {last[:500]}" if last else end
 
 
@@ -144,13 +159,24 @@ class Peer(Link):
         timeout: seconds that loading, or one round, may take.
     """
 
-    def __init__(self, spec: PeerSpec, settings: dict[str, Any], threads: int, tokens: int, timeout: float = 1800.0):
+    def __init__(
+        self,
+        spec: PeerSpec,
+        settings: dict[str, Any],
+        threads: int,
+        tokens: int,
+        timeout: float = 1800.0,
+    ):
         self.spec, self.tokens, self.timeout = spec, tokens, timeout
         self.about: dict[str, Any] = {}
         try:
-            super().__init__([spec.python, SCRIPTS / spec.script, json.dumps(settings)], _environment(threads))
+            super().__init__(
+                [spec.python, SCRIPTS / spec.script, json.dumps(settings)], _environment(threads)
+            )
         except OSError as error:
-            raise UserError(f"{spec.option}: {spec.python} cannot be run ({error.strerror})") from None
+            raise UserError(
+                f"{spec.option}: {spec.python} cannot be run ({error.strerror})"
+            ) from None
 
     def wait_until_ready(self) -> None:
         """Waits for the peer's model; `about` then holds its versions and settings."""
@@ -164,7 +190,9 @@ class Peer(Link):
         answer = self.answer({"round": number})
         tokens = answer.pop("tokens", None)
         if tokens != self.tokens:
-            raise self._fault(f"generated {tokens} tokens in round {number} instead of {self.tokens}")
+            raise self._fault(
+                f"generated {tokens} tokens in round {number} instead of {self.tokens}"
+            )
         return answer
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -183,6 +211,11 @@ class Peer(Link):
 
 
 def _environment(threads: int) -> dict[str, str]:
-    """This process's environment without its own JAX and Python settings; peers run on the CPU and look nothing up."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_", "PYTHON"))}
+    """This process's environment without its own JAX and Python settings; peers run on the CPU and
+    look nothing up."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("JAX_", "XLA_", "PYTHON"))
+    }
     return kept | {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}

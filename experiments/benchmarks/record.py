@@ -14,17 +14,25 @@ def result(benchmark: str, workload: Workload, shape: Shape, contest: Contest) -
     """One benchmark's entry.
 
     Returns:
-        "ratios", which hold anywhere, and "raw", which holds on this machine only. A workload whose times are results of
-        their own has "seconds" beside them, and "tokens_per_second" of the rollout where there is one.
+        "ratios", which hold anywhere, and "raw", which holds on this machine only. A workload whose
+        times are results of their own has "seconds" beside them, and "tokens_per_second" of the
+        rollout where there is one.
     """
     rounds = contest.timed.rounds
-    seconds = {side: {part: spread(series(rounds, side, part)) for part in parts} for side, parts in rounds[0].seconds.items()}
+    seconds = {
+        side: {part: spread(series(rounds, side, part)) for part in parts}
+        for side, parts in rounds[0].seconds.items()
+    }
     entry = {
         "benchmark": benchmark,
         "workload": workload.describe(),
         "shape": asdict(shape),
         "sides": contest.about,
-        "ratios": [ratio(rounds, *pair, part) for pair in contest.pairs for part in common_parts(rounds, *pair)],
+        "ratios": [
+            ratio(rounds, *pair, part)
+            for pair in contest.pairs
+            for part in common_parts(rounds, *pair)
+        ],
     }
     raw = asdict(contest.timed)
     if not workload.absolute:

@@ -1,4 +1,5 @@
-"""Rounds: every side once, one after the other, so that a change in the machine's speed meets all of them."""
+"""Rounds: every side once, one after the other, so that a change in the machine's speed meets all
+of them."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 Side = Callable[[int], dict[str, float]]
-"""Does the work of round i (from 0, warm-up included) and returns its seconds: the total as "seconds", and its parts."""
+"""Does the work of round i (from 0, warm-up included) and returns its seconds: the total as
+"seconds", and its parts."""
 
 # Thread pools spin for some milliseconds after work; the next side starts when they sleep.
 SETTLE_SECONDS = 0.3
@@ -28,7 +30,8 @@ class Round:
 
     Attributes:
         seconds: side -> part -> seconds, in the order in which the sides ran.
-        load: the machine's load average at the end; far above the number of threads, something else ran too.
+        load: the machine's load average at the end; far above the number of threads, something else
+            ran too.
     """
 
     seconds: dict[str, dict[str, float]]
@@ -44,11 +47,12 @@ class Timed:
 
 
 def interleave(sides: dict[str, Side], plan: Plan, settled: bool = True) -> Timed:
-    """Runs the rounds. The order turns by one from round to round, so no side always follows the same other one.
+    """Runs the rounds. The order turns by one from round to round, so no side always follows the
+    same other one.
 
     Args:
-        settled: threads of the last side fall asleep before the next one, and each round is printed; not for sides that a
-            device runs in microseconds.
+        settled: threads of the last side fall asleep before the next one, and each round is
+            printed; not for sides that a device runs in microseconds.
     """
     names, done = list(sides), []
     for number in range(plan.warmup + plan.rounds):

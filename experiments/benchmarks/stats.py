@@ -24,9 +24,12 @@ def ratio(rounds: Sequence[Round], over: str, under: str, part: str = "seconds")
     """`over`'s seconds divided by `under`'s, pair by pair: both were timed within the same round.
 
     Returns:
-        The spread of the pairs' ratios, "pairs" themselves, and what was divided: "over", "under", "part".
+        The spread of the pairs' ratios, "pairs" themselves, and what was divided: "over", "under",
+        "part".
     """
-    pairs = [a / b for a, b in zip(series(rounds, over, part), series(rounds, under, part), strict=True)]
+    pairs = [
+        a / b for a, b in zip(series(rounds, over, part), series(rounds, under, part), strict=True)
+    ]
     return {"over": over, "under": under, "part": part, **spread(pairs), "pairs": pairs}
 
 

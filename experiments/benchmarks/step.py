@@ -32,7 +32,8 @@ class Laps:
         self._last = time.perf_counter()
 
     def end(self, part: str, *results: Any) -> None:
-        """The time since the last call (or the start) was spent on `part`, which computed `results`."""
+        """The time since the last call (or the start) was spent on `part`, which computed
+        `results`."""
         jax.block_until_ready(results)
         now = time.perf_counter()
         self.seconds[part] = now - self._last
@@ -41,7 +42,8 @@ class Laps:
 
 
 class Shared:
-    """The state of the sessions that take turns: what an update costs does not depend on its values."""
+    """The state of the sessions that take turns: what an update costs does not depend on its
+    values."""
 
     def __init__(self) -> None:
         self.state: TrainState | None = None
@@ -49,8 +51,8 @@ class Shared:
 
 @dataclass
 class GrpoStep:
-    """Calling it runs one step and returns seconds: "gen", "train", "calibrate" where there is any, "sync", and "seconds" of all,
-    advantages and metrics among it.
+    """Calling it runs one step and returns seconds: "gen", "train", "calibrate" where there is any,
+    "sync", and "seconds" of all, advantages and metrics among it.
 
     Attributes:
         session: its sampling is without stop tokens, so that each step does the same work.
@@ -94,12 +96,20 @@ class GrpoStep:
 
 def make_engine(workload: Workload, recipe: str) -> LocalEngine:
     """An engine with the library's own choice of the layer loop for this backend."""
-    return LocalEngine(named_recipe(recipe), jnp.dtype(workload.compute_dtype), unroll=jax.default_backend() == "cpu")
+    return LocalEngine(
+        named_recipe(recipe),
+        jnp.dtype(workload.compute_dtype),
+        unroll=jax.default_backend() == "cpu",
+    )
 
 
 def make_step(workload: Workload, recipe: str, shared: Shared | None = None) -> GrpoStep:
-    """The step of a workload: one update, token-mean loss, no KL, AdamW behind clipping at norm 1."""
-    shape, policy = workload.step, shared.state.policy if shared and shared.state else workload.load_policy()
+    """The step of a workload: one update, token-mean loss, no KL, AdamW behind clipping at norm
+    1."""
+    shape, policy = (
+        workload.step,
+        shared.state.policy if shared and shared.state else workload.load_policy(),
+    )
     config = RunConfig(
         recipe=recipe.removesuffix("-exact"),
         precision=PrecisionConfig(exact=recipe.endswith("-exact")),
@@ -107,7 +117,9 @@ def make_step(workload: Workload, recipe: str, shared: Shared | None = None) -> 
         rollout=RolloutConfig(shape.prompts, shape.samples, shape.prompt_tokens, shape.new_tokens),
         optimizer=OPTIMIZER,
         trainer=TrainerConfig(
-            steps=1, micro_batch_prompts=workload.micro_batch_prompts, remat="layer" if workload.remat else "none"
+            steps=1,
+            micro_batch_prompts=workload.micro_batch_prompts,
+            remat="layer" if workload.remat else "none",
         ),
     )
     session = Session(policy, ByteTokenizer(), config=config)

@@ -28,7 +28,11 @@ from fp8rl_jax.errors import UserError
 
 Peers = dict[str, list[PeerSpec]]
 """Benchmark -> its peers."""
-SCRIPTS = {"transformers": "transformers_generate.py", "vllm": "vllm_generate.py", "tunix": "tunix_grpo.py"}
+SCRIPTS = {
+    "transformers": "transformers_generate.py",
+    "vllm": "vllm_generate.py",
+    "tunix": "tunix_grpo.py",
+}
 WANTED = {"generation": ("transformers", "vllm"), "grpo_step": ("tunix",)}
 Job = tuple[str, Callable[[], dict[str, Any]]]
 """A benchmark on a workload: its label, and what runs it."""
@@ -42,10 +46,18 @@ def run(arguments: Arguments) -> None:
     """
     if jax.default_backend() == "gpu":
         deadline = time.monotonic() + 60 * arguments.budget_minutes
-        run_all(chosen(GPU_WORKLOADS, arguments), arguments, {}, deadline, load_target(arguments.gpu_target))
+        run_all(
+            chosen(GPU_WORKLOADS, arguments),
+            arguments,
+            {},
+            deadline,
+            load_target(arguments.gpu_target),
+        )
     else:
         workloads = chosen(CPU_WORKLOADS, arguments)
-        run_all(workloads, arguments, choose_peers(arguments), target=load_target(arguments.gpu_target))
+        run_all(
+            workloads, arguments, choose_peers(arguments), target=load_target(arguments.gpu_target)
+        )
 
 
 def chosen(workloads: Sequence[Workload], arguments: Arguments) -> list[Workload]:
@@ -56,8 +68,15 @@ def chosen(workloads: Sequence[Workload], arguments: Arguments) -> list[Workload
     """
     for word in arguments.workloads:
         if not any(word in workload.name for workload in workloads):
-            raise UserError(f"--workloads: {word!r} is in none of the names: {', '.join(w.name for w in workloads)}")
-    return [w for w in workloads if not arguments.workloads or any(word in w.name for word in arguments.workloads)]
+            raise UserError(
+                f"--workloads: {word!r} is in none of the names: "
+                f"{', '.join(w.name for w in workloads)}"
+            )
+    return [
+        w
+        for w in workloads
+        if not arguments.workloads or any(word in w.name for word in arguments.workloads)
+    ]
 
 
 def choose_peers(arguments: Arguments) -> Peers:
@@ -68,17 +87,26 @@ def choose_peers(arguments: Arguments) -> Peers:
     """
     if arguments.peers == "none":
         return {}
-    options = {"transformers": arguments.transformers_python, "vllm": arguments.vllm_python, "tunix": arguments.tunix_python}
+    options = {
+        "transformers": arguments.transformers_python,
+        "vllm": arguments.vllm_python,
+        "tunix": arguments.tunix_python,
+    }
     chosen: Peers = {}
     for benchmark in arguments.benchmarks:
         for name in WANTED.get(benchmark, ()):
             option, python = f"--{name}-python", options[name]
             if not python and name != "vllm":
-                raise UserError(f"{option}: {benchmark} is compared with {name}; give its interpreter, or --peers none")
+                raise UserError(
+                    f"{option}: {benchmark} is compared with {name}; give its interpreter, or "
+                    "--peers none"
+                )
             if python and not os.access(python, os.X_OK):
                 raise UserError(f"{option}: {python} is not there or cannot be run")
             if python:
-                chosen.setdefault(benchmark, []).append(PeerSpec(name, option, python, SCRIPTS[name]))
+                chosen.setdefault(benchmark, []).append(
+                    PeerSpec(name, option, python, SCRIPTS[name])
+                )
     return chosen
 
 
@@ -96,8 +124,17 @@ def run_all(
         target: a GPU to compile for, too; see trained_layer.
     """
     path = Path(arguments.output)
-    record = {"started": datetime.now(UTC).isoformat(timespec="seconds"), "complete": False, **machine.facts()}
-    record |= {"rounds": arguments.rounds, "warmup": arguments.warmup, "benchmarks": [], "skipped": []}
+    record = {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "complete": False,
+        **machine.facts(),
+    }
+    record |= {
+        "rounds": arguments.rounds,
+        "warmup": arguments.warmup,
+        "benchmarks": [],
+        "skipped": [],
+    }
     write(path, record)
     for label, benchmark in _jobs(workloads, arguments, peers, target):
         if deadline is not None and time.monotonic() > deadline:
@@ -115,12 +152,17 @@ def run_all(
     write(path, record | {"complete": True})
 
 
-def _jobs(workloads: Sequence[Workload], arguments: Arguments, peers: Peers, target: Target | None) -> Iterator[Job]:
+def _jobs(
+    workloads: Sequence[Workload], arguments: Arguments, peers: Peers, target: Target | None
+) -> Iterator[Job]:
     plan, threads = Plan(arguments.rounds, arguments.warmup), arguments.threads
     for name in arguments.benchmarks:
         for workload in (w for w in workloads if w.recipes(name)):
             # peers load named models, and take their turns in those alone
-            chosen, label = peers.get(name, []) if workload.model else [], f"{name}, {workload.name}"
+            chosen, label = (
+                peers.get(name, []) if workload.model else [],
+                f"{name}, {workload.name}",
+            )
             if name == "generation":
                 yield label, lambda w=workload, p=chosen: generation(w, plan, p, threads)
             elif name == "grpo_step":
@@ -129,7 +171,10 @@ def _jobs(workloads: Sequence[Workload], arguments: Arguments, peers: Peers, tar
                 yield label, lambda w=workload, t=target: trained_layer(w, plan, t)
             else:
                 for recipe in workload.loop_recipes:
-                    yield f"{label}, {recipe}", lambda w=workload, r=recipe: loop_overhead(w, r, plan)
+                    yield (
+                        f"{label}, {recipe}",
+                        lambda w=workload, r=recipe: loop_overhead(w, r, plan),
+                    )
 
 
 def print_ratios(entry: dict[str, Any]) -> None:
@@ -140,6 +185,8 @@ def print_ratios(entry: dict[str, Any]) -> None:
     lines: dict[str, list[str]] = {}
     for ratio in entry.get("byte_ratios", []):
         part, what = ratio["part"].split(", ")
-        lines.setdefault(f"{ratio['over']} / {ratio['under']}, bytes of {part}", []).append(f"{what} {ratio['ratio']:.3f}")
+        lines.setdefault(f"{ratio['over']} / {ratio['under']}, bytes of {part}", []).append(
+            f"{what} {ratio['ratio']:.3f}"
+        )
     for what, values in lines.items():
         print(f"  {what}: {', '.join(values)}")

@@ -20,7 +20,8 @@ from fp8rl_jax.rollout.engine import Prompts, pad_prompts
 
 @dataclass(frozen=True)
 class Shape:
-    """`samples` completions of `new_tokens` tokens for each of `prompts` prompts of `prompt_tokens` tokens."""
+    """`samples` completions of `new_tokens` tokens for each of `prompts` prompts of `prompt_tokens`
+    tokens."""
 
     prompts: int
     samples: int
@@ -44,10 +45,11 @@ class Workload:
     Attributes:
         model: name that `fp8rl fetch` knows; empty: random weights of the shape `config`.
         config: shape of the random weights.
-        generation, step, loop, layer: shapes of the four benchmarks. The loop's prompts are those of its task: `prompt_tokens`
-            is what they are padded to. Rows of the layer are prompt and completion together.
-        generation_recipes, step_recipes, loop_recipes, layer_recipes: recipes of the four; the first is what ratios refer to.
-            Empty: that benchmark does not run on this workload.
+        generation, step, loop, layer: shapes of the four benchmarks. The loop's prompts are those
+            of its task: `prompt_tokens` is what they are padded to. Rows of the layer are prompt
+            and completion together.
+        generation_recipes, step_recipes, loop_recipes, layer_recipes: recipes of the four; the
+            first is what ratios refer to. Empty: that benchmark does not run on this workload.
         micro_batch_prompts: prompts in one gradient-accumulation step; 0: all.
         remat: recompute layers in the backward pass.
         absolute: seconds are results, not only raw data.
@@ -87,7 +89,10 @@ class Workload:
     def describe(self) -> dict[str, Any]:
         """For the record."""
         if self.model:
-            shape, weights = PolicyConfig.from_directory(resolve_model(self.model)), f"{self.model}, as fp8rl fetch makes it"
+            shape, weights = (
+                PolicyConfig.from_directory(resolve_model(self.model)),
+                f"{self.model}, as fp8rl fetch makes it",
+            )
         else:
             shape, weights = self.config, "random"
         return {
@@ -101,8 +106,11 @@ class Workload:
 
 
 def random_prompts(shape: Shape, vocab_size: int) -> Prompts:
-    """Distinct prompts of exactly `prompt_tokens` tokens, the same at every call. Special tokens (low ids) are left out."""
-    ids = np.random.default_rng(0).integers(vocab_size // 4, vocab_size, (shape.prompts, shape.prompt_tokens))
+    """Distinct prompts of exactly `prompt_tokens` tokens, the same at every call. Special tokens
+    (low ids) are left out."""
+    ids = np.random.default_rng(0).integers(
+        vocab_size // 4, vocab_size, (shape.prompts, shape.prompt_tokens)
+    )
     return pad_prompts(ids.tolist(), list(range(shape.prompts)), shape.prompt_tokens)
 
 
@@ -125,27 +133,46 @@ SMOLLM2 = Workload(
 
 
 TRAINED = ("bf16", "fp8-e2e", "jet-rl")
-"""The trainer in bfloat16, and twice in FP8: the programs of the last two's updates differ in the correction alone."""
+"""The trainer in bfloat16, and twice in FP8: the programs of the last two's updates differ in the
+correction alone."""
 SMOLLM2_SHAPE = Workload(
     name="SmolLM2-135M's shape",
     config=PolicyConfig(
-        "llama", 49152, 576, 1536, num_layers=30, num_heads=9, num_kv_heads=3, head_dim=64,
-        rope_theta=1e5, tie_word_embeddings=True, max_position_embeddings=8192,
+        "llama",
+        49152,
+        576,
+        1536,
+        num_layers=30,
+        num_heads=9,
+        num_kv_heads=3,
+        head_dim=64,
+        rope_theta=1e5,
+        tie_word_embeddings=True,
+        max_position_embeddings=8192,
     ),
     compute_dtype="bfloat16",
     step=Shape(prompts=2, samples=4, prompt_tokens=16, new_tokens=32),
     layer=Shape(prompts=1, samples=1, prompt_tokens=512, new_tokens=512),
     step_recipes=TRAINED,
     layer_recipes=TRAINED,
-)  # fmt: skip
+)
 
 
 def _qwen3(name: str, hidden_size: int, intermediate_size: int) -> Workload:
     config = PolicyConfig(
-        "qwen3", 151936, hidden_size, intermediate_size,
-        num_layers=28, num_heads=16, num_kv_heads=8, head_dim=128,
-        rms_norm_eps=1e-6, rope_theta=1e6, tie_word_embeddings=True, max_position_embeddings=40960,
-    )  # fmt: skip
+        "qwen3",
+        151936,
+        hidden_size,
+        intermediate_size,
+        num_layers=28,
+        num_heads=16,
+        num_kv_heads=8,
+        head_dim=128,
+        rms_norm_eps=1e-6,
+        rope_theta=1e6,
+        tie_word_embeddings=True,
+        max_position_embeddings=40960,
+    )
     every = tuple(RECIPES)
     shape = Shape(prompts=16, samples=8, prompt_tokens=128, new_tokens=256)
     return Workload(

@@ -1,15 +1,17 @@
-"""What the mismatch is made of, and how it grows with depth: `python -m experiments.depth --output FOLDER`.
+"""What the mismatch is made of, and how it grows with depth: `python -m experiments.depth --output
+FOLDER`.
 
-Forward passes alone. A model is cut to its first layers, ten sets of prompts are continued by the bf16 rollout, and the same
-tokens are scored in four ways, each a program of its own:
+Forward passes alone. A model is cut to its first layers, ten sets of prompts are continued by the
+bf16 rollout, and the same tokens are scored in four ways, each a program of its own:
 
     trainer    the update's forward, the trainer's formats, all tokens of a completion at once
     linears    the same program with the rollout's formats of the linears
     cache      the same program with all of the rollout's formats: the FP8 cache and queries are new
     decode     the rollout: a token at a time over its cache, with the formats of `cache`
 
-Neighbours differ in one thing, so their k3 says what each part is worth: formats (trainer - linears), cache (linears - cache),
-order of sums (cache - decode). `total` is trainer - decode, what a run would log. k3 is no distance: the parts need not add up.
+Neighbours differ in one thing, so their k3 says what each part is worth: formats (trainer -
+linears), cache (linears - cache), order of sums (cache - decode). `total` is trainer - decode, what
+a run would log. k3 is no distance: the parts need not add up.
 
 The rollout's layers are scanned, as its unrolled form compiles ten times as long.
 """
@@ -63,7 +65,8 @@ class Arguments:
     """Mismatch by depth, split into formats, cache and order of sums."""
 
     output: str = "experiments/results/depth"
-    """Directory of results.json, summary.md and depth.svg. Points that results.json has already are kept."""
+    """Directory of results.json, summary.md and depth.svg. Points that results.json has already are
+    kept."""
     depths: tuple[int, ...] = (2, 4, 8, 16, 30)
     """Layers of the model, its first."""
     weights: tuple[str, ...] = ("smollm2", "random")
@@ -76,8 +79,16 @@ class Arguments:
     def problems(self) -> list[str]:
         """Every value that cannot work, one line each; empty where all is well."""
         unknown = [f"--recipes: {name} unknown" for name in self.recipes if name not in RECIPES]
-        unknown += [f"--weights: {name} unknown (smollm2, random)" for name in self.weights if name not in ("smollm2", "random")]
-        return unknown + [f"--depths: {depth} must be from 1 to 30" for depth in self.depths if not 1 <= depth <= 30]
+        unknown += [
+            f"--weights: {name} unknown (smollm2, random)"
+            for name in self.weights
+            if name not in ("smollm2", "random")
+        ]
+        return unknown + [
+            f"--depths: {depth} must be from 1 to 30"
+            for depth in self.depths
+            if not 1 <= depth <= 30
+        ]
 
 
 @cache
@@ -90,7 +101,9 @@ def model(weights: str) -> Policy:
 def cut(policy: Policy, depth: int) -> Policy:
     """The first `depth` layers between the embedding and the head."""
     config: PolicyConfig = replace(policy.config, num_layers=depth)
-    return Policy(config, policy.embed_tokens, run_of_layers(policy, 0, depth), policy.norm, policy.lm_head)
+    return Policy(
+        config, policy.embed_tokens, run_of_layers(policy, 0, depth), policy.norm, policy.lm_head
+    )
 
 
 @cache
@@ -112,13 +125,23 @@ _serve = jax.jit(quantized_policy, static_argnums=(1, 2, 3, 4))
 _train = jax.jit(trainer_policy, static_argnums=(1, 2, 3))
 _at_once = jax.jit(partial(at_once, backend=BACKEND), static_argnames=("recipe", "phase"))
 _one_by_one = jax.jit(partial(one_by_one, backend=BACKEND), static_argnames="recipe")
-_sample = partial(generate, samples=1, sampling=Sampling(max_new_tokens=NEW), recipe=RECIPES["bf16"], backend=BACKEND)
+_sample = partial(
+    generate,
+    samples=1,
+    sampling=Sampling(max_new_tokens=NEW),
+    recipe=RECIPES["bf16"],
+    backend=BACKEND,
+)
 
 
-def point(weights: str, depth: int, dtype: str, recipes: tuple[str, ...]) -> dict[str, dict[str, list[float]]]:
+def point(
+    weights: str, depth: int, dtype: str, recipes: tuple[str, ...]
+) -> dict[str, dict[str, list[float]]]:
     """k3 of each part for each prompt set, by recipe."""
     policy, kind, given = cut(model(weights), depth), jnp.dtype(dtype), prompts()
-    sampled = _sample(_serve(policy, RECIPES["bf16"], kind, False, BACKEND)[0], *given, jax.random.key(0)).tokens
+    sampled = _sample(
+        _serve(policy, RECIPES["bf16"], kind, False, BACKEND)[0], *given, jax.random.key(0)
+    ).tokens
     tokens = Tokens(given.tokens, given.lengths, sampled, jnp.full(len(sampled), NEW))
     scored: dict = {}
 
@@ -127,12 +150,24 @@ def point(weights: str, depth: int, dtype: str, recipes: tuple[str, ...]) -> dic
         if way == "linears":
             side = replace(side, query=COMPUTE.query, key=COMPUTE.key, value=COMPUTE.value)
         # what is computed: recipes that share it share the result
-        form = Recipe("formats", trainer=side) if way == "trainer" else Recipe("formats", rollout=side)
+        form = (
+            Recipe("formats", trainer=side) if way == "trainer" else Recipe("formats", rollout=side)
+        )
         if (way == "decode", way == "trainer", form) not in scored:
-            scales = _calibrate(policy, given, replace(recipe, rollout=side), kind) if side.key.quantized else None
+            scales = (
+                _calibrate(policy, given, replace(recipe, rollout=side), kind)
+                if side.key.quantized
+                else None
+            )
             if way == "trainer":
                 gradient = replace(recipe, rollout=COMPUTE, name="formats")
-                found = _at_once(_train(policy, gradient, kind, BACKEND), tokens, None, recipe=form, phase="train")
+                found = _at_once(
+                    _train(policy, gradient, kind, BACKEND),
+                    tokens,
+                    None,
+                    recipe=form,
+                    phase="train",
+                )
             else:
                 served = _serve(policy, form, kind, False, BACKEND)[0]
                 found = (
@@ -145,7 +180,10 @@ def point(weights: str, depth: int, dtype: str, recipes: tuple[str, ...]) -> dic
 
     def k3(train: np.ndarray, rollout: np.ndarray) -> list[float]:
         sets = zip(np.split(train, len(SETS)), np.split(rollout, len(SETS)), strict=True)
-        found = [mismatch_metrics(jnp.asarray(r), jnp.asarray(t), jnp.ones(t.shape, bool)) for t, r in sets]
+        found = [
+            mismatch_metrics(jnp.asarray(r), jnp.asarray(t), jnp.ones(t.shape, bool))
+            for t, r in sets
+        ]
         return [float(f"{float(x['mismatch/k3']):.4g}") for x in found]
 
     results = {}
@@ -163,21 +201,36 @@ def mean(values: list[float]) -> tuple[float, float, float]:
 
 
 def summary(points: list[dict]) -> str:
-    """A table a model and dtype: total k3 of each recipe by depth, and its parts at the greatest."""
+    """A table a model and dtype: total k3 of each recipe by depth, and its parts at the
+    greatest."""
     lines = []
     for weights, dtype in dict.fromkeys((p["weights"], p["dtype"]) for p in points):
-        chosen = sorted((p for p in points if (p["weights"], p["dtype"]) == (weights, dtype)), key=lambda p: p["depth"])
+        chosen = sorted(
+            (p for p in points if (p["weights"], p["dtype"]) == (weights, dtype)),
+            key=lambda p: p["depth"],
+        )
         depths, last = [p["depth"] for p in chosen], chosen[-1]
-        about = "Mean of k3 over ten prompt sets (95 % interval by bootstrap over the sets); at the greatest depth its parts."
+        about = (
+            "Mean of k3 over ten prompt sets (95 % interval by bootstrap over the sets); at "
+            "the greatest depth its parts."
+        )
         lines += [f"### {weights}, {dtype}", "", about, ""]
-        lines.append("| recipe | " + " | ".join(f"{d} layers" for d in depths) + " | formats | cache | order of sums |")
+        lines.append(
+            "| recipe | "
+            + " | ".join(f"{d} layers" for d in depths)
+            + " | formats | cache | order of sums |"
+        )
         lines.append("|---" * (len(depths) + 4) + "|")
         for name in last["k3"]:
             cells = []
             for p in chosen:
                 middle, low, high = mean(p["k3"][name]["total"])
-                cells.append(f"{middle:.1e} ({low:.1e}-{high:.1e})" if p is last else f"{middle:.1e}")
-            cells += [f"{mean(last['k3'][name][part])[0]:.1e}" for part in ("formats", "cache", "order")]
+                cells.append(
+                    f"{middle:.1e} ({low:.1e}-{high:.1e})" if p is last else f"{middle:.1e}"
+                )
+            cells += [
+                f"{mean(last['k3'][name][part])[0]:.1e}" for part in ("formats", "cache", "order")
+            ]
             lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
         lines.append("")
     return "\n".join(lines)
@@ -191,14 +244,33 @@ def draw(points: list[dict], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     panels = list(dict.fromkeys((p["weights"], p["dtype"]) for p in points))
-    figure, axes = plt.subplots(1, len(panels), figsize=(3.4 * len(panels), 3.6), sharey=True, squeeze=False)
+    figure, axes = plt.subplots(
+        1, len(panels), figsize=(3.4 * len(panels), 3.6), sharey=True, squeeze=False
+    )
     for axis, (weights, dtype) in zip(axes[0], panels, strict=True):
-        chosen = sorted((p for p in points if (p["weights"], p["dtype"]) == (weights, dtype)), key=lambda p: p["depth"])
+        chosen = sorted(
+            (p for p in points if (p["weights"], p["dtype"]) == (weights, dtype)),
+            key=lambda p: p["depth"],
+        )
         for name in chosen[-1]["k3"]:
             found = np.asarray([mean(p["k3"][name]["total"]) for p in chosen])
-            line = axis.plot([p["depth"] for p in chosen], found[:, 0], marker="o", markersize=3, label=name)[0]
-            axis.fill_between([p["depth"] for p in chosen], found[:, 1], found[:, 2], alpha=0.15, color=line.get_color())
-        axis.set(title=f"{weights}, {dtype}", xlabel="layers", yscale="log", xscale="log", xticks=[p["depth"] for p in chosen])
+            line = axis.plot(
+                [p["depth"] for p in chosen], found[:, 0], marker="o", markersize=3, label=name
+            )[0]
+            axis.fill_between(
+                [p["depth"] for p in chosen],
+                found[:, 1],
+                found[:, 2],
+                alpha=0.15,
+                color=line.get_color(),
+            )
+        axis.set(
+            title=f"{weights}, {dtype}",
+            xlabel="layers",
+            yscale="log",
+            xscale="log",
+            xticks=[p["depth"] for p in chosen],
+        )
         axis.set_xticklabels([p["depth"] for p in chosen])
         axis.minorticks_off()
         axis.grid(alpha=0.3)
@@ -235,7 +307,12 @@ def run(arguments: Arguments) -> None:
                 print(f"{weights}, {depth} layers, {dtype}", file=sys.stderr)
                 found = point(weights, depth, dtype, arguments.recipes)
                 record["made"] = facts("experiments.depth")
-                made = {"weights": weights, "depth": depth, "dtype": dtype, "commit": record["made"]["commit"]}
+                made = {
+                    "weights": weights,
+                    "depth": depth,
+                    "dtype": dtype,
+                    "commit": record["made"]["commit"],
+                }
                 record["points"].append(made | {"k3": found})
                 path.write_text(json.dumps(record, indent=1) + "\n")
             jax.clear_caches()  # the programs of one depth fit no other

@@ -1,13 +1,16 @@
-"""What FP8 does to a gradient, and what the layout of its batch does: `python -m experiments.gradients --output FILE`.
+"""What FP8 does to a gradient, and what the layout of its batch does: `python -m
+experiments.gradients --output FILE`.
 
-One GRPO update's gradient of the demo's warm-started policy (`fp8rl sft experiments/runs/demo.toml`), 8 prompts with 8 samples
-each, random advantages, bfloat16, five batches. The relative distance ||g - h|| / ||h|| of all linears' gradients:
+One GRPO update's gradient of the demo's warm-started policy (`fp8rl sft
+experiments/runs/demo.toml`), 8 prompts with 8 samples each, random advantages, bfloat16, five
+batches. The relative distance ||g - h|| / ||h|| of all linears' gradients:
 
     quantization    jet-rl's against bf16's, the same batch and layout
     micro-batches   the recipe's in 2, 4 and 8 micro-batches against its own in one
     padding         the same rows with 8 and with 120 empty columns more
     packed          packed rows, packed apart for 4 micro-batches, against one
-    whole groups    the same split of prompts and completions that are 128 tokens wide: no group of 128 spans two rows
+    whole groups    the same split of prompts and completions that are 128 tokens wide: no group of
+                    128 spans two rows
 """
 
 from __future__ import annotations
@@ -56,7 +59,9 @@ class Arguments:
 def batch_of(policy, number: int) -> Batch:
     """Completions of the warm-started policy, with random advantages."""
     rng = np.random.default_rng(number)
-    words = [[*rng.integers(97, 123, rng.integers(3, 5)).tolist(), ord("=")] for _ in range(PROMPTS)]
+    words = [
+        [*rng.integers(97, 123, rng.integers(3, 5)).tolist(), ord("=")] for _ in range(PROMPTS)
+    ]
     engine = LocalEngine(RECIPES["bf16"], jnp.bfloat16, backend="reference")
     engine.sync(policy)
     prompts = pad_prompts(words, list(range(PROMPTS)), WIDTH)
@@ -69,7 +74,10 @@ def batch_of(policy, number: int) -> Batch:
 
 def padded(batch: Batch, columns: int, of_prompts: int = 0) -> Batch:
     """Empty columns behind the completions, and behind the prompts."""
-    wider = {name: np.pad(getattr(batch, name), ((0, 0), (0, columns))) for name in ("tokens", "mask", "rollout_logprobs")}
+    wider = {
+        name: np.pad(getattr(batch, name), ((0, 0), (0, columns)))
+        for name in ("tokens", "mask", "rollout_logprobs")
+    }
     return replace(batch, **wider, prompts=np.pad(batch.prompts, ((0, 0), (0, of_prompts))))
 
 
@@ -78,10 +86,16 @@ STEP = 2.0**20
 _OPTIMIZER = optax.with_extra_args_support(optax.sgd(STEP))
 
 
-def gradient(policy, batch: Batch, recipe: str, parts: int = 1, dtype: str = "bfloat16") -> np.ndarray:
+def gradient(
+    policy, batch: Batch, recipe: str, parts: int = 1, dtype: str = "bfloat16"
+) -> np.ndarray:
     """Of all linears, flat."""
-    config = StepConfig(RECIPES[recipe], RL, dtype, temperature=1.0, micro_batches=parts, backend="reference")
-    state, _, metrics = update(init_state(jax.tree.map(jnp.copy, policy), _OPTIMIZER), batch, config, _OPTIMIZER)
+    config = StepConfig(
+        RECIPES[recipe], RL, dtype, temperature=1.0, micro_batches=parts, backend="reference"
+    )
+    state, _, metrics = update(
+        init_state(jax.tree.map(jnp.copy, policy), _OPTIMIZER), batch, config, _OPTIMIZER
+    )
     if float(metrics["optim/skipped"]):
         raise RuntimeError(f"{recipe}: the gradient is not finite")
     tensors, before = state.policy.layers.tensors(), policy.layers.tensors()
@@ -100,7 +114,9 @@ def measure(policy) -> dict[str, list[float]]:
     for number in range(SETS):
         batch = batch_of(policy, number)
         whole = {recipe: gradient(policy, batch, recipe) for recipe in RECIPES_MEASURED}
-        found.setdefault("quantization: jet-rl against bf16", []).append(distance(whole["jet-rl"], whole["bf16"]))
+        found.setdefault("quantization: jet-rl against bf16", []).append(
+            distance(whole["jet-rl"], whole["bf16"])
+        )
         for recipe, own in whole.items():
             for parts in (2, 4, 8):
                 moved = distance(gradient(policy, batch, recipe, parts), own)
@@ -110,8 +126,14 @@ def measure(policy) -> dict[str, list[float]]:
                 found.setdefault(f"{recipe}: {columns} columns of padding more", []).append(moved)
             aligned = padded(batch, 128 - NEW, 128 - WIDTH)
             with jax.set_mesh(mesh):
-                packed = [compact(batch, TrainerConfig(packing=True), parts, mesh).batch for parts in (1, 4)]
-            for name, (one, other) in {"packed": packed, "whole groups": (aligned, aligned)}.items():
+                packed = [
+                    compact(batch, TrainerConfig(packing=True), parts, mesh).batch
+                    for parts in (1, 4)
+                ]
+            for name, (one, other) in {
+                "packed": packed,
+                "whole groups": (aligned, aligned),
+            }.items():
                 moved = distance(gradient(policy, other, recipe, 4), gradient(policy, one, recipe))
                 found.setdefault(f"{recipe}: {name}, 4 micro-batches against 1", []).append(moved)
     return {name: [float(f"{x:.4g}") for x in values] for name, values in found.items()}
@@ -128,7 +150,9 @@ def main(argv: list[str]) -> int:
     found = measure(policy)
     path = Path(arguments.output)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"distances": found, "made": facts("experiments.gradients")}, indent=1) + "\n")
+    path.write_text(
+        json.dumps({"distances": found, "made": facts("experiments.gradients")}, indent=1) + "\n"
+    )
     for name, values in found.items():
         print(f"{np.mean(values):.2e}  ({min(values):.1e} to {max(values):.1e})  {name}")
     return 0

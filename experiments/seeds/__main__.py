@@ -1,13 +1,16 @@
 """Learning claims with paired seeds: `python -m experiments.seeds --study demo`.
 
-A study is a run file and arms: flags laid over it. The arms of one seed share prompts, their order, sampling keys and the warm
-start. What is missing is trained, what was cut off is resumed, and the record, the table and the chart are written anew after
-each run:
+A study is a run file and arms: flags laid over it. The arms of one seed share prompts, their order,
+sampling keys and the warm start. What is missing is trained, what was cut off is resumed, and the
+record, the table and the chart are written anew after each run:
 
-    accuracy      held out, greedy, before and after; 95 % interval over seeds (Student's t) and over problems (Wilson's)
-    judged        accuracy of the trained model under one recipe for all arms, where the study names one
+    accuracy      held out, greedy, before and after; 95 % interval over seeds (Student's t) and
+                  over problems (Wilson's)
+    judged        accuracy of the trained model under one recipe for all arms, where the study names
+                  one
     difference    arm less the first arm, seed by seed; its mean with a 95 % t interval
-    detectable    the true difference that so many seeds would have shown as one in 80 % of all studies, from the spread seen:
+    detectable    the true difference that so many seeds would have shown as one in 80 % of all
+                  studies, from the spread seen:
                   (t(0.975) + t(0.8)) s / sqrt(n). Arms that are called alike are alike up to this
     k3            mean over steps of the mismatch, and the range of this mean over seeds
 """
@@ -55,7 +58,8 @@ class Study:
         flags: of all arms.
         start: flags of the warm start; None: the model is given.
         seeds: how many.
-        judge: a recipe under which the trained models are evaluated once more: what was learned, without the rollout's error.
+        judge: a recipe under which the trained models are evaluated once more: what was learned,
+            without the rollout's error.
     """
 
     question: str
@@ -73,29 +77,41 @@ def _recipes(*names: str) -> dict[str, tuple[str, ...]]:
 
 STUDIES: dict[str, Study] = {
     "demo": Study(
-        "Does FP8 rollout cost accuracy on the demo? float32 compute.", DEMO, _recipes("bf16", "fp8-rl"), MANY
+        "Does FP8 rollout cost accuracy on the demo? float32 compute.",
+        DEMO,
+        _recipes("bf16", "fp8-rl"),
+        MANY,
     ),
     "recipes": Study(
         "Mismatch and accuracy of every recipe, bfloat16 compute.",
         (*DEMO, "experiments/runs/mismatch.toml"),
-        _recipes("bf16", "fp8-rollout", "fp8-kv", "fp8-rl", "fp8-e2e", "fp8-e2e-kv", "jet-rl", "infir2"),
+        _recipes(
+            "bf16", "fp8-rollout", "fp8-kv", "fp8-rl", "fp8-e2e", "fp8-e2e-kv", "jet-rl", "infir2"
+        ),
         (*MANY, "--trainer.steps", "40", "--evaluation.every", "40"),
     ),
     "exact": Study(
         "Exact mode: mismatch of every step, float32 compute. An identity, so one seed.",
         DEMO,
-        {"bf16": ("--recipe", "bf16"), "jet-rl, exact": ("--recipe", "jet-rl", "--precision.exact")},
+        {
+            "bf16": ("--recipe", "bf16"),
+            "jet-rl, exact": ("--recipe", "jet-rl", "--precision.exact"),
+        },
         MANY,
         seeds=1,
     ),
     "compute_dtype": Study(
         "The bf16 recipe in three compute dtypes.",
         DEMO,
-        {name: ("--recipe", "bf16", "--compute-dtype", name) for name in ("bfloat16", "float16", "float32")},
+        {
+            name: ("--recipe", "bf16", "--compute-dtype", name)
+            for name in ("bfloat16", "float16", "float32")
+        },
         MANY,
     ),
     "correction": Study(
-        "What a correction does where it acts: a KV cache whose scales cover half of the range, without one and with each.",
+        "What a correction does where it acts: a KV cache whose scales cover half of the range, "
+        "without one and with each.",
         (*DEMO, "experiments/seeds/half_margin.toml"),
         {
             "bf16": ("--recipe", "bf16"),
@@ -108,13 +124,22 @@ STUDIES: dict[str, Study] = {
         judge="bf16",
     ),
     "calibrated_clipping": Study(
-        "Clip bounds calibrated for an FP8 trainer against fixed ones; jet-rl, four updates a rollout, bounds of 5 %.",
+        "Clip bounds calibrated for an FP8 trainer against fixed ones; jet-rl, four updates a "
+        "rollout, bounds of 5 %.",
         DEMO,
         {
             "fixed": ("--recipe", "jet-rl"),
             "calibrated": ("--recipe", "jet-rl", "--rl.clip-calibration.enabled"),
         },
-        (*MANY, "--trainer.updates-per-rollout", "4", "--rl.clip-low", "0.05", "--rl.clip-high", "0.05"),
+        (
+            *MANY,
+            "--trainer.updates-per-rollout",
+            "4",
+            "--rl.clip-low",
+            "0.05",
+            "--rl.clip-high",
+            "0.05",
+        ),
     ),
     "smollm2_addition": Study(
         "SmolLM2-135M-Instruct learns single-digit sums; float32 compute.",
@@ -144,17 +169,23 @@ class Arguments:
     threads: int = 0
     """Processors to use; 0: all."""
     extra: str = ""
-    """More flags of every run, behind the others, as one word: "--trainer.steps 2" to try a study out."""
+    """More flags of every run, behind the others, as one word: "--trainer.steps 2" to try a study
+    out."""
 
     def problems(self) -> list[str]:
         """Every value that cannot work, one line each; empty where all is well."""
         if self.study not in STUDIES:
             return [f"--study: {self.study!r} unknown (known: {', '.join(STUDIES)})"]
         unknown = [name for name in self.arms if name not in STUDIES[self.study].arms]
-        return [f"--arms: {name!r} unknown (known: {', '.join(STUDIES[self.study].arms)})" for name in unknown]
+        return [
+            f"--arms: {name!r} unknown (known: {', '.join(STUDIES[self.study].arms)})"
+            for name in unknown
+        ]
 
 
-def train(study: Study, arm: str, seed: int, directory: Path, start: Path | None, extra: Sequence[str]) -> None:
+def train(
+    study: Study, arm: str, seed: int, directory: Path, start: Path | None, extra: Sequence[str]
+) -> None:
     """Trains a run, or what is left of it; nothing where it is whole.
 
     Raises:
@@ -165,9 +196,18 @@ def train(study: Study, arm: str, seed: int, directory: Path, start: Path | None
     resume = ["--resume"] if any((directory / "checkpoints").glob("[0-9]*")) else []
     model = [] if start is None else ["--model.path", str(start / "model")]
     _fp8rl(
-        "train", *study.files, *study.flags, *model, *study.arms[arm], "--seed", str(seed), "--output", str(directory),
-        *extra, *resume,
-    )  # fmt: skip
+        "train",
+        *study.files,
+        *study.flags,
+        *model,
+        *study.arms[arm],
+        "--seed",
+        str(seed),
+        "--output",
+        str(directory),
+        *extra,
+        *resume,
+    )
 
 
 def judge(study: Study, directory: Path) -> None:
@@ -176,7 +216,15 @@ def judge(study: Study, directory: Path) -> None:
         return
     said = io.StringIO()
     with redirect_stdout(said):
-        _fp8rl("eval", *study.files, *study.flags, "--model.path", str(directory / "model"), "--recipe", study.judge)
+        _fp8rl(
+            "eval",
+            *study.files,
+            *study.flags,
+            "--model.path",
+            str(directory / "model"),
+            "--recipe",
+            study.judge,
+        )
     (directory / "judged.json").write_text(said.getvalue())
 
 
@@ -202,8 +250,12 @@ def read(directory: Path) -> dict[str, Any]:
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     made = json.loads((directory / "run.json").read_text())
     evaluated = [row for row in rows if "eval/accuracy" in row]
-    steps = {name: [_digits(row[key]) for row in rows if key in row] for name, key in SERIES.items()}
-    if bounds := [_digits(row["clip_ratio/low_bound"]) for row in rows if "clip_ratio/low_bound" in row]:
+    steps = {
+        name: [_digits(row[key]) for row in rows if key in row] for name, key in SERIES.items()
+    }
+    if bounds := [
+        _digits(row["clip_ratio/low_bound"]) for row in rows if "clip_ratio/low_bound" in row
+    ]:
         steps["low_bound"] = bounds
     judged = directory / "judged.json"
     return {
@@ -229,11 +281,16 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def detectable(differences: Sequence[float]) -> float:
-    """The true mean difference that a paired t test at 5 % finds with a probability of 80 %, given the spread of these."""
+    """The true mean difference that a paired t test at 5 % finds with a probability of 80 %, given
+    the spread of these."""
     x = np.asarray(differences, float)
     if len(x) < 2:
         return float("nan")
-    return float((stats.t.ppf(0.975, len(x) - 1) + stats.t.ppf(0.8, len(x) - 1)) * x.std(ddof=1) / len(x) ** 0.5)
+    return float(
+        (stats.t.ppf(0.975, len(x) - 1) + stats.t.ppf(0.8, len(x) - 1))
+        * x.std(ddof=1)
+        / len(x) ** 0.5
+    )
 
 
 def summarize(runs: dict[str, dict[str, Any]], base: str) -> dict[str, dict[str, Any]]:
@@ -245,9 +302,17 @@ def summarize(runs: dict[str, dict[str, Any]], base: str) -> dict[str, dict[str,
         k3 = [float(np.mean(run["steps"]["k3"])) for run in by_seed.values()]
         problems = min(run["problems"] for run in by_seed.values())
         shared = [seed for seed in after if seed in runs.get(base, {})]
-        differences = [after[seed] - runs[base][seed]["accuracy"][-1][1] for seed in shared] if arm != base else []
+        differences = (
+            [after[seed] - runs[base][seed]["accuracy"][-1][1] for seed in shared]
+            if arm != base
+            else []
+        )
         judged = {seed: run["judged"] for seed, run in by_seed.items() if run["judged"] is not None}
-        apart = [judged[seed] - runs[base][seed]["judged"] for seed in shared if seed in judged] if arm != base else []
+        apart = (
+            [judged[seed] - runs[base][seed]["judged"] for seed in shared if seed in judged]
+            if arm != base
+            else []
+        )
         found[arm] = {
             "seeds": len(by_seed),
             "problems": problems,
@@ -260,9 +325,13 @@ def summarize(runs: dict[str, dict[str, Any]], base: str) -> dict[str, dict[str,
             "judged, difference": mean_interval(apart) if apart else None,
             "judged, detectable": detectable(apart) if apart else None,
             "k3": (float(np.mean(k3)), min(k3), max(k3)),
-            "k3, median step": float(np.median([x for run in by_seed.values() for x in run["steps"]["k3"]])),
+            "k3, median step": float(
+                np.median([x for run in by_seed.values() for x in run["steps"]["k3"]])
+            ),
             "largest": float(max(max(run["steps"]["largest"]) for run in by_seed.values())),
-            "clipped": float(np.mean([np.mean(run["steps"]["clipped"]) for run in by_seed.values()])),
+            "clipped": float(
+                np.mean([np.mean(run["steps"]["clipped"]) for run in by_seed.values()])
+            ),
         }
     return found
 
@@ -276,23 +345,50 @@ def table(study: Study, summary: dict[str, dict[str, Any]]) -> str:
         return f"{x[0]:{form}}" + ("" if np.isnan(x[1]) else f" ({x[1]:{form}} to {x[2]:{form}})")
 
     judged = any(row["judged"] for row in summary.values())
-    heads = ("arm", "seeds", "before", "after", "over problems", "difference", "detectable", "k3", "largest |d|", "clipped")
+    heads = (
+        "arm",
+        "seeds",
+        "before",
+        "after",
+        "over problems",
+        "difference",
+        "detectable",
+        "k3",
+        "largest |d|",
+        "clipped",
+    )
     heads += (f"after, under {study.judge}", "its difference") if judged else ()
     lines = [study.question, "", f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     for arm, row in summary.items():
         low, high = row["after, over problems"]
-        against = ("", "") if row["difference"] is None else (whole(row["difference"], "+.3f"), f"{row['detectable']:.3f}")
+        against = (
+            ("", "")
+            if row["difference"] is None
+            else (whole(row["difference"], "+.3f"), f"{row['detectable']:.3f}")
+        )
         cells = (
-            f"`{arm}`", str(row["seeds"]), whole(row["before"], ".3f"), whole(row["after"], ".3f"), f"{low:.3f} to {high:.3f}",
-            *against, whole(row["k3"], ".1e"), f"{row['largest']:.1e}", f"{row['clipped']:.2%}",
-            *((whole(row["judged"], ".3f"), whole(row["judged, difference"], "+.3f")) if judged else ()),
-        )  # fmt: skip
+            f"`{arm}`",
+            str(row["seeds"]),
+            whole(row["before"], ".3f"),
+            whole(row["after"], ".3f"),
+            f"{low:.3f} to {high:.3f}",
+            *against,
+            whole(row["k3"], ".1e"),
+            f"{row['largest']:.1e}",
+            f"{row['clipped']:.2%}",
+            *(
+                (whole(row["judged"], ".3f"), whole(row["judged, difference"], "+.3f"))
+                if judged
+                else ()
+            ),
+        )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
 def draw(runs: dict[str, dict[str, Any]], path: Path) -> None:
-    """Mismatch by step, and held-out accuracy; a line is the mean over seeds, a band their range."""
+    """Mismatch by step, and held-out accuracy; a line is the mean over seeds, a band their
+    range."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -303,10 +399,20 @@ def draw(runs: dict[str, dict[str, Any]], path: Path) -> None:
         k3 = np.asarray([run["steps"]["k3"] for run in by_seed.values()])
         evaluated = np.asarray([run["accuracy"] for run in by_seed.values()])
         line = left.plot(np.maximum(k3.mean(0), 1e-16), label=arm)[0]
-        left.fill_between(range(k3.shape[1]), np.maximum(k3.min(0), 1e-16), k3.max(0), alpha=0.15, color=line.get_color())
+        left.fill_between(
+            range(k3.shape[1]),
+            np.maximum(k3.min(0), 1e-16),
+            k3.max(0),
+            alpha=0.15,
+            color=line.get_color(),
+        )
         steps, accuracy = evaluated[0, :, 0], evaluated[..., 1]
-        right.plot(steps, accuracy.mean(0), marker="o", markersize=3, label=arm, color=line.get_color())
-        right.fill_between(steps, accuracy.min(0), accuracy.max(0), alpha=0.15, color=line.get_color())
+        right.plot(
+            steps, accuracy.mean(0), marker="o", markersize=3, label=arm, color=line.get_color()
+        )
+        right.fill_between(
+            steps, accuracy.min(0), accuracy.max(0), alpha=0.15, color=line.get_color()
+        )
     left.set(yscale="log", xlabel="step", ylabel="mismatch, k3")
     right.set(xlabel="step", ylabel="held-out accuracy")
     right.legend(fontsize=7)
@@ -338,7 +444,9 @@ def run(arguments: Arguments) -> None:
     start = warm_start(study, folder / "warm-start")
     for seed in arguments.seeds or range(study.seeds):
         for arm in arguments.arms or study.arms:
-            train(study, arm, seed, folder / f"{arm}-seed{seed}", start, shlex.split(arguments.extra))
+            train(
+                study, arm, seed, folder / f"{arm}-seed{seed}", start, shlex.split(arguments.extra)
+            )
             judge(study, folder / f"{arm}-seed{seed}")
             write(arguments.study, folder, output)
     print((output / f"{arguments.study}.md").read_text())
@@ -350,12 +458,21 @@ def write(name: str, folder: Path, output: Path) -> None:
 
     study, runs = STUDIES[name], {}
     for arm in study.arms:
-        whole = {seed: folder / f"{arm}-seed{seed}" for seed in range(100) if (folder / f"{arm}-seed{seed}" / "model").exists()}
+        whole = {
+            seed: folder / f"{arm}-seed{seed}"
+            for seed in range(100)
+            if (folder / f"{arm}-seed{seed}" / "model").exists()
+        }
         if whole:
             runs[arm] = {str(seed): read(directory) for seed, directory in whole.items()}
     summary = summarize(runs, next(iter(study.arms)))
     output.mkdir(parents=True, exist_ok=True)
-    record = {"question": study.question, "made": facts("experiments.seeds", ["--study", name]), "summary": summary, "runs": runs}
+    record = {
+        "question": study.question,
+        "made": facts("experiments.seeds", ["--study", name]),
+        "summary": summary,
+        "runs": runs,
+    }
     partial = output / f"{name}.json.partial"
     partial.write_text(json.dumps(record) + "\n")
     partial.replace(output / f"{name}.json")

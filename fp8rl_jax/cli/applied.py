@@ -1,4 +1,5 @@
-"""What `fp8rl score` and `fp8rl generate` share: the model that the arguments name, opened cheaply and loaded late."""
+"""What `fp8rl score` and `fp8rl generate` share: the model that the arguments name, opened cheaply
+and loaded late."""
 
 from __future__ import annotations
 
@@ -30,8 +31,16 @@ class OpenModel:
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """End tokens of the config and of the tokenizer; none for a model that never stops by itself."""
-        return tuple(sorted({*self.config.eos_token_ids, *(self.tokenizer.eos_token_ids if self.tokenizer else ())}))
+        """End tokens of the config and of the tokenizer; none for a model that never stops by
+        itself."""
+        return tuple(
+            sorted(
+                {
+                    *self.config.eos_token_ids,
+                    *(self.tokenizer.eos_token_ids if self.tokenizer else ()),
+                }
+            )
+        )
 
     def read_lines(self, path: str, generation: bool, reserve: int = 0) -> list[Line]:
         """See `rollout.lines.read_lines`."""
@@ -39,7 +48,8 @@ class OpenModel:
         return read_lines(path, self.config.vocab_size, self.tokenizer, generation, limit, reserve)
 
     def load(self) -> Policy:
-        """The weights, in the compute dtype: both sides of a recipe round the masters to it before anything else."""
+        """The weights, in the compute dtype: both sides of a recipe round the masters to it before
+        anything else."""
         return load_policy(self.directory, self.dtype)
 
 
@@ -47,7 +57,8 @@ def open_model(arguments: LinesArguments) -> OpenModel:
     """Finds the model and reads everything but its weights.
 
     Raises:
-        UserError: an unknown recipe or model, a file of recipes with faults, a config or tokenizer that cannot be used.
+        UserError: an unknown recipe or model, a file of recipes with faults, a config or tokenizer
+            that cannot be used.
     """
     recipe = get_recipe(arguments.recipe, rows=read_recipes(arguments.recipes))
     check_recipe(recipe)

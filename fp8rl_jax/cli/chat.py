@@ -1,11 +1,13 @@
-"""`fp8rl generate --interactive`: a conversation in the terminal, each token shown as soon as it is sampled.
+"""`fp8rl generate --interactive`: a conversation in the terminal, each token shown as soon as it is
+sampled.
 
     Ctrl-C       ends the completion that is being written; what is there stays in the conversation
     /new         begins another conversation
     /exit        leaves, and so does Ctrl-D
 
-A model with a chat template sees the whole conversation at every turn; one without sees each line alone, as a text to go on
-with. Turn t draws what `fp8rl generate` draws for line t of a file with the same prompts and --seed.
+A model with a chat template sees the whole conversation at every turn; one without sees each line
+alone, as a text to go on with. Turn t draws what `fp8rl generate` draws for line t of a file with
+the same prompts and --seed.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ def talk(arguments: GenerateArguments, model: OpenModel, sampling: Sampling) -> 
     """Reads lines from the terminal and answers them, until /exit or the end of the input.
 
     Raises:
-        UserError: the model has no tokenizer, its tokens' bytes are not known, or its weights cannot be served.
+        UserError: the model has no tokenizer, its tokens' bytes are not known, or its weights
+            cannot be served.
     """
     if model.tokenizer is None:
         raise UserError("--interactive: needs a tokenizer, and the model has none")
@@ -70,7 +73,13 @@ class Chat:
     """
 
     def __init__(
-        self, model: OpenModel, sampling: Sampling, stops: tuple[str, ...], compute_dtype: str, seed: int, write: Callable
+        self,
+        model: OpenModel,
+        sampling: Sampling,
+        stops: tuple[str, ...],
+        compute_dtype: str,
+        seed: int,
+        write: Callable,
     ):
         self._model, self._sampling, self._stops, self._write = model, sampling, stops, write
         self._token_bytes = model.tokenizer.token_bytes()
@@ -93,7 +102,8 @@ class Chat:
             The tokens sampled, those of a completion that Ctrl-C ended included.
 
         Raises:
-            UserError: the template refuses the text, or the conversation is too long; it then stays as it was.
+            UserError: the template refuses the text, or the conversation is too long; it then stays
+                as it was.
         """
         tokens = self._encode(text)
         (prompts,) = batches([tokens], 1)
@@ -108,14 +118,18 @@ class Chat:
                 sampled += new
                 piece = stream.feed(new)
                 if not any(said) and not self._model.tokenizer.decode(sampled).startswith(" "):
-                    piece = piece.removeprefix(" ")  # SentencePiece takes the first space off a text
+                    # SentencePiece takes the first space off a text
+                    piece = piece.removeprefix(" ")
                 said.append(piece)
                 self._write(said[-1].translate(_SHOWN))
         except KeyboardInterrupt:
             pass
         said.append(stream.finish())
         self._write(said[-1].translate(_SHOWN) + "\n")
-        self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": "".join(said)}]
+        self.messages += [
+            {"role": "user", "content": text},
+            {"role": "assistant", "content": "".join(said)},
+        ]
         self._turn += 1
         return sampled
 
@@ -128,8 +142,10 @@ class Chat:
         room = self._model.config.max_position_embeddings - self._sampling.max_new_tokens
         if len(tokens) > room:
             raise UserError(
-                f"{len(tokens)} tokens and {self._sampling.max_new_tokens} new ones are more than the model's "
-                f"{self._model.config.max_position_embeddings} positions; /new begins another conversation"
+                f"{len(tokens)} tokens and {self._sampling.max_new_tokens} new ones are more "
+                "than the model's "
+                f"{self._model.config.max_position_embeddings} positions; /new begins another "
+                "conversation"
             )
         return tokens
 

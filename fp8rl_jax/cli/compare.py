@@ -1,4 +1,5 @@
-"""`fp8rl compare`: two sides on the same tokens, layer by layer; the first that differs, and why."""
+"""`fp8rl compare`: two sides on the same tokens, layer by layer; the first that differs, and
+why."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ def run(arguments: Arguments) -> int:
     tokenizer = load_tokenizer(directories[0], configs[0].vocab_size)
     if arguments.input:
         limit = min(config.max_position_embeddings for config in configs)
-        rows = from_file(arguments.input, configs[0].vocab_size, tokenizer, limit, arguments.recorded)
+        rows = from_file(
+            arguments.input, configs[0].vocab_size, tokenizer, limit, arguments.recorded
+        )
     else:
         rows = from_text(arguments.text or TEXT, tokenizer)
     tokens = as_tokens(rows[: arguments.rows], arguments.max_tokens)
@@ -51,9 +54,17 @@ def run(arguments: Arguments) -> int:
     policies, sides = {}, []
     for spec, directory in zip(specs, directories, strict=True):
         key = (Path(directory).resolve(), spec.compute_dtype)
-        policies[key] = policies[key] if key in policies else load_policy(directory, spec.compute_dtype)
-        sides.append(Side.of(policies[key], spec.recipe, spec.phase, spec.compute_dtype, tokens, spec.backend))
-    found = compare(*sides, tokens, report if sys.stderr.isatty() else lambda line: None, arguments.temperature)
+        policies[key] = (
+            policies[key] if key in policies else load_policy(directory, spec.compute_dtype)
+        )
+        sides.append(
+            Side.of(
+                policies[key], spec.recipe, spec.phase, spec.compute_dtype, tokens, spec.backend
+            )
+        )
+    found = compare(
+        *sides, tokens, report if sys.stderr.isatty() else lambda line: None, arguments.temperature
+    )
     given = len(rows), sum(len(row.prompt) + len(row.completion) for row in rows)
     described = [describe_side(spec.model, side) for spec, side in zip(specs, sides, strict=True)]
     results = document(found, described, tokens, tokenizer, given, recorded)

@@ -22,8 +22,8 @@ class SideArguments:
     recipe: str | None = None
     """Precision recipe."""
     phase: Phase | None = None
-    """Whose forward: the rollout's (prefill, then a token at a time over a cache) or the trainer's. Unset: a's is the rollout's,
-    and b's the trainer's where nothing else tells the sides apart."""
+    """Whose forward: the rollout's (prefill, then a token at a time over a cache) or the trainer's.
+    Unset: a's is the rollout's, and b's the trainer's where nothing else tells the sides apart."""
     compute_dtype: Literal["bfloat16", "float16", "float32"] | None = None
     """Dtype of everything that the recipe does not quantize."""
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
@@ -31,11 +31,12 @@ class SideArguments:
 
 @dataclass(frozen=True)
 class CompareArguments:
-    """Compare two recipes, two checkpoints, or a rollout with its trainer, on the same tokens, layer by layer."""
+    """Compare two recipes, two checkpoints, or a rollout with its trainer, on the same tokens,
+    layer by layer."""
 
     models: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="MODEL [MODEL]")]
-    """One model for both sides, or one for each: a Hugging Face directory, hub id, .gguf file, or a name that `fp8rl fetch`
-    knows."""
+    """One model for both sides, or one for each: a Hugging Face directory, hub id, .gguf file, or a
+    name that `fp8rl fetch` knows."""
     recipe: str = "bf16"
     """Precision recipe of both sides, built-in or of --recipes."""
     recipes: tuple[str, ...] = ()
@@ -46,13 +47,15 @@ class CompareArguments:
     a: SideArguments = field(default_factory=SideArguments)
     b: SideArguments = field(default_factory=SideArguments)
     input: str = ""
-    """JSON objects, one a line, each with "tokens", "prompt" or "messages", and "completion_tokens" or "completion", as
-    `fp8rl generate` and a run's samples.jsonl have them; without a completion a prompt's second half is taken for one."""
+    """JSON objects, one a line, each with "tokens", "prompt" or "messages", and "completion_tokens"
+    or "completion", as `fp8rl generate` and a run's samples.jsonl have them; without a completion a
+    prompt's second half is taken for one."""
     text: str = ""
     """A text in place of a file; without both a built-in one."""
     recorded: str = ""
-    """Key of the file's lines under which another engine's log-probabilities of "completion_tokens" stand, one a token: both
-    sides are compared with them, too. In the answers of `fp8rl generate` it is policy_logprobs."""
+    """Key of the file's lines under which another engine's log-probabilities of "completion_tokens"
+    stand, one a token: both sides are compared with them, too. In the answers of `fp8rl generate`
+    it is policy_logprobs."""
     temperature: float = 1.0
     """Of the log-probabilities: the one that the recorded ones were sampled at."""
     rows: int = 4
@@ -60,29 +63,42 @@ class CompareArguments:
     max_tokens: int = 128
     """Longest row, prompt and completion; what is longer is cut."""
     json: str = ""
-    """Also write everything that was measured to this file; `fp8rl report` draws a compare.json that it finds."""
+    """Also write everything that was measured to this file; `fp8rl report` draws a compare.json
+    that it finds."""
     expect_equal: bool = False
     """Exit with 1 where any bit differs."""
 
     def problems(self) -> list[str]:
         """Every value that cannot work, one line each; empty where all is well."""
         checks = (
-            (1 <= len(self.models) <= 2, f"MODEL: give one model, or one for each side; got {len(self.models)}"),
+            (
+                1 <= len(self.models) <= 2,
+                f"MODEL: give one model, or one for each side; got {len(self.models)}",
+            ),
             (not (self.input and self.text), "--text: there is an --input; give one of them"),
-            (not self.recorded or bool(self.input), "--recorded: needs an --input, whose lines hold it"),
-            (0 < self.temperature < math.inf, f"--temperature: {self.temperature} must be positive and finite"),
+            (
+                not self.recorded or bool(self.input),
+                "--recorded: needs an --input, whose lines hold it",
+            ),
+            (
+                0 < self.temperature < math.inf,
+                f"--temperature: {self.temperature} must be positive and finite",
+            ),
             (self.rows >= 1, f"--rows: {self.rows} must be at least 1"),
             (self.max_tokens >= 2, f"--max-tokens: {self.max_tokens} must be at least 2"),
         )
         return [message for holds, message in checks if not holds]
 
     def sides(self) -> tuple[SideSpec, SideSpec]:
-        """Both sides with nothing unset. Raises UserError for a recipe that does not exist, has faults, or refuses a change."""
+        """Both sides with nothing unset. Raises UserError for a recipe that does not exist, has
+        faults, or refuses a change."""
         rows = read_recipes(self.recipes)
         specs = [
             SideSpec(
                 model=model,
-                recipe=get_recipe(side.recipe or self.recipe, _over(self.precision, side.precision), rows),
+                recipe=get_recipe(
+                    side.recipe or self.recipe, _over(self.precision, side.precision), rows
+                ),
                 phase="rollout",
                 compute_dtype=side.compute_dtype or self.compute_dtype,
                 backend=_over(self.precision, side.precision).backend,
@@ -90,7 +106,10 @@ class CompareArguments:
             for side, model in ((self.a, self.models[0]), (self.b, self.models[-1]))
         ]
         phases = _phases(self.a.phase, self.b.phase, alike=specs[0] == specs[1])
-        return tuple(dataclasses.replace(spec, phase=phase) for spec, phase in zip(specs, phases, strict=True))
+        return tuple(
+            dataclasses.replace(spec, phase=phase)
+            for spec, phase in zip(specs, phases, strict=True)
+        )
 
 
 @dataclass(frozen=True)
@@ -105,7 +124,8 @@ class SideSpec:
 
 
 def _over(common: Any, own: Any) -> Any:
-    """The changes for both sides, with a side's own over them, of a PrecisionConfig or of a table in it."""
+    """The changes for both sides, with a side's own over them, of a PrecisionConfig or of a table
+    in it."""
     default, changes = type(own)(), {}
     for name, value in vars(own).items():
         if dataclasses.is_dataclass(value):
@@ -116,8 +136,13 @@ def _over(common: Any, own: Any) -> Any:
 
 
 def _phases(a: Phase | None, b: Phase | None, alike: bool) -> tuple[Phase, Phase]:
-    """Sides that nothing else tells apart are the rollout and its trainer; others are of one phase."""
+    """Sides that nothing else tells apart are the rollout and its trainer; others are of one
+    phase."""
     if a is None and b is None:
         return "rollout", "trainer" if alike else "rollout"
-    other = {"rollout": "trainer", "trainer": "rollout"} if alike else {"rollout": "rollout", "trainer": "trainer"}
+    other = (
+        {"rollout": "trainer", "trainer": "rollout"}
+        if alike
+        else {"rollout": "rollout", "trainer": "trainer"}
+    )
     return a or other[b], b or other[a]

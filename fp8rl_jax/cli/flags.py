@@ -1,4 +1,5 @@
-"""Reading flags: tyro does it, and where it refuses, every flag is gone through for a line of its own."""
+"""Reading flags: tyro does it, and where it refuses, every flag is gone through for a line of its
+own."""
 
 from __future__ import annotations
 
@@ -31,11 +32,14 @@ from fp8rl_jax.errors import UserError
 
 
 def read_flags(tree: type, flags: list[str], prog: str, default: Any, faults: list[str]) -> Any:
-    """Tyro's reading of the flags over `default`, which need not be sound; where it refuses, lines in `faults` and None."""
+    """Tyro's reading of the flags over `default`, which need not be sound; where it refuses, lines
+    in `faults` and None."""
     refusal = io.StringIO()
     try:
         with contextlib.redirect_stderr(refusal):
-            config = tyro.cli(tree, prog=prog, args=flags, **({} if default is None else {"default": default}))
+            config = tyro.cli(
+                tree, prog=prog, args=flags, **({} if default is None else {"default": default})
+            )
         faults += _value_faults(tree, config)
         return config
     except UserError as error:
@@ -58,7 +62,9 @@ def _value_faults(tree: type, config: Any) -> Iterator[str]:
 
 
 def _flag_faults(tree: type, flags: list[str], check_required: bool) -> Iterator[str]:
-    annotations = {_flag(key): annotation for key, annotation in leaves(tree) if key not in _positionals(tree)}
+    annotations = {
+        _flag(key): annotation for key, annotation in leaves(tree) if key not in _positionals(tree)
+    }
     negated = {_flag(key, "no-"): None for key, annotation in leaves(tree) if annotation is bool}
     known = [key for key, _ in leaves(tree) if key not in _positionals(tree)]
     seen = set()
@@ -72,13 +78,19 @@ def _flag_faults(tree: type, flags: list[str], check_required: bool) -> Iterator
             if words:
                 yield f"{flag}: takes no value, got {show(' '.join(words))}"
         elif name not in annotations:
-            yield f"{flag}: unknown flag{unknown_key_hint(flag.lstrip('-').removeprefix('no-'), known, _flag)}"
+            yield (
+                f"{flag}: unknown "
+                f"flag{unknown_key_hint(flag.lstrip('-').removeprefix('no-'), known, _flag)}"
+            )
         else:
             try:
                 convert_text(words, annotations[name])
             except Mismatch:
                 wanted = "no value" if annotations[name] is bool else describe(annotations[name])
-                yield f"{flag}: expected {wanted}, got {show(' '.join(words)) if words else 'nothing'}"
+                yield (
+                    f"{flag}: expected {wanted}, got "
+                    f"{show(' '.join(words)) if words else 'nothing'}"
+                )
     if check_required:
         for field in filter(_is_required, dataclasses.fields(tree)):
             flag = "" if field.name in _positionals(tree) else _flag(field.name)
@@ -87,12 +99,13 @@ def _flag_faults(tree: type, flags: list[str], check_required: bool) -> Iterator
 
 
 def take_table_entries(flags: list[str], tree: type, config: Any) -> tuple[list[str], dict, dict]:
-    """Takes `--task.args.max-terms 3` out of the flags, for every setting that is a dictionary; and, for one that holds tables,
-    `--recipes.my-fp8.rollout.weight e4m3`, whose first part is an entry's name as it stands.
+    """Takes `--task.args.max-terms 3` out of the flags, for every setting that is a dictionary;
+    and, for one that holds tables, `--recipes.my-fp8.rollout.weight e4m3`, whose first part is an
+    entry's name as it stands.
 
     Returns:
-        The other flags; the whole value of each such setting, as a nested dictionary; the same with empty values. A
-        word is read as a TOML value, and as a string where it is none.
+        The other flags; the whole value of each such setting, as a nested dictionary; the same with
+        empty values. A word is read as a TOML value, and as a string where it is none.
     """
     stems, entries, empty = {}, {}, {}
     of_tables: set[str] = set()
@@ -101,7 +114,11 @@ def take_table_entries(flags: list[str], tree: type, config: Any) -> tuple[list[
             *parents, name = key.split(".")
             node, full, bare = config, entries, empty
             for parent in parents:
-                node, full, bare = getattr(node, parent), full.setdefault(parent, {}), bare.setdefault(parent, {})
+                node, full, bare = (
+                    getattr(node, parent),
+                    full.setdefault(parent, {}),
+                    bare.setdefault(parent, {}),
+                )
             # a plain dictionary: a function's arguments are a frozen one
             stems[f"{_flag(key)}."] = full[name] = {**copy.deepcopy(getattr(node, name))}
             bare[name] = {}
@@ -114,15 +131,19 @@ def take_table_entries(flags: list[str], tree: type, config: Any) -> tuple[list[
             rest += as_given
         else:
             values = [_toml_value(word) for word in words]
-            entry, *keys = flag[len(stem) :].split(".") if stem in of_tables else [flag[len(stem) :].replace("-", "_")]
+            entry, *keys = (
+                flag[len(stem) :].split(".")
+                if stem in of_tables
+                else [flag[len(stem) :].replace("-", "_")]
+            )
             path = [entry, *(key.replace("-", "_") for key in keys)]
             _put(stems[stem], path, values[0] if len(values) == 1 else values or True)
     return rest, entries, empty
 
 
 def _put(table: dict[str, Any], path: list[str], value: Any) -> None:
-    """Sets a value deep in a table. Where what stands in the way is no table, the rest of the path is one key: an unknown one,
-    which the table's reader names."""
+    """Sets a value deep in a table. Where what stands in the way is no table, the rest of the path
+    is one key: an unknown one, which the table's reader names."""
     first, *rest = path
     if not rest:
         table[first] = value
@@ -133,7 +154,8 @@ def _put(table: dict[str, Any], path: list[str], value: Any) -> None:
 
 
 def _grouped(flags: list[str]) -> Iterator[tuple[str, list[str], list[str]]]:
-    """(flag, the words that belong to it, both as they were given); the flag is "" for words before the first one."""
+    """(flag, the words that belong to it, both as they were given); the flag is "" for words before
+    the first one."""
     starts = [i for i, word in enumerate(flags) if re.match(r"--?[A-Za-z]", word)]
     if loose := flags[: starts[0]] if starts else flags:
         yield "", loose, loose
@@ -145,7 +167,11 @@ def _grouped(flags: list[str]) -> Iterator[tuple[str, list[str], list[str]]]:
 def _toml_value(word: str) -> Any:
     try:
         table = tomllib.loads(f"value = {word}")
-        return word if len(table) > 1 or is_deeper(table["value"], MAX_DEPTH) else convert(table["value"], Any)
+        return (
+            word
+            if len(table) > 1 or is_deeper(table["value"], MAX_DEPTH)
+            else convert(table["value"], Any)
+        )
     except (ValueError, RecursionError, Mismatch):  # no TOML, or no value that a file could hold
         return word
 

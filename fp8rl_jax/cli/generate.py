@@ -1,4 +1,5 @@
-"""`fp8rl generate`: completions of each line, as the rollout makes them, or a conversation in the terminal."""
+"""`fp8rl generate`: completions of each line, as the rollout makes them, or a conversation in the
+terminal."""
 
 from __future__ import annotations
 
@@ -15,10 +16,12 @@ __all__ = ["Arguments", "run"]
 
 
 def run(arguments: Arguments) -> None:
-    """Answers every line with "tokens" (of the prompt), "completion_tokens", "policy_logprobs", "finish_reason" and "text".
+    """Answers every line with "tokens" (of the prompt), "completion_tokens", "policy_logprobs",
+    "finish_reason" and "text".
 
-    "text" is there where the model has a tokenizer, and "stop_string" where one ended the completion. With --n the last four
-    stand in each of "completions", beside "mean_logprob". A model without end tokens goes on to --max-new-tokens.
+    "text" is there where the model has a tokenizer, and "stop_string" where one ended the
+    completion. With --n the last four stand in each of "completions", beside "mean_logprob". A
+    model without end tokens goes on to --max-new-tokens.
     """
     from fp8rl_jax.cli.applied import open_model
     from fp8rl_jax.rollout import offline
@@ -33,9 +36,16 @@ def run(arguments: Arguments) -> None:
     lines = model.read_lines(arguments.input, generation=True, reserve=arguments.max_new_tokens)
     check_writable(arguments.output)
     answers = offline.complete(
-        model.load(), [line.tokens for line in lines], model.recipe, sampling, arguments.compute_dtype,
-        arguments.batch_size, arguments.seed, arguments.n, arguments.prompt_logprobs,
-    )  # fmt: skip
+        model.load(),
+        [line.tokens for line in lines],
+        model.recipe,
+        sampling,
+        arguments.compute_dtype,
+        arguments.batch_size,
+        arguments.seed,
+        arguments.n,
+        arguments.prompt_logprobs,
+    )
     pieces = model.tokenizer.token_bytes() if arguments.stop else []
     records = []
     for line, answer in zip(lines, answers, strict=True):
@@ -63,9 +73,13 @@ def make_sampling(arguments: Arguments, model: OpenModel) -> Sampling:
     from fp8rl_jax.rollout.sampling import Sampling
 
     constraints = make_constraints(
-        model.tokenizer, model.config.vocab_size, arguments.stop, arguments.bad_words, arguments.biases(),
+        model.tokenizer,
+        model.config.vocab_size,
+        arguments.stop,
+        arguments.bad_words,
+        arguments.biases(),
         Keys("--stop", "--bad-words", "--logit-bias"),
-    )  # fmt: skip
+    )
     return Sampling(
         max_new_tokens=arguments.max_new_tokens,
         temperature=arguments.temperature,
@@ -77,7 +91,9 @@ def make_sampling(arguments: Arguments, model: OpenModel) -> Sampling:
     )
 
 
-def _record(arguments: Arguments, model: OpenModel, pieces: list[bytes], completion: Completion) -> dict[str, Any]:
+def _record(
+    arguments: Arguments, model: OpenModel, pieces: list[bytes], completion: Completion
+) -> dict[str, Any]:
     from fp8rl_jax.rollout.stop_text import cut_text
 
     record = {
@@ -87,6 +103,8 @@ def _record(arguments: Arguments, model: OpenModel, pieces: list[bytes], complet
     }
     if model.tokenizer is not None:
         raw = b"".join(pieces[token] for token in completion.tokens if token < len(pieces))
-        text, stop = cut_text(model.tokenizer.decode(completion.tokens), raw, arguments.stop, arguments.include_stop)
+        text, stop = cut_text(
+            model.tokenizer.decode(completion.tokens), raw, arguments.stop, arguments.include_stop
+        )
         record |= {"text": text} | ({} if stop is None else {"stop_string": stop})
     return record

@@ -2,8 +2,9 @@
 
     fp8rl train base.toml overlay.toml --rollout.temperature 0.7 --task.args.max-terms 3
 
-Later files override earlier ones key by key, and flags override files. Tyro reads the flags and writes the help; where
-it refuses, the flags are gone through once more, one by one, so that all their faults are named beside the files' own.
+Later files override earlier ones key by key, and flags override files. Tyro reads the flags and
+writes the help; where it refuses, the flags are gone through once more, one by one, so that all
+their faults are named beside the files' own.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ def load_config[Config](tree: type[Config], argv: list[str], prog: str) -> Confi
         prog: name for the help text, such as "fp8rl train".
 
     Raises:
-        UserError: one line for each fault: unknown keys and flags (with the nearest known one), wrong types, files that
-            cannot be read, and whatever the dataclasses' `__post_init__` and `problems()` find.
+        UserError: one line for each fault: unknown keys and flags (with the nearest known one),
+            wrong types, files that cannot be read, and whatever the dataclasses' `__post_init__`
+            and `problems()` find.
         SystemExit: status 0, after `--help`.
     """
     count = next((i for i, word in enumerate(argv) if word.startswith("-")), len(argv))

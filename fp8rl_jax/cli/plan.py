@@ -1,4 +1,5 @@
-"""`fp8rl plan RUN.toml ...`: what a run needs of a device's memory, from the model's config.json alone."""
+"""`fp8rl plan RUN.toml ...`: what a run needs of a device's memory, from the model's config.json
+alone."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ Arguments = RunConfig
 
 
 def run(config: RunConfig) -> int:
-    """Prints the plan; returns 1 where it is known not to fit. Axes of the mesh that are -1 count as 1."""
+    """Prints the plan; returns 1 where it is known not to fit. Axes of the mesh that are -1 count
+    as 1."""
     from fp8rl_jax.cli.start import start_jax
 
     start_jax()

@@ -12,4 +12,9 @@ def run(arguments: Arguments) -> None:
     from fp8rl_jax.report.page import write_report
 
     directories = [Path(directory) for directory in arguments.directories]
-    print(write_report(directories, Path(arguments.output) if arguments.output else directories[0] / "report.html"))
+    print(
+        write_report(
+            directories,
+            Path(arguments.output) if arguments.output else directories[0] / "report.html",
+        )
+    )

@@ -8,7 +8,8 @@ __all__ = ["Arguments", "run"]
 
 
 def run(arguments: Arguments) -> None:
-    """Answers every line with "tokens" and "logprobs": the trainer's side of the recipe, whose rollout formats play no part."""
+    """Answers every line with "tokens" and "logprobs": the trainer's side of the recipe, whose
+    rollout formats play no part."""
     from fp8rl_jax.cli.applied import open_model
     from fp8rl_jax.rollout import offline
     from fp8rl_jax.rollout.lines import check_writable, write_lines
@@ -25,4 +26,7 @@ def run(arguments: Arguments) -> None:
         arguments.batch_size,
     )
     pairs = zip(lines, results, strict=True)
-    write_lines(arguments.output, (line.record | {"tokens": line.tokens, "logprobs": logprobs} for line, logprobs in pairs))
+    write_lines(
+        arguments.output,
+        (line.record | {"tokens": line.tokens, "logprobs": logprobs} for line, logprobs in pairs),
+    )

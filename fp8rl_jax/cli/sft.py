@@ -11,7 +11,8 @@ Arguments = RunConfig
 
 
 def run(config: RunConfig) -> None:
-    """Trains the built-in policy from random weights, or the model of model.path where sft.from_scratch is off."""
+    """Trains the built-in policy from random weights, or the model of model.path where
+    sft.from_scratch is off."""
     from fp8rl_jax.cli.start import start_jax
 
     start_jax()

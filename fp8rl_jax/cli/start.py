@@ -6,7 +6,8 @@ import logging
 
 
 def start_jax() -> None:
-    """Log lines to standard error, and compiled programs kept between runs (FP8RL_CACHE or ~/.cache/fp8rl, as models are)."""
+    """Log lines to standard error, and compiled programs kept between runs (FP8RL_CACHE or
+    ~/.cache/fp8rl, as models are)."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("fp8rl").setLevel(logging.INFO)
 

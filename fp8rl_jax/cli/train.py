@@ -9,7 +9,8 @@ Arguments = RunConfig
 
 
 def run(config: RunConfig) -> None:
-    """Trains, or with `--dry-run` prints the resolved configuration, parameter counts and the memory plan."""
+    """Trains, or with `--dry-run` prints the resolved configuration, parameter counts and the
+    memory plan."""
     from fp8rl_jax.cli.start import start_jax
 
     start_jax()

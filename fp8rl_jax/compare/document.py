@@ -1,17 +1,18 @@
 """A comparison as plain data: what `--json` writes, the terminal shows and the report draws.
 
     {"kind": "fp8rl compare", "version": 1, "equal": bool,
-     "sides": [{"model", "recipe", "phase", "compute_dtype", "backend", "exact", "formats"}, ...two],
-     "tokens": {"rows", "prompt", "completion", "rows_given", "given"},
+     "sides": [{"model", "recipe", "phase", "compute_dtype", "backend", "exact", "formats"},
+     ...two], "tokens": {"rows", "prompt", "completion", "rows_given", "given"},
      "first": [{"name", "cause", "detail", "where"}, one of each cause that there is],
      "quantized_on_one_side": {"a": [names], "b": [names]},
-     "logprobs": {"tokens", "differing", "mean_abs", "max_abs", "k3", "row", "position", "a", "b", "token", "text"},
-     "recorded": null or {"key", "a": the same as "logprobs", with what is recorded for a and side a for b, "b": with side b},
-     "layers": [{"name", "rerouted", "input": difference, "operations": [operation, ...]}, ...],
-     "start": operation, "end": [operation, operation],
-     "made": {"command", "versions", "devices"}, in the file alone}
+     "logprobs": {"tokens", "differing", "mean_abs", "max_abs", "k3", "row", "position", "a", "b",
+     "token", "text"}, "recorded": null or {"key", "a": the same as "logprobs", with what is
+     recorded for a and side a for b, "b": with side b}, "layers": [{"name", "rerouted", "input":
+     difference, "operations": [operation, ...]}, ...], "start": operation, "end": [operation,
+     operation], "made": {"command", "versions", "devices"}, in the file alone}
 
-    operation     {"name", "cause", "detail", "output": difference, "own": difference, "operands": {name: difference}}
+    operation     {"name", "cause", "detail", "output": difference, "own": difference, "operands":
+                  {name: difference}}
     difference    {"elements", "differing", "relative_error", "snr_db", "max_abs"}
 
 Numbers are rounded to four digits; what is not finite is null.
@@ -47,13 +48,18 @@ def document(
         sides: what each side is, by the names above.
         tokenizer: gives the text of the token with the largest difference, where there is one.
         given: rows, and tokens of all rows, before some of both were left out.
-        recorded: what another engine said of the completions, NaN where it said nothing; and the name of that.
+        recorded: what another engine said of the completions, NaN where it said nothing; and the
+            name of that.
     """
 
     def named(numbers: dict[str, Any]) -> dict[str, Any]:
         token = int(tokens.completions[numbers["row"], numbers["position"]])
         text = None if tokenizer is None else tokenizer.decode([token], skip_special=False)
-        return {**{name: _rounded(value) for name, value in numbers.items()}, "token": token, "text": text}
+        return {
+            **{name: _rounded(value) for name, value in numbers.items()},
+            "token": token,
+            "text": text,
+        }
 
     return {
         "kind": KIND,
@@ -70,7 +76,10 @@ def document(
         "first": [dataclasses.asdict(first) for first in found.first],
         "quantized_on_one_side": {"a": list(found.only_a), "b": list(found.only_b)},
         "logprobs": named(found.logprobs),
-        "recorded": None if recorded is None else {"key": recorded[0]} | {
+        "recorded": None
+        if recorded is None
+        else {"key": recorded[0]}
+        | {
             side: named(logprob_differences(recorded[1], scored, ~np.isnan(recorded[1])))
             for side, scored in zip("ab", found.scored, strict=True)
         },

@@ -1,13 +1,17 @@
-"""One layer, run as the rollout or the trainer runs it, with everything that its operations take and give kept.
+"""One layer, run as the rollout or the trainer runs it, with everything that its operations take
+and give kept.
 
-The layer is the model's own `LayerStep`; what is added is a look at its operations. So what is compared is what is computed:
-the very operands that reach a product, and its result.
+The layer is the model's own `LayerStep`; what is added is a look at its operations. So what is
+compared is what is computed: the very operands that reach a product, and its result.
 
-    rollout    the prompt at once, then the completion a token at a time over a cache, as the sampler does
-    trainer    the prompt at once, then the completion at once over the prompt's keys, as the update does
+    rollout    the prompt at once, then the completion a token at a time over a cache, as the
+               sampler does
+    trainer    the prompt at once, then the completion at once over the prompt's keys, as the update
+               does
 
-A layer can be given the values of another side. Each operation then computes on the other side's input, and hands the other
-side's result on: what is seen of it is its own contribution, and nothing that came from layers or operations before it.
+A layer can be given the values of another side. Each operation then computes on the other side's
+input, and hands the other side's result on: what is seen of it is its own contribution, and nothing
+that came from layers or operations before it.
 """
 
 from __future__ import annotations
@@ -31,9 +35,10 @@ from fp8rl_jax.precision import QTensor, TrainedInput, hoist, is_quantized, quan
 from pallas_kernels.backend import Backend
 
 Seen = dict[str, Any]
-"""By name: "input" and "output" of the layer; "<operation>.in" and ".out", arrays [b, t, ...]; ".operand", QTensors or arrays
-in FP8 with these leading axes, where an operand is quantized; "router.ids" [b, t, k], and as "router.out" the weight of
-every expert, 0 for those that are not chosen. Entries of experts are [b, t, k, ...]."""
+"""By name: "input" and "output" of the layer; "<operation>.in" and ".out", arrays [b, t, ...];
+".operand", QTensors or arrays in FP8 with these leading axes, where an operand is quantized;
+"router.ids" [b, t, k], and as "router.out" the weight of every expert, 0 for those that are not
+chosen. Entries of experts are [b, t, k, ...]."""
 
 
 class Stretches(NamedTuple):
@@ -44,7 +49,8 @@ class Stretches(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """The tokens that both sides run on: right-padded prompts, each with one completion, and how many of each are real."""
+    """The tokens that both sides run on: right-padded prompts, each with one completion, and how
+    many of each are real."""
 
     prompts: Int[Array, "p s"]
     prompt_lengths: Int[Array, " p"]
@@ -55,11 +61,14 @@ class Tokens(NamedTuple):
     def masks(self) -> Stretches:
         """True where a token is real."""
         pairs = ((self.prompts, self.prompt_lengths), (self.completions, self.completion_lengths))
-        return Stretches(*(jnp.arange(tokens.shape[1]) < lengths[:, None] for tokens, lengths in pairs))
+        return Stretches(
+            *(jnp.arange(tokens.shape[1]) < lengths[:, None] for tokens, lengths in pairs)
+        )
 
 
 class ProbedStep(LayerStep):
-    """`LayerStep` that keeps what it sees in `seen`, and goes on with the values of `given` where that has the name."""
+    """`LayerStep` that keeps what it sees in `seen`, and goes on with the values of `given` where
+    that has the name."""
 
     def __init__(self, *arguments, given: Seen | None = None, backend: Backend, **options):
         super().__init__(*arguments, observe=self._heads, backend=backend, **options)
@@ -92,7 +101,9 @@ class ProbedStep(LayerStep):
         out = super().project(self.take(f"{names[0]}.in", x), *weights)
         for name, weight in zip(names, weights, strict=True):
             operand = self._operands[jax.tree.structure(weight.value)]
-            self._keep_operand(name, operand, lambda leaf: leaf.reshape(*self.positions.shape, leaf.shape[-1]))
+            self._keep_operand(
+                name, operand, lambda leaf: leaf.reshape(*self.positions.shape, leaf.shape[-1])
+            )
         return [self.take(f"{name}.out", y) for name, y in zip(names, out, strict=True)]
 
     def operand(self, x, weight):
@@ -101,21 +112,35 @@ class ProbedStep(LayerStep):
 
     def mixture(self, x, layer: Layer, routes):
         x = self.take("router.in", x)
-        ids, weights = choose(x, layer.router.value, self.config.experts, arithmetic=self.arithmetic)
+        ids, weights = choose(
+            x, layer.router.value, self.config.experts, arithmetic=self.arithmetic
+        )
         self.seen["router.ids"] = ids
         self.seen["router.out"] = jnp.put_along_axis(
-            jnp.zeros((*ids.shape[:-1], self.config.experts.count)), ids, weights, axis=-1, inplace=False
-        )  # fmt: skip
+            jnp.zeros((*ids.shape[:-1], self.config.experts.count)),
+            ids,
+            weights,
+            axis=-1,
+            inplace=False,
+        )
         out, used = mixture(
-            x, layer, self.config.experts, self.formats.activation, routes, self.backend, self.arithmetic,
+            x,
+            layer,
+            self.config.experts,
+            self.formats.activation,
+            routes,
+            self.backend,
+            self.arithmetic,
             see=self._expert_rows,
-        )  # fmt: skip
+        )
         return self.take("mixture.out", out), used
 
     def _expert_rows(self, name: str, rows, order):
         axes = (*self.positions.shape, self.config.experts.per_token)
         if name.endswith(".operand"):
-            self._keep_operand(name.removesuffix(".operand"), rows, lambda leaf: _put_back(leaf, order, axes))
+            self._keep_operand(
+                name.removesuffix(".operand"), rows, lambda leaf: _put_back(leaf, order, axes)
+            )
             return rows
         value = self.take(name, _put_back(rows, order, axes))
         return value.reshape(rows.shape)[order]
@@ -127,7 +152,9 @@ class ProbedStep(LayerStep):
 
     def _heads(self, q, k, v, real, scales):
         formats = (self.formats.query, self.formats.key, self.formats.value)
-        for name, x, fmt, scale in zip(("query", "key", "value"), (q, k, v), formats, scales or (None,) * 3, strict=True):
+        for name, x, fmt, scale in zip(
+            ("query", "key", "value"), (q, k, v), formats, scales or (None,) * 3, strict=True
+        ):
             self.seen[f"{name}.out"] = x
             if fmt.quantized:
                 self.seen[f"{name}.operand"] = quantize_per_tensor(x, scale, fmt)
@@ -135,7 +162,12 @@ class ProbedStep(LayerStep):
 
 def _put_back(rows, order, axes):
     """Rows sorted by expert as [b, t, k, ...], the entries of a token in the order of its ids."""
-    return jnp.zeros_like(rows).at[order].set(rows, unique_indices=True).reshape(*axes, *rows.shape[1:])
+    return (
+        jnp.zeros_like(rows)
+        .at[order]
+        .set(rows, unique_indices=True)
+        .reshape(*axes, *rows.shape[1:])
+    )
 
 
 @partial(jax.jit, static_argnames=("config", "formats", "decode", "backend", "exact"))
@@ -157,7 +189,8 @@ def run_layer(
 
     Args:
         layer: in the side's form.
-        x: hidden states that enter, of the prompts [p, s, hidden] and the completions [p, t, hidden].
+        x: hidden states that enter, of the prompts [p, s, hidden] and the completions [p, t,
+            hidden].
         inputs: the layer's scales, window and frequencies.
         given: `Seen` of another side, of the entries to compute with in place of this side's.
         routes: expert ids to replay, where they are.
@@ -171,14 +204,18 @@ def run_layer(
         layer = jax.tree.map(partial(hoist, backend=backend), layer, is_leaf=is_quantized)
     masks, given, routes = tokens.masks, given or Stretches({}, {}), routes or Stretches(None, None)
     step = partial(ProbedStep, config, formats, backend=backend, arithmetic=arithmetic(exact))
-    positions = jnp.broadcast_to(jnp.arange(tokens.prompts.shape[1], dtype=jnp.int32), tokens.prompts.shape)
+    positions = jnp.broadcast_to(
+        jnp.arange(tokens.prompts.shape[1], dtype=jnp.int32), tokens.prompts.shape
+    )
     first = step(positions, masks.prompt.astype(jnp.int32), KVCache(), given=given.prompt)
     block = first(x.prompt, layer, None, inputs._replace(routes=routes.prompt))[1].block
     shared = KVBlock(*block, masks.prompt, positions)
     inputs, width = inputs._replace(shared=block), tokens.completions.shape[1]
     if not decode:
         places = tokens.prompt_lengths[:, None] + jnp.arange(width)
-        second = step(places, masks.completion.astype(jnp.int32), KVCache(shared), given=given.completion)
+        second = step(
+            places, masks.completion.astype(jnp.int32), KVCache(shared), given=given.completion
+        )
         second(x.completion, layer, None, inputs._replace(routes=routes.completion))
         return Stretches(first.seen, second.seen)
 
@@ -191,6 +228,9 @@ def run_layer(
         return out.block, probed.seen
 
     own = tuple(jnp.zeros((*z.shape[:2], width, z.shape[3]), z.dtype) for z in block)
-    by_token = jax.tree.map(lambda z: jnp.moveaxis(z, 1, 0)[:, :, None], (x.completion, given.completion, routes.completion))
+    by_token = jax.tree.map(
+        lambda z: jnp.moveaxis(z, 1, 0)[:, :, None],
+        (x.completion, given.completion, routes.completion),
+    )
     _, seen = lax.scan(one, own, (jnp.arange(width), *by_token))
     return Stretches(first.seen, jax.tree.map(lambda z: jnp.moveaxis(z[:, :, 0], 0, 1), seen))

@@ -22,7 +22,8 @@ class OperationResult:
 
 @dataclass(frozen=True)
 class LayerResult:
-    """input: the hidden states that enter; rerouted: part of the tokens whose experts differ, None without experts."""
+    """input: the hidden states that enter; rerouted: part of the tokens whose experts differ, None
+    without experts."""
 
     name: str
     input: Difference
@@ -32,7 +33,8 @@ class LayerResult:
 
 @dataclass(frozen=True)
 class First:
-    """The first operation that differs for one cause, such as "layers.3.q_proj"; where: in the prompt, the completion or both."""
+    """The first operation that differs for one cause, such as "layers.3.q_proj"; where: in the
+    prompt, the completion or both."""
 
     name: str
     cause: str
@@ -47,8 +49,8 @@ class Comparison:
     Attributes:
         logprobs: `logprob_differences` of the completions' tokens.
         scored: these log-probabilities, of side a and of side b, float32 [rows, tokens].
-        first: of each cause, in the order of `CAUSES`, where it is met first. Where a format differs, the first reduction may
-            well come earlier, and is of no weight beside it.
+        first: of each cause, in the order of `CAUSES`, where it is met first. Where a format
+            differs, the first reduction may well come earlier, and is of no weight beside it.
         only_a, only_b: linears and cache operands that this side alone quantizes.
     """
 

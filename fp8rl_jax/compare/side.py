@@ -45,7 +45,8 @@ class Side:
         source: the weights before quantization, layers stacked.
         served: embedding, final norm and head in the compute dtype, and `layers`, a list.
         scales: of the quantized cache, or None.
-        excess: `excess_precision` of the side's whole program; None where nothing is computed in 16 bits, and for exact recipes.
+        excess: `excess_precision` of the side's whole program; None where nothing is computed in 16
+            bits, and for exact recipes.
     """
 
     recipe: Recipe
@@ -59,7 +60,13 @@ class Side:
 
     @classmethod
     def of(
-        cls, policy: Policy, recipe: Recipe, phase: Phase, dtype: str, tokens: Tokens, backend: Backend = "auto"
+        cls,
+        policy: Policy,
+        recipe: Recipe,
+        phase: Phase,
+        dtype: str,
+        tokens: Tokens,
+        backend: Backend = "auto",
     ) -> Side:
         """Puts a policy into the side's form, KV scales calibrated on `tokens` as the recipe says.
 
@@ -73,9 +80,13 @@ class Side:
         kind = jnp.dtype(dtype)
         scales = None
         if phase == "trainer":
-            served = jax.jit(trainer_policy, static_argnums=(1, 2, 3))(policy, recipe, kind, backend)
+            served = jax.jit(trainer_policy, static_argnums=(1, 2, 3))(
+                policy, recipe, kind, backend
+            )
         else:
-            served = jax.jit(partial(quantized_policy, recipe=recipe, dtype=kind, unroll=False, backend=backend))(policy)[0]
+            served = jax.jit(
+                partial(quantized_policy, recipe=recipe, dtype=kind, unroll=False, backend=backend)
+            )(policy)[0]
             if recipe.quantizes_cache:
                 scales = _calibrate(policy, served, recipe, kind, tokens, backend)
         excess = None
@@ -92,27 +103,50 @@ class Side:
         run = jax.jit(partial(embed, numbers=arithmetic(self.recipe.exact)))
         return Stretches(run(self.served, tokens.prompts), run(self.served, tokens.completions))
 
-    def run(self, i: int, x: Stretches, tokens: Tokens, given: Stretches | None = None, routes: Stretches | None = None):
+    def run(
+        self,
+        i: int,
+        x: Stretches,
+        tokens: Tokens,
+        given: Stretches | None = None,
+        routes: Stretches | None = None,
+    ):
         """`run_layer` of layer i."""
         cache = KVCache(scales=self.scales)
         inputs = layer_inputs(self.served, cache, None, lambda z: z[i], lambda z: z[i])
         return run_layer(
-            self.served.layers[i], x, tokens, inputs, given, routes, config=self.served.config, formats=self.formats,
-            decode=self.phase == "rollout", backend=self.backend, exact=self.recipe.exact,
-        )  # fmt: skip
+            self.served.layers[i],
+            x,
+            tokens,
+            inputs,
+            given,
+            routes,
+            config=self.served.config,
+            formats=self.formats,
+            decode=self.phase == "rollout",
+            backend=self.backend,
+            exact=self.recipe.exact,
+        )
 
     def norm(self, x: Stretches) -> Stretches:
         """Hidden states after the final norm."""
-        return Stretches(*_norm(self.served, x, decode=self.phase == "rollout", exact=self.recipe.exact))
+        return Stretches(
+            *_norm(self.served, x, decode=self.phase == "rollout", exact=self.recipe.exact)
+        )
 
-    def logprobs(self, hidden: Stretches, tokens: Tokens, temperature: float = 1.0) -> Float[Array, "p t"]:
-        """Log-probabilities of the completions' tokens, as the sampler or the update takes them from `hidden`, normed."""
+    def logprobs(
+        self, hidden: Stretches, tokens: Tokens, temperature: float = 1.0
+    ) -> Float[Array, "p t"]:
+        """Log-probabilities of the completions' tokens, as the sampler or the update takes them
+        from `hidden`, normed."""
         decode, exact = self.phase == "rollout", self.recipe.exact
         return _logprobs(self.served, hidden, tokens, temperature, decode=decode, exact=exact)
 
     def tensor(self, i: int | None, name: str) -> np.ndarray | QTensor:
         """A tensor of layer i, or one outside of the layers, as it is multiplied, on the host."""
-        value = (getattr(self.served, name) if i is None else self.served.layers[i].tensors()[name]).value
+        value = (
+            getattr(self.served, name) if i is None else self.served.layers[i].tensors()[name]
+        ).value
         return jax.device_get(value.quantized if isinstance(value, TrainedWeight) else value)
 
     def source_tensor(self, i: int, name: str) -> np.ndarray:
@@ -126,14 +160,21 @@ class Side:
 
 def check_alike(configs: Sequence[PolicyConfig], names: Sequence[str | Path]) -> None:
     """Raises UserError where two models are not of one shape, naming what they differ in."""
-    one, other = ({k: v for k, v in vars(config).items() if k not in _NO_SHAPE} for config in configs)
+    one, other = (
+        {k: v for k, v in vars(config).items() if k not in _NO_SHAPE} for config in configs
+    )
     if unlike := [f"{key} ({one[key]} and {other[key]})" for key in one if one[key] != other[key]]:
-        raise UserError(f"{names[0]} and {names[1]} cannot be compared: they differ in {', '.join(unlike)}")
+        raise UserError(
+            f"{names[0]} and {names[1]} cannot be compared: they differ in {', '.join(unlike)}"
+        )
 
 
 def describe_side(model: str, side: Side) -> dict[str, Any]:
     """What a side is, for `compare.document`."""
-    formats = {role: describe(fmt) if fmt.quantized else str(side.dtype) for role, fmt in side.formats.roles().items()}
+    formats = {
+        role: describe(fmt) if fmt.quantized else str(side.dtype)
+        for role, fmt in side.formats.roles().items()
+    }
     return {
         "model": model,
         "recipe": side.recipe.name,
@@ -146,24 +187,36 @@ def describe_side(model: str, side: Side) -> dict[str, Any]:
 
 
 def _calibrate(
-    policy: Policy, served: Policy, recipe: Recipe, dtype: jnp.dtype, tokens: Tokens, backend: Backend
+    policy: Policy,
+    served: Policy,
+    recipe: Recipe,
+    dtype: jnp.dtype,
+    tokens: Tokens,
+    backend: Backend,
 ) -> KVScales:
     prompts = tokens.prompts, tokens.prompt_lengths
     if recipe.kv_calibration == "trainer":
         completions = tokens.completions, tokens.masks.completion
-        seen = observe_qkv(policy, *prompts, *completions, recipe=recipe, dtype=dtype, backend=backend)
+        seen = observe_qkv(
+            policy, *prompts, *completions, recipe=recipe, dtype=dtype, backend=backend
+        )
     else:
         seen = observe_served(served, *prompts, recipe=recipe, backend=backend)
     scales = scales_from_amax(seen.amax, recipe)
     if not all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(scales)):
-        raise UserError(f"recipe {recipe.name!r}: the KV scales are not finite; the weights are broken or overflow {dtype}")
+        raise UserError(
+            f"recipe {recipe.name!r}: the KV scales are not finite; the weights are broken or "
+            f"overflow {dtype}"
+        )
     return scales
 
 
 @partial(jax.jit, static_argnames=("decode", "exact"))
 def _norm(policy: Policy, x: Stretches, *, decode: bool, exact: bool):
     def norm(z):
-        return arithmetic(exact).rms_norm(z, policy.norm.value, policy.config.rms_norm_eps, policy.config.norm_offset)
+        return arithmetic(exact).rms_norm(
+            z, policy.norm.value, policy.config.rms_norm_eps, policy.config.norm_offset
+        )
 
     if not decode:
         return norm(x.prompt), norm(x.completion)
@@ -172,7 +225,9 @@ def _norm(policy: Policy, x: Stretches, *, decode: bool, exact: bool):
 
 
 @partial(jax.jit, static_argnames=("temperature", "decode", "exact"))
-def _logprobs(policy: Policy, x: Stretches, tokens: Tokens, temperature: float, *, decode: bool, exact: bool):
+def _logprobs(
+    policy: Policy, x: Stretches, tokens: Tokens, temperature: float, *, decode: bool, exact: bool
+):
     last = jnp.take_along_axis(x.prompt, (tokens.prompt_lengths - 1)[:, None, None], axis=1)
     hidden = jnp.concatenate([last, x.completion[:, :-1]], axis=1)
     if not decode:
@@ -185,4 +240,3 @@ def _logprobs(policy: Policy, x: Stretches, tokens: Tokens, temperature: float, 
         return logprob_of(numbers.dot(row, policy.head), token, temperature, exact)
 
     return jax.lax.map(one, (jnp.moveaxis(hidden, 1, 0), tokens.completions.T)).T
-

@@ -1,6 +1,7 @@
 """How far two arrays are apart, as plain numbers.
 
-    differing         part of the elements whose bits are not the same, both widened to float32 (which is exact)
+    differing         part of the elements whose bits are not the same, both widened to float32
+                      (which is exact)
     relative_error    ||a - b|| / ||a||, 0 where nothing differs
     snr_db            20 log10(||a|| / ||a - b||); None where nothing differs
     max_abs           largest |a - b|
@@ -33,7 +34,8 @@ class Difference:
 
 
 def difference(a: np.ndarray, b: np.ndarray) -> Difference:
-    """Compares two arrays of one shape, of any dtype that float32 holds exactly; integers below 2^24 are such.
+    """Compares two arrays of one shape, of any dtype that float32 holds exactly; integers below
+    2^24 are such.
 
     Raises:
         ValueError: the shapes differ.
@@ -50,11 +52,17 @@ def difference(a: np.ndarray, b: np.ndarray) -> Difference:
         signal, noise = float(np.linalg.norm(wide.ravel())), float(np.linalg.norm(delta.ravel()))
         largest = float(np.abs(delta).max())
     relative = noise / signal if signal else (math.inf if noise else 0.0)
-    snr = 20 * math.log10(signal / noise) if signal > 0 and noise > 0 and math.isfinite(relative) else None
+    snr = (
+        20 * math.log10(signal / noise)
+        if signal > 0 and noise > 0 and math.isfinite(relative)
+        else None
+    )
     return Difference(a.size, differing / a.size, _finite(relative), snr, _finite(largest))
 
 
-def logprob_differences(a: np.ndarray, b: np.ndarray, mask: np.ndarray) -> dict[str, float | int | None]:
+def logprob_differences(
+    a: np.ndarray, b: np.ndarray, mask: np.ndarray
+) -> dict[str, float | int | None]:
     """The numbers of two sides' log-probabilities of the same tokens.
 
     Args:
@@ -62,8 +70,9 @@ def logprob_differences(a: np.ndarray, b: np.ndarray, mask: np.ndarray) -> dict[
         mask: True where a token counts; at least one.
 
     Returns:
-        tokens, differing, mean_abs and max_abs of a - b; k3, Schulman's estimate of KL(a || b) per token
-        (http://joschu.net/blog/kl-approx.html), and row and position of the largest difference.
+        tokens, differing, mean_abs and max_abs of a - b; k3, Schulman's estimate of KL(a || b) per
+        token (http://joschu.net/blog/kl-approx.html), and row and position of the largest
+        difference.
     """
     delta = np.where(mask, b.astype(np.float64) - a, 0.0)
     counted = delta[mask]

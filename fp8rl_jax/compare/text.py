@@ -35,7 +35,10 @@ is equal. rest: norms, activation, sums."""
 
 def summary(results: dict[str, Any]) -> str:
     """The text of `compare.document.document`'s form."""
-    lines = [f"{name}: {side['model']}, {side_text(side)}" for name, side in zip("ab", results["sides"], strict=True)]
+    lines = [
+        f"{name}: {side['model']}, {side_text(side)}"
+        for name, side in zip("ab", results["sides"], strict=True)
+    ]
     lines += [_tokens(results["tokens"]), ""]
     if results["equal"]:
         lines.append("every bit is equal: operands, results, hidden states, log-probabilities")
@@ -45,7 +48,10 @@ def summary(results: dict[str, Any]) -> str:
     lines.append(_logprobs("log-probabilities", "a - b", results["logprobs"]))
     if recorded := results.get("recorded"):
         key = recorded["key"]
-        lines += [_logprobs(f"{key} against side {side}", f"{key} - {side}", recorded[side]) for side in "ab"]
+        lines += [
+            _logprobs(f"{key} against side {side}", f"{key} - {side}", recorded[side])
+            for side in "ab"
+        ]
     for name, alone in results["quantized_on_one_side"].items():
         if alone:
             lines += _wrapped(f"quantized in {name} only: {grouped(alone, len(results['layers']))}")
@@ -61,20 +67,34 @@ def side_text(side: dict[str, Any]) -> str:
 
 def columns(results: dict[str, Any]) -> list[tuple[str, tuple[str, ...]]]:
     """The columns that this model has, and last the operations that have none of their own."""
-    present = list(dict.fromkeys(operation["name"] for layer in results["layers"] for operation in layer["operations"]))
-    shown = [(heading, names) for heading, names in COLUMNS if any(name in present for name in names)]
+    present = list(
+        dict.fromkeys(
+            operation["name"] for layer in results["layers"] for operation in layer["operations"]
+        )
+    )
+    shown = [
+        (heading, names) for heading, names in COLUMNS if any(name in present for name in names)
+    ]
     named = {name for _, names in shown for name in names}
     return [*shown, (OTHERS, tuple(name for name in present if name not in named))]
 
 
-def worst(layer: dict[str, Any], names: tuple[str, ...], measured: str = "own") -> dict[str, Any] | None:
-    """Of a layer's operations with these names the one with the largest error; None where it has none of them."""
+def worst(
+    layer: dict[str, Any], names: tuple[str, ...], measured: str = "own"
+) -> dict[str, Any] | None:
+    """Of a layer's operations with these names the one with the largest error; None where it has
+    none of them."""
     found = [operation for operation in layer["operations"] if operation["name"] in names]
-    return max(found, key=lambda x: (measured == "own" and bool(x["cause"]), _size(x[measured])), default=None)
+    return max(
+        found,
+        key=lambda x: (measured == "own" and bool(x["cause"]), _size(x[measured])),
+        default=None,
+    )
 
 
 def grouped(names: list[str], layers: int) -> str:
-    """Names of layers' tensors, those of one kind together: "q_proj in all 30 layers; up_proj in layers 0, 2-5"."""
+    """Names of layers' tensors, those of one kind together: "q_proj in all 30 layers; up_proj in
+    layers 0, 2-5"."""
     where: dict[str, list[int]] = {}
     for name in names:
         _, i, tensor = name.split(".", 2)
@@ -82,7 +102,9 @@ def grouped(names: list[str], layers: int) -> str:
     kinds: dict[tuple[int, ...], list[str]] = {}
     for tensor, numbers in where.items():
         kinds.setdefault(tuple(numbers), []).append(tensor)
-    return "; ".join(f"{', '.join(tensors)} in {_places(numbers, layers)}" for numbers, tensors in kinds.items())
+    return "; ".join(
+        f"{', '.join(tensors)} in {_places(numbers, layers)}" for numbers, tensors in kinds.items()
+    )
 
 
 def error(found: dict[str, Any]) -> str:
@@ -106,7 +128,13 @@ def _table(results: dict[str, Any]) -> str:
             operation = worst(layer, names)
             cells.append("" if operation is None else _cell(operation))
         if rerouted:
-            cells.append("" if layer["rerouted"] is None else EQUAL if not layer["rerouted"] else f"{layer['rerouted']:.1%}")
+            cells.append(
+                ""
+                if layer["rerouted"] is None
+                else EQUAL
+                if not layer["rerouted"]
+                else f"{layer['rerouted']:.1%}"
+            )
         table.add_row(str(i), *cells)
     table.add_row("end", error(results["end"][0]["output"]))
     text = io.StringIO()
@@ -115,7 +143,13 @@ def _table(results: dict[str, Any]) -> str:
 
 
 def _wrapped(text: str, indent: str = "  ") -> list[str]:
-    return textwrap.wrap(" ".join(text.split()), WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return textwrap.wrap(
+        " ".join(text.split()),
+        WIDTH,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _cell(operation: dict[str, Any]) -> str:
@@ -125,7 +159,10 @@ def _cell(operation: dict[str, Any]) -> str:
 def _tokens(tokens: dict[str, Any]) -> str:
     left = f" of {tokens['rows_given']}" if tokens["rows_given"] > tokens["rows"] else ""
     rows = f"{tokens['rows']}{left} row{'s' if tokens['rows_given'] > 1 else ''}"
-    return f"{rows}: {tokens['prompt']} prompt and {tokens['completion']} completion tokens of {tokens['given']}"
+    return (
+        f"{rows}: {tokens['prompt']} prompt and {tokens['completion']} completion tokens of "
+        f"{tokens['given']}"
+    )
 
 
 def _logprobs(name: str, difference: str, found: dict[str, Any]) -> str:
@@ -134,7 +171,8 @@ def _logprobs(name: str, difference: str, found: dict[str, Any]) -> str:
     text = "" if found["text"] is None else f" {found['text']!r}"
     mean, k3 = _number(found["mean_abs"]), _number(found["k3"])
     return (
-        f"{name} of {found['tokens']} tokens: {found['differing']:.0%} differ, mean |{difference}| {mean}, k3 {k3}\n"
+        f"{name} of {found['tokens']} tokens: {found['differing']:.0%} differ, mean "
+        f"|{difference}| {mean}, k3 {k3}\n"
         f"  largest {_number(found['max_abs'])}, row {found['row'] + 1}, completion token "
         f"{found['position'] + 1}{text}: {_number(found['a'], 4)} and {_number(found['b'], 4)}"
     )

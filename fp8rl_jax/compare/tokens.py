@@ -1,4 +1,5 @@
-"""The tokens of a comparison, from a file of lines, a text, or the text below; and what another engine said of them."""
+"""The tokens of a comparison, from a file of lines, a text, or the text below; and what another
+engine said of them."""
 
 from __future__ import annotations
 
@@ -20,24 +21,30 @@ A train that leaves at a quarter past nine and travels 180 kilometres at 60 kilo
 
 
 class Row(NamedTuple):
-    """Token ids of a prompt and its completion; recorded: the log-probability of each token of the completion, or nothing."""
+    """Token ids of a prompt and its completion; recorded: the log-probability of each token of the
+    completion, or nothing."""
 
     prompt: list[int]
     completion: list[int]
     recorded: list[float] = []
 
 
-def from_file(path: str, vocab_size: int, tokenizer: Tokenizer | None, limit: int, recorded: str = "") -> list[Row]:
+def from_file(
+    path: str, vocab_size: int, tokenizer: Tokenizer | None, limit: int, recorded: str = ""
+) -> list[Row]:
     """The row of every line; see `rollout.lines.read_lines` for how prompts are written.
 
-    A line's "completion_tokens" (ids) or "completion" (text) is its completion, as `fp8rl generate` and a run's samples.jsonl
-    have them; without one, or with an empty one, the second half of the prompt's tokens is.
+    A line's "completion_tokens" (ids) or "completion" (text) is its completion, as `fp8rl generate`
+    and a run's samples.jsonl have them; without one, or with an empty one, the second half of the
+    prompt's tokens is.
 
     Args:
-        recorded: the key under which a line has log-probabilities of its "completion_tokens"; empty: none are read.
+        recorded: the key under which a line has log-probabilities of its "completion_tokens";
+            empty: none are read.
 
     Raises:
-        UserError: what `read_lines` refuses, or one line for each line of the file that is wrong here.
+        UserError: what `read_lines` refuses, or one line for each line of the file that is wrong
+            here.
     """
     rows, faults = [], []
     for line in read_lines(path, vocab_size, tokenizer, generation=True, limit=limit):
@@ -59,25 +66,31 @@ def from_text(text: str, tokenizer: Tokenizer | None) -> list[Row]:
         UserError: there is no tokenizer, or the text gives fewer than two tokens.
     """
     if tokenizer is None:
-        raise UserError('the model has no tokenizer: give token ids, --input FILE with lines such as {"tokens": [1, 2, 3]}')
+        raise UserError(
+            "the model has no tokenizer: give token ids, --input FILE with lines such as "
+            '{"tokens": [1, 2, 3]}'
+        )
     return [halves(tokenizer.encode(text))]
 
 
 def halves(tokens: list[int]) -> Row:
-    """The first half as prompt, the second as completion. Raises UserError for fewer than two tokens."""
+    """The first half as prompt, the second as completion. Raises UserError for fewer than two
+    tokens."""
     if len(tokens) < 2:
         raise UserError("needs at least two tokens, one of a prompt and one that follows")
     return Row(tokens[: len(tokens) // 2], tokens[len(tokens) // 2 :])
 
 
 def as_tokens(rows: list[Row], longest: int) -> Tokens:
-    """Rows as padded arrays, each cut to its first `longest` tokens; one whose prompt is longer becomes two halves of it."""
+    """Rows as padded arrays, each cut to its first `longest` tokens; one whose prompt is longer
+    becomes two halves of it."""
     cut = [_cut(row, longest) for row in rows]
     return Tokens(*_padded([row.prompt for row in cut]), *_padded([row.completion for row in cut]))
 
 
 def as_recorded(rows: list[Row], longest: int) -> Float32[np.ndarray, "p t"]:
-    """What is recorded of the completions that `as_tokens` makes of these rows; NaN where nothing is.
+    """What is recorded of the completions that `as_tokens` makes of these rows; NaN where nothing
+    is.
 
     Raises:
         UserError: nothing is left of it.
@@ -87,7 +100,9 @@ def as_recorded(rows: list[Row], longest: int) -> Float32[np.ndarray, "p t"]:
     for values, row in zip(table, cut, strict=True):
         values[: len(row.recorded)] = row.recorded
     if np.isnan(table).all():
-        raise UserError("--max-tokens: cuts off every token that has a recorded log-probability; raise it")
+        raise UserError(
+            "--max-tokens: cuts off every token that has a recorded log-probability; raise it"
+        )
     return table
 
 
@@ -105,7 +120,9 @@ def _completion(line: Line, vocab_size: int, tokenizer: Tokenizer | None) -> lis
     if not isinstance(text, str):
         raise UserError('"completion" must be a string')
     if text and tokenizer is None:
-        raise UserError('"completion" needs a tokenizer, and the model has none; give "completion_tokens"')
+        raise UserError(
+            '"completion" needs a tokenizer, and the model has none; give "completion_tokens"'
+        )
     return tokenizer.encode(text, add_special_tokens=False) if text else []
 
 
@@ -121,7 +138,9 @@ def _recorded(line: Line, key: str) -> list[float]:
     tokens, values = line.record.get("completion_tokens"), line.record.get(key)
     if not tokens or values is None:
         raise UserError(f'has no "{key if tokens else "completion_tokens"}"; --recorded needs both')
-    if not isinstance(values, list) or not all(type(value) in (int, float) and math.isfinite(value) for value in values):
+    if not isinstance(values, list) or not all(
+        type(value) in (int, float) and math.isfinite(value) for value in values
+    ):
         raise UserError(f'"{key}" must be a list of finite numbers')
     if len(values) != len(tokens):
         raise UserError(f'"{key}" has {len(values)} numbers for {len(tokens)} "completion_tokens"')

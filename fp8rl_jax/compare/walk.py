@@ -1,10 +1,13 @@
 """The comparison: both sides run layer by layer, and every operation is measured twice.
 
-    output    the free run: each side on its own hidden states, so differences pile up as they do in a rollout
-    own       both sides' operation on side a's input, read from memory, so that each has only its own part
+    output    the free run: each side on its own hidden states, so differences pile up as they do in
+              a rollout
+    own       both sides' operation on side a's input, read from memory, so that each has only its
+              own part
 
-The second takes runs of their own on both sides: a compiler that fuses an operation with the one before it may skip a rounding
-between them, which belongs to neither. One layer of both sides is in memory at a time, besides the weights.
+The second takes runs of their own on both sides: a compiler that fuses an operation with the one
+before it may skip a rounding between them, which belongs to neither. One layer of both sides is in
+memory at a time, besides the weights.
 """
 
 from __future__ import annotations
@@ -24,7 +27,11 @@ from fp8rl_jax.precision import QTensor, describe, is_quantized
 
 
 def compare(
-    a: Side, b: Side, tokens: Tokens, progress: Callable[[str], None] = lambda line: None, temperature: float = 1.0
+    a: Side,
+    b: Side,
+    tokens: Tokens,
+    progress: Callable[[str], None] = lambda line: None,
+    temperature: float = 1.0,
 ) -> Comparison:
     """Compares two sides of one shape on the same tokens.
 
@@ -82,37 +89,60 @@ class _Walk:
         """In the sides' whole programs: no other cause is looked for there."""
         found = {name: side.excess for name, side in zip("ab", (self.a, self.b), strict=True)}
         details = [
-            f"side {name}: {x['differing']:.0%} of {x['tokens']} log-probabilities change, by up to {x['max_abs']:.2g} and "
+            f"side {name}: {x['differing']:.0%} of {x['tokens']} log-probabilities change, by up "
+            f"to {x['max_abs']:.2g} and "
             f"a k3 of {x['k3']:.1g}, where XLA must round every 16-bit result"
             for name, x in found.items()
             if x and x["differing"]
         ]
         if details:
-            self.first["excess precision"] = First("logprobs", "excess precision", "; ".join(details), "whole program")
+            self.first["excess precision"] = First(
+                "logprobs", "excess precision", "; ".join(details), "whole program"
+            )
 
-    def end(self, name: str, tensor: str, free: Sequence[Stretches], own: Stretches, masks: Stretches) -> OperationResult:
+    def end(
+        self, name: str, tensor: str, free: Sequence[Stretches], own: Stretches, masks: Stretches
+    ) -> OperationResult:
         """An operation outside of the layers, which reads one tensor."""
         a, b, own = jax.device_get((*free, own))
         alone = difference(self.real(a, masks), self.real(own, masks))
         verdict = judge([self.weights(None, tensor, f"weight of {tensor}")], alone)
         return self.result(name, (a, b, a, own), alone, verdict, masks)
 
-    def layer(self, i: int, xs: tuple[Stretches, Stretches]) -> tuple[LayerResult, tuple[Stretches, Stretches]]:
+    def layer(
+        self, i: int, xs: tuple[Stretches, Stretches]
+    ) -> tuple[LayerResult, tuple[Stretches, Stretches]]:
         """Layer i, and what leaves it on both sides."""
         config, tokens = self.a.served.config, self.tokens
         seen = self.a.run(i, xs[0], tokens), self.b.run(i, xs[1], tokens)
         after = tuple(_pick(x, "output") for x in seen)
-        free, steps, sparse = jax.device_get(seen), tuple(operations(config, i)), i in config.sparse_layers
-        if all(self.equal(_pick(x, name) for x in free) for name in ("input", *(step.output for step in steps))):
+        free, steps, sparse = (
+            jax.device_get(seen),
+            tuple(operations(config, i)),
+            i in config.sparse_layers,
+        )
+        if all(
+            self.equal(_pick(x, name) for x in free)
+            for name in ("input", *(step.output for step in steps))
+        ):
             alike = free
         else:
-            given = Stretches(*({k: v for k, v in part.items() if k.endswith((".in", ".out"))} for part in seen[0]))
+            given = Stretches(
+                *(
+                    {k: v for k, v in part.items() if k.endswith((".in", ".out"))}
+                    for part in seen[0]
+                )
+            )
             routes = _pick(seen[0], "router.ids") if sparse else None
-            alike = jax.device_get([side.run(i, xs[0], tokens, given, routes) for side in (self.a, self.b)])
+            alike = jax.device_get(
+                [side.run(i, xs[0], tokens, given, routes) for side in (self.a, self.b)]
+            )
         same, rerouted = self.masks, None
         if sparse:
             ids = [_pick(x, "router.ids") for x in free]
-            same = Stretches(*(mask & (x == y).all(-1) for mask, x, y in zip(self.masks, *ids, strict=True)))
+            same = Stretches(
+                *(mask & (x == y).all(-1) for mask, x, y in zip(self.masks, *ids, strict=True))
+            )
             rerouted = 1.0 - sum(int(x.sum()) for x in same) / sum(int(x.sum()) for x in self.masks)
         entered = difference(*(self.real(_pick(x, "input")) for x in free))
         results: dict[str, OperationResult] = {}
@@ -123,19 +153,36 @@ class _Walk:
             if operation.name == "mixture" and results["router"].verdict.cause and verdict.cause:
                 verdict = verdict._replace(cause="input", detail="the router's weights differ")
             masks = same if operation.output.startswith("experts.") else self.masks
-            results[operation.name] = self.result(f"layers.{i}.{operation.name}", results_of, alone, verdict, masks)
+            results[operation.name] = self.result(
+                f"layers.{i}.{operation.name}", results_of, alone, verdict, masks
+            )
         return LayerResult(f"layers.{i}", entered, tuple(results.values()), rerouted), after
 
     def judge(
-        self, i: int, operation: Operation, given: Stretches, alike: Sequence[Stretches], own: Difference
+        self,
+        i: int,
+        operation: Operation,
+        given: Stretches,
+        alike: Sequence[Stretches],
+        own: Difference,
     ) -> Verdict:
-        """The verdict on one operation of layer i; given: what side a saw; alike: what both saw with a's inputs."""
-        labels = ["weight" if operation.product else f"weight of {name}" for name in operation.tensors]
-        pairs = [self.weights(i, name, label) for name, label in zip(operation.tensors, labels, strict=True)]
+        """The verdict on one operation of layer i; given: what side a saw; alike: what both saw
+        with a's inputs."""
+        labels = [
+            "weight" if operation.product else f"weight of {name}" for name in operation.tensors
+        ]
+        pairs = [
+            self.weights(i, name, label)
+            for name, label in zip(operation.tensors, labels, strict=True)
+        ]
         for name, role in operation.operands:
             sources = self.sources(name, role, given, alike)
             both = zip((self.a, self.b), alike, sources, strict=True)
-            pairs.append(tuple(self.operand(side, i, name, role, seen, source) for side, seen, source in both))
+            pairs.append(
+                tuple(
+                    self.operand(side, i, name, role, seen, source) for side, seen, source in both
+                )
+            )
         return judge(pairs, own)
 
     def weights(self, i: int | None, name: str, label: str) -> tuple[Operand, Operand]:
@@ -145,16 +192,22 @@ class _Walk:
         quantized = [value if isinstance(value, QTensor) else None for value in values]
         if any(quantized):
             first = self.a.source_tensor(i, name)
-            sources = [first, first if self.a.source is self.b.source else self.b.source_tensor(i, name)]
+            sources = [
+                first,
+                first if self.a.source is self.b.source else self.b.source_tensor(i, name),
+            ]
         else:
             sources = values
         formats = [side.weight_format(value) for side, value in zip(sides, values, strict=True)]
-        return tuple(Operand(label, *rest) for rest in zip(formats, sources, quantized, strict=True))
+        return tuple(
+            Operand(label, *rest) for rest in zip(formats, sources, quantized, strict=True)
+        )
 
     def sources(
         self, name: str, role: str, given: Stretches, alike: Sequence[Stretches]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """An operand of both sides before quantization. Of a product it is side a's for both; attention makes its own."""
+        """An operand of both sides before quantization. Of a product it is side a's for both;
+        attention makes its own."""
         if role != "activation":
             return tuple(_flat(self.real(_pick(x, f"{name}.out"))) for x in alike)
         source = self.real(_pick(given, _INPUTS.get(name, f"{name}.in")))
@@ -162,32 +215,54 @@ class _Walk:
             source = np.repeat(source[:, None], self.a.served.config.experts.per_token, axis=1)
         return source, source
 
-    def operand(self, side: Side, i: int, name: str, role: str, seen: Stretches, source: np.ndarray) -> Operand:
-        """What a product multiplies with a weight, or attention with another operand, of the real tokens."""
+    def operand(
+        self, side: Side, i: int, name: str, role: str, seen: Stretches, source: np.ndarray
+    ) -> Operand:
+        """What a product multiplies with a weight, or attention with another operand, of the real
+        tokens."""
         attended, fmt = role != "activation", getattr(side.formats, role)
         if f"{name}.operand" not in seen.prompt:
             return Operand(role, str(side.dtype), source, made=attended)
         stored = _pick(seen, f"{name}.operand")
         if attended:
             values = _flat(self.real(stored))
-            scales, block = np.asarray(getattr(side.scales, role)[i], np.float32).reshape(1, 1), values.shape
+            scales, block = (
+                np.asarray(getattr(side.scales, role)[i], np.float32).reshape(1, 1),
+                values.shape,
+            )
         else:
-            values, scales = (self.real(Stretches(*(getattr(x, part) for x in stored))) for part in ("values", "scales"))
+            values, scales = (
+                self.real(Stretches(*(getattr(x, part) for x in stored)))
+                for part in ("values", "scales")
+            )
             block = stored.prompt.block
         return Operand(role, describe(fmt), source, QTensor(values, scales, block), attended)
 
     def result(
-        self, name: str, results: tuple[Stretches, ...], alone: Difference, verdict: Verdict, masks: Stretches
+        self,
+        name: str,
+        results: tuple[Stretches, ...],
+        alone: Difference,
+        verdict: Verdict,
+        masks: Stretches,
     ) -> OperationResult:
-        """Keeps the first operation of each cause. results: of the free run, a's and b's, and those on a's input."""
-        output, cause, detail, shown = difference(*(self.real(x, masks) for x in results[:2])), *verdict[:2], results[2:]
-        if not (self.first or cause or output.equal):  # from equal values, and by what it is fused with
+        """Keeps the first operation of each cause. results: of the free run, a's and b's, and those
+        on a's input."""
+        output, cause, detail, shown = (
+            difference(*(self.real(x, masks) for x in results[:2])),
+            *verdict[:2],
+            results[2:],
+        )
+        # from equal values, and by what it is fused with
+        if not (self.first or cause or output.equal):
             cause, detail, shown = "reduction", "equal operands, another result", results[:2]
         if cause not in ("", "input", *self.first):
             parts = zip(("prompt", "completion"), *shown, masks, strict=True)
             where = [part for part, x, y, mask in parts if not difference(x[mask], y[mask]).equal]
             self.first[cause] = First(name, cause, detail, " and ".join(where))
-        return OperationResult(name.removeprefix("layers.").partition(".")[2] or name, output, alone, verdict)
+        return OperationResult(
+            name.removeprefix("layers.").partition(".")[2] or name, output, alone, verdict
+        )
 
     def equal(self, pair: Iterable[Stretches]) -> bool:
         """Whether every bit of the real tokens is the same."""
@@ -195,7 +270,9 @@ class _Walk:
 
     def real(self, x: Stretches, masks: Stretches | None = None) -> np.ndarray:
         """The entries of real tokens, [n, ...]."""
-        return np.concatenate([part[mask] for part, mask in zip(x, masks or self.masks, strict=True)])
+        return np.concatenate(
+            [part[mask] for part, mask in zip(x, masks or self.masks, strict=True)]
+        )
 
 
 def _pick(seen: Stretches, name: str) -> Stretches:
@@ -213,5 +290,9 @@ def _quantized(side: Side) -> list[str]:
         tensors = layer.tensors()
         linears = (name for name in (*LINEARS, *EXPERT_LINEARS) if name in tensors)
         names += [f"layers.{i}.{name}" for name in linears if is_quantized(tensors[name].value)]
-        names += [f"layers.{i}.{role}" for role in ("query", "key", "value") if getattr(side.formats, role).quantized]
+        names += [
+            f"layers.{i}.{role}"
+            for role in ("query", "key", "value")
+            if getattr(side.formats, role).quantized
+        ]
     return names

@@ -1,1 +1,2 @@
-"""Every setting of the library as frozen dataclasses. Standard library only: a wrong key is reported before JAX starts."""
+"""Every setting of the library as frozen dataclasses. Standard library only: a wrong key is
+reported before JAX starts."""

@@ -1,4 +1,5 @@
-"""Checks of single settings, as lines of text: a class collects what it finds and reports all of it together."""
+"""Checks of single settings, as lines of text: a class collects what it finds and reports all of it
+together."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ def report(*faults: str | None) -> None:
 def one_of(key: str, value: Any, choices: Any) -> str | None:
     """A fault where `value` is none of a Literal's, or of a collection's, values."""
     allowed: Iterable = get_args(choices) or choices
-    return None if value in allowed else f"{key}: {value!r} is none of {', '.join(map(repr, allowed))}"
+    return (
+        None if value in allowed else f"{key}: {value!r} is none of {', '.join(map(repr, allowed))}"
+    )
 
 
 def above(key: str, value: Any, bound: float, at_most: float = math.inf) -> str | None:
@@ -31,7 +34,11 @@ def above(key: str, value: Any, bound: float, at_most: float = math.inf) -> str 
 
 def at_least(key: str, value: Any, bound: float) -> str | None:
     """A fault where `value` is no number of at least `bound`."""
-    return None if _is_number(value) and value >= bound else f"{key}: {value!r} must be a number of at least {bound:g}"
+    return (
+        None
+        if _is_number(value) and value >= bound
+        else f"{key}: {value!r} must be a number of at least {bound:g}"
+    )
 
 
 def unless(holds: bool, message: str) -> str | None:

@@ -1,8 +1,8 @@
 """Settings of the rollout correction, and the grammar of rejection criteria.
 
-`method` names a preset (presets.py), which fills every field that is left unset; a field that is set by hand goes before
-it. So `method = "icepop"` with `max_weight = 2` is IcePop with another bound, and `method = "none"` with the fields that
-one wants is a correction without a name.
+`method` names a preset (presets.py), which fills every field that is left unset; a field that is
+set by hand goes before it. So `method = "icepop"` with `max_weight = 2` is IcePop with another
+bound, and `method = "none"` with the fields that one wants is a correction without a name.
 """
 
 from __future__ import annotations
@@ -28,14 +28,20 @@ WEIGHTS = ("none", "token", "sequence")
 """Built-in importance weights; rl/weights.py has the functions."""
 
 LEVELS = ("token", "seq_sum", "seq_mean", "seq_max")
-STATISTICS = tuple(f"{level}_{k}" for level in LEVELS for k in ("k1", "k2", "k3") if (level, k) != ("seq_max", "k1"))
+STATISTICS = tuple(
+    f"{level}_{k}"
+    for level in LEVELS
+    for k in ("k1", "k2", "k3")
+    if (level, k) != ("seq_max", "k1")
+)
 CRITERIA = (*STATISTICS, "seq_mean_error")
 """What a rejection criterion may look at; the table is in rl/rejection.py."""
 
 
 @dataclass(frozen=True)
 class Criterion:
-    """One parsed entry of `reject`: tokens or sequences whose statistic lies outside [low, high] are rejected."""
+    """One parsed entry of `reject`: tokens or sequences whose statistic lies outside [low, high]
+    are rejected."""
 
     level: str
     """token, seq_sum, seq_mean or seq_max."""
@@ -48,10 +54,12 @@ class Criterion:
 
     @classmethod
     def parse(cls, text: str) -> Criterion:
-        """From "seq_mean_k1:0.999:1.001" (k1: bounds of a ratio; one bound u stands for 1/u and u) or "seq_max_k3:0.5".
+        """From "seq_mean_k1:0.999:1.001" (k1: bounds of a ratio; one bound u stands for 1/u and u)
+        or "seq_max_k3:0.5".
 
         Raises:
-            UserError: an unknown statistic, a wrong number of bounds, or bounds that are no positive numbers in order.
+            UserError: an unknown statistic, a wrong number of bounds, or bounds that are no
+                positive numbers in order.
         """
         name, *words = text.split(":") if isinstance(text, str) else [repr(text)]
         if name not in CRITERIA:
@@ -62,9 +70,16 @@ class Criterion:
         except ValueError:
             bounds = []
         wanted = (1, 2) if statistic == "k1" else (1,)
-        if len(bounds) not in wanted or not all(0 < bound < math.inf for bound in bounds) or bounds != sorted(bounds):
+        if (
+            len(bounds) not in wanted
+            or not all(0 < bound < math.inf for bound in bounds)
+            or bounds != sorted(bounds)
+        ):
             form = "low:high, or one bound u for 1/u and u" if statistic == "k1" else "one bound"
-            raise UserError(f'rl.correction.reject: "{text}" needs {form} above 0, as in "{name}:{_EXAMPLE[statistic]}"')
+            raise UserError(
+                f'rl.correction.reject: "{text}" needs {form} above 0, as in '
+                f'"{name}:{_EXAMPLE[statistic]}"'
+            )
         if statistic != "k1":
             return cls(level, statistic, -math.inf, bounds[0])
         low, high = sorted((1 / bounds[0], bounds[0])) if len(bounds) == 1 else bounds
@@ -76,48 +91,59 @@ _EXAMPLE = {"k1": "0.5:2", "k2": "0.5", "k3": "0.01", "error": "2"}
 
 @dataclass(frozen=True)
 class CorrectionConfig:
-    """What is done about a rollout policy that is not quite the trainer's: other formats, other kernels, older weights.
+    """What is done about a rollout policy that is not quite the trainer's: other formats, other
+    kernels, older weights.
 
-    rho is pi_old / pi_rollout of a sampled token (in bypass mode pi_theta / pi_rollout), rho of a sequence their product.
+    rho is pi_old / pi_rollout of a sampled token (in bypass mode pi_theta / pi_rollout), rho of a
+    sequence their product.
     """
 
     method: CorrectionMethod = "recipe"
-    """The preset that fills what is unset below. recipe: as the precision recipe says. none: nothing. token_tis: token
-    weights min(rho, 2). sequence_tis, icepop, mis, token_mis, geometric, k3, and the rows of verl and NeMo RL:
-    config/presets.py."""
+    """The preset that fills what is unset below. recipe: as the precision recipe says. none:
+    nothing. token_tis: token weights min(rho, 2). sequence_tis, icepop, mis, token_mis, geometric,
+    k3, and the rows of verl and NeMo RL: config/presets.py."""
     mode: CorrectionMode | None = None
-    """decoupled: clip pi_theta / pi_old, then weight by rho. bypass: no pi_old; pi_theta / pi_rollout takes both parts."""
+    """decoupled: clip pi_theta / pi_old, then weight by rho. bypass: no pi_old; pi_theta /
+    pi_rollout takes both parts."""
     weights: str | None = None
-    """Importance weights: none, rho of each token, or rho of the sequence at each of its tokens ("sequence"). Or a function of
-    your own, `module:function` or `path/to/file.py:function`, whose values bounds then act on: docs/objectives.md."""
+    """Importance weights: none, rho of each token, or rho of the sequence at each of its tokens
+    ("sequence"). Or a function of your own, `module:function` or `path/to/file.py:function`, whose
+    values bounds then act on: docs/objectives.md."""
     weights_args: dict[str, float] = field(default_factory=dict)
     """Keyword arguments of a function of your own."""
     bounds: Bounds | None = None
-    """What happens to a weight outside [min_weight, max_weight]. truncate: set to the bound (TIS). mask: set to 0, and the
-    token stays in the denominator (IcePop). keep: nothing."""
+    """What happens to a weight outside [min_weight, max_weight]. truncate: set to the bound (TIS).
+    mask: set to 0, and the token stays in the denominator (IcePop). keep: nothing."""
     max_weight: float | None = None
-    """Upper bound C of a weight; 2 unless the preset has another. Usual: 1.5 to 5 (token), 2 to 10 (sequence)."""
+    """Upper bound C of a weight; 2 unless the preset has another. Usual: 1.5 to 5 (token), 2 to 10
+    (sequence)."""
     min_weight: float | None = None
     """Lower bound of a weight; 0 unless the preset has another."""
     overflow: Overflow | None = None
-    """clamp: log-ratios are clamped to +-20 before exp (verl). zero: a ratio that is not finite has weight 0 (NeMo RL)."""
+    """clamp: log-ratios are clamped to +-20 before exp (verl). zero: a ratio that is not finite has
+    weight 0 (NeMo RL)."""
     batch_normalize: bool | None = None
-    """Divide the weights by their mean over the batch (its tokens, or its sequences), after the bounds."""
+    """Divide the weights by their mean over the batch (its tokens, or its sequences), after the
+    bounds."""
     reject: tuple[str, ...] | None = None
-    """Criteria that a token or sequence must all pass, such as "seq_mean_k1:0.999:1.001" (geometric), "seq_mean_k3:0.01",
-    "seq_max_k3:0.5" (veto by maximum), "token_k1:0.5:2"; the statistics: rl/rejection.py."""
+    """Criteria that a token or sequence must all pass, such as "seq_mean_k1:0.999:1.001"
+    (geometric), "seq_mean_k3:0.01", "seq_max_k3:0.5" (veto by maximum), "token_k1:0.5:2"; the
+    statistics: rl/rejection.py."""
     inverse_k1: bool | None = None
-    """k1 bounds are on pi_rollout / pi_train (verl's code) and not on pi_train / pi_rollout: another test where they are
-    not reciprocal."""
+    """k1 bounds are on pi_rollout / pi_train (verl's code) and not on pi_train / pi_rollout:
+    another test where they are not reciprocal."""
     denominator: Denominator | None = None
-    """kept: the loss divides by what was not rejected. all: by everything; a rejected token counts with weight 0."""
+    """kept: the loss divides by what was not rejected. all: by everything; a rejected token counts
+    with weight 0."""
     bypass_loss: BypassLoss | None = None
-    """In bypass mode. ratio: `rl.objective` of pi_theta / pi_rollout, no weights. reinforce: -weight * A * log pi_theta."""
+    """In bypass mode. ratio: `rl.objective` of pi_theta / pi_rollout, no weights. reinforce:
+    -weight * A * log pi_theta."""
     truncated_sampling: TruncatedSampling = "refuse"
-    """May top-k, top-p, min-p, bad words or a logit bias be on in training, and what do ratios then correct? refuse: an
-    error. behaviour: they divide by the distribution that was sampled, so they correct the difference, inside its support,
-    and the numerics; where it was truncated, their mean falls below 1. policy: they divide by the full-vocabulary
-    distribution at the same temperature, so they correct the numerics alone, and the bias of the difference stays."""
+    """May top-k, top-p, min-p, bad words or a logit bias be on in training, and what do ratios then
+    correct? refuse: an error. behaviour: they divide by the distribution that was sampled, so they
+    correct the difference, inside its support, and the numerics; where it was truncated, their mean
+    falls below 1. policy: they divide by the full-vocabulary distribution at the same temperature,
+    so they correct the numerics alone, and the bias of the difference stays."""
 
     def __post_init__(self) -> None:
         settle(self, "weights", "weights_args")
@@ -126,13 +152,26 @@ class CorrectionConfig:
             one_of("rl.correction.truncated_sampling", self.truncated_sampling, TruncatedSampling),
         )
         choices = {
-            "mode": CorrectionMode, "bounds": Bounds, "overflow": Overflow,
-            "denominator": Denominator, "bypass_loss": BypassLoss, "batch_normalize": (True, False),
+            "mode": CorrectionMode,
+            "bounds": Bounds,
+            "overflow": Overflow,
+            "denominator": Denominator,
+            "bypass_loss": BypassLoss,
+            "batch_normalize": (True, False),
             "inverse_k1": (True, False),
-        }  # fmt: skip
+        }
         report(
-            *(one_of(f"rl.correction.{name}", self.value(name), allowed) for name, allowed in choices.items()),
-            *function_faults("rl.correction.weights", self.weights, WEIGHTS, "rl.correction.weights_args", self.weights_args),
+            *(
+                one_of(f"rl.correction.{name}", self.value(name), allowed)
+                for name, allowed in choices.items()
+            ),
+            *function_faults(
+                "rl.correction.weights",
+                self.weights,
+                WEIGHTS,
+                "rl.correction.weights_args",
+                self.weights_args,
+            ),
             at_least("rl.correction.max_weight", self.value("max_weight"), 1.0),
             at_least("rl.correction.min_weight", self.value("min_weight"), 0.0),
         )
@@ -140,30 +179,40 @@ class CorrectionConfig:
         report(
             unless(
                 self.value("min_weight") <= self.value("max_weight"),
-                f"rl.correction.min_weight: {self.value('min_weight')} is above max_weight = {self.value('max_weight')}",
+                f"rl.correction.min_weight: {self.value('min_weight')} is above max_weight = "
+                f"{self.value('max_weight')}",
             ),
             unless(
-                self.method == "recipe" or not self.value("batch_normalize") or self.value("weights") != "none",
-                "rl.correction.batch_normalize: there are no weights to normalize; set rl.correction.weights",
+                self.method == "recipe"
+                or not self.value("batch_normalize")
+                or self.value("weights") != "none",
+                "rl.correction.batch_normalize: there are no weights to normalize; set "
+                "rl.correction.weights",
             ),
         )
         if self.value("mode") == "bypass":
             report(
                 unless(
                     not (is_users(self.weights) and self.value("bypass_loss") == "ratio"),
-                    'rl.correction.weights: mode "bypass" with bypass_loss "ratio" has no weights; take your function out, or '
+                    'rl.correction.weights: mode "bypass" with bypass_loss "ratio" has no '
+                    "weights; take your function out, or "
                     'set rl.correction.mode to "decoupled"',
                 ),
                 unless(
                     not (rejecting and self.value("denominator") == "kept"),
-                    'rl.correction.denominator: "kept" cannot be accumulated over micro-batches in bypass mode: rejection '
-                    "looks at the present policy, so what is kept in the whole batch is not known before its last "
-                    'micro-batch; set rl.correction.denominator to "all", or rl.correction.mode to "decoupled"',
+                    'rl.correction.denominator: "kept" cannot be accumulated over micro-batches '
+                    "in bypass mode: rejection "
+                    "looks at the present policy, so what is kept in the whole batch is not "
+                    "known before its last "
+                    'micro-batch; set rl.correction.denominator to "all", or rl.correction.mode '
+                    'to "decoupled"',
                 ),
                 unless(
                     not self.value("batch_normalize"),
-                    "rl.correction.batch_normalize: cannot be accumulated over micro-batches in bypass mode: weights are of "
-                    "the present policy, so their mean over the whole batch is not known before its last micro-batch; turn "
+                    "rl.correction.batch_normalize: cannot be accumulated over micro-batches in "
+                    "bypass mode: weights are of "
+                    "the present policy, so their mean over the whole batch is not known before "
+                    "its last micro-batch; turn "
                     'it off, or set rl.correction.mode to "decoupled"',
                 ),
             )
@@ -185,33 +234,39 @@ class CorrectionConfig:
         """
         if self.method == "recipe":
             raise UserError(
-                'rl.correction.method: "recipe" has a meaning in a run only, which has a precision recipe; name a method, '
+                'rl.correction.method: "recipe" has a meaning in a run only, which has a '
+                "precision recipe; name a method, "
                 'such as CorrectionConfig("token_tis") or CorrectionConfig("none")'
             )
         return replace(self, **{name: self.value(name) for name in PLAIN})
 
     def resolve(self, recipe_method: str) -> CorrectionConfig:
-        """This config with method "recipe" replaced by the precision recipe's own method, and every field set."""
+        """This config with method "recipe" replaced by the precision recipe's own method, and every
+        field set."""
         return (replace(self, method=recipe_method) if self.method == "recipe" else self).filled()
 
     @property
     def whole_batch(self) -> list[str]:
-        """Why the correction needs the old log-probabilities of the whole batch before its update; empty if it does not.
+        """Why the correction needs the old log-probabilities of the whole batch before its update;
+        empty if it does not.
 
-        What a micro-batch sees of itself is enough for weights, and for rejection with denominator = "all". A mean of
-        the weights, and a denominator that rejection changes, belong to the batch: they are computed from old
-        log-probabilities, in a forward pass before the update. Where that pass is skipped, they are refused.
+        What a micro-batch sees of itself is enough for weights, and for rejection with denominator
+        = "all". A mean of the weights, and a denominator that rejection changes, belong to the
+        batch: they are computed from old log-probabilities, in a forward pass before the update.
+        Where that pass is skipped, they are refused.
         """
         if self.value("mode") == "bypass":
             return []
         reasons = []
         if self.value("batch_normalize") and self.value("weights") != "none":
             reasons.append(
-                "rl.correction.batch_normalize divides by the mean weight of the whole batch (set it to false to do without)"
+                "rl.correction.batch_normalize divides by the mean weight of the whole batch "
+                "(set it to false to do without)"
             )
         if self.value("reject") and self.value("denominator") == "kept":
             reasons.append(
-                "rl.correction.reject changes how many tokens the whole batch divides by (set rl.correction.denominator to "
+                "rl.correction.reject changes how many tokens the whole batch divides by (set "
+                "rl.correction.denominator to "
                 '"all" to keep their number)'
             )
         return reasons

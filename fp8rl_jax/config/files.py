@@ -1,4 +1,5 @@
-"""Configurations as TOML: files in, the later over the earlier, with every fault of all of them reported together; and out."""
+"""Configurations as TOML: files in, the later over the earlier, with every fault of all of them
+reported together; and out."""
 
 from __future__ import annotations
 
@@ -39,8 +40,9 @@ def read_config[Config](tree: type[Config], *files: str | Path) -> Config:
         tree: root dataclass; every field has a default.
 
     Raises:
-        UserError: one line for each fault: unknown keys (with the nearest known one), wrong types, files that cannot be read, and
-            whatever the dataclasses' `__post_init__` and `problems()` find.
+        UserError: one line for each fault: unknown keys (with the nearest known one), wrong types,
+            files that cannot be read, and whatever the dataclasses' `__post_init__` and
+            `problems()` find.
     """
     faults: list[str] = []
     config = laid_over(tree(), read_values(tree, list(map(str, files)), faults), faults)
@@ -51,7 +53,8 @@ def read_config[Config](tree: type[Config], *files: str | Path) -> Config:
 
 
 def read_values(tree: type, files: Sequence[str], faults: list[str]) -> dict[str, Any]:
-    """What is sound in the files, converted and laid over each other; the rest gets a line in `faults`."""
+    """What is sound in the files, converted and laid over each other; the rest gets a line in
+    `faults`."""
     values: dict[str, Any] = {}
     known = [*(key for key, _ in leaves(tree)), *tables(tree)]
     for file in files:
@@ -60,7 +63,8 @@ def read_values(tree: type, files: Sequence[str], faults: list[str]) -> dict[str
 
 
 def read_recipes(files: Sequence[str]) -> dict[str, Any]:
-    """The rows of [recipes] in TOML files, the later over the earlier, for `config.recipe.get_recipe`.
+    """The rows of [recipes] in TOML files, the later over the earlier, for
+    `config.recipe.get_recipe`.
 
     What else stands in a file is passed over: it may be a run's.
 
@@ -84,7 +88,8 @@ def read_recipes(files: Sequence[str]) -> dict[str, Any]:
 def dump_toml(config: Any) -> str:
     """A configuration as TOML that `load_config` reads back to an equal one.
 
-    TOML has no null: a setting that is None is left out where None is its default, and written as "none" elsewhere.
+    TOML has no null: a setting that is None is left out where None is its default, and written as
+    "none" elsewhere.
     """
 
     def plain(node: Any, default: Any) -> dict[str, Any]:
@@ -115,26 +120,34 @@ def _read(file: str, faults: list[str]) -> dict[str, Any]:
         faults.append(f"{file}: cannot be read: {error.strerror}")
     except RecursionError:
         faults.append(f"{file}: tables or lists are nested more than {MAX_DEPTH} deep")
-    except ValueError as error:  # not TOML, not UTF-8, or an integer of more digits than Python converts
+    # not TOML, not UTF-8, or an integer of more digits than Python converts
+    except ValueError as error:
         faults.append(f"{file}: not valid TOML: {error}")
     return {}
 
 
-def _checked(values: dict, tree: type, known: list[str], prefix: str, file: str, faults: list[str]) -> dict[str, Any]:
+def _checked(
+    values: dict, tree: type, known: list[str], prefix: str, file: str, faults: list[str]
+) -> dict[str, Any]:
     """The sound part of one table of a file, converted; every other key gets a line in `faults`."""
     sound = {}
     fields = fields_of(tree)
     for name, value in values.items():
         key = prefix + quoted(name)
         if name not in fields:
-            faults += [f"{file}: unknown key {inner}{unknown_key_hint(inner, known)}" for inner in _unknown(key, value)]
+            faults += [
+                f"{file}: unknown key {inner}{unknown_key_hint(inner, known)}"
+                for inner in _unknown(key, value)
+            ]
         elif dataclasses.is_dataclass(fields[name]) and isinstance(value, dict):
             sound[name] = _checked(value, fields[name], known, f"{key}.", file, faults)
         else:
             try:
                 sound[name] = convert(value, fields[name])
             except Mismatch:
-                faults.append(f"{file}: {key}: expected {describe(fields[name])}, got {show(value)}")
+                faults.append(
+                    f"{file}: {key}: expected {describe(fields[name])}, got {show(value)}"
+                )
     return sound
 
 
@@ -146,8 +159,8 @@ def _unknown(name: str, value: Any) -> list[str]:
 
 
 def _merge(values: dict[str, Any], later: dict[str, Any], tree: type) -> None:
-    """Lays a later file over the earlier ones. A setting that is a table itself (task.args) is replaced as a whole, and one
-    that holds tables (recipes) entry by entry."""
+    """Lays a later file over the earlier ones. A setting that is a table itself (task.args) is
+    replaced as a whole, and one that holds tables (recipes) entry by entry."""
     fields = fields_of(tree)
     for name, value in later.items():
         if dataclasses.is_dataclass(fields[name]) and name in values:
@@ -163,16 +176,21 @@ def unchecked(default: Any, values: dict[str, Any]) -> Any:
     made = copy.copy(default)
     for name, value in values.items():
         current = getattr(default, name)
-        object.__setattr__(made, name, unchecked(current, value) if dataclasses.is_dataclass(current) else value)
+        object.__setattr__(
+            made, name, unchecked(current, value) if dataclasses.is_dataclass(current) else value
+        )
     return made
 
 
 def laid_over(default: Any, values: dict[str, Any], faults: list[str]) -> Any:
-    """`default` with the values laid over it; where its class refuses them, the fault is kept and `default` stays."""
+    """`default` with the values laid over it; where its class refuses them, the fault is kept and
+    `default` stays."""
     changes = {}
     for name, value in values.items():
         current = getattr(default, name)
-        changes[name] = laid_over(current, value, faults) if dataclasses.is_dataclass(current) else value
+        changes[name] = (
+            laid_over(current, value, faults) if dataclasses.is_dataclass(current) else value
+        )
     try:
         return dataclasses.replace(default, **changes)
     except UserError as error:

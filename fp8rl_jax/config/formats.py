@@ -1,15 +1,17 @@
-"""Number formats: an element type, the block that shares a scale, and the rule of that scale, as one object.
+"""Number formats: an element type, the block that shares a scale, and the rule of that scale, as
+one object.
 
 A format is written as it is read: ELEMENT[-ROWSxCOLUMNS][-SCALE].
 
     compute                     not quantized: the run's compute dtype
     e4m3                        one float32 scale for the whole tensor
     e4m3-128x128                blocks of 128 x 128, a float32 scale each
-    e4m3-1x32-power_of_two      groups of 32 along a row, scales rounded up to a power of two (UE8M0)
+    e4m3-1x32-power_of_two      groups of 32 along a row, scales rounded up to a power of two
+                                (UE8M0)
 
-An element type is registered with `register_element`, and a format that deserves a name of its own with `register_format`. Both
-are then known wherever a recipe is read. What has to follow elsewhere is a kernel that multiplies it: precision/formats.py
-refuses a pair that no backend takes.
+An element type is registered with `register_element`, and a format that deserves a name of its own
+with `register_format`. Both are then known wherever a recipe is read. What has to follow elsewhere
+is a kernel that multiplies it: precision/formats.py refuses a pair that no backend takes.
 """
 
 from __future__ import annotations
@@ -54,7 +56,8 @@ class TensorFormat:
     """How the values of one tensor role are stored and multiplied.
 
     Raises:
-        UserError: an unknown element or scale rule, a block that is no pair of positive sizes, or a compute dtype with either.
+        UserError: an unknown element or scale rule, a block that is no pair of positive sizes, or a
+            compute dtype with either.
     """
 
     element: str = "compute"
@@ -66,14 +69,27 @@ class TensorFormat:
 
     def __post_init__(self) -> None:
         if self.element != "compute" and self.element not in ELEMENTS:
-            raise UserError(f"unknown element {self.element!r}{_nearest(self.element, [*ELEMENTS])} (known: {_known()})")
+            raise UserError(
+                f"unknown element {self.element!r}{_nearest(self.element, [*ELEMENTS])} (known: "
+                f"{_known()})"
+            )
         if self.scale not in get_args(ScaleRule):
-            raise UserError(f"unknown scale {self.scale!r} (known: {', '.join(get_args(ScaleRule))})")
-        sound = isinstance(self.block, tuple) and len(self.block) == 2 and all(isinstance(n, int) and n >= 1 for n in self.block)
+            raise UserError(
+                f"unknown scale {self.scale!r} (known: {', '.join(get_args(ScaleRule))})"
+            )
+        sound = (
+            isinstance(self.block, tuple)
+            and len(self.block) == 2
+            and all(isinstance(n, int) and n >= 1 for n in self.block)
+        )
         if self.block is not None and not sound:
-            raise UserError(f"block must be two positive sizes, rows and columns, and is {self.block}")
+            raise UserError(
+                f"block must be two positive sizes, rows and columns, and is {self.block}"
+            )
         if not self.quantized and (self.block is not None or self.scale != "float32"):
-            raise UserError('the compute dtype has neither block nor scale; write "compute" and no more')
+            raise UserError(
+                'the compute dtype has neither block nor scale; write "compute" and no more'
+            )
 
     @property
     def quantized(self) -> bool:
@@ -100,7 +116,9 @@ FORMATS: dict[str, TensorFormat] = {}
 
 COMPUTE = TensorFormat()
 
-_PARTS = re.compile(r"(?P<element>\w+)(-(?P<rows>\d{1,9})x(?P<columns>\d{1,9}))?(-(?P<scale>[a-z]\w+))?")
+_PARTS = re.compile(
+    r"(?P<element>\w+)(-(?P<rows>\d{1,9})x(?P<columns>\d{1,9}))?(-(?P<scale>[a-z]\w+))?"
+)
 
 
 def parse_format(text: str) -> TensorFormat:
@@ -130,9 +148,14 @@ def register_element(element: ElementType) -> ElementType:
         UserError: the name belongs to another, or is none that a format can begin with.
     """
     if not re.fullmatch(r"[a-z]\w*", element.name) or element.name == "compute":
-        raise UserError(f"element {element.name!r}: a name is a letter and letters, digits or underscores, and not compute")
+        raise UserError(
+            f"element {element.name!r}: a name is a letter and letters, digits or underscores, "
+            "and not compute"
+        )
     if ELEMENTS.setdefault(element.name, element) != element:
-        raise UserError(f"element {element.name!r} is registered already, as {ELEMENTS[element.name]}")
+        raise UserError(
+            f"element {element.name!r} is registered already, as {ELEMENTS[element.name]}"
+        )
     return element
 
 

@@ -21,8 +21,14 @@ class PlanConfig:
     def problems(self) -> list[str]:
         """Faults, one line each; empty where all is well."""
         try:
-            known = not self.device or self.device in DEVICE_BYTES or 0 < float(self.device) < math.inf
+            known = (
+                not self.device or self.device in DEVICE_BYTES or 0 < float(self.device) < math.inf
+            )
         except ValueError:
             known = False
         names = ", ".join(DEVICE_BYTES)
-        return [] if known else [f"plan.device = {self.device!r}: give one of {names}, or bytes, as in 141e9"]
+        return (
+            []
+            if known
+            else [f"plan.device = {self.device!r}: give one of {names}, or bytes, as in 141e9"]
+        )

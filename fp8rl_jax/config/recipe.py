@@ -1,13 +1,15 @@
-"""Precision is data, not code: a recipe names the number format of every tensor role, in the rollout and in the trainer.
+"""Precision is data, not code: a recipe names the number format of every tensor role, in the
+rollout and in the trainer.
 
-The model is written once and knows no recipe by name. It asks the recipe for the format of a role (a linear's weight, its
-activation, K, V, Q, an output gradient, ...) and the quantizer does the rest. So the systems that this library reimplements
-are rows of one table, an ablation is a list of rows, and a mismatch between rollout and trainer is a difference between two
-columns that can be named, measured and removed.
+The model is written once and knows no recipe by name. It asks the recipe for the format of a role
+(a linear's weight, its activation, K, V, Q, an output gradient, ...) and the quantizer does the
+rest. So the systems that this library reimplements are rows of one table, an ablation is a list of
+rows, and a mismatch between rollout and trainer is a difference between two columns that can be
+named, measured and removed.
 
-The built-in rows, and the table of what they stand for, are config/recipes.toml. A row of one's own has the same form, in any
-TOML file of a run, and says what differs from its base (another row, built-in or one's own; without one: all in the compute
-dtype, no correction):
+The built-in rows, and the table of what they stand for, are config/recipes.toml. A row of one's own
+has the same form, in any TOML file of a run, and says what differs from its base (another row,
+built-in or one's own; without one: all in the compute dtype, no correction):
 
     recipe = "my-fp8"
 
@@ -15,13 +17,16 @@ dtype, no correction):
     base = "fp8-e2e-kv"
     rollout.weight = "e4m3-128x128-power_of_two"     # a format by its name (config/formats.py) ...
     trainer.weight = "e4m3-128x128-power_of_two"
-    output_gradient = { element = "e5m2" }           # ... or a table of what differs from the base's: element, block, scale
+    output_gradient = { element = "e5m2" }           # ... or a table of what differs from the
+                                                     base's: element, block, scale
     first_layers_in_compute = 1                      # and every other field of `Recipe` below
     last_layers_in_compute = 1
 
-In Python such a row is `Recipe(...)`, or `recipe("fp8-e2e-kv", "my-fp8", output_gradient="e5m2-1x128")`; `Recipe.table` writes
-it back, for `RunConfig.recipes` and so for the run's config.toml. `fp8rl doctor --recipe NAME` prints a row in full and what each
-linear of a model becomes. What no kernel computes is refused with the row's name and field (precision/formats.py).
+In Python such a row is `Recipe(...)`, or `recipe("fp8-e2e-kv", "my-fp8",
+output_gradient="e5m2-1x128")`; `Recipe.table` writes it back, for `RunConfig.recipes` and so for
+the run's config.toml. `fp8rl doctor --recipe NAME` prints a row in full and what each linear of a
+model becomes. What no kernel computes is refused with the row's name and field
+(precision/formats.py).
 """
 
 from __future__ import annotations
@@ -70,7 +75,9 @@ class LinearFormats:
 
     def roles(self) -> dict[str, TensorFormat]:
         """The format of every role of a forward pass, whether or not it can be chosen here."""
-        return {role: getattr(self, role) for role in ("weight", "activation", "query", "key", "value")}
+        return {
+            role: getattr(self, role) for role in ("weight", "activation", "query", "key", "value")
+        }
 
 
 @dataclass(frozen=True)
@@ -85,15 +92,25 @@ class ForwardFormats(LinearFormats):
     """Cached values."""
 
 
-LINEARS = ("*.q_proj", "*.k_proj", "*.v_proj", "*.o_proj", "*.gate_proj", "*.up_proj", "*.down_proj")
+LINEARS = (
+    "*.q_proj",
+    "*.k_proj",
+    "*.v_proj",
+    "*.o_proj",
+    "*.gate_proj",
+    "*.up_proj",
+    "*.down_proj",
+)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """One row of the table: formats on both sides, what is calibrated, which correction it asks for.
+    """One row of the table: formats on both sides, what is calibrated, which correction it asks
+    for.
 
     Raises:
-        UserError: a negative number of layers, or a trainer's query, key or value that is quantized.
+        UserError: a negative number of layers, or a trainer's query, key or value that is
+            quantized.
     """
 
     name: str
@@ -107,7 +124,8 @@ class Recipe:
     saved_activation: TensorFormat = COMPUTE
     """Linear inputs kept for the backward pass."""
     quantized: tuple[str, ...] = LINEARS
-    """Shell patterns over layer names (layers.3.q_proj) of the linears that take the weight and activation formats."""
+    """Shell patterns over layer names (layers.3.q_proj) of the linears that take the weight and
+    activation formats."""
     excluded: tuple[str, ...] = ()
     """Shell patterns taken out of `quantized` again; one that matches nothing is an error."""
     first_layers_in_compute: int = 0
@@ -115,31 +133,38 @@ class Recipe:
     last_layers_in_compute: int = 0
     """Layers at its end whose linears are not quantized, on either side."""
     kv_calibration: Literal["trainer", "rollout"] = "trainer"
-    """Who measures amax of Q, K, V at a weight sync: the trainer on its step's tokens, or the forward that serves, on the next
-    step's training prompts."""
+    """Who measures amax of Q, K, V at a weight sync: the trainer on its step's tokens, or the
+    forward that serves, on the next step's training prompts."""
     kv_percentile: float = 99.9
     """Percentile over micro-batch amaxes (not over elements), as in NeMo RL."""
     kv_margin: float = 1.05
     """Head-room factor on the calibrated amax, as in NeMo RL."""
     kv_constants: tuple[float, float, float] | None = None
-    """What kv_margin * amax of Q, K and V is divided by for their scales; unset: the format's largest value, 448 for e4m3."""
+    """What kv_margin * amax of Q, K and V is divided by for their scales; unset: the format's
+    largest value, 448 for e4m3."""
     correction: CorrectionName = "none"
     """Preset of config/presets.py that rl.correction.method = "recipe" stands for."""
     exact: bool = False
-    """A token's log-probability has the same bits in the rollout and in the trainer, whatever else is in the batch, however it is
-    padded, chunked, packed or split. Only where both sides have the same formats, and on the reference backend."""
+    """A token's log-probability has the same bits in the rollout and in the trainer, whatever else
+    is in the batch, however it is padded, chunked, packed or split. Only where both sides have the
+    same formats, and on the reference backend."""
 
     def __post_init__(self) -> None:
         for key in ("first_layers_in_compute", "last_layers_in_compute"):
             if getattr(self, key) < 0:
-                raise UserError(f"recipe {self.name!r}: {key} must be at least 0, and is {getattr(self, key)}")
+                raise UserError(
+                    f"recipe {self.name!r}: {key} must be at least 0, and is {getattr(self, key)}"
+                )
         if isinstance(self.trainer, ForwardFormats):  # a rollout's, given in Python to both sides
             for role in ("query", "key", "value"):
                 if getattr(self.trainer, role).quantized:
                     raise UserError(
-                        f"recipe {self.name!r}: trainer.{role} cannot be quantized: its attention computes in the compute dtype"
+                        f"recipe {self.name!r}: trainer.{role} cannot be quantized: its "
+                        "attention computes in the compute dtype"
                     )
-            object.__setattr__(self, "trainer", LinearFormats(self.trainer.weight, self.trainer.activation))
+            object.__setattr__(
+                self, "trainer", LinearFormats(self.trainer.weight, self.trainer.activation)
+            )
 
     @property
     def quantizes_linears(self) -> bool:
@@ -147,28 +172,35 @@ class Recipe:
 
     @property
     def quantizes_cache(self) -> bool:
-        return self.rollout.key.quantized or self.rollout.value.quantized or self.rollout.query.quantized
+        return (
+            self.rollout.key.quantized
+            or self.rollout.value.quantized
+            or self.rollout.query.quantized
+        )
 
     def table(self, full: bool = False) -> dict[str, Any]:
-        """The row as TOML has it, without its name: `RunConfig(recipe=row.name, recipes={row.name: row.table()})`.
+        """The row as TOML has it, without its name: `RunConfig(recipe=row.name, recipes={row.name:
+        row.table()})`.
 
         Args:
-            full: every field; default: those that differ from a row without quantization, such as bf16.
+            full: every field; default: those that differ from a row without quantization, such as
+                bf16.
         """
         return _table(self, Recipe(self.name), full)
 
 
 KV_RULES = {
     "nemo": {"kv_percentile": 99.9, "kv_margin": 1.05, "kv_constants": None},
-    # vLLM's Q_SCALE_CONSTANT, K_SCALE_CONSTANT and V_SCALE_CONSTANT, which verl's rollout goes by (verl pull request 4435)
+    # vLLM's Q_SCALE_CONSTANT, K_SCALE_CONSTANT and V_SCALE_CONSTANT, which verl's rollout goes by
+    # (verl pull request 4435)
     "verl": {"kv_percentile": 100.0, "kv_margin": 1.0, "kv_constants": (200.0, 200.0, 100.0)},
 }
 """Rules from the amax of Q, K and V to their scales, by whose they are."""
 
 
 def _with_scales(recipe: Recipe, side: str, scale: str | None, block: int | None = None) -> Recipe:
-    """The recipe with another scale rule or block in every role of one side ("rollout", "trainer") that is quantized in blocks;
-    the backward's roles are the trainer's."""
+    """The recipe with another scale rule or block in every role of one side ("rollout", "trainer")
+    that is quantized in blocks; the backward's roles are the trainer's."""
 
     def change(fmt: TensorFormat) -> TensorFormat:
         if not fmt.quantized or fmt.block is None:
@@ -177,22 +209,28 @@ def _with_scales(recipe: Recipe, side: str, scale: str | None, block: int | None
         return replace(fmt, scale=scale or fmt.scale, block=shape)
 
     formats: LinearFormats = getattr(recipe, side)
-    changed = {side: replace(formats, weight=change(formats.weight), activation=change(formats.activation))}
+    changed = {
+        side: replace(formats, weight=change(formats.weight), activation=change(formats.activation))
+    }
     if side == "trainer":
-        changed |= {role: change(getattr(recipe, role)) for role in ("output_gradient", "saved_activation")}
+        changed |= {
+            role: change(getattr(recipe, role)) for role in ("output_gradient", "saved_activation")
+        }
     return replace(recipe, **changed)
 
 
 def recipe(base: str | Recipe, name: str | None = None, **fields: Any) -> Recipe:
     """A recipe like `base`, in which some fields are others.
 
-        recipe("fp8-rl", "mine", kv_margin=1.1, output_gradient="e5m2-1x128", **{"rollout.weight": "e4m3-64x64"})
+        changed = {"rollout.weight": "e4m3-64x64", "output_gradient": "e5m2-1x128"}
+        recipe("fp8-rl", "mine", kv_margin=1.1, **changed)
 
     Args:
         base: a built-in recipe's name, or a recipe.
         name: of the new one; None: as the base's.
-        fields: of `Recipe`, by dotted key; a format as its name, a `TensorFormat`, or a table of what differs in it; `rollout`
-            and `trainer` as tables of such, or `ForwardFormats` and `LinearFormats`.
+        fields: of `Recipe`, by dotted key; a format as its name, a `TensorFormat`, or a table of
+            what differs in it; `rollout` and `trainer` as tables of such, or `ForwardFormats` and
+            `LinearFormats`.
 
     Raises:
         UserError: an unknown base; a line for each unknown field and each value that does not fit.
@@ -233,7 +271,9 @@ def read_rows(rows: dict[str, Any], known: dict[str, Recipe]) -> dict[str, Recip
             circle = above[above.index(name) :]
             first = circle.index(min(circle))
             circle = (*circle[first:], *circle[:first], circle[first])
-            faults.append(f"recipes.{quoted(circle[0])}.base: the bases go in a circle, {' -> '.join(circle)}")
+            faults.append(
+                f"recipes.{quoted(circle[0])}.base: the bases go in a circle, {' -> '.join(circle)}"
+            )
             return base
         row, prefix = rows[name], f"recipes.{quoted(name)}."
         if not isinstance(row, dict):
@@ -252,9 +292,15 @@ def read_rows(rows: dict[str, Any], known: dict[str, Recipe]) -> dict[str, Recip
 
     for name in rows:
         if name in known:
-            faults.append(f'recipes.{quoted(name)}: is built in; give the row another name, and base = "{name}"')
+            faults.append(
+                f"recipes.{quoted(name)}: is built in; give the row another name, and base = "
+                f'"{name}"'
+            )
         elif not _NAME.fullmatch(name):
-            faults.append(f"recipes.{quoted(name)}: a name is of letters, digits, dots, dashes and underscores")
+            faults.append(
+                f"recipes.{quoted(name)}: a name is of letters, digits, dots, dashes and "
+                "underscores"
+            )
         make(name, ())
     report(*map(one_line, faults))
     return {name: made[name] for name in rows}
@@ -264,7 +310,8 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # a run's directory may be ca
 
 
 def _over(node: Any, values: dict[str, Any], prefix: str, path: str, faults: list[str]) -> Any:
-    """A recipe, or a part of one, with the values of a table over it; what does not fit gets a line in `faults`.
+    """A recipe, or a part of one, with the values of a table over it; what does not fit gets a line
+    in `faults`.
 
     Args:
         prefix: what a line begins with.
@@ -274,7 +321,11 @@ def _over(node: Any, values: dict[str, Any], prefix: str, path: str, faults: lis
     for name, value in values.items():
         key, annotation = path + quoted(name), fields_of(type(node)).get(name)
         if annotation is None or key == "name":
-            known = ["base", *(leaf for leaf, _ in leaves(Recipe) if leaf != "name"), *tables(Recipe)]
+            known = [
+                "base",
+                *(leaf for leaf, _ in leaves(Recipe) if leaf != "name"),
+                *tables(Recipe),
+            ]
             faults.append(f"{prefix}{key}: unknown key{unknown_key_hint(key, known)}")
         elif dataclasses.is_dataclass(annotation) and isinstance(value, annotation):
             changes[name] = value
@@ -289,7 +340,11 @@ def _over(node: Any, values: dict[str, Any], prefix: str, path: str, faults: lis
             try:
                 changes[name] = convert(value, annotation)
             except Mismatch:
-                wanted = "the name of a format, or a table" if annotation is TensorFormat else describe(annotation)
+                wanted = (
+                    "the name of a format, or a table"
+                    if annotation is TensorFormat
+                    else describe(annotation)
+                )
                 faults.append(f"{prefix}{key}: expected {wanted}, got {show(value)}")
     try:
         return replace(node, **changes)
@@ -309,7 +364,9 @@ def _table(node: Any, default: Any, full: bool) -> dict[str, Any]:
         elif dataclasses.is_dataclass(value):
             found[name] = _table(value, standard, full)
         else:
-            found[name] = NONE_TEXT if value is None else list(value) if isinstance(value, tuple) else value
+            found[name] = (
+                NONE_TEXT if value is None else list(value) if isinstance(value, tuple) else value
+            )
     return found
 
 
@@ -320,65 +377,72 @@ def _unknown(name: str, known: list[str]) -> str:
 
 
 RECIPES: dict[str, Recipe] = read_rows(
-    tomllib.loads(Path(__file__).with_name("recipes.toml").read_text(encoding="utf-8"))["recipes"], {}
+    tomllib.loads(Path(__file__).with_name("recipes.toml").read_text(encoding="utf-8"))["recipes"],
+    {},
 )
 """The built-in recipes."""
 
 
 @dataclass(frozen=True)
 class SideScales:
-    """Scales of one side of the recipe alone. What both sides quantize they usually quantize alike: float32 scales in one
-    and powers of two (UE8M0) in the other, DeepGEMM's default on some GPUs, are a mismatch of their own, which a run warns of and
-    `fp8rl compare` shows."""
+    """Scales of one side of the recipe alone. What both sides quantize they usually quantize alike:
+    float32 scales in one and powers of two (UE8M0) in the other, DeepGEMM's default on some GPUs,
+    are a mismatch of their own, which a run warns of and `fp8rl compare` shows."""
 
     scale: ScaleRule | None = None
     """Scale rule of the side's block-quantized roles; unset: precision.scale, or the recipe's."""
     block: int | None = None
-    """Side of its blocks: weights in blocks of block x block, activations and gradients in groups of 1 x block; unset: the
-    recipe's, 128 in all built-in ones. Hopper's kernels have 128."""
+    """Side of its blocks: weights in blocks of block x block, activations and gradients in groups
+    of 1 x block; unset: the recipe's, 128 in all built-in ones. Hopper's kernels have 128."""
 
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """Changes to the named recipe: what is varied most, as flags. A row of [recipes.NAME] sets any field."""
+    """Changes to the named recipe: what is varied most, as flags. A row of [recipes.NAME] sets any
+    field."""
 
     scale: ScaleRule | None = None
     """Scale rule of every block-quantized role, on both sides; unset: the recipe's."""
     rollout: SideScales = field(default_factory=SideScales)
     trainer: SideScales = field(default_factory=SideScales)
     output_gradient: ElementName | None = None
-    """Format of the gradients that enter a linear's backward products, where the trainer's linears are FP8; "e5m2" is the
-    hybrid of verl's recipe. Unset: the recipe's."""
+    """Format of the gradients that enter a linear's backward products, where the trainer's linears
+    are FP8; "e5m2" is the hybrid of verl's recipe. Unset: the recipe's."""
     excluded: tuple[str, ...] = ()
     """More layers to keep in the compute dtype, as shell patterns such as "layers.0.*"."""
     first_layers_in_compute: int = 0
-    """Layers at the start of the model whose linears stay in the compute dtype, in the rollout and the trainer alike (NeMo RL's
-    num_first_layers_in_bf16); 0: the recipe's number, none in all built-in ones. Their part of an FP8 cache stays FP8."""
+    """Layers at the start of the model whose linears stay in the compute dtype, in the rollout and
+    the trainer alike (NeMo RL's num_first_layers_in_bf16); 0: the recipe's number, none in all
+    built-in ones. Their part of an FP8 cache stays FP8."""
     last_layers_in_compute: int = 0
     """The same at the end of the model (num_last_layers_in_bf16)."""
     kv_calibration: Literal["trainer", "rollout"] | None = None
-    """Who calibrates the KV scales of an FP8 cache; unset: the recipe's. trainer: the trainer's forward, on the step's prompts
-    and completions (NeMo RL). rollout: the forward that serves, on the next step's training prompts (vLLM's first forward after
-    a sync, in verl)."""
+    """Who calibrates the KV scales of an FP8 cache; unset: the recipe's. trainer: the trainer's
+    forward, on the step's prompts and completions (NeMo RL). rollout: the forward that serves, on
+    the next step's training prompts (vLLM's first forward after a sync, in verl)."""
     kv_rule: Literal["nemo", "verl"] | None = None
-    """From amax to KV scale; unset: the recipe's, which is nemo. nemo: the 99.9th percentile of the micro-batches' amaxes, times
-    1.05 / 448. verl: amax / 200 for Q and K, amax / 100 for V, vLLM's constants; with kv_calibration = "rollout", verl's way."""
+    """From amax to KV scale; unset: the recipe's, which is nemo. nemo: the 99.9th percentile of the
+    micro-batches' amaxes, times 1.05 / 448. verl: amax / 200 for Q and K, amax / 100 for V, vLLM's
+    constants; with kv_calibration = "rollout", verl's way."""
     exact: bool = False
-    """Log-probabilities of rollout and trainer that are equal bit for bit: mismatch and importance weights are then exactly 0
-    and 1. For recipes with one precision flow (bf16, jet-rl, infir2, fp8-e2e), on the reference backend; sums are made in
-    float64, so it costs time."""
+    """Log-probabilities of rollout and trainer that are equal bit for bit: mismatch and importance
+    weights are then exactly 0 and 1. For recipes with one precision flow (bf16, jet-rl, infir2,
+    fp8-e2e), on the reference backend; sums are made in float64, so it costs time."""
     backend: Literal["auto", "reference", "hopper"] = "auto"
     """Kernels: plain XLA, Hopper's Pallas kernels, or the best that the device has."""
 
 
-def get_recipe(name: str, changes: PrecisionConfig | None = None, rows: dict[str, Any] | None = None) -> Recipe:
+def get_recipe(
+    name: str, changes: PrecisionConfig | None = None, rows: dict[str, Any] | None = None
+) -> Recipe:
     """The named recipe, with the run's changes applied.
 
     Args:
         rows: of one's own, beside the built-in ones, as `read_rows` takes them.
 
     Raises:
-        UserError: the name is unknown, a row has faults, or a change asks for something that the recipe has no place for.
+        UserError: the name is unknown, a row has faults, or a change asks for something that the
+            recipe has no place for.
     """
     known = RECIPES | read_rows(rows or {}, RECIPES)
     if name not in known:
@@ -388,27 +452,47 @@ def get_recipe(name: str, changes: PrecisionConfig | None = None, rows: dict[str
         own: SideScales = getattr(changes, side)
         for key, value in vars(own).items():
             if value is not None and not getattr(recipe, side).weight.quantized:
-                raise UserError(f"precision.{side}.{key}: recipe {name!r} quantizes no linear in the {side}")
+                raise UserError(
+                    f"precision.{side}.{key}: recipe {name!r} quantizes no linear in the {side}"
+                )
         if own.block is not None:
             report(at_least(f"precision.{side}.block", own.block, 2))
         recipe = _with_scales(recipe, side, own.scale or changes.scale, own.block)
     if changes.output_gradient is not None:
         if not recipe.trainer.weight.quantized:
-            raise UserError(f"precision.output_gradient: the linears of recipe {name!r} are not trained in FP8")
-        like = recipe.output_gradient if recipe.output_gradient.quantized else recipe.trainer.activation
-        gradient = COMPUTE if changes.output_gradient == "compute" else replace(like, element=changes.output_gradient)
+            raise UserError(
+                f"precision.output_gradient: the linears of recipe {name!r} are not trained in FP8"
+            )
+        like = (
+            recipe.output_gradient
+            if recipe.output_gradient.quantized
+            else recipe.trainer.activation
+        )
+        gradient = (
+            COMPUTE
+            if changes.output_gradient == "compute"
+            else replace(like, element=changes.output_gradient)
+        )
         recipe = replace(recipe, output_gradient=gradient)
     for key in ("excluded", "first_layers_in_compute", "last_layers_in_compute"):
         if getattr(changes, key) and not recipe.quantizes_linears:
-            raise UserError(f"precision.{key}: recipe {name!r} quantizes no linear layer, so there is nothing to exclude")
-    ends = {key: getattr(changes, key) for key in ("first_layers_in_compute", "last_layers_in_compute")}
+            raise UserError(
+                f"precision.{key}: recipe {name!r} quantizes no linear layer, so there is "
+                "nothing to exclude"
+            )
+    ends = {
+        key: getattr(changes, key) for key in ("first_layers_in_compute", "last_layers_in_compute")
+    }
     report(*(at_least(f"precision.{key}", layers, 0) for key, layers in ends.items()))
     recipe = replace(recipe, **{key: layers for key, layers in ends.items() if layers})
     if changes.exact:
         recipe = replace(recipe, exact=True)
     for key in ("kv_calibration", "kv_rule"):
         if getattr(changes, key) is not None and not recipe.quantizes_cache:
-            raise UserError(f"precision.{key}: recipe {name!r} has no FP8 cache, so there is nothing to calibrate")
+            raise UserError(
+                f"precision.{key}: recipe {name!r} has no FP8 cache, so there is nothing to "
+                "calibrate"
+            )
     if changes.kv_calibration is not None:
         recipe = replace(recipe, kv_calibration=changes.kv_calibration)
     if changes.kv_rule is not None:

@@ -1,21 +1,28 @@
-"""Keys under other names: what verl, NeMo RL, TRL and tunix call a setting, and what it is called here.
+"""Keys under other names: what verl, NeMo RL, TRL and tunix call a setting, and what it is called
+here.
 
-A configuration that comes from another project is answered key by key: an unknown key that stands in one of these tables
-gets a line with its name here, in files and in flags alike. Names are matched from their end, so `rollout.n` is found in
-`actor_rollout_ref.rollout.n`. A row is {name there: (key here, or keys joined by "and"; what differs in its values)}.
+A configuration that comes from another project is answered key by key: an unknown key that stands
+in one of these tables gets a line with its name here, in files and in flags alike. Names are
+matched from their end, so `rollout.n` is found in `actor_rollout_ref.rollout.n`. A row is {name
+there: (key here, or keys joined by "and"; what differs in its values)}.
 
-A key of this library that is renamed gets a row in `EARLIER`, so that old run files say what to change.
+A key of this library that is renamed gets a row in `EARLIER`, so that old run files say what to
+change.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-_AGGREGATION = "token-mean is token_mean, seq-mean-token-mean sequence_mean, seq-mean-token-sum sequence_sum"
+_AGGREGATION = (
+    "token-mean is token_mean, seq-mean-token-mean sequence_mean, seq-mean-token-sum sequence_sum"
+)
 _ALGORITHM = "fp8rl_jax/config/rl.py opens with the keys of each algorithm"
 _COMPLETIONS = "counted in prompts, each with all its completions"
 _ONCE = "mini-batches of a rollout; each completion is trained on once"
-_RECIPE = "the recipe names every format; fp8rl_jax/config/recipes.toml opens with the table of them"
+_RECIPE = (
+    "the recipe names every format; fp8rl_jax/config/recipes.toml opens with the table of them"
+)
 _STEPS = "counted in steps"
 
 EARLIER: dict[str, tuple[str, str]] = {}
@@ -29,7 +36,10 @@ VERL: dict[str, tuple[str, str]] = {
     "warmup_style": ("optimizer.schedule", ""),
     "min_lr_ratio": ("optimizer.final_ratio", ""),
     "grad_clip": ("optimizer.max_grad_norm", ""),
-    "ppo_mini_batch_size": ("trainer.updates_per_rollout", "train_batch_size / ppo_mini_batch_size"),
+    "ppo_mini_batch_size": (
+        "trainer.updates_per_rollout",
+        "train_batch_size / ppo_mini_batch_size",
+    ),
     "ppo_micro_batch_size": ("trainer.micro_batch_prompts", _COMPLETIONS),
     "ppo_micro_batch_size_per_gpu": ("trainer.micro_batch_prompts", _COMPLETIONS),
     "ppo_epochs": ("trainer.updates_per_rollout", _ONCE),
@@ -42,13 +52,19 @@ VERL: dict[str, tuple[str, str]] = {
     "entropy_coeff": ("rl.entropy_coefficient", ""),
     "use_kl_loss": ("rl.kl_coefficient", "0 for false"),
     "kl_loss_coef": ("rl.kl_coefficient", ""),
-    "kl_loss_type": ("rl.kl_estimator", "kl is k1, mse k2, low_var_kl k3; a plus is rl.kl_gradient"),
+    "kl_loss_type": (
+        "rl.kl_estimator",
+        "kl is k1, mse k2, low_var_kl k3; a plus is rl.kl_gradient",
+    ),
     "rollout.n": ("rollout.samples_per_prompt", ""),
     "rollout.prompt_length": ("rollout.max_prompt_tokens", ""),
     "rollout.response_length": ("rollout.max_new_tokens", ""),
     "rollout.tensor_model_parallel_size": ("mesh.tensor", ""),
     "rollout.quantization": ("recipe", _RECIPE),
-    "calculate_kv_scales": ("precision.kv_calibration and precision.kv_rule", '"rollout" and "verl" for true'),
+    "calculate_kv_scales": (
+        "precision.kv_calibration and precision.kv_rule",
+        '"rollout" and "verl" for true',
+    ),
     "val_kwargs.n": ("evaluation.samples", ""),
     "val_kwargs.temperature": ("evaluation.temperature", ""),
     "router_replay.mode": ("trainer.router_replay", "true is R3"),
@@ -69,8 +85,14 @@ VERL: dict[str, tuple[str, str]] = {
     "rollout_is": ("rl.correction.weights", ""),
     "rollout_is_threshold": ("rl.correction.max_weight", ""),
     "rollout_is_batch_normalize": ("rl.correction.batch_normalize", ""),
-    "rollout_rs": ("rl.correction.reject", 'criteria with their bounds, such as "seq_mean_k1:0.999:1.001"'),
-    "rollout_rs_threshold": ("rl.correction.reject", 'criteria with their bounds, such as "seq_mean_k1:0.999:1.001"'),
+    "rollout_rs": (
+        "rl.correction.reject",
+        'criteria with their bounds, such as "seq_mean_k1:0.999:1.001"',
+    ),
+    "rollout_rs_threshold": (
+        "rl.correction.reject",
+        'criteria with their bounds, such as "seq_mean_k1:0.999:1.001"',
+    ),
     "bypass_mode": ("rl.correction.mode", '"bypass" or "decoupled"'),
     "custom_reward_function.path": ("task.reward.function", "path/to/file.py:function"),
     "total_training_steps": ("trainer.steps", ""),
@@ -94,7 +116,10 @@ NEMO: dict[str, tuple[str, str]] = {
     "val_period": ("evaluation.every", ""),
     "val_batch_size": ("evaluation.batch_size", "counted in completions"),
     "max_val_samples": ("evaluation.examples", ""),
-    "use_leave_one_out_baseline": ("rl.advantage.estimator", '"rloo" for true without normalize_rewards'),
+    "use_leave_one_out_baseline": (
+        "rl.advantage.estimator",
+        '"rloo" for true without normalize_rewards',
+    ),
     "normalize_rewards": ("rl.advantage.estimator", '"grpo" for true, "dr_grpo" for false'),
     "use_dynamic_sampling": ("rl.dynamic_sampling.enabled", ""),
     "dynamic_sampling_max_gen_batches": ("rl.dynamic_sampling.max_rounds", ""),
@@ -111,22 +136,40 @@ NEMO: dict[str, tuple[str, str]] = {
     "use_importance_sampling_correction": ("rl.correction.method", '"nemo_is" for true'),
     "truncated_importance_sampling_ratio": ("rl.correction.max_weight", ""),
     "truncated_importance_sampling_ratio_min": ("rl.correction.min_weight", ""),
-    "truncated_importance_sampling_type": ("rl.correction.method", '"nemo_tis", "nemo_icepop" or "nemo_seq_mask_tis"'),
+    "truncated_importance_sampling_type": (
+        "rl.correction.method",
+        '"nemo_tis", "nemo_icepop" or "nemo_seq_mask_tis"',
+    ),
     "model_name": ("model.path", ""),
-    "train_global_batch_size": ("trainer.updates_per_rollout", "all completions of a step / train_global_batch_size"),
+    "train_global_batch_size": (
+        "trainer.updates_per_rollout",
+        "all completions of a step / train_global_batch_size",
+    ),
     "train_micro_batch_size": ("trainer.micro_batch_prompts", _COMPLETIONS),
-    "max_total_sequence_length": ("rollout.max_prompt_tokens and rollout.max_new_tokens", "together"),
+    "max_total_sequence_length": (
+        "rollout.max_prompt_tokens and rollout.max_new_tokens",
+        "together",
+    ),
     "max_input_seq_length": ("rollout.max_prompt_tokens", ""),
     "logprob_chunk_size": ("trainer.logprob_chunk", ""),
     "policy.precision": ("compute_dtype", ""),
     "vllm_cfg.precision": ("recipe", _RECIPE),
     "kv_cache_dtype": ("recipe", _RECIPE),
     "fp8_cfg": ("recipe", _RECIPE),
-    "pow2_weight_scaling_factors": ("precision.rollout.scale", '"power_of_two" for true, of weights and activations'),
-    "pow2_activation_scaling_factors": ("precision.rollout.scale", '"power_of_two" for true, of weights and activations'),
+    "pow2_weight_scaling_factors": (
+        "precision.rollout.scale",
+        '"power_of_two" for true, of weights and activations',
+    ),
+    "pow2_activation_scaling_factors": (
+        "precision.rollout.scale",
+        '"power_of_two" for true, of weights and activations',
+    ),
     "num_first_layers_in_bf16": ("precision.first_layers_in_compute", ""),
     "num_last_layers_in_bf16": ("precision.last_layers_in_compute", ""),
-    "quantization_ignored_layer_kws": ("precision.excluded", 'shell patterns over whole names, such as "layers.3.*"'),
+    "quantization_ignored_layer_kws": (
+        "precision.excluded",
+        'shell patterns over whole names, such as "layers.3.*"',
+    ),
     "activation_checkpointing": ("trainer.remat", '"layer" or "none"'),
     "tensor_parallel_size": ("mesh.tensor", ""),
     "tensor_model_parallel_size": ("mesh.tensor", ""),
@@ -172,13 +215,25 @@ TRL: dict[str, tuple[str, str]] = {
     "epsilon_high": ("rl.clip_high", ""),
     "delta": ("rl.dual_clip", ""),
     "loss_type": ("rl.objective and rl.aggregation", _ALGORITHM),
-    "scale_rewards": ("rl.advantage.estimator", '"grpo" for group, "dr_grpo" for none, "reinforce_pp_baseline" for batch'),
+    "scale_rewards": (
+        "rl.advantage.estimator",
+        '"grpo" for group, "dr_grpo" for none, "reinforce_pp_baseline" for batch',
+    ),
     "importance_sampling_level": ("rl.ratio", ""),
     "mask_truncated_completions": ("rl.overlong.filter", ""),
-    "vllm_importance_sampling_correction": ("rl.correction.method", '"token_tis" for true, "none" for false'),
-    "vllm_importance_sampling_mode": ("rl.correction.method", "token_truncate is token_tis, sequence_truncate sequence_tis"),
+    "vllm_importance_sampling_correction": (
+        "rl.correction.method",
+        '"token_tis" for true, "none" for false',
+    ),
+    "vllm_importance_sampling_mode": (
+        "rl.correction.method",
+        "token_truncate is token_tis, sequence_truncate sequence_tis",
+    ),
     "vllm_importance_sampling_cap": ("rl.correction.max_weight", ""),
-    "reward_funcs": ("task.reward.function", "path/to/file.py:function, or several in task.reward.functions"),
+    "reward_funcs": (
+        "task.reward.function",
+        "path/to/file.py:function, or several in task.reward.functions",
+    ),
     "reward_weights": ("task.reward.weights", "a table of names"),
     "bf16": ("compute_dtype", '"bfloat16" or "float32"'),
     "fp16": ("compute_dtype", '"float16"'),
@@ -204,7 +259,10 @@ TUNIX: dict[str, tuple[str, str]] = {
     "max_tokens_to_generate": ("rollout.max_new_tokens", ""),
     "total_generation_steps": ("rollout.max_new_tokens", ""),
     "max_prompt_length": ("rollout.max_prompt_tokens", ""),
-    "mini_batch_size": ("trainer.updates_per_rollout", "rollout.prompts_per_step / mini_batch_size"),
+    "mini_batch_size": (
+        "trainer.updates_per_rollout",
+        "rollout.prompts_per_step / mini_batch_size",
+    ),
     "train_micro_batch_size": ("trainer.micro_batch_prompts", _COMPLETIONS),
     "max_steps": ("trainer.steps", ""),
     "eval_every_n_steps": ("evaluation.every", ""),

@@ -1,18 +1,26 @@
-"""Settings of the reinforcement-learning objective: advantages, policy loss, rollout correction, DAPO's sampling.
+"""Settings of the reinforcement-learning objective: advantages, policy loss, rollout correction,
+DAPO's sampling.
 
-The loss's own keys stand directly under `[rl]`, because they are the ones that people turn (`--rl.clip-high 0.28`); the
-rest are tables of their own. A class checks its values when it is made, and reports all of their faults together. The
-published algorithms are combinations, each of them a file of experiments/recipes to lay over a run's:
+The loss's own keys stand directly under `[rl]`, because they are the ones that people turn
+(`--rl.clip-high 0.28`); the rest are tables of their own. A class checks its values when it is
+made, and reports all of their faults together. The published algorithms are combinations, each of
+them a file of experiments/recipes to lay over a run's:
 
-    GRPO           arXiv 2402.03300    the defaults; the paper itself: aggregation = "sequence_mean", kl_coefficient = 0.04
+    GRPO           arXiv 2402.03300    the defaults; the paper itself: aggregation =
+                                       "sequence_mean", kl_coefficient = 0.04
     Dr. GRPO       arXiv 2503.20783    advantage.estimator = "dr_grpo", aggregation = "fixed_length"
-    DAPO           arXiv 2503.14476    clip_high = 0.28, dynamic_sampling.enabled, overlong.buffer; aggregation as it is
-    GSPO           arXiv 2507.18071    ratio = "sequence", aggregation = "sequence_mean", clip_low = 3e-4, clip_high = 4e-4
+    DAPO           arXiv 2503.14476    clip_high = 0.28, dynamic_sampling.enabled, overlong.buffer;
+                                       aggregation as it is
+    GSPO           arXiv 2507.18071    ratio = "sequence", aggregation = "sequence_mean", clip_low =
+                                       3e-4, clip_high = 4e-4
     CISPO          arXiv 2506.13585    objective = "cispo", clip_low = 1
-    RLOO           arXiv 2402.14740    advantage.estimator = "rloo", objective = "reinforce", aggregation = "sequence_sum"
-    REINFORCE++    arXiv 2501.03262    advantage.estimator = "reinforce_pp" or "reinforce_pp_baseline"
+    RLOO           arXiv 2402.14740    advantage.estimator = "rloo", objective = "reinforce",
+                                       aggregation = "sequence_sum"
+    REINFORCE++    arXiv 2501.03262    advantage.estimator = "reinforce_pp" or
+                                       "reinforce_pp_baseline"
 
-An objective, an advantage estimator and importance weights may also be functions of one's own: docs/objectives.md.
+An objective, an advantage estimator and importance weights may also be functions of one's own:
+docs/objectives.md.
 """
 
 from __future__ import annotations
@@ -43,9 +51,10 @@ class AdvantageConfig:
     """How rewards become advantages."""
 
     estimator: str = "grpo"
-    """grpo: (r - mean) / (std + epsilon) within the prompt's completions. dr_grpo: r - mean. rloo: r - mean of the others.
-    reinforce_pp: (r - mean) / (std + epsilon) over the batch. reinforce_pp_baseline: r - the prompt's mean, then that. Or a
-    function of your own, `module:function` or `path/to/file.py:function`: docs/objectives.md."""
+    """grpo: (r - mean) / (std + epsilon) within the prompt's completions. dr_grpo: r - mean. rloo:
+    r - mean of the others. reinforce_pp: (r - mean) / (std + epsilon) over the batch.
+    reinforce_pp_baseline: r - the prompt's mean, then that. Or a function of your own,
+    `module:function` or `path/to/file.py:function`: docs/objectives.md."""
     estimator_args: dict[str, float] = field(default_factory=dict)
     """Keyword arguments of a function of your own."""
     ddof: Literal[0, 1] = 1
@@ -65,12 +74,15 @@ class AdvantageConfig:
 
 @dataclass(frozen=True)
 class RewardKLConfig:
-    """KL to the reference policy as a part of the reward (InstructGPT, arXiv 2203.02155; verl's use_kl_in_reward)."""
+    """KL to the reference policy as a part of the reward (InstructGPT, arXiv 2203.02155; verl's
+    use_kl_in_reward)."""
 
     coefficient: float = 0.0
-    """beta of r - beta * KL, where KL is the sum over a completion's tokens of the estimates of KL(old || reference); 0: none."""
+    """beta of r - beta * KL, where KL is the sum over a completion's tokens of the estimates of
+    KL(old || reference); 0: none."""
     estimator: KLEstimator = "k1"
-    """As rl.kl_estimator, with the old policy in place of pi_theta. k1 is the log-ratio, InstructGPT's."""
+    """As rl.kl_estimator, with the old policy in place of pi_theta. k1 is the log-ratio,
+    InstructGPT's."""
 
     def __post_init__(self) -> None:
         report(
@@ -84,11 +96,13 @@ class OverlongConfig:
     """What becomes of completions that are too long (DAPO, arXiv 2503.14476, section 3.4)."""
 
     buffer: int = 0
-    """Tokens before rollout.max_new_tokens over which the penalty grows from 0 to its full size; 0: no penalty."""
+    """Tokens before rollout.max_new_tokens over which the penalty grows from 0 to its full size; 0:
+    no penalty."""
     penalty: float = 1.0
     """Taken from the reward of a completion of rollout.max_new_tokens."""
     filter: bool = False
-    """Leave completions that were cut off out of the loss; their rewards still count in the baseline."""
+    """Leave completions that were cut off out of the loss; their rewards still count in the
+    baseline."""
 
     def __post_init__(self) -> None:
         report(
@@ -99,12 +113,14 @@ class OverlongConfig:
 
 @dataclass(frozen=True)
 class DynamicSamplingConfig:
-    """DAPO's dynamic sampling (arXiv 2503.14476, section 3.2): only prompts that teach something enter the update."""
+    """DAPO's dynamic sampling (arXiv 2503.14476, section 3.2): only prompts that teach something
+    enter the update."""
 
     enabled: bool = False
     """Drop prompts whose completions all have the same reward, and sample others in their place."""
     max_rounds: int = 10
-    """Rollouts in one step at most; after the last, the step goes on with the prompts that it has."""
+    """Rollouts in one step at most; after the last, the step goes on with the prompts that it
+    has."""
 
     def __post_init__(self) -> None:
         report(at_least("rl.dynamic_sampling.max_rounds", self.max_rounds, 1))
@@ -115,62 +131,83 @@ class LossConfig:
     """The policy loss. The ratio r is pi_theta / pi_old of a sampled token, A its advantage."""
 
     objective: str = "clip"
-    """clip: PPO's clipped surrogate. cispo: -sg(clip(r)) * A * log pi_theta. reinforce: -A * log pi_theta, no ratio. Or a
-    function of your own, `module:function` or `path/to/file.py:function`: docs/objectives.md."""
+    """clip: PPO's clipped surrogate. cispo: -sg(clip(r)) * A * log pi_theta. reinforce: -A * log
+    pi_theta, no ratio. Or a function of your own, `module:function` or `path/to/file.py:function`:
+    docs/objectives.md."""
     objective_args: dict[str, float] = field(default_factory=dict)
     """Keyword arguments of a function of your own: objective_args = { alpha = 0.5 }."""
     ratio: RatioLevel = "token"
-    """token: r of each token. sequence: the geometric mean of the sequence's ratios, at each of its tokens (GSPO)."""
+    """token: r of each token. sequence: the geometric mean of the sequence's ratios, at each of its
+    tokens (GSPO)."""
     clip_low: float = 0.2
     """Where A < 0, r below 1 - clip_low earns nothing more; 1 takes the bound away."""
     clip_high: float = 0.2
-    """Where A > 0, r above 1 + clip_high earns nothing more; DAPO's clip-higher is 0.28 (arXiv 2503.14476)."""
+    """Where A > 0, r above 1 + clip_high earns nothing more; DAPO's clip-higher is 0.28 (arXiv
+    2503.14476)."""
     dual_clip: float | None = None
-    """Where A < 0, a token's loss is at most dual_clip * |A| (arXiv 1912.09729); verl: 3, DAPO: 10. Unset: no cap."""
+    """Where A < 0, a token's loss is at most dual_clip * |A| (arXiv 1912.09729); verl: 3, DAPO: 10.
+    Unset: no cap."""
     kl_coefficient: float = 0.0
     """Weight of the estimate of KL(policy || reference); 0: no reference policy is needed."""
     kl_estimator: KLEstimator = "k3"
     """With x = log pi_ref - log pi_theta. k1: -x. k2: x^2 / 2. k3: exp(x) - 1 - x."""
     kl_gradient: KLGradient = "estimator"
-    """estimator: the derivative of the formula. k2: that of k2 with the value of the formula (verl's "k1+", "k3+"). score:
-    of pi_theta / sg(pi_theta) times the formula (NeMo RL). The last two have the gradient of the KL divergence as mean."""
+    """estimator: the derivative of the formula. k2: that of k2 with the value of the formula
+    (verl's "k1+", "k3+"). score: of pi_theta / sg(pi_theta) times the formula (NeMo RL). The last
+    two have the gradient of the KL divergence as mean."""
     entropy_coefficient: float = 0.0
     """Weight of the entropy bonus."""
     aggregation: Aggregation = "token_mean"
-    """token_mean: the sum over all tokens of the global batch, divided by their number (DAPO). sequence_mean: the mean over
-    completions of their means over tokens (GRPO, GSPO). sequence_sum: the mean over completions of their sums; and
-    that, divided by a constant length, is fixed_length (Dr. GRPO)."""
+    """token_mean: the sum over all tokens of the global batch, divided by their number (DAPO).
+    sequence_mean: the mean over completions of their means over tokens (GRPO, GSPO). sequence_sum:
+    the mean over completions of their sums; and that, divided by a constant length, is fixed_length
+    (Dr. GRPO)."""
     fixed_length: int | None = None
-    """The constant of fixed_length, in tokens; unset: the width of the batch, which is rollout.max_new_tokens, and of episodes
-    (task.max_turns above 1) rollout.max_prompt_tokens + rollout.max_new_tokens - 1."""
+    """The constant of fixed_length, in tokens; unset: the width of the batch, which is
+    rollout.max_new_tokens, and of episodes (task.max_turns above 1) rollout.max_prompt_tokens +
+    rollout.max_new_tokens - 1."""
 
     def __post_init__(self) -> None:
         settle(self, "objective", "objective_args")
         clips = self.objective == "clip" or is_users(self.objective)
         report(
-            *function_faults("rl.objective", self.objective, OBJECTIVES, "rl.objective_args", self.objective_args),
+            *function_faults(
+                "rl.objective", self.objective, OBJECTIVES, "rl.objective_args", self.objective_args
+            ),
             one_of("rl.ratio", self.ratio, RatioLevel),
             above("rl.clip_low", self.clip_low, 0.0, at_most=1.0),
             above("rl.clip_high", self.clip_high, 0.0),
             None if self.dual_clip is None else above("rl.dual_clip", self.dual_clip, 1.0),
-            unless(clips or self.dual_clip is None, f'rl.dual_clip: objective "{self.objective}" has nothing that it could cap'),
             unless(
-                clips or self.ratio == "token", f'rl.ratio: objective "{self.objective}" has no ratio of a sequence; use "clip"'
+                clips or self.dual_clip is None,
+                f'rl.dual_clip: objective "{self.objective}" has nothing that it could cap',
+            ),
+            unless(
+                clips or self.ratio == "token",
+                f'rl.ratio: objective "{self.objective}" has no ratio of a sequence; use "clip"',
             ),
             at_least("rl.kl_coefficient", self.kl_coefficient, 0.0),
             one_of("rl.kl_estimator", self.kl_estimator, KLEstimator),
             one_of("rl.kl_gradient", self.kl_gradient, KLGradient),
             unless(
-                not (self.kl_coefficient and self.kl_estimator == "k1" and self.kl_gradient == "estimator"),
-                "rl.kl_gradient: the derivative of k1 is that of log pi_theta, whatever the reference is, and averages to 0; "
+                not (
+                    self.kl_coefficient
+                    and self.kl_estimator == "k1"
+                    and self.kl_gradient == "estimator"
+                ),
+                "rl.kl_gradient: the derivative of k1 is that of log pi_theta, whatever the "
+                "reference is, and averages to 0; "
                 'set rl.kl_gradient to "k2" or "score"',
             ),
             at_least("rl.entropy_coefficient", self.entropy_coefficient, 0.0),
             one_of("rl.aggregation", self.aggregation, Aggregation),
-            None if self.fixed_length is None else at_least("rl.fixed_length", self.fixed_length, 1),
+            None
+            if self.fixed_length is None
+            else at_least("rl.fixed_length", self.fixed_length, 1),
             unless(
                 self.fixed_length is None or self.aggregation == "fixed_length",
-                f'rl.fixed_length: aggregation "{self.aggregation}" has no use for it; set rl.aggregation to "fixed_length"',
+                f'rl.fixed_length: aggregation "{self.aggregation}" has no use for it; set '
+                'rl.aggregation to "fixed_length"',
             ),
         )
 
@@ -195,15 +232,20 @@ class RLConfig(LossConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         plain = self.objective == "clip" and self.ratio == "token"
-        replaced = self.correction.value("mode") == "bypass" and self.correction.value("bypass_loss") == "reinforce"
+        replaced = (
+            self.correction.value("mode") == "bypass"
+            and self.correction.value("bypass_loss") == "reinforce"
+        )
         report(
             unless(
                 not (replaced and is_users(self.objective)),
-                f'rl.correction.bypass_loss: "reinforce" takes the place of rl.objective = "{self.objective}"; set it to "ratio"',
+                'rl.correction.bypass_loss: "reinforce" takes the place of rl.objective = '
+                f'"{self.objective}"; set it to "ratio"',
             ),
             unless(
                 plain or not self.clip_calibration.enabled,
-                'rl.clip_calibration: it calibrates rl.objective "clip" with rl.ratio "token"; turn it off, or set these',
+                'rl.clip_calibration: it calibrates rl.objective "clip" with rl.ratio "token"; '
+                "turn it off, or set these",
             ),
         )
 
@@ -218,7 +260,8 @@ def check_sampling(
     bad_words: Sequence[str] = (),
     logit_bias: Mapping[str, float] = MappingProxyType({}),
 ) -> bool:
-    """Whether the settings sample from another distribution than the policy's, once it is sure that one may train on that.
+    """Whether the settings sample from another distribution than the policy's, once it is sure that
+    one may train on that.
 
     Args:
         config: its `truncated_sampling` says whether this is allowed.
@@ -233,14 +276,25 @@ def check_sampling(
         UserError: greedy sampling, or another distribution with `truncated_sampling = "refuse"`.
     """
     if not temperature > 0:
-        raise UserError(f"rollout.temperature: {temperature!r} is greedy; training needs a temperature above 0")
-    settings = {"top_k": (top_k, top_k > 0), "top_p": (top_p, top_p < 1), "min_p": (min_p, min_p > 0)}
-    settings |= {"bad_words": (list(bad_words), bool(bad_words)), "logit_bias": (dict(logit_bias), bool(logit_bias))}
+        raise UserError(
+            f"rollout.temperature: {temperature!r} is greedy; training needs a temperature above 0"
+        )
+    settings = {
+        "top_k": (top_k, top_k > 0),
+        "top_p": (top_p, top_p < 1),
+        "min_p": (min_p, min_p > 0),
+    }
+    settings |= {
+        "bad_words": (list(bad_words), bool(bad_words)),
+        "logit_bias": (dict(logit_bias), bool(logit_bias)),
+    }
     active = [f"{name} = {value}" for name, (value, changes) in settings.items() if changes]
     if active and config.truncated_sampling == "refuse":
         raise UserError(
-            f"rollout: {', '.join(active)} samples from another distribution than the policy's; turn it off, or set "
-            'rl.correction.truncated_sampling to "behaviour" (correct the difference) or "policy" (leave its bias)'
+            f"rollout: {', '.join(active)} samples from another distribution than the policy's; "
+            "turn it off, or set "
+            'rl.correction.truncated_sampling to "behaviour" (correct the difference) or '
+            '"policy" (leave its bias)'
         )
     return bool(active)
 

@@ -1,4 +1,5 @@
-"""The configuration of a run: one tree of frozen dataclasses, read from TOML with command-line overrides."""
+"""The configuration of a run: one tree of frozen dataclasses, read from TOML with command-line
+overrides."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ from fp8rl_jax.errors import UserError
 
 @dataclass(frozen=True)
 class InitConfig:
-    """Shape of the built-in byte-level policy, random weights, used where model.path is empty: Llama's architecture, or
-    Qwen3-MoE's where it has experts."""
+    """Shape of the built-in byte-level policy, random weights, used where model.path is empty:
+    Llama's architecture, or Qwen3-MoE's where it has experts."""
 
     hidden_size: int = 256
     """Width of the residual stream."""
@@ -52,7 +53,8 @@ class ModelConfig:
     """Where the policy comes from."""
 
     path: str = ""
-    """Hugging Face directory, hub id, .gguf file, or a name that `fp8rl fetch` knows; empty: the built-in policy."""
+    """Hugging Face directory, hub id, .gguf file, or a name that `fp8rl fetch` knows; empty: the
+    built-in policy."""
     init: InitConfig = InitConfig()
     """The built-in policy's shape."""
 
@@ -66,8 +68,9 @@ class RolloutConfig:
     samples_per_prompt: int = 8
     """Completions of each prompt; they share one prefill."""
     max_prompt_tokens: int = 64
-    """Prompts longer than this are skipped, counted, and warned about once. With task.max_turns above 1 it holds the whole
-    conversation before an answer: an episode ends where the next prompt does not fit (metric episodes/truncated)."""
+    """Prompts longer than this are skipped, counted, and warned about once. With task.max_turns
+    above 1 it holds the whole conversation before an answer: an episode ends where the next prompt
+    does not fit (metric episodes/truncated)."""
     max_new_tokens: int = 16
     """Longest completion, of one turn, its stop token included."""
     temperature: float = 1.0
@@ -83,14 +86,17 @@ class RolloutConfig:
     stop_strings: tuple[str, ...] = ()
     """Texts that end a completion with the token in which one is complete; the reward sees them."""
     bad_words: tuple[str, ...] = ()
-    """Texts that no completion holds, inside of words either: tokens that would complete one are not sampled. They change
-    the distribution, as top-k does: rl.correction.truncated_sampling must allow it. Evaluation goes without."""
+    """Texts that no completion holds, inside of words either: tokens that would complete one are
+    not sampled. They change the distribution, as top-k does: rl.correction.truncated_sampling must
+    allow it. Evaluation goes without."""
     logit_bias: dict[str, float] = field(default_factory=dict)
-    """{token: what is added to its logit before the temperature}; a token is an id, or a text that is a single token. It, too,
-    needs rl.correction.truncated_sampling, and evaluation goes without."""
+    """{token: what is added to its logit before the temperature}; a token is an id, or a text that
+    is a single token. It, too, needs rl.correction.truncated_sampling, and evaluation goes
+    without."""
     decode_layers: Literal["auto", "unroll", "scan"] = "auto"
-    """Layer loop in decode: unrolled (a scan copies each layer's weights for a kernel, and on a CPU) or scanned (compile time
-    independent of depth). auto: unrolled on a CPU and with Hopper kernels."""
+    """Layer loop in decode: unrolled (a scan copies each layer's weights for a kernel, and on a
+    CPU) or scanned (compile time independent of depth). auto: unrolled on a CPU and with Hopper
+    kernels."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +112,8 @@ class MeshConfig:
     expert: int = 1
     """Shards of the experts of a mixture, which also split the batch."""
     coordinator: str = ""
-    """host:port of process 0 for jax.distributed; empty: taken from the cluster's environment, if there is one."""
+    """host:port of process 0 for jax.distributed; empty: taken from the cluster's environment, if
+    there is one."""
     num_processes: int = 0
     """Processes of the run, with coordinator."""
     process_id: int = -1
@@ -114,8 +121,8 @@ class MeshConfig:
 
 
 def precision_text(recipe: str, compute_dtype: str) -> str:
-    """How a run's precision is written wherever it is shown. A recipe's name alone leaves open what it does not quantize:
-    "bf16 recipe, float32 compute" computes nothing in bfloat16."""
+    """How a run's precision is written wherever it is shown. A recipe's name alone leaves open what
+    it does not quantize: "bf16 recipe, float32 compute" computes nothing in bfloat16."""
     return f"{recipe} recipe, {compute_dtype} compute"
 
 
@@ -126,14 +133,15 @@ class RunConfig:
     output: str = "runs/{recipe}"
     """Run directory; {recipe} is replaced by the recipe's name."""
     recipe: str = "bf16"
-    """Precision recipe: a built-in one, of the table in fp8rl_jax/config/recipes.toml, or a row of [recipes]."""
+    """Precision recipe: a built-in one, of the table in fp8rl_jax/config/recipes.toml, or a row of
+    [recipes]."""
     recipes: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Recipes of one's own, {name: row}: [recipes.my-fp8] with a `base` and any field of a recipe. Rows of several files add up;
-    on the command line, --recipes.my-fp8.kv-margin 1.1."""
+    """Recipes of one's own, {name: row}: [recipes.my-fp8] with a `base` and any field of a recipe.
+    Rows of several files add up; on the command line, --recipes.my-fp8.kv-margin 1.1."""
     compute_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """Dtype of everything that the recipe does not quantize; master weights are always float32. float16 rounds 8 times finer than
-    bfloat16, so rollout and trainer differ less (arXiv 2510.26788); it holds at most 65504, and trainer.loss_scale is for what
-    is too small for it."""
+    """Dtype of everything that the recipe does not quantize; master weights are always float32.
+    float16 rounds 8 times finer than bfloat16, so rollout and trainer differ less (arXiv
+    2510.26788); it holds at most 65504, and trainer.loss_scale is for what is too small for it."""
     seed: int = 0
     """Seed of data order, sampling and initialization."""
     dry_run: bool = False
@@ -161,7 +169,8 @@ class RunConfig:
         return precision_text(self.recipe, self.compute_dtype)
 
     def resolved_recipe(self) -> Recipe:
-        """The recipe of the run: its name among the built-in rows and the run's own, with the changes of [precision].
+        """The recipe of the run: its name among the built-in rows and the run's own, with the
+        changes of [precision].
 
         Raises:
             UserError: a line for each fault, as `config.recipe.get_recipe` has them.
@@ -185,26 +194,39 @@ class RunConfig:
             (trainer.updates_per_rollout >= 1, "trainer.updates_per_rollout must be at least 1"),
             (trainer.micro_batch_prompts >= 0, "trainer.micro_batch_prompts must not be negative"),
             (trainer.logprob_chunk >= 1, "trainer.logprob_chunk must be at least 1"),
-            (trainer.attention_chunk is None or trainer.attention_chunk >= 0, "trainer.attention_chunk must not be negative"),
-            (trainer.pack_tokens >= 0, "trainer.pack_tokens must not be negative"),
-            (trainer.packing or not trainer.pack_tokens, "trainer.pack_tokens has no use without trainer.packing"),
             (
-                not trainer.pack_tokens or trainer.pack_tokens >= rollout.max_prompt_tokens + rollout.max_new_tokens,
-                f"trainer.pack_tokens = {trainer.pack_tokens} does not hold rollout.max_prompt_tokens + rollout.max_new_tokens = "
+                trainer.attention_chunk is None or trainer.attention_chunk >= 0,
+                "trainer.attention_chunk must not be negative",
+            ),
+            (trainer.pack_tokens >= 0, "trainer.pack_tokens must not be negative"),
+            (
+                trainer.packing or not trainer.pack_tokens,
+                "trainer.pack_tokens has no use without trainer.packing",
+            ),
+            (
+                not trainer.pack_tokens
+                or trainer.pack_tokens >= rollout.max_prompt_tokens + rollout.max_new_tokens,
+                f"trainer.pack_tokens = {trainer.pack_tokens} does not hold "
+                "rollout.max_prompt_tokens + rollout.max_new_tokens = "
                 f"{rollout.max_prompt_tokens + rollout.max_new_tokens}",
             ),
             (
                 not (trainer.packing and trainer.length_buckets),
-                "trainer.length_buckets cuts padding that trainer.packing does not run on; set one of them",
+                "trainer.length_buckets cuts padding that trainer.packing does not run on; set "
+                "one of them",
             ),
             (trainer.abort_after_skips >= 1, "trainer.abort_after_skips must be at least 1"),
-            (trainer.abort_after_failed_rewards >= 1, "trainer.abort_after_failed_rewards must be at least 1"),
+            (
+                trainer.abort_after_failed_rewards >= 1,
+                "trainer.abort_after_failed_rewards must be at least 1",
+            ),
             (self.sft.steps >= 1, "sft.steps must be at least 1"),
             (self.sft.batch_size >= 1, "sft.batch_size must be at least 1"),
             (self.evaluation.every >= 0, "evaluation.every must not be negative"),
             (
                 not self.evaluation.every or self.task.eval_size != 0,
-                f"evaluation.every = {self.evaluation.every} needs held-out problems, and task.eval_size = 0 holds out none; "
+                f"evaluation.every = {self.evaluation.every} needs held-out problems, and "
+                "task.eval_size = 0 holds out none; "
                 "set evaluation.every = 0, or raise task.eval_size",
             ),
             (self.evaluation.examples >= 1, "evaluation.examples must be at least 1"),
@@ -216,11 +238,15 @@ class RunConfig:
             (0 <= self.sft.cut_short <= 1, "sft.cut_short must be between 0 and 1"),
             (0 < rollout.top_p <= 1, "rollout.top_p must be above 0 and at most 1"),
             (0 <= rollout.min_p < 1, "rollout.min_p must be at least 0 and below 1"),
-            (all(rollout.stop_strings), "rollout.stop_strings: an empty text would match everywhere"),
+            (
+                all(rollout.stop_strings),
+                "rollout.stop_strings: an empty text would match everywhere",
+            ),
             (all(rollout.bad_words), "rollout.bad_words: an empty text would match everywhere"),
             (
                 self.rl.overlong.buffer <= rollout.max_new_tokens,
-                f"rl.overlong.buffer = {self.rl.overlong.buffer} is more than rollout.max_new_tokens = {rollout.max_new_tokens}",
+                f"rl.overlong.buffer = {self.rl.overlong.buffer} is more than "
+                f"rollout.max_new_tokens = {rollout.max_new_tokens}",
             ),
             (
                 not self.rl.dynamic_sampling.enabled or rollout.samples_per_prompt >= 2,
@@ -228,16 +254,24 @@ class RunConfig:
             ),
             (
                 not (episodes and (self.rl.overlong.buffer or self.rl.overlong.filter)),
-                "rl.overlong: its length is that of one completion; leave buffer and filter unset with task.max_turns above 1",
+                "rl.overlong: its length is that of one completion; leave buffer and filter "
+                "unset with task.max_turns above 1",
             ),
             (
                 not (episodes and trainer.router_replay),
-                "trainer.router_replay: routes are those of one completion; leave it false with task.max_turns above 1",
+                "trainer.router_replay: routes are those of one completion; leave it false with "
+                "task.max_turns above 1",
             ),
         ]
-        for key, optimizer in (("optimizer", self.optimizer), ("sft.optimizer", self.sft.optimizer)):
+        for key, optimizer in (
+            ("optimizer", self.optimizer),
+            ("sft.optimizer", self.sft.optimizer),
+        ):
             slow = optimizer.second_moment == "e4m3" and optimizer.beta2 > FP8_MAX_BETA2
-            why = f'{key}.beta2 = {optimizer.beta2}: second_moment = "e4m3" needs at most {FP8_MAX_BETA2}; use "bfloat16"'
+            why = (
+                f'{key}.beta2 = {optimizer.beta2}: second_moment = "e4m3" needs at most '
+                f'{FP8_MAX_BETA2}; use "bfloat16"'
+            )
             checks.append((not slow, why))
         found += [message for holds, message in checks if not holds]
         if found:
@@ -250,7 +284,8 @@ class RunConfig:
             )
         elif trainer.micro_batch_prompts and part % trainer.micro_batch_prompts:
             found.append(
-                f"trainer.micro_batch_prompts = {trainer.micro_batch_prompts} does not divide the {part} prompts of an update"
+                f"trainer.micro_batch_prompts = {trainer.micro_batch_prompts} does not divide "
+                f"the {part} prompts of an update"
             )
         return found
 
@@ -260,8 +295,17 @@ class RunConfig:
             return []
         correction = self.rl.correction.resolve(recipe.correction)
         checks = [
-            (recipe.trainer.weight.quantized, f"the trainer of recipe {recipe.name!r} is not in FP8, and its ratios are exact"),
-            (self.trainer.updates_per_rollout > 1, "with trainer.updates_per_rollout = 1 the ratio is 1; set at least 2"),
-            (correction.value("mode") != "bypass", 'rl.correction.mode "bypass" has no ratio of pi_old; use "decoupled"'),
+            (
+                recipe.trainer.weight.quantized,
+                f"the trainer of recipe {recipe.name!r} is not in FP8, and its ratios are exact",
+            ),
+            (
+                self.trainer.updates_per_rollout > 1,
+                "with trainer.updates_per_rollout = 1 the ratio is 1; set at least 2",
+            ),
+            (
+                correction.value("mode") != "bypass",
+                'rl.correction.mode "bypass" has no ratio of pi_old; use "decoupled"',
+            ),
         ]
         return [f"rl.clip_calibration.enabled: {why}" for holds, why in checks if not holds]

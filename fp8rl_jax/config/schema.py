@@ -1,7 +1,9 @@
-"""Checking a tree of dataclasses, and the plain values (from TOML, or typed as flags) that are to become one.
+"""Checking a tree of dataclasses, and the plain values (from TOML, or typed as flags) that are to
+become one.
 
-Values are checked against the annotations that the dataclasses carry: bool, int, float, str, Literal, Optional, tuple,
-list, dict, and dataclasses inside one another. A setting is named by its dotted key, such as "rollout.top_k".
+Values are checked against the annotations that the dataclasses carry: bool, int, float, str,
+Literal, Optional, tuple, list, dict, and dataclasses inside one another. A setting is named by its
+dotted key, such as "rollout.top_k".
 """
 
 from __future__ import annotations
@@ -57,8 +59,8 @@ def validate(config: Any) -> None:
     """What the command line checks, for a configuration that was made in Python.
 
     Raises:
-        UserError: one line for each fault: values of another type than their field's, and what `problems()` of the dataclasses
-            find.
+        UserError: one line for each fault: values of another type than their field's, and what
+            `problems()` of the dataclasses find.
     """
     # a value of another type cannot be compared with a bound
     if faults := list(misfits(config)) or list(problems(config)):
@@ -88,7 +90,8 @@ def problems(node: Any) -> Iterator[str]:
 
 
 def convert(value: Any, annotation: Any) -> Any:
-    """`value` as the annotated type; an int, of 64 bits as TOML has it, is taken where a float is wanted; a bool is no number.
+    """`value` as the annotated type; an int, of 64 bits as TOML has it, is taken where a float is
+    wanted; a bool is no number.
 
     Raises:
         Mismatch: it does not fit.
@@ -132,7 +135,11 @@ def is_deeper(value: Any, depth: int) -> bool:
     """Whether tables and lists are nested in `value` more than `depth` times."""
     level = [value]
     for _ in range(depth):
-        nested = [item.values() if type(item) is dict else item for item in level if type(item) in (dict, list)]
+        nested = [
+            item.values() if type(item) is dict else item
+            for item in level
+            if type(item) in (dict, list)
+        ]
         level = [inner for items in nested for inner in items]
     return any(type(item) in (dict, list) for item in level)
 
@@ -150,7 +157,9 @@ def convert_text(words: list[str], annotation: Any) -> Any:
         kinds = [get_args(inner)[0]] * len(words) if _is_uniform(inner) else list(get_args(inner))
         if len(kinds) != len(words):
             raise Mismatch(inner)
-        return get_origin(inner)(convert_text([word], kind) for word, kind in zip(words, kinds, strict=True))
+        return get_origin(inner)(
+            convert_text([word], kind) for word, kind in zip(words, kinds, strict=True)
+        )
     if inner is bool and not words:
         return True
     if inner is bool or len(words) != 1:
@@ -174,7 +183,8 @@ def describe(annotation: Any) -> str:
         text = f"one of {', '.join(json.dumps(choice) for choice in arguments)}"
     elif origin in (tuple, list):
         kinds = arguments[:1] if _is_uniform(annotation) else arguments
-        text = f"a list of {', '.join(_NOUNS.get(kind, 'value') for kind in kinds)}{'s' * _is_uniform(annotation)}"
+        nouns = ", ".join(_NOUNS.get(kind, "value") for kind in kinds)
+        text = f"a list of {nouns}{'s' * _is_uniform(annotation)}"
     elif holds_tables(annotation):
         text = "a table of tables"
     elif dataclasses.is_dataclass(annotation) or (origin or annotation) is dict:
@@ -189,7 +199,8 @@ _NOUNS = {bool: "boolean", int: "integer", float: "finite number", str: "string"
 
 
 def unknown_key_hint(key: str, known: list[str], spell: Callable[[str], str] = str) -> str:
-    """The end of the message about an unknown key: what another project's name is called here, or the nearest known keys.
+    """The end of the message about an unknown key: what another project's name is called here, or
+    the nearest known keys.
 
     Args:
         key: dotted, as it was given.
@@ -197,8 +208,11 @@ def unknown_key_hint(key: str, known: list[str], spell: Callable[[str], str] = s
         spell: how a key is written where this one stands, such as a flag.
     """
     key = key.replace("-", "_").lower()
-    near = difflib.get_close_matches(key, [other for other in known if not key.startswith(f"{other}.")], n=1, cutoff=0.8)
-    # A slip of the pen goes before the end of a key that another project happens to use: optimizer.beta is beta1.
+    near = difflib.get_close_matches(
+        key, [other for other in known if not key.startswith(f"{other}.")], n=1, cutoff=0.8
+    )
+    # A slip of the pen goes before the end of a key that another project happens to use:
+    # optimizer.beta is beta1.
     old = renamed(key, whole=True) or (None if near else renamed(key))
     if old and set(old.keys) <= set(known):
         owners = " and ".join(f"{source}'s" for source in old.sources)
@@ -214,7 +228,8 @@ def quoted(name: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Line breaks and all else that is not printable, as escapes: a key or a value cannot make two lines of a message."""
+    """Line breaks and all else that is not printable, as escapes: a key or a value cannot make two
+    lines of a message."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
@@ -223,7 +238,9 @@ def _namesakes(key: str, known: list[str]) -> list[str]:
         return same_name[:3]
     if near := difflib.get_close_matches(key, known, n=1, cutoff=0.6):
         return near
-    near_names = difflib.get_close_matches(_name(key), [_name(candidate) for candidate in known], n=1, cutoff=0.75)
+    near_names = difflib.get_close_matches(
+        _name(key), [_name(candidate) for candidate in known], n=1, cutoff=0.75
+    )
     return [candidate for candidate in known if _name(candidate) in near_names][:3]
 
 
@@ -245,7 +262,9 @@ def _split_optional(annotation: Any) -> tuple[Any, bool]:
         return annotation, False
     rest = [part for part in get_args(annotation) if part is not type(None)]
     if len(rest) != 1:
-        raise TypeError(f"unsupported annotation {annotation}: a setting has one type, or one type and None")
+        raise TypeError(
+            f"unsupported annotation {annotation}: a setting has one type, or one type and None"
+        )
     return rest[0], True
 
 

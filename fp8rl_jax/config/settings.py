@@ -8,24 +8,37 @@ from typing import Any
 
 from fp8rl_jax.config.recipe import RECIPES, Recipe
 from fp8rl_jax.config.run import RunConfig
-from fp8rl_jax.config.schema import Mismatch, convert, describe, fields_of, leaves, show, unknown_key_hint
+from fp8rl_jax.config.schema import (
+    Mismatch,
+    convert,
+    describe,
+    fields_of,
+    leaves,
+    show,
+    unknown_key_hint,
+)
 from fp8rl_jax.errors import UserError
 
 TABLES = ("rollout", "optimizer", "trainer", "rl", "precision", "lora", "mesh")
 """Where a setting's last name is looked for; others need their dotted key."""
 
 
-def with_settings(config: RunConfig, settings: Mapping[str, Any], recipe: str | Recipe | None = None) -> RunConfig:
+def with_settings(
+    config: RunConfig, settings: Mapping[str, Any], recipe: str | Recipe | None = None
+) -> RunConfig:
     """`config` with single settings changed.
 
     Args:
         config: a run's.
-        settings: {name: value}. A name is a field of RunConfig (recipe, seed, rl=RLConfig(...)), the last name of a setting in
-            TABLES (learning_rate), or a dotted key ("rl.correction.method"). A table goes before the single settings in it.
-        recipe: a name, or a Recipe, which becomes a row of `recipes`; None: as it is, or as `settings` has it.
+        settings: {name: value}. A name is a field of RunConfig (recipe, seed, rl=RLConfig(...)),
+            the last name of a setting in TABLES (learning_rate), or a dotted key
+            ("rl.correction.method"). A table goes before the single settings in it.
+        recipe: a name, or a Recipe, which becomes a row of `recipes`; None: as it is, or as
+            `settings` has it.
 
     Raises:
-        UserError: one line for each name that is unknown or stands for several settings, and for each value that does not fit.
+        UserError: one line for each name that is unknown or stands for several settings, and for
+            each value that does not fit.
     """
     changes, faults = {}, []
     recipe = settings.get("recipe") if recipe is None else recipe
@@ -45,7 +58,9 @@ def with_settings(config: RunConfig, settings: Mapping[str, Any], recipe: str | 
     if isinstance(recipe, Recipe):
         changes["recipe"] = recipe.name
         if RECIPES.get(recipe.name) != recipe:
-            changes["recipes"] = config.recipes | changes.get("recipes", {}) | {recipe.name: recipe.table()}
+            changes["recipes"] = (
+                config.recipes | changes.get("recipes", {}) | {recipe.name: recipe.table()}
+            )
     elif recipe is not None:
         changes["recipe"] = recipe
     # tables first, single settings over them
@@ -77,5 +92,7 @@ def _changed(node: Any, path: list[str], value: Any, annotation: Any) -> Any:
     elif annotation is not None:
         value = convert(value, annotation)
     elif type(value) is not type(getattr(node, name)):
-        raise UserError(f"{name}: expected a {type(getattr(node, name)).__name__}, got {show(value)}")
+        raise UserError(
+            f"{name}: expected a {type(getattr(node, name)).__name__}, got {show(value)}"
+        )
     return dataclasses.replace(node, **{name: value})

@@ -1,4 +1,5 @@
-"""What the policy is trained on: a source of problems, the text of a prompt, and the reward of a completion."""
+"""What the policy is trained on: a source of problems, the text of a prompt, and the reward of a
+completion."""
 
 from __future__ import annotations
 
@@ -17,25 +18,30 @@ class TaskConfig:
     """Problems and their reward."""
 
     kind: Literal["reasoning_gym", "module", "jsonl", "environment", "python"] = "reasoning_gym"
-    """A reasoning-gym generator; a Python function that returns a list of {"prompt", "answer"} dictionaries (their other
-    keys become metadata); files of such dictionaries, one JSON object a line; a class whose problems are conversations
-    with it, of max_turns turns; or problems that the run got in Python, which a file cannot name."""
+    """A reasoning-gym generator; a Python function that returns a list of {"prompt", "answer"}
+    dictionaries (their other keys become metadata); files of such dictionaries, one JSON object a
+    line; a class whose problems are conversations with it, of max_turns turns; or problems that the
+    run got in Python, which a file cannot name."""
     name: str = "chain_sum"
-    """The generator's name; `module:function` or `path/to/file.py:function`; the file's path or a pattern such as
-    data/*.jsonl; `module:Class` or `path/to/file.py:Class`; of kind python what the problems were, such as "list of 800"."""
+    """The generator's name; `module:function` or `path/to/file.py:function`; the file's path or a
+    pattern such as data/*.jsonl; `module:Class` or `path/to/file.py:Class`; of kind python what the
+    problems were, such as "list of 800"."""
     args: dict[str, Any] = field(default_factory=dict)
-    """Parameters of the generator, or keyword arguments of the function or class: args = { min_terms = 2, max_terms = 2 }."""
+    """Parameters of the generator, or keyword arguments of the function or class: args = {
+    min_terms = 2, max_terms = 2 }."""
     eval_path: str = ""
-    """Held-out problems of kinds jsonl and python, a path as name is of jsonl; at most eval_size of them are used (unset: 256),
-    and training skips them all. Empty: they are taken out of name."""
+    """Held-out problems of kinds jsonl and python, a path as name is of jsonl; at most eval_size of
+    them are used (unset: 256), and training skips them all. Empty: they are taken out of name."""
     max_turns: int = 1
-    """Completions of one episode, at most; other kinds than environment have one. Above 1 an episode's reward is the sum over
-    its turns, what the environment says is masked from the loss, and rollout.max_prompt_tokens bounds the conversation."""
+    """Completions of one episode, at most; other kinds than environment have one. Above 1 an
+    episode's reward is the sum over its turns, what the environment says is masked from the loss,
+    and rollout.max_prompt_tokens bounds the conversation."""
     train_size: int = 0
     """Training problems; 0: all that the held-out set leaves of a list, 1024 of a generator."""
     eval_size: int | None = None
-    """Held-out problems; 0: none, which evaluation.every = 0 goes with. Unset: 256, and no more than a tenth of a list, or of a
-    generator that runs out. They are drawn first, so the same seed holds out the same problems whatever train_size is."""
+    """Held-out problems; 0: none, which evaluation.every = 0 goes with. Unset: 256, and no more
+    than a tenth of a list, or of a generator that runs out. They are drawn first, so the same seed
+    holds out the same problems whatever train_size is."""
     seed: int = 0
     """Seed of the problems and of the split."""
     prompt_template: str = "{question}"
@@ -68,9 +74,15 @@ class TaskConfig:
         wanted = "Class" if self.kind == "environment" else "function"
         checks = [
             (self.train_size >= 0, f"task.train_size = {self.train_size} must not be negative"),
-            (self.eval_size is None or self.eval_size >= 0, f"task.eval_size = {self.eval_size} must not be negative"),
+            (
+                self.eval_size is None or self.eval_size >= 0,
+                f"task.eval_size = {self.eval_size} must not be negative",
+            ),
             (self.seed >= 0, f"task.seed = {self.seed} must not be negative"),
-            (bool(self.name), "task.name is empty; give a reasoning-gym generator, module:function or a file"),
+            (
+                bool(self.name),
+                "task.name is empty; give a reasoning-gym generator, module:function or a file",
+            ),
             (
                 self.kind not in ("module", "environment") or is_function_spec(self.name),
                 f"task.name = {self.name!r} must be module:{wanted} or path/to/file.py:{wanted}",
@@ -85,19 +97,24 @@ class TaskConfig:
             ),
             (
                 not self.eval_path or self.eval_size != 0,
-                f"task.eval_path = {self.eval_path!r} is not read while task.eval_size = 0; raise it or drop the path",
+                f"task.eval_path = {self.eval_path!r} is not read while task.eval_size = 0; "
+                "raise it or drop the path",
             ),
             (
                 not self.args or self.kind not in ("jsonl", "python"),
-                f'task.args: problems of task.kind = "{self.kind}" take no arguments; take them out',
+                f'task.args: problems of task.kind = "{self.kind}" take no arguments; take them '
+                "out",
             ),
             (self.max_turns >= 1, f"task.max_turns = {self.max_turns} must be at least 1"),
             (
                 self.max_turns == 1 or self.kind == "environment",
-                f'task.max_turns = {self.max_turns}: only task.kind = "environment" has several turns',
+                f'task.max_turns = {self.max_turns}: only task.kind = "environment" has several '
+                "turns",
             ),
         ]
-        found = [message for holds, message in checks if not holds] + list(self.reward.faults(self.kind))
+        found = [message for holds, message in checks if not holds] + list(
+            self.reward.faults(self.kind)
+        )
         for key in ("prompt_template", "answer_template"):
             found += [f"task.{key}: {fault}" for fault in template_faults(getattr(self, key))]
         return found
@@ -111,7 +128,8 @@ def template_faults(template: str) -> list[str]:
         return [f"{template!r} is not a format template ({fault}); write a literal brace twice"]
     roots = [name.split(".")[0].split("[")[0] for name in fields]
     return [
-        f"{{{name}}} is none of {{question}}, {{answer}}, {{metadata[key]}}; write a literal brace twice"
+        f"{{{name}}} is none of {{question}}, {{answer}}, {{metadata[key]}}; write a literal "
+        "brace twice"
         for name, root in zip(fields, roots, strict=True)
         if root not in TEMPLATE_FIELDS
     ]

@@ -35,19 +35,20 @@ class OptimizerConfig:
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this global norm; 0: not clipped."""
     first_moment: MomentName = "float32"
-    """How Adam's first moment rests between updates, which compute in float32; e4m3: in groups of 128 with a scale each."""
+    """How Adam's first moment rests between updates, which compute in float32; e4m3: in groups of
+    128 with a scale each."""
     second_moment: MomentName = "float32"
     """The same of the second moment, rounded stochastically; e4m3 needs beta2 of at most 0.99."""
 
 
 @dataclass(frozen=True)
 class LossScaleConfig:
-    """What the loss is multiplied by before the backward pass and gradients are divided by after it: float16 holds nothing below
-    6e-8 (arXiv 1710.03740, section 3.2)."""
+    """What the loss is multiplied by before the backward pass and gradients are divided by after
+    it: float16 holds nothing below 6e-8 (arXiv 1710.03740, section 3.2)."""
 
     mode: LossScaleMode = "auto"
-    """dynamic: found while training; an overflow skips the update and lowers the scale. static: `initial`, always. auto: dynamic
-    where compute_dtype is "float16", else none."""
+    """dynamic: found while training; an overflow skips the update and lowers the scale. static:
+    `initial`, always. auto: dynamic where compute_dtype is "float16", else none."""
     initial: float = 65536.0
     """Scale at the start, or always; PyTorch's default."""
     growth_factor: float = 2.0
@@ -55,7 +56,8 @@ class LossScaleConfig:
     backoff_factor: float = 0.5
     """The scale is multiplied by this where a gradient overflows."""
     growth_interval: int = 400
-    """Updates without overflow before the scale grows: 400 as in verl, PyTorch's own default is 2000."""
+    """Updates without overflow before the scale grows: 400 as in verl, PyTorch's own default is
+    2000."""
 
     def __post_init__(self) -> None:
         key = "trainer.loss_scale"
@@ -81,36 +83,42 @@ class TrainerConfig:
     steps: int = 100
     """Rollout-and-update steps of the run."""
     updates_per_rollout: int = 1
-    """Optimizer updates on each rollout (mini-batches); with 1 the old-logprob forward is skipped."""
+    """Optimizer updates on each rollout (mini-batches); with 1 the old-logprob forward is
+    skipped."""
     micro_batch_prompts: int = 0
-    """Prompts (with all their completions) in one gradient-accumulation step; 0: all at once. The update stays the same up to the
-    order of float32 sums; under a trainer in FP8 up to the scales of its weight gradient, too (training/step.py)."""
+    """Prompts (with all their completions) in one gradient-accumulation step; 0: all at once. The
+    update stays the same up to the order of float32 sums; under a trainer in FP8 up to the scales
+    of its weight gradient, too (training/step.py)."""
     remat: Literal["none", "layer"] = "none"
     """Rematerialize each layer in the backward pass: less memory, a third more compute."""
     logprob_chunk: int = 1024
     """Tokens whose logits exist at one time, per device, in the log-probability computation."""
     attention_chunk: int | None = None
-    """Queries of a row whose attention scores exist at one time, recomputed in the backward pass; 0: all of them. Unset: 128 in
-    rows of 1024 tokens and more, else all."""
+    """Queries of a row whose attention scores exist at one time, recomputed in the backward pass;
+    0: all of them. Unset: 128 in rows of 1024 tokens and more, else all."""
     packing: bool = False
-    """Lay the completions of an update out in full rows instead of padding each to the longest; loss and metrics stay the same.
-    Sequences of a row, prompt and completion, are told apart by segment ids; the samples of a prompt share its copy."""
+    """Lay the completions of an update out in full rows instead of padding each to the longest;
+    loss and metrics stay the same. Sequences of a row, prompt and completion, are told apart by
+    segment ids; the samples of a prompt share its copy."""
     pack_tokens: int = 0
-    """Tokens of a packed row, at least the longest prompt and completion together; 0: just those. Wider rows hold more samples
-    of a prompt behind one copy of it, and cost more attention."""
+    """Tokens of a packed row, at least the longest prompt and completion together; 0: just those.
+    Wider rows hold more samples of a prompt behind one copy of it, and cost more attention."""
     length_buckets: bool = False
-    """Cut an update's batch to the longest prompt and completion in it, rounded up to a power of two or three quarters of one.
-    The first update of each width is compiled anew, and where completions reach rollout.max_new_tokens nothing is gained."""
+    """Cut an update's batch to the longest prompt and completion in it, rounded up to a power of
+    two or three quarters of one. The first update of each width is compiled anew, and where
+    completions reach rollout.max_new_tokens nothing is gained."""
     loss_scale: LossScaleConfig = LossScaleConfig()
     """Loss scaling of float16."""
     router_replay: bool = False
-    """The trainer routes each token to the experts that the rollout used (R3); for models with experts."""
+    """The trainer routes each token to the experts that the rollout used (R3); for models with
+    experts."""
     abort_after_skips: int = 10
-    """Consecutive updates skipped for non-finite values before the run stops with an error; updates skipped while a dynamic loss
-    scale is being found (optim/overflow) are not counted."""
+    """Consecutive updates skipped for non-finite values before the run stops with an error; updates
+    skipped while a dynamic loss scale is being found (optim/overflow) are not counted."""
     abort_after_failed_rewards: int = 3
-    """Consecutive steps in which the reward of every completion failed (an exception, no finite number, a timeout) before the run
-    stops with an error; a shorter run stops where all its steps did."""
+    """Consecutive steps in which the reward of every completion failed (an exception, no finite
+    number, a timeout) before the run stops with an error; a shorter run stops where all its steps
+    did."""
 
 
 @dataclass(frozen=True)
@@ -122,13 +130,18 @@ class SftConfig:
     batch_size: int = 64
     """Examples an update."""
     cut_short: float = 0.0
-    """Part of the demonstrations that lose their last token before end-of-sequence: a flaw that the reward can teach away."""
-    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=3e-3, warmup_steps=10, schedule="cosine")
+    """Part of the demonstrations that lose their last token before end-of-sequence: a flaw that the
+    reward can teach away."""
+    optimizer: OptimizerConfig = OptimizerConfig(
+        learning_rate=3e-3, warmup_steps=10, schedule="cosine"
+    )
     """Its own optimizer settings."""
     output: str = ""
-    """Run directory of the supervised stage, whose model/ is in Hugging Face form; empty: the run's output."""
+    """Run directory of the supervised stage, whose model/ is in Hugging Face form; empty: the run's
+    output."""
     from_scratch: bool = False
-    """Start from the built-in policy's random weights, whatever model.path says (it may name what this stage will write)."""
+    """Start from the built-in policy's random weights, whatever model.path says (it may name what
+    this stage will write)."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """What a policy computes besides its linears, in two arithmetics with the same signatures.
 
-PLAIN is what XLA makes fastest. EXACT gives each token the same bits whatever else is in the batch, however it is padded,
-chunked or cached, because each result depends on the order of nothing (pallas_kernels.exact); its gradients are PLAIN's. A
-recipe with `exact` runs the rollout and the trainer in EXACT, and their log-probabilities are then equal bit for bit.
+PLAIN is what XLA makes fastest. EXACT gives each token the same bits whatever else is in the batch,
+however it is padded, chunked or cached, because each result depends on the order of nothing
+(pallas_kernels.exact); its gradients are PLAIN's. A recipe with `exact` runs the rollout and the
+trainer in EXACT, and their log-probabilities are then equal bit for bit.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ ACTIVATIONS = {"silu": jax.nn.silu, "gelu_pytorch_tanh": partial(jax.nn.gelu, ap
 
 
 class Arithmetic(NamedTuple):
-    """The functions of a forward pass; their plain forms are in this file, in `rotary` and in pallas_kernels."""
+    """The functions of a forward pass; their plain forms are in this file, in `rotary` and in
+    pallas_kernels."""
 
     exact: bool
     add: Callable
@@ -44,8 +46,11 @@ class Arithmetic(NamedTuple):
     logprob: Callable
 
 
-def rms_norm(x: Float[Array, "*b dim"], weight: Float[Array, " dim"], eps: float, offset: float = 0.0) -> Float[Array, "*b dim"]:
-    """x / sqrt(mean(x^2) + eps) * (offset + weight) (arXiv 1910.07467), in float32, result in x's dtype."""
+def rms_norm(
+    x: Float[Array, "*b dim"], weight: Float[Array, " dim"], eps: float, offset: float = 0.0
+) -> Float[Array, "*b dim"]:
+    """x / sqrt(mean(x^2) + eps) * (offset + weight) (arXiv 1910.07467), in float32, result in x's
+    dtype."""
     wide = x.astype(jnp.float32)
     normed = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     gain = weight.astype(jnp.float32)
@@ -59,20 +64,29 @@ def add(x: Float[Array, "*b n"], y: Float[Array, "*b n"]) -> Float[Array, "*b n"
 
 def scale(x: Float[Array, "*b n"], factor: float) -> Float[Array, "*b n"]:
     """x * factor, the factor in x's dtype."""
-    return rounded(x.astype(jnp.float32) * jnp.asarray(factor, x.dtype).astype(jnp.float32), x.dtype)
+    return rounded(
+        x.astype(jnp.float32) * jnp.asarray(factor, x.dtype).astype(jnp.float32), x.dtype
+    )
 
 
-def gated(gate: Float[Array, "*b n"], up: Float[Array, "*b n"], activation: str) -> Float[Array, "*b n"]:
-    """activation(gate) * up (GLU variants, arXiv 2002.05202) in float32, rounded behind the activation and behind the product,
-    as torch and vLLM round it."""
+def gated(
+    gate: Float[Array, "*b n"], up: Float[Array, "*b n"], activation: str
+) -> Float[Array, "*b n"]:
+    """activation(gate) * up (GLU variants, arXiv 2002.05202) in float32, rounded behind the
+    activation and behind the product, as torch and vLLM round it."""
     active = rounded(ACTIVATIONS[activation](gate.astype(jnp.float32)), gate.dtype)
     return rounded(active.astype(jnp.float32) * up.astype(jnp.float32), gate.dtype)
 
 
-def routing(x: Float[Array, "*b hidden"], router: Float[Array, "experts hidden"]) -> Float[Array, "*b experts"]:
+def routing(
+    x: Float[Array, "*b hidden"], router: Float[Array, "experts hidden"]
+) -> Float[Array, "*b experts"]:
     """softmax of the router's scores, float32."""
     logits = jnp.einsum(
-        "...h,eh->...e", x.astype(jnp.float32), router.astype(jnp.float32), precision=lax.Precision.HIGHEST
+        "...h,eh->...e",
+        x.astype(jnp.float32),
+        router.astype(jnp.float32),
+        precision=lax.Precision.HIGHEST,
     )
     return jax.nn.softmax(logits, axis=-1)
 
@@ -82,12 +96,16 @@ def normalize(weights: Float[Array, "*b k"]) -> Float[Array, "*b k"]:
     return weights / weights.sum(axis=-1, keepdims=True)
 
 
-def combine(weights: Float[Array, "b t k"], out: Float[Array, "b t k hidden"]) -> Float[Array, "b t hidden"]:
+def combine(
+    weights: Float[Array, "b t k"], out: Float[Array, "b t k hidden"]
+) -> Float[Array, "b t hidden"]:
     """The experts' outputs, summed with their weights, float32."""
     return jnp.einsum("btk,btkh->bth", weights, out.astype(jnp.float32))
 
 
-def logprob(logits: Float[Array, "*b vocab"], tokens: Int[Array, "*b"], temperature: float) -> Float[Array, "*b"]:
+def logprob(
+    logits: Float[Array, "*b vocab"], tokens: Int[Array, "*b"], temperature: float
+) -> Float[Array, "*b"]:
     """log softmax(logits / temperature) of the tokens."""
     every = jax.nn.log_softmax(logits / temperature, axis=-1)
     return jnp.take_along_axis(every, tokens[..., None], axis=-1)[..., 0]
@@ -140,7 +158,9 @@ def _rope_tables(frequencies, positions):
 def _rotate(x, tables):
     cos, sin = (wide(table)[:, :, None, :] for table in tables)
     first, second = jnp.split(wide(x), 2, axis=-1)
-    return rounded(jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1), x.dtype)
+    return rounded(
+        jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1), x.dtype
+    )
 
 
 @scoped
@@ -187,7 +207,8 @@ def _normalize(weights):
 
 @scoped
 def _combine(weights, out):
-    parts = wide(weights)[..., None] * wide(out)  # exact; added in the order of the token's own ranking
+    # exact; added in the order of the token's own ranking
+    parts = wide(weights)[..., None] * wide(out)
     total = parts[..., 0, :]
     for i in range(1, parts.shape[-2]):
         total = total + parts[..., i, :]
@@ -205,11 +226,14 @@ def _logprob(logits, tokens, temperature):
 
 
 def _exact(plain: Callable, exactly: Callable, arrays: int) -> Callable:
-    """`exactly` with the gradient of `plain`; both take `arrays` trees of arrays first and then constants."""
+    """`exactly` with the gradient of `plain`; both take `arrays` trees of arrays first and then
+    constants."""
 
     def run(*args):
         fixed = args[arrays:]
-        same = exact.with_gradient_of(lambda *xs: plain(*xs, *fixed), lambda *xs: exactly(*xs, *fixed))
+        same = exact.with_gradient_of(
+            lambda *xs: plain(*xs, *fixed), lambda *xs: exactly(*xs, *fixed)
+        )
         return same(*args[:arrays])
 
     return run
@@ -230,7 +254,9 @@ EXACT = Arithmetic(
     routing=_routing,
     normalize=_exact(PLAIN.normalize, _normalize, 1),
     combine=_exact(PLAIN.combine, _combine, 2),
-    logprob=lambda logits, tokens, temperature: _tempered(logits, tokens, jnp.asarray(temperature, jnp.float32)),
+    logprob=lambda logits, tokens, temperature: _tempered(
+        logits, tokens, jnp.asarray(temperature, jnp.float32)
+    ),
 )
 
 

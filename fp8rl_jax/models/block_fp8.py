@@ -1,17 +1,22 @@
-"""Block-FP8 checkpoints, in the form of DeepSeek-V3 and Qwen3-FP8 that vLLM, SGLang and transformers read.
+"""Block-FP8 checkpoints, in the form of DeepSeek-V3 and Qwen3-FP8 that vLLM, SGLang and
+transformers read.
 
-A linear `X.weight` [out, in] is stored as e4m3, with one scale for each 128 x 128 block beside it in `X.weight_scale_inv`
-[ceil(out / 128), ceil(in / 128)]. In spite of its name the scale multiplies: a weight is its stored value times the scale of its
-block. `quantization_config` in config.json says so. Embeddings, lm_head, norms, biases and routers stay bf16.
+A linear `X.weight` [out, in] is stored as e4m3, with one scale for each 128 x 128 block beside it
+in `X.weight_scale_inv` [ceil(out / 128), ceil(in / 128)]. In spite of its name the scale
+multiplies: a weight is its stored value times the scale of its block. `quantization_config` in
+config.json says so. Embeddings, lm_head, norms, biases and routers stay bf16.
 
-What is written has the bits that the rollout computes with: the library's one quantizer, on the bf16-rounded weight. Read back
-and quantized again it has the same bits once more. The largest element of a block is 448 scales, which rounds to the bf16 weight
-that it came from, so that the scale is found again; and rounding to bf16 moves a value by at most 2**-9 of itself, while the
-nearest border between two e4m3 values is 2**-5 away. Neither holds for scales of another rule (powers of two, bf16 scales as in
-Qwen3-FP8, or blocks whose largest weight is below 448 * 2**-126): such a checkpoint is read exactly, but requantizing moves it.
+What is written has the bits that the rollout computes with: the library's one quantizer, on the
+bf16-rounded weight. Read back and quantized again it has the same bits once more. The largest
+element of a block is 448 scales, which rounds to the bf16 weight that it came from, so that the
+scale is found again; and rounding to bf16 moves a value by at most 2**-9 of itself, while the
+nearest border between two e4m3 values is 2**-5 away. Neither holds for scales of another rule
+(powers of two, bf16 scales as in Qwen3-FP8, or blocks whose largest weight is below 448 * 2**-126):
+such a checkpoint is read exactly, but requantizing moves it.
 
-Other readers want sizes that the blocks divide. vLLM and SGLang stack q on k on v, and gate on up, and refuse a q, k or gate
-whose rows are no multiple of 128; transformers 5.23 takes rows / scale rows for the block, which is 128 only then.
+Other readers want sizes that the blocks divide. vLLM and SGLang stack q on k on v, and gate on up,
+and refuse a q, k or gate whose rows are no multiple of 128; transformers 5.23 takes rows / scale
+rows for the block, which is 128 only then.
 """
 
 from __future__ import annotations
@@ -41,7 +46,8 @@ _LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "dow
 
 
 def parse_quantization(config: dict[str, Any]) -> tuple[int, int] | None:
-    """Reads config.json's `quantization_config`: the (rows, columns) that share a scale, None for a plain checkpoint.
+    """Reads config.json's `quantization_config`: the (rows, columns) that share a scale, None for a
+    plain checkpoint.
 
     Raises:
         UserError: another method than block-FP8, or a key of it that would change the numbers.
@@ -49,26 +55,37 @@ def parse_quantization(config: dict[str, Any]) -> tuple[int, int] | None:
     if not config.get("quantization_config"):
         return None
     fields = Fields(config).object("quantization_config")
-    stored = {key: fields.data.get(key, default) for key, default in (("quant_method", None), ("fmt", "e4m3"))}
+    stored = {
+        key: fields.data.get(key, default)
+        for key, default in (("quant_method", None), ("fmt", "e4m3"))
+    }
     if stored != {"quant_method": "fp8", "fmt": "e4m3"}:
         raise UserError(
-            f"quantization_config of quant_method {stored['quant_method']!r} and fmt {stored['fmt']!r} is not read; "
+            f"quantization_config of quant_method {stored['quant_method']!r} and fmt "
+            f"{stored['fmt']!r} is not read; "
             f"use the bf16 or float32 checkpoint, or one of 'fp8' in 'e4m3' blocks"
         )
     if (scheme := fields.data.get("activation_scheme", "dynamic")) != "dynamic":
-        raise UserError(f"quantization_config.activation_scheme {scheme!r} is not read; only 'dynamic' is")
+        raise UserError(
+            f"quantization_config.activation_scheme {scheme!r} is not read; only 'dynamic' is"
+        )
     block = fields.integers("weight_block_size")
     if len(block) != 2 or min(block) < 1:
         raise UserError(
-            f"quantization_config.weight_block_size must be two positive sizes, got {fields.data.get('weight_block_size')!r}; "
+            "quantization_config.weight_block_size must be two positive sizes, got "
+            f"{fields.data.get('weight_block_size')!r}; "
             f"FP8 with one scale for each tensor is not read"
         )
     return block[0], block[1]
 
 
 def quantization_config(config: PolicyConfig) -> dict[str, Any]:
-    """The `quantization_config` of an export. Routers are linears too: they are named one by one, as Qwen3-FP8 does."""
-    routers = [hf_name("layers.router.weight", layer).removesuffix(".weight") for layer in config.sparse_layers]
+    """The `quantization_config` of an export. Routers are linears too: they are named one by one,
+    as Qwen3-FP8 does."""
+    routers = [
+        hf_name("layers.router.weight", layer).removesuffix(".weight")
+        for layer in config.sparse_layers
+    ]
     return {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
@@ -84,8 +101,9 @@ def is_quantized_linear(location: Location) -> bool:
 
 
 def quantize_tensor(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(values, scales) of a finite weight [out, in], any float dtype: e4m3 [out, in] and float32 [ceil(out / 128),
-    ceil(in / 128)], the bits that `precision.quantize_weight` gives the rollout."""
+    """(values, scales) of a finite weight [out, in], any float dtype: e4m3 [out, in] and float32
+    [ceil(out / 128), ceil(in / 128)], the bits that `precision.quantize_weight` gives the
+    rollout."""
     q = _quantizer()(weight)
     return np.asarray(q.values), np.asarray(q.scales)
 
@@ -116,48 +134,70 @@ def split_scales(
     """Takes the scales out of a checkpoint.
 
     Args:
-        checkpoint: of a block-FP8 model, or of a plain one (`block` None), which is given back as it is.
+        checkpoint: of a block-FP8 model, or of a plain one (`block` None), which is given back as
+            it is.
         expected: the tensors of the model, by name.
         block: (rows, columns) that share a scale.
 
     Returns:
-        The checkpoint without its scales, and the scales by the name of the tensor that each belongs to. Linears that the
-        checkpoint keeps in a wider dtype have none.
+        The checkpoint without its scales, and the scales by the name of the tensor that each
+        belongs to. Linears that the checkpoint keeps in a wider dtype have none.
 
     Raises:
-        UserError: naming file and tensor: an FP8 linear without a scale, a scale of a wrong shape or dtype, one that is not
-            finite, one of a tensor that is not FP8.
+        UserError: naming file and tensor: an FP8 linear without a scale, a scale of a wrong shape
+            or dtype, one that is not finite, one of a tensor that is not FP8.
     """
     if block is None:
         return checkpoint, {}
     scales: dict[str, np.ndarray] = {}
     for name, location in expected.items():
         weight = checkpoint.tensors.get(name)
-        if not is_quantized_linear(location) or weight is None or weight.dtype != _E4M3 or weight.shape != location.shape:
+        if (
+            not is_quantized_linear(location)
+            or weight is None
+            or weight.dtype != _E4M3
+            or weight.shape != location.shape
+        ):
             continue  # what is missing or misshapen is the loader's to say
         scale_name = name + SCALE_SUFFIX
         if scale_name not in checkpoint.tensors:
-            raise UserError(f"{checkpoint.files[name]}: tensor {name} is FP8, but its scale {scale_name} is missing")
+            raise UserError(
+                f"{checkpoint.files[name]}: tensor {name} is FP8, but its scale {scale_name} is "
+                "missing"
+            )
         scales[name] = _checked_scale(checkpoint, scale_name, weight.shape, block)
     taken = {name + SCALE_SUFFIX for name in scales}
-    stray = [name for name in checkpoint.tensors if name.endswith(SCALE_SUFFIX) and name not in taken]
+    stray = [
+        name for name in checkpoint.tensors if name.endswith(SCALE_SUFFIX) and name not in taken
+    ]
     if stray:
-        raise UserError(f"{checkpoint.files[stray[0]]}: tensor {stray[0]} is the scale of a tensor that is not an FP8 linear")
+        raise UserError(
+            f"{checkpoint.files[stray[0]]}: tensor {stray[0]} is the scale of a tensor that is "
+            "not an FP8 linear"
+        )
     return _without(checkpoint, taken), scales
 
 
-def _checked_scale(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], block: tuple[int, int]) -> np.ndarray:
+def _checked_scale(
+    checkpoint: Checkpoint, name: str, shape: tuple[int, ...], block: tuple[int, int]
+) -> np.ndarray:
     scale, file = checkpoint.tensors[name], checkpoint.files[name]
     blocks = tuple(-(-size // side) for size, side in zip(shape, block, strict=True))
     if scale.shape != blocks:
         raise UserError(
-            f"{file}: tensor {name} has shape {list(scale.shape)}; a weight {list(shape)} in blocks of {list(block)} "
+            f"{file}: tensor {name} has shape {list(scale.shape)}; a weight {list(shape)} in "
+            f"blocks of {list(block)} "
             f"needs {list(blocks)}"
         )
     if scale.dtype not in _SCALE_DTYPES:
-        raise UserError(f"{file}: tensor {name} has dtype {scale.dtype}; scales must be float32 or bfloat16")
+        raise UserError(
+            f"{file}: tensor {name} has dtype {scale.dtype}; scales must be float32 or bfloat16"
+        )
     if bad := count_non_finite(scale):
-        raise UserError(f"{file}: tensor {name} holds {bad} non-finite scales of {scale.size}; the checkpoint is damaged")
+        raise UserError(
+            f"{file}: tensor {name} holds {bad} non-finite scales of {scale.size}; the "
+            "checkpoint is damaged"
+        )
     return scale
 
 
@@ -169,7 +209,8 @@ def _without(checkpoint: Checkpoint, names: Collection[str]) -> Checkpoint:
 
 
 def unaligned_linears(config: PolicyConfig) -> list[str]:
-    """The linears, as "q_proj [576, 576]", with a side that is no multiple of 128, which other readers may refuse."""
+    """The linears, as "q_proj [576, 576]", with a side that is no multiple of 128, which other
+    readers may refuse."""
     found = []
     for path, shape in parameter_shapes(config).items():
         name = path.removeprefix("layers.").removesuffix(".weight")

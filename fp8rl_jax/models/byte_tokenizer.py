@@ -15,7 +15,8 @@ from fp8rl_jax.models.token_bytes import BYTE_TO_STAND_IN
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as ids 0-255, then <|pad|> 256, <|bos|> 257 and <|eos|> 258. No file, no chat template.
+    """UTF-8 bytes as ids 0-255, then <|pad|> 256, <|bos|> 257 and <|eos|> 258. No file, no chat
+    template.
 
     The text of a special token is just bytes: no input can produce one.
     """
@@ -35,34 +36,49 @@ class ByteTokenizer:
         pieces = (bytes([token]) if token < 256 else names.get(int(token), b"") for token in ids)
         return b"".join(pieces).decode("utf-8", errors="replace")
 
-    def apply_chat_template(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True) -> str:
+    def apply_chat_template(
+        self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True
+    ) -> str:
         """Raises: UserError, since bytes have no chat template."""
         raise UserError("the byte-level tokenizer has no chat template; give plain prompts")
 
-    def encode_chat(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True
+    ) -> list[int]:
         """Raises: UserError, since bytes have no chat template."""
-        return self.encode(self.apply_chat_template(messages, add_generation_prompt), add_special_tokens=False)
+        return self.encode(
+            self.apply_chat_template(messages, add_generation_prompt), add_special_tokens=False
+        )
 
     def token_bytes(self) -> list[bytes]:
         return [bytes([byte]) for byte in range(256)] + [b""] * 3
 
     def save(self, directory: str | Path) -> None:
-        """Writes a tokenizer.json that gives the same ids in `HFTokenizer` and in transformers, where the text of a
-        special token does stand for it.
+        """Writes a tokenizer.json that gives the same ids in `HFTokenizer` and in transformers,
+        where the text of a special token does stand for it.
 
         Raises:
             UserError: the directory cannot be written.
         """
         names = ["<|pad|>", "<|bos|>", "<|eos|>"]
         # Byte-level BPE without merges: a printable stand-in for each byte.
-        backend = tokenizers.Tokenizer(models.BPE({stand_in: byte for byte, stand_in in BYTE_TO_STAND_IN.items()}, []))
+        backend = tokenizers.Tokenizer(
+            models.BPE({stand_in: byte for byte, stand_in in BYTE_TO_STAND_IN.items()}, [])
+        )
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         backend.decoder = decoders.ByteLevel()
-        backend.add_special_tokens([tokenizers.AddedToken(name, normalized=False) for name in names])
-        backend.post_processor = processors.TemplateProcessing(
-            single="<|bos|> $A", pair="<|bos|> $A $B", special_tokens=[("<|bos|>", self.bos_token_id)]
+        backend.add_special_tokens(
+            [tokenizers.AddedToken(name, normalized=False) for name in names]
         )
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        backend.post_processor = processors.TemplateProcessing(
+            single="<|bos|> $A",
+            pair="<|bos|> $A $B",
+            special_tokens=[("<|bos|>", self.bos_token_id)],
+        )
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+        }
         config |= {f"{name[2:-2]}_token": name for name in names}
         try:
             backend.save(str(Path(directory) / "tokenizer.json"))
@@ -82,5 +98,7 @@ def checked(text: str) -> str:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise UserError(f"the text holds a lone surrogate, \\u{ord(text[error.start]):x}, at {error.start}") from None
+        raise UserError(
+            f"the text holds a lone surrogate, \\u{ord(text[error.start]):x}, at {error.start}"
+        ) from None
     return text

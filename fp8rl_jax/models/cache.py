@@ -1,11 +1,13 @@
-"""The KV cache: a part shared by the samples of a prompt, a part of each completion's own, and FP8 scales.
+"""The KV cache: a part shared by the samples of a prompt, a part of each completion's own, and FP8
+scales.
 
-All completions of a prompt read one copy of its keys and values; each completion then writes its own block from slot 0, so
-ragged prompts need no alignment and a decode step writes one slot for every row at once. The trainer scores completions
-against the same two parts, which is why it, too, runs the prompt once for a group instead of once for a sample.
+All completions of a prompt read one copy of its keys and values; each completion then writes its
+own block from slot 0, so ragged prompts need no alignment and a decode step writes one slot for
+every row at once. The trainer scores completions against the same two parts, which is why it, too,
+runs the prompt once for a group instead of once for a sample.
 
-In FP8 the cache holds e4m3 values and three float32 numbers a layer: the scales of Q, K and V. They are calibrated at every
-weight sync (rollout.calibration); nothing here guesses one.
+In FP8 the cache holds e4m3 values and three float32 numbers a layer: the scales of Q, K and V. They
+are calibrated at every weight sync (rollout.calibration); nothing here guesses one.
 """
 
 from __future__ import annotations
@@ -35,11 +37,13 @@ class KVBlock:
     """Keys and values of one stretch of tokens, for every layer.
 
     Attributes:
-        keys, values: [rows, kv_heads, slots, head_dim] of each layer; a tuple over layers, or one array with a leading axis.
-        mask: [rows, slots], True where a slot holds a token. Where a shared block is decoded with, each row's tokens come first.
-            The rows of a policy call are rows * n for a shared block: row b of the call reads row b // n.
-        positions: [rows, slots], position of the token in each slot, which sliding windows read in a shared block. None in an
-            own block: its slots are consecutive positions.
+        keys, values: [rows, kv_heads, slots, head_dim] of each layer; a tuple over layers, or one
+            array with a leading axis.
+        mask: [rows, slots], True where a slot holds a token. Where a shared block is decoded with,
+            each row's tokens come first. The rows of a policy call are rows * n for a shared block:
+            row b of the call reads row b // n.
+        positions: [rows, slots], position of the token in each slot, which sliding windows read in
+            a shared block. None in an own block: its slots are consecutive positions.
     """
 
     keys: Array | tuple[Array, ...]
@@ -55,8 +59,8 @@ class KVCache:
 
     Attributes:
         shared: the prompts' block, read only, or None.
-        own: block that the call writes at `slot`, or None; then the call attends to its own tokens causally and returns
-            their block.
+        own: block that the call writes at `slot`, or None; then the call attends to its own tokens
+            causally and returns their block.
         slot: int32, first slot that the call writes.
         scales: FP8 scales, or None when nothing in the cache is quantized.
     """
@@ -67,7 +71,9 @@ class KVCache:
     scales: KVScales | None = None
 
 
-def empty_block(config: PolicyConfig, rows: int, slots: int, dtype: jnp.dtype, stacked: bool) -> KVBlock:
+def empty_block(
+    config: PolicyConfig, rows: int, slots: int, dtype: jnp.dtype, stacked: bool
+) -> KVBlock:
     """A block with nothing in it: zeros, mask False."""
     shape = (rows, config.num_kv_heads, slots, config.head_dim)
 

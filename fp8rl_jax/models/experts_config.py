@@ -10,7 +10,8 @@ _LARGEST_COUNT = 10_000  # of layers and of experts
 
 
 def check_count(key: str, count: int) -> None:
-    """Refuses a number of layers or experts that no model has: a damaged one must not become a loop of that length.
+    """Refuses a number of layers or experts that no model has: a damaged one must not become a loop
+    of that length.
 
     Raises:
         UserError: naming the key.
@@ -21,7 +22,8 @@ def check_count(key: str, count: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class ExpertsConfig:
-    """A mixture of experts in place of the feed-forward layer (arXiv 1701.06538), of which each token uses a few.
+    """A mixture of experts in place of the feed-forward layer (arXiv 1701.06538), of which each
+    token uses a few.
 
     Attributes:
         count: experts in a layer.
@@ -42,4 +44,7 @@ class ExpertsConfig:
             raise UserError(f"moe_intermediate_size must be positive, got {self.intermediate_size}")
         check_count("num_experts", self.count)
         if not 1 <= self.per_token <= self.count:
-            raise UserError(f"num_experts_per_tok ({self.per_token}) must be from 1 to num_experts ({self.count})")
+            raise UserError(
+                f"num_experts_per_tok ({self.per_token}) must be from 1 to num_experts "
+                f"({self.count})"
+            )

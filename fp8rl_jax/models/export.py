@@ -14,7 +14,12 @@ import ml_dtypes
 import numpy as np
 
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.models.block_fp8 import SCALE_SUFFIX, is_quantized_linear, quantization_config, quantize_tensor
+from fp8rl_jax.models.block_fp8 import (
+    SCALE_SUFFIX,
+    is_quantized_linear,
+    quantization_config,
+    quantize_tensor,
+)
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.finite import count_non_finite
 from fp8rl_jax.models.hf_names import Location, hf_tensors, parameter_shapes
@@ -23,7 +28,12 @@ from fp8rl_jax.models.shards import INDEX_FILE, SHARD_BYTES, is_weights_file, wr
 
 FP8_BLOCK = "fp8-block"
 _BF16 = np.dtype(ml_dtypes.bfloat16)
-EXPORT_DTYPES = {"bfloat16": _BF16, "float16": np.dtype(np.float16), "float32": np.dtype(np.float32), FP8_BLOCK: _BF16}
+EXPORT_DTYPES = {
+    "bfloat16": _BF16,
+    "float16": np.dtype(np.float16),
+    "float32": np.dtype(np.float32),
+    FP8_BLOCK: _BF16,
+}
 
 # What a tokenizer consists of, in the spellings of transformers 4 and 5.
 TOKENIZER_FILES = (
@@ -49,24 +59,28 @@ def export_policy(
 ) -> Path:
     """Writes the weights, config.json, generation_config.json and the tokenizer's files.
 
-    Everything is written beside its final name first and moved when complete, the weights first: a full disk leaves an
-    earlier export in `directory` as it was. Weights of an earlier export are replaced, other files are not touched.
+    Everything is written beside its final name first and moved when complete, the weights first: a
+    full disk leaves an earlier export in `directory` as it was. Weights of an earlier export are
+    replaced, other files are not touched.
 
     Args:
         directory: made when it isn't there.
         config: the policy's config.
         arrays: nested as `load_policy_arrays` gives them, [L, ...] for layers, any float dtype.
-        dtype: "bfloat16" or "float16" (rounded to nearest even), "float32", or "fp8-block": linears in e4m3 with a scale for
-            each 128 x 128 block and the rest in bfloat16, as `block_fp8` says.
-        tokenizer_from: a directory whose tokenizer files, and generation_config.json, are copied where they exist.
+        dtype: "bfloat16" or "float16" (rounded to nearest even), "float32", or "fp8-block": linears
+            in e4m3 with a scale for each 128 x 128 block and the rest in bfloat16, as `block_fp8`
+            says.
+        tokenizer_from: a directory whose tokenizer files, and generation_config.json, are copied
+            where they exist.
         shard_bytes: weights beyond this size are split over files of about this size.
 
     Returns:
         `directory`.
 
     Raises:
-        UserError: arrays that are missing, unexpected or misshapen; a tensor that is not finite, before or after the
-            conversion to `dtype`; a dtype that is not exported; a directory that cannot be written.
+        UserError: arrays that are missing, unexpected or misshapen; a tensor that is not finite,
+            before or after the conversion to `dtype`; a dtype that is not exported; a directory
+            that cannot be written.
     """
     directory = Path(directory)
     if dtype not in EXPORT_DTYPES:
@@ -85,18 +99,28 @@ def export_policy(
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".export-", dir=directory) as staging_name:
             staging = Path(staging_name)
-            weights = write_checkpoint(staging, _converted(directory, config, flat, dtype), shard_bytes)
+            weights = write_checkpoint(
+                staging, _converted(directory, config, flat, dtype), shard_bytes
+            )
             _write_json(staging / "config.json", hf_config)
-            _write_json(staging / "generation_config.json", {k: v for k, v in generation.items() if v is not None})
+            _write_json(
+                staging / "generation_config.json",
+                {k: v for k, v in generation.items() if v is not None},
+            )
             if tokenizer_from is not None:
                 _copy(Path(tokenizer_from), staging)
-            for name in sorted(os.listdir(staging), key=lambda name: (name not in weights, name == INDEX_FILE, name)):
+            for name in sorted(
+                os.listdir(staging),
+                key=lambda name: (name not in weights, name == INDEX_FILE, name),
+            ):
                 os.replace(staging / name, directory / name)
             for name in os.listdir(directory):
                 if is_weights_file(name) and name not in weights:
                     os.unlink(directory / name)
     except OSError as error:
-        raise UserError(f"{directory}: cannot be written ({error.strerror}); choose another place") from None
+        raise UserError(
+            f"{directory}: cannot be written ({error.strerror}); choose another place"
+        ) from None
     return directory
 
 
@@ -105,7 +129,9 @@ def _check_parameters(directory: Path, config: PolicyConfig, flat: dict[str, np.
     if missing := sorted(shapes.keys() - flat.keys()):
         raise UserError(f"{directory}: not exported; parameters are missing: {listing(missing)}")
     if unexpected := sorted(flat.keys() - shapes.keys()):
-        raise UserError(f"{directory}: not exported; parameters are unexpected: {listing(unexpected)}")
+        raise UserError(
+            f"{directory}: not exported; parameters are unexpected: {listing(unexpected)}"
+        )
     for path, shape in shapes.items():
         if flat[path].shape != shape:
             raise UserError(
@@ -117,9 +143,12 @@ def _check_parameters(directory: Path, config: PolicyConfig, flat: dict[str, np.
 def _converted(
     directory: Path, config: PolicyConfig, flat: dict[str, np.ndarray], dtype: str
 ) -> Iterator[dict[str, np.ndarray]]:
-    """The file's tensors, one of the policy's at a time: itself, or its FP8 values and their scales."""
+    """The file's tensors, one of the policy's at a time: itself, or its FP8 values and their
+    scales."""
     for name, location in hf_tensors(config).items():
-        tensor = _rounded(directory, name, flat[location.path][location.index], EXPORT_DTYPES[dtype])
+        tensor = _rounded(
+            directory, name, flat[location.path][location.index], EXPORT_DTYPES[dtype]
+        )
         yield _stored(name, location, tensor, dtype)
 
 
@@ -138,7 +167,9 @@ def _rounded(directory: Path, name: str, source: np.ndarray, dtype: np.dtype) ->
     with np.errstate(over="ignore"):  # counted next
         rounded = source.astype(dtype)
     if bad := count_non_finite(rounded):
-        raise UserError(f"{directory}: not exported; {bad} values of tensor {name} overflow {dtype}")
+        raise UserError(
+            f"{directory}: not exported; {bad} values of tensor {name} overflow {dtype}"
+        )
     return rounded
 
 

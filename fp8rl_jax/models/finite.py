@@ -5,8 +5,8 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 
-# A value is inf or NaN when all bits of the mask are set: the exponent, or for e4m3fn, which has no inf,
-# exponent and mantissa.
+# A value is inf or NaN when all bits of the mask are set: the exponent, or for e4m3fn, which has no
+# inf, exponent and mantissa.
 _NON_FINITE_BITS: dict[np.dtype, tuple[type, int]] = {
     np.dtype(ml_dtypes.bfloat16): (np.uint16, 0x7F80),
     np.dtype(np.float16): (np.uint16, 0x7C00),
@@ -20,7 +20,8 @@ _CHUNK = 1 << 20  # elements; keeps the temporaries in cache
 
 
 def count_non_finite(values: np.ndarray) -> int:
-    """Counts the infinities and NaNs of a float array of any shape, through integer views of its bits.
+    """Counts the infinities and NaNs of a float array of any shape, through integer views of its
+    bits.
 
     Raises:
         TypeError: a dtype that is not a floating-point format known here.

@@ -1,12 +1,14 @@
 """One forward pass for scoring, prefill and decode.
 
-The three differ in their inputs only: which keys are cached, which slots are written, and on which side of the recipe the
-formats stand. A train-rollout mismatch can then come from formats and reduction orders, never from a second definition of
-the model.
+The three differ in their inputs only: which keys are cached, which slots are written, and on which
+side of the recipe the formats stand. A train-rollout mismatch can then come from formats and
+reduction orders, never from a second definition of the model.
 
     train     tokens [b, t], no cache or a shared block     trainer formats, differentiable
-    prefill   prompts [p, s], no cache                      rollout formats, returns the prompts' block
-    decode    one token a row, shared block + own block     rollout formats, writes the own block at `slot`
+    prefill   prompts [p, s], no cache                      rollout formats, returns the prompts'
+                                                            block
+    decode    one token a row, shared block + own block     rollout formats, writes the own block at
+                                                            `slot`
 """
 
 from __future__ import annotations
@@ -33,8 +35,9 @@ Phase = Literal["train", "prefill", "decode"]
 
 
 class ForwardResult(NamedTuple):
-    """hidden: [b, t, hidden] after the final norm; cache: the block this call's tokens fill; observed: what `observe` returned
-    in each layer, its leaves stacked over the layers; routes: the experts that each token used in each layer that has some."""
+    """hidden: [b, t, hidden] after the final norm; cache: the block this call's tokens fill;
+    observed: what `observe` returned in each layer, its leaves stacked over the layers; routes: the
+    experts that each token used in each layer that has some."""
 
     hidden: Float[Array, "b t hidden"]
     cache: KVBlock | None
@@ -63,46 +66,63 @@ def forward(
     """Runs the policy over `tokens`.
 
     Args:
-        policy: stacked layers are scanned, a list of layers is unrolled; the dtype of the embedding is the compute dtype.
-            Its linears are in the form of the recipe's side: `trainer_policy` makes the trainer's, `quantized_policy` the
-            rollout's.
+        policy: stacked layers are scanned, a list of layers is unrolled; the dtype of the embedding
+            is the compute dtype. Its linears are in the form of the recipe's side: `trainer_policy`
+            makes the trainer's, `quantized_policy` the rollout's.
         tokens: int32.
         positions: rotary positions; default 0, 1, ... in each row.
-        segment_ids: a token attends to earlier tokens of its own segment; 0 marks padding. Default: all ones.
-        cache: see KVCache. With an own block, `segment_ids` is not used: a row attends to its slots up to the one it writes.
+        segment_ids: a token attends to earlier tokens of its own segment; 0 marks padding. Default:
+            all ones.
+        cache: see KVCache. With an own block, `segment_ids` is not used: a row attends to its slots
+            up to the one it writes.
         recipe: default: nothing is quantized.
         phase: picks the recipe's side: "train" the trainer's formats, the others the rollout's.
-        prefix_ids: the segment that a token's own one continues: it attends to that, too, where it stands earlier in the row
-            (several completions behind one copy of their prompt). -1: none, the default.
-        routes: expert ids to replay, as `ForwardResult.routes` of another forward gave them. A token with a -1 in a layer is
-            routed anew there. Gate weights are always the policy's own (R3, arXiv 2510.11370).
+        prefix_ids: the segment that a token's own one continues: it attends to that, too, where it
+            stands earlier in the row (several completions behind one copy of their prompt). -1:
+            none, the default.
+        routes: expert ids to replay, as `ForwardResult.routes` of another forward gave them. A
+            token with a -1 in a layer is routed anew there. Gate weights are always the policy's
+            own (R3, arXiv 2510.11370).
         remat: recompute each layer in the backward pass instead of keeping its activations.
-        attention_chunk: queries whose scores exist at one time, where there is no own block; 0: all. Default: all, and 128 in
-            rows of 2^20 pairs of query and key or more.
+        attention_chunk: queries whose scores exist at one time, where there is no own block; 0:
+            all. Default: all, and 128 in rows of 2^20 pairs of query and key or more.
         keep_cache: False leaves `ForwardResult.cache` empty where nothing reads it.
-        observe: called in each layer as observe(q, k, v, real, scales), after q/k-norm and rope and before anything is
-            quantized: q, k, v [b, t, heads, dim]; real [b, t, 1, 1], False on padding; the layer's KV scales or None.
-        calibrate: gives a layer the scales of Q, K and V, float32 scalars, from what `observe` returned in it, in place of
-            `cache.scales`. A layer's scales are then known before its attention runs, and the next layer sees what they did.
+        observe: called in each layer as observe(q, k, v, real, scales), after q/k-norm and rope and
+            before anything is quantized: q, k, v [b, t, heads, dim]; real [b, t, 1, 1], False on
+            padding; the layer's KV scales or None.
+        calibrate: gives a layer the scales of Q, K and V, float32 scalars, from what `observe`
+            returned in it, in place of `cache.scales`. A layer's scales are then known before its
+            attention runs, and the next layer sees what they did.
 
     Raises:
-        ValueError: the policy is not in the form of the recipe's side (`check_form`); the recipe quantizes the cache and
-            `cache.scales` is missing; the policy has a sliding window and the shared block no positions; `routes` are not
-            those of this policy's experts.
+        ValueError: the policy is not in the form of the recipe's side (`check_form`); the recipe
+            quantizes the cache and `cache.scales` is missing; the policy has a sliding window and
+            the shared block no positions; `routes` are not those of this policy's experts.
     """
     recipe = recipe or Recipe("bf16")
     formats = recipe.trainer if phase == "train" else recipe.rollout
     cache, config = cache or KVCache(), policy.config
     check_form(policy, recipe, phase)
     if formats.key.quantized and cache.scales is None and calibrate is None:
-        raise ValueError(f"recipe {recipe.name!r} quantizes the KV cache: forward needs cache.scales")
+        raise ValueError(
+            f"recipe {recipe.name!r} quantizes the KV cache: forward needs cache.scales"
+        )
     if config.windows is not None and cache.shared is not None and cache.shared.positions is None:
-        raise ValueError("forward: with a sliding window the shared block needs the positions of its slots")
+        raise ValueError(
+            "forward: with a sliding window the shared block needs the positions of its slots"
+        )
     b, t = tokens.shape
     if routes is not None:
-        expected = (b, t, len(config.sparse_layers), config.experts.per_token if config.experts else 0)
+        expected = (
+            b,
+            t,
+            len(config.sparse_layers),
+            config.experts.per_token if config.experts else 0,
+        )
         if routes.shape != expected:
-            raise ValueError(f"forward: routes of shape {routes.shape} are not those of this policy, {expected}")
+            raise ValueError(
+                f"forward: routes of shape {routes.shape} are not those of this policy, {expected}"
+            )
     if positions is None:
         positions = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), (b, t))
     if segment_ids is None:
@@ -112,7 +132,17 @@ def forward(
     numbers = arithmetic(recipe.exact)
     x = embed(policy, tokens, numbers)
     step = LayerStep(
-        config, formats, positions, segment_ids, cache, observe, backend, prefix_ids, attention_chunk, numbers, calibrate
+        config,
+        formats,
+        positions,
+        segment_ids,
+        cache,
+        observe,
+        backend,
+        prefix_ids,
+        attention_chunk,
+        numbers,
+        calibrate,
     )
     run = jax.checkpoint(step, prevent_cse=False) if remat else step
     x, outputs = (_scan if policy.stacked else _unroll)(run, policy, x, cache, routes, keep_cache)
@@ -121,35 +151,56 @@ def forward(
         block = KVBlock(*outputs.block, segment_ids > 0, positions)
     elif keep_cache:
         written = jnp.ones((cache.own.mask.shape[0], t), bool)
-        block = KVBlock(*outputs.block, lax.dynamic_update_slice(cache.own.mask, written, (0, cache.slot)))
+        block = KVBlock(
+            *outputs.block, lax.dynamic_update_slice(cache.own.mask, written, (0, cache.slot))
+        )
     return ForwardResult(step.norm(x, policy.norm), block, outputs.observed, outputs.routes)
 
 
-def embed(policy: Policy, tokens: Int[Array, "b t"], numbers: Arithmetic = PLAIN) -> Float[Array, "b t hidden"]:
+def embed(
+    policy: Policy, tokens: Int[Array, "b t"], numbers: Arithmetic = PLAIN
+) -> Float[Array, "b t hidden"]:
     """What enters the first layer."""
     x, scale = jnp.take(policy.embed_tokens.value, tokens, axis=0), policy.config.embedding_scale
     return x if scale is None else numbers.scale(x, scale)
 
 
-def layer_inputs(policy: Policy, cache: KVCache, routes, pick: Callable, pick_sparse: Callable) -> LayerInputs:
-    """LayerInputs of the layers that `pick` and `pick_sparse` take out of stacks over all layers and over those with experts."""
-    windows = None if policy.config.windows is None else jnp.asarray(policy.config.windows, jnp.int32)
+def layer_inputs(
+    policy: Policy, cache: KVCache, routes, pick: Callable, pick_sparse: Callable
+) -> LayerInputs:
+    """LayerInputs of the layers that `pick` and `pick_sparse` take out of stacks over all layers
+    and over those with experts."""
+    windows = (
+        None if policy.config.windows is None else jnp.asarray(policy.config.windows, jnp.int32)
+    )
     frequencies = layer_frequencies(policy.config)
     return LayerInputs(
-        shared=None if cache.shared is None else (pick(cache.shared.keys), pick(cache.shared.values)),
-        scales=None if cache.scales is None else tuple(map(pick, (cache.scales.query, cache.scales.key, cache.scales.value))),
+        shared=None
+        if cache.shared is None
+        else (pick(cache.shared.keys), pick(cache.shared.values)),
+        scales=None
+        if cache.scales is None
+        else tuple(map(pick, (cache.scales.query, cache.scales.key, cache.scales.value))),
         window=None if windows is None else pick(windows),
         frequencies=None if frequencies is None else pick(frequencies),
         routes=None if routes is None else pick_sparse(jnp.moveaxis(routes, 2, 0)),
     )
 
 
-def _unroll(step: Callable, policy: Policy, x, cache: KVCache, routes, keep_cache: bool) -> tuple[Array, LayerOutputs]:
+def _unroll(
+    step: Callable, policy: Policy, x, cache: KVCache, routes, keep_cache: bool
+) -> tuple[Array, LayerOutputs]:
     sparse, outputs = policy.config.sparse_layers, []
     for i, layer in enumerate(policy.layers):
         replayed = routes if i in sparse else None
-        inputs = layer_inputs(policy, cache, replayed, lambda x, i=i: x[i], lambda x, i=i: x[sparse.index(i)])
-        own = None if cache.own is None else OwnBlock(cache.own.keys[i], cache.own.values[i], cache.slot)
+        inputs = layer_inputs(
+            policy, cache, replayed, lambda x, i=i: x[i], lambda x, i=i: x[sparse.index(i)]
+        )
+        own = (
+            None
+            if cache.own is None
+            else OwnBlock(cache.own.keys[i], cache.own.values[i], cache.slot)
+        )
         x, out = step(x, layer, own, inputs)
         outputs.append(out)
     observed = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(out.observed for out in outputs))
@@ -158,7 +209,9 @@ def _unroll(step: Callable, policy: Policy, x, cache: KVCache, routes, keep_cach
     return x, LayerOutputs(blocks, observed, jnp.stack(used, axis=2) if used else None)
 
 
-def _scan(step: Callable, policy: Policy, x, cache: KVCache, routes, keep_cache: bool) -> tuple[Array, LayerOutputs]:
+def _scan(
+    step: Callable, policy: Policy, x, cache: KVCache, routes, keep_cache: bool
+) -> tuple[Array, LayerOutputs]:
     config = policy.config
 
     def body(carry, inputs):
@@ -168,7 +221,8 @@ def _scan(step: Callable, policy: Policy, x, cache: KVCache, routes, keep_cache:
         x, out = step(x, layer, own, inputs)
         if own is None:
             return (x, None), out if keep_cache else out._replace(block=None)
-        # an own block travels as the carry, so that a step writes one slot instead of copying the cache
+        # an own block travels as the carry, so that a step writes one slot instead of copying the
+        # cache
         return (x, out.block), out._replace(block=None)
 
     carry = (x, None if cache.own is None else (cache.own.keys, cache.own.values))
@@ -178,10 +232,15 @@ def _scan(step: Callable, policy: Policy, x, cache: KVCache, routes, keep_cache:
         start, stop, sparse = run.start, run.stop, run.start in config.sparse_layers
         first = config.sparse_layers.index(start) if sparse else 0
         inputs = layer_inputs(
-            policy, cache, routes if sparse else None,
-            lambda x, a=start, b=stop: x[a:b], lambda x, a=first, b=first + stop - start: x[a:b],
-        )  # fmt: skip
-        carry, out = lax.scan(body, carry, (run_of_layers(policy, start, stop), jnp.arange(start, stop), inputs))
+            policy,
+            cache,
+            routes if sparse else None,
+            lambda x, a=start, b=stop: x[a:b],
+            lambda x, a=first, b=first + stop - start: x[a:b],
+        )
+        carry, out = lax.scan(
+            body, carry, (run_of_layers(policy, start, stop), jnp.arange(start, stop), inputs)
+        )
         parts.append(out)
     (x, own) = carry
     blocks = jax.tree.map(_joined, *(out.block for out in parts)) if own is None else own

@@ -1,9 +1,10 @@
 """GGUF file -> Hugging Face directory: weights dequantized to bf16, config, and tokenizer.
 
-A GGUF is llama.cpp's single file of metadata, tokenizer and block-quantized tensors. Two things differ from Hugging
-Face beyond the names: numbers sit on the grid of their block format (say so beside any quantization error measured on
-them), and the rows of a Llama's q_proj and k_proj are permuted, because llama.cpp rotates neighbouring pairs of a head's
-features there, where Hugging Face rotates its two halves. Qwen's are as they were.
+A GGUF is llama.cpp's single file of metadata, tokenizer and block-quantized tensors. Two things
+differ from Hugging Face beyond the names: numbers sit on the grid of their block format (say so
+beside any quantization error measured on them), and the rows of a Llama's q_proj and k_proj are
+permuted, because llama.cpp rotates neighbouring pairs of a head's features there, where Hugging
+Face rotates its two halves. Qwen's are as they were.
 """
 
 from __future__ import annotations
@@ -41,11 +42,16 @@ _LAYER_NAMES = {
     "input_layernorm": "attn_norm.weight",
     "post_attention_layernorm": "ffn_norm.weight",
 }
-_TOP_NAMES = {"embed_tokens": "token_embd.weight", "norm": "output_norm.weight", "lm_head": "output.weight"}
+_TOP_NAMES = {
+    "embed_tokens": "token_embd.weight",
+    "norm": "output_norm.weight",
+    "lm_head": "output.weight",
+}
 
 
 def convert_gguf(path: str | Path, directory: str | Path) -> Path:
-    """Writes the Hugging Face directory of a GGUF file: weights, config, generation config, tokenizer, chat template.
+    """Writes the Hugging Face directory of a GGUF file: weights, config, generation config,
+    tokenizer, chat template.
 
     Args:
         path: a GGUF of one of `ARCHITECTURES`, in the formats of `gguf_io.BLOCK_FORMATS`.
@@ -55,8 +61,9 @@ def convert_gguf(path: str | Path, directory: str | Path) -> Path:
         `directory`.
 
     Raises:
-        UserError: whatever `read_gguf` refuses; another architecture, rope scaling, tokenizer or pre-tokenizer, tensors that are
-            missing, unexpected, misshapen or not finite, a directory that cannot be written.
+        UserError: whatever `read_gguf` refuses; another architecture, rope scaling, tokenizer or
+            pre-tokenizer, tensors that are missing, unexpected, misshapen or not finite, a
+            directory that cannot be written.
     """
     path, directory = Path(path), Path(directory)
     metadata, tensors = read_gguf(path)
@@ -77,19 +84,33 @@ def _config(metadata: dict[str, Any], tensors: dict[str, StoredTensor]) -> Polic
         return value
 
     if (name := get("general.architecture", str)) not in ARCHITECTURES:
-        raise UserError(f"general.architecture {name!r} is not supported; supported: {', '.join(ARCHITECTURES)}")
+        raise UserError(
+            f"general.architecture {name!r} is not supported; supported: {', '.join(ARCHITECTURES)}"
+        )
     scaling = metadata.get(f"{name}.rope.scaling.type", "none")
     if scaling != "none" or "rope_freqs.weight" in tensors:
-        raise UserError(f"rope scaling ({scaling}) is not read from GGUF; use the Hugging Face directory")
+        raise UserError(
+            f"rope scaling ({scaling}) is not read from GGUF; use the Hugging Face directory"
+        )
     if "token_embd.weight" not in tensors:
         raise UserError("tensor token_embd.weight is missing")
     hidden, heads = get(f"{name}.embedding_length"), get(f"{name}.attention.head_count")
     head_dim = get(f"{name}.attention.key_length", default=hidden // max(heads, 1))
-    for key, meaning in (("rope.dimension_count", "rotary positions"), ("attention.value_length", "values")):
+    for key, meaning in (
+        ("rope.dimension_count", "rotary positions"),
+        ("attention.value_length", "values"),
+    ):
         if (size := get(f"{name}.{key}", default=head_dim)) != head_dim:
-            raise UserError(f"{name}.{key}: {meaning} over {size} features are not supported where a key has {head_dim}")
-    bos, eos, pad = (metadata.get(f"tokenizer.ggml.{role}_token_id") for role in ("bos", "eos", "padding"))
-    if wrong := [token for token in (bos, eos, pad) if token is not None and type(token) is not int]:
+            raise UserError(
+                f"{name}.{key}: {meaning} over {size} features are not supported where a key has "
+                f"{head_dim}"
+            )
+    bos, eos, pad = (
+        metadata.get(f"tokenizer.ggml.{role}_token_id") for role in ("bos", "eos", "padding")
+    )
+    if wrong := [
+        token for token in (bos, eos, pad) if token is not None and type(token) is not int
+    ]:
         raise UserError(f"tokenizer.ggml.*_token_id must be a token's number, got {wrong[0]!r}")
     return PolicyConfig(
         architecture=name,
@@ -111,12 +132,15 @@ def _config(metadata: dict[str, Any], tensors: dict[str, StoredTensor]) -> Polic
 
 
 def _shortest(value: float) -> float:
-    """The decimal that was meant: GGUF holds float32, and 1e-5 should not become 9.999999747378752e-06."""
+    """The decimal that was meant: GGUF holds float32, and 1e-5 should not become
+    9.999999747378752e-06."""
     with np.errstate(over="ignore"):  # an infinity is refused with the key's name
         return float(str(np.float32(value)))
 
 
-def _policy_arrays(path: Path, config: PolicyConfig, tensors: dict[str, StoredTensor]) -> dict[str, np.ndarray]:
+def _policy_arrays(
+    path: Path, config: PolicyConfig, tensors: dict[str, StoredTensor]
+) -> dict[str, np.ndarray]:
     expected = {_gguf_name(location): location for location in hf_tensors(config).values()}
     if missing := [name for name in expected if name not in tensors]:
         raise UserError(f"{path}: {len(missing)} tensors are missing: {listing(missing)}")
@@ -126,10 +150,16 @@ def _policy_arrays(path: Path, config: PolicyConfig, tensors: dict[str, StoredTe
     arrays: dict[str, np.ndarray] = {}
     for name, location in expected.items():
         if (shape := tensors[name].shape) != location.shape:
-            raise UserError(f"{path}: tensor {name} has shape {list(shape)}, the metadata implies {list(location.shape)}")
+            raise UserError(
+                f"{path}: tensor {name} has shape {list(shape)}, the metadata implies "
+                f"{list(location.shape)}"
+            )
     for name, location in expected.items():
         values = _rounded(path, name, tensors[name])
-        if config.architecture == "llama" and location.path in ("layers.q_proj.weight", "layers.k_proj.weight"):
+        if config.architecture == "llama" and location.path in (
+            "layers.q_proj.weight",
+            "layers.k_proj.weight",
+        ):
             values = unpermute(values, config.head_dim)
         if location.path not in arrays:
             arrays[location.path] = np.empty(shapes[location.path], ml_dtypes.bfloat16)
@@ -141,17 +171,24 @@ def _rounded(path: Path, name: str, tensor: StoredTensor) -> np.ndarray:
     with np.errstate(all="ignore"):  # counted next
         values = dequantize(tensor).astype(ml_dtypes.bfloat16)
     if bad := count_non_finite(values):
-        raise UserError(f"{path}: tensor {name} holds {bad} non-finite values of {values.size}; the file is damaged")
+        raise UserError(
+            f"{path}: tensor {name} holds {bad} non-finite values of {values.size}; the file is "
+            "damaged"
+        )
     return values
 
 
 def unpermute(weight: np.ndarray, head_dim: int) -> np.ndarray:
-    """Rows [num_heads * head_dim, in] from llama.cpp's order (2i, 2i + 1 rotate together) to Hugging Face's (i, i +
-    head_dim / 2 rotate together)."""
+    """Rows [num_heads * head_dim, in] from llama.cpp's order (2i, 2i + 1 rotate together) to
+    Hugging Face's (i, i + head_dim / 2 rotate together)."""
     pairs = weight.reshape(-1, head_dim // 2, 2, weight.shape[-1])
     return pairs.swapaxes(1, 2).reshape(weight.shape)
 
 
 def _gguf_name(location: Location) -> str:
     parts = location.path.split(".")
-    return _TOP_NAMES[parts[0]] if location.layer is None else f"blk.{location.layer}.{_LAYER_NAMES[parts[1]]}"
+    return (
+        _TOP_NAMES[parts[0]]
+        if location.layer is None
+        else f"blk.{location.layer}.{_LAYER_NAMES[parts[1]]}"
+    )

@@ -1,10 +1,12 @@
 """Reading llama.cpp's GGUF file format: metadata, and tensors in block formats, over a memory map.
 
-The layout is "GGUF", a version, the counts of tensors and of metadata entries, the entries (name, type, value), the tensors'
-descriptions (name, sizes with the contiguous axis first, block format, offset), padding, and the tensors' bytes, each at the
-next multiple of the alignment; all little-endian. Reading is ours, because the gguf package trusts the file: a flipped bit in
-the length of a list makes it count to 2**63. Here every length is held against the file's, and every offset against the sum of
-what comes before it, as llama.cpp does. What the blocks mean is the package's.
+The layout is "GGUF", a version, the counts of tensors and of metadata entries, the entries (name,
+type, value), the tensors' descriptions (name, sizes with the contiguous axis first, block format,
+offset), padding, and the tensors' bytes, each at the next multiple of the alignment; all
+little-endian. Reading is ours, because the gguf package trusts the file: a flipped bit in the
+length of a list makes it count to 2**63. Here every length is held against the file's, and every
+offset against the sum of what comes before it, as llama.cpp does. What the blocks mean is the
+package's.
 """
 
 from __future__ import annotations
@@ -35,7 +37,20 @@ BLOCK_FORMATS = {
 }
 _NAMES = {number: name for name, (number, _, _) in BLOCK_FORMATS.items()}
 
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # struct's letters
+# struct's letters
+_SCALARS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
 _STRING, _LIST = 8, 9
 _VERSIONS = (2, 3)
 _MAX_DIMS = 4
@@ -64,8 +79,9 @@ def read_gguf(path: str | Path) -> tuple[dict[str, Any], dict[str, StoredTensor]
         The metadata, as Python numbers, strings and lists of these, and the tensors, both by name.
 
     Raises:
-        UserError: naming the file, and the entry or tensor that is at fault: a truncated file, a name that comes twice or is
-            no UTF-8, an unknown type, a block format that is not read, offsets that do not follow from the sizes.
+        UserError: naming the file, and the entry or tensor that is at fault: a truncated file, a
+            name that comes twice or is no UTF-8, an unknown type, a block format that is not read,
+            offsets that do not follow from the sizes.
     """
     path = Path(path)
     try:
@@ -79,11 +95,14 @@ def read_gguf(path: str | Path) -> tuple[dict[str, Any], dict[str, StoredTensor]
 
 
 def dequantize(tensor: StoredTensor) -> np.ndarray:
-    """float32 of the tensor's shape, by the gguf package; what float32 cannot hold is an infinity or a NaN."""
+    """float32 of the tensor's shape, by the gguf package; what float32 cannot hold is an infinity
+    or a NaN."""
     import gguf
 
     with np.errstate(all="ignore"):
-        values = gguf.dequantize(np.ascontiguousarray(tensor.data), gguf.GGMLQuantizationType[tensor.kind])
+        values = gguf.dequantize(
+            np.ascontiguousarray(tensor.data), gguf.GGMLQuantizationType[tensor.kind]
+        )
     return np.asarray(values, np.float32).reshape(tensor.shape)
 
 
@@ -92,7 +111,9 @@ def _read(data: np.ndarray) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
     if len(data) < 4 or cursor.take(4) != b"GGUF":
         raise UserError("not a GGUF file, or a truncated one (it does not begin with 'GGUF')")
     if (version := cursor.number("I")) not in _VERSIONS:
-        raise UserError(f"GGUF version {version} is not read; versions {' and '.join(map(str, _VERSIONS))} are")
+        raise UserError(
+            f"GGUF version {version} is not read; versions {' and '.join(map(str, _VERSIONS))} are"
+        )
     tensor_count, entry_count = cursor.number("Q"), cursor.number("Q")
     metadata: dict[str, Any] = {}
     for _ in range(entry_count):
@@ -115,7 +136,9 @@ def _value(cursor: _Cursor, name: str) -> Any:
     if kind in _SCALARS:
         return cursor.numbers(_SCALARS[kind], count)
     if kind != _STRING:
-        raise UserError(f"metadata {name} is a list of type {kind}; lists of numbers and of strings are read")
+        raise UserError(
+            f"metadata {name} is a list of type {kind}; lists of numbers and of strings are read"
+        )
     return [cursor.text(f"metadata {name}") for _ in range(count)]
 
 
@@ -126,7 +149,9 @@ def _alignment(metadata: dict[str, Any]) -> int:
     return alignment
 
 
-def _tensors(cursor: _Cursor, data: np.ndarray, count: int, alignment: int) -> dict[str, StoredTensor]:
+def _tensors(
+    cursor: _Cursor, data: np.ndarray, count: int, alignment: int
+) -> dict[str, StoredTensor]:
     described: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
     position = 0
     for _ in range(count):
@@ -135,7 +160,9 @@ def _tensors(cursor: _Cursor, data: np.ndarray, count: int, alignment: int) -> d
             raise UserError(f"tensor {name} comes twice")
         kind, shape, row_bytes, offset = _description(cursor, name)
         if offset != position:
-            raise UserError(f"tensor {name} begins at byte {offset} of the data, expected {position}")
+            raise UserError(
+                f"tensor {name} begins at byte {offset} of the data, expected {position}"
+            )
         described[name] = (kind, shape, row_bytes, offset)
         position = _aligned(offset + math.prod(shape[:-1]) * row_bytes, alignment)
     start = _aligned(cursor.position, alignment)
@@ -144,7 +171,9 @@ def _tensors(cursor: _Cursor, data: np.ndarray, count: int, alignment: int) -> d
         begin = start + offset
         end = begin + math.prod(shape[:-1]) * row_bytes
         if end > len(data):
-            raise UserError(f"truncated; tensor {name} ends at byte {end}, the file has {len(data)}")
+            raise UserError(
+                f"truncated; tensor {name} ends at byte {end}, the file has {len(data)}"
+            )
         tensors[name] = StoredTensor(kind, shape, data[begin:end].reshape(*shape[:-1], row_bytes))
     return tensors
 
@@ -157,11 +186,17 @@ def _description(cursor: _Cursor, name: str) -> tuple[str, tuple[int, ...], int,
     shape = tuple(reversed(cursor.numbers("Q", dims)))
     number, offset = cursor.number("I"), cursor.number("Q")
     if number not in _NAMES:
-        raise UserError(f"tensor {name} has type {_type_name(number)}, which is not read; read are {', '.join(BLOCK_FORMATS)}")
+        raise UserError(
+            f"tensor {name} has type {_type_name(number)}, which is not read; read are "
+            f"{', '.join(BLOCK_FORMATS)}"
+        )
     kind = _NAMES[number]
     _, elements, size = BLOCK_FORMATS[kind]
     if min(shape) < 1 or shape[-1] % elements:
-        raise UserError(f"tensor {name} has shape {list(shape)}; a row in {kind} is a positive multiple of {elements}")
+        raise UserError(
+            f"tensor {name} has shape {list(shape)}; a row in {kind} is a positive multiple of "
+            f"{elements}"
+        )
     return kind, shape, shape[-1] // elements * size, offset
 
 
@@ -186,7 +221,10 @@ class _Cursor:
     def take(self, size: int) -> memoryview:
         end = self.position + size
         if end > len(self._data):
-            raise UserError(f"truncated; {size} bytes from byte {self.position} go beyond the file's {len(self._data)}")
+            raise UserError(
+                f"truncated; {size} bytes from byte {self.position} go beyond the file's "
+                f"{len(self._data)}"
+            )
         piece = self._data[self.position : end]
         self.position = end
         return piece

@@ -1,8 +1,9 @@
-"""The tokenizer inside a GGUF file -> tokenizer.json, tokenizer_config.json and chat_template.jinja.
+"""The tokenizer inside a GGUF file -> tokenizer.json, tokenizer_config.json and
+chat_template.jinja.
 
-A GGUF holds the vocabulary and the merges, but the pre-tokenizer (how text is cut before merging) only by a name. Each
-name stands for rules that llama.cpp hard-codes, and a wrong one gives other tokens without any error, so that a name
-that isn't known here is refused.
+A GGUF holds the vocabulary and the merges, but the pre-tokenizer (how text is cut before merging)
+only by a name. Each name stands for rules that llama.cpp hard-codes, and a wrong one gives other
+tokens without any error, so that a name that isn't known here is refused.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ def _smollm() -> pre_tokenizers.PreTokenizer:
 
 def _qwen2() -> pre_tokenizers.PreTokenizer:
     words = (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     )
     return pre_tokenizers.Sequence(
         [
@@ -41,10 +43,13 @@ def _qwen2() -> pre_tokenizers.PreTokenizer:
 
 
 _PRE_TOKENIZERS = {"smollm": _smollm, "qwen2": _qwen2}
-_COMPOSED = ("qwen2",)  # those whose tokenizer.json normalizes text to NFC first, which llama.cpp leaves out
+# those whose tokenizer.json normalizes text to NFC first, which llama.cpp leaves out
+_COMPOSED = ("qwen2",)
 
 
-def write_tokenizer(directory: Path, source: Path, metadata: dict[str, Any], max_length: int) -> None:
+def write_tokenizer(
+    directory: Path, source: Path, metadata: dict[str, Any], max_length: int
+) -> None:
     """Writes the tokenizer files of a GGUF's `tokenizer.*` metadata into an existing directory.
 
     Args:
@@ -54,8 +59,8 @@ def write_tokenizer(directory: Path, source: Path, metadata: dict[str, Any], max
         max_length: the model's context, in tokens.
 
     Raises:
-        UserError: another tokenizer model than byte-level BPE ("gpt2"), an unknown pre-tokenizer, metadata that is
-            missing or contradicts itself, a full disk.
+        UserError: another tokenizer model than byte-level BPE ("gpt2"), an unknown pre-tokenizer,
+            metadata that is missing or contradicts itself, a full disk.
     """
     tokens = _list(source, metadata, "tokens", str)
     special = {
@@ -86,31 +91,50 @@ def write_tokenizer(directory: Path, source: Path, metadata: dict[str, Any], max
 
 def _build(source: Path, metadata: dict[str, Any], tokens: list[str]) -> tokenizers.Tokenizer:
     if (model := _get(source, metadata, "model", str)) != "gpt2":
-        raise UserError(f"{source}: tokenizer.ggml.model {model!r} is not supported; only 'gpt2' (byte-level BPE) is")
+        raise UserError(
+            f"{source}: tokenizer.ggml.model {model!r} is not supported; only 'gpt2' (byte-level "
+            "BPE) is"
+        )
     if (pre := str(metadata.get("tokenizer.ggml.pre", "default"))) not in _PRE_TOKENIZERS:
         raise UserError(
-            f"{source}: tokenizer.ggml.pre {pre!r} is not supported; supported: {', '.join(_PRE_TOKENIZERS)}. "
+            f"{source}: tokenizer.ggml.pre {pre!r} is not supported; supported: "
+            f"{', '.join(_PRE_TOKENIZERS)}. "
             f"Use the model's Hugging Face directory instead"
         )
     if metadata.get("tokenizer.ggml.add_eos_token", False):
         raise UserError(f"{source}: tokenizer.ggml.add_eos_token is not supported")
     types = _list(source, metadata, "token_type", int)
     merges = [tuple(merge.split(" ")) for merge in _list(source, metadata, "merges", str)]
-    if len(types) != len(tokens) or len(set(tokens)) != len(tokens) or not all(len(merge) == 2 for merge in merges):
-        raise UserError(f"{source}: tokenizer.ggml.tokens, token_type and merges do not fit together")
+    if (
+        len(types) != len(tokens)
+        or len(set(tokens)) != len(tokens)
+        or not all(len(merge) == 2 for merge in merges)
+    ):
+        raise UserError(
+            f"{source}: tokenizer.ggml.tokens, token_type and merges do not fit together"
+        )
     vocabulary = {token: index for index, token in enumerate(tokens)}
     for merge in merges:
         for part in (*merge, "".join(merge)):
             if part not in vocabulary:
-                raise UserError(f"{source}: merge {' '.join(merge)!r} needs token {part!r}, which tokens lacks")
+                raise UserError(
+                    f"{source}: merge {' '.join(merge)!r} needs token {part!r}, which tokens lacks"
+                )
     tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, merges))
     if pre in _COMPOSED:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = _PRE_TOKENIZERS[pre]()
     tokenizer.decoder = decoders.ByteLevel()
-    added = [(token, kind) for token, kind in zip(tokens, types, strict=True) if kind in (_CONTROL, _USER_DEFINED)]
+    added = [
+        (token, kind)
+        for token, kind in zip(tokens, types, strict=True)
+        if kind in (_CONTROL, _USER_DEFINED)
+    ]
     tokenizer.add_tokens(
-        [tokenizers.AddedToken(token, special=kind == _CONTROL, normalized=False) for token, kind in added]
+        [
+            tokenizers.AddedToken(token, special=kind == _CONTROL, normalized=False)
+            for token, kind in added
+        ]
     )
     if metadata.get("tokenizer.ggml.add_bos_token", False):
         bos = _token(source, metadata, tokens, "bos")
@@ -123,7 +147,9 @@ def _build(source: Path, metadata: dict[str, Any], tokens: list[str]) -> tokeniz
 def _get(source: Path, metadata: dict[str, Any], key: str, kind: type) -> Any:
     value = metadata.get(f"tokenizer.ggml.{key}")
     if type(value) is not kind:
-        raise UserError(f"{source}: the metadata lacks tokenizer.ggml.{key}, or it is not a {kind.__name__}")
+        raise UserError(
+            f"{source}: the metadata lacks tokenizer.ggml.{key}, or it is not a {kind.__name__}"
+        )
     return value
 
 
@@ -138,5 +164,7 @@ def _token(source: Path, metadata: dict[str, Any], tokens: list[str], key: str) 
     """The text of a special token, which the metadata gives by its id."""
     index = _get(source, metadata, f"{key}_token_id", int)
     if not 0 <= index < len(tokens):
-        raise UserError(f"{source}: tokenizer.ggml.{key}_token_id {index} is outside the {len(tokens)} tokens")
+        raise UserError(
+            f"{source}: tokenizer.ggml.{key}_token_id {index} is outside the {len(tokens)} tokens"
+        )
     return tokens[index]

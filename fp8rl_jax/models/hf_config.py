@@ -1,8 +1,8 @@
 """Hugging Face's config.json -> PolicyConfig, and back.
 
-Everything that would change the numbers is either represented or refused by name: a key that we do not implement (another
-rope type, biases elsewhere, a window where there should be none) must never be dropped, because the model would still run
-and answer slightly wrong log-probabilities.
+Everything that would change the numbers is either represented or refused by name: a key that we do
+not implement (another rope type, biases elsewhere, a window where there should be none) must never
+be dropped, because the model would still run and answer slightly wrong log-probabilities.
 """
 
 from __future__ import annotations
@@ -18,10 +18,19 @@ from fp8rl_jax.models.hf_rope import FULL, SLIDING, read_gemma_rope, read_rope, 
 
 # What transformers assumes when config.json leaves a key out.
 _DEFAULT_MAX_POSITIONS = {
-    **{"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768, "qwen3_moe": 32768, "gemma3_text": 131072}
+    **{
+        "llama": 2048,
+        "mistral": 131072,
+        "qwen2": 32768,
+        "qwen3": 32768,
+        "qwen3_moe": 32768,
+        "gemma3_text": 131072,
+    }
 }
-_DEFAULT_KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32, "qwen3_moe": 4, "gemma3_text": 4}  # llama: num_attention_heads
-_DEFAULT_HEAD_DIM = {"qwen3": 128, "gemma3_text": 256}  # elsewhere hidden_size / num_attention_heads
+# llama: num_attention_heads
+_DEFAULT_KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32, "qwen3_moe": 4, "gemma3_text": 4}
+# elsewhere hidden_size / num_attention_heads
+_DEFAULT_HEAD_DIM = {"qwen3": 128, "gemma3_text": 256}
 _DEFAULT_SLIDING_WINDOW = 4096
 _DEFAULT_MAX_WINDOW_LAYERS = 28
 _DEFAULT_SLIDING_WINDOW_PATTERN = 6
@@ -42,13 +51,22 @@ def parse(config: dict[str, Any], generation_config: dict[str, Any]) -> PolicyCo
     check_count("num_hidden_layers", num_layers)
     num_heads = fields.integer("num_attention_heads")
     # an absent key is the architecture's default, a null means one for each query head
-    default_kv_heads = num_heads if "num_key_value_heads" in config else _DEFAULT_KV_HEADS.get(architecture, num_heads)
+    default_kv_heads = (
+        num_heads
+        if "num_key_value_heads" in config
+        else _DEFAULT_KV_HEADS.get(architecture, num_heads)
+    )
     head_dim = fields.integer("head_dim", default=_DEFAULT_HEAD_DIM.get(architecture))
     if head_dim is None:
         if num_heads < 1 or hidden_size % num_heads:
-            raise UserError(f"hidden_size ({hidden_size}) must be a multiple of num_attention_heads ({num_heads})")
+            raise UserError(
+                f"hidden_size ({hidden_size}) must be a multiple of num_attention_heads "
+                f"({num_heads})"
+            )
         head_dim = hidden_size // num_heads
-    rope_theta, rope_scaling, local_rope_theta = read_gemma_rope(fields) if gemma else (*read_rope(fields), None)
+    rope_theta, rope_scaling, local_rope_theta = (
+        read_gemma_rope(fields) if gemma else (*read_rope(fields), None)
+    )
     sliding_window, full_attention_layers = _window(fields, architecture, num_layers)
     eos_token_ids = fields.integers("eos_token_id") + generation.integers("eos_token_id")
     return PolicyConfig(
@@ -64,14 +82,22 @@ def parse(config: dict[str, Any], generation_config: dict[str, Any]) -> PolicyCo
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         tie_word_embeddings=fields.boolean("tie_word_embeddings", default=gemma),
-        max_position_embeddings=fields.integer("max_position_embeddings", default=_DEFAULT_MAX_POSITIONS[architecture]),
+        max_position_embeddings=fields.integer(
+            "max_position_embeddings", default=_DEFAULT_MAX_POSITIONS[architecture]
+        ),
         bos_token_id=fields.integer("bos_token_id", default=None),
         eos_token_ids=tuple(dict.fromkeys(eos_token_ids)),
-        pad_token_id=fields.integer("pad_token_id", default=generation.integer("pad_token_id", default=None)),
+        pad_token_id=fields.integer(
+            "pad_token_id", default=generation.integer("pad_token_id", default=None)
+        ),
         sliding_window=sliding_window,
         full_attention_layers=full_attention_layers,
         experts=_experts(fields, num_layers) if architecture == "qwen3_moe" else None,
-        query_pre_attn_scalar=fields.integer("query_pre_attn_scalar", default=_DEFAULT_QUERY_PRE_ATTN_SCALAR) if gemma else None,
+        query_pre_attn_scalar=fields.integer(
+            "query_pre_attn_scalar", default=_DEFAULT_QUERY_PRE_ATTN_SCALAR
+        )
+        if gemma
+        else None,
         local_rope_theta=None if sliding_window is None else local_rope_theta,
     )
 
@@ -105,17 +131,27 @@ def unparse(config: PolicyConfig, dtype: str) -> dict[str, Any]:
 
 def _architecture_keys(config: PolicyConfig) -> dict[str, Any]:
     """The keys that only some of the architectures have."""
-    keys: dict[str, Any] = {"hidden_activation" if config.post_norms else "hidden_act": config.activation}
+    keys: dict[str, Any] = {
+        "hidden_activation" if config.post_norms else "hidden_act": config.activation
+    }
     keys |= {} if config.qkv_bias or config.architecture == "mistral" else {"attention_bias": False}
     if config.architecture == "llama":
         return keys | {"mlp_bias": False}
-    full = config.full_attention_layers if config.sliding_window is not None else range(config.num_layers)
+    full = (
+        config.full_attention_layers
+        if config.sliding_window is not None
+        else range(config.num_layers)
+    )
     layer_types = [FULL if i in full else SLIDING for i in range(config.num_layers)]
     if config.architecture == "gemma3_text":
         # transformers wants a window even where no layer uses it
         window = config.sliding_window or _DEFAULT_SLIDING_WINDOW
         scalar = config.query_pre_attn_scalar
-        return keys | {"sliding_window": window, "layer_types": layer_types, "query_pre_attn_scalar": scalar}
+        return keys | {
+            "sliding_window": window,
+            "layer_types": layer_types,
+            "query_pre_attn_scalar": scalar,
+        }
     keys["sliding_window"] = config.sliding_window
     if config.architecture == "mistral":
         return keys
@@ -145,31 +181,50 @@ def _architecture(config: dict[str, Any]) -> str:
 
 def _refuse_unimplemented(fields: Fields, gemma: bool) -> None:
     config = fields.data
-    key, activation = ("hidden_activation", "gelu_pytorch_tanh") if gemma else ("hidden_act", "silu")
+    key, activation = (
+        ("hidden_activation", "gelu_pytorch_tanh") if gemma else ("hidden_act", "silu")
+    )
     if config.get(key, activation) != activation:
         raise UserError(f"{key} {config[key]!r} is not supported; only {activation!r} is")
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if config.get(key) is not None:
             raise UserError(f"{key} {config[key]!r} is not supported; it must be null")
     if fields.boolean("use_bidirectional_attention"):
-        raise UserError("use_bidirectional_attention true is not supported; a policy attends to earlier tokens only")
+        raise UserError(
+            "use_bidirectional_attention true is not supported; a policy attends to earlier "
+            "tokens only"
+        )
     for key in ("attention_bias", "mlp_bias"):
         if fields.boolean(key):
-            raise UserError(f"{key} true is not supported; the only biases are those of Qwen2's q, k and v")
-    parse_quantization(config)  # how the weights are stored is the loader's; a form that it doesn't read is refused here
+            raise UserError(
+                f"{key} true is not supported; the only biases are those of Qwen2's q, k and v"
+            )
+    # how the weights are stored is the loader's; a form that it doesn't read is refused here
+    parse_quantization(config)
 
 
-def _window(fields: Fields, architecture: str, num_layers: int) -> tuple[int | None, tuple[int, ...]]:
-    """(sliding_window, full_attention_layers), by the rules of the architecture's class in transformers."""
+def _window(
+    fields: Fields, architecture: str, num_layers: int
+) -> tuple[int | None, tuple[int, ...]]:
+    """(sliding_window, full_attention_layers), by the rules of the architecture's class in
+    transformers."""
     types = _layer_types(fields, architecture, num_layers)
-    if architecture in ("mistral", "gemma3_text"):  # an absent key is the default, a null turns the window off
-        window = fields.integer("sliding_window", default=None if "sliding_window" in fields.data else _DEFAULT_SLIDING_WINDOW)
+    # an absent key is the default, a null turns the window off
+    if architecture in ("mistral", "gemma3_text"):
+        window = fields.integer(
+            "sliding_window",
+            default=None if "sliding_window" in fields.data else _DEFAULT_SLIDING_WINDOW,
+        )
     elif fields.boolean("use_sliding_window", default=architecture == "llama"):
-        window = fields.integer("sliding_window", default=None if architecture == "llama" else _DEFAULT_SLIDING_WINDOW)
+        window = fields.integer(
+            "sliding_window", default=None if architecture == "llama" else _DEFAULT_SLIDING_WINDOW
+        )
     else:
         window = None
     if architecture == "llama" and window is not None:
-        raise UserError(f"sliding_window {window} is not supported; every layer of a llama must attend fully")
+        raise UserError(
+            f"sliding_window {window} is not supported; every layer of a llama must attend fully"
+        )
     if architecture in MIXED_ATTENTION and window is not None:
         if types is None:
             first = fields.integer("max_window_layers", default=_DEFAULT_MAX_WINDOW_LAYERS)
@@ -178,19 +233,24 @@ def _window(fields: Fields, architecture: str, num_layers: int) -> tuple[int | N
         return (None, ()) if len(full) == num_layers else (window, full)
     kind = FULL if window is None else SLIDING
     if other := sorted(set(types or ()) - {kind}):
-        raise UserError(f"layer_types holds {', '.join(other)}, but the other keys make every layer {kind}")
+        raise UserError(
+            f"layer_types holds {', '.join(other)}, but the other keys make every layer {kind}"
+        )
     return window, ()
 
 
 def _layer_types(fields: Fields, architecture: str, num_layers: int) -> list[str] | None:
-    """The kind of each layer's attention where config.json gives it, or Gemma's pattern does: every sixth layer is full."""
+    """The kind of each layer's attention where config.json gives it, or Gemma's pattern does: every
+    sixth layer is full."""
     types = fields.data.get("layer_types")
     if types is None and architecture == "gemma3_text":
         period = fields.integer("sliding_window_pattern", default=_DEFAULT_SLIDING_WINDOW_PATTERN)
         if period < 1:
             raise UserError(f"sliding_window_pattern must be positive, got {period}")
         return [SLIDING if (i + 1) % period else FULL for i in range(num_layers)]
-    if types is not None and (not isinstance(types, list) or any(kind not in (FULL, SLIDING) for kind in types)):
+    if types is not None and (
+        not isinstance(types, list) or any(kind not in (FULL, SLIDING) for kind in types)
+    ):
         raise UserError(f"layer_types {types} is not supported; it must list {FULL} and {SLIDING}")
     if types is not None and len(types) != num_layers:
         raise UserError(f"layer_types has {len(types)} entries for {num_layers} layers")

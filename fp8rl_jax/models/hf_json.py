@@ -1,4 +1,5 @@
-"""Typed reads from the JSON files of a Hugging Face directory: a wrong type is an error that names the key."""
+"""Typed reads from the JSON files of a Hugging Face directory: a wrong type is an error that names
+the key."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def read_json(path: str | Path) -> dict[str, Any]:
 
 
 class Fields:
-    """A JSON object read key by key. A null counts as absent; an absent key without a default is an error.
+    """A JSON object read key by key. A null counts as absent; an absent key without a default is an
+    error.
 
     `prefix` stands before the key in messages, for objects that are nested in another.
     """
@@ -75,7 +77,9 @@ class Fields:
         value, _ = self._get(key, [])
         values = value if isinstance(value, list) else [value]
         if not all(isinstance(token, int) and not isinstance(token, bool) for token in values):
-            raise UserError(f"{self.prefix}{key} must be an integer or a list of integers, got {value!r}")
+            raise UserError(
+                f"{self.prefix}{key} must be an integer or a list of integers, got {value!r}"
+            )
         return tuple(values)
 
     def object(self, key: str) -> Fields:

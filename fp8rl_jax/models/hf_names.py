@@ -1,11 +1,13 @@
 """The one table between Hugging Face's tensor names and the policy's parameter paths.
 
-Hugging Face stores `model.layers.3.self_attn.q_proj.weight` per layer and `model.layers.3.mlp.experts.7.up_proj.weight` per
-expert; the policy stores `layers.q_proj.weight` and `layers.experts.up_proj.weight`, all layers, and all experts of a layer,
-stacked on leading axes. Both keep weights as [out, in], so that the mapping is a name and an index.
+Hugging Face stores `model.layers.3.self_attn.q_proj.weight` per layer and
+`model.layers.3.mlp.experts.7.up_proj.weight` per expert; the policy stores `layers.q_proj.weight`
+and `layers.experts.up_proj.weight`, all layers, and all experts of a layer, stacked on leading
+axes. Both keep weights as [out, in], so that the mapping is a name and an index.
 
-A tensor that only some layers have is stacked over these alone: where layers 1 and 3 of 4 have experts, layer 3 is entry 1 of
-`layers.experts.up_proj.weight`. `stack_of` says which layers a tensor's stack holds.
+A tensor that only some layers have is stacked over these alone: where layers 1 and 3 of 4 have
+experts, layer 3 is entry 1 of `layers.experts.up_proj.weight`. `stack_of` says which layers a
+tensor's stack holds.
 """
 
 from __future__ import annotations
@@ -38,7 +40,11 @@ _LAYER_NAMES = {
     "pre_feedforward_layernorm": "pre_feedforward_layernorm.weight",
     "post_feedforward_layernorm": "post_feedforward_layernorm.weight",
 }
-_TOP_NAMES = {"embed_tokens": "model.embed_tokens.weight", "norm": "model.norm.weight", "lm_head": "lm_head.weight"}
+_TOP_NAMES = {
+    "embed_tokens": "model.embed_tokens.weight",
+    "norm": "model.norm.weight",
+    "lm_head": "lm_head.weight",
+}
 
 DENSE = ("gate_proj", "up_proj", "down_proj")
 SPARSE = ("router", "experts.gate_proj", "experts.up_proj", "experts.down_proj")
@@ -53,7 +59,8 @@ class Location:
 
     Attributes:
         path: of the parameter, such as "layers.experts.up_proj.weight".
-        index: of the tensor on the parameter's leading axes: (), (place in the stack of layers,), and the expert behind it.
+        index: of the tensor on the parameter's leading axes: (), (place in the stack of layers,),
+            and the expert behind it.
         layer: its layer, or None.
         shape: of the tensor.
     """
@@ -65,14 +72,16 @@ class Location:
 
 
 def stack_of(config: PolicyConfig, name: str) -> tuple[int, ...]:
-    """The layers that have the tensor `name` ("q_proj", "experts.up_proj"), in the order of its stack."""
+    """The layers that have the tensor `name` ("q_proj", "experts.up_proj"), in the order of its
+    stack."""
     if name in SPARSE:
         return config.sparse_layers
     return config.dense_layers if name in DENSE else tuple(range(config.num_layers))
 
 
 def parameter_shapes(config: PolicyConfig) -> dict[str, tuple[int, ...]]:
-    """The policy's parameters: dotted path to shape, layers stacked; no `lm_head.weight` when it is tied."""
+    """The policy's parameters: dotted path to shape, layers stacked; no `lm_head.weight` when it is
+    tied."""
     hidden = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (config.vocab_size, hidden)}
     for name, shape in _layer_shapes(config).items():
@@ -85,15 +94,18 @@ def parameter_shapes(config: PolicyConfig) -> dict[str, tuple[int, ...]]:
 
 
 def hf_name(path: str, layer: int | None = None, expert: int | None = None) -> str:
-    """The Hugging Face name of a policy parameter: `("layers.q_proj.weight", 3)` to `model.layers.3.self_attn...`."""
+    """The Hugging Face name of a policy parameter: `("layers.q_proj.weight", 3)` to
+    `model.layers.3.self_attn...`."""
     name = path.removesuffix(".weight")
     if name.startswith("layers."):
-        return f"model.layers.{layer}.{_LAYER_NAMES[name.removeprefix('layers.')].format(expert=expert)}"
+        name = _LAYER_NAMES[name.removeprefix("layers.")].format(expert=expert)
+        return f"model.layers.{layer}.{name}"
     return _TOP_NAMES[name]
 
 
 def hf_tensors(config: PolicyConfig) -> dict[str, Location]:
-    """Every tensor that a Hugging Face checkpoint of this config holds, with its place in the policy and its shape."""
+    """Every tensor that a Hugging Face checkpoint of this config holds, with its place in the
+    policy and its shape."""
     tensors = {}
     for path, shape in parameter_shapes(config).items():
         name = path.removeprefix("layers.").removesuffix(".weight")
@@ -103,7 +115,9 @@ def hf_tensors(config: PolicyConfig) -> dict[str, Location]:
         for place, layer in enumerate(stack_of(config, name)):
             if name.startswith("experts."):
                 for expert in range(shape[1]):
-                    tensors[hf_name(path, layer, expert)] = Location(path, (place, expert), layer, shape[2:])
+                    tensors[hf_name(path, layer, expert)] = Location(
+                        path, (place, expert), layer, shape[2:]
+                    )
             else:
                 tensors[hf_name(path, layer)] = Location(path, (place,), layer, shape[1:])
     return tensors
@@ -129,7 +143,11 @@ def _layer_shapes(config: PolicyConfig) -> dict[str, tuple[int, ...]]:
         "post_attention_layernorm": (hidden,),
     }
     if config.qkv_bias:
-        shapes |= {"q_bias": (config.q_size,), "k_bias": (config.kv_size,), "v_bias": (config.kv_size,)}
+        shapes |= {
+            "q_bias": (config.q_size,),
+            "k_bias": (config.kv_size,),
+            "v_bias": (config.kv_size,),
+        }
     if config.post_norms:
         shapes |= {"pre_feedforward_layernorm": (hidden,), "post_feedforward_layernorm": (hidden,)}
     if config.qk_norm:

@@ -1,4 +1,5 @@
-"""Hugging Face directory -> policy arrays: every tensor accounted for, of the right shape, and finite."""
+"""Hugging Face directory -> policy arrays: every tensor accounted for, of the right shape, and
+finite."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ from fp8rl_jax.models.hf_json import read_json
 from fp8rl_jax.models.hf_names import Location, hf_name, hf_tensors, is_ignored, parameter_shapes
 from fp8rl_jax.models.safetensors_io import Checkpoint, read_checkpoint
 
-_WEIGHT_DTYPES = tuple(np.dtype(scalar) for scalar in (ml_dtypes.bfloat16, np.float16, np.float32, np.float64))
+_WEIGHT_DTYPES = tuple(
+    np.dtype(scalar) for scalar in (ml_dtypes.bfloat16, np.float16, np.float32, np.float64)
+)
 _LISTED = 5  # tensors named in a message before the rest is counted
 
 
@@ -25,15 +28,16 @@ def load_policy_arrays(directory: str | Path) -> tuple[PolicyConfig, dict[str, A
     """Reads the weights of a Hugging Face directory.
 
     Returns:
-        The config, and a nested dict `{"embed_tokens": {"weight": [V, D]}, "layers": {"q_proj": {"weight": [L, out,
-        in]}, ...}, "norm": {"weight": [D]}, "lm_head": {"weight": [V, D]}}` of arrays in the file's dtype. The linears of
-        a block-FP8 checkpoint are float32, each value times the scale of its block. There is no "lm_head" when the
-        embeddings are tied, whether or not the file repeats them.
+        The config, and a nested dict `{"embed_tokens": {"weight": [V, D]}, "layers": {"q_proj":
+        {"weight": [L, out, in]}, ...}, "norm": {"weight": [D]}, "lm_head": {"weight": [V, D]}}` of
+        arrays in the file's dtype. The linears of a block-FP8 checkpoint are float32, each value
+        times the scale of its block. There is no "lm_head" when the embeddings are tied, whether or
+        not the file repeats them.
 
     Raises:
-        UserError: whatever `PolicyConfig.from_directory`, `read_checkpoint` and `block_fp8.split_scales` refuse; tensors
-            that are missing, unexpected, misshapen, not finite or of a dtype that weights don't have; a tied lm_head that
-            differs.
+        UserError: whatever `PolicyConfig.from_directory`, `read_checkpoint` and
+            `block_fp8.split_scales` refuse; tensors that are missing, unexpected, misshapen, not
+            finite or of a dtype that weights don't have; a tied lm_head that differs.
     """
     directory = Path(directory)
     config = PolicyConfig.from_directory(directory)
@@ -68,7 +72,8 @@ def check_tensor_count(source: str | Path, config: PolicyConfig, count: int) -> 
     experts = 0 if config.experts is None else config.experts.count * len(config.sparse_layers)
     if count < config.num_layers + experts:
         raise UserError(
-            f"{source}: holds {count} tensors, too few for the {config.num_layers} layers and {experts} experts of its config"
+            f"{source}: holds {count} tensors, too few for the {config.num_layers} layers and "
+            f"{experts} experts of its config"
         )
 
 
@@ -101,12 +106,16 @@ def listing(names: list[str]) -> str:
     return shown if len(names) <= _LISTED else f"{shown} and {len(names) - _LISTED} more"
 
 
-def _check_names(directory: Path, config: PolicyConfig, checkpoint: Checkpoint, expected: dict[str, Location]) -> None:
+def _check_names(
+    directory: Path, config: PolicyConfig, checkpoint: Checkpoint, expected: dict[str, Location]
+) -> None:
     head = hf_name("lm_head.weight")
     missing = [name for name in expected if name not in checkpoint.tensors]
     allowed = {head} if config.tie_word_embeddings else set()
     unexpected = [
-        name for name in checkpoint.tensors if name not in expected and name not in allowed and not is_ignored(name)
+        name
+        for name in checkpoint.tensors
+        if name not in expected and name not in allowed and not is_ignored(name)
     ]
     faults = []
     if missing:
@@ -124,31 +133,42 @@ def _check_names(directory: Path, config: PolicyConfig, checkpoint: Checkpoint, 
 def _check_shapes_and_dtypes(
     checkpoint: Checkpoint, expected: dict[str, Location], scales: Collection[str]
 ) -> dict[str, np.dtype]:
-    """The dtype of each parameter once it is read. Beside FP8 layers, which become float32, others may be narrower."""
+    """The dtype of each parameter once it is read. Beside FP8 layers, which become float32, others
+    may be narrower."""
     widened = {expected[name].path for name in scales}
     dtypes: dict[str, np.dtype] = {}
     faults: dict[str, str] = {}
     for name, location in expected.items():
         tensor = checkpoint.tensors[name]
         dtype = tensor.dtype
-        if name in scales or (location.path in widened and dtype in _WEIGHT_DTYPES and dtype.itemsize < 4):
+        if name in scales or (
+            location.path in widened and dtype in _WEIGHT_DTYPES and dtype.itemsize < 4
+        ):
             dtype = np.dtype(np.float32)
         if tensor.shape != location.shape:
-            faults[name] = f"has shape {list(tensor.shape)}, config.json implies {list(location.shape)}"
+            faults[name] = (
+                f"has shape {list(tensor.shape)}, config.json implies {list(location.shape)}"
+            )
         elif dtype not in _WEIGHT_DTYPES:
-            faults[name] = f"has dtype {dtype}, and no scale belongs to it; use a bf16, float16, float32 or block-FP8 checkpoint"
+            faults[name] = (
+                f"has dtype {dtype}, and no scale belongs to it; use a bf16, float16, float32 or "
+                "block-FP8 checkpoint"
+            )
         elif dtypes.setdefault(location.path, dtype) != dtype:
             faults[name] = f"has dtype {dtype}, earlier layers have {dtypes[location.path]}"
     if faults:
         file = checkpoint.files[next(iter(faults))]
-        raise UserError(f"{file}: tensor {listing([f'{name} {fault}' for name, fault in faults.items()])}")
+        raise UserError(
+            f"{file}: tensor {listing([f'{name} {fault}' for name, fault in faults.items()])}"
+        )
     return dtypes
 
 
 def _check_finite(checkpoint: Checkpoint, name: str, tensor: np.ndarray) -> None:
     if bad := count_non_finite(tensor):
         raise UserError(
-            f"{checkpoint.files[name]}: tensor {name} holds {bad} non-finite values of {tensor.size}; the checkpoint is damaged"
+            f"{checkpoint.files[name]}: tensor {name} holds {bad} non-finite values of "
+            f"{tensor.size}; the checkpoint is damaged"
         )
 
 

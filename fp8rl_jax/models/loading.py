@@ -1,4 +1,5 @@
-"""Policies from and to Hugging Face directories: the link between arrays on disk and the NNX module."""
+"""Policies from and to Hugging Face directories: the link between arrays on disk and the NNX
+module."""
 
 from __future__ import annotations
 
@@ -29,9 +30,11 @@ _VOCABULARY_MULTIPLE = 8  # so that the embedding divides over a mesh
 
 
 def byte_policy_config(init: InitConfig) -> PolicyConfig:
-    """The built-in policy over `ByteTokenizer`'s ids, tied embeddings, the sizes of `init`: Llama, or Qwen3-MoE with experts.
+    """The built-in policy over `ByteTokenizer`'s ids, tied embeddings, the sizes of `init`: Llama,
+    or Qwen3-MoE with experts.
 
-    The vocabulary is rounded up to a multiple of 8; the ids above the tokenizer's decode to nothing.
+    The vocabulary is rounded up to a multiple of 8; the ids above the tokenizer's decode to
+    nothing.
 
     Raises:
         UserError: sizes that do not fit each other.
@@ -40,7 +43,9 @@ def byte_policy_config(init: InitConfig) -> PolicyConfig:
         raise UserError(f"model.init.num_experts = {init.num_experts} must not be negative")
     experts = None
     if init.num_experts:
-        experts = ExpertsConfig(init.num_experts, init.experts_per_token, init.intermediate_size, normalize=True)
+        experts = ExpertsConfig(
+            init.num_experts, init.experts_per_token, init.intermediate_size, normalize=True
+        )
     return PolicyConfig(
         architecture="qwen3_moe" if experts else "llama",
         vocab_size=-(-ByteTokenizer.vocab_size // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE,
@@ -63,7 +68,8 @@ def load_policy(directory: str | Path, dtype: jnp.dtype = jnp.float32) -> Policy
     """The policy of a Hugging Face directory, layers stacked, on the default device.
 
     Args:
-        directory: config.json and safetensors, block-FP8 ones too; `models.resolve.resolve_model` makes one of anything else.
+        directory: config.json and safetensors, block-FP8 ones too; `models.resolve.resolve_model`
+            makes one of anything else.
         dtype: of every tensor; values are converted on the host, bfloat16 to float32 exactly.
 
     Raises:
@@ -74,11 +80,18 @@ def load_policy(directory: str | Path, dtype: jnp.dtype = jnp.float32) -> Policy
     flat = flatten(arrays)
 
     def tensor(name: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> Array:
-        source = flat.pop(f"{name}.weight")  # popped, so that the host holds one copy of what is already on the device
+        # popped, so that the host holds one copy of what is already on the device
+        source = flat.pop(f"{name}.weight")
         with np.errstate(over="ignore"):
             converted = source.astype(dtype, copy=False)
-        if converted.dtype.itemsize < source.dtype.itemsize and not np.isfinite(converted.astype(np.float32)).all():
-            raise UserError(f"{directory}: values of {name}.weight overflow {converted.dtype}; load it as {source.dtype}")
+        if (
+            converted.dtype.itemsize < source.dtype.itemsize
+            and not np.isfinite(converted.astype(np.float32)).all()
+        ):
+            raise UserError(
+                f"{directory}: values of {name}.weight overflow {converted.dtype}; load it as "
+                f"{source.dtype}"
+            )
         return jnp.asarray(converted)
 
     return build_policy(config, tensor)
@@ -88,7 +101,8 @@ def load(source: str | Path, dtype: jnp.dtype = jnp.float32) -> tuple[Policy, To
     """A policy and its tokenizer.
 
     Args:
-        source: Hugging Face directory, hub id, .gguf file, or a name that `fp8rl fetch` knows ("smollm2-135m").
+        source: Hugging Face directory, hub id, .gguf file, or a name that `fp8rl fetch` knows
+            ("smollm2-135m").
         dtype: of the weights; float32 is what training wants.
 
     Raises:
@@ -103,7 +117,8 @@ def load(source: str | Path, dtype: jnp.dtype = jnp.float32) -> tuple[Policy, To
 
 
 def byte_policy(seed: int = 0, **sizes: int | float) -> tuple[Policy, ByteTokenizer]:
-    """A small policy over bytes with random weights, float32, for trying things out: no file, no download.
+    """A small policy over bytes with random weights, float32, for trying things out: no file, no
+    download.
 
     Args:
         seed: of the weights.
@@ -113,12 +128,18 @@ def byte_policy(seed: int = 0, **sizes: int | float) -> tuple[Policy, ByteTokeni
         UserError: sizes that are unknown or do not fit each other.
     """
     if unknown := sizes.keys() - InitConfig.__dataclass_fields__.keys():
-        raise UserError(f"byte_policy: unknown {', '.join(sorted(unknown))}; known: {', '.join(InitConfig.__dataclass_fields__)}")
-    return init_policy(byte_policy_config(InitConfig(**sizes)), jax.random.key(seed)), ByteTokenizer()
+        raise UserError(
+            f"byte_policy: unknown {', '.join(sorted(unknown))}; known: "
+            f"{', '.join(InitConfig.__dataclass_fields__)}"
+        )
+    return init_policy(
+        byte_policy_config(InitConfig(**sizes)), jax.random.key(seed)
+    ), ByteTokenizer()
 
 
 def policy_arrays(policy: Policy) -> dict[str, Any]:
-    """The weights as numpy arrays, nested as `load_policy_arrays` gives them and `export_policy` takes them.
+    """The weights as numpy arrays, nested as `load_policy_arrays` gives them and `export_policy`
+    takes them.
 
     Args:
         policy: plain arrays, layers stacked, every shard addressable by this process.
@@ -130,9 +151,13 @@ def policy_arrays(policy: Policy) -> dict[str, Any]:
         raise ValueError("policy_arrays: the layers are unrolled; export the trainer's policy")
     weights = {"embed_tokens": policy.embed_tokens, "norm": policy.norm, "lm_head": policy.lm_head}
     weights |= {f"layers.{name}": weight for name, weight in policy.layers.tensors().items()}
-    flat = {f"{name}.weight": weight.value for name, weight in weights.items() if weight is not None}
+    flat = {
+        f"{name}.weight": weight.value for name, weight in weights.items() if weight is not None
+    }
     if quantized := [name for name, value in flat.items() if is_quantized(value)]:
-        raise ValueError(f"policy_arrays: {', '.join(quantized)} are quantized; export the trainer's policy")
+        raise ValueError(
+            f"policy_arrays: {', '.join(quantized)} are quantized; export the trainer's policy"
+        )
     return nest({name: np.asarray(value) for name, value in jax.device_get(flat).items()})
 
 
@@ -142,13 +167,16 @@ def save_policy(
     tokenizer: str | Path | ByteTokenizer | None = None,
     dtype: str = "bfloat16",
 ) -> Path:
-    """Writes the policy as a Hugging Face directory; a failure leaves an earlier export in `directory` as it was.
+    """Writes the policy as a Hugging Face directory; a failure leaves an earlier export in
+    `directory` as it was.
 
     Args:
         policy: see `policy_arrays`.
         directory: made when it isn't there.
-        tokenizer: a directory whose tokenizer files are copied, the byte-level tokenizer, or None for a model of token ids.
-        dtype: "bfloat16" or "float16" (rounded to nearest even), "float32" or "fp8-block", as in `export_policy`.
+        tokenizer: a directory whose tokenizer files are copied, the byte-level tokenizer, or None
+            for a model of token ids.
+        dtype: "bfloat16" or "float16" (rounded to nearest even), "float32" or "fp8-block", as in
+            `export_policy`.
 
     Returns:
         `directory`.

@@ -1,15 +1,17 @@
 """Mixture of experts: the router, dispatch by sorting, and experts spread over the mesh.
 
-Each token goes to the experts that the router's softmax puts first, and its output is the sum of theirs, weighted by their
-scores. Rows are sorted by expert, multiplied group by group, and put back: there is no capacity, so no token is ever dropped,
-and an expert without tokens is an empty group.
+Each token goes to the experts that the router's softmax puts first, and its output is the sum of
+theirs, weighted by their scores. Rows are sorted by expert, multiplied group by group, and put
+back: there is no capacity, so no token is ever dropped, and an expert without tokens is an empty
+group.
 
-The router computes in float32 and is never quantized. Its choice is discrete: where two experts score alike, a difference in
-the last bits between rollout and trainer sends a token through other weights. So the ids are returned, and can be replayed:
-the trainer then takes the rollout's ids and weighs them with its own scores (R3, arXiv 2510.11370).
+The router computes in float32 and is never quantized. Its choice is discrete: where two experts
+score alike, a difference in the last bits between rollout and trainer sends a token through other
+weights. So the ids are returned, and can be replayed: the trainer then takes the rollout's ids and
+weighs them with its own scores (R3, arXiv 2510.11370).
 
-On a mesh every device sorts its own rows. The expert axis splits the rows, too: its devices gather each other's, each runs
-the experts that it holds, and the partial sums are scattered back.
+On a mesh every device sorts its own rows. The expert axis splits the rows, too: its devices gather
+each other's, each runs the experts that it holds, and the partial sums are scattered back.
 """
 
 from __future__ import annotations
@@ -56,9 +58,10 @@ def mixture(
         layer: its router and experts.
         activation: format of the inputs of quantized experts.
         routes: expert ids to replay; a token with a -1 among them is routed anew.
-        see: called as see(name, rows, order) with the operand ("experts.up_proj.operand") and the result (".out") of each
-            product, and with the input of the last (".in"); row i belongs to entry order[i] of the ids, flattened. What it
-            returns is used in place of the rows. Not on a mesh.
+        see: called as see(name, rows, order) with the operand ("experts.up_proj.operand") and the
+            result (".out") of each product, and with the input of the last (".in"); row i belongs
+            to entry order[i] of the ids, flattened. What it returns is used in place of the rows.
+            Not on a mesh.
     """
     ids, weights = choose(x, layer.router.value, config, routes, arithmetic)
     run = partial(_run, activation=activation, backend=backend, arithmetic=arithmetic, see=see)
@@ -83,30 +86,50 @@ def choose(
 
 
 def _run(
-    x, ids, weights, experts: Experts, first=0, *,
-    activation: TensorFormat, backend: Backend, arithmetic: Arithmetic, see: Callable,
-):  # fmt: skip
-    """Weighted sum over the experts that are here, ids first ... first + count - 1, float32 [b, t, hidden]."""
+    x,
+    ids,
+    weights,
+    experts: Experts,
+    first=0,
+    *,
+    activation: TensorFormat,
+    backend: Backend,
+    arithmetic: Arithmetic,
+    see: Callable,
+):
+    """Weighted sum over the experts that are here, ids first ... first + count - 1, float32 [b, t,
+    hidden]."""
     gate, up, down = (w.value for w in (experts.gate_proj, experts.up_proj, experts.down_proj))
     count, k = gate.shape[0], ids.shape[-1]
     local = ids.reshape(-1) - first
-    local = jnp.where((local >= 0) & (local < count), local, count)  # those of other devices are sorted behind ours
+    # those of other devices are sorted behind ours
+    local = jnp.where((local >= 0) & (local < count), local, count)
     order = jnp.argsort(local)
     sizes = jnp.zeros(count, jnp.int32).at[local].add(1, mode="drop")
     rows = x.reshape(-1, x.shape[-1])
 
     def sorted_input(weight):
-        return jax.tree.map(lambda leaf: leaf[order // k], quantize_input(rows, weight, activation, backend))
+        return jax.tree.map(
+            lambda leaf: leaf[order // k], quantize_input(rows, weight, activation, backend)
+        )
 
     def product(name, inputs, weight):
         inputs = see(f"experts.{name}.operand", inputs, order)
-        return see(f"experts.{name}.out", grouped_linear(inputs, weight, sizes, x.dtype, backend, arithmetic.exact), order)
+        return see(
+            f"experts.{name}.out",
+            grouped_linear(inputs, weight, sizes, x.dtype, backend, arithmetic.exact),
+            order,
+        )
 
     inputs = sorted_input(gate)
     gates = product("gate_proj", inputs, gate)
     if jax.tree.structure(up) != jax.tree.structure(gate):  # weights of one kind share their input
         inputs = sorted_input(up)
-    inner = see("experts.down_proj.in", arithmetic.gated(gates, product("up_proj", inputs, up), "silu"), order)
+    inner = see(
+        "experts.down_proj.in",
+        arithmetic.gated(gates, product("up_proj", inputs, up), "silu"),
+        order,
+    )
     out = product("down_proj", quantize_input(inner, down, activation, backend), down)
     out = jnp.zeros_like(out).at[order].set(out, unique_indices=True).reshape(*ids.shape, -1)
     return arithmetic.combine(weights, out)
@@ -115,7 +138,11 @@ def _run(
 def _on_mesh(run, x, ids, weights, experts: Experts):
     """`run` on each device's rows and experts; without a mesh, or on one device, just `run`."""
     mesh = jax.sharding.get_abstract_mesh()
-    auto = {a for a, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Auto and mesh.shape[a] > 1}
+    auto = {
+        a
+        for a, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind == AxisType.Auto and mesh.shape[a] > 1
+    }
     holders = tuple(a for a in DEFAULT_RULES.mesh_axes("experts") if a in auto)
     splitters = tuple(a for a in DEFAULT_RULES.mesh_axes("batch") if a in auto)
     if x.shape[0] % math.prod(mesh.shape[a] for a in splitters):

@@ -1,12 +1,15 @@
-"""The policy: Flax NNX containers for the weights of a decoder-only transformer, in Hugging Face's [out, in] layout.
+"""The policy: Flax NNX containers for the weights of a decoder-only transformer, in Hugging Face's
+[out, in] layout.
 
-The modules hold parameters and say what each axis means; the arithmetic is in `forward`. A policy is a pytree, so
-`jax.jit`, `jax.grad`, optax and orbax take it as it is. Its layers come in two forms with the same leaves: stacked on a
-leading axis (what the trainer scans) and a list of single layers (what decode unrolls).
+The modules hold parameters and say what each axis means; the arithmetic is in `forward`. A policy
+is a pytree, so `jax.jit`, `jax.grad`, optax and orbax take it as it is. Its layers come in two
+forms with the same leaves: stacked on a leading axis (what the trainer scans) and a list of single
+layers (what decode unrolls).
 
-Where only some layers have experts, each tensor is stacked over the layers that have it; where a recipe quantizes a linear in
-some layers only, its stack comes in runs, each a weight of its own (`WeightRuns`). `equal_runs` says which layers have tensors
-of one kind, which is what can be scanned, and `run_of_layers` cuts them out.
+Where only some layers have experts, each tensor is stacked over the layers that have it; where a
+recipe quantizes a linear in some layers only, its stack comes in runs, each a weight of its own
+(`WeightRuns`). `equal_runs` says which layers have tensors of one kind, which is what can be
+scanned, and `run_of_layers` cuts them out.
 """
 
 from __future__ import annotations
@@ -29,14 +32,20 @@ from pallas_kernels.rounding import rounded
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", *DENSE)
 EXPERT_LINEARS = tuple(name for name in SPARSE if name != "router")
 NORMS = (
-    *("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    *(
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ),
     *("q_norm", "k_norm"),
 )
 BIASES = ("q_bias", "k_bias", "v_bias")
 
 
 class Weight(nnx.Module):
-    """One tensor, `weight`; `axes` are the logical names of its axes, which parallel.rules maps to the mesh."""
+    """One tensor, `weight`; `axes` are the logical names of its axes, which parallel.rules maps to
+    the mesh."""
 
     def __init__(self, value: Array, axes: tuple[str, ...]):
         self.weight = nnx.Param(value)
@@ -49,7 +58,8 @@ class Weight(nnx.Module):
 
 
 class WeightRuns(nnx.Module):
-    """One tensor that is of another kind in some layers, quantized or not: runs of its stack, one after the other.
+    """One tensor that is of another kind in some layers, quantized or not: runs of its stack, one
+    after the other.
 
     Attributes:
         parts: weights, each stacked over the layers of its run.
@@ -61,14 +71,16 @@ class WeightRuns(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """The feed-forward weights of all experts of a layer, each [experts, out, in], or of all layers that have experts."""
+    """The feed-forward weights of all experts of a layer, each [experts, out, in], or of all layers
+    that have experts."""
 
     def __init__(self, gate_proj: Weight, up_proj: Weight, down_proj: Weight):
         self.gate_proj, self.up_proj, self.down_proj = gate_proj, up_proj, down_proj
 
 
 class Layer(nnx.Module):
-    """The tensors of one transformer layer, or of all of them when each has a leading layer axis; None where it has none.
+    """The tensors of one transformer layer, or of all of them when each has a leading layer axis;
+    None where it has none.
 
     Args:
         tensors: by name, those of the experts as "experts.up_proj".
@@ -82,9 +94,11 @@ class Layer(nnx.Module):
 
     @property
     def norms(self) -> tuple[Weight | None, Weight | None, Weight | None, Weight | None]:
-        """RMSNorms before and after attention, before and after the feed-forward layer; None where there is none.
+        """RMSNorms before and after attention, before and after the feed-forward layer; None where
+        there is none.
 
-        Hugging Face has the name post_attention_layernorm for the second of four norms, and for the second of two.
+        Hugging Face has the name post_attention_layernorm for the second of four norms, and for the
+        second of two.
         """
         if self.pre_feedforward_layernorm is None:
             return self.input_layernorm, None, self.post_attention_layernorm, None
@@ -96,7 +110,10 @@ class Layer(nnx.Module):
         names = (*LINEARS, *NORMS, *BIASES, "router")
         found = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         if self.experts is not None:
-            found |= {name: getattr(self.experts, name.removeprefix("experts.")) for name in EXPERT_LINEARS}
+            found |= {
+                name: getattr(self.experts, name.removeprefix("experts."))
+                for name in EXPERT_LINEARS
+            }
         return found
 
 
@@ -105,13 +122,21 @@ class Policy(nnx.Module):
 
     Attributes:
         config: PolicyConfig.
-        embed_tokens: [vocab, hidden]; also the output head when `lm_head` is None (tied embeddings).
+        embed_tokens: [vocab, hidden]; also the output head when `lm_head` is None (tied
+            embeddings).
         layers: `Layer` whose tensors are stacked [layers, ...], or an nnx.List of single layers.
         norm: [hidden].
         lm_head: [vocab, hidden] or None.
     """
 
-    def __init__(self, config: PolicyConfig, embed_tokens: Weight, layers: Layer, norm: Weight, lm_head: Weight | None):
+    def __init__(
+        self,
+        config: PolicyConfig,
+        embed_tokens: Weight,
+        layers: Layer,
+        norm: Weight,
+        lm_head: Weight | None,
+    ):
         self.config = config
         self.embed_tokens = embed_tokens
         self.layers = layers
@@ -149,7 +174,8 @@ _AXES = {
 
 
 def tensor_specs(config: PolicyConfig) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
-    """Shape and logical axes of every tensor, layers stacked: {"layers.q_proj": ((L, out, in), ("layers", "heads", "embed"))}."""
+    """Shape and logical axes of every tensor, layers stacked: {"layers.q_proj": ((L, out, in),
+    ("layers", "heads", "embed"))}."""
     specs = {}
     for path, shape in parameter_shapes(config).items():
         name = path.removesuffix(".weight")
@@ -158,16 +184,27 @@ def tensor_specs(config: PolicyConfig) -> dict[str, tuple[tuple[int, ...], tuple
     return specs
 
 
-def build_policy(config: PolicyConfig, tensor: Callable[[str, tuple[int, ...], tuple[str, ...]], Array]) -> Policy:
-    """A policy whose tensors come from `tensor(name, shape, logical_axes)`, called once for each entry of `tensor_specs`."""
-    made = {name: Weight(tensor(name, shape, axes), axes) for name, (shape, axes) in tensor_specs(config).items()}
-    layers = Layer({name.removeprefix("layers."): w for name, w in made.items() if name.startswith("layers.")})
+def build_policy(
+    config: PolicyConfig, tensor: Callable[[str, tuple[int, ...], tuple[str, ...]], Array]
+) -> Policy:
+    """A policy whose tensors come from `tensor(name, shape, logical_axes)`, called once for each
+    entry of `tensor_specs`."""
+    made = {
+        name: Weight(tensor(name, shape, axes), axes)
+        for name, (shape, axes) in tensor_specs(config).items()
+    }
+    layers = Layer(
+        {name.removeprefix("layers."): w for name, w in made.items() if name.startswith("layers.")}
+    )
     return Policy(config, made["embed_tokens"], layers, made["norm"], made.get("lm_head"))
 
 
 @partial(jax.jit, static_argnames=("config", "dtype"))
-def init_policy(config: PolicyConfig, key: Key[Array, ""], dtype: jnp.dtype = jnp.float32) -> Policy:
-    """Random weights by the GPT-2 rule: normal with deviation 0.02, projections into the residual stream over sqrt(2 layers).
+def init_policy(
+    config: PolicyConfig, key: Key[Array, ""], dtype: jnp.dtype = jnp.float32
+) -> Policy:
+    """Random weights by the GPT-2 rule: normal with deviation 0.02, projections into the residual
+    stream over sqrt(2 layers).
 
     Norms multiply by 1, biases are 0.
     """
@@ -178,15 +215,19 @@ def init_policy(config: PolicyConfig, key: Key[Array, ""], dtype: jnp.dtype = jn
             return jnp.full(shape, 1 - config.norm_offset if axes[-1] == "norm" else 0.0, dtype)
         into_residual = name.endswith(("o_proj", "down_proj"))
         deviation = 0.02 / (2 * config.num_layers) ** 0.5 if into_residual else 0.02
-        return (deviation * jax.random.normal(jax.random.fold_in(key, names.index(name)), shape)).astype(dtype)
+        return (
+            deviation * jax.random.normal(jax.random.fold_in(key, names.index(name)), shape)
+        ).astype(dtype)
 
     return build_policy(config, tensor)
 
 
 def linear_names(config: PolicyConfig) -> tuple[str, ...]:
-    """Every linear that a recipe may quantize, in model order: layers.0.q_proj, ..., layers.0.experts.gate_proj, ...
+    """Every linear that a recipe may quantize, in model order: layers.0.q_proj, ...,
+    layers.0.experts.gate_proj, ...
 
-    The experts of a layer are one linear. Embeddings, output head, norms and the router are not among them.
+    The experts of a layer are one linear. Embeddings, output head, norms and the router are not
+    among them.
     """
     pairs = ((i, name) for i in range(config.num_layers) for name in (*LINEARS, *EXPERT_LINEARS))
     return tuple(f"layers.{i}.{name}" for i, name in pairs if i in stack_of(config, name))
@@ -198,7 +239,8 @@ def parameter_count(config: PolicyConfig) -> int:
 
 
 def matrix_parameters(config: PolicyConfig) -> int:
-    """Parameters of the matrices that a token passes through, embedding and head apart; of experts, those that it uses."""
+    """Parameters of the matrices that a token passes through, embedding and head apart; of experts,
+    those that it uses."""
     total = 0
     for name, (shape, _) in tensor_specs(config).items():
         tensor = name.removeprefix("layers.")
@@ -210,9 +252,11 @@ def matrix_parameters(config: PolicyConfig) -> int:
 
 
 def cast(policy: Policy, dtype: jnp.dtype) -> Policy:
-    """Plain tensors in `dtype`, quantized ones and the router as they are; gradients flow through the cast.
+    """Plain tensors in `dtype`, quantized ones and the router as they are; gradients flow through
+    the cast.
 
-    A router rounded to bfloat16 moves its scores by 2^-9 of themselves, enough to swap experts that score alike.
+    A router rounded to bfloat16 moves its scores by 2^-9 of themselves, enough to swap experts that
+    score alike.
     """
 
     def convert(path, x):
@@ -223,26 +267,42 @@ def cast(policy: Policy, dtype: jnp.dtype) -> Policy:
 
 
 def map_products(change: Callable, policy: Policy) -> Policy:
-    """`policy` with every weight that a product takes, the head's last, as change(value); the embedding stays as it is."""
+    """`policy` with every weight that a product takes, the head's last, as change(value); the
+    embedding stays as it is."""
 
     def changed(layer: Layer) -> Layer:
         tensors = layer.tensors()
         for name in (*LINEARS, *EXPERT_LINEARS):
             if name in tensors:
                 # one with an adapter has no axes of its own
-                tensors[name] = _map_runs(lambda weight: Weight(change(weight.value), getattr(weight, "axes", ())), tensors[name])
+                tensors[name] = _map_runs(
+                    lambda weight: Weight(change(weight.value), getattr(weight, "axes", ())),
+                    tensors[name],
+                )
         return Layer(tensors)
 
-    layers = changed(policy.layers) if policy.stacked else nnx.List([changed(layer) for layer in policy.layers])
-    return Policy(policy.config, policy.embed_tokens, layers, policy.norm, Weight(change(policy.head), _AXES["lm_head"]))
+    layers = (
+        changed(policy.layers)
+        if policy.stacked
+        else nnx.List([changed(layer) for layer in policy.layers])
+    )
+    return Policy(
+        policy.config,
+        policy.embed_tokens,
+        layers,
+        policy.norm,
+        Weight(change(policy.head), _AXES["lm_head"]),
+    )
 
 
 def in_runs(chosen: Sequence[bool], change: Callable, weight: Any, *others: Any) -> Any:
-    """A tensor's stack as change(weight, *others) in the layers that are chosen, and as it is in the others.
+    """A tensor's stack as change(weight, *others) in the layers that are chosen, and as it is in
+    the others.
 
     Args:
         chosen: one flag for each entry of the stack.
-        change: takes the stacks of a run of layers, cut out of all that are given, and gives a weight.
+        change: takes the stacks of a run of layers, cut out of all that are given, and gives a
+            weight.
         weight: a Weight; WeightRuns where it was made by the same flags.
 
     Returns:
@@ -253,7 +313,13 @@ def in_runs(chosen: Sequence[bool], change: Callable, weight: Any, *others: Any)
         return change(weight, *others) if chosen[0] else weight
     sizes = tuple(size for _, size in runs)
     split = zip(*(_split(x, sizes) for x in (weight, *others)), strict=True)
-    return WeightRuns([change(*parts) if flag else parts[0] for (flag, _), parts in zip(runs, split, strict=True)], sizes)
+    return WeightRuns(
+        [
+            change(*parts) if flag else parts[0]
+            for (flag, _), parts in zip(runs, split, strict=True)
+        ],
+        sizes,
+    )
 
 
 def _map_runs(change: Callable, weight: Any) -> Any:
@@ -275,14 +341,17 @@ def _split(weight: Any, sizes: tuple[int, ...]) -> list[Any]:
     """A weight, or a container of some, as one for each run of its stack."""
     leaves, structure = jax.tree.flatten(weight, is_leaf=_is_runs)
     if others := [x.sizes for x in leaves if _is_runs(x) and x.sizes != sizes]:
-        raise ValueError(f"runs of {sizes} layers, and of {others[0]} in a weight that has them already")
+        raise ValueError(
+            f"runs of {sizes} layers, and of {others[0]} in a weight that has them already"
+        )
     cuts = list(accumulate(sizes))[:-1]
     parts = [x.parts if _is_runs(x) else jnp.split(x, cuts) for x in leaves]
     return [jax.tree.unflatten(structure, part) for part in zip(*parts, strict=True)]
 
 
 def equal_runs(policy: Policy) -> list[range]:
-    """The layers of a stacked policy in runs, as long as can be, in which every tensor is of one kind."""
+    """The layers of a stacked policy in runs, as long as can be, in which every tensor is of one
+    kind."""
 
     def kind(layer: int) -> list[tuple[str, int]]:
         """The tensors that it has, and in which run of its stack each is."""
@@ -307,12 +376,18 @@ def _part_of(runs: WeightRuns, place: int) -> tuple[int, int]:
 
 
 def run_of_layers(policy: Policy, start: int, stop: int) -> Layer:
-    """Layers start ... stop - 1 of a stacked policy, which lie in one of its `equal_runs`, as stacks of their own."""
-    return _cut(policy, start, lambda x, first: x if len(x) == stop - start else x[first : first + stop - start])
+    """Layers start ... stop - 1 of a stacked policy, which lie in one of its `equal_runs`, as
+    stacks of their own."""
+    return _cut(
+        policy,
+        start,
+        lambda x, first: x if len(x) == stop - start else x[first : first + stop - start],
+    )
 
 
 def unstack(policy: Policy) -> Policy:
-    """The same policy with `layers` as a list of single layers, each a slice of the stacked tensors."""
+    """The same policy with `layers` as a list of single layers, each a slice of the stacked
+    tensors."""
     layers = (_cut(policy, i, lambda x, place: x[place]) for i in range(policy.config.num_layers))
     return with_layers(policy, nnx.List(layers))
 
@@ -323,7 +398,8 @@ def with_layers(policy: Policy, layers: Layer | nnx.List) -> Policy:
 
 
 def _cut(policy: Policy, layer: int, take: Callable) -> Layer:
-    """The tensors that layer `layer` has, each array as take(array, place of the layer in the tensor's stack)."""
+    """The tensors that layer `layer` has, each array as take(array, place of the layer in the
+    tensor's stack)."""
     cut = {}
     for name, weight in policy.layers.tensors().items():
         layers = stack_of(policy.config, name)
@@ -340,4 +416,3 @@ def _cut_weight(weight: Any, place: int, take: Callable) -> Any:
         return _cut_weight(x.parts[number], inner, take)
 
     return jax.tree.map(cut, weight, is_leaf=_is_runs)
-

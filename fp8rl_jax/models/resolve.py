@@ -18,8 +18,9 @@ def resolve_model(spec: str | Path, report: Callable[[str], None] = lambda line:
     """Finds, converts or downloads a model.
 
     Args:
-        spec: in this order, a Hugging Face directory, a `.gguf` file (converted once, into the cache, by its content),
-            a name in `FETCHABLE`, or the id of a model on the Hugging Face hub ("org/name").
+        spec: in this order, a Hugging Face directory, a `.gguf` file (converted once, into the
+            cache, by its content), a name in `FETCHABLE`, or the id of a model on the Hugging Face
+            hub ("org/name").
         report: called with a line about each long step.
 
     Raises:
@@ -59,13 +60,23 @@ def _from_gguf(path: Path, report: Callable[[str], None]) -> Path:
 def _from_hub(name: str) -> Path:
     import huggingface_hub
 
-    wanted = ["config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", *TOKENIZER_FILES]
+    wanted = [
+        "config.json",
+        "generation_config.json",
+        "*.safetensors",
+        "*.safetensors.index.json",
+        *TOKENIZER_FILES,
+    ]
     try:
-        snapshot = Path(huggingface_hub.snapshot_download(name, allow_patterns=wanted, ignore_patterns=["*/*"]))
-    except Exception as error:  # the transport library, and so its exceptions, differ between versions
+        snapshot = Path(
+            huggingface_hub.snapshot_download(name, allow_patterns=wanted, ignore_patterns=["*/*"])
+        )
+    # the transport library, and so its exceptions, differ between versions
+    except Exception as error:
         reason = " ".join(str(error).split())
         raise UserError(
-            f"{name}: no such directory, and the Hugging Face hub did not give it ({reason}); check the name and the "
+            f"{name}: no such directory, and the Hugging Face hub did not give it ({reason}); "
+            "check the name and the "
             f"network, or download the model elsewhere and give its directory"
         ) from None
     if not (snapshot / "config.json").is_file():

@@ -1,4 +1,5 @@
-"""Rescaling of the rotary frequencies, by which a model reads further than it was first trained on."""
+"""Rescaling of the rotary frequencies, by which a model reads further than it was first trained
+on."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from fp8rl_jax.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class LinearRopeScaling:
-    """Position interpolation, `rope_type: "linear"`: every wavelength is stretched by `factor` (arXiv 2306.15595)."""
+    """Position interpolation, `rope_type: "linear"`: every wavelength is stretched by `factor`
+    (arXiv 2306.15595)."""
 
     factor: float
 
@@ -20,10 +22,12 @@ class LinearRopeScaling:
 
 @dataclasses.dataclass(frozen=True)
 class Llama3RopeScaling:
-    """Llama 3.1's rescaling of the rotary frequencies, `rope_type: "llama3"` (arXiv:2407.21783, section 3.1).
+    """Llama 3.1's rescaling of the rotary frequencies, `rope_type: "llama3"` (arXiv:2407.21783,
+    section 3.1).
 
-    Wavelengths above `original_max_position_embeddings / low_freq_factor` are stretched by `factor`, those below
-    `original_max_position_embeddings / high_freq_factor` are kept, those between are interpolated.
+    Wavelengths above `original_max_position_embeddings / low_freq_factor` are stretched by
+    `factor`, those below `original_max_position_embeddings / high_freq_factor` are kept, those
+    between are interpolated.
     """
 
     factor: float
@@ -32,8 +36,15 @@ class Llama3RopeScaling:
     original_max_position_embeddings: int
 
     def __post_init__(self) -> None:
-        if self.factor < 1 or self.low_freq_factor <= 0 or self.original_max_position_embeddings <= 0:
-            raise UserError(f"rope_scaling must have factor >= 1 and positive frequencies and positions, got {self}")
+        if (
+            self.factor < 1
+            or self.low_freq_factor <= 0
+            or self.original_max_position_embeddings <= 0
+        ):
+            raise UserError(
+                "rope_scaling must have factor >= 1 and positive frequencies and positions, got "
+                f"{self}"
+            )
         if self.high_freq_factor <= self.low_freq_factor:
             raise UserError(
                 f"rope_scaling.high_freq_factor ({self.high_freq_factor}) must be above "

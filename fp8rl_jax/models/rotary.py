@@ -1,4 +1,5 @@
-"""Rotary positions (arXiv 2104.09864): frequencies, their rescalings, and the rotation of queries and keys."""
+"""Rotary positions (arXiv 2104.09864): frequencies, their rescalings, and the rotation of queries
+and keys."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from pallas_kernels.rounding import rounded
 
 
 def rope_frequencies(config: PolicyConfig) -> Float[Array, " half"]:
-    """Angular frequency of each pair of a head's dimensions, float32, Llama 3's rescaling (arXiv 2407.21783) or a linear one
-    (arXiv 2306.15595) applied."""
+    """Angular frequency of each pair of a head's dimensions, float32, Llama 3's rescaling (arXiv
+    2407.21783) or a linear one (arXiv 2306.15595) applied."""
     frequencies = _frequencies(config.rope_theta, config.head_dim)
     scaling = config.rope_scaling
     if scaling is None:
@@ -33,7 +34,9 @@ def layer_frequencies(config: PolicyConfig) -> Float[Array, "layers half"] | Non
     if config.local_rope_theta is None:
         return None
     local, full = _frequencies(config.local_rope_theta, config.head_dim), rope_frequencies(config)
-    return jnp.stack([full if i in config.full_attention_layers else local for i in range(config.num_layers)])
+    return jnp.stack(
+        [full if i in config.full_attention_layers else local for i in range(config.num_layers)]
+    )
 
 
 def _frequencies(theta: float, head_dim: int) -> Float[Array, " half"]:
@@ -49,8 +52,12 @@ def rope_tables(
     return jnp.cos(angles), jnp.sin(angles)
 
 
-def rotate(x: Float[Array, "b t heads dim"], tables: tuple[Array, Array]) -> Float[Array, "b t heads dim"]:
+def rotate(
+    x: Float[Array, "b t heads dim"], tables: tuple[Array, Array]
+) -> Float[Array, "b t heads dim"]:
     """Rotary embedding in the half-split layout of Hugging Face, computed in float32."""
     cos, sin = (table[:, :, None, :] for table in tables)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return rounded(jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1), x.dtype)
+    return rounded(
+        jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1), x.dtype
+    )

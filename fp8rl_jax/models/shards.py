@@ -1,4 +1,5 @@
-"""The weight files of a Hugging Face directory: `model.safetensors`, or shards with an index that says what lies where."""
+"""The weight files of a Hugging Face directory: `model.safetensors`, or shards with an index that
+says what lies where."""
 
 from __future__ import annotations
 
@@ -30,31 +31,42 @@ def write_checkpoint(
     """Writes tensors into an existing, empty directory.
 
     Args:
-        directory: where to write; no more than one shard is held in memory beside what `groups` holds itself.
+        directory: where to write; no more than one shard is held in memory beside what `groups`
+            holds itself.
         groups: tensors by name, in groups that stay in one file (a weight and its scale).
-        shard_bytes: a new file begins with the group that would make the file larger than this. One file in all gets the
-            plain name and no index.
+        shard_bytes: a new file begins with the group that would make the file larger than this. One
+            file in all gets the plain name and no index.
 
     Returns:
         The names of the files.
 
     Raises:
-        UserError: the disk is full, or a file cannot be written for another reason that the system gives.
+        UserError: the disk is full, or a file cannot be written for another reason that the system
+            gives.
     """
-    parts = [_write_part(directory, number, shard) for number, shard in enumerate(_shards(groups, shard_bytes))]
+    parts = [
+        _write_part(directory, number, shard)
+        for number, shard in enumerate(_shards(groups, shard_bytes))
+    ]
     if len(parts) == 1:
         os.replace(directory / "part-0", directory / SINGLE_FILE)
         return (SINGLE_FILE,)
-    files = [f"model-{number:05d}-of-{len(parts):05d}.safetensors" for number in range(1, len(parts) + 1)]
+    files = [
+        f"model-{number:05d}-of-{len(parts):05d}.safetensors" for number in range(1, len(parts) + 1)
+    ]
     for number, file in enumerate(files):
         os.replace(directory / f"part-{number}", directory / file)
-    weight_map = {name: file for file, (names, _) in zip(files, parts, strict=True) for name in names}
+    weight_map = {
+        name: file for file, (names, _) in zip(files, parts, strict=True) for name in names
+    }
     index = {"metadata": {"total_size": sum(size for _, size in parts)}, "weight_map": weight_map}
     (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     return (*files, INDEX_FILE)
 
 
-def _shards(groups: Iterable[dict[str, np.ndarray]], shard_bytes: int) -> Iterator[dict[str, np.ndarray]]:
+def _shards(
+    groups: Iterable[dict[str, np.ndarray]], shard_bytes: int
+) -> Iterator[dict[str, np.ndarray]]:
     shard: dict[str, np.ndarray] = {}
     filled = 0
     for group in groups:
@@ -67,7 +79,9 @@ def _shards(groups: Iterable[dict[str, np.ndarray]], shard_bytes: int) -> Iterat
     yield shard
 
 
-def _write_part(directory: Path, number: int, shard: dict[str, np.ndarray]) -> tuple[list[str], int]:
+def _write_part(
+    directory: Path, number: int, shard: dict[str, np.ndarray]
+) -> tuple[list[str], int]:
     """Names and bytes of a shard, written under a name that does not yet say how many there are."""
     write_safetensors(directory / f"part-{number}", shard)
     return list(shard), _nbytes(shard)

@@ -1,8 +1,9 @@
 """The bytes that each token stands for, read off a tokenizer's decoder.
 
-A token is often half a word and sometimes half a character, so text can't be looked at token by token; bytes can. The two
-decoders in use are byte-level BPE (GPT-2, Llama 3, Qwen), which writes each byte as a printable stand-in, and SentencePiece's
-(Llama 2, Mistral, Gemma), which writes a space as U+2581 and a byte without a token of its own as <0xNN>.
+A token is often half a word and sometimes half a character, so text can't be looked at token by
+token; bytes can. The two decoders in use are byte-level BPE (GPT-2, Llama 3, Qwen), which writes
+each byte as a printable stand-in, and SentencePiece's (Llama 2, Mistral, Gemma), which writes a
+space as U+2581 and a byte without a token of its own as <0xNN>.
 """
 
 from __future__ import annotations
@@ -18,8 +19,11 @@ from fp8rl_jax.errors import UserError
 
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _OTHERS = sorted(set(range(256)) - set(_PRINTABLE))
-BYTE_TO_STAND_IN = {byte: chr(byte) for byte in _PRINTABLE} | {byte: chr(0x100 + i) for i, byte in enumerate(_OTHERS)}
-"""GPT-2's alphabet: the printable character that stands for each byte in a byte-level vocabulary."""
+BYTE_TO_STAND_IN = {byte: chr(byte) for byte in _PRINTABLE} | {
+    byte: chr(0x100 + i) for i, byte in enumerate(_OTHERS)
+}
+"""GPT-2's alphabet: the printable character that stands for each byte in a byte-level
+vocabulary."""
 _STAND_IN_TO_BYTE = {character: byte for byte, character in BYTE_TO_STAND_IN.items()}
 
 
@@ -40,12 +44,16 @@ def token_bytes(backend: tokenizers.Tokenizer, path: Path) -> list[bytes]:
     """
     decoder = None if backend.decoder is None else json.loads(backend.decoder.__getstate__())
     steps = _steps(decoder)
-    if unknown := [step["type"] for step in steps if not _is_known(step)] or ([] if steps else ["none"]):
+    if unknown := [step["type"] for step in steps if not _is_known(step)] or (
+        [] if steps else ["none"]
+    ):
         raise UserError(
             f"{path}: the bytes of tokens are not known for a decoder of type {unknown[0]}; "
             "stop strings, bad words and streaming need byte-level BPE or SentencePiece"
         )
-    special = {index for index, token in backend.get_added_tokens_decoder().items() if token.special}
+    special = {
+        index for index, token in backend.get_added_tokens_decoder().items() if token.special
+    }
     vocabulary = backend.get_vocab(with_added_tokens=True)
     pieces = [b""] * (1 + max(vocabulary.values(), default=-1))
     for text, index in vocabulary.items():
@@ -76,6 +84,8 @@ def _bytes_of(text: str, steps: list[dict[str, Any]]) -> bytes:
             text = text.replace(step["replacement"], " ")
         elif step["type"] == "ByteFallback" and re.fullmatch("<0x[0-9A-Fa-f]{2}>", text):
             return bytes([int(text[3:5], 16)])
-        elif step["type"] == "ByteLevel" and all(character in _STAND_IN_TO_BYTE for character in text):
+        elif step["type"] == "ByteLevel" and all(
+            character in _STAND_IN_TO_BYTE for character in text
+        ):
             return bytes(_STAND_IN_TO_BYTE[character] for character in text)
     return text.encode("utf-8")

@@ -1,4 +1,5 @@
-"""Text to token ids and back: what the library knows of a tokenizer, and Hugging Face's with its chat template."""
+"""Text to token ids and back: what the library knows of a tokenizer, and Hugging Face's with its
+chat template."""
 
 from __future__ import annotations
 
@@ -20,9 +21,9 @@ Message = dict[str, Any]
 class Tokenizer(Protocol):
     """What the rest of the library knows of a tokenizer.
 
-    `eos_token_ids` are the tokenizer's own end tokens; generation stops at these and at `PolicyConfig.eos_token_ids`.
-    `pad_token_id` is the padding token, or an end token where the tokenizer names none (padding is always masked).
-    `vocab_size` is one more than the largest id.
+    `eos_token_ids` are the tokenizer's own end tokens; generation stops at these and at
+    `PolicyConfig.eos_token_ids`. `pad_token_id` is the padding token, or an end token where the
+    tokenizer names none (padding is always masked). `vocab_size` is one more than the largest id.
     """
 
     vocab_size: int
@@ -32,35 +33,46 @@ class Tokenizer(Protocol):
     has_chat_template: bool
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids; `add_special_tokens` adds what the model saw around a text in training (mostly a bos or nothing).
-        Pass False for a continuation, and for text that a chat template has made."""
+        """Token ids; `add_special_tokens` adds what the model saw around a text in training (mostly
+        a bos or nothing). Pass False for a continuation, and for text that a chat template has
+        made."""
         ...
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        """Text; bytes that are no UTF-8 become U+FFFD. `skip_special` leaves out bos, eos, padding and the like."""
+        """Text; bytes that are no UTF-8 become U+FFFD. `skip_special` leaves out bos, eos, padding
+        and the like."""
         ...
 
-    def apply_chat_template(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
-        """The text of a conversation, ending where the assistant's answer begins if `add_generation_prompt`."""
+    def apply_chat_template(
+        self, messages: Sequence[Message], add_generation_prompt: bool = True
+    ) -> str:
+        """The text of a conversation, ending where the assistant's answer begins if
+        `add_generation_prompt`."""
         ...
 
-    def encode_chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> list[int]:
-        """The token ids of a conversation: `encode(apply_chat_template(messages), add_special_tokens=False)`."""
+    def encode_chat(
+        self, messages: Sequence[Message], add_generation_prompt: bool = True
+    ) -> list[int]:
+        """The token ids of a conversation: `encode(apply_chat_template(messages),
+        add_special_tokens=False)`."""
         ...
 
     def token_bytes(self) -> list[bytes]:
-        """The bytes of every id below vocab_size, b"" for special tokens; joined, they are the text of the tokens."""
+        """The bytes of every id below vocab_size, b"" for special tokens; joined, they are the text
+        of the tokens."""
         ...
 
 
 class HFTokenizer:
-    """A `tokenizer.json`, with the special tokens and the chat template that lie beside it in `directory`."""
+    """A `tokenizer.json`, with the special tokens and the chat template that lie beside it in
+    `directory`."""
 
     def __init__(self, directory: str | Path):
         """Reads tokenizer.json, tokenizer_config.json and chat_template.jinja.
 
         Raises:
-            UserError: a file that is missing or malformed, a special token that is not in the vocabulary.
+            UserError: a file that is missing or malformed, a special token that is not in the
+                vocabulary.
         """
         directory = Path(directory)
         path = directory / "tokenizer.json"
@@ -76,7 +88,9 @@ class HFTokenizer:
         except BaseException as error:
             if not _is_fault(error):
                 raise
-            raise UserError(f"{path}: not a tokenizer that the tokenizers library reads ({error})") from None
+            raise UserError(
+                f"{path}: not a tokenizer that the tokenizers library reads ({error})"
+            ) from None
         self._path, self.directory = path, directory
         config_path = directory / "tokenizer_config.json"
         config = read_json(config_path) if config_path.is_file() else {}
@@ -87,7 +101,9 @@ class HFTokenizer:
         }
         self._template = ChatTemplate.from_directory(directory, config, self._special)
         eos = self._id("eos_token")
-        self.vocab_size = 1 + max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
+        self.vocab_size = 1 + max(
+            self._backend.get_vocab(with_added_tokens=True).values(), default=-1
+        )
         self.bos_token_id = self._id("bos_token")
         self.eos_token_ids = () if eos is None else (eos,)
         pad = self._id("pad_token")
@@ -100,23 +116,34 @@ class HFTokenizer:
         except BaseException as error:
             if isinstance(error, UserError) or not _is_fault(error):
                 raise
-            raise UserError(f"{self._path}: the tokenizer fails on {text[:40]!r} ({error})") from None
+            raise UserError(
+                f"{self._path}: the tokenizer fails on {text[:40]!r} ({error})"
+            ) from None
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         return self._backend.decode([int(token) for token in ids], skip_special_tokens=skip_special)
 
-    def apply_chat_template(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
+    def apply_chat_template(
+        self, messages: Sequence[Message], add_generation_prompt: bool = True
+    ) -> str:
         """See `Tokenizer`.
 
         Raises:
-            UserError: no chat template, malformed messages, or a template that refuses them (`raise_exception`).
+            UserError: no chat template, malformed messages, or a template that refuses them
+                (`raise_exception`).
         """
         if self._template is None:
-            raise UserError(f"{self._path.parent}: the tokenizer has no chat template; give plain prompts")
+            raise UserError(
+                f"{self._path.parent}: the tokenizer has no chat template; give plain prompts"
+            )
         return self._template.render(messages, add_generation_prompt)
 
-    def encode_chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> list[int]:
-        return self.encode(self.apply_chat_template(messages, add_generation_prompt), add_special_tokens=False)
+    def encode_chat(
+        self, messages: Sequence[Message], add_generation_prompt: bool = True
+    ) -> list[int]:
+        return self.encode(
+            self.apply_chat_template(messages, add_generation_prompt), add_special_tokens=False
+        )
 
     def token_bytes(self) -> list[bytes]:
         """See `Tokenizer`.
@@ -135,7 +162,8 @@ class HFTokenizer:
         if self.vocab_size > vocab_size:
             token = self._backend.id_to_token(self.vocab_size - 1)
             raise UserError(
-                f"{self._path}: token {token!r} has id {self.vocab_size - 1}, but the model's vocab_size is "
+                f"{self._path}: token {token!r} has id {self.vocab_size - 1}, but the model's "
+                "vocab_size is "
                 f"{vocab_size}; the tokenizer belongs to another model"
             )
 
@@ -144,7 +172,10 @@ class HFTokenizer:
         if content is None:
             return None
         if (token := self._backend.token_to_id(content)) is None:
-            raise UserError(f"{self._path}: {role} {content!r} of tokenizer_config.json is not in the vocabulary")
+            raise UserError(
+                f"{self._path}: {role} {content!r} of tokenizer_config.json is not in the "
+                "vocabulary"
+            )
         return token
 
 
@@ -156,14 +187,16 @@ def load_tokenizer(directory: str | Path, vocab_size: int | None = None) -> HFTo
         vocab_size: rows of the model's embedding; every token id must be below it.
 
     Raises:
-        UserError: a malformed tokenizer, a tokenizer in a format other than tokenizer.json, a token outside the
-            model's vocabulary.
+        UserError: a malformed tokenizer, a tokenizer in a format other than tokenizer.json, a token
+            outside the model's vocabulary.
     """
     directory = Path(directory)
     if not (directory / "tokenizer.json").exists():
         for other in ("tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json"):
             if (directory / other).exists():
-                raise UserError(f"{directory / other}: only tokenizer.json is read; convert the tokenizer to it")
+                raise UserError(
+                    f"{directory / other}: only tokenizer.json is read; convert the tokenizer to it"
+                )
         return None
     tokenizer = HFTokenizer(directory)
     if vocab_size is not None:
@@ -183,5 +216,6 @@ def _content(path: Path, role: str, value: Any) -> str | None:
 
 
 def _is_fault(error: BaseException) -> bool:
-    """Whether the tokenizers library raised it: a bare Exception, or where its Rust panics, a BaseException without a module."""
+    """Whether the tokenizers library raised it: a bare Exception, or where its Rust panics, a
+    BaseException without a module."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"

@@ -24,7 +24,26 @@ from fp8rl_jax.parallel.placement import (
 from fp8rl_jax.parallel.rules import DEFAULT_RULES, ShardingRules, constrain, scale_spec
 
 __all__ = [
-    "AXES", "DEFAULT_RULES", "ShardingRules", "batch_sharding", "batch_shards", "check_batch", "check_same", "constrain",
-    "gather_text", "initialize", "is_main_process", "leave_on_failure", "make_mesh", "policy_shardings", "replicated",
-    "scale_spec", "shard_policy", "shared_faults", "split_batch", "sum_over_processes", "to_global", "to_host",
-]  # fmt: skip
+    "AXES",
+    "DEFAULT_RULES",
+    "ShardingRules",
+    "batch_sharding",
+    "batch_shards",
+    "check_batch",
+    "check_same",
+    "constrain",
+    "gather_text",
+    "initialize",
+    "is_main_process",
+    "leave_on_failure",
+    "make_mesh",
+    "policy_shardings",
+    "replicated",
+    "scale_spec",
+    "shard_policy",
+    "shared_faults",
+    "split_batch",
+    "sum_over_processes",
+    "to_global",
+    "to_host",
+]

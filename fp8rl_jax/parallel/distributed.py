@@ -1,12 +1,14 @@
-"""Runs of several processes: joining them, and moving arrays between one host's memory and all devices.
+"""Runs of several processes: joining them, and moving arrays between one host's memory and all
+devices.
 
-Every process runs the same program on its own devices (multi-controller JAX). Values that the hosts compute, such as
-prompts and rewards, must be equal on all of them before they become a global array, and a global array must be gathered
-before a host reads it. With one process each function here is what `jax.device_put` and `jax.device_get` do.
+Every process runs the same program on its own devices (multi-controller JAX). Values that the hosts
+compute, such as prompts and rewards, must be equal on all of them before they become a global
+array, and a global array must be gathered before a host reads it. With one process each function
+here is what `jax.device_put` and `jax.device_get` do.
 
-What one process alone finds out (a file that it cannot read, a reward that timed out on its host) it must tell the others
-before anyone acts on it: `sum_over_processes` and `shared_faults` do. What it cannot tell them any more, its end does:
-`leave_on_failure`.
+What one process alone finds out (a file that it cannot read, a reward that timed out on its host)
+it must tell the others before anyone acts on it: `sum_over_processes` and `shared_faults` do. What
+it cannot tell them any more, its end does: `leave_on_failure`.
 """
 
 from __future__ import annotations
@@ -42,11 +44,13 @@ class _SharedFault(UserError):
 
 
 def initialize(config: MeshConfig, environ: Mapping[str, str] = os.environ) -> None:
-    """Joins this process to the others of its run; to be called before anything touches a JAX device.
+    """Joins this process to the others of its run; to be called before anything touches a JAX
+    device.
 
-    With mesh.coordinator, mesh.num_processes and mesh.process_id set, those are used (Kubernetes, hosts started by
-    hand). Otherwise a SLURM step (`srun`) or an Open MPI launch of more than one task is detected, and jax finds its
-    coordinator. Otherwise the run has one process and nothing happens.
+    With mesh.coordinator, mesh.num_processes and mesh.process_id set, those are used (Kubernetes,
+    hosts started by hand). Otherwise a SLURM step (`srun`) or an Open MPI launch of more than one
+    task is detected, and jax finds its coordinator. Otherwise the run has one process and nothing
+    happens.
 
     Raises:
         UserError: a mesh.* key is missing or out of range.
@@ -64,10 +68,12 @@ def is_main_process() -> bool:
 
 
 def to_global(tree: Any, shardings: Any) -> Any:
-    """Arrays that are equal on every process -> arrays over all devices; a process copies only what its devices hold.
+    """Arrays that are equal on every process -> arrays over all devices; a process copies only what
+    its devices hold.
 
     Args:
-        tree: numpy or jax arrays, PRNG keys among them. An array that already spans processes is resharded.
+        tree: numpy or jax arrays, PRNG keys among them. An array that already spans processes is
+            resharded.
         shardings: one sharding, or a tree of them like `tree`.
     """
     if isinstance(shardings, jax.sharding.Sharding):
@@ -76,12 +82,14 @@ def to_global(tree: Any, shardings: Any) -> Any:
 
 
 def to_host(tree: Any) -> Any:
-    """Every leaf as a numpy array with its global shape, on every process; all processes must call it together."""
+    """Every leaf as a numpy array with its global shape, on every process; all processes must call
+    it together."""
     return jax.tree.map(_to_host, tree)
 
 
 def sum_over_processes(tree: Any) -> Any:
-    """The sum over all processes of numpy arrays that have the same shapes on each; all processes must call it together."""
+    """The sum over all processes of numpy arrays that have the same shapes on each; all processes
+    must call it together."""
     return jax.tree.map(lambda stacked: stacked.sum(0), multihost_utils.process_allgather(tree))
 
 
@@ -98,7 +106,8 @@ def gather_text(text: str) -> list[str]:
 
 @contextmanager
 def shared_faults() -> Iterator[None]:
-    """A UserError that the block raises on one process is raised on all; all must enter and leave it together.
+    """A UserError that the block raises on one process is raised on all; all must enter and leave
+    it together.
 
     The block must hold no collective that a process with a fault would leave the others alone in.
     """
@@ -114,16 +123,20 @@ def shared_faults() -> Iterator[None]:
     for row in multihost_utils.process_allgather(told):
         if row.any():
             # each says its own, and those without one the first
-            raise _SharedFault(str(fault or row.tobytes().rstrip(b"\0").decode(errors="replace"))) from fault
+            raise _SharedFault(
+                str(fault or row.tobytes().rstrip(b"\0").decode(errors="replace"))
+            ) from fault
 
 
 @contextmanager
 def leave_on_failure() -> Iterator[None]:
-    """Makes this process end without waiting for the others, once an exception that they do not know of has left the block.
+    """Makes this process end without waiting for the others, once an exception that they do not
+    know of has left the block.
 
-    An ordinary exit waits for all processes (jax.distributed, 300 s), and they would wait for this one in a collective. Its
-    end closes its connections: gloo's collectives fail in the others at once, and process 0 is missed at once, too. On GPUs
-    the others are aborted when jax.distributed has not heard of it for 100 s, which is also so for one that is killed.
+    An ordinary exit waits for all processes (jax.distributed, 300 s), and they would wait for this
+    one in a collective. Its end closes its connections: gloo's collectives fail in the others at
+    once, and process 0 is missed at once, too. On GPUs the others are aborted when jax.distributed
+    has not heard of it for 100 s, which is also so for one that is killed.
     """
     try:
         yield
@@ -137,7 +150,8 @@ def leave_on_failure() -> Iterator[None]:
 
 
 def check_same(config_text: str) -> None:
-    """Checks at start-up that every process runs the same configuration; all processes must call it together.
+    """Checks at start-up that every process runs the same configuration; all processes must call it
+    together.
 
     Processes that disagree would compile different programs and wait for each other for ever.
 
@@ -153,7 +167,8 @@ def check_same(config_text: str) -> None:
     if different:
         shown = ", ".join(map(str, different))
         raise _SharedFault(
-            f"process {shown} has another configuration than process 0: start every process with the same "
+            f"process {shown} has another configuration than process 0: start every process with "
+            "the same "
             "files and options (mesh.process_id apart)"
         )
 
@@ -165,7 +180,8 @@ def _leave(code: int) -> None:
 
 
 def _explicit(config: MeshConfig) -> tuple[str, int, int] | None:
-    """(coordinator, num_processes, process_id), or None where the configuration names none of them."""
+    """(coordinator, num_processes, process_id), or None where the configuration names none of
+    them."""
     given = {
         "coordinator": config.coordinator != "",
         "num_processes": config.num_processes != 0,
@@ -175,13 +191,19 @@ def _explicit(config: MeshConfig) -> tuple[str, int, int] | None:
         return None
     missing = [f"mesh.{key}" for key, is_given in given.items() if not is_given]
     if missing:
-        raise UserError(f"{', '.join(missing)} must be set: coordinator, num_processes and process_id belong together")
+        raise UserError(
+            f"{', '.join(missing)} must be set: coordinator, num_processes and process_id belong "
+            "together"
+        )
     host, _, port = config.coordinator.rpartition(":")
     if not host or not port.isdigit():
         raise UserError(f"mesh.coordinator = {config.coordinator!r} must be host:port of process 0")
     if not 0 <= config.process_id < config.num_processes:
         last = config.num_processes - 1
-        raise UserError(f"mesh.process_id = {config.process_id} must be from 0 to mesh.num_processes - 1 = {last}")
+        raise UserError(
+            f"mesh.process_id = {config.process_id} must be from 0 to mesh.num_processes - 1 = "
+            f"{last}"
+        )
     return config.coordinator, config.num_processes, config.process_id
 
 
@@ -196,11 +218,12 @@ def _tasks(environ: Mapping[str, str]) -> int:
 
 
 def _local_devices(environ: Mapping[str, str]) -> list[int] | None:
-    """Which of the visible GPUs this task takes: an empty list for all of them, None for jax's choice.
+    """Which of the visible GPUs this task takes: an empty list for all of them, None for jax's
+    choice.
 
-    jax takes the GPU of the task's number on its node, which fits one task a GPU where every task sees every GPU. A
-    task that is alone on its node, or that the scheduler bound to a GPU of its own, takes all that it sees; fewer tasks
-    than GPUs share them out.
+    jax takes the GPU of the task's number on its node, which fits one task a GPU where every task
+    sees every GPU. A task that is alone on its node, or that the scheduler bound to a GPU of its
+    own, takes all that it sees; fewer tasks than GPUs share them out.
     """
     if not all(name in environ for name in SLURM_STEP):
         return None

@@ -1,9 +1,9 @@
 """The device mesh: data x fsdp x expert x tensor.
 
-`data` replicates the policy and splits the batch. `fsdp` splits the batch, too, and each parameter along its hidden
-width, gathered where it is used. `expert` splits the batch, too, and the experts of a mixture, to which rows travel.
-`tensor` splits heads, feed-forward width and vocabulary. Axes of size 1 cost nothing, so one device is the mesh
-(1, 1, 1, 1) and runs the same program.
+`data` replicates the policy and splits the batch. `fsdp` splits the batch, too, and each parameter
+along its hidden width, gathered where it is used. `expert` splits the batch, too, and the experts
+of a mixture, to which rows travel. `tensor` splits heads, feed-forward width and vocabulary. Axes
+of size 1 cost nothing, so one device is the mesh (1, 1, 1, 1) and runs the same program.
 """
 
 from __future__ import annotations
@@ -25,20 +25,26 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
 
     Args:
         config: sizes of the axes; one may be -1 and takes what is left.
-        devices: default: every device. `data` is the outermost axis, so it is the one that runs between machines.
+        devices: default: every device. `data` is the outermost axis, so it is the one that runs
+            between machines.
 
     Raises:
-        UserError: a size is not positive, two are -1, or they do not multiply to the number of devices.
+        UserError: a size is not positive, two are -1, or they do not multiply to the number of
+            devices.
     """
     devices = jax.devices() if devices is None else list(devices)
-    return jax.make_mesh(_sizes(config, len(devices)), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+    return jax.make_mesh(
+        _sizes(config, len(devices)), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices
+    )
 
 
 def _sizes(config: MeshConfig, devices: int) -> tuple[int, ...]:
     sizes = {axis: getattr(config, axis) for axis in AXES}
     for axis, size in sizes.items():
         if size != -1 and size < 1:
-            raise UserError(f"mesh.{axis} = {size}: give a positive size, or -1 for the devices that are left")
+            raise UserError(
+                f"mesh.{axis} = {size}: give a positive size, or -1 for the devices that are left"
+            )
     free = [axis for axis, size in sizes.items() if size == -1]
     if len(free) > 1:
         names = ", ".join(f"mesh.{axis}" for axis in free)
@@ -47,8 +53,12 @@ def _sizes(config: MeshConfig, devices: int) -> tuple[int, ...]:
     given = " x ".join(f"mesh.{axis} ({size})" for axis, size in sizes.items() if size != -1)
     if free:
         if devices % fixed:
-            raise UserError(f"{given} = {fixed} does not divide the {devices} devices: choose sizes that do")
+            raise UserError(
+                f"{given} = {fixed} does not divide the {devices} devices: choose sizes that do"
+            )
         sizes[free[0]] = devices // fixed
     elif fixed != devices:
-        raise UserError(f"{given} = {fixed}, but there are {devices} devices: set one of them to -1")
+        raise UserError(
+            f"{given} = {fixed}, but there are {devices} devices: set one of them to -1"
+        )
     return tuple(sizes.values())

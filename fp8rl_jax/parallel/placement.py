@@ -17,16 +17,18 @@ def policy_shardings(tree: Any, mesh: Mesh, rules: ShardingRules = DEFAULT_RULES
     """The sharding of every leaf of a policy, in a tree of the same structure.
 
     Args:
-        tree: a policy with stacked layers or a list of them, its leaves arrays, ShapeDtypeStructs or quantized tensors;
-            or any tree that holds such weights, such as the optimizer state `optimizer.init(policy)`. A weight is a
-            node with `axes` (logical names) and `weight`; what lies outside of one is replicated.
+        tree: a policy with stacked layers or a list of them, its leaves arrays, ShapeDtypeStructs
+            or quantized tensors; or any tree that holds such weights, such as the optimizer state
+            `optimizer.init(policy)`. A weight is a node with `axes` (logical names) and `weight`;
+            what lies outside of one is replicated.
         mesh: from `make_mesh`.
 
     Returns:
         NamedShardings, for `jax.device_put` or for in_shardings and out_shardings of `jax.jit`.
 
     Raises:
-        UserError: a tensor does not divide by its mesh axes; names the tensor and the sizes that fit.
+        UserError: a tensor does not divide by its mesh axes; names the tensor and the sizes that
+            fit.
     """
 
     def place(path, node):
@@ -34,7 +36,9 @@ def policy_shardings(tree: Any, mesh: Mesh, rules: ShardingRules = DEFAULT_RULES
             return replicated(mesh)
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         leaves, treedef = jax.tree.flatten(node)
-        return jax.tree.unflatten(treedef, _weight_shardings(f"{name}.weight", node, len(leaves), mesh, rules))
+        return jax.tree.unflatten(
+            treedef, _weight_shardings(f"{name}.weight", node, len(leaves), mesh, rules)
+        )
 
     return jax.tree_util.tree_map_with_path(place, tree, is_leaf=_is_weight)
 
@@ -80,15 +84,20 @@ def check_batch(rows: int, mesh: Mesh, key: str, rules: ShardingRules = DEFAULT_
     if rows % parts:
         axes = [axis for axis in rules.mesh_axes("batch") if axis in mesh.shape]
         sizes = " x ".join(f"mesh.{axis} ({mesh.shape[axis]})" for axis in axes)
-        raise UserError(f"{key} = {rows} does not divide by {sizes} = {parts}: make it a multiple of {parts}")
+        raise UserError(
+            f"{key} = {rows} does not divide by {sizes} = {parts}: make it a multiple of {parts}"
+        )
 
 
 def _is_weight(node: Any) -> bool:
     return hasattr(node, "axes") and hasattr(node, "weight")
 
 
-def _weight_shardings(name: str, weight: Any, leaves: int, mesh: Mesh, rules: ShardingRules) -> list[NamedSharding]:
-    """Of the leaves of one weight, in their order: the values (or the array itself), then the scales, if any."""
+def _weight_shardings(
+    name: str, weight: Any, leaves: int, mesh: Mesh, rules: ShardingRules
+) -> list[NamedSharding]:
+    """Of the leaves of one weight, in their order: the values (or the array itself), then the
+    scales, if any."""
     tensor = weight.weight.get_value()
     values = getattr(tensor, "values", tensor)
     axes = weight.axes
@@ -99,5 +108,7 @@ def _weight_shardings(name: str, weight: Any, leaves: int, mesh: Mesh, rules: Sh
     if hasattr(tensor, "scales"):
         specs.append(scale_spec(specs[0], values.shape, tensor.block, tensor.scales.shape, mesh))
     if len(specs) != leaves:
-        raise ValueError(f"{name}: {leaves} arrays in one weight; a sharding is known for values and scales")
+        raise ValueError(
+            f"{name}: {leaves} arrays in one weight; a sharding is known for values and scales"
+        )
     return [NamedSharding(mesh, spec) for spec in specs]

@@ -1,8 +1,9 @@
 """Sharding rules: from the names of a tensor's axes to the axes of the mesh.
 
-Modules say what an axis *is* ("heads", "embed"); only this table says where it lives. Sharding the policy another way
-is another `ShardingRules`, and never an edit of the model. The mesh axes are of type Auto: a sharding says where arrays
-are, XLA inserts the collectives, and the result is the same function on any mesh.
+Modules say what an axis *is* ("heads", "embed"); only this table says where it lives. Sharding the
+policy another way is another `ShardingRules`, and never an edit of the model. The mesh axes are of
+type Auto: a sharding says where arrays are, XLA inserts the collectives, and the result is the same
+function on any mesh.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ class ShardingRules:
     """Logical axis -> mesh axis, several of them, or None (replicated)."""
 
     embed: MeshAxes = "fsdp"
-    """Hidden width of a parameter. Activations leave theirs whole (None in `constrain`): fsdp splits their rows."""
+    """Hidden width of a parameter. Activations leave theirs whole (None in `constrain`): fsdp
+    splits their rows."""
     heads: MeshAxes = "tensor"
     """Query heads times head width. A size that splits a head is right, and slower."""
     kv_heads: MeshAxes = "tensor"
@@ -46,16 +48,24 @@ class ShardingRules:
     """Prompts and completions."""
 
     def mesh_axes(self, name: str | None) -> tuple[str, ...]:
-        """Mesh axes of a logical axis, () where it is replicated. Raises ValueError for a name without a rule."""
+        """Mesh axes of a logical axis, () where it is replicated. Raises ValueError for a name
+        without a rule."""
         if name is None:
             return ()
         if name not in self.__dataclass_fields__:
-            raise ValueError(f"no sharding rule for axis {name!r} (known: {', '.join(self.__dataclass_fields__)})")
+            raise ValueError(
+                f"no sharding rule for axis {name!r} (known: "
+                f"{', '.join(self.__dataclass_fields__)})"
+            )
         axes = getattr(self, name)
         return (axes,) if isinstance(axes, str) else axes or ()
 
     def spec(
-        self, axes: tuple[str | None, ...], shape: tuple[int, ...], mesh: Mesh | AbstractMesh, name: str = "tensor"
+        self,
+        axes: tuple[str | None, ...],
+        shape: tuple[int, ...],
+        mesh: Mesh | AbstractMesh,
+        name: str = "tensor",
     ) -> PartitionSpec:
         """Where a tensor lives.
 
@@ -67,7 +77,8 @@ class ShardingRules:
 
         Raises:
             UserError: an axis of the tensor does not divide by its mesh axes.
-            ValueError: two axes of the tensor map to one mesh axis, an unknown name, or a wrong number of names.
+            ValueError: two axes of the tensor map to one mesh axis, an unknown name, or a wrong
+                number of names.
         """
         if len(axes) != len(shape):
             raise ValueError(f"{name}: {len(axes)} axis names {axes} for shape {shape}")
@@ -78,7 +89,10 @@ class ShardingRules:
             if side % parts:
                 sizes = " x ".join(f"mesh.{axis} ({mesh.shape[axis]})" for axis in chosen)
                 fits = ", ".join(str(n) for n in range(1, min(side, parts) + 1) if side % n == 0)
-                raise UserError(f"{name} {shape}: axis {logical} does not divide by {sizes}; use one of {fits} for it")
+                raise UserError(
+                    f"{name} {shape}: axis {logical} does not divide by {sizes}; use one of "
+                    f"{fits} for it"
+                )
             entries.append(chosen)
         return _partition_spec(entries)
 
@@ -95,9 +109,10 @@ def scale_spec(
 ) -> PartitionSpec:
     """Where the block scales of a quantized tensor live: with the values that they scale.
 
-    An axis of the scales is sharded like that axis of the values where every shard boundary falls on a block boundary.
-    Where one does not (SmolLM2's 576 columns in 128-blocks over two devices), a block belongs to two shards and that
-    axis of the scales is replicated: they are block[0] * block[1] times fewer than the values, so a copy is cheap.
+    An axis of the scales is sharded like that axis of the values where every shard boundary falls
+    on a block boundary. Where one does not (SmolLM2's 576 columns in 128-blocks over two devices),
+    a block belongs to two shards and that axis of the scales is replicated: they are block[0] *
+    block[1] times fewer than the values, so a copy is cheap.
 
     Args:
         values_spec, values_shape: of the values [..., m, n].
@@ -105,7 +120,9 @@ def scale_spec(
         scales_shape: [..., ceil(m / block[0]), ceil(n / block[1])].
         mesh: the mesh of `values_spec`.
     """
-    entries = [_axes(entry) for entry in values_spec] + [()] * (len(values_shape) - len(values_spec))
+    entries = [_axes(entry) for entry in values_spec] + [()] * (
+        len(values_shape) - len(values_spec)
+    )
     sides = (1,) * (len(values_shape) - 2) + tuple(block)
     kept = []
     for entry, values, side, scales in zip(entries, values_shape, sides, scales_shape, strict=True):
@@ -118,14 +135,19 @@ def scale_spec(
 def constrain(x: jax.Array, *axes: str | None, rules: ShardingRules = DEFAULT_RULES) -> jax.Array:
     """`x`, laid out by the logical names of its axes over the mesh of the enclosing `jax.set_mesh`.
 
-    A no-op without a mesh, on one device, and for mesh axes that are not of type Auto (inside `jax.shard_map`). An axis
-    of `x` that does not divide is left to the compiler, so that odd-sized batches of an evaluation still run.
+    A no-op without a mesh, on one device, and for mesh axes that are not of type Auto (inside
+    `jax.shard_map`). An axis of `x` that does not divide is left to the compiler, so that odd-sized
+    batches of an evaluation still run.
 
     Args:
         axes: one name for each axis of x; None keeps that axis whole.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    auto = {axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Auto}
+    auto = {
+        axis
+        for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind == AxisType.Auto
+    }
     if mesh.empty or not auto or mesh.size == 1:
         return x
     if len(axes) != x.ndim:
@@ -147,4 +169,6 @@ def _parts(axes: tuple[str, ...], mesh: Mesh | AbstractMesh) -> int:
 
 def _partition_spec(entries) -> PartitionSpec:
     """The spec of one tuple of mesh axes a dimension, in jax's canonical spelling."""
-    return PartitionSpec(*(None if e == () else e[0] if isinstance(e, tuple) and len(e) == 1 else e for e in entries))
+    return PartitionSpec(
+        *(None if e == () else e[0] if isinstance(e, tuple) and len(e) == 1 else e for e in entries)
+    )

@@ -1,6 +1,12 @@
 """Formats, the quantized tensor, and the precision-aware linear."""
 
-from fp8rl_jax.precision.formats import check_recipe, describe, element_dtype, max_value, unlike_sides
+from fp8rl_jax.precision.formats import (
+    check_recipe,
+    describe,
+    element_dtype,
+    max_value,
+    unlike_sides,
+)
 from fp8rl_jax.precision.layers import quantized_layers, why_in_compute
 from fp8rl_jax.precision.linear import (
     AdaptedInput,
@@ -12,7 +18,14 @@ from fp8rl_jax.precision.linear import (
     linear,
     quantize_input,
 )
-from fp8rl_jax.precision.qtensor import QTensor, dequantize, is_finite, quantize, quantize_per_tensor, quantize_weight
+from fp8rl_jax.precision.qtensor import (
+    QTensor,
+    dequantize,
+    is_finite,
+    quantize,
+    quantize_per_tensor,
+    quantize_weight,
+)
 from fp8rl_jax.precision.statistics import QuantizationSums, stack_sums, weight_sums
 from fp8rl_jax.precision.trained import TrainedInput, TrainedWeight, frozen_weight, trained_weight
 

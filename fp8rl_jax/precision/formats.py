@@ -15,24 +15,27 @@ from pallas_kernels.matmul import selected_backend
 
 
 def element_dtype(fmt: TensorFormat) -> jnp.dtype:
-    """Dtype of the stored values. Raises UserError for the compute dtype, which is not stored as a format."""
+    """Dtype of the stored values. Raises UserError for the compute dtype, which is not stored as a
+    format."""
     return jnp.dtype(fmt.element_type.dtype)
 
 
 def max_value(fmt: TensorFormat) -> float:
-    """Largest finite value: 448 for e4m3, 57344 for e5m2. Raises UserError for the compute dtype."""
+    """Largest finite value: 448 for e4m3, 57344 for e5m2. Raises UserError for the compute
+    dtype."""
     return fmt.element_type.largest
 
 
 def check_recipe(recipe: Recipe, backend: Backend = "auto") -> None:
-    """Refuses what the recipe names and this version cannot compute, so that no field is a silent no-op.
+    """Refuses what the recipe names and this version cannot compute, so that no field is a silent
+    no-op.
 
     Args:
         backend: kernels of the quantized products.
 
     Raises:
-        UserError: naming the recipe's field; where no kernel multiplies two formats also both of them and the backend; or the
-            backend that the recipe needs is not there.
+        UserError: naming the recipe's field; where no kernel multiplies two formats also both of
+            them and the backend; or the backend that the recipe needs is not there.
     """
 
     def refuse(field: str, why: str) -> None:
@@ -41,25 +44,38 @@ def check_recipe(recipe: Recipe, backend: Backend = "auto") -> None:
     for side in ("rollout", "trainer"):
         formats: LinearFormats = getattr(recipe, side)
         if formats.activation.quantized and not formats.weight.quantized:
-            refuse(f"{side}.activation", "is quantized but the weight is not; no product takes that pair")
+            refuse(
+                f"{side}.activation",
+                "is quantized but the weight is not; no product takes that pair",
+            )
         if formats.weight.quantized and formats.weight.block is None:
             refuse(f"{side}.weight.block", "must be given: weights are quantized in blocks")
-        if formats.activation.quantized and formats.activation.block != (1, (formats.weight.block or (0, 0))[1]):
+        if formats.activation.quantized and formats.activation.block != (
+            1,
+            (formats.weight.block or (0, 0))[1],
+        ):
             refuse(
-                f"{side}.activation.block", f"must be (1, {formats.weight.block[1]}), the weight's block along the contraction"
+                f"{side}.activation.block",
+                f"must be (1, {formats.weight.block[1]}), the weight's block along the contraction",
             )
         if formats.key.element != formats.value.element:
             refuse(f"{side}.value", "and key must have the same element: the cache has one dtype")
         for role in ("query", "key", "value"):
             fmt = getattr(formats, role)
             if fmt.quantized and (fmt.block is not None or fmt.scale != "float32"):
-                refuse(f"{side}.{role}", "must have one float32 scale for the whole tensor, no block and no other scale rule")
+                refuse(
+                    f"{side}.{role}",
+                    "must have one float32 scale for the whole tensor, no block and no other "
+                    "scale rule",
+                )
         if formats.query.quantized and not formats.key.quantized:
             refuse(f"{side}.query", "is quantized but the cache is not")
     if recipe.quantizes_cache:
         rule = (recipe.kv_margin, *(recipe.kv_constants or (1, 1, 1)))
         if len(rule) != 4 or not all(0 < number < math.inf for number in rule):
-            refuse("kv_constants", "must be three positive numbers, for Q, K and V, and kv_margin one")
+            refuse(
+                "kv_constants", "must be three positive numbers, for Q, K and V, and kv_margin one"
+            )
         if not 0 <= recipe.kv_percentile <= 100:
             refuse("kv_percentile", f"must be from 0 to 100, and is {recipe.kv_percentile}")
     _check_backward(recipe, refuse)
@@ -74,38 +90,52 @@ def check_recipe(recipe: Recipe, backend: Backend = "auto") -> None:
         if backend == "hopper":
             _check_blocks(recipe, refuse)
     if recipe.exact and (difference := _first_difference(recipe)):
-        refuse("exact", f"cannot be promised: {difference}; the rollout's graph must be part of the trainer's forward")
+        refuse(
+            "exact",
+            f"cannot be promised: {difference}; the rollout's graph must be part of the "
+            "trainer's forward",
+        )
 
 
 def describe(fmt: TensorFormat) -> str:
     """Such as "e4m3 128x128 float32 scales"; of a format that quantizes nothing "compute dtype"."""
     if not fmt.quantized:
         return "compute dtype"
-    return f"{fmt.element} {'one scale' if fmt.block is None else f'{fmt.block[0]}x{fmt.block[1]} {fmt.scale} scales'}"
+    if fmt.block is None:
+        return f"{fmt.element} one scale"
+    return f"{fmt.element} {fmt.block[0]}x{fmt.block[1]} {fmt.scale} scales"
 
 
 def unlike_sides(recipe: Recipe) -> str:
-    """What both sides quantize and not alike, such as "weight: e4m3 128x128 power_of_two scales in the rollout, e4m3 128x128
-    float32 scales in the trainer"; "" where there is nothing."""
-    pairs = ((role, fmt, getattr(recipe.trainer, role)) for role, fmt in recipe.rollout.roles().items())
+    """What both sides quantize and not alike, such as "weight: e4m3 128x128 power_of_two scales in
+    the rollout, e4m3 128x128 float32 scales in the trainer"; "" where there is nothing."""
+    pairs = (
+        (role, fmt, getattr(recipe.trainer, role)) for role, fmt in recipe.rollout.roles().items()
+    )
     return "; ".join(
         f"{role}: {describe(one)} in the rollout, {describe(other)} in the trainer"
-        for role, one, other in pairs if one.quantized and other.quantized and one != other
-    )  # fmt: skip
+        for role, one, other in pairs
+        if one.quantized and other.quantized and one != other
+    )
 
 
 def _first_difference(recipe: Recipe) -> str:
-    """The first role whose format differs between the recipe's sides; "" where the forward passes are one."""
+    """The first role whose format differs between the recipe's sides; "" where the forward passes
+    are one."""
     for role, fmt in recipe.rollout.roles().items():
         other: TensorFormat = getattr(recipe.trainer, role)
         if fmt != other:
             field = next(name for name, value in vars(fmt).items() if value != getattr(other, name))
-            return f"the rollout's {role} has {field} {getattr(fmt, field)!r} and the trainer's {getattr(other, field)!r}"
+            return (
+                f"the rollout's {role} has {field} {getattr(fmt, field)!r} and the trainer's "
+                f"{getattr(other, field)!r}"
+            )
     return ""
 
 
 def _check_products(recipe: Recipe, backend: str, refuse: Callable[[str, str], None]) -> None:
-    """Every product of two quantized operands against what the backend multiplies; a weight alone is unpacked before."""
+    """Every product of two quantized operands against what the backend multiplies; a weight alone
+    is unpacked before."""
     rollout, trainer, gradient = recipe.rollout, recipe.trainer, recipe.output_gradient
     products = (
         ("rollout.activation", rollout.activation, "rollout.weight", rollout.weight),
@@ -116,17 +146,25 @@ def _check_products(recipe: Recipe, backend: str, refuse: Callable[[str, str], N
     for left, one, right, other in products:
         if one.quantized and other.quantized:
             try:
-                check_pair(f"{one.element} is multiplied by {right} {other.element}", backend, *map(element_dtype, (one, other)))
+                check_pair(
+                    f"{one.element} is multiplied by {right} {other.element}",
+                    backend,
+                    *map(element_dtype, (one, other)),
+                )
             except BackendError as error:
                 refuse(left, str(error))
 
 
 def _check_blocks(recipe: Recipe, refuse: Callable[[str, str], None]) -> None:
-    """Blocks against those that the kernels, asked for by name, multiply; under "auto" the reference takes the others."""
+    """Blocks against those that the kernels, asked for by name, multiply; under "auto" the
+    reference takes the others."""
     for side in ("rollout", "trainer"):
         fmt: TensorFormat = getattr(recipe, side).weight
         if fmt.quantized and fmt.block != (128, 128):
-            refuse(f"{side}.weight.block", f"is {fmt.block[0]}x{fmt.block[1]}, and the hopper backend has 128x128; use auto")
+            refuse(
+                f"{side}.weight.block",
+                f"is {fmt.block[0]}x{fmt.block[1]}, and the hopper backend has 128x128; use auto",
+            )
 
 
 def _check_backward(recipe: Recipe, refuse: Callable[[str, str], None]) -> None:
@@ -141,9 +179,16 @@ def _check_backward(recipe: Recipe, refuse: Callable[[str, str], None]) -> None:
     if not activation.quantized:
         refuse("trainer.activation", "must be quantized where trainer.weight is")
     if saved.quantized and saved != activation:
-        refuse("saved_activation", "must be the format of trainer.activation: what the forward has quantized is what is kept")
-    if gradient.quantized and (weight.block[0] != weight.block[1] or gradient.block != (1, weight.block[0])):
+        refuse(
+            "saved_activation",
+            "must be the format of trainer.activation: what the forward has quantized is what is "
+            "kept",
+        )
+    if gradient.quantized and (
+        weight.block[0] != weight.block[1] or gradient.block != (1, weight.block[0])
+    ):
         refuse(
             "output_gradient.block",
-            f"must be (1, {weight.block[0]}) and trainer.weight.block square: the backward reads that weight the other way",
+            f"must be (1, {weight.block[0]}) and trainer.weight.block square: the backward reads "
+            "that weight the other way",
         )

@@ -1,7 +1,9 @@
-"""Which linears are quantized: computed once, from the recipe's patterns and the model's layer names.
+"""Which linears are quantized: computed once, from the recipe's patterns and the model's layer
+names.
 
-Upstream, a substring rule once kept gate and up projections in bfloat16 on one side only (verl PR 7519). Here both sides,
-the exporter and `fp8rl doctor` read this one list, and a pattern that matches nothing is an error.
+Upstream, a substring rule once kept gate and up projections in bfloat16 on one side only (verl PR
+7519). Here both sides, the exporter and `fp8rl doctor` read this one list, and a pattern that
+matches nothing is an error.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ def quantized_layers(recipe: Recipe, linears: Sequence[str]) -> tuple[str, ...]:
     """Names of the linears that take the recipe's weight and activation formats, in model order.
 
     Args:
-        recipe: its `quantized` and `excluded` patterns are matched against whole names; the layers that it keeps in the compute
-            dtype at both ends of the model are taken out.
+        recipe: its `quantized` and `excluded` patterns are matched against whole names; the layers
+            that it keeps in the compute dtype at both ends of the model are taken out.
         linears: every linear of the model that may be quantized, such as "layers.3.q_proj".
 
     Raises:
@@ -30,7 +32,8 @@ def quantized_layers(recipe: Recipe, linears: Sequence[str]) -> tuple[str, ...]:
         for pattern in patterns:
             if not any(fnmatchcase(name, pattern) for name in linears):
                 raise UserError(
-                    f"recipe {recipe.name!r}: {key} pattern {pattern!r} matches no linear of the model "
+                    f"recipe {recipe.name!r}: {key} pattern {pattern!r} matches no linear of the "
+                    "model "
                     f"(names look like {linears[0]!r})"
                 )
 
@@ -38,16 +41,20 @@ def quantized_layers(recipe: Recipe, linears: Sequence[str]) -> tuple[str, ...]:
     chosen = tuple(name for name in linears if not why_in_compute(recipe, name, layers))
     if recipe.first_layers_in_compute + recipe.last_layers_in_compute >= layers:
         raise UserError(
-            f"recipe {recipe.name!r}: first_layers_in_compute = {recipe.first_layers_in_compute} and last_layers_in_compute = "
+            f"recipe {recipe.name!r}: first_layers_in_compute = {recipe.first_layers_in_compute} "
+            "and last_layers_in_compute = "
             f"{recipe.last_layers_in_compute} leave none of {layers} layers to quantize"
         )
     if not chosen:
-        raise UserError(f"recipe {recipe.name!r}: every linear is excluded, so nothing would be quantized")
+        raise UserError(
+            f"recipe {recipe.name!r}: every linear is excluded, so nothing would be quantized"
+        )
     return chosen
 
 
 def why_in_compute(recipe: Recipe, linear: str, layers: int) -> str:
-    """The field that keeps a linear of a model of `layers` layers from being quantized; "" where nothing does.
+    """The field that keeps a linear of a model of `layers` layers from being quantized; "" where
+    nothing does.
 
     Such as "first_layers_in_compute = 1", or "excluded: layers.3.*".
     """

@@ -1,9 +1,10 @@
 """The precision-aware linear: quantization is a type of the weight, not a mode of the layer.
 
-`linear(x, weight)` multiplies what it is given. A plain array is multiplied in the compute dtype; a `QTensor` is multiplied
-as W8A8, its input quantized on the way in; a `HoistedWeight` is a QTensor whose dequantized values are kept by a decode loop
-on a backend that would otherwise unpack them at every token; a `TrainedWeight` is a QTensor with FP8 gradients; an
-`AdaptedWeight` is any of the others, frozen, with a low-rank adapter beside it. The model has no other branch. `grouped_linear`
+`linear(x, weight)` multiplies what it is given. A plain array is multiplied in the compute dtype; a
+`QTensor` is multiplied as W8A8, its input quantized on the way in; a `HoistedWeight` is a QTensor
+whose dequantized values are kept by a decode loop on a backend that would otherwise unpack them at
+every token; a `TrainedWeight` is a QTensor with FP8 gradients; an `AdaptedWeight` is any of the
+others, frozen, with a low-rank adapter beside it. The model has no other branch. `grouped_linear`
 is the same for the experts of a mixture.
 """
 
@@ -20,7 +21,12 @@ from jaxtyping import Array, Float, Int
 
 from fp8rl_jax.config.formats import TensorFormat
 from fp8rl_jax.precision.qtensor import QTensor, dequantize, dequantize_rows, quantize
-from fp8rl_jax.precision.trained import TrainedInput, TrainedWeight, trained_grouped_linear, trained_linear
+from fp8rl_jax.precision.trained import (
+    TrainedInput,
+    TrainedWeight,
+    trained_grouped_linear,
+    trained_linear,
+)
 from pallas_kernels import blockwise_matmul, grouped_matmul
 from pallas_kernels.backend import Backend
 from pallas_kernels.exact import Integers, add_scaled, to_integers
@@ -34,7 +40,8 @@ from pallas_kernels.rounding import rounded
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class HoistedWeight:
-    """Dequantized values of a QTensor, float32 [..., out, in] or their integers: what the reference product multiplies."""
+    """Dequantized values of a QTensor, float32 [..., out, in] or their integers: what the reference
+    product multiplies."""
 
     values: Array | Integers
 
@@ -49,7 +56,8 @@ class AdaptedWeight:
     """base + scale * b a, never added up (LoRA, arXiv 2106.09685).
 
     Attributes:
-        base: [..., out, in], an array, QTensor, HoistedWeight or a TrainedWeight that is frozen; no gradient is asked of it.
+        base: [..., out, in], an array, QTensor, HoistedWeight or a TrainedWeight that is frozen; no
+            gradient is asked of it.
         a: [..., rank, in].
         b: [..., out, rank], of a's dtype.
         scale: alpha / rank, or alpha / sqrt(rank) (rsLoRA).
@@ -82,7 +90,8 @@ def is_quantized(x) -> bool:
 
 
 def hoist(weight: Weight, backend: Backend = "auto", exact: bool = False) -> Weight:
-    """Moves the work that does not depend on the input out of a loop: dequantizes a QTensor where the reference will run.
+    """Moves the work that does not depend on the input out of a loop: dequantizes a QTensor where
+    the reference will run.
 
     Args:
         exact: the weight will be multiplied by an exact product.
@@ -90,17 +99,23 @@ def hoist(weight: Weight, backend: Backend = "auto", exact: bool = False) -> Wei
     if exact and selected_backend(backend) == "reference":
         if isinstance(weight, AdaptedWeight):
             return replace(weight, base=hoist(weight.base, backend, exact))
-        return HoistedWeight(to_integers(dequantize(weight))) if isinstance(weight, QTensor) else to_integers(weight)
+        return (
+            HoistedWeight(to_integers(dequantize(weight)))
+            if isinstance(weight, QTensor)
+            else to_integers(weight)
+        )
     if isinstance(weight, QTensor) and selected_backend(backend) == "reference":
         return HoistedWeight(dequantize(weight))
     return weight
 
 
-def quantize_input(x: Float[Array, "*batch k"], weight: Weight, fmt: TensorFormat, backend: Backend = "auto"):
+def quantize_input(
+    x: Float[Array, "*batch k"], weight: Weight, fmt: TensorFormat, backend: Backend = "auto"
+):
     """The input in the form that `weight` multiplies: layers that share an input quantize it once.
 
-    Returns `x` itself where the weight is a plain array or the format is the compute dtype, and both forms of it where the
-    weight has an adapter: that one multiplies the input as it is.
+    Returns `x` itself where the weight is a plain array or the format is the compute dtype, and
+    both forms of it where the weight has an adapter: that one multiplies the input as it is.
     """
     if isinstance(weight, AdaptedWeight):
         base = quantize_input(x, weight.base, fmt, backend)
@@ -109,7 +124,9 @@ def quantize_input(x: Float[Array, "*batch k"], weight: Weight, fmt: TensorForma
         return x
     rows = quantize(jax.lax.stop_gradient(x).reshape(-1, x.shape[-1]), fmt, backend)
     groups = rows.scales.shape[-1]
-    quantized = QTensor(rows.values.reshape(x.shape), rows.scales.reshape(*x.shape[:-1], groups), rows.block)
+    quantized = QTensor(
+        rows.values.reshape(x.shape), rows.scales.reshape(*x.shape[:-1], groups), rows.block
+    )
     return TrainedInput(quantized, x) if isinstance(weight, TrainedWeight) else quantized
 
 
@@ -124,9 +141,11 @@ def linear(
 
     Args:
         x: the input, or its form from `quantize_input`.
-        weight: array [n, k] in the compute dtype, QTensor, HoistedWeight, TrainedWeight or AdaptedWeight.
+        weight: array [n, k] in the compute dtype, QTensor, HoistedWeight, TrainedWeight or
+            AdaptedWeight.
         out_dtype: dtype of the result.
-        exact: a row's result depends on that row and the weight alone, bit for bit (pallas_kernels.exact).
+        exact: a row's result depends on that row and the weight alone, bit for bit
+            (pallas_kernels.exact).
 
     Raises:
         TypeError: a quantized input meets a weight that is not quantized.
@@ -137,8 +156,17 @@ def linear(
         base = partial(linear, out_dtype=jnp.float32, backend=backend, exact=exact)
         return rounded(_adapted(exact_dot if exact else dot, base, x, weight, exact), out_dtype)
     if isinstance(x, QTensor) and isinstance(weight, QTensor) and not exact:
-        return blockwise_matmul(x.values, x.scales, weight.values, weight.scales, weight.block, out_dtype, backend=backend)
-    product = partial(exact_dot, out_dtype=out_dtype) if exact else dot  # rounded once, as the trainer's
+        return blockwise_matmul(
+            x.values,
+            x.scales,
+            weight.values,
+            weight.scales,
+            weight.block,
+            out_dtype,
+            backend=backend,
+        )
+    # rounded once, as the trainer's
+    product = partial(exact_dot, out_dtype=out_dtype) if exact else dot
     return rounded(_unpacked(product, x, weight), out_dtype)
 
 
@@ -150,7 +178,8 @@ def grouped_linear(
     backend: Backend = "auto",
     exact: bool = False,
 ) -> Float[Array, "m n"]:
-    """`linear` of rows that are sorted by group, each with its group's part of `weight` [groups, n, k].
+    """`linear` of rows that are sorted by group, each with its group's part of `weight` [groups, n,
+    k].
 
     Args:
         group_sizes: rows of each group; rows behind the last group give zero.
@@ -162,33 +191,56 @@ def grouped_linear(
         return trained_grouped_linear(x, weight, group_sizes, out_dtype, backend)
     product = partial(exact_grouped_dot if exact else _grouped_dot, group_sizes=group_sizes)
     if isinstance(weight, AdaptedWeight):
-        base = partial(grouped_linear, group_sizes=group_sizes, out_dtype=jnp.float32, backend=backend, exact=exact)
+        base = partial(
+            grouped_linear,
+            group_sizes=group_sizes,
+            out_dtype=jnp.float32,
+            backend=backend,
+            exact=exact,
+        )
         return rounded(_adapted(product, base, x, weight, exact), out_dtype)
     if isinstance(x, QTensor) and isinstance(weight, QTensor) and not exact:
         return grouped_matmul(
-            x.values, x.scales, weight.values, weight.scales, group_sizes, weight.block, out_dtype, backend=backend
+            x.values,
+            x.scales,
+            weight.values,
+            weight.scales,
+            group_sizes,
+            weight.block,
+            out_dtype,
+            backend=backend,
         )
     if exact:
         product = partial(product, out_dtype=out_dtype)
     return rounded(_unpacked(product, x, weight), out_dtype)
 
 
-def _adapted(product: Callable, base: Callable, x: Input, weight: AdaptedWeight, exact: bool) -> Array:
-    """base(x) + scale * (x a^T) b^T, float32: the adapter in its own dtype, on the input as it was before quantization."""
+def _adapted(
+    product: Callable, base: Callable, x: Input, weight: AdaptedWeight, exact: bool
+) -> Array:
+    """base(x) + scale * (x a^T) b^T, float32: the adapter in its own dtype, on the input as it was
+    before quantization."""
     plain = x.plain if isinstance(x, AdaptedInput) else x
     if isinstance(plain, QTensor):
-        raise TypeError("linear: the weight has an adapter, which needs the input in its plain form, too")
+        raise TypeError(
+            "linear: the weight has an adapter, which needs the input in its plain form, too"
+        )
     inner = rounded(product(rounded(plain, weight.a.dtype), weight.a), weight.a.dtype)
     operand = x.quantized if isinstance(x, AdaptedInput) else x
-    return (add_scaled if exact else _add_scaled)(base(operand, weight.base), product(inner, weight.b), weight.scale)
+    return (add_scaled if exact else _add_scaled)(
+        base(operand, weight.base), product(inner, weight.b), weight.scale
+    )
 
 
 def _add_scaled(x: Array, y: Array, scale: float) -> Array:
     return x + scale * y
 
 
-def _unpacked(product: Callable, x: Array | QTensor, weight: Array | QTensor | HoistedWeight) -> Array:
-    """`product` of both operands as plain arrays of one dtype, where none takes them as they are."""
+def _unpacked(
+    product: Callable, x: Array | QTensor, weight: Array | QTensor | HoistedWeight
+) -> Array:
+    """`product` of both operands as plain arrays of one dtype, where none takes them as they
+    are."""
     if isinstance(x, QTensor):
         if isinstance(weight, QTensor):
             return product(dequantize_rows(x), dequantize(weight))
@@ -204,7 +256,10 @@ def _unpacked(product: Callable, x: Array | QTensor, weight: Array | QTensor | H
 def _weight_only(product: Callable, x: Array, weight: QTensor) -> Array:
     """Weight-only quantization: the input is not quantized.
 
-    The backward pass unpacks the weight again. What it would keep otherwise is a float32 copy of a frozen FP8 model.
+    The backward pass unpacks the weight again. What it would keep otherwise is a float32 copy of a
+    frozen FP8 model.
     """
-    run = jax.checkpoint(lambda x, weight: product(x.astype(jnp.float32), dequantize(weight)), prevent_cse=False)
+    run = jax.checkpoint(
+        lambda x, weight: product(x.astype(jnp.float32), dequantize(weight)), prevent_cse=False
+    )
     return run(x, weight)

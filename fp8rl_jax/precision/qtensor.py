@@ -1,8 +1,9 @@
 """QTensor, and the one quantizer.
 
-Trainer forward, weight sync and export call the same `quantize`, on the bfloat16-rounded weight and never on the float32
-master: quantizing the master instead multiplied the train-rollout mismatch by 25 after one update in a published case
-(XTuner), because the other side only ever sees the bfloat16 weight.
+Trainer forward, weight sync and export call the same `quantize`, on the bfloat16-rounded weight and
+never on the float32 master: quantizing the master instead multiplied the train-rollout mismatch by
+25 after one update in a published case (XTuner), because the other side only ever sees the bfloat16
+weight.
 """
 
 from __future__ import annotations
@@ -45,12 +46,15 @@ class QTensor:
         return self.values.nbytes + self.scales.nbytes
 
 
-def quantize(x: Float[Array, "*batch m n"], fmt: TensorFormat, backend: Backend = "auto") -> QTensor:
+def quantize(
+    x: Float[Array, "*batch m n"], fmt: TensorFormat, backend: Backend = "auto"
+) -> QTensor:
     """Quantizes `x` by blocks of its last two axes.
 
     Args:
         x: any float dtype. Weights are to be rounded to bfloat16 first (`quantize_weight`).
-        fmt: element format, block and scale rule; `fmt.block` None means one scale for each trailing matrix.
+        fmt: element format, block and scale rule; `fmt.block` None means one scale for each
+            trailing matrix.
 
     Raises:
         UserError: the format cannot be stored.
@@ -60,22 +64,32 @@ def quantize(x: Float[Array, "*batch m n"], fmt: TensorFormat, backend: Backend 
     return QTensor(values, scales, block)
 
 
-def quantize_both_ways(x: Float[Array, "m n"], fmt: TensorFormat, backend: Backend = "auto") -> tuple[QTensor, QTensor]:
-    """`quantize` along rows in groups of `fmt.block` (1 x size), and along tokens in groups of size x 1, from one read of `x`."""
+def quantize_both_ways(
+    x: Float[Array, "m n"], fmt: TensorFormat, backend: Backend = "auto"
+) -> tuple[QTensor, QTensor]:
+    """`quantize` along rows in groups of `fmt.block` (1 x size), and along tokens in groups of size
+    x 1, from one read of `x`."""
     size = fmt.block[1]
     rows, tokens = quantize_both(x, size, element_dtype(fmt), fmt.scale, backend=backend)
     return QTensor(*rows, (1, size)), QTensor(*tokens, (size, 1))
 
 
 def regroup(q: QTensor, fmt: TensorFormat, backend: Backend = "auto") -> QTensor:
-    """Rows that are quantized in groups of 1 x size, quantized anew along tokens in groups of size x 1: a second rounding."""
-    rows = QTensor(q.values.reshape(-1, q.shape[-1]), q.scales.reshape(-1, q.scales.shape[-1]), q.block)
+    """Rows that are quantized in groups of 1 x size, quantized anew along tokens in groups of size
+    x 1: a second rounding."""
+    rows = QTensor(
+        q.values.reshape(-1, q.shape[-1]), q.scales.reshape(-1, q.scales.shape[-1]), q.block
+    )
     size = rows.block[1]
-    values, scales = regroup_values(rows.values, rows.scales, size, element_dtype(fmt), fmt.scale, backend=backend)
+    values, scales = regroup_values(
+        rows.values, rows.scales, size, element_dtype(fmt), fmt.scale, backend=backend
+    )
     return QTensor(values, scales, (size, 1))
 
 
-def quantize_weight(weight: Float[Array, "*batch m n"], fmt: TensorFormat, backend: Backend = "auto") -> QTensor:
+def quantize_weight(
+    weight: Float[Array, "*batch m n"], fmt: TensorFormat, backend: Backend = "auto"
+) -> QTensor:
     """Quantizes the bfloat16-rounded weight."""
     return quantize(rounded(weight, jnp.bfloat16), fmt, backend)
 
@@ -86,13 +100,19 @@ def dequantize(q: QTensor) -> Float[Array, "*batch m n"]:
 
 
 def dequantize_rows(q: QTensor) -> Float[Array, "*batch n"]:
-    """`dequantize` of rows with any number of axes before them, each quantized by itself (block[0] is 1)."""
-    rows = QTensor(q.values.reshape(-1, q.shape[-1]), q.scales.reshape(-1, q.scales.shape[-1]), q.block)
+    """`dequantize` of rows with any number of axes before them, each quantized by itself (block[0]
+    is 1)."""
+    rows = QTensor(
+        q.values.reshape(-1, q.shape[-1]), q.scales.reshape(-1, q.scales.shape[-1]), q.block
+    )
     return dequantize(rows).reshape(q.shape)
 
 
-def quantize_per_tensor(x: Float[Array, ...], scale: Float[Array, ""], fmt: TensorFormat) -> Float[Array, ...]:
-    """x / scale with a scale that was calibrated before, clamped to the format's range and cast (the KV cache's quantizer)."""
+def quantize_per_tensor(
+    x: Float[Array, ...], scale: Float[Array, ""], fmt: TensorFormat
+) -> Float[Array, ...]:
+    """x / scale with a scale that was calibrated before, clamped to the format's range and cast
+    (the KV cache's quantizer)."""
     limit = max_value(fmt)
     scaled = x.astype(jnp.float32) / scale
     return jnp.clip(scaled, -limit, limit).astype(element_dtype(fmt))

@@ -1,11 +1,14 @@
 """What quantization did to a tensor, as sums that add over layers, micro-batches and devices.
 
-Logged at every step as fp8/<metric>_<role>, for the weights that a sync quantized and for Q, K and V:
+Logged at every step as fp8/<metric>_<role>, for the weights that a sync quantized and for Q, K and
+V:
 
     amax            largest magnitude
-    sat_frac        part of the elements beyond the range that their scale covers, which the clamp cuts off
+    sat_frac        part of the elements beyond the range that their scale covers, which the clamp
+                    cuts off
     underflow_frac  part of the elements that were not zero and became zero
-    quant_snr_db    10 log10(sum x^2 / sum (x - restored)^2); about 31 for e4m3 on values of one magnitude
+    quant_snr_db    10 log10(sum x^2 / sum (x - restored)^2); about 31 for e4m3 on values of one
+                    magnitude
 """
 
 from __future__ import annotations
@@ -46,7 +49,8 @@ class QuantizationSums:
         Args:
             x: before quantization, any float dtype.
             restored: dequantized, float32.
-            limit: largest magnitude that the scales cover (scale * the format's maximum), broadcastable to `x`.
+            limit: largest magnitude that the scales cover (scale * the format's maximum),
+                broadcastable to `x`.
             real: which elements count, broadcastable to `x`; default all.
         """
         real = jnp.broadcast_to(True if real is None else real, x.shape)
@@ -59,7 +63,14 @@ class QuantizationSums:
         # a value at the edge may lie one rounding beyond scale * maximum without losing anything
         saturated = count(jnp.abs(x) > limit * (1 + 2.0**-20))
         underflowed = count((x != 0) & (restored == 0))
-        return cls(largest(x), count(real), saturated, underflowed, jnp.sum(x * x), jnp.sum((x - restored) ** 2))
+        return cls(
+            largest(x),
+            count(real),
+            saturated,
+            underflowed,
+            jnp.sum(x * x),
+            jnp.sum((x - restored) ** 2),
+        )
 
     def __add__(self, other: QuantizationSums) -> QuantizationSums:
         added = jax.tree.map(jnp.add, self, other)
@@ -67,14 +78,20 @@ class QuantizationSums:
 
     def total(self) -> QuantizationSums:
         """Everything along all leading axes together."""
-        sums = (jnp.sum(v) for v in (self.elements, self.saturated, self.underflowed, self.signal, self.noise))
+        sums = (
+            jnp.sum(v)
+            for v in (self.elements, self.saturated, self.underflowed, self.signal, self.noise)
+        )
         return QuantizationSums(largest(self.amax), *sums)
 
     def metrics(self, role: str) -> dict[str, Float[Array, ""]]:
-        """The metrics of the table above, by name; 0 where nothing was counted, and an SNR of at most 200 dB."""
+        """The metrics of the table above, by name; 0 where nothing was counted, and an SNR of at
+        most 200 dB."""
         total = self.total()
         count = jnp.maximum(total.elements, 1.0)
-        ratio = jnp.where(total.signal > 0, total.signal / jnp.maximum(total.noise, total.signal * 1e-20), 1.0)
+        ratio = jnp.where(
+            total.signal > 0, total.signal / jnp.maximum(total.noise, total.signal * 1e-20), 1.0
+        )
         return {
             f"fp8/amax_{role}": total.amax,
             f"fp8/sat_frac_{role}": total.saturated / count,

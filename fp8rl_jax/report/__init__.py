@@ -1,1 +1,2 @@
-"""One self-contained HTML page from run directories: `runs` reads, `charts` draws, `page` puts together."""
+"""One self-contained HTML page from run directories: `runs` reads, `charts` draws, `page` puts
+together."""

@@ -1,7 +1,8 @@
 """Charts as inline SVG that belongs to the page: its font, its colours, light or dark.
 
-matplotlib draws with placeholder colours, which become CSS variables afterwards: --ink, --grid, --arm0, --phase0, ... So
-one drawing serves both colour schemes. Ids get the chart's name as a prefix, because all charts share one document.
+matplotlib draws with placeholder colours, which become CSS variables afterwards: --ink, --grid,
+--arm0, --phase0, ... So one drawing serves both colour schemes. Ids get the chart's name as a
+prefix, because all charts share one document.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ PHASES = {
     "time/eval": "evaluation",
     "time/ckpt": "checkpoint",
 }
-"""Parts of a step, in the order of the loop; a number of its own each, so that a colour means one phase on every page."""
+"""Parts of a step, in the order of the loop; a number of its own each, so that a colour means one
+phase on every page."""
 
 INK, GRID = "#0a0b01", "#0a0b02"
 STYLE = {
@@ -97,7 +99,8 @@ CURVES = (
     Curve(
         "mismatch/k3",
         "Mismatch: k3",
-        "k3 estimate of KL(rollout || trainer) per token, on a logarithmic scale. Rollout and trainer hold the same weights, "
+        "k3 estimate of KL(rollout || trainer) per token, on a logarithmic scale. Rollout and "
+        "trainer hold the same weights, "
         "so all of it is numerics.",
         log_scale=True,
     ),
@@ -106,13 +109,18 @@ CURVES = (
         "Mismatch: probability ratio",
         "Mean of exp |log p(trainer) - log p(rollout)| over tokens; 1 where both agree.",
     ),
-    Curve("completions/mean_length", "Completion length", "Mean tokens of a completion, its stop token included."),
+    Curve(
+        "completions/mean_length",
+        "Completion length",
+        "Mean tokens of a completion, its stop token included.",
+    ),
     Curve("entropy", "Entropy", "Mean entropy of the policy per sampled token, in nats."),
 )
 
 
 def curve_chart(curve: Curve, runs: list[Run]) -> Chart:
-    """One line an arm on shared axes; arm i has colour --arm(i mod 6), and a new dash pattern after every six."""
+    """One line an arm on shared axes; arm i has colour --arm(i mod 6), and a new dash pattern after
+    every six."""
     about = [curve.about]
 
     def draw(axes: Axes) -> None:
@@ -129,7 +137,11 @@ def curve_chart(curve: Curve, runs: list[Run]) -> Chart:
         axes.set_xlabel("step")
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
 
-    svg = draw_svg(curve.key, draw, height=2.7) if any(run.series(curve.key)[0] for run in runs) else ""
+    svg = (
+        draw_svg(curve.key, draw, height=2.7)
+        if any(run.series(curve.key)[0] for run in runs)
+        else ""
+    )
     window = _window(max(len(run.series(curve.key)[0]) for run in runs))
     if curve.smooth and window > 1:
         about.append(f"Faint: single steps; full: mean of {window} steps.")
@@ -139,7 +151,9 @@ def curve_chart(curve: Curve, runs: list[Run]) -> Chart:
 def timing_chart(runs: list[Run]) -> Chart:
     """One bar an arm: mean seconds of each phase (see `phase_seconds`)."""
     seconds = [phase_seconds(run) for run in runs]
-    colours = {label: f"#0a0d{index:02x}" for index, label in enumerate([*PHASES.values(), "other"])}
+    colours = {
+        label: f"#0a0d{index:02x}" for index, label in enumerate([*PHASES.values(), "other"])
+    }
 
     def draw(axes: Axes) -> None:
         for row, phases in enumerate(seconds):
@@ -167,23 +181,32 @@ def _tick(run: Run) -> str:
 
 
 def phase_seconds(run: Run) -> dict[str, float]:
-    """Mean seconds of each phase over the steps after the first; "other" is what time/step has on top of them."""
+    """Mean seconds of each phase over the steps after the first; "other" is what time/step has on
+    top of them."""
     rows = [row for row in run.metrics if "time/step" in row]
     rows = rows[1:] or rows
     if not rows:
         return {}
-    means = {label: sum(row.get(key, 0.0) for row in rows) / len(rows) for key, label in PHASES.items()}
+    means = {
+        label: sum(row.get(key, 0.0) for row in rows) / len(rows) for key, label in PHASES.items()
+    }
     other = sum(row["time/step"] for row in rows) / len(rows) - sum(means.values())
-    return {label: duration for label, duration in {**means, "other": other}.items() if duration > 0}
+    return {
+        label: duration for label, duration in {**means, "other": other}.items() if duration > 0
+    }
 
 
-def _draw_arm(axes: Axes, index: int, curve: Curve, run: Run, steps: list[int], values: list[float]) -> None:
+def _draw_arm(
+    axes: Axes, index: int, curve: Curve, run: Run, steps: list[int], values: list[float]
+) -> None:
     colour = f"#0a0c{index % ARM_COLOURS:02x}"
     line = {"color": colour, "dashes": DASHES[index // ARM_COLOURS % len(DASHES)], "linewidth": 1.8}
     if curve.low and curve.high:
         rows = [row for row in run.metrics if curve.low in row and curve.high in row]
         bounds = [[row[key] for row in rows] for key in (curve.low, curve.high)]
-        axes.fill_between([row["step"] for row in rows], *bounds, color=colour, alpha=0.16, linewidth=0)
+        axes.fill_between(
+            [row["step"] for row in rows], *bounds, color=colour, alpha=0.16, linewidth=0
+        )
     window = _window(len(steps)) if curve.smooth else 1
     if window > 1:
         axes.plot(steps, values, color=colour, alpha=0.3, linewidth=0.8)
@@ -204,7 +227,8 @@ def _running_mean(values: list[float], window: int) -> list[float]:
 
 
 def draw_svg(name: str, draw: Callable[[Axes], None], height: float) -> str:
-    """An <svg> element without width, height, namespaces or metadata: the page's own. `height` in inches of 5 wide."""
+    """An <svg> element without width, height, namespaces or metadata: the page's own. `height` in
+    inches of 5 wide."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(5, height), layout="constrained")
         draw(figure.subplots())

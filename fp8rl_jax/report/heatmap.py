@@ -36,7 +36,10 @@ def panel(number: int, results: dict[str, Any]) -> Panel:
     scored, tokens = results["logprobs"], results["tokens"]
     headline = f"{' and '.join(models)}, {tokens['prompt'] + tokens['completion']} tokens. "
     if scored["differing"]:
-        headline += f"Log-probabilities: k3 {_number(scored['k3'])}, largest difference {_number(scored['max_abs'])}."
+        headline += (
+            f"Log-probabilities: k3 {_number(scored['k3'])}, largest difference "
+            f"{_number(scored['max_abs'])}."
+        )
     else:
         headline += "Log-probabilities are equal bit for bit."
     if recorded := results.get("recorded"):
@@ -48,28 +51,48 @@ def panel(number: int, results: dict[str, Any]) -> Panel:
         if names
     ]
     return Panel(
-        f"{a[0].upper()}{a[1:]}, against {b}", headline, [(x["cause"], x["name"], x["detail"]) for x in results["first"]], alone,
-        [_heat_map(number, results, "own"), _heat_map(number, results, "output")], summary(results),
-    )  # fmt: skip
+        f"{a[0].upper()}{a[1:]}, against {b}",
+        headline,
+        [(x["cause"], x["name"], x["detail"]) for x in results["first"]],
+        alone,
+        [_heat_map(number, results, "own"), _heat_map(number, results, "output")],
+        summary(results),
+    )
 
 
 def _heat_map(number: int, results: dict[str, Any], measured: str) -> Chart:
-    """A cell for each layer and operation, the darker the larger the relative error, by its logarithm."""
+    """A cell for each layer and operation, the darker the larger the relative error, by its
+    logarithm."""
     layers = results["layers"]
     shown = columns(results)
-    headings = ["in", *(heading for heading, _ in shown)] if measured == "output" else [heading for heading, _ in shown]
+    headings = (
+        ["in", *(heading for heading, _ in shown)]
+        if measured == "output"
+        else [heading for heading, _ in shown]
+    )
     height = min(0.16, 6.0 / len(layers))
 
     def draw(axes: Axes) -> None:
         for row, layer in enumerate(layers):
             cells = [worst(layer, names, measured) for _, names in shown]
-            found = [(cell and cell[measured], cell and measured == "own" and LETTERS.get(cell["cause"])) for cell in cells]
-            for column, (numbers, letter) in enumerate([(layer["input"], "")] * (measured == "output") + found):
+            found = [
+                (cell and cell[measured], cell and measured == "own" and LETTERS.get(cell["cause"]))
+                for cell in cells
+            ]
+            for column, (numbers, letter) in enumerate(
+                [(layer["input"], "")] * (measured == "output") + found
+            ):
                 if numbers is not None and numbers["differing"]:
                     opacity = _opacity(numbers["relative_error"])
-                    axes.add_patch(Rectangle((column, row), 0.94, 0.9, color="#0a0c00", alpha=opacity, linewidth=0))
+                    axes.add_patch(
+                        Rectangle(
+                            (column, row), 0.94, 0.9, color="#0a0c00", alpha=opacity, linewidth=0
+                        )
+                    )
                     if letter and height > 0.1:
-                        axes.text(column + 0.47, row + 0.5, letter, ha="center", va="center", fontsize=5.5)
+                        axes.text(
+                            column + 0.47, row + 0.5, letter, ha="center", va="center", fontsize=5.5
+                        )
                 elif numbers is not None:
                     axes.text(column + 0.47, row + 0.5, "·", ha="center", va="center", fontsize=7)
         axes.set_xlim(0, len(headings))
@@ -77,7 +100,10 @@ def _heat_map(number: int, results: dict[str, Any], measured: str) -> Chart:
         axes.set_xticks([column + 0.47 for column in range(len(headings))], headings)
         axes.xaxis.tick_top()
         step = max(1, len(layers) // 10)
-        axes.set_yticks([row + 0.45 for row in range(0, len(layers), step)], [str(row) for row in range(0, len(layers), step)])
+        axes.set_yticks(
+            [row + 0.45 for row in range(0, len(layers), step)],
+            [str(row) for row in range(0, len(layers), step)],
+        )
         axes.set_ylabel("layer")
         axes.grid(visible=False)
         for spine in axes.spines.values():
@@ -86,13 +112,31 @@ def _heat_map(number: int, results: dict[str, Any], measured: str) -> Chart:
         for power in range(LOWEST, 1):  # the key to the colours
             left = (power - LOWEST) * width
             opacity = _opacity(10.0**power)
-            axes.add_patch(Rectangle((left, len(layers) + 0.6), width * 0.96, 0.7, color="#0a0c00", alpha=opacity, linewidth=0))
-            axes.text(left + width / 2, len(layers) + 1.8, f"1e{power}", ha="center", va="center", fontsize=6.5)
+            axes.add_patch(
+                Rectangle(
+                    (left, len(layers) + 0.6),
+                    width * 0.96,
+                    0.7,
+                    color="#0a0c00",
+                    alpha=opacity,
+                    linewidth=0,
+                )
+            )
+            axes.text(
+                left + width / 2,
+                len(layers) + 1.8,
+                f"1e{power}",
+                ha="center",
+                va="center",
+                fontsize=6.5,
+            )
 
     about = {
-        "own": "Relative error that an operation adds by itself, on side a's input. f format, o operand, s scale, r reduction, "
+        "own": "Relative error that an operation adds by itself, on side a's input. f format, o "
+        "operand, s scale, r reduction, "
         "i input. A dot: every bit is equal.",
-        "output": "Relative error of what has piled up until there; in: of the hidden states that enter the layer.",
+        "output": "Relative error of what has piled up until there; in: of the hidden states "
+        "that enter the layer.",
     }
     title = {"own": "Own error", "output": "Piled up"}[measured]
     svg = draw_svg(f"compare {number} {measured}", draw, height=0.5 + height * (len(layers) + 2.2))

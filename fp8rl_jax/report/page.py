@@ -1,4 +1,5 @@
-"""The report: what the runs of one comparison did, as one HTML file that needs no network and no script."""
+"""The report: what the runs of one comparison did, as one HTML file that needs no network and no
+script."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ NOTHING = "–"
 
 
 def write_report(directories: list[Path], output: Path) -> Path:
-    """Writes the page about the runs and comparisons in `directories` (see `find_runs`) to `output`, and returns `output`.
+    """Writes the page about the runs and comparisons in `directories` (see `find_runs`) to
+    `output`, and returns `output`.
 
     Raises:
         UserError: there is no run, a run's files are damaged, or the page cannot be written.
@@ -43,7 +45,9 @@ def write_report(directories: list[Path], output: Path) -> Path:
         unfinished.write_text(page, encoding="utf-8")
         os.replace(unfinished, output)
     except OSError as error:
-        raise UserError(f"{output}: cannot be written: {error.strerror}; name another file with --output") from error
+        raise UserError(
+            f"{output}: cannot be written: {error.strerror}; name another file with --output"
+        ) from error
     return output
 
 
@@ -58,14 +62,21 @@ def render(runs: list[Run], comparisons: Sequence[dict[str, Any]] = ()) -> str:
     )
     panels = [panel(number, results) for number, results in enumerate(comparisons)]
     phases = [phase_seconds(run) for run in runs]
-    labels = [label for label in [*PHASES.values(), "other"] if any(label in seconds for seconds in phases)]
+    labels = [
+        label
+        for label in [*PHASES.values(), "other"]
+        if any(label in seconds for seconds in phases)
+    ]
     return environment.get_template("page.html").render(
         title=_title(runs, panels),
         arms=[_arm(index, run) for index, run in enumerate(runs)],
         headline=[headline(run) for run in runs],
         charts=[curve_chart(curve, runs) for curve in CURVES] if runs else [],
         timing=timing_chart(runs) if runs else None,
-        phases=[(_phase_number(label), label, [_number(row.get(label)) for row in phases]) for label in labels],
+        phases=[
+            (_phase_number(label), label, [_number(row.get(label)) for row in phases])
+            for label in labels
+        ],
         differences=config_differences(runs),
         samples=[sample_pairs(run) for run in runs],
         panels=panels,
@@ -73,7 +84,8 @@ def render(runs: list[Run], comparisons: Sequence[dict[str, Any]] = ()) -> str:
 
 
 def headline(run: Run) -> dict[str, str]:
-    """One row of the first table. A tenth of a run is at least one step; a value that was never logged is a dash."""
+    """One row of the first table. A tenth of a run is at least one step; a value that was never
+    logged is a dash."""
     steps = len(set(run.series("reward/mean")[0] or run.series("step")[0]))
     planned = run.config.get("trainer.steps", steps)
     seconds = run.series("time/step")[1]
@@ -84,7 +96,9 @@ def headline(run: Run) -> dict[str, str]:
         "Reward, first → last tenth": _first_to_last_tenth(run, "reward/mean"),
         "Held-out accuracy, first → last": _accuracy(run),
         "Mismatch k3, last tenth": _number(_tenths(run, "mismatch/k3")[1]),
-        "Completion tokens, first → last tenth": _first_to_last_tenth(run, "completions/mean_length"),
+        "Completion tokens, first → last tenth": _first_to_last_tenth(
+            run, "completions/mean_length"
+        ),
         "Seconds a step, median": _number(statistics.median(seconds) if seconds else None),
     }
 
@@ -92,15 +106,22 @@ def headline(run: Run) -> dict[str, str]:
 def config_differences(runs: list[Run]) -> list[tuple[str, list[str]]]:
     """Configuration keys that are not the same in every run, each with its value by run."""
     keys = sorted({key for run in runs for key in run.config})
-    rows = [(key, [json.dumps(run.config[key]) if key in run.config else NOTHING for run in runs]) for key in keys]
+    rows = [
+        (key, [json.dumps(run.config[key]) if key in run.config else NOTHING for run in runs])
+        for key in keys
+    ]
     return [(key, values) for key, values in rows if len(set(values)) > 1]
 
 
 def sample_pairs(run: Run) -> list[tuple[int, list[dict[str, str]]]]:
-    """Sampled completions of the first and of the last step that has any: (step, samples), one of each where one is all."""
+    """Sampled completions of the first and of the last step that has any: (step, samples), one of
+    each where one is all."""
     steps = [row["step"] for row in run.samples]
     ends = sorted({min(steps), max(steps)}) if steps else []
-    return [(end, [_sample(row) for row in run.samples if row["step"] == end][:SHOWN_SAMPLES]) for end in ends]
+    return [
+        (end, [_sample(row) for row in run.samples if row["step"] == end][:SHOWN_SAMPLES])
+        for end in ends
+    ]
 
 
 def _title(runs: list[Run], panels: list[Panel]) -> str:

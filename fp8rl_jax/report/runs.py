@@ -1,8 +1,9 @@
 """Run directories, read and checked: config.toml, metrics.jsonl, samples.jsonl and run.json.
 
-Only metrics.jsonl must be there. A run that is still going, or that was killed, may have left a last line half written;
-that one is left out and the page says so. Any other damage is an error that names the file and every damaged line: a page
-that skipped them would show curves that nobody can trust.
+Only metrics.jsonl must be there. A run that is still going, or that was killed, may have left a
+last line half written; that one is left out and the page says so. Any other damage is an error that
+names the file and every damaged line: a page that skipped them would show curves that nobody can
+trust.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class Run:
     """The directory's name, or as much of its path as tells it from the others."""
     directory: Path
     metrics: list[dict[str, Any]]
-    """One row a line of metrics.jsonl, in order: "step" and numbers; null and what is not finite are left out."""
+    """One row a line of metrics.jsonl, in order: "step" and numbers; null and what is not finite
+    are left out."""
     samples: list[dict[str, Any]]
     config: dict[str, Any]
     """config.toml flattened: {"rollout.temperature": 1.0, ...}; empty without that file."""
@@ -44,7 +46,8 @@ class Run:
 
     @property
     def label(self) -> str:
-        """The name, with the run's recipe and compute dtype; these alone where the name is the recipe's."""
+        """The name, with the run's recipe and compute dtype; these alone where the name is the
+        recipe's."""
         recipe, dtype = self.config.get("recipe"), self.config.get("compute_dtype")
         if recipe is None or dtype is None:
             return self.name
@@ -58,10 +61,12 @@ class Run:
 
 
 def find_runs(directories: Iterable[Path]) -> list[Path]:
-    """The run directories among `directories`; one without a metrics.jsonl stands for those right below it.
+    """The run directories among `directories`; one without a metrics.jsonl stands for those right
+    below it.
 
     Raises:
-        UserError: a directory is not there, or neither is nor holds a run directory or a comparison; all such are named.
+        UserError: a directory is not there, or neither is nor holds a run directory or a
+            comparison; all such are named.
     """
     found: dict[Path, None] = {}
     faults = []
@@ -72,7 +77,10 @@ def find_runs(directories: Iterable[Path]) -> list[Path]:
         below = sorted(child for child in directory.iterdir() if child.is_dir())
         inside = [directory] if _is_run(directory) else [child for child in below if _is_run(child)]
         if not inside and not find_comparisons([directory]):
-            faults.append(f"{directory}: no metrics.jsonl in it or in a directory right below it; give a run directory")
+            faults.append(
+                f"{directory}: no metrics.jsonl in it or in a directory right below it; give a "
+                "run directory"
+            )
         found |= dict.fromkeys(path.resolve() for path in inside)
     if faults:
         raise UserError("\n".join(faults))
@@ -100,7 +108,11 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """{"rollout": {"top_k": 0}} to {"rollout.top_k": 0}."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        flat |= (
+            flatten(value, f"{prefix}{key}.")
+            if isinstance(value, Mapping)
+            else {f"{prefix}{key}": value}
+        )
     return flat
 
 
@@ -113,11 +125,15 @@ def _read_run(directory: Path, name: str) -> Run:
     metrics = _json_lines(directory / "metrics.jsonl", _metrics_row, notes)
     if not metrics:
         raise UserError(f"{directory / 'metrics.jsonl'}: no step in it yet")
-    samples_path, config_path, run_path = (directory / file for file in ("samples.jsonl", "config.toml", "run.json"))
+    samples_path, config_path, run_path = (
+        directory / file for file in ("samples.jsonl", "config.toml", "run.json")
+    )
     samples = _json_lines(samples_path, _sample_row, notes) if samples_path.exists() else []
     config_text = _text(config_path) if config_path.exists() else ""
     environment_text = _text(run_path) if run_path.exists() else "{}"
-    notes += [f"no {path.name}" for path in (samples_path, config_path, run_path) if not path.exists()]
+    notes += [
+        f"no {path.name}" for path in (samples_path, config_path, run_path) if not path.exists()
+    ]
     try:
         config = flatten(tomllib.loads(config_text))
     except (ValueError, RecursionError) as error:
@@ -132,7 +148,9 @@ def _read_run(directory: Path, name: str) -> Run:
     return Run(name, directory, metrics, samples, config, config_text, flat, notes)
 
 
-def _json_lines(path: Path, row_of: Callable[[Any], dict[str, Any]], notes: list[str]) -> list[dict[str, Any]]:
+def _json_lines(
+    path: Path, row_of: Callable[[Any], dict[str, Any]], notes: list[str]
+) -> list[dict[str, Any]]:
     rows, faults = [], []
     lines = _text(path).split("\n")
     for number, line in enumerate(lines, 1):
@@ -156,7 +174,8 @@ def _json_lines(path: Path, row_of: Callable[[Any], dict[str, Any]], notes: list
 
 
 def _parse(text: str) -> Any:
-    """json.loads, whose every fault is a ValueError; half of a surrogate pair is one, since no page can hold it."""
+    """json.loads, whose every fault is a ValueError; half of a surrogate pair is one, since no page
+    can hold it."""
     try:
         value = json.loads(text)
     except RecursionError:
@@ -176,7 +195,9 @@ def _metrics_row(value: Any) -> dict[str, Any]:
             raise ValueError(f"{key} is {json.dumps(number)[:40]}, not a number")
         if isinstance(number, int) and abs(number) > sys.float_info.max:
             raise ValueError(f"{key} is beyond the range of a float")
-    return {key: number for key, number in row.items() if number is not None and math.isfinite(number)}
+    return {
+        key: number for key, number in row.items() if number is not None and math.isfinite(number)
+    }
 
 
 def _sample_row(value: Any) -> dict[str, Any]:

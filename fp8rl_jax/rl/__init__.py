@@ -1,32 +1,36 @@
-"""The reinforcement-learning objective as pure functions: arrays in, arrays out. No model, no file, no state.
+"""The reinforcement-learning objective as pure functions: arrays in, arrays out. No model, no file,
+no state.
 
-One GRPO step on a rollout of P prompts with n samples each, B = P * n completions of T tokens. In a run the precision recipe
-names the correction; here one names it oneself, "none" included:
+One GRPO step on a rollout of P prompts with n samples each, B = P * n completions of T tokens. In a
+run the precision recipe names the correction; here one names it oneself, "none" included:
 
     config = rl.RLConfig(correction=rl.CorrectionConfig("token_tis"))
 
     advantages = rl.group_advantages(rewards, n, config.advantage)             # [B]
-    denominator = rl.loss_denominator(mask, config)                            # tokens of the global batch
+    denominator = rl.loss_denominator(mask, config)  # tokens of the global batch
 
-    def loss_fn(params):                                                       # of one micro-batch; losses add
-        logprobs = score(params, tokens)                                       # [B, T]; the model is the caller's
+    def loss_fn(params):  # of one micro-batch; losses add
+        logprobs = score(params, tokens)  # [B, T]; the model is the caller's
         inputs = rl.LossInputs(logprobs, advantages, mask, denominator)
         return rl.corrected_policy_loss(inputs, rollout_logprobs, config)      # loss, metrics
 
     (loss, metrics), gradients = jax.value_and_grad(loss_fn, has_aux=True)(params)
-    mismatch = rl.mismatch_metrics(rollout_logprobs, train_logprobs, mask)     # rollout against trainer
+    mismatch = rl.mismatch_metrics(rollout_logprobs, train_logprobs, mask)
     numbers = rl.metric_values(metrics | mismatch)
 
-A correction that needs the whole batch at once (a mean weight, a rejection that changes the denominator: see
-`CorrectionConfig.whole_batch`) is made before the update, from old log-probabilities:
+A correction that needs the whole batch at once (a mean weight, a rejection that changes the
+denominator: see `CorrectionConfig.whole_batch`) is made before the update, from old
+log-probabilities:
 
     weights, mask, metrics = rl.correction(old_logprobs - rollout_logprobs, mask, config.correction)
     denominator = rl.loss_denominator(mask, config)
-    rl.policy_loss(rl.LossInputs(logprobs, advantages, mask, denominator, old_logprobs, weights), config)
+    inputs = rl.LossInputs(logprobs, advantages, mask, denominator, old_logprobs, weights)
+    loss, metrics = rl.policy_loss(inputs, config)
 
-Its pieces stand alone: `policy_loss` knows nothing of the rollout, `correction` nothing of the loss. Formulas, each with
-its paper and departures, head the files: advantages, dapo, objectives, calibrated_clipping, divergence, aggregation, weights,
-rejection. An objective, an estimator of advantages or importance weights of one's own: docs/objectives.md.
+Its pieces stand alone: `policy_loss` knows nothing of the rollout, `correction` nothing of the
+loss. Formulas, each with its paper and departures, head the files: advantages, dapo, objectives,
+calibrated_clipping, divergence, aggregation, weights, rejection. An objective, an estimator of
+advantages or importance weights of one's own: docs/objectives.md.
 """
 
 from fp8rl_jax.config.correction import Criterion
@@ -52,7 +56,12 @@ from fp8rl_jax.rl.metrics import Maximum, Mean, Metrics, add_metrics, metric_val
 from fp8rl_jax.rl.mismatch import mismatch_metrics
 from fp8rl_jax.rl.objectives import TokenInputs, policy_ratio, token_losses
 from fp8rl_jax.rl.rejection import kept_tokens
-from fp8rl_jax.rl.weights import RatioInputs, importance_ratio, importance_weights, normalize_weights
+from fp8rl_jax.rl.weights import (
+    RatioInputs,
+    importance_ratio,
+    importance_weights,
+    normalize_weights,
+)
 
 __all__ = [
     "AdvantageConfig",

@@ -1,13 +1,15 @@
-"""Advantages without a value network: a completion is better or worse than others, never good or bad by itself.
+"""Advantages without a value network: a completion is better or worse than others, never good or
+bad by itself.
 
-The others are the completions of the same prompt (GRPO, Dr. GRPO, RLOO), or of the whole batch (REINFORCE++). GRPO divides
-the difference by the group's standard deviation, which gives an easy and a hard prompt the same say; Dr. GRPO does not,
-because the division over-weights prompts that are nearly always, or nearly never, solved. A group of equal rewards teaches
-nothing and gets exact zeros: rewards are compared with each other, since the rounding of their mean, divided by epsilon,
+The others are the completions of the same prompt (GRPO, Dr. GRPO, RLOO), or of the whole batch
+(REINFORCE++). GRPO divides the difference by the group's standard deviation, which gives an easy
+and a hard prompt the same say; Dr. GRPO does not, because the division over-weights prompts that
+are nearly always, or nearly never, solved. A group of equal rewards teaches nothing and gets exact
+zeros: rewards are compared with each other, since the rounding of their mean, divided by epsilon,
 could pass for a signal.
 
-Any other estimator is a function of one's own with the signature of those below (docs/objectives.md),
-`rl.advantage.estimator = "module:function"`:
+Any other estimator is a function of one's own with the signature of those below
+(docs/objectives.md), `rl.advantage.estimator = "module:function"`:
 
     estimator(inputs: RewardInputs, config: AdvantageConfig, **arguments) -> advantages [P, n]
 """
@@ -43,7 +45,8 @@ class RewardInputs:
 
 
 Estimator = Callable[..., Float[Array, "P n"]]
-"""(inputs, config, **arguments) -> one advantage a completion; those that are not valid get 0 whatever it returns."""
+"""(inputs, config, **arguments) -> one advantage a completion; those that are not valid get 0
+whatever it returns."""
 
 
 def grpo(inputs: RewardInputs, config: AdvantageConfig) -> Float[Array, "P n"]:
@@ -61,7 +64,8 @@ def dr_grpo(inputs: RewardInputs, config: AdvantageConfig) -> Float[Array, "P n"
 def rloo(inputs: RewardInputs, config: AdvantageConfig) -> Float[Array, "P n"]:
     """RLOO (arXiv 2402.14740): r - mean of the other completions of the prompt.
 
-    Departs from verl where a prompt has a single valid completion: it gets 0 here, and its reward there.
+    Departs from verl where a prompt has a single valid completion: it gets 0 here, and its reward
+    there.
     """
     count = masked_count(inputs.valid, axis=1)[:, None]
     return _unless_constant(_deviation(inputs) * safe_divide(count, count - 1.0), inputs)
@@ -70,8 +74,9 @@ def rloo(inputs: RewardInputs, config: AdvantageConfig) -> Float[Array, "P n"]:
 def reinforce_pp(inputs: RewardInputs, config: AdvantageConfig) -> Float[Array, "P n"]:
     """REINFORCE++ (arXiv 2501.03262): (r - mean) / (std + epsilon) over the tokens of the batch.
 
-    Departs from the paper, which has a KL penalty for each token in the reward (here it is a term of the loss, or `reward_kl` of
-    the whole completion), and from verl and NeMo RL in epsilon, which they add to the variance, or bound it by.
+    Departs from the paper, which has a KL penalty for each token in the reward (here it is a term
+    of the loss, or `reward_kl` of the whole completion), and from verl and NeMo RL in epsilon,
+    which they add to the variance, or bound it by.
     """
     return _whiten(inputs.rewards, inputs, config)
 
@@ -101,23 +106,28 @@ def group_advantages(
 
     Args:
         rewards: one scalar a completion; row b belongs to prompt b // samples_per_prompt.
-        samples_per_prompt: n, at least 2 where completions of a prompt are compared, as all but reinforce_pp do.
+        samples_per_prompt: n, at least 2 where completions of a prompt are compared, as all but
+            reinforce_pp do.
         config: estimator, estimator_args, ddof and epsilon.
-        valid: False where a completion has no reward (its grader failed): it gets 0 and is left out of every mean and
-            standard deviation. By default all are valid.
-        lengths: tokens of each completion, by which REINFORCE++ weighs mean and standard deviation of the batch; by default
-            each completion counts once. The other built-in ones do not read it.
+        valid: False where a completion has no reward (its grader failed): it gets 0 and is left out
+            of every mean and standard deviation. By default all are valid.
+        lengths: tokens of each completion, by which REINFORCE++ weighs mean and standard deviation
+            of the batch; by default each completion counts once. The other built-in ones do not
+            read it.
 
     Returns:
-        One constant advantage a completion, float32. A non-finite reward that is not marked invalid makes its group's
-        advantages NaN (REINFORCE++: all).
+        One constant advantage a completion, float32. A non-finite reward that is not marked invalid
+        makes its group's advantages NaN (REINFORCE++: all).
 
     Raises:
-        UserError: too few samples a prompt, or a number of rewards that they do not divide; an estimator that does not import,
-            does not take (inputs, config, **estimator_args), raises an exception, or returns something else than [P, n] floats.
+        UserError: too few samples a prompt, or a number of rewards that they do not divide; an
+            estimator that does not import, does not take (inputs, config, **estimator_args), raises
+            an exception, or returns something else than [P, n] floats.
     """
     groups, counted = _groups(rewards, samples_per_prompt, valid, least=1)
-    spans = counted.astype(jnp.int32) if lengths is None else jnp.asarray(lengths).reshape(groups.shape)
+    spans = (
+        counted.astype(jnp.int32) if lengths is None else jnp.asarray(lengths).reshape(groups.shape)
+    )
     inputs = RewardInputs(jnp.where(counted, groups, 0.0), counted, spans)
     advantages = call(KEY, config.estimator, BUILT_IN, inputs, config, config.estimator_args)
     advantages = floats(KEY, config.estimator, advantages, groups.shape, "[P, n]")
@@ -127,7 +137,8 @@ def group_advantages(
 def reward_metrics(
     rewards: Float[Array, " B"], samples_per_prompt: int, valid: Bool[Array, " B"] | None = None
 ) -> dict[str, Float[Array, ""]]:
-    """reward/mean over completions; reward/std within a group (ddof 0) and reward/frac_zero_std over prompts.
+    """reward/mean over completions; reward/std within a group (ddof 0) and reward/frac_zero_std
+    over prompts.
 
     Prompts without a valid reward are left out. Arguments and errors as in `group_advantages`.
     """
@@ -144,29 +155,45 @@ def reward_metrics(
 def constant_groups(
     rewards: Float[Array, " B"], samples_per_prompt: int, valid: Bool[Array, " B"] | None = None
 ) -> Bool[Array, " P"]:
-    """Prompts without two valid rewards that differ. Arguments and errors as in `group_advantages`."""
+    """Prompts without two valid rewards that differ. Arguments and errors as in
+    `group_advantages`."""
     return _constant(*_groups(rewards, samples_per_prompt, valid))
 
 
 def _groups(
-    rewards: Float[Array, " B"], samples_per_prompt: int, valid: Bool[Array, " B"] | None, least: int = 2
+    rewards: Float[Array, " B"],
+    samples_per_prompt: int,
+    valid: Bool[Array, " B"] | None,
+    least: int = 2,
 ) -> tuple[Float[Array, "P n"], Bool[Array, "P n"]]:
     _check_samples(samples_per_prompt, least)
     if len(rewards) % samples_per_prompt:
-        raise UserError(f"rollout.samples_per_prompt: {samples_per_prompt} does not divide the {len(rewards)} rewards of a batch")
+        raise UserError(
+            f"rollout.samples_per_prompt: {samples_per_prompt} does not divide the "
+            f"{len(rewards)} rewards of a batch"
+        )
     groups = jnp.asarray(rewards, jnp.float32).reshape(-1, samples_per_prompt)
-    return groups, jnp.ones_like(groups, bool) if valid is None else jnp.asarray(valid, bool).reshape(groups.shape)
+    return groups, jnp.ones_like(groups, bool) if valid is None else jnp.asarray(
+        valid, bool
+    ).reshape(groups.shape)
 
 
 def _check_samples(samples_per_prompt: int, least: int) -> None:
     if samples_per_prompt < least:
-        raise UserError(f"rollout.samples_per_prompt: {samples_per_prompt} leaves nothing to compare with; set {least} or more")
+        raise UserError(
+            f"rollout.samples_per_prompt: {samples_per_prompt} leaves nothing to compare with; "
+            f"set {least} or more"
+        )
 
 
 def _deviation(inputs: RewardInputs) -> Float[Array, "P n"]:
     """r - mean of the prompt's completions; 0 where it is not valid."""
     _check_samples(inputs.rewards.shape[1], least=2)
-    return jnp.where(inputs.valid, inputs.rewards - masked_mean(inputs.rewards, inputs.valid, axis=1)[:, None], 0.0)
+    return jnp.where(
+        inputs.valid,
+        inputs.rewards - masked_mean(inputs.rewards, inputs.valid, axis=1)[:, None],
+        0.0,
+    )
 
 
 def _unless_constant(values: Float[Array, "P n"], inputs: RewardInputs) -> Float[Array, "P n"]:
@@ -174,17 +201,26 @@ def _unless_constant(values: Float[Array, "P n"], inputs: RewardInputs) -> Float
     return jnp.where(_constant(inputs.rewards, inputs.valid)[:, None], 0.0, values)
 
 
-def _std(deviation: Float[Array, "P n"], counted: Bool[Array, "P n"], ddof: int) -> Float[Array, " P"]:
-    return jnp.sqrt(masked_sum(deviation**2, counted, axis=1) / jnp.maximum(masked_count(counted, axis=1) - ddof, 1.0))
+def _std(
+    deviation: Float[Array, "P n"], counted: Bool[Array, "P n"], ddof: int
+) -> Float[Array, " P"]:
+    return jnp.sqrt(
+        masked_sum(deviation**2, counted, axis=1)
+        / jnp.maximum(masked_count(counted, axis=1) - ddof, 1.0)
+    )
 
 
 def _constant(groups: Float[Array, "P n"], counted: Bool[Array, "P n"]) -> Bool[Array, " P"]:
-    return jnp.where(counted, groups, -jnp.inf).max(axis=1) <= jnp.where(counted, groups, jnp.inf).min(axis=1)
+    return jnp.where(counted, groups, -jnp.inf).max(axis=1) <= jnp.where(
+        counted, groups, jnp.inf
+    ).min(axis=1)
 
 
-def _whiten(values: Float[Array, "P n"], inputs: RewardInputs, config: AdvantageConfig) -> Float[Array, "P n"]:
-    """(values - mean) / (std + epsilon) over the entries that count, each as often as it is long; exact zeros where all are
-    equal."""
+def _whiten(
+    values: Float[Array, "P n"], inputs: RewardInputs, config: AdvantageConfig
+) -> Float[Array, "P n"]:
+    """(values - mean) / (std + epsilon) over the entries that count, each as often as it is long;
+    exact zeros where all are equal."""
     shape, values, counted = values.shape, values.reshape(-1), inputs.valid.reshape(-1)
     share = jnp.where(counted, inputs.lengths.reshape(-1), 0).astype(jnp.float32)
     total = share.sum()

@@ -1,13 +1,19 @@
-"""From losses of tokens to the loss of a batch, as a sum over micro-batches divided by something of the global batch.
+"""From losses of tokens to the loss of a batch, as a sum over micro-batches divided by something of
+the global batch.
 
-    token_mean      sum over tokens / tokens                      DAPO, arXiv 2503.14476: a long completion weighs more
-    sequence_mean   sum over completions of token means / completions     GRPO, arXiv 2402.03300: each weighs the same, and a
+    token_mean      sum over tokens / tokens                      DAPO, arXiv 2503.14476: a long
+                    completion weighs more
+    sequence_mean   sum over completions of token means / completions     GRPO, arXiv 2402.03300:
+                    each weighs the same, and a
                     token of a long one less
-    sequence_sum    sum over tokens / completions                 the policy gradient of whole completions, RLOO's
-    fixed_length    sum over tokens / (completions * length)      Dr. GRPO, arXiv 2503.20783: as before at another scale
+    sequence_sum    sum over tokens / completions                 the policy gradient of whole
+                    completions, RLOO's
+    fixed_length    sum over tokens / (completions * length)      Dr. GRPO, arXiv 2503.20783: as
+                    before at another scale
 
-A completion counts while it has a token in the mask. Departs from verl in that: there, completions that rejection has
-emptied still count in the three sequence modes, where the trainer gives the size of the global batch.
+A completion counts while it has a token in the mask. Departs from verl in that: there, completions
+that rejection has emptied still count in the three sequence modes, where the trainer gives the size
+of the global batch.
 """
 
 from __future__ import annotations
@@ -21,7 +27,8 @@ from fp8rl_jax.rl.metrics import Mean
 
 
 def aggregate(values: Shaped[Array, "B T"], mask: Mask, config: LossConfig) -> Mean:
-    """The rows' share of the batch's mean: numerators and denominators of micro-batches add up to the whole batch's."""
+    """The rows' share of the batch's mean: numerators and denominators of micro-batches add up to
+    the whole batch's."""
     if config.aggregation == "token_mean":
         return Mean.of(values, mask)
     completions = masked_count(mask.astype(bool).any(axis=1))
@@ -39,7 +46,8 @@ def loss_denominator(mask: Mask, config: LossConfig) -> Float[Array, ""]:
     """What the loss of the global batch divides by, at least 1.
 
     Args:
-        mask: the tokens in the loss, of the whole batch: after a rejection that takes tokens out of the denominator.
+        mask: the tokens in the loss, of the whole batch: after a rejection that takes tokens out of
+            the denominator.
         config: aggregation, fixed_length.
     """
     return jnp.maximum(aggregate(mask, mask, config).denominator, 1.0)

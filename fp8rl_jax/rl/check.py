@@ -16,18 +16,19 @@ from fp8rl_jax.rl.weights import importance_weights
 
 
 def check_functions(config: RLConfig, samples_per_prompt: int = 4) -> None:
-    """Traces objective, advantage estimator and importance weights that are not built in, on shapes alone; and the objective's
-    gradient, so that one without a derivative is found here.
+    """Traces objective, advantage estimator and importance weights that are not built in, on shapes
+    alone; and the objective's gradient, so that one without a derivative is found here.
 
     Args:
         config: resolved or not.
         samples_per_prompt: n of the run.
 
     Raises:
-        UserError: one line for each that does not import, was edited after it was loaded, does not take its arguments, raises an
-            exception, or returns something else than it should.
+        UserError: one line for each that does not import, was edited after it was loaded, does not
+            take its arguments, raises an exception, or returns something else than it should.
     """
-    prompts = 3 if samples_per_prompt == 2 else 2  # no two axes of the same length, or a wrong shape could look right
+    # no two axes of the same length, or a wrong shape could look right
+    prompts = 3 if samples_per_prompt == 2 else 2
     rows = prompts * samples_per_prompt
     shape = jax.ShapeDtypeStruct
     values, mask = shape((rows, rows + 1), jnp.float32), shape((rows, rows + 1), bool)
@@ -58,7 +59,8 @@ def check_functions(config: RLConfig, samples_per_prompt: int = 4) -> None:
             jax.eval_shape(function, *arguments)
         except UserError as fault:
             faults.append(str(fault))
-        except Exception as fault:  # of the derivative, which is made after the function has returned
+        # of the derivative, which is made after the function has returned
+        except Exception as fault:
             faults.append(f"{key} = {name!r}: {describe_fault(fault)}")
     if faults:
         raise UserError("\n".join(faults))

@@ -1,4 +1,5 @@
-"""DAPO's treatment of samples (arXiv 2503.14476): which prompts enter the update, and what becomes of long completions.
+"""DAPO's treatment of samples (arXiv 2503.14476): which prompts enter the update, and what becomes
+of long completions.
 
 Its other parts are settings of the loss: clip_high and aggregation "token_mean".
 """
@@ -18,14 +19,16 @@ def informative_groups(
 ) -> Bool[Array, " P"]:
     """Prompts whose completions do not all have the same reward: the others' advantages are 0.
 
-    Dynamic sampling (section 3.2) drops the others and samples new prompts until the batch is full. Give it the task's
-    rewards, before `overlong_penalty`, as verl and NeMo RL do: a group that differs in length alone teaches no task.
-    Departs from the paper, which asks for an accuracy strictly between 0 and 1: any two rewards that differ will do.
+    Dynamic sampling (section 3.2) drops the others and samples new prompts until the batch is full.
+    Give it the task's rewards, before `overlong_penalty`, as verl and NeMo RL do: a group that
+    differs in length alone teaches no task. Departs from the paper, which asks for an accuracy
+    strictly between 0 and 1: any two rewards that differ will do.
 
     Args:
         rewards: one scalar a completion; row b belongs to prompt b // samples_per_prompt.
         samples_per_prompt: n, at least 2.
-        valid: False where a completion has no reward; by default all have one. Fewer than two teach nothing.
+        valid: False where a completion has no reward; by default all have one. Fewer than two teach
+            nothing.
 
     Raises:
         UserError: as `group_advantages`.
@@ -36,10 +39,12 @@ def informative_groups(
 def overlong_penalty(
     lengths: Int[Array, " B"], max_new_tokens: int, buffer: int, penalty: float = 1.0
 ) -> Float[Array, " B"]:
-    """What is added to the reward of a completion for its length: 0 down to -penalty (soft punishment, section 3.4).
+    """What is added to the reward of a completion for its length: 0 down to -penalty (soft
+    punishment, section 3.4).
 
-    0 up to max_new_tokens - buffer tokens, then linear to -penalty at max_new_tokens, and no less beyond. verl has no
-    lower bound, which is the same as long as no completion is longer than max_new_tokens.
+    0 up to max_new_tokens - buffer tokens, then linear to -penalty at max_new_tokens, and no less
+    beyond. verl has no lower bound, which is the same as long as no completion is longer than
+    max_new_tokens.
 
     Args:
         lengths: tokens of each completion, its stop token included.
@@ -51,7 +56,9 @@ def overlong_penalty(
         UserError: the buffer is longer than the completion may be.
     """
     if buffer > max_new_tokens:
-        raise UserError(f"rl.overlong.buffer: {buffer} is more than rollout.max_new_tokens = {max_new_tokens}")
+        raise UserError(
+            f"rl.overlong.buffer: {buffer} is more than rollout.max_new_tokens = {max_new_tokens}"
+        )
     if not buffer:
         return jnp.zeros(lengths.shape, jnp.float32)
     exceeded = jnp.asarray(lengths, jnp.float32) - (max_new_tokens - buffer)
@@ -59,9 +66,11 @@ def overlong_penalty(
 
 
 def drop_truncated(mask: Mask, stopped: Bool[Array, " B"]) -> Bool[Array, "B T"]:
-    """The mask without completions that were cut off at the length limit (overlong filtering, section 3.4).
+    """The mask without completions that were cut off at the length limit (overlong filtering,
+    section 3.4).
 
-    It is a mask for the loss alone: the model still attends to those tokens, and mismatch metrics still count them.
+    It is a mask for the loss alone: the model still attends to those tokens, and mismatch metrics
+    still count them.
 
     Args:
         mask: completion tokens [B, T].

@@ -1,8 +1,9 @@
 """The one door to objectives, advantage estimators and importance weights, built in or the user's.
 
-Each is a function of (inputs, config): `TokenInputs`, `RewardInputs` or `RatioInputs`, and the part of the configuration that it
-belongs to. A function of the user's may take keyword arguments besides, which the configuration holds. It is traced with the step
-that calls it, once for each spec, each set of arguments and each shape.
+Each is a function of (inputs, config): `TokenInputs`, `RewardInputs` or `RatioInputs`, and the part
+of the configuration that it belongs to. A function of the user's may take keyword arguments
+besides, which the configuration holds. It is traced with the step that calls it, once for each
+spec, each set of arguments and each shape.
 """
 
 from __future__ import annotations
@@ -21,7 +22,12 @@ from fp8rl_jax.functions import describe_fault, load_once
 
 
 def call(
-    key: str, name: str, built_in: Mapping[str, Callable[..., Any]], inputs: Any, config: Any, arguments: Mapping[str, float]
+    key: str,
+    name: str,
+    built_in: Mapping[str, Callable[..., Any]],
+    inputs: Any,
+    config: Any,
+    arguments: Mapping[str, float],
 ) -> Any:
     """What the function called `name` returns.
 
@@ -34,7 +40,8 @@ def call(
         arguments: keyword arguments of a function that is not built in.
 
     Raises:
-        UserError: the function does not import, does not take these arguments, or raises an exception.
+        UserError: the function does not import, does not take these arguments, or raises an
+            exception.
     """
     if name in built_in:
         return built_in[name](inputs, config)
@@ -44,7 +51,8 @@ def call(
     except TypeError as fault:
         wanted = ", ".join(["inputs", "config", *(f"{argument}=..." for argument in arguments)])
         raise UserError(f"{key} = {name!r} cannot be called with ({wanted}): {fault}") from fault
-    except ValueError:  # a function without a signature, of an extension module: the call itself will say
+    # a function without a signature, of an extension module: the call itself will say
+    except ValueError:
         pass
     try:
         return function(inputs, config, **arguments)
@@ -52,10 +60,14 @@ def call(
         raise
     except Exception as fault:
         code = getattr(inspect.unwrap(function), "__code__", None)
-        raise UserError(f"{key} = {name!r}: {describe_fault(fault, code.co_filename if code else '')}") from fault
+        raise UserError(
+            f"{key} = {name!r}: {describe_fault(fault, code.co_filename if code else '')}"
+        ) from fault
 
 
-def floats(key: str, name: str, values: Any, shape: tuple[int, ...], axes: str) -> Float[Array, "*shape"]:
+def floats(
+    key: str, name: str, values: Any, shape: tuple[int, ...], axes: str
+) -> Float[Array, "*shape"]:
     """`values`, which the function called `name` returned, as float32.
 
     Args:

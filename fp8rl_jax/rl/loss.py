@@ -2,19 +2,21 @@
 
 For a token with advantage A, sampled under pi_old, let r = pi_theta / pi_old. Its loss is
 
-    objective(r, A)                              objectives.py; PPO's clip: max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))
+    objective(r, A)                              objectives.py; PPO's clip: max(-A r, -A clip(r, 1 -
+                                                 clip_low, 1 + clip_high))
     times w                                      rollout correction, constant, after the clipping
     plus kl_coefficient * KL(pi_theta || pi_ref)    divergence.py; not weighted by w
     minus entropy_coefficient * entropy
 
-PPO's maximum is pessimistic: clipping takes away the reward for moving r further, never the penalty for having moved it
-the wrong way. At r = 1 the clip is inactive and the gradient is the policy gradient -A grad log pi_theta. That is the
-whole story where one update follows each rollout: pi_old is the current policy, r is 1 by definition, and no forward
-pass is needed to learn log pi_old; stop_gradient(log pi_theta) has the right value, and r keeps the right gradient.
+PPO's maximum is pessimistic: clipping takes away the reward for moving r further, never the penalty
+for having moved it the wrong way. At r = 1 the clip is inactive and the gradient is the policy
+gradient -A grad log pi_theta. That is the whole story where one update follows each rollout: pi_old
+is the current policy, r is 1 by definition, and no forward pass is needed to learn log pi_old;
+stop_gradient(log pi_theta) has the right value, and r keeps the right gradient.
 
-The loss is a sum over the tokens at hand divided by a denominator of the *global* batch (aggregation.py), which the caller
-knows and a micro-batch does not. So losses and gradients of micro-batches are added, not averaged, and equal the big
-batch's.
+The loss is a sum over the tokens at hand divided by a denominator of the *global* batch
+(aggregation.py), which the caller knows and a micro-batch does not. So losses and gradients of
+micro-batches are added, not averaged, and equal the big batch's.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ from fp8rl_jax.rl.objectives import TokenInputs, policy_ratio, token_losses
 class LossInputs:
     """What the loss needs of one micro-batch.
 
-    Log-probabilities are of the sampled tokens, float32, at the temperature of the rollout. Padding may hold anything.
+    Log-probabilities are of the sampled tokens, float32, at the temperature of the rollout. Padding
+    may hold anything.
     """
 
     logprobs: Float[Array, "B T"]
@@ -52,14 +55,16 @@ class LossInputs:
     denominator: Float[Array, ""]
     """`loss_denominator` of the global batch."""
     old_logprobs: Float[Array, "B T"] | None = None
-    """Under the policy at the start of the update; None: the policy has not changed since, so they are `logprobs`."""
+    """Under the policy at the start of the update; None: the policy has not changed since, so they
+    are `logprobs`."""
     weights: Float[Array, "B T"] | None = None
     """Importance weights of `correction`; None: 1."""
     reference_logprobs: Float[Array, "B T"] | None = None
-    """Under the reference policy; needed where kl_coefficient is above 0, measured as the metric `kl` where given."""
+    """Under the reference policy; needed where kl_coefficient is above 0, measured as the metric
+    `kl` where given."""
     entropy: Float[Array, "B T"] | None = None
-    """Entropy of each token's distribution, in nats: the metric `entropy`. With entropy_coefficient above 0 it is needed,
-    and it must carry a gradient, or the bonus is a constant."""
+    """Entropy of each token's distribution, in nats: the metric `entropy`. With entropy_coefficient
+    above 0 it is needed, and it must carry a gradient, or the bonus is a constant."""
     clip_bounds: Float[Array, " bounds"] | None = None
     """Bounds of the ratio from `calibrated_bounds`; None: 1 - clip_low and 1 + clip_high."""
 
@@ -67,8 +72,9 @@ class LossInputs:
 def policy_loss(inputs: LossInputs, config: LossConfig) -> tuple[Float[Array, ""], Metrics]:
     """The policy loss of one micro-batch, as its part of the global batch's loss.
 
-    Log-ratios are clamped to +-20 before exp, as in verl; beyond that a token has no gradient. A NaN at a token in the
-    mask makes the loss NaN. Departures from verl and NeMo RL: objectives.py, divergence.py, aggregation.py.
+    Log-ratios are clamped to +-20 before exp, as in verl; beyond that a token has no gradient. A
+    NaN at a token in the mask makes the loss NaN. Departures from verl and NeMo RL: objectives.py,
+    divergence.py, aggregation.py.
 
     Args:
         inputs: log-probabilities, advantages, mask and the global denominator.
@@ -76,15 +82,18 @@ def policy_loss(inputs: LossInputs, config: LossConfig) -> tuple[Float[Array, ""
 
     Returns:
         loss: summed over micro-batches it is the global loss, and its gradients add likewise.
-        metrics: `loss`, `policy_loss` (without KL and entropy), `approx_kl` (k3 of KL(pi_old || pi_theta)), `ratio_max`;
-            `kl` and `entropy` where their inputs were given; and the objective's own. Of the built-in ones these are, as
-            fractions of all tokens, `clip_ratio/low_mean` (A < 0, r < 1 - clip_low), `clip_ratio/high_mean` (A > 0,
-            r > 1 + clip_high; both by clip_bounds where they are given), `clip_ratio/region_mean` (either; CISPO: of any A),
+        metrics: `loss`, `policy_loss` (without KL and entropy), `approx_kl` (k3 of KL(pi_old ||
+        pi_theta)), `ratio_max`;
+            `kl` and `entropy` where their inputs were given; and the objective's own. Of the
+            built-in ones these are, as fractions of all tokens, `clip_ratio/low_mean` (A < 0, r < 1
+            - clip_low), `clip_ratio/high_mean` (A > 0, r > 1 + clip_high; both by clip_bounds where
+              they are given), `clip_ratio/region_mean` (either; CISPO: of any A),
             and where dual_clip is set `clip_ratio/dual_mean` (A < 0, r > dual_clip).
 
     Raises:
         UserError: an objective that is not built in, as `token_losses` says.
-        ValueError: an array's shape is not the mask's, or an array that a coefficient needs is missing.
+        ValueError: an array's shape is not the mask's, or an array that a coefficient needs is
+            missing.
     """
     check_shapes(
         inputs.mask,
@@ -100,8 +109,9 @@ def policy_loss(inputs: LossInputs, config: LossConfig) -> tuple[Float[Array, ""
         raise ValueError("rl.entropy_coefficient is above 0, but entropy was not given")
     mask = inputs.mask.astype(bool)
     advantages = jax.lax.stop_gradient(per_token(inputs.advantages, mask))
-    old = jax.lax.stop_gradient(inputs.logprobs if inputs.old_logprobs is None else inputs.old_logprobs)
-
+    old = jax.lax.stop_gradient(
+        inputs.logprobs if inputs.old_logprobs is None else inputs.old_logprobs
+    )
 
     def constant(values: Array | None) -> Array | None:
         return None if values is None else jax.lax.stop_gradient(jnp.where(mask, values, 0.0))
@@ -112,7 +122,9 @@ def policy_loss(inputs: LossInputs, config: LossConfig) -> tuple[Float[Array, ""
         ratio=policy_ratio(inputs.logprobs, old, mask, config.ratio),
         advantages=advantages,
         mask=mask,
-        weights=jnp.ones_like(old) if inputs.weights is None else jax.lax.stop_gradient(inputs.weights),
+        weights=jnp.ones_like(old)
+        if inputs.weights is None
+        else jax.lax.stop_gradient(inputs.weights),
         bounds=_bounds(inputs, config),
         entropy=constant(inputs.entropy),
         reference_logprobs=constant(inputs.reference_logprobs),
@@ -144,14 +156,17 @@ def policy_loss(inputs: LossInputs, config: LossConfig) -> tuple[Float[Array, ""
 def corrected_policy_loss(
     inputs: LossInputs, rollout_logprobs: Float[Array, "B T"], config: RLConfig
 ) -> tuple[Float[Array, ""], Metrics]:
-    """`policy_loss` of a rollout whose policy is not quite the trainer's, with the correction that the config names.
+    """`policy_loss` of a rollout whose policy is not quite the trainer's, with the correction that
+    the config names.
 
-    decoupled: r = pi_theta / pi_old in the loss, weights and rejection from rho = pi_old / pi_rollout.
-    bypass: r = pi_theta / pi_rollout; weights (with bypass_loss "reinforce" only) and rejection from that ratio too, at
-    the present policy, as in verl. old_logprobs are not needed and not read.
+    decoupled: r = pi_theta / pi_old in the loss, weights and rejection from rho = pi_old /
+    pi_rollout. bypass: r = pi_theta / pi_rollout; weights (with bypass_loss "reinforce" only) and
+    rejection from that ratio too, at the present policy, as in verl. old_logprobs are not needed
+    and not read.
 
-    It sees one micro-batch. A correction that needs the whole batch (`CorrectionConfig.whole_batch`) is refused; do it
-    before, with `correction`, `loss_denominator` of the mask that it returns, and `policy_loss` with its weights.
+    It sees one micro-batch. A correction that needs the whole batch
+    (`CorrectionConfig.whole_batch`) is refused; do it before, with `correction`, `loss_denominator`
+    of the mask that it returns, and `policy_loss` with its weights.
 
     Args:
         inputs: without weights; old_logprobs may be None where one update follows each rollout.
@@ -166,7 +181,9 @@ def corrected_policy_loss(
         ValueError: the inputs already have weights.
     """
     if inputs.weights is not None:
-        raise ValueError("corrected_policy_loss computes the weights; leave LossInputs.weights unset")
+        raise ValueError(
+            "corrected_policy_loss computes the weights; leave LossInputs.weights unset"
+        )
     check_shapes(inputs.mask, rollout_logprobs=rollout_logprobs)
     settings = config.correction.filled()
     refuse_partial(settings)
@@ -175,21 +192,29 @@ def corrected_policy_loss(
     old = jax.lax.stop_gradient(old)
     weights, mask, correction_metrics = correction(old - rollout_logprobs, inputs.mask, settings)
     loss, metrics = policy_loss(
-        dataclasses.replace(inputs, old_logprobs=rollout_logprobs if bypass else old, weights=weights, mask=mask),
+        dataclasses.replace(
+            inputs, old_logprobs=rollout_logprobs if bypass else old, weights=weights, mask=mask
+        ),
         loss_settings(config),
     )
     return loss, metrics | correction_metrics
 
 
 def loss_settings(config: RLConfig) -> RLConfig:
-    """The config that the loss is computed with: bypass mode with bypass_loss "reinforce" replaces the objective."""
+    """The config that the loss is computed with: bypass mode with bypass_loss "reinforce" replaces
+    the objective."""
     correction_config = config.correction
-    if correction_config.value("mode") == "bypass" and correction_config.value("bypass_loss") == "reinforce":
+    if (
+        correction_config.value("mode") == "bypass"
+        and correction_config.value("bypass_loss") == "reinforce"
+    ):
         return dataclasses.replace(config, objective="reinforce", ratio="token", dual_clip=None)
     return config
 
 
-def _bounds(inputs: LossInputs, config: LossConfig) -> tuple[float | Float[Array, ""], float | Float[Array, ""]]:
+def _bounds(
+    inputs: LossInputs, config: LossConfig
+) -> tuple[float | Float[Array, ""], float | Float[Array, ""]]:
     if inputs.clip_bounds is None:
         return 1 - config.clip_low, 1 + config.clip_high
     return inputs.clip_bounds[0], inputs.clip_bounds[1]

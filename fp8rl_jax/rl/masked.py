@@ -1,7 +1,8 @@
 """Sums and means over the tokens that count.
 
-Padding may hold anything, NaN and infinity included: masked entries are replaced before they are used, never multiplied
-by zero. What is not masked is never cleaned: a NaN or an infinity at a real token reaches the result.
+Padding may hold anything, NaN and infinity included: masked entries are replaced before they are
+used, never multiplied by zero. What is not masked is never cleaned: a NaN or an infinity at a real
+token reaches the result.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ Mask = Bool[Array, "*axes"] | Float[Array, "*axes"]
 """True or non-zero where an entry counts."""
 
 LOG_RATIO_LIMIT = 20.0
-"""Log-ratios are clamped to +-20 before they are exponentiated, as in verl: one bad token cannot overflow a batch."""
+"""Log-ratios are clamped to +-20 before they are exponentiated, as in verl: one bad token cannot
+overflow a batch."""
 
 
-def masked_sum(values: Shaped[Array, "*axes"], mask: Mask, axis: int | None = None) -> Float[Array, "*rest"]:
+def masked_sum(
+    values: Shaped[Array, "*axes"], mask: Mask, axis: int | None = None
+) -> Float[Array, "*rest"]:
     """Sum of the entries that count; 0 where none does."""
     return jnp.sum(jnp.where(mask.astype(bool), values, 0).astype(jnp.float32), axis=axis)
 
@@ -26,17 +30,23 @@ def masked_count(mask: Mask, axis: int | None = None) -> Float[Array, "*rest"]:
     return jnp.sum(mask.astype(bool), axis=axis, dtype=jnp.float32)
 
 
-def masked_mean(values: Shaped[Array, "*axes"], mask: Mask, axis: int | None = None) -> Float[Array, "*rest"]:
+def masked_mean(
+    values: Shaped[Array, "*axes"], mask: Mask, axis: int | None = None
+) -> Float[Array, "*rest"]:
     """Mean of the entries that count; 0 where none does."""
     return safe_divide(masked_sum(values, mask, axis), masked_count(mask, axis))
 
 
-def masked_max(values: Float[Array, "*axes"], mask: Mask, axis: int | None = None) -> Float[Array, "*rest"]:
+def masked_max(
+    values: Float[Array, "*axes"], mask: Mask, axis: int | None = None
+) -> Float[Array, "*rest"]:
     """Maximum of non-negative entries; 0 where none counts."""
     return jnp.max(jnp.where(mask.astype(bool), values, 0.0), axis=axis, initial=0.0)
 
 
-def safe_divide(numerator: Float[Array, "*axes"], denominator: Float[Array, "*axes"]) -> Float[Array, "*axes"]:
+def safe_divide(
+    numerator: Float[Array, "*axes"], denominator: Float[Array, "*axes"]
+) -> Float[Array, "*axes"]:
     """numerator / denominator, and 0 where the denominator is exactly 0; NaN passes through."""
     empty = denominator == 0
     return jnp.where(empty, 0.0, numerator / jnp.where(empty, 1.0, denominator))
@@ -48,23 +58,28 @@ def clamp_log_ratio(log_ratio: Float[Array, "*axes"]) -> Float[Array, "*axes"]:
 
 
 def k3(log_ratio: Float[Array, "*axes"]) -> Float[Array, "*axes"]:
-    """Schulman's k3 estimate of KL(p || q) from a sample of p: exp(x) - 1 - x with x = log q - log p.
+    """Schulman's k3 estimate of KL(p || q) from a sample of p: exp(x) - 1 - x with x = log q - log
+    p.
 
-    Unbiased, and never negative but for rounding; expm1 keeps its digits where the policies are close. J. Schulman,
-    "Approximating KL divergence", 2020, http://joschu.net/blog/kl-approx.html
+    Unbiased, and never negative but for rounding; expm1 keeps its digits where the policies are
+    close. J. Schulman, "Approximating KL divergence", 2020, http://joschu.net/blog/kl-approx.html
     """
     return jnp.expm1(log_ratio) - log_ratio
 
 
 def check_shapes(mask: Mask, **arrays: Array | None) -> None:
-    """Raises ValueError for the first array whose shape is not the mask's, so that nothing broadcasts by accident."""
+    """Raises ValueError for the first array whose shape is not the mask's, so that nothing
+    broadcasts by accident."""
     for name, array in arrays.items():
         if array is not None and jnp.shape(array) != jnp.shape(mask):
-            raise ValueError(f"{name} has shape {jnp.shape(array)}, but the mask has {jnp.shape(mask)}")
+            raise ValueError(
+                f"{name} has shape {jnp.shape(array)}, but the mask has {jnp.shape(mask)}"
+            )
 
 
 def per_token(values: Float[Array, " B"] | Float[Array, "B T"], mask: Mask) -> Float[Array, "B T"]:
-    """One value a completion, or one a token, as one a token. Raises ValueError where neither fits the [B, T] mask."""
+    """One value a completion, or one a token, as one a token. Raises ValueError where neither fits
+    the [B, T] mask."""
     if jnp.shape(values) == jnp.shape(mask)[:1]:
         return jnp.broadcast_to(values[:, None], jnp.shape(mask))
     check_shapes(mask, advantages=values)

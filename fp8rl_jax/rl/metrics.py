@@ -1,7 +1,8 @@
 """Metrics that add: what a micro-batch measures, kept apart as sums until the whole batch is in.
 
-A mean of means weighs a micro-batch of 10 tokens like one of 1000. So a metric travels as a pytree of sums, is added
-over micro-batches (with `+`, or stacked by `lax.scan` and then reduced), and becomes a number once, at the end.
+A mean of means weighs a micro-batch of 10 tokens like one of 1000. So a metric travels as a pytree
+of sums, is added over micro-batches (with `+`, or stacked by `lax.scan` and then reduced), and
+becomes a number once, at the end.
 """
 
 from __future__ import annotations
@@ -70,17 +71,27 @@ Metrics = dict[str, Mean | Maximum]
 
 
 def add_metrics(first: Metrics, second: Metrics) -> Metrics:
-    """The metrics of two micro-batches together. Raises ValueError where they do not have the same names."""
+    """The metrics of two micro-batches together. Raises ValueError where they do not have the same
+    names."""
     if first.keys() != second.keys():
-        raise ValueError(f"metrics of one side only: {', '.join(sorted(first.keys() ^ second.keys()))}")
+        raise ValueError(
+            f"metrics of one side only: {', '.join(sorted(first.keys() ^ second.keys()))}"
+        )
     return {name: metric + second[name] for name, metric in first.items()}
 
 
 def reduce_metrics(stacked: Metrics) -> Metrics:
-    """The metrics of all micro-batches together, from the stack along a leading axis that `lax.scan` makes."""
+    """The metrics of all micro-batches together, from the stack along a leading axis that
+    `lax.scan` makes."""
     return {name: metric.reduce() for name, metric in stacked.items()}
 
 
-def metric_values(metrics: Mapping[str, Mean | Maximum | Float[Array, ""]]) -> dict[str, Float[Array, ""]]:
-    """Plain numbers, once everything has been added; what is one already, as all of `mismatch_metrics`, stays as it is."""
-    return {name: metric.value if isinstance(metric, Mean | Maximum) else metric for name, metric in metrics.items()}
+def metric_values(
+    metrics: Mapping[str, Mean | Maximum | Float[Array, ""]],
+) -> dict[str, Float[Array, ""]]:
+    """Plain numbers, once everything has been added; what is one already, as all of
+    `mismatch_metrics`, stays as it is."""
+    return {
+        name: metric.value if isinstance(metric, Mean | Maximum) else metric
+        for name, metric in metrics.items()
+    }

@@ -1,31 +1,42 @@
-"""How far the rollout's policy is from the trainer's, measured on the tokens that the rollout sampled.
+"""How far the rollout's policy is from the trainer's, measured on the tokens that the rollout
+sampled.
 
-Both sides score the same tokens with the same weights, so every number here would be 0 (or 1, for ratios) if precision
-and kernels made no difference. With d = log pi_train - log pi_rollout, rho = exp(d), C = max_weight, and E the mean
-over tokens (for ppl and chi2_seq: over completions), under the prefix mismatch/:
+Both sides score the same tokens with the same weights, so every number here would be 0 (or 1, for
+ratios) if precision and kernels made no difference. With d = log pi_train - log pi_rollout, rho =
+exp(d), C = max_weight, and E the mean over tokens (for ppl and chi2_seq: over completions), under
+the prefix mismatch/:
 
     kl                       E[-d]: KL(rollout || train), unbiased, of either sign on a batch
-    k3                       E[rho - 1 - d]: the same with less variance; NeMo RL's gen_kl_error, which it wants below 1e-3
-    policy_kl_error          E[1 / rho - 1 + d]: k3 with the policies exchanged, NeMo RL's KL(train || rollout). Its tokens are
-                             the rollout's, not the trainer's, so it is a measure and no unbiased estimate
-    js_divergence_error      E[(k3(log pi_train / m) + k3(log pi_rollout / m)) / 2], m = (pi_train + pi_rollout) / 2 of the token
-                             and k3(x) = exp(x) - 1 - x: NeMo RL's Jensen-Shannon divergence, the same for either order
-    token_mult_prob_error    E[exp |d|]: NeMo RL's alarm; healthy at 1.01 - 1.02, look closer above 1.05
+    k3                       E[rho - 1 - d]: the same with less variance; NeMo RL's gen_kl_error,
+                             which it wants below 1e-3
+    policy_kl_error          E[1 / rho - 1 + d]: k3 with the policies exchanged, NeMo RL's KL(train
+                             || rollout). Its tokens are
+                             the rollout's, not the trainer's, so it is a measure and no unbiased
+                             estimate
+    js_divergence_error      E[(k3(log pi_train / m) + k3(log pi_rollout / m)) / 2], m = (pi_train +
+                             pi_rollout) / 2 of the token
+                             and k3(x) = exp(x) - 1 - x: NeMo RL's Jensen-Shannon divergence, the
+                             same for either order
+    token_mult_prob_error    E[exp |d|]: NeMo RL's alarm; healthy at 1.01 - 1.02, look closer above
+                             1.05
     logprob_abs_diff_mean    E[|d|] in nats, and logprob_abs_diff_max
     pearson                  correlation of the two probabilities, as in verl
     ppl_train, ppl_rollout   E[exp(-mean logp)]
     ppl_ratio                E[ppl_train / ppl_rollout]
     log_ppl_diff             E[log of that ratio], and log_ppl_abs_diff of its absolute value
-    chi2_token, chi2_seq     E[rho^2] - 1, rho of a token or of a whole completion; verl warns above 1 (token)
+    chi2_token, chi2_seq     E[rho^2] - 1, rho of a token or of a whole completion; verl warns above
+                             1 (token)
     is_mean                  E[rho]: 1 in expectation; verl warns outside 0.5 - 2
-    is_ess                   effective part of the sample, E[w]^2 / E[w^2] with w = min(rho, C); verl warns below 0.3
+    is_ess                   effective part of the sample, E[w]^2 / E[w^2] with w = min(rho, C);
+                             verl warns below 0.3
     is_clip_frac             part of the tokens with rho > C, which token TIS cuts
     is_low_frac              part of the tokens with rho < 1 / C, which it leaves alone
 
-The last two come by sign of the advantage as well, ending in _positive and _negative. The is_* numbers describe the two
-policies, whether or not a correction is in use, so that runs with and without compare. Formulas: verl's rollout correction
-helper; NeMo RL's ClippedPGLossFn (nemo_rl/algorithms/loss/loss_functions.py). Departures: completions without tokens are left
-out (verl counts them with perplexity 1), and is_mean is taken before the cut.
+The last two come by sign of the advantage as well, ending in _positive and _negative. The is_*
+numbers describe the two policies, whether or not a correction is in use, so that runs with and
+without compare. Formulas: verl's rollout correction helper; NeMo RL's ClippedPGLossFn
+(nemo_rl/algorithms/loss/loss_functions.py). Departures: completions without tokens are left out
+(verl counts them with perplexity 1), and is_mean is taken before the cut.
 """
 
 from __future__ import annotations
@@ -57,12 +68,14 @@ def mismatch_metrics(
 ) -> dict[str, Float[Array, ""]]:
     """All mismatch metrics of one batch; the table at the top of this file defines them.
 
-    Give it the full batch: the arrays are small, and several metrics are no sums over micro-batches. A NaN or infinite
-    log-probability at a token makes at least kl and logprob_abs_diff_max non-finite; only is_* and chi2_* clamp
-    log-ratios (to +-20, as in verl). Over no tokens at all every metric is 0.
+    Give it the full batch: the arrays are small, and several metrics are no sums over
+    micro-batches. A NaN or infinite log-probability at a token makes at least kl and
+    logprob_abs_diff_max non-finite; only is_* and chi2_* clamp log-ratios (to +-20, as in verl).
+    Over no tokens at all every metric is 0.
 
     Args:
-        rollout_logprobs: the rollout's policy_logprobs (full vocabulary, sampling temperature), float32.
+        rollout_logprobs: the rollout's policy_logprobs (full vocabulary, sampling temperature),
+            float32.
         train_logprobs: the trainer's, of the same weights, tokens and temperature.
         mask: completion tokens; padding may hold anything.
         advantages: adds the metrics by sign of the advantage.
@@ -74,7 +87,9 @@ def mismatch_metrics(
     check_shapes(mask, rollout_logprobs=rollout_logprobs, train_logprobs=train_logprobs)
     cap = (config or CorrectionConfig()).value("max_weight")
     mask = mask.astype(bool)
-    rollout, train = (jnp.where(mask, logprobs, 0.0) for logprobs in (rollout_logprobs, train_logprobs))
+    rollout, train = (
+        jnp.where(mask, logprobs, 0.0) for logprobs in (rollout_logprobs, train_logprobs)
+    )
     difference = train - rollout
     ratio = jnp.exp(clamp_log_ratio(difference))
     metrics = {
@@ -95,7 +110,10 @@ def mismatch_metrics(
     if advantages is not None:
         advantages = per_token(advantages, mask)
         for name, sign in (("positive", advantages > 0), ("negative", advantages < 0)):
-            metrics |= {f"{key}_{name}": value for key, value in _clip_fractions(ratio, cap, mask & sign).items()}
+            metrics |= {
+                f"{key}_{name}": value
+                for key, value in _clip_fractions(ratio, cap, mask & sign).items()
+            }
     return {f"mismatch/{name}": value for name, value in metrics.items()}
 
 
@@ -116,7 +134,8 @@ def _sequence_metrics(
 
 
 def _jensen_shannon(difference: Float[Array, "B T"]) -> Float[Array, "B T"]:
-    """NeMo RL's formula from d alone: the logarithms of both probabilities over their mean are -s and -s - |d|, in some order."""
+    """NeMo RL's formula from d alone: the logarithms of both probabilities over their mean are -s
+    and -s - |d|, in some order."""
     gap = jnp.abs(difference)
     to_mean = -jnp.log1p(jnp.expm1(-gap) / 2)
     return 0.5 * (k3(to_mean) + k3(to_mean - gap))
@@ -126,14 +145,23 @@ def _chi2(log_ratio: Float[Array, "*axes"], mask: Mask) -> Float[Array, ""]:
     return masked_mean(jnp.expm1(2.0 * clamp_log_ratio(log_ratio)), mask)
 
 
-def _clip_fractions(ratio: Float[Array, "B T"], cap: float, mask: Mask) -> dict[str, Float[Array, ""]]:
-    return {"is_clip_frac": masked_mean(ratio > cap, mask), "is_low_frac": masked_mean(ratio < 1.0 / cap, mask)}
+def _clip_fractions(
+    ratio: Float[Array, "B T"], cap: float, mask: Mask
+) -> dict[str, Float[Array, ""]]:
+    return {
+        "is_clip_frac": masked_mean(ratio > cap, mask),
+        "is_low_frac": masked_mean(ratio < 1.0 / cap, mask),
+    }
 
 
 def _effective_sample(weights: Float[Array, "B T"], mask: Mask) -> Float[Array, ""]:
-    return safe_divide(masked_sum(weights, mask) ** 2, masked_count(mask) * masked_sum(weights**2, mask))
+    return safe_divide(
+        masked_sum(weights, mask) ** 2, masked_count(mask) * masked_sum(weights**2, mask)
+    )
 
 
 def _pearson(x: Float[Array, "B T"], y: Float[Array, "B T"], mask: Mask) -> Float[Array, ""]:
     x, y = x - masked_mean(x, mask), y - masked_mean(y, mask)
-    return safe_divide(masked_sum(x * y, mask), jnp.sqrt(masked_sum(x**2, mask)) * jnp.sqrt(masked_sum(y**2, mask)))
+    return safe_divide(
+        masked_sum(x * y, mask), jnp.sqrt(masked_sum(x**2, mask)) * jnp.sqrt(masked_sum(y**2, mask))
+    )

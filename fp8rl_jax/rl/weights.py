@@ -1,17 +1,22 @@
-"""Importance weights: how much a sampled token counts, given how much likelier the trainer finds it than the rollout did.
+"""Importance weights: how much a sampled token counts, given how much likelier the trainer finds it
+than the rollout did.
 
-With rho = pi_old / pi_rollout, the weight of a token is its own rho (biased, of low variance: the tokens before it are taken
-as the rollout made them) or rho of its whole sequence (unbiased, of a variance that grows with length). Bounds keep either
-in check:
+With rho = pi_old / pi_rollout, the weight of a token is its own rho (biased, of low variance: the
+tokens before it are taken as the rollout made them) or rho of its whole sequence (unbiased, of a
+variance that grows with length). Bounds keep either in check:
 
-    truncate   min(rho, max_weight): truncated importance sampling (TIS), https://fengyao.notion.site/off-policy-rl;
-               FP8-RL, arXiv 2601.18150, prints it as clip(rho, C). min_weight raises small weights, if it is above 0.
-    mask       rho inside [min_weight, max_weight], else 0: IcePop, arXiv 2510.18855. The token's gradient is lost, but it
+    truncate   min(rho, max_weight): truncated importance sampling (TIS),
+               https://fengyao.notion.site/off-policy-rl;
+               FP8-RL, arXiv 2601.18150, prints it as clip(rho, C). min_weight raises small weights,
+               if it is above 0.
+    mask       rho inside [min_weight, max_weight], else 0: IcePop, arXiv 2510.18855. The token's
+               gradient is lost, but it
                still counts in the denominator.
     keep       rho: plain importance sampling, NeMo RL's correction without a truncation type.
 
-Something else than rho is a function of one's own with the signature of `token` and `sequence` (docs/objectives.md),
-`rl.correction.weights = "module:function"`; bounds then act on what it returns:
+Something else than rho is a function of one's own with the signature of `token` and `sequence`
+(docs/objectives.md), `rl.correction.weights = "module:function"`; bounds then act on what it
+returns:
 
     weights(inputs: RatioInputs, config: CorrectionConfig, **arguments) -> weights [B, T]
 """
@@ -35,7 +40,8 @@ KEY = "rl.correction.weights"
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RatioInputs:
-    """What importance weights are computed from: B completions of T tokens, of one micro-batch or of the whole batch."""
+    """What importance weights are computed from: B completions of T tokens, of one micro-batch or
+    of the whole batch."""
 
     log_ratio: Float[Array, "B T"]
     """log rho of each sampled token, not clamped; 0 in the padding."""
@@ -62,8 +68,11 @@ BUILT_IN: dict[str, Weights] = {"token": token, "sequence": sequence}
 """All but "none"."""
 
 
-def importance_ratio(log_ratio: Float[Array, "B T"], config: CorrectionConfig) -> Float[Array, "B T"]:
-    """rho from its logarithm, by config.overflow: clamp (log-ratios to +-20, as in verl), or zero for what is not finite."""
+def importance_ratio(
+    log_ratio: Float[Array, "B T"], config: CorrectionConfig
+) -> Float[Array, "B T"]:
+    """rho from its logarithm, by config.overflow: clamp (log-ratios to +-20, as in verl), or zero
+    for what is not finite."""
     if config.value("overflow") == "clamp":
         return jnp.exp(clamp_log_ratio(log_ratio))
     return jnp.nan_to_num(jnp.exp(log_ratio), nan=0.0, posinf=0.0, neginf=0.0)
@@ -74,9 +83,9 @@ def importance_weights(
 ) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
     """Weights of all tokens, and where they lay outside the bounds.
 
-    A NaN log-ratio gives a NaN weight with overflow "clamp" (of its whole sequence, where weights are of sequences), and
-    weight 0 with overflow "zero". Departs from verl in nothing on finite input; from NeMo RL in that a NaN of the padding
-    never reaches a sequence's product.
+    A NaN log-ratio gives a NaN weight with overflow "clamp" (of its whole sequence, where weights
+    are of sequences), and weight 0 with overflow "zero". Departs from verl in nothing on finite
+    input; from NeMo RL in that a NaN of the padding never reaches a sequence's product.
 
     Args:
         log_ratio: log rho of each sampled token; padding may hold anything.
@@ -85,11 +94,12 @@ def importance_weights(
 
     Returns:
         weights: not masked and not normalized; 1 where config.weights is "none".
-        outside: tokens whose weight was below min_weight or above max_weight; none where bounds are "keep".
+        outside: tokens whose weight was below min_weight or above max_weight; none where bounds are
+        "keep".
 
     Raises:
-        UserError: weights that are not built in do not import, do not take (inputs, config, **weights_args), raise an exception,
-            or are something else than [B, T] floats.
+        UserError: weights that are not built in do not import, do not take (inputs, config,
+            **weights_args), raise an exception, or are something else than [B, T] floats.
     """
     inside = jnp.zeros(log_ratio.shape, bool)
     name, bounds = config.value("weights"), config.value("bounds")
@@ -97,23 +107,35 @@ def importance_weights(
         return jnp.ones_like(log_ratio), inside
     mask = mask.astype(bool)
     inputs = RatioInputs(jnp.where(mask, log_ratio, 0.0), mask)
-    ratio = floats(KEY, name, call(KEY, name, BUILT_IN, inputs, config, config.weights_args), log_ratio.shape, "[B, T]")
+    ratio = floats(
+        KEY,
+        name,
+        call(KEY, name, BUILT_IN, inputs, config, config.weights_args),
+        log_ratio.shape,
+        "[B, T]",
+    )
     if bounds == "keep":
         return ratio, inside
     low, high = config.value("min_weight"), config.value("max_weight")
     outside = (ratio < low) | (ratio > high)
-    return jnp.where(outside, 0.0, ratio) if bounds == "mask" else jnp.clip(ratio, low, high), outside
+    return jnp.where(outside, 0.0, ratio) if bounds == "mask" else jnp.clip(
+        ratio, low, high
+    ), outside
 
 
-def normalize_weights(weights: Float[Array, "B T"], mask: Mask, level: str) -> tuple[Float[Array, "B T"], Float[Array, ""]]:
-    """Weights divided by their mean over the whole batch, so that they average to 1; verl's batch normalization.
+def normalize_weights(
+    weights: Float[Array, "B T"], mask: Mask, level: str
+) -> tuple[Float[Array, "B T"], Float[Array, ""]]:
+    """Weights divided by their mean over the whole batch, so that they average to 1; verl's batch
+    normalization.
 
-    Self-normalized importance sampling: a little bias for less variance. The mean is over tokens for token weights and those
-    of the user's functions, and over completions with tokens for sequence weights, so that a long one has no more say than a
-    short one.
+    Self-normalized importance sampling: a little bias for less variance. The mean is over tokens
+    for token weights and those of the user's functions, and over completions with tokens for
+    sequence weights, so that a long one has no more say than a short one.
 
     Args:
-        weights: of the whole batch, of a micro-batch it would be another number; as `importance_weights` returns them.
+        weights: of the whole batch, of a micro-batch it would be another number; as
+            `importance_weights` returns them.
         mask: completion tokens, before rejection.
         level: config.weights: "sequence", or anything else for weights of tokens.
 

@@ -1,8 +1,9 @@
 """Rollout engines: who serves completions, and how new weights reach it.
 
-A weight sync rounds the float32 masters to the compute dtype, quantizes the recipe's linears from their bfloat16 values, and
-lays the layers out for decode, all in one compiled program. Of a policy with adapters the frozen base is converted once, and a
-sync moves the adapters. Every sync has a number, and every rollout carries the number of the weights that made it.
+A weight sync rounds the float32 masters to the compute dtype, quantizes the recipe's linears from
+their bfloat16 values, and lays the layers out for decode, all in one compiled program. Of a policy
+with adapters the frozen base is converted once, and a sync moves the adapters. Every sync has a
+number, and every rollout carries the number of the weights that made it.
 """
 
 from __future__ import annotations
@@ -29,14 +30,17 @@ from fp8rl_jax.rollout.served import finite_flags, quantized_policy, served_adap
 from pallas_kernels.backend import Backend
 
 # of the module, so that two engines of one kind share what is compiled
-_quantized_policy = jax.jit(quantized_policy, static_argnames=("recipe", "dtype", "unroll", "backend"))
+_quantized_policy = jax.jit(
+    quantized_policy, static_argnames=("recipe", "dtype", "unroll", "backend")
+)
 _served_adapters = jax.jit(served_adapters, static_argnames=("config", "dtype", "unroll"))
 _finite_flags = jax.jit(finite_flags)
 _joined = jax.jit(lambda parts: jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts))
 
 
 class Prompts(NamedTuple):
-    """Right-padded prompts: tokens int32 [p, s], lengths int32 [p], ids int32 [p] (identity in the data set)."""
+    """Right-padded prompts: tokens int32 [p, s], lengths int32 [p], ids int32 [p] (identity in the
+    data set)."""
 
     tokens: Int[Array, "p s"]
     lengths: Int[Array, " p"]
@@ -54,12 +58,15 @@ class Rollout:
         mask: [b, t], True on sampled tokens, the stop token included.
         behaviour_logprobs: float32 [b, t], of the distribution that was sampled.
         policy_logprobs: float32 [b, t], same temperature, whole vocabulary.
-        stopped: [b], True where a stop token or a stop string ended the row, False where its length did.
+        stopped: [b], True where a stop token or a stop string ended the row, False where its length
+            did.
         weight_version: number of the weight sync that served it.
-        prompt_logprobs: float32 [p, s], of each prompt token given those before it, at the sampling temperature (1 for greedy),
-            over the whole vocabulary; 0 for the first and for padding. None unless asked for.
-        prompt_expert_ids, expert_ids: [p, s, layers with experts, k] and [b, t, layers with experts, k], the experts that each
-            token used, -1 where there is no token and for the last of a row, which no layer has seen. None unless asked for.
+        prompt_logprobs: float32 [p, s], of each prompt token given those before it, at the sampling
+            temperature (1 for greedy), over the whole vocabulary; 0 for the first and for padding.
+            None unless asked for.
+        prompt_expert_ids, expert_ids: [p, s, layers with experts, k] and [b, t, layers with
+            experts, k], the experts that each token used, -1 where there is no token and for the
+            last of a row, which no layer has seen. None unless asked for.
     """
 
     prompts: Prompts
@@ -90,9 +97,12 @@ class RolloutEngine(Protocol):
         """Serves these weights from now on; returns their version."""
 
     def calibrate(self, *prompts: Prompts) -> None:
-        """Measures the KV scales of the weights that it serves, where the recipe leaves that to the rollout."""
+        """Measures the KV scales of the weights that it serves, where the recipe leaves that to the
+        rollout."""
 
-    def generate(self, prompts: Prompts, samples: int, sampling: Sampling, key: Key[Array, ""]) -> Rollout:
+    def generate(
+        self, prompts: Prompts, samples: int, sampling: Sampling, key: Key[Array, ""]
+    ) -> Rollout:
         """Samples completions."""
 
     def wait(self) -> None:
@@ -127,7 +137,9 @@ class LocalEngine:
         self._replaced: KVScales | None = None
         self.finite: dict[str, Array] = {}
         self.metrics: dict[str, Array] = {}
-        self._convert = partial(_quantized_policy, recipe=recipe, dtype=self.dtype, unroll=unroll, backend=backend)
+        self._convert = partial(
+            _quantized_policy, recipe=recipe, dtype=self.dtype, unroll=unroll, backend=backend
+        )
         self._convert_adapters = partial(_served_adapters, dtype=self.dtype, unroll=unroll)
         self._base: tuple[Policy, Policy] | None = None
 
@@ -135,42 +147,57 @@ class LocalEngine:
         """Takes over `policy` (float32 masters, stacked).
 
         Args:
-            calibration: KV scales measured with these very weights. Required where the recipe quantizes the cache and leaves
-                calibration to the trainer, so that scales of an older version can never be served. Where it leaves it to
-                the rollout, call `calibrate` next.
+            calibration: KV scales measured with these very weights. Required where the recipe
+                quantizes the cache and leaves calibration to the trainer, so that scales of an
+                older version can never be served. Where it leaves it to the rollout, call
+                `calibrate` next.
 
         Returns:
             The version of the weights now served. `finite` and `metrics` then speak of them.
         """
-        if self.recipe.quantizes_cache and self.recipe.kv_calibration == "trainer" and calibration is None:
-            raise ValueError(f"recipe {self.recipe.name!r}: sync needs the KV scales that the trainer calibrated")
+        if (
+            self.recipe.quantizes_cache
+            and self.recipe.kv_calibration == "trainer"
+            and calibration is None
+        ):
+            raise ValueError(
+                f"recipe {self.recipe.name!r}: sync needs the KV scales that the trainer calibrated"
+            )
         self.policy = None  # frees the old weights before the new ones are made
         trained, frozen = split(policy)
         if frozen is None:
             self._base = None
             self.policy, self.metrics = self._convert(policy)
         else:
-            self.policy = join(self._convert_adapters(trained, config=policy.config), self._served_base(frozen))
+            self.policy = join(
+                self._convert_adapters(trained, config=policy.config), self._served_base(frozen)
+            )
         self._replaced, self.scales = self.scales, calibration
         self.finite = _finite_flags(self.policy, self.scales)
         self.version += 1
         return self.version
 
     def calibrate(self, *prompts: Prompts) -> None:
-        """Measures the KV scales with the weights and in the formats that serve (rollout.calibration), on prompts alone.
+        """Measures the KV scales with the weights and in the formats that serve
+        (rollout.calibration), on prompts alone.
 
-        `finite` then speaks of them, too, and `metrics` of what the scales served before would have cost these prompts.
+        `finite` then speaks of them, too, and `metrics` of what the scales served before would have
+        cost these prompts.
 
         Args:
-            prompts: one batch or several, each measured in a forward of its own; their amaxes are joined as the recipe says.
+            prompts: one batch or several, each measured in a forward of its own; their amaxes are
+                joined as the recipe says.
 
         Raises:
-            RuntimeError: there are no weights yet, or the recipe does not leave calibration to the rollout.
+            RuntimeError: there are no weights yet, or the recipe does not leave calibration to the
+                rollout.
         """
         if self.policy is None:
             raise RuntimeError("calibrate: no weights yet; call sync first")
         if not self.recipe.quantizes_cache or self.recipe.kv_calibration != "rollout":
-            raise RuntimeError(f"calibrate: recipe {self.recipe.name!r} does not calibrate a cache in the rollout")
+            raise RuntimeError(
+                f"calibrate: recipe {self.recipe.name!r} does not calibrate a cache in the rollout"
+            )
         observe = partial(observe_served, self.policy, recipe=self.recipe, backend=self.backend)
         seen = [observe(batch.tokens, batch.lengths, self._replaced) for batch in prompts]
         seen = _joined(seen) if len(seen) > 1 else seen[0]
@@ -180,10 +207,13 @@ class LocalEngine:
             self.metrics = self.metrics | qkv_metrics(seen)
 
     def _served_base(self, frozen: Policy) -> Policy:
-        """The rollout's form of a frozen base: made once, and the base itself where that is its form."""
+        """The rollout's form of a frozen base: made once, and the base itself where that is its
+        form."""
         if self._base is None or not _same(self._base[0], frozen, lambda x, y: x is y):
             self._base = None
-            if _same(frozen, jax.eval_shape(self._convert, frozen)[0], lambda x, y: x.dtype == y.dtype):
+            if _same(
+                frozen, jax.eval_shape(self._convert, frozen)[0], lambda x, y: x.dtype == y.dtype
+            ):
                 self._base, self.metrics = (frozen, frozen), {}
             else:
                 served, self.metrics = self._convert(frozen)
@@ -191,25 +221,49 @@ class LocalEngine:
         return self._base[1]
 
     def generate(
-        self, prompts: Prompts, samples: int, sampling: Sampling, key: Key[Array, ""], prompt_logprobs: bool = False
+        self,
+        prompts: Prompts,
+        samples: int,
+        sampling: Sampling,
+        key: Key[Array, ""],
+        prompt_logprobs: bool = False,
     ) -> Rollout:
         """Samples `samples` completions of each prompt with the weights of the last sync.
 
         Raises:
-            RuntimeError: there are no weights yet, or a cache that the rollout calibrates has not been calibrated since.
+            RuntimeError: there are no weights yet, or a cache that the rollout calibrates has not
+                been calibrated since.
         """
         policy = self._ready()
         out = generate(
-            policy, *prompts, key, self.scales, samples=samples, sampling=sampling, recipe=self.recipe,
-            backend=self.backend, expert_ids=self.expert_ids, prompt_logprobs=prompt_logprobs,
-        )  # fmt: skip
+            policy,
+            *prompts,
+            key,
+            self.scales,
+            samples=samples,
+            sampling=sampling,
+            recipe=self.recipe,
+            backend=self.backend,
+            expert_ids=self.expert_ids,
+            prompt_logprobs=prompt_logprobs,
+        )
         return Rollout(prompts, **out._asdict(), weight_version=self.version)
 
-    def stream(self, prompts: Prompts, sampling: Sampling, key: Key[Array, ""], every: int = 1) -> Iterator[Completions]:
-        """One completion of each prompt as it grows: `generate`'s tokens, seen after the first and then after `every` more."""
+    def stream(
+        self, prompts: Prompts, sampling: Sampling, key: Key[Array, ""], every: int = 1
+    ) -> Iterator[Completions]:
+        """One completion of each prompt as it grows: `generate`'s tokens, seen after the first and
+        then after `every` more."""
         policy = self._ready()
         return stream(
-            policy, *prompts, key, self.scales, sampling=sampling, recipe=self.recipe, backend=self.backend, every=every
+            policy,
+            *prompts,
+            key,
+            self.scales,
+            sampling=sampling,
+            recipe=self.recipe,
+            backend=self.backend,
+            every=every,
         )
 
     def wait(self) -> None:
@@ -221,7 +275,8 @@ class LocalEngine:
             raise RuntimeError("generate: no weights yet; call sync first")
         if self.recipe.quantizes_cache and self.scales is None:
             raise RuntimeError(
-                f"generate: recipe {self.recipe.name!r} has no KV scales for these weights; call calibrate(prompts) after sync"
+                f"generate: recipe {self.recipe.name!r} has no KV scales for these weights; call "
+                "calibrate(prompts) after sync"
             )
         return self.policy
 

@@ -1,7 +1,7 @@
 """Files of JSON lines around a policy: prompts in, answers out.
 
-Every line is checked before anything is computed, all faults are reported together, and the answers appear under their
-name only when the last one is there.
+Every line is checked before anything is computed, all faults are reported together, and the answers
+appear under their name only when the last one is there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ _LISTED = 20  # faults shown before the rest is counted
 
 
 class Line(NamedTuple):
-    """number: in its file, from 1; record: the object as read; tokens: its token ids, at least one."""
+    """number: in its file, from 1; record: the object as read; tokens: its token ids, at least
+    one."""
 
     number: int
     record: dict[str, Any]
@@ -29,20 +30,28 @@ class Line(NamedTuple):
 
 
 def read_lines(
-    path: str | Path, vocab_size: int, tokenizer: Tokenizer | None, generation: bool, limit: int, reserve: int = 0
+    path: str | Path,
+    vocab_size: int,
+    tokenizer: Tokenizer | None,
+    generation: bool,
+    limit: int,
+    reserve: int = 0,
 ) -> list[Line]:
-    """Reads objects that hold "tokens" (ids), "messages" (a conversation) or "prompt" (text); the first of these is used.
+    """Reads objects that hold "tokens" (ids), "messages" (a conversation) or "prompt" (text); the
+    first of these is used.
 
     Args:
         path: JSON lines, UTF-8; blank lines are skipped.
         vocab_size: token ids are below it.
         tokenizer: None for a model of token ids.
-        generation: end a conversation where the assistant's answer begins; else take it as it stands.
+        generation: end a conversation where the assistant's answer begins; else take it as it
+            stands.
         limit: positions that the model has.
         reserve: positions to leave free behind the tokens.
 
     Raises:
-        UserError: the file cannot be read or holds nothing, or one line for each fault, with the number of its line.
+        UserError: the file cannot be read or holds nothing, or one line for each fault, with the
+            number of its line.
     """
     try:
         raw = Path(path).read_bytes()
@@ -57,7 +66,9 @@ def read_lines(
             tokens = _tokens(record, vocab_size, tokenizer, generation)
             if len(tokens) + reserve > limit:
                 behind = f" and {reserve} new ones" if reserve else ""
-                raise UserError(f"{len(tokens)} tokens{behind} are more than the model's {limit} positions")
+                raise UserError(
+                    f"{len(tokens)} tokens{behind} are more than the model's {limit} positions"
+                )
             lines.append(Line(number, record, tokens))
         except UserError as error:
             faults.append(f"{path}: line {number}: {error}")
@@ -71,7 +82,8 @@ def read_lines(
 
 
 def check_writable(path: str | Path) -> None:
-    """Finds out before the work, by making an empty file beside `path`, whether `write_lines` will be able to write.
+    """Finds out before the work, by making an empty file beside `path`, whether `write_lines` will
+    be able to write.
 
     Raises:
         UserError: it will not.
@@ -83,13 +95,17 @@ def check_writable(path: str | Path) -> None:
 def write_lines(path: str | Path, records: Iterable[dict[str, Any]]) -> None:
     """Writes one object a line; the file takes its name when it is complete.
 
-    The text is ASCII, so that lone surrogates and characters cut in the middle cannot break the file.
+    The text is ASCII, so that lone surrogates and characters cut in the middle cannot break the
+    file.
 
     Raises:
         UserError: `path` cannot be written.
     """
     with _partial(Path(path)) as partial:
-        partial.write_text("".join(json.dumps(record, allow_nan=False) + "\n" for record in records), encoding="ascii")
+        partial.write_text(
+            "".join(json.dumps(record, allow_nan=False) + "\n" for record in records),
+            encoding="ascii",
+        )
         os.replace(partial, path)
 
 
@@ -124,7 +140,9 @@ def _object(text: bytes) -> dict[str, Any]:
     return record
 
 
-def _tokens(record: dict[str, Any], vocab_size: int, tokenizer: Tokenizer | None, generation: bool) -> list[int]:
+def _tokens(
+    record: dict[str, Any], vocab_size: int, tokenizer: Tokenizer | None, generation: bool
+) -> list[int]:
     key = next((key for key in ("tokens", "messages", "prompt") if key in record), None)
     if key is None:
         raise UserError('holds neither "tokens" nor "messages" nor "prompt"')
@@ -139,7 +157,11 @@ def _tokens(record: dict[str, Any], vocab_size: int, tokenizer: Tokenizer | None
     elif tokenizer is None:
         raise UserError(f'"{key}" needs a tokenizer, and the model has none; give "tokens"')
     elif key == "messages":
-        if not isinstance(value, list) or not value or not all(isinstance(message, dict) for message in value):
+        if (
+            not isinstance(value, list)
+            or not value
+            or not all(isinstance(message, dict) for message in value)
+        ):
             raise UserError('"messages" must be a list of objects with "role" and "content"')
         tokens = tokenizer.encode_chat(value, add_generation_prompt=generation)
     elif not isinstance(value, str):

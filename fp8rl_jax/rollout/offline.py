@@ -1,10 +1,14 @@
-"""A policy applied to a file's worth of token lists: log-probabilities of what is there, or completions.
+"""A policy applied to a file's worth of token lists: log-probabilities of what is there, or
+completions.
 
-    score      the trainer's side of the recipe: forward(phase="train"), as the trainer recomputes log-probabilities
-    generate   the rollout's side: quantized weights and cache, scales calibrated on the prompts, as the engine samples
+    score      the trainer's side of the recipe: forward(phase="train"), as the trainer recomputes
+               log-probabilities
+    generate   the rollout's side: quantized weights and cache, scales calibrated on the prompts, as
+               the engine samples
 
-So the two answers to one model and recipe differ by the train-rollout mismatch. Rows are batched with others of about their
-length, the widths being powers of two: few programs to compile, at most half of a batch is padding.
+So the two answers to one model and recipe differ by the train-rollout mismatch. Rows are batched
+with others of about their length, the widths being powers of two: few programs to compile, at most
+half of a batch is padding.
 """
 
 from __future__ import annotations
@@ -33,8 +37,9 @@ _NARROWEST = 16
 
 
 class Completion(NamedTuple):
-    """tokens: sampled ids, the stop token included; policy_logprobs: of each, at the sampling temperature (1 for greedy),
-    over the whole vocabulary; stopped: whether a stop token or a stop string ended it."""
+    """tokens: sampled ids, the stop token included; policy_logprobs: of each, at the sampling
+    temperature (1 for greedy), over the whole vocabulary; stopped: whether a stop token or a stop
+    string ended it."""
 
     tokens: list[int]
     policy_logprobs: list[float]
@@ -47,7 +52,8 @@ class Completion(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """completions: of one prompt, the likeliest first; prompt_logprobs: of its tokens from the second on, if asked for."""
+    """completions: of one prompt, the likeliest first; prompt_logprobs: of its tokens from the
+    second on, if asked for."""
 
     completions: list[Completion]
     prompt_logprobs: list[float] | None
@@ -72,7 +78,8 @@ def score(
         batch_size: rows computed at one time.
 
     Returns:
-        For each row, in order, logprobs[i] = log p(row[i + 1] | row[: i + 1]): one number less than tokens.
+        For each row, in order, logprobs[i] = log p(row[i + 1] | row[: i + 1]): one number less than
+        tokens.
 
     Raises:
         UserError: a recipe that cannot be computed, or log-probabilities that are not finite.
@@ -81,7 +88,9 @@ def score(
     served = jax.jit(trainer_policy, static_argnums=(1, 2))(policy, recipe, jnp.dtype(dtype))
     results: list[list[float]] = [[] for _ in rows]
     for batch in batches(rows, batch_size):
-        logprobs = np.asarray(_score(served, batch.tokens, batch.lengths, jnp.float32(temperature), recipe=recipe))
+        logprobs = np.asarray(
+            _score(served, batch.tokens, batch.lengths, jnp.float32(temperature), recipe=recipe)
+        )
         for row, index in enumerate(batch.ids):
             results[index] = logprobs[row, : len(rows[index]) - 1].tolist()
     for index, values in enumerate(results):
@@ -102,9 +111,9 @@ def complete(
 ) -> list[Answer]:
     """Completions of each prompt on the rollout's side of `recipe`.
 
-    A quantized cache is calibrated on all prompts before the first token, by the side that the recipe names, so a row's answer
-    depends on the file's other rows through those scales alone. A row's randomness comes from `seed`, its index and the
-    number of the sample.
+    A quantized cache is calibrated on all prompts before the first token, by the side that the
+    recipe names, so a row's answer depends on the file's other rows through those scales alone. A
+    row's randomness comes from `seed`, its index and the number of the sample.
 
     Args:
         policy: layers stacked; float32 or `dtype`.
@@ -117,9 +126,11 @@ def complete(
         prompt_logprobs: give those of the prompts' tokens too.
 
     Raises:
-        UserError: a recipe that cannot be computed, or weights, scales or log-probabilities that are not finite.
+        UserError: a recipe that cannot be computed, or weights, scales or log-probabilities that
+            are not finite.
     """
-    # scanned layers compile in a fraction of the time of unrolled ones, and each width is a program of its own
+    # scanned layers compile in a fraction of the time of unrolled ones, and each width is a program
+    # of its own
     engine = LocalEngine(recipe, dtype, unroll=False)
     prompts = max(batch_size // samples, 1)
     calibrate(engine, policy, list(batches(rows, prompts)))
@@ -129,40 +140,57 @@ def complete(
         out = jax.device_get(engine.generate(batch, samples, sampling, key, prompt_logprobs))
         for row, index in enumerate(batch.ids):
             mine = [_completion(out, row * samples + sample) for sample in range(samples)]
-            given = out.prompt_logprobs[row, 1 : len(rows[index])].tolist() if prompt_logprobs else None
-            _check_finite(index, sum((completion.policy_logprobs for completion in mine), given or []), dtype)
+            given = (
+                out.prompt_logprobs[row, 1 : len(rows[index])].tolist() if prompt_logprobs else None
+            )
+            _check_finite(
+                index, sum((completion.policy_logprobs for completion in mine), given or []), dtype
+            )
             # a stable sort: equal completions stay in the order of sampling
-            results[index] = Answer(sorted(mine, key=lambda completion: -completion.mean_logprob), given)
+            results[index] = Answer(
+                sorted(mine, key=lambda completion: -completion.mean_logprob), given
+            )
     return results
 
 
 def calibrate(engine: LocalEngine, policy: Policy, prompts: Sequence[Prompts]) -> None:
-    """Gives the engine its weights, with KV scales measured on all of `prompts` where the recipe quantizes the cache, by the
-    trainer's forward or by the rollout's, as it says.
+    """Gives the engine its weights, with KV scales measured on all of `prompts` where the recipe
+    quantizes the cache, by the trainer's forward or by the rollout's, as it says.
 
     Raises:
         UserError: weights or scales that are not finite after quantization.
     """
     recipe, scales = engine.recipe, None
     if recipe.quantizes_cache and recipe.kv_calibration == "trainer":
-        observe = partial(observe_qkv, policy, recipe=recipe, dtype=engine.dtype, backend=engine.backend)
-        scales = scales_from_amax(jnp.concatenate([observe(batch.tokens, batch.lengths).amax for batch in prompts]), recipe)
+        observe = partial(
+            observe_qkv, policy, recipe=recipe, dtype=engine.dtype, backend=engine.backend
+        )
+        scales = scales_from_amax(
+            jnp.concatenate([observe(batch.tokens, batch.lengths).amax for batch in prompts]),
+            recipe,
+        )
     engine.sync(policy, scales)
     if recipe.quantizes_cache and scales is None:
         engine.calibrate(*prompts)
     if bad := [role for role, finite in engine.finite.items() if not finite]:
         raise UserError(
-            f"recipe {recipe.name!r}: {', '.join(bad)} not finite after quantization; the model overflows {engine.dtype}"
+            f"recipe {recipe.name!r}: {', '.join(bad)} not finite after quantization; the model "
+            f"overflows {engine.dtype}"
         )
 
 
 def _completion(out: Rollout, row: int) -> Completion:
     count = int(out.mask[row].sum())
-    return Completion(out.tokens[row, :count].tolist(), out.policy_logprobs[row, :count].tolist(), bool(out.stopped[row]))
+    return Completion(
+        out.tokens[row, :count].tolist(),
+        out.policy_logprobs[row, :count].tolist(),
+        bool(out.stopped[row]),
+    )
 
 
 def batches(rows: Sequence[list[int]], batch_size: int) -> Iterator[Prompts]:
-    """Batches of equal height: rows of about one length, padded right to a power of two; `ids` are indices into `rows`.
+    """Batches of equal height: rows of about one length, padded right to a power of two; `ids` are
+    indices into `rows`.
 
     The last batch of a width repeats its last row, so that each width is one program.
     """
@@ -179,15 +207,25 @@ def batches(rows: Sequence[list[int]], batch_size: int) -> Iterator[Prompts]:
 
 @partial(jax.jit, static_argnames="recipe")
 def _score(
-    policy: Policy, tokens: Int[Array, "b t"], lengths: Int[Array, " b"], temperature: Float[Array, ""], *, recipe: Recipe
+    policy: Policy,
+    tokens: Int[Array, "b t"],
+    lengths: Int[Array, " b"],
+    temperature: Float[Array, ""],
+    *,
+    recipe: Recipe,
 ) -> Float[Array, "b t-1"]:
     segments = (jnp.arange(tokens.shape[1]) < lengths[:, None]).astype(jnp.int32)
-    hidden = forward(policy, tokens, segment_ids=segments, recipe=recipe, phase="train", keep_cache=False).hidden
-    return token_logprobs(hidden[:, :-1], policy.head, tokens[:, 1:], temperature, exact=recipe.exact)[0]
+    hidden = forward(
+        policy, tokens, segment_ids=segments, recipe=recipe, phase="train", keep_cache=False
+    ).hidden
+    return token_logprobs(
+        hidden[:, :-1], policy.head, tokens[:, 1:], temperature, exact=recipe.exact
+    )[0]
 
 
 def _check_finite(index: int, logprobs: list[float], dtype: jnp.dtype) -> None:
     if not np.isfinite(logprobs).all():
         raise UserError(
-            f"row {index + 1}: the log-probabilities are not finite in {jnp.dtype(dtype)}; the weights are broken or overflow it"
+            f"row {index + 1}: the log-probabilities are not finite in {jnp.dtype(dtype)}; the "
+            "weights are broken or overflow it"
         )

@@ -1,16 +1,19 @@
-"""Stop strings and bad words as one automaton over tokens, so that decode checks them without leaving the device.
+"""Stop strings and bad words as one automaton over tokens, so that decode checks them without
+leaving the device.
 
-A phrase may begin in the middle of one token and end in the middle of another, so its tokens are not known beforehand; its
-bytes are. An Aho-Corasick automaton (Aho and Corasick, CACM 1975) reads the bytes of all phrases at once. What a token does
-to it is a column, one entry for each state that it may be read in:
+A phrase may begin in the middle of one token and end in the middle of another, so its tokens are
+not known beforehand; its bytes are. An Aho-Corasick automaton (Aho and Corasick, CACM 1975) reads
+the bytes of all phrases at once. What a token does to it is a column, one entry for each state that
+it may be read in:
 
     next[state, kind]     where the automaton is after the token
     hits[state, kind]     whether a phrase ends somewhere inside the token
     kinds[token]          the token's column
 
-Most tokens have no more than a few letters in common with any phrase and share a column, so a vocabulary of 150,000 has some
-hundreds of kinds. A row of a batch is then one integer, and a decode step one lookup: a stop string ends the row whose token
-hits, and a bad word takes the tokens that would hit out of the distribution.
+Most tokens have no more than a few letters in common with any phrase and share a column, so a
+vocabulary of 150,000 has some hundreds of kinds. A row of a batch is then one integer, and a decode
+step one lookup: a stop string ends the row whose token hits, and a bad word takes the tokens that
+would hit out of the distribution.
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ _MAX_CELLS = 2**26
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Phrases:
-    """The table of one set of phrases; a row starts in state 0. Sides are powers of two, so that few shapes are compiled.
+    """The table of one set of phrases; a row starts in state 0. Sides are powers of two, so that
+    few shapes are compiled.
 
     Attributes:
         next: int16 [states, kinds].
@@ -45,7 +49,9 @@ class Phrases:
     hits: Bool[Array, "states kinds"]
     kinds: Int[Array, " vocab"]
 
-    def step(self, state: Int[Array, " b"], tokens: Int[Array, " b"]) -> tuple[Int[Array, " b"], Bool[Array, " b"]]:
+    def step(
+        self, state: Int[Array, " b"], tokens: Int[Array, " b"]
+    ) -> tuple[Int[Array, " b"], Bool[Array, " b"]]:
         """After each row's token: (new states, whether a phrase ended in it)."""
         kinds = self.kinds[tokens]
         return self.next[state, kinds].astype(jnp.int32), self.hits[state, kinds]
@@ -55,40 +61,54 @@ class Phrases:
         return self.hits[state][:, self.kinds]
 
 
-def compile_phrases(phrases: Sequence[str], token_bytes: Sequence[bytes], vocab_size: int, key: str = "phrases") -> Phrases:
+def compile_phrases(
+    phrases: Sequence[str], token_bytes: Sequence[bytes], vocab_size: int, key: str = "phrases"
+) -> Phrases:
     """The automaton of `phrases`, as numpy arrays.
 
     Args:
         phrases: texts; matched as UTF-8 bytes, wherever they fall in the tokens.
-        token_bytes: the bytes of every token; b"" for special tokens, which leave the state as it is.
+        token_bytes: the bytes of every token; b"" for special tokens, which leave the state as it
+            is.
         vocab_size: tokens of the model; those that `token_bytes` does not reach have no bytes.
         key: what the phrases are called in messages.
 
     Raises:
-        UserError: a phrase is empty or has a lone surrogate, or they are too long together (32,767 states, 2^26 cells).
+        UserError: a phrase is empty or has a lone surrogate, or they are too long together (32,767
+            states, 2^26 cells).
     """
     if empty := [i for i, phrase in enumerate(phrases) if not phrase]:
         raise UserError(f"{key}: entry {empty[0] + 1} is empty; it would match everywhere")
     try:
         encoded = [phrase.encode("utf-8") for phrase in phrases]
     except UnicodeEncodeError as error:
-        raise UserError(f"{key}: {error.object!r} holds a lone surrogate, which no text has") from None
+        raise UserError(
+            f"{key}: {error.object!r} holds a lone surrogate, which no text has"
+        ) from None
     goto, final = _automaton(encoded)
     if len(goto) > _MAX_STATES:
-        raise UserError(f"{key}: {len(goto)} states, more than {_MAX_STATES}; give fewer or shorter texts")
+        raise UserError(
+            f"{key}: {len(goto)} states, more than {_MAX_STATES}; give fewer or shorter texts"
+        )
     pieces = [*token_bytes, *[b""] * (vocab_size - len(token_bytes))]
     next_states, hits, kinds = _columns(goto, final, pieces, key)
     padded = [(0, _power_of_two(side) - side) for side in next_states.shape]
-    return Phrases(np.pad(next_states, padded).astype(np.int16), np.pad(hits, padded), kinds.astype(np.int32))
+    return Phrases(
+        np.pad(next_states, padded).astype(np.int16), np.pad(hits, padded), kinds.astype(np.int32)
+    )
 
 
 def dead_end(table: Phrases, token_bytes: Sequence[bytes]) -> bytes | None:
-    """A text without any phrase that every token of the vocabulary would complete to one; None where there is none.
+    """A text without any phrase that every token of the vocabulary would complete to one; None
+    where there is none.
 
     Where bad words leave such a text, a row that came there could sample nothing.
     """
     used = np.unique(table.kinds)
-    example = {int(kind): token for token, kind in reversed(list(zip(token_bytes, table.kinds, strict=False)))}
+    example = {
+        int(kind): token
+        for token, kind in reversed(list(zip(token_bytes, table.kinds, strict=False)))
+    }
     reached, queue = {0: b""}, deque([0])
     while queue:
         state = queue.popleft()
@@ -104,7 +124,8 @@ def dead_end(table: Phrases, token_bytes: Sequence[bytes]) -> bytes | None:
 
 
 def _automaton(phrases: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-    """(goto [states, 256], final [states]): every byte from every state, failure links already followed."""
+    """(goto [states, 256], final [states]): every byte from every state, failure links already
+    followed."""
     children: list[dict[int, int]] = [{}]
     final = [False]
     for phrase in phrases:
@@ -134,7 +155,8 @@ def _columns(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(next [states, kinds], hits [states, kinds], kinds [tokens]), each distinct column once.
 
-    Tokens are read byte by byte, and a column is computed once for each (column so far, byte): tokens share their beginnings.
+    Tokens are read byte by byte, and a column is computed once for each (column so far, byte):
+    tokens share their beginnings.
     """
     states = len(goto)
     columns = [(np.arange(states, dtype=np.int16), np.zeros(states, bool))]
@@ -157,7 +179,8 @@ def _columns(
                     columns.append((state, hit))
                     if len(columns) * states > _MAX_CELLS:
                         raise UserError(
-                            f"{key}: a table of {states} states x {len(columns)} kinds of tokens is more than "
+                            f"{key}: a table of {states} states x {len(columns)} kinds of tokens "
+                            "is more than "
                             f"{_MAX_CELLS:,} cells; give fewer or shorter texts"
                         )
                 after[column, byte] = following

@@ -1,10 +1,12 @@
 """Prefill and decode as one compiled program, reused for every step of a run.
 
-The samples of a prompt share its prefill and its keys. Decode is a loop that ends when every row has stopped. A row's
-randomness comes from (key, prompt id, sample number, position) alone, so the order of a batch does not matter.
+The samples of a prompt share its prefill and its keys. Decode is a loop that ends when every row
+has stopped. A row's randomness comes from (key, prompt id, sample number, position) alone, so the
+order of a batch does not matter.
 
     generate     the whole loop in one call
-    stream       the same two halves, `begin` once and `proceed` a few tokens at a time, for a terminal
+    stream       the same two halves, `begin` once and `proceed` a few tokens at a time, for a
+                 terminal
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ from pallas_kernels.backend import Backend
 
 
 class Completions(NamedTuple):
-    """B = prompts * n rows, prompt b // n each, T = sampling.max_new_tokens. After a row's end: pad / False / 0 / False / -1."""
+    """B = prompts * n rows, prompt b // n each, T = sampling.max_new_tokens. After a row's end: pad
+    / False / 0 / False / -1."""
 
     tokens: Int[Array, "b t"]
     mask: Bool[Array, "b t"]
@@ -86,14 +89,16 @@ def generate(
     """Samples `samples` completions of each prompt.
 
     Args:
-        policy: the rollout's policy, in the compute dtype, linears quantized as the recipe says (rollout.engine makes it).
+        policy: the rollout's policy, in the compute dtype, linears quantized as the recipe says
+            (rollout.engine makes it).
         prompts: right-padded token ids; at least one token each.
         lengths: tokens of each prompt.
         prompt_ids: identity of each prompt in the data set; with `key` it fixes the draws.
         scales: KV scales, where the recipe quantizes the cache.
         samples: completions a prompt.
         expert_ids: return the experts that each token used (rollout.engine.Rollout says how).
-        prompt_logprobs: return those of the prompts' tokens too (rollout.engine.Rollout says which).
+        prompt_logprobs: return those of the prompts' tokens too (rollout.engine.Rollout says
+            which).
 
     Raises:
         ValueError: `expert_ids` of a policy that has no experts.
@@ -101,26 +106,44 @@ def generate(
     policy = _hoisted(policy, backend, recipe.exact)
     options = {"sampling": sampling, "recipe": recipe, "backend": backend}
     fixed, state = _begin(
-        policy, prompts, lengths, prompt_ids, key, scales,
-        samples=samples, expert_ids=expert_ids, prompt_logprobs=prompt_logprobs, **options,
-    )  # fmt: skip
+        policy,
+        prompts,
+        lengths,
+        prompt_ids,
+        key,
+        scales,
+        samples=samples,
+        expert_ids=expert_ids,
+        prompt_logprobs=prompt_logprobs,
+        **options,
+    )
     return _proceed(policy, fixed, state, sampling.max_new_tokens - 1, **options).out
 
 
 def stream(
-    policy: Policy, *inputs: Any, samples: int = 1, sampling: Sampling, recipe: Recipe, backend: Backend = "auto", every: int = 1
+    policy: Policy,
+    *inputs: Any,
+    samples: int = 1,
+    sampling: Sampling,
+    recipe: Recipe,
+    backend: Backend = "auto",
+    every: int = 1,
 ) -> Iterator[Completions]:
-    """`generate` with a look at the completions, as numpy arrays, after the first token and then after every `every`.
+    """`generate` with a look at the completions, as numpy arrays, after the first token and then
+    after every `every`.
 
     Args:
-        inputs: prompts, lengths, prompt_ids, key and scales; these and the rest as `generate` takes them.
+        inputs: prompts, lengths, prompt_ids, key and scales; these and the rest as `generate` takes
+            them.
 
     Yields:
         The completions so far; the last are those that `generate` returns.
     """
     policy = _hoisted_alone(policy, backend, recipe.exact)
     options = {"sampling": sampling, "recipe": recipe, "backend": backend}
-    fixed, state = _begin_alone(policy, *inputs, samples=samples, expert_ids=False, prompt_logprobs=False, **options)
+    fixed, state = _begin_alone(
+        policy, *inputs, samples=samples, expert_ids=False, prompt_logprobs=False, **options
+    )
     last = sampling.max_new_tokens - 1
     while True:
         # copies: the state's own buffers are handed on to the next call
@@ -132,17 +155,29 @@ def stream(
 
 
 def _hoisted(policy: Policy, backend: Backend, exact: bool) -> Policy:
-    """FP8 weights unpacked once instead of at every token, the identity where weights are plain arrays; under `exact` every
-    weight of a product, the head's among them, in the form of exact products."""
+    """FP8 weights unpacked once instead of at every token, the identity where weights are plain
+    arrays; under `exact` every weight of a product, the head's among them, in the form of exact
+    products."""
     if exact:
         return map_products(partial(hoist, backend=backend, exact=True), policy)
     return jax.tree.map(partial(hoist, backend=backend), policy, is_leaf=is_quantized)
 
 
 def _begin(
-    policy: Policy, prompts, lengths, prompt_ids, key, scales, *,
-    samples: int, sampling: Sampling, recipe: Recipe, backend: Backend, expert_ids: bool, prompt_logprobs: bool,
-) -> tuple[_Fixed, _State]:  # fmt: skip
+    policy: Policy,
+    prompts,
+    lengths,
+    prompt_ids,
+    key,
+    scales,
+    *,
+    samples: int,
+    sampling: Sampling,
+    recipe: Recipe,
+    backend: Backend,
+    expert_ids: bool,
+    prompt_logprobs: bool,
+) -> tuple[_Fixed, _State]:
     """Prefill, and the first token of every row."""
     if expert_ids and policy.config.experts is None:
         raise ValueError("generate: expert_ids of a policy without experts")
@@ -151,12 +186,22 @@ def _begin(
     prompts = constrain(prompts, "batch", None)
     segments = (jnp.arange(s) < lengths[:, None]).astype(jnp.int32)
     prefill = forward(
-        policy, prompts, segment_ids=segments, cache=KVCache(scales=scales), recipe=recipe, phase="prefill", backend=backend
+        policy,
+        prompts,
+        segment_ids=segments,
+        cache=KVCache(scales=scales),
+        recipe=recipe,
+        phase="prefill",
+        backend=backend,
     )
     last = jnp.take_along_axis(prefill.hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
     first_logits = jnp.repeat(arithmetic(recipe.exact).dot(last, policy.head), samples, axis=0)
     starts, keys = jnp.repeat(lengths, samples), _row_keys(key, prompt_ids, samples)
-    dtype = element_dtype(recipe.rollout.key) if recipe.rollout.key.quantized else policy.embed_tokens.value.dtype
+    dtype = (
+        element_dtype(recipe.rollout.key)
+        if recipe.rollout.key.quantized
+        else policy.embed_tokens.value.dtype
+    )
     own = empty_block(policy.config, rows, width, dtype, policy.stacked)
     blank = Completions(
         jnp.full((rows, width), policy.config.pad_token_id or 0, jnp.int32),
@@ -164,45 +209,98 @@ def _begin(
         jnp.zeros((rows, width), jnp.float32),
         jnp.zeros((rows, width), jnp.float32),
         jnp.zeros(rows, bool),
-        _prompt_logprobs(policy, prompts, segments, prefill.hidden, sampling, recipe.exact) if prompt_logprobs else None,
+        _prompt_logprobs(policy, prompts, segments, prefill.hidden, sampling, recipe.exact)
+        if prompt_logprobs
+        else None,
         _known(prefill.routes, segments > 0) if expert_ids else None,
-        jnp.full((rows, width, *prefill.routes.shape[2:]), -1, prefill.routes.dtype) if expert_ids else None,
+        jnp.full((rows, width, *prefill.routes.shape[2:]), -1, prefill.routes.dtype)
+        if expert_ids
+        else None,
     )
-    fixed = _Fixed(prefill.cache, starts, keys, own.mask, jnp.asarray(sampling.stop_token_ids, jnp.int32), scales)
-    phrases = [None if table is None else jnp.zeros(rows, jnp.int32) for table in (sampling.stop_strings, sampling.bad_words)]
-    state = _State(jnp.int32(0), jnp.zeros(rows, jnp.int32), jnp.zeros(rows, bool), (own.keys, own.values), *phrases, blank)
+    fixed = _Fixed(
+        prefill.cache,
+        starts,
+        keys,
+        own.mask,
+        jnp.asarray(sampling.stop_token_ids, jnp.int32),
+        scales,
+    )
+    phrases = [
+        None if table is None else jnp.zeros(rows, jnp.int32)
+        for table in (sampling.stop_strings, sampling.bad_words)
+    ]
+    state = _State(
+        jnp.int32(0),
+        jnp.zeros(rows, jnp.int32),
+        jnp.zeros(rows, bool),
+        (own.keys, own.values),
+        *phrases,
+        blank,
+    )
     return fixed, _record(policy, fixed, state, state.t, first_logits, sampling, recipe.exact)
 
 
 def _proceed(
-    policy: Policy, fixed: _Fixed, state: _State, last: int | Int[Array, ""], *,
-    sampling: Sampling, recipe: Recipe, backend: Backend,
-) -> _State:  # fmt: skip
+    policy: Policy,
+    fixed: _Fixed,
+    state: _State,
+    last: int | Int[Array, ""],
+    *,
+    sampling: Sampling,
+    recipe: Recipe,
+    backend: Backend,
+) -> _State:
     """Draws on until every row has its token `last` or has stopped."""
 
     def step(state: _State) -> _State:
         cache = KVCache(fixed.prefill, KVBlock(*state.own, fixed.slots), state.t, fixed.scales)
         positions = (fixed.starts + state.t)[:, None]
-        result = forward(policy, state.token[:, None], positions, cache=cache, recipe=recipe, phase="decode", backend=backend)
+        result = forward(
+            policy,
+            state.token[:, None],
+            positions,
+            cache=cache,
+            recipe=recipe,
+            phase="decode",
+            backend=backend,
+        )
         logits = arithmetic(recipe.exact).dot(result.hidden[:, 0], policy.head)
         out = state.out
         if out.expert_ids is not None:  # of token t, which this step has fed
             used = _known(result.routes, lax.dynamic_slice_in_dim(out.mask, state.t, 1, axis=1))
-            out = out._replace(expert_ids=lax.dynamic_update_slice(out.expert_ids, used, (0, state.t, 0, 0)))
+            out = out._replace(
+                expert_ids=lax.dynamic_update_slice(out.expert_ids, used, (0, state.t, 0, 0))
+            )
         own = (result.cache.keys, result.cache.values)
-        drawn = _record(policy, fixed, state._replace(own=own, out=out), state.t + 1, logits, sampling, recipe.exact)
+        drawn = _record(
+            policy,
+            fixed,
+            state._replace(own=own, out=out),
+            state.t + 1,
+            logits,
+            sampling,
+            recipe.exact,
+        )
         return drawn._replace(t=state.t + 1)
 
     return lax.while_loop(lambda s: (s.t < last) & ~s.done.all(), step, state)
 
 
 def _record(
-    policy: Policy, fixed: _Fixed, state: _State, t, logits: Float[Array, "b vocab"], sampling: Sampling, exact: bool
-) -> _State:  # fmt: skip
+    policy: Policy,
+    fixed: _Fixed,
+    state: _State,
+    t,
+    logits: Float[Array, "b vocab"],
+    sampling: Sampling,
+    exact: bool,
+) -> _State:
     """Draws token t of every row that still runs."""
     done, out = state.done, state.out
     banned = None if sampling.bad_words is None else sampling.bad_words.completing(state.bad_state)
-    tokens, behaviour, full = draw(logits, jax.vmap(jax.random.fold_in, (0, None))(fixed.keys, t), sampling, banned, exact)
+    tokens, behaviour, full = draw(
+        logits, jax.vmap(jax.random.fold_in, (0, None))(fixed.keys, t), sampling, banned, exact
+    )
     tokens = jnp.where(done, policy.config.pad_token_id or 0, tokens).astype(jnp.int32)
     live = ~done
     stopped = live & jnp.isin(tokens, fixed.stops) if fixed.stops.size else jnp.zeros_like(done)
@@ -213,17 +311,26 @@ def _record(
     if sampling.bad_words is not None:
         bad_state, _ = sampling.bad_words.step(bad_state, tokens)
     column = (tokens, live, jnp.where(live, behaviour, 0.0), jnp.where(live, full, 0.0))
-    written = [lax.dynamic_update_slice(old, new[:, None], (0, t)) for old, new in zip(out[:4], column, strict=True)]
+    written = [
+        lax.dynamic_update_slice(old, new[:, None], (0, t))
+        for old, new in zip(out[:4], column, strict=True)
+    ]
     out = Completions(*written, out.stopped | stopped, *out[5:])
     return _State(state.t, tokens, done | stopped, state.own, stop_state, bad_state, out)
 
 
-def _prompt_logprobs(policy: Policy, prompts, segments, hidden, sampling: Sampling, exact: bool) -> Float[Array, "p s"]:
-    logprobs, _ = token_logprobs(hidden[:, :-1], policy.head, prompts[:, 1:], sampling.temperature or 1.0, exact=exact)
+def _prompt_logprobs(
+    policy: Policy, prompts, segments, hidden, sampling: Sampling, exact: bool
+) -> Float[Array, "p s"]:
+    logprobs, _ = token_logprobs(
+        hidden[:, :-1], policy.head, prompts[:, 1:], sampling.temperature or 1.0, exact=exact
+    )
     return jnp.pad(jnp.where(segments[:, 1:] > 0, logprobs, 0.0), ((0, 0), (1, 0)))
 
 
-def _known(routes: Int[Array, "b t sparse k"], real: Bool[Array, "b t"]) -> Int[Array, "b t sparse k"]:
+def _known(
+    routes: Int[Array, "b t sparse k"], real: Bool[Array, "b t"]
+) -> Int[Array, "b t sparse k"]:
     """`routes`, -1 where there is no token."""
     return jnp.where(real[..., None, None], routes, jnp.array(-1, routes.dtype))
 
@@ -237,5 +344,7 @@ def _row_keys(key, prompt_ids, samples):
 
 
 _hoisted_alone = jax.jit(_hoisted, static_argnames=("backend", "exact"))
-_begin_alone = jax.jit(_begin, static_argnames=("samples", "recipe", "backend", "expert_ids", "prompt_logprobs"))
+_begin_alone = jax.jit(
+    _begin, static_argnames=("samples", "recipe", "backend", "expert_ids", "prompt_logprobs")
+)
 _proceed_alone = jax.jit(_proceed, static_argnames=("recipe", "backend"), donate_argnames="state")

@@ -1,9 +1,9 @@
 """Drawing a token, with the two log-probabilities that reinforcement learning needs.
 
-`behaviour` belongs to the distribution that was sampled: biased, without what is banned, tempered, truncated, renormalized.
-`policy` has the same temperature over the whole vocabulary: it is what the trainer computes, so mismatch and importance ratios
-use it. They differ as soon as top-k, top-p, min-p, bad words or a logit bias is on (top-p 0.8 makes the mean ratio of the
-first about 0.9).
+`behaviour` belongs to the distribution that was sampled: biased, without what is banned, tempered,
+truncated, renormalized. `policy` has the same temperature over the whole vocabulary: it is what the
+trainer computes, so mismatch and importance ratios use it. They differ as soon as top-k, top-p,
+min-p, bad words or a logit bias is on (top-p 0.8 makes the mean ratio of the first about 0.9).
 """
 
 from __future__ import annotations
@@ -22,10 +22,15 @@ _BLOCK = 128
 _STATIC = ["max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop_token_ids"]
 
 
-@partial(jax.tree_util.register_dataclass, meta_fields=_STATIC, data_fields=["stop_strings", "bad_words", "logit_bias"])
+@partial(
+    jax.tree_util.register_dataclass,
+    meta_fields=_STATIC,
+    data_fields=["stop_strings", "bad_words", "logit_bias"],
+)
 @dataclass(frozen=True)
 class Sampling:
-    """How completions are drawn: numbers that a program is compiled for, and tables that it takes as arguments.
+    """How completions are drawn: numbers that a program is compiled for, and tables that it takes
+    as arguments.
 
     Attributes:
         max_new_tokens: longest completion, stop token included.
@@ -68,12 +73,12 @@ def draw(
         keys: one PRNG key a row; a row's draw depends on its own key and logits only.
         sampling: temperature, bias and truncation.
         banned: tokens that must not be drawn, not all of a row.
-        exact: the policy log-probabilities are those of an exact trainer, bit for bit; so are the behaviour's where it is the
-            policy.
+        exact: the policy log-probabilities are those of an exact trainer, bit for bit; so are the
+            behaviour's where it is the policy.
 
     Returns:
-        (tokens, behaviour log-probabilities, policy log-probabilities). Greedy rows have behaviour 0 and the policy's
-        log-probability at temperature 1.
+        (tokens, behaviour log-probabilities, policy log-probabilities). Greedy rows have behaviour
+        0 and the policy's log-probability at temperature 1.
     """
     logprob = arithmetic(exact).logprob
     offered = logits if sampling.logit_bias is None else logits + sampling.logit_bias
@@ -84,17 +89,28 @@ def draw(
         return tokens, jnp.zeros(tokens.shape, jnp.float32), logprob(logits, tokens, 1.0)
     tempered = offered / sampling.temperature
     weights = jnp.exp(tempered - tempered.max(-1, keepdims=True))
-    kept = jnp.where(truncation_mask(weights, sampling), weights, 0.0) if sampling.truncated else weights
+    kept = (
+        jnp.where(truncation_mask(weights, sampling), weights, 0.0)
+        if sampling.truncated
+        else weights
+    )
     tokens = jax.vmap(_inverse_cdf)(kept, keys)
     whole = _logprob_of_weights(weights, tokens)
-    policy = whole if offered is logits and not exact else logprob(logits, tokens, sampling.temperature)
+    policy = (
+        whole if offered is logits and not exact else logprob(logits, tokens, sampling.temperature)
+    )
     whole = policy if offered is logits else whole
-    behaviour = jnp.log(_taken(weights, tokens)) - jnp.log(kept.sum(-1)) if sampling.truncated else whole
+    behaviour = (
+        jnp.log(_taken(weights, tokens)) - jnp.log(kept.sum(-1)) if sampling.truncated else whole
+    )
     return tokens, behaviour, policy
 
 
 def logprob_of(
-    logits: Float[Array, "b vocab"], tokens: Int[Array, " b"], temperature: float, exact: bool = False
+    logits: Float[Array, "b vocab"],
+    tokens: Int[Array, " b"],
+    temperature: float,
+    exact: bool = False,
 ) -> Float[Array, " b"]:
     """The policy log-probability that `draw` gives a token that it draws, of given ones."""
     if exact:
@@ -104,7 +120,8 @@ def logprob_of(
 
 
 def truncation_mask(weights: Float[Array, "b vocab"], sampling: Sampling) -> Bool[Array, "b vocab"]:
-    """Tokens that top-k, then top-p, then min-p keep; each acts on what the one before left, as in Hugging Face.
+    """Tokens that top-k, then top-p, then min-p keep; each acts on what the one before left, as in
+    Hugging Face.
 
     Args:
         weights: unnormalized probabilities, >= 0.
@@ -135,7 +152,8 @@ def _taken(values, tokens):
 def _inverse_cdf(weights: Float[Array, " vocab"], key: Key[Array, ""]) -> Int[Array, ""]:
     """Index drawn in proportion to `weights`: a block of 128 first, then a token in it.
 
-    Two uniform numbers instead of one a token (Gumbel noise), and a resolution of 2^-23 in each stage.
+    Two uniform numbers instead of one a token (Gumbel noise), and a resolution of 2^-23 in each
+    stage.
     """
     size = weights.shape[0]
     blocks = jnp.pad(weights, (0, -size % _BLOCK)).reshape(-1, _BLOCK)
@@ -146,7 +164,8 @@ def _inverse_cdf(weights: Float[Array, " vocab"], key: Key[Array, ""]) -> Int[Ar
 
 def _search(weights, u):
     total, positive = jnp.cumsum(weights), weights > 0
-    # a parallel cumsum may round up across a zero weight, or never pass u * total: neither may choose that weight
+    # a parallel cumsum may round up across a zero weight, or never pass u * total: neither may
+    # choose that weight
     beyond = positive & (total > u * total[-1])
     last = weights.shape[0] - 1 - jnp.argmax(positive[::-1])
     return jnp.where(beyond.any(), jnp.argmax(beyond), last).astype(jnp.int32)

@@ -1,4 +1,5 @@
-"""The rollout's form of a policy: what a weight sync makes of the trainer's weights, and whether it is finite."""
+"""The rollout's form of a policy: what a weight sync makes of the trainer's weights, and whether it
+is finite."""
 
 from __future__ import annotations
 
@@ -34,14 +35,17 @@ def quantized_policy(
     unroll: bool,
     backend: Backend = "auto",
 ) -> tuple[Policy, dict[str, Float[Array, ""]]]:
-    """The rollout's form of `policy`: compute dtype, the recipe's linears quantized, layers unrolled or stacked.
+    """The rollout's form of `policy`: compute dtype, the recipe's linears quantized, layers
+    unrolled or stacked.
 
     Args:
         policy: layers stacked, no adapters; weights that are quantized already stay as they are.
-        unroll: a list of single layers; else they stay stacked, and a linear that is quantized in some only comes in runs.
+        unroll: a list of single layers; else they stay stacked, and a linear that is quantized in
+            some only comes in runs.
 
     Returns:
-        The policy, and what quantization did to its weights (fp8/*_weight); no metrics where nothing is quantized.
+        The policy, and what quantization did to its weights (fp8/*_weight); no metrics where
+        nothing is quantized.
 
     Raises:
         UserError: a pattern matches nothing.
@@ -60,14 +64,21 @@ def quantized_policy(
 
     def replaced(layer: Layer, master: Layer, chosen: dict[str, list[bool]]) -> Layer:
         tensors, masters = layer.tensors(), master.tensors()
-        return Layer(tensors | {n: in_runs(flags, quantized, tensors[n], masters[n]) for n, flags in chosen.items()})
+        return Layer(
+            tensors
+            | {n: in_runs(flags, quantized, tensors[n], masters[n]) for n, flags in chosen.items()}
+        )
 
     if unroll:
         served, masters = unstack(served), unstack(policy)
         layers = []
         for i, pair in enumerate(zip(served.layers, masters.layers, strict=True)):
             stacks = {name: stack_of(policy.config, name) for name in chosen}
-            here = {name: [True] for name, stack in stacks.items() if i in stack and chosen[name][stack.index(i)]}
+            here = {
+                name: [True]
+                for name, stack in stacks.items()
+                if i in stack and chosen[name][stack.index(i)]
+            }
             layers.append(replaced(*pair, here))
         layers = nnx.List(layers)
     else:
@@ -75,14 +86,17 @@ def quantized_policy(
     return with_layers(served, layers), stack_sums(sums).metrics("weight") if sums else {}
 
 
-def served_adapters(adapters: Adapters, config: PolicyConfig, dtype: jnp.dtype, unroll: bool) -> Adapters | list[Adapters]:
+def served_adapters(
+    adapters: Adapters, config: PolicyConfig, dtype: jnp.dtype, unroll: bool
+) -> Adapters | list[Adapters]:
     """The rollout's form of adapters: the compute dtype, laid out like the layers."""
     served = jax.tree.map(lambda x: rounded(x, dtype), adapters)
     return unstack_adapters(served, config) if unroll else served
 
 
 def finite_flags(policy: Policy, scales: KVScales | None) -> dict[str, Bool[Array, ""]]:
-    """One flag a tensor role, True where every value is finite: `weight`, and `kv_scale` where the cache is quantized."""
+    """One flag a tensor role, True where every value is finite: `weight`, and `kv_scale` where the
+    cache is quantized."""
     leaves = jax.tree.leaves(policy, is_leaf=lambda x: isinstance(x, QTensor))
     finite = [is_finite(x) if isinstance(x, QTensor) else jnp.isfinite(x).all() for x in leaves]
     flags = {"weight": jnp.stack(finite).all()}

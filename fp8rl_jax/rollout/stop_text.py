@@ -1,8 +1,8 @@
 """Where a stop string lies in a completion, and its text without it, whole or as it grows.
 
-A completion's tokens are kept whole, since they were sampled and have log-probabilities; its text is cut. What counts is the
-stop string that ends first, and of several that end together the longest: that is a matter of the text alone, and not of how
-it falls into tokens.
+A completion's tokens are kept whole, since they were sampled and have log-probabilities; its text
+is cut. What counts is the stop string that ends first, and of several that end together the
+longest: that is a matter of the text alone, and not of how it falls into tokens.
 """
 
 from __future__ import annotations
@@ -13,15 +13,22 @@ from collections.abc import Sequence
 
 def find_stop(text: bytes, stops: Sequence[str]) -> tuple[int, str] | None:
     """(where it begins, the stop string), or None where the text holds none."""
-    found = [(start + len(stop.encode()), start, stop) for stop in stops if (start := text.find(stop.encode())) >= 0]
+    found = [
+        (start + len(stop.encode()), start, stop)
+        for stop in stops
+        if (start := text.find(stop.encode())) >= 0
+    ]
     if not found:
         return None
     _, start, stop = min(found)
     return start, stop
 
 
-def cut_text(text: str, raw: bytes, stops: Sequence[str], include: bool = False) -> tuple[str, str | None]:
-    """A completion's text up to its stop string, and the stop string; the whole text and None where there is none.
+def cut_text(
+    text: str, raw: bytes, stops: Sequence[str], include: bool = False
+) -> tuple[str, str | None]:
+    """A completion's text up to its stop string, and the stop string; the whole text and None where
+    there is none.
 
     Args:
         text: as the tokenizer decodes the tokens.
@@ -40,7 +47,8 @@ def cut_text(text: str, raw: bytes, stops: Sequence[str], include: bool = False)
 class TextStream:
     """The text of a completion that is still growing, in pieces that can be printed.
 
-    A character is held back until its last byte is there, and whatever may become a stop string until it is one or not.
+    A character is held back until its last byte is there, and whatever may become a stop string
+    until it is one or not.
 
     Args:
         token_bytes: of every token.
@@ -77,4 +85,11 @@ class TextStream:
 
 def _overlap(text: bytes, stop: bytes) -> int:
     """Length of the longest end of `text` that `stop` begins with."""
-    return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)
+    return next(
+        (
+            size
+            for size in range(min(len(text), len(stop) - 1), 0, -1)
+            if text.endswith(stop[:size])
+        ),
+        0,
+    )

@@ -9,7 +9,8 @@ ROLES = ("system", "user", "assistant", "tool")
 
 
 class Conversation(str):
-    """A prompt of several messages. As text it is the transcript, which models without a chat template see:
+    """A prompt of several messages. As text it is the transcript, which models without a chat
+    template see:
 
     >>> Conversation([{"role": "user", "content": "2 + 2?"}])
     'user: 2 + 2?\\nassistant:'
@@ -33,16 +34,21 @@ def transcript(messages: Sequence[Mapping[str, str]]) -> str:
 
 
 def continuation(prompt: str, observation: Sequence[Mapping[str, str]]) -> str:
-    """What a model without a chat template reads behind its answer to `prompt`: the transcript goes on, and behind a prompt of
-    plain text the observation's text follows as it is."""
+    """What a model without a chat template reads behind its answer to `prompt`: the transcript goes
+    on, and behind a prompt of plain text the observation's text follows as it is."""
     if isinstance(prompt, Conversation):
         return f"\n{transcript(observation)}\nassistant:"
     return "".join(message["content"] for message in observation)
 
 
 def chat_messages(prompt: str, system_prompt: str = "") -> list[dict[str, str]]:
-    """`prompt` as the messages that a chat template takes. A conversation's own system message stands before the task's."""
-    messages = prompt.messages if isinstance(prompt, Conversation) else ({"role": "user", "content": prompt},)
+    """`prompt` as the messages that a chat template takes. A conversation's own system message
+    stands before the task's."""
+    messages = (
+        prompt.messages
+        if isinstance(prompt, Conversation)
+        else ({"role": "user", "content": prompt},)
+    )
     if system_prompt and messages[0]["role"] != "system":
         messages = ({"role": "system", "content": system_prompt}, *messages)
     return [dict(message) for message in messages]
@@ -56,7 +62,9 @@ def message_faults(messages: Any, last: Sequence[str] = ("user", "tool")) -> str
         if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
             return f"message {index} must have role and content, and nothing else"
         if message["role"] not in ROLES:
-            return f"message {index} has role {message['role']!r}, which is none of {', '.join(ROLES)}"
+            return (
+                f"message {index} has role {message['role']!r}, which is none of {', '.join(ROLES)}"
+            )
         if not isinstance(message["content"], str):
             return f"message {index} must have text as its content"
         if message["role"] == "system" and index:

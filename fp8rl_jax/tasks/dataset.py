@@ -1,8 +1,9 @@
-"""Problems as text, split into a training set and a held-out set that share no prompt, in an order that can be resumed.
+"""Problems as text, split into a training set and a held-out set that share no prompt, in an order
+that can be resumed.
 
-Generators repeat themselves: two terms of one digit make 200 sums, and two data sets with different seeds share most
-of them. So the split is by prompt text, after the template. The order of training is a function of (seed, step) alone,
-so a resumed run needs no iterator state.
+Generators repeat themselves: two terms of one digit make 200 sums, and two data sets with different
+seeds share most of them. So the split is by prompt text, after the template. The order of training
+is a function of (seed, step) alone, so a resumed run needs no iterator state.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class Example:
     index: int
     """Position in its data set."""
     prompt: str
-    """Text of the prompt, without chat template; or a `Conversation`, whose messages `chat_messages` gives."""
+    """Text of the prompt, without chat template; or a `Conversation`, whose messages
+    `chat_messages` gives."""
     answer: str
     """The right answer; empty where the generator states none."""
     target: str
@@ -62,7 +64,8 @@ class Dataset:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of prompts and answers; kept in a checkpoint, so that resuming on other data can be refused."""
+        """SHA-256 of prompts and answers; kept in a checkpoint, so that resuming on other data can
+        be refused."""
         text = json.dumps([(example.prompt, example.answer) for example in self.examples])
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -76,24 +79,30 @@ class Dataset:
 
 
 def load_splits(
-    task: TaskConfig, rows: Sequence[Any] | Iterable[Any] | None = None, environment: type | None = None
+    task: TaskConfig,
+    rows: Sequence[Any] | Iterable[Any] | None = None,
+    environment: type | None = None,
 ) -> tuple[Dataset, Dataset]:
     """(training set, held-out set): disjoint by prompt, and the same for the same configuration.
 
-    The held-out problems are the first `eval_size` distinct ones, hence a plain sample of the source that depends on
-    neither `train_size` nor the training order. Where it is unset there are HELD_OUT_SIZE, and no more than a tenth of a source
-    that ends. With `eval_path` they come from there, at most `eval_size`, and no problem of that file is trained on.
+    The held-out problems are the first `eval_size` distinct ones, hence a plain sample of the
+    source that depends on neither `train_size` nor the training order. Where it is unset there are
+    HELD_OUT_SIZE, and no more than a tenth of a source that ends. With `eval_path` they come from
+    there, at most `eval_size`, and no problem of that file is trained on.
 
     Args:
         task: problems and templates.
-        rows: the problems themselves, in place of those that `task` names: dictionaries as the lines of a file of JSON lines are
-            (prompt, question or messages; answer; whatever else becomes metadata), or prompts as text. An answer may be left out
-            where no reward compares with it. What has a length and an index, such as a list or a data set of Hugging Face's, is
-            shuffled like a file; an iterator is read in its own order as far as `train_size`, which it needs, and no further.
+        rows: the problems themselves, in place of those that `task` names: dictionaries as the
+            lines of a file of JSON lines are (prompt, question or messages; answer; whatever else
+            becomes metadata), or prompts as text. An answer may be left out where no reward
+            compares with it. What has a length and an index, such as a list or a data set of
+            Hugging Face's, is shuffled like a file; an iterator is read in its own order as far as
+            `train_size`, which it needs, and no further.
         environment: the class, in place of the one that `task` names.
 
     Raises:
-        UserError: a value of the configuration cannot work, the source is empty or damaged, or it has too few distinct prompts.
+        UserError: a value of the configuration cannot work, the source is empty or damaged, or it
+            has too few distinct prompts.
     """
     task, _ = name_objects(task, dataset=rows, environment=environment)
     if faults := task.problems():
@@ -112,7 +121,9 @@ def load_splits(
     elif task.eval_size is None:
         enough = HELD_OUT_SIZE + wanted if endless else None
         found = tuple(islice(distinct, enough))
-        size = HELD_OUT_SIZE if len(found) == enough else min(HELD_OUT_SIZE, max(len(found) // 10, 1))
+        size = (
+            HELD_OUT_SIZE if len(found) == enough else min(HELD_OUT_SIZE, max(len(found) // 10, 1))
+        )
         held_out, left = found[:size], found[size:]
     else:
         size, left = task.eval_size, distinct
@@ -123,14 +134,20 @@ def load_splits(
     return train, held_out
 
 
-def _check_sizes(task: TaskConfig, train: Dataset, held_out: Dataset, least: int, size: int) -> None:
+def _check_sizes(
+    task: TaskConfig, train: Dataset, held_out: Dataset, least: int, size: int
+) -> None:
     name = f"the dataset, a {task.name}," if task.kind == "python" else f"task.name = {task.name!r}"
     if task.eval_path:
         if not len(held_out):
-            raise UserError(f"task.eval_path = {task.eval_path!r} is an empty data set; it has to give at least one problem")
+            raise UserError(
+                f"task.eval_path = {task.eval_path!r} is an empty data set; it has to give at "
+                "least one problem"
+            )
         if len(train) < least:
             raise UserError(
-                f"{name} has {len(train)} distinct prompts that task.eval_path does not have, fewer than task.train_size = "
+                f"{name} has {len(train)} distinct prompts that task.eval_path does not have, "
+                "fewer than task.train_size = "
                 f"{least}; lower it or give more problems"
             )
         return
@@ -140,16 +157,18 @@ def _check_sizes(task: TaskConfig, train: Dataset, held_out: Dataset, least: int
     if len(held_out) < size or len(train) < least:
         unset = " (unset, so a tenth)" if task.eval_size is None else ""
         raise UserError(
-            f"{name} has {found} distinct prompts, fewer than task.eval_size = {size}{unset} and task.train_size = {least} "
+            f"{name} has {found} distinct prompts, fewer than task.eval_size = {size}{unset} and "
+            f"task.train_size = {least} "
             "together; lower these or give more problems"
         )
 
 
 def batch_indices(step: int, prompts_per_step: int, seed: int, size: int) -> Int[np.ndarray, " P"]:
-    """Which of `size` examples are the prompts of `step`: a pure function, so that a resumed run goes on exactly.
+    """Which of `size` examples are the prompts of `step`: a pure function, so that a resumed run
+    goes on exactly.
 
-    Steps walk through epochs, each a permutation of its own; a batch may cross into the next epoch, so every example is
-    seen once an epoch whether or not `prompts_per_step` divides `size`.
+    Steps walk through epochs, each a permutation of its own; a batch may cross into the next epoch,
+    so every example is seen once an epoch whether or not `prompts_per_step` divides `size`.
 
     Args:
         step: number of the step, from 0.
@@ -164,15 +183,20 @@ def batch_indices(step: int, prompts_per_step: int, seed: int, size: int) -> Int
         raise ValueError("an empty data set has no batches")
     positions = np.arange(step * prompts_per_step, (step + 1) * prompts_per_step)
     epochs = {epoch: permutation(seed, int(epoch), size) for epoch in np.unique(positions // size)}
-    return np.array([epochs[position // size][position % size] for position in positions], dtype=np.int64)
+    return np.array(
+        [epochs[position // size][position % size] for position in positions], dtype=np.int64
+    )
 
 
 class _Distinct(Iterator[tuple]):
     """(prompt, answer, target, entry) of the `rows` whose prompts have not been seen.
 
-    An endless source is given up when it repeats itself 20 times as often as it has distinct prompts."""
+    An endless source is given up when it repeats itself 20 times as often as it has distinct
+    prompts."""
 
-    def __init__(self, task: TaskConfig, rows: Iterable[Row], endless: bool, seen: set[str] | None = None):
+    def __init__(
+        self, task: TaskConfig, rows: Iterable[Row], endless: bool, seen: set[str] | None = None
+    ):
         self.task, self.rows, self.endless = task, iter(rows), endless
         self.seen: set[str] = set() if seen is None else seen
         self.duplicates = 0
@@ -185,7 +209,11 @@ class _Distinct(Iterator[tuple]):
             if prompt not in self.seen:
                 self.seen.add(prompt)
                 answer = "" if entry["answer"] is None else str(entry["answer"])
-                target = _render(self.task.answer_template, entry, "task.answer_template") if answer else ""
+                target = (
+                    _render(self.task.answer_template, entry, "task.answer_template")
+                    if answer
+                    else ""
+                )
                 return prompt, answer, target, entry
             repeats += 1
             self.duplicates += 1
@@ -207,8 +235,18 @@ def _prompt(template: str, entry: Row) -> str:
 
 def _render(template: str, entry: Row, key: str) -> str:
     try:
-        return template.format(question=entry["question"], answer=entry["answer"], metadata=entry["metadata"])
-    except (KeyError, IndexError, AttributeError, TypeError, ValueError, OverflowError, MemoryError) as fault:
+        return template.format(
+            question=entry["question"], answer=entry["answer"], metadata=entry["metadata"]
+        )
+    except (
+        KeyError,
+        IndexError,
+        AttributeError,
+        TypeError,
+        ValueError,
+        OverflowError,
+        MemoryError,
+    ) as fault:
         which = f"the problem of {entry['source']}" if "source" in entry else "the problems"
         raise UserError(
             f"{key} = {template!r} does not fit {which} ({type(fault).__name__}: {fault}); "

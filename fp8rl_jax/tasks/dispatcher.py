@@ -1,7 +1,7 @@
 """Gives samples to the worker processes and takes back what became of them, in a thread of its own.
 
-That thread alone touches workers and pending samples, so none of it is locked; other threads hand it jobs through an inbox and
-wake it through a socket.
+That thread alone touches workers and pending samples, so none of it is locked; other threads hand
+it jobs through an inbox and wake it through a socket.
 """
 
 from __future__ import annotations
@@ -28,17 +28,20 @@ _log = logging.getLogger("fp8rl")
 
 START_TIMEOUT = 120.0
 MAX_FAILED_STARTS = 3
-# A batch keeps a worker busy about this long: few messages for cheap rewards, an even load for slow ones.
+# A batch keeps a worker busy about this long: few messages for cheap rewards, an even load for slow
+# ones.
 BATCH_SECONDS = 0.02
 FIRST_BATCH = 8
 LOG_BYTES = 4 * 2**20
 
 
 class RewardLog:
-    """What the workers print, in a file that is put aside as `<file>.1` whenever it has LOG_BYTES: the newest 4 to 8 MiB stay.
+    """What the workers print, in a file that is put aside as `<file>.1` whenever it has LOG_BYTES:
+    the newest 4 to 8 MiB stay.
 
-    The workers write into a pipe, which is read here: a file of their own could grow without a bound. Nothing is made before the
-    first byte comes, and a file that cannot be written is warned about once.
+    The workers write into a pipe, which is read here: a file of their own could grow without a
+    bound. Nothing is made before the first byte comes, and a file that cannot be written is warned
+    about once.
 
     Args:
         path: the file; None: what comes is dropped.
@@ -50,7 +53,8 @@ class RewardLog:
         os.set_blocking(self.reader, False)
 
     def take(self) -> bool:
-        """Takes some of what has come; whether there was anything. Not all of it: a worker may print faster than this reads."""
+        """Takes some of what has come; whether there was anything. Not all of it: a worker may
+        print faster than this reads."""
         try:
             data = os.read(self.reader, 1 << 16)
         except BlockingIOError:
@@ -58,7 +62,11 @@ class RewardLog:
         try:
             self._write(data)
         except OSError as fault:
-            _log.warning("%s: what rewards print cannot be written (%s), and is dropped", self._path, fault.strerror)
+            _log.warning(
+                "%s: what rewards print cannot be written (%s), and is dropped",
+                self._path,
+                fault.strerror,
+            )
             self._path = None
         return True
 
@@ -85,16 +93,19 @@ class Dispatcher:
 
     Args:
         log: file for what the rewards print; None: it is dropped.
-        objects: functions or a class that were given in Python, as `python_objects.pack` gives them.
+        objects: functions or a class that were given in Python, as `python_objects.pack` gives
+            them.
 
     Attributes:
-        ready: done when every worker has imported the reward, or with the UserError that says why it cannot.
+        ready: done when every worker has imported the reward, or with the UserError that says why
+            it cannot.
         workers: those that are alive; a lost one is replaced.
     """
 
     def __init__(self, task: TaskConfig, log: Path | None = None, objects: bytes = b""):
         self.task = task
-        # A file, because a socket holds too little: it would block this thread until the worker has started.
+        # A file, because a socket holds too little: it would block this thread until the worker has
+        # started.
         self._objects = tempfile.TemporaryFile()
         self._objects.write(objects)
         self._objects.flush()
@@ -189,12 +200,21 @@ class Dispatcher:
             if worker.ready and not worker.assigned and self._pending:
                 most, sharers = int(BATCH_SECONDS / self._sample_seconds), len(self.workers)
                 if worker.batches:
-                    most, sharers = self.task.reward.batch_size, sum(not other.assigned for other in self.workers)
+                    most, sharers = (
+                        self.task.reward.batch_size,
+                        sum(not other.assigned for other in self.workers),
+                    )
                 size = max(1, min(math.ceil(len(self._pending) / sharers), most))
                 worker.assigned.extend(self._pending.popleft() for _ in range(size))
-                worker.batch_size, worker.batch_started, worker.in_batch = size, time.monotonic(), worker.batches
+                worker.batch_size, worker.batch_started, worker.in_batch = (
+                    size,
+                    time.monotonic(),
+                    worker.batches,
+                )
                 worker.deadline = worker.batch_started + self._seconds(worker)
-                worker.send([job.samples[row] for job, row in worker.assigned], self.task.reward.timeout)
+                worker.send(
+                    [job.samples[row] for job, row in worker.assigned], self.task.reward.timeout
+                )
 
     def _read(self, worker: WorkerProcess) -> None:
         lines, alive = worker.receive()
@@ -238,7 +258,8 @@ class Dispatcher:
         return self.task.reward.timeout * (len(worker.assigned) if worker.in_batch else 1)
 
     def _lose(self, worker: WorkerProcess, timed_out: bool) -> None:
-        """Replace `worker`. The sample or the batch that it was at has failed; the samples behind it are scored by another."""
+        """Replace `worker`. The sample or the batch that it was at has failed; the samples behind
+        it are scored by another."""
         self._selector.unregister(worker.socket)
         self.workers.remove(worker)
         end = worker.kill()
@@ -247,7 +268,9 @@ class Dispatcher:
             if self._failed_starts == MAX_FAILED_STARTS or not self.ready.done():
                 end = f"took more than {START_TIMEOUT:.0f} s" if timed_out else end
                 source = self.task.reward.function or self.task.name
-                raise UserError(worker.failure or f"the reward worker {end} while it imported {source!r}")
+                raise UserError(
+                    worker.failure or f"the reward worker {end} while it imported {source!r}"
+                )
         error = f"no score after {self._seconds(worker):g} s" if timed_out else f"the worker {end}"
         for _ in range(len(worker.assigned) if worker.in_batch else min(len(worker.assigned), 1)):
             job, row = worker.assigned.popleft()

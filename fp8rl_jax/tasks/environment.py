@@ -1,13 +1,15 @@
-"""Environments: problems that answer back. `module:Class` under task.kind = "environment", or a class given in Python.
+"""Environments: problems that answer back. `module:Class` under task.kind = "environment", or a
+class given in Python.
 
     class Guess:
         def __init__(self, largest=100): ...          # task.args
         def reset(self, seed): ...                    # -> the first prompt
         def step(self, text): ...                     # -> (observation, reward, done)
 
-Turns are played by the reward workers, with their limits. A worker keeps nothing between two turns: it makes the
-environment anew, resets it, steps through the earlier turns, and checks that it sees what was seen then. So a worker may be
-killed at any time and any other can go on, and an environment has to be a function of its seed and of the texts.
+Turns are played by the reward workers, with their limits. A worker keeps nothing between two turns:
+it makes the environment anew, resets it, steps through the earlier turns, and checks that it sees
+what was seen then. So a worker may be killed at any time and any other can go on, and an
+environment has to be a function of its seed and of the texts.
 """
 
 from __future__ import annotations
@@ -27,14 +29,15 @@ Said = str | Sequence[Message]
 
 
 class Environment(Protocol):
-    """What a user's class has to have; `close`, where there is one, is called at the end of every turn."""
+    """What a user's class has to have; `close`, where there is one, is called at the end of every
+    turn."""
 
     def reset(self, seed: int) -> Said:
         """Start the problem of this seed; returns its prompt, the same for the same seed."""
 
     def step(self, text: str) -> tuple[Said, float, bool]:
-        """Take the model's answer; returns what it is told next, the reward of this turn, and whether this was the last one
-        (what it is told is not used then)."""
+        """Take the model's answer; returns what it is told next, the reward of this turn, and
+        whether this was the last one (what it is told is not used then)."""
 
 
 class EnvironmentFault(Exception):
@@ -48,7 +51,8 @@ Turn = dict[str, Any]
 def build_player(
     task: TaskConfig, objects: Mapping[str, Any] | None = None
 ) -> Callable[[Mapping[str, Any], Sequence[tuple[str, Sequence[Message]]], str], Turn]:
-    """The function that plays one turn: (entry, earlier turns as (text, observation), text) -> what it led to.
+    """The function that plays one turn: (entry, earlier turns as (text, observation), text) -> what
+    it led to.
 
     It raises `EnvironmentFault`, or whatever the environment raises.
 
@@ -57,15 +61,21 @@ def build_player(
     """
     make = load_environment(task, objects)
 
-    def play(entry: Mapping[str, Any], history: Sequence[tuple[str, Sequence[Message]]], text: str) -> Turn:
+    def play(
+        entry: Mapping[str, Any], history: Sequence[tuple[str, Sequence[Message]]], text: str
+    ) -> Turn:
         environment = make()
         try:
             if _prompt(environment.reset(entry["metadata"]["seed"])) != entry["question"]:
-                raise EnvironmentFault("reset gave another prompt than at the start; it has to depend on the seed alone")
+                raise EnvironmentFault(
+                    "reset gave another prompt than at the start; it has to depend on the seed "
+                    "alone"
+                )
             for turn, (earlier, seen) in enumerate(history, start=1):
                 if _turn(environment.step(earlier))["observation"] != list(seen):
                     raise EnvironmentFault(
-                        f"step gave another observation when turn {turn} was played again; it has to depend on the seed and on "
+                        f"step gave another observation when turn {turn} was played again; it "
+                        "has to depend on the seed and on "
                         "the texts alone"
                     )
             return _turn(environment.step(text))
@@ -76,19 +86,27 @@ def build_player(
     return play
 
 
-def load_environment(task: TaskConfig, objects: Mapping[str, Any] | None = None) -> Callable[[], Environment]:
-    """Makes the environment that the configuration names; `objects` has the class where it was given in Python.
+def load_environment(
+    task: TaskConfig, objects: Mapping[str, Any] | None = None
+) -> Callable[[], Environment]:
+    """Makes the environment that the configuration names; `objects` has the class where it was
+    given in Python.
 
     Raises:
-        UserError: the class does not load or lacks a method. The returned function raises what the class raises.
+        UserError: the class does not load or lacks a method. The returned function raises what the
+            class raises.
     """
     cls = load_function(task.name, "task.name", objects)
     if missing := [name for name in ("reset", "step") if not callable(getattr(cls, name, None))]:
-        raise UserError(f"task.name = {task.name!r} has no method {' and no method '.join(missing)}")
+        raise UserError(
+            f"task.name = {task.name!r} has no method {' and no method '.join(missing)}"
+        )
     return lambda: cls(**task.args)
 
 
-def first_prompts(task: TaskConfig, seeds: Iterable[int], objects: Mapping[str, Any] | None = None) -> Iterator[tuple[int, str]]:
+def first_prompts(
+    task: TaskConfig, seeds: Iterable[int], objects: Mapping[str, Any] | None = None
+) -> Iterator[tuple[int, str]]:
     """(seed, first prompt) for each seed; `objects` as of `load_environment`.
 
     Raises:
@@ -103,7 +121,9 @@ def first_prompts(task: TaskConfig, seeds: Iterable[int], objects: Mapping[str, 
                 environment.close()
         # The user's class may raise anything, or call sys.exit.
         except (Exception, SystemExit) as fault:
-            raise UserError(f"task.name = {task.name!r}, reset({seed}): {describe_fault(fault)}") from fault
+            raise UserError(
+                f"task.name = {task.name!r}, reset({seed}): {describe_fault(fault)}"
+            ) from fault
         yield seed, prompt
 
 
@@ -117,10 +137,14 @@ def _prompt(said: Any) -> str:
 
 def _turn(result: Any) -> Turn:
     if not isinstance(result, tuple) or len(result) != 3:
-        raise EnvironmentFault(f"step returned {type(result).__name__} instead of (observation, reward, done)")
+        raise EnvironmentFault(
+            f"step returned {type(result).__name__} instead of (observation, reward, done)"
+        )
     said, reward, done = result
     if type(done) is not bool:
-        raise EnvironmentFault(f"step returned done = {done!r:.40}, which is neither True nor False")
+        raise EnvironmentFault(
+            f"step returned done = {done!r:.40}, which is neither True nor False"
+        )
     if done:
         return {"observation": [], "reward": to_score(reward), "done": True}
     messages = [{"role": "user", "content": said}] if isinstance(said, str) else said
@@ -128,4 +152,8 @@ def _turn(result: Any) -> Turn:
         raise EnvironmentFault(f"the observation of step: {fault}")
     if any(message["role"] in ("assistant", "system") for message in messages):
         raise EnvironmentFault("an observation has messages of the user and of tools only")
-    return {"observation": [dict(message) for message in messages], "reward": to_score(reward), "done": False}
+    return {
+        "observation": [dict(message) for message in messages],
+        "reward": to_score(reward),
+        "done": False,
+    }

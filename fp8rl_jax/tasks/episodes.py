@@ -1,14 +1,18 @@
-"""Episodes: conversations of a model with an environment, turn by turn, and what of their tokens is trained on.
+"""Episodes: conversations of a model with an environment, turn by turn, and what of their tokens is
+trained on.
 
-The sampler knows prompts and completions, so every turn is a prompt of its own: the whole conversation so far. For training
-the turns of an episode are joined again. As long as the tokens of a turn's prompt begin with the tokens of the turn before
-(its prompt, then exactly the tokens that were sampled), they share one row:
+The sampler knows prompts and completions, so every turn is a prompt of its own: the whole
+conversation so far. For training the turns of an episode are joined again. As long as the tokens of
+a turn's prompt begin with the tokens of the turn before (its prompt, then exactly the tokens that
+were sampled), they share one row:
 
     prompt | completion 1, observation 1, completion 2, observation 2, completion 3
-             1 1 1 1 1 1 1 0 0 0 0 0 0 0  1 1 1 1 1 1 1 0 0 0 0 0 0 0  1 1 1 1 1 1    sampled: in the loss
+             1 1 1 1 1 1 1 0 0 0 0 0 0 0  1 1 1 1 1 1 1 0 0 0 0 0 0 0  1 1 1 1 1 1    sampled: in
+                                          the loss
 
-A chat template may write the past anew (it drops earlier reasoning, say), and text does not always come back as the tokens
-that were sampled. Then a new row begins at that turn, so that every token stays in the context that it was sampled in.
+A chat template may write the past anew (it drops earlier reasoning, say), and text does not always
+come back as the tokens that were sampled. Then a new row begins at that turn, so that every token
+stays in the context that it was sampled in.
 """
 
 from __future__ import annotations
@@ -54,7 +58,8 @@ class Episode:
     reward: float = 0.0
     """Sum over the turns; 0 after a failure."""
     done: bool = False
-    """No further turn: the environment said so, there were max_turns, a turn failed, or there was no room for another."""
+    """No further turn: the environment said so, there were max_turns, a turn failed, or there was
+    no room for another."""
     failed: bool = False
     """A turn raised, timed out, or broke the protocol: the episode has no reward of its own."""
     truncated: bool = False
@@ -77,21 +82,31 @@ class Episode:
 
     @property
     def transcript(self) -> str:
-        """What was said behind the first prompt: the completions, and between them the observations, a line a message."""
-        messages = [message for said, seen in self.history for message in ({"role": "assistant", "content": said}, *seen)]
+        """What was said behind the first prompt: the completions, and between them the
+        observations, a line a message."""
+        messages = [
+            message
+            for said, seen in self.history
+            for message in ({"role": "assistant", "content": said}, *seen)
+        ]
         return transcript(messages).removeprefix("assistant: ")
 
     def cut(self) -> Episode:
         """The episode, ended for want of room."""
         return replace(self, done=True, truncated=True)
 
-    def after(self, sampled: Sampled, completion: str, turn: dict[str, Any] | None, max_turns: int) -> Episode:
-        """The episode after a turn; `turn` is what the environment made of the completion, None where that failed."""
+    def after(
+        self, sampled: Sampled, completion: str, turn: dict[str, Any] | None, max_turns: int
+    ) -> Episode:
+        """The episode after a turn; `turn` is what the environment made of the completion, None
+        where that failed."""
         if self.done:
             raise ValueError("the episode has ended")
         if turn is None:
             said = (*self.history, (completion, ()))
-            return replace(self, turns=(*self.turns, sampled), history=said, reward=0.0, done=True, failed=True)
+            return replace(
+                self, turns=(*self.turns, sampled), history=said, reward=0.0, done=True, failed=True
+            )
         return replace(
             self,
             turns=(*self.turns, sampled),
@@ -101,8 +116,11 @@ class Episode:
         )
 
 
-def episode_scores(episodes: Sequence[Episode], turns: Sequence[Scores], partial_credit: bool) -> Scores:
-    """The scores of whole episodes from those of their turns: rewards are sums, an episode is correct from a sum of 1 on."""
+def episode_scores(
+    episodes: Sequence[Episode], turns: Sequence[Scores], partial_credit: bool
+) -> Scores:
+    """The scores of whole episodes from those of their turns: rewards are sums, an episode is
+    correct from a sum of 1 on."""
     sums = np.array([episode.reward for episode in episodes], np.float64)
     failed = np.array([episode.failed for episode in episodes], bool)
     correct = (sums >= 1.0) & ~failed
@@ -132,10 +150,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of many episodes, padded. Position t of a row stands at prompt_length + t of its context."""
+    """Rows of many episodes, padded. Position t of a row stands at prompt_length + t of its
+    context."""
 
     episode: Int32[np.ndarray, " R"]
-    """Index of the episode that a row belongs to; its advantage is the episode's. -1: an empty row, whose prompt is one pad."""
+    """Index of the episode that a row belongs to; its advantage is the episode's. -1: an empty row,
+    whose prompt is one pad."""
     prompts: Int32[np.ndarray, "R S"]
     prompt_lengths: Int32[np.ndarray, " R"]
     tokens: Int32[np.ndarray, "R T"]
@@ -152,7 +172,9 @@ def join_turns(turns: Sequence[Sampled]) -> list[Row]:
     """The fewest rows in which every sampled token has the context that it was sampled in."""
     rows: list[Row] = []
     for turn in turns:
-        if len(turn.tokens) != len(turn.behaviour_logprobs) or len(turn.tokens) != len(turn.policy_logprobs):
+        if len(turn.tokens) != len(turn.behaviour_logprobs) or len(turn.tokens) != len(
+            turn.policy_logprobs
+        ):
             raise ValueError("a turn needs one log-probability of each kind for each of its tokens")
         context = (*rows[-1].prompt, *rows[-1].tokens) if rows else ()
         if not rows or turn.prompt[: len(context)] != context:
@@ -170,25 +192,33 @@ def join_turns(turns: Sequence[Sampled]) -> list[Row]:
     return rows
 
 
-def pad_rows(episodes: Sequence[Episode], prompt_width: int, width: int, pad: int = 0, multiple: int = 1) -> Rows:
+def pad_rows(
+    episodes: Sequence[Episode], prompt_width: int, width: int, pad: int = 0, multiple: int = 1
+) -> Rows:
     """The rows of all episodes in fixed shapes.
 
     Args:
         episodes: ended or not.
-        prompt_width: S; what a prompt has beyond it stands in front of the row's tokens, attended to and not sampled.
+        prompt_width: S; what a prompt has beyond it stands in front of the row's tokens, attended
+            to and not sampled.
         width: T, at least the longest row of tokens behind a prompt.
         pad: token id of the padding.
-        multiple: R is a multiple of it. Empty rows stand evenly between the others, so that equal parts of the rows have about
-            equally many that are not.
+        multiple: R is a multiple of it. Empty rows stand evenly between the others, so that equal
+            parts of the rows have about equally many that are not.
 
     Raises:
         ValueError: a row does not fit.
     """
-    rows = [(index, _shortened(row, prompt_width)) for index, episode in enumerate(episodes) for row in join_turns(episode.turns)]
+    rows = [
+        (index, _shortened(row, prompt_width))
+        for index, episode in enumerate(episodes)
+        for row in join_turns(episode.turns)
+    ]
     for index, row in rows:
         if len(row.tokens) > width:
             raise ValueError(
-                f"episode {index}: a row of {len(row.prompt)} + {len(row.tokens)} tokens, and there is room for "
+                f"episode {index}: a row of {len(row.prompt)} + {len(row.tokens)} tokens, and "
+                "there is room for "
                 f"{prompt_width} + {width}"
             )
     height = -(-len(rows) // multiple) * multiple
@@ -218,7 +248,8 @@ def pad_rows(episodes: Sequence[Episode], prompt_width: int, width: int, pad: in
 
 
 def _shortened(row: Row, prompt_width: int) -> Row:
-    """`row` with a prompt of at most `prompt_width` tokens; the others stand in front of its tokens."""
+    """`row` with a prompt of at most `prompt_width` tokens; the others stand in front of its
+    tokens."""
     beyond = row.prompt[prompt_width:]
     zeros = [0.0] * len(beyond)
     return Row(

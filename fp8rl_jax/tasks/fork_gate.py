@@ -1,10 +1,12 @@
-"""A hard bound on the processes that a worker has running: the supervisor is asked about every fork (Linux, seccomp).
+"""A hard bound on the processes that a worker has running: the supervisor is asked about every fork
+(Linux, seccomp).
 
-A fork bomb doubles within a millisecond, so counting processes now and then comes too late; RLIMIT_NPROC counts all threads
-of the user, those of other jobs too, and does not bind root; a cgroup takes rights that a container rarely has. A seccomp
-filter takes none: the worker puts it on itself before anything of the user's runs, everything that it starts inherits it,
-and the kernel stops every fork, vfork and clone (threads excepted) until the supervisor has answered. No answer, no process:
-whatever is being killed cannot multiply meanwhile.
+A fork bomb doubles within a millisecond, so counting processes now and then comes too late;
+RLIMIT_NPROC counts all threads of the user, those of other jobs too, and does not bind root; a
+cgroup takes rights that a container rarely has. A seccomp filter takes none: the worker puts it on
+itself before anything of the user's runs, everything that it starts inherits it, and the kernel
+stops every fork, vfork and clone (threads excepted) until the supervisor has answered. No answer,
+no process: whatever is being killed cannot multiply meanwhile.
 """
 
 from __future__ import annotations
@@ -68,29 +70,43 @@ def install() -> int:
     code = b"".join(struct.pack("=HBBI", *line) for line in program)
     buffer = ctypes.create_string_buffer(code, len(code))
     header = ctypes.create_string_buffer(struct.pack("@HP", len(program), ctypes.addressof(buffer)))
-    # The kernel wants this of whoever is not root: a filter must not fool a program that has more rights than its caller.
+    # The kernel wants this of whoever is not root: a filter must not fool a program that has more
+    # rights than its caller.
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     libc = ctypes.CDLL(None, use_errno=True)
-    listener = libc.syscall(calls.seccomp, SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_NEW_LISTENER, header)
+    listener = libc.syscall(
+        calls.seccomp, SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_NEW_LISTENER, header
+    )
     if listener < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return listener
 
 
 def answer(listener: int, allowed: bool) -> None:
-    """Let the fork that waits at `listener` happen, or fail with EAGAIN. The process may have been killed meanwhile."""
+    """Let the fork that waits at `listener` happen, or fail with EAGAIN. The process may have been
+    killed meanwhile."""
     notice = bytearray(NOTICE.size)
     with suppress(FileNotFoundError):
         fcntl.ioctl(listener, RECEIVE, notice)
         identity = NOTICE.unpack(notice)[0]
-        fcntl.ioctl(listener, SEND, ANSWER.pack(identity, 0, 0 if allowed else -errno.EAGAIN, CONTINUE if allowed else 0))
+        fcntl.ioctl(
+            listener,
+            SEND,
+            ANSWER.pack(identity, 0, 0 if allowed else -errno.EAGAIN, CONTINUE if allowed else 0),
+        )
 
 
 def _program(calls: Calls) -> list[tuple[int, int, int, int]]:
     """(code, jump if true, jump if false, operand); a jump counts the lines after the next one."""
-    # clone3 keeps its flags in memory, which a filter cannot read; where it is missing, the C library uses clone.
+    # clone3 keeps its flags in memory, which a filter cannot read; where it is missing, the C
+    # library uses clone.
     tests = [(calls.clone3, ERRNO | errno.ENOSYS), *((fork, USER_NOTIF) for fork in calls.forks)]
-    lines = [(LOAD, 0, 0, ARCHITECTURE), (IF_EQUAL, 1, 0, calls.architecture), (RETURN, 0, 0, ALLOW), (LOAD, 0, 0, NUMBER)]
+    lines = [
+        (LOAD, 0, 0, ARCHITECTURE),
+        (IF_EQUAL, 1, 0, calls.architecture),
+        (RETURN, 0, 0, ALLOW),
+        (LOAD, 0, 0, NUMBER),
+    ]
     for number, verdict in tests:
         lines += [(IF_EQUAL, 0, 1, number), (RETURN, 0, 0, verdict)]
     return [

@@ -1,9 +1,11 @@
-"""Problems from JSON lines: one object a line, with a prompt, an answer, and whatever else as metadata.
+"""Problems from JSON lines: one object a line, with a prompt, an answer, and whatever else as
+metadata.
 
     {"prompt": "What is 2 + 2?", "answer": "4", "level": 1}
     {"messages": [{"role": "user", "content": "What is 2 + 2?"}], "answer": 4}
 
-A line is read rightly or named as damaged; nothing is skipped but blank lines, and nothing is guessed.
+A line is read rightly or named as damaged; nothing is skipped but blank lines, and nothing is
+guessed.
 """
 
 from __future__ import annotations
@@ -30,14 +32,17 @@ def read_problems(path: str, key: str) -> list[dict[str, Any]]:
     """Every problem of the files that `path` names, in their order.
 
     Args:
-        path: a file, or a pattern such as data/*.jsonl, whose files are read in the order of their names.
+        path: a file, or a pattern such as data/*.jsonl, whose files are read in the order of their
+            names.
         key: configuration key that the path stands under, for the message.
 
     Returns:
-        Dictionaries with question (text, or a `Conversation`), answer, metadata, and source ("FILE:LINE").
+        Dictionaries with question (text, or a `Conversation`), answer, metadata, and source
+        ("FILE:LINE").
 
     Raises:
-        UserError: there is no such file, it cannot be read, or lines are damaged: the first 20, one a line, and how many more.
+        UserError: there is no such file, it cannot be read, or lines are damaged: the first 20, one
+            a line, and how many more.
     """
     faults: list[str] = []
     problems: list[dict[str, Any]] = []
@@ -58,9 +63,14 @@ def read_problems(path: str, key: str) -> list[dict[str, Any]]:
 
 
 def refuse(faults: Sequence[str], what: str) -> None:
-    """Raises a UserError with the first SHOWN_FAULTS of the faults, one a line, and how many more there are; none: nothing."""
+    """Raises a UserError with the first SHOWN_FAULTS of the faults, one a line, and how many more
+    there are; none: nothing."""
     if faults:
-        more = f"\nand {len(faults) - SHOWN_FAULTS} more damaged {what}" if len(faults) > SHOWN_FAULTS else ""
+        more = (
+            f"\nand {len(faults) - SHOWN_FAULTS} more damaged {what}"
+            if len(faults) > SHOWN_FAULTS
+            else ""
+        )
         raise UserError("\n".join(faults[:SHOWN_FAULTS]) + more)
 
 
@@ -77,7 +87,9 @@ def parse_line(line: bytes, first: bool = False) -> dict[str, Any] | None:
     try:
         text = line.decode("utf-8-sig" if first else "utf-8")
     except UnicodeDecodeError as fault:
-        raise Damaged(f"not UTF-8 (byte {line[fault.start]:#04x} at position {fault.start + 1})") from fault
+        raise Damaged(
+            f"not UTF-8 (byte {line[fault.start]:#04x} at position {fault.start + 1})"
+        ) from fault
     if not text.strip(" \t\r\n"):
         return None
     record = _parse_json(text)
@@ -87,7 +99,8 @@ def parse_line(line: bytes, first: bool = False) -> dict[str, Any] | None:
 
 
 def parse_record(record: Mapping[str, Any], needs_answer: bool = True) -> dict[str, Any]:
-    """The problem that a record of plain values is; without `needs_answer` its answer may be None or left out.
+    """The problem that a record of plain values is; without `needs_answer` its answer may be None
+    or left out.
 
     Raises:
         Damaged: anything that is no problem.
@@ -97,7 +110,11 @@ def parse_record(record: Mapping[str, Any], needs_answer: bool = True) -> dict[s
         raise Damaged(f"metadata must be an object, not {_kind(metadata)}")
     unanswered = not needs_answer and record.get("answer") is None
     question, answer = _question(record), None if unanswered else _answer(record)
-    others = {key: value for key, value in record.items() if key not in (*PROMPT_KEYS, "answer", "metadata")}
+    others = {
+        key: value
+        for key, value in record.items()
+        if key not in (*PROMPT_KEYS, "answer", "metadata")
+    }
     if both := sorted(metadata.keys() & others.keys()):
         raise Damaged(f"{both[0]!r} stands both in metadata and beside it")
     return {"question": question, "answer": answer, "metadata": metadata | others}
@@ -108,12 +125,17 @@ def _files(path: str, key: str) -> list[Path]:
         return [Path(path).expanduser()]
     if found := sorted(glob.glob(str(Path(path).expanduser()), recursive=True)):
         return [Path(name) for name in found]
-    raise UserError(f"{key} = {path!r}: there is no such file; give the path of a .jsonl file or a pattern of several")
+    raise UserError(
+        f"{key} = {path!r}: there is no such file; give the path of a .jsonl file or a pattern "
+        "of several"
+    )
 
 
 def _parse_json(text: str) -> Any:
     try:
-        record = json.loads(text, object_pairs_hook=_object, parse_constant=_constant, parse_float=_float)
+        record = json.loads(
+            text, object_pairs_hook=_object, parse_constant=_constant, parse_float=_float
+        )
         # A lone half of a surrogate pair is valid in JSON, and no text: no tokenizer takes it.
         if "\\u" in text:
             json.dumps(record, ensure_ascii=False).encode()
@@ -132,7 +154,9 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     record = dict(pairs)
     if len(record) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise Damaged(f"key {next(key for key in keys if keys.count(key) > 1)!r} stands twice in one object")
+        raise Damaged(
+            f"key {next(key for key in keys if keys.count(key) > 1)!r} stands twice in one object"
+        )
     return record
 
 
@@ -149,7 +173,9 @@ def _float(text: str) -> float:
 def _question(record: Mapping[str, Any]) -> str:
     given = [key for key in PROMPT_KEYS if key in record]
     if len(given) != 1:
-        raise Damaged(f"give one of prompt, question and messages (it has {' and '.join(given) or 'none'})")
+        raise Damaged(
+            f"give one of prompt, question and messages (it has {' and '.join(given) or 'none'})"
+        )
     key, value = given[0], record[given[0]]
     # A list under "prompt" is what some data sets call their messages.
     if key == "messages" or isinstance(value, list):
@@ -175,5 +201,12 @@ def _answer(record: Mapping[str, Any]) -> str:
 
 
 def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number"}
+    names = {
+        dict: "an object",
+        list: "a list",
+        str: "text",
+        bool: "true or false",
+        int: "a number",
+        float: "a number",
+    }
     return names.get(type(value), "null")

@@ -2,13 +2,14 @@
 
     build(config, reward=score, dataset=rows)
 
-A configuration names them all the same, so that the run's config.toml says what happened: `<python>:score` as the function,
-task.kind = "python" as the kind of the problems. Whoever goes on with such a run from Python gives the objects again; the
-command line, which cannot, says so in one line.
+A configuration names them all the same, so that the run's config.toml says what happened:
+`<python>:score` as the function, task.kind = "python" as the kind of the problems. Whoever goes on
+with such a run from Python gives the objects again; the command line, which cannot, says so in one
+line.
 
-Functions and classes go to the reward workers through cloudpickle: by reference where they can be imported, by value, with the
-variables that they use, where they belong to a notebook, a script or another function. The workers never run the `__main__` of
-the trainer, and have no JAX.
+Functions and classes go to the reward workers through cloudpickle: by reference where they can be
+imported, by value, with the variables that they use, where they belong to a notebook, a script or
+another function. The workers never run the `__main__` of the trainer, and have no JAX.
 """
 
 from __future__ import annotations
@@ -33,32 +34,42 @@ PythonReward = Callable[..., Any] | Mapping[str, Callable[..., Any]]
 """One function, or several by name; what each is called with is in fp8rl_jax/tasks/rewards.py."""
 
 LARGEST = 256 * 2**20
-"""Bytes that the functions may have with all the variables that they use: every worker gets a copy."""
+"""Bytes that the functions may have with all the variables that they use: every worker gets a
+copy."""
 
 
 def name_objects(
-    task: TaskConfig, reward: PythonReward | None = None, dataset: Any = None, environment: type | None = None
+    task: TaskConfig,
+    reward: PythonReward | None = None,
+    dataset: Any = None,
+    environment: type | None = None,
 ) -> tuple[TaskConfig, dict[str, Any]]:
     """The configuration that names what was given in Python.
 
-    A task that names such objects already, because it comes from the config.toml of a run, gets the new ones in their place.
+    A task that names such objects already, because it comes from the config.toml of a run, gets the
+    new ones in their place.
 
     Args:
         task: the other settings.
-        reward: one function, which task.reward.weights may weigh by its name; or {name: function}, summed with
-            task.reward.weights, and with weights of 1.0 where there are none.
+        reward: one function, which task.reward.weights may weigh by its name; or {name: function},
+            summed with task.reward.weights, and with weights of 1.0 where there are none.
         dataset: problems, as `load_splits` takes them.
-        environment: class of an environment, which task.args are the arguments of (fp8rl_jax/tasks/environment.py).
+        environment: class of an environment, which task.args are the arguments of
+            (fp8rl_jax/tasks/environment.py).
 
     Returns:
         The configuration, and {`<python>:NAME`: function or class}.
 
     Raises:
-        UserError: an object of another kind, or one in the place of something else that the configuration names.
+        UserError: an object of another kind, or one in the place of something else that the
+            configuration names.
     """
     objects: dict[str, Any] = {}
     if dataset is not None and environment is not None:
-        raise UserError("dataset and environment are both given, and an environment makes its own problems; give one of them")
+        raise UserError(
+            "dataset and environment are both given, and an environment makes its own problems; "
+            "give one of them"
+        )
     if dataset is not None:
         task = replace(task, kind="python", name=_describe_dataset(dataset))
     if environment is not None:
@@ -73,7 +84,8 @@ def name_objects(
 
 
 def check_objects(task: TaskConfig, objects: Mapping[str, Any]) -> None:
-    """Refuses a task that names functions or a class that were given in Python, where they are not given again.
+    """Refuses a task that names functions or a class that were given in Python, where they are not
+    given again.
 
     Raises:
         UserError: one line for each.
@@ -91,7 +103,8 @@ def check_dataset(task: TaskConfig, dataset: Any) -> None:
     """
     if task.kind == "python" and dataset is None:
         raise UserError(
-            f'task.kind = "python": the problems of this run ({task.name}) were given in Python; give dataset= again, or name '
+            f'task.kind = "python": the problems of this run ({task.name}) were given in Python; '
+            "give dataset= again, or name "
             'their file with task.kind = "jsonl"'
         )
 
@@ -99,14 +112,19 @@ def check_dataset(task: TaskConfig, dataset: Any) -> None:
 def not_given(key: str, spec: str) -> str:
     """What to do about an object that only Python can give."""
     argument, kind = ("environment", "Class") if key == "task.name" else ("reward", "function")
-    return f"{key} = {spec!r} was given in Python; give {argument}= again, or name a file in its place: path/to/file.py:{kind}"
+    return (
+        f"{key} = {spec!r} was given in Python; give {argument}= again, or name a file in its "
+        f"place: path/to/file.py:{kind}"
+    )
 
 
 def pack(objects: Mapping[str, Any]) -> bytes:
-    """The objects as one pickle for the reward workers; functions of one module or cell share their variables there, too.
+    """The objects as one pickle for the reward workers; functions of one module or cell share their
+    variables there, too.
 
     Raises:
-        UserError: one of them, or a variable that it uses, cannot be sent; or they are larger than LARGEST.
+        UserError: one of them, or a variable that it uses, cannot be sent; or they are larger than
+            LARGEST.
     """
     if not objects:
         return b""
@@ -120,13 +138,20 @@ def _pack(objects: Mapping[str, Any]) -> bytes:
     except Exception as fault:
         for spec, value in objects.items():
             if found := _culprit(value, set()):
-                raise UserError(f"{_title(spec)} cannot be sent to the reward workers: {_why(*found)}") from fault
-        raise UserError(f"reward: {', '.join(objects)} cannot be sent to the reward workers ({describe_fault(fault)})") from fault
+                raise UserError(
+                    f"{_title(spec)} cannot be sent to the reward workers: {_why(*found)}"
+                ) from fault
+        raise UserError(
+            f"reward: {', '.join(objects)} cannot be sent to the reward workers "
+            f"({describe_fault(fault)})"
+        ) from fault
     if len(packed) > LARGEST:
         spec, path, size = max(_sizes(objects), key=lambda found: found[2])
         raise UserError(
-            f"{_title(spec)} cannot be sent to the reward workers: with the variables that it uses it has {len(packed) >> 20} MiB"
-            f"{f', {size >> 20} of them in {path!r}' if path else ''}, and each worker gets a copy, of {LARGEST >> 20} MiB at "
+            f"{_title(spec)} cannot be sent to the reward workers: with the variables that it "
+            f"uses it has {len(packed) >> 20} MiB"
+            f"{f', {size >> 20} of them in {path!r}' if path else ''}, and each worker gets a "
+            f"copy, of {LARGEST >> 20} MiB at "
             "most; load large things from a file inside the function"
         )
     return packed
@@ -139,14 +164,23 @@ def _with_rewards(config: RewardConfig, reward: Any, objects: dict[str, Any]) ->
         raise UserError("reward has no function; give one, or {name: function}")
     for name, function in functions.items():
         if not callable(function) or not isinstance(name, str):
-            given = f"{{{name!r}: {type(function).__name__}}}" if several else type(function).__name__
+            given = (
+                f"{{{name!r}: {type(function).__name__}}}" if several else type(function).__name__
+            )
             raise UserError(f"reward must be a function or {{name: function}}, not {given}")
     specs = {name: _spec(name) for name in functions}
     objects |= {specs[name]: function for name, function in functions.items()}
     if config.function and not is_python_object(config.function):
-        raise UserError(f"reward and task.reward.function = {config.function!r} are both given; take one of them out")
-    if taken := [name for name in specs if not is_python_object(config.functions.get(name, _spec(name)))]:
-        raise UserError(f"reward and task.reward.functions.{taken[0]} are both given; take one of them out")
+        raise UserError(
+            f"reward and task.reward.function = {config.function!r} are both given; take one of "
+            "them out"
+        )
+    if taken := [
+        name for name in specs if not is_python_object(config.functions.get(name, _spec(name)))
+    ]:
+        raise UserError(
+            f"reward and task.reward.functions.{taken[0]} are both given; take one of them out"
+        )
     if not several and not config.weights:
         return replace(config, function=_spec(_name(reward)))
     weights = config.weights or dict.fromkeys(specs, 1.0)
@@ -162,7 +196,9 @@ def _describe_dataset(dataset: Any) -> str:
         wanted = "a list, which has an order"
     elif hasattr(dataset, "iloc"):  # pandas: its items are columns
         wanted = 'dataset.to_dict("records")'
-    elif isinstance(dataset, str | bytes) or not (hasattr(dataset, "__iter__") or hasattr(dataset, "__getitem__")):
+    elif isinstance(dataset, str | bytes) or not (
+        hasattr(dataset, "__iter__") or hasattr(dataset, "__getitem__")
+    ):
         wanted = "a list of dictionaries or of prompts"
     else:
         count = length(dataset)
@@ -171,7 +207,8 @@ def _describe_dataset(dataset: Any) -> str:
 
 
 def length(dataset: Any) -> int | None:
-    """Number of problems that can be had by index; None of a generator and of a data set that is read as a stream."""
+    """Number of problems that can be had by index; None of a generator and of a data set that is
+    read as a stream."""
     try:
         return len(dataset) if hasattr(dataset, "__getitem__") else None
     except TypeError:
@@ -200,14 +237,17 @@ def _title(spec: str) -> str:
 
 @contextlib.contextmanager
 def _modules_by_value(objects: Mapping[str, Any]) -> Iterator[None]:
-    """Within it, objects of modules that a worker could not import, or would find elsewhere, are pickled by value."""
+    """Within it, objects of modules that a worker could not import, or would find elsewhere, are
+    pickled by value."""
     import cloudpickle
 
     names = {getattr(_unwrapped(value), "__module__", None) for value in objects.values()} - {
         "__main__",
         *cloudpickle.list_registry_pickle_by_value(),
     }
-    modules = [sys.modules[name] for name in names if name in sys.modules and not _is_importable(name)]
+    modules = [
+        sys.modules[name] for name in names if name in sys.modules and not _is_importable(name)
+    ]
     for module in modules:
         cloudpickle.register_pickle_by_value(module)
     try:
@@ -218,10 +258,17 @@ def _modules_by_value(objects: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _is_importable(name: str) -> bool:
-    """Whether a new process, with this one's path, finds the package of module `name` where this one has it from."""
+    """Whether a new process, with this one's path, finds the package of module `name` where this
+    one has it from."""
     package = name.partition(".")[0]
-    found = next((spec for finder in sys.meta_path if (spec := finder.find_spec(package, None))), None)
-    return found is not None and found.origin in ("built-in", "frozen", getattr(sys.modules.get(package), "__file__", None))
+    found = next(
+        (spec for finder in sys.meta_path if (spec := finder.find_spec(package, None))), None
+    )
+    return found is not None and found.origin in (
+        "built-in",
+        "frozen",
+        getattr(sys.modules.get(package), "__file__", None),
+    )
 
 
 class _JaxObject(Exception):
@@ -234,7 +281,8 @@ def _pickler() -> type[pickle.Pickler]:
 
     class Pickler(cloudpickle.Pickler):
         def reducer_override(self, value: Any) -> Any:
-            # Pickles of JAX's arrays exist, and load JAX into every worker. A jitted function is no plain function.
+            # Pickles of JAX's arrays exist, and load JAX into every worker. A jitted function is no
+            # plain function.
             if _is_of_jax(value):
                 raise _JaxObject
             return super().reducer_override(value)
@@ -253,7 +301,8 @@ def _pickled(value: Any) -> bytes:
 
 
 def _culprit(value: Any, seen: set[int]) -> tuple[list[str], Exception] | None:
-    """(names that lead to the innermost variable that cannot be sent, why not); None where `value` can be sent."""
+    """(names that lead to the innermost variable that cannot be sent, why not); None where `value`
+    can be sent."""
     if id(value) in seen:
         return None
     seen.add(id(value))
@@ -272,7 +321,8 @@ def _why(path: list[str], fault: Exception) -> str:
     owner = f"its variable {variable!r}" if path else "it"
     if isinstance(fault, _JaxObject):
         return (
-            f"{owner} is or holds an object of JAX's (an array, a jitted function), and the workers have no JAX; give it "
+            f"{owner} is or holds an object of JAX's (an array, a jitted function), and the "
+            "workers have no JAX; give it "
             f"{f'numpy.asarray({variable})' if path else 'a plain function'} instead"
         )
     text = " ".join(f"{type(fault).__name__}: {fault}".split())
@@ -301,19 +351,29 @@ def _variables(value: Any) -> Iterator[tuple[str, Any]]:
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             if cell != types.CellType():  # an empty cell: a variable that is set later
                 yield name, cell.cell_contents
-        yield from ((name, value.__globals__[name]) for name in _global_names(value.__code__) if name in value.__globals__)
+        yield from (
+            (name, value.__globals__[name])
+            for name in _global_names(value.__code__)
+            if name in value.__globals__
+        )
         names = value.__code__.co_varnames[: value.__code__.co_argcount]
         defaults = value.__defaults__ or ()
         yield from zip(names[len(names) - len(defaults) :], defaults, strict=True)
         yield from (value.__kwdefaults__ or {}).items()
     elif isinstance(value, type):
-        yield from ((name, part) for name, part in vars(value).items() if not name.startswith("__") or callable(part))
+        yield from (
+            (name, part)
+            for name, part in vars(value).items()
+            if not name.startswith("__") or callable(part)
+        )
     elif not isinstance(value, types.ModuleType):
         yield from getattr(value, "__dict__", {}).items()
 
 
 def _global_names(code: types.CodeType) -> Iterator[str]:
-    yield from dict.fromkeys(step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL")
+    yield from dict.fromkeys(
+        step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"
+    )
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _global_names(constant)

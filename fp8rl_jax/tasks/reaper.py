@@ -1,8 +1,8 @@
 """Linux process trees: to adopt what a reward starts, to count it, and to end it.
 
-A process that calls setsid, or whose parent exits at once (a daemon), leaves its process group and its parent, but not its
-nearest ancestor that is a "child subreaper": the kernel makes it that one's child. So a subreaper without children has no
-descendants, which `waitid` tells exactly.
+A process that calls setsid, or whose parent exits at once (a daemon), leaves its process group and
+its parent, but not its nearest ancestor that is a "child subreaper": the kernel makes it that one's
+child. So a subreaper without children has no descendants, which `waitid` tells exactly.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def die_with_parent() -> None:
 
 
 def children(pid: int) -> list[int]:
-    """Process ids of the children of `pid`, zombies included; empty where there is no such process."""
+    """Process ids of the children of `pid`, zombies included; empty where there is no such
+    process."""
     if not _HAS_CHILDREN_FILES:
         return [child for child, parent in _parents().items() if parent == pid]
     found: list[int] = []
@@ -39,13 +40,17 @@ def children(pid: int) -> list[int]:
         return found
     for thread in threads:
         # a thread may end meanwhile; its children are then another's
-        with suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/{pid}/task/{thread}/children") as file:
+        with (
+            suppress(FileNotFoundError, ProcessLookupError),
+            open(f"/proc/{pid}/task/{thread}/children") as file,
+        ):
             found += map(int, file.read().split())
     return found
 
 
 def descendants(pid: int, spared: frozenset[int] = frozenset()) -> list[int]:
-    """Children of `pid`, their children, and so on; those in `spared` are left out with all below them."""
+    """Children of `pid`, their children, and so on; those in `spared` are left out with all below
+    them."""
     found, waiting = [], [pid]
     while waiting:
         below = [child for child in children(waiting.pop()) if child not in spared]
@@ -64,11 +69,13 @@ def has_children() -> bool:
 
 
 def kill_descendants(spared: frozenset[int] = frozenset(), seconds: float = 5.0) -> bool:
-    """Kill and reap what this process, a subreaper, has below it, again and again until nothing is left.
+    """Kill and reap what this process, a subreaper, has below it, again and again until nothing is
+    left.
 
     Args:
         spared: process ids to leave alone, with what they started.
-        seconds: to give up after; a process in an uninterruptible system call, or of another user, does not die.
+        seconds: to give up after; a process in an uninterruptible system call, or of another user,
+            does not die.
 
     Returns:
         Whether nothing is left.
@@ -76,7 +83,8 @@ def kill_descendants(spared: frozenset[int] = frozenset(), seconds: float = 5.0)
     deadline = time.monotonic() + seconds
     while has_children():
         strays = descendants(os.getpid(), spared)
-        # The list may miss a process while it changes; without children at all nothing can have been missed.
+        # The list may miss a process while it changes; without children at all nothing can have
+        # been missed.
         if not strays and spared:
             return True
         if time.monotonic() > deadline:
@@ -90,8 +98,8 @@ def kill_descendants(spared: frozenset[int] = frozenset(), seconds: float = 5.0)
 
 
 def kill_all(pids: Iterable[int], spared: Iterable[int] = ()) -> None:
-    """SIGKILL to these processes, first to their process groups where neither this process nor a spared one is a member: a
-    fork cannot escape a signal to its group."""
+    """SIGKILL to these processes, first to their process groups where neither this process nor a
+    spared one is a member: a fork cannot escape a signal to its group."""
     for group in _groups(pids) - _groups(spared) - {os.getpgrp()}:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(group, signal.SIGKILL)
@@ -111,7 +119,12 @@ def _groups(pids: Iterable[int]) -> set[int]:
 def prctl(option: int, value: int) -> None:
     """The system call; raises OSError where it fails."""
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(option, ctypes.c_ulong(value), ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0)) != 0:
+    if (
+        libc.prctl(
+            option, ctypes.c_ulong(value), ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0)
+        )
+        != 0
+    ):
         raise OSError(ctypes.get_errno(), f"prctl({option}): {os.strerror(ctypes.get_errno())}")
 
 

@@ -1,9 +1,10 @@
-"""From a completion to its scores, one for each reward of the sum. This runs in the reward workers, so nothing here imports
-more than the standard library and the rewards themselves.
+"""From a completion to its scores, one for each reward of the sum. This runs in the reward workers,
+so nothing here imports more than the standard library and the rewards themselves.
 
-A reward function is a user's, named in task.reward.function or task.reward.functions, or given in Python (`build(config,
-reward=...)`, `RewardPool(task, reward=...)`): a function, a lambda, a method, or any object that can be called. It is called with
-keywords, so it names those that it uses and takes the others as `**_`. There are two forms.
+A reward function is a user's, named in task.reward.function or task.reward.functions, or given in
+Python (`build(config, reward=...)`, `RewardPool(task, reward=...)`): a function, a lambda, a
+method, or any object that can be called. It is called with keywords, so it names those that it uses
+and takes the others as `**_`. There are two forms.
 
 One completion a call, which returns a number:
 
@@ -14,14 +15,16 @@ One completion a call, which returns a number:
     answer        the right answer as text; empty where the problem has none
     metadata      dictionary of whatever else the problem has
 
-A batch a call, which returns a list of numbers, one a completion; a function with a parameter of the name `completions` is one:
+A batch a call, which returns a list of numbers, one a completion; a function with a parameter of
+the name `completions` is one:
 
     def score(prompts, completions, answers, metadata): ...
 
-All four are lists of one length, at most task.reward.batch_size. Which completions share a call is not fixed, and those of one
-prompt may be apart, so a score may depend on nothing but its own row. The whole call has task.reward.timeout times its rows.
-An exception, a list of another length, a timeout, and the end of the worker's process fail all completions of the call; an entry
-that is no finite number fails its own completion alone.
+All four are lists of one length, at most task.reward.batch_size. Which completions share a call is
+not fixed, and those of one prompt may be apart, so a score may depend on nothing but its own row.
+The whole call has task.reward.timeout times its rows. An exception, a list of another length, a
+timeout, and the end of the worker's process fail all completions of the call; an entry that is no
+finite number fails its own completion alone.
 
 Both forms return finite numbers; 1 and above counts as correct. Both may stand in one weighted sum.
 """
@@ -60,7 +63,8 @@ class ComponentFault(Exception):
 
 
 class Scorer:
-    """The rewards of a task; called with one sample, it gives one score a component, in the order of `task.components`.
+    """The rewards of a task; called with one sample, it gives one score a component, in the order
+    of `task.components`.
 
     It raises what a reward raises, and `ComponentFault` where there are several.
 
@@ -70,7 +74,12 @@ class Scorer:
         names: of all of them, in order.
     """
 
-    def __init__(self, rewards: Mapping[str, Reward], batch_rewards: Mapping[str, BatchReward], names: Sequence[str]):
+    def __init__(
+        self,
+        rewards: Mapping[str, Reward],
+        batch_rewards: Mapping[str, BatchReward],
+        names: Sequence[str],
+    ):
         self.rewards, self.batch_rewards, self.names = rewards, batch_rewards, tuple(names)
 
     def __call__(self, *sample: Any) -> list[float]:
@@ -78,12 +87,16 @@ class Scorer:
         return score()
 
     def batch(self, samples: Sequence[Sample]) -> list[Callable[[], list[float]]]:
-        """Calls the batch rewards; what it returns calls the others, a function a sample, and raises as `__call__` does."""
+        """Calls the batch rewards; what it returns calls the others, a function a sample, and
+        raises as `__call__` does."""
         found: list[dict[str, Any]] = [{} for _ in samples]
         for name, reward in self.batch_rewards.items():
             for row, value in enumerate(_call_batch(reward, samples)):
                 found[row][name] = value
-        return [partial(self._scores, sample, values) for sample, values in zip(samples, found, strict=True)]
+        return [
+            partial(self._scores, sample, values)
+            for sample, values in zip(samples, found, strict=True)
+        ]
 
     def _scores(self, sample: Sample, found: Mapping[str, Any]) -> list[float]:
         scores = []
@@ -93,7 +106,8 @@ class Scorer:
                 if isinstance(value, ComponentFault):
                     raise value
                 scores.append(to_score(value))
-            # SystemExit and KeyboardInterrupt too: whatever a reward raises costs its own sample only.
+            # SystemExit and KeyboardInterrupt too: whatever a reward raises costs its own sample
+            # only.
             except BaseException as fault:
                 if len(self.names) == 1:
                     raise
@@ -110,7 +124,8 @@ def build_scorer(task: TaskConfig, objects: Mapping[str, Any] | None = None) -> 
         objects: the functions that were given in Python, by `<python>:NAME`.
 
     Raises:
-        UserError: a reward does not import, does not take the four arguments, or the generator is unknown.
+        UserError: a reward does not import, does not take the four arguments, or the generator is
+            unknown.
     """
     rewards: dict[str, Reward] = {}
     batch_rewards: dict[str, BatchReward] = {}
@@ -135,13 +150,19 @@ def _built_in(task: TaskConfig, name: str) -> Reward:
         return lambda prompt, completion, answer, entry: verify(completion, answer)
     if name in ("format", "length"):
         shape = (
-            format_reward(reward.format_pattern) if name == "format" else length_reward(reward.length_target, reward.length_limit)
+            format_reward(reward.format_pattern)
+            if name == "format"
+            else length_reward(reward.length_target, reward.length_limit)
         )
         return lambda prompt, completion, answer, entry: shape(completion)
     if name == "reasoning_gym":
         judge = reasoning_gym_reward(task)
-        return lambda prompt, completion, answer, entry: judge(extract_answer(completion, reward.extract), entry)
-    return lambda prompt, completion, answer, entry: exact_match(extract_answer(completion, reward.extract), answer)
+        return lambda prompt, completion, answer, entry: judge(
+            extract_answer(completion, reward.extract), entry
+        )
+    return lambda prompt, completion, answer, entry: exact_match(
+        extract_answer(completion, reward.extract), answer
+    )
 
 
 def _function(function: Callable[..., Any], extract: str) -> Reward:
@@ -165,10 +186,18 @@ def _batch_function(function: Callable[..., Any], extract: str) -> BatchReward:
             answers=answers,
             metadata=[entry.get("metadata", {}) for entry in entries],
         )
-        if isinstance(scores, str | bytes | Mapping) or not hasattr(scores, "__len__") or not hasattr(scores, "__iter__"):
-            raise TypeError(f"the batch reward returned {type(scores).__name__} instead of a list of numbers")
+        if (
+            isinstance(scores, str | bytes | Mapping)
+            or not hasattr(scores, "__len__")
+            or not hasattr(scores, "__iter__")
+        ):
+            raise TypeError(
+                f"the batch reward returned {type(scores).__name__} instead of a list of numbers"
+            )
         if len(scores) != len(samples):
-            raise ValueError(f"the batch reward returned {len(scores)} scores for {len(samples)} completions")
+            raise ValueError(
+                f"the batch reward returned {len(scores)} scores for {len(samples)} completions"
+            )
         return list(scores)
 
     return score
@@ -193,16 +222,22 @@ def _takes_batches(function: Callable[..., Any], spec: str, key: str) -> bool:
     except ValueError:  # some built-in functions have none
         return False
     batches = BATCH_PARAMETER in signature.parameters
-    arguments = ("prompts", BATCH_PARAMETER, "answers", "metadata") if batches else ("prompt", "completion", "answer", "metadata")
+    arguments = (
+        ("prompts", BATCH_PARAMETER, "answers", "metadata")
+        if batches
+        else ("prompt", "completion", "answer", "metadata")
+    )
     try:
         signature.bind(**dict.fromkeys(arguments, ""))
     except TypeError as fault:
         raise UserError(
             f"{key} = {spec!r} takes {signature}, but is called with "
-            f"{', '.join(f'{name}=' for name in arguments)} ({fault}); add **_ for those that it does not use"
+            f"{', '.join(f'{name}=' for name in arguments)} ({fault}); add **_ for those that it "
+            "does not use"
         ) from fault
     if inspect.iscoroutinefunction(function):
         raise UserError(
-            f"{key} = {spec!r} is an async function, and rewards are called without an event loop; use asyncio.run in it"
+            f"{key} = {spec!r} is an async function, and rewards are called without an event "
+            "loop; use asyncio.run in it"
         )
     return batches

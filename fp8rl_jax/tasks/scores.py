@@ -36,14 +36,18 @@ class Scores:
     seconds: float
     """From submission to the last score."""
     turns: list[dict[str, Any] | None] = field(default_factory=list)
-    """What an environment made of each completion: observation, reward, done; None where that failed, empty elsewhere."""
+    """What an environment made of each completion: observation, reward, done; None where that
+    failed, empty elsewhere."""
 
     @classmethod
     def join(cls, parts: Sequence[Scores]) -> Scores:
         """The scores of several calls, one after the other."""
         return cls(
             rewards=np.concatenate([part.rewards for part in parts]),
-            components={name: np.concatenate([part.components[name] for part in parts]) for name in parts[0].components},
+            components={
+                name: np.concatenate([part.components[name] for part in parts])
+                for name in parts[0].components
+            },
             correct=np.concatenate([part.correct for part in parts]),
             failed=np.concatenate([part.failed for part in parts]),
             errors=sum(part.errors for part in parts),
@@ -54,16 +58,29 @@ class Scores:
         )
 
     def failure_text(self) -> str:
-        """How many rewards failed, and the first error: "28 of 64 rewards failed: ..."; empty where none did."""
+        """How many rewards failed, and the first error: "28 of 64 rewards failed: ..."; empty where
+        none did."""
         failed = int(self.failed.sum())
-        return f"{failed} of {len(self.failed)} rewards failed: {self.first_error}" if failed else ""
+        return (
+            f"{failed} of {len(self.failed)} rewards failed: {self.first_error}" if failed else ""
+        )
 
     def metrics(self) -> dict[str, float]:
-        """The counts and the time, and rewards/<name>/mean and /std (ddof 0) over the samples that have a score."""
-        values = {"reward/errors": self.errors, "reward/timeouts": self.timeouts, "time/reward": self.seconds}
+        """The counts and the time, and rewards/<name>/mean and /std (ddof 0) over the samples that
+        have a score."""
+        values = {
+            "reward/errors": self.errors,
+            "reward/timeouts": self.timeouts,
+            "time/reward": self.seconds,
+        }
         for name, scores in self.components.items():
-            scored = scores[~self.failed].astype(np.float64) if not self.failed.all() else np.zeros(1)
-            values |= {f"rewards/{name}/mean": float(scored.mean()), f"rewards/{name}/std": float(scored.std())}
+            scored = (
+                scores[~self.failed].astype(np.float64) if not self.failed.all() else np.zeros(1)
+            )
+            values |= {
+                f"rewards/{name}/mean": float(scored.mean()),
+                f"rewards/{name}/std": float(scored.std()),
+            }
         return values
 
 
@@ -80,14 +97,16 @@ class ScoreJob:
         self.started = time.monotonic()
         self.remaining = len(samples)
         self.values = np.zeros((len(samples), len(self.weights)), np.float64)
-        self.turns: list[dict[str, Any] | None] = [None] * len(samples) if task.kind == "environment" else []
+        self.turns: list[dict[str, Any] | None] = (
+            [None] * len(samples) if task.kind == "environment" else []
+        )
         self.failed = np.zeros(len(samples), bool)
         self.timeouts = 0
         self.first_error: str | None = None
 
     def record(self, row: int, result: Any, error: str | None, timed_out: bool = False) -> None:
-        """Takes what is known of sample `row`: its scores in the order of the weights, or an environment's turn; or what went
-        wrong."""
+        """Takes what is known of sample `row`: its scores in the order of the weights, or an
+        environment's turn; or what went wrong."""
         scores = [result["reward"]] if isinstance(result, dict) else result
         self.remaining -= 1
         if error is None and abs(np.dot(scores, list(self.weights.values()))) > FLOAT32_MAX:
@@ -110,7 +129,9 @@ class ScoreJob:
             summed[:, self.deciding] = correct
         return Scores(
             rewards=(summed @ list(self.weights.values())).astype(np.float32),
-            components={name: self.values[:, i].astype(np.float32) for i, name in enumerate(self.weights)},
+            components={
+                name: self.values[:, i].astype(np.float32) for i, name in enumerate(self.weights)
+            },
             correct=correct,
             failed=self.failed,
             errors=int(self.failed.sum()) - self.timeouts,

@@ -1,4 +1,5 @@
-"""Where problems come from, by task.kind: a generator, a function, files of JSON lines, an environment, Python objects."""
+"""Where problems come from, by task.kind: a generator, a function, files of JSON lines, an
+environment, Python objects."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from fp8rl_jax.tasks.gym import create_reasoning_gym
 from fp8rl_jax.tasks.jsonl import Damaged, parse_record, read_problems, refuse
 from fp8rl_jax.tasks.python_objects import check_dataset, length
 
-# Generators seed their problem i with seed + i; this distance keeps the problems of neighbouring seeds apart.
+# Generators seed their problem i with seed + i; this distance keeps the problems of neighbouring
+# seeds apart.
 SEED_DISTANCE = 1_000_003
 CHUNK = 512
 COMPARING_REWARDS = ("exact", "math_verify")
@@ -35,7 +37,8 @@ def shuffled[Item](rows: Sequence[Item], seed: int) -> list[Item]:
 
 def permutation(seed: int, epoch: int, size: int) -> Int[np.ndarray, " size"]:
     """The order of epoch `epoch` under `seed`."""
-    # Sorting raw Philox words: numpy keeps a bit generator's stream the same for ever, but not that of `permutation`.
+    # Sorting raw Philox words: numpy keeps a bit generator's stream the same for ever, but not that
+    # of `permutation`.
     words = np.random.Philox(key=[seed, epoch]).random_raw(size)
     return np.argsort(words, kind="stable")
 
@@ -50,20 +53,37 @@ def _reasoning_gym_rows(task: TaskConfig, given: Any) -> Iterator[Row]:
 def _module_rows(task: TaskConfig, given: Any) -> Sequence[Row]:
     rows = load_function(task.name, "task.name")(**task.args)
     if not isinstance(rows, Sequence) or isinstance(rows, str):
-        raise UserError(f"task.name = {task.name!r} returned {type(rows).__name__} instead of a list of dictionaries")
-    return [_module_entry(task, rows[index], index) for index in permutation(task.seed, 0, len(rows))]
+        raise UserError(
+            f"task.name = {task.name!r} returned {type(rows).__name__} instead of a list of "
+            "dictionaries"
+        )
+    return [
+        _module_entry(task, rows[index], index) for index in permutation(task.seed, 0, len(rows))
+    ]
 
 
 def _module_entry(task: TaskConfig, row: Any, index: int) -> Row:
-    if not isinstance(row, Mapping) or not isinstance(row.get("prompt"), str) or row.get("answer") is None:
-        raise UserError(f"task.name = {task.name!r}: row {index} needs a prompt (text) and an answer")
+    if (
+        not isinstance(row, Mapping)
+        or not isinstance(row.get("prompt"), str)
+        or row.get("answer") is None
+    ):
+        raise UserError(
+            f"task.name = {task.name!r}: row {index} needs a prompt (text) and an answer"
+        )
     if not isinstance(row.get("metadata", {}), Mapping):
-        raise UserError(f"task.name = {task.name!r}: the metadata of row {index} must be a dictionary")
+        raise UserError(
+            f"task.name = {task.name!r}: the metadata of row {index} must be a dictionary"
+        )
     try:
         json.dumps(dict(row))
     except TypeError as fault:
-        raise UserError(f"task.name = {task.name!r}: row {index} must hold plain values only ({fault})") from fault
-    metadata = {key: value for key, value in row.items() if key not in ("prompt", "answer", "metadata")}
+        raise UserError(
+            f"task.name = {task.name!r}: row {index} must hold plain values only ({fault})"
+        ) from fault
+    metadata = {
+        key: value for key, value in row.items() if key not in ("prompt", "answer", "metadata")
+    }
     return {
         "question": row["prompt"],
         "answer": str(row["answer"]),
@@ -76,7 +96,9 @@ def _jsonl_rows(task: TaskConfig, given: Any) -> Sequence[Row]:
 
 
 def _environment_rows(task: TaskConfig, given: Any) -> Iterator[Row]:
-    for seed, prompt in first_prompts(task, count(_first_seed(task)), {task.name: given} if given is not None else {}):
+    for seed, prompt in first_prompts(
+        task, count(_first_seed(task)), {task.name: given} if given is not None else {}
+    ):
         yield {"question": prompt, "answer": None, "metadata": {"seed": seed}}
 
 
@@ -84,7 +106,10 @@ def _python_rows(task: TaskConfig, given: Any) -> Iterable[Row]:
     check_dataset(task, given)
     size = length(given)
     if size is None and not task.train_size:
-        raise UserError(f"task.train_size: the dataset, a {task.name}, does not say how long it is; say how many to train on")
+        raise UserError(
+            f"task.train_size: the dataset, a {task.name}, does not say how long it is; say how "
+            "many to train on"
+        )
     if size is None:
         return (_python_row(task, row, index) for index, row in enumerate(given))
     problems, faults = [], []
@@ -102,11 +127,18 @@ def _python_row(task: TaskConfig, row: Any, index: int) -> Row:
     try:
         record = {"prompt": row} if isinstance(row, str) else row
         if not isinstance(record, Mapping):
-            raise Damaged(f"a dictionary with a prompt, or a prompt as text, was expected, not {type(row).__name__}")
+            raise Damaged(
+                "a dictionary with a prompt, or a prompt as text, was expected, not "
+                f"{type(row).__name__}"
+            )
         if compared and record.get("answer") is None:
-            raise Damaged(f"it has no answer, which the reward {compared[0]} compares with; give one, or another reward")
+            raise Damaged(
+                f"it has no answer, which the reward {compared[0]} compares with; give one, or "
+                "another reward"
+            )
         try:
-            # what files of JSON lines can hold: rows are sent to the workers, and written into samples.jsonl
+            # what files of JSON lines can hold: rows are sent to the workers, and written into
+            # samples.jsonl
             json.dumps(dict(record), ensure_ascii=False, allow_nan=False).encode()
         except (TypeError, ValueError, RecursionError) as fault:
             raise Damaged(f"it must hold plain values only ({fault})") from fault
@@ -126,5 +158,5 @@ LOADERS: dict[str, Callable[[TaskConfig, Any], Iterable[Row]]] = {
     "environment": _environment_rows,
     "python": _python_rows,
 }
-"""Source of problems by task.kind, of the task and of what was given in Python: a data set, or an environment's class. A sequence
-where it ends, another iterable where it does not."""
+"""Source of problems by task.kind, of the task and of what was given in Python: a data set, or an
+environment's class. A sequence where it ends, another iterable where it does not."""

@@ -1,13 +1,16 @@
-"""The process between the trainer and a reward worker: it ends the worker with everything that the worker started.
+"""The process between the trainer and a reward worker: it ends the worker with everything that the
+worker started.
 
-Started by `worker_process.WorkerProcess` as `python -P -m fp8rl_jax.tasks.supervisor SOCKET_FD OBJECTS_FD
-MAX_PROCESSES`. It forks the
-worker before anything of the user's is imported. Then it answers the worker's forks (`fork_gate`) and waits for the end:
-of the worker, or of standard input, which the trainer holds open for as long as it lives and wants the worker.
+Started by `worker_process.WorkerProcess` as `python -P -m fp8rl_jax.tasks.supervisor SOCKET_FD
+OBJECTS_FD MAX_PROCESSES`. It forks the
+worker before anything of the user's is imported. Then it answers the worker's forks (`fork_gate`)
+and waits for the end: of the worker, or of standard input, which the trainer holds open for as long
+as it lives and wants the worker.
 
-It is a subreaper, so when the worker is gone, all that the worker has started, daemons in sessions of their own too, is below
-the supervisor. It kills that, writes one line about the worker's end to standard output, and exits only when nothing is
-left. What a reward can still do is kill its supervisor: this isolates faults, not malice.
+It is a subreaper, so when the worker is gone, all that the worker has started, daemons in sessions
+of their own too, is below the supervisor. It kills that, writes one line about the worker's end to
+standard output, and exits only when nothing is left. What a reward can still do is kill its
+supervisor: this isolates faults, not malice.
 
 Elsewhere than on Linux there is nothing of the kind; the worker then runs in this process.
 """
@@ -25,7 +28,8 @@ from fp8rl_jax.tasks.worker_main import serve
 
 # How often the processes are counted where their forks cannot be answered.
 SECONDS_BETWEEN_COUNTS = 0.02
-# How often the parent is looked at: a fork of the trainer's, which outlives it, would keep standard input open.
+# How often the parent is looked at: a fork of the trainer's, which outlives it, would keep standard
+# input open.
 SECONDS_BETWEEN_LOOKS = 1.0
 
 
@@ -71,11 +75,15 @@ def describe_end(status: int) -> str:
     """How a process ended, from its exit status; negative for a signal."""
     if status >= 0:
         return f"exited with status {status}"
-    return f"was killed by {signal.Signals(-status).name if -status in set(signal.Signals) else f'signal {-status}'}"
+    return (
+        "was killed by "
+        f"{signal.Signals(-status).name if -status in set(signal.Signals) else f'signal {-status}'}"
+    )
 
 
 def _print_to_the_log() -> None:
-    """Standard output goes where standard error goes, line by line: a worker that is killed has written what it printed."""
+    """Standard output goes where standard error goes, line by line: a worker that is killed has
+    written what it printed."""
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
     os.dup2(2, 1)
@@ -83,13 +91,17 @@ def _print_to_the_log() -> None:
 
 
 def _hand_over_forks(supervisor: socket.socket) -> str:
-    """Put this process's forks into the supervisor's hands; returns what speaks against it, for the log."""
+    """Put this process's forks into the supervisor's hands; returns what speaks against it, for the
+    log."""
     with supervisor:
         try:
             listener = fork_gate.install()
         except OSError as fault:
             supervisor.send(b"none")
-            return f"the kernel does not let forks be counted ({fault.strerror}); a fork bomb is stopped, but later"
+            return (
+                f"the kernel does not let forks be counted ({fault.strerror}); a fork bomb is "
+                "stopped, but later"
+            )
         socket.send_fds(supervisor, [b"gate"], [listener])
         os.close(listener)
     return ""
@@ -111,7 +123,8 @@ def _watch(worker: int, listener: int | None, max_processes: int, trainer: int) 
     while True:
         ready = {descriptor for descriptor, _ in events.poll(seconds * 1000)}
         if pidfd in ready or 0 in ready or os.getppid() != trainer:
-            os.kill(worker, signal.SIGKILL)  # not yet reaped, so nobody else has its number; its own end stays its end
+            # not yet reaped, so nobody else has its number; its own end stays its end
+            os.kill(worker, signal.SIGKILL)
             return describe_end(os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]))
         if listener in ready:
             fork_gate.answer(listener, allowed=len(reaper.descendants(worker)) < max_processes)

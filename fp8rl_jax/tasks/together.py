@@ -1,7 +1,8 @@
-"""Rewards in a run of several processes: each scores its share, and all get the whole, counts and times included.
+"""Rewards in a run of several processes: each scores its share, and all get the whole, counts and
+times included.
 
-A reward need not be deterministic, and it may time out on one host alone; what is shared is equal everywhere. All processes must
-call these functions together with the same arguments.
+A reward need not be deterministic, and it may time out on one host alone; what is shared is equal
+everywhere. All processes must call these functions together with the same arguments.
 """
 
 from __future__ import annotations
@@ -21,19 +22,29 @@ from fp8rl_jax.tasks.scores import Scores
 from fp8rl_jax.tasks.workers import RewardPool
 
 
-def score_together(pool: RewardPool, examples: Sequence[Example], completions: Sequence[str]) -> Scores:
+def score_together(
+    pool: RewardPool, examples: Sequence[Example], completions: Sequence[str]
+) -> Scores:
     """`pool.score`.
 
     Raises:
         UserError: on every process, where the workers of one ended and could not be started again.
     """
-    started, repeats, rows = time.monotonic(), len(completions) // max(len(examples), 1), _share(len(completions))
+    started, repeats, rows = (
+        time.monotonic(),
+        len(completions) // max(len(examples), 1),
+        _share(len(completions)),
+    )
     with shared_faults():
-        own = pool.score([examples[row // repeats] for row in rows], [completions[row] for row in rows])
+        own = pool.score(
+            [examples[row // repeats] for row in rows], [completions[row] for row in rows]
+        )
     first_error = next(filter(None, gather_text(own.first_error or "")), None)
     table = np.zeros((3 + len(own.components), len(completions)), np.float32)
     table[:, rows] = own.rewards, own.correct, own.failed, *own.components.values()
-    (rewards, correct, failed, *components), timeouts = sum_over_processes((table, np.int32(own.timeouts)))
+    (rewards, correct, failed, *components), timeouts = sum_over_processes(
+        (table, np.int32(own.timeouts))
+    )
     return Scores(
         rewards=rewards,
         components=dict(zip(own.components, components, strict=True)),
@@ -46,7 +57,9 @@ def score_together(pool: RewardPool, examples: Sequence[Example], completions: S
     )
 
 
-def play_together(pool: RewardPool, episodes: Sequence[Episode], completions: Sequence[str]) -> Scores:
+def play_together(
+    pool: RewardPool, episodes: Sequence[Episode], completions: Sequence[str]
+) -> Scores:
     """`pool.play`.
 
     Raises:
@@ -56,7 +69,9 @@ def play_together(pool: RewardPool, episodes: Sequence[Episode], completions: Se
     with shared_faults():
         own = pool.play([episodes[row] for row in rows], [completions[row] for row in rows])
     shares = [json.loads(text) for text in gather_text(json.dumps(_told(own)))]
-    turns = [shares[row % len(shares)]["turns"][row // len(shares)] for row in range(len(completions))]
+    turns = [
+        shares[row % len(shares)]["turns"][row // len(shares)] for row in range(len(completions))
+    ]
     rewards = np.array([turn["reward"] if turn else 0.0 for turn in turns], np.float32)
     failed = np.array([turn is None for turn in turns], bool)
     timeouts = sum(share["timeouts"] for share in shares)
@@ -79,5 +94,6 @@ def _told(own: Scores) -> dict[str, Any]:
 
 
 def _share(count: int) -> np.ndarray:
-    """This process's rows: dealt out like cards, so that each has its part of every prompt's completions."""
+    """This process's rows: dealt out like cards, so that each has its part of every prompt's
+    completions."""
     return np.arange(jax.process_index(), count, jax.process_count())

@@ -1,17 +1,19 @@
-"""The reward worker: a fresh Python process that reads batches of samples from a socket and answers one line a sample.
+"""The reward worker: a fresh Python process that reads batches of samples from a socket and answers
+one line a sample.
 
 It imports the standard library and the rewards, never JAX. `supervisor` starts it.
 
-Requests are pickles: first the task's configuration, then lists of samples, each the arguments of `build_scorer`'s function or
-of `build_player`'s. Answers are lines of JSON, because what comes out of a reward is not to be trusted with the trainer's
-unpickler: {"ready": true, "batches": false, "warning": ""} or {"failed": "why"}, then [result, null] or [null, "error"] for each
-sample in turn, where a result is what that function returned. Where there are batch rewards ("batches"), a line "batch" says
-first that they have scored the whole list.
+Requests are pickles: first the task's configuration, then lists of samples, each the arguments of
+`build_scorer`'s function or of `build_player`'s. Answers are lines of JSON, because what comes out
+of a reward is not to be trusted with the trainer's unpickler: {"ready": true, "batches": false,
+"warning": ""} or {"failed": "why"}, then [result, null] or [null, "error"] for each sample in turn,
+where a result is what that function returned. Where there are batch rewards ("batches"), a line
+"batch" says first that they have scored the whole list.
 
 Functions that were given in Python come as a pickle in a file, which all workers of the pool share.
 
-Processes that a reward starts for a sample end before the sample is answered. Those that it starts while it is imported are
-its helpers and live as long as the worker.
+Processes that a reward starts for a sample end before the sample is answered. Those that it starts
+while it is imported are its helpers and live as long as the worker.
 """
 
 from __future__ import annotations
@@ -50,7 +52,11 @@ def serve(channel: socket.socket, objects_fd: int, warning: str = "") -> None:
     task = pickle.load(requests)
     try:
         objects = _objects(objects_fd)
-        score = build_player(task, objects) if task.kind == "environment" else build_scorer(task, objects)
+        score = (
+            build_player(task, objects)
+            if task.kind == "environment"
+            else build_scorer(task, objects)
+        )
     except UserError as fault:
         answer({"failed": str(fault)})
         return
@@ -81,16 +87,23 @@ def serve(channel: socket.socket, objects_fd: int, warning: str = "") -> None:
         for call in calls:
             try:
                 result = (call(), None)
-            # SystemExit and KeyboardInterrupt too: whatever a reward raises costs its own sample only.
+            # SystemExit and KeyboardInterrupt too: whatever a reward raises costs its own sample
+            # only.
             except BaseException as fault:
-                result = (None, str(fault) if isinstance(fault, ComponentFault | EnvironmentFault) else describe_fault(fault))
+                result = (
+                    None,
+                    str(fault)
+                    if isinstance(fault, ComponentFault | EnvironmentFault)
+                    else describe_fault(fault),
+                )
             if is_over():
                 return
             answer(result)
 
 
 def _objects(descriptor: int) -> dict[str, Any]:
-    """What was given in Python, by `<python>:NAME`. It is read by position: the workers share one offset."""
+    """What was given in Python, by `<python>:NAME`. It is read by position: the workers share one
+    offset."""
     packed = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
     os.close(descriptor)
     if not packed:
@@ -99,14 +112,17 @@ def _objects(descriptor: int) -> dict[str, Any]:
         return pickle.loads(packed)
     # A module that they belong to may raise anything, or call sys.exit, while it is imported.
     except (Exception, SystemExit) as fault:
-        raise UserError(f"what was given in Python does not load in the reward workers: {describe_fault(fault)}") from fault
+        raise UserError(
+            f"what was given in Python does not load in the reward workers: {describe_fault(fault)}"
+        ) from fault
 
 
 def _limit(memory_mib: int, file_mib: int) -> None:
     """Limits for this process and for each that it starts.
 
-    Address space comes on top of what is mapped: imports alone map gigabytes on a large machine. There is no RLIMIT_CPU: a
-    worker outlives thousands of samples, and what it starts does not outlive a batch.
+    Address space comes on top of what is mapped: imports alone map gigabytes on a large machine.
+    There is no RLIMIT_CPU: a worker outlives thousands of samples, and what it starts does not
+    outlive a batch.
     """
     import resource
 

@@ -1,4 +1,5 @@
-"""The trainer's handle on one reward worker: start it, talk to it, kill it with all that it started."""
+"""The trainer's handle on one reward worker: start it, talk to it, kill it with all that it
+started."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ class WorkerProcess:
         self.assigned: deque[Any] = deque()
         self.socket, theirs = socket.socketpair()
         self._received = b""
-        # The worker finds what this process finds, on the same path, and not the working directory first (-P).
+        # The worker finds what this process finds, on the same path, and not the working directory
+        # first (-P).
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         arguments = map(str, (theirs.fileno(), objects, task.reward.max_processes))
         with theirs:
@@ -58,14 +60,17 @@ class WorkerProcess:
                 pass_fds=(theirs.fileno(), objects),
                 stdin=subprocess.PIPE,  # its end, be it this process's, ends the supervisor
                 stdout=subprocess.PIPE,
-                stderr=output,  # the worker's standard output, too; the supervisor's own is for how the worker ended
+                # the worker's standard output, too; the supervisor's own is for how the worker
+                # ended
+                stderr=output,
                 start_new_session=True,
                 env={**os.environ, **ENVIRONMENT, "PYTHONPATH": path},
             )
         self.send(task, timeout=1.0)
 
     def send(self, message: Any, timeout: float) -> None:
-        """Send a pickle. A worker that is dead or stuck takes none: its closed socket or its deadline tells."""
+        """Send a pickle. A worker that is dead or stuck takes none: its closed socket or its
+        deadline tells."""
         self.socket.settimeout(timeout)
         with suppress(OSError):
             self.socket.sendall(pickle.dumps(message))
@@ -73,7 +78,8 @@ class WorkerProcess:
     def receive(self) -> tuple[list[Any], bool]:
         """(the lines that have come, whether more may come). Call it when the socket is readable.
 
-        A line is {"ready": true} or {"failed": why} until the worker is ready, then [result, null], [null, error], or "batch"."""
+        A line is {"ready": true} or {"failed": why} until the worker is ready, then [result, null],
+        [null, error], or "batch"."""
         try:
             data = self.socket.recv(1 << 16)
             *lines, self._received = (self._received + data).split(b"\n")
@@ -86,10 +92,12 @@ class WorkerProcess:
         """Kill the worker with all that it started, reap it, and say how it ended."""
         self.socket.close()
         if not LINUX:
-            with suppress(ProcessLookupError, PermissionError):  # refused where only the dead leader is left in the group
+            # refused where only the dead leader is left in the group
+            with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
         try:
-            # Standard input is closed, the supervisor kills all below it and writes how the worker ended.
+            # Standard input is closed, the supervisor kills all below it and writes how the worker
+            # ended.
             report, _ = self.process.communicate(timeout=SUPERVISOR_TIMEOUT)
         except subprocess.TimeoutExpired:
             # A reward has stopped its supervisor; what is below it is still found from here.

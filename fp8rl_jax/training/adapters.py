@@ -1,7 +1,8 @@
 """LoRA in a run: from a loaded model to an adapted policy, and what a checkpoint holds of it.
 
-The base never changes, so a checkpoint has the adapters, their moments, and a fingerprint of the base: a few megabytes, and a
-run that is resumed on another base is refused instead of going on as a different policy.
+The base never changes, so a checkpoint has the adapters, their moments, and a fingerprint of the
+base: a few megabytes, and a run that is resumed on another base is refused instead of going on as a
+different policy.
 """
 
 from __future__ import annotations
@@ -28,15 +29,16 @@ from fp8rl_jax.training.state import TrainState
 
 
 def adapt(policy: Policy, config: RunConfig, recipe: Recipe) -> Policy:
-    """The policy with its weights frozen in `lora.base`'s format and adapters beside them; as it is where the rank is 0.
+    """The policy with its weights frozen in `lora.base`'s format and adapters beside them; as it is
+    where the rank is 0.
 
     Args:
         policy: float32, layers stacked.
         recipe: the run's; with `lora.base` "rollout" the base takes its rollout weight format.
 
     Raises:
-        UserError: targets or a rank that the model cannot have, an adapter file that does not fit, or one base for two sides
-            whose weight formats differ.
+        UserError: targets or a rank that the model cannot have, an adapter file that does not fit,
+            or one base for two sides whose weight formats differ.
     """
     lora, dtype = config.lora, jnp.dtype(config.compute_dtype)
     if lora.rank == 0:
@@ -44,27 +46,36 @@ def adapt(policy: Policy, config: RunConfig, recipe: Recipe) -> Policy:
     if lora.path:
         adapters = load_adapters(lora.path, policy.config, lora)
     else:  # of the seed's keys, 0 and 1 are the rollout's and the evaluation's
-        adapters = init_adapters(policy.config, lora, jax.random.fold_in(jax.random.key(config.seed), 2))
+        adapters = init_adapters(
+            policy.config, lora, jax.random.fold_in(jax.random.key(config.seed), 2)
+        )
     if lora.base == "compute":
         return join(adapters, jax.jit(cast, static_argnums=1)(policy, dtype))
     rollout, trainer = recipe.rollout.weight, recipe.trainer.weight
     if rollout.quantized and trainer.quantized and rollout != trainer:
         raise UserError(
-            f'lora.base: "rollout" is one base for both sides, and recipe {recipe.name!r} has weights of {describe(rollout)} in '
+            f'lora.base: "rollout" is one base for both sides, and recipe {recipe.name!r} has '
+            f"weights of {describe(rollout)} in "
             f'the rollout and of {describe(trainer)} in the trainer; use "compute"'
         )
-    freeze = partial(quantized_policy, recipe=recipe, dtype=dtype, unroll=False, backend=config.precision.backend)
+    freeze = partial(
+        quantized_policy, recipe=recipe, dtype=dtype, unroll=False, backend=config.precision.backend
+    )
     return join(adapters, jax.jit(freeze)(policy)[0])
 
 
 @jax.jit
 def fingerprint(base: Policy) -> UInt32[Array, "leaves 2"]:
-    """Two 32-bit sums of the mixed bits of every tensor, the same on any mesh: integer sums have no order."""
+    """Two 32-bit sums of the mixed bits of every tensor, the same on any mesh: integer sums have no
+    order."""
 
     def one(x: Array, start: int) -> Array:
-        bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}")).astype(jnp.uint32)
+        bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}")).astype(
+            jnp.uint32
+        )
         place = jnp.full(x.shape, start, jnp.uint32)
-        for axis in range(x.ndim):  # not a flat index: tensors stay sharded, and may have more than 2^32 elements
+        # not a flat index: tensors stay sharded, and may have more than 2^32 elements
+        for axis in range(x.ndim):
             place = _mix(place + lax.broadcasted_iota(jnp.uint32, x.shape, axis))
         return jnp.sum(_mix(bits ^ place), dtype=jnp.uint32)
 
@@ -79,7 +90,8 @@ def _mix(x: Array) -> Array:
 
 
 def to_save(state: TrainState) -> tuple:
-    """What a checkpoint holds of a state: all of it, or with adapters what is trained, and the base's fingerprint."""
+    """What a checkpoint holds of a state: all of it, or with adapters what is trained, and the
+    base's fingerprint."""
     trained, frozen = split(state.policy)
     return (state,) if frozen is None else (replace(state, policy=trained), fingerprint(frozen))
 
@@ -95,7 +107,8 @@ def restored(state: TrainState, saved: TrainState, saved_base: Array | None = No
         return saved
     if not np.array_equal(to_host(saved_base), to_host(fingerprint(frozen))):
         raise UserError(
-            "--resume: the checkpoint's adapters were trained on another base; resume with the run's own model.path, seed, "
+            "--resume: the checkpoint's adapters were trained on another base; resume with the "
+            "run's own model.path, seed, "
             "compute_dtype, recipe and lora.base"
         )
     return replace(saved, policy=join(saved.policy, frozen))

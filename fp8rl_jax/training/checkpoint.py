@@ -1,11 +1,12 @@
-"""Checkpoints: the whole training state, written atomically by Orbax, the newest whole one found again.
+"""Checkpoints: the whole training state, written atomically by Orbax, the newest whole one found
+again.
 
-Orbax commits a checkpoint by renaming its directory, so a run killed while it saves leaves the earlier ones whole. A newest
-checkpoint that cannot be read (a truncated or deleted file) is passed over with a warning for the one before it; a run never
-starts anew because of one.
+Orbax commits a checkpoint by renaming its directory, so a run killed while it saves leaves the
+earlier ones whole. A newest checkpoint that cannot be read (a truncated or deleted file) is passed
+over with a warning for the one before it; a run never starts anew because of one.
 
-Each process writes and reads the shards of its own devices, in one directory that all of them see. All call the same methods
-together, and agree on which checkpoint can be read.
+Each process writes and reads the shards of its own devices, in one directory that all of them see.
+All call the same methods together, and agree on which checkpoint can be read.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ class Checkpoints:
 
     def __init__(self, directory: Path, config: CheckpointConfig):
         self.directory = directory.absolute()
-        options = ocp.CheckpointManagerOptions(max_to_keep=max(config.keep, 2), enable_async_checkpointing=False)
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=max(config.keep, 2), enable_async_checkpointing=False
+        )
         self._manager = ocp.CheckpointManager(self.directory, options=options)
 
     def steps(self) -> list[int]:
@@ -55,18 +58,23 @@ class Checkpoints:
             self._manager.save(step, args=ocp.args.StandardSave(_by_name(tree)), force=True)
             self._manager.wait_until_finished()
         except (OSError, ValueError) as error:
-            raise UserError(f"{self.directory}: checkpoint of step {step} could not be written ({_line(error)})") from error
+            raise UserError(
+                f"{self.directory}: checkpoint of step {step} could not be written ({_line(error)})"
+            ) from error
 
     def restore(self, like: Any) -> tuple[int, Any]:
         """The newest readable checkpoint, as (step, tree shaped, typed and sharded like `like`).
 
         Raises:
-            UserError: there is none, none can be read, or the newest readable one holds other arrays than `like`: it was
-                written by a run of another model or with other optimizer settings.
+            UserError: there is none, none can be read, or the newest readable one holds other
+                arrays than `like`: it was written by a run of another model or with other optimizer
+                settings.
         """
         steps = self.steps()
         if not steps:
-            raise UserError(f"{self.directory}: no checkpoint to resume from; start without --resume")
+            raise UserError(
+                f"{self.directory}: no checkpoint to resume from; start without --resume"
+            )
         target = jax.tree.map(ocp.utils.to_shape_dtype_struct, _by_name(like))
         for step in reversed(steps):
             try:
@@ -78,8 +86,10 @@ class Checkpoints:
                 continue
             if difference:
                 raise UserError(
-                    f"{self.directory}: checkpoint of step {step} is of another kind of run: {difference}; resume with the "
-                    "model, compute_dtype, trainer.loss_scale, optimizer.first_moment and optimizer.second_moment that it was "
+                    f"{self.directory}: checkpoint of step {step} is of another kind of run: "
+                    f"{difference}; resume with the "
+                    "model, compute_dtype, trainer.loss_scale, optimizer.first_moment and "
+                    "optimizer.second_moment that it was "
                     "written with"
                 )
             self._set_aside([later for later in steps if later > step])
@@ -87,12 +97,22 @@ class Checkpoints:
         raise UserError(f"{self.directory}: none of the checkpoints {steps} can be read")
 
     def _difference(self, step: int, target: dict[str, Any]) -> str:
-        """The first array that a checkpoint has otherwise than `target`; "" where it has what is wanted."""
+        """The first array that a checkpoint has otherwise than `target`; "" where it has what is
+        wanted."""
         try:
-            saved = dict(ocp.StandardCheckpointHandler().metadata(self._manager.directory / str(step) / _ITEM).tree)
+            saved = dict(
+                ocp.StandardCheckpointHandler()
+                .metadata(self._manager.directory / str(step) / _ITEM)
+                .tree
+            )
         except Exception as error:  # as in _read
-            raise UserError(f"{self.directory}: checkpoint of step {step} cannot be read ({_line(error)})") from error
-        kinds = [{name[_DIGITS:]: f"{x.dtype}{list(x.shape)}" for name, x in tree.items()} for tree in (saved, target)]
+            raise UserError(
+                f"{self.directory}: checkpoint of step {step} cannot be read ({_line(error)})"
+            ) from error
+        kinds = [
+            {name[_DIGITS:]: f"{x.dtype}{list(x.shape)}" for name, x in tree.items()}
+            for tree in (saved, target)
+        ]
         for name in dict.fromkeys([*kinds[1], *kinds[0]]):
             has, wanted = (kind.get(name, "nothing") for kind in kinds)
             if has != wanted:
@@ -100,16 +120,22 @@ class Checkpoints:
         return ""
 
     def _read(self, step: int, target: Any) -> dict[str, Any]:
-        # not the manager's restore: it ends in a collective, which a process that met a damaged file would not reach
+        # not the manager's restore: it ends in a collective, which a process that met a damaged
+        # file would not reach
         handler = ocp.StandardCheckpointHandler()
         try:
-            return handler.restore(self._manager.directory / str(step) / _ITEM, args=ocp.args.StandardRestore(target))
+            return handler.restore(
+                self._manager.directory / str(step) / _ITEM, args=ocp.args.StandardRestore(target)
+            )
         except Exception as error:  # a plain one is what Orbax makes of every fault in a shard
             reason = _line(error.__cause__ or error)
-            raise UserError(f"{self.directory}: checkpoint of step {step} cannot be read ({reason})") from error
+            raise UserError(
+                f"{self.directory}: checkpoint of step {step} cannot be read ({reason})"
+            ) from error
 
     def _set_aside(self, steps: list[int]) -> None:
-        """Moves damaged checkpoints out of the way of the steps that will be saved again; nothing is deleted."""
+        """Moves damaged checkpoints out of the way of the steps that will be saved again; nothing
+        is deleted."""
         with shared_faults():
             for step in steps if is_main_process() else ():
                 kept = self.directory.with_name(f"checkpoint-{step}-damaged-{time.time_ns()}")
@@ -125,7 +151,10 @@ class Checkpoints:
 def _by_name(tree: Any) -> dict[str, Any]:
     """Leaves under names that sort as the tree's order."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {f"{i:0{_DIGITS}d}{jax.tree_util.keystr(path)}".replace("/", "_"): leaf for i, (path, leaf) in enumerate(leaves)}
+    return {
+        f"{i:0{_DIGITS}d}{jax.tree_util.keystr(path)}".replace("/", "_"): leaf
+        for i, (path, leaf) in enumerate(leaves)
+    }
 
 
 def _line(error: Exception) -> str:

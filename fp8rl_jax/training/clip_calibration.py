@@ -1,8 +1,10 @@
-"""Calibrated clipping in a run: when the unquantized passes are made, and how the bounds in the state follow them.
+"""Calibrated clipping in a run: when the unquantized passes are made, and how the bounds in the
+state follow them.
 
-A calibrating step scores its rollout once more with nothing quantized, before the first update, and each later mini-batch before
-its own update: two forwards, as in the paper. The FP8 side of the comparison costs nothing, since updates return the
-log-probabilities that they computed. The first mini-batch is left out: it meets the old policy, and all its ratios are 1.
+A calibrating step scores its rollout once more with nothing quantized, before the first update, and
+each later mini-batch before its own update: two forwards, as in the paper. The FP8 side of the
+comparison costs nothing, since updates return the log-probabilities that they computed. The first
+mini-batch is left out: it meets the old policy, and all its ratios are 1.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from fp8rl_jax.training.step import Batch, StepConfig
 
 
 class Seen(NamedTuple):
-    """One mini-batch as its update met it: log-probabilities of the trainer, and of passes in which nothing is quantized."""
+    """One mini-batch as its update met it: log-probabilities of the trainer, and of passes in which
+    nothing is quantized."""
 
     batch: Batch
     logprobs: Float[Array, "b t"]
@@ -41,7 +44,12 @@ def due(state: TrainState, config: RLConfig, updates_per_rollout: int) -> bool:
 
 def unquantized(config: StepConfig) -> StepConfig:
     """The same forward in the compute dtype."""
-    compute = {"trainer": LinearFormats(), "output_gradient": COMPUTE, "saved_activation": COMPUTE, "exact": False}
+    compute = {
+        "trainer": LinearFormats(),
+        "output_gradient": COMPUTE,
+        "saved_activation": COMPUTE,
+        "exact": False,
+    }
     recipe = replace(config.recipe, **compute)
     return replace(config, recipe=recipe)
 
@@ -50,9 +58,11 @@ def unquantized(config: StepConfig) -> StepConfig:
 def recalibrate(
     bounds: Float[Array, " bounds"], seen: list[Seen], config: RLConfig
 ) -> tuple[Float[Array, " bounds"], dict[str, Float[Array, ""]]]:
-    """The next bounds, from those in force and all mini-batches together; metrics of `rl.calibrated_bounds`.
+    """The next bounds, from those in force and all mini-batches together; metrics of
+    `rl.calibrated_bounds`.
 
-    A bound that is not finite, for which NaN log-probabilities are the only reason, stays what it is.
+    A bound that is not finite, for which NaN log-probabilities are the only reason, stays what it
+    is.
     """
     columns = []
     for batch, logprobs, exact, exact_old in seen:
@@ -60,7 +70,10 @@ def recalibrate(
         advantages = per_token(batch.advantages, mask)
         if batch.weights is not None:
             advantages = advantages * batch.weights
-        ratios = [rl.policy_ratio(new, old, mask, "token") for new, old in ((logprobs, batch.old_logprobs), (exact, exact_old))]
+        ratios = [
+            rl.policy_ratio(new, old, mask, "token")
+            for new, old in ((logprobs, batch.old_logprobs), (exact, exact_old))
+        ]
         columns.append((*ratios, advantages, mask))
     found, metrics = rl.calibrated_bounds(*map(jnp.concatenate, zip(*columns, strict=True)), config)
     kept, found = config.clip_calibration.smoothing, jnp.where(jnp.isfinite(found), found, bounds)

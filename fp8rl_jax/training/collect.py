@@ -1,9 +1,10 @@
-"""One step's experience: completions of the step's prompts and their rewards, drawn once or, with DAPO's dynamic sampling, until
-enough prompts teach something (arXiv 2503.14476, section 3.2).
+"""One step's experience: completions of the step's prompts and their rewards, drawn once or, with
+DAPO's dynamic sampling, until enough prompts teach something (arXiv 2503.14476, section 3.2).
 
-What is drawn in round r of a step depends on (seed, step, r) alone, so a resumed run draws the same. Metrics of rewards
-describe everything that was sampled; the update sees the chosen prompts, always as many, so that one compiled program serves
-every step. Where too few prompts teach something, others fill the batch, and their tokens are left out of the loss.
+What is drawn in round r of a step depends on (seed, step, r) alone, so a resumed run draws the
+same. Metrics of rewards describe everything that was sampled; the update sees the chosen prompts,
+always as many, so that one compiled program serves every step. Where too few prompts teach
+something, others fill the batch, and their tokens are left out of the loss.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from fp8rl_jax.training.session import Session
 
 @dataclass(frozen=True, kw_only=True)
 class Collected:
-    """What a step learns from, C samples of P prompts chosen among all that were sampled, and what all of these earned.
+    """What a step learns from, C samples of P prompts chosen among all that were sampled, and what
+    all of these earned.
 
     Attributes:
         experience: the chosen samples.
@@ -92,7 +94,8 @@ class Collector:
         return self._encoded(self._examples(step, 0))
 
     def collect(self, step: int) -> Collected:
-        """Samples, scores, and with dynamic sampling does so again until enough prompts teach something."""
+        """Samples, scores, and with dynamic sampling does so again until enough prompts teach
+        something."""
         drawn = [self._draw(step, 0)]
         if not self.dynamic.enabled:
             return self._chosen(drawn, np.ones(self.count, bool))
@@ -119,7 +122,9 @@ class Collector:
             rounds=len(drawn),
         )
 
-    def _picked(self, sampled: Sequence[Experience], chosen: np.ndarray, rows: np.ndarray) -> Experience:
+    def _picked(
+        self, sampled: Sequence[Experience], chosen: np.ndarray, rows: np.ndarray
+    ) -> Experience:
         if isinstance(sampled[0], EpisodeExperience):
             episodes = list(chain(*(part.episodes for part in sampled)))
             return self.session.of_episodes([episodes[row] for row in rows], self.samples)
@@ -140,7 +145,11 @@ class Collector:
         return found, scores, examples
 
     def _informative(self, scores: Scores) -> Bool[np.ndarray, " p"]:
-        return np.asarray(rl.informative_groups(jnp.asarray(scores.rewards), self.samples, jnp.asarray(~scores.failed)))
+        return np.asarray(
+            rl.informative_groups(
+                jnp.asarray(scores.rewards), self.samples, jnp.asarray(~scores.failed)
+            )
+        )
 
     def _examples(self, step: int, number: int) -> list[Example]:
         rounds = self.dynamic.max_rounds if self.dynamic.enabled else 1
@@ -151,7 +160,8 @@ class Collector:
 
 
 def select(rollouts: Sequence[Rollout], prompts: np.ndarray, rows: np.ndarray) -> Rollout:
-    """The given prompts and rows of several rollouts laid one after the other, as numpy arrays; all processes call it together.
+    """The given prompts and rows of several rollouts laid one after the other, as numpy arrays; all
+    processes call it together.
 
     Args:
         rollouts: of the same weights and widths.
@@ -163,9 +173,13 @@ def select(rollouts: Sequence[Rollout], prompts: np.ndarray, rows: np.ndarray) -
         parts = [getattr(rollout, name) for rollout in rollouts]
         if parts[0] is None:
             return None
-        return jax.tree.map(lambda *leaves: np.concatenate([to_host(leaf) for leaf in leaves])[which], *parts)
+        return jax.tree.map(
+            lambda *leaves: np.concatenate([to_host(leaf) for leaf in leaves])[which], *parts
+        )
 
-    by_prompt = {name: pick(name, prompts) for name in ("prompts", "prompt_logprobs", "prompt_expert_ids")}
+    by_prompt = {
+        name: pick(name, prompts) for name in ("prompts", "prompt_logprobs", "prompt_expert_ids")
+    }
     by_row = ("tokens", "mask", "behaviour_logprobs", "policy_logprobs", "stopped", "expert_ids")
     return replace(rollouts[0], **by_prompt, **{name: pick(name, rows) for name in by_row})
 

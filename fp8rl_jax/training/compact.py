@@ -1,8 +1,10 @@
-"""An update's batch with less padding: cut to the widths that its rows need, or packed. Both leave loss and metrics as they are.
+"""An update's batch with less padding: cut to the widths that its rows need, or packed. Both leave
+loss and metrics as they are.
 
-A rollout is as wide as the longest prompt and completion may be, so that one program samples every batch. The update can be
-narrower: widths are powers of two and three quarters of them, and each width met for the first time compiles the update
-once. The widths follow from lengths that all processes read together, so they agree on the program.
+A rollout is as wide as the longest prompt and completion may be, so that one program samples every
+batch. The update can be narrower: widths are powers of two and three quarters of them, and each
+width met for the first time compiles the update once. The widths follow from lengths that all
+processes read together, so they agree on the program.
 """
 
 from __future__ import annotations
@@ -25,15 +27,16 @@ _OF_PROMPTS = ("prompts", "prompt_routes")
 
 
 class Compact(NamedTuple):
-    """batch: to run on; padding: the part of the token slots that the model runs on which hold no token, or one more copy of a
-    prompt's."""
+    """batch: to run on; padding: the part of the token slots that the model runs on which hold no
+    token, or one more copy of a prompt's."""
 
     batch: Batch
     padding: float
 
 
 def compact(batch: Batch, config: TrainerConfig, parts: int, mesh: jax.sharding.Mesh) -> Compact:
-    """The batch as trainer.packing and trainer.length_buckets want it; all processes must call it together.
+    """The batch as trainer.packing and trainer.length_buckets want it; all processes must call it
+    together.
 
     Args:
         batch: on the mesh.
@@ -55,14 +58,17 @@ def compact(batch: Batch, config: TrainerConfig, parts: int, mesh: jax.sharding.
 
 
 def cut(batch: Batch, prompt: int, completion: int) -> Batch:
-    """The batch without the columns behind the bucket of its longest prompt and that of its longest completion."""
+    """The batch without the columns behind the bucket of its longest prompt and that of its longest
+    completion."""
 
     def narrow(name: str, x: Array | None):
         if name == "packing" or x is None or x.ndim < 2:
             return x
         return x[:, : bucket(max(prompt if name in _OF_PROMPTS else completion, 1), 2)]
 
-    return replace(batch, **{name: narrow(name, getattr(batch, name)) for name in batch.__dataclass_fields__})
+    return replace(
+        batch, **{name: narrow(name, getattr(batch, name)) for name in batch.__dataclass_fields__}
+    )
 
 
 def widen(values: Float[Array, "b cut"], width: int) -> Float[Array, "b t"]:
@@ -71,7 +77,8 @@ def widen(values: Float[Array, "b cut"], width: int) -> Float[Array, "b t"]:
 
 
 def of_width(config: RLConfig, width: int) -> RLConfig:
-    """`config` for batches that may be cut: where it divides by the width of the batch, by `width`."""
+    """`config` for batches that may be cut: where it divides by the width of the batch, by
+    `width`."""
     if config.aggregation != "fixed_length" or config.fixed_length is not None:
         return config
     return replace(config, fixed_length=width)

@@ -1,4 +1,5 @@
-"""What a person sees while a run goes on: a row a step, and on a terminal a bar with the time left beneath the rows."""
+"""What a person sees while a run goes on: a row a step, and on a terminal a bar with the time left
+beneath the rows."""
 
 from __future__ import annotations
 
@@ -35,28 +36,43 @@ class Table:
         columns: like COLUMNS.
     """
 
-    def __init__(self, total_steps: int, columns: tuple[tuple[str, str, str], ...] = COLUMNS) -> None:
+    def __init__(
+        self, total_steps: int, columns: tuple[tuple[str, str, str], ...] = COLUMNS
+    ) -> None:
         self._step_width = max(len("step"), len(str(total_steps)))
-        self._columns = [(heading, name, form, max(len(heading), 8)) for heading, name, form in columns]
+        self._columns = [
+            (heading, name, form, max(len(heading), 8)) for heading, name, form in columns
+        ]
 
     def header(self) -> str:
         """The headings over `row`."""
-        return " ".join([f"{'step':>{self._step_width}}", *(f"{heading:>{width}}" for heading, _, _, width in self._columns)])
+        return " ".join(
+            [
+                f"{'step':>{self._step_width}}",
+                *(f"{heading:>{width}}" for heading, _, _, width in self._columns),
+            ]
+        )
 
     def row(self, step: int, metrics: Mapping[str, float]) -> str:
         """One step's columns; what was not measured in this step is a dash."""
         cells = [
-            f"{form.format(float(metrics[name])) if name in metrics else '-':>{width}}" for _, name, form, width in self._columns
+            f"{form.format(float(metrics[name])) if name in metrics else '-':>{width}}"
+            for _, name, form, width in self._columns
         ]
         return " ".join([f"{step:>{self._step_width}}", *cells])
 
 
 class TimeLeft:
-    """Seconds until the last step, at the mean pace of the last `window` steps, with all that happens between them."""
+    """Seconds until the last step, at the mean pace of the last `window` steps, with all that
+    happens between them."""
 
-    def __init__(self, total_steps: int, start_step: int, clock: Callable[[], float], window: int = 20) -> None:
+    def __init__(
+        self, total_steps: int, start_step: int, clock: Callable[[], float], window: int = 20
+    ) -> None:
         self._total, self._clock = total_steps, clock
-        self._marks: deque[tuple[int, float]] = deque([(start_step - 1, clock())], maxlen=window + 1)
+        self._marks: deque[tuple[int, float]] = deque(
+            [(start_step - 1, clock())], maxlen=window + 1
+        )
 
     def at(self, step: int) -> float | None:
         """Notes that `step` (counted from 0) is done; None until a step has been timed."""
@@ -88,7 +104,11 @@ class PlainConsole:
         if self._rows % self._header_every == 0:
             print(f"{self._table.header()} {'left':>8}", file=self._stream)
         self._rows += 1
-        print(f"{self._table.row(step, metrics)} {clock_text(self._left.at(step)):>8}", file=self._stream, flush=True)
+        print(
+            f"{self._table.row(step, metrics)} {clock_text(self._left.at(step)):>8}",
+            file=self._stream,
+            flush=True,
+        )
 
     def close(self) -> None:
         self._stream.flush()
@@ -113,7 +133,9 @@ class LiveConsole:
             TextColumn("{task.fields[left]} left"),
             console=console,
         )
-        self._task = self._progress.add_task("", total=total_steps, completed=start_step, left=clock_text(None))
+        self._task = self._progress.add_task(
+            "", total=total_steps, completed=start_step, left=clock_text(None)
+        )
         self._progress.start()
         self._print(f"[bold]{self._table.header()}[/bold]")
 
@@ -126,7 +148,9 @@ class LiveConsole:
         self._progress.stop()
 
     def _print(self, line: str) -> None:
-        self._progress.console.print(line, highlight=False, no_wrap=True, overflow="ignore", crop=False)
+        self._progress.console.print(
+            line, highlight=False, no_wrap=True, overflow="ignore", crop=False
+        )
 
 
 def console_tracker(

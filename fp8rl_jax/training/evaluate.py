@@ -25,37 +25,53 @@ _log = logging.getLogger("fp8rl")
 
 
 def evaluate(
-    session: Session, pool: RewardPool, examples: Sequence[Example], config: EvaluationConfig, key: Key[Array, ""]
+    session: Session,
+    pool: RewardPool,
+    examples: Sequence[Example],
+    config: EvaluationConfig,
+    key: Key[Array, ""],
 ) -> tuple[dict[str, float], list[dict]]:
-    """Answers every example `config.samples` times, or plays as many episodes of it, and scores the answers.
+    """Answers every example `config.samples` times, or plays as many episodes of it, and scores the
+    answers.
 
     Args:
         session: answers with the weights that it serves, which do not change.
         pool: scores, or plays the environments.
         examples: problems.
-        config: how many samples, at which temperature; nothing else of the session's sampling is truncated or biased.
+        config: how many samples, at which temperature; nothing else of the session's sampling is
+            truncated or biased.
         key: fixes the draws.
 
     Returns:
-        Metrics `eval/accuracy` (avg@k: mean of correct samples; pass@1), `eval/accuracy_low`, `eval/accuracy_high` (95 %
-        Wilson interval over examples, samples of an example averaged), `eval/problems` (their number), `eval/pass_at_k` where
-        k > 1, `eval/mean_length`, `eval/failed_rewards` (answers whose reward failed, which count as wrong; the first failure
-        is logged);
-        and one row an answer: prompt, completion, answer, reward.
+        Metrics `eval/accuracy` (avg@k: mean of correct samples; pass@1), `eval/accuracy_low`,
+        `eval/accuracy_high` (95 % Wilson interval over examples, samples of an example averaged),
+        `eval/problems` (their number), `eval/pass_at_k` where k > 1, `eval/mean_length`,
+        `eval/failed_rewards` (answers whose reward failed, which count as wrong; the first failure
+        is logged); and one row an answer: prompt, completion, answer, reward.
     """
-    prompts_a_batch, sampling = max(config.batch_size // config.samples, 1), at_temperature(session.sampling, config.temperature)
+    prompts_a_batch, sampling = (
+        max(config.batch_size // config.samples, 1),
+        at_temperature(session.sampling, config.temperature),
+    )
     found, lengths, rows = [], [], []
     for start in range(0, len(examples), prompts_a_batch):
         part = list(examples[start : start + prompts_a_batch])
         answer = _play if pool.task.max_turns > 1 else _complete
         with jax.set_mesh(session.mesh):
-            scores, texts, tokens = answer(session, pool, part, prompts_a_batch, config.samples, sampling, key)
+            scores, texts, tokens = answer(
+                session, pool, part, prompts_a_batch, config.samples, sampling, key
+            )
         found.append(scores)
         lengths.append(tokens)
         for row, text in enumerate(texts):
             example = part[row // config.samples]
             rows.append(
-                {"prompt": example.prompt, "completion": text, "answer": example.answer, "reward": float(scores.rewards[row])}
+                {
+                    "prompt": example.prompt,
+                    "completion": text,
+                    "answer": example.answer,
+                    "reward": float(scores.rewards[row]),
+                }
             )
     scores = Scores.join(found)
     if (line := scores.failure_text()) and is_main_process():
@@ -76,8 +92,11 @@ def evaluate(
     return metrics, rows
 
 
-def _complete(session, pool, part, prompts, samples, sampling, key) -> tuple[Scores, list[str], np.ndarray]:
-    """Scores, texts and token counts of the answers to `part`, which is one batch of `prompts` or the rest of one."""
+def _complete(
+    session, pool, part, prompts, samples, sampling, key
+) -> tuple[Scores, list[str], np.ndarray]:
+    """Scores, texts and token counts of the answers to `part`, which is one batch of `prompts` or
+    the rest of one."""
     # filled up with its first example, so that one compiled program serves all
     filled = part + part[:1] * (prompts - len(part))
     rollout = session.engine.generate(session.encoder.batch(filled), samples, sampling, key)
@@ -85,10 +104,14 @@ def _complete(session, pool, part, prompts, samples, sampling, key) -> tuple[Sco
     return score_together(pool, part, texts), texts, to_host(rollout.mask).sum(1)[: len(texts)]
 
 
-def _play(session, pool, part, prompts, samples, sampling, key) -> tuple[Scores, list[str], np.ndarray]:
+def _play(
+    session, pool, part, prompts, samples, sampling, key
+) -> tuple[Scores, list[str], np.ndarray]:
     """The same of episodes: an episode's tokens are those of all its completions."""
     slots = prompts * samples
-    episodes, scores = play(session.engine, session.encoder, pool, part, samples, sampling, key, Clock(), slots=slots)
+    episodes, scores = play(
+        session.engine, session.encoder, pool, part, samples, sampling, key, Clock(), slots=slots
+    )
     tokens = np.array([sum(len(turn.tokens) for turn in episode.turns) for episode in episodes])
     return scores, [episode.transcript for episode in episodes], tokens
 
@@ -108,5 +131,7 @@ def evaluate_held_out(setup: Setup, pool: RewardPool) -> dict[str, float]:
 def wilson_interval(rate: float, count: int, z: float = 1.96) -> tuple[float, float]:
     """Wilson's score interval of a proportion (E. B. Wilson, 1927); z = 1.96 for 95 %."""
     centre = (rate + z * z / (2 * count)) / (1 + z * z / count)
-    half = z / (1 + z * z / count) * math.sqrt(rate * (1 - rate) / count + z * z / (4 * count * count))
+    half = (
+        z / (1 + z * z / count) * math.sqrt(rate * (1 - rate) / count + z * z / (4 * count * count))
+    )
     return max(centre - half, 0.0), min(centre + half, 1.0)

@@ -1,7 +1,8 @@
 """What was sampled in one step, and the batch that it makes for the trainer.
 
-A sample is a completion, or an episode of several. Rewards and advantages belong to samples; the trainer works on rows. A
-completion is one row. An episode is as many as `join_turns` makes of it, and a batch of them is filled up with empty rows.
+A sample is a completion, or an episode of several. Rewards and advantages belong to samples; the
+trainer works on rows. A completion is one row. An episode is as many as `join_turns` makes of it,
+and a batch of them is filled up with empty rows.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ Entering = Bool[np.ndarray, " c"] | None
 
 @dataclass(frozen=True, kw_only=True)
 class Experience(ABC):
-    """C samples of P prompts, sample c of prompt c // samples: what a session gives to be rewarded and takes back to learn from.
+    """C samples of P prompts, sample c of prompt c // samples: what a session gives to be rewarded
+    and takes back to learn from.
 
     Attributes:
         texts: [C], completions without special tokens, or transcripts of episodes.
@@ -58,13 +60,14 @@ class Experience(ABC):
     @property
     @abstractmethod
     def tokens(self) -> list[list[int]]:
-        """Sampled token ids of each sample, [C][length], the stop token included; all processes call it together."""
+        """Sampled token ids of each sample, [C][length], the stop token included; all processes
+        call it together."""
 
     @property
     @abstractmethod
     def logprobs(self) -> list[Float[np.ndarray, " length"]]:
-        """Log-probability of each of `tokens` in the rollout, at the sampling temperature over the whole vocabulary; all
-        processes call it together."""
+        """Log-probability of each of `tokens` in the rollout, at the sampling temperature over the
+        whole vocabulary; all processes call it together."""
 
     @abstractmethod
     def batch(self, config: RLConfig, truncated: bool, entering: Entering = None) -> Batch:
@@ -91,7 +94,8 @@ class Experience(ABC):
 
     @abstractmethod
     def work(self) -> tuple[Int[np.ndarray, " p"], Int[np.ndarray, " b"], int]:
-        """Lengths of prompts and of what stands behind them, and the number of sampled tokens, for `Clock.work`."""
+        """Lengths of prompts and of what stands behind them, and the number of sampled tokens, for
+        `Clock.work`."""
 
     @abstractmethod
     def metrics(self) -> dict[str, float]:
@@ -103,8 +107,9 @@ class RolloutExperience(Experience):
     """Completions: row b is sample b.
 
     Attributes:
-        rollout: on the mesh. Its prompts may be more than `prompts`: the session fills a batch up with copies of the first, so
-            that a compiled program serves several sizes, and their rows are empty.
+        rollout: on the mesh. Its prompts may be more than `prompts`: the session fills a batch up
+            with copies of the first, so that a compiled program serves several sizes, and their
+            rows are empty.
     """
 
     rollout: Rollout
@@ -132,7 +137,12 @@ class RolloutExperience(Experience):
 
     def batch(self, config: RLConfig, truncated: bool, entering: Entering = None) -> Batch:
         rollout, in_loss = self.rollout, None
-        chosen = rl.rollout_logprobs(rollout.behaviour_logprobs, rollout.policy_logprobs, config.correction, truncated=truncated)
+        chosen = rl.rollout_logprobs(
+            rollout.behaviour_logprobs,
+            rollout.policy_logprobs,
+            config.correction,
+            truncated=truncated,
+        )
         mask, rows = rollout.mask, len(rollout.tokens)
         if len(self.texts) < rows:
             mask = mask & (np.arange(rows) < len(self.texts))[:, None]
@@ -143,9 +153,16 @@ class RolloutExperience(Experience):
             in_loss = (mask if in_loss is None else in_loss) & inside[:, None]
         prompts = rollout.prompts
         return Batch(
-            prompts.tokens, prompts.lengths, rollout.tokens, mask, chosen, jnp.zeros_like(chosen[:, 0]),
-            loss_mask=in_loss, prompt_routes=rollout.prompt_expert_ids, routes=rollout.expert_ids,
-        )  # fmt: skip
+            prompts.tokens,
+            prompts.lengths,
+            rollout.tokens,
+            mask,
+            chosen,
+            jnp.zeros_like(chosen[:, 0]),
+            loss_mask=in_loss,
+            prompt_routes=rollout.prompt_expert_ids,
+            routes=rollout.expert_ids,
+        )
 
     def by_sample(self, values: Shaped[Array, " b"]) -> Shaped[Array, " c"]:
         return values
@@ -164,7 +181,9 @@ class RolloutExperience(Experience):
 
     def metrics(self) -> dict[str, float]:
         mask, stopped = self._own(self.rollout.mask, self.rollout.stopped)
-        return _completion_metrics(mask.sum(1), stopped) | {"rollout/weight_version": self.weight_version}
+        return _completion_metrics(mask.sum(1), stopped) | {
+            "rollout/weight_version": self.weight_version
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,11 +206,16 @@ class EpisodeExperience(Experience):
 
     @property
     def tokens(self) -> list[list[int]]:
-        return [[token for turn in episode.turns for token in turn.tokens] for episode in self.episodes]
+        return [
+            [token for turn in episode.turns for token in turn.tokens] for episode in self.episodes
+        ]
 
     @property
     def logprobs(self) -> list[Float[np.ndarray, " length"]]:
-        return [np.array([x for turn in e.turns for x in turn.policy_logprobs], np.float32) for e in self.episodes]
+        return [
+            np.array([x for turn in e.turns for x in turn.policy_logprobs], np.float32)
+            for e in self.episodes
+        ]
 
     def batch(self, config: RLConfig, truncated: bool, entering: Entering = None) -> Batch:
         rows, in_loss = self.rows, None
@@ -200,10 +224,15 @@ class EpisodeExperience(Experience):
         if entering is not None and not entering.all():
             in_loss = rows.sampled & (self._spread(entering) > 0)[:, None]
         batch = Batch(
-            rows.prompts, rows.prompt_lengths, rows.tokens, rows.sampled, chosen, np.zeros(len(rows.tokens), np.float32),
+            rows.prompts,
+            rows.prompt_lengths,
+            rows.tokens,
+            rows.sampled,
+            chosen,
+            np.zeros(len(rows.tokens), np.float32),
             attended=rows.attended,
             loss_mask=in_loss,
-        )  # fmt: skip
+        )
         return to_global(batch, self.sharding)
 
     def by_sample(self, values: Shaped[Array, " b"]) -> Shaped[Array, " c"]:
@@ -224,12 +253,23 @@ class EpisodeExperience(Experience):
 
     def work(self) -> tuple[Int[np.ndarray, " p"], Int[np.ndarray, " b"], int]:
         own = self.rows.episode >= 0
-        return self.rows.prompt_lengths[own], self.rows.attended[own].sum(1), int(self.rows.sampled.sum())
+        return (
+            self.rows.prompt_lengths[own],
+            self.rows.attended[own].sum(1),
+            int(self.rows.sampled.sum()),
+        )
 
     def metrics(self) -> dict[str, float]:
-        """Besides: turns and rows an episode (one row: all its turns were joined), and the part that ended for want of room."""
-        turns, count = [turn for episode in self.episodes for turn in episode.turns], len(self.episodes)
-        lengths, stopped = np.array([len(turn.tokens) for turn in turns]), np.array([turn.stopped for turn in turns])
+        """Besides: turns and rows an episode (one row: all its turns were joined), and the part
+        that ended for want of room."""
+        turns, count = (
+            [turn for episode in self.episodes for turn in episode.turns],
+            len(self.episodes),
+        )
+        lengths, stopped = (
+            np.array([len(turn.tokens) for turn in turns]),
+            np.array([turn.stopped for turn in turns]),
+        )
         return _completion_metrics(lengths, stopped) | {
             "rollout/weight_version": self.weight_version,
             "episodes/turns": len(turns) / count,
@@ -238,16 +278,22 @@ class EpisodeExperience(Experience):
         }
 
 
-def episode_rows(episodes: Sequence[Episode], width: int, max_new_tokens: int, pad: int, multiple: int) -> Rows:
-    """The rows of episodes that were played in prompts of `width` tokens: [R, 1] and [R, width + max_new_tokens - 1].
+def episode_rows(
+    episodes: Sequence[Episode], width: int, max_new_tokens: int, pad: int, multiple: int
+) -> Rows:
+    """The rows of episodes that were played in prompts of `width` tokens: [R, 1] and [R, width +
+    max_new_tokens - 1].
 
-    The two parts of a row, prompt and what follows, have to hold any conversation. One token is the shortest prompt, and with it
-    the parts together are no wider than the longest conversation, wherever its first answer begins.
+    The two parts of a row, prompt and what follows, have to hold any conversation. One token is the
+    shortest prompt, and with it the parts together are no wider than the longest conversation,
+    wherever its first answer begins.
     """
     return pad_rows(episodes, 1, width + max_new_tokens - 1, pad, multiple)
 
 
-def _completion_metrics(lengths: Int[np.ndarray, " b"], stopped: Bool[np.ndarray, " b"]) -> dict[str, float]:
+def _completion_metrics(
+    lengths: Int[np.ndarray, " b"], stopped: Bool[np.ndarray, " b"]
+) -> dict[str, float]:
     return {
         "completions/mean_length": lengths.mean(),
         "completions/max_length": lengths.max(),

@@ -31,9 +31,12 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """A Weights & Biases run. Its id is kept in the run directory, so that a resumed run goes on in the same charts."""
+    """A Weights & Biases run. Its id is kept in the run directory, so that a resumed run goes on in
+    the same charts."""
 
-    def __init__(self, directory: Path, config: TrackingConfig, settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self, directory: Path, config: TrackingConfig, settings: Mapping[str, Any]
+    ) -> None:
         wandb = _import("wandb", "tracking.wandb")
         id_file = directory / "wandb_id"
         if not id_file.exists():
@@ -50,7 +53,9 @@ class WandbTracker:
             )
         except wandb.errors.Error as error:
             reason = " ".join(str(error).split())
-            raise UserError(f'tracking.wandb: {reason} (or set tracking.wandb_mode = "offline")') from error
+            raise UserError(
+                f'tracking.wandb: {reason} (or set tracking.wandb_mode = "offline")'
+            ) from error
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
@@ -66,4 +71,6 @@ def _import(package: str, key: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name != package:
             raise
-        raise UserError(f"{key}: the package {package} is missing; pip install 'fp8rl_jax[trackers]'") from None
+        raise UserError(
+            f"{key}: the package {package} is missing; pip install 'fp8rl_jax[trackers]'"
+        ) from None

@@ -1,4 +1,5 @@
-"""Does a run fit, and if not, what would make it: every answer is a plan of its own, computed from the changed configuration."""
+"""Does a run fit, and if not, what would make it: every answer is a plan of its own, computed from
+the changed configuration."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ _GB = 1e9
 
 
 def device_limit(config: RunConfig) -> tuple[int, str] | None:
-    """Bytes of one device and where the figure is from: plan.device, or what the device reports; None where neither says."""
+    """Bytes of one device and where the figure is from: plan.device, or what the device reports;
+    None where neither says."""
     chosen = config.plan.device
     if chosen in DEVICE_BYTES:
         return DEVICE_BYTES[chosen], chosen
@@ -31,21 +33,40 @@ def device_limit(config: RunConfig) -> tuple[int, str] | None:
     statistics = jax.local_devices()[0].memory_stats() or {}
     limit = statistics.get("bytes_limit")
     kind = jax.local_devices()[0].device_kind
-    return None if limit is None else (limit, f"{kind}, as far as XLA_PYTHON_CLIENT_MEM_FRACTION lets JAX use it")
+    return (
+        None
+        if limit is None
+        else (limit, f"{kind}, as far as XLA_PYTHON_CLIENT_MEM_FRACTION lets JAX use it")
+    )
 
 
-def changes(config: RunConfig, sizes: dict[str, int]) -> Iterator[tuple[str, RunConfig, dict[str, int]]]:
-    """Single changes that make a run smaller, the cheapest first: (what to set, the changed run, its mesh)."""
+def changes(
+    config: RunConfig, sizes: dict[str, int]
+) -> Iterator[tuple[str, RunConfig, dict[str, int]]]:
+    """Single changes that make a run smaller, the cheapest first: (what to set, the changed run,
+    its mesh)."""
     optimizer, trainer, rollout = config.optimizer, config.trainer, config.rollout
     part = rollout.prompts_per_step // trainer.updates_per_rollout
     if trainer.micro_batch_prompts != 1 and part > 1:
-        yield "trainer.micro_batch_prompts = 1", replace(config, trainer=replace(trainer, micro_batch_prompts=1)), sizes
+        yield (
+            "trainer.micro_batch_prompts = 1",
+            replace(config, trainer=replace(trainer, micro_batch_prompts=1)),
+            sizes,
+        )
     if trainer.remat == "none":
-        yield 'trainer.remat = "layer"', replace(config, trainer=replace(trainer, remat="layer")), sizes
+        yield (
+            'trainer.remat = "layer"',
+            replace(config, trainer=replace(trainer, remat="layer")),
+            sizes,
+        )
     for name in ("bfloat16", "e4m3"):
         small = replace(optimizer, first_moment=name, second_moment=name)
         if name != "e4m3" or not RunConfig(optimizer=small).problems():
-            yield f'optimizer.first_moment = optimizer.second_moment = "{name}"', replace(config, optimizer=small), sizes
+            yield (
+                f'optimizer.first_moment = optimizer.second_moment = "{name}"',
+                replace(config, optimizer=small),
+                sizes,
+            )
     for parts in _FSDP:
         rows = parts * sizes["data"] * sizes["expert"]
         if parts > sizes["fsdp"] and rollout.prompts_per_step % rows == 0:
@@ -56,7 +77,9 @@ def changes(config: RunConfig, sizes: dict[str, int]) -> Iterator[tuple[str, Run
         yield what, replace(config, rollout=replace(rollout, samples_per_prompt=fewer)), sizes
 
 
-def what_fits(shape: PolicyConfig, config: RunConfig, sizes: dict[str, int], limit: int) -> list[tuple[str, int]]:
+def what_fits(
+    shape: PolicyConfig, config: RunConfig, sizes: dict[str, int], limit: int
+) -> list[tuple[str, int]]:
     """The changes under which the run fits into `limit` bytes a device, each with its peak.
 
     Single changes; where none is enough, pairs of them.
@@ -99,29 +122,38 @@ def check_fits(shape: PolicyConfig, config: RunConfig, sizes: dict[str, int]) ->
     if peak <= limit[0]:
         return
     fitting = what_fits(shape, config, sizes, limit[0])
-    advice = f"set {fitting[0][0]} ({fitting[0][1] / _GB:.1f} GB)" if fitting else "no change that `fp8rl plan` knows is enough"
+    advice = (
+        f"set {fitting[0][0]} ({fitting[0][1] / _GB:.1f} GB)"
+        if fitting
+        else "no change that `fp8rl plan` knows is enough"
+    )
     raise UserError(
-        f"memory: the run needs {peak / _GB:.1f} GB a device, and there are {limit[0] / _GB:.1f} GB ({limit[1]}): {advice}; "
+        f"memory: the run needs {peak / _GB:.1f} GB a device, and there are {limit[0] / _GB:.1f} "
+        f"GB ({limit[1]}): {advice}; "
         "`fp8rl plan` shows the figures, and plan.check = false tries it all the same"
     )
 
 
 def report(shape: PolicyConfig, config: RunConfig, sizes: dict[str, int]) -> tuple[str, bool]:
-    """The plan as a table, whether it fits where the device's memory is known, and if not, the changes under which it does.
+    """The plan as a table, whether it fits where the device's memory is known, and if not, the
+    changes under which it does.
 
     Returns:
         (text, False where it is known not to fit).
     """
     plan, limit = memory_plan(shape, config, sizes), device_limit(config)
     lines = [
-        f"{parameter_count(shape):,} parameters; mesh {', '.join(f'{axis} {size}' for axis, size in sizes.items())}",
+        f"{parameter_count(shape):,} parameters; mesh "
+        f"{', '.join(f'{axis} {size}' for axis, size in sizes.items())}",
         _table(plan).rstrip(),
     ]
     peak = max(plan.phases, key=plan.needs)
     size, unit = _unit(plan)
     need = f"{plan.peak / size:.1f} {unit} a device, in the {peak} phase"
     if limit is None:
-        lines.append(f"Needs {need}. The device does not say what it has; name one with --plan.device.")
+        lines.append(
+            f"Needs {need}. The device does not say what it has; name one with --plan.device."
+        )
         return "\n".join(lines), True
     have = f"{limit[0] / _GB:.1f} GB ({limit[1]})"
     if plan.peak <= limit[0]:
@@ -145,7 +177,11 @@ def _table(plan: Plan) -> str:
         for i, (name, size) in enumerate(parts.items()):
             table.add_row("" if i else phase, name, f"{size / unit:,.3f}")
         total = sum(plan.always.values()) if phase == "always" else plan.needs(phase)
-        table.add_row("", "together" if phase == "always" else f"{phase} with what is always there", f"{total / unit:,.3f}")
+        table.add_row(
+            "",
+            "together" if phase == "always" else f"{phase} with what is always there",
+            f"{total / unit:,.3f}",
+        )
         table.add_section()
     page = io.StringIO()
     rich.console.Console(file=page, width=110).print(table)

@@ -1,7 +1,8 @@
-"""What is learned from one rollout: reference and old log-probabilities where they are needed, then one or several updates.
+"""What is learned from one rollout: reference and old log-probabilities where they are needed, then
+one or several updates.
 
-A single update takes its own forward as the old policy, so the old-logprob pass is skipped; several updates, corrections of the
-whole batch, and a KL divergence in the reward need it made before.
+A single update takes its own forward as the old policy, so the old-logprob pass is skipped; several
+updates, corrections of the whole batch, and a KL divergence in the reward need it made before.
 """
 
 from __future__ import annotations
@@ -37,13 +38,16 @@ class Learner:
     Args:
         config: of the run.
         recipe: resolved.
-        policy: before the first update; where a KL divergence is wanted, a copy of what is trained of it is the reference.
+        policy: before the first update; where a KL divergence is wanted, a copy of what is trained
+            of it is the reference.
         mesh: batches are on it.
     """
 
     def __init__(self, config: RunConfig, recipe: Recipe, policy: Policy, mesh: jax.sharding.Mesh):
         self.trainer, self.mesh = config.trainer, mesh
-        settings = dataclasses.replace(config.rl, correction=config.rl.correction.resolve(recipe.correction))
+        settings = dataclasses.replace(
+            config.rl, correction=config.rl.correction.resolve(recipe.correction)
+        )
         self.count = config.trainer.updates_per_rollout
         self.config = StepConfig(
             recipe=recipe,
@@ -58,8 +62,11 @@ class Learner:
         )
         self.use(config.optimizer, config.trainer.steps * self.count)
         needed = settings.kl_coefficient > 0 or settings.reward_kl.coefficient > 0
-        # of what is trained: adapters at their start, beside the frozen base, are the whole reference
-        self.reference: Trained | None = jax.tree.map(jnp.copy, split(policy)[0]) if needed else None
+        # of what is trained: adapters at their start, beside the frozen base, are the whole
+        # reference
+        self.reference: Trained | None = (
+            jax.tree.map(jnp.copy, split(policy)[0]) if needed else None
+        )
 
     def use(self, optimizer: OptimizerConfig, updates: int) -> None:
         """An optimizer, and the number of updates in its schedule."""
@@ -76,7 +83,8 @@ class Learner:
         return compact(batch, self.trainer, parts, self.mesh)
 
     def scored(self, state: TrainState, batch: Batch, parts: int, clock: Clock) -> Batch:
-        """The batch with the log-probabilities that rewards and updates need: the reference policy's, and the old policy's.
+        """The batch with the log-probabilities that rewards and updates need: the reference
+        policy's, and the old policy's.
 
         Args:
             parts: of `micro_batches`.
@@ -85,13 +93,21 @@ class Learner:
         if self.reference is not None:
             with clock.part("ref"):
                 # other weights, so its own experts
-                own_routes = dataclasses.replace(self.compact(batch, parts).batch, prompt_routes=None, routes=None)
+                own_routes = dataclasses.replace(
+                    self.compact(batch, parts).batch, prompt_routes=None, routes=None
+                )
                 policy = join(self.reference, split(state.policy)[1])
                 reference = jax.block_until_ready(widen(score(policy, own_routes, config), width))
             batch = dataclasses.replace(batch, reference_logprobs=reference)
-        if self.count > 1 or config.rl.correction.whole_batch or config.rl.reward_kl.coefficient > 0:
+        if (
+            self.count > 1
+            or config.rl.correction.whole_batch
+            or config.rl.reward_kl.coefficient > 0
+        ):
             with clock.part("logprob"):
-                old = jax.block_until_ready(widen(score(state.policy, self.compact(batch, parts).batch, config), width))
+                old = jax.block_until_ready(
+                    widen(score(state.policy, self.compact(batch, parts).batch, config), width)
+                )
             batch = dataclasses.replace(batch, old_logprobs=old)
         return batch
 
@@ -105,13 +121,17 @@ class Learner:
             parts: of `micro_batches`.
 
         Returns:
-            The next state; the trainer's log-probabilities before the first update; the mean of the updates' metrics.
+            The next state; the trainer's log-probabilities before the first update; the mean of the
+            updates' metrics.
         """
         old, width = batch.old_logprobs, batch.tokens.shape[1]
         rl_config = of_width(self.config.rl, width)
         config = dataclasses.replace(self.config, rl=rl_config, micro_batches=parts // self.count)
         batch, padding = self.compact(batch, parts)
-        told = {"optim/lr": float(self.schedule(int(state.updates))), "perf/padding_fraction": padding}
+        told = {
+            "optim/lr": float(self.schedule(int(state.updates))),
+            "perf/padding_fraction": padding,
+        }
         if old is None:
             with clock.part("train"):
                 state, logprobs, metrics = update(state, batch, config, self.optimizer)
@@ -123,14 +143,18 @@ class Learner:
         if calibrating:
             with clock.part("calibrate"):
                 whole = dataclasses.replace(exact, micro_batches=parts)
-                exact_old = split_batch(jax.block_until_ready(score(state.policy, batch, whole)), self.count)
+                exact_old = split_batch(
+                    jax.block_until_ready(score(state.policy, batch, whole)), self.count
+                )
         for part in range(self.count):
             mini = jax.tree.map(lambda x, part=part: x[part], minis)
             if calibrating and part:
                 with clock.part("calibrate"):
                     exact_logprobs = jax.block_until_ready(score(state.policy, mini, exact))
             with clock.part("train"):
-                state, logprobs, metrics = jax.block_until_ready(update(state, mini, config, self.optimizer))
+                state, logprobs, metrics = jax.block_until_ready(
+                    update(state, mini, config, self.optimizer)
+                )
             collected.append(metrics)
             if calibrating and part:
                 seen.append(Seen(mini, logprobs, exact_logprobs, exact_old[part]))

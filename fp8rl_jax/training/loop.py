@@ -1,8 +1,10 @@
-"""A run around a session: problems and their rewards in, metrics, samples, checkpoints and the trained model out.
+"""A run around a session: problems and their rewards in, metrics, samples, checkpoints and the
+trained model out.
 
-A step samples, scores in worker processes, and updates; session.py says what happens inside. Held-out problems are evaluated and
-checkpoints written on the way. A checkpoint holds weights, optimizer, KV scales, and the loss scale and clip bounds where they
-are found on the way, and everything random is a function of (seed, step), so a resumed run repeats the uninterrupted one.
+A step samples, scores in worker processes, and updates; session.py says what happens inside.
+Held-out problems are evaluated and checkpoints written on the way. A checkpoint holds weights,
+optimizer, KV scales, and the loss scale and clip bounds where they are found on the way, and
+everything random is a function of (seed, step), so a resumed run repeats the uninterrupted one.
 """
 
 from __future__ import annotations
@@ -30,18 +32,27 @@ _log = logging.getLogger("fp8rl")
 
 
 def train(setup: Setup) -> None:
-    """Runs `trainer.steps` steps and leaves metrics, samples, checkpoints and the trained model in the run directory.
+    """Runs `trainer.steps` steps and leaves metrics, samples, checkpoints and the trained model in
+    the run directory.
 
     Raises:
-        UserError: the run directory is taken, a checkpoint cannot be written or read, too many updates were skipped, or every
-            reward failed in too many steps.
+        UserError: the run directory is taken, a checkpoint cannot be written or read, too many
+            updates were skipped, or every reward failed in too many steps.
     """
     config = setup.config
-    check_same(repr(dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, process_id=-1))))
+    check_same(
+        repr(dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, process_id=-1)))
+    )
     with leave_on_failure(), jax.set_mesh(setup.session.mesh), ExitStack() as stack:
         with shared_faults():
-            if is_main_process() and not config.resume and (setup.directory / "metrics.jsonl").exists():
-                raise UserError(f"{setup.directory} holds a run already; give --resume, or another --output")
+            if (
+                is_main_process()
+                and not config.resume
+                and (setup.directory / "metrics.jsonl").exists()
+            ):
+                raise UserError(
+                    f"{setup.directory} holds a run already; give --resume, or another --output"
+                )
             pool = stack.enter_context(reward_pool(setup))
         if is_main_process():
             announce(setup, print, "rollout.prompts_per_step")
@@ -58,7 +69,9 @@ class Loop:
         config = setup.config
         self.collector = Collector(self.session, setup.train, pool, config)
         self.checkpoints = Checkpoints(setup.directory / "checkpoints", config.checkpoint)
-        self.watch = Watch(config.trainer, self.checkpoints.directory, config.compute_dtype, reward_log(setup))
+        self.watch = Watch(
+            config.trainer, self.checkpoints.directory, config.compute_dtype, reward_log(setup)
+        )
         self.session.truncated  # noqa: B018 - for its refusals
         if config.resume:
             self.session.load_saved(*self.checkpoints.restore(self.session.saved()))
@@ -67,21 +80,30 @@ class Loop:
         if is_main_process():
             write_run_record(setup)
             self.tracker = make_tracker(
-                setup.directory, config.tracking, total_steps=config.trainer.steps, start_step=self.start,
+                setup.directory,
+                config.tracking,
+                total_steps=config.trainer.steps,
+                start_step=self.start,
                 settings=dataclasses.asdict(config),
-            )  # fmt: skip
+            )
             self.samples = JsonLines(setup.directory / "samples.jsonl", self.start)
         else:
             self.tracker, self.samples = Trackers([]), None
 
     def run(self) -> None:
-        steps, every, session = self.config.trainer.steps, self.config.checkpoint.every, self.session
+        steps, every, session = (
+            self.config.trainer.steps,
+            self.config.checkpoint.every,
+            self.session,
+        )
         try:
             session.sync(self.collector.prompts(self.start))
             for step in range(self.start, steps):
-                # every row is written before the checkpoint that makes a resumed run go on behind it
+                # every row is written before the checkpoint that makes a resumed run go on behind
+                # it
                 metrics = self._evaluate(step) | self._step(step)
-                # time/* and perf/* since the last row: the step itself, its evaluation, and the checkpoint before it
+                # time/* and perf/* since the last row: the step itself, its evaluation, and the
+                # checkpoint before it
                 self.tracker.log(step, metrics | session.lap())
                 if step + 1 == steps or (every and (step + 1) % every == 0):
                     with session.clock.part("ckpt"):
@@ -97,20 +119,32 @@ class Loop:
 
     def _step(self, step: int) -> dict[str, float]:
         found = self.collector.collect(step)
-        rewards = [float(x) if ok else None for x, ok in zip(found.rewards, found.valid, strict=True)]
-        metrics = self.session.update(found.experience, rewards, found.entering, self.collector.prompts(step + 1))
+        rewards = [
+            float(x) if ok else None for x, ok in zip(found.rewards, found.valid, strict=True)
+        ]
+        metrics = self.session.update(
+            found.experience, rewards, found.entering, self.collector.prompts(step + 1)
+        )
         metrics |= self._scored(found.scores)
-        metrics |= {"rollout/rounds": float(found.rounds), "rollout/teaching_prompts": float(found.teaches.sum())}
+        metrics |= {
+            "rollout/rounds": float(found.rounds),
+            "rollout/teaching_prompts": float(found.teaches.sum()),
+        }
         metrics["rollout/dropped"] = float(self.setup.dropped)
         metrics |= self.watch.see(step, metrics, found.scores)
         if self.samples is not None:
-            self.samples.write({"step": step, **row} for row in found.shown(self.config.tracking.samples))
+            self.samples.write(
+                {"step": step, **row} for row in found.shown(self.config.tracking.samples)
+            )
         return metrics
 
     def _scored(self, scores: Scores) -> dict[str, float]:
-        """reward/* and rewards/* of everything that was sampled; an update knows only what it learned from."""
+        """reward/* and rewards/* of everything that was sampled; an update knows only what it
+        learned from."""
         samples = self.config.rollout.samples_per_prompt
-        metrics = rl.reward_metrics(jnp.asarray(scores.rewards), samples, jnp.asarray(~scores.failed))
+        metrics = rl.reward_metrics(
+            jnp.asarray(scores.rewards), samples, jnp.asarray(~scores.failed)
+        )
         metrics["reward/accuracy"] = scores.correct.mean()
         return {name: float(value) for name, value in metrics.items()} | scores.metrics()
 

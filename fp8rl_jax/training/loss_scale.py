@@ -1,20 +1,23 @@
 """Loss scaling: how gradients survive float16.
 
-float16 has 10 bits of mantissa where bfloat16 has 7, and pays with its range: nothing above 65504, nothing below 2^-24 = 6e-8.
-Activations fit. Gradients often do not: that of a mean over a hundred thousand tokens begins as 1e-5 times an advantage, and what
-is a thousandth of it is lost. So the loss is multiplied by a large number before the backward pass, every gradient carries
-that factor through float16, and it is divided away once they are in float32 (arXiv 1710.03740, section 3.2), after
-micro-batches were added up and before the norm is taken and clipped.
+float16 has 10 bits of mantissa where bfloat16 has 7, and pays with its range: nothing above 65504,
+nothing below 2^-24 = 6e-8. Activations fit. Gradients often do not: that of a mean over a hundred
+thousand tokens begins as 1e-5 times an advantage, and what is a thousandth of it is lost. So the
+loss is multiplied by a large number before the backward pass, every gradient carries that factor
+through float16, and it is divided away once they are in float32 (arXiv 1710.03740, section 3.2),
+after micro-batches were added up and before the norm is taken and clipped.
 
-The factor cannot be known beforehand, so it is found while training. Too large a one makes gradients infinite: that update is
-skipped and the scale lowered. After a while without overflow it is raised again. This is the rule of PyTorch's GradScaler:
+The factor cannot be known beforehand, so it is found while training. Too large a one makes
+gradients infinite: that update is skipped and the scale lowered. After a while without overflow it
+is raised again. This is the rule of PyTorch's GradScaler:
 
     a gradient is not finite    scale * backoff_factor, count = 0
-    else                        count + 1; at growth_interval: scale * growth_factor where that is finite, count = 0
+    else                        count + 1; at growth_interval: scale * growth_factor where that is
+                                finite, count = 0
 
-The scale and its count are part of the training state, so a resumed run goes on with them. bfloat16 and float32 have the range
-and need none of this. FP8 products inside a float16 trainer have scales of their own: their groups see scaled gradients,
-whose factor falls out of amax / 448.
+The scale and its count are part of the training state, so a resumed run goes on with them. bfloat16
+and float32 have the range and need none of this. FP8 products inside a float16 trainer have scales
+of their own: their groups see scaled gradients, whose factor falls out of amax / 448.
 """
 
 from __future__ import annotations
@@ -31,20 +34,24 @@ from fp8rl_jax.config.training import LossScaleConfig
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LossScale:
-    """scale: what the next loss is multiplied by; count: updates without overflow since it last changed."""
+    """scale: what the next loss is multiplied by; count: updates without overflow since it last
+    changed."""
 
     scale: Float[Array, ""]
     count: Int[Array, ""]
 
 
 def init_scale(config: LossScaleConfig | None) -> LossScale | None:
-    """The state of a dynamic scale before the first update; None where the scale is static, or there is none."""
+    """The state of a dynamic scale before the first update; None where the scale is static, or
+    there is none."""
     if config is None or config.mode != "dynamic":
         return None
     return LossScale(jnp.float32(config.initial), jnp.int32(0))
 
 
-def factor(state: LossScale | None, config: LossScaleConfig | None) -> Float[Array, ""] | float | None:
+def factor(
+    state: LossScale | None, config: LossScaleConfig | None
+) -> Float[Array, ""] | float | None:
     """What the loss is multiplied by; None where it is not.
 
     Args:

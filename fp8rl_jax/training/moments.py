@@ -1,21 +1,26 @@
 """Adam whose moments rest in fewer bits than they are computed in.
 
-Between updates the moments are what a training state has most of: 8 bytes a parameter in float32, beside 4 of the weight. So
-they rest in bfloat16 or in e4m3, and each update unpacks them, computes in float32, and packs them again, one tensor (and
-of stacked tensors one layer) after the other: float32 moments of the whole model never exist.
+Between updates the moments are what a training state has most of: 8 bytes a parameter in float32,
+beside 4 of the weight. So they rest in bfloat16 or in e4m3, and each update unpacks them, computes
+in float32, and packs them again, one tensor (and of stacked tensors one layer) after the other:
+float32 moments of the whole model never exist.
 
-The first moment is rounded to nearest, as in FP8-LM (arXiv 2310.18313): with beta1 = 0.9 a tenth of it is new in every update,
-which is more than half a step of e4m3 (1/16). The second moment needs more care.
+The first moment is rounded to nearest, as in FP8-LM (arXiv 2310.18313): with beta1 = 0.9 a tenth of
+it is new in every update, which is more than half a step of e4m3 (1/16). The second moment needs
+more care.
 
-- It is slow. With beta2 = 0.99 an update changes it by a hundredth, less than half a step of e4m3, and with 0.999 by less than
-  half a step of bfloat16 (1/256): rounded to nearest it would stand still. It is rounded stochastically, whose mean is right.
-- The price is noise. One rounding to e4m3 has a relative variance of at most (1/8)^2 / 4 = 1/256, and a running mean adds
-  them up to 1/256 / (1 - beta2^2): a deviation of at most 44 % at beta2 = 0.99 (22 % in the size of an update), and of 140 %
-  at 0.999, which is why e4m3 is refused above 0.99. In bfloat16 the bounds are 3 % and 9 %.
-- It must not become 0, because an update divides by its root. In groups of 128 with a scale each, e4m3 holds second moments
-  down to 2^-9 / 448 of the group's largest, which is gradients down to 1/480 of it; arXiv 2410.19313 (COAT) finds that
-  second moments of such groups need less than that. Smaller ones are kept at that floor, which makes an update smaller, never
-  larger. What is stored is therefore at least half of the value: a rounding enlarges an update at most 2^0.5 times, and
+- It is slow. With beta2 = 0.99 an update changes it by a hundredth, less than half a step of e4m3,
+  and with 0.999 by less than half a step of bfloat16 (1/256): rounded to nearest it would stand
+  still. It is rounded stochastically, whose mean is right.
+- The price is noise. One rounding to e4m3 has a relative variance of at most (1/8)^2 / 4 = 1/256,
+  and a running mean adds them up to 1/256 / (1 - beta2^2): a deviation of at most 44 % at beta2 =
+  0.99 (22 % in the size of an update), and of 140 % at 0.999, which is why e4m3 is refused above
+  0.99. In bfloat16 the bounds are 3 % and 9 %.
+- It must not become 0, because an update divides by its root. In groups of 128 with a scale each,
+  e4m3 holds second moments down to 2^-9 / 448 of the group's largest, which is gradients down to
+  1/480 of it; arXiv 2410.19313 (COAT) finds that second moments of such groups need less than that.
+  Smaller ones are kept at that floor, which makes an update smaller, never larger. What is stored
+  is therefore at least half of the value: a rounding enlarges an update at most 2^0.5 times, and
   (8/7)^0.5 above 2^-6 / 448 of the largest.
 
 Norms and biases, a small part of all parameters, rest in float32 where matrices rest in e4m3.
@@ -53,25 +58,33 @@ def moment_formats(config: OptimizerConfig) -> tuple[MomentFormat, MomentFormat]
     Raises:
         UserError: an FP8 second moment with a beta2 above `FP8_MAX_BETA2`.
     """
-    first, second = (GROUPS if choice == "e4m3" else jnp.dtype(choice) for choice in (config.first_moment, config.second_moment))
+    first, second = (
+        GROUPS if choice == "e4m3" else jnp.dtype(choice)
+        for choice in (config.first_moment, config.second_moment)
+    )
     if isinstance(second, TensorFormat) and config.beta2 > FP8_MAX_BETA2:
-        raise UserError(f"optimizer.beta2 = {config.beta2}: an e4m3 second moment needs at most {FP8_MAX_BETA2}; use bfloat16")
+        raise UserError(
+            f"optimizer.beta2 = {config.beta2}: an e4m3 second moment needs at most "
+            f"{FP8_MAX_BETA2}; use bfloat16"
+        )
     return first, second
 
 
 def scale_by_adam(
     beta1: float, beta2: float, eps: float, first: MomentFormat, second: MomentFormat
 ) -> optax.GradientTransformationExtraArgs:
-    """`optax.scale_by_adam` (arXiv 1412.6980) with moments at rest in other formats, one tensor or layer after the other.
+    """`optax.scale_by_adam` (arXiv 1412.6980) with moments at rest in other formats, one tensor or
+    layer after the other.
 
     Args:
         beta1, beta2, eps: as in optax.
         first, second: formats of the moments.
 
     Returns:
-        A transformation whose state is optax's ScaleByAdamState, matrices of its moments QTensors where a format is FP8.
-        Its `update` takes `keep`, a bool array: where that is False the moments stay. The draws of stochastic rounding
-        depend on the number of the update and on the place in the tree alone.
+        A transformation whose state is optax's ScaleByAdamState, matrices of its moments QTensors
+        where a format is FP8. Its `update` takes `keep`, a bool array: where that is False the
+        moments stay. The draws of stochastic rounding depend on the number of the update and on the
+        place in the tree alone.
     """
     adam = optax.scale_by_adam(beta1, beta2, eps)
 
@@ -80,20 +93,39 @@ def scale_by_adam(
         places = list(zip(leaves, _matrices(params), strict=True))
 
         def zeros(fmt: MomentFormat, second: bool) -> Any:
-            empty = (_store(jnp.zeros(x.shape, jnp.float32), _of(fmt, matrix), jax.random.key(0), second) for x, matrix in places)
+            empty = (
+                _store(jnp.zeros(x.shape, jnp.float32), _of(fmt, matrix), jax.random.key(0), second)
+                for x, matrix in places
+            )
             return jax.tree.unflatten(treedef, empty)
 
         return optax.ScaleByAdamState(jnp.int32(0), zeros(first, False), zeros(second, True))
 
-    def update(gradients: Any, state: optax.ScaleByAdamState, params: Any = None, *, keep: Bool[Array, ""] | bool = True, **_):
+    def update(
+        gradients: Any,
+        state: optax.ScaleByAdamState,
+        params: Any = None,
+        *,
+        keep: Bool[Array, ""] | bool = True,
+        **_,
+    ):
         leaves, treedef = jax.tree.flatten(gradients)
-        moments = (jax.tree.leaves(moment, is_leaf=_is_quantized) for moment in (state.mu, state.nu))
+        moments = (
+            jax.tree.leaves(moment, is_leaf=_is_quantized) for moment in (state.mu, state.nu)
+        )
         key, done = jax.random.fold_in(jax.random.key(0), state.count), []
-        for i, (*tensors, matrix) in enumerate(zip(leaves, *moments, _matrices(gradients), strict=True)):
+        for i, (*tensors, matrix) in enumerate(
+            zip(leaves, *moments, _matrices(gradients), strict=True)
+        ):
 
             def one(gradient, mu, nu, key, matrix=matrix):
-                scaled, new = adam.update(gradient, optax.ScaleByAdamState(state.count, _load(mu), _load(nu)))
-                stored = _store(new.mu, _of(first, matrix), key, False), _store(new.nu, _of(second, matrix), key, True)
+                scaled, new = adam.update(
+                    gradient, optax.ScaleByAdamState(state.count, _load(mu), _load(nu))
+                )
+                stored = (
+                    _store(new.mu, _of(first, matrix), key, False),
+                    _store(new.nu, _of(second, matrix), key, True),
+                )
                 return scaled, *jax.tree.map(lambda n, o: jnp.where(keep, n, o), stored, (mu, nu))
 
             done.append(_layer_by_layer(one, tensors, jax.random.fold_in(key, i)))
@@ -104,20 +136,26 @@ def scale_by_adam(
 
 
 def _layer_by_layer(function: Callable, tensors: list, key: Key[Array, ""]) -> tuple:
-    """function(*tensors, key): of stacked tensors a layer at a time, in their place, so that one layer at most is unpacked."""
+    """function(*tensors, key): of stacked tensors a layer at a time, in their place, so that one
+    layer at most is unpacked."""
     if tensors[0].ndim < 3:
         return function(*tensors, key)
 
     def body(layer, carry):
         old = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, layer, keepdims=False), carry)
         new = function(*old, jax.random.fold_in(key, layer))
-        return jax.tree.map(lambda x, y: lax.dynamic_update_index_in_dim(x, y, layer, 0), carry, new)
+        return jax.tree.map(
+            lambda x, y: lax.dynamic_update_index_in_dim(x, y, layer, 0), carry, new
+        )
 
     return lax.fori_loop(0, tensors[0].shape[0], body, tuple(tensors))
 
 
-def _store(x: Float[Array, "*axes"], fmt: MomentFormat, key: Key[Array, ""], second: bool) -> Array | QTensor:
-    """A moment in the form that it rests in; the second is not negative and is rounded stochastically."""
+def _store(
+    x: Float[Array, "*axes"], fmt: MomentFormat, key: Key[Array, ""], second: bool
+) -> Array | QTensor:
+    """A moment in the form that it rests in; the second is not negative and is rounded
+    stochastically."""
     if not isinstance(fmt, TensorFormat):
         return round_stochastic(x, fmt, key) if second and fmt != x.dtype else rounded(x, fmt)
     q = quantize(x, fmt)
@@ -126,7 +164,8 @@ def _store(x: Float[Array, "*axes"], fmt: MomentFormat, key: Key[Array, ""], sec
     limit, smallest = max_value(fmt), float(jnp.finfo(q.values.dtype).smallest_subnormal)
     shape = x.shape[-2:]
     scaled = jnp.clip(x * expand(1.0 / q.scales, q.block, shape), 0.0, limit)
-    alive = expand(block_amax(x, q.block), q.block, shape) > 0  # a block that saw no gradient stays 0
+    # a block that saw no gradient stays 0
+    alive = expand(block_amax(x, q.block), q.block, shape) > 0
     floored = jnp.maximum(scaled, jnp.where(alive, smallest, 0.0))
     return replace(q, values=round_stochastic(floored, q.values.dtype, key))
 
@@ -144,7 +183,8 @@ def _of(fmt: MomentFormat, matrix: bool) -> MomentFormat:
 
 
 def _matrices(params: Any) -> list[bool]:
-    """For each leaf, whether it is a matrix, or a stack of them: a stack of norms has two axes, but is none."""
+    """For each leaf, whether it is a matrix, or a stack of them: a stack of norms has two axes, but
+    is none."""
 
     def is_weight(node: Any) -> bool:
         return hasattr(node, "axes") and hasattr(node, "weight")

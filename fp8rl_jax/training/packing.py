@@ -1,15 +1,18 @@
 """Packing: the completions of an update laid out in rows without padding between them.
 
-A batch [b, t] is as wide as the longest completion may be, and most completions are shorter. Packed, completions stand one
-behind the other in rows of a fixed width, each behind a copy of its prompt in the same row; completions of one prompt share the
-copy. Segment ids say which tokens attend to which: a completion to its prompt and to itself, whatever else stands in the row.
+A batch [b, t] is as wide as the longest completion may be, and most completions are shorter.
+Packed, completions stand one behind the other in rows of a fixed width, each behind a copy of its
+prompt in the same row; completions of one prompt share the copy. Segment ids say which tokens
+attend to which: a completion to its prompt and to itself, whatever else stands in the row.
 
-Packing is index arrays and nothing else, made on the host from lengths. The model runs on packed rows; log-probabilities are
-then gathered back to [b, t], so that loss, correction and metrics know nothing of it. Lengths are the same on all processes of a
-run, and so is what follows from them. The number of rows is rounded up to a bucket, so that few programs are compiled.
+Packing is index arrays and nothing else, made on the host from lengths. The model runs on packed
+rows; log-probabilities are then gathered back to [b, t], so that loss, correction and metrics know
+nothing of it. Lengths are the same on all processes of a run, and so is what follows from them. The
+number of rows is rounded up to a bucket, so that few programs are compiled.
 
-Rows are filled by first fit decreasing (Johnson 1973: at most 11/9 of the fewest rows possible, plus 6/9), prompts in the
-order of all that their completions need, rows that have the prompt before others.
+Rows are filled by first fit decreasing (Johnson 1973: at most 11/9 of the fewest rows possible,
+plus 6/9), prompts in the order of all that their completions need, rows that have the prompt before
+others.
 """
 
 from __future__ import annotations
@@ -22,20 +25,23 @@ import numpy as np
 from jaxtyping import Array, Int
 
 Row = list[tuple[int, list[int]]]
-"""A prompt and its completions, for each prompt in a row; completions are numbered through the whole batch."""
+"""A prompt and its completions, for each prompt in a row; completions are numbered through the
+whole batch."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Packing:
-    """Where each token of P prompts [p, s] and B completions [b, t] stands in R rows of W slots, C of them predicted.
+    """Where each token of P prompts [p, s] and B completions [b, t] stands in R rows of W slots, C
+    of them predicted.
 
     Attributes:
         tokens: index into all prompts, then all completions, flat; p*s + b*t where a slot is empty.
         segments: 1, 2, ... in each row; 0 where a slot is empty.
         prefixes: the prompt's segment for a completion's tokens, -1 elsewhere.
         positions: of each token in its own sequence.
-        sources: slots whose hidden state predicts a token: the one before it, or the last of its prompt.
+        sources: slots whose hidden state predicts a token: the one before it, or the last of its
+            prompt.
         targets: those tokens as an index into all completions, flat; b*t where there is none.
         places: of each completion's token in [r * c]; r*c where there is none.
     """
@@ -49,7 +55,8 @@ class Packing:
     places: Int[Array, "b t"]
 
     def gather(self, prompts: Array, completions: Array, fill: int) -> Array:
-        """Values a token, [p, s, ...] and [b, t, ...], as [r, w, ...]; `fill` where a slot is empty."""
+        """Values a token, [p, s, ...] and [b, t, ...], as [r, w, ...]; `fill` where a slot is
+        empty."""
         rest = prompts.shape[2:]
         flat = jnp.concatenate([prompts.reshape(-1, *rest), completions.reshape(-1, *rest)])
         return jnp.take(flat, self.tokens, axis=0, mode="fill", fill_value=fill)
@@ -63,7 +70,8 @@ class Packing:
         return jnp.take(completions.reshape(-1), self.targets, mode="fill", fill_value=0)
 
     def back(self, values: Array) -> Array:
-        """Values of predicted tokens [r, c] at their places in [b, t]; 0 where there is no token."""
+        """Values of predicted tokens [r, c] at their places in [b, t]; 0 where there is no
+        token."""
         return jnp.take(values.reshape(-1), self.places, mode="fill", fill_value=0)
 
 
@@ -75,8 +83,11 @@ def bucket(size: int, steps: int) -> int:
     return -(-size // scale) * scale
 
 
-def first_fit(prompts: Int[np.ndarray, " p"], completions: Int[np.ndarray, " b"], width: int) -> list[Row]:
-    """Completions in rows of `width` slots, first fit decreasing; a completion without tokens is in none.
+def first_fit(
+    prompts: Int[np.ndarray, " p"], completions: Int[np.ndarray, " b"], width: int
+) -> list[Row]:
+    """Completions in rows of `width` slots, first fit decreasing; a completion without tokens is in
+    none.
 
     Args:
         prompts: tokens of each prompt.
@@ -89,7 +100,9 @@ def first_fit(prompts: Int[np.ndarray, " p"], completions: Int[np.ndarray, " b"]
     groups = completions.reshape(len(prompts), n)
     longest = int((prompts + groups.max(axis=1)).max())
     if longest > width:
-        raise ValueError(f"packing: a sequence of {longest} tokens does not fit in a row of {width}")
+        raise ValueError(
+            f"packing: a sequence of {longest} tokens does not fit in a row of {width}"
+        )
     rows: list[Row] = []
     free = np.zeros(len(completions), np.int64)
     needs = np.where(groups.any(axis=1), prompts, 0) + groups.sum(axis=1)
@@ -133,14 +146,17 @@ def pack(
         prompts, completions: tokens of each, as in `first_fit`.
         sides: s and t of the batch.
         width: slots of a row.
-        parts: micro-batches of neighbouring prompts, packed apart: `split_batch` then splits the packing with its batch, and
-            each part's indices are into that part.
+        parts: micro-batches of neighbouring prompts, packed apart: `split_batch` then splits the
+            packing with its batch, and each part's indices are into that part.
         devices: what the rows of a micro-batch have to divide by.
     """
     micro = list(zip(np.split(prompts, parts), np.split(completions, parts), strict=True))
     packed = [first_fit(*lengths, width) for lengths in micro]
     rows = devices * bucket(-(-max(1, *map(len, packed)) // devices), 4)
-    most = max(max(_predictions(lengths[1], of), default=1) for lengths, of in zip(micro, packed, strict=True))
+    most = max(
+        max(_predictions(lengths[1], of), default=1)
+        for lengths, of in zip(micro, packed, strict=True)
+    )
     # in eighths of a row, so that few programs are compiled
     eighth = -(-width // 8)
     shape = rows, width, min(-(-most // eighth) * eighth, width)
@@ -153,12 +169,18 @@ def _predictions(completions, packed: list[Row]) -> list[int]:
     return [sum(int(completions[members].sum()) for _, members in row) for row in packed]
 
 
-def _fill(prompts, completions, packed: list[Row], sides: tuple[int, int], shape: tuple[int, int, int]) -> Packing:
+def _fill(
+    prompts, completions, packed: list[Row], sides: tuple[int, int], shape: tuple[int, int, int]
+) -> Packing:
     """The index arrays of one micro-batch."""
     (s, t), (r, w, c) = sides, shape
     b, start = len(completions), len(prompts) * s
     tokens, prefixes = np.full((r, w), start + b * t, np.int32), np.full((r, w), -1, np.int32)
-    segments, positions, sources = np.zeros((r, w), np.int32), np.zeros((r, w), np.int32), np.zeros((r, c), np.int32)
+    segments, positions, sources = (
+        np.zeros((r, w), np.int32),
+        np.zeros((r, w), np.int32),
+        np.zeros((r, c), np.int32),
+    )
     targets, places = np.full((r, c), b * t, np.int32), np.full((b, t), r * c, np.int32)
     for row, held in enumerate(packed):
         slot = segment = done = 0
@@ -173,9 +195,16 @@ def _fill(prompts, completions, packed: list[Row], sides: tuple[int, int], shape
                 length = completions[completion]
                 segment, index = segment + 1, np.arange(length)
                 here, there = np.s_[row, slot : slot + length], np.s_[row, done : done + length]
-                tokens[here], segments[here], prefixes[here] = start + completion * t + index, segment, head
+                tokens[here], segments[here], prefixes[here] = (
+                    start + completion * t + index,
+                    segment,
+                    head,
+                )
                 positions[here] = count + index
-                sources[there], targets[there] = np.where(index == 0, last, slot + index - 1), completion * t + index
+                sources[there], targets[there] = (
+                    np.where(index == 0, last, slot + index - 1),
+                    completion * t + index,
+                )
                 places[completion, :length] = row * c + done + index
                 slot, done = slot + length, done + length
     return Packing(tokens, segments, prefixes, positions, sources, targets, places)

@@ -1,14 +1,19 @@
 """Where a step's time goes, and how much of the hardware it uses.
 
-Model FLOPs count what the mathematics needs and nothing else: no padding, no recomputation (rematerialization, chunked
-logits), real tokens only, each prompt once for its group, as the trainer runs it. With N matrix parameters outside embedding
-and head (of experts those that a token uses), n = heads * head_dim, and c the keys that a token sees in all layers together:
+Model FLOPs count what the mathematics needs and nothing else: no padding, no recomputation
+(rematerialization, chunked logits), real tokens only, each prompt once for its group, as the
+trainer runs it. With N matrix parameters outside embedding and head (of experts those that a token
+uses), n = heads * head_dim, and c the keys that a token sees in all layers together:
 
-    forward of a token     2 N + 4 n c      and 2 * hidden * vocab for a token whose log-probability is wanted
-    update                 3 forwards (PaLM's convention, arXiv 2204.02311, appendix B); with a frozen base, which has no
-                           gradient of its own, 2 of its matrices and head, and the adapters' few per cent are not counted
+    forward of a token     2 N + 4 n c      and 2 * hidden * vocab for a token whose log-probability
+                                            is wanted
+    update                 3 forwards (PaLM's convention, arXiv 2204.02311, appendix B); with a
+                           frozen base, which has no
+                           gradient of its own, 2 of its matrices and head, and the adapters' few
+                           per cent are not counted
 
-MFU divides by the dense bfloat16 peak of the card whatever the recipe, so that FP8 shows as a gain and not as a new scale.
+MFU divides by the dense bfloat16 peak of the card whatever the recipe, so that FP8 shows as a gain
+and not as a new scale.
 """
 
 from __future__ import annotations
@@ -26,7 +31,14 @@ from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.policy import matrix_parameters
 
 # dense bfloat16 FLOP/s without sparsity, NVIDIA's data sheets (SXM)
-PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "H20": 148e12, "B200": 2250e12, "GB200": 2500e12, "A100": 312e12}
+PEAK_FLOPS = {
+    "H200": 989e12,
+    "H100": 989e12,
+    "H20": 148e12,
+    "B200": 2250e12,
+    "GB200": 2500e12,
+    "A100": 312e12,
+}
 OUTSIDE_STEP = ("time/eval", "time/ckpt")
 
 
@@ -51,27 +63,38 @@ def update_flops(
     tokens = prompts.sum() + completions.sum()
     keys = 0.0
     for window in config.windows or (np.inf,) * config.num_layers:
-        keys += _keys(prompts, window).sum() + (_keys(starts + completions, window) - _keys(starts, window)).sum()
+        keys += (
+            _keys(prompts, window).sum()
+            + (_keys(starts + completions, window) - _keys(starts, window)).sum()
+        )
     attention = 4 * config.num_heads * config.head_dim * keys
-    head = 2 * config.hidden_size * config.vocab_size * (completions.sum() if sampled is None else sampled)
+    head = (
+        2
+        * config.hidden_size
+        * config.vocab_size
+        * (completions.sum() if sampled is None else sampled)
+    )
     matrices = 2 * matrix_parameters(config) * tokens
     return float((2 if frozen else 3) * (matrices + head) + 3 * attention)
 
 
 def _keys(tokens: np.ndarray, window: float) -> np.ndarray:
-    """Keys that the first tokens of a row see together: 1 + 2 + ... up to `window`, which each later one sees."""
+    """Keys that the first tokens of a row see together: 1 + 2 + ... up to `window`, which each
+    later one sees."""
     ramp = np.minimum(tokens, window)
     return ramp * (ramp + 1) / 2 + (tokens - ramp) * ramp
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Dense bfloat16 FLOP/s of one device by jax's name of it, or None where it is not known (a CPU, an unlisted card)."""
+    """Dense bfloat16 FLOP/s of one device by jax's name of it, or None where it is not known (a
+    CPU, an unlisted card)."""
     words = device_kind.replace("-", " ").split()
     return next((peak for name, peak in PEAK_FLOPS.items() if name in words), None)
 
 
 class Clock:
-    """Seconds of each part of a step, by metric name, and the work done in them. A step begins when its clock is made."""
+    """Seconds of each part of a step, by metric name, and the work done in them. A step begins when
+    its clock is made."""
 
     def __init__(self) -> None:
         self.start = time.perf_counter()
@@ -83,7 +106,9 @@ class Clock:
         """Adds the time that the block takes to time/<name>."""
         start = time.perf_counter()
         yield
-        self.seconds[f"time/{name}"] = self.seconds.get(f"time/{name}", 0.0) + time.perf_counter() - start
+        self.seconds[f"time/{name}"] = (
+            self.seconds.get(f"time/{name}", 0.0) + time.perf_counter() - start
+        )
 
     def work(
         self,
@@ -98,15 +123,20 @@ class Clock:
         self.flops = update_flops(config, prompt_lengths, completion_lengths, sampled, frozen)
 
     def metrics(self) -> dict[str, float]:
-        """time/* (time/step: since the clock was made), and after a rollout and an update perf/* of a device of any kind:
+        """time/* (time/step: since the clock was made), and after a rollout and an update perf/* of
+        a device of any kind:
 
         perf/tok_per_s_gpu         completion tokens over the step without evaluation and checkpoint
         perf/tok_per_s_gpu_gen     over generation alone, and _train over the update alone
         perf/tflops_gpu_train      model FLOPs of the update
         perf/mfu_train             as a part of the device's peak, where that is known
-        perf/memory_peak_gib       of the fullest device since the start; of this process where devices do not say
+        perf/memory_peak_gib       of the fullest device since the start; of this process where
+                                   devices do not say
         """
-        devices, times = jax.device_count(), {"time/step": time.perf_counter() - self.start} | self.seconds
+        devices, times = (
+            jax.device_count(),
+            {"time/step": time.perf_counter() - self.start} | self.seconds,
+        )
         if not {"time/gen", "time/train"} <= times.keys():
             return times
         step = times["time/step"] - sum(times.get(name, 0.0) for name in OUTSIDE_STEP)

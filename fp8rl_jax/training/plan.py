@@ -1,12 +1,16 @@
-"""What a run needs of a device's memory, from shapes alone: before weights are read, and on a machine without the device.
+"""What a run needs of a device's memory, from shapes alone: before weights are read, and on a
+machine without the device.
 
-Nothing is guessed about what stays between programs. Weights, moments and rollout weights are the shapes that the run's own
-functions give (`jax.eval_shape`), divided as the sharding rules divide them, to the byte. What a program holds while it runs is
-an estimate: tests/training/test_plan.py holds it to what XLA says of the compiled programs.
+Nothing is guessed about what stays between programs. Weights, moments and rollout weights are the
+shapes that the run's own functions give (`jax.eval_shape`), divided as the sharding rules divide
+them, to the byte. What a program holds while it runs is an estimate: tests/training/test_plan.py
+holds it to what XLA says of the compiled programs.
 
-    always      float32 masters, moments, the frozen base of adapters, rollout weights, the reference policy of a KL term
+    always      float32 masters, moments, the frozen base of adapters, rollout weights, the
+                reference policy of a KL term
     rollout     KV cache, and weights that reference kernels unpack for the decode loop
-    backward    weights in the compute dtype, activations, logits of a chunk, gradients and, of several micro-batches, their sums
+    backward    weights in the compute dtype, activations, logits of a chunk, gradients and, of
+                several micro-batches, their sums
     optimizer   gradients, and what Adam makes of them
     sync        weights in the compute dtype on their way to their quantized form
 
@@ -66,7 +70,9 @@ class Plan:
         return max(map(self.needs, self.phases))
 
 
-def memory_plan(shape: PolicyConfig, config: RunConfig, sizes: dict[str, int] | None = None) -> Plan:
+def memory_plan(
+    shape: PolicyConfig, config: RunConfig, sizes: dict[str, int] | None = None
+) -> Plan:
     """The plan of a run.
 
     Args:
@@ -78,25 +84,33 @@ def memory_plan(shape: PolicyConfig, config: RunConfig, sizes: dict[str, int] | 
         UserError: the recipe, the optimizer or the mesh cannot be, as a run would say.
     """
     sizes = sizes or mesh_sizes(config.mesh)
-    mesh = AbstractMesh(tuple(sizes[axis] for axis in AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    mesh = AbstractMesh(
+        tuple(sizes[axis] for axis in AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES)
+    )
     recipe = config.resolved_recipe()
     dtype, weight = jnp.dtype(config.compute_dtype), recipe.rollout.weight
     policy = jax.eval_shape(lambda key: init_policy(shape, key), jax.random.key(0))
     optimizer = make_optimizer(config.optimizer, 1)
-    fresh = replace(config, lora=replace(config.lora, path=""))  # an adapter's file has the shapes of a new one
+    # an adapter's file has the shapes of a new one
+    fresh = replace(config, lora=replace(config.lora, path=""))
     trained, frozen = split(jax.eval_shape(partial(adapt, config=fresh, recipe=recipe), policy))
     moments = jax.eval_shape(optimizer.init, trained)
-    served = jax.eval_shape(lambda p: quantized_policy(p, recipe, dtype, config.rollout.decode_layers == "unroll")[0], policy)
+    served = jax.eval_shape(
+        lambda p: quantized_policy(p, recipe, dtype, config.rollout.decode_layers == "unroll")[0],
+        policy,
+    )
     masters = device_bytes(trained, mesh)
+    formats = f"{weight.element}, rest {dtype.name}" if weight.quantized else dtype.name
     always = {
         "masters (float32)": masters,
         "Adam moments": device_bytes(moments, mesh),
-        f"rollout weights ({f'{weight.element}, rest ' if weight.quantized else ''}{dtype.name})": device_bytes(served, mesh),
+        f"rollout weights ({formats})": device_bytes(served, mesh),
     }
     if frozen is not None:
         always["frozen base"] = device_bytes(frozen, mesh)
     if config.rl.kl_coefficient > 0 or config.rl.reward_kl.coefficient > 0:
-        always["KL reference policy"] = masters  # beside the frozen base of adapters, which it shares
+        # beside the frozen base of adapters, which it shares
+        always["KL reference policy"] = masters
     return Plan(
         always,
         {
@@ -117,20 +131,32 @@ def mesh_sizes(config: MeshConfig) -> dict[str, int]:
 def device_bytes(tree: Any, mesh: AbstractMesh) -> int:
     """Bytes that one device holds of a tree of shapes, placed by the sharding rules."""
     leaves = zip(jax.tree.leaves(tree), jax.tree.leaves(policy_shardings(tree, mesh)), strict=True)
-    return sum(math.prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize for x, sharding in leaves)
+    return sum(
+        math.prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize for x, sharding in leaves
+    )
 
 
-def _rollout(shape: PolicyConfig, config: RunConfig, recipe: Recipe, served: Policy, mesh: AbstractMesh) -> dict[str, int]:
+def _rollout(
+    shape: PolicyConfig, config: RunConfig, recipe: Recipe, served: Policy, mesh: AbstractMesh
+) -> dict[str, int]:
     r, dtype = config.rollout, jnp.dtype(config.compute_dtype)
     prompts = math.ceil(r.prompts_per_step / _batch_parts(mesh))
     rows, tensor = prompts * r.samples_per_prompt, mesh.shape["tensor"]
     key, weight = recipe.rollout.key, recipe.rollout.weight
-    kept, bits = (key.element_type.dtype, key.element_type.bits) if key.quantized else (dtype.name, 8 * dtype.itemsize)
+    kept, bits = (
+        (key.element_type.dtype, key.element_type.bits)
+        if key.quantized
+        else (dtype.name, 8 * dtype.itemsize)
+    )
     slots = prompts * r.max_prompt_tokens + rows * r.max_new_tokens
-    found = {f"KV cache ({kept})": 2 * shape.num_layers * slots * shape.kv_size * bits // 8 // tensor}
+    found = {
+        f"KV cache ({kept})": 2 * shape.num_layers * slots * shape.kv_size * bits // 8 // tensor
+    }
     if weight.quantized and selected_backend(config.precision.backend) == "reference":
         quantized = [x for x in jax.tree.leaves(served) if x.dtype == element_dtype(weight)]
-        values = sum(x.size for x in quantized) // (mesh.shape["fsdp"] * mesh.shape["expert"] * tensor)
+        values = sum(x.size for x in quantized) // (
+            mesh.shape["fsdp"] * mesh.shape["expert"] * tensor
+        )
         found["rollout weights unpacked to float32 (reference kernels)"] = 4 * values
     tokens = prompts * r.max_prompt_tokens
     part = _queries(r.max_prompt_tokens, r.max_prompt_tokens, None) / r.max_prompt_tokens
@@ -139,7 +165,9 @@ def _rollout(shape: PolicyConfig, config: RunConfig, recipe: Recipe, served: Pol
     return found
 
 
-def _backward(shape: PolicyConfig, config: RunConfig, masters: int, mesh: AbstractMesh) -> dict[str, int]:
+def _backward(
+    shape: PolicyConfig, config: RunConfig, masters: int, mesh: AbstractMesh
+) -> dict[str, int]:
     r, t, width = config.rollout, config.trainer, jnp.dtype(config.compute_dtype).itemsize
     part = r.prompts_per_step // t.updates_per_rollout
     per_micro = t.micro_batch_prompts or part
@@ -152,7 +180,9 @@ def _backward(shape: PolicyConfig, config: RunConfig, masters: int, mesh: Abstra
     inputs = shape.num_layers * tokens * shape.hidden_size * width
     chunk = rows * max(1, min(t.logprob_chunk // rows, r.max_new_tokens // 2))
     found = {
-        "activations of a micro-batch": inputs + layer // tensor if t.remat == "layer" else shape.num_layers * layer // tensor,
+        "activations of a micro-batch": inputs + layer // tensor
+        if t.remat == "layer"
+        else shape.num_layers * layer // tensor,
         "logits of a chunk (float32)": 3 * 4 * chunk * shape.vocab_size // tensor,
     }
     if width < 4:
@@ -172,13 +202,18 @@ def _queries(tokens: int, keys: int, chunk: int | None) -> int:
 
 
 def _layer_activations(shape: PolicyConfig, tokens: int, keys: int, width: int, part: float) -> int:
-    """Bytes that one layer leaves for its backward pass: what enters and leaves its products, norms, rope and softmax.
+    """Bytes that one layer leaves for its backward pass: what enters and leaves its products,
+    norms, rope and softmax.
 
-    Norms, rope and softmax work in float32 whatever the compute dtype; attention scores are held for a `part` of the queries.
+    Norms, rope and softmax work in float32 whatever the compute dtype; attention scores are held
+    for a `part` of the queries.
     """
     feed_forward = shape.intermediate_size
     if shape.experts is not None:
-        feed_forward = max(feed_forward if shape.dense_layers else 0, shape.experts.per_token * shape.experts.intermediate_size)
+        feed_forward = max(
+            feed_forward if shape.dense_layers else 0,
+            shape.experts.per_token * shape.experts.intermediate_size,
+        )
     computed = 6 * shape.hidden_size + 3 * shape.q_size + 4 * shape.kv_size + 4 * feed_forward
     wide = 4 * shape.hidden_size + 2 * shape.q_size + 2 * shape.kv_size
     wide += int(_SCORE_COPIES * shape.num_heads * keys * part)

@@ -1,8 +1,9 @@
 """Playing episodes: the policy and the environments take turns, all episodes side by side.
 
-A turn is one call of the engine on the conversations so far. The batch keeps its height: in place of episodes that have ended
-one that goes on is repeated, draw by draw, so it takes no longer. Its width is one of WIDTHS, so a run compiles a few programs.
-What an episode draws depends on (key, problem, sample, turn) alone.
+A turn is one call of the engine on the conversations so far. The batch keeps its height: in place
+of episodes that have ended one that goes on is repeated, draw by draw, so it takes no longer. Its
+width is one of WIDTHS, so a run compiles a few programs. What an episode draws depends on (key,
+problem, sample, turn) alone.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def play(
 ) -> tuple[list[Episode], Scores]:
     """Plays `samples` episodes of each problem, of at most `pool.task.max_turns` turns.
 
-    An episode whose next prompt, the conversation so far, has more tokens than `encoder.width` ends there, truncated.
+    An episode whose next prompt, the conversation so far, has more tokens than `encoder.width` ends
+    there, truncated.
 
     Args:
         engine, encoder, pool: who answers, in which tokens, and who plays the environments.
@@ -56,7 +58,8 @@ def play(
         Episodes [len(examples) * samples], episode b of example b // samples; and their scores.
 
     Raises:
-        UserError: the workers ended and could not be started again, or the chat template refuses a conversation.
+        UserError: the workers ended and could not be started again, or the chat template refuses a
+            conversation.
     """
     max_turns = pool.task.max_turns
     episodes = [Episode(example) for example in examples for _ in range(samples)]
@@ -70,7 +73,9 @@ def play(
         filled = live + [live[0]] * (max(slots, len(episodes)) - len(live))
         with clock.part("gen"):
             width = _width(max(len(prompts[i]) for i in live), encoder.width)
-            batch = pad_prompts([prompts[i] for i in filled], [ids[i] for i in filled], width, encoder.pad)
+            batch = pad_prompts(
+                [prompts[i] for i in filled], [ids[i] for i in filled], width, encoder.pad
+            )
             rollout = engine.generate(batch, 1, sampling, jax.random.fold_in(key, turn))
             sampled = _turns(rollout, [prompts[i] for i in live])
         texts = [encoder.tokenizer.decode(turn.tokens) for turn in sampled]
@@ -91,7 +96,13 @@ def _width(longest: int, whole: int) -> int:
 
 def _turns(rollout: Rollout, prompts: list[list[int]]) -> list[Sampled]:
     """What the first rows sampled, whose prompts these are."""
-    arrays = (rollout.tokens, rollout.behaviour_logprobs, rollout.policy_logprobs, rollout.mask, rollout.stopped)
+    arrays = (
+        rollout.tokens,
+        rollout.behaviour_logprobs,
+        rollout.policy_logprobs,
+        rollout.mask,
+        rollout.stopped,
+    )
     tokens, behaviour, policy, mask, stopped = map(np.asarray, to_host(arrays))
     return [
         Sampled(

@@ -20,7 +20,8 @@ class PromptEncoder:
     Args:
         tokenizer: its chat template is used where it has one.
         system_prompt: system message of chat models.
-        width: longest prompt in tokens, which a whole conversation up to its last answer has to fit; batches are padded to it.
+        width: longest prompt in tokens, which a whole conversation up to its last answer has to
+            fit; batches are padded to it.
     """
 
     def __init__(self, tokenizer: Tokenizer, system_prompt: str, width: int):
@@ -40,8 +41,9 @@ class PromptEncoder:
     def next_turn(self, episode: Episode) -> list[int]:
         """Token ids of the prompt of an episode's next turn: the whole conversation so far.
 
-        A chat template writes the conversation; `join_turns` sees whether it kept what was sampled. Without one the prompt is
-        the last turn's, the tokens that were sampled, and the observation's text (`continuation`).
+        A chat template writes the conversation; `join_turns` sees whether it kept what was sampled.
+        Without one the prompt is the last turn's, the tokens that were sampled, and the
+        observation's text (`continuation`).
         """
         if not episode.turns or self.tokenizer.has_chat_template:
             return self.tokens(episode.next_example)
@@ -51,16 +53,23 @@ class PromptEncoder:
 
     def target(self, example: Example) -> list[int]:
         """Token ids of the supervised answer, its end-of-sequence included."""
-        return self.tokenizer.encode(example.target, add_special_tokens=False) + [self.tokenizer.eos_token_ids[0]]
+        return self.tokenizer.encode(example.target, add_special_tokens=False) + [
+            self.tokenizer.eos_token_ids[0]
+        ]
 
     def fits(self, example: Example) -> bool:
         return len(self.tokens(example)) <= self.width
 
     def batch(self, examples: Sequence[Example]) -> Prompts:
         """Right-padded prompts; every example must fit."""
-        return pad_prompts([self.tokens(e) for e in examples], [e.index for e in examples], self.width, self.pad)
+        return pad_prompts(
+            [self.tokens(e) for e in examples], [e.index for e in examples], self.width, self.pad
+        )
 
     def texts(self, rollout: Rollout) -> list[str]:
         """Completions as text, special tokens left out."""
         tokens, mask = to_host((rollout.tokens, rollout.mask))
-        return [self.tokenizer.decode(row[kept].tolist()) for row, kept in zip(np.asarray(tokens), np.asarray(mask), strict=True)]
+        return [
+            self.tokenizer.decode(row[kept].tolist())
+            for row, kept in zip(np.asarray(tokens), np.asarray(mask), strict=True)
+        ]

@@ -40,8 +40,8 @@ class Run:
 
     @property
     def metrics(self) -> dict[str, Float[np.ndarray, " rows"]]:
-        """A column for each metric and one for "step", a row for each line of metrics.jsonl, NaN where a line has no such number:
-        what `pandas.DataFrame` takes.
+        """A column for each metric and one for "step", a row for each line of metrics.jsonl, NaN
+        where a line has no such number: what `pandas.DataFrame` takes.
 
         Raises:
             UserError: there is no record, or it is damaged.
@@ -65,11 +65,17 @@ class Run:
         metrics = self.metrics
         names = [name for name in names if name in metrics]
         if not names:
-            raise UserError(f"{self.directory}: none of these were measured; Run.metrics has all names")
+            raise UserError(
+                f"{self.directory}: none of these were measured; Run.metrics has all names"
+            )
         figure = Figure(figsize=(4 * len(names), 3), layout="constrained")
         for axes, name in zip(np.atleast_1d(figure.subplots(1, len(names))), names, strict=True):
             known = np.isfinite(metrics[name])
-            axes.plot(metrics["step"][known], metrics[name][known], marker="." if known.sum() < 30 else None)
+            axes.plot(
+                metrics["step"][known],
+                metrics[name][known],
+                marker="." if known.sum() < 30 else None,
+            )
             axes.set(title=name, xlabel="step")
             axes.grid(alpha=0.3)
         return figure
@@ -83,13 +89,16 @@ def train(
     environment: type | None = None,
     **settings: Any,
 ) -> Run:
-    """A whole run, as `fp8rl train` makes it: rewards in worker processes, metrics, samples, checkpoints, evaluation, the model.
+    """A whole run, as `fp8rl train` makes it: rewards in worker processes, metrics, samples,
+    checkpoints, evaluation, the model.
 
     Args:
         config: its settings, or the TOML file that has them.
-        reward: function, or {name: function}, in place of what task.reward names. It may live in a notebook's cell:
-            `def reward(completion, answer, **_)` returns a number; fp8rl_jax/tasks/rewards.py has both forms.
-        dataset: problems in place of those that task names: dictionaries with "prompt" and "answer", or prompts alone.
+        reward: function, or {name: function}, in place of what task.reward names. It may live in a
+            notebook's cell: `def reward(completion, answer, **_)` returns a number;
+            fp8rl_jax/tasks/rewards.py has both forms.
+        dataset: problems in place of those that task names: dictionaries with "prompt" and
+            "answer", or prompts alone.
         environment: class in place of the one that task names, for episodes of several turns.
         settings: single settings over `config`, as `Session` takes them.
 
@@ -110,7 +119,8 @@ def evaluate(
     environment: type | None = None,
     **settings: Any,
 ) -> dict[str, float]:
-    """Held-out metrics of a model under a recipe's rollout formats, as `fp8rl eval` prints them; arguments as in `train`.
+    """Held-out metrics of a model under a recipe's rollout formats, as `fp8rl eval` prints them;
+    arguments as in `train`.
 
     Raises:
         UserError: as `train`; or nothing is held out.

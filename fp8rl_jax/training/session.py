@@ -1,17 +1,23 @@
 """A session: a policy that is sampled, rewarded and updated under one precision recipe.
 
-The program at the top of fp8rl_jax/__init__.py is how it is used. It owns the weights, the optimizer, the rollout engine, the KV
-calibration and the weight sync. `fp8rl train`, evaluations, the warm start and the benchmarks go through it: there is no other
-loop body. A step does, in this order:
+The program at the top of fp8rl_jax/__init__.py is how it is used. It owns the weights, the
+optimizer, the rollout engine, the KV calibration and the weight sync. `fp8rl train`, evaluations,
+the warm start and the benchmarks go through it: there is no other loop body. A step does, in this
+order:
 
     rollout     n completions of each of P prompts, with the weights of the last sync
-    score       log-probabilities of the reference and of the old policy, where the loss, the reward or a correction needs them
-    update      one or several optimizer updates; where there is one, its own forward gives the old log-probabilities
-    calibrate   KV scales from the new weights on this step's tokens, where the recipe has an FP8 cache
-    sync        the new weights, quantized, to the engine; where the rollout calibrates its cache, on the next step's prompts
+    score       log-probabilities of the reference and of the old policy, where the loss, the reward
+                or a correction needs them
+    update      one or several optimizer updates; where there is one, its own forward gives the old
+                log-probabilities
+    calibrate   KV scales from the new weights on this step's tokens, where the recipe has an FP8
+                cache
+    sync        the new weights, quantized, to the engine; where the rollout calibrates its cache,
+                on the next step's prompts
 
-Everything random is a function of (seed, step, number of the rollout in the step). Under jax.distributed every process calls the
-same methods with the same prompts and rewards, and computes its own rows.
+Everything random is a function of (seed, step, number of the rollout in the step). Under
+jax.distributed every process calls the same methods with the same prompts and rewards, and computes
+its own rows.
 """
 
 from __future__ import annotations
@@ -57,7 +63,12 @@ from fp8rl_jax.parallel import (
     to_host,
 )
 from fp8rl_jax.precision import check_recipe, unlike_sides
-from fp8rl_jax.rollout.calibration import calibrate_on_prompts, observe_qkv, qkv_metrics, scales_from_amax
+from fp8rl_jax.rollout.calibration import (
+    calibrate_on_prompts,
+    observe_qkv,
+    qkv_metrics,
+    scales_from_amax,
+)
 from fp8rl_jax.rollout.constraints import make_constraints
 from fp8rl_jax.rollout.engine import LocalEngine, Prompts, Rollout, RolloutEngine, pad_prompts
 from fp8rl_jax.rollout.sampling import Sampling
@@ -68,7 +79,13 @@ from fp8rl_jax.tasks.scores import Scores
 from fp8rl_jax.tasks.workers import RewardPool
 from fp8rl_jax.training.adapters import adapt, restored, to_save
 from fp8rl_jax.training.checkpoint import Checkpoints
-from fp8rl_jax.training.experience import Entering, EpisodeExperience, Experience, RolloutExperience, episode_rows
+from fp8rl_jax.training.experience import (
+    Entering,
+    EpisodeExperience,
+    Experience,
+    RolloutExperience,
+    episode_rows,
+)
 from fp8rl_jax.training.learner import Learner
 from fp8rl_jax.training.packing import bucket
 from fp8rl_jax.training.performance import Clock
@@ -85,22 +102,34 @@ _log = logging.getLogger("fp8rl")
 _NARROWEST = 16
 """Tokens that prompts are padded to at least."""
 _TRAINING, _SAMPLES = range(2)
-"""What the keys of a seed are for: `jax.random.fold_in(jax.random.key(seed), ...)`; adapters take the third."""
-# programs, and not dozens of small operations, which on a mesh may wait for each other without an end
+"""What the keys of a seed are for: `jax.random.fold_in(jax.random.key(seed), ...)`; adapters take
+the third."""
+# programs, and not dozens of small operations, which on a mesh may wait for each other without an
+# end
 _mismatch = jax.jit(rl.mismatch_metrics, static_argnames="config")
 _reward_kl = jax.jit(rl.reward_kl, static_argnames="config")
 _lengths = jax.jit(partial(jnp.sum, axis=1))
 
 
 @partial(jax.jit, static_argnames=("config", "samples", "longest"))
-def _advantages(rewards, valid, lengths, divergence, real=None, *, config: RLConfig, samples: int, longest: int):
-    """Advantages of the samples from what the task gave them, and what was taken from that; `real`: those that are no filling."""
-    overlong = rl.overlong_penalty(lengths, longest, config.overlong.buffer, config.overlong.penalty)
+def _advantages(
+    rewards, valid, lengths, divergence, real=None, *, config: RLConfig, samples: int, longest: int
+):
+    """Advantages of the samples from what the task gave them, and what was taken from that; `real`:
+    those that are no filling."""
+    overlong = rl.overlong_penalty(
+        lengths, longest, config.overlong.buffer, config.overlong.penalty
+    )
     metrics = {"reward/overlong_penalty": overlong.mean(where=real)}
     metrics |= rl.reward_metrics(rewards, samples, valid)
     if divergence is not None:
-        rewards, metrics["reward/kl"] = rewards - config.reward_kl.coefficient * divergence, divergence.mean(where=real)
-    return rl.group_advantages(rewards + overlong, samples, config.advantage, valid, lengths), metrics
+        rewards, metrics["reward/kl"] = (
+            rewards - config.reward_kl.coefficient * divergence,
+            divergence.mean(where=real),
+        )
+    return rl.group_advantages(
+        rewards + overlong, samples, config.advantage, valid, lengths
+    ), metrics
 
 
 def _on_mesh[**P, R](method: Callable[P, R]) -> Callable[P, R]:
@@ -118,20 +147,24 @@ class Session:
     """A policy in training, from Python.
 
     Args:
-        policy: layers stacked, as `fp8rl.load` gives it; floats of another dtype are widened to float32 masters. The session
-            learns on a copy, made at its first update; drop yours where memory counts.
+        policy: layers stacked, as `fp8rl.load` gives it; floats of another dtype are widened to
+            float32 masters. The session learns on a copy, made at its first update; drop yours
+            where memory counts.
         tokenizer: of the policy.
         recipe: a built-in recipe's name, or a Recipe; by default that of `config`.
-        config: every setting, as `fp8rl train` takes it; task, evaluation, tracking and output are not used.
+        config: every setting, as `fp8rl train` takes it; task, evaluation, tracking and output are
+            not used.
         engine: who samples; by default `LocalEngine` with the recipe's formats.
-        settings: single settings by their last name (learning_rate=1e-5, samples_per_prompt=8, clip_high=0.28, seed=1), by
-            their dotted key (**{"rl.correction.method": "token_tis"}), or whole tables (rl=RLConfig(...)); docs/config.md.
+        settings: single settings by their last name (learning_rate=1e-5, samples_per_prompt=8,
+            clip_high=0.28, seed=1), by their dotted key (**{"rl.correction.method": "token_tis"}),
+            or whole tables (rl=RLConfig(...)); docs/config.md.
 
     Attributes:
         config, recipe, mesh, tokenizer, engine: as resolved.
         sampling: of `rollout`.
         step: updates so far, in rollouts.
-        scales: KV scales of the present weights where the trainer calibrates an FP8 cache, else None.
+        scales: KV scales of the present weights where the trainer calibrates an FP8 cache, else
+            None.
         clock: times of the present step's parts; `lap` reads it and begins the next.
 
     Raises:
@@ -148,10 +181,15 @@ class Session:
         engine: RolloutEngine | None = None,
         **settings: Any,
     ):
-        alone = config is None and not {"prompts_per_step", "rollout.prompts_per_step", "rollout"} & settings.keys()
+        alone = (
+            config is None
+            and not {"prompts_per_step", "rollout.prompts_per_step", "rollout"} & settings.keys()
+        )
         config = with_settings(RunConfig() if config is None else config, settings, recipe=recipe)
         if alone:  # prompts come with each call, so what divides their number divides this one too
-            unit = max(config.trainer.updates_per_rollout, 1) * max(config.trainer.micro_batch_prompts, 1)
+            unit = max(config.trainer.updates_per_rollout, 1) * max(
+                config.trainer.micro_batch_prompts, 1
+            )
             config = replace(config, rollout=replace(config.rollout, prompts_per_step=unit))
         validate(config)
         keep_compiled_programs()
@@ -159,17 +197,24 @@ class Session:
         self.recipe = config.resolved_recipe()
         check_recipe(self.recipe, config.precision.backend)
         if unlike := unlike_sides(self.recipe):
-            _log.warning("precision: rollout and trainer do not quantize alike, a mismatch of its own: %s", unlike)
+            _log.warning(
+                "precision: rollout and trainer do not quantize alike, a mismatch of its own: %s",
+                unlike,
+            )
         self.mesh = make_mesh(config.mesh)
         _check_policy(policy, config, self.recipe)
         rollout = config.rollout
         self.sampling = _sampling(config, policy, tokenizer)
-        self.encoder = PromptEncoder(tokenizer, config.task.system_prompt, rollout.max_prompt_tokens)
+        self.encoder = PromptEncoder(
+            tokenizer, config.task.system_prompt, rollout.max_prompt_tokens
+        )
         self.engine = self._local_engine() if engine is None else engine
         self.clock, self.step, self.scales = Clock(), 0, None
         with jax.set_mesh(self.mesh):
             masters = jax.tree.map(lambda x: x.astype(jnp.float32), policy)
-            self._policy: Policy | None = shard_policy(adapt(masters, config, self.recipe), self.mesh)
+            self._policy: Policy | None = shard_policy(
+                adapt(masters, config, self.recipe), self.mesh
+            )
         self._state: TrainState | None = None
         self._learner: Learner | None = None
         self._rollouts = 0
@@ -180,21 +225,28 @@ class Session:
 
     @_on_mesh
     def rollout(
-        self, prompts: Sequence[Prompt] | Prompts, samples: int | None = None, key: Key[Array, ""] | None = None
+        self,
+        prompts: Sequence[Prompt] | Prompts,
+        samples: int | None = None,
+        key: Key[Array, ""] | None = None,
     ) -> RolloutExperience:
-        """Samples completions to learn from, with the weights of the last sync; the first call makes that sync.
+        """Samples completions to learn from, with the weights of the last sync; the first call
+        makes that sync.
 
-        The number of prompts and their longest length are rounded up to a power of two or three quarters of one, so that a
-        change within a bucket compiles nothing. Such filling is not seen in what is returned, nor learned from.
+        The number of prompts and their longest length are rounded up to a power of two or three
+        quarters of one, so that a change within a bucket compiles nothing. Such filling is not seen
+        in what is returned, nor learned from.
 
         Args:
-            prompts: P prompts; of text and of conversations the tokenizer's chat template makes the tokens, where it has one.
-                Encoded `Prompts` are taken as they are.
+            prompts: P prompts; of text and of conversations the tokenizer's chat template makes the
+                tokens, where it has one. Encoded `Prompts` are taken as they are.
             samples: completions of each, by default rollout.samples_per_prompt.
-            key: fixes the draws; by default a function of (seed, step, number of the rollout in this step).
+            key: fixes the draws; by default a function of (seed, step, number of the rollout in
+                this step).
 
         Returns:
-            `texts` [P * samples], those of a prompt side by side, `tokens`, `logprobs`, `weight_version`.
+            `texts` [P * samples], those of a prompt side by side, `tokens`, `logprobs`,
+            `weight_version`.
 
         Raises:
             UserError: no prompts, or one that is empty or too long for the model.
@@ -209,9 +261,14 @@ class Session:
 
     @_on_mesh
     def sample(
-        self, prompts: Sequence[Prompt] | Prompts, samples: int = 1, temperature: float = 0.0, seed: int = 0
+        self,
+        prompts: Sequence[Prompt] | Prompts,
+        samples: int = 1,
+        temperature: float = 0.0,
+        seed: int = 0,
     ) -> RolloutExperience:
-        """Completions to look at or to evaluate: drawn apart from training, which they do not change.
+        """Completions to look at or to evaluate: drawn apart from training, which they do not
+        change.
 
         Args:
             prompts: as in `rollout`.
@@ -225,15 +282,21 @@ class Session:
         self._serve(encoded)
         sampling = at_temperature(self.sampling, temperature)
         rollout = self.engine.generate(encoded, samples, sampling, jax.random.fold_in(key, seed))
-        if self.recipe.quantizes_cache:  # scales that these prompts gave are not what training goes on with
+        # scales that these prompts gave are not what training goes on with
+        if self.recipe.quantizes_cache:
             self._served, self._uncalibrated, self.scales = served, uncalibrated, scales
         return self._experience(rollout, count, samples, temperature)
 
     @_on_mesh
     def play(
-        self, examples: Sequence[Example], pool: RewardPool, samples: int | None = None, key: Key[Array, ""] | None = None
+        self,
+        examples: Sequence[Example],
+        pool: RewardPool,
+        samples: int | None = None,
+        key: Key[Array, ""] | None = None,
     ) -> tuple[EpisodeExperience, Scores]:
-        """Episodes of several turns with environments (task.kind = "environment"), and what they earned.
+        """Episodes of several turns with environments (task.kind = "environment"), and what they
+        earned.
 
         Args:
             examples: problems of the environment.
@@ -242,17 +305,29 @@ class Session:
         """
         samples, key = self._draw(samples, key)
         self._serve(examples)
-        episodes, scores = play(self.engine, self.encoder, pool, examples, samples, self.sampling, key, self.clock)
+        episodes, scores = play(
+            self.engine, self.encoder, pool, examples, samples, self.sampling, key, self.clock
+        )
         return self.of_episodes(episodes, samples), scores
 
     def of_episodes(self, episodes: Sequence[Episode], samples: int) -> EpisodeExperience:
         """Episodes of `play` as what `update` takes."""
-        rows = episode_rows(episodes, self.encoder.width, self.sampling.max_new_tokens, self.encoder.pad, len(episodes))
+        rows = episode_rows(
+            episodes,
+            self.encoder.width,
+            self.sampling.max_new_tokens,
+            self.encoder.pad,
+            len(episodes),
+        )
         texts = [episode.transcript for episode in episodes]
         return EpisodeExperience(
-            episodes=episodes, rows=rows, sharding=batch_sharding(self.mesh), texts=texts, samples=samples,
+            episodes=episodes,
+            rows=rows,
+            sharding=batch_sharding(self.mesh),
+            texts=texts,
+            samples=samples,
             temperature=self.sampling.temperature,
-        )  # fmt: skip
+        )
 
     # learning
 
@@ -264,41 +339,58 @@ class Session:
         entering: Entering = None,
         next_prompts: Sequence[Prompt] | Prompts | None = None,
     ) -> dict[str, float]:
-        """Learns from a rollout, measures the mismatch between rollout and trainer, calibrates, and serves the new weights.
+        """Learns from a rollout, measures the mismatch between rollout and trainer, calibrates, and
+        serves the new weights.
 
         Args:
             rollout: of `rollout` or `play`.
-            rewards: one for each of `rollout.texts`; None where there is none: the sample has no advantage and no part in its
-                group's mean. Or the scores of a RewardPool.
+            rewards: one for each of `rollout.texts`; None where there is none: the sample has no
+                advantage and no part in its group's mean. Or the scores of a RewardPool.
             entering: samples that enter the loss; by default all.
-            next_prompts: of the next step. Where the rollout calibrates an FP8 cache it does so on these now, and without them on
-                the next rollout's own prompts.
+            next_prompts: of the next step. Where the rollout calibrates an FP8 cache it does so on
+                these now, and without them on the next rollout's own prompts.
 
         Returns:
-            Numbers by name: loss, policy_loss, reward/*, mismatch/*, optim/*, fp8/*, correction/*, completions/*, ...
+            Numbers by name: loss, policy_loss, reward/*, mismatch/*, optim/*, fp8/*, correction/*,
+            completions/*, ...
 
         Raises:
-            UserError: as many rewards as samples are wanted, each finite; or the rollout was sampled at another temperature.
+            UserError: as many rewards as samples are wanted, each finite; or the rollout was
+                sampled at another temperature.
         """
         config, clock = self.config, self.clock
         values, valid, real = self._rewards(rollout, rewards)
         self._begin()
         learner, parts = self._learner, self._learner.micro_batches(rollout.prompts_in_batch)
-        batch = learner.scored(self._state, rollout.batch(learner.config.rl, self.truncated, entering), parts, clock)
+        batch = learner.scored(
+            self._state, rollout.batch(learner.config.rl, self.truncated, entering), parts, clock
+        )
         lengths, divergence = rollout.by_sample(_lengths(batch.mask)), None
         if config.rl.reward_kl.coefficient:
-            divergence = _reward_kl(batch.old_logprobs, batch.reference_logprobs, batch.mask, config=config.rl.reward_kl)
+            divergence = _reward_kl(
+                batch.old_logprobs, batch.reference_logprobs, batch.mask, config=config.rl.reward_kl
+            )
             divergence = rollout.by_sample(divergence)
         advantages, metrics = _advantages(
-            values, valid, lengths, divergence, real,
-            config=config.rl, samples=rollout.samples, longest=self.sampling.max_new_tokens,
-        )  # fmt: skip
+            values,
+            valid,
+            lengths,
+            divergence,
+            real,
+            config=config.rl,
+            samples=rollout.samples,
+            longest=self.sampling.max_new_tokens,
+        )
         batch = replace(batch, advantages=rollout.by_row(advantages))
         self._state, train_logprobs, learned = learner.update(self._state, batch, parts, clock)
         # XLA may lay small tensors out anew, and every program would be compiled for both layouts
         self._state = shard_policy(self._state, self.mesh)
         mismatch = _mismatch(
-            rollout.policy_logprobs, train_logprobs, batch.mask, batch.advantages, config=learner.config.rl.correction
+            rollout.policy_logprobs,
+            train_logprobs,
+            batch.mask,
+            batch.advantages,
+            config=learner.config.rl.correction,
         )
         metrics |= learned | jax.block_until_ready(mismatch)
         if self._calibrates("trainer"):
@@ -311,19 +403,27 @@ class Session:
         metrics |= rollout.metrics() | self.engine.metrics
         scales, finite = to_host((self.engine.scales, self.engine.finite))
         if scales is not None:
-            metrics |= {f"fp8/kv_scale_{role[0]}": getattr(scales, role).max() for role in ("query", "key", "value")}
+            metrics |= {
+                f"fp8/kv_scale_{role[0]}": getattr(scales, role).max()
+                for role in ("query", "key", "value")
+            }
         metrics |= {f"fp8/nonfinite_{role}": 1.0 - ok for role, ok in finite.items()}
         return {name: float(value) for name, value in to_host(metrics).items()}
 
     @_on_mesh
-    def supervise(self, prompts: Sequence[Prompt] | Prompts, answers: Sequence[str | Sequence[int]]) -> dict[str, float]:
-        """One supervised update: minimizes the mean negative log-likelihood of the answers' tokens, prompts not counted.
+    def supervise(
+        self, prompts: Sequence[Prompt] | Prompts, answers: Sequence[str | Sequence[int]]
+    ) -> dict[str, float]:
+        """One supervised update: minimizes the mean negative log-likelihood of the answers' tokens,
+        prompts not counted.
 
-        The optimizer is that of `update`; `restart` gives another. What is served stays as it is until the next `rollout`.
+        The optimizer is that of `update`; `restart` gives another. What is served stays as it is
+        until the next `rollout`.
 
         Args:
             prompts: as in `rollout`.
-            answers: of each prompt; a text gets the end-of-sequence token, token ids are taken as they are.
+            answers: of each prompt; a text gets the end-of-sequence token, token ids are taken as
+                they are.
 
         Returns:
             loss, optim/* and nonfinite/*.
@@ -335,19 +435,25 @@ class Session:
         encoded, count = self.encode(prompts)
         if len(answers) != count:
             raise UserError(f"answers: {len(answers)} for {count} prompts; give one for each")
-        tokens, mask = self._completions(answers, len(encoded.lengths), self.sampling.max_new_tokens)
+        tokens, mask = self._completions(
+            answers, len(encoded.lengths), self.sampling.max_new_tokens
+        )
         zeros = np.zeros(tokens.shape, np.float32)
-        batch = to_global(Batch(*encoded[:2], tokens, mask, zeros, zeros[:, 0]), batch_sharding(self.mesh))
+        batch = to_global(
+            Batch(*encoded[:2], tokens, mask, zeros, zeros[:, 0]), batch_sharding(self.mesh)
+        )
         config = replace(self._learner.config, rl=RLConfig(), temperature=1.0)
-        self._state, metrics = supervised_update(self._state, batch, config, self._learner.optimizer)
+        self._state, metrics = supervised_update(
+            self._state, batch, config, self._learner.optimizer
+        )
         self._served = False
         if self._calibrates("trainer"):
             self.scales = None
         return {name: float(value) for name, value in to_host(metrics).items()}
 
     def restart(self, optimizer: OptimizerConfig | None = None, updates: int | None = None) -> None:
-        """Begins anew from the present weights: step 0, another optimizer with a state of its own, and as reference policy the
-        present one. What follows a warm start by `supervise`.
+        """Begins anew from the present weights: step 0, another optimizer with a state of its own,
+        and as reference policy the present one. What follows a warm start by `supervise`.
 
         Args:
             optimizer: by default the configuration's.
@@ -359,14 +465,18 @@ class Session:
 
     @_on_mesh
     def logprobs(
-        self, prompts: Sequence[Prompt], completions: Sequence[str | Sequence[int]], batch_size: int = 16
+        self,
+        prompts: Sequence[Prompt],
+        completions: Sequence[str | Sequence[int]],
+        batch_size: int = 16,
     ) -> list[Float[np.ndarray, " length"]]:
-        """The trainer's log-probabilities of given completions, at the sampling temperature, in the trainer's formats.
+        """The trainer's log-probabilities of given completions, at the sampling temperature, in the
+        trainer's formats.
 
         Args:
             prompts: P prompts.
-            completions: P * n, those of a prompt side by side. Token ids are scored as they are; text is tokenized, and may get
-                other tokens than those that were sampled.
+            completions: P * n, those of a prompt side by side. Token ids are scored as they are;
+                text is tokenized, and may get other tokens than those that were sampled.
             batch_size: prompts computed at one time.
 
         Returns:
@@ -375,9 +485,14 @@ class Session:
         Raises:
             UserError: completions that are no multiple of the prompts, or one that is empty.
         """
-        prompts, completions = list(prompts), [self._answer(i, answer, end=False) for i, answer in enumerate(completions)]
+        prompts, completions = (
+            list(prompts),
+            [self._answer(i, answer, end=False) for i, answer in enumerate(completions)],
+        )
         if not prompts or len(completions) % len(prompts) or not completions:
-            raise UserError(f"completions: {len(completions)} are no multiple of {len(prompts)} prompts")
+            raise UserError(
+                f"completions: {len(completions)} are no multiple of {len(prompts)} prompts"
+            )
         n, found = len(completions) // len(prompts), []
         width = bucket(max(map(len, completions)), 2)
         config = replace(self._learner_config(), micro_batches=1)
@@ -386,7 +501,9 @@ class Session:
             encoded, _ = self.encode(prompts[start : start + batch_size])
             tokens, mask = self._completions(some, len(encoded.lengths) * n, width)
             zeros = np.zeros(tokens.shape, np.float32)
-            batch = to_global(Batch(*encoded[:2], tokens, mask, zeros, zeros[:, 0]), batch_sharding(self.mesh))
+            batch = to_global(
+                Batch(*encoded[:2], tokens, mask, zeros, zeros[:, 0]), batch_sharding(self.mesh)
+            )
             values = to_host(score(self.weights, batch, config))
             found += [values[row, : len(completion)] for row, completion in enumerate(some)]
         return found
@@ -395,14 +512,15 @@ class Session:
 
     @property
     def state(self) -> TrainState:
-        """A snapshot of masters, optimizer and what is found on the way. It is copied when it is read, since every update gives
-        the session's own buffers away: three times the policy's float32 bytes with Adam."""
+        """A snapshot of masters, optimizer and what is found on the way. It is copied when it is
+        read, since every update gives the session's own buffers away: three times the policy's
+        float32 bytes with Adam."""
         self._begin()
         return jax.tree.map(jnp.copy, self._state)
 
     def release(self) -> TrainState:
-        """The state itself, uncopied; the session can do nothing until `load` gives it one. So sessions of several recipes can
-        take turns on one policy in the memory of one."""
+        """The state itself, uncopied; the session can do nothing until `load` gives it one. So
+        sessions of several recipes can take turns on one policy in the memory of one."""
         self._begin()
         state, self._state = self._state, None
         return state
@@ -420,14 +538,18 @@ class Session:
         return jax.tree.map(jnp.copy, merge(self.weights))
 
     @_on_mesh
-    def save(self, directory: str | Path, dtype: str | None = None, adapters: str | Path | None = None) -> Path:
-        """Writes a Hugging Face directory that `fp8rl.load`, transformers, vLLM and SGLang open; an earlier one is replaced.
+    def save(
+        self, directory: str | Path, dtype: str | None = None, adapters: str | Path | None = None
+    ) -> Path:
+        """Writes a Hugging Face directory that `fp8rl.load`, transformers, vLLM and SGLang open; an
+        earlier one is replaced.
 
         Args:
             directory: made where it is not there. Adapters are merged.
-            dtype: "bfloat16", "float16", "float32" or "fp8-block"; by default float16 where the session computes in it, else
-                bfloat16.
-            adapters: where LoRA's adapters go in PEFT's form, float32; by default "adapter" in `directory`.
+            dtype: "bfloat16", "float16", "float32" or "fp8-block"; by default float16 where the
+                session computes in it, else bfloat16.
+            adapters: where LoRA's adapters go in PEFT's form, float32; by default "adapter" in
+                `directory`.
 
         Raises:
             UserError: the directory cannot be written, or values are not finite.
@@ -436,16 +558,21 @@ class Session:
         policy, source = to_host(self.weights), getattr(self.tokenizer, "directory", self.tokenizer)
         with shared_faults():
             if is_main_process():
-                dtype = dtype or ("float16" if self.config.compute_dtype == "float16" else "bfloat16")
+                dtype = dtype or (
+                    "float16" if self.config.compute_dtype == "float16" else "bfloat16"
+                )
                 save_policy(merge(policy), directory, source, dtype)
                 parts, base = split(policy)
                 if base is not None:
                     where = directory / "adapter" if adapters is None else Path(adapters)
-                    save_adapters(parts, where, policy.config, self.config.lora, self.config.model.path)
+                    save_adapters(
+                        parts, where, policy.config, self.config.lora, self.config.model.path
+                    )
         return directory
 
     def checkpoint(self, directory: str | Path) -> None:
-        """Writes everything that `restore` needs to go on as if nothing had happened; earlier checkpoints there stay.
+        """Writes everything that `restore` needs to go on as if nothing had happened; earlier
+        checkpoints there stay.
 
         Raises:
             UserError: the disk is full or not writable.
@@ -470,11 +597,14 @@ class Session:
 
     @_on_mesh
     def saved(self) -> tuple:
-        """What a checkpoint holds; the arrays are the session's own, which its next update gives away."""
+        """What a checkpoint holds; the arrays are the session's own, which its next update gives
+        away."""
         self._begin()
         layers = self._state.policy.config.num_layers
         scales = self.scales or KVScales(*(jnp.zeros(layers) for _ in range(3)))
-        return *to_save(self._state), to_global(jax.tree.map(np.asarray, scales), replicated(self.mesh))
+        return *to_save(self._state), to_global(
+            jax.tree.map(np.asarray, scales), replicated(self.mesh)
+        )
 
     @_on_mesh
     def load_saved(self, step: int, saved: tuple) -> None:
@@ -491,13 +621,19 @@ class Session:
         """Serves the present weights now; `rollout`, `sample` and `update` do it where it is due.
 
         Args:
-            prompts: what an FP8 cache is calibrated on where that is due, too. Without them the next rollout's own are.
+            prompts: what an FP8 cache is calibrated on where that is due, too. Without them the
+                next rollout's own are.
         """
         self._sync(None if prompts is None else self.encode(prompts)[0])
         if not all(to_host(self.engine.finite).values()):
-            bad = ", ".join(role for role, finite in to_host(self.engine.finite).items() if not finite)
+            bad = ", ".join(
+                role for role, finite in to_host(self.engine.finite).items() if not finite
+            )
             dtype = self.config.compute_dtype
-            raise UserError(f"recipe {self.recipe.name!r}: {bad} not finite after quantization; the model overflows {dtype}")
+            raise UserError(
+                f"recipe {self.recipe.name!r}: {bad} not finite after quantization; the model "
+                f"overflows {dtype}"
+            )
 
     def lap(self) -> dict[str, float]:
         """time/* and perf/* since the last call, for a step of one rollout and one update."""
@@ -505,7 +641,8 @@ class Session:
         return clock.metrics()
 
     def encode(self, prompts: Sequence[Prompt] | Prompts) -> tuple[Prompts, int]:
-        """Prompts as arrays on the mesh, and how many were given: the batch is filled up with copies of the first.
+        """Prompts as arrays on the mesh, and how many were given: the batch is filled up with
+        copies of the first.
 
         Raises:
             UserError: no prompts, or one that is empty or too long for the model.
@@ -515,20 +652,31 @@ class Session:
         if isinstance(prompts, str) or not len(prompts):
             raise UserError(f"prompts: expected a list of at least one prompt, got {prompts!r}")
         rows = [self._tokens(i, prompt) for i, prompt in enumerate(prompts)]
-        ids = [prompt.index if isinstance(prompt, Example) else i for i, prompt in enumerate(prompts)]
-        positions, longest = self.weights.config.max_position_embeddings, self.sampling.max_new_tokens
+        ids = [
+            prompt.index if isinstance(prompt, Example) else i for i, prompt in enumerate(prompts)
+        ]
+        positions, longest = (
+            self.weights.config.max_position_embeddings,
+            self.sampling.max_new_tokens,
+        )
         room = positions - longest
         for i, row in enumerate(rows):
             if not 0 < len(row) <= room:
                 raise UserError(
-                    f"prompts: prompt {i} has {len(row)} tokens; from 1 to {room} fit, the model's {positions} positions less "
+                    f"prompts: prompt {i} has {len(row)} tokens; from 1 to {room} fit, the "
+                    f"model's {positions} positions less "
                     f"rollout.max_new_tokens = {longest}"
                 )
         trainer = self.config.trainer
-        unit = math.lcm(trainer.updates_per_rollout * max(trainer.micro_batch_prompts, 1), batch_shards(self.mesh))
+        unit = math.lcm(
+            trainer.updates_per_rollout * max(trainer.micro_batch_prompts, 1),
+            batch_shards(self.mesh),
+        )
         missing = bucket(-(-len(rows) // unit), 2) * unit - len(rows)
         width = min(bucket(max(_NARROWEST, *map(len, rows)), 2), room)
-        padded = pad_prompts(rows + rows[:1] * missing, ids + ids[:1] * missing, width, self.encoder.pad)
+        padded = pad_prompts(
+            rows + rows[:1] * missing, ids + ids[:1] * missing, width, self.encoder.pad
+        )
         return to_global(padded, batch_sharding(self.mesh)), len(rows)
 
     # what the methods above share
@@ -538,24 +686,31 @@ class Session:
         """Whether `rollout` samples from another distribution than the policy's.
 
         Raises:
-            UserError: it does, and rl.correction does not say what that means; or the temperature is 0.
+            UserError: it does, and rl.correction does not say what that means; or the temperature
+                is 0.
         """
         rollout = self.config.rollout
         return check_sampling(
             self.config.rl.correction,
-            temperature=rollout.temperature, top_k=rollout.top_k, top_p=rollout.top_p, min_p=rollout.min_p,
-            bad_words=rollout.bad_words, logit_bias=rollout.logit_bias,
-        )  # fmt: skip
+            temperature=rollout.temperature,
+            top_k=rollout.top_k,
+            top_p=rollout.top_p,
+            min_p=rollout.min_p,
+            bad_words=rollout.bad_words,
+            logit_bias=rollout.logit_bias,
+        )
 
     @property
     def learner(self) -> Learner:
-        """What an update is specialised to; made with the optimizer's state when it is first wanted."""
+        """What an update is specialised to; made with the optimizer's state when it is first
+        wanted."""
         self._begin()
         return self._learner
 
     @property
     def weights(self) -> Policy:
-        """The session's own buffers, adapters beside their base: the next update gives them away."""
+        """The session's own buffers, adapters beside their base: the next update gives them
+        away."""
         if self._learner is not None and self._state is None:
             raise RuntimeError("session: its state was released; give it one with load")
         return self._policy if self._state is None else self._state.policy
@@ -572,7 +727,13 @@ class Session:
             self._learner = Learner(self.config, self.recipe, self._policy, self.mesh)
             if optimizer is not None:
                 self._learner.use(optimizer, updates)
-            self._state = sharded_state(self._policy, self._learner.optimizer, self.mesh, self._learner.config.loss_scale, bounds)
+            self._state = sharded_state(
+                self._policy,
+                self._learner.optimizer,
+                self.mesh,
+                self._learner.config.loss_scale,
+                bounds,
+            )
         self._policy = None
 
     def _calibrates(self, side: str) -> bool:
@@ -609,10 +770,17 @@ class Session:
     def _calibrated(self, batch: Batch, parts: int) -> tuple[KVScales, dict[str, Array]]:
         """Scales for the new weights, and what the scales served until now do to them."""
         sums = observe_qkv(
-            self._state.policy, batch.prompts, batch.lengths, batch.tokens, batch.present, self.scales,
-            recipe=self.recipe, dtype=jnp.dtype(self.config.compute_dtype), micro_batches=parts,
+            self._state.policy,
+            batch.prompts,
+            batch.lengths,
+            batch.tokens,
+            batch.present,
+            self.scales,
+            recipe=self.recipe,
+            dtype=jnp.dtype(self.config.compute_dtype),
+            micro_batches=parts,
             backend=self.config.precision.backend,
-        )  # fmt: skip
+        )
         jax.block_until_ready(sums)
         return scales_from_amax(sums.amax, self.recipe), qkv_metrics(sums)
 
@@ -620,22 +788,30 @@ class Session:
         """Samples of a prompt, and the key of this step's next rollout."""
         self.truncated  # noqa: B018 - for its refusals
         if key is None:
-            key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.config.seed), _TRAINING), self.step)
+            key = jax.random.fold_in(
+                jax.random.fold_in(jax.random.key(self.config.seed), _TRAINING), self.step
+            )
             key = jax.random.fold_in(key, self._rollouts) if self._rollouts else key
         self._rollouts += 1
         return self.config.rollout.samples_per_prompt if samples is None else samples, key
 
-    def _experience(self, rollout: Rollout, count: int, samples: int, temperature: float) -> RolloutExperience:
+    def _experience(
+        self, rollout: Rollout, count: int, samples: int, temperature: float
+    ) -> RolloutExperience:
         texts = self.encoder.texts(rollout)[: count * samples]
-        return RolloutExperience(rollout=rollout, texts=texts, samples=samples, temperature=temperature)
+        return RolloutExperience(
+            rollout=rollout, texts=texts, samples=samples, temperature=temperature
+        )
 
     def _rewards(
         self, rollout: Experience, rewards: Sequence[float | None] | Scores
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Rewards, which of them are valid, and which are no filling, of the samples of the batch."""
+        """Rewards, which of them are valid, and which are no filling, of the samples of the
+        batch."""
         if rollout.temperature != self.sampling.temperature:
             raise UserError(
-                f"rollout: sampled at temperature {rollout.temperature:g}, and rollout.temperature is "
+                f"rollout: sampled at temperature {rollout.temperature:g}, and "
+                "rollout.temperature is "
                 f"{self.sampling.temperature:g}; learn from what session.rollout gives"
             )
         if isinstance(rewards, Scores):
@@ -644,14 +820,22 @@ class Session:
             given = list(rewards)
             valid = np.array([reward is not None for reward in given], bool)
             try:
-                values = np.array([0.0 if reward is None else float(reward) for reward in given], np.float32)
+                values = np.array(
+                    [0.0 if reward is None else float(reward) for reward in given], np.float32
+                )
             except (TypeError, ValueError) as error:
                 raise UserError(f"rewards: each must be a number or None ({error})") from None
         if len(values) != len(rollout.texts):
-            raise UserError(f"rewards: {len(values)} for {len(rollout.texts)} samples; give one for each of rollout.texts")
+            raise UserError(
+                f"rewards: {len(values)} for {len(rollout.texts)} samples; give one for each of "
+                "rollout.texts"
+            )
         if not np.isfinite(values).all():
             row = int(np.flatnonzero(~np.isfinite(values))[0])
-            raise UserError(f"rewards: that of sample {row} is {values[row]}; give a finite number, or None where there is none")
+            raise UserError(
+                f"rewards: that of sample {row} is {values[row]}; give a finite number, or None "
+                "where there is none"
+            )
         missing = rollout.prompts_in_batch * rollout.samples - len(values)
         real = np.pad(np.ones(len(values), bool), (0, missing))
         return np.pad(values, (0, missing)), np.pad(valid, (0, missing)), real
@@ -677,45 +861,62 @@ class Session:
         if not isinstance(answer, str):
             ids = self._ids(f"completion {i}", answer)
         else:
-            ids = self.tokenizer.encode(answer, add_special_tokens=False) + [self.tokenizer.eos_token_ids[0]] * end
+            ids = (
+                self.tokenizer.encode(answer, add_special_tokens=False)
+                + [self.tokenizer.eos_token_ids[0]] * end
+            )
         if not ids:
             raise UserError(f"completion {i} has no tokens")
         return ids
 
-    def _completions(self, answers: Sequence[str | Sequence[int]], rows: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+    def _completions(
+        self, answers: Sequence[str | Sequence[int]], rows: int, width: int
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Answers as right-padded tokens and their mask, with empty rows behind."""
         tokens, mask = np.zeros((rows, width), np.int32), np.zeros((rows, width), bool)
         for row, answer in enumerate(answers):
             ids = self._answer(row, answer, end=True)
             if len(ids) > width:
-                raise UserError(f"rollout.max_new_tokens = {width}: answer {row} has {len(ids)} tokens; raise it")
+                raise UserError(
+                    f"rollout.max_new_tokens = {width}: answer {row} has {len(ids)} tokens; "
+                    "raise it"
+                )
             tokens[row, : len(ids)], mask[row, : len(ids)] = ids, True
         return tokens, mask
 
     def _learner_config(self) -> StepConfig:
         return (
-            Learner(self.config, self.recipe, self.weights, self.mesh).config if self._learner is None else self._learner.config
+            Learner(self.config, self.recipe, self.weights, self.mesh).config
+            if self._learner is None
+            else self._learner.config
         )
 
     def _local_engine(self) -> LocalEngine:
         config = self.config
         choice = config.rollout.decode_layers
-        copies = jax.default_backend() == "cpu" or selected_backend(config.precision.backend) == "hopper"
+        copies = (
+            jax.default_backend() == "cpu" or selected_backend(config.precision.backend) == "hopper"
+        )
         unroll = choice == "unroll" or (choice == "auto" and copies)
         return LocalEngine(
-            self.recipe, jnp.dtype(config.compute_dtype), unroll, config.precision.backend,
+            self.recipe,
+            jnp.dtype(config.compute_dtype),
+            unroll,
+            config.precision.backend,
             expert_ids=config.trainer.router_replay,
-        )  # fmt: skip
+        )
 
 
 def at_temperature(sampling: Sampling, temperature: float) -> Sampling:
-    """Sampling that ends where `sampling` does, at another temperature, and is neither truncated nor biased."""
+    """Sampling that ends where `sampling` does, at another temperature, and is neither truncated
+    nor biased."""
     ends = {"stop_token_ids": sampling.stop_token_ids, "stop_strings": sampling.stop_strings}
     return Sampling(sampling.max_new_tokens, temperature, **ends)
 
 
 def check_range(policy: Policy, dtype: jnp.dtype) -> None:
-    """Refuses weights that the compute dtype cannot hold; only float16 is narrower than the masters.
+    """Refuses weights that the compute dtype cannot hold; only float16 is narrower than the
+    masters.
 
     Raises:
         UserError: naming the tensor and its largest magnitude.
@@ -723,12 +924,21 @@ def check_range(policy: Policy, dtype: jnp.dtype) -> None:
     limit = float(jnp.finfo(dtype).max)
     if limit >= float(jnp.finfo(jnp.bfloat16).max):
         return
-    tensors = {f"layers.{name}": weight.value for name, weight in policy.layers.tensors().items() if name != "router"}
-    tensors |= {"embed_tokens": policy.embed_tokens.value, "norm": policy.norm.value, "lm_head": policy.head}
+    tensors = {
+        f"layers.{name}": weight.value
+        for name, weight in policy.layers.tensors().items()
+        if name != "router"
+    }
+    tensors |= {
+        "embed_tokens": policy.embed_tokens.value,
+        "norm": policy.norm.value,
+        "lm_head": policy.head,
+    }
     for name, weight in tensors.items():
         if (largest := float(jnp.max(jnp.abs(weight)))) > limit:
             raise UserError(
-                f"compute_dtype: {name} has a weight of magnitude {largest:g}, and {dtype} holds nothing above {limit:g}; "
+                f"compute_dtype: {name} has a weight of magnitude {largest:g}, and {dtype} holds "
+                f"nothing above {limit:g}; "
                 'use "bfloat16"'
             )
 
@@ -737,7 +947,12 @@ def _check_policy(policy: Policy, config: RunConfig, recipe: Recipe) -> None:
     """What the settings ask of the model."""
     check_range(policy, jnp.dtype(config.compute_dtype))
     # for its refusals
-    jax.eval_shape(lambda p: trainer_policy(p, recipe, jnp.dtype(config.compute_dtype), config.precision.backend), policy)
+    jax.eval_shape(
+        lambda p: trainer_policy(
+            p, recipe, jnp.dtype(config.compute_dtype), config.precision.backend
+        ),
+        policy,
+    )
     if config.trainer.router_replay and policy.config.experts is None:
         raise UserError("trainer.router_replay: the model has no experts; leave it false")
 
@@ -746,14 +961,20 @@ def _sampling(config: RunConfig, policy: Policy, tokenizer: Tokenizer) -> Sampli
     r = config.rollout
     if not (tokenizer.eos_token_ids or r.stop_token_ids or r.stop_strings):
         raise UserError(
-            "rollout.stop_token_ids: the model names no end-of-sequence token; give the ids that end a completion, "
+            "rollout.stop_token_ids: the model names no end-of-sequence token; give the ids that "
+            "end a completion, "
             "or rollout.stop_strings"
         )
     if r.max_new_tokens >= policy.config.max_position_embeddings:
         raise UserError(
-            f"rollout.max_new_tokens = {r.max_new_tokens} leaves no room for a prompt in the model's "
+            f"rollout.max_new_tokens = {r.max_new_tokens} leaves no room for a prompt in the "
+            "model's "
             f"{policy.config.max_position_embeddings} positions"
         )
-    stops = tuple(dict.fromkeys((*tokenizer.eos_token_ids, *policy.config.eos_token_ids, *r.stop_token_ids)))
-    constraints = make_constraints(tokenizer, policy.config.vocab_size, r.stop_strings, r.bad_words, r.logit_bias)
+    stops = tuple(
+        dict.fromkeys((*tokenizer.eos_token_ids, *policy.config.eos_token_ids, *r.stop_token_ids))
+    )
+    constraints = make_constraints(
+        tokenizer, policy.config.vocab_size, r.stop_strings, r.bad_words, r.logit_bias
+    )
     return Sampling(r.max_new_tokens, r.temperature, r.top_k, r.top_p, r.min_p, stops, *constraints)

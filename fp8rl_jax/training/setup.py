@@ -34,7 +34,13 @@ from fp8rl_jax.precision import check_recipe, quantized_layers
 from fp8rl_jax.rl import check_functions
 from fp8rl_jax.rollout.engine import RolloutEngine
 from fp8rl_jax.tasks.dataset import Dataset, load_splits
-from fp8rl_jax.tasks.python_objects import PythonReward, check_dataset, check_objects, name_objects, pack
+from fp8rl_jax.tasks.python_objects import (
+    PythonReward,
+    check_dataset,
+    check_objects,
+    name_objects,
+    pack,
+)
 from fp8rl_jax.tasks.workers import RewardPool
 from fp8rl_jax.training.fitting import check_fits, report
 from fp8rl_jax.training.prompts import PromptEncoder
@@ -45,7 +51,8 @@ _log = logging.getLogger("fp8rl")
 
 @dataclass
 class Setup:
-    """What training, supervised training and evaluation share: a session, the problems, and where the run writes."""
+    """What training, supervised training and evaluation share: a session, the problems, and where
+    the run writes."""
 
     config: RunConfig
     session: Session
@@ -71,22 +78,26 @@ def build(
     dataset: Sequence[Any] | Iterable[Any] | None = None,
     environment: type | None = None,
 ) -> Setup:
-    """Loads everything that the run needs, and refuses what cannot work before anything is computed.
+    """Loads everything that the run needs, and refuses what cannot work before anything is
+    computed.
 
     Args:
         config: resolved configuration.
-        sampled: the rollout's samples are trained on, so truncated or greedy sampling is refused as rl.correction says.
+        sampled: the rollout's samples are trained on, so truncated or greedy sampling is refused as
+            rl.correction says.
         engine: who samples; by default our own.
-        reward: function, or {name: function}, in place of what task.reward names (fp8rl_jax/tasks/rewards.py).
+        reward: function, or {name: function}, in place of what task.reward names
+            (fp8rl_jax/tasks/rewards.py).
         dataset: problems, in place of those that task names, as `load_splits` takes them.
         environment: class, in place of the one that task names (fp8rl_jax/tasks/environment.py).
 
     Returns:
-        The parts of the run. Its `config` names what was given in Python; where there are several processes, each is given the
-        same.
+        The parts of the run. Its `config` names what was given in Python; where there are several
+        processes, each is given the same.
 
     Raises:
-        UserError: naming the key, file or tensor; one line for each fault of a configuration that the command line would refuse.
+        UserError: naming the key, file or tensor; one line for each fault of a configuration that
+            the command line would refuse.
     """
     task, objects = name_objects(config.task, reward, dataset, environment)
     config = replace(config, task=task)
@@ -98,11 +109,17 @@ def build(
     r = config.rollout
     if sampled:
         check_sampling(
-            config.rl.correction, temperature=r.temperature, top_k=r.top_k, top_p=r.top_p, min_p=r.min_p,
-            bad_words=r.bad_words, logit_bias=r.logit_bias,
-        )  # fmt: skip
+            config.rl.correction,
+            temperature=r.temperature,
+            top_k=r.top_k,
+            top_p=r.top_p,
+            min_p=r.min_p,
+            bad_words=r.bad_words,
+            logit_bias=r.logit_bias,
+        )
     initialize(config.mesh)
-    check_recipe(recipe, config.precision.backend)  # asks for the device, which joining the processes must precede
+    # asks for the device, which joining the processes must precede
+    check_recipe(recipe, config.precision.backend)
     if sampled:
         check_functions(config.rl, r.samples_per_prompt)
     mesh = make_mesh(config.mesh)
@@ -121,23 +138,30 @@ def build(
     train, dropped = _fitting(train, session.encoder, "training")
     held_out, held_out_dropped = _fitting(held_out, session.encoder, "held-out")
     directory = Path(config.output.format(recipe=config.recipe))
-    return Setup(config, session, directory, train, held_out, dropped, held_out_dropped, reward, environment)
+    return Setup(
+        config, session, directory, train, held_out, dropped, held_out_dropped, reward, environment
+    )
 
 
 def reward_pool(setup: Setup) -> RewardPool:
-    """Workers for the run's rewards, those that were given in Python among them; what they print goes to `reward_log`."""
+    """Workers for the run's rewards, those that were given in Python among them; what they print
+    goes to `reward_log`."""
     return RewardPool(setup.config.task, reward_log(setup), setup.reward, setup.environment)
 
 
 def announce(setup: Setup, report: Callable[[str], None], step: str = "") -> None:
-    """What a run begins with: its precision and its problems; and a warning where a step takes more than there are.
+    """What a run begins with: its precision and its problems; and a warning where a step takes more
+    than there are.
 
     Args:
         report: receives the line.
         step: key of the number of problems that a step takes; empty: nothing is trained.
     """
     counts = f"{len(setup.train)} problems to train on, {len(setup.held_out)} held out"
-    report(f"{setup.config.precision_text}: {counts}, {setup.dropped + setup.held_out_dropped} dropped as too long")
+    report(
+        f"{setup.config.precision_text}: {counts}, {setup.dropped + setup.held_out_dropped} "
+        "dropped as too long"
+    )
     if step and len(setup.train) < (taken := attrgetter(step)(setup.config)):
         task, remedy = setup.config.task, "give more problems"
         if task.train_size:
@@ -145,9 +169,13 @@ def announce(setup: Setup, report: Callable[[str], None], step: str = "") -> Non
         elif len(setup.held_out) and not task.eval_path:
             remedy += f", or hold out fewer than {len(setup.held_out)} (task.eval_size)"
         _log.warning(
-            "%d problems to train on are fewer than the %d that a step takes (%s), so it meets some of them more than once; %s",
-            len(setup.train), taken, step, remedy,
-        )  # fmt: skip
+            "%d problems to train on are fewer than the %d that a step takes (%s), so it meets "
+            "some of them more than once; %s",
+            len(setup.train),
+            taken,
+            step,
+            remedy,
+        )
 
 
 def model_shape(config: RunConfig) -> PolicyConfig:
@@ -160,7 +188,9 @@ def model_shape(config: RunConfig) -> PolicyConfig:
 def load_model(config: RunConfig) -> tuple[Policy, Tokenizer]:
     """The policy (float32 masters) and its tokenizer."""
     if not config.model.path:
-        return init_policy(byte_policy_config(config.model.init), jax.random.key(config.seed)), ByteTokenizer()
+        return init_policy(
+            byte_policy_config(config.model.init), jax.random.key(config.seed)
+        ), ByteTokenizer()
     return load(config.model.path)
 
 
@@ -196,7 +226,16 @@ def write_run_record(setup: Setup) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "config.toml").write_text(dump_toml(setup.config))
-        packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "ml-dtypes", "numpy", "fp8rl_jax")
+        packages = (
+            "jax",
+            "jaxlib",
+            "flax",
+            "optax",
+            "orbax-checkpoint",
+            "ml-dtypes",
+            "numpy",
+            "fp8rl_jax",
+        )
         record = {
             "command": ["fp8rl", *sys.argv[1:]],
             "started": time.time(),
@@ -212,14 +251,19 @@ def write_run_record(setup: Setup) -> None:
             record["earlier"] = [*before.pop("earlier", []), before]
         path.write_text(json.dumps(record, indent=2) + "\n")
     except OSError as error:
-        raise UserError(f"{directory}: the run's record cannot be written ({error.strerror}); choose another output") from error
+        raise UserError(
+            f"{directory}: the run's record cannot be written ({error.strerror}); choose another "
+            "output"
+        ) from error
     except ValueError as error:
         raise UserError(f"{path}: not JSON ({error}); move it away") from error
 
 
 def _commit() -> str | None:
     here = Path(__file__).parent
-    asked = subprocess.run(["git", "-C", here, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    asked = subprocess.run(
+        ["git", "-C", here, "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+    )
     return asked.stdout.strip() or None
 
 
@@ -228,9 +272,15 @@ def _fitting(data: Dataset, encoder: PromptEncoder, which: str) -> tuple[Dataset
     dropped = len(data.examples) - len(kept)
     if dropped:
         _log.warning(
-            "%d of %d %s prompts have more than rollout.max_prompt_tokens = %d tokens and are skipped",
-            dropped, len(data.examples), which, encoder.width,
-        )  # fmt: skip
+            "%d of %d %s prompts have more than rollout.max_prompt_tokens = %d tokens and are "
+            "skipped",
+            dropped,
+            len(data.examples),
+            which,
+            encoder.width,
+        )
     if dropped and not kept:
-        raise UserError(f"rollout.max_prompt_tokens = {encoder.width}: every {which} prompt is longer; raise it")
+        raise UserError(
+            f"rollout.max_prompt_tokens = {encoder.width}: every {which} prompt is longer; raise it"
+        )
     return Dataset(tuple(kept), data.duplicates), dropped

@@ -18,7 +18,8 @@ from fp8rl_jax.training.tracking import make_tracker
 
 
 def supervise(setup: Setup, report=print) -> None:
-    """Minimizes the mean negative log-likelihood of the answers' tokens, prompts not counted; writes the model.
+    """Minimizes the mean negative log-likelihood of the answers' tokens, prompts not counted;
+    writes the model.
 
     Args:
         setup: the parts of the run; its training set must have answers.
@@ -35,7 +36,9 @@ def supervise(setup: Setup, report=print) -> None:
     report(f"Supervised warm start: {sft.steps} updates on the task's own answers{cut}")
     with reward_pool(setup) as pool:
         session.restart(sft.optimizer, sft.steps)
-        tracker = make_tracker(directory, config.tracking, total_steps=sft.steps, columns=SFT_COLUMNS)
+        tracker = make_tracker(
+            directory, config.tracking, total_steps=sft.steps, columns=SFT_COLUMNS
+        )
         try:
             for step in range(sft.steps):
                 examples = setup.train.batch(step, sft.batch_size, config.seed)
@@ -49,28 +52,37 @@ def supervise(setup: Setup, report=print) -> None:
         finally:
             tracker.close()
         session.save(directory / "model", "float32", adapters=directory / "adapter")
-    measured = f"held-out accuracy {accuracy['eval/accuracy']:.2f}" if accuracy else "nothing held out"
+    measured = (
+        f"held-out accuracy {accuracy['eval/accuracy']:.2f}" if accuracy else "nothing held out"
+    )
     if is_main_process():
         report(f"Warm start: {measured}; model in {directory / 'model'}")
 
 
-def demonstrations(encoder: PromptEncoder, examples: Sequence[Example], step: int, config: RunConfig) -> list[list[int]]:
-    """The answers' token ids, their end of sequence included; some of them lose their last token before it (sft.cut_short).
+def demonstrations(
+    encoder: PromptEncoder, examples: Sequence[Example], step: int, config: RunConfig
+) -> list[list[int]]:
+    """The answers' token ids, their end of sequence included; some of them lose their last token
+    before it (sft.cut_short).
 
     Raises:
-        UserError: a problem has no answer, or an answer has more than rollout.max_new_tokens tokens.
+        UserError: a problem has no answer, or an answer has more than rollout.max_new_tokens
+            tokens.
     """
     cut = np.random.default_rng((config.seed, step)).random(len(examples)) < config.sft.cut_short
     width, answers = config.rollout.max_new_tokens, []
     for row, example in enumerate(examples):
         if not example.target:
-            raise UserError(f"task.answer_template: problem {example.index} has no answer to learn from")
+            raise UserError(
+                f"task.answer_template: problem {example.index} has no answer to learn from"
+            )
         target = encoder.target(example)
         if cut[row] and len(target) > 2:
             target = [*target[:-2], target[-1]]
         if len(target) > width:
             raise UserError(
-                f"rollout.max_new_tokens = {width}: the answer of problem {example.index} has {len(target)} tokens; raise it"
+                f"rollout.max_new_tokens = {width}: the answer of problem {example.index} has "
+                f"{len(target)} tokens; raise it"
             )
         answers.append(target)
     return answers

@@ -1,7 +1,8 @@
-"""What a run carries from one update to the next: float32 masters, optimizer state, and what a run finds on the way:
-the loss scale of float16 and calibrated clip bounds.
+"""What a run carries from one update to the next: float32 masters, optimizer state, and what a run
+finds on the way: the loss scale of float16 and calibrated clip bounds.
 
-Data order and sampling are functions of (seed, step), so a run resumed from this state repeats the uninterrupted one.
+Data order and sampling are functions of (seed, step), so a run resumed from this state repeats the
+uninterrupted one.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ class TrainState:
     """Attributes:
     policy: float32 masters, layers stacked; with adapters, the frozen base among them.
     optimizer: optax state of what is trained (models.lora.split).
-    updates: optimizer updates tried so far, int32 (a skipped one counts: schedules follow the data).
-    loss_scale: where it is dynamic, else None; a checkpoint has it in the first case only.
+    updates: optimizer updates tried so far, int32 (a skipped one counts: schedules follow the
+    data). loss_scale: where it is dynamic, else None; a checkpoint has it in the first case only.
     clip_bounds: of the ratio, where they are calibrated; likewise.
     """
 
@@ -42,7 +43,8 @@ class TrainState:
 
 
 def learning_rate(config: OptimizerConfig, updates: int) -> optax.Schedule:
-    """Linear warm-up, then constant, or linear or cosine decay to final_ratio of the peak at the last of `updates`."""
+    """Linear warm-up, then constant, or linear or cosine decay to final_ratio of the peak at the
+    last of `updates`."""
     peak, last = config.learning_rate, config.learning_rate * config.final_ratio
     decay_updates = max(updates - config.warmup_steps, 1)
     match config.schedule:
@@ -54,20 +56,26 @@ def learning_rate(config: OptimizerConfig, updates: int) -> optax.Schedule:
             main = optax.cosine_decay_schedule(peak, decay_updates, config.final_ratio)
     if config.warmup_steps == 0:
         return main
-    warmup = optax.linear_schedule(peak / config.warmup_steps, peak, max(config.warmup_steps - 1, 1))
+    warmup = optax.linear_schedule(
+        peak / config.warmup_steps, peak, max(config.warmup_steps - 1, 1)
+    )
     return optax.join_schedules([warmup, main], [config.warmup_steps])
 
 
 def decay_mask(policy: Trained) -> Trained:
     """True for the linears' matrices: norms and embeddings are not decayed."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: "_proj" in jax.tree_util.keystr(path), policy)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: "_proj" in jax.tree_util.keystr(path), policy
+    )
 
 
 @cache
 def make_optimizer(config: OptimizerConfig, updates: int) -> optax.GradientTransformation:
-    """AdamW (arXiv 1711.05101) behind global-norm clipping; its moments rest as the configuration says.
+    """AdamW (arXiv 1711.05101) behind global-norm clipping; its moments rest as the configuration
+    says.
 
-    Equal arguments give one object: the compiled update is specialised to it, and a second run in a process needs no other.
+    Equal arguments give one object: the compiled update is specialised to it, and a second run in a
+    process needs no other.
 
     Args:
         updates: of the whole run, for the schedule.
@@ -80,10 +88,16 @@ def make_optimizer(config: OptimizerConfig, updates: int) -> optax.GradientTrans
         optax.add_decayed_weights(config.weight_decay, decay_mask),
         optax.scale_by_learning_rate(learning_rate(config, updates)),
     )
-    return optax.chain(optax.clip_by_global_norm(config.max_grad_norm), adamw) if config.max_grad_norm > 0 else adamw
+    return (
+        optax.chain(optax.clip_by_global_norm(config.max_grad_norm), adamw)
+        if config.max_grad_norm > 0
+        else adamw
+    )
 
 
-def init_state(policy: Policy, optimizer: optax.GradientTransformation, scaling: LossScaleConfig | None = None) -> TrainState:
+def init_state(
+    policy: Policy, optimizer: optax.GradientTransformation, scaling: LossScaleConfig | None = None
+) -> TrainState:
     """A state before the first update; `scaling` as in `apply_gradients`."""
     return TrainState(policy, optimizer.init(split(policy)[0]), jnp.int32(0), init_scale(scaling))
 
@@ -95,7 +109,8 @@ def sharded_state(
     scaling: LossScaleConfig | None = None,
     clip_bounds: tuple[float, float] | None = None,
 ) -> TrainState:
-    """`init_state` with every leaf placed on the mesh, the optimizer's moments like their weights; a frozen base stays.
+    """`init_state` with every leaf placed on the mesh, the optimizer's moments like their weights;
+    a frozen base stays.
 
     Args:
         clip_bounds: at the start, where they are calibrated.
@@ -104,14 +119,21 @@ def sharded_state(
 
     def make(trained: Trained) -> TrainState:
         bounds = None if clip_bounds is None else jnp.asarray(clip_bounds, jnp.float32)
-        return TrainState(trained, optimizer.init(trained), jnp.int32(0), init_scale(scaling), bounds)
+        return TrainState(
+            trained, optimizer.init(trained), jnp.int32(0), init_scale(scaling), bounds
+        )
 
-    state = jax.jit(make, out_shardings=policy_shardings(jax.eval_shape(make, trained), mesh))(trained)
+    state = jax.jit(make, out_shardings=policy_shardings(jax.eval_shape(make, trained), mesh))(
+        trained
+    )
     return replace(state, policy=join(state.policy, shard_policy(frozen, mesh)))
 
 
-def scaled_loss(loss: Float[Array, ""], state: TrainState, scaling: LossScaleConfig | None) -> Float[Array, ""]:
-    """The loss that the backward pass starts from: what `apply_gradients` expects the gradients of."""
+def scaled_loss(
+    loss: Float[Array, ""], state: TrainState, scaling: LossScaleConfig | None
+) -> Float[Array, ""]:
+    """The loss that the backward pass starts from: what `apply_gradients` expects the gradients
+    of."""
     scale = factor(state.loss_scale, scaling)
     return loss if scale is None else loss * scale
 
@@ -132,12 +154,14 @@ def apply_gradients(
         scaling: loss scaling, resolved; None: gradients are those of the loss.
 
     Returns:
-        The next state, and `optim/grad_norm` (before clipping), `optim/skipped` (0 or 1), and a flag a role that is 1 where
-        it held a non-finite value: `nonfinite/loss`, `nonfinite/gradient`, `nonfinite/weight` (a weight after the update; its
-        tensor keeps the values that it had, so that the old and the new weights never exist side by side).
-        With loss scaling also `optim/loss_scale`, the scale of this update; and where that is dynamic `optim/overflow`, 1 where
-        the gradients of a finite loss overflowed with a scale above 1. Then the next scale is lower, `optim/skipped` is 1, and
-        `nonfinite/gradient`, which is for faults that scaling cannot cause, is 0.
+        The next state, and `optim/grad_norm` (before clipping), `optim/skipped` (0 or 1), and a
+        flag a role that is 1 where it held a non-finite value: `nonfinite/loss`,
+        `nonfinite/gradient`, `nonfinite/weight` (a weight after the update; its tensor keeps the
+        values that it had, so that the old and the new weights never exist side by side). With loss
+        scaling also `optim/loss_scale`, the scale of this update; and where that is dynamic
+        `optim/overflow`, 1 where the gradients of a finite loss overflowed with a scale above 1.
+        Then the next scale is lower, `optim/skipped` is 1, and `nonfinite/gradient`, which is for
+        faults that scaling cannot cause, is 0.
     """
     scale = factor(state.loss_scale, scaling)
     if scale is not None:
@@ -146,10 +170,18 @@ def apply_gradients(
     sound = jnp.isfinite(loss) & jnp.isfinite(norm)
     updates, moments = optimizer.update(gradients, state.optimizer, state.policy, keep=sound)
     # moments have seen to it themselves, in place; what is left are counts
-    moments = jax.tree.map(lambda n, o: jnp.where(sound, n, o) if n.ndim == 0 else n, moments, state.optimizer)
+    moments = jax.tree.map(
+        lambda n, o: jnp.where(sound, n, o) if n.ndim == 0 else n, moments, state.optimizer
+    )
     fits = jax.tree.map(lambda w, u: jnp.isfinite(w + u).all(), state.policy, updates)
-    policy = jax.tree.map(lambda w, u, ok: jnp.where(sound & ok, w + u, w), state.policy, updates, fits)
-    finite = {"loss": jnp.isfinite(loss), "gradient": jnp.isfinite(norm), "weight": jnp.stack(jax.tree.leaves(fits)).all()}
+    policy = jax.tree.map(
+        lambda w, u, ok: jnp.where(sound & ok, w + u, w), state.policy, updates, fits
+    )
+    finite = {
+        "loss": jnp.isfinite(loss),
+        "gradient": jnp.isfinite(norm),
+        "weight": jnp.stack(jax.tree.leaves(fits)).all(),
+    }
     skipped = ~(sound & finite["weight"])
     flags = {f"nonfinite/{role}": (~ok).astype(jnp.float32) for role, ok in finite.items()}
     metrics = {"optim/grad_norm": norm, "optim/skipped": skipped.astype(jnp.float32), **flags}
@@ -158,6 +190,11 @@ def apply_gradients(
         metrics["optim/loss_scale"] = jnp.float32(scale)
     if following is not None:
         overflow = (finite["loss"] & ~finite["gradient"] & (scale > 1)).astype(jnp.float32)
-        metrics |= {"optim/overflow": overflow, "nonfinite/gradient": flags["nonfinite/gradient"] - overflow}
+        metrics |= {
+            "optim/overflow": overflow,
+            "nonfinite/gradient": flags["nonfinite/gradient"] - overflow,
+        }
         following = next_scale(following, finite["gradient"], scaling)
-    return replace(state, policy=policy, optimizer=moments, updates=state.updates + 1, loss_scale=following), metrics
+    return replace(
+        state, policy=policy, optimizer=moments, updates=state.updates + 1, loss_scale=following
+    ), metrics

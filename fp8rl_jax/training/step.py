@@ -1,12 +1,14 @@
 """The policy update as one compiled program.
 
-A prompt is run once for all its completions: its keys and values are the shared block that the completions attend to, with
-gradients flowing through it. In a packed batch it stands in the rows of its completions instead (training.packing).
-Micro-batches are whole groups; losses, gradients and metrics are sums over a denominator of the global batch, so accumulation
-equals the big batch up to the order of float32 sums. Under a trainer in FP8 it does not: the weight gradient quantizes dY and X
-in groups of 128 tokens, which reach from one row into the next, so other neighbours, and padding among them, give other scales
-(experiments/results/gradients has the distances, beside that of quantization itself). Only prompts and completions as wide as a
-multiple of 128 begin groups of their own.
+A prompt is run once for all its completions: its keys and values are the shared block that the
+completions attend to, with gradients flowing through it. In a packed batch it stands in the rows of
+its completions instead (training.packing). Micro-batches are whole groups; losses, gradients and
+metrics are sums over a denominator of the global batch, so accumulation equals the big batch up to
+the order of float32 sums. Under a trainer in FP8 it does not: the weight gradient quantizes dY and
+X in groups of 128 tokens, which reach from one row into the next, so other neighbours, and padding
+among them, give other scales (experiments/results/gradients has the distances, beside that of
+quantization itself). Only prompts and completions as wide as a multiple of 128 begin groups of
+their own.
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ class StepConfig:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Batch:
-    """Rollouts to learn from: P prompts, B = P * n completions of T tokens. `mask`: the tokens that the policy sampled."""
+    """Rollouts to learn from: P prompts, B = P * n completions of T tokens. `mask`: the tokens that
+    the policy sampled."""
 
     prompts: Int[Array, "p s"]
     lengths: Int[Array, " p"]
@@ -66,68 +69,104 @@ class Batch:
     old_logprobs: Float[Array, "b t"] | None = None
     reference_logprobs: Float[Array, "b t"] | None = None
     attended: Bool[Array, "b t"] | None = None
-    """The tokens that are there, where they are more than `mask`: observations among the sampled tokens of an episode."""
+    """The tokens that are there, where they are more than `mask`: observations among the sampled
+    tokens of an episode."""
     loss_mask: Bool[Array, "b t"] | None = None
     """The tokens in the loss, where they are fewer than `mask`."""
     weights: Float[Array, "b t"] | None = None
     """Importance weights; where they are given, the rollout correction has been made."""
     prompt_routes: Int[Array, "p s sparse k"] | None = None
     routes: Int[Array, "b t sparse k"] | None = None
-    """Expert ids to replay, of the prompts and of the completions (Rollout's prompt_expert_ids and expert_ids)."""
+    """Expert ids to replay, of the prompts and of the completions (Rollout's prompt_expert_ids and
+    expert_ids)."""
     packing: Packing | None = None
     """Where the tokens stand in the rows that the model runs on; None: as they are here."""
 
     @property
     def present(self) -> Bool[Array, "b t"]:
-        """The tokens that the model attends to, the first of each row; the sampled ones, `mask`, are among them."""
+        """The tokens that the model attends to, the first of each row; the sampled ones, `mask`,
+        are among them."""
         return self.mask if self.attended is None else self.attended
 
 
-def completion_logprobs(policy: Policy, batch: Batch, config: StepConfig) -> tuple[Float[Array, "b t"], Float[Array, "b t"]]:
-    """Log-probabilities and entropies of the completions' tokens at the sampling temperature, under the trainer's formats.
+def completion_logprobs(
+    policy: Policy, batch: Batch, config: StepConfig
+) -> tuple[Float[Array, "b t"], Float[Array, "b t"]]:
+    """Log-probabilities and entropies of the completions' tokens at the sampling temperature, under
+    the trainer's formats.
 
     Args:
         policy: masters; put into the trainer's form here, so gradients arrive in float32.
     """
     policy = trainer_policy(policy, config.recipe, jnp.dtype(config.compute_dtype), config.backend)
     run = partial(
-        forward, policy, recipe=config.recipe, phase="train", remat=config.remat,
-        attention_chunk=config.attention_chunk, backend=config.backend,
-    )  # fmt: skip
+        forward,
+        policy,
+        recipe=config.recipe,
+        phase="train",
+        remat=config.remat,
+        attention_chunk=config.attention_chunk,
+        backend=config.backend,
+    )
     bonus = config.rl.entropy_coefficient > 0
     score = partial(
-        token_logprobs, temperature=config.temperature, chunk=config.logprob_chunk, entropy_gradient=bonus,
+        token_logprobs,
+        temperature=config.temperature,
+        chunk=config.logprob_chunk,
+        entropy_gradient=bonus,
         exact=config.recipe.exact,
-    )  # fmt: skip
+    )
     if batch.packing is not None:
         return _packed_logprobs(run, score, policy.head, batch)
     segments = (jnp.arange(batch.prompts.shape[1]) < batch.lengths[:, None]).astype(jnp.int32)
-    prompt = run(constrain(batch.prompts, "batch", None), segment_ids=segments, routes=batch.prompt_routes)
+    prompt = run(
+        constrain(batch.prompts, "batch", None), segment_ids=segments, routes=batch.prompt_routes
+    )
     n = batch.tokens.shape[0] // batch.prompts.shape[0]
     positions = jnp.repeat(batch.lengths, n)[:, None] + jnp.arange(batch.tokens.shape[1])
     tokens = constrain(batch.tokens, "batch", None)
     completion = run(
-        tokens, positions, batch.present.astype(jnp.int32), KVCache(prompt.cache), routes=batch.routes, keep_cache=False
+        tokens,
+        positions,
+        batch.present.astype(jnp.int32),
+        KVCache(prompt.cache),
+        routes=batch.routes,
+        keep_cache=False,
     )
     last = jnp.take_along_axis(prompt.hidden, (batch.lengths - 1)[:, None, None], axis=1)
     hidden = jnp.concatenate([jnp.repeat(last, n, axis=0), completion.hidden[:, :-1]], axis=1)
     return score(hidden, policy.head, batch.tokens)
 
 
-def _packed_logprobs(run, score, head, batch: Batch) -> tuple[Float[Array, "b t"], Float[Array, "b t"]]:
+def _packed_logprobs(
+    run, score, head, batch: Batch
+) -> tuple[Float[Array, "b t"], Float[Array, "b t"]]:
     """`completion_logprobs` of a packed batch; 0 where there is no token."""
     packing: Packing = jax.tree.map(lambda x: constrain(x, "batch", None), batch.packing)
     tokens = packing.gather(batch.prompts, batch.tokens, fill=0)
-    routes = None if batch.routes is None else packing.gather(batch.prompt_routes, batch.routes, fill=-1)
-    rows = run(tokens, packing.positions, packing.segments, prefix_ids=packing.prefixes, routes=routes, keep_cache=False)
+    routes = (
+        None if batch.routes is None else packing.gather(batch.prompt_routes, batch.routes, fill=-1)
+    )
+    rows = run(
+        tokens,
+        packing.positions,
+        packing.segments,
+        prefix_ids=packing.prefixes,
+        routes=routes,
+        keep_cache=False,
+    )
     scored = score(packing.hidden(rows.hidden), head, packing.predicted(batch.tokens))
     return tuple(packing.back(values) for values in scored)
 
 
 @partial(jax.jit, static_argnames="config")
 def score(policy: Policy, batch: Batch, config: StepConfig) -> Float[Array, "b t"]:
-    """`completion_logprobs` micro-batch by micro-batch, without gradients: old and reference log-probabilities."""
-    parts = jax.lax.map(lambda micro: completion_logprobs(policy, micro, config)[0], split_batch(batch, config.micro_batches))
+    """`completion_logprobs` micro-batch by micro-batch, without gradients: old and reference
+    log-probabilities."""
+    parts = jax.lax.map(
+        lambda micro: completion_logprobs(policy, micro, config)[0],
+        split_batch(batch, config.micro_batches),
+    )
     return parts.reshape(batch.tokens.shape)
 
 
@@ -135,25 +174,33 @@ def score(policy: Policy, batch: Batch, config: StepConfig) -> Float[Array, "b t
 def correct(batch: Batch, config: RLConfig) -> tuple[Batch, rl.Metrics]:
     """The rollout correction of a whole batch, from its old log-probabilities.
 
-    `update` calls it where old log-probabilities are given, so that global statistics (a mean weight, a rejection that
-    changes the denominator) are those of its batch. Called before a rollout is split into the batches of several updates,
-    they are those of the rollout.
+    `update` calls it where old log-probabilities are given, so that global statistics (a mean
+    weight, a rejection that changes the denominator) are those of its batch. Called before a
+    rollout is split into the batches of several updates, they are those of the rollout.
 
     Returns:
-        The batch with `weights` and `loss_mask`, and the correction's metrics. In bypass mode, without old log-probabilities,
-        and where it has weights already: the batch as it is, and no metrics.
+        The batch with `weights` and `loss_mask`, and the correction's metrics. In bypass mode,
+        without old log-probabilities, and where it has weights already: the batch as it is, and no
+        metrics.
     """
-    if config.correction.value("mode") == "bypass" or batch.old_logprobs is None or batch.weights is not None:
+    if (
+        config.correction.value("mode") == "bypass"
+        or batch.old_logprobs is None
+        or batch.weights is not None
+    ):
         return batch, {}
     mask = batch.mask if batch.loss_mask is None else batch.loss_mask
-    weights, mask, metrics = rl.correction(batch.old_logprobs - batch.rollout_logprobs, mask, config.correction)
+    weights, mask, metrics = rl.correction(
+        batch.old_logprobs - batch.rollout_logprobs, mask, config.correction
+    )
     return replace(batch, weights=weights, loss_mask=mask), metrics
 
 
 def update(
     state: TrainState, batch: Batch, config: StepConfig, optimizer: optax.GradientTransformation
 ) -> tuple[TrainState, Float[Array, "b t"], dict[str, Array]]:
-    """One optimizer update on the whole batch; the arrays that it replaces are donated, those of a frozen base stay.
+    """One optimizer update on the whole batch; the arrays that it replaces are donated, those of a
+    frozen base stay.
 
     Returns:
         The next state; the trainer's log-probabilities [b, t] before the update; scalar metrics.
@@ -162,18 +209,26 @@ def update(
         UserError: the correction needs old log-probabilities, and the batch has none.
     """
     trained, frozen = split(state.policy)
-    state, logprobs, metrics = _update(replace(state, policy=trained), frozen, batch, config, optimizer)
+    state, logprobs, metrics = _update(
+        replace(state, policy=trained), frozen, batch, config, optimizer
+    )
     return replace(state, policy=join(state.policy, frozen)), logprobs, metrics
 
 
 @partial(jax.jit, static_argnames=("config", "optimizer"), donate_argnames="state")
 def _update(
-    state: TrainState, frozen: Policy | None, batch: Batch, config: StepConfig, optimizer: optax.GradientTransformation
+    state: TrainState,
+    frozen: Policy | None,
+    batch: Batch,
+    config: StepConfig,
+    optimizer: optax.GradientTransformation,
 ) -> tuple[TrainState, Float[Array, "b t"], dict[str, Array]]:
     batch, corrections = correct(batch, config.rl)
     if batch.weights is None:
         rl.refuse_partial(config.rl.correction)
-    denominator = rl.loss_denominator(batch.mask if batch.loss_mask is None else batch.loss_mask, config.rl)
+    denominator = rl.loss_denominator(
+        batch.mask if batch.loss_mask is None else batch.loss_mask, config.rl
+    )
 
     def loss_fn(trained: Trained, micro: Batch):
         logprobs, entropy = completion_logprobs(join(trained, frozen), micro, config)
@@ -204,11 +259,16 @@ def _update(
             return jax.tree.map(jnp.add, carry, (loss, gradients)), (metrics, logprobs)
 
         zeros = (jnp.float32(0), jax.tree.map(jnp.zeros_like, state.policy))
-        (loss, gradients), (stacked, logprobs) = jax.lax.scan(accumulate, zeros, split_batch(batch, config.micro_batches))
+        (loss, gradients), (stacked, logprobs) = jax.lax.scan(
+            accumulate, zeros, split_batch(batch, config.micro_batches)
+        )
         metrics, logprobs = rl.reduce_metrics(stacked), logprobs.reshape(batch.tokens.shape)
     bounds = {}
     if state.clip_bounds is not None:
-        bounds = {"clip_ratio/low_bound": state.clip_bounds[0], "clip_ratio/high_bound": state.clip_bounds[1]}
+        bounds = {
+            "clip_ratio/low_bound": state.clip_bounds[0],
+            "clip_ratio/high_bound": state.clip_bounds[1],
+        }
     state, update_metrics = apply_gradients(state, gradients, loss, optimizer, config.loss_scale)
     return state, logprobs, rl.metric_values(metrics | corrections) | update_metrics | bounds
 
@@ -216,7 +276,8 @@ def _update(
 def supervised_update(
     state: TrainState, batch: Batch, config: StepConfig, optimizer: optax.GradientTransformation
 ) -> tuple[TrainState, dict[str, Array]]:
-    """One update on the mean negative log-likelihood of the completions' tokens; donates as `update` does.
+    """One update on the mean negative log-likelihood of the completions' tokens; donates as
+    `update` does.
 
     Args:
         batch: its tokens and mask are used, and its prompts.
@@ -226,13 +287,19 @@ def supervised_update(
         The next state; `loss` and the metrics of `apply_gradients`.
     """
     trained, frozen = split(state.policy)
-    state, metrics = _supervised_update(replace(state, policy=trained), frozen, batch, config, optimizer)
+    state, metrics = _supervised_update(
+        replace(state, policy=trained), frozen, batch, config, optimizer
+    )
     return replace(state, policy=join(state.policy, frozen)), metrics
 
 
 @partial(jax.jit, static_argnames=("config", "optimizer"), donate_argnames="state")
 def _supervised_update(
-    state: TrainState, frozen: Policy | None, batch: Batch, config: StepConfig, optimizer: optax.GradientTransformation
+    state: TrainState,
+    frozen: Policy | None,
+    batch: Batch,
+    config: StepConfig,
+    optimizer: optax.GradientTransformation,
 ) -> tuple[TrainState, dict[str, Array]]:
     def loss_fn(trained: Trained):
         logprobs, _ = completion_logprobs(join(trained, frozen), batch, config)

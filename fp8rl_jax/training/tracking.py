@@ -1,7 +1,8 @@
 """A run's numbers: metrics.jsonl is the record, everything else is a view of it.
 
-The loop calls `log` once a step. A view that fails (no network, a full disk elsewhere) is dropped with one warning and
-training goes on; the record may not fail, because a run that nobody can read afterwards was for nothing.
+The loop calls `log` once a step. A view that fails (no network, a full disk elsewhere) is dropped
+with one warning and training goes on; the record may not fail, because a run that nobody can read
+afterwards was for nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from fp8rl_jax.training.console import COLUMNS, console_tracker
 
 
 class Tracker(Protocol):
-    """Takes the metrics of each step; names such as "reward/mean", values that `float()` accepts."""
+    """Takes the metrics of each step; names such as "reward/mean", values that `float()`
+    accepts."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -30,12 +32,13 @@ class Tracker(Protocol):
 
 
 class JsonLines:
-    """A file of JSON objects, one a line, each with its "step" and each on disk (in the kernel) once written.
+    """A file of JSON objects, one a line, each with its "step" and each on disk (in the kernel)
+    once written.
 
     Args:
         path: the file; its directory exists.
-        start_step: lines of this step and later ones, left by a run that went on after its last checkpoint, are
-            removed, and so is a last line that was cut off. 0 starts an empty file.
+        start_step: lines of this step and later ones, left by a run that went on after its last
+            checkpoint, are removed, and so is a last line that was cut off. 0 starts an empty file.
 
     Raises:
         UserError: the file cannot be written, or a line before the last is not JSON with a step.
@@ -51,7 +54,8 @@ class JsonLines:
             self._file = path.open("ab", buffering=0)
 
     def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Appends rows; numbers that are not finite become null, as JSON has no other word for them.
+        """Appends rows; numbers that are not finite become null, as JSON has no other word for
+        them.
 
         Raises:
             UserError: the disk is full, or the file cannot be written for another reason.
@@ -67,9 +71,12 @@ class JsonLines:
 
 
 class JsonlTracker:
-    """metrics.jsonl: {"step": int, "time": seconds since 1970, metric: number or null, ...}, one line a step."""
+    """metrics.jsonl: {"step": int, "time": seconds since 1970, metric: number or null, ...}, one
+    line a step."""
 
-    def __init__(self, path: Path, start_step: int = 0, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, path: Path, start_step: int = 0, clock: Callable[[], float] = time.time
+    ) -> None:
         self._lines, self._clock = JsonLines(path, start_step), clock
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -97,10 +104,12 @@ class View:
             return
         try:
             action()
-        except Exception as error:  # Whatever a view's library raises, the run is worth more than the view.
+        # Whatever a view's library raises, the run is worth more than the view.
+        except Exception as error:
             self._alive = False
             print(
-                f"fp8rl: warning: {self._name} failed and is off from here on; metrics.jsonl goes on "
+                f"fp8rl: warning: {self._name} failed and is off from here on; metrics.jsonl "
+                "goes on "
                 f"({type(error).__name__}: {error})",
                 file=sys.stderr,
             )
@@ -140,13 +149,16 @@ def make_tracker(
         columns: what the console shows.
 
     Raises:
-        UserError: the record cannot be written, or a view's package is not installed or refuses to start.
+        UserError: the record cannot be written, or a view's package is not installed or refuses to
+            start.
     """
     from fp8rl_jax.training.external_trackers import TensorBoardTracker, WandbTracker
 
     trackers: list[Tracker] = [JsonlTracker(directory / "metrics.jsonl", start_step)]
     if config.tensorboard:
-        trackers.append(View("TensorBoard", TensorBoardTracker(directory / "tensorboard", start_step)))
+        trackers.append(
+            View("TensorBoard", TensorBoardTracker(directory / "tensorboard", start_step))
+        )
     if config.wandb:
         trackers.append(View("Weights & Biases", WandbTracker(directory, config, settings or {})))
     trackers.append(View("the console", console_tracker(total_steps, start_step, columns)))
@@ -160,7 +172,9 @@ def _faults_named(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         reason = f"{path}: cannot be written: {error.strerror}"
-        raise UserError(f"{reason}; once that is put right, --resume goes on from the last checkpoint") from error
+        raise UserError(
+            f"{reason}; once that is put right, --resume goes on from the last checkpoint"
+        ) from error
 
 
 def _lines_before(path: Path, step: int) -> list[bytes]:
@@ -171,7 +185,9 @@ def _lines_before(path: Path, step: int) -> list[bytes]:
             is_earlier = json.loads(line)["step"] < step
         except (ValueError, TypeError, KeyError):
             if number < len(lines):
-                raise UserError(f"{path}: line {number} is not a JSON object with a step; move the file away") from None
+                raise UserError(
+                    f"{path}: line {number} is not a JSON object with a step; move the file away"
+                ) from None
             continue
         if is_earlier and line.endswith(b"\n"):
             kept.append(line)
@@ -179,7 +195,8 @@ def _lines_before(path: Path, step: int) -> list[bytes]:
 
 
 def _plain(value: Any) -> Any:
-    """JSON's own types: scalars of NumPy and JAX become numbers, and what is not finite becomes None."""
+    """JSON's own types: scalars of NumPy and JAX become numbers, and what is not finite becomes
+    None."""
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -10,4 +10,14 @@ from pallas_kernels.attention.reference import (
     sees,
 )
 
-__all__ = ["CHUNK", "CHUNK_FROM", "Keys", "TokenKeys", "Tokens", "attend_in_chunks", "attention", "in_window", "sees"]
+__all__ = [
+    "CHUNK",
+    "CHUNK_FROM",
+    "Keys",
+    "TokenKeys",
+    "Tokens",
+    "attend_in_chunks",
+    "attention",
+    "in_window",
+    "sees",
+]

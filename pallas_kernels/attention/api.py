@@ -1,4 +1,5 @@
-"""Attention of many queries a row, over blocks of keys with a mask each: prefill, scoring and training."""
+"""Attention of many queries a row, over blocks of keys with a mask each: prefill, scoring and
+training."""
 
 from __future__ import annotations
 
@@ -24,43 +25,59 @@ def attention(
     key_order: Literal["any", "decode"] = "any",
     backend: Backend = "auto",
 ) -> Float[Array, "b t heads dim"]:
-    """softmax(q . k * score_scale) . v * value_scale over the slots of all blocks together; differentiable.
+    """softmax(q . k * score_scale) . v * value_scale over the slots of all blocks together;
+    differentiable.
 
-    Segments, prefixes and sliding windows are in the masks, which `sees` makes from a number a token. `attend_in_chunks` makes
-    them, and runs this, for a few queries at a time.
+    Segments, prefixes and sliding windows are in the masks, which `sees` makes from a number a
+    token. `attend_in_chunks` makes them, and runs this, for a few queries at a time.
 
-    The Hopper backend is cuDNN's flash attention (jax.nn.dot_product_attention). It takes bfloat16 or float16, a head_dim of a
-    multiple of 8 up to 128, and scales known at trace time; masks reach it as a bias, and a block that rows share is copied to
-    each of them, because its batch and mask interfaces have no other form of either.
+    The Hopper backend is cuDNN's flash attention (jax.nn.dot_product_attention). It takes bfloat16
+    or float16, a head_dim of a multiple of 8 up to 128, and scales known at trace time; masks reach
+    it as a bias, and a block that rows share is copied to each of them, because its batch and mask
+    interfaces have no other form of either.
 
-    In decode's key order a token's output has the bits of a decode step whose caches hold, each from its first slot on, the keys
-    of the same blocks up to the token's own. It takes what `decode_attention` takes on Hopper: e4m3 and 16 bits, head_dim 64,
-    96 and 128. The slots of a block that a query sees must follow each other, as causal masks, right padding and windows have
-    them; a query whose mask has a gap has the output NaN. No slot may hold a NaN or an infinity, seen or not. Partial results
-    are float32 [chunks of 512 slots, rows, heads, queries, head_dim] for each block: `attend_in_chunks` bounds the queries.
-    The gradient is the reference's.
+    In decode's key order a token's output has the bits of a decode step whose caches hold, each
+    from its first slot on, the keys of the same blocks up to the token's own. It takes what
+    `decode_attention` takes on Hopper: e4m3 and 16 bits, head_dim 64, 96 and 128. The slots of a
+    block that a query sees must follow each other, as causal masks, right padding and windows have
+    them; a query whose mask has a gap has the output NaN. No slot may hold a NaN or an infinity,
+    seen or not. Partial results are float32 [chunks of 512 slots, rows, heads, queries, head_dim]
+    for each block: `attend_in_chunks` bounds the queries. The gradient is the reference's.
 
     Args:
         query: any float dtype, e4m3 included.
-        blocks: a block with fewer rows than `query` is shared: row r serves query rows r*n ... r*n + n - 1.
-        score_scale: the model's, mostly 1/sqrt(dim), times the scales of Q and K where they are quantized.
+        blocks: a block with fewer rows than `query` is shared: row r serves query rows r*n ... r*n
+            + n - 1.
+        score_scale: the model's, mostly 1/sqrt(dim), times the scales of Q and K where they are
+            quantized.
         value_scale: the scale of V, or 1.
         out_dtype: dtype of the result.
-        key_order: "decode" joins keys as `decode_attention` does, for a decode step's bits; Hopper alone has it.
+        key_order: "decode" joins keys as `decode_attention` does, for a decode step's bits; Hopper
+            alone has it.
         backend: implementation. "auto" takes the reference where cuDNN does not serve the call.
 
     Returns:
         The output, 0 for a query that sees nothing.
 
     Raises:
-        BackendError: a backend asked for by name cannot serve the call, or none here has decode's key order for it.
+        BackendError: a backend asked for by name cannot serve the call, or none here has decode's
+            key order for it.
         ValueError: shapes that do not belong together.
     """
     b, _, heads, dim = query.shape
     for block in blocks:
         rows, kv_heads, slots, key_dim = block.keys.shape
-        if not rows or b % rows or heads % kv_heads or key_dim != dim or block.mask.shape[-1] != slots:
-            raise ValueError(f"{OPERATION}: query {query.shape}, keys {block.keys.shape} and mask {block.mask.shape} do not fit")
+        if (
+            not rows
+            or b % rows
+            or heads % kv_heads
+            or key_dim != dim
+            or block.mask.shape[-1] != slots
+        ):
+            raise ValueError(
+                f"{OPERATION}: query {query.shape}, keys {block.keys.shape} and mask "
+                f"{block.mask.shape} do not fit"
+            )
     if key_order == "decode":
         return _in_decodes_order(query, blocks, score_scale, value_scale, out_dtype, backend)
     run = reference.attend
@@ -71,7 +88,10 @@ def attention(
 
 def _in_decodes_order(query, blocks, score_scale, value_scale, out_dtype, backend):
     if resolve(backend, OPERATION) == "reference":
-        raise BackendError(f"{OPERATION}: the reference does not join keys in decode's order; the hopper backend does")
+        raise BackendError(
+            f"{OPERATION}: the reference does not join keys in decode's order; the hopper "
+            "backend does"
+        )
     from pallas_kernels.attention import prefill  # importing Pallas takes longer than importing JAX
 
     if lacking := prefill.lacks(query, blocks):

@@ -1,4 +1,5 @@
-"""What `attention` in decode's key order is checked and timed with; the reference computes it in any order."""
+"""What `attention` in decode's key order is checked and timed with; the reference computes it in
+any order."""
 
 from __future__ import annotations
 
@@ -54,16 +55,28 @@ class Shape:
     def positions(self) -> np.ndarray:
         """[rows, tokens]: a row's tokens come after its prompt's."""
         rows = len(self.lengths)
-        before = np.repeat(self.shared, rows // len(self.shared)) if self.shared else np.zeros(rows, int)
+        before = (
+            np.repeat(self.shared, rows // len(self.shared)) if self.shared else np.zeros(rows, int)
+        )
         return (before[:, None] + np.arange(self.tokens)).astype(np.int32)
 
 
 def arguments(key: jax.Array, shape: Shape):
-    """Queries [rows, queries, heads, dim]; keys and values of the own block, and of the shared one."""
+    """Queries [rows, queries, heads, dim]; keys and values of the own block, and of the shared
+    one."""
     keys = iter(jax.random.split(key, 5))
-    out = [jax.random.normal(next(keys), (len(shape.lengths), shape.queries, shape.heads, shape.dim))]
-    for rows, slots in ((len(shape.lengths), shape.tokens), (len(shape.shared), shape.shared_slots)):
-        out += [jax.random.normal(next(keys), (rows, shape.kv_heads, slots, shape.dim)) for _ in range(2) if rows]
+    out = [
+        jax.random.normal(next(keys), (len(shape.lengths), shape.queries, shape.heads, shape.dim))
+    ]
+    for rows, slots in (
+        (len(shape.lengths), shape.tokens),
+        (len(shape.shared), shape.shared_slots),
+    ):
+        out += [
+            jax.random.normal(next(keys), (rows, shape.kv_heads, slots, shape.dim))
+            for _ in range(2)
+            if rows
+        ]
     return tuple(x.astype(shape.dtype) for x in out)
 
 
@@ -76,10 +89,14 @@ def prefill(query, *arrays, shape: Shape, backend):
         slots = np.arange(shape.shared_slots)
         real = jnp.asarray(slots < np.array(shape.shared)[:, None])
         positions = jnp.broadcast_to(jnp.asarray(slots, jnp.int32), real.shape)
-        blocks.insert(0, TokenKeys(*arrays[2:], queries.after_block(), Tokens.of_block(real, positions)))
+        blocks.insert(
+            0, TokenKeys(*arrays[2:], queries.after_block(), Tokens.of_block(real, positions))
+        )
     window = jnp.int32(shape.window) if shape.window else None
     run = partial(attention, key_order="decode" if backend == "hopper" else "any", backend=backend)
-    return attend_in_chunks(query, blocks, window, *SCALES, jnp.float32, shape.chunk or shape.queries, run)
+    return attend_in_chunks(
+        query, blocks, window, *SCALES, jnp.float32, shape.chunk or shape.queries, run
+    )
 
 
 def expected(query, keys, values, *shared, shape: Shape) -> np.ndarray:
@@ -93,7 +110,9 @@ def expected(query, keys, values, *shared, shape: Shape) -> np.ndarray:
         found = [(keys[r, head], values[r, head], seen, positions[r])]
         if shared:
             row, slots = r // (rows // len(shape.shared)), np.arange(shape.shared_slots)
-            found.append((shared[0][row, head], shared[1][row, head], slots < shape.shared[row], slots))
+            found.append(
+                (shared[0][row, head], shared[1][row, head], slots < shape.shared[row], slots)
+            )
         k, v, seen, where = (np.concatenate(part) for part in zip(*found, strict=True))
         seen &= (positions[r, at] - where < shape.window) | (not shape.window)
         score = k[seen].astype(np.float64) @ query[r, i, h].astype(np.float64) * SCALES[0]
@@ -104,7 +123,9 @@ def expected(query, keys, values, *shared, shape: Shape) -> np.ndarray:
 
 def case(name: str, shape: Shape) -> Case:
     model = shape.heads * shape.dim
-    pairs = shape.queries * (shape.tokens - shape.queries / 2 + sum(shape.shared) / max(len(shape.shared), 1))
+    pairs = shape.queries * (
+        shape.tokens - shape.queries / 2 + sum(shape.shared) / max(len(shape.shared), 1)
+    )
     return Case(
         name=name,
         arguments=partial(arguments, shape=shape),
@@ -119,7 +140,8 @@ def case(name: str, shape: Shape) -> Case:
 
 
 def as_decoded(name: str, shape: Shape, *tokens: int) -> Case:
-    """Some tokens of a prefill by the bits of their decode steps, over caches with slots that nothing was written to."""
+    """Some tokens of a prefill by the bits of their decode steps, over caches with slots that
+    nothing was written to."""
 
     def run(query, *arrays, backend):
         wanted, apart = prefill(query, *arrays, shape=shape, backend=backend), []
@@ -128,8 +150,20 @@ def as_decoded(name: str, shape: Shape, *tokens: int) -> Case:
             caches = [KeyValues(*longer[:2], jnp.full(len(query), token + 1, jnp.int32))]
             if shape.shared:
                 caches.insert(0, KeyValues(*longer[2:], jnp.asarray(shape.shared, jnp.int32)))
-            at, scales, window = token - shape.tokens + shape.queries, (None, None, SCALES[1]), shape.window or None
-            out = decode_attention(query[:, at], tuple(caches), SCALES[0], *scales, window, jnp.float32, backend=backend)
+            at, scales, window = (
+                token - shape.tokens + shape.queries,
+                (None, None, SCALES[1]),
+                shape.window or None,
+            )
+            out = decode_attention(
+                query[:, at],
+                tuple(caches),
+                SCALES[0],
+                *scales,
+                window,
+                jnp.float32,
+                backend=backend,
+            )
             apart.append(bits_apart(wanted[:, at], out))
         return jnp.stack(apart)
 
@@ -145,21 +179,50 @@ SMALL = (
     case("causal", Shape(4, 2, 128, (70, 33), 70)),
     case("two-chunks", Shape(4, 1, 64, (560,), 560, asked=60)),
     case("shared", Shape(4, 2, 64, (40, 1, 17, 40), 40, shared=(70, 3), shared_slots=75)),
-    case("window", Shape(4, 2, 64, (150, 90), 150, shared=(20,), shared_slots=24, window=50, chunk=40)),
+    case(
+        "window",
+        Shape(4, 2, 64, (150, 90), 150, shared=(20,), shared_slots=24, window=50, chunk=40),
+    ),
     case("bf16", Shape(4, 2, 128, (70,), 70, dtype=BF16)),
     case("f16-mha-head-dim-96", Shape(2, 2, 96, (40,), 40, dtype=F16)),
-    # a token before the second chunk, which its tile of 32 tokens takes; one in the middle; the last
+    # a token before the second chunk, which its tile of 32 tokens takes; one in the middle; the
+    # last
     as_decoded("as-decoded", Shape(2, 1, 64, (540, 540), 540, asked=40), 505, 520, 539),
-    as_decoded("as-decoded-shared", Shape(4, 2, 64, (70,) * 4, 70, shared=(530, 3), shared_slots=530, chunk=50), 30, 69),
-    as_decoded("as-decoded-window", Shape(4, 2, 64, (70, 70), 70, shared=(40,), shared_slots=40, window=45), 2, 40, 69),
-    # the tile of each takes steps of 64 keys that it does not see: after its own for the first token, before for the second
-    as_decoded("as-decoded-bf16", Shape(2, 1, 64, (290,), 290, asked=64, dtype=BF16, window=200), 250, 270),
+    as_decoded(
+        "as-decoded-shared",
+        Shape(4, 2, 64, (70,) * 4, 70, shared=(530, 3), shared_slots=530, chunk=50),
+        30,
+        69,
+    ),
+    as_decoded(
+        "as-decoded-window",
+        Shape(4, 2, 64, (70, 70), 70, shared=(40,), shared_slots=40, window=45),
+        2,
+        40,
+        69,
+    ),
+    # the tile of each takes steps of 64 keys that it does not see: after its own for the first
+    # token, before for the second
+    as_decoded(
+        "as-decoded-bf16", Shape(2, 1, 64, (290,), 290, asked=64, dtype=BF16, window=200), 250, 270
+    ),
 )
 
 
 def _real(name: str, rows: int, **options) -> Case:
     model, tokens = QWEN3_8B, 2048
-    return case(name, Shape(model.heads, model.kv_heads, model.head_dim, (tokens,) * rows, tokens, chunk=CHUNK, **options))
+    return case(
+        name,
+        Shape(
+            model.heads,
+            model.kv_heads,
+            model.head_dim,
+            (tokens,) * rows,
+            tokens,
+            chunk=CHUNK,
+            **options,
+        ),
+    )
 
 
 REAL = (

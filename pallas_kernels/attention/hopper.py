@@ -1,4 +1,5 @@
-"""Attention of many queries on Hopper: cuDNN's, with one block of keys a row and the masks as a bias."""
+"""Attention of many queries on Hopper: cuDNN's, with one block of keys a row and the masks as a
+bias."""
 
 from __future__ import annotations
 
@@ -8,7 +9,9 @@ import jax.numpy as jnp
 
 def lacks(query, blocks, score_scale) -> str:
     """What cuDNN would need to serve a call; empty where it does."""
-    kinds = {x.dtype.name for x in (query, *(x for block in blocks for x in (block.keys, block.values)))}
+    kinds = {
+        x.dtype.name for x in (query, *(x for block in blocks for x in (block.keys, block.values)))
+    }
     if len(kinds) > 1 or not kinds <= {"bfloat16", "float16"}:
         return f"attention of {', '.join(sorted(kinds))} operands, but of bfloat16 or float16 ones"
     if not isinstance(score_scale, float):
@@ -28,12 +31,17 @@ def attention(query, blocks, score_scale, value_scale, out_dtype):
         rows, slots = len(block.keys), block.mask.shape[-1]
         return jnp.broadcast_to(block.mask, (rows, b // rows * t, slots)).reshape(b, 1, t, slots)
 
-    keys, values = (jnp.concatenate([each_row(x) for x in part], 1) for part in zip(*((k, v) for k, v, _ in blocks), strict=True))
+    keys, values = (
+        jnp.concatenate([each_row(x) for x in part], 1)
+        for part in zip(*((k, v) for k, v, _ in blocks), strict=True)
+    )
     mask = jnp.concatenate([mask_of(block) for block in blocks], -1)
     # with a bias, cuDNN's backward pass takes even lengths alone
     query, keys, values = (_even(x, 1) for x in (query, keys, values))
     padded = _even(_even(mask, 2), 3)
-    out = jax.nn.dot_product_attention(query, keys, values, mask=padded, scale=score_scale, implementation="cudnn")[:, :t]
+    out = jax.nn.dot_product_attention(
+        query, keys, values, mask=padded, scale=score_scale, implementation="cudnn"
+    )[:, :t]
     # where all is masked, cuDNN's softmax is uniform
     seen = mask.any(-1)[:, 0, :, None, None]
     return (jnp.where(seen, out, 0).astype(jnp.float32) * value_scale).astype(out_dtype)

@@ -1,8 +1,10 @@
-"""Attention of many queries on Hopper in decode's key order: `decode_attention`'s kernel, with limits for each query.
+"""Attention of many queries on Hopper in decode's key order: `decode_attention`'s kernel, with
+limits for each query.
 
-A decode step's query sees all keys of its row; here each query sees those from its first to its last. Steps and chunks that it
-does not see add zeros to its sums, and its references are integers, so they change none of its bits: what a token gets is what
-a decode step over the same keys, in the same blocks, gives it.
+A decode step's query sees all keys of its row; here each query sees those from its first to its
+last. Steps and chunks that it does not see add zeros to its sums, and its references are integers,
+so they change none of its bits: what a token gets is what a decode step over the same keys, in the
+same blocks, gives it.
 """
 
 from __future__ import annotations
@@ -51,26 +53,46 @@ def _in_decodes_order(query, numbers, *arrays, out_dtype):
     lead, kv_heads = math.gcd(*(len(block.keys) for block in blocks)), blocks[0].keys.shape[1]
     grouped = query.reshape(lead, b // lead, t, kv_heads, heads // kv_heads, dim)
     limits = jnp.stack(found).reshape(len(blocks), 2, lead, b // lead, t)
-    held = [x.reshape(lead, -1, *x.shape[1:]) for block in blocks for x in (block.keys, block.values)]
+    held = [
+        x.reshape(lead, -1, *x.shape[1:]) for block in blocks for x in (block.keys, block.values)
+    ]
 
     def run(query, numbers, limits, *held):
-        caches = [_cache(*(x.reshape(-1, *x.shape[2:]) for x in held[i : i + 2])) for i in range(0, len(held), 2)]
-        bounds = [tuple(limit.reshape(2, len(cache.keys), -1)) for limit, cache in zip(limits, caches, strict=True)]
+        caches = [
+            _cache(*(x.reshape(-1, *x.shape[2:]) for x in held[i : i + 2]))
+            for i in range(0, len(held), 2)
+        ]
+        bounds = [
+            tuple(limit.reshape(2, len(cache.keys), -1))
+            for limit, cache in zip(limits, caches, strict=True)
+        ]
         flat = query.reshape(-1, query.shape[3] * query.shape[4], dim)
-        return decode.attend(flat, caches, bounds, numbers[0], numbers[1], out_dtype).reshape(query.shape)
+        return decode.attend(flat, caches, bounds, numbers[0], numbers[1], out_dtype).reshape(
+            query.shape
+        )
 
-    axes = ["r n t h g d", "e", "i l r n t", *(f"r n{i} h s{i} d" for i in range(len(blocks)) for _ in range(2))]
+    axes = [
+        "r n t h g d",
+        "e",
+        "i l r n t",
+        *(f"r n{i} h s{i} d" for i in range(len(blocks)) for _ in range(2)),
+    ]
     whole = tuple({name for names in axes for name in names.split()} - {"r", "h"})
-    out = partitioned(run, f"{', '.join(axes)} -> {axes[0]}", {}, whole)(grouped, numbers, limits, *held)
+    out = partitioned(run, f"{', '.join(axes)} -> {axes[0]}", {}, whole)(
+        grouped, numbers, limits, *held
+    )
     return jnp.where(sum(gaps)[..., None, None] > 0, jnp.nan, out.reshape(query.shape))
 
 
 def _limits(block: Keys, b: int, t: int):
-    """The first slot that each query sees, and the one after its last, int32 [2, b, t]; how many it does not see between."""
+    """The first slot that each query sees, and the one after its last, int32 [2, b, t]; how many it
+    does not see between."""
     rows, slots = len(block.keys), block.mask.shape[-1]
     some = block.mask.any(-1)
     first = jnp.where(some, block.mask.argmax(-1), slots)
     last = jnp.where(some, slots - block.mask[..., ::-1].argmax(-1), 0)
     gaps = jnp.where(some, last - first - block.mask.sum(-1), 0)
-    first, last, gaps = (jnp.broadcast_to(x, (rows, b // rows * t)).reshape(b, t) for x in (first, last, gaps))
+    first, last, gaps = (
+        jnp.broadcast_to(x, (rows, b // rows * t)).reshape(b, t) for x in (first, last, gaps)
+    )
     return jnp.stack([first, last]).astype(jnp.int32), gaps

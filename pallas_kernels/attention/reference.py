@@ -1,10 +1,12 @@
 """Grouped-query attention over blocks of keys in plain XLA.
 
-Scores, softmax and the PV sum are float32 whatever the operands are. With an FP8 cache the operands are the e4m3 values
-themselves and the scales enter twice, as in FA3: s_q * s_k on the scores, s_v on the output.
+Scores, softmax and the PV sum are float32 whatever the operands are. With an FP8 cache the operands
+are the e4m3 values themselves and the scales enter twice, as in FA3: s_q * s_k on the scores, s_v
+on the output.
 
-The scores of a row of t tokens are t * t numbers a head, and a backward pass keeps them. `attend_in_chunks` makes them for a few
-queries at a time and again in the backward pass, masks included, so memory grows with t and not with its square.
+The scores of a row of t tokens are t * t numbers a head, and a backward pass keeps them.
+`attend_in_chunks` makes them for a few queries at a time and again in the backward pass, masks
+included, so memory grows with t and not with its square.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ _NO_QUERY = -2
 
 
 class Keys(NamedTuple):
-    """One block of keys as attention sees it: keys, values [rows, kv_heads, slots, head_dim], mask broadcastable to
-    [rows, queries of all samples that share the row, slots]."""
+    """One block of keys as attention sees it: keys, values [rows, kv_heads, slots, head_dim], mask
+    broadcastable to [rows, queries of all samples that share the row, slots]."""
 
     keys: Array
     values: Array
@@ -38,7 +40,8 @@ class Tokens(NamedTuple):
 
     Attributes:
         segments: a token sees its own segment; 0 is padding.
-        prefixes: the segment that its own continues, which it sees, too; -1 where there is none, None where none has one.
+        prefixes: the segment that its own continues, which it sees, too; -1 where there is none,
+            None where none has one.
         order: a token sees those of the same or a lower order.
         positions: of sliding windows and rotary angles.
     """
@@ -50,14 +53,19 @@ class Tokens(NamedTuple):
 
     @classmethod
     def of_rows(
-        cls, segments: Int[Array, "rows n"], positions: Int[Array, "rows n"], prefixes: Int[Array, "rows n"] | None = None
+        cls,
+        segments: Int[Array, "rows n"],
+        positions: Int[Array, "rows n"],
+        prefixes: Int[Array, "rows n"] | None = None,
     ) -> Tokens:
         """Tokens that stand in their order."""
         order = jnp.broadcast_to(jnp.arange(segments.shape[1], dtype=jnp.int32), segments.shape)
         return cls(segments, order, positions, prefixes)
 
     @classmethod
-    def of_block(cls, real: Bool[Array, "rows n"], positions: Int[Array, "rows n"] | None) -> Tokens:
+    def of_block(
+        cls, real: Bool[Array, "rows n"], positions: Int[Array, "rows n"] | None
+    ) -> Tokens:
         """A block that everything comes after: as the only segment of its row, called 1."""
         segments = real.astype(jnp.int32)
         before = jnp.full_like(segments, -1)
@@ -69,7 +77,8 @@ class Tokens(NamedTuple):
 
 
 class TokenKeys(NamedTuple):
-    """One block of keys as chunked attention sees it: as `Keys`, with its queries [b, t] and slots [rows, slots] as tokens."""
+    """One block of keys as chunked attention sees it: as `Keys`, with its queries [b, t] and slots
+    [rows, slots] as tokens."""
 
     keys: Array
     values: Array
@@ -80,11 +89,14 @@ class TokenKeys(NamedTuple):
 def in_window(
     queries: Int[Array, "*b t"], keys: Int[Array, "*b slots"], window: Int[Array, ""]
 ) -> Bool[Array, "*b t slots"]:
-    """Which keys lie within a sliding window: a token sees `window` positions, its own included (arXiv 2310.06825)."""
+    """Which keys lie within a sliding window: a token sees `window` positions, its own included
+    (arXiv 2310.06825)."""
     return queries[..., :, None] - keys[..., None, :] < window
 
 
-def sees(queries: Tokens, keys: Tokens, window: Int[Array, ""] | None = None) -> Bool[Array, "rows queries keys"]:
+def sees(
+    queries: Tokens, keys: Tokens, window: Int[Array, ""] | None = None
+) -> Bool[Array, "rows queries keys"]:
     """Which keys each query sees."""
     key = keys.segments[:, None, :]
     related = queries.segments[..., None] == key
@@ -101,7 +113,8 @@ def attend(
     value_scale: Float[Array, ""] | float,
     out_dtype: jnp.dtype,
 ) -> Float[Array, "b t heads dim"]:
-    """softmax(q k * score_scale) v * value_scale over the slots of all blocks together: `attention` says what of what."""
+    """softmax(q k * score_scale) v * value_scale over the slots of all blocks together: `attention`
+    says what of what."""
     b, t, heads, dim = query.shape
     scores, grouped = [], []
     for block in blocks:
@@ -109,18 +122,33 @@ def attend(
         n, group = b // rows, heads // kv_heads
         # samples that share a block become more queries of one product
         q = query.reshape(rows, n * t, kv_heads, group, dim)
-        s = jnp.einsum("rqkgd,rksd->rkgqs", _widen(q), _widen(block.keys), preferred_element_type=jnp.float32) * score_scale
+        s = (
+            jnp.einsum(
+                "rqkgd,rksd->rkgqs",
+                _widen(q),
+                _widen(block.keys),
+                preferred_element_type=jnp.float32,
+            )
+            * score_scale
+        )
         s = jnp.where(block.mask[:, None, None], s, -jnp.inf)
         s = s.reshape(rows, kv_heads, group, n, t, slots).transpose(0, 3, 1, 2, 4, 5)
         scores.append(s.reshape(b, kv_heads, group, t, slots))
         grouped.append((rows, n, slots))
-    top = jnp.maximum(jnp.max(jnp.concatenate([s.max(-1, keepdims=True) for s in scores], -1), -1, keepdims=True), -1e30)
+    top = jnp.maximum(
+        jnp.max(jnp.concatenate([s.max(-1, keepdims=True) for s in scores], -1), -1, keepdims=True),
+        -1e30,
+    )
     weights = [jnp.exp(s - top) for s in scores]
     total = sum(w.sum(-1) for w in weights)
     out = 0.0
     for block, w, (rows, n, slots) in zip(blocks, weights, grouped, strict=True):
         kv_heads, group = w.shape[1], w.shape[2]
-        w = w.reshape(rows, n, kv_heads, group, t, slots).transpose(0, 2, 3, 1, 4, 5).reshape(rows, kv_heads, group, n * t, slots)
+        w = (
+            w.reshape(rows, n, kv_heads, group, t, slots)
+            .transpose(0, 2, 3, 1, 4, 5)
+            .reshape(rows, kv_heads, group, n * t, slots)
+        )
         values = block.values.astype(jnp.float32)
         o = jnp.einsum("rkgqs,rksd->rqkgd", w, values, preferred_element_type=jnp.float32)
         out = out + o.reshape(b, t, kv_heads, group, dim)
@@ -141,15 +169,18 @@ def attend_in_chunks(
 ) -> Float[Array, "b t heads dim"]:
     """Attention for at most `chunk` queries of each row at a time, recomputed in the backward pass.
 
-    Chunks of queries as in Rabe and Staats (arXiv 2112.05682), and not of keys: each query meets all of its keys at once, so
-    the softmax is the one of `attend`, and the memory is t / chunk times less. `attend` is this file's, or has its arguments.
+    Chunks of queries as in Rabe and Staats (arXiv 2112.05682), and not of keys: each query meets
+    all of its keys at once, so the softmax is the one of `attend`, and the memory is t / chunk
+    times less. `attend` is this file's, or has its arguments.
     """
     t = query.shape[1]
     count = -(-t // chunk)
     width = -(-t // count)
 
     def split(x, fill=0):
-        x = jnp.pad(x, [(0, 0), (0, count * width - t)] + [(0, 0)] * (x.ndim - 2), constant_values=fill)
+        x = jnp.pad(
+            x, [(0, 0), (0, count * width - t)] + [(0, 0)] * (x.ndim - 2), constant_values=fill
+        )
         return jnp.moveaxis(x.reshape(x.shape[0], count, width, *x.shape[2:]), 1, 0)
 
     @jax.checkpoint
@@ -158,7 +189,9 @@ def attend_in_chunks(
         keys = []
         for block, own in zip(blocks, tokens, strict=True):
             rows = block.keys.shape[0]
-            mask = sees(jax.tree.map(lambda x, rows=rows: x.reshape(rows, -1), own), block.slots, window)
+            mask = sees(
+                jax.tree.map(lambda x, rows=rows: x.reshape(rows, -1), own), block.slots, window
+            )
             keys.append(Keys(block.keys, block.values, mask))
         return attend(query, keys, score_scale, value_scale, out_dtype)
 

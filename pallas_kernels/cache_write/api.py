@@ -29,22 +29,29 @@ def write_cache(
     *,
     backend: Backend = "auto",
 ) -> tuple[Array, ...]:
-    """The cache with the keys and values of `tokens` in it: keys[row, :, slot] = cast(clamp(rotate(k) / scale)), and so values.
+    """The cache with the keys and values of `tokens` in it: keys[row, :, slot] =
+    cast(clamp(rotate(k) / scale)), and so values.
 
-    A paged cache is the case in which `rows` are pages of `slots` tokens. Layers stacked before the rows are rows, too: reshape
-    the cache and add layer * rows to `row`. Arrays that the caller donates, or carries through a loop, are written in place.
+    A paged cache is the case in which `rows` are pages of `slots` tokens. Layers stacked before the
+    rows are rows, too: reshape the cache and add layer * rows to `row`. Arrays that the caller
+    donates, or carries through a loop, are written in place.
 
     Args:
         keys, values: the cache, of one dtype: bfloat16 or float32 as it is, or FP8 with `scales`.
-        k, v: new keys and values, before rotation; one dtype, bfloat16 on hopper. `v` is not rotated.
-        cos, sin: float32, of each token's angles: the half-split rotary embedding (arXiv 2104.09864), computed in float32 and
-            rounded to the dtype of `k`.
-        row, slot: int32, where each token goes. A token whose row or slot lies outside of the cache is dropped. Two tokens
-            for one place leave either of them.
-        scales: float32 scalars of keys and values (x is about stored * scale); they are data, so a new one compiles nothing.
-        q: queries of the same tokens, rotated in the same kernel; `heads` is a multiple of `kv_heads`.
-        query_scale: float32 scalar; with it the queries are divided, clamped and cast to the cache's dtype as well.
-        backend: implementation; hopper takes head_dim 64, 96 and 128, "auto" is the reference for others.
+        k, v: new keys and values, before rotation; one dtype, bfloat16 on hopper. `v` is not
+            rotated.
+        cos, sin: float32, of each token's angles: the half-split rotary embedding (arXiv
+            2104.09864), computed in float32 and rounded to the dtype of `k`.
+        row, slot: int32, where each token goes. A token whose row or slot lies outside of the cache
+            is dropped. Two tokens for one place leave either of them.
+        scales: float32 scalars of keys and values (x is about stored * scale); they are data, so a
+            new one compiles nothing.
+        q: queries of the same tokens, rotated in the same kernel; `heads` is a multiple of
+            `kv_heads`.
+        query_scale: float32 scalar; with it the queries are divided, clamped and cast to the
+            cache's dtype as well.
+        backend: implementation; hopper takes head_dim 64, 96 and 128, "auto" is the reference for
+            others.
 
     Returns:
         keys, values, and the rotated queries where there are any.
@@ -55,21 +62,29 @@ def write_cache(
     """
     _check(keys, values, k, v, cos, sin, row, slot, scales, q, query_scale)
     if _chosen(backend, keys, k) == "reference":
-        return reference.write_cache(keys, values, k, v, cos, sin, row, slot, scales, q, query_scale)
+        return reference.write_cache(
+            keys, values, k, v, cos, sin, row, slot, scales, q, query_scale
+        )
     from pallas_kernels.cache_write import hopper
 
-    numbers = jnp.stack([jnp.float32(1) if x is None else x for x in (*(scales or (None, None)), query_scale)])
-    kernel = partial(hopper.write_cache, scaled=scales is not None, query_scaled=query_scale is not None)
+    numbers = jnp.stack(
+        [jnp.float32(1) if x is None else x for x in (*(scales or (None, None)), query_scale)]
+    )
+    kernel = partial(
+        hopper.write_cache, scaled=scales is not None, query_scaled=query_scale is not None
+    )
     arrays = (keys, values, k, v, cos, sin, row, slot, numbers)
     if q is None:
         return partitioned(kernel, f"{OPERANDS} -> {RESULTS}", {}, WHOLE)(*arrays)
     grouped = q.reshape(len(q), k.shape[1], -1, q.shape[2])
-    *cache, turned = partitioned(kernel, f"{OPERANDS}, {QUERIES} -> {RESULTS}, {QUERIES}", {}, WHOLE)(*arrays, grouped)
+    *cache, turned = partitioned(
+        kernel, f"{OPERANDS}, {QUERIES} -> {RESULTS}, {QUERIES}", {}, WHOLE
+    )(*arrays, grouped)
     return *cache, turned.reshape(q.shape)
 
 
-# On a mesh heads are split, and queries with the keys that they meet. A place is one of the whole cache: where rows are split,
-# the caller's shard_map counts its own.
+# On a mesh heads are split, and queries with the keys that they meet. A place is one of the whole
+# cache: where rows are split, the caller's shard_map counts its own.
 OPERANDS, RESULTS = "r h s d, r h s d, t h d, t h d, t f, t f, t, t, z", "r h s d, r h s d"
 QUERIES, WHOLE = "t h g d", ("r", "s", "d", "t", "f", "z", "g")
 
@@ -95,15 +110,29 @@ def _check(keys, values, k, v, cos, sin, row, slot, scales, q, query_scale):
     for name, (given, shape, dtype) in wanted.items():
         if given.shape != shape or given.dtype != dtype:
             raise ValueError(
-                f"write_cache: {name} is {given.dtype}{given.shape}, must be {jnp.dtype(dtype)}{shape} for a cache {keys.shape}"
+                f"write_cache: {name} is {given.dtype}{given.shape}, must be "
+                f"{jnp.dtype(dtype)}{shape} for a cache {keys.shape}"
             )
     if tokens == 0 or head_dim % 2:
         raise ValueError(f"write_cache: needs tokens and an even head_dim, got k {k.shape}")
-    if (keys.dtype.name in _FP8) != (scales is not None) or (query_scale is not None and scales is None):
-        raise ValueError(f"write_cache: an FP8 cache needs scales, and no other has them; the cache is {keys.dtype}")
+    if (keys.dtype.name in _FP8) != (scales is not None) or (
+        query_scale is not None and scales is None
+    ):
+        raise ValueError(
+            "write_cache: an FP8 cache needs scales, and no other has them; the cache is "
+            f"{keys.dtype}"
+        )
 
 
 def _chosen(backend, keys, k) -> str:
     head_dim = keys.shape[-1]
-    served = head_dim in (64, 96, 128) and k.dtype == jnp.bfloat16 and keys.dtype.name in (*_FP8, "bfloat16")
-    return choose("write_cache", backend, "" if served else f"write of {k.dtype} heads of {head_dim} into {keys.dtype}")
+    served = (
+        head_dim in (64, 96, 128)
+        and k.dtype == jnp.bfloat16
+        and keys.dtype.name in (*_FP8, "bfloat16")
+    )
+    return choose(
+        "write_cache",
+        backend,
+        "" if served else f"write of {k.dtype} heads of {head_dim} into {keys.dtype}",
+    )

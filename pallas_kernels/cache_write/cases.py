@@ -15,11 +15,21 @@ from pallas_kernels.check.models import QWEN3_8B, QWEN3_30B_A3B
 E4M3, BF16, F32 = jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32
 
 
-def arguments(key, tokens: int, shape: tuple[int, int, int, int], heads: int, dtype: jnp.dtype, query_scale: bool) -> tuple:
-    """A cache of ones, tokens for places all over it and some for places outside, and scales that clamp the largest numbers."""
+def arguments(
+    key,
+    tokens: int,
+    shape: tuple[int, int, int, int],
+    heads: int,
+    dtype: jnp.dtype,
+    query_scale: bool,
+) -> tuple:
+    """A cache of ones, tokens for places all over it and some for places outside, and scales that
+    clamp the largest numbers."""
     rows, kv_heads, slots, dim = shape
     keys = jax.random.split(key, 5)
-    places = jax.random.permutation(keys[0], jnp.arange(-slots, rows * slots + slots, dtype=jnp.int32))[:tokens]
+    places = jax.random.permutation(
+        keys[0], jnp.arange(-slots, rows * slots + slots, dtype=jnp.int32)
+    )[:tokens]
     row, slot = places // slots, jnp.where(places % 7 == 3, slots, places % slots)
     angles = jax.random.uniform(keys[1], (tokens, dim // 2), F32, 0.0, 100.0)
     k, v, q = (
@@ -29,7 +39,18 @@ def arguments(key, tokens: int, shape: tuple[int, int, int, int], heads: int, dt
     cache = jnp.ones(shape, dtype)
     scales = (jnp.float32(0.006), jnp.float32(0.0071)) if dtype != BF16 else ()
     scales += (jnp.float32(0.0063),) if query_scale else ()
-    return (cache, cache, k, v, jnp.cos(angles), jnp.sin(angles), row, slot, *((q,) if heads else ()), *scales)
+    return (
+        cache,
+        cache,
+        k,
+        v,
+        jnp.cos(angles),
+        jnp.sin(angles),
+        row,
+        slot,
+        *((q,) if heads else ()),
+        *scales,
+    )
 
 
 def run(*arrays, heads: int, dtype: jnp.dtype, query_scale: bool, backend):
@@ -39,7 +60,9 @@ def run(*arrays, heads: int, dtype: jnp.dtype, query_scale: bool, backend):
     return write_cache(*cache, tuple(arrays) or None, q, of_query, backend=backend)
 
 
-def expected(keys, values, k, v, cos, sin, row, slot, *more, heads: int, dtype: jnp.dtype, query_scale: bool) -> tuple:
+def expected(
+    keys, values, k, v, cos, sin, row, slot, *more, heads: int, dtype: jnp.dtype, query_scale: bool
+) -> tuple:
     """The definition in numpy, a token at a time."""
     q, scales = (more[0] if heads else None), list(more[1 if heads else 0 :])
     of_query = scales.pop() if query_scale else None
@@ -55,7 +78,11 @@ def expected(keys, values, k, v, cos, sin, row, slot, *more, heads: int, dtype: 
 def _turned(x, cos, sin):
     first, second = np.split(x.astype(np.float64), 2, -1)
     cos, sin = cos[:, None].astype(np.float64), sin[:, None].astype(np.float64)
-    return np.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(np.float32).astype(x.dtype)
+    return (
+        np.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
+        .astype(np.float32)
+        .astype(x.dtype)
+    )
 
 
 def _cast(x, scale, dtype):
@@ -65,15 +92,27 @@ def _cast(x, scale, dtype):
     return np.clip(x.astype(np.float32) / scale, -limit, limit).astype(dtype).astype(np.float32)
 
 
-def case(name: str, tokens: int, shape: tuple[int, int, int, int], heads: int = 0, dtype=E4M3, query_scale: bool = False) -> Case:
+def case(
+    name: str,
+    tokens: int,
+    shape: tuple[int, int, int, int],
+    heads: int = 0,
+    dtype=E4M3,
+    query_scale: bool = False,
+) -> Case:
     kind = {"heads": heads, "dtype": dtype, "query_scale": query_scale}
-    moved = tokens * shape[3] * (2 * shape[1] * (2 + jnp.dtype(dtype).itemsize) + heads * (3 if query_scale else 4))
+    moved = (
+        tokens
+        * shape[3]
+        * (2 * shape[1] * (2 + jnp.dtype(dtype).itemsize) + heads * (3 if query_scale else 4))
+    )
     return Case(
         name=name,
         arguments=partial(arguments, tokens=tokens, shape=shape, **kind),
         run=partial(run, **kind),
         expected=partial(expected, **kind),
-        # a float32 sum of two products may be rounded once or twice, and tip a number to the neighbouring value of the dtype
+        # a float32 sum of two products may be rounded once or twice, and tip a number to the
+        # neighbouring value of the dtype
         tolerance=2.0**-8 if dtype == BF16 else 32 / 448,
         bytes=float(moved + tokens * shape[3] * 4),
     )
@@ -91,7 +130,13 @@ SMALL = (
 _MODELS = {model.name: model for model in (QWEN3_8B, QWEN3_30B_A3B)}
 REAL = (
     *(
-        case(f"decode-{name}-{tokens}", tokens, (tokens, model.kv_heads, 4096, 128), model.heads, query_scale=True)
+        case(
+            f"decode-{name}-{tokens}",
+            tokens,
+            (tokens, model.kv_heads, 4096, 128),
+            model.heads,
+            query_scale=True,
+        )
         for name, model in _MODELS.items()
         for tokens in (16, 256)
     ),

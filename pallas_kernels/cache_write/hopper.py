@@ -1,8 +1,10 @@
-"""Writing a KV cache on Hopper: one kernel rotates, scales, clamps, casts and scatters, and touches nothing else of the cache.
+"""Writing a KV cache on Hopper: one kernel rotates, scales, clamps, casts and scatters, and touches
+nothing else of the cache.
 
-A unit of work is some heads of some tokens, of the queries, the keys or the values. Its tokens are the rows of wgmma's register
-layout, so a pair of dimensions that turn together lies in one thread. Every token goes to its place by a TMA store of its own,
-which does not happen for a token whose place is outside.
+A unit of work is some heads of some tokens, of the queries, the keys or the values. Its tokens are
+the rows of wgmma's register layout, so a pair of dimensions that turn together lies in one thread.
+Every token goes to its place by a TMA store of its own, which does not happen for a token whose
+place is outside.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ WARPGROUPS, STRIP = 2, 64
 
 
 class Part(NamedTuple):
-    """The queries, the keys or the values: what is read, whether it turns, and which of the scales it has."""
+    """The queries, the keys or the values: what is read, whether it turns, and which of the scales
+    it has."""
 
     heads: int
     turns: bool
@@ -32,14 +35,24 @@ class Part(NamedTuple):
 
 @mosaic.outlined("scaled", "query_scaled")
 def write_cache(keys, values, k, v, cos, sin, row, slot, scales, q=None, *, scaled, query_scaled):
-    """`scales` are three numbers, of keys, values and queries; the flags say whether they are used. q is [tokens, kv_heads,
-    queries of each, head_dim]."""
+    """`scales` are three numbers, of keys, values and queries; the flags say whether they are used.
+    q is [tokens, kv_heads, queries of each, head_dim]."""
     tokens = len(k)
-    parts = [Part(k.shape[1], turns, i if scaled else None, keys.dtype) for i, turns in enumerate((True, False))]
+    parts = [
+        Part(k.shape[1], turns, i if scaled else None, keys.dtype)
+        for i, turns in enumerate((True, False))
+    ]
     given = [k, v]
     if q is not None:
         shape, q = q.shape, q.reshape(tokens, -1, q.shape[-1])
-        parts.append(Part(q.shape[1], True, 2 if query_scaled else None, keys.dtype if query_scaled else q.dtype))
+        parts.append(
+            Part(
+                q.shape[1],
+                True,
+                2 if query_scaled else None,
+                keys.dtype if query_scaled else q.dtype,
+            )
+        )
         given.append(q)
     keys, values = jax.new_ref(keys), jax.new_ref(values)
     given = [_eights(x) for x in (*given, cos, sin)]
@@ -61,11 +74,20 @@ def _launch(given, places, scales, caches, parts):
     strip, together = (8, 1) if few else (STRIP, math.gcd(2, *(part.heads for part in parts)))
     strips = -(-tokens // strip)
     units = [strips * part.heads // together for part in parts]
-    out = [jax.ShapeDtypeStruct((tokens, parts[2].heads, dim), parts[2].dtype)] if len(parts) == 3 else []
+    out = (
+        [jax.ShapeDtypeStruct((tokens, parts[2].heads, dim), parts[2].dtype)]
+        if len(parts) == 3
+        else []
+    )
 
     def staged_heads(i):
-        """Heads that a token has room for. One that goes to its place alone begins at 128 bytes, where TMA may read."""
-        return together if i == 2 else next(n for n in count(together) if n * dim * parts[i].dtype.itemsize % 128 == 0)
+        """Heads that a token has room for. One that goes to its place alone begins at 128 bytes,
+        where TMA may read."""
+        return (
+            together
+            if i == 2
+            else next(n for n in count(together) if n * dim * parts[i].dtype.itemsize % 128 == 0)
+        )
 
     def staging(i):
         return f"{parts[i].dtype.name} of {staged_heads(i)}"  # parts that need the same share it
@@ -83,7 +105,16 @@ def _launch(given, places, scales, caches, parts):
         def one(part, first, info):
             unit = info.index[0] - first
             group, at = lax.div(unit, strips), lax.rem(unit, strips) * strip
-            _unit(part, inputs, (row, slot, scales), to, buffers, loaded.at[wg], (group * together, together), (at, strip))
+            _unit(
+                part,
+                inputs,
+                (row, slot, scales),
+                to,
+                buffers,
+                loaded.at[wg],
+                (group * together, together),
+                (at, strip),
+            )
 
         @mosaic.nd_loop((sum(units),), collective_axes=("block", "wg"))
         def _(info):
@@ -102,7 +133,9 @@ def _launch(given, places, scales, caches, parts):
         for table, name in zip(inputs[-2:], ("cos", "sin"), strict=True):
             mosaic.copy_gmem_to_smem(table.at[tokens_of], buffers[name].at[own], loaded)
         for h in range(width):
-            mosaic.copy_gmem_to_smem(inputs[i].at[tokens_of, head + h], buffers["x"].at[h, own], loaded)
+            mosaic.copy_gmem_to_smem(
+                inputs[i].at[tokens_of, head + h], buffers["x"].at[h, own], loaded
+            )
         mosaic.barrier_wait(loaded)
         mosaic.wait_smem_to_gmem(0, wait_read_only=True)
         staged = buffers[staging(i)]
@@ -133,7 +166,9 @@ def _launch(given, places, scales, caches, parts):
         def token(t, _):
             row, slot = buffers["row"][t], buffers["slot"][t]
             inside = (row >= 0) & (row < rows) & (slot >= 0) & (slot < slots)
-            mosaic.when(inside)(lambda: mosaic.copy_smem_to_gmem(staged.at[t, heads_of], cache.at[row, heads, slot]))
+            mosaic.when(inside)(
+                lambda: mosaic.copy_smem_to_gmem(staged.at[t, heads_of], cache.at[row, heads, slot])
+            )
 
         lax.fori_loop(0, size, token, None)
         mosaic.commit_smem()  # the next unit's places are another proxy's write
@@ -149,7 +184,14 @@ def _launch(given, places, scales, caches, parts):
     for i, part in enumerate(parts):
         buffers[staging(i)] = mosaic.SMEM((WARPGROUPS, STRIP, staged_heads(i), dim), part.dtype)
     scratch = [buffers, mosaic.Barrier(num_arrivals=4 + together, num_barriers=WARPGROUPS)]
-    run = mosaic.launch(body, out, scratch=scratch, threads=WARPGROUPS, tiles=-(-sum(units) // WARPGROUPS), name="write_cache")
+    run = mosaic.launch(
+        body,
+        out,
+        scratch=scratch,
+        threads=WARPGROUPS,
+        tiles=-(-sum(units) // WARPGROUPS),
+        name="write_cache",
+    )
     return run(*given, *places, scales, *caches)
 
 

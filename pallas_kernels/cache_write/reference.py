@@ -15,14 +15,19 @@ def write_cache(keys, values, k, v, cos, sin, row, slot, scales, q, query_scale)
     )
     if q is None:
         return written
-    return *written, cast(rotate(q, cos, sin), query_scale, q.dtype if query_scale is None else keys.dtype)
+    return *written, cast(
+        rotate(q, cos, sin), query_scale, q.dtype if query_scale is None else keys.dtype
+    )
 
 
 def rotate(x, cos, sin):
-    """Rotary embedding of x [tokens, heads, head_dim] in the half-split layout, computed in float32."""
+    """Rotary embedding of x [tokens, heads, head_dim] in the half-split layout, computed in
+    float32."""
     cos, sin = cos[:, None], sin[:, None]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return rounded(jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1), x.dtype)
+    return rounded(
+        jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1), x.dtype
+    )
 
 
 def cast(x, scale, dtype):
@@ -34,7 +39,8 @@ def cast(x, scale, dtype):
 
 
 def scatter(cache, new, row, slot):
-    """new [tokens, heads, head_dim] at (row, slot) of cache [rows, heads, slots, head_dim]; what lies outside is dropped."""
+    """new [tokens, heads, head_dim] at (row, slot) of cache [rows, heads, slots, head_dim]; what
+    lies outside is dropped."""
     rows, _, slots, _ = cache.shape
     inside = (row >= 0) & (row < rows) & (slot >= 0) & (slot < slots)
     return cache.at[jnp.where(inside, row, rows), :, slot].set(new, mode="drop")

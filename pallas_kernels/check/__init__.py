@@ -1,1 +1,2 @@
-"""What every operation is checked by, from its list of cases: the interpreter, the compiler, a GPU."""
+"""What every operation is checked by, from its list of cases: the interpreter, the compiler, a
+GPU."""

@@ -1,4 +1,5 @@
-"""A case: arguments of an operation, and what it must return for them. One list an operation drives tests and benchmarks."""
+"""A case: arguments of an operation, and what it must return for them. One list an operation drives
+tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -12,7 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-OPERATIONS = ("attention", "cache_write", "decode_attention", "grouped_matmul", "matmul", "quantize")
+OPERATIONS = (
+    "attention",
+    "cache_write",
+    "decode_attention",
+    "grouped_matmul",
+    "matmul",
+    "quantize",
+)
 
 
 @dataclass(frozen=True)
@@ -22,8 +30,10 @@ class Case:
         name: unique in its operation.
         arguments: key -> arrays, traceable, so that their shapes are known without making them.
         run: (*arrays, backend=) -> array, or a tuple of arrays.
-        expected: (*numpy arrays) -> the same in float64, from an independent formula. None: the reference backend says.
-        tolerance: largest difference from `expected`, as a part of its largest magnitude. 0: equal bit for bit.
+        expected: (*numpy arrays) -> the same in float64, from an independent formula. None: the
+            reference backend says.
+        tolerance: largest difference from `expected`, as a part of its largest magnitude. 0: equal
+            bit for bit.
         instruction: of the machine code that it must become, such as "QGMMA"; empty for any.
         flops, bytes: of the work itself: operations, and bytes that must move at least.
     """
@@ -39,13 +49,17 @@ class Case:
 
 
 def cases_of(operation: str, sizes: str) -> tuple[Case, ...]:
-    """The cases of an operation: "small" ones, with expected values, "real" ones, at the shapes of models, or "all" of them."""
+    """The cases of an operation: "small" ones, with expected values, "real" ones, at the shapes of
+    models, or "all" of them."""
     module = import_module(f"pallas_kernels.{operation}.cases")
     return {"small": module.SMALL, "real": module.REAL, "all": (*module.SMALL, *module.REAL)}[sizes]
 
 
-def parse_cases(parser: argparse.ArgumentParser, sizes: str) -> tuple[argparse.Namespace, list[Case]]:
-    """The arguments of a check's command line, and the cases that they choose; it ends where a name is in no list."""
+def parse_cases(
+    parser: argparse.ArgumentParser, sizes: str
+) -> tuple[argparse.Namespace, list[Case]]:
+    """The arguments of a check's command line, and the cases that they choose; it ends where a name
+    is in no list."""
     parser.add_argument("operation", choices=OPERATIONS)
     parser.add_argument("cases", nargs="*", help="names; all without one")
     arguments = parser.parse_args()
@@ -56,7 +70,8 @@ def parse_cases(parser: argparse.ArgumentParser, sizes: str) -> tuple[argparse.N
 
 
 def difference(got: Any, expected: Any) -> float:
-    """Largest difference of any output, as a part of the expected one's largest magnitude; infinite where one is not finite."""
+    """Largest difference of any output, as a part of the expected one's largest magnitude; infinite
+    where one is not finite."""
     worst = 0.0
     for have, want in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         have, want = np.asarray(have, np.float64), np.asarray(want, np.float64)
@@ -73,5 +88,8 @@ def difference(got: Any, expected: Any) -> float:
 
 def bits_apart(one: jax.Array, other: jax.Array) -> jax.Array:
     """1 where two arrays have other bits, else 0: for a case whose expected values are zeros."""
-    one, other = (jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}")) for x in (one, other))
+    one, other = (
+        jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+        for x in (one, other)
+    )
     return (one != other).astype(jnp.float32)

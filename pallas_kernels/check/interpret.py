@@ -1,7 +1,9 @@
-"""Runs Hopper kernels on a CPU, in the interpreter of Pallas, and looks for races: `python -m pallas_kernels.check.interpret`.
+"""Runs Hopper kernels on a CPU, in the interpreter of Pallas, and looks for races: `python -m
+pallas_kernels.check.interpret`.
 
-It prints a line before each case and a JSON line after it. A kernel that waits for what never comes hangs, so this is a process
-of its own, to be killed by whoever started it. What it cannot see: asynchronous wgmma, swizzles, registers, FP8 accumulators.
+It prints a line before each case and a JSON line after it. A kernel that waits for what never comes
+hangs, so this is a process of its own, to be killed by whoever started it. What it cannot see:
+asynchronous wgmma, swizzles, registers, FP8 accumulators.
 """
 
 from __future__ import annotations
@@ -22,7 +24,10 @@ from pallas_kernels.target import tracing_for
 
 SMS = 2  # blocks that are played one after the other
 # the interpreter's own program is compiled, which takes longer than to run it
-UNOPTIMIZED = "--xla_backend_optimization_level=0 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+UNOPTIMIZED = (
+    "--xla_backend_optimization_level=0 "
+    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+)
 _product = np.matmul
 
 
@@ -30,7 +35,10 @@ def interpret(case: Case) -> dict:
     """Difference from the expected values, and whether a race was seen; or what was raised."""
     arrays = case.arguments(jax.random.key(0))
     try:
-        with tracing_for(SMS), plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        with (
+            tracing_for(SMS),
+            plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)),
+        ):
             got = jax.block_until_ready(jax.jit(lambda *a: case.run(*a, backend="hopper"))(*arrays))
         races = bool(interpreter.get_races().races_found)
     except Exception as error:  # whatever the interpreter objects to is the result
@@ -42,18 +50,26 @@ def interpret(case: Case) -> dict:
 
 
 def by_rows(left: np.ndarray, right: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """The product that a wgmma is played by, a row at a time: in BLAS's, a row's bits depend on its place, and on a GPU not."""
+    """The product that a wgmma is played by, a row at a time: in BLAS's, a row's bits depend on its
+    place, and on a GPU not."""
     return _product(left[:, None], right, dtype=dtype)[:, 0]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m pallas_kernels.check.interpret", description=__doc__.splitlines()[0])
-    parser.add_argument("--without", help="a function of pallas_kernels.mosaic that does nothing: a bug that must be seen")
+    parser = argparse.ArgumentParser(
+        prog="python -m pallas_kernels.check.interpret", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument(
+        "--without",
+        help="a function of pallas_kernels.mosaic that does nothing: a bug that must be seen",
+    )
     arguments, cases = parse_cases(parser, "small")
-    # the threads that play warpgroups wait for each other inside of XLA's pool: with few of them, or where an operation is split
-    # over them, they can starve
+    # the threads that play warpgroups wait for each other inside of XLA's pool: with few of them,
+    # or where an operation is split over them, they can starve
     os.environ.setdefault("PJRT_NPROC", "16")
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false {UNOPTIMIZED}"
+    os.environ["XLA_FLAGS"] = (
+        f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false {UNOPTIMIZED}"
+    )
     np.matmul = by_rows
     if arguments.without:
         setattr(mosaic, arguments.without, lambda *_, **__: None)

@@ -1,4 +1,5 @@
-"""Linear layers and attention of the models whose shapes kernels are compiled for and timed at, from their configurations."""
+"""Linear layers and attention of the models whose shapes kernels are compiled for and timed at,
+from their configurations."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder's sizes; `intermediate` is an expert's where there are `experts`, each token taking `chosen` of them."""
+    """A decoder's sizes; `intermediate` is an expert's where there are `experts`, each token taking
+    `chosen` of them."""
 
     name: str
     hidden: int

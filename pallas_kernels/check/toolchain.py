@@ -1,4 +1,5 @@
-"""Where the packages are that compile for a GPU without one: see toolchain.txt. This environment, or a folder of their own."""
+"""Where the packages are that compile for a GPU without one: see toolchain.txt. This environment,
+or a folder of their own."""
 
 from __future__ import annotations
 
@@ -15,12 +16,16 @@ PACKAGES = Path(__file__).with_name("toolchain.txt")
 def missing() -> str:
     """Why nothing can be compiled here; empty where it can."""
     if _folder() is None:
-        return f"nothing to compile for Hopper with: make toolchain, or {VARIABLE} naming a folder of what {PACKAGES.name} lists"
+        return (
+            f"nothing to compile for Hopper with: make toolchain, or {VARIABLE} naming a "
+            f"folder of what {PACKAGES.name} lists"
+        )
     return ""
 
 
 def activate() -> None:
-    """Starts this program anew where it does not see the packages yet: JAX looks for them as it is imported."""
+    """Starts this program anew where it does not see the packages yet: JAX looks for them as it is
+    imported."""
     folder = _folder()
     if folder is None:
         raise SystemExit(missing())
@@ -29,7 +34,9 @@ def activate() -> None:
     if path[0] == assembler:
         return
     os.environ["PATH"] = os.pathsep.join([assembler, *path])  # Mosaic runs the first ptxas on it
-    os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(folder)])
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [*filter(None, [os.environ.get("PYTHONPATH")]), str(folder)]
+    )
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 

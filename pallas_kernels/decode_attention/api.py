@@ -16,21 +16,26 @@ from pallas_kernels.partition import partitioned
 OPERATION = "decode_attention"
 
 
-@partial(jax.tree_util.register_dataclass, meta_fields=["page_size"], data_fields=["keys", "values", "lengths", "pages"])
+@partial(
+    jax.tree_util.register_dataclass,
+    meta_fields=["page_size"],
+    data_fields=["keys", "values", "lengths", "pages"],
+)
 @dataclass(frozen=True)
 class KeyValues:
     """A cache and what of it each row of a page table holds.
 
-    The slots of a cache row are cut into pages of `page_size`, the last one shorter where they do not fit: page p is slots
-    (p % c) * page_size and on of cache row p // c, with c = ceil(slots / page_size). A paged cache has one page a cache row.
+    The slots of a cache row are cut into pages of `page_size`, the last one shorter where they do
+    not fit: page p is slots (p % c) * page_size and on of cache row p // c, with c = ceil(slots /
+    page_size). A paged cache has one page a cache row.
 
     Attributes:
-        keys, values: [cache rows, kv_heads, slots, head_dim], bfloat16, float16, float32 or e4m3. No slot that is loaded may
-            hold a NaN or an infinity, not even one that no query sees.
-        lengths: int32 [rows]: keys that a row holds, the first ones of its pages. Below 0 counts as 0, and what goes beyond the
-            table as its end.
-        pages: int32 [rows, pages] of page numbers. The keys of a number outside the cache are not seen, nor are slots that a
-            short last page does not have. None: row r holds cache row r.
+        keys, values: [cache rows, kv_heads, slots, head_dim], bfloat16, float16, float32 or e4m3.
+            No slot that is loaded may hold a NaN or an infinity, not even one that no query sees.
+        lengths: int32 [rows]: keys that a row holds, the first ones of its pages. Below 0 counts as
+            0, and what goes beyond the table as its end.
+        pages: int32 [rows, pages] of page numbers. The keys of a number outside the cache are not
+            seen, nor are slots that a short last page does not have. None: row r holds cache row r.
         page_size: slots of a page; None, only without `pages`: all of a cache row.
     """
 
@@ -53,37 +58,46 @@ def decode_attention(
     *,
     backend: Backend = "auto",
 ) -> Float[Array, "sequences heads head_dim"]:
-    """softmax(score_scale * query_scale * key_scale * q . k) . v * value_scale over a sequence's keys; scores and sums float32.
+    """softmax(score_scale * query_scale * key_scale * q . k) . v * value_scale over a sequence's
+    keys; scores and sums float32.
 
-    A sequence's keys are those of its row in the first cache, then those of its row in the next one: its prompt's, kept once for
-    all samples, and its own. A cache with fewer rows than sequences is shared: row r holds the keys of sequences r * n to
-    r * n + n - 1. The query stands at the last key. A sequence without a key has the output 0.
+    A sequence's keys are those of its row in the first cache, then those of its row in the next
+    one: its prompt's, kept once for all samples, and its own. A cache with fewer rows than
+    sequences is shared: row r holds the keys of sequences r * n to r * n + n - 1. The query stands
+    at the last key. A sequence without a key has the output 0.
 
-    On Hopper, weights are float16 for e4m3 values and in the values' dtype otherwise, keys are joined in chunks counted from a
-    row's first key, and a sequence's bits depend on its own keys and the page size alone (Flash-Decoding's split, Dao et al.,
-    2023; scales as in FlashAttention-3, arXiv 2407.08608, section 3.3). It takes head_dim 64, 96 and 128, queries and keys of one
-    dtype, pages of a multiple of 64 slots, or one page a row; a cache whose rows have no multiple of 8 slots is copied first.
+    On Hopper, weights are float16 for e4m3 values and in the values' dtype otherwise, keys are
+    joined in chunks counted from a row's first key, and a sequence's bits depend on its own keys
+    and the page size alone (Flash-Decoding's split, Dao et al., 2023; scales as in
+    FlashAttention-3, arXiv 2407.08608, section 3.3). It takes head_dim 64, 96 and 128, queries and
+    keys of one dtype, pages of a multiple of 64 slots, or one page a row; a cache whose rows have
+    no multiple of 8 slots is copied first.
 
     Args:
         query: after rotation; e4m3 where the keys are.
         caches: one or more, in the order of their positions.
         score_scale: the model's, mostly 1 / sqrt(head_dim).
-        query_scale, key_scale, value_scale: float32 scalars, of quantized queries, keys and values; arrays, so that they may
-            change at each step.
+        query_scale, key_scale, value_scale: float32 scalars, of quantized queries, keys and values;
+            arrays, so that they may change at each step.
         window: int32 scalar; a query sees this many positions, its own included; None: all.
         out_dtype: of the result.
-        backend: implementation. "auto" takes the reference where the Hopper kernel does not serve the call.
+        backend: implementation. "auto" takes the reference where the Hopper kernel does not serve
+            the call.
 
     Raises:
         BackendError: a backend asked for by name cannot serve the call.
         ValueError: shapes that do not belong together, no sequence, or scales that are not scalars.
     """
     _check(query, caches, query_scale, key_scale, value_scale, window)
-    score, value = scaled(score_scale, query_scale, key_scale), 1.0 if value_scale is None else value_scale
+    score, value = (
+        scaled(score_scale, query_scale, key_scale),
+        1.0 if value_scale is None else value_scale,
+    )
     inputs = (query, caches, score, value, window, out_dtype)
     if resolve(backend, OPERATION) == "reference":
         return reference.decode_attention(*inputs)
-    from pallas_kernels.decode_attention import hopper  # importing Pallas takes longer than importing JAX
+    # importing Pallas takes longer than importing JAX
+    from pallas_kernels.decode_attention import hopper
 
     if choose(OPERATION, backend, hopper.lacks(query, caches)) == "reference":
         return reference.decode_attention(*inputs)
@@ -91,29 +105,46 @@ def decode_attention(
 
 
 def by_heads(kernel, query, caches, score, value, window, out_dtype):
-    """`kernel`, on a mesh with the heads split. A page number is one of the whole cache: where rows are split, the caller's
-    shard_map counts its own."""
-    arrays, axes = [query.reshape(len(query), caches[0].keys.shape[1], -1, query.shape[2])], ["s h g d"]
+    """`kernel`, on a mesh with the heads split. A page number is one of the whole cache: where rows
+    are split, the caller's shard_map counts its own."""
+    arrays, axes = (
+        [query.reshape(len(query), caches[0].keys.shape[1], -1, query.shape[2])],
+        ["s h g d"],
+    )
     for i, cache in enumerate(caches):
         arrays += [cache.keys, cache.values, cache.lengths]
         axes += [f"c{i} h t{i} d"] * 2 + [f"r{i}"]
         if cache.pages is not None:
             arrays, axes = [*arrays, cache.pages], [*axes, f"r{i} p{i}"]
     numbers = jnp.stack([jnp.asarray(x, jnp.float32) for x in (score, value)])
-    limits = jnp.zeros(0, jnp.int32) if window is None else jnp.asarray(window, jnp.int32).reshape(1)
+    limits = (
+        jnp.zeros(0, jnp.int32) if window is None else jnp.asarray(window, jnp.int32).reshape(1)
+    )
 
     def run(grouped, *rest):
         *rest, numbers, limits = rest
         rest, held = iter(rest), []
         for cache in caches:
             keys, values, lengths = (next(rest) for _ in range(3))
-            held.append(KeyValues(keys, values, lengths, None if cache.pages is None else next(rest), cache.page_size))
+            held.append(
+                KeyValues(
+                    keys,
+                    values,
+                    lengths,
+                    None if cache.pages is None else next(rest),
+                    cache.page_size,
+                )
+            )
         flat = grouped.reshape(len(grouped), -1, grouped.shape[3])
-        out = kernel(flat, held, numbers[0], numbers[1], limits[0] if limits.size else None, out_dtype)
+        out = kernel(
+            flat, held, numbers[0], numbers[1], limits[0] if limits.size else None, out_dtype
+        )
         return out.reshape(grouped.shape)
 
     whole = tuple({name for names in (*axes, "n w") for name in names.split()} - {"h"})
-    out = partitioned(run, f"{', '.join(axes)}, n, w -> s h g d", {}, whole)(*arrays, numbers, limits)
+    out = partitioned(run, f"{', '.join(axes)}, n, w -> s h g d", {}, whole)(
+        *arrays, numbers, limits
+    )
     return out.reshape(query.shape)
 
 
@@ -126,19 +157,37 @@ def scaled(score_scale: float, query_scale, key_scale):
 def _check(query, caches, *scalars):
     sequences, heads, head_dim = query.shape
     if not sequences or not caches:
-        raise ValueError(f"{OPERATION}: {sequences} sequences and {len(caches)} caches; it takes one at least of each")
+        raise ValueError(
+            f"{OPERATION}: {sequences} sequences and {len(caches)} caches; it takes one at least "
+            "of each"
+        )
     for scalar in scalars:
         if scalar is not None and jnp.shape(scalar) != ():
-            raise ValueError(f"{OPERATION}: scales and window are scalars, not of shape {jnp.shape(scalar)}")
+            raise ValueError(
+                f"{OPERATION}: scales and window are scalars, not of shape {jnp.shape(scalar)}"
+            )
     for cache in caches:
         shape, (rows,) = cache.keys.shape, cache.lengths.shape
         if cache.values.shape != shape or shape[3] != head_dim or heads % shape[1]:
-            raise ValueError(f"{OPERATION}: query {query.shape}, keys {shape} and values {cache.values.shape} do not fit")
+            raise ValueError(
+                f"{OPERATION}: query {query.shape}, keys {shape} and values {cache.values.shape} "
+                "do not fit"
+            )
         if not rows or sequences % rows:
             raise ValueError(f"{OPERATION}: {sequences} sequences cannot share {rows} rows evenly")
         if cache.pages is None and (rows != shape[0] or cache.page_size is not None):
-            raise ValueError(f"{OPERATION}: {rows} rows of {shape[0]} cache rows in pages of {cache.page_size} need `pages`")
-        if cache.pages is not None and (len(cache.pages) != rows or not cache.pages.shape[1] or not cache.page_size):
-            raise ValueError(f"{OPERATION}: pages {cache.pages.shape} of size {cache.page_size} do not fit {rows} rows")
-        if cache.lengths.dtype != jnp.int32 or (cache.pages is not None and cache.pages.dtype != jnp.int32):
+            raise ValueError(
+                f"{OPERATION}: {rows} rows of {shape[0]} cache rows in pages of "
+                f"{cache.page_size} need `pages`"
+            )
+        if cache.pages is not None and (
+            len(cache.pages) != rows or not cache.pages.shape[1] or not cache.page_size
+        ):
+            raise ValueError(
+                f"{OPERATION}: pages {cache.pages.shape} of size {cache.page_size} do not fit "
+                f"{rows} rows"
+            )
+        if cache.lengths.dtype != jnp.int32 or (
+            cache.pages is not None and cache.pages.dtype != jnp.int32
+        ):
             raise ValueError(f"{OPERATION}: lengths and pages are int32")

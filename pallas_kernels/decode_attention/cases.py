@@ -19,7 +19,8 @@ SCALES = (0.5, 0.25, 3.0)  # of e4m3 queries, keys and values
 
 
 class Cache(NamedTuple):
-    """Lengths of its rows; pages of `page` slots in cache rows of `slots`, `table` of them a row; page 0: rows as they lie."""
+    """Lengths of its rows; pages of `page` slots in cache rows of `slots`, `table` of them a row;
+    page 0: rows as they lie."""
 
     lengths: tuple[int, ...]
     slots: int
@@ -28,7 +29,16 @@ class Cache(NamedTuple):
     wrong: tuple[tuple[int, int, int], ...] = ()  # (row, entry, page number) put into the table
 
 
-def arguments(key: jax.Array, heads: int, kv_heads: int, dim: int, caches: tuple[Cache, ...], dtype, value_dtype, window):
+def arguments(
+    key: jax.Array,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    caches: tuple[Cache, ...],
+    dtype,
+    value_dtype,
+    window,
+):
     keys = iter(jax.random.split(key, 1 + 3 * len(caches)))
     sequences = max(len(cache.lengths) for cache in caches)
     out = [jax.random.normal(next(keys), (sequences, heads, dim)).astype(dtype)]
@@ -36,9 +46,13 @@ def arguments(key: jax.Array, heads: int, kv_heads: int, dim: int, caches: tuple
         rows, per_row = len(cache.lengths), -(-cache.slots // cache.page) if cache.page else 1
         count = -(-rows * cache.table // per_row) if cache.page else rows
         for kind in (dtype, value_dtype):
-            out.append(jax.random.normal(next(keys), (count, kv_heads, cache.slots, dim)).astype(kind))
+            out.append(
+                jax.random.normal(next(keys), (count, kv_heads, cache.slots, dim)).astype(kind)
+            )
         out.append(jnp.asarray(cache.lengths, jnp.int32))
-        order = jax.random.permutation(next(keys), count * per_row)[: rows * cache.table].reshape(rows, cache.table)
+        order = jax.random.permutation(next(keys), count * per_row)[: rows * cache.table].reshape(
+            rows, cache.table
+        )
         for row, entry, page in cache.wrong:
             order = order.at[row, entry].set(page)
         out.append(order.astype(jnp.int32))
@@ -54,7 +68,9 @@ def expected(query, *rest, caches: tuple[Cache, ...], dtype, value_dtype, window
     sequences, heads, dim = query.shape
     out = np.zeros(query.shape)
     for s in range(sequences):
-        seen = [_held(cache, *arrays[4 * i : 4 * i + 4], s, sequences) for i, cache in enumerate(caches)]
+        seen = [
+            _held(cache, *arrays[4 * i : 4 * i + 4], s, sequences) for i, cache in enumerate(caches)
+        ]
         keys, values, real = (np.concatenate(parts) for parts in zip(*seen, strict=True))
         if windowed:
             real &= len(real) - 1 - np.arange(len(real)) < window
@@ -81,43 +97,67 @@ def _held(cache: Cache, keys, values, lengths, pages, sequence, sequences):
     return found[:, 0], found[:, 1], np.asarray(real, bool)
 
 
-def case(name: str, heads: int, kv_heads: int, dim: int, *caches: Cache, dtype=E4M3, value_dtype=None, window=0) -> Case:
+def case(
+    name: str,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    *caches: Cache,
+    dtype=E4M3,
+    value_dtype=None,
+    window=0,
+) -> Case:
     value_dtype = value_dtype or dtype
     options = {"caches": caches, "dtype": dtype, "value_dtype": value_dtype}
 
     def run(query, *rest, backend):
         *arrays, scales, last = rest
         held = tuple(
-            KeyValues(*arrays[4 * i : 4 * i + 3], *((arrays[4 * i + 3], cache.page) if cache.page else ()))
+            KeyValues(
+                *arrays[4 * i : 4 * i + 3], *((arrays[4 * i + 3], cache.page) if cache.page else ())
+            )
             for i, cache in enumerate(caches)
         )
-        scales = (*(scales[:2] if dtype == E4M3 else (None, None)), scales[2] if value_dtype == E4M3 else None)
-        return decode_attention(query, held, dim**-0.5, *scales, last if window else None, jnp.float32, backend=backend)
+        scales = (
+            *(scales[:2] if dtype == E4M3 else (None, None)),
+            scales[2] if value_dtype == E4M3 else None,
+        )
+        return decode_attention(
+            query, held, dim**-0.5, *scales, last if window else None, jnp.float32, backend=backend
+        )
 
     sequences = max(len(cache.lengths) for cache in caches)
     held = sum(sum(cache.lengths) for cache in caches)
     return Case(
         name=name,
-        arguments=partial(arguments, heads=heads, kv_heads=kv_heads, dim=dim, window=window, **options),
+        arguments=partial(
+            arguments, heads=heads, kv_heads=kv_heads, dim=dim, window=window, **options
+        ),
         run=run,
         expected=partial(expected, windowed=bool(window), **options),
         # weights are rounded to the values' 16 bits, to float16's for e4m3
         tolerance=2.0**-8 if value_dtype == BF16 else 2.0**-11,
         instruction="QGMMA" if dtype == E4M3 else "HGMMA",
-        flops=4.0 * dim * heads * sum(sum(cache.lengths) * sequences // len(cache.lengths) for cache in caches),
+        flops=4.0
+        * dim
+        * heads
+        * sum(sum(cache.lengths) * sequences // len(cache.lengths) for cache in caches),
         bytes=held * kv_heads * dim * (jnp.dtype(dtype).itemsize + jnp.dtype(value_dtype).itemsize),
     )
 
 
 def alike(name: str, cache: Cache, row: int, dtype) -> Case:
-    """The bits of a row's output: alone, in another row, in other pages, with a wider table, beside neighbours of one key."""
+    """The bits of a row's output: alone, in another row, in other pages, with a wider table, beside
+    neighbours of one key."""
     heads, kv_heads, dim = 4, 2, 64
     own, others = slice(row, row + 1), np.arange(len(cache.lengths)) != row
 
     def run(query, keys, values, lengths, pages, *_, backend):
         def attend(query, keys, values, lengths, pages):
             held = KeyValues(keys, values, lengths, pages, cache.page)
-            return decode_attention(query, (held,), dim**-0.5, out_dtype=jnp.float32, backend=backend)
+            return decode_attention(
+                query, (held,), dim**-0.5, out_dtype=jnp.float32, backend=backend
+            )
 
         want = attend(query, keys, values, lengths, pages)[row]
         moved = np.random.default_rng(0).permutation(len(keys))
@@ -125,7 +165,13 @@ def alike(name: str, cache: Cache, row: int, dtype) -> Case:
         found = (
             attend(query[own], keys, values, lengths[own], pages[own])[0],
             attend(query[::-1], keys, values, lengths[::-1], pages[::-1])[len(query) - 1 - row],
-            attend(query, keys[moved], values[moved], lengths, jnp.asarray(np.argsort(moved), jnp.int32)[pages])[row],
+            attend(
+                query,
+                keys[moved],
+                values[moved],
+                lengths,
+                jnp.asarray(np.argsort(moved), jnp.int32)[pages],
+            )[row],
             attend(query, keys, values, lengths, wider)[row],
             attend(query, keys, values, jnp.where(others, 1, lengths), pages)[row],
         )
@@ -152,7 +198,13 @@ SMALL = (
     case("head-dim-96", 4, 2, 96, Cache((200, 63), 64, 64, 4)),
     case("head-dim-96-bf16", 4, 2, 96, Cache((200, 63), 64, 64, 4), dtype=BF16),
     case("narrow-values", 4, 2, 64, Cache((130,), 136), dtype=BF16, value_dtype=E4M3),
-    case("wrong-pages", 4, 2, 64, Cache((200, 9999), 100, 64, 4, ((0, 1, -7), (0, 2, 10**6), (1, 0, 4)))),
+    case(
+        "wrong-pages",
+        4,
+        2,
+        64,
+        Cache((200, 9999), 100, 64, 4, ((0, 1, -7), (0, 2, 10**6), (1, 0, 4))),
+    ),
     alike("same-bits", Cache((70, 600, 65), 64, 64, 10), 1, E4M3),
     alike("same-bits-bf16", Cache((600, 65), 64, 64, 10), 0, BF16),
 )
@@ -167,11 +219,23 @@ def _real(model, sequences: int, length: int, page: int = 64, **options) -> Case
 
 QWEN3_8B = DENSE[0]
 REAL = (
-    *(_real(model, 64, 4096, **options) for model in (*DENSE, QWEN3_30B_A3B) for options in ({}, {"dtype": BF16})),
+    *(
+        _real(model, 64, 4096, **options)
+        for model in (*DENSE, QWEN3_30B_A3B)
+        for options in ({}, {"dtype": BF16})
+    ),
     _real(QWEN3_8B, 1, 32768),
     _real(QWEN3_8B, 256, 1024, 256),
     case("qwen3-8b-samples", 32, 8, 128, Cache((1024,) * 16, 1024), Cache((1024,) * 128, 1024)),
-    case("qwen3-8b-samples-bf16", 32, 8, 128, Cache((1024,) * 16, 1024), Cache((1024,) * 128, 1024), dtype=BF16),
+    case(
+        "qwen3-8b-samples-bf16",
+        32,
+        8,
+        128,
+        Cache((1024,) * 16, 1024),
+        Cache((1024,) * 128, 1024),
+        dtype=BF16,
+    ),
     case("window-4096", 32, 8, 128, Cache((16384,) * 16, 64, 64, 256), window=4096),
     case("ragged-rows", 4, 2, 64, Cache((9, 7, 3), 9), Cache((8,) * 12, 8)),
     case("head-dim-64", 32, 8, 64, Cache((4096,) * 64, 64, 64, 64)),

@@ -1,20 +1,25 @@
-"""Attention of one query token a sequence on Hopper: a block takes a chunk of a sequence's keys for all queries that read it.
+"""Attention of one query token a sequence on Hopper: a block takes a chunk of a sequence's keys for
+all queries that read it.
 
-Chunks are `CHUNK` keys from the sequence's first key on, whatever the batch is; a block's two consumers take its steps of 64 keys
-in turns and join what they have. Each chunk leaves its sum of weights and weighted values in float32, for weights
-2^(score - reference) whose reference is the largest score, rounded: an integer, so that going over to another reference rounds
-nothing. They are joined in the order of the chunks. A sequence's output depends on its own keys and their number, and on no
-neighbour, slot or page number.
+Chunks are `CHUNK` keys from the sequence's first key on, whatever the batch is; a block's two
+consumers take its steps of 64 keys in turns and join what they have. Each chunk leaves its sum of
+weights and weighted values in float32, for weights 2^(score - reference) whose reference is the
+largest score, rounded: an integer, so that going over to another reference rounds nothing. They are
+joined in the order of the chunks. A sequence's output depends on its own keys and their number, and
+on no neighbour, slot or page number.
 
-All queries of a key head, those of every sequence that shares the keys included, are rows of one wgmma: 64 rows, of which a
-decode step often fills 4 or 8. It is bound by the loads of keys and values. The product with few columns (S^T = K Q^T) would
-waste less, but its maximum over rows crosses warps, for which Mosaic has one scratch for all warpgroups of a block.
+All queries of a key head, those of every sequence that shares the keys included, are rows of one
+wgmma: 64 rows, of which a decode step often fills 4 or 8. It is bound by the loads of keys and
+values. The product with few columns (S^T = K Q^T) would waste less, but its maximum over rows
+crosses warps, for which Mosaic has one scratch for all warpgroups of a block.
 
-A prefill is many queries of a row, each with limits of its own. A step that a query does not see has the reference that it came
-with and weights of zero: it multiplies by 2^0 and adds zeros, and changes no bit.
+A prefill is many queries of a row, each with limits of its own. A step that a query does not see
+has the reference that it came with and weights of zero: it multiplies by 2^0 and adds zeros, and
+changes no bit.
 
-Keys meet queries in their own format, e4m3 or 16 bits: a head's 128 products at most are one sum in the tensor core. Weights are
-float16 for e4m3 values, which become float16 on the way (exactly), else the values' own 16 bits; the sums are float32.
+Keys meet queries in their own format, e4m3 or 16 bits: a head's 128 products at most are one sum in
+the tensor core. Weights are float16 for e4m3 values, which become float16 on the way (exactly),
+else the values' own 16 bits; the sums are float32.
 """
 
 from __future__ import annotations
@@ -35,20 +40,26 @@ def partials(query, keys, values, pages, spans, first, last, scale, *, page, slo
     """What each chunk leaves: undefined where a part of a row's queries does not take it.
 
     Args:
-        query: [rows, kv_heads, queries, head_dim], all queries that read a row's keys: a multiple of 8, above 64 of 64.
+        query: [rows, kv_heads, queries, head_dim], all queries that read a row's keys: a multiple
+            of 8, above 64 of 64.
         keys, values: [cache rows, kv_heads, slots, head_dim].
         pages: int32 [rows, pages], -1 where there is none.
         spans: of the rows, as `spans_of` has them, within the pages.
-        first, last: int32 [rows, queries], the first key that each query sees, and the first beyond its last; or None.
+        first, last: int32 [rows, queries], the first key that each query sees, and the first beyond
+            its last; or None.
         scale: float32 [1], of scores, times log2(e).
         page, slots: slots of a page, and of a cache row without its padding.
 
     Returns:
-        References and sums of weights, float32 [chunks, rows, kv_heads, 2, queries]; weighted values, [..., queries, dim].
+        References and sums of weights, float32 [chunks, rows, kv_heads, 2, queries]; weighted
+        values, [..., queries, dim].
     """
     rows, kv_heads, queries, head_dim = query.shape
     at = Sizes(rows, kv_heads, queries, head_dim, page, pages.shape[1], slots)
-    limits, lead = tuple(limit for limit in (first, last) if limit is not None), (at.chunks, rows, kv_heads)
+    limits, lead = (
+        tuple(limit for limit in (first, last) if limit is not None),
+        (at.chunks, rows, kv_heads),
+    )
     bounded = (first is not None, last is not None)
     out = (
         jax.ShapeDtypeStruct((*lead, 2, queries), jnp.float32),
@@ -74,6 +85,10 @@ def partials(query, keys, values, pages, spans, first, last, scale, *, page, slo
             mosaic.set_max_registers(232, action="increase")
             consume(at, over, memory, stages, wg, (pages, scale, bounded, stats, sums))
 
-    launch = {"threads": CONSUMERS + 1, "tiles": at.chunks * rows * kv_heads * at.parts, "name": "decode_attention"}
+    launch = {
+        "threads": CONSUMERS + 1,
+        "tiles": at.chunks * rows * kv_heads * at.parts,
+        "name": "decode_attention",
+    }
     kernel = mosaic.launch(body, out, scratch={"memory": tuple(memory)}, **launch)
     return kernel(query, keys, values, pages, spans, jnp.max(spans[0])[None], scale, *limits)

@@ -1,4 +1,5 @@
-"""The warpgroups of the chunk kernel that multiply: each over its steps of a tile, then joined and written."""
+"""The warpgroups of the chunk kernel that multiply: each over its steps of a tile, then joined and
+written."""
 
 from __future__ import annotations
 
@@ -7,7 +8,15 @@ from jax import lax
 
 from pallas_kernels import mosaic
 from pallas_kernels.decode_attention.memory import Memory
-from pallas_kernels.decode_attention.tiles import CONSUMERS, NOTHING, ROWS, STEP, Sizes, Tile, slot_of
+from pallas_kernels.decode_attention.tiles import (
+    CONSUMERS,
+    NOTHING,
+    ROWS,
+    STEP,
+    Sizes,
+    Tile,
+    slot_of,
+)
 
 
 def consume(at: Sizes, over, memory: Memory, stages, wg, inputs):
@@ -18,7 +27,9 @@ def consume(at: Sizes, over, memory: Memory, stages, wg, inputs):
     def attend(tile: Tile, count, turn):
         asked, (start, steps) = lax.rem(turn, 2), tile.own(wg)
         mosaic.barrier_wait(memory.asked.at[asked])
-        limits = [mosaic.load(limit.at[asked], layout=by_row, optimized=False) for limit in memory.limits]
+        limits = [
+            mosaic.load(limit.at[asked], layout=by_row, optimized=False) for limit in memory.limits
+        ]
         limits = [lax.broadcast_in_dim(limit, shape, [0]) for limit in limits]
 
         def one(i, carry):
@@ -32,7 +43,10 @@ def consume(at: Sizes, over, memory: Memory, stages, wg, inputs):
                 narrow = mosaic.load(values, layout=mosaic.Layout.WGMMA_UPCAST_4X, optimized=False)
                 values = memory.wide.at[wg]
                 values[...] = narrow.astype(jnp.float32).astype(values.dtype)
-            scores = _product(memory.queries.at[asked], memory.keys.at[slot].transpose((1, 0)), shape) * scale
+            scores = (
+                _product(memory.queries.at[asked], memory.keys.at[slot].transpose((1, 0)), shape)
+                * scale
+            )
             key = mosaic.broadcasted_iota(jnp.int32, shape, 1, layout=mosaic.Layout.WGMMA)
             visible = key < seen
             if bounded_below:
@@ -40,15 +54,23 @@ def consume(at: Sizes, over, memory: Memory, stages, wg, inputs):
             if bounded_above:
                 visible = visible & (key + step * STEP < limits[-1])
             scores = jnp.where(visible, scores, -jnp.inf)
-            higher = jnp.maximum(top, lax.round(scores.max(axis=1), lax.RoundingMethod.TO_NEAREST_EVEN))
-            weights, rescale = jnp.exp2(scores - lax.broadcast_in_dim(higher, shape, [0])), jnp.exp2(top - higher)
+            higher = jnp.maximum(
+                top, lax.round(scores.max(axis=1), lax.RoundingMethod.TO_NEAREST_EVEN)
+            )
+            weights, rescale = (
+                jnp.exp2(scores - lax.broadcast_in_dim(higher, shape, [0])),
+                jnp.exp2(top - higher),
+            )
             weights = weights.astype(memory.weights.dtype)
             memory.weights[wg] = weights
-            total = total * rescale + weights.astype(jnp.float32).sum(axis=1)  # of what multiplies: one large weight cancels
+            # of what multiplies: one large weight cancels
+            total = total * rescale + weights.astype(jnp.float32).sum(axis=1)
             mosaic.commit_smem()
             if memory.wide is not None:
                 mosaic.barrier_arrive(memory.empty.at[slot])
-            out = out * lax.broadcast_in_dim(rescale, out.shape, [0]) + _product(memory.weights.at[wg], values, out.shape)
+            out = out * lax.broadcast_in_dim(rescale, out.shape, [0]) + _product(
+                memory.weights.at[wg], values, out.shape
+            )
             if memory.wide is None:
                 mosaic.barrier_arrive(memory.empty.at[slot])
             return higher, total, out
@@ -90,7 +112,9 @@ def _join(at: Sizes, memory: Memory, tile: Tile, wg, found, stats, sums):
         mosaic.barrier_arrive(memory.free)
         mosaic.barrier_wait(memory.handed)
         by_row, width = mosaic.Layout.WGMMA.reduce(1), min(at.queries, ROWS)
-        other_top, other_total = (mosaic.load(memory.stats.at[i], layout=by_row, optimized=False) for i in range(2))
+        other_top, other_total = (
+            mosaic.load(memory.stats.at[i], layout=by_row, optimized=False) for i in range(2)
+        )
         both = jnp.maximum(top, other_top)
         mine, others = jnp.exp2(top - both), jnp.exp2(other_top - both)
         wide = [lax.broadcast_in_dim(x, out.shape, [0]) for x in (mine, others)]

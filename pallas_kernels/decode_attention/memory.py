@@ -11,7 +11,8 @@ from pallas_kernels.decode_attention.tiles import CONSUMERS, ROWS, STEP, Sizes
 
 
 class Memory(NamedTuple):
-    """Shared memory and barriers: a ring of keys and values a consumer, two slots of queries, and what consumers write."""
+    """Shared memory and barriers: a ring of keys and values a consumer, two slots of queries, and
+    what consumers write."""
 
     keys: Any
     values: Any
@@ -30,7 +31,8 @@ class Memory(NamedTuple):
 
 
 def memory_of(at: Sizes, query, key, value, limits: int) -> tuple[Memory, int]:
-    """Shared memory of a launch, and the slots of each consumer's ring: what the rest leaves, 6 at most.
+    """Shared memory of a launch, and the slots of each consumer's ring: what the rest leaves, 6 at
+    most.
 
     Args:
         query, key, value: dtypes.
@@ -45,7 +47,11 @@ def memory_of(at: Sizes, query, key, value, limits: int) -> tuple[Memory, int]:
         "sums": ((ROWS, dim), jnp.float32),
     }
     fixed = sum(_bytes(*shape) for shape in shapes.values() if shape)
-    stages = min(6, (mosaic.SMEM_BYTES - 6144 - fixed) // (CONSUMERS * (_bytes((STEP, dim), key) + _bytes((STEP, dim), value))))
+    stages = min(
+        6,
+        (mosaic.SMEM_BYTES - 6144 - fixed)
+        // (CONSUMERS * (_bytes((STEP, dim), key) + _bytes((STEP, dim), value))),
+    )
     slots = CONSUMERS * stages
     tiles = {name: mosaic.tiled(*shape) if shape else None for name, shape in shapes.items()}
     return (

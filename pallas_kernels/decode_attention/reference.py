@@ -1,4 +1,5 @@
-"""Decode attention in plain XLA: whole scores and one softmax, over the cache's rows as they lie, or over gathered pages."""
+"""Decode attention in plain XLA: whole scores and one softmax, over the cache's rows as they lie,
+or over gathered pages."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def known_lengths(cache):
 
 
 def first_seen(lengths, sequences, window):
-    """Of each cache: the first key that each sequence sees, int32 [rows, sequences of a row]; None without a window."""
+    """Of each cache: the first key that each sequence sees, int32 [rows, sequences of a row]; None
+    without a window."""
     if window is None:
         return [None] * len(lengths)
     total = sum(jnp.repeat(length, sequences // len(length)) for length in lengths)
@@ -48,7 +50,8 @@ def _block(cache, start) -> Keys:
 
 
 def _rows(cache):
-    """Keys and values of each row of the table, and which of them it holds where that is more than a length."""
+    """Keys and values of each row of the table, and which of them it holds where that is more than
+    a length."""
     if cache.pages is None:
         return cache.keys, cache.values, None
     page, per_row = page_of(cache)
@@ -61,7 +64,8 @@ def _rows(cache):
     row = jnp.clip(cache.pages // per_row, 0, cache_rows - 1)[..., None]
 
     def gather(x):
-        x = jnp.moveaxis(x, 1, 2)[row, jnp.clip(at, 0, slots - 1)]  # [rows, pages, page, kv_heads, head_dim]
+        # [rows, pages, page, kv_heads, head_dim]
+        x = jnp.moveaxis(x, 1, 2)[row, jnp.clip(at, 0, slots - 1)]
         return jnp.moveaxis(x.reshape(rows, -1, *x.shape[3:]), 1, 2)
 
     return gather(cache.keys), gather(cache.values), held

@@ -1,4 +1,5 @@
-"""How the keys of a launch are cut: rows into chunks, chunks into steps, and which block and consumer takes which."""
+"""How the keys of a launch are cut: rows into chunks, chunks into steps, and which block and
+consumer takes which."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ NOTHING = -1e30  # the reference where no key was seen: finite, so that differen
 
 
 class Sizes(NamedTuple):
-    """Sizes of a launch: `rows` of the page table, `queries` that read each, `pages` of `page` slots each."""
+    """Sizes of a launch: `rows` of the page table, `queries` that read each, `pages` of `page`
+    slots each."""
 
     rows: int
     kv_heads: int
@@ -37,7 +39,8 @@ class Sizes(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """A chunk of a row's keys for a head and a part of its queries, and the steps of the row that it takes."""
+    """A chunk of a row's keys for a head and a part of its queries, and the steps of the row that
+    it takes."""
 
     chunk: Any
     row: Any
@@ -48,17 +51,20 @@ class Tile(NamedTuple):
     end: Any
 
     def own(self, consumer) -> tuple[Any, Any]:
-        """The first step of a consumer, and how many it has. A step is the same consumer's wherever the tile begins."""
+        """The first step of a consumer, and how many it has. A step is the same consumer's wherever
+        the tile begins."""
         skip = lax.rem(self.begin + consumer, CONSUMERS)
         return self.begin + skip, lax.div(jnp.maximum(self.steps - skip + 1, 0), CONSUMERS)
 
 
 def spans_of(lengths, first, last, queries: int):
-    """Where the keys end that each part of a row's queries sees, and the step with the first of them: int32 [2, rows, parts].
+    """Where the keys end that each part of a row's queries sees, and the step with the first of
+    them: int32 [2, rows, parts].
 
     Args:
         lengths: int32 [rows].
-        first, last: int32 [rows, queries], the first key that each query sees, and the first beyond its last; or None.
+        first, last: int32 [rows, queries], the first key that each query sees, and the first beyond
+            its last; or None.
         queries: of a row.
     """
     shape = (len(lengths), -(-queries // ROWS), -1)
@@ -77,7 +83,8 @@ def taken(chunks: int, spans):
 
 
 def over_tiles(tiles, one, init):
-    """Folds `one` over this block's share of the tiles, which may be fewer than were launched for."""
+    """Folds `one` over this block's share of the tiles, which may be fewer than were launched
+    for."""
     block, blocks = lax.axis_index("block"), lax.axis_size("block")
     own = lax.div(jnp.maximum(tiles - block + blocks - 1, 0), blocks)
     return lax.fori_loop(0, own, lambda i, carry: one(block + i * blocks, carry), init)
@@ -94,11 +101,16 @@ def tile_of(at: Sizes, spans, tile) -> Tile:
 
 
 def slot_of(at: Sizes, pages, row, step):
-    """A step's page, or -1, and where it stands: (row, slot) of the cache, inside it whatever the page is."""
+    """A step's page, or -1, and where it stands: (row, slot) of the cache, inside it whatever the
+    page is."""
     key = step * STEP
     page = pages[row, lax.div(key, at.page)]
     known, per_row = jnp.maximum(page, 0), -(-at.slots // at.page)
     within = key if at.pages == 1 else lax.rem(key, at.page)
     if per_row == 1:
         return page, known, mosaic.multiple_of(within, STEP)
-    return page, lax.div(known, per_row), mosaic.multiple_of(lax.rem(known, per_row) * at.page + within, 8)
+    return (
+        page,
+        lax.div(known, per_row),
+        mosaic.multiple_of(lax.rem(known, per_row) * at.page + within, 8),
+    )

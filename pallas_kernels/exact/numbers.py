@@ -1,19 +1,25 @@
 """Float arithmetic that a compiler cannot change the last bit of.
 
-The same function is not the same program. For another batch size XLA adds the terms of a sum in another order, and LLVM fuses
-another pair of a product and a sum into one instruction with one rounding. Either moves the last bit, and a rollout's
-log-probability is then not the trainer's. Three rules make every result a function of its inputs alone:
+The same function is not the same program. For another batch size XLA adds the terms of a sum in
+another order, and LLVM fuses another pair of a product and a sum into one instruction with one
+rounding. Either moves the last bit, and a rollout's log-probability is then not the trainer's.
+Three rules make every result a function of its inputs alone:
 
-    sums        All terms of a sum are rounded to whole multiples of one power of two, so few bits of it that the sum of all
-                is below 2^53. In float64 such a sum has no rounding, so its order, its split over threads or devices, and
-                zeros among its terms make no difference. (Pre-rounding: Demmel and Nguyen, "Fast reproducible floating-point
-                summation", 2013; in products, Ozaki et al., "Error-free transformations of matrix multiplication", 2012.)
-    products    A product that is added to something has two factors of at most 24 bits. It is then exact in float64, fused or
-                not, and so is a product of three such factors in any order but for its one rounding.
+    sums        All terms of a sum are rounded to whole multiples of one power of two, so few bits
+                of it that the sum of all
+                is below 2^53. In float64 such a sum has no rounding, so its order, its split over
+                threads or devices, and zeros among its terms make no difference. (Pre-rounding:
+                Demmel and Nguyen, "Fast reproducible floating-point summation", 2013; in products,
+                Ozaki et al., "Error-free transformations of matrix multiplication", 2012.)
+    products    A product that is added to something has two factors of at most 24 bits. It is then
+                exact in float64, fused or
+                not, and so is a product of three such factors in any order but for its one
+                rounding.
     roundings   To the dtype of a result by `rounding.rounded`, which XLA and LLVM keep.
 
-float64 exists inside these functions alone: each opens JAX's 64-bit mode for itself and returns narrower arrays, so it works in
-a program that has the mode off. Nothing here has a gradient; see `with_gradient_of`.
+float64 exists inside these functions alone: each opens JAX's 64-bit mode for itself and returns
+narrower arrays, so it works in a program that has the mode off. Nothing here has a gradient; see
+`with_gradient_of`.
 """
 
 from __future__ import annotations
@@ -45,7 +51,8 @@ def cut(x: Array) -> Array:
 
 
 def once(x: Array) -> Array:
-    """x, computed here. XLA would write what computes it into all of its uses, and LLVM takes minutes over the result."""
+    """x, computed here. XLA would write what computes it into all of its uses, and LLVM takes
+    minutes over the result."""
     return lax.optimization_barrier(x)
 
 
@@ -55,19 +62,22 @@ def power_of_two(exponent: Array) -> Array:
 
 
 def exponent_of(x: Array) -> Array:
-    """The exponent e of normal float64 with 2^(e - 1) <= |x| < 2^e, int64; -1022 for 0. On bit patterns: one operation deep."""
+    """The exponent e of normal float64 with 2^(e - 1) <= |x| < 2^e, int64; -1022 for 0. On bit
+    patterns: one operation deep."""
     return ((lax.bitcast_convert_type(x, jnp.int64) >> 52) & 0x7FF) - 1022
 
 
 def integers(x: Array, bits: int, axis: int | tuple[int, ...]) -> tuple[Array, Array]:
-    """x as whole numbers times a power of two for each slice along `axis`: x is about integers * scale.
+    """x as whole numbers times a power of two for each slice along `axis`: x is about integers *
+    scale.
 
     Args:
         x: float64.
         bits: the integers are at most 2^bits in magnitude.
 
     Returns:
-        (integers, scale), float64; the scale keeps the reduced axes. It depends on the largest magnitude alone.
+        (integers, scale), float64; the scale keeps the reduced axes. It depends on the largest
+        magnitude alone.
     """
     x = once(x)
     exponent = exponent_of(jnp.max(jnp.abs(x), axis=axis, keepdims=True))
@@ -76,7 +86,8 @@ def integers(x: Array, bits: int, axis: int | tuple[int, ...]) -> tuple[Array, A
 
 
 def total(terms: Array, axis: int, headroom: int = 18) -> Array:
-    """The sum over `axis` of float64 terms, of which there are at most 2^headroom: every order gives the same bits.
+    """The sum over `axis` of float64 terms, of which there are at most 2^headroom: every order
+    gives the same bits.
 
     A term is rounded to 52 - headroom bits of the largest one.
     """
@@ -85,7 +96,8 @@ def total(terms: Array, axis: int, headroom: int = 18) -> Array:
 
 
 def _horner(coefficients: list[float], x: Array) -> Array:
-    """A polynomial, highest coefficient first, with 24-bit operands in every product; the last sum keeps its 53 bits."""
+    """A polynomial, highest coefficient first, with 24-bit operands in every product; the last sum
+    keeps its 53 bits."""
     value = jnp.float64(np.float32(coefficients[0]))
     for coefficient in coefficients[1:]:
         value = cut(value) * x + coefficient
@@ -107,7 +119,8 @@ def exp(x: Array) -> Array:
 
 def log(x: Array) -> Array:
     """The natural logarithm of a positive float64, within 2^-23 of the larger of itself and 1."""
-    exponent = exponent_of(x / math.sqrt(0.5)) - 1  # so that the mantissa is from sqrt(1/2) to sqrt(2)
+    # so that the mantissa is from sqrt(1/2) to sqrt(2)
+    exponent = exponent_of(x / math.sqrt(0.5)) - 1
     mantissa = x * power_of_two(-exponent)
     z = cut((mantissa - 1) / (mantissa + 1))
     series = cut(_horner([1 / i for i in range(17, 0, -2)], cut(z * z)))

@@ -1,4 +1,5 @@
-"""Blockwise-scaled FP8 products of sorted rows, one weight a group: the experts of a mixture, and their gradients."""
+"""Blockwise-scaled FP8 products of sorted rows, one weight a group: the experts of a mixture, and
+their gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ HOPPER_BLOCK = (128, 128)
 
 
 def selected_backend(backend: Backend) -> str:
-    """The backend that `grouped_matmul` runs for this argument. Raises BackendError where it cannot."""
+    """The backend that `grouped_matmul` runs for this argument. Raises BackendError where it
+    cannot."""
     return resolve(backend, "grouped_matmul")
 
 
@@ -33,35 +35,57 @@ def grouped_matmul(
 ) -> Float[Array, "m n"]:
     """x[i] @ w[g].T for the group g of row i, of quantized operands, accumulated in float32.
 
-    The first group_sizes[0] rows are group 0's, the next group_sizes[1] are group 1's, and so on. Sizes are known at run time
-    only; a group may be empty. Rows behind the last group are zero. Each product is that of `blockwise_matmul`
-    (DeepSeek-V3, arXiv 2412.19437, section 3.3.2).
+    The first group_sizes[0] rows are group 0's, the next group_sizes[1] are group 1's, and so on.
+    Sizes are known at run time only; a group may be empty. Rows behind the last group are zero.
+    Each product is that of `blockwise_matmul` (DeepSeek-V3, arXiv 2412.19437, section 3.3.2).
 
     Args:
-        x, x_scales: rows and the scales of their 1 x w_block[1] groups, as `quantize_blocks` returns them.
+        x, x_scales: rows and the scales of their 1 x w_block[1] groups, as `quantize_blocks`
+            returns them.
         w, w_scales, w_block: weights [out, in], their scales and block.
         group_sizes: int32, adding up to at most m.
         out_dtype: bfloat16 or float32.
-        backend: implementation; hopper has kernels for blocks of 128, "auto" is the reference for others.
+        backend: implementation; hopper has kernels for blocks of 128, "auto" is the reference for
+            others.
 
     Raises:
-        BackendError: a backend asked for by name cannot serve the call, or none multiplies these two formats.
+        BackendError: a backend asked for by name cannot serve the call, or none multiplies these
+            two formats.
         ValueError: shapes do not belong together, or an axis has length 0.
     """
     served = w_block == HOPPER_BLOCK
-    chosen = choose("grouped_matmul", backend, "" if served else f"product of weights in blocks of {name_of(w_block)}")
+    chosen = choose(
+        "grouped_matmul",
+        backend,
+        "" if served else f"product of weights in blocks of {name_of(w_block)}",
+    )
     groups, n, k = w.shape
     blocks = (-(-n // w_block[0]), -(-k // w_block[1]))
-    expected = {"x": (len(x), k), "x_scales": (len(x), blocks[1]), "w_scales": (groups, *blocks), "group_sizes": (groups,)}
-    given = {"x": x.shape, "x_scales": x_scales.shape, "w_scales": w_scales.shape, "group_sizes": group_sizes.shape}
-    if wrong := [f"{name} {given[name]} must be {shape}" for name, shape in expected.items() if given[name] != shape]:
+    expected = {
+        "x": (len(x), k),
+        "x_scales": (len(x), blocks[1]),
+        "w_scales": (groups, *blocks),
+        "group_sizes": (groups,),
+    }
+    given = {
+        "x": x.shape,
+        "x_scales": x_scales.shape,
+        "w_scales": w_scales.shape,
+        "group_sizes": group_sizes.shape,
+    }
+    if wrong := [
+        f"{name} {given[name]} must be {shape}"
+        for name, shape in expected.items()
+        if given[name] != shape
+    ]:
         raise ValueError(f"grouped_matmul: for w {w.shape} in blocks {w_block}, {', '.join(wrong)}")
     if 0 in (*x.shape, *w.shape):
         raise ValueError(f"grouped_matmul: nothing to multiply in x {x.shape} and w {w.shape}")
     check_pair("grouped_matmul", chosen, x.dtype, w.dtype)
     if chosen == "reference":
         return reference.matmul(x, x_scales, w, w_scales, group_sizes, w_block, out_dtype)
-    from pallas_kernels.grouped_matmul import hopper  # importing Pallas takes longer than importing JAX
+    # importing Pallas takes longer than importing JAX
+    from pallas_kernels.grouped_matmul import hopper
 
     # what is added over devices is added in float32
     kernel = partial(hopper.matmul, out_dtype=jnp.float32 if on_mesh() else out_dtype)
@@ -80,34 +104,54 @@ def grouped_outer_product(
     *,
     backend: Backend = "auto",
 ) -> Float[Array, "groups n k"]:
-    """The gradient of `grouped_matmul` by its weights: dy[rows of g].T @ x[rows of g] for each group g, in float32.
+    """The gradient of `grouped_matmul` by its weights: dy[rows of g].T @ x[rows of g] for each
+    group g, in float32.
 
-    The contraction is over rows, so both operands have scales of `block` x 1, and every group begins at a multiple of `block`
-    (`align_groups` moves the rows there). Rows that alignment left between groups must be zero.
+    The contraction is over rows, so both operands have scales of `block` x 1, and every group
+    begins at a multiple of `block` (`align_groups` moves the rows there). Rows that alignment left
+    between groups must be zero.
 
     Args:
-        dy, dy_scales: gradient of the product and its scales, as `quantize_blocks(dy, (block, 1))` returns them.
+        dy, dy_scales: gradient of the product and its scales, as `quantize_blocks(dy, (block, 1))`
+            returns them.
         x, x_scales: input of the product, likewise.
         group_sizes: int32, multiples of `block`, adding up to at most m.
-        backend: implementation; hopper has kernels for blocks of 128, "auto" is the reference for others.
+        backend: implementation; hopper has kernels for blocks of 128, "auto" is the reference for
+            others.
 
     Raises:
-        BackendError: a backend asked for by name cannot serve the call, or none multiplies these two formats.
+        BackendError: a backend asked for by name cannot serve the call, or none multiplies these
+            two formats.
         ValueError: shapes do not belong together.
     """
     served = block == HOPPER_BLOCK[0]
-    chosen = choose("grouped_outer_product", backend, "" if served else f"product over blocks of {block} rows")
+    chosen = choose(
+        "grouped_outer_product", backend, "" if served else f"product over blocks of {block} rows"
+    )
     blocks = -(-len(dy) // block)
-    expected = {"x": (len(dy), x.shape[1]), "dy_scales": (blocks, dy.shape[1]), "x_scales": (blocks, x.shape[1])}
+    expected = {
+        "x": (len(dy), x.shape[1]),
+        "dy_scales": (blocks, dy.shape[1]),
+        "x_scales": (blocks, x.shape[1]),
+    }
     given = {"x": x.shape, "dy_scales": dy_scales.shape, "x_scales": x_scales.shape}
-    if wrong := [f"{name} {given[name]} must be {shape}" for name, shape in expected.items() if given[name] != shape]:
-        raise ValueError(f"grouped_outer_product: for dy {dy.shape} in blocks of {block} rows, {', '.join(wrong)}")
+    if wrong := [
+        f"{name} {given[name]} must be {shape}"
+        for name, shape in expected.items()
+        if given[name] != shape
+    ]:
+        raise ValueError(
+            f"grouped_outer_product: for dy {dy.shape} in blocks of {block} rows, "
+            f"{', '.join(wrong)}"
+        )
     check_pair("grouped_outer_product", chosen, dy.dtype, x.dtype)
     if chosen == "reference":
         return reference.outer_products(dy, dy_scales, x, x_scales, group_sizes, block)
     from pallas_kernels.grouped_matmul import hopper
 
-    kernel = partitioned(hopper.outer_products, "m n, b n, m k, b k, g -> g n k", {}, ("m", "b", "g"))
+    kernel = partitioned(
+        hopper.outer_products, "m n, b n, m k, b k, g -> g n k", {}, ("m", "b", "g")
+    )
     return kernel(dy, dy_scales, x, x_scales, group_sizes)
 
 
@@ -121,10 +165,14 @@ def align_groups(
         group_sizes: int32, adding up to at most m.
 
     Returns:
-        The arrays with m rounded up, plus `block` for each group, rows; and the group sizes rounded up to `block`.
+        The arrays with m rounded up, plus `block` for each group, rows; and the group sizes rounded
+        up to `block`.
     """
     rows = len(arrays[0])
     places, aligned = reference.align(rows, group_sizes, block)
     total = reference.aligned_rows(rows, len(group_sizes), block)
-    moved = (jnp.zeros((total, x.shape[1]), x.dtype).at[places].set(x, mode="drop", unique_indices=False) for x in arrays)
+    moved = (
+        jnp.zeros((total, x.shape[1]), x.dtype).at[places].set(x, mode="drop", unique_indices=False)
+        for x in arrays
+    )
     return tuple(moved), aligned

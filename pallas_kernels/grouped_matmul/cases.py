@@ -16,10 +16,14 @@ from pallas_kernels.quantize import quantize_blocks
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 
 
-def forward_arguments(key: jax.Array, sizes: tuple[int, ...], m: int, n: int, k: int, x_dtype=E4M3) -> tuple:
+def forward_arguments(
+    key: jax.Array, sizes: tuple[int, ...], m: int, n: int, k: int, x_dtype=E4M3
+) -> tuple:
     keys = jax.random.split(key)
     x = quantize_blocks(jax.random.normal(keys[0], (m, k)), (1, 128), x_dtype, backend="reference")
-    w = quantize_blocks(jax.random.normal(keys[1], (len(sizes), n, k)), (128, 128), backend="reference")
+    w = quantize_blocks(
+        jax.random.normal(keys[1], (len(sizes), n, k)), (128, 128), backend="reference"
+    )
     return *x, *w, jnp.asarray(sizes, jnp.int32)
 
 
@@ -32,18 +36,32 @@ def forward_expected(x, x_scales, w, w_scales, sizes) -> np.ndarray:
     return out
 
 
-def gradient_arguments(key: jax.Array, sizes: tuple[int, ...], m: int, n: int, k: int, dy_dtype=E4M3) -> tuple:
+def gradient_arguments(
+    key: jax.Array, sizes: tuple[int, ...], m: int, n: int, k: int, dy_dtype=E4M3
+) -> tuple:
     keys = jax.random.split(key)
     inside = (jnp.arange(m) < sum(sizes))[:, None]
-    dy = quantize_blocks(jnp.where(inside, jax.random.normal(keys[0], (m, n)), 0), (128, 1), dy_dtype, backend="reference")
-    x = quantize_blocks(jnp.where(inside, jax.random.normal(keys[1], (m, k)), 0), (128, 1), backend="reference")
+    dy = quantize_blocks(
+        jnp.where(inside, jax.random.normal(keys[0], (m, n)), 0),
+        (128, 1),
+        dy_dtype,
+        backend="reference",
+    )
+    x = quantize_blocks(
+        jnp.where(inside, jax.random.normal(keys[1], (m, k)), 0), (128, 1), backend="reference"
+    )
     return *dy, *x, jnp.asarray(sizes, jnp.int32)
 
 
 def gradient_expected(dy, dy_scales, x, x_scales, sizes) -> np.ndarray:
     dy, x = _wide(dy, dy_scales, (128, 1)), _wide(x, x_scales, (128, 1))
     ends = np.cumsum(sizes)
-    return np.stack([dy[end - size : end].T @ x[end - size : end] for size, end in zip(sizes, ends, strict=True)])
+    return np.stack(
+        [
+            dy[end - size : end].T @ x[end - size : end]
+            for size, end in zip(sizes, ends, strict=True)
+        ]
+    )
 
 
 def _wide(values, scales, block) -> np.ndarray:
@@ -51,7 +69,15 @@ def _wide(values, scales, block) -> np.ndarray:
     return values.astype(np.float64) * scales[: values.shape[0], : values.shape[1]]
 
 
-def forward(name: str, sizes: tuple[int, ...], n: int, k: int, behind: int = 0, out_dtype=jnp.float32, **options) -> Case:
+def forward(
+    name: str,
+    sizes: tuple[int, ...],
+    n: int,
+    k: int,
+    behind: int = 0,
+    out_dtype=jnp.float32,
+    **options,
+) -> Case:
     """Rows of these groups, and `behind` more."""
     m = sum(sizes) + behind
 
@@ -59,7 +85,10 @@ def forward(name: str, sizes: tuple[int, ...], n: int, k: int, behind: int = 0, 
         return grouped_matmul(*arrays, out_dtype=out_dtype, backend=backend)
 
     arguments = partial(forward_arguments, sizes=sizes, m=m, n=n, k=k, **options)
-    flops, moved = 2.0 * sum(sizes) * n * k, len(sizes) * n * k + m * k + m * n * jnp.dtype(out_dtype).itemsize
+    flops, moved = (
+        2.0 * sum(sizes) * n * k,
+        len(sizes) * n * k + m * k + m * n * jnp.dtype(out_dtype).itemsize,
+    )
     tolerance = 2.0**-8 if out_dtype == jnp.bfloat16 else 1e-6
     return Case(name, arguments, run, forward_expected, tolerance, "QGMMA", flops, moved)
 

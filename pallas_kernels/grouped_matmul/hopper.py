@@ -1,9 +1,11 @@
-"""Blockwise-scaled products of sorted rows on Hopper: the dense loop over tiles that each serve one group.
+"""Blockwise-scaled products of sorted rows on Hopper: the dense loop over tiles that each serve one
+group.
 
-How many rows a group has is known at run time only. A tile is 128 rows, of which some are its group's; small arrays made before
-the kernel say which. The first tile of a group begins at the multiple of 8 before it, because TMA loads rows in eights. Rows of
-other groups in a tile are multiplied in vain: only the group's are stored, in stretches of 64, 32, ... 1 rows, because the size
-of a TMA store is fixed at compile time.
+How many rows a group has is known at run time only. A tile is 128 rows, of which some are its
+group's; small arrays made before the kernel say which. The first tile of a group begins at the
+multiple of 8 before it, because TMA loads rows in eights. Rows of other groups in a tile are
+multiplied in vain: only the group's are stored, in stretches of 64, 32, ... 1 rows, because the
+size of a TMA store is fixed at compile time.
 """
 
 from __future__ import annotations
@@ -15,15 +17,24 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import mosaic
-from pallas_kernels.mainloop import BLOCK_K, CONSUMERS, TILE_ROWS, WGMMA_ROWS, Place, Side, ring_scratch, run
+from pallas_kernels.mainloop import (
+    BLOCK_K,
+    CONSUMERS,
+    TILE_ROWS,
+    WGMMA_ROWS,
+    Place,
+    Side,
+    ring_scratch,
+    run,
+)
 from pallas_kernels.matmul.hopper import TILE_COLUMNS, pad
 
 ROWS_OF_TMA = 8
 
 
 class RowTiles(NamedTuple):
-    """Tiles of rows, int32 [tiles] each: the group (the number of groups for what is behind the last), the tile's first row,
-    and from which to which row of the tile the group reaches."""
+    """Tiles of rows, int32 [tiles] each: the group (the number of groups for what is behind the
+    last), the tile's first row, and from which to which row of the tile the group reaches."""
 
     group: jax.Array
     start: jax.Array
@@ -40,7 +51,9 @@ def row_tiles(m: int, group_sizes) -> RowTiles:
     first = begins // ROWS_OF_TMA * ROWS_OF_TMA
     tiles = jnp.where(sizes > 0, -(-(ends - first) // TILE_ROWS), 0)
     last = jnp.cumsum(tiles)
-    index = jnp.arange((m + (ROWS_OF_TMA - 1) * (groups + 1)) // TILE_ROWS + groups + 1, dtype=jnp.int32)
+    index = jnp.arange(
+        (m + (ROWS_OF_TMA - 1) * (groups + 1)) // TILE_ROWS + groups + 1, dtype=jnp.int32
+    )
     group = jnp.searchsorted(last, index, side="right").astype(jnp.int32)
     found = jnp.minimum(group, groups)
     start = first[found] + (index - (last - tiles)[found]) * TILE_ROWS
@@ -80,9 +93,24 @@ def matmul(x, x_scales, w, w_scales, group_sizes, out_dtype):
             staged[mosaic.ds(own, WGMMA_ROWS)] = value.astype(out_dtype)
             mosaic.commit_smem()
             first, last = (jnp.clip(edge[i], own, own + WGMMA_ROWS) for edge in (low, high))
-            store_rows(staged, out, first, last - first, start[i], mosaic.ds(j * TILE_COLUMNS, TILE_COLUMNS))
+            store_rows(
+                staged,
+                out,
+                first,
+                last - first,
+                start[i],
+                mosaic.ds(j * TILE_COLUMNS, TILE_COLUMNS),
+            )
 
-        run((left, x, x_scales), (right, w, w_scales), ring, grid[0] * grid[1], stages, place, finish)
+        run(
+            (left, x, x_scales),
+            (right, w, w_scales),
+            ring,
+            grid[0] * grid[1],
+            stages,
+            place,
+            finish,
+        )
 
     scratch = {
         "ring": ring_scratch(left, right, stages),
@@ -90,12 +118,20 @@ def matmul(x, x_scales, w, w_scales, group_sizes, out_dtype):
     }
     out = jax.ShapeDtypeStruct((m, mosaic.whole_swizzles(n, out_dtype)), out_dtype)
     return mosaic.launch(
-        body, out, scratch=scratch, threads=CONSUMERS + 1, tiles=grid[0] * grid[1], name="grouped_matmul"
-    )(x, x_scales, w.reshape(groups * width, -1), w_scales.reshape(groups * blocks, -1), *tiles)[:, :n]
+        body,
+        out,
+        scratch=scratch,
+        threads=CONSUMERS + 1,
+        tiles=grid[0] * grid[1],
+        name="grouped_matmul",
+    )(x, x_scales, w.reshape(groups * width, -1), w_scales.reshape(groups * blocks, -1), *tiles)[
+        :, :n
+    ]
 
 
 def store_rows(staged, out, first, rows, start, columns):
-    """At most 64 staged rows, from row `first` on, to the rows of `out` that lie `start` further on."""
+    """At most 64 staged rows, from row `first` on, to the rows of `out` that lie `start` further
+    on."""
     stretch = WGMMA_ROWS
     while stretch:
 
@@ -135,7 +171,9 @@ def outer_products(dy, dy_scales, x, x_scales, group_sizes):
             staged[wg] = value
             mosaic.commit_smem()
             rows = mosaic.ds(i * TILE_ROWS + wg * WGMMA_ROWS, WGMMA_ROWS)
-            mosaic.copy_smem_to_gmem(staged.at[wg], out.at[g, rows, mosaic.ds(j * TILE_COLUMNS, TILE_COLUMNS)])
+            mosaic.copy_smem_to_gmem(
+                staged.at[wg], out.at[g, rows, mosaic.ds(j * TILE_COLUMNS, TILE_COLUMNS)]
+            )
 
         run((left, dy, dy_scales), (right, x, x_scales), ring, tiles, stages, place, finish)
 
@@ -143,7 +181,9 @@ def outer_products(dy, dy_scales, x, x_scales, group_sizes):
         "ring": ring_scratch(left, right, stages),
         "staged": mosaic.tiled((CONSUMERS, WGMMA_ROWS, TILE_COLUMNS), jnp.float32),
     }
-    out = jax.ShapeDtypeStruct((groups, len(dy), mosaic.whole_swizzles(len(x), jnp.float32)), jnp.float32)
-    return mosaic.launch(body, out, scratch=scratch, threads=CONSUMERS + 1, tiles=tiles, name="grouped_outer_product")(
-        dy, dy_scales, x, x_scales, firsts, ends
-    )[:, :n, :k]
+    out = jax.ShapeDtypeStruct(
+        (groups, len(dy), mosaic.whole_swizzles(len(x), jnp.float32)), jnp.float32
+    )
+    return mosaic.launch(
+        body, out, scratch=scratch, threads=CONSUMERS + 1, tiles=tiles, name="grouped_outer_product"
+    )(dy, dy_scales, x, x_scales, firsts, ends)[:, :n, :k]

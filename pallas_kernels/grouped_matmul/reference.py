@@ -1,7 +1,7 @@
 """Grouped product in plain XLA: ragged_dot of the dequantized operands.
 
-Where XLA has no ragged product of its own (a CPU), it multiplies every row with every group's weight and keeps one of them:
-right, and `groups` times the work.
+Where XLA has no ragged product of its own (a CPU), it multiplies every row with every group's
+weight and keeps one of them: right, and `groups` times the work.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ def matmul(x, x_scales, w, w_scales, group_sizes, w_block, out_dtype):
 
 
 def dot(x, w, group_sizes):
-    """x [m, k], sorted by group, times w [groups, n, k] transposed, accumulated in float32; zero behind the last group."""
+    """x [m, k], sorted by group, times w [groups, n, k] transposed, accumulated in float32; zero
+    behind the last group."""
     out = lax.ragged_dot_general(x, w, group_sizes, BY_ROW, preferred_element_type=jnp.float32)
     # a backend need not write the rows behind the last group
     inside = jnp.arange(len(x)) < group_sizes.sum()
@@ -31,7 +32,9 @@ def dot(x, w, group_sizes):
 
 def outer_products(dy, dy_scales, x, x_scales, group_sizes, block):
     return outer_product(
-        dequantize_blocks(dy, dy_scales, (block, 1)), dequantize_blocks(x, x_scales, (block, 1)), group_sizes
+        dequantize_blocks(dy, dy_scales, (block, 1)),
+        dequantize_blocks(x, x_scales, (block, 1)),
+        group_sizes,
     )
 
 
@@ -39,17 +42,24 @@ def outer_product(dy, x, group_sizes):
     """dy [m, n] transposed times x [m, k] over the rows of each group: float32 [groups, n, k]."""
     inside = (jnp.arange(len(x)) < group_sizes.sum())[:, None]
     dy, x = jnp.where(inside, dy, 0.0), jnp.where(inside, x, 0.0)
-    return lax.ragged_dot_general(dy, x, group_sizes, _OVER_ROWS, preferred_element_type=jnp.float32)
+    return lax.ragged_dot_general(
+        dy, x, group_sizes, _OVER_ROWS, preferred_element_type=jnp.float32
+    )
 
 
 def align(rows, group_sizes, block):
-    """Positions of sorted rows when every group begins at a multiple of `block`; those behind the last group fall out."""
+    """Positions of sorted rows when every group begins at a multiple of `block`; those behind the
+    last group fall out."""
     aligned = -(-group_sizes // block) * block
     ends = jnp.cumsum(group_sizes)
     group = jnp.searchsorted(ends, jnp.arange(rows), side="right")
     shift = jnp.cumsum(aligned) - aligned - (ends - group_sizes)
     outside = aligned_rows(rows, len(group_sizes), block)
-    return jnp.where(group < len(group_sizes), jnp.arange(rows) + shift[jnp.minimum(group, len(shift) - 1)], outside), aligned
+    return jnp.where(
+        group < len(group_sizes),
+        jnp.arange(rows) + shift[jnp.minimum(group, len(shift) - 1)],
+        outside,
+    ), aligned
 
 
 def aligned_rows(rows, groups, block):

@@ -16,7 +16,8 @@ HOPPER_BLOCKS = ((128, 128), (1, 128))
 
 
 def selected_backend(backend: Backend) -> str:
-    """The backend that `blockwise_matmul` runs for this argument. Raises BackendError where it cannot."""
+    """The backend that `blockwise_matmul` runs for this argument. Raises BackendError where it
+    cannot."""
     return resolve(backend, "blockwise_matmul")
 
 
@@ -30,29 +31,40 @@ def blockwise_matmul(
     *,
     backend: Backend = "auto",
 ) -> Float[Array, "*batch n"]:
-    """x @ w.T of quantized operands: sum over k-blocks b of x_scales[b] * w_scales[n // 128, b] * (x_b . w_b), in float32.
+    """x @ w.T of quantized operands: sum over k-blocks b of x_scales[b] * w_scales[n // 128, b] *
+    (x_b . w_b), in float32.
 
-    The weight is [out, in], both operands are contiguous along the contraction (what Hopper's FP8 tensor cores need), and
-    any m, n, k is served. Layout and promotion every 128 of k: DeepSeek-V3 (arXiv 2412.19437, section 3.3.2).
+    The weight is [out, in], both operands are contiguous along the contraction (what Hopper's FP8
+    tensor cores need), and any m, n, k is served. Layout and promotion every 128 of k: DeepSeek-V3
+    (arXiv 2412.19437, section 3.3.2).
 
     Args:
-        x, x_scales: activations and the scales of their 1 x w_block[1] groups, as `quantize_blocks` returns them.
+        x, x_scales: activations and the scales of their 1 x w_block[1] groups, as `quantize_blocks`
+            returns them.
         w, w_scales, w_block: weight, scales and block of the weight.
         out_dtype: bfloat16 or float32.
-        backend: implementation; hopper has kernels for `w_block` (128, 128) and (1, 128), "auto" is the reference for others.
+        backend: implementation; hopper has kernels for `w_block` (128, 128) and (1, 128), "auto" is
+            the reference for others.
 
     Raises:
-        BackendError: a backend asked for by name cannot serve the call, or none multiplies these two formats.
+        BackendError: a backend asked for by name cannot serve the call, or none multiplies these
+            two formats.
         ValueError: scale shapes do not belong to the operands, or an axis has length 0.
     """
     served = w_block in HOPPER_BLOCKS
-    chosen = choose("blockwise_matmul", backend, "" if served else f"product of weights in blocks of {name_of(w_block)}")
+    chosen = choose(
+        "blockwise_matmul",
+        backend,
+        "" if served else f"product of weights in blocks of {name_of(w_block)}",
+    )
     n, k = w.shape
     blocks = (-(-n // w_block[0]), -(-k // w_block[1]))
     if w_scales.shape != blocks or x_scales.shape != (*x.shape[:-1], blocks[1]):
         raise ValueError(
-            f"blockwise_matmul: x {x.shape} with scales {x_scales.shape} and w {w.shape} with scales {w_scales.shape} "
-            f"do not fit block {w_block}: w_scales must be {blocks}, x_scales {(*x.shape[:-1], blocks[1])}"
+            f"blockwise_matmul: x {x.shape} with scales {x_scales.shape} and w {w.shape} with "
+            f"scales {w_scales.shape} "
+            f"do not fit block {w_block}: w_scales must be {blocks}, x_scales "
+            f"{(*x.shape[:-1], blocks[1])}"
         )
     if 0 in (*x.shape, n):
         raise ValueError(f"blockwise_matmul: nothing to multiply in x {x.shape} and w {w.shape}")
@@ -62,7 +74,9 @@ def blockwise_matmul(
     from pallas_kernels.matmul import hopper  # importing Pallas takes longer than importing JAX
 
     # what is added over devices is added in float32
-    kernel = partial(hopper.matmul, w_block=w_block, out_dtype=jnp.float32 if on_mesh() else out_dtype)
+    kernel = partial(
+        hopper.matmul, w_block=w_block, out_dtype=jnp.float32 if on_mesh() else out_dtype
+    )
     lead = " ".join(f"m{axis}" for axis in range(x.ndim - 1))
     blocks = {"b": ("k", 128)} | ({"c": ("n", w_block[0])} if w_block[0] > 1 else {})
     rule = f"{lead} k, {lead} b, n k, {'c' if w_block[0] > 1 else 'n'} b -> {lead} n"

@@ -16,11 +16,16 @@ from pallas_kernels.quantize import quantize_blocks
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 
 
-def arguments(key: jax.Array, m: int, n: int, k: int, w_block=(128, 128), x_dtype=E4M3, spread: float = 1.0) -> tuple:
-    """Quantized normal data; with a `spread`, blocks of the contraction differ in size by up to this factor, up or down."""
+def arguments(
+    key: jax.Array, m: int, n: int, k: int, w_block=(128, 128), x_dtype=E4M3, spread: float = 1.0
+) -> tuple:
+    """Quantized normal data; with a `spread`, blocks of the contraction differ in size by up to
+    this factor, up or down."""
     keys = jax.random.split(key, 3)
     size = jnp.repeat(spread ** jax.random.uniform(keys[2], (-(-k // 128),), minval=-1.0), 128)[:k]
-    x = quantize_blocks(jax.random.normal(keys[0], (m, k)) * size, (1, 128), x_dtype, backend="reference")
+    x = quantize_blocks(
+        jax.random.normal(keys[0], (m, k)) * size, (1, 128), x_dtype, backend="reference"
+    )
     w = quantize_blocks(jax.random.normal(keys[1], (n, k)) / size, w_block, backend="reference")
     return *x, *w
 
@@ -35,7 +40,9 @@ def expected(x, x_scales, w, w_scales, w_block=(128, 128)) -> np.ndarray:
     return wide(x, x_scales, 1) @ wide(w, w_scales, w_block[0]).T
 
 
-def case(m: int, n: int, k: int, name: str = "", out_dtype=jnp.float32, w_block=(128, 128), **options) -> Case:
+def case(
+    m: int, n: int, k: int, name: str = "", out_dtype=jnp.float32, w_block=(128, 128), **options
+) -> Case:
     def run(x, x_scales, w, w_scales, backend):
         return blockwise_matmul(x, x_scales, w, w_scales, w_block, out_dtype, backend=backend)
 
@@ -53,12 +60,16 @@ def case(m: int, n: int, k: int, name: str = "", out_dtype=jnp.float32, w_block=
 
 
 def same_rows(few: int, many: int, n: int, k: int) -> Case:
-    """What the first `few` of `many` rows differ by from themselves alone: not a bit. The interpreter sees that only where both
-    take the same tiles: numpy adds in another order for another shape."""
+    """What the first `few` of `many` rows differ by from themselves alone: not a bit. The
+    interpreter sees that only where both take the same tiles: numpy adds in another order for
+    another shape."""
 
     def run(x, x_scales, w, w_scales, backend):
         alone, among = (
-            blockwise_matmul(x[:m], x_scales[:m], w, w_scales, out_dtype=jnp.float32, backend=backend) for m in (few, many)
+            blockwise_matmul(
+                x[:m], x_scales[:m], w, w_scales, out_dtype=jnp.float32, backend=backend
+            )
+            for m in (few, many)
         )
         return bits_apart(alone, among[:few])
 
@@ -92,8 +103,15 @@ SMALL = (
 _SHAPES = sorted({shape for model in DENSE for shape in model.linears.values()} | {(7168, 16384)})
 REAL = (
     *(case(4096, n, k, out_dtype=jnp.bfloat16) for n, k in _SHAPES),
-    *(case(m, n, k, out_dtype=jnp.bfloat16) for m in (1, 16, 64, 128) for n, k in ((4096, 4096), (24576, 4096), (4096, 12288))),
-    *(case(m, n, k, out_dtype=dtype) for m, n, k, dtype in ((300, 192, 576, jnp.bfloat16), (5, 576, 1536, jnp.float32))),
+    *(
+        case(m, n, k, out_dtype=jnp.bfloat16)
+        for m in (1, 16, 64, 128)
+        for n, k in ((4096, 4096), (24576, 4096), (4096, 12288))
+    ),
+    *(
+        case(m, n, k, out_dtype=dtype)
+        for m, n, k, dtype in ((300, 192, 576, jnp.bfloat16), (5, 576, 1536, jnp.float32))
+    ),
     case(576, 200, 300, "weight-gradient-ragged", jnp.float32, w_block=(1, 128)),
     case(4096, 12288, 8192, "weight-gradient-12288x4096", jnp.float32, w_block=(1, 128)),
     case(4096, 4096, 12288, "input-gradient-4096x12288", jnp.bfloat16, x_dtype=E5M2),

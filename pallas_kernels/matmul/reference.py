@@ -1,7 +1,8 @@
 """Blockwise-scaled product in plain XLA: one float32 product of the dequantized operands.
 
-An e4m3 value times its float32 scale is rounded once (relative error 2^-24), so this equals the block-by-block sum up to
-float32 rounding, and a decode loop can keep the dequantized weight instead of unpacking it at every token.
+An e4m3 value times its float32 scale is rounded once (relative error 2^-24), so this equals the
+block-by-block sum up to float32 rounding, and a decode loop can keep the dequantized weight instead
+of unpacking it at every token.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from pallas_kernels.rounding import rounded
 
 def matmul(x, x_scales, w, w_scales, w_block, out_dtype):
     rows = x.reshape(-1, x.shape[-1])
-    x = dequantize_blocks(rows, x_scales.reshape(rows.shape[0], -1), (1, w_block[1])).reshape(x.shape)
+    x = dequantize_blocks(rows, x_scales.reshape(rows.shape[0], -1), (1, w_block[1])).reshape(
+        x.shape
+    )
     return rounded(dot(x, dequantize_blocks(w, w_scales, w_block)), out_dtype)
 
 
@@ -31,9 +34,11 @@ def rows_of(x):
 def dot(x, w):
     """x [..., k] times w [n, k] transposed, accumulated in float32.
 
-    The weight is the left operand: faster on a CPU, for few rows (decode) if they keep their axes, and for the gradients of many
-    rows if they are flattened.
+    The weight is the left operand: faster on a CPU, for few rows (decode) if they keep their axes,
+    and for the gradients of many rows if they are flattened.
     """
     rows = rows_of(x)
-    out = lax.dot_general(w, rows, (((1,), (rows.ndim - 1,)), ((), ())), preferred_element_type=jnp.float32)
+    out = lax.dot_general(
+        w, rows, (((1,), (rows.ndim - 1,)), ((), ())), preferred_element_type=jnp.float32
+    )
     return jnp.moveaxis(out, 0, -1).reshape(*x.shape[:-1], w.shape[0])

@@ -26,21 +26,25 @@ def quantize_blocks(
     *,
     backend: Backend = "auto",
 ) -> tuple[Float[Array, "*batch m n"], Float[Array, "*batch mb nb"]]:
-    """Quantizes `x` in blocks of the last two axes, as DeepSeek-V3 (arXiv 2412.19437, section 3.3.2) does.
+    """Quantizes `x` in blocks of the last two axes, as DeepSeek-V3 (arXiv 2412.19437, section
+    3.3.2) does.
 
     Args:
-        x: any float dtype; hopper takes bfloat16 and float32. Axes that are no multiple of the block are a normal case: the
-            last block is shorter.
-        block: (rows, columns) that share a scale: (1, 128) for activations, (128, 128) for weights, (128, 1) along tokens;
-            hopper has these three.
+        x: any float dtype; hopper takes bfloat16 and float32. Axes that are no multiple of the
+            block are a normal case: the last block is shorter.
+        block: (rows, columns) that share a scale: (1, 128) for activations, (128, 128) for weights,
+            (128, 1) along tokens; hopper has these three.
         dtype: element dtype, `float8_e4m3fn` (largest value 448) or `float8_e5m2` (57344).
-        scale: "float32" is amax / max; "power_of_two" rounds that up to a power of two (the UE8M0 rule).
+        scale: "float32" is amax / max; "power_of_two" rounds that up to a power of two (the UE8M0
+            rule).
         backend: implementation; "auto" is the reference for what hopper has no kernel for.
 
     Returns:
-        values: shape of `x`, dtype `dtype`, clamped to +-max before the cast (a bare cast gives NaN above 464 on a CPU).
-        scales: float32 [..., ceil(m / rows), ceil(n / columns)]; x is about values * scale. An all-zero block has scale 1.
-            A block that holds a NaN or an infinity has a non-finite scale, so that the fault stays visible downstream.
+        values: shape of `x`, dtype `dtype`, clamped to +-max before the cast (a bare cast gives NaN
+        above 464 on a CPU). scales: float32 [..., ceil(m / rows), ceil(n / columns)]; x is about
+        values * scale. An all-zero block has scale 1.
+            A block that holds a NaN or an infinity has a non-finite scale, so that the fault stays
+            visible downstream.
 
         All backends return the same bits.
 
@@ -56,7 +60,9 @@ def quantize_blocks(
 
     lead, rows, columns = axes(x.ndim), *_scale_axes(block)
     rule = f"{lead} m n -> {lead} m n, {lead} {rows} {columns}"
-    return partitioned(partial(hopper.quantize_blocks, block=block, dtype=dtype, rule=scale), rule, BLOCKS)(x)
+    return partitioned(
+        partial(hopper.quantize_blocks, block=block, dtype=dtype, rule=scale), rule, BLOCKS
+    )(x)
 
 
 def quantize_both(
@@ -69,15 +75,17 @@ def quantize_both(
 ) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
     """`quantize_blocks` with blocks of (1, size) and of (size, 1), from one read of `x`.
 
-    A backward pass wants an output gradient in both: along outputs for the input's gradient, along tokens for the weight's.
+    A backward pass wants an output gradient in both: along outputs for the input's gradient, along
+    tokens for the weight's.
 
     Args:
         x, dtype, scale, backend: as in `quantize_blocks`.
         size: length of a group; 128 on hopper.
 
     Returns:
-        (values, scales) of (1, size), and (values, scales) of (size, 1). Hopper writes the values of the second as [n, m]
-        and returns its transposed view: a product along tokens transposes again, and under one jit neither is computed.
+        (values, scales) of (1, size), and (values, scales) of (size, 1). Hopper writes the values
+        of the second as [n, m] and returns its transposed view: a product along tokens transposes
+        again, and under one jit neither is computed.
 
     Raises:
         BackendError, ValueError: as `quantize_blocks`.
@@ -85,12 +93,16 @@ def quantize_both(
     check("quantize_both", x, (1, size))
     chosen = chosen_backend("quantize_both", backend, (1, size), dtype, x.dtype)
     if chosen == "reference":
-        return reference.quantize(x, (1, size), dtype, scale), reference.quantize(x, (size, 1), dtype, scale)
+        return reference.quantize(x, (1, size), dtype, scale), reference.quantize(
+            x, (size, 1), dtype, scale
+        )
     from pallas_kernels.quantize import hopper
 
     lead = axes(x.ndim)
     rule = f"{lead} m n -> {lead} m n, {lead} m b, {lead} m n, {lead} a n"
-    kernel = partitioned(partial(_flat, hopper.quantize_both, dtype=dtype, rule=scale), rule, BLOCKS)
+    kernel = partitioned(
+        partial(_flat, hopper.quantize_both, dtype=dtype, rule=scale), rule, BLOCKS
+    )
     values, scales, *tokens = kernel(x)
     return (values, scales), tuple(tokens)
 
@@ -104,7 +116,8 @@ def regroup(
     *,
     backend: Backend = "auto",
 ) -> tuple[Float[Array, "m n"], Float[Array, "mb n"]]:
-    """`quantize_blocks` with blocks of (size, 1) of what is quantized in blocks of (1, size), read as it is.
+    """`quantize_blocks` with blocks of (size, 1) of what is quantized in blocks of (1, size), read
+    as it is.
 
     Args:
         values, scales: as `quantize_blocks` returns them for a block of (1, size).
@@ -114,17 +127,25 @@ def regroup(
         values, scales: those of `quantize_blocks(dequantize_blocks(values, scales), (size, 1))`.
 
     Raises:
-        BackendError, ValueError: as `quantize_blocks`; ValueError also where `scales` do not belong to `values`.
+        BackendError, ValueError: as `quantize_blocks`; ValueError also where `scales` do not belong
+            to `values`.
     """
     check("regroup", values, (size, 1))
     if scales.shape != (len(values), -(-values.shape[1] // size)):
-        raise ValueError(f"regroup: scales {scales.shape} are not those of values {values.shape} in blocks of (1, {size})")
+        raise ValueError(
+            f"regroup: scales {scales.shape} are not those of values {values.shape} in blocks of "
+            f"(1, {size})"
+        )
     chosen = chosen_backend("regroup", backend, (size, 1), dtype, values.dtype, _HOPPER_DTYPES)
     if chosen == "reference":
-        return reference.quantize(dequantize_blocks(values, scales, (1, size)), (size, 1), dtype, scale)
+        return reference.quantize(
+            dequantize_blocks(values, scales, (1, size)), (size, 1), dtype, scale
+        )
     from pallas_kernels.quantize import hopper
 
-    return partitioned(partial(hopper.regroup, dtype=dtype, rule=scale), "m n, m b -> m n, a n", BLOCKS)(values, scales)
+    return partitioned(
+        partial(hopper.regroup, dtype=dtype, rule=scale), "m n, m b -> m n, a n", BLOCKS
+    )(values, scales)
 
 
 def dequantize_blocks(
@@ -154,15 +175,28 @@ def _flat(function, x, **options):
 def check(operation: str, x: Array, block: tuple[int, int]) -> None:
     """Raises ValueError where there is nothing to quantize."""
     if x.ndim < 2 or min(block) < 1:
-        raise ValueError(f"{operation}: need at least two axes and a positive block, got shape {x.shape}, block {block}")
+        raise ValueError(
+            f"{operation}: need at least two axes and a positive block, got shape {x.shape}, "
+            f"block {block}"
+        )
     if x.size == 0:
         raise ValueError(f"{operation}: nothing to quantize in shape {x.shape}")
 
 
 def chosen_backend(
-    operation: str, backend: Backend, block: tuple[int, int], dtype: jnp.dtype, x_dtype: jnp.dtype, inputs=_HOPPER_INPUTS
+    operation: str,
+    backend: Backend,
+    block: tuple[int, int],
+    dtype: jnp.dtype,
+    x_dtype: jnp.dtype,
+    inputs=_HOPPER_INPUTS,
 ) -> str:
-    """The backend that runs an operation: under "auto" the reference where hopper has no kernel for this."""
+    """The backend that runs an operation: under "auto" the reference where hopper has no kernel for
+    this."""
     made, given = jnp.dtype(dtype).name, jnp.dtype(x_dtype).name
     served = block in HOPPER_BLOCKS and made in _HOPPER_DTYPES and given in inputs
-    return choose(operation, backend, "" if served else f"quantizer from {given} to {made} in blocks of {name_of(block)}")
+    return choose(
+        operation,
+        backend,
+        "" if served else f"quantizer from {given} to {made} in blocks of {name_of(block)}",
+    )

@@ -15,17 +15,38 @@ from pallas_kernels.quantize.fused import quantize_rms_norm, quantize_swiglu
 
 E4M3, E5M2, BF16, F32 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.bfloat16, jnp.float32
 SQUARE = (128, 128)
-STEP = 32 / 448  # e4m3's largest; where a last float32 bit of exp or of a mean differs, a value may be the neighbouring one
+# e4m3's largest; where a last float32 bit of exp or of a mean differs, a value may be the
+# neighbouring one
+STEP = 32 / 448
 
 
-def arguments(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype, faults: bool = False) -> tuple:
-    """Normal data, its rows and columns of sizes up to e^4 apart; with `faults`, zeros, outliers, infinities and NaN in it."""
+def arguments(
+    key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype, faults: bool = False
+) -> tuple:
+    """Normal data, its rows and columns of sizes up to e^4 apart; with `faults`, zeros, outliers,
+    infinities and NaN in it."""
     keys = jax.random.split(key, 3)
     x = jax.random.normal(keys[0], shape) * jnp.exp(jax.random.normal(keys[1], shape[-1:]))
     x = x * jnp.exp(jax.random.normal(keys[2], (*shape[:-1], 1)))
     if faults:
-        x = x.at[..., :3, :].set(0.0).at[..., :, 2].set(0.0).at[..., 5, 7].set(3e38).at[..., 9, 11].set(1e-37)
-        x = x.at[..., 6, 140].set(jnp.inf).at[..., 140, 8].set(-jnp.inf).at[..., 7, 141].set(jnp.nan)
+        x = (
+            x.at[..., :3, :]
+            .set(0.0)
+            .at[..., :, 2]
+            .set(0.0)
+            .at[..., 5, 7]
+            .set(3e38)
+            .at[..., 9, 11]
+            .set(1e-37)
+        )
+        x = (
+            x.at[..., 6, 140]
+            .set(jnp.inf)
+            .at[..., 140, 8]
+            .set(-jnp.inf)
+            .at[..., 7, 141]
+            .set(jnp.nan)
+        )
     return (x.astype(dtype),)
 
 
@@ -33,8 +54,11 @@ def quantized(key: jax.Array, shape: tuple[int, int]) -> tuple:
     return quantize_blocks(*arguments(key, shape, F32), backend="reference")
 
 
-def expected(x: np.ndarray, block: tuple[int, int], dtype: jnp.dtype, rule: str) -> tuple[np.ndarray, np.ndarray]:
-    """The definition in numpy: scale = amax * (1 / max), values = cast(clamp(x * (1 / scale))), in float32."""
+def expected(
+    x: np.ndarray, block: tuple[int, int], dtype: jnp.dtype, rule: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """The definition in numpy: scale = amax * (1 / max), values = cast(clamp(x * (1 / scale))), in
+    float32."""
     x, limit = x.astype(np.float32), np.float32(jnp.finfo(dtype).max)
     (m, n), (rows, columns) = x.shape[-2:], block
     padded = np.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, -m % rows), (0, -n % columns)])
@@ -47,11 +71,24 @@ def expected(x: np.ndarray, block: tuple[int, int], dtype: jnp.dtype, rule: str)
             powers = np.ldexp(np.float32(1), np.where(mantissa == 0.5, exponent - 1, exponent))
             scales = np.where(np.isfinite(scales), powers, scales)
         scales = np.where(amax == 0, np.float32(1), scales).astype(np.float32)
-        scaled = x * np.repeat(np.repeat(np.float32(1) / scales, rows, -2)[..., :m, :], columns, -1)[..., :n]
+        scaled = (
+            x
+            * np.repeat(np.repeat(np.float32(1) / scales, rows, -2)[..., :m, :], columns, -1)[
+                ..., :n
+            ]
+        )
         return np.clip(scaled, -limit, limit).astype(dtype), scales
 
 
-def case(name: str, shape: tuple[int, ...], block=(1, 128), dtype=E4M3, rule="float32", x_dtype=BF16, faults=False) -> Case:
+def case(
+    name: str,
+    shape: tuple[int, ...],
+    block=(1, 128),
+    dtype=E4M3,
+    rule="float32",
+    x_dtype=BF16,
+    faults=False,
+) -> Case:
     return _case(
         name,
         partial(arguments, shape=shape, dtype=x_dtype, faults=faults),
@@ -61,7 +98,9 @@ def case(name: str, shape: tuple[int, ...], block=(1, 128), dtype=E4M3, rule="fl
     )
 
 
-def both(name: str, shape: tuple[int, ...], dtype=E4M3, rule="float32", x_dtype=BF16, faults=False) -> Case:
+def both(
+    name: str, shape: tuple[int, ...], dtype=E4M3, rule="float32", x_dtype=BF16, faults=False
+) -> Case:
     return _case(
         name,
         partial(arguments, shape=shape, dtype=x_dtype, faults=faults),
@@ -109,28 +148,47 @@ def swiglu(name: str, shape: tuple[int, ...], dtype=E4M3, rule="float32", x_dtyp
     )
 
 
-def rms_norm(name: str, shape: tuple[int, ...], dtype=E4M3, rule="float32", x_dtype=BF16, offset: float = 0.0) -> Case:
+def rms_norm(
+    name: str, shape: tuple[int, ...], dtype=E4M3, rule="float32", x_dtype=BF16, offset: float = 0.0
+) -> Case:
     def make(key):
         keys = jax.random.split(key)
-        return *arguments(keys[0], shape, x_dtype), jax.random.normal(keys[1], shape[-1:]).astype(BF16)
+        return *arguments(keys[0], shape, x_dtype), jax.random.normal(keys[1], shape[-1:]).astype(
+            BF16
+        )
 
     def definition(x, weight):
         wide = x.astype(np.float64)
-        normed = wide / np.sqrt((wide * wide).mean(-1, keepdims=True) + 1e-6) * (weight.astype(np.float64) + offset)
+        normed = (
+            wide
+            / np.sqrt((wide * wide).mean(-1, keepdims=True) + 1e-6)
+            * (weight.astype(np.float64) + offset)
+        )
         return expected(normed.astype(np.float32).astype(x.dtype), (1, 128), dtype, rule)
 
     return _case(
         name,
         make,
-        lambda x, weight, backend: quantize_rms_norm(x, weight, 1e-6, offset, 128, dtype, rule, backend=backend),
+        lambda x, weight, backend: quantize_rms_norm(
+            x, weight, 1e-6, offset, 128, dtype, rule, backend=backend
+        ),
         definition,
         np.prod(shape) * (jnp.dtype(x_dtype).itemsize + 1.0),
         STEP,
     )
 
 
-def _case(name: str, arguments: Callable, run: Callable, expected: Callable, size: float, tolerance=0.0) -> Case:
-    return Case(name=name, arguments=arguments, run=run, expected=expected, bytes=float(size), tolerance=tolerance)
+def _case(
+    name: str, arguments: Callable, run: Callable, expected: Callable, size: float, tolerance=0.0
+) -> Case:
+    return Case(
+        name=name,
+        arguments=arguments,
+        run=run,
+        expected=expected,
+        bytes=float(size),
+        tolerance=tolerance,
+    )
 
 
 SMALL = (

@@ -1,4 +1,5 @@
-"""Quantizers that compute what they quantize: SwiGLU of two products, RMS norm of a residual stream."""
+"""Quantizers that compute what they quantize: SwiGLU of two products, RMS norm of a residual
+stream."""
 
 from __future__ import annotations
 
@@ -22,10 +23,12 @@ def quantize_swiglu(
     *,
     backend: Backend = "auto",
 ) -> tuple[Float[Array, "*batch n"], Float[Array, "*batch nb"]]:
-    """`quantize_blocks` of silu(gate) * up (arXiv 2002.05202) in blocks of (1, size), which is never in memory itself.
+    """`quantize_blocks` of silu(gate) * up (arXiv 2002.05202) in blocks of (1, size), which is
+    never in memory itself.
 
-    silu(gate) and the product are each rounded to the dtype of `gate`, as torch and vLLM round them. Another backend's
-    exponential may differ in its last float32 bit, and a number then by one step of that dtype before it is quantized.
+    silu(gate) and the product are each rounded to the dtype of `gate`, as torch and vLLM round
+    them. Another backend's exponential may differ in its last float32 bit, and a number then by one
+    step of that dtype before it is quantized.
 
     Args:
         gate, up: one shape and dtype; bfloat16 or float32 on hopper.
@@ -39,7 +42,10 @@ def quantize_swiglu(
         ValueError: `gate` and `up` differ in shape or dtype, or have no elements.
     """
     if (gate.shape, gate.dtype) != (up.shape, up.dtype):
-        raise ValueError(f"quantize_swiglu: gate is {gate.dtype}{gate.shape}, up {up.dtype}{up.shape}; they must be alike")
+        raise ValueError(
+            f"quantize_swiglu: gate is {gate.dtype}{gate.shape}, up {up.dtype}{up.shape}; they "
+            "must be alike"
+        )
     check("quantize_swiglu", gate, (1, size))
     if chosen_backend("quantize_swiglu", backend, (1, size), dtype, gate.dtype) == "reference":
         return reference.quantize(reference.swiglu(gate, up), (1, size), dtype, scale)
@@ -61,9 +67,11 @@ def quantize_rms_norm(
     *,
     backend: Backend = "auto",
 ) -> tuple[Float[Array, "*batch n"], Float[Array, "*batch nb"]]:
-    """`quantize_blocks` of x / sqrt(mean(x^2) + eps) * (offset + weight) (arXiv 1910.07467) in blocks of (1, size).
+    """`quantize_blocks` of x / sqrt(mean(x^2) + eps) * (offset + weight) (arXiv 1910.07467) in
+    blocks of (1, size).
 
-    The norm is computed in float32 and rounded to the dtype of `x`. Both backends take mean(x^2) from the same reduction of XLA.
+    The norm is computed in float32 and rounded to the dtype of `x`. Both backends take mean(x^2)
+    from the same reduction of XLA.
 
     Args:
         x: bfloat16 or float32 on hopper.
@@ -78,7 +86,9 @@ def quantize_rms_norm(
         ValueError: `weight` is not one number for each column of `x`, or `x` has no elements.
     """
     if weight.shape != x.shape[-1:]:
-        raise ValueError(f"quantize_rms_norm: weight {weight.shape} is not that of rows of x {x.shape}")
+        raise ValueError(
+            f"quantize_rms_norm: weight {weight.shape} is not that of rows of x {x.shape}"
+        )
     check("quantize_rms_norm", x, (1, size))
     inverse, gain = reference.inverse_rms(x, eps), reference.gain(weight, offset)
     if chosen_backend("quantize_rms_norm", backend, (1, size), dtype, x.dtype) == "reference":
@@ -87,4 +97,6 @@ def quantize_rms_norm(
 
     lead = axes(x.ndim + 1)
     kernel = partial(hopper.quantize_rms_norm, dtype=dtype, rule=scale)
-    return partitioned(kernel, f"{lead} n, {lead} one, n -> {lead} n, {lead} b", BLOCKS, ("one",))(x, inverse, gain)
+    return partitioned(kernel, f"{lead} n, {lead} one, n -> {lead} n, {lead} b", BLOCKS, ("one",))(
+        x, inverse, gain
+    )

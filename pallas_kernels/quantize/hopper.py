@@ -1,7 +1,9 @@
-"""The quantizers on Hopper: what each one hands to the kernel, and the form in which the kernel's results leave.
+"""The quantizers on Hopper: what each one hands to the kernel, and the form in which the kernel's
+results leave.
 
-The kernel writes scales as [groups, rows] and groups along tokens as the transposed matrix, because the products load them so.
-The functions here return transposed views; a product transposes again, and under one jit XLA removes both.
+The kernel writes scales as [groups, rows] and groups along tokens as the transposed matrix, because
+the products load them so. The functions here return transposed views; a product transposes again,
+and under one jit XLA removes both.
 """
 
 from __future__ import annotations
@@ -28,14 +30,19 @@ def quantize_blocks(x, block, dtype, rule):
 @mosaic.outlined("dtype", "rule")
 def quantize_both(x, dtype, rule):
     results = _groupings(x.reshape(-1, *x.shape[-2:]), (ROWS, TOKENS), dtype, rule)
-    return tuple((values.reshape(x.shape), scales.reshape(*x.shape[:-2], *scales.shape[1:])) for values, scales in results)
+    return tuple(
+        (values.reshape(x.shape), scales.reshape(*x.shape[:-2], *scales.shape[1:]))
+        for values, scales in results
+    )
 
 
 @mosaic.outlined("dtype", "rule")
 def regroup(values, scales, dtype, rule):
     """Groups along tokens of what is quantized in groups along rows."""
     x, rows = values.reshape(1, -1, values.shape[-1]), scales.reshape(1, -1, scales.shape[-1])
-    source = Source((_aligned(x, (TOKENS,)),), lambda x, rows, _: x * rows(), rows=_aligned_rows(rows))
+    source = Source(
+        (_aligned(x, (TOKENS,)),), lambda x, rows, _: x * rows(), rows=_aligned_rows(rows)
+    )
     ((values, scales),) = _run(source, (TOKENS,), dtype, rule, x.shape, "regroup")
     return values[0], scales[0]
 
@@ -59,7 +66,9 @@ def quantize_rms_norm(x, inverse, gain, dtype, rule):
 
     kind, n = x.dtype, x.shape[-1]
     rows = _pad(inverse.reshape(1, -1, 1), (8, 1)).swapaxes(1, 2)
-    source = Source((_aligned(x.reshape(1, -1, n), (ROWS,)),), make, rows, jnp.pad(gain, (0, -n % 128)))
+    source = Source(
+        (_aligned(x.reshape(1, -1, n), (ROWS,)),), make, rows, jnp.pad(gain, (0, -n % 128))
+    )
     return _rows(source, dtype, rule, x.shape, "quantize_rms_norm")
 
 
@@ -76,7 +85,10 @@ def _groupings(x, groupings, dtype, rule):
 
 
 def _run(source, groupings, dtype, rule, shape, name):
-    (_, m, n), written = shape, iter(quantize(source, plan_of(groupings, dtype, rule, source), name))
+    (_, m, n), written = (
+        shape,
+        iter(quantize(source, plan_of(groupings, dtype, rule, source), name)),
+    )
     results = []
     for grouping, values, scales in zip(groupings, written, written, strict=True):
         if grouping == ROWS:
@@ -89,8 +101,8 @@ def _run(source, groupings, dtype, rule, shape, name):
 
 
 def _aligned(x, groupings):
-    """x [layers, m, n] with its columns in 128s, and its rows where they become columns: TMA wants whole swizzled rows, and
-    eight of them."""
+    """x [layers, m, n] with its columns in 128s, and its rows where they become columns: TMA wants
+    whole swizzled rows, and eight of them."""
     return _pad(x, (128 if TOKENS in groupings else 8, 128))
 
 

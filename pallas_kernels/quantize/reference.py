@@ -26,7 +26,8 @@ def scale_of(amax, dtype, scale):
 
 
 def block_amax(x, block):
-    """Largest magnitude of each block; the last block of an axis may be shorter. NaN and infinity propagate."""
+    """Largest magnitude of each block; the last block of an axis may be shorter. NaN and infinity
+    propagate."""
     (m, n), (bm, bn) = x.shape[-2:], block
     rows, columns = -(-m // bm), -(-n // bn)
     pad = [(0, 0)] * (x.ndim - 2) + [(0, rows * bm - m), (0, columns * bn - n)]
@@ -34,7 +35,8 @@ def block_amax(x, block):
 
 
 def largest(x, axis=None):
-    """Largest magnitude over `axis`, float32; a NaN wins. On bit patterns, because XLA's float maximum drops NaN on a CPU."""
+    """Largest magnitude over `axis`, float32; a NaN wins. On bit patterns, because XLA's float
+    maximum drops NaN on a CPU."""
     return lax.bitcast_convert_type(magnitude_bits(x).max(axis=axis), jnp.float32)
 
 
@@ -44,27 +46,35 @@ def magnitude_bits(x):
 
 
 def round_up_to_power_of_two(x):
-    """Smallest power of two that is >= x, for positive normal x; exact, unlike exp2(ceil(log2(x)))."""
+    """Smallest power of two that is >= x, for positive normal x; exact, unlike
+    exp2(ceil(log2(x)))."""
     bits = lax.bitcast_convert_type(x, jnp.int32)
     exponent = (bits + 0x007FFFFF) & 0x7F800000
     return jnp.where(x < jnp.inf, lax.bitcast_convert_type(exponent, jnp.float32), x)
 
 
 def reciprocal(scale):
-    """1 / scale rounded to nearest on every device: a GPU's float32 division may be a unit in the last place off, or two."""
+    """1 / scale rounded to nearest on every device: a GPU's float32 division may be a unit in the
+    last place off, or two."""
     return nearest_reciprocal(scale, 1.0 / scale)
 
 
 def nearest_reciprocal(scale, near):
-    """1 / scale rounded to nearest, from a number that is up to two units in the last place from it.
+    """1 / scale rounded to nearest, from a number that is up to two units in the last place from
+    it.
 
-    Significands are 24-bit integers and the product of one and its reciprocal's is near a power of two above 2^32, so what 32
-    bits keep of it is the error. More than half a significand of it is a unit of the reciprocal.
+    Significands are 24-bit integers and the product of one and its reciprocal's is near a power of
+    two above 2^32, so what 32 bits keep of it is the error. More than half a significand of it is a
+    unit of the reciprocal.
     """
     bits, own = (lax.bitcast_convert_type(x, jnp.int32) for x in (near, scale))
     for _ in range(2):
         error = 2 * (_significand(own) * _significand(bits))
-        bits = bits - (error > _significand(own)).astype(jnp.int32) + (error < -_significand(own)).astype(jnp.int32)
+        bits = (
+            bits
+            - (error > _significand(own)).astype(jnp.int32)
+            + (error < -_significand(own)).astype(jnp.int32)
+        )
     return jnp.where(scale < jnp.inf, lax.bitcast_convert_type(bits, jnp.float32), near)
 
 
@@ -82,7 +92,8 @@ def expand(scales, block, shape):
 
 
 def swiglu(gate, up):
-    """silu(gate) * up in float32, rounded to their dtype behind silu and behind the product, as torch and vLLM round it."""
+    """silu(gate) * up in float32, rounded to their dtype behind silu and behind the product, as
+    torch and vLLM round it."""
     kind = jnp.finfo(gate.dtype)
 
     def rounded(x):

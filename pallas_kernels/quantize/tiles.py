@@ -1,9 +1,12 @@
-"""The kernel behind every quantizer on Hopper: what it is made from is read once, and the bytes are the time.
+"""The kernel behind every quantizer on Hopper: what it is made from is read once, and the bytes are
+the time.
 
-Each warpgroup works alone, on tiles that TMA brings into a ring of its own. In registers a strip of 64 groups lies as wgmma's
-accumulators do, a group in four threads: 64 rows of 128 columns, or, read through a transposed view of the same tile, 64
-columns of 128 rows. Groups along tokens are therefore written as the transposed matrix, contiguous along tokens: what FP8
-wgmma wants of the operands of a weight gradient. Scales of groups are written as [groups, rows], as the products load them.
+Each warpgroup works alone, on tiles that TMA brings into a ring of its own. In registers a strip of
+64 groups lies as wgmma's accumulators do, a group in four threads: 64 rows of 128 columns, or, read
+through a transposed view of the same tile, 64 columns of 128 rows. Groups along tokens are
+therefore written as the transposed matrix, contiguous along tokens: what FP8 wgmma wants of the
+operands of a weight gradient. Scales of groups are written as [groups, rows], as the products load
+them.
 """
 
 from __future__ import annotations
@@ -29,8 +32,8 @@ class Source(NamedTuple):
 
     Attributes:
         matrices: [layers, m, n], both sides multiples of `alignment`.
-        make: (float32 strips of the matrices, read_rows, read_columns) -> float32 strip; the readers return a strip's
-            numbers of `rows` and `columns`, broadcast to it.
+        make: (float32 strips of the matrices, read_rows, read_columns) -> float32 strip; the
+            readers return a strip's numbers of `rows` and `columns`, broadcast to it.
         rows: float32 [layers, groups, m], one number for each 128-group of a row, or None.
         columns: float32 [n], or None.
     """
@@ -66,25 +69,39 @@ def plan_of(groupings: tuple[str, ...], dtype: jnp.dtype, rule: str, source: Sou
     tiles = layers * -(-m // tile[0]) * -(-n // tile[1])
     loaded = tile[0] * tile[1] * sum(x.dtype.itemsize for x in source.matrices) + 4 * sum(tile)
     written = (tile[0] * tile[1] + 4 * GROUP) * len(groupings)
-    fits = ((w, s) for s in (2, 1) for w in (4, 3, 2, 1) if w * (s * loaded + written) < mosaic.SMEM_BYTES - 2048 and w * s > 1)
+    fits = (
+        (w, s)
+        for s in (2, 1)
+        for w in (4, 3, 2, 1)
+        if w * (s * loaded + written) < mosaic.SMEM_BYTES - 2048 and w * s > 1
+    )
     warpgroups, stages = next(fits)
     return Plan(groupings, dtype, rule, tile, min(warpgroups, -(-tiles // hopper_sms())), stages)
 
 
 def quantize(source: Source, plan: Plan, name: str) -> list[jax.Array]:
-    """Values and scales of each grouping: [layers, m, n] and [layers, groups, m] of ROWS, [layers, n, m] and [layers, groups, n]
-    of TOKENS, [layers, m, n] and [layers, row blocks, column blocks] of SQUARE."""
+    """Values and scales of each grouping: [layers, m, n] and [layers, groups, m] of ROWS, [layers,
+    n, m] and [layers, groups, n] of TOKENS, [layers, m, n] and [layers, row blocks, column blocks]
+    of SQUARE."""
     layers, m, n = source.matrices[0].shape
     (r, c), warpgroups, stages = plan.tile, plan.warpgroups, plan.stages
     grid = (layers, -(-m // r), -(-n // c))
     tiles = grid[0] * grid[1] * grid[2]
     arrays = [x for x in (*source.matrices, source.rows, source.columns) if x is not None]
-    out = [array for grouping in plan.groupings for array in _results(grouping, plan.dtype, (layers, m, n))]
+    out = [
+        array
+        for grouping in plan.groupings
+        for array in _results(grouping, plan.dtype, (layers, m, n))
+    ]
 
     def body(*refs):
         given, results, scratch = refs[: len(arrays)], refs[len(arrays) : -4], refs[-4:]
         slots, full, values, scales = scratch
-        wg, first, step = lax.axis_index("wg"), lax.axis_index(("block", "wg")), lax.axis_size(("block", "wg"))
+        wg, first, step = (
+            lax.axis_index("wg"),
+            lax.axis_index(("block", "wg")),
+            lax.axis_size(("block", "wg")),
+        )
         count = lax.div(tiles - first + step - 1, step)
 
         def place(i):
@@ -108,7 +125,13 @@ def quantize(source: Source, plan: Plan, name: str) -> list[jax.Array]:
                 _quantize_tile(grouping, source, loaded, values[k].at[wg], scales[k].at[wg], plan)
             mosaic.commit_smem()
             for k, grouping in enumerate(plan.groupings):
-                _store(grouping, place(i), (values[k].at[wg], scales[k].at[wg]), results[2 * k : 2 * k + 2], plan.tile)
+                _store(
+                    grouping,
+                    place(i),
+                    (values[k].at[wg], scales[k].at[wg]),
+                    results[2 * k : 2 * k + 2],
+                    plan.tile,
+                )
             mosaic.when(i + stages < count)(lambda: load(i + stages))
 
         lax.fori_loop(0, count, one, None)
@@ -116,7 +139,9 @@ def quantize(source: Source, plan: Plan, name: str) -> list[jax.Array]:
 
     slots = [mosaic.tiled((warpgroups, stages, r, c), x.dtype) for x in source.matrices]
     slots += [mosaic.SMEM((warpgroups, stages, r), jnp.float32)] if source.rows is not None else []
-    slots += [mosaic.SMEM((warpgroups, stages, c), jnp.float32)] if source.columns is not None else []
+    slots += (
+        [mosaic.SMEM((warpgroups, stages, c), jnp.float32)] if source.columns is not None else []
+    )
     sides = [plan.tile[::-1] if grouping == TOKENS else plan.tile for grouping in plan.groupings]
     scratch = [
         slots,
@@ -125,7 +150,9 @@ def quantize(source: Source, plan: Plan, name: str) -> list[jax.Array]:
         [mosaic.SMEM((warpgroups, side[0]), jnp.float32) for side in sides],
     ]
     blocks = -(-tiles // warpgroups)
-    return mosaic.launch(body, out, scratch=scratch, threads=warpgroups, tiles=blocks, name=name)(*arrays)
+    return mosaic.launch(body, out, scratch=scratch, threads=warpgroups, tiles=blocks, name=name)(
+        *arrays
+    )
 
 
 def _results(grouping, dtype, shape):
@@ -155,18 +182,26 @@ def _tiles(given, source, plan, place):
 def _quantize_tile(grouping, source, loaded, values, scales, plan):
     """From a slot of the ring into what is staged for one grouping."""
     transposed = grouping == TOKENS
-    parts = [mosaic.ds(start, STRIP) for start in range(0, plan.tile[1 if transposed else 0], STRIP)]
+    parts = [
+        mosaic.ds(start, STRIP) for start in range(0, plan.tile[1 if transposed else 0], STRIP)
+    ]
 
     def write(part, x, scale):
-        # at most a rounding above the largest value, which the cast rounds to: nothing is left to clamp
-        values[part] = (x * lax.broadcast_in_dim(reciprocal(scale), x.shape, [0])).astype(plan.dtype)
+        # at most a rounding above the largest value, which the cast rounds to: nothing is left to
+        # clamp
+        values[part] = (x * lax.broadcast_in_dim(reciprocal(scale), x.shape, [0])).astype(
+            plan.dtype
+        )
         scales[part] = scale
 
     if grouping == SQUARE:
-        # through shared memory of its own: Mosaic's reduction across warps has one scratch for all warpgroups
+        # through shared memory of its own: Mosaic's reduction across warps has one scratch for all
+        # warpgroups
         tops = [largest(_strip(source, loaded, part, False), axis=1) for part in parts]
         scales[mosaic.ds(0, STRIP)] = reduce(jnp.maximum, tops)
-        top = mosaic.load(scales.at[mosaic.ds(0, STRIP)], layout=mosaic.Layout.WGMMA.reduce(0), optimized=False)
+        top = mosaic.load(
+            scales.at[mosaic.ds(0, STRIP)], layout=mosaic.Layout.WGMMA.reduce(0), optimized=False
+        )
         top = lax.broadcast(magnitude_bits(top).max(), (STRIP,))
         top = mosaic.layout_cast(top, mosaic.Layout.WGMMA.reduce(1))
         scale = scale_of(lax.bitcast_convert_type(top, jnp.float32), plan.dtype, plan.rule)
@@ -191,8 +226,14 @@ def _strip(source, loaded, part, transposed):
         return lax.broadcast_in_dim(line, (STRIP, GROUP), [1 if along_groups else 0])
 
     refs = [ref.at[:, part].transpose((1, 0)) if transposed else ref.at[part] for ref in matrices]
-    strips = [mosaic.load(ref, layout=layout, optimized=not narrow).astype(jnp.float32) for ref in refs]
-    x = source.make(*strips, lambda: vector(loaded[len(matrices)], transposed), lambda: vector(loaded[-1], not transposed))
+    strips = [
+        mosaic.load(ref, layout=layout, optimized=not narrow).astype(jnp.float32) for ref in refs
+    ]
+    x = source.make(
+        *strips,
+        lambda: vector(loaded[len(matrices)], transposed),
+        lambda: vector(loaded[-1], not transposed),
+    )
     return mosaic.layout_cast(x, mosaic.Layout.WGMMA)
 
 

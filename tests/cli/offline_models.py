@@ -1,4 +1,5 @@
-"""Small model directories with random weights, and the ways that tests call a command on a file of lines."""
+"""Small model directories with random weights, and the ways that tests call a command on a file of
+lines."""
 
 from __future__ import annotations
 
@@ -44,7 +45,20 @@ def make_model(directory: Path, tokenizer: bool = False, **changes) -> Path:
 def call(command: str, model: Path, lines: list, tmp_path: Path, *flags: str) -> list[dict]:
     """The command's answers to `lines`, which are objects or raw text."""
     output = tmp_path / "out.jsonl"
-    assert cli.main([command, "--model", str(model), "--output", str(output), *_input(lines, tmp_path), *flags]) == 0
+    assert (
+        cli.main(
+            [
+                command,
+                "--model",
+                str(model),
+                "--output",
+                str(output),
+                *_input(lines, tmp_path),
+                *flags,
+            ]
+        )
+        == 0
+    )
     return [json.loads(line) for line in output.read_text().splitlines()]
 
 
@@ -52,7 +66,20 @@ def refusal(command: str, model: Path, lines: list, tmp_path: Path, capsys, *fla
     """What the command says on standard error when it refuses; it must have written nothing."""
     output = tmp_path / "out.jsonl"
     capsys.readouterr()
-    assert cli.main([command, "--model", str(model), "--output", str(output), *_input(lines, tmp_path), *flags]) == 2
+    assert (
+        cli.main(
+            [
+                command,
+                "--model",
+                str(model),
+                "--output",
+                str(output),
+                *_input(lines, tmp_path),
+                *flags,
+            ]
+        )
+        == 2
+    )
     assert {path.name for path in tmp_path.iterdir() if path.is_file()} == {"in.jsonl"}
     return capsys.readouterr().err
 
@@ -60,7 +87,8 @@ def refusal(command: str, model: Path, lines: list, tmp_path: Path, capsys, *fla
 def full_logits(model: Path, tokens: list[int]) -> np.ndarray:
     """float64 [length, vocab] of a direct forward over one row."""
     policy = load_policy(model)
-    padded = jnp.asarray([tokens + [0] * (_WIDTH - len(tokens))], jnp.int32)  # attention is causal; one width compiles once
+    # attention is causal; one width compiles once
+    padded = jnp.asarray([tokens + [0] * (_WIDTH - len(tokens))], jnp.int32)
     hidden = _forward(policy, padded).hidden[:, : len(tokens)]
     return np.asarray(hidden[0], np.float64) @ np.asarray(policy.head, np.float64).T
 
@@ -77,5 +105,7 @@ def random_rows(lengths: list[int], seed: int = 0) -> list[list[int]]:
 
 def _input(lines: list, tmp_path: Path) -> list[str]:
     path = tmp_path / "in.jsonl"
-    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
+    path.write_text(
+        "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
+    )
     return ["--input", str(path)]

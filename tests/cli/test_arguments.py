@@ -16,12 +16,30 @@ def faults(tree, *argv):
 
 
 def test_a_command_line_of_each():
-    generate = [*LINES, "--recipe", "fp8-rl", "--compute-dtype", "float32", "--max-new-tokens", "8", "--ignore-eos"]
+    generate = [
+        *LINES,
+        "--recipe",
+        "fp8-rl",
+        "--compute-dtype",
+        "float32",
+        "--max-new-tokens",
+        "8",
+        "--ignore-eos",
+    ]
     arguments = parse_arguments(GenerateArguments, [*generate, "--temperature", "0.5"], "prog")
     assert arguments == GenerateArguments(
-        "m", "i.jsonl", "o.jsonl", "fp8-rl", "float32", max_new_tokens=8, temperature=0.5, ignore_eos=True
+        "m",
+        "i.jsonl",
+        "o.jsonl",
+        "fp8-rl",
+        "float32",
+        max_new_tokens=8,
+        temperature=0.5,
+        ignore_eos=True,
     )
-    assert parse_arguments(ScoreArguments, LINES, "prog") == ScoreArguments("m", "i.jsonl", "o.jsonl")
+    assert parse_arguments(ScoreArguments, LINES, "prog") == ScoreArguments(
+        "m", "i.jsonl", "o.jsonl"
+    )
     report = parse_arguments(ReportArguments, ["runs/a", "runs/b", "--output", "r.html"], "prog")
     assert report == ReportArguments(("runs/a", "runs/b"), "r.html")
 
@@ -58,9 +76,22 @@ def test_values_that_cannot_work_are_named(flag, value):
 
 
 def test_interactive_takes_no_files():
-    arguments = parse_arguments(GenerateArguments, ["--model", "m", "--interactive", "--logit-bias", "a=b=-1.5", "7=2"], "prog")
+    arguments = parse_arguments(
+        GenerateArguments,
+        ["--model", "m", "--interactive", "--logit-bias", "a=b=-1.5", "7=2"],
+        "prog",
+    )
     assert arguments.interactive and arguments.biases() == {"a=b": -1.5, "7": 2.0}
-    found = faults(GenerateArguments, *LINES, "--interactive", "--prompt-logprobs", "--n", "2", "--temperature", "1")
+    found = faults(
+        GenerateArguments,
+        *LINES,
+        "--interactive",
+        "--prompt-logprobs",
+        "--n",
+        "2",
+        "--temperature",
+        "1",
+    )
     assert len(found) == 3 and all(line.startswith("--interactive: ") for line in found)
 
 

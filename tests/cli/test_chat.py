@@ -22,7 +22,10 @@ from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.byte_tokenizer import ByteTokenizer
 
 FLAGS = ("--compute-dtype", "float32", "--max-new-tokens", "12", "--temperature", "1")
-TEMPLATE = "{% for m in messages %}{{ m.role[0] }}<{{ m.content }}>{% endfor %}{% if add_generation_prompt %}A{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}<{{ m.content }}>{% endfor %}{% if "
+    "add_generation_prompt %}A{% endif %}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -32,13 +35,17 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def templated(tmp_path_factory):
-    directory = make_model(tmp_path_factory.mktemp("templated"), tokenizer=True, eos_token_ids=(258,))
+    directory = make_model(
+        tmp_path_factory.mktemp("templated"), tokenizer=True, eos_token_ids=(258,)
+    )
     (directory / "chat_template.jinja").write_text(TEMPLATE)
     return directory
 
 
 def make_chat(directory, write=lambda text: None, **settings):
-    arguments = GenerateArguments(str(directory), interactive=True, max_new_tokens=12, temperature=1.0, **settings)
+    arguments = GenerateArguments(
+        str(directory), interactive=True, max_new_tokens=12, temperature=1.0, **settings
+    )
     opened = open_model(arguments)
     return Chat(opened, make_sampling(arguments, opened), arguments.stop, "float32", 0, write)
 
@@ -72,13 +79,18 @@ def test_turns_are_the_lines_of_a_file(model, tmp_path):
 def test_a_template_sees_the_whole_conversation(templated, tmp_path, monkeypatch):
     talk = make_chat(templated)
     seen = []
-    monkeypatch.setattr(talk, "_encode", lambda text, encode=talk._encode: seen.append(encode(text)) or seen[-1])
+    monkeypatch.setattr(
+        talk, "_encode", lambda text, encode=talk._encode: seen.append(encode(text)) or seen[-1]
+    )
     talk.answer("hi")
     said = talk.messages[-1]["content"]
     talk.answer("you")
     decode = ByteTokenizer().decode
     assert decode(seen[0]) == "u<hi>A" and decode(seen[1]) == f"u<hi>a<{said}>u<you>A"
-    with pytest.raises(UserError, match=r"tokens and 12 new ones are more than the model's 128 positions; /new begins"):
+    with pytest.raises(
+        UserError,
+        match=r"tokens and 12 new ones are more than the model's 128 positions; /new begins",
+    ):
         talk.answer("x" * 100)
     assert len(talk.messages) == 4
     talk.begin()
@@ -92,7 +104,9 @@ def test_a_stop_string_is_neither_shown_nor_kept(model):
     stop = bytes(tokens[1:4]).decode()
     cut = make_chat(model, pieces.append, stop=(stop,))
     assert cut.answer("2 + 2 =") == tokens[:4]
-    assert pieces == [chr(tokens[0]), "", "", "", "\n"] and cut.messages[-1]["content"] == chr(tokens[0])
+    assert pieces == [chr(tokens[0]), "", "", "", "\n"] and cut.messages[-1]["content"] == chr(
+        tokens[0]
+    )
 
 
 def test_ctrl_c_ends_a_completion_and_keeps_it(model):
@@ -111,21 +125,38 @@ def test_ctrl_c_ends_a_completion_and_keeps_it(model):
 
 def test_the_loop_reads_commands_and_keys(model, monkeypatch, capsys):
     loop = ["generate", "--interactive", "--model", str(model), *FLAGS]
-    type_lines(monkeypatch, "hello", "", KeyboardInterrupt, "\udc80", "/new", "x" * 200, "hello", "/exit", "never read")
+    type_lines(
+        monkeypatch,
+        "hello",
+        "",
+        KeyboardInterrupt,
+        "\udc80",
+        "/new",
+        "x" * 200,
+        "hello",
+        "/exit",
+        "never read",
+    )
     assert main.main(loop) == 0
     out = capsys.readouterr().out
-    assert "fp8rl: the text holds a lone surrogate" in out and "/new begins another conversation" in out
+    assert (
+        "fp8rl: the text holds a lone surrogate" in out
+        and "/new begins another conversation" in out
+    )
     type_lines(monkeypatch, "hello")
     assert main.main(loop) == 0
     assert out.startswith(capsys.readouterr().out.rstrip("\n"))
 
 
 def test_a_model_without_tokenizer_does_not_talk(tmp_path, capsys):
-    assert main.main(["generate", "--interactive", "--model", str(make_model(tmp_path / "bare"))]) == 2
+    assert (
+        main.main(["generate", "--interactive", "--model", str(make_model(tmp_path / "bare"))]) == 2
+    )
     assert "--interactive: needs a tokenizer" in capsys.readouterr().err
 
 
-# the terminal becomes the process's own, and Ctrl-C has its usual meaning even where the tests run in the background
+# the terminal becomes the process's own, and Ctrl-C has its usual meaning even where the tests run
+# in the background
 START = """
 import fcntl, signal, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
@@ -139,8 +170,19 @@ sys.exit(main(sys.argv[1:]))
 def test_in_a_terminal(model):
     """Through a pseudo-terminal: a prompt, an answer, Ctrl-C at the prompt, Ctrl-D."""
     master, slave = pty.openpty()
-    command = [sys.executable, "-c", START, "generate", "--interactive", "--model", str(model), *FLAGS]
-    process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, start_new_session=True)
+    command = [
+        sys.executable,
+        "-c",
+        START,
+        "generate",
+        "--interactive",
+        "--model",
+        str(model),
+        *FLAGS,
+    ]
+    process = subprocess.Popen(
+        command, stdin=slave, stdout=slave, stderr=slave, start_new_session=True
+    )
     os.close(slave)
     seen = b""
 

@@ -27,7 +27,10 @@ def test_a_sound_installation(capsys):
         "all is well",
     ):
         assert words in said
-    line = "layers.0-2.q_proj     rollout: e4m3-128x128 weights, e4m3-1x128 activations; trainer: compute dtype"
+    line = (
+        "layers.0-2.q_proj     rollout: e4m3-128x128 weights, e4m3-1x128 activations; "
+        "trainer: compute dtype"
+    )
     assert line in said and "never quantized: embeddings, norms, biases, output head\n" in said
 
 
@@ -38,7 +41,10 @@ def test_the_layers_of_a_given_model(tmp_path, capsys):
     assert "14 of 14 linears" in said and "layers.0-1.down_proj" in said
     assert cli.main(["doctor", "--model", str(model), "--recipe", "fp8-kv"]) == 0
     said = capsys.readouterr().out
-    assert "0 of 14 linears" in said and "layers.0-1.q_proj     compute dtype (no linear is quantized)" in said
+    assert (
+        "0 of 14 linears" in said
+        and "layers.0-1.q_proj     compute dtype (no linear is quantized)" in said
+    )
 
 
 OWN = """
@@ -86,7 +92,9 @@ def test_files_without_recipes_are_named(tmp_path, capsys):
 
 
 def test_faults_are_listed_and_exit_with_1(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(fp8rl_jax.precision, "quantize_per_tensor", lambda x, scale, fmt: jnp.full_like(x, jnp.nan))
+    monkeypatch.setattr(
+        fp8rl_jax.precision, "quantize_per_tensor", lambda x, scale, fmt: jnp.full_like(x, jnp.nan)
+    )
     assert cli.main(["doctor", "--model", str(tmp_path)]) == 1
     said = capsys.readouterr().out
     assert "WRONG: e4m3: " in said and "config.json" in said and "something is wrong" in said

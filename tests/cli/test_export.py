@@ -34,16 +34,31 @@ def test_every_form_comes_from_every_other_and_the_tokenizer_travels(model, tmp_
     assert export("--model", model, "--output", tmp_path / "fp8", "--format", "fp8-block") == 0
     printed = capsys.readouterr()
     assert printed.out == f"{tmp_path}/fp8\n" and "q_proj [64, 64], k_proj [32, 64]" in printed.err
-    assert export("--model", tmp_path / "fp8", "--output", tmp_path / "full", "--format", "float32") == 0
+    assert (
+        export("--model", tmp_path / "fp8", "--output", tmp_path / "full", "--format", "float32")
+        == 0
+    )
     assert export("--model", tmp_path / "fp8", "--output", tmp_path / "half") == 0
-    assert export("--model", tmp_path / "half", "--output", tmp_path / "again", "--format", "fp8-block") == 0
+    assert (
+        export(
+            "--model", tmp_path / "half", "--output", tmp_path / "again", "--format", "fp8-block"
+        )
+        == 0
+    )
     fp8, full, half = (weights(tmp_path / name) for name in ("fp8", "full", "half"))
     for path, values in fp8.items():
-        assert full[path].dtype == np.float32 and np.array_equal(full[path], values.astype(np.float32))
+        assert full[path].dtype == np.float32 and np.array_equal(
+            full[path], values.astype(np.float32)
+        )
         assert half[path].tobytes() == values.astype(ml_dtypes.bfloat16).tobytes()
     file = "model.safetensors"
     assert (tmp_path / "again" / file).read_bytes() == (tmp_path / "fp8" / file).read_bytes()
-    assert json.loads((tmp_path / "fp8" / "config.json").read_text())["quantization_config"]["quant_method"] == "fp8"
+    assert (
+        json.loads((tmp_path / "fp8" / "config.json").read_text())["quantization_config"][
+            "quant_method"
+        ]
+        == "fp8"
+    )
     assert "quantization_config" not in json.loads((tmp_path / "half" / "config.json").read_text())
     assert load_tokenizer(tmp_path / "again").encode("né") == load_tokenizer(model).encode("né")
 
@@ -51,9 +66,15 @@ def test_every_form_comes_from_every_other_and_the_tokenizer_travels(model, tmp_
 def test_a_gguf_is_exported(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("FP8RL_CACHE", str(tmp_path / "cache"))
     tensors = gguf_tensors()
-    assert export("--model", write_gguf(tmp_path / "m.gguf", tensors), "--output", tmp_path / "out") == 0
+    assert (
+        export("--model", write_gguf(tmp_path / "m.gguf", tensors), "--output", tmp_path / "out")
+        == 0
+    )
     assert capsys.readouterr().err == "converting m.gguf to bf16 safetensors\n"
-    assert np.array_equal(weights(tmp_path / "out")["norm.weight"], tensors["output_norm.weight"].astype(ml_dtypes.bfloat16))
+    assert np.array_equal(
+        weights(tmp_path / "out")["norm.weight"],
+        tensors["output_norm.weight"].astype(ml_dtypes.bfloat16),
+    )
 
 
 def test_a_model_never_overwrites_itself(model, tmp_path, capsys):

@@ -65,9 +65,17 @@ def test_a_configuration_made_in_python_is_checked_as_one_that_is_read(tmp_path)
     crowded = Root(inner=Inner(layers=(1, 2, 3, 4)))
     with pytest.raises(UserError) as error:
         validate(crowded)
-    assert str(error.value).splitlines() == faults("--inner.layers", "1", "2", "3", "4") == ["inner.layers: too many"]
+    assert (
+        str(error.value).splitlines()
+        == faults("--inner.layers", "1", "2", "3", "4")
+        == ["inner.layers: too many"]
+    )
     with pytest.raises(UserError) as error:
-        validate(dataclasses.replace(crowded, mode="quick", steps="3", other=None, inner=Inner(on=1, cap=float("nan"))))
+        validate(
+            dataclasses.replace(
+                crowded, mode="quick", steps="3", other=None, inner=Inner(on=1, cap=float("nan"))
+            )
+        )
     assert str(error.value).splitlines() == [
         "steps: expected an integer, got '3'",
         'mode: expected one of "fast", "slow", got \'quick\'',
@@ -108,7 +116,17 @@ def test_a_table_keeps_the_defaults_of_its_place(tmp_path):
 
 def test_dictionary_entries_are_flags_of_their_own(tmp_path):
     files = write(tmp_path, "args = {max_terms = 2, keep = [1]}")
-    flags = ["--args.max-terms", "3", "--args.text", "a b", "--args.list", "1", "2", "--args.on", "--steps=9"]
+    flags = [
+        "--args.max-terms",
+        "3",
+        "--args.text",
+        "a b",
+        "--args.list",
+        "1",
+        "2",
+        "--args.on",
+        "--steps=9",
+    ]
     config = load(*files, *flags)
     assert config.args == {"max_terms": 3, "keep": [1], "text": "a b", "list": [1, 2], "on": True}
     assert config.steps == 9
@@ -123,10 +141,23 @@ def test_values_that_begin_with_a_dash():
 def test_all_faults_of_files_and_flags_at_once(tmp_path):
     file, later = write(
         tmp_path,
-        "nam = 1\nsteps = 1.5\n[iner]\nrate = 1\n[inner]\nratee = 1\nlayers = [1, true]\n[other]\non = 1\n",
+        "nam = 1\nsteps = 1.5\n[iner]\nrate = 1\n[inner]\nratee = 1\nlayers = [1, "
+        "true]\n[other]\non = 1\n",
         'rate = 1\nmode = "fats"\nargs = 3\nother = 1\n[inner]\nrate = nan',
     )
-    found = faults(file, later, "--inner.rat", "1", "--steps", "x", "--mode", "no", "--inner.on", "yes", "--name")
+    found = faults(
+        file,
+        later,
+        "--inner.rat",
+        "1",
+        "--steps",
+        "x",
+        "--mode",
+        "no",
+        "--inner.on",
+        "yes",
+        "--name",
+    )
     assert found == [
         f"{file}: unknown key nam; did you mean name?",
         f"{file}: steps: expected an integer, got 1.5",
@@ -141,7 +172,7 @@ def test_all_faults_of_files_and_flags_at_once(tmp_path):
         f"{later}: inner.rate: expected a finite number, got nan",
         "--inner.rat: unknown flag; did you mean --inner.rate?",
         "--steps: expected an integer, got 'x'",
-        "--mode: expected one of \"fast\", \"slow\", got 'no'",
+        '--mode: expected one of "fast", "slow", got \'no\'',
         "--inner.on: expected no value, got 'yes'",
         "--name: expected a string, got nothing",
     ]
@@ -155,21 +186,31 @@ def test_what_the_dataclasses_refuse_is_reported_with_the_rest(tmp_path):
         "inner.rate: really",
         "inner.layers: too many",
     ]
-    assert faults("--inner.rate", "-1") == ["inner.rate: must not be negative", "inner.rate: really"]
+    assert faults("--inner.rate", "-1") == [
+        "inner.rate: must not be negative",
+        "inner.rate: really",
+    ]
 
 
 def test_a_flag_may_mend_what_a_file_leaves_unsound(tmp_path):
-    file = write(tmp_path, "[inner]\nrate = -1\non = false\n[other]\nlayers = [1, 2, 3, 4]\nrate = 2.0")[0]
+    file = write(
+        tmp_path, "[inner]\nrate = -1\non = false\n[other]\nlayers = [1, 2, 3, 4]\nrate = 2.0"
+    )[0]
     config = load(file, "--inner.rate", "1", "--other.layers", "1")
     assert (config.inner, config.other) == (Inner(rate=1.0, on=False), Inner(rate=2.0, layers=(1,)))
     for flags in (["--steps", "1"], ["--args.x", "1"], ["--other.layers", "1"]):
         assert "inner.rate: must not be negative" in faults(file, *flags)
-    assert faults(file, "--steps", "x")[:2] == ["--steps: expected an integer, got 'x'", "inner.rate: must not be negative"]
+    assert faults(file, "--steps", "x")[:2] == [
+        "--steps: expected an integer, got 'x'",
+        "inner.rate: must not be negative",
+    ]
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
 def test_numbers_are_finite_on_the_command_line_too(value):
-    assert faults("--other.cap", value) == [f'--other.cap: expected a finite number, or "none", got {value}']
+    assert faults("--other.cap", value) == [
+        f'--other.cap: expected a finite number, or "none", got {value}'
+    ]
 
 
 @pytest.mark.parametrize(
@@ -192,7 +233,9 @@ def test_missing_files_and_stray_words_are_named(tmp_path):
         f"{tmp_path}: cannot be read: Is a directory",
     ]
     assert faults("train") == ["train: no such file (flags begin with --)"]
-    assert faults("--steps", "1", "late.toml") == ["--steps: expected an integer, got '1 late.toml'"]
+    assert faults("--steps", "1", "late.toml") == [
+        "--steps: expected an integer, got '1 late.toml'"
+    ]
 
 
 def test_optional_settings_take_none(tmp_path):
@@ -214,7 +257,9 @@ def test_a_dump_reads_back_equal(config, tmp_path):
 
 
 def test_a_run_configuration_reads_back_equal(tmp_path):
-    config = load("--recipe", "fp8-rl", "--task.args.max-terms", "2", "--rl.dual-clip", "3", tree=RunConfig)
+    config = load(
+        "--recipe", "fp8-rl", "--task.args.max-terms", "2", "--rl.dual-clip", "3", tree=RunConfig
+    )
     assert config != RunConfig()
     assert load(*write(tmp_path, dump_toml(config)), tree=RunConfig) == config
 
@@ -223,17 +268,34 @@ def test_recipes_of_files_add_up_and_flags_change_their_fields(tmp_path):
     files = write(
         tmp_path,
         '[recipes.mine]\nbase = "fp8-rl"\nkv_margin = 1.1\n[recipes.other]\nexact = true',
-        'recipe = "mine"\n[recipes.other]\nbase = "mine"\nrollout.weight = {scale = "power_of_two"}',
+        'recipe = "mine"\n[recipes.other]\nbase = "mine"\nrollout.weight = {scale = '
+        '"power_of_two"}',
     )
-    flags = ["--recipes.mine.rollout.weight.scale", "power_of_two", "--recipes.mine.kv-constants", "200", "200", "100"]
+    flags = [
+        "--recipes.mine.rollout.weight.scale",
+        "power_of_two",
+        "--recipes.mine.kv-constants",
+        "200",
+        "200",
+        "100",
+    ]
     config = load(*files, *flags, tree=RunConfig)
     weight = {"weight": {"scale": "power_of_two"}}
     assert config.recipes == {
-        "mine": {"base": "fp8-rl", "kv_margin": 1.1, "kv_constants": [200, 200, 100], "rollout": weight},
+        "mine": {
+            "base": "fp8-rl",
+            "kv_margin": 1.1,
+            "kv_constants": [200, 200, 100],
+            "rollout": weight,
+        },
         "other": {"base": "mine", "rollout": weight},
     }
     recipe = config.resolved_recipe()
-    changes = {"kv_margin": 1.1, "kv_constants": (200.0, 200.0, 100.0), "rollout.weight": "e4m3-128x128-power_of_two"}
+    changes = {
+        "kv_margin": 1.1,
+        "kv_constants": (200.0, 200.0, 100.0),
+        "rollout.weight": "e4m3-128x128-power_of_two",
+    }
     assert recipe == recipe_like("fp8-rl", "mine", **changes)
     assert load(*write(tmp_path, dump_toml(config)), tree=RunConfig) == config
     in_python = dataclasses.replace(RunConfig(), recipe="mine", recipes={"mine": recipe.table()})
@@ -243,14 +305,27 @@ def test_recipes_of_files_add_up_and_flags_change_their_fields(tmp_path):
 
 
 def test_faults_of_recipes_stand_among_the_others(tmp_path):
-    file = write(tmp_path, 'recipe = "mine"\nsteps = 1\n[recipes.mine]\nrollout.weight = "e4m3"\nbase = "yours"')[0]
-    flags = ["--recipes.mine.rollout.weight.block", "2", "--recipes.mine.exakt", "--trainer.steps", "0"]
+    file = write(
+        tmp_path,
+        'recipe = "mine"\nsteps = 1\n[recipes.mine]\nrollout.weight = "e4m3"\nbase = "yours"',
+    )[0]
+    flags = [
+        "--recipes.mine.rollout.weight.block",
+        "2",
+        "--recipes.mine.exakt",
+        "--trainer.steps",
+        "0",
+    ]
     keys = ["recipes.mine.base", 'recipes.mine.rollout."weight.block"', "recipes.mine.exakt"]
     found = [line.split(": ")[0] for line in faults(file, *flags, tree=RunConfig)]
     assert found == [file, *keys, "trainer.steps must be at least 1"]
     (tmp_path / "flat.toml").write_text("recipes = {mine = 3}")
-    assert faults(str(tmp_path / "flat.toml"), tree=RunConfig)[0].endswith("recipes: expected a table of tables, got {'mine': 3}")
-    assert faults("--recipes.mine", "3", tree=RunConfig) == ["recipes.mine: expected a table, got 3"]
+    assert faults(str(tmp_path / "flat.toml"), tree=RunConfig)[0].endswith(
+        "recipes: expected a table of tables, got {'mine': 3}"
+    )
+    assert faults("--recipes.mine", "3", tree=RunConfig) == [
+        "recipes.mine: expected a table, got 3"
+    ]
 
 
 @dataclass(frozen=True)
@@ -263,7 +338,9 @@ class Arguments:
 
 
 def test_arguments_without_files():
-    assert parse_arguments(Arguments, ["--model", "m", "--max-new-tokens", "3"], "prog") == Arguments("m", 3)
+    assert parse_arguments(
+        Arguments, ["--model", "m", "--max-new-tokens", "3"], "prog"
+    ) == Arguments("m", 3)
     with pytest.raises(UserError) as error:
         parse_arguments(Arguments, ["x", "--max-tokens", "3"], "prog")
     assert str(error.value).splitlines() == [

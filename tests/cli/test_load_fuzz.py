@@ -1,4 +1,5 @@
-"""Whatever stands in a file or in flags, the answer is a configuration that reads back equal, or lines of text; nothing else."""
+"""Whatever stands in a file or in flags, the answer is a configuration that reads back equal, or
+lines of text; nothing else."""
 
 from __future__ import annotations
 
@@ -17,15 +18,40 @@ from fp8rl_jax.config.schema import MAX_DEPTH, leaves, tables
 from fp8rl_jax.errors import UserError
 
 BOUNDED = settings(
-    max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=100,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 KEYS = [*(key for key, _ in leaves(RunConfig)), *tables(RunConfig)]
 TEXT = st.text(st.characters(codec="utf-8"), max_size=6)
-SCALARS = st.booleans() | st.integers(-(2**80), 2**80) | st.floats() | TEXT | st.dates() | st.times()
-VALUES = st.recursive(
-    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3), max_leaves=5
+SCALARS = (
+    st.booleans() | st.integers(-(2**80), 2**80) | st.floats() | TEXT | st.dates() | st.times()
 )
-WORDS = st.sampled_from(["none", "", "-1", "1e400", "nan", "0x10", "9" * 5000, "[" * 2000, "\udcff", "=", "2", "0.5"]) | TEXT
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=5,
+)
+WORDS = (
+    st.sampled_from(
+        [
+            "none",
+            "",
+            "-1",
+            "1e400",
+            "nan",
+            "0x10",
+            "9" * 5000,
+            "[" * 2000,
+            "\udcff",
+            "=",
+            "2",
+            "0.5",
+        ]
+    )
+    | TEXT
+)
 FLAGS = st.tuples(
     st.sampled_from(KEYS), st.sampled_from(["", "x", ".a", ".a-b.c", "=", "=1", "."]), st.booleans()
 ).map(lambda parts: "--" + (parts[0].replace("_", "-") if parts[2] else parts[0]) + parts[1])
@@ -117,7 +143,9 @@ def test_depth_and_integers_are_those_that_can_be_written_again(tmp_path):
         if sound:
             assert load_config(Deep, [str(file)], "p").seed == value
         else:
-            with pytest.raises(UserError, match="seed: expected an integer, got 9223372036854775808"):
+            with pytest.raises(
+                UserError, match="seed: expected an integer, got 9223372036854775808"
+            ):
                 load_config(Deep, [str(file)], "p")
 
 
@@ -129,4 +157,6 @@ def test_a_word_that_is_no_value_of_a_file_is_text():
 def test_a_quoted_key_with_dots_is_shown_in_its_quotes(tmp_path):
     file = tmp_path / "f.toml"
     file.write_text('"rollout.top_k" = 1')
-    assert answer(str(file)) == [f'{file}: unknown key "rollout.top_k"; did you mean rollout.top_k?']
+    assert answer(str(file)) == [
+        f'{file}: unknown key "rollout.top_k"; did you mean rollout.top_k?'
+    ]

@@ -82,7 +82,9 @@ def test_an_interrupt_is_130_and_a_bug_keeps_its_traceback(command):
 def test_help_lists_every_command(capsys):
     assert cli.main(["--help"]) == 0
     text = capsys.readouterr().out
-    assert all(f"  {name} " in text and command.summary in text for name, command in cli.COMMANDS.items())
+    assert all(
+        f"  {name} " in text and command.summary in text for name, command in cli.COMMANDS.items()
+    )
     assert cli.main([]) == 2
 
 
@@ -124,7 +126,9 @@ sys.exit(f"imported {heavy}" if heavy else code)
 @pytest.mark.parametrize(("flag", "code"), [("--help", 0), ("--no-such-flag=1", 2)])
 def test_help_and_faults_take_under_two_seconds_and_never_import_jax(name, flag, code):
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    run = subprocess.run([sys.executable, "-c", PROGRAM, name, flag], capture_output=True, text=True, timeout=60)
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM, name, flag], capture_output=True, text=True, timeout=60
+    )
     assert run.returncode == code, run.stderr
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2
@@ -133,14 +137,18 @@ def test_help_and_faults_take_under_two_seconds_and_never_import_jax(name, flag,
         assert "Traceback" not in run.stderr
 
 
-@pytest.mark.parametrize("words", [["--help"], ["config"], ["compare", "--help"], ["train", "no-such-file.toml"]])
+@pytest.mark.parametrize(
+    "words", [["--help"], ["config"], ["compare", "--help"], ["train", "no-such-file.toml"]]
+)
 def test_a_closed_pipe_ends_a_command_quietly(words):
     reader, writer = os.pipe()
     os.close(reader)
     streams = {"stdout": writer, "stderr": subprocess.PIPE}
     if words[0] == "train":  # its fault goes to standard error
         streams = {"stdout": subprocess.PIPE, "stderr": writer}
-    run = subprocess.run([sys.executable, "-m", "fp8rl_jax.cli.main", *words], **streams, timeout=60)
+    run = subprocess.run(
+        [sys.executable, "-m", "fp8rl_jax.cli.main", *words], **streams, timeout=60
+    )
     os.close(writer)
     assert (run.returncode, run.stdout or b"", run.stderr or b"") == (141, b"", b"")
 

@@ -1,4 +1,5 @@
-"""Names from elsewhere: each is answered with the key here, in a file and as a flag, and every such key exists."""
+"""Names from elsewhere: each is answered with the key here, in a file and as a flag, and every such
+key exists."""
 
 from __future__ import annotations
 
@@ -26,14 +27,18 @@ def faults(*argv: str) -> list[str]:
 def test_every_name_is_answered_in_files_and_in_flags(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text("\n".join(f"{name} = 1" for name in dict.fromkeys(name for _, name in ROWS)))
-    lines = faults(str(file), *(word for _, name in ROWS for word in (f"--{name.replace('_', '-')}", "1")))
+    lines = faults(
+        str(file), *(word for _, name in ROWS for word in (f"--{name.replace('_', '-')}", "1"))
+    )
     for source, name in ROWS:
         keys, note = SOURCES[source][name]
         end = f" ({note})" if note else ""
         (line,) = [line for line in lines if line.startswith(f"{file}: unknown key {name}: ")]
         assert f"{source}'s" in line and line.endswith(f" name; here it is {keys}{end}")
         flags = " and ".join(f"--{key.replace('_', '-')}" for key in keys.split(" and "))
-        (line,) = {line for line in lines if line.startswith(f"--{name.replace('_', '-')}: unknown flag: ")}
+        (line,) = {
+            line for line in lines if line.startswith(f"--{name.replace('_', '-')}: unknown flag: ")
+        }
         assert f"{source}'s" in line and line.endswith(f" name; here it is {flags}{end}")
 
 
@@ -49,22 +54,31 @@ def test_a_whole_configuration_of_another_project_is_answered_key_by_key(tmp_pat
     file = tmp_path / "verl.toml"
     file.write_text(
         "[actor_rollout_ref.actor]\nclip_ratio_high = 0.28\nstrategy = 'fsdp'\noptim.lr = 1e-6\n"
-        "[actor_rollout_ref.rollout]\nn = 8\ntemperature = 1.0\n[trainer]\ntotal_training_steps = 10\nremat = 'layer'\n"
+        "[actor_rollout_ref.rollout]\nn = 8\ntemperature = 1.0\n[trainer]\ntotal_training_steps "
+        "= 10\nremat = 'layer'\n"
     )
     assert faults(str(file)) == [
-        f"{file}: unknown key actor_rollout_ref.actor.clip_ratio_high: verl's name; here it is rl.clip_high",
+        f"{file}: unknown key actor_rollout_ref.actor.clip_ratio_high: verl's name; here it is "
+        "rl.clip_high",
         f"{file}: unknown key actor_rollout_ref.actor.strategy",
-        f"{file}: unknown key actor_rollout_ref.actor.optim.lr: verl's and NeMo RL's name; here it is optimizer.learning_rate",
-        f"{file}: unknown key actor_rollout_ref.rollout.n: verl's name; here it is rollout.samples_per_prompt",
-        f"{file}: unknown key actor_rollout_ref.rollout.temperature; did you mean rollout.temperature or evaluation.temperature?",
+        f"{file}: unknown key actor_rollout_ref.actor.optim.lr: verl's and NeMo RL's name; here "
+        "it is optimizer.learning_rate",
+        f"{file}: unknown key actor_rollout_ref.rollout.n: verl's name; here it is "
+        "rollout.samples_per_prompt",
+        f"{file}: unknown key actor_rollout_ref.rollout.temperature; did you mean "
+        "rollout.temperature or evaluation.temperature?",
         f"{file}: unknown key trainer.total_training_steps: verl's name; here it is trainer.steps",
     ]
 
 
 def test_a_slip_of_the_pen_is_no_name_from_elsewhere():
     assert renamed("optimizer.beta") is not None
-    assert faults("--optimizer.beta", "1") == ["--optimizer.beta: unknown flag; did you mean --optimizer.beta2?"]
-    assert faults("--rl.beta", "1") == ["--rl.beta: unknown flag: TRL's and tunix's name; here it is --rl.kl-coefficient"]
+    assert faults("--optimizer.beta", "1") == [
+        "--optimizer.beta: unknown flag; did you mean --optimizer.beta2?"
+    ]
+    assert faults("--rl.beta", "1") == [
+        "--rl.beta: unknown flag: TRL's and tunix's name; here it is --rl.kl-coefficient"
+    ]
 
 
 def test_no_key_of_a_release_is_lost_without_a_word():

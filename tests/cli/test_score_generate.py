@@ -26,7 +26,9 @@ def text_model(tmp_path_factory):
 def test_score_is_the_log_softmax_of_a_direct_forward_in_the_order_of_the_file(model, tmp_path):
     rows = random_rows([5, 20, 1, 9])
     lines = [{"tokens": row, "id": i} for i, row in enumerate(rows)]
-    answers = call("score", model, lines, tmp_path, *FLOAT32, "--batch-size", "2", "--temperature", "0.5")
+    answers = call(
+        "score", model, lines, tmp_path, *FLOAT32, "--batch-size", "2", "--temperature", "0.5"
+    )
     assert [answer["id"] for answer in answers] == [0, 1, 2, 3]
     for row, answer in zip(rows, answers, strict=True):
         assert answer["tokens"] == row and len(answer["logprobs"]) == len(row) - 1
@@ -44,10 +46,20 @@ def test_score_takes_the_trainers_side_of_the_recipe(model, tmp_path):
 def test_greedy_generation_is_the_argmax_of_full_forwards(model, tmp_path):
     rows = random_rows([4, 7, 18])
     answers = call(
-        "generate", model, [{"tokens": r} for r in rows], tmp_path, *FLOAT32, "--max-new-tokens", "6", "--batch-size", "2"
+        "generate",
+        model,
+        [{"tokens": r} for r in rows],
+        tmp_path,
+        *FLOAT32,
+        "--max-new-tokens",
+        "6",
+        "--batch-size",
+        "2",
     )
     for row, answer in zip(rows, answers, strict=True):
-        assert answer["tokens"] == row and answer["finish_reason"] == "length" and "text" not in answer
+        assert (
+            answer["tokens"] == row and answer["finish_reason"] == "length" and "text" not in answer
+        )
         tokens, logprobs = list(row), []
         for _ in range(6):
             scores = log_softmax(full_logits(model, tokens)[-1])
@@ -59,26 +71,56 @@ def test_greedy_generation_is_the_argmax_of_full_forwards(model, tmp_path):
 
 def test_generation_stops_at_an_end_token_unless_told_otherwise(model, tmp_path, tmp_path_factory):
     (row,) = random_rows([6])
-    free = call("generate", model, [{"tokens": row}], tmp_path, *FLOAT32, "--max-new-tokens", "8")[0]["completion_tokens"]
+    free = call("generate", model, [{"tokens": row}], tmp_path, *FLOAT32, "--max-new-tokens", "8")[
+        0
+    ]["completion_tokens"]
     end = free[2]
     stopping = make_model(tmp_path_factory.mktemp("stopping"), eos_token_ids=(end,))
-    (stopped,) = call("generate", stopping, [{"tokens": row}], tmp_path, *FLOAT32, "--max-new-tokens", "8")
-    assert stopped["completion_tokens"] == free[: free.index(end) + 1] and stopped["finish_reason"] == "stop"
-    (on,) = call("generate", stopping, [{"tokens": row}], tmp_path, *FLOAT32, "--max-new-tokens", "8", "--ignore-eos")
+    (stopped,) = call(
+        "generate", stopping, [{"tokens": row}], tmp_path, *FLOAT32, "--max-new-tokens", "8"
+    )
+    assert (
+        stopped["completion_tokens"] == free[: free.index(end) + 1]
+        and stopped["finish_reason"] == "stop"
+    )
+    (on,) = call(
+        "generate",
+        stopping,
+        [{"tokens": row}],
+        tmp_path,
+        *FLOAT32,
+        "--max-new-tokens",
+        "8",
+        "--ignore-eos",
+    )
     assert on["completion_tokens"] == free and on["finish_reason"] == "length"
 
 
 def test_prompts_are_encoded_and_completions_decoded(text_model, tmp_path):
-    answers = call("generate", text_model, [{"prompt": "2 + 2 ="}, {"tokens": [1, 2]}], tmp_path, "--max-new-tokens", "3")
+    answers = call(
+        "generate",
+        text_model,
+        [{"prompt": "2 + 2 ="}, {"tokens": [1, 2]}],
+        tmp_path,
+        "--max-new-tokens",
+        "3",
+    )
     assert answers[0]["tokens"] == ByteTokenizer().encode("2 + 2 =")
     for answer in answers:
         assert answer["text"] == ByteTokenizer().decode(answer["completion_tokens"])
     (scored,) = call("score", text_model, [{"prompt": "ab"}], tmp_path)
-    assert scored["prompt"] == "ab" and scored["tokens"] == [257, 97, 98] and len(scored["logprobs"]) == 2
+    assert (
+        scored["prompt"] == "ab"
+        and scored["tokens"] == [257, 97, 98]
+        and len(scored["logprobs"]) == 2
+    )
 
 
 def test_a_conversation_goes_through_the_chat_template(text_model, tmp_path):
-    template = "{% for m in messages %}<{{ m.content }}>{% endfor %}{% if add_generation_prompt %}A{% endif %}"
+    template = (
+        "{% for m in messages %}<{{ m.content }}>{% endfor %}{% if add_generation_prompt "
+        "%}A{% endif %}"
+    )
     (text_model / "chat_template.jinja").write_text(template)
     line = {"messages": [{"role": "user", "content": "hi"}]}
     (generated,) = call("generate", text_model, [line], tmp_path, "--max-new-tokens", "3")
@@ -93,14 +135,26 @@ def test_a_quantized_rollout_answers_close_to_the_trainer_and_not_the_same(model
     generated = call("generate", model, lines, tmp_path, *flags)
     joined = [{"tokens": answer["tokens"] + answer["completion_tokens"]} for answer in generated]
     scored = call("score", model, joined, tmp_path, *FLOAT32)
-    gaps = [np.subtract(s["logprobs"][-6:], g["policy_logprobs"]) for s, g in zip(scored, generated, strict=True)]
+    gaps = [
+        np.subtract(s["logprobs"][-6:], g["policy_logprobs"])
+        for s, g in zip(scored, generated, strict=True)
+    ]
     assert 1e-4 < np.abs(gaps).mean() < 0.3
     assert generated == call("generate", model, lines, tmp_path, *flags)
     assert generated != call("generate", model, lines, tmp_path, *flags, "--seed", "1")
 
 
 def test_every_wrong_line_is_named_at_once(model, tmp_path, capsys):
-    lines = ['{"tokens": [1, 2', "[1]", {}, {"tokens": [1, 264]}, "", {"tokens": []}, {"tokens": [True]}, {"prompt": "x"}]
+    lines = [
+        '{"tokens": [1, 2',
+        "[1]",
+        {},
+        {"tokens": [1, 264]},
+        "",
+        {"tokens": []},
+        {"tokens": [True]},
+        {"prompt": "x"},
+    ]
     said = refusal("score", model, [{"tokens": [1]}, *lines], tmp_path, capsys).splitlines()
     expected = {
         2: "not valid JSON",
@@ -116,25 +170,35 @@ def test_every_wrong_line_is_named_at_once(model, tmp_path, capsys):
         assert f"in.jsonl: line {number}: " in line and words in line
 
 
-@pytest.mark.parametrize("line", [{"messages": "hi"}, {"messages": [{"role": "user", "content": "hi"}]}, {"prompt": 3}])
+@pytest.mark.parametrize(
+    "line", [{"messages": "hi"}, {"messages": [{"role": "user", "content": "hi"}]}, {"prompt": 3}]
+)
 def test_lines_that_the_tokenizer_cannot_take_are_named(text_model, tmp_path, capsys, line):
     assert "in.jsonl: line 1: " in refusal("generate", text_model, [line], tmp_path, capsys)
 
 
 def test_lines_longer_than_the_model_are_refused(model, tmp_path, capsys):
-    assert "line 1: 129 tokens are more" in refusal("score", model, [{"tokens": [1] * 129}], tmp_path, capsys)
-    said = refusal("generate", model, [{"tokens": [1] * 120}], tmp_path, capsys, "--max-new-tokens", "9")
+    assert "line 1: 129 tokens are more" in refusal(
+        "score", model, [{"tokens": [1] * 129}], tmp_path, capsys
+    )
+    said = refusal(
+        "generate", model, [{"tokens": [1] * 120}], tmp_path, capsys, "--max-new-tokens", "9"
+    )
     assert "120 tokens and 9 new ones are more than the model's 128 positions" in said
 
 
 def test_files_that_cannot_be_used_are_refused_before_the_weights_are_read(model, tmp_path, capsys):
     assert "holds no lines" in refusal("score", model, ["", ""], tmp_path, capsys)
-    assert "unknown name 'fp8'" in refusal("score", model, [{"tokens": [1]}], tmp_path, capsys, "--recipe", "fp8")
+    assert "unknown name 'fp8'" in refusal(
+        "score", model, [{"tokens": [1]}], tmp_path, capsys, "--recipe", "fp8"
+    )
     (tmp_path / "rows").mkdir()
     rows = tmp_path / "rows" / "run.toml"
     rows.write_text('[recipes.mine]\nbase = "fp8-rl"\nrollout.weight = "e4m3"')
     flags = ("--recipes", str(rows), "--recipe", "mine")
-    assert "recipe 'mine': rollout.weight.block must" in refusal("score", model, [{"tokens": [1]}], tmp_path, capsys, *flags)
+    assert "recipe 'mine': rollout.weight.block must" in refusal(
+        "score", model, [{"tokens": [1]}], tmp_path, capsys, *flags
+    )
     (tmp_path / "out.jsonl").mkdir()
     assert "is a directory" in refusal("score", model, [{"tokens": [1]}], tmp_path, capsys)
 

@@ -1,4 +1,5 @@
-"""Planted faults are found, and named by the right cause; equal sides are equal; the programs are the real ones."""
+"""Planted faults are found, and named by the right cause; equal sides are equal; the programs are
+the real ones."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ from fp8rl_jax.training.step import Batch, StepConfig, score
 
 DENSE = replace(LLAMA, num_layers=2, vocab_size=40, eos_token_ids=())
 SPARSE = replace(MOE, num_layers=2, experts=replace(MOE.experts, dense_layers=()))
-TOKENS = as_tokens([Row([5, 9, 3, 22, 8, 1, 30], [7, 7, 12, 4, 39]), Row([2, 6, 11, 17], [3, 33])], 64)
+TOKENS = as_tokens(
+    [Row([5, 9, 3, 22, 8, 1, 30], [7, 7, 12, 4, 39]), Row([2, 6, 11, 17], [3, 33])], 64
+)
 
 
 @cache
@@ -42,7 +45,9 @@ def policy(config=DENSE):
 def side(recipe: str | Recipe, phase: str, weights=None, **options) -> Side:
     recipe = RECIPES[recipe] if isinstance(recipe, str) else recipe
     weights = policy() if weights is None else weights
-    return Side.of(weights, recipe, phase, options.get("dtype", "float32"), options.get("tokens", TOKENS))
+    return Side.of(
+        weights, recipe, phase, options.get("dtype", "float32"), options.get("tokens", TOKENS)
+    )
 
 
 def changed(config, tensor: str, place: tuple[int, ...]):
@@ -57,12 +62,22 @@ def changed(config, tensor: str, place: tuple[int, ...]):
         return jnp.asarray(bits)
 
     found = jax.tree_util.tree_map_with_path(flip, policy(config))
-    assert sum(bool((x != y).any()) for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(policy(config)), strict=True)) == 1
+    assert (
+        sum(
+            bool((x != y).any())
+            for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(policy(config)), strict=True)
+        )
+        == 1
+    )
     return found
 
 
 def causes(found: Comparison, layer: int) -> dict[str, str]:
-    return {operation.name: operation.verdict.cause for operation in found.layers[layer].operations if operation.verdict.cause}
+    return {
+        operation.name: operation.verdict.cause
+        for operation in found.layers[layer].operations
+        if operation.verdict.cause
+    }
 
 
 def operation(found: Comparison, layer: int, name: str):
@@ -73,7 +88,9 @@ def test_a_side_against_itself_is_zero_everywhere():
     found = compare(side("bf16", "trainer"), side("bf16", "trainer"), TOKENS)
     assert found.equal and not found.first and found.only_a == found.only_b == ()
     for layer in found.layers:
-        assert layer.input.equal and all(x.output.equal and x.own.equal and not x.verdict.cause for x in layer.operations)
+        assert layer.input.equal and all(
+            x.output.equal and x.own.equal and not x.verdict.cause for x in layer.operations
+        )
     assert found.logprobs["differing"] == found.logprobs["max_abs"] == found.logprobs["k3"] == 0
 
 
@@ -81,10 +98,15 @@ def test_a_side_against_itself_is_zero_everywhere():
 def test_one_bit_of_one_weight_is_found_and_nothing_else_is_blamed(dtype):
     """In bfloat16, too, where a compiler may skip a rounding between two operations."""
     other = changed(DENSE, "up_proj", (1, 5, 7))
-    found = compare(side("bf16", "trainer", dtype=dtype), side("bf16", "trainer", other, dtype=dtype), TOKENS)
+    found = compare(
+        side("bf16", "trainer", dtype=dtype), side("bf16", "trainer", other, dtype=dtype), TOKENS
+    )
     (first,) = found.first
     assert (first.name, first.cause) == ("layers.1.up_proj", "operand")
-    assert first.detail == f"weight: 1 of {64 * 96:,} values differ before quantization" and "completion" in first.where
+    assert (
+        first.detail == f"weight: 1 of {64 * 96:,} values differ before quantization"
+        and "completion" in first.where
+    )
     assert causes(found, 0) == {} and causes(found, 1) == {"up_proj": "operand"}
     assert found.layers[1].input.equal and operation(found, 1, "gate_proj").output.equal
     # what comes after differs because its input does
@@ -94,7 +116,11 @@ def test_one_bit_of_one_weight_is_found_and_nothing_else_is_blamed(dtype):
 
 
 def test_a_weight_before_quantization_is_named_where_both_sides_quantize_it():
-    found = compare(side("jet-rl", "trainer"), side("jet-rl", "trainer", changed(DENSE, "k_proj", (0, 2, 3))), TOKENS)
+    found = compare(
+        side("jet-rl", "trainer"),
+        side("jet-rl", "trainer", changed(DENSE, "k_proj", (0, 2, 3))),
+        TOKENS,
+    )
     assert causes(found, 0) == {"k_proj": "operand"} and causes(found, 1) == {}
     assert found.first[0].detail == f"weight: 1 of {32 * 64:,} values differ before quantization"
 
@@ -134,29 +160,52 @@ def test_kv_scales_are_scales():
     found = compare(side("fp8-kv", "rollout"), side(roomy, "rollout"), TOKENS)
     (first,) = found.first
     assert (first.name, first.cause) == ("layers.0.attention", "scale")
-    assert first.detail == "; ".join(f"{role}: 1 of 1 scales differ" for role in ("query", "key", "value"))
+    assert first.detail == "; ".join(
+        f"{role}: 1 of 1 scales differ" for role in ("query", "key", "value")
+    )
     assert causes(found, 1) == {"attention": "scale"}
 
 
 def test_own_errors_are_those_of_numpy():
     """A q_proj in FP8 against a plain one on the same input, from the weights alone."""
     found = compare(side("fp8-rollout", "rollout"), side("fp8-rollout", "trainer"), TOKENS)
-    assert [first.cause for first in found.first][0] == "format" and found.first[0].name == "layers.0.q_proj"
+    assert [first.cause for first in found.first][0] == "format" and found.first[
+        0
+    ].name == "layers.0.q_proj"
     assert len(found.only_a) == 14 and found.only_b == ()
     weights = policy()
-    rows = np.concatenate([table[row, :n] for table, lengths in ((TOKENS.prompts, TOKENS.prompt_lengths),
-                           (TOKENS.completions, TOKENS.completion_lengths)) for row, n in enumerate(lengths)])  # fmt: skip
+    rows = np.concatenate(
+        [
+            table[row, :n]
+            for table, lengths in (
+                (TOKENS.prompts, TOKENS.prompt_lengths),
+                (TOKENS.completions, TOKENS.completion_lengths),
+            )
+            for row, n in enumerate(lengths)
+        ]
+    )
     x = np.asarray(weights.embed_tokens.value, np.float64)[rows]
-    x = x / np.sqrt((x**2).mean(-1, keepdims=True) + DENSE.rms_norm_eps) * np.asarray(weights.layers.input_layernorm.value[0])
+    x = (
+        x
+        / np.sqrt((x**2).mean(-1, keepdims=True) + DENSE.rms_norm_eps)
+        * np.asarray(weights.layers.input_layernorm.value[0])
+    )
     w, recipe = np.asarray(weights.layers.q_proj.value[0]), RECIPES["fp8-rollout"].rollout
     rounded = np.asarray(jnp.asarray(w).astype(jnp.bfloat16).astype(jnp.float32))
-    a, b = restored(x.astype(np.float32), recipe.activation) @ restored(rounded, recipe.weight).T, x @ w.T.astype(np.float64)
+    a, b = (
+        restored(x.astype(np.float32), recipe.activation) @ restored(rounded, recipe.weight).T,
+        x @ w.T.astype(np.float64),
+    )
     q = operation(found, 0, "q_proj")
-    assert q.own.relative_error == pytest.approx(np.linalg.norm(a - b) / np.linalg.norm(a), rel=1e-3)
+    assert q.own.relative_error == pytest.approx(
+        np.linalg.norm(a - b) / np.linalg.norm(a), rel=1e-3
+    )
     assert q.own == q.output
     weight = q.verdict.operands["weight"]
     restored_weight = restored(rounded, recipe.weight)
-    assert weight.relative_error == pytest.approx(np.linalg.norm(restored_weight - w) / np.linalg.norm(restored_weight), rel=1e-5)
+    assert weight.relative_error == pytest.approx(
+        np.linalg.norm(restored_weight - w) / np.linalg.norm(restored_weight), rel=1e-5
+    )
     # behind it the errors pile up, and each operation keeps its own
     down = operation(found, 1, "down_proj")
     assert down.output.relative_error > 1.5 * down.own.relative_error > 0.01
@@ -165,7 +214,9 @@ def test_own_errors_are_those_of_numpy():
 def test_experts_and_the_router():
     sparse = policy(SPARSE)
     bf16 = side("bf16", "trainer", sparse)
-    found = compare(bf16, side("bf16", "trainer", changed(SPARSE, "experts.up_proj", (1, 2, 4, 5))), TOKENS)
+    found = compare(
+        bf16, side("bf16", "trainer", changed(SPARSE, "experts.up_proj", (1, 2, 4, 5))), TOKENS
+    )
     assert causes(found, 0) == {} and causes(found, 1) == {"experts.up_proj": "operand"}
     assert found.layers[0].rerouted == found.layers[1].rerouted == 0
     swapped = jax.tree_util.tree_map_with_path(
@@ -178,16 +229,22 @@ def test_experts_and_the_router():
 
 @pytest.mark.slow
 def test_the_sides_are_the_engine_and_the_update():
-    """Layer by layer they give the log-probabilities that the engine sampled with and the update recomputes."""
-    recipe, tolerance = "fp8-rl", 5e-3  # an e4m3 value more or less, where sums differ in the last bit
+    """Layer by layer they give the log-probabilities that the engine sampled with and the update
+    recomputes."""
+    # an e4m3 value more or less, where sums differ in the last bit
+    recipe, tolerance = "fp8-rl", 5e-3
     engine, weights = LocalEngine(RECIPES[recipe], jnp.float32, unroll=False), policy()
     prompts = pad_prompts([[5, 9, 3, 22, 8], [2, 6, 11]], [0, 1], 5)
     probe = as_tokens([Row([5, 9, 3, 22, 8], [1] * 6), Row([2, 6, 11], [1] * 6)], 64)
     scales = side(recipe, "rollout", tokens=probe).scales
     engine.sync(weights, scales)
     out = jax.device_get(engine.generate(prompts, 1, Sampling(max_new_tokens=6), jax.random.key(0)))
-    batch = Batch(prompts.tokens, prompts.lengths, out.tokens, out.mask, out.policy_logprobs, jnp.zeros(2))
-    trainer = np.asarray(score(weights, batch, StepConfig(RECIPES[recipe], RLConfig(), "float32", 1.0)))
+    batch = Batch(
+        prompts.tokens, prompts.lengths, out.tokens, out.mask, out.policy_logprobs, jnp.zeros(2)
+    )
+    trainer = np.asarray(
+        score(weights, batch, StepConfig(RECIPES[recipe], RLConfig(), "float32", 1.0))
+    )
     tokens = probe._replace(completions=out.tokens)
     for phase, expected in (("rollout", out.policy_logprobs), ("trainer", trainer)):
         one = dataclasses.replace(side(recipe, phase, tokens=tokens), scales=scales)
@@ -199,30 +256,43 @@ def test_the_sides_are_the_engine_and_the_update():
 
 
 def test_models_of_other_shapes_are_refused():
-    with pytest.raises(UserError, match=r"a and b cannot be compared: they differ in num_layers \(2 and 3\)"):
+    with pytest.raises(
+        UserError, match=r"a and b cannot be compared: they differ in num_layers \(2 and 3\)"
+    ):
         check_alike([DENSE, replace(DENSE, num_layers=3, eos_token_ids=(1,))], ["a", "b"])
 
 
 @pytest.mark.slow
 def test_an_exact_rollout_is_its_trainer_bit_for_bit():
     exact = replace(RECIPES["jet-rl"], exact=True)
-    a, b = (side(exact, phase, policy(SPARSE), dtype="bfloat16") for phase in ("rollout", "trainer"))
+    a, b = (
+        side(exact, phase, policy(SPARSE), dtype="bfloat16") for phase in ("rollout", "trainer")
+    )
     found = compare(a, b, TOKENS)
     assert found.equal and found.logprobs["max_abs"] == 0.0
-    assert all(operation.output.equal and operation.own.equal for layer in found.layers for operation in layer.operations)
+    assert all(
+        operation.output.equal and operation.own.equal
+        for layer in found.layers
+        for operation in layer.operations
+    )
 
 
 @pytest.mark.parametrize("left_to_the_compiler", [True, False])
 def test_excess_precision_is_named(monkeypatch, left_to_the_compiler):
-    """Of a model whose roundings are XLA's choice: it keeps 16-bit results in float32, in each program its own way."""
-    config = replace(DENSE, rms_norm_eps=1e-4 if left_to_the_compiler else 1e-5)  # programs of this test alone
+    """Of a model whose roundings are XLA's choice: it keeps 16-bit results in float32, in each
+    program its own way."""
+    # programs of this test alone
+    config = replace(DENSE, rms_norm_eps=1e-4 if left_to_the_compiler else 1e-5)
     if left_to_the_compiler:
         forward = sys.modules["fp8rl_jax.models.forward"]
         implicit = arithmetic.PLAIN._replace(
-            add=lambda x, y: x + y, gated=lambda gate, up, activation: arithmetic.ACTIVATIONS[activation](gate) * up
+            add=lambda x, y: x + y,
+            gated=lambda gate, up, activation: arithmetic.ACTIVATIONS[activation](gate) * up,
         )
         monkeypatch.setattr(forward, "arithmetic", lambda exact: implicit)
-    sides = [side("bf16", phase, policy(config), dtype="bfloat16") for phase in ("rollout", "trainer")]
+    sides = [
+        side("bf16", phase, policy(config), dtype="bfloat16") for phase in ("rollout", "trainer")
+    ]
     first = {first.cause: first for first in compare(*sides, TOKENS).first}
     assert ("excess precision" in first) == left_to_the_compiler
     if left_to_the_compiler:

@@ -1,4 +1,5 @@
-"""The numbers of a comparison against float64 numpy, and the edges: nothing differs, zeros, infinities."""
+"""The numbers of a comparison against float64 numpy, and the edges: nothing differs, zeros,
+infinities."""
 
 from __future__ import annotations
 
@@ -19,8 +20,12 @@ def test_every_number_is_the_float64_one(dtype):
     found = difference(a, b)
     wide, delta = a.astype(np.float64), a.astype(np.float64) - b.astype(np.float64)
     assert found.elements == 35 and found.differing == (delta != 0).sum() / 35 > 0
-    assert found.relative_error == pytest.approx(np.sqrt((delta**2).sum() / (wide**2).sum()), rel=1e-12)
-    assert found.snr_db == pytest.approx(10 * np.log10((wide**2).sum() / (delta**2).sum()), rel=1e-12)
+    assert found.relative_error == pytest.approx(
+        np.sqrt((delta**2).sum() / (wide**2).sum()), rel=1e-12
+    )
+    assert found.snr_db == pytest.approx(
+        10 * np.log10((wide**2).sum() / (delta**2).sum()), rel=1e-12
+    )
     assert found.max_abs == np.abs(delta).max()
 
 
@@ -61,6 +66,8 @@ def test_log_probabilities_count_real_tokens_alone():
     found = logprob_differences(a, b, mask)
     delta = (b.astype(np.float64) - a)[mask]
     assert found["tokens"] == 10 and found["differing"] == (delta != 0).mean()
-    assert found["mean_abs"] == pytest.approx(np.abs(delta).mean()) and found["max_abs"] == pytest.approx(3, rel=1e-6)
+    assert found["mean_abs"] == pytest.approx(np.abs(delta).mean()) and found[
+        "max_abs"
+    ] == pytest.approx(3, rel=1e-6)
     assert found["k3"] == pytest.approx((np.exp(delta) - 1 - delta).mean(), rel=1e-9)
     assert (found["row"], found["position"], found["a"], found["b"]) == (0, 4, a[0, 4], b[0, 4])

@@ -60,23 +60,40 @@ def test_every_line_that_is_wrong_is_named(tmp_path):
 def test_a_text_needs_a_tokenizer():
     (row,) = from_text(TEXT, ByteTokenizer())
     assert row[0] + row[1] == ByteTokenizer().encode(TEXT)
-    with pytest.raises(UserError, match='no tokenizer: give token ids, --input FILE with lines such as {"tokens"'):
+    with pytest.raises(
+        UserError, match='no tokenizer: give token ids, --input FILE with lines such as {"tokens"'
+    ):
         from_text(TEXT, None)
 
 
 def test_rows_are_padded_and_the_longest_cut():
-    tokens = as_tokens([Row([1, 2, 3], [4, 5, 6, 7]), Row([8], [9]), Row([1, 2, 3, 4, 5, 6], [7])], 5)
+    tokens = as_tokens(
+        [Row([1, 2, 3], [4, 5, 6, 7]), Row([8], [9]), Row([1, 2, 3, 4, 5, 6], [7])], 5
+    )
     np.testing.assert_array_equal(tokens.prompts, [[1, 2, 3], [8, 0, 0], [1, 2, 0]])
     np.testing.assert_array_equal(tokens.completions, [[4, 5, 0], [9, 0, 0], [3, 4, 5]])
-    assert tokens.prompt_lengths.tolist() == [3, 1, 2] and tokens.completion_lengths.tolist() == [2, 1, 3]
+    assert tokens.prompt_lengths.tolist() == [3, 1, 2] and tokens.completion_lengths.tolist() == [
+        2,
+        1,
+        3,
+    ]
     assert [mask.sum() for mask in tokens.masks] == [6, 6]
 
 
 def test_what_is_recorded_is_cut_with_its_tokens():
-    rows = [Row([1, 2, 3], [4, 5, 6, 7], [-1.0, -2.0, -3.0, -4.0]), Row([8], [9], [-5]), Row([1, 2, 3, 4, 5, 6], [7], [-6])]
+    rows = [
+        Row([1, 2, 3], [4, 5, 6, 7], [-1.0, -2.0, -3.0, -4.0]),
+        Row([8], [9], [-5]),
+        Row([1, 2, 3, 4, 5, 6], [7], [-6]),
+    ]
     gap = np.nan
-    np.testing.assert_array_equal(as_recorded(rows, 5), [[-1, -2, gap], [-5, gap, gap], [gap, gap, gap]])
-    with pytest.raises(UserError, match="--max-tokens: cuts off every token that has a recorded log-probability; raise it"):
+    np.testing.assert_array_equal(
+        as_recorded(rows, 5), [[-1, -2, gap], [-5, gap, gap], [gap, gap, gap]]
+    )
+    with pytest.raises(
+        UserError,
+        match="--max-tokens: cuts off every token that has a recorded log-probability; raise it",
+    ):
         as_recorded(rows[2:], 5)
 
 
@@ -86,7 +103,10 @@ def test_a_line_without_what_is_recorded_is_named(tmp_path):
     assert row == Row([1, 2], [3, 4], [-1, -0.5])
     faults = (
         (tokens, 'has no "logprobs"; --recorded needs both'),
-        ({"tokens": [1, 2, 3], "logprobs": [-1]}, 'has no "completion_tokens"; --recorded needs both'),
+        (
+            {"tokens": [1, 2, 3], "logprobs": [-1]},
+            'has no "completion_tokens"; --recorded needs both',
+        ),
         (tokens | {"logprobs": -1}, '"logprobs" must be a list of finite numbers'),
         (tokens | {"logprobs": [-1, None]}, '"logprobs" must be a list of finite numbers'),
         (tokens | {"logprobs": [-1]}, '"logprobs" has 1 numbers for 2 "completion_tokens"'),

@@ -1,4 +1,5 @@
-"""`experiments` is no installed package: the repository's root goes on the path, as `python -m` puts it there."""
+"""`experiments` is no installed package: the repository's root goes on the path, as `python -m`
+puts it there."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""The standing benchmark: its statistics, its faults, and the GPU's suite in a tiny shape on the CPU."""
+"""The standing benchmark: its statistics, its faults, and the GPU's suite in a tiny shape on the
+CPU."""
 
 import json
 import sys
@@ -13,14 +14,22 @@ from experiments.benchmarks.__main__ import main
 from experiments.benchmarks.arguments import Arguments
 from experiments.benchmarks.rounds import Plan, Round, interleave
 from experiments.benchmarks.stats import ratio, series, spread
-from experiments.benchmarks.workloads import CPU_WORKLOADS, GPU_WORKLOADS, Shape, Workload, random_prompts
+from experiments.benchmarks.workloads import (
+    CPU_WORKLOADS,
+    GPU_WORKLOADS,
+    Shape,
+    Workload,
+    random_prompts,
+)
 from fp8rl_jax.models.config import PolicyConfig
 
 # the prompts of the loop's task have 44 tokens
 SMALL = Shape(prompts=2, samples=2, prompt_tokens=64, new_tokens=3)
 TINY = Workload(
     name="tiny",
-    config=PolicyConfig("qwen3", 320, 48, 80, 1, 4, 2, 12, tie_word_embeddings=True, max_position_embeddings=128),
+    config=PolicyConfig(
+        "qwen3", 320, 48, 80, 1, 4, 2, 12, tie_word_embeddings=True, max_position_embeddings=128
+    ),
     compute_dtype="float32",
     generation=SMALL,
     step=SMALL,
@@ -54,16 +63,33 @@ def test_ratios_are_of_pairs_not_of_medians():
     timed = made([(2.0, 1.0), (9.0, 3.0), (4.0, 8.0)])
     found = ratio(timed, "a", "b")
     assert found["pairs"] == [2.0, 3.0, 0.5] and found["median"] == 2.0
-    assert found["median"] != np.median(series(timed, "a", "seconds")) / np.median(series(timed, "b", "seconds"))
+    assert found["median"] != np.median(series(timed, "a", "seconds")) / np.median(
+        series(timed, "b", "seconds")
+    )
     assert (found["over"], found["under"], found["part"]) == ("a", "b", "seconds")
 
 
 def test_rounds_take_turns_and_warm_up_apart():
     calls = []
-    sides = {name: lambda i, name=name: calls.append((i, name)) or {"seconds": 1.0} for name in "abc"}
+    sides = {
+        name: lambda i, name=name: calls.append((i, name)) or {"seconds": 1.0} for name in "abc"
+    }
     timed = interleave(sides, Plan(rounds=2, warmup=1))
-    assert calls == [(0, "a"), (0, "b"), (0, "c"), (1, "b"), (1, "c"), (1, "a"), (2, "c"), (2, "a"), (2, "b")]
-    assert len(timed.warmup) == 1 and [list(r.seconds) for r in timed.rounds] == [["b", "c", "a"], ["c", "a", "b"]]
+    assert calls == [
+        (0, "a"),
+        (0, "b"),
+        (0, "c"),
+        (1, "b"),
+        (1, "c"),
+        (1, "a"),
+        (2, "c"),
+        (2, "a"),
+        (2, "b"),
+    ]
+    assert len(timed.warmup) == 1 and [list(r.seconds) for r in timed.rounds] == [
+        ["b", "c", "a"],
+        ["c", "a", "b"],
+    ]
 
 
 @pytest.mark.slow
@@ -71,24 +97,41 @@ def test_gpu_suite_in_a_tiny_shape(tmp_path):
     output = tmp_path / "new" / "out.json"
     suite.run_all([TINY], Arguments(str(output), rounds=2), {})
     record = json.loads(output.read_text())
-    assert record["complete"] and record["commit"] and record["versions"]["jax"] and record["skipped"] == []
+    assert (
+        record["complete"]
+        and record["commit"]
+        and record["versions"]["jax"]
+        and record["skipped"] == []
+    )
     generation, step, loop = record["benchmarks"]
     for entry in record["benchmarks"]:
         assert len(entry["raw"]["rounds"]) == 2 and len(entry["raw"]["warmup"]) == 1
         assert all(len(r["pairs"]) == 2 and r["median"] > 0 for r in entry["ratios"])
     assert generation["tokens_per_second"].keys() == {"fp8rl_jax/bf16", "fp8rl_jax/fp8-rl"}
     assert step["seconds"]["fp8rl_jax/bf16"].keys() == {"seconds", "gen", "train", "sync"}
-    assert step["seconds"]["fp8rl_jax/fp8-rl"].keys() == {"seconds", "gen", "train", "calibrate", "sync"}
+    assert step["seconds"]["fp8rl_jax/fp8-rl"].keys() == {
+        "seconds",
+        "gen",
+        "train",
+        "calibrate",
+        "sync",
+    }
     assert [r["part"] for r in step["ratios"]] == ["seconds", "gen", "train", "sync"]
     round = step["raw"]["rounds"][0]["seconds"]["fp8rl_jax/fp8-rl"]
     assert round.pop("seconds") > sum(round.values()) > 0  # the rest: advantages, mismatch, metrics
-    assert loop["seconds"].keys() == {"loop", "direct"} and loop["seconds"]["loop"].keys() >= {"seconds", "gen", "sync"}
+    assert loop["seconds"].keys() == {"loop", "direct"} and loop["seconds"]["loop"].keys() >= {
+        "seconds",
+        "gen",
+        "sync",
+    }
     assert loop["target"] == 1.1 and loop["raw"]["rounds"][0]["seconds"]["loop"]["seconds"] > 0
 
 
 def test_times_of_a_cpu_are_raw_data(tmp_path):
     output = tmp_path / "out.json"
-    suite.run_all([replace(TINY, absolute=False)], Arguments(str(output), ("generation",), rounds=1), {})
+    suite.run_all(
+        [replace(TINY, absolute=False)], Arguments(str(output), ("generation",), rounds=1), {}
+    )
     (entry,) = json.loads(output.read_text())["benchmarks"]
     assert "seconds" not in entry and "tokens_per_second" not in entry
     assert entry["raw"]["seconds"]["fp8rl_jax/bf16"]["seconds"]["median"] > 0
@@ -99,17 +142,31 @@ def test_past_the_deadline_nothing_begins(tmp_path):
     suite.run_all([TINY], Arguments(str(output)), {}, deadline=0.0)
     record = json.loads(output.read_text())
     assert record["benchmarks"] == []
-    assert record["skipped"] == ["generation, tiny", "grpo_step, tiny", "loop_overhead, tiny, fp8-rl"]
+    assert record["skipped"] == [
+        "generation, tiny",
+        "grpo_step, tiny",
+        "loop_overhead, tiny, fp8-rl",
+    ]
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "--transformers-python: generation is compared with transformers; give its interpreter, or --peers none"),
+        (
+            [],
+            "--transformers-python: generation is compared with transformers; give its "
+            "interpreter, or --peers none",
+        ),
         (["--benchmarks", "grpo_step"], "--tunix-python: grpo_step is compared with tunix"),
-        (["--transformers-python", "/nowhere/python"], "--transformers-python: /nowhere/python is not there"),
+        (
+            ["--transformers-python", "/nowhere/python"],
+            "--transformers-python: /nowhere/python is not there",
+        ),
         (["--peers", "none", "--tunix-python", "x"], "--peers none contradicts --tunix-python"),
-        (["--peers", "none", "--workloads", "Qwen3", "GPT"], "--workloads: 'GPT' is in none of the names: SmolLM2-135M-Instruct"),
+        (
+            ["--peers", "none", "--workloads", "Qwen3", "GPT"],
+            "--workloads: 'GPT' is in none of the names: SmolLM2-135M-Instruct",
+        ),
         (["--rounds", "0"], "--rounds: 0 must be at least 1"),
     ],
 )
@@ -130,13 +187,19 @@ def test_card_and_monitor_read_nvidia_smi(tmp_path, monkeypatch):
     assert card.about() == {} or "name" in card.about()
     fake = tmp_path / "nvidia-smi"
     fake.write_text(
-        '#!/bin/sh\ncase "$*" in\n*name*) echo "NVIDIA H200, 1.2.3, 9.0, 143771, 1980, 3201, 700.00, Disabled";;\n'
-        '*) echo "1980, 3201, 350.5, 40, 99"; echo "1500, 3201, [N/A], 41, 97"; exec sleep 30;;\nesac\n'
+        '#!/bin/sh\ncase "$*" in\n*name*) echo "NVIDIA H200, 1.2.3, 9.0, 143771, 1980, 3201, '
+        '700.00, Disabled";;\n'
+        '*) echo "1980, 3201, 350.5, 40, 99"; echo "1500, 3201, [N/A], 41, 97"; exec sleep '
+        "30;;\nesac\n"
     )
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.delenv("JAX_PLATFORMS")
-    assert card.present() and card.about()["name"] == "NVIDIA H200" and card.about()["compute_cap"] == "9.0"
+    assert (
+        card.present()
+        and card.about()["name"] == "NVIDIA H200"
+        and card.about()["compute_cap"] == "9.0"
+    )
     with card.Monitor() as monitor:
         while not Path(f"/proc/{monitor._process.pid}/comm").read_text().startswith("sleep"):
             pass
@@ -146,7 +209,9 @@ def test_card_and_monitor_read_nvidia_smi(tmp_path, monkeypatch):
 
 
 def test_record_names_no_place_of_this_machine(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["x", "--tunix-python", f"{tmp_path}/venv/bin/python", "--rounds", "3"])
+    monkeypatch.setattr(
+        sys, "argv", ["x", "--tunix-python", f"{tmp_path}/venv/bin/python", "--rounds", "3"]
+    )
     found = machine.facts()
     assert found["command"][3:] == ["--tunix-python", ".../python", "--rounds", "3"]
     assert str(Path.home()) not in json.dumps(found)
@@ -157,5 +222,7 @@ def test_workloads_fit_the_models():
         assert 0.5e9 < workload.describe()["parameters"] < 2.1e9
         assert workload.step.prompts % workload.micro_batch_prompts == 0
     prompts = random_prompts(SMALL, 100)
-    assert len({tuple(row) for row in prompts.tokens}) == SMALL.prompts and prompts.lengths.tolist() == [64, 64]
+    assert len(
+        {tuple(row) for row in prompts.tokens}
+    ) == SMALL.prompts and prompts.lengths.tolist() == [64, 64]
     assert prompts.tokens.min() >= 25 and SMALL.rows == 4 and SMALL.tokens == 12

@@ -1,4 +1,5 @@
-"""The command for a card: its arithmetic, a rehearsal of what may go wrong there, its faults, and all of it in miniature."""
+"""The command for a card: its arithmetic, a rehearsal of what may go wrong there, its faults, and
+all of it in miniature."""
 
 import json
 import os
@@ -15,7 +16,17 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from experiments.benchmarks.gpu import attention, checks, copying, figures, grouped, products, quantizers, runner, training
+from experiments.benchmarks.gpu import (
+    attention,
+    checks,
+    copying,
+    figures,
+    grouped,
+    products,
+    quantizers,
+    runner,
+    training,
+)
 from experiments.benchmarks.gpu import record as record_module
 from experiments.benchmarks.gpu.__main__ import main
 from experiments.benchmarks.gpu.checks import reference_of, same_bits, verdict
@@ -52,7 +63,9 @@ MIB = 2**20
 
 def test_a_call_is_what_more_programs_add():
     # 5 ms of products, then programs of 4 calls of 10 us: nothing of the 5 ms is left
-    assert call_seconds(5e-3 + 1 * 40e-6, 5e-3 + 11 * 40e-6, programs=10, calls=4) == pytest.approx(10e-6)
+    assert call_seconds(5e-3 + 1 * 40e-6, 5e-3 + 11 * 40e-6, programs=10, calls=4) == pytest.approx(
+        10e-6
+    )
     with pytest.raises(RuntimeError, match="nothing can be said"):
         call_seconds(5e-3, 5e-3, 10, 4)
 
@@ -70,24 +83,38 @@ def test_few_programs_are_queued_of_long_ones_and_of_large_results():
 
 
 def test_short_calls_are_many_and_the_host_is_given_time_for_them():
-    assert calls_of(16, MIB) == 16 and calls_of(4, 100 * MIB) == 16 and calls_of(3, 184 * MIB) == 3 and calls_of(1, 2**30) == 1
-    # 7 ms of products; a host that takes 5 ms needs one and a half times as much, and one that takes 200 cannot have it
+    assert (
+        calls_of(16, MIB) == 16
+        and calls_of(4, 100 * MIB) == 16
+        and calls_of(3, 184 * MIB) == 3
+        and calls_of(1, 2**30) == 1
+    )
+    # 7 ms of products; a host that takes 5 ms needs one and a half times as much, and one that
+    # takes 200 cannot have it
     assert leads_of(1e-3, 7e-3) == 1 and leads_of(5e-3, 7e-3) == 2 and leads_of(0.2, 7e-3) == 16
 
 
 def test_repeated_calls_go_through_the_copies_in_turn():
     calls = repeated(lambda x: 2 * x, [(jnp.float32(1),), (jnp.float32(2),)], calls=5)
     assert [float(x) for x in calls] == [2, 4, 2, 4, 2]
-    products = jax.jit(partial(repeated, jax.jit(lambda x: x @ x), calls=6)).lower([(jnp.eye(4),)] * 3).compile()
+    products = (
+        jax.jit(partial(repeated, jax.jit(lambda x: x @ x), calls=6))
+        .lower([(jnp.eye(4),)] * 3)
+        .compile()
+    )
     assert products.as_text().count(" dot(") == 6  # none is merged with one of the same inputs
 
 
 def test_a_sample_says_whether_the_host_was_ahead(monkeypatch):
     clock = Clock(tiny=True)
     clock.ahead_seconds = 6e-3
-    prepared = Prepared(lambda copies: copies, [(), ()], calls=2, short=1, long=5, about={}, leads=2)
+    prepared = Prepared(
+        lambda copies: copies, [(), ()], calls=2, short=1, long=5, about={}, leads=2
+    )
     for queued, ahead in ((11e-3, 1.0), (13e-3, 0.0)):
-        monkeypatch.setattr(clock, "_elapsed", lambda _, programs, queued=queued: (12e-3 + programs * 2e-4, queued))
+        monkeypatch.setattr(
+            clock, "_elapsed", lambda _, programs, queued=queued: (12e-3 + programs * 2e-4, queued)
+        )
         assert clock.sample(prepared) == {"seconds": pytest.approx(1e-4), "ahead": ahead}
 
 
@@ -107,12 +134,22 @@ def test_the_bound_allows_a_short_sum_and_no_missing_block():
     want, sums = x @ w, abs(x) @ abs(w)
     rounded = want + sums * 2.0**-12
     without_block = want - x[:, :128] @ w[:128]
-    assert verdict("matmul", QGMMA, want, want, sums) == {"difference": 0.0, "of_allowed": 0.0, "passed": True}
+    assert verdict("matmul", QGMMA, want, want, sums) == {
+        "difference": 0.0,
+        "of_allowed": 0.0,
+        "passed": True,
+    }
     assert verdict("matmul", QGMMA, rounded, want, sums)["passed"]
     assert not verdict("matmul", QGMMA, without_block, want, sums)["passed"]
-    assert not verdict("matmul", QGMMA, np.where(want == want.max(), np.nan, want), want, sums)["passed"]
-    on_device = verdict("matmul", QGMMA, jnp.asarray(without_block), jnp.asarray(want), jnp.asarray(sums))
-    assert on_device["of_allowed"] == pytest.approx(verdict("matmul", QGMMA, without_block, want, sums)["of_allowed"], rel=1e-3)
+    assert not verdict("matmul", QGMMA, np.where(want == want.max(), np.nan, want), want, sums)[
+        "passed"
+    ]
+    on_device = verdict(
+        "matmul", QGMMA, jnp.asarray(without_block), jnp.asarray(want), jnp.asarray(sums)
+    )
+    assert on_device["of_allowed"] == pytest.approx(
+        verdict("matmul", QGMMA, without_block, want, sums)["of_allowed"], rel=1e-3
+    )
 
 
 def test_without_a_tolerance_all_bits_count():
@@ -142,29 +179,51 @@ def test_every_kernel_has_a_part_in_the_first_checks():
         if job.first and job.label != "card":
             program = lowered_case(job.run.args[2])
             calls = program.split("@mosaic_gpu_v2(")[1:]
-            found |= {name for call in calls for name in re.findall(r"(?<![a-z_])([a-z][a-z_]*)_mosaic_gpu", call)} - {"stable"}
+            found |= {
+                name
+                for call in calls
+                for name in re.findall(r"(?<![a-z_])([a-z][a-z_]*)_mosaic_gpu", call)
+            } - {"stable"}
     assert found == {
-        "blockwise_matmul", "blockwise_matmul_few_rows", "decode_attention", "grouped_matmul", "grouped_outer_product",
-        "quantize_rms_norm", "quantize_rows", "quantize_rows_tokens", "quantize_square", "quantize_swiglu", "quantize_tokens",
-        "regroup", "write_cache",
-    }  # fmt: skip
+        "blockwise_matmul",
+        "blockwise_matmul_few_rows",
+        "decode_attention",
+        "grouped_matmul",
+        "grouped_outer_product",
+        "quantize_rms_norm",
+        "quantize_rows",
+        "quantize_rows_tokens",
+        "quantize_square",
+        "quantize_swiglu",
+        "quantize_tokens",
+        "regroup",
+        "write_cache",
+    }
 
 
 def lowered_case(case: Case) -> str:
     shapes = jax.eval_shape(case.arguments, jax.random.key(0))
     with tracing_for(132):
-        return jax.jit(lambda *a: case.run(*a, backend="hopper")).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+        return (
+            jax.jit(lambda *a: case.run(*a, backend="hopper"))
+            .trace(*shapes)
+            .lower(lowering_platforms=("cuda",))
+            .as_text()
+        )
 
 
 def test_a_kernels_program_is_the_same_whatever_was_lowered_before():
     """Else no compiled program would be found in the cache again."""
-    rows, weight = (case for case in cases_of("quantize", "small") if case.name in ("rows", "weight"))
+    rows, weight = (
+        case for case in cases_of("quantize", "small") if case.name in ("rows", "weight")
+    )
     first = lowered_case(rows)
     lowered_case(weight)
     assert lowered_case(rows) == first
 
 
-# a rehearsal: jobs that hang, crash, are wrong, or have no time; a fake clock, and workers that only say how long they take
+# a rehearsal: jobs that hang, crash, are wrong, or have no time; a fake clock, and workers that
+# only say how long they take
 
 
 class FakeTime:
@@ -179,7 +238,8 @@ class FakeTime:
 
 
 class FakeWorker:
-    """Takes as long as `takes` says, and answers, hangs, crashes or breaks the device as `does` says; by label."""
+    """Takes as long as `takes` says, and answers, hangs, crashes or breaks the device as `does`
+    says; by label."""
 
     def __init__(self, rehearsal):
         self.rehearsal = rehearsal
@@ -190,7 +250,9 @@ class FakeWorker:
 
     def ask(self, request, seconds):
         rehearsal, label = self.rehearsal, request["label"]
-        rehearsal.asked.append((*([] if not request["compile_only"] else ["compile"]), request["part"], label))
+        rehearsal.asked.append(
+            (*([] if not request["compile_only"] else ["compile"]), request["part"], label)
+        )
         does = "answer" if request["compile_only"] else rehearsal.does.get(label, "answer")
         takes = 1.0 if request["compile_only"] else rehearsal.takes.get(label, 5.0)
         if does == "hang" or takes > seconds:
@@ -210,7 +272,15 @@ class FakeWorker:
             return {"failed": "no such shape", "usable": True}
         if does == "break":
             return {"failed": "illegal address", "usable": False}
-        return {"result": {"passed": does != "wrong", "shape": [1, 1, 1], "forward": False, "weight_bytes": 0}, "usable": True}
+        return {
+            "result": {
+                "passed": does != "wrong",
+                "shape": [1, 1, 1],
+                "forward": False,
+                "weight_bytes": 0,
+            },
+            "usable": True,
+        }
 
     def said(self):
         return "first words\nlast words"
@@ -237,12 +307,15 @@ class Rehearsal:
             return FakeWorker(self)
 
         self.folder = Folder(self.path, self.jobs, counts=True)
-        left = Runner(self.folder, start, seconds, 1, clock=Time(self.time.now, self.time.sleep)).run(parts)
+        left = Runner(
+            self.folder, start, seconds, 1, clock=Time(self.time.now, self.time.sleep)
+        ).run(parts)
         assert self.time.now() - begun <= seconds
         return left
 
     def measured(self):
-        """What the last command has run, but for compilations, and for the check that tells whether the cache is right."""
+        """What the last command has run, but for compilations, and for the check that tells whether
+        the cache is right."""
         return [asked for asked in self.asked if asked[0] != "compile" and asked[-1] != "small"]
 
     def read(self, part):
@@ -250,12 +323,19 @@ class Rehearsal:
 
 
 def fake_jobs(**more):
-    """Two checks, one of them small, and three jobs of every other part, the first wanted first; `more`: label -> changes."""
+    """Two checks, one of them small, and three jobs of every other part, the first wanted first;
+    `more`: label -> changes."""
     jobs = {"checks": [fake_job("small", "matmul", first=True), fake_job("real", "matmul")]}
     for part in PARTS:
         if part != "checks":
-            jobs[part] = [fake_job(f"{part} {i}", part, first=i == 0 and part not in ("step", "quantize")) for i in range(3)]
-    return {part: [replace(job, **more.get(job.label, {})) for job in found] for part, found in jobs.items()}
+            jobs[part] = [
+                fake_job(f"{part} {i}", part, first=i == 0 and part not in ("step", "quantize"))
+                for i in range(3)
+            ]
+    return {
+        part: [replace(job, **more.get(job.label, {})) for job in found]
+        for part, found in jobs.items()
+    }
 
 
 def fake_job(label, operation, **more):
@@ -275,7 +355,9 @@ def test_what_is_worth_most_comes_first(tmp_path):
     assert measured[:6] == ["small", "small", "copy 0", "matmul 0", "attention 0", "grouped 0"]
     assert measured[6:9] == ["step 0", "step 1", "step 2"] and measured[-1] == "real"
     compiled = [label for *kind, _, label in rehearsal.asked if kind == ["compile"]]
-    assert compiled[:4] == measured[2:6] and rehearsal.asked.index(("compile", "copy", "copy 0")) == 1
+    assert (
+        compiled[:4] == measured[2:6] and rehearsal.asked.index(("compile", "copy", "copy 0")) == 1
+    )
     assert not [label for label in compiled if label.startswith(("step", "small", "real"))]
     # what is timed has the card for itself, and most of its memory; what is not shares both
     assert rehearsal.started[2] == {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9"}
@@ -289,15 +371,26 @@ def test_a_job_that_hangs_crashes_fails_or_is_wrong_costs_itself_alone(tmp_path)
     hung = rehearsal.read("matmul")["failed"]["matmul 0"]["reason"]
     assert hung == "took longer than 90 s: taken for one that hangs, and ended"
     assert set(rehearsal.read("matmul")["results"]) == {"matmul 1", "matmul 2"}
-    assert rehearsal.read("attention")["failed"]["attention 1"]["reason"] == "was killed by signal 6: the last words"
+    assert (
+        rehearsal.read("attention")["failed"]["attention 1"]["reason"]
+        == "was killed by signal 6: the last words"
+    )
     assert rehearsal.read("grouped")["failed"]["grouped 0"]["reason"] == "no such shape"
     assert rehearsal.read("quantize")["failed"]["quantize 1"]["reason"] == "illegal address"
     checked = rehearsal.read("checks")["results"]
     # what raised beside others, for want of memory perhaps, is tried again alone
-    assert not checked["small"]["passed"] and checked["real"]["passed"] and rehearsal.asked[-2:] == [("checks", "real")] * 2
+    assert (
+        not checked["small"]["passed"]
+        and checked["real"]["passed"]
+        and rehearsal.asked[-2:] == [("checks", "real")] * 2
+    )
     asked = len(rehearsal.asked)
-    assert "==== attention: attention 1: was killed by signal 6" in (tmp_path / "workers.log").read_text()
-    assert rehearsal.command() == {} and rehearsal.asked == [] and asked > 0  # what failed is not tried again
+    assert (
+        "==== attention: attention 1: was killed by signal 6"
+        in (tmp_path / "workers.log").read_text()
+    )
+    # what failed is not tried again
+    assert rehearsal.command() == {} and rehearsal.asked == [] and asked > 0
 
 
 def test_a_cache_that_gives_wrong_kernels_is_not_used(tmp_path):
@@ -307,24 +400,39 @@ def test_a_cache_that_gives_wrong_kernels_is_not_used(tmp_path):
     fresh = [own.get("JAX_ENABLE_COMPILATION_CACHE") == "false" for own in rehearsal.started]
     assert fresh[:3] == [False] * 3 and all(fresh[3:]) and len(fresh) > 4
     compiled = [asked[-1] for asked in rehearsal.asked if asked[0] == "compile"]
-    assert compiled == ["copy 0", "matmul 0", "attention 0", "grouped 0"]  # nothing more once that is known
+    # nothing more once that is known
+    assert compiled == ["copy 0", "matmul 0", "attention 0", "grouped 0"]
 
 
 def test_an_operation_that_hangs_twice_waits_for_the_next_command(tmp_path):
-    rehearsal = Rehearsal(tmp_path, fake_jobs(), {"small": "hang", "matmul 0": "hang", "matmul 1": "hang"})
+    rehearsal = Rehearsal(
+        tmp_path, fake_jobs(), {"small": "hang", "matmul 0": "hang", "matmul 1": "hang"}
+    )
     left = rehearsal.command()
-    assert left["matmul"] == "2 left: 2 jobs of matmul hung or crashed in this command" and left["checks"].startswith("1 left: 2")
+    assert left["matmul"] == "2 left: 2 jobs of matmul hung or crashed in this command" and left[
+        "checks"
+    ].startswith("1 left: 2")
     assert set(left) == {"matmul", "checks"} and rehearsal.read("step")["complete"]
-    assert rehearsal.command() == {} and set(rehearsal.read("matmul")["failed"]) == {"matmul 0", "matmul 1"}
+    assert rehearsal.command() == {} and set(rehearsal.read("matmul")["failed"]) == {
+        "matmul 0",
+        "matmul 1",
+    }
 
 
 def test_a_command_begins_nothing_that_it_might_not_end_and_the_next_goes_on(tmp_path):
     takes = {f"step {i}": 200.0 for i in range(3)} | {"matmul 0": 60.0}
-    rehearsal = Rehearsal(tmp_path, fake_jobs(**{f"step {i}": {"seconds": 240.0} for i in range(3)}), takes=takes)
+    rehearsal = Rehearsal(
+        tmp_path, fake_jobs(**{f"step {i}": {"seconds": 240.0} for i in range(3)}), takes=takes
+    )
     left = rehearsal.command(540.0)
-    assert left["step"] == "2 left: out of time"  # 200 s of the first, and less than 240 s are left for another
-    assert rehearsal.read("step")["left"] == ["step 1", "step 2"] and rehearsal.read("step")["failed"] == {}
-    assert rehearsal.read("copy")["complete"] and ("matmul", "matmul 1") in rehearsal.asked  # what fits still runs
+    # 200 s of the first, and less than 240 s are left for another
+    assert left["step"] == "2 left: out of time"
+    assert (
+        rehearsal.read("step")["left"] == ["step 1", "step 2"]
+        and rehearsal.read("step")["failed"] == {}
+    )
+    # what fits still runs
+    assert rehearsal.read("copy")["complete"] and ("matmul", "matmul 1") in rehearsal.asked
     seen = rehearsal.measured()
     while left:
         left = rehearsal.command(540.0)
@@ -332,7 +440,10 @@ def test_a_command_begins_nothing_that_it_might_not_end_and_the_next_goes_on(tmp
         assert again and not set(again) & set(seen)
         seen += again
     assert all(rehearsal.read(part)["complete"] for part in PARTS)
-    assert len(rehearsal.read("step")["commands"]) > 1 and rehearsal.read("step")["results"]["step 2"]["command"] > 0
+    assert (
+        len(rehearsal.read("step")["commands"]) > 1
+        and rehearsal.read("step")["results"]["step 2"]["command"] > 0
+    )
     assert rehearsal.command(60.0) == {}
 
 
@@ -340,7 +451,9 @@ def test_a_command_that_ends_mid_way_keeps_what_was_measured(tmp_path):
     rehearsal = Rehearsal(tmp_path, fake_jobs(), {"attention 0": "end"})
     with pytest.raises(KeyboardInterrupt):
         rehearsal.command()
-    assert rehearsal.read("copy")["results"]["copy 0"]["passed"] and rehearsal.read("matmul")["left"] == ["matmul 1", "matmul 2"]
+    assert rehearsal.read("copy")["results"]["copy 0"]["passed"] and rehearsal.read("matmul")[
+        "left"
+    ] == ["matmul 1", "matmul 2"]
     assert not (tmp_path / "attention.json").exists() and (tmp_path / "figures.json").exists()
     rehearsal.does = {}
     assert rehearsal.command() == {} and rehearsal.read("attention")["failed"] == {}
@@ -349,8 +462,13 @@ def test_a_command_that_ends_mid_way_keeps_what_was_measured(tmp_path):
 
 def test_what_the_end_of_the_command_cuts_off_is_not_blamed(tmp_path):
     rehearsal = Rehearsal(tmp_path, fake_jobs(**{"copy 0": {"seconds": 200.0}}), {"copy 0": "hang"})
-    slow = Runner(Folder(tmp_path, rehearsal.jobs, True), lambda own: FakeWorker(rehearsal), 250.0, 1)
-    slow.clock, slow.end = Time(rehearsal.time.now, rehearsal.time.sleep), rehearsal.time.now() + 100.0
+    slow = Runner(
+        Folder(tmp_path, rehearsal.jobs, True), lambda own: FakeWorker(rehearsal), 250.0, 1
+    )
+    slow.clock, slow.end = (
+        Time(rehearsal.time.now, rehearsal.time.sleep),
+        rehearsal.time.now() + 100.0,
+    )
     slow._longest["copy", False] = 20.0  # so it may well be done in 40
     slow.alone([Task("copy", rehearsal.jobs["copy"][0])])
     assert slow.folder.left("copy") == rehearsal.jobs["copy"] and not slow.hangs
@@ -358,15 +476,22 @@ def test_what_the_end_of_the_command_cuts_off_is_not_blamed(tmp_path):
 
 def test_a_change_of_one_kernel_puts_aside_what_depends_on_it(tmp_path, monkeypatch):
     versions = {"pallas_kernels.matmul": "one", "pallas_kernels.quantize": "one"}
-    monkeypatch.setattr(record_module, "fingerprint", lambda modules: ",".join(map(versions.get, modules)))
+    monkeypatch.setattr(
+        record_module, "fingerprint", lambda modules: ",".join(map(versions.get, modules))
+    )
     jobs = fake_jobs()
     depends = {"matmul": ("pallas_kernels.matmul",), "quantize": ("pallas_kernels.quantize",)}
-    jobs |= {part: [replace(job, sources=sources) for job in jobs[part]] for part, sources in depends.items()}
+    jobs |= {
+        part: [replace(job, sources=sources) for job in jobs[part]]
+        for part, sources in depends.items()
+    }
     rehearsal = Rehearsal(tmp_path, jobs, {"matmul 1": "fail"})
     assert rehearsal.command() == {}
     versions["pallas_kernels.matmul"], rehearsal.does = "two", {}
     before = {part: rehearsal.read(part) for part in PARTS if part != "matmul"}
-    assert rehearsal.command() == {} and rehearsal.measured() == [("matmul", f"matmul {i}") for i in range(3)]
+    assert rehearsal.command() == {} and rehearsal.measured() == [
+        ("matmul", f"matmul {i}") for i in range(3)
+    ]
     assert before == {part: rehearsal.read(part) for part in PARTS if part != "matmul"}
     matmul = rehearsal.read("matmul")
     assert matmul["failed"] == {} and matmul["outdated"].keys() == matmul["results"].keys()
@@ -377,7 +502,9 @@ def test_a_folder_of_another_device_size_or_time_is_refused(tmp_path):
     rehearsal = Rehearsal(tmp_path, fake_jobs())
     rehearsal.command(parts=("copy",))
     rehearsal.device = "NVIDIA H100"
-    with pytest.raises(UserError, match="has device 'NVIDIA H200', and this is 'NVIDIA H100'; give another folder"):
+    with pytest.raises(
+        UserError, match="has device 'NVIDIA H200', and this is 'NVIDIA H100'; give another folder"
+    ):
         rehearsal.command()
     with pytest.raises(UserError, match="has counts True, and this is False"):
         Folder(tmp_path, fake_jobs(), counts=False)
@@ -418,27 +545,44 @@ def real_runner(tmp_path, jobs, faulty=(), absent=()):
         word = "faulty" if number in faulty else str(number)
         if number in absent:
             return Link([sys.executable, "-S", "-E", "-c", "import nothing_of_the_kind"], {})
-        return Link([sys.executable, "-S", "-E", str(script), str(tmp_path), word], {"PATH": "/usr/bin:/bin"} | own)
+        return Link(
+            [sys.executable, "-S", "-E", str(script), str(tmp_path), word],
+            {"PATH": "/usr/bin:/bin"} | own,
+        )
 
     jobs = {part: jobs if part == "checks" else [] for part in PARTS}
     return Runner(Folder(tmp_path / "out", jobs, False), start, 500.0, 2)
 
 
 def test_processes_run_together_and_each_job_is_blamed_for_itself(tmp_path):
-    labels = {"pair a": 30.0, "pair b": 30.0, "crash": 30.0, "hang": 1.0, "nonsense": 30.0, "last": 30.0}
-    runner = real_runner(tmp_path, [fake_job(label, label, seconds=seconds) for label, seconds in labels.items()])
+    labels = {
+        "pair a": 30.0,
+        "pair b": 30.0,
+        "crash": 30.0,
+        "hang": 1.0,
+        "nonsense": 30.0,
+        "last": 30.0,
+    }
+    runner = real_runner(
+        tmp_path, [fake_job(label, label, seconds=seconds) for label, seconds in labels.items()]
+    )
     assert runner.run(["checks"]) == {}
     found = json.loads((tmp_path / "out" / "checks.json").read_text())
     assert set(found["results"]) == {"pair a", "pair b", "last"}  # the pair waits for each other
     assert found["failed"]["crash"]["reason"] == "was killed by signal 6: the last words"
-    assert found["failed"]["hang"]["reason"] == "took longer than 1 s: taken for one that hangs, and ended"
+    assert (
+        found["failed"]["hang"]["reason"]
+        == "took longer than 1 s: taken for one that hangs, and ended"
+    )
     assert found["failed"]["nonsense"]["reason"] == "answered b'nonsense', which is no JSON object"
 
 
 def test_a_fault_ends_the_command_at_once(tmp_path):
     begun = time.monotonic()
     with pytest.raises(UserError, match="^no such card$"):
-        real_runner(tmp_path, [fake_job("hang", "x"), fake_job("last", "x")], faulty=(1,)).run(["checks"])
+        real_runner(tmp_path, [fake_job("hang", "x"), fake_job("last", "x")], faulty=(1,)).run(
+            ["checks"]
+        )
     assert time.monotonic() - begun < 30
     assert not (tmp_path / "out" / "checks.json").exists()  # what was ended with it is not blamed
 
@@ -447,7 +591,9 @@ def test_a_worker_that_does_not_start_leaves_its_jobs_to_others(tmp_path):
     jobs = [fake_job("a", "a"), fake_job("b", "b"), fake_job("c", "c")]
     assert real_runner(tmp_path / "one", jobs, absent=(0,)).run(["checks"]) == {}
     left = real_runner(tmp_path / "all", jobs, absent=range(100)).run(["checks"])
-    assert left["checks"].startswith("3 left: no process to run it: ended with status 1: ModuleNotFoundError")
+    assert left["checks"].startswith(
+        "3 left: no process to run it: ended with status 1: ModuleNotFoundError"
+    )
 
 
 # sources
@@ -455,13 +601,16 @@ def test_a_worker_that_does_not_start_leaves_its_jobs_to_others(tmp_path):
 
 def test_a_result_depends_on_what_it_imports_and_on_nothing_else(tmp_path):
     files = {
-        "pallas_kernels/__init__.py": "from pallas_kernels.a import f\nfrom pallas_kernels.b import g",
+        "pallas_kernels/__init__.py": "from pallas_kernels.a import f\nfrom pallas_kernels.b "
+        "import g",
         "pallas_kernels/a/__init__.py": "from pallas_kernels.a.api import f",
-        "pallas_kernels/a/api.py": "from pallas_kernels import shared\nfrom pallas_kernels.b import scale\n"
+        "pallas_kernels/a/api.py": "from pallas_kernels import shared\nfrom pallas_kernels.b "
+        "import scale\n"
         "def f():\n    from pallas_kernels.a import kernel",
         "pallas_kernels/a/kernel.py": "import pallas_kernels.shared",
         "pallas_kernels/b/__init__.py": "from pallas_kernels.b.api import g, scale",
-        "pallas_kernels/b/api.py": "def g():\n    from pallas_kernels.b import kernel\ndef scale(): pass",
+        "pallas_kernels/b/api.py": "def g():\n    from pallas_kernels.b import kernel\ndef "
+        "scale(): pass",
         "pallas_kernels/b/kernel.py": "X = 1",
         "pallas_kernels/shared.py": "import jax",
     }
@@ -471,20 +620,26 @@ def test_a_result_depends_on_what_it_imports_and_on_nothing_else(tmp_path):
     names = ("a", "a.api", "a.kernel", "b.api", "shared")
     assert closure(["pallas_kernels.a"], tmp_path) == {f"pallas_kernels.{name}" for name in names}
     assert "pallas_kernels.b.kernel" in closure(["pallas_kernels.a", "pallas_kernels.b"], tmp_path)
-    assert closure(["pallas_kernels"], tmp_path) >= {"pallas_kernels.a.kernel", "pallas_kernels.b.kernel"}
+    assert closure(["pallas_kernels"], tmp_path) >= {
+        "pallas_kernels.a.kernel",
+        "pallas_kernels.b.kernel",
+    }
 
 
 def test_a_fix_in_one_kernel_keeps_the_figures_of_the_others():
     jobs = {(part, job.label): job for part in PARTS for job in PARTS[part].jobs(Setting())}
 
     def on(module):
-        return {name for name, job in jobs.items() if f"pallas_kernels.{module}" in closure(job.sources)}
+        return {
+            name for name, job in jobs.items() if f"pallas_kernels.{module}" in closure(job.sources)
+        }
 
     of_attention = on("decode_attention.consume")
     assert {part for part, _ in of_attention} == {"checks", "attention", "step"}
     assert all("attention" in label for part, label in of_attention if part == "checks")
     of_quantizers = on("quantize.hopper")
-    assert {part for part, _ in of_quantizers} == {"checks", "matmul", "step", "quantize"}  # matmul has them timed with it
+    # matmul has them timed with it
+    assert {part for part, _ in of_quantizers} == {"checks", "matmul", "step", "quantize"}
     assert all(": quantize " in label for part, label in of_quantizers if part == "checks")
     assert {part for part, _ in on("matmul.hopper")} == {"checks", "matmul", "grouped", "step"}
     assert {part for part, _ in on("cache_write.hopper")} == {"checks", "step"}
@@ -507,8 +662,14 @@ def test_comments_do_not_make_a_result_outdated(tmp_path):
     ("words", "message"),
     [
         ([], "the following arguments are required: --output"),
-        (["--output", "x", "--parts", "copy", "speed"], "argument --parts: invalid choice: 'speed' (choose from 'checks',"),
-        (["--output", "x", "--tiny", "--parts", "copy", "--minutes", "x"], "argument --minutes: invalid float value: 'x'"),
+        (
+            ["--output", "x", "--parts", "copy", "speed"],
+            "argument --parts: invalid choice: 'speed' (choose from 'checks',",
+        ),
+        (
+            ["--output", "x", "--tiny", "--parts", "copy", "--minutes", "x"],
+            "argument --minutes: invalid float value: 'x'",
+        ),
         (["--output", "x", "--minutes", "0"], "--minutes: 0.0 must be above 0"),
         (["--output", "/proc/nowhere", "--tiny"], "--output: /proc/nowhere cannot be written"),
         (["--output", "x"], "JAX_PLATFORMS=cpu keeps JAX from the GPU; unset it, or give --tiny"),
@@ -525,7 +686,10 @@ def test_faults_are_one_line(capsys, monkeypatch, words, message):
     ("smi", "message"),
     [
         ("exit 9", "no NVIDIA GPU: nvidia-smi names none"),
-        ('echo "NVIDIA A100, 1, 8.0, 1, 1, 1, 1, Disabled"', "no Hopper GPU: NVIDIA A100 has compute capability 8.0"),
+        (
+            'echo "NVIDIA A100, 1, 8.0, 1, 1, 1, 1, Disabled"',
+            "no Hopper GPU: NVIDIA A100 has compute capability 8.0",
+        ),
         ('echo "NVIDIA H200, 1, 9.0, 1, 1, 1, 1, Disabled"', "its CUDA plugin is missing"),
     ],
 )
@@ -548,16 +712,25 @@ def records(**changes):
         ratio = {"over": over, "under": under, "part": "seconds", "median": value}
         return {"ratios": [ratio], "seconds": {}, "tflops": {}, **more}
 
-    few = result("XLA bf16", "fp8", 1.6, shape=[16, 24576, 4096], forward=True, weight_bytes=24576 * 4096)
-    many = result("XLA bf16", "fp8", 1.95, shape=[4096, 4096, 4096], forward=True, weight_bytes=4096 * 4096)
-    slow = result("XLA bf16", "fp8", 1.4, shape=[4096, 1024, 4096], forward=True, weight_bytes=1024 * 4096)
+    few = result(
+        "XLA bf16", "fp8", 1.6, shape=[16, 24576, 4096], forward=True, weight_bytes=24576 * 4096
+    )
+    many = result(
+        "XLA bf16", "fp8", 1.95, shape=[4096, 4096, 4096], forward=True, weight_bytes=4096 * 4096
+    )
+    slow = result(
+        "XLA bf16", "fp8", 1.4, shape=[4096, 1024, 4096], forward=True, weight_bytes=1024 * 4096
+    )
     few["bytes_per_second"] = {"fp8": spread([3e12])}
     found = {
         "copy": {"8 GiB": {"bytes_per_second": {"copy": spread([4e12])}}},
         "matmul": {"few": few, "many": many, "slow": slow},
         "grouped": {"8-groups": result("fp8 dense", "fp8 grouped", 0.9)},
     }
-    return {part: {"counts": True, "results": results, "failed": {}, "left": []} | changes for part, results in found.items()}
+    return {
+        part: {"counts": True, "results": results, "failed": {}, "left": []} | changes
+        for part, results in found.items()
+    }
 
 
 def statuses(records):
@@ -566,15 +739,29 @@ def statuses(records):
 
 def test_the_table_takes_the_least_and_calls_nothing_met_that_was_not_measured():
     found = statuses(records())
-    assert found["matmul, M=4096, Qwen3-8B / XLA bf16, quantized beforehand"] == ((1.4, "slow"), "missed")
-    assert found["matmul, M=1..128, weights of 64 MB and more: bytes / copy"] == ((75.0, "few"), "met")
-    assert found["grouped, 8 groups, M=4096 in all / dense of the same work"] == ((0.9, "8-groups"), "met")
+    assert found["matmul, M=4096, Qwen3-8B / XLA bf16, quantized beforehand"] == (
+        (1.4, "slow"),
+        "missed",
+    )
+    assert found["matmul, M=1..128, weights of 64 MB and more: bytes / copy"] == (
+        (75.0, "few"),
+        "met",
+    )
+    assert found["grouped, 8 groups, M=4096 in all / dense of the same work"] == (
+        (0.9, "8-groups"),
+        "met",
+    )
     assert found["decode attention, FP8 KV: bytes / copy"] == (None, "not measured")
     without = records()
     del without["matmul"]["results"]["slow"]
-    assert statuses(without)["matmul, M=4096, Qwen3-8B / XLA bf16, quantized beforehand"] == ((1.95, "many"), "met, aim too")
+    assert statuses(without)["matmul, M=4096, Qwen3-8B / XLA bf16, quantized beforehand"] == (
+        (1.95, "many"),
+        "met, aim too",
+    )
     assert {status for _, status in statuses(records(counts=False)).values()} == {"not measured"}
-    assert len(FIGURES) == 10 and figures.STEP in [job.label for job in training.jobs(Setting(tiny=True))]
+    assert len(FIGURES) == 10 and figures.STEP in [
+        job.label for job in training.jobs(Setting(tiny=True))
+    ]
 
 
 # what only a card runs: its programs, traced and lowered here
@@ -583,7 +770,15 @@ def test_the_table_takes_the_least_and_calls_nothing_met_that_was_not_measured()
 @pytest.mark.parametrize(
     ("module", "kernels"),
     [
-        (products, {"fp8": True, "fp8, x quantized in it": True, "XLA bf16": False, "cuBLASLt fp8, per tensor": False}),
+        (
+            products,
+            {
+                "fp8": True,
+                "fp8, x quantized in it": True,
+                "XLA bf16": False,
+                "cuBLASLt fp8, per tensor": False,
+            },
+        ),
         (grouped, {"fp8 grouped": True, "fp8 dense": True, "XLA bf16, ragged": False}),
         (attention, {"fp8 cache": True, "bf16 cache": True, "XLA bf16": False}),
         (quantizers, {"ours": True, "XLA": False}),
@@ -591,7 +786,8 @@ def test_the_table_takes_the_least_and_calls_nothing_met_that_was_not_measured()
     ],
 )
 def test_the_programs_for_a_card_are_lowered_for_one(monkeypatch, module, kernels):
-    """Of each part's first job, at its real shape; cuDNN alone is asked for its version as it is traced, and is not here."""
+    """Of each part's first job, at its real shape; cuDNN alone is asked for its version as it is
+    traced, and is not here."""
     lowered = {}
 
     def lower(setting, works, *_, **__):
@@ -602,8 +798,11 @@ def test_the_programs_for_a_card_are_lowered_for_one(monkeypatch, module, kernel
                     program = jax.jit(partial(repeated, jax.jit(work.run))).trace([inputs] * 2)
                     text = program.lower(lowering_platforms=("cuda",)).as_text()
                 lowered[name] = "mosaic_gpu" in text
-                # a kernel's program is compiled while others are; one that XLA makes of its libraries' products is not
-                assert (PRODUCT.search(text) is not None) == (name not in ("copy", "read", "XLA") and not lowered[name])
+                # a kernel's program is compiled while others are; one that XLA makes of its
+                # libraries' products is not
+                assert (PRODUCT.search(text) is not None) == (
+                    name not in ("copy", "read", "XLA") and not lowered[name]
+                )
         return {"ratios": [], "seconds": {}}
 
     monkeypatch.setattr(module, "compare", lower)
@@ -622,16 +821,28 @@ def test_layers_are_as_many_as_fit():
 
 
 def test_all_parts_in_miniature(tmp_path, monkeypatch, capsys):
-    """Every part's own code, in this process; what `step` calls has tests of its own, and takes longer than all of these."""
+    """Every part's own code, in this process; what `step` calls has tests of its own, and takes
+    longer than all of these."""
     pair = {"over": figures.STEP_BF16, "under": figures.STEP_FP8, "part": "train", "median": 9.0}
     for name in ("grpo_step", "trained_layer"):
-        monkeypatch.setattr(training, name, lambda workload, plan: {"workload": workload.describe(), "ratios": [pair]})
+        monkeypatch.setattr(
+            training,
+            name,
+            lambda workload, plan: {"workload": workload.describe(), "ratios": [pair]},
+        )
     monkeypatch.setattr(training, "compile_step", lambda *_: {})
     setting = Setting(True, str(tmp_path / "python"), profile=True)
     jobs = {name: part.jobs(setting) for name, part in PARTS.items()}
     folder, answers = Folder(tmp_path / "out", jobs, counts=False), []
-    tasks = [Task(part, job, only) for part in PARTS for job in jobs[part] for only in (True, False)[not PARTS[part].ahead :]]
-    requests = [{"part": part, "label": job.label, "compile_only": only} for part, job, only in tasks]
+    tasks = [
+        Task(part, job, only)
+        for part in PARTS
+        for job in jobs[part]
+        for only in (True, False)[not PARTS[part].ahead :]
+    ]
+    requests = [
+        {"part": part, "label": job.label, "compile_only": only} for part, job, only in tasks
+    ]
     serve(setting, ["--tiny"], requests, answers.append)
     hello, *answers = answers
     assert hello["facts"]["versions"]["jax"] and len(answers) == len(tasks)
@@ -640,26 +851,57 @@ def test_all_parts_in_miniature(tmp_path, monkeypatch, capsys):
         if task.compile_only:
             # products that XLA chooses by timing them are not compiled while others run
             timed = [name for name, compiled in answer["result"]["compiled"].items() if compiled]
-            assert timed == ([] if task.part in ("matmul", "grouped", "attention") else list(answer["result"]["compiled"]))
+            assert timed == (
+                []
+                if task.part in ("matmul", "grouped", "attention")
+                else list(answer["result"]["compiled"])
+            )
         else:
             folder.store(task.part, task.job, answer, hello, 1.0)
     found = {part: json.loads((tmp_path / "out" / f"{part}.json").read_text()) for part in PARTS}
     for of_part in found.values():
-        assert of_part["complete"] and not of_part["counts"] and of_part["failed"] == {} and of_part["left"] == []
-        assert of_part["commands"][0]["versions"]["jax"] and "T(long) - T(short)" in of_part["method"]
+        assert (
+            of_part["complete"]
+            and not of_part["counts"]
+            and of_part["failed"] == {}
+            and of_part["left"] == []
+        )
+        assert (
+            of_part["commands"][0]["versions"]["jax"] and "T(long) - T(short)" in of_part["method"]
+        )
     checked = found["checks"]["results"]
-    assert all(result["passed"] for result in checked.values()) and checked["small: quantize rows"]["runs_equal"]
+    assert (
+        all(result["passed"] for result in checked.values())
+        and checked["small: quantize rows"]["runs_equal"]
+    )
     copied = found["copy"]["results"]["8 GiB"]
-    assert copied["bytes_per_second"]["copy"]["median"] > 0 and "no GPU" in copied["kernels"]["copy"]["failed"]
+    assert (
+        copied["bytes_per_second"]["copy"]["median"] > 0
+        and "no GPU" in copied["kernels"]["copy"]["failed"]
+    )
     (product,) = found["matmul"]["results"].values()
-    assert product["seconds"].keys() == {"fp8", "fp8, x quantized in it", "XLA bf16", "cuBLASLt fp8, per tensor"}
-    assert all("cannot be run" in reason for reason in product["failed"].values()) and len(product["failed"]) == 2
-    assert len(product["raw"]["rounds"]) == 2 and len(product["ratios"]) == 6 and product["tflops"]["fp8"]["q1"] > 0
+    assert product["seconds"].keys() == {
+        "fp8",
+        "fp8, x quantized in it",
+        "XLA bf16",
+        "cuBLASLt fp8, per tensor",
+    }
+    assert (
+        all("cannot be run" in reason for reason in product["failed"].values())
+        and len(product["failed"]) == 2
+    )
+    assert (
+        len(product["raw"]["rounds"]) == 2
+        and len(product["ratios"]) == 6
+        and product["tflops"]["fp8"]["q1"] > 0
+    )
     (grouped,) = found["grouped"]["results"].values()
     assert {ratio["over"] for ratio in grouped["ratios"]} == {"fp8 dense", "XLA bf16, ragged"}
     show(found, Console(width=140))
     said = capsys.readouterr().out
-    assert "not measured" in said and " met" not in said and "missed" not in said and "9.00x" in said
+    assert (
+        "not measured" in said and " met" not in said and "missed" not in said and "9.00x" in said
+    )
 
 
 def test_the_command_starts_workers_and_goes_on(tmp_path, capfd):
@@ -669,20 +911,32 @@ def test_the_command_starts_workers_and_goes_on(tmp_path, capfd):
     figures = json.loads((tmp_path / "out" / "figures.json").read_text())["figures"]
     assert len(figures) == 10 and {row["status"] for row in figures} == {"not measured"}
     record = json.loads((tmp_path / "out" / "quantize.json").read_text())
-    assert record["commands"][0]["command"][:5] == ["python", "-m", "experiments.benchmarks.gpu", "--output", ".../out"]
+    assert record["commands"][0]["command"][:5] == [
+        "python",
+        "-m",
+        "experiments.benchmarks.gpu",
+        "--output",
+        ".../out",
+    ]
     assert str(Path.home()) not in json.dumps(record)
 
 
 def test_what_is_compiled_ahead_is_not_compiled_again(tmp_path):
     """Programs of another process are in the cache, under the key that they are looked for."""
     setting = Setting(tiny=True)
-    folder = Folder(tmp_path, {name: part.jobs(setting) for name, part in PARTS.items()}, counts=False)
+    folder = Folder(
+        tmp_path, {name: part.jobs(setting) for name, part in PARTS.items()}, counts=False
+    )
     command = Runner(folder, partial(runner.start_worker, setting, [], folder.cache), 500.0, 1)
-    task, product = (Task(part, folder.jobs[part][0], compile_only=True) for part in ("quantize", "matmul"))
-    assert command.together([task, product]) == []  # no program of the product, for which XLA may time its libraries'
+    task, product = (
+        Task(part, folder.jobs[part][0], compile_only=True) for part in ("quantize", "matmul")
+    )
+    # no program of the product, for which XLA may time its libraries'
+    assert command.together([task, product]) == []
     ahead = {file.name for file in folder.cache.glob("jit_repeated-*")}
     command.alone([task._replace(compile_only=False)])
-    assert folder.left("quantize") == [] and len(ahead) == 1  # ours and XLA's, which are one in miniature
+    # ours and XLA's, which are one in miniature
+    assert folder.left("quantize") == [] and len(ahead) == 1
     assert {file.name for file in folder.cache.glob("jit_repeated-*")} == ahead
 
 
@@ -697,15 +951,22 @@ def test_the_cache_is_kept_small_enough_to_travel(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_step_runs_without_what_a_bare_machine_lacks_from_programs_compiled_before(tmp_path, monkeypatch):
-    """These are what the library needs, or may need, and an image with JAX for CUDA does not have."""
+def test_a_step_runs_without_what_a_bare_machine_lacks_from_programs_compiled_before(
+    tmp_path, monkeypatch
+):
+    """These are what the library needs, or may need, and an image with JAX for CUDA does not
+    have."""
     missing = tmp_path / "missing"
     missing.mkdir()
     for name in ("tyro", "tomli_w", "reasoning_gym", "math_verify", "cloudpickle"):
         (missing / f"{name}.py").write_text(f"raise ModuleNotFoundError('no {name}')\n")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(missing), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(missing), *filter(None, [os.environ.get("PYTHONPATH")])])
+    )
     setting = Setting(tiny=True)
-    folder = Folder(tmp_path / "out", {name: part.jobs(setting) for name, part in PARTS.items()}, counts=False)
+    folder = Folder(
+        tmp_path / "out", {name: part.jobs(setting) for name, part in PARTS.items()}, counts=False
+    )
 
     def command(jobs):
         start = partial(runner.start_worker, setting, [], folder.cache)
@@ -716,4 +977,6 @@ def test_a_step_runs_without_what_a_bare_machine_lacks_from_programs_compiled_be
     compiled = command(programs)
     assert len([name for name in compiled if name.startswith("jit__update-")]) == 2
     assert command([step]) == compiled  # a new process, which compiles nothing
-    assert folder.records["step"]["failed"] == {} and figures.STEP in folder.records["step"]["results"]
+    assert (
+        folder.records["step"]["failed"] == {} and figures.STEP in folder.records["step"]["results"]
+    )

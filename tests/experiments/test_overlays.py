@@ -1,4 +1,5 @@
-"""The overlays of published algorithms: each loads over the demo's run file and sets what the table of config/rl.py says."""
+"""The overlays of published algorithms: each loads over the demo's run file and sets what the table
+of config/rl.py says."""
 
 from __future__ import annotations
 
@@ -33,10 +34,14 @@ OTHERS = {  # not objectives of their own: what each changes of the demo
     "fp16": {"compute_dtype": "float16", "mode": "dynamic"},
     "topr": {"objective": "experiments/recipes/topr.py:topr", "most": 1.0},
     "my_fp8": {
-        "base": "fp8-e2e-kv", "scale": "power_of_two", "weight": "e4m3-128x128-power_of_two", "output_gradient": "e5m2-1x128",
-        "first_layers_in_compute": 1, "last_layers_in_compute": 1,
+        "base": "fp8-e2e-kv",
+        "scale": "power_of_two",
+        "weight": "e4m3-128x128-power_of_two",
+        "output_gradient": "e5m2-1x128",
+        "first_layers_in_compute": 1,
+        "last_layers_in_compute": 1,
     },
-}  # fmt: skip
+}
 
 
 def load(*argv: str) -> dict:
@@ -45,7 +50,10 @@ def load(*argv: str) -> dict:
 
 def settings_of(row: str) -> dict:
     """{key: value} of `key = value` in a row; a key that stands alone is switched on."""
-    given = {f"rl.{key}": json.loads(value) for key, value in re.findall(r'([a-z_.]+) = ("\w+"|[\d.e-]+)', row)}
+    given = {
+        f"rl.{key}": json.loads(value)
+        for key, value in re.findall(r'([a-z_.]+) = ("\w+"|[\d.e-]+)', row)
+    }
     return given | {f"rl.{key}": True for key in re.findall(r"[a-z_.]+\.enabled", row)}
 
 
@@ -56,7 +64,13 @@ def test_every_row_of_the_table_has_its_file():
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_overlays_change_what_they_are_for(name):
-    overlay = [str(ROOT / "recipes" / f"{name}.toml"), "--recipe", "jet-rl", "--trainer.updates-per-rollout", "4"]
+    overlay = [
+        str(ROOT / "recipes" / f"{name}.toml"),
+        "--recipe",
+        "jet-rl",
+        "--trainer.updates-per-rollout",
+        "4",
+    ]
     before, after = load(*overlay[1:]), load(*overlay)
     changed = {key.split(".")[-1]: after[key] for key in after if before.get(key) != after[key]}
     assert changed == OTHERS[name]
@@ -84,16 +98,33 @@ def test_overlays_compose_with_recipes_and_flags_in_both_spellings():
     gspo = str(ROOT / "recipes" / "gspo.toml")
     for recipe in RECIPES:
         config = load(gspo, "--recipe", recipe, "--rl.clip-high", "0.5")
-        wanted = {"recipe": recipe, "rl.ratio": "sequence", "rl.clip_low": 3e-4, "rl.clip_high": 0.5}
+        wanted = {
+            "recipe": recipe,
+            "rl.ratio": "sequence",
+            "rl.clip_low": 3e-4,
+            "rl.clip_high": 0.5,
+        }
         assert config.items() >= wanted.items()
-    spellings = [("--rl.clip_high", "0.3"), ("--rl.clip-high", "0.3"), ("--rl.clip_high=0.3",), ("--rl.clip-high=0.3",)]
+    spellings = [
+        ("--rl.clip_high", "0.3"),
+        ("--rl.clip-high", "0.3"),
+        ("--rl.clip_high=0.3",),
+        ("--rl.clip-high=0.3",),
+    ]
     assert {load(*flags)["rl.clip_high"] for flags in spellings} == {0.3}
     assert load("--rl.dynamic_sampling.enabled") == load("--rl.dynamic-sampling.enabled") != load()
     assert load("--task.args.max_word_len", "5") == load("--task.args.max-word-len", "5") != load()
-    assert load(gspo, str(ROOT / "recipes" / "cispo.toml"), "--rl.ratio", "token")["rl.objective"] == "cispo"
+    assert (
+        load(gspo, str(ROOT / "recipes" / "cispo.toml"), "--rl.ratio", "token")["rl.objective"]
+        == "cispo"
+    )
 
 
 def test_the_demo_as_a_mixture_changes_the_model_and_its_places_only():
     before, after = load(), load(str(ROOT / "runs" / "moe_demo.toml"))
     changed = {key for key in before if before[key] != after[key]}
-    assert {key for key in changed if not key.startswith("model.")} == {"output", "sft.output", "trainer.router_replay"}
+    assert {key for key in changed if not key.startswith("model.")} == {
+        "output",
+        "sft.output",
+        "trainer.router_replay",
+    }

@@ -1,4 +1,5 @@
-"""The benchmark's peers: the line protocol with a fake one, its faults, and which peers a command line asks for."""
+"""The benchmark's peers: the line protocol with a fake one, its faults, and which peers a command
+line asks for."""
 
 import sys
 from dataclasses import replace
@@ -38,7 +39,9 @@ def start(tmp_path):
     script.write_text(PEER)
 
     def make(timeout=30.0, python=sys.executable, **settings):
-        running.append(Peer(PeerSpec("fake", "--fake-python", python, str(script)), settings, 1, 12, timeout))
+        running.append(
+            Peer(PeerSpec("fake", "--fake-python", python, str(script)), settings, 1, 12, timeout)
+        )
         return running[-1]
 
     yield make
@@ -49,17 +52,28 @@ def start(tmp_path):
 
 def test_contest_with_a_peer(start, monkeypatch):
     monkeypatch.setattr(rounds, "SETTLE_SECONDS", 0.0)
-    found = contest({"bf16": lambda i: {"seconds": 1.0}}, {"how": "plainly"}, [start(colour="red")], Plan(2, 1))
+    found = contest(
+        {"bf16": lambda i: {"seconds": 1.0}}, {"how": "plainly"}, [start(colour="red")], Plan(2, 1)
+    )
     assert found.pairs == [("fake", "fp8rl_jax/bf16")]
     assert ratio(found.timed.rounds, *found.pairs[0])["pairs"] == [1.5, 2.5]
-    assert found.about["fake"]["settings"] == {"seen": {"colour": "red"}} and "pytest" in found.about["fake"]["versions"]
+    assert (
+        found.about["fake"]["settings"] == {"seen": {"colour": "red"}}
+        and "pytest" in found.about["fake"]["versions"]
+    )
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"dies_in": 0}, "--fake-python: the peer fake ended with status 3: RuntimeError: out of luck"),
-        ({"tokens": 11}, "--fake-python: the peer fake generated 11 tokens in round 0 instead of 12"),
+        (
+            {"dies_in": 0},
+            "--fake-python: the peer fake ended with status 3: RuntimeError: out of luck",
+        ),
+        (
+            {"tokens": 11},
+            "--fake-python: the peer fake generated 11 tokens in round 0 instead of 12",
+        ),
         ({"hangs_in": 0, "timeout": 2.0}, "--fake-python: the peer fake did not answer within 2 s"),
     ],
 )
@@ -74,7 +88,9 @@ def test_faulty_peer_is_one_clear_line(start, settings, message):
 def test_peer_that_cannot_start(start, tmp_path):
     with pytest.raises(UserError, match=r"--fake-python: .*nothing cannot be run"):
         start(python=str(tmp_path / "nothing"))
-    with pytest.raises(UserError, match=r"ended with status 1: ModuleNotFoundError: No module named 'link'"):
+    with pytest.raises(
+        UserError, match=r"ended with status 1: ModuleNotFoundError: No module named 'link'"
+    ):
         (tmp_path / "fake.py").write_text("import link")
         start().wait_until_ready()
 
@@ -84,6 +100,8 @@ def test_peers_are_optional_one_by_one():
     arguments = Arguments("o", transformers_python=python, tunix_python=python)
     names = {name: [p.name for p in peers] for name, peers in suite.choose_peers(arguments).items()}
     assert names == {"generation": ["transformers"], "grpo_step": ["tunix"]}
-    assert [p.name for p in suite.choose_peers(replace(arguments, vllm_python=python))["generation"]] == ["transformers", "vllm"]
+    assert [
+        p.name for p in suite.choose_peers(replace(arguments, vllm_python=python))["generation"]
+    ] == ["transformers", "vllm"]
     assert suite.choose_peers(Arguments("o", peers="none")) == {}
     assert all((SCRIPTS / script).is_file() for script in suite.SCRIPTS.values())

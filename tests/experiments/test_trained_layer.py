@@ -1,4 +1,5 @@
-"""FP8 linears keep 1.9 times fewer bytes for the backward than bfloat16 ones; what is counted is what is kept."""
+"""FP8 linears keep 1.9 times fewer bytes for the backward than bfloat16 ones; what is counted is
+what is kept."""
 
 from __future__ import annotations
 
@@ -20,11 +21,20 @@ from fp8rl_jax.errors import UserError
 SHAPES = {w.name: w for w in CPU_WORKLOADS if w.layer_recipes}
 ROWS, LENGTH = 2, 256
 TOKENS = ROWS * LENGTH
-SMALL = replace(SMOLLM2_SHAPE.config, hidden_size=64, intermediate_size=96, num_heads=2, num_kv_heads=1, head_dim=32)
+SMALL = replace(
+    SMOLLM2_SHAPE.config,
+    hidden_size=64,
+    intermediate_size=96,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=32,
+)
 
 
 def layer_of(workload, recipe):
-    return TrainedLayer(workload.config, RECIPES[recipe], ROWS, LENGTH, jnp.dtype(workload.compute_dtype))
+    return TrainedLayer(
+        workload.config, RECIPES[recipe], ROWS, LENGTH, jnp.dtype(workload.compute_dtype)
+    )
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -48,21 +58,36 @@ def test_what_is_counted_as_kept_is_what_the_backward_holds():
     """The whole of what a vjp holds is the count and the weights."""
     layer = TrainedLayer(SMALL, RECIPES["jet-rl"], ROWS, LENGTH, jnp.dtype("bfloat16"))
     inputs, form = jax.jit(lambda: (layer.inputs("linear"), layer.form(layer.masters())))()
-    held = {id(x): x for x in jax.tree.leaves(jax.vjp(layer.run("linear"), inputs, form)[1])}.values()
+    held = {
+        id(x): x for x in jax.tree.leaves(jax.vjp(layer.run("linear"), inputs, form)[1])
+    }.values()
     weight = form.gate_proj.value.quantized
-    assert sum(x.nbytes for x in held) == saved_bytes(layer, "linear") + weight.values.nbytes + weight.scales.nbytes
+    assert (
+        sum(x.nbytes for x in held)
+        == saved_bytes(layer, "linear") + weight.values.nbytes + weight.scales.nbytes
+    )
 
 
 def test_the_benchmark_counts_and_times(tmp_path, monkeypatch):
     monkeypatch.setattr(rounds, "SETTLE_SECONDS", 0.0)
     monkeypatch.setattr(trained_layer, "PARTS", ("linear",))
     monkeypatch.setattr(trained_layer, "TIMED", ("linear",))
-    tiny = replace(SMOLLM2_SHAPE, config=SMALL, layer=Shape(1, 2, 4, 8), layer_recipes=("bf16", "jet-rl"), step_recipes=())
+    tiny = replace(
+        SMOLLM2_SHAPE,
+        config=SMALL,
+        layer=Shape(1, 2, 4, 8),
+        layer_recipes=("bf16", "jet-rl"),
+        step_recipes=(),
+    )
     suite.run_all([tiny], Arguments(str(tmp_path / "out.json"), rounds=1), {})
     (entry,) = json.loads((tmp_path / "out.json").read_text())["benchmarks"]
     assert [r["part"] for r in entry["ratios"]] == ["seconds", "linear"] and "seconds" not in entry
     counts = entry["bytes"]["jet-rl"]["linear"]
-    assert set(counts) == {"saved", "accessed by forward on cpu", "accessed by forward_and_backward on cpu"}
+    assert set(counts) == {
+        "saved",
+        "accessed by forward on cpu",
+        "accessed by forward_and_backward on cpu",
+    }
     # a forward reads the master and its input at least once
     assert counts["accessed by forward on cpu"] >= 4 * 64 * 96 + 2 * 24 * 64
     ratios = {(r["under"], r["part"]): r["ratio"] for r in entry["byte_ratios"]}
@@ -70,7 +95,8 @@ def test_the_benchmark_counts_and_times(tmp_path, monkeypatch):
 
 
 def test_a_compiled_product_is_counted_by_its_operands():
-    """bf16's one linear without anything around it: the masters, the input and the output at the very least, and finite."""
+    """bf16's one linear without anything around it: the masters, the input and the output at the
+    very least, and finite."""
     layer = layer_of(SMOLLM2_SHAPE, "bf16")
     least = 4 * 576 * 1536 + 2 * TOKENS * (576 + 1536)
     assert least <= accessed_bytes(layer, "linear")["forward"] < 8 * least

@@ -1,4 +1,5 @@
-"""What `attention` refuses, and how cuDNN is asked; tests/models/test_chunked_attention.py has its values and gradients."""
+"""What `attention` refuses, and how cuDNN is asked; tests/models/test_chunked_attention.py has its
+values and gradients."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ def operands(b=4, rows=2, t=5, slots=7, dim=16, dtype=jnp.float32):
 
 
 def test_cudnn_is_asked_for_what_the_reference_computes(monkeypatch):
-    """XLA answers in its place: blocks repeated for the rows that share them, masks, odd lengths, queries that see nothing."""
+    """XLA answers in its place: blocks repeated for the rows that share them, masks, odd lengths,
+    queries that see nothing."""
     asked = {}
 
     def answer(query, key, value, mask, scale, implementation):
@@ -52,8 +54,12 @@ def test_cudnn_is_asked_for_what_the_reference_computes(monkeypatch):
         return attention(query, held, 0.3, 1.5, jnp.float32, backend=backend)
 
     weights = jnp.asarray(np.random.default_rng(1).normal(size=query.shape), jnp.float32)
-    (got, pull), (wanted, wanted_pull) = (jax.vjp(partial(run, backend), *arrays) for backend in ("hopper", "reference"))
-    assert asked == {"implementation": "cudnn", "lengths": (6, 12)} and not np.asarray(got)[0, 0].any()
+    (got, pull), (wanted, wanted_pull) = (
+        jax.vjp(partial(run, backend), *arrays) for backend in ("hopper", "reference")
+    )
+    assert (
+        asked == {"implementation": "cudnn", "lengths": (6, 12)} and not np.asarray(got)[0, 0].any()
+    )
     np.testing.assert_allclose(got, wanted, atol=2e-6)
     for one, other in zip(pull(weights), wanted_pull(weights), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
@@ -71,12 +77,18 @@ def test_what_cudnn_does_not_serve_is_refused_by_name_and_left_to_the_reference(
             ((*operands(dtype=jnp.bfloat16), jnp.float32(1), 1.0), "not known at trace time"),
             ((*operands(dim=136, dtype=jnp.bfloat16), 1.0, 1.0), "head_dim 136"),
         ):
-            with pytest.raises(BackendError, match=f"attention: the hopper backend has no attention.*{message}"):
+            with pytest.raises(
+                BackendError, match=f"attention: the hopper backend has no attention.*{message}"
+            ):
                 ask(*call, backend="hopper")
             assert jnp.isfinite(ask(*call)).all()
 
 
-@pytest.mark.parametrize("small", [case for case in cases_of("attention", "small") if case.tolerance], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "small",
+    [case for case in cases_of("attention", "small") if case.tolerance],
+    ids=lambda case: case.name,
+)
 def test_the_reference_equals_float64(small):
     arrays = small.arguments(jax.random.key(0))
     got = jax.jit(lambda *a: small.run(*a, backend="reference"))(*arrays)
@@ -86,24 +98,34 @@ def test_the_reference_equals_float64(small):
 def test_decodes_key_order_is_refused_where_no_kernel_has_it():
     ask = partial(attention, out_dtype=jnp.float32, key_order="decode")
     for backend in ("auto", "reference"):
-        with pytest.raises(BackendError, match="attention: the reference does not join keys in decode's order"):
+        with pytest.raises(
+            BackendError, match="attention: the reference does not join keys in decode's order"
+        ):
             ask(*operands(), 1.0, 1.0, backend=backend)
     with tracing_for(132):
         for backend in ("auto", "hopper"):
-            for call, message in ((operands(dim=64), "of float32"), (operands(dtype=jnp.bfloat16), "head_dim 16")):
-                with pytest.raises(BackendError, match=f"attention: the hopper backend has no .*{message}.* in decode's order"):
+            for call, message in (
+                (operands(dim=64), "of float32"),
+                (operands(dtype=jnp.bfloat16), "head_dim 16"),
+            ):
+                with pytest.raises(
+                    BackendError,
+                    match=f"attention: the hopper backend has no .*{message}.* in decode's order",
+                ):
                     ask(*call, 1.0, 1.0, backend=backend)
 
 
 def in_decodes_order(monkeypatch):
-    """`attention` in decode's key order, and the limits that the kernel gets; the reference answers in its place."""
+    """`attention` in decode's key order, and the limits that the kernel gets; the reference answers
+    in its place."""
     asked = []
 
     def answer(query, caches, limits, score_scale, value_scale, out_dtype):
         asked.append(limits)
         query = query.astype(jnp.float32)
         masks = [
-            (jnp.arange(c.keys.shape[2]) >= a[..., None]) & (jnp.arange(c.keys.shape[2]) < b[..., None])
+            (jnp.arange(c.keys.shape[2]) >= a[..., None])
+            & (jnp.arange(c.keys.shape[2]) < b[..., None])
             for c, (a, b) in zip(caches, limits, strict=True)
         ]
         blocks = [Keys(c.keys, c.values, mask) for c, mask in zip(caches, masks, strict=True)]
@@ -114,7 +136,8 @@ def in_decodes_order(monkeypatch):
 
 
 def causal_operands(dtype):
-    """A shared block of 7 slots, of which the rows' prompts have 6 and 3; own causal keys, and query 0 of row 0 sees nothing."""
+    """A shared block of 7 slots, of which the rows' prompts have 6 and 3; own causal keys, and
+    query 0 of row 0 sees nothing."""
     query, (shared, own) = operands(dim=64, dtype=dtype)
     real = jnp.arange(7) < jnp.array([6, 3])[:, None]
     mask = jnp.broadcast_to(real[:, None], (2, 2 * 5, 7)).at[0, 0].set(False)
@@ -127,9 +150,17 @@ def test_decodes_key_order_has_the_limits_of_the_masks_and_the_references_gradie
     arrays = (query, *(x for block in blocks for x in (block.keys, block.values)))
 
     def on(function, query, *arrays):
-        return function(query, [Keys(*arrays[2 * i : 2 * i + 2], b.mask) for i, b in enumerate(blocks)], 0.3, 1.5, jnp.float32)
+        return function(
+            query,
+            [Keys(*arrays[2 * i : 2 * i + 2], b.mask) for i, b in enumerate(blocks)],
+            0.3,
+            1.5,
+            jnp.float32,
+        )
 
-    (got, pull), (want, wanted_pull) = (jax.vjp(partial(on, function), *arrays) for function in (run, attend))
+    (got, pull), (want, wanted_pull) = (
+        jax.vjp(partial(on, function), *arrays) for function in (run, attend)
+    )
     (first, last), (own_first, own_last) = asked[0]
     np.testing.assert_array_equal(last, [[0] + [6] * 9, [3] * 10])
     np.testing.assert_array_equal(own_last, [[0, 2, 3, 4, 5]] + [[1, 2, 3, 4, 5]] * 3)
@@ -144,14 +175,19 @@ def test_decodes_key_order_has_the_limits_of_the_masks_and_the_references_gradie
 def test_a_mask_with_a_gap_is_not_a_number_in_decodes_key_order(monkeypatch):
     run, _ = in_decodes_order(monkeypatch)
     query, (shared, own) = causal_operands(jnp.bfloat16)
-    out = run(query, [shared, own._replace(mask=own.mask.at[2, 4, 1].set(False))], 0.3, 1.0, jnp.float32)
+    out = run(
+        query, [shared, own._replace(mask=own.mask.at[2, 4, 1].set(False))], 0.3, 1.0, jnp.float32
+    )
     gap = np.isnan(np.asarray(out)).all((2, 3))
     assert gap[2, 4] and gap.sum() == 1 and np.isfinite(np.asarray(out)[~gap]).all()
 
 
 def test_bad_shapes_are_one_clear_error():
     query, (shared, own) = operands()
-    for blocks in ([shared._replace(keys=shared.keys[..., :8])], [shared._replace(mask=shared.mask[..., :3])]):
+    for blocks in (
+        [shared._replace(keys=shared.keys[..., :8])],
+        [shared._replace(mask=shared.mask[..., :3])],
+    ):
         with pytest.raises(ValueError, match="attention: query .* do not fit"):
             attention(query, blocks, 1.0, 1.0, jnp.float32)
     with pytest.raises(ValueError, match="do not fit"):

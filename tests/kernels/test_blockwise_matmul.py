@@ -19,7 +19,8 @@ def operands(m, n, k, seed=0, batch=()):
 
 
 def float64_product(x, x_scales, w, w_scales, block=(128, 128)):
-    """sum over blocks b of x_scales[b] * w_scales[n // block[0], b] * (x_b . w_b), and the same of the magnitudes."""
+    """sum over blocks b of x_scales[b] * w_scales[n // block[0], b] * (x_b . w_b), and the same of
+    the magnitudes."""
     x, x_scales, w, w_scales = (np.asarray(z, np.float64) for z in (x, x_scales, w, w_scales))
     total = np.zeros((*x.shape[:-1], w.shape[0]))
     magnitude = np.zeros_like(total)
@@ -32,7 +33,16 @@ def float64_product(x, x_scales, w, w_scales, block=(128, 128)):
 
 
 @pytest.mark.parametrize(
-    ("m", "n", "k"), [(1, 576, 192), (7, 192, 576), (5, 1536, 320), (3, 131, 130), (64, 128, 128), (2, 1, 1), (33, 100, 1000)]
+    ("m", "n", "k"),
+    [
+        (1, 576, 192),
+        (7, 192, 576),
+        (5, 1536, 320),
+        (3, 131, 130),
+        (64, 128, 128),
+        (2, 1, 1),
+        (33, 100, 1000),
+    ],
 )
 def test_equals_the_float64_sum(m, n, k):
     x, w = operands(m, n, k)
@@ -40,22 +50,31 @@ def test_equals_the_float64_sum(m, n, k):
     expected, magnitude = float64_product(*quantized)
     out = blockwise_matmul(*quantized, out_dtype=jnp.float32)
     assert out.dtype == jnp.float32 and out.shape == (m, n)
-    # float32 accumulation of k terms: sqrt(k) roundings of 2^-24 each, with room for the scales' own
-    assert (np.abs(np.asarray(out, np.float64) - expected) <= 2.0**-22 * np.sqrt(k + 8) * magnitude).all()
+    # float32 accumulation of k terms: sqrt(k) roundings of 2^-24 each, with room for the scales'
+    # own
+    assert (
+        np.abs(np.asarray(out, np.float64) - expected) <= 2.0**-22 * np.sqrt(k + 8) * magnitude
+    ).all()
     rounded = blockwise_matmul(*quantized)
     assert rounded.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(np.asarray(rounded, np.float32), np.asarray(out.astype(jnp.bfloat16), np.float32))
+    np.testing.assert_array_equal(
+        np.asarray(rounded, np.float32), np.asarray(out.astype(jnp.bfloat16), np.float32)
+    )
 
 
 @pytest.mark.parametrize("outlier", [1.0, 1000.0])
 def test_errors_do_not_grow_with_the_contraction(outlier):
-    """Against float64 on the same operands, and on the operands before quantization: e4m3 keeps 4 bits of each, so a product of
-    normal data is off by about sqrt(2) * 2^-4 / sqrt(12) / 0.7 of its size. An outlier spoils one group of its row."""
+    """Against float64 on the same operands, and on the operands before quantization: e4m3 keeps 4
+    bits of each, so a product of normal data is off by about sqrt(2) * 2^-4 / sqrt(12) / 0.7 of its
+    size. An outlier spoils one group of its row."""
     rng = np.random.default_rng(5)
     for k in (1, 127, 1000, 4096, 16384):
         x, w = rng.normal(size=(8, k)), rng.normal(size=(16, k))
         x[:, 0] *= outlier
-        quantized = (*quantize_blocks(jnp.asarray(x, jnp.float32)), *quantize_blocks(jnp.asarray(w, jnp.float32), (128, 128)))
+        quantized = (
+            *quantize_blocks(jnp.asarray(x, jnp.float32)),
+            *quantize_blocks(jnp.asarray(w, jnp.float32), (128, 128)),
+        )
         out = np.asarray(blockwise_matmul(*quantized, out_dtype=jnp.float32), np.float64)
         expected, _ = float64_product(*quantized)
         size = np.linalg.norm(x @ w.T)
@@ -68,7 +87,9 @@ def test_nothing_to_multiply(shape):
     rows, k = shape
     blocks = -(-k // 128)
     x, w = jnp.zeros(shape, jnp.float8_e4m3fn), jnp.zeros((128, k), jnp.float8_e4m3fn)
-    with pytest.raises(ValueError, match=rf"blockwise_matmul: nothing to multiply in x \({rows}, {k}\)"):
+    with pytest.raises(
+        ValueError, match=rf"blockwise_matmul: nothing to multiply in x \({rows}, {k}\)"
+    ):
         blockwise_matmul(x, jnp.ones((rows, blocks)), w, jnp.ones((1, blocks)))
 
 
@@ -86,7 +107,10 @@ def test_leading_axes_of_the_input():
 
 def test_other_blocks_and_dtypes():
     x, w = operands(4, 96, 160, 2)
-    quantized = (*quantize_blocks(x, (1, 64), jnp.float8_e5m2), *quantize_blocks(w, (32, 64), jnp.float8_e4m3fn, "power_of_two"))
+    quantized = (
+        *quantize_blocks(x, (1, 64), jnp.float8_e5m2),
+        *quantize_blocks(w, (32, 64), jnp.float8_e4m3fn, "power_of_two"),
+    )
     out = blockwise_matmul(*quantized, w_block=(32, 64), out_dtype=jnp.float32)
     expected, magnitude = float64_product(*quantized, block=(32, 64))
     assert (np.abs(out - expected) <= 1e-6 * np.sqrt(160) * magnitude).all()
@@ -95,13 +119,20 @@ def test_other_blocks_and_dtypes():
 def test_a_faulty_block_reaches_its_outputs():
     x, w = operands(2, 256, 256, 3)
     w = w.at[200, 10].set(jnp.nan)
-    out = np.asarray(blockwise_matmul(*quantize_blocks(x), *quantize_blocks(w, (128, 128)), out_dtype=jnp.float32))
+    out = np.asarray(
+        blockwise_matmul(
+            *quantize_blocks(x), *quantize_blocks(w, (128, 128)), out_dtype=jnp.float32
+        )
+    )
     assert np.isfinite(out[:, :128]).all() and not np.isfinite(out[:, 128:]).any()
 
 
 def test_hopper_by_name_is_refused():
     x, w = operands(2, 128, 128)
-    with pytest.raises(BackendError, match="blockwise_matmul: the hopper backend needs a GPU of compute capability 9.0"):
+    with pytest.raises(
+        BackendError,
+        match="blockwise_matmul: the hopper backend needs a GPU of compute capability 9.0",
+    ):
         blockwise_matmul(*quantize_blocks(x), *quantize_blocks(w, (128, 128)), backend="hopper")
     assert selected_backend("auto") == "reference"
 
@@ -110,7 +141,11 @@ def test_hopper_by_name_is_refused():
 def test_scales_that_do_not_belong_to_the_operands(spoil, unchecked_shapes):
     x, w = operands(4, 256, 256)
     (xv, xs), (wv, ws) = quantize_blocks(x), quantize_blocks(w, (128, 128))
-    arguments = {"w_scales": (xv, xs, wv, ws[:1]), "x_scales": (xv, xs[:, :1], wv, ws), "block": (xv, xs, wv, ws, (64, 128))}
+    arguments = {
+        "w_scales": (xv, xs, wv, ws[:1]),
+        "x_scales": (xv, xs[:, :1], wv, ws),
+        "block": (xv, xs, wv, ws, (64, 128)),
+    }
     with pytest.raises(ValueError, match="do not fit block"):
         blockwise_matmul(*arguments[spoil])
 
@@ -118,14 +153,18 @@ def test_scales_that_do_not_belong_to_the_operands(spoil, unchecked_shapes):
 @pytest.mark.parametrize("left", [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float4_e2m1fn])
 @pytest.mark.parametrize("right", [jnp.float8_e5m2, jnp.float4_e2m1fn])
 def test_pairs_of_formats(left, right):
-    """The reference takes all of them; Hopper's tensor cores take FP8 with FP8, and what they do not is refused by name."""
+    """The reference takes all of them; Hopper's tensor cores take FP8 with FP8, and what they do
+    not is refused by name."""
     x, w = operands(3, 40, 50, 4)
     quantized = (*quantize_blocks(x, (1, 128), left), *quantize_blocks(w, (128, 128), right))
     expected, magnitude = float64_product(*quantized)
     out = blockwise_matmul(*quantized, out_dtype=jnp.float32)
     assert (np.abs(out - expected) <= 1e-6 * np.sqrt(50) * magnitude).all()
     if jnp.float4_e2m1fn in (left, right):
-        with pytest.raises(BackendError, match=r"product: the hopper backend does not multiply float.*; it takes float8"):
+        with pytest.raises(
+            BackendError,
+            match=r"product: the hopper backend does not multiply float.*; it takes float8",
+        ):
             check_pair("product", "hopper", left, right)
     else:
         check_pair("product", "hopper", left, right)
@@ -133,5 +172,8 @@ def test_pairs_of_formats(left, right):
 
 def test_operands_that_no_backend_multiplies():
     ones = jnp.ones((2, 128))
-    with pytest.raises(BackendError, match="blockwise_matmul: the reference backend does not multiply float32 by float8_e4m3fn"):
+    with pytest.raises(
+        BackendError,
+        match="blockwise_matmul: the reference backend does not multiply float32 by float8_e4m3fn",
+    ):
         blockwise_matmul(ones, jnp.ones((2, 1)), *quantize_blocks(ones, (128, 128)))

@@ -21,10 +21,15 @@ E4M3 = jnp.float8_e4m3fn
 
 def inputs(tokens=6, rows=3, kv_heads=2, slots=4, dim=8, dtype=E4M3):
     keys = jax.random.split(jax.random.key(0), 3)
-    k, v = (jax.random.normal(key, (tokens, kv_heads, dim)).astype(jnp.bfloat16) for key in keys[:2])
+    k, v = (
+        jax.random.normal(key, (tokens, kv_heads, dim)).astype(jnp.bfloat16) for key in keys[:2]
+    )
     cache = jnp.ones((rows, kv_heads, slots, dim), dtype)
     cos, sin = rope_tables(1e4 ** -jnp.linspace(0.0, 1.0, dim // 2), jnp.arange(tokens)[None])
-    row, slot = jnp.arange(tokens, dtype=jnp.int32) % rows, jnp.arange(tokens, dtype=jnp.int32) // rows
+    row, slot = (
+        jnp.arange(tokens, dtype=jnp.int32) % rows,
+        jnp.arange(tokens, dtype=jnp.int32) // rows,
+    )
     return [cache, cache, k, v, cos[0], sin[0], row, slot]
 
 
@@ -37,7 +42,8 @@ def test_equals_numpy(case):
 
 @pytest.mark.parametrize("quantized", [True, False])
 def test_equals_what_the_model_writes_bit_for_bit(quantized):
-    """A decode step: one slot of every row, through the model's rotate, quantizer and dynamic_update_slice."""
+    """A decode step: one slot of every row, through the model's rotate, quantizer and
+    dynamic_update_slice."""
     dtype, fmt = (E4M3 if quantized else jnp.bfloat16), TensorFormat("e4m3")
     arrays = inputs(tokens=3, dtype=dtype)
     arrays[7] = jnp.full(3, 2, jnp.int32)
@@ -48,14 +54,22 @@ def test_equals_what_the_model_writes_bit_for_bit(quantized):
     turned, v = rotate(k[:, None], tables), v[:, None]
     query = turned
     if quantized:
-        query, v = quantize_per_tensor(turned, scales[0], fmt), quantize_per_tensor(v, scales[1], fmt)
+        query, v = (
+            quantize_per_tensor(turned, scales[0], fmt),
+            quantize_per_tensor(v, scales[1], fmt),
+        )
     new = jnp.swapaxes(query, 1, 2), jnp.swapaxes(v, 1, 2)
-    expected = [lax.dynamic_update_slice(old, x, (0, 0, 2, 0)) for old, x in zip((keys, values), new, strict=True)]
+    expected = [
+        lax.dynamic_update_slice(old, x, (0, 0, 2, 0))
+        for old, x in zip((keys, values), new, strict=True)
+    ]
     for have, want in zip(got, (*expected, query[:, 0]), strict=True):
         np.testing.assert_array_equal(np.asarray(have, np.float32), np.asarray(want, np.float32))
 
 
-@pytest.mark.parametrize(("row", "slot"), [(-1, 0), (3, 0), (0, -1), (0, 4), (-3, 2), (2**31 - 1, 1), (1, -(2**31))])
+@pytest.mark.parametrize(
+    ("row", "slot"), [(-1, 0), (3, 0), (0, -1), (0, 4), (-3, 2), (2**31 - 1, 1), (1, -(2**31))]
+)
 def test_a_token_outside_changes_nothing(row, slot):
     arrays = inputs(tokens=1)
     arrays[6], arrays[7] = jnp.asarray([row], jnp.int32), jnp.asarray([slot], jnp.int32)
@@ -66,7 +80,10 @@ def test_a_token_outside_changes_nothing(row, slot):
 def test_numbers_beyond_the_range_are_clamped():
     arrays = inputs()
     keys, values = write_cache(*arrays, (jnp.float32(1e-5), jnp.float32(1e-5)))
-    assert np.abs(np.asarray(keys, np.float32)).max() == 448 and np.isfinite(np.asarray(values, np.float32)).all()
+    assert (
+        np.abs(np.asarray(keys, np.float32)).max() == 448
+        and np.isfinite(np.asarray(values, np.float32)).all()
+    )
 
 
 def test_a_new_scale_compiles_nothing():
@@ -85,15 +102,35 @@ def change(at, new):
 @pytest.mark.parametrize(
     ("arrays", "more", "message"),
     [
-        (change(1, jnp.ones((3, 2, 5, 8), E4M3)), {}, r"values is float8_e4m3fn\(3, 2, 5, 8\), must be .*\(3, 2, 4, 8\)"),
-        (change(3, jnp.ones((6, 1, 8), jnp.bfloat16)), {}, r"v is bfloat16\(6, 1, 8\), must be bfloat16\(6, 2, 8\)"),
+        (
+            change(1, jnp.ones((3, 2, 5, 8), E4M3)),
+            {},
+            r"values is float8_e4m3fn\(3, 2, 5, 8\), must be .*\(3, 2, 4, 8\)",
+        ),
+        (
+            change(3, jnp.ones((6, 1, 8), jnp.bfloat16)),
+            {},
+            r"v is bfloat16\(6, 1, 8\), must be bfloat16\(6, 2, 8\)",
+        ),
         (change(4, jnp.ones((6, 8))), {}, r"cos is float32\(6, 8\), must be float32\(6, 4\)"),
         (change(6, jnp.zeros(5, jnp.int32)), {}, r"row is int32\(5,\), must be int32\(6,\)"),
-        (inputs(), {"scales": (jnp.ones(2), jnp.float32(1))}, r"key scale is float32\(2,\), must be float32\(\)"),
+        (
+            inputs(),
+            {"scales": (jnp.ones(2), jnp.float32(1))},
+            r"key scale is float32\(2,\), must be float32\(\)",
+        ),
         (inputs(), {"scales": None}, "an FP8 cache needs scales"),
         (inputs(dtype=jnp.bfloat16), {}, "no other has them"),
-        (inputs(), {"q": jnp.ones((6, 4, 16), jnp.bfloat16)}, r"q is bfloat16\(6, 4, 16\), must be bfloat16\(6, 4, 8\)"),
-        (inputs(), {"q": jnp.ones((6, 3, 8), jnp.bfloat16)}, r"q is bfloat16\(6, 3, 8\), must be bfloat16\(6, 2, 8\)"),
+        (
+            inputs(),
+            {"q": jnp.ones((6, 4, 16), jnp.bfloat16)},
+            r"q is bfloat16\(6, 4, 16\), must be bfloat16\(6, 4, 8\)",
+        ),
+        (
+            inputs(),
+            {"q": jnp.ones((6, 3, 8), jnp.bfloat16)},
+            r"q is bfloat16\(6, 3, 8\), must be bfloat16\(6, 2, 8\)",
+        ),
         (inputs(tokens=0), {}, "needs tokens"),
     ],
 )
@@ -106,7 +143,10 @@ def test_hopper_by_name_names_what_it_has_not():
     scales = (jnp.float32(1), jnp.float32(1))
     with pytest.raises(BackendError, match="needs a GPU of compute capability 9.0"):
         write_cache(*inputs(), scales, backend="hopper")
-    with tracing_for(2), pytest.raises(BackendError, match="has no write of bfloat16 heads of 8 into float8_e4m3fn"):
+    with (
+        tracing_for(2),
+        pytest.raises(BackendError, match="has no write of bfloat16 heads of 8 into float8_e4m3fn"),
+    ):
         write_cache(*inputs(), scales, backend="hopper")
     with tracing_for(2):
         assert write_cache(*inputs(), scales)[0].shape == (3, 2, 4, 8)

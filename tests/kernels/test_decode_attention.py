@@ -13,7 +13,8 @@ from pallas_kernels.decode_attention import hopper
 from pallas_kernels.decode_attention.cases import Cache, case
 from pallas_kernels.target import tracing_for
 
-SMALL = [case for case in cases_of("decode_attention", "small") if case.tolerance]  # equal bits are the kernel's alone
+# equal bits are the kernel's alone
+SMALL = [case for case in cases_of("decode_attention", "small") if case.tolerance]
 
 
 @pytest.mark.parametrize("small", SMALL, ids=lambda small: small.name)

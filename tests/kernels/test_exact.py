@@ -33,7 +33,10 @@ def test_a_product_is_nearer_to_float64_than_a_float32_sum_may_be(k):
     x, w = normal(5, k), normal(7, k)
     expected = x.astype(np.float64) @ w.T.astype(np.float64)
     # each operand is cut at its row's largest element, and the result is rounded once
-    cut = 2.0**-28 * np.abs(x).max(1)[:, None] * np.abs(w).sum(1) + 2.0**-22 * np.abs(w).max(1) * np.abs(x).sum(1)[:, None]
+    cut = (
+        2.0**-28 * np.abs(x).max(1)[:, None] * np.abs(w).sum(1)
+        + 2.0**-22 * np.abs(w).max(1) * np.abs(x).sum(1)[:, None]
+    )
     assert np.all(np.abs(np.asarray(dot(x, w)) - expected) <= cut + 2.0**-24 * np.abs(expected))
 
 
@@ -81,7 +84,9 @@ def test_a_sum_does_not_know_its_order():
     x = normal(9, 1000, spread=4.0)
     expected = (x.astype(np.float64) ** 2).sum(-1)
     np.testing.assert_allclose(total(x), expected, rtol=2.0**-23)
-    assert same(total(x[:, RNG.permutation(1000)]), total(x)) and same(total(np.pad(x, ((0, 0), (5, 9)))), total(x))
+    assert same(total(x[:, RNG.permutation(1000)]), total(x)) and same(
+        total(np.pad(x, ((0, 0), (5, 9)))), total(x)
+    )
 
 
 ELEMENTARY = {
@@ -95,7 +100,9 @@ ELEMENTARY = {
 def test_elementary_functions_within_what_they_state(name):
     ours, reference, x = ELEMENTARY[name]
     x = x.astype(np.float32)
-    found = np.asarray(jax.jit(scoped(lambda x: rounded(ours(wide(x)), jnp.float32)))(x), np.float64)
+    found = np.asarray(
+        jax.jit(scoped(lambda x: rounded(ours(wide(x)), jnp.float32)))(x), np.float64
+    )
     expected = reference(x.astype(np.float64))
     scale = np.maximum(np.abs(expected), 1) if name == "log" else expected
     assert np.max(np.abs(found - expected) / scale) < 2.0**-23
@@ -106,7 +113,9 @@ def test_elementary_functions_at_the_edges():
     def found(x):
         return rounded(exact.exp(wide(x)), jnp.float32)
 
-    np.testing.assert_array_equal(found(jnp.array([0.0, -jnp.inf, -1e30, jnp.nan])), [1.0, 0.0, 0.0, np.nan])
+    np.testing.assert_array_equal(
+        found(jnp.array([0.0, -jnp.inf, -1e30, jnp.nan])), [1.0, 0.0, 0.0, np.nan]
+    )
 
 
 def attention_case():
@@ -118,10 +127,21 @@ def attention_case():
 
 def test_attention_against_float64():
     q, keys, values, masks = attention_case()
-    joined = [np.concatenate([np.repeat(first, 2, 0), second], 2).astype(np.float64) for first, second in (keys, values)]
+    joined = [
+        np.concatenate([np.repeat(first, 2, 0), second], 2).astype(np.float64)
+        for first, second in (keys, values)
+    ]
     k, v = (np.repeat(x, 2, 1) for x in joined)
-    mask = np.concatenate([np.broadcast_to(np.repeat(masks[0], 2, 0), (4, 5, 12)), np.broadcast_to(masks[1], (4, 5, 5))], 2)
-    scores = np.where(mask[:, None], np.einsum("bthd,bhsd->bhts", q.astype(np.float64), k) * 0.25, -np.inf)
+    mask = np.concatenate(
+        [
+            np.broadcast_to(np.repeat(masks[0], 2, 0), (4, 5, 12)),
+            np.broadcast_to(masks[1], (4, 5, 5)),
+        ],
+        2,
+    )
+    scores = np.where(
+        mask[:, None], np.einsum("bthd,bhsd->bhts", q.astype(np.float64), k) * 0.25, -np.inf
+    )
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     expected = np.einsum("bhts,bhsd->bthd", weights / weights.sum(-1, keepdims=True), v)
     np.testing.assert_allclose(attend(q, keys, values, masks, 0.25), expected, rtol=1e-5, atol=1e-6)
@@ -133,20 +153,31 @@ def test_attention_does_not_know_slots_blocks_or_neighbours():
     order = RNG.permutation(12)
     moved = [[x[0][:, :, order], x[1]] for x in (keys, values)]
     assert same(attend(q, *moved, [masks[0][:, :, order], masks[1]], 0.25), whole)
+
     # one query of one row, its prompt in a longer block with rubbish behind it
     def padded(x):
         return [np.pad(x[0][1:], ((0, 0), (0, 0), (0, 9), (0, 0)), constant_values=1e4), x[1][2:3]]
+
     mask = [np.pad(masks[0][1:], ((0, 0), (0, 0), (0, 9))), masks[1][:, 2:3]]
     assert same(attend(q[2:3, 2:3], padded(keys), padded(values), mask, 0.25), whole[2:3, 2:3])
     # both blocks as one
     one = [[np.concatenate([np.repeat(x[0], 2, 0), x[1]], 2)] for x in (keys, values)]
-    mask = np.concatenate([np.broadcast_to(np.repeat(masks[0], 2, 0), (4, 5, 12)), np.broadcast_to(masks[1], (4, 5, 5))], 2)
+    mask = np.concatenate(
+        [
+            np.broadcast_to(np.repeat(masks[0], 2, 0), (4, 5, 12)),
+            np.broadcast_to(masks[1], (4, 5, 5)),
+        ],
+        2,
+    )
     assert same(attend(q, *one, [mask], 0.25), whole)
 
 
 def test_a_query_that_sees_nothing():
     q, keys, values, masks = attention_case()
-    masks = [np.zeros_like(masks[0]), masks[1] & (np.arange(5) > 0)[None, :, None] & (np.arange(5) > 0)]
+    masks = [
+        np.zeros_like(masks[0]),
+        masks[1] & (np.arange(5) > 0)[None, :, None] & (np.arange(5) > 0),
+    ]
     out = np.asarray(attend(q, keys, values, masks, 0.25))
     assert np.isfinite(out).all() and not out[:, 0].any() and out[:, 1].any()
 
@@ -162,7 +193,9 @@ def test_gradients_are_those_of_the_plain_product():
         np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
     sizes, weights = jnp.array([2, 4]), jnp.stack([w, 2 * w])
     slope = jax.grad(lambda x: exact.grouped_dot(x, weights, sizes).sum())(jnp.asarray(x))
-    np.testing.assert_allclose(slope, np.repeat([1.0, 2.0], sizes)[:, None] * w.sum(0), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        slope, np.repeat([1.0, 2.0], sizes)[:, None] * w.sum(0), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_float64_does_not_leak():
@@ -173,4 +206,6 @@ def test_float64_does_not_leak():
         exact.dot(jnp.ones((1, 131073)), jnp.ones((1, 131073)))
     assert not jax.config.jax_enable_x64 and jnp.arange(3.0).dtype == jnp.float32
     outside = jax.make_jaxpr(lambda x, w: exact.dot(x, w) * 2)(x, w)
-    assert {v.aval.dtype for eqn in outside.eqns[-1:] for v in (*eqn.invars[:1], *eqn.outvars)} == {np.dtype("float32")}
+    assert {v.aval.dtype for eqn in outside.eqns[-1:] for v in (*eqn.invars[:1], *eqn.outvars)} == {
+        np.dtype("float32")
+    }

@@ -43,27 +43,41 @@ def float64_product(x, x_scales, w, w_scales, sizes, block):
 
 @pytest.mark.parametrize(
     ("m", "n", "k", "sizes"),
-    [(9, 40, 192, (4, 0, 5)), (7, 131, 130, (0, 0, 7)), (5, 64, 48, (1, 1, 1, 2)), (8, 24, 200, (3, 0, 2)), (4, 8, 16, (0, 0))],
+    [
+        (9, 40, 192, (4, 0, 5)),
+        (7, 131, 130, (0, 0, 7)),
+        (5, 64, 48, (1, 1, 1, 2)),
+        (8, 24, 200, (3, 0, 2)),
+        (4, 8, 16, (0, 0)),
+    ],
 )
 @pytest.mark.parametrize("block", [(128, 128), (32, 64)])
 def test_equals_the_float64_sum(m, n, k, sizes, block):
     x, w = operands(m, n, k, len(sizes))
     quantized = (*quantize_blocks(x, (1, block[1])), *quantize_blocks(w, block))
     expected, magnitude = float64_product(*quantized, sizes, block)
-    run = jax.jit(lambda sizes: grouped_matmul(*quantized, sizes, block, jnp.float32))  # sizes at run time
+    # sizes at run time
+    run = jax.jit(lambda sizes: grouped_matmul(*quantized, sizes, block, jnp.float32))
     out = run(jnp.asarray(sizes, jnp.int32))
     assert out.dtype == jnp.float32 and out.shape == (m, n)
-    assert (np.abs(np.asarray(out, np.float64) - expected) <= 2.0**-22 * np.sqrt(k + 8) * magnitude).all()
+    assert (
+        np.abs(np.asarray(out, np.float64) - expected) <= 2.0**-22 * np.sqrt(k + 8) * magnitude
+    ).all()
     assert not np.asarray(out)[sum(sizes) :].any()
 
 
 def test_one_group_is_blockwise_matmul():
     x, w = operands(6, 100, 200, 1)
-    (values, scales), (weight, weight_scales) = quantize_blocks(x, (1, 128)), quantize_blocks(w, (128, 128))
+    (values, scales), (weight, weight_scales) = (
+        quantize_blocks(x, (1, 128)),
+        quantize_blocks(w, (128, 128)),
+    )
     grouped = grouped_matmul(values, scales, weight, weight_scales, jnp.array([6], jnp.int32))
     assert grouped.dtype == jnp.bfloat16
     single = blockwise_matmul(values, scales, weight[0], weight_scales[0])
-    np.testing.assert_allclose(np.asarray(grouped, np.float32), np.asarray(single, np.float32), rtol=2.0**-7)
+    np.testing.assert_allclose(
+        np.asarray(grouped, np.float32), np.asarray(single, np.float32), rtol=2.0**-7
+    )
 
 
 def test_gradients_of_the_unquantized_product():
@@ -80,7 +94,8 @@ def test_gradients_of_the_unquantized_product():
 
 
 @pytest.mark.parametrize(
-    ("rows", "sizes"), [(9, (4, 0, 5)), (7, (0, 0, 7)), (8, (3, 0, 2)), (4, (0, 0)), (40, (17, 1, 16))]
+    ("rows", "sizes"),
+    [(9, (4, 0, 5)), (7, (0, 0, 7)), (8, (3, 0, 2)), (4, (0, 0)), (40, (17, 1, 16))],
 )
 def test_aligned_groups_begin_at_blocks_and_keep_their_rows(rows, sizes):
     x = jnp.arange(1.0, rows + 1)[:, None] * jnp.ones((1, 3))
@@ -95,7 +110,10 @@ def test_aligned_groups_begin_at_blocks_and_keep_their_rows(rows, sizes):
     np.testing.assert_array_equal(doubled, 2 * expected)
 
 
-@pytest.mark.parametrize(("m", "n", "k", "sizes"), [(300, 24, 130, (128, 0, 100)), (7, 131, 30, (0, 0, 7)), (4, 8, 16, (0, 0))])
+@pytest.mark.parametrize(
+    ("m", "n", "k", "sizes"),
+    [(300, 24, 130, (128, 0, 100)), (7, 131, 30, (0, 0, 7)), (4, 8, 16, (0, 0))],
+)
 def test_outer_products_equal_the_float64_sum(m, n, k, sizes):
     x, dy = operands(m, n, k, 1)[0], operands(m, k, n, 1, seed=1)[0]
 
@@ -107,14 +125,17 @@ def test_outer_products_equal_the_float64_sum(m, n, k, sizes):
 
     quantized, out = run(jnp.asarray(sizes, jnp.int32))
     left, right = (
-        np.asarray(values, np.float64) * expand(np.asarray(scales, np.float64), (128, 1), values.shape)
+        np.asarray(values, np.float64)
+        * expand(np.asarray(scales, np.float64), (128, 1), values.shape)
         for values, scales in (quantized[:2], quantized[2:])
     )
     start = 0
     for group, size in enumerate(sizes):
         part = slice(start, start + -(-size // 128) * 128)
         bound = 2.0**-22 * np.sqrt(size + 8) * (np.abs(left[part]).T @ np.abs(right[part]))
-        assert (np.abs(np.asarray(out[group], np.float64) - left[part].T @ right[part]) <= bound).all()
+        assert (
+            np.abs(np.asarray(out[group], np.float64) - left[part].T @ right[part]) <= bound
+        ).all()
         start = part.stop
 
 
@@ -129,4 +150,6 @@ def test_wrong_calls_are_refused(unchecked_shapes):
     with pytest.raises(BackendError, match="hopper backend"):
         grouped_matmul(*quantized, sizes, backend="hopper")
     with pytest.raises(ValueError, match=r"dy_scales \(2, 8\) must be \(1, 8\)"):
-        grouped_outer_product(jnp.ones((4, 8)), jnp.ones((2, 8)), jnp.ones((4, 16)), jnp.ones((1, 16)), sizes)
+        grouped_outer_product(
+            jnp.ones((4, 8)), jnp.ones((2, 8)), jnp.ones((4, 16)), jnp.ones((1, 16)), sizes
+        )

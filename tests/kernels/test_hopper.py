@@ -1,7 +1,9 @@
-"""The operations on Hopper, without one: every small case is played with race detection, and compiled to sm_90a with every fourth
-of the real ones, which are sweeps of shapes (`python -m pallas_kernels.check.compile OPERATION` compiles all).
+"""The operations on Hopper, without one: every small case is played with race detection, and
+compiled to sm_90a with every fourth of the real ones, which are sweeps of shapes (`python -m
+pallas_kernels.check.compile OPERATION` compiles all).
 
-A kernel with a fault in its barriers hangs, so each operation is played in a process that is killed when it takes too long.
+A kernel with a fault in its barriers hangs, so each operation is played in a process that is killed
+when it takes too long.
 """
 
 from __future__ import annotations
@@ -26,18 +28,27 @@ def run(check: str, *arguments: str, seconds: float) -> list[dict]:
     """The result of each case that finished; a last entry "hangs" or "died" where one did not."""
     command = [sys.executable, "-m", f"pallas_kernels.check.{check}", *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=dict(os.environ, JAX_PLATFORMS="cpu"))
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            env=dict(os.environ, JAX_PLATFORMS="cpu"),
+        )
         output, fault = done.stdout, done.returncode and {"died": done.stderr[-2000:]}
     except subprocess.TimeoutExpired as late:
         output, fault = (late.stdout or b"").decode(), {"hangs": f"after {seconds} s"}
     lines = output.splitlines()
     results = [json.loads(line) for line in lines if line.startswith("{")]
-    return results + ([{"case": lines[-1].removeprefix("# ") if lines else "", **fault}] if fault else [])
+    return results + (
+        [{"case": lines[-1].removeprefix("# ") if lines else "", **fault}] if fault else []
+    )
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """check, operation -> case -> result; each runs once, for whichever of pytest's workers asks first."""
+    """check, operation -> case -> result; each runs once, for whichever of pytest's workers asks
+    first."""
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
@@ -45,7 +56,9 @@ def results(tmp_path_factory):
         file = shared / f"{check}-{operation}.json"
         with FileLock(f"{file}.lock"):
             if not file.exists():
-                names = [case.name for case in chosen(operation, real=4 if check == "compile" else 0)]
+                names = [
+                    case.name for case in chosen(operation, real=4 if check == "compile" else 0)
+                ]
                 file.write_text(json.dumps(run(check, operation, *names, seconds=SECONDS)))
         return {result["case"]: result for result in json.loads(file.read_text())}
 
@@ -68,7 +81,9 @@ def every(real: int) -> list:
 @pytest.mark.slow
 @pytest.mark.parametrize("operation, case", every(0))
 def test_values_without_a_race(results, operation, case):
-    found = results("interpret", operation).get(case.name, {"missing": "the process ended before it"})
+    found = results("interpret", operation).get(
+        case.name, {"missing": "the process ended before it"}
+    )
     assert set(found) == {"case", "difference", "races"}, found
     assert found["difference"] <= case.tolerance and not found["races"], found
 
@@ -83,9 +98,12 @@ def test_machine_code(results, operation, case):
     found = results("compile", operation).get(case.name, {"missing": "the process ended before it"})
     assert found.get("kernels"), found
     for kernel in found["kernels"]:
-        assert kernel["target"] == "sm_90a" and float(kernel["isa"]) >= 9.3, kernel  # PTX 9.3 came with ptxas 13.3
+        # PTX 9.3 came with ptxas 13.3
+        assert kernel["target"] == "sm_90a" and float(kernel["isa"]) >= 9.3, kernel
         assert kernel["spilled"] == 0 and kernel["smem"] <= SMEM_BYTES, kernel
-    assert not case.instruction or any(case.instruction in name for k in found["kernels"] for name in k["products"]), found
+    assert not case.instruction or any(
+        case.instruction in name for k in found["kernels"] for name in k["products"]
+    ), found
 
 
 BUGS = {

@@ -11,7 +11,8 @@ import pytest
 from pallas_kernels import BackendError, dequantize_blocks, quantize_blocks
 
 LIMITS = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
-# (shape, block): whole blocks, ragged blocks, single rows, columns, batches, blocks larger than the array
+# (shape, block): whole blocks, ragged blocks, single rows, columns, batches, blocks larger than the
+# array
 LAYOUTS = [
     ((256, 256), (128, 128)),
     ((576, 192), (128, 128)),
@@ -27,12 +28,16 @@ def blocks_of(shape, block):
     m, n = shape[-2:]
     for i in range(-(-m // block[0])):
         for j in range(-(-n // block[1])):
-            rows, columns = slice(i * block[0], (i + 1) * block[0]), slice(j * block[1], (j + 1) * block[1])
+            rows, columns = (
+                slice(i * block[0], (i + 1) * block[0]),
+                slice(j * block[1], (j + 1) * block[1]),
+            )
             yield (..., i, j), (..., rows, columns)
 
 
 def numpy_quantize(x, block, dtype, scale_rule="float32"):
-    """The definition, block by block: scale = amax * (1 / max), value = cast(clip(x * (1 / scale))), float32 throughout."""
+    """The definition, block by block: scale = amax * (1 / max), value = cast(clip(x * (1 /
+    scale))), float32 throughout."""
     limit = np.float32(LIMITS[dtype])
     values = np.zeros(x.shape, getattr(ml_dtypes, dtype))
     m, n = x.shape[-2:]
@@ -42,7 +47,9 @@ def numpy_quantize(x, block, dtype, scale_rule="float32"):
         scale = np.maximum(amax * (1 / limit), np.float32(2.0**-126))
         if scale_rule == "power_of_two":
             mantissa, exponent = np.frexp(scale)
-            scale = np.ldexp(np.float32(1), np.where(mantissa == 0.5, exponent - 1, exponent)).astype(np.float32)
+            scale = np.ldexp(
+                np.float32(1), np.where(mantissa == 0.5, exponent - 1, exponent)
+            ).astype(np.float32)
         scale = np.where(amax == 0, np.float32(1), scale)
         scaled = x[part] * (np.float32(1) / scale)[..., None, None]
         values[part] = np.clip(scaled, -limit, limit).astype(values.dtype)
@@ -70,8 +77,14 @@ def test_values_and_scales_equal_numpy_bit_for_bit(shape, block, dtype, rule):
 
 def test_compiled_equals_eager():
     x = jnp.asarray(random_array((200, 300), 3))
-    for eager, compiled in zip(quantize_blocks(x, (128, 128)), jax.jit(lambda x: quantize_blocks(x, (128, 128)))(x), strict=True):
-        np.testing.assert_array_equal(np.asarray(eager, np.float32), np.asarray(compiled, np.float32))
+    for eager, compiled in zip(
+        quantize_blocks(x, (128, 128)),
+        jax.jit(lambda x: quantize_blocks(x, (128, 128)))(x),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(
+            np.asarray(eager, np.float32), np.asarray(compiled, np.float32)
+        )
 
 
 @pytest.mark.parametrize(("shape", "block"), LAYOUTS)
@@ -84,7 +97,10 @@ def test_dequantize_multiplies_by_the_scale_of_the_block(shape, block):
         np.testing.assert_array_equal(back[part], expected)
 
 
-@pytest.mark.parametrize(("dtype", "mantissa_bits", "smallest"), [("float8_e4m3fn", 3, 2.0**-9), ("float8_e5m2", 2, 2.0**-16)])
+@pytest.mark.parametrize(
+    ("dtype", "mantissa_bits", "smallest"),
+    [("float8_e4m3fn", 3, 2.0**-9), ("float8_e5m2", 2, 2.0**-16)],
+)
 def test_error_is_at_most_half_a_unit_in_the_last_place(dtype, mantissa_bits, smallest):
     x = random_array((100, 130), 2)
     values, scales = quantize_blocks(jnp.asarray(x), (1, 128), jnp.dtype(dtype))
@@ -115,7 +131,9 @@ def test_power_of_two_boundaries():
 
 
 def test_power_of_two_scale_is_the_smallest_that_fits():
-    x = random_array((512, 128), 4) * np.float32(2.0) ** np.random.default_rng(5).integers(-60, 60, (512, 1))
+    x = random_array((512, 128), 4) * np.float32(2.0) ** np.random.default_rng(5).integers(
+        -60, 60, (512, 1)
+    )
     _, scales = quantize_blocks(jnp.asarray(x), (1, 128), scale="power_of_two")
     scales, needed = np.asarray(scales, np.float64)[:, 0], np.abs(x).max(1).astype(np.float64) / 448
     assert (np.frexp(scales)[0] == 0.5).all()
@@ -136,7 +154,8 @@ def test_zero_blocks_have_scale_one():
 @pytest.mark.parametrize("rule", ["float32", "power_of_two"])
 @pytest.mark.parametrize("tiny", [1e-12, 1e-30, 1.2e-38])
 def test_tiny_values_are_not_flushed(tiny, rule):
-    """Where amax / 448 would be below the smallest normal float32, the scale stops there and the values still are not zero."""
+    """Where amax / 448 would be below the smallest normal float32, the scale stops there and the
+    values still are not zero."""
     x = jnp.asarray([[tiny, -tiny, tiny / 2 if tiny > 1e-37 else 0.0]], jnp.float32)
     values, scales = quantize_blocks(x, (1, 128), scale=rule)
     scale = float(scales[0, 0])
@@ -172,7 +191,10 @@ def test_bfloat16_input_is_widened_exactly():
 def test_backend_by_name():
     x = jnp.ones((2, 128))
     np.testing.assert_array_equal(quantize_blocks(x, backend="reference")[1], quantize_blocks(x)[1])
-    with pytest.raises(BackendError, match="quantize_blocks: the hopper backend needs a GPU of compute capability 9.0"):
+    with pytest.raises(
+        BackendError,
+        match="quantize_blocks: the hopper backend needs a GPU of compute capability 9.0",
+    ):
         quantize_blocks(x, backend="hopper")
     with pytest.raises(BackendError, match="unknown backend 'triton'"):
         quantize_blocks(x, backend="triton")

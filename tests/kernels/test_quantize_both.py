@@ -44,7 +44,10 @@ def test_regrouping_adds_at_most_half_a_step():
     once = np.asarray(dequantize_blocks(values, scales, (1, 128)))
     again = np.asarray(dequantize_blocks(*regroup(values, scales), (128, 1)))
     tops = np.repeat(np.abs(once).reshape(2, 128, 64).max(1), 128, 0)
-    assert (np.abs(again - once) <= np.maximum(np.abs(once) * 2.0**-4, tops / 448 * 2.0**-10) * (1 + 1e-6)).all()
+    assert (
+        np.abs(again - once)
+        <= np.maximum(np.abs(once) * 2.0**-4, tops / 448 * 2.0**-10) * (1 + 1e-6)
+    ).all()
 
 
 def test_other_group_sizes():
@@ -56,7 +59,9 @@ def test_other_group_sizes():
 
 def test_scales_of_other_values_are_refused():
     values, scales = quantize_blocks(jnp.ones((64, 256)))
-    with pytest.raises(ValueError, match=r"regroup: scales \(64, 1\) are not those of values \(64, 256\)"):
+    with pytest.raises(
+        ValueError, match=r"regroup: scales \(64, 1\) are not those of values \(64, 256\)"
+    ):
         regroup(values, scales[:, :1])
 
 
@@ -75,9 +80,17 @@ def test_nothing_to_quantize_is_refused(function, shape):
         (jnp.float8_e4m3fn, jnp.float16, (1, 128), "float16 to float8_e4m3fn in blocks of 1x128"),
     ],
 )
-def test_what_hopper_has_no_kernel_for_is_refused_by_name_and_left_to_the_reference_by_auto(dtype, given, block, message):
+def test_what_hopper_has_no_kernel_for_is_refused_by_name_and_left_to_the_reference_by_auto(
+    dtype, given, block, message
+):
     x = jnp.asarray(random_array((4, 128)), given)
     with tracing_for(2):
-        with pytest.raises(BackendError, match=f"quantize_blocks: the hopper backend has no quantizer from {message}"):
+        with pytest.raises(
+            BackendError,
+            match=f"quantize_blocks: the hopper backend has no quantizer from {message}",
+        ):
             quantize_blocks(x, block, dtype, backend="hopper")
-        assert_same(quantize_blocks(x, block, dtype), map(np.asarray, quantize_blocks(x, block, dtype, backend="reference")))
+        assert_same(
+            quantize_blocks(x, block, dtype),
+            map(np.asarray, quantize_blocks(x, block, dtype, backend="reference")),
+        )

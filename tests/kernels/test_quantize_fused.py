@@ -1,4 +1,5 @@
-"""Quantizers that compute what they quantize: equal to the two steps that they replace, bit for bit."""
+"""Quantizers that compute what they quantize: equal to the two steps that they replace, bit for
+bit."""
 
 from __future__ import annotations
 
@@ -16,7 +17,10 @@ from pallas_kernels.target import tracing_for
 
 
 def data(shape, dtype, count):
-    return [3 * jax.random.normal(key, shape).astype(dtype) for key in jax.random.split(jax.random.key(0), count)]
+    return [
+        3 * jax.random.normal(key, shape).astype(dtype)
+        for key in jax.random.split(jax.random.key(0), count)
+    ]
 
 
 def assert_same(got, wanted):
@@ -24,7 +28,9 @@ def assert_same(got, wanted):
         np.testing.assert_array_equal(np.asarray(have, np.float32), np.asarray(want, np.float32))
 
 
-@pytest.mark.parametrize("case", [case for case in SMALL if case.tolerance], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [case for case in SMALL if case.tolerance], ids=lambda case: case.name
+)
 def test_equals_numpy_to_a_step(case):
     arrays = case.arguments(jax.random.key(1))
     got = jax.jit(lambda *a: case.run(*a, backend="reference"))(*arrays)
@@ -46,31 +52,53 @@ def test_rms_norm_equals_the_models_norm_and_then_the_quantizer(dtype, offset):
     x, weight = data((6, 300), dtype, 2)
     weight = weight[0]
     assert_same(
-        quantize_rms_norm(x, weight, 1e-6, offset), quantize_blocks(PLAIN.rms_norm(x, weight, 1e-6, offset))
-    )  # fmt: skip
+        quantize_rms_norm(x, weight, 1e-6, offset),
+        quantize_blocks(PLAIN.rms_norm(x, weight, 1e-6, offset)),
+    )
 
 
 def test_what_does_not_belong_together_is_refused(unchecked_shapes):
     gate, up = data((4, 128), jnp.bfloat16, 2)
-    with pytest.raises(ValueError, match=r"quantize_swiglu: gate is bfloat16\(4, 128\), up bfloat16\(4, 64\)"):
+    with pytest.raises(
+        ValueError, match=r"quantize_swiglu: gate is bfloat16\(4, 128\), up bfloat16\(4, 64\)"
+    ):
         quantize_swiglu(gate, up[:, :64])
-    with pytest.raises(ValueError, match=r"quantize_rms_norm: weight \(4,\) is not that of rows of x \(4, 128\)"):
+    with pytest.raises(
+        ValueError, match=r"quantize_rms_norm: weight \(4,\) is not that of rows of x \(4, 128\)"
+    ):
         quantize_rms_norm(gate, up[:, 0], 1e-6)
-    with tracing_for(2), pytest.raises(BackendError, match="has no quantizer from bfloat16 to float8_e4m3fn in blocks of 1x64"):
+    with (
+        tracing_for(2),
+        pytest.raises(
+            BackendError, match="has no quantizer from bfloat16 to float8_e4m3fn in blocks of 1x64"
+        ),
+    ):
         quantize_swiglu(gate, up, 64, backend="hopper")
 
 
 def test_reciprocals_are_rounded_to_nearest():
     rng = np.random.default_rng(0)
     some = rng.integers(0x00800000, 0x7C000000, 200_000)
-    near = np.concatenate([np.arange(power - 1000, power + 1000) for power in range(0x01000000, 0x7C000000, 0x00800000)])
+    near = np.concatenate(
+        [
+            np.arange(power - 1000, power + 1000)
+            for power in range(0x01000000, 0x7C000000, 0x00800000)
+        ]
+    )
     scales = np.concatenate([some, near]).astype(np.int32).view(np.float32)
     np.testing.assert_array_equal(np.asarray(jax.jit(reciprocal)(scales)), np.float32(1) / scales)
 
 
 @pytest.mark.parametrize("units", [-2, -1, 1, 2])
 def test_a_division_that_is_off_is_corrected(units):
-    scales = np.random.default_rng(1).integers(0x00800000, 0x7C000000, 100_000).astype(np.int32).view(np.float32)
+    scales = (
+        np.random.default_rng(1)
+        .integers(0x00800000, 0x7C000000, 100_000)
+        .astype(np.int32)
+        .view(np.float32)
+    )
     exact = np.float32(1) / scales
     off = (exact.view(np.int32) + np.int32(units)).view(np.float32)
-    np.testing.assert_array_equal(np.asarray(nearest_reciprocal(jnp.asarray(scales), jnp.asarray(off))), exact)
+    np.testing.assert_array_equal(
+        np.asarray(nearest_reciprocal(jnp.asarray(scales), jnp.asarray(off))), exact
+    )

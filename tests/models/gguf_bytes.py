@@ -12,7 +12,9 @@ def text(value: str) -> bytes:
     return struct.pack("<Q", len(value.encode())) + value.encode()
 
 
-def header(entries: bytes = b"", tensors: bytes = b"", counts: tuple[int, int] = (0, 0), version: int = 3) -> bytes:
+def header(
+    entries: bytes = b"", tensors: bytes = b"", counts: tuple[int, int] = (0, 0), version: int = 3
+) -> bytes:
     return b"GGUF" + struct.pack("<IQQ", version, counts[1], counts[0]) + entries + tensors
 
 
@@ -22,11 +24,17 @@ def described(name: str, shape: tuple[int, ...], kind: int = 0, offset: int = 0)
 
 
 def whole_file(metadata: dict[str, Any], tensors: dict[str, StoredTensor]) -> bytes:
-    """A file of these: Python's integers as 32-bit or, where they need it, 64-bit ones, floats as float32."""
-    entries = b"".join(text(name) + struct.pack("<I", _kind(value)) + _value(value) for name, value in metadata.items())
+    """A file of these: Python's integers as 32-bit or, where they need it, 64-bit ones, floats as
+    float32."""
+    entries = b"".join(
+        text(name) + struct.pack("<I", _kind(value)) + _value(value)
+        for name, value in metadata.items()
+    )
     descriptions, data = b"", b""
     for name, tensor in tensors.items():
-        descriptions += described(name, tensor.shape[::-1], BLOCK_FORMATS[tensor.kind][0], len(data))
+        descriptions += described(
+            name, tensor.shape[::-1], BLOCK_FORMATS[tensor.kind][0], len(data)
+        )
         data += tensor.data.tobytes()
         data += bytes(-len(data) % 32)
     head = header(entries, descriptions, (len(metadata), len(tensors)))
@@ -44,9 +52,15 @@ def _value(value: Any) -> bytes:
         return text(value)
     if isinstance(value, list):
         kind = max((_kind(item) for item in value), default=4)
-        return struct.pack("<IQ", kind, len(value)) + b"".join(_scalar(item, kind) for item in value)
+        return struct.pack("<IQ", kind, len(value)) + b"".join(
+            _scalar(item, kind) for item in value
+        )
     return _scalar(value, _kind(value))
 
 
 def _scalar(value: Any, kind: int) -> bytes:
-    return text(value) if kind == 8 else struct.pack({4: "<I", 6: "<f", 7: "<?", 11: "<q"}[kind], value)
+    return (
+        text(value)
+        if kind == 8
+        else struct.pack({4: "<I", 6: "<f", 7: "<?", 11: "<q"}[kind], value)
+    )

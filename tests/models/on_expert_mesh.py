@@ -1,4 +1,5 @@
-"""Run by test_expert_mesh.py on 8 devices: a mixture of experts on several meshes, against one device."""
+"""Run by test_expert_mesh.py on 8 devices: a mixture of experts on several meshes, against one
+device."""
 
 from __future__ import annotations
 
@@ -14,7 +15,15 @@ from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.experts_config import ExpertsConfig
 from fp8rl_jax.models.forward import forward
 from fp8rl_jax.models.policy import init_policy
-from fp8rl_jax.parallel import batch_sharding, constrain, make_mesh, policy_shardings, shard_policy, to_global, to_host
+from fp8rl_jax.parallel import (
+    batch_sharding,
+    constrain,
+    make_mesh,
+    policy_shardings,
+    shard_policy,
+    to_global,
+    to_host,
+)
 from fp8rl_jax.rollout.served import quantized_policy
 
 CONFIG = PolicyConfig(
@@ -26,9 +35,14 @@ CONFIG = PolicyConfig(
     num_heads=4,
     num_kv_heads=2,
     head_dim=16,
-    experts=ExpertsConfig(count=4, per_token=2, intermediate_size=192, normalize=True, dense_layers=(0,)),
+    experts=ExpertsConfig(
+        count=4, per_token=2, intermediate_size=192, normalize=True, dense_layers=(0,)
+    ),
 )
-MESHES = {"data 2 expert 2 tensor 2": MeshConfig(2, 1, 2, 2), "fsdp 2 expert 4": MeshConfig(1, 2, 1, 4)}
+MESHES = {
+    "data 2 expert 2 tensor 2": MeshConfig(2, 1, 2, 2),
+    "fsdp 2 expert 4": MeshConfig(1, 2, 1, 4),
+}
 RECIPE = get_recipe("fp8-rollout")
 
 
@@ -42,8 +56,13 @@ def loss(policy, tokens):
 
 def far(a, b) -> float:
     """Largest absolute difference over two trees, in parts of the largest value of the second."""
-    pairs = [(np.asarray(x), np.asarray(y)) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)]
-    return float(max(np.abs(x - y).max() for x, y in pairs) / max(np.abs(y).max() for _, y in pairs))
+    pairs = [
+        (np.asarray(x), np.asarray(y))
+        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    ]
+    return float(
+        max(np.abs(x - y).max() for x, y in pairs) / max(np.abs(y).max() for _, y in pairs)
+    )
 
 
 def quantized(policy):
@@ -66,13 +85,17 @@ def main() -> None:
         placed, rows = shard_policy(policy, mesh), to_global(tokens, batch_sharding(mesh))
         with jax.set_mesh(mesh):
             sharded_gradient = jax.jit(jax.grad(loss), out_shardings=shardings)(placed, rows)
-            synced = jax.jit(quantized, out_shardings=policy_shardings(jax.eval_shape(quantized, policy), mesh))(placed)
+            synced = jax.jit(
+                quantized, out_shardings=policy_shardings(jax.eval_shape(quantized, policy), mesh)
+            )(placed)
             eight_bit_out = jax.jit(hidden, static_argnums=2)(synced, rows, RECIPE)
             answers[name] = {
                 "forward": far(jax.jit(hidden)(placed, rows), alone),
                 "odd": far(jax.jit(hidden)(placed, odd), odd_alone),
                 "gradient": {
-                    part: far(getattr(sharded_gradient.layers, part), getattr(gradient.layers, part))
+                    part: far(
+                        getattr(sharded_gradient.layers, part), getattr(gradient.layers, part)
+                    )
                     for part in ("q_proj", "router", "experts", "gate_proj")
                 },
                 "quantized": np.abs(eight_bit_out - eight_bit_alone).max(-1).ravel().tolist(),

@@ -1,5 +1,5 @@
-"""Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE and Gemma 3 in float64 numpy, one row, one head and one token's expert at a time:
-what the batched, cached, scanned and sorted forward must equal."""
+"""Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE and Gemma 3 in float64 numpy, one row, one head and one
+token's expert at a time: what the batched, cached, scanned and sorted forward must equal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from fp8rl_jax.models.hf_names import parameter_shapes
 
 
 def random_weights(config: PolicyConfig, seed: int = 0) -> dict[str, np.ndarray]:
-    """Weights by dotted path, float64 of float32 values, deviations that keep every part of the network in play."""
+    """Weights by dotted path, float64 of float32 values, deviations that keep every part of the
+    network in play."""
     rng = np.random.default_rng(seed)
     weights = {}
     norm_mean = 0.0 if config.architecture == "gemma3_text" else 1.0
@@ -23,8 +24,11 @@ def random_weights(config: PolicyConfig, seed: int = 0) -> dict[str, np.ndarray]
     return weights
 
 
-def logits(config: PolicyConfig, weights: dict[str, np.ndarray], tokens: list[int], routes=None) -> np.ndarray:
-    """[length, vocab] of one row without padding; `routes` [length, layers with experts, k] replaces the router's choice."""
+def logits(
+    config: PolicyConfig, weights: dict[str, np.ndarray], tokens: list[int], routes=None
+) -> np.ndarray:
+    """[length, vocab] of one row without padding; `routes` [length, layers with experts, k]
+    replaces the router's choice."""
     gemma = config.architecture == "gemma3_text"
     positions = list(range(len(tokens)))
     x = weights["embed_tokens.weight"][tokens] * (math.sqrt(config.hidden_size) if gemma else 1)
@@ -32,7 +36,9 @@ def logits(config: PolicyConfig, weights: dict[str, np.ndarray], tokens: list[in
     sparse = 0
     for i in range(config.num_layers):
         layer = _layer(config, weights, i)
-        attended = _attention(config, layer, _rms_norm(x, layer["input_layernorm"], config.rms_norm_eps), positions, i)
+        attended = _attention(
+            config, layer, _rms_norm(x, layer["input_layernorm"], config.rms_norm_eps), positions, i
+        )
         if gemma:
             x = x + _rms_norm(attended, layer["post_attention_layernorm"], config.rms_norm_eps)
             h = _rms_norm(x, layer["pre_feedforward_layernorm"], config.rms_norm_eps)
@@ -56,9 +62,12 @@ def log_softmax(x: np.ndarray) -> np.ndarray:
 
 
 def frequencies(config: PolicyConfig, windowed: bool = False) -> np.ndarray:
-    """Rotary frequencies of layers with or without a window; Llama 3's rule as its case distinction, by wavelength."""
+    """Rotary frequencies of layers with or without a window; Llama 3's rule as its case
+    distinction, by wavelength."""
     local = windowed and config.architecture == "gemma3_text"
-    theta, scaling = (config.local_rope_theta, None) if local else (config.rope_theta, config.rope_scaling)
+    theta, scaling = (
+        (config.local_rope_theta, None) if local else (config.rope_theta, config.rope_scaling)
+    )
     base = [theta ** (-2 * i / config.head_dim) for i in range(config.head_dim // 2)]
     if isinstance(scaling, LinearRopeScaling):
         return np.array([f / scaling.factor for f in base])
@@ -80,7 +89,9 @@ def _llama3(frequency: float, scaling: Llama3RopeScaling) -> float:
 
 def _layer(config, weights, i):
     """Layer i's tensors by name: a tensor that some layers lack is stacked over the others."""
-    dense = [config.experts is None or j in config.experts.dense_layers for j in range(config.num_layers)]
+    dense = [
+        config.experts is None or j in config.experts.dense_layers for j in range(config.num_layers)
+    ]
     alike = dense[:i].count(dense[i])
     layer = {}
     for path, stack in weights.items():

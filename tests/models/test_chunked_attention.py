@@ -1,4 +1,5 @@
-"""Attention in chunks against float64 numpy, values and gradients, and against whole attention in a forward."""
+"""Attention in chunks against float64 numpy, values and gradients, and against whole attention in a
+forward."""
 
 from __future__ import annotations
 
@@ -19,20 +20,37 @@ B, N, T, SLOTS, HEADS, KV, DIM, SCALE, VALUE_SCALE = 4, 2, 11, 7, 4, 2, 8, 0.3, 
 
 @pytest.fixture(scope="module")
 def case():
-    """Two shared rows, one of them without a token, own tokens in three segments and padding, and query 0 of row 0 alone."""
+    """Two shared rows, one of them without a token, own tokens in three segments and padding, and
+    query 0 of row 0 alone."""
     rng = np.random.default_rng(0)
-    segments = np.array([[9, *[1] * 3, *[2] * 4, 0, 0, 0], [1] * T, [1] * 5 + [2] * 6, [0] * 3 + [4] * 8], np.int32)
+    segments = np.array(
+        [[9, *[1] * 3, *[2] * 4, 0, 0, 0], [1] * T, [1] * 5 + [2] * 6, [0] * 3 + [4] * 8], np.int32
+    )
     prefixes = np.where(segments == 2, 1, -1).astype(np.int32)
     positions = np.cumsum(np.ones_like(segments), axis=1).astype(np.int32) + 4
     real = np.zeros((B // N, SLOTS), bool)
     real[0, :5] = True
     slots = np.broadcast_to(np.arange(SLOTS), real.shape).astype(np.int32)
-    shapes = ((B, T, HEADS, DIM), (B // N, KV, SLOTS, DIM), (B // N, KV, SLOTS, DIM), (B, KV, T, DIM), (B, KV, T, DIM))
-    return segments, prefixes, positions, real, slots, tuple(rng.normal(size=s).astype(np.float32) for s in shapes)
+    shapes = (
+        (B, T, HEADS, DIM),
+        (B // N, KV, SLOTS, DIM),
+        (B // N, KV, SLOTS, DIM),
+        (B, KV, T, DIM),
+        (B, KV, T, DIM),
+    )
+    return (
+        segments,
+        prefixes,
+        positions,
+        real,
+        slots,
+        tuple(rng.normal(size=s).astype(np.float32) for s in shapes),
+    )
 
 
 def visible(case, window) -> np.ndarray:
-    """[b, t, slots + t] pair by pair. Segment 9's token sees nothing: the caller takes itself and the block away."""
+    """[b, t, slots + t] pair by pair. Segment 9's token sees nothing: the caller takes itself and
+    the block away."""
     segments, prefixes, positions, real, slots, _ = case
     seen = np.zeros((B, T, SLOTS + T), bool)
     for b, i in np.ndindex(B, T):
@@ -59,13 +77,20 @@ def reference(arrays, seen, weights):
         dp = w @ values.T
         ds = p * (dp - (p * dp).sum(-1, keepdims=True)) * SCALE
         dq[b, :, h] = ds @ keys
-        for whole, shared, own in ((ds.T @ q[b, :, h], dsk[r, g], dk[b, g]), (p.T @ w, dsv[r, g], dv[b, g])):
+        for whole, shared, own in (
+            (ds.T @ q[b, :, h], dsk[r, g], dk[b, g]),
+            (p.T @ w, dsv[r, g], dv[b, g]),
+        ):
             shared += whole[:SLOTS]
             own += whole[SLOTS:]
     return out, gradients
 
 
-@pytest.mark.parametrize(("chunk", "window"), [(4, None), (1, None), (4, 6), (0, None)], ids=["4", "1", "window", "whole"])
+@pytest.mark.parametrize(
+    ("chunk", "window"),
+    [(4, None), (1, None), (4, 6), (0, None)],
+    ids=["4", "1", "window", "whole"],
+)
 def test_values_and_gradients_equal_float64_numpy(case, chunk, window):
     segments, prefixes, positions, real, slots, arrays = case
     own = Tokens.of_rows(*map(jnp.asarray, (segments, positions, prefixes)))
@@ -92,39 +117,58 @@ def test_values_and_gradients_equal_float64_numpy(case, chunk, window):
     found, pull = jax.vjp(jax.jit(run), *arrays)
     np.testing.assert_allclose(found, expected, atol=2e-6)
     assert not np.asarray(found)[0, 0].any()
-    for got, wanted in zip(pull(jnp.asarray(weights, jnp.float32)), expected_gradients, strict=True):
+    for got, wanted in zip(
+        pull(jnp.asarray(weights, jnp.float32)), expected_gradients, strict=True
+    ):
         np.testing.assert_allclose(got, wanted, atol=1e-5)
 
 
 @pytest.mark.parametrize("config", [QWEN3, MIXED_WINDOWS], ids=["qwen3", "windows"])
 def test_a_chunked_forward_has_the_values_and_gradients_of_the_whole_one(config):
     policy, _ = policy_and_weights(config)
-    lengths, prompts, completions = np.array([4, 7], np.int32), random_tokens(config, 2, 7), random_tokens(config, 6, 5, seed=4)
+    lengths, prompts, completions = (
+        np.array([4, 7], np.int32),
+        random_tokens(config, 2, 7),
+        random_tokens(config, 6, 5, seed=4),
+    )
     segments = (np.arange(7) < lengths[:, None]).astype(np.int32)
     positions = np.repeat(lengths, 3)[:, None] + np.arange(5, dtype=np.int32)
 
     def loss(policy, chunk):
         run = partial(forward, policy, attention_chunk=chunk)
         first = run(jnp.asarray(prompts), segment_ids=jnp.asarray(segments))
-        second = run(jnp.asarray(completions), jnp.asarray(positions), cache=KVCache(first.cache), remat=True).hidden
+        second = run(
+            jnp.asarray(completions), jnp.asarray(positions), cache=KVCache(first.cache), remat=True
+        ).hidden
         return (second * np.random.default_rng(5).normal(size=second.shape)).sum(), second
 
-    (whole, chunked) = (jax.jit(jax.grad(loss, has_aux=True), static_argnums=1)(policy, chunk) for chunk in (0, 3))
+    (whole, chunked) = (
+        jax.jit(jax.grad(loss, has_aux=True), static_argnums=1)(policy, chunk) for chunk in (0, 3)
+    )
     np.testing.assert_allclose(chunked[1], whole[1], atol=1e-5)
     for got, expected in zip(jax.tree.leaves(chunked[0]), jax.tree.leaves(whole[0]), strict=True):
         np.testing.assert_allclose(got, expected, atol=1e-5 * np.abs(expected).max())
 
 
 def test_long_rows_are_chunked_by_themselves():
-    """The temporary memory of a backward pass over 2048 tokens: whole, its scores alone are 2048 * 2048 * 3 * 4 bytes a layer."""
+    """The temporary memory of a backward pass over 2048 tokens: whole, its scores alone are 2048 *
+    2048 * 3 * 4 bytes a layer."""
     policy, _ = policy_and_weights(QWEN3)
 
     def memory(chunk):
         def loss(policy, tokens):
-            return forward(policy, tokens, remat=True, attention_chunk=chunk, keep_cache=False).hidden.sum()
+            return forward(
+                policy, tokens, remat=True, attention_chunk=chunk, keep_cache=False
+            ).hidden.sum()
 
         tokens = jax.ShapeDtypeStruct((1, 2048), jnp.int32)
-        return jax.jit(jax.grad(loss)).lower(policy, tokens).compile().memory_analysis().temp_size_in_bytes
+        return (
+            jax.jit(jax.grad(loss))
+            .lower(policy, tokens)
+            .compile()
+            .memory_analysis()
+            .temp_size_in_bytes
+        )
 
     whole, chunked = memory(0), memory(None)
     assert whole > 2048 * 2048 * 3 * 4 and chunked < whole / 8, (whole, chunked)

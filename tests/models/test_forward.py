@@ -24,10 +24,16 @@ from fp8rl_jax.precision import hoist
 from fp8rl_jax.rollout.calibration import observe_qkv
 from fp8rl_jax.rollout.served import quantized_policy
 
-SCALED = dataclasses.replace(LLAMA, rope_theta=500000.0, rope_scaling=Llama3RopeScaling(8.0, 1.0, 4.0, 64))
+SCALED = dataclasses.replace(
+    LLAMA, rope_theta=500000.0, rope_scaling=Llama3RopeScaling(8.0, 1.0, 4.0, 64)
+)
 MIXED_WINDOWS = dataclasses.replace(QWEN2, sliding_window=3, full_attention_layers=(1,))
-ALL_SPARSE = dataclasses.replace(MOE, num_layers=2, experts=dataclasses.replace(MOE.experts, normalize=False, dense_layers=()))
-SMALL_MOE = dataclasses.replace(MOE, num_layers=2, experts=dataclasses.replace(MOE.experts, dense_layers=(0,)))
+ALL_SPARSE = dataclasses.replace(
+    MOE, num_layers=2, experts=dataclasses.replace(MOE.experts, normalize=False, dense_layers=())
+)
+SMALL_MOE = dataclasses.replace(
+    MOE, num_layers=2, experts=dataclasses.replace(MOE.experts, dense_layers=(0,))
+)
 SMALL_GEMMA = dataclasses.replace(GEMMA, num_layers=2, sliding_window=3, full_attention_layers=(0,))
 CONFIGS = {
     "llama_tied": LLAMA,
@@ -40,17 +46,26 @@ CONFIGS = {
     "moe_all_sparse": ALL_SPARSE,
     "gemma3": GEMMA,
     "gemma3_full_attention": dataclasses.replace(
-        GEMMA, num_layers=2, sliding_window=None, full_attention_layers=(), local_rope_theta=None, tie_word_embeddings=False
+        GEMMA,
+        num_layers=2,
+        sliding_window=None,
+        full_attention_layers=(),
+        local_rope_theta=None,
+        tie_word_embeddings=False,
     ),
 }
 TOLERANCE = {"atol": 2e-5, "rtol": 2e-5}  # float32 against float64, logits of order 1
 
-run = jax.jit(forward, static_argnames=("recipe", "phase", "remat", "keep_cache", "observe", "backend"))
+run = jax.jit(
+    forward, static_argnames=("recipe", "phase", "remat", "keep_cache", "observe", "backend")
+)
 
 
 def policy_and_weights(config: PolicyConfig) -> tuple[Policy, dict[str, np.ndarray]]:
     weights = reference.random_weights(config)
-    return build_policy(config, lambda name, shape, axes: jnp.asarray(weights[f"{name}.weight"], jnp.float32)), weights
+    return build_policy(
+        config, lambda name, shape, axes: jnp.asarray(weights[f"{name}.weight"], jnp.float32)
+    ), weights
 
 
 def logits(policy: Policy, hidden) -> np.ndarray:
@@ -78,7 +93,9 @@ def test_the_rope_scaling_changes_the_logits_and_its_frequencies_have_all_three_
     assert (ratio == 1).any() and (ratio == 8).any() and ((ratio > 1.01) & (ratio < 7.99)).any()
 
 
-@pytest.mark.parametrize("config", [LLAMA, QWEN3, MISTRAL, GEMMA], ids=["llama", "qwen3", "mistral", "gemma3"])
+@pytest.mark.parametrize(
+    "config", [LLAMA, QWEN3, MISTRAL, GEMMA], ids=["llama", "qwen3", "mistral", "gemma3"]
+)
 def test_left_and_right_padding_and_packing_leave_a_row_as_it_is(config):
     policy, weights = policy_and_weights(config)
     first, second = random_tokens(config, 7), random_tokens(config, 5, seed=2)
@@ -86,24 +103,35 @@ def test_left_and_right_padding_and_packing_leave_a_row_as_it_is(config):
     segments, positions = np.zeros_like(rows), np.zeros_like(rows)
     rows[0, 5:], segments[0, 5:], positions[0, 5:] = first, 1, range(7)  # left padding
     rows[1, :7], segments[1, :7], positions[1, :7] = first, 1, range(7)  # right padding
-    rows[2], segments[2], positions[2] = [*first, *second], [1] * 7 + [2] * 5, [*range(7), *range(5)]  # two in one row
+    # two in one row
+    rows[2], segments[2], positions[2] = (
+        [*first, *second],
+        [1] * 7 + [2] * 5,
+        [*range(7), *range(5)],
+    )
     got = logits(policy, run(policy, rows, positions, segments).hidden)
     expected = reference.logits(config, weights, first.tolist())
     for found in (got[0, 5:], got[1, :7], got[2, :7]):
         np.testing.assert_allclose(found, expected, **TOLERANCE)
-    np.testing.assert_allclose(got[2, 7:], reference.logits(config, weights, second.tolist()), **TOLERANCE)
+    np.testing.assert_allclose(
+        got[2, 7:], reference.logits(config, weights, second.tolist()), **TOLERANCE
+    )
 
 
 def test_only_differences_of_positions_matter():
     policy, weights = policy_and_weights(QWEN3)
     tokens = random_tokens(QWEN3, 1, 9)
     shifted = run(policy, tokens, np.arange(100, 109, dtype=np.int32)[None]).hidden
-    np.testing.assert_allclose(logits(policy, shifted)[0], reference.logits(QWEN3, weights, tokens[0].tolist()), atol=1e-4)
+    np.testing.assert_allclose(
+        logits(policy, shifted)[0], reference.logits(QWEN3, weights, tokens[0].tolist()), atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("stacked", [True, False], ids=["scan", "unroll"])
 @pytest.mark.parametrize(
-    "config", [LLAMA, QWEN3, MIXED_WINDOWS, MOE, GEMMA], ids=["llama", "qwen3", "qwen2_windows", "moe", "gemma3"]
+    "config",
+    [LLAMA, QWEN3, MIXED_WINDOWS, MOE, GEMMA],
+    ids=["llama", "qwen3", "qwen2_windows", "moe", "gemma3"],
 )
 def test_cached_decode_equals_the_full_forward(config, stacked):
     """Two ragged prompts, two samples each, their completions fed token by token."""
@@ -118,7 +146,9 @@ def test_cached_decode_equals_the_full_forward(config, stacked):
     hidden = []
     for t in range(steps):
         cache = KVCache(shared, own, jnp.int32(t))
-        result = run(served, completions[:, t : t + 1], (starts + t)[:, None], cache=cache, phase="decode")
+        result = run(
+            served, completions[:, t : t + 1], (starts + t)[:, None], cache=cache, phase="decode"
+        )
         own = KVBlock(result.cache.keys, result.cache.values, result.cache.mask)
         hidden.append(result.hidden)
     got = logits(policy, np.concatenate(hidden, axis=1))
@@ -137,17 +167,28 @@ def group():
 
 
 def shared_prefix_logprobs(policy: Policy, group, remat: bool):
-    """The trainer's layout: prompts once, completions against their block. The last prompt token predicts the first of each."""
+    """The trainer's layout: prompts once, completions against their block. The last prompt token
+    predicts the first of each."""
     lengths, widths, prompts, completions = group
     n = len(completions) // len(prompts)
     inside = (jnp.arange(prompts.shape[1]) < lengths[:, None]).astype(jnp.int32)
     first = forward(policy, jnp.asarray(prompts), segment_ids=inside, remat=remat)
     positions = jnp.repeat(lengths, n)[:, None] + jnp.arange(completions.shape[1])
     real = (jnp.arange(completions.shape[1]) < widths[:, None]).astype(jnp.int32)
-    second = forward(policy, jnp.asarray(completions), positions, real, KVCache(first.cache), keep_cache=False, remat=remat)
+    second = forward(
+        policy,
+        jnp.asarray(completions),
+        positions,
+        real,
+        KVCache(first.cache),
+        keep_cache=False,
+        remat=remat,
+    )
     last = jnp.take_along_axis(first.hidden, (lengths - 1)[:, None, None], axis=1)
     hidden = jnp.concatenate([jnp.repeat(last, n, axis=0), second.hidden[:, :-1]], axis=1)
-    return jnp.where(real > 0, token_logprobs(hidden, policy.head, jnp.asarray(completions))[0], 0.0)
+    return jnp.where(
+        real > 0, token_logprobs(hidden, policy.head, jnp.asarray(completions))[0], 0.0
+    )
 
 
 def plain_logprobs(policy: Policy, group):
@@ -159,10 +200,16 @@ def plain_logprobs(policy: Policy, group):
     for row in range(b):
         rows[row, : starts[row] + t] = [*prompts[row // n, : starts[row]], *completions[row]]
     segments = (np.arange(rows.shape[1]) < (starts + widths)[:, None]).astype(np.int32)
-    hidden = forward(policy, jnp.asarray(rows), segment_ids=jnp.asarray(segments), keep_cache=False).hidden
+    hidden = forward(
+        policy, jnp.asarray(rows), segment_ids=jnp.asarray(segments), keep_cache=False
+    ).hidden
     columns = starts[:, None] - 1 + np.arange(t)
     picked = jnp.take_along_axis(hidden, columns[..., None], axis=1)
-    return jnp.where(np.arange(t) < widths[:, None], token_logprobs(picked, policy.head, jnp.asarray(completions))[0], 0.0)
+    return jnp.where(
+        np.arange(t) < widths[:, None],
+        token_logprobs(picked, policy.head, jnp.asarray(completions))[0],
+        0.0,
+    )
 
 
 def weighted_gradients(layout, policy: Policy):
@@ -180,29 +227,43 @@ def weighted_gradients(layout, policy: Policy):
     [(QWEN3, False), (MIXED_WINDOWS, False), (SMALL_MOE, True), (SMALL_GEMMA, True)],
     ids=["qwen3", "windows", "moe_remat", "gemma3_remat"],
 )
-def test_the_shared_prefix_layout_has_the_values_and_gradients_of_the_plain_one(group, config, remat):
+def test_the_shared_prefix_layout_has_the_values_and_gradients_of_the_plain_one(
+    group, config, remat
+):
     policy, _ = policy_and_weights(config)
     gradients, values = weighted_gradients(partial(plain_logprobs, group=group), policy)
     layout = partial(shared_prefix_logprobs, group=group, remat=remat)
     shared_gradients, shared_values = weighted_gradients(layout, policy)
     assert (np.asarray(values) != 0).sum() == group[1].sum()
     np.testing.assert_allclose(shared_values, values, atol=1e-5)
-    for got, expected in zip(jax.tree.leaves(shared_gradients), jax.tree.leaves(gradients), strict=True):
+    for got, expected in zip(
+        jax.tree.leaves(shared_gradients), jax.tree.leaves(gradients), strict=True
+    ):
         scale = np.abs(expected).max()
         assert scale > 0
         np.testing.assert_allclose(got, expected, atol=2e-5 * scale)
 
 
 LAYER = ("layers.q_proj", "layers.k_norm", "layers.down_proj")
-FOUR_NORMS = tuple(f"layers.{name}_layernorm" for name in ("post_attention", "pre_feedforward", "post_feedforward"))
-EXPERTS = ("layers.router", "layers.experts.gate_proj", "layers.experts.down_proj", "layers.up_proj")
+FOUR_NORMS = tuple(
+    f"layers.{name}_layernorm" for name in ("post_attention", "pre_feedforward", "post_feedforward")
+)
+EXPERTS = (
+    "layers.router",
+    "layers.experts.gate_proj",
+    "layers.experts.down_proj",
+    "layers.up_proj",
+)
 
 
 @pytest.mark.parametrize(
     ("config", "paths"),
     [
         (dataclasses.replace(QWEN3, num_layers=1), ("embed_tokens", *LAYER, "norm")),
-        (dataclasses.replace(QWEN2, num_layers=1, sliding_window=2), ("layers.q_bias", "layers.v_bias", "layers.k_proj")),
+        (
+            dataclasses.replace(QWEN2, num_layers=1, sliding_window=2),
+            ("layers.q_bias", "layers.v_bias", "layers.k_proj"),
+        ),
         (SMALL_MOE, EXPERTS),
         (SMALL_GEMMA, ("embed_tokens", *LAYER, *FOUR_NORMS, "norm")),
     ],
@@ -228,9 +289,14 @@ def test_gradients_equal_finite_differences_of_the_reference(config, paths):
             node = getattr(node, name)
         direction = rng.normal(size=weights[f"{path}.weight"].shape)
         step, centre = 1e-5, weights[f"{path}.weight"]
-        up, down = (reference_loss(weights | {f"{path}.weight": centre + s * direction}) for s in (step, -step))
+        up, down = (
+            reference_loss(weights | {f"{path}.weight": centre + s * direction})
+            for s in (step, -step)
+        )
         slope = (up - down) / (2 * step)
-        assert (np.asarray(node.value, np.float64) * direction).sum() == pytest.approx(slope, rel=1e-4, abs=1e-4), path
+        assert (np.asarray(node.value, np.float64) * direction).sum() == pytest.approx(
+            slope, rel=1e-4, abs=1e-4
+        ), path
 
 
 def amax_of(q, k, v, real, scales):
@@ -243,14 +309,21 @@ def test_observers_can_leave_padding_out():
     padded = np.concatenate([tokens, random_tokens(LLAMA, 1, 8, seed=9)], axis=1)
     segments = (np.arange(16) < 8).astype(np.int32)[None]
     plain = run(policy, tokens, observe=amax_of).observed
-    np.testing.assert_allclose(run(policy, padded, segment_ids=segments, observe=amax_of).observed, plain, rtol=1e-5)
+    np.testing.assert_allclose(
+        run(policy, padded, segment_ids=segments, observe=amax_of).observed, plain, rtol=1e-5
+    )
     assert plain.shape == (LLAMA.num_layers, 3) and (np.asarray(plain) > 0).all()
 
 
 def test_a_quantized_cache_needs_scales():
     policy, _ = policy_and_weights(LLAMA)
     with pytest.raises(ValueError, match=r"fp8-kv.*cache\.scales"):
-        forward(policy, jnp.asarray(random_tokens(LLAMA, 1, 4)), recipe=get_recipe("fp8-kv"), phase="prefill")
+        forward(
+            policy,
+            jnp.asarray(random_tokens(LLAMA, 1, 4)),
+            recipe=get_recipe("fp8-kv"),
+            phase="prefill",
+        )
 
 
 PLAIN_POLICY = jax.eval_shape(lambda: init_policy(SMALL_MOE, jax.random.key(0)))
@@ -262,11 +335,16 @@ def trained(policy, recipe):
 
 
 def served(policy, recipe, unroll=False):
-    return jax.eval_shape(partial(quantized_policy, recipe=recipe, dtype=jnp.float32, unroll=unroll), policy)[0]
+    return jax.eval_shape(
+        partial(quantized_policy, recipe=recipe, dtype=jnp.float32, unroll=unroll), policy
+    )[0]
 
 
 def adapted(policy):
-    return join(jax.eval_shape(partial(init_adapters, SMALL_MOE, LoraConfig(rank=2)), jax.random.key(0)), policy)
+    return join(
+        jax.eval_shape(partial(init_adapters, SMALL_MOE, LoraConfig(rank=2)), jax.random.key(0)),
+        policy,
+    )
 
 
 def hoisted(policy):
@@ -277,7 +355,9 @@ def hoisted(policy):
 def trace(policy, recipe, phase):
     """Traces a forward, which is when the form of a policy is looked at."""
     recipe = dataclasses.replace(recipe, exact=phase == "decode")
-    jax.eval_shape(partial(forward, recipe=recipe, phase=phase), policy, jnp.zeros((1, 4), jnp.int32))
+    jax.eval_shape(
+        partial(forward, recipe=recipe, phase=phase), policy, jnp.zeros((1, 4), jnp.int32)
+    )
 
 
 JET, LINEARS_ONLY, BF16 = map(get_recipe, ("jet-rl", "fp8-rollout", "bf16"))
@@ -292,30 +372,102 @@ OFF = "does not quantize"
     ("policy", "recipe", "phase", "message"),
     [
         (lambda: PLAIN_POLICY, JET, "train", TRAINER.format("jet-rl", "quantizes", "plain")),
-        (lambda: PLAIN_POLICY, JET, "prefill", ROLLOUT.format("jet-rl", "quantizes", "plain", "prefill")),
-        (lambda: UNROLLED, LINEARS_ONLY, "decode", ROLLOUT.format("fp8-rollout", "quantizes", "plain", "decode")),
-        (lambda: adapted(PLAIN_POLICY), JET, "train", TRAINER.format("jet-rl", "quantizes", "plain")),
-        (lambda: adapted(PLAIN_POLICY), LINEARS_ONLY, "prefill", ROLLOUT.format("fp8-rollout", "quantizes", "plain", "prefill")),
-        (lambda: served(PLAIN_POLICY, LINEARS_ONLY), BF16, "train", TRAINER.format("bf16", OFF, "quantized")),
-        (lambda: served(PLAIN_POLICY, LINEARS_ONLY), LINEARS_ONLY, "train", TRAINER.format("fp8-rollout", OFF, "quantized")),
-        (lambda: served(PLAIN_POLICY, JET, True), BF16, "prefill", ROLLOUT.format("bf16", OFF, "quantized", "prefill")),
-        (lambda: served(PLAIN_POLICY, JET), JET, "train", TRAINER.format("jet-rl", "quantizes", "in the rollout's form")),
-        (lambda: adapted(served(PLAIN_POLICY, LINEARS_ONLY)), JET, "train", "0.q_proj, .*lets no gradient through; models"),
-        (lambda: trained(PLAIN_POLICY, JET), BF16, "train", TRAINER.format("bf16", OFF, "quantized")),
-        (lambda: served(PLAIN_POLICY, LAST_PLAIN, True), JET, "train", r"quantizes layers\.1\.q_proj, which is plain"),
-        (lambda: trained(PLAIN_POLICY, JET), LAST_PLAIN, "train", r"does not quantize layers\.1\.q_proj, which is quantized"),
-        (lambda: trained(PLAIN_POLICY, JET), NO_DOWN, "train", r"does not quantize layers\.0\.down_proj, which is quantized"),
-        (lambda: trained(PLAIN_POLICY, NO_DOWN), JET, "train", r"quantizes layers\.0\.down_proj, which is plain"),
+        (
+            lambda: PLAIN_POLICY,
+            JET,
+            "prefill",
+            ROLLOUT.format("jet-rl", "quantizes", "plain", "prefill"),
+        ),
+        (
+            lambda: UNROLLED,
+            LINEARS_ONLY,
+            "decode",
+            ROLLOUT.format("fp8-rollout", "quantizes", "plain", "decode"),
+        ),
+        (
+            lambda: adapted(PLAIN_POLICY),
+            JET,
+            "train",
+            TRAINER.format("jet-rl", "quantizes", "plain"),
+        ),
+        (
+            lambda: adapted(PLAIN_POLICY),
+            LINEARS_ONLY,
+            "prefill",
+            ROLLOUT.format("fp8-rollout", "quantizes", "plain", "prefill"),
+        ),
+        (
+            lambda: served(PLAIN_POLICY, LINEARS_ONLY),
+            BF16,
+            "train",
+            TRAINER.format("bf16", OFF, "quantized"),
+        ),
+        (
+            lambda: served(PLAIN_POLICY, LINEARS_ONLY),
+            LINEARS_ONLY,
+            "train",
+            TRAINER.format("fp8-rollout", OFF, "quantized"),
+        ),
+        (
+            lambda: served(PLAIN_POLICY, JET, True),
+            BF16,
+            "prefill",
+            ROLLOUT.format("bf16", OFF, "quantized", "prefill"),
+        ),
+        (
+            lambda: served(PLAIN_POLICY, JET),
+            JET,
+            "train",
+            TRAINER.format("jet-rl", "quantizes", "in the rollout's form"),
+        ),
+        (
+            lambda: adapted(served(PLAIN_POLICY, LINEARS_ONLY)),
+            JET,
+            "train",
+            "0.q_proj, .*lets no gradient through; models",
+        ),
+        (
+            lambda: trained(PLAIN_POLICY, JET),
+            BF16,
+            "train",
+            TRAINER.format("bf16", OFF, "quantized"),
+        ),
+        (
+            lambda: served(PLAIN_POLICY, LAST_PLAIN, True),
+            JET,
+            "train",
+            r"quantizes layers\.1\.q_proj, which is plain",
+        ),
+        (
+            lambda: trained(PLAIN_POLICY, JET),
+            LAST_PLAIN,
+            "train",
+            r"does not quantize layers\.1\.q_proj, which is quantized",
+        ),
+        (
+            lambda: trained(PLAIN_POLICY, JET),
+            NO_DOWN,
+            "train",
+            r"does not quantize layers\.0\.down_proj, which is quantized",
+        ),
+        (
+            lambda: trained(PLAIN_POLICY, NO_DOWN),
+            JET,
+            "train",
+            r"quantizes layers\.0\.down_proj, which is plain",
+        ),
     ],
 )
 def test_a_policy_in_another_form_than_the_recipes_is_refused(policy, recipe, phase, message):
-    """Each of these ran, and gave the numbers of another recipe, or gradients that stop at the first quantized linear."""
+    """Each of these ran, and gave the numbers of another recipe, or gradients that stop at the
+    first quantized linear."""
     with pytest.raises(ValueError, match=message) as raised:
         trace(policy(), recipe, phase)
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.filterwarnings("ignore:Explicitly requested dtype float64")  # in exact weights, of which the shapes alone are made
+# in exact weights, of which the shapes alone are made
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype float64")
 @pytest.mark.parametrize(
     ("policy", "recipe", "phase"),
     [
@@ -338,14 +490,19 @@ def test_a_policy_in_the_recipes_form_runs(policy, recipe, phase):
 
 
 def test_a_served_policy_is_calibrated_with_the_rollouts_linears():
-    """Its Q, K and V are those of the rollout's own prefill, whose linears quantize their inputs; attention is not quantized."""
+    """Its Q, K and V are those of the rollout's own prefill, whose linears quantize their inputs;
+    attention is not quantized."""
     recipe, policy = get_recipe("fp8-rl"), policy_and_weights(LLAMA)[0]
     tokens = random_tokens(LLAMA, 2, 8)
     for unroll in (False, True):
         convert = partial(quantized_policy, recipe=recipe, dtype=jnp.float32, unroll=unroll)
         served_policy = jax.jit(convert)(policy)[0]
-        seen = observe_qkv(served_policy, tokens, jnp.full(2, 8), recipe=recipe, dtype=jnp.float32).amax[0]
-        expected = run(served_policy, tokens, recipe=LINEARS_ONLY, phase="prefill", observe=amax_of).observed
+        seen = observe_qkv(
+            served_policy, tokens, jnp.full(2, 8), recipe=recipe, dtype=jnp.float32
+        ).amax[0]
+        expected = run(
+            served_policy, tokens, recipe=LINEARS_ONLY, phase="prefill", observe=amax_of
+        ).observed
         np.testing.assert_allclose(seen, expected, rtol=1e-6)
         plain = run(policy, tokens, observe=amax_of).observed
         assert np.abs(np.asarray(seen) / np.asarray(plain) - 1).max() > 1e-3

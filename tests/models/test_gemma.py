@@ -1,4 +1,5 @@
-"""Gemma 3: against transformers' numbers, its config.json in both spellings, and a rollout that the trainer follows."""
+"""Gemma 3: against transformers' numbers, its config.json in both spellings, and a rollout that the
+trainer follows."""
 
 from __future__ import annotations
 
@@ -24,8 +25,9 @@ from fp8rl_jax.rollout.engine import LocalEngine, pad_prompts
 from fp8rl_jax.rollout.sampling import Sampling
 from fp8rl_jax.training.step import Batch, StepConfig, score
 
-# Logits of Gemma3ForCausalLM in float64 with the weights reference.random_weights(GEMMA), for the first 8 tokens of the
-# vocabulary behind tokens 5 and 12. transformers 4.57.3 and 5.23.0 with torch 2.13.0 agree on all digits.
+# Logits of Gemma3ForCausalLM in float64 with the weights reference.random_weights(GEMMA), for the
+# first 8 tokens of the vocabulary behind tokens 5 and 12. transformers 4.57.3 and 5.23.0 with torch
+# 2.13.0 agree on all digits.
 TOKENS = [5, 17, 3, 39, 0, 22, 8, 31, 14, 2, 27, 11]
 HUGGING_FACE = [
     [2.634842, 0.483971, -0.972059, 0.711061, -1.330252, -1.626682, -1.030568, -0.251354],
@@ -52,10 +54,17 @@ SAVED = {
     "use_bidirectional_attention": False,
     "vocab_size": 40,
 }
-TYPES = {"layer_types": [f"{kind}_attention" for kind in ("sliding", "sliding", "full", "sliding", "sliding")]}
+TYPES = {
+    "layer_types": [
+        f"{kind}_attention" for kind in ("sliding", "sliding", "full", "sliding", "sliding")
+    ]
+}
 LINEAR = {"factor": 8.0, "rope_type": "linear"}
 ROPE_4 = {"rope_local_base_freq": 500.0, "rope_scaling": LINEAR, "rope_theta": 50000.0}
-KINDS = {"full_attention": {"rope_theta": 50000.0, **LINEAR}, "sliding_attention": {"rope_theta": 500.0, "rope_type": "default"}}
+KINDS = {
+    "full_attention": {"rope_theta": 50000.0, **LINEAR},
+    "sliding_attention": {"rope_theta": 500.0, "rope_type": "default"},
+}
 
 
 def parse(**changes) -> PolicyConfig:
@@ -67,12 +76,14 @@ def test_logits_are_those_of_transformers():
     hidden = run(policy, np.array([TOKENS], np.int32)).hidden[0]
     ours = np.asarray(hidden, np.float64) @ np.asarray(policy.head, np.float64).T
     np.testing.assert_allclose(ours[[4, 11], :8], HUGGING_FACE, atol=2e-5)
-    np.testing.assert_allclose(reference.logits(GEMMA, weights, TOKENS)[[4, 11], :8], HUGGING_FACE, atol=1e-6)
+    np.testing.assert_allclose(
+        reference.logits(GEMMA, weights, TOKENS)[[4, 11], :8], HUGGING_FACE, atol=1e-6
+    )
 
 
 def test_embeddings_are_scaled_in_the_compute_dtype():
-    """sqrt(48) is 6.9282, in bfloat16 6.9375. Layers of zeros leave the embedding as it is, and an epsilon of 10^6 makes the
-    last norm a division by 1000."""
+    """sqrt(48) is 6.9282, in bfloat16 6.9375. Layers of zeros leave the embedding as it is, and an
+    epsilon of 10^6 makes the last norm a division by 1000."""
     config = dataclasses.replace(SMALL_GEMMA, rms_norm_eps=1e6)
     policy = cast(init_policy(config, jax.random.key(0)), jnp.bfloat16)
     policy.layers = jax.tree.map(jnp.zeros_like, policy.layers)
@@ -98,7 +109,12 @@ def test_fresh_norms_multiply_by_one():
         TYPES | ROPE_4,
         TYPES | {"rope_parameters": KINDS},
         ROPE_4 | {"sliding_window_pattern": 3, "architectures": ["Gemma3ForCausalLM"]},
-        TYPES | {"rope_parameters": {"sliding_attention": {"rope_theta": 500}}, "rope_scaling": LINEAR, "rope_theta": 50000},
+        TYPES
+        | {
+            "rope_parameters": {"sliding_attention": {"rope_theta": 500}},
+            "rope_scaling": LINEAR,
+            "rope_theta": 50000,
+        },
     ],
     ids=["transformers 4", "transformers 5", "first release", "mixed"],
 )
@@ -108,8 +124,15 @@ def test_every_spelling_is_the_same_model(spelling):
 
 def test_defaults_are_those_of_transformers():
     kept = ("model_type", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
-    config = PolicyConfig.from_hf({key: SAVED[key] for key in kept} | {"num_hidden_layers": 14}, "config.json")
-    assert (config.head_dim, config.num_kv_heads, config.query_pre_attn_scalar, config.sliding_window) == (256, 4, 256, 4096)
+    config = PolicyConfig.from_hf(
+        {key: SAVED[key] for key in kept} | {"num_hidden_layers": 14}, "config.json"
+    )
+    assert (
+        config.head_dim,
+        config.num_kv_heads,
+        config.query_pre_attn_scalar,
+        config.sliding_window,
+    ) == (256, 4, 256, 4096)
     assert (config.rope_theta, config.local_rope_theta, config.rope_scaling) == (1e6, 1e4, None)
     assert config.full_attention_layers == (5, 11) and config.tie_word_embeddings
     assert (config.max_position_embeddings, config.rms_norm_eps) == (131072, 1e-6)
@@ -119,9 +142,15 @@ def test_defaults_are_those_of_transformers():
     "config",
     [
         GEMMA,
-        dataclasses.replace(GEMMA, full_attention_layers=(0, 3), rope_scaling=None, tie_word_embeddings=False),
-        dataclasses.replace(GEMMA, full_attention_layers=(), eos_token_ids=(1, 6), bos_token_id=2, pad_token_id=0),
-        dataclasses.replace(GEMMA, sliding_window=None, full_attention_layers=(), local_rope_theta=None),
+        dataclasses.replace(
+            GEMMA, full_attention_layers=(0, 3), rope_scaling=None, tie_word_embeddings=False
+        ),
+        dataclasses.replace(
+            GEMMA, full_attention_layers=(), eos_token_ids=(1, 6), bos_token_id=2, pad_token_id=0
+        ),
+        dataclasses.replace(
+            GEMMA, sliding_window=None, full_attention_layers=(), local_rope_theta=None
+        ),
     ],
     ids=["gemma3", "irregular", "windows_only", "no_window"],
 )
@@ -149,26 +178,48 @@ def test_what_is_no_gemma_has_none_of_it():
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ({"sliding_window": None}, "layer_types holds sliding_attention"),
         ({"sliding_window": 0}, "sliding_window must be positive"),
-        ({"layer_types": None, "sliding_window_pattern": 0}, "sliding_window_pattern must be positive"),
+        (
+            {"layer_types": None, "sliding_window_pattern": 0},
+            "sliding_window_pattern must be positive",
+        ),
         ({"layer_types": ["sliding_attention"]}, "layer_types has 1 entries for 5 layers"),
         ({"layer_types": [["full_attention"]] * 5}, "layer_types"),
         ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be positive"),
         ({"query_pre_attn_scalar": 24.0}, "query_pre_attn_scalar must be an integer"),
         ({"rope_local_base_freq": -1.0}, "rope_local_base_freq must be positive"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor is missing"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "rope_scaling.factor must be at least 1"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 0.5}},
+            "rope_scaling.factor must be at least 1",
+        ),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 8.0}}, "rope_scaling.rope_type 'yarn'"),
-        ({"rope_parameters": KINDS}, "rope_scaling and rope_parameters.full_attention are both given"),
+        (
+            {"rope_parameters": KINDS},
+            "rope_scaling and rope_parameters.full_attention are both given",
+        ),
         ({"rope_parameters": {"rope_theta": 1e6}}, "rope_parameters.rope_theta"),
-        ({"rope_parameters": {"full_attention": 3}}, "rope_parameters.full_attention must be an object"),
-        ({"rope_parameters": {"sliding_attention": LINEAR}}, "rope_parameters.sliding_attention.rope_type"),
-        ({"rope_parameters": {"sliding_attention": {"rope_theta": 1.0}}}, "rope_local_base_freq 500.0 contradicts"),
+        (
+            {"rope_parameters": {"full_attention": 3}},
+            "rope_parameters.full_attention must be an object",
+        ),
+        (
+            {"rope_parameters": {"sliding_attention": LINEAR}},
+            "rope_parameters.sliding_attention.rope_type",
+        ),
+        (
+            {"rope_parameters": {"sliding_attention": {"rope_theta": 1.0}}},
+            "rope_local_base_freq 500.0 contradicts",
+        ),
     ],
 )
 def test_refusals_name_the_file_and_the_key(changes, key):
     with pytest.raises(UserError) as error:
         parse(**changes)
-    assert str(error.value).startswith("config.json: ") and key in str(error.value) and "\n" not in str(error.value)
+    assert (
+        str(error.value).startswith("config.json: ")
+        and key in str(error.value)
+        and "\n" not in str(error.value)
+    )
 
 
 NESTED = ({}, {"rope_type": 3}, {"full_attention": {"factor": "x"}})
@@ -176,7 +227,14 @@ RUBBISH = (None, True, -1, 0, 2.5, float("inf"), float("nan"), "x", [], [1], [No
 
 
 def test_no_value_of_a_key_does_more_than_a_user_error():
-    keys = (*SAVED, *TYPES, *ROPE_4, "rope_parameters", "sliding_window_pattern", "tie_word_embeddings")
+    keys = (
+        *SAVED,
+        *TYPES,
+        *ROPE_4,
+        "rope_parameters",
+        "sliding_window_pattern",
+        "tie_word_embeddings",
+    )
     refused = 0
     for key in keys:
         for value in RUBBISH:
@@ -190,7 +248,10 @@ def test_no_value_of_a_key_does_more_than_a_user_error():
 
 def test_linear_scaling_is_not_for_gemma_alone():
     config = PolicyConfig.from_hf(QWEN3.to_hf() | {"rope_scaling": LINEAR}, "config.json")
-    assert config.rope_scaling == LinearRopeScaling(8.0) and PolicyConfig.from_hf(config.to_hf(), "config.json") == config
+    assert (
+        config.rope_scaling == LinearRopeScaling(8.0)
+        and PolicyConfig.from_hf(config.to_hf(), "config.json") == config
+    )
 
 
 PROMPTS = pad_prompts([[3, 9, 27, 1, 30, 8, 21], [5, 8]], [0, 1], 7)
@@ -202,7 +263,13 @@ def logprobs_of_full_forwards(engine, rollout) -> np.ndarray:
     rows = np.zeros((len(tokens), PROMPTS.tokens.shape[1] + tokens.shape[1]), np.int32)
     for row, (start, completion) in enumerate(zip(lengths, tokens, strict=True)):
         rows[row, : start + len(completion)] = [*PROMPTS.tokens[row // 2, :start], *completion]
-    result = run(engine.policy, rows, cache=KVCache(scales=engine.scales), recipe=engine.recipe, phase="prefill")
+    result = run(
+        engine.policy,
+        rows,
+        cache=KVCache(scales=engine.scales),
+        recipe=engine.recipe,
+        phase="prefill",
+    )
     logits = np.asarray(result.hidden, np.float64) @ np.asarray(engine.policy.head, np.float64).T
     columns = lengths[:, None] - 1 + np.arange(tokens.shape[1])
     table = reference.log_softmax(np.take_along_axis(logits, columns[..., None], 1))
@@ -210,15 +277,23 @@ def logprobs_of_full_forwards(engine, rollout) -> np.ndarray:
 
 
 def trainer_logprobs(policy, rollout, recipe: str) -> np.ndarray:
-    batch = Batch(PROMPTS.tokens, PROMPTS.lengths, rollout.tokens, rollout.mask, rollout.policy_logprobs, jnp.zeros(4))
+    batch = Batch(
+        PROMPTS.tokens,
+        PROMPTS.lengths,
+        rollout.tokens,
+        rollout.mask,
+        rollout.policy_logprobs,
+        jnp.zeros(4),
+    )
     return np.asarray(score(policy, batch, StepConfig(RECIPES[recipe], RLConfig(), "float32", 1.0)))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_trainer_follows_the_rollout_under_every_recipe(recipe):
-    """A window of 3 within prompts of 7 and completions of 8: shared and own block are both cut. The rollout equals a full
-    forward in its own formats, and a trainer of the same formats, up to flipped roundings, which stay far below what dropping
-    the formats costs (the bounds of rollout/test_generate.py and training/test_trained_recipes.py)."""
+    """A window of 3 within prompts of 7 and completions of 8: shared and own block are both cut.
+    The rollout equals a full forward in its own formats, and a trainer of the same formats, up to
+    flipped roundings, which stay far below what dropping the formats costs (the bounds of
+    rollout/test_generate.py and training/test_trained_recipes.py)."""
     policy, _ = policy_and_weights(SMALL_GEMMA)
     engine = LocalEngine(RECIPES[recipe], jnp.float32, unroll=False)
     engine.sync(policy, calibrate_on_prompts(policy, PROMPTS, engine.recipe, jnp.float32))
@@ -229,6 +304,10 @@ def test_the_trainer_follows_the_rollout_under_every_recipe(recipe):
         assert max(gap.max(), error.max()) < 1e-4
         return
     cost = np.abs(trainer_logprobs(policy, rollout, "bf16") - rollout.policy_logprobs)
-    assert (error < 1e-4).mean() > 0.8 and error.max() < cost.max() / 2 and error.mean() < cost.mean() / 10
+    assert (
+        (error < 1e-4).mean() > 0.8
+        and error.max() < cost.max() / 2
+        and error.mean() < cost.mean() / 10
+    )
     if engine.recipe.trainer == engine.recipe.rollout:
         assert gap.mean() < cost.mean() / 10

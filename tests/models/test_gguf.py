@@ -41,16 +41,24 @@ def test_every_tensor_reaches_its_place(tmp_path):
     directory = convert_gguf(write_gguf(tmp_path / "m.gguf", tensors), tmp_path / "out")
     config, arrays = load_policy_arrays(directory)
     assert config.architecture == "llama" and config.tie_word_embeddings
-    assert (config.rms_norm_eps, config.rope_theta, config.max_position_embeddings) == (1e-5, 100000.0, 512)
+    assert (config.rms_norm_eps, config.rope_theta, config.max_position_embeddings) == (
+        1e-5,
+        100000.0,
+        512,
+    )
     assert (config.bos_token_id, config.eos_token_ids, config.pad_token_id) == (1, (2,), 2)
     for policy, name in LAYER.items() - {("q_proj", "attn_q.weight"), ("k_proj", "attn_k.weight")}:
         for layer in range(LLAMA.num_layers):
             expected = tensors[f"blk.{layer}.{name}"].astype(ml_dtypes.bfloat16)
             assert arrays["layers"][policy]["weight"][layer].tobytes() == expected.tobytes()
     assert (
-        arrays["embed_tokens"]["weight"].tobytes() == tensors["token_embd.weight"].astype(ml_dtypes.bfloat16).tobytes()
+        arrays["embed_tokens"]["weight"].tobytes()
+        == tensors["token_embd.weight"].astype(ml_dtypes.bfloat16).tobytes()
     )
-    assert arrays["norm"]["weight"].tobytes() == tensors["output_norm.weight"].astype(ml_dtypes.bfloat16).tobytes()
+    assert (
+        arrays["norm"]["weight"].tobytes()
+        == tensors["output_norm.weight"].astype(ml_dtypes.bfloat16).tobytes()
+    )
 
 
 @pytest.mark.parametrize("name", QWENS)
@@ -60,8 +68,12 @@ def test_qwen_s_tensors_reach_their_places_as_they_are(name, tmp_path):
     path = write_gguf(tmp_path / "m.gguf", tensors, config=config, pre="qwen2")
     read, arrays = load_policy_arrays(convert_gguf(path, tmp_path / "out"))
     special = {"bos_token_id": 1, "eos_token_ids": (2,), "pad_token_id": 2}
-    assert read == dataclasses.replace(config, rope_theta=1e5, rms_norm_eps=1e-5, max_position_embeddings=512, **special)
-    assert arrays["layers"].keys() == QWEN_LAYER[name].keys() and ("lm_head" in arrays) == (name == "qwen2")
+    assert read == dataclasses.replace(
+        config, rope_theta=1e5, rms_norm_eps=1e-5, max_position_embeddings=512, **special
+    )
+    assert arrays["layers"].keys() == QWEN_LAYER[name].keys() and ("lm_head" in arrays) == (
+        name == "qwen2"
+    )
     for policy, stored in QWEN_LAYER[name].items():
         for layer in range(config.num_layers):
             expected = tensors[f"blk.{layer}.{stored}"].astype(ml_dtypes.bfloat16)
@@ -70,12 +82,16 @@ def test_qwen_s_tensors_reach_their_places_as_they_are(name, tmp_path):
 
 def test_rotary_rows_return_to_hugging_face_s_order(tmp_path):
     tensors = gguf_tensors()
-    _, arrays = load_policy_arrays(convert_gguf(write_gguf(tmp_path / "m.gguf", tensors), tmp_path / "out"))
+    _, arrays = load_policy_arrays(
+        convert_gguf(write_gguf(tmp_path / "m.gguf", tensors), tmp_path / "out")
+    )
     half = LLAMA.head_dim // 2
     for policy, name, heads in (("q_proj", "attn_q", 4), ("k_proj", "attn_k", 2)):
         for head in range(heads):
             for i in range(half):
-                rows = tensors[f"blk.1.{name}.weight"][head * 2 * half + 2 * i :][:2].astype(ml_dtypes.bfloat16)
+                rows = tensors[f"blk.1.{name}.weight"][head * 2 * half + 2 * i :][:2].astype(
+                    ml_dtypes.bfloat16
+                )
                 got = arrays["layers"][policy]["weight"][1, head * 2 * half :]
                 assert np.array_equal(got[i], rows[0]) and np.array_equal(got[i + half], rows[1])
 
@@ -83,7 +99,9 @@ def test_rotary_rows_return_to_hugging_face_s_order(tmp_path):
 def test_an_output_tensor_unties_the_head(tmp_path):
     tensors = gguf_tensors()
     tensors["output.weight"] = tensors["token_embd.weight"] + 1
-    config, arrays = load_policy_arrays(convert_gguf(write_gguf(tmp_path / "m.gguf", tensors), tmp_path / "out"))
+    config, arrays = load_policy_arrays(
+        convert_gguf(write_gguf(tmp_path / "m.gguf", tensors), tmp_path / "out")
+    )
     assert not config.tie_word_embeddings
     head = tensors["output.weight"].astype(ml_dtypes.bfloat16)
     assert arrays["lm_head"]["weight"].tobytes() == head.tobytes()
@@ -94,7 +112,8 @@ def test_tokenizer_and_chat_template(tmp_path):
     tokenizer = load_tokenizer(directory, LLAMA.vocab_size)
     the, t, five, seven = (tokenizer.encode(text) for text in (" the", " t", "5", "7"))
     assert len(the) == len(t) == 1 and the != t
-    assert tokenizer.encode(" the57") == the + five + seven  # digits stand alone, though "5 7" is a merge
+    # digits stand alone, though "5 7" is a merge
+    assert tokenizer.encode(" the57") == the + five + seven
     assert tokenizer.encode("<|im_end|> the") == [2, *the]
     text = "naïve 日本語 🙂\n\t 57"
     assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -112,10 +131,13 @@ def test_tokenizer_and_chat_template(tmp_path):
 
 
 def test_qwen2_s_pre_tokenizer_gives_transformers_ids(tmp_path):
-    """Those of transformers 5.23's Qwen2Tokenizer, same vocabulary and merges; some merges cross what GPT-2 cuts."""
+    """Those of transformers 5.23's Qwen2Tokenizer, same vocabulary and merges; some merges cross
+    what GPT-2 cuts."""
     config = QWENS["qwen3"]
     merges = ("Ġ t", "h e", "Ġt he", "5 7", ". Ċ", "! a", "' S", "Ċ Ċ", "s S")
-    path = write_gguf(tmp_path / "m.gguf", gguf_tensors(config), config=config, pre="qwen2", merges=merges)
+    path = write_gguf(
+        tmp_path / "m.gguf", gguf_tensors(config), config=config, pre="qwen2", merges=merges
+    )
     tokenizer = load_tokenizer(convert_gguf(path, tmp_path / "out"), config.vocab_size)
     expected = {
         "the the57 5": [86, 260, 261, 23, 25, 223, 23],
@@ -134,13 +156,33 @@ def test_qwen2_s_pre_tokenizer_gives_transformers_ids(tmp_path):
     [
         (lambda t: t.pop("blk.2.attn_k.weight"), {}, "1 tensors are missing: blk.2.attn_k.weight"),
         (lambda t: t.pop("token_embd.weight"), {}, "tensor token_embd.weight is missing"),
-        (lambda t: t.update({"blk.0.attn_q.bias": np.zeros(64)}), {}, "unexpected: blk.0.attn_q.bias"),
+        (
+            lambda t: t.update({"blk.0.attn_q.bias": np.zeros(64)}),
+            {},
+            "unexpected: blk.0.attn_q.bias",
+        ),
         (lambda t: t.update({"rope_freqs.weight": np.ones(8)}), {}, "rope scaling"),
-        (lambda t: t.update({"blk.0.attn_v.weight": np.ones((64, 64))}), {}, "blk.0.attn_v.weight has shape [64, 64]"),
-        (lambda t: t["output_norm.weight"].fill(np.nan), {}, "tensor output_norm.weight holds 64 non-finite"),
-        (lambda t: t["blk.0.ffn_up.weight"].fill(3.4e38), {}, "m.gguf: tensor blk.0.ffn_up.weight holds 6144 non-finite values"),
+        (
+            lambda t: t.update({"blk.0.attn_v.weight": np.ones((64, 64))}),
+            {},
+            "blk.0.attn_v.weight has shape [64, 64]",
+        ),
+        (
+            lambda t: t["output_norm.weight"].fill(np.nan),
+            {},
+            "tensor output_norm.weight holds 64 non-finite",
+        ),
+        (
+            lambda t: t["blk.0.ffn_up.weight"].fill(3.4e38),
+            {},
+            "m.gguf: tensor blk.0.ffn_up.weight holds 6144 non-finite values",
+        ),
         (lambda t: None, {"pre": "llama-bpe"}, "tokenizer.ggml.pre 'llama-bpe' is not supported"),
-        (lambda t: None, {"architecture": "gemma"}, "general.architecture 'gemma' is not supported"),
+        (
+            lambda t: None,
+            {"architecture": "gemma"},
+            "general.architecture 'gemma' is not supported",
+        ),
     ],
 )
 def test_what_is_not_read_is_refused_by_name(edit, options, message, tmp_path):
@@ -155,6 +197,8 @@ def test_what_is_not_read_is_refused_by_name(edit, options, message, tmp_path):
 def test_a_truncated_file_is_one_line(keep, tmp_path):
     path = write_gguf(tmp_path / "m.gguf", gguf_tensors())
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(UserError, match=r"m.gguf: (not a GGUF file, or a truncated one|truncated; )"):
+    with pytest.raises(
+        UserError, match=r"m.gguf: (not a GGUF file, or a truncated one|truncated; )"
+    ):
         convert_gguf(path, tmp_path / "out")
     assert not (tmp_path / "out").exists()

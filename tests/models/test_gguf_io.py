@@ -1,4 +1,5 @@
-"""The GGUF reader against the gguf package's, and the block formats against their layout in float64."""
+"""The GGUF reader against the gguf package's, and the block formats against their layout in
+float64."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ def fifth_bit(block: np.ndarray, at: int) -> np.ndarray:
 
 
 def k_scales(block: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Eight 6-bit scales and minima [blocks, 8] out of bytes 4 to 15, one by one as ggml's get_scale_min_k4 does."""
+    """Eight 6-bit scales and minima [blocks, 8] out of bytes 4 to 15, one by one as ggml's
+    get_scale_min_k4 does."""
     packed = block[:, 4:16].astype(int)
     scale, minimum = np.empty((len(block), 8)), np.empty((len(block), 8))
     for j in range(8):
@@ -64,7 +66,8 @@ def k_values(block: np.ndarray, q: np.ndarray) -> np.ndarray:
 
 
 def q6_k(block: np.ndarray) -> np.ndarray:
-    """ql[128], qh[64], scales[16] (int8), d, element by element as ggml's dequantize_row_q6_K does."""
+    """ql[128], qh[64], scales[16] (int8), d, element by element as ggml's dequantize_row_q6_K
+    does."""
     ql, qh = block[:, :128].astype(int), block[:, 128:192].astype(int)
     scales = block[:, 192:208].copy().view(np.int8).astype(np.float64)
     d = half(block, 208)[:, 0]
@@ -90,7 +93,9 @@ LAYOUTS = {
     "Q5_1": lambda b: half(b, 0) * (halves(b[:, 8:]) | fifth_bit(b, 4) << 4) + half(b, 2),
     "Q8_0": lambda b: half(b, 0) * b[:, 2:].copy().view(np.int8),
     "Q4_K": lambda b: k_values(b, pairs_of_32(b[:, 16:])),
-    "Q5_K": lambda b: k_values(b, pairs_of_32(b[:, 48:]) | bits(b[:, 16:48], 8).reshape(-1, 256) << 4),
+    "Q5_K": lambda b: k_values(
+        b, pairs_of_32(b[:, 48:]) | bits(b[:, 16:48], 8).reshape(-1, 256) << 4
+    ),
     "Q6_K": q6_k,
     "F32": lambda b: b.copy().view(np.float32).astype(np.float64),
     "F16": lambda b: b.copy().view(np.float16).astype(np.float64),
@@ -122,7 +127,9 @@ def test_blocks_mean_what_their_layout_says(kind):
     got = dequantize(StoredTensor(kind, (3, 4 * elements), blocks.reshape(3, 4 * size)))
     assert got.shape == (3, 4 * elements) and got.dtype == np.float32
     # two float32 roundings of terms that are no larger than this
-    np.testing.assert_allclose(got, expected.reshape(got.shape), rtol=0, atol=2**-22 * np.abs(expected).max())
+    np.testing.assert_allclose(
+        got, expected.reshape(got.shape), rtol=0, atol=2**-22 * np.abs(expected).max()
+    )
 
 
 def test_block_formats_reach_the_policy(tmp_path):
@@ -141,29 +148,53 @@ def test_block_formats_reach_the_policy(tmp_path):
         if kind.endswith("_K"):  # the package quantizes to all but these
             stored[name] = random_blocks(kind, 64)
         else:
-            stored[name] = gguf.quants.quantize(tensors[name], Q[kind]).view(np.uint8).reshape(len(tensors[name]), -1)
-    path = write_gguf(tmp_path / "m.gguf", tensors | stored, {name: Q[kind] for name, kind in kinds.items()}, config=config)
+            stored[name] = (
+                gguf.quants.quantize(tensors[name], Q[kind])
+                .view(np.uint8)
+                .reshape(len(tensors[name]), -1)
+            )
+    path = write_gguf(
+        tmp_path / "m.gguf",
+        tensors | stored,
+        {name: Q[kind] for name, kind in kinds.items()},
+        config=config,
+    )
     _, arrays = load_policy_arrays(convert_gguf(path, tmp_path / "out"))
     layers = {"ffn_up": "up_proj", "ffn_down": "down_proj", "attn_v": "v_proj"}
     for name, kind in kinds.items():
-        expected = LAYOUTS[kind](stored[name].reshape(-1, BLOCK_FORMATS[kind][2])).reshape(tensors[name].shape)
+        expected = LAYOUTS[kind](stored[name].reshape(-1, BLOCK_FORMATS[kind][2])).reshape(
+            tensors[name].shape
+        )
         if not kind.endswith("_K"):
             assert np.abs(expected - tensors[name]).max() < 0.6
         layer, part = name.split(".")[1:3] if name.startswith("blk.") else (None, None)
-        got = arrays["layers"][layers[part]]["weight"][int(layer)] if layer else arrays["embed_tokens"]["weight"]
-        np.testing.assert_allclose(got.astype(np.float64), expected, rtol=2**-8, atol=2**-22 * np.abs(expected).max())
+        got = (
+            arrays["layers"][layers[part]]["weight"][int(layer)]
+            if layer
+            else arrays["embed_tokens"]["weight"]
+        )
+        np.testing.assert_allclose(
+            got.astype(np.float64), expected, rtol=2**-8, atol=2**-22 * np.abs(expected).max()
+        )
 
 
 def test_a_format_that_is_not_read_is_named(tmp_path):
     blocks = np.zeros((3, 84), np.uint8)
     path = write_gguf(tmp_path / "m.gguf", {"blk.0.x": blocks}, {"blk.0.x": Q.Q2_K})
-    with pytest.raises(UserError, match=r"m.gguf: tensor blk.0.x has type Q2_K, which is not read; read are F32, F16"):
+    with pytest.raises(
+        UserError,
+        match=r"m.gguf: tensor blk.0.x has type Q2_K, which is not read; read are F32, F16",
+    ):
         read_gguf(path)
 
 
 def assert_like_the_package(path, metadata, tensors):
     reader = gguf.GGUFReader(path)
-    expected = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
+    expected = {
+        name: field.contents()
+        for name, field in reader.fields.items()
+        if not name.startswith("GGUF.")
+    }
     assert metadata.keys() == expected.keys() and [t.name for t in reader.tensors] == list(tensors)
     for name, value in expected.items():
         if reader.fields[name].types[0] == gguf.GGUFValueType.ARRAY and not metadata[name]:
@@ -171,7 +202,9 @@ def assert_like_the_package(path, metadata, tensors):
         np.testing.assert_array_equal(metadata[name], value, err_msg=name)
     for theirs in reader.tensors:
         ours = tensors[theirs.name]
-        assert ours.kind == theirs.tensor_type.name and list(ours.shape) == theirs.shape.tolist()[::-1]
+        assert (
+            ours.kind == theirs.tensor_type.name and list(ours.shape) == theirs.shape.tolist()[::-1]
+        )
         assert ours.data.tobytes() == theirs.data.tobytes()
 
 
@@ -212,21 +245,60 @@ def test_the_reader_agrees_with_the_package(tmp_path):
         (header(version=3 << 24), "version 50331648 is not read"),
         (header(counts=(2**64 - 1, 0)), "truncated; 8 bytes from byte 24"),
         (header(counts=(0, 2**64 - 1)), "truncated; 8 bytes from byte 24"),
-        (header(text("k") + struct.pack("<I", 99), counts=(1, 0)), "metadata k has the unknown type 99"),
-        (header(text("k") + struct.pack("<IIQ", 9, 4, 2**62), counts=(1, 0)), "truncated; 18446744073709551616 bytes"),
-        (header(text("k") + struct.pack("<IIQ", 9, 8, 2**62), counts=(1, 0)), "truncated; 8 bytes from byte"),
-        (header(text("k") + struct.pack("<IIQ", 9, 9, 1), counts=(1, 0)), "metadata k is a list of type 9"),
-        (header((text("k") + struct.pack("<IB", 0, 1)) * 2, counts=(2, 0)), "metadata k comes twice"),
-        (header(struct.pack("<Q", 1) + b"\xff", counts=(1, 0)), "the name of a metadata entry is not UTF-8, at byte 32"),
-        (header(text("general.alignment") + struct.pack("<II", 4, 24), counts=(1, 0)), "must be a power of two, got 24"),
-        (header(text("general.alignment") + struct.pack("<If", 6, 32), counts=(1, 0)), "must be a power of two, got 32.0"),
+        (
+            header(text("k") + struct.pack("<I", 99), counts=(1, 0)),
+            "metadata k has the unknown type 99",
+        ),
+        (
+            header(text("k") + struct.pack("<IIQ", 9, 4, 2**62), counts=(1, 0)),
+            "truncated; 18446744073709551616 bytes",
+        ),
+        (
+            header(text("k") + struct.pack("<IIQ", 9, 8, 2**62), counts=(1, 0)),
+            "truncated; 8 bytes from byte",
+        ),
+        (
+            header(text("k") + struct.pack("<IIQ", 9, 9, 1), counts=(1, 0)),
+            "metadata k is a list of type 9",
+        ),
+        (
+            header((text("k") + struct.pack("<IB", 0, 1)) * 2, counts=(2, 0)),
+            "metadata k comes twice",
+        ),
+        (
+            header(struct.pack("<Q", 1) + b"\xff", counts=(1, 0)),
+            "the name of a metadata entry is not UTF-8, at byte 32",
+        ),
+        (
+            header(text("general.alignment") + struct.pack("<II", 4, 24), counts=(1, 0)),
+            "must be a power of two, got 24",
+        ),
+        (
+            header(text("general.alignment") + struct.pack("<If", 6, 32), counts=(1, 0)),
+            "must be a power of two, got 32.0",
+        ),
         (header(tensors=described("t", ()), counts=(0, 1)), "tensor t has 0 dimensions"),
-        (header(tensors=text("t") + struct.pack("<I", 2**32 - 1), counts=(0, 1)), "tensor t has 4294967295 dimensions"),
-        (header(tensors=described("t", (2**63, 2**63)), counts=(0, 1)), "truncated; tensor t ends at byte"),
+        (
+            header(tensors=text("t") + struct.pack("<I", 2**32 - 1), counts=(0, 1)),
+            "tensor t has 4294967295 dimensions",
+        ),
+        (
+            header(tensors=described("t", (2**63, 2**63)), counts=(0, 1)),
+            "truncated; tensor t ends at byte",
+        ),
         (header(tensors=described("t", (0, 4)), counts=(0, 1)), "tensor t has shape [4, 0]"),
-        (header(tensors=described("t", (33,), 2), counts=(0, 1)), "a row in Q4_0 is a positive multiple of 32"),
-        (header(tensors=described("t", (1,), 999), counts=(0, 1)), "tensor t has type 999, which is not read"),
-        (header(tensors=described("t", (1,), 0, 32), counts=(0, 1)), "tensor t begins at byte 32 of the data, expected 0"),
+        (
+            header(tensors=described("t", (33,), 2), counts=(0, 1)),
+            "a row in Q4_0 is a positive multiple of 32",
+        ),
+        (
+            header(tensors=described("t", (1,), 999), counts=(0, 1)),
+            "tensor t has type 999, which is not read",
+        ),
+        (
+            header(tensors=described("t", (1,), 0, 32), counts=(0, 1)),
+            "tensor t begins at byte 32 of the data, expected 0",
+        ),
         (header(tensors=described("t", (1,)) * 2, counts=(0, 2)), "tensor t comes twice"),
     ],
 )
@@ -243,7 +315,12 @@ def intact(tmp_path_factory) -> bytes:
     return small_file(tmp_path_factory.mktemp("intact") / "m.gguf")
 
 
-@settings(max_examples=500, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=500,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(data=st.data())
 def test_damage_is_refused_or_read_as_the_package_reads_it(data, intact, tmp_path):
     path = tmp_path / "f.gguf"
@@ -266,7 +343,9 @@ def damaged(data, intact: bytes) -> bytes:
         if kind == "byte":
             content[at] = data.draw(st.one_of(st.integers(0, 12), st.integers(0, 255)))
         elif kind == "number":
-            content[at : at + 8] = struct.pack("<Q", data.draw(st.sampled_from([0, 2**31, 2**32 - 1, 2**62, 2**64 - 1])))
+            content[at : at + 8] = struct.pack(
+                "<Q", data.draw(st.sampled_from([0, 2**31, 2**32 - 1, 2**62, 2**64 - 1]))
+            )
         elif kind == "cut":
             del content[at : at + data.draw(st.integers(1, 16))]
         elif kind == "repeat":

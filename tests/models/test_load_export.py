@@ -60,7 +60,9 @@ def test_layers_are_stacked_under_policy_names(config, write, tmp_path):
     tensors = random_tensors(config)
     read_config, arrays = load_policy_arrays(write(tmp_path, config, tensors))
     assert read_config == config
-    assert {path: array.shape for path, array in flatten(arrays).items()} == parameter_shapes(config)
+    assert {path: array.shape for path, array in flatten(arrays).items()} == parameter_shapes(
+        config
+    )
     layer = config.num_layers - 1
     for path, name in {
         "q_proj": "self_attn.q_proj",
@@ -124,29 +126,46 @@ def poison(tensor):
         ),
         (
             QWEN3,
-            lambda tensors: tensors | {"model.layers.0.self_attn.q_proj.bias": np.zeros(96, np.float32)},
+            lambda tensors: (
+                tensors | {"model.layers.0.self_attn.q_proj.bias": np.zeros(96, np.float32)}
+            ),
             ["1 tensors are unexpected: model.layers.0.self_attn.q_proj.bias"],
         ),
         (
             LLAMA,
             change("model.layers.1.mlp.up_proj.weight", lambda t: np.ascontiguousarray(t.T)),
-            ["model.safetensors: tensor model.layers.1.mlp.up_proj.weight has shape [64, 96]", "implies [96, 64]"],
+            [
+                "model.safetensors: tensor model.layers.1.mlp.up_proj.weight has shape [64, 96]",
+                "implies [96, 64]",
+            ],
         ),
         (
             LLAMA,
             change("model.layers.1.mlp.up_proj.weight", poison),
-            ["model.safetensors: tensor model.layers.1.mlp.up_proj.weight holds 1 non-finite values of 6144"],
+            [
+                "model.safetensors: tensor model.layers.1.mlp.up_proj.weight holds 1 non-finite "
+                "values of 6144"
+            ],
         ),
-        (LLAMA, change("model.embed_tokens.weight", poison), ["tensor model.embed_tokens.weight holds 1 non-finite"]),
         (
             LLAMA,
-            change("model.layers.1.mlp.up_proj.weight", lambda t: t.astype(ml_dtypes.float8_e4m3fn)),
+            change("model.embed_tokens.weight", poison),
+            ["tensor model.embed_tokens.weight holds 1 non-finite"],
+        ),
+        (
+            LLAMA,
+            change(
+                "model.layers.1.mlp.up_proj.weight", lambda t: t.astype(ml_dtypes.float8_e4m3fn)
+            ),
             ["tensor model.layers.1.mlp.up_proj.weight has dtype float8_e4m3fn"],
         ),
         (
             LLAMA,
             change("model.layers.1.mlp.up_proj.weight", lambda t: t.astype(np.float32)),
-            ["tensor model.layers.1.mlp.up_proj.weight has dtype float32, earlier layers have bfloat16"],
+            [
+                "tensor model.layers.1.mlp.up_proj.weight has dtype float32, earlier layers have "
+                "bfloat16"
+            ],
         ),
         (
             LLAMA,
@@ -188,9 +207,13 @@ def test_export_gives_the_same_file_back(config, tmp_path):
 
 
 def test_export_rounds_float32_to_nearest_even_bf16(tmp_path):
-    _, arrays = load_policy_arrays(write_model(tmp_path / "in", QWEN3, random_tensors(QWEN3, np.float32)))
+    _, arrays = load_policy_arrays(
+        write_model(tmp_path / "in", QWEN3, random_tensors(QWEN3, np.float32))
+    )
     weight = arrays["layers"]["q_proj"]["weight"]
-    weight[0, 0, :4] = np.array([0x3F808000, 0x3F818000, 0x3F808001, 0xBF808000], np.uint32).view(np.float32)
+    weight[0, 0, :4] = np.array([0x3F808000, 0x3F818000, 0x3F808001, 0xBF808000], np.uint32).view(
+        np.float32
+    )
     export_policy(tmp_path / "out", QWEN3, arrays)
     written = safetensors.numpy.load_file(tmp_path / "out" / "model.safetensors")
     bits = written["model.layers.0.self_attn.q_proj.weight"][0, :4].view(np.uint16)
@@ -202,9 +225,12 @@ def test_export_rounds_float32_to_nearest_even_bf16(tmp_path):
 
 
 def test_export_in_float16(tmp_path):
-    _, arrays = load_policy_arrays(write_model(tmp_path / "in", QWEN3, random_tensors(QWEN3, np.float32)))
+    _, arrays = load_policy_arrays(
+        write_model(tmp_path / "in", QWEN3, random_tensors(QWEN3, np.float32))
+    )
     weight = arrays["layers"]["q_proj"]["weight"]
-    weight[0, 0, :3] = 1 + np.array([1, 3, 1.001]) * 2.0**-11  # half steps to the nearest even, a little more to the next
+    # half steps to the nearest even, a little more to the next
+    weight[0, 0, :3] = 1 + np.array([1, 3, 1.001]) * 2.0**-11
     export_policy(tmp_path / "out", QWEN3, arrays, dtype="float16")
     config, again = load_policy_arrays(tmp_path / "out")
     read = again["layers"]["q_proj"]["weight"]
@@ -224,7 +250,9 @@ def test_export_writes_the_end_tokens_for_generation(tmp_path):
 
 
 def test_export_refuses_by_name_and_leaves_the_last_export(tmp_path):
-    _, arrays = load_policy_arrays(write_model(tmp_path / "in", QWEN3, random_tensors(QWEN3, np.float32)))
+    _, arrays = load_policy_arrays(
+        write_model(tmp_path / "in", QWEN3, random_tensors(QWEN3, np.float32))
+    )
     target = export_policy(tmp_path / "out", QWEN3, arrays)
     before = {file.name: file.read_bytes() for file in target.iterdir()}
     weight = arrays["layers"]["v_proj"]["weight"]

@@ -19,11 +19,17 @@ from fp8rl_jax.models.policy import init_policy, unstack
 from fp8rl_jax.models.tokenizer import load_tokenizer
 
 
-@pytest.mark.parametrize("config", [LLAMA, QWEN3, QWEN2, MOE], ids=["llama_tied", "qwen3_untied", "qwen2", "moe"])
+@pytest.mark.parametrize(
+    "config", [LLAMA, QWEN3, QWEN2, MOE], ids=["llama_tied", "qwen3_untied", "qwen2", "moe"]
+)
 def test_every_tensor_arrives_in_its_place_and_dtype(tmp_path, config):
     tensors = random_tensors(config)
     policy = load_policy(write_model(tmp_path, config, tensors))
-    assert policy.config == config and policy.stacked and (policy.lm_head is None) == config.tie_word_embeddings
+    assert (
+        policy.config == config
+        and policy.stacked
+        and (policy.lm_head is None) == config.tie_word_embeddings
+    )
     flat = flatten(policy_arrays(policy))
     for name, place in hf_tensors(config).items():
         got = flat[place.path][place.index]
@@ -71,9 +77,19 @@ def test_the_built_in_policy_holds_the_byte_tokenizer_and_divides_over_a_mesh():
 
 
 def test_the_built_in_policy_may_have_experts():
-    config = byte_policy_config(InitConfig(intermediate_size=32, num_layers=2, num_experts=4, experts_per_token=3))
+    config = byte_policy_config(
+        InitConfig(intermediate_size=32, num_layers=2, num_experts=4, experts_per_token=3)
+    )
     assert config.architecture == "qwen3_moe" and config.sparse_layers == (0, 1)
-    assert (config.experts.count, config.experts.per_token, config.experts.intermediate_size) == (4, 3, 32)
-    for wrong in ({"num_experts": -1}, {"num_experts": 2, "experts_per_token": 3}, {"num_experts": 2, "experts_per_token": 0}):
+    assert (config.experts.count, config.experts.per_token, config.experts.intermediate_size) == (
+        4,
+        3,
+        32,
+    )
+    for wrong in (
+        {"num_experts": -1},
+        {"num_experts": 2, "experts_per_token": 3},
+        {"num_experts": 2, "experts_per_token": 0},
+    ):
         with pytest.raises(UserError, match="num_experts"):
             byte_policy_config(InitConfig(**wrong))

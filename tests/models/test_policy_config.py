@@ -26,7 +26,12 @@ BASE = {
     "max_position_embeddings": 512,
     "eos_token_id": 2,
 }
-LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 WINDOW = {"use_sliding_window": True, "sliding_window": 16}
@@ -41,7 +46,9 @@ SOURCE = "some/dir/config.json"
 
 
 def parse(generation=None, **changes):
-    return PolicyConfig.from_hf({k: v for k, v in (BASE | changes).items() if v != "absent"}, SOURCE, generation)
+    return PolicyConfig.from_hf(
+        {k: v for k, v in (BASE | changes).items() if v != "absent"}, SOURCE, generation
+    )
 
 
 def test_reads_every_field():
@@ -72,8 +79,14 @@ def test_reads_every_field():
     [
         {"rope_scaling": {"rope_type": "llama3", **LLAMA3}},
         {"rope_scaling": {"type": "llama3", **LLAMA3}},
-        {"rope_theta": "absent", "rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, **LLAMA3}},
-        {"rope_scaling": None, "rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, **LLAMA3}},
+        {
+            "rope_theta": "absent",
+            "rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, **LLAMA3},
+        },
+        {
+            "rope_scaling": None,
+            "rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, **LLAMA3},
+        },
     ],
 )
 def test_both_spellings_of_rope_are_the_same_model(rope):
@@ -104,8 +117,14 @@ def test_defaults_are_those_of_transformers():
         eos_token_id="absent",
     )
     assert (config.num_kv_heads, config.head_dim, config.rms_norm_eps) == (6, 32, 1e-6)
-    assert (config.rope_theta, config.max_position_embeddings, config.eos_token_ids) == (10000.0, 2048, ())
-    qwen = parse(architectures=["Qwen3ForCausalLM"], model_type="qwen3", max_position_embeddings="absent")
+    assert (config.rope_theta, config.max_position_embeddings, config.eos_token_ids) == (
+        10000.0,
+        2048,
+        (),
+    )
+    qwen = parse(
+        architectures=["Qwen3ForCausalLM"], model_type="qwen3", max_position_embeddings="absent"
+    )
     assert (qwen.head_dim, qwen.max_position_embeddings, qwen.qk_norm) == (128, 32768, True)
 
 
@@ -127,11 +146,20 @@ def test_end_tokens_are_merged_in_order():
         ({"architectures": "absent", "model_type": "mamba"}, "model_type"),
         ({"architectures": "absent", "model_type": "absent"}, "architectures"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type 'yarn'"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling.low_freq_factor is missing"),
-        ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "high_freq_factor": 0.5}}, "high_freq_factor"),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+            "rope_scaling.low_freq_factor is missing",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "llama3", **LLAMA3, "high_freq_factor": 0.5}},
+            "high_freq_factor",
+        ),
         ({"rope_parameters": {"rope_theta": 10000.0}}, "contradicts"),
         ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_parameters.rope_type"),
-        ({"rope_parameters": {"full_attention": {"rope_theta": 5e5}}}, "rope_parameters.full_attention"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 5e5}}},
+            "rope_parameters.full_attention",
+        ),
         ({"rope_scaling": "linear"}, "rope_scaling must be an object"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"attention_bias": True}, "attention_bias"),
@@ -139,14 +167,26 @@ def test_end_tokens_are_merged_in_order():
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"sliding_window": 4096}, "sliding_window"),
         ({"sliding_window": 4096, "use_sliding_window": True}, "sliding_window"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types holds sliding_attention"),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types holds sliding_attention",
+        ),
         ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types"),
         (MISTRAL | {"sliding_window": 0}, "sliding_window must be positive"),
         (MISTRAL | {"layer_types": ["full_attention"] * 2}, "layer_types holds full_attention"),
-        (QWEN2 | {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types holds sliding_attention"),
-        (QWEN2 | WINDOW | {"layer_types": ["sliding_attention"]}, "layer_types has 1 entries for 2 layers"),
+        (
+            QWEN2 | {"layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types holds sliding_attention",
+        ),
+        (
+            QWEN2 | WINDOW | {"layer_types": ["sliding_attention"]},
+            "layer_types has 1 entries for 2 layers",
+        ),
         (MOE | {"num_experts": "absent"}, "num_experts is missing"),
-        (MOE | {"num_experts_per_tok": 9}, "num_experts_per_tok (9) must be from 1 to num_experts (8)"),
+        (
+            MOE | {"num_experts_per_tok": 9},
+            "num_experts_per_tok (9) must be from 1 to num_experts (8)",
+        ),
         (MOE | {"moe_intermediate_size": 0}, "moe_intermediate_size"),
         (MOE | {"mlp_only_layers": [0, 1]}, "mlp_only_layers: all layers"),
         (MOE | {"decoder_sparse_step": 0}, "decoder_sparse_step"),
@@ -218,7 +258,9 @@ def test_an_unused_sliding_window_is_no_obstacle():
     [
         LLAMA,
         QWEN3,
-        dataclasses.replace(LLAMA, rope_scaling=Llama3RopeScaling(32.0, 1.0, 4.0, 8192), bos_token_id=1),
+        dataclasses.replace(
+            LLAMA, rope_scaling=Llama3RopeScaling(32.0, 1.0, 4.0, 8192), bos_token_id=1
+        ),
         dataclasses.replace(QWEN3, eos_token_ids=(3, 5), pad_token_id=3, rope_theta=1e6),
         TINY_MISTRAL,
         dataclasses.replace(TINY_MISTRAL, sliding_window=None),

@@ -13,7 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.models.safetensors_io import DTYPES, read_checkpoint, read_safetensors, write_safetensors
+from fp8rl_jax.models.safetensors_io import (
+    DTYPES,
+    read_checkpoint,
+    read_safetensors,
+    write_safetensors,
+)
 
 
 def file_bytes(header, data: bytes = b"") -> bytes:
@@ -37,15 +42,23 @@ def sample_tensors() -> dict[str, np.ndarray]:
 
 
 def same(left: np.ndarray, right: np.ndarray) -> bool:
-    return left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()
+    return (
+        left.dtype == right.dtype
+        and left.shape == right.shape
+        and left.tobytes() == right.tobytes()
+    )
 
 
 @pytest.mark.parametrize("name", sorted(DTYPES))
 def test_reads_what_the_library_writes_in_every_dtype(name, tmp_path):
     dtype = DTYPES[name]
-    bits = np.random.default_rng(1).integers(0, 2 if name == "BOOL" else 256, 6 * dtype.itemsize, dtype=np.uint8)
+    bits = np.random.default_rng(1).integers(
+        0, 2 if name == "BOOL" else 256, 6 * dtype.itemsize, dtype=np.uint8
+    )
     values = bits.view(dtype).reshape(2, 3)
-    safetensors.numpy.save_file({"before": np.zeros(3, np.uint8), "x": values}, tmp_path / "f.safetensors")
+    safetensors.numpy.save_file(
+        {"before": np.zeros(3, np.uint8), "x": values}, tmp_path / "f.safetensors"
+    )
     assert f'"dtype":"{name}"'.encode() in (tmp_path / "f.safetensors").read_bytes()
     read = read_safetensors(tmp_path / "f.safetensors")["x"]
     assert same(read, values) and not read.flags.writeable
@@ -62,7 +75,9 @@ def test_writer_round_trip_and_the_library_agrees(tmp_path):
     tensors = sample_tensors()
     write_safetensors(tmp_path / "f.safetensors", tensors)
     read = read_safetensors(tmp_path / "f.safetensors")
-    assert read.keys() == tensors.keys() and all(same(read[name], tensors[name]) for name in tensors)
+    assert read.keys() == tensors.keys() and all(
+        same(read[name], tensors[name]) for name in tensors
+    )
     with safetensors.safe_open(tmp_path / "f.safetensors", "np") as file:
         assert file.metadata() == {"format": "pt"}
     assert os.listdir(tmp_path) == ["f.safetensors"]
@@ -107,8 +122,14 @@ def test_missing_directory_is_one_line(tmp_path):
         (file_bytes(b'{"\xff": 1}'), "not valid JSON"),
         (file_bytes(b'{"x":' + b"[" * 100_000), "not valid JSON"),
         (file_bytes(b'{"x":NaN}'), "unexpected number NaN"),
-        (file_bytes(b'{"\\ud800":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}'), "not valid JSON"),
-        (file_bytes(b'{"x":{"dtype":"U8","shape":[1],"data_offsets":[0,-0]}}'), "unexpected number -0"),
+        (
+            file_bytes(b'{"\\ud800":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}'),
+            "not valid JSON",
+        ),
+        (
+            file_bytes(b'{"x":{"dtype":"U8","shape":[1],"data_offsets":[0,-0]}}'),
+            "unexpected number -0",
+        ),
         (
             file_bytes(
                 b'{"x":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"x":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}',
@@ -127,7 +148,10 @@ def test_missing_directory_is_one_line(tmp_path):
         (file_bytes({"x": entry()}, bytes(7)), "truncated; tensor 'x' ends at byte 8"),
         (file_bytes({"x": entry()}, bytes(9)), "1 bytes after the last tensor"),
         (file_bytes({"x": entry(offsets=[1, 9])}, bytes(9)), "'x' begins at byte 1"),
-        (file_bytes({"x": entry(), "y": entry(offsets=[4, 12])}, bytes(12)), "'y' begins at byte 4"),
+        (
+            file_bytes({"x": entry(), "y": entry(offsets=[4, 12])}, bytes(12)),
+            "'y' begins at byte 4",
+        ),
     ],
 )
 def test_malformed_files_are_refused_by_name(content, message, tmp_path):
@@ -160,7 +184,9 @@ def damaged_files(draw) -> bytes:
     return bytes(content)
 
 
-@settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=600, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(content=damaged_files())
 def test_damage_is_refused_or_read_as_the_library_reads_it(content, tmp_path):
     path = tmp_path / "f.safetensors"
@@ -179,30 +205,41 @@ def test_damage_is_refused_or_read_as_the_library_reads_it(content, tmp_path):
         assert tensor.tobytes() == bytes(reference[name]["data"])
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data())
 def test_intact_files_round_trip(data, tmp_path):
     dtypes = st.sampled_from(sorted(DTYPES))
     shapes = st.lists(st.integers(0, 4), max_size=4)
-    names = st.text(st.characters(exclude_categories=["Cs"]), max_size=8).filter(lambda name: name != "__metadata__")
+    names = st.text(st.characters(exclude_categories=["Cs"]), max_size=8).filter(
+        lambda name: name != "__metadata__"
+    )
     tensors = {}
-    for name, (dtype, shape) in data.draw(st.dictionaries(names, st.tuples(dtypes, shapes), max_size=4)).items():
+    for name, (dtype, shape) in data.draw(
+        st.dictionaries(names, st.tuples(dtypes, shapes), max_size=4)
+    ).items():
         bits = data.draw(st.binary(min_size=1, max_size=1)) if dtype != "BOOL" else b"\x01"
-        tensors[name] = np.frombuffer(bits * (int(np.prod(shape)) * DTYPES[dtype].itemsize), DTYPES[dtype]).reshape(
-            shape
-        )
+        tensors[name] = np.frombuffer(
+            bits * (int(np.prod(shape)) * DTYPES[dtype].itemsize), DTYPES[dtype]
+        ).reshape(shape)
     path = tmp_path / "f.safetensors"
     path.unlink(missing_ok=True)
     write_safetensors(path, tensors)
     read = read_safetensors(path)
-    assert read.keys() == tensors.keys() and all(same(read[name], tensors[name]) for name in tensors)
+    assert read.keys() == tensors.keys() and all(
+        same(read[name], tensors[name]) for name in tensors
+    )
 
 
 def test_checkpoint_of_one_file_and_of_shards(tmp_path):
     tensors = sample_tensors()
     with pytest.raises(UserError, match="holds neither model.safetensors nor"):
         read_checkpoint(tmp_path)
-    for file, names in {"a.safetensors": ["w", "fp8"], "b.safetensors": ["scale", "scalar", "empty"]}.items():
+    for file, names in {
+        "a.safetensors": ["w", "fp8"],
+        "b.safetensors": ["scale", "scalar", "empty"],
+    }.items():
         safetensors.numpy.save_file({name: tensors[name] for name in names}, tmp_path / file)
     index = tmp_path / "model.safetensors.index.json"
     weight_map = {"w": "a.safetensors", "fp8": "a.safetensors"}
@@ -215,7 +252,9 @@ def test_checkpoint_of_one_file_and_of_shards(tmp_path):
     index.write_text(json.dumps({"weight_map": weight_map | {"gone": "a.safetensors"}}))
     with pytest.raises(UserError, match=r"a.safetensors: tensor gone is absent"):
         read_checkpoint(tmp_path)
-    index.write_text(json.dumps({"weight_map": {k: v for k, v in weight_map.items() if k != "fp8"}}))
+    index.write_text(
+        json.dumps({"weight_map": {k: v for k, v in weight_map.items() if k != "fp8"}})
+    )
     with pytest.raises(UserError, match=r"a.safetensors: tensor fp8 is not listed"):
         read_checkpoint(tmp_path)
     index.write_text(json.dumps({"weight_map": weight_map | {"gone": "c.safetensors"}}))

@@ -15,22 +15,44 @@ from fp8rl_jax.models.tokenizer import HFTokenizer
 
 
 def byte_level() -> tokenizers.Tokenizer:
-    """Byte-level BPE as in GPT-2, with a few merges, a special token, and an added one with a space in it."""
+    """Byte-level BPE as in GPT-2, with a few merges, a special token, and an added one with a space
+    in it."""
     merges = [("Ġ", "a"), ("a", "b"), ("Ã", "©"), ("Ġa", "b")]
-    vocabulary = {token: i for i, token in enumerate([*BYTE_TO_STAND_IN.values(), *map("".join, merges)])}
+    vocabulary = {
+        token: i for i, token in enumerate([*BYTE_TO_STAND_IN.values(), *map("".join, merges)])
+    }
     backend = tokenizers.Tokenizer(models.BPE(vocabulary, merges))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<|end|>"])
-    backend.add_tokens([tokenizers.AddedToken("<a tool>", special=False), tokenizers.AddedToken("<b>", special=False)])
+    backend.add_tokens(
+        [
+            tokenizers.AddedToken("<a tool>", special=False),
+            tokenizers.AddedToken("<b>", special=False),
+        ]
+    )
     return backend
 
 
 def sentencepiece(strip: bool = True) -> tokenizers.Tokenizer:
-    """Llama 2's and Gemma's form: U+2581 for a space, <0xNN> for bytes, and Llama's first space taken off."""
-    words = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁a", "a", "b", "▁ab", "é", "▁▁"]
+    """Llama 2's and Gemma's form: U+2581 for a space, <0xNN> for bytes, and Llama's first space
+    taken off."""
+    words = [
+        "<unk>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        "▁a",
+        "a",
+        "b",
+        "▁ab",
+        "é",
+        "▁▁",
+    ]
     vocabulary = {word: i for i, word in enumerate(words)}
-    backend = tokenizers.Tokenizer(models.BPE(vocabulary, [], byte_fallback=True, unk_token="<unk>"))
+    backend = tokenizers.Tokenizer(
+        models.BPE(vocabulary, [], byte_fallback=True, unk_token="<unk>")
+    )
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if strip else steps)
     backend.add_special_tokens(["</s>", "<unk>"])
@@ -46,7 +68,11 @@ def load(backend, directory) -> HFTokenizer:
 def tokenizer(request, tmp_path_factory):
     if request.param == "bytes":
         return ByteTokenizer()
-    backend = byte_level() if request.param == "byte_level" else sentencepiece(strip=request.param == "llama")
+    backend = (
+        byte_level()
+        if request.param == "byte_level"
+        else sentencepiece(strip=request.param == "llama")
+    )
     return load(backend, tmp_path_factory.mktemp(request.param))
 
 
@@ -74,5 +100,8 @@ def test_special_tokens_have_none(tmp_path):
 def test_other_decoders_are_refused(tmp_path):
     backend = byte_level()
     backend.decoder = decoders.WordPiece()
-    with pytest.raises(UserError, match="tokenizer.json: the bytes of tokens are not known for a decoder of type WordPiece"):
+    with pytest.raises(
+        UserError,
+        match="tokenizer.json: the bytes of tokens are not known for a decoder of type WordPiece",
+    ):
         load(backend, tmp_path).token_bytes()

@@ -14,15 +14,21 @@ from fp8rl_jax.models.byte_tokenizer import ByteTokenizer
 from fp8rl_jax.models.tokenizer import HFTokenizer, load_tokenizer
 
 SMOLLM2_TEMPLATE = (
-    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\n"
-    "You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif %}"
-    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ "
+    "'<|im_start|>system\n"
+    "You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{% "
+    "endif %}"
+    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% "
+    "endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-# what the template of Gemma 3 does: the system message opens the first user turn, the assistant is the model, turns alternate
+# what the template of Gemma 3 does: the system message opens the first user turn, the assistant is
+# the model, turns alternate
 GEMMA_TEMPLATE = (
-    "{{ bos_token }}{%- if messages[0]['role'] == 'system' -%}{%- set opening = messages[0]['content'] + '\n\n' -%}"
-    "{%- set turns = messages[1:] -%}{%- else -%}{%- set opening = '' -%}{%- set turns = messages -%}{%- endif -%}"
+    "{{ bos_token }}{%- if messages[0]['role'] == 'system' -%}{%- set opening = "
+    "messages[0]['content'] + '\n\n' -%}"
+    "{%- set turns = messages[1:] -%}{%- else -%}{%- set opening = '' -%}{%- set turns = "
+    "messages -%}{%- endif -%}"
     "{%- for turn in turns -%}{%- if (turn['role'] == 'user') != (loop.index0 % 2 == 0) -%}"
     "{{ raise_exception('roles must alternate') }}{%- endif -%}"
     "{%- set role = 'model' if turn['role'] == 'assistant' else turn['role'] -%}"
@@ -38,13 +44,18 @@ USER = [{"role": "user", "content": "hi"}]
 
 
 def write_tokenizer(directory, config=None, template=None, bos=False):
-    vocabulary = {token: i for i, token in enumerate(["<s>", "</s>", "<unk>", "a", "b", "ab", "Ġ", "Ċ", "h", "i"])}
+    vocabulary = {
+        token: i
+        for i, token in enumerate(["<s>", "</s>", "<unk>", "a", "b", "ab", "Ġ", "Ċ", "h", "i"])
+    }
     backend = tokenizers.Tokenizer(models.BPE(vocabulary, [("a", "b")], unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<s>", "</s>"])
     if bos:
-        backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+        backend.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", 0)]
+        )
     directory.mkdir(exist_ok=True)
     backend.save(str(directory / "tokenizer.json"))
     if config is not None:
@@ -55,7 +66,11 @@ def write_tokenizer(directory, config=None, template=None, bos=False):
 
 
 def test_encode_decode_and_special_tokens(tmp_path):
-    config = {"bos_token": "<s>", "eos_token": {"content": "</s>", "special": True}, "unk_token": "<unk>"}
+    config = {
+        "bos_token": "<s>",
+        "eos_token": {"content": "</s>", "special": True},
+        "unk_token": "<unk>",
+    }
     tokenizer = load_tokenizer(write_tokenizer(tmp_path, config, bos=True))
     assert tokenizer.encode("ab a") == [0, 5, 6, 3]
     assert tokenizer.encode("ab a</s>", add_special_tokens=False) == [5, 6, 3, 1]
@@ -67,7 +82,11 @@ def test_encode_decode_and_special_tokens(tmp_path):
 
 def test_a_tokenizer_without_config_has_no_special_roles(tmp_path):
     tokenizer = load_tokenizer(write_tokenizer(tmp_path))
-    assert (tokenizer.bos_token_id, tokenizer.eos_token_ids, tokenizer.pad_token_id) == (None, (), None)
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_ids, tokenizer.pad_token_id) == (
+        None,
+        (),
+        None,
+    )
     assert not tokenizer.has_chat_template
     with pytest.raises(UserError, match="no chat template"):
         tokenizer.apply_chat_template(USER)
@@ -84,7 +103,8 @@ def test_smollm2_template_adds_its_system_prompt(tmp_path):
     config = {"bos_token": "<s>", "chat_template": SMOLLM2_TEMPLATE}
     tokenizer = load_tokenizer(write_tokenizer(tmp_path, config))
     assert tokenizer.apply_chat_template(USER) == (
-        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging "
+        "Face<|im_end|>\n"
         "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     )
     system = [{"role": "system", "content": "Be brief."}, *USER]
@@ -108,7 +128,9 @@ TEMPLATE = """{{- bos_token }}
 
 def test_gemma_template_merges_the_system_message_and_trims(tmp_path):
     """The texts are those of transformers 5.23.0."""
-    tokenizer = load_tokenizer(write_tokenizer(tmp_path, {"bos_token": "<s>", "chat_template": GEMMA_TEMPLATE}))
+    tokenizer = load_tokenizer(
+        write_tokenizer(tmp_path, {"bos_token": "<s>", "chat_template": GEMMA_TEMPLATE})
+    )
     talk = [
         {"role": "system", "content": "Be brief. "},
         {"role": "user", "content": " 1+1? "},
@@ -119,7 +141,10 @@ def test_gemma_template_merges_the_system_message_and_trims(tmp_path):
     assert tokenizer.apply_chat_template(talk) == (
         f"<s><start_of_turn>user\nBe brief. \n\n{turns}<start_of_turn>model\n"
     )
-    assert tokenizer.apply_chat_template(talk[1:], add_generation_prompt=False) == f"<s><start_of_turn>user\n{turns}"
+    assert (
+        tokenizer.apply_chat_template(talk[1:], add_generation_prompt=False)
+        == f"<s><start_of_turn>user\n{turns}"
+    )
     with pytest.raises(UserError, match="roles must alternate"):
         tokenizer.apply_chat_template(talk[2:])
 
@@ -134,7 +159,8 @@ def test_template_environment_is_that_of_transformers(tmp_path):
         {"role": "user", "content": "never"},
     ]
     expected = (
-        '<s>    [user] <b> & é\n{"k": ["<é>", 1.5, null]} {\n  "k": [\n    "<é>",\n    1.5,\n    null\n  ]\n}\n'
+        '<s>    [user] <b> & é\n{"k": ["<é>", 1.5, null]} {\n  "k": [\n    "<é>",\n    1.5,\n    '
+        "null\n  ]\n}\n"
         "    [assistant] ok\n"
     )
     assert tokenizer.apply_chat_template(messages, add_generation_prompt=False) == expected
@@ -148,9 +174,17 @@ def test_encode_chat_adds_no_second_bos(tmp_path):
 
 
 def test_template_file_goes_before_config_and_default_before_others(tmp_path):
-    config = {"chat_template": [{"name": "tool", "template": "tool"}, {"name": "default", "template": "default"}]}
+    config = {
+        "chat_template": [
+            {"name": "tool", "template": "tool"},
+            {"name": "default", "template": "default"},
+        ]
+    }
     assert load_tokenizer(write_tokenizer(tmp_path, config)).apply_chat_template(USER) == "default"
-    assert load_tokenizer(write_tokenizer(tmp_path, config, "file")).apply_chat_template(USER) == "file"
+    assert (
+        load_tokenizer(write_tokenizer(tmp_path, config, "file")).apply_chat_template(USER)
+        == "file"
+    )
 
 
 def test_strftime_now(tmp_path):
@@ -216,7 +250,9 @@ def test_byte_tokenizer_ids():
     assert tokenizer.decode([257, 0xC3, 0xA9, 258, 256]) == "é"
     assert tokenizer.decode([257, 65, 258], skip_special=False) == "<|bos|>A<|eos|>"
     assert tokenizer.decode([65, 0xC3, 66]) == "A\N{REPLACEMENT CHARACTER}B"
-    assert tokenizer.vocab_size == 1 + max(tokenizer.pad_token_id, tokenizer.bos_token_id, *tokenizer.eos_token_ids)
+    assert tokenizer.vocab_size == 1 + max(
+        tokenizer.pad_token_id, tokenizer.bos_token_id, *tokenizer.eos_token_ids
+    )
     with pytest.raises(UserError, match="no chat template"):
         tokenizer.encode_chat(USER)
 
@@ -228,7 +264,10 @@ def saved_bytes(tmp_path_factory):
     return load_tokenizer(directory, 259)
 
 
-@given(text=st.text(st.characters(exclude_categories=["Cs"])), ids=st.lists(st.integers(0, 258), max_size=12))
+@given(
+    text=st.text(st.characters(exclude_categories=["Cs"])),
+    ids=st.lists(st.integers(0, 258), max_size=12),
+)
 def test_saved_byte_tokenizer_is_the_same_tokenizer(saved_bytes, text, ids):
     tokenizer = ByteTokenizer()
     assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -238,7 +277,9 @@ def test_saved_byte_tokenizer_is_the_same_tokenizer(saved_bytes, text, ids):
         assert getattr(saved_bytes, name) == getattr(tokenizer, name)
 
 
-@pytest.mark.parametrize("make", [lambda path: ByteTokenizer(), lambda path: HFTokenizer(write_tokenizer(path))])
+@pytest.mark.parametrize(
+    "make", [lambda path: ByteTokenizer(), lambda path: HFTokenizer(write_tokenizer(path))]
+)
 def test_a_lone_surrogate_is_one_line(make, tmp_path):
     with pytest.raises(UserError, match=r"lone surrogate, \\ud800, at 1"):
         make(tmp_path).encode("a\ud800")

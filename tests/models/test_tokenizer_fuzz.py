@@ -1,4 +1,5 @@
-"""Damaged tokenizers and chat templates: read, or named in one UserError; whatever the library below raises."""
+"""Damaged tokenizers and chat templates: read, or named in one UserError; whatever the library
+below raises."""
 
 from __future__ import annotations
 
@@ -13,7 +14,22 @@ from fp8rl_jax.models.byte_tokenizer import ByteTokenizer
 from fp8rl_jax.models.chat_template import ChatTemplate
 from fp8rl_jax.models.tokenizer import load_tokenizer
 
-VALUES = [None, True, -1, 2**70, 1.5, float("nan"), "", "x", "\ud800", [], [1], {}, {"type": "BPE"}, "a" * 1000]
+VALUES = [
+    None,
+    True,
+    -1,
+    2**70,
+    1.5,
+    float("nan"),
+    "",
+    "x",
+    "\ud800",
+    [],
+    [1],
+    {},
+    {"type": "BPE"},
+    "a" * 1000,
+]
 USER = [{"role": "user", "content": "hi"}]
 
 
@@ -25,7 +41,13 @@ def directory(tmp_path):
 
 def places(tree, path=()):
     yield path
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    items = (
+        tree.items()
+        if isinstance(tree, dict)
+        else enumerate(tree)
+        if isinstance(tree, list)
+        else ()
+    )
     for key, value in list(items)[:40]:
         yield from places(value, (*path, key))
 
@@ -45,7 +67,8 @@ def changed(tree, path, value, delete: bool):
 
 
 def use(directory) -> None:
-    """Reads the tokenizer and does everything with it; a UserError names the directory's files, or the text."""
+    """Reads the tokenizer and does everything with it; a UserError names the directory's files, or
+    the text."""
     try:
         tokenizer = load_tokenizer(directory, 264)
         assert tokenizer.decode(tokenizer.encode("héllo <|eos|> ab")) is not None
@@ -57,10 +80,14 @@ def use(directory) -> None:
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
 def test_one_damaged_value(directory, name):
-    sound = json.loads((directory / name).read_text()) | {"chat_template": "{{ messages[0].content }}"}
+    sound = json.loads((directory / name).read_text()) | {
+        "chat_template": "{{ messages[0].content }}"
+    }
     everywhere, draw = list(places(sound)), random.Random(0)
     for _ in range(150):
-        damaged = changed(sound, draw.choice(everywhere), draw.choice(VALUES), delete=draw.random() < 0.1)
+        damaged = changed(
+            sound, draw.choice(everywhere), draw.choice(VALUES), delete=draw.random() < 0.1
+        )
         (directory / name).write_text(json.dumps(damaged))
         use(directory)
 
@@ -74,7 +101,11 @@ def test_a_token_around_the_text_that_is_not_there_is_refused_at_once(directory)
 
 
 def test_a_text_that_the_tokenizer_fails_on_is_named(directory):
-    words = {"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[UNK]"}, "added_tokens": []}
+    words = {
+        "version": "1.0",
+        "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[UNK]"},
+        "added_tokens": [],
+    }
     (directory / "tokenizer.json").write_text(json.dumps(words))
     (directory / "tokenizer_config.json").unlink()
     tokenizer = load_tokenizer(directory)

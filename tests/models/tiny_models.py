@@ -48,7 +48,9 @@ MISTRAL = PolicyConfig(
     head_dim=16,
     sliding_window=4,
 )
-QWEN2 = dataclasses.replace(MISTRAL, architecture="qwen2", sliding_window=None, tie_word_embeddings=True)
+QWEN2 = dataclasses.replace(
+    MISTRAL, architecture="qwen2", sliding_window=None, tie_word_embeddings=True
+)
 # layers with experts, without, and with them again; 5 experts are no multiple of anything
 MOE = PolicyConfig(
     architecture="qwen3_moe",
@@ -59,7 +61,9 @@ MOE = PolicyConfig(
     num_heads=4,
     num_kv_heads=2,
     head_dim=16,
-    experts=ExpertsConfig(count=5, per_token=2, intermediate_size=24, normalize=True, dense_layers=(1,)),
+    experts=ExpertsConfig(
+        count=5, per_token=2, intermediate_size=24, normalize=True, dense_layers=(1,)
+    ),
 )
 # a pattern of three, cut short: layer 2 of 5 attends fully; nothing has its usual value
 GEMMA = PolicyConfig(
@@ -81,9 +85,14 @@ GEMMA = PolicyConfig(
 )
 
 
-def random_tensors(config: PolicyConfig, dtype=ml_dtypes.bfloat16, seed: int = 0) -> dict[str, np.ndarray]:
+def random_tensors(
+    config: PolicyConfig, dtype=ml_dtypes.bfloat16, seed: int = 0
+) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
-    return {name: rng.normal(size=place.shape).astype(dtype) for name, place in hf_tensors(config).items()}
+    return {
+        name: rng.normal(size=place.shape).astype(dtype)
+        for name, place in hf_tensors(config).items()
+    }
 
 
 def write_model(directory: Path, config: PolicyConfig, tensors: dict[str, np.ndarray]) -> Path:
@@ -102,7 +111,9 @@ def write_sharded(directory: Path, config: PolicyConfig, tensors: dict[str, np.n
         file = f"model-0000{shard}-of-00002.safetensors"
         safetensors.numpy.save_file({name: tensors[name] for name in part}, directory / file)
         weight_map |= dict.fromkeys(part, file)
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (directory / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
     return directory
 
 
@@ -114,7 +125,12 @@ def byte_level_vocabulary() -> list[str]:
 
 def gguf_shapes(config: PolicyConfig) -> dict[str, tuple[int, ...]]:
     """llama.cpp's names of a dense model's tensors, and their shapes."""
-    hidden, inner, q, kv = config.hidden_size, config.intermediate_size, config.q_size, config.kv_size
+    hidden, inner, q, kv = (
+        config.hidden_size,
+        config.intermediate_size,
+        config.q_size,
+        config.kv_size,
+    )
     layer = {
         "attn_q.weight": (q, hidden),
         "attn_k.weight": (kv, hidden),
@@ -129,16 +145,24 @@ def gguf_shapes(config: PolicyConfig) -> dict[str, tuple[int, ...]]:
     if config.architecture == "qwen2":
         layer |= {"attn_q.bias": (q,), "attn_k.bias": (kv,), "attn_v.bias": (kv,)}
     if config.architecture == "qwen3":
-        layer |= {"attn_q_norm.weight": (config.head_dim,), "attn_k_norm.weight": (config.head_dim,)}
+        layer |= {
+            "attn_q_norm.weight": (config.head_dim,),
+            "attn_k_norm.weight": (config.head_dim,),
+        }
     shapes = {"token_embd.weight": (config.vocab_size, hidden), "output_norm.weight": (hidden,)}
     if not config.tie_word_embeddings:
         shapes["output.weight"] = (config.vocab_size, hidden)
-    return shapes | {f"blk.{i}.{name}": shape for i in range(config.num_layers) for name, shape in layer.items()}
+    return shapes | {
+        f"blk.{i}.{name}": shape for i in range(config.num_layers) for name, shape in layer.items()
+    }
 
 
 def gguf_tensors(config: PolicyConfig = LLAMA) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
-    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in gguf_shapes(config).items()}
+    return {
+        name: rng.normal(size=shape).astype(np.float32)
+        for name, shape in gguf_shapes(config).items()
+    }
 
 
 def write_gguf(
@@ -151,7 +175,8 @@ def write_gguf(
     config: PolicyConfig = LLAMA,
     merges: tuple[str, ...] = ("Ġ t", "h e", "Ġt he", "5 7"),
 ) -> Path:
-    """`config` as a GGUF: `tensors` under GGUF names, float32; `types` gives the block format of some, where uint8 are blocks."""
+    """`config` as a GGUF: `tensors` under GGUF names, float32; `types` gives the block format of
+    some, where uint8 are blocks."""
     writer = gguf.GGUFWriter(path, architecture or config.architecture)
     writer.add_context_length(512)
     writer.add_embedding_length(config.hidden_size)
@@ -172,7 +197,9 @@ def write_gguf(
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
-    writer.add_token_types([3 if token.startswith("<|") and token.endswith("|>") else 1 for token in tokens])
+    writer.add_token_types(
+        [3 if token.startswith("<|") and token.endswith("|>") else 1 for token in tokens]
+    )
     writer.add_token_merges(list(merges))
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
@@ -185,7 +212,11 @@ def write_gguf(
         if kind is None:
             writer.add_tensor(name, values.astype(np.float32))
         else:
-            blocks = values if values.dtype == np.uint8 else gguf.quants.quantize(values.astype(np.float32), kind)
+            blocks = (
+                values
+                if values.dtype == np.uint8
+                else gguf.quants.quantize(values.astype(np.float32), kind)
+            )
             writer.add_tensor(name, blocks, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -1,7 +1,8 @@
 """Runs a script on simulated devices or in several processes, and returns what it printed.
 
-A script prints one JSON object as its last line. It runs in a process of its own because jax fixes the number of CPU
-devices when it starts; let one script make several checks, since a start costs seconds.
+A script prints one JSON object as its last line. It runs in a process of its own because jax fixes
+the number of CPU devices when it starts; let one script make several checks, since a start costs
+seconds.
 """
 
 from __future__ import annotations
@@ -25,16 +26,22 @@ def run_on_devices(script: Path, devices: int, *args: str, timeout: float = 180)
     return _finish([_start(script, devices, args)], timeout)[0]
 
 
-def run_processes(script: Path, processes: int, devices: int, *args: str, timeout: float = 180) -> list[dict[str, Any]]:
-    """The JSON objects of `processes` copies of `script`, each with `devices` simulated CPU devices of its own.
+def run_processes(
+    script: Path, processes: int, devices: int, *args: str, timeout: float = 180
+) -> list[dict[str, Any]]:
+    """The JSON objects of `processes` copies of `script`, each with `devices` simulated CPU devices
+    of its own.
 
     Each copy gets the arguments `coordinator num_processes process_id *args`, for `MeshConfig`.
     """
     return _finish(_start_joined(script, processes, devices, args), timeout)
 
 
-def exit_codes(script: Path, processes: int, devices: int, *args: str, timeout: float = 180) -> list[int | None]:
-    """Like `run_processes` for processes that may fail: the exit code of each, None for one that ran until time was up."""
+def exit_codes(
+    script: Path, processes: int, devices: int, *args: str, timeout: float = 180
+) -> list[int | None]:
+    """Like `run_processes` for processes that may fail: the exit code of each, None for one that
+    ran until time was up."""
     started = _start_joined(script, processes, devices, args)
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline and any(process.poll() is None for process, _, _ in started):
@@ -49,32 +56,44 @@ def exit_codes(script: Path, processes: int, devices: int, *args: str, timeout: 
 
 def _start_joined(script: Path, processes: int, devices: int, args: tuple[str, ...]) -> list:
     coordinator = f"127.0.0.1:{_free_port()}"
-    return [_start(script, devices, (coordinator, str(processes), str(i), *args), seed=i) for i in range(processes)]
+    return [
+        _start(script, devices, (coordinator, str(processes), str(i), *args), seed=i)
+        for i in range(processes)
+    ]
 
 
 def _start(script: Path, devices: int, args: tuple[str, ...], seed: int = 0):
     environ = {key: value for key, value in os.environ.items() if "proxy" not in key.lower()}
     environ |= {
         "JAX_PLATFORMS": "cpu",
-        # compiling, not running, is what these scripts wait for; and devices that wait for each other in a collective hold
-        # the threads that an operation split over threads would need
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
-        " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters --xla_cpu_multi_thread_eigen=false"
+        # compiling, not running, is what these scripts wait for; and devices that wait for each
+        # other in a collective hold the threads that an operation split over threads would need
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} "
+        "--xla_backend_optimization_level=0"
+        " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters "
+        "--xla_cpu_multi_thread_eigen=false"
         " --xla_cpu_collective_call_terminate_timeout_seconds=200",
         # and there are as many threads as cores, unless this says more
         "PJRT_NPROC": "16",
         # processes that walked a set of names in different orders would compile different programs
         "PYTHONHASHSEED": str(seed),
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join(
+            [str(ROOT), str(ROOT / "tests"), environ.get("PYTHONPATH", "")]
+        ),
     }
     # files and not pipes: a full pipe would stop a process that the others wait for
     out, err = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")
     command = [sys.executable, "-X", "faulthandler", str(script), *args]
-    return subprocess.Popen(command, env=environ, stdout=out, stderr=err, stdin=subprocess.DEVNULL), out, err
+    return (
+        subprocess.Popen(command, env=environ, stdout=out, stderr=err, stdin=subprocess.DEVNULL),
+        out,
+        err,
+    )
 
 
 def _finish(started: list, timeout: float) -> list[dict[str, Any]]:
-    """Waits for all; when one fails or time is up, kills the rest, which would wait for it, and shows their words."""
+    """Waits for all; when one fails or time is up, kills the rest, which would wait for it, and
+    shows their words."""
     deadline = time.monotonic() + timeout
     try:
         while time.monotonic() < deadline:

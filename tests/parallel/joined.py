@@ -1,4 +1,5 @@
-"""Run by test_distributed.py in one or two processes: the same program on the same mesh of 4 devices."""
+"""Run by test_distributed.py in one or two processes: the same program on the same mesh of 4
+devices."""
 
 from __future__ import annotations
 
@@ -64,30 +65,53 @@ def told(fault: str) -> str:
 
 
 def scored() -> dict:
-    """Four completions of one prompt, by a reward that no two processes agree on; the last one hangs."""
-    reward = RewardConfig(function=f"{Path(__file__).with_name('rewards.py')}:drawn", timeout=1.0, num_workers=1)
+    """Four completions of one prompt, by a reward that no two processes agree on; the last one
+    hangs."""
+    reward = RewardConfig(
+        function=f"{Path(__file__).with_name('rewards.py')}:drawn", timeout=1.0, num_workers=1
+    )
     with RewardPool(TaskConfig(kind="module", name="m:f", reward=reward)) as pool:
         scores = score_together(pool, [Example(0, "p", "a", "a", {})], ["", "", "", "hang"])
     return {
-        "rewards": scores.rewards.tolist(), "failed": scores.failed.tolist(), "correct": scores.correct.tolist(),
-        "timeouts": scores.timeouts, "errors": scores.errors, "first_error": scores.first_error,
-    }  # fmt: skip
+        "rewards": scores.rewards.tolist(),
+        "failed": scores.failed.tolist(),
+        "correct": scores.correct.tolist(),
+        "timeouts": scores.timeouts,
+        "errors": scores.errors,
+        "first_error": scores.first_error,
+    }
 
 
 def played() -> dict:
     """A turn of five episodes, each process playing its share; the third answer is no number."""
     environment = Path(__file__).parents[1] / "tasks" / "environment_examples.py"
-    task = TaskConfig(kind="environment", name=f"{environment}:Guess", max_turns=2, reward=RewardConfig(num_workers=1))
-    example = Example(0, "p", "", "", {"question": "Guess a number from 0 to 999 (problem 7).", "metadata": {"seed": 7}})
+    task = TaskConfig(
+        kind="environment",
+        name=f"{environment}:Guess",
+        max_turns=2,
+        reward=RewardConfig(num_workers=1),
+    )
+    example = Example(
+        0,
+        "p",
+        "",
+        "",
+        {"question": "Guess a number from 0 to 999 (problem 7).", "metadata": {"seed": 7}},
+    )
     with RewardPool(task) as pool:
         scores = play_together(pool, [Episode(example)] * 5, ["6", "7", "ß", "8", "7"])
     return {
-        "turns": scores.turns, "rewards": scores.rewards.tolist(), "errors": scores.errors, "first_error": scores.first_error,
-    }  # fmt: skip
+        "turns": scores.turns,
+        "rewards": scores.rewards.tolist(),
+        "errors": scores.errors,
+        "first_error": scores.first_error,
+    }
 
 
 def main(coordinator: str, num_processes: int, process_id: int) -> None:
-    config = MeshConfig(1, -1, 2, coordinator=coordinator, num_processes=num_processes, process_id=process_id)
+    config = MeshConfig(
+        1, -1, 2, coordinator=coordinator, num_processes=num_processes, process_id=process_id
+    )
     initialize(config)
     mesh = make_mesh(config)
     check_same("the same on every process")
@@ -98,9 +122,11 @@ def main(coordinator: str, num_processes: int, process_id: int) -> None:
     with jax.set_mesh(mesh):
         value, updated = jax.jit(update)(placed, rows)
         specs = (jax.P("fsdp"), jax.P())
-        total = jax.jit(jax.shard_map(lambda x: jax.lax.psum(x.sum(), "fsdp"), in_specs=specs[0], out_specs=specs[1]))(
-            rows
-        )
+        total = jax.jit(
+            jax.shard_map(
+                lambda x: jax.lax.psum(x.sum(), "fsdp"), in_specs=specs[0], out_specs=specs[1]
+            )
+        )(rows)
         drawn = jax.jit(jax.random.uniform)(key)
     back, gathered = to_host(placed), to_host(updated)
     print(
@@ -110,14 +136,20 @@ def main(coordinator: str, num_processes: int, process_id: int) -> None:
                 "devices": [jax.device_count(), jax.local_device_count()],
                 "main": is_main_process(),
                 "whole": placed.embed_tokens.value.is_fully_addressable,
-                "back": all(np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (back, policy)), strict=True)),
+                "back": all(
+                    np.array_equal(a, b)
+                    for a, b in zip(*map(jax.tree.leaves, (back, policy)), strict=True)
+                ),
                 "local": to_host({"x": np.arange(3) + process_id})["x"].tolist(),
                 "psum": [int(to_host(total)), int(tokens.sum())],
                 "loss": float(to_host(value)),
                 "updated": gathered.layers.down_proj.value[:, ::40, ::100].tolist(),
                 "drawn": [float(to_host(drawn)), float(jax.random.uniform(jax.random.key(3)))],
                 "refused": refused(f"process {process_id}"),
-                "told": [told(""), told(f"fault {process_id}" if process_id + 1 == num_processes else "")],
+                "told": [
+                    told(""),
+                    told(f"fault {process_id}" if process_id + 1 == num_processes else ""),
+                ],
                 "scored": scored(),
                 "played": played(),
                 "gathered": gather_text("ß" * process_id),

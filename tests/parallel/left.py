@@ -1,4 +1,5 @@
-"""Run by test_left_behind.py in two processes, of which the last ends while the others wait for it in a collective."""
+"""Run by test_left_behind.py in two processes, of which the last ends while the others wait for it
+in a collective."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ from fp8rl_jax.parallel import initialize, leave_on_failure, sum_over_processes
 
 
 def main(coordinator: str, num_processes: int, process_id: int, end: str) -> None:
-    initialize(MeshConfig(coordinator=coordinator, num_processes=num_processes, process_id=process_id))
+    initialize(
+        MeshConfig(coordinator=coordinator, num_processes=num_processes, process_id=process_id)
+    )
     with leave_on_failure():
         assert sum_over_processes(np.ones(1)) == jax.process_count()
         if process_id == num_processes - 1:

@@ -1,4 +1,5 @@
-"""Run by test_adapter_mesh.py on 8 devices: a mixture with adapters everywhere, against one device."""
+"""Run by test_adapter_mesh.py on 8 devices: a mixture with adapters everywhere, against one
+device."""
 
 from __future__ import annotations
 
@@ -18,22 +19,38 @@ from fp8rl_jax.models.experts_config import ExpertsConfig
 from fp8rl_jax.models.forward import forward
 from fp8rl_jax.models.lora import build_adapters, join, split
 from fp8rl_jax.models.policy import init_policy
-from fp8rl_jax.parallel import batch_sharding, constrain, make_mesh, shard_policy, to_global, to_host
+from fp8rl_jax.parallel import (
+    batch_sharding,
+    constrain,
+    make_mesh,
+    shard_policy,
+    to_global,
+    to_host,
+)
 from fp8rl_jax.rollout.engine import LocalEngine
 from fp8rl_jax.rollout.served import quantized_policy
 from fp8rl_jax.training.adapters import fingerprint
 from fp8rl_jax.training.state import make_optimizer, sharded_state
 
 CONFIG = PolicyConfig(
-    "qwen3_moe", vocab_size=96, hidden_size=64, intermediate_size=96, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=16,
+    "qwen3_moe",
+    vocab_size=96,
+    hidden_size=64,
+    intermediate_size=96,
+    num_layers=1,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
     experts=ExpertsConfig(count=4, per_token=2, intermediate_size=96, normalize=True),
-)  # fmt: skip
+)
 LORA = LoraConfig(rank=3, alpha=6.0)
 RECIPE = get_recipe("fp8-rollout")
 
 
 def loss(adapters, base, tokens):
-    return jnp.mean(forward(join(adapters, base), constrain(tokens, "batch", None)).hidden[..., :7] ** 2)
+    return jnp.mean(
+        forward(join(adapters, base), constrain(tokens, "batch", None)).hidden[..., :7] ** 2
+    )
 
 
 def main() -> None:
@@ -41,7 +58,9 @@ def main() -> None:
     policy = jax.tree.map(lambda x: x * 5 if x.ndim > 2 else x, policy)
     base = jax.jit(lambda p: quantized_policy(p, RECIPE, jnp.float32, unroll=False)[0])(policy)
     rng = np.random.default_rng(0)
-    adapters = build_adapters(CONFIG, LORA, lambda _, *shapes: [rng.normal(size=s).astype(np.float32) / 4 for s in shapes])
+    adapters = build_adapters(
+        CONFIG, LORA, lambda _, *shapes: [rng.normal(size=s).astype(np.float32) / 4 for s in shapes]
+    )
     tokens = jax.random.randint(jax.random.key(1), (8, 6), 0, CONFIG.vocab_size, jnp.int32)
     run = jax.jit(jax.value_and_grad(loss))
     value, gradient = run(adapters, base, tokens)
@@ -50,11 +69,19 @@ def main() -> None:
     with jax.set_mesh(mesh):
         state = sharded_state(placed, make_optimizer(OptimizerConfig(), 1), mesh)
         trained, frozen = split(state.policy)
-        sharded_value, sharded_gradient = run(trained, frozen, to_global(tokens, batch_sharding(mesh)))
+        sharded_value, sharded_gradient = run(
+            trained, frozen, to_global(tokens, batch_sharding(mesh))
+        )
         engine = LocalEngine(RECIPE, jnp.float32, unroll=False)
         engine.sync(state.policy)
-    base_shared = zip(jax.tree.leaves(split(engine.policy)[1]), jax.tree.leaves(split(placed)[1]), strict=True)
-    moments = {name: spec for name, spec in specs(state.optimizer).items() if ".mu." in name or "mu[" in name}
+    base_shared = zip(
+        jax.tree.leaves(split(engine.policy)[1]), jax.tree.leaves(split(placed)[1]), strict=True
+    )
+    moments = {
+        name: spec
+        for name, spec in specs(state.optimizer).items()
+        if ".mu." in name or "mu[" in name
+    }
     answers = {
         "loss": abs(float(sharded_value / value) - 1),
         "gradient": {name: far(sharded_gradient[name], gradient[name]) for name in gradient},
@@ -62,7 +89,9 @@ def main() -> None:
         "moments": sorted(map(str, moments.values())) == sorted(map(str, specs(trained).values())),
         "base_untouched": all(one is other for one, other in base_shared),
         "fingerprint": np.array_equal(to_host(fingerprint(frozen)), fingerprint(base)),
-        "other_fingerprint": np.array_equal(fingerprint(policy), fingerprint(jax.tree.map(lambda x: x[::-1], policy))),
+        "other_fingerprint": np.array_equal(
+            fingerprint(policy), fingerprint(jax.tree.map(lambda x: x[::-1], policy))
+        ),
     }
     print(json.dumps(answers))
 

@@ -1,4 +1,5 @@
-"""Run by test_sharding.py on 8 devices: places policies on meshes and compares what they compute with one device."""
+"""Run by test_sharding.py on 8 devices: places policies on meshes and compares what they compute
+with one device."""
 
 from __future__ import annotations
 
@@ -49,7 +50,10 @@ def loss(policy, tokens):
 
 def far(a, b) -> float:
     """Largest absolute difference over two trees, in parts of the largest value of the second."""
-    pairs = [(np.asarray(x), np.asarray(y)) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)]
+    pairs = [
+        (np.asarray(x), np.asarray(y))
+        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    ]
     scale = max(np.abs(y).max() for _, y in pairs)
     return float(max(np.abs(x - y).max() for x, y in pairs) / scale)
 
@@ -117,11 +121,18 @@ def main() -> None:
                 "gradient_sharded_like_policy": specs(sharded_gradient) == specs(placed),
                 "sync_equal": all(
                     np.array_equal(np.asarray(a), np.asarray(b))
-                    for a, b in zip(jax.tree.leaves(synced), jax.tree.leaves(eight_bit), strict=True)
+                    for a, b in zip(
+                        jax.tree.leaves(synced), jax.tree.leaves(eight_bit), strict=True
+                    )
                 ),
-                "quantized_forward_error": np.abs(eight_bit_out - eight_bit_alone).max(-1).ravel().tolist(),
+                "quantized_forward_error": np.abs(eight_bit_out - eight_bit_alone)
+                .max(-1)
+                .ravel()
+                .tolist(),
                 "round_trip": bool(np.array_equal(to_host(rows), tokens)),
-                "key": bool(jax.random.uniform(to_global(key, replicated(mesh))) == jax.random.uniform(key)),
+                "key": bool(
+                    jax.random.uniform(to_global(key, replicated(mesh))) == jax.random.uniform(key)
+                ),
             }
         )
     )

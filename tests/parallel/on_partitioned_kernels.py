@@ -1,4 +1,5 @@
-"""Prints how kernels are split over eight devices: differences from one device, and the collectives that XLA added."""
+"""Prints how kernels are split over eight devices: differences from one device, and the collectives
+that XLA added."""
 
 from __future__ import annotations
 
@@ -44,14 +45,20 @@ def outer(*operands):
 
 
 def kernel(*operands):
-    """Stands for a kernel that XLA cannot look into: what it cannot split in a callback, it gathers."""
+    """Stands for a kernel that XLA cannot look into: what it cannot split in a callback, it
+    gathers."""
     return reference.matmul(*operands, (128, 128), jnp.float32)
 
 
 def collectives(mesh, specs, operands) -> tuple[float, list[str], list[int]]:
-    arrays = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(operands, specs, strict=True)]
+    arrays = [
+        jax.device_put(x, NamedSharding(mesh, spec))
+        for x, spec in zip(operands, specs, strict=True)
+    ]
     with jax.set_mesh(mesh):
-        compiled = jax.jit(lambda *a: partitioned(kernel, RULE, BLOCKS)(*a)).lower(*arrays).compile()
+        compiled = (
+            jax.jit(lambda *a: partitioned(kernel, RULE, BLOCKS)(*a)).lower(*arrays).compile()
+        )
     out = compiled(*arrays)
     difference = float(np.abs(np.asarray(out) - np.asarray(kernel(*operands))).max())
     return difference, _collectives(compiled), list(out.addressable_shards[0].data.shape)
@@ -63,7 +70,8 @@ def _collectives(compiled) -> list[str]:
 
 
 def experts(mesh) -> dict[str, tuple[float, list[str]]]:
-    """Experts' products with the contraction split, and their gradients with the inputs: rows are never split."""
+    """Experts' products with the contraction split, and their gradients with the inputs: rows are
+    never split."""
     keys = jax.random.split(jax.random.key(1))
     sizes = jnp.asarray([128, 256], jnp.int32)
     x, w = jax.random.normal(keys[0], (400, 256)), jax.random.normal(keys[1], (2, 128, 256))
@@ -71,35 +79,59 @@ def experts(mesh) -> dict[str, tuple[float, list[str]]]:
     gradient = (*quantize_blocks(x, (128, 1)), *quantize_blocks(x[:, ::-1], (128, 1)), sizes)
     last, found = P(None, "tensor"), {}
     for name, product, rule, blocks, specs, operands in (
-        ("grouped", grouped, GROUPED_RULE, BLOCKS, (last, last, P(None, None, "tensor"), P(None, None, "tensor"), P()), forward),
+        (
+            "grouped",
+            grouped,
+            GROUPED_RULE,
+            BLOCKS,
+            (last, last, P(None, None, "tensor"), P(None, None, "tensor"), P()),
+            forward,
+        ),
         ("gradient", outer, OUTER_RULE, {}, (last,) * 4 + (P(),), gradient),
     ):
-        arrays = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(operands, specs, strict=True)]
+        arrays = [
+            jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(operands, specs, strict=True)
+        ]
         whole = ("m", "g") if blocks else ("m", "b", "g")
         with jax.set_mesh(mesh):
             call = partial(partitioned, product, rule, blocks, whole)
             compiled = jax.jit(lambda *a, call=call: call()(*a)).lower(*arrays).compile()
-        found[name] = float(np.abs(compiled(*arrays) - product(*operands)).max()), _collectives(compiled)
+        found[name] = (
+            float(np.abs(compiled(*arrays) - product(*operands)).max()),
+            _collectives(compiled),
+        )
     return found
 
 
 def quantizer(mesh) -> tuple[float, list[str]]:
-    """Two results: the rows of the scales are those of the values, and their columns are blocks of 128."""
+    """Two results: the rows of the scales are those of the values, and their columns are blocks of
+    128."""
     x = jax.random.normal(jax.random.key(2), (16, 64, 512))
     with jax.set_mesh(mesh):
         split = jax.device_put(x, NamedSharding(mesh, P(("data", "fsdp"), None, "tensor")))
         rule = "l m n -> l m n, l m b"
-        compiled = jax.jit(lambda x: partitioned(quantize_blocks, rule, {"b": ("n", 128)})(x)).lower(split).compile()
+        compiled = (
+            jax.jit(lambda x: partitioned(quantize_blocks, rule, {"b": ("n", 128)})(x))
+            .lower(split)
+            .compile()
+        )
     pairs = zip(compiled(split), quantize_blocks(x), strict=True)
     gathered = re.findall(r"= (\S+?)\{\S* all-gather(?:-start)?\(", compiled.as_text())
     return float(max(np.abs(np.float32(a) - np.float32(b)).max() for a, b in pairs)), gathered
 
 
 def quantizer_of_few_rows(mesh) -> list[str]:
-    """Rows that are no whole blocks of 128 on a device: their groups lie along columns, so nothing is gathered."""
-    x = jax.device_put(jax.random.normal(jax.random.key(3), (64, 512)), NamedSharding(mesh, P(("data", "fsdp"))))
+    """Rows that are no whole blocks of 128 on a device: their groups lie along columns, so nothing
+    is gathered."""
+    x = jax.device_put(
+        jax.random.normal(jax.random.key(3), (64, 512)), NamedSharding(mesh, P(("data", "fsdp")))
+    )
     with jax.set_mesh(mesh):
-        return _collectives(jax.jit(lambda x: partitioned(quantize_blocks, "m n -> m n, m b", QUANTIZED)(x)).lower(x).compile())
+        return _collectives(
+            jax.jit(lambda x: partitioned(quantize_blocks, "m n -> m n, m b", QUANTIZED)(x))
+            .lower(x)
+            .compile()
+        )
 
 
 def cache(mesh) -> tuple[float, list[str], list[list[int]]]:
@@ -121,21 +153,29 @@ def cache(mesh) -> tuple[float, list[str], list[list[int]]]:
     arrays[8] = arrays[8].reshape(12, 2, 2, 64)
     arrays[8], arrays[9] = arrays[9], arrays[8]
     specs[8], specs[9] = specs[9], specs[8]
-    placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)]
+    placed = [
+        jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)
+    ]
     with jax.set_mesh(mesh):
         kernel = partitioned(write, f"{OPERANDS}, {QUERIES} -> {RESULTS}, {QUERIES}", {}, WHOLE)
         compiled = jax.jit(lambda *a: kernel(*a)).lower(*placed).compile()
     out = compiled(*placed)
-    apart = max(float(np.abs(np.float32(a) - np.float32(b)).max()) for a, b in zip(out, write(*arrays), strict=True))
+    apart = max(
+        float(np.abs(np.float32(a) - np.float32(b)).max())
+        for a, b in zip(out, write(*arrays), strict=True)
+    )
     return apart, _collectives(compiled), [list(x.addressable_shards[0].data.shape) for x in out]
 
 
 def attention(mesh) -> tuple[float, list[str], list[int]]:
-    """Decode attention over two caches, one of them paged, with a window; the reference stands for the kernel."""
+    """Decode attention over two caches, one of them paged, with a window; the reference stands for
+    the kernel."""
     keys = jax.random.split(jax.random.key(5), 5)
     query, *held = (
         jax.random.normal(k, shape)
-        for k, shape in zip(keys, ((4, 8, 32), *[(2, 4, 16, 32)] * 2, *[(6, 4, 64, 32)] * 2), strict=True)
+        for k, shape in zip(
+            keys, ((4, 8, 32), *[(2, 4, 16, 32)] * 2, *[(6, 4, 64, 32)] * 2), strict=True
+        )
     )
     pages = jnp.asarray([[0, 1], [2, 3], [4, 5], [1, 0]], jnp.int32)
     caches = (
@@ -144,21 +184,33 @@ def attention(mesh) -> tuple[float, list[str], list[int]]:
     )
     numbers = (0.2, 1.0, jnp.int32(9), jnp.float32)
     heads, whole = NamedSharding(mesh, P(None, "tensor")), NamedSharding(mesh, P())
-    placed = jax.tree.map(lambda x: jax.device_put(x, heads if x.ndim > 2 else whole), (query, caches))
+    placed = jax.tree.map(
+        lambda x: jax.device_put(x, heads if x.ndim > 2 else whole), (query, caches)
+    )
     with jax.set_mesh(mesh):
-        compiled = jax.jit(lambda *a: by_heads(decode_reference.decode_attention, *a, *numbers)).lower(*placed).compile()
+        compiled = (
+            jax.jit(lambda *a: by_heads(decode_reference.decode_attention, *a, *numbers))
+            .lower(*placed)
+            .compile()
+        )
     out = compiled(*placed)
     apart = np.abs(out - decode_reference.decode_attention(query, caches, *numbers)).max()
     return float(apart), _collectives(compiled), list(out.addressable_shards[0].data.shape)
 
 
 def prefill(mesh) -> tuple[float, list[str], list[int]]:
-    """Prefill in decode's key order over a shared and an own block; the reference stands for the kernel."""
+    """Prefill in decode's key order over a shared and an own block; the reference stands for the
+    kernel."""
 
     def attend(query, caches, limits, *numbers):
         slots = [jnp.arange(cache.keys.shape[2]) for cache in caches]
-        masks = [(slot >= first[..., None]) & (slot < last[..., None]) for slot, (first, last) in zip(slots, limits, strict=True)]
-        blocks = [Keys(cache.keys, cache.values, mask) for cache, mask in zip(caches, masks, strict=True)]
+        masks = [
+            (slot >= first[..., None]) & (slot < last[..., None])
+            for slot, (first, last) in zip(slots, limits, strict=True)
+        ]
+        blocks = [
+            Keys(cache.keys, cache.values, mask) for cache, mask in zip(caches, masks, strict=True)
+        ]
         return attention_reference.attend(query[:, None], blocks, *numbers)[:, 0]
 
     decode_hopper.attend = attend
@@ -168,10 +220,14 @@ def prefill(mesh) -> tuple[float, list[str], list[int]]:
     masks = jnp.ones((4, 1, 7), bool).at[1, :, 3:].set(False), jnp.tril(jnp.ones((1, 5, 5), bool))
 
     def run(attention, query, *held):
-        return attention(query, [Keys(*held[:2], masks[0]), Keys(*held[2:], masks[1])], 0.2, 1.5, jnp.float32)
+        return attention(
+            query, [Keys(*held[:2], masks[0]), Keys(*held[2:], masks[1])], 0.2, 1.5, jnp.float32
+        )
 
     split = [P(("data", "fsdp"), None, "tensor"), *[P(("data", "fsdp"), "tensor")] * 4]
-    placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, split, strict=True)]
+    placed = [
+        jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, split, strict=True)
+    ]
     with jax.set_mesh(mesh):
         compiled = jax.jit(partial(run, prefill_kernel.attention)).lower(*placed).compile()
     out = compiled(*placed)
@@ -189,12 +245,21 @@ def main() -> None:
     rows = P(("data", "fsdp"))
     layouts = {
         "columns": (rows, rows, P("tensor"), P("tensor")),
-        "contraction": (P(("data", "fsdp"), "tensor"), P(("data", "fsdp"), "tensor"), P(None, "tensor"), P(None, "tensor")),
+        "contraction": (
+            P(("data", "fsdp"), "tensor"),
+            P(("data", "fsdp"), "tensor"),
+            P(None, "tensor"),
+            P(None, "tensor"),
+        ),
         "gathered_weight": (rows, rows, P("tensor", "fsdp"), P("tensor", "fsdp")),
         "broken_blocks": (P(), P(), P(("data", "fsdp", "tensor")), P()),
     }
     found = {name: collectives(mesh, specs, operands) for name, specs in layouts.items()}
-    found |= experts(mesh) | {"quantizer": quantizer(mesh), "few_rows": quantizer_of_few_rows(mesh), "cache": cache(mesh)}
+    found |= experts(mesh) | {
+        "quantizer": quantizer(mesh),
+        "few_rows": quantizer_of_few_rows(mesh),
+        "cache": cache(mesh),
+    }
     found |= {"attention": attention(mesh), "prefill": prefill(mesh)}
     print(json.dumps(found))
 

@@ -10,7 +10,8 @@ from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.policy import LINEARS, Policy, init_policy
 from fp8rl_jax.precision import quantize_weight
 
-# 192 columns in 128-blocks: the last block is half of one, and no shard boundary falls on a block boundary
+# 192 columns in 128-blocks: the last block is half of one, and no shard boundary falls on a block
+# boundary
 CONFIG = PolicyConfig(
     "qwen3",
     vocab_size=96,

@@ -5,7 +5,8 @@ import time
 
 
 def even_letters(completion: str, **_) -> float:
-    """The part of the completion's characters whose code is even: random weights earn a part of it already."""
+    """The part of the completion's characters whose code is even: random weights earn a part of it
+    already."""
     return sum(ord(letter) % 2 == 0 for letter in completion) / max(len(completion), 1)
 
 

@@ -1,6 +1,7 @@
 """A session that learns from a reward given in the script, alone or joined to another process.
 
-Arguments: coordinator, number of processes, number of this one, directory. Prints its metrics and texts as JSON.
+Arguments: coordinator, number of processes, number of this one, directory. Prints its metrics and
+texts as JSON.
 """
 
 import json
@@ -17,13 +18,23 @@ policy, tokenizer = fp8rl.byte_policy(
     hidden_size=64, intermediate_size=96, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=16
 )
 session = fp8rl.Session(
-    policy, tokenizer, "fp8-rl", compute_dtype="float32", samples_per_prompt=4, max_new_tokens=6, learning_rate=1e-2,
-    fsdp=2, tensor=2, data=1,
-)  # fmt: skip
+    policy,
+    tokenizer,
+    "fp8-rl",
+    compute_dtype="float32",
+    samples_per_prompt=4,
+    max_new_tokens=6,
+    learning_rate=1e-2,
+    fsdp=2,
+    tensor=2,
+    data=1,
+)
 rows = []
 for _ in range(3):
     rollout = session.rollout(["ab=", "cde=", "f="])  # filled up to four, which two shards divide
-    metrics = session.update(rollout, [sum(letter in "aeiou" for letter in text) for text in rollout.texts])
+    metrics = session.update(
+        rollout, [sum(letter in "aeiou" for letter in text) for text in rollout.texts]
+    )
     rows.append(metrics | {"texts": rollout.texts})
 logprobs = [x.tolist() for x in session.logprobs(["ab="], rollout.tokens[:4])]
 session.save(directory)

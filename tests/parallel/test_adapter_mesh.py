@@ -1,4 +1,5 @@
-"""Adapters over 8 simulated devices: placed with the weights that they stand beside, with the gradients of one device."""
+"""Adapters over 8 simulated devices: placed with the weights that they stand beside, with the
+gradients of one device."""
 
 from __future__ import annotations
 
@@ -28,13 +29,21 @@ def found():
 
 
 def test_adapters_and_their_moments_are_placed_by_the_rules(found):
-    placed = {name.removesuffix(".weight.value"): where for name, where in found["adapters"].items()}
-    assert len(placed) == 2 * 7 and {name: placed[name] for name in PLACED} == {n: list(p) for n, p in PLACED.items()}
+    placed = {
+        name.removesuffix(".weight.value"): where for name, where in found["adapters"].items()
+    }
+    assert len(placed) == 2 * 7 and {name: placed[name] for name in PLACED} == {
+        n: list(p) for n, p in PLACED.items()
+    }
     assert found["moments"]
 
 
 def test_loss_and_gradients_equal_one_device(found):
-    assert found["loss"] < 1e-5 and len(found["gradient"]) == 7 and max(found["gradient"].values()) < 1e-4
+    assert (
+        found["loss"] < 1e-5
+        and len(found["gradient"]) == 7
+        and max(found["gradient"].values()) < 1e-4
+    )
 
 
 def test_the_base_is_placed_once_and_known_again(found):

@@ -27,7 +27,9 @@ SLURM = {
 def calls(monkeypatch) -> list:
     """Every call of jax.distributed.initialize, which is not made."""
     made = []
-    monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **kwargs: made.append((args, kwargs)))
+    monkeypatch.setattr(
+        jax.distributed, "initialize", lambda *args, **kwargs: made.append((args, kwargs))
+    )
     return made
 
 
@@ -57,7 +59,8 @@ def test_explicit_arguments_come_first(calls):
         (SLURM | {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, None),
         (SLURM | {"CUDA_VISIBLE_DEVICES": "0"}, []),  # bound by the scheduler
         (SLURM | {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}, [4, 5]),
-        (SLURM | {"SLURM_NTASKS": "2", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}, []),  # one task a node takes all
+        # one task a node takes all
+        (SLURM | {"SLURM_NTASKS": "2", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}, []),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, None),
     ],
 )
@@ -71,8 +74,14 @@ def test_a_cluster_is_detected_and_every_gpu_is_used(calls, environ, devices):
     [
         (MeshConfig(coordinator="a:1"), "mesh.num_processes, mesh.process_id must be set"),
         (MeshConfig(num_processes=2, process_id=0), "mesh.coordinator must be set"),
-        (MeshConfig(coordinator="a", num_processes=2, process_id=0), "mesh.coordinator = 'a' must be host:port"),
-        (MeshConfig(coordinator="a:1", num_processes=2, process_id=2), "mesh.process_id = 2 must be from 0 to"),
+        (
+            MeshConfig(coordinator="a", num_processes=2, process_id=0),
+            "mesh.coordinator = 'a' must be host:port",
+        ),
+        (
+            MeshConfig(coordinator="a:1", num_processes=2, process_id=2),
+            "mesh.process_id = 2 must be from 0 to",
+        ),
     ],
 )
 def test_incomplete_arguments_are_refused_by_key(calls, config, message):
@@ -95,7 +104,10 @@ def test_two_processes_compute_what_one_does():
     assert alone["told"] == ["", "fault 0"]
     for scored in (alone["scored"], pair[0]["scored"]):
         assert len(set(scored["rewards"][:3])) == 3 and scored["rewards"][3] == 0
-        assert scored["failed"] == [False, False, False, True] and (scored["timeouts"], scored["errors"]) == (1, 0)
+        assert scored["failed"] == [False, False, False, True] and (
+            scored["timeouts"],
+            scored["errors"],
+        ) == (1, 0)
     assert alone["played"]["rewards"] == [0, 1, 0, 0, 1] and alone["played"]["errors"] == 1
     for i, joined in enumerate(pair):
         assert (joined["processes"], joined["devices"]) == (2, [4, 2])
@@ -106,7 +118,9 @@ def test_two_processes_compute_what_one_does():
         assert joined["drawn"][0] == joined["drawn"][1]
         assert joined["refused"].startswith("process 1 has another configuration than process 0")
         assert joined["told"] == ["", "process 1: fault 1" if i == 0 else "fault 1"]
-        assert joined["scored"] == pair[0]["scored"], "processes that go on with other rewards compute other programs"
+        assert joined["scored"] == pair[0]["scored"], (
+            "processes that go on with other rewards compute other programs"
+        )
         assert joined["played"] == alone["played"] and joined["gathered"] == ["", "ß"]
         np.testing.assert_allclose(joined["loss"], alone["loss"], rtol=1e-5)
         np.testing.assert_allclose(joined["updated"], alone["updated"], rtol=1e-5, atol=1e-6)

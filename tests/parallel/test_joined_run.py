@@ -12,7 +12,11 @@ from tiny_run import LEARNS, measured, write_run
 
 from fp8rl_jax.models.loading import load_policy
 
-RUN = {"trainer": {"steps": 3}, "evaluation": {"every": 2, "examples": 12, "batch_size": 8}, "checkpoint": {"every": 1}}
+RUN = {
+    "trainer": {"steps": 3},
+    "evaluation": {"every": 2, "examples": 12, "batch_size": 8},
+    "checkpoint": {"every": 1},
+}
 # fsdp is the axis between the two processes, so neither holds a whole parameter
 FLAGS = ("--recipe", "fp8-rl", "--mesh.data", "1", "--mesh.fsdp", "2", "--mesh.tensor", "2")
 
@@ -27,7 +31,11 @@ def damage(checkpoint: Path, process: int) -> None:
 
 @pytest.mark.slow
 def test_two_processes_train_the_curve_of_one_and_resume_it(tmp_path):
-    run_file, one, two = write_run(tmp_path, LEARNS, {"task": {"eval_size": 12}}, RUN), tmp_path / "one", tmp_path / "two"
+    run_file, one, two = (
+        write_run(tmp_path, LEARNS, {"task": {"eval_size": 12}}, RUN),
+        tmp_path / "one",
+        tmp_path / "two",
+    )
     script = Path(__file__).with_name("train_run.py")
     run_processes(script, 1, 4, run_file, one, *FLAGS, timeout=600)
     run_processes(script, 2, 2, run_file, two, *FLAGS, "--trainer.steps", "2", timeout=600)
@@ -47,7 +55,8 @@ def test_two_processes_train_the_curve_of_one_and_resume_it(tmp_path):
     assert (two / "samples.jsonl").read_text() == (one / "samples.jsonl").read_text()
     models = [jax.tree.leaves(load_policy(run / "model")) for run in (one, two)]
     for a, b in zip(*models, strict=True):
-        # an exported weight is bfloat16: its last bit is 2^-8 of it, and a step of the optimizer 1e-2
+        # an exported weight is bfloat16: its last bit is 2^-8 of it, and a step of the optimizer
+        # 1e-2
         np.testing.assert_allclose(a, b, rtol=2**-7, atol=1e-4)
 
 
@@ -56,12 +65,17 @@ def test_a_session_in_two_processes_is_that_of_one(tmp_path):
     """Each calls it with all prompts and all rewards, and computes its own rows."""
     script = Path(__file__).with_name("session_run.py")
     ((one,), (two, other)) = (
-        run_processes(script, count, 4 // count, str(tmp_path / str(count)), timeout=600) for count in (1, 2)
+        run_processes(script, count, 4 // count, str(tmp_path / str(count)), timeout=600)
+        for count in (1, 2)
     )
-    assert two == other and [row["texts"] for row in two["rows"]] == [row["texts"] for row in one["rows"]]
+    assert two == other and [row["texts"] for row in two["rows"]] == [
+        row["texts"] for row in one["rows"]
+    ]
     for a, b in zip(one["rows"], two["rows"], strict=True):
         a, b = ({name: x for name, x in row.items() if name != "texts"} for row in (a, b))
         assert b == pytest.approx(a, rel=1e-4, abs=1e-6)
-    assert [x for row in two["logprobs"] for x in row] == pytest.approx([x for row in one["logprobs"] for x in row], abs=1e-4)
+    assert [x for row in two["logprobs"] for x in row] == pytest.approx(
+        [x for row in one["logprobs"] for x in row], abs=1e-4
+    )
     for a, b in zip(*(jax.tree.leaves(load_policy(tmp_path / name)) for name in "12"), strict=True):
         np.testing.assert_allclose(a, b, rtol=2**-7, atol=1e-4)

@@ -13,5 +13,6 @@ def test_no_process_waits_for_one_that_ended(end, code):
     survivor, ended = exit_codes(Path(__file__).with_name("left.py"), 2, 1, end, timeout=90)
     assert ended == code
     assert survivor not in (0, None), "None: it still waited when time was up"
-    # what jax's own exit would take: 100 s to miss a killed process, 300 s to give up on one that failed
+    # what jax's own exit would take: 100 s to miss a killed process, 300 s to give up on one that
+    # failed
     assert time.monotonic() - started < 60

@@ -34,28 +34,46 @@ def test_each_device_computes_its_share(printed, layout, collectives, shard):
 
 
 def test_a_mesh_axis_is_used_once_and_by_the_first_that_has_it():
-    given = [((64, 512), [("data", "fsdp"), ()]), ((64, 4), [(), ()]), ((768, 512), [("tensor",), ("fsdp",)]), ((6, 4), [(), ()])]
+    given = [
+        ((64, 512), [("data", "fsdp"), ()]),
+        ((64, 4), [(), ()]),
+        ((768, 512), [("tensor",), ("fsdp",)]),
+        ((6, 4), [(), ()]),
+    ]
     assert splits(OPERANDS, BLOCKS, (), given, SIZES) == {"m": ("data", "fsdp"), "n": ("tensor",)}
 
 
 def test_a_block_is_not_split():
-    given = [((64, 576), [(), ("tensor",)]), ((64, 5), [(), ()]), ((192, 576), [("fsdp",), ()]), ((2, 5), [(), ()])]
+    given = [
+        ((64, 576), [(), ("tensor",)]),
+        ((64, 5), [(), ()]),
+        ((192, 576), [("fsdp",), ()]),
+        ((2, 5), [(), ()]),
+    ]
     assert splits(OPERANDS, BLOCKS, (), given, SIZES) == {}
 
 
 def test_what_must_be_whole_is_not_split():
-    given = [((64, 512), [("data",), ()]), ((64, 4), [(), ()]), ((768, 512), [("tensor",), ()]), ((6, 4), [(), ()])]
+    given = [
+        ((64, 512), [("data",), ()]),
+        ((64, 4), [(), ()]),
+        ((768, 512), [("tensor",), ()]),
+        ((6, 4), [(), ()]),
+    ]
     assert splits(OPERANDS, BLOCKS, ("m",), given, SIZES) == {"n": ("tensor",)}
 
 
-@pytest.mark.parametrize("product, collectives", [("grouped", ["all-reduce"]), ("gradient", ["all-gather"])])
+@pytest.mark.parametrize(
+    "product, collectives", [("grouped", ["all-reduce"]), ("gradient", ["all-gather"])]
+)
 def test_the_rows_of_groups_are_whole(printed, product, collectives):
     difference, found = printed[product]
     assert difference < 1e-4 and found == collectives
 
 
 def test_a_kernel_with_two_results(printed):
-    """Values stay where they are; their scales, 32 times smaller, are gathered where nobody wants a part of them."""
+    """Values stay where they are; their scales, 32 times smaller, are gathered where nobody wants a
+    part of them."""
     assert printed["quantizer"] == [0.0, ["f32[4,64,4]"]]
 
 

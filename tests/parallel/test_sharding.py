@@ -26,7 +26,8 @@ PLACED = {
     "lm_head": (["tensor", "fsdp"], [48, 96]),
 }
 
-# 128x128 blocks: 96 columns a shard, or 32 rows, end inside a block, so that axis of the scales is replicated
+# 128x128 blocks: 96 columns a shard, or 32 rows, end inside a block, so that axis of the scales is
+# replicated
 SCALES = {
     "q_proj": ([None, "tensor", None], [2, 1, 2]),
     "k_proj": ([None, None, None], [2, 1, 2]),
@@ -50,22 +51,31 @@ def leaves(table: dict[str, tuple]) -> dict[str, list]:
 def test_mesh_sizes_are_checked_by_their_keys(eight):
     assert eight["left_over"] == {"data": 2, "fsdp": 2, "expert": 1, "tensor": 2}
     assert eight["mesh_errors"] == {
-        "(3, 1, 1)": "mesh.data (3) x mesh.fsdp (1) x mesh.expert (1) x mesh.tensor (1) = 3, but there are 8 devices: "
+        "(3, 1, 1)": "mesh.data (3) x mesh.fsdp (1) x mesh.expert (1) x mesh.tensor (1) = 3, but "
+        "there are 8 devices: "
         "set one of them to -1",
-        "(-1, -1, 1)": "mesh.data, mesh.fsdp are all -1: at most one axis can take the devices that are left",
-        "(-1, 3, 1)": "mesh.fsdp (3) x mesh.expert (1) x mesh.tensor (1) = 3 does not divide the 8 devices: choose sizes that do",
+        "(-1, -1, 1)": "mesh.data, mesh.fsdp are all -1: at most one axis can take the devices "
+        "that are left",
+        "(-1, 3, 1)": "mesh.fsdp (3) x mesh.expert (1) x mesh.tensor (1) = 3 does not divide the "
+        "8 devices: choose sizes that do",
         "(0, 1, 1)": "mesh.data = 0: give a positive size, or -1 for the devices that are left",
-        "(2, 2, 1)": "mesh.data (2) x mesh.fsdp (2) x mesh.expert (1) x mesh.tensor (1) = 4, but there are 8 devices: "
+        "(2, 2, 1)": "mesh.data (2) x mesh.fsdp (2) x mesh.expert (1) x mesh.tensor (1) = 4, but "
+        "there are 8 devices: "
         "set one of them to -1",
     }
 
 
 def test_constrain_shards_what_divides_and_leaves_the_rest(eight):
-    assert eight["constraints"] == {"8": [["data", "fsdp"], None, "tensor"], "3": [None, None, "tensor"]}
+    assert eight["constraints"] == {
+        "8": [["data", "fsdp"], None, "tensor"],
+        "3": [None, None, "tensor"],
+    }
 
 
 def test_policy_is_placed_by_the_rules(eight):
-    assert eight["placed"] == leaves({f"{name}.weight.value": placed for name, placed in PLACED.items()})
+    assert eight["placed"] == leaves(
+        {f"{name}.weight.value": placed for name, placed in PLACED.items()}
+    )
 
 
 def test_single_layers_are_placed_like_stacked_ones(eight):
@@ -105,8 +115,8 @@ def test_quantizing_a_sharded_policy_gives_the_same_bits(eight):
 
 
 def test_quantized_forward_equals_one_device_where_no_activation_changes_its_code(eight):
-    """A last-bit difference before an activation is rounded to e4m3 can change its code, a step of 1/16 to 1/8 of it:
-    that moves its token and the later ones of its row, and no other."""
+    """A last-bit difference before an activation is rounded to e4m3 can change its code, a step of
+    1/16 to 1/8 of it: that moves its token and the later ones of its row, and no other."""
     errors = sorted(eight["quantized_forward_error"])
     assert len(errors) == 8 * 12
     assert errors[len(errors) * 3 // 4] < 1e-5

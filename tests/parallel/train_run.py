@@ -1,7 +1,8 @@
 """Runs `fp8rl train` on the devices that there are, alone or joined to other processes.
 
-Arguments: coordinator, number of processes, number of this one, run file, run directory, then flags of `fp8rl train`. Prints
-the names in the run directory that this process wrote to, as JSON, and exits like `fp8rl train`.
+Arguments: coordinator, number of processes, number of this one, run file, run directory, then flags
+of `fp8rl train`. Prints the names in the run directory that this process wrote to, as JSON, and
+exits like `fp8rl train`.
 """
 
 import json
@@ -12,7 +13,14 @@ from fp8rl_jax.cli.main import main
 
 coordinator, processes, process, run_file, output, *flags = sys.argv[1:]
 if processes != "1":
-    flags += ["--mesh.coordinator", coordinator, "--mesh.num-processes", processes, "--mesh.process-id", process]
+    flags += [
+        "--mesh.coordinator",
+        coordinator,
+        "--mesh.num-processes",
+        processes,
+        "--mesh.process-id",
+        process,
+    ]
 written = set()
 
 

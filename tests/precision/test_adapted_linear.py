@@ -1,4 +1,5 @@
-"""The linear with a low-rank adapter, against float64 numpy, and its gradients against those of the added-up weight."""
+"""The linear with a low-rank adapter, against float64 numpy, and its gradients against those of the
+added-up weight."""
 
 from __future__ import annotations
 
@@ -22,15 +23,23 @@ from fp8rl_jax.precision import (
 
 W, A = TensorFormat("e4m3", (128, 128)), TensorFormat("e4m3", (1, 128))
 SCALE, OUT, IN, RANK = 0.375, 192, 320, 5
-BASES = {"plain": lambda w: w, "fp8": lambda w: quantize_weight(w, W), "hoisted": lambda w: hoist(quantize_weight(w, W))}
+BASES = {
+    "plain": lambda w: w,
+    "fp8": lambda w: quantize_weight(w, W),
+    "hoisted": lambda w: hoist(quantize_weight(w, W)),
+}
 
 
 def draw(*shape: int, seed: int = 0, scale: float = 1.0) -> jax.Array:
-    return jnp.asarray(scale * np.random.default_rng([seed, *shape]).normal(size=shape), jnp.float32)
+    return jnp.asarray(
+        scale * np.random.default_rng([seed, *shape]).normal(size=shape), jnp.float32
+    )
 
 
 def dense(base) -> np.ndarray:
-    return np.asarray(base if isinstance(base, jax.Array) else getattr(hoist(base), "values", base), np.float64)
+    return np.asarray(
+        base if isinstance(base, jax.Array) else getattr(hoist(base), "values", base), np.float64
+    )
 
 
 @pytest.fixture(params=BASES)
@@ -52,7 +61,8 @@ def test_the_product_is_that_of_the_added_up_weight(weight):
 
 
 def test_the_adapter_sees_the_input_before_quantization(weight):
-    """base(quantized x) + scale (x a^T) b^T: what the base gives is, to the bit, what it gives without an adapter."""
+    """base(quantized x) + scale (x a^T) b^T: what the base gives is, to the bit, what it gives
+    without an adapter."""
     x = draw(2, 3, IN)
     both = quantize_input(x, weight, A)
     assert isinstance(both, AdaptedInput) == is_quantized(weight.base)
@@ -69,11 +79,18 @@ def test_the_adapter_sees_the_input_before_quantization(weight):
 def test_the_adapter_computes_in_its_own_dtype_and_accumulates_in_float32():
     base, a, b = jnp.zeros((OUT, IN), jnp.bfloat16), draw(RANK, IN), draw(OUT, RANK)
     x, a, b = (z.astype(jnp.bfloat16) for z in (draw(4, IN), a, b))
-    inner = (np.asarray(x, np.float64) @ np.asarray(a, np.float64).T).astype(jnp.bfloat16).astype(np.float64)
+    inner = (
+        (np.asarray(x, np.float64) @ np.asarray(a, np.float64).T)
+        .astype(jnp.bfloat16)
+        .astype(np.float64)
+    )
     out = linear(x, AdaptedWeight(base, a, b, SCALE), jnp.float32)
-    np.testing.assert_allclose(out, SCALE * inner @ np.asarray(b, np.float64).T, rtol=1e-2, atol=0.3)
+    np.testing.assert_allclose(
+        out, SCALE * inner @ np.asarray(b, np.float64).T, rtol=1e-2, atol=0.3
+    )
     wide = linear(x.astype(jnp.float32), AdaptedWeight(base, a, b, SCALE), jnp.float32)
-    np.testing.assert_array_equal(out, wide)  # an input of another dtype is brought to the adapter's
+    # an input of another dtype is brought to the adapter's
+    np.testing.assert_array_equal(out, wide)
 
 
 def test_gradients_are_those_of_the_added_up_weight(weight):
@@ -86,8 +103,12 @@ def test_gradients_are_those_of_the_added_up_weight(weight):
     wide_x, wide_g = np.asarray(x, np.float64), np.asarray(g, np.float64)
     of_delta = wide_g.T @ wide_x  # d loss / d (base + delta)
     np.testing.assert_allclose(dx, wide_g @ (dense(weight.base) + delta(weight)), atol=1e-4)
-    np.testing.assert_allclose(da, SCALE * np.asarray(weight.b, np.float64).T @ of_delta, rtol=1e-4, atol=1e-3)
-    np.testing.assert_allclose(db, SCALE * of_delta @ np.asarray(weight.a, np.float64).T, rtol=1e-4, atol=1e-3)
+    np.testing.assert_allclose(
+        da, SCALE * np.asarray(weight.b, np.float64).T @ of_delta, rtol=1e-4, atol=1e-3
+    )
+    np.testing.assert_allclose(
+        db, SCALE * of_delta @ np.asarray(weight.a, np.float64).T, rtol=1e-4, atol=1e-3
+    )
 
 
 def test_the_backward_pass_keeps_the_fp8_weight_and_no_unpacked_copy():
@@ -95,7 +116,10 @@ def test_the_backward_pass_keeps_the_fp8_weight_and_no_unpacked_copy():
     run = lambda x, a, b: linear(x, AdaptedWeight(weight.base, a, b, SCALE), jnp.float32)  # noqa: E731
     kept = jax.tree.leaves(jax.vjp(run, draw(7, IN), weight.a, weight.b)[1])
     full = [x.dtype for x in kept if x.shape == (OUT, IN)]
-    assert jnp.float8_e4m3fn in full and not {jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)} & set(full)
+    assert jnp.float8_e4m3fn in full and not {
+        jnp.dtype(jnp.float32),
+        jnp.dtype(jnp.bfloat16),
+    } & set(full)
 
 
 @pytest.mark.parametrize("activation", [COMPUTE, A], ids=["compute", "e4m3"])

@@ -20,7 +20,7 @@ from fp8rl_jax.precision import (
     quantize_input,
     quantize_per_tensor,
     quantize_weight,
-)  # fmt: skip
+)
 from pallas_kernels import BackendError
 
 W, A, KV = TensorFormat("e4m3", (128, 128)), TensorFormat("e4m3", (1, 128)), TensorFormat("e4m3")
@@ -36,20 +36,32 @@ def pair():
 def test_quantize_weight_quantizes_the_bfloat16_rounded_weight():
     """A master just above a rounding boundary of e4m3, which bfloat16 rounds to below it."""
     w = np.full((2, 128), 448.0, np.float32)
-    w[0, 1] = 17.004  # e4m3 neighbours 16 and 18: the master is nearer to 18, its bfloat16 value 17 is a tie and goes to 16
+    # e4m3 neighbours 16 and 18: the master is nearer to 18, its bfloat16 value 17 is a tie and goes
+    # to 16
+    w[0, 1] = 17.004
     q = quantize_weight(jnp.asarray(w), W)
     assert float(q.values[0, 1]) == 16 and float(quantize(jnp.asarray(w), W).values[0, 1]) == 18
-    for got, expected in zip(jax.tree.leaves(q), jax.tree.leaves(quantize(jnp.asarray(w).astype(jnp.bfloat16), W)), strict=True):
+    for got, expected in zip(
+        jax.tree.leaves(q),
+        jax.tree.leaves(quantize(jnp.asarray(w).astype(jnp.bfloat16), W)),
+        strict=True,
+    ):
         np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(expected, np.float32))
 
 
 def test_stacked_weights_are_quantized_layer_by_layer(pair):
     stacked = jnp.stack([pair[1], 3 * pair[1]])
     q = quantize_weight(stacked, W)
-    assert q.shape == (2, 192, 320) and q.scales.shape == (2, 2, 3) and q.nbytes == 2 * 192 * 320 + 2 * 2 * 3 * 4
+    assert (
+        q.shape == (2, 192, 320)
+        and q.scales.shape == (2, 2, 3)
+        and q.nbytes == 2 * 192 * 320 + 2 * 2 * 3 * 4
+    )
     for i in range(2):
         one = quantize_weight(stacked[i], W)
-        np.testing.assert_array_equal(np.asarray(q.values[i], np.float32), np.asarray(one.values, np.float32))
+        np.testing.assert_array_equal(
+            np.asarray(q.values[i], np.float32), np.asarray(one.values, np.float32)
+        )
         np.testing.assert_array_equal(q.scales[i], one.scales)
 
 
@@ -62,7 +74,9 @@ def test_no_block_means_one_scale_a_matrix(pair):
 def test_plain_weight_is_an_ordinary_product(pair):
     x, w = pair
     out = linear(x, w, jnp.float32)
-    np.testing.assert_allclose(out, np.asarray(x, np.float64) @ np.asarray(w, np.float64).T, atol=1e-5)
+    np.testing.assert_allclose(
+        out, np.asarray(x, np.float64) @ np.asarray(w, np.float64).T, atol=1e-5
+    )
     assert quantize_input(x, w, A) is x
 
 
@@ -71,7 +85,10 @@ def test_w8a8_equals_the_float64_product_of_the_dequantized_operands(pair):
     q = quantize_weight(w, W)
     qx = quantize_input(x, q, A)
     assert isinstance(qx, QTensor) and qx.shape == x.shape and qx.scales.shape == (2, 3, 3)
-    wide_x = np.asarray(qx.values, np.float64) * np.repeat(np.asarray(qx.scales, np.float64), 128, -1)[..., :320]
+    wide_x = (
+        np.asarray(qx.values, np.float64)
+        * np.repeat(np.asarray(qx.scales, np.float64), 128, -1)[..., :320]
+    )
     expected = wide_x @ np.asarray(dequantize(q), np.float64).T
     np.testing.assert_allclose(linear(qx, q, jnp.float32), expected, atol=1e-5)
     # and it is the plain product up to two roundings to 3 mantissa bits
@@ -84,7 +101,11 @@ def test_w8a8_equals_the_float64_product_of_the_dequantized_operands(pair):
 def test_hoisted_equals_unhoisted(pair, dtype, activation):
     x, w = pair[0].astype(dtype), quantize_weight(pair[1], W)
     hoisted = hoist(w)
-    assert isinstance(hoisted, HoistedWeight) and hoisted.shape == w.shape and hoisted.values.dtype == jnp.float32
+    assert (
+        isinstance(hoisted, HoistedWeight)
+        and hoisted.shape == w.shape
+        and hoisted.values.dtype == jnp.float32
+    )
     outs = [linear(quantize_input(x, weight, activation), weight, dtype) for weight in (w, hoisted)]
     assert outs[0].dtype == dtype and outs[0].shape == (2, 3, 192)
     np.testing.assert_array_equal(np.asarray(outs[0], np.float32), np.asarray(outs[1], np.float32))
@@ -95,7 +116,9 @@ def test_weight_only_equals_the_plain_product_with_the_dequantized_weight(pair):
     plain = linear(pair[0], dequantize(q), jnp.float32)
     for weight in (q, hoist(q)):
         assert quantize_input(pair[0], weight, COMPUTE) is pair[0]
-        np.testing.assert_allclose(linear(pair[0], weight, jnp.float32), plain, rtol=1e-6, atol=1e-7)
+        np.testing.assert_allclose(
+            linear(pair[0], weight, jnp.float32), plain, rtol=1e-6, atol=1e-7
+        )
 
 
 def test_quantized_input_and_plain_weight_is_an_error(pair):
@@ -106,13 +129,19 @@ def test_quantized_input_and_plain_weight_is_an_error(pair):
 
 def test_hoist_leaves_plain_weights_alone(pair):
     assert hoist(pair[1]) is pair[1] and not is_quantized(pair[1])
-    assert is_quantized(quantize_weight(pair[1], W)) and is_quantized(hoist(quantize_weight(pair[1], W)))
+    assert is_quantized(quantize_weight(pair[1], W)) and is_quantized(
+        hoist(quantize_weight(pair[1], W))
+    )
 
 
 def test_hopper_by_name_is_refused(pair):
     q = quantize_weight(pair[1], W)
     x, w = pair
-    for call in (lambda: hoist(q, "hopper"), lambda: quantize(w, W, "hopper"), lambda: quantize_input(x, q, A, "hopper")):
+    for call in (
+        lambda: hoist(q, "hopper"),
+        lambda: quantize(w, W, "hopper"),
+        lambda: quantize_input(x, q, A, "hopper"),
+    ):
         with pytest.raises(BackendError, match="hopper backend"):
             call()
 

@@ -10,7 +10,14 @@ import pytest
 import tomli_w
 
 from fp8rl_jax.config.correction import CorrectionConfig
-from fp8rl_jax.config.formats import ELEMENTS, FORMATS, ElementType, parse_format, register_element, register_format
+from fp8rl_jax.config.formats import (
+    ELEMENTS,
+    FORMATS,
+    ElementType,
+    parse_format,
+    register_element,
+    register_format,
+)
 from fp8rl_jax.config.recipe import (
     COMPUTE,
     RECIPES,
@@ -27,7 +34,14 @@ from fp8rl_jax.config.recipe import recipe as recipe_like
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.policy import linear_names
-from fp8rl_jax.precision import check_recipe, element_dtype, formats, max_value, quantized_layers, unlike_sides
+from fp8rl_jax.precision import (
+    check_recipe,
+    element_dtype,
+    formats,
+    max_value,
+    quantized_layers,
+    unlike_sides,
+)
 
 W, A, KV = TensorFormat("e4m3", (128, 128)), TensorFormat("e4m3", (1, 128)), TensorFormat("e4m3")
 FULL = RECIPES["fp8-rl"]
@@ -43,10 +57,16 @@ GROUPS, WIDE = TensorFormat("e4m3", (1, 32), "power_of_two"), TensorFormat("e5m2
 
 
 @pytest.mark.parametrize(
-    "formats", [ForwardFormats(weight=W), ForwardFormats(W, A, key=KV, value=KV), ForwardFormats(GROUPS, GROUPS, KV, WIDE, WIDE)]
+    "formats",
+    [
+        ForwardFormats(weight=W),
+        ForwardFormats(W, A, key=KV, value=KV),
+        ForwardFormats(GROUPS, GROUPS, KV, WIDE, WIDE),
+    ],
 )
 def test_parts_of_the_full_recipe_are_accepted(formats):
-    """Weight-only quantization; an FP8 cache read by queries in the compute dtype; groups of 32 on both sides of a product."""
+    """Weight-only quantization; an FP8 cache read by queries in the compute dtype; groups of 32 on
+    both sides of a product."""
     check_recipe(Recipe("parts", rollout=formats))
 
 
@@ -57,35 +77,76 @@ def rollout(**changes):
 def trained(**changes):
     """Changes that turn the full recipe into one whose trainer is in FP8, itself changed."""
     jet = RECIPES["jet-rl"]
-    sides = {name: getattr(jet, name) for name in ("trainer", "output_gradient", "saved_activation")}
+    sides = {
+        name: getattr(jet, name) for name in ("trainer", "output_gradient", "saved_activation")
+    }
     return sides | changes
 
 
 REFUSED = {
-    "activation only": (rollout(weight=COMPUTE), r"rollout\.activation is quantized but the weight is not"),
+    "activation only": (
+        rollout(weight=COMPUTE),
+        r"rollout\.activation is quantized but the weight is not",
+    ),
     "weight block": (rollout(weight=KV), r"rollout\.weight\.block must be given"),
-    "activation block": (rollout(activation=TensorFormat("e4m3", (1, 64))), r"rollout\.activation\.block must be \(1, 128\)"),
+    "activation block": (
+        rollout(activation=TensorFormat("e4m3", (1, 64))),
+        r"rollout\.activation\.block must be \(1, 128\)",
+    ),
     "activation per tensor": (rollout(activation=KV), r"rollout\.activation\.block must be"),
     "key only": (rollout(value=COMPUTE), r"rollout\.value and key must"),
     "value only": (rollout(key=COMPUTE), r"rollout\.value and key must"),
     "two cache formats": (rollout(value=TensorFormat("e5m2")), r"rollout\.value and key must"),
-    "query only": (rollout(key=COMPUTE, value=COMPUTE), r"rollout\.query is quantized but the cache is not"),
+    "query only": (
+        rollout(key=COMPUTE, value=COMPUTE),
+        r"rollout\.query is quantized but the cache is not",
+    ),
     "cache block": (rollout(key=A), r"rollout\.key must have one float32 scale"),
-    "cache scale": (rollout(query=replace(KV, scale="power_of_two")), r"rollout\.query must have one float32 scale"),
-    "trainer weight only": ({"trainer": LinearFormats(weight=W)}, r"trainer\.activation must be quantized where"),
-    "trainer cache": ({"trainer": ForwardFormats(key=KV, value=KV)}, r"trainer\.key cannot be quantized"),
-    "output_gradient": ({"output_gradient": A}, r"output_gradient is quantized, but the trainer's linears are not"),
-    "saved_activation": ({"saved_activation": A}, r"saved_activation is quantized, but the trainer's linears are not"),
-    "another saved format": (trained(saved_activation=replace(A, element="e5m2")), r"saved_activation must be the format of"),
-    "gradient block": (trained(output_gradient=replace(A, block=(1, 64))), r"output_gradient\.block must be \(1, 128\)"),
+    "cache scale": (
+        rollout(query=replace(KV, scale="power_of_two")),
+        r"rollout\.query must have one float32 scale",
+    ),
+    "trainer weight only": (
+        {"trainer": LinearFormats(weight=W)},
+        r"trainer\.activation must be quantized where",
+    ),
+    "trainer cache": (
+        {"trainer": ForwardFormats(key=KV, value=KV)},
+        r"trainer\.key cannot be quantized",
+    ),
+    "output_gradient": (
+        {"output_gradient": A},
+        r"output_gradient is quantized, but the trainer's linears are not",
+    ),
+    "saved_activation": (
+        {"saved_activation": A},
+        r"saved_activation is quantized, but the trainer's linears are not",
+    ),
+    "another saved format": (
+        trained(saved_activation=replace(A, element="e5m2")),
+        r"saved_activation must be the format of",
+    ),
+    "gradient block": (
+        trained(output_gradient=replace(A, block=(1, 64))),
+        r"output_gradient\.block must be \(1, 128\)",
+    ),
     "oblong weight block": (
         trained(trainer=replace(RECIPES["jet-rl"].trainer, weight=TensorFormat("e4m3", (64, 128)))),
         r"output_gradient\.block must be \(1, 64\) and trainer\.weight\.block square",
     ),
-    "kv constants": ({"kv_constants": (200.0, 0.0, 100.0)}, r"kv_constants must be three positive numbers"),
-    "two kv constants": ({"kv_constants": (200.0, 100.0)}, r"kv_constants must be three positive numbers"),
+    "kv constants": (
+        {"kv_constants": (200.0, 0.0, 100.0)},
+        r"kv_constants must be three positive numbers",
+    ),
+    "two kv constants": (
+        {"kv_constants": (200.0, 100.0)},
+        r"kv_constants must be three positive numbers",
+    ),
     "kv percentile": ({"kv_percentile": 999.0}, r"kv_percentile must be from 0 to 100, and is 999"),
-    "exact": ({"exact": True}, r"exact cannot be promised: the rollout's weight has element 'e4m3' and the trainer's 'compute'"),
+    "exact": (
+        {"exact": True},
+        r"exact cannot be promised: the rollout's weight has element 'e4m3' and the trainer's 'compute'",
+    ),
 }
 
 
@@ -96,41 +157,70 @@ def test_what_cannot_be_computed_is_refused_by_field(case):
         check_recipe(replace(FULL, **changes))
 
 
-def test_a_pair_that_a_backend_cannot_multiply_is_refused_with_role_formats_and_backend(monkeypatch):
+def test_a_pair_that_a_backend_cannot_multiply_is_refused_with_role_formats_and_backend(
+    monkeypatch,
+):
     """The reference takes e2m1, once it can be stored; Hopper's tensor cores do not."""
     monkeypatch.setitem(ELEMENTS, "e2m1", ElementType("e2m1", "float4_e2m1fn", 6.0, 4))
     jet, four = RECIPES["jet-rl"], ForwardFormats(replace(W, element="e2m1"), A)
-    for recipe in (replace(FULL, rollout=four), replace(jet, output_gradient=replace(A, element="e2m1"))):
+    for recipe in (
+        replace(FULL, rollout=four),
+        replace(jet, output_gradient=replace(A, element="e2m1")),
+    ):
         check_recipe(recipe)
-    monkeypatch.setattr(formats, "selected_backend", lambda backend: "hopper" if backend == "hopper" else "reference")
-    with pytest.raises(UserError, match=r"rollout\.activation e4m3 is multiplied by rollout\.weight e2m1: the hopper backend"):
+    monkeypatch.setattr(
+        formats,
+        "selected_backend",
+        lambda backend: "hopper" if backend == "hopper" else "reference",
+    )
+    with pytest.raises(
+        UserError,
+        match=r"rollout\.activation e4m3 is multiplied by rollout\.weight e2m1: the hopper backend",
+    ):
         check_recipe(replace(FULL, rollout=four), "hopper")
-    with pytest.raises(UserError, match=r"output_gradient e2m1 is multiplied by trainer\.weight.* float4_e2m1fn by float8"):
+    with pytest.raises(
+        UserError,
+        match=r"output_gradient e2m1 is multiplied by trainer\.weight.* float4_e2m1fn by float8",
+    ):
         check_recipe(replace(jet, output_gradient=replace(A, element="e2m1")), "hopper")
-    check_recipe(replace(FULL, rollout=ForwardFormats(weight=four.weight)), "hopper")  # a weight alone is unpacked
+    # a weight alone is unpacked
+    check_recipe(replace(FULL, rollout=ForwardFormats(weight=four.weight)), "hopper")
     five = replace(A, element="e5m2")
     trainer = LinearFormats(replace(W, element="e5m2"), five)
-    check_recipe(replace(jet, trainer=trainer, saved_activation=five, output_gradient=five), "hopper")
+    check_recipe(
+        replace(jet, trainer=trainer, saved_activation=five, output_gradient=five), "hopper"
+    )
 
 
 def test_a_backend_that_is_not_there_is_refused_where_the_recipe_needs_it():
-    with pytest.raises(UserError, match=r"precision\.backend: blockwise_matmul: the hopper backend needs a GPU"):
+    with pytest.raises(
+        UserError, match=r"precision\.backend: blockwise_matmul: the hopper backend needs a GPU"
+    ):
         check_recipe(FULL, "hopper")
     check_recipe(RECIPES["bf16"], "hopper")
-    with pytest.raises(UserError, match=r"precision\.backend: blockwise_matmul: the hopper backend needs a GPU"):
+    with pytest.raises(
+        UserError, match=r"precision\.backend: blockwise_matmul: the hopper backend needs a GPU"
+    ):
         check_recipe(replace(RECIPES["bf16"], exact=True), "hopper")
 
 
 def test_a_backend_without_exact_products_is_refused(monkeypatch):
     monkeypatch.setattr(formats, "selected_backend", lambda backend: backend)
-    with pytest.raises(UserError, match=r"precision\.exact: the hopper backend has no exact products; choose reference"):
+    with pytest.raises(
+        UserError,
+        match=r"precision\.exact: the hopper backend has no exact products; choose reference",
+    ):
         check_recipe(replace(RECIPES["jet-rl"], exact=True), "hopper")
 
 
 def test_element_types_are_what_their_dtypes_are():
     for element in ELEMENTS.values():
         fmt, info = TensorFormat(element.name), jnp.finfo(element.dtype)
-        assert (element_dtype(fmt), max_value(fmt), element.bits) == (info.dtype, float(info.max), info.bits)
+        assert (element_dtype(fmt), max_value(fmt), element.bits) == (
+            info.dtype,
+            float(info.max),
+            info.bits,
+        )
     for ask in (element_dtype, max_value):
         with pytest.raises(UserError, match="'compute' cannot be stored"):
             ask(COMPUTE)
@@ -171,8 +261,14 @@ def test_a_new_file_registers_an_element_and_a_format(monkeypatch):
         del table[name]  # not there yet, and gone again after the test
     element = register_element(ElementType("e2m1", "float4_e2m1fn", 6.0, 4))
     four = register_format("mx4", TensorFormat("e2m1", (1, 32), "power_of_two"))
-    row = recipe_like("fp8-rollout", "four", **{"rollout.weight": "mx4", "rollout.activation": "e4m3-1x32"})
-    assert row.rollout.weight == four and element_dtype(four) == jnp.float4_e2m1fn and element.bits == 4
+    row = recipe_like(
+        "fp8-rollout", "four", **{"rollout.weight": "mx4", "rollout.activation": "e4m3-1x32"}
+    )
+    assert (
+        row.rollout.weight == four
+        and element_dtype(four) == jnp.float4_e2m1fn
+        and element.bits == 4
+    )
     assert row.table()["rollout"]["weight"] == four.name == "mx4"
     check_recipe(row)  # the reference multiplies the pair
     register_format("mx4", four)
@@ -188,26 +284,57 @@ def test_a_new_file_registers_an_element_and_a_format(monkeypatch):
 
 def test_the_built_in_rows_are_these():
     """Written out by hand: what recipes.toml says must not drift."""
-    assert list(RECIPES) == ["bf16", "fp8-rollout", "fp8-kv", "fp8-rl", "fp8-e2e", "fp8-e2e-kv", "jet-rl", "infir2"]
+    assert list(RECIPES) == [
+        "bf16",
+        "fp8-rollout",
+        "fp8-kv",
+        "fp8-rl",
+        "fp8-e2e",
+        "fp8-e2e-kv",
+        "jet-rl",
+        "infir2",
+    ]
     assert RECIPES["bf16"] == Recipe("bf16")
-    assert FULL == Recipe("fp8-rl", rollout=ForwardFormats(W, A, KV, KV, KV), correction="token_tis")
+    assert FULL == Recipe(
+        "fp8-rl", rollout=ForwardFormats(W, A, KV, KV, KV), correction="token_tis"
+    )
     assert RECIPES["fp8-rollout"] == replace(FULL, name="fp8-rollout", rollout=ForwardFormats(W, A))
-    assert RECIPES["fp8-kv"] == replace(FULL, name="fp8-kv", rollout=ForwardFormats(query=KV, key=KV, value=KV))
+    assert RECIPES["fp8-kv"] == replace(
+        FULL, name="fp8-kv", rollout=ForwardFormats(query=KV, key=KV, value=KV)
+    )
     both = {"trainer": LinearFormats(W, A), "output_gradient": A, "saved_activation": A}
-    assert RECIPES["fp8-e2e-kv"] == Recipe("fp8-e2e-kv", ForwardFormats(W, A, KV, KV, KV), correction="nemo_is", **both)
+    assert RECIPES["fp8-e2e-kv"] == Recipe(
+        "fp8-e2e-kv", ForwardFormats(W, A, KV, KV, KV), correction="nemo_is", **both
+    )
     w, a = replace(W, scale="power_of_two"), replace(A, scale="power_of_two")
     sides = ForwardFormats(w, a)
-    assert RECIPES["infir2"] == Recipe("infir2", sides, sides, output_gradient=a, saved_activation=a)
-    assert (FULL.kv_calibration, FULL.kv_percentile, FULL.kv_margin, FULL.kv_constants) == ("trainer", 99.9, 1.05, None)
-    assert FULL.quantized == tuple(f"*.{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down"))
+    assert RECIPES["infir2"] == Recipe(
+        "infir2", sides, sides, output_gradient=a, saved_activation=a
+    )
+    assert (FULL.kv_calibration, FULL.kv_percentile, FULL.kv_margin, FULL.kv_constants) == (
+        "trainer",
+        99.9,
+        1.05,
+        None,
+    )
+    assert FULL.quantized == tuple(
+        f"*.{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")
+    )
 
 
 @pytest.mark.parametrize("full", [False, True])
 def test_a_table_reads_back_equal(full):
-    rows = [*RECIPES.values(), get_recipe("fp8-rl", PrecisionConfig(kv_rule="verl", excluded=("layers.0.*",)))]
+    rows = [
+        *RECIPES.values(),
+        get_recipe("fp8-rl", PrecisionConfig(kv_rule="verl", excluded=("layers.0.*",))),
+    ]
     for row in rows:
         table = tomllib.loads(tomli_w.dumps({"row": row.table(full)}))["row"]
-        assert read_rows({"row": table}, RECIPES)["row"] == recipe_like("bf16", "row", **table) == replace(row, name="row")
+        assert (
+            read_rows({"row": table}, RECIPES)["row"]
+            == recipe_like("bf16", "row", **table)
+            == replace(row, name="row")
+        )
 
 
 def test_rows_of_ones_own_lie_over_their_bases():
@@ -225,12 +352,28 @@ def test_rows_of_ones_own_lie_over_their_bases():
         [plain]
     """)
     found = get_recipe("mine", PrecisionConfig(first_layers_in_compute=2), rows)
-    assert found.rollout == replace(FULL.rollout, weight=TensorFormat("e5m2", (128, 128), "power_of_two"))
-    assert (found.name, found.correction, found.kv_constants) == ("mine", "token_tis", (200.0, 200.0, 100.0))
-    assert (found.first_layers_in_compute, found.last_layers_in_compute, found.excluded) == (2, 1, ("layers.0.*",))
+    assert found.rollout == replace(
+        FULL.rollout, weight=TensorFormat("e5m2", (128, 128), "power_of_two")
+    )
+    assert (found.name, found.correction, found.kv_constants) == (
+        "mine",
+        "token_tis",
+        (200.0, 200.0, 100.0),
+    )
+    assert (found.first_layers_in_compute, found.last_layers_in_compute, found.excluded) == (
+        2,
+        1,
+        ("layers.0.*",),
+    )
     assert get_recipe("plain", rows=rows) == Recipe("plain")
     assert recipe_like(found, rollout=FULL.rollout).rollout == FULL.rollout
-    same = recipe_like("fp8-rl", "mine", rollout={"weight": W}, output_gradient=A, **{"trainer.weight": "e4m3-128x128"})
+    same = recipe_like(
+        "fp8-rl",
+        "mine",
+        rollout={"weight": W},
+        output_gradient=A,
+        **{"trainer.weight": "e4m3-128x128"},
+    )
     assert same == Recipe("mine", FULL.rollout, ForwardFormats(W), A, correction="token_tis")
 
 
@@ -280,12 +423,16 @@ def test_every_fault_of_a_row_is_named_by_its_key():
     assert len(lines) == len(starts)
     for line, start in zip(lines, starts, strict=True):
         assert line.startswith(start), (line, start)
-    with pytest.raises(UserError, match="^recipe 'mine': rollout.wieght: unknown key; did you mean rollout.weight"):
+    with pytest.raises(
+        UserError, match="^recipe 'mine': rollout.wieght: unknown key; did you mean rollout.weight"
+    ):
         recipe_like("fp8-rl", "mine", **{"rollout.wieght": "e4m3"})
 
 
 def test_unknown_recipe_suggests_the_nearest():
-    with pytest.raises(UserError, match=r"'fp8-r1'; did you mean 'fp8-rl'\? \(known: bf16, fp8-rollout, .*\)"):
+    with pytest.raises(
+        UserError, match=r"'fp8-r1'; did you mean 'fp8-rl'\? \(known: bf16, fp8-rollout, .*\)"
+    ):
         get_recipe("fp8-r1")
     with pytest.raises(UserError, match=r"'zzz' \(known"):
         get_recipe("zzz")
@@ -298,7 +445,9 @@ def test_no_change_gives_the_named_recipe():
 
 def test_scale_changes_the_block_quantized_roles_only():
     changed = get_recipe("fp8-rl", PrecisionConfig(scale="power_of_two")).rollout
-    assert changed.weight == replace(W, scale="power_of_two") and changed.activation == replace(A, scale="power_of_two")
+    assert changed.weight == replace(W, scale="power_of_two") and changed.activation == replace(
+        A, scale="power_of_two"
+    )
     assert (changed.query, changed.key, changed.value) == (KV, KV, KV)
     assert get_recipe("bf16", PrecisionConfig(scale="power_of_two")) == RECIPES["bf16"]
 
@@ -307,7 +456,9 @@ def test_scales_of_one_side():
     jet = RECIPES["jet-rl"]
     served = get_recipe("jet-rl", PrecisionConfig(rollout=SideScales("power_of_two")))
     assert served == replace(jet, rollout=RECIPES["infir2"].rollout)
-    trained = get_recipe("jet-rl", PrecisionConfig(scale="power_of_two", trainer=SideScales("float32", 64)))
+    trained = get_recipe(
+        "jet-rl", PrecisionConfig(scale="power_of_two", trainer=SideScales("float32", 64))
+    )
     blocks = LinearFormats(replace(W, block=(64, 64)), replace(A, block=(1, 64)))
     assert (trained.rollout, trained.trainer) == (RECIPES["infir2"].rollout, blocks)
     assert trained.output_gradient == trained.saved_activation == blocks.activation
@@ -322,9 +473,14 @@ def test_scales_of_one_side():
     )
     assert [name for name, recipe in RECIPES.items() if unlike_sides(recipe)] == []
     for name, side in (("fp8-rl", "trainer"), ("fp8-kv", "rollout"), ("bf16", "trainer")):
-        with pytest.raises(UserError, match=rf"precision\.{side}\.scale: recipe '{name}' quantizes no linear in the {side}"):
+        with pytest.raises(
+            UserError,
+            match=rf"precision\.{side}\.scale: recipe '{name}' quantizes no linear in the {side}",
+        ):
             get_recipe(name, PrecisionConfig(**{side: SideScales("power_of_two")}))
-    with pytest.raises(UserError, match=r"precision\.trainer\.block: 0 must be a number of at least 2"):
+    with pytest.raises(
+        UserError, match=r"precision\.trainer\.block: 0 must be a number of at least 2"
+    ):
         get_recipe("jet-rl", PrecisionConfig(trainer=SideScales(block=0)))
 
 
@@ -332,14 +488,24 @@ def test_a_block_without_kernels_is_refused_where_they_are_asked_for(monkeypatch
     monkeypatch.setattr(formats, "selected_backend", lambda backend: "hopper")
     recipe = get_recipe("jet-rl", PrecisionConfig(rollout=SideScales(block=32)))
     check_recipe(recipe, "auto")
-    with pytest.raises(UserError, match=r"rollout\.weight\.block is 32x32, and the hopper backend has 128x128"):
+    with pytest.raises(
+        UserError, match=r"rollout\.weight\.block is 32x32, and the hopper backend has 128x128"
+    ):
         check_recipe(recipe, "hopper")
 
 
 def test_power_of_two_scales_of_the_trainer_are_infir2():
     changed = get_recipe("jet-rl", PrecisionConfig(scale="power_of_two"))
     assert replace(changed, name="infir2") == RECIPES["infir2"]
-    blocks = [f for f in (*vars(changed.trainer).values(), changed.output_gradient, changed.saved_activation) if f.quantized]
+    blocks = [
+        f
+        for f in (
+            *vars(changed.trainer).values(),
+            changed.output_gradient,
+            changed.saved_activation,
+        )
+        if f.quantized
+    ]
     assert len(blocks) == 4 and all(f.scale == "power_of_two" for f in blocks)
 
 
@@ -352,7 +518,8 @@ def test_end_to_end_and_jet_rl_are_one_flow_and_differ_by_correction():
 
 @pytest.mark.parametrize("name", list(RECIPES))
 def test_a_recipes_correction_is_the_preset_of_that_name(name):
-    """What rl.correction.method = "recipe" becomes; an end-to-end recipe's weights are not truncated."""
+    """What rl.correction.method = "recipe" becomes; an end-to-end recipe's weights are not
+    truncated."""
     filled = CorrectionConfig().resolve(RECIPES[name].correction)
     assert filled == CorrectionConfig(method=RECIPES[name].correction).filled()
     if name.startswith("fp8-e2e"):
@@ -360,19 +527,32 @@ def test_a_recipes_correction_is_the_preset_of_that_name(name):
 
 
 def test_output_gradient_format():
-    assert get_recipe("jet-rl", PrecisionConfig(output_gradient="e5m2")).output_gradient == replace(A, element="e5m2")
-    assert get_recipe("jet-rl", PrecisionConfig(output_gradient="compute")).output_gradient == COMPUTE
+    assert get_recipe("jet-rl", PrecisionConfig(output_gradient="e5m2")).output_gradient == replace(
+        A, element="e5m2"
+    )
+    assert (
+        get_recipe("jet-rl", PrecisionConfig(output_gradient="compute")).output_gradient == COMPUTE
+    )
     plain = {"mine": {"base": "jet-rl", "output_gradient": "compute"}}
-    assert get_recipe("mine", PrecisionConfig(output_gradient="e5m2"), plain).output_gradient == replace(A, element="e5m2")
-    with pytest.raises(UserError, match="precision.output_gradient: the linears of recipe 'fp8-rl' are not trained in FP8"):
+    assert get_recipe(
+        "mine", PrecisionConfig(output_gradient="e5m2"), plain
+    ).output_gradient == replace(A, element="e5m2")
+    with pytest.raises(
+        UserError,
+        match="precision.output_gradient: the linears of recipe 'fp8-rl' are not trained in FP8",
+    ):
         get_recipe("fp8-rl", PrecisionConfig(output_gradient="e5m2"))
 
 
 def test_calibration_and_exclusion_change_the_recipe():
-    changed = get_recipe("fp8-rl", PrecisionConfig(excluded=("layers.0.*",), kv_calibration="rollout"))
+    changed = get_recipe(
+        "fp8-rl", PrecisionConfig(excluded=("layers.0.*",), kv_calibration="rollout")
+    )
     assert changed.excluded == ("layers.0.*",) and changed.kv_calibration == "rollout"
     for change in ({"kv_calibration": "rollout"}, {"kv_rule": "verl"}):
-        with pytest.raises(UserError, match=f"precision.{next(iter(change))}: recipe 'jet-rl' has no FP8 cache"):
+        with pytest.raises(
+            UserError, match=f"precision.{next(iter(change))}: recipe 'jet-rl' has no FP8 cache"
+        ):
             get_recipe("jet-rl", PrecisionConfig(**change))
     with pytest.raises(UserError, match="precision.excluded: recipe 'fp8-kv' quantizes no linear"):
         get_recipe("fp8-kv", PrecisionConfig(excluded=("layers.0.*",)))
@@ -382,36 +562,56 @@ def test_all_linears_in_model_order():
     names = linear_names(CONFIG)
     assert len(names) == 21 and names[0] == "layers.0.q_proj"
     assert quantized_layers(FULL, names) == names
-    assert quantized_layers(RECIPES["bf16"], names) == quantized_layers(RECIPES["fp8-kv"], names) == ()
+    assert (
+        quantized_layers(RECIPES["bf16"], names) == quantized_layers(RECIPES["fp8-kv"], names) == ()
+    )
 
 
 def test_exclusion():
     names = linear_names(CONFIG)
     chosen = quantized_layers(replace(FULL, excluded=("layers.1.*", "*.o_proj")), names)
-    assert chosen == tuple(n for n in names if not n.startswith("layers.1.") and not n.endswith("o_proj"))
+    assert chosen == tuple(
+        n for n in names if not n.startswith("layers.1.") and not n.endswith("o_proj")
+    )
     two = replace(FULL, quantized=("layers.2.[gu]*_proj",))
     assert quantized_layers(two, names) == ("layers.2.gate_proj", "layers.2.up_proj")
 
 
 def test_first_and_last_layers_in_the_compute_dtype():
     names = linear_names(CONFIG)
-    changed = get_recipe("fp8-e2e", PrecisionConfig(first_layers_in_compute=1, last_layers_in_compute=1))
+    changed = get_recipe(
+        "fp8-e2e", PrecisionConfig(first_layers_in_compute=1, last_layers_in_compute=1)
+    )
     assert quantized_layers(changed, names) == tuple(n for n in names if n.startswith("layers.1."))
     assert quantized_layers(replace(changed, first_layers_in_compute=0), names) == names[:14]
-    with pytest.raises(UserError, match="first_layers_in_compute = 1 and last_layers_in_compute = 2 leave none of 3 layers"):
+    with pytest.raises(
+        UserError,
+        match="first_layers_in_compute = 1 and last_layers_in_compute = 2 leave none of 3 layers",
+    ):
         quantized_layers(replace(changed, last_layers_in_compute=2), names)
-    with pytest.raises(UserError, match=r"precision\.last_layers_in_compute: recipe 'bf16' quantizes no linear"):
+    with pytest.raises(
+        UserError, match=r"precision\.last_layers_in_compute: recipe 'bf16' quantizes no linear"
+    ):
         get_recipe("bf16", PrecisionConfig(last_layers_in_compute=1))
-    with pytest.raises(UserError, match=r"precision\.first_layers_in_compute: -1 must be a number of at least 0"):
+    with pytest.raises(
+        UserError, match=r"precision\.first_layers_in_compute: -1 must be a number of at least 0"
+    ):
         get_recipe("fp8-rl", PrecisionConfig(first_layers_in_compute=-1))
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"excluded": ("layers.7.*",)}, r"excluded pattern 'layers\.7\.\*' matches no linear.*layers\.0\.q_proj"),
-        ({"quantized": ("*.q_proj", "*.qkv_proj")}, r"quantized pattern '\*\.qkv_proj' matches no linear"),
-        ({"excluded": ("q_proj",)}, "excluded pattern 'q_proj' matches no linear"),  # whole names, never substrings
+        (
+            {"excluded": ("layers.7.*",)},
+            r"excluded pattern 'layers\.7\.\*' matches no linear.*layers\.0\.q_proj",
+        ),
+        (
+            {"quantized": ("*.q_proj", "*.qkv_proj")},
+            r"quantized pattern '\*\.qkv_proj' matches no linear",
+        ),
+        # whole names, never substrings
+        ({"excluded": ("q_proj",)}, "excluded pattern 'q_proj' matches no linear"),
         ({"excluded": ("*.Q_PROJ",)}, "matches no linear"),
         ({"excluded": ("*",)}, "every linear is excluded"),
     ],

@@ -20,7 +20,8 @@ def named(metrics: dict, role: str) -> tuple[float, ...]:
 
 def test_weight_metrics_equal_float64():
     rng = np.random.default_rng(0)
-    weight = rng.normal(size=(200, 300)) * np.exp(rng.normal(size=(200, 300)) * 4)  # wide enough for underflow
+    # wide enough for underflow
+    weight = rng.normal(size=(200, 300)) * np.exp(rng.normal(size=(200, 300)) * 4)
     weight[3, 5] = 0.0
     rounded = np.asarray(jnp.asarray(weight, jnp.bfloat16)).astype(np.float64)
     restored = np.zeros_like(rounded)
@@ -28,7 +29,9 @@ def test_weight_metrics_equal_float64():
         for j in range(0, 300, 128):
             block = rounded[i : i + 128, j : j + 128]
             scale = np.abs(block).max() / 448
-            restored[i : i + 128, j : j + 128] = (block / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale
+            restored[i : i + 128, j : j + 128] = (block / scale).astype(
+                ml_dtypes.float8_e4m3fn
+            ).astype(np.float64) * scale
     underflow = ((rounded != 0) & (restored == 0)).mean()
     snr = 10 * np.log10((rounded**2).sum() / ((rounded - restored) ** 2).sum())
     master = jnp.asarray(weight, jnp.float32)

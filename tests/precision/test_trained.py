@@ -1,4 +1,5 @@
-"""The FP8 linear's gradients: against the same quantized operands multiplied in float64, and within the format's error bound."""
+"""The FP8 linear's gradients: against the same quantized operands multiplied in float64, and within
+the format's error bound."""
 
 from __future__ import annotations
 
@@ -11,7 +12,14 @@ import pytest
 from numpy_fp8 import restored, rounding_error
 
 from fp8rl_jax.config.recipe import COMPUTE, RECIPES, Recipe
-from fp8rl_jax.precision import AdaptedWeight, frozen_weight, grouped_linear, linear, quantize_input, trained_weight
+from fp8rl_jax.precision import (
+    AdaptedWeight,
+    frozen_weight,
+    grouped_linear,
+    linear,
+    quantize_input,
+    trained_weight,
+)
 
 JET = RECIPES["jet-rl"]
 RULES = {
@@ -53,8 +61,15 @@ def gradients(x, w, dy, recipe, sizes=None, form=trained_weight):
 
 def expected(x, w, dy, recipe: Recipe):
     """The three products as (left, right) operands, float64."""
-    weight, activation, gradient = recipe.trainer.weight, recipe.trainer.activation, recipe.output_gradient
-    xq, wq = restored(x, activation), restored(np.asarray(jnp.asarray(w).astype(jnp.bfloat16), np.float32), weight)
+    weight, activation, gradient = (
+        recipe.trainer.weight,
+        recipe.trainer.activation,
+        recipe.output_gradient,
+    )
+    xq, wq = (
+        restored(x, activation),
+        restored(np.asarray(jnp.asarray(w).astype(jnp.bfloat16), np.float32), weight),
+    )
     saved = xq if recipe.saved_activation.quantized else x.astype(np.float64)
     if not gradient.quantized:
         dy = dy.astype(np.float64)
@@ -94,16 +109,22 @@ def test_gradients_are_within_the_error_bound_of_the_format(rule, size):
     _, (dyq, wq), (left, right) = expected(x, w, dy, recipe)
     fmt, activation = recipe.output_gradient, recipe.trainer.activation
     exact = np.asarray(w, np.float64)
-    of_weight = rounding_error(np.asarray(jnp.asarray(w).astype(jnp.bfloat16), np.float32), recipe.trainer.weight)
+    of_weight = rounding_error(
+        np.asarray(jnp.asarray(w).astype(jnp.bfloat16), np.float32), recipe.trainer.weight
+    )
     of_weight = of_weight + 2.0**-8 * np.abs(exact)  # and the rounding to bfloat16 before it
     bound = rounding_error(dy, fmt) @ np.abs(wq) + np.abs(dy) @ of_weight
     assert (np.abs(dx - dy.astype(np.float64) @ exact) <= 1.001 * bound).all()
-    of_x = rounding_error(x, activation) + rounding_error(restored(x, activation), along_tokens(activation))
+    of_x = rounding_error(x, activation) + rounding_error(
+        restored(x, activation), along_tokens(activation)
+    )
     bound = rounding_error(dy, along_tokens(fmt)).T @ np.abs(right) + np.abs(dy).T @ of_x
     error = np.abs(dw - dy.astype(np.float64).T @ x)
     assert (error <= 1.001 * bound).all()
     # and far below the bound as a whole: roundings are independent
-    assert np.linalg.norm(error) < {"e4m3": 0.06, "hybrid": 0.09, "power of two": 0.06}[rule] * np.linalg.norm(dw)
+    assert np.linalg.norm(error) < {"e4m3": 0.06, "hybrid": 0.09, "power of two": 0.06}[
+        rule
+    ] * np.linalg.norm(dw)
 
 
 @pytest.mark.parametrize("rule", list(RULES))
@@ -116,7 +137,9 @@ def test_groups_are_products_of_their_own(rule):
     starts = np.cumsum((0, *SIZES))
     for group, (start, stop) in enumerate(zip(starts, starts[1:], strict=False)):
         rows = slice(start, stop)
-        assert_products((y[rows], dx[rows], dw[group]), expected(x[rows], w[group], dy[rows], recipe))
+        assert_products(
+            (y[rows], dx[rows], dw[group]), expected(x[rows], w[group], dy[rows], recipe)
+        )
     assert not y[starts[-1] :].any() and not dx[starts[-1] :].any()
 
 
@@ -131,7 +154,8 @@ def test_groups_without_quantized_gradients():
 
 
 def test_what_is_kept_for_the_backward_is_one_quantized_input():
-    """Two products of one input keep its e4m3 values and scales once, and neither the input nor the masters."""
+    """Two products of one input keep its e4m3 values and scales once, and neither the input nor the
+    masters."""
     weights = [jnp.asarray(draw(64, 256, seed=i)) for i in range(2)]
 
     def run(x, weights):
@@ -146,23 +170,36 @@ def test_what_is_kept_for_the_backward_is_one_quantized_input():
     assert sum(leaf.nbytes for leaf in kept if leaf.shape[:1] == (128,)) == 128 * 256 + 128 * 2 * 4
 
 
-@pytest.mark.parametrize("recipe", [JET, replace(JET, output_gradient=COMPUTE)], ids=["quantized", "compute"])
+@pytest.mark.parametrize(
+    "recipe", [JET, replace(JET, output_gradient=COMPUTE)], ids=["quantized", "compute"]
+)
 @pytest.mark.parametrize("sizes", [None, SIZES], ids=["dense", "groups"])
 def test_a_frozen_weight_passes_the_gradient_on_and_has_none(recipe, sizes):
     x, w, dy = draw(270, 130), draw(4, 90, 130, seed=1), draw(270, 90, seed=2)
     w = w[0] if sizes is None else w
     y, dx, _ = gradients(x, w, dy, recipe, sizes)
     frozen, passed, nothing = gradients(x, w, dy, recipe, sizes, frozen_weight)
-    assert (np.asarray(y) == frozen).all() and (np.asarray(dx) == passed).all() and not nothing.any()
+    assert (
+        (np.asarray(y) == frozen).all() and (np.asarray(dx) == passed).all() and not nothing.any()
+    )
     # one that rests in FP8 is the same weight
-    again, _, _ = gradients(x, w, dy, recipe, sizes, lambda w, recipe: frozen_weight(frozen_weight(w, recipe).quantized, recipe))
+    again, _, _ = gradients(
+        x,
+        w,
+        dy,
+        recipe,
+        sizes,
+        lambda w, recipe: frozen_weight(frozen_weight(w, recipe).quantized, recipe),
+    )
     assert (np.asarray(y) == again).all()
 
 
 def test_a_frozen_weight_keeps_nothing_of_its_input():
     w, x = frozen_weight(jnp.asarray(draw(64, 256)), JET), jnp.asarray(draw(128, 256), jnp.bfloat16)
     run = jax.jit(lambda x: linear(quantize_input(x, w, JET.trainer.activation), w, jnp.bfloat16))
-    assert not [leaf.shape for leaf in jax.tree.leaves(jax.vjp(run, x)[1]) if leaf.shape[:1] == (128,)]
+    assert not [
+        leaf.shape for leaf in jax.tree.leaves(jax.vjp(run, x)[1]) if leaf.shape[:1] == (128,)
+    ]
 
 
 def test_an_adapter_on_a_frozen_weight_has_its_gradients_beside_those_of_the_base():
@@ -192,7 +229,11 @@ def test_dtypes_of_the_gradients():
 
     def run(x, w):
         weight = trained_weight(w, JET)
-        return linear(quantize_input(x, weight, JET.trainer.activation), weight, jnp.bfloat16).astype(jnp.float32).sum()
+        return (
+            linear(quantize_input(x, weight, JET.trainer.activation), weight, jnp.bfloat16)
+            .astype(jnp.float32)
+            .sum()
+        )
 
     dx, dw = jax.grad(run, (0, 1))(x, w)
     assert (dx.dtype, dw.dtype) == (jnp.bfloat16, jnp.float32)

@@ -33,13 +33,21 @@ document.querySelector("iframe").addEventListener("load", (event) => {{
 
 def browse(chromium, tmp_path, *arguments):
     profile = tmp_path / "profile"
-    command = [chromium, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}", *arguments]
+    command = [
+        chromium,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={profile}",
+        *arguments,
+    ]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
 
 
 @pytest.fixture
 def page(tmp_path):
-    """Two runs, one of them with a name and samples that do not break by themselves, and a comparison beside the other."""
+    """Two runs, one of them with a name and samples that do not break by themselves, and a
+    comparison beside the other."""
     write_comparison(write_run(tmp_path / "runs" / "bf16", "bf16", k3=3e-6))
     write_run(tmp_path / "runs" / f"fp8-rl-{'very' * 12}-long-name", "fp8-rl")
     return write_report([tmp_path / "runs"], tmp_path / "report.html")
@@ -54,7 +62,12 @@ def test_the_page_fits_and_every_chart_is_drawn(chromium, tmp_path, page, width)
     assert found["scroll"] <= found["width"]
     assert width - 20 <= found["width"] <= width
     curves = [f"chart-{re.sub('[^a-z0-9]', '-', curve.key).replace('_', '-')}" for curve in CURVES]
-    assert found["charts"] == [*curves, "chart-timing", "chart-compare-0-own", "chart-compare-0-output"]
+    assert found["charts"] == [
+        *curves,
+        "chart-timing",
+        "chart-compare-0-own",
+        "chart-compare-0-output",
+    ]
     assert all(lines >= 2 for lines in found["lines"][: len(CURVES)])
     assert found["resources"] == []
 

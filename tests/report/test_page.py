@@ -14,7 +14,9 @@ from fp8rl_jax.report.runs import read_runs
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     parent = tmp_path_factory.mktemp("runs")
-    return read_runs([write_run(parent / "bf16", "bf16", k3=0.0), write_run(parent / "fp8-rl", "fp8-rl")])
+    return read_runs(
+        [write_run(parent / "bf16", "bf16", k3=0.0), write_run(parent / "fp8-rl", "fp8-rl")]
+    )
 
 
 class Elements(HTMLParser):
@@ -51,7 +53,9 @@ def test_an_unfinished_run_says_how_far_it_got(tmp_path):
 
 
 def test_phases_add_up_to_the_step_without_the_first(runs):
-    assert phase_seconds(runs[0]) == pytest.approx({"generation": 1.0, "update": 0.5, "weight sync": 0.1, "other": 0.4})
+    assert phase_seconds(runs[0]) == pytest.approx(
+        {"generation": 1.0, "update": 0.5, "weight sync": 0.1, "other": 0.4}
+    )
 
 
 def test_only_differences_of_the_configuration_are_listed(runs):
@@ -71,12 +75,19 @@ def test_samples_are_those_of_the_first_and_last_step(runs):
 
 def test_zeros_are_said_where_a_logarithm_cannot_show_them(runs):
     (k3,) = (curve for curve in CURVES if curve.key == "mismatch/k3")
-    assert "bf16 recipe, float32 compute: 0 at 60 of 60 steps, not drawn." in curve_chart(k3, runs).about
+    assert (
+        "bf16 recipe, float32 compute: 0 at 60 of 60 steps, not drawn."
+        in curve_chart(k3, runs).about
+    )
 
 
 def test_every_run_is_called_by_its_recipe_and_compute_dtype(tmp_path):
-    """Two runs of one recipe and two dtypes have two names in every legend, table, title and chart."""
-    first, second = write_run(tmp_path / "bf16", "bf16"), write_run(tmp_path / "other", "bf16", dtype="bfloat16")
+    """Two runs of one recipe and two dtypes have two names in every legend, table, title and
+    chart."""
+    first, second = (
+        write_run(tmp_path / "bf16", "bf16"),
+        write_run(tmp_path / "other", "bf16", dtype="bfloat16"),
+    )
     runs = read_runs([first, second])
     labels = ["bf16 recipe, float32 compute", "other (bf16 recipe, bfloat16 compute)"]
     assert [run.label for run in runs] == labels
@@ -100,7 +111,11 @@ def test_text_of_the_runs_is_escaped(runs):
 def test_the_page_refers_to_nothing_outside_itself(runs):
     page = render(runs)
     elements = Elements(page)
-    links = [value for name, value in elements.attributes if name in ("href", "src", "srcset", "data", "action", "xlink:href")]
+    links = [
+        value
+        for name, value in elements.attributes
+        if name in ("href", "src", "srcset", "data", "action", "xlink:href")
+    ]
     assert all(link.startswith("#") for link in links)
     assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", page))
     assert not {"link", "script", "iframe", "img", "object"} & set(elements.tags)
@@ -122,9 +137,18 @@ def test_colours_are_those_of_the_page_and_dashes_tell_arms_beyond_the_palette_a
     arms = read_runs([write_run(tmp_path / f"arm{index}", "bf16", steps=5) for index in range(8)])
     page = render(arms)
     assert "#0a0" not in page
-    assert set(re.findall(r"var\((--[a-z]+\d*)\)", page)) <= set(re.findall(r"(--[a-z]+\d*):", page))
+    assert set(re.findall(r"var\((--[a-z]+\d*)\)", page)) <= set(
+        re.findall(r"(--[a-z]+\d*):", page)
+    )
     svg = curve_chart(CURVES[0], arms).svg
-    assert len(re.findall(r"stroke-dasharray: \d[^;]*; stroke-dashoffset: 0; stroke: var\(--arm[01]\)", svg)) == 2
+    assert (
+        len(
+            re.findall(
+                r"stroke-dasharray: \d[^;]*; stroke-dashoffset: 0; stroke: var\(--arm[01]\)", svg
+            )
+        )
+        == 2
+    )
 
 
 def test_a_run_with_little_in_it_still_has_a_page(tmp_path):
@@ -145,5 +169,7 @@ def test_the_command_writes_the_page_beside_the_runs(tmp_path, capsys):
 
 def test_a_page_that_cannot_be_written_is_named(tmp_path):
     write_run(tmp_path / "bf16", "bf16", steps=5)
-    with pytest.raises(UserError, match="nowhere/report.html: cannot be written: No such file or directory"):
+    with pytest.raises(
+        UserError, match="nowhere/report.html: cannot be written: No such file or directory"
+    ):
         write_report([tmp_path], tmp_path / "nowhere" / "report.html")

@@ -14,18 +14,38 @@ from fp8rl_jax.report.runs import read_runs
 
 GOOD = '{"step": 0, "loss": 1}\n'
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(st.characters(), max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats()
+    | st.text(st.characters(), max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+    ),
     max_leaves=4,
 )
-ROWS = st.fixed_dictionaries({"step": st.integers(0, 9) | VALUES}, optional={"loss": VALUES, "reward/mean": VALUES})
-LINES = st.text(max_size=12) | (ROWS | VALUES).map(json.dumps) | ROWS.map(json.dumps).map(lambda line: line[:-2])
+ROWS = st.fixed_dictionaries(
+    {"step": st.integers(0, 9) | VALUES}, optional={"loss": VALUES, "reward/mean": VALUES}
+)
+LINES = (
+    st.text(max_size=12)
+    | (ROWS | VALUES).map(json.dumps)
+    | ROWS.map(json.dumps).map(lambda line: line[:-2])
+)
 DEEP = "[" * 100_000
 LONG = "9" * 5000
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(LINES, max_size=4), st.sampled_from(["metrics.jsonl", "samples.jsonl", "run.json", "config.toml"]))
+@settings(
+    max_examples=150,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    st.lists(LINES, max_size=4),
+    st.sampled_from(["metrics.jsonl", "samples.jsonl", "run.json", "config.toml"]),
+)
 def test_any_lines_in_any_file(tmp_path, lines, name):
     files = {"metrics.jsonl": GOOD, "samples.jsonl": "", "run.json": "{}", "config.toml": ""}
     files[name] = "\n".join(lines)

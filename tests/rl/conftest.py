@@ -8,14 +8,20 @@ import pytest
 
 @pytest.fixture(scope="session")
 def make_batch():
-    """Makes float32 log-probabilities of four policies near each other, advantages [B], entropy, and a mask [B, T]."""
+    """Makes float32 log-probabilities of four policies near each other, advantages [B], entropy,
+    and a mask [B, T]."""
 
-    def make(seed: int = 0, rows: int = 8, width: int = 11, spread: float = 0.3) -> dict[str, np.ndarray]:
+    def make(
+        seed: int = 0, rows: int = 8, width: int = 11, spread: float = 0.3
+    ) -> dict[str, np.ndarray]:
         rng = np.random.default_rng(seed)
         lengths = rng.integers(1, width + 1, rows)
         lengths[2] = 0
         logprobs = -rng.exponential(1.0, (rows, width))
-        near = {name: logprobs + rng.normal(0, spread, logprobs.shape) for name in ("old", "rollout", "reference")}
+        near = {
+            name: logprobs + rng.normal(0, spread, logprobs.shape)
+            for name in ("old", "rollout", "reference")
+        }
         floats = {
             "logprobs": logprobs,
             **near,

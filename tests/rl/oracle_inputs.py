@@ -1,8 +1,9 @@
 """The inputs on which other projects' own code was run; oracle.json holds what it answered.
 
-Six completions of two prompts, of 8, 6, 5, 7, 1 and 0 tokens. Rollout and trainer are a factor exp(gap) apart, and the gap
-grows from one completion to the next: no criterion rejects the first one, every criterion rejects some other. Numbers are
-rounded to four digits, so that they are the same wherever NumPy runs.
+Six completions of two prompts, of 8, 6, 5, 7, 1 and 0 tokens. Rollout and trainer are a factor
+exp(gap) apart, and the gap grows from one completion to the next: no criterion rejects the first
+one, every criterion rejects some other. Numbers are rounded to four digits, so that they are the
+same wherever NumPy runs.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ SAMPLES_PER_PROMPT = 3
 
 
 def oracle_inputs(name: str = "plain") -> dict[str, np.ndarray]:
-    """float32 log-probabilities [6, 8] of current, old, rollout and reference policy, mask, advantages, rewards.
+    """float32 log-probabilities [6, 8] of current, old, rollout and reference policy, mask,
+    advantages, rewards.
 
-    plain: gaps up to 2. clamped: one token of the third completion has a gap of 25, one of the fourth -30, so that log-ratios
-    are clamped. overflow: one token of the third completion has a gap of 100, which overflows float32.
+    plain: gaps up to 2. clamped: one token of the third completion has a gap of 25, one of the
+    fourth -30, so that log-ratios are clamped. overflow: one token of the third completion has a
+    gap of 100, which overflows float32.
     """
     rng = np.random.default_rng(2026)
     shape = (len(LENGTHS), max(LENGTHS))

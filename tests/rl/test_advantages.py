@@ -25,7 +25,9 @@ def reference_advantages(rewards, n, ddof=1, epsilon=1e-6, divide=True):
 def test_grpo_matches_float64(n, ddof):
     rewards = np.random.default_rng(n).normal(0.4, 1.0, 5 * n)
     found = group_advantages(jnp.asarray(rewards), n, rl.AdvantageConfig(ddof=ddof, epsilon=1e-4))
-    np.testing.assert_allclose(found, reference_advantages(rewards, n, ddof, 1e-4), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        found, reference_advantages(rewards, n, ddof, 1e-4), rtol=1e-5, atol=1e-6
+    )
 
 
 def test_dr_grpo_only_subtracts_the_mean():
@@ -38,7 +40,9 @@ def test_dr_grpo_only_subtracts_the_mean():
 def test_rloo_compares_with_the_mean_of_the_others(n):
     rewards = np.random.default_rng(n).normal(size=4 * n)
     valid = np.arange(4 * n) % 7 != 3
-    found = group_advantages(jnp.asarray(rewards), n, rl.AdvantageConfig(estimator="rloo"), jnp.asarray(valid))
+    found = group_advantages(
+        jnp.asarray(rewards), n, rl.AdvantageConfig(estimator="rloo"), jnp.asarray(valid)
+    )
     for b, reward in enumerate(rewards):
         others = [rewards[i] for i in range(b // n * n, b // n * n + n) if i != b and valid[i]]
         expected = reward - np.mean(others) if valid[b] and others else 0.0
@@ -57,26 +61,35 @@ def test_reinforce_pp_whitens_the_batch(estimator, weighted):
     tokens = np.repeat(base[valid], lengths[valid] if weighted else 1)
     expected = np.where(valid, (base - tokens.mean()) / (tokens.std(ddof=1) + 1e-6), 0)
     found = group_advantages(
-        jnp.asarray(np.where(valid, rewards, np.nan)), 3, rl.AdvantageConfig(estimator=estimator), jnp.asarray(valid),
+        jnp.asarray(np.where(valid, rewards, np.nan)),
+        3,
+        rl.AdvantageConfig(estimator=estimator),
+        jnp.asarray(valid),
         lengths=jnp.asarray(lengths) if weighted else None,
-    )  # fmt: skip
+    )
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_reinforce_pp_needs_one_sample_a_prompt():
-    found = group_advantages(jnp.array([1.0, 0.0, 0.0, 1.0]), 1, rl.AdvantageConfig(estimator="reinforce_pp", ddof=0))
+    found = group_advantages(
+        jnp.array([1.0, 0.0, 0.0, 1.0]), 1, rl.AdvantageConfig(estimator="reinforce_pp", ddof=0)
+    )
     np.testing.assert_allclose(found, [1, -1, -1, 1], rtol=1e-5)
 
 
 @pytest.mark.parametrize("estimator", ["rloo", "reinforce_pp", "reinforce_pp_baseline"])
 def test_equal_rewards_everywhere_are_exact_zeros(estimator):
     lengths = jnp.array([3, 1, 4, 1, 5, 9])
-    found = group_advantages(jnp.full(6, 0.1), 3, rl.AdvantageConfig(estimator=estimator), lengths=lengths)
+    found = group_advantages(
+        jnp.full(6, 0.1), 3, rl.AdvantageConfig(estimator=estimator), lengths=lengths
+    )
     np.testing.assert_array_equal(found, np.zeros(6))
 
 
 def test_rows_of_a_prompt_are_adjacent():
-    found = group_advantages(jnp.array([1.0, 0.0, 5.0, 5.0]), 2, rl.AdvantageConfig(estimator="dr_grpo"))
+    found = group_advantages(
+        jnp.array([1.0, 0.0, 5.0, 5.0]), 2, rl.AdvantageConfig(estimator="dr_grpo")
+    )
     np.testing.assert_array_equal(found, [0.5, -0.5, 0.0, 0.0])
 
 
@@ -121,7 +134,9 @@ def test_advantages_are_constants_and_jit_changes_nothing():
     np.testing.assert_array_equal(jax.jit(jax.grad(total))(rewards), np.zeros(4))
 
 
-@pytest.mark.parametrize(("count", "n", "text"), [(6, 1, "2 or more"), (7, 3, "does not divide the 7")])
+@pytest.mark.parametrize(
+    ("count", "n", "text"), [(6, 1, "2 or more"), (7, 3, "does not divide the 7")]
+)
 def test_impossible_groups_are_refused(count, n, text):
     with pytest.raises(UserError, match=f"rollout.samples_per_prompt: {n} .*{text}"):
         group_advantages(jnp.zeros(count), n, rl.AdvantageConfig())

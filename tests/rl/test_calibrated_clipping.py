@@ -1,4 +1,5 @@
-"""Calibrated clip bounds against a float64 search over all of them, and what the loss makes of bounds."""
+"""Calibrated clip bounds against a float64 search over all of them, and what the loss makes of
+bounds."""
 
 from __future__ import annotations
 
@@ -18,16 +19,22 @@ CONFIG = RLConfig(clip_low=0.2, clip_high=0.28)
 
 
 def batch(noise: float, spread: float = 0.25, seed: int = 0):
-    """Ratios that drift by `spread`, and the same ones as two noisy forwards would compute them; all float32."""
+    """Ratios that drift by `spread`, and the same ones as two noisy forwards would compute them;
+    all float32."""
     rng = np.random.default_rng(seed)
     mask, advantages = rng.random((32, 120)) < 0.8, rng.normal(size=(32, 120))
     exact = rng.normal(0, spread, (32, 120))
     noisy = exact + noise * (rng.normal(size=exact.shape) - rng.normal(size=exact.shape))
-    return *(np.exp(x).astype(np.float32) for x in (noisy, exact)), advantages.astype(np.float32), mask
+    return (
+        *(np.exp(x).astype(np.float32) for x in (noisy, exact)),
+        advantages.astype(np.float32),
+        mask,
+    )
 
 
 def searched(ratio, exact, advantages, mask, config=CONFIG) -> tuple[float, float]:
-    """The definition in float64: every ratio tried as the lower bound, then every ratio as the upper one."""
+    """The definition in float64: every ratio tried as the lower bound, then every ratio as the
+    upper one."""
     r, e, a = (x[mask].astype(np.float64) for x in (ratio, exact, advantages))
     low, high = np.float32(1 - config.clip_low), np.float32(1 + config.clip_high)
     clipped = np.sum(e[a < 0] < low)
@@ -46,7 +53,9 @@ def searched(ratio, exact, advantages, mask, config=CONFIG) -> tuple[float, floa
 
 def found(*arrays, config=CONFIG) -> tuple[tuple[float, float], dict[str, float]]:
     bounds, metrics = jax.jit(rl.calibrated_bounds, static_argnums=4)(*arrays, config)
-    return tuple(float(x) for x in bounds), {name.split("/")[1]: float(x) for name, x in metrics.items()}
+    return tuple(float(x) for x in bounds), {
+        name.split("/")[1]: float(x) for name, x in metrics.items()
+    }
 
 
 @pytest.mark.parametrize("noise", [0.02, 0.1, 0.3])
@@ -58,9 +67,18 @@ def test_bounds_are_those_of_a_search(noise, seed):
     expected = searched(ratio, exact, advantages, mask)
     np.testing.assert_allclose((low, high), expected, rtol=1e-6)
     negative = mask & (advantages < 0)
-    assert metrics["low_frac"] == pytest.approx(np.mean(exact[negative] < 0.8)) == pytest.approx(np.mean(ratio[negative] < low))
-    assert metrics["false_low_frac"] == pytest.approx(np.mean((ratio < 0.8)[negative] & (exact >= 0.8)[negative])) and noise
-    if noise > 0.05:  # noise widens the ratios, so the bounds have to be wider for as much to be clipped
+    assert (
+        metrics["low_frac"]
+        == pytest.approx(np.mean(exact[negative] < 0.8))
+        == pytest.approx(np.mean(ratio[negative] < low))
+    )
+    assert (
+        metrics["false_low_frac"]
+        == pytest.approx(np.mean((ratio < 0.8)[negative] & (exact >= 0.8)[negative]))
+        and noise
+    )
+    # noise widens the ratios, so the bounds have to be wider for as much to be clipped
+    if noise > 0.05:
         assert low < 0.8 and high > 1.28
 
 
@@ -75,7 +93,9 @@ def test_exact_ratios_have_the_bounds_of_the_config():
     assert around[0] <= high <= around[1] and metrics["false_low_frac"] == 0
 
 
-@pytest.mark.parametrize("case", ["nothing clipped", "no token", "no negative", "no positive", "all clipped"])
+@pytest.mark.parametrize(
+    "case", ["nothing clipped", "no token", "no negative", "no positive", "all clipped"]
+)
 def test_a_batch_that_says_nothing_tightens_nothing(case):
     ratio, exact, advantages, mask = batch(0.001, spread=0.01)
     match case:
@@ -88,7 +108,9 @@ def test_a_batch_that_says_nothing_tightens_nothing(case):
         case "all clipped":
             ratio, exact, advantages = 0.01 * ratio, 0.01 * exact, -np.abs(advantages)
     (low, high), metrics = found(ratio, exact, advantages, mask)
-    assert (low, high) == (np.float32(0.8), np.float32(1.28)) and all(np.isfinite(x) for x in metrics.values())
+    assert (low, high) == (np.float32(0.8), np.float32(1.28)) and all(
+        np.isfinite(x) for x in metrics.values()
+    )
 
 
 def test_bounds_stay_within_their_limits():
@@ -102,15 +124,25 @@ def test_bounds_stay_within_their_limits():
 def test_the_loss_clips_at_given_bounds_and_at_those_of_the_config_alike():
     ratio, _, advantages, mask = batch(0.3)
     old = jnp.full(ratio.shape, -3.0)
-    inputs = rl.LossInputs(jnp.asarray(old + np.log(ratio)), jnp.asarray(advantages), jnp.asarray(mask), jnp.float32(100), old)
+    inputs = rl.LossInputs(
+        jnp.asarray(old + np.log(ratio)),
+        jnp.asarray(advantages),
+        jnp.asarray(mask),
+        jnp.float32(100),
+        old,
+    )
     wide = LossConfig(clip_low=0.5, clip_high=0.75)
 
     def loss(logprobs, bounds, config):
         return rl.policy_loss(replace(inputs, logprobs=logprobs, clip_bounds=bounds), config)
 
     bounds = jnp.array([0.5, 1.75])
-    (value, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(inputs.logprobs, bounds, CONFIG)
-    (same, expected), same_gradient = jax.value_and_grad(loss, has_aux=True)(inputs.logprobs, None, wide)
+    (value, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(
+        inputs.logprobs, bounds, CONFIG
+    )
+    (same, expected), same_gradient = jax.value_and_grad(loss, has_aux=True)(
+        inputs.logprobs, None, wide
+    )
     assert value == same and np.array_equal(gradient, same_gradient)
     assert rl.metric_values(metrics) == rl.metric_values(expected)
     r, a = np.exp(np.float64(inputs.logprobs) - old), np.float64(advantages)
@@ -142,6 +174,10 @@ def test_other_objectives_are_refused():
     on = ClipCalibrationConfig(enabled=True)
     assert RLConfig(clip_calibration=on).clip_calibration.start(0.2, 0.28) == (0.8, 1.28)
     assert replace(on, start_low=0.6, start_high=1.8).start(0.2, 0.28) == (0.6, 1.8)
-    for other in ({"objective": "cispo"}, {"ratio": "sequence", "aggregation": "sequence_mean"}, {"objective": "reinforce"}):
+    for other in (
+        {"objective": "cispo"},
+        {"ratio": "sequence", "aggregation": "sequence_mean"},
+        {"objective": "reinforce"},
+    ):
         with pytest.raises(UserError, match=r"rl\.clip_calibration: it calibrates rl\.objective"):
             RLConfig(clip_calibration=on, **other)

@@ -34,7 +34,9 @@ def test_token_tis_matches_float64(make_batch, spoil_padding, cap):
     values = rl.metric_values(metrics)
     np.testing.assert_allclose(values["correction/weight_mean"], expected[mask].mean(), rtol=1e-6)
     np.testing.assert_allclose(values["correction/weight_max"], expected[mask].max(), rtol=1e-6)
-    np.testing.assert_allclose(values["correction/clip_frac"], (ratio[mask] > cap).mean(), rtol=1e-6)
+    np.testing.assert_allclose(
+        values["correction/clip_frac"], (ratio[mask] > cap).mean(), rtol=1e-6
+    )
 
 
 def test_tis_has_a_cap_and_no_floor():
@@ -43,17 +45,22 @@ def test_tis_has_a_cap_and_no_floor():
 
 
 @pytest.mark.parametrize(
-    "config", [rl.CorrectionConfig(method="none"), rl.CorrectionConfig(method="token_tis", mode="bypass")]
+    "config",
+    [rl.CorrectionConfig(method="none"), rl.CorrectionConfig(method="token_tis", mode="bypass")],
 )
 def test_without_a_correction_the_weights_are_one(make_batch, config):
     batch = make_batch(spread=2.0)
-    weights, _, metrics = correction(jnp.asarray(log_ratio_of(batch)), jnp.asarray(batch["mask"]), config)
+    weights, _, metrics = correction(
+        jnp.asarray(log_ratio_of(batch)), jnp.asarray(batch["mask"]), config
+    )
     np.testing.assert_array_equal(weights, batch["mask"].astype(np.float32))
     assert rl.metric_values(metrics)["correction/clip_frac"] == 0
 
 
 def test_weights_are_constants():
-    grads = jax.grad(lambda x: correction(x, jnp.ones((1, 3), bool), TIS)[0].sum())(jnp.zeros((1, 3)))
+    grads = jax.grad(lambda x: correction(x, jnp.ones((1, 3), bool), TIS)[0].sum())(
+        jnp.zeros((1, 3))
+    )
     np.testing.assert_array_equal(grads, np.zeros((1, 3)))
 
 
@@ -70,7 +77,9 @@ def test_weights_correct_an_expectation():
 
 
 def test_nan_reaches_its_own_weight_and_infinity_is_bounded():
-    weights, _, metrics = correction(jnp.array([[jnp.nan, jnp.inf, -jnp.inf]]), jnp.ones((1, 3), bool), TIS)
+    weights, _, metrics = correction(
+        jnp.array([[jnp.nan, jnp.inf, -jnp.inf]]), jnp.ones((1, 3), bool), TIS
+    )
     assert np.isnan(weights[0, 0]) and weights[0, 1] == 2.0 and 0 < weights[0, 2] < 1e-8
     assert np.isnan(rl.metric_values(metrics)["correction/weight_mean"])
 
@@ -85,9 +94,13 @@ def test_sequence_weights_are_the_product_of_the_ratios(make_batch, spoil_paddin
     batch = make_batch(spread=0.4)
     mask = batch["mask"]
     weights, _, _ = correction(
-        jnp.asarray(spoil_padding(log_ratio_of(batch), mask)), jnp.asarray(mask), rl.CorrectionConfig(method="sequence_tis")
+        jnp.asarray(spoil_padding(log_ratio_of(batch), mask)),
+        jnp.asarray(mask),
+        rl.CorrectionConfig(method="sequence_tis"),
     )
-    product = np.exp(np.where(mask, log_ratio_of(batch).astype(np.float64), 0).sum(1, keepdims=True))
+    product = np.exp(
+        np.where(mask, log_ratio_of(batch).astype(np.float64), 0).sum(1, keepdims=True)
+    )
     np.testing.assert_allclose(weights, np.where(mask, np.minimum(product, 2), 0), rtol=1e-5)
 
 
@@ -100,17 +113,24 @@ def test_icepop_zeroes_weights_and_keeps_the_tokens():
 
 
 def test_token_mis_takes_tokens_outside_of_the_bounds_out_of_the_loss(make_batch, spoil_padding):
-    """min(rho, 2) where 0.5 <= rho <= 2, and no token elsewhere: neither in the sum nor in what it is divided by."""
+    """min(rho, 2) where 0.5 <= rho <= 2, and no token elsewhere: neither in the sum nor in what it
+    is divided by."""
     batch = make_batch(spread=0.8)
     mask = batch["mask"]
     ratio = np.exp(log_ratio_of(batch).astype(np.float64))
     inside = mask & (ratio >= 0.5) & (ratio <= 2.0)
     assert 0.1 < inside.sum() / mask.sum() < 0.9
     log_ratio = jnp.asarray(spoil_padding(log_ratio_of(batch), mask))
-    weights, kept, metrics = correction(log_ratio, jnp.asarray(mask), rl.CorrectionConfig(method="token_mis"))
+    weights, kept, metrics = correction(
+        log_ratio, jnp.asarray(mask), rl.CorrectionConfig(method="token_mis")
+    )
     np.testing.assert_allclose(weights, np.where(inside, ratio, 0), rtol=1e-6)
     np.testing.assert_array_equal(kept, inside)
-    np.testing.assert_allclose(rl.metric_values(metrics)["correction/reject_frac"], 1 - inside.sum() / mask.sum(), rtol=1e-6)
+    np.testing.assert_allclose(
+        rl.metric_values(metrics)["correction/reject_frac"],
+        1 - inside.sum() / mask.sum(),
+        rtol=1e-6,
+    )
     # IcePop of the same bounds has the same weights and counts every token
     icepop = rl.CorrectionConfig(method="icepop", min_weight=0.5, max_weight=2.0)
     masked, counted, _ = correction(log_ratio, jnp.asarray(mask), icepop)
@@ -120,7 +140,9 @@ def test_token_mis_takes_tokens_outside_of_the_bounds_out_of_the_loss(make_batch
 
 def test_overflow_is_cut_at_20_or_becomes_zero():
     log_ratio, mask = jnp.array([[100.0, 30.0, -200.0, jnp.nan]]), jnp.ones((1, 4), bool)
-    clamped, _, _ = correction(log_ratio, mask, rl.CorrectionConfig(method="none", weights="token", bounds="keep"))
+    clamped, _, _ = correction(
+        log_ratio, mask, rl.CorrectionConfig(method="none", weights="token", bounds="keep")
+    )
     np.testing.assert_allclose(clamped[0, :3], np.exp([20.0, 20.0, -20.0]), rtol=1e-5)
     assert np.isnan(clamped[0, 3])
     zeroed, _, _ = correction(log_ratio, mask, rl.CorrectionConfig(method="nemo_is"))
@@ -138,34 +160,47 @@ def test_normalized_weights_average_to_one(make_batch, level):
     np.testing.assert_allclose(mean, 1.0, rtol=1e-5)
     plain = dataclasses.replace(config, batch_normalize=False)
     raw, _, _ = correction(jnp.asarray(log_ratio_of(batch)), jnp.asarray(mask), plain)
-    np.testing.assert_allclose(weights * rl.metric_values(metrics)["correction/normalizer"], raw, rtol=1e-5)
+    np.testing.assert_allclose(
+        weights * rl.metric_values(metrics)["correction/normalizer"], raw, rtol=1e-5
+    )
 
 
 def reference_statistic(x, name):
     """Of one completion's log-ratios, in float64."""
     level, _, kind = name.rpartition("_")
     values = {"k1": x, "k2": x**2 / 2, "k3": np.exp(x) - 1 - x, "error": np.exp(np.abs(x))}[kind]
-    return values if level == "token" else {"seq_sum": np.sum, "seq_mean": np.mean, "seq_max": np.max}[level](values)
+    return (
+        values
+        if level == "token"
+        else {"seq_sum": np.sum, "seq_mean": np.mean, "seq_max": np.max}[level](values)
+    )
 
 
 @pytest.mark.parametrize("name", CRITERIA)
 def test_every_criterion_matches_float64(make_batch, spoil_padding, name):
     batch = make_batch(3, spread=0.3)
     mask, log_ratio = batch["mask"], log_ratio_of(batch)
-    statistics = {b: reference_statistic(log_ratio[b][mask[b]].astype(np.float64), name) for b in np.flatnonzero(mask.any(1))}
+    statistics = {
+        b: reference_statistic(log_ratio[b][mask[b]].astype(np.float64), name)
+        for b in np.flatnonzero(mask.any(1))
+    }
     flat = np.concatenate([np.atleast_1d(value) for value in statistics.values()])
     low, high = np.quantile(flat, [0.2, 0.8])
     text = f"{name}:{np.exp(low)}:{np.exp(high)}" if name.endswith("k1") else f"{name}:{high}"
     floor = low if name.endswith("k1") else -np.inf
     config = rl.CorrectionConfig(method="none", reject=(text,))
-    weights, kept, metrics = correction(jnp.asarray(spoil_padding(log_ratio, mask)), jnp.asarray(mask), config)
+    weights, kept, metrics = correction(
+        jnp.asarray(spoil_padding(log_ratio, mask)), jnp.asarray(mask), config
+    )
     expected = np.zeros_like(mask)
     for b, value in statistics.items():
         expected[b][mask[b]] = (value >= floor) & (value <= high)
     np.testing.assert_array_equal(kept, expected)
     np.testing.assert_array_equal(weights, expected)
     values = rl.metric_values(metrics)
-    np.testing.assert_allclose(values["correction/reject_frac"], 1 - expected.sum() / mask.sum(), rtol=1e-5)
+    np.testing.assert_allclose(
+        values["correction/reject_frac"], 1 - expected.sum() / mask.sum(), rtol=1e-5
+    )
     whole = (expected == mask).all(1)[mask.any(1)]
     np.testing.assert_allclose(values["correction/reject_seq_frac"], 1 - whole.mean(), rtol=1e-5)
 
@@ -175,7 +210,9 @@ def test_bounds_of_k1_are_on_the_ratio_and_in_verls_on_its_inverse():
     reject = ("token_k1:0.6:1.4",)
     _, kept, _ = correction(log_ratio, mask, rl.CorrectionConfig(method="none", reject=reject))
     np.testing.assert_array_equal(kept[0], [False, True, True])
-    _, kept, _ = correction(log_ratio, mask, rl.CorrectionConfig(method="verl_decoupled_geo_rs", reject=reject))
+    _, kept, _ = correction(
+        log_ratio, mask, rl.CorrectionConfig(method="verl_decoupled_geo_rs", reject=reject)
+    )
     np.testing.assert_array_equal(kept[0], [True, True, False])
 
 
@@ -188,13 +225,19 @@ def test_criteria_are_joined_by_and():
 
 def test_a_maximum_vetoes_what_the_mean_lets_pass():
     log_ratio, mask = ratios([1.0] * 63 + [4.0])
-    assert correction(log_ratio, mask, rl.CorrectionConfig(method="none", reject=("seq_mean_k3:0.1",)))[1].all()
-    assert not correction(log_ratio, mask, rl.CorrectionConfig(method="none", reject=("seq_max_k3:0.5",)))[1].any()
+    assert correction(
+        log_ratio, mask, rl.CorrectionConfig(method="none", reject=("seq_mean_k3:0.1",))
+    )[1].all()
+    assert not correction(
+        log_ratio, mask, rl.CorrectionConfig(method="none", reject=("seq_max_k3:0.5",))
+    )[1].any()
 
 
 def test_rejected_tokens_stay_in_the_denominator_where_it_is_all():
     log_ratio, mask = ratios([1.0, 1.0], [1.2, 1.2])
-    weights, kept, metrics = correction(log_ratio, mask, rl.CorrectionConfig(method="nemo_seq_mask_tis"))
+    weights, kept, metrics = correction(
+        log_ratio, mask, rl.CorrectionConfig(method="nemo_seq_mask_tis")
+    )
     assert kept.all()
     np.testing.assert_allclose(weights, [[1, 1], [0, 0]], rtol=1e-6)
     assert rl.metric_values(metrics)["correction/reject_seq_frac"] == 0.5
@@ -203,7 +246,9 @@ def test_rejected_tokens_stay_in_the_denominator_where_it_is_all():
 def test_a_nan_is_not_rejected_in_silence():
     log_ratio, mask = jnp.array([[0.0, jnp.nan], [0.0, 0.0]]), jnp.ones((2, 2), bool)
     for method in ("k3", "geometric", "mis"):
-        weights, kept, _ = correction(log_ratio, mask, rl.CorrectionConfig(method=method, weights="token"))
+        weights, kept, _ = correction(
+            log_ratio, mask, rl.CorrectionConfig(method=method, weights="token")
+        )
         assert kept[0].all() and np.isnan(weights[0, 1])
 
 
@@ -243,4 +288,6 @@ def test_behaviour_ratios_average_to_the_kept_mass():
         config = rl.CorrectionConfig(method="token_tis", truncated_sampling=choice)
         log_ratio = policy - rl.rollout_logprobs(behaviour, policy, config, truncated=True)
         _, _, metrics = correction(log_ratio, jnp.ones(tokens.shape, bool), config)
-        np.testing.assert_allclose(rl.metric_values(metrics)["correction/weight_mean"], mean, rtol=1e-5)
+        np.testing.assert_allclose(
+            rl.metric_values(metrics)["correction/weight_mean"], mean, rtol=1e-5
+        )

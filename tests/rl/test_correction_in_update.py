@@ -1,4 +1,5 @@
-"""The compiled update with corrections that need the whole batch, and with a loss mask narrower than the completion."""
+"""The compiled update with corrections that need the whole batch, and with a loss mask narrower
+than the completion."""
 
 from __future__ import annotations
 
@@ -19,10 +20,21 @@ from fp8rl_jax.training.state import init_state, make_optimizer
 from fp8rl_jax.training.step import Batch, StepConfig, correct, score, update
 
 SHAPE = PolicyConfig(
-    "qwen3", vocab_size=31, hidden_size=32, intermediate_size=48, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16
+    "qwen3",
+    vocab_size=31,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=16,
 )
-WHOLE = rl.CorrectionConfig(method="token_tis", batch_normalize=True, reject=("seq_mean_k1:0.95:1.03",))
-CONFIG = StepConfig(get_recipe("bf16"), rl.RLConfig(correction=WHOLE), "float32", temperature=1.0, logprob_chunk=8)
+WHOLE = rl.CorrectionConfig(
+    method="token_tis", batch_normalize=True, reject=("seq_mean_k1:0.95:1.03",)
+)
+CONFIG = StepConfig(
+    get_recipe("bf16"), rl.RLConfig(correction=WHOLE), "float32", temperature=1.0, logprob_chunk=8
+)
 OPTIMIZER = make_optimizer(OptimizerConfig(learning_rate=1e-2), 4)
 
 
@@ -50,7 +62,8 @@ def batch():
 
 def test_functions_named_as_a_users_are_compiled_into_the_same_update(batch):
     settings = rl.RLConfig(
-        objective="fp8rl_jax.rl.objectives:clip", correction=replace(WHOLE, weights="fp8rl_jax.rl.weights:token")
+        objective="fp8rl_jax.rl.objectives:clip",
+        correction=replace(WHOLE, weights="fp8rl_jax.rl.weights:token"),
     )
     parts = replace(CONFIG, micro_batches=4)
     own = update(fresh(), batch, parts, OPTIMIZER)
@@ -65,7 +78,9 @@ def test_whole_batch_statistics_survive_micro_batches(batch):
     assert metrics.keys() == part_metrics.keys()
     for name, value in metrics.items():
         np.testing.assert_allclose(part_metrics[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
-    for a, b in zip(jax.tree.leaves(state.optimizer), jax.tree.leaves(parts.optimizer), strict=True):
+    for a, b in zip(
+        jax.tree.leaves(state.optimizer), jax.tree.leaves(parts.optimizer), strict=True
+    ):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6)
 
 
@@ -84,13 +99,18 @@ def test_a_narrower_loss_mask_is_corrected_and_not_undone(batch):
 
 
 def test_without_old_logprobs_the_update_is_refused(batch):
-    with pytest.raises(UserError, match="rl.correction.batch_normalize .*rl.correction.reject .*was skipped"):
+    with pytest.raises(
+        UserError, match="rl.correction.batch_normalize .*rl.correction.reject .*was skipped"
+    ):
         update(fresh(), replace(batch, old_logprobs=None), CONFIG, OPTIMIZER)
 
 
 def test_an_entropy_bonus_raises_the_entropy(batch):
     def entropy_after(coefficient: float) -> float:
-        config = replace(CONFIG, rl=rl.RLConfig(correction=rl.CorrectionConfig("none"), entropy_coefficient=coefficient))
+        config = replace(
+            CONFIG,
+            rl=rl.RLConfig(correction=rl.CorrectionConfig("none"), entropy_coefficient=coefficient),
+        )
         still = replace(batch, advantages=jnp.zeros(8))
         state, _, _ = update(fresh(), still, config, OPTIMIZER)
         return float(update(state, still, config, OPTIMIZER)[2]["entropy"])

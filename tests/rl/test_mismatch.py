@@ -65,7 +65,9 @@ def measure(batch, config=DEFAULT, advantages=True):
 @pytest.mark.parametrize("cap", [1.05, 2.0])
 def test_all_metrics_match_float64(make_batch, spread, cap):
     batch = make_batch(1, spread=spread)
-    expected = reference_metrics(batch["rollout"], batch["old"], batch["mask"], batch["advantages"], cap)
+    expected = reference_metrics(
+        batch["rollout"], batch["old"], batch["mask"], batch["advantages"], cap
+    )
     found = measure(batch, rl.CorrectionConfig(max_weight=cap))
     assert found.keys() == expected.keys()
     for name, value in expected.items():
@@ -75,9 +77,13 @@ def test_all_metrics_match_float64(make_batch, spread, cap):
 def test_small_divergences_keep_their_digits(make_batch):
     batch = make_batch(rows=64, width=64, spread=1e-3)
     found = measure(batch)
-    expected = reference_metrics(batch["rollout"], batch["old"], batch["mask"], batch["advantages"], 2.0)
+    expected = reference_metrics(
+        batch["rollout"], batch["old"], batch["mask"], batch["advantages"], 2.0
+    )
     for name in ("k3", "policy_kl_error", "js_divergence_error", "kl", "chi2_token", "chi2_seq"):
-        np.testing.assert_allclose(found[f"mismatch/{name}"], expected[f"mismatch/{name}"], rtol=2e-3, err_msg=name)
+        np.testing.assert_allclose(
+            found[f"mismatch/{name}"], expected[f"mismatch/{name}"], rtol=2e-3, err_msg=name
+        )
 
 
 def test_equal_policies_have_no_mismatch(make_batch):
@@ -86,12 +92,16 @@ def test_equal_policies_have_no_mismatch(make_batch):
     ones = {"token_mult_prob_error", "ppl_ratio", "is_mean", "is_ess", "pearson"}
     for name, value in found.items():
         if not name.startswith("mismatch/ppl_t") and not name.startswith("mismatch/ppl_ro"):
-            np.testing.assert_allclose(value, float(name.removeprefix("mismatch/") in ones), atol=1e-6, err_msg=name)
+            np.testing.assert_allclose(
+                value, float(name.removeprefix("mismatch/") in ones), atol=1e-6, err_msg=name
+            )
 
 
 def test_padding_and_empty_rows_do_not_count(make_batch, spoil_padding):
     batch = make_batch()
-    spoiled = batch | {name: spoil_padding(batch[name], batch["mask"]) for name in ("rollout", "old")}
+    spoiled = batch | {
+        name: spoil_padding(batch[name], batch["mask"]) for name in ("rollout", "old")
+    }
     jax.tree.map(np.testing.assert_array_equal, measure(batch), measure(spoiled))
     filled = batch["mask"].any(1)
     dense = {name: value[filled] for name, value in batch.items()}
@@ -112,7 +122,14 @@ def test_a_bad_token_is_visible(make_batch, side, bad):
     batch = make_batch()
     batch[side][0, 0] = bad
     found = measure(batch)
-    for name in ("kl", "k3", "logprob_abs_diff_mean", "logprob_abs_diff_max", "token_mult_prob_error", "log_ppl_diff"):
+    for name in (
+        "kl",
+        "k3",
+        "logprob_abs_diff_mean",
+        "logprob_abs_diff_max",
+        "token_mult_prob_error",
+        "log_ppl_diff",
+    ):
         if not (name == "k3" and np.isneginf(bad) and side == "old"):
             assert not np.isfinite(found[f"mismatch/{name}"]), name
 
@@ -130,7 +147,9 @@ def test_exchanged_policies_exchange_the_divergences(make_batch):
     batch = make_batch(spread=0.5)
     one, other = measure(batch), measure(batch | {"rollout": batch["old"], "old": batch["rollout"]})
     np.testing.assert_allclose(one["mismatch/policy_kl_error"], other["mismatch/k3"], rtol=1e-6)
-    np.testing.assert_allclose(one["mismatch/js_divergence_error"], other["mismatch/js_divergence_error"], rtol=1e-6)
+    np.testing.assert_allclose(
+        one["mismatch/js_divergence_error"], other["mismatch/js_divergence_error"], rtol=1e-6
+    )
     assert one["mismatch/policy_kl_error"] != one["mismatch/k3"]
 
 
@@ -147,7 +166,11 @@ def test_advantages_are_optional_and_gradients_finite(make_batch):
     assert not any(name.endswith(("positive", "negative")) for name in found)
 
     def total(train):
-        return sum(mismatch_metrics(jnp.asarray(batch["rollout"]), train, jnp.asarray(batch["mask"])).values())
+        return sum(
+            mismatch_metrics(
+                jnp.asarray(batch["rollout"]), train, jnp.asarray(batch["mask"])
+            ).values()
+        )
 
     assert np.isfinite(jax.jit(jax.grad(total))(jnp.asarray(batch["old"]))).all()
 

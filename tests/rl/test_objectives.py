@@ -1,4 +1,5 @@
-"""Every objective, ratio, KL term and aggregation, against the formula in float64, and their sums over micro-batches."""
+"""Every objective, ratio, KL term and aggregation, against the formula in float64, and their sums
+over micro-batches."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from fp8rl_jax.errors import UserError
 
 CONFIGS = {
     "dapo": rl.LossConfig(clip_high=0.28, dual_clip=10.0),
-    "gspo": rl.LossConfig(ratio="sequence", clip_low=0.05, clip_high=0.08, aggregation="sequence_mean"),
+    "gspo": rl.LossConfig(
+        ratio="sequence", clip_low=0.05, clip_high=0.08, aggregation="sequence_mean"
+    ),
     "cispo": rl.LossConfig(objective="cispo", clip_low=1.0, clip_high=0.28),
     "reinforce": rl.LossConfig(objective="reinforce", aggregation="sequence_sum"),
     "dr_grpo": rl.LossConfig(aggregation="fixed_length"),
@@ -34,9 +37,13 @@ def reference_loss(batch, config):
     for b, keep in enumerate(batch["mask"]):
         if not keep.any():
             continue
-        new, old, ref = (batch[name][b][keep].astype(np.float64) for name in ("logprobs", "old", "reference"))
+        new, old, ref = (
+            batch[name][b][keep].astype(np.float64) for name in ("logprobs", "old", "reference")
+        )
         advantage, count, tokens = float(batch["advantages"][b]), count + 1, tokens + keep.sum()
-        ratio = np.exp(np.full_like(new, (new - old).mean()) if config.ratio == "sequence" else new - old)
+        ratio = np.exp(
+            np.full_like(new, (new - old).mean()) if config.ratio == "sequence" else new - old
+        )
         bounded = np.clip(ratio, 1 - config.clip_low, 1 + config.clip_high)
         loss = {
             "clip": np.maximum(-advantage * ratio, -advantage * bounded),
@@ -47,10 +54,16 @@ def reference_loss(batch, config):
             loss = np.minimum(loss, -config.dual_clip * advantage)
         x = ref - new
         kl = {"k1": -x, "k2": x**2 / 2, "k3": np.exp(x) - 1 - x}[config.kl_estimator]
-        loss = loss + config.kl_coefficient * kl - config.entropy_coefficient * batch["entropy"][b][keep]
+        loss = (
+            loss
+            + config.kl_coefficient * kl
+            - config.entropy_coefficient * batch["entropy"][b][keep]
+        )
         totals.append(loss.mean() if config.aggregation == "sequence_mean" else loss.sum())
     width = batch["mask"].shape[1] if config.fixed_length is None else config.fixed_length
-    return sum(totals) / {"token_mean": tokens, "fixed_length": count * width}.get(config.aggregation, count)
+    return sum(totals) / {"token_mean": tokens, "fixed_length": count * width}.get(
+        config.aggregation, count
+    )
 
 
 def make_inputs(batch, config, **changes):
@@ -104,10 +117,14 @@ def test_cispo_never_loses_a_gradient(make_batch):
     (_, metrics), grads = loss_and_grads(make_inputs(batch, config), config)
     ratio = np.exp(batch["logprobs"].astype(np.float64) - batch["old"])
     weight = np.clip(ratio, 0.8, 1.28)
-    expected = np.where(batch["mask"], -batch["advantages"][:, None] * weight, 0) / batch["mask"].sum()
+    expected = (
+        np.where(batch["mask"], -batch["advantages"][:, None] * weight, 0) / batch["mask"].sum()
+    )
     np.testing.assert_allclose(grads, expected, rtol=1e-5, atol=1e-8)
     outside = (weight != ratio)[batch["mask"]].mean()
-    np.testing.assert_allclose(rl.metric_values(metrics)["clip_ratio/region_mean"], outside, rtol=1e-5)
+    np.testing.assert_allclose(
+        rl.metric_values(metrics)["clip_ratio/region_mean"], outside, rtol=1e-5
+    )
 
 
 def test_gspo_clips_whole_sequences(make_batch):
@@ -126,7 +143,10 @@ KL = [(k, how) for k in ("k1", "k2", "k3") for how in ("k2", "score")]
 def test_kl_gradients_are_those_of_the_divergence(estimator, gradient):
     """The mean over the policy's own samples, computed by summing over the vocabulary."""
     rng = np.random.default_rng(0)
-    logits, reference = jnp.asarray(rng.normal(size=7), jnp.float32), jax.nn.log_softmax(rng.normal(size=7))
+    logits, reference = (
+        jnp.asarray(rng.normal(size=7), jnp.float32),
+        jax.nn.log_softmax(rng.normal(size=7)),
+    )
     config = rl.LossConfig(kl_estimator=estimator, kl_gradient=gradient)
 
     def divergence(logits):
@@ -150,14 +170,18 @@ def test_the_entropy_bonus_needs_and_trains_the_entropy(make_batch):
     with pytest.raises(ValueError, match="rl.entropy_coefficient"):
         rl.policy_loss(make_inputs(batch, config, entropy=None), config)
     inputs = make_inputs(batch, config)
-    grads = jax.grad(lambda x: rl.policy_loss(dataclasses.replace(inputs, entropy=x), config)[0])(inputs.entropy)
+    grads = jax.grad(lambda x: rl.policy_loss(dataclasses.replace(inputs, entropy=x), config)[0])(
+        inputs.entropy
+    )
     lengths = np.maximum(batch["mask"].sum(1, keepdims=True), 1)
     expected = np.where(batch["mask"], -0.3 / lengths, 0) / batch["mask"].any(1).sum()
     np.testing.assert_allclose(grads, expected, rtol=1e-5)
 
 
 SUMS = {name: rl.CorrectionConfig(method="token_tis") for name in CONFIGS} | {
-    "bypass": rl.CorrectionConfig(method="verl_bypass_pg_geo_rs_token_tis", reject=("seq_mean_k1:0.9:1.1",)),
+    "bypass": rl.CorrectionConfig(
+        method="verl_bypass_pg_geo_rs_token_tis", reject=("seq_mean_k1:0.9:1.1",)
+    ),
     "seq_mask": rl.CorrectionConfig(method="nemo_seq_mask_tis", reject=("seq_mean_k1:0.9:1.1",)),
 }
 
@@ -165,14 +189,19 @@ SUMS = {name: rl.CorrectionConfig(method="token_tis") for name in CONFIGS} | {
 @partial(jax.jit, static_argnums=2)
 def corrected(inputs, rollout, config):
     return jax.value_and_grad(
-        lambda x: rl.corrected_policy_loss(dataclasses.replace(inputs, logprobs=x), rollout, config), has_aux=True
+        lambda x: rl.corrected_policy_loss(
+            dataclasses.replace(inputs, logprobs=x), rollout, config
+        ),
+        has_aux=True,
     )(inputs.logprobs)
 
 
 @pytest.mark.parametrize("name", SUMS)
 def test_micro_batches_add_up_to_the_big_batch(make_batch, name):
     batch = make_batch(5)
-    config = rl.RLConfig(**dataclasses.asdict(CONFIGS.get(name, CONFIGS["grpo"])), correction=SUMS[name])
+    config = rl.RLConfig(
+        **dataclasses.asdict(CONFIGS.get(name, CONFIGS["grpo"])), correction=SUMS[name]
+    )
     whole, rollout = make_inputs(batch, config), jnp.asarray(batch["rollout"])
     (loss, metrics), grads = corrected(whole, rollout, config)
     parts = []
@@ -180,7 +209,9 @@ def test_micro_batches_add_up_to_the_big_batch(make_batch, name):
         arrays = {key: x[rows] for key, x in vars(whole).items() if x is not None and x.ndim}
         parts.append(corrected(dataclasses.replace(whole, **arrays), rollout[rows], config))
     np.testing.assert_allclose(sum(part[0][0] for part in parts), loss, rtol=1e-5, atol=1e-7)
-    np.testing.assert_allclose(np.concatenate([part[1] for part in parts]), grads, rtol=1e-6, atol=1e-9)
+    np.testing.assert_allclose(
+        np.concatenate([part[1] for part in parts]), grads, rtol=1e-6, atol=1e-9
+    )
     reduced = rl.metric_values(reduce(rl.add_metrics, [part[0][1] for part in parts]))
     for key, value in rl.metric_values(metrics).items():
         np.testing.assert_allclose(reduced[key], value, rtol=1e-5, atol=1e-7, err_msg=key)
@@ -190,7 +221,9 @@ def test_micro_batches_add_up_to_the_big_batch(make_batch, name):
 def test_what_one_micro_batch_cannot_know_is_refused_with_the_reason(make_batch, correction):
     config = rl.RLConfig(correction=rl.CorrectionConfig(method=correction))
     batch = make_batch()
-    reason = "rl.correction.reject .*rl.correction.denominator .*the pass that makes them was skipped"
+    reason = (
+        "rl.correction.reject .*rl.correction.denominator .*the pass that makes them was skipped"
+    )
     with pytest.raises(UserError, match=reason):
         rl.corrected_policy_loss(make_inputs(batch, config), jnp.asarray(batch["rollout"]), config)
 
@@ -198,13 +231,22 @@ def test_what_one_micro_batch_cannot_know_is_refused_with_the_reason(make_batch,
 def test_the_whole_batch_made_before_equals_one_big_micro_batch(make_batch):
     batch = make_batch(6)
     reject = ("seq_mean_k1:0.9:1.1",)
-    config = rl.RLConfig(correction=rl.CorrectionConfig(method="token_tis", batch_normalize=True, reject=reject))
+    config = rl.RLConfig(
+        correction=rl.CorrectionConfig(method="token_tis", batch_normalize=True, reject=reject)
+    )
     log_ratio = jnp.asarray(batch["old"] - batch["rollout"])
     weights, kept, _ = rl.correction(log_ratio, jnp.asarray(batch["mask"]), config.correction)
     denominator = rl.loss_denominator(kept, config)
     assert 0 < float(denominator) < batch["mask"].sum()
-    whole = make_inputs(batch | {"mask": np.asarray(kept)}, config, weights=weights, denominator=denominator)
+    whole = make_inputs(
+        batch | {"mask": np.asarray(kept)}, config, weights=weights, denominator=denominator
+    )
     (loss, _), _ = loss_and_grads(whole, config)
     arrays = {name: x for name, x in vars(whole).items() if x is not None and x.ndim}
-    parts = [dataclasses.replace(whole, **{name: x[i : i + 2] for name, x in arrays.items()}) for i in (0, 2, 4, 6)]
-    np.testing.assert_allclose(sum(loss_and_grads(part, config)[0][0] for part in parts), loss, rtol=1e-6, atol=1e-8)
+    parts = [
+        dataclasses.replace(whole, **{name: x[i : i + 2] for name, x in arrays.items()})
+        for i in (0, 2, 4, 6)
+    ]
+    np.testing.assert_allclose(
+        sum(loss_and_grads(part, config)[0][0] for part in parts), loss, rtol=1e-6, atol=1e-8
+    )

@@ -1,4 +1,5 @@
-"""Corrections, losses and advantages against what verl's and NeMo RL's own code answered on the same inputs (oracle.json).
+"""Corrections, losses and advantages against what verl's and NeMo RL's own code answered on the
+same inputs (oracle.json).
 
 Both sides compute in float32; they agree to 1e-6, relative or absolute.
 """
@@ -34,7 +35,9 @@ def verl(**changes):
 VERL_CUSTOM = {
     "token_normalized": verl(weights="token", batch_normalize=True),
     "sequence_normalized": verl(weights="sequence", batch_normalize=True),
-    "icepop_normalized": verl(weights="token", bounds="mask", min_weight=0.5, max_weight=5.0, batch_normalize=True),
+    "icepop_normalized": verl(
+        weights="token", bounds="mask", min_weight=0.5, max_weight=5.0, batch_normalize=True
+    ),
     "sequence_icepop": verl(weights="sequence", bounds="mask", min_weight=0.5, max_weight=2.0),
     "token_k1": verl(reject=("token_k1:0.6:1.3",)),
     "token_k1_single": verl(reject=("token_k1:1.2",)),
@@ -48,7 +51,10 @@ VERL_CUSTOM = {
     "seq_max_k2": verl(reject=("seq_max_k2:0.3",)),
     "seq_max_k3": verl(reject=("seq_max_k3:0.02",)),
     "several": verl(
-        weights="token", max_weight=1.5, batch_normalize=True, reject=("token_k1:0.5:2", "seq_max_k3:0.98")
+        weights="token",
+        max_weight=1.5,
+        batch_normalize=True,
+        reject=("token_k1:0.5:2", "seq_max_k3:0.98"),
     ),
 }
 
@@ -66,13 +72,17 @@ def loss_inputs(data, mask, config, logprobs="current", **changes):
 
 @partial(jax.jit, static_argnums=1)
 def loss_and_grads(inputs, config):
-    return jax.value_and_grad(lambda x: rl.policy_loss(dataclasses.replace(inputs, logprobs=x), config)[0])(inputs.logprobs)
+    return jax.value_and_grad(
+        lambda x: rl.policy_loss(dataclasses.replace(inputs, logprobs=x), config)[0]
+    )(inputs.logprobs)
 
 
 @partial(jax.jit, static_argnums=2)
 def corrected(inputs, rollout, config):
     def loss_fn(logprobs):
-        return rl.corrected_policy_loss(dataclasses.replace(inputs, logprobs=logprobs), rollout, config)
+        return rl.corrected_policy_loss(
+            dataclasses.replace(inputs, logprobs=logprobs), rollout, config
+        )
 
     return jax.value_and_grad(loss_fn, has_aux=True)(inputs.logprobs)
 
@@ -116,7 +126,9 @@ def test_all_decoupled_presets_of_verl_were_asked():
     from fp8rl_jax.config.presets import PRESETS
 
     asked = {name.split("/")[1] for name in ORACLE["verl_correction"]}
-    asked |= {name.split("/")[0] for name in ORACLE["verl_loss"]} | {name.split("/")[-1] for name in ORACLE["nemo_loss"]}
+    asked |= {name.split("/")[0] for name in ORACLE["verl_loss"]} | {
+        name.split("/")[-1] for name in ORACLE["nemo_loss"]
+    }
     assert {name for name in PRESETS if name.startswith(("verl_", "nemo_"))} <= asked
 
 
@@ -135,9 +147,13 @@ def test_verl_loss(name):
         case "clip":
             config = rl.LossConfig(**clip, dual_clip=1.3, aggregation=rest)
         case "gspo":
-            config = rl.LossConfig(ratio="sequence", clip_low=0.05, clip_high=0.08, aggregation=rest)
+            config = rl.LossConfig(
+                ratio="sequence", clip_low=0.05, clip_high=0.08, aggregation=rest
+            )
         case "fixed_length_5":
-            config = rl.LossConfig(**clip, dual_clip=1.3, aggregation="fixed_length", fixed_length=5)
+            config = rl.LossConfig(
+                **clip, dual_clip=1.3, aggregation="fixed_length", fixed_length=5
+            )
         case _:
             config = rl.LossConfig(**clip, objective=kind, aggregation=rest)
     expect(loss_and_grads(loss_inputs(data, mask, config), config), wanted, mask)
@@ -146,10 +162,14 @@ def test_verl_loss(name):
 @pytest.mark.parametrize("name", ORACLE["verl_kl"])
 def test_verl_kl(name):
     data = inputs_named("plain")
-    config = rl.LossConfig(kl_estimator=name.rstrip("+"), kl_gradient="k2" if name.endswith("+") else "estimator")
+    config = rl.LossConfig(
+        kl_estimator=name.rstrip("+"), kl_gradient="k2" if name.endswith("+") else "estimator"
+    )
 
     def loss_fn(logprobs):
-        kl = rl.kl_penalty(logprobs, jnp.asarray(data["reference"]), jnp.asarray(data["mask"]), config)
+        kl = rl.kl_penalty(
+            logprobs, jnp.asarray(data["reference"]), jnp.asarray(data["mask"]), config
+        )
         return rl.aggregate(kl, jnp.asarray(data["mask"]), config).value
 
     found = jax.jit(jax.value_and_grad(loss_fn))(jnp.asarray(data["current"]))
@@ -163,9 +183,13 @@ def nemo(**changes):
 GSPO = {"ratio": "sequence", "clip_low": 0.05, "clip_high": 0.08, "aggregation": "sequence_mean"}
 NEMO = {
     "tis_floor": (NEMO_CLIP, nemo(weights="token", min_weight=0.8, max_weight=1.5)),
-    "sequence_level": (NEMO_CLIP | {"aggregation": "sequence_mean"}, rl.CorrectionConfig(method="nemo_is")),
+    "sequence_level": (
+        NEMO_CLIP | {"aggregation": "sequence_mean"},
+        rl.CorrectionConfig(method="nemo_is"),
+    ),
     "seq_mask_tis_sequence_mean": (
-        NEMO_CLIP | {"aggregation": "sequence_mean"}, rl.CorrectionConfig(method="nemo_seq_mask_tis")
+        NEMO_CLIP | {"aggregation": "sequence_mean"},
+        rl.CorrectionConfig(method="nemo_seq_mask_tis"),
     ),
     "gspo": (GSPO, nemo()),
     "gspo_is": (GSPO, nemo(weights="sequence", bounds="keep")),
@@ -174,8 +198,11 @@ NEMO = {
     "reinforce": ({"objective": "reinforce"}, nemo()),
     "dual_clip": ({"dual_clip": 1.3}, nemo()),
     "on_policy": ({}, nemo()),
-    **{f"kl_{k}": ({"kl_coefficient": 0.1, "kl_estimator": k, "kl_gradient": "score"}, nemo()) for k in ("k1", "k2", "k3")},
-}  # fmt: skip
+    **{
+        f"kl_{k}": ({"kl_coefficient": 0.1, "kl_estimator": k, "kl_gradient": "score"}, nemo())
+        for k in ("k1", "k2", "k3")
+    },
+}
 
 
 @pytest.mark.parametrize("name", ORACLE["nemo_loss"])
@@ -183,9 +210,13 @@ def test_nemo_loss(name):
     wanted = ORACLE["nemo_loss"][name]
     inputs, _, method = name.rpartition("/")
     data = inputs_named(inputs or "plain")
-    settings, correction = NEMO[method] if method in NEMO else (NEMO_CLIP, rl.CorrectionConfig(method=method))
+    settings, correction = (
+        NEMO[method] if method in NEMO else (NEMO_CLIP, rl.CorrectionConfig(method=method))
+    )
     config = rl.RLConfig(**settings, correction=correction)
-    changes = {"reference_logprobs": jnp.asarray(data["reference"])} if config.kl_coefficient else {}
+    changes = (
+        {"reference_logprobs": jnp.asarray(data["reference"])} if config.kl_coefficient else {}
+    )
     if method == "on_policy":
         changes["old_logprobs"] = None
     inputs = loss_inputs(data, data["mask"], config, **changes)
@@ -205,7 +236,9 @@ def test_nemo_loss(name):
 def test_nemo_sequence_error_threshold(threshold):
     data = inputs_named("plain")
     config = nemo(reject=(f"seq_mean_error:{threshold}",))
-    kept = rl.kept_tokens(jnp.asarray(data["old"] - data["rollout"]), jnp.asarray(data["mask"]), config)
+    kept = rl.kept_tokens(
+        jnp.asarray(data["old"] - data["rollout"]), jnp.asarray(data["mask"]), config
+    )
     wanted = np.array(ORACLE["nemo_other"][f"seq_mean_error:{threshold}"], bool)
     assert 0 < wanted.sum() < len(wanted)
     np.testing.assert_array_equal(kept, data["mask"] & wanted[:, None])
@@ -217,7 +250,9 @@ def test_nemo_overlong_penalty():
 
 
 @pytest.mark.parametrize(("project", "ddof"), [("verl", 1), ("nemo", 0)])
-@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"])
+@pytest.mark.parametrize(
+    "estimator", ["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"]
+)
 def test_advantages(project, ddof, estimator):
     wanted = ORACLE[f"{project}_advantages"].get(estimator)
     if wanted is None:
@@ -227,4 +262,9 @@ def test_advantages(project, ddof, estimator):
     data = inputs_named("plain")
     lengths = jnp.maximum(jnp.asarray(data["mask"].sum(axis=1)), 1)
     config = rl.AdvantageConfig(estimator=estimator, ddof=ddof, epsilon=epsilon)
-    close(rl.group_advantages(jnp.asarray(data["rewards"]), SAMPLES_PER_PROMPT, config, lengths=lengths), wanted)
+    close(
+        rl.group_advantages(
+            jnp.asarray(data["rewards"]), SAMPLES_PER_PROMPT, config, lengths=lengths
+        ),
+        wanted,
+    )

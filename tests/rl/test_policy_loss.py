@@ -70,19 +70,27 @@ def make_inputs(batch, config=FULL, **changes):
 def loss_and_grads(inputs, config):
     """((loss, metrics), gradient with respect to logprobs)."""
     return jax.value_and_grad(
-        lambda logprobs: rl.policy_loss(dataclasses.replace(inputs, logprobs=logprobs), config), has_aux=True
+        lambda logprobs: rl.policy_loss(dataclasses.replace(inputs, logprobs=logprobs), config),
+        has_aux=True,
     )(inputs.logprobs)
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
     "config",
-    [rl.LossConfig(), rl.LossConfig(clip_high=0.28, dual_clip=1.3), rl.LossConfig(kl_coefficient=0.1), FULL],
+    [
+        rl.LossConfig(),
+        rl.LossConfig(clip_high=0.28, dual_clip=1.3),
+        rl.LossConfig(kl_coefficient=0.1),
+        FULL,
+    ],
 )
 def test_loss_and_metrics_match_float64(make_batch, config, seed):
     batch = make_batch(seed)
     weights = np.random.default_rng(seed).uniform(0.5, 2, batch["mask"].shape).astype(np.float32)
-    (loss, metrics), _ = loss_and_grads(make_inputs(batch, config, weights=jnp.asarray(weights)), config)
+    (loss, metrics), _ = loss_and_grads(
+        make_inputs(batch, config, weights=jnp.asarray(weights)), config
+    )
     expected = reference_loss(batch, config, weights)
     if config.dual_clip is None:
         expected.pop("clip_ratio/dual_mean")
@@ -109,7 +117,9 @@ def test_gradient_matches_finite_differences_of_the_float64_loss(make_batch, con
             moved = batch["logprobs"].astype(np.float64)
             moved[b, t] += sign * step
             sides.append(reference_loss(batch | {"logprobs": moved}, config)["loss"])
-        np.testing.assert_allclose(grads[b, t], (sides[0] - sides[1]) / (2 * step), rtol=1e-3, atol=1e-6)
+        np.testing.assert_allclose(
+            grads[b, t], (sides[0] - sides[1]) / (2 * step), rtol=1e-3, atol=1e-6
+        )
 
 
 @pytest.mark.parametrize(
@@ -128,7 +138,9 @@ def test_the_gradient_vanishes_exactly_where_the_clip_binds(advantage, ratio, mo
     config = rl.LossConfig(dual_clip=3.0)
     mask = jnp.ones((1, 1), bool)
     logprobs = jnp.log(jnp.full((1, 1), float(ratio)))
-    inputs = rl.LossInputs(logprobs, jnp.array([float(advantage)]), mask, jnp.array(1.0), jnp.zeros((1, 1)))
+    inputs = rl.LossInputs(
+        logprobs, jnp.array([float(advantage)]), mask, jnp.array(1.0), jnp.zeros((1, 1))
+    )
     _, grads = loss_and_grads(inputs, config)
     np.testing.assert_allclose(grads[0, 0], -advantage * ratio if moves else 0.0, rtol=1e-6)
 
@@ -152,7 +164,11 @@ def test_padding_may_hold_anything(make_batch, spoil_padding, float_mask):
     weights = np.random.default_rng(0).uniform(0.5, 2, mask.shape).astype(np.float32)
 
     def evaluate(batch, weights):
-        inputs = make_inputs(batch, weights=jnp.asarray(weights), mask=jnp.asarray(mask, float if float_mask else bool))
+        inputs = make_inputs(
+            batch,
+            weights=jnp.asarray(weights),
+            mask=jnp.asarray(mask, float if float_mask else bool),
+        )
         return loss_and_grads(inputs, FULL)
 
     clean = evaluate(batch, weights)
@@ -183,7 +199,9 @@ def test_nan_at_a_token_makes_the_loss_nan_and_a_huge_ratio_does_not(make_batch)
 @partial(jax.jit, static_argnums=2)
 def corrected_loss_and_grads(inputs, rollout, config):
     def loss_fn(logprobs):
-        return rl.corrected_policy_loss(dataclasses.replace(inputs, logprobs=logprobs), rollout, config)
+        return rl.corrected_policy_loss(
+            dataclasses.replace(inputs, logprobs=logprobs), rollout, config
+        )
 
     return jax.value_and_grad(loss_fn, has_aux=True)(inputs.logprobs)
 
@@ -191,18 +209,26 @@ def corrected_loss_and_grads(inputs, rollout, config):
 @pytest.mark.parametrize("on_policy", [False, True])
 def test_micro_batches_add_up_to_the_big_batch(make_batch, on_policy):
     batch = make_batch(5)
-    config = rl.RLConfig(**dataclasses.asdict(FULL), correction=rl.CorrectionConfig(method="token_tis"))
+    config = rl.RLConfig(
+        **dataclasses.asdict(FULL), correction=rl.CorrectionConfig(method="token_tis")
+    )
     rollout = jnp.asarray(batch["rollout"])
-    whole = make_inputs(batch, config, weights=None, **({"old_logprobs": None} if on_policy else {}))
+    whole = make_inputs(
+        batch, config, weights=None, **({"old_logprobs": None} if on_policy else {})
+    )
     (loss, metrics), grads = corrected_loss_and_grads(whole, rollout, config)
     expected = rl.metric_values(metrics)
 
     parts = []
     for rows in (slice(0, 2), slice(2, 4), slice(4, 6), slice(6, 8)):
         arrays = {name: x[rows] for name, x in vars(whole).items() if x is not None and x.ndim}
-        parts.append(corrected_loss_and_grads(dataclasses.replace(whole, **arrays), rollout[rows], config))
+        parts.append(
+            corrected_loss_and_grads(dataclasses.replace(whole, **arrays), rollout[rows], config)
+        )
     np.testing.assert_allclose(sum(part[0][0] for part in parts), loss, rtol=1e-6, atol=1e-7)
-    np.testing.assert_allclose(np.concatenate([part[1] for part in parts]), grads, rtol=1e-6, atol=1e-9)
+    np.testing.assert_allclose(
+        np.concatenate([part[1] for part in parts]), grads, rtol=1e-6, atol=1e-9
+    )
     reduced = rl.metric_values(reduce(rl.add_metrics, [part[0][1] for part in parts]))
     for name, value in expected.items():
         np.testing.assert_allclose(reduced[name], value, rtol=1e-6, atol=1e-7, err_msg=name)
@@ -232,7 +258,9 @@ def test_skipping_the_old_logprob_pass_gives_the_same_update(make_batch, method)
         def loss_fn(params):
             logprobs = tiny_policy(params, features, tokens)
             return rl.corrected_policy_loss(
-                make_inputs(batch, config, logprobs=logprobs, old_logprobs=old_logprobs, weights=None),
+                make_inputs(
+                    batch, config, logprobs=logprobs, old_logprobs=old_logprobs, weights=None
+                ),
                 jnp.asarray(batch["rollout"]),
                 config,
             )
@@ -252,7 +280,9 @@ def test_on_policy_gradient_is_the_policy_gradient(make_batch):
     batch = make_batch(4)
     inputs = make_inputs(batch, old_logprobs=None)
     (loss, _), grads = loss_and_grads(inputs, rl.LossConfig())
-    expected = -batch["advantages"].astype(np.float64)[:, None] * batch["mask"] / batch["mask"].sum()
+    expected = (
+        -batch["advantages"].astype(np.float64)[:, None] * batch["mask"] / batch["mask"].sum()
+    )
     np.testing.assert_allclose(grads, expected, rtol=1e-6)
     np.testing.assert_allclose(loss, expected.sum(), rtol=1e-5)
 
@@ -269,8 +299,13 @@ def test_only_logprobs_carry_a_gradient(make_batch):
 
 def test_advantages_may_be_given_for_each_token(make_batch):
     batch = make_batch()
-    expanded = batch | {"advantages": np.repeat(batch["advantages"][:, None], batch["mask"].shape[1], 1)}
-    found, expected = loss_and_grads(make_inputs(expanded), FULL), loss_and_grads(make_inputs(batch), FULL)
+    expanded = batch | {
+        "advantages": np.repeat(batch["advantages"][:, None], batch["mask"].shape[1], 1)
+    }
+    found, expected = (
+        loss_and_grads(make_inputs(expanded), FULL),
+        loss_and_grads(make_inputs(batch), FULL),
+    )
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), found, expected)
 
 
@@ -302,7 +337,9 @@ def test_bypass_clips_against_the_rollout_without_weights(make_batch, method, ha
     config = rl.RLConfig(correction=rl.CorrectionConfig(method=method, mode="bypass"))
     inputs = make_inputs(batch, config, weights=None, **({} if has_old else {"old_logprobs": None}))
     (loss, metrics), grads = corrected_loss_and_grads(inputs, jnp.asarray(batch["rollout"]), config)
-    np.testing.assert_allclose(loss, reference_loss(batch, config, old=batch["rollout"])["loss"], rtol=2e-5)
+    np.testing.assert_allclose(
+        loss, reference_loss(batch, config, old=batch["rollout"])["loss"], rtol=2e-5
+    )
     assert rl.metric_values(metrics)["correction/weight_max"] == 1.0
     ratio = np.exp(batch["logprobs"].astype(np.float64) - batch["rollout"])
     advantages = np.broadcast_to(batch["advantages"][:, None], ratio.shape)

@@ -21,10 +21,19 @@ from fp8rl_jax.errors import UserError
 
 def test_defaults_are_the_fields_usual_ones():
     config = RLConfig()
-    assert (config.clip_low, config.clip_high, config.dual_clip, config.kl_coefficient) == (0.2, 0.2, None, 0.0)
+    assert (config.clip_low, config.clip_high, config.dual_clip, config.kl_coefficient) == (
+        0.2,
+        0.2,
+        None,
+        0.0,
+    )
     assert (config.advantage.estimator, config.advantage.ddof) == ("grpo", 1)
     assert (config.objective, config.ratio, config.aggregation) == ("clip", "token", "token_mean")
-    assert not config.dynamic_sampling.enabled and not config.overlong.buffer and not config.entropy_coefficient
+    assert (
+        not config.dynamic_sampling.enabled
+        and not config.overlong.buffer
+        and not config.entropy_coefficient
+    )
     assert config.correction.method == "recipe"
     filled = config.correction.resolve("token_tis")
     assert (filled.mode, filled.weights, filled.max_weight) == ("decoupled", "token", 2.0)
@@ -69,11 +78,17 @@ def test_defaults_are_the_fields_usual_ones():
         (lambda: CorrectionConfig(denominator="some"), "rl.correction.denominator"),
         (lambda: CorrectionConfig(bypass_loss="ppo_clip"), "rl.correction.bypass_loss"),
         (lambda: CorrectionConfig(batch_normalize="yes"), "rl.correction.batch_normalize"),
-        (lambda: CorrectionConfig(method="none", batch_normalize=True), "rl.correction.batch_normalize"),
+        (
+            lambda: CorrectionConfig(method="none", batch_normalize=True),
+            "rl.correction.batch_normalize",
+        ),
         (lambda: CorrectionConfig(min_weight=-0.1), "rl.correction.min_weight"),
         (lambda: CorrectionConfig(method="icepop", min_weight=6.0), "rl.correction.min_weight"),
         (lambda: CorrectionConfig(method="k3", mode="bypass"), "rl.correction.denominator"),
-        (lambda: CorrectionConfig(method="token_tis", mode="bypass", batch_normalize=True), "rl.correction.batch_normalize"),
+        (
+            lambda: CorrectionConfig(method="token_tis", mode="bypass", batch_normalize=True),
+            "rl.correction.batch_normalize",
+        ),
         (lambda: CorrectionConfig(reject=("geo:1",)), "rl.correction.reject"),
         (lambda: CorrectionConfig(reject=("seq_max_k1:2",)), "rl.correction.reject"),
         (lambda: CorrectionConfig(reject=("token_k1:2:0.5",)), "rl.correction.reject"),
@@ -113,7 +128,9 @@ def test_every_preset_is_sound_and_filled_once(name):
 
 
 def test_fields_set_by_hand_go_before_the_preset():
-    config = CorrectionConfig(method="verl_decoupled_token_icepop", max_weight=3.0, reject=("seq_max_k3:0.5",)).filled()
+    config = CorrectionConfig(
+        method="verl_decoupled_token_icepop", max_weight=3.0, reject=("seq_max_k3:0.5",)
+    ).filled()
     assert (config.bounds, config.min_weight, config.max_weight) == ("mask", 0.5, 3.0)
     assert config.reject == ("seq_max_k3:0.5",)
     assert CorrectionConfig(method="k3", reject=()).filled().reject == ()
@@ -124,7 +141,9 @@ def test_quirks_of_verl_and_nemo_are_in_their_presets():
         config = CorrectionConfig(method=name).filled()
         assert config.inverse_k1 == name.startswith("verl_")
         assert (config.overflow == "zero") == name.startswith("nemo_")
-        assert config.denominator == ("all" if name.startswith(("nemo_", "verl_bypass")) else "kept")
+        assert config.denominator == (
+            "all" if name.startswith(("nemo_", "verl_bypass")) else "kept"
+        )
 
 
 def test_criteria_are_parsed():
@@ -134,7 +153,9 @@ def test_criteria_are_parsed():
     assert Criterion.parse("seq_max_k3:0.5") == Criterion("seq_max", "k3", float("-inf"), 0.5)
     for name in CRITERIA:
         level, _, statistic = name.rpartition("_")
-        assert (parsed := Criterion.parse(f"{name}:1.5")).level == level and parsed.statistic == statistic
+        assert (
+            parsed := Criterion.parse(f"{name}:1.5")
+        ).level == level and parsed.statistic == statistic
 
 
 def test_what_needs_the_whole_batch_says_why():
@@ -149,10 +170,19 @@ def test_what_needs_the_whole_batch_says_why():
 
 
 @pytest.mark.parametrize(
-    "setting", [{"top_k": 20}, {"top_p": 0.8}, {"min_p": 0.05}, {"bad_words": ["x"]}, {"logit_bias": {"7": 1.0}}]
+    "setting",
+    [
+        {"top_k": 20},
+        {"top_p": 0.8},
+        {"min_p": 0.05},
+        {"bad_words": ["x"]},
+        {"logit_bias": {"7": 1.0}},
+    ],
 )
 def test_truncated_sampling_needs_the_switch(setting):
-    with pytest.raises(UserError, match=f"{next(iter(setting))} = .*rl.correction.truncated_sampling"):
+    with pytest.raises(
+        UserError, match=f"{next(iter(setting))} = .*rl.correction.truncated_sampling"
+    ):
         check_sampling(CorrectionConfig(), **setting)
     for choice in ("behaviour", "policy"):
         assert check_sampling(CorrectionConfig(truncated_sampling=choice), **setting) is True
@@ -164,15 +194,31 @@ def test_full_sampling_passes_and_greedy_does_not():
     with pytest.raises(UserError, match="rollout.temperature"):
         check_sampling(CorrectionConfig(truncated_sampling="policy"), temperature=0.0)
     with pytest.raises(UserError, match="rollout.temperature"):
-        check_sampling(CorrectionConfig(truncated_sampling="behaviour"), temperature=0.0, bad_words=["x"])
+        check_sampling(
+            CorrectionConfig(truncated_sampling="behaviour"), temperature=0.0, bad_words=["x"]
+        )
 
 
 def test_every_field_is_documented_and_jax_is_not_imported():
-    program = "import sys, fp8rl_jax.config.rl; sys.exit('jax' in sys.modules or 'numpy' in sys.modules)"
+    program = (
+        "import sys, fp8rl_jax.config.rl; sys.exit('jax' in sys.modules or 'numpy' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
-    for cls in (AdvantageConfig, LossConfig, CorrectionConfig, RLConfig, OverlongConfig, DynamicSamplingConfig, Criterion):
+    for cls in (
+        AdvantageConfig,
+        LossConfig,
+        CorrectionConfig,
+        RLConfig,
+        OverlongConfig,
+        DynamicSamplingConfig,
+        Criterion,
+    ):
         source = open(sys.modules[cls.__module__].__file__).read().splitlines()
-        start = source.index(next(line for line in source if line.startswith(f"class {cls.__name__}")))
+        start = source.index(
+            next(line for line in source if line.startswith(f"class {cls.__name__}"))
+        )
         for field in cls.__annotations__:
-            line = next(i for i, text in enumerate(source) if i > start and text.startswith(f"    {field}:"))
+            line = next(
+                i for i, text in enumerate(source) if i > start and text.startswith(f"    {field}:")
+            )
             assert source[line + 1].startswith('    """'), field

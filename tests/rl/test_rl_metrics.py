@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 
 from fp8rl_jax import rl
-from fp8rl_jax.rl.masked import check_shapes, k3, masked_max, masked_mean, masked_sum, per_token, safe_divide
+from fp8rl_jax.rl.masked import (
+    check_shapes,
+    k3,
+    masked_max,
+    masked_mean,
+    masked_sum,
+    per_token,
+    safe_divide,
+)
 
 
 @pytest.mark.parametrize("dtype", [bool, np.float32])

@@ -1,4 +1,5 @@
-"""Weight sync of a policy with adapters: the base is converted once, and what is served is what the trainer holds."""
+"""Weight sync of a policy with adapters: the base is converted once, and what is served is what the
+trainer holds."""
 
 from __future__ import annotations
 
@@ -24,7 +25,11 @@ LORA = LoraConfig(rank=4, alpha=8.0)
 def adapters(seed: int):
     rng = np.random.default_rng(seed)
     return build_adapters(
-        CONFIG, LORA, lambda name, a, b: [jnp.asarray(rng.normal(size=s) * (s[-1] / 2) ** -0.5, jnp.float32) for s in (a, b)]
+        CONFIG,
+        LORA,
+        lambda name, a, b: [
+            jnp.asarray(rng.normal(size=s) * (s[-1] / 2) ** -0.5, jnp.float32) for s in (a, b)
+        ],
     )
 
 
@@ -38,7 +43,9 @@ def generate(engine):
 
 
 @pytest.mark.parametrize("unroll", [True, False], ids=["unroll", "scan"])
-@pytest.mark.parametrize(("name", "base"), [("bf16", "compute"), ("fp8-rollout", "compute"), ("fp8-rollout", "rollout")])
+@pytest.mark.parametrize(
+    ("name", "base"), [("bf16", "compute"), ("fp8-rollout", "compute"), ("fp8-rollout", "rollout")]
+)
 def test_the_base_is_converted_once_and_the_adapters_at_every_sync(name, base, unroll):
     engine, base = LocalEngine(RECIPES[name], jnp.float32, unroll), frozen(RECIPES[name], base)
     served = []
@@ -57,7 +64,11 @@ def test_the_base_is_converted_once_and_the_adapters_at_every_sync(name, base, u
     np.testing.assert_array_equal(rollout.tokens, generate(fresh).tokens)
     mask = np.asarray(rollout.mask)
     expected = take(log_softmax(full_logits(engine, rollout)), rollout.tokens)
-    np.testing.assert_allclose(np.asarray(rollout.policy_logprobs)[mask], expected[mask], atol=1e-4 if name == "bf16" else 0.3)
+    np.testing.assert_allclose(
+        np.asarray(rollout.policy_logprobs)[mask],
+        expected[mask],
+        atol=1e-4 if name == "bf16" else 0.3,
+    )
     engine.sync(join(adapters(1), make_policy(seed=1)))  # another base is served as it is
     assert not np.array_equal(engine.policy.embed_tokens.value, base.embed_tokens.value)
 

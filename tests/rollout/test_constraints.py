@@ -1,4 +1,5 @@
-"""Stop strings, bad words and logit bias in generate(), against text search and the formulas in float64."""
+"""Stop strings, bad words and logit bias in generate(), against text search and the formulas in
+float64."""
 
 from __future__ import annotations
 
@@ -9,7 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rollout.tiny import VOCAB, full_logits, hugging_face_mask, log_softmax, make_engine, make_prompts, take
+from rollout.tiny import (
+    VOCAB,
+    full_logits,
+    hugging_face_mask,
+    log_softmax,
+    make_engine,
+    make_prompts,
+    take,
+)
 
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.byte_tokenizer import ByteTokenizer
@@ -23,7 +32,8 @@ PLAIN = Sampling(max_new_tokens=12, temperature=TEMPERATURE)
 
 
 class Tokens:
-    """131 tokens of one to three letters out of a, b, c, and a special one: strings cross their borders often."""
+    """131 tokens of one to three letters out of a, b, c, and a special one: strings cross their
+    borders often."""
 
     def __init__(self):
         rng = np.random.default_rng(3)
@@ -67,13 +77,16 @@ def test_a_stop_string_ends_a_row_with_the_token_that_completes_it(engine, rollo
         np.testing.assert_array_equal(out.mask[b], np.arange(12) < (end or 12))
         assert bool(out.stopped[b]) == (end is not None)
         np.testing.assert_array_equal(out.tokens[b, : end or 12], free[: end or 12])
-        np.testing.assert_array_equal(out.policy_logprobs[b], np.where(out.mask[b], rollout.policy_logprobs[b], 0))
+        np.testing.assert_array_equal(
+            out.policy_logprobs[b], np.where(out.mask[b], rollout.policy_logprobs[b], 0)
+        )
         crossing += end is not None
     assert 2 <= crossing < 6
 
 
 def test_bad_words_and_a_bias_change_the_behaviour_and_not_the_policy(engine):
-    """With top-k and top-p, so that the order counts: bias, ban, temperature, then truncation of what is left."""
+    """With top-k and top-p, so that the order counts: bias, ban, temperature, then truncation of
+    what is left."""
     bias = {"ab": 3.0, "7": -2.0, "bc": 1.5}
     bad = ["cb", "aaa"]
     truncation = {"top_k": 60, "top_p": 0.9}
@@ -94,7 +107,9 @@ def test_bad_words_and_a_bias_change_the_behaviour_and_not_the_policy(engine):
     keep = hugging_face_mask(offered, **truncation)
     behaviour = take(log_softmax(np.where(keep, offered, -np.inf)), out.tokens)
     np.testing.assert_allclose(out.behaviour_logprobs, behaviour, atol=1e-4)
-    np.testing.assert_allclose(out.policy_logprobs, take(log_softmax(logits / TEMPERATURE), out.tokens), atol=1e-4)
+    np.testing.assert_allclose(
+        out.policy_logprobs, take(log_softmax(logits / TEMPERATURE), out.tokens), atol=1e-4
+    )
     assert np.abs(out.behaviour_logprobs - out.policy_logprobs).mean() > 0.1
 
 
@@ -111,16 +126,22 @@ def test_draws_follow_the_biased_and_banned_distribution():
     np.testing.assert_allclose(behaviour, expected[tokens], atol=1e-5)
     np.testing.assert_allclose(policy, log_softmax(logits / 0.8)[tokens], atol=1e-5)
     p = np.exp(expected)
-    deviation = (np.bincount(tokens, minlength=VOCAB) - rows * p)[~banned] / np.sqrt(rows * p * (1 - p))[~banned]
+    deviation = (np.bincount(tokens, minlength=VOCAB) - rows * p)[~banned] / np.sqrt(
+        rows * p * (1 - p)
+    )[~banned]
     assert not banned[tokens].any() and np.abs(deviation).max() < 5
 
 
 def test_greedy_takes_the_best_of_what_is_left(engine):
     base = Sampling(max_new_tokens=12, temperature=0)
     free = engine.generate(make_prompts(), 1, base, KEY)
-    out = engine.generate(make_prompts(), 1, sampling(base, bad_words=["a"], logit_bias={"5": 2.0}), KEY)
+    out = engine.generate(
+        make_prompts(), 1, sampling(base, bad_words=["a"], logit_bias={"5": 2.0}), KEY
+    )
     logits = full_logits(engine, out)
-    np.testing.assert_allclose(out.policy_logprobs, take(log_softmax(logits), out.tokens), atol=1e-4)
+    np.testing.assert_allclose(
+        out.policy_logprobs, take(log_softmax(logits), out.tokens), atol=1e-4
+    )
     logits[..., 5] += 2
     logits[..., ["a" in word for word in TOKENS.words]] = -np.inf
     np.testing.assert_array_equal(out.tokens, logits.argmax(-1))
@@ -137,7 +158,8 @@ def test_other_stop_strings_compile_nothing(engine):
 
 
 def test_prompt_logprobs_are_those_of_a_full_forward():
-    """Of a quantized rollout, at its temperature, up to flipped e4m3 roundings; what is not asked for is not there."""
+    """Of a quantized rollout, at its temperature, up to flipped e4m3 roundings; what is not asked
+    for is not there."""
     engine, prompts = make_engine("fp8-rl"), make_prompts()
     out = engine.generate(prompts, 1, PLAIN, KEY, prompt_logprobs=True)
     # the prompts as completions of their own first tokens
@@ -146,7 +168,9 @@ def test_prompt_logprobs_are_those_of_a_full_forward():
     real = np.arange(1, 9) < prompts.lengths[:, None]
     given = np.asarray(out.prompt_logprobs)
     error, cost = (
-        np.abs(given[:, 1:] - take(log_softmax(full_logits(e, shifted) / TEMPERATURE), shifted.tokens))[real]
+        np.abs(
+            given[:, 1:] - take(log_softmax(full_logits(e, shifted) / TEMPERATURE), shifted.tokens)
+        )[real]
         for e in (engine, make_engine("bf16"))
     )
     assert np.median(error) < 0.01 and error.max() < 0.1 and error.mean() < cost.mean() / 10
@@ -156,7 +180,12 @@ def test_prompt_logprobs_are_those_of_a_full_forward():
 
 def test_a_stream_shows_what_generate_returns(engine, rollout):
     """Plain and with everything on; the rows' tokens appear one by one and never change."""
-    full = sampling(dataclasses.replace(PLAIN, stop_token_ids=(7,)), stop_strings=["abcb"], bad_words=["cb"], logit_bias={"3": 1})
+    full = sampling(
+        dataclasses.replace(PLAIN, stop_token_ids=(7,)),
+        stop_strings=["abcb"],
+        bad_words=["cb"],
+        logit_bias={"3": 1},
+    )
     for setting in (PLAIN, full):
         whole = engine.generate(make_prompts(), 1, setting, KEY)
         seen = list(engine.stream(make_prompts(), setting, KEY))
@@ -192,7 +221,11 @@ def test_a_bias_names_tokens_by_text_or_id():
         (BYTES, {"logit_bias": {"9" * 5000: 1.0}}, "outside the vocabulary of 264"),
         (BYTES, {"logit_bias": {"ab": 1.0}}, r"'ab' is 2 tokens, \[97, 98\]"),
         (BYTES, {"logit_bias": {"": 1.0}}, "'' is 0 tokens"),
-        (BYTES, {"logit_bias": {"\ud800": 1.0}}, "rollout.logit_bias: the text holds a lone surrogate"),
+        (
+            BYTES,
+            {"logit_bias": {"\ud800": 1.0}},
+            "rollout.logit_bias: the text holds a lone surrogate",
+        ),
         (BYTES, {"logit_bias": {"97": 1.0, "a": 2.0}}, "'97' and 'a' are the same token, 97"),
     ],
 )
@@ -208,7 +241,9 @@ def test_bad_words_that_leave_nothing_are_refused():
         def token_bytes(self):
             return [b"a", b"b"]
 
-    with pytest.raises(UserError, match="rollout.bad_words: after 'a' every token would complete one"):
+    with pytest.raises(
+        UserError, match="rollout.bad_words: after 'a' every token would complete one"
+    ):
         make_constraints(Letters(), 2, bad_words=["ab", "aa"])
     with pytest.raises(UserError, match="rollout.bad_words: at the start every token"):
         make_constraints(Letters(), 2, bad_words=["a", "b"])

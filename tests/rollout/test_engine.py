@@ -45,7 +45,11 @@ def test_trainer_calibration_is_required_and_versions_count():
 
 def calibrated_engine(unroll: bool = True, **changes) -> LocalEngine:
     """Of fp8-rl, calibrated by the rollout on the prompts of seed 5."""
-    engine = LocalEngine(get_recipe("fp8-rl", PrecisionConfig(kv_calibration="rollout", **changes)), jnp.float32, unroll)
+    engine = LocalEngine(
+        get_recipe("fp8-rl", PrecisionConfig(kv_calibration="rollout", **changes)),
+        jnp.float32,
+        unroll,
+    )
     engine.sync(make_policy())
     engine.calibrate(make_prompts(seed=5))
     return engine
@@ -57,7 +61,8 @@ def table(scales) -> np.ndarray:
 
 
 def layer_by_layer(engine: LocalEngine, prompts, limits) -> np.ndarray:
-    """Scales found one layer at a time, each in a prefill of its own that serves the scales found for the layers before it."""
+    """Scales found one layer at a time, each in a prefill of its own that serves the scales found
+    for the layers before it."""
     layers = engine.policy.config.num_layers
     scales = np.ones((layers, 3), np.float32)
     real = np.arange(prompts.tokens.shape[1]) < prompts.lengths[:, None]
@@ -68,34 +73,45 @@ def layer_by_layer(engine: LocalEngine, prompts, limits) -> np.ndarray:
     for layer in range(layers):
         cache = KVCache(scales=KVScales(*map(jnp.asarray, scales.T)))
         seen = forward(
-            engine.policy, jnp.asarray(prompts.tokens), segment_ids=jnp.asarray(real, jnp.int32), cache=cache,
-            recipe=engine.recipe, phase="prefill", observe=amax,
-        )  # fmt: skip
+            engine.policy,
+            jnp.asarray(prompts.tokens),
+            segment_ids=jnp.asarray(real, jnp.int32),
+            cache=cache,
+            recipe=engine.recipe,
+            phase="prefill",
+            observe=amax,
+        )
         scales[layer] = np.asarray(seen.observed)[layer] / limits
     return scales
 
 
 def check_scales(found: np.ndarray, expected: np.ndarray) -> None:
-    """Equal in the first layer. Behind quantized attention a last bit may flip an e4m3 rounding, which moves an amax by some
-    per cent on one processor and not on another."""
+    """Equal in the first layer. Behind quantized attention a last bit may flip an e4m3 rounding,
+    which moves an amax by some per cent on one processor and not on another."""
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-6)
     np.testing.assert_allclose(found[1:], expected[1:], rtol=0.05)
 
 
 @pytest.mark.parametrize("unroll", [True, False])
 def test_rollout_calibration_is_that_of_the_forward_that_serves(unroll):
-    """Quantized activations, and each layer behind the quantized attention of those before it: not the trainer's forward."""
+    """Quantized activations, and each layer behind the quantized attention of those before it: not
+    the trainer's forward."""
     engine, prompts = calibrated_engine(unroll), make_prompts(seed=5)
     expected = layer_by_layer(engine, prompts, 448 / 1.05)
     check_scales(table(engine.scales), expected)
     trainers = table(calibrate_on_prompts(make_policy(), prompts, FULL, jnp.float32))
     assert (np.abs(trainers / expected - 1) > 1e-3).sum() >= 4  # of six
-    assert engine.finite["kv_scale"] and engine.generate(prompts, 1, Sampling(2), jax.random.key(0)).weight_version == 1
+    assert (
+        engine.finite["kv_scale"]
+        and engine.generate(prompts, 1, Sampling(2), jax.random.key(0)).weight_version == 1
+    )
 
 
 def test_verls_constants():
     engine = calibrated_engine(kv_rule="verl")
-    check_scales(table(engine.scales), layer_by_layer(engine, make_prompts(seed=5), [200, 200, 100]))
+    check_scales(
+        table(engine.scales), layer_by_layer(engine, make_prompts(seed=5), [200, 200, 100])
+    )
 
 
 def test_batches_are_measured_apart_and_joined_by_their_largest():
@@ -117,12 +133,19 @@ def test_only_an_explicit_call_calibrates_the_rollouts_cache():
     engine.sync(make_policy(seed=1))
     for ask in (engine.generate, engine.stream):
         options = (1, Sampling(2)) if ask == engine.generate else (Sampling(2),)
-        with pytest.raises(RuntimeError, match=r"no KV scales for these weights; call calibrate\(prompts\) after sync"):
+        with pytest.raises(
+            RuntimeError,
+            match=r"no KV scales for these weights; call calibrate\(prompts\) after sync",
+        ):
             ask(make_prompts(), *options, jax.random.key(0))
     engine.calibrate(make_prompts(seed=5))
-    np.testing.assert_allclose(engine.metrics["fp8/amax_k"], table(engine.scales)[:, 1].max() * 448 / 1.05, rtol=1e-6)
+    np.testing.assert_allclose(
+        engine.metrics["fp8/amax_k"], table(engine.scales)[:, 1].max() * 448 / 1.05, rtol=1e-6
+    )
     assert 20 < engine.metrics["fp8/quant_snr_db_k"] < 40  # under the scales of the weights before
-    with pytest.raises(RuntimeError, match="recipe 'bf16' does not calibrate a cache in the rollout"):
+    with pytest.raises(
+        RuntimeError, match="recipe 'bf16' does not calibrate a cache in the rollout"
+    ):
         make_engine("bf16").calibrate(make_prompts())
 
 
@@ -131,13 +154,18 @@ def test_calibration_sees_prompts_and_completions_and_no_padding():
     rng, (tokens, lengths, _) = np.random.default_rng(2), make_prompts((9, 4, 1, 6), (1, 2, 3, 4))
     completions = rng.integers(1, 131, (8, 5)).astype(np.int32)
     mask = np.arange(5) < np.array([5, 1, 3, 5, 2, 4, 1, 2])[:, None]
-    rows, ends = np.full((8, 14), 130, np.int32), np.repeat(lengths, 2) + mask.sum(1).astype(np.int32)
+    rows, ends = (
+        np.full((8, 14), 130, np.int32),
+        np.repeat(lengths, 2) + mask.sum(1).astype(np.int32),
+    )
     for row, prompt in enumerate(np.repeat(np.arange(4), 2)):
         real = [*tokens[prompt, : lengths[prompt]], *completions[row, mask[row]]]
         rows[row, : len(real)] = real
     options = {"recipe": RECIPES["bf16"], "dtype": jnp.float32}
     whole = observe_qkv(make_policy(), rows, ends, **options, micro_batches=2)
-    found = observe_qkv(make_policy(), tokens, lengths, completions, mask, **options, micro_batches=2)
+    found = observe_qkv(
+        make_policy(), tokens, lengths, completions, mask, **options, micro_batches=2
+    )
     assert found.amax.shape == (2, 2, 3)
     np.testing.assert_allclose(found.amax, whole.amax, rtol=1e-5)
     # the prompt once for both its samples, four query heads and two of keys and of values

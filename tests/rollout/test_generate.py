@@ -1,4 +1,5 @@
-"""generate() through the engine: against full forwards without a cache, and against itself in another order or layout."""
+"""generate() through the engine: against full forwards without a cache, and against itself in
+another order or layout."""
 
 from __future__ import annotations
 
@@ -7,7 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
-from rollout.tiny import VOCAB, WIDTH, full_logits, hugging_face_mask, log_softmax, make_engine, make_policy, make_prompts, take
+from rollout.tiny import (
+    VOCAB,
+    WIDTH,
+    full_logits,
+    hugging_face_mask,
+    log_softmax,
+    make_engine,
+    make_policy,
+    make_prompts,
+    take,
+)
 
 from fp8rl_jax.config.recipe import RECIPES
 from fp8rl_jax.models.logprobs import token_logprobs
@@ -38,16 +49,27 @@ def test_policy_logprobs_equal_a_full_forward(engine, rollout):
 
 
 def test_fp8_policy_logprobs_equal_a_full_forward_up_to_flipped_roundings():
-    """Same QTensors, KV scales and formats, so only the order of float32 sums differs. Where that moves a value across an
-    e4m3 rounding boundary, one operand changes by 2^-3 of itself, and later values of its row follow. Few values do, so most
-    log-probabilities agree to float32 and the rest stay far below what dropping a format costs. Which values lie that near to
-    a boundary depends on the processor, so the bounds are those costs and no absolute number."""
+    """Same QTensors, KV scales and formats, so only the order of float32 sums differs. Where that
+    moves a value across an e4m3 rounding boundary, one operand changes by 2^-3 of itself, and later
+    values of its row follow. Few values do, so most log-probabilities agree to float32 and the rest
+    stay far below what dropping a format costs. Which values lie that near to a boundary depends on
+    the processor, so the bounds are those costs and no absolute number."""
     engine = make_engine("fp8-rl")
     rollout = engine.generate(make_prompts(), 2, PLAIN, KEY)
-    error = np.abs(take(log_softmax(full_logits(engine, rollout) / 0.8), rollout.tokens) - rollout.policy_logprobs)
+    error = np.abs(
+        take(log_softmax(full_logits(engine, rollout) / 0.8), rollout.tokens)
+        - rollout.policy_logprobs
+    )
     plain = make_engine("bf16")
-    cost = np.abs(take(log_softmax(full_logits(plain, rollout) / 0.8), rollout.tokens) - rollout.policy_logprobs)
-    assert (error < 1e-4).mean() > 0.5 and error.max() < cost.max() / 2 and error.mean() < cost.mean() / 10
+    cost = np.abs(
+        take(log_softmax(full_logits(plain, rollout) / 0.8), rollout.tokens)
+        - rollout.policy_logprobs
+    )
+    assert (
+        (error < 1e-4).mean() > 0.5
+        and error.max() < cost.max() / 2
+        and error.mean() < cost.mean() / 10
+    )
 
 
 def test_truncated_behaviour_logprobs(engine):
@@ -57,7 +79,9 @@ def test_truncated_behaviour_logprobs(engine):
     keep = hugging_face_mask(logits, **settings)
     assert take(keep, out.tokens).all()
     tempered = logits / 1.2
-    np.testing.assert_allclose(out.policy_logprobs, take(log_softmax(tempered), out.tokens), atol=1e-4)
+    np.testing.assert_allclose(
+        out.policy_logprobs, take(log_softmax(tempered), out.tokens), atol=1e-4
+    )
     kept = log_softmax(np.where(keep, tempered, -np.inf))
     np.testing.assert_allclose(out.behaviour_logprobs, take(kept, out.tokens), atol=1e-4)
 
@@ -78,7 +102,9 @@ def test_stop_tokens_end_a_row_and_are_counted(engine, rollout):
         assert bool(out.stopped[b]) == bool(len(hits))
         np.testing.assert_array_equal(out.mask[b], np.arange(8) < end)
         np.testing.assert_array_equal(out.tokens[b, :end], row[:end])
-        np.testing.assert_allclose(out.policy_logprobs[b, :end], rollout.policy_logprobs[b, :end], atol=1e-5)
+        np.testing.assert_allclose(
+            out.policy_logprobs[b, :end], rollout.policy_logprobs[b, :end], atol=1e-5
+        )
         for field in (out.tokens, out.policy_logprobs, out.behaviour_logprobs):
             assert not np.asarray(field)[b, end:].any()
     assert out.stopped[0] and out.stopped[3]
@@ -86,7 +112,9 @@ def test_stop_tokens_end_a_row_and_are_counted(engine, rollout):
 
 def test_the_loop_ends_when_every_row_has_stopped(engine):
     """Any token stops: one draw each."""
-    out = engine.generate(make_prompts(), 2, Sampling(8, 0.8, stop_token_ids=tuple(range(VOCAB))), KEY)
+    out = engine.generate(
+        make_prompts(), 2, Sampling(8, 0.8, stop_token_ids=tuple(range(VOCAB))), KEY
+    )
     np.testing.assert_array_equal(out.mask, np.arange(8) < np.ones((6, 1)))
     assert out.stopped.all()
 
@@ -100,13 +128,17 @@ def test_a_prompt_alone_gets_the_same_completions(engine, rollout):
 def test_padding_is_not_read(engine, rollout):
     tokens, lengths, ids = make_prompts()
     rubbish = np.where(np.arange(WIDTH) < lengths[:, None], tokens, VOCAB - 1)
-    np.testing.assert_array_equal(engine.generate(Prompts(rubbish, lengths, ids), 2, PLAIN, KEY).tokens, rollout.tokens)
+    np.testing.assert_array_equal(
+        engine.generate(Prompts(rubbish, lengths, ids), 2, PLAIN, KEY).tokens, rollout.tokens
+    )
 
 
 def test_batch_order_does_not_matter(engine, rollout):
     order = np.array([2, 0, 1])
     out = engine.generate(Prompts(*(x[order] for x in make_prompts())), 2, PLAIN, KEY)
-    np.testing.assert_array_equal(np.asarray(out.tokens).reshape(3, 2, 8), np.asarray(rollout.tokens).reshape(3, 2, 8)[order])
+    np.testing.assert_array_equal(
+        np.asarray(out.tokens).reshape(3, 2, 8), np.asarray(rollout.tokens).reshape(3, 2, 8)[order]
+    )
 
 
 def test_samples_keys_and_ids_give_different_completions(engine, rollout):
@@ -114,22 +146,30 @@ def test_samples_keys_and_ids_give_different_completions(engine, rollout):
     assert len(np.unique(tokens, axis=0)) == 6
     prompts = make_prompts()
     assert (engine.generate(prompts, 2, PLAIN, jax.random.key(1)).tokens != tokens).any()
-    assert (engine.generate(prompts._replace(ids=prompts.ids + 100), 2, PLAIN, KEY).tokens != tokens).any()
+    assert (
+        engine.generate(prompts._replace(ids=prompts.ids + 100), 2, PLAIN, KEY).tokens != tokens
+    ).any()
     np.testing.assert_array_equal(engine.generate(prompts, 2, PLAIN, KEY).tokens, tokens)
 
 
 def test_neighbouring_problems_draw_apart(engine):
-    """One prompt under neighbouring ids: what is drawn depends on problem and sample apart, and not on their sum."""
-    prompts = Prompts(*(np.repeat(x[:1], 3, axis=0) for x in make_prompts()))._replace(ids=np.array([3, 4, 5], np.int32))
+    """One prompt under neighbouring ids: what is drawn depends on problem and sample apart, and not
+    on their sum."""
+    prompts = Prompts(*(np.repeat(x[:1], 3, axis=0) for x in make_prompts()))._replace(
+        ids=np.array([3, 4, 5], np.int32)
+    )
     out = engine.generate(prompts, 2, PLAIN, KEY)
     assert len(np.unique(np.asarray(out.tokens), axis=0)) == 6
     keys = jax.random.key_data(_row_keys(KEY, jnp.arange(40), 8))
     assert keys.shape[0] == 320 and len(np.unique(keys, axis=0)) == 320
-    np.testing.assert_array_equal(jax.random.key_data(_row_keys(KEY, jnp.array([7, 3]), 4)), keys[np.r_[56:60, 24:28]])
+    np.testing.assert_array_equal(
+        jax.random.key_data(_row_keys(KEY, jnp.array([7, 3]), 4)), keys[np.r_[56:60, 24:28]]
+    )
 
 
 def test_every_position_draws_anew(engine):
-    """Where all tokens are equally likely, a row draws 8 tokens out of 131, and not one of them 8 times."""
+    """Where all tokens are equally likely, a row draws 8 tokens out of 131, and not one of them 8
+    times."""
     flat = make_engine("bf16", policy=jax.tree.map(jnp.zeros_like, make_policy()))
     out = flat.generate(make_prompts(), 2, PLAIN, KEY)
     np.testing.assert_allclose(out.policy_logprobs, -np.log(VOCAB), rtol=1e-6)
@@ -138,9 +178,13 @@ def test_every_position_draws_anew(engine):
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8-rl"])
 def test_scanned_layers_decode_like_unrolled_ones(recipe):
-    outs = [make_engine(recipe, unroll).generate(make_prompts(), 2, PLAIN, KEY) for unroll in (True, False)]
+    outs = [
+        make_engine(recipe, unroll).generate(make_prompts(), 2, PLAIN, KEY)
+        for unroll in (True, False)
+    ]
     same = (np.asarray(outs[0].tokens) == np.asarray(outs[1].tokens)).all(-1)
-    assert same.all() if recipe == "bf16" else same.mean() >= 0.5  # a flipped e4m3 rounding may change a draw
+    # a flipped e4m3 rounding may change a draw
+    assert same.all() if recipe == "bf16" else same.mean() >= 0.5
     first = np.abs(outs[0].policy_logprobs - outs[1].policy_logprobs)[same]
     assert np.median(first) < 1e-4 and first.max() < (1e-4 if recipe == "bf16" else 0.1)
 
@@ -172,7 +216,9 @@ def test_no_array_of_all_logits_in_generate(unroll):
 
     def run(policy, scales):
         sampling = Sampling(width, 0.8, top_p=0.9)
-        return generate(policy, *prompts, KEY, scales, samples=6, sampling=sampling, recipe=RECIPES["fp8-rl"])
+        return generate(
+            policy, *prompts, KEY, scales, samples=6, sampling=sampling, recipe=RECIPES["fp8-rl"]
+        )
 
     found = list(sizes(jax.make_jaxpr(run)(engine.policy, engine.scales).jaxpr))
     assert max(size for size, _ in found) < rows * width * VOCAB

@@ -14,19 +14,42 @@ from fp8rl_jax.rollout.lines import read_lines, write_lines
 
 VOCAB, LIMIT = 300, 12
 
-SCALARS = st.one_of(st.none(), st.booleans(), st.integers(-5, 310), st.floats(), st.text(max_size=8), st.just("\ud800"))
-NESTED = st.recursive(SCALARS, lambda v: st.lists(v, max_size=4) | st.dictionaries(st.text(max_size=3), v, max_size=2))
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-5, 310),
+    st.floats(),
+    st.text(max_size=8),
+    st.just("\ud800"),
+)
+NESTED = st.recursive(
+    SCALARS, lambda v: st.lists(v, max_size=4) | st.dictionaries(st.text(max_size=3), v, max_size=2)
+)
 TOKENS = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=LIMIT)
 RECORDS = st.fixed_dictionaries(
-    {}, optional={"tokens": TOKENS | NESTED, "prompt": st.text(max_size=6) | NESTED, "messages": NESTED, "note": NESTED}
+    {},
+    optional={
+        "tokens": TOKENS | NESTED,
+        "prompt": st.text(max_size=6) | NESTED,
+        "messages": NESTED,
+        "note": NESTED,
+    },
 )
 TEXTS = st.one_of(
     RECORDS.map(lambda record: json.dumps(record).encode()),
     RECORDS.map(lambda record: json.dumps(record)[:-1].encode()),
     st.binary(max_size=12).map(lambda raw: raw.replace(b"\n", b"")),
-    st.sampled_from([b"", b"  ", b"{}", b'{"tokens": [1e2]}', b'{"prompt": "a", "x": 1e999}', b"[" * 3000]),
+    st.sampled_from(
+        [b"", b"  ", b"{}", b'{"tokens": [1e2]}', b'{"prompt": "a", "x": 1e999}', b"[" * 3000]
+    ),
     st.sampled_from(['{"prompt": "a"}'.encode(code) for code in ("utf-8-sig", "utf-16", "utf-32")]),
-    st.sampled_from([b'{"prompt": "\xff"}', b'{"prompt": "\xed\xa0\x80"}', b'{"tokens": [' + b"9" * 5000 + b"]}"]),
+    st.sampled_from(
+        [
+            b'{"prompt": "\xff"}',
+            b'{"prompt": "\xed\xa0\x80"}',
+            b'{"tokens": [' + b"9" * 5000 + b"]}",
+        ]
+    ),
 )
 
 
@@ -67,7 +90,9 @@ def test_every_line_is_answered_or_named(tmp_path_factory, texts):
         return
     assert not wrong and {line.number: line.tokens for line in lines} == wanted
     write_lines(directory / "out.jsonl", (line.record | {"tokens": line.tokens} for line in lines))
-    written = [json.loads(line) for line in (directory / "out.jsonl").read_text("ascii").splitlines()]
+    written = [
+        json.loads(line) for line in (directory / "out.jsonl").read_text("ascii").splitlines()
+    ]
     assert written == [line.record | {"tokens": line.tokens} for line in lines]
 
 
@@ -80,7 +105,9 @@ def test_numbers_that_json_lacks_are_found_before_the_work(tmp_path, number):
 
 def test_a_line_as_deep_as_can_be_read_can_be_written(tmp_path):
     for depth in range(100, 3000, 100):
-        (tmp_path / "in.jsonl").write_text('{"tokens": [1], "note": ' + "[" * depth + "]" * depth + "}")
+        (tmp_path / "in.jsonl").write_text(
+            '{"tokens": [1], "note": ' + "[" * depth + "]" * depth + "}"
+        )
         try:
             lines = read_lines(tmp_path / "in.jsonl", VOCAB, None, True, LIMIT)
         except UserError:

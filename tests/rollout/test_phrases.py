@@ -81,7 +81,9 @@ def test_a_dead_end_is_a_text_that_every_token_completes(phrases, vocab):
     for _ in range(6):
         assert not any(dead(text) for text in texts)
         texts = {text + token for text in texts for token in vocab}
-        texts = set(sorted(text for text in texts if not any(needle in text for needle in needles))[:50])
+        texts = set(
+            sorted(text for text in texts if not any(needle in text for needle in needles))[:50]
+        )
 
 
 def test_a_large_vocabulary_takes_a_small_table():
@@ -103,5 +105,7 @@ def test_empty_and_endless_phrases_are_refused():
         table_of(["a" * 40000], key="rollout.stop_strings")
     with pytest.raises(UserError, match="rollout.stop_strings: .*lone surrogate"):
         table_of(["\ud800"], key="rollout.stop_strings")
-    with pytest.raises(UserError, match="rollout.bad_words: a table of 30001 states x 2237 kinds of tokens is more"):
+    with pytest.raises(
+        UserError, match="rollout.bad_words: a table of 30001 states x 2237 kinds of tokens is more"
+    ):
         table_of(["a" * 30000], [b"a" * n for n in range(1, 3000)], key="rollout.bad_words")

@@ -34,7 +34,9 @@ def logits():
 def test_frequencies_and_logprobs(logits, settings):
     sampling = Sampling(**settings)
     keys = jax.random.split(jax.random.key(1), ROWS)
-    tokens, behaviour, policy = jax.jit(draw, static_argnums=2)(jnp.tile(logits, (ROWS, 1)), keys, sampling)
+    tokens, behaviour, policy = jax.jit(draw, static_argnums=2)(
+        jnp.tile(logits, (ROWS, 1)), keys, sampling
+    )
     tokens = np.asarray(tokens)
     keep = hugging_face_mask(logits, **settings)
     assert keep[tokens].all()  # never a truncated token
@@ -47,7 +49,10 @@ def test_frequencies_and_logprobs(logits, settings):
     big = mean >= 10
     observed, wanted = counts[big], mean[big]
     if mean[~big].sum() > 0:
-        observed, wanted = np.append(observed, counts[~big].sum()), np.append(wanted, mean[~big].sum())
+        observed, wanted = (
+            np.append(observed, counts[~big].sum()),
+            np.append(wanted, mean[~big].sum()),
+        )
     degrees = len(observed) - 1
     statistic = ((observed - wanted) ** 2 / wanted).sum()
     # Wilson-Hilferty: the cube root of chi-square / degrees is nearly normal; 4 deviations
@@ -62,13 +67,16 @@ EDGES = [{"top_k": 1}, {"top_k": 500}, {"top_p": 0.05}, {"top_p": 0.999}, {"min_
 def test_truncation_equals_hugging_face(settings):
     logits = np.random.default_rng(2).normal(0, 2, (200, VOCAB)).astype(np.float32)
     tempered = logits / settings.get("temperature", 1.0)
-    mask = truncation_mask(jnp.exp(tempered - tempered.max(-1, keepdims=True)), Sampling(**settings))
+    mask = truncation_mask(
+        jnp.exp(tempered - tempered.max(-1, keepdims=True)), Sampling(**settings)
+    )
     np.testing.assert_array_equal(mask, hugging_face_mask(logits, **settings))
     assert np.asarray(mask)[np.arange(200), logits.argmax(-1)].all()
 
 
 def test_a_zero_weight_is_never_drawn_from_a_large_vocabulary():
-    """40 000 tokens, most of them truncated: whole blocks of 128 without a survivor, where a parallel sum rounds."""
+    """40 000 tokens, most of them truncated: whole blocks of 128 without a survivor, where a
+    parallel sum rounds."""
     rows, vocab = 400, 40_000
     rng = np.random.default_rng(3)
     logits = jnp.asarray(rng.normal(0, 1, (rows, vocab)), jnp.float32)
@@ -77,7 +85,9 @@ def test_a_zero_weight_is_never_drawn_from_a_large_vocabulary():
     tokens, behaviour, _ = jax.jit(draw, static_argnums=2)(logits, keys, sampling)
     mask = np.asarray(logits) >= np.sort(np.asarray(logits), -1)[:, -50:-49]
     assert mask[np.arange(rows), np.asarray(tokens)].all()
-    np.testing.assert_allclose(behaviour, take(log_softmax(np.where(mask, logits, -np.inf)), tokens), atol=1e-5)
+    np.testing.assert_allclose(
+        behaviour, take(log_softmax(np.where(mask, logits, -np.inf)), tokens), atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("size", [128, 1200])
@@ -87,14 +97,20 @@ def test_search_never_lands_on_a_zero_weight(size):
     weights[np.random.default_rng(5).random(size) < 0.6] = 0
     total = np.asarray(jnp.cumsum(weights))
     u = (total / total[-1]).astype(np.float32)
-    u = np.clip(np.concatenate([[0.0], u, np.nextafter(u, np.float32(0)), np.nextafter(u, np.float32(2))]), 0, 1 - 2.0**-24)
+    u = np.clip(
+        np.concatenate([[0.0], u, np.nextafter(u, np.float32(0)), np.nextafter(u, np.float32(2))]),
+        0,
+        1 - 2.0**-24,
+    )
     index = jax.vmap(_search, (None, 0))(jnp.asarray(weights), jnp.asarray(u, jnp.float32))
     assert (weights[np.asarray(index)] > 0).all()
 
 
 def test_greedy(logits):
     rows = jnp.asarray(np.stack([logits, np.roll(logits, 5)]))
-    tokens, behaviour, policy = draw(rows, jax.random.split(jax.random.key(0), 2), Sampling(temperature=0))
+    tokens, behaviour, policy = draw(
+        rows, jax.random.split(jax.random.key(0), 2), Sampling(temperature=0)
+    )
     np.testing.assert_array_equal(tokens, np.argmax(rows, -1))
     np.testing.assert_array_equal(behaviour, 0)
     np.testing.assert_allclose(policy, take(log_softmax(rows), tokens), atol=1e-5)

@@ -1,4 +1,5 @@
-"""Text with stop strings cut off, whole and streamed, against a reader that goes letter by letter."""
+"""Text with stop strings cut off, whole and streamed, against a reader that goes letter by
+letter."""
 
 from __future__ import annotations
 
@@ -8,7 +9,9 @@ from hypothesis import strategies as st
 from fp8rl_jax.rollout.stop_text import TextStream, cut_text, find_stop
 
 STOPS = st.lists(st.text("ab é", min_size=1, max_size=4), max_size=3)
-PIECES = st.lists(st.one_of(st.text("ab é", max_size=4).map(str.encode), st.binary(max_size=2)), max_size=12)
+PIECES = st.lists(
+    st.one_of(st.text("ab é", max_size=4).map(str.encode), st.binary(max_size=2)), max_size=12
+)
 
 
 def read(text: str, stops: list[str]) -> tuple[str, str | None]:
@@ -28,7 +31,9 @@ def test_cut_and_streamed_text_are_those_of_a_slow_reader(pieces, stops):
     shown, stop = read(text, stops)
     assert cut_text(text, raw, stops) == (shown, stop)
     assert cut_text(text, raw, stops, include=True) == (shown + (stop or ""), stop)
-    assert cut_text(text.removeprefix(" "), raw, stops)[0] == (shown if stop == " " and not shown else shown.removeprefix(" "))
+    assert cut_text(text.removeprefix(" "), raw, stops)[0] == (
+        shown if stop == " " and not shown else shown.removeprefix(" ")
+    )
     stream = TextStream(pieces, stops)
     out = [stream.feed([i]) for i in range(len(pieces))]
     assert "".join(out) + stream.finish() == shown
@@ -37,9 +42,23 @@ def test_cut_and_streamed_text_are_those_of_a_slow_reader(pieces, stops):
 def test_nothing_is_held_back_without_need():
     pieces = [b"x", b"\xc3", b"\xa9", b"E", b"N", b"x", b"END", b"y"]
     stream = TextStream(pieces, ["END"])
-    assert [stream.feed([i]) for i in range(8)] == ["x", "", "é", "", "", "ENx", "", ""] and stream.finish() == ""
+    assert [stream.feed([i]) for i in range(8)] == [
+        "x",
+        "",
+        "é",
+        "",
+        "",
+        "ENx",
+        "",
+        "",
+    ] and stream.finish() == ""
     stream = TextStream(pieces)
-    assert [stream.feed([i]) for i in (0, 8, 3, 1)] == ["x", "", "E", ""] and stream.finish() == "\ufffd"
+    assert [stream.feed([i]) for i in (0, 8, 3, 1)] == [
+        "x",
+        "",
+        "E",
+        "",
+    ] and stream.finish() == "\ufffd"
 
 
 def test_the_string_that_ends_first_counts_and_then_the_longest():

@@ -23,7 +23,9 @@ WIDTH = 9
 def make_policy(seed: int = 0):
     """Random weights, scaled so that the logits spread over several nats."""
     policy = init_policy(CONFIG, jax.random.key(seed))
-    return jax.tree.map(lambda x: x * 4.0 if x.ndim > 1 and x.shape[-1] > 32 and x.std() > 0 else x, policy)
+    return jax.tree.map(
+        lambda x: x * 4.0 if x.ndim > 1 and x.shape[-1] > 32 and x.std() > 0 else x, policy
+    )
 
 
 def make_prompts(lengths=(9, 4, 1), ids=(7, 3, 11), seed: int = 0) -> Prompts:
@@ -35,12 +37,15 @@ def make_engine(name: str = "bf16", unroll: bool = True, policy=None) -> LocalEn
     """Synced, float32 compute; scales calibrated on a fixed batch where the recipe wants them."""
     engine = LocalEngine(RECIPES[name], jnp.float32, unroll)
     policy = make_policy() if policy is None else policy
-    engine.sync(policy, calibrate_on_prompts(policy, make_prompts(seed=5), engine.recipe, jnp.float32))
+    engine.sync(
+        policy, calibrate_on_prompts(policy, make_prompts(seed=5), engine.recipe, jnp.float32)
+    )
     return engine
 
 
 def full_logits(engine: LocalEngine, rollout) -> np.ndarray:
-    """[b, t, vocab] float64 logits that predict the completion tokens: prompt and completion as one row, no cache."""
+    """[b, t, vocab] float64 logits that predict the completion tokens: prompt and completion as one
+    row, no cache."""
     tokens, lengths = np.asarray(rollout.tokens), np.asarray(rollout.prompts.lengths)
     rows, width = tokens.shape
     n = rows // len(lengths)
@@ -51,11 +56,20 @@ def full_logits(engine: LocalEngine, rollout) -> np.ndarray:
         joined[b, start : start + width] = tokens[b]
     hidden = _hidden(engine.policy, joined, engine.scales, engine.recipe)
     logits = np.asarray(hidden, np.float64) @ np.asarray(engine.policy.head, np.float64).T
-    return np.stack([logits[b, lengths[b // n] - 1 : lengths[b // n] - 1 + width] for b in range(rows)])
+    return np.stack(
+        [logits[b, lengths[b // n] - 1 : lengths[b // n] - 1 + width] for b in range(rows)]
+    )
 
 
 def _hidden_of(policy, tokens, scales, recipe):
-    return forward(policy, tokens, cache=KVCache(scales=scales), recipe=recipe, phase="prefill", keep_cache=False).hidden
+    return forward(
+        policy,
+        tokens,
+        cache=KVCache(scales=scales),
+        recipe=recipe,
+        phase="prefill",
+        keep_cache=False,
+    ).hidden
 
 
 _hidden = jax.jit(_hidden_of, static_argnums=3)
@@ -72,7 +86,8 @@ def take(table, tokens) -> np.ndarray:
 
 
 def hugging_face_mask(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> np.ndarray:
-    """Tokens that transformers' warpers keep, in its order: temperature, top-k, top-p, min-p; rows one by one, float64."""
+    """Tokens that transformers' warpers keep, in its order: temperature, top-k, top-p, min-p; rows
+    one by one, float64."""
     keep = np.ones(np.shape(logits), bool)
     for index in np.ndindex(*np.shape(logits)[:-1]):
         row = np.asarray(logits[index], np.float64) / temperature

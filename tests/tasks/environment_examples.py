@@ -21,7 +21,11 @@ class Guess:
             os._exit(3)
         guess = int(text)
         hint = "too small" if guess < self.number else "too large"
-        return [{"role": self.role, "content": f"{guess} is {hint}"}], float(guess == self.number), guess == self.number
+        return (
+            [{"role": self.role, "content": f"{guess} is {hint}"}],
+            float(guess == self.number),
+            guess == self.number,
+        )
 
 
 class Forgetful(Guess):
@@ -43,9 +47,15 @@ class NoPrompt(Guess):
 
 class BadStep(Guess):
     RESULTS = {
-        "0": None, "1": ("x", 1.0), "2": ("x", "1.0", False), "3": ("x", float("nan"), True), "4": ("x", 1.0, 1),
-        "5": ([], 1.0, False), "6": ([{"role": "assistant", "content": "x"}], 1.0, False), "7": (3, 1.0, False),
-    }  # fmt: skip
+        "0": None,
+        "1": ("x", 1.0),
+        "2": ("x", "1.0", False),
+        "3": ("x", float("nan"), True),
+        "4": ("x", 1.0, 1),
+        "5": ([], 1.0, False),
+        "6": ([{"role": "assistant", "content": "x"}], 1.0, False),
+        "7": (3, 1.0, False),
+    }
 
     def step(self, text):
         return self.RESULTS[text]
@@ -57,7 +67,8 @@ class NoStep:
 
 
 class Parity:
-    """Say characters whose codes have the parity that was named last; a turn is rewarded by its part of them."""
+    """Say characters whose codes have the parity that was named last; a turn is rewarded by its
+    part of them."""
 
     def __init__(self, turns=2):
         self.turns = turns

@@ -1,4 +1,5 @@
-"""Rewards that start processes; the completion says which, and what the reward does then: `KIND THEN PID_FILE`."""
+"""Rewards that start processes; the completion says which, and what the reward does then: `KIND
+THEN PID_FILE`."""
 
 import os
 import signal
@@ -44,7 +45,8 @@ def stubborn(path):
 
 
 def daemon(path):
-    """Fork, setsid, fork: nothing but its parents' numbers ties it to this process, and the parents are gone."""
+    """Fork, setsid, fork: nothing but its parents' numbers ties it to this process, and the parents
+    are gone."""
     if os.fork() == 0:
         os.setsid()
         if os.fork() == 0:
@@ -61,7 +63,8 @@ def group(path):
 
 
 def bomb(path):
-    """2^9 processes, each in a session of its own, unless somebody stops it; a real one would go on."""
+    """2^9 processes, each in a session of its own, unless somebody stops it; a real one would go
+    on."""
     write(path, os.getpid())
     for _ in range(9):
         if os.fork() == 0:
@@ -108,7 +111,12 @@ def big_file(completion, **_):
             for _ in range(int(size)):
                 file.write(bytes(2**20))
         return 1.0
-    return float(subprocess.run(["dd", "if=/dev/zero", f"of={path}", "bs=1M", f"count={size}"], check=False).returncode == 0)
+    return float(
+        subprocess.run(
+            ["dd", "if=/dev/zero", f"of={path}", "bs=1M", f"count={size}"], check=False
+        ).returncode
+        == 0
+    )
 
 
 def stops_its_supervisor(completion, **_):

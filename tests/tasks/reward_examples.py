@@ -7,7 +7,14 @@ import subprocess
 import sys
 import time
 
-VALUES = {"none": None, "nan": float("nan"), "inf": -float("inf"), "huge": 1e300, "text": "1.0", "list": [1.0]}
+VALUES = {
+    "none": None,
+    "nan": float("nan"),
+    "inf": -float("inf"),
+    "huge": 1e300,
+    "text": "1.0",
+    "list": [1.0],
+}
 
 
 def length(prompt, completion, answer, metadata):
@@ -108,7 +115,10 @@ def batch_faulty(completions, answers, **_):
         time.sleep(0.4 * len(completions))
     if "count" in completions:
         return [len(completions)] * len(completions)
-    return [None if text == "no score" else float(text) if text[0].isdigit() else 0.5 for text in completions]
+    return [
+        None if text == "no score" else float(text) if text[0].isdigit() else 0.5
+        for text in completions
+    ]
 
 
 def batch_two_arguments(completions, scale):

@@ -37,7 +37,9 @@ def test_held_out_prompts_never_appear_in_training():
 
 def test_prompts_that_a_template_makes_equal_count_once():
     # The template shows the first term alone: ten different prompts.
-    task = TaskConfig(args=ONE_DIGIT, prompt_template="{metadata[expression][0]}", train_size=6, eval_size=4)
+    task = TaskConfig(
+        args=ONE_DIGIT, prompt_template="{metadata[expression][0]}", train_size=6, eval_size=4
+    )
     train, held_out = load_splits(task)
     assert sorted(prompts(train) + prompts(held_out)) == [str(digit) for digit in range(10)]
 
@@ -59,14 +61,21 @@ def test_a_seed_determines_the_data():
 
 def test_neighbouring_seeds_give_unrelated_problems():
     args = {"min_terms": 4, "max_terms": 4, "min_digits": 4, "max_digits": 4}
-    first, second = (load_splits(TaskConfig(args=args, seed=seed, train_size=100, eval_size=0))[0] for seed in (0, 1))
+    first, second = (
+        load_splits(TaskConfig(args=args, seed=seed, train_size=100, eval_size=0))[0]
+        for seed in (0, 1)
+    )
     assert not set(prompts(first)) & set(prompts(second))
 
 
 def test_templates_make_prompt_and_target():
-    task = rows_task(prompt_template="Q: {question} ({metadata[level]})", answer_template="A: {answer}.")
+    task = rows_task(
+        prompt_template="Q: {question} ({metadata[level]})", answer_template="A: {answer}."
+    )
     train, _ = load_splits(task)
-    example = next(example for example in train.examples if example.answer == "3" or example.answer == "5")
+    example = next(
+        example for example in train.examples if example.answer == "3" or example.answer == "5"
+    )
     assert example.prompt == f"Q: Say {example.answer} (1)"
     assert example.target == f"A: {example.answer}."
     assert example.entry["metadata"] == {"level": 1}
@@ -74,13 +83,17 @@ def test_templates_make_prompt_and_target():
 
 
 def test_a_template_that_does_not_fit_names_what_there_is():
-    with pytest.raises(UserError, match="task.prompt_template.*KeyError: 'word'.*their metadata has level"):
+    with pytest.raises(
+        UserError, match="task.prompt_template.*KeyError: 'word'.*their metadata has level"
+    ):
         load_splits(rows_task(prompt_template="{metadata[word]}"))
 
 
 def test_a_list_is_shuffled_by_the_seed_and_used_up():
     train, held_out = load_splits(rows_task(args={"count": 40}))
-    assert len(train) == 38 and {e.answer for e in train.examples + held_out.examples} == set(map(str, range(40)))
+    assert len(train) == 38 and {e.answer for e in train.examples + held_out.examples} == set(
+        map(str, range(40))
+    )
     other, _ = load_splits(rows_task(args={"count": 40}, seed=1))
     assert prompts(train) != prompts(other)
 
@@ -104,8 +117,13 @@ def test_a_generator_holds_out_256_and_a_tenth_where_it_runs_out():
     assert (len(train), len(held_out)) == (40, 256)
     # of the 200 sums of two digits
     train, held_out = load_splits(TaskConfig(args=ONE_DIGIT, train_size=150))
-    assert (len(train), len(held_out)) == (150, 20) and not set(prompts(train)) & set(prompts(held_out))
-    with pytest.raises(UserError, match=r"has 200 .*than task.eval_size = 20 \(unset, so a tenth\) and task.train_size = 181"):
+    assert (len(train), len(held_out)) == (150, 20) and not set(prompts(train)) & set(
+        prompts(held_out)
+    )
+    with pytest.raises(
+        UserError,
+        match=r"has 200 .*than task.eval_size = 20 \(unset, so a tenth\) and task.train_size = 181",
+    ):
         load_splits(TaskConfig(args=ONE_DIGIT, train_size=181))
 
 
@@ -119,9 +137,17 @@ def test_nothing_is_held_out_where_eval_size_is_0():
     [
         (rows_task("no_rows"), "is an empty data set"),
         (rows_task("no_rows", eval_size=None), "is an empty data set"),
-        (rows_task(eval_size=None, args={"count": 1}), r"has 1 distinct prompts, fewer than task.eval_size = 1 \(unset"),
+        (
+            rows_task(eval_size=None, args={"count": 1}),
+            r"has 1 distinct prompts, fewer than task.eval_size = 1 \(unset",
+        ),
         (rows_task("bad_rows"), "row 2 needs a prompt"),
-        (rows_task("length", args=dict.fromkeys(("prompt", "completion", "answer", "metadata"), "")), "returned float"),
+        (
+            rows_task(
+                "length", args=dict.fromkeys(("prompt", "completion", "answer", "metadata"), "")
+            ),
+            "returned float",
+        ),
         (rows_task(eval_size=8), "has 8 distinct prompts"),
         (rows_task(train_size=7), "has 8 distinct prompts"),
         (rows_task(args={"metadata": 3}), "metadata of row"),
@@ -166,5 +192,11 @@ def test_chat_messages():
 
 
 def test_the_configuration_needs_no_third_party_module():
-    code = "import sys, fp8rl_jax.config.tasks; print({m for m in ('jax', 'numpy', 'reasoning_gym') if m in sys.modules})"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "set()"
+    code = (
+        "import sys, fp8rl_jax.config.tasks; print({m for m in ('jax', 'numpy', "
+        "'reasoning_gym') if m in sys.modules})"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip()
+        == "set()"
+    )

@@ -1,4 +1,5 @@
-"""Episodes with environments: what the workers play, and which tokens of an episode are trained on."""
+"""Episodes with environments: what the workers play, and which tokens of an episode are trained
+on."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -23,9 +24,13 @@ NOTHING = Sampled((1,), (2,), (0.0,), (0.0,), stopped=True, weight_version=1)
 def task_of(cls="Guess", max_turns=4, **reward):
     settings = {"num_workers": 1, "timeout": 1.0, **reward}
     return TaskConfig(
-        kind="environment", name=f"{ENVIRONMENTS}:{cls}", max_turns=max_turns, train_size=8, eval_size=4,
+        kind="environment",
+        name=f"{ENVIRONMENTS}:{cls}",
+        max_turns=max_turns,
+        train_size=8,
+        eval_size=4,
         reward=RewardConfig(**settings),
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +43,10 @@ def guessing():
 
 def play(pool, episodes, texts):
     scores = pool.play(episodes, texts)
-    after = [e.after(NOTHING, text, turn, 4) for e, text, turn in zip(episodes, texts, scores.turns, strict=True)]
+    after = [
+        e.after(NOTHING, text, turn, 4)
+        for e, text, turn in zip(episodes, texts, scores.turns, strict=True)
+    ]
     return after, scores
 
 
@@ -65,7 +73,9 @@ def test_an_episode_goes_on_until_it_is_done(guessing):
     (first,), scores = play(pool, episodes[:1], [str(number)])
     assert first.done and first.reward == 1 and scores.rewards.tolist() == [1]
     whole = episode_scores([first, episodes[1]], [scores], partial_credit=True)
-    assert whole.correct.tolist() == [True, True] and whole.metrics()["rewards/environment/mean"] == 1
+    assert (
+        whole.correct.tolist() == [True, True] and whole.metrics()["rewards/environment/mean"] == 1
+    )
 
 
 def test_an_episode_ends_after_max_turns_and_takes_no_more(guessing):
@@ -81,7 +91,11 @@ def test_an_episode_ends_after_max_turns_and_takes_no_more(guessing):
 
 @pytest.mark.parametrize(
     ("text", "error"),
-    [("sleep", "no score after 1 s"), ("die", "exited with status 3"), ("x", "ValueError: invalid literal")],
+    [
+        ("sleep", "no score after 1 s"),
+        ("die", "exited with status 3"),
+        ("x", "ValueError: invalid literal"),
+    ],
 )
 def test_a_turn_that_fails_ends_its_episode_alone(guessing, text, error):
     pool, train = guessing
@@ -103,11 +117,15 @@ def test_an_environment_that_is_no_function_of_seed_and_texts_is_found_out():
         episodes, scores = play(pool, [Episode(train[0])], ["a"])
         assert scores.errors == 0
         _, scores = play(pool, episodes, ["b"])
-    assert scores.first_error.startswith("step gave another observation when turn 1 was played again")
+    assert scores.first_error.startswith(
+        "step gave another observation when turn 1 was played again"
+    )
     task = task_of("Moody")
     train, _ = load_splits(task)
     with RewardPool(task) as pool:
-        assert pool.play([Episode(train[0])], ["a"]).first_error.startswith("reset gave another prompt than at the start")
+        assert pool.play([Episode(train[0])], ["a"]).first_error.startswith(
+            "reset gave another prompt than at the start"
+        )
 
 
 def test_a_result_that_breaks_the_protocol_is_an_error_of_its_sample():
@@ -116,10 +134,15 @@ def test_a_result_that_breaks_the_protocol_is_an_error_of_its_sample():
     with RewardPool(task) as pool:
         for text in map(str, range(8)):
             scores = pool.play([Episode(train[0])], [text])
-            assert scores.errors == 1 and scores.turns == [None] and "\n" not in scores.first_error, text
+            assert (
+                scores.errors == 1 and scores.turns == [None] and "\n" not in scores.first_error
+            ), text
 
 
-@pytest.mark.parametrize(("cls", "message"), [("NoPrompt", r"reset\(\d+\)"), ("NoStep", "has no method step"), ("Nix", "Nix")])
+@pytest.mark.parametrize(
+    ("cls", "message"),
+    [("NoPrompt", r"reset\(\d+\)"), ("NoStep", "has no method step"), ("Nix", "Nix")],
+)
 def test_an_environment_that_cannot_be_used_is_one_clear_line(cls, message):
     with pytest.raises(UserError, match=message) as raised:
         load_splits(task_of(cls))
@@ -140,7 +163,10 @@ def test_one_turn_scores_like_any_reward_and_several_are_refused_there(guessing)
 
 
 def test_settings_that_do_not_fit():
-    faults = [*TaskConfig(max_turns=2).problems(), *TaskConfig(kind="environment", name="Guess").problems()]
+    faults = [
+        *TaskConfig(max_turns=2).problems(),
+        *TaskConfig(kind="environment", name="Guess").problems(),
+    ]
     assert len(faults) == 2 and "task.max_turns" in faults[0] and "module:Class" in faults[1]
     for reward in ({"weights": {"exact": 1.0}}, {"function": "m:f"}, {"extract": "last_number"}):
         assert "an environment rewards its own steps" in task_of(**reward).problems()[0]
@@ -160,7 +186,11 @@ def sampled(prompt, tokens):
 
 
 def test_turns_share_a_row_and_an_observation_is_never_trained_on():
-    turns = [sampled([1, 2], [10, 11]), sampled([1, 2, 10, 11, 90, 91], [12]), sampled([1, 2, 10, 11, 90, 91, 12, 92], [13])]
+    turns = [
+        sampled([1, 2], [10, 11]),
+        sampled([1, 2, 10, 11, 90, 91], [12]),
+        sampled([1, 2, 10, 11, 90, 91, 12, 92], [13]),
+    ]
     (row,) = join_turns(turns)
     assert row.prompt == (1, 2) and row.tokens == [10, 11, 90, 91, 12, 92, 13]
     assert row.sampled == [True, True, False, False, True, False, True]
@@ -169,16 +199,28 @@ def test_turns_share_a_row_and_an_observation_is_never_trained_on():
 
 def test_a_past_that_is_written_anew_begins_a_row():
     # The template drops token 11 from the past, as one that hides earlier reasoning does.
-    turns = [sampled([1, 2], [10, 11]), sampled([1, 2, 10, 90], [12]), sampled([1, 2, 10, 90, 12, 91], [13])]
+    turns = [
+        sampled([1, 2], [10, 11]),
+        sampled([1, 2, 10, 90], [12]),
+        sampled([1, 2, 10, 90, 12, 91], [13]),
+    ]
     first, second = join_turns(turns)
     assert (first.prompt, first.tokens) == ((1, 2), [10, 11])
-    assert (second.prompt, second.tokens, second.sampled) == ((1, 2, 10, 90), [12, 91, 13], [True, False, True])
+    assert (second.prompt, second.tokens, second.sampled) == (
+        (1, 2, 10, 90),
+        [12, 91, 13],
+        [True, False, True],
+    )
 
 
 @st.composite
 def conversations(draw):
-    """Turns whose sampled tokens are below 100 and whose observations are 100 and above; some rewrite the past."""
-    said, heard = st.lists(st.integers(0, 99), min_size=1, max_size=4), st.lists(st.integers(100, 199), max_size=4)
+    """Turns whose sampled tokens are below 100 and whose observations are 100 and above; some
+    rewrite the past."""
+    said, heard = (
+        st.lists(st.integers(0, 99), min_size=1, max_size=4),
+        st.lists(st.integers(100, 199), max_size=4),
+    )
     context, turns = draw(heard) + [150], []
     for _ in range(draw(st.integers(1, 5))):
         turns.append(sampled(context, draw(said)))
@@ -194,13 +236,22 @@ def conversations(draw):
 def test_exactly_the_sampled_tokens_are_trained_on_each_in_its_own_context(many):
     episodes = [Episode(None, tuple(turns)) for turns in many]
     rows = pad_rows(episodes, 80, 80, pad=7)
-    assert not (rows.tokens >= 100)[rows.sampled].any() and not (rows.sampled & ~rows.attended).any()
-    assert not rows.behaviour_logprobs[~rows.sampled].any() and not rows.policy_logprobs[~rows.sampled].any()
+    assert (
+        not (rows.tokens >= 100)[rows.sampled].any() and not (rows.sampled & ~rows.attended).any()
+    )
+    assert (
+        not rows.behaviour_logprobs[~rows.sampled].any()
+        and not rows.policy_logprobs[~rows.sampled].any()
+    )
     found = {}
     for r, episode in enumerate(rows.episode):
         context = rows.prompts[r, : rows.prompt_lengths[r]].tolist()
         for token, there, own, logprob in zip(
-            rows.tokens[r], rows.attended[r], rows.sampled[r], rows.behaviour_logprobs[r], strict=True
+            rows.tokens[r],
+            rows.attended[r],
+            rows.sampled[r],
+            rows.behaviour_logprobs[r],
+            strict=True,
         ):
             if own:
                 found.setdefault(episode, []).append((tuple(context), int(token), float(logprob)))
@@ -216,7 +267,9 @@ def test_exactly_the_sampled_tokens_are_trained_on_each_in_its_own_context(many)
 
 
 def test_a_row_that_does_not_fit_is_refused():
-    with pytest.raises(ValueError, match="episode 0: a row of 2 . 3 tokens, and there is room for 2 . 2"):
+    with pytest.raises(
+        ValueError, match="episode 0: a row of 2 . 3 tokens, and there is room for 2 . 2"
+    ):
         pad_rows([Episode(None, (sampled([1, 2], [3, 4, 5]),))], 2, 2)
     with pytest.raises(ValueError, match="one log-probability"):
         join_turns([Sampled((1,), (2, 3), (0.0,), (0.0, 0.0), stopped=True, weight_version=1)])

@@ -15,12 +15,18 @@ from fp8rl_jax.tasks.jsonl import Damaged, parse_line, read_problems
 
 TEXT = st.text(st.characters(codec="utf-8"), min_size=1).filter(str.strip)
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=6,
 )
 KEYS = ("prompt", "question", "answer", "metadata", "level")
-MESSAGE = st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "x"]), "content": VALUES})
+MESSAGE = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant", "x"]), "content": VALUES}
+)
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "2 + 2?"}]
 
 
@@ -30,7 +36,10 @@ def write(path, *rows):
 
 
 def rows(count, start=0, **extra):
-    return [{"prompt": f"Say {i}", "answer": i, "level": i % 2, **extra} for i in range(start, start + count)]
+    return [
+        {"prompt": f"Say {i}", "answer": i, "level": i % 2, **extra}
+        for i in range(start, start + count)
+    ]
 
 
 def task_of(path, **changes):
@@ -40,14 +49,22 @@ def task_of(path, **changes):
 @settings(deadline=None)
 @given(TEXT, TEXT | st.integers(-(10**9), 10**9), st.dictionaries(st.text(), VALUES, max_size=3))
 def test_a_sound_line_is_read_rightly(prompt, answer, extra):
-    extra = {key: value for key, value in extra.items() if key not in ("prompt", "question", "messages", "answer", "metadata")}
+    extra = {
+        key: value
+        for key, value in extra.items()
+        if key not in ("prompt", "question", "messages", "answer", "metadata")
+    }
     for line in (json.dumps, lambda row: json.dumps(row, ensure_ascii=False)):
-        parsed = parse_line(line({"question": prompt, "answer": answer, **extra}).encode() + b"\r\n")
+        parsed = parse_line(
+            line({"question": prompt, "answer": answer, **extra}).encode() + b"\r\n"
+        )
         assert parsed == {"question": prompt, "answer": str(answer), "metadata": extra}
 
 
 @settings(deadline=None)
-@given(st.binary() | st.text().map(str.encode) | VALUES.map(lambda value: json.dumps(value).encode()))
+@given(
+    st.binary() | st.text().map(str.encode) | VALUES.map(lambda value: json.dumps(value).encode())
+)
 @example(b"[" * 100_000)
 @example(b'{"prompt": "a", "answer": ' + b"1" * 5000 + b"}")
 @example(b'{"prompt": "\\ud800", "answer": 1}')
@@ -63,7 +80,11 @@ def test_any_line_is_read_or_named_as_damaged(line):
 
 
 @settings(deadline=None)
-@given(st.fixed_dictionaries({}, optional={**dict.fromkeys(KEYS, VALUES), "messages": VALUES | st.lists(MESSAGE)}))
+@given(
+    st.fixed_dictionaries(
+        {}, optional={**dict.fromkeys(KEYS, VALUES), "messages": VALUES | st.lists(MESSAGE)}
+    )
+)
 def test_any_object_is_read_or_named_as_damaged(record):
     try:
         parsed = parse_line(json.dumps(record).encode())
@@ -75,7 +96,9 @@ def test_any_object_is_read_or_named_as_damaged(record):
         assert parsed["question"] == given[0]
     else:
         assert not message_faults(given[0]) and list(parsed["question"].messages) == given[0]
-    assert parsed["metadata"] == record.get("metadata", {}) | {k: v for k, v in record.items() if k == "level"}
+    assert parsed["metadata"] == record.get("metadata", {}) | {
+        k: v for k, v in record.items() if k == "level"
+    }
 
 
 @pytest.mark.parametrize(
@@ -96,12 +119,21 @@ def test_any_object_is_read_or_named_as_damaged(record):
         (b'{"prompt": "a", "answer": 1, "x": 1e999}', "beyond the range of a float"),
         (b'{"prompt": "a", "answer": 1, "answer": 2}', "key 'answer' stands twice"),
         (b'{"prompt": "a", "answer": 1, "metadata": 3}', "metadata must be an object"),
-        (b'{"prompt": "a", "answer": 1, "x": 1, "metadata": {"x": 2}}', "'x' stands both in metadata and beside it"),
+        (
+            b'{"prompt": "a", "answer": 1, "x": 1, "metadata": {"x": 2}}',
+            "'x' stands both in metadata and beside it",
+        ),
         (b'{"prompt": "a\\udc00", "answer": 1}', "half of a surrogate pair"),
         (b'{"messages": [], "answer": 1}', "messages: must be a list of messages"),
         (b'{"messages": [{"role": "user"}], "answer": 1}', "message 0 must have role and content"),
-        (b'{"messages": [{"role": "god", "content": "x"}], "answer": 1}', "which is none of system, user"),
-        (b'{"messages": [{"role": "assistant", "content": "x"}], "answer": 1}', "nothing to answer"),
+        (
+            b'{"messages": [{"role": "god", "content": "x"}], "answer": 1}',
+            "which is none of system, user",
+        ),
+        (
+            b'{"messages": [{"role": "assistant", "content": "x"}], "answer": 1}',
+            "nothing to answer",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_line(line, message):
@@ -110,7 +142,10 @@ def test_what_is_wrong_with_a_line(line, message):
 
 
 def test_messages_become_a_conversation_and_the_template_fits_its_last_one(tmp_path):
-    path = write(tmp_path / "a.jsonl", *({"messages": MESSAGES, "answer": 4}, {"prompt": MESSAGES[1:], "answer": 4}))
+    path = write(
+        tmp_path / "a.jsonl",
+        *({"messages": MESSAGES, "answer": 4}, {"prompt": MESSAGES[1:], "answer": 4}),
+    )
     train, _ = load_splits(task_of(path, eval_size=0, prompt_template="{question} Think."))
     prompts = {len(e.prompt.messages): e.prompt for e in train.examples}
     assert isinstance(prompts[2], Conversation) and prompts[2].messages[0] == MESSAGES[0]
@@ -120,22 +155,34 @@ def test_messages_become_a_conversation_and_the_template_fits_its_last_one(tmp_p
 def test_a_file_is_split_like_a_list(tmp_path):
     path = write(tmp_path / "a.jsonl", *rows(40))
     train, held_out = load_splits(task_of(path))
-    assert len(train) == 38 and {e.answer for e in train.examples + held_out.examples} == set(map(str, range(40)))
+    assert len(train) == 38 and {e.answer for e in train.examples + held_out.examples} == set(
+        map(str, range(40))
+    )
     assert train[0].entry["metadata"] == {"level": int(train[0].answer) % 2}
     assert [e.answer for e in train.examples] != sorted((e.answer for e in train.examples), key=int)
 
 
 def test_several_files_blank_lines_and_a_byte_order_mark(tmp_path):
-    lines = b'\xef\xbb\xbf{"prompt": "a", "answer": 1}\r\n\r\n  \n{"prompt": "b\xe2\x80\xa8c", "answer": 2}'
+    lines = (
+        b'\xef\xbb\xbf{"prompt": "a", "answer": 1}\r\n\r\n  \n{"prompt": "b\xe2\x80\xa8c", '
+        b'"answer": 2}'
+    )
     (tmp_path / "a.jsonl").write_bytes(lines)
     write(tmp_path / "b.jsonl", {"prompt": "d", "answer": 3})
     read = read_problems(f"{tmp_path}/*.jsonl", "task.name")
     assert [row["question"] for row in read] == ["a", "b\u2028c", "d"]
-    assert [row["source"].rpartition("/")[2] for row in read] == ["a.jsonl:1", "a.jsonl:4", "b.jsonl:1"]
+    assert [row["source"].rpartition("/")[2] for row in read] == [
+        "a.jsonl:1",
+        "a.jsonl:4",
+        "b.jsonl:1",
+    ]
 
 
 def test_a_held_out_file_stays_out_of_training(tmp_path):
-    path, held = write(tmp_path / "a.jsonl", *rows(10)), write(tmp_path / "held.jsonl", *rows(6, start=7))
+    path, held = (
+        write(tmp_path / "a.jsonl", *rows(10)),
+        write(tmp_path / "held.jsonl", *rows(6, start=7)),
+    )
     train, held_out = load_splits(task_of(path, eval_path=held, eval_size=4))
     assert len(held_out) == 4 and {e.answer for e in train.examples} == set(map(str, range(7)))
     assert len(load_splits(task_of(path, eval_path=held, eval_size=100))[1]) == 6
@@ -152,7 +199,11 @@ def test_every_damaged_line_is_named_up_to_twenty(tmp_path):
     with pytest.raises(UserError) as raised:
         load_splits(task_of(path))
     lines = str(raised.value).splitlines()
-    assert len(lines) == 21 and lines[0].startswith(f"{path}:2: give one of") and lines[-1] == "and 5 more damaged lines"
+    assert (
+        len(lines) == 21
+        and lines[0].startswith(f"{path}:2: give one of")
+        and lines[-1] == "and 5 more damaged lines"
+    )
 
 
 def test_a_line_that_the_template_does_not_fit_is_named(tmp_path):
@@ -173,7 +224,14 @@ def test_a_line_that_the_template_does_not_fit_is_named(tmp_path):
     ],
 )
 def test_files_that_cannot_be_used_are_one_clear_line(tmp_path, changes, message):
-    task = TaskConfig(**{"kind": "jsonl", "name": write(tmp_path / "a.jsonl", *rows(9)), "eval_size": 2, **changes})
+    task = TaskConfig(
+        **{
+            "kind": "jsonl",
+            "name": write(tmp_path / "a.jsonl", *rows(9)),
+            "eval_size": 2,
+            **changes,
+        }
+    )
     with pytest.raises(UserError, match=message) as raised:
         load_splits(task)
     assert "\n" not in str(raised.value)

@@ -1,4 +1,5 @@
-"""Rewards, environments and problems given as Python objects: what works, what a worker may not get, and what a run says."""
+"""Rewards, environments and problems given as Python objects: what works, what a worker may not
+get, and what a run says."""
 
 import functools
 import importlib
@@ -27,7 +28,9 @@ from fp8rl_jax.tasks.episodes import Episode
 from fp8rl_jax.tasks.python_objects import name_objects
 from fp8rl_jax.tasks.workers import RewardPool
 
-EXAMPLE = Example(0, "prompt", "answer", "answer", {"question": "prompt", "answer": "answer", "metadata": {}})
+EXAMPLE = Example(
+    0, "prompt", "answer", "answer", {"question": "prompt", "answer": "answer", "metadata": {}}
+)
 
 
 def task_of(**reward):
@@ -84,8 +87,12 @@ def test_closures_lambdas_partials_methods_and_objects_are_rewards():
     with RewardPool(task_of(correct="closure"), reward=rewards) as pool:
         scores = pool.score([EXAMPLE] * 2, ["a", "bb"])
     assert {name: values.tolist() for name, values in scores.components.items()} == {
-        "closure": [1, 2], "short": [3, 6], "part": [5, 10], "method": [-7, -14], "thing": [9, 18],
-    }  # fmt: skip
+        "closure": [1, 2],
+        "short": [3, 6],
+        "part": [5, 10],
+        "method": [-7, -14],
+        "thing": [9, 18],
+    }
     assert scores.rewards.tolist() == [11, 22]
     table["a"] = 0.0  # it was copied
 
@@ -138,7 +145,8 @@ def test_a_module_that_no_worker_finds_is_sent_with_its_function(tmp_path, monke
     for name in ("nowhere", "found"):
         module = types.ModuleType(name)
         exec(
-            "FACTOR = 3.0\ndef helper(): return FACTOR\ndef score(completion, **_): return helper() * len(completion)",
+            "FACTOR = 3.0\ndef helper(): return FACTOR\ndef score(completion, **_): return "
+            "helper() * len(completion)",
             vars(module),
         )
         monkeypatch.setitem(sys.modules, name, module)
@@ -164,7 +172,10 @@ def test_what_goes_wrong_costs_its_own_sample_and_is_logged(tmp_path):
 
     with RewardPool(task_of(), tmp_path / "rewards.log", reward=reward) as pool:
         scores = pool.score([EXAMPLE] * 6, ["1", "hang", "die", "allocate", "x", "0.5"])
-    assert scores.rewards.tolist() == [1, 0, 0, 0, 0, 0.5] and (scores.errors, scores.timeouts) == (3, 1)
+    assert scores.rewards.tolist() == [1, 0, 0, 0, 0, 0.5] and (scores.errors, scores.timeouts) == (
+        3,
+        1,
+    )
     assert (tmp_path / "rewards.log").read_text().count("saw hang") == 1
 
 
@@ -199,16 +210,24 @@ def defaults():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (locked, r"its variable 'helper.lock' cannot be pickled \(TypeError: cannot pickle '_thread.lock' object\)"),
+        (
+            locked,
+            r"its variable 'helper.lock' cannot be pickled \(TypeError: cannot pickle '_thread.lock' object\)",
+        ),
         (lambda: written(os.devnull), "its variable 'file' cannot be pickled"),
-        (on_device, r"its variable 'table' is or holds an object of JAX's .* numpy.asarray\(table\)"),
+        (
+            on_device,
+            r"its variable 'table' is or holds an object of JAX's .* numpy.asarray\(table\)",
+        ),
         (defaults, r"its variable 'scale' is or holds an object of JAX's"),
         (lambda: functools.partial(defaults(), scale=threading.Lock()), "its variable 'scale'"),
         (lambda: jax.jit(lambda completion: 1.0), "it is or holds an object of JAX's"),
     ],
 )
 def test_what_no_worker_can_have_is_named(make, message):
-    with pytest.raises(UserError, match=f"given in Python, cannot be sent to the reward workers: {message}") as raised:
+    with pytest.raises(
+        UserError, match=f"given in Python, cannot be sent to the reward workers: {message}"
+    ) as raised:
         RewardPool(task_of(), reward=make())
     assert "\n" not in str(raised.value)
 
@@ -220,7 +239,10 @@ def test_what_is_too_large_is_named(monkeypatch):
     def reward(completion, **_):
         return small[0] + large[0]
 
-    with pytest.raises(UserError, match="it has 3 MiB, 3 of them in 'large', and each worker gets a copy, of 1 MiB at most"):
+    with pytest.raises(
+        UserError,
+        match="it has 3 MiB, 3 of them in 'large', and each worker gets a copy, of 1 MiB at most",
+    ):
         RewardPool(task_of(), reward=reward)
 
 
@@ -231,7 +253,9 @@ def test_variables_of_megabytes_reach_every_worker():
         return float(table[int(completion)])
 
     with RewardPool(task_of(num_workers=2), reward=reward) as pool:
-        assert pool.score([EXAMPLE] * 40, [str(2**19 - 1)] * 40).rewards.tolist() == [2**19 - 1] * 40
+        assert (
+            pool.score([EXAMPLE] * 40, [str(2**19 - 1)] * 40).rewards.tolist() == [2**19 - 1] * 40
+        )
 
 
 def no_reward(text):
@@ -245,7 +269,10 @@ async def later(completion, **_):
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
-        (no_reward, r"'<python>:no_reward' takes \(text\), but is called with prompt=, completion=, answer=, metadata="),
+        (
+            no_reward,
+            r"'<python>:no_reward' takes \(text\), but is called with prompt=, completion=, answer=, metadata=",
+        ),
         (later, "is an async function"),
         ("my.py:f", r"reward must be a function or \{name: function\}, not str"),
         ([no_reward], "not list"),
@@ -262,12 +289,24 @@ def test_no_reward_is_one_clear_line(reward, message):
 
 
 def test_weights_are_of_the_configuration_and_nothing_is_given_twice():
-    task, objects = name_objects(task_of(weights={"score": 0.25, "exact": 1.0}, correct="exact"), lambda **_: 1.0)
-    assert "task.reward.functions.reward has no weight; give task.reward.weights.reward" in "; ".join(task.problems())
-    task, objects = name_objects(task_of(weights={"no_reward": 0.25, "exact": 1.0}, correct="exact"), no_reward)
-    assert task.reward.functions == {"no_reward": "<python>:no_reward"} and objects == {"<python>:no_reward": no_reward}
+    task, objects = name_objects(
+        task_of(weights={"score": 0.25, "exact": 1.0}, correct="exact"), lambda **_: 1.0
+    )
+    assert (
+        "task.reward.functions.reward has no weight; give task.reward.weights.reward"
+        in "; ".join(task.problems())
+    )
+    task, objects = name_objects(
+        task_of(weights={"no_reward": 0.25, "exact": 1.0}, correct="exact"), no_reward
+    )
+    assert task.reward.functions == {"no_reward": "<python>:no_reward"} and objects == {
+        "<python>:no_reward": no_reward
+    }
     assert task.components == {"no_reward": 0.25, "exact": 1.0} and not task.problems()
-    for settings in ({"function": "m:f"}, {"weights": {"no_reward": 1.0}, "functions": {"no_reward": "m:f"}}):
+    for settings in (
+        {"function": "m:f"},
+        {"weights": {"no_reward": 1.0}, "functions": {"no_reward": "m:f"}},
+    ):
         with pytest.raises(UserError, match="are both given"):
             name_objects(task_of(**settings), no_reward)
 
@@ -277,18 +316,25 @@ def test_a_run_file_says_what_was_given_and_asks_for_it_again(tmp_path):
         return 1.0
 
     task, _ = name_objects(TaskConfig(), score, rows())
-    assert (task.kind, task.name, task.reward.function) == ("python", "list of 20", "<python>:score")
+    assert (task.kind, task.name, task.reward.function) == (
+        "python",
+        "list of 20",
+        "<python>:score",
+    )
     for objects in ({"reward": score, "dataset": rows()}, {"environment": Parity}):
         task, _ = name_objects(TaskConfig(reward=RewardConfig(num_workers=1)), **objects)
         (tmp_path / "config.toml").write_text(dump_toml(replace(RunConfig(), task=task)))
         again = load_config(RunConfig, [str(tmp_path / "config.toml")], "fp8rl train").task
         assert again == task == name_objects(again, **objects)[0]
         with pytest.raises(
-            UserError, match="(task.reward.function = '<python>:score'|task.name = '<python>:Parity') was given in P"
+            UserError,
+            match="(task.reward.function = '<python>:score'|task.name = '<python>:Parity') was "
+            "given in P",
         ):
             RewardPool(again)
         with pytest.raises(
-            UserError, match=r"problems of this run \(list of 20\) were given in Python|'<python>:Parity' was given"
+            UserError,
+            match=r"problems of this run \(list of 20\) were given in Python|'<python>:Parity' was given",
         ):
             load_splits(again)
 
@@ -311,13 +357,20 @@ class Indexed:
 
 
 def test_rows_are_split_like_a_file(tmp_path):
-    (tmp_path / "a.jsonl").write_text("".join(f'{{"prompt": "Say {i}", "answer": {i}, "level": {i % 2}}}\n' for i in range(20)))
-    task = TaskConfig(kind="jsonl", name=str(tmp_path / "a.jsonl"), eval_size=4, prompt_template="{question}!")
+    (tmp_path / "a.jsonl").write_text(
+        "".join(f'{{"prompt": "Say {i}", "answer": {i}, "level": {i % 2}}}\n' for i in range(20))
+    )
+    task = TaskConfig(
+        kind="jsonl", name=str(tmp_path / "a.jsonl"), eval_size=4, prompt_template="{question}!"
+    )
     expected = load_splits(task)
     given = TaskConfig(eval_size=4, prompt_template="{question}!")
     for dataset in (rows(), tuple(rows()), Indexed()):
         for ours, theirs in zip(load_splits(given, dataset), expected, strict=True):
-            assert ours.fingerprint == theirs.fingerprint and ours[0].entry["metadata"] == theirs[0].entry["metadata"]
+            assert (
+                ours.fingerprint == theirs.fingerprint
+                and ours[0].entry["metadata"] == theirs[0].entry["metadata"]
+            )
     assert load_splits(replace(given, seed=1), rows())[0].fingerprint != expected[0].fingerprint
 
 
@@ -326,9 +379,15 @@ def test_prompts_without_an_answer_need_a_reward_that_does_not_compare():
         return 1.0
 
     task, _ = name_objects(TaskConfig(eval_size=1), score)
-    train, _ = load_splits(task, ["Tell a joke.", "Tell another.", {"prompt": "Sing.", "answer": None}])
-    assert {example.answer for example in train.examples} == {""} and {example.target for example in train.examples} == {""}
-    with pytest.raises(UserError, match="dataset row 0: it has no answer, which the reward exact compares with"):
+    train, _ = load_splits(
+        task, ["Tell a joke.", "Tell another.", {"prompt": "Sing.", "answer": None}]
+    )
+    assert {example.answer for example in train.examples} == {""} and {
+        example.target for example in train.examples
+    } == {""}
+    with pytest.raises(
+        UserError, match="dataset row 0: it has no answer, which the reward exact compares with"
+    ):
         load_splits(TaskConfig(), ["Tell a joke."])
 
 
@@ -337,20 +396,35 @@ def test_a_stream_is_read_as_far_as_it_is_needed():
     assert [e.answer for e in held_out.examples + train.examples] == list(map(str, range(8)))
     train, held_out = load_splits(TaskConfig(train_size=9), iter(rows(10)))
     assert (len(train), len(held_out)) == (9, 1)
-    with pytest.raises(UserError, match="task.train_size: the dataset, a Stream, does not say how long it is"):
+    with pytest.raises(
+        UserError, match="task.train_size: the dataset, a Stream, does not say how long it is"
+    ):
         load_splits(TaskConfig(eval_size=2), Stream())
 
 
 @pytest.mark.parametrize(
     ("dataset", "message"),
     [
-        ([*rows(3), {"answer": 1}], r"^dataset row 3: give one of prompt, question and messages \(it has none\)$"),
-        ([*rows(3), 7], "^dataset row 3: a dictionary with a prompt, or a prompt as text, was expected, not int$"),
-        ([{"prompt": "a", "answer": 1, "image": {1}}], r"row 0: it must hold plain values only \(Object of type set"),
+        (
+            [*rows(3), {"answer": 1}],
+            r"^dataset row 3: give one of prompt, question and messages \(it has none\)$",
+        ),
+        (
+            [*rows(3), 7],
+            "^dataset row 3: a dictionary with a prompt, or a prompt as text, was expected, not "
+            "int$",
+        ),
+        (
+            [{"prompt": "a", "answer": 1, "image": {1}}],
+            r"row 0: it must hold plain values only \(Object of type set",
+        ),
         ([{"prompt": "a", "answer": float("nan")}], "row 0: it must hold plain values only"),
         ([{"prompt": "a\udc00", "answer": 1}], "row 0: it must hold plain values only"),
         ([{"prompt": "a", "answer": [1]}], "answer must be text or a number, not a list"),
-        ([{"prompt": "a", "answer": 1}] * 3, "^the dataset, a list of 3, has 1 distinct prompts, fewer than"),
+        (
+            [{"prompt": "a", "answer": 1}] * 3,
+            "^the dataset, a list of 3, has 1 distinct prompts, fewer than",
+        ),
         ([], "^the dataset, a list of 0, is an empty data set"),
         ({"train": rows()}, "^dataset is a dict; give one of its values"),
         ({"a", "b"}, "^dataset is a set; give a list, which has an order"),
@@ -369,9 +443,13 @@ def test_rows_that_are_damaged_are_all_named_up_to_twenty():
         load_splits(TaskConfig(), [{}] * 25)
     lines = str(raised.value).splitlines()
     assert len(lines) == 21 and lines[-1] == "and 5 more damaged rows"
-    with pytest.raises(UserError, match=r"does not fit the problem of dataset row \d \(KeyError: 'x'\)"):
+    with pytest.raises(
+        UserError, match=r"does not fit the problem of dataset row \d \(KeyError: 'x'\)"
+    ):
         load_splits(TaskConfig(prompt_template="{metadata[x]}"), rows())
-    with pytest.raises(UserError, match='^task.args: problems of task.kind = "python" take no arguments'):
+    with pytest.raises(
+        UserError, match='^task.args: problems of task.kind = "python" take no arguments'
+    ):
         load_splits(TaskConfig(args={"min_terms": 2}), rows())
 
 
@@ -401,18 +479,29 @@ def local_environment():
 
 def test_an_environment_of_a_cell_is_played():
     cell = local_environment()
-    task = TaskConfig(max_turns=2, train_size=4, eval_size=1, args={"turns": 3}, reward=RewardConfig(num_workers=1, timeout=2.0))
+    task = TaskConfig(
+        max_turns=2,
+        train_size=4,
+        eval_size=1,
+        args={"turns": 3},
+        reward=RewardConfig(num_workers=1, timeout=2.0),
+    )
     train, _ = load_splits(task, environment=cell)
     with RewardPool(task, environment=cell) as pool:
         assert pool.task.name == "<python>:Cell" and pool.task.kind == "environment"
         right = [str(example.entry["metadata"]["seed"] % 2) for example in train.examples]
         scores = pool.play([Episode(example) for example in train.examples], [*right[:3], "x"])
-    assert scores.rewards.tolist() == [1, 1, 1, 0] and scores.turns[0]["observation"] == [{"role": "user", "content": "sure?"}]
+    assert scores.rewards.tolist() == [1, 1, 1, 0] and scores.turns[0]["observation"] == [
+        {"role": "user", "content": "sure?"}
+    ]
 
 
 def test_names_of_a_notebook_are_answered_with_what_to_do():
     (fault,) = task_of(function="__main__:score").problems()
-    assert "task.reward.function = '__main__:score': the reward workers do not run" in fault and "give reward=score" in fault
+    assert (
+        "task.reward.function = '__main__:score': the reward workers do not run" in fault
+        and "give reward=score" in fault
+    )
     (fault,) = TaskConfig(kind="environment", name="__main__:Guess").problems()
     assert "task.name = '__main__:Guess'" in fault and "give environment=Guess" in fault
 

@@ -1,4 +1,5 @@
-"""What a reward starts dies with it: daemons, sessions of their own, processes that ignore SIGTERM, fork bombs."""
+"""What a reward starts dies with it: daemons, sessions of their own, processes that ignore SIGTERM,
+fork bombs."""
 
 import os
 import subprocess
@@ -18,12 +19,18 @@ from fp8rl_jax.tasks.workers import RewardPool
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has child subreapers")
 PROCESSES = Path(__file__).with_name("process_examples.py")
-EXAMPLE = Example(0, "prompt", "answer", "answer", {"question": "prompt", "answer": "answer", "metadata": {}})
+EXAMPLE = Example(
+    0, "prompt", "answer", "answer", {"question": "prompt", "answer": "answer", "metadata": {}}
+)
 
 
 def pool_of(function, **changes):
     settings = {"timeout": 1.0, "num_workers": 1, "memory_limit_mib": 512, **changes}
-    return RewardPool(TaskConfig(kind="module", name="m:f", reward=RewardConfig(f"{PROCESSES}:{function}", **settings)))
+    return RewardPool(
+        TaskConfig(
+            kind="module", name="m:f", reward=RewardConfig(f"{PROCESSES}:{function}", **settings)
+        )
+    )
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +48,9 @@ def test_the_two_ways_to_find_children_agree():
     child = subprocess.Popen(["sleep", "1000"])
     try:
         assert child.pid in reaper.children(os.getpid())
-        assert {pid for pid, parent in reaper._parents().items() if parent == os.getpid()} >= {child.pid}
+        assert {pid for pid, parent in reaper._parents().items() if parent == os.getpid()} >= {
+            child.pid
+        }
         assert reaper.descendants(os.getpid(), frozenset({child.pid})).count(child.pid) == 0
     finally:
         child.kill()
@@ -60,13 +69,17 @@ def test_nothing_is_left_when_the_score_is_there(starter, tmp_path, kind, then):
 
 def test_a_reward_that_kills_its_group_kills_its_worker_alone(starter, tmp_path):
     scores = starter.score([EXAMPLE], [f"group return {tmp_path}/pid"])
-    assert scores.first_error == "the worker was killed by SIGKILL" and not alive(int((tmp_path / "pid").read_text()))
+    assert scores.first_error == "the worker was killed by SIGKILL" and not alive(
+        int((tmp_path / "pid").read_text())
+    )
 
 
 def test_a_fork_bomb_is_bounded_and_costs_its_own_sample(tmp_path):
     with pool_of("start", timeout=5.0, max_processes=16) as pool:
         supervisor = pool._dispatcher.workers[0].process.pid
-        job = pool.submit([EXAMPLE], [f"bomb return {tmp_path}/pid", f"setsid return {tmp_path}/other"])
+        job = pool.submit(
+            [EXAMPLE], [f"bomb return {tmp_path}/pid", f"setsid return {tmp_path}/other"]
+        )
         most = 0
         while not job.done():
             most = max(most, len(reaper.descendants(supervisor)))
@@ -75,24 +88,34 @@ def test_a_fork_bomb_is_bounded_and_costs_its_own_sample(tmp_path):
         assert 10 < most <= 24
         assert scores.rewards.tolist() == [0, 1] and scores.seconds < 5.0
         assert scores.first_error.startswith("BlockingIOError: [Errno 11]")
-        assert len(reaper.descendants(pool._dispatcher.workers[0].process.pid)) == 2  # the worker and its helper
+        # the worker and its helper
+        assert len(reaper.descendants(pool._dispatcher.workers[0].process.pid)) == 2
 
 
 def test_without_the_kernels_help_a_fork_bomb_is_stopped_by_counting(tmp_path, monkeypatch, caplog):
     # The supervisor is told that this machine is of a kind for which no filter is known.
-    (tmp_path / "sitecustomize.py").write_text("import platform\nplatform.machine = lambda: 'abacus'\n")
+    (tmp_path / "sitecustomize.py").write_text(
+        "import platform\nplatform.machine = lambda: 'abacus'\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     with pool_of("start", timeout=5.0, max_processes=16) as pool:
         supervisor = pool._dispatcher.workers[0].process.pid
-        scores = pool.score([EXAMPLE], [f"bomb return {tmp_path}/pid", f"setsid return {tmp_path}/other"])
+        scores = pool.score(
+            [EXAMPLE], [f"bomb return {tmp_path}/pid", f"setsid return {tmp_path}/other"]
+        )
         assert scores.rewards.tolist() == [0, 1] and scores.errors == 1
-        assert scores.first_error == "the worker had more than task.reward.max_processes = 16 processes running"
+        assert (
+            scores.first_error
+            == "the worker had more than task.reward.max_processes = 16 processes running"
+        )
         assert not alive(supervisor) and not alive(int((tmp_path / "pid").read_text()))
     assert "does not let forks be counted (not known on abacus)" in caplog.text
 
 
 def test_a_chain_of_processes_that_hop_away_is_ended(starter, tmp_path):
-    scores = starter.score([EXAMPLE] * 2, [f"hop return {tmp_path}/pid", f"setsid return {tmp_path}/other"])
+    scores = starter.score(
+        [EXAMPLE] * 2, [f"hop return {tmp_path}/pid", f"setsid return {tmp_path}/other"]
+    )
     assert scores.rewards[1] == 1 and scores.seconds < 3
     assert len(reaper.descendants(starter._dispatcher.workers[0].process.pid)) == 2
 
@@ -120,7 +143,9 @@ def test_a_fork_that_comes_back_answers_once():
 @pytest.mark.parametrize("where", ["here", "child"])
 def test_a_file_has_a_largest_size(tmp_path, where):
     with pool_of("big_file", file_limit_mib=2, timeout=5.0) as pool:
-        scores = pool.score([EXAMPLE], [f"{where} 2 {tmp_path}/small", f"{where} 3 {tmp_path}/large"])
+        scores = pool.score(
+            [EXAMPLE], [f"{where} 2 {tmp_path}/small", f"{where} 3 {tmp_path}/large"]
+        )
     assert scores.rewards.tolist() == [1, 0] and scores.errors == (where == "here")
     assert (tmp_path / "large").stat().st_size == 2 * 2**20
 
@@ -130,7 +155,11 @@ def test_a_stopped_supervisor_takes_nothing_with_it(tmp_path, monkeypatch):
     with pool_of("stops_its_supervisor", timeout=0.5) as pool:
         assert pool.score([EXAMPLE], [f"{tmp_path}/pid"]).timeouts == 1
     pid = int((tmp_path / "pid").read_text())
-    state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] if alive(pid) else "gone"
+    state = (
+        Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        if alive(pid)
+        else "gone"
+    )
     assert state in ("gone", "Z")
 
 
@@ -158,7 +187,9 @@ def test_a_trainer_that_is_killed_leaves_nothing(tmp_path):
         """)
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    trainer = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, check=False)
+    trainer = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, env=environment, check=False
+    )
     pids = [int(pid) for pid in trainer.stdout.split()]
     # Supervisor, worker, its helper, the daemon.
     assert len(pids) == 4 and int((tmp_path / "pid").read_text()) in pids
@@ -178,4 +209,7 @@ def _runs(pid):
 
 def test_the_end_of_a_process_in_words():
     assert describe_end(3) == "exited with status 3"
-    assert describe_end(-9) == "was killed by SIGKILL" and describe_end(-40) == "was killed by signal 40"
+    assert (
+        describe_end(-9) == "was killed by SIGKILL"
+        and describe_end(-40) == "was killed by signal 40"
+    )

@@ -91,18 +91,25 @@ def test_an_import_that_fails_names_the_line(tmp_path):
 
 def test_a_reward_that_cannot_be_called_as_one_is_refused():
     with pytest.raises(UserError, match="prompt=, completion=, answer=, metadata="):
-        build_scorer(TaskConfig(kind="module", name="m:f", reward=RewardConfig(function=f"{REWARDS}:two_arguments")))
+        build_scorer(
+            TaskConfig(
+                kind="module", name="m:f", reward=RewardConfig(function=f"{REWARDS}:two_arguments")
+            )
+        )
 
 
 def test_without_a_function_the_answer_must_match_exactly():
-    score = build_scorer(TaskConfig(kind="module", name="m:f", reward=RewardConfig(extract="last_number")))
+    score = build_scorer(
+        TaskConfig(kind="module", name="m:f", reward=RewardConfig(extract="last_number"))
+    )
     assert score("p", "It is 12", "12", {}) == [1.0]
     assert score("p", "It is 12.5", "12", {}) == [0.0]
 
 
 @pytest.mark.parametrize("word", ["sun", "planet", "planets", "astronaut", "astronauts"])
 def test_a_right_answer_with_text_after_it_is_not_right(word):
-    # reasoning-gym sums 1/n a letter and misses the case where the sum is not exactly 1 (n = 6, 7, 9, 10).
+    # reasoning-gym sums 1/n a letter and misses the case where the sum is not exactly 1 (n = 6, 7,
+    # 9, 10).
     score = build_scorer(TaskConfig(name="spell_backward"))
     entry = {"question": "", "answer": word, "metadata": {}}
     assert score("", word, word, entry) == [1.0]
@@ -112,7 +119,9 @@ def test_a_right_answer_with_text_after_it_is_not_right(word):
 def test_reasoning_gym_faults_are_all_named():
     with pytest.raises(UserError, match=r"chain_sums.*did you mean chain_sum\?"):
         build_scorer(TaskConfig(name="chain_sums"))
-    with pytest.raises(UserError, match=r"task.args.min_term \(did you mean min_terms\?\), task.args.size"):
+    with pytest.raises(
+        UserError, match=r"task.args.min_term \(did you mean min_terms\?\), task.args.size"
+    ):
         build_scorer(TaskConfig(name="chain_sum", args={"min_term": 2, "size": 3}))
     with pytest.raises(UserError, match="max_terms must be >= min_terms"):
         build_scorer(TaskConfig(name="chain_sum", args={"min_terms": 3, "max_terms": 2}))
@@ -120,9 +129,27 @@ def test_reasoning_gym_faults_are_all_named():
 
 def test_the_configuration_reports_every_fault_at_once():
     reward = RewardConfig(function="no_colon", timeout=0.0, num_workers=0, memory_limit_mib=0)
-    task = TaskConfig(kind="module", name="x", train_size=-1, eval_size=-1, seed=-1, prompt_template="{text}", reward=reward)
+    task = TaskConfig(
+        kind="module",
+        name="x",
+        train_size=-1,
+        eval_size=-1,
+        seed=-1,
+        prompt_template="{text}",
+        reward=reward,
+    )
     faults = task.problems()
-    keys = ["train_size", "eval_size", "seed", "name", "function", "timeout", "memory_limit", "num_workers", "template"]
+    keys = [
+        "train_size",
+        "eval_size",
+        "seed",
+        "name",
+        "function",
+        "timeout",
+        "memory_limit",
+        "num_workers",
+        "template",
+    ]
     assert len(faults) == len(keys) and all(any(key in fault for fault in faults) for key in keys)
     assert TaskConfig().problems() == []
 

@@ -1,4 +1,5 @@
-"""Weighted sums of rewards: the built-in ones, what is logged, what counts as correct, and what is refused."""
+"""Weighted sums of rewards: the built-in ones, what is logged, what counts as correct, and what is
+refused."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,12 @@ from fp8rl_jax.config.rewards import RewardConfig
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.config.tasks import TaskConfig
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.tasks.builtin_rewards import extract_answer, format_reward, length_reward, math_verify_reward
+from fp8rl_jax.tasks.builtin_rewards import (
+    extract_answer,
+    format_reward,
+    length_reward,
+    math_verify_reward,
+)
 from fp8rl_jax.tasks.dataset import Example
 from fp8rl_jax.tasks.scores import ScoreJob
 from fp8rl_jax.tasks.workers import RewardPool
@@ -60,7 +66,9 @@ def test_the_reward_is_the_weighted_sum_and_every_part_is_logged():
 
 
 def test_a_part_that_fails_is_named_and_fails_the_sample():
-    task = task_of(weights={"exact": 1.0, "odd": 1.0}, functions={"odd": f"{REWARDS}:faulty"}, correct="exact")
+    task = task_of(
+        weights={"exact": 1.0, "odd": 1.0}, functions={"odd": f"{REWARDS}:faulty"}, correct="exact"
+    )
     with RewardPool(task) as pool:
         scores = pool.score([EXAMPLE], ["12", "raise", "value nan", "sleep_not"])
     assert scores.rewards.tolist() == [13, 0, 0, 0] and scores.errors == 3
@@ -71,9 +79,12 @@ def test_a_part_that_fails_is_named_and_fails_the_sample():
 
 def test_no_partial_credit_concerns_the_deciding_part_alone():
     task = task_of(
-        weights={"close": 2.0, "length": 1.0}, functions={"close": f"{REWARDS}:length"},
-        length_target=5, length_limit=15, partial_credit=False,
-    )  # fmt: skip
+        weights={"close": 2.0, "length": 1.0},
+        functions={"close": f"{REWARDS}:length"},
+        length_target=5,
+        length_limit=15,
+        partial_credit=False,
+    )
     with RewardPool(task) as pool:
         scores = pool.score([EXAMPLE], ["a" * 9, "a" * 10])
     np.testing.assert_allclose(scores.rewards, [-0.4, 1.5])
@@ -81,7 +92,9 @@ def test_no_partial_credit_concerns_the_deciding_part_alone():
 
 
 def test_a_sum_beyond_float32_is_an_error_and_a_batch_of_failures_has_finite_metrics():
-    job = ScoreJob([()], task_of(weights={"exact": 1e38, "format": 1e38}, format_pattern="x", correct="exact"))
+    job = ScoreJob(
+        [()], task_of(weights={"exact": 1e38, "format": 1e38}, format_pattern="x", correct="exact")
+    )
     job.record(0, [3e38, 3e38], None)
     scores = job.scores()
     assert scores.errors == 1 and "beyond float32" in scores.first_error
@@ -158,7 +171,9 @@ def test_math_verify_scores_any_completion(verify, text):
 def test_a_bomb_of_computer_algebra_costs_its_own_sample():
     task = task_of(weights={"math_verify": 1.0}, timeout=1.5)
     with RewardPool(task) as pool:
-        scores = pool.score([EXAMPLE], ["12", "$\\sqrt{2^{3^{4^{5^{6}}}}}!! + 10^{10^{10}}!$", "It is $12$"])
+        scores = pool.score(
+            [EXAMPLE], ["12", "$\\sqrt{2^{3^{4^{5^{6}}}}}!! + 10^{10^{10}}!$", "It is $12$"]
+        )
     assert scores.rewards.tolist() == [1, 0, 1]
     assert scores.seconds < 60  # a new worker has to import sympy again
 
@@ -166,7 +181,10 @@ def test_a_bomb_of_computer_algebra_costs_its_own_sample():
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
-        ({"weights": {"exakt": 1.0}}, r"task.reward.weights.exakt is no built-in reward.*did you mean exact\?"),
+        (
+            {"weights": {"exakt": 1.0}},
+            r"task.reward.weights.exakt is no built-in reward.*did you mean exact\?",
+        ),
         ({"weights": {"tone": 1.0}}, "give task.reward.functions.tone"),
         ({"weights": {"exact": "much"}}, "weights.exact = 'much' must be a finite number"),
         ({"weights": {"exact": float("inf")}}, "must be a finite number"),
@@ -194,8 +212,12 @@ def test_a_sum_that_cannot_work_is_one_clear_line(reward, message):
 
 def test_weights_from_a_file_and_from_flags(tmp_path):
     file = tmp_path / "run.toml"
-    file.write_text('[task.reward]\nweights = { reasoning_gym = 1, format = 0.5 }\nformat_pattern = "[0-9]+"\n')
-    config = load_config(RunConfig, [str(file), "--task.reward.weights.format", "0.2"], "fp8rl train")
+    file.write_text(
+        '[task.reward]\nweights = { reasoning_gym = 1, format = 0.5 }\nformat_pattern = "[0-9]+"\n'
+    )
+    config = load_config(
+        RunConfig, [str(file), "--task.reward.weights.format", "0.2"], "fp8rl train"
+    )
     assert config.task.components == {"reasoning_gym": 1.0, "format": 0.2}
     assert config.task.deciding_reward == "reasoning_gym"
     (tmp_path / "again.toml").write_text(dump_toml(config))

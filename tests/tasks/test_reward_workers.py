@@ -18,14 +18,23 @@ from fp8rl_jax.tasks import dispatcher, reaper
 from fp8rl_jax.tasks.dataset import Example, load_splits
 from fp8rl_jax.tasks.workers import RewardPool
 
-LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc, RLIMIT_AS and PR_SET_PDEATHSIG")
+LINUX = pytest.mark.skipif(
+    sys.platform != "linux", reason="needs /proc, RLIMIT_AS and PR_SET_PDEATHSIG"
+)
 REWARDS = Path(__file__).with_name("reward_examples.py")
-EXAMPLE = Example(0, "prompt", "answer", "answer", {"question": "prompt", "answer": "answer", "metadata": {}})
+EXAMPLE = Example(
+    0, "prompt", "answer", "answer", {"question": "prompt", "answer": "answer", "metadata": {}}
+)
 
 
 def pool_of(function, log=None, **changes):
     settings = {"timeout": 0.5, "num_workers": 1, "memory_limit_mib": 512, **changes}
-    return RewardPool(TaskConfig(kind="module", name="m:f", reward=RewardConfig(f"{REWARDS}:{function}", **settings)), log)
+    return RewardPool(
+        TaskConfig(
+            kind="module", name="m:f", reward=RewardConfig(f"{REWARDS}:{function}", **settings)
+        ),
+        log,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -60,12 +69,18 @@ def test_rewards_come_back_in_order_as_float32():
     assert scores.rewards.dtype == np.float32
     np.testing.assert_array_equal(scores.rewards, np.float32(np.arange(50) / 10))
     np.testing.assert_array_equal(scores.correct, np.arange(50) >= 10)
-    assert scores.errors == scores.timeouts == 0 and scores.first_error is None and not scores.failed.any()
+    assert (
+        scores.errors == scores.timeouts == 0
+        and scores.first_error is None
+        and not scores.failed.any()
+    )
 
 
 def test_completions_belong_to_their_prompt():
     first, second = (Example(0, "p", answer, answer, {}) for answer in ("1", "2"))
-    with RewardPool(TaskConfig(kind="module", name="m:f", reward=RewardConfig(num_workers=1))) as pool:
+    with RewardPool(
+        TaskConfig(kind="module", name="m:f", reward=RewardConfig(num_workers=1))
+    ) as pool:
         scores = pool.score([first, second], ["1", "2", "1", "1", "2", "2"])
         with pytest.raises(ValueError, match="5 completions are no multiple of 2 examples"):
             pool.score([first, second], ["1"] * 5)
@@ -134,7 +149,10 @@ def test_what_a_reward_prints_goes_into_the_log_and_not_to_the_console(tmp_path,
     log = tmp_path / "run" / "rewards.log"
     with pool_of("faulty", log) as pool:
         assert pool.score([EXAMPLE], ["1"]).rewards.tolist() == [1] and not log.exists()
-        assert pool.score([EXAMPLE] * 2, ["say hello", "say_and_hang bye"]).rewards.tolist() == [0.5, 0]
+        assert pool.score([EXAMPLE] * 2, ["say hello", "say_and_hang bye"]).rewards.tolist() == [
+            0.5,
+            0,
+        ]
         assert pool.score([EXAMPLE], ["say again"]).rewards.tolist() == [0.5]  # by another worker
     said = ["hello", "HELLO", "child says hello", "bye", "again", "AGAIN", "child says again"]
     assert log.read_text().splitlines() == said
@@ -187,7 +205,9 @@ def test_scoring_overlaps_with_other_work():
 
 
 def test_reasoning_gym_scores_with_its_own_scorer():
-    task = TaskConfig(args={"max_terms": 2}, train_size=32, eval_size=8, reward=RewardConfig(num_workers=1))
+    task = TaskConfig(
+        args={"max_terms": 2}, train_size=32, eval_size=8, reward=RewardConfig(num_workers=1)
+    )
     pool = RewardPool(task)
     train, _ = load_splits(task)
     with pool:
@@ -201,11 +221,17 @@ def test_reasoning_gym_scores_with_its_own_scorer():
 
 
 def test_a_scorer_that_raises_on_text_costs_its_sample():
-    task = TaskConfig(name="prime_factorization", train_size=4, eval_size=1, reward=RewardConfig(num_workers=1))
+    task = TaskConfig(
+        name="prime_factorization", train_size=4, eval_size=1, reward=RewardConfig(num_workers=1)
+    )
     train, _ = load_splits(task)
     with RewardPool(task) as pool:
         scores = pool.score(train.examples, ["banana"] * 4)
-    assert scores.rewards.tolist() == [0] * 4 and scores.errors == 4 and "ValueError" in scores.first_error
+    assert (
+        scores.rewards.tolist() == [0] * 4
+        and scores.errors == 4
+        and "ValueError" in scores.first_error
+    )
 
 
 @pytest.mark.parametrize(
@@ -234,7 +260,9 @@ def test_a_module_that_ends_its_process_is_refused(tmp_path):
 def test_workers_that_cannot_be_replaced_end_in_an_error(tmp_path):
     reward = tmp_path / "vanishes.py"
     reward.write_text("import os\ndef f(**_): os._exit(1)\n")
-    with RewardPool(TaskConfig(kind="module", name="m:f", reward=RewardConfig(f"{reward}:f", num_workers=1))) as pool:
+    with RewardPool(
+        TaskConfig(kind="module", name="m:f", reward=RewardConfig(f"{reward}:f", num_workers=1))
+    ) as pool:
         reward.unlink()
         with pytest.raises(UserError, match="there is no file"):
             pool.score([EXAMPLE] * 2, ["", ""])
@@ -278,7 +306,9 @@ def test_workers_die_with_the_trainer(tmp_path):
         """)
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    trainer = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment)
+    trainer = subprocess.Popen(
+        [sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment
+    )
     with trainer:
         pids = [int(pid) for pid in trainer.stdout.readline().split()]
         assert len(pids) == 2 and all(alive(pid) for pid in pids)

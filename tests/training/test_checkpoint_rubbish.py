@@ -1,4 +1,5 @@
-"""A checkpoint directory with files that no run wrote: what is whole is found, and nothing of it is lost."""
+"""A checkpoint directory with files that no run wrote: what is whole is found, and nothing of it is
+lost."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,5 @@
-"""Episodes in training: every sampled token is trained on in the context that it was sampled in, and nothing else is."""
+"""Episodes in training: every sampled token is trained on in the context that it was sampled in,
+and nothing else is."""
 
 import json
 import shutil
@@ -34,7 +35,14 @@ from fp8rl_jax.training.step import Batch, StepConfig, score, update
 
 ENVIRONMENTS = Path(__file__).parents[1] / "tasks" / "environment_examples.py"
 SHAPE = PolicyConfig(
-    "llama", vocab_size=259, hidden_size=48, intermediate_size=80, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16
+    "llama",
+    vocab_size=259,
+    hidden_size=48,
+    intermediate_size=80,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
 )
 SAMPLING = Sampling(4, 1.0, stop_token_ids=(258, *range(48, 58)))
 RL = RLConfig(correction=CorrectionConfig(method="token_tis"))
@@ -55,9 +63,14 @@ class ChatBytes(ByteTokenizer):
 
 def task_of(turns):
     return TaskConfig(
-        kind="environment", name=f"{ENVIRONMENTS}:Parity", args={"turns": turns}, max_turns=turns, train_size=4, eval_size=2,
+        kind="environment",
+        name=f"{ENVIRONMENTS}:Parity",
+        args={"turns": turns},
+        max_turns=turns,
+        train_size=4,
+        eval_size=2,
         reward=RewardConfig(num_workers=1, partial_credit=True),
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +88,17 @@ def player(policy):
 
         def run(tokenizer, examples=slice(None), width=WIDTH, **arguments):
             encoder = PromptEncoder(tokenizer, "", width)
-            return play(engine, encoder, pool, train.examples[examples], 2, SAMPLING, jax.random.key(3), Clock(), **arguments)
+            return play(
+                engine,
+                encoder,
+                pool,
+                train.examples[examples],
+                2,
+                SAMPLING,
+                jax.random.key(3),
+                Clock(),
+                **arguments,
+            )
 
         yield run
 
@@ -86,13 +109,18 @@ def episodes(request, player):
 
 
 def batch_of(episodes):
-    """The experience of episodes, their batch with advantages for each token, and the advantages of the episodes."""
+    """The experience of episodes, their batch with advantages for each token, and the advantages of
+    the episodes."""
     rows = episode_rows(episodes, WIDTH, SAMPLING.max_new_tokens, 256, 8)
     count = len(episodes)
     found = EpisodeExperience(
-        episodes=episodes, rows=rows, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]),
-        texts=[episode.transcript for episode in episodes], samples=1, temperature=1.0,
-    )  # fmt: skip
+        episodes=episodes,
+        rows=rows,
+        sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]),
+        texts=[episode.transcript for episode in episodes],
+        samples=1,
+        temperature=1.0,
+    )
     advantages = np.random.default_rng(0).normal(size=count).astype(np.float32)
     batch = found.batch(RL, False)
     own = found.by_row(jnp.asarray(advantages))[:, None]
@@ -101,44 +129,75 @@ def batch_of(episodes):
 
 def test_the_trainer_scores_what_was_sampled_as_it_was_sampled(policy, episodes):
     found, batch, _ = batch_of(episodes)
-    assert batch.mask.sum() == sum(len(turn.tokens) for episode in episodes for turn in episode.turns) > 30
+    assert (
+        batch.mask.sum()
+        == sum(len(turn.tokens) for episode in episodes for turn in episode.turns)
+        > 30
+    )
     assert (batch.mask <= batch.present).all() and (batch.mask != batch.present).any()
     logprobs = np.asarray(score(policy, batch, CONFIG))
     kept = np.asarray(batch.mask)
     np.testing.assert_allclose(logprobs[kept], found.policy_logprobs[kept], atol=1e-5)
-    sums = np.array([sum(sum(turn.policy_logprobs) for turn in episode.turns) for episode in episodes])
-    np.testing.assert_allclose(found.by_sample(jnp.where(batch.mask, logprobs, 0.0).sum(1)), sums, atol=1e-4)
+    sums = np.array(
+        [sum(sum(turn.policy_logprobs) for turn in episode.turns) for episode in episodes]
+    )
+    np.testing.assert_allclose(
+        found.by_sample(jnp.where(batch.mask, logprobs, 0.0).sum(1)), sums, atol=1e-4
+    )
 
 
 def test_joined_rows_give_the_update_of_each_turn_in_a_row_of_its_own(policy, player):
     episodes, _ = player(ByteTokenizer())
     _, batch, advantages = batch_of(episodes)
     turns = [(index, turn) for index, episode in enumerate(episodes) for turn in episode.turns]
-    alone = pad_rows([Episode(None, (turn,)) for _, turn in turns], WIDTH, SAMPLING.max_new_tokens, 256)
-    arrays = (alone.prompts, alone.prompt_lengths, alone.tokens, alone.sampled, alone.behaviour_logprobs)
+    alone = pad_rows(
+        [Episode(None, (turn,)) for _, turn in turns], WIDTH, SAMPLING.max_new_tokens, 256
+    )
+    arrays = (
+        alone.prompts,
+        alone.prompt_lengths,
+        alone.tokens,
+        alone.sampled,
+        alone.behaviour_logprobs,
+    )
     single = Batch(*map(jnp.asarray, (*arrays, advantages[[index for index, _ in turns]])))
-    joined, _, metrics = update(init_state(jax.tree.map(jnp.copy, policy), OPTIMIZER), batch, CONFIG, OPTIMIZER)
-    apart, _, expected = update(init_state(jax.tree.map(jnp.copy, policy), OPTIMIZER), single, CONFIG, OPTIMIZER)
+    joined, _, metrics = update(
+        init_state(jax.tree.map(jnp.copy, policy), OPTIMIZER), batch, CONFIG, OPTIMIZER
+    )
+    apart, _, expected = update(
+        init_state(jax.tree.map(jnp.copy, policy), OPTIMIZER), single, CONFIG, OPTIMIZER
+    )
     assert metrics["optim/grad_norm"] > 0.01
     for name, value in expected.items():
         np.testing.assert_allclose(metrics[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
-    for a, b in zip(jax.tree.leaves(joined.optimizer), jax.tree.leaves(apart.optimizer), strict=True):
+    for a, b in zip(
+        jax.tree.leaves(joined.optimizer), jax.tree.leaves(apart.optimizer), strict=True
+    ):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6)
 
 
 def test_what_the_environment_says_is_read_and_not_trained_on(policy, player):
     _, batch, _ = batch_of(player(ByteTokenizer())[0])
-    plain, logprobs, _ = update(init_state(jax.tree.map(jnp.copy, policy), OPTIMIZER), batch, CONFIG, OPTIMIZER)
+    plain, logprobs, _ = update(
+        init_state(jax.tree.map(jnp.copy, policy), OPTIMIZER), batch, CONFIG, OPTIMIZER
+    )
     # whatever an observation's tokens weigh in rewards and corrections, nothing of it arrives
     weighed = replace(
         batch,
         rollout_logprobs=jnp.where(batch.mask, batch.rollout_logprobs, jnp.nan),
         advantages=jnp.where(batch.mask, batch.advantages, 1e6),
     )
-    other, _, _ = update(init_state(jax.tree.map(jnp.copy, policy), OPTIMIZER), weighed, CONFIG, OPTIMIZER)
+    other, _, _ = update(
+        init_state(jax.tree.map(jnp.copy, policy), OPTIMIZER), weighed, CONFIG, OPTIMIZER
+    )
     jax.tree.map(np.testing.assert_array_equal, plain.policy, other.policy)
-    changed = replace(batch, tokens=jnp.where(batch.present & ~batch.mask, (batch.tokens + 1) % 256, batch.tokens))
-    assert np.abs(np.asarray(score(policy, changed, CONFIG) - logprobs)[np.asarray(batch.mask)]).max() > 1e-3
+    changed = replace(
+        batch, tokens=jnp.where(batch.present & ~batch.mask, (batch.tokens + 1) % 256, batch.tokens)
+    )
+    assert (
+        np.abs(np.asarray(score(policy, changed, CONFIG) - logprobs)[np.asarray(batch.mask)]).max()
+        > 1e-3
+    )
 
 
 def test_an_episode_does_not_depend_on_its_neighbours(player, episodes):
@@ -153,7 +212,12 @@ def test_an_episode_does_not_depend_on_its_neighbours(player, episodes):
 def test_an_episode_without_room_ends_truncated(player):
     episodes, scores = player(ByteTokenizer(), width=13)
     cut = [episode for episode in episodes if episode.truncated]
-    assert cut and len(cut) < len(episodes) and all(episode.done for episode in episodes) and not scores.failed.any()
+    assert (
+        cut
+        and len(cut) < len(episodes)
+        and all(episode.done for episode in episodes)
+        and not scores.failed.any()
+    )
     for episode in cut:
         last = episode.turns[-1]
         assert len(last.prompt) + len(last.tokens) + 1 > 13 >= len(last.prompt)
@@ -162,7 +226,9 @@ def test_an_episode_without_room_ends_truncated(player):
 def test_without_a_chat_template_every_turn_is_joined_in_one_row(player):
     episodes, _ = player(ByteTokenizer())
     rows = episode_rows(episodes, WIDTH, SAMPLING.max_new_tokens, 256, 8)
-    assert rows.episode.tolist() == list(range(8)) and all(len(episode.turns) == 3 for episode in episodes)
+    assert rows.episode.tolist() == list(range(8)) and all(
+        len(episode.turns) == 3 for episode in episodes
+    )
     row, turns = rows.tokens[0][rows.attended[0]], episodes[0].turns
     assert (rows.prompts[0, 0], *row) == (*turns[-1].prompt, *turns[-1].tokens)
 
@@ -176,14 +242,27 @@ def test_empty_rows_stand_evenly_between_the_others(episodes):
 
 RUN = {
     "task": {
-        "kind": "environment", "name": f"{ENVIRONMENTS}:Parity", "args": None, "prompt_template": None,
-        "max_turns": 2, "train_size": 16, "eval_size": 4, "reward": {"partial_credit": True},
+        "kind": "environment",
+        "name": f"{ENVIRONMENTS}:Parity",
+        "args": None,
+        "prompt_template": None,
+        "max_turns": 2,
+        "train_size": 16,
+        "eval_size": 4,
+        "reward": {"partial_credit": True},
     },
-    "rollout": {"max_prompt_tokens": 16, "max_new_tokens": 4, "stop_token_ids": list(range(48, 58))},
+    "rollout": {
+        "max_prompt_tokens": 16,
+        "max_new_tokens": 4,
+        "stop_token_ids": list(range(48, 58)),
+    },
     "trainer": {"steps": 3, "updates_per_rollout": 2, "micro_batch_prompts": 1},
-    "rl": {"reward_kl": {"coefficient": 0.1}, "dynamic_sampling": {"enabled": True, "max_rounds": 2}},
+    "rl": {
+        "reward_kl": {"coefficient": 0.1},
+        "dynamic_sampling": {"enabled": True, "max_rounds": 2},
+    },
     "evaluation": {"every": 2, "examples": 4, "batch_size": 4},
-}  # fmt: skip
+}
 
 
 @pytest.fixture
@@ -203,7 +282,9 @@ def test_a_run_of_episodes_and_its_resumption_are_the_same(run_file, tmp_path):
     steps = [row for row in measured(whole) if "loss" in row]
     assert [row["step"] for row in measured(whole) if "eval/accuracy" in row] == [0, 2, 3]
     for row in steps:
-        assert row["episodes/turns"] == 2 and row["episodes/rows"] == 1 and row["optim/skipped"] == 0
+        assert (
+            row["episodes/turns"] == 2 and row["episodes/rows"] == 1 and row["optim/skipped"] == 0
+        )
         assert 0 < row["mismatch/logprob_abs_diff_max"] < 0.1 and row["completions/max_length"] <= 4
     assert abs(steps[0]["reward/kl"]) < 1e-4 < abs(steps[2]["reward/kl"])
     shown = json.loads((whole / "samples.jsonl").read_text().splitlines()[0])

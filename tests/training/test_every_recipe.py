@@ -1,5 +1,5 @@
-"""`fp8rl train` of a mixture of experts under every recipe and of a dense model under some, from Hugging Face directories,
-resumed once."""
+"""`fp8rl train` of a mixture of experts under every recipe and of a dense model under some, from
+Hugging Face directories, resumed once."""
 
 import math
 from dataclasses import replace
@@ -32,30 +32,46 @@ DENSE = PolicyConfig(
 MOE = replace(DENSE, architecture="qwen3_moe", experts=ExpertsConfig(4, 2, 40, normalize=True))
 SHAPES = {"dense": DENSE, "moe": MOE}
 RUN = {"rollout": {"prompts_per_step": 2}, "trainer": {"steps": 2}, "checkpoint": {"every": 1}}
-# Bounds of k3: 3e-14 and 7e-6 were measured, the rounding of float32 and that of e4m3 with random weights of this scale.
+# Bounds of k3: 3e-14 and 7e-6 were measured, the rounding of float32 and that of e4m3 with random
+# weights of this scale.
 ROUNDING, QUANTIZED = 1e-11, 1e-4
 RUNS = [("moe", recipe, False) for recipe in RECIPES] + [("moe", "jet-rl", True)]
-RUNS += [("dense", recipe, False) for recipe in ("bf16", "fp8-rl", "jet-rl")]  # a side unquantized, and both in FP8
+# a side unquantized, and both in FP8
+RUNS += [("dense", recipe, False) for recipe in ("bf16", "fp8-rl", "jet-rl")]
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
     return {
-        name: save_policy(init_policy(shape, jax.random.key(0)), root / name, ByteTokenizer(), "float32")
+        name: save_policy(
+            init_policy(shape, jax.random.key(0)), root / name, ByteTokenizer(), "float32"
+        )
         for name, shape in SHAPES.items()
     }
 
 
 def arrays(directory: Path) -> dict[str, np.ndarray]:
-    return {name: np.asarray(weight.value) for name, weight in load_policy(directory).layers.tensors().items()}
+    return {
+        name: np.asarray(weight.value)
+        for name, weight in load_policy(directory).layers.tensors().items()
+    }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "recipe", "exact"), RUNS)
 def test_two_steps_and_a_resumed_one(models, tmp_path, kind, recipe, exact):
-    run_file, out = write_run(tmp_path, EVEN_LETTERS, RUN, {"model": {"init": None, "path": str(models[kind])}}), tmp_path / "out"
-    flags = ["--recipe", recipe] + ["--trainer.router-replay"] * (kind == "moe") + ["--precision.exact"] * exact
+    run_file, out = (
+        write_run(
+            tmp_path, EVEN_LETTERS, RUN, {"model": {"init": None, "path": str(models[kind])}}
+        ),
+        tmp_path / "out",
+    )
+    flags = (
+        ["--recipe", recipe]
+        + ["--trainer.router-replay"] * (kind == "moe")
+        + ["--precision.exact"] * exact
+    )
     assert train(run_file, out, *flags) == 0
     steps = metric_rows(out)[:2]
     for row in steps:
@@ -65,7 +81,9 @@ def test_two_steps_and_a_resumed_one(models, tmp_path, kind, recipe, exact):
     low = ROUNDING if formats.rollout.roles() != formats.trainer.roles() else -ROUNDING
     high = QUANTIZED if formats.quantizes_linears or formats.quantizes_cache else ROUNDING
     if exact:
-        assert all(row["mismatch/k3"] == row["mismatch/logprob_abs_diff_max"] == 0.0 for row in steps)
+        assert all(
+            row["mismatch/k3"] == row["mismatch/logprob_abs_diff_max"] == 0.0 for row in steps
+        )
     else:
         assert all(low < row["mismatch/k3"] < high for row in steps)
 
@@ -75,7 +93,8 @@ def test_two_steps_and_a_resumed_one(models, tmp_path, kind, recipe, exact):
     text = "abc="
     assert load_tokenizer(out / "model").encode(text) == ByteTokenizer().encode(text)
 
-    (out / "checkpoints" / "2").rename(tmp_path / "gone")  # as a run leaves it that is killed in its second step
+    # as a run leaves it that is killed in its second step
+    (out / "checkpoints" / "2").rename(tmp_path / "gone")
     assert train(run_file, out, *flags, "--resume") == 0
     again = arrays(out / "model")
     assert [name for name in after if not np.array_equal(again[name], after[name])] == []

@@ -1,4 +1,5 @@
-"""Exact mode: what the trainer computes has the bits that the rollout had, and training with it changes nothing else."""
+"""Exact mode: what the trainer computes has the bits that the rollout had, and training with it
+changes nothing else."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ from fp8rl_jax.training.state import init_state, make_optimizer
 from fp8rl_jax.training.step import Batch, StepConfig, score, update
 
 RL = RLConfig(correction=CorrectionConfig(method="token_tis"))
-MOE = replace(CONFIG, architecture="qwen3_moe", experts=ExpertsConfig(4, 2, 96, normalize=True), num_layers=1)
+MOE = replace(
+    CONFIG, architecture="qwen3_moe", experts=ExpertsConfig(4, 2, 96, normalize=True), num_layers=1
+)
 SAMPLING = Sampling(max_new_tokens=7)
 
 
@@ -54,11 +57,19 @@ def start(optimizer):
 def batch_of(rollout) -> Batch:
     advantages = np.random.default_rng(0).normal(size=len(rollout.tokens)).astype(np.float32)
     prompts = rollout.prompts
-    return Batch(prompts.tokens, prompts.lengths, rollout.tokens, rollout.mask, rollout.policy_logprobs, advantages)
+    return Batch(
+        prompts.tokens,
+        prompts.lengths,
+        rollout.tokens,
+        rollout.mask,
+        rollout.policy_logprobs,
+        advantages,
+    )
 
 
 def in_parts(config: StepConfig) -> StepConfig:
-    """Micro-batches, the layers run anew, attention a few queries at a time, logits of a few tokens."""
+    """Micro-batches, the layers run anew, attention a few queries at a time, logits of a few
+    tokens."""
     return replace(config, micro_batches=3, remat=True, attention_chunk=2, logprob_chunk=5)
 
 
@@ -67,12 +78,16 @@ def bits(values, mask) -> bytes:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "name", "dtype"), [("dense", "jet-rl", "bfloat16"), ("moe", "jet-rl", "float16")])
+@pytest.mark.parametrize(
+    ("kind", "name", "dtype"), [("dense", "jet-rl", "bfloat16"), ("moe", "jet-rl", "float16")]
+)
 def test_the_trainer_has_the_bits_of_the_rollout(kind, name, dtype):
     _, rollout, config = sampled(kind, name, dtype)
     expected = bits(rollout.policy_logprobs, rollout.mask)
     assert bits(rollout.behaviour_logprobs, rollout.mask) == expected
-    assert bits(score(policy_of(kind), batch_of(rollout), in_parts(config)), rollout.mask) == expected
+    assert (
+        bits(score(policy_of(kind), batch_of(rollout), in_parts(config)), rollout.mask) == expected
+    )
 
 
 @pytest.mark.slow
@@ -90,11 +105,20 @@ def test_layers_in_the_compute_dtype_have_their_bits_too():
 def test_a_token_has_its_bits_in_other_batches_and_behind_its_prompt_in_one_row():
     engine, rollout, config = sampled("dense", "jet-rl", "bfloat16")
     prompts, batch = make_prompts(), batch_of(rollout)
-    wider = Prompts(np.pad(prompts.tokens[1:], ((0, 0), (0, 6))), prompts.lengths[1:], prompts.ids[1:])
+    wider = Prompts(
+        np.pad(prompts.tokens[1:], ((0, 0), (0, 6))), prompts.lengths[1:], prompts.ids[1:]
+    )
     again = engine.generate(wider, 4, SAMPLING, jax.random.key(1))
-    assert bits(again.policy_logprobs, again.mask) == bits(rollout.policy_logprobs[4:], rollout.mask[4:])
-    lengths, sides = np.asarray(rollout.mask).sum(1), (batch.prompts.shape[1], batch.tokens.shape[1])
-    packing = pack(np.asarray(batch.lengths, np.int64), lengths, sides, 2 * sum(sides), parts=1, devices=1)
+    assert bits(again.policy_logprobs, again.mask) == bits(
+        rollout.policy_logprobs[4:], rollout.mask[4:]
+    )
+    lengths, sides = (
+        np.asarray(rollout.mask).sum(1),
+        (batch.prompts.shape[1], batch.tokens.shape[1]),
+    )
+    packing = pack(
+        np.asarray(batch.lengths, np.int64), lengths, sides, 2 * sum(sides), parts=1, devices=1
+    )
     packed = score(policy_of("dense"), replace(batch, packing=packing), config)
     assert bits(packed, rollout.mask) == bits(rollout.policy_logprobs, rollout.mask)
 
@@ -109,10 +133,13 @@ def test_an_update_sees_no_mismatch_and_its_correction_is_the_identity():
     assert np.all(np.asarray(weights)[np.asarray(mask)] == 1.0) and np.array_equal(mask, batch.mask)
     seen = rl.mismatch_metrics(rollout.policy_logprobs, logprobs, batch.mask)
     assert seen["mismatch/k3"] == 0.0 and seen["mismatch/logprob_abs_diff_max"] == 0.0
-    # an update that is not exact: its gradient is the same but for roundings of activations, and its log-probabilities are not
+    # an update that is not exact: its gradient is the same but for roundings of activations, and
+    # its log-probabilities are not
     plain = replace(config, recipe=get_recipe("jet-rl"))
     _, other, expected = update(start(optimizer), batch, plain, optimizer)
     assert metrics["optim/skipped"] == 0
     assert metrics["optim/grad_norm"] == pytest.approx(float(expected["optim/grad_norm"]), rel=0.05)
-    difference = np.abs(np.asarray(other) - np.asarray(rollout.policy_logprobs))[np.asarray(rollout.mask)]
+    difference = np.abs(np.asarray(other) - np.asarray(rollout.policy_logprobs))[
+        np.asarray(rollout.mask)
+    ]
     assert 0 < difference.max() < 0.5

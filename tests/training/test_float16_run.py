@@ -1,4 +1,5 @@
-"""Whole runs in float16 through the command line: resumed bit for bit, with every form of trainer, and what is refused."""
+"""Whole runs in float16 through the command line: resumed bit for bit, with every form of trainer,
+and what is refused."""
 
 from __future__ import annotations
 
@@ -35,9 +36,17 @@ def tensors(directory: Path) -> dict[str, np.ndarray]:
 
 @pytest.mark.slow
 def test_a_run_that_finds_its_scale_and_is_resumed_in_between(run_file, tmp_path, capsys):
-    """Two updates a step in two packed micro-batches; the first scales are far too large, which stops nothing."""
+    """Two updates a step in two packed micro-batches; the first scales are far too large, which
+    stops nothing."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    flags = [*SEARCH, "--trainer.updates-per-rollout", "2", "--trainer.micro-batch-prompts", "1", "--trainer.packing"]
+    flags = [
+        *SEARCH,
+        "--trainer.updates-per-rollout",
+        "2",
+        "--trainer.micro-batch-prompts",
+        "1",
+        "--trainer.packing",
+    ]
     for out in (whole, parts):
         assert train(run_file, out, *flags) == 0
     (parts / "checkpoints" / "4").rename(tmp_path / "gone")
@@ -47,16 +56,37 @@ def test_a_run_that_finds_its_scale_and_is_resumed_in_between(run_file, tmp_path
         assert weight.dtype == np.float16 and np.array_equal(weight, tensors(parts)[name]), name
     found = measured(whole)[:4]
     assert found[0]["optim/overflow"] > 0 and found[3]["optim/overflow"] == 0
-    assert found[3]["optim/loss_scale"] < 1e10 and all(row["optim/skipped_steps"] == 0 for row in found)
+    assert found[3]["optim/loss_scale"] < 1e10 and all(
+        row["optim/skipped_steps"] == 0 for row in found
+    )
     assert all(np.isfinite(row["mismatch/k3"]) and 0 < row["mismatch/k3"] < 1e-6 for row in found)
     capsys.readouterr()
     assert train(run_file, parts, "--resume", "--compute-dtype", "float32") == 2
-    assert "this run has nothing" in (said := capsys.readouterr().err) and "trainer.loss_scale" in said
+    assert (
+        "this run has nothing" in (said := capsys.readouterr().err) and "trainer.loss_scale" in said
+    )
 
 
 FORMS = {
-    "fp8 trainer": ["--recipe", "fp8-e2e-kv", "--precision.output-gradient", "e5m2", "--trainer.loss-scale.mode", "static"],
-    "adapters": ["--recipe", "fp8-rl", "--lora.rank", "4", "--lora.base", "rollout", "--lora.targets", "*.q_proj", "*.up_proj"],
+    "fp8 trainer": [
+        "--recipe",
+        "fp8-e2e-kv",
+        "--precision.output-gradient",
+        "e5m2",
+        "--trainer.loss-scale.mode",
+        "static",
+    ],
+    "adapters": [
+        "--recipe",
+        "fp8-rl",
+        "--lora.rank",
+        "4",
+        "--lora.base",
+        "rollout",
+        "--lora.targets",
+        "*.q_proj",
+        "*.up_proj",
+    ],
 }
 
 
@@ -66,7 +96,10 @@ def test_every_form_of_trainer_learns_without_a_skip(run_file, tmp_path, form):
     out = tmp_path / "out"
     assert train(run_file, out, "--trainer.steps", "1", *FORMS[form]) == 0
     row = measured(out)[0]
-    assert all(np.isfinite(value) for value in row.values()) and row["optim/skipped"] == 0 < row["optim/grad_norm"]
+    assert (
+        all(np.isfinite(value) for value in row.values())
+        and row["optim/skipped"] == 0 < row["optim/grad_norm"]
+    )
     assert row["optim/loss_scale"] == 65536 and ("optim/overflow" in row) == (form != "fp8 trainer")
 
 
@@ -75,7 +108,10 @@ def test_weights_that_float16_cannot_hold_are_refused_by_name():
     check_range(policy, jnp.dtype("float16"))
     policy.layers.up_proj.weight.set_value(policy.layers.up_proj.value.at[1, 2, 3].set(-7e4))
     check_range(policy, jnp.dtype("bfloat16"))
-    with pytest.raises(UserError, match=r"compute_dtype: layers\.up_proj has a weight of magnitude 70000, and float16.*65504"):
+    with pytest.raises(
+        UserError,
+        match=r"compute_dtype: layers\.up_proj has a weight of magnitude 70000, and float16.*65504",
+    ):
         check_range(policy, jnp.dtype("float16"))
 
 
@@ -83,5 +119,9 @@ def test_the_rollout_computes_and_caches_in_float16():
     engine = LocalEngine(RECIPES["bf16"], jnp.float16)
     engine.sync(init_policy(SMALL, jax.random.key(0)))
     assert {x.dtype for x in jax.tree.leaves(engine.policy)} == {jnp.dtype("float16")}
-    served = jax.eval_shape(lambda policy: forward(policy, jnp.zeros((1, 3), jnp.int32), phase="prefill"), engine.policy)
-    assert {x.dtype for x in (*served.cache.keys, *served.cache.values, served.hidden)} == {jnp.dtype("float16")}
+    served = jax.eval_shape(
+        lambda policy: forward(policy, jnp.zeros((1, 3), jnp.int32), phase="prefill"), engine.policy
+    )
+    assert {x.dtype for x in (*served.cache.keys, *served.cache.values, served.hidden)} == {
+        jnp.dtype("float16")
+    }

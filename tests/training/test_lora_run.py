@@ -1,4 +1,5 @@
-"""Whole runs with adapters through the command line: the base stays, the adapters learn, and a resumed run is the same run."""
+"""Whole runs with adapters through the command line: the base stays, the adapters learn, and a
+resumed run is the same run."""
 
 import json
 import re
@@ -37,11 +38,15 @@ def starting_policy(run_file: str, *flags: str):
 
 
 def check_files(run_file: str, out: Path, *flags: str, dtype=ml_dtypes.bfloat16) -> None:
-    """model/ is the base that the seed gives plus the adapters of adapter/, which are not those that it gives."""
+    """model/ is the base that the seed gives plus the adapters of adapter/, which are not those
+    that it gives."""
     start = starting_policy(run_file, *flags)
     first, base = split(start)
     adapters = load_adapters(out / "adapter", start.config, LoraConfig(rank=8))
-    written = {name: tensor.astype(np.float64) for name, tensor in read_safetensors(out / "model" / "model.safetensors").items()}
+    written = {
+        name: tensor.astype(np.float64)
+        for name, tensor in read_safetensors(out / "model" / "model.safetensors").items()
+    }
     frozen = merge(base)
     for name, tensor in (("model.embed_tokens", frozen.embed_tokens), ("model.norm", frozen.norm)):
         expected = np.asarray(tensor.value).astype(dtype).astype(np.float64)
@@ -64,12 +69,18 @@ def test_run_and_resume_are_the_same_run_on_an_untouched_base(run_file, tmp_path
     assert train(run_file, parts, *flags, "--resume") == 0
     assert measured(whole) == measured(parts) and len(measured(whole)) == 3
     first, *_, last = measured(whole)
-    assert first["kl"] < 1e-9 < last["kl"] and last["mismatch/k3"] > 1e-9 and last["optim/skipped_steps"] == 0
+    assert (
+        first["kl"] < 1e-9 < last["kl"]
+        and last["mismatch/k3"] > 1e-9
+        and last["optim/skipped_steps"] == 0
+    )
     assert "fp8/quant_snr_db_weight" not in last and last["optim/grad_norm"] > 0
     check_files(run_file, whole, *flags)
     for name in ("adapter/adapter_model.safetensors", "model/model.safetensors"):
         assert (whole / name).read_bytes() == (parts / name).read_bytes()
-    saved = sum(file.stat().st_size for file in (whole / "checkpoints" / "3").rglob("*") if file.is_file())
+    saved = sum(
+        file.stat().st_size for file in (whole / "checkpoints" / "3").rglob("*") if file.is_file()
+    )
     trained = 4 * sum(x.size for x in jax.tree.leaves(split(starting_policy(run_file))[0]))
     assert saved < 3 * trained + 2e5
     capsys.readouterr()
@@ -81,11 +92,16 @@ def test_a_compute_base_is_quantized_for_the_rollout_alone(run_file, tmp_path):
     flags = ["--recipe", "fp8-rl", "--trainer.steps", "2"]
     assert train(run_file, tmp_path / "out", *flags) == 0
     check_files(run_file, tmp_path / "out", *flags)
-    assert all(row["fp8/quant_snr_db_weight"] > 25 and row["mismatch/k3"] > 1e-9 for row in measured(tmp_path / "out"))
+    assert all(
+        row["fp8/quant_snr_db_weight"] > 25 and row["mismatch/k3"] > 1e-9
+        for row in measured(tmp_path / "out")
+    )
 
 
 @pytest.mark.slow
-def test_bf16_is_one_run_for_both_bases_and_another_one_starts_from_its_adapter(run_file, tmp_path, capsys):
+def test_bf16_is_one_run_for_both_bases_and_another_one_starts_from_its_adapter(
+    run_file, tmp_path, capsys
+):
     """The recipe's rollout format of a bf16 run is the compute dtype."""
     one, other, third = tmp_path / "one", tmp_path / "other", tmp_path / "third"
     assert train(run_file, one) == 0
@@ -96,7 +112,8 @@ def test_bf16_is_one_run_for_both_bases_and_another_one_starts_from_its_adapter(
     assert train(run_file, third, *flags, "--optimizer.learning-rate", "0") == 0
     for name in ("adapter/adapter_model.safetensors", "model/model.safetensors"):
         assert (one / name).read_bytes() == (third / name).read_bytes()
-    assert all(row["kl"] < 1e-9 for row in measured(third))  # the reference is what the run started from
+    # the reference is what the run started from
+    assert all(row["kl"] < 1e-9 for row in measured(third))
     capsys.readouterr()
     assert train(run_file, tmp_path / "fourth", *flags, "--lora.rank", "4") == 2
     assert "lora.rank = 4, but the adapter has 8" in capsys.readouterr().err
@@ -104,7 +121,16 @@ def test_bf16_is_one_run_for_both_bases_and_another_one_starts_from_its_adapter(
 
 def test_supervised_training_of_adapters(run_file, tmp_path, capsys):
     out = tmp_path / "warm"
-    flags = ["--sft.steps", "3", "--sft.batch-size", "8", "--recipe", "fp8-rl", "--lora.base", "rollout"]
+    flags = [
+        "--sft.steps",
+        "3",
+        "--sft.batch-size",
+        "8",
+        "--recipe",
+        "fp8-rl",
+        "--lora.base",
+        "rollout",
+    ]
     assert main(["sft", run_file, "--sft.output", str(out), *flags]) == 0
     check_files(run_file, out, *flags[4:], dtype=np.float32)
     flags = ["--lora.path", str(out / "adapter"), "--recipe", "fp8-rl"]
@@ -123,7 +149,8 @@ def test_supervised_training_of_adapters(run_file, tmp_path, capsys):
         (["--lora.rank", "0", "--lora.path", "x"], "lora.path is set but lora.rank is 0"),
         (
             "--lora.base rollout --recipe jet-rl --precision.rollout.scale power_of_two".split(),
-            "weights of e4m3 128x128 power_of_two scales in the rollout and of e4m3 128x128 float32 scales in the trainer",
+            "weights of e4m3 128x128 power_of_two scales in the rollout and of e4m3 128x128 "
+            "float32 scales in the trainer",
         ),
     ],
 )
@@ -131,19 +158,25 @@ def test_faults_are_one_line(run_file, tmp_path, capsys, flags, message):
     check_refused(run_file, tmp_path / "out", capsys, flags, message)
 
 
-SOME_LAYERS = "--model.init.num-layers 2 --precision.first-layers-in-compute 1 --rollout.decode-layers scan".split()
+SOME_LAYERS = (
+    "--model.init.num-layers 2 --precision.first-layers-in-compute 1 --rollout.decode-layers scan"
+).split()
 
 
 @pytest.mark.slow
 def test_a_trainer_in_fp8_has_one_base(run_file, tmp_path):
-    """Quantized at rest or at every update, it is the same; and rollout and trainer multiply it alike."""
+    """Quantized at rest or at every update, it is the same; and rollout and trainer multiply it
+    alike."""
     one, other = tmp_path / "one", tmp_path / "other"
     flags = ["--recipe", "jet-rl", "--trainer.steps", "2", *SOME_LAYERS]
     assert train(run_file, one, *flags, "--lora.base", "rollout") == 0
     assert train(run_file, other, *flags, "--lora.base", "compute") == 0
     for at_rest, every_update in zip(measured(one), measured(other), strict=True):
-        a, b = ({x: row[x] for x in row if not x.startswith("fp8/")} for row in (at_rest, every_update))
-        # a layer of its own array is another program than a slice of all of them, with another order of sums
+        a, b = (
+            {x: row[x] for x in row if not x.startswith("fp8/")} for row in (at_rest, every_update)
+        )
+        # a layer of its own array is another program than a slice of all of them, with another
+        # order of sums
         assert a == pytest.approx(b, rel=1e-4, abs=1e-6)
         assert a.keys() == at_rest.keys() - {"fp8/nonfinite_weight"}
         assert at_rest["optim/grad_norm"] > 0 and at_rest["mismatch/k3"] < 1e-6
@@ -154,7 +187,10 @@ def test_a_trainer_in_fp8_has_one_base(run_file, tmp_path):
 def test_adapters_are_part_of_an_exact_forward(run_file, tmp_path):
     """In FP8 and, since k_proj is left out, in the compute dtype."""
     out = tmp_path / "out"
-    flags = "--recipe jet-rl --lora.base rollout --precision.excluded *.k_proj --precision.exact --compute-dtype bfloat16".split()
+    flags = (
+        "--recipe jet-rl --lora.base rollout --precision.excluded *.k_proj --precision.exact "
+        "--compute-dtype bfloat16"
+    ).split()
     flags += ["--trainer.steps", "2"]
     assert train(run_file, out, *flags) == 0
     steps = [row for row in measured(out) if "optim/grad_norm" in row]
@@ -163,11 +199,19 @@ def test_adapters_are_part_of_an_exact_forward(run_file, tmp_path):
 
 
 def test_the_plan_counts_what_is_trained(run_file, tmp_path, capsys):
-    assert train(run_file, tmp_path / "out", "--recipe", "fp8-rl", "--lora.base", "rollout", "--dry-run") == 0
+    assert (
+        train(
+            run_file, tmp_path / "out", "--recipe", "fp8-rl", "--lora.base", "rollout", "--dry-run"
+        )
+        == 0
+    )
     printed = capsys.readouterr().out
     trained = 8 * sum((64 + 64, 32 + 64, 32 + 64, 64 + 64, 96 + 64, 96 + 64, 64 + 96))
     assert f"trained: {trained:,}" in printed
-    moments, base = (float(re.search(rf"{name} +([0-9.]+)", printed)[1]) for name in ("Adam moments", "frozen base"))
+    moments, base = (
+        float(re.search(rf"{name} +([0-9.]+)", printed)[1])
+        for name in ("Adam moments", "frozen base")
+    )
     assert moments == round(2 * 4 * trained / 1e6, 3)
     linears, embedding = 64 * (64 + 32 + 32 + 64 + 96 + 96) + 96 * 64, 264 * 64
     assert 1 < base * 1e6 / (linears + 4 * embedding) < 1.1  # scales and norms are the rest

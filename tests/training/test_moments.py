@@ -1,4 +1,5 @@
-"""Adam's moments at rest in bfloat16 and e4m3: against optax in float32, against their bounds, and through a checkpoint."""
+"""Adam's moments at rest in bfloat16 and e4m3: against optax in float32, against their bounds, and
+through a checkpoint."""
 
 from functools import partial
 
@@ -22,7 +23,13 @@ from fp8rl_jax.precision import QTensor
 from fp8rl_jax.precision.rounding import round_stochastic
 from fp8rl_jax.training.checkpoint import Checkpoints
 from fp8rl_jax.training.moments import GROUPS, _load, _store, moment_formats, scale_by_adam
-from fp8rl_jax.training.state import apply_gradients, decay_mask, init_state, learning_rate, make_optimizer
+from fp8rl_jax.training.state import (
+    apply_gradients,
+    decay_mask,
+    init_state,
+    learning_rate,
+    make_optimizer,
+)
 from fp8rl_jax.training.step import Batch, StepConfig, completion_logprobs
 
 FLOAT32, BFLOAT16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
@@ -33,9 +40,13 @@ SHAPE = PolicyConfig("qwen3", 61, 48, 80, 2, 4, 2, 16)
 @pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.bfloat16])
 def test_stochastic_rounding_takes_a_neighbour_and_is_right_on_average(dtype):
     rng = np.random.default_rng(0)
-    x = np.float32(rng.uniform(0.5, 1.9, 40) * 2.0 ** rng.integers(-11, 8, 40) * rng.choice([-1, 1], 40))
+    x = np.float32(
+        rng.uniform(0.5, 1.9, 40) * 2.0 ** rng.integers(-11, 8, 40) * rng.choice([-1, 1], 40)
+    )
     x = np.concatenate([x, np.float32([0, 448, -448, 2.0**-9])])
-    draws = jax.vmap(lambda key: round_stochastic(jnp.asarray(x), dtype, key))(jax.random.split(jax.random.key(0), 4096))
+    draws = jax.vmap(lambda key: round_stochastic(jnp.asarray(x), dtype, key))(
+        jax.random.split(jax.random.key(0), 4096)
+    )
     draws = np.asarray(draws, np.float64)
     nearest = np.asarray(jnp.asarray(x).astype(dtype), np.float64)
     low, high = draws.min(0), draws.max(0)
@@ -48,14 +59,17 @@ def test_stochastic_rounding_takes_a_neighbour_and_is_right_on_average(dtype):
 
 
 def test_stored_second_moment_keeps_its_bounds():
-    """At least half of the value everywhere, 7/8 above 2^-6 / 448 of the group's largest, never 0 where something is."""
+    """At least half of the value everywhere, 7/8 above 2^-6 / 448 of the group's largest, never 0
+    where something is."""
     rng = np.random.default_rng(1)
     nu = np.float32(10.0 ** rng.uniform(-14, -2, (6, 300)))
     nu[0, :128] = 0  # a group without gradients
     nu[1, 3] = 0  # an element without, in a group that has some
     q = _store(jnp.asarray(nu), GROUPS, jax.random.key(0), True)
     kept, scales = np.asarray(_load(q)), np.asarray(q.scales)
-    largest = np.repeat([[nu[r, c : c + 128].max() for c in (0, 128, 256)] for r in range(6)], 128, axis=1)[:, :300]
+    largest = np.repeat(
+        [[nu[r, c : c + 128].max() for c in (0, 128, 256)] for r in range(6)], 128, axis=1
+    )[:, :300]
     np.testing.assert_allclose(scales[1], [largest[1, c] / 448 for c in (0, 128, 256)], rtol=1e-6)
     assert np.all(kept[0, :128] == 0) and np.all(kept[largest > 0] > 0)
     assert np.all(kept >= nu * 0.4999)
@@ -66,15 +80,19 @@ def test_stored_second_moment_keeps_its_bounds():
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_second_moment_follows_a_gradient_that_shrinks(name):
-    """Rounded to nearest, e4m3 and bfloat16 (beta2 = 0.999) would stand still. Mean of 128 columns of one decay, 400 updates."""
+    """Rounded to nearest, e4m3 and bfloat16 (beta2 = 0.999) would stand still. Mean of 128 columns
+    of one decay, 400 updates."""
     beta2 = 0.99 if name == "e4m3" else 0.999
     adam = scale_by_adam(0.9, beta2, 1e-8, FORMATS[name], FORMATS[name])
-    sizes = jnp.where(jnp.arange(128) == 0, 4.0, 1.0)  # one large element holds the scale of the others' group
+    # one large element holds the scale of the others' group
+    sizes = jnp.where(jnp.arange(128) == 0, 4.0, 1.0)
 
     @jax.jit
     def run(state):
         def step(i, state):
-            return adam.update({"w": sizes[None] * jnp.where((i < 100) | (jnp.arange(128) == 0), 1.0, 0.5)}, state)[1]
+            return adam.update(
+                {"w": sizes[None] * jnp.where((i < 100) | (jnp.arange(128) == 0), 1.0, 0.5)}, state
+            )[1]
 
         return jax.lax.fori_loop(0, 400, step, state)
 
@@ -82,7 +100,8 @@ def test_second_moment_follows_a_gradient_that_shrinks(name):
     exact = 0.0
     for i in range(400):
         exact = beta2 * exact + (1 - beta2) * (1.0 if i < 100 else 0.25)
-    bound = {"float32": 1e-5, "bfloat16": 0.02, "e4m3": 0.12}[name]  # of the mean of 127; one alone is off by up to 44 %
+    # of the mean of 127; one alone is off by up to 44 %
+    bound = {"float32": 1e-5, "bfloat16": 0.02, "e4m3": 0.12}[name]
     assert abs(found.mean() / exact - 1) < bound
 
 
@@ -106,7 +125,9 @@ def test_float32_moments_are_those_of_optax():
     assert jax.tree.structure(states[0]) == jax.tree.structure(states[1])
     found = [None, None]
     for seed in range(3):
-        gradients = jax.tree.map(lambda x, seed=seed: jax.random.normal(jax.random.key(seed), x.shape), policy)
+        gradients = jax.tree.map(
+            lambda x, seed=seed: jax.random.normal(jax.random.key(seed), x.shape), policy
+        )
         for i, optimizer in enumerate((ours, theirs)):
             updates, states[i] = jax.jit(optimizer.update)(gradients, states[i], policy)
             found[i] = updates
@@ -116,7 +137,8 @@ def test_float32_moments_are_those_of_optax():
 
 @pytest.mark.parametrize(("name", "tolerance"), [("bfloat16", 0.02), ("e4m3", 0.15)])
 def test_regression_converges_like_float32(name, tolerance):
-    """Noisy least squares of 3 x 160 weights on features of sizes from 0.05 to 1: the logarithm of the mean excess error."""
+    """Noisy least squares of 3 x 160 weights on features of sizes from 0.05 to 1: the logarithm of
+    the mean excess error."""
     rng = np.random.default_rng(3)
     features = jnp.asarray(rng.normal(size=(2048, 160)) * np.geomspace(0.05, 1, 160), jnp.float32)
     target = features @ jnp.asarray(rng.normal(size=(160, 3)), jnp.float32)
@@ -130,13 +152,19 @@ def test_regression_converges_like_float32(name, tolerance):
         def step(carry, key):
             w, state = carry
             rows = jax.random.randint(key, (64,), 0, 2048)
-            gradient = jax.grad(lambda w: jnp.mean((features[rows] @ w["w"].T - target[rows]) ** 2))(w)
+            gradient = jax.grad(
+                lambda w: jnp.mean((features[rows] @ w["w"].T - target[rows]) ** 2)
+            )(w)
             updates, state = optimizer.update(gradient, state)
             w = optax.apply_updates(w, updates)
             return (w, state), excess(w)
 
         w = {"w": jnp.zeros((3, 160))}
-        return jax.jit(lambda: jax.lax.scan(step, (w, optimizer.init(w)), jax.random.split(jax.random.key(1), 300))[1])()
+        return jax.jit(
+            lambda: jax.lax.scan(
+                step, (w, optimizer.init(w)), jax.random.split(jax.random.key(1), 300)
+            )[1]
+        )()
 
     exact, found = train(FLOAT32), train(FORMATS[name])
     assert exact[-1] < 0.05 * exact[0]
@@ -147,24 +175,43 @@ def test_regression_converges_like_float32(name, tolerance):
 def _batch():
     rng = np.random.default_rng(0)
     tokens = rng.integers(1, 61, (8, 6)).astype(np.int32)
-    prompts, lengths = rng.integers(1, 61, (4, 5)).astype(np.int32), np.array([3, 5, 2, 4], np.int32)
-    batch = Batch(prompts, lengths, tokens, np.ones((8, 6), bool), np.zeros((8, 6), np.float32), np.zeros(8, np.float32))
+    prompts, lengths = (
+        rng.integers(1, 61, (4, 5)).astype(np.int32),
+        np.array([3, 5, 2, 4], np.int32),
+    )
+    batch = Batch(
+        prompts,
+        lengths,
+        tokens,
+        np.ones((8, 6), bool),
+        np.zeros((8, 6), np.float32),
+        np.zeros(8, np.float32),
+    )
     return jax.tree.map(jnp.asarray, batch)
 
 
 @pytest.mark.slow
 def test_policy_learns_as_with_float32_moments():
-    config, batch = StepConfig(get_recipe("bf16"), RLConfig(), "float32", 1.0, logprob_chunk=64), _batch()
+    config, batch = (
+        StepConfig(get_recipe("bf16"), RLConfig(), "float32", 1.0, logprob_chunk=64),
+        _batch(),
+    )
     losses = {}
     for name in ("float32", "e4m3"):
-        optimizer = make_optimizer(OptimizerConfig(learning_rate=3e-3, first_moment=name, second_moment=name), 40)
+        optimizer = make_optimizer(
+            OptimizerConfig(learning_rate=3e-3, first_moment=name, second_moment=name), 40
+        )
 
         def step(state, _, optimizer=optimizer):
-            loss, gradients = jax.value_and_grad(lambda p: -jnp.mean(completion_logprobs(p, batch, config)[0]))(state.policy)
+            loss, gradients = jax.value_and_grad(
+                lambda p: -jnp.mean(completion_logprobs(p, batch, config)[0])
+            )(state.policy)
             state, metrics = apply_gradients(state, gradients, loss, optimizer)
             return state, (loss, metrics["optim/skipped"])
 
-        _, (curve, skipped) = jax.lax.scan(step, init_state(init_policy(SHAPE, jax.random.key(0)), optimizer), None, 40)
+        _, (curve, skipped) = jax.lax.scan(
+            step, init_state(init_policy(SHAPE, jax.random.key(0)), optimizer), None, 40
+        )
         assert not skipped.any()
         losses[name] = np.asarray(curve)
     assert losses["float32"][-1] < 0.5 * losses["float32"][0]
@@ -174,9 +221,15 @@ def test_policy_learns_as_with_float32_moments():
 @pytest.mark.parametrize("name", FORMATS)
 def test_state_has_the_promised_bytes(name):
     optimizer = make_optimizer(OptimizerConfig(first_moment=name, second_moment=name), 4)
-    state = jax.eval_shape(lambda key: init_state(init_policy(SHAPE, key), optimizer), jax.random.key(0)).optimizer[1][0]
+    state = jax.eval_shape(
+        lambda key: init_state(init_policy(SHAPE, key), optimizer), jax.random.key(0)
+    ).optimizer[1][0]
     for moment in (state.mu, state.nu):
-        assert moment.norm.value.dtype == moment.layers.q_norm.value.dtype == (BFLOAT16 if name == "bfloat16" else FLOAT32)
+        assert (
+            moment.norm.value.dtype
+            == moment.layers.q_norm.value.dtype
+            == (BFLOAT16 if name == "bfloat16" else FLOAT32)
+        )
         leaves = jax.tree.leaves(moment.layers.down_proj)  # [2, 48, 80]
         promised = {"float32": 4 * 7680, "bfloat16": 2 * 7680, "e4m3": 7680 + 4 * 2 * 48}
         assert sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) == promised[name]
@@ -204,36 +257,57 @@ def test_a_skipped_update_leaves_packed_moments_as_they_were():
     state, _ = apply(init_state(policy, optimizer), policy, jnp.float32(0))
     broken = jax.tree.map(lambda x: x.at[..., 0].set(jnp.nan), policy)
     after, metrics = apply(state, broken, jnp.float32(0))
-    assert metrics["optim/skipped"] == 1 and metrics["nonfinite/gradient"] == 1 and after.updates == 2
-    jax.tree.map(np.testing.assert_array_equal, (after.policy, after.optimizer), (state.policy, state.optimizer))
+    assert (
+        metrics["optim/skipped"] == 1 and metrics["nonfinite/gradient"] == 1 and after.updates == 2
+    )
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        (after.policy, after.optimizer),
+        (state.policy, state.optimizer),
+    )
 
 
 def test_checkpoint_of_packed_moments_resumes_bit_for_bit_and_refuses_other_formats(tmp_path):
     policy = init_policy(SHAPE, jax.random.key(0))
     optimizers = {
-        name: make_optimizer(OptimizerConfig(learning_rate=1e-2, first_moment=name, second_moment=name), 4) for name in FORMATS
+        name: make_optimizer(
+            OptimizerConfig(learning_rate=1e-2, first_moment=name, second_moment=name), 4
+        )
+        for name in FORMATS
     }
     apply = jax.jit(partial(apply_gradients, optimizer=optimizers["e4m3"]))
     state, _ = apply(init_state(policy, optimizers["e4m3"]), policy, jnp.float32(0))
     checkpoints = Checkpoints(tmp_path / "checkpoints", CheckpointConfig())
     checkpoints.save(1, state)
-    step, restored = checkpoints.restore(jax.eval_shape(partial(init_state, optimizer=optimizers["e4m3"]), policy))
+    step, restored = checkpoints.restore(
+        jax.eval_shape(partial(init_state, optimizer=optimizers["e4m3"]), policy)
+    )
     assert step == 1 and isinstance(restored.optimizer[1][0].mu.layers.q_proj.value, QTensor)
-    whole, resumed = apply(state, policy, jnp.float32(0))[0], apply(restored, policy, jnp.float32(0))[0]
+    whole, resumed = (
+        apply(state, policy, jnp.float32(0))[0],
+        apply(restored, policy, jnp.float32(0))[0],
+    )
     jax.tree.map(np.testing.assert_array_equal, whole, resumed)
     for name in ("float32", "bfloat16"):
         with pytest.raises(UserError, match=r"checkpoint of step 1 .*optimizer.*first_moment"):
-            checkpoints.restore(jax.eval_shape(partial(init_state, optimizer=optimizers[name]), policy))
+            checkpoints.restore(
+                jax.eval_shape(partial(init_state, optimizer=optimizers[name]), policy)
+            )
     checkpoints.save(2, init_state(policy, optimizers["bfloat16"]))
     with pytest.raises(UserError, match=r"checkpoint of step 2 .*bfloat16.*float32.*first_moment"):
-        checkpoints.restore(jax.eval_shape(partial(init_state, optimizer=optimizers["float32"]), policy))
+        checkpoints.restore(
+            jax.eval_shape(partial(init_state, optimizer=optimizers["float32"]), policy)
+        )
     checkpoints.close()
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} >= {"1", "2"}
 
 
 def test_formats_are_those_that_the_run_names():
     assert moment_formats(OptimizerConfig()) == (FLOAT32, FLOAT32)
-    assert moment_formats(OptimizerConfig(first_moment="e4m3", second_moment="bfloat16")) == (GROUPS, BFLOAT16)
+    assert moment_formats(OptimizerConfig(first_moment="e4m3", second_moment="bfloat16")) == (
+        GROUPS,
+        BFLOAT16,
+    )
     with pytest.raises(UserError, match=r"beta2 = 0.999"):
         moment_formats(OptimizerConfig(beta2=0.999, second_moment="e4m3"))
     slow = RunConfig(optimizer=OptimizerConfig(beta2=0.999, second_moment="e4m3"))

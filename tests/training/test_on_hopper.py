@@ -1,7 +1,9 @@
-"""What a Hopper GPU would run: whole programs of trainer and sampler, lowered for one on a machine that has none.
+"""What a Hopper GPU would run: whole programs of trainer and sampler, lowered for one on a machine
+that has none.
 
-Every product of an FP8 recipe and every quantizer must be a kernel there. What a kernel computes, its cases say; that shared
-memory and registers suffice, the compiler (both in tests/kernels/test_hopper.py).
+Every product of an FP8 recipe and every quantizer must be a kernel there. What a kernel computes,
+its cases say; that shared memory and registers suffice, the compiler (both in
+tests/kernels/test_hopper.py).
 """
 
 from __future__ import annotations
@@ -35,7 +37,11 @@ from pallas_kernels.target import tracing_for
 
 DENSE = replace(CONFIG, num_layers=1, head_dim=64)
 MIXTURE = replace(DENSE, architecture="qwen3_moe", experts=ExpertsConfig(4, 2, 64, normalize=True))
-SERVED = [name for name, recipe in RECIPES.items() if recipe.rollout.weight.quantized or recipe.quantizes_cache]
+SERVED = [
+    name
+    for name, recipe in RECIPES.items()
+    if recipe.rollout.weight.quantized or recipe.quantizes_cache
+]
 TRAINED = [name for name, recipe in RECIPES.items() if recipe.trainer.weight.quantized]
 PROMPTS = make_prompts()
 ROWS, TOKENS = 12, 8
@@ -43,7 +49,8 @@ ROWS, TOKENS = 12, 8
 
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch):
-    # JAX asks the library for its version before it writes the call; 9.10 is what the GPU machines have
+    # JAX asks the library for its version before it writes the call; 9.10 is what the GPU machines
+    # have
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
     with tracing_for(132):
         yield
@@ -52,30 +59,50 @@ def hopper(monkeypatch):
 def kernels(traced) -> Counter:
     """Kernel -> how often it stands in a program as it is lowered for CUDA."""
     calls = traced.lower(lowering_platforms=("cuda",)).as_text().split("@mosaic_gpu_v2(")[1:]
-    names = (set(re.findall(r"(?<![a-z_])([a-z][a-z_]*)_mosaic_gpu", call)) - {"stable"} for call in calls)  # a dialect's name
+    # a dialect's name
+    names = (
+        set(re.findall(r"(?<![a-z_])([a-z][a-z_]*)_mosaic_gpu", call)) - {"stable"}
+        for call in calls
+    )
     return Counter(name for found in names for name in found)
 
 
 def sampled(name: str, config: PolicyConfig) -> Counter:
     recipe = RECIPES[name]
-    serve = partial(quantized_policy, recipe=recipe, dtype=jnp.dtype("bfloat16"), unroll=False, backend="hopper")
+    serve = partial(
+        quantized_policy, recipe=recipe, dtype=jnp.dtype("bfloat16"), unroll=False, backend="hopper"
+    )
     policy = jax.eval_shape(lambda key: serve(init_policy(config, key))[0], jax.random.key(0))
     scales = KVScales(*jnp.ones((3, config.num_layers))) if recipe.quantizes_cache else None
     return kernels(
         generate.trace(
-            policy, PROMPTS.tokens, PROMPTS.lengths, PROMPTS.ids, jax.random.key(0), scales,
-            samples=ROWS // 3, sampling=Sampling(max_new_tokens=TOKENS), recipe=recipe, backend="hopper",
+            policy,
+            PROMPTS.tokens,
+            PROMPTS.lengths,
+            PROMPTS.ids,
+            jax.random.key(0),
+            scales,
+            samples=ROWS // 3,
+            sampling=Sampling(max_new_tokens=TOKENS),
+            recipe=recipe,
+            backend="hopper",
         )
-    )  # fmt: skip
+    )
 
 
 def trained(name: str, config: PolicyConfig, function) -> Counter:
     optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-3), 1)
     tokens, real = jnp.ones((ROWS, TOKENS), jnp.int32), jnp.ones((ROWS, TOKENS), bool)
-    batch = Batch(PROMPTS.tokens, PROMPTS.lengths, tokens, real, jnp.zeros((ROWS, TOKENS)), jnp.ones(ROWS))
+    batch = Batch(
+        PROMPTS.tokens, PROMPTS.lengths, tokens, real, jnp.zeros((ROWS, TOKENS)), jnp.ones(ROWS)
+    )
     rl = RLConfig(correction=CorrectionConfig(method="none"))
-    step = StepConfig(RECIPES[name], rl, "bfloat16", temperature=1.0, logprob_chunk=32, backend="hopper")
-    state = jax.eval_shape(lambda key: init_state(init_policy(config, key), optimizer), jax.random.key(0))
+    step = StepConfig(
+        RECIPES[name], rl, "bfloat16", temperature=1.0, logprob_chunk=32, backend="hopper"
+    )
+    state = jax.eval_shape(
+        lambda key: init_state(init_policy(config, key), optimizer), jax.random.key(0)
+    )
     if function is score:
         return kernels(score.trace(state.policy, batch, step))
     return kernels(jax.jit(lambda state: update(state, batch, step, optimizer)).trace(state))
@@ -98,11 +125,15 @@ def test_a_trainers_forward_runs_kernels(name):
     assert set(trained(name, DENSE, score)) == LINEARS | {"quantize_square"}
 
 
-@pytest.mark.parametrize(("backend", "found"), [("hopper", LINEARS | {"quantize_square"}), ("reference", set())])
+@pytest.mark.parametrize(
+    ("backend", "found"), [("hopper", LINEARS | {"quantize_square"}), ("reference", set())]
+)
 def test_calibration_runs_the_forward_of_its_backend(backend, found):
     policy = jax.eval_shape(lambda key: init_policy(DENSE, key), jax.random.key(0))
     options = {"recipe": RECIPES["fp8-e2e-kv"], "dtype": jnp.dtype("bfloat16"), "backend": backend}
-    assert set(kernels(observe_qkv.trace(policy, PROMPTS.tokens, PROMPTS.lengths, **options))) == found
+    assert (
+        set(kernels(observe_qkv.trace(policy, PROMPTS.tokens, PROMPTS.lengths, **options))) == found
+    )
 
 
 @pytest.mark.slow
@@ -122,8 +153,20 @@ def test_a_kernel_inside_of_shard_map():
     x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((64, 256), (128, 256)))
 
     def product(x, w):
-        return blockwise_matmul(*quantize_blocks(x, backend="hopper"), *quantize_blocks(w, (128, 128)), backend="hopper")
+        return blockwise_matmul(
+            *quantize_blocks(x, backend="hopper"), *quantize_blocks(w, (128, 128)), backend="hopper"
+        )
 
     rows = jax.sharding.PartitionSpec("data")
-    mapped = jax.shard_map(product, mesh=mesh, in_specs=(rows, jax.sharding.PartitionSpec()), out_specs=rows, check_vma=False)
-    assert set(kernels(jax.jit(mapped).trace(x, w))) == {"quantize_rows", "quantize_square", "blockwise_matmul_few_rows"}
+    mapped = jax.shard_map(
+        product,
+        mesh=mesh,
+        in_specs=(rows, jax.sharding.PartitionSpec()),
+        out_specs=rows,
+        check_vma=False,
+    )
+    assert set(kernels(jax.jit(mapped).trace(x, w))) == {
+        "quantize_rows",
+        "quantize_square",
+        "blockwise_matmul_few_rows",
+    }

@@ -28,7 +28,9 @@ from fp8rl_jax.training.step import Batch, StepConfig, score, update
 
 QWEN3 = PolicyConfig("qwen3", 61, 48, 80, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16)
 WINDOWS = dataclasses.replace(QWEN3, architecture="mistral", sliding_window=4)
-MOE = dataclasses.replace(QWEN3, architecture="qwen3_moe", num_layers=1, experts=ExpertsConfig(5, 2, 24, True))
+MOE = dataclasses.replace(
+    QWEN3, architecture="qwen3_moe", num_layers=1, experts=ExpertsConfig(5, 2, 24, True)
+)
 RL = RLConfig(correction=CorrectionConfig(method="token_tis"), entropy_coefficient=0.01)
 CONFIG = StepConfig(get_recipe("bf16"), RL, "float32", temperature=0.8, logprob_chunk=8)
 # gradients show in the first moments
@@ -47,7 +49,8 @@ def batches(draw):
 
 
 def fewest_rows(sizes: list[int], width: int) -> int:
-    """Exactly, over all sets of items: the fewest rows, and then the fewest slots in the last one."""
+    """Exactly, over all sets of items: the fewest rows, and then the fewest slots in the last
+    one."""
     best = {0: (1, 0)}
     for chosen in range(1, 1 << len(sizes)):
         ways = []
@@ -70,7 +73,9 @@ def test_first_fit_places_each_completion_once_and_wastes_little(case):
     used = [sum(prompts[p] + completions[members].sum() for p, members in row) for row in rows]
     assert all(total <= width for total in used)
     for row in rows:
-        assert len({p for p, _ in row}) == len(row) and all(c // n == p for p, members in row for c in members)
+        assert len({p for p, _ in row}) == len(row) and all(
+            c // n == p for p, members in row for c in members
+        )
     # first fit: what opened a row did not fit in an earlier one
     assert all(a + b > width for i, a in enumerate(used) for b in used[i + 1 :])
     alone = [int(prompts[c // n] + completions[c]) for c in placed]
@@ -90,7 +95,9 @@ def test_every_token_is_in_the_rows_once_and_predicted_from_the_one_before(case,
     where = {int(x): i for i, x in np.ndenumerate(packing.tokens) if start <= x < end}
     real = {start + b * t + i for b, count in enumerate(completions) for i in range(count)}
     assert where.keys() == real and sum(start <= x < end for x in packing.tokens.flat) == len(real)
-    assert {int(x) for x in packing.tokens.flat if x < start} <= {p * s + i for p, c in enumerate(prompts) for i in range(c)}
+    assert {int(x) for x in packing.tokens.flat if x < start} <= {
+        p * s + i for p, c in enumerate(prompts) for i in range(c)
+    }
     np.testing.assert_array_equal(packing.segments == 0, packing.tokens == end)
     flat_places, columns = packing.places.reshape(-1), packing.targets.shape[1]
     assert (packing.places[np.arange(t) >= completions[:, None]] == packing.targets.size).all()
@@ -133,7 +140,9 @@ def batch(routes: bool = False) -> Batch:
     if routes:
 
         def ids(*shape):
-            return rng.permuted(np.broadcast_to(np.arange(5, dtype=np.int8), (*shape, 1, 5)), axis=-1)[..., :2]
+            return rng.permuted(
+                np.broadcast_to(np.arange(5, dtype=np.int8), (*shape, 1, 5)), axis=-1
+            )[..., :2]
 
         made = replace(made, prompt_routes=ids(4, S), routes=ids(b, T))
     return jax.tree.map(jnp.asarray, made)
@@ -153,7 +162,9 @@ def run(shape: PolicyConfig, given: Batch, config: StepConfig):
 def assert_same(found, expected, mask):
     for got, wanted in zip(jax.tree.leaves(found[0]), jax.tree.leaves(expected[0]), strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5 * float(np.abs(wanted).max()))
-    np.testing.assert_allclose(np.where(mask, found[1], 0), np.where(mask, expected[1], 0), atol=1e-5)
+    np.testing.assert_allclose(
+        np.where(mask, found[1], 0), np.where(mask, expected[1], 0), atol=1e-5
+    )
     assert found[2].keys() == expected[2].keys()
     for name, value in expected[2].items():
         np.testing.assert_allclose(found[2][name], value, rtol=1e-5, atol=1e-6, err_msg=name)
@@ -181,7 +192,10 @@ def test_log_probabilities_of_a_packed_batch_do_not_depend_on_what_stands_beside
     packed, _ = compact(given, TrainerConfig(packing=True, pack_tokens=40), 1, MESH)
     whole = np.asarray(score(policy(QWEN3), packed, CONFIG))
     assert not whole[~np.asarray(given.mask)].any()
-    changed = replace(packed, tokens=jnp.where((jnp.arange(12) == 4)[:, None], 1 + packed.tokens % 60, packed.tokens))
+    changed = replace(
+        packed,
+        tokens=jnp.where((jnp.arange(12) == 4)[:, None], 1 + packed.tokens % 60, packed.tokens),
+    )
     other = np.asarray(score(policy(QWEN3), changed, CONFIG))
     same = np.arange(12) != 4
     np.testing.assert_array_equal(other[same], whole[same])
@@ -193,7 +207,10 @@ def test_a_cut_update_is_the_plain_one():
     given, settings = batch(), replace(RL, aggregation="fixed_length")
     expected = run(QWEN3, given, replace(CONFIG, rl=settings))
     narrow, padding = compact(given, TrainerConfig(length_buckets=True), 1, MESH)
-    assert narrow.prompts.shape == (4, 6) and narrow.tokens.shape == (12, 6) == narrow.rollout_logprobs.shape
+    assert (
+        narrow.prompts.shape == (4, 6)
+        and narrow.tokens.shape == (12, 6) == narrow.rollout_logprobs.shape
+    )
     assert padding == pytest.approx(1 - (LENGTHS.sum() + COMPLETIONS.sum()) / (4 * 6 + 12 * 6))
     found = run(QWEN3, narrow, replace(CONFIG, rl=of_width(settings, T)))
     assert_same((found[0], widen(found[1], T), found[2]), expected, given.mask)
@@ -204,7 +221,9 @@ def test_cutting_keeps_what_is_not_a_column():
     narrow = cut(given, 5, 3)
     assert narrow.routes.shape == (12, 3, 1, 2) and narrow.prompt_routes.shape == (4, 6, 1, 2)
     assert narrow.advantages is given.advantages and narrow.lengths is given.lengths
-    assert cut(given, 8, 9).tokens.shape == given.tokens.shape and cut(given, 1, 0).tokens.shape == (12, 1)
+    assert cut(given, 8, 9).tokens.shape == given.tokens.shape and cut(
+        given, 1, 0
+    ).tokens.shape == (12, 1)
 
 
 def test_a_batch_without_a_token_packs_and_has_no_gradient():
@@ -212,4 +231,6 @@ def test_a_batch_without_a_token_packs_and_has_no_gradient():
     packed, padding = compact(empty, TrainerConfig(packing=True), 1, MESH)
     _, logprobs, metrics = run(QWEN3, packed, CONFIG)
     assert padding == 1 - LENGTHS.sum() / packed.packing.tokens.size
-    assert not np.any(logprobs) and metrics["optim/grad_norm"] == 0 and metrics["optim/skipped"] == 0
+    assert (
+        not np.any(logprobs) and metrics["optim/grad_norm"] == 0 and metrics["optim/skipped"] == 0
+    )

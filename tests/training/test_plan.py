@@ -1,4 +1,5 @@
-"""The memory plan against what XLA says of the compiled programs, and what follows from it: fits, changes, refusals."""
+"""The memory plan against what XLA says of the compiled programs, and what follows from it: fits,
+changes, refusals."""
 
 import json
 from dataclasses import replace
@@ -38,7 +39,9 @@ FACTOR = 1.5
 
 def run_config(prompts, samples, width, new, dtype, **trainer) -> RunConfig:
     rollout = RolloutConfig(prompts, samples, width, new, decode_layers="scan")
-    return RunConfig(compute_dtype=dtype, rollout=rollout, trainer=TrainerConfig(logprob_chunk=64, **trainer))
+    return RunConfig(
+        compute_dtype=dtype, rollout=rollout, trainer=TrainerConfig(logprob_chunk=64, **trainer)
+    )
 
 
 def shapes_of(shape: PolicyConfig, config: RunConfig):
@@ -61,18 +64,31 @@ def test_update_needs_what_xla_says(shape, config):
     """State to the byte; what the program holds beside it within a factor of 1.5."""
     r, plan = config.rollout, memory_plan(shape, config)
     _, optimizer, state = shapes_of(shape, config)
-    f32, (p, b, t) = jnp.float32, (r.prompts_per_step, r.prompts_per_step * r.samples_per_prompt, r.max_new_tokens)
+    f32, (p, b, t) = (
+        jnp.float32,
+        (r.prompts_per_step, r.prompts_per_step * r.samples_per_prompt, r.max_new_tokens),
+    )
     sizes = [((p, r.max_prompt_tokens), jnp.int32), ((p,), jnp.int32), ((b, t), jnp.int32)]
     sizes += [((b, t), bool), ((b, t), f32), ((b,), f32)]
     batch = Batch(*(jax.ShapeDtypeStruct(*size) for size in sizes))
     settings = StepConfig(
-        get_recipe("bf16"), RLConfig(correction=CorrectionConfig(method="token_tis")), config.compute_dtype, 1.0,
-        micro_batches=p // (config.trainer.micro_batch_prompts or p), remat=config.trainer.remat == "layer", logprob_chunk=64,
-    )  # fmt: skip
+        get_recipe("bf16"),
+        RLConfig(correction=CorrectionConfig(method="token_tis")),
+        config.compute_dtype,
+        1.0,
+        micro_batches=p // (config.trainer.micro_batch_prompts or p),
+        remat=config.trainer.remat == "layer",
+        logprob_chunk=64,
+    )
     found = _update.lower(state, None, batch, settings, optimizer).compile().memory_analysis()
     batch_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(batch))
-    carried = plan.always["masters (float32)"] + plan.always["Adam moments"] + state.updates.dtype.itemsize
-    assert abs(found.argument_size_in_bytes - batch_bytes - carried) <= 64  # XLA may round a scalar up
+    carried = (
+        plan.always["masters (float32)"]
+        + plan.always["Adam moments"]
+        + state.updates.dtype.itemsize
+    )
+    # XLA may round a scalar up
+    assert abs(found.argument_size_in_bytes - batch_bytes - carried) <= 64
     estimate = max(sum(plan.phases[phase].values()) for phase in ("backward", "optimizer"))
     assert found.temp_size_in_bytes / FACTOR < estimate < found.temp_size_in_bytes * FACTOR
 
@@ -82,14 +98,21 @@ def test_rollout_needs_what_xla_says():
     config = replace(run_config(4, 4, 24, 160, "bfloat16"), recipe="fp8-rl")
     recipe, r, plan = get_recipe("fp8-rl"), config.rollout, memory_plan(WEIGHTS, config)
     policy, _, _ = shapes_of(WEIGHTS, config)
-    served = jax.eval_shape(lambda p: quantized_policy(p, recipe, jnp.dtype("bfloat16"), False)[0], policy)
+    served = jax.eval_shape(
+        lambda p: quantized_policy(p, recipe, jnp.dtype("bfloat16"), False)[0], policy
+    )
     scales = KVScales(*(jax.ShapeDtypeStruct((4,), jnp.float32) for _ in range(3)))
     ints = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((4, 24), (4,), (4,)))
     key = jax.eval_shape(lambda: jax.random.key(0))
     sampling = Sampling(r.max_new_tokens, 1.0, 0, 1.0, 0.0, (1,))
-    found = generate.lower(served, *ints, key, scales, samples=4, sampling=sampling, recipe=recipe).compile().memory_analysis()
+    found = (
+        generate.lower(served, *ints, key, scales, samples=4, sampling=sampling, recipe=recipe)
+        .compile()
+        .memory_analysis()
+    )
     kept = plan.always["rollout weights (e4m3, rest bfloat16)"]
-    assert 0 <= found.argument_size_in_bytes - kept < 2000  # prompts, their lengths and ids, a key, scales
+    # prompts, their lengths and ids, a key, scales
+    assert 0 <= found.argument_size_in_bytes - kept < 2000
     estimate = sum(plan.phases["rollout"].values())
     assert found.temp_size_in_bytes / FACTOR < estimate < found.temp_size_in_bytes * FACTOR
 
@@ -97,7 +120,9 @@ def test_rollout_needs_what_xla_says():
 def test_shipped_shape_is_qwen3_8b():
     # parameters that its model card gives: 8.2 B, of them 6.95 B beside the embeddings
     assert parameter_count(QWEN3_8B) == 8_190_735_360
-    assert 6.94e9 < parameter_count(QWEN3_8B) - 2 * QWEN3_8B.vocab_size * QWEN3_8B.hidden_size < 6.96e9
+    assert (
+        6.94e9 < parameter_count(QWEN3_8B) - 2 * QWEN3_8B.vocab_size * QWEN3_8B.hidden_size < 6.96e9
+    )
 
 
 def test_qwen3_8b_in_bytes_by_hand():
@@ -107,9 +132,12 @@ def test_qwen3_8b_in_bytes_by_hand():
     matrices = count - norms
     plan = memory_plan(QWEN3_8B, config)
     assert plan.always["masters (float32)"] == 4 * count
-    assert plan.always["Adam moments"] == 8 * count + 8  # two counts, of the moments and of the schedule
+    # two counts, of the moments and of the schedule
+    assert plan.always["Adam moments"] == 8 * count + 8
     linears = matrices - head
-    assert plan.always["rollout weights (e4m3, rest bfloat16)"] == linears + linears // 128**2 * 4 + 2 * (head + norms)
+    assert plan.always[
+        "rollout weights (e4m3, rest bfloat16)"
+    ] == linears + linears // 128**2 * 4 + 2 * (head + norms)
     slots = 8 * 512 + 64 * 1024
     assert plan.phases["rollout"]["KV cache (float8_e4m3fn)"] == 2 * 36 * 8 * 128 * slots
     eight = replace(config.optimizer, first_moment="e4m3", second_moment="e4m3")
@@ -117,13 +145,21 @@ def test_qwen3_8b_in_bytes_by_hand():
     assert packed == 2 * (matrices + 4 * matrices // 128 + 4 * norms) + 8
     halves = memory_plan(QWEN3_8B, config, mesh_sizes(config.mesh) | {"fsdp": 2})
     assert halves.always["masters (float32)"] == 2 * matrices + 4 * norms
-    with_reference = memory_plan(QWEN3_8B, replace(config, rl=replace(config.rl, kl_coefficient=0.1)))
+    with_reference = memory_plan(
+        QWEN3_8B, replace(config, rl=replace(config.rl, kl_coefficient=0.1))
+    )
     assert with_reference.peak - plan.peak == 4 * count
     adapted = memory_plan(QWEN3_8B, replace(config, lora=LoraConfig(rank=8)))
-    adapters = 36 * 8 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 12288))  # q, o; k, v; gate, up, down
-    assert adapted.always["masters (float32)"] == 4 * adapters and adapted.always["Adam moments"] == 8 * adapters + 8
+    # q, o; k, v; gate, up, down
+    adapters = 36 * 8 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 12288))
+    assert (
+        adapted.always["masters (float32)"] == 4 * adapters
+        and adapted.always["Adam moments"] == 8 * adapters + 8
+    )
     assert adapted.always["frozen base"] == 2 * count
-    assert set(plan.phases) == set(PHASES) and plan.peak == max(plan.needs(phase) for phase in PHASES)
+    assert set(plan.phases) == set(PHASES) and plan.peak == max(
+        plan.needs(phase) for phase in PHASES
+    )
 
 
 def test_every_change_that_is_offered_does_fit_and_others_do_not():
@@ -131,10 +167,18 @@ def test_every_change_that_is_offered_does_fit_and_others_do_not():
     sizes, limit = mesh_sizes(config.mesh), 141_000_000_000
     assert memory_plan(QWEN3_8B, config).peak > limit
     offered = dict(what_fits(QWEN3_8B, config, sizes, limit))
-    assert {'optimizer.first_moment = optimizer.second_moment = "e4m3"', "mesh.fsdp = 2"} <= offered.keys()
+    assert {
+        'optimizer.first_moment = optimizer.second_moment = "e4m3"',
+        "mesh.fsdp = 2",
+    } <= offered.keys()
     assert all(peak <= limit for peak in offered.values())
-    packed = replace(config, optimizer=replace(config.optimizer, first_moment="e4m3", second_moment="e4m3"))
-    assert memory_plan(QWEN3_8B, packed).peak == offered['optimizer.first_moment = optimizer.second_moment = "e4m3"']
+    packed = replace(
+        config, optimizer=replace(config.optimizer, first_moment="e4m3", second_moment="e4m3")
+    )
+    assert (
+        memory_plan(QWEN3_8B, packed).peak
+        == offered['optimizer.first_moment = optimizer.second_moment = "e4m3"']
+    )
     assert "mesh.fsdp = 16" not in offered  # 8 prompts do not divide by it
     pairs = what_fits(QWEN3_8B, config, sizes, 120_000_000_000)
     assert all(peak <= 120_000_000_000 for _, peak in pairs)
@@ -163,11 +207,17 @@ def test_train_refuses_before_weights_are_read(tmp_path, capsys, monkeypatch, kn
     if known == "configured":
         flags += ["--plan.device", "h100"]
     else:
-        device = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 60_000_000_000}, device_kind="card")
+        device = SimpleNamespace(
+            memory_stats=lambda: {"bytes_limit": 60_000_000_000}, device_kind="card"
+        )
         monkeypatch.setattr("fp8rl_jax.training.fitting.jax.local_devices", lambda: [device])
     assert main(["train", *flags]) == 2
     error = capsys.readouterr().err
-    assert error.count("fp8rl: error:") == 1 and "memory: the run needs" in error and "GB a device" in error
+    assert (
+        error.count("fp8rl: error:") == 1
+        and "memory: the run needs" in error
+        and "GB a device" in error
+    )
     assert ("80.0 GB (h100)" if known == "configured" else "60.0 GB (card") in error
     assert main(["train", *flags, "--no-plan.check"]) == 2
     assert "memory" not in capsys.readouterr().err

@@ -1,4 +1,5 @@
-"""The session: the loop of a run from Python, its errors, and what it keeps from one call to the next."""
+"""The session: the loop of a run from Python, its errors, and what it keeps from one call to the
+next."""
 
 from __future__ import annotations
 
@@ -34,7 +35,12 @@ PROMPTS = ["ab=", "cde=", "f="]
 
 def session_of(recipe="bf16", **settings) -> fp8rl.Session:
     policy, tokenizer = fp8rl.byte_policy(**SIZES)
-    usual = {"compute_dtype": "float32", "samples_per_prompt": 4, "max_new_tokens": 6, "learning_rate": 1e-2}
+    usual = {
+        "compute_dtype": "float32",
+        "samples_per_prompt": 4,
+        "max_new_tokens": 6,
+        "learning_rate": 1e-2,
+    }
     return fp8rl.Session(policy, tokenizer, recipe, **(usual | settings))
 
 
@@ -48,8 +54,10 @@ def weights(policy) -> list[np.ndarray]:
 
 def test_the_face_starts_no_backend_and_is_quick():
     code = (
-        "import time; t = time.perf_counter(); import sys, fp8rl_jax; assert 'jax' not in sys.modules; "
-        "print(time.perf_counter() - t); assert {'Session', 'load', 'train', 'rl'} <= set(dir(fp8rl_jax)); fp8rl_jax.nothing"
+        "import time; t = time.perf_counter(); import sys, fp8rl_jax; assert 'jax' not in "
+        "sys.modules; "
+        "print(time.perf_counter() - t); assert {'Session', 'load', 'train', 'rl'} <= "
+        "set(dir(fp8rl_jax)); fp8rl_jax.nothing"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert float(done.stdout) < 0.2 and "has no attribute 'nothing'" in done.stderr
@@ -60,17 +68,26 @@ def test_the_face_starts_no_backend_and_is_quick():
 def test_programs_that_a_session_compiles_are_kept(tmp_path):
     """Also where something was compiled before it."""
     code = (
-        "import jax, fp8rl_jax as fp8rl; jax.jit(lambda x: x + 1)(1.0); policy, tokenizer = fp8rl.byte_policy(num_layers=1); "
+        "import jax, fp8rl_jax as fp8rl; jax.jit(lambda x: x + 1)(1.0); policy, tokenizer = "
+        "fp8rl.byte_policy(num_layers=1); "
         "session = fp8rl.Session(policy, tokenizer, max_new_tokens=2); "
-        "jax.config.update('jax_persistent_cache_min_compile_time_secs', 0); session.rollout(['a='])"
+        "jax.config.update('jax_persistent_cache_min_compile_time_secs', 0); "
+        "session.rollout(['a='])"
     )
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_COMPILATION", "JAX_PERSISTENT"))}
-    subprocess.run([sys.executable, "-c", code], check=True, env=environ | {"FP8RL_CACHE": str(tmp_path)})
+    environ = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("JAX_COMPILATION", "JAX_PERSISTENT"))
+    }
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, env=environ | {"FP8RL_CACHE": str(tmp_path)}
+    )
     assert any("generate" in path.name for path in (tmp_path / "jax").iterdir())
 
 
 def test_a_session_is_the_loop_of_a_run(tmp_path):
-    """Prompt by prompt and step by step, on the same problems: the same numbers, to the last bit."""
+    """Prompt by prompt and step by step, on the same problems: the same numbers, to the last
+    bit."""
     run_file = write_run(tmp_path, EVEN_LETTERS, {"recipe": "fp8-rl"})
     assert train(run_file, tmp_path / "out") == 0
     rows = measured(tmp_path / "out")
@@ -82,7 +99,14 @@ def test_a_session_is_the_loop_of_a_run(tmp_path):
         examples = problems.batch(step, config.rollout.prompts_per_step, config.seed)
         rollout = session.rollout(session.encoder.batch(examples))
         metrics = session.update(rollout, [even_letters(text.strip()) for text in rollout.texts])
-        for name in ("loss", "reward/mean", "mismatch/k3", "optim/grad_norm", "fp8/kv_scale_k", "completions/mean_length"):
+        for name in (
+            "loss",
+            "reward/mean",
+            "mismatch/k3",
+            "optim/grad_norm",
+            "fp8/kv_scale_k",
+            "completions/mean_length",
+        ):
             assert metrics[name] == row[name], (step, name)
     assert not (tmp_path / "not written").exists()
 
@@ -90,7 +114,9 @@ def test_a_session_is_the_loop_of_a_run(tmp_path):
 def test_the_policy_of_the_caller_stays_and_a_snapshot_survives():
     policy, tokenizer = fp8rl.byte_policy(**SIZES)
     before = weights(policy)
-    session = fp8rl.Session(policy, tokenizer, "bf16", samples_per_prompt=4, max_new_tokens=6, learning_rate=1e-2)
+    session = fp8rl.Session(
+        policy, tokenizer, "bf16", samples_per_prompt=4, max_new_tokens=6, learning_rate=1e-2
+    )
     snapshots = []
     for _ in range(2):
         rollout = session.rollout(PROMPTS)
@@ -109,18 +135,29 @@ def test_a_rollout_says_what_was_sampled():
     rollout = session.rollout(PROMPTS)
     assert len(rollout.texts) == 12 == len(rollout.tokens) and rollout.weight_version == 1
     for text, tokens, logprobs in zip(rollout.texts, rollout.tokens, rollout.logprobs, strict=True):
-        assert text == session.tokenizer.decode(tokens) and len(tokens) == len(logprobs) and (logprobs <= 0).all()
+        assert (
+            text == session.tokenizer.decode(tokens)
+            and len(tokens) == len(logprobs)
+            and (logprobs <= 0).all()
+        )
     again = session.rollout(PROMPTS)
     assert again.texts != rollout.texts  # another rollout of the same step
     repeated = session_of("fp8-rl")
-    assert repeated.rollout(PROMPTS).texts == rollout.texts and repeated.rollout(PROMPTS).texts == again.texts
+    assert (
+        repeated.rollout(PROMPTS).texts == rollout.texts
+        and repeated.rollout(PROMPTS).texts == again.texts
+    )
     assert session_of("fp8-rl", seed=1).rollout(PROMPTS).texts != rollout.texts
     metrics = session.update(rollout, rewards_of(rollout))
     assert session.rollout(PROMPTS).weight_version == 2 and session.step == 1
     assert metrics["completions/mean_length"] == np.mean(list(map(len, rollout.tokens)))
     assert metrics["reward/mean"] == pytest.approx(np.mean(rewards_of(rollout)))
     times = session.lap()
-    assert times["time/gen"] > 0 and times["perf/tok_per_s_gpu"] > 0 and "time/train" not in session.lap()
+    assert (
+        times["time/gen"] > 0
+        and times["perf/tok_per_s_gpu"] > 0
+        and "time/train" not in session.lap()
+    )
 
 
 def test_samples_to_look_at_change_nothing():
@@ -129,8 +166,14 @@ def test_samples_to_look_at_change_nothing():
     greedy = session.sample(["xyz=", "ab="], samples=2)
     assert greedy.texts[:2] == [greedy.texts[0]] * 2 and greedy.prompts == 2
     assert session.sample(PROMPTS, 4, temperature=1.0).texts != rollout.texts
-    assert session.sample(PROMPTS, temperature=1.0).texts != session.sample(PROMPTS, temperature=1.0, seed=1).texts
-    ours, theirs = session.update(rollout, rewards_of(rollout)), plain.update(same, rewards_of(same))
+    assert (
+        session.sample(PROMPTS, temperature=1.0).texts
+        != session.sample(PROMPTS, temperature=1.0, seed=1).texts
+    )
+    ours, theirs = (
+        session.update(rollout, rewards_of(rollout)),
+        plain.update(same, rewards_of(same)),
+    )
     assert ours == theirs
     with pytest.raises(UserError, match="sampled at temperature 0, and rollout.temperature is 1"):
         session.update(greedy, [0.0] * 4)
@@ -147,9 +190,15 @@ def test_nor_do_samples_before_the_first_rollout(side):
                 session.sample(first)
             rollout = session.rollout(PROMPTS)
             metrics.append(session.update(rollout, rewards_of(rollout)))
-    one, two, plain, other = ({name: x for name, x in row.items() if "version" not in name} for row in metrics)
-    if side == "rollout":  # what the scales before would have cost is measured against those of the samples
-        one, two, plain, other = ({n: x for n, x in row.items() if not n.startswith("fp8/")} for row in (one, two, plain, other))
+    one, two, plain, other = (
+        {name: x for name, x in row.items() if "version" not in name} for row in metrics
+    )
+    # what the scales before would have cost is measured against those of the samples
+    if side == "rollout":
+        one, two, plain, other = (
+            {n: x for n, x in row.items() if not n.startswith("fp8/")}
+            for row in (one, two, plain, other)
+        )
     assert (one, two) == (plain, other)
 
 
@@ -180,10 +229,19 @@ def test_what_fills_a_batch_up_teaches_nothing():
         session = session_of(micro_batch_prompts=micro, **{"rl.overlong.buffer": 5})
         rollout = session.rollout(five)
         assert rollout.prompts_in_batch == (5 if micro else 6)
-        found.append((rollout.texts, session.update(rollout, rewards_of(rollout)), weights(session.policy)))
+        found.append(
+            (rollout.texts, session.update(rollout, rewards_of(rollout)), weights(session.policy))
+        )
     (texts, filled, one), (others, plain, other) = found
     assert texts == others
-    names = ("loss", "reward/mean", "reward/overlong_penalty", "mismatch/kl", "optim/grad_norm", "completions/mean_length")
+    names = (
+        "loss",
+        "reward/mean",
+        "reward/overlong_penalty",
+        "mismatch/kl",
+        "optim/grad_norm",
+        "completions/mean_length",
+    )
     for name in (*names, "entropy"):
         assert filled[name] == pytest.approx(plain[name], rel=1e-4, abs=1e-6), name
     for a, b in zip(one, other, strict=True):
@@ -197,7 +255,9 @@ def test_a_reward_that_is_none_has_no_part():
     given = [None if i in (0, 5) else reward for i, reward in enumerate(rewards)]
     seen = {}
     update = session.learner.update
-    session.learner.update = lambda state, batch, *rest: seen.update(batch=batch) or update(state, batch, *rest)
+    session.learner.update = lambda state, batch, *rest: (
+        seen.update(batch=batch) or update(state, batch, *rest)
+    )
     metrics = session.update(rollout, given)
     advantages = np.asarray(seen["batch"].advantages)
     np.testing.assert_allclose(advantages[:4], [0, -1, 0, 1], atol=1e-6)
@@ -209,7 +269,10 @@ def test_a_reward_that_is_none_has_no_part():
     ("rewards", "message"),
     [
         ([0.0] * 11, "rewards: 11 for 12 samples; give one for each of rollout.texts"),
-        ([0.0] * 11 + [float("nan")], "rewards: that of sample 11 is nan; give a finite number, or None"),
+        (
+            [0.0] * 11 + [float("nan")],
+            "rewards: that of sample 11 is nan; give a finite number, or None",
+        ),
         (["good"] * 12, "rewards: each must be a number or None"),
     ],
 )
@@ -237,7 +300,11 @@ def test_wrong_prompts_are_one_line(prompts, message):
 
 def test_prompts_of_every_kind():
     session = session_of()
-    text, ids, chat = session.rollout(["ab="]), session.rollout([[257, *b"ab="]]), [{"role": "user", "content": "ab"}]
+    text, ids, chat = (
+        session.rollout(["ab="]),
+        session.rollout([[257, *b"ab="]]),
+        [{"role": "user", "content": "ab"}],
+    )
     prompts = [x.rollout.prompts for x in (text, ids, session.rollout([chat]))]
     np.testing.assert_array_equal(prompts[0].tokens, prompts[1].tokens)
     written = np.asarray(prompts[2].tokens)[0, 1 : int(prompts[2].lengths[0])]
@@ -247,9 +314,18 @@ def test_prompts_of_every_kind():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"learning_rat": 1e-3}, "learning_rat: unknown setting; did you mean optimizer.learning_rate?"),
-        ({"learning_rate": "fast"}, "optimizer.learning_rate: expected a finite number, got 'fast'"),
-        ({"scale": "float32"}, "scale: may be precision.scale or precision.rollout.scale or precision.trainer.scale"),
+        (
+            {"learning_rat": 1e-3},
+            "learning_rat: unknown setting; did you mean optimizer.learning_rate?",
+        ),
+        (
+            {"learning_rate": "fast"},
+            "optimizer.learning_rate: expected a finite number, got 'fast'",
+        ),
+        (
+            {"scale": "float32"},
+            "scale: may be precision.scale or precision.rollout.scale or precision.trainer.scale",
+        ),
         ({"recipe": "fp8"}, "recipe: unknown name 'fp8'"),
         ({"rollout": {"temperature": 1.0}}, "rollout: expected a RolloutConfig"),
         ({"temperature": 0.0}, "rollout.temperature: 0.0 is greedy"),
@@ -265,18 +341,30 @@ def test_wrong_settings_are_one_line(settings, message):
 
 def test_settings_by_name_by_key_and_by_table():
     made = with_settings(
-        RunConfig(), {"learning_rate": 1, "rollout": RolloutConfig(max_new_tokens=9), "samples_per_prompt": 3, "seed": 4,
-                      "rl.correction.method": "icepop"}, "jet-rl",
-    )  # fmt: skip
+        RunConfig(),
+        {
+            "learning_rate": 1,
+            "rollout": RolloutConfig(max_new_tokens=9),
+            "samples_per_prompt": 3,
+            "seed": 4,
+            "rl.correction.method": "icepop",
+        },
+        "jet-rl",
+    )
     assert (made.optimizer.learning_rate, made.seed, made.recipe) == (1.0, 4, "jet-rl")
     assert made.rollout == RolloutConfig(max_new_tokens=9, samples_per_prompt=3)
     assert made.rl.correction == CorrectionConfig("icepop")
     own = changed_recipe("fp8-rl", "mine", kv_margin=1.5)
     session = session_of(own)
-    assert session.recipe == own and session.config.recipe == "mine" and session.config.resolved_recipe() == own
+    assert (
+        session.recipe == own
+        and session.config.recipe == "mine"
+        and session.config.resolved_recipe() == own
+    )
     assert session_of(changed_recipe("jet-rl")).config.recipes == {}
     scales = []
-    for each in (session, session_of("fp8-rl")):  # rewards that teach nothing, so that the weights stay
+    # rewards that teach nothing, so that the weights stay
+    for each in (session, session_of("fp8-rl")):
         each.update(each.rollout(PROMPTS), [0.0] * 12)
         scales.append(float(each.scales.key[0]))
     assert scales[0] > 1.2 * scales[1] > 0
@@ -341,7 +429,12 @@ def test_a_warm_start_and_then_rewards():
 
 def test_sessions_take_turns_on_one_state():
     policy, tokenizer = fp8rl.byte_policy(**SIZES)
-    settings = {"compute_dtype": "float32", "samples_per_prompt": 4, "max_new_tokens": 6, "learning_rate": 1e-2}
+    settings = {
+        "compute_dtype": "float32",
+        "samples_per_prompt": 4,
+        "max_new_tokens": 6,
+        "learning_rate": 1e-2,
+    }
     one = fp8rl.Session(policy, tokenizer, "bf16", **settings)
     other = fp8rl.Session(policy, tokenizer, "fp8-rl", **settings)
     other.load(one.release())
@@ -351,7 +444,10 @@ def test_sessions_take_turns_on_one_state():
     other.update(rollout, rewards_of(rollout))
     one.load(other.release())
     rollout = one.rollout(PROMPTS)
-    assert one.update(rollout, rewards_of(rollout))["mismatch/k3"] < 1e-9 and int(one.state.updates) == 2
+    assert (
+        one.update(rollout, rewards_of(rollout))["mismatch/k3"] < 1e-9
+        and int(one.state.updates) == 2
+    )
 
 
 def test_episodes_with_an_environment_of_a_notebook():
@@ -373,8 +469,13 @@ def test_episodes_with_an_environment_of_a_notebook():
         rollout, scores = session.play(problems.examples, pool)
         metrics = session.update(rollout, scores)
     assert len(rollout.texts) == 12 == len(scores.rewards) and metrics["episodes/turns"] == 2
-    assert metrics["reward/mean"] == pytest.approx(scores.rewards.mean()) and metrics["optim/grad_norm"] > 0
-    assert [len(x) for x in rollout.tokens] == [len(x) for x in rollout.logprobs] and 0 < metrics["mismatch/k3"] < 1e-3
+    assert (
+        metrics["reward/mean"] == pytest.approx(scores.rewards.mean())
+        and metrics["optim/grad_norm"] > 0
+    )
+    assert [len(x) for x in rollout.tokens] == [len(x) for x in rollout.logprobs] and 0 < metrics[
+        "mismatch/k3"
+    ] < 1e-3
 
 
 def test_an_objective_and_a_reward_of_a_notebook(tmp_path):
@@ -389,13 +490,21 @@ def test_an_objective_and_a_reward_of_a_notebook(tmp_path):
     # what the file says of its own problems goes out
     own = {"task.prompt_template": "{question}", "task.args": {}, "task.train_size": 0}
     run = fp8rl.train(
-        write_run(tmp_path), reward=vowels, dataset=[f"{i}=" for i in range(20)], objective=plain, steps=3,
-        output=str(tmp_path / "out"), stop_token_ids=tuple(range(64)),
-        **{"evaluation.every": 3, "task.eval_size": 4}, **own,
-    )  # fmt: skip
+        write_run(tmp_path),
+        reward=vowels,
+        dataset=[f"{i}=" for i in range(20)],
+        objective=plain,
+        steps=3,
+        output=str(tmp_path / "out"),
+        stop_token_ids=tuple(range(64)),
+        **{"evaluation.every": 3, "task.eval_size": 4},
+        **own,
+    )
     assert run.directory == tmp_path / "out" and list(run.metrics["step"]) == [0, 1, 2, 3]
     rows = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
-    np.testing.assert_array_equal(run.metrics["reward/mean"][:3], [row["reward/mean"] for row in rows[:3]])
+    np.testing.assert_array_equal(
+        run.metrics["reward/mean"][:3], [row["reward/mean"] for row in rows[:3]]
+    )
     assert np.isnan(run.metrics["reward/mean"][3]) and np.isfinite(run.metrics["eval/accuracy"][3])
     figure = run.plot()
     assert [axes.get_title() for axes in figure.axes][:2] == ["reward/mean", "mismatch/k3"]
@@ -404,7 +513,11 @@ def test_an_objective_and_a_reward_of_a_notebook(tmp_path):
     policy, _ = fp8rl.load(run.model)
     assert policy.config.num_layers == 1
     found = fp8rl.evaluate(
-        write_run(tmp_path), reward=vowels, dataset=[f"{i}=" for i in range(20)], output=str(tmp_path / "eval"),
-        **{"model.path": str(run.model), "task.eval_size": 4}, **own,
-    )  # fmt: skip
+        write_run(tmp_path),
+        reward=vowels,
+        dataset=[f"{i}=" for i in range(20)],
+        output=str(tmp_path / "eval"),
+        **{"model.path": str(run.model), "task.eval_size": 4},
+        **own,
+    )
     assert found["eval/problems"] == 4

@@ -13,7 +13,15 @@ from rich.console import Console
 
 from fp8rl_jax.config.tracking import TrackingConfig
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.training.console import COLUMNS, SFT_COLUMNS, LiveConsole, PlainConsole, TimeLeft, clock_text, console_tracker
+from fp8rl_jax.training.console import (
+    COLUMNS,
+    SFT_COLUMNS,
+    LiveConsole,
+    PlainConsole,
+    TimeLeft,
+    clock_text,
+    console_tracker,
+)
 from fp8rl_jax.training.tracking import JsonLines, JsonlTracker, Trackers, View, make_tracker
 
 METRICS = {
@@ -43,9 +51,16 @@ def rows_of(path):
 def test_each_step_is_one_line_on_disk_at_once(tmp_path):
     tracker = JsonlTracker(tmp_path / "m.jsonl", clock=lambda: 12.34567)
     tracker.log(0, {"reward/mean": 0.5, "optim/skipped_steps": 0})
-    assert rows_of(tmp_path / "m.jsonl") == [{"step": 0, "time": 12.346, "reward/mean": 0.5, "optim/skipped_steps": 0}]
+    assert rows_of(tmp_path / "m.jsonl") == [
+        {"step": 0, "time": 12.346, "reward/mean": 0.5, "optim/skipped_steps": 0}
+    ]
     tracker.log(1, {"reward/mean": jnp.float32(0.25), "entropy": np.float64(1.5)})
-    assert rows_of(tmp_path / "m.jsonl")[1] == {"step": 1, "time": 12.346, "reward/mean": 0.25, "entropy": 1.5}
+    assert rows_of(tmp_path / "m.jsonl")[1] == {
+        "step": 1,
+        "time": 12.346,
+        "reward/mean": 0.25,
+        "entropy": 1.5,
+    }
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), jnp.float32(jnp.nan)])
@@ -97,7 +112,9 @@ def test_samples_of_a_step_are_lines_too(tmp_path):
     path = tmp_path / "samples.jsonl"
     for start in (0, 1):
         samples = JsonLines(path, start)
-        samples.write([{"step": 1, "completion": "é\n", "reward": float("nan"), "tokens": [1, 2]}] * 2)
+        samples.write(
+            [{"step": 1, "completion": "é\n", "reward": float("nan"), "tokens": [1, 2]}] * 2
+        )
     samples.write([{"step": 1, "completion": "last"}])
     assert [row["completion"] for row in rows_of(path)] == ["é\n", "é\n", "last"]
     assert rows_of(path)[0] == {"step": 1, "completion": "é\n", "reward": None, "tokens": [1, 2]}
@@ -107,7 +124,9 @@ def test_samples_of_a_step_are_lines_too(tmp_path):
 def test_a_full_disk_is_one_clear_line(tmp_path, monkeypatch):
     tracker = JsonlTracker(tmp_path / "m.jsonl")
     monkeypatch.setattr(tracker._lines, "_file", open("/dev/full", "ab", buffering=0))
-    with pytest.raises(UserError, match=r"m.jsonl: cannot be written: No space left on device; .*--resume"):
+    with pytest.raises(
+        UserError, match=r"m.jsonl: cannot be written: No space left on device; .*--resume"
+    ):
         tracker.log(0, {"x": 1.0})
     with pytest.raises(UserError, match=r"m.jsonl: cannot be written: No such file or directory"):
         JsonlTracker(tmp_path / "missing" / "m.jsonl")
@@ -167,7 +186,11 @@ def test_the_header_comes_back():
     console = PlainConsole(100, stream=stream, header_every=3)
     for step in range(7):
         console.log(step, METRICS)
-    assert [i for i, line in enumerate(stream.getvalue().splitlines()) if "reward" in line] == [0, 4, 8]
+    assert [i for i, line in enumerate(stream.getvalue().splitlines()) if "reward" in line] == [
+        0,
+        4,
+        8,
+    ]
 
 
 def test_a_terminal_gets_the_rows_and_a_bar():
@@ -206,7 +229,8 @@ def test_time_left_follows_the_recent_pace():
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(None, "-"), (0, "0:00"), (59.6, "1:00"), (61, "1:01"), (90061, "25:01:01")],
+    ("seconds", "text"),
+    [(None, "-"), (0, "0:00"), (59.6, "1:00"), (61, "1:01"), (90061, "25:01:01")],
 )
 def test_times_read_as_on_a_clock(seconds, text):
     assert clock_text(seconds) == text
@@ -220,7 +244,9 @@ def test_columns_name_metrics_that_the_record_has():
 def test_a_missing_extra_is_named_before_the_run(tmp_path, monkeypatch, key, package):
     monkeypatch.setitem(sys.modules, package, None)
     config = TrackingConfig(**{key: True})
-    with pytest.raises(UserError, match=rf"^tracking.{key}: .*{package} .*pip install 'fp8rl_jax\[trackers\]'"):
+    with pytest.raises(
+        UserError, match=rf"^tracking.{key}: .*{package} .*pip install 'fp8rl_jax\[trackers\]'"
+    ):
         make_tracker(tmp_path, config, total_steps=3)
 
 

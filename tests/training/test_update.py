@@ -1,4 +1,5 @@
-"""The compiled update: accumulation, the skipped old-logprob pass, shared prompts, and non-finite values."""
+"""The compiled update: accumulation, the skipped old-logprob pass, shared prompts, and non-finite
+values."""
 
 from dataclasses import replace
 
@@ -17,7 +18,14 @@ from fp8rl_jax.training.state import decay_mask, init_state, learning_rate, make
 from fp8rl_jax.training.step import Batch, StepConfig, completion_logprobs, score, update
 
 SHAPE = PolicyConfig(
-    "qwen3", vocab_size=61, hidden_size=48, intermediate_size=80, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16
+    "qwen3",
+    vocab_size=61,
+    hidden_size=48,
+    intermediate_size=80,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
 )
 RL = RLConfig(correction=CorrectionConfig(method="token_tis"))
 CONFIG = StepConfig(get_recipe("bf16"), RL, "float32", temperature=0.8, logprob_chunk=8)
@@ -53,14 +61,20 @@ def test_shared_prompt_equals_each_row_alone(policy, batch):
         table = np.asarray(jax.nn.log_softmax(np.float64(hidden @ policy.head.T) / 0.8))
         expected = table[np.arange(len(prompt) - 1, len(tokens) - 1)]
         kept = batch.mask[row]
-        np.testing.assert_allclose(logprobs[row][kept], expected[np.arange(kept.sum()), tokens[len(prompt) :]], atol=1e-5)
-        np.testing.assert_allclose(entropy[row][kept], -(np.exp(expected) * expected).sum(-1), atol=1e-5)
+        np.testing.assert_allclose(
+            logprobs[row][kept], expected[np.arange(kept.sum()), tokens[len(prompt) :]], atol=1e-5
+        )
+        np.testing.assert_allclose(
+            entropy[row][kept], -(np.exp(expected) * expected).sum(-1), atol=1e-5
+        )
 
 
 def test_accumulation_equals_the_big_batch(policy, batch):
     whole, logprobs, metrics = update(init_state(policy, OPTIMIZER), batch, CONFIG, OPTIMIZER)
     policy = init_policy(SHAPE, jax.random.key(0))
-    parts, part_logprobs, part_metrics = update(init_state(policy, OPTIMIZER), batch, replace(CONFIG, micro_batches=4), OPTIMIZER)
+    parts, part_logprobs, part_metrics = update(
+        init_state(policy, OPTIMIZER), batch, replace(CONFIG, micro_batches=4), OPTIMIZER
+    )
     np.testing.assert_allclose(part_logprobs, logprobs, atol=1e-5)
     for name, value in metrics.items():
         np.testing.assert_allclose(part_metrics[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
@@ -71,29 +85,44 @@ def test_accumulation_equals_the_big_batch(policy, batch):
 
 def test_skipping_the_old_logprob_pass_changes_nothing(policy, batch):
     old = score(policy, batch, CONFIG)
-    explicit, _, _ = update(init_state(policy, OPTIMIZER), replace(batch, old_logprobs=old), CONFIG, OPTIMIZER)
+    explicit, _, _ = update(
+        init_state(policy, OPTIMIZER), replace(batch, old_logprobs=old), CONFIG, OPTIMIZER
+    )
     policy = init_policy(SHAPE, jax.random.key(0))
     skipped, _, metrics = update(init_state(policy, OPTIMIZER), batch, CONFIG, OPTIMIZER)
     assert metrics["ratio_max"] == 1
-    for a, b in zip(jax.tree.leaves(explicit.optimizer), jax.tree.leaves(skipped.optimizer), strict=True):
+    for a, b in zip(
+        jax.tree.leaves(explicit.optimizer), jax.tree.leaves(skipped.optimizer), strict=True
+    ):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7)
 
 
 def test_the_update_takes_old_policy_reference_weights_and_loss_mask(policy, batch):
-    """Ratios of exp(0.5), importance weights of 1.5 and a divergence of k3(-0.3) at every token that the loss counts."""
+    """Ratios of exp(0.5), importance weights of 1.5 and a divergence of k3(-0.3) at every token
+    that the loss counts."""
     now = np.asarray(score(policy, batch, CONFIG))
     old, kept = now - 0.5, batch.mask & (np.arange(8) % 3 > 0)[:, None]
     advantages = np.where(np.arange(8) % 3 > 0, batch.advantages, np.nan).astype(np.float32)
     given = replace(
-        batch, advantages=advantages, old_logprobs=old, rollout_logprobs=old - np.float32(np.log(1.5)),
-        reference_logprobs=now - np.float32(0.3), loss_mask=kept,
-    )  # fmt: skip
+        batch,
+        advantages=advantages,
+        old_logprobs=old,
+        rollout_logprobs=old - np.float32(np.log(1.5)),
+        reference_logprobs=now - np.float32(0.3),
+        loss_mask=kept,
+    )
     config = replace(CONFIG, rl=replace(RL, kl_coefficient=2.0))
     _, logprobs, metrics = update(init_state(policy, OPTIMIZER), given, config, OPTIMIZER)
     surrogate = np.maximum(-np.exp(0.5) * advantages, -1.2 * advantages)
     divergence = np.exp(-0.3) - 1 + 0.3
     loss = np.sum(np.where(kept, 1.5 * surrogate[:, None] + 2 * divergence, 0)) / kept.sum()
-    expected = {"loss": loss, "kl": divergence, "ratio_max": np.exp(0.5), "correction/weight_mean": 1.5, "optim/skipped": 0}
+    expected = {
+        "loss": loss,
+        "kl": divergence,
+        "ratio_max": np.exp(0.5),
+        "correction/weight_mean": 1.5,
+        "optim/skipped": 0,
+    }
     assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-4)
     np.testing.assert_allclose(logprobs, now, atol=1e-5)
     # the same tokens, had the policy sampled no others
@@ -108,7 +137,9 @@ def test_non_finite_update_is_skipped_and_flagged(policy, batch, role):
     broken = np.array(getattr(batch, role))
     broken[0] = np.nan
     before = jax.tree.map(np.asarray, policy)
-    state, _, metrics = update(init_state(policy, OPTIMIZER), replace(batch, **{role: broken}), CONFIG, OPTIMIZER)
+    state, _, metrics = update(
+        init_state(policy, OPTIMIZER), replace(batch, **{role: broken}), CONFIG, OPTIMIZER
+    )
     assert metrics["optim/skipped"] == 1 and metrics["nonfinite/loss"] == 1
     jax.tree.map(np.testing.assert_array_equal, state.policy, before)
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(state.optimizer))
@@ -117,8 +148,12 @@ def test_non_finite_update_is_skipped_and_flagged(policy, batch, role):
 def test_remat_gives_the_same_update(policy, batch):
     plain, _, _ = update(init_state(policy, OPTIMIZER), batch, CONFIG, OPTIMIZER)
     policy = init_policy(SHAPE, jax.random.key(0))
-    remat, _, _ = update(init_state(policy, OPTIMIZER), batch, replace(CONFIG, remat=True), OPTIMIZER)
-    for a, b in zip(jax.tree.leaves(plain.optimizer), jax.tree.leaves(remat.optimizer), strict=True):
+    remat, _, _ = update(
+        init_state(policy, OPTIMIZER), batch, replace(CONFIG, remat=True), OPTIMIZER
+    )
+    for a, b in zip(
+        jax.tree.leaves(plain.optimizer), jax.tree.leaves(remat.optimizer), strict=True
+    ):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7)
 
 
@@ -129,6 +164,10 @@ def test_norms_and_embeddings_are_not_decayed(policy):
 
 
 def test_learning_rate_warms_up_and_decays():
-    schedule = learning_rate(OptimizerConfig(learning_rate=1.0, warmup_steps=4, schedule="linear", final_ratio=0.0), 8)
-    np.testing.assert_allclose([schedule(i) for i in range(9)], [0.25, 0.5, 0.75, 1, 1, 0.75, 0.5, 0.25, 0], atol=1e-6)
+    schedule = learning_rate(
+        OptimizerConfig(learning_rate=1.0, warmup_steps=4, schedule="linear", final_ratio=0.0), 8
+    )
+    np.testing.assert_allclose(
+        [schedule(i) for i in range(9)], [0.25, 0.5, 0.75, 1, 1, 0.75, 0.5, 0.25, 0], atol=1e-6
+    )
     assert float(learning_rate(OptimizerConfig(learning_rate=0.5), 8)(jnp.int32(7))) == 0.5

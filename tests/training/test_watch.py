@@ -12,17 +12,25 @@ from fp8rl_jax.training.watch import Watch
 
 
 def metrics(skipped: float = 0.0, constant: float = 0.0, **flags: float) -> dict[str, float]:
-    return {"optim/skipped": skipped, "reward/frac_zero_std": constant, **{f"nonfinite/{k}": v for k, v in flags.items()}}
+    return {
+        "optim/skipped": skipped,
+        "reward/frac_zero_std": constant,
+        **{f"nonfinite/{k}": v for k, v in flags.items()},
+    }
 
 
 def scores(failed: int = 0, first_error: str | None = "ZeroDivisionError: x") -> Scores:
     """Of four completions, the first `failed` of which have no score."""
     values, lost = np.zeros(4, np.float32), np.arange(4) < failed
-    return Scores(values, {"exact": values}, values > 0, lost, failed, 0, first_error if failed else None, 0.0)
+    return Scores(
+        values, {"exact": values}, values > 0, lost, failed, 0, first_error if failed else None, 0.0
+    )
 
 
 def watch_of(skips: int = 9, rewards: int = 9, steps: int = 100, dtype: str = "bfloat16") -> Watch:
-    trainer = TrainerConfig(steps=steps, abort_after_skips=skips, abort_after_failed_rewards=rewards)
+    trainer = TrainerConfig(
+        steps=steps, abort_after_skips=skips, abort_after_failed_rewards=rewards
+    )
     return Watch(trainer, "run/checkpoints", dtype, "run/rewards.log")
 
 
@@ -41,7 +49,9 @@ def test_only_skips_in_a_row_stop_the_run():
     for step, skipped in enumerate((1.0, 0.0, 1.0, 0.0)):
         watch.see(step, metrics(skipped), GOOD)
     watch.see(4, metrics(1.0), GOOD)
-    with pytest.raises(UserError, match=r"2 updates in a row.*abort_after_skips.*run/checkpoints is whole"):
+    with pytest.raises(
+        UserError, match=r"2 updates in a row.*abort_after_skips.*run/checkpoints is whole"
+    ):
         watch.see(5, metrics(1.0), GOOD)
 
 
@@ -50,8 +60,12 @@ def test_rewards_that_fail_are_said_each_time_and_constant_groups_once(caplog):
     for step in range(3):
         watch.see(step, metrics(constant=1.0), scores(step + 1))
     watch.see(3, metrics(), GOOD)
-    said = [record.getMessage() for record in caplog.records if "rewards failed" in record.getMessage()]
-    assert said == [f"step {step}: {step + 1} of 4 rewards failed: ZeroDivisionError: x" for step in range(3)]
+    said = [
+        record.getMessage() for record in caplog.records if "rewards failed" in record.getMessage()
+    ]
+    assert said == [
+        f"step {step}: {step + 1} of 4 rewards failed: ZeroDivisionError: x" for step in range(3)
+    ]
     assert caplog.text.count("teaches nothing") == 1
 
 
@@ -62,7 +76,8 @@ def test_only_steps_in_a_row_in_which_every_reward_failed_stop_the_run():
     with pytest.raises(UserError) as fault:
         watch.see(8, metrics(), scores(4))
     assert str(fault.value) == (
-        "every reward failed in 3 steps in a row (trainer.abort_after_failed_rewards): ZeroDivisionError: x; "
+        "every reward failed in 3 steps in a row (trainer.abort_after_failed_rewards): "
+        "ZeroDivisionError: x; "
         "what rewards print is in run/rewards.log"
     )
 
@@ -75,17 +90,26 @@ def test_a_run_shorter_than_that_stops_where_all_its_steps_failed():
 
 
 def overflow(scale: float, part: float = 1.0) -> dict[str, float]:
-    """A step in which `part` of the updates found the loss scale too large, and nothing else went wrong."""
-    return metrics(part, loss=0.0, gradient=0.0) | {"optim/overflow": part, "optim/loss_scale": scale}
+    """A step in which `part` of the updates found the loss scale too large, and nothing else went
+    wrong."""
+    return metrics(part, loss=0.0, gradient=0.0) | {
+        "optim/overflow": part,
+        "optim/loss_scale": scale,
+    }
 
 
 def test_the_search_for_a_loss_scale_is_said_and_not_counted(caplog):
     watch = watch_of(2, dtype="float16")
     with caplog.at_level("INFO", logger="fp8rl"):
         for step in range(12):
-            assert watch.see(step, overflow(2.0 ** (16 - step)), GOOD) == {"optim/skipped_steps": 0.0}
+            assert watch.see(step, overflow(2.0 ** (16 - step)), GOOD) == {
+                "optim/skipped_steps": 0.0
+            }
     assert "step 3: gradients overflow with a loss scale of 8192; it is lowered" in caplog.text
     watch.see(12, metrics(1.0, loss=1.0) | {"optim/overflow": 0.0, "optim/loss_scale": 16.0}, GOOD)
     watch.see(13, overflow(16.0), GOOD)  # ends no row of faults
-    with pytest.raises(UserError, match=r"2 updates in a row.*float16 holds nothing above 65504.*bfloat16.*is whole"):
+    with pytest.raises(
+        UserError,
+        match=r"2 updates in a row.*float16 holds nothing above 65504.*bfloat16.*is whole",
+    ):
         watch.see(14, overflow(16.0, 0.5) | {"optim/skipped": 1.0, "nonfinite/loss": 0.5}, GOOD)

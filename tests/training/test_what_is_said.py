@@ -1,4 +1,5 @@
-"""What a run says of itself: its precision and problems at the start, rewards that fail, and the same faults from Python."""
+"""What a run says of itself: its precision and problems at the start, rewards that fail, and the
+same faults from Python."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ def run_file(tmp_path):
 def failing(tmp_path, which, **changes):
     """A run whose reward fails."""
     (tmp_path / "rewards.py").write_text(REWARD)
-    return write_run(tmp_path, {"task": {"reward": {"function": f"{tmp_path}/rewards.py:{which}"}}}, changes)
+    return write_run(
+        tmp_path, {"task": {"reward": {"function": f"{tmp_path}/rewards.py:{which}"}}}, changes
+    )
 
 
 def test_every_run_says_its_precision_and_its_problems(run_file, tmp_path, capsys):
@@ -61,11 +64,22 @@ def test_every_run_says_its_precision_and_its_problems(run_file, tmp_path, capsy
 
 def test_a_step_that_takes_more_than_there_is_is_warned_about(run_file, tmp_path, caplog):
     assert train(run_file, tmp_path / "out", "--task.train-size", "3", "--dry-run") == 0
-    assert "3 problems to train on are fewer than the 4 that a step takes (rollout.prompts_per_step)" in caplog.text
+    assert (
+        "3 problems to train on are fewer than the 4 that a step takes (rollout.prompts_per_step)"
+        in caplog.text
+    )
     assert "so it meets some of them more than once; raise task.train_size = 3" in caplog.text
     caplog.clear()
-    (tmp_path / "five.jsonl").write_text("".join(f'{{"prompt": "{i}", "answer": {i}}}\n' for i in range(5)))
-    five = {"kind": "jsonl", "name": f"{tmp_path}/five.jsonl", "train_size": 0, "eval_size": 2, "prompt_template": "{question}"}
+    (tmp_path / "five.jsonl").write_text(
+        "".join(f'{{"prompt": "{i}", "answer": {i}}}\n' for i in range(5))
+    )
+    five = {
+        "kind": "jsonl",
+        "name": f"{tmp_path}/five.jsonl",
+        "train_size": 0,
+        "eval_size": 2,
+        "prompt_template": "{question}",
+    }
     of_five = write_run(tmp_path, {"task": {**five, "args": None}})
     assert train(of_five, tmp_path / "out", "--dry-run") == 0
     assert "3 problems to train on are fewer than the 4" in caplog.text
@@ -84,23 +98,39 @@ def test_a_run_with_nothing_held_out(run_file, tmp_path, capsys):
     none = ["--task.eval-size", "0"]
     assert train(run_file, tmp_path / "out", *none, *SHORT) == 0
     assert "64 problems to train on, 0 held out" in capsys.readouterr().out
-    assert main(["sft", run_file, *none, "--sft.steps", "1", "--sft.output", str(tmp_path / "warm")]) == 0
+    assert (
+        main(["sft", run_file, *none, "--sft.steps", "1", "--sft.output", str(tmp_path / "warm")])
+        == 0
+    )
     assert "nothing held out; model in" in capsys.readouterr().out
     assert main(["eval", run_file, *none]) == 2
-    assert faults(capsys) == ["fp8rl: error: task.eval_size = 0 holds out no problem to evaluate on; raise it"]
-    wanted = "evaluation.every = 2 needs held-out problems, and task.eval_size = 0 holds out none; set evaluation.every = 0"
+    assert faults(capsys) == [
+        "fp8rl: error: task.eval_size = 0 holds out no problem to evaluate on; raise it"
+    ]
+    wanted = (
+        "evaluation.every = 2 needs held-out problems, and task.eval_size = 0 holds out "
+        "none; set evaluation.every = 0"
+    )
     check_refused(run_file, tmp_path / "two", capsys, [*none, "--evaluation.every", "2"], wanted)
 
 
 def test_a_reward_that_always_fails_stops_the_run(tmp_path, capsys, caplog):
     out = tmp_path / "out"
-    run_file = failing(tmp_path, "always", trainer={"steps": 9}, evaluation={"every": 9, "examples": 8})
+    run_file = failing(
+        tmp_path, "always", trainer={"steps": 9}, evaluation={"every": 9, "examples": 8}
+    )
     assert train(run_file, out) == 2
     (line,) = faults(capsys)
-    assert "every reward failed in 3 steps in a row (trainer.abort_after_failed_rewards): ValueError: no such answer" in line
+    assert (
+        "every reward failed in 3 steps in a row (trainer.abort_after_failed_rewards): "
+        "ValueError: no such answer" in line
+    )
     assert f"what rewards print is in {out}/rewards.log" in line
     for step in range(3):
-        assert f"step {step}: 16 of 16 rewards failed: ValueError: no such answer (rewards.py:" in caplog.text
+        assert (
+            f"step {step}: 16 of 16 rewards failed: ValueError: no such answer (rewards.py:"
+            in caplog.text
+        )
     assert "evaluation: 8 of 8 rewards failed: ValueError" in caplog.text
     assert [row["step"] for row in metric_rows(out)] == [0, 1]
     assert (out / "rewards.log").read_text().count("seen ") == 8 + 3 * 16
@@ -113,7 +143,10 @@ def test_a_reward_that_fails_at_times_is_counted_and_the_run_goes_on(tmp_path, c
     out = tmp_path / "out"
     flags = ["--trainer.abort-after-failed-rewards", "1", "--trainer.steps", "2"]
     assert train(failing(tmp_path, "sometimes"), out, *flags) == 0
-    assert "step 0: 4 of 16 rewards failed: ZeroDivisionError: division by zero (rewards.py:" in caplog.text
+    assert (
+        "step 0: 4 of 16 rewards failed: ZeroDivisionError: division by zero (rewards.py:"
+        in caplog.text
+    )
     assert [row["reward/errors"] for row in metric_rows(out)] == [4, 4]
     assert not (out / "rewards.log").exists()
 
@@ -125,7 +158,10 @@ def test_a_reward_that_fails_at_times_is_counted_and_the_run_goes_on(tmp_path, c
         ({"trainer": TrainerConfig(micro_batch_prompts=3)}, ["--trainer.micro-batch-prompts", "3"]),
         ({"rollout": RolloutConfig(prompts_per_step=0)}, ["--rollout.prompts-per-step", "0"]),
         ({"evaluation": EvaluationConfig(batch_size=0)}, ["--evaluation.batch-size", "0"]),
-        ({"task": TaskConfig(name="", eval_size=-1)}, ["--task.name", "", "--task.eval-size", "-1"]),
+        (
+            {"task": TaskConfig(name="", eval_size=-1)},
+            ["--task.name", "", "--task.eval-size", "-1"],
+        ),
         ({"task": TaskConfig(eval_size=0)}, ["--task.eval-size", "0"]),
         ({"recipe": "fp8-r"}, ["--recipe", "fp8-r"]),
     ],
@@ -142,21 +178,35 @@ def test_a_run_with_a_reward_and_problems_of_a_notebook(tmp_path, capsys):
     wanted = {"e": 1.0}
 
     def score(completions, answers, **_):
-        return [wanted["e"] * text.count(answer) for text, answer in zip(completions, answers, strict=True)]
+        return [
+            wanted["e"] * text.count(answer)
+            for text, answer in zip(completions, answers, strict=True)
+        ]
 
     rows = [{"prompt": f"{i}=", "answer": chr(97 + i % 26)} for i in range(72)]
-    config = load_config(RunConfig, [write_run(tmp_path), *SHORT, "--output", str(tmp_path / "run")], "fp8rl train")
+    config = load_config(
+        RunConfig, [write_run(tmp_path), *SHORT, "--output", str(tmp_path / "run")], "fp8rl train"
+    )
     config = replace(config, task=TaskConfig(eval_size=8, reward=RewardConfig(num_workers=1)))
     setup = build(config, reward=score, dataset=rows)
     assert (len(setup.train), len(setup.held_out)) == (64, 8)
     run(setup)
     (row,) = metric_rows(tmp_path / "run")
     assert "rewards/score/mean" in row and row["reward/errors"] == 0
-    assert json.loads((tmp_path / "run" / "samples.jsonl").read_text().splitlines()[0])["answer"] in "abcdefghijklmnopqrstuvwxyz"
+    assert (
+        json.loads((tmp_path / "run" / "samples.jsonl").read_text().splitlines()[0])["answer"]
+        in "abcdefghijklmnopqrstuvwxyz"
+    )
     written = str(tmp_path / "run" / "config.toml")
     assert main(["eval", written]) == 2
-    assert 'task.kind = "python": the problems of this run (list of 72) were given in Python' in faults(capsys)[-1]
-    with pytest.raises(UserError, match="task.reward.function = '<python>:score' was given in Python; give reward= again"):
+    assert (
+        'task.kind = "python": the problems of this run (list of 72) were given in Python'
+        in faults(capsys)[-1]
+    )
+    with pytest.raises(
+        UserError,
+        match="task.reward.function = '<python>:score' was given in Python; give reward= again",
+    ):
         build(load_config(RunConfig, [written], "fp8rl train"), dataset=rows)
     again = load_config(RunConfig, [written, "--resume", "--trainer.steps", "2"], "fp8rl train")
     setup = build(again, reward=score, dataset=rows)
@@ -165,5 +215,8 @@ def test_a_run_with_a_reward_and_problems_of_a_notebook(tmp_path, capsys):
 
 
 def test_python_may_not_give_what_no_flag_could():
-    with pytest.raises(UserError, match='^compute_dtype: expected one of "bfloat16", "float16", "float32", got \'fp32\'$'):
+    with pytest.raises(
+        UserError,
+        match='^compute_dtype: expected one of "bfloat16", "float16", "float32", got \'fp32\'$',
+    ):
         build(RunConfig(compute_dtype="fp32"))

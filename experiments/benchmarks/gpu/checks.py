@@ -1,13 +1,15 @@
 """Part `checks`: whether the kernels are right on this card, and always the same.
 
-How far a result may be from the right one on a GPU: FP8 tensor cores of Hopper keep about 14 bits of a sum (DeepSeek-V3, arXiv
-2412.19437, section 3.3.2; others say up to 22: github.com/deepseek-ai/DeepGEMM, issues 37 and 50), where the interpreter keeps
-float32's 24. Each addend of a 128-block is cut at 2^-13 of the largest one. For normal data the largest is about 12 times the
-mean, and 128 such cuts are a random walk whose fifth deviation is about 400 * 2^-13 means, or 2^-11 of the block's sum of
-magnitudes. The kernels add blocks in float32, so a result may be off by 2^-11 of its own sum of magnitudes, and by the case's
-tolerance of the largest result, whatever k is. A block that is missing or was overwritten is further off. In attention a score
-is such a sum, and moves its weight by a part of 2^-11 for each unit of its magnitudes, of which the cases have up to four: 2^-9
-of the largest result.
+How far a result may be from the right one on a GPU: FP8 tensor cores of Hopper keep about 14 bits
+of a sum (DeepSeek-V3, arXiv 2412.19437, section 3.3.2; others say up to 22:
+github.com/deepseek-ai/DeepGEMM, issues 37 and 50), where the interpreter keeps float32's 24. Each
+addend of a 128-block is cut at 2^-13 of the largest one. For normal data the largest is about 12
+times the mean, and 128 such cuts are a random walk whose fifth deviation is about 400 * 2^-13
+means, or 2^-11 of the block's sum of magnitudes. The kernels add blocks in float32, so a result may
+be off by 2^-11 of its own sum of magnitudes, and by the case's tolerance of the largest result,
+whatever k is. A block that is missing or was overwritten is further off. In attention a score is
+such a sum, and moves its weight by a part of 2^-11 for each unit of its magnitudes, of which the
+cases have up to four: 2^-9 of the largest result.
 """
 
 from __future__ import annotations
@@ -48,27 +50,51 @@ PRODUCTS = ("matmul", "grouped_matmul")
 
 
 def jobs(setting: Setting) -> list[Job]:
-    """Small cases of every operation first, then what must not depend on the batch, then real shapes."""
+    """Small cases of every operation first, then what must not depend on the batch, then real
+    shapes."""
     small, real = (
-        [_job(setting, size, check, name, case) for name in setting.operations for case in setting.cases(name, size)]
+        [
+            _job(setting, size, check, name, case)
+            for name in setting.operations
+            for case in setting.cases(name, size)
+        ]
         for size, check in (("small", against_expected), ("real", against_reference))
     )
     shapes, counts = (((256, 640),), (1, 9, 24)) if setting.tiny else (ROWS_OF, ROW_COUNTS)
     same = [
-        Job(f"rows: matmul {n}x{k}", partial(rows, setting, n, k, counts), ("pallas_kernels.matmul",), "matmul", seconds=150.0)
+        Job(
+            f"rows: matmul {n}x{k}",
+            partial(rows, setting, n, k, counts),
+            ("pallas_kernels.matmul",),
+            "matmul",
+            seconds=150.0,
+        )
         for n, k in shapes
     ]
     attention = ("pallas_kernels.decode_attention",)
-    same.append(Job("neighbours: decode_attention", partial(neighbours, setting), attention, "decode_attention", seconds=150.0))
+    same.append(
+        Job(
+            "neighbours: decode_attention",
+            partial(neighbours, setting),
+            attention,
+            "decode_attention",
+            seconds=150.0,
+        )
+    )
     card = [] if setting.tiny else [Job("card", describe, (), "card", first=True)]
     return [*card, *small, *same, *real]
 
 
-def _job(setting: Setting, size: str, check: Callable[..., dict[str, Any]], operation: str, case: Case) -> Job:
+def _job(
+    setting: Setting, size: str, check: Callable[..., dict[str, Any]], operation: str, case: Case
+) -> Job:
     return Job(
-        f"{size}: {operation} {case.name}", partial(check, setting, operation, case),
-        (f"pallas_kernels.{operation}.cases",), operation, first=size == "small" and case.name in FIRST[operation],
-    )  # fmt: skip
+        f"{size}: {operation} {case.name}",
+        partial(check, setting, operation, case),
+        (f"pallas_kernels.{operation}.cases",),
+        operation,
+        first=size == "small" and case.name in FIRST[operation],
+    )
 
 
 def against_expected(setting: Setting, operation: str, case: Case) -> dict[str, Any]:
@@ -105,17 +131,24 @@ def _judged(found: dict[str, Any], equal: bool) -> dict[str, Any]:
 
 
 def describe() -> dict[str, Any]:
-    """XLA's description of this card, for compiling without one, and the assembler that is found first."""
+    """XLA's description of this card, for compiling without one, and the assembler that is found
+    first."""
     target = xla_client.get_topology_for_devices(jax.devices()).target_config
     asked = subprocess.run(["ptxas", "--version"], capture_output=True, text=True, check=False)
-    return {"target_config": str(target), "ptxas": asked.stdout.strip().splitlines()[-1:], "passed": True}
+    return {
+        "target_config": str(target),
+        "ptxas": asked.stdout.strip().splitlines()[-1:],
+        "passed": True,
+    }
 
 
-# what a case at a real shape must return, by plain XLA on the device, without tensor cores of less than float32
+# what a case at a real shape must return, by plain XLA on the device, without tensor cores of less
+# than float32
 
 
 def reference_of(operation: str, case: Case) -> Callable[[tuple], Any]:
-    """A function of the case's arguments. XLA's own grouped product takes each row times every group: that one is by group."""
+    """A function of the case's arguments. XLA's own grouped product takes each row times every
+    group: that one is by group."""
     if operation == "grouped_matmul":
         return lambda arrays: _by_group(case, arrays)
 
@@ -135,7 +168,8 @@ def _by_group(case: Case, arrays: tuple) -> jax.Array:
 
 
 def _forward(x, x_scales, w, w_scales, sizes, longest):
-    """Of each group: as many rows as the longest has, from its first on, of which its own are kept."""
+    """Of each group: as many rows as the longest has, from its first on, of which its own are
+    kept."""
     m, n = len(x), w.shape[1]
     x = jnp.pad(dequantize_blocks(x, x_scales, (1, 128)), ((0, longest), (0, 0)))
     starts = jnp.cumsum(sizes) - sizes
@@ -176,7 +210,12 @@ def sums_of_magnitudes(operation: str, case: Case) -> bool:
 @jax.jit
 def magnitudes(arrays: tuple) -> tuple:
     """The arguments, every float without its sign."""
-    return tuple(jnp.abs(x.astype(jnp.float32)).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in arrays)
+    return tuple(
+        jnp.abs(x.astype(jnp.float32)).astype(x.dtype)
+        if jnp.issubdtype(x.dtype, jnp.floating)
+        else x
+        for x in arrays
+    )
 
 
 def verdict(operation: str, case: Case, got: Any, want: Any, sums: Any | None) -> dict[str, Any]:
@@ -192,7 +231,10 @@ def verdict(operation: str, case: Case, got: Any, want: Any, sums: Any | None) -
     extra = SHORT_SCORE if case.instruction == "QGMMA" and operation not in PRODUCTS else 0.0
     leaves = jax.tree.leaves(got)
     sums = jax.tree.leaves(sums) if sums is not None else [None] * len(leaves)
-    found = [_leaf(*three, case.tolerance + extra) for three in zip(leaves, jax.tree.leaves(want), sums, strict=True)]
+    found = [
+        _leaf(*three, case.tolerance + extra)
+        for three in zip(leaves, jax.tree.leaves(want), sums, strict=True)
+    ]
     difference, of_allowed = (max(column) for column in zip(*found, strict=True))
     return {"difference": difference, "of_allowed": of_allowed, "passed": bool(of_allowed <= 1)}
 
@@ -242,22 +284,32 @@ def rows(setting: Setting, n: int, k: int, counts: Sequence[int]) -> dict[str, A
 
     def make(key):
         keys = jax.random.split(key)
-        x = quantize_blocks(jax.random.normal(keys[0], (max(counts), k)), (1, 128), backend="reference")
+        x = quantize_blocks(
+            jax.random.normal(keys[0], (max(counts), k)), (1, 128), backend="reference"
+        )
         w = quantize_blocks(jax.random.normal(keys[1], (n, k)), (128, 128), backend="reference")
         return x, w
 
     (x, x_scales), weight = jax.jit(make)(jax.random.key(0))
-    run = jax.jit(lambda x, scales, w: blockwise_matmul(x, scales, *w, out_dtype=jnp.float32, backend=setting.backend))
+    run = jax.jit(
+        lambda x, scales, w: blockwise_matmul(
+            x, scales, *w, out_dtype=jnp.float32, backend=setting.backend
+        )
+    )
     whole = run(x, x_scales, weight)
     other = [m for m in counts if not same_bits(run(x[:m], x_scales[:m], weight), whole[:m])]
-    return {"rows": list(counts), "differ": other, "passed": not other or setting.tiny}  # the reference does not promise it
+    # the reference does not promise it
+    return {"rows": list(counts), "differ": other, "passed": not other or setting.tiny}
 
 
 def neighbours(setting: Setting) -> dict[str, Any]:
     """A sequence's attention: alone, in another order, in other pages, and beside shorter ones."""
     found = {}
     for dtype in (jnp.float8_e4m3fn,) if setting.tiny else (jnp.float8_e4m3fn, jnp.bfloat16):
-        found |= {f"{jnp.dtype(dtype).name}, {how}": same for how, same in _neighbours(setting, dtype).items()}
+        found |= {
+            f"{jnp.dtype(dtype).name}, {how}": same
+            for how, same in _neighbours(setting, dtype).items()
+        }
     return {"lengths": list(LENGTHS), "same": found, "passed": all(found.values())}
 
 
@@ -280,16 +332,27 @@ def _neighbours(setting: Setting, dtype: jnp.dtype) -> dict[str, bool]:
     @jax.jit
     def run(query, keys, values, lengths, pages):
         cache = KeyValues(keys, values, lengths, pages, page)
-        return decode_attention(query, (cache,), dim**-0.5, out_dtype=jnp.float32, backend=setting.backend)
+        return decode_attention(
+            query, (cache,), dim**-0.5, out_dtype=jnp.float32, backend=setting.backend
+        )
 
     whole = run(query, keys, values, lengths, pages)
     order, moved, last = np.arange(count)[::-1].copy(), draw.permutation(count * table), count - 1
     elsewhere = np.argsort(moved)[pages].astype(np.int32)  # page p now lies where `moved` has it
     shorter = np.where(np.arange(count) == last, lengths, 1).astype(np.int32)
-    alone = [run(query[i : i + 1], keys, values, lengths[i : i + 1], pages[i : i + 1]) for i in range(count)]
+    alone = [
+        run(query[i : i + 1], keys, values, lengths[i : i + 1], pages[i : i + 1])
+        for i in range(count)
+    ]
     return {
         "alone": all(bool(same_bits(one[0], whole[i])) for i, one in enumerate(alone)),
-        "reversed": bool(same_bits(run(query[order], keys, values, lengths[order], pages[order]), whole[order])),
-        "other pages": bool(same_bits(run(query, keys[moved], values[moved], lengths, elsewhere), whole)),
-        "shorter neighbours": bool(same_bits(run(query, keys, values, shorter, pages)[last], whole[last])),
+        "reversed": bool(
+            same_bits(run(query[order], keys, values, lengths[order], pages[order]), whole[order])
+        ),
+        "other pages": bool(
+            same_bits(run(query, keys[moved], values[moved], lengths, elsewhere), whole)
+        ),
+        "shorter neighbours": bool(
+            same_bits(run(query, keys, values, shorter, pages)[last], whole[last])
+        ),
     }

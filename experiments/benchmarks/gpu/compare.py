@@ -32,16 +32,21 @@ def compare(
         absent: name -> why it is not there.
 
     Returns:
-        "seconds", "tflops" and "bytes_per_second" of each side as medians and quartiles, "ratios", "raw" rounds, and "failed":
-        name -> reason, of what could not be prepared. With `compile_only`: "compiled", name -> whether it was.
+        "seconds", "tflops" and "bytes_per_second" of each side as medians and quartiles, "ratios",
+        "raw" rounds, and "failed": name -> reason, of what could not be prepared. With
+        `compile_only`: "compiled", name -> whether it was.
 
     Raises:
         RuntimeError: nothing could be timed.
     """
     if setting.compile_only:
-        return {"compiled": {name: compile_ahead(work, setting.tiny) for name, work in works.items()}}
+        return {
+            "compiled": {name: compile_ahead(work, setting.tiny) for name, work in works.items()}
+        }
     prepared, failed = prepare(works, setting.tiny)
-    sides: dict[str, rounds.Side] = {name: lambda _, p=p: clock(setting.tiny).sample(p) for name, p in prepared.items()}
+    sides: dict[str, rounds.Side] = {
+        name: lambda _, p=p: clock(setting.tiny).sample(p) for name, p in prepared.items()
+    }
     sides |= peers or {}
     if not sides:
         raise RuntimeError("; ".join(f"{name}: {reason}" for name, reason in failed.items()))
@@ -49,7 +54,11 @@ def compare(
     found = {name: series(timed.rounds, name, "seconds") for name in sides}
 
     def rates(work: float) -> dict[str, dict[str, float]]:
-        return {name: spread([work / value for value in values]) for name, values in found.items()} if work else {}
+        return (
+            {name: spread([work / value for value in values]) for name, values in found.items()}
+            if work
+            else {}
+        )
 
     return {
         "flops": flops,
@@ -57,10 +66,20 @@ def compare(
         "seconds": {name: spread(values) for name, values in found.items()},
         "tflops": rates(flops / 1e12),
         "bytes_per_second": rates(moved),
-        "ratios": [ratio(timed.rounds, over, under) for under in ours for over in sides if under in sides and over != under],
+        "ratios": [
+            ratio(timed.rounds, over, under)
+            for under in ours
+            for over in sides
+            if under in sides and over != under
+        ],
         "host_was_ahead": {name: all(series(timed.rounds, name, "ahead")) for name in prepared},
-        "programs": {name: one.about | {"queued": [one.leads, one.short, one.long]} for name, one in prepared.items()},
-        "kernels": {name: _kernels(one) for name, one in prepared.items()} if setting.profile else {},
+        "programs": {
+            name: one.about | {"queued": [one.leads, one.short, one.long]}
+            for name, one in prepared.items()
+        },
+        "kernels": {name: _kernels(one) for name, one in prepared.items()}
+        if setting.profile
+        else {},
         "failed": failed | (absent or {}),
         "raw": asdict(timed),
     }
@@ -93,5 +112,7 @@ def reason_of(error: Exception) -> str:
 
 def median_ratio(result: dict[str, Any], over: str, under: str) -> float | None:
     """The median of one of a result's ratios; None where it was not measured."""
-    found = [r["median"] for r in result.get("ratios", []) if (r["over"], r["under"]) == (over, under)]
+    found = [
+        r["median"] for r in result.get("ratios", []) if (r["over"], r["under"]) == (over, under)
+    ]
     return found[0] if found else None

@@ -1,4 +1,5 @@
-"""Part `copy`: the bytes a second that a plain copy reads and writes on this card; a sum's, which only reads, beside it."""
+"""Part `copy`: the bytes a second that a plain copy reads and writes on this card; a sum's, which
+only reads, beside it."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def copy(setting: Setting) -> dict[str, Any]:
         return make
 
     works = {
-        # by one more, so that a kernel reads and writes: a bare copy would be the copy engine's, or nothing
+        # by one more, so that a kernel reads and writes: a bare copy would be the copy engine's, or
+        # nothing
         "copy": Work(lambda x: x + jnp.uint32(1), words(1)),
         "read": Work(lambda x, y: (jnp.max(x), jnp.max(y)), words(2)),
     }

@@ -1,4 +1,5 @@
-"""The figures that this library wants to reach on one H200, and what the parts' files say about each: a table, and a file."""
+"""The figures that this library wants to reach on one H200, and what the parts' files say about
+each: a table, and a file."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from experiments.benchmarks.gpu import attention, copying, grouped, products
 from experiments.benchmarks.gpu.compare import median_ratio
 
 STEP, STEP_BF16, STEP_FP8 = "GRPO step", "fp8rl_jax/bf16", "fp8rl_jax/fp8-e2e-kv"
-"""Of the part `step`, whose module needs more packages than JAX: its result, and the sides in it."""
+"""Of the part `step`, whose module needs more packages than JAX: its result, and the sides in
+it."""
 Records = dict[str, dict[str, Any]]
 """Part -> its file's record."""
 Found = tuple[float, str]
@@ -41,11 +43,14 @@ class Figure:
         return min(self.values(records), default=None)
 
     def status(self, records: Records) -> str:
-        """"met", "met, aim too", "missed", or "not measured", which holds for all that was measured in miniature."""
+        """ "met", "met, aim too", "missed", or "not measured", which holds for all that was
+        measured in miniature."""
         found = self.measured(records)
         if found is None or not all(record["counts"] for record in records.values()):
             return "not measured"
-        return "missed" if found[0] < self.must else "met, aim too" if found[0] >= self.aim else "met"
+        return (
+            "missed" if found[0] < self.must else "met, aim too" if found[0] >= self.aim else "met"
+        )
 
 
 def summary(records: Records) -> list[dict[str, Any]]:
@@ -103,7 +108,11 @@ def _few_rows_ratio(records: Records) -> Iterator[Found]:
 
 
 def _grid(records: Records) -> Iterator[tuple[str, dict[str, Any]]]:
-    return ((label, result) for label, result in _results(records, "attention") if "best_bf16_over_ours" in result)
+    return (
+        (label, result)
+        for label, result in _results(records, "attention")
+        if "best_bf16_over_ours" in result
+    )
 
 
 def _attention_bytes(records: Records) -> Iterator[Found]:
@@ -116,7 +125,9 @@ def _attention_ratio(records: Records) -> Iterator[Found]:
             yield result["best_bf16_over_ours"], label
 
 
-def _parts_of_copy(records: Records, results: Iterator[tuple[str, dict[str, Any]]], ours: str) -> Iterator[Found]:
+def _parts_of_copy(
+    records: Records, results: Iterator[tuple[str, dict[str, Any]]], ours: str
+) -> Iterator[Found]:
     copied = _copied(records)
     for label, result in results:
         if copied and ours in result["bytes_per_second"]:
@@ -141,10 +152,18 @@ def _phase(phase: str) -> Callable[[Records], Iterator[Found]]:
 
 
 FIGURES = (
-    Figure("matmul, M=4096, Qwen3-8B / XLA bf16, quantized beforehand", 1.5, 1.9, "x", _many_rows(products.OURS)),
+    Figure(
+        "matmul, M=4096, Qwen3-8B / XLA bf16, quantized beforehand",
+        1.5,
+        1.9,
+        "x",
+        _many_rows(products.OURS),
+    ),
     Figure("the same with quantization", 1.3, 1.6, "x", _many_rows(products.WITH_QUANTIZATION)),
     Figure("matmul, M=4096 N=7168 K=16384", 1150, 1550, "TFLOP/s", _long_contraction),
-    Figure("matmul, M=1..128, weights of 64 MB and more: bytes / copy", 70, 90, "%", _few_rows_bytes),
+    Figure(
+        "matmul, M=1..128, weights of 64 MB and more: bytes / copy", 70, 90, "%", _few_rows_bytes
+    ),
     Figure("the same / XLA bf16", 1.5, 1.9, "x", _few_rows_ratio),
     Figure("decode attention, FP8 KV: bytes / copy", 70, 90, "%", _attention_bytes),
     Figure("the same / best bf16", 1.5, 1.9, "x", _attention_ratio),
@@ -156,7 +175,9 @@ FIGURES = (
 
 def show(records: Records, console: Console) -> None:
     """Figures against their targets, then what was checked, and what failed or was skipped."""
-    table = Table(title="One GPU against the targets; of several shapes, the least", title_justify="left")
+    table = Table(
+        title="One GPU against the targets; of several shapes, the least", title_justify="left"
+    )
     for name in ("figure", "must", "aim", "measured", "at", "status"):
         table.add_column(name, justify="right" if name in ("must", "aim", "measured") else "left")
     for figure in FIGURES:
@@ -177,14 +198,25 @@ def lines_of(records: Records) -> list[str]:
     for part, record in records.items():
         results, failed, left = record["results"], record["failed"], record["left"]
         wrong = [label for label, result in results.items() if result.get("passed") is False]
-        counts = [f"{len(results)} measured", f"{len(wrong)} wrong", f"{len(failed)} failed", f"{len(left)} left"]
-        lines.append(f"{part}: {', '.join(count for count in counts if not count.startswith('0 '))}")
+        counts = [
+            f"{len(results)} measured",
+            f"{len(wrong)} wrong",
+            f"{len(failed)} failed",
+            f"{len(left)} left",
+        ]
+        lines.append(
+            f"{part}: {', '.join(count for count in counts if not count.startswith('0 '))}"
+        )
         lines += [f"  wrong: {label}" for label in wrong]
         lines += [f"  failed: {label}: {why['reason']}" for label, why in failed.items()]
         for label, result in results.items():
             ways = result.get("failed", {})
             lines += [f"  {label}: without {way}: {reason}" for way, reason in ways.items()]
-            behind = [way for way, ahead in result.get("host_was_ahead", {}).items() if not ahead and record["counts"]]
+            behind = [
+                way
+                for way, ahead in result.get("host_was_ahead", {}).items()
+                if not ahead and record["counts"]
+            ]
             lines += [f"  {label}: {way}: the host was not ahead of the device" for way in behind]
     return lines
 

@@ -26,7 +26,14 @@ def jobs(setting: Setting) -> list[Job]:
     sources = (__name__, "pallas_kernels.grouped_matmul.cases", "pallas_kernels.matmul")
     cases = sorted(setting.cases("grouped_matmul", "real"), key=lambda case: case.name != FIRST)
     return [
-        Job(case.name, partial(product, setting, case), sources, "grouped_matmul", first=case.name == FIRST) for case in cases
+        Job(
+            case.name,
+            partial(product, setting, case),
+            sources,
+            "grouped_matmul",
+            first=case.name == FIRST,
+        )
+        for case in cases
     ]
 
 
@@ -37,7 +44,9 @@ def product(setting: Setting, case: Case) -> dict[str, Any]:
     if w.ndim == 3:
         groups, n, k = w.shape
         rows = max(1, round(case.flops / (2 * n * k)))  # those that belong to a group
-        out_dtype = jax.eval_shape(lambda *a: case.run(*a, backend="reference"), *_shapes(case)).dtype
+        out_dtype = jax.eval_shape(
+            lambda *a: case.run(*a, backend="reference"), *_shapes(case)
+        ).dtype
         dense = partial(blockwise_matmul, out_dtype=out_dtype, backend=setting.backend)
         works[DENSE] = Work(dense, partial(_dense_arguments, rows, n, k))
         if groups <= MOST_RAGGED_GROUPS:
@@ -57,7 +66,10 @@ def _dense_arguments(m: int, n: int, k: int, key: jax.Array) -> tuple:
 
 def _ragged_arguments(case: Case, m: int, groups: int, n: int, k: int, key: jax.Array) -> tuple:
     keys = jax.random.split(key)
-    x, w = (jax.random.normal(key, shape).astype(jnp.bfloat16) for key, shape in zip(keys, ((m, k), (groups, k, n)), strict=True))
+    x, w = (
+        jax.random.normal(key, shape).astype(jnp.bfloat16)
+        for key, shape in zip(keys, ((m, k), (groups, k, n)), strict=True)
+    )
     return x, w, case.arguments(key)[-1]
 
 

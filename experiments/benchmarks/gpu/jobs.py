@@ -1,4 +1,5 @@
-"""What is to be done: jobs, the parts that they belong to, and whether they run on a card or in miniature on a CPU."""
+"""What is to be done: jobs, the parts that they belong to, and whether they run on a card or in
+miniature on a CPU."""
 
 from __future__ import annotations
 
@@ -56,10 +57,13 @@ class Job:
     Attributes:
         label: unique in its part.
         run: what measures it.
-        sources: modules that the result depends on, with all that they import: it is out of date when one of them changes.
-        operation: whose kernels it runs; jobs of one that has hung twice are left for the next command.
+        sources: modules that the result depends on, with all that they import: it is out of date
+            when one of them changes.
+        operation: whose kernels it runs; jobs of one that has hung twice are left for the next
+            command.
         first: one of those that are wanted before the rest of any part.
-        seconds: the most that it may take, its compilations included; longer than that, it is taken for one that hangs.
+        seconds: the most that it may take, its compilations included; longer than that, it is taken
+            for one that hangs.
     """
 
     label: str
@@ -76,7 +80,8 @@ class Part:
     Attributes:
         name: on the command line, and of its file.
         module: in this package; its `jobs(setting)` are in order of value.
-        together: its jobs run many at a time, each in a process of its own; else they are timed, and nothing else runs.
+        together: its jobs run many at a time, each in a process of its own; else they are timed,
+            and nothing else runs.
         ahead: the programs of its jobs are compiled before, many at a time.
     """
 

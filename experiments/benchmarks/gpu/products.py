@@ -1,4 +1,5 @@
-"""Part `matmul`: blockwise products against bfloat16, per-tensor FP8, and, where asked for, the same by torch and by Triton."""
+"""Part `matmul`: blockwise products against bfloat16, per-tensor FP8, and, where asked for, the
+same by torch and by Triton."""
 
 from __future__ import annotations
 
@@ -19,23 +20,47 @@ from pallas_kernels.check.cases import Case
 from pallas_kernels.matmul import blockwise_matmul
 from pallas_kernels.quantize import quantize_blocks
 
-OURS, WITH_QUANTIZATION, BF16, PER_TENSOR = "fp8", "fp8, x quantized in it", "XLA bf16", "cuBLASLt fp8, per tensor"
-# XLA's own Triton products would be tried first (what compiles to which: per-tensor scales as scalars, see FP8 rewriting in XLA)
+OURS, WITH_QUANTIZATION, BF16, PER_TENSOR = (
+    "fp8",
+    "fp8, x quantized in it",
+    "XLA bf16",
+    "cuBLASLt fp8, per tensor",
+)
+# XLA's own Triton products would be tried first (what compiles to which: per-tensor scales as
+# scalars, see FP8 rewriting in XLA)
 CUBLASLT = {"xla_gpu_enable_triton_gemm": False}
-MANY_ROWS = ((4096, 7168, 16384), (4096, 4096, 4096), (4096, 12288, 4096), (4096, 4096, 12288), (4096, 1024, 4096))
+MANY_ROWS = (
+    (4096, 7168, 16384),
+    (4096, 4096, 4096),
+    (4096, 12288, 4096),
+    (4096, 4096, 12288),
+    (4096, 1024, 4096),
+)
 FIRST = (*MANY_ROWS, *((m, 24576, 4096) for m in (1, 128, 16, 64)))
-WAYS = {"torch": "torch._scaled_mm, 1x128 and 128x128 scales", "triton": "Triton, 1x128 and 128x128 scales"}
+WAYS = {
+    "torch": "torch._scaled_mm, 1x128 and 128x128 scales",
+    "triton": "Triton, 1x128 and 128x128 scales",
+}
 SPEC = ("torch", "--torch-python", "torch_products.py")
 PEER_SECONDS = 150.0  # that loading, or one shape's tuning, may take
 
 
 def jobs(setting: Setting) -> list[Job]:
     """Every real case of the operation, those first that the targets are about."""
-    ranked = sorted((_rank(case), place, case) for place, case in enumerate(setting.cases("matmul", "real")))
+    ranked = sorted(
+        (_rank(case), place, case) for place, case in enumerate(setting.cases("matmul", "real"))
+    )
     limit = 90.0 + (2 * PEER_SECONDS if setting.torch_python else 0.0)
     sources = (__name__, "pallas_kernels.matmul.cases", "pallas_kernels.quantize")
     return [
-        Job(case.name, partial(product, setting, case), sources, "matmul", first=rank < len(FIRST), seconds=limit)
+        Job(
+            case.name,
+            partial(product, setting, case),
+            sources,
+            "matmul",
+            first=rank < len(FIRST),
+            seconds=limit,
+        )
         for rank, _, case in ranked
     ]
 
@@ -66,11 +91,19 @@ def product(setting: Setting, case: Case) -> dict[str, Any]:
     works[BF16] = Work(partial(dot, out_dtype), partial(wide, m, n, k))
     peers, absent = {}, {}
     if activations(case):
-        works[WITH_QUANTIZATION] = Work(partial(_quantized_first, setting, out_dtype), partial(_unquantized, case, m, k))
-        works[PER_TENSOR] = Work(partial(per_tensor, out_dtype), partial(_scaled, m, n, k), {} if setting.tiny else CUBLASLT)
+        works[WITH_QUANTIZATION] = Work(
+            partial(_quantized_first, setting, out_dtype), partial(_unquantized, case, m, k)
+        )
+        works[PER_TENSOR] = Work(
+            partial(per_tensor, out_dtype),
+            partial(_scaled, m, n, k),
+            {} if setting.tiny else CUBLASLT,
+        )
         if setting.torch_python and not setting.compile_only:
             peers, absent = torch_peer(setting.torch_python).sides(m, n, k)
-    found = compare(setting, works, (OURS, WITH_QUANTIZATION), case.flops, case.bytes, peers, absent)
+    found = compare(
+        setting, works, (OURS, WITH_QUANTIZATION), case.flops, case.bytes, peers, absent
+    )
     return found | {"shape": [m, n, k], "forward": activations(case), "weight_bytes": n * k}
 
 
@@ -84,17 +117,24 @@ def _ours(case: Case, setting: Setting, *arrays):
 
 def _quantized_first(setting: Setting, out_dtype, x, w, w_scales):
     values, scales = quantize_blocks(x, (1, 128), backend="reference" if setting.tiny else "auto")
-    return blockwise_matmul(values, scales, w, w_scales, out_dtype=out_dtype, backend=setting.backend)
+    return blockwise_matmul(
+        values, scales, w, w_scales, out_dtype=out_dtype, backend=setting.backend
+    )
 
 
 def _unquantized(case: Case, m: int, k: int, key: jax.Array) -> tuple:
     """Activations in bfloat16; the weight is quantized once for many products, and stays so."""
-    return jax.random.normal(jax.random.fold_in(key, 1), (m, k)).astype(jnp.bfloat16), *case.arguments(key)[2:]
+    return jax.random.normal(jax.random.fold_in(key, 1), (m, k)).astype(
+        jnp.bfloat16
+    ), *case.arguments(key)[2:]
 
 
 def wide(m: int, n: int, k: int, key: jax.Array) -> tuple:
     keys = jax.random.split(key)
-    return tuple(jax.random.normal(key, shape).astype(jnp.bfloat16) for key, shape in zip(keys, ((m, k), (n, k)), strict=True))
+    return tuple(
+        jax.random.normal(key, shape).astype(jnp.bfloat16)
+        for key, shape in zip(keys, ((m, k), (n, k)), strict=True)
+    )
 
 
 def dot(out_dtype, x, w):
@@ -105,12 +145,19 @@ def _scaled(m: int, n: int, k: int, key: jax.Array) -> tuple:
     """e4m3 with a scale a tensor."""
     x, w = (side.astype(jnp.float32) for side in wide(m, n, k, key))
     scales = [jnp.max(jnp.abs(side)) / 448 for side in (x, w)]
-    return *(jnp.clip(s / c, -448, 448).astype(jnp.float8_e4m3fn) for s, c in zip((x, w), scales, strict=True)), *scales
+    return *(
+        jnp.clip(s / c, -448, 448).astype(jnp.float8_e4m3fn)
+        for s, c in zip((x, w), scales, strict=True)
+    ), *scales
 
 
 def per_tensor(out_dtype, x, w, x_scale, w_scale):
-    """The pattern that XLA turns into one FP8 product: convert, scale, multiply, where scales are scalars."""
-    x, w = (side.astype(out_dtype) * scale.astype(out_dtype) for side, scale in ((x, x_scale), (w, w_scale)))
+    """The pattern that XLA turns into one FP8 product: convert, scale, multiply, where scales are
+    scalars."""
+    x, w = (
+        side.astype(out_dtype) * scale.astype(out_dtype)
+        for side, scale in ((x, x_scale), (w, w_scale))
+    )
     return dot(out_dtype, x, w)
 
 
@@ -145,7 +192,13 @@ class TorchPeer:
             return {"failed": self._fault}
         if self._peer is None:
             name, option, script = SPEC
-            self._peer = Peer(PeerSpec(name, option, self._python, script), {}, threads=4, tokens=0, timeout=PEER_SECONDS)
+            self._peer = Peer(
+                PeerSpec(name, option, self._python, script),
+                {},
+                threads=4,
+                tokens=0,
+                timeout=PEER_SECONDS,
+            )
             self._peer.wait_until_ready()
         return self._peer.answer(request)
 

@@ -1,4 +1,5 @@
-"""The output folder: one JSON file a part, written after every job, and the cache of compiled programs beside them."""
+"""The output folder: one JSON file a part, written after every job, and the cache of compiled
+programs beside them."""
 
 from __future__ import annotations
 
@@ -27,20 +28,26 @@ class Folder:
         counts: it is measured on a card.
 
     Raises:
-        UserError: the folder cannot be written, a file in it cannot be read, or was measured in the other size.
+        UserError: the folder cannot be written, a file in it cannot be read, or was measured in the
+            other size.
     """
 
     def __init__(self, path: Path, jobs: dict[str, Sequence[Job]], counts: bool):
         self.path, self.jobs, self.counts = path, jobs, counts
         self.records: dict[str, dict[str, Any]] = {}
-        self._sources = {(part, job.label): fingerprint(job.sources) for part in jobs for job in jobs[part]}
+        self._sources = {
+            (part, job.label): fingerprint(job.sources) for part in jobs for job in jobs[part]
+        }
         self._begun: set[str] = set()
         self._lock = Lock()
         _check_writable(path)
         for part in PARTS:
             if (record := read(self._file(part))) is not None:
                 if not {"results", "failed", "outdated", "commands"} <= record.keys():
-                    raise UserError(f"--output: {self._file(part)} is no record of this command; give another folder")
+                    raise UserError(
+                        f"--output: {self._file(part)} is no record of this command; give "
+                        "another folder"
+                    )
                 self._same(part, record, "counts", counts)
                 self.records[part] = self._current(part, record)
 
@@ -52,7 +59,9 @@ class Folder:
         """The jobs without a result; with `first`, of those that are wanted before all others."""
         record = self.records.get(part, {"results": {}, "failed": {}})
         done = record["results"].keys() | record["failed"].keys()
-        return [job for job in self.jobs[part] if job.label not in done and (job.first or not first)]
+        return [
+            job for job in self.jobs[part] if job.label not in done and (job.first or not first)
+        ]
 
     def check_device(self, device: str) -> None:
         """
@@ -62,7 +71,9 @@ class Folder:
         for part, record in self.records.items():
             self._same(part, record, "device", device)
 
-    def store(self, part: str, job: Job, found: dict[str, Any], hello: dict[str, Any], seconds: float) -> None:
+    def store(
+        self, part: str, job: Job, found: dict[str, Any], hello: dict[str, Any], seconds: float
+    ) -> None:
         """Writes what came of a job.
 
         Args:
@@ -72,7 +83,11 @@ class Folder:
         with self._lock:
             record = self.records.setdefault(part, self._new(part))
             self._begin(part, record, hello)
-            about = {"sources": self._sources[part, job.label], "command": len(record["commands"]) - 1, "wall_seconds": seconds}
+            about = {
+                "sources": self._sources[part, job.label],
+                "command": len(record["commands"]) - 1,
+                "wall_seconds": seconds,
+            }
             if "result" in found:
                 record["results"][job.label] = found["result"] | about
             else:
@@ -80,7 +95,8 @@ class Folder:
             self._write(part)
 
     def note_card(self, parts: Iterable[str], state: dict[str, Any]) -> None:
-        """Adds clocks, power and temperature of a time in which this command timed jobs of the parts."""
+        """Adds clocks, power and temperature of a time in which this command timed jobs of the
+        parts."""
         with self._lock:
             for part in self._begun.intersection(parts):
                 self.records[part]["commands"][-1]["card"].append(state)
@@ -92,8 +108,12 @@ class Folder:
             file.write(f"==== {title}\n{text.rstrip()}\n")
 
     def trim_cache(self, most: int = MOST_CACHE_BYTES) -> None:
-        """Deletes the oldest programs of a cache that is too large to travel: those of jobs that are done long since."""
-        files = sorted((file for file in self.cache.rglob("*") if file.is_file()), key=lambda file: file.stat().st_mtime)
+        """Deletes the oldest programs of a cache that is too large to travel: those of jobs that
+        are done long since."""
+        files = sorted(
+            (file for file in self.cache.rglob("*") if file.is_file()),
+            key=lambda file: file.stat().st_mtime,
+        )
         size = sum(file.stat().st_size for file in files)
         for file in files:
             if size <= most:
@@ -116,19 +136,32 @@ class Folder:
         write(self.path / "figures.json", {"figures": summary(self.records)})
 
     def _current(self, part: str, record: dict[str, Any]) -> dict[str, Any]:
-        """The record without the results of sources that have changed since: those are put aside, the last of each label."""
+        """The record without the results of sources that have changed since: those are put aside,
+        the last of each label."""
         for kind in ("results", "failed"):
             for label, found in list(record[kind].items()):
                 if found["sources"] != self._sources.get((part, label)):
                     record["outdated"][label] = record[kind].pop(label)
-        record["left"] = [label for job in self.jobs[part] if (label := job.label) not in {*record["results"], *record["failed"]}]
+        record["left"] = [
+            label
+            for job in self.jobs[part]
+            if (label := job.label) not in {*record["results"], *record["failed"]}
+        ]
         return record
 
     def _new(self, part: str) -> dict[str, Any]:
         return {
-            "part": part, "device": None, "counts": self.counts, "complete": False, "method": METHOD,
-            "commands": [], "results": {}, "failed": {}, "outdated": {}, "left": [],
-        }  # fmt: skip
+            "part": part,
+            "device": None,
+            "counts": self.counts,
+            "complete": False,
+            "method": METHOD,
+            "commands": [],
+            "results": {},
+            "failed": {},
+            "outdated": {},
+            "left": [],
+        }
 
     def _same(self, part: str, record: dict[str, Any], key: str, value: Any) -> None:
         if record.get(key) != value:

@@ -1,9 +1,11 @@
 """Runs the jobs in processes of their own, in order of value, and within the time of the command.
 
-A process that hangs or crashes costs its own job: it is ended, the job is recorded as failed with the reason, and a new process
-goes on. What is only compiled or checked runs in many processes at once, what is timed in one, alone. No job is begun that might
-not end in time: it is left for the next command. Compiled programs reach another process through JAX's persistent cache; before
-anything relies on that, a check that has passed where it was compiled must pass with the program from the cache.
+A process that hangs or crashes costs its own job: it is ended, the job is recorded as failed with
+the reason, and a new process goes on. What is only compiled or checked runs in many processes at
+once, what is timed in one, alone. No job is begun that might not end in time: it is left for the
+next command. Compiled programs reach another process through JAX's persistent cache; before
+anything relies on that, a check that has passed where it was compiled must pass with the program
+from the cache.
 """
 
 from __future__ import annotations
@@ -77,18 +79,29 @@ class Clock:
 
 def start_worker(setting: Setting, words: list[str], cache: Path, own: dict[str, str]) -> Link:
     """A process of `worker.py`, whose compiled programs go into the cache and come from there."""
-    command = [sys.executable, "-m", "experiments.benchmarks.gpu.worker", json.dumps(asdict(setting)), json.dumps(words)]
+    command = [
+        sys.executable,
+        "-m",
+        "experiments.benchmarks.gpu.worker",
+        json.dumps(asdict(setting)),
+        json.dumps(words),
+    ]
     cached = {
         "JAX_COMPILATION_CACHE_DIR": str(cache.resolve()),
         "JAX_ENABLE_COMPILATION_CACHE": "true",
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
-    return Link(command, os.environ | cached | ({"JAX_PLATFORMS": "cpu"} if setting.tiny else {}) | own, ROOT)
+    return Link(
+        command,
+        os.environ | cached | ({"JAX_PLATFORMS": "cpu"} if setting.tiny else {}) | own,
+        ROOT,
+    )
 
 
 class Slot:
-    """A place for one worker at a time, started when it is first needed, with `own` of its environment."""
+    """A place for one worker at a time, started when it is first needed, with `own` of its
+    environment."""
 
     def __init__(self, start: Start, own: dict[str, str], log: Callable[[str, str], None]):
         self._start, self._own, self._log = start, own, log
@@ -159,7 +172,13 @@ class Runner:
     """
 
     def __init__(
-        self, folder: Folder, start: Start, seconds: float, processes: int, memory: float = 0.9, clock: Clock | None = None
+        self,
+        folder: Folder,
+        start: Start,
+        seconds: float,
+        processes: int,
+        memory: float = 0.9,
+        clock: Clock | None = None,
     ):
         self.folder, self.start, self.processes, self.memory = folder, start, processes, memory
         self.clock = clock or Clock()
@@ -167,7 +186,8 @@ class Runner:
         self.begun = self.clock.now()
         self.hangs: Counter[str] = Counter()
         self.why: dict[str, str] = {}
-        self.cached: bool | None = None  # whether programs from the cache are right; None: not known yet
+        # whether programs from the cache are right; None: not known yet
+        self.cached: bool | None = None
         self._stopped = False
         self._longest: dict[tuple[str, bool], float] = {}
         self._usual_start = USUAL_START_SECONDS
@@ -184,7 +204,12 @@ class Runner:
         """
         parts = set(parts)
         for names, first in STAGES:
-            tasks = [Task(name, job) for name in names if name in parts for job in self.folder.left(name, first)]
+            tasks = [
+                Task(name, job)
+                for name in names
+                if name in parts
+                for job in self.folder.left(name, first)
+            ]
             ahead = [task._replace(compile_only=True) for task in tasks if PARTS[task.part].ahead]
             if len(ahead) > 1 and self.cached is not False:
                 self.together(ahead)
@@ -192,13 +217,18 @@ class Runner:
             # what raised beside others may have wanted memory that they had: once more, alone
             self.alone([task for task in tasks if task not in shared] + self.together(shared))
         left = {name: len(self.folder.left(name)) for name in PARTS if name in parts}
-        return {name: f"{count} left: {self.why.get(name, 'out of time')}" for name, count in left.items() if count}
+        return {
+            name: f"{count} left: {self.why.get(name, 'out of time')}"
+            for name, count in left.items()
+            if count
+        }
 
     def together(self, tasks: list[Task]) -> list[Task]:
         """Runs tasks in many processes.
 
         Returns:
-            Those to be run alone, of which nothing is recorded: what raised, and what no process could be started for.
+            Those to be run alone, of which nothing is recorded: what raised, and what no process
+            could be started for.
         """
         queue, raised = deque(tasks), []
 
@@ -235,17 +265,27 @@ class Runner:
             for task, found in self._served(queue, slot):
                 self._store(task, found, slot)
         parts = {task.part for task in tasks}
-        self.folder.note_card(parts, {"before": before, "during": monitor.summary(), "after": card.state()})
+        self.folder.note_card(
+            parts, {"before": before, "during": monitor.summary(), "after": card.state()}
+        )
 
     def _try_cache(self, slot: Slot) -> None:
-        """Runs again, with programs from the cache, a small check that has passed; without one, nothing is known."""
+        """Runs again, with programs from the cache, a small check that has passed; without one,
+        nothing is known."""
         results = self.folder.records.get("checks", {"results": {}})["results"]
-        passed = [job for job in self.folder.jobs["checks"] if job.first and results.get(job.label, {}).get("passed")]
+        passed = [
+            job
+            for job in self.folder.jobs["checks"]
+            if job.first and results.get(job.label, {}).get("passed")
+        ]
         for _, found in self._served(deque(Task("checks", job) for job in passed[-1:]), slot):
             self.cached = found.get("result", {}).get("passed", False)
         if self.cached is False:
             slot.close()
-            print("a kernel from the cache is wrong or fails here: every process compiles its own", flush=True)
+            print(
+                "a kernel from the cache is wrong or fails here: every process compiles its own",
+                flush=True,
+            )
 
     def _slot(self, own: dict[str, str]) -> Slot:
         def start(own: dict[str, str]) -> Process:
@@ -264,13 +304,16 @@ class Runner:
             yield task, found
 
     def _next(self, queue: deque[Task], slot: Slot) -> Task | None:
-        """The first that may be begun: its time fits into what is left, and its operation has not hung too often."""
+        """The first that may be begun: its time fits into what is left, and its operation has not
+        hung too often."""
         with self._lock:
             while queue and not self._stopped:
                 task = queue.popleft()
                 starting = 0.0 if slot.running else self._usual_start
                 if self.hangs[task.job.operation] >= MOST_HANGS:
-                    self.why[task.part] = f"{MOST_HANGS} jobs of {task.job.operation} hung or crashed in this command"
+                    self.why[task.part] = (
+                        f"{MOST_HANGS} jobs of {task.job.operation} hung or crashed in this command"
+                    )
                 elif self.clock.now() + starting + self._usual(task) <= self.end:
                     return task
             return None
@@ -278,7 +321,11 @@ class Runner:
     def _usual(self, task: Task) -> float:
         """How long it may well take: as long as it may, or twice what others like it have taken."""
         longest = self._longest.get((task.part, task.compile_only))
-        return task.job.seconds if longest is None or not PARTS[task.part].alike else min(task.job.seconds, 2 * longest)
+        return (
+            task.job.seconds
+            if longest is None or not PARTS[task.part].alike
+            else min(task.job.seconds, 2 * longest)
+        )
 
     def _ask(self, slot: Slot, task: Task) -> dict[str, Any] | None:
         """What came of a task; None where the command ended first."""
@@ -323,10 +370,15 @@ class Runner:
         done = "compiled" if task.compile_only else "done" if passed else "WRONG"
         how = f"failed: {found['failed']}" if "failed" in found else done
         since = self.clock.now() - self.begun
-        print(f"{since:5.0f} s  {task.part}: {task.job.label}: {how}, {found['seconds']:.1f} s", flush=True)
+        print(
+            f"{since:5.0f} s  {task.part}: {task.job.label}: {how}, {found['seconds']:.1f} s",
+            flush=True,
+        )
 
 
-def run(folder: Folder, parts: Iterable[str], setting: Setting, minutes: float, words: list[str]) -> dict[str, str]:
+def run(
+    folder: Folder, parts: Iterable[str], setting: Setting, minutes: float, words: list[str]
+) -> dict[str, str]:
     """`Runner.run` with real workers, on all processors."""
     processes = min(MOST_PROCESSES, len(os.sched_getaffinity(0)))
     start = partial(start_worker, setting, words, folder.cache)

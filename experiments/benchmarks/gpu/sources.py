@@ -1,9 +1,11 @@
-"""What a result depends on: a hash of the modules that it names and of all that they import from this repository.
+"""What a result depends on: a hash of the modules that it names and of all that they import from
+this repository.
 
-An import counts for the module that defines the name, not for the package that hands it on: `pallas_kernels` imports every
-kernel, and a matrix product does not depend on attention. An import inside of a function, which is how an operation comes to its
-kernel, counts in the packages of the named modules alone: a product that takes only scales from the quantizers does not depend
-on their kernels. Comments and the layout of the code do not count.
+An import counts for the module that defines the name, not for the package that hands it on:
+`pallas_kernels` imports every kernel, and a matrix product does not depend on attention. An import
+inside of a function, which is how an operation comes to its kernel, counts in the packages of the
+named modules alone: a product that takes only scales from the quantizers does not depend on their
+kernels. Comments and the layout of the code do not count.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ def _imported(module: str, root: Path, inside: bool) -> list[str]:
 
 
 def _imports(tree: ast.Module, inside: bool = False) -> Iterator[tuple[str, str]]:
-    """(module, name) of each `from module import name`, no name for `import module`; those `inside` of functions, too."""
+    """(module, name) of each `from module import name`, no name for `import module`; those `inside`
+    of functions, too."""
     for node in ast.walk(tree) if inside else tree.body:
         if isinstance(node, ast.ImportFrom):
             yield from ((node.module or "", alias.name) for alias in node.names)

@@ -1,18 +1,21 @@
 """Device time of a program: what it adds to a queue that the device is behind with.
 
-A program that is timed makes several calls on several copies of the inputs, so that no call finds its inputs in the cache.
-Before it, the device is given products to compute that take some milliseconds. While it computes them the host queues `short`
-programs, once, and `long` ones, another time. Until the last one is done it takes
+A program that is timed makes several calls on several copies of the inputs, so that no call finds
+its inputs in the cache. Before it, the device is given products to compute that take some
+milliseconds. While it computes them the host queues `short` programs, once, and `long` ones,
+another time. Until the last one is done it takes
 
     T(programs) = products + programs * calls * (time of a call)
 
-so T(long) - T(short) over (long - short) * calls is a call's time without the host's: neither dispatch nor waking up after the
-last call is in it, because both are the same in T(long) and T(short), and between two calls the device never waits for the host
-as long as the host has queued everything before the products end. How long it takes for that is measured once for each program,
-and the products are repeated until they take half as long again; each sample says whether that was enough ("ahead"). Calls of a
-program are made to follow each other, so that XLA neither merges nor overlaps them, and a program of short calls makes many: what
-a call of microseconds adds would else be less than the jitter of the host's waking up. The products keep the card at the clocks
-that it has when it is busy, for whatever is timed alike.
+so T(long) - T(short) over (long - short) * calls is a call's time without the host's: neither
+dispatch nor waking up after the last call is in it, because both are the same in T(long) and
+T(short), and between two calls the device never waits for the host as long as the host has queued
+everything before the products end. How long it takes for that is measured once for each program,
+and the products are repeated until they take half as long again; each sample says whether that was
+enough ("ahead"). Calls of a program are made to follow each other, so that XLA neither merges nor
+overlaps them, and a program of short calls makes many: what a call of microseconds adds would else
+be less than the jitter of the host's waking up. The products keep the card at the clocks that it
+has when it is busy, for whatever is timed alike.
 """
 
 from __future__ import annotations
@@ -60,7 +63,8 @@ class Work:
 
 @dataclass
 class Prepared:
-    """A compiled program of `calls` calls, its inputs, how many of it are queued, and behind how many `leads` of products."""
+    """A compiled program of `calls` calls, its inputs, how many of it are queued, and behind how
+    many `leads` of products."""
 
     program: Callable[[list[tuple]], Any]
     copies: list[tuple]
@@ -72,25 +76,31 @@ class Prepared:
 
 
 def call_seconds(short_seconds: float, long_seconds: float, programs: int, calls: int) -> float:
-    """Seconds of one call, if `programs` more programs of so many calls took from `short_seconds` to `long_seconds`.
+    """Seconds of one call, if `programs` more programs of so many calls took from `short_seconds`
+    to `long_seconds`.
 
     Raises:
         RuntimeError: they took no time at all, so something else was timed.
     """
     if long_seconds <= short_seconds:
-        raise RuntimeError(f"{programs} more programs took {long_seconds - short_seconds:.2e} s: nothing can be said about one")
+        raise RuntimeError(
+            f"{programs} more programs took {long_seconds - short_seconds:.2e} s: nothing can be "
+            "said about one"
+        )
     return (long_seconds - short_seconds) / (programs * calls)
 
 
 def copies_of(input_bytes: int, cache_bytes: int = CACHE_BYTES, most: int = MOST_CALLS) -> int:
-    """How many copies of the inputs are used in turn: between two uses of one, four caches' worth of others is read."""
+    """How many copies of the inputs are used in turn: between two uses of one, four caches' worth
+    of others is read."""
     if input_bytes >= 16 * cache_bytes:
         return 1
     return min(most, 1 + math.ceil(4 * cache_bytes / max(input_bytes, 1)))
 
 
 def calls_of(copies: int, input_bytes: int, cache_bytes: int = CACHE_BYTES) -> int:
-    """How many calls a program makes: each copy's, and of inputs that are read in microseconds as many rounds as fit."""
+    """How many calls a program makes: each copy's, and of inputs that are read in microseconds as
+    many rounds as fit."""
     return copies * max(1, MOST_CALLS // copies) if input_bytes < 2 * cache_bytes else copies
 
 
@@ -106,13 +116,16 @@ def programs_of(program_seconds: float, result_bytes: int) -> int:
 
 
 class Clock:
-    """Prepares and times work on the first device; on a CPU (`tiny`) by plain wall time, which counts for nothing."""
+    """Prepares and times work on the first device; on a CPU (`tiny`) by plain wall time, which
+    counts for nothing."""
 
     def __init__(self, tiny: bool):
         self.tiny = tiny
         self.ahead_seconds = 0.0
         if not tiny:
-            self._operand = jax.random.normal(jax.random.key(0), (AHEAD_SIDE, AHEAD_SIDE)).astype(jnp.bfloat16)
+            self._operand = jax.random.normal(jax.random.key(0), (AHEAD_SIDE, AHEAD_SIDE)).astype(
+                jnp.bfloat16
+            )
             self._products = jax.jit(_products)
             for _ in range(3):
                 start = time.perf_counter()
@@ -144,7 +157,8 @@ class Clock:
         return replace(prepared, leads=leads_of(queued, self.ahead_seconds))
 
     def sample(self, prepared: Prepared) -> dict[str, float]:
-        """One round's seconds of a call, and whether the host was ahead all the while (1.0) or not (0.0)."""
+        """One round's seconds of a call, and whether the host was ahead all the while (1.0) or not
+        (0.0)."""
         short, _ = self._elapsed(prepared, prepared.short)
         long, queued = self._elapsed(prepared, prepared.long)
         seconds = call_seconds(short, long, prepared.long - prepared.short, prepared.calls)
@@ -179,16 +193,20 @@ def counts(work: Work, tiny: bool) -> tuple[int, int, int]:
 
 
 def lowered(work: Work, number: int, calls: int) -> jax.stages.Lowered:
-    """The program that is timed; of shapes alone, so that it is the same whether or not there are arrays yet."""
+    """The program that is timed; of shapes alone, so that it is the same whether or not there are
+    arrays yet."""
     shapes = [jax.eval_shape(work.arguments, _key())] * number
-    return jax.jit(partial(repeated, jax.jit(work.run), calls=calls), compiler_options=work.options or None).lower(shapes)
+    return jax.jit(
+        partial(repeated, jax.jit(work.run), calls=calls), compiler_options=work.options or None
+    ).lower(shapes)
 
 
 def compile_ahead(work: Work, tiny: bool) -> bool:
     """Compiles what `Clock.prepare` will want, for the cache.
 
     Returns:
-        False where XLA picks a product of its libraries by timing them: that is left to `prepare`, for which nothing else runs.
+        False where XLA picks a product of its libraries by timing them: that is left to `prepare`,
+        for which nothing else runs.
     """
     number, calls, _ = counts(work, tiny)
     jax.jit(work.arguments).lower(_key()).compile()
@@ -204,7 +222,8 @@ def _key() -> jax.Array:
 
 
 def repeated(run: Callable[..., Any], copies: Sequence[tuple], calls: int = 0) -> list:
-    """Calls on each copy in turn (once, without `calls`); a call's result goes through a barrier with the next one's inputs."""
+    """Calls on each copy in turn (once, without `calls`); a call's result goes through a barrier
+    with the next one's inputs."""
     results = [run(*copies[0])]
     for call in range(1, calls or len(copies)):
         results[-1], arrays = lax.optimization_barrier((results[-1], copies[call % len(copies)]))
@@ -218,7 +237,9 @@ def bytes_of(arrays: Any) -> int:
 
 def custom_calls(hlo: str) -> list[str]:
     """What a compiled program calls: kernels by their names, libraries by theirs."""
-    parts = (line.partition('custom_call_target="')[2].partition('"')[0] for line in hlo.splitlines())
+    parts = (
+        line.partition('custom_call_target="')[2].partition('"')[0] for line in hlo.splitlines()
+    )
     kinds = ("__triton_gemm" if '"__triton' in line else "" for line in hlo.splitlines())
     return sorted({part for part in (*parts, *kinds) if part})
 
@@ -246,7 +267,12 @@ def kernels(prepared: Prepared) -> dict[str, float]:
         gpus = [plane for plane in planes if plane.name.startswith("/device:GPU")]
         if not gpus:
             raise LookupError("no GPU in the profiler's trace")
-        events = [(e.name, e.duration_ns) for line in gpus[0].lines if line.name.startswith("Stream") for e in line.events]
+        events = [
+            (e.name, e.duration_ns)
+            for line in gpus[0].lines
+            if line.name.startswith("Stream")
+            for e in line.events
+        ]
     return by_name(events, TRACED_PROGRAMS * prepared.calls)
 
 

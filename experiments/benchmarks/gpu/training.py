@@ -1,12 +1,14 @@
-"""Part `step`: a whole GRPO step with FP8 KV, and a layer's training step, at Qwen3-8B's shape: FP8 against bfloat16.
+"""Part `step`: a whole GRPO step with FP8 KV, and a layer's training step, at Qwen3-8B's shape: FP8
+against bfloat16.
 
-These are long enough to be timed from outside, by the benchmarks that time them on any device. Weights are random. A whole 8B
-model with float32 masters, gradients and two moments does not fit into one card, so there are as many layers as fit, and the
-output head shares the embedding: it is a larger part of a step than in the whole model.
+These are long enough to be timed from outside, by the benchmarks that time them on any device.
+Weights are random. A whole 8B model with float32 masters, gradients and two moments does not fit
+into one card, so there are as many layers as fit, and the output head shares the embedding: it is a
+larger part of a step than in the whole model.
 
-A step's programs take longer to compile than everything else here, so they are jobs of their own before it: each runs a recipe's
-rollout, or its whole step. They run one at a time, since XLA times its libraries' products
-while it compiles, and the bfloat16 side is made of those.
+A step's programs take longer to compile than everything else here, so they are jobs of their own
+before it: each runs a recipe's rollout, or its whole step. They run one at a time, since XLA times
+its libraries' products while it compiles, and the bfloat16 side is made of those.
 """
 
 from __future__ import annotations
@@ -30,28 +32,40 @@ from fp8rl_jax.models.policy import parameter_count
 RECIPES = ("bf16", "fp8-e2e-kv")
 LAYER = "layer"
 PARTS = ("rollout", "update")
-BYTES_A_PARAMETER = 24  # masters, gradients, two moments, and weights of two recipes' trainers and samplers
+# masters, gradients, two moments, and weights of two recipes' trainers and samplers
+BYTES_A_PARAMETER = 24
 PART_OF_MEMORY = 0.6  # the rest: activations, logits, caches
 
 
 def jobs(setting: Setting) -> list[Job]:
     """The programs of both recipes' steps, the steps in turns, and the layer."""
-    job = partial(Job, sources=(__name__, "pallas_kernels", "fp8rl_jax"), operation="step", seconds=240.0)
+    job = partial(
+        Job, sources=(__name__, "pallas_kernels", "fp8rl_jax"), operation="step", seconds=240.0
+    )
     programs = [
-        job(f"programs: {recipe}, {part}", partial(compile_step, setting, recipe, part)) for recipe in RECIPES for part in PARTS
+        job(f"programs: {recipe}, {part}", partial(compile_step, setting, recipe, part))
+        for recipe in RECIPES
+        for part in PARTS
     ]
     step = job(STEP, lambda: grpo_step(workload_of(setting), plan_of(setting)), seconds=300.0)
-    return [*programs, step, job(LAYER, lambda: trained_layer(workload_of(setting), plan_of(setting)))]
+    return [
+        *programs,
+        step,
+        job(LAYER, lambda: trained_layer(workload_of(setting), plan_of(setting))),
+    ]
 
 
 def compile_step(setting: Setting, recipe: str, last: str) -> dict[str, Any]:
-    """Runs a recipe's step from its beginning to its part `last`, so that all that it compiles is in the cache.
+    """Runs a recipe's step from its beginning to its part `last`, so that all that it compiles is
+    in the cache.
 
-    The steps of the recipes before it come first, as in `grpo_step`: the state that they leave has the same shardings by other
-    names, and is another program's argument.
+    The steps of the recipes before it come first, as in `grpo_step`: the state that they leave has
+    the same shardings by other names, and is another program's argument.
     """
     workload, laps, shared = workload_of(setting), Laps(), Shared()
-    *before, step = [make_step(workload, name, shared) for name in RECIPES[: RECIPES.index(recipe) + 1]]
+    *before, step = [
+        make_step(workload, name, shared) for name in RECIPES[: RECIPES.index(recipe) + 1]
+    ]
     for other in before:
         other(0)
     laps.end("before", shared.state)
@@ -69,7 +83,11 @@ def plan_of(setting: Setting) -> Plan:
 
 
 def workload_of(setting: Setting) -> Workload:
-    return tiny_workload() if setting.tiny else workload_for(jax.devices()[0].memory_stats()["bytes_limit"])
+    return (
+        tiny_workload()
+        if setting.tiny
+        else workload_for(jax.devices()[0].memory_stats()["bytes_limit"])
+    )
 
 
 def layers_for(memory: int, embedding: int, layer: int) -> int:
@@ -80,9 +98,19 @@ def layers_for(memory: int, embedding: int, layer: int) -> int:
 def workload_for(memory: int) -> Workload:
     """Qwen3-8B with the layers that fit into `memory` bytes."""
     config = PolicyConfig(
-        "qwen3", 151936, 4096, 12288, num_layers=2, num_heads=32, num_kv_heads=8, head_dim=128,
-        rms_norm_eps=1e-6, rope_theta=1e6, tie_word_embeddings=True, max_position_embeddings=40960,
-    )  # fmt: skip
+        "qwen3",
+        151936,
+        4096,
+        12288,
+        num_layers=2,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        rms_norm_eps=1e-6,
+        rope_theta=1e6,
+        tie_word_embeddings=True,
+        max_position_embeddings=40960,
+    )
     two, one = parameter_count(config), parameter_count(replace(config, num_layers=1))
     layers = layers_for(memory, 2 * one - two, two - one)
     return Workload(
@@ -103,7 +131,9 @@ def tiny_workload() -> Workload:
     shape = Shape(prompts=2, samples=2, prompt_tokens=8, new_tokens=3)
     return Workload(
         name="tiny",
-        config=PolicyConfig("qwen3", 320, 32, 48, 1, 2, 1, 16, tie_word_embeddings=True, max_position_embeddings=128),
+        config=PolicyConfig(
+            "qwen3", 320, 32, 48, 1, 2, 1, 16, tie_word_embeddings=True, max_position_embeddings=128
+        ),
         compute_dtype="float32",
         step=shape,
         layer=shape,

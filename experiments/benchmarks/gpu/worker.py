@@ -1,8 +1,10 @@
-"""A process that runs jobs, one after the other, as it is asked: `python -m experiments.benchmarks.gpu.worker SETTING WORDS`.
+"""A process that runs jobs, one after the other, as it is asked: `python -m
+experiments.benchmarks.gpu.worker SETTING WORDS`.
 
-It speaks the line protocol of `peers/link.py`. The first line that it writes says where it runs, or {"fault": ..}. A request is
-{"part": .., "label": .., "compile_only": ..}; its answer {"result": .., "usable": ..} or {"failed": .., "usable": ..}, where
-`usable` says whether the device still computes.
+It speaks the line protocol of `peers/link.py`. The first line that it writes says where it runs, or
+{"fault": ..}. A request is {"part": .., "label": .., "compile_only": ..}; its answer {"result": ..,
+"usable": ..} or {"failed": .., "usable": ..}, where `usable` says whether the device still
+computes.
 """
 
 from __future__ import annotations
@@ -27,7 +29,10 @@ from pallas_kernels.target import hopper_sms
 
 
 def serve(
-    setting: Setting, words: list[str], requests: Iterable[dict[str, Any]], answer: Callable[[dict[str, Any]], None]
+    setting: Setting,
+    words: list[str],
+    requests: Iterable[dict[str, Any]],
+    answer: Callable[[dict[str, Any]], None],
 ) -> None:
     """Answers all requests.
 
@@ -36,13 +41,26 @@ def serve(
     """
     if not setting.tiny and hopper_sms() is None:
         device = jax.devices()[0].device_kind
-        return answer({"fault": f"no Hopper GPU: JAX runs on {device!r}; its CUDA plugin or its driver is missing"})
-    answer({"device": jax.devices()[0].device_kind, "facts": machine.facts("experiments.benchmarks.gpu", words)})
+        return answer(
+            {
+                "fault": f"no Hopper GPU: JAX runs on {device!r}; its CUDA plugin or its driver "
+                "is missing"
+            }
+        )
+    answer(
+        {
+            "device": jax.devices()[0].device_kind,
+            "facts": machine.facts("experiments.benchmarks.gpu", words),
+        }
+    )
     for request in requests:
-        job = jobs_of(request["part"], replace(setting, compile_only=request["compile_only"]))[request["label"]]
+        job = jobs_of(request["part"], replace(setting, compile_only=request["compile_only"]))[
+            request["label"]
+        ]
         try:
             found = {"result": job.run()}
-        except Exception as error:  # whatever a kernel, a compiler or a peer objects to is the result
+        # whatever a kernel, a compiler or a peer objects to is the result
+        except Exception as error:
             found = {"failed": reason_of(error)}
             traceback.print_exc()
         gc.collect()  # device memory of this job, before the next one's
@@ -55,7 +73,8 @@ def jobs_of(part: str, setting: Setting) -> dict[str, Job]:
 
 
 def usable() -> bool:
-    """Whether the device still computes: after an illegal access it does not, for as long as the process lives."""
+    """Whether the device still computes: after an illegal access it does not, for as long as the
+    process lives."""
     try:
         return int(jax.block_until_ready(jnp.arange(8, dtype=jnp.int32) + 1).sum()) == 36
     except Exception:
@@ -64,7 +83,8 @@ def usable() -> bool:
 
 def main() -> None:
     setting, words = Setting(**json.loads(sys.argv[1])), json.loads(sys.argv[2])
-    # libraries print to standard output; that goes to standard error, and the real one is for answers only
+    # libraries print to standard output; that goes to standard error, and the real one is for
+    # answers only
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     sys.stdout = sys.stderr

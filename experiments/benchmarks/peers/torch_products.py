@@ -1,9 +1,10 @@
-"""Peer: blockwise-scaled FP8 products by torch._scaled_mm and by a Triton kernel, on the card, timed by CUDA events.
+"""Peer: blockwise-scaled FP8 products by torch._scaled_mm and by a Triton kernel, on the card,
+timed by CUDA events.
 
-Requests: {"prepare": "torch" | "triton", "m": .., "n": .., "k": ..}, answered with {"copies": .., "error": ..} or
-{"failed": ..}, and {"time": "torch" | "triton"}, answered with {"seconds": ..} of one call. The events stand behind a wait of
-some milliseconds, in which the host queues all calls, and the calls go through copies of the inputs that are together four
-times the cache.
+Requests: {"prepare": "torch" | "triton", "m": .., "n": .., "k": ..}, answered with {"copies": ..,
+"error": ..} or {"failed": ..}, and {"time": "torch" | "triton"}, answered with {"seconds": ..} of
+one call. The events stand behind a wait of some milliseconds, in which the host queues all calls,
+and the calls go through copies of the inputs that are together four times the cache.
 """
 
 import torch
@@ -34,7 +35,8 @@ def main():
 
 
 def prepare(way, m, n, k):
-    """The product, its copies of the inputs, and how far its result is from that of the dequantized operands."""
+    """The product, its copies of the inputs, and how far its result is from that of the dequantized
+    operands."""
     product, arranged = {"torch": (scaled_mm, for_cublas), "triton": (triton_product, list)}[way]
     number = 1 + -(-4 * CACHE_BYTES // (m * k + n * k))
     made = [operands(m, n, k, seed) for seed in range(min(number, 16))]
@@ -60,19 +62,24 @@ def seconds(product, copies):
 
 
 def operands(m, n, k, seed):
-    """Normal data: x in 1x128 groups, w in 128x128 blocks; both contiguous along k, n and k multiples of 128."""
+    """Normal data: x in 1x128 groups, w in 128x128 blocks; both contiguous along k, n and k
+    multiples of 128."""
     made = torch.Generator("cuda").manual_seed(seed)
     x = torch.randn(m, k, device="cuda", generator=made).view(m, 1, k // 128, 128)
     w = torch.randn(n, k, device="cuda", generator=made).view(n // 128, 128, k // 128, 128)
     out = []
     for blocks, shape in ((x, (m, k)), (w, (n, k))):
         scales = blocks.abs().amax((1, 3), keepdim=True) / 448
-        out += [(blocks / scales).clamp(-448, 448).view(shape).to(torch.float8_e4m3fn), scales[:, 0, :, 0].contiguous()]
+        out += [
+            (blocks / scales).clamp(-448, 448).view(shape).to(torch.float8_e4m3fn),
+            scales[:, 0, :, 0].contiguous(),
+        ]
     return out
 
 
 def for_cublas(arrays):
-    """cuBLAS wants the scales of x with rows innermost, and those of w in fours along k (all shapes here have that)."""
+    """cuBLAS wants the scales of x with rows innermost, and those of w in fours along k (all shapes
+    here have that)."""
     x, x_scales, w, w_scales = arrays
     return x, x_scales.t().contiguous().t(), w, w_scales
 
@@ -89,7 +96,9 @@ def triton_product(x, x_scales, w, w_scales):
 
 def difference(got, x, x_scales, w, w_scales):
     wide = (x.float().view(len(x), -1, 128) * x_scales[..., None]).view(x.shape)
-    blocks = w.float().view(w_scales.shape[0], 128, w_scales.shape[1], 128) * w_scales[:, None, :, None]
+    blocks = (
+        w.float().view(w_scales.shape[0], 128, w_scales.shape[1], 128) * w_scales[:, None, :, None]
+    )
     want = wide @ blocks.view(w.shape).t()
     return float((got.float() - want).abs().max() / want.abs().max())
 

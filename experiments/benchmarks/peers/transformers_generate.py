@@ -25,14 +25,26 @@ def main():
     }
     link.ready(
         ("torch", "transformers"),
-        {"dtype": "float32", "attention": model.config._attn_implementation, "logprobs": "none", "generate": options},
+        {
+            "dtype": "float32",
+            "attention": model.config._attn_implementation,
+            "logprobs": "none",
+            "generate": options,
+        },
     )
     for request in link:
         torch.manual_seed(request["round"])
         start = time.perf_counter()
         with torch.inference_mode():
-            output = model.generate(input_ids=prompts, attention_mask=torch.ones_like(prompts), **options)
-        link.answer({"seconds": time.perf_counter() - start, "tokens": output[:, prompts.shape[1] :].numel()})
+            output = model.generate(
+                input_ids=prompts, attention_mask=torch.ones_like(prompts), **options
+            )
+        link.answer(
+            {
+                "seconds": time.perf_counter() - start,
+                "tokens": output[:, prompts.shape[1] :].numel(),
+            }
+        )
 
 
 if __name__ == "__main__":

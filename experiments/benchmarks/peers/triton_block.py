@@ -7,9 +7,14 @@ import triton.language as tl
 CONFIGS = [
     triton.Config({"BM": bm, "BN": bn}, num_warps=warps, num_stages=stages)
     for bm, bn, warps, stages in (
-        (16, 64, 4, 5), (16, 128, 4, 5), (64, 128, 4, 4), (128, 128, 8, 3), (128, 128, 4, 4), (128, 256, 8, 3),
+        (16, 64, 4, 5),
+        (16, 128, 4, 5),
+        (64, 128, 4, 4),
+        (128, 128, 8, 3),
+        (128, 128, 4, 4),
+        (128, 256, 8, 3),
     )
-]  # fmt: skip
+]
 
 
 @triton.autotune(configs=CONFIGS, key=["m", "n", "k"])
@@ -37,5 +42,7 @@ def _kernel(x, x_scales, w, w_scales, out, m, n, k, BM: tl.constexpr, BN: tl.con
 def product(x, x_scales, w, w_scales):
     (m, k), n = x.shape, len(w)
     out = torch.empty(m, n, dtype=torch.bfloat16, device=x.device)
-    _kernel[lambda meta: (triton.cdiv(m, meta["BM"]) * triton.cdiv(n, meta["BN"]),)](x, x_scales, w, w_scales, out, m, n, k)
+    _kernel[lambda meta: (triton.cdiv(m, meta["BM"]) * triton.cdiv(n, meta["BN"]),)](
+        x, x_scales, w, w_scales, out, m, n, k
+    )
     return out

