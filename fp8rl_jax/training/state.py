@@ -27,12 +27,15 @@ from fp8rl_jax.training.moments import moment_formats, scale_by_adam
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """Attributes:
-    policy: float32 masters, layers stacked; with adapters, the frozen base among them.
-    optimizer: optax state of what is trained (models.lora.split).
-    updates: optimizer updates tried so far, int32 (a skipped one counts: schedules follow the
-    data). loss_scale: where it is dynamic, else None; a checkpoint has it in the first case only.
-    clip_bounds: of the ratio, where they are calibrated; likewise.
+    """What a run carries.
+
+    Attributes:
+        policy: float32 masters, layers stacked; with adapters, the frozen base among them.
+        optimizer: optax state of what is trained (models.lora.split).
+        updates: optimizer updates tried so far, int32 (a skipped one counts: schedules follow the
+            data).
+        loss_scale: where it is dynamic, else None; a checkpoint has it in the first case only.
+        clip_bounds: of the ratio, where they are calibrated; likewise.
     """
 
     policy: Trained
