@@ -17,10 +17,10 @@ built-in or one's own; without one: all in the compute dtype, no correction):
     base = "fp8-e2e-kv"
     rollout.weight = "e4m3-128x128-power_of_two"     # a format by its name (config/formats.py) ...
     trainer.weight = "e4m3-128x128-power_of_two"
-    output_gradient = { element = "e5m2" }           # ... or a table of what differs from the
-                                                     base's: element, block, scale
+    output_gradient = { element = "e5m2" }           # ... or a table of what differs in the base's
     first_layers_in_compute = 1                      # and every other field of `Recipe` below
     last_layers_in_compute = 1
+    layers."*.down_proj".output_gradient = "compute" # formats of the linears that match a pattern
 
 In Python such a row is `Recipe(...)`, or `recipe("fp8-e2e-kv", "my-fp8",
 output_gradient="e5m2-1x128")`; `Recipe.table` writes it back, for `RunConfig.recipes` and so for
@@ -34,8 +34,10 @@ from __future__ import annotations
 import dataclasses
 import re
 import tomllib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -92,6 +94,40 @@ class ForwardFormats(LinearFormats):
     """Cached values."""
 
 
+LINEAR_ROLES = (
+    "rollout.weight",
+    "rollout.activation",
+    "trainer.weight",
+    "trainer.activation",
+    "output_gradient",
+    "saved_activation",
+)
+"""Roles whose format may differ between linears, by their keys in a recipe."""
+_BACKWARD = ("output_gradient", "saved_activation")
+
+
+@dataclass(frozen=True)
+class LayerFormats:
+    """Formats of the linears whose names match a pattern, in place of the recipe's.
+
+    Raises:
+        UserError: a key that is none of LINEAR_ROLES.
+    """
+
+    pattern: str
+    """Shell pattern over the names of linears, such as "layers.0.*" or "*.down_proj"."""
+    formats: tuple[tuple[str, TensorFormat], ...]
+    """(role, format) of the roles that differ."""
+
+    def __post_init__(self) -> None:
+        for role, _ in self.formats:
+            if role not in LINEAR_ROLES:
+                raise UserError(
+                    f"layers.{quoted(self.pattern)}: {role} is no role of a linear (known: "
+                    f"{', '.join(LINEAR_ROLES)})"
+                )
+
+
 LINEARS = (
     "*.q_proj",
     "*.k_proj",
@@ -132,6 +168,12 @@ class Recipe:
     """Layers at the start of the model whose linears are not quantized, on either side."""
     last_layers_in_compute: int = 0
     """Layers at its end whose linears are not quantized, on either side."""
+    layers: tuple[LayerFormats, ...] = ()
+    """Other formats for the linears that match a pattern; of several that match, the later one
+    counts. In TOML a table of tables: layers."*.down_proj".output_gradient = "e5m2-1x128". A weight
+    in the compute dtype takes its activation and gradients along."""
+    kv_granularity: Literal["layer", "head"] = "layer"
+    """What shares a scale of Q, K or V in an FP8 cache: all of a layer, or one KV head of it."""
     kv_calibration: Literal["trainer", "rollout"] = "trainer"
     """Who measures amax of Q, K, V at a weight sync: the trainer on its step's tokens, or the
     forward that serves, on the next step's training prompts."""
@@ -166,9 +208,50 @@ class Recipe:
                 self, "trainer", LinearFormats(self.trainer.weight, self.trainer.activation)
             )
 
+    def of_linear(self, linear: str) -> Recipe:
+        """The recipe as it is for one linear, by its name: what `layers` says is in its roles."""
+        return self.with_formats(
+            *(rule.formats for rule in self.layers if fnmatchcase(linear, rule.pattern))
+        )
+
+    def with_formats(self, *changes: Sequence[tuple[str, TensorFormat]]) -> Recipe:
+        """The recipe for every linear alike, with other formats in some of LINEAR_ROLES."""
+        fields: dict[str, Any] = {"layers": ()}
+        for role, fmt in (pair for some in changes for pair in some):
+            side, _, last = role.rpartition(".")
+            if side:
+                fields[side] = replace(fields.get(side, getattr(self, side)), **{last: fmt})
+            else:
+                fields[role] = fmt
+        if fields.keys() == {"layers"}:
+            return replace(self, **fields)
+        made = replace(self, **fields)
+        # a weight that is not quantized takes what is multiplied with it along
+        if not made.rollout.weight.quantized:
+            made = replace(made, rollout=replace(made.rollout, activation=COMPUTE))
+        if not made.trainer.weight.quantized:
+            backward = dict.fromkeys(_BACKWARD, COMPUTE)
+            made = replace(made, trainer=LinearFormats(), **backward)
+        return made
+
+    def format_of(self, role: str) -> TensorFormat:
+        """The format of one of LINEAR_ROLES."""
+        side, _, last = role.rpartition(".")
+        return getattr(getattr(self, side) if side else self, last)
+
+    @property
+    def variants(self) -> tuple[Recipe, ...]:
+        """The recipe as it is for linears that no pattern of `layers` matches, and for those of
+        each pattern alone."""
+        return (self.with_formats(), *(self.with_formats(rule.formats) for rule in self.layers))
+
+    def quantizes(self, side: Literal["rollout", "trainer"]) -> bool:
+        """Whether any linear's weight is quantized on one side."""
+        return any(getattr(variant, side).weight.quantized for variant in self.variants)
+
     @property
     def quantizes_linears(self) -> bool:
-        return self.rollout.weight.quantized or self.trainer.weight.quantized
+        return self.quantizes("rollout") or self.quantizes("trainer")
 
     @property
     def quantizes_cache(self) -> bool:
@@ -209,13 +292,20 @@ def _with_scales(recipe: Recipe, side: str, scale: str | None, block: int | None
         return replace(fmt, scale=scale or fmt.scale, block=shape)
 
     formats: LinearFormats = getattr(recipe, side)
-    changed = {
+    changed: dict[str, Any] = {
         side: replace(formats, weight=change(formats.weight), activation=change(formats.activation))
     }
+    roles = [role for role in LINEAR_ROLES if role.startswith(f"{side}.")]
     if side == "trainer":
-        changed |= {
-            role: change(getattr(recipe, role)) for role in ("output_gradient", "saved_activation")
-        }
+        roles += _BACKWARD
+        changed |= {role: change(getattr(recipe, role)) for role in _BACKWARD}
+    changed["layers"] = tuple(
+        LayerFormats(
+            rule.pattern,
+            tuple((role, change(fmt) if role in roles else fmt) for role, fmt in rule.formats),
+        )
+        for rule in recipe.layers
+    )
     return replace(recipe, **changed)
 
 
@@ -238,12 +328,8 @@ def recipe(base: str | Recipe, name: str | None = None, **fields: Any) -> Recipe
     made = get_recipe(base) if isinstance(base, str) else base
     made = replace(made, name=made.name if name is None else name)
     faults: list[str] = []
-    for key, value in fields.items():
-        *parents, last = key.split(".")
-        values = {last: value}
-        for parent in reversed(parents):
-            values = {parent: values}
-        made = _over(made, values, f"recipe {made.name!r}: ", "", faults)
+    for pair in fields.items():
+        made = _over(made, _nested([pair]), f"recipe {made.name!r}: ", "", faults)
     report(*map(one_line, faults))
     return made
 
@@ -327,6 +413,8 @@ def _over(node: Any, values: dict[str, Any], prefix: str, path: str, faults: lis
                 *tables(Recipe),
             ]
             faults.append(f"{prefix}{key}: unknown key{unknown_key_hint(key, known)}")
+        elif name == "layers" and isinstance(value, dict):
+            changes[name] = _layers(node, value, prefix, faults)
         elif dataclasses.is_dataclass(annotation) and isinstance(value, annotation):
             changes[name] = value
         elif dataclasses.is_dataclass(annotation) and isinstance(value, dict):
@@ -353,13 +441,57 @@ def _over(node: Any, values: dict[str, Any], prefix: str, path: str, faults: lis
         return node
 
 
+def _layers(
+    recipe: Recipe, rules: dict[str, Any], prefix: str, faults: list[str]
+) -> tuple[LayerFormats, ...]:
+    """The recipe's `layers` with those of a table {pattern: {role: format}} over them; a format
+    that is a table says what differs in the format that the pattern had."""
+    found = {rule.pattern: rule for rule in recipe.layers}
+    for pattern, values in rules.items():
+        path = f"layers.{quoted(pattern)}"
+        if not isinstance(values, dict):
+            faults.append(f"{prefix}{path}: expected a table, got {show(values)}")
+            continue
+        before = recipe.with_formats(found[pattern].formats) if pattern in found else recipe
+        known: dict[str, Any] = {}
+        for key, value in _flat(values):
+            if key in LINEAR_ROLES:
+                known[key] = value
+            else:
+                hint = unknown_key_hint(key, [*LINEAR_ROLES])
+                faults.append(f"{prefix}{path}.{key}: unknown key{hint}")
+        for role, value in known.items():
+            *side, last = role.split(".")
+            table = {side[0]: {last: value}} if side else {last: value}
+            before = _over(before, table, f"{prefix}{path}.", "", faults)
+        roles = dict(found[pattern].formats if pattern in found else ()) | known
+        formats = tuple((role, before.format_of(role)) for role in LINEAR_ROLES if role in roles)
+        found[pattern] = LayerFormats(pattern, formats)
+    return tuple(found.values())
+
+
+def _flat(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted role, value) of a table of formats: what stands under rollout and trainer is one
+    deeper."""
+    for key, value in table.items():
+        if not prefix and key in ("rollout", "trainer") and isinstance(value, dict):
+            yield from _flat(value, f"{key}.")
+        else:
+            yield prefix + key, value
+
+
 def _table(node: Any, default: Any, full: bool) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in fields_of(type(node)):
         value, standard = getattr(node, name), getattr(default, name)
         if name == "name" or (value == standard and not full):
             continue
-        if isinstance(value, TensorFormat):
+        if name == "layers":
+            found[name] = {
+                rule.pattern: _nested((role, fmt.name) for role, fmt in rule.formats)
+                for rule in value
+            }
+        elif isinstance(value, TensorFormat):
             found[name] = value.name
         elif dataclasses.is_dataclass(value):
             found[name] = _table(value, standard, full)
@@ -368,6 +500,18 @@ def _table(node: Any, default: Any, full: bool) -> dict[str, Any]:
                 NONE_TEXT if value is None else list(value) if isinstance(value, tuple) else value
             )
     return found
+
+
+def _nested(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """A table of dotted keys as tables in a table."""
+    table: dict[str, Any] = {}
+    for key, value in pairs:
+        *parents, last = key.split(".")
+        inner = table
+        for parent in parents:
+            inner = inner.setdefault(parent, {})
+        inner[last] = value
+    return table
 
 
 def _unknown(name: str, known: list[str]) -> str:
@@ -451,7 +595,7 @@ def get_recipe(
     for side in ("rollout", "trainer"):
         own: SideScales = getattr(changes, side)
         for key, value in vars(own).items():
-            if value is not None and not getattr(recipe, side).weight.quantized:
+            if value is not None and not recipe.quantizes(side):
                 raise UserError(
                     f"precision.{side}.{key}: recipe {name!r} quantizes no linear in the {side}"
                 )
@@ -459,7 +603,7 @@ def get_recipe(
             report(at_least(f"precision.{side}.block", own.block, 2))
         recipe = _with_scales(recipe, side, own.scale or changes.scale, own.block)
     if changes.output_gradient is not None:
-        if not recipe.trainer.weight.quantized:
+        if not recipe.quantizes("trainer"):
             raise UserError(
                 f"precision.output_gradient: the linears of recipe {name!r} are not trained in FP8"
             )
@@ -504,7 +648,9 @@ __all__ = [
     "COMPUTE",
     "KV_RULES",
     "RECIPES",
+    "LINEAR_ROLES",
     "ForwardFormats",
+    "LayerFormats",
     "LinearFormats",
     "PrecisionConfig",
     "Recipe",

@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate, groupby
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,7 @@ from jaxtyping import Array, Key
 
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.hf_names import DENSE, SPARSE, parameter_shapes, stack_of
-from fp8rl_jax.precision import is_quantized
+from fp8rl_jax.precision import Compute, is_quantized
 from pallas_kernels.rounding import rounded
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", *DENSE)
@@ -127,17 +128,20 @@ class Policy(nnx.Module):
         layers: `Layer` whose tensors are stacked [layers, ...], or an nnx.List of single layers.
         norm: [hidden].
         lm_head: [vocab, hidden] or None.
+        compute: how it is computed with; `models.forms` sets it with a recipe's.
     """
 
     def __init__(
         self,
         config: PolicyConfig,
         embed_tokens: Weight,
-        layers: Layer,
+        layers: Layer | nnx.List,
         norm: Weight,
         lm_head: Weight | None,
+        compute: Compute | None = None,
     ):
         self.config = config
+        self.compute = compute or Compute()
         self.embed_tokens = embed_tokens
         self.layers = layers
         self.norm = norm
@@ -286,40 +290,33 @@ def map_products(change: Callable, policy: Policy) -> Policy:
         if policy.stacked
         else nnx.List([changed(layer) for layer in policy.layers])
     )
-    return Policy(
-        policy.config,
-        policy.embed_tokens,
-        layers,
-        policy.norm,
-        Weight(change(policy.head), _AXES["lm_head"]),
-    )
+    head = Weight(change(policy.head), _AXES["lm_head"])
+    return Policy(policy.config, policy.embed_tokens, layers, policy.norm, head, policy.compute)
 
 
-def in_runs(chosen: Sequence[bool], change: Callable, weight: Any, *others: Any) -> Any:
-    """A tensor's stack as change(weight, *others) in the layers that are chosen, and as it is in
-    the others.
+def in_runs(kinds: Sequence[Any], change: Callable, weight: Any, *others: Any) -> Any:
+    """Change a tensor's stack in runs of layers that are of one kind.
 
     Args:
-        chosen: one flag for each entry of the stack.
-        change: takes the stacks of a run of layers, cut out of all that are given, and gives a
-            weight.
-        weight: a Weight; WeightRuns where it was made by the same flags.
+        kinds: of each entry of the stack; None: the entry stays as it is.
+        change: called as change(kind, weight, *others) with the stacks of a run of layers, cut out
+            of all that are given; gives a weight.
+        weight: a Weight; WeightRuns where it was made by the same kinds.
 
     Returns:
         A Weight where all layers are alike, else WeightRuns.
     """
-    runs = [(flag, len(list(group))) for flag, group in groupby(chosen)]
+    runs = [(kind, len(list(group))) for kind, group in groupby(kinds)]
+
+    def changed(kind: Any, *parts: Any) -> Any:
+        return parts[0] if kind is None else change(kind, *parts)
+
     if len(runs) == 1:
-        return change(weight, *others) if chosen[0] else weight
+        return changed(kinds[0], weight, *others)
     sizes = tuple(size for _, size in runs)
     split = zip(*(_split(x, sizes) for x in (weight, *others)), strict=True)
-    return WeightRuns(
-        [
-            change(*parts) if flag else parts[0]
-            for (flag, _), parts in zip(runs, split, strict=True)
-        ],
-        sizes,
-    )
+    parts = [changed(kind, *part) for (kind, _), part in zip(runs, split, strict=True)]
+    return WeightRuns(parts, sizes)
 
 
 def _map_runs(change: Callable, weight: Any) -> Any:
@@ -394,7 +391,16 @@ def unstack(policy: Policy) -> Policy:
 
 def with_layers(policy: Policy, layers: Layer | nnx.List) -> Policy:
     """The same policy around other layers."""
-    return Policy(policy.config, policy.embed_tokens, layers, policy.norm, policy.lm_head)
+    return Policy(
+        policy.config, policy.embed_tokens, layers, policy.norm, policy.lm_head, policy.compute
+    )
+
+
+def with_compute(policy: Policy, compute: Compute) -> Policy:
+    """The same policy, computed with otherwise."""
+    return Policy(
+        policy.config, policy.embed_tokens, policy.layers, policy.norm, policy.lm_head, compute
+    )
 
 
 def _cut(policy: Policy, layer: int, take: Callable) -> Layer:

@@ -1,5 +1,7 @@
-"""Formats, the quantized tensor, and the precision-aware linear."""
+"""Formats, the quantized tensor, and how a policy multiplies and computes with them."""
 
+from fp8rl_jax.precision.compute import Compute
+from fp8rl_jax.precision.exact import ExactCompute
 from fp8rl_jax.precision.formats import (
     check_recipe,
     describe,
@@ -9,14 +11,14 @@ from fp8rl_jax.precision.formats import (
 )
 from fp8rl_jax.precision.layers import quantized_layers, why_in_compute
 from fp8rl_jax.precision.linear import (
-    AdaptedInput,
     AdaptedWeight,
-    HoistedWeight,
-    grouped_linear,
-    hoist,
+    FP8Input,
+    FP8Weight,
+    PredequantizedWeight,
+    as_weight,
     is_quantized,
     linear,
-    quantize_input,
+    predequantize,
 )
 from fp8rl_jax.precision.qtensor import (
     QTensor,
@@ -27,34 +29,31 @@ from fp8rl_jax.precision.qtensor import (
     quantize_weight,
 )
 from fp8rl_jax.precision.statistics import QuantizationSums, stack_sums, weight_sums
-from fp8rl_jax.precision.trained import TrainedInput, TrainedWeight, frozen_weight, trained_weight
 
 __all__ = [
-    "AdaptedInput",
     "AdaptedWeight",
-    "HoistedWeight",
+    "Compute",
+    "ExactCompute",
+    "FP8Input",
+    "FP8Weight",
+    "PredequantizedWeight",
     "QTensor",
     "QuantizationSums",
-    "TrainedInput",
-    "TrainedWeight",
+    "as_weight",
     "check_recipe",
     "dequantize",
     "describe",
     "element_dtype",
-    "frozen_weight",
-    "grouped_linear",
-    "hoist",
     "is_finite",
     "is_quantized",
     "linear",
     "max_value",
+    "predequantize",
     "quantize",
-    "quantize_input",
     "quantize_per_tensor",
     "quantize_weight",
     "quantized_layers",
     "stack_sums",
-    "trained_weight",
     "unlike_sides",
     "weight_sums",
     "why_in_compute",

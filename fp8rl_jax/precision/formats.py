@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from fp8rl_jax.config.formats import TensorFormat
 from fp8rl_jax.config.recipe import LinearFormats, Recipe
+from fp8rl_jax.config.schema import quoted
 from fp8rl_jax.errors import UserError
 from pallas_kernels.backend import Backend, BackendError, check_exact, check_pair
 from pallas_kernels.matmul import selected_backend
@@ -38,8 +39,15 @@ def check_recipe(recipe: Recipe, backend: Backend = "auto") -> None:
             them and the backend; or the backend that the recipe needs is not there.
     """
 
+    for variant, rule in zip(recipe.variants, (None, *recipe.layers), strict=True):
+        _check(variant, backend, f"layers.{quoted(rule.pattern)}: " if rule else "")
+
+
+def _check(recipe: Recipe, backend: Backend, prefix: str) -> None:
+    """`check_recipe` of formats that are the same in every linear."""
+
     def refuse(field: str, why: str) -> None:
-        raise UserError(f"recipe {recipe.name!r}: {field} {why}")
+        raise UserError(f"recipe {recipe.name!r}: {prefix}{field} {why}")
 
     for side in ("rollout", "trainer"):
         formats: LinearFormats = getattr(recipe, side)
@@ -110,13 +118,16 @@ def unlike_sides(recipe: Recipe) -> str:
     """What both sides quantize and not alike, such as "weight: e4m3 128x128 power_of_two scales in
     the rollout, e4m3 128x128 float32 scales in the trainer"; "" where there is nothing."""
     pairs = (
-        (role, fmt, getattr(recipe.trainer, role)) for role, fmt in recipe.rollout.roles().items()
+        (role, fmt, getattr(variant.trainer, role))
+        for variant in recipe.variants
+        for role, fmt in variant.rollout.roles().items()
     )
-    return "; ".join(
+    found = (
         f"{role}: {describe(one)} in the rollout, {describe(other)} in the trainer"
         for role, one, other in pairs
         if one.quantized and other.quantized and one != other
     )
+    return "; ".join(dict.fromkeys(found))
 
 
 def _first_difference(recipe: Recipe) -> str:

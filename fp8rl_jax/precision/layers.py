@@ -16,11 +16,12 @@ from fp8rl_jax.errors import UserError
 
 
 def quantized_layers(recipe: Recipe, linears: Sequence[str]) -> tuple[str, ...]:
-    """Names of the linears that take the recipe's weight and activation formats, in model order.
+    """List the linears that a recipe quantizes, on one side at least, in model order.
 
     Args:
-        recipe: its `quantized` and `excluded` patterns are matched against whole names; the layers
-            that it keeps in the compute dtype at both ends of the model are taken out.
+        recipe: its patterns are matched against whole names; the layers that it keeps in the
+            compute dtype at both ends of the model are taken out. `Recipe.of_linear` has the
+            formats of each.
         linears: every linear of the model that may be quantized, such as "layers.3.q_proj".
 
     Raises:
@@ -28,7 +29,12 @@ def quantized_layers(recipe: Recipe, linears: Sequence[str]) -> tuple[str, ...]:
     """
     if not recipe.quantizes_linears:
         return ()
-    for key, patterns in (("quantized", recipe.quantized), ("excluded", recipe.excluded)):
+    rules = tuple(rule.pattern for rule in recipe.layers)
+    for key, patterns in (
+        ("quantized", recipe.quantized),
+        ("excluded", recipe.excluded),
+        ("layers", rules),
+    ):
         for pattern in patterns:
             if not any(fnmatchcase(name, pattern) for name in linears):
                 raise UserError(
@@ -68,6 +74,8 @@ def why_in_compute(recipe: Recipe, linear: str, layers: int) -> str:
         return "in no pattern of quantized"
     if by := next((pattern for pattern in recipe.excluded if fnmatchcase(linear, pattern)), ""):
         return f"excluded: {by}"
+    if not recipe.of_linear(linear).quantizes_linears:
+        return "in the compute dtype by recipe.layers"
     return ""
 
 

@@ -1,53 +1,187 @@
 """The precision-aware linear: quantization is a type of the weight, not a mode of the layer.
 
-`linear(x, weight)` multiplies what it is given. A plain array is multiplied in the compute dtype; a
-`QTensor` is multiplied as W8A8, its input quantized on the way in; a `HoistedWeight` is a QTensor
-whose dequantized values are kept by a decode loop on a backend that would otherwise unpack them at
-every token; a `TrainedWeight` is a QTensor with FP8 gradients; an `AdaptedWeight` is any of the
-others, frozen, with a low-rank adapter beside it. The model has no other branch. `grouped_linear`
-is the same for the experts of a mixture.
+Each type knows how to prepare its input and how to multiply it; a layer asks nothing else.
+
+    PlainWeight           an array in the compute dtype
+    FP8Weight             a QTensor with the formats of its products: W8A8, and FP8 gradients where
+                          it has a master; what the trainer and the rollout both multiply
+    PredequantizedWeight  an FP8Weight whose values a decode loop keeps dequantized, on a backend
+                          that would otherwise dequantize them at every token
+    AdaptedWeight         any of these, frozen, with a low-rank adapter beside it
+
+The forward of an FP8Weight is X in 1x128 groups times W in 128x128 blocks. The backward has two
+products more, and each wants its operands grouped along its own contraction, because a scale must
+be constant over what is summed inside a tensor core:
+
+    Y  = X W^T      contracts over inputs    X 1x128       W 128x128
+    dX = dY W       contracts over outputs   dY 1x128      W 128x128, the same values and scales,
+                                                           read the other way
+    dW = dY^T X     contracts over tokens    dY 128x1      X 128x1
+
+Square blocks are what lets dX use the forward's own W. X is kept for the backward in its quantized
+form, half the bytes of bfloat16, and grouped anew along tokens from there, so it is rounded twice
+for dW and for nothing else. Between operators gradients travel in the compute dtype; dW is
+accumulated and returned in float32. This is the flow of Jet-RL (arXiv 2601.14243) and DeepSeek-V3
+(arXiv 2412.19437, section 3.3). A dimension that is no multiple of 128 has a shorter last block.
+Quantization itself has the derivative of the identity (the straight-through estimator, arXiv
+1308.3432).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from fp8rl_jax.config.formats import TensorFormat
-from fp8rl_jax.precision.qtensor import QTensor, dequantize, dequantize_rows, quantize
-from fp8rl_jax.precision.trained import (
-    TrainedInput,
-    TrainedWeight,
-    trained_grouped_linear,
-    trained_linear,
+from fp8rl_jax.config.formats import COMPUTE, TensorFormat
+from fp8rl_jax.precision.compute import Compute
+from fp8rl_jax.precision.qtensor import (
+    QTensor,
+    dequantize,
+    dequantize_rows,
+    quantize,
+    quantize_both_ways,
+    regroup,
 )
-from pallas_kernels import blockwise_matmul, grouped_matmul
-from pallas_kernels.backend import Backend
-from pallas_kernels.exact import Integers, add_scaled, to_integers
-from pallas_kernels.exact import dot as exact_dot
-from pallas_kernels.exact import grouped_dot as exact_grouped_dot
-from pallas_kernels.grouped_matmul import dot as _grouped_dot
-from pallas_kernels.matmul import dot, selected_backend
+from pallas_kernels import blockwise_matmul, grouped_matmul, grouped_outer_product
+from pallas_kernels.exact import Integers
+from pallas_kernels.grouped_matmul import align_groups, outer_product
+from pallas_kernels.grouped_matmul import dot as grouped_dot
 from pallas_kernels.rounding import rounded
+
+Sizes = Int[Array, " groups"] | None
+"""Rows of each group, where rows are sorted by group and each has its group's part of the weight;
+rows behind the last group give zero. None: the weight is one matrix."""
+
+
+class LinearWeight(Protocol):
+    """A weight [..., out, in], or [groups, out, in] for the experts of a mixture."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def prepare(self, x: Float[Array, "*m k"], compute: Compute) -> Any:
+        """Bring an input into the form that `multiply` takes; weights of one kind share it."""
+        ...
+
+    def multiply(
+        self, x: Any, out_dtype: jnp.dtype, compute: Compute, group_sizes: Sizes = None
+    ) -> Float[Array, "*m n"]:
+        """Multiply a prepared input by the weight's transpose, accumulated in float32."""
+        ...
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class HoistedWeight:
-    """Dequantized values of a QTensor, float32 [..., out, in] or their integers: what the reference
-    product multiplies."""
+class PlainWeight:
+    """An array in the compute dtype, or the integers of one that an exact product takes."""
 
     values: Array | Integers
 
     @property
     def shape(self) -> tuple[int, ...]:
         return self.values.shape
+
+    def prepare(self, x, compute):
+        return x
+
+    def multiply(self, x, out_dtype, compute, group_sizes=None):
+        return _unquantized_product(x, self.values, out_dtype, compute, group_sizes)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class FP8Input:
+    """The input of an FP8Weight: `quantized` is multiplied, `x` receives the gradient."""
+
+    quantized: QTensor
+    x: Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.x.shape
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class FP8Weight:
+    """A quantized weight, and how it is multiplied.
+
+    Attributes:
+        quantized: what the products multiply, [..., out, in]; no gradient flows into it.
+        master: the float32 weight that receives the gradient; its values are not read. None: the
+            weight is frozen, X is not kept and dW not computed.
+        activation: format of X; "compute" leaves X as it is and dequantizes the weight
+            (weight-only quantization).
+        output_gradient: format of dY; "compute" leaves dY as it is, and both products of the
+            backward are in float32.
+        saved_activation: "compute" keeps X itself for the backward, any other its quantized form.
+    """
+
+    quantized: QTensor
+    master: Array | None = None
+    activation: TensorFormat = field(default=COMPUTE, metadata={"static": True})
+    output_gradient: TensorFormat = field(default=COMPUTE, metadata={"static": True})
+    saved_activation: TensorFormat = field(default=COMPUTE, metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.quantized.shape
+
+    def prepare(self, x, compute):
+        return _quantized_input(x, self.activation, compute)
+
+    def multiply(self, x, out_dtype, compute, group_sizes=None):
+        if isinstance(x, FP8Input):
+            if group_sizes is None:
+                return _fp8_linear(x, self, out_dtype, compute)
+            return _fp8_grouped_linear(x, self, group_sizes, out_dtype, compute)
+
+        # the backward dequantizes again: it would keep a float32 copy of a frozen FP8 model
+        def product(x, w):
+            w = dequantize(w)
+            return compute.product(x.astype(jnp.float32), w, group_sizes, out_dtype)
+
+        product = jax.checkpoint(product, prevent_cse=False)
+        return rounded(product(x, self.quantized), out_dtype)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PredequantizedWeight:
+    """The dequantized values of a QTensor, float32 [..., out, in], or their integers.
+
+    Attributes:
+        values: what the reference's product multiplies.
+        activation: format of X, as an FP8Weight has it.
+    """
+
+    values: Array | Integers
+    activation: TensorFormat = field(default=COMPUTE, metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    def prepare(self, x, compute):
+        return _quantized_input(x, self.activation, compute)
+
+    def multiply(self, x, out_dtype, compute, group_sizes=None):
+        x = dequantize_rows(x.quantized) if isinstance(x, FP8Input) else x
+        return _unquantized_product(x, self.values, out_dtype, compute, group_sizes)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class AdaptedInput:
+    """An input in both its forms: `base` as the base has prepared it, `plain` for the adapter."""
+
+    plain: Array
+    base: Any
 
 
 @jax.tree_util.register_dataclass
@@ -56,14 +190,13 @@ class AdaptedWeight:
     """base + scale * b a, never added up (LoRA, arXiv 2106.09685).
 
     Attributes:
-        base: [..., out, in], an array, QTensor, HoistedWeight or a TrainedWeight that is frozen; no
-            gradient is asked of it.
+        base: [..., out, in], an array or any other type of weight that is frozen.
         a: [..., rank, in].
         b: [..., out, rank], of a's dtype.
         scale: alpha / rank, or alpha / sqrt(rank) (rsLoRA).
     """
 
-    base: Array | QTensor | HoistedWeight | TrainedWeight
+    base: Array | Integers | QTensor | FP8Weight | PredequantizedWeight
     a: Array
     b: Array
     scale: float = field(metadata={"static": True})
@@ -72,194 +205,224 @@ class AdaptedWeight:
     def shape(self) -> tuple[int, ...]:
         return self.base.shape
 
+    def prepare(self, x, compute):
+        return AdaptedInput(x, as_weight(self.base).prepare(x, compute))
 
-class AdaptedInput(NamedTuple):
-    """An input in both its forms: `quantized` for the base, `plain` for the adapter."""
-
-    plain: Array
-    quantized: QTensor | TrainedInput
-
-
-Weight = Array | QTensor | HoistedWeight | TrainedWeight | AdaptedWeight
-Input = Array | QTensor | TrainedInput | AdaptedInput
-
-
-def is_quantized(x) -> bool:
-    """True for the quantized forms of a weight; also serves as `is_leaf` of jax.tree functions."""
-    return isinstance(x, QTensor | HoistedWeight | TrainedWeight)
+    def multiply(self, x, out_dtype, compute, group_sizes=None):
+        # the adapter in its own dtype, on the input as it was before quantization
+        base = as_weight(self.base).multiply(x.base, jnp.float32, compute, group_sizes)
+        dtype = self.a.dtype
+        inner = rounded(compute.product(rounded(x.plain, dtype), self.a, group_sizes), dtype)
+        low_rank = compute.product(inner, self.b, group_sizes)
+        return rounded(compute.add_scaled(base, low_rank, self.scale), out_dtype)
 
 
-def hoist(weight: Weight, backend: Backend = "auto", exact: bool = False) -> Weight:
-    """Moves the work that does not depend on the input out of a loop: dequantizes a QTensor where
-    the reference will run.
-
-    Args:
-        exact: the weight will be multiplied by an exact product.
-    """
-    if exact and selected_backend(backend) == "reference":
-        if isinstance(weight, AdaptedWeight):
-            return replace(weight, base=hoist(weight.base, backend, exact))
-        return (
-            HoistedWeight(to_integers(dequantize(weight)))
-            if isinstance(weight, QTensor)
-            else to_integers(weight)
-        )
-    if isinstance(weight, QTensor) and selected_backend(backend) == "reference":
-        return HoistedWeight(dequantize(weight))
-    return weight
+Stored = Array | Integers | QTensor | FP8Weight | PredequantizedWeight | AdaptedWeight
+"""What a policy's containers hold."""
 
 
-def quantize_input(
-    x: Float[Array, "*batch k"], weight: Weight, fmt: TensorFormat, backend: Backend = "auto"
-):
-    """The input in the form that `weight` multiplies: layers that share an input quantize it once.
+def as_weight(stored: Stored) -> LinearWeight:
+    """The weight that a policy's container holds; a bare QTensor is multiplied weight-only."""
+    if isinstance(stored, QTensor):
+        return FP8Weight(stored)
+    if isinstance(stored, FP8Weight | PredequantizedWeight | AdaptedWeight | PlainWeight):
+        return stored
+    return PlainWeight(stored)
 
-    Returns `x` itself where the weight is a plain array or the format is the compute dtype, and
-    both forms of it where the weight has an adapter: that one multiplies the input as it is.
-    """
-    if isinstance(weight, AdaptedWeight):
-        base = quantize_input(x, weight.base, fmt, backend)
-        return x if base is x else AdaptedInput(x, base)
-    if not is_quantized(weight) or not fmt.quantized:
-        return x
-    rows = quantize(jax.lax.stop_gradient(x).reshape(-1, x.shape[-1]), fmt, backend)
-    groups = rows.scales.shape[-1]
-    quantized = QTensor(
-        rows.values.reshape(x.shape), rows.scales.reshape(*x.shape[:-1], groups), rows.block
-    )
-    return TrainedInput(quantized, x) if isinstance(weight, TrainedWeight) else quantized
+
+def is_quantized(x: Any) -> bool:
+    """Whether `x` is a quantized form of a weight; also serves as `is_leaf` of jax.tree functions."""
+    return isinstance(x, QTensor | FP8Weight | PredequantizedWeight)
 
 
 def linear(
-    x: Float[Array, "*batch k"] | QTensor | TrainedInput | AdaptedInput,
-    weight: Weight,
+    x: Float[Array, "*m k"],
+    weight: Stored,
     out_dtype: jnp.dtype,
-    backend: Backend = "auto",
-    exact: bool = False,
-) -> Float[Array, "*batch n"]:
-    """x times the transpose of `weight` [n, k], accumulated in float32.
+    compute: Compute | None = None,
+    group_sizes: Sizes = None,
+) -> Float[Array, "*m n"]:
+    """Multiply `x` by the transpose of a weight, as its type does it, accumulated in float32.
 
     Args:
-        x: the input, or its form from `quantize_input`.
-        weight: array [n, k] in the compute dtype, QTensor, HoistedWeight, TrainedWeight or
-            AdaptedWeight.
+        x: any float dtype; where `group_sizes` is given, [m, k] sorted by group.
+        weight: [n, k], or [groups, n, k].
         out_dtype: dtype of the result.
-        exact: a row's result depends on that row and the weight alone, bit for bit
-            (pallas_kernels.exact).
-
-    Raises:
-        TypeError: a quantized input meets a weight that is not quantized.
+        compute: kernels and arithmetic; default: the best kernels of the device.
+        group_sizes: rows of each group.
     """
-    if isinstance(weight, TrainedWeight):
-        return trained_linear(x, weight, out_dtype, backend)
+    compute, operand = compute or Compute(), as_weight(weight)
+    return operand.multiply(operand.prepare(x, compute), out_dtype, compute, group_sizes)
+
+
+def predequantize(weight: Stored, compute: Compute) -> Stored:
+    """Move the work that does not depend on the input out of a decode loop.
+
+    A quantized weight is dequantized where the reference will multiply it; in exact mode every
+    weight becomes the integers of its products.
+    """
     if isinstance(weight, AdaptedWeight):
-        base = partial(linear, out_dtype=jnp.float32, backend=backend, exact=exact)
-        return rounded(_adapted(exact_dot if exact else dot, base, x, weight, exact), out_dtype)
-    if isinstance(x, QTensor) and isinstance(weight, QTensor) and not exact:
-        return blockwise_matmul(
-            x.values,
-            x.scales,
-            weight.values,
-            weight.scales,
-            weight.block,
-            out_dtype,
-            backend=backend,
+        return replace(weight, base=predequantize(weight.base, compute))
+    if isinstance(weight, QTensor):
+        weight = FP8Weight(weight)
+    if isinstance(weight, FP8Weight):
+        values = compute.unpacked(weight.quantized)
+        return weight if values is None else PredequantizedWeight(values, weight.activation)
+    values = compute.unpacked(weight)
+    return weight if values is None else values
+
+
+def _unquantized_product(x, values, out_dtype, compute: Compute, group_sizes: Sizes) -> Array:
+    x = x if isinstance(values, Integers) else x.astype(values.dtype)
+    return rounded(compute.product(x, values, group_sizes, out_dtype), out_dtype)
+
+
+def _quantized_input(x: Array, fmt: TensorFormat, compute: Compute) -> FP8Input | Array:
+    """The input of a quantized weight, `x` itself where the format quantizes nothing."""
+    if not fmt.quantized:
+        return x
+    rows = quantize(jax.lax.stop_gradient(x).reshape(-1, x.shape[-1]), fmt, compute.backend)
+    groups = rows.scales.shape[-1]
+    scales = rows.scales.reshape(*x.shape[:-1], groups)
+    return FP8Input(QTensor(rows.values.reshape(x.shape), scales, rows.block), x)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _fp8_linear(
+    x: FP8Input, weight: FP8Weight, out_dtype: jnp.dtype, compute: Compute
+) -> Float[Array, "*m n"]:
+    """X W^T of the quantized operands; gradients are dX in X's dtype and dW in float32."""
+    return compute.quantized_product(x.quantized, weight.quantized, None, out_dtype)
+
+
+def _linear_forward(x, weight, out_dtype, compute):
+    return _fp8_linear(x, weight, out_dtype, compute), (*_saved(x, weight), _constant(weight))
+
+
+def _linear_backward(out_dtype, compute, residuals, dy):
+    saved, like, weight = residuals
+    backend = compute.backend
+    rows, w, fmt = dy.reshape(-1, dy.shape[-1]), _transposed(weight.quantized), weight.output_gradient
+    frozen, dw = saved is None, None
+    if fmt.quantized:
+        if frozen:
+            dyq, left = quantize(rows, fmt, backend), None
+        else:
+            dyq, left = quantize_both_ways(rows, fmt, backend)
+        dx = blockwise_matmul(
+            dyq.values, dyq.scales, w.values, w.scales, w.block, like.dtype, backend=backend
         )
-    # rounded once, as the trainer's
-    product = partial(exact_dot, out_dtype=out_dtype) if exact else dot
-    return rounded(_unpacked(product, x, weight), out_dtype)
+        if left is not None:
+            right = _input_along_tokens(saved, weight.activation, backend)
+            dw = blockwise_matmul(
+                left.values.T,
+                left.scales.T,
+                right.values.T,
+                right.scales.T,
+                right.block[::-1],
+                jnp.float32,
+                backend=backend,
+            )
+    else:
+        dx = _float32(rows) @ _float32(dequantize(w)).T
+        dw = None if frozen else _float32(rows).T @ _float32(_rows(saved))
+    dx = rounded(dx, like.dtype).reshape(*dy.shape[:-1], w.shape[0])
+    return FP8Input(None, dx), replace(weight, quantized=None, master=dw)
 
 
-def grouped_linear(
-    x: Float[Array, "m k"] | QTensor | TrainedInput | AdaptedInput,
-    weight: Weight,
+_fp8_linear.defvjp(_linear_forward, _linear_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _fp8_grouped_linear(
+    x: FP8Input,
+    weight: FP8Weight,
     group_sizes: Int[Array, " groups"],
     out_dtype: jnp.dtype,
-    backend: Backend = "auto",
-    exact: bool = False,
+    compute: Compute,
 ) -> Float[Array, "m n"]:
-    """`linear` of rows that are sorted by group, each with its group's part of `weight` [groups, n,
-    k].
+    """`_fp8_linear` of rows sorted by group.
 
-    Args:
-        group_sizes: rows of each group; rows behind the last group give zero.
-
-    Raises:
-        TypeError: a quantized input meets a weight that is not quantized.
+    Along tokens a block never reaches into the next group: each group's rows begin a block of their
+    own.
     """
-    if isinstance(weight, TrainedWeight):
-        return trained_grouped_linear(x, weight, group_sizes, out_dtype, backend)
-    product = partial(exact_grouped_dot if exact else _grouped_dot, group_sizes=group_sizes)
-    if isinstance(weight, AdaptedWeight):
-        base = partial(
-            grouped_linear,
-            group_sizes=group_sizes,
-            out_dtype=jnp.float32,
-            backend=backend,
-            exact=exact,
-        )
-        return rounded(_adapted(product, base, x, weight, exact), out_dtype)
-    if isinstance(x, QTensor) and isinstance(weight, QTensor) and not exact:
-        return grouped_matmul(
-            x.values,
-            x.scales,
-            weight.values,
-            weight.scales,
-            group_sizes,
-            weight.block,
-            out_dtype,
-            backend=backend,
-        )
-    if exact:
-        product = partial(product, out_dtype=out_dtype)
-    return rounded(_unpacked(product, x, weight), out_dtype)
+    return compute.quantized_product(x.quantized, weight.quantized, group_sizes, out_dtype)
 
 
-def _adapted(
-    product: Callable, base: Callable, x: Input, weight: AdaptedWeight, exact: bool
-) -> Array:
-    """base(x) + scale * (x a^T) b^T, float32: the adapter in its own dtype, on the input as it was
-    before quantization."""
-    plain = x.plain if isinstance(x, AdaptedInput) else x
-    if isinstance(plain, QTensor):
-        raise TypeError(
-            "linear: the weight has an adapter, which needs the input in its plain form, too"
+def _grouped_forward(x, weight, group_sizes, out_dtype, compute):
+    out = _fp8_grouped_linear(x, weight, group_sizes, out_dtype, compute)
+    return out, (*_saved(x, weight), _constant(weight), group_sizes)
+
+
+def _grouped_backward(out_dtype, compute, residuals, dy):
+    saved, like, weight, sizes = residuals
+    w, fmt, backend = _transposed(weight.quantized), weight.output_gradient, compute.backend
+    if fmt.quantized:
+        dyq = quantize(dy, fmt, backend)
+        dx = grouped_matmul(
+            dyq.values, dyq.scales, w.values, w.scales, sizes, w.block, like.dtype, backend=backend
         )
-    inner = rounded(product(rounded(plain, weight.a.dtype), weight.a), weight.a.dtype)
-    operand = x.quantized if isinstance(x, AdaptedInput) else x
-    return (add_scaled if exact else _add_scaled)(
-        base(operand, weight.base), product(inner, weight.b), weight.scale
+    else:
+        dx = grouped_dot(_float32(dy), dequantize(w), sizes)
+    dw = None
+    if saved is not None:
+        dw = _grouped_weight_gradient(dy, _rows(saved), sizes, weight, backend)
+    return FP8Input(None, rounded(dx, like.dtype)), replace(weight, quantized=None, master=dw), None
+
+
+def _grouped_weight_gradient(dy, tokens, sizes, weight, backend):
+    fmt = weight.output_gradient
+    if not fmt.quantized:
+        return outer_product(_float32(dy), _float32(tokens), sizes)
+    (dy, tokens), aligned = align_groups((dy, tokens), sizes, fmt.block[1])
+    left = _along_tokens(dy, fmt, backend)
+    right = _along_tokens(tokens, weight.activation, backend)
+    return grouped_outer_product(
+        left.values,
+        left.scales,
+        right.values,
+        right.scales,
+        aligned,
+        left.block[0],
+        backend=backend,
     )
 
 
-def _add_scaled(x: Array, y: Array, scale: float) -> Array:
-    return x + scale * y
+_fp8_grouped_linear.defvjp(_grouped_forward, _grouped_backward)
 
 
-def _unpacked(
-    product: Callable, x: Array | QTensor, weight: Array | QTensor | HoistedWeight
-) -> Array:
-    """`product` of both operands as plain arrays of one dtype, where none takes them as they
-    are."""
-    if isinstance(x, QTensor):
-        if isinstance(weight, QTensor):
-            return product(dequantize_rows(x), dequantize(weight))
-        if not isinstance(weight, HoistedWeight):
-            raise TypeError("linear: the input is quantized but the weight is not")
-        x = dequantize_rows(x)
-    if isinstance(weight, QTensor):
-        return _weight_only(product, x, weight)
-    values = weight.values if isinstance(weight, HoistedWeight) else weight
-    return product(x if isinstance(values, Integers) else x.astype(values.dtype), values)
+def _saved(x: FP8Input, weight: FP8Weight) -> tuple[QTensor | Array | None, Array]:
+    """What dW needs of X, nothing where the weight is frozen; and an empty array of X's dtype."""
+    kept = x.quantized if weight.saved_activation.quantized else x.x
+    return None if weight.master is None else kept, jnp.zeros(0, x.x.dtype)
 
 
-def _weight_only(product: Callable, x: Array, weight: QTensor) -> Array:
-    """Weight-only quantization: the input is not quantized.
+def _constant(weight: FP8Weight) -> FP8Weight:
+    """Without the master, which would be kept alive for nothing."""
+    return replace(weight, master=None)
 
-    The backward pass unpacks the weight again. What it would keep otherwise is a float32 copy of a
-    frozen FP8 model.
-    """
-    run = jax.checkpoint(
-        lambda x, weight: product(x.astype(jnp.float32), dequantize(weight)), prevent_cse=False
-    )
-    return run(x, weight)
+
+def _transposed(w: QTensor) -> QTensor:
+    return QTensor(jnp.swapaxes(w.values, -1, -2), jnp.swapaxes(w.scales, -1, -2), w.block[::-1])
+
+
+def _rows(x: QTensor | Array) -> Array:
+    """X as a matrix [tokens, k], dequantized."""
+    if not isinstance(x, QTensor):
+        return x.reshape(-1, x.shape[-1])
+    return dequantize_rows(x).reshape(-1, x.shape[-1])
+
+
+def _input_along_tokens(saved: QTensor | Array, fmt: TensorFormat, backend) -> QTensor:
+    """What was kept of X, as the weight's gradient multiplies it."""
+    if isinstance(saved, QTensor):
+        return regroup(saved, fmt, backend)
+    return _along_tokens(_rows(saved), fmt, backend)
+
+
+def _along_tokens(x: Array, fmt: TensorFormat, backend) -> QTensor:
+    return quantize(x, replace(fmt, block=fmt.block[::-1]), backend)
+
+
+def _float32(x: Array) -> Array:
+    return x.astype(jnp.float32)

@@ -1,0 +1,200 @@
+"""How a policy computes: its kernels, the formats of its cache, and every operation besides a linear.
+
+A policy carries one `Compute` (models.policy), so the choice of kernels and of the arithmetic does
+not travel through the calls of a forward pass. `Compute` is what XLA makes fastest. `ExactCompute`
+(precision.exact) has the same operations, in an arithmetic whose results depend on the order of
+nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from fp8rl_jax.config.formats import COMPUTE, TensorFormat
+from fp8rl_jax.precision.qtensor import QTensor, dequantize
+from pallas_kernels import blockwise_matmul, grouped_matmul
+from pallas_kernels.attention import Keys, attention
+from pallas_kernels.backend import Backend
+from pallas_kernels.exact import Integers
+from pallas_kernels.grouped_matmul import dot as grouped_dot
+from pallas_kernels.matmul import dot, selected_backend
+from pallas_kernels.rounding import rounded
+
+ACTIVATIONS = {"silu": jax.nn.silu, "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True)}
+"""Activations of the feed-forward layer, by Hugging Face's names."""
+
+
+@dataclass(frozen=True)
+class Compute:
+    """The arithmetic of a forward pass; hashable, so a compiled program is specialised to it.
+
+    Attributes:
+        backend: kernels of quantized products, attention and the KV cache.
+        query, key, value: formats of the KV cache; the compute dtype where it is not quantized.
+        remat: recompute each layer in the backward pass instead of keeping its activations.
+        attention_chunk: queries whose scores exist at one time where many are run at once; 0: all.
+            None: all, and 128 in rows of 2^20 pairs of query and key or more.
+    """
+
+    backend: Backend = "auto"
+    query: TensorFormat = COMPUTE
+    key: TensorFormat = COMPUTE
+    value: TensorFormat = COMPUTE
+    remat: bool = False
+    attention_chunk: int | None = None
+
+    exact: ClassVar[bool] = False
+    """Whether a token's results have the same bits whatever else is computed beside it."""
+
+    def add(self, x: Float[Array, "*b n"], y: Float[Array, "*b n"]) -> Float[Array, "*b n"]:
+        """Add in float32, rounded once to the operands' dtype."""
+        return rounded(x.astype(jnp.float32) + y.astype(jnp.float32), x.dtype)
+
+    def scale(self, x: Float[Array, "*b n"], factor: float) -> Float[Array, "*b n"]:
+        """Multiply by a number, which is taken in x's dtype."""
+        product = x.astype(jnp.float32) * jnp.asarray(factor, x.dtype).astype(jnp.float32)
+        return rounded(product, x.dtype)
+
+    def rms_norm(
+        self,
+        x: Float[Array, "*b dim"],
+        weight: Float[Array, " dim"],
+        eps: float,
+        offset: float = 0.0,
+    ) -> Float[Array, "*b dim"]:
+        """Compute x / sqrt(mean(x^2) + eps) * (offset + weight) in float32 (arXiv 1910.07467)."""
+        x32 = x.astype(jnp.float32)
+        normed = x32 * lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+        gain = weight.astype(jnp.float32)
+        return rounded(normed * (gain + offset if offset else gain), x.dtype)
+
+    def rope_tables(
+        self, frequencies: Float[Array, " half"], positions: Int[Array, "b t"]
+    ) -> tuple[Float[Array, "b t half"], Float[Array, "b t half"]]:
+        """Compute cos and sin of each position's rotary angles, float32 (arXiv 2104.09864)."""
+        angles = positions[..., None].astype(jnp.float32) * frequencies
+        return jnp.cos(angles), jnp.sin(angles)
+
+    def rotate(
+        self, x: Float[Array, "b t heads dim"], tables: tuple[Array, Array]
+    ) -> Float[Array, "b t heads dim"]:
+        """Apply rotary positions in Hugging Face's half-split layout, in float32."""
+        cos, sin = (table[:, :, None, :] for table in tables)
+        first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+        turned = [first * cos - second * sin, second * cos + first * sin]
+        return rounded(jnp.concatenate(turned, axis=-1), x.dtype)
+
+    def attend(
+        self,
+        query: Float[Array, "b t heads dim"],
+        blocks: list[Keys],
+        score_scale: Float[Array, ...] | float,
+        value_scale: Float[Array, ...] | float,
+        out_dtype: jnp.dtype,
+    ) -> Float[Array, "b t heads dim"]:
+        """Attend to blocks of keys (pallas_kernels.attention)."""
+        # cuDNN serves many queries at once where it can; there is no kernel of ours to insist on
+        backend = "auto" if self.backend == "hopper" else self.backend
+        return attention(query, blocks, score_scale, value_scale, out_dtype, backend=backend)
+
+    def gated(
+        self, gate: Float[Array, "*b n"], up: Float[Array, "*b n"], activation: str
+    ) -> Float[Array, "*b n"]:
+        """Compute activation(gate) * up (GLU variants, arXiv 2002.05202) in float32.
+
+        Rounded behind the activation and behind the product, as torch and vLLM round it.
+        """
+        active = rounded(ACTIVATIONS[activation](gate.astype(jnp.float32)), gate.dtype)
+        return rounded(active.astype(jnp.float32) * up.astype(jnp.float32), gate.dtype)
+
+    def routing(
+        self, x: Float[Array, "*b hidden"], router: Float[Array, "experts hidden"]
+    ) -> Float[Array, "*b experts"]:
+        """Compute the softmax of a router's logits, float32."""
+        logits = jnp.einsum(
+            "...h,eh->...e",
+            x.astype(jnp.float32),
+            router.astype(jnp.float32),
+            precision=lax.Precision.HIGHEST,
+        )
+        return jax.nn.softmax(logits, axis=-1)
+
+    def normalize(self, weights: Float[Array, "*b k"]) -> Float[Array, "*b k"]:
+        """Divide gate weights by their sum."""
+        return weights / weights.sum(axis=-1, keepdims=True)
+
+    def combine(
+        self, weights: Float[Array, "b t k"], out: Float[Array, "b t k hidden"]
+    ) -> Float[Array, "b t hidden"]:
+        """Sum the experts' outputs with their weights, float32."""
+        return jnp.einsum("btk,btkh->bth", weights, out.astype(jnp.float32))
+
+    def logprob(
+        self,
+        logits: Float[Array, "*b vocab"],
+        tokens: Int[Array, "*b"],
+        temperature: float | Float[Array, ""],
+    ) -> Float[Array, "*b"]:
+        """Compute log softmax(logits / temperature) of the tokens."""
+        every = jax.nn.log_softmax(logits / temperature, axis=-1)
+        return jnp.take_along_axis(every, tokens[..., None], axis=-1)[..., 0]
+
+    def product(
+        self,
+        x: Float[Array, "*m k"],
+        w: Float[Array, "*groups n k"] | Integers,
+        group_sizes: Int[Array, " groups"] | None = None,
+        out_dtype: jnp.dtype = jnp.float32,
+    ) -> Float[Array, "*m n"]:
+        """Multiply by the transpose of `w`, accumulated in float32.
+
+        Args:
+            group_sizes: of rows that are sorted by group, each with its group's part of `w`; rows
+                behind the last group give zero.
+            out_dtype: what an exact product is rounded to; else the result is float32.
+        """
+        return dot(x, w) if group_sizes is None else grouped_dot(x, w, group_sizes)
+
+    def quantized_product(
+        self,
+        x: QTensor,
+        w: QTensor,
+        group_sizes: Int[Array, " groups"] | None,
+        out_dtype: jnp.dtype,
+    ) -> Float[Array, "*m n"]:
+        """Multiply quantized rows by the transpose of a quantized weight, as `product` does."""
+        if group_sizes is None:
+            return blockwise_matmul(
+                x.values, x.scales, w.values, w.scales, w.block, out_dtype, backend=self.backend
+            )
+        return grouped_matmul(
+            x.values,
+            x.scales,
+            w.values,
+            w.scales,
+            group_sizes,
+            w.block,
+            out_dtype,
+            backend=self.backend,
+        )
+
+    def add_scaled(
+        self, x: Float[Array, "*b n"], y: Float[Array, "*b n"], factor: float
+    ) -> Float[Array, "*b n"]:
+        """Compute x + factor * y."""
+        return x + factor * y
+
+    def unpacked(
+        self, w: QTensor | Float[Array, "*stack n k"] | Integers
+    ) -> Float[Array, "*stack n k"] | Integers | None:
+        """Convert a weight that a loop multiplies many times; None where it is multiplied as it is."""
+        if isinstance(w, QTensor) and selected_backend(self.backend) == "reference":
+            return dequantize(w)
+        return None

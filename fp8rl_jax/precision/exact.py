@@ -1,0 +1,182 @@
+"""Exact mode: each token's results have the same bits whatever else is in the batch.
+
+However a batch is padded, chunked, cached or split, each result depends on the order of nothing
+(pallas_kernels.exact). A recipe with `exact` runs the rollout and the trainer so, and their
+log-probabilities are then equal bit for bit. Gradients are those of `Compute`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from fp8rl_jax.precision.compute import Compute
+from fp8rl_jax.precision.qtensor import QTensor, dequantize, dequantize_rows
+from pallas_kernels import exact
+from pallas_kernels.attention import Keys
+from pallas_kernels.backend import check_exact
+from pallas_kernels.exact import cut, once, scoped, wide, with_gradient_of
+from pallas_kernels.matmul import selected_backend
+from pallas_kernels.rounding import rounded
+
+
+@dataclass(frozen=True)
+class ExactCompute(Compute):
+    """`Compute` in an arithmetic that does not depend on the order of its sums.
+
+    Raises:
+        BackendError: the backend has no exact products; the reference alone has them.
+    """
+
+    exact = True
+
+    def __post_init__(self) -> None:
+        check_exact(selected_backend(self.backend), "exact")
+
+    def add(self, x, y):
+        return with_gradient_of(super().add, _add)(x, y)
+
+    def scale(self, x, factor):
+        return _of_arrays(super().scale, _scale, factor)(x)
+
+    def rms_norm(self, x, weight, eps, offset=0.0):
+        return _of_arrays(super().rms_norm, _rms_norm, eps, offset)(x, weight)
+
+    def rope_tables(self, frequencies, positions):
+        return _rope_tables(frequencies, positions)
+
+    def rotate(self, x, tables):
+        return with_gradient_of(super().rotate, _rotate)(x, tables)
+
+    def attend(self, query, blocks, score_scale, value_scale, out_dtype):
+        if not (isinstance(score_scale, float) and isinstance(value_scale, float)):
+            raise ValueError("exact attention has no quantized cache")
+        attend = super().attend
+
+        def plain(query, keys, values, masks):
+            parts = [Keys(*part) for part in zip(keys, values, masks, strict=True)]
+            return attend(query, parts, score_scale, value_scale, out_dtype)
+
+        def exactly(query, keys, values, masks):
+            found = exact.attend(query, keys, values, masks, score_scale * value_scale)
+            return found.astype(out_dtype)
+
+        run = with_gradient_of(plain, exactly)
+        return run(query, *map(list, zip(*blocks, strict=True)))
+
+    def gated(self, gate, up, activation):
+        return _of_arrays(super().gated, _gated, activation)(gate, up)
+
+    def routing(self, x, router):
+        logits = exact.dot(x.astype(jnp.float32), router.astype(jnp.float32))
+        return with_gradient_of(partial(jax.nn.softmax, axis=-1), _softmax)(logits)
+
+    def normalize(self, weights):
+        return with_gradient_of(super().normalize, _normalize)(weights)
+
+    def combine(self, weights, out):
+        return with_gradient_of(super().combine, _combine)(weights, out)
+
+    def logprob(self, logits, tokens, temperature):
+        run = with_gradient_of(super().logprob, _logprob)
+        return run(logits, tokens, jnp.asarray(temperature, jnp.float32))
+
+    def product(self, x, w, group_sizes=None, out_dtype=jnp.float32):
+        if group_sizes is None:
+            return exact.dot(x, w, out_dtype)
+        return exact.grouped_dot(x, w, group_sizes, out_dtype)
+
+    def quantized_product(self, x, w, group_sizes, out_dtype):
+        return self.product(dequantize_rows(x), dequantize(w), group_sizes, out_dtype)
+
+    def add_scaled(self, x, y, factor):
+        return exact.add_scaled(x, y, factor)
+
+    def unpacked(self, w):
+        return exact.to_integers(dequantize(w) if isinstance(w, QTensor) else w)
+
+
+def _of_arrays(plain: Callable, exactly: Callable, *constants) -> Callable:
+    """`exactly` with the gradient of `plain`; both take arrays first and then these constants."""
+    return with_gradient_of(
+        lambda *arrays: plain(*arrays, *constants), lambda *arrays: exactly(*arrays, *constants)
+    )
+
+
+@scoped
+def _add(x, y):
+    return rounded(wide(x) + wide(y), x.dtype)
+
+
+@scoped
+def _scale(x, factor):
+    return rounded(wide(x) * jnp.float64(factor), x.dtype)
+
+
+@scoped
+def _rms_norm(x, weight, eps, offset):
+    numbers, count = wide(x), x.shape[-1]
+    squares = exact.total(numbers * numbers, -1)[..., None]
+    inverse = cut(jnp.sqrt(count / (squares + count * eps)))
+    gain = cut(wide(weight) + offset)
+    return rounded(numbers * inverse * gain, x.dtype)
+
+
+@scoped
+def _rope_tables(frequencies, positions):
+    # a position and a frequency have 24 bits each, so the angle is exact
+    angles = once(wide(positions)[..., None] * wide(frequencies))
+    return rounded(jnp.cos(angles), jnp.float32), rounded(jnp.sin(angles), jnp.float32)
+
+
+@scoped
+def _rotate(x, tables):
+    cos, sin = (wide(table)[:, :, None, :] for table in tables)
+    first, second = jnp.split(wide(x), 2, axis=-1)
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    return rounded(jnp.concatenate(turned, axis=-1), x.dtype)
+
+
+@scoped
+def _gated(gate, up, activation):
+    x = wide(gate)
+    argument = x
+    if activation == "gelu_pytorch_tanh":  # (1 + tanh z) / 2 = sigmoid(2 z)
+        inner = cut(cut(x * x) * cut(jnp.float64(0.044715)) + 1)
+        argument = cut(x * inner) * cut(jnp.float64(2 * 0.7978845608028654))
+    return rounded(x * exact.sigmoid(argument) * wide(up), gate.dtype)
+
+
+@scoped
+def _softmax(logits):
+    x = wide(logits)
+    weights = once(exact.exp(x - x.max(axis=-1, keepdims=True)))
+    return rounded(weights / exact.total(weights, -1)[..., None], jnp.float32)
+
+
+@scoped
+def _normalize(weights):
+    return rounded(wide(weights) / exact.total(wide(weights), -1)[..., None], jnp.float32)
+
+
+@scoped
+def _combine(weights, out):
+    parts = wide(weights)[..., None] * wide(out)  # exact; added in the order of the token's ranking
+    total = parts[..., 0, :]
+    for i in range(1, parts.shape[-2]):
+        total = total + parts[..., i, :]
+    # in the model's dtype right away: nothing is left for a later conversion to round
+    return rounded(total, out.dtype).astype(jnp.float32)
+
+
+@scoped
+def _logprob(logits, tokens, temperature):
+    x = once(cut(wide(logits) * (1 / wide(temperature))))
+    shifted = x - once(x.max(axis=-1, keepdims=True))
+    normalizer = exact.log(once(exact.total(exact.exp(shifted), -1)))
+    chosen = jnp.take_along_axis(shifted, tokens[..., None].astype(jnp.int32), axis=-1)[..., 0]
+    return rounded(chosen - normalizer, jnp.float32)
