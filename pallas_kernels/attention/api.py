@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.attention import hopper, reference
-from pallas_kernels.attention.reference import Keys
+from pallas_kernels.attention.reference import Keys, check_scale
 from pallas_kernels.backend import Backend, BackendError, choose, resolve
 
 OPERATION = "attention"
@@ -18,8 +18,8 @@ OPERATION = "attention"
 def attention(
     query: Float[Array, "b t heads dim"],
     blocks: list[Keys],
-    score_scale: Float[Array, ""] | float,
-    value_scale: Float[Array, ""] | float,
+    score_scale: Float[Array, ...] | float,
+    value_scale: Float[Array, ...] | float,
     out_dtype: jnp.dtype,
     *,
     key_order: Literal["any", "decode"] = "any",
@@ -49,8 +49,8 @@ def attention(
         blocks: a block with fewer rows than `query` is shared: row r serves query rows r*n ... r*n
             + n - 1.
         score_scale: the model's, mostly 1/sqrt(dim), times the scales of Q and K where they are
-            quantized.
-        value_scale: the scale of V, or 1.
+            quantized; [] or [kv_heads], where Q's scale is that of its KV head's group.
+        value_scale: the scale of V, [] or [kv_heads], or 1.
         out_dtype: dtype of the result.
         key_order: "decode" joins keys as `decode_attention` does, for a decode step's bits; Hopper
             alone has it.
@@ -78,6 +78,8 @@ def attention(
                 f"{OPERATION}: query {query.shape}, keys {block.keys.shape} and mask "
                 f"{block.mask.shape} do not fit"
             )
+    for scale in (score_scale, value_scale):
+        check_scale(OPERATION, scale, blocks[0].keys.shape[1])
     if key_order == "decode":
         return _in_decodes_order(query, blocks, score_scale, value_scale, out_dtype, backend)
     run = reference.attend

@@ -33,6 +33,7 @@ class Shape:
         dtype: of queries, keys and values.
         window: positions that a token sees; 0: all.
         chunk: queries of a row that are computed at a time; 0: all.
+        by_head: whether each KV head has scales of its own.
     """
 
     heads: int
@@ -46,6 +47,14 @@ class Shape:
     dtype: jnp.dtype = E4M3
     window: int = 0
     chunk: int = 0
+    by_head: bool = False
+
+    @property
+    def scales(self) -> tuple:
+        """Of scores and values, [] or [kv_heads]."""
+        if not self.by_head:
+            return SCALES
+        return tuple(np.float32(scale) * np.arange(1, self.kv_heads + 1) for scale in SCALES)
 
     @property
     def queries(self) -> int:
@@ -93,9 +102,12 @@ def prefill(query, *arrays, shape: Shape, backend):
             0, TokenKeys(*arrays[2:], queries.after_block(), Tokens.of_block(real, positions))
         )
     window = jnp.int32(shape.window) if shape.window else None
+    scales = (
+        [jnp.asarray(scale, jnp.float32) for scale in shape.scales] if shape.by_head else SCALES
+    )
     run = partial(attention, key_order="decode" if backend == "hopper" else "any", backend=backend)
     return attend_in_chunks(
-        query, blocks, window, *SCALES, jnp.float32, shape.chunk or shape.queries, run
+        query, blocks, window, *scales, jnp.float32, shape.chunk or shape.queries, run
     )
 
 
@@ -115,9 +127,10 @@ def expected(query, keys, values, *shared, shape: Shape) -> np.ndarray:
             )
         k, v, seen, where = (np.concatenate(part) for part in zip(*found, strict=True))
         seen &= (positions[r, at] - where < shape.window) | (not shape.window)
-        score = k[seen].astype(np.float64) @ query[r, i, h].astype(np.float64) * SCALES[0]
+        of_scores, of_values = (np.broadcast_to(x, shape.kv_heads)[head] for x in shape.scales)
+        score = k[seen].astype(np.float64) @ query[r, i, h].astype(np.float64) * of_scores
         weight = np.exp(score - score.max())
-        out[r, i, h] = weight @ v[seen].astype(np.float64) / weight.sum() * SCALES[1]
+        out[r, i, h] = weight @ v[seen].astype(np.float64) / weight.sum() * of_values
     return out
 
 
@@ -185,6 +198,7 @@ SMALL = (
     ),
     case("bf16", Shape(4, 2, 128, (70,), 70, dtype=BF16)),
     case("f16-mha-head-dim-96", Shape(2, 2, 96, (40,), 40, dtype=F16)),
+    case("scales-by-head", Shape(8, 4, 64, (70,), 70, by_head=True)),
     # a token before the second chunk, which its tile of 32 tokens takes; one in the middle; the
     # last
     as_decoded("as-decoded", Shape(2, 1, 64, (540, 540), 540, asked=40), 505, 520, 539),

@@ -42,6 +42,8 @@ def attention(query, blocks, score_scale, value_scale, out_dtype):
     out = jax.nn.dot_product_attention(
         query, keys, values, mask=padded, scale=score_scale, implementation="cudnn"
     )[:, :t]
+    if jnp.ndim(value_scale):
+        value_scale = jnp.repeat(value_scale, query.shape[2] // len(value_scale))[:, None]
     # where all is masked, cuDNN's softmax is uniform
     seen = mask.any(-1)[:, 0, :, None, None]
     return (jnp.where(seen, out, 0).astype(jnp.float32) * value_scale).astype(out_dtype)

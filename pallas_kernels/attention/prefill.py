@@ -28,13 +28,13 @@ def lacks(query, blocks) -> str:
 
 
 def attention(query, blocks, score_scale, value_scale, out_dtype):
-    numbers = jnp.stack([jnp.asarray(x, jnp.float32) for x in (score_scale, value_scale)])
+    scales = [jnp.asarray(x, jnp.float32) for x in (score_scale, value_scale)]
 
-    def plain(query, numbers, *arrays):
-        return reference.attend(query, _blocks(arrays), numbers[0], numbers[1], out_dtype)
+    def plain(query, score_scale, value_scale, *arrays):
+        return reference.attend(query, _blocks(arrays), score_scale, value_scale, out_dtype)
 
     run = with_gradient_of(plain, partial(_in_decodes_order, out_dtype=out_dtype))
-    return run(query, numbers, *(x for block in blocks for x in block))
+    return run(query, *scales, *(x for block in blocks for x in block))
 
 
 def _blocks(arrays) -> list[Keys]:
@@ -45,19 +45,20 @@ def _cache(keys, values) -> KeyValues:
     return KeyValues(keys, values, jnp.full(len(keys), keys.shape[2], jnp.int32))
 
 
-def _in_decodes_order(query, numbers, *arrays, out_dtype):
+def _in_decodes_order(query, score_scale, value_scale, *arrays, out_dtype):
     b, t, heads, dim = query.shape
     blocks = _blocks(arrays)
     found, gaps = zip(*(_limits(block, b, t) for block in blocks), strict=True)
     # rows of every block are split over a mesh with the rows that all of them have in common
     lead, kv_heads = math.gcd(*(len(block.keys) for block in blocks)), blocks[0].keys.shape[1]
+    scales = jnp.stack([jnp.broadcast_to(x, kv_heads) for x in (score_scale, value_scale)])
     grouped = query.reshape(lead, b // lead, t, kv_heads, heads // kv_heads, dim)
     limits = jnp.stack(found).reshape(len(blocks), 2, lead, b // lead, t)
     held = [
         x.reshape(lead, -1, *x.shape[1:]) for block in blocks for x in (block.keys, block.values)
     ]
 
-    def run(query, numbers, limits, *held):
+    def run(query, scales, limits, *held):
         caches = [
             _cache(*(x.reshape(-1, *x.shape[2:]) for x in held[i : i + 2]))
             for i in range(0, len(held), 2)
@@ -67,19 +68,19 @@ def _in_decodes_order(query, numbers, *arrays, out_dtype):
             for limit, cache in zip(limits, caches, strict=True)
         ]
         flat = query.reshape(-1, query.shape[3] * query.shape[4], dim)
-        return decode.attend(flat, caches, bounds, numbers[0], numbers[1], out_dtype).reshape(
+        return decode.attend(flat, caches, bounds, scales[0], scales[1], out_dtype).reshape(
             query.shape
         )
 
     axes = [
         "r n t h g d",
-        "e",
+        "e h",
         "i l r n t",
         *(f"r n{i} h s{i} d" for i in range(len(blocks)) for _ in range(2)),
     ]
     whole = tuple({name for names in axes for name in names.split()} - {"r", "h"})
     out = partitioned(run, f"{', '.join(axes)} -> {axes[0]}", {}, whole)(
-        grouped, numbers, limits, *held
+        grouped, scales, limits, *held
     )
     return jnp.where(sum(gaps)[..., None, None] > 0, jnp.nan, out.reshape(query.shape))
 

@@ -109,8 +109,8 @@ def sees(
 def attend(
     query: Float[Array, "b t heads dim"],
     blocks: list[Keys],
-    score_scale: Float[Array, ""] | float,
-    value_scale: Float[Array, ""] | float,
+    score_scale: Float[Array, ...] | float,
+    value_scale: Float[Array, ...] | float,
     out_dtype: jnp.dtype,
 ) -> Float[Array, "b t heads dim"]:
     """softmax(q k * score_scale) v * value_scale over the slots of all blocks together: `attention`
@@ -122,15 +122,12 @@ def attend(
         n, group = b // rows, heads // kv_heads
         # samples that share a block become more queries of one product
         q = query.reshape(rows, n * t, kv_heads, group, dim)
-        s = (
-            jnp.einsum(
-                "rqkgd,rksd->rkgqs",
-                _widen(q),
-                _widen(block.keys),
-                preferred_element_type=jnp.float32,
-            )
-            * score_scale
-        )
+        s = jnp.einsum(
+            "rqkgd,rksd->rkgqs",
+            _widen(q),
+            _widen(block.keys),
+            preferred_element_type=jnp.float32,
+        ) * per_kv_head(score_scale, 3)
         s = jnp.where(block.mask[:, None, None], s, -jnp.inf)
         s = s.reshape(rows, kv_heads, group, n, t, slots).transpose(0, 3, 1, 2, 4, 5)
         scores.append(s.reshape(b, kv_heads, group, t, slots))
@@ -153,7 +150,10 @@ def attend(
         o = jnp.einsum("rkgqs,rksd->rqkgd", w, values, preferred_element_type=jnp.float32)
         out = out + o.reshape(b, t, kv_heads, group, dim)
     # a query that sees nothing has the output 0
-    scale = value_scale / jnp.moveaxis(jnp.where(total == 0, 1.0, total), 3, 1)[..., None]
+    scale = (
+        per_kv_head(value_scale, 2)
+        / jnp.moveaxis(jnp.where(total == 0, 1.0, total), 3, 1)[..., None]
+    )
     return rounded((out * scale).reshape(b, t, heads, dim), out_dtype)
 
 
@@ -161,8 +161,8 @@ def attend_in_chunks(
     query: Float[Array, "b t heads dim"],
     blocks: list[TokenKeys],
     window: Int[Array, ""] | None,
-    score_scale: Float[Array, ""] | float,
-    value_scale: Float[Array, ""] | float,
+    score_scale: Float[Array, ...] | float,
+    value_scale: Float[Array, ...] | float,
     out_dtype: jnp.dtype,
     chunk: int,
     attend: Callable = attend,
@@ -198,6 +198,21 @@ def attend_in_chunks(
     tokens = [jax.tree.map(lambda x: split(x, _NO_QUERY), block.queries) for block in blocks]
     out = lax.map(one, (split(query), tokens))
     return jnp.moveaxis(out, 0, 1).reshape(query.shape[0], count * width, *query.shape[2:])[:, :t]
+
+
+def check_scale(operation: str, scale: Array | float, kv_heads: int) -> None:
+    """Raises ValueError for a scale that is neither a scalar nor [kv_heads]."""
+    if jnp.shape(scale) not in ((), (kv_heads,)):
+        raise ValueError(
+            f"{operation}: a scale has the shape () or ({kv_heads},), one for each KV "
+            f"head, not {jnp.shape(scale)}"
+        )
+
+
+def per_kv_head(scale: Array | float, axes: int) -> Array | float:
+    """A scale [kv_heads] with `axes` axes of length 1 behind it, to multiply [..., kv_heads, *axes]
+    with; a scalar as it is."""
+    return jnp.reshape(scale, (-1, *(1,) * axes)) if jnp.ndim(scale) else scale
 
 
 def _widen(x: Array) -> Array:

@@ -25,7 +25,7 @@ def write_cache(
     slot: Int[Array, " tokens"],
     scales: tuple[Array, Array] | None = None,
     q: Float[Array, "tokens heads head_dim"] | None = None,
-    query_scale: Float[Array, ""] | None = None,
+    query_scale: Float[Array, ...] | None = None,
     *,
     backend: Backend = "auto",
 ) -> tuple[Array, ...]:
@@ -44,12 +44,12 @@ def write_cache(
             2104.09864), computed in float32 and rounded to the dtype of `k`.
         row, slot: int32, where each token goes. A token whose row or slot lies outside of the cache
             is dropped. Two tokens for one place leave either of them.
-        scales: float32 scalars of keys and values (x is about stored * scale); they are data, so a
-            new one compiles nothing.
+        scales: float32 [] or [kv_heads], of keys and values (x is about stored * scale); they are
+            data, so a new one compiles nothing.
         q: queries of the same tokens, rotated in the same kernel; `heads` is a multiple of
             `kv_heads`.
-        query_scale: float32 scalar; with it the queries are divided, clamped and cast to the
-            cache's dtype as well.
+        query_scale: float32 [] or [kv_heads], of the group of queries of each KV head; with it the
+            queries are divided, clamped and cast to the cache's dtype as well.
         backend: implementation; hopper takes head_dim 64, 96 and 128, "auto" is the reference for
             others.
 
@@ -68,7 +68,10 @@ def write_cache(
     from pallas_kernels.cache_write import hopper
 
     numbers = jnp.stack(
-        [jnp.float32(1) if x is None else x for x in (*(scales or (None, None)), query_scale)]
+        [
+            jnp.broadcast_to(jnp.float32(1) if x is None else x, keys.shape[1])
+            for x in (*(scales or (None, None)), query_scale)
+        ]
     )
     kernel = partial(
         hopper.write_cache, scaled=scales is not None, query_scaled=query_scale is not None
@@ -85,7 +88,7 @@ def write_cache(
 
 # On a mesh heads are split, and queries with the keys that they meet. A place is one of the whole
 # cache: where rows are split, the caller's shard_map counts its own.
-OPERANDS, RESULTS = "r h s d, r h s d, t h d, t h d, t f, t f, t, t, z", "r h s d, r h s d"
+OPERANDS, RESULTS = "r h s d, r h s d, t h d, t h d, t f, t f, t, t, z h", "r h s d, r h s d"
 QUERIES, WHOLE = "t h g d", ("r", "s", "d", "t", "f", "z", "g")
 
 
@@ -103,10 +106,10 @@ def _check(keys, values, k, v, cos, sin, row, slot, scales, q, query_scale):
     }
     if q is not None:
         wanted["q"] = (q, (tokens, q.shape[1] // kv_heads * kv_heads, head_dim), k.dtype)
-    for name, number in zip(("key scale", "value scale"), scales or (), strict=bool(scales)):
-        wanted[name] = (number, (), jnp.float32)
-    if query_scale is not None:
-        wanted["query_scale"] = (query_scale, (), jnp.float32)
+    numbers = (*(scales or (None, None)), query_scale)
+    for name, number in zip(("key scale", "value scale", "query_scale"), numbers, strict=True):
+        if number is not None:
+            wanted[name] = (number, (kv_heads,) if number.ndim else (), jnp.float32)
     for name, (given, shape, dtype) in wanted.items():
         if given.shape != shape or given.dtype != dtype:
             raise ValueError(

@@ -22,6 +22,7 @@ def arguments(
     heads: int,
     dtype: jnp.dtype,
     query_scale: bool,
+    by_head: bool = False,
 ) -> tuple:
     """A cache of ones, tokens for places all over it and some for places outside, and scales that
     clamp the largest numbers."""
@@ -39,6 +40,8 @@ def arguments(
     cache = jnp.ones(shape, dtype)
     scales = (jnp.float32(0.006), jnp.float32(0.0071)) if dtype != BF16 else ()
     scales += (jnp.float32(0.0063),) if query_scale else ()
+    if by_head:
+        scales = [scale * (1 + jnp.arange(kv_heads, dtype=F32)) for scale in scales]
     return (
         cache,
         cache,
@@ -89,6 +92,7 @@ def _cast(x, scale, dtype):
     if scale is None:
         return x.astype(np.float32)
     limit = np.float32(jnp.finfo(dtype).max)
+    scale = np.repeat(scale, x.shape[1] // scale.size)[:, None]
     return np.clip(x.astype(np.float32) / scale, -limit, limit).astype(dtype).astype(np.float32)
 
 
@@ -99,6 +103,7 @@ def case(
     heads: int = 0,
     dtype=E4M3,
     query_scale: bool = False,
+    by_head: bool = False,
 ) -> Case:
     kind = {"heads": heads, "dtype": dtype, "query_scale": query_scale}
     moved = (
@@ -108,7 +113,7 @@ def case(
     )
     return Case(
         name=name,
-        arguments=partial(arguments, tokens=tokens, shape=shape, **kind),
+        arguments=partial(arguments, tokens=tokens, shape=shape, by_head=by_head, **kind),
         run=partial(run, **kind),
         expected=partial(expected, **kind),
         # a float32 sum of two products may be rounded once or twice, and tip a number to the
@@ -125,6 +130,8 @@ SMALL = (
     case("bfloat16", 9, (4, 2, 8, 96), 2, BF16),
     case("head-dim-96", 20, (4, 2, 8, 96), 2, query_scale=True),
     case("one-token", 1, (1, 1, 1, 64), 1),
+    case("scales-by-head", 12, (5, 2, 16, 64), 8, query_scale=True, by_head=True),
+    case("scales-by-head-of-pages", 100, (6, 3, 24, 128), 6, query_scale=True, by_head=True),
 )
 
 _MODELS = {model.name: model for model in (QWEN3_8B, QWEN3_30B_A3B)}

@@ -35,7 +35,7 @@ class Part(NamedTuple):
 
 @mosaic.outlined("scaled", "query_scaled")
 def write_cache(keys, values, k, v, cos, sin, row, slot, scales, q=None, *, scaled, query_scaled):
-    """`scales` are three numbers, of keys, values and queries; the flags say whether they are used.
+    """`scales` are [3, kv_heads], of keys, values and queries; the flags say whether they are used.
     q is [tokens, kv_heads, queries of each, head_dim]."""
     tokens = len(k)
     parts = [
@@ -140,15 +140,15 @@ def _launch(given, places, scales, caches, parts):
         mosaic.wait_smem_to_gmem(0, wait_read_only=True)
         staged = buffers[staging(i)]
         for h in range(width):
-            _convert(part, buffers, h, staged, scales)
+            _convert(part, buffers, h, staged, scales, head + h)
         mosaic.commit_smem()
         if i == 2:
             mosaic.copy_smem_to_gmem(staged.at[own], to[i].at[tokens_of, mosaic.ds(head, width)])
         else:
             _scatter(staged, to[i], buffers, mosaic.ds(head, width), jnp.minimum(size, tokens - at))
 
-    def _convert(part, buffers, h, staged, scales):
-        half = dim // 2
+    def _convert(part, buffers, h, staged, scales, head):
+        half, kv_head = dim // 2, lax.div(head, part.heads // parts[0].heads)
         sides = [mosaic.ds(0, half), mosaic.ds(half, half)]
         x = [_strip(buffers["x"].at[h, :, side]) for side in sides]
         if part.turns:
@@ -157,7 +157,9 @@ def _launch(given, places, scales, caches, parts):
         for side, one in zip(sides, x, strict=True):
             one = one.astype(given[0].dtype)
             if part.scale is not None:
-                one = mosaic.saturate(one.astype(jnp.float32) / scales[part.scale], part.dtype)
+                one = mosaic.saturate(
+                    one.astype(jnp.float32) / scales[part.scale, kv_head], part.dtype
+                )
             staged[:, h, side] = one.astype(part.dtype)
 
     def _scatter(staged, cache, buffers, heads, size):

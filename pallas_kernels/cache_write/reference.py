@@ -31,9 +31,12 @@ def rotate(x, cos, sin):
 
 
 def cast(x, scale, dtype):
-    """x / scale, clamped to the range of an FP8 `dtype`; without a scale x in `dtype`."""
+    """x [tokens, heads, head_dim] / scale, [] or [kv_heads], clamped to the range of an FP8
+    `dtype`; without a scale x in `dtype`."""
     if scale is None:
         return rounded(x, dtype)
+    if scale.ndim:
+        scale = jnp.repeat(scale, x.shape[1] // len(scale))[:, None]
     limit = float(jnp.finfo(dtype).max)
     return jnp.clip(x.astype(jnp.float32) / scale, -limit, limit).astype(dtype)
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.attention.reference import check_scale
 from pallas_kernels.backend import Backend, choose, resolve
 from pallas_kernels.decode_attention import reference
 from pallas_kernels.partition import partitioned
@@ -77,8 +78,9 @@ def decode_attention(
         query: after rotation; e4m3 where the keys are.
         caches: one or more, in the order of their positions.
         score_scale: the model's, mostly 1 / sqrt(head_dim).
-        query_scale, key_scale, value_scale: float32 scalars, of quantized queries, keys and values;
-            arrays, so that they may change at each step.
+        query_scale, key_scale, value_scale: float32 [] or [kv_heads], of quantized queries, keys
+            and values; a query's is that of its KV head's group. Arrays, so that they may change at
+            each step.
         window: int32 scalar; a query sees this many positions, its own included; None: all.
         out_dtype: of the result.
         backend: implementation. "auto" takes the reference where the Hopper kernel does not serve
@@ -86,9 +88,10 @@ def decode_attention(
 
     Raises:
         BackendError: a backend asked for by name cannot serve the call.
-        ValueError: shapes that do not belong together, no sequence, or scales that are not scalars.
+        ValueError: shapes that do not belong together, no sequence, or scales neither [] nor
+            [kv_heads].
     """
-    _check(query, caches, query_scale, key_scale, value_scale, window)
+    _check(query, caches, (query_scale, key_scale, value_scale), window)
     score, value = (
         scaled(score_scale, query_scale, key_scale),
         1.0 if value_scale is None else value_scale,
@@ -116,13 +119,14 @@ def by_heads(kernel, query, caches, score, value, window, out_dtype):
         axes += [f"c{i} h t{i} d"] * 2 + [f"r{i}"]
         if cache.pages is not None:
             arrays, axes = [*arrays, cache.pages], [*axes, f"r{i} p{i}"]
-    numbers = jnp.stack([jnp.asarray(x, jnp.float32) for x in (score, value)])
+    kv_heads = caches[0].keys.shape[1]
+    scales = [jnp.broadcast_to(jnp.asarray(x, jnp.float32), kv_heads) for x in (score, value)]
     limits = (
         jnp.zeros(0, jnp.int32) if window is None else jnp.asarray(window, jnp.int32).reshape(1)
     )
 
     def run(grouped, *rest):
-        *rest, numbers, limits = rest
+        *rest, scales, limits = rest
         rest, held = iter(rest), []
         for cache in caches:
             keys, values, lengths = (next(rest) for _ in range(3))
@@ -137,13 +141,13 @@ def by_heads(kernel, query, caches, score, value, window, out_dtype):
             )
         flat = grouped.reshape(len(grouped), -1, grouped.shape[3])
         out = kernel(
-            flat, held, numbers[0], numbers[1], limits[0] if limits.size else None, out_dtype
+            flat, held, scales[0], scales[1], limits[0] if limits.size else None, out_dtype
         )
         return out.reshape(grouped.shape)
 
     whole = tuple({name for names in (*axes, "n w") for name in names.split()} - {"h"})
-    out = partitioned(run, f"{', '.join(axes)}, n, w -> s h g d", {}, whole)(
-        *arrays, numbers, limits
+    out = partitioned(run, f"{', '.join(axes)}, n h, w -> s h g d", {}, whole)(
+        *arrays, jnp.stack(scales), limits
     )
     return out.reshape(query.shape)
 
@@ -154,18 +158,17 @@ def scaled(score_scale: float, query_scale, key_scale):
     return factor if query_scale is None else factor * query_scale
 
 
-def _check(query, caches, *scalars):
+def _check(query, caches, scales, window):
     sequences, heads, head_dim = query.shape
     if not sequences or not caches:
         raise ValueError(
             f"{OPERATION}: {sequences} sequences and {len(caches)} caches; it takes one at least "
             "of each"
         )
-    for scalar in scalars:
-        if scalar is not None and jnp.shape(scalar) != ():
-            raise ValueError(
-                f"{OPERATION}: scales and window are scalars, not of shape {jnp.shape(scalar)}"
-            )
+    for scale in scales:
+        check_scale(OPERATION, 1.0 if scale is None else scale, caches[0].keys.shape[1])
+    if window is not None and jnp.shape(window) != ():
+        raise ValueError(f"{OPERATION}: window is a scalar, not of shape {jnp.shape(window)}")
     for cache in caches:
         shape, (rows,) = cache.keys.shape, cache.lengths.shape
         if cache.values.shape != shape or shape[3] != head_dim or heads % shape[1]:

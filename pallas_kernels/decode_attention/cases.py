@@ -38,6 +38,7 @@ def arguments(
     dtype,
     value_dtype,
     window,
+    by_head=False,
 ):
     keys = iter(jax.random.split(key, 1 + 3 * len(caches)))
     sequences = max(len(cache.lengths) for cache in caches)
@@ -56,7 +57,10 @@ def arguments(
         for row, entry, page in cache.wrong:
             order = order.at[row, entry].set(page)
         out.append(order.astype(jnp.int32))
-    return *out, jnp.asarray(SCALES, jnp.float32), jnp.int32(window)
+    scales = jnp.asarray(SCALES, jnp.float32)
+    if by_head:  # [3, kv_heads]
+        scales = scales[:, None] * (1 + jnp.arange(kv_heads, dtype=jnp.float32))
+    return *out, scales, jnp.int32(window)
 
 
 def expected(query, *rest, caches: tuple[Cache, ...], dtype, value_dtype, windowed) -> np.ndarray:
@@ -76,9 +80,13 @@ def expected(query, *rest, caches: tuple[Cache, ...], dtype, value_dtype, window
             real &= len(real) - 1 - np.arange(len(real)) < window
         for h in range(heads):
             k, v = (x[real, h // (heads // keys.shape[1])] for x in (keys, values))
-            score = k @ query[s, h].astype(np.float64) * dim**-0.5 * query_scale * key_scale
+            of_q, of_k, of_v = (
+                np.broadcast_to(x, keys.shape[1])[h // (heads // keys.shape[1])]
+                for x in (query_scale, key_scale, value_scale)
+            )
+            score = k @ query[s, h].astype(np.float64) * dim**-0.5 * of_q * of_k
             weight = np.exp(score - score.max(initial=-1e30))
-            out[s, h] = weight @ v / max(weight.sum(), 1e-300) * value_scale
+            out[s, h] = weight @ v / max(weight.sum(), 1e-300) * of_v
     return out
 
 
@@ -106,6 +114,7 @@ def case(
     dtype=E4M3,
     value_dtype=None,
     window=0,
+    by_head=False,
 ) -> Case:
     value_dtype = value_dtype or dtype
     options = {"caches": caches, "dtype": dtype, "value_dtype": value_dtype}
@@ -131,7 +140,13 @@ def case(
     return Case(
         name=name,
         arguments=partial(
-            arguments, heads=heads, kv_heads=kv_heads, dim=dim, window=window, **options
+            arguments,
+            heads=heads,
+            kv_heads=kv_heads,
+            dim=dim,
+            window=window,
+            by_head=by_head,
+            **options,
         ),
         run=run,
         expected=partial(expected, windowed=bool(window), **options),
@@ -205,6 +220,7 @@ SMALL = (
         64,
         Cache((200, 9999), 100, 64, 4, ((0, 1, -7), (0, 2, 10**6), (1, 0, 4))),
     ),
+    case("scales-by-head", 8, 4, 64, Cache((200, 63), 208), by_head=True),
     alike("same-bits", Cache((70, 600, 65), 64, 64, 10), 1, E4M3),
     alike("same-bits-bf16", Cache((600, 65), 64, 64, 10), 0, BF16),
 )

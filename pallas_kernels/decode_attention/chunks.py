@@ -47,7 +47,7 @@ def partials(query, keys, values, pages, spans, first, last, scale, *, page, slo
         spans: of the rows, as `spans_of` has them, within the pages.
         first, last: int32 [rows, queries], the first key that each query sees, and the first beyond
             its last; or None.
-        scale: float32 [1], of scores, times log2(e).
+        scale: float32 [kv_heads], of scores, times log2(e).
         page, slots: slots of a page, and of a cache row without its padding.
 
     Returns:

@@ -21,11 +21,12 @@ from pallas_kernels.decode_attention.tiles import (
 
 def consume(at: Sizes, over, memory: Memory, stages, wg, inputs):
     pages, scale, (bounded_below, bounded_above), stats, sums = inputs
-    scale, by_row = scale[0], mosaic.Layout.WGMMA.reduce(1)
+    by_row = mosaic.Layout.WGMMA.reduce(1)
     shape = (ROWS, STEP)
 
     def attend(tile: Tile, count, turn):
         asked, (start, steps) = lax.rem(turn, 2), tile.own(wg)
+        score_scale = scale[tile.head]
         mosaic.barrier_wait(memory.asked.at[asked])
         limits = [
             mosaic.load(limit.at[asked], layout=by_row, optimized=False) for limit in memory.limits
@@ -45,7 +46,7 @@ def consume(at: Sizes, over, memory: Memory, stages, wg, inputs):
                 values[...] = narrow.astype(jnp.float32).astype(values.dtype)
             scores = (
                 _product(memory.queries.at[asked], memory.keys.at[slot].transpose((1, 0)), shape)
-                * scale
+                * score_scale
             )
             key = mosaic.broadcasted_iota(jnp.int32, shape, 1, layout=mosaic.Layout.WGMMA)
             visible = key < seen

@@ -50,10 +50,15 @@ def attend(query, caches, limits, score_scale, value_scale, out_dtype):
     of its row in each cache.
 
     Args:
+        score_scale, value_scale: float32 [] or [kv_heads].
         limits: of each cache, int32 [rows, sequences of a row]: the first key that a query sees,
             and the first beyond its last; None: no such limit but the row's keys.
     """
-    scale = jnp.asarray(score_scale * math.log2(math.e), jnp.float32).reshape(1)
+    kv_heads, heads = caches[0].keys.shape[1], query.shape[1]
+    scale = jnp.asarray(score_scale * math.log2(math.e), jnp.float32)
+    scale = jnp.broadcast_to(scale, kv_heads)
+    if jnp.ndim(value_scale):
+        value_scale = jnp.repeat(value_scale, heads // kv_heads)
     found = None
     for cache, limit in zip(caches, limits, strict=True):
         part = _over(query, cache, limit, scale)

@@ -33,7 +33,8 @@ def operands(b=4, rows=2, t=5, slots=7, dim=16, dtype=jnp.float32):
     return normal(b, t, 4, dim), [shared._replace(mask=shared.mask.at[0, 0].set(False)), own]
 
 
-def test_cudnn_is_asked_for_what_the_reference_computes(monkeypatch):
+@pytest.mark.parametrize("value_scale", [1.5, jnp.asarray([1.5, 0.5])], ids=["one", "by_kv_head"])
+def test_cudnn_is_asked_for_what_the_reference_computes(monkeypatch, value_scale):
     """XLA answers in its place: blocks repeated for the rows that share them, masks, odd lengths,
     queries that see nothing."""
     asked = {}
@@ -50,8 +51,8 @@ def test_cudnn_is_asked_for_what_the_reference_computes(monkeypatch):
     def run(backend, query, *arrays):
         held = [Keys(*arrays[2 * i : 2 * i + 2], block.mask) for i, block in enumerate(blocks)]
         if backend == "hopper":
-            return on_hopper.attention(query, held, 0.3, 1.5, jnp.float32)
-        return attention(query, held, 0.3, 1.5, jnp.float32, backend=backend)
+            return on_hopper.attention(query, held, 0.3, value_scale, jnp.float32)
+        return attention(query, held, 0.3, value_scale, jnp.float32, backend=backend)
 
     weights = jnp.asarray(np.random.default_rng(1).normal(size=query.shape), jnp.float32)
     (got, pull), (wanted, wanted_pull) = (
@@ -192,3 +193,6 @@ def test_bad_shapes_are_one_clear_error():
             attention(query, blocks, 1.0, 1.0, jnp.float32)
     with pytest.raises(ValueError, match="do not fit"):
         attention(query[:3], [shared], 1.0, 1.0, jnp.float32)
+    for scales in ((jnp.ones(4), 1.0), (1.0, jnp.ones(1))):
+        with pytest.raises(ValueError, match=r"attention: a scale has the shape \(\) or \(2,\)"):
+            attention(query, [shared, own], *scales, jnp.float32)

@@ -116,8 +116,8 @@ def change(at, new):
         (change(6, jnp.zeros(5, jnp.int32)), {}, r"row is int32\(5,\), must be int32\(6,\)"),
         (
             inputs(),
-            {"scales": (jnp.ones(2), jnp.float32(1))},
-            r"key scale is float32\(2,\), must be float32\(\)",
+            {"scales": (jnp.ones(3), jnp.float32(1))},
+            r"key scale is float32\(3,\), must be float32\(2,\)",
         ),
         (inputs(), {"scales": None}, "an FP8 cache needs scales"),
         (inputs(dtype=jnp.bfloat16), {}, "no other has them"),

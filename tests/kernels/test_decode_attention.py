@@ -51,7 +51,7 @@ def test_bad_input_is_one_clear_error():
     good, table = KeyValues(keys, keys, lengths), jnp.zeros((4, 2), jnp.int32)
     for caches, scale, message in (
         ((), None, "0 caches"),
-        ((good,), jnp.ones(4), "scalars, not of shape"),
+        ((good,), jnp.ones(4), r"a scale has the shape \(\) or \(2,\)"),
         ((KeyValues(keys, keys[:, :1], lengths),), None, "do not fit"),
         ((KeyValues(keys[..., :32], keys[..., :32], lengths),), None, "do not fit"),
         ((KeyValues(keys[:3], keys[:3], lengths[:3]),), None, "cannot share 3 rows"),
@@ -63,6 +63,8 @@ def test_bad_input_is_one_clear_error():
     ):
         with pytest.raises(ValueError, match=f"decode_attention: .*{message}"):
             decode_attention(query, caches, 1.0, key_scale=scale)
+    with pytest.raises(ValueError, match="window is a scalar"):
+        decode_attention(query, (good,), 1.0, window=jnp.ones(2, jnp.int32))
     with pytest.raises(ValueError, match="0 sequences"):
         decode_attention(query[:0], (good,), 1.0)
 

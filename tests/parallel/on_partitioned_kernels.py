@@ -141,7 +141,8 @@ def cache(mesh) -> tuple[float, list[str], list[list[int]]]:
     heads = P(None, "tensor")
     specs = [heads] * 4 + [P()] * 4 + [heads, P()]
     *arrays, key_scale, value_scale, query_scale = arrays
-    arrays = [*arrays, jnp.stack([key_scale, value_scale, query_scale])]
+    scales = jnp.stack([key_scale, value_scale, query_scale])[:, None]
+    arrays = [*arrays, jnp.broadcast_to(scales, (3, arrays[0].shape[1]))]
 
     def write(keys, values, k, v, cos, sin, row, slot, scales, q):
         queries = q.reshape(len(q), -1, q.shape[-1])
