@@ -21,6 +21,8 @@ FLOORS = (
     "fp8rl_jax/training",
     "fp8rl_jax/rollout",
     "fp8rl_jax/tasks",
+    "fp8rl_jax/weights",
+    "fp8rl_jax/tokenizers",
     "fp8rl_jax/models",
     "fp8rl_jax/rl",
     "fp8rl_jax/precision",
@@ -28,6 +30,7 @@ FLOORS = (
     "fp8rl_jax/caching",
     "fp8rl_jax/config",
     "fp8rl_jax/functions",
+    "fp8rl_jax/json_fields",
     "fp8rl_jax/errors",
     "pallas_kernels",
 )
@@ -37,6 +40,7 @@ FROM_OUTSIDE = {
     "fp8rl_jax/rl": {"jax", "jaxtyping", "numpy"},
     "fp8rl_jax/config": {"tomli_w"},
     "fp8rl_jax/functions": set(),
+    "fp8rl_jax/json_fields": set(),
     "fp8rl_jax/errors": set(),
     "pallas_kernels": {"jax", "jaxtyping", "numpy"},
 }

@@ -16,11 +16,11 @@ from experiments.benchmarks.step import Laps, check_full, make_engine
 from experiments.benchmarks.workloads import Workload, random_prompts
 from fp8rl_jax.config.run import MeshConfig
 from fp8rl_jax.models.policy import Policy
-from fp8rl_jax.models.resolve import resolve_model
 from fp8rl_jax.parallel import batch_sharding, make_mesh, shard_policy, to_global
 from fp8rl_jax.rollout.calibration import calibrate_on_prompts
 from fp8rl_jax.rollout.engine import Prompts
 from fp8rl_jax.rollout.sampling import Sampling
+from fp8rl_jax.weights.resolve import resolve_model
 
 SETTINGS = {
     "rollout": "LocalEngine.generate, temperature 1, whole vocabulary, no stop token",

@@ -13,8 +13,8 @@ from experiments.benchmarks.record import result
 from experiments.benchmarks.rounds import Plan
 from experiments.benchmarks.step import OPTIMIZER, Shared, make_step
 from experiments.benchmarks.workloads import Workload, random_prompts
-from fp8rl_jax.models.config import PolicyConfig
-from fp8rl_jax.models.resolve import resolve_model
+from fp8rl_jax.weights.hf_config import read_policy_config
+from fp8rl_jax.weights.resolve import resolve_model
 
 SETTINGS = {
     "rollout": "Session.rollout; the samples of a prompt share its prefill; two "
@@ -49,7 +49,7 @@ def grpo_step(
 def _settings(workload: Workload) -> dict[str, Any]:
     """What a peer needs to do the same step."""
     directory, shape = resolve_model(workload.model), workload.step
-    config = PolicyConfig.from_directory(directory)
+    config = read_policy_config(directory)
     return {
         **asdict(shape),
         "prompts": random_prompts(shape, config.vocab_size).tokens.tolist(),

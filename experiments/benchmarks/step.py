@@ -14,9 +14,9 @@ from experiments.benchmarks.workloads import Workload, named_recipe, random_prom
 from fp8rl_jax.config.recipe import PrecisionConfig
 from fp8rl_jax.config.run import RolloutConfig, RunConfig
 from fp8rl_jax.config.training import OptimizerConfig, TrainerConfig
-from fp8rl_jax.models.byte_tokenizer import ByteTokenizer
 from fp8rl_jax.parallel import to_host
 from fp8rl_jax.rollout.engine import LocalEngine, Prompts, Rollout
+from fp8rl_jax.tokenizers.byte_tokenizer import ByteTokenizer
 from fp8rl_jax.training.experience import RolloutExperience
 from fp8rl_jax.training.session import Session
 from fp8rl_jax.training.state import TrainState

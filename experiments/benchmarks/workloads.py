@@ -12,10 +12,11 @@ import numpy as np
 
 from fp8rl_jax.config.recipe import RECIPES, PrecisionConfig, Recipe, get_recipe
 from fp8rl_jax.models.config import PolicyConfig
-from fp8rl_jax.models.loading import load_policy
 from fp8rl_jax.models.policy import Policy, init_policy, parameter_count
-from fp8rl_jax.models.resolve import resolve_model
 from fp8rl_jax.rollout.engine import Prompts, pad_prompts
+from fp8rl_jax.weights.hf_config import read_policy_config
+from fp8rl_jax.weights.load import load_policy
+from fp8rl_jax.weights.resolve import resolve_model
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class Workload:
         """For the record."""
         if self.model:
             shape, weights = (
-                PolicyConfig.from_directory(resolve_model(self.model)),
+                read_policy_config(resolve_model(self.model)),
                 f"{self.model}, as fp8rl fetch makes it",
             )
         else:

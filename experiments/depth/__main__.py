@@ -35,10 +35,7 @@ from fp8rl_jax.compare.programs import at_once, one_by_one
 from fp8rl_jax.config.recipe import RECIPES, ForwardFormats, Recipe
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.config import PolicyConfig
-from fp8rl_jax.models.loading import load_policy
 from fp8rl_jax.models.policy import Policy, init_policy, run_of_layers
-from fp8rl_jax.models.resolve import resolve_model
-from fp8rl_jax.models.tokenizer import load_tokenizer
 from fp8rl_jax.models.trained import trainer_policy
 from fp8rl_jax.rl import mismatch_metrics
 from fp8rl_jax.rollout.calibration import calibrate_on_prompts
@@ -46,6 +43,10 @@ from fp8rl_jax.rollout.engine import Prompts, pad_prompts
 from fp8rl_jax.rollout.sampler import generate
 from fp8rl_jax.rollout.sampling import Sampling
 from fp8rl_jax.rollout.served import quantized_policy
+from fp8rl_jax.tokenizers.tokenizer import load_tokenizer
+from fp8rl_jax.weights.hf_config import read_policy_config
+from fp8rl_jax.weights.load import load_policy
+from fp8rl_jax.weights.resolve import resolve_model
 
 MODEL = "smollm2-135m"
 SETS = (
@@ -112,7 +113,7 @@ def prompts() -> Prompts:
     import reasoning_gym
 
     directory = resolve_model(MODEL)
-    tokenizer = load_tokenizer(directory, PolicyConfig.from_directory(directory).vocab_size)
+    tokenizer = load_tokenizer(directory, read_policy_config(directory).vocab_size)
     rows = []
     for name in SETS:
         data = reasoning_gym.create_dataset(name, size=PROMPTS, seed=0)

@@ -32,7 +32,6 @@ from fp8rl_jax.config.rl import CorrectionConfig, RLConfig
 from fp8rl_jax.config.run import MeshConfig
 from fp8rl_jax.config.training import TrainerConfig
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.models.loading import load_policy
 from fp8rl_jax.models.policy import LINEARS
 from fp8rl_jax.parallel import make_mesh
 from fp8rl_jax.rollout.engine import LocalEngine, pad_prompts
@@ -40,6 +39,7 @@ from fp8rl_jax.rollout.sampling import Sampling
 from fp8rl_jax.training.compact import compact
 from fp8rl_jax.training.state import init_state
 from fp8rl_jax.training.step import Batch, StepConfig, update
+from fp8rl_jax.weights.load import load_policy
 
 SETS, PROMPTS, SAMPLES, WIDTH, NEW = 5, 8, 8, 8, 8
 RECIPES_MEASURED = ("bf16", "jet-rl")

@@ -11,12 +11,13 @@ from fp8rl_jax.cli.arguments import LinesArguments
 from fp8rl_jax.config.files import read_recipes
 from fp8rl_jax.config.recipe import Recipe, get_recipe
 from fp8rl_jax.models.config import PolicyConfig
-from fp8rl_jax.models.loading import load_policy
 from fp8rl_jax.models.policy import Policy
-from fp8rl_jax.models.resolve import resolve_model
-from fp8rl_jax.models.tokenizer import Tokenizer, load_tokenizer
 from fp8rl_jax.precision import check_recipe
 from fp8rl_jax.rollout.lines import Line, read_lines
+from fp8rl_jax.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from fp8rl_jax.weights.hf_config import read_policy_config
+from fp8rl_jax.weights.load import load_policy
+from fp8rl_jax.weights.resolve import resolve_model
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,6 @@ def open_model(arguments: LinesArguments) -> OpenModel:
     recipe = get_recipe(arguments.recipe, rows=read_recipes(arguments.recipes))
     check_recipe(recipe)
     directory = resolve_model(arguments.model, report=lambda line: print(line, file=sys.stderr))
-    config = PolicyConfig.from_directory(directory)
+    config = read_policy_config(directory)
     tokenizer = load_tokenizer(directory, config.vocab_size)
     return OpenModel(directory, config, tokenizer, recipe, arguments.compute_dtype)

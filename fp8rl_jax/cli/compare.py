@@ -26,10 +26,10 @@ def run(arguments: Arguments) -> int:
     from fp8rl_jax.compare.text import summary
     from fp8rl_jax.compare.tokens import TEXT, as_recorded, as_tokens, from_file, from_text
     from fp8rl_jax.compare.walk import compare
-    from fp8rl_jax.models.config import PolicyConfig
-    from fp8rl_jax.models.loading import load_policy
-    from fp8rl_jax.models.resolve import resolve_model
-    from fp8rl_jax.models.tokenizer import load_tokenizer
+    from fp8rl_jax.tokenizers.tokenizer import load_tokenizer
+    from fp8rl_jax.weights.hf_config import read_policy_config
+    from fp8rl_jax.weights.load import load_policy
+    from fp8rl_jax.weights.resolve import resolve_model
 
     def report(line: str) -> None:
         print(line, file=sys.stderr)
@@ -37,7 +37,7 @@ def run(arguments: Arguments) -> int:
     if arguments.json:
         check_writable(arguments.json)
     directories = [resolve_model(spec.model, report) for spec in specs]
-    configs = [PolicyConfig.from_directory(directory) for directory in directories]
+    configs = [read_policy_config(directory) for directory in directories]
     check_alike(configs, directories)
     tokenizer = load_tokenizer(directories[0], configs[0].vocab_size)
     if arguments.input:

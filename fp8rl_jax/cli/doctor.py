@@ -135,15 +135,15 @@ def _linears(recipe, model: str, faults: list[str]) -> list[str]:
 
     from fp8rl_jax.config.run import InitConfig
     from fp8rl_jax.errors import UserError
-    from fp8rl_jax.models.config import PolicyConfig
-    from fp8rl_jax.models.loading import byte_policy_config
     from fp8rl_jax.models.policy import linear_names, parameter_count
-    from fp8rl_jax.models.resolve import resolve_model
     from fp8rl_jax.precision import quantized_layers, why_in_compute
+    from fp8rl_jax.weights.hf_config import read_policy_config
+    from fp8rl_jax.weights.load import byte_policy_config
+    from fp8rl_jax.weights.resolve import resolve_model
 
     try:
         if model:
-            config = PolicyConfig.from_directory(
+            config = read_policy_config(
                 resolve_model(model, report=lambda line: print(line, file=sys.stderr))
             )
         else:

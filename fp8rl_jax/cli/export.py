@@ -18,10 +18,9 @@ def run(arguments: Arguments) -> None:
 
     from fp8rl_jax.cli.start import start_jax
     from fp8rl_jax.errors import UserError
-    from fp8rl_jax.models.block_fp8 import unaligned_linears
-    from fp8rl_jax.models.export import export_policy
-    from fp8rl_jax.models.load import listing, load_policy_arrays
-    from fp8rl_jax.models.resolve import resolve_model
+    from fp8rl_jax.weights.block_fp8 import unaligned_linears
+    from fp8rl_jax.weights.hf_directory import export_policy, listing, load_policy_arrays
+    from fp8rl_jax.weights.resolve import resolve_model
 
     def report(line: str) -> None:
         print(line, file=sys.stderr)

@@ -21,6 +21,6 @@ def run(arguments: Arguments) -> None:
     """Prints the directory on standard output, and progress on standard error."""
     import sys
 
-    from fp8rl_jax.models.fetch import fetch
+    from fp8rl_jax.weights.resolve import fetch
 
     print(fetch(arguments.name, report=lambda line: print(line, file=sys.stderr)))

@@ -29,7 +29,7 @@ from jaxtyping import Float32
 from fp8rl_jax.compare.probe import Tokens
 from fp8rl_jax.compare.results import Comparison, OperationResult
 from fp8rl_jax.compare.statistics import logprob_differences
-from fp8rl_jax.models.tokenizer import Tokenizer
+from fp8rl_jax.tokenizers.tokenizer import Tokenizer
 
 KIND = "fp8rl compare"
 

@@ -19,9 +19,8 @@ from fp8rl_jax.config.recipe import LinearFormats, Recipe
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.arithmetic import arithmetic
 from fp8rl_jax.models.cache import KVCache, KVScales
-from fp8rl_jax.models.config import PolicyConfig
+from fp8rl_jax.models.config import PolicyConfig, stack_of
 from fp8rl_jax.models.forward import embed, layer_inputs
-from fp8rl_jax.models.hf_names import stack_of
 from fp8rl_jax.models.logprobs import token_logprobs
 from fp8rl_jax.models.policy import Policy, unstack
 from fp8rl_jax.models.trained import trainer_policy

@@ -11,8 +11,8 @@ from jaxtyping import Float32
 
 from fp8rl_jax.compare.probe import Tokens
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.models.tokenizer import Tokenizer
 from fp8rl_jax.rollout.lines import Line, read_lines
+from fp8rl_jax.tokenizers.tokenizer import Tokenizer
 
 TEXT = """Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May. How many clips did she
 sell altogether in April and May? In May she sold 48 / 2 = 24 clips. Together that makes 48 + 24 = 72 clips, so the answer is 72.

@@ -5,13 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from pathlib import Path
-from typing import Any
 
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.models.experts_config import ExpertsConfig, check_count
-from fp8rl_jax.models.hf_json import read_json
-from fp8rl_jax.models.rope_scaling import LinearRopeScaling, Llama3RopeScaling
 
 HF_CLASS = {
     "llama": "LlamaForCausalLM",
@@ -29,6 +24,96 @@ DEFAULT_RMS_NORM_EPS = 1e-6
 
 _UNLIMITED = 2**31 - 1  # a window that no position reaches
 _LARGEST_SIZE = 2**31 - 1
+_LARGEST_COUNT = 10_000  # of layers and of experts
+
+# tensors of layers without and with experts
+DENSE = ("gate_proj", "up_proj", "down_proj")
+SPARSE = ("router", "experts.gate_proj", "experts.up_proj", "experts.down_proj")
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearRopeScaling:
+    """Position interpolation, `rope_type: "linear"`: every wavelength is stretched by `factor`
+    (arXiv 2306.15595)."""
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        if self.factor < 1:
+            raise UserError(f"rope_scaling.factor must be at least 1, got {self.factor}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Llama3RopeScaling:
+    """Llama 3.1's rescaling of the rotary frequencies, `rope_type: "llama3"` (arXiv:2407.21783,
+    section 3.1).
+
+    Wavelengths above `original_max_position_embeddings / low_freq_factor` are stretched by
+    `factor`, those below `original_max_position_embeddings / high_freq_factor` are kept, those
+    between are interpolated.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+    def __post_init__(self) -> None:
+        if (
+            self.factor < 1
+            or self.low_freq_factor <= 0
+            or self.original_max_position_embeddings <= 0
+        ):
+            raise UserError(
+                "rope_scaling must have factor >= 1 and positive frequencies and positions, got "
+                f"{self}"
+            )
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise UserError(
+                f"rope_scaling.high_freq_factor ({self.high_freq_factor}) must be above "
+                f"low_freq_factor ({self.low_freq_factor})"
+            )
+
+
+def check_count(key: str, count: int) -> None:
+    """Refuses a number of layers or experts that no model has: a damaged one must not become a loop
+    of that length.
+
+    Raises:
+        UserError: naming the key.
+    """
+    if count > _LARGEST_COUNT:
+        raise UserError(f"{key} must be at most {_LARGEST_COUNT}, got {count}")
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertsConfig:
+    """A mixture of experts in place of the feed-forward layer (arXiv 1701.06538), of which each
+    token uses a few.
+
+    Attributes:
+        count: experts in a layer.
+        per_token: experts that a token uses: those that the router's softmax puts first.
+        intermediate_size: feed-forward width of one expert.
+        normalize: the weights of a token's experts are divided by their sum (`norm_topk_prob`).
+        dense_layers: layers that keep a feed-forward layer of the policy's `intermediate_size`.
+    """
+
+    count: int
+    per_token: int
+    intermediate_size: int
+    normalize: bool
+    dense_layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.intermediate_size < 1:
+            raise UserError(f"moe_intermediate_size must be positive, got {self.intermediate_size}")
+        check_count("num_experts", self.count)
+        if not 1 <= self.per_token <= self.count:
+            raise UserError(
+                f"num_experts_per_tok ({self.per_token}) must be from 1 to num_experts "
+                f"({self.count})"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,52 +317,59 @@ class PolicyConfig:
             for i in range(self.num_layers)
         )
 
-    @classmethod
-    def from_directory(cls, directory: str | Path) -> PolicyConfig:
-        """Reads `config.json`, and `generation_config.json` where there is one, of a Hugging Face
-        directory.
 
-        Raises:
-            UserError: a missing or malformed file, or whatever `from_hf` refuses.
-        """
-        path = Path(directory) / "config.json"
-        if not path.is_file():
-            raise UserError(
-                f"{path}: not found; a Hugging Face model directory needs a config.json"
-            )
-        generation = Path(directory) / "generation_config.json"
-        return cls.from_hf(
-            read_json(path), path, read_json(generation) if generation.is_file() else None
-        )
+def stack_of(config: PolicyConfig, name: str) -> tuple[int, ...]:
+    """The layers that have the tensor `name` ("q_proj", "experts.up_proj"), in the order of its
+    stack."""
+    if name in SPARSE:
+        return config.sparse_layers
+    return config.dense_layers if name in DENSE else tuple(range(config.num_layers))
 
-    @classmethod
-    def from_hf(
-        cls,
-        config: dict[str, Any],
-        source: str | Path,
-        generation_config: dict[str, Any] | None = None,
-    ) -> PolicyConfig:
-        """Reads a parsed config.json, in the spelling of transformers 4 or 5.
 
-        Args:
-            config: the parsed config.json.
-            source: the file that it came from, for error messages.
-            generation_config: the parsed generation_config.json; its end-of-sequence tokens are
-                added to config's.
+def parameter_shapes(config: PolicyConfig) -> dict[str, tuple[int, ...]]:
+    """The policy's parameters: dotted path to shape, layers stacked; no `lm_head.weight` when it is
+    tied."""
+    hidden = config.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (config.vocab_size, hidden)}
+    for name, shape in _layer_shapes(config).items():
+        if layers := stack_of(config, name):
+            shapes[f"layers.{name}.weight"] = (len(layers), *shape)
+    shapes["norm.weight"] = (hidden,)
+    if not config.tie_word_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    return shapes
 
-        Raises:
-            UserError: naming `source` and the key that is missing, malformed, or not implemented.
-        """
-        from fp8rl_jax.models.hf_config import parse  # which makes PolicyConfigs
 
-        try:
-            return parse(config, generation_config or {})
-        except UserError as error:
-            raise UserError(f"{source}: {error}") from None
-
-    def to_hf(self, dtype: str = "bfloat16") -> dict[str, Any]:
-        """The dictionary of a config.json that transformers 4 and 5 both read; `dtype` names the
-        weights' dtype."""
-        from fp8rl_jax.models.hf_config import unparse
-
-        return unparse(self, dtype)
+def _layer_shapes(config: PolicyConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor that a layer of this architecture may have."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    shapes: dict[str, tuple[int, ...]] = {
+        "q_proj": (config.q_size, hidden),
+        "k_proj": (config.kv_size, hidden),
+        "v_proj": (config.kv_size, hidden),
+        "o_proj": (hidden, config.q_size),
+        "gate_proj": (inner, hidden),
+        "up_proj": (inner, hidden),
+        "down_proj": (hidden, inner),
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+    }
+    if config.qkv_bias:
+        shapes |= {
+            "q_bias": (config.q_size,),
+            "k_bias": (config.kv_size,),
+            "v_bias": (config.kv_size,),
+        }
+    if config.post_norms:
+        shapes |= {"pre_feedforward_layernorm": (hidden,), "post_feedforward_layernorm": (hidden,)}
+    if config.qk_norm:
+        shapes |= {"q_norm": (config.head_dim,), "k_norm": (config.head_dim,)}
+    if config.experts is not None:
+        count, inner = config.experts.count, config.experts.intermediate_size
+        shapes |= {
+            "router": (count, hidden),
+            "experts.gate_proj": (count, inner, hidden),
+            "experts.up_proj": (count, inner, hidden),
+            "experts.down_proj": (count, hidden, inner),
+        }
+    return shapes

@@ -19,8 +19,7 @@ from jaxtyping import Array, Key
 
 from fp8rl_jax.config.lora import LoraConfig
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.models.config import PolicyConfig
-from fp8rl_jax.models.hf_names import stack_of
+from fp8rl_jax.models.config import PolicyConfig, stack_of
 from fp8rl_jax.models.policy import (
     Layer,
     Policy,

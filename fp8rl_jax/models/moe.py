@@ -29,7 +29,7 @@ from jaxtyping import Array, Float, Int
 
 from fp8rl_jax.config.formats import TensorFormat
 from fp8rl_jax.models.arithmetic import PLAIN, Arithmetic
-from fp8rl_jax.models.experts_config import ExpertsConfig
+from fp8rl_jax.models.config import ExpertsConfig
 from fp8rl_jax.models.policy import Experts, Layer
 from fp8rl_jax.parallel import DEFAULT_RULES
 from fp8rl_jax.precision import grouped_linear, quantize_input

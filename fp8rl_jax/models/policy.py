@@ -25,8 +25,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Key
 
-from fp8rl_jax.models.config import PolicyConfig
-from fp8rl_jax.models.hf_names import DENSE, SPARSE, parameter_shapes, stack_of
+from fp8rl_jax.models.config import DENSE, SPARSE, PolicyConfig, parameter_shapes, stack_of
 from fp8rl_jax.precision import Compute, is_quantized
 from pallas_kernels.rounding import rounded
 

@@ -8,8 +8,7 @@ import math
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from fp8rl_jax.models.config import PolicyConfig
-from fp8rl_jax.models.rope_scaling import LinearRopeScaling
+from fp8rl_jax.models.config import LinearRopeScaling, PolicyConfig
 from pallas_kernels.rounding import rounded
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from fp8rl_jax.config.recipe import Recipe
-from fp8rl_jax.models.hf_names import stack_of
+from fp8rl_jax.models.config import stack_of
 from fp8rl_jax.models.lora import Adapted
 from fp8rl_jax.models.policy import (
     EXPERT_LINEARS,

@@ -13,8 +13,8 @@ import numpy as np
 from jaxtyping import Float32
 
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.models.tokenizer import Tokenizer
 from fp8rl_jax.rollout.phrases import Phrases, compile_phrases, dead_end
+from fp8rl_jax.tokenizers.tokenizer import Tokenizer
 
 
 class Constraints(NamedTuple):

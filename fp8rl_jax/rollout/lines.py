@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.models.tokenizer import Tokenizer
+from fp8rl_jax.tokenizers.tokenizer import Tokenizer
 
 _LISTED = 20  # faults shown before the rest is counted
 

@@ -10,8 +10,7 @@ from jaxtyping import Array, Bool, Float
 
 from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.models.cache import KVScales
-from fp8rl_jax.models.config import PolicyConfig
-from fp8rl_jax.models.hf_names import stack_of
+from fp8rl_jax.models.config import PolicyConfig, stack_of
 from fp8rl_jax.models.lora import Adapters, unstack_adapters
 from fp8rl_jax.models.policy import Layer, Policy, Weight, cast, in_runs, unstack, with_layers
 from fp8rl_jax.models.trained import quantized_tensors

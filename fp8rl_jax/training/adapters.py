@@ -20,12 +20,12 @@ from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.lora import init_adapters, join, split
-from fp8rl_jax.models.peft_format import load_adapters
 from fp8rl_jax.models.policy import Policy, cast
 from fp8rl_jax.parallel import to_host
 from fp8rl_jax.precision import describe
 from fp8rl_jax.rollout.served import quantized_policy
 from fp8rl_jax.training.state import TrainState
+from fp8rl_jax.weights.peft_format import load_adapters
 
 
 def adapt(policy: Policy, config: RunConfig, recipe: Recipe) -> Policy:

@@ -45,11 +45,8 @@ from fp8rl_jax.config.settings import with_settings
 from fp8rl_jax.config.training import CheckpointConfig, OptimizerConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.cache import KVScales
-from fp8rl_jax.models.loading import save_policy
 from fp8rl_jax.models.lora import merge, split
-from fp8rl_jax.models.peft_format import save_adapters
 from fp8rl_jax.models.policy import Policy
-from fp8rl_jax.models.tokenizer import Tokenizer
 from fp8rl_jax.models.trained import trainer_policy
 from fp8rl_jax.parallel import (
     batch_sharding,
@@ -77,6 +74,7 @@ from fp8rl_jax.tasks.dataset import Example
 from fp8rl_jax.tasks.episodes import Episode
 from fp8rl_jax.tasks.scores import Scores
 from fp8rl_jax.tasks.workers import RewardPool
+from fp8rl_jax.tokenizers.tokenizer import Tokenizer
 from fp8rl_jax.training.adapters import adapt, restored, to_save
 from fp8rl_jax.training.checkpoint import Checkpoints
 from fp8rl_jax.training.experience import (
@@ -93,6 +91,8 @@ from fp8rl_jax.training.play import play
 from fp8rl_jax.training.prompts import PromptEncoder
 from fp8rl_jax.training.state import TrainState, sharded_state
 from fp8rl_jax.training.step import Batch, StepConfig, score, supervised_update
+from fp8rl_jax.weights.load import save_policy
+from fp8rl_jax.weights.peft_format import save_adapters
 from pallas_kernels.matmul import selected_backend
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]] | Example

@@ -22,13 +22,9 @@ from fp8rl_jax.config.rl import check_sampling
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.config.schema import validate
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.models.byte_tokenizer import ByteTokenizer
 from fp8rl_jax.models.config import PolicyConfig
-from fp8rl_jax.models.loading import byte_policy_config, load
 from fp8rl_jax.models.lora import split
 from fp8rl_jax.models.policy import Policy, init_policy, linear_names, parameter_count
-from fp8rl_jax.models.resolve import resolve_model
-from fp8rl_jax.models.tokenizer import Tokenizer
 from fp8rl_jax.parallel import check_batch, initialize, make_mesh
 from fp8rl_jax.precision import check_recipe, quantized_layers
 from fp8rl_jax.rl import check_functions
@@ -42,9 +38,14 @@ from fp8rl_jax.tasks.python_objects import (
     pack,
 )
 from fp8rl_jax.tasks.workers import RewardPool
+from fp8rl_jax.tokenizers.byte_tokenizer import ByteTokenizer
+from fp8rl_jax.tokenizers.tokenizer import Tokenizer
 from fp8rl_jax.training.fitting import check_fits, report
 from fp8rl_jax.training.prompts import PromptEncoder
 from fp8rl_jax.training.session import Session
+from fp8rl_jax.weights.hf_config import read_policy_config
+from fp8rl_jax.weights.load import byte_policy_config, load
+from fp8rl_jax.weights.resolve import resolve_model
 
 _log = logging.getLogger("fp8rl")
 
@@ -182,7 +183,7 @@ def model_shape(config: RunConfig) -> PolicyConfig:
     """The policy's shape; of its files only config.json is read."""
     if not config.model.path:
         return byte_policy_config(config.model.init)
-    return PolicyConfig.from_directory(resolve_model(config.model.path, report=_log.info))
+    return read_policy_config(resolve_model(config.model.path, report=_log.info))
 
 
 def load_model(config: RunConfig) -> tuple[Policy, Tokenizer]:

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from fp8rl_jax.cli import main as cli
-from fp8rl_jax.models.byte_tokenizer import ByteTokenizer
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.forward import forward
-from fp8rl_jax.models.loading import load_policy, save_policy
 from fp8rl_jax.models.policy import init_policy
+from fp8rl_jax.tokenizers.byte_tokenizer import ByteTokenizer
+from fp8rl_jax.weights.load import load_policy, save_policy
 
 CONFIG = PolicyConfig(
     architecture="llama",

@@ -19,7 +19,7 @@ from fp8rl_jax.cli.arguments import GenerateArguments
 from fp8rl_jax.cli.chat import Chat
 from fp8rl_jax.cli.generate import make_sampling
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.models.byte_tokenizer import ByteTokenizer
+from fp8rl_jax.tokenizers.byte_tokenizer import ByteTokenizer
 
 FLAGS = ("--compute-dtype", "float32", "--max-new-tokens", "12", "--temperature", "1")
 TEMPLATE = (

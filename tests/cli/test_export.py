@@ -1,20 +1,16 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
 from offline_models import make_model
+from tiny_models import gguf_tensors, write_gguf
 
 from fp8rl_jax.cli import main as cli
-from fp8rl_jax.models.load import flatten, load_policy_arrays
-from fp8rl_jax.models.tokenizer import load_tokenizer
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "models"))
-from tiny_models import gguf_tensors, write_gguf  # noqa: E402
+from fp8rl_jax.tokenizers.tokenizer import load_tokenizer
+from fp8rl_jax.weights.hf_directory import flatten, load_policy_arrays
 
 
 @pytest.fixture(scope="module")

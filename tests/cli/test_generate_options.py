@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from offline_models import call, full_logits, log_softmax, make_model, random_rows, refusal
 
-from fp8rl_jax.models.byte_tokenizer import ByteTokenizer
+from fp8rl_jax.tokenizers.byte_tokenizer import ByteTokenizer
 
 FLAGS = ("--compute-dtype", "float32", "--max-new-tokens", "12")
 SAMPLED = (*FLAGS, "--temperature", "1")

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from offline_models import call, full_logits, log_softmax, make_model, random_rows, refusal
 
-from fp8rl_jax.models.byte_tokenizer import ByteTokenizer
 from fp8rl_jax.rollout.offline import batches
+from fp8rl_jax.tokenizers.byte_tokenizer import ByteTokenizer
 
 FLOAT32 = ("--compute-dtype", "float32")
 

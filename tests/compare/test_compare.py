@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models.tiny_models import LLAMA, MOE
 from precision.numpy_fp8 import restored
+from tiny_models import LLAMA, MOE
 
 from fp8rl_jax.compare.results import Comparison
 from fp8rl_jax.compare.side import Side, check_alike

@@ -9,7 +9,7 @@ import pytest
 
 from fp8rl_jax.compare.tokens import TEXT, Row, as_recorded, as_tokens, from_file, from_text, halves
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.models.byte_tokenizer import ByteTokenizer
+from fp8rl_jax.tokenizers.byte_tokenizer import ByteTokenizer
 
 VOCAB = ByteTokenizer.vocab_size
 

@@ -11,8 +11,7 @@ import numpy as np
 
 from fp8rl_jax.config.recipe import get_recipe
 from fp8rl_jax.config.run import MeshConfig
-from fp8rl_jax.models.config import PolicyConfig
-from fp8rl_jax.models.experts_config import ExpertsConfig
+from fp8rl_jax.models.config import ExpertsConfig, PolicyConfig
 from fp8rl_jax.models.forward import forward
 from fp8rl_jax.models.policy import init_policy
 from fp8rl_jax.parallel import (

@@ -24,6 +24,7 @@ from fp8rl_jax.rollout.calibration import calibrate_on_prompts
 from fp8rl_jax.rollout.engine import LocalEngine, pad_prompts
 from fp8rl_jax.rollout.sampling import Sampling
 from fp8rl_jax.training.step import Batch, StepConfig, score
+from fp8rl_jax.weights.hf_config import config_json, parse_config
 
 # Logits of Gemma3ForCausalLM in float64 with the weights reference.random_weights(GEMMA), for the
 # first 8 tokens of the vocabulary behind tokens 5 and 12. transformers 4.57.3 and 5.23.0 with torch
@@ -68,7 +69,7 @@ KINDS = {
 
 
 def parse(**changes) -> PolicyConfig:
-    return PolicyConfig.from_hf(SAVED | TYPES | ROPE_4 | changes, "config.json")
+    return parse_config(SAVED | TYPES | ROPE_4 | changes, "config.json")
 
 
 def test_logits_are_those_of_transformers():
@@ -119,12 +120,12 @@ def test_fresh_norms_multiply_by_one():
     ids=["transformers 4", "transformers 5", "first release", "mixed"],
 )
 def test_every_spelling_is_the_same_model(spelling):
-    assert PolicyConfig.from_hf(SAVED | spelling, "config.json") == GEMMA
+    assert parse_config(SAVED | spelling, "config.json") == GEMMA
 
 
 def test_defaults_are_those_of_transformers():
     kept = ("model_type", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
-    config = PolicyConfig.from_hf(
+    config = parse_config(
         {key: SAVED[key] for key in kept} | {"num_hidden_layers": 14}, "config.json"
     )
     assert (
@@ -154,8 +155,8 @@ def test_defaults_are_those_of_transformers():
     ],
     ids=["gemma3", "irregular", "windows_only", "no_window"],
 )
-def test_to_hf_round_trips_through_json(config):
-    assert PolicyConfig.from_hf(json.loads(json.dumps(config.to_hf())), "config.json") == config
+def test_config_json_round_trips(config):
+    assert parse_config(json.loads(json.dumps(config_json(config))), "config.json") == config
 
 
 def test_what_is_no_gemma_has_none_of_it():
@@ -247,10 +248,10 @@ def test_no_value_of_a_key_does_more_than_a_user_error():
 
 
 def test_linear_scaling_is_not_for_gemma_alone():
-    config = PolicyConfig.from_hf(QWEN3.to_hf() | {"rope_scaling": LINEAR}, "config.json")
+    config = parse_config(config_json(QWEN3) | {"rope_scaling": LINEAR}, "config.json")
     assert (
         config.rope_scaling == LinearRopeScaling(8.0)
-        and PolicyConfig.from_hf(config.to_hf(), "config.json") == config
+        and parse_config(config_json(config), "config.json") == config
     )
 
 

@@ -17,9 +17,8 @@ from tiny_models import MOE, QWEN3
 from fp8rl_jax.config.recipe import PrecisionConfig, get_recipe
 from fp8rl_jax.config.rl import RLConfig
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.models.experts_config import ExpertsConfig
+from fp8rl_jax.models.config import ExpertsConfig
 from fp8rl_jax.models.forward import forward
-from fp8rl_jax.models.loading import load_policy, save_policy
 from fp8rl_jax.models.moe import choose, mixture, route_dtype
 from fp8rl_jax.models.policy import (
     EXPERT_LINEARS,
@@ -49,6 +48,7 @@ from fp8rl_jax.rollout.sampling import Sampling
 from fp8rl_jax.rollout.served import quantized_policy
 from fp8rl_jax.training.state import decay_mask
 from fp8rl_jax.training.step import Batch, StepConfig, score
+from fp8rl_jax.weights.load import load_policy, save_policy
 
 
 def test_choice_and_weights():

@@ -14,8 +14,7 @@ from fp8rl_jax.config.lora import LoraConfig
 from fp8rl_jax.config.recipe import get_recipe
 from fp8rl_jax.config.run import MeshConfig
 from fp8rl_jax.config.training import OptimizerConfig
-from fp8rl_jax.models.config import PolicyConfig
-from fp8rl_jax.models.experts_config import ExpertsConfig
+from fp8rl_jax.models.config import ExpertsConfig, PolicyConfig
 from fp8rl_jax.models.forward import forward
 from fp8rl_jax.models.lora import build_adapters, join, split
 from fp8rl_jax.models.policy import init_policy

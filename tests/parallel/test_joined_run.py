@@ -10,7 +10,7 @@ import pytest
 from parallel.helpers import run_processes
 from tiny_run import LEARNS, measured, write_run
 
-from fp8rl_jax.models.loading import load_policy
+from fp8rl_jax.weights.load import load_policy
 
 RUN = {
     "trainer": {"steps": 3},

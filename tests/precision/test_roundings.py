@@ -20,8 +20,7 @@ from fp8rl_jax.cli.main import main
 from fp8rl_jax.config.recipe import RECIPES, PrecisionConfig, get_recipe
 from fp8rl_jax.config.rl import RLConfig
 from fp8rl_jax.models.arithmetic import PLAIN
-from fp8rl_jax.models.experts_config import ExpertsConfig
-from fp8rl_jax.models.loading import load_policy
+from fp8rl_jax.models.config import ExpertsConfig
 from fp8rl_jax.models.policy import init_policy
 from fp8rl_jax.precision import quantize_weight
 from fp8rl_jax.rollout.calibration import calibrate_on_prompts, observe_qkv, observe_served
@@ -30,6 +29,7 @@ from fp8rl_jax.rollout.sampler import generate
 from fp8rl_jax.rollout.sampling import Sampling
 from fp8rl_jax.rollout.served import quantized_policy
 from fp8rl_jax.training.step import Batch, StepConfig, score
+from fp8rl_jax.weights.load import load_policy
 from pallas_kernels.rounding import rounded
 
 DEMO = Path(__file__).parents[2] / "experiments" / "runs" / "demo.toml"

@@ -21,10 +21,10 @@ from rollout.tiny import (
 )
 
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.models.byte_tokenizer import ByteTokenizer
 from fp8rl_jax.rollout.constraints import make_constraints
 from fp8rl_jax.rollout.sampler import generate
 from fp8rl_jax.rollout.sampling import Sampling, draw
+from fp8rl_jax.tokenizers.byte_tokenizer import ByteTokenizer
 
 KEY = jax.random.key(42)
 TEMPERATURE = 1.3

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.models.byte_tokenizer import ByteTokenizer
 from fp8rl_jax.rollout.lines import read_lines, write_lines
+from fp8rl_jax.tokenizers.byte_tokenizer import ByteTokenizer
 
 VOCAB, LIMIT = 300, 12
 

@@ -18,7 +18,6 @@ from fp8rl_jax.config.rewards import RewardConfig
 from fp8rl_jax.config.rl import CorrectionConfig, RLConfig
 from fp8rl_jax.config.tasks import TaskConfig
 from fp8rl_jax.config.training import OptimizerConfig
-from fp8rl_jax.models.byte_tokenizer import ByteTokenizer
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.policy import init_policy
 from fp8rl_jax.rollout.engine import LocalEngine
@@ -26,6 +25,7 @@ from fp8rl_jax.rollout.sampling import Sampling
 from fp8rl_jax.tasks.dataset import load_splits
 from fp8rl_jax.tasks.episodes import Episode, pad_rows
 from fp8rl_jax.tasks.workers import RewardPool
+from fp8rl_jax.tokenizers.byte_tokenizer import ByteTokenizer
 from fp8rl_jax.training.experience import EpisodeExperience, episode_rows
 from fp8rl_jax.training.performance import Clock
 from fp8rl_jax.training.play import play

@@ -11,12 +11,11 @@ import pytest
 from tiny_run import EVEN_LETTERS, metric_rows, train, write_run
 
 from fp8rl_jax.config.recipe import RECIPES
-from fp8rl_jax.models.byte_tokenizer import ByteTokenizer
-from fp8rl_jax.models.config import PolicyConfig
-from fp8rl_jax.models.experts_config import ExpertsConfig
-from fp8rl_jax.models.loading import load_policy, save_policy
+from fp8rl_jax.models.config import ExpertsConfig, PolicyConfig
 from fp8rl_jax.models.policy import init_policy
-from fp8rl_jax.models.tokenizer import load_tokenizer
+from fp8rl_jax.tokenizers.byte_tokenizer import ByteTokenizer
+from fp8rl_jax.tokenizers.tokenizer import load_tokenizer
+from fp8rl_jax.weights.load import load_policy, save_policy
 
 DENSE = PolicyConfig(
     architecture="qwen3",

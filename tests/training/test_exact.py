@@ -16,7 +16,7 @@ from fp8rl_jax import rl
 from fp8rl_jax.config.recipe import PrecisionConfig, get_recipe
 from fp8rl_jax.config.rl import CorrectionConfig, RLConfig
 from fp8rl_jax.config.training import OptimizerConfig
-from fp8rl_jax.models.experts_config import ExpertsConfig
+from fp8rl_jax.models.config import ExpertsConfig
 from fp8rl_jax.models.policy import init_policy
 from fp8rl_jax.rollout.engine import LocalEngine, Prompts
 from fp8rl_jax.rollout.sampling import Sampling

@@ -16,9 +16,9 @@ from fp8rl_jax.cli.main import main
 from fp8rl_jax.config.lora import LoraConfig
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.models.lora import merge, split
-from fp8rl_jax.models.peft_format import load_adapters
-from fp8rl_jax.models.safetensors_io import read_safetensors
 from fp8rl_jax.training.setup import build
+from fp8rl_jax.weights.peft_format import load_adapters
+from fp8rl_jax.weights.safetensors_io import read_safetensors
 
 RUN = {
     "lora": {"rank": 8},

@@ -23,8 +23,7 @@ from fp8rl_jax.config.recipe import RECIPES
 from fp8rl_jax.config.rl import CorrectionConfig, RLConfig
 from fp8rl_jax.config.training import OptimizerConfig
 from fp8rl_jax.models.cache import KVScales
-from fp8rl_jax.models.config import PolicyConfig
-from fp8rl_jax.models.experts_config import ExpertsConfig
+from fp8rl_jax.models.config import ExpertsConfig, PolicyConfig
 from fp8rl_jax.models.policy import init_policy
 from fp8rl_jax.rollout.calibration import observe_qkv
 from fp8rl_jax.rollout.sampler import generate

@@ -17,8 +17,7 @@ from fp8rl_jax.config.recipe import get_recipe
 from fp8rl_jax.config.rl import CorrectionConfig, RLConfig
 from fp8rl_jax.config.run import MeshConfig
 from fp8rl_jax.config.training import OptimizerConfig, TrainerConfig
-from fp8rl_jax.models.config import PolicyConfig
-from fp8rl_jax.models.experts_config import ExpertsConfig
+from fp8rl_jax.models.config import ExpertsConfig, PolicyConfig
 from fp8rl_jax.models.policy import init_policy
 from fp8rl_jax.parallel import make_mesh
 from fp8rl_jax.training.compact import compact, cut, of_width, widen

@@ -8,8 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from fp8rl_jax.models.config import PolicyConfig
-from fp8rl_jax.models.experts_config import ExpertsConfig
+from fp8rl_jax.models.config import ExpertsConfig, PolicyConfig
 from fp8rl_jax.training import performance
 from fp8rl_jax.training.performance import Clock, peak_flops, update_flops
 

@@ -28,9 +28,10 @@ from fp8rl_jax.training.fitting import what_fits
 from fp8rl_jax.training.plan import PHASES, memory_plan, mesh_sizes
 from fp8rl_jax.training.state import init_state, make_optimizer
 from fp8rl_jax.training.step import Batch, StepConfig, _update
+from fp8rl_jax.weights.hf_config import read_policy_config
 
 RUNS = Path(__file__).parents[2] / "experiments"
-QWEN3_8B = PolicyConfig.from_directory(RUNS / "shapes" / "qwen3-8b")
+QWEN3_8B = read_policy_config(RUNS / "shapes" / "qwen3-8b")
 # programs whose memory is mostly the weights' and mostly the activations'
 WEIGHTS = PolicyConfig("qwen3", 1024, 512, 1536, 4, 8, 4, 64)
 ACTIVATIONS = PolicyConfig("llama", 320, 96, 256, 3, 6, 2, 32)

@@ -42,7 +42,6 @@ from fp8rl_jax.config.training import (
     TrainerConfig,
 )
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.models.byte_tokenizer import ByteTokenizer
 from fp8rl_jax.models.cache import KVScales
 from fp8rl_jax.parallel import make_mesh
 from fp8rl_jax.rollout.calibration import calibrate_on_prompts
@@ -52,6 +51,7 @@ from fp8rl_jax.tasks import together
 from fp8rl_jax.tasks.dataset import Example
 from fp8rl_jax.tasks.episodes import Episode
 from fp8rl_jax.tasks.scores import ScoreJob, Scores
+from fp8rl_jax.tokenizers.byte_tokenizer import ByteTokenizer
 from fp8rl_jax.training import learner as learning
 from fp8rl_jax.training import session as sessions
 from fp8rl_jax.training import sft

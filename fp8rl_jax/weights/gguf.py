@@ -1,0 +1,193 @@
+"""GGUF file -> Hugging Face directory: weights dequantized to bf16, config, and tokenizer.
+
+A GGUF is llama.cpp's single file of metadata, tokenizer and block-quantized tensors. Two things
+differ from Hugging Face beyond the names: numbers sit on the grid of their block format (say so
+beside any quantization error measured on them), and the rows of a Llama's q_proj and k_proj are
+permuted, because llama.cpp rotates neighbouring pairs of a head's features there, where Hugging
+Face rotates its two halves. Qwen's are as they were.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.models.config import PolicyConfig, parameter_shapes
+from fp8rl_jax.tokenizers.gguf_tokenizer import write_tokenizer
+from fp8rl_jax.weights.gguf_io import StoredTensor, dequantize, read_gguf
+from fp8rl_jax.weights.hf_directory import export_policy, listing, nest
+from fp8rl_jax.weights.hf_names import Location, hf_tensors
+from fp8rl_jax.weights.safetensors_io import count_non_finite
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")  # llama.cpp's names are ours
+
+_LAYER_NAMES = {
+    "q_proj": "attn_q.weight",
+    "k_proj": "attn_k.weight",
+    "v_proj": "attn_v.weight",
+    "o_proj": "attn_output.weight",
+    "q_bias": "attn_q.bias",
+    "k_bias": "attn_k.bias",
+    "v_bias": "attn_v.bias",
+    "q_norm": "attn_q_norm.weight",
+    "k_norm": "attn_k_norm.weight",
+    "gate_proj": "ffn_gate.weight",
+    "up_proj": "ffn_up.weight",
+    "down_proj": "ffn_down.weight",
+    "input_layernorm": "attn_norm.weight",
+    "post_attention_layernorm": "ffn_norm.weight",
+}
+_TOP_NAMES = {
+    "embed_tokens": "token_embd.weight",
+    "norm": "output_norm.weight",
+    "lm_head": "output.weight",
+}
+
+
+def convert_gguf(path: str | Path, directory: str | Path) -> Path:
+    """Writes the Hugging Face directory of a GGUF file: weights, config, generation config,
+    tokenizer, chat template.
+
+    Args:
+        path: a GGUF of one of `ARCHITECTURES`, in the formats of `gguf_io.BLOCK_FORMATS`.
+        directory: where to write; made when it isn't there.
+
+    Returns:
+        `directory`.
+
+    Raises:
+        UserError: whatever `read_gguf` refuses; another architecture, rope scaling, tokenizer or
+            pre-tokenizer, tensors that are missing, unexpected, misshapen or not finite, a
+            directory that cannot be written.
+    """
+    path, directory = Path(path), Path(directory)
+    metadata, tensors = read_gguf(path)
+    try:
+        config = _config(metadata, tensors)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    arrays = _policy_arrays(path, config, tensors)
+    export_policy(directory, config, nest(arrays))
+    write_tokenizer(directory, path, metadata, config.max_position_embeddings)
+    return directory
+
+
+def _config(metadata: dict[str, Any], tensors: dict[str, StoredTensor]) -> PolicyConfig:
+    def get(key: str, kind: type = int, default: Any = None) -> Any:
+        if type(value := metadata.get(key, default)) is not kind:
+            raise UserError(f"the metadata lacks {key}, or it is not one {kind.__name__}")
+        return value
+
+    if (name := get("general.architecture", str)) not in ARCHITECTURES:
+        raise UserError(
+            f"general.architecture {name!r} is not supported; supported: {', '.join(ARCHITECTURES)}"
+        )
+    scaling = metadata.get(f"{name}.rope.scaling.type", "none")
+    if scaling != "none" or "rope_freqs.weight" in tensors:
+        raise UserError(
+            f"rope scaling ({scaling}) is not read from GGUF; use the Hugging Face directory"
+        )
+    if "token_embd.weight" not in tensors:
+        raise UserError("tensor token_embd.weight is missing")
+    hidden, heads = get(f"{name}.embedding_length"), get(f"{name}.attention.head_count")
+    head_dim = get(f"{name}.attention.key_length", default=hidden // max(heads, 1))
+    for key, meaning in (
+        ("rope.dimension_count", "rotary positions"),
+        ("attention.value_length", "values"),
+    ):
+        if (size := get(f"{name}.{key}", default=head_dim)) != head_dim:
+            raise UserError(
+                f"{name}.{key}: {meaning} over {size} features are not supported where a key has "
+                f"{head_dim}"
+            )
+    bos, eos, pad = (
+        metadata.get(f"tokenizer.ggml.{role}_token_id") for role in ("bos", "eos", "padding")
+    )
+    if wrong := [
+        token for token in (bos, eos, pad) if token is not None and type(token) is not int
+    ]:
+        raise UserError(f"tokenizer.ggml.*_token_id must be a token's number, got {wrong[0]!r}")
+    return PolicyConfig(
+        architecture=name,
+        vocab_size=tensors["token_embd.weight"].shape[0],
+        hidden_size=hidden,
+        intermediate_size=get(f"{name}.feed_forward_length"),
+        num_layers=get(f"{name}.block_count"),
+        num_heads=heads,
+        num_kv_heads=get(f"{name}.attention.head_count_kv", default=heads),
+        head_dim=head_dim,
+        rms_norm_eps=_shortest(get(f"{name}.attention.layer_norm_rms_epsilon", float)),
+        rope_theta=_shortest(get(f"{name}.rope.freq_base", float, default=10000.0)),
+        tie_word_embeddings="output.weight" not in tensors,
+        max_position_embeddings=get(f"{name}.context_length"),
+        bos_token_id=bos,
+        eos_token_ids=() if eos is None else (eos,),
+        pad_token_id=pad,
+    )
+
+
+def _shortest(value: float) -> float:
+    """The decimal that was meant: GGUF holds float32, and 1e-5 should not become
+    9.999999747378752e-06."""
+    with np.errstate(over="ignore"):  # an infinity is refused with the key's name
+        return float(str(np.float32(value)))
+
+
+def _policy_arrays(
+    path: Path, config: PolicyConfig, tensors: dict[str, StoredTensor]
+) -> dict[str, np.ndarray]:
+    expected = {_gguf_name(location): location for location in hf_tensors(config).values()}
+    if missing := [name for name in expected if name not in tensors]:
+        raise UserError(f"{path}: {len(missing)} tensors are missing: {listing(missing)}")
+    if unexpected := [name for name in tensors if name not in expected]:
+        raise UserError(f"{path}: {len(unexpected)} tensors are unexpected: {listing(unexpected)}")
+    shapes = parameter_shapes(config)
+    arrays: dict[str, np.ndarray] = {}
+    for name, location in expected.items():
+        if (shape := tensors[name].shape) != location.shape:
+            raise UserError(
+                f"{path}: tensor {name} has shape {list(shape)}, the metadata implies "
+                f"{list(location.shape)}"
+            )
+    for name, location in expected.items():
+        values = _rounded(path, name, tensors[name])
+        if config.architecture == "llama" and location.path in (
+            "layers.q_proj.weight",
+            "layers.k_proj.weight",
+        ):
+            values = unpermute(values, config.head_dim)
+        if location.path not in arrays:
+            arrays[location.path] = np.empty(shapes[location.path], ml_dtypes.bfloat16)
+        arrays[location.path][location.index] = values
+    return arrays
+
+
+def _rounded(path: Path, name: str, tensor: StoredTensor) -> np.ndarray:
+    with np.errstate(all="ignore"):  # counted next
+        values = dequantize(tensor).astype(ml_dtypes.bfloat16)
+    if bad := count_non_finite(values):
+        raise UserError(
+            f"{path}: tensor {name} holds {bad} non-finite values of {values.size}; the file is "
+            "damaged"
+        )
+    return values
+
+
+def unpermute(weight: np.ndarray, head_dim: int) -> np.ndarray:
+    """Rows [num_heads * head_dim, in] from llama.cpp's order (2i, 2i + 1 rotate together) to
+    Hugging Face's (i, i + head_dim / 2 rotate together)."""
+    pairs = weight.reshape(-1, head_dim // 2, 2, weight.shape[-1])
+    return pairs.swapaxes(1, 2).reshape(weight.shape)
+
+
+def _gguf_name(location: Location) -> str:
+    parts = location.path.split(".")
+    return (
+        _TOP_NAMES[parts[0]]
+        if location.layer is None
+        else f"blk.{location.layer}.{_LAYER_NAMES[parts[1]]}"
+    )

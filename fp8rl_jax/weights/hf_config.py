@@ -1,0 +1,422 @@
+"""Hugging Face's config.json -> PolicyConfig, and back.
+
+Everything that would change the numbers is either represented or refused by name: a key that we do
+not implement (another rope type, biases elsewhere, a window where there should be none) must never
+be dropped, because the model would still run and answer slightly wrong log-probabilities.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.json_fields import Fields, read_json
+from fp8rl_jax.models.config import (
+    DEFAULT_RMS_NORM_EPS,
+    DEFAULT_ROPE_THETA,
+    HF_CLASS,
+    MIXED_ATTENTION,
+    ExpertsConfig,
+    LinearRopeScaling,
+    Llama3RopeScaling,
+    PolicyConfig,
+    check_count,
+)
+from fp8rl_jax.weights.block_fp8 import parse_quantization
+
+# What transformers assumes when config.json leaves a key out.
+_DEFAULT_MAX_POSITIONS = {
+    **{
+        "llama": 2048,
+        "mistral": 131072,
+        "qwen2": 32768,
+        "qwen3": 32768,
+        "qwen3_moe": 32768,
+        "gemma3_text": 131072,
+    }
+}
+# llama: num_attention_heads
+_DEFAULT_KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32, "qwen3_moe": 4, "gemma3_text": 4}
+# elsewhere hidden_size / num_attention_heads
+_DEFAULT_HEAD_DIM = {"qwen3": 128, "gemma3_text": 256}
+_DEFAULT_SLIDING_WINDOW = 4096
+_DEFAULT_MAX_WINDOW_LAYERS = 28
+_DEFAULT_SLIDING_WINDOW_PATTERN = 6
+_DEFAULT_QUERY_PRE_ATTN_SCALAR = 256
+
+
+def read_policy_config(directory: str | Path) -> PolicyConfig:
+    """Read config.json, and generation_config.json where it is there, of a Hugging Face directory.
+
+    Raises:
+        UserError: a missing or malformed file, or whatever `parse_config` refuses.
+    """
+    path = Path(directory) / "config.json"
+    if not path.is_file():
+        raise UserError(f"{path}: not found; a Hugging Face model directory needs a config.json")
+    generation = Path(directory) / "generation_config.json"
+    return parse_config(
+        read_json(path), path, read_json(generation) if generation.is_file() else None
+    )
+
+
+def parse_config(
+    config: dict[str, Any],
+    source: str | Path,
+    generation_config: dict[str, Any] | None = None,
+) -> PolicyConfig:
+    """Parse the values of a config.json, in the spelling of transformers 4 or 5.
+
+    Args:
+        config: what config.json holds.
+        source: the file that it came from, for error messages.
+        generation_config: what generation_config.json holds; its end-of-sequence tokens are added
+            to config's.
+
+    Raises:
+        UserError: naming `source` and the key that is missing, malformed, or not implemented.
+    """
+    try:
+        return _parse(config, generation_config or {})
+    except UserError as error:
+        raise UserError(f"{source}: {error}") from None
+
+
+def _parse(config: dict[str, Any], generation_config: dict[str, Any]) -> PolicyConfig:
+    fields, generation = Fields(config), Fields(generation_config)
+    architecture = _architecture(config)
+    gemma = architecture == "gemma3_text"
+    _refuse_unimplemented(fields, gemma)
+    hidden_size, num_layers = fields.integer("hidden_size"), fields.integer("num_hidden_layers")
+    check_count("num_hidden_layers", num_layers)
+    num_heads = fields.integer("num_attention_heads")
+    # an absent key is the architecture's default, a null means one for each query head
+    default_kv_heads = (
+        num_heads
+        if "num_key_value_heads" in config
+        else _DEFAULT_KV_HEADS.get(architecture, num_heads)
+    )
+    head_dim = fields.integer("head_dim", default=_DEFAULT_HEAD_DIM.get(architecture))
+    if head_dim is None:
+        if num_heads < 1 or hidden_size % num_heads:
+            raise UserError(
+                f"hidden_size ({hidden_size}) must be a multiple of num_attention_heads "
+                f"({num_heads})"
+            )
+        head_dim = hidden_size // num_heads
+    rope_theta, rope_scaling, local_rope_theta = (
+        read_gemma_rope(fields) if gemma else (*read_rope(fields), None)
+    )
+    sliding_window, full_attention_layers = _window(fields, architecture, num_layers)
+    eos_token_ids = fields.integers("eos_token_id") + generation.integers("eos_token_id")
+    return PolicyConfig(
+        architecture=architecture,
+        vocab_size=fields.integer("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=fields.integer("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=fields.integer("num_key_value_heads", default=default_kv_heads),
+        head_dim=head_dim,
+        rms_norm_eps=fields.number("rms_norm_eps", default=DEFAULT_RMS_NORM_EPS),
+        rope_theta=rope_theta,
+        rope_scaling=rope_scaling,
+        tie_word_embeddings=fields.boolean("tie_word_embeddings", default=gemma),
+        max_position_embeddings=fields.integer(
+            "max_position_embeddings", default=_DEFAULT_MAX_POSITIONS[architecture]
+        ),
+        bos_token_id=fields.integer("bos_token_id", default=None),
+        eos_token_ids=tuple(dict.fromkeys(eos_token_ids)),
+        pad_token_id=fields.integer(
+            "pad_token_id", default=generation.integer("pad_token_id", default=None)
+        ),
+        sliding_window=sliding_window,
+        full_attention_layers=full_attention_layers,
+        experts=_experts(fields, num_layers) if architecture == "qwen3_moe" else None,
+        query_pre_attn_scalar=fields.integer(
+            "query_pre_attn_scalar", default=_DEFAULT_QUERY_PRE_ATTN_SCALAR
+        )
+        if gemma
+        else None,
+        local_rope_theta=None if sliding_window is None else local_rope_theta,
+    )
+
+
+def config_json(config: PolicyConfig, dtype: str = "bfloat16") -> dict[str, Any]:
+    """Return the values of a config.json that transformers 4 and 5 both read.
+
+    Args:
+        config: what to write.
+        dtype: name of the weights' dtype.
+    """
+    eos = list(config.eos_token_ids)
+    return {
+        "architectures": [HF_CLASS[config.architecture]],
+        "model_type": config.architecture,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "attention_dropout": 0.0,
+        **_architecture_keys(config),
+        "rms_norm_eps": config.rms_norm_eps,
+        **rope_keys(config),
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "max_position_embeddings": config.max_position_embeddings,
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": eos[0] if len(eos) == 1 else (eos or None),
+        "pad_token_id": config.pad_token_id,
+        "torch_dtype": dtype,
+        "use_cache": True,
+    }
+
+
+def _architecture_keys(config: PolicyConfig) -> dict[str, Any]:
+    """The keys that only some of the architectures have."""
+    keys: dict[str, Any] = {
+        "hidden_activation" if config.post_norms else "hidden_act": config.activation
+    }
+    keys |= {} if config.qkv_bias or config.architecture == "mistral" else {"attention_bias": False}
+    if config.architecture == "llama":
+        return keys | {"mlp_bias": False}
+    full = (
+        config.full_attention_layers
+        if config.sliding_window is not None
+        else range(config.num_layers)
+    )
+    layer_types = [FULL if i in full else SLIDING for i in range(config.num_layers)]
+    if config.architecture == "gemma3_text":
+        # transformers wants a window even where no layer uses it
+        window = config.sliding_window or _DEFAULT_SLIDING_WINDOW
+        scalar = config.query_pre_attn_scalar
+        return keys | {
+            "sliding_window": window,
+            "layer_types": layer_types,
+            "query_pre_attn_scalar": scalar,
+        }
+    keys["sliding_window"] = config.sliding_window
+    if config.architecture == "mistral":
+        return keys
+    keys["use_sliding_window"] = config.sliding_window is not None
+    if config.experts is not None:
+        return keys | {
+            "num_experts": config.experts.count,
+            "num_experts_per_tok": config.experts.per_token,
+            "moe_intermediate_size": config.experts.intermediate_size,
+            "norm_topk_prob": config.experts.normalize,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": list(config.dense_layers),
+        }
+    return keys | {"max_window_layers": len(full), "layer_types": layer_types}
+
+
+def _architecture(config: dict[str, Any]) -> str:
+    model_type = config.get("model_type")
+    names = config.get("architectures") or [HF_CLASS.get(str(model_type))]
+    if not isinstance(names, list) or len(names) != 1 or names[0] not in HF_CLASS.values():
+        raise UserError(
+            f"architectures {names} (model_type {model_type!r}) is not supported; "
+            f"supported: {', '.join(HF_CLASS.values())}"
+        )
+    return next(architecture for architecture, name in HF_CLASS.items() if name == names[0])
+
+
+def _refuse_unimplemented(fields: Fields, gemma: bool) -> None:
+    config = fields.data
+    key, activation = (
+        ("hidden_activation", "gelu_pytorch_tanh") if gemma else ("hidden_act", "silu")
+    )
+    if config.get(key, activation) != activation:
+        raise UserError(f"{key} {config[key]!r} is not supported; only {activation!r} is")
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if config.get(key) is not None:
+            raise UserError(f"{key} {config[key]!r} is not supported; it must be null")
+    if fields.boolean("use_bidirectional_attention"):
+        raise UserError(
+            "use_bidirectional_attention true is not supported; a policy attends to earlier "
+            "tokens only"
+        )
+    for key in ("attention_bias", "mlp_bias"):
+        if fields.boolean(key):
+            raise UserError(
+                f"{key} true is not supported; the only biases are those of Qwen2's q, k and v"
+            )
+    # how the weights are stored is the loader's; a form that it doesn't read is refused here
+    parse_quantization(config)
+
+
+def _window(
+    fields: Fields, architecture: str, num_layers: int
+) -> tuple[int | None, tuple[int, ...]]:
+    """(sliding_window, full_attention_layers), by the rules of the architecture's class in
+    transformers."""
+    types = _layer_types(fields, architecture, num_layers)
+    # an absent key is the default, a null turns the window off
+    if architecture in ("mistral", "gemma3_text"):
+        window = fields.integer(
+            "sliding_window",
+            default=None if "sliding_window" in fields.data else _DEFAULT_SLIDING_WINDOW,
+        )
+    elif fields.boolean("use_sliding_window", default=architecture == "llama"):
+        window = fields.integer(
+            "sliding_window", default=None if architecture == "llama" else _DEFAULT_SLIDING_WINDOW
+        )
+    else:
+        window = None
+    if architecture == "llama" and window is not None:
+        raise UserError(
+            f"sliding_window {window} is not supported; every layer of a llama must attend fully"
+        )
+    if architecture in MIXED_ATTENTION and window is not None:
+        if types is None:
+            first = fields.integer("max_window_layers", default=_DEFAULT_MAX_WINDOW_LAYERS)
+            types = [FULL if i < first else SLIDING for i in range(num_layers)]
+        full = tuple(i for i, kind in enumerate(types) if kind == FULL)
+        return (None, ()) if len(full) == num_layers else (window, full)
+    kind = FULL if window is None else SLIDING
+    if other := sorted(set(types or ()) - {kind}):
+        raise UserError(
+            f"layer_types holds {', '.join(other)}, but the other keys make every layer {kind}"
+        )
+    return window, ()
+
+
+def _layer_types(fields: Fields, architecture: str, num_layers: int) -> list[str] | None:
+    """The kind of each layer's attention where config.json gives it, or Gemma's pattern does: every
+    sixth layer is full."""
+    types = fields.data.get("layer_types")
+    if types is None and architecture == "gemma3_text":
+        period = fields.integer("sliding_window_pattern", default=_DEFAULT_SLIDING_WINDOW_PATTERN)
+        if period < 1:
+            raise UserError(f"sliding_window_pattern must be positive, got {period}")
+        return [SLIDING if (i + 1) % period else FULL for i in range(num_layers)]
+    if types is not None and (
+        not isinstance(types, list) or any(kind not in (FULL, SLIDING) for kind in types)
+    ):
+        raise UserError(f"layer_types {types} is not supported; it must list {FULL} and {SLIDING}")
+    if types is not None and len(types) != num_layers:
+        raise UserError(f"layer_types has {len(types)} entries for {num_layers} layers")
+    return types
+
+
+def _experts(fields: Fields, num_layers: int) -> ExpertsConfig:
+    # transformers 5 writes num_local_experts
+    count = fields.integer("num_experts", default=fields.integer("num_local_experts", default=None))
+    if count is None:
+        raise UserError("num_experts is missing")
+    step = fields.integer("decoder_sparse_step", default=1)
+    if step < 1:
+        raise UserError(f"decoder_sparse_step must be positive, got {step}")
+    dense = fields.integers("mlp_only_layers")
+    return ExpertsConfig(
+        count=count,
+        per_token=fields.integer("num_experts_per_tok"),
+        intermediate_size=fields.integer("moe_intermediate_size"),
+        normalize=fields.boolean("norm_topk_prob"),
+        dense_layers=tuple(i for i in range(num_layers) if i in dense or (i + 1) % step),
+    )
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+# What transformers assumes when config.json leaves a key out.
+_GEMMA_THETA, _GEMMA_LOCAL_THETA = 1e6, 1e4
+
+
+def read_rope(fields: Fields) -> tuple[float, LinearRopeScaling | Llama3RopeScaling | None]:
+    """(rope_theta, rope_scaling) of a model whose layers all rotate alike.
+
+    Raises:
+        UserError: naming the key that is malformed, not implemented, or contradicts another.
+    """
+    rope = fields.object(
+        "rope_parameters" if fields.data.get("rope_parameters") is not None else "rope_scaling"
+    )
+    if nested := [name for name, value in rope.data.items() if isinstance(value, dict)]:
+        raise UserError(
+            f"{rope.prefix}{nested[0]}: rotary positions that differ by kind of layer are not "
+            "supported"
+        )
+    return _theta(fields, "rope_theta", rope, DEFAULT_ROPE_THETA), _scaling(fields, rope)
+
+
+def read_gemma_rope(
+    fields: Fields,
+) -> tuple[float, LinearRopeScaling | Llama3RopeScaling | None, float]:
+    """(rope_theta, rope_scaling, rope_theta of the layers with a window) of a Gemma 3.
+
+    Raises:
+        UserError: see `read_rope`.
+    """
+    by_kind = fields.object("rope_parameters")
+    if strange := sorted(by_kind.data.keys() - {FULL, SLIDING}):
+        raise UserError(
+            f"{by_kind.prefix}{strange[0]} is not supported; a gemma3_text has {FULL} and "
+            f"{SLIDING} there"
+        )
+    full, local = by_kind.object(FULL), by_kind.object(SLIDING)
+    if fields.data.get("rope_scaling") is not None:
+        if full.data:
+            raise UserError(
+                f"rope_scaling and {by_kind.prefix}{FULL} are both given; keep one of them"
+            )
+        full = fields.object("rope_scaling")
+    if _scaling(fields, local) is not None:
+        raise UserError(
+            f"{local.prefix}rope_type: only 'default' is supported in the layers with a window"
+        )
+    theta = _theta(fields, "rope_theta", full, _GEMMA_THETA)
+    return (
+        theta,
+        _scaling(fields, full),
+        _theta(fields, "rope_local_base_freq", local, _GEMMA_LOCAL_THETA),
+    )
+
+
+def rope_keys(config: PolicyConfig) -> dict[str, Any]:
+    """The keys of transformers 4, which 5 reads, too."""
+    scaling = None
+    if config.rope_scaling is not None:
+        kind = {LinearRopeScaling: "linear", Llama3RopeScaling: "llama3"}[type(config.rope_scaling)]
+        scaling = {"rope_type": kind, **dataclasses.asdict(config.rope_scaling)}
+    keys = {"rope_theta": config.rope_theta, "rope_scaling": scaling}
+    return (
+        keys
+        if config.local_rope_theta is None
+        else keys | {"rope_local_base_freq": config.local_rope_theta}
+    )
+
+
+def _theta(fields: Fields, key: str, rope: Fields, default: float) -> float:
+    outer, inner = fields.number(key, default=None), rope.number("rope_theta", default=None)
+    if outer is not None and inner is not None and outer != inner:
+        raise UserError(f"{key} {outer} contradicts {rope.prefix}rope_theta {inner}")
+    return next((value for value in (inner, outer) if value is not None), default)
+
+
+def _scaling(fields: Fields, rope: Fields) -> LinearRopeScaling | Llama3RopeScaling | None:
+    for part in (fields, rope):
+        if (fraction := part.number("partial_rotary_factor", default=1.0)) != 1.0:
+            raise UserError(
+                f"{part.prefix}partial_rotary_factor {fraction} is not supported; only 1.0 is"
+            )
+    kind = rope.data.get("rope_type", rope.data.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return LinearRopeScaling(factor=rope.number("factor"))
+    if kind != "llama3":
+        raise UserError(
+            f"{rope.prefix}rope_type {kind!r} is not supported; supported: 'default', 'linear', "
+            "'llama3'"
+        )
+    return Llama3RopeScaling(
+        factor=rope.number("factor"),
+        low_freq_factor=rope.number("low_freq_factor"),
+        high_freq_factor=rope.number("high_freq_factor"),
+        original_max_position_embeddings=rope.integer("original_max_position_embeddings"),
+    )

@@ -1,0 +1,360 @@
+"""Hugging Face directory -> policy arrays: every tensor accounted for, of the right shape, and
+finite."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.json_fields import read_json
+from fp8rl_jax.models.config import PolicyConfig, parameter_shapes
+from fp8rl_jax.weights.block_fp8 import (
+    SCALE_SUFFIX,
+    dequantize_tensor,
+    is_quantized_linear,
+    parse_quantization,
+    quantization_config,
+    quantize_tensor,
+    split_scales,
+)
+from fp8rl_jax.weights.hf_config import config_json, read_policy_config
+from fp8rl_jax.weights.hf_names import Location, hf_name, hf_tensors, is_ignored
+from fp8rl_jax.weights.safetensors_io import (
+    INDEX_FILE,
+    SHARD_BYTES,
+    Checkpoint,
+    count_non_finite,
+    is_weights_file,
+    read_checkpoint,
+    write_checkpoint,
+)
+
+_WEIGHT_DTYPES = tuple(
+    np.dtype(scalar) for scalar in (ml_dtypes.bfloat16, np.float16, np.float32, np.float64)
+)
+_LISTED = 5  # tensors named in a message before the rest is counted
+
+
+def load_policy_arrays(directory: str | Path) -> tuple[PolicyConfig, dict[str, Any]]:
+    """Reads the weights of a Hugging Face directory.
+
+    Returns:
+        The config, and a nested dict `{"embed_tokens": {"weight": [V, D]}, "layers": {"q_proj":
+        {"weight": [L, out, in]}, ...}, "norm": {"weight": [D]}, "lm_head": {"weight": [V, D]}}` of
+        arrays in the file's dtype. The linears of a block-FP8 checkpoint are float32, each value
+        times the scale of its block. There is no "lm_head" when the embeddings are tied, whether or
+        not the file repeats them.
+
+    Raises:
+        UserError: whatever `read_policy_config`, `read_checkpoint` and
+            `block_fp8.split_scales` refuse; tensors that are missing, unexpected, misshapen, not
+            finite or of a dtype that weights don't have; a tied lm_head that differs.
+    """
+    directory = Path(directory)
+    config = read_policy_config(directory)
+    block = parse_quantization(read_json(directory / "config.json"))
+    checkpoint = read_checkpoint(directory)
+    check_tensor_count(directory, config, len(checkpoint.tensors))
+    expected = hf_tensors(config)
+    checkpoint, scales = split_scales(checkpoint, expected, block)
+    _check_names(directory, config, checkpoint, expected)
+    dtypes = _check_shapes_and_dtypes(checkpoint, expected, scales)
+    shapes = parameter_shapes(config)
+    arrays: dict[str, np.ndarray] = {}
+    for name, location in expected.items():
+        tensor = checkpoint.tensors[name]
+        _check_finite(checkpoint, name, tensor)
+        if name in scales:
+            tensor = dequantize_tensor(tensor, scales[name], block)
+            _check_finite(checkpoint, name, tensor)
+        if location.path not in arrays:
+            arrays[location.path] = np.empty(shapes[location.path], dtypes[location.path])
+        arrays[location.path][location.index] = tensor
+    _check_tied_head(config, checkpoint)
+    return config, nest(arrays)
+
+
+def check_tensor_count(source: str | Path, config: PolicyConfig, count: int) -> None:
+    """Refuses a config whose tensors would be far too many to list, let alone to hold.
+
+    Raises:
+        UserError: the file holds fewer tensors than the config has layers and experts.
+    """
+    experts = 0 if config.experts is None else config.experts.count * len(config.sparse_layers)
+    if count < config.num_layers + experts:
+        raise UserError(
+            f"{source}: holds {count} tensors, too few for the {config.num_layers} layers and "
+            f"{experts} experts of its config"
+        )
+
+
+def nest(flat: dict[str, Any]) -> dict[str, Any]:
+    """Turns `{"layers.q_proj.weight": x}` into `{"layers": {"q_proj": {"weight": x}}}`."""
+    tree: dict[str, Any] = {}
+    for path, value in flat.items():
+        *parents, leaf = path.split(".")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[leaf] = value
+    return tree
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The inverse of `nest`; a None leaf (a tied lm_head) is left out."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        elif value is not None:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def listing(names: list[str]) -> str:
+    """The first few names of a list and the count of the rest."""
+    shown = ", ".join(names[:_LISTED])
+    return shown if len(names) <= _LISTED else f"{shown} and {len(names) - _LISTED} more"
+
+
+def _check_names(
+    directory: Path, config: PolicyConfig, checkpoint: Checkpoint, expected: dict[str, Location]
+) -> None:
+    head = hf_name("lm_head.weight")
+    missing = [name for name in expected if name not in checkpoint.tensors]
+    allowed = {head} if config.tie_word_embeddings else set()
+    unexpected = [
+        name
+        for name in checkpoint.tensors
+        if name not in expected and name not in allowed and not is_ignored(name)
+    ]
+    faults = []
+    if missing:
+        faults.append(f"{len(missing)} tensors are missing: {listing(missing)}")
+    if unexpected:
+        faults.append(f"{len(unexpected)} tensors are unexpected: {listing(unexpected)}")
+    if missing == [head]:
+        faults.append("if the embeddings are tied, config.json must say tie_word_embeddings: true")
+    elif faults:
+        faults.append("check that config.json describes these weights")
+    if faults:
+        raise UserError(f"{directory}: {'; '.join(faults)}")
+
+
+def _check_shapes_and_dtypes(
+    checkpoint: Checkpoint, expected: dict[str, Location], scales: Collection[str]
+) -> dict[str, np.dtype]:
+    """The dtype of each parameter once it is read. Beside FP8 layers, which become float32, others
+    may be narrower."""
+    widened = {expected[name].path for name in scales}
+    dtypes: dict[str, np.dtype] = {}
+    faults: dict[str, str] = {}
+    for name, location in expected.items():
+        tensor = checkpoint.tensors[name]
+        dtype = tensor.dtype
+        if name in scales or (
+            location.path in widened and dtype in _WEIGHT_DTYPES and dtype.itemsize < 4
+        ):
+            dtype = np.dtype(np.float32)
+        if tensor.shape != location.shape:
+            faults[name] = (
+                f"has shape {list(tensor.shape)}, config.json implies {list(location.shape)}"
+            )
+        elif dtype not in _WEIGHT_DTYPES:
+            faults[name] = (
+                f"has dtype {dtype}, and no scale belongs to it; use a bf16, float16, float32 or "
+                "block-FP8 checkpoint"
+            )
+        elif dtypes.setdefault(location.path, dtype) != dtype:
+            faults[name] = f"has dtype {dtype}, earlier layers have {dtypes[location.path]}"
+    if faults:
+        file = checkpoint.files[next(iter(faults))]
+        raise UserError(
+            f"{file}: tensor {listing([f'{name} {fault}' for name, fault in faults.items()])}"
+        )
+    return dtypes
+
+
+def _check_finite(checkpoint: Checkpoint, name: str, tensor: np.ndarray) -> None:
+    if bad := count_non_finite(tensor):
+        raise UserError(
+            f"{checkpoint.files[name]}: tensor {name} holds {bad} non-finite values of "
+            f"{tensor.size}; the checkpoint is damaged"
+        )
+
+
+def _check_tied_head(config: PolicyConfig, checkpoint: Checkpoint) -> None:
+    head, embedding = hf_name("lm_head.weight"), hf_name("embed_tokens.weight")
+    if not config.tie_word_embeddings or head not in checkpoint.tensors:
+        return
+    if not np.array_equal(checkpoint.tensors[head], checkpoint.tensors[embedding]):
+        raise UserError(
+            f"{checkpoint.files[head]}: tensor {head} differs from {embedding}, "
+            f"but config.json says tie_word_embeddings: true; set it to false or drop the tensor"
+        )
+
+
+FP8_BLOCK = "fp8-block"
+_BF16 = np.dtype(ml_dtypes.bfloat16)
+EXPORT_DTYPES = {
+    "bfloat16": _BF16,
+    "float16": np.dtype(np.float16),
+    "float32": np.dtype(np.float32),
+    FP8_BLOCK: _BF16,
+}
+
+# What a tokenizer consists of, in the spellings of transformers 4 and 5.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
+
+
+def export_policy(
+    directory: str | Path,
+    config: PolicyConfig,
+    arrays: dict[str, Any],
+    dtype: str = "bfloat16",
+    tokenizer_from: str | Path | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> Path:
+    """Writes the weights, config.json, generation_config.json and the tokenizer's files.
+
+    Everything is written beside its final name first and moved when complete, the weights first: a
+    full disk leaves an earlier export in `directory` as it was. Weights of an earlier export are
+    replaced, other files are not touched.
+
+    Args:
+        directory: made when it isn't there.
+        config: the policy's config.
+        arrays: nested as `load_policy_arrays` gives them, [L, ...] for layers, any float dtype.
+        dtype: "bfloat16" or "float16" (rounded to nearest even), "float32", or "fp8-block": linears
+            in e4m3 with a scale for each 128 x 128 block and the rest in bfloat16, as `block_fp8`
+            says.
+        tokenizer_from: a directory whose tokenizer files, and generation_config.json, are copied
+            where they exist.
+        shard_bytes: weights beyond this size are split over files of about this size.
+
+    Returns:
+        `directory`.
+
+    Raises:
+        UserError: arrays that are missing, unexpected or misshapen; a tensor that is not finite,
+            before or after the conversion to `dtype`; a dtype that is not exported; a directory
+            that cannot be written.
+    """
+    directory = Path(directory)
+    if dtype not in EXPORT_DTYPES:
+        raise UserError(f"cannot export dtype {dtype!r}; choose one of {', '.join(EXPORT_DTYPES)}")
+    flat = flatten(arrays)
+    _check_parameters(directory, config, flat)
+    generation = {
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": list(config.eos_token_ids) or None,
+        "pad_token_id": config.pad_token_id,
+    }
+    hf_config = config_json(config, "bfloat16" if dtype == FP8_BLOCK else dtype)
+    if dtype == FP8_BLOCK:
+        hf_config["quantization_config"] = quantization_config(config)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".export-", dir=directory) as staging_name:
+            staging = Path(staging_name)
+            weights = write_checkpoint(
+                staging, _converted(directory, config, flat, dtype), shard_bytes
+            )
+            _write_json(staging / "config.json", hf_config)
+            _write_json(
+                staging / "generation_config.json",
+                {k: v for k, v in generation.items() if v is not None},
+            )
+            if tokenizer_from is not None:
+                _copy(Path(tokenizer_from), staging)
+            for name in sorted(
+                os.listdir(staging),
+                key=lambda name: (name not in weights, name == INDEX_FILE, name),
+            ):
+                os.replace(staging / name, directory / name)
+            for name in os.listdir(directory):
+                if is_weights_file(name) and name not in weights:
+                    os.unlink(directory / name)
+    except OSError as error:
+        raise UserError(
+            f"{directory}: cannot be written ({error.strerror}); choose another place"
+        ) from None
+    return directory
+
+
+def _check_parameters(directory: Path, config: PolicyConfig, flat: dict[str, np.ndarray]) -> None:
+    shapes = parameter_shapes(config)
+    if missing := sorted(shapes.keys() - flat.keys()):
+        raise UserError(f"{directory}: not exported; parameters are missing: {listing(missing)}")
+    if unexpected := sorted(flat.keys() - shapes.keys()):
+        raise UserError(
+            f"{directory}: not exported; parameters are unexpected: {listing(unexpected)}"
+        )
+    for path, shape in shapes.items():
+        if flat[path].shape != shape:
+            raise UserError(
+                f"{directory}: not exported; parameter {path} has shape {list(flat[path].shape)}, "
+                f"the config implies {list(shape)}"
+            )
+
+
+def _converted(
+    directory: Path, config: PolicyConfig, flat: dict[str, np.ndarray], dtype: str
+) -> Iterator[dict[str, np.ndarray]]:
+    """The file's tensors, one of the policy's at a time: itself, or its FP8 values and their
+    scales."""
+    for name, location in hf_tensors(config).items():
+        tensor = _rounded(
+            directory, name, flat[location.path][location.index], EXPORT_DTYPES[dtype]
+        )
+        yield _stored(name, location, tensor, dtype)
+
+
+def _stored(name: str, location: Location, tensor: np.ndarray, dtype: str) -> dict[str, np.ndarray]:
+    if dtype != FP8_BLOCK or not is_quantized_linear(location):
+        return {name: tensor}
+    values, scales = quantize_tensor(tensor)
+    return {name: values, name + SCALE_SUFFIX: scales}
+
+
+def _rounded(directory: Path, name: str, source: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    if bad := count_non_finite(source):
+        raise UserError(f"{directory}: not exported; tensor {name} holds {bad} non-finite values")
+    if source.dtype == dtype:
+        return source
+    with np.errstate(over="ignore"):  # counted next
+        rounded = source.astype(dtype)
+    if bad := count_non_finite(rounded):
+        raise UserError(
+            f"{directory}: not exported; {bad} values of tensor {name} overflow {dtype}"
+        )
+    return rounded
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _copy(source: Path, target: Path) -> None:
+    for name in (*TOKENIZER_FILES, "generation_config.json"):
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)

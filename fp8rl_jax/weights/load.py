@@ -1,0 +1,190 @@
+"""Policies from and to Hugging Face directories: the link between arrays on disk and the NNX
+module."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from fp8rl_jax.config.run import InitConfig
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.models.config import ExpertsConfig, PolicyConfig
+from fp8rl_jax.models.policy import Policy, build_policy, init_policy
+from fp8rl_jax.precision import is_quantized
+from fp8rl_jax.tokenizers.byte_tokenizer import ByteTokenizer
+from fp8rl_jax.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from fp8rl_jax.weights.hf_directory import export_policy, flatten, load_policy_arrays, nest
+from fp8rl_jax.weights.resolve import resolve_model
+
+_log = logging.getLogger("fp8rl")
+_VOCABULARY_MULTIPLE = 8  # so that the embedding divides over a mesh
+
+
+def byte_policy_config(init: InitConfig) -> PolicyConfig:
+    """The built-in policy over `ByteTokenizer`'s ids, tied embeddings, the sizes of `init`: Llama,
+    or Qwen3-MoE with experts.
+
+    The vocabulary is rounded up to a multiple of 8; the ids above the tokenizer's decode to
+    nothing.
+
+    Raises:
+        UserError: sizes that do not fit each other.
+    """
+    if init.num_experts < 0:
+        raise UserError(f"model.init.num_experts = {init.num_experts} must not be negative")
+    experts = None
+    if init.num_experts:
+        experts = ExpertsConfig(
+            init.num_experts, init.experts_per_token, init.intermediate_size, normalize=True
+        )
+    return PolicyConfig(
+        architecture="qwen3_moe" if experts else "llama",
+        vocab_size=-(-ByteTokenizer.vocab_size // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE,
+        hidden_size=init.hidden_size,
+        intermediate_size=init.intermediate_size,
+        num_layers=init.num_layers,
+        num_heads=init.num_heads,
+        num_kv_heads=init.num_kv_heads,
+        head_dim=init.head_dim,
+        rope_theta=init.rope_theta,
+        tie_word_embeddings=True,
+        bos_token_id=ByteTokenizer.bos_token_id,
+        eos_token_ids=ByteTokenizer.eos_token_ids,
+        pad_token_id=ByteTokenizer.pad_token_id,
+        experts=experts,
+    )
+
+
+def load_policy(directory: str | Path, dtype: jnp.dtype = jnp.float32) -> Policy:
+    """The policy of a Hugging Face directory, layers stacked, on the default device.
+
+    Args:
+        directory: config.json and safetensors, block-FP8 ones too; `weights.resolve.resolve_model`
+            makes one of anything else.
+        dtype: of every tensor; values are converted on the host, bfloat16 to float32 exactly.
+
+    Raises:
+        UserError: whatever `load_policy_arrays` refuses, and a value that `dtype` cannot hold.
+    """
+    dtype = jnp.dtype(dtype)
+    config, arrays = load_policy_arrays(directory)
+    flat = flatten(arrays)
+
+    def tensor(name: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> Array:
+        # popped, so that the host holds one copy of what is already on the device
+        source = flat.pop(f"{name}.weight")
+        with np.errstate(over="ignore"):
+            converted = source.astype(dtype, copy=False)
+        if (
+            converted.dtype.itemsize < source.dtype.itemsize
+            and not np.isfinite(converted.astype(np.float32)).all()
+        ):
+            raise UserError(
+                f"{directory}: values of {name}.weight overflow {converted.dtype}; load it as "
+                f"{source.dtype}"
+            )
+        return jnp.asarray(converted)
+
+    return build_policy(config, tensor)
+
+
+def load(source: str | Path, dtype: jnp.dtype = jnp.float32) -> tuple[Policy, Tokenizer]:
+    """A policy and its tokenizer.
+
+    Args:
+        source: Hugging Face directory, hub id, .gguf file, or a name that `fp8rl fetch` knows
+            ("smollm2-135m").
+        dtype: of the weights; float32 is what training wants.
+
+    Raises:
+        UserError: nothing is found, a file is damaged, or there is no tokenizer.
+    """
+    directory = resolve_model(str(source), report=_log.info)
+    policy = load_policy(directory, dtype)
+    tokenizer = load_tokenizer(directory, policy.config.vocab_size)
+    if tokenizer is None:
+        raise UserError(f"model.path: {directory} holds no tokenizer; training needs one")
+    return policy, tokenizer
+
+
+def byte_policy(seed: int = 0, **sizes: int | float) -> tuple[Policy, ByteTokenizer]:
+    """A small policy over bytes with random weights, float32, for trying things out: no file, no
+    download.
+
+    Args:
+        seed: of the weights.
+        sizes: fields of `InitConfig`, such as hidden_size and num_layers.
+
+    Raises:
+        UserError: sizes that are unknown or do not fit each other.
+    """
+    if unknown := sizes.keys() - InitConfig.__dataclass_fields__.keys():
+        raise UserError(
+            f"byte_policy: unknown {', '.join(sorted(unknown))}; known: "
+            f"{', '.join(InitConfig.__dataclass_fields__)}"
+        )
+    return init_policy(
+        byte_policy_config(InitConfig(**sizes)), jax.random.key(seed)
+    ), ByteTokenizer()
+
+
+def policy_arrays(policy: Policy) -> dict[str, Any]:
+    """The weights as numpy arrays, nested as `load_policy_arrays` gives them and `export_policy`
+    takes them.
+
+    Args:
+        policy: plain arrays, layers stacked, every shard addressable by this process.
+
+    Raises:
+        ValueError: the policy is a rollout's: its layers are unrolled or quantized.
+    """
+    if not policy.stacked:
+        raise ValueError("policy_arrays: the layers are unrolled; export the trainer's policy")
+    weights = {"embed_tokens": policy.embed_tokens, "norm": policy.norm, "lm_head": policy.lm_head}
+    weights |= {f"layers.{name}": weight for name, weight in policy.layers.tensors().items()}
+    flat = {
+        f"{name}.weight": weight.value for name, weight in weights.items() if weight is not None
+    }
+    if quantized := [name for name, value in flat.items() if is_quantized(value)]:
+        raise ValueError(
+            f"policy_arrays: {', '.join(quantized)} are quantized; export the trainer's policy"
+        )
+    return nest({name: np.asarray(value) for name, value in jax.device_get(flat).items()})
+
+
+def save_policy(
+    policy: Policy,
+    directory: str | Path,
+    tokenizer: str | Path | ByteTokenizer | None = None,
+    dtype: str = "bfloat16",
+) -> Path:
+    """Writes the policy as a Hugging Face directory; a failure leaves an earlier export in
+    `directory` as it was.
+
+    Args:
+        policy: see `policy_arrays`.
+        directory: made when it isn't there.
+        tokenizer: a directory whose tokenizer files are copied, the byte-level tokenizer, or None
+            for a model of token ids.
+        dtype: "bfloat16" or "float16" (rounded to nearest even), "float32" or "fp8-block", as in
+            `export_policy`.
+
+    Returns:
+        `directory`.
+
+    Raises:
+        UserError: whatever `export_policy` refuses.
+    """
+    arrays = policy_arrays(policy)
+    if not isinstance(tokenizer, ByteTokenizer):
+        return export_policy(directory, policy.config, arrays, dtype, tokenizer)
+    with tempfile.TemporaryDirectory(prefix="fp8rl-tokenizer-") as files:
+        tokenizer.save(files)
+        return export_policy(directory, policy.config, arrays, dtype, files)

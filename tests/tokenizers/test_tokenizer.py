@@ -1,0 +1,285 @@
+from __future__ import annotations
+
+import datetime
+import json
+
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import decoders, models, pre_tokenizers, processors
+
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.tokenizers.byte_tokenizer import ByteTokenizer
+from fp8rl_jax.tokenizers.tokenizer import HFTokenizer, load_tokenizer
+
+SMOLLM2_TEMPLATE = (
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ "
+    "'<|im_start|>system\n"
+    "You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{% "
+    "endif %}"
+    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% "
+    "endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+# what the template of Gemma 3 does: the system message opens the first user turn, the assistant is
+# the model, turns alternate
+GEMMA_TEMPLATE = (
+    "{{ bos_token }}{%- if messages[0]['role'] == 'system' -%}{%- set opening = "
+    "messages[0]['content'] + '\n\n' -%}"
+    "{%- set turns = messages[1:] -%}{%- else -%}{%- set opening = '' -%}{%- set turns = "
+    "messages -%}{%- endif -%}"
+    "{%- for turn in turns -%}{%- if (turn['role'] == 'user') != (loop.index0 % 2 == 0) -%}"
+    "{{ raise_exception('roles must alternate') }}{%- endif -%}"
+    "{%- set role = 'model' if turn['role'] == 'assistant' else turn['role'] -%}"
+    "{{ '<start_of_turn>' + role + '\n' + (opening if loop.first else '') }}"
+    "{%- if turn['content'] is string -%}{{ turn['content'] | trim }}"
+    "{%- elif turn['content'] is iterable -%}{%- for part in turn['content'] -%}"
+    "{%- if part['type'] == 'text' -%}{{ part['text'] | trim }}{%- endif -%}{%- endfor -%}"
+    "{%- else -%}{{ raise_exception('invalid content') }}{%- endif -%}"
+    "{{ '<end_of_turn>\n' }}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<start_of_turn>model\n' }}{%- endif -%}"
+)
+USER = [{"role": "user", "content": "hi"}]
+
+
+def write_tokenizer(directory, config=None, template=None, bos=False):
+    vocabulary = {
+        token: i
+        for i, token in enumerate(["<s>", "</s>", "<unk>", "a", "b", "ab", "Ġ", "Ċ", "h", "i"])
+    }
+    backend = tokenizers.Tokenizer(models.BPE(vocabulary, [("a", "b")], unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<s>", "</s>"])
+    if bos:
+        backend.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", 0)]
+        )
+    directory.mkdir(exist_ok=True)
+    backend.save(str(directory / "tokenizer.json"))
+    if config is not None:
+        (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    if template is not None:
+        (directory / "chat_template.jinja").write_text(template)
+    return directory
+
+
+def test_encode_decode_and_special_tokens(tmp_path):
+    config = {
+        "bos_token": "<s>",
+        "eos_token": {"content": "</s>", "special": True},
+        "unk_token": "<unk>",
+    }
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path, config, bos=True))
+    assert tokenizer.encode("ab a") == [0, 5, 6, 3]
+    assert tokenizer.encode("ab a</s>", add_special_tokens=False) == [5, 6, 3, 1]
+    assert tokenizer.decode([0, 5, 6, 3, 1]) == "ab a"
+    assert tokenizer.decode([0, 5, 6, 3, 1], skip_special=False) == "<s>ab a</s>"
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_ids, tokenizer.vocab_size) == (0, (1,), 10)
+    assert tokenizer.pad_token_id == 1  # no padding token: an end token pads
+
+
+def test_a_tokenizer_without_config_has_no_special_roles(tmp_path):
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path))
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_ids, tokenizer.pad_token_id) == (
+        None,
+        (),
+        None,
+    )
+    assert not tokenizer.has_chat_template
+    with pytest.raises(UserError, match="no chat template"):
+        tokenizer.apply_chat_template(USER)
+
+
+def test_load_tokenizer_of_a_directory_without_one(tmp_path):
+    assert load_tokenizer(tmp_path) is None
+    (tmp_path / "tokenizer.model").write_bytes(b"")
+    with pytest.raises(UserError, match="tokenizer.model: only tokenizer.json is read"):
+        load_tokenizer(tmp_path)
+
+
+def test_smollm2_template_adds_its_system_prompt(tmp_path):
+    config = {"bos_token": "<s>", "chat_template": SMOLLM2_TEMPLATE}
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path, config))
+    assert tokenizer.apply_chat_template(USER) == (
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging "
+        "Face<|im_end|>\n"
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    )
+    system = [{"role": "system", "content": "Be brief."}, *USER]
+    assert tokenizer.apply_chat_template(system, add_generation_prompt=False) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n"
+    )
+
+
+TEMPLATE = """{{- bos_token }}
+{%- for message in messages %}
+    {% if message.role == 'stop' %}{% break %}{% endif %}
+    [{{ message.role }}] {{ message.content | trim }}
+    {% if message.extra %}
+{{ message.extra | tojson }} {{ message.extra | tojson(indent=2) }}
+    {% endif %}
+{%- endfor %}
+{% if add_generation_prompt %}
+[assistant]{% endif %}
+"""
+
+
+def test_gemma_template_merges_the_system_message_and_trims(tmp_path):
+    """The texts are those of transformers 5.23.0."""
+    tokenizer = load_tokenizer(
+        write_tokenizer(tmp_path, {"bos_token": "<s>", "chat_template": GEMMA_TEMPLATE})
+    )
+    talk = [
+        {"role": "system", "content": "Be brief. "},
+        {"role": "user", "content": " 1+1? "},
+        {"role": "assistant", "content": "2\n"},
+        {"role": "user", "content": [{"type": "text", "text": " why? "}]},
+    ]
+    turns = "1+1?<end_of_turn>\n<start_of_turn>model\n2<end_of_turn>\n<start_of_turn>user\nwhy?<end_of_turn>\n"
+    assert tokenizer.apply_chat_template(talk) == (
+        f"<s><start_of_turn>user\nBe brief. \n\n{turns}<start_of_turn>model\n"
+    )
+    assert (
+        tokenizer.apply_chat_template(talk[1:], add_generation_prompt=False)
+        == f"<s><start_of_turn>user\n{turns}"
+    )
+    with pytest.raises(UserError, match="roles must alternate"):
+        tokenizer.apply_chat_template(talk[2:])
+
+
+def test_template_environment_is_that_of_transformers(tmp_path):
+    # The expected text was rendered by transformers 5.23.0.
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path, {"bos_token": "<s>"}, TEMPLATE))
+    messages = [
+        {"role": "user", "content": "  <b> & é ", "extra": {"k": ["<é>", 1.5, None]}},
+        {"role": "assistant", "content": "ok"},
+        {"role": "stop"},
+        {"role": "user", "content": "never"},
+    ]
+    expected = (
+        '<s>    [user] <b> & é\n{"k": ["<é>", 1.5, null]} {\n  "k": [\n    "<é>",\n    1.5,\n    '
+        "null\n  ]\n}\n"
+        "    [assistant] ok\n"
+    )
+    assert tokenizer.apply_chat_template(messages, add_generation_prompt=False) == expected
+    assert tokenizer.apply_chat_template(messages) == expected + "[assistant]"
+
+
+def test_encode_chat_adds_no_second_bos(tmp_path):
+    template = "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}"
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path, {"bos_token": "<s>"}, template, bos=True))
+    assert tokenizer.encode_chat([{"role": "user", "content": "ab"}]) == [0, 5]
+
+
+def test_template_file_goes_before_config_and_default_before_others(tmp_path):
+    config = {
+        "chat_template": [
+            {"name": "tool", "template": "tool"},
+            {"name": "default", "template": "default"},
+        ]
+    }
+    assert load_tokenizer(write_tokenizer(tmp_path, config)).apply_chat_template(USER) == "default"
+    assert (
+        load_tokenizer(write_tokenizer(tmp_path, config, "file")).apply_chat_template(USER)
+        == "file"
+    )
+
+
+def test_strftime_now(tmp_path):
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path, template="{{ strftime_now('%Y') }}"))
+    assert abs(int(tokenizer.apply_chat_template(USER)) - datetime.datetime.now().year) <= 1
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "message"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", USER, "roles must alternate"),
+        ("{{ messages[0].content + 1 }}", USER, "fails on these messages"),
+        ("{{ messages[7].content.text }}", USER, "fails on these messages"),
+        ("{{ 1 / 0 }}", USER, "fails on these messages"),
+        ("{{ ''.__class__.__mro__ }}", USER, "fails on these messages"),
+        ("{{ messages.append(1) }}", USER, "fails on these messages"),
+        ("hi", ["hi"], "messages[0] must be an object"),
+        ("hi", [{"content": "x"}], "messages[0] must be an object with a role"),
+    ],
+)
+def test_refused_messages_name_the_template(template, messages, message, tmp_path):
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path, template=template))
+    with pytest.raises(UserError) as error:
+        tokenizer.apply_chat_template(messages)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "template", "message"),
+    [
+        ({"eos_token": "</eos>"}, None, "eos_token '</eos>'"),
+        ({"eos_token": 3}, None, "tokenizer_config.json: eos_token must be"),
+        ({"chat_template": 3}, None, "tokenizer_config.json: chat_template must be a string"),
+        ({"chat_template": [{"name": "tool", "template": "x"}]}, None, "'default'"),
+        ({}, "{% for x in %}", "chat_template.jinja: the chat template is not valid Jinja"),
+    ],
+)
+def test_malformed_tokenizer_files(config, template, message, tmp_path):
+    with pytest.raises(UserError) as error:
+        load_tokenizer(write_tokenizer(tmp_path, config, template))
+    assert message in str(error.value)
+
+
+def test_corrupt_tokenizer_json(tmp_path):
+    path = write_tokenizer(tmp_path) / "tokenizer.json"
+    for content in (b"", b"{}", path.read_bytes()[:-30], b"\xff\xfe"):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=r"tokenizer.json: not "):
+            load_tokenizer(tmp_path)
+
+
+def test_a_tokenizer_of_another_model_is_refused(tmp_path):
+    write_tokenizer(tmp_path)
+    assert load_tokenizer(tmp_path, vocab_size=10).vocab_size == 10
+    with pytest.raises(UserError, match="token 'i' has id 9, but the model's vocab_size is 9"):
+        load_tokenizer(tmp_path, vocab_size=9)
+
+
+def test_byte_tokenizer_ids():
+    tokenizer = ByteTokenizer()
+    assert tokenizer.encode("é") == [257, 0xC3, 0xA9]
+    assert tokenizer.encode("<|eos|>", add_special_tokens=False) == list(b"<|eos|>")
+    assert tokenizer.decode([257, 0xC3, 0xA9, 258, 256]) == "é"
+    assert tokenizer.decode([257, 65, 258], skip_special=False) == "<|bos|>A<|eos|>"
+    assert tokenizer.decode([65, 0xC3, 66]) == "A\N{REPLACEMENT CHARACTER}B"
+    assert tokenizer.vocab_size == 1 + max(
+        tokenizer.pad_token_id, tokenizer.bos_token_id, *tokenizer.eos_token_ids
+    )
+    with pytest.raises(UserError, match="no chat template"):
+        tokenizer.encode_chat(USER)
+
+
+@pytest.fixture(scope="module")
+def saved_bytes(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("bytes")
+    ByteTokenizer().save(directory)
+    return load_tokenizer(directory, 259)
+
+
+@given(
+    text=st.text(st.characters(exclude_categories=["Cs"])),
+    ids=st.lists(st.integers(0, 258), max_size=12),
+)
+def test_saved_byte_tokenizer_is_the_same_tokenizer(saved_bytes, text, ids):
+    tokenizer = ByteTokenizer()
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert saved_bytes.encode(text) == tokenizer.encode(text)
+    assert saved_bytes.decode(ids) == tokenizer.decode(ids)
+    for name in ("bos_token_id", "eos_token_ids", "pad_token_id", "vocab_size"):
+        assert getattr(saved_bytes, name) == getattr(tokenizer, name)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda path: ByteTokenizer(), lambda path: HFTokenizer(write_tokenizer(path))]
+)
+def test_a_lone_surrogate_is_one_line(make, tmp_path):
+    with pytest.raises(UserError, match=r"lone surrogate, \\ud800, at 1"):
+        make(tmp_path).encode("a\ud800")
