@@ -296,7 +296,7 @@ class RunConfig:
         correction = self.rl.correction.resolve(recipe.correction)
         checks = [
             (
-                recipe.trainer.weight.quantized,
+                recipe.quantizes("trainer"),
                 f"the trainer of recipe {recipe.name!r} is not in FP8, and its ratios are exact",
             ),
             (

@@ -1,13 +1,12 @@
-"""The KV cache: a part shared by the samples of a prompt, a part of each completion's own, and FP8
-scales.
+"""The KV cache in two parts, and its FP8 scales.
 
-All completions of a prompt read one copy of its keys and values; each completion then writes its
-own block from slot 0, so ragged prompts need no alignment and a decode step writes one slot for
-every row at once. The trainer scores completions against the same two parts, which is why it, too,
-runs the prompt once for a group instead of once for a sample.
+All completions of a prompt read one copy of its keys and values, the prefix cache; each completion
+then writes its completion cache from slot 0, so ragged prompts need no alignment and a decode step
+writes one slot for every row at once. The trainer scores completions against the same two parts,
+which is why it, too, runs the prompt once for a group instead of once for a sample.
 
-In FP8 the cache holds e4m3 values and three float32 numbers a layer: the scales of Q, K and V. They
-are calibrated at every weight sync (rollout.calibration); nothing here guesses one.
+In FP8 the cache holds e4m3 values, and a layer has scales of Q, K and V: a number each, or one a KV
+head. They are calibrated at every weight sync (rollout.calibration); nothing here guesses one.
 """
 
 from __future__ import annotations
@@ -24,11 +23,12 @@ from fp8rl_jax.models.config import PolicyConfig
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KVScales:
-    """Per-layer scales: x is about stored * scale. Each float32 [layers]."""
+    """Scales of each layer: x is about stored * scale. float32 [layers], or [layers, kv_heads]; a
+    query's is that of its KV head's group."""
 
-    query: Float[Array, " layers"]
-    key: Float[Array, " layers"]
-    value: Float[Array, " layers"]
+    query: Float[Array, "layers *kv_heads"]
+    key: Float[Array, "layers *kv_heads"]
+    value: Float[Array, "layers *kv_heads"]
 
 
 @jax.tree_util.register_dataclass
@@ -39,11 +39,11 @@ class KVBlock:
     Attributes:
         keys, values: [rows, kv_heads, slots, head_dim] of each layer; a tuple over layers, or one
             array with a leading axis.
-        mask: [rows, slots], True where a slot holds a token. Where a shared block is decoded with,
-            each row's tokens come first. The rows of a policy call are rows * n for a shared block:
-            row b of the call reads row b // n.
+        mask: [rows, slots], True where a slot holds a token. In a prefix cache that is decoded
+            with, each row's tokens come first. A policy call has rows * n rows for a prefix cache
+            of `rows`: row b of the call reads row b // n.
         positions: [rows, slots], position of the token in each slot, which sliding windows read in
-            a shared block. None in an own block: its slots are consecutive positions.
+            a prefix cache. None in a completion cache: its slots are consecutive positions.
     """
 
     keys: Array | tuple[Array, ...]
@@ -58,15 +58,15 @@ class KVCache:
     """What a policy call attends to besides its own tokens.
 
     Attributes:
-        shared: the prompts' block, read only, or None.
-        own: block that the call writes at `slot`, or None; then the call attends to its own tokens
-            causally and returns their block.
+        prefix: the prompts' keys and values, read only, or None.
+        completion: what the call writes at `slot` and attends to; None: the call attends to its own
+            tokens causally and returns their block.
         slot: int32, first slot that the call writes.
         scales: FP8 scales, or None when nothing in the cache is quantized.
     """
 
-    shared: KVBlock | None = None
-    own: KVBlock | None = None
+    prefix: KVBlock | None = None
+    completion: KVBlock | None = None
     slot: Int[Array, ""] | None = None
     scales: KVScales | None = None
 
@@ -74,7 +74,7 @@ class KVCache:
 def empty_block(
     config: PolicyConfig, rows: int, slots: int, dtype: jnp.dtype, stacked: bool
 ) -> KVBlock:
-    """A block with nothing in it: zeros, mask False."""
+    """Make a block with nothing in it: zeros, mask False."""
     shape = (rows, config.num_kv_heads, slots, config.head_dim)
 
     def make():

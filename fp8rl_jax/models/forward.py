@@ -1,43 +1,361 @@
 """One forward pass for scoring, prefill and decode.
 
-The three differ in their inputs only: which keys are cached, which slots are written, and on which
-side of the recipe the formats stand. A train-rollout mismatch can then come from formats and
-reduction orders, never from a second definition of the model.
+The three differ in their inputs only: which keys are cached, which slots are written, and in which
+form the policy is. A train-rollout mismatch can then come from formats and reduction orders, never
+from a second definition of the model.
 
-    train     tokens [b, t], no cache or a shared block     trainer formats, differentiable
-    prefill   prompts [p, s], no cache                      rollout formats, returns the prompts'
-                                                            block
-    decode    one token a row, shared block + own block     rollout formats, writes the own block at
-                                                            `slot`
+    train     tokens [b, t], no cache or a prefix cache    the trainer's form, differentiable
+    prefill   prompts [p, s], no cache                     the rollout's form; returns their block
+    decode    one token a row, prefix and completion       the rollout's form; writes the completion
+              cache                                        cache at `slot`
+
+From top to bottom: positions, one layer (attention over the two parts of the cache, then a
+feed-forward layer or experts), the stack of layers, the whole pass.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from fp8rl_jax.config.recipe import Recipe
-from fp8rl_jax.models.arithmetic import PLAIN, Arithmetic, arithmetic
+from fp8rl_jax.config.formats import TensorFormat
 from fp8rl_jax.models.cache import KVBlock, KVCache
-from fp8rl_jax.models.layer import LayerInputs, LayerOutputs, LayerStep, OwnBlock
-from fp8rl_jax.models.policy import Policy, equal_runs, run_of_layers
-from fp8rl_jax.models.rotary import layer_frequencies
-from fp8rl_jax.models.trained import check_form
-from pallas_kernels.backend import Backend, check_exact
-from pallas_kernels.matmul import selected_backend
+from fp8rl_jax.models.config import LinearRopeScaling, PolicyConfig
+from fp8rl_jax.models.moe import mixture
+from fp8rl_jax.models.policy import Layer, Policy, Weight, equal_runs, run_of_layers
+from fp8rl_jax.precision import Compute, as_weight, quantize_per_tensor
+from pallas_kernels.attention import (
+    CHUNK,
+    CHUNK_FROM,
+    Keys,
+    TokenKeys,
+    Tokens,
+    attend_in_chunks,
+    in_window,
+    sees,
+)
+from pallas_kernels.cache_write import write_cache
+from pallas_kernels.decode_attention import KeyValues, decode_attention, scaled
+from pallas_kernels.matmul import rows_of
 
-Phase = Literal["train", "prefill", "decode"]
+
+def rope_frequencies(config: PolicyConfig) -> Float[Array, " half"]:
+    """Angular frequency of each pair of a head's dimensions, float32, Llama 3's rescaling (arXiv
+    2407.21783) or a linear one (arXiv 2306.15595) applied."""
+    frequencies = _frequencies(config.rope_theta, config.head_dim)
+    scaling = config.rope_scaling
+    if scaling is None:
+        return frequencies
+    if isinstance(scaling, LinearRopeScaling):
+        return frequencies / scaling.factor
+    wavelength = 2 * math.pi / frequencies
+    turns = scaling.original_max_position_embeddings / wavelength
+    blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    blend = jnp.clip(blend, 0.0, 1.0)
+    return frequencies * (blend + (1 - blend) / scaling.factor)
+
+
+def layer_frequencies(config: PolicyConfig) -> Float[Array, "layers half"] | None:
+    """The rotary frequencies of each layer where those with a window have their own, else None."""
+    if config.local_rope_theta is None:
+        return None
+    local, full = _frequencies(config.local_rope_theta, config.head_dim), rope_frequencies(config)
+    return jnp.stack(
+        [full if i in config.full_attention_layers else local for i in range(config.num_layers)]
+    )
+
+
+def _frequencies(theta: float, head_dim: int) -> Float[Array, " half"]:
+    half = head_dim // 2
+    return theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+
+
+class LayerInputs(NamedTuple):
+    """What a layer reads besides the hidden states and its weights; None where there is nothing.
+
+    Attributes:
+        prefix: keys and values of the prefix cache.
+        scales: KV scales of Q, K and V, float32 [] or [kv_heads].
+        window: positions that a token sees, int32.
+        frequencies: rotary frequencies, where they differ between layers.
+        routes: expert ids to replay, [b, t, k], -1 where the router decides.
+    """
+
+    prefix: tuple[Array, Array] | None = None
+    scales: tuple[Array, Array, Array] | None = None
+    window: Int[Array, ""] | None = None
+    frequencies: Float[Array, " half"] | None = None
+    routes: Int[Array, "b t k"] | None = None
+
+
+class LayerOutputs(NamedTuple):
+    """What a layer leaves besides the hidden states: its keys and values, what `observe` returned,
+    and its expert ids."""
+
+    block: tuple[Array, Array] | None
+    observed: Any
+    routes: Int[Array, "b t k"] | None
+
+
+class CompletionCache:
+    """One layer's part of the completion cache.
+
+    Args:
+        keys, values: the layer's own arrays, or stacks over layers.
+        slot: first slot that the call writes.
+        layer: index into the stacks; None: the arrays are the layer's own.
+    """
+
+    def __init__(self, keys: Array, values: Array, slot: Array, layer: Array | None = None):
+        self.keys, self.values, self.slot, self.layer = keys, values, slot, layer
+
+    def write(self, k: Array, v: Array) -> tuple[Array, Array]:
+        """Write keys and values [rows, kv_heads, t, head_dim]; returns the cache."""
+        start = (0, 0, self.slot, 0)
+        if self.layer is not None:
+            start, k, v = (self.layer, *start), k[None], v[None]
+        keys = lax.dynamic_update_slice(self.keys, k, start)
+        return keys, lax.dynamic_update_slice(self.values, v, start)
+
+    def write_token(self, tokens, rope, scales, query_scale, backend):
+        """Write one token a row, rotated and quantized on the way.
+
+        Args:
+            tokens: queries, keys and values before rotation, [rows, 1, heads, head_dim].
+            rope: cos and sin of the tokens.
+
+        Returns:
+            (keys, values) of the cache, and the queries.
+        """
+        (q, k, v), rows = (x[:, 0] for x in tokens), len(tokens[0])
+        row = jnp.arange(rows, dtype=jnp.int32) + (0 if self.layer is None else self.layer * rows)
+        slot = jnp.full(rows, self.slot, jnp.int32)
+        flat = (x.reshape(-1, *x.shape[-3:]) for x in (self.keys, self.values))
+        cos, sin = (x[:, 0] for x in rope)
+        keys, values, q = write_cache(
+            *flat, k, v, cos, sin, row, slot, scales, q, query_scale, backend=backend
+        )
+        return (keys.reshape(self.keys.shape), values.reshape(self.values.shape)), q
+
+    def read(self, keys: Array, values: Array) -> tuple[Array, Array]:
+        """The layer's part of what `write` returned."""
+        if self.layer is None:
+            return keys, values
+        keys = lax.dynamic_index_in_dim(keys, self.layer, keepdims=False)
+        return keys, lax.dynamic_index_in_dim(values, self.layer, keepdims=False)
+
+    def visible(self, t: int, window: Array | None) -> Array:
+        """[t, slots]: query i, written at slot + i, sees the slots up to its own and within the
+        window."""
+        slots, written = jnp.arange(self.keys.shape[-2]), self.slot + jnp.arange(t)
+        mask = slots[None, :] <= written[:, None]
+        return mask if window is None else mask & in_window(written, slots, window)
+
+
+class TransformerLayer:
+    """One layer as a function of (x, weights, completion cache, inputs), for a call whose tokens,
+    positions and cache are given; arguments as in `forward`."""
+
+    def __init__(
+        self,
+        config: PolicyConfig,
+        compute: Compute,
+        positions: Int[Array, "b t"],
+        segment_ids: Int[Array, "b t"],
+        cache: KVCache,
+        prefix_ids: Int[Array, "b t"] | None = None,
+        observe: Callable[..., Any] | None = None,
+    ):
+        self.config, self.compute, self.cache, self.observe = config, compute, cache, observe
+        self.positions, self.segment_ids = positions, segment_ids
+        self.rope = compute.rope_tables(rope_frequencies(config), positions)
+        if cache.prefix is not None:
+            self.prefix_lengths = cache.prefix.mask.sum(1, dtype=jnp.int32)
+        if cache.completion is None:
+            self.tokens = Tokens.of_rows(segment_ids, positions, prefix_ids)
+            t, chunk = segment_ids.shape[1], compute.attention_chunk
+            if chunk is None:
+                pairs = t * (t + (0 if cache.prefix is None else cache.prefix.mask.shape[1]))
+                chunk = CHUNK if pairs >= CHUNK_FROM else 0
+            self.chunk = chunk
+            if not chunk:
+                self.causal_mask = sees(self.tokens, self.tokens)
+
+    def __call__(
+        self, x: Array, layer: Layer, completion: CompletionCache | None, inputs: LayerInputs
+    ) -> tuple[Array, LayerOutputs]:
+        before_attention, after_attention, before_mlp, after_mlp = layer.norms
+        attended, block, observed = self.attention(
+            self.norm(x, before_attention), layer, completion, inputs
+        )
+        add = self.compute.add
+        x = add(x, self.norm(attended, after_attention))
+        normed, routes = self.norm(x, before_mlp), None
+        if layer.experts is None:
+            mixed = self.mlp(normed, layer)
+        else:
+            mixed, routes = self.mixture(normed, layer, inputs.routes)
+        return add(x, self.norm(mixed, after_mlp)), LayerOutputs(block, observed, routes)
+
+    def norm(self, x: Array, weight: Weight | None) -> Array:
+        """RMSNorm over the last axis; x itself where the layer has no such norm."""
+        if weight is None:
+            return x
+        config = self.config
+        return self.compute.rms_norm(x, weight.value, config.rms_norm_eps, config.norm_offset)
+
+    def project(self, x: Array, *weights: Weight) -> list[Array]:
+        """Multiply x by each weight; weights of one kind share a prepared input, which is quantized
+        once and kept once for the backward."""
+        rows, prepared, out = rows_of(x), {}, []
+        for weight in (as_weight(w.value) for w in weights):
+            kind = jax.tree.structure(weight)
+            if kind not in prepared:
+                prepared[kind] = self.prepare(rows, weight)
+            product = weight.multiply(prepared[kind], x.dtype, self.compute)
+            out.append(product.reshape(*x.shape[:-1], -1))
+        return out
+
+    def prepare(self, x: Array, weight: Any) -> Any:
+        """x in the form that `weight` multiplies."""
+        return weight.prepare(x, self.compute)
+
+    def mlp(self, x: Array, layer: Layer) -> Array:
+        gate, up = self.project(x, layer.gate_proj, layer.up_proj)
+        inner = self.compute.gated(gate, up, self.config.activation)
+        return self.project(inner, layer.down_proj)[0]
+
+    def mixture(self, x: Array, layer: Layer, routes: Array | None) -> tuple[Array, Array]:
+        return mixture(x, layer, self.config.experts, self.compute, routes)
+
+    def attention(
+        self, x: Array, layer: Layer, completion: CompletionCache | None, inputs: LayerInputs
+    ) -> tuple[Array, tuple[Array, Array], Any]:
+        """The attention's output, the keys and values that it leaves, and what `observe` saw."""
+        (b, t, _), compute = x.shape, self.compute
+        products = self.project(x, layer.q_proj, layer.k_proj, layer.v_proj)
+        q, k, v = map(self.heads, products, (layer.q_bias, layer.k_bias, layer.v_bias))
+        q, k = self.norm(q, layer.q_norm), self.norm(k, layer.k_norm)
+        rope = self.rope
+        if inputs.frequencies is not None:
+            rope = compute.rope_tables(inputs.frequencies, self.positions)
+        if completion is not None and t == 1 and not compute.exact and self.observe is None:
+            out, written = self.decode((q, k, v), rope, completion, inputs, x.dtype)
+            return *self.project(out.reshape(b, 1, -1), layer.o_proj), written, None
+        q, k = compute.rotate(q, rope), compute.rotate(k, rope)
+        scales, observed = inputs.scales, None
+        if self.observe is not None:
+            real = (self.segment_ids > 0)[..., None, None]
+            observed, scales = self.observe(q, k, v, real, scales)
+        sq = sk = sv = None
+        if compute.key.quantized:
+            sq, sk, sv = scales
+            k, v = quantize_heads(k, sk, compute.key), quantize_heads(v, sv, compute.value)
+            if compute.query.quantized:
+                q = quantize_heads(q, sq, compute.query)
+            else:
+                sq = None
+        k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
+        score_scale = scaled(self.config.score_scale, sq, sk)
+        value_scale = 1.0 if sv is None else sv
+        if completion is None and self.chunk:
+            blocks = self.token_keys(k, v, inputs.prefix)
+            out = attend_in_chunks(
+                q,
+                blocks,
+                inputs.window,
+                score_scale,
+                value_scale,
+                x.dtype,
+                self.chunk,
+                compute.attend,
+            )
+            return *self.project(out.reshape(b, t, -1), layer.o_proj), (k, v), observed
+        blocks = []
+        if inputs.prefix is not None:
+            blocks.append(Keys(*inputs.prefix, self.prefix_mask(inputs.window)))
+        if completion is None:
+            written, mask = (k, v), self.causal_mask
+            if inputs.window is not None:
+                mask = mask & in_window(self.positions, self.positions, inputs.window)
+            blocks.append(Keys(k, v, mask))
+        else:
+            written = completion.write(k, v)
+            visible = completion.visible(t, inputs.window)[None]
+            blocks.append(Keys(*completion.read(*written), visible))
+        out = compute.attend(q, blocks, score_scale, value_scale, x.dtype).reshape(b, t, -1)
+        return *self.project(out, layer.o_proj), written, observed
+
+    def heads(self, x: Array, bias: Weight | None) -> Array:
+        """A projection with its bias, [b, t, heads, head_dim]."""
+        if bias is not None:
+            x = self.compute.add(x, jnp.broadcast_to(bias.value, x.shape))
+        return x.reshape(*x.shape[:2], -1, self.config.head_dim)
+
+    def decode(self, tokens, rope, completion: CompletionCache, inputs: LayerInputs, dtype):
+        """Attend with one token a row, over the prefix cache and the row's own slots up to the one
+        that it now writes."""
+        compute = self.compute
+        sq, sk, sv = inputs.scales if compute.key.quantized else (None, None, None)
+        sq = sq if compute.query.quantized else None
+        scales = None if sk is None else (sk, sv)
+        written, q = completion.write_token(tokens, rope, scales, sq, compute.backend)
+        lengths = jnp.full(len(q), completion.slot + 1, jnp.int32)
+        caches = [KeyValues(*completion.read(*written), lengths)]
+        if inputs.prefix is not None:
+            caches.insert(0, KeyValues(*inputs.prefix, self.prefix_lengths))
+        window, score_scale = inputs.window, self.config.score_scale
+        out = decode_attention(
+            q, tuple(caches), score_scale, sq, sk, sv, window, dtype, backend=compute.backend
+        )
+        return out, written
+
+    def token_keys(self, k: Array, v: Array, prefix) -> list[TokenKeys]:
+        """The blocks of keys as chunked attention takes them."""
+        blocks = [TokenKeys(k, v, self.tokens, self.tokens)]
+        if prefix is not None:
+            slots = Tokens.of_block(self.cache.prefix.mask, self.cache.prefix.positions)
+            blocks.insert(0, TokenKeys(*prefix, self.tokens.after_block(), slots))
+        return blocks
+
+    def prefix_mask(self, window: Array | None) -> Array:
+        """[rows, 1 or the queries of all samples that share the row, slots]."""
+        prefix = self.cache.prefix
+        if window is None:
+            return prefix.mask[:, None, :]
+        rows, slots = prefix.mask.shape
+        queries = self.positions.reshape(rows, -1)
+        return prefix.mask[:, None, :] & in_window(queries, prefix.positions, window)
+
+
+def quantize_heads(
+    x: Float[Array, "b t heads dim"], scale: Float[Array, "*kv_heads"], fmt: TensorFormat
+) -> Float[Array, "b t heads dim"]:
+    """Quantize queries, keys or values for the cache.
+
+    Args:
+        scale: float32 [] or [kv_heads]; a query's is that of its KV head's group.
+    """
+    if scale.ndim:
+        scale = jnp.repeat(scale, x.shape[2] // len(scale))[:, None]
+    return quantize_per_tensor(x, scale, fmt)
 
 
 class ForwardResult(NamedTuple):
-    """hidden: [b, t, hidden] after the final norm; cache: the block this call's tokens fill;
-    observed: what `observe` returned in each layer, its leaves stacked over the layers; routes: the
-    experts that each token used in each layer that has some."""
+    """What `forward` returns.
+
+    Attributes:
+        hidden: [b, t, hidden] after the final norm.
+        cache: the block that this call's tokens fill.
+        observed: what `observe` returned in each layer, its leaves stacked over the layers.
+        routes: the experts that each token used in each layer that has some.
+    """
 
     hidden: Float[Array, "b t hidden"]
     cache: KVBlock | None
@@ -51,136 +369,98 @@ def forward(
     positions: Int[Array, "b t"] | None = None,
     segment_ids: Int[Array, "b t"] | None = None,
     cache: KVCache | None = None,
-    recipe: Recipe | None = None,
-    phase: Phase = "train",
     *,
     prefix_ids: Int[Array, "b t"] | None = None,
     routes: Int[Array, "b t sparse k"] | None = None,
-    remat: bool = False,
-    attention_chunk: int | None = None,
     keep_cache: bool = True,
     observe: Callable[..., Any] | None = None,
-    calibrate: Callable[[Any], tuple[Array, Array, Array]] | None = None,
-    backend: Backend = "auto",
 ) -> ForwardResult:
-    """Runs the policy over `tokens`.
+    """Run the policy over `tokens`.
 
     Args:
-        policy: stacked layers are scanned, a list of layers is unrolled; the dtype of the embedding
-            is the compute dtype. Its linears are in the form of the recipe's side: `trainer_policy`
-            makes the trainer's, `quantized_policy` the rollout's.
+        policy: in the form of a side (models.forms), or plain weights, which are multiplied as they
+            are. Stacked layers are scanned, a list of layers is unrolled; the dtype of the
+            embedding is the compute dtype. `policy.compute` has kernels, KV formats, remat.
         tokens: int32.
         positions: rotary positions; default 0, 1, ... in each row.
         segment_ids: a token attends to earlier tokens of its own segment; 0 marks padding. Default:
             all ones.
-        cache: see KVCache. With an own block, `segment_ids` is not used: a row attends to its slots
-            up to the one it writes.
-        recipe: default: nothing is quantized.
-        phase: picks the recipe's side: "train" the trainer's formats, the others the rollout's.
+        cache: see KVCache. With a completion cache `segment_ids` is not used: a row attends to its
+            slots up to the one that it writes.
         prefix_ids: the segment that a token's own one continues: it attends to that, too, where it
             stands earlier in the row (several completions behind one copy of their prompt). -1:
             none, the default.
         routes: expert ids to replay, as `ForwardResult.routes` of another forward gave them. A
             token with a -1 in a layer is routed anew there. Gate weights are always the policy's
             own (R3, arXiv 2510.11370).
-        remat: recompute each layer in the backward pass instead of keeping its activations.
-        attention_chunk: queries whose scores exist at one time, where there is no own block; 0:
-            all. Default: all, and 128 in rows of 2^20 pairs of query and key or more.
         keep_cache: False leaves `ForwardResult.cache` empty where nothing reads it.
         observe: called in each layer as observe(q, k, v, real, scales), after q/k-norm and rope and
             before anything is quantized: q, k, v [b, t, heads, dim]; real [b, t, 1, 1], False on
-            padding; the layer's KV scales or None.
-        calibrate: gives a layer the scales of Q, K and V, float32 scalars, from what `observe`
-            returned in it, in place of `cache.scales`. A layer's scales are then known before its
-            attention runs, and the next layer sees what they did.
+            padding; the layer's KV scales or None. Returns what is kept of it, and the scales that
+            the layer quantizes its cache with.
 
     Raises:
-        ValueError: the policy is not in the form of the recipe's side (`check_form`); the recipe
-            quantizes the cache and `cache.scales` is missing; the policy has a sliding window and
-            the shared block no positions; `routes` are not those of this policy's experts.
+        ValueError: the policy has an FP8 cache and there are no scales for it; it has a sliding
+            window and the prefix cache no positions; `routes` are not those of its experts.
     """
-    recipe = recipe or Recipe("bf16")
-    formats = recipe.trainer if phase == "train" else recipe.rollout
-    cache, config = cache or KVCache(), policy.config
-    check_form(policy, recipe, phase)
-    if formats.key.quantized and cache.scales is None and calibrate is None:
-        raise ValueError(
-            f"recipe {recipe.name!r} quantizes the KV cache: forward needs cache.scales"
-        )
-    if config.windows is not None and cache.shared is not None and cache.shared.positions is None:
-        raise ValueError(
-            "forward: with a sliding window the shared block needs the positions of its slots"
-        )
+    cache, config, compute = cache or KVCache(), policy.config, policy.compute
+    _check(policy, tokens, cache, routes, observe)
     b, t = tokens.shape
-    if routes is not None:
-        expected = (
-            b,
-            t,
-            len(config.sparse_layers),
-            config.experts.per_token if config.experts else 0,
-        )
-        if routes.shape != expected:
-            raise ValueError(
-                f"forward: routes of shape {routes.shape} are not those of this policy, {expected}"
-            )
     if positions is None:
         positions = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), (b, t))
     if segment_ids is None:
         segment_ids = jnp.ones((b, t), jnp.int32)
-    if recipe.exact:
-        check_exact(selected_backend(backend), "forward")
-    numbers = arithmetic(recipe.exact)
-    x = embed(policy, tokens, numbers)
-    step = LayerStep(
-        config,
-        formats,
-        positions,
-        segment_ids,
-        cache,
-        observe,
-        backend,
-        prefix_ids,
-        attention_chunk,
-        numbers,
-        calibrate,
-    )
-    run = jax.checkpoint(step, prevent_cse=False) if remat else step
+    x = embed(policy, tokens)
+    layer = TransformerLayer(config, compute, positions, segment_ids, cache, prefix_ids, observe)
+    run = jax.checkpoint(layer, prevent_cse=False) if compute.remat else layer
     x, outputs = (_scan if policy.stacked else _unroll)(run, policy, x, cache, routes, keep_cache)
     block = None
-    if keep_cache and cache.own is None:
+    if keep_cache and cache.completion is None:
         block = KVBlock(*outputs.block, segment_ids > 0, positions)
     elif keep_cache:
-        written = jnp.ones((cache.own.mask.shape[0], t), bool)
-        block = KVBlock(
-            *outputs.block, lax.dynamic_update_slice(cache.own.mask, written, (0, cache.slot))
+        mask = cache.completion.mask
+        written = jnp.ones((mask.shape[0], t), bool)
+        mask = lax.dynamic_update_slice(mask, written, (0, cache.slot))
+        block = KVBlock(*outputs.block, mask)
+    return ForwardResult(layer.norm(x, policy.norm), block, outputs.observed, outputs.routes)
+
+
+def _check(policy: Policy, tokens, cache: KVCache, routes, observe) -> None:
+    config = policy.config
+    if policy.compute.key.quantized and cache.scales is None and observe is None:
+        raise ValueError("forward: the policy has an FP8 cache, and cache.scales is missing")
+    if config.windows is not None and cache.prefix is not None and cache.prefix.positions is None:
+        raise ValueError(
+            "forward: with a sliding window the prefix cache needs the positions of its slots"
         )
-    return ForwardResult(step.norm(x, policy.norm), block, outputs.observed, outputs.routes)
+    if routes is not None:
+        used = config.experts.per_token if config.experts else 0
+        expected = (*tokens.shape, len(config.sparse_layers), used)
+        if routes.shape != expected:
+            raise ValueError(
+                f"forward: routes of shape {routes.shape} are not those of this policy, {expected}"
+            )
 
 
-def embed(
-    policy: Policy, tokens: Int[Array, "b t"], numbers: Arithmetic = PLAIN
-) -> Float[Array, "b t hidden"]:
-    """What enters the first layer."""
+def embed(policy: Policy, tokens: Int[Array, "b t"]) -> Float[Array, "b t hidden"]:
+    """Look up what enters the first layer."""
     x, scale = jnp.take(policy.embed_tokens.value, tokens, axis=0), policy.config.embedding_scale
-    return x if scale is None else numbers.scale(x, scale)
+    return x if scale is None else policy.compute.scale(x, scale)
 
 
 def layer_inputs(
     policy: Policy, cache: KVCache, routes, pick: Callable, pick_sparse: Callable
 ) -> LayerInputs:
-    """LayerInputs of the layers that `pick` and `pick_sparse` take out of stacks over all layers
-    and over those with experts."""
-    windows = (
-        None if policy.config.windows is None else jnp.asarray(policy.config.windows, jnp.int32)
-    )
-    frequencies = layer_frequencies(policy.config)
+    """Take the inputs of some layers out of stacks over all layers, by `pick`, and over those with
+    experts, by `pick_sparse`."""
+    config, prefix, scales = policy.config, cache.prefix, cache.scales
+    windows = None if config.windows is None else jnp.asarray(config.windows, jnp.int32)
+    frequencies = layer_frequencies(config)
     return LayerInputs(
-        shared=None
-        if cache.shared is None
-        else (pick(cache.shared.keys), pick(cache.shared.values)),
+        prefix=None if prefix is None else (pick(prefix.keys), pick(prefix.values)),
         scales=None
-        if cache.scales is None
-        else tuple(map(pick, (cache.scales.query, cache.scales.key, cache.scales.value))),
+        if scales is None
+        else (pick(scales.query), pick(scales.key), pick(scales.value)),
         window=None if windows is None else pick(windows),
         frequencies=None if frequencies is None else pick(frequencies),
         routes=None if routes is None else pick_sparse(jnp.moveaxis(routes, 2, 0)),
@@ -188,20 +468,18 @@ def layer_inputs(
 
 
 def _unroll(
-    step: Callable, policy: Policy, x, cache: KVCache, routes, keep_cache: bool
+    run: Callable, policy: Policy, x, cache: KVCache, routes, keep_cache: bool
 ) -> tuple[Array, LayerOutputs]:
-    sparse, outputs = policy.config.sparse_layers, []
+    sparse, outputs, own = policy.config.sparse_layers, [], cache.completion
     for i, layer in enumerate(policy.layers):
         replayed = routes if i in sparse else None
         inputs = layer_inputs(
             policy, cache, replayed, lambda x, i=i: x[i], lambda x, i=i: x[sparse.index(i)]
         )
-        own = (
-            None
-            if cache.own is None
-            else OwnBlock(cache.own.keys[i], cache.own.values[i], cache.slot)
-        )
-        x, out = step(x, layer, own, inputs)
+        completion = None
+        if own is not None:
+            completion = CompletionCache(own.keys[i], own.values[i], cache.slot)
+        x, out = run(x, layer, completion, inputs)
         outputs.append(out)
     observed = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(out.observed for out in outputs))
     used = [out.routes for out in outputs if out.routes is not None]
@@ -210,26 +488,25 @@ def _unroll(
 
 
 def _scan(
-    step: Callable, policy: Policy, x, cache: KVCache, routes, keep_cache: bool
+    run: Callable, policy: Policy, x, cache: KVCache, routes, keep_cache: bool
 ) -> tuple[Array, LayerOutputs]:
-    config = policy.config
+    config, own = policy.config, cache.completion
 
     def body(carry, inputs):
-        x, own_blocks = carry
+        x, blocks = carry
         layer, index, inputs = inputs
-        own = None if own_blocks is None else OwnBlock(*own_blocks, cache.slot, index)
-        x, out = step(x, layer, own, inputs)
-        if own is None:
+        completion = None if blocks is None else CompletionCache(*blocks, cache.slot, index)
+        x, out = run(x, layer, completion, inputs)
+        if completion is None:
             return (x, None), out if keep_cache else out._replace(block=None)
-        # an own block travels as the carry, so that a step writes one slot instead of copying the
-        # cache
+        # a completion cache travels as the carry: a step writes one slot and copies nothing
         return (x, out.block), out._replace(block=None)
 
-    carry = (x, None if cache.own is None else (cache.own.keys, cache.own.values))
+    carry = (x, None if own is None else (own.keys, own.values))
     parts = []
     # one scan for each run of layers of a kind: most models, under most recipes, have a single one
-    for run in equal_runs(policy):
-        start, stop, sparse = run.start, run.stop, run.start in config.sparse_layers
+    for equal in equal_runs(policy):
+        start, stop, sparse = equal.start, equal.stop, equal.start in config.sparse_layers
         first = config.sparse_layers.index(start) if sparse else 0
         inputs = layer_inputs(
             policy,
@@ -242,8 +519,9 @@ def _scan(
             body, carry, (run_of_layers(policy, start, stop), jnp.arange(start, stop), inputs)
         )
         parts.append(out)
-    (x, own) = carry
-    blocks = jax.tree.map(_joined, *(out.block for out in parts)) if own is None else own
+    x, blocks = carry
+    if blocks is None:
+        blocks = jax.tree.map(_joined, *(out.block for out in parts))
     observed = jax.tree.map(_joined, *(out.observed for out in parts))
     used = [out.routes for out in parts if out.routes is not None]
     return x, LayerOutputs(blocks, observed, jnp.moveaxis(_joined(*used), 0, 2) if used else None)

@@ -27,13 +27,10 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from fp8rl_jax.config.formats import TensorFormat
-from fp8rl_jax.models.arithmetic import PLAIN, Arithmetic
 from fp8rl_jax.models.config import ExpertsConfig
 from fp8rl_jax.models.policy import Experts, Layer
 from fp8rl_jax.parallel import DEFAULT_RULES
-from fp8rl_jax.precision import grouped_linear, quantize_input
-from pallas_kernels.backend import Backend
+from fp8rl_jax.precision import Compute, as_weight
 from pallas_kernels.rounding import rounded
 
 
@@ -42,29 +39,28 @@ def route_dtype(config: ExpertsConfig) -> jnp.dtype:
     return jnp.dtype(jnp.int8 if config.count <= 128 else jnp.int16)
 
 
+Probe = Callable[[str, Any, Array], Any]
+"""Called as probe(name, rows, order) with the operand ("experts.up_proj.operand") and the result
+(".out") of each product of the experts, and with the input of the last (".in"); row i belongs to
+entry order[i] of the ids, flattened. What it returns is used in place of the rows. Not on a mesh."""
+
+
 def mixture(
     x: Float[Array, "b t hidden"],
     layer: Layer,
     config: ExpertsConfig,
-    activation: TensorFormat,
+    compute: Compute,
     routes: Int[Array, "b t k"] | None = None,
-    backend: Backend = "auto",
-    arithmetic: Arithmetic = PLAIN,
-    see: Callable[[str, Any, Array], Any] = lambda name, rows, order: rows,
+    probe: Probe = lambda name, rows, order: rows,
 ) -> tuple[Float[Array, "b t hidden"], Int[Array, "b t k"]]:
-    """The output of a layer's experts, and the ids of those that each token used.
+    """Compute the output of a layer's experts, and the ids of those that each token used.
 
     Args:
         layer: its router and experts.
-        activation: format of the inputs of quantized experts.
         routes: expert ids to replay; a token with a -1 among them is routed anew.
-        see: called as see(name, rows, order) with the operand ("experts.up_proj.operand") and the
-            result (".out") of each product, and with the input of the last (".in"); row i belongs
-            to entry order[i] of the ids, flattened. What it returns is used in place of the rows.
-            Not on a mesh.
     """
-    ids, weights = choose(x, layer.router.value, config, routes, arithmetic)
-    run = partial(_run, activation=activation, backend=backend, arithmetic=arithmetic, see=see)
+    ids, weights = choose(x, layer.router.value, config, compute, routes)
+    run = partial(_run, compute=compute, probe=probe)
     return _on_mesh(run, x, ids, weights, layer.experts), ids.astype(route_dtype(config))
 
 
@@ -72,34 +68,25 @@ def choose(
     x: Float[Array, "*b hidden"],
     router: Float[Array, "experts hidden"],
     config: ExpertsConfig,
+    compute: Compute,
     routes: Int[Array, "*b k"] | None = None,
-    arithmetic: Arithmetic = PLAIN,
 ) -> tuple[Int[Array, "*b k"], Float[Array, "*b k"]]:
-    """Expert ids, best first, and their weights, float32; see `mixture` for `routes`."""
-    scores = arithmetic.routing(x, router)
+    """Choose expert ids, best first, and their weights, float32; see `mixture` for `routes`."""
+    scores = compute.routing(x, router)
     ids = lax.top_k(lax.stop_gradient(scores), config.per_token)[1]
     if routes is not None:
         replayed = (routes >= 0).all(axis=-1, keepdims=True)
         ids = jnp.where(replayed, routes.astype(ids.dtype), ids)
     weights = jnp.take_along_axis(scores, ids, axis=-1)
-    return ids, arithmetic.normalize(weights) if config.normalize else weights
+    return ids, compute.normalize(weights) if config.normalize else weights
 
 
-def _run(
-    x,
-    ids,
-    weights,
-    experts: Experts,
-    first=0,
-    *,
-    activation: TensorFormat,
-    backend: Backend,
-    arithmetic: Arithmetic,
-    see: Callable,
-):
-    """Weighted sum over the experts that are here, ids first ... first + count - 1, float32 [b, t,
+def _run(x, ids, weights, experts: Experts, first=0, *, compute: Compute, probe: Probe):
+    """Sum over the experts that are here, ids first ... first + count - 1, weighted: float32 [b, t,
     hidden]."""
-    gate, up, down = (w.value for w in (experts.gate_proj, experts.up_proj, experts.down_proj))
+    gate, up, down = (
+        as_weight(w.value) for w in (experts.gate_proj, experts.up_proj, experts.down_proj)
+    )
     count, k = gate.shape[0], ids.shape[-1]
     local = ids.reshape(-1) - first
     # those of other devices are sorted behind ours
@@ -109,30 +96,22 @@ def _run(
     rows = x.reshape(-1, x.shape[-1])
 
     def sorted_input(weight):
-        return jax.tree.map(
-            lambda leaf: leaf[order // k], quantize_input(rows, weight, activation, backend)
-        )
+        return jax.tree.map(lambda leaf: leaf[order // k], weight.prepare(rows, compute))
 
     def product(name, inputs, weight):
-        inputs = see(f"experts.{name}.operand", inputs, order)
-        return see(
-            f"experts.{name}.out",
-            grouped_linear(inputs, weight, sizes, x.dtype, backend, arithmetic.exact),
-            order,
-        )
+        inputs = probe(f"experts.{name}.operand", inputs, order)
+        out = weight.multiply(inputs, x.dtype, compute, sizes)
+        return probe(f"experts.{name}.out", out, order)
 
     inputs = sorted_input(gate)
     gates = product("gate_proj", inputs, gate)
     if jax.tree.structure(up) != jax.tree.structure(gate):  # weights of one kind share their input
         inputs = sorted_input(up)
-    inner = see(
-        "experts.down_proj.in",
-        arithmetic.gated(gates, product("up_proj", inputs, up), "silu"),
-        order,
-    )
-    out = product("down_proj", quantize_input(inner, down, activation, backend), down)
+    inner = compute.gated(gates, product("up_proj", inputs, up), "silu")
+    inner = probe("experts.down_proj.in", inner, order)
+    out = product("down_proj", down.prepare(inner, compute), down)
     out = jnp.zeros_like(out).at[order].set(out, unique_indices=True).reshape(*ids.shape, -1)
-    return arithmetic.combine(weights, out)
+    return compute.combine(weights, out)
 
 
 def _on_mesh(run, x, ids, weights, experts: Experts):

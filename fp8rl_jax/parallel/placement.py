@@ -99,6 +99,7 @@ def _weight_shardings(
     """Of the leaves of one weight, in their order: the values (or the array itself), then the
     scales, if any."""
     tensor = weight.weight.get_value()
+    tensor = getattr(tensor, "quantized", tensor)
     values = getattr(tensor, "values", tensor)
     axes = weight.axes
     # a single layer, cut out of the stacked ones, keeps their names

@@ -302,7 +302,11 @@ def _linear_forward(x, weight, out_dtype, compute):
 def _linear_backward(out_dtype, compute, residuals, dy):
     saved, like, weight = residuals
     backend = compute.backend
-    rows, w, fmt = dy.reshape(-1, dy.shape[-1]), _transposed(weight.quantized), weight.output_gradient
+    rows, w, fmt = (
+        dy.reshape(-1, dy.shape[-1]),
+        _transposed(weight.quantized),
+        weight.output_gradient,
+    )
     frozen, dw = saved is None, None
     if fmt.quantized:
         if frozen:

@@ -1,7 +1,7 @@
 """Scales of the FP8 KV cache, measured anew at every weight sync.
 
-One number a layer for each of Q, K and V: amax after q/k-norm and rope, over the tokens of a
-micro-batch; then a percentile over the micro-batches, a head-room factor, and the format's largest
+One number a layer, or a KV head, for each of Q, K and V: amax after q/k-norm and rope, over the
+tokens of a micro-batch; then a percentile over the micro-batches, a head-room factor, and the format's largest
 value:
 
     scale = percentile(amax_1 ... amax_m) * 1.05 / 448
@@ -26,6 +26,7 @@ whether it has to recalibrate as often as it does.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -33,19 +34,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from fp8rl_jax.config.formats import TensorFormat
+from fp8rl_jax.config.formats import COMPUTE, TensorFormat
 from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.models.cache import KVCache, KVScales
-from fp8rl_jax.models.forward import forward
+from fp8rl_jax.models.forms import trainer_policy
+from fp8rl_jax.models.forward import forward, quantize_heads
 from fp8rl_jax.models.lora import has_adapters
-from fp8rl_jax.models.policy import Policy
-from fp8rl_jax.models.trained import trainer_policy
+from fp8rl_jax.models.policy import Policy, with_compute
 from fp8rl_jax.parallel import split_batch
 from fp8rl_jax.precision import (
     QuantizationSums,
     is_quantized,
     max_value,
-    quantize_per_tensor,
     stack_sums,
 )
 from pallas_kernels.backend import Backend
@@ -81,26 +81,14 @@ def observe_qkv(
             own forward.
 
     Returns:
-        Sums of shape [m, layers, 3].
+        Sums of shape [m, layers, 3], of recipe.kv_granularity "head" [m, layers, 3, kv_heads].
     """
-    if any(map(is_quantized, jax.tree.leaves(policy, is_leaf=is_quantized))) and not has_adapters(
-        policy
-    ):
-        # a rollout's weights, measured as it multiplies them; a base of adapters rests in FP8 on
-        # both sides
-        linears = replace(
-            recipe.trainer, weight=recipe.rollout.weight, activation=recipe.rollout.activation
-        )
-        recipe = replace(recipe, trainer=linears)
-    policy = trainer_policy(policy, recipe, dtype, backend)
-    run = partial(
-        forward,
-        policy,
-        recipe=recipe,
-        phase="train",
-        observe=partial(_observe, _formats(recipe)),
-        backend=backend,
-    )
+    quantized = any(map(is_quantized, jax.tree.leaves(policy, is_leaf=is_quantized)))
+    # a rollout's weights are measured as it multiplies them; a base of adapters may rest in FP8
+    if not quantized or has_adapters(policy):
+        policy = trainer_policy(policy, recipe, dtype, backend)
+    plain = replace(policy.compute, query=COMPUTE, key=COMPUTE, value=COMPUTE)
+    run = partial(forward, with_compute(policy, plain), observe=_observer(recipe))
 
     def one(micro):
         prompts, lengths, completions, mask = micro
@@ -117,7 +105,7 @@ def observe_qkv(
     return jax.lax.map(one, split_batch((prompts, lengths, completions, mask), micro_batches))
 
 
-@partial(jax.jit, static_argnames=("recipe", "backend"))
+@partial(jax.jit, static_argnames="recipe")
 def observe_served(
     policy: Policy,
     prompts: Int[Array, "p s"],
@@ -125,7 +113,6 @@ def observe_served(
     scales: KVScales | None = None,
     *,
     recipe: Recipe,
-    backend: Backend = "auto",
 ) -> QuantizationSums:
     """`observe_qkv` of prompts by the forward that serves them: a prefill whose layers attend with
     scales of their own amaxes.
@@ -137,10 +124,10 @@ def observe_served(
         recipe: its rollout formats, and the rule from amax to scale.
 
     Returns:
-        Sums of shape [1, layers, 3].
+        Sums as of `observe_qkv`, m = 1.
     """
 
-    def calibrate(sums: QuantizationSums) -> tuple[Array, Array, Array]:
+    def rule(sums: QuantizationSums) -> tuple[Array, ...]:
         return tuple(_scales(sums.amax, recipe))
 
     segments = (jnp.arange(prompts.shape[1]) < lengths[:, None]).astype(jnp.int32)
@@ -149,31 +136,43 @@ def observe_served(
         prompts,
         segment_ids=segments,
         cache=KVCache(scales=scales),
-        recipe=recipe,
-        phase="prefill",
-        observe=partial(_observe, _formats(recipe)),
-        calibrate=calibrate,
+        observe=_observer(recipe, rule),
         keep_cache=False,
-        backend=backend,
     )
     return jax.tree.map(lambda x: x[None], seen.observed)
 
 
-def _formats(recipe: Recipe) -> tuple[TensorFormat, TensorFormat, TensorFormat]:
-    return recipe.rollout.query, recipe.rollout.key, recipe.rollout.value
+def _observer(recipe: Recipe, rule: Callable | None = None) -> Callable:
+    """`observe` of a forward that measures Q, K and V.
 
+    Args:
+        rule: from the sums of a layer to the scales that the layer goes on with; None: those that
+            it was given.
+    """
+    formats = _formats(recipe)
 
-def _observe(formats: tuple[TensorFormat, ...], q, k, v, real, scales) -> QuantizationSums:
-    sums = []
-    for x, fmt, scale in zip((q, k, v), formats, scales or (None,) * 3, strict=True):
+    def measure(x, fmt, scale, real) -> QuantizationSums:
         restored, limit = x.astype(jnp.float32), jnp.inf
         if fmt.quantized and scale is not None:
-            restored, limit = (
-                quantize_per_tensor(x, scale, fmt).astype(jnp.float32) * scale,
-                scale * max_value(fmt),
-            )
-        sums.append(QuantizationSums.of(x, restored, limit, real))
-    return stack_sums(sums)
+            stored = quantize_heads(x, scale, fmt).astype(jnp.float32)
+            restored, limit = stored * scale, scale * max_value(fmt)
+        return QuantizationSums.of(x, restored, limit, real)
+
+    def by_head(x, fmt, scale, real, kv_heads: int) -> QuantizationSums:
+        grouped = x.reshape(*x.shape[:2], kv_heads, -1, x.shape[-1])
+        if scale is None:
+            return jax.vmap(lambda x: measure(x, fmt, None, real), in_axes=2)(grouped)
+        return jax.vmap(lambda x, s: measure(x, fmt, s, real), in_axes=(2, 0))(grouped, scale)
+
+    def observe(q, k, v, real, scales):
+        rows = zip((q, k, v), formats, scales or (None,) * 3, strict=True)
+        if recipe.kv_granularity == "head":
+            sums = stack_sums([by_head(*row, real, k.shape[2]) for row in rows])
+        else:
+            sums = stack_sums([measure(*row, real) for row in rows])
+        return sums, scales if rule is None else rule(sums)
+
+    return observe
 
 
 @jax.jit
@@ -182,12 +181,12 @@ def qkv_metrics(sums: QuantizationSums) -> dict[str, Float[Array, ""]]:
     given."""
     found = {}
     for i, role in enumerate("qkv"):
-        found |= jax.tree.map(lambda x, i=i: x[..., i], sums).metrics(role)
+        found |= jax.tree.map(lambda x, i=i: x[:, :, i], sums).metrics(role)
     return found
 
 
 @partial(jax.jit, static_argnames="recipe")
-def scales_from_amax(amax: Float[Array, "m layers 3"], recipe: Recipe) -> KVScales:
+def scales_from_amax(amax: Float[Array, "m layers 3 *kv_heads"], recipe: Recipe) -> KVScales:
     """KV scales from the amaxes of m micro-batches.
 
     A layer whose amax is 0 gets scale 1; a NaN or an infinity stays, so that the sync's finite flag
@@ -200,11 +199,19 @@ def scales_from_amax(amax: Float[Array, "m layers 3"], recipe: Recipe) -> KVScal
     return KVScales(scales[:, 0], scales[:, 1], scales[:, 2])
 
 
-def _scales(amax: Float[Array, "*layers 3"], recipe: Recipe) -> Float[Array, "*layers 3"]:
+def _scales(amax: Float[Array, ...], recipe: Recipe) -> Float[Array, ...]:
+    """Scales from amaxes [..., 3], or [..., 3, kv_heads], by the recipe's rule."""
     limits = recipe.kv_constants or [
         max_value(fmt) if fmt.quantized else 1.0 for fmt in _formats(recipe)
     ]
-    return jnp.where(amax == 0, 1.0, amax * recipe.kv_margin / jnp.asarray(limits, jnp.float32))
+    divisor = jnp.asarray(limits, jnp.float32)
+    if recipe.kv_granularity == "head":
+        divisor = divisor[:, None]
+    return jnp.where(amax == 0, 1.0, amax * recipe.kv_margin / divisor)
+
+
+def _formats(recipe: Recipe) -> tuple[TensorFormat, TensorFormat, TensorFormat]:
+    return recipe.rollout.query, recipe.rollout.key, recipe.rollout.value
 
 
 def calibrate_on_prompts(

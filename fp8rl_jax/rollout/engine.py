@@ -20,20 +20,18 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.models.cache import KVScales
+from fp8rl_jax.models.forms import finite_flags, rollout_adapters, rollout_policy
 from fp8rl_jax.models.lora import join, split
 from fp8rl_jax.models.policy import Policy
 from fp8rl_jax.precision import check_recipe
 from fp8rl_jax.rollout.calibration import observe_served, qkv_metrics, scales_from_amax
 from fp8rl_jax.rollout.sampler import Completions, generate, stream
 from fp8rl_jax.rollout.sampling import Sampling
-from fp8rl_jax.rollout.served import finite_flags, quantized_policy, served_adapters
 from pallas_kernels.backend import Backend
 
 # of the module, so that two engines of one kind share what is compiled
-_quantized_policy = jax.jit(
-    quantized_policy, static_argnames=("recipe", "dtype", "unroll", "backend")
-)
-_served_adapters = jax.jit(served_adapters, static_argnames=("config", "dtype", "unroll"))
+_rollout_policy = jax.jit(rollout_policy, static_argnames=("recipe", "dtype", "unroll", "backend"))
+_rollout_adapters = jax.jit(rollout_adapters, static_argnames=("config", "dtype", "unroll"))
 _finite_flags = jax.jit(finite_flags)
 _joined = jax.jit(lambda parts: jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts))
 
@@ -138,9 +136,9 @@ class LocalEngine:
         self.finite: dict[str, Array] = {}
         self.metrics: dict[str, Array] = {}
         self._convert = partial(
-            _quantized_policy, recipe=recipe, dtype=self.dtype, unroll=unroll, backend=backend
+            _rollout_policy, recipe=recipe, dtype=self.dtype, unroll=unroll, backend=backend
         )
-        self._convert_adapters = partial(_served_adapters, dtype=self.dtype, unroll=unroll)
+        self._convert_adapters = partial(_rollout_adapters, dtype=self.dtype, unroll=unroll)
         self._base: tuple[Policy, Policy] | None = None
 
     def sync(self, policy: Policy, calibration: KVScales | None = None) -> int:
@@ -198,7 +196,7 @@ class LocalEngine:
             raise RuntimeError(
                 f"calibrate: recipe {self.recipe.name!r} does not calibrate a cache in the rollout"
             )
-        observe = partial(observe_served, self.policy, recipe=self.recipe, backend=self.backend)
+        observe = partial(observe_served, self.policy, recipe=self.recipe)
         seen = [observe(batch.tokens, batch.lengths, self._replaced) for batch in prompts]
         seen = _joined(seen) if len(seen) > 1 else seen[0]
         self.scales = scales_from_amax(seen.amax, self.recipe)
@@ -207,17 +205,12 @@ class LocalEngine:
             self.metrics = self.metrics | qkv_metrics(seen)
 
     def _served_base(self, frozen: Policy) -> Policy:
-        """The rollout's form of a frozen base: made once, and the base itself where that is its
-        form."""
-        if self._base is None or not _same(self._base[0], frozen, lambda x, y: x is y):
+        """The rollout's form of a frozen base, made once; jit hands arrays that stay as they are
+        on without a copy."""
+        if self._base is None or not _is_same(self._base[0], frozen):
             self._base = None
-            if _same(
-                frozen, jax.eval_shape(self._convert, frozen)[0], lambda x, y: x.dtype == y.dtype
-            ):
-                self._base, self.metrics = (frozen, frozen), {}
-            else:
-                served, self.metrics = self._convert(frozen)
-                self._base = frozen, served
+            served, self.metrics = self._convert(frozen)
+            self._base = frozen, served
         return self._base[1]
 
     def generate(
@@ -242,8 +235,6 @@ class LocalEngine:
             self.scales,
             samples=samples,
             sampling=sampling,
-            recipe=self.recipe,
-            backend=self.backend,
             expert_ids=self.expert_ids,
             prompt_logprobs=prompt_logprobs,
         )
@@ -255,16 +246,7 @@ class LocalEngine:
         """One completion of each prompt as it grows: `generate`'s tokens, seen after the first and
         then after `every` more."""
         policy = self._ready()
-        return stream(
-            policy,
-            *prompts,
-            key,
-            self.scales,
-            sampling=sampling,
-            recipe=self.recipe,
-            backend=self.backend,
-            every=every,
-        )
+        return stream(policy, *prompts, key, self.scales, sampling=sampling, every=every)
 
     def wait(self) -> None:
         """Returns when the last sync and calibration are done."""
@@ -281,11 +263,11 @@ class LocalEngine:
         return self.policy
 
 
-def _same(one: Policy, other: Policy, equal: Callable[[Any, Any], bool]) -> bool:
-    """Whether two policies have the same structure and `equal` leaves."""
+def _is_same(one: Policy, other: Policy) -> bool:
+    """Whether two policies hold the same arrays."""
     leaves, structure = jax.tree.flatten(one)
     others, other_structure = jax.tree.flatten(other)
-    return structure == other_structure and all(map(equal, leaves, others))
+    return structure == other_structure and all(x is y for x, y in zip(leaves, others, strict=True))
 
 
 def pad_prompts(tokens: list[list[int]], ids: list[int], width: int, pad: int = 0) -> Prompts:

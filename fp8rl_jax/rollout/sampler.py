@@ -21,16 +21,14 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from fp8rl_jax.config.recipe import Recipe
-from fp8rl_jax.models.arithmetic import arithmetic
 from fp8rl_jax.models.cache import KVBlock, KVCache, KVScales, empty_block
+from fp8rl_jax.models.forms import predequantized
 from fp8rl_jax.models.forward import forward
 from fp8rl_jax.models.logprobs import token_logprobs
-from fp8rl_jax.models.policy import Policy, map_products
+from fp8rl_jax.models.policy import Policy
 from fp8rl_jax.parallel import constrain
-from fp8rl_jax.precision import element_dtype, hoist, is_quantized
+from fp8rl_jax.precision import element_dtype
 from fp8rl_jax.rollout.sampling import Sampling, draw
-from pallas_kernels.backend import Backend
 
 
 class Completions(NamedTuple):
@@ -64,13 +62,13 @@ class _State(NamedTuple):
     t: Int[Array, ""]
     token: Int[Array, " b"]
     done: Bool[Array, " b"]
-    own: tuple
+    completion: tuple
     stop_state: Int[Array, " b"] | None
     bad_state: Int[Array, " b"] | None
     out: Completions
 
 
-@partial(jax.jit, static_argnames=("samples", "recipe", "backend", "expert_ids", "prompt_logprobs"))
+@partial(jax.jit, static_argnames=("samples", "expert_ids", "prompt_logprobs"))
 def generate(
     policy: Policy,
     prompts: Int[Array, "p s"],
@@ -81,20 +79,17 @@ def generate(
     *,
     samples: int,
     sampling: Sampling,
-    recipe: Recipe,
-    backend: Backend = "auto",
     expert_ids: bool = False,
     prompt_logprobs: bool = False,
 ) -> Completions:
     """Samples `samples` completions of each prompt.
 
     Args:
-        policy: the rollout's policy, in the compute dtype, linears quantized as the recipe says
-            (rollout.engine makes it).
+        policy: in the rollout's form (models.forms).
         prompts: right-padded token ids; at least one token each.
         lengths: tokens of each prompt.
         prompt_ids: identity of each prompt in the data set; with `key` it fixes the draws.
-        scales: KV scales, where the recipe quantizes the cache.
+        scales: KV scales, where the policy has an FP8 cache.
         samples: completions a prompt.
         expert_ids: return the experts that each token used (rollout.engine.Rollout says how).
         prompt_logprobs: return those of the prompts' tokens too (rollout.engine.Rollout says
@@ -103,8 +98,7 @@ def generate(
     Raises:
         ValueError: `expert_ids` of a policy that has no experts.
     """
-    policy = _hoisted(policy, backend, recipe.exact)
-    options = {"sampling": sampling, "recipe": recipe, "backend": backend}
+    policy = predequantized(policy)
     fixed, state = _begin(
         policy,
         prompts,
@@ -113,11 +107,11 @@ def generate(
         key,
         scales,
         samples=samples,
+        sampling=sampling,
         expert_ids=expert_ids,
         prompt_logprobs=prompt_logprobs,
-        **options,
     )
-    return _proceed(policy, fixed, state, sampling.max_new_tokens - 1, **options).out
+    return _proceed(policy, fixed, state, sampling.max_new_tokens - 1, sampling=sampling).out
 
 
 def stream(
@@ -125,8 +119,6 @@ def stream(
     *inputs: Any,
     samples: int = 1,
     sampling: Sampling,
-    recipe: Recipe,
-    backend: Backend = "auto",
     every: int = 1,
 ) -> Iterator[Completions]:
     """`generate` with a look at the completions, as numpy arrays, after the first token and then
@@ -139,10 +131,14 @@ def stream(
     Yields:
         The completions so far; the last are those that `generate` returns.
     """
-    policy = _hoisted_alone(policy, backend, recipe.exact)
-    options = {"sampling": sampling, "recipe": recipe, "backend": backend}
+    policy = _predequantized_alone(policy)
     fixed, state = _begin_alone(
-        policy, *inputs, samples=samples, expert_ids=False, prompt_logprobs=False, **options
+        policy,
+        *inputs,
+        samples=samples,
+        sampling=sampling,
+        expert_ids=False,
+        prompt_logprobs=False,
     )
     last = sampling.max_new_tokens - 1
     while True:
@@ -151,16 +147,8 @@ def stream(
         yield out
         if t >= last or done.all():
             return
-        state = _proceed_alone(policy, fixed, state, jnp.int32(min(t + every, last)), **options)
-
-
-def _hoisted(policy: Policy, backend: Backend, exact: bool) -> Policy:
-    """FP8 weights unpacked once instead of at every token, the identity where weights are plain
-    arrays; under `exact` every weight of a product, the head's among them, in the form of exact
-    products."""
-    if exact:
-        return map_products(partial(hoist, backend=backend, exact=True), policy)
-    return jax.tree.map(partial(hoist, backend=backend), policy, is_leaf=is_quantized)
+        until = jnp.int32(min(t + every, last))
+        state = _proceed_alone(policy, fixed, state, until, sampling=sampling)
 
 
 def _begin(
@@ -173,8 +161,6 @@ def _begin(
     *,
     samples: int,
     sampling: Sampling,
-    recipe: Recipe,
-    backend: Backend,
     expert_ids: bool,
     prompt_logprobs: bool,
 ) -> tuple[_Fixed, _State]:
@@ -185,31 +171,20 @@ def _begin(
     rows, width = p * samples, sampling.max_new_tokens
     prompts = constrain(prompts, "batch", None)
     segments = (jnp.arange(s) < lengths[:, None]).astype(jnp.int32)
-    prefill = forward(
-        policy,
-        prompts,
-        segment_ids=segments,
-        cache=KVCache(scales=scales),
-        recipe=recipe,
-        phase="prefill",
-        backend=backend,
-    )
+    prefill = forward(policy, prompts, segment_ids=segments, cache=KVCache(scales=scales))
     last = jnp.take_along_axis(prefill.hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
-    first_logits = jnp.repeat(arithmetic(recipe.exact).dot(last, policy.head), samples, axis=0)
+    first_logits = jnp.repeat(policy.compute.product(last, policy.head), samples, axis=0)
     starts, keys = jnp.repeat(lengths, samples), _row_keys(key, prompt_ids, samples)
-    dtype = (
-        element_dtype(recipe.rollout.key)
-        if recipe.rollout.key.quantized
-        else policy.embed_tokens.value.dtype
-    )
-    own = empty_block(policy.config, rows, width, dtype, policy.stacked)
+    key_format = policy.compute.key
+    dtype = element_dtype(key_format) if key_format.quantized else policy.embed_tokens.value.dtype
+    empty = empty_block(policy.config, rows, width, dtype, policy.stacked)
     blank = Completions(
         jnp.full((rows, width), policy.config.pad_token_id or 0, jnp.int32),
         jnp.zeros((rows, width), bool),
         jnp.zeros((rows, width), jnp.float32),
         jnp.zeros((rows, width), jnp.float32),
         jnp.zeros(rows, bool),
-        _prompt_logprobs(policy, prompts, segments, prefill.hidden, sampling, recipe.exact)
+        _prompt_logprobs(policy, prompts, segments, prefill.hidden, sampling)
         if prompt_logprobs
         else None,
         _known(prefill.routes, segments > 0) if expert_ids else None,
@@ -221,7 +196,7 @@ def _begin(
         prefill.cache,
         starts,
         keys,
-        own.mask,
+        empty.mask,
         jnp.asarray(sampling.stop_token_ids, jnp.int32),
         scales,
     )
@@ -233,11 +208,11 @@ def _begin(
         jnp.int32(0),
         jnp.zeros(rows, jnp.int32),
         jnp.zeros(rows, bool),
-        (own.keys, own.values),
+        (empty.keys, empty.values),
         *phrases,
         blank,
     )
-    return fixed, _record(policy, fixed, state, state.t, first_logits, sampling, recipe.exact)
+    return fixed, _record(policy, fixed, state, state.t, first_logits, sampling)
 
 
 def _proceed(
@@ -247,40 +222,25 @@ def _proceed(
     last: int | Int[Array, ""],
     *,
     sampling: Sampling,
-    recipe: Recipe,
-    backend: Backend,
 ) -> _State:
     """Draws on until every row has its token `last` or has stopped."""
 
     def step(state: _State) -> _State:
-        cache = KVCache(fixed.prefill, KVBlock(*state.own, fixed.slots), state.t, fixed.scales)
-        positions = (fixed.starts + state.t)[:, None]
-        result = forward(
-            policy,
-            state.token[:, None],
-            positions,
-            cache=cache,
-            recipe=recipe,
-            phase="decode",
-            backend=backend,
+        cache = KVCache(
+            fixed.prefill, KVBlock(*state.completion, fixed.slots), state.t, fixed.scales
         )
-        logits = arithmetic(recipe.exact).dot(result.hidden[:, 0], policy.head)
+        positions = (fixed.starts + state.t)[:, None]
+        result = forward(policy, state.token[:, None], positions, cache=cache)
+        logits = policy.compute.product(result.hidden[:, 0], policy.head)
         out = state.out
         if out.expert_ids is not None:  # of token t, which this step has fed
             used = _known(result.routes, lax.dynamic_slice_in_dim(out.mask, state.t, 1, axis=1))
             out = out._replace(
                 expert_ids=lax.dynamic_update_slice(out.expert_ids, used, (0, state.t, 0, 0))
             )
-        own = (result.cache.keys, result.cache.values)
-        drawn = _record(
-            policy,
-            fixed,
-            state._replace(own=own, out=out),
-            state.t + 1,
-            logits,
-            sampling,
-            recipe.exact,
-        )
+        written = (result.cache.keys, result.cache.values)
+        state = state._replace(completion=written, out=out)
+        drawn = _record(policy, fixed, state, state.t + 1, logits, sampling)
         return drawn._replace(t=state.t + 1)
 
     return lax.while_loop(lambda s: (s.t < last) & ~s.done.all(), step, state)
@@ -293,13 +253,16 @@ def _record(
     t,
     logits: Float[Array, "b vocab"],
     sampling: Sampling,
-    exact: bool,
 ) -> _State:
     """Draws token t of every row that still runs."""
     done, out = state.done, state.out
     banned = None if sampling.bad_words is None else sampling.bad_words.completing(state.bad_state)
     tokens, behaviour, full = draw(
-        logits, jax.vmap(jax.random.fold_in, (0, None))(fixed.keys, t), sampling, banned, exact
+        logits,
+        jax.vmap(jax.random.fold_in, (0, None))(fixed.keys, t),
+        sampling,
+        banned,
+        policy.compute,
     )
     tokens = jnp.where(done, policy.config.pad_token_id or 0, tokens).astype(jnp.int32)
     live = ~done
@@ -316,14 +279,14 @@ def _record(
         for old, new in zip(out[:4], column, strict=True)
     ]
     out = Completions(*written, out.stopped | stopped, *out[5:])
-    return _State(state.t, tokens, done | stopped, state.own, stop_state, bad_state, out)
+    return _State(state.t, tokens, done | stopped, state.completion, stop_state, bad_state, out)
 
 
 def _prompt_logprobs(
-    policy: Policy, prompts, segments, hidden, sampling: Sampling, exact: bool
+    policy: Policy, prompts, segments, hidden, sampling: Sampling
 ) -> Float[Array, "p s"]:
     logprobs, _ = token_logprobs(
-        hidden[:, :-1], policy.head, prompts[:, 1:], sampling.temperature or 1.0, exact=exact
+        hidden[:, :-1], policy, prompts[:, 1:], sampling.temperature or 1.0
     )
     return jnp.pad(jnp.where(segments[:, 1:] > 0, logprobs, 0.0), ((0, 0), (1, 0)))
 
@@ -343,8 +306,6 @@ def _row_keys(key, prompt_ids, samples):
     return keys.reshape(-1)
 
 
-_hoisted_alone = jax.jit(_hoisted, static_argnames=("backend", "exact"))
-_begin_alone = jax.jit(
-    _begin, static_argnames=("samples", "recipe", "backend", "expert_ids", "prompt_logprobs")
-)
-_proceed_alone = jax.jit(_proceed, static_argnames=("recipe", "backend"), donate_argnames="state")
+_predequantized_alone = jax.jit(predequantized)
+_begin_alone = jax.jit(_begin, static_argnames=("samples", "expert_ids", "prompt_logprobs"))
+_proceed_alone = jax.jit(_proceed, donate_argnames="state")

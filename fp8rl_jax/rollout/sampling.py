@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from fp8rl_jax.models.arithmetic import arithmetic
+from fp8rl_jax.precision import Compute
 from fp8rl_jax.rollout.phrases import Phrases
 
 _BLOCK = 128
@@ -64,7 +64,7 @@ def draw(
     keys: Key[Array, " b"],
     sampling: Sampling,
     banned: Bool[Array, "b vocab"] | None = None,
-    exact: bool = False,
+    compute: Compute | None = None,
 ) -> tuple[Int[Array, " b"], Float[Array, " b"], Float[Array, " b"]]:
     """One token a row.
 
@@ -73,20 +73,20 @@ def draw(
         keys: one PRNG key a row; a row's draw depends on its own key and logits only.
         sampling: temperature, bias and truncation.
         banned: tokens that must not be drawn, not all of a row.
-        exact: the policy log-probabilities are those of an exact trainer, bit for bit; so are the
-            behaviour's where it is the policy.
+        compute: of the policy. In exact mode the policy log-probabilities are the trainer's, bit
+            for bit; so are the behaviour's where it is the policy.
 
     Returns:
         (tokens, behaviour log-probabilities, policy log-probabilities). Greedy rows have behaviour
         0 and the policy's log-probability at temperature 1.
     """
-    logprob = arithmetic(exact).logprob
+    compute = compute or Compute()
     offered = logits if sampling.logit_bias is None else logits + sampling.logit_bias
     if banned is not None:
         offered = jnp.where(banned, -jnp.inf, offered)
     if sampling.temperature == 0:
         tokens = jnp.argmax(offered, axis=-1)
-        return tokens, jnp.zeros(tokens.shape, jnp.float32), logprob(logits, tokens, 1.0)
+        return tokens, jnp.zeros(tokens.shape, jnp.float32), compute.logprob(logits, tokens, 1.0)
     tempered = offered / sampling.temperature
     weights = jnp.exp(tempered - tempered.max(-1, keepdims=True))
     kept = (
@@ -96,9 +96,9 @@ def draw(
     )
     tokens = jax.vmap(_inverse_cdf)(kept, keys)
     whole = _logprob_of_weights(weights, tokens)
-    policy = (
-        whole if offered is logits and not exact else logprob(logits, tokens, sampling.temperature)
-    )
+    policy = whole
+    if offered is not logits or compute.exact:
+        policy = compute.logprob(logits, tokens, sampling.temperature)
     whole = policy if offered is logits else whole
     behaviour = (
         jnp.log(_taken(weights, tokens)) - jnp.log(kept.sum(-1)) if sampling.truncated else whole
@@ -110,11 +110,11 @@ def logprob_of(
     logits: Float[Array, "b vocab"],
     tokens: Int[Array, " b"],
     temperature: float,
-    exact: bool = False,
+    compute: Compute,
 ) -> Float[Array, " b"]:
     """The policy log-probability that `draw` gives a token that it draws, of given ones."""
-    if exact:
-        return arithmetic(exact).logprob(logits, tokens, temperature)
+    if compute.exact:
+        return compute.logprob(logits, tokens, temperature)
     tempered = logits / temperature
     return _logprob_of_weights(jnp.exp(tempered - tempered.max(-1, keepdims=True)), tokens)
 

@@ -19,11 +19,11 @@ from jaxtyping import Array, UInt32
 from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.models.forms import quantized_base
 from fp8rl_jax.models.lora import init_adapters, join, split
 from fp8rl_jax.models.policy import Policy, cast
 from fp8rl_jax.parallel import to_host
 from fp8rl_jax.precision import describe
-from fp8rl_jax.rollout.served import quantized_policy
 from fp8rl_jax.training.state import TrainState
 from fp8rl_jax.weights.peft_format import load_adapters
 
@@ -51,17 +51,16 @@ def adapt(policy: Policy, config: RunConfig, recipe: Recipe) -> Policy:
         )
     if lora.base == "compute":
         return join(adapters, jax.jit(cast, static_argnums=1)(policy, dtype))
-    rollout, trainer = recipe.rollout.weight, recipe.trainer.weight
-    if rollout.quantized and trainer.quantized and rollout != trainer:
-        raise UserError(
-            f'lora.base: "rollout" is one base for both sides, and recipe {recipe.name!r} has '
-            f"weights of {describe(rollout)} in "
-            f'the rollout and of {describe(trainer)} in the trainer; use "compute"'
-        )
-    freeze = partial(
-        quantized_policy, recipe=recipe, dtype=dtype, unroll=False, backend=config.precision.backend
-    )
-    return join(adapters, jax.jit(freeze)(policy)[0])
+    for variant in recipe.variants:
+        rollout, trainer = variant.rollout.weight, variant.trainer.weight
+        if rollout.quantized and trainer.quantized and rollout != trainer:
+            raise UserError(
+                f'lora.base: "rollout" is one base for both sides, and recipe {recipe.name!r} has '
+                f"weights of {describe(rollout)} in "
+                f'the rollout and of {describe(trainer)} in the trainer; use "compute"'
+            )
+    freeze = partial(quantized_base, recipe=recipe, dtype=dtype, backend=config.precision.backend)
+    return join(adapters, jax.jit(freeze)(policy))
 
 
 @jax.jit

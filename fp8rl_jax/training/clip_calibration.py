@@ -48,6 +48,7 @@ def unquantized(config: StepConfig) -> StepConfig:
         "trainer": LinearFormats(),
         "output_gradient": COMPUTE,
         "saved_activation": COMPUTE,
+        "layers": (),
         "exact": False,
     }
     recipe = replace(config.recipe, **compute)

@@ -26,11 +26,11 @@ from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.config.rl import RLConfig
 from fp8rl_jax.config.training import LossScaleConfig
 from fp8rl_jax.models.cache import KVCache
+from fp8rl_jax.models.forms import trainer_policy
 from fp8rl_jax.models.forward import forward
 from fp8rl_jax.models.logprobs import token_logprobs
 from fp8rl_jax.models.lora import Trained, join, split
 from fp8rl_jax.models.policy import Policy
-from fp8rl_jax.models.trained import trainer_policy
 from fp8rl_jax.parallel import constrain, split_batch
 from fp8rl_jax.training.packing import Packing
 from fp8rl_jax.training.state import TrainState, apply_gradients, scaled_loss
@@ -98,26 +98,24 @@ def completion_logprobs(
     Args:
         policy: masters; put into the trainer's form here, so gradients arrive in float32.
     """
-    policy = trainer_policy(policy, config.recipe, jnp.dtype(config.compute_dtype), config.backend)
-    run = partial(
-        forward,
+    policy = trainer_policy(
         policy,
-        recipe=config.recipe,
-        phase="train",
-        remat=config.remat,
-        attention_chunk=config.attention_chunk,
-        backend=config.backend,
+        config.recipe,
+        jnp.dtype(config.compute_dtype),
+        config.backend,
+        config.remat,
+        config.attention_chunk,
     )
-    bonus = config.rl.entropy_coefficient > 0
-    score = partial(
+    run = partial(forward, policy)
+    head = partial(
         token_logprobs,
+        policy=policy,
         temperature=config.temperature,
         chunk=config.logprob_chunk,
-        entropy_gradient=bonus,
-        exact=config.recipe.exact,
+        entropy_gradient=config.rl.entropy_coefficient > 0,
     )
     if batch.packing is not None:
-        return _packed_logprobs(run, score, policy.head, batch)
+        return _packed_logprobs(run, head, batch)
     segments = (jnp.arange(batch.prompts.shape[1]) < batch.lengths[:, None]).astype(jnp.int32)
     prompt = run(
         constrain(batch.prompts, "batch", None), segment_ids=segments, routes=batch.prompt_routes
@@ -135,12 +133,10 @@ def completion_logprobs(
     )
     last = jnp.take_along_axis(prompt.hidden, (batch.lengths - 1)[:, None, None], axis=1)
     hidden = jnp.concatenate([jnp.repeat(last, n, axis=0), completion.hidden[:, :-1]], axis=1)
-    return score(hidden, policy.head, batch.tokens)
+    return head(hidden, targets=batch.tokens)
 
 
-def _packed_logprobs(
-    run, score, head, batch: Batch
-) -> tuple[Float[Array, "b t"], Float[Array, "b t"]]:
+def _packed_logprobs(run, head, batch: Batch) -> tuple[Float[Array, "b t"], Float[Array, "b t"]]:
     """`completion_logprobs` of a packed batch; 0 where there is no token."""
     packing: Packing = jax.tree.map(lambda x: constrain(x, "batch", None), batch.packing)
     tokens = packing.gather(batch.prompts, batch.tokens, fill=0)
@@ -155,14 +151,16 @@ def _packed_logprobs(
         routes=routes,
         keep_cache=False,
     )
-    scored = score(packing.hidden(rows.hidden), head, packing.predicted(batch.tokens))
-    return tuple(packing.back(values) for values in scored)
+    found = head(packing.hidden(rows.hidden), targets=packing.predicted(batch.tokens))
+    return tuple(packing.back(values) for values in found)
 
 
 @partial(jax.jit, static_argnames="config")
-def score(policy: Policy, batch: Batch, config: StepConfig) -> Float[Array, "b t"]:
-    """`completion_logprobs` micro-batch by micro-batch, without gradients: old and reference
-    log-probabilities."""
+def batch_logprobs(policy: Policy, batch: Batch, config: StepConfig) -> Float[Array, "b t"]:
+    """Compute `completion_logprobs` micro-batch by micro-batch, without gradients.
+
+    The old and the reference policy's log-probabilities of an update.
+    """
     parts = jax.lax.map(
         lambda micro: completion_logprobs(policy, micro, config)[0],
         split_batch(batch, config.micro_batches),

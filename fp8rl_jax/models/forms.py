@@ -1,0 +1,259 @@
+"""The two forms of a policy: what the trainer multiplies, and what the rollout multiplies.
+
+Both are made of the same float32 masters by the same quantizer, linear by linear as the recipe
+says. What differs between the sides:
+
+                     trainer_policy                      rollout_policy
+    made             in every program that trains        once a weight sync
+    quantized linear FP8Weight with its master, which    FP8Weight without one: no gradient
+                     receives the gradient
+    formats          recipe.trainer, output_gradient,    recipe.rollout
+                     saved_activation
+    KV cache         compute dtype                       query, key, value of recipe.rollout
+    layers           stacked: scanned                    stacked, or a list: unrolled in decode
+    the rest         the compute dtype; gradients flow   the compute dtype
+                     through the cast
+
+A linear that is of another kind in some layers only comes in runs (WeightRuns), cut out of the one
+stack. What a form says of itself (its weights' types, `policy.compute`) is all that a forward pass
+asks: it never sees the recipe.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float
+
+from fp8rl_jax.config.formats import TensorFormat
+from fp8rl_jax.config.recipe import Recipe
+from fp8rl_jax.models.cache import KVScales
+from fp8rl_jax.models.config import PolicyConfig, stack_of
+from fp8rl_jax.models.lora import Adapted, Adapters, unstack_adapters
+from fp8rl_jax.models.policy import (
+    Layer,
+    Policy,
+    Weight,
+    WeightRuns,
+    cast,
+    in_runs,
+    linear_names,
+    map_products,
+    unstack,
+    with_compute,
+    with_layers,
+)
+from fp8rl_jax.precision import (
+    Compute,
+    ExactCompute,
+    FP8Weight,
+    QTensor,
+    QuantizationSums,
+    check_recipe,
+    is_finite,
+    is_quantized,
+    predequantize,
+    quantize_weight,
+    quantized_layers,
+    stack_sums,
+    weight_sums,
+)
+from pallas_kernels.backend import Backend
+from pallas_kernels.rounding import rounded
+
+Formats = tuple[TensorFormat, ...]
+"""Of a linear on one side: weight, activation, and of a trainer's also the output gradient and the
+saved activation."""
+
+
+def trainer_policy(
+    policy: Policy,
+    recipe: Recipe,
+    dtype: jnp.dtype,
+    backend: Backend = "auto",
+    remat: bool = False,
+    attention_chunk: int | None = None,
+) -> Policy:
+    """Make what the trainer's forward runs on.
+
+    The weights are quantized here, once, whatever the number of forwards that share them. What is
+    frozen has no gradient: linears that are quantized already (a base that rests in FP8), and all
+    of a policy with adapters.
+
+    Args:
+        policy: float32 masters, layers stacked; adapters on a frozen base.
+        recipe: its trainer formats.
+        dtype: compute dtype of what is not quantized.
+        backend: kernels.
+        remat, attention_chunk: as in `precision.Compute`.
+
+    Raises:
+        UserError: a pattern of the recipe matches nothing.
+    """
+    made = ExactCompute if recipe.exact else Compute
+    compute = made(backend, remat=remat, attention_chunk=attention_chunk)
+    served = with_compute(cast(policy, dtype), compute)
+    kinds = linear_formats(policy.config, recipe, "trainer")
+    if not kinds:
+        return served
+    tensors, masters = served.layers.tensors(), policy.layers.tensors()
+    adapted = any(isinstance(weight, Adapted) for weight in masters.values())
+
+    def quantized(kind: Formats, weight: Weight, master: Weight) -> Weight:
+        fmt, *others = kind
+        value, trained = master.value, not adapted and not is_quantized(master.value)
+        if not is_quantized(value):
+            value = quantize_weight(jax.lax.stop_gradient(value), fmt, backend)
+        made = FP8Weight(value, master.value if trained else None, *others)
+        return Weight(made, weight.axes)
+
+    def changed(
+        weight: Weight | Adapted, master: Weight | Adapted, kinds: list[Formats | None]
+    ) -> Weight | WeightRuns | Adapted:
+        if isinstance(weight, Adapted):
+            return Adapted(changed(weight.base, master.base, kinds), weight.adapter)
+        return in_runs(kinds, quantized, weight, master)
+
+    linears = {name: changed(tensors[name], masters[name], kind) for name, kind in kinds.items()}
+    return with_layers(served, Layer(tensors | linears))
+
+
+def rollout_policy(
+    policy: Policy, recipe: Recipe, dtype: jnp.dtype, unroll: bool, backend: Backend = "auto"
+) -> tuple[Policy, dict[str, Float[Array, ""]]]:
+    """Make what the rollout's forward runs on: what a weight sync does.
+
+    Args:
+        policy: float32 masters, layers stacked, no adapters; weights that are quantized already
+            keep their values.
+        recipe: its rollout formats.
+        dtype: compute dtype of what is not quantized.
+        unroll: a list of single layers; else they stay stacked.
+        backend: kernels.
+
+    Returns:
+        The policy, and what quantization did to its weights (fp8/*_weight); no metrics where
+        nothing is quantized.
+
+    Raises:
+        UserError: a pattern of the recipe matches nothing.
+    """
+    made, cache = ExactCompute if recipe.exact else Compute, recipe.rollout
+    served = with_compute(cast(policy, dtype), made(backend, cache.query, cache.key, cache.value))
+    kinds = linear_formats(policy.config, recipe, "rollout")
+    sums: list[QuantizationSums] = []
+
+    def quantized(kind: Formats, weight: Weight, master: Weight) -> Weight:
+        fmt, activation = kind
+        value = master.value
+        if not is_quantized(value):
+            value = quantize_weight(value, fmt, backend)
+            sums.append(weight_sums(master.value, value))
+        return Weight(FP8Weight(value, activation=activation), weight.axes)
+
+    def replaced(layer: Layer, master: Layer, kinds: dict[str, list[Formats | None]]) -> Layer:
+        tensors, masters = layer.tensors(), master.tensors()
+        return Layer(
+            tensors | {n: in_runs(k, quantized, tensors[n], masters[n]) for n, k in kinds.items()}
+        )
+
+    if unroll:
+        served, masters = unstack(served), unstack(policy)
+        stacks = {name: stack_of(policy.config, name) for name in kinds}
+        layers = []
+        for i, pair in enumerate(zip(served.layers, masters.layers, strict=True)):
+            here = {n: [kinds[n][s.index(i)]] for n, s in stacks.items() if i in s}
+            layers.append(replaced(*pair, here))
+        layers = nnx.List(layers)
+    else:
+        layers = replaced(served.layers, policy.layers, kinds)
+    return with_layers(served, layers), stack_sums(sums).metrics("weight") if sums else {}
+
+
+def rollout_adapters(
+    adapters: Adapters, config: PolicyConfig, dtype: jnp.dtype, unroll: bool
+) -> Adapters | list[Adapters]:
+    """Make the rollout's form of adapters: the compute dtype, laid out like the layers."""
+    served = jax.tree.map(lambda x: rounded(x, dtype), adapters)
+    return unstack_adapters(served, config) if unroll else served
+
+
+def quantized_base(
+    policy: Policy, recipe: Recipe, dtype: jnp.dtype, backend: Backend = "auto"
+) -> Policy:
+    """Make a frozen base of adapters that rests in the rollout's formats.
+
+    Its quantized linears are bare QTensors, which both forms above take as they are.
+
+    Args:
+        policy: float32 masters, layers stacked.
+    """
+    served, _ = rollout_policy(policy, recipe, dtype, False, backend)
+    bare = jax.tree.map(
+        lambda x: x.quantized if isinstance(x, FP8Weight) else x, served, is_leaf=is_quantized
+    )
+    return with_compute(bare, policy.compute)
+
+
+def predequantized(policy: Policy) -> Policy:
+    """Move what does not depend on the input out of a decode loop (precision.predequantize).
+
+    The identity where kernels multiply FP8 weights as they are. In exact mode every weight of a
+    product, the head's among them, takes the form of exact products.
+
+    Args:
+        policy: in the rollout's form.
+    """
+    convert = partial(predequantize, compute=policy.compute)
+    if policy.compute.exact:
+        return map_products(convert, policy)
+    return jax.tree.map(
+        lambda x: convert(x) if is_quantized(x) else x, policy, is_leaf=is_quantized
+    )
+
+
+def linear_formats(
+    config: PolicyConfig, recipe: Recipe, side: Literal["rollout", "trainer"]
+) -> dict[str, list[Formats | None]]:
+    """Find the formats of each linear that one side quantizes, an entry for each of its stack.
+
+    Returns:
+        {"q_proj": [None, formats, formats], ...}; None where an entry is in the compute dtype.
+
+    Raises:
+        UserError: a pattern of the recipe matches nothing, or formats that two of its patterns
+            give one linear cannot be computed.
+    """
+    if not recipe.quantizes(side):
+        return {}
+    found: dict[str, dict[int, Formats]] = {}
+    for linear in quantized_layers(recipe, linear_names(config)):
+        own = recipe.of_linear(linear)
+        if own not in recipe.variants:
+            check_recipe(own)
+        formats = getattr(own, side)
+        if formats.weight.quantized:
+            _, i, name = linear.split(".", 2)
+            backward = (own.output_gradient, own.saved_activation) if side == "trainer" else ()
+            kind = (formats.weight, formats.activation, *backward)
+            found.setdefault(name, {})[int(i)] = kind
+    return {
+        name: [kinds.get(layer) for layer in stack_of(config, name)]
+        for name, kinds in found.items()
+    }
+
+
+def finite_flags(policy: Policy, scales: KVScales | None) -> dict[str, Bool[Array, ""]]:
+    """Flag each tensor role whose values are all finite: `weight`, and `kv_scale` of an FP8 cache."""
+    leaves: list[Any] = jax.tree.leaves(policy, is_leaf=lambda x: isinstance(x, QTensor))
+    finite = [is_finite(x) if isinstance(x, QTensor) else jnp.isfinite(x).all() for x in leaves]
+    flags = {"weight": jnp.stack(finite).all()}
+    if scales is not None:
+        flags["kv_scale"] = jnp.isfinite(
+            jnp.concatenate([x.reshape(-1) for x in jax.tree.leaves(scales)])
+        ).all()
+    return flags
