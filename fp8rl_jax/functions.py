@@ -1,8 +1,12 @@
-"""Functions of the user's, named in a configuration by a spec: `module:function` or
-`path/to/file.py:function`.
+"""Functions and classes of the user's, named in a configuration by a spec.
 
-A Python function that is at hand, such as one of a notebook, becomes a spec with `register`. The
-spec is then the whole of what a configuration holds: it can be compared, hashed and written down.
+    module:function             imported
+    path/to/file.py:function    likewise, from a file
+    <python>:NAME               given in Python, such as one of a notebook; no other process has it
+
+The spec is the whole of what a configuration holds: it can be compared, hashed and written down.
+What is given in Python is either registered, for as long as this process lives (`register`), or
+kept with the run that it is for, by its spec (fp8rl_jax/tasks/python_objects.py).
 """
 
 from __future__ import annotations
@@ -10,7 +14,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -21,6 +24,8 @@ from typing import Any
 
 from fp8rl_jax.errors import UserError
 
+PYTHON_OBJECT = "<python>"
+"""Stands where the module would in the spec of what was given in Python."""
 _FILE_PREFIX = "user_file_"
 """Keeps a file called json.py from standing in for the standard library's module."""
 
@@ -31,10 +36,14 @@ def is_function_spec(spec: str) -> bool:
     return bool(module and separator) and function.isidentifier()
 
 
-def is_registered_spec(spec: str) -> bool:
-    """Whether `spec` is one that `register` made up, for a function that cannot be imported by its
-    name."""
-    return re.search(r":.+#\d+$", spec) is not None
+def python_spec(name: str) -> str:
+    """Return the spec of something that was given in Python."""
+    return f"{PYTHON_OBJECT}:{name}"
+
+
+def is_python_spec(spec: Any) -> bool:
+    """Whether `spec` reads `<python>:NAME`."""
+    return isinstance(spec, str) and spec.startswith(f"{PYTHON_OBJECT}:")
 
 
 def load_function(
@@ -45,20 +54,19 @@ def load_function(
     Args:
         spec: `module:function` or `path/to/file.py:function`, or what `register` returned.
         key: configuration key that the spec stands under, for the message.
-        objects: what was given in Python, by spec: it is not imported.
+        objects: what was given in Python for this run, by spec.
 
     Raises:
         UserError: the spec is malformed, the module does not import, or it has no such function; or
-            another process registered the function.
+            it was given in Python to another process.
     """
     if objects and spec in objects:
         return objects[spec]
-    if is_registered_spec(spec):
+    if is_python_spec(spec):
         if spec not in _loaded:
             raise UserError(
-                f"{key} = {spec!r} was defined in a notebook or a script, in a process that is "
-                "gone; put it into a file "
-                "and name it module:function or path/to/file.py:function"
+                f"{key} = {spec!r} was given in Python, in a process that is gone; put it into a "
+                "file and name it module:function or path/to/file.py:function"
             )
         return _loaded[spec].function
     module_name, _, function_name = spec.rpartition(":")
@@ -113,9 +121,9 @@ def register(function: Callable[..., Any]) -> str:
     """The spec of a Python function, by which a configuration of this process can name it.
 
     It is `module:function` where importing that gives this very function. Any other, such as a
-    lambda or a function of a notebook cell, gets a number: `__main__:my_objective#1`. Each function
-    object has a spec of its own, so a cell that is run again makes another one, and a program that
-    was compiled with the old function is not taken for the new.
+    lambda or a function of a notebook cell, is `<python>:NAME#n`. Each function object has a number
+    of its own, so a cell that is run again makes another spec, and a program that was compiled with
+    the old function is not taken for the new.
     """
     for spec, kept in _loaded.items():
         if kept.function is function:
@@ -131,7 +139,7 @@ def register(function: Callable[..., Any]) -> str:
         or getattr(sys.modules.get(module), name, None) is not function
         or spec in _loaded
     ):
-        spec += f"#{sum(map(is_registered_spec, _loaded)) + 1}"
+        spec = f"{python_spec(name)}#{sum(map(is_python_spec, _loaded)) + 1}"
     _keep(spec, function)
     return spec
 
@@ -168,9 +176,7 @@ _loaded: dict[str, _Loaded] = {}
 
 
 def _keep(spec: str, function: Callable[..., Any]) -> None:
-    module = (
-        None if is_registered_spec(spec) else sys.modules.get(getattr(function, "__module__", ""))
-    )
+    module = None if is_python_spec(spec) else sys.modules.get(getattr(function, "__module__", ""))
     file = getattr(module, "__file__", None)
     _loaded[spec] = _Loaded(
         function, Path(file) if file else None, _read(Path(file)) if file else None

@@ -7,7 +7,7 @@ import math
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from fp8rl_jax.functions import is_function_spec, is_registered_spec, register
+from fp8rl_jax.functions import is_function_spec, is_python_spec, register
 
 
 class Arguments(dict[str, float]):
@@ -50,9 +50,7 @@ def settle(config: Any, name: str, arguments: str) -> None:
 
 def is_users(function: Any) -> bool:
     """Whether a setting names a function of the user's, and none that is built in."""
-    return isinstance(function, str) and (
-        is_function_spec(function) or is_registered_spec(function)
-    )
+    return isinstance(function, str) and (is_function_spec(function) or is_python_spec(function))
 
 
 def function_faults(

@@ -17,9 +17,6 @@ SHAPING_REWARDS = ("format", "length")
 """Built-in rewards that say nothing about the answer, so that they cannot count a completion as
 correct by default."""
 BUILT_IN_REWARDS = ("exact", "math_verify", "reasoning_gym", *SHAPING_REWARDS)
-PYTHON_OBJECT = "<python>"
-"""Stands where the module would in `<python>:NAME`: a function or class that a run got as a Python
-object."""
 
 
 @dataclass(frozen=True)
@@ -204,11 +201,6 @@ class RewardConfig:
                 f"= {self.length_limit}: the "
                 "length reward needs 0 <= target < limit, in characters"
             )
-
-
-def is_python_object(spec: str) -> bool:
-    """Whether `spec` reads `<python>:NAME`."""
-    return isinstance(spec, str) and spec.startswith(f"{PYTHON_OBJECT}:")
 
 
 def is_in_main(spec: str) -> bool:

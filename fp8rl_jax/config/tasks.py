@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from string import Formatter
 from typing import Any, Literal
 
-from fp8rl_jax.config.rewards import RewardConfig, is_in_main, is_python_object, main_fault
-from fp8rl_jax.functions import is_function_spec
+from fp8rl_jax.config.rewards import RewardConfig, is_in_main, main_fault
+from fp8rl_jax.functions import is_function_spec, is_python_spec
 
 TEMPLATE_FIELDS = ("question", "answer", "metadata")
 
@@ -57,7 +57,7 @@ class TaskConfig:
     def python_objects(self) -> dict[str, str]:
         """{key: `<python>:NAME`} of the functions and the class that the run got in Python."""
         specs = self.reward.specs | ({"task.name": self.name} if self.kind == "environment" else {})
-        return {key: spec for key, spec in specs.items() if is_python_object(spec)}
+        return {key: spec for key, spec in specs.items() if is_python_spec(spec)}
 
     @property
     def components(self) -> dict[str, float]:

@@ -141,7 +141,7 @@ def test_a_function_that_can_be_imported_has_its_name_and_others_a_number(tmp_pa
     assert functions.register(objectives.clip) == "fp8rl_jax.rl.objectives:clip"
     sign = partial(objectives.clip)
     spec = functions.register(sign)
-    assert spec.startswith("functools:partial#") and functions.register(sign) == spec
+    assert spec.startswith("<python>:partial#") and functions.register(sign) == spec
     assert functions.load_function(spec, "key") is sign
     for cell in ({"__name__": "__main__"}, {}):
         exec("def objective(inputs, config): return inputs.logprobs", cell)
@@ -156,7 +156,7 @@ def test_a_function_that_can_be_imported_has_its_name_and_others_a_number(tmp_pa
     (tmp_path / "reloaded.py").write_text("def f():\n    return 22\n")
     importlib.invalidate_caches()
     importlib.reload(module)
-    assert re.fullmatch(r"reloaded:f#\d+", functions.register(module.f))
+    assert re.fullmatch(r"<python>:f#\d+", functions.register(module.f))
     with pytest.raises(
         UserError,
         match="rl.objective = 'reloaded:f': reloaded.py was edited after this process loaded it",

@@ -24,7 +24,7 @@ from fp8rl_jax.rollout.engine import LocalEngine
 from fp8rl_jax.rollout.sampling import Sampling
 from fp8rl_jax.tasks.dataset import load_splits
 from fp8rl_jax.tasks.episodes import Episode, pad_rows
-from fp8rl_jax.tasks.workers import RewardPool
+from fp8rl_jax.tasks.sandbox.pool import RewardPool
 from fp8rl_jax.tokenizers.byte_tokenizer import ByteTokenizer
 from fp8rl_jax.training.experience import EpisodeExperience, episode_rows
 from fp8rl_jax.training.performance import Clock
