@@ -17,8 +17,7 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
 from typing import Any
 
-from fp8rl_jax.config.rewards import RewardConfig
-from fp8rl_jax.config.tasks import TaskConfig
+from fp8rl_jax.config.tasks import RewardConfig, TaskConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.functions import is_python_spec, python_spec
 

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8rl_jax.config.rewards import RewardConfig
-from fp8rl_jax.config.tasks import TaskConfig
+from fp8rl_jax.config.tasks import RewardConfig, TaskConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.tasks.conversation import Conversation, chat_messages
 from fp8rl_jax.tasks.dataset import load_splits

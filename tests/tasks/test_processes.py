@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8rl_jax.config.rewards import RewardConfig
-from fp8rl_jax.config.tasks import TaskConfig
+from fp8rl_jax.config.tasks import RewardConfig, TaskConfig
 from fp8rl_jax.tasks.dataset import Example
 from fp8rl_jax.tasks.sandbox import processes, worker_process
 from fp8rl_jax.tasks.sandbox.pool import RewardPool

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from fp8rl_jax.cli.load import load_config
 from fp8rl_jax.config.files import dump_toml
-from fp8rl_jax.config.rewards import RewardConfig
 from fp8rl_jax.config.run import RunConfig
-from fp8rl_jax.config.tasks import TaskConfig
+from fp8rl_jax.config.tasks import RewardConfig, TaskConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.tasks.dataset import Example
 from fp8rl_jax.tasks.rewards import extract_answer, format_reward, length_reward, math_verify_reward

@@ -14,9 +14,8 @@ from tiny_run import check_refused, measured, train, write_run
 
 from fp8rl_jax.cli.main import main
 from fp8rl_jax.config.recipe import get_recipe
-from fp8rl_jax.config.rewards import RewardConfig
 from fp8rl_jax.config.rl import CorrectionConfig, RLConfig
-from fp8rl_jax.config.tasks import TaskConfig
+from fp8rl_jax.config.tasks import RewardConfig, TaskConfig
 from fp8rl_jax.config.training import OptimizerConfig
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.policy import init_policy

@@ -22,7 +22,6 @@ from jax.flatten_util import ravel_pytree
 from mutants import LIST, ROOT, unfit
 
 from fp8rl_jax.config.recipe import PrecisionConfig, get_recipe
-from fp8rl_jax.config.rewards import RewardConfig
 from fp8rl_jax.config.rl import (
     AdvantageConfig,
     CorrectionConfig,
@@ -32,7 +31,7 @@ from fp8rl_jax.config.rl import (
     RLConfig,
 )
 from fp8rl_jax.config.run import InitConfig, MeshConfig, ModelConfig, RolloutConfig, RunConfig
-from fp8rl_jax.config.tasks import TaskConfig
+from fp8rl_jax.config.tasks import RewardConfig, TaskConfig
 from fp8rl_jax.config.training import (
     CheckpointConfig,
     EvaluationConfig,
