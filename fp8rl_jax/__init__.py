@@ -29,7 +29,7 @@ _HOMES = {
     "UserError": "errors",
     "byte_policy": "weights.load",
     "load": "weights.load",
-    "RewardPool": "tasks.workers",
+    "RewardPool": "tasks.sandbox.pool",
     "Run": "training.runs",
     "evaluate": "training.runs",
     "train": "training.runs",

@@ -1,19 +1,23 @@
-"""Functions of the user's, named in a configuration by a spec: `module:function` or
-`path/to/file.py:function`.
+"""Functions and classes of the user's, named in a configuration by a spec.
 
-A Python function that is at hand, such as one of a notebook, becomes a spec with `register`. The
-spec is then the whole of what a configuration holds: it can be compared, hashed and written down.
+    module:function             imported
+    path/to/file.py:function    likewise, from a file
+    <python>:NAME               given in Python, such as one of a notebook; no other process has it
+
+The spec is the whole of what a configuration holds: it can be compared, hashed and written down.
+What is given in Python is either registered, for as long as this process lives (`register`), or
+kept with the run that it is for, by its spec (fp8rl_jax/tasks/python_objects.py).
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
 import os
-import re
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -21,8 +25,23 @@ from typing import Any
 
 from fp8rl_jax.errors import UserError
 
+PYTHON_OBJECT = "<python>"
+"""Stands where the module would in the spec of what was given in Python."""
 _FILE_PREFIX = "user_file_"
 """Keeps a file called json.py from standing in for the standard library's module."""
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    function: Callable[..., Any]
+    file: Path | None
+    """The file that it is from; None: it has none, or needs none."""
+    text: bytes | None
+    """What stood in the file."""
+
+
+_loaded: dict[str, _Loaded] = {}
+"""By spec: what `load_once` has loaded and `register` was given."""
 
 
 def is_function_spec(spec: str) -> bool:
@@ -31,10 +50,14 @@ def is_function_spec(spec: str) -> bool:
     return bool(module and separator) and function.isidentifier()
 
 
-def is_registered_spec(spec: str) -> bool:
-    """Whether `spec` is one that `register` made up, for a function that cannot be imported by its
-    name."""
-    return re.search(r":.+#\d+$", spec) is not None
+def python_spec(name: str) -> str:
+    """Return the spec of something that was given in Python."""
+    return f"{PYTHON_OBJECT}:{name}"
+
+
+def is_python_spec(spec: Any) -> bool:
+    """Whether `spec` reads `<python>:NAME`."""
+    return isinstance(spec, str) and spec.startswith(f"{PYTHON_OBJECT}:")
 
 
 def load_function(
@@ -45,20 +68,19 @@ def load_function(
     Args:
         spec: `module:function` or `path/to/file.py:function`, or what `register` returned.
         key: configuration key that the spec stands under, for the message.
-        objects: what was given in Python, by spec: it is not imported.
+        objects: what was given in Python for this run, by spec.
 
     Raises:
         UserError: the spec is malformed, the module does not import, or it has no such function; or
-            another process registered the function.
+            it was given in Python to another process.
     """
     if objects and spec in objects:
         return objects[spec]
-    if is_registered_spec(spec):
+    if is_python_spec(spec):
         if spec not in _loaded:
             raise UserError(
-                f"{key} = {spec!r} was defined in a notebook or a script, in a process that is "
-                "gone; put it into a file "
-                "and name it module:function or path/to/file.py:function"
+                f"{key} = {spec!r} was given in Python, in a process that is gone; put it into a "
+                "file and name it module:function or path/to/file.py:function"
             )
         return _loaded[spec].function
     module_name, _, function_name = spec.rpartition(":")
@@ -113,9 +135,9 @@ def register(function: Callable[..., Any]) -> str:
     """The spec of a Python function, by which a configuration of this process can name it.
 
     It is `module:function` where importing that gives this very function. Any other, such as a
-    lambda or a function of a notebook cell, gets a number: `__main__:my_objective#1`. Each function
-    object has a spec of its own, so a cell that is run again makes another one, and a program that
-    was compiled with the old function is not taken for the new.
+    lambda or a function of a notebook cell, is `<python>:NAME#n`. Each function object has a number
+    of its own, so a cell that is run again makes another spec, and a program that was compiled with
+    the old function is not taken for the new.
     """
     for spec, kept in _loaded.items():
         if kept.function is function:
@@ -131,7 +153,7 @@ def register(function: Callable[..., Any]) -> str:
         or getattr(sys.modules.get(module), name, None) is not function
         or spec in _loaded
     ):
-        spec += f"#{sum(map(is_registered_spec, _loaded)) + 1}"
+        spec = f"{python_spec(name)}#{sum(map(is_python_spec, _loaded)) + 1}"
     _keep(spec, function)
     return spec
 
@@ -154,23 +176,87 @@ def describe_fault(fault: BaseException, file: str = "") -> str:
     return (text if len(text) <= 250 else text[:247] + "...") + where[:50]
 
 
-@dataclass(frozen=True)
-class _Loaded:
-    function: Callable[..., Any]
-    file: Path | None
-    """The file that it is from; None: it has none, or needs none."""
-    text: bytes | None
-    """What stood in the file."""
+class Arguments(dict[str, float]):
+    """{name: number}, never to be changed: a configuration that holds it is hashed, and compiled
+    programs depend on it."""
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self.items()))
+
+    def __reduce__(self):
+        return Arguments, (dict(self),)
+
+    def _refuse(self, *_: Any, **__: Any) -> None:
+        raise TypeError(
+            "the arguments of a configuration cannot be changed; make another one with "
+            "dataclasses.replace"
+        )
+
+    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
 
 
-_loaded: dict[str, _Loaded] = {}
-"""By spec: what `load_once` has loaded and `register` was given."""
+def settle(config: Any, name: str, arguments: str) -> None:
+    """For `__post_init__` of a frozen dataclass: a Python function becomes its spec, and its
+    arguments `Arguments`.
+
+    Args:
+        config: the dataclass.
+        name: field of the function.
+        arguments: field of its arguments.
+    """
+    function, given = getattr(config, name), getattr(config, arguments)
+    if callable(function):
+        object.__setattr__(config, name, register(function))
+    if isinstance(given, dict):
+        numbers = {
+            key: float(value) if type(value) is int else value for key, value in given.items()
+        }
+        object.__setattr__(config, arguments, Arguments(numbers))
+
+
+def is_users(function: Any) -> bool:
+    """Whether a setting names a function of the user's, and none that is built in."""
+    return isinstance(function, str) and (is_function_spec(function) or is_python_spec(function))
+
+
+def function_faults(
+    key: str, value: Any, built_in: Collection[str], arguments_key: str, arguments: Any
+) -> Iterator[str]:
+    """A line for each fault of a function's name and of its arguments.
+
+    Args:
+        key: of the function.
+        value: name or spec, after `settle`; None is not set.
+        built_in: names.
+        arguments_key: of the arguments.
+        arguments: after `settle`.
+    """
+    if not (value is None or is_users(value) or value in tuple(built_in)):
+        names = ", ".join(map(repr, built_in))
+        yield (
+            f"{key}: {value!r} is none of {names}, and no module:function or "
+            "path/to/file.py:function"
+        )
+    if not isinstance(arguments, dict):
+        yield f"{arguments_key}: {arguments!r} must be a table of numbers"
+        return
+    for name, number in arguments.items():
+        if not (
+            isinstance(name, str)
+            and name.isidentifier()
+            and isinstance(number, float)
+            and math.isfinite(number)
+        ):
+            yield f"{arguments_key}: {name} = {number!r} must be a name and a finite number"
+    if arguments and not is_users(value):
+        yield (
+            f"{arguments_key}: {value or 'what is built in'} takes no arguments; they are for "
+            f"a function of your own, in {key}"
+        )
 
 
 def _keep(spec: str, function: Callable[..., Any]) -> None:
-    module = (
-        None if is_registered_spec(spec) else sys.modules.get(getattr(function, "__module__", ""))
-    )
+    module = None if is_python_spec(spec) else sys.modules.get(getattr(function, "__module__", ""))
     file = getattr(module, "__file__", None)
     _loaded[spec] = _Loaded(
         function, Path(file) if file else None, _read(Path(file)) if file else None

@@ -683,8 +683,8 @@ LIST: list[Mutant] = [
         ),
         (
             "scored-twice",
-            "scores = score_together(self.pool, examples, found.texts)",
-            "scores = [score_together(self.pool, examples, found.texts) for _ in range(2)][1]",
+            "scores = score_distributed(self.pool, examples, found.texts)",
+            "scores = [score_distributed(self.pool, examples, found.texts) for _ in range(2)][1]",
             "a_step_learns",
         ),
         (
@@ -940,7 +940,7 @@ LIST: list[Mutant] = [
         ),
     ),
     *of(
-        "tasks/together.py",
+        "tasks/distributed.py",
         WIRING,
         (
             "each-scores-all",
@@ -986,19 +986,23 @@ LIST: list[Mutant] = [
     *of(
         "tasks/scores.py",
         WIRING,
-        ("right-above-1", "self.deciding] >= 1.0", "self.deciding] > 1.0", "summed_weighed"),
-        (
-            "credit-turned",
-            "if not self.partial_credit:",
-            "if self.partial_credit:",
-            "tasks/test_reward_sum.py no_partial_credit",
-        ),
         ("failed-have-scores", "scores[~self.failed]", "scores", "summed_weighed"),
         (
             "last-errors",
             "errors=sum(part.errors for",
             "errors=max(part.errors for",
             "summed_weighed",
+        ),
+    ),
+    *of(
+        "tasks/sandbox/pool.py",
+        WIRING,
+        ("right-above-1", "self.deciding] >= 1.0", "self.deciding] > 1.0", "summed_weighed"),
+        (
+            "credit-turned",
+            "if not self.partial_credit:",
+            "if self.partial_credit:",
+            "tasks/test_reward_sum.py no_partial_credit",
         ),
         (
             "errors-are-timeouts",

@@ -25,7 +25,7 @@ from experiments.benchmarks.workloads import Workload
 from fp8rl_jax.cli.load import load_config
 from fp8rl_jax.config.rl import LossConfig
 from fp8rl_jax.config.run import RunConfig
-from fp8rl_jax.tasks.workers import RewardPool
+from fp8rl_jax.tasks.sandbox.pool import RewardPool
 from fp8rl_jax.training.loop import Loop
 from fp8rl_jax.training.session import Session
 from fp8rl_jax.training.setup import Setup, build

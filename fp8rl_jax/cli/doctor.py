@@ -108,8 +108,7 @@ def _row(recipe, faults: list[str]) -> list[str]:
     """Every field, as TOML for a file of a run; a built-in row under a name that is free."""
     import tomli_w
 
-    from fp8rl_jax.config.correction import CorrectionConfig
-    from fp8rl_jax.config.presets import PLAIN
+    from fp8rl_jax.config.correction import PLAIN, CorrectionConfig
     from fp8rl_jax.config.recipe import RECIPES
     from fp8rl_jax.errors import UserError
     from fp8rl_jax.precision import check_recipe

@@ -41,18 +41,19 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from fp8rl_jax.config.checks import at_least, report
+from fp8rl_jax.config.correction import PRESETS
 from fp8rl_jax.config.formats import COMPUTE, ELEMENTS, ScaleRule, TensorFormat, parse_format
-from fp8rl_jax.config.presets import PRESETS
 from fp8rl_jax.config.schema import (
     NONE_TEXT,
     Mismatch,
+    at_least,
     convert,
     describe,
     fields_of,
     leaves,
     one_line,
     quoted,
+    report,
     show,
     tables,
     unknown_key_hint,
@@ -185,7 +186,7 @@ class Recipe:
     """What kv_margin * amax of Q, K and V is divided by for their scales; unset: the format's
     largest value, 448 for e4m3."""
     correction: CorrectionName = "none"
-    """Preset of config/presets.py that rl.correction.method = "recipe" stands for."""
+    """Preset of config/correction.py that rl.correction.method = "recipe" stands for."""
     exact: bool = False
     """A token's log-probability has the same bits in the rollout and in the trainer, whatever else
     is in the batch, however it is padded, chunked, packed or split. Only where both sides have the

@@ -6,18 +6,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from fp8rl_jax.config.lora import LoraConfig
-from fp8rl_jax.config.plan import PlanConfig
 from fp8rl_jax.config.recipe import PrecisionConfig, Recipe, get_recipe
 from fp8rl_jax.config.rl import RLConfig
 from fp8rl_jax.config.tasks import TaskConfig
-from fp8rl_jax.config.tracking import TrackingConfig
 from fp8rl_jax.config.training import (
     FP8_MAX_BETA2,
     CheckpointConfig,
     EvaluationConfig,
+    LoraConfig,
     OptimizerConfig,
+    PlanConfig,
     SftConfig,
+    TrackingConfig,
     TrainerConfig,
 )
 from fp8rl_jax.errors import UserError

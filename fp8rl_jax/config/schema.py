@@ -3,7 +3,8 @@ become one.
 
 Values are checked against the annotations that the dataclasses carry: bool, int, float, str,
 Literal, Optional, tuple, list, dict, and dataclasses inside one another. A setting is named by its
-dotted key, such as "rollout.top_k".
+dotted key, such as "rollout.top_k". What an annotation cannot say, such as a bound, a class checks
+itself: it collects lines of text (`above`, `one_of`, ...) and reports all of them at one time.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import json
 import math
 import re
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -270,3 +271,43 @@ def _split_optional(annotation: Any) -> tuple[Any, bool]:
 
 def _is_uniform(annotation: Any) -> bool:
     return get_origin(annotation) is list or get_args(annotation)[-1] is Ellipsis
+
+
+def report(*faults: str | None) -> None:
+    """Raises UserError with one line for each fault; None stands for "this one is well"."""
+    found = [fault for fault in faults if fault]
+    if found:
+        raise UserError("\n".join(found))
+
+
+def one_of(key: str, value: Any, choices: Any) -> str | None:
+    """A fault where `value` is none of a Literal's, or of a collection's, values."""
+    allowed: Iterable = get_args(choices) or choices
+    return (
+        None if value in allowed else f"{key}: {value!r} is none of {', '.join(map(repr, allowed))}"
+    )
+
+
+def above(key: str, value: Any, bound: float, at_most: float = math.inf) -> str | None:
+    """A fault where `value` is no number in (bound, at_most]."""
+    limit = "" if at_most == math.inf else f" and at most {at_most:g}"
+    within = _is_number(value) and bound < value <= at_most
+    return None if within else f"{key}: {value!r} must be a number above {bound:g}{limit}"
+
+
+def at_least(key: str, value: Any, bound: float) -> str | None:
+    """A fault where `value` is no number of at least `bound`."""
+    return (
+        None
+        if _is_number(value) and value >= bound
+        else f"{key}: {value!r} must be a number of at least {bound:g}"
+    )
+
+
+def unless(holds: bool, message: str) -> str | None:
+    """`message` where `holds` is false."""
+    return None if holds else message
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

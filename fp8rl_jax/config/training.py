@@ -1,15 +1,21 @@
-"""The configuration of updates: optimizer, trainer, supervised stage, evaluation, checkpoints."""
+"""The configuration of updates and of a run's records: optimizer, trainer, adapters, supervised
+stage, evaluation, checkpoints, trackers, memory plan."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from fp8rl_jax.config.checks import above, at_least, one_of, report
+from fp8rl_jax.config.schema import above, at_least, one_of, report
 
 MomentName = Literal["float32", "bfloat16", "e4m3"]
 FP8_MAX_BETA2 = 0.99  # training/moments.py derives it
 LossScaleMode = Literal["auto", "dynamic", "static", "none"]
+
+
+DEVICE_BYTES = {"h100": 80_000_000_000, "h200": 141_000_000_000}
+"""Memory of cards that plan.device may name."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +128,49 @@ class TrainerConfig:
 
 
 @dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters on a frozen base; with rank 0 all parameters are trained."""
+
+    rank: int = 0
+    """Rank of every adapter; 0: no adapters, all parameters are trained."""
+    alpha: float = 16.0
+    """The adapters' product is scaled by alpha / rank."""
+    rslora: bool = False
+    """Scale by alpha / sqrt(rank) (rsLoRA, arXiv 2312.03732)."""
+    targets: tuple[str, ...] = ("*_proj",)
+    """Shell patterns over linear names (layers.3.q_proj, layers.3.experts.up_proj) of what gets an
+    adapter; a linear gets one in all layers that have it or in none."""
+    base: Literal["compute", "rollout"] = "compute"
+    """Format of the frozen weights: the compute dtype, quantized once for the rollout where the
+    recipe says so, and at every update where its trainer computes in FP8; or the recipe's rollout
+    weight format on both sides, one copy of FP8 weights that the trainer, too, computes with."""
+    path: str = ""
+    """Adapter in PEFT's form (a directory) to start from; its rank, alpha and targets must be
+    these. Empty: A random, B zero."""
+
+    @property
+    def scale(self) -> float:
+        """Factor on the product B A."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    def problems(self) -> list[str]:
+        """Every value that cannot work, one line each; empty where all is well."""
+        found = []
+        if self.rank < 0:
+            found.append(f"lora.rank = {self.rank} must not be negative")
+        if not (math.isfinite(self.alpha) and self.alpha > 0):
+            found.append(f"lora.alpha = {self.alpha} must be a number above 0")
+        if self.rank > 0 and not self.targets:
+            found.append(
+                "lora.targets is empty, so nothing would be trained; name linears, or set "
+                "lora.rank to 0"
+            )
+        if self.rank == 0 and self.path:
+            found.append("lora.path is set but lora.rank is 0; set lora.rank to the adapter's")
+        return found
+
+
+@dataclass(frozen=True)
 class SftConfig:
     """Supervised training on the task's answers: the warm start of `fp8rl sft`."""
 
@@ -168,3 +217,55 @@ class CheckpointConfig:
     """Steps between checkpoints; the last step is always saved. 0: only the last."""
     keep: int = 2
     """Newest checkpoints kept; at least 2, so that a damaged one is never the only one."""
+
+
+@dataclass(frozen=True)
+class TrackingConfig:
+    """Trackers and the record of sampled completions."""
+
+    samples: int = 4
+    """Completions of each step kept in samples.jsonl, with prompt, answer and reward; 0: none."""
+    tensorboard: bool = False
+    """Write TensorBoard events to <output>/tensorboard; needs the extra [trackers]."""
+    wandb: bool = False
+    """Log to Weights & Biases; needs the extra [trackers]."""
+    wandb_project: str = "fp8rl"
+    """Weights & Biases project."""
+    wandb_name: str = ""
+    """Weights & Biases run name; empty: the name of the run directory."""
+    wandb_mode: Literal["online", "offline"] = "online"
+    """offline: keep the run on disk until `wandb sync` sends it."""
+
+    def problems(self) -> list[str]:
+        """Every value that cannot work, one line each; empty where all is well."""
+        found = []
+        if self.samples < 0:
+            found.append(f"tracking.samples = {self.samples} must not be negative")
+        if self.wandb and not self.wandb_project:
+            found.append("tracking.wandb_project is empty; name the project that gets the run")
+        return found
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """What a device can hold: `fp8rl plan`, and the check before a run."""
+
+    device: str = ""
+    """Card (h100, h200) or bytes, such as 141e9, of one device; empty: what the device reports."""
+    check: bool = True
+    """Refuse a run whose plan exceeds the device's memory, before anything large is loaded."""
+
+    def problems(self) -> list[str]:
+        """Faults, one line each; empty where all is well."""
+        try:
+            known = (
+                not self.device or self.device in DEVICE_BYTES or 0 < float(self.device) < math.inf
+            )
+        except ValueError:
+            known = False
+        names = ", ".join(DEVICE_BYTES)
+        return (
+            []
+            if known
+            else [f"plan.device = {self.device!r}: give one of {names}, or bytes, as in 141e9"]
+        )

@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Key
 
-from fp8rl_jax.config.lora import LoraConfig
+from fp8rl_jax.config.training import LoraConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.config import PolicyConfig, stack_of
 from fp8rl_jax.models.policy import (

@@ -5,10 +5,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from fp8rl_jax.config.functions import is_users
 from fp8rl_jax.config.rl import RLConfig
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.functions import check_unchanged, describe_fault
+from fp8rl_jax.functions import check_unchanged, describe_fault, is_users
 from fp8rl_jax.rl import advantages, objectives, weights
 from fp8rl_jax.rl.advantages import group_advantages
 from fp8rl_jax.rl.loss import LossInputs, policy_loss

@@ -22,9 +22,8 @@ from fp8rl_jax.config.tasks import TaskConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.tasks.conversation import Conversation
 from fp8rl_jax.tasks.conversation import chat_messages as chat_messages
-from fp8rl_jax.tasks.jsonl import read_problems
 from fp8rl_jax.tasks.python_objects import name_objects, not_given
-from fp8rl_jax.tasks.sources import LOADERS, Row, permutation, shuffled
+from fp8rl_jax.tasks.sources import LOADERS, Row, permutation, read_problems, shuffled
 
 GENERATED_TRAIN_SIZE = 1024
 HELD_OUT_SIZE = 256

@@ -21,7 +21,7 @@ from fp8rl_jax.config.tasks import TaskConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.functions import describe_fault, load_function
 from fp8rl_jax.tasks.conversation import Conversation, message_faults
-from fp8rl_jax.tasks.scoring import to_score
+from fp8rl_jax.tasks.rewards import to_score
 
 Message = dict[str, str]
 Said = str | Sequence[Message]

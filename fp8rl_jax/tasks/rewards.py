@@ -32,22 +32,17 @@ Both forms return finite numbers; 1 and above counts as correct. Both may stand 
 from __future__ import annotations
 
 import inspect
+import math
+import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any
+from decimal import Decimal
+from difflib import get_close_matches
+from functools import lru_cache, partial
+from typing import Any, Literal
 
 from fp8rl_jax.config.tasks import TaskConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.functions import describe_fault, load_function
-from fp8rl_jax.tasks.builtin_rewards import (
-    exact_match,
-    extract_answer,
-    format_reward,
-    length_reward,
-    math_verify_reward,
-)
-from fp8rl_jax.tasks.gym import reasoning_gym_reward
-from fp8rl_jax.tasks.scoring import to_score
 
 Sample = tuple[str, str, str, Mapping[str, Any]]
 """prompt, completion, answer, entry."""
@@ -56,6 +51,13 @@ Reward = Callable[[str, str, str, Mapping[str, Any]], Any]
 BatchReward = Callable[[Sequence[Sample]], Sequence[Any]]
 """samples -> scores, as the reward returned them."""
 BATCH_PARAMETER = "completions"
+
+FLOAT32_MAX = 3.4028234663852886e38
+# A minus after a digit, a letter or a bracket is an operator: the last number of "7-5" is 5, that
+# of "= -5" is -5.
+NUMBER = re.compile(r"(?:(?<![\w)\].])[-\u2212])?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
+LATEX = re.compile(r"\$|\\\(|\\\[|\\boxed|\\begin")
+SCIENTIFIC = re.compile(r"[-+]?\d+(\.\d+)?[eE][-+]?\d{1,2}")
 
 
 class ComponentFault(Exception):
@@ -241,3 +243,150 @@ def _takes_batches(function: Callable[..., Any], spec: str, key: str) -> bool:
             "loop; use asyncio.run in it"
         )
     return batches
+
+
+def extract_answer(completion: str, how: Literal["whole", "last_number", "answer_tag"]) -> str:
+    """The part of a completion that is scored.
+
+    "whole" removes surrounding whitespace. "last_number" gives the last decimal number without its
+    thousands separators ("so 1,250.5 in all" -> "1250.5"), "answer_tag" the inside of the last
+    <answer></answer>; both "" where there is none.
+    """
+    if how == "whole":
+        return completion.strip()
+    if how == "answer_tag":
+        head, closing, _ = completion.rpartition("</answer>")
+        _, opening, inside = head.rpartition("<answer>")
+        return inside.strip() if closing and opening else ""
+    numbers = NUMBER.findall(completion)
+    return numbers[-1].replace(",", "").replace("\u2212", "-") if numbers else ""
+
+
+def exact_match(completion: str, answer: str) -> float:
+    """1 where the extracted completion is the answer, letter for letter; else 0."""
+    return float(completion == answer.strip())
+
+
+def format_reward(pattern: str) -> Callable[[str], float]:
+    """1 where `pattern` matches the whole completion without surrounding whitespace, else 0; "."
+    matches line breaks."""
+    compiled = re.compile(pattern, re.DOTALL)
+    return lambda completion: float(compiled.fullmatch(completion.strip()) is not None)
+
+
+def length_reward(target: int, limit: int) -> Callable[[str], float]:
+    """0 up to `target` characters, -1 from `limit` on, a straight line between: DAPO's soft
+    overlong punishment (arXiv 2503.14476, equation 13) in characters."""
+    return lambda completion: -min(max(len(completion) - target, 0) / (limit - target), 1.0)
+
+
+def math_verify_reward() -> Callable[[str, str], float]:
+    """(completion, answer) -> 1 where math-verify finds them mathematically equal, else 0.
+
+    An answer without LaTeX marks is read as one LaTeX expression; a completion as prose with
+    expressions in it. The package's own timeouts are off: they ring SIGALRM, which waits until C
+    code returns, and a worker can be killed.
+
+    Raises:
+        UserError: math-verify is not installed.
+    """
+    try:
+        from math_verify import parse, verify
+    except ModuleNotFoundError as fault:
+        raise UserError(
+            f"task.reward: math_verify needs {fault.name}: pip install 'fp8rl-jax[envs]'"
+        ) from fault
+
+    @lru_cache(maxsize=1024)
+    def gold(answer: str) -> list[Any]:
+        expressions = parse(as_latex(answer), parsing_timeout=None)
+        if not expressions:
+            raise ValueError(f"math-verify reads no expression in the answer {answer[:80]!r}")
+        return expressions
+
+    def score(completion: str, answer: str) -> float:
+        return float(
+            verify(gold(answer), parse(completion, parsing_timeout=None), timeout_seconds=None)
+        )
+
+    # sympy loads parts of itself at the first use, which belongs to the start and not to a sample's
+    # time
+    gold("$1$")
+    return score
+
+
+def as_latex(answer: str) -> str:
+    """A right answer as math-verify reads it: "x+1" -> "$x+1$", "1e3" -> "$1000$"; LaTeX stays as
+    it is."""
+    answer = answer.strip()
+    if SCIENTIFIC.fullmatch(answer):
+        answer = format(Decimal(answer), "f")
+    return answer if LATEX.search(answer) else f"${answer}$"
+
+
+def create_reasoning_gym(task: TaskConfig, size: int, seed: int) -> Any:
+    """A reasoning-gym data set with the task's parameters.
+
+    Raises:
+        UserError: reasoning-gym is not installed, or it has no such generator or parameter, or
+            refuses a value.
+    """
+    try:
+        from reasoning_gym.factory import DATASETS, create_dataset
+    except ModuleNotFoundError as fault:
+        raise UserError(
+            f"task.kind = 'reasoning_gym' needs {fault.name}: pip install 'fp8rl-jax[envs]'"
+        ) from fault
+    if task.name not in DATASETS:
+        raise UserError(
+            f"task.name = {task.name!r} is no reasoning-gym "
+            f"generator{_did_you_mean(task.name, DATASETS)}"
+        )
+    known = set(DATASETS[task.name][1].__dataclass_fields__) - {"size", "seed"}
+    unknown = [
+        f"task.args.{key}{_did_you_mean(key, known)}" for key in task.args if key not in known
+    ]
+    if unknown:
+        raise UserError(
+            f"{task.name} has no parameter {', '.join(unknown)}; it has {', '.join(sorted(known))}"
+        )
+    try:
+        return create_dataset(task.name, size=size, seed=seed, **task.args)
+    except (AssertionError, TypeError, ValueError) as fault:
+        raise UserError(
+            f"reasoning-gym's {task.name} refuses task.args = {task.args}: {fault}"
+        ) from fault
+
+
+def reasoning_gym_reward(task: TaskConfig) -> Callable[[str, Mapping[str, Any]], float]:
+    """(extracted completion, entry) -> score of the generator's own scorer. Raises as
+    `create_reasoning_gym` does."""
+    gym = create_reasoning_gym(task, size=1, seed=task.seed)
+
+    def score(completion: str, entry: Mapping[str, Any]) -> float:
+        value = gym.score_answer(completion, entry)
+        # Some scorers sum 1/n for each right character, and give a right answer with text after it
+        # 0.9999999999999999 or 1.0000000000000002, which float32 would round to a full reward.
+        return value if value == 1.0 else min(value, 0.99)
+
+    return score
+
+
+def _did_you_mean(word: str, known: Any) -> str:
+    close = get_close_matches(word, list(known), n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def to_score(value: Any) -> float:
+    """`value` as a finite float that float32 can hold.
+
+    Raises:
+        TypeError: it is no number (None, a string, a coroutine, an array of several values).
+        ValueError: it is NaN, infinite, or beyond float32.
+    """
+    if not hasattr(value, "__float__"):
+        raise TypeError(f"the reward returned {type(value).__name__} instead of a number")
+    score = float(value)
+    if not math.isfinite(score) or abs(score) > FLOAT32_MAX:
+        raise ValueError(f"the reward returned {score}")
+    return score

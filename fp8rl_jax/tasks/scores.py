@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float32
-
-from fp8rl_jax.config.tasks import TaskConfig
-from fp8rl_jax.tasks.scoring import FLOAT32_MAX
 
 
 @dataclass(frozen=True)
@@ -82,61 +77,3 @@ class Scores:
                 f"rewards/{name}/std": float(scored.std()),
             }
         return values
-
-
-class ScoreJob:
-    """The samples of one call and what is known of their scores."""
-
-    def __init__(self, samples: list[tuple[Any, ...]], task: TaskConfig):
-        self.future: Future[Scores] = Future()
-        self.future.set_running_or_notify_cancel()
-        self.samples = samples
-        self.weights = task.components
-        self.deciding = list(self.weights).index(task.deciding_reward)
-        self.partial_credit = task.reward.partial_credit
-        self.started = time.monotonic()
-        self.remaining = len(samples)
-        self.values = np.zeros((len(samples), len(self.weights)), np.float64)
-        self.turns: list[dict[str, Any] | None] = (
-            [None] * len(samples) if task.kind == "environment" else []
-        )
-        self.failed = np.zeros(len(samples), bool)
-        self.timeouts = 0
-        self.first_error: str | None = None
-
-    def record(self, row: int, result: Any, error: str | None, timed_out: bool = False) -> None:
-        """Takes what is known of sample `row`: its scores in the order of the weights, or an
-        environment's turn; or what went wrong."""
-        scores = [result["reward"]] if isinstance(result, dict) else result
-        self.remaining -= 1
-        if error is None and abs(np.dot(scores, list(self.weights.values()))) > FLOAT32_MAX:
-            error = "the weighted sum of the rewards is beyond float32"
-        if error is None:
-            self.values[row] = scores
-            if self.turns:
-                self.turns[row] = result
-        else:
-            self.failed[row] = True
-            self.timeouts += timed_out
-            self.first_error = self.first_error or error
-
-    def scores(self) -> Scores:
-        """The result; every sample must have been recorded."""
-        # Compared in float64: float32 would round 0.99999999 to 1.
-        correct = (self.values[:, self.deciding] >= 1.0) & ~self.failed
-        summed = self.values.copy()
-        if not self.partial_credit:
-            summed[:, self.deciding] = correct
-        return Scores(
-            rewards=(summed @ list(self.weights.values())).astype(np.float32),
-            components={
-                name: self.values[:, i].astype(np.float32) for i, name in enumerate(self.weights)
-            },
-            correct=correct,
-            failed=self.failed,
-            errors=int(self.failed.sum()) - self.timeouts,
-            timeouts=self.timeouts,
-            first_error=self.first_error,
-            seconds=time.monotonic() - self.started,
-            turns=self.turns,
-        )

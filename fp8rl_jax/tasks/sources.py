@@ -1,11 +1,23 @@
 """Where problems come from, by task.kind: a generator, a function, files of JSON lines, an
-environment, Python objects."""
+environment, Python objects.
+
+A file of JSON lines has one object a line, with a prompt, an answer, and whatever else as metadata:
+
+    {"prompt": "What is 2 + 2?", "answer": "4", "level": 1}
+    {"messages": [{"role": "user", "content": "What is 2 + 2?"}], "answer": 4}
+
+A line is read rightly or named as damaged; nothing is skipped but blank lines, and nothing is
+guessed.
+"""
 
 from __future__ import annotations
 
+import glob
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,10 +26,10 @@ from jaxtyping import Int
 from fp8rl_jax.config.tasks import TaskConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.functions import load_function
+from fp8rl_jax.tasks.conversation import Conversation, message_faults
 from fp8rl_jax.tasks.environment import first_prompts
-from fp8rl_jax.tasks.gym import create_reasoning_gym
-from fp8rl_jax.tasks.jsonl import Damaged, parse_record, read_problems, refuse
 from fp8rl_jax.tasks.python_objects import check_dataset, length
+from fp8rl_jax.tasks.rewards import create_reasoning_gym
 
 # Generators seed their problem i with seed + i; this distance keeps the problems of neighbouring
 # seeds apart.
@@ -28,6 +40,8 @@ COMPARING_REWARDS = ("exact", "math_verify")
 
 Row = Mapping[str, Any]
 """question (text, or a `Conversation`), answer (None where there is none), metadata."""
+SHOWN_FAULTS = 20
+PROMPT_KEYS = ("prompt", "question", "messages")
 
 
 def shuffled[Item](rows: Sequence[Item], seed: int) -> list[Item]:
@@ -149,6 +163,194 @@ def _python_row(task: TaskConfig, row: Any, index: int) -> Row:
 
 def _first_seed(task: TaskConfig) -> int:
     return task.seed * SEED_DISTANCE % 2**31
+
+
+class Damaged(Exception):
+    """What is wrong with a line."""
+
+
+def read_problems(path: str, key: str) -> list[dict[str, Any]]:
+    """Every problem of the files that `path` names, in their order.
+
+    Args:
+        path: a file, or a pattern such as data/*.jsonl, whose files are read in the order of their
+            names.
+        key: configuration key that the path stands under, for the message.
+
+    Returns:
+        Dictionaries with question (text, or a `Conversation`), answer, metadata, and source
+        ("FILE:LINE").
+
+    Raises:
+        UserError: there is no such file, it cannot be read, or lines are damaged: the first 20, one
+            a line, and how many more.
+    """
+    faults: list[str] = []
+    problems: list[dict[str, Any]] = []
+    for file in _files(path, key):
+        try:
+            with open(file, "rb") as lines:
+                for number, line in enumerate(lines, start=1):
+                    source = f"{file}:{number}"
+                    try:
+                        if (problem := parse_line(line, first=number == 1)) is not None:
+                            problems.append(problem | {"source": source})
+                    except Damaged as fault:
+                        faults.append(f"{source}: {fault}")
+        except OSError as fault:
+            raise UserError(f"{key}: {file} cannot be read ({fault.strerror})") from fault
+    refuse(faults, "lines")
+    return problems
+
+
+def refuse(faults: Sequence[str], what: str) -> None:
+    """Raises a UserError with the first SHOWN_FAULTS of the faults, one a line, and how many more
+    there are; none: nothing."""
+    if faults:
+        more = (
+            f"\nand {len(faults) - SHOWN_FAULTS} more damaged {what}"
+            if len(faults) > SHOWN_FAULTS
+            else ""
+        )
+        raise UserError("\n".join(faults[:SHOWN_FAULTS]) + more)
+
+
+def parse_line(line: bytes, first: bool = False) -> dict[str, Any] | None:
+    """The problem of one line, or None for a blank one.
+
+    Args:
+        line: UTF-8, with or without its line break.
+        first: whether a byte order mark may stand before it.
+
+    Raises:
+        Damaged: anything that is no problem.
+    """
+    try:
+        text = line.decode("utf-8-sig" if first else "utf-8")
+    except UnicodeDecodeError as fault:
+        raise Damaged(
+            f"not UTF-8 (byte {line[fault.start]:#04x} at position {fault.start + 1})"
+        ) from fault
+    if not text.strip(" \t\r\n"):
+        return None
+    record = _parse_json(text)
+    if not isinstance(record, dict):
+        raise Damaged(f"an object with prompt and answer was expected, not {_kind(record)}")
+    return parse_record(record)
+
+
+def parse_record(record: Mapping[str, Any], needs_answer: bool = True) -> dict[str, Any]:
+    """The problem that a record of plain values is; without `needs_answer` its answer may be None
+    or left out.
+
+    Raises:
+        Damaged: anything that is no problem.
+    """
+    metadata = record.get("metadata", {})
+    if not isinstance(metadata, dict):
+        raise Damaged(f"metadata must be an object, not {_kind(metadata)}")
+    unanswered = not needs_answer and record.get("answer") is None
+    question, answer = _question(record), None if unanswered else _answer(record)
+    others = {
+        key: value
+        for key, value in record.items()
+        if key not in (*PROMPT_KEYS, "answer", "metadata")
+    }
+    if both := sorted(metadata.keys() & others.keys()):
+        raise Damaged(f"{both[0]!r} stands both in metadata and beside it")
+    return {"question": question, "answer": answer, "metadata": metadata | others}
+
+
+def _files(path: str, key: str) -> list[Path]:
+    if Path(path).expanduser().exists():
+        return [Path(path).expanduser()]
+    if found := sorted(glob.glob(str(Path(path).expanduser()), recursive=True)):
+        return [Path(name) for name in found]
+    raise UserError(
+        f"{key} = {path!r}: there is no such file; give the path of a .jsonl file or a pattern "
+        "of several"
+    )
+
+
+def _parse_json(text: str) -> Any:
+    try:
+        record = json.loads(
+            text, object_pairs_hook=_object, parse_constant=_constant, parse_float=_float
+        )
+        # A lone half of a surrogate pair is valid in JSON, and no text: no tokenizer takes it.
+        if "\\u" in text:
+            json.dumps(record, ensure_ascii=False).encode()
+    except json.JSONDecodeError as fault:
+        raise Damaged(f"not JSON ({fault.msg} at column {fault.colno})") from fault
+    except UnicodeEncodeError as fault:
+        raise Damaged("holds half of a surrogate pair, which is no character") from fault
+    except RecursionError as fault:
+        raise Damaged("nested too deep") from fault
+    except ValueError as fault:  # an integer of more digits than Python converts
+        raise Damaged(f"holds a number that is too long ({fault})") from fault
+    return record
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise Damaged(
+            f"key {next(key for key in keys if keys.count(key) > 1)!r} stands twice in one object"
+        )
+    return record
+
+
+def _constant(name: str) -> Any:
+    raise Damaged(f"{name} is no JSON; write a number, text or null")
+
+
+def _float(text: str) -> float:
+    if math.isinf(value := float(text)):
+        raise Damaged(f"the number {text[:40]} is beyond the range of a float; write it as text")
+    return value
+
+
+def _question(record: Mapping[str, Any]) -> str:
+    given = [key for key in PROMPT_KEYS if key in record]
+    if len(given) != 1:
+        raise Damaged(
+            f"give one of prompt, question and messages (it has {' and '.join(given) or 'none'})"
+        )
+    key, value = given[0], record[given[0]]
+    # A list under "prompt" is what some data sets call their messages.
+    if key == "messages" or isinstance(value, list):
+        if fault := message_faults(value):
+            raise Damaged(f"{key}: {fault}")
+        return Conversation(value)
+    if not isinstance(value, str):
+        raise Damaged(f"{key} must be text or a list of messages, not {_kind(value)}")
+    if not value.strip():
+        raise Damaged(f"{key} is empty")
+    return value
+
+
+def _answer(record: Mapping[str, Any]) -> str:
+    if "answer" not in record:
+        raise Damaged(f"it has no answer (keys: {', '.join(record)[:80]})")
+    value = record["answer"]
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise Damaged(f"answer must be text or a number, not {_kind(value)}")
+    if not (answer := str(value)).strip():
+        raise Damaged("answer is empty")
+    return answer
+
+
+def _kind(value: Any) -> str:
+    names = {
+        dict: "an object",
+        list: "a list",
+        str: "text",
+        bool: "true or false",
+        int: "a number",
+        float: "a number",
+    }
+    return names.get(type(value), "null")
 
 
 LOADERS: dict[str, Callable[[TaskConfig, Any], Iterable[Row]]] = {

@@ -24,9 +24,9 @@ from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.parallel import batch_sharding, to_global, to_host
 from fp8rl_jax.rollout.engine import Prompts, Rollout
 from fp8rl_jax.tasks.dataset import Dataset, Example
+from fp8rl_jax.tasks.distributed import score_distributed
+from fp8rl_jax.tasks.sandbox.pool import RewardPool
 from fp8rl_jax.tasks.scores import Scores
-from fp8rl_jax.tasks.together import score_together
-from fp8rl_jax.tasks.workers import RewardPool
 from fp8rl_jax.training.experience import EpisodeExperience, Experience, RolloutExperience
 from fp8rl_jax.training.session import Session
 
@@ -141,7 +141,7 @@ class Collector:
             return *session.play(examples, self.pool, self.samples, key), examples
         found: RolloutExperience = session.rollout(self._encoded(examples), self.samples, key)
         with session.clock.part("reward"):
-            scores = score_together(self.pool, examples, found.texts)
+            scores = score_distributed(self.pool, examples, found.texts)
         return found, scores, examples
 
     def _informative(self, scores: Scores) -> Bool[np.ndarray, " p"]:

@@ -13,9 +13,9 @@ from jaxtyping import Array, Key
 from fp8rl_jax.config.training import EvaluationConfig
 from fp8rl_jax.parallel import is_main_process, to_host
 from fp8rl_jax.tasks.dataset import Example
+from fp8rl_jax.tasks.distributed import score_distributed
+from fp8rl_jax.tasks.sandbox.pool import RewardPool
 from fp8rl_jax.tasks.scores import Scores
-from fp8rl_jax.tasks.together import score_together
-from fp8rl_jax.tasks.workers import RewardPool
 from fp8rl_jax.training.performance import Clock
 from fp8rl_jax.training.play import play
 from fp8rl_jax.training.session import Session, at_temperature
@@ -101,7 +101,7 @@ def _complete(
     filled = part + part[:1] * (prompts - len(part))
     rollout = session.engine.generate(session.encoder.batch(filled), samples, sampling, key)
     texts = session.encoder.texts(rollout)[: len(part) * samples]
-    return score_together(pool, part, texts), texts, to_host(rollout.mask).sum(1)[: len(texts)]
+    return score_distributed(pool, part, texts), texts, to_host(rollout.mask).sum(1)[: len(texts)]
 
 
 def _play(

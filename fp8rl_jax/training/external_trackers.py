@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from fp8rl_jax.config.tracking import TrackingConfig
+from fp8rl_jax.config.training import TrackingConfig
 from fp8rl_jax.errors import UserError
 
 

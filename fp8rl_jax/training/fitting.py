@@ -11,8 +11,8 @@ import jax
 import rich.console
 import rich.table
 
-from fp8rl_jax.config.plan import DEVICE_BYTES
 from fp8rl_jax.config.run import RunConfig
+from fp8rl_jax.config.training import DEVICE_BYTES
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.policy import parameter_count

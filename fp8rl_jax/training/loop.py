@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from fp8rl_jax import rl
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.parallel import check_same, is_main_process, leave_on_failure, shared_faults
+from fp8rl_jax.tasks.sandbox.pool import RewardPool
 from fp8rl_jax.tasks.scores import Scores
-from fp8rl_jax.tasks.workers import RewardPool
 from fp8rl_jax.training.checkpoint import Checkpoints
 from fp8rl_jax.training.collect import Collector
 from fp8rl_jax.training.evaluate import evaluate

@@ -18,10 +18,10 @@ from fp8rl_jax.parallel import to_host
 from fp8rl_jax.rollout.engine import Rollout, RolloutEngine, pad_prompts
 from fp8rl_jax.rollout.sampling import Sampling
 from fp8rl_jax.tasks.dataset import Example
+from fp8rl_jax.tasks.distributed import play_distributed
 from fp8rl_jax.tasks.episodes import Episode, Sampled, episode_scores
+from fp8rl_jax.tasks.sandbox.pool import RewardPool
 from fp8rl_jax.tasks.scores import Scores
-from fp8rl_jax.tasks.together import play_together
-from fp8rl_jax.tasks.workers import RewardPool
 from fp8rl_jax.training.performance import Clock
 from fp8rl_jax.training.prompts import PromptEncoder
 
@@ -80,7 +80,7 @@ def play(
             sampled = _turns(rollout, [prompts[i] for i in live])
         texts = [encoder.tokenizer.decode(turn.tokens) for turn in sampled]
         with clock.part("reward"):
-            scores.append(play_together(pool, [episodes[i] for i in live], texts))
+            scores.append(play_distributed(pool, [episodes[i] for i in live], texts))
         for i, said, text, result in zip(live, sampled, texts, scores[-1].turns, strict=True):
             episodes[i] = episodes[i].after(said, text, result, max_turns)
             if not episodes[i].done:

@@ -35,9 +35,9 @@ from fp8rl_jax.tasks.python_objects import (
     check_dataset,
     check_objects,
     name_objects,
-    pack,
 )
-from fp8rl_jax.tasks.workers import RewardPool
+from fp8rl_jax.tasks.sandbox.pickling import pack
+from fp8rl_jax.tasks.sandbox.pool import RewardPool
 from fp8rl_jax.tokenizers.byte_tokenizer import ByteTokenizer
 from fp8rl_jax.tokenizers.tokenizer import Tokenizer
 from fp8rl_jax.training.fitting import check_fits, report

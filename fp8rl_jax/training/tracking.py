@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from fp8rl_jax.config.tracking import TrackingConfig
+from fp8rl_jax.config.training import TrackingConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.training.console import COLUMNS, console_tracker
 

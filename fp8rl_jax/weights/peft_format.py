@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from fp8rl_jax.config.lora import LoraConfig
+from fp8rl_jax.config.training import LoraConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.json_fields import Fields, read_json
 from fp8rl_jax.models.config import PolicyConfig

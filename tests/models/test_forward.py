@@ -10,8 +10,8 @@ import pytest
 import reference_llama as reference
 from tiny_models import GEMMA, LLAMA, MISTRAL, MOE, QWEN2, QWEN3
 
-from fp8rl_jax.config.lora import LoraConfig
 from fp8rl_jax.config.recipe import PrecisionConfig, get_recipe
+from fp8rl_jax.config.training import LoraConfig
 from fp8rl_jax.models.cache import KVBlock, KVCache, empty_block
 from fp8rl_jax.models.config import Llama3RopeScaling, PolicyConfig
 from fp8rl_jax.models.forward import forward

@@ -13,8 +13,8 @@ import reference_llama as reference
 from test_forward import TOLERANCE, logits, policy_and_weights, random_tokens, run
 from tiny_models import LLAMA, MOE, QWEN3
 
-from fp8rl_jax.config.lora import LoraConfig
 from fp8rl_jax.config.recipe import get_recipe
+from fp8rl_jax.config.training import LoraConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.lora import (
     adapted_tensors,

@@ -31,9 +31,9 @@ from fp8rl_jax.parallel import (
     to_host,
 )
 from fp8rl_jax.tasks.dataset import Example
+from fp8rl_jax.tasks.distributed import play_distributed, score_distributed
 from fp8rl_jax.tasks.episodes import Episode
-from fp8rl_jax.tasks.together import play_together, score_together
-from fp8rl_jax.tasks.workers import RewardPool
+from fp8rl_jax.tasks.sandbox.pool import RewardPool
 
 
 def loss(policy, tokens):
@@ -71,7 +71,7 @@ def scored() -> dict:
         function=f"{Path(__file__).with_name('rewards.py')}:drawn", timeout=1.0, num_workers=1
     )
     with RewardPool(TaskConfig(kind="module", name="m:f", reward=reward)) as pool:
-        scores = score_together(pool, [Example(0, "p", "a", "a", {})], ["", "", "", "hang"])
+        scores = score_distributed(pool, [Example(0, "p", "a", "a", {})], ["", "", "", "hang"])
     return {
         "rewards": scores.rewards.tolist(),
         "failed": scores.failed.tolist(),
@@ -99,7 +99,7 @@ def played() -> dict:
         {"question": "Guess a number from 0 to 999 (problem 7).", "metadata": {"seed": 7}},
     )
     with RewardPool(task) as pool:
-        scores = play_together(pool, [Episode(example)] * 5, ["6", "7", "ß", "8", "7"])
+        scores = play_distributed(pool, [Episode(example)] * 5, ["6", "7", "ß", "8", "7"])
     return {
         "turns": scores.turns,
         "rewards": scores.rewards.tolist(),

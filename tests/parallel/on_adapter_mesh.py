@@ -10,10 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from parallel.on_eight_devices import far, specs
 
-from fp8rl_jax.config.lora import LoraConfig
 from fp8rl_jax.config.recipe import get_recipe
 from fp8rl_jax.config.run import MeshConfig
-from fp8rl_jax.config.training import OptimizerConfig
+from fp8rl_jax.config.training import LoraConfig, OptimizerConfig
 from fp8rl_jax.models.config import ExpertsConfig, PolicyConfig
 from fp8rl_jax.models.forward import forward
 from fp8rl_jax.models.lora import build_adapters, join, split

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from fp8rl_jax import rl
-from fp8rl_jax.config.clipping import ClipCalibrationConfig
-from fp8rl_jax.config.rl import LossConfig, RLConfig
+from fp8rl_jax.config.rl import ClipCalibrationConfig, LossConfig, RLConfig
 from fp8rl_jax.errors import UserError
 
 CONFIG = RLConfig(clip_low=0.2, clip_high=0.28)

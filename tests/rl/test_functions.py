@@ -22,10 +22,9 @@ import pytest
 from fp8rl_jax import functions, rl
 from fp8rl_jax.cli.load import load_config
 from fp8rl_jax.cli.main import main
-from fp8rl_jax.config.clipping import ClipCalibrationConfig
 from fp8rl_jax.config.correction import WEIGHTS
 from fp8rl_jax.config.files import dump_toml
-from fp8rl_jax.config.rl import ESTIMATORS, OBJECTIVES
+from fp8rl_jax.config.rl import ESTIMATORS, OBJECTIVES, ClipCalibrationConfig
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.rl import advantages, objectives, weights
@@ -141,12 +140,12 @@ def test_a_function_that_can_be_imported_has_its_name_and_others_a_number(tmp_pa
     assert functions.register(objectives.clip) == "fp8rl_jax.rl.objectives:clip"
     sign = partial(objectives.clip)
     spec = functions.register(sign)
-    assert spec.startswith("functools:partial#") and functions.register(sign) == spec
+    assert spec.startswith("<python>:partial#") and functions.register(sign) == spec
     assert functions.load_function(spec, "key") is sign
     for cell in ({"__name__": "__main__"}, {}):
         exec("def objective(inputs, config): return inputs.logprobs", cell)
         config = rl.RLConfig(objective=cell["objective"])
-        assert re.fullmatch(r"__main__:objective#\d+", config.objective)
+        assert re.fullmatch(r"<python>:objective#\d+", config.objective)
         rl.check_functions(config)
     (tmp_path / "reloaded.py").write_text("def f():\n    return 1\n")
     monkeypatch.chdir(tmp_path)
@@ -156,7 +155,7 @@ def test_a_function_that_can_be_imported_has_its_name_and_others_a_number(tmp_pa
     (tmp_path / "reloaded.py").write_text("def f():\n    return 22\n")
     importlib.invalidate_caches()
     importlib.reload(module)
-    assert re.fullmatch(r"reloaded:f#\d+", functions.register(module.f))
+    assert re.fullmatch(r"<python>:f#\d+", functions.register(module.f))
     with pytest.raises(
         UserError,
         match="rl.objective = 'reloaded:f': reloaded.py was edited after this process loaded it",
@@ -165,10 +164,10 @@ def test_a_function_that_can_be_imported_has_its_name_and_others_a_number(tmp_pa
 
 
 def test_a_function_of_another_process_is_one_clear_line():
-    for config in (rl.RLConfig(objective="__main__:f#999"), _weights("m:<lambda>#998")):
+    for config in (rl.RLConfig(objective="<python>:f#999"), _weights("<python>:<lambda>#998")):
         with pytest.raises(
             UserError,
-            match=r"^rl\.(objective|correction\.weights) = .* was defined in a notebook .*into a file",
+            match=r"^rl\.(objective|correction\.weights) = .* was given in Python, in a process that is gone; put it into a file",
         ):
             rl.check_functions(config)
 

@@ -123,7 +123,7 @@ def test_verl_correction(name):
 
 
 def test_all_decoupled_presets_of_verl_were_asked():
-    from fp8rl_jax.config.presets import PRESETS
+    from fp8rl_jax.config.correction import PRESETS
 
     asked = {name.split("/")[1] for name in ORACLE["verl_correction"]}
     asked |= {name.split("/")[0] for name in ORACLE["verl_loss"]} | {

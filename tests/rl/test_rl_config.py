@@ -5,8 +5,7 @@ import sys
 
 import pytest
 
-from fp8rl_jax.config.correction import CRITERIA, Criterion
-from fp8rl_jax.config.presets import PLAIN, PRESETS
+from fp8rl_jax.config.correction import CRITERIA, PLAIN, PRESETS, Criterion
 from fp8rl_jax.config.rl import (
     AdvantageConfig,
     CorrectionConfig,

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from rollout.tiny import CONFIG, full_logits, log_softmax, make_policy, make_prompts, take
 
-from fp8rl_jax.config.lora import LoraConfig
 from fp8rl_jax.config.recipe import RECIPES
+from fp8rl_jax.config.training import LoraConfig
 from fp8rl_jax.models.lora import build_adapters, join, merge, split
 from fp8rl_jax.precision import QTensor
 from fp8rl_jax.rollout.engine import LocalEngine

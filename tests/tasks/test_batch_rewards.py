@@ -10,7 +10,7 @@ from fp8rl_jax.config.tasks import RewardConfig, TaskConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.tasks.dataset import Example
 from fp8rl_jax.tasks.rewards import build_scorer
-from fp8rl_jax.tasks.workers import RewardPool
+from fp8rl_jax.tasks.sandbox.pool import RewardPool
 
 REWARDS = Path(__file__).with_name("reward_examples.py")
 

@@ -9,13 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8rl_jax.config.rewards import RewardConfig
-from fp8rl_jax.config.tasks import TaskConfig
+from fp8rl_jax.config.tasks import RewardConfig, TaskConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.tasks.conversation import Conversation, chat_messages
 from fp8rl_jax.tasks.dataset import load_splits
 from fp8rl_jax.tasks.episodes import Episode, Sampled, episode_scores, join_turns, pad_rows
-from fp8rl_jax.tasks.workers import RewardPool
+from fp8rl_jax.tasks.sandbox.pool import RewardPool
 
 ENVIRONMENTS = Path(__file__).with_name("environment_examples.py")
 NOTHING = Sampled((1,), (2,), (0.0,), (0.0,), stopped=True, weight_version=1)

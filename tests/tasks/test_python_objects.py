@@ -22,11 +22,11 @@ from fp8rl_jax.config.files import dump_toml
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.config.tasks import RewardConfig, TaskConfig
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.tasks import python_objects
 from fp8rl_jax.tasks.dataset import Example, load_splits
 from fp8rl_jax.tasks.episodes import Episode
 from fp8rl_jax.tasks.python_objects import name_objects
-from fp8rl_jax.tasks.workers import RewardPool
+from fp8rl_jax.tasks.sandbox import pickling
+from fp8rl_jax.tasks.sandbox.pool import RewardPool
 
 EXAMPLE = Example(
     0, "prompt", "answer", "answer", {"question": "prompt", "answer": "answer", "metadata": {}}
@@ -106,7 +106,7 @@ def test_a_function_of_a_script_scores_without_the_script_being_run_again(tmp_pa
         import jax
         from fp8rl_jax.config.tasks import RewardConfig, TaskConfig
         from fp8rl_jax.tasks.dataset import Example
-        from fp8rl_jax.tasks.workers import RewardPool
+        from fp8rl_jax.tasks.sandbox.pool import RewardPool
         print("run")
 
         @dataclass
@@ -233,7 +233,7 @@ def test_what_no_worker_can_have_is_named(make, message):
 
 
 def test_what_is_too_large_is_named(monkeypatch):
-    monkeypatch.setattr(python_objects, "LARGEST", 2**20)
+    monkeypatch.setattr(pickling, "LARGEST", 2**20)
     small, large = np.zeros(10), np.zeros(3 * 2**17)
 
     def reward(completion, **_):

@@ -8,9 +8,7 @@ import pytest
 from fp8rl_jax.config.tasks import RewardConfig, TaskConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.functions import load_function
-from fp8rl_jax.tasks.builtin_rewards import extract_answer
-from fp8rl_jax.tasks.rewards import build_scorer
-from fp8rl_jax.tasks.scoring import to_score
+from fp8rl_jax.tasks.rewards import build_scorer, extract_answer, to_score
 
 REWARDS = Path(__file__).with_name("reward_examples.py")
 

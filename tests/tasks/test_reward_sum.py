@@ -11,19 +11,12 @@ from hypothesis import strategies as st
 
 from fp8rl_jax.cli.load import load_config
 from fp8rl_jax.config.files import dump_toml
-from fp8rl_jax.config.rewards import RewardConfig
 from fp8rl_jax.config.run import RunConfig
-from fp8rl_jax.config.tasks import TaskConfig
+from fp8rl_jax.config.tasks import RewardConfig, TaskConfig
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.tasks.builtin_rewards import (
-    extract_answer,
-    format_reward,
-    length_reward,
-    math_verify_reward,
-)
 from fp8rl_jax.tasks.dataset import Example
-from fp8rl_jax.tasks.scores import ScoreJob
-from fp8rl_jax.tasks.workers import RewardPool
+from fp8rl_jax.tasks.rewards import extract_answer, format_reward, length_reward, math_verify_reward
+from fp8rl_jax.tasks.sandbox.pool import RewardPool, ScoreJob
 
 REWARDS = Path(__file__).with_name("reward_examples.py")
 EXAMPLE = Example(0, "prompt", "12", "12", {"question": "prompt", "answer": "12", "metadata": {}})

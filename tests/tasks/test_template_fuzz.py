@@ -6,8 +6,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fp8rl_jax.config.rewards import RewardConfig
-from fp8rl_jax.config.tasks import TaskConfig, template_faults
+from fp8rl_jax.config.tasks import RewardConfig, TaskConfig, template_faults
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.tasks.dataset import _render
 

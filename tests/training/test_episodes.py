@@ -14,9 +14,8 @@ from tiny_run import check_refused, measured, train, write_run
 
 from fp8rl_jax.cli.main import main
 from fp8rl_jax.config.recipe import get_recipe
-from fp8rl_jax.config.rewards import RewardConfig
 from fp8rl_jax.config.rl import CorrectionConfig, RLConfig
-from fp8rl_jax.config.tasks import TaskConfig
+from fp8rl_jax.config.tasks import RewardConfig, TaskConfig
 from fp8rl_jax.config.training import OptimizerConfig
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.policy import init_policy
@@ -24,7 +23,7 @@ from fp8rl_jax.rollout.engine import LocalEngine
 from fp8rl_jax.rollout.sampling import Sampling
 from fp8rl_jax.tasks.dataset import load_splits
 from fp8rl_jax.tasks.episodes import Episode, pad_rows
-from fp8rl_jax.tasks.workers import RewardPool
+from fp8rl_jax.tasks.sandbox.pool import RewardPool
 from fp8rl_jax.tokenizers.byte_tokenizer import ByteTokenizer
 from fp8rl_jax.training.experience import EpisodeExperience, episode_rows
 from fp8rl_jax.training.performance import Clock

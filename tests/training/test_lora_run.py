@@ -13,8 +13,8 @@ from tiny_run import check_refused, measured, train, write_run
 
 from fp8rl_jax.cli.load import load_config
 from fp8rl_jax.cli.main import main
-from fp8rl_jax.config.lora import LoraConfig
 from fp8rl_jax.config.run import RunConfig
+from fp8rl_jax.config.training import LoraConfig
 from fp8rl_jax.models.lora import merge, split
 from fp8rl_jax.training.setup import build
 from fp8rl_jax.weights.peft_format import load_adapters

@@ -13,11 +13,10 @@ import pytest
 
 from fp8rl_jax.cli.load import load_config
 from fp8rl_jax.cli.main import main
-from fp8rl_jax.config.lora import LoraConfig
 from fp8rl_jax.config.recipe import get_recipe
 from fp8rl_jax.config.rl import CorrectionConfig, RLConfig
 from fp8rl_jax.config.run import RolloutConfig, RunConfig
-from fp8rl_jax.config.training import OptimizerConfig, TrainerConfig
+from fp8rl_jax.config.training import LoraConfig, OptimizerConfig, TrainerConfig
 from fp8rl_jax.models.cache import KVScales
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.policy import init_policy, parameter_count

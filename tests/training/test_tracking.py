@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from fp8rl_jax.config.tracking import TrackingConfig
+from fp8rl_jax.config.training import TrackingConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.training.console import (
     COLUMNS,

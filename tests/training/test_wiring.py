@@ -22,7 +22,6 @@ from jax.flatten_util import ravel_pytree
 from mutants import LIST, ROOT, unfit
 
 from fp8rl_jax.config.recipe import PrecisionConfig, get_recipe
-from fp8rl_jax.config.rewards import RewardConfig
 from fp8rl_jax.config.rl import (
     AdvantageConfig,
     CorrectionConfig,
@@ -32,7 +31,7 @@ from fp8rl_jax.config.rl import (
     RLConfig,
 )
 from fp8rl_jax.config.run import InitConfig, MeshConfig, ModelConfig, RolloutConfig, RunConfig
-from fp8rl_jax.config.tasks import TaskConfig
+from fp8rl_jax.config.tasks import RewardConfig, TaskConfig
 from fp8rl_jax.config.training import (
     CheckpointConfig,
     EvaluationConfig,
@@ -47,10 +46,11 @@ from fp8rl_jax.parallel import make_mesh
 from fp8rl_jax.rollout.calibration import calibrate_on_prompts
 from fp8rl_jax.rollout.engine import LocalEngine, Rollout, pad_prompts
 from fp8rl_jax.rollout.sampling import Sampling
-from fp8rl_jax.tasks import together
+from fp8rl_jax.tasks import distributed
 from fp8rl_jax.tasks.dataset import Example
 from fp8rl_jax.tasks.episodes import Episode
-from fp8rl_jax.tasks.scores import ScoreJob, Scores
+from fp8rl_jax.tasks.sandbox.pool import ScoreJob
+from fp8rl_jax.tasks.scores import Scores
 from fp8rl_jax.tokenizers.byte_tokenizer import ByteTokenizer
 from fp8rl_jax.training import learner as learning
 from fp8rl_jax.training import session as sessions
@@ -1304,9 +1304,9 @@ def in_two_processes(monkeypatch):
                 both = [parts[0], parts[1]]
                 return both if isinstance(part, str) else jax.tree.map(lambda *x: sum(x), *both)
 
-            monkeypatch.setattr(together, "sum_over_processes", tell)
-            monkeypatch.setattr(together, "gather_text", tell)
-            monkeypatch.setattr(together, "jax", process)
+            monkeypatch.setattr(distributed, "sum_over_processes", tell)
+            monkeypatch.setattr(distributed, "gather_text", tell)
+            monkeypatch.setattr(distributed, "jax", process)
             with suppress(Told):
                 results.setdefault(number, call(pools[number]))
         return [results[0], results[1]], [pool.calls[0] for pool in pools]
@@ -1319,7 +1319,7 @@ def test_processes_score_each_completion_once_and_know_all_scores(in_two_process
     examples = [Example(0, "", "ab", "ab", {}), Example(1, "", long, long, {})]
     texts = ["ab", "ab", "!!", long, "!", "ab"]
     (one, two), shares = in_two_processes(
-        lambda pool: together.score_together(pool, examples, texts), TASK
+        lambda pool: distributed.score_distributed(pool, examples, texts), TASK
     )
     whole = Pool().score(examples, texts)
     assert shares == [texts[::2], texts[1::2]]
@@ -1339,7 +1339,7 @@ def test_processes_play_each_turn_once_and_know_all_turns(in_two_processes):
         [Episode(Example(i, "", "", "", {})) for i in range(5)],
     )
     (one, two), shares = in_two_processes(
-        lambda pool: together.play_together(pool, episodes, texts), task
+        lambda pool: distributed.play_distributed(pool, episodes, texts), task
     )
     whole = Pool(task).play(episodes, texts)
     assert shares == [texts[::2], texts[1::2]]

@@ -13,7 +13,7 @@ import pytest
 import safetensors.numpy
 from tiny_models import MOE, QWEN3
 
-from fp8rl_jax.config.lora import LoraConfig
+from fp8rl_jax.config.training import LoraConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.lora import build_adapters
 from fp8rl_jax.weights.peft_format import load_adapters, save_adapters

@@ -11,7 +11,7 @@ from fp8rl_jax.config.tasks import TaskConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.tasks.conversation import Conversation, message_faults
 from fp8rl_jax.tasks.dataset import load_splits
-from fp8rl_jax.tasks.jsonl import Damaged, parse_line, read_problems
+from fp8rl_jax.tasks.sources import Damaged, parse_line, read_problems
 
 TEXT = st.text(st.characters(codec="utf-8"), min_size=1).filter(str.strip)
 VALUES = st.recursive(

@@ -14,9 +14,10 @@ import pytest
 
 from fp8rl_jax.config.tasks import RewardConfig, TaskConfig
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.tasks import dispatcher, reaper
 from fp8rl_jax.tasks.dataset import Example, load_splits
-from fp8rl_jax.tasks.workers import RewardPool
+from fp8rl_jax.tasks.sandbox import pool as pools
+from fp8rl_jax.tasks.sandbox import processes
+from fp8rl_jax.tasks.sandbox.pool import RewardPool
 
 LINUX = pytest.mark.skipif(
     sys.platform != "linux", reason="needs /proc, RLIMIT_AS and PR_SET_PDEATHSIG"
@@ -53,7 +54,7 @@ def alive(pid):
 
 def children():
     """Process ids of this process's children, zombies included (Linux; elsewhere none)."""
-    return set(reaper.children(os.getpid()))
+    return set(processes.children(os.getpid()))
 
 
 def gone(pid, seconds=5.0):
@@ -163,7 +164,7 @@ def test_what_a_reward_prints_goes_into_the_log_and_not_to_the_console(tmp_path,
 
 
 def test_the_log_keeps_the_newest_and_stays_small(tmp_path, monkeypatch):
-    monkeypatch.setattr(dispatcher, "LOG_BYTES", 2**20)
+    monkeypatch.setattr(pools, "LOG_BYTES", 2**20)
     log = tmp_path / "rewards.log"
     with pool_of("faulty", log, timeout=10.0) as pool:  # 41 MB
         assert pool.score([EXAMPLE] * 2, ["flood", "say last"]).rewards.tolist() == [0.25, 0.5]
@@ -296,7 +297,7 @@ def test_workers_die_with_the_trainer(tmp_path):
         textwrap.dedent(f"""
         import sys, time
         sys.path.insert(0, {str(Path(__file__).parent)!r})
-        from test_reward_workers import EXAMPLE, pool_of
+        from test_reward_pool import EXAMPLE, pool_of
         pool = pool_of("faulty", timeout=60.0, num_workers=2)
         pool.wait_until_ready()
         pool.submit([EXAMPLE], ["ignore_sigterm"])

@@ -18,11 +18,11 @@ import numpy as np
 from fp8rl_jax.parallel import gather_text, shared_faults, sum_over_processes
 from fp8rl_jax.tasks.dataset import Example
 from fp8rl_jax.tasks.episodes import Episode
+from fp8rl_jax.tasks.sandbox.pool import RewardPool
 from fp8rl_jax.tasks.scores import Scores
-from fp8rl_jax.tasks.workers import RewardPool
 
 
-def score_together(
+def score_distributed(
     pool: RewardPool, examples: Sequence[Example], completions: Sequence[str]
 ) -> Scores:
     """`pool.score`.
@@ -57,7 +57,7 @@ def score_together(
     )
 
 
-def play_together(
+def play_distributed(
     pool: RewardPool, episodes: Sequence[Episode], completions: Sequence[str]
 ) -> Scores:
     """`pool.play`.
@@ -68,7 +68,7 @@ def play_together(
     started, rows = time.monotonic(), _share(len(completions))
     with shared_faults():
         own = pool.play([episodes[row] for row in rows], [completions[row] for row in rows])
-    shares = [json.loads(text) for text in gather_text(json.dumps(_told(own)))]
+    shares = [json.loads(text) for text in gather_text(json.dumps(_for_others(own)))]
     turns = [
         shares[row % len(shares)]["turns"][row // len(shares)] for row in range(len(completions))
     ]
@@ -88,7 +88,7 @@ def play_together(
     )
 
 
-def _told(own: Scores) -> dict[str, Any]:
+def _for_others(own: Scores) -> dict[str, Any]:
     """What the other processes need of this one's turns."""
     return {name: getattr(own, name) for name in ("turns", "timeouts", "first_error")}
 

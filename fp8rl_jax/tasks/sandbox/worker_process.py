@@ -15,8 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 from fp8rl_jax.config.tasks import TaskConfig
-from fp8rl_jax.tasks import reaper
-from fp8rl_jax.tasks.supervisor import describe_end
+from fp8rl_jax.tasks.sandbox import processes
 
 LINUX = sys.platform == "linux"
 SUPERVISOR_TIMEOUT = 10.0
@@ -36,7 +35,7 @@ class WorkerProcess:
     Args:
         task: its rewards are scored.
         output: file descriptor that takes what the worker prints, to standard output and error.
-        objects: file descriptor of what was given in Python (`python_objects.pack`).
+        objects: file descriptor of what was given in Python (`pickling.pack`).
     """
 
     def __init__(self, task: TaskConfig, output: int, objects: int):
@@ -56,7 +55,7 @@ class WorkerProcess:
         arguments = map(str, (theirs.fileno(), objects, task.reward.max_processes))
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "fp8rl_jax.tasks.supervisor", *arguments],
+                [sys.executable, "-P", "-m", "fp8rl_jax.tasks.sandbox.worker", *arguments],
                 pass_fds=(theirs.fileno(), objects),
                 stdin=subprocess.PIPE,  # its end, be it this process's, ends the supervisor
                 stdout=subprocess.PIPE,
@@ -101,7 +100,7 @@ class WorkerProcess:
             report, _ = self.process.communicate(timeout=SUPERVISOR_TIMEOUT)
         except subprocess.TimeoutExpired:
             # A reward has stopped its supervisor; what is below it is still found from here.
-            reaper.kill_all(reaper.descendants(self.process.pid))
+            processes.kill_all(processes.descendants(self.process.pid))
             self.process.kill()
             report, _ = self.process.communicate()
-        return report.decode(errors="replace") or describe_end(self.process.returncode)
+        return report.decode(errors="replace") or processes.describe_end(self.process.returncode)

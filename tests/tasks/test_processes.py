@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from fp8rl_jax.config.rewards import RewardConfig
-from fp8rl_jax.config.tasks import TaskConfig
-from fp8rl_jax.tasks import reaper, worker_process
+from fp8rl_jax.config.tasks import RewardConfig, TaskConfig
 from fp8rl_jax.tasks.dataset import Example
-from fp8rl_jax.tasks.supervisor import describe_end
-from fp8rl_jax.tasks.workers import RewardPool
+from fp8rl_jax.tasks.sandbox import processes, worker_process
+from fp8rl_jax.tasks.sandbox.pool import RewardPool
+from fp8rl_jax.tasks.sandbox.processes import describe_end
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has child subreapers")
 PROCESSES = Path(__file__).with_name("process_examples.py")
@@ -47,15 +46,15 @@ def alive(pid):
 def test_the_two_ways_to_find_children_agree():
     child = subprocess.Popen(["sleep", "1000"])
     try:
-        assert child.pid in reaper.children(os.getpid())
-        assert {pid for pid, parent in reaper._parents().items() if parent == os.getpid()} >= {
+        assert child.pid in processes.children(os.getpid())
+        assert {pid for pid, parent in processes._parents().items() if parent == os.getpid()} >= {
             child.pid
         }
-        assert reaper.descendants(os.getpid(), frozenset({child.pid})).count(child.pid) == 0
+        assert processes.descendants(os.getpid(), frozenset({child.pid})).count(child.pid) == 0
     finally:
         child.kill()
         child.wait()
-    assert reaper.children(child.pid) == []
+    assert processes.children(child.pid) == []
 
 
 @pytest.mark.parametrize("kind", ["setsid", "daemon", "stubborn"])
@@ -82,14 +81,14 @@ def test_a_fork_bomb_is_bounded_and_costs_its_own_sample(tmp_path):
         )
         most = 0
         while not job.done():
-            most = max(most, len(reaper.descendants(supervisor)))
+            most = max(most, len(processes.descendants(supervisor)))
         scores = job.result()
         # The worker, 16 below it, and a few that were let in and not yet seen.
         assert 10 < most <= 24
         assert scores.rewards.tolist() == [0, 1] and scores.seconds < 5.0
         assert scores.first_error.startswith("BlockingIOError: [Errno 11]")
         # the worker and its helper
-        assert len(reaper.descendants(pool._dispatcher.workers[0].process.pid)) == 2
+        assert len(processes.descendants(pool._dispatcher.workers[0].process.pid)) == 2
 
 
 def test_without_the_kernels_help_a_fork_bomb_is_stopped_by_counting(tmp_path, monkeypatch, caplog):
@@ -117,7 +116,7 @@ def test_a_chain_of_processes_that_hop_away_is_ended(starter, tmp_path):
         [EXAMPLE] * 2, [f"hop return {tmp_path}/pid", f"setsid return {tmp_path}/other"]
     )
     assert scores.rewards[1] == 1 and scores.seconds < 3
-    assert len(reaper.descendants(starter._dispatcher.workers[0].process.pid)) == 2
+    assert len(processes.descendants(starter._dispatcher.workers[0].process.pid)) == 2
 
 
 def test_threads_are_not_counted():
@@ -130,7 +129,7 @@ def test_helpers_from_the_import_live_as_long_as_the_worker(tmp_path):
     with pool_of("helper") as pool:
         assert pool.score([EXAMPLE], ["", ""]).rewards.tolist() == [1, 1]
         assert pool.score([EXAMPLE], [""]).rewards.tolist() == [1]
-        below = reaper.descendants(pool._dispatcher.workers[0].process.pid)
+        below = processes.descendants(pool._dispatcher.workers[0].process.pid)
     assert len(below) == 2 and not any(map(alive, below))
 
 
@@ -169,8 +168,8 @@ def test_a_trainer_that_is_killed_leaves_nothing(tmp_path):
         textwrap.dedent(f"""
         import os, signal, sys, time
         sys.path.insert(0, {str(Path(__file__).parent)!r})
-        from test_reaper import EXAMPLE, pool_of
-        from fp8rl_jax.tasks import reaper
+        from test_processes import EXAMPLE, pool_of
+        from fp8rl_jax.tasks.sandbox import processes
         pool = pool_of("start", timeout=60.0)
         pool.wait_until_ready()
         pool.submit([EXAMPLE], ["daemon hang {tmp_path}/pid"])
@@ -182,7 +181,7 @@ def test_a_trainer_that_is_killed_leaves_nothing(tmp_path):
             os._exit(0)
         while not os.path.exists("{tmp_path}/pid"):
             time.sleep(0.01)
-        print(*reaper.descendants(os.getpid(), frozenset([keeper])), flush=True)
+        print(*processes.descendants(os.getpid(), frozenset([keeper])), flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
         """)
     )

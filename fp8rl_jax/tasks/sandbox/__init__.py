@@ -1,0 +1,10 @@
+"""Rewards in processes that can be killed; `pool.RewardPool` is the door.
+
+    pool            RewardPool, and the thread that gives samples to the workers
+    worker_process  the trainer's handle on one worker
+    worker          the worker's own process, and its supervisor
+    processes       Linux processes: adopted, counted, ended, bounded
+    pickling        functions and classes as bytes for the workers
+
+What the worker imports has no JAX, so nothing is imported here.
+"""

@@ -1,0 +1,251 @@
+"""The process of a reward worker, and its supervisor, which ends it with all that it started.
+
+    python -P -m fp8rl_jax.tasks.sandbox.worker SOCKET_FD OBJECTS_FD MAX_PROCESSES
+
+The supervisor is this process; it forks the worker before anything of the user's is imported. Then
+it answers the worker's forks (the fork gate of `processes`) and waits for the end: of the worker,
+or of standard input, which the trainer holds open for as long as it lives and wants the worker.
+It is a subreaper, so when the worker is gone, all that the worker has started, daemons in sessions
+of their own too, is below the supervisor. It kills that, writes one line about the worker's end to
+standard output, and exits only when nothing is left. What a reward can still do is kill its
+supervisor: this isolates faults, not malice. Elsewhere than on Linux there is nothing of the kind;
+the worker then runs in this process.
+
+The worker reads batches of samples from a socket and answers one line a sample. It imports the
+standard library and the rewards, never JAX. Requests are pickles: first the task's configuration,
+then lists of samples, each the arguments of `build_scorer`'s function or of `build_player`'s.
+Answers are lines of JSON, because what comes out of a reward is not to be trusted with the
+trainer's unpickler: {"ready": true, "batches": false, "warning": ""} or {"failed": "why"}, then
+[result, null] or [null, "error"] for each sample in turn, where a result is what that function
+returned. Where there are batch rewards ("batches"), a line "batch" says first that they have scored
+the whole list. Functions that were given in Python come as a pickle in a file, which all workers of
+the pool share.
+
+Processes that a reward starts for a sample end before the sample is answered. Those that it starts
+while it is imported are its helpers and live as long as the worker.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import select
+import signal
+import socket
+import sys
+from functools import partial
+from typing import Any
+
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.functions import describe_fault
+from fp8rl_jax.tasks.environment import EnvironmentFault, build_player
+from fp8rl_jax.tasks.rewards import ComponentFault, build_scorer
+from fp8rl_jax.tasks.sandbox import processes
+
+# How often the processes are counted where their forks cannot be answered.
+SECONDS_BETWEEN_COUNTS = 0.02
+# How often the parent is looked at: a fork of the trainer's, which outlives it, would keep standard
+# input open.
+SECONDS_BETWEEN_LOOKS = 1.0
+STRAY_SECONDS = 0.5
+LINUX = sys.platform == "linux"
+
+
+def main() -> None:
+    """Start and watch one worker: SOCKET_FD OBJECTS_FD MAX_PROCESSES are its arguments."""
+    socket_fd, objects_fd, max_processes = map(int, sys.argv[1:])
+    # What a reward starts must not hold these open after this process.
+    os.set_inheritable(socket_fd, False)
+    os.set_inheritable(objects_fd, False)
+    channel = socket.socket(fileno=socket_fd)
+    report_fd = os.dup(1)
+    if sys.platform != "linux":
+        _print_to_the_log()
+        serve(channel, objects_fd)
+        return
+    trainer = os.getppid()
+    processes.adopt_orphans()
+    ours, theirs = socket.socketpair()
+    supervisor = os.getpid()
+    worker = os.fork()
+    if worker == 0:
+        processes.die_with_parent()
+        if os.getppid() != supervisor:
+            os._exit(1)
+        ours.close()
+        os.close(report_fd)
+        _print_to_the_log()
+        # A session of its own: a reward that kills its process group must not kill the supervisor.
+        os.setsid()
+        processes.adopt_orphans()
+        serve(channel, objects_fd, _hand_over_forks(theirs))
+        return
+    channel.close()
+    os.close(objects_fd)
+    theirs.close()
+    end = _watch(worker, _take_over_forks(ours), max_processes, trainer)
+    # From here on no fork is answered, so nothing that is being killed can multiply.
+    if not processes.kill_descendants():
+        end += " and left processes behind that cannot be killed"
+    os.write(report_fd, end.encode())
+
+
+def _print_to_the_log() -> None:
+    """Standard output goes where standard error goes, line by line: a worker that is killed has
+    written what it printed."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+    sys.stdout.reconfigure(line_buffering=True)
+
+
+def _hand_over_forks(supervisor: socket.socket) -> str:
+    """Put this process's forks into the supervisor's hands; returns what speaks against it, for the
+    log."""
+    with supervisor:
+        try:
+            listener = processes.install_fork_gate()
+        except OSError as fault:
+            supervisor.send(b"none")
+            return (
+                f"the kernel does not let forks be counted ({fault.strerror}); a fork bomb is "
+                "stopped, but later"
+            )
+        socket.send_fds(supervisor, [b"gate"], [listener])
+        os.close(listener)
+    return ""
+
+
+def _take_over_forks(worker: socket.socket) -> int | None:
+    with worker:
+        _, listeners, _, _ = socket.recv_fds(worker, 4, 1)
+    return listeners[0] if listeners else None
+
+
+def _watch(worker: int, listener: int | None, max_processes: int, trainer: int) -> str:
+    """Answer forks until the worker has ended or has to end, and say how it ended."""
+    seconds = SECONDS_BETWEEN_COUNTS if listener is None else SECONDS_BETWEEN_LOOKS
+    events = select.poll()
+    pidfd = os.pidfd_open(worker)
+    for descriptor in (pidfd, 0) if listener is None else (pidfd, 0, listener):
+        events.register(descriptor, select.POLLIN)
+    while True:
+        ready = {descriptor for descriptor, _ in events.poll(seconds * 1000)}
+        if pidfd in ready or 0 in ready or os.getppid() != trainer:
+            # not yet reaped, so nobody else has its number; its own end stays its end
+            os.kill(worker, signal.SIGKILL)
+            return processes.describe_end(os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]))
+        if listener in ready:
+            processes.answer_fork(
+                listener, allowed=len(processes.descendants(worker)) < max_processes
+            )
+        elif listener is None and len(processes.descendants(worker)) > max_processes:
+            return f"had more than task.reward.max_processes = {max_processes} processes running"
+
+
+def serve(channel: socket.socket, objects_fd: int, warning: str = "") -> None:
+    """Score what comes through the socket until its other end is closed.
+
+    Args:
+        channel: requests and answers.
+        objects_fd: file of `pickling.pack`.
+        warning: goes to the trainer's log.
+    """
+    requests = channel.makefile("rb")
+
+    def answer(line: object) -> None:
+        channel.sendall(json.dumps(line).encode() + b"\n")
+
+    task = pickle.load(requests)
+    try:
+        objects = _objects(objects_fd)
+        score = (
+            build_player(task, objects)
+            if task.kind == "environment"
+            else build_scorer(task, objects)
+        )
+    except UserError as fault:
+        answer({"failed": str(fault)})
+        return
+    batches = bool(getattr(score, "batch_rewards", {}))
+    worker = os.getpid()
+    helpers = frozenset(processes.descendants(worker)) if LINUX else frozenset()
+    if LINUX:
+        _limit(task.reward.memory_limit_mib, task.reward.file_limit_mib)
+    answer({"ready": True, "batches": batches, "warning": warning})
+
+    def is_over() -> bool:
+        """Ends what the reward left running; whether that failed."""
+        if os.getpid() != worker:  # a fork of the reward's that came back: it must not answer twice
+            os._exit(0)
+        # They may multiply as fast as they are killed; the supervisor can stop that.
+        return LINUX and not processes.kill_descendants(helpers, STRAY_SECONDS)
+
+    while True:
+        try:
+            samples = pickle.load(requests)
+        except EOFError:
+            return
+        calls = score.batch(samples) if batches else [partial(score, *sample) for sample in samples]
+        if batches:
+            if is_over():
+                return
+            answer("batch")
+        for call in calls:
+            try:
+                result = (call(), None)
+            # SystemExit and KeyboardInterrupt too: whatever a reward raises costs its own sample
+            # only.
+            except BaseException as fault:
+                result = (
+                    None,
+                    str(fault)
+                    if isinstance(fault, ComponentFault | EnvironmentFault)
+                    else describe_fault(fault),
+                )
+            if is_over():
+                return
+            answer(result)
+
+
+def _objects(descriptor: int) -> dict[str, Any]:
+    """What was given in Python, by `<python>:NAME`. It is read by position: the workers share one
+    offset."""
+    packed = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+    os.close(descriptor)
+    if not packed:
+        return {}
+    try:
+        return pickle.loads(packed)
+    # A module that they belong to may raise anything, or call sys.exit, while it is imported.
+    except (Exception, SystemExit) as fault:
+        raise UserError(
+            f"what was given in Python does not load in the reward workers: {describe_fault(fault)}"
+        ) from fault
+
+
+def _limit(memory_mib: int, file_mib: int) -> None:
+    """Limits for this process and for each that it starts.
+
+    Address space comes on top of what is mapped: imports alone map gigabytes on a large machine.
+    There is no RLIMIT_CPU: a worker outlives thousands of samples, and what it starts does not
+    outlive a batch.
+    """
+    import resource
+
+    with open("/proc/self/statm") as statm:
+        mapped = int(statm.read().split()[0]) * resource.getpagesize()
+    for limit, value in (
+        (resource.RLIMIT_AS, mapped + memory_mib * 2**20),
+        # Python ignores SIGXFSZ, so that its own write raises OSError; another program is killed.
+        (resource.RLIMIT_FSIZE, file_mib * 2**20),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        _, hard = resource.getrlimit(limit)
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(limit, (value, value))
+
+
+if __name__ == "__main__":
+    main()
