@@ -1,4 +1,4 @@
-"""Settings of calibrated clipping; the formulas are in rl/calibrated_clipping.py."""
+"""Settings of calibrated clipping; the formulas are in rl/objectives.py."""
 
 from __future__ import annotations
 
