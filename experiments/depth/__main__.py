@@ -30,8 +30,8 @@ import numpy as np
 
 from experiments.benchmarks.machine import facts
 from fp8rl_jax.cli.load import parse_arguments
-from fp8rl_jax.compare.probe import Tokens
-from fp8rl_jax.compare.programs import at_once, one_by_one
+from fp8rl_jax.compare.probe import at_once, one_by_one
+from fp8rl_jax.compare.tokens import Tokens
 from fp8rl_jax.config.recipe import RECIPES, ForwardFormats, Recipe
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.config import PolicyConfig

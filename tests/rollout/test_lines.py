@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.byte_tokenizer import ByteTokenizer
-from fp8rl_jax.rollout.lines import read_lines, write_lines
+from fp8rl_jax.rollout.offline import read_lines, write_lines
 
 VOCAB, LIMIT = 300, 12
 
