@@ -7,8 +7,8 @@ import sys
 
 from experiments.benchmarks import card, machine
 from experiments.benchmarks.arguments import Arguments
+from fp8rl_jax.cli.commands import start_jax
 from fp8rl_jax.cli.load import parse_arguments
-from fp8rl_jax.cli.start import start_jax
 from fp8rl_jax.errors import UserError
 
 

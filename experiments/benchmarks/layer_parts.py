@@ -24,14 +24,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from fp8rl_jax.models.layer import LayerInputs, LayerStep
+from fp8rl_jax.models.trained import trainer_policy
 from jax._src.lib import xla_client
 
 from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.models.cache import KVCache
 from fp8rl_jax.models.config import PolicyConfig
-from fp8rl_jax.models.layer import LayerInputs, LayerStep
 from fp8rl_jax.models.policy import Layer, Policy, init_policy, unstack
-from fp8rl_jax.models.trained import trainer_policy
 
 INPUTS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
 """The linears of a layer, those together that share an input."""

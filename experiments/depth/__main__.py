@@ -27,22 +27,22 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from fp8rl_jax.models.trained import trainer_policy
+from fp8rl_jax.rollout.served import quantized_policy
 
 from experiments.benchmarks.machine import facts
 from fp8rl_jax.cli.load import parse_arguments
-from fp8rl_jax.compare.probe import Tokens
-from fp8rl_jax.compare.programs import at_once, one_by_one
+from fp8rl_jax.compare.probe import at_once, one_by_one
+from fp8rl_jax.compare.tokens import Tokens
 from fp8rl_jax.config.recipe import RECIPES, ForwardFormats, Recipe
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.policy import Policy, init_policy, run_of_layers
-from fp8rl_jax.models.trained import trainer_policy
 from fp8rl_jax.rl import mismatch_metrics
 from fp8rl_jax.rollout.calibration import calibrate_on_prompts
 from fp8rl_jax.rollout.engine import Prompts, pad_prompts
 from fp8rl_jax.rollout.sampler import generate
 from fp8rl_jax.rollout.sampling import Sampling
-from fp8rl_jax.rollout.served import quantized_policy
 from fp8rl_jax.tokenizers.tokenizer import load_tokenizer
 from fp8rl_jax.weights.hf_config import read_policy_config
 from fp8rl_jax.weights.load import load_policy

@@ -18,13 +18,12 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
-from fp8rl_jax.cli.applied import OpenModel
-from fp8rl_jax.cli.arguments import GenerateArguments
+from fp8rl_jax.cli.generate import GenerateArguments, OpenModel
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.rollout.constraints import TextStream
 from fp8rl_jax.rollout.engine import LocalEngine
 from fp8rl_jax.rollout.offline import batches, calibrate
 from fp8rl_jax.rollout.sampling import Sampling
-from fp8rl_jax.rollout.stop_text import TextStream
 
 # a model may sample anything, and control characters would move the cursor or worse
 _SHOWN = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\t\n"}

@@ -3,29 +3,170 @@ why."""
 
 from __future__ import annotations
 
-from fp8rl_jax.cli.compare_arguments import CompareArguments as Arguments
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
 
-__all__ = ["Arguments", "run"]
+import tyro
+
+from fp8rl_jax.config.files import read_recipes
+from fp8rl_jax.config.recipe import PrecisionConfig, Recipe, get_recipe
+
+Phase = Literal["trainer", "rollout"]
 
 
-def run(arguments: Arguments) -> int:
+@dataclass(frozen=True)
+class SideArguments:
+    """One side; what is unset is as for both."""
+
+    recipe: str | None = None
+    """Precision recipe."""
+    phase: Phase | None = None
+    """Whose forward: the rollout's (prefill, then a token at a time over a cache) or the trainer's.
+    Unset: a's is the rollout's, and b's the trainer's where nothing else tells the sides apart."""
+    compute_dtype: Literal["bfloat16", "float16", "float32"] | None = None
+    """Dtype of everything that the recipe does not quantize."""
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+
+
+@dataclass(frozen=True)
+class CompareArguments:
+    """Compare two recipes, two checkpoints, or a rollout with its trainer, on the same tokens,
+    layer by layer."""
+
+    models: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="MODEL [MODEL]")]
+    """One model for both sides, or one for each: a Hugging Face directory, hub id, .gguf file, or a
+    name that `fp8rl fetch` knows."""
+    recipe: str = "bf16"
+    """Precision recipe of both sides, built-in or of --recipes."""
+    recipes: tuple[str, ...] = ()
+    """TOML files whose [recipes.NAME] may be named, a run's config.toml among them."""
+    compute_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Dtype of everything that the recipe does not quantize, on both sides."""
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    a: SideArguments = field(default_factory=SideArguments)
+    b: SideArguments = field(default_factory=SideArguments)
+    input: str = ""
+    """JSON objects, one a line, each with "tokens", "prompt" or "messages", and "completion_tokens"
+    or "completion", as `fp8rl generate` and a run's samples.jsonl have them; without a completion a
+    prompt's second half is taken for one."""
+    text: str = ""
+    """A text in place of a file; without both a built-in one."""
+    recorded: str = ""
+    """Key of the file's lines under which another engine's log-probabilities of "completion_tokens"
+    stand, one a token: both sides are compared with them, too. In the answers of `fp8rl generate`
+    it is policy_logprobs."""
+    temperature: float = 1.0
+    """Of the log-probabilities: the one that the recorded ones were sampled at."""
+    rows: int = 4
+    """Lines of the file that are used, its first."""
+    max_tokens: int = 128
+    """Longest row, prompt and completion; what is longer is cut."""
+    json: str = ""
+    """Also write everything that was measured to this file; `fp8rl report` draws a compare.json
+    that it finds."""
+    expect_equal: bool = False
+    """Exit with 1 where any bit differs."""
+
+    def problems(self) -> list[str]:
+        """Every value that cannot work, one line each; empty where all is well."""
+        checks = (
+            (
+                1 <= len(self.models) <= 2,
+                f"MODEL: give one model, or one for each side; got {len(self.models)}",
+            ),
+            (not (self.input and self.text), "--text: there is an --input; give one of them"),
+            (
+                not self.recorded or bool(self.input),
+                "--recorded: needs an --input, whose lines hold it",
+            ),
+            (
+                0 < self.temperature < math.inf,
+                f"--temperature: {self.temperature} must be positive and finite",
+            ),
+            (self.rows >= 1, f"--rows: {self.rows} must be at least 1"),
+            (self.max_tokens >= 2, f"--max-tokens: {self.max_tokens} must be at least 2"),
+        )
+        return [message for holds, message in checks if not holds]
+
+    def sides(self) -> tuple[SideSpec, SideSpec]:
+        """Both sides with nothing unset. Raises UserError for a recipe that does not exist, has
+        faults, or refuses a change."""
+        rows = read_recipes(self.recipes)
+        specs = [
+            SideSpec(
+                model=model,
+                recipe=get_recipe(
+                    side.recipe or self.recipe, _over(self.precision, side.precision), rows
+                ),
+                phase="rollout",
+                compute_dtype=side.compute_dtype or self.compute_dtype,
+                backend=_over(self.precision, side.precision).backend,
+            )
+            for side, model in ((self.a, self.models[0]), (self.b, self.models[-1]))
+        ]
+        phases = _phases(self.a.phase, self.b.phase, alike=specs[0] == specs[1])
+        return tuple(
+            dataclasses.replace(spec, phase=phase)
+            for spec, phase in zip(specs, phases, strict=True)
+        )
+
+
+@dataclass(frozen=True)
+class SideSpec:
+    """What a side is, as it is written into the results."""
+
+    model: str
+    recipe: Recipe
+    phase: Phase
+    compute_dtype: str
+    backend: str
+
+
+def _over(common: Any, own: Any) -> Any:
+    """The changes for both sides, with a side's own over them, of a PrecisionConfig or of a table
+    in it."""
+    default, changes = type(own)(), {}
+    for name, value in vars(own).items():
+        if dataclasses.is_dataclass(value):
+            changes[name] = _over(getattr(common, name), value)
+        elif value != getattr(default, name):
+            changes[name] = value
+    return dataclasses.replace(common, **changes)
+
+
+def _phases(a: Phase | None, b: Phase | None, alike: bool) -> tuple[Phase, Phase]:
+    """Sides that nothing else tells apart are the rollout and its trainer; others are of one
+    phase."""
+    if a is None and b is None:
+        return "rollout", "trainer" if alike else "rollout"
+    other = (
+        {"rollout": "trainer", "trainer": "rollout"}
+        if alike
+        else {"rollout": "rollout", "trainer": "trainer"}
+    )
+    return a or other[b], b or other[a]
+
+
+def compare(arguments: CompareArguments) -> int:
     """Prints the comparison; returns 1 where --expect-equal is given and a bit differs."""
     import sys
     from pathlib import Path
 
-    from fp8rl_jax.cli.start import start_jax
+    from fp8rl_jax.cli.commands import start_jax
     from fp8rl_jax.precision import check_recipe
-    from fp8rl_jax.rollout.lines import check_writable, write_lines
+    from fp8rl_jax.rollout.offline import check_writable, write_lines
 
     specs = arguments.sides()
     start_jax()
     for spec in specs:
         check_recipe(spec.recipe, spec.backend)
-    from fp8rl_jax.compare.document import document
+    from fp8rl_jax.compare.comparison import compare as compare_sides
+    from fp8rl_jax.compare.comparison import document
     from fp8rl_jax.compare.side import Side, check_alike, describe_side
     from fp8rl_jax.compare.text import summary
     from fp8rl_jax.compare.tokens import TEXT, as_recorded, as_tokens, from_file, from_text
-    from fp8rl_jax.compare.walk import compare
     from fp8rl_jax.tokenizers.tokenizer import load_tokenizer
     from fp8rl_jax.weights.hf_config import read_policy_config
     from fp8rl_jax.weights.load import load_policy
@@ -62,7 +203,7 @@ def run(arguments: Arguments) -> int:
                 policies[key], spec.recipe, spec.phase, spec.compute_dtype, tokens, spec.backend
             )
         )
-    found = compare(
+    found = compare_sides(
         *sides, tokens, report if sys.stderr.isatty() else lambda line: None, arguments.temperature
     )
     given = len(rows), sum(len(row.prompt) + len(row.completion) for row in rows)

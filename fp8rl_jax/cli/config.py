@@ -9,9 +9,9 @@ import inspect
 import json
 import textwrap
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from fp8rl_jax.cli.arguments import ConfigArguments as Arguments
 from fp8rl_jax.config.formats import TensorFormat
 from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.config.renamed import SOURCES
@@ -26,7 +26,13 @@ is the flag, dashes for underscores: `--rollout.max-new-tokens 32`. Files are re
 """
 
 
-def run(arguments: Arguments) -> None:
+@dataclass(frozen=True)
+class ConfigArguments:
+    """Print every key of a run with its type, default and meaning, as Markdown."""
+
+
+def config(arguments: ConfigArguments) -> None:
+    """Print the page."""
     print(page(RunConfig), end="")
 
 

@@ -3,9 +3,7 @@ model."""
 
 from __future__ import annotations
 
-from fp8rl_jax.cli.arguments import DoctorArguments as Arguments
-
-__all__ = ["Arguments", "run"]
+from dataclasses import dataclass
 
 PACKAGES = (
     "fp8rl_jax",
@@ -21,7 +19,19 @@ PACKAGES = (
 )
 
 
-def run(arguments: Arguments) -> int:
+@dataclass(frozen=True)
+class DoctorArguments:
+    """Print devices, versions, kernel backends, and what a recipe quantizes in a model."""
+
+    model: str = ""
+    """As in `fp8rl score`; empty: the built-in policy."""
+    recipe: str = "fp8-rl"
+    """Precision recipe, built-in or of --recipes."""
+    recipes: tuple[str, ...] = ()
+    """TOML files whose [recipes.NAME] may be named, a run's config.toml among them."""
+
+
+def doctor(arguments: DoctorArguments) -> int:
     """Prints one section a subject; returns 1 when anything is wrong, after all of it was looked
     at."""
     from fp8rl_jax.config.files import read_recipes

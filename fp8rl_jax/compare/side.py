@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from fp8rl_jax.compare.probe import Stretches, Tokens, run_layer
-from fp8rl_jax.compare.programs import excess_precision
+from fp8rl_jax.compare.probe import excess_precision, run_layer
+from fp8rl_jax.compare.tokens import Stretches, Tokens
 from fp8rl_jax.config.recipe import LinearFormats, Recipe
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.arithmetic import arithmetic
@@ -169,7 +169,7 @@ def check_alike(configs: Sequence[PolicyConfig], names: Sequence[str | Path]) ->
 
 
 def describe_side(model: str, side: Side) -> dict[str, Any]:
-    """What a side is, for `compare.document`."""
+    """What a side is, for `document`."""
     formats = {
         role: describe(fmt) if fmt.quantized else str(side.dtype)
         for role, fmt in side.formats.roles().items()

@@ -6,13 +6,39 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float32
+from jaxtyping import Array, Float32, Int
 
-from fp8rl_jax.compare.probe import Tokens
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.rollout.lines import Line, read_lines
+from fp8rl_jax.rollout.offline import Line, read_lines
 from fp8rl_jax.tokenizers.tokenizer import Tokenizer
+
+
+class Stretches(NamedTuple):
+    """Something of the prompts, and the same of their completions."""
+
+    prompt: Any
+    completion: Any
+
+
+class Tokens(NamedTuple):
+    """The tokens that both sides run on: right-padded prompts, each with one completion, and how
+    many of each are real."""
+
+    prompts: Int[Array, "p s"]
+    prompt_lengths: Int[Array, " p"]
+    completions: Int[Array, "p t"]
+    completion_lengths: Int[Array, " p"]
+
+    @property
+    def masks(self) -> Stretches:
+        """True where a token is real."""
+        pairs = ((self.prompts, self.prompt_lengths), (self.completions, self.completion_lengths))
+        return Stretches(
+            *(jnp.arange(tokens.shape[1]) < lengths[:, None] for tokens, lengths in pairs)
+        )
+
 
 TEXT = """Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May. How many clips did she
 sell altogether in April and May? In May she sold 48 / 2 = 24 clips. Together that makes 48 + 24 = 72 clips, so the answer is 72.
@@ -32,7 +58,7 @@ class Row(NamedTuple):
 def from_file(
     path: str, vocab_size: int, tokenizer: Tokenizer | None, limit: int, recorded: str = ""
 ) -> list[Row]:
-    """The row of every line; see `rollout.lines.read_lines` for how prompts are written.
+    """The row of every line; see `rollout.offline.read_lines` for how prompts are written.
 
     A line's "completion_tokens" (ids) or "completion" (text) is its completion, as `fp8rl generate`
     and a run's samples.jsonl have them; without one, or with an empty one, the second half of the

@@ -115,7 +115,7 @@ BypassLoss = Literal["ratio", "reinforce"]
 TruncatedSampling = Literal["refuse", "behaviour", "policy"]
 
 WEIGHTS = ("none", "token", "sequence")
-"""Built-in importance weights; rl/weights.py has the functions."""
+"""Built-in importance weights; rl/correction.py has the functions."""
 
 LEVELS = ("token", "seq_sum", "seq_mean", "seq_max")
 STATISTICS = tuple(
@@ -125,7 +125,7 @@ STATISTICS = tuple(
     if (level, k) != ("seq_max", "k1")
 )
 CRITERIA = (*STATISTICS, "seq_mean_error")
-"""What a rejection criterion may look at; the table is in rl/rejection.py."""
+"""What a rejection criterion may look at; the table is in rl/correction.py."""
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ class CorrectionConfig:
     reject: tuple[str, ...] | None = None
     """Criteria that a token or sequence must all pass, such as "seq_mean_k1:0.999:1.001"
     (geometric), "seq_mean_k3:0.01", "seq_max_k3:0.5" (veto by maximum), "token_k1:0.5:2"; the
-    statistics: rl/rejection.py."""
+    statistics: rl/correction.py."""
     inverse_k1: bool | None = None
     """k1 bounds are on pi_rollout / pi_train (verl's code) and not on pi_train / pi_rollout:
     another test where they are not reciprocal."""

@@ -1,15 +1,23 @@
-"""Results of `fp8rl compare --json .../compare.json`, found and checked."""
+"""Results of `fp8rl compare --json .../compare.json`, found and checked.
+
+What the page shows of a comparison: its findings, and heat maps of layers by operations.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp8rl_jax.errors import UserError
+from matplotlib.axes import Axes
+from matplotlib.patches import Rectangle
 
-FILE = "compare.json"
+from fp8rl_jax.compare.text import LETTERS, columns, grouped, side_text, summary, worst
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.report.charts import Chart, draw_svg
+
 KIND, VERSION = "fp8rl compare", 1
 _NUMBER, _TEXT = (int, float, type(None)), (str, type(None))
 _DIFFERENCE = {"differing": (int, float), "relative_error": _NUMBER}
@@ -37,19 +45,8 @@ _PATTERN = {
 }
 
 
-def find_comparisons(directories: Iterable[Path]) -> list[Path]:
-    """The files `compare.json` in `directories` and right below them."""
-    found: dict[Path, None] = {}
-    for directory in directories:
-        if directory.is_dir():
-            below = sorted(child for child in directory.iterdir() if child.is_dir())
-            places = (place / FILE for place in (directory, *below))
-            found |= dict.fromkeys(path.resolve() for path in places if path.is_file())
-    return list(found)
-
-
 def read_comparison(path: Path) -> dict[str, Any]:
-    """The results in `path`, in the form that `compare.document` describes.
+    """The results in `path`, in the form that `fp8rl_jax.compare.comparison` describes.
 
     Raises:
         UserError: it is not such a file, or of another version.
@@ -93,3 +90,145 @@ def _misfit(value: Any, pattern: Any, where: str) -> str:
     else:
         return "" if isinstance(value, pattern) else f"{where} is missing or of another kind"
     return next(filter(None, faults), "")
+
+
+LOWEST = -8  # log10 of the relative error that has the faintest colour; float32 rounds at -7.2
+FAINTEST = 0.1
+
+
+@dataclass(frozen=True)
+class Panel:
+    """What the page shows of one comparison."""
+
+    title: str
+    headline: str
+    findings: list[tuple[str, str, str]]
+    """(cause, operation, detail) of the first difference of each cause."""
+    alone: list[str]
+    charts: list[Chart]
+    text: str
+
+
+def panel(number: int, results: dict[str, Any]) -> Panel:
+    """The panel of one comparison; `number` keeps its charts apart from those of others."""
+    a, b = map(side_text, results["sides"])
+    models = list(dict.fromkeys(side["model"] for side in results["sides"]))
+    scored, tokens = results["logprobs"], results["tokens"]
+    headline = f"{' and '.join(models)}, {tokens['prompt'] + tokens['completion']} tokens. "
+    if scored["differing"]:
+        headline += (
+            f"Log-probabilities: k3 {_number(scored['k3'])}, largest difference "
+            f"{_number(scored['max_abs'])}."
+        )
+    else:
+        headline += "Log-probabilities are equal bit for bit."
+    if recorded := results.get("recorded"):
+        k3 = " and ".join(f"{_number(recorded[side]['k3'])} to side {side}" for side in "ab")
+        headline += f" Recorded by another engine ({recorded['key']}): k3 {k3}."
+    alone = [
+        f"Quantized on side {side} only: {grouped(names, len(results['layers']))}."
+        for side, names in results["quantized_on_one_side"].items()
+        if names
+    ]
+    return Panel(
+        f"{a[0].upper()}{a[1:]}, against {b}",
+        headline,
+        [(x["cause"], x["name"], x["detail"]) for x in results["first"]],
+        alone,
+        [_heat_map(number, results, "own"), _heat_map(number, results, "output")],
+        summary(results),
+    )
+
+
+def _heat_map(number: int, results: dict[str, Any], measured: str) -> Chart:
+    """A cell for each layer and operation, the darker the larger the relative error, by its
+    logarithm."""
+    layers = results["layers"]
+    shown = columns(results)
+    headings = (
+        ["in", *(heading for heading, _ in shown)]
+        if measured == "output"
+        else [heading for heading, _ in shown]
+    )
+    height = min(0.16, 6.0 / len(layers))
+
+    def draw(axes: Axes) -> None:
+        for row, layer in enumerate(layers):
+            cells = [worst(layer, names, measured) for _, names in shown]
+            found = [
+                (cell and cell[measured], cell and measured == "own" and LETTERS.get(cell["cause"]))
+                for cell in cells
+            ]
+            for column, (numbers, letter) in enumerate(
+                [(layer["input"], "")] * (measured == "output") + found
+            ):
+                if numbers is not None and numbers["differing"]:
+                    opacity = _opacity(numbers["relative_error"])
+                    axes.add_patch(
+                        Rectangle(
+                            (column, row), 0.94, 0.9, color="#0a0c00", alpha=opacity, linewidth=0
+                        )
+                    )
+                    if letter and height > 0.1:
+                        axes.text(
+                            column + 0.47, row + 0.5, letter, ha="center", va="center", fontsize=5.5
+                        )
+                elif numbers is not None:
+                    axes.text(column + 0.47, row + 0.5, "·", ha="center", va="center", fontsize=7)
+        axes.set_xlim(0, len(headings))
+        axes.set_ylim(len(layers) + 2.2, 0)
+        axes.set_xticks([column + 0.47 for column in range(len(headings))], headings)
+        axes.xaxis.tick_top()
+        step = max(1, len(layers) // 10)
+        axes.set_yticks(
+            [row + 0.45 for row in range(0, len(layers), step)],
+            [str(row) for row in range(0, len(layers), step)],
+        )
+        axes.set_ylabel("layer")
+        axes.grid(visible=False)
+        for spine in axes.spines.values():
+            spine.set_visible(False)
+        width = len(headings) / (1 - LOWEST)
+        for power in range(LOWEST, 1):  # the key to the colours
+            left = (power - LOWEST) * width
+            opacity = _opacity(10.0**power)
+            axes.add_patch(
+                Rectangle(
+                    (left, len(layers) + 0.6),
+                    width * 0.96,
+                    0.7,
+                    color="#0a0c00",
+                    alpha=opacity,
+                    linewidth=0,
+                )
+            )
+            axes.text(
+                left + width / 2,
+                len(layers) + 1.8,
+                f"1e{power}",
+                ha="center",
+                va="center",
+                fontsize=6.5,
+            )
+
+    about = {
+        "own": "Relative error that an operation adds by itself, on side a's input. f format, o "
+        "operand, s scale, r reduction, "
+        "i input. A dot: every bit is equal.",
+        "output": "Relative error of what has piled up until there; in: of the hidden states "
+        "that enter the layer.",
+    }
+    title = {"own": "Own error", "output": "Piled up"}[measured]
+    svg = draw_svg(f"compare {number} {measured}", draw, height=0.5 + height * (len(layers) + 2.2))
+    return Chart(f"compare-{number}-{measured}", title, about[measured], svg)
+
+
+def _opacity(relative_error: float | None) -> float:
+    if relative_error is None or relative_error >= 1:
+        return 1.0
+    part = 1 - math.log10(max(relative_error, 10.0**LOWEST)) / LOWEST
+    return FAINTEST + (1 - FAINTEST) * part
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.2g}"

@@ -22,9 +22,8 @@ from fp8rl_jax.report.charts import (
     phase_seconds,
     timing_chart,
 )
-from fp8rl_jax.report.comparison import find_comparisons, read_comparison
-from fp8rl_jax.report.heatmap import Panel, panel
-from fp8rl_jax.report.runs import Run, find_runs, read_runs
+from fp8rl_jax.report.comparison import Panel, panel, read_comparison
+from fp8rl_jax.report.runs import Run, find_comparisons, find_runs, read_runs
 
 SHOWN_SAMPLES = 4
 SHOWN_CHARACTERS = 2000

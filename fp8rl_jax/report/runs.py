@@ -20,8 +20,8 @@ from typing import Any
 
 from fp8rl_jax.config.run import precision_text
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.report.comparison import find_comparisons
 
+COMPARISON_FILE = "compare.json"
 NAMED_DAMAGED_LINES = 10
 
 
@@ -84,6 +84,17 @@ def find_runs(directories: Iterable[Path]) -> list[Path]:
         found |= dict.fromkeys(path.resolve() for path in inside)
     if faults:
         raise UserError("\n".join(faults))
+    return list(found)
+
+
+def find_comparisons(directories: Iterable[Path]) -> list[Path]:
+    """The files `compare.json` in `directories` and right below them."""
+    found: dict[Path, None] = {}
+    for directory in directories:
+        if directory.is_dir():
+            below = sorted(child for child in directory.iterdir() if child.is_dir())
+            places = (place / COMPARISON_FILE for place in (directory, *below))
+            found |= dict.fromkeys(path.resolve() for path in places if path.is_file())
     return list(found)
 
 

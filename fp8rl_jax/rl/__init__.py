@@ -44,23 +44,42 @@ from fp8rl_jax.config.rl import (
     RLConfig,
     check_sampling,
 )
-from fp8rl_jax.rl.advantages import RewardInputs, group_advantages, reward_metrics
-from fp8rl_jax.rl.aggregation import aggregate, loss_denominator
-from fp8rl_jax.rl.calibrated_clipping import calibrated_bounds
-from fp8rl_jax.rl.check import check_functions
-from fp8rl_jax.rl.correction import correction, refuse_partial, rollout_logprobs
-from fp8rl_jax.rl.dapo import drop_truncated, informative_groups, overlong_penalty
-from fp8rl_jax.rl.divergence import kl_penalty, reward_kl
-from fp8rl_jax.rl.loss import LossInputs, corrected_policy_loss, loss_settings, policy_loss
-from fp8rl_jax.rl.metrics import Maximum, Mean, Metrics, add_metrics, metric_values, reduce_metrics
-from fp8rl_jax.rl.mismatch import mismatch_metrics
-from fp8rl_jax.rl.objectives import TokenInputs, policy_ratio, token_losses
-from fp8rl_jax.rl.rejection import kept_tokens
-from fp8rl_jax.rl.weights import (
+from fp8rl_jax.rl.advantages import (
+    RewardInputs,
+    drop_truncated,
+    group_advantages,
+    informative_groups,
+    overlong_penalty,
+    reward_metrics,
+)
+from fp8rl_jax.rl.correction import (
     RatioInputs,
+    correction,
     importance_ratio,
     importance_weights,
+    kept_tokens,
     normalize_weights,
+    refuse_partial,
+    rollout_logprobs,
+)
+from fp8rl_jax.rl.loss import (
+    LossInputs,
+    aggregate,
+    check_functions,
+    corrected_policy_loss,
+    loss_denominator,
+    loss_settings,
+    policy_loss,
+)
+from fp8rl_jax.rl.metrics import Maximum, Mean, Metrics, add_metrics, metric_values, reduce_metrics
+from fp8rl_jax.rl.mismatch import mismatch_metrics
+from fp8rl_jax.rl.objectives import (
+    TokenInputs,
+    calibrated_bounds,
+    kl_penalty,
+    policy_ratio,
+    reward_kl,
+    token_losses,
 )
 
 __all__ = [

@@ -12,6 +12,11 @@ Any other estimator is a function of one's own with the signature of those below
 (docs/objectives.md), `rl.advantage.estimator = "module:function"`:
 
     estimator(inputs: RewardInputs, config: AdvantageConfig, **arguments) -> advantages [P, n]
+
+DAPO's treatment of samples (arXiv 2503.14476): which prompts enter the update, and what becomes
+of long completions.
+
+Its other parts are settings of the loss: clip_high and aggregation "token_mean".
 """
 
 from __future__ import annotations
@@ -26,9 +31,9 @@ from jaxtyping import Array, Bool, Float, Int
 from fp8rl_jax.config.rl import AdvantageConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.rl.functions import call, floats
-from fp8rl_jax.rl.masked import masked_count, masked_mean, masked_sum, safe_divide
+from fp8rl_jax.rl.metrics import Mask, masked_count, masked_mean, masked_sum, safe_divide
 
-KEY = "rl.advantage.estimator"
+ESTIMATOR_KEY = "rl.advantage.estimator"
 
 
 @jax.tree_util.register_dataclass
@@ -129,8 +134,10 @@ def group_advantages(
         counted.astype(jnp.int32) if lengths is None else jnp.asarray(lengths).reshape(groups.shape)
     )
     inputs = RewardInputs(jnp.where(counted, groups, 0.0), counted, spans)
-    advantages = call(KEY, config.estimator, BUILT_IN, inputs, config, config.estimator_args)
-    advantages = floats(KEY, config.estimator, advantages, groups.shape, "[P, n]")
+    advantages = call(
+        ESTIMATOR_KEY, config.estimator, BUILT_IN, inputs, config, config.estimator_args
+    )
+    advantages = floats(ESTIMATOR_KEY, config.estimator, advantages, groups.shape, "[P, n]")
     return jax.lax.stop_gradient(jnp.where(counted, advantages, 0.0).reshape(-1))
 
 
@@ -229,3 +236,68 @@ def _whiten(
     std = jnp.sqrt((share * deviation**2).sum() / jnp.maximum(total - config.ddof, 1.0))
     equal = _constant(values[None], (share > 0)[None])[0]
     return jnp.where(counted & ~equal, deviation / (std + config.epsilon), 0.0).reshape(shape)
+
+
+def informative_groups(
+    rewards: Float[Array, " B"], samples_per_prompt: int, valid: Bool[Array, " B"] | None = None
+) -> Bool[Array, " P"]:
+    """Prompts whose completions do not all have the same reward: the others' advantages are 0.
+
+    Dynamic sampling (section 3.2) drops the others and samples new prompts until the batch is full.
+    Give it the task's rewards, before `overlong_penalty`, as verl and NeMo RL do: a group that
+    differs in length alone teaches no task. Departs from the paper, which asks for an accuracy
+    strictly between 0 and 1: any two rewards that differ will do.
+
+    Args:
+        rewards: one scalar a completion; row b belongs to prompt b // samples_per_prompt.
+        samples_per_prompt: n, at least 2.
+        valid: False where a completion has no reward; by default all have one. Fewer than two teach
+            nothing.
+
+    Raises:
+        UserError: as `group_advantages`.
+    """
+    return ~constant_groups(rewards, samples_per_prompt, valid)
+
+
+def overlong_penalty(
+    lengths: Int[Array, " B"], max_new_tokens: int, buffer: int, penalty: float = 1.0
+) -> Float[Array, " B"]:
+    """What is added to the reward of a completion for its length: 0 down to -penalty (soft
+    punishment, section 3.4).
+
+    0 up to max_new_tokens - buffer tokens, then linear to -penalty at max_new_tokens, and no less
+    beyond. verl has no lower bound, which is the same as long as no completion is longer than
+    max_new_tokens.
+
+    Args:
+        lengths: tokens of each completion, its stop token included.
+        max_new_tokens: the longest completion.
+        buffer: tokens over which the penalty grows; 0 for no penalty.
+        penalty: its full size.
+
+    Raises:
+        UserError: the buffer is longer than the completion may be.
+    """
+    if buffer > max_new_tokens:
+        raise UserError(
+            f"rl.overlong.buffer: {buffer} is more than rollout.max_new_tokens = {max_new_tokens}"
+        )
+    if not buffer:
+        return jnp.zeros(lengths.shape, jnp.float32)
+    exceeded = jnp.asarray(lengths, jnp.float32) - (max_new_tokens - buffer)
+    return -penalty * jnp.clip(exceeded / buffer, 0.0, 1.0)
+
+
+def drop_truncated(mask: Mask, stopped: Bool[Array, " B"]) -> Bool[Array, "B T"]:
+    """The mask without completions that were cut off at the length limit (overlong filtering,
+    section 3.4).
+
+    It is a mask for the loss alone: the model still attends to those tokens, and mismatch metrics
+    still count them.
+
+    Args:
+        mask: completion tokens [B, T].
+        stopped: completions that ended with a stop token.
+    """
+    return mask.astype(bool) & stopped[:, None]

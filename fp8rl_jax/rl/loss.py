@@ -17,6 +17,25 @@ stop_gradient(log pi_theta) has the right value, and r keeps the right gradient.
 The loss is a sum over the tokens at hand divided by a denominator of the *global* batch
 (aggregation.py), which the caller knows and a micro-batch does not. So losses and gradients of
 micro-batches are added, not averaged, and equal the big batch's.
+
+From losses of tokens to the loss of a batch, as a sum over micro-batches divided by something of
+the global batch.
+
+    token_mean      sum over tokens / tokens                      DAPO, arXiv 2503.14476: a long
+                    completion weighs more
+    sequence_mean   sum over completions of token means / completions     GRPO, arXiv 2402.03300:
+                    each weighs the same, and a
+                    token of a long one less
+    sequence_sum    sum over tokens / completions                 the policy gradient of whole
+                    completions, RLOO's
+    fixed_length    sum over tokens / (completions * length)      Dr. GRPO, arXiv 2503.20783: as
+                    before at another scale
+
+A completion counts while it has a token in the mask. Departs from verl in that: there, completions
+that rejection has emptied still count in the three sequence modes, where the trainer gives the size
+of the global batch.
+
+A look at the user's functions before anything is computed with them.
 """
 
 from __future__ import annotations
@@ -26,15 +45,34 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 
+from fp8rl_jax.config.functions import is_users
 from fp8rl_jax.config.rl import LossConfig, RLConfig
-from fp8rl_jax.rl.aggregation import aggregate
-from fp8rl_jax.rl.correction import correction, refuse_partial
-from fp8rl_jax.rl.divergence import kl_penalty
-from fp8rl_jax.rl.masked import Mask, check_shapes, clamp_log_ratio, k3, per_token
-from fp8rl_jax.rl.metrics import Maximum, Mean, Metrics
-from fp8rl_jax.rl.objectives import TokenInputs, policy_ratio, token_losses
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.functions import check_unchanged, describe_fault
+from fp8rl_jax.rl.advantages import ESTIMATOR_KEY, group_advantages
+from fp8rl_jax.rl.correction import WEIGHTS_KEY, correction, importance_weights, refuse_partial
+from fp8rl_jax.rl.metrics import (
+    Mask,
+    Maximum,
+    Mean,
+    Metrics,
+    check_shapes,
+    clamp_log_ratio,
+    k3,
+    masked_count,
+    masked_mean,
+    masked_sum,
+    per_token,
+)
+from fp8rl_jax.rl.objectives import (
+    OBJECTIVE_KEY,
+    TokenInputs,
+    kl_penalty,
+    policy_ratio,
+    token_losses,
+)
 
 
 @jax.tree_util.register_dataclass
@@ -218,3 +256,81 @@ def _bounds(
     if inputs.clip_bounds is None:
         return 1 - config.clip_low, 1 + config.clip_high
     return inputs.clip_bounds[0], inputs.clip_bounds[1]
+
+
+def aggregate(values: Shaped[Array, "B T"], mask: Mask, config: LossConfig) -> Mean:
+    """The rows' share of the batch's mean: numerators and denominators of micro-batches add up to
+    the whole batch's."""
+    if config.aggregation == "token_mean":
+        return Mean.of(values, mask)
+    completions = masked_count(mask.astype(bool).any(axis=1))
+    match config.aggregation:
+        case "sequence_mean":
+            return Mean(masked_mean(values, mask, axis=1).sum(), completions)
+        case "sequence_sum":
+            return Mean(masked_sum(values, mask), completions)
+        case _:
+            length = mask.shape[1] if config.fixed_length is None else config.fixed_length
+            return Mean(masked_sum(values, mask), completions * length)
+
+
+def loss_denominator(mask: Mask, config: LossConfig) -> Float[Array, ""]:
+    """What the loss of the global batch divides by, at least 1.
+
+    Args:
+        mask: the tokens in the loss, of the whole batch: after a rejection that takes tokens out of
+            the denominator.
+        config: aggregation, fixed_length.
+    """
+    return jnp.maximum(aggregate(mask, mask, config).denominator, 1.0)
+
+
+def check_functions(config: RLConfig, samples_per_prompt: int = 4) -> None:
+    """Traces objective, advantage estimator and importance weights that are not built in, on shapes
+    alone; and the objective's gradient, so that one without a derivative is found here.
+
+    Args:
+        config: resolved or not.
+        samples_per_prompt: n of the run.
+
+    Raises:
+        UserError: one line for each that does not import, was edited after it was loaded, does not
+            take its arguments, raises an exception, or returns something else than it should.
+    """
+    # no two axes of the same length, or a wrong shape could look right
+    prompts = 3 if samples_per_prompt == 2 else 2
+    rows = prompts * samples_per_prompt
+    shape = jax.ShapeDtypeStruct
+    values, mask = shape((rows, rows + 1), jnp.float32), shape((rows, rows + 1), bool)
+    rewards, valid, lengths = (shape((rows,), dtype) for dtype in (jnp.float32, bool, jnp.int32))
+    reference = values if config.kl_coefficient > 0 or config.reward_kl.coefficient > 0 else None
+    inputs = (values, rewards, mask, shape((), jnp.float32), values, values, reference, values)
+
+    def loss(*inputs):
+        return policy_loss(LossInputs(*inputs), config)
+
+    def estimated(rewards, valid, lengths):
+        return group_advantages(rewards, samples_per_prompt, config.advantage, valid, lengths)
+
+    def weighted(log_ratio, mask):
+        return importance_weights(log_ratio, mask, config.correction)
+
+    checks = (
+        (OBJECTIVE_KEY, config.objective, jax.grad(loss, has_aux=True), inputs),
+        (ESTIMATOR_KEY, config.advantage.estimator, estimated, (rewards, valid, lengths)),
+        (WEIGHTS_KEY, config.correction.value("weights"), weighted, (values, mask)),
+    )
+    faults = []
+    for key, name, function, arguments in checks:
+        if not is_users(name):
+            continue
+        try:
+            check_unchanged(name, key)
+            jax.eval_shape(function, *arguments)
+        except UserError as fault:
+            faults.append(str(fault))
+        # of the derivative, which is made after the function has returned
+        except Exception as fault:
+            faults.append(f"{key} = {name!r}: {describe_fault(fault)}")
+    if faults:
+        raise UserError("\n".join(faults))

@@ -1,4 +1,10 @@
-"""Metrics that add: what a micro-batch measures, kept apart as sums until the whole batch is in.
+"""Sums and means over the tokens that count.
+
+Padding may hold anything, NaN and infinity included: masked entries are replaced before they are
+used, never multiplied by zero. What is not masked is never cleaned: a NaN or an infinity at a real
+token reaches the result.
+
+Metrics that add: what a micro-batch measures, kept apart as sums until the whole batch is in.
 
 A mean of means weighs a micro-batch of 10 tokens like one of 1000. So a metric travels as a pytree
 of sums, is added over micro-batches (with `+`, or stacked by `lax.scan` and then reduced), and
@@ -12,9 +18,82 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Bool, Float, Shaped
 
-from fp8rl_jax.rl.masked import Mask, masked_count, masked_max, masked_sum, safe_divide
+Mask = Bool[Array, "*axes"] | Float[Array, "*axes"]
+"""True or non-zero where an entry counts."""
+
+LOG_RATIO_LIMIT = 20.0
+"""Log-ratios are clamped to +-20 before they are exponentiated, as in verl: one bad token cannot
+overflow a batch."""
+
+
+def masked_sum(
+    values: Shaped[Array, "*axes"], mask: Mask, axis: int | None = None
+) -> Float[Array, "*rest"]:
+    """Sum of the entries that count; 0 where none does."""
+    return jnp.sum(jnp.where(mask.astype(bool), values, 0).astype(jnp.float32), axis=axis)
+
+
+def masked_count(mask: Mask, axis: int | None = None) -> Float[Array, "*rest"]:
+    """Number of entries that count, as float32."""
+    return jnp.sum(mask.astype(bool), axis=axis, dtype=jnp.float32)
+
+
+def masked_mean(
+    values: Shaped[Array, "*axes"], mask: Mask, axis: int | None = None
+) -> Float[Array, "*rest"]:
+    """Mean of the entries that count; 0 where none does."""
+    return safe_divide(masked_sum(values, mask, axis), masked_count(mask, axis))
+
+
+def masked_max(
+    values: Float[Array, "*axes"], mask: Mask, axis: int | None = None
+) -> Float[Array, "*rest"]:
+    """Maximum of non-negative entries; 0 where none counts."""
+    return jnp.max(jnp.where(mask.astype(bool), values, 0.0), axis=axis, initial=0.0)
+
+
+def safe_divide(
+    numerator: Float[Array, "*axes"], denominator: Float[Array, "*axes"]
+) -> Float[Array, "*axes"]:
+    """numerator / denominator, and 0 where the denominator is exactly 0; NaN passes through."""
+    empty = denominator == 0
+    return jnp.where(empty, 0.0, numerator / jnp.where(empty, 1.0, denominator))
+
+
+def clamp_log_ratio(log_ratio: Float[Array, "*axes"]) -> Float[Array, "*axes"]:
+    """Log-ratio within +-LOG_RATIO_LIMIT; NaN passes through."""
+    return jnp.clip(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def k3(log_ratio: Float[Array, "*axes"]) -> Float[Array, "*axes"]:
+    """Schulman's k3 estimate of KL(p || q) from a sample of p: exp(x) - 1 - x with x = log q - log
+    p.
+
+    Unbiased, and never negative but for rounding; expm1 keeps its digits where the policies are
+    close. J. Schulman, "Approximating KL divergence", 2020, http://joschu.net/blog/kl-approx.html
+    """
+    return jnp.expm1(log_ratio) - log_ratio
+
+
+def check_shapes(mask: Mask, **arrays: Array | None) -> None:
+    """Raises ValueError for the first array whose shape is not the mask's, so that nothing
+    broadcasts by accident."""
+    for name, array in arrays.items():
+        if array is not None and jnp.shape(array) != jnp.shape(mask):
+            raise ValueError(
+                f"{name} has shape {jnp.shape(array)}, but the mask has {jnp.shape(mask)}"
+            )
+
+
+def per_token(values: Float[Array, " B"] | Float[Array, "B T"], mask: Mask) -> Float[Array, "B T"]:
+    """One value a completion, or one a token, as one a token. Raises ValueError where neither fits
+    the [B, T] mask."""
+    if jnp.shape(values) == jnp.shape(mask)[:1]:
+        return jnp.broadcast_to(values[:, None], jnp.shape(mask))
+    check_shapes(mask, advantages=values)
+    return values
 
 
 @jax.tree_util.register_dataclass

@@ -45,7 +45,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from fp8rl_jax.config.rl import CorrectionConfig
-from fp8rl_jax.rl.masked import (
+from fp8rl_jax.rl.metrics import (
     Mask,
     check_shapes,
     clamp_log_ratio,

@@ -22,6 +22,53 @@ GSPO (arXiv 2507.18071) clips once a sequence: r is exp(mean over its tokens of 
 pi_old), in the form of its section on token-level advantages: the value is the sequence's, the
 gradient each token's own. With one advantage and one weight a sequence, and aggregation
 "sequence_mean", it is the sequence's ratio and its gradient.
+
+Calibrated clipping (arXiv 2609.22870): bounds that clip as much of a noisy ratio as PPO's clip
+of the exact one.
+
+A trainer in FP8 computes log pi_theta and log pi_old each with its own rounding, so r = pi_theta /
+pi_old carries the noise of both. The distribution of r widens, and clipping is one-sided: a token
+with A < 0 that noise moves below 1 - clip_low loses its whole gradient, and with it the penalty
+that it should have had. Bad tokens then go unpunished, and the entropy rises. The remedy compares
+the ratios of one batch with those of a forward in which nothing is quantized, r':
+
+    lower bound L    the same part of the tokens with A < 0 is clipped:
+                     F(L) = F'(1 - clip_low), F their distribution of r
+    upper bound H    the same balance of updates, once that part is fixed:
+                     P(H) / N(L) = P'(1 + clip_high) / N'(1 - clip_low)
+                     P(h) = sum of A r over A > 0, r <= h
+                     N(l) = sum of |A| r over A < 0, r >= l
+
+A looser L alone punishes too much, which is why H has to follow. The paper itself could not be
+read: the quantile rule, the balance, 20 steps between calibrations, its two passes and its starting
+bounds are from accounts of it that agree. That a token's contribution is its weight in the
+gradient, |A| r and 0 where it is clipped, is how "effective update" is read here. Departures: where
+r' clips no token of a sign, the batch does not say how far that bound may be tightened, and it is
+not; and bounds stay within [lowest, highest]. Sequence ratios and other objectives are not in the
+paper and are refused.
+
+Estimates of KL(pi_theta || pi_ref): as a term of the loss, three values and three gradients; and
+as a part of the reward.
+
+With x = log pi_ref - log pi_theta of a token that pi_theta sampled (J. Schulman,
+http://joschu.net/blog/kl-approx.html):
+
+    k1   -x                unbiased, of either sign
+    k2   x^2 / 2           biased, never negative
+    k3   exp(x) - 1 - x    unbiased, never negative; GRPO's, arXiv 2402.03300
+
+A good value does not make a good gradient (arXiv 2506.09477): the derivative of k1 is that of log
+pi_theta and averages to 0; k3's is that of the reverse KL divergence; k2's is right. So the
+gradient is a choice of its own:
+
+    estimator   the derivative of the formula
+    k2          the value of the formula, the derivative of k2                verl's "k1+" and "k3+"
+    score       the derivative of sg(1 / pi_theta) pi_theta * formula         NeMo RL: the
+                score-function term is in it
+
+In the reward (InstructGPT, arXiv 2203.02155) it is a constant and needs no gradient: r - beta *
+sum_t KL_t, with the old policy in place of pi_theta. The policy gradient then brings the
+score-function term, and k1 is the unbiased choice.
 """
 
 from __future__ import annotations
@@ -33,12 +80,22 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Shaped
 
-from fp8rl_jax.config.rl import LossConfig
+from fp8rl_jax.config.rl import KLEstimator, LossConfig, RewardKLConfig, RLConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.rl.functions import call, floats, is_array, shown
-from fp8rl_jax.rl.masked import Mask, clamp_log_ratio, masked_mean
+from fp8rl_jax.rl.metrics import (
+    LOG_RATIO_LIMIT,
+    Mask,
+    check_shapes,
+    clamp_log_ratio,
+    k3,
+    masked_count,
+    masked_mean,
+    masked_sum,
+    safe_divide,
+)
 
-KEY = "rl.objective"
+OBJECTIVE_KEY = "rl.objective"
 METRIC_PREFIXES = ("objective/", "clip_ratio/")
 
 
@@ -126,13 +183,15 @@ def token_losses(
         UserError: the objective is a function that does not import, does not take (inputs, config,
             **objective_args), raises an exception, or returns something else than it should.
     """
-    returned = call(KEY, config.objective, BUILT_IN, inputs, config, config.objective_args)
+    returned = call(
+        OBJECTIVE_KEY, config.objective, BUILT_IN, inputs, config, config.objective_args
+    )
     losses, metrics = (
         returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
     )
     shape = inputs.mask.shape
-    losses = floats(KEY, config.objective, losses, shape, "[B, T]")
-    what = f"{KEY} = {config.objective!r}"
+    losses = floats(OBJECTIVE_KEY, config.objective, losses, shape, "[B, T]")
+    what = f"{OBJECTIVE_KEY} = {config.objective!r}"
     if not isinstance(metrics, dict):
         raise UserError(
             f"{what} must return its metrics as a dictionary, and returned {shown(metrics)}"
@@ -181,3 +240,138 @@ def _clipped(low: Bool[Array, "B T"], high: Bool[Array, "B T"]) -> dict[str, Boo
         "clip_ratio/high_mean": high,
         "clip_ratio/region_mean": low | high,
     }
+
+
+def calibrated_bounds(
+    ratio: Float[Array, "B T"],
+    exact_ratio: Float[Array, "B T"],
+    advantages: Float[Array, "B T"],
+    mask: Mask,
+    config: RLConfig,
+) -> tuple[Float[Array, " bounds"], dict[str, Float[Array, ""]]]:
+    """The bounds (L, H) of `ratio`, by the table above.
+
+    Args:
+        ratio: r of the trainer's own forward, as the loss clips it.
+        exact_ratio: r' of the same tokens and weights, from forwards in which nothing is quantized.
+        advantages: one a token; times the importance weights, where there are some.
+        mask: the tokens in the loss; padding may hold anything.
+        config: clip_low and clip_high, which say what is to be clipped of r'; clip_calibration's
+            lowest and highest.
+
+    Returns:
+        Bounds, float32 [2]: L, H. Metrics: `clip_calibration/low_frac`, F'(1 - clip_low);
+        `clip_calibration/balance`, the ratio of updates that H restores;
+        `clip_calibration/false_low_frac`, the part of the tokens with A < 0 that r puts below 1 -
+        clip_low and r' does not.
+    """
+    check_shapes(mask, ratio=ratio, exact_ratio=exact_ratio, advantages=advantages)
+    mask, low, high = mask.astype(bool), 1 - config.clip_low, 1 + config.clip_high
+    negative, positive = mask & (advantages < 0), mask & (advantages > 0)
+
+    clipped = masked_sum(exact_ratio < low, negative)
+    ordered = jnp.sort(jnp.where(negative, ratio, jnp.inf), axis=None)
+    # the first that is kept; an infinity where none is left
+    lower = ordered[clipped.astype(jnp.int32)]
+    lower = jnp.where(clipped > 0, lower, jnp.minimum(lower, low))
+    lower = jnp.where(jnp.isfinite(lower), lower, low)
+
+    weight, exact = jnp.abs(advantages) * ratio, jnp.abs(advantages) * exact_ratio
+    balance = safe_divide(
+        masked_sum(exact, positive & (exact_ratio <= high)),
+        masked_sum(exact, negative & (exact_ratio >= low)),
+    )
+    wanted = balance * masked_sum(weight, negative & (ratio >= lower))
+    order = jnp.argsort(jnp.where(positive, ratio, jnp.inf), axis=None)
+    kept = jnp.cumsum(jnp.where(positive, weight, 0.0).reshape(-1)[order])
+    count = masked_count(positive).astype(jnp.int32)
+    # the last one where all are too little
+    place = jnp.minimum(jnp.searchsorted(kept, wanted), jnp.maximum(count - 1, 0))
+    upper = jnp.where(positive, ratio, jnp.inf).reshape(-1)[order][place]
+    upper = jnp.where(masked_sum(exact_ratio > high, positive) > 0, upper, jnp.maximum(upper, high))
+    upper = jnp.where((count > 0) & (wanted > 0), upper, high)
+
+    settings = config.clip_calibration
+    bounds = jnp.stack([jnp.maximum(lower, settings.lowest), jnp.minimum(upper, settings.highest)])
+    negatives = masked_count(negative)
+    metrics = {
+        "low_frac": safe_divide(clipped, negatives),
+        "balance": balance,
+        "false_low_frac": safe_divide(
+            masked_sum((ratio < low) & (exact_ratio >= low), negative), negatives
+        ),
+    }
+    return bounds, {f"clip_calibration/{name}": value for name, value in metrics.items()}
+
+
+def kl_penalty(
+    logprobs: Float[Array, "B T"],
+    reference_logprobs: Float[Array, "B T"],
+    mask: Mask,
+    config: LossConfig,
+) -> Float[Array, "B T"]:
+    """The estimate of each token, in nats; 0 in the padding.
+
+    x is clamped to +-20; a token beyond that has no gradient. Departs from verl and NeMo RL, which
+    also cap the result of k3 (NeMo RL: of all three) at +-10, and from verl, whose k1 and k2 do not
+    clamp x.
+
+    Args:
+        logprobs: under the policy that is trained; padding may hold anything.
+        reference_logprobs: constants.
+        mask: the tokens in the loss.
+        config: kl_estimator, kl_gradient.
+    """
+    own = jnp.where(mask.astype(bool), logprobs, 0.0)
+    raw = jax.lax.stop_gradient(jnp.where(mask.astype(bool), reference_logprobs, 0.0)) - own
+    x = clamp_log_ratio(raw)
+    value = _estimate(x, config.kl_estimator)
+    match config.kl_gradient:
+        case "estimator":
+            return value
+        case "k2":
+            square = 0.5 * x**2
+            return jax.lax.stop_gradient(value - square) + square
+        case _:
+            score = jnp.where(
+                jnp.abs(raw) <= LOG_RATIO_LIMIT, own - jax.lax.stop_gradient(own), 0.0
+            )
+            return jnp.exp(score) * value
+
+
+def reward_kl(
+    old_logprobs: Float[Array, "B T"],
+    reference_logprobs: Float[Array, "B T"],
+    mask: Mask,
+    config: RewardKLConfig,
+) -> Float[Array, " B"]:
+    """The estimate of KL(old || reference) of each completion, in nats: the sum over its tokens,
+    which the reward loses config.coefficient times.
+
+    verl's apply_kl_penalty and InstructGPT take it from the reward of each token, which a value
+    network turns into advantages token by token. Without one a completion has a single reward,
+    hence the sum; it is what verl's GRPO makes of it, too. Departs from both in clamping x to +-20,
+    and from verl in a coefficient that stays as it is (no adaptive controller).
+
+    Args:
+        old_logprobs: the trainer's, of the policy that sampled; padding may hold anything.
+        reference_logprobs: of the same tokens at the same temperature.
+        mask: sampled tokens.
+        config: estimator.
+    """
+    check_shapes(mask, old_logprobs=old_logprobs, reference_logprobs=reference_logprobs)
+    return masked_sum(
+        _estimate(clamp_log_ratio(reference_logprobs - old_logprobs), config.estimator),
+        mask,
+        axis=1,
+    )
+
+
+def _estimate(x: Float[Array, "B T"], estimator: KLEstimator) -> Float[Array, "B T"]:
+    match estimator:
+        case "k1":
+            return -x
+        case "k2":
+            return 0.5 * x**2
+        case _:
+            return k3(x)

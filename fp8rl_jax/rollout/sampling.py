@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from fp8rl_jax.precision import Compute
-from fp8rl_jax.rollout.phrases import Phrases
+from fp8rl_jax.rollout.constraints import Phrases
 
 _BLOCK = 128
 _STATIC = ["max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop_token_ids"]

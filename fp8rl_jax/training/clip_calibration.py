@@ -21,7 +21,7 @@ from fp8rl_jax import rl
 from fp8rl_jax.config.formats import COMPUTE
 from fp8rl_jax.config.recipe import LinearFormats
 from fp8rl_jax.config.rl import RLConfig
-from fp8rl_jax.rl.masked import per_token
+from fp8rl_jax.rl.metrics import per_token
 from fp8rl_jax.training.state import TrainState
 from fp8rl_jax.training.step import Batch, StepConfig
 

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from fp8rl_jax.cli.arguments import GenerateArguments, ReportArguments, ScoreArguments
+from fp8rl_jax.cli.commands import ReportArguments
+from fp8rl_jax.cli.generate import GenerateArguments, LogprobsArguments
 from fp8rl_jax.cli.load import parse_arguments
 from fp8rl_jax.errors import UserError
 
@@ -37,7 +38,7 @@ def test_a_command_line_of_each():
         temperature=0.5,
         ignore_eos=True,
     )
-    assert parse_arguments(ScoreArguments, LINES, "prog") == ScoreArguments(
+    assert parse_arguments(LogprobsArguments, LINES, "prog") == LogprobsArguments(
         "m", "i.jsonl", "o.jsonl"
     )
     report = parse_arguments(ReportArguments, ["runs/a", "runs/b", "--output", "r.html"], "prog")
@@ -45,7 +46,7 @@ def test_a_command_line_of_each():
 
 
 def test_what_is_missing_is_listed():
-    assert faults(ScoreArguments, "--model", "m") == ["--input: required", "--output: required"]
+    assert faults(LogprobsArguments, "--model", "m") == ["--input: required", "--output: required"]
     assert faults(GenerateArguments, "--model", "m") == ["--input: required", "--output: required"]
     assert faults(ReportArguments) == ["DIRECTORY: give at least one run directory"]
 

@@ -14,10 +14,8 @@ import pytest
 from offline_models import call, make_model
 
 from fp8rl_jax.cli import chat, main
-from fp8rl_jax.cli.applied import open_model
-from fp8rl_jax.cli.arguments import GenerateArguments
 from fp8rl_jax.cli.chat import Chat
-from fp8rl_jax.cli.generate import make_sampling
+from fp8rl_jax.cli.generate import GenerateArguments, make_sampling, open_model
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.tokenizers.byte_tokenizer import ByteTokenizer
 

@@ -8,7 +8,7 @@ import pytest
 from offline_models import make_model, random_rows
 
 from fp8rl_jax.cli import main as cli
-from fp8rl_jax.cli.compare_arguments import CompareArguments
+from fp8rl_jax.cli.compare import CompareArguments
 from fp8rl_jax.cli.load import parse_arguments
 from fp8rl_jax.compare.text import WIDTH, grouped
 from fp8rl_jax.config.recipe import TensorFormat

@@ -63,17 +63,17 @@ def test_bad_words_and_bias_steer_a_greedy_completion(model, tmp_path):
     )
 
 
-def test_prompt_logprobs_are_those_of_score(model, tmp_path):
+def test_prompt_logprobs_are_those_of_the_command_logprobs(model, tmp_path):
     lines = [{"tokens": row} for row in random_rows([5, 20, 1, 9])]
     answers = call(
         "generate", model, lines, tmp_path, *FLAGS, "--temperature", "0.5", "--prompt-logprobs"
     )
-    scores = call(
-        "score", model, lines, tmp_path, "--compute-dtype", "float32", "--temperature", "0.5"
+    rows = call(
+        "logprobs", model, lines, tmp_path, "--compute-dtype", "float32", "--temperature", "0.5"
     )
-    for answer, score in zip(answers, scores, strict=True):
+    for answer, row in zip(answers, rows, strict=True):
         assert len(answer["prompt_logprobs"]) == len(answer["tokens"]) - 1
-        np.testing.assert_allclose(answer["prompt_logprobs"], score["logprobs"], atol=1e-5)
+        np.testing.assert_allclose(answer["prompt_logprobs"], row["logprobs"], atol=1e-5)
 
 
 def test_the_best_of_n_by_mean_logprob(model, free, tmp_path):

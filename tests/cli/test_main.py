@@ -7,6 +7,7 @@ import subprocess
 import sys
 import types
 from dataclasses import dataclass
+from typing import get_type_hints
 
 import pytest
 
@@ -28,9 +29,10 @@ def command(monkeypatch):
 
     def add(run, arguments=Arguments, **properties):
         module = types.ModuleType("fp8rl_jax.cli.probe")
-        module.Arguments, module.run = arguments, run
+        module.run = lambda given: run(given)
+        module.run.__annotations__ = {"given": arguments}
         monkeypatch.setitem(sys.modules, "fp8rl_jax.cli.probe", module)
-        monkeypatch.setitem(cli.COMMANDS, "probe", cli.Command("a test", **properties))
+        monkeypatch.setitem(cli.COMMANDS, "probe", cli.Command("a test", "probe:run", **properties))
 
     return add
 
@@ -93,10 +95,16 @@ def test_unknown_commands_are_named(capsys):
     assert capsys.readouterr().err == "fp8rl: error: unknown command 'fecth'; did you mean fetch?\n"
 
 
+def test_the_old_name_of_a_command_is_answered_with_the_new_one(capsys):
+    assert cli.main(["score", "--model", "m"]) == 2
+    assert capsys.readouterr().err == "fp8rl: error: fp8rl score is now called fp8rl logprobs\n"
+
+
 @pytest.mark.parametrize("name", sorted(cli.COMMANDS))
 def test_every_command_is_whole(name, capsys):
-    module = importlib.import_module(f"fp8rl_jax.cli.{name}")
-    assert module.Arguments.__doc__ and callable(module.run)
+    module, function = cli.COMMANDS[name].function.split(":")
+    command = getattr(importlib.import_module(f"fp8rl_jax.cli.{module}"), function)
+    assert command.__doc__ and next(iter(get_type_hints(command).values())).__doc__
     with pytest.raises(SystemExit) as stop:
         cli.main([name, "--help"])
     assert stop.value.code == 0

@@ -15,10 +15,9 @@ import pytest
 from precision.numpy_fp8 import restored
 from tiny_models import LLAMA, MOE
 
-from fp8rl_jax.compare.results import Comparison
+from fp8rl_jax.compare.comparison import Comparison, compare
 from fp8rl_jax.compare.side import Side, check_alike
 from fp8rl_jax.compare.tokens import Row, as_tokens
-from fp8rl_jax.compare.walk import compare
 from fp8rl_jax.config.recipe import RECIPES, Recipe, TensorFormat, get_recipe
 from fp8rl_jax.config.rl import RLConfig
 from fp8rl_jax.errors import UserError

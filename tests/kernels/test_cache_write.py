@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fp8rl_jax.models.rotary import rope_tables, rotate
 from jax import lax
 
 from fp8rl_jax.config.recipe import TensorFormat
-from fp8rl_jax.models.rotary import rope_tables, rotate
 from fp8rl_jax.precision import quantize_per_tensor
 from pallas_kernels import BackendError, write_cache
 from pallas_kernels.cache_write.cases import SMALL

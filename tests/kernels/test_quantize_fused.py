@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 from fp8rl_jax.models.arithmetic import PLAIN
+
 from pallas_kernels import BackendError, quantize_blocks, quantize_rms_norm, quantize_swiglu
 from pallas_kernels.check.cases import difference
 from pallas_kernels.quantize.cases import SMALL

@@ -8,6 +8,7 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
+from fp8rl_jax.rollout.served import quantized_policy
 
 from fp8rl_jax.config.recipe import get_recipe
 from fp8rl_jax.config.run import MeshConfig
@@ -23,7 +24,6 @@ from fp8rl_jax.parallel import (
     to_global,
     to_host,
 )
-from fp8rl_jax.rollout.served import quantized_policy
 
 CONFIG = PolicyConfig(
     "qwen3_moe",

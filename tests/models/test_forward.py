@@ -8,6 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference_llama as reference
+from fp8rl_jax.models.rotary import rope_frequencies
+from fp8rl_jax.models.trained import trainer_policy
+from fp8rl_jax.rollout.served import quantized_policy
 from tiny_models import GEMMA, LLAMA, MISTRAL, MOE, QWEN2, QWEN3
 
 from fp8rl_jax.config.recipe import PrecisionConfig, get_recipe
@@ -18,11 +21,8 @@ from fp8rl_jax.models.forward import forward
 from fp8rl_jax.models.logprobs import token_logprobs
 from fp8rl_jax.models.lora import init_adapters, join
 from fp8rl_jax.models.policy import Policy, build_policy, init_policy, map_products, unstack
-from fp8rl_jax.models.rotary import rope_frequencies
-from fp8rl_jax.models.trained import trainer_policy
 from fp8rl_jax.precision import hoist
 from fp8rl_jax.rollout.calibration import observe_qkv
-from fp8rl_jax.rollout.served import quantized_policy
 
 SCALED = dataclasses.replace(
     LLAMA, rope_theta=500000.0, rope_scaling=Llama3RopeScaling(8.0, 1.0, 4.0, 64)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference_llama as reference
+from fp8rl_jax.rollout.served import quantized_policy
 from test_forward import TOLERANCE, logits, policy_and_weights, random_tokens, run
 from tiny_models import LLAMA, MOE, QWEN3
 
@@ -26,7 +27,6 @@ from fp8rl_jax.models.lora import (
     unstack_adapters,
 )
 from fp8rl_jax.models.policy import cast, unstack
-from fp8rl_jax.rollout.served import quantized_policy
 
 LORA = LoraConfig(rank=3, alpha=6.0)
 ATTENTION = LoraConfig(rank=3, alpha=6.0, targets=("*.q_proj", "*.o_proj"))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import reference_llama as reference
 from flax import nnx
+from fp8rl_jax.rollout.served import quantized_policy
 from test_forward import TOLERANCE, logits, policy_and_weights, random_tokens, run
 from tiny_models import MOE, QWEN3
 
@@ -45,7 +46,6 @@ from fp8rl_jax.precision import (
 from fp8rl_jax.rollout.calibration import calibrate_on_prompts
 from fp8rl_jax.rollout.engine import LocalEngine, pad_prompts
 from fp8rl_jax.rollout.sampling import Sampling
-from fp8rl_jax.rollout.served import quantized_policy
 from fp8rl_jax.training.state import decay_mask
 from fp8rl_jax.training.step import Batch, StepConfig, score
 from fp8rl_jax.weights.load import load_policy, save_policy

@@ -8,6 +8,7 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
+from fp8rl_jax.rollout.served import quantized_policy
 from parallel.on_eight_devices import far, specs
 
 from fp8rl_jax.config.recipe import get_recipe
@@ -26,7 +27,6 @@ from fp8rl_jax.parallel import (
     to_host,
 )
 from fp8rl_jax.rollout.engine import LocalEngine
-from fp8rl_jax.rollout.served import quantized_policy
 from fp8rl_jax.training.adapters import fingerprint
 from fp8rl_jax.training.state import make_optimizer, sharded_state
 

@@ -13,13 +13,14 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from fp8rl_jax.models.arithmetic import PLAIN
+from fp8rl_jax.rollout.served import quantized_policy
 from rollout.tiny import CONFIG, make_policy, make_prompts
 
 from fp8rl_jax import rl
 from fp8rl_jax.cli.main import main
 from fp8rl_jax.config.recipe import RECIPES, PrecisionConfig, get_recipe
 from fp8rl_jax.config.rl import RLConfig
-from fp8rl_jax.models.arithmetic import PLAIN
 from fp8rl_jax.models.config import ExpertsConfig
 from fp8rl_jax.models.policy import init_policy
 from fp8rl_jax.precision import quantize_weight
@@ -27,7 +28,6 @@ from fp8rl_jax.rollout.calibration import calibrate_on_prompts, observe_qkv, obs
 from fp8rl_jax.rollout.engine import pad_prompts
 from fp8rl_jax.rollout.sampler import generate
 from fp8rl_jax.rollout.sampling import Sampling
-from fp8rl_jax.rollout.served import quantized_policy
 from fp8rl_jax.training.step import Batch, StepConfig, score
 from fp8rl_jax.weights.load import load_policy
 from pallas_kernels.rounding import rounded

@@ -7,10 +7,9 @@ from report.synthetic import LAYERS, write_comparison, write_run
 
 from fp8rl_jax.cli import main as cli
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.report.comparison import find_comparisons, read_comparison
-from fp8rl_jax.report.heatmap import FAINTEST, panel
+from fp8rl_jax.report.comparison import FAINTEST, panel, read_comparison
 from fp8rl_jax.report.page import render, write_report
-from fp8rl_jax.report.runs import find_runs, read_runs
+from fp8rl_jax.report.runs import find_comparisons, find_runs, read_runs
 
 TITLE = (
     "Rollout of the fp8-rollout recipe, float32 compute, against trainer of the fp8-rollout "

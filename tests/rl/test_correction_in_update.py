@@ -63,7 +63,7 @@ def batch():
 def test_functions_named_as_a_users_are_compiled_into_the_same_update(batch):
     settings = rl.RLConfig(
         objective="fp8rl_jax.rl.objectives:clip",
-        correction=replace(WHOLE, weights="fp8rl_jax.rl.weights:token"),
+        correction=replace(WHOLE, weights="fp8rl_jax.rl.correction:token"),
     )
     parts = replace(CONFIG, micro_batches=4)
     own = update(fresh(), batch, parts, OPTIMIZER)

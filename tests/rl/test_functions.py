@@ -27,7 +27,8 @@ from fp8rl_jax.config.files import dump_toml
 from fp8rl_jax.config.rl import ESTIMATORS, OBJECTIVES, ClipCalibrationConfig
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.rl import advantages, objectives, weights
+from fp8rl_jax.rl import advantages, objectives
+from fp8rl_jax.rl.correction import BUILT_IN_WEIGHTS
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "objectives.md"
@@ -76,21 +77,21 @@ def test_built_in_estimators_and_weights_named_as_a_users_are_the_same(make_batc
         ]
         found = [rl.group_advantages(rewards, 4, config, valid, lengths) for config in configs]
         assert equal(*found) and found[0].any()
-    for name in weights.BUILT_IN:
+    for name in BUILT_IN_WEIGHTS:
         log_ratio, mask = (
             jnp.asarray(batch["logprobs"] - batch["rollout"]),
             jnp.asarray(batch["mask"]),
         )
         configs = [
             rl.CorrectionConfig("none", weights=spec)
-            for spec in (name, f"fp8rl_jax.rl.weights:{name}")
+            for spec in (name, f"fp8rl_jax.rl.correction:{name}")
         ]
         assert equal(*(rl.importance_weights(log_ratio, mask, config) for config in configs))
 
 
 def test_the_configuration_names_what_is_built_in():
     assert tuple(objectives.BUILT_IN) == OBJECTIVES and tuple(advantages.BUILT_IN) == ESTIMATORS
-    assert ("none", *weights.BUILT_IN) == WEIGHTS
+    assert ("none", *BUILT_IN_WEIGHTS) == WEIGHTS
 
 
 def test_the_overlay_is_the_formula_of_its_docstring(make_batch):

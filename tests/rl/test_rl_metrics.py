@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fp8rl_jax import rl
-from fp8rl_jax.rl.masked import (
+from fp8rl_jax.rl.metrics import (
     check_shapes,
     k3,
     masked_max,

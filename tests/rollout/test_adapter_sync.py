@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fp8rl_jax.rollout.served import quantized_policy
 from rollout.tiny import CONFIG, full_logits, log_softmax, make_policy, make_prompts, take
 
 from fp8rl_jax.config.recipe import RECIPES
@@ -17,7 +18,6 @@ from fp8rl_jax.models.lora import build_adapters, join, merge, split
 from fp8rl_jax.precision import QTensor
 from fp8rl_jax.rollout.engine import LocalEngine
 from fp8rl_jax.rollout.sampling import Sampling
-from fp8rl_jax.rollout.served import quantized_policy
 
 LORA = LoraConfig(rank=4, alpha=8.0)
 

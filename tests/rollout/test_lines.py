@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.rollout.lines import read_lines, write_lines
+from fp8rl_jax.rollout.offline import read_lines, write_lines
 from fp8rl_jax.tokenizers.byte_tokenizer import ByteTokenizer
 
 VOCAB, LIMIT = 300, 12

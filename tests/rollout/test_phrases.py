@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.rollout.phrases import Phrases, compile_phrases, dead_end
+from fp8rl_jax.rollout.constraints import Phrases, compile_phrases, dead_end
 
 VOCAB = [b"", b"a", b"b", b"ab", b"ba", b"aab", b"\xc3", b"\xa9", b"\xc3\xa9a", b"bb", b"x", b"axb"]
 PHRASES = st.lists(st.text("abéx", min_size=1, max_size=5), min_size=1, max_size=4)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8rl_jax.rollout.stop_text import TextStream, cut_text, find_stop
+from fp8rl_jax.rollout.constraints import TextStream, cut_text, find_stop
 
 STOPS = st.lists(st.text("ab é", min_size=1, max_size=4), max_size=3)
 PIECES = st.lists(

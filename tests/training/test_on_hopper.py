@@ -16,6 +16,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import pytest
+from fp8rl_jax.rollout.served import quantized_policy
 from jax._src.cudnn import fused_attention_stablehlo
 from rollout.tiny import CONFIG, make_prompts
 
@@ -28,7 +29,6 @@ from fp8rl_jax.models.policy import init_policy
 from fp8rl_jax.rollout.calibration import observe_qkv
 from fp8rl_jax.rollout.sampler import generate
 from fp8rl_jax.rollout.sampling import Sampling
-from fp8rl_jax.rollout.served import quantized_policy
 from fp8rl_jax.training.state import init_state, make_optimizer
 from fp8rl_jax.training.step import Batch, StepConfig, score, update
 from pallas_kernels import blockwise_matmul, quantize_blocks

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import pytest
+from fp8rl_jax.rollout.served import quantized_policy
 
 from fp8rl_jax.cli.load import load_config
 from fp8rl_jax.cli.main import main
@@ -22,7 +23,6 @@ from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.policy import init_policy, parameter_count
 from fp8rl_jax.rollout.sampler import generate
 from fp8rl_jax.rollout.sampling import Sampling
-from fp8rl_jax.rollout.served import quantized_policy
 from fp8rl_jax.training.fitting import what_fits
 from fp8rl_jax.training.plan import PHASES, memory_plan, mesh_sizes
 from fp8rl_jax.training.state import init_state, make_optimizer

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from fp8rl_jax.models.trained import trainer_policy
 from rollout.tiny import CONFIG, make_engine, make_policy, make_prompts
 
 from fp8rl_jax.config.recipe import RECIPES, PrecisionConfig, Recipe, SideScales, get_recipe
@@ -26,7 +27,6 @@ from fp8rl_jax.models.policy import (
     unstack,
     with_layers,
 )
-from fp8rl_jax.models.trained import trainer_policy
 from fp8rl_jax.precision import QTensor, TrainedWeight, trained_weight
 from fp8rl_jax.rollout.engine import LocalEngine
 from fp8rl_jax.rollout.sampling import Sampling

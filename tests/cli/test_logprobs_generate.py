@@ -23,11 +23,11 @@ def text_model(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("text_model"), tokenizer=True, eos_token_ids=(258,))
 
 
-def test_score_is_the_log_softmax_of_a_direct_forward_in_the_order_of_the_file(model, tmp_path):
+def test_logprobs_is_the_log_softmax_of_a_direct_forward_in_the_order_of_the_file(model, tmp_path):
     rows = random_rows([5, 20, 1, 9])
     lines = [{"tokens": row, "id": i} for i, row in enumerate(rows)]
     answers = call(
-        "score", model, lines, tmp_path, *FLOAT32, "--batch-size", "2", "--temperature", "0.5"
+        "logprobs", model, lines, tmp_path, *FLOAT32, "--batch-size", "2", "--temperature", "0.5"
     )
     assert [answer["id"] for answer in answers] == [0, 1, 2, 3]
     for row, answer in zip(rows, answers, strict=True):
@@ -36,10 +36,10 @@ def test_score_is_the_log_softmax_of_a_direct_forward_in_the_order_of_the_file(m
         np.testing.assert_allclose(answer["logprobs"], expected, atol=1e-4)
 
 
-def test_score_takes_the_trainers_side_of_the_recipe(model, tmp_path):
+def test_logprobs_takes_the_trainers_side_of_the_recipe(model, tmp_path):
     lines = [{"tokens": row} for row in random_rows([12, 7])]
-    assert call("score", model, lines, tmp_path, "--recipe", "fp8-rl") == call(
-        "score", model, lines, tmp_path, "--recipe", "bf16"
+    assert call("logprobs", model, lines, tmp_path, "--recipe", "fp8-rl") == call(
+        "logprobs", model, lines, tmp_path, "--recipe", "bf16"
     )
 
 
@@ -108,7 +108,7 @@ def test_prompts_are_encoded_and_completions_decoded(text_model, tmp_path):
     assert answers[0]["tokens"] == ByteTokenizer().encode("2 + 2 =")
     for answer in answers:
         assert answer["text"] == ByteTokenizer().decode(answer["completion_tokens"])
-    (scored,) = call("score", text_model, [{"prompt": "ab"}], tmp_path)
+    (scored,) = call("logprobs", text_model, [{"prompt": "ab"}], tmp_path)
     assert (
         scored["prompt"] == "ab"
         and scored["tokens"] == [257, 97, 98]
@@ -124,7 +124,7 @@ def test_a_conversation_goes_through_the_chat_template(text_model, tmp_path):
     (text_model / "chat_template.jinja").write_text(template)
     line = {"messages": [{"role": "user", "content": "hi"}]}
     (generated,) = call("generate", text_model, [line], tmp_path, "--max-new-tokens", "3")
-    (scored,) = call("score", text_model, [line], tmp_path)
+    (scored,) = call("logprobs", text_model, [line], tmp_path)
     (text_model / "chat_template.jinja").unlink()
     assert bytes(generated["tokens"]) == b"<hi>A" and bytes(scored["tokens"]) == b"<hi>"
 
@@ -134,7 +134,7 @@ def test_a_quantized_rollout_answers_close_to_the_trainer_and_not_the_same(model
     flags = ("--max-new-tokens", "6", "--temperature", "1", "--recipe", "fp8-rl", *FLOAT32)
     generated = call("generate", model, lines, tmp_path, *flags)
     joined = [{"tokens": answer["tokens"] + answer["completion_tokens"]} for answer in generated]
-    scored = call("score", model, joined, tmp_path, *FLOAT32)
+    scored = call("logprobs", model, joined, tmp_path, *FLOAT32)
     gaps = [
         np.subtract(s["logprobs"][-6:], g["policy_logprobs"])
         for s, g in zip(scored, generated, strict=True)
@@ -155,7 +155,7 @@ def test_every_wrong_line_is_named_at_once(model, tmp_path, capsys):
         {"tokens": [True]},
         {"prompt": "x"},
     ]
-    said = refusal("score", model, [{"tokens": [1]}, *lines], tmp_path, capsys).splitlines()
+    said = refusal("logprobs", model, [{"tokens": [1]}, *lines], tmp_path, capsys).splitlines()
     expected = {
         2: "not valid JSON",
         3: "must be a JSON object",
@@ -179,7 +179,7 @@ def test_lines_that_the_tokenizer_cannot_take_are_named(text_model, tmp_path, ca
 
 def test_lines_longer_than_the_model_are_refused(model, tmp_path, capsys):
     assert "line 1: 129 tokens are more" in refusal(
-        "score", model, [{"tokens": [1] * 129}], tmp_path, capsys
+        "logprobs", model, [{"tokens": [1] * 129}], tmp_path, capsys
     )
     said = refusal(
         "generate", model, [{"tokens": [1] * 120}], tmp_path, capsys, "--max-new-tokens", "9"
@@ -188,30 +188,30 @@ def test_lines_longer_than_the_model_are_refused(model, tmp_path, capsys):
 
 
 def test_files_that_cannot_be_used_are_refused_before_the_weights_are_read(model, tmp_path, capsys):
-    assert "holds no lines" in refusal("score", model, ["", ""], tmp_path, capsys)
+    assert "holds no lines" in refusal("logprobs", model, ["", ""], tmp_path, capsys)
     assert "unknown name 'fp8'" in refusal(
-        "score", model, [{"tokens": [1]}], tmp_path, capsys, "--recipe", "fp8"
+        "logprobs", model, [{"tokens": [1]}], tmp_path, capsys, "--recipe", "fp8"
     )
     (tmp_path / "rows").mkdir()
     rows = tmp_path / "rows" / "run.toml"
     rows.write_text('[recipes.mine]\nbase = "fp8-rl"\nrollout.weight = "e4m3"')
     flags = ("--recipes", str(rows), "--recipe", "mine")
     assert "recipe 'mine': rollout.weight.block must" in refusal(
-        "score", model, [{"tokens": [1]}], tmp_path, capsys, *flags
+        "logprobs", model, [{"tokens": [1]}], tmp_path, capsys, *flags
     )
     (tmp_path / "out.jsonl").mkdir()
-    assert "is a directory" in refusal("score", model, [{"tokens": [1]}], tmp_path, capsys)
+    assert "is a directory" in refusal("logprobs", model, [{"tokens": [1]}], tmp_path, capsys)
 
 
 def test_an_earlier_answer_stays_when_a_run_fails(model, tmp_path):
-    call("score", model, [{"tokens": [1, 2]}], tmp_path)
+    call("logprobs", model, [{"tokens": [1, 2]}], tmp_path)
     before = (tmp_path / "out.jsonl").read_text()
     broken = tmp_path / "broken"
     broken.mkdir()
     config = json.loads((model / "config.json").read_text())
     (broken / "config.json").write_text(json.dumps(config))
     with pytest.raises(AssertionError):
-        call("score", broken, [{"tokens": [1, 2]}], tmp_path)
+        call("logprobs", broken, [{"tokens": [1, 2]}], tmp_path)
     assert (tmp_path / "out.jsonl").read_text() == before
 
 

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from fp8rl_jax.compare.statistics import Difference, difference, logprob_differences
+from fp8rl_jax.compare.causes import Difference, difference, logprob_differences
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn])

