@@ -1,8 +1,8 @@
 """One layer, run as the rollout or the trainer runs it, with everything that its operations take
 and give kept.
 
-The layer is the model's own `LayerStep`; what is added is a look at its operations. So what is
-compared is what is computed: the very operands that reach a product, and its result.
+The layer is the model's own `TransformerLayer`; what is added is a look at its operations. So what
+is compared is what is computed: the very operands that reach a product, and its result.
 
     rollout    the prompt at once, then the completion a token at a time over a cache, as the
                sampler does
@@ -35,25 +35,29 @@ from jaxtyping import Array, Float
 
 from fp8rl_jax.compare.causes import logprob_differences
 from fp8rl_jax.compare.tokens import Stretches, Tokens
-from fp8rl_jax.config.recipe import LinearFormats, Recipe
-from fp8rl_jax.models.arithmetic import arithmetic
 from fp8rl_jax.models.cache import KVBlock, KVCache, KVScales, empty_block
 from fp8rl_jax.models.config import PolicyConfig
-from fp8rl_jax.models.forward import Phase, forward
-from fp8rl_jax.models.layer import LayerInputs, LayerStep, OwnBlock
+from fp8rl_jax.models.forms import predequantized
+from fp8rl_jax.models.forward import (
+    CompletionCache,
+    LayerInputs,
+    TransformerLayer,
+    forward,
+    quantize_heads,
+)
 from fp8rl_jax.models.logprobs import token_logprobs
 from fp8rl_jax.models.moe import choose, mixture
 from fp8rl_jax.models.policy import Layer, Policy
 from fp8rl_jax.precision import (
+    Compute,
+    FP8Input,
     QTensor,
-    TrainedInput,
+    as_weight,
     element_dtype,
-    hoist,
     is_quantized,
-    quantize_per_tensor,
+    predequantize,
 )
 from fp8rl_jax.rollout.sampling import logprob_of
-from pallas_kernels.backend import Backend
 
 Seen = dict[str, Any]
 """By name: "input" and "output" of the layer; "<operation>.in" and ".out", arrays [b, t, ...];
@@ -62,21 +66,21 @@ Seen = dict[str, Any]
 chosen. Entries of experts are [b, t, k, ...]."""
 
 
-class ProbedStep(LayerStep):
-    """`LayerStep` that keeps what it sees in `seen`, and goes on with the values of `given` where
-    that has the name."""
+class ProbedLayer(TransformerLayer):
+    """`TransformerLayer` that keeps what it sees in `seen`, and goes on with the values of `given`
+    where that has the name."""
 
-    def __init__(self, *arguments, given: Seen | None = None, backend: Backend, **options):
-        super().__init__(*arguments, observe=self._heads, backend=backend, **options)
+    def __init__(self, *arguments, given: Seen | None = None):
+        super().__init__(*arguments, observe=self._heads)
         self.seen: Seen = {}
         self.given = given or {}
         self._names: dict[int, str] = {}
         self._operands: dict[Any, Any] = {}
 
-    def __call__(self, x, layer: Layer, own: OwnBlock | None, inputs: LayerInputs):
+    def __call__(self, x, layer: Layer, completion: CompletionCache | None, inputs: LayerInputs):
         self._names = {id(weight): name for name, weight in layer.tensors().items()}
         self.seen["input"] = x
-        x, outputs = super().__call__(x, layer, own, inputs)
+        x, outputs = super().__call__(x, layer, completion, inputs)
         self.seen["output"] = x
         return x, outputs
 
@@ -96,39 +100,29 @@ class ProbedStep(LayerStep):
         self._operands = {}
         out = super().project(self.take(f"{names[0]}.in", x), *weights)
         for name, weight in zip(names, weights, strict=True):
-            operand = self._operands[jax.tree.structure(weight.value)]
+            operand = self._operands[jax.tree.structure(as_weight(weight.value))]
             self._keep_operand(
                 name, operand, lambda leaf: leaf.reshape(*self.positions.shape, leaf.shape[-1])
             )
         return [self.take(f"{name}.out", y) for name, y in zip(names, out, strict=True)]
 
-    def operand(self, x, weight):
-        self._operands[jax.tree.structure(weight)] = made = super().operand(x, weight)
+    def prepare(self, x, weight):
+        self._operands[jax.tree.structure(weight)] = made = super().prepare(x, weight)
         return made
 
     def mixture(self, x, layer: Layer, routes):
         x = self.take("router.in", x)
-        ids, weights = choose(
-            x, layer.router.value, self.config.experts, arithmetic=self.arithmetic
-        )
+        experts = self.config.experts
+        ids, weights = choose(x, layer.router.value, experts, self.compute)
         self.seen["router.ids"] = ids
         self.seen["router.out"] = jnp.put_along_axis(
-            jnp.zeros((*ids.shape[:-1], self.config.experts.count)),
+            jnp.zeros((*ids.shape[:-1], experts.count)),
             ids,
             weights,
             axis=-1,
             inplace=False,
         )
-        out, used = mixture(
-            x,
-            layer,
-            self.config.experts,
-            self.formats.activation,
-            routes,
-            self.backend,
-            self.arithmetic,
-            see=self._expert_rows,
-        )
+        out, used = mixture(x, layer, experts, self.compute, routes, probe=self._expert_rows)
         return self.take("mixture.out", out), used
 
     def _expert_rows(self, name: str, rows, order):
@@ -142,18 +136,19 @@ class ProbedStep(LayerStep):
         return value.reshape(rows.shape)[order]
 
     def _keep_operand(self, name: str, operand, change=lambda leaf: leaf):
-        operand = operand.quantized if isinstance(operand, TrainedInput) else operand
+        operand = operand.quantized if isinstance(operand, FP8Input) else operand
         if isinstance(operand, QTensor):
             self.seen[f"{name}.operand"] = jax.tree.map(change, operand)
 
     def _heads(self, q, k, v, real, scales):
-        formats = (self.formats.query, self.formats.key, self.formats.value)
+        formats = (self.compute.query, self.compute.key, self.compute.value)
         for name, x, fmt, scale in zip(
             ("query", "key", "value"), (q, k, v), formats, scales or (None,) * 3, strict=True
         ):
             self.seen[f"{name}.out"] = x
             if fmt.quantized:
-                self.seen[f"{name}.operand"] = quantize_per_tensor(x, scale, fmt)
+                self.seen[f"{name}.operand"] = quantize_heads(x, scale, fmt)
+        return None, scales
 
 
 def _put_back(rows, order, axes):
@@ -166,7 +161,7 @@ def _put_back(rows, order, axes):
     )
 
 
-@partial(jax.jit, static_argnames=("config", "formats", "decode", "backend", "exact"))
+@partial(jax.jit, static_argnames=("config", "compute", "decode"))
 def run_layer(
     layer: Layer,
     x: Stretches,
@@ -176,10 +171,8 @@ def run_layer(
     routes: Stretches | None = None,
     *,
     config: PolicyConfig,
-    formats: LinearFormats,
+    compute: Compute,
     decode: bool,
-    backend: Backend,
-    exact: bool = False,
 ) -> Stretches:
     """What one layer does with the prompts and completions.
 
@@ -190,27 +183,31 @@ def run_layer(
         inputs: the layer's scales, window and frequencies.
         given: `Seen` of another side, of the entries to compute with in place of this side's.
         routes: expert ids to replay, where they are.
+        compute: of the side's form.
         decode: the rollout's way through the completions, not the trainer's.
-        exact: as in the recipe.
 
     Returns:
         `Seen` of both stretches; "output" is what enters the next layer.
     """
     if decode:
-        layer = jax.tree.map(partial(hoist, backend=backend), layer, is_leaf=is_quantized)
+        layer = jax.tree.map(
+            lambda x: predequantize(x, compute) if is_quantized(x) else x,
+            layer,
+            is_leaf=is_quantized,
+        )
     masks, given, routes = tokens.masks, given or Stretches({}, {}), routes or Stretches(None, None)
-    step = partial(ProbedStep, config, formats, backend=backend, arithmetic=arithmetic(exact))
+    step = partial(ProbedLayer, config, compute)
     positions = jnp.broadcast_to(
         jnp.arange(tokens.prompts.shape[1], dtype=jnp.int32), tokens.prompts.shape
     )
     first = step(positions, masks.prompt.astype(jnp.int32), KVCache(), given=given.prompt)
     block = first(x.prompt, layer, None, inputs._replace(routes=routes.prompt))[1].block
-    shared = KVBlock(*block, masks.prompt, positions)
-    inputs, width = inputs._replace(shared=block), tokens.completions.shape[1]
+    prefix = KVBlock(*block, masks.prompt, positions)
+    inputs, width = inputs._replace(prefix=block), tokens.completions.shape[1]
     if not decode:
         places = tokens.prompt_lengths[:, None] + jnp.arange(width)
         second = step(
-            places, masks.completion.astype(jnp.int32), KVCache(shared), given=given.completion
+            places, masks.completion.astype(jnp.int32), KVCache(prefix), given=given.completion
         )
         second(x.completion, layer, None, inputs._replace(routes=routes.completion))
         return Stretches(first.seen, second.seen)
@@ -218,9 +215,9 @@ def run_layer(
     def one(own, now):
         t, x, given, routes = now
         places = (tokens.prompt_lengths + t)[:, None]
-        cache = KVCache(shared, KVBlock(*own, jnp.zeros((len(x), width), bool)), t)
+        cache = KVCache(prefix, KVBlock(*own, jnp.zeros((len(x), width), bool)), t)
         probed = step(places, jnp.ones_like(places), cache, given=given)
-        out = probed(x, layer, OwnBlock(*own, t), inputs._replace(routes=routes))[1]
+        out = probed(x, layer, CompletionCache(*own, t), inputs._replace(routes=routes))[1]
         return out.block, probed.seen
 
     own = tuple(jnp.zeros((*z.shape[:2], width, z.shape[3]), z.dtype) for z in block)
@@ -232,24 +229,15 @@ def run_layer(
     return Stretches(first.seen, jax.tree.map(lambda z: jnp.moveaxis(z[:, :, 0], 0, 1), seen))
 
 
-def at_once(
-    policy: Policy,
-    tokens: Tokens,
-    scales: KVScales | None = None,
-    *,
-    recipe: Recipe,
-    phase: Phase = "train",
-    backend: Backend = "auto",
-) -> Float[Array, "p t"]:
-    """Log-probabilities of the completions as the update takes them: a prompt, then its completion
-    over the prompt's keys.
+def at_once(policy: Policy, tokens: Tokens, scales: KVScales | None = None) -> Float[Array, "p t"]:
+    """Compute log-probabilities as the update does: a prompt, then its completion over its keys.
 
     Args:
-        policy: in the form of `phase`.
-        phase: "prefill" runs the trainer's program with the rollout's formats.
+        policy: in the form of a side; with the rollout's it is the trainer's program in the
+            rollout's formats.
     """
     lengths, masks, width = tokens.prompt_lengths, tokens.masks, tokens.completions.shape[1]
-    run = partial(forward, policy, recipe=recipe, phase=phase, backend=backend)
+    run = partial(forward, policy)
     prompt = run(
         tokens.prompts, segment_ids=masks.prompt.astype(jnp.int32), cache=KVCache(scales=scales)
     )
@@ -259,70 +247,48 @@ def at_once(
     )
     last = jnp.take_along_axis(prompt.hidden, (lengths - 1)[:, None, None], axis=1)
     hidden = jnp.concatenate([last, rest.hidden[:, :-1]], axis=1)
-    return token_logprobs(hidden, policy.head, tokens.completions, exact=recipe.exact)[0]
+    return token_logprobs(hidden, policy, tokens.completions)[0]
 
 
 def one_by_one(
-    policy: Policy,
-    tokens: Tokens,
-    scales: KVScales | None = None,
-    *,
-    recipe: Recipe,
-    backend: Backend = "auto",
+    policy: Policy, tokens: Tokens, scales: KVScales | None = None
 ) -> Float[Array, "p t"]:
-    """Log-probabilities of the completions as the sampler takes them: prefill, then a token at a
-    time over its cache.
+    """Compute log-probabilities as the sampler does: prefill, then a token at a time over its
+    cache.
 
     Args:
         policy: in the rollout's form.
     """
-    policy = jax.tree.map(partial(hoist, backend=backend), policy, is_leaf=is_quantized)
-    lengths, completions, width = (
-        tokens.prompt_lengths,
-        tokens.completions,
-        tokens.completions.shape[1],
-    )
-    run = partial(forward, policy, recipe=recipe, backend=backend)
+    policy = predequantized(policy)
+    compute, lengths, completions = policy.compute, tokens.prompt_lengths, tokens.completions
+    width = completions.shape[1]
     segments = tokens.masks.prompt.astype(jnp.int32)
-    prefill = run(
-        tokens.prompts, segment_ids=segments, cache=KVCache(scales=scales), phase="prefill"
-    )
+    prefill = forward(policy, tokens.prompts, segment_ids=segments, cache=KVCache(scales=scales))
     last = jnp.take_along_axis(prefill.hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
-    dtype = (
-        element_dtype(recipe.rollout.key)
-        if recipe.rollout.key.quantized
-        else policy.embed_tokens.value.dtype
-    )
-    own = empty_block(policy.config, len(completions), width, dtype, policy.stacked)
+    key = compute.key
+    dtype = element_dtype(key) if key.quantized else policy.embed_tokens.value.dtype
+    empty = empty_block(policy.config, len(completions), width, dtype, policy.stacked)
 
-    def score(hidden, token):
-        return logprob_of(
-            arithmetic(recipe.exact).dot(hidden, policy.head), token, 1.0, recipe.exact
-        )
+    def logprob(hidden, token):
+        return logprob_of(compute.product(hidden, policy.head), token, 1.0, compute)
 
     def step(kept, now):
         t, token, following = now
-        cache = KVCache(prefill.cache, KVBlock(*kept, own.mask), t, scales)
-        result = run(token[:, None], (lengths + t)[:, None], cache=cache, phase="decode")
-        return (result.cache.keys, result.cache.values), score(result.hidden[:, 0], following)
+        cache = KVCache(prefill.cache, KVBlock(*kept, empty.mask), t, scales)
+        result = forward(policy, token[:, None], (lengths + t)[:, None], cache=cache)
+        return (result.cache.keys, result.cache.values), logprob(result.hidden[:, 0], following)
 
-    first = score(last, completions[:, 0])
+    first = logprob(last, completions[:, 0])
     steps = (jnp.arange(width - 1), completions[:, :-1].T, completions[:, 1:].T)
-    _, rest = lax.scan(step, (own.keys, own.values), steps)
+    _, rest = lax.scan(step, (empty.keys, empty.values), steps)
     return jnp.concatenate([first[:, None], rest.T], axis=1)
 
 
 def excess_precision(
-    policy: Policy,
-    tokens: Tokens,
-    scales: KVScales | None,
-    recipe: Recipe,
-    rollout: bool,
-    backend: Backend = "auto",
+    policy: Policy, tokens: Tokens, scales: KVScales | None, rollout: bool
 ) -> dict[str, Any]:
-    """`logprob_differences` of a side's whole program as it is and compiled without XLA's excess
-    precision."""
-    run = partial(one_by_one if rollout else at_once, recipe=recipe, backend=backend)
+    """Compare a side's whole program with itself, compiled without XLA's excess precision."""
+    run = one_by_one if rollout else at_once
     allowed, forbidden = (
         jax.jit(run, compiler_options={"xla_allow_excess_precision": kept})(policy, tokens, scales)
         for kept in (True, False)

@@ -17,17 +17,15 @@ from fp8rl_jax.compare.probe import excess_precision, run_layer
 from fp8rl_jax.compare.tokens import Stretches, Tokens
 from fp8rl_jax.config.recipe import LinearFormats, Recipe
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.models.arithmetic import arithmetic
 from fp8rl_jax.models.cache import KVCache, KVScales
 from fp8rl_jax.models.config import PolicyConfig, stack_of
+from fp8rl_jax.models.forms import rollout_policy, trainer_policy
 from fp8rl_jax.models.forward import embed, layer_inputs
 from fp8rl_jax.models.logprobs import token_logprobs
 from fp8rl_jax.models.policy import Policy, unstack
-from fp8rl_jax.models.trained import trainer_policy
-from fp8rl_jax.precision import QTensor, TrainedWeight, check_recipe, describe
+from fp8rl_jax.precision import FP8Weight, QTensor, check_recipe, describe
 from fp8rl_jax.rollout.calibration import observe_qkv, observe_served, scales_from_amax
 from fp8rl_jax.rollout.sampling import logprob_of
-from fp8rl_jax.rollout.served import quantized_policy
 from pallas_kernels.backend import Backend
 
 Phase = Literal["trainer", "rollout"]
@@ -84,13 +82,13 @@ class Side:
             )
         else:
             served = jax.jit(
-                partial(quantized_policy, recipe=recipe, dtype=kind, unroll=False, backend=backend)
+                partial(rollout_policy, recipe=recipe, dtype=kind, unroll=False, backend=backend)
             )(policy)[0]
             if recipe.quantizes_cache:
                 scales = _calibrate(policy, served, recipe, kind, tokens, backend)
         excess = None
         if kind.itemsize == 2 and not recipe.exact:
-            excess = excess_precision(served, tokens, scales, recipe, phase == "rollout", backend)
+            excess = excess_precision(served, tokens, scales, phase == "rollout")
         return cls(recipe, phase, kind, backend, policy, unstack(served), scales, excess)
 
     @property
@@ -99,7 +97,7 @@ class Side:
 
     def embed(self, tokens: Tokens) -> Stretches:
         """What enters the first layer."""
-        run = jax.jit(partial(embed, numbers=arithmetic(self.recipe.exact)))
+        run = jax.jit(embed)
         return Stretches(run(self.served, tokens.prompts), run(self.served, tokens.completions))
 
     def run(
@@ -121,32 +119,28 @@ class Side:
             given,
             routes,
             config=self.served.config,
-            formats=self.formats,
+            compute=self.served.compute,
             decode=self.phase == "rollout",
-            backend=self.backend,
-            exact=self.recipe.exact,
         )
 
     def norm(self, x: Stretches) -> Stretches:
         """Hidden states after the final norm."""
-        return Stretches(
-            *_norm(self.served, x, decode=self.phase == "rollout", exact=self.recipe.exact)
-        )
+        return Stretches(*_norm(self.served, x, decode=self.phase == "rollout"))
 
     def logprobs(
         self, hidden: Stretches, tokens: Tokens, temperature: float = 1.0
     ) -> Float[Array, "p t"]:
         """Log-probabilities of the completions' tokens, as the sampler or the update takes them
         from `hidden`, normed."""
-        decode, exact = self.phase == "rollout", self.recipe.exact
-        return _logprobs(self.served, hidden, tokens, temperature, decode=decode, exact=exact)
+        decode = self.phase == "rollout"
+        return _logprobs(self.served, hidden, tokens, temperature, decode=decode)
 
     def tensor(self, i: int | None, name: str) -> np.ndarray | QTensor:
         """A tensor of layer i, or one outside of the layers, as it is multiplied, on the host."""
         value = (
             getattr(self.served, name) if i is None else self.served.layers[i].tensors()[name]
         ).value
-        return jax.device_get(value.quantized if isinstance(value, TrainedWeight) else value)
+        return jax.device_get(value.quantized if isinstance(value, FP8Weight) else value)
 
     def source_tensor(self, i: int, name: str) -> np.ndarray:
         """A tensor of layer i before quantization, on the host."""
@@ -200,7 +194,7 @@ def _calibrate(
             policy, *prompts, *completions, recipe=recipe, dtype=dtype, backend=backend
         )
     else:
-        seen = observe_served(served, *prompts, recipe=recipe, backend=backend)
+        seen = observe_served(served, *prompts, recipe=recipe)
     scales = scales_from_amax(seen.amax, recipe)
     if not all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(scales)):
         raise UserError(
@@ -210,10 +204,10 @@ def _calibrate(
     return scales
 
 
-@partial(jax.jit, static_argnames=("decode", "exact"))
-def _norm(policy: Policy, x: Stretches, *, decode: bool, exact: bool):
+@partial(jax.jit, static_argnames="decode")
+def _norm(policy: Policy, x: Stretches, *, decode: bool):
     def norm(z):
-        return arithmetic(exact).rms_norm(
+        return policy.compute.rms_norm(
             z, policy.norm.value, policy.config.rms_norm_eps, policy.config.norm_offset
         )
 
@@ -223,19 +217,17 @@ def _norm(policy: Policy, x: Stretches, *, decode: bool, exact: bool):
     return norm(x.prompt), jnp.moveaxis(jax.lax.map(norm, by_token)[:, :, 0], 0, 1)
 
 
-@partial(jax.jit, static_argnames=("temperature", "decode", "exact"))
-def _logprobs(
-    policy: Policy, x: Stretches, tokens: Tokens, temperature: float, *, decode: bool, exact: bool
-):
+@partial(jax.jit, static_argnames=("temperature", "decode"))
+def _logprobs(policy: Policy, x: Stretches, tokens: Tokens, temperature: float, *, decode: bool):
     last = jnp.take_along_axis(x.prompt, (tokens.prompt_lengths - 1)[:, None, None], axis=1)
     hidden = jnp.concatenate([last, x.completion[:, :-1]], axis=1)
     if not decode:
-        return token_logprobs(hidden, policy.head, tokens.completions, temperature, exact=exact)[0]
+        return token_logprobs(hidden, policy, tokens.completions, temperature)[0]
 
-    numbers = arithmetic(exact)
+    compute = policy.compute
 
     def one(now):
         row, token = now
-        return logprob_of(numbers.dot(row, policy.head), token, temperature, exact)
+        return logprob_of(compute.product(row, policy.head), token, temperature, compute)
 
     return jax.lax.map(one, (jnp.moveaxis(hidden, 1, 0), tokens.completions.T)).T

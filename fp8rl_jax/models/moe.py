@@ -42,7 +42,8 @@ def route_dtype(config: ExpertsConfig) -> jnp.dtype:
 Probe = Callable[[str, Any, Array], Any]
 """Called as probe(name, rows, order) with the operand ("experts.up_proj.operand") and the result
 (".out") of each product of the experts, and with the input of the last (".in"); row i belongs to
-entry order[i] of the ids, flattened. What it returns is used in place of the rows. Not on a mesh."""
+entry order[i] of the ids, flattened. What it returns is used in place of the rows. Not on a
+mesh."""
 
 
 def mixture(

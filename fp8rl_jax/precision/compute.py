@@ -1,4 +1,5 @@
-"""How a policy computes: its kernels, the formats of its cache, and every operation besides a linear.
+"""How a policy computes: its kernels, the formats of its cache, and every operation besides a
+linear.
 
 A policy carries one `Compute` (models.policy), so the choice of kernels and of the arithmetic does
 not travel through the calls of a forward pass. `Compute` is what XLA makes fastest. `ExactCompute`
@@ -194,7 +195,8 @@ class Compute:
     def unpacked(
         self, w: QTensor | Float[Array, "*stack n k"] | Integers
     ) -> Float[Array, "*stack n k"] | Integers | None:
-        """Convert a weight that a loop multiplies many times; None where it is multiplied as it is."""
+        """Convert a weight that a loop multiplies many times; None where it is multiplied as it
+        is."""
         if isinstance(w, QTensor) and selected_backend(self.backend) == "reference":
             return dequantize(w)
         return None

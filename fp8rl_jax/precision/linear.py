@@ -231,7 +231,8 @@ def as_weight(stored: Stored) -> LinearWeight:
 
 
 def is_quantized(x: Any) -> bool:
-    """Whether `x` is a quantized form of a weight; also serves as `is_leaf` of jax.tree functions."""
+    """Whether `x` is a quantized form of a weight; also serves as `is_leaf` of jax.tree
+    functions."""
     return isinstance(x, QTensor | FP8Weight | PredequantizedWeight)
 
 

@@ -47,10 +47,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
-from fp8rl_jax.config.functions import is_users
 from fp8rl_jax.config.rl import LossConfig, RLConfig
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.functions import check_unchanged, describe_fault
+from fp8rl_jax.functions import check_unchanged, describe_fault, is_users
 from fp8rl_jax.rl.advantages import ESTIMATOR_KEY, group_advantages
 from fp8rl_jax.rl.correction import WEIGHTS_KEY, correction, importance_weights, refuse_partial
 from fp8rl_jax.rl.metrics import (

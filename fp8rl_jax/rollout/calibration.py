@@ -1,8 +1,8 @@
 """Scales of the FP8 KV cache, measured anew at every weight sync.
 
 One number a layer, or a KV head, for each of Q, K and V: amax after q/k-norm and rope, over the
-tokens of a micro-batch; then a percentile over the micro-batches, a head-room factor, and the format's largest
-value:
+tokens of a micro-batch; then a percentile over the micro-batches, a head-room factor, and the
+format's largest value:
 
     scale = percentile(amax_1 ... amax_m) * 1.05 / 448
 

@@ -6,7 +6,7 @@ appear under their name only when the last one is there.
 A policy applied to a file's worth of token lists: log-probabilities of what is there, or
 completions.
 
-    score      the trainer's side of the recipe: forward(phase="train"), as the trainer recomputes
+    score      the trainer's side of the recipe: its form and its forward, as the trainer recomputes
                log-probabilities
     generate   the rollout's side: quantized weights and cache, scales calibrated on the prompts, as
                the engine samples
@@ -30,11 +30,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from fp8rl_jax.models.trained import trainer_policy
 from jaxtyping import Array, Float, Int
 
 from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.models.forms import trainer_policy
 from fp8rl_jax.models.forward import forward
 from fp8rl_jax.models.logprobs import token_logprobs
 from fp8rl_jax.models.policy import Policy
@@ -256,7 +256,7 @@ def score(
     results: list[list[float]] = [[] for _ in rows]
     for batch in batches(rows, batch_size):
         logprobs = np.asarray(
-            _score(served, batch.tokens, batch.lengths, jnp.float32(temperature), recipe=recipe)
+            _logprobs(served, batch.tokens, batch.lengths, jnp.float32(temperature))
         )
         for row, index in enumerate(batch.ids):
             results[index] = logprobs[row, : len(rows[index]) - 1].tolist()
@@ -372,22 +372,16 @@ def batches(rows: Sequence[list[int]], batch_size: int) -> Iterator[Prompts]:
             yield pad_prompts([rows[i] for i in chosen], chosen, width)
 
 
-@partial(jax.jit, static_argnames="recipe")
-def _score(
+@jax.jit
+def _logprobs(
     policy: Policy,
     tokens: Int[Array, "b t"],
     lengths: Int[Array, " b"],
     temperature: Float[Array, ""],
-    *,
-    recipe: Recipe,
 ) -> Float[Array, "b t-1"]:
     segments = (jnp.arange(tokens.shape[1]) < lengths[:, None]).astype(jnp.int32)
-    hidden = forward(
-        policy, tokens, segment_ids=segments, recipe=recipe, phase="train", keep_cache=False
-    ).hidden
-    return token_logprobs(
-        hidden[:, :-1], policy.head, tokens[:, 1:], temperature, exact=recipe.exact
-    )[0]
+    hidden = forward(policy, tokens, segment_ids=segments, keep_cache=False).hidden
+    return token_logprobs(hidden[:, :-1], policy, tokens[:, 1:], temperature)[0]
 
 
 def _check_finite(index: int, logprobs: list[float], dtype: jnp.dtype) -> None:

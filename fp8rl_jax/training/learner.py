@@ -24,7 +24,7 @@ from fp8rl_jax.training.clip_calibration import Seen, due, recalibrate, unquanti
 from fp8rl_jax.training.compact import Compact, compact, of_width, widen
 from fp8rl_jax.training.performance import Clock
 from fp8rl_jax.training.state import TrainState, learning_rate, make_optimizer
-from fp8rl_jax.training.step import Batch, StepConfig, correct, score, update
+from fp8rl_jax.training.step import Batch, StepConfig, batch_logprobs, correct, update
 
 
 @jax.jit
@@ -97,7 +97,9 @@ class Learner:
                     self.compact(batch, parts).batch, prompt_routes=None, routes=None
                 )
                 policy = join(self.reference, split(state.policy)[1])
-                reference = jax.block_until_ready(widen(score(policy, own_routes, config), width))
+                reference = jax.block_until_ready(
+                    widen(batch_logprobs(policy, own_routes, config), width)
+                )
             batch = dataclasses.replace(batch, reference_logprobs=reference)
         if (
             self.count > 1
@@ -106,7 +108,10 @@ class Learner:
         ):
             with clock.part("logprob"):
                 old = jax.block_until_ready(
-                    widen(score(state.policy, self.compact(batch, parts).batch, config), width)
+                    widen(
+                        batch_logprobs(state.policy, self.compact(batch, parts).batch, config),
+                        width,
+                    )
                 )
             batch = dataclasses.replace(batch, old_logprobs=old)
         return batch
@@ -144,13 +149,15 @@ class Learner:
             with clock.part("calibrate"):
                 whole = dataclasses.replace(exact, micro_batches=parts)
                 exact_old = split_batch(
-                    jax.block_until_ready(score(state.policy, batch, whole)), self.count
+                    jax.block_until_ready(batch_logprobs(state.policy, batch, whole)), self.count
                 )
         for part in range(self.count):
             mini = jax.tree.map(lambda x, part=part: x[part], minis)
             if calibrating and part:
                 with clock.part("calibrate"):
-                    exact_logprobs = jax.block_until_ready(score(state.policy, mini, exact))
+                    exact_logprobs = jax.block_until_ready(
+                        batch_logprobs(state.policy, mini, exact)
+                    )
             with clock.part("train"):
                 state, logprobs, metrics = jax.block_until_ready(
                     update(state, mini, config, self.optimizer)

@@ -31,12 +31,12 @@ from jax.sharding import AbstractMesh, AxisType
 from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.config.run import MeshConfig, RunConfig
 from fp8rl_jax.models.config import PolicyConfig
+from fp8rl_jax.models.forms import rollout_policy
 from fp8rl_jax.models.lora import split
 from fp8rl_jax.models.policy import Policy, init_policy
 from fp8rl_jax.parallel import policy_shardings
 from fp8rl_jax.parallel.mesh import AXES
 from fp8rl_jax.precision import element_dtype
-from fp8rl_jax.rollout.served import quantized_policy
 from fp8rl_jax.training.adapters import adapt
 from fp8rl_jax.training.state import make_optimizer
 from pallas_kernels.attention import CHUNK, CHUNK_FROM
@@ -96,7 +96,7 @@ def memory_plan(
     trained, frozen = split(jax.eval_shape(partial(adapt, config=fresh, recipe=recipe), policy))
     moments = jax.eval_shape(optimizer.init, trained)
     served = jax.eval_shape(
-        lambda p: quantized_policy(p, recipe, dtype, config.rollout.decode_layers == "unroll")[0],
+        lambda p: rollout_policy(p, recipe, dtype, config.rollout.decode_layers == "unroll")[0],
         policy,
     )
     masters = device_bytes(trained, mesh)

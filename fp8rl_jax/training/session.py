@@ -45,9 +45,9 @@ from fp8rl_jax.config.settings import with_settings
 from fp8rl_jax.config.training import CheckpointConfig, OptimizerConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.cache import KVScales
+from fp8rl_jax.models.forms import trainer_policy
 from fp8rl_jax.models.lora import merge, split
 from fp8rl_jax.models.policy import Policy
-from fp8rl_jax.models.trained import trainer_policy
 from fp8rl_jax.parallel import (
     batch_sharding,
     batch_shards,
@@ -90,7 +90,7 @@ from fp8rl_jax.training.performance import Clock
 from fp8rl_jax.training.play import play
 from fp8rl_jax.training.prompts import PromptEncoder
 from fp8rl_jax.training.state import TrainState, sharded_state
-from fp8rl_jax.training.step import Batch, StepConfig, score, supervised_update
+from fp8rl_jax.training.step import Batch, StepConfig, batch_logprobs, supervised_update
 from fp8rl_jax.weights.load import save_policy
 from fp8rl_jax.weights.peft_format import save_adapters
 from pallas_kernels.matmul import selected_backend
@@ -504,7 +504,7 @@ class Session:
             batch = to_global(
                 Batch(*encoded[:2], tokens, mask, zeros, zeros[:, 0]), batch_sharding(self.mesh)
             )
-            values = to_host(score(self.weights, batch, config))
+            values = to_host(batch_logprobs(self.weights, batch, config))
             found += [values[row, : len(completion)] for row, completion in enumerate(some)]
         return found
 
