@@ -24,14 +24,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from fp8rl_jax.models.layer import LayerInputs, LayerStep
-from fp8rl_jax.models.trained import trainer_policy
 from jax._src.lib import xla_client
 
 from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.models.cache import KVCache
 from fp8rl_jax.models.config import PolicyConfig
+from fp8rl_jax.models.forms import trainer_policy
+from fp8rl_jax.models.forward import LayerInputs, TransformerLayer
 from fp8rl_jax.models.policy import Layer, Policy, init_policy, unstack
+from fp8rl_jax.precision import Compute
 
 INPUTS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
 """The linears of a layer, those together that share an input."""
@@ -84,14 +85,8 @@ class TrainedLayer:
     def run(self, part: str) -> Callable[[Any, Layer], Any]:
         """The part as a function of its inputs and the trainer's weights."""
         positions = jnp.broadcast_to(jnp.arange(self.length), (self.rows, self.length))
-        step = LayerStep(
-            self.config,
-            self.recipe.trainer,
-            positions,
-            jnp.ones_like(positions),
-            KVCache(),
-            None,
-            "auto",
+        step = TransformerLayer(
+            self.config, Compute(), positions, jnp.ones_like(positions), KVCache()
         )
 
         def linears(inputs, layer):

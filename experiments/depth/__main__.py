@@ -27,8 +27,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from fp8rl_jax.models.trained import trainer_policy
-from fp8rl_jax.rollout.served import quantized_policy
 
 from experiments.benchmarks.machine import facts
 from fp8rl_jax.cli.load import parse_arguments
@@ -37,6 +35,7 @@ from fp8rl_jax.compare.tokens import Tokens
 from fp8rl_jax.config.recipe import RECIPES, ForwardFormats, Recipe
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.config import PolicyConfig
+from fp8rl_jax.models.forms import rollout_policy, trainer_policy
 from fp8rl_jax.models.policy import Policy, init_policy, run_of_layers
 from fp8rl_jax.rl import mismatch_metrics
 from fp8rl_jax.rollout.calibration import calibrate_on_prompts
@@ -122,17 +121,10 @@ def prompts() -> Prompts:
 
 
 _calibrate = partial(calibrate_on_prompts, backend=BACKEND)
-_serve = jax.jit(quantized_policy, static_argnums=(1, 2, 3, 4))
+_serve = jax.jit(rollout_policy, static_argnums=(1, 2, 3, 4))
 _train = jax.jit(trainer_policy, static_argnums=(1, 2, 3))
-_at_once = jax.jit(partial(at_once, backend=BACKEND), static_argnames=("recipe", "phase"))
-_one_by_one = jax.jit(partial(one_by_one, backend=BACKEND), static_argnames="recipe")
-_sample = partial(
-    generate,
-    samples=1,
-    sampling=Sampling(max_new_tokens=NEW),
-    recipe=RECIPES["bf16"],
-    backend=BACKEND,
-)
+_at_once, _one_by_one = jax.jit(at_once), jax.jit(one_by_one)
+_sample = partial(generate, samples=1, sampling=Sampling(max_new_tokens=NEW))
 
 
 def point(
@@ -162,20 +154,10 @@ def point(
             )
             if way == "trainer":
                 gradient = replace(recipe, rollout=COMPUTE, name="formats")
-                found = _at_once(
-                    _train(policy, gradient, kind, BACKEND),
-                    tokens,
-                    None,
-                    recipe=form,
-                    phase="train",
-                )
+                found = _at_once(_train(policy, gradient, kind, BACKEND), tokens)
             else:
                 served = _serve(policy, form, kind, False, BACKEND)[0]
-                found = (
-                    _one_by_one(served, tokens, scales, recipe=form)
-                    if way == "decode"
-                    else _at_once(served, tokens, scales, recipe=form, phase="prefill")
-                )
+                found = (_one_by_one if way == "decode" else _at_once)(served, tokens, scales)
             scored[way == "decode", way == "trainer", form] = np.asarray(found)
         return scored[way == "decode", way == "trainer", form]
 

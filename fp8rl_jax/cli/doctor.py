@@ -167,7 +167,7 @@ def _linears(recipe, model: str, faults: list[str]) -> list[str]:
     for name in names:
         _, number, kind = name.split(".", 2)
         layer, why = int(number), why_in_compute(recipe, name, config.num_layers)
-        text = f"compute dtype ({why})" if why else _quantized(recipe)
+        text = f"compute dtype ({why})" if why else _quantized(recipe.of_linear(name))
         found = runs.setdefault(kind, [])
         if found and found[-1][1:] == (layer - 1, text):
             found[-1] = (found[-1][0], layer, text)
