@@ -701,7 +701,7 @@ LIST: list[Mutant] = [
         ),
     ),
     *of(
-        "training/evaluate.py",
+        "training/loop.py",
         WIRING,
         ("wilson-centre", "z * z / (2 * count)", "z * z / count", "wilson"),
         ("wilson-width", "(4 * count * count)", "(2 * count * count)", "wilson"),
@@ -786,7 +786,7 @@ LIST: list[Mutant] = [
         ),
     ),
     *of(
-        "training/play.py",
+        "training/experience.py",
         WIRING,
         ("one-key-for-all-turns", "jax.random.fold_in(key, turn)", "key", "episodes_go_on"),
         (

@@ -36,7 +36,7 @@ from fp8rl_jax.models.policy import LINEARS
 from fp8rl_jax.parallel import make_mesh
 from fp8rl_jax.rollout.engine import LocalEngine, pad_prompts
 from fp8rl_jax.rollout.sampling import Sampling
-from fp8rl_jax.training.compact import compact
+from fp8rl_jax.training.batch import compact
 from fp8rl_jax.training.state import init_state
 from fp8rl_jax.training.step import Batch, StepConfig, update
 from fp8rl_jax.weights.load import load_policy

@@ -33,7 +33,7 @@ from scipy import stats
 
 from fp8rl_jax.cli.load import parse_arguments
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.training.evaluate import wilson_interval
+from fp8rl_jax.training.loop import wilson_interval
 
 ROOT = Path(__file__).parents[2]
 DEMO = ("experiments/runs/demo.toml",)

@@ -72,7 +72,7 @@ def evaluate(config: RunConfig) -> None:
     if config.task.eval_size == 0:
         raise UserError("task.eval_size = 0 holds out no problem to evaluate on; raise it")
     start_jax()
-    from fp8rl_jax.training.evaluate import evaluate_held_out
+    from fp8rl_jax.training.loop import evaluate_held_out
     from fp8rl_jax.training.setup import announce, build, reward_log, reward_pool
 
     setup = build(config, sampled=False)
@@ -101,8 +101,7 @@ def plan(config: RunConfig) -> int:
     """Prints the plan; returns 1 where it is known not to fit. Axes of the mesh that are -1 count
     as 1."""
     start_jax()
-    from fp8rl_jax.training.fitting import report
-    from fp8rl_jax.training.plan import mesh_sizes
+    from fp8rl_jax.training.plan import mesh_sizes, report
     from fp8rl_jax.training.setup import model_shape
 
     text, fits = report(model_shape(config), config, mesh_sizes(config.mesh))

@@ -1,4 +1,12 @@
-"""What is learned from one rollout: reference and old log-probabilities where they are needed, then
+"""Calibrated clipping in a run: when the unquantized passes are made, and how the bounds in the
+state follow them.
+
+A calibrating step scores its rollout once more with nothing quantized, before the first update, and
+each later mini-batch before its own update: two forwards, as in the paper. The FP8 side of the
+comparison costs nothing, since updates return the log-probabilities that they computed. The first
+mini-batch is left out: it meets the old policy, and all its ratios are 1.
+
+What is learned from one rollout: reference and old log-probabilities where they are needed, then
 one or several updates.
 
 A single update takes its own forward as the old policy, so the old-logprob pass is skipped; several
@@ -8,23 +16,83 @@ updates, corrections of the whole batch, and a KL divergence in the reward need 
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from fp8rl_jax import rl
-from fp8rl_jax.config.recipe import Recipe
+from fp8rl_jax.config.formats import COMPUTE
+from fp8rl_jax.config.recipe import LinearFormats, Recipe
+from fp8rl_jax.config.rl import RLConfig
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.config.training import OptimizerConfig
 from fp8rl_jax.models.lora import Trained, join, split
 from fp8rl_jax.models.policy import Policy
 from fp8rl_jax.parallel import split_batch
-from fp8rl_jax.training.clip_calibration import Seen, due, recalibrate, unquantized
-from fp8rl_jax.training.compact import Compact, compact, of_width, widen
+from fp8rl_jax.rl.metrics import per_token
+from fp8rl_jax.training.batch import Batch, Narrowed, narrow, of_width, untrim
 from fp8rl_jax.training.performance import Clock
 from fp8rl_jax.training.state import TrainState, learning_rate, make_optimizer
-from fp8rl_jax.training.step import Batch, StepConfig, batch_logprobs, correct, update
+from fp8rl_jax.training.step import StepConfig, batch_logprobs, correct, update
+
+
+class Seen(NamedTuple):
+    """One mini-batch as its update met it: log-probabilities of the trainer, and of passes in which
+    nothing is quantized."""
+
+    batch: Batch
+    logprobs: Float[Array, "b t"]
+    exact_logprobs: Float[Array, "b t"]
+    exact_old_logprobs: Float[Array, "b t"]
+
+
+def due(state: TrainState, config: RLConfig, updates_per_rollout: int) -> bool:
+    """Whether the step that begins with `state` calibrates."""
+    settings = config.clip_calibration
+    return settings.enabled and (int(state.updates) // updates_per_rollout) % settings.every == 0
+
+
+def unquantized(config: StepConfig) -> StepConfig:
+    """The same forward in the compute dtype."""
+    compute = {
+        "trainer": LinearFormats(),
+        "output_gradient": COMPUTE,
+        "saved_activation": COMPUTE,
+        "layers": (),
+        "exact": False,
+    }
+    recipe = replace(config.recipe, **compute)
+    return replace(config, recipe=recipe)
+
+
+@partial(jax.jit, static_argnames="config")
+def recalibrate(
+    bounds: Float[Array, " bounds"], seen: list[Seen], config: RLConfig
+) -> tuple[Float[Array, " bounds"], dict[str, Float[Array, ""]]]:
+    """The next bounds, from those in force and all mini-batches together; metrics of
+    `rl.calibrated_bounds`.
+
+    A bound that is not finite, for which NaN log-probabilities are the only reason, stays what it
+    is.
+    """
+    columns = []
+    for batch, logprobs, exact, exact_old in seen:
+        mask = batch.mask if batch.loss_mask is None else batch.loss_mask
+        advantages = per_token(batch.advantages, mask)
+        if batch.weights is not None:
+            advantages = advantages * batch.weights
+        ratios = [
+            rl.policy_ratio(new, old, mask, "token")
+            for new, old in ((logprobs, batch.old_logprobs), (exact, exact_old))
+        ]
+        columns.append((*ratios, advantages, mask))
+    found, metrics = rl.calibrated_bounds(*map(jnp.concatenate, zip(*columns, strict=True)), config)
+    kept, found = config.clip_calibration.smoothing, jnp.where(jnp.isfinite(found), found, bounds)
+    return kept * bounds + (1 - kept) * found, metrics
 
 
 @jax.jit
@@ -78,9 +146,9 @@ class Learner:
         part = prompts // self.count
         return part // (self.trainer.micro_batch_prompts or part) * self.count
 
-    def compact(self, batch: Batch, parts: int) -> Compact:
+    def narrow(self, batch: Batch, parts: int) -> Narrowed:
         """The batch in the form that the model runs on, in `parts` micro-batches."""
-        return compact(batch, self.trainer, parts, self.mesh)
+        return narrow(batch, self.trainer, parts, self.mesh)
 
     def scored(self, state: TrainState, batch: Batch, parts: int, clock: Clock) -> Batch:
         """The batch with the log-probabilities that rewards and updates need: the reference
@@ -94,11 +162,11 @@ class Learner:
             with clock.part("ref"):
                 # other weights, so its own experts
                 own_routes = dataclasses.replace(
-                    self.compact(batch, parts).batch, prompt_routes=None, routes=None
+                    self.narrow(batch, parts).batch, prompt_routes=None, routes=None
                 )
                 policy = join(self.reference, split(state.policy)[1])
                 reference = jax.block_until_ready(
-                    widen(batch_logprobs(policy, own_routes, config), width)
+                    untrim(batch_logprobs(policy, own_routes, config), width)
                 )
             batch = dataclasses.replace(batch, reference_logprobs=reference)
         if (
@@ -108,8 +176,8 @@ class Learner:
         ):
             with clock.part("logprob"):
                 old = jax.block_until_ready(
-                    widen(
-                        batch_logprobs(state.policy, self.compact(batch, parts).batch, config),
+                    untrim(
+                        batch_logprobs(state.policy, self.narrow(batch, parts).batch, config),
                         width,
                     )
                 )
@@ -132,7 +200,7 @@ class Learner:
         old, width = batch.old_logprobs, batch.tokens.shape[1]
         rl_config = of_width(self.config.rl, width)
         config = dataclasses.replace(self.config, rl=rl_config, micro_batches=parts // self.count)
-        batch, padding = self.compact(batch, parts)
+        batch, padding = self.narrow(batch, parts)
         told = {
             "optim/lr": float(self.schedule(int(state.updates))),
             "perf/padding_fraction": padding,
@@ -141,7 +209,7 @@ class Learner:
             with clock.part("train"):
                 state, logprobs, metrics = update(state, batch, config, self.optimizer)
                 jax.block_until_ready(logprobs)
-            return state, widen(logprobs, width), metrics | told
+            return state, untrim(logprobs, width), metrics | told
         corrected, corrections = correct(batch, config.rl)
         collected, seen, minis = [], [], split_batch(corrected, self.count)
         calibrating, exact = due(state, config.rl, self.count), unquantized(config)

@@ -76,6 +76,7 @@ from fp8rl_jax.tasks.sandbox.pool import RewardPool
 from fp8rl_jax.tasks.scores import Scores
 from fp8rl_jax.tokenizers.tokenizer import Tokenizer
 from fp8rl_jax.training.adapters import adapt, restored, to_save
+from fp8rl_jax.training.batch import Batch, bucket
 from fp8rl_jax.training.checkpoint import Checkpoints
 from fp8rl_jax.training.experience import (
     Entering,
@@ -83,14 +84,13 @@ from fp8rl_jax.training.experience import (
     Experience,
     RolloutExperience,
     episode_rows,
+    play,
 )
 from fp8rl_jax.training.learner import Learner
-from fp8rl_jax.training.packing import bucket
 from fp8rl_jax.training.performance import Clock
-from fp8rl_jax.training.play import play
 from fp8rl_jax.training.prompts import PromptEncoder
 from fp8rl_jax.training.state import TrainState, sharded_state
-from fp8rl_jax.training.step import Batch, StepConfig, batch_logprobs, supervised_update
+from fp8rl_jax.training.step import StepConfig, batch_logprobs, supervised_update
 from fp8rl_jax.weights.load import save_policy
 from fp8rl_jax.weights.peft_format import save_adapters
 from pallas_kernels.matmul import selected_backend

@@ -20,8 +20,14 @@ from fp8rl_jax.config.training import LossScaleConfig, OptimizerConfig
 from fp8rl_jax.models.lora import Trained, join, split
 from fp8rl_jax.models.policy import Policy
 from fp8rl_jax.parallel import policy_shardings, shard_policy
-from fp8rl_jax.training.loss_scale import LossScale, factor, init_scale, next_scale
-from fp8rl_jax.training.moments import moment_formats, scale_by_adam
+from fp8rl_jax.training.optimizer import (
+    LossScale,
+    factor,
+    init_scale,
+    moment_formats,
+    next_scale,
+    scale_by_adam,
+)
 
 
 @jax.tree_util.register_dataclass

@@ -14,7 +14,7 @@ from tiny_run import EVEN_LETTERS, check_refused, measured, train, write_run
 from fp8rl_jax import rl
 from fp8rl_jax.config.recipe import COMPUTE, LinearFormats, get_recipe
 from fp8rl_jax.config.rl import ClipCalibrationConfig, RLConfig
-from fp8rl_jax.training.clip_calibration import Seen, due, recalibrate, unquantized
+from fp8rl_jax.training.learner import Seen, due, recalibrate, unquantized
 from fp8rl_jax.training.state import TrainState
 from fp8rl_jax.training.step import Batch, StepConfig
 

@@ -25,9 +25,8 @@ from fp8rl_jax.tasks.dataset import load_splits
 from fp8rl_jax.tasks.episodes import Episode, pad_rows
 from fp8rl_jax.tasks.sandbox.pool import RewardPool
 from fp8rl_jax.tokenizers.byte_tokenizer import ByteTokenizer
-from fp8rl_jax.training.experience import EpisodeExperience, episode_rows
+from fp8rl_jax.training.experience import EpisodeExperience, episode_rows, play
 from fp8rl_jax.training.performance import Clock
-from fp8rl_jax.training.play import play
 from fp8rl_jax.training.prompts import PromptEncoder
 from fp8rl_jax.training.state import init_state, make_optimizer
 from fp8rl_jax.training.step import Batch, StepConfig, score, update

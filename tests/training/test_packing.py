@@ -20,8 +20,7 @@ from fp8rl_jax.config.training import OptimizerConfig, TrainerConfig
 from fp8rl_jax.models.config import ExpertsConfig, PolicyConfig
 from fp8rl_jax.models.policy import init_policy
 from fp8rl_jax.parallel import make_mesh
-from fp8rl_jax.training.compact import compact, cut, of_width, widen
-from fp8rl_jax.training.packing import bucket, first_fit, pack
+from fp8rl_jax.training.batch import bucket, compact, cut, first_fit, of_width, pack, widen
 from fp8rl_jax.training.state import init_state, make_optimizer
 from fp8rl_jax.training.step import Batch, StepConfig, score, update
 

@@ -23,8 +23,7 @@ from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.policy import init_policy, parameter_count
 from fp8rl_jax.rollout.sampler import generate
 from fp8rl_jax.rollout.sampling import Sampling
-from fp8rl_jax.training.fitting import what_fits
-from fp8rl_jax.training.plan import PHASES, memory_plan, mesh_sizes
+from fp8rl_jax.training.plan import PHASES, memory_plan, mesh_sizes, what_fits
 from fp8rl_jax.training.state import init_state, make_optimizer
 from fp8rl_jax.training.step import Batch, StepConfig, _update
 from fp8rl_jax.weights.hf_config import read_policy_config

@@ -56,12 +56,10 @@ from fp8rl_jax.training import learner as learning
 from fp8rl_jax.training import session as sessions
 from fp8rl_jax.training import sft
 from fp8rl_jax.training.collect import Collected, Collector
-from fp8rl_jax.training.evaluate import evaluate, evaluate_held_out, wilson_interval
-from fp8rl_jax.training.experience import EpisodeExperience, RolloutExperience, episode_rows
+from fp8rl_jax.training.experience import EpisodeExperience, RolloutExperience, episode_rows, play
 from fp8rl_jax.training.learner import Learner
-from fp8rl_jax.training.loop import Loop
+from fp8rl_jax.training.loop import Loop, evaluate, evaluate_held_out, wilson_interval
 from fp8rl_jax.training.performance import Clock
-from fp8rl_jax.training.play import play
 from fp8rl_jax.training.prompts import PromptEncoder
 from fp8rl_jax.training.session import Session, at_temperature
 from fp8rl_jax.training.setup import build
