@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from fp8rl_jax.config.recipe import PrecisionConfig, Recipe, get_recipe
-from fp8rl_jax.config.rl import RLConfig
+from fp8rl_jax.config.rl import RLConfig, check_sampling
 from fp8rl_jax.config.tasks import TaskConfig
 from fp8rl_jax.config.training import (
     FP8_MAX_BETA2,
@@ -176,6 +176,24 @@ class RunConfig:
             UserError: a line for each fault, as `config.recipe.get_recipe` has them.
         """
         return get_recipe(self.recipe, self.precision, self.recipes)
+
+    def samples_truncated(self) -> bool:
+        """Whether the rollout samples from another distribution than the policy's.
+
+        Raises:
+            UserError: it does, and rl.correction does not say what that means; or the temperature
+                is 0.
+        """
+        rollout = self.rollout
+        return check_sampling(
+            self.rl.correction,
+            temperature=rollout.temperature,
+            top_k=rollout.top_k,
+            top_p=rollout.top_p,
+            min_p=rollout.min_p,
+            bad_words=rollout.bad_words,
+            logit_bias=rollout.logit_bias,
+        )
 
     def problems(self) -> list[str]:
         """Faults between keys, one line each; empty where all is well."""

@@ -34,7 +34,7 @@ from fp8rl_jax.training.checkpoint import Checkpoints
 from fp8rl_jax.training.collect import Collector
 from fp8rl_jax.training.experience import play
 from fp8rl_jax.training.performance import Clock
-from fp8rl_jax.training.session import Session, at_temperature
+from fp8rl_jax.training.session import Session, at_temperature, sample_key
 from fp8rl_jax.training.setup import Setup, announce, reward_log, reward_pool, write_run_record
 from fp8rl_jax.training.tracking import JsonLines, Trackers, Watch, make_tracker
 
@@ -195,7 +195,6 @@ class Loop:
         self.watch = Watch(
             config.trainer, self.checkpoints.directory, config.compute_dtype, reward_log(setup)
         )
-        self.session.truncated  # noqa: B018 - for its refusals
         if config.resume:
             self.session.load_saved(*self.checkpoints.restore(self.session.saved()))
             _log.info("resuming at step %d from %s", self.session.step, self.checkpoints.directory)
@@ -251,7 +250,7 @@ class Loop:
         metrics |= self._scored(found.scores)
         metrics |= {
             "rollout/rounds": float(found.rounds),
-            "rollout/teaching_prompts": float(found.teaches.sum()),
+            "rollout/teaching_prompts": float(found.informative.sum()),
         }
         metrics["rollout/dropped"] = float(self.setup.dropped)
         metrics |= self.watch.see(step, metrics, found.scores)
@@ -277,7 +276,7 @@ class Loop:
         if not config.every or (step % config.every and step < self.config.trainer.steps):
             return {}
         examples = self.setup.held_out.examples[: config.examples]
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.config.seed), 1), 0)
+        key = sample_key(self.config.seed, 0)
         with session.clock.part("eval"):
             metrics, _ = evaluate(session, self.pool, examples, config, key)
         return metrics

@@ -38,7 +38,7 @@ from jaxtyping import Array, Float, Key
 from fp8rl_jax import rl
 from fp8rl_jax.caching import keep_compiled_programs
 from fp8rl_jax.config.recipe import Recipe
-from fp8rl_jax.config.rl import RLConfig, check_sampling
+from fp8rl_jax.config.rl import RLConfig
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.config.schema import validate
 from fp8rl_jax.config.settings import with_settings
@@ -67,7 +67,13 @@ from fp8rl_jax.rollout.calibration import (
     scales_from_amax,
 )
 from fp8rl_jax.rollout.constraints import make_constraints
-from fp8rl_jax.rollout.engine import LocalEngine, Prompts, Rollout, RolloutEngine, pad_prompts
+from fp8rl_jax.rollout.engine import (
+    Prompts,
+    Rollout,
+    RolloutEngine,
+    local_engine,
+    pad_prompts,
+)
 from fp8rl_jax.rollout.sampling import Sampling
 from fp8rl_jax.tasks.conversation import Conversation, message_faults
 from fp8rl_jax.tasks.dataset import Example
@@ -78,22 +84,14 @@ from fp8rl_jax.tokenizers.tokenizer import Tokenizer
 from fp8rl_jax.training.adapters import adapt, restored, to_save
 from fp8rl_jax.training.batch import Batch, bucket
 from fp8rl_jax.training.checkpoint import Checkpoints
-from fp8rl_jax.training.experience import (
-    Entering,
-    EpisodeExperience,
-    Experience,
-    RolloutExperience,
-    episode_rows,
-    play,
-)
-from fp8rl_jax.training.learner import Learner
+from fp8rl_jax.training.experience import Entering, Experience, episode_experience, play
+from fp8rl_jax.training.learner import Learner, step_config
 from fp8rl_jax.training.performance import Clock
 from fp8rl_jax.training.prompts import PromptEncoder
 from fp8rl_jax.training.state import TrainState, sharded_state
-from fp8rl_jax.training.step import StepConfig, batch_logprobs, supervised_update
+from fp8rl_jax.training.step import batch_logprobs, supervised_update
 from fp8rl_jax.weights.load import save_policy
 from fp8rl_jax.weights.peft_format import save_adapters
-from pallas_kernels.matmul import selected_backend
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]] | Example
 """Text, token ids, the messages of a conversation, or a problem of a data set."""
@@ -102,8 +100,7 @@ _log = logging.getLogger("fp8rl")
 _NARROWEST = 16
 """Tokens that prompts are padded to at least."""
 _TRAINING, _SAMPLES = range(2)
-"""What the keys of a seed are for: `jax.random.fold_in(jax.random.key(seed), ...)`; adapters take
-the third."""
+"""What the keys of a seed are for; adapters take the third (training.adapters)."""
 # programs, and not dozens of small operations, which on a mesh may wait for each other without an
 # end
 _mismatch = jax.jit(rl.mismatch_metrics, static_argnames="config")
@@ -187,9 +184,7 @@ class Session:
         )
         config = with_settings(RunConfig() if config is None else config, settings, recipe=recipe)
         if alone:  # prompts come with each call, so what divides their number divides this one too
-            unit = max(config.trainer.updates_per_rollout, 1) * max(
-                config.trainer.micro_batch_prompts, 1
-            )
+            unit = _prompts_of_a_part(config)
             config = replace(config, rollout=replace(config.rollout, prompts_per_step=unit))
         validate(config)
         keep_compiled_programs()
@@ -208,7 +203,7 @@ class Session:
         self.encoder = PromptEncoder(
             tokenizer, config.task.system_prompt, rollout.max_prompt_tokens
         )
-        self.engine = self._local_engine() if engine is None else engine
+        self.engine = local_engine(config, self.recipe) if engine is None else engine
         self.clock, self.step, self.scales = Clock(), 0, None
         with jax.set_mesh(self.mesh):
             masters = jax.tree.map(lambda x: x.astype(jnp.float32), policy)
@@ -229,7 +224,7 @@ class Session:
         prompts: Sequence[Prompt] | Prompts,
         samples: int | None = None,
         key: Key[Array, ""] | None = None,
-    ) -> RolloutExperience:
+    ) -> Experience:
         """Samples completions to learn from, with the weights of the last sync; the first call
         makes that sync.
 
@@ -266,7 +261,7 @@ class Session:
         samples: int = 1,
         temperature: float = 0.0,
         seed: int = 0,
-    ) -> RolloutExperience:
+    ) -> Experience:
         """Completions to look at or to evaluate: drawn apart from training, which they do not
         change.
 
@@ -277,11 +272,11 @@ class Session:
             seed: of the draws.
         """
         encoded, count = self.encode(prompts)
-        key = jax.random.fold_in(jax.random.key(self.config.seed), _SAMPLES)
         served, uncalibrated, scales = self._served, self._uncalibrated, self.scales
         self._serve(encoded)
         sampling = at_temperature(self.sampling, temperature)
-        rollout = self.engine.generate(encoded, samples, sampling, jax.random.fold_in(key, seed))
+        key = sample_key(self.config.seed, seed)
+        rollout = self.engine.generate(encoded, samples, sampling, key)
         # scales that these prompts gave are not what training goes on with
         if self.recipe.quantizes_cache:
             self._served, self._uncalibrated, self.scales = served, uncalibrated, scales
@@ -294,7 +289,7 @@ class Session:
         pool: RewardPool,
         samples: int | None = None,
         key: Key[Array, ""] | None = None,
-    ) -> tuple[EpisodeExperience, Scores]:
+    ) -> tuple[Experience, Scores]:
         """Episodes of several turns with environments (task.kind = "environment"), and what they
         earned.
 
@@ -310,23 +305,15 @@ class Session:
         )
         return self.of_episodes(episodes, samples), scores
 
-    def of_episodes(self, episodes: Sequence[Episode], samples: int) -> EpisodeExperience:
+    def of_episodes(self, episodes: Sequence[Episode], samples: int) -> Experience:
         """Episodes of `play` as what `update` takes."""
-        rows = episode_rows(
+        return episode_experience(
             episodes,
-            self.encoder.width,
-            self.sampling.max_new_tokens,
+            samples,
+            self.sampling.temperature,
+            self.encoder.width + self.sampling.max_new_tokens - 1,
             self.encoder.pad,
-            len(episodes),
-        )
-        texts = [episode.transcript for episode in episodes]
-        return EpisodeExperience(
-            episodes=episodes,
-            rows=rows,
-            sharding=batch_sharding(self.mesh),
-            texts=texts,
-            samples=samples,
-            temperature=self.sampling.temperature,
+            batch_sharding(self.mesh),
         )
 
     # learning
@@ -362,9 +349,8 @@ class Session:
         values, valid, real = self._rewards(rollout, rewards)
         self._begin()
         learner, parts = self._learner, self._learner.micro_batches(rollout.prompts_in_batch)
-        batch = learner.scored(
-            self._state, rollout.batch(learner.config.rl, self.truncated, entering), parts, clock
-        )
+        batch = rollout.batch(learner.config.rl, config.samples_truncated(), entering)
+        batch = learner.with_logprobs(self._state, batch, parts, clock)
         lengths, divergence = rollout.by_sample(_lengths(batch.mask)), None
         if config.rl.reward_kl.coefficient:
             divergence = _reward_kl(
@@ -438,10 +424,7 @@ class Session:
         tokens, mask = self._completions(
             answers, len(encoded.lengths), self.sampling.max_new_tokens
         )
-        zeros = np.zeros(tokens.shape, np.float32)
-        batch = to_global(
-            Batch(*encoded[:2], tokens, mask, zeros, zeros[:, 0]), batch_sharding(self.mesh)
-        )
+        batch = self._given(encoded, tokens, mask)
         config = replace(self._learner.config, rl=RLConfig(), temperature=1.0)
         self._state, metrics = supervised_update(
             self._state, batch, config, self._learner.optimizer
@@ -495,15 +478,12 @@ class Session:
             )
         n, found = len(completions) // len(prompts), []
         width = bucket(max(map(len, completions)), 2)
-        config = replace(self._learner_config(), micro_batches=1)
+        config = step_config(self.config, self.recipe)
         for start in range(0, len(prompts), batch_size):
             some = completions[start * n : (start + batch_size) * n]
             encoded, _ = self.encode(prompts[start : start + batch_size])
             tokens, mask = self._completions(some, len(encoded.lengths) * n, width)
-            zeros = np.zeros(tokens.shape, np.float32)
-            batch = to_global(
-                Batch(*encoded[:2], tokens, mask, zeros, zeros[:, 0]), batch_sharding(self.mesh)
-            )
+            batch = self._given(encoded, tokens, mask)
             values = to_host(batch_logprobs(self.weights, batch, config))
             found += [values[row, : len(completion)] for row, completion in enumerate(some)]
         return found
@@ -667,11 +647,7 @@ class Session:
                     f"model's {positions} positions less "
                     f"rollout.max_new_tokens = {longest}"
                 )
-        trainer = self.config.trainer
-        unit = math.lcm(
-            trainer.updates_per_rollout * max(trainer.micro_batch_prompts, 1),
-            batch_shards(self.mesh),
-        )
+        unit = math.lcm(_prompts_of_a_part(self.config), batch_shards(self.mesh))
         missing = bucket(-(-len(rows) // unit), 2) * unit - len(rows)
         width = min(bucket(max(_NARROWEST, *map(len, rows)), 2), room)
         padded = pad_prompts(
@@ -680,25 +656,6 @@ class Session:
         return to_global(padded, batch_sharding(self.mesh)), len(rows)
 
     # what the methods above share
-
-    @property
-    def truncated(self) -> bool:
-        """Whether `rollout` samples from another distribution than the policy's.
-
-        Raises:
-            UserError: it does, and rl.correction does not say what that means; or the temperature
-                is 0.
-        """
-        rollout = self.config.rollout
-        return check_sampling(
-            self.config.rl.correction,
-            temperature=rollout.temperature,
-            top_k=rollout.top_k,
-            top_p=rollout.top_p,
-            min_p=rollout.min_p,
-            bad_words=rollout.bad_words,
-            logit_bias=rollout.logit_bias,
-        )
 
     @property
     def learner(self) -> Learner:
@@ -786,22 +743,17 @@ class Session:
 
     def _draw(self, samples: int | None, key: Key[Array, ""] | None) -> tuple[int, Key[Array, ""]]:
         """Samples of a prompt, and the key of this step's next rollout."""
-        self.truncated  # noqa: B018 - for its refusals
+        self.config.samples_truncated()  # for its refusals
         if key is None:
-            key = jax.random.fold_in(
-                jax.random.fold_in(jax.random.key(self.config.seed), _TRAINING), self.step
-            )
-            key = jax.random.fold_in(key, self._rollouts) if self._rollouts else key
+            key = rollout_key(self.config.seed, self.step, self._rollouts)
         self._rollouts += 1
         return self.config.rollout.samples_per_prompt if samples is None else samples, key
 
     def _experience(
         self, rollout: Rollout, count: int, samples: int, temperature: float
-    ) -> RolloutExperience:
+    ) -> Experience:
         texts = self.encoder.texts(rollout)[: count * samples]
-        return RolloutExperience(
-            rollout=rollout, texts=texts, samples=samples, temperature=temperature
-        )
+        return Experience(rollout=rollout, texts=texts, samples=samples, temperature=temperature)
 
     def _rewards(
         self, rollout: Experience, rewards: Sequence[float | None] | Scores
@@ -884,27 +836,33 @@ class Session:
             tokens[row, : len(ids)], mask[row, : len(ids)] = ids, True
         return tokens, mask
 
-    def _learner_config(self) -> StepConfig:
-        return (
-            Learner(self.config, self.recipe, self.weights, self.mesh).config
-            if self._learner is None
-            else self._learner.config
-        )
+    def _given(self, prompts: Prompts, tokens: np.ndarray, mask: np.ndarray) -> Batch:
+        """Given completions as a batch, on the mesh."""
+        zeros = np.zeros(tokens.shape, np.float32)
+        batch = Batch(prompts.tokens, prompts.lengths, tokens, mask, zeros, zeros[:, 0])
+        return to_global(batch, batch_sharding(self.mesh))
 
-    def _local_engine(self) -> LocalEngine:
-        config = self.config
-        choice = config.rollout.decode_layers
-        copies = (
-            jax.default_backend() == "cpu" or selected_backend(config.precision.backend) == "hopper"
-        )
-        unroll = choice == "unroll" or (choice == "auto" and copies)
-        return LocalEngine(
-            self.recipe,
-            jnp.dtype(config.compute_dtype),
-            unroll,
-            config.precision.backend,
-            expert_ids=config.trainer.router_replay,
-        )
+
+def _prompts_of_a_part(config: RunConfig) -> int:
+    """What the number of a batch's prompts has to divide by, that updates and micro-batches are
+    equal."""
+    trainer = config.trainer
+    return max(trainer.updates_per_rollout, 1) * max(trainer.micro_batch_prompts, 1)
+
+
+def rollout_key(seed: int, step: int, number: int = 0) -> Key[Array, ""]:
+    """Make the key of a step's draws.
+
+    Args:
+        number: of the rollout in the step.
+    """
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), _TRAINING), step)
+    return jax.random.fold_in(key, number) if number else key
+
+
+def sample_key(seed: int, number: int) -> Key[Array, ""]:
+    """Make the key of draws that training does not depend on."""
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), _SAMPLES), number)
 
 
 def at_temperature(sampling: Sampling, temperature: float) -> Sampling:

@@ -18,7 +18,6 @@ from typing import Any
 import jax
 
 from fp8rl_jax.config.files import dump_toml
-from fp8rl_jax.config.rl import check_sampling
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.config.schema import validate
 from fp8rl_jax.errors import UserError
@@ -109,15 +108,7 @@ def build(
     recipe = config.resolved_recipe()
     r = config.rollout
     if sampled:
-        check_sampling(
-            config.rl.correction,
-            temperature=r.temperature,
-            top_k=r.top_k,
-            top_p=r.top_p,
-            min_p=r.min_p,
-            bad_words=r.bad_words,
-            logit_bias=r.logit_bias,
-        )
+        config.samples_truncated()  # for its refusals
     initialize(config.mesh)
     # asks for the device, which joining the processes must precede
     check_recipe(recipe, config.precision.backend)
