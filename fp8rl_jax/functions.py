@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from fp8rl_jax.errors import UserError
 
@@ -186,7 +186,7 @@ class Arguments(dict[str, float]):
     def __reduce__(self):
         return Arguments, (dict(self),)
 
-    def _refuse(self, *_: Any, **__: Any) -> None:
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise TypeError(
             "the arguments of a configuration cannot be changed; make another one with "
             "dataclasses.replace"
@@ -282,6 +282,7 @@ def _import_file(path: Path) -> ModuleType:
         sys.path.append(str(path.parent))
     name = f"{_FILE_PREFIX}{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None  # it ends in .py
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)

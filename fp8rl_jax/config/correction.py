@@ -106,7 +106,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 """By name, what the preset changes in PLAIN."""
 
 
-CorrectionMethod = Literal[("recipe", *PRESETS)]  # type: ignore[valid-type]
+CorrectionMethod = Literal[("recipe", *PRESETS)]  # ty: ignore[invalid-type-form]: made of the rows above
 CorrectionMode = Literal["decoupled", "bypass"]
 Bounds = Literal["truncate", "mask", "keep"]
 Overflow = Literal["clamp", "zero"]

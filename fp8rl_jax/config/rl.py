@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 from fp8rl_jax.config.correction import CorrectionConfig
 from fp8rl_jax.config.schema import above, at_least, one_of, report, unless
@@ -328,12 +328,10 @@ def check_sampling(
         raise UserError(
             f"rollout.temperature: {temperature!r} is greedy; training needs a temperature above 0"
         )
-    settings = {
+    settings: dict[str, tuple[Any, bool]] = {
         "top_k": (top_k, top_k > 0),
         "top_p": (top_p, top_p < 1),
         "min_p": (min_p, min_p > 0),
-    }
-    settings |= {
         "bad_words": (list(bad_words), bool(bad_words)),
         "logit_bias": (dict(logit_bias), bool(logit_bias)),
     }

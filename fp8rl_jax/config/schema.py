@@ -33,7 +33,7 @@ class Mismatch(Exception):
 
 
 @cache
-def fields_of(tree: type) -> dict[str, Any]:
+def fields_of(tree: Any) -> dict[str, Any]:
     """{name: annotation} of a dataclass, with annotations resolved and `Annotated` taken off."""
     hints = get_type_hints(tree)
     return {field.name: hints[field.name] for field in dataclasses.fields(tree) if field.init}

@@ -20,6 +20,7 @@ correct by default."""
 BUILT_IN_REWARDS = ("exact", "math_verify", "reasoning_gym", *SHAPING_REWARDS)
 
 
+Extract = Literal["whole", "last_number", "answer_tag"]
 TEMPLATE_FIELDS = ("question", "answer", "metadata")
 
 
@@ -41,7 +42,7 @@ class RewardConfig:
     correct: str = ""
     """The reward that decides accuracy: a completion is correct where it is at least 1. Empty: the
     only one with a weight other than 0 that is neither format nor length."""
-    extract: Literal["whole", "last_number", "answer_tag"] = "whole"
+    extract: Extract = "whole"
     """What exact, reasoning_gym and functions score: the completion without surrounding whitespace,
     its last number, or the inside of its last <answer></answer> (both empty where there is none).
     The others see the whole completion."""

@@ -79,7 +79,7 @@ class Dataset:
 
 def load_splits(
     task: TaskConfig,
-    rows: Sequence[Any] | Iterable[Any] | None = None,
+    rows: Any = None,
     environment: type | None = None,
 ) -> tuple[Dataset, Dataset]:
     """(training set, held-out set): disjoint by prompt, and the same for the same configuration.
@@ -118,7 +118,7 @@ def load_splits(
         size = HELD_OUT_SIZE if task.eval_size is None else task.eval_size
         held_out, left = apart[:size], distinct
     elif task.eval_size is None:
-        enough = HELD_OUT_SIZE + wanted if endless else None
+        enough = HELD_OUT_SIZE + wanted if endless and wanted else None
         found = tuple(islice(distinct, enough))
         size = (
             HELD_OUT_SIZE if len(found) == enough else min(HELD_OUT_SIZE, max(len(found) // 10, 1))
@@ -129,7 +129,7 @@ def load_splits(
         held_out = tuple(islice(distinct, size))
     train = Dataset(_numbered(islice(left, wanted)), distinct.duplicates)
     held_out = Dataset(_numbered(held_out))
-    _check_sizes(task, train, held_out, wanted if endless else task.train_size or 1, size)
+    _check_sizes(task, train, held_out, wanted or 1, size)
     return train, held_out
 
 

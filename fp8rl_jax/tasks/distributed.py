@@ -39,7 +39,7 @@ def score_distributed(
         own = pool.score(
             [examples[row // repeats] for row in rows], [completions[row] for row in rows]
         )
-    first_error = next(filter(None, gather_text(own.first_error or "")), None)
+    first_error = next(filter(None, gather_text(own.first_error)), "")
     table = np.zeros((3 + len(own.components), len(completions)), np.float32)
     table[:, rows] = own.rewards, own.correct, own.failed, *own.components.values()
     (rewards, correct, failed, *components), timeouts = sum_over_processes(
@@ -82,7 +82,7 @@ def play_distributed(
         failed=failed,
         errors=int(failed.sum()) - timeouts,
         timeouts=timeouts,
-        first_error=next((share["first_error"] for share in shares if share["first_error"]), None),
+        first_error=next((share["first_error"] for share in shares if share["first_error"]), ""),
         seconds=time.monotonic() - started,
         turns=turns,
     )

@@ -29,8 +29,7 @@ Said = str | Sequence[Message]
 
 
 class Environment(Protocol):
-    """What a user's class has to have; `close`, where there is one, is called at the end of every
-    turn."""
+    """What a user's class has to have; `close`, where there is one, is called after every turn."""
 
     def reset(self, seed: int) -> Said:
         """Start the problem of this seed; returns its prompt, the same for the same seed."""
@@ -80,8 +79,7 @@ def build_player(
                     )
             return _turn(environment.step(text))
         finally:
-            if hasattr(environment, "close"):
-                environment.close()
+            _close(environment)
 
     return play
 
@@ -117,14 +115,18 @@ def first_prompts(
         try:
             environment = make()
             prompt = _prompt(environment.reset(seed))
-            if hasattr(environment, "close"):
-                environment.close()
+            _close(environment)
         # The user's class may raise anything, or call sys.exit.
         except (Exception, SystemExit) as fault:
             raise UserError(
                 f"task.name = {task.name!r}, reset({seed}): {describe_fault(fault)}"
             ) from fault
         yield seed, prompt
+
+
+def _close(environment: Environment) -> None:
+    if (close := getattr(environment, "close", None)) is not None:
+        close()
 
 
 def _prompt(said: Any) -> str:

@@ -131,7 +131,7 @@ def episode_scores(
         failed=failed,
         errors=sum(turn.errors for turn in turns),
         timeouts=sum(turn.timeouts for turn in turns),
-        first_error=next((turn.first_error for turn in turns if turn.first_error), None),
+        first_error=next((turn.first_error for turn in turns if turn.first_error), ""),
         seconds=sum(turn.seconds for turn in turns),
     )
 

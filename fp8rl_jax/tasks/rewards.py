@@ -31,6 +31,7 @@ Both forms return finite numbers; 1 and above counts as correct. Both may stand 
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
 import re
@@ -38,9 +39,9 @@ from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from difflib import get_close_matches
 from functools import lru_cache, partial
-from typing import Any, Literal
+from typing import Any
 
-from fp8rl_jax.config.tasks import TaskConfig
+from fp8rl_jax.config.tasks import Extract, TaskConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.functions import describe_fault, load_function
 
@@ -167,7 +168,7 @@ def _built_in(task: TaskConfig, name: str) -> Reward:
     )
 
 
-def _function(function: Callable[..., Any], extract: str) -> Reward:
+def _function(function: Callable[..., Any], extract: Extract) -> Reward:
     def score(prompt: str, completion: str, answer: str, entry: Mapping[str, Any]) -> Any:
         return function(
             prompt=prompt,
@@ -179,7 +180,7 @@ def _function(function: Callable[..., Any], extract: str) -> Reward:
     return score
 
 
-def _batch_function(function: Callable[..., Any], extract: str) -> BatchReward:
+def _batch_function(function: Callable[..., Any], extract: Extract) -> BatchReward:
     def score(samples: Sequence[Sample]) -> Sequence[Any]:
         prompts, completions, answers, entries = map(list, zip(*samples, strict=True))
         scores = function(
@@ -245,7 +246,7 @@ def _takes_batches(function: Callable[..., Any], spec: str, key: str) -> bool:
     return batches
 
 
-def extract_answer(completion: str, how: Literal["whole", "last_number", "answer_tag"]) -> str:
+def extract_answer(completion: str, how: Extract) -> str:
     """The part of a completion that is scored.
 
     "whole" removes surrounding whitespace. "last_number" gives the last decimal number without its
@@ -297,17 +298,18 @@ def math_verify_reward() -> Callable[[str, str], float]:
             f"task.reward: math_verify needs {fault.name}: pip install 'fp8rl-jax[envs]'"
         ) from fault
 
+    def expressions_of(text: str) -> list[Any]:
+        return parse(text, parsing_timeout=None)  # ty: ignore[invalid-argument-type]: its docstring has None
+
     @lru_cache(maxsize=1024)
     def gold(answer: str) -> list[Any]:
-        expressions = parse(as_latex(answer), parsing_timeout=None)
+        expressions = expressions_of(as_latex(answer))
         if not expressions:
             raise ValueError(f"math-verify reads no expression in the answer {answer[:80]!r}")
         return expressions
 
     def score(completion: str, answer: str) -> float:
-        return float(
-            verify(gold(answer), parse(completion, parsing_timeout=None), timeout_seconds=None)
-        )
+        return float(verify(gold(answer), expressions_of(completion), timeout_seconds=None))
 
     # sympy loads parts of itself at the first use, which belongs to the start and not to a sample's
     # time
@@ -342,7 +344,8 @@ def create_reasoning_gym(task: TaskConfig, size: int, seed: int) -> Any:
             f"task.name = {task.name!r} is no reasoning-gym "
             f"generator{_did_you_mean(task.name, DATASETS)}"
         )
-    known = set(DATASETS[task.name][1].__dataclass_fields__) - {"size", "seed"}
+    parameters: Any = DATASETS[task.name][1]
+    known = {field.name for field in dataclasses.fields(parameters)} - {"size", "seed"}
     unknown = [
         f"task.args.{key}{_did_you_mean(key, known)}" for key in task.args if key not in known
     ]

@@ -26,8 +26,8 @@ class Scores:
     """Samples whose reward raised, returned no finite number, or ended its process."""
     timeouts: int
     """Samples that outlived the timeout."""
-    first_error: str | None
-    """What went wrong first, for the log."""
+    first_error: str
+    """What went wrong first, for the log; empty where nothing did."""
     seconds: float
     """From submission to the last score."""
     turns: list[dict[str, Any] | None] = field(default_factory=list)
@@ -47,7 +47,7 @@ class Scores:
             failed=np.concatenate([part.failed for part in parts]),
             errors=sum(part.errors for part in parts),
             timeouts=sum(part.timeouts for part in parts),
-            first_error=next((part.first_error for part in parts if part.first_error), None),
+            first_error=next((part.first_error for part in parts if part.first_error), ""),
             seconds=sum(part.seconds for part in parts),
             turns=[turn for part in parts for turn in part.turns],
         )

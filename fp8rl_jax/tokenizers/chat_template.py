@@ -34,13 +34,13 @@ class ChatTemplate:
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
         environment.filters["tojson"] = _tojson
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
         self._source = source
         self._special_tokens = special_tokens
         try:
             text.encode()  # JSON may spell half of a surrogate pair, which no tokenizer takes
-            self._template = environment.from_string(text)
+            self._template = environment.from_string(
+                text, {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+            )
         except (jinja2.TemplateError, SyntaxError, ValueError, RecursionError) as error:
             raise UserError(f"{source}: the chat template is not valid Jinja ({error})") from None
 

@@ -106,7 +106,7 @@ class HFTokenizer:
             self._backend.get_vocab(with_added_tokens=True).values(), default=-1
         )
         self.bos_token_id = self._id("bos_token")
-        self.eos_token_ids = () if eos is None else (eos,)
+        self.eos_token_ids: tuple[int, ...] = () if eos is None else (eos,)
         pad = self._id("pad_token")
         self.pad_token_id = eos if pad is None else pad
         self.has_chat_template = self._template is not None

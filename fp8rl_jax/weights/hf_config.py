@@ -381,7 +381,7 @@ def rope_keys(config: PolicyConfig) -> dict[str, Any]:
     """The keys of transformers 4, which 5 reads, too."""
     scaling = None
     if config.rope_scaling is not None:
-        kind = {LinearRopeScaling: "linear", Llama3RopeScaling: "llama3"}[type(config.rope_scaling)]
+        kind = "linear" if isinstance(config.rope_scaling, LinearRopeScaling) else "llama3"
         scaling = {"rope_type": kind, **dataclasses.asdict(config.rope_scaling)}
     keys = {"rope_theta": config.rope_theta, "rope_scaling": scaling}
     return (

@@ -74,6 +74,7 @@ def load_policy_arrays(directory: str | Path) -> tuple[PolicyConfig, dict[str, A
         tensor = checkpoint.tensors[name]
         _check_finite(checkpoint, name, tensor)
         if name in scales:
+            assert block is not None  # else there are no scales
             tensor = dequantize_tensor(tensor, scales[name], block)
             _check_finite(checkpoint, name, tensor)
         if location.path not in arrays:

@@ -114,7 +114,7 @@ def load(source: str | Path, dtype: jnp.dtype = jnp.float32) -> tuple[Policy, To
     return policy, tokenizer
 
 
-def byte_policy(seed: int = 0, **sizes: int | float) -> tuple[Policy, ByteTokenizer]:
+def byte_policy(seed: int = 0, **sizes: Any) -> tuple[Policy, ByteTokenizer]:
     """A small policy over bytes with random weights, float32, for trying things out: no file, no
     download.
 

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import pytest
@@ -23,7 +23,8 @@ def prompts(dataset):
 
 
 def rows_task(function="rows", **changes):
-    return TaskConfig(kind="module", name=f"{REWARDS}:{function}", **{"eval_size": 2, **changes})
+    settings: dict[str, Any] = {"eval_size": 2, **changes}
+    return TaskConfig(kind="module", name=f"{REWARDS}:{function}", **settings)
 
 
 def test_held_out_prompts_never_appear_in_training():

@@ -3,6 +3,7 @@ on."""
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,16 +13,17 @@ from hypothesis import strategies as st
 from fp8rl_jax.config.tasks import RewardConfig, TaskConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.tasks.conversation import Conversation, chat_messages
-from fp8rl_jax.tasks.dataset import load_splits
+from fp8rl_jax.tasks.dataset import Example, load_splits
 from fp8rl_jax.tasks.episodes import Episode, Sampled, episode_scores, join_turns, pad_rows
 from fp8rl_jax.tasks.sandbox.pool import RewardPool
 
+NO_PROBLEM = Example(0, "", "", "", {})
 ENVIRONMENTS = Path(__file__).with_name("environment_examples.py")
 NOTHING = Sampled((1,), (2,), (0.0,), (0.0,), stopped=True, weight_version=1)
 
 
 def task_of(cls="Guess", max_turns=4, **reward):
-    settings = {"num_workers": 1, "timeout": 1.0, **reward}
+    settings: dict[str, Any] = {"num_workers": 1, "timeout": 1.0, **reward}
     return TaskConfig(
         kind="environment",
         name=f"{ENVIRONMENTS}:{cls}",
@@ -233,7 +235,7 @@ def conversations(draw):
 @settings(deadline=None)
 @given(st.lists(conversations(), min_size=1, max_size=4))
 def test_exactly_the_sampled_tokens_are_trained_on_each_in_its_own_context(many):
-    episodes = [Episode(None, tuple(turns)) for turns in many]
+    episodes = [Episode(NO_PROBLEM, tuple(turns)) for turns in many]
     rows = pad_rows(episodes, 80, 80, pad=7)
     assert (
         not (rows.tokens >= 100)[rows.sampled].any() and not (rows.sampled & ~rows.attended).any()
@@ -269,6 +271,6 @@ def test_a_row_that_does_not_fit_is_refused():
     with pytest.raises(
         ValueError, match="episode 0: a row of 2 . 3 tokens, and there is room for 2 . 2"
     ):
-        pad_rows([Episode(None, (sampled([1, 2], [3, 4, 5]),))], 2, 2)
+        pad_rows([Episode(NO_PROBLEM, (sampled([1, 2], [3, 4, 5]),))], 2, 2)
     with pytest.raises(ValueError, match="one log-probability"):
         join_turns([Sampled((1,), (2, 3), (0.0,), (0.0, 0.0), stopped=True, weight_version=1)])

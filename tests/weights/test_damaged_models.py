@@ -174,6 +174,7 @@ def test_a_wrong_value_in_generation_config_json(data, plain, tmp_path):
 
 
 def test_counts_that_would_fill_the_memory_are_refused_before_they_are_listed(tmp_path):
+    assert MOE.experts is not None
     experts = dataclasses.replace(MOE.experts, count=10_000)
     write_model(tmp_path, MOE, random_tensors(MOE))
     (tmp_path / "config.json").write_text(
@@ -196,8 +197,8 @@ def test_an_infinite_number_in_a_gguf(tmp_path):
             convert_gguf(tmp_path / "bad.gguf", tmp_path / "out")
 
 
-def damaged_text(data, content: bytes) -> bytes:
-    content = bytearray(content)
+def damaged_text(data, text: bytes) -> bytes:
+    content = bytearray(text)
     at = data.draw(st.integers(0, len(content) - 1))
     kind = data.draw(st.sampled_from(["byte", "byte", "cut", "repeat", "truncate"]))
     if kind == "byte":

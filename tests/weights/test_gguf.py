@@ -7,10 +7,9 @@ import gguf
 import ml_dtypes
 import numpy as np
 import pytest
-from tiny_models import LLAMA, QWEN2, QWEN3, gguf_tensors, write_gguf
+from tiny_models import LLAMA, QWEN2, QWEN3, gguf_tensors, tokenizer_of, write_gguf
 
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.tokenizers.tokenizer import load_tokenizer
 from fp8rl_jax.weights.gguf import convert_gguf
 from fp8rl_jax.weights.hf_directory import load_policy_arrays
 
@@ -109,7 +108,7 @@ def test_an_output_tensor_unties_the_head(tmp_path):
 
 def test_tokenizer_and_chat_template(tmp_path):
     directory = convert_gguf(write_gguf(tmp_path / "m.gguf", gguf_tensors()), tmp_path / "out")
-    tokenizer = load_tokenizer(directory, LLAMA.vocab_size)
+    tokenizer = tokenizer_of(directory, LLAMA.vocab_size)
     the, t, five, seven = (tokenizer.encode(text) for text in (" the", " t", "5", "7"))
     assert len(the) == len(t) == 1 and the != t
     # digits stand alone, though "5 7" is a merge
@@ -138,7 +137,7 @@ def test_qwen2_s_pre_tokenizer_gives_transformers_ids(tmp_path):
     path = write_gguf(
         tmp_path / "m.gguf", gguf_tensors(config), config=config, pre="qwen2", merges=merges
     )
-    tokenizer = load_tokenizer(convert_gguf(path, tmp_path / "out"), config.vocab_size)
+    tokenizer = tokenizer_of(convert_gguf(path, tmp_path / "out"), config.vocab_size)
     expected = {
         "the the57 5": [86, 260, 261, 23, 25, 223, 23],
         "it'S 's don't": [75, 86, 265, 223, 9, 85, 223, 70, 81, 80, 9, 86],

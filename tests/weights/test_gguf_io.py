@@ -167,7 +167,7 @@ def test_block_formats_reach_the_policy(tmp_path):
         )
         if not kind.endswith("_K"):
             assert np.abs(expected - tensors[name]).max() < 0.6
-        layer, part = name.split(".")[1:3] if name.startswith("blk.") else (None, None)
+        layer, part = name.split(".")[1:3] if name.startswith("blk.") else ("", "")
         got = (
             arrays["layers"][layers[part]]["weight"][int(layer)]
             if layer

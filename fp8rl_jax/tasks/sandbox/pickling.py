@@ -14,7 +14,7 @@ import io
 import pickle
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
 from fp8rl_jax.errors import UserError
@@ -70,7 +70,7 @@ def _title(spec: str) -> str:
 
 
 @contextlib.contextmanager
-def _modules_by_value(objects: Mapping[str, Any]) -> Iterator[None]:
+def _modules_by_value(objects: Mapping[str, Any]) -> Generator[None]:
     """Within it, objects of modules that a worker could not import, or would find elsewhere, are
     pickled by value."""
     import cloudpickle

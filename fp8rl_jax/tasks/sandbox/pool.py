@@ -195,7 +195,7 @@ class ScoreJob:
         )
         self.failed = np.zeros(len(samples), bool)
         self.timeouts = 0
-        self.first_error: str | None = None
+        self.first_error = ""
 
     def record(self, row: int, result: Any, error: str | None, timed_out: bool = False) -> None:
         """Takes what is known of sample `row`: its scores in the order of the weights, or an

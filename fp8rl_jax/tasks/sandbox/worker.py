@@ -27,6 +27,7 @@ while it is imported are its helpers and live as long as the worker.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
@@ -97,6 +98,7 @@ def _print_to_the_log() -> None:
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
     os.dup2(2, 1)
+    assert isinstance(sys.stdout, io.TextIOWrapper)
     sys.stdout.reconfigure(line_buffering=True)
 
 
@@ -160,20 +162,19 @@ def serve(channel: socket.socket, objects_fd: int, warning: str = "") -> None:
     task = pickle.load(requests)
     try:
         objects = _objects(objects_fd)
-        score = (
-            build_player(task, objects)
-            if task.kind == "environment"
-            else build_scorer(task, objects)
-        )
+        if task.kind == "environment":
+            batch, score = None, build_player(task, objects)
+        else:
+            score = build_scorer(task, objects)
+            batch = score.batch if score.batch_rewards else None
     except UserError as fault:
         answer({"failed": str(fault)})
         return
-    batches = bool(getattr(score, "batch_rewards", {}))
     worker = os.getpid()
     helpers = frozenset(processes.descendants(worker)) if LINUX else frozenset()
     if LINUX:
         _limit(task.reward.memory_limit_mib, task.reward.file_limit_mib)
-    answer({"ready": True, "batches": batches, "warning": warning})
+    answer({"ready": True, "batches": batch is not None, "warning": warning})
 
     def is_over() -> bool:
         """Ends what the reward left running; whether that failed."""
@@ -187,8 +188,10 @@ def serve(channel: socket.socket, objects_fd: int, warning: str = "") -> None:
             samples = pickle.load(requests)
         except EOFError:
             return
-        calls = score.batch(samples) if batches else [partial(score, *sample) for sample in samples]
-        if batches:
+        if batch is None:
+            calls = [partial(score, *sample) for sample in samples]
+        else:
+            calls = batch(samples)
             if is_over():
                 return
             answer("batch")
