@@ -82,7 +82,7 @@ def test_bounds_are_those_of_a_search(noise, seed):
         assert low < 0.8 and high > 1.28
 
 
-def test_exact_ratios_have_the_bounds_of_the_config():
+def test_unquantized_ratios_have_the_bounds_of_the_config():
     _, exact, advantages, mask = batch(0.0)
     (low, high), metrics = found(exact, exact, advantages, mask)
     negative, positive = (exact[mask & (sign * advantages > 0)] for sign in (-1, 1))

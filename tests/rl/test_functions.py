@@ -431,7 +431,7 @@ def test_the_example_of_the_package_runs(make_batch):
         "n": n,
         "tokens": None,
         "mask": mask,
-        "score": lambda params, _: params,
+        "model_logprobs": lambda params, _: params,
     }
     names |= {"rewards": jnp.arange(8.0) % 3, "params": jnp.asarray(batch["logprobs"])}
     names |= {
