@@ -1,23 +1,19 @@
-"""One layer, run as the rollout or the trainer runs it, with everything that its operations take
-and give kept.
+"""What a side computes: one layer, all values of its operations kept, and whole programs.
 
-The layer is the model's own `LayerStep`; what is added is a look at its operations. So what is
+The layer is the model's own `LayerStep`; what is added is a record of its operations. So what is
 compared is what is computed: the very operands that reach a product, and its result.
 
-    rollout    the prompt at once, then the completion a token at a time over a cache, as the
+    rollout    the prompt as a whole, then the completion a token at a time over a cache, as the
                sampler does
-    trainer    the prompt at once, then the completion at once over the prompt's keys, as the update
-               does
+    trainer    the prompt as a whole, then the completion as a whole over the prompt's keys, as the
+               update does
 
 A layer can be given the values of another side. Each operation then computes on the other side's
-input, and hands the other side's result on: what is seen of it is its own contribution, and nothing
-that came from layers or operations before it.
+input, and hands the other side's result on: its result is its own contribution, and nothing that
+came from layers or operations before it.
 
-Both sides' whole programs on given tokens: the update's forward, and the sampler's prefill and
-decode.
-
-A comparison looks at a layer at a time, with every result in memory. In a whole program nothing is
-in memory that need not be, and what the code leaves to the compiler shows: XLA may keep a 16-bit
+A comparison takes a layer at a time, with every result in memory. In a whole program nothing is in
+memory that need not be, and what the code leaves to the compiler shows: XLA may keep a 16-bit
 result in float32 (excess precision), in each program where it likes. So each program is run twice,
 as it is and with that forbidden; where roundings are explicit no bit changes.
 """
@@ -55,7 +51,7 @@ from fp8rl_jax.precision import (
 from fp8rl_jax.rollout.sampling import logprob_of
 from pallas_kernels.backend import Backend
 
-Seen = dict[str, Any]
+Values = dict[str, Any]
 """By name: "input" and "output" of the layer; "<operation>.in" and ".out", arrays [b, t, ...];
 ".operand", QTensors or arrays in FP8 with these leading axes, where an operand is quantized;
 "router.ids" [b, t, k], and as "router.out" the weight of every expert, 0 for those that are not
@@ -63,26 +59,25 @@ chosen. Entries of experts are [b, t, k, ...]."""
 
 
 class ProbedStep(LayerStep):
-    """`LayerStep` that keeps what it sees in `seen`, and goes on with the values of `given` where
-    that has the name."""
+    """`LayerStep` that keeps every value in `kept`, and goes on with those that `given` has."""
 
-    def __init__(self, *arguments, given: Seen | None = None, backend: Backend, **options):
+    def __init__(self, *arguments, given: Values | None = None, backend: Backend, **options):
         super().__init__(*arguments, observe=self._heads, backend=backend, **options)
-        self.seen: Seen = {}
+        self.kept: Values = {}
         self.given = given or {}
         self._names: dict[int, str] = {}
         self._operands: dict[Any, Any] = {}
 
     def __call__(self, x, layer: Layer, own: OwnBlock | None, inputs: LayerInputs):
         self._names = {id(weight): name for name, weight in layer.tensors().items()}
-        self.seen["input"] = x
+        self.kept["input"] = x
         x, outputs = super().__call__(x, layer, own, inputs)
-        self.seen["output"] = x
+        self.kept["output"] = x
         return x, outputs
 
     def take(self, name: str, value):
-        """Keeps `value`; returns what the computation goes on with."""
-        self.seen[name] = value
+        """Keep `value`, and return what the computation goes on with."""
+        self.kept[name] = value
         return self.given[name].astype(value.dtype) if name in self.given else value
 
     def norm(self, x, weight):
@@ -107,22 +102,17 @@ class ProbedStep(LayerStep):
         return made
 
     def mixture(self, x, layer: Layer, routes):
-        x = self.take("router.in", x)
-        ids, weights = choose(
-            x, layer.router.value, self.config.experts, arithmetic=self.arithmetic
-        )
-        self.seen["router.ids"] = ids
-        self.seen["router.out"] = jnp.put_along_axis(
-            jnp.zeros((*ids.shape[:-1], self.config.experts.count)),
-            ids,
-            weights,
-            axis=-1,
-            inplace=False,
-        )
+        x, experts = self.take("router.in", x), self.config.experts
+        assert experts is not None
+        router = layer.tensors()["router"].value
+        ids, weights = choose(x, router, experts, arithmetic=self.arithmetic)
+        self.kept["router.ids"] = ids
+        none = jnp.zeros((*ids.shape[:-1], experts.count))
+        self.kept["router.out"] = jnp.put_along_axis(none, ids, weights, axis=-1, inplace=False)
         out, used = mixture(
             x,
             layer,
-            self.config.experts,
+            experts,
             self.formats.activation,
             routes,
             self.backend,
@@ -132,6 +122,7 @@ class ProbedStep(LayerStep):
         return self.take("mixture.out", out), used
 
     def _expert_rows(self, name: str, rows, order):
+        assert self.config.experts is not None
         axes = (*self.positions.shape, self.config.experts.per_token)
         if name.endswith(".operand"):
             self._keep_operand(
@@ -144,16 +135,17 @@ class ProbedStep(LayerStep):
     def _keep_operand(self, name: str, operand, change=lambda leaf: leaf):
         operand = operand.quantized if isinstance(operand, TrainedInput) else operand
         if isinstance(operand, QTensor):
-            self.seen[f"{name}.operand"] = jax.tree.map(change, operand)
+            self.kept[f"{name}.operand"] = jax.tree.map(change, operand)
 
     def _heads(self, q, k, v, real, scales):
         formats = (self.formats.query, self.formats.key, self.formats.value)
         for name, x, fmt, scale in zip(
             ("query", "key", "value"), (q, k, v), formats, scales or (None,) * 3, strict=True
         ):
-            self.seen[f"{name}.out"] = x
+            self.kept[f"{name}.out"] = x
             if fmt.quantized:
-                self.seen[f"{name}.operand"] = quantize_per_tensor(x, scale, fmt)
+                assert scale is not None
+                self.kept[f"{name}.operand"] = quantize_per_tensor(x, scale, fmt)
 
 
 def _put_back(rows, order, axes):
@@ -181,20 +173,20 @@ def run_layer(
     backend: Backend,
     exact: bool = False,
 ) -> Stretches:
-    """What one layer does with the prompts and completions.
+    """Run one layer on the prompts and completions, and keep the values of its operations.
 
     Args:
         layer: in the side's form.
         x: hidden states that enter, of the prompts [p, s, hidden] and the completions [p, t,
             hidden].
         inputs: the layer's scales, window and frequencies.
-        given: `Seen` of another side, of the entries to compute with in place of this side's.
+        given: `Values` of another side, of the entries to compute with in place of this side's.
         routes: expert ids to replay, where they are.
         decode: the rollout's way through the completions, not the trainer's.
         exact: as in the recipe.
 
     Returns:
-        `Seen` of both stretches; "output" is what enters the next layer.
+        `Values` of both stretches; "output" is what enters the next layer.
     """
     if decode:
         layer = jax.tree.map(partial(hoist, backend=backend), layer, is_leaf=is_quantized)
@@ -205,31 +197,31 @@ def run_layer(
     )
     first = step(positions, masks.prompt.astype(jnp.int32), KVCache(), given=given.prompt)
     block = first(x.prompt, layer, None, inputs._replace(routes=routes.prompt))[1].block
-    shared = KVBlock(*block, masks.prompt, positions)
+    prefix = KVBlock(*block, masks.prompt, positions)
     inputs, width = inputs._replace(shared=block), tokens.completions.shape[1]
     if not decode:
         places = tokens.prompt_lengths[:, None] + jnp.arange(width)
         second = step(
-            places, masks.completion.astype(jnp.int32), KVCache(shared), given=given.completion
+            places, masks.completion.astype(jnp.int32), KVCache(prefix), given=given.completion
         )
         second(x.completion, layer, None, inputs._replace(routes=routes.completion))
-        return Stretches(first.seen, second.seen)
+        return Stretches(first.kept, second.kept)
 
-    def one(own, now):
+    def one(completion, now):
         t, x, given, routes = now
         places = (tokens.prompt_lengths + t)[:, None]
-        cache = KVCache(shared, KVBlock(*own, jnp.zeros((len(x), width), bool)), t)
+        cache = KVCache(prefix, KVBlock(*completion, jnp.zeros((len(x), width), bool)), t)
         probed = step(places, jnp.ones_like(places), cache, given=given)
-        out = probed(x, layer, OwnBlock(*own, t), inputs._replace(routes=routes))[1]
-        return out.block, probed.seen
+        out = probed(x, layer, OwnBlock(*completion, t), inputs._replace(routes=routes))[1]
+        return out.block, probed.kept
 
-    own = tuple(jnp.zeros((*z.shape[:2], width, z.shape[3]), z.dtype) for z in block)
+    empty = tuple(jnp.zeros((*z.shape[:2], width, z.shape[3]), z.dtype) for z in block)
     by_token = jax.tree.map(
         lambda z: jnp.moveaxis(z, 1, 0)[:, :, None],
         (x.completion, given.completion, routes.completion),
     )
-    _, seen = lax.scan(one, own, (jnp.arange(width), *by_token))
-    return Stretches(first.seen, jax.tree.map(lambda z: jnp.moveaxis(z[:, :, 0], 0, 1), seen))
+    _, kept = lax.scan(one, empty, (jnp.arange(width), *by_token))
+    return Stretches(first.kept, jax.tree.map(lambda z: jnp.moveaxis(z[:, :, 0], 0, 1), kept))
 
 
 def at_once(
@@ -241,8 +233,9 @@ def at_once(
     phase: Phase = "train",
     backend: Backend = "auto",
 ) -> Float[Array, "p t"]:
-    """Log-probabilities of the completions as the update takes them: a prompt, then its completion
-    over the prompt's keys.
+    """Compute log-probabilities of the completions as the update does.
+
+    A prompt, then its completion over the prompt's keys.
 
     Args:
         policy: in the form of `phase`.
@@ -270,45 +263,41 @@ def one_by_one(
     recipe: Recipe,
     backend: Backend = "auto",
 ) -> Float[Array, "p t"]:
-    """Log-probabilities of the completions as the sampler takes them: prefill, then a token at a
-    time over its cache.
+    """Compute log-probabilities of the completions as the sampler does.
+
+    Prefill, then a token at a time over its cache.
 
     Args:
         policy: in the rollout's form.
     """
     policy = jax.tree.map(partial(hoist, backend=backend), policy, is_leaf=is_quantized)
-    lengths, completions, width = (
-        tokens.prompt_lengths,
-        tokens.completions,
-        tokens.completions.shape[1],
-    )
+    lengths, completions = tokens.prompt_lengths, tokens.completions
+    width = completions.shape[1]
     run = partial(forward, policy, recipe=recipe, backend=backend)
     segments = tokens.masks.prompt.astype(jnp.int32)
     prefill = run(
         tokens.prompts, segment_ids=segments, cache=KVCache(scales=scales), phase="prefill"
     )
     last = jnp.take_along_axis(prefill.hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
-    dtype = (
-        element_dtype(recipe.rollout.key)
-        if recipe.rollout.key.quantized
-        else policy.embed_tokens.value.dtype
-    )
-    own = empty_block(policy.config, len(completions), width, dtype, policy.stacked)
+    dtype = policy.embed_tokens.value.dtype
+    if recipe.rollout.key.quantized:
+        dtype = element_dtype(recipe.rollout.key)
+    empty = empty_block(policy.config, len(completions), width, dtype, policy.stacked)
 
-    def score(hidden, token):
-        return logprob_of(
-            arithmetic(recipe.exact).dot(hidden, policy.head), token, 1.0, recipe.exact
-        )
+    def logprob(hidden, token):
+        logits = arithmetic(recipe.exact).dot(hidden, policy.head)
+        return logprob_of(logits, token, 1.0, recipe.exact)
 
     def step(kept, now):
         t, token, following = now
-        cache = KVCache(prefill.cache, KVBlock(*kept, own.mask), t, scales)
+        cache = KVCache(prefill.cache, KVBlock(*kept, empty.mask), t, scales)
         result = run(token[:, None], (lengths + t)[:, None], cache=cache, phase="decode")
-        return (result.cache.keys, result.cache.values), score(result.hidden[:, 0], following)
+        assert result.cache is not None
+        return (result.cache.keys, result.cache.values), logprob(result.hidden[:, 0], following)
 
-    first = score(last, completions[:, 0])
+    first = logprob(last, completions[:, 0])
     steps = (jnp.arange(width - 1), completions[:, :-1].T, completions[:, 1:].T)
-    _, rest = lax.scan(step, (own.keys, own.values), steps)
+    _, rest = lax.scan(step, (empty.keys, empty.values), steps)
     return jnp.concatenate([first[:, None], rest.T], axis=1)
 
 
@@ -320,8 +309,10 @@ def excess_precision(
     rollout: bool,
     backend: Backend = "auto",
 ) -> dict[str, Any]:
-    """`logprob_differences` of a side's whole program as it is and compiled without XLA's excess
-    precision."""
+    """Compare a side's whole program with itself compiled without XLA's excess precision.
+
+    Returns `logprob_differences`.
+    """
     run = partial(one_by_one if rollout else at_once, recipe=recipe, backend=backend)
     allowed, forbidden = (
         jax.jit(run, compiler_options={"xla_allow_excess_precision": kept})(policy, tokens, scales)
