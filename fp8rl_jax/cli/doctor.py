@@ -163,15 +163,15 @@ def _linears(recipe: Recipe, model: str, faults: list[str]) -> list[str]:
         _, number, kind = name.split(".", 2)
         layer, why = int(number), why_in_compute(recipe, name, config.num_layers)
         text = f"compute dtype ({why})" if why else _quantized(recipe)
-        alike = runs.setdefault(kind, [])
-        if alike and alike[-1][1:] == (layer - 1, text):
-            alike[-1] = (alike[-1][0], layer, text)
+        ranges = runs.setdefault(kind, [])
+        if ranges and ranges[-1][1:] == (layer - 1, text):
+            ranges[-1] = (ranges[-1][0], layer, text)
         else:
-            alike.append((layer, layer, text))
+            ranges.append((layer, layer, text))
     rows = [
         (f"layers.{first if first == last else f'{first}-{last}'}.{kind}", text)
-        for kind, alike in runs.items()
-        for first, last, text in alike
+        for kind, ranges in runs.items()
+        for first, last, text in ranges
     ]
     width = max(len(label) for label, _ in rows)
     size = (

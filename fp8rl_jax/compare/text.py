@@ -52,9 +52,9 @@ def summary(results: dict[str, Any]) -> str:
             _logprobs(f"{key} against side {side}", f"{key} - {side}", recorded[side])
             for side in "ab"
         ]
-    for name, alone in results["quantized_on_one_side"].items():
-        if alone:
-            lines += _wrapped(f"quantized in {name} only: {grouped(alone, len(results['layers']))}")
+    for name, names in results["quantized_on_one_side"].items():
+        if names:
+            lines += _wrapped(f"quantized in {name} only: {grouped(names, len(results['layers']))}")
     lines += ["", _table(results), "", *_wrapped(LEGEND.format(equal=EQUAL), indent="")]
     return "\n".join(lines)
 

@@ -55,7 +55,7 @@ def masked_max(
 def safe_divide(
     numerator: Float[Array, "*axes"], denominator: Float[Array, "*axes"]
 ) -> Float[Array, "*axes"]:
-    """Divide, with 0 where the denominator is exactly 0; NaN passes through."""
+    """Divide; 0 where the denominator is exactly 0, and NaN passes through."""
     empty = denominator == 0
     return jnp.where(empty, 0.0, numerator / jnp.where(empty, 1.0, denominator))
 

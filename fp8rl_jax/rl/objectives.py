@@ -228,8 +228,11 @@ def policy_ratio(
     logprobs = jnp.where(mask, logprobs, 0.0)
     log_ratio = logprobs - jax.lax.stop_gradient(jnp.where(mask, old_logprobs, 0.0))
     if level == "sequence":
-        own = logprobs - jax.lax.stop_gradient(logprobs)
-        log_ratio = own + jax.lax.stop_gradient(masked_mean(log_ratio, mask, axis=1))[:, None]
+        zero_with_gradient = logprobs - jax.lax.stop_gradient(logprobs)
+        log_ratio = (
+            zero_with_gradient
+            + jax.lax.stop_gradient(masked_mean(log_ratio, mask, axis=1))[:, None]
+        )
     return jnp.where(mask, jnp.exp(clamp_log_ratio(log_ratio)), 1.0)
 
 
@@ -324,8 +327,9 @@ def kl_penalty(
         mask: the tokens in the loss.
         config: kl_estimator, kl_gradient.
     """
-    own = jnp.where(mask.astype(bool), logprobs, 0.0)
-    raw = jax.lax.stop_gradient(jnp.where(mask.astype(bool), reference_logprobs, 0.0)) - own
+    logprobs = jnp.where(mask.astype(bool), logprobs, 0.0)
+    reference = jax.lax.stop_gradient(jnp.where(mask.astype(bool), reference_logprobs, 0.0))
+    raw = reference - logprobs
     x = clamp_log_ratio(raw)
     value = _estimate(x, config.kl_estimator)
     match config.kl_gradient:
@@ -336,7 +340,7 @@ def kl_penalty(
             return jax.lax.stop_gradient(value - square) + square
         case _:
             score = jnp.where(
-                jnp.abs(raw) <= LOG_RATIO_LIMIT, own - jax.lax.stop_gradient(own), 0.0
+                jnp.abs(raw) <= LOG_RATIO_LIMIT, logprobs - jax.lax.stop_gradient(logprobs), 0.0
             )
             return jnp.exp(score) * value
 
