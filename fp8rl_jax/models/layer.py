@@ -23,17 +23,17 @@ from fp8rl_jax.precision import linear, quantize_input, quantize_per_tensor
 from pallas_kernels.attention import (
     CHUNK,
     CHUNK_FROM,
-    Keys,
-    TokenKeys,
+    KeyBlock,
+    TokenBlock,
     Tokens,
     attend_in_chunks,
-    in_window,
-    sees,
+    attention_mask,
+    window_mask,
 )
 from pallas_kernels.backend import Backend
 from pallas_kernels.cache_write import write_cache
-from pallas_kernels.decode_attention import KeyValues, decode_attention, scaled
-from pallas_kernels.matmul import rows_of
+from pallas_kernels.decode_attention import KeyValues, combine_score_scales, decode_attention
+from pallas_kernels.matmul import flatten_many_rows
 
 
 class LayerInputs(NamedTuple):
@@ -121,7 +121,7 @@ class OwnBlock:
         window."""
         slots, written = jnp.arange(self.keys.shape[-2]), self.slot + jnp.arange(t)
         seen = slots[None, :] <= written[:, None]
-        return seen if window is None else seen & in_window(written, slots, window)
+        return seen if window is None else seen & window_mask(written, slots, window)
 
 
 class LayerStep:
@@ -167,7 +167,7 @@ class LayerStep:
                 else attention_chunk
             )
             if not self.chunk:
-                self.own_mask = sees(self.tokens, self.tokens)
+                self.own_mask = attention_mask(self.tokens, self.tokens)
 
     def __call__(
         self, x, layer: Layer, own: OwnBlock | None, inputs: LayerInputs
@@ -197,7 +197,7 @@ class LayerStep:
     def project(self, x, *weights):
         """The product of x with each weight; x is quantized once for all weights of a kind, and
         kept once for the backward."""
-        rows, inputs, out = rows_of(x), {}, []
+        rows, inputs, out = flatten_many_rows(x), {}, []
         for weight in (w.value for w in weights):
             kind = jax.tree.structure(weight)
             if kind not in inputs:
@@ -258,7 +258,7 @@ class LayerStep:
             )
         k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
         score_scale, value_scale = (
-            scaled(self.config.score_scale, sq, sk),
+            combine_score_scales(self.config.score_scale, sq, sk),
             1.0 if sv is None else sv,
         )
         if own is None and self.chunk:
@@ -268,16 +268,18 @@ class LayerStep:
             )
             return *self.project(out.reshape(b, t, -1), layer.o_proj), (k, v), observed
         blocks = (
-            [] if inputs.shared is None else [Keys(*inputs.shared, self.shared_mask(inputs.window))]
+            []
+            if inputs.shared is None
+            else [KeyBlock(*inputs.shared, self.shared_mask(inputs.window))]
         )
         if own is None:
             written, mask = (k, v), self.own_mask
             if inputs.window is not None:
-                mask = mask & in_window(self.positions, self.positions, inputs.window)
-            blocks.append(Keys(k, v, mask))
+                mask = mask & window_mask(self.positions, self.positions, inputs.window)
+            blocks.append(KeyBlock(k, v, mask))
         else:
             written = own.write(k, v)
-            blocks.append(Keys(*own.read(*written), own.visible(t, inputs.window)[None]))
+            blocks.append(KeyBlock(*own.read(*written), own.visible(t, inputs.window)[None]))
         out = self.attend(q, blocks, score_scale, value_scale, x.dtype).reshape(b, t, -1)
         return *self.project(out, layer.o_proj), written, observed
 
@@ -299,11 +301,11 @@ class LayerStep:
         )
         return out, written
 
-    def token_keys(self, k, v, shared) -> list[TokenKeys]:
-        blocks = [TokenKeys(k, v, self.tokens, self.tokens)]
+    def token_keys(self, k, v, shared) -> list[TokenBlock]:
+        blocks = [TokenBlock(k, v, self.tokens, self.tokens)]
         if shared is not None:
             slots = Tokens.of_block(self.cache.shared.mask, self.cache.shared.positions)
-            blocks.insert(0, TokenKeys(*shared, self.tokens.after_block(), slots))
+            blocks.insert(0, TokenBlock(*shared, self.tokens.after_block(), slots))
         return blocks
 
     def shared_mask(self, window):
@@ -313,7 +315,7 @@ class LayerStep:
             return shared.mask[:, None, :]
         rows, slots = shared.mask.shape
         queries = self.positions.reshape(rows, -1)
-        return shared.mask[:, None, :] & in_window(queries, shared.positions, window)
+        return shared.mask[:, None, :] & window_mask(queries, shared.positions, window)
 
     def mlp(self, x, layer: Layer):
         gate, up = self.project(x, layer.gate_proj, layer.up_proj)

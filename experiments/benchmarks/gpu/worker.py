@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from experiments.benchmarks import machine
 from experiments.benchmarks.gpu.compare import reason_of
 from experiments.benchmarks.gpu.jobs import PARTS, Job, Setting
-from pallas_kernels.target import hopper_sms
+from pallas_kernels.backend import hopper_sms
 
 
 def serve(
