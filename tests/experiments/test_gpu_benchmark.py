@@ -50,7 +50,7 @@ from experiments.benchmarks.gpu.timing import (
 )
 from experiments.benchmarks.gpu.worker import serve
 from experiments.benchmarks.peer import Link, NoAnswer
-from experiments.benchmarks.stats import spread
+from experiments.benchmarks.rounds import spread
 from fp8rl_jax.errors import UserError
 from pallas_kernels.backend import tracing_for
 from pallas_kernels.check.cases import OPERATIONS, Case, cases_of
@@ -344,7 +344,7 @@ def fake_job(label, operation, **more):
 
 @pytest.fixture(autouse=True)
 def no_card(monkeypatch):
-    monkeypatch.setattr(runner.card, "state", lambda: {})
+    monkeypatch.setattr(runner.machine, "gpu_state", lambda: {})
 
 
 def test_what_is_worth_most_comes_first(tmp_path):

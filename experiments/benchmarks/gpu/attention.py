@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.benchmarks.gpu.compare import compare, median_ratio
 from experiments.benchmarks.gpu.jobs import Job, Setting
-from experiments.benchmarks.gpu.timing import Work
+from experiments.benchmarks.gpu.timing import Work, compare, median_ratio
 from pallas_kernels.check.cases import QWEN3_8B, Case, Shape
 from pallas_kernels.decode_attention import KeyValues, decode_attention
 

@@ -23,8 +23,8 @@ import jax
 import jax.numpy as jnp
 
 from experiments.benchmarks import machine
-from experiments.benchmarks.gpu.compare import reason_of
 from experiments.benchmarks.gpu.jobs import PARTS, Job, Setting
+from experiments.benchmarks.gpu.timing import reason_of
 from pallas_kernels.backend import hopper_sms
 
 
