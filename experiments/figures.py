@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.depth.__main__ import mean as depth_mean
+from experiments.depth import mean as depth_mean
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "experiments" / "results"

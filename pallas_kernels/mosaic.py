@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import core as mosaic_core
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.target import hopper_sms
+from pallas_kernels.backend import hopper_sms
 
 ACC = plgpu.ACC
 SMEM = plgpu.SMEM

@@ -64,7 +64,7 @@ from fp8rl_jax.config.training import FP8_MAX_BETA2, LossScaleConfig, OptimizerC
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.precision import QTensor, dequantize, max_value, quantize
 from fp8rl_jax.precision.rounding import round_stochastic
-from pallas_kernels.quantize import block_amax, expand
+from pallas_kernels.quantize import block_amax, expand_scales
 from pallas_kernels.rounding import rounded
 
 GROUPS = TensorFormat("e4m3", (1, 128))
@@ -184,9 +184,9 @@ def _store(
         return q
     limit, smallest = max_value(fmt), float(jnp.finfo(q.values.dtype).smallest_subnormal)
     shape = x.shape[-2:]
-    scaled = jnp.clip(x * expand(1.0 / q.scales, q.block, shape), 0.0, limit)
+    scaled = jnp.clip(x * expand_scales(1.0 / q.scales, q.block, shape), 0.0, limit)
     # a block that saw no gradient stays 0
-    alive = expand(block_amax(x, q.block), q.block, shape) > 0
+    alive = expand_scales(block_amax(x, q.block), q.block, shape) > 0
     floored = jnp.maximum(scaled, jnp.where(alive, smallest, 0.0))
     return replace(q, values=round_stochastic(floored, q.values.dtype, key))
 

@@ -26,7 +26,7 @@ CHUNK_FROM, CHUNK = 1024 * 1024, 128
 _NO_QUERY = -2
 
 
-class Keys(NamedTuple):
+class KeyBlock(NamedTuple):
     """One block of keys as attention sees it: keys, values [rows, kv_heads, slots, head_dim], mask
     broadcastable to [rows, queries of all samples that share the row, slots]."""
 
@@ -76,7 +76,7 @@ class Tokens(NamedTuple):
         return self._replace(segments=jnp.ones_like(self.segments))
 
 
-class TokenKeys(NamedTuple):
+class TokenBlock(NamedTuple):
     """One block of keys as chunked attention sees it: as `Keys`, with its queries [b, t] and slots
     [rows, slots] as tokens."""
 
@@ -86,7 +86,7 @@ class TokenKeys(NamedTuple):
     slots: Tokens
 
 
-def in_window(
+def window_mask(
     queries: Int[Array, "*b t"], keys: Int[Array, "*b slots"], window: Int[Array, ""]
 ) -> Bool[Array, "*b t slots"]:
     """Which keys lie within a sliding window: a token sees `window` positions, its own included
@@ -94,7 +94,7 @@ def in_window(
     return queries[..., :, None] - keys[..., None, :] < window
 
 
-def sees(
+def attention_mask(
     queries: Tokens, keys: Tokens, window: Int[Array, ""] | None = None
 ) -> Bool[Array, "rows queries keys"]:
     """Which keys each query sees."""
@@ -103,12 +103,12 @@ def sees(
     if queries.prefixes is not None:
         related |= queries.prefixes[..., None] == key
     seen = related & (queries.order[..., None] >= keys.order[:, None, :])
-    return seen if window is None else seen & in_window(queries.positions, keys.positions, window)
+    return seen if window is None else seen & window_mask(queries.positions, keys.positions, window)
 
 
 def attend(
     query: Float[Array, "b t heads dim"],
-    blocks: list[Keys],
+    blocks: list[KeyBlock],
     score_scale: Float[Array, ...] | float,
     value_scale: Float[Array, ...] | float,
     out_dtype: jnp.dtype,
@@ -159,7 +159,7 @@ def attend(
 
 def attend_in_chunks(
     query: Float[Array, "b t heads dim"],
-    blocks: list[TokenKeys],
+    blocks: list[TokenBlock],
     window: Int[Array, ""] | None,
     score_scale: Float[Array, ...] | float,
     value_scale: Float[Array, ...] | float,
@@ -189,10 +189,10 @@ def attend_in_chunks(
         keys = []
         for block, own in zip(blocks, tokens, strict=True):
             rows = block.keys.shape[0]
-            mask = sees(
+            mask = attention_mask(
                 jax.tree.map(lambda x, rows=rows: x.reshape(rows, -1), own), block.slots, window
             )
-            keys.append(Keys(block.keys, block.values, mask))
+            keys.append(KeyBlock(block.keys, block.values, mask))
         return attend(query, keys, score_scale, value_scale, out_dtype)
 
     tokens = [jax.tree.map(lambda x: split(x, _NO_QUERY), block.queries) for block in blocks]

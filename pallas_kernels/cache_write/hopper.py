@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import mosaic
-from pallas_kernels.target import hopper_sms
+from pallas_kernels.backend import hopper_sms
 
 WARPGROUPS, STRIP = 2, 64
 

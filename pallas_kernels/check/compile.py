@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import importlib.util
 import json
 import os
 import re
@@ -21,12 +22,56 @@ import jax
 from jax.experimental import topologies
 
 from pallas_kernels import mosaic
-from pallas_kernels.check import toolchain
+from pallas_kernels.backend import tracing_for
 from pallas_kernels.check.cases import Case, parse_cases
-from pallas_kernels.target import tracing_for
 
 TARGET = Path(__file__).with_name("h200.txtpb")
 SMS = 132
+
+
+VARIABLE = "FP8RL_CUDA_TOOLCHAIN"
+FOLDER = Path(__file__).resolve().parents[2] / ".cache" / "cuda"
+PACKAGES = Path(__file__).with_name("toolchain.txt")
+
+
+def missing_toolchain() -> str:
+    """Why nothing can be compiled here; empty where it can."""
+    if _folder() is None:
+        return (
+            f"nothing to compile for Hopper with: make toolchain, or {VARIABLE} naming a "
+            f"folder of what {PACKAGES.name} lists"
+        )
+    return ""
+
+
+def activate_toolchain() -> None:
+    """Starts this program anew where it does not see the packages yet: JAX looks for them as it is
+    imported."""
+    folder = _folder()
+    if folder is None:
+        raise SystemExit(missing_toolchain())
+    assembler = str(folder / "nvidia" / "cu13" / "bin")
+    path = os.environ["PATH"].split(os.pathsep)
+    if path[0] == assembler:
+        return
+    os.environ["PATH"] = os.pathsep.join([assembler, *path])  # Mosaic runs the first ptxas on it
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [*filter(None, [os.environ.get("PYTHONPATH")]), str(folder)]
+    )
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def _folder() -> Path | None:
+    named = os.environ.get(VARIABLE)
+    for folder in [Path(named)] if named else [FOLDER]:
+        if (folder / "jax_plugins" / "xla_cuda13").is_dir():
+            return folder
+    spec = None if named else importlib.util.find_spec("jax_plugins")
+    for place in spec.submodule_search_locations if spec else ():
+        if (Path(place) / "xla_cuda13").is_dir():
+            return Path(place).parent
+    return None
 
 
 class Said:
@@ -88,7 +133,7 @@ def main() -> None:
         prog="python -m pallas_kernels.check.compile", description=__doc__.splitlines()[0]
     )
     _, cases = parse_cases(parser, "all")
-    toolchain.activate()
+    activate_toolchain()
     mosaic.name_every_kernel()
     for part in ("PTX", "PTXAS", "RESOURCES"):
         os.environ[f"MOSAIC_GPU_DUMP_{part}"] = "1"

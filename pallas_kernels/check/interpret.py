@@ -19,8 +19,8 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
+from pallas_kernels.backend import tracing_for
 from pallas_kernels.check.cases import Case, difference, parse_cases
-from pallas_kernels.target import tracing_for
 
 SMS = 2  # blocks that are played one after the other
 # the interpreter's own program is compiled, which takes longer than to run it

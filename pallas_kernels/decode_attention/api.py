@@ -93,7 +93,7 @@ def decode_attention(
     """
     _check(query, caches, (query_scale, key_scale, value_scale), window)
     score, value = (
-        scaled(score_scale, query_scale, key_scale),
+        combine_score_scales(score_scale, query_scale, key_scale),
         1.0 if value_scale is None else value_scale,
     )
     inputs = (query, caches, score, value, window, out_dtype)
@@ -152,7 +152,7 @@ def by_heads(kernel, query, caches, score, value, window, out_dtype):
     return out.reshape(query.shape)
 
 
-def scaled(score_scale: float, query_scale, key_scale):
+def combine_score_scales(score_scale: float, query_scale, key_scale):
     """The factor of scores of operands with these scales, None where they have none."""
     factor = score_scale if key_scale is None else score_scale * key_scale
     return factor if query_scale is None else factor * query_scale

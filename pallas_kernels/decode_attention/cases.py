@@ -9,10 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.check.cases import Case, bits_apart
-from pallas_kernels.check.models import DENSE, QWEN3_30B_A3B
+from pallas_kernels.check.cases import DENSE, QWEN3_30B_A3B, Case, bits_apart
 from pallas_kernels.decode_attention.api import KeyValues, decode_attention
-from pallas_kernels.decode_attention.tiles import CHUNK
+from pallas_kernels.decode_attention.hopper import CHUNK
 
 E4M3, BF16, F16 = jnp.float8_e4m3fn, jnp.bfloat16, jnp.float16
 SCALES = (0.5, 0.25, 3.0)  # of e4m3 queries, keys and values

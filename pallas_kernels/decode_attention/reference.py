@@ -6,11 +6,11 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.attention.reference import Keys, attend
+from pallas_kernels.attention.reference import KeyBlock, attend
 
 
 def decode_attention(query, caches, score_scale, value_scale, window, out_dtype):
-    starts = first_seen([known_lengths(cache) for cache in caches], len(query), window)
+    starts = first_visible([known_lengths(cache) for cache in caches], len(query), window)
     blocks = [_block(cache, start) for cache, start in zip(caches, starts, strict=True)]
     return attend(query[:, None], blocks, score_scale, value_scale, out_dtype)[:, 0]
 
@@ -28,7 +28,7 @@ def known_lengths(cache):
     return jnp.clip(cache.lengths, 0, page * (1 if cache.pages is None else cache.pages.shape[1]))
 
 
-def first_seen(lengths, sequences, window):
+def first_visible(lengths, sequences, window):
     """Of each cache: the first key that each sequence sees, int32 [rows, sequences of a row]; None
     without a window."""
     if window is None:
@@ -41,12 +41,12 @@ def first_seen(lengths, sequences, window):
     return starts
 
 
-def _block(cache, start) -> Keys:
+def _block(cache, start) -> KeyBlock:
     keys, values, held = _rows(cache)
     slots = jnp.arange(keys.shape[2])
     seen = (slots < known_lengths(cache)[:, None])[:, None] if held is None else held[:, None]
     seen = seen if start is None else seen & (slots >= start[..., None])
-    return Keys(keys, values, lax.optimization_barrier(seen))  # made once, not for every head
+    return KeyBlock(keys, values, lax.optimization_barrier(seen))  # made once, not for every head
 
 
 def _rows(cache):

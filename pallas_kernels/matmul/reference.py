@@ -26,7 +26,7 @@ def matmul(x, x_scales, w, w_scales, w_block, out_dtype):
 FEW_ROWS = 256
 
 
-def rows_of(x):
+def flatten_many_rows(x):
     """x as `dot` multiplies it: many rows as a matrix, few with the axes that they have."""
     return x if x.size // x.shape[-1] <= FEW_ROWS else x.reshape(-1, x.shape[-1])
 
@@ -37,7 +37,7 @@ def dot(x, w):
     The weight is the left operand: faster on a CPU, for few rows (decode) if they keep their axes,
     and for the gradients of many rows if they are flattened.
     """
-    rows = rows_of(x)
+    rows = flatten_many_rows(x)
     out = lax.dot_general(
         w, rows, (((1,), (rows.ndim - 1,)), ((), ())), preferred_element_type=jnp.float32
     )

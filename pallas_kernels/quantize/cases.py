@@ -10,8 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.check.cases import Case
-from pallas_kernels.quantize.api import dequantize_blocks, quantize_blocks, quantize_both, regroup
-from pallas_kernels.quantize.fused import quantize_rms_norm, quantize_swiglu
+from pallas_kernels.quantize.api import (
+    dequantize_blocks,
+    quantize_blocks,
+    quantize_both,
+    quantize_rms_norm,
+    quantize_swiglu,
+    regroup,
+)
 
 E4M3, E5M2, BF16, F32 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.bfloat16, jnp.float32
 SQUARE = (128, 128)

@@ -12,7 +12,7 @@ def quantize(x, block, dtype, scale):
     limit = float(jnp.finfo(dtype).max)
     x = x.astype(jnp.float32)
     scales = scale_of(block_amax(x, block), dtype, scale)
-    scaled = x * expand(reciprocal(scales), block, x.shape[-2:])
+    scaled = x * expand_scales(reciprocal(scales), block, x.shape[-2:])
     return jnp.clip(scaled, -limit, limit).astype(dtype), scales
 
 
@@ -31,10 +31,10 @@ def block_amax(x, block):
     (m, n), (bm, bn) = x.shape[-2:], block
     rows, columns = -(-m // bm), -(-n // bn)
     pad = [(0, 0)] * (x.ndim - 2) + [(0, rows * bm - m), (0, columns * bn - n)]
-    return largest(jnp.pad(x, pad).reshape(*x.shape[:-2], rows, bm, columns, bn), axis=(-3, -1))
+    return amax(jnp.pad(x, pad).reshape(*x.shape[:-2], rows, bm, columns, bn), axis=(-3, -1))
 
 
-def largest(x, axis=None):
+def amax(x, axis=None):
     """Largest magnitude over `axis`, float32; a NaN wins. On bit patterns, because XLA's float
     maximum drops NaN on a CPU."""
     return lax.bitcast_convert_type(magnitude_bits(x).max(axis=axis), jnp.float32)
@@ -82,7 +82,7 @@ def _significand(bits):
     return (bits & 0x007FFFFF) | 0x00800000
 
 
-def expand(scales, block, shape):
+def expand_scales(scales, block, shape):
     """Scales [..., mb, nb] repeated to one for each element, [..., m, n]."""
     for axis, size, side in ((-2, shape[0], block[0]), (-1, shape[1], block[1])):
         if side > 1:

@@ -19,9 +19,12 @@ from fp8rl_jax.report.runs import flatten
 
 ROOT = Path(__file__).parents[2] / "experiments"
 DEMO = str(ROOT / "runs" / "demo.toml")
-TABLE = re.sub(r"\n {20,}", " ", rl.__doc__)
-"""The docstring with the lines that go on joined to their rows."""
-ROWS = dict(re.findall(r"^    (\S.*?)  +arXiv \S+ +(.+)$", TABLE, re.MULTILINE))
+ROWS = {
+    name: " ".join(row.split())
+    for name, row in re.findall(
+        r"^    (\S.*?)  +arXiv \S+ +(.+(?:\n {8,}.+)*)$", rl.__doc__, re.MULTILINE
+    )
+}
 FILES = {
     "GRPO": "grpo",
     "Dr. GRPO": "dr_grpo",

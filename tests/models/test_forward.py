@@ -8,8 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference_llama as reference
-from fp8rl_jax.models.rotary import rope_frequencies
-from fp8rl_jax.models.trained import trainer_policy
 from fp8rl_jax.rollout.served import quantized_policy
 from tiny_models import GEMMA, LLAMA, MISTRAL, MOE, QWEN2, QWEN3
 
@@ -17,7 +15,8 @@ from fp8rl_jax.config.recipe import PrecisionConfig, get_recipe
 from fp8rl_jax.config.training import LoraConfig
 from fp8rl_jax.models.cache import KVBlock, KVCache, empty_block
 from fp8rl_jax.models.config import Llama3RopeScaling, PolicyConfig
-from fp8rl_jax.models.forward import forward
+from fp8rl_jax.models.forms import trainer_policy
+from fp8rl_jax.models.forward import forward, rope_frequencies
 from fp8rl_jax.models.logprobs import token_logprobs
 from fp8rl_jax.models.lora import init_adapters, join
 from fp8rl_jax.models.policy import Policy, build_policy, init_policy, map_products, unstack

@@ -10,7 +10,6 @@ import pytest
 
 from fp8rl_jax.config.recipe import COMPUTE, TensorFormat
 from fp8rl_jax.precision import (
-    AdaptedInput,
     AdaptedWeight,
     dequantize,
     grouped_linear,
@@ -20,6 +19,7 @@ from fp8rl_jax.precision import (
     quantize_input,
     quantize_weight,
 )
+from fp8rl_jax.precision.linear import AdaptedInput
 
 W, A = TensorFormat("e4m3", (128, 128)), TensorFormat("e4m3", (1, 128))
 SCALE, OUT, IN, RANK = 0.375, 192, 320, 5

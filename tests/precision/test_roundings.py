@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from fp8rl_jax.models.arithmetic import PLAIN
 from fp8rl_jax.rollout.served import quantized_policy
 from rollout.tiny import CONFIG, make_policy, make_prompts
 
 from fp8rl_jax import rl
 from fp8rl_jax.cli.main import main
+from fp8rl_jax.config.correction import PLAIN
 from fp8rl_jax.config.recipe import RECIPES, PrecisionConfig, get_recipe
 from fp8rl_jax.config.rl import RLConfig
 from fp8rl_jax.models.config import ExpertsConfig

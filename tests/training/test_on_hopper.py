@@ -32,7 +32,7 @@ from fp8rl_jax.rollout.sampling import Sampling
 from fp8rl_jax.training.state import init_state, make_optimizer
 from fp8rl_jax.training.step import Batch, StepConfig, score, update
 from pallas_kernels import blockwise_matmul, quantize_blocks
-from pallas_kernels.target import tracing_for
+from pallas_kernels.backend import tracing_for
 
 DENSE = replace(CONFIG, num_layers=1, head_dim=64)
 MIXTURE = replace(DENSE, architecture="qwen3_moe", experts=ExpertsConfig(4, 2, 64, normalize=True))

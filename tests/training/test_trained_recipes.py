@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from fp8rl_jax.models.trained import trainer_policy
 from rollout.tiny import CONFIG, make_engine, make_policy, make_prompts
 
 from fp8rl_jax.config.recipe import RECIPES, PrecisionConfig, Recipe, SideScales, get_recipe
 from fp8rl_jax.config.rl import CorrectionConfig, RLConfig
 from fp8rl_jax.config.training import OptimizerConfig
+from fp8rl_jax.models.forms import trainer_policy
 from fp8rl_jax.models.forward import forward
 from fp8rl_jax.models.policy import (
     LINEARS,
