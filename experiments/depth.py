@@ -27,7 +27,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from fp8rl_jax.rollout.served import quantized_policy
+from fp8rl_jax.models.forms import rollout_policy
 
 from experiments.benchmarks.machine import facts
 from experiments.command import run_command
@@ -120,7 +120,7 @@ def prompts() -> Prompts:
 
 
 _calibrate = partial(calibrate_on_prompts, backend=BACKEND)
-_serve = jax.jit(quantized_policy, static_argnums=(1, 2, 3, 4))
+_serve = jax.jit(rollout_policy, static_argnums=(1, 2, 3, 4))
 _train = jax.jit(trainer_policy, static_argnums=(1, 2, 3))
 _at_once = jax.jit(partial(at_once, backend=BACKEND), static_argnames=("recipe", "phase"))
 _one_by_one = jax.jit(partial(one_by_one, backend=BACKEND), static_argnames="recipe")

@@ -35,7 +35,7 @@ from fp8rl_jax.models.policy import LINEARS
 from fp8rl_jax.parallel import make_mesh
 from fp8rl_jax.rollout.engine import LocalEngine, pad_prompts
 from fp8rl_jax.rollout.sampling import Sampling
-from fp8rl_jax.training.batch import compact
+from fp8rl_jax.training.batch import narrow
 from fp8rl_jax.training.state import init_state
 from fp8rl_jax.training.step import Batch, StepConfig, update
 from fp8rl_jax.weights.load import load_policy
@@ -126,7 +126,7 @@ def measure(policy) -> dict[str, list[float]]:
             aligned = padded(batch, 128 - NEW, 128 - WIDTH)
             with jax.set_mesh(mesh):
                 packed = [
-                    compact(batch, TrainerConfig(packing=True), parts, mesh).batch
+                    narrow(batch, TrainerConfig(packing=True), parts, mesh).batch
                     for parts in (1, 4)
                 ]
             for name, (one, other) in {

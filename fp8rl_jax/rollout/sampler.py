@@ -74,10 +74,10 @@ class Rollout:
     behaviour_logprobs: Float[Array, "b t"]
     policy_logprobs: Float[Array, "b t"]
     stopped: Bool[Array, " b"]
+    weight_version: int = field(default=0, metadata={"static": True})
     prompt_logprobs: Float[Array, "p s"] | None = None
     prompt_expert_ids: Int[Array, "p s sparse k"] | None = None
     expert_ids: Int[Array, "b t sparse k"] | None = None
-    weight_version: int = field(default=0, metadata={"static": True})
 
 
 class _Fixed(NamedTuple):
@@ -335,9 +335,9 @@ def _rollout(prompts: Prompts, fixed: _Fixed, state: _State) -> Rollout:
         state.behaviour_logprobs,
         state.policy_logprobs,
         state.stopped,
-        fixed.prompt_logprobs,
-        fixed.prompt_expert_ids,
-        state.expert_ids,
+        prompt_logprobs=fixed.prompt_logprobs,
+        prompt_expert_ids=fixed.prompt_expert_ids,
+        expert_ids=state.expert_ids,
     )
 
 

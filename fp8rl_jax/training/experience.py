@@ -207,15 +207,15 @@ def episode_experience(
     width: int,
     pad: int,
     sharding: jax.sharding.Sharding,
+    multiple: int | None = None,
 ) -> Experience:
     """Make the rows of episodes, padded: position t of a row stands at prompt_length + t.
 
     The two parts of a row, prompt and what follows, have to hold any conversation. One token is the
     shortest prompt, and with it the parts together are no wider than the longest conversation,
     wherever its first answer begins; what a prompt has beyond it stands in front of the row's
-    tokens, attended to and not sampled. Rows are a multiple of the episodes: empty ones, whose
-    prompt is one pad, stand evenly between the others, so that equal parts of the rows have about
-    equally many that are not.
+    tokens, attended to and not sampled. Empty rows, whose prompt is one pad, stand evenly between
+    the others, so that equal parts of the rows have about equally many that are not.
 
     Args:
         episodes: ended or not.
@@ -224,6 +224,7 @@ def episode_experience(
         width: columns behind a prompt, at least the longest row of tokens.
         pad: token id of the padding.
         sharding: of the rows.
+        multiple: the number of rows is a multiple of it; default: of the number of episodes.
 
     Raises:
         ValueError: a row does not fit.
@@ -239,7 +240,8 @@ def episode_experience(
                 f"episode {index}: a row of 1 + {len(row.tokens)} tokens, and there is room for "
                 f"1 + {width}"
             )
-    height = -(-len(rows) // len(episodes)) * len(episodes)
+    multiple = len(episodes) if multiple is None else multiple
+    height = -(-len(rows) // multiple) * multiple
     slots = np.arange(len(rows)) * height // len(rows)
 
     def column(values: Sequence[int], fill: int) -> Int[np.ndarray, " b"]:
