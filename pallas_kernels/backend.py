@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
@@ -19,7 +19,7 @@ class BackendError(ValueError):
 
 
 def check_exact(backend: str, operation: str) -> None:
-    """Refuses a backend that has no exact form of its products.
+    """Refuse a backend that has no exact form of its products.
 
     Raises:
         BackendError: only the reference has one.
@@ -33,8 +33,9 @@ def check_exact(backend: str, operation: str) -> None:
 def resolve(
     backend: Backend, operation: str, available: tuple[str, ...] = ("reference", "hopper")
 ) -> str:
-    """The backend that runs: the one named, or under "auto" hopper where there is such a GPU, else
-    the reference.
+    """Choose the backend that runs: the one named, or what "auto" means on this machine.
+
+    That is hopper where there is such a GPU, else the reference.
 
     Raises:
         BackendError: `backend` is unknown, the operation has no such implementation, or this
@@ -66,8 +67,9 @@ MULTIPLIED = {"reference": (*_FP8, "float4_e2m1fn"), "hopper": _FP8}
 
 
 def check_pair(operation: str, backend: str, left: jnp.dtype, right: jnp.dtype) -> None:
-    """Refuses operands that `backend` cannot multiply with each other; values only, their scales
-    are any float32.
+    """Refuse operands that `backend` cannot multiply with each other.
+
+    Values only: their scales are any float32.
 
     Args:
         operation: for the message.
@@ -86,8 +88,9 @@ def check_pair(operation: str, backend: str, left: jnp.dtype, right: jnp.dtype) 
 
 
 def choose(operation: str, backend: Backend, lacks: str) -> str:
-    """`resolve`, for an operation whose Hopper kernel does not serve every call: under "auto" the
-    reference serves the others.
+    """Choose the backend of a call that the operation's Hopper kernel may not serve.
+
+    As `resolve`, but under "auto" the reference takes what the kernel does not serve.
 
     Args:
         lacks: what the kernel has not, for the error; empty where it serves this call.
@@ -114,14 +117,13 @@ _chosen: ContextVar[int | None] = ContextVar("hopper_sms", default=None)
 
 
 def hopper_sms() -> int | None:
-    """Streaming multiprocessors of the Hopper GPU that is traced for; None where there is none."""
+    """Count the multiprocessors of the Hopper GPU that is traced for; None where there is none."""
     return _chosen.get() or _own_sms()
 
 
 @contextmanager
-def tracing_for(sms: int) -> Iterator[None]:
-    """Inside, kernels are traced for a Hopper GPU of `sms` multiprocessors, whatever this machine
-    has."""
+def tracing_for(sms: int) -> Generator[None]:
+    """Trace kernels for a Hopper GPU of `sms` multiprocessors, whatever this machine has."""
     token = _chosen.set(sms)
     try:
         yield

@@ -1,35 +1,31 @@
-"""Float arithmetic that a compiler cannot change the last bit of.
+"""Arithmetic whose last bit no compiler and no batch can change: sums, products and attention.
 
 The same function is not the same program. For another batch size XLA adds the terms of a sum in
 another order, and LLVM fuses another pair of a product and a sum into one instruction with one
 rounding. Either moves the last bit, and a rollout's log-probability is then not the trainer's.
 Three rules make every result a function of its inputs alone:
 
-    sums        All terms of a sum are rounded to whole multiples of one power of two, so few bits
-                of it that the sum of all
-                is below 2^53. In float64 such a sum has no rounding, so its order, its split over
-                threads or devices, and zeros among its terms make no difference. (Pre-rounding:
-                Demmel and Nguyen, "Fast reproducible floating-point summation", 2013; in products,
-                Ozaki et al., "Error-free transformations of matrix multiplication", 2012.)
+    sums        All terms of a sum are rounded to whole multiples of one power of two, so coarse
+                that the sum of all is below 2^53. In float64 such a sum has no rounding, so its
+                order, its split over threads or devices, and zeros among its terms make no
+                difference. (Pre-rounding: Demmel and Nguyen, "Fast reproducible floating-point
+                summation", 2013; in products, Ozaki et al., "Error-free transformations of matrix
+                multiplication", 2012.)
     products    A product that is added to something has two factors of at most 24 bits. It is then
-                exact in float64, fused or
-                not, and so is a product of three such factors in any order but for its one
-                rounding.
+                exact in float64, fused or not, and so is a product of three such factors in any
+                order but for its one rounding.
     roundings   To the dtype of a result by `rounding.rounded`, which XLA and LLVM keep.
 
+In a matrix product each row of an operand becomes integers times a power of two
+(`scaled_integers`). A product of integers is an integer, and as long as the sum stays below 2^53 a
+float64 matrix product adds them up without rounding, in whatever order it likes. The left operand
+has 28 bits, in two slices of 14, the right one 22, which leaves room for 2^17 terms. What is
+rounded off is below 2^-28 and 2^-22 of a row's largest element: less than a float32 product of the
+same length loses.
+
 float64 exists inside these functions alone: each opens JAX's 64-bit mode for itself and returns
-narrower arrays, so it works in a program that has the mode off. Nothing here has a gradient; see
-`with_gradient_of`.
-
-Products that are exact sums of whole numbers: matrices, the rows of groups, and attention.
-
-Each row of an operand becomes integers times a power of two (`numbers.integers`). A product of
-integers is an integer, and as long as the sum stays below 2^53 a float64 matrix product adds them
-up without rounding, in whatever order it likes. The left operand has 28 bits, in two slices of 14,
-the right one 22, which leaves room for 2^17 terms. What is cut off is below 2^-28 and 2^-22 of a
-row's largest element: less than a float32 product of the same length loses.
-
-Gradients are those of the plain float32 product.
+narrower arrays, so it works in a program that has the mode off. Gradients are those of the plain
+float32 computation, by `with_gradient_of`.
 """
 
 from __future__ import annotations
@@ -49,9 +45,142 @@ from pallas_kernels.grouped_matmul import reference as grouped_reference
 from pallas_kernels.matmul import reference
 from pallas_kernels.rounding import rounded
 
+__all__ = [
+    "Integers",
+    "add_scaled",
+    "as_float64",
+    "attend",
+    "dot",
+    "exp",
+    "grouped_dot",
+    "log",
+    "materialize",
+    "reproducible_sum",
+    "round_to_24_bits",
+    "sigmoid",
+    "to_integers",
+    "with_float64",
+    "with_gradient_of",
+]
+
+SLICE_BITS, RIGHT_BITS = 14, 22
+MAX_TERMS = 2 ** (53 - SLICE_BITS - RIGHT_BITS)
+_FLOAT32 = (8, 23)  # bits of the exponent and of the mantissa
+_LN2 = float(np.float32(math.log(2)))
+# what float32 leaves of ln 2, so few bits of it that a multiple of up to 2^11 is exact in float64
+_LN2_REST = float(np.float32(math.log(2) - _LN2))
+
+
+def as_float64(x: Array) -> Array:
+    """Convert x to float64, inside of `with_float64`."""
+    return x.astype(jnp.float64)
+
+
+def round_to_24_bits(x: Array) -> Array:
+    """Round a float64 to the 24 bits of float32's significand; it stays a float64."""
+    return lax.reduce_precision(x, *_FLOAT32)
+
+
+def materialize(x: Array) -> Array:
+    """Have XLA compute x here, behind a barrier.
+
+    Else it would write what computes x into all of its uses, and LLVM takes minutes over the
+    result.
+    """
+    return lax.optimization_barrier(x)
+
+
+def power_of_two(exponent: Array) -> Array:
+    """Return 2^exponent as float64, for int32 exponents from -1022 to 1023."""
+    return lax.bitcast_convert_type((exponent.astype(jnp.int64) + 1023) << 52, jnp.float64)
+
+
+def exponent_of(x: Array) -> Array:
+    """Return the exponent e of normal float64 with 2^(e - 1) <= |x| < 2^e, int64; -1022 for 0."""
+    return ((lax.bitcast_convert_type(x, jnp.int64) >> 52) & 0x7FF) - 1022
+
+
+def scaled_integers(x: Array, bits: int, axis: int | tuple[int, ...]) -> tuple[Array, Array]:
+    """Round x to whole numbers times a power of two for each slice along `axis`.
+
+    Args:
+        x: float64.
+        bits: the integers are at most 2^bits in magnitude.
+
+    Returns:
+        (integers, scale), float64, with x about integers * scale. The scale keeps the reduced axes
+        and depends on the largest magnitude alone.
+    """
+    x = materialize(x)
+    exponent = exponent_of(jnp.max(jnp.abs(x), axis=axis, keepdims=True))
+    exponent = jnp.clip(exponent, -900, 900)  # neither power of two may leave the normal numbers
+    return jnp.round(x * power_of_two(bits - exponent)), power_of_two(exponent - bits)
+
+
+def reproducible_sum(terms: Array, axis: int, headroom: int = 18) -> Array:
+    """Add float64 terms over `axis`, with the same bits in every order.
+
+    A term is rounded to 52 - headroom bits of the largest one (Demmel and Nguyen, 2013).
+
+    Args:
+        terms: float64, at most 2^headroom along the axis.
+    """
+    whole, scale = scaled_integers(terms, 52 - headroom, axis)
+    return jnp.sum(whole, axis=axis) * jnp.squeeze(scale, axis)
+
+
+def _horner(coefficients: list[float], x: Array) -> Array:
+    """A polynomial by Horner's rule, highest coefficient first, with 24-bit operands in every
+    product; the last sum keeps its 53 bits."""
+    value = jnp.float64(np.float32(coefficients[0]))
+    for coefficient in coefficients[1:]:
+        value = round_to_24_bits(value) * x + coefficient
+    return value
+
+
+def exp(x: Array) -> Array:
+    """Compute e^x to within 2^-23 of itself; 0 where it is below the smallest normal float32.
+
+    Args:
+        x: float64 in float32's precision, at most 88.
+    """
+    x = round_to_24_bits(jnp.clip(x, -200.0, 88.0))
+    n = jnp.round(x * float(np.float32(1 / math.log(2))))
+    rest = round_to_24_bits((x - n * _LN2) - n * _LN2_REST)
+    value = _horner([1 / math.factorial(i) for i in range(8, -1, -1)], rest)
+    return round_to_24_bits(value * power_of_two(jnp.where(jnp.isnan(n), 0, n).astype(jnp.int32)))
+
+
+def log(x: Array) -> Array:
+    """Compute ln x of a positive float64 to within 2^-23 of the larger of itself and 1."""
+    # so that the mantissa is from sqrt(1/2) to sqrt(2)
+    exponent = exponent_of(x / math.sqrt(0.5)) - 1
+    mantissa = x * power_of_two(-exponent)
+    z = round_to_24_bits((mantissa - 1) / (mantissa + 1))
+    series = round_to_24_bits(_horner([1 / i for i in range(17, 0, -2)], round_to_24_bits(z * z)))
+    n = exponent.astype(jnp.float64)
+    return n * _LN2 + (2 * z * series + n * _LN2_REST)
+
+
+def sigmoid(x: Array) -> Array:
+    """Compute 1 / (1 + e^-x) in 24 bits; x as in `exp`, of either sign."""
+    small = exp(-jnp.abs(x))
+    return round_to_24_bits(jnp.where(x < 0, small, 1.0) / (1 + small))
+
+
+def with_float64(function: Callable) -> Callable:
+    """Open JAX's 64-bit mode around a function that takes and returns narrower arrays."""
+
+    @wraps(function)
+    def run(*args, **options):
+        with jax.enable_x64(True):
+            return function(*args, **options)
+
+    return run
+
 
 def with_gradient_of(plain: Callable, exact: Callable) -> Callable:
-    """A function of arrays with the values of `exact` and the derivatives of `plain`.
+    """Make a function of arrays with the values of `exact` and the derivatives of `plain`.
 
     Both compute the same thing up to rounding. What `exact` rounds has no derivative of its own,
     and its float64 arrays would meet differentiation outside the scope in which they exist.
@@ -66,121 +195,6 @@ def with_gradient_of(plain: Callable, exact: Callable) -> Callable:
         lambda args, cotangent: jax.vjp(plain, *args)[1](cotangent),
     )
     return run
-
-
-F32 = (8, 23)
-_LN2 = float(np.float32(math.log(2)))
-# what float32 leaves of ln 2, cut so that a multiple of up to 2^11 is exact in float64
-_LN2_REST = float(np.float32(math.log(2) - _LN2))
-
-
-def as_float64(x: Array) -> Array:
-    """float64, inside a 64-bit scope."""
-    return x.astype(jnp.float64)
-
-
-def round_to_24_bits(x: Array) -> Array:
-    """A float64 rounded to float32's 24 bits."""
-    return lax.reduce_precision(x, *F32)
-
-
-def materialize(x: Array) -> Array:
-    """x, computed here. XLA would write what computes it into all of its uses, and LLVM takes
-    minutes over the result."""
-    return lax.optimization_barrier(x)
-
-
-def power_of_two(exponent: Array) -> Array:
-    """2^exponent as float64 for int32 exponents from -1022 to 1023."""
-    return lax.bitcast_convert_type((exponent.astype(jnp.int64) + 1023) << 52, jnp.float64)
-
-
-def exponent_of(x: Array) -> Array:
-    """The exponent e of normal float64 with 2^(e - 1) <= |x| < 2^e, int64; -1022 for 0. On bit
-    patterns: one operation deep."""
-    return ((lax.bitcast_convert_type(x, jnp.int64) >> 52) & 0x7FF) - 1022
-
-
-def scaled_integers(x: Array, bits: int, axis: int | tuple[int, ...]) -> tuple[Array, Array]:
-    """x as whole numbers times a power of two for each slice along `axis`: x is about integers *
-    scale.
-
-    Args:
-        x: float64.
-        bits: the integers are at most 2^bits in magnitude.
-
-    Returns:
-        (integers, scale), float64; the scale keeps the reduced axes. It depends on the largest
-        magnitude alone.
-    """
-    x = materialize(x)
-    exponent = exponent_of(jnp.max(jnp.abs(x), axis=axis, keepdims=True))
-    exponent = jnp.clip(exponent, -900, 900)  # neither power of two may leave the normal numbers
-    return jnp.round(x * power_of_two(bits - exponent)), power_of_two(exponent - bits)
-
-
-def reproducible_sum(terms: Array, axis: int, headroom: int = 18) -> Array:
-    """The sum over `axis` of float64 terms, of which there are at most 2^headroom: every order
-    gives the same bits.
-
-    A term is rounded to 52 - headroom bits of the largest one.
-    """
-    whole, scale = scaled_integers(terms, 52 - headroom, axis)
-    return jnp.sum(whole, axis=axis) * jnp.squeeze(scale, axis)
-
-
-def _horner(coefficients: list[float], x: Array) -> Array:
-    """A polynomial, highest coefficient first, with 24-bit operands in every product; the last sum
-    keeps its 53 bits."""
-    value = jnp.float64(np.float32(coefficients[0]))
-    for coefficient in coefficients[1:]:
-        value = round_to_24_bits(value) * x + coefficient
-    return value
-
-
-def exp(x: Array) -> Array:
-    """e^x, within 2^-23 of itself; 0 where it is below the smallest normal float32.
-
-    Args:
-        x: float64 in float32's precision, at most 88.
-    """
-    x = round_to_24_bits(jnp.clip(x, -200.0, 88.0))
-    n = jnp.round(x * float(np.float32(1 / math.log(2))))
-    rest = round_to_24_bits((x - n * _LN2) - n * _LN2_REST)
-    value = _horner([1 / math.factorial(i) for i in range(8, -1, -1)], rest)
-    return round_to_24_bits(value * power_of_two(jnp.where(jnp.isnan(n), 0, n).astype(jnp.int32)))
-
-
-def log(x: Array) -> Array:
-    """The natural logarithm of a positive float64, within 2^-23 of the larger of itself and 1."""
-    # so that the mantissa is from sqrt(1/2) to sqrt(2)
-    exponent = exponent_of(x / math.sqrt(0.5)) - 1
-    mantissa = x * power_of_two(-exponent)
-    z = round_to_24_bits((mantissa - 1) / (mantissa + 1))
-    series = round_to_24_bits(_horner([1 / i for i in range(17, 0, -2)], round_to_24_bits(z * z)))
-    n = exponent.astype(jnp.float64)
-    return n * _LN2 + (2 * z * series + n * _LN2_REST)
-
-
-def sigmoid(x: Array) -> Array:
-    """1 / (1 + e^-x), in 24 bits; x as in `exp`, of either sign."""
-    small = exp(-jnp.abs(x))
-    return round_to_24_bits(jnp.where(x < 0, small, 1.0) / (1 + small))
-
-
-def with_float64(function: Callable) -> Callable:
-    """Opens the 64-bit scope around a function that takes and returns narrower arrays."""
-
-    @wraps(function)
-    def run(*args, **options):
-        with jax.enable_x64(True):
-            return function(*args, **options)
-
-    return run
-
-
-SLICE_BITS, RIGHT_BITS = 14, 22
-MAX_TERMS = 2 ** (53 - SLICE_BITS - RIGHT_BITS)
 
 
 @jax.tree_util.register_dataclass
@@ -204,7 +218,7 @@ class Integers:
 
 @with_float64
 def to_integers(w: Float[Array, "*stack n k"] | Integers) -> Integers:
-    """The form in which `dot` and `grouped_dot` multiply w; twice the memory of float32."""
+    """Round a right operand as `dot` and `grouped_dot` multiply it; twice the memory of float32."""
     return (
         w if isinstance(w, Integers) else Integers(*scaled_integers(as_float64(w), RIGHT_BITS, -1))
     )
@@ -215,7 +229,12 @@ def dot(
     w: Float[Array, "n k"] | Integers,
     out_dtype: jnp.dtype = jnp.float32,
 ) -> Array:
-    """x @ w.T, each row of it a function of that row of x and of w alone.
+    """Multiply x @ w.T, each row of it a function of that row of x and of w alone.
+
+    Args:
+        x: any float dtype up to float32.
+        w: likewise, or what `to_integers` made of it.
+        out_dtype: of the result.
 
     Raises:
         ValueError: more than 2^17 terms.
@@ -230,7 +249,7 @@ def dot(
 
 
 def add_scaled(x: Array, y: Array, scale: float) -> Array:
-    """x + scale * y, rounded once to x's dtype."""
+    """Compute x + scale * y with one rounding, to x's dtype."""
 
     @with_float64
     def exactly(x, y):
@@ -247,8 +266,11 @@ def grouped_dot(
     group_sizes: Int[Array, " groups"],
     out_dtype: jnp.dtype = jnp.float32,
 ) -> Array:
-    """Each row of x, sorted by group, times its group's part of w transposed; zero behind the last
-    group."""
+    """Multiply each row of x, sorted by group, with its group's part of w transposed.
+
+    Returns:
+        [m, n] in `out_dtype`; zero behind the last group.
+    """
 
     def plain(x, w, sizes):
         return grouped_reference.dot(x.astype(w.dtype), w, sizes).astype(out_dtype)
@@ -262,8 +284,10 @@ def grouped_dot(
 def attend(
     query: Array, keys: list[Array], values: list[Array], masks: list[Array], score_scale: float
 ) -> Array:
-    """softmax(q k * score_scale) v over the slots of all blocks, whatever slots they stand in and
-    whatever else is there.
+    """Compute softmax(q k * score_scale) v over the slots of all blocks.
+
+    A query's result depends on the keys that it attends to, and neither on the slots that they
+    stand in nor on what else is there.
 
     Args:
         query: [b, t, heads, dim].
@@ -273,8 +297,8 @@ def attend(
         score_scale: factor of the scores.
 
     Returns:
-        [b, t, heads, dim] in the dtype of `query`; 0 for a query that sees nothing. It has no
-        gradient.
+        [b, t, heads, dim] in the dtype of `query`; 0 for a query that attends to nothing. It has
+        no gradient.
 
     Raises:
         ValueError: more than 2^17 slots.
@@ -294,7 +318,7 @@ def attend(
         return x.reshape(b, kv_heads, group, t, -1)
 
     q = query.reshape(b, t, kv_heads, group, dim).transpose(0, 2, 3, 1, 4)
-    scores, seen = [], []
+    scores, visible = [], []
     for key, mask in zip(keys, masks, strict=True):
         rows = key.shape[0]
         s = _product(
@@ -308,7 +332,7 @@ def attend(
                 by_query(jnp.where(mask, round_to_24_bits(s * score_scale), -jnp.inf), rows)
             )
         )
-        seen.append(by_query(mask, rows))
+        visible.append(by_query(mask, rows))
     top = materialize(
         jnp.maximum(
             jnp.max(
@@ -319,7 +343,7 @@ def attend(
     )
     weights = [
         materialize(jnp.where(mask, exp(s - top), 0.0))
-        for s, mask in zip(scores, seen, strict=True)
+        for s, mask in zip(scores, visible, strict=True)
     ]
     norm = reproducible_sum(jnp.concatenate(weights, -1), -1)[..., None]
     # a value's own scale goes to its weight: no slot's integers then depend on another slot

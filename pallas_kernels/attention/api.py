@@ -25,8 +25,7 @@ def attention(
     key_order: Literal["any", "decode"] = "any",
     backend: Backend = "auto",
 ) -> Float[Array, "b t heads dim"]:
-    """softmax(q . k * score_scale) . v * value_scale over the slots of all blocks together;
-    differentiable.
+    """Compute softmax(q . k * score_scale) . v * value_scale over all blocks; differentiable.
 
     Segments, prefixes and sliding windows are in the masks, which `sees` makes from a number a
     token. `attend_in_chunks` makes them, and runs this, for a few queries at a time.

@@ -156,27 +156,24 @@ def as_decoded(name: str, shape: Shape, *tokens: int) -> Case:
     nothing was written to."""
 
     def run(query, *arrays, backend):
-        wanted, apart = prefill(query, *arrays, shape=shape, backend=backend), []
+        prefilled, apart = prefill(query, *arrays, shape=shape, backend=backend), []
         longer = [jnp.pad(x, [(0, 0), (0, 0), (0, 600), (0, 0)], constant_values=1) for x in arrays]
         for token in tokens:
-            caches = [KeyValues(*longer[:2], jnp.full(len(query), token + 1, jnp.int32))]
+            keys, values, *shared = longer
+            caches = [KeyValues(keys, values, jnp.full(len(query), token + 1, jnp.int32))]
             if shape.shared:
-                caches.insert(0, KeyValues(*longer[2:], jnp.asarray(shape.shared, jnp.int32)))
-            at, scales, window = (
-                token - shape.tokens + shape.queries,
-                (None, None, SCALES[1]),
-                shape.window or None,
-            )
+                lengths = jnp.asarray(shape.shared, jnp.int32)
+                caches.insert(0, KeyValues(shared[0], shared[1], lengths))
             out = decode_attention(
-                query[:, at],
+                query[:, token - shape.tokens + shape.queries],
                 tuple(caches),
                 SCALES[0],
-                *scales,
-                window,
-                jnp.float32,
+                value_scale=jnp.float32(SCALES[1]),
+                window=jnp.int32(shape.window) if shape.window else None,
+                out_dtype=jnp.float32,
                 backend=backend,
             )
-            apart.append(bits_apart(wanted[:, at], out))
+            apart.append(bits_apart(prefilled[:, token - shape.tokens + shape.queries], out))
         return jnp.stack(apart)
 
     return Case(

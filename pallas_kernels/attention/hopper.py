@@ -18,7 +18,7 @@ from pallas_kernels.partition import partitioned
 
 
 def cudnn_lacks(query, blocks, score_scale) -> str:
-    """What cuDNN would need to serve a call; empty where it does."""
+    """Say what cuDNN would need to serve a call; empty where it does."""
     kinds = {
         x.dtype.name for x in (query, *(x for block in blocks for x in (block.keys, block.values)))
     }
@@ -32,7 +32,7 @@ def cudnn_lacks(query, blocks, score_scale) -> str:
 
 
 def cudnn_attention(query, blocks, score_scale, value_scale, out_dtype):
-    """cuDNN's flash attention, with one block of keys a row and the masks as a bias."""
+    """Run cuDNN's flash attention, with one block of keys a row and the masks as a bias."""
     b, t, heads, _ = query.shape
 
     def each_row(x):
@@ -66,12 +66,12 @@ def _pad_to_even(x, axis):
 
 
 def decode_order_lacks(query, blocks) -> str:
-    """What decode's kernel would need to serve a call; empty where it does."""
+    """Say what decode's kernel would need to serve a call; empty where it does."""
     return decode.lacks(query[:, 0], [_cache(block.keys, block.values) for block in blocks])
 
 
 def decode_order_attention(query, blocks, score_scale, value_scale, out_dtype):
-    """`decode_attention`'s kernel, with limits for each query, and the reference's gradient.
+    """Run `decode_attention`'s kernel with limits for each query; the gradient is the reference's.
 
     A decode step's query attends to all keys of its row; here each query attends to those from its
     first to its last. Steps and chunks outside of that add zeros to its sums, and its references

@@ -49,8 +49,12 @@ class Case:
 
 
 def cases_of(operation: str, sizes: str) -> tuple[Case, ...]:
-    """The cases of an operation: "small" ones, with expected values, "real" ones, at the shapes of
-    models, or "all" of them."""
+    """List the cases of an operation.
+
+    Args:
+        operation: one of OPERATIONS.
+        sizes: "small", with expected values; "real", at the shapes of models; or "all".
+    """
     module = import_module(f"pallas_kernels.{operation}.cases")
     return {"small": module.SMALL, "real": module.REAL, "all": (*module.SMALL, *module.REAL)}[sizes]
 
@@ -58,8 +62,10 @@ def cases_of(operation: str, sizes: str) -> tuple[Case, ...]:
 def parse_cases(
     parser: argparse.ArgumentParser, sizes: str
 ) -> tuple[argparse.Namespace, list[Case]]:
-    """The arguments of a check's command line, and the cases that they choose; it ends where a name
-    is in no list."""
+    """Parse a check's command line into its arguments and the cases that they choose.
+
+    It ends where a name is in no list.
+    """
     parser.add_argument("operation", choices=OPERATIONS)
     parser.add_argument("cases", nargs="*", help="names; all without one")
     arguments = parser.parse_args()
@@ -70,8 +76,10 @@ def parse_cases(
 
 
 def difference(got: Any, expected: Any) -> float:
-    """Largest difference of any output, as a part of the expected one's largest magnitude; infinite
-    where one is not finite."""
+    """Measure the largest difference of any output, as a part of the expected one's magnitude.
+
+    Infinite where one is not finite.
+    """
     worst = 0.0
     for have, want in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         have, want = np.asarray(have, np.float64), np.asarray(want, np.float64)
@@ -87,7 +95,7 @@ def difference(got: Any, expected: Any) -> float:
 
 
 def bits_apart(one: jax.Array, other: jax.Array) -> jax.Array:
-    """1 where two arrays have other bits, else 0: for a case whose expected values are zeros."""
+    """Mark with 1 where two arrays differ in a bit, for a case whose expected values are 0."""
     one, other = (
         jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
         for x in (one, other)

@@ -435,13 +435,13 @@ class Block(NamedTuple):
                 mosaic.copy_gmem_to_smem(limit.at[tile.row, rows], to.at[slot, here], full)
 
         def load(tile: Tile, counts):
-            *loaded, turn = counts
+            (first, second), turn = counts
             mosaic.when(tile.steps > 0)(lambda: load_queries(tile, turn))
 
             def load_step(i, _):
                 step = tile.begin + i
                 consumer = lax.rem(step, CONSUMERS)
-                count = jnp.where(consumer == 0, *loaded) + lax.div(
+                count = jnp.where(consumer == 0, first, second) + lax.div(
                     step - tile.own(consumer)[0], CONSUMERS
                 )
                 slot = consumer * stages + lax.rem(count, stages)
@@ -452,12 +452,11 @@ class Block(NamedTuple):
                     mosaic.copy_gmem_to_smem(here, to.at[slot], memory.full.at[slot])
 
             lax.fori_loop(0, tile.steps, load_step, None)
-            return *(count + tile.own(i)[1] for i, count in enumerate(loaded)), turn + jnp.where(
-                tile.steps > 0, 1, 0
-            )
+            loaded = first + tile.own(0)[1], second + tile.own(1)[1]
+            return loaded, turn + jnp.where(tile.steps > 0, 1, 0)
 
         zero = jnp.int32(0)
-        *loaded, turn = self.over_tiles(load, (zero, zero, zero))
+        loaded, turn = self.over_tiles(load, ((zero, zero), zero))
         # every slot that was used is still to be handed back
         for slot in range(2):
             mosaic.when(slot < turn)(

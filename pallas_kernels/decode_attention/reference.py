@@ -16,24 +16,27 @@ def decode_attention(query, caches, score_scale, value_scale, window, out_dtype)
 
 
 def page_of(cache) -> tuple[int, int]:
-    """Slots of a page, and pages of a cache row."""
+    """Count the slots of a page, and the pages of a cache row."""
     slots = cache.keys.shape[2]
     page = cache.page_size or slots
     return page, -(-slots // page)
 
 
 def known_lengths(cache):
-    """Lengths within the table."""
+    """Clip lengths to the table."""
     page, _ = page_of(cache)
     return jnp.clip(cache.lengths, 0, page * (1 if cache.pages is None else cache.pages.shape[1]))
 
 
 def first_visible(lengths, sequences, window):
-    """Of each cache: the first key that each sequence sees, int32 [rows, sequences of a row]; None
-    without a window."""
+    """Find the first key in each cache that each sequence attends to, within a window.
+
+    Returns:
+        int32 [rows, sequences of a row] for each cache; None without a window.
+    """
     if window is None:
         return [None] * len(lengths)
-    total = sum(jnp.repeat(length, sequences // len(length)) for length in lengths)
+    total = jnp.asarray(sum(jnp.repeat(length, sequences // len(length)) for length in lengths))
     starts, before = [], 0
     for length in lengths:
         starts.append((total - window - before).reshape(len(length), -1))

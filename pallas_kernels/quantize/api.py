@@ -26,8 +26,9 @@ def quantize_blocks(
     *,
     backend: Backend = "auto",
 ) -> tuple[Float[Array, "*batch m n"], Float[Array, "*batch mb nb"]]:
-    """Quantizes `x` in blocks of the last two axes, as DeepSeek-V3 (arXiv 2412.19437, section
-    3.3.2) does.
+    """Quantize `x` in blocks of the last two axes, with a scale for each.
+
+    Blocks of 1x128 and 128x128 are those of DeepSeek-V3 (arXiv 2412.19437, section 3.3.2).
 
     Args:
         x: any float dtype; hopper takes bfloat16 and float32. Axes that are no multiple of the
@@ -73,7 +74,7 @@ def quantize_both(
     *,
     backend: Backend = "auto",
 ) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-    """`quantize_blocks` with blocks of (1, size) and of (size, 1), from one read of `x`.
+    """Quantize `x` in blocks of (1, size) and of (size, 1), from one read of it.
 
     A backward pass wants an output gradient in both: along outputs for the input's gradient, along
     tokens for the weight's.
@@ -116,8 +117,7 @@ def regroup(
     *,
     backend: Backend = "auto",
 ) -> tuple[Float[Array, "m n"], Float[Array, "mb n"]]:
-    """`quantize_blocks` with blocks of (size, 1) of what is quantized in blocks of (1, size), read
-    as it is.
+    """Quantize in blocks of (size, 1) what is quantized in blocks of (1, size), read as it is.
 
     Args:
         values, scales: as `quantize_blocks` returns them for a block of (1, size).
@@ -151,7 +151,7 @@ def regroup(
 def dequantize_blocks(
     values: Float[Array, "*batch m n"], scales: Float[Array, "*batch mb nb"], block: tuple[int, int]
 ) -> Float[Array, "*batch m n"]:
-    """values * scale of their block, float32."""
+    """Multiply values with the scale of their block, in float32."""
     return values.astype(jnp.float32) * reference.expand_scales(scales, block, values.shape[-2:])
 
 
@@ -164,8 +164,9 @@ def quantize_swiglu(
     *,
     backend: Backend = "auto",
 ) -> tuple[Float[Array, "*batch n"], Float[Array, "*batch nb"]]:
-    """`quantize_blocks` of silu(gate) * up (arXiv 2002.05202) in blocks of (1, size), which is
-    never in memory itself.
+    """Quantize silu(gate) * up (arXiv 2002.05202) in blocks of (1, size).
+
+    The product is never in memory itself.
 
     silu(gate) and the product are each rounded to the dtype of `gate`, as torch and vLLM round
     them. Another backend's exponential may differ in its last float32 bit, and a number then by one
@@ -208,8 +209,9 @@ def quantize_rms_norm(
     *,
     backend: Backend = "auto",
 ) -> tuple[Float[Array, "*batch n"], Float[Array, "*batch nb"]]:
-    """`quantize_blocks` of x / sqrt(mean(x^2) + eps) * (offset + weight) (arXiv 1910.07467) in
-    blocks of (1, size).
+    """Quantize x / sqrt(mean(x^2) + eps) * (offset + weight) in blocks of (1, size).
+
+    RMS norm: arXiv 1910.07467.
 
     The norm is computed in float32 and rounded to the dtype of `x`. Both backends take mean(x^2)
     from the same reduction of XLA.
@@ -248,7 +250,7 @@ BLOCKS = {"a": ("m", 128), "b": ("n", 128)}
 
 
 def axes(ndim: int) -> str:
-    """Factors of all axes but the last two."""
+    """Name the factors of all axes but the last two."""
     return " ".join(f"l{axis}" for axis in range(ndim - 2))
 
 
@@ -261,7 +263,11 @@ def _flat(function, x, **options):
 
 
 def check(operation: str, x: Array, block: tuple[int, int]) -> None:
-    """Raises ValueError where there is nothing to quantize."""
+    """Refuse what cannot be quantized.
+
+    Raises:
+        ValueError: too few axes, no elements, or a block side that is not positive.
+    """
     if x.ndim < 2 or min(block) < 1:
         raise ValueError(
             f"{operation}: need at least two axes and a positive block, got shape {x.shape}, "
@@ -279,8 +285,10 @@ def chosen_backend(
     x_dtype: jnp.dtype,
     inputs=_HOPPER_INPUTS,
 ) -> str:
-    """The backend that runs an operation: under "auto" the reference where hopper has no kernel for
-    this."""
+    """Choose the backend of a quantizer.
+
+    Under "auto" the reference where hopper has no kernel for this.
+    """
     made, given = jnp.dtype(dtype).name, jnp.dtype(x_dtype).name
     served = block in HOPPER_BLOCKS and made in _HOPPER_DTYPES and given in inputs
     return choose(

@@ -28,7 +28,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import mosaic
-from pallas_kernels.backend import hopper_sms
 from pallas_kernels.quantize.reference import amax, magnitude_bits, reciprocal, scale_of
 
 STRIP, GROUP = 64, 128
@@ -169,7 +168,7 @@ class Plan(NamedTuple):
 
 
 def plan_of(groupings: tuple[str, ...], dtype: jnp.dtype, rule: str, source: Source) -> Plan:
-    """The tiles, and as many warpgroups as shared memory and the work have use for."""
+    """Choose the tiles, and as many warpgroups as shared memory and the work have use for."""
     tile = {(ROWS,): (STRIP, GROUP), (TOKENS,): (GROUP, STRIP)}.get(groupings, (GROUP, GROUP))
     layers, m, n = source.matrices[0].shape
     tiles = layers * -(-m // tile[0]) * -(-n // tile[1])
@@ -182,13 +181,19 @@ def plan_of(groupings: tuple[str, ...], dtype: jnp.dtype, rule: str, source: Sou
         if w * (s * loaded + written) < mosaic.SMEM_BYTES - 2048 and w * s > 1
     )
     warpgroups, stages = next(fits)
-    return Plan(groupings, dtype, rule, tile, min(warpgroups, -(-tiles // hopper_sms())), stages)
+    return Plan(
+        groupings, dtype, rule, tile, min(warpgroups, -(-tiles // mosaic.multiprocessors())), stages
+    )
 
 
 def quantize(source: Source, plan: Plan, name: str) -> list[jax.Array]:
-    """Values and scales of each grouping: [layers, m, n] and [layers, groups, m] of ROWS, [layers,
-    n, m] and [layers, groups, n] of TOKENS, [layers, m, n] and [layers, row blocks, column blocks]
-    of SQUARE."""
+    """Run the kernel.
+
+    Returns:
+        Values and scales of each grouping: [layers, m, n] and [layers, groups, m] of ROWS, [layers,
+        n, m] and [layers, groups, n] of TOKENS, [layers, m, n] and [layers, row blocks, column
+        blocks] of SQUARE.
+    """
     layers, m, n = source.matrices[0].shape
     (r, c), warpgroups, stages = plan.tile, plan.warpgroups, plan.stages
     grid = (layers, -(-m // r), -(-n // c))
