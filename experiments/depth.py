@@ -27,14 +27,13 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from fp8rl_jax.models.forms import rollout_policy
 
 from experiments.benchmarks.machine import facts
 from experiments.command import run_command
 from fp8rl_jax.compare.probe import Tokens, at_once, one_by_one
 from fp8rl_jax.config.recipe import RECIPES, ForwardFormats, Recipe
 from fp8rl_jax.models.config import PolicyConfig
-from fp8rl_jax.models.forms import trainer_policy
+from fp8rl_jax.models.forms import rollout_policy, trainer_policy
 from fp8rl_jax.models.policy import Policy, init_policy, run_of_layers
 from fp8rl_jax.rl import mismatch_metrics
 from fp8rl_jax.rollout.calibration import calibrate_on_prompts
