@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -254,9 +254,11 @@ def pad_prompts(tokens: list[list[int]], ids: list[int], width: int, pad: int = 
     Raises:
         ValueError: a prompt is empty or longer than `width`.
     """
-    table = np.full((len(tokens), width), pad, np.int32)
+    table: Any = np.full((len(tokens), width), pad, np.int32)
+    lengths: Any = np.asarray([len(prompt) for prompt in tokens], np.int32)
+    identities: Any = np.asarray(ids, np.int32)
     for row, prompt in enumerate(tokens):
         if not 0 < len(prompt) <= width:
             raise ValueError(f"prompt {ids[row]}: {len(prompt)} tokens, need between 1 and {width}")
         table[row, : len(prompt)] = prompt
-    return Prompts(table, np.asarray([len(p) for p in tokens], np.int32), np.asarray(ids, np.int32))
+    return Prompts(table, lengths, identities)

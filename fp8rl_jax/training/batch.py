@@ -22,7 +22,7 @@ others; their number is rounded up to a bucket, so that few programs are compile
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -219,13 +219,13 @@ def _fill(
     """The index arrays of one micro-batch."""
     (s, t), (r, w, c) = sides, shape
     b, start = len(completions), len(prompts) * s
-    tokens, prefixes = np.full((r, w), start + b * t, np.int32), np.full((r, w), -1, np.int32)
-    segments, positions, sources = (
-        np.zeros((r, w), np.int32),
-        np.zeros((r, w), np.int32),
-        np.zeros((r, c), np.int32),
-    )
-    targets, places = np.full((r, c), b * t, np.int32), np.full((b, t), r * c, np.int32)
+
+    def table(shape: tuple[int, int], fill: int) -> Any:
+        return np.full(shape, fill, np.int32)
+
+    tokens, prefixes = table((r, w), start + b * t), table((r, w), -1)
+    segments, positions, sources = table((r, w), 0), table((r, w), 0), table((r, c), 0)
+    targets, places = table((r, c), b * t), table((b, t), r * c)
     for row, held in enumerate(packed):
         slot = segment = done = 0
         for prompt, members in held:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -178,7 +179,7 @@ class Experience:
             | version
             | {
                 "episodes/turns": len(turns) / count,
-                "episodes/rows": (self.sample_of_row >= 0).sum() / count,
+                "episodes/rows": np.sum(np.asarray(self.sample_of_row) >= 0) / count,
                 "episodes/truncated": sum(e.truncated for e in self.episodes) / count,
             }
         )
@@ -244,28 +245,27 @@ def episode_experience(
     height = -(-len(rows) // multiple) * multiple
     slots = np.arange(len(rows)) * height // len(rows)
 
-    def column(values: Sequence[int], fill: int) -> Int[np.ndarray, " b"]:
+    def column(values: Sequence[int], fill: int) -> Any:
         filled = np.full(height, fill, np.int32)
         filled[slots] = values
         return filled
 
-    def table(name: str, columns: int, fill: int | float | bool, dtype: type) -> np.ndarray:
+    def table(name: str, columns: int, fill: int | float | bool, dtype: type) -> Any:
         filled = np.full((height, columns), fill, dtype)
         for slot, (_, row) in zip(slots, rows, strict=True):
             filled[slot, : len(getattr(row, name))] = getattr(row, name)
         return filled
 
     attended = np.arange(width) < column([len(row.tokens) for _, row in rows], 0)[:, None]
-    prompts = Prompts(
-        table("prompt", 1, pad, np.int32), np.ones(height, np.int32), np.arange(height)
-    )
+    one: Any = np.ones(height, np.int32)
+    prompts = Prompts(table("prompt", 1, pad, np.int32), one, column(range(len(rows)), -1))
     rollout = Rollout(
         prompts=prompts,
         tokens=table("tokens", width, pad, np.int32),
         mask=table("sampled", width, False, bool),
         behaviour_logprobs=table("behaviour_logprobs", width, 0.0, np.float32),
         policy_logprobs=table("policy_logprobs", width, 0.0, np.float32),
-        stopped=np.ones(height, bool),
+        stopped=one > 0,
         weight_version=min(turn.weight_version for e in episodes for turn in e.turns),
     )
     rollout, attended = to_global((rollout, attended), sharding)

@@ -78,6 +78,7 @@ def recalibrate(
     """
     columns = []
     for batch, logprobs, exact, exact_old in parts:
+        assert batch.old_logprobs is not None  # of several updates
         mask = batch.mask if batch.loss_mask is None else batch.loss_mask
         advantages = per_token(batch.advantages, mask)
         if batch.weights is not None:
@@ -208,7 +209,7 @@ class Learner:
         config = replace(self.config, rl=rl_config, micro_batches=parts // self.count)
         batch, padding = self.narrow(batch, parts)
         metrics_of_batch = {
-            "optim/lr": float(self.schedule(int(state.updates))),
+            "optim/lr": float(jnp.asarray(self.schedule(int(state.updates)))),
             "perf/padding_fraction": padding,
         }
         if old is None:

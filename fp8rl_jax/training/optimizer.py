@@ -51,7 +51,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -140,12 +140,12 @@ def scale_by_adam(
         ):
 
             def one(gradient, mu, nu, key, matrix=matrix):
-                scaled, new = adam.update(
-                    gradient, optax.ScaleByAdamState(state.count, _load(mu), _load(nu))
-                )
+                before = optax.ScaleByAdamState(state.count, _load(mu), _load(nu))
+                scaled, moments = adam.update(gradient, before)
+                new = cast(optax.ScaleByAdamState, moments)
                 stored = (
-                    _store(new.mu, _of(first, matrix), key, False),
-                    _store(new.nu, _of(second, matrix), key, True),
+                    _store(cast(Array, new.mu), _of(first, matrix), key, False),
+                    _store(cast(Array, new.nu), _of(second, matrix), key, True),
                 )
                 return scaled, *jax.tree.map(lambda n, o: jnp.where(keep, n, o), stored, (mu, nu))
 
@@ -153,7 +153,8 @@ def scale_by_adam(
         scaled, mu, nu = (jax.tree.unflatten(treedef, column) for column in zip(*done, strict=True))
         return scaled, optax.ScaleByAdamState(optax.safe_increment(state.count), mu, nu)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    # ty: optax's protocol has no name for an extra argument
+    return optax.GradientTransformationExtraArgs(init, update)  # ty: ignore[invalid-argument-type]
 
 
 def _layer_by_layer(function: Callable, tensors: list, key: Key[Array, ""]) -> tuple:
@@ -192,7 +193,7 @@ def _store(
 
 
 def _load(stored: Array | QTensor) -> Float[Array, "*axes"]:
-    return dequantize(stored) if _is_quantized(stored) else stored.astype(jnp.float32)
+    return dequantize(stored) if isinstance(stored, QTensor) else stored.astype(jnp.float32)
 
 
 def _is_quantized(x: Any) -> bool:
@@ -246,7 +247,10 @@ def factor(
     """
     if config is None:
         return None
-    return config.initial if config.mode == "static" else state.scale
+    if config.mode == "static":
+        return config.initial
+    assert state is not None
+    return state.scale
 
 
 def next_scale(state: LossScale, finite: Bool[Array, ""], config: LossScaleConfig) -> LossScale:

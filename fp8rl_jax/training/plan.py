@@ -34,6 +34,7 @@ import jax.numpy as jnp
 import rich.console
 import rich.table
 from jax.sharding import AbstractMesh, AxisType
+from rich.box import SIMPLE_HEAD
 
 from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.config.run import MeshConfig, RunConfig
@@ -384,7 +385,7 @@ def _unit(plan: Plan) -> tuple[float, str]:
 
 
 def _table(plan: Plan) -> str:
-    table = rich.table.Table(box=rich.box.SIMPLE_HEAD)
+    table = rich.table.Table(box=SIMPLE_HEAD)
     unit, name = _unit(plan)
     for title in ("phase", "of one device", name):
         table.add_column(title, justify="right" if title == name else "left")

@@ -97,6 +97,7 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, str]] | Example
 """Text, token ids, the messages of a conversation, or a problem of a data set."""
 
 _log = logging.getLogger("fp8rl")
+_RELEASED = "session: its state was released; give it one with load"
 _NARROWEST = 16
 """Tokens that prompts are padded to at least."""
 _TRAINING, _SAMPLES = range(2)
@@ -347,10 +348,10 @@ class Session:
         """
         config, clock = self.config, self.clock
         values, valid, real = self._rewards(rollout, rewards)
-        self._begin()
-        learner, parts = self._learner, self._learner.micro_batches(rollout.prompts_in_batch)
+        learner, state = self._started()
+        parts = learner.micro_batches(rollout.prompts_in_batch)
         batch = rollout.batch(learner.config.rl, config.samples_truncated(), entering)
-        batch = learner.with_logprobs(self._state, batch, parts, clock)
+        batch = learner.with_logprobs(state, batch, parts, clock)
         lengths, divergence = rollout.by_sample(_lengths(batch.mask)), None
         if config.rl.reward_kl.coefficient:
             divergence = _reward_kl(
@@ -368,9 +369,9 @@ class Session:
             longest=self.sampling.max_new_tokens,
         )
         batch = replace(batch, advantages=rollout.by_row(advantages))
-        self._state, train_logprobs, learned = learner.update(self._state, batch, parts, clock)
+        state, train_logprobs, learned = learner.update(state, batch, parts, clock)
         # XLA may lay small tensors out anew, and every program would be compiled for both layouts
-        self._state = shard_policy(self._state, self.mesh)
+        self._state = shard_policy(state, self.mesh)
         mismatch = _mismatch(
             rollout.policy_logprobs,
             train_logprobs,
@@ -417,7 +418,7 @@ class Session:
         Raises:
             UserError: an answer is empty or has more than rollout.max_new_tokens tokens.
         """
-        self._begin()
+        learner, state = self._started()
         encoded, count = self.encode(prompts)
         if len(answers) != count:
             raise UserError(f"answers: {len(answers)} for {count} prompts; give one for each")
@@ -425,10 +426,8 @@ class Session:
             answers, len(encoded.lengths), self.sampling.max_new_tokens
         )
         batch = self._given(encoded, tokens, mask)
-        config = replace(self._learner.config, rl=RLConfig(), temperature=1.0)
-        self._state, metrics = supervised_update(
-            self._state, batch, config, self._learner.optimizer
-        )
+        config = replace(learner.config, rl=RLConfig(), temperature=1.0)
+        self._state, metrics = supervised_update(state, batch, config, learner.optimizer)
         self._served = False
         if self._calibrates("trainer"):
             self.scales = None
@@ -444,7 +443,7 @@ class Session:
         """
         self._policy, self._state, self._learner = self.weights, None, None
         self.step = self._rollouts = 0
-        self._begin(optimizer, updates)
+        self._started(optimizer, updates)
 
     @_on_mesh
     def logprobs(
@@ -495,14 +494,13 @@ class Session:
         """A snapshot of masters, optimizer and what is found on the way. It is copied when it is
         read, since every update gives the session's own buffers away: three times the policy's
         float32 bytes with Adam."""
-        self._begin()
-        return jax.tree.map(jnp.copy, self._state)
+        return jax.tree.map(jnp.copy, self._started()[1])
 
     def release(self) -> TrainState:
         """The state itself, uncopied; the session can do nothing until `load` gives it one. So
         sessions of several recipes can take turns on one policy in the memory of one."""
-        self._begin()
-        state, self._state = self._state, None
+        _, state = self._started()
+        self._state = None
         return state
 
     def load(self, state: TrainState) -> None:
@@ -535,7 +533,8 @@ class Session:
             UserError: the directory cannot be written, or values are not finite.
         """
         directory = Path(directory)
-        policy, source = to_host(self.weights), getattr(self.tokenizer, "directory", self.tokenizer)
+        policy = to_host(self.weights)
+        source: Any = getattr(self.tokenizer, "directory", self.tokenizer)
         with shared_faults():
             if is_main_process():
                 dtype = dtype or (
@@ -544,6 +543,7 @@ class Session:
                 save_policy(merge(policy), directory, source, dtype)
                 parts, base = split(policy)
                 if base is not None:
+                    assert isinstance(parts, dict)  # adapters
                     where = directory / "adapter" if adapters is None else Path(adapters)
                     save_adapters(
                         parts, where, policy.config, self.config.lora, self.config.model.path
@@ -579,19 +579,19 @@ class Session:
     def saved(self) -> tuple:
         """What a checkpoint holds; the arrays are the session's own, which its next update gives
         away."""
-        self._begin()
-        layers = self._state.policy.config.num_layers
-        scales = self.scales or KVScales(*(jnp.zeros(layers) for _ in range(3)))
-        return *to_save(self._state), to_global(
-            jax.tree.map(np.asarray, scales), replicated(self.mesh)
-        )
+        _, state = self._started()
+        shape = state.policy.config.num_layers, state.policy.config.num_kv_heads
+        if self.recipe.kv_granularity == "layer":
+            shape = shape[:1]
+        scales = self.scales or KVScales(*(jnp.zeros(shape) for _ in range(3)))
+        return *to_save(state), to_global(jax.tree.map(np.asarray, scales), replicated(self.mesh))
 
     @_on_mesh
     def load_saved(self, step: int, saved: tuple) -> None:
         """Goes on at `step` with what `saved` gave."""
-        self._begin()
+        _, before = self._started()
         *state, scales = saved
-        self._state = restored(self._state, *state)
+        self._state = restored(before, *state)
         self.step, self._rollouts, self._served = step, 0, False
         self.scales = scales if self._calibrates("trainer") else None
         self.engine.version = step
@@ -661,37 +661,38 @@ class Session:
     def learner(self) -> Learner:
         """What an update is specialised to; made with the optimizer's state when it is first
         wanted."""
-        self._begin()
-        return self._learner
+        return self._started()[0]
 
     @property
     def weights(self) -> Policy:
         """The session's own buffers, adapters beside their base: the next update gives them
         away."""
-        if self._learner is not None and self._state is None:
-            raise RuntimeError("session: its state was released; give it one with load")
-        return self._policy if self._state is None else self._state.policy
+        if self._state is not None:
+            return self._state.policy
+        if self._policy is None:
+            raise RuntimeError(_RELEASED)
+        return self._policy
 
-    def _begin(self, optimizer: OptimizerConfig | None = None, updates: int | None = None) -> None:
-        """The optimizer's state, which a session that only samples does without."""
-        if self._learner is not None:
-            return
-        clipping, bounds = self.config.rl.clip_calibration, None
-        if clipping.enabled:
-            bounds = clipping.start(self.config.rl.clip_low, self.config.rl.clip_high)
-        rl.check_functions(self.config.rl, self.config.rollout.samples_per_prompt)
-        with jax.set_mesh(self.mesh):
-            self._learner = Learner(self.config, self.recipe, self._policy, self.mesh)
-            if optimizer is not None:
-                self._learner.use(optimizer, updates)
-            self._state = sharded_state(
-                self._policy,
-                self._learner.optimizer,
-                self.mesh,
-                self._learner.config.loss_scale,
-                bounds,
-            )
-        self._policy = None
+    def _started(
+        self, optimizer: OptimizerConfig | None = None, updates: int | None = None
+    ) -> tuple[Learner, TrainState]:
+        """The learner and the optimizer's state, which a session that only samples does without."""
+        if self._learner is None:
+            policy = self.weights
+            clipping, bounds = self.config.rl.clip_calibration, None
+            if clipping.enabled:
+                bounds = clipping.start(self.config.rl.clip_low, self.config.rl.clip_high)
+            rl.check_functions(self.config.rl, self.config.rollout.samples_per_prompt)
+            with jax.set_mesh(self.mesh):
+                learner = Learner(self.config, self.recipe, policy, self.mesh)
+                learner.use(optimizer, updates)
+                self._state = sharded_state(
+                    policy, learner.optimizer, self.mesh, learner.config.loss_scale, bounds
+                )
+            self._learner, self._policy = learner, None
+        if self._state is None:
+            raise RuntimeError(_RELEASED)
+        return self._learner, self._state
 
     def _calibrates(self, side: str) -> bool:
         """Whether there is an FP8 cache, and this side measures its scales."""
@@ -727,7 +728,7 @@ class Session:
     def _calibrated(self, batch: Batch, parts: int) -> tuple[KVScales, dict[str, Array]]:
         """Scales for the new weights, and what the scales served until now do to them."""
         sums = observe_qkv(
-            self._state.policy,
+            self.weights,
             batch.prompts,
             batch.lengths,
             batch.tokens,
@@ -795,15 +796,16 @@ class Session:
     def _tokens(self, i: int, prompt: Prompt) -> list[int]:
         if isinstance(prompt, Example):
             return self.encoder.tokens(prompt)
-        if not isinstance(prompt, str) and len(prompt) and isinstance(prompt[0], Mapping):
-            if fault := message_faults(prompt):
-                raise UserError(f"prompts: prompt {i} {fault}")
-            prompt = Conversation(prompt)
         if isinstance(prompt, str):
             return self.encoder.tokens(Example(i, prompt, "", "", {}))
-        return self._ids(f"prompts: prompt {i}", prompt)
+        messages = [part for part in prompt if isinstance(part, Mapping)]
+        if not messages:
+            return self._ids(f"prompts: prompt {i}", prompt)
+        if fault := message_faults(prompt):
+            raise UserError(f"prompts: prompt {i} {fault}")
+        return self.encoder.tokens(Example(i, Conversation(messages), "", "", {}))
 
-    def _ids(self, what: str, tokens: Sequence[int]) -> list[int]:
+    def _ids(self, what: str, tokens: Sequence[Any]) -> list[int]:
         ids, size = [int(token) for token in tokens], self.weights.config.vocab_size
         if not all(0 <= token < size for token in ids):
             raise UserError(f"{what} has token ids outside of the vocabulary, 0 to {size - 1}")
@@ -836,9 +838,9 @@ class Session:
             tokens[row, : len(ids)], mask[row, : len(ids)] = ids, True
         return tokens, mask
 
-    def _given(self, prompts: Prompts, tokens: np.ndarray, mask: np.ndarray) -> Batch:
+    def _given(self, prompts: Prompts, tokens: Any, mask: Any) -> Batch:
         """Given completions as a batch, on the mesh."""
-        zeros = np.zeros(tokens.shape, np.float32)
+        zeros: Any = np.zeros(tokens.shape, np.float32)
         batch = Batch(prompts.tokens, prompts.lengths, tokens, mask, zeros, zeros[:, 0])
         return to_global(batch, batch_sharding(self.mesh))
 
@@ -868,8 +870,12 @@ def sample_key(seed: int, number: int) -> Key[Array, ""]:
 def at_temperature(sampling: Sampling, temperature: float) -> Sampling:
     """Sampling that ends where `sampling` does, at another temperature, and is neither truncated
     nor biased."""
-    ends = {"stop_token_ids": sampling.stop_token_ids, "stop_strings": sampling.stop_strings}
-    return Sampling(sampling.max_new_tokens, temperature, **ends)
+    return Sampling(
+        sampling.max_new_tokens,
+        temperature,
+        stop_token_ids=sampling.stop_token_ids,
+        stop_strings=sampling.stop_strings,
+    )
 
 
 def check_range(policy: Policy, dtype: jnp.dtype) -> None:
@@ -884,7 +890,7 @@ def check_range(policy: Policy, dtype: jnp.dtype) -> None:
         return
     tensors = {
         f"layers.{name}": weight.value
-        for name, weight in policy.layers.tensors().items()
+        for name, weight in policy.stack.tensors().items()
         if name != "router"
     }
     tensors |= {
@@ -932,7 +938,7 @@ def _sampling(config: RunConfig, policy: Policy, tokenizer: Tokenizer) -> Sampli
     stops = tuple(
         dict.fromkeys((*tokenizer.eos_token_ids, *policy.config.eos_token_ids, *r.stop_token_ids))
     )
-    constraints = make_constraints(
+    constraints: Any = make_constraints(
         tokenizer, policy.config.vocab_size, r.stop_strings, r.bad_words, r.logit_bias
     )
     return Sampling(r.max_new_tokens, r.temperature, r.top_k, r.top_p, r.min_p, stops, *constraints)

@@ -180,9 +180,9 @@ def model_shape(config: RunConfig) -> PolicyConfig:
 def load_model(config: RunConfig) -> tuple[Policy, Tokenizer]:
     """The policy (float32 masters) and its tokenizer."""
     if not config.model.path:
-        return init_policy(
-            byte_policy_config(config.model.init), jax.random.key(config.seed)
-        ), ByteTokenizer()
+        shape = byte_policy_config(config.model.init)
+        policy: Policy = init_policy(shape, jax.random.key(config.seed))
+        return policy, ByteTokenizer()
     return load(config.model.path)
 
 

@@ -105,9 +105,9 @@ def _packed_logprobs(run, head, batch: Batch) -> tuple[Float[Array, "b t"], Floa
     """`completion_logprobs` of a packed batch; 0 where there is no token."""
     packing: Packing = jax.tree.map(lambda x: constrain(x, "batch", None), batch.packing)
     tokens = packing.gather(batch.prompts, batch.tokens, fill=0)
-    routes = (
-        None if batch.routes is None else packing.gather(batch.prompt_routes, batch.routes, fill=-1)
-    )
+    routes = None
+    if batch.routes is not None and batch.prompt_routes is not None:
+        routes = packing.gather(batch.prompt_routes, batch.routes, fill=-1)
     rows = run(
         tokens,
         packing.positions,
@@ -117,7 +117,8 @@ def _packed_logprobs(run, head, batch: Batch) -> tuple[Float[Array, "b t"], Floa
         keep_cache=False,
     )
     found = head(packing.hidden(rows.hidden), targets=packing.predicted(batch.tokens))
-    return tuple(packing.back(values) for values in found)
+    logprobs, entropies = found
+    return packing.back(logprobs), packing.back(entropies)
 
 
 @partial(jax.jit, static_argnames="config")

@@ -25,7 +25,7 @@ import secrets
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol, TextIO
@@ -198,7 +198,7 @@ def make_tracker(
 
 
 @contextlib.contextmanager
-def _faults_named(path: Path) -> Iterator[None]:
+def _faults_named(path: Path) -> Generator[None]:
     """Turns the operating system's faults into a line about `path`."""
     try:
         yield
