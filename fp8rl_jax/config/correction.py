@@ -144,8 +144,9 @@ class Criterion:
 
     @classmethod
     def parse(cls, text: str) -> Criterion:
-        """From "seq_mean_k1:0.999:1.001" (k1: bounds of a ratio; one bound u stands for 1/u and u)
-        or "seq_max_k3:0.5".
+        """Parse "seq_mean_k1:0.999:1.001" or "seq_max_k3:0.5".
+
+        The bounds of k1 are of a ratio; one bound u stands for 1/u and u.
 
         Raises:
             UserError: an unknown statistic, a wrong number of bounds, or bounds that are no
@@ -308,16 +309,16 @@ class CorrectionConfig:
             )
 
     def value(self, name: str) -> Any:
-        """A field as it is set, or as the preset fills it."""
+        """Return a field as it is set, or as the preset fills it."""
         own = getattr(self, name)
         return own if own is not None else (PLAIN | PRESETS.get(self.method, {}))[name]
 
     def criteria(self) -> tuple[Criterion, ...]:
-        """`reject`, parsed; raises UserError."""
+        """Parse `reject`; raises UserError."""
         return tuple(Criterion.parse(text) for text in self.value("reject"))
 
     def filled(self) -> CorrectionConfig:
-        """This config with every field set.
+        """Return this config with every field set.
 
         Raises:
             UserError: the method is still "recipe", so that there is nothing to fill it from.
@@ -331,8 +332,7 @@ class CorrectionConfig:
         return replace(self, **{name: self.value(name) for name in PLAIN})
 
     def resolve(self, recipe_method: str) -> CorrectionConfig:
-        """This config with method "recipe" replaced by the precision recipe's own method, and every
-        field set."""
+        """Replace the method "recipe" by the precision recipe's own, and set every field."""
         return (replace(self, method=recipe_method) if self.method == "recipe" else self).filled()
 
     @property

@@ -121,8 +121,11 @@ class MeshConfig:
 
 
 def precision_text(recipe: str, compute_dtype: str) -> str:
-    """How a run's precision is written wherever it is shown. A recipe's name alone leaves open what
-    it does not quantize: "bf16 recipe, float32 compute" computes nothing in bfloat16."""
+    """Write a run's precision as it is shown everywhere.
+
+    A recipe's name alone leaves open what it does not quantize: "bf16 recipe, float32 compute"
+    computes nothing in bfloat16.
+    """
     return f"{recipe} recipe, {compute_dtype} compute"
 
 
@@ -169,8 +172,9 @@ class RunConfig:
         return precision_text(self.recipe, self.compute_dtype)
 
     def resolved_recipe(self) -> Recipe:
-        """The recipe of the run: its name among the built-in rows and the run's own, with the
-        changes of [precision].
+        """Look up the recipe of the run, with the changes of [precision].
+
+        Its name is one of the built-in rows or of the run's own.
 
         Raises:
             UserError: a line for each fault, as `config.recipe.get_recipe` has them.
@@ -178,7 +182,7 @@ class RunConfig:
         return get_recipe(self.recipe, self.precision, self.recipes)
 
     def problems(self) -> list[str]:
-        """Faults between keys, one line each; empty where all is well."""
+        """List the faults between keys, one line each; empty where all is well."""
         rollout, trainer, episodes = self.rollout, self.trainer, self.task.max_turns > 1
         found = []
         try:

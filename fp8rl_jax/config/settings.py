@@ -26,7 +26,7 @@ TABLES = ("rollout", "optimizer", "trainer", "rl", "precision", "lora", "mesh")
 def with_settings(
     config: RunConfig, settings: Mapping[str, Any], recipe: str | Recipe | None = None
 ) -> RunConfig:
-    """`config` with single settings changed.
+    """Change single settings of `config`.
 
     Args:
         config: a run's.

@@ -81,7 +81,7 @@ class RewardConfig:
         return {"task.reward.function": self.function, **several}
 
     def components(self, kind: str) -> dict[str, float]:
-        """{name: weight} of the rewards that are summed, for a task of this kind."""
+        """Return {name: weight} of the rewards that are summed, for a task of this kind."""
         if self.weights:
             return dict(self.weights)
         if self.function:
@@ -89,8 +89,7 @@ class RewardConfig:
         return {kind if kind in ("reasoning_gym", "environment") else "exact": 1.0}
 
     def decides(self, kind: str) -> str:
-        """Name of the component that decides accuracy; empty where the configuration leaves it
-        open."""
+        """Name the component that decides accuracy; empty where that is left open."""
         names = list(self.components(kind))
         if self.weights:
             names = [
@@ -101,7 +100,7 @@ class RewardConfig:
         return self.correct or (names[0] if len(names) == 1 else "")
 
     def faults(self, kind: str) -> Iterator[str]:
-        """Every value that cannot work for a task of this kind, one line each."""
+        """Yield a line for every value that cannot work for a task of this kind."""
         if self.function and not is_function_spec(self.function):
             yield (
                 f"task.reward.function = {self.function!r} must be module:function or "
@@ -209,13 +208,15 @@ class RewardConfig:
 
 
 def is_in_main(spec: str) -> bool:
-    """Whether `spec` names something of a script or a notebook, whose `__main__` the reward workers
-    do not have."""
+    """Say whether `spec` names something of a script or a notebook.
+
+    The reward workers do not have its `__main__`.
+    """
     return isinstance(spec, str) and spec.startswith("__main__:")
 
 
 def main_fault(key: str, spec: str, argument: str) -> str:
-    """What to do about it."""
+    """Say what to do about a spec of `__main__`."""
     name = spec.rpartition(":")[2]
     return (
         f"{key} = {spec!r}: the reward workers do not run your script or notebook; give "
@@ -281,7 +282,7 @@ class TaskConfig:
         return self.reward.decides(self.kind)
 
     def problems(self) -> list[str]:
-        """Every value that cannot work, one line each; empty where all is well."""
+        """List every value that cannot work, one line each; empty where all is well."""
         wanted = "Class" if self.kind == "environment" else "function"
         checks = [
             (self.train_size >= 0, f"task.train_size = {self.train_size} must not be negative"),
@@ -332,7 +333,7 @@ class TaskConfig:
 
 
 def template_faults(template: str) -> list[str]:
-    """Why `template` is no str.format template over TEMPLATE_FIELDS."""
+    """Say why `template` is no str.format template over TEMPLATE_FIELDS."""
     try:
         fields = [name for _, name, _, _ in Formatter().parse(template) if name is not None]
     except ValueError as fault:

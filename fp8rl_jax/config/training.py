@@ -76,7 +76,7 @@ class LossScaleConfig:
         )
 
     def resolve(self, compute_dtype: str) -> LossScaleConfig | None:
-        """These settings where the run scales its loss ("auto" decided), else None."""
+        """Return these settings where the run scales its loss ("auto" decided), else None."""
         if self.mode == "none" or (self.mode == "auto" and compute_dtype != "float16"):
             return None
         return replace(self, mode="static" if self.mode == "static" else "dynamic")
@@ -154,7 +154,7 @@ class LoraConfig:
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def problems(self) -> list[str]:
-        """Every value that cannot work, one line each; empty where all is well."""
+        """List every value that cannot work, one line each; empty where all is well."""
         found = []
         if self.rank < 0:
             found.append(f"lora.rank = {self.rank} must not be negative")
@@ -237,7 +237,7 @@ class TrackingConfig:
     """offline: keep the run on disk until `wandb sync` sends it."""
 
     def problems(self) -> list[str]:
-        """Every value that cannot work, one line each; empty where all is well."""
+        """List every value that cannot work, one line each; empty where all is well."""
         found = []
         if self.samples < 0:
             found.append(f"tracking.samples = {self.samples} must not be negative")
@@ -256,7 +256,7 @@ class PlanConfig:
     """Refuse a run whose plan exceeds the device's memory, before anything large is loaded."""
 
     def problems(self) -> list[str]:
-        """Faults, one line each; empty where all is well."""
+        """List every value that cannot work, one line each; empty where all is well."""
         try:
             known = (
                 not self.device or self.device in DEVICE_BYTES or 0 < float(self.device) < math.inf

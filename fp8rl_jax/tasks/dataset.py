@@ -69,11 +69,11 @@ class Dataset:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def batch_indices(self, step: int, prompts_per_step: int, seed: int) -> Int[np.ndarray, " P"]:
-        """Indices of the training prompts of `step`; see `batch_indices`."""
+        """Return the indices of the training prompts of `step`; see `batch_indices`."""
         return batch_indices(step, prompts_per_step, seed, len(self))
 
     def batch(self, step: int, prompts_per_step: int, seed: int) -> list[Example]:
-        """Training prompts of `step`."""
+        """Return the training prompts of `step`."""
         return [self.examples[index] for index in self.batch_indices(step, prompts_per_step, seed)]
 
 
@@ -82,7 +82,9 @@ def load_splits(
     rows: Any = None,
     environment: type | None = None,
 ) -> tuple[Dataset, Dataset]:
-    """(training set, held-out set): disjoint by prompt, and the same for the same configuration.
+    """Load (training set, held-out set), disjoint by prompt.
+
+    They are the same for the same configuration.
 
     The held-out problems are the first `eval_size` distinct ones, hence a plain sample of the
     source that depends on neither `train_size` nor the training order. Where it is unset there are
@@ -163,8 +165,9 @@ def _check_sizes(
 
 
 def batch_indices(step: int, prompts_per_step: int, seed: int, size: int) -> Int[np.ndarray, " P"]:
-    """Which of `size` examples are the prompts of `step`: a pure function, so that a resumed run
-    goes on exactly.
+    """Choose the prompts of `step` among `size` examples, as a pure function of (seed, step).
+
+    So a resumed run goes on exactly.
 
     Steps walk through epochs, each a permutation of its own; a batch may cross into the next epoch,
     so every example is seen once an epoch whether or not `prompts_per_step` divides `size`.

@@ -25,7 +25,7 @@ from fp8rl_jax.tasks.scores import Scores
 def score_distributed(
     pool: RewardPool, examples: Sequence[Example], completions: Sequence[str]
 ) -> Scores:
-    """`pool.score`.
+    """Score completions as `pool.score` does, each process its share.
 
     Raises:
         UserError: on every process, where the workers of one ended and could not be started again.
@@ -60,7 +60,7 @@ def score_distributed(
 def play_distributed(
     pool: RewardPool, episodes: Sequence[Episode], completions: Sequence[str]
 ) -> Scores:
-    """`pool.play`.
+    """Play a turn as `pool.play` does, each process its share.
 
     Raises:
         UserError: on every process, where the workers of one ended and could not be started again.

@@ -35,8 +35,10 @@ class Environment(Protocol):
         """Start the problem of this seed; returns its prompt, the same for the same seed."""
 
     def step(self, text: str) -> tuple[Said, float, bool]:
-        """Take the model's answer; returns what it is told next, the reward of this turn, and
-        whether this was the last one (what it is told is not used then)."""
+        """Take the model's answer; returns (observation, reward, whether it was the last turn).
+
+        The observation of the last turn is not used.
+        """
 
 
 class EnvironmentFault(Exception):
@@ -50,8 +52,9 @@ Turn = dict[str, Any]
 def build_player(
     task: TaskConfig, objects: Mapping[str, Any] | None = None
 ) -> Callable[[Mapping[str, Any], Sequence[tuple[str, Sequence[Message]]], str], Turn]:
-    """The function that plays one turn: (entry, earlier turns as (text, observation), text) -> what
-    it led to.
+    """Build the function that plays one turn.
+
+    (entry, earlier turns as (text, observation), text) -> what the turn led to.
 
     It raises `EnvironmentFault`, or whatever the environment raises.
 
@@ -87,8 +90,9 @@ def build_player(
 def load_environment(
     task: TaskConfig, objects: Mapping[str, Any] | None = None
 ) -> Callable[[], Environment]:
-    """Makes the environment that the configuration names; `objects` has the class where it was
-    given in Python.
+    """Load the class that the configuration names, as a function that makes one environment.
+
+    `objects` has the class where it was given in Python.
 
     Raises:
         UserError: the class does not load or lacks a method. The returned function raises what the
@@ -105,7 +109,7 @@ def load_environment(
 def first_prompts(
     task: TaskConfig, seeds: Iterable[int], objects: Mapping[str, Any] | None = None
 ) -> Iterator[tuple[int, str]]:
-    """(seed, first prompt) for each seed; `objects` as of `load_environment`.
+    """Yield (seed, first prompt) for each seed; `objects` as of `load_environment`.
 
     Raises:
         UserError: the class does not load, raises, or gives no prompt.

@@ -92,14 +92,16 @@ class Episode:
         return transcript(messages).removeprefix("assistant: ")
 
     def cut(self) -> Episode:
-        """The episode, ended for want of room."""
+        """End the episode for want of room."""
         return replace(self, done=True, truncated=True)
 
     def after(
         self, sampled: Sampled, completion: str, turn: dict[str, Any] | None, max_turns: int
     ) -> Episode:
-        """The episode after a turn; `turn` is what the environment made of the completion, None
-        where that failed."""
+        """Return the episode after a turn.
+
+        `turn` is what the environment made of the completion, None where that failed.
+        """
         if self.done:
             raise ValueError("the episode has ended")
         if turn is None:
@@ -119,8 +121,10 @@ class Episode:
 def episode_scores(
     episodes: Sequence[Episode], turns: Sequence[Scores], partial_credit: bool
 ) -> Scores:
-    """The scores of whole episodes from those of their turns: rewards are sums, an episode is
-    correct from a sum of 1 on."""
+    """Compute the scores of whole episodes from those of their turns.
+
+    Rewards are sums, and an episode is correct from a sum of 1 on.
+    """
     sums = np.array([episode.reward for episode in episodes], np.float64)
     failed = np.array([episode.failed for episode in episodes], bool)
     correct = (sums >= 1.0) & ~failed
@@ -169,7 +173,10 @@ class Rows:
 
 
 def join_turns(turns: Sequence[Sampled]) -> list[Row]:
-    """The fewest rows in which every sampled token has the context that it was sampled in."""
+    """Join turns to the fewest rows in which every sampled token has its own context.
+
+    That is the context that it was sampled in.
+    """
     rows: list[Row] = []
     for turn in turns:
         if len(turn.tokens) != len(turn.behaviour_logprobs) or len(turn.tokens) != len(
@@ -195,7 +202,7 @@ def join_turns(turns: Sequence[Sampled]) -> list[Row]:
 def pad_rows(
     episodes: Sequence[Episode], prompt_width: int, width: int, pad: int = 0, multiple: int = 1
 ) -> Rows:
-    """The rows of all episodes in fixed shapes.
+    """Lay out the rows of all episodes in fixed shapes.
 
     Args:
         episodes: ended or not.

@@ -90,8 +90,10 @@ class Scorer:
         return score()
 
     def batch(self, samples: Sequence[Sample]) -> list[Callable[[], list[float]]]:
-        """Calls the batch rewards; what it returns calls the others, a function a sample, and
-        raises as `__call__` does."""
+        """Call the batch rewards; returns one function a sample, which calls the other rewards.
+
+        That function raises as `__call__` does.
+        """
         found: list[dict[str, Any]] = [{} for _ in samples]
         for name, reward in self.batch_rewards.items():
             for row, value in enumerate(_call_batch(reward, samples)):
@@ -120,7 +122,7 @@ class Scorer:
 
 
 def build_scorer(task: TaskConfig, objects: Mapping[str, Any] | None = None) -> Scorer:
-    """The scorer that the configuration describes.
+    """Build the scorer that the configuration describes.
 
     Args:
         task: its rewards are loaded.
@@ -247,7 +249,7 @@ def _takes_batches(function: Callable[..., Any], spec: str, key: str) -> bool:
 
 
 def extract_answer(completion: str, how: Extract) -> str:
-    """The part of a completion that is scored.
+    """Extract the part of a completion that is scored.
 
     "whole" removes surrounding whitespace. "last_number" gives the last decimal number without its
     thousands separators ("so 1,250.5 in all" -> "1250.5"), "answer_tag" the inside of the last
@@ -264,25 +266,29 @@ def extract_answer(completion: str, how: Extract) -> str:
 
 
 def exact_match(completion: str, answer: str) -> float:
-    """1 where the extracted completion is the answer, letter for letter; else 0."""
+    """Return 1 where the extracted completion is the answer, letter for letter; else 0."""
     return float(completion == answer.strip())
 
 
 def format_reward(pattern: str) -> Callable[[str], float]:
-    """1 where `pattern` matches the whole completion without surrounding whitespace, else 0; "."
-    matches line breaks."""
+    """Build a reward of 1 where `pattern` matches the whole stripped completion, else 0.
+
+    "." matches line breaks.
+    """
     compiled = re.compile(pattern, re.DOTALL)
     return lambda completion: float(compiled.fullmatch(completion.strip()) is not None)
 
 
 def length_reward(target: int, limit: int) -> Callable[[str], float]:
-    """0 up to `target` characters, -1 from `limit` on, a straight line between: DAPO's soft
-    overlong punishment (arXiv 2503.14476, equation 13) in characters."""
+    """Build a reward of 0 up to `target` characters and of -1 from `limit` on, linear between.
+
+    DAPO's soft overlong punishment (arXiv 2503.14476, equation 13) in characters.
+    """
     return lambda completion: -min(max(len(completion) - target, 0) / (limit - target), 1.0)
 
 
 def math_verify_reward() -> Callable[[str, str], float]:
-    """(completion, answer) -> 1 where math-verify finds them mathematically equal, else 0.
+    """Build (completion, answer) -> 1 where math-verify finds them equal, else 0.
 
     An answer without LaTeX marks is read as one LaTeX expression; a completion as prose with
     expressions in it. The package's own timeouts are off: they ring SIGALRM, which waits until C
@@ -318,8 +324,10 @@ def math_verify_reward() -> Callable[[str, str], float]:
 
 
 def as_latex(answer: str) -> str:
-    """A right answer as math-verify reads it: "x+1" -> "$x+1$", "1e3" -> "$1000$"; LaTeX stays as
-    it is."""
+    """Write a right answer as math-verify reads it: "x+1" as "$x+1$", "1e3" as "$1000$".
+
+    LaTeX stays as it is.
+    """
     answer = answer.strip()
     if SCIENTIFIC.fullmatch(answer):
         answer = format(Decimal(answer), "f")
@@ -327,7 +335,7 @@ def as_latex(answer: str) -> str:
 
 
 def create_reasoning_gym(task: TaskConfig, size: int, seed: int) -> Any:
-    """A reasoning-gym data set with the task's parameters.
+    """Create a reasoning-gym data set with the task's parameters.
 
     Raises:
         UserError: reasoning-gym is not installed, or it has no such generator or parameter, or
@@ -362,8 +370,10 @@ def create_reasoning_gym(task: TaskConfig, size: int, seed: int) -> Any:
 
 
 def reasoning_gym_reward(task: TaskConfig) -> Callable[[str, Mapping[str, Any]], float]:
-    """(extracted completion, entry) -> score of the generator's own scorer. Raises as
-    `create_reasoning_gym` does."""
+    """Build (extracted completion, entry) -> score of the generator's own scorer.
+
+    Raises as `create_reasoning_gym` does.
+    """
     gym = create_reasoning_gym(task, size=1, seed=task.seed)
 
     def score(completion: str, entry: Mapping[str, Any]) -> float:
@@ -381,7 +391,7 @@ def _did_you_mean(word: str, known: Any) -> str:
 
 
 def to_score(value: Any) -> float:
-    """`value` as a finite float that float32 can hold.
+    """Convert `value` to a finite float that float32 can hold.
 
     Raises:
         TypeError: it is no number (None, a string, a coroutine, an array of several values).

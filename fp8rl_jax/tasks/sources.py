@@ -45,12 +45,12 @@ PROMPT_KEYS = ("prompt", "question", "messages")
 
 
 def shuffled[Item](rows: Sequence[Item], seed: int) -> list[Item]:
-    """`rows` in an order that the seed determines."""
+    """Shuffle `rows` into an order that the seed determines."""
     return [rows[index] for index in permutation(seed, 0, len(rows))]
 
 
 def permutation(seed: int, epoch: int, size: int) -> Int[np.ndarray, " size"]:
-    """The order of epoch `epoch` under `seed`."""
+    """Return the order of epoch `epoch` under `seed`."""
     # Sorting raw Philox words: numpy keeps a bit generator's stream the same for ever, but not that
     # of `permutation`.
     words = np.random.Philox(key=[seed, epoch]).random_raw(size)
@@ -170,7 +170,7 @@ class Damaged(Exception):
 
 
 def read_problems(path: str, key: str) -> list[dict[str, Any]]:
-    """Every problem of the files that `path` names, in their order.
+    """Read every problem of the files that `path` names, in their order.
 
     Args:
         path: a file, or a pattern such as data/*.jsonl, whose files are read in the order of their
@@ -204,8 +204,10 @@ def read_problems(path: str, key: str) -> list[dict[str, Any]]:
 
 
 def refuse(faults: Sequence[str], what: str) -> None:
-    """Raises a UserError with the first SHOWN_FAULTS of the faults, one a line, and how many more
-    there are; none: nothing."""
+    """Raise a UserError with the first SHOWN_FAULTS of the faults, and the number of the others.
+
+    No faults: nothing is raised.
+    """
     if faults:
         more = (
             f"\nand {len(faults) - SHOWN_FAULTS} more damaged {what}"
@@ -216,7 +218,7 @@ def refuse(faults: Sequence[str], what: str) -> None:
 
 
 def parse_line(line: bytes, first: bool = False) -> dict[str, Any] | None:
-    """The problem of one line, or None for a blank one.
+    """Parse the problem of one line; None for a blank one.
 
     Args:
         line: UTF-8, with or without its line break.
@@ -240,8 +242,9 @@ def parse_line(line: bytes, first: bool = False) -> dict[str, Any] | None:
 
 
 def parse_record(record: Mapping[str, Any], needs_answer: bool = True) -> dict[str, Any]:
-    """The problem that a record of plain values is; without `needs_answer` its answer may be None
-    or left out.
+    """Parse a problem from a record of plain values.
+
+    Without `needs_answer` its answer may be None or left out.
 
     Raises:
         Damaged: anything that is no problem.

@@ -50,7 +50,7 @@ _COMPOSED = ("qwen2",)
 def write_tokenizer(
     directory: Path, source: Path, metadata: dict[str, Any], max_length: int
 ) -> None:
-    """Writes the tokenizer files of a GGUF's `tokenizer.*` metadata into an existing directory.
+    """Write the tokenizer files of a GGUF's `tokenizer.*` metadata into an existing directory.
 
     Args:
         directory: where to write.

@@ -45,8 +45,9 @@ _LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "dow
 
 
 def parse_quantization(config: dict[str, Any]) -> tuple[int, int] | None:
-    """Reads config.json's `quantization_config`: the (rows, columns) that share a scale, None for a
-    plain checkpoint.
+    """Read the (rows, columns) that share a scale from config.json's `quantization_config`.
+
+    None for a plain checkpoint.
 
     Raises:
         UserError: another method than block-FP8, or a key of it that would change the numbers.
@@ -79,8 +80,10 @@ def parse_quantization(config: dict[str, Any]) -> tuple[int, int] | None:
 
 
 def quantization_config(config: PolicyConfig) -> dict[str, Any]:
-    """The `quantization_config` of an export. Routers are linears too: they are named one by one,
-    as Qwen3-FP8 does."""
+    """Return the `quantization_config` of an export.
+
+    Routers are linears too: they are named one by one, as Qwen3-FP8 does.
+    """
     routers = [
         hf_name("layers.router.weight", layer).removesuffix(".weight")
         for layer in config.sparse_layers
@@ -95,14 +98,17 @@ def quantization_config(config: PolicyConfig) -> dict[str, Any]:
 
 
 def is_quantized_linear(location: Location) -> bool:
-    """Whether a tensor of the policy is one of the linears that block-FP8 checkpoints quantize."""
+    """Say whether a tensor is one of the linears that block-FP8 checkpoints quantize."""
     return location.layer is not None and location.path.split(".")[-2] in _LINEARS
 
 
 def quantize_tensor(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(values, scales) of a finite weight [out, in], any float dtype: e4m3 [out, in] and float32
-    [ceil(out / 128), ceil(in / 128)], the bits that `precision.quantize_weight` gives the
-    rollout."""
+    """Quantize a weight to e4m3 with a scale for each block, as the rollout does.
+
+    Takes a finite weight [out, in] of any float dtype; returns e4m3 values [out, in] and float32
+    scales [ceil(out / 128), ceil(in / 128)], the bits that `precision.quantize_weight` gives the
+    rollout.
+    """
     q = _quantizer()(weight)
     return np.asarray(q.values), np.asarray(q.scales)
 
@@ -118,7 +124,7 @@ def _quantizer() -> Any:
 
 
 def dequantize_tensor(values: np.ndarray, scales: np.ndarray, block: tuple[int, int]) -> np.ndarray:
-    """values * scale of their block, float32 [out, in]; an overflow is an infinity."""
+    """Multiply values by the scales of their blocks: float32 [out, in]; overflow is an infinity."""
     full = scales.astype(np.float32)
     for axis, (size, side) in enumerate(zip(values.shape, block, strict=True)):
         full = np.repeat(full, side, axis=axis) if full.shape[axis] > 1 else full
@@ -130,7 +136,7 @@ def dequantize_tensor(values: np.ndarray, scales: np.ndarray, block: tuple[int, 
 def split_scales(
     checkpoint: Checkpoint, expected: dict[str, Location], block: tuple[int, int] | None
 ) -> tuple[Checkpoint, dict[str, np.ndarray]]:
-    """Takes the scales out of a checkpoint.
+    """Take the scales out of a checkpoint.
 
     Args:
         checkpoint: of a block-FP8 model, or of a plain one (`block` None), which is given back as
@@ -208,8 +214,10 @@ def _without(checkpoint: Checkpoint, names: Collection[str]) -> Checkpoint:
 
 
 def unaligned_linears(config: PolicyConfig) -> list[str]:
-    """The linears, as "q_proj [576, 576]", with a side that is no multiple of 128, which other
-    readers may refuse."""
+    """List the linears with a side that is no multiple of 128, such as "q_proj [576, 576]".
+
+    Other readers may refuse these.
+    """
     found = []
     for path, shape in parameter_shapes(config).items():
         name = path.removeprefix("layers.").removesuffix(".weight")

@@ -19,7 +19,7 @@ from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.config import PolicyConfig, parameter_shapes
 from fp8rl_jax.tokenizers.gguf_tokenizer import write_tokenizer
 from fp8rl_jax.weights.gguf_io import StoredTensor, dequantize, read_gguf
-from fp8rl_jax.weights.hf_directory import export_policy, listing, nest
+from fp8rl_jax.weights.hf_directory import export_policy, listing
 from fp8rl_jax.weights.hf_names import Location, hf_tensors
 from fp8rl_jax.weights.safetensors_io import count_non_finite
 
@@ -49,8 +49,7 @@ _TOP_NAMES = {
 
 
 def convert_gguf(path: str | Path, directory: str | Path) -> Path:
-    """Writes the Hugging Face directory of a GGUF file: weights, config, generation config,
-    tokenizer, chat template.
+    """Write a GGUF file as a Hugging Face directory: weights, configs, tokenizer, chat template.
 
     Args:
         path: a GGUF of one of `ARCHITECTURES`, in the formats of `gguf_io.BLOCK_FORMATS`.
@@ -71,7 +70,7 @@ def convert_gguf(path: str | Path, directory: str | Path) -> Path:
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     arrays = _policy_arrays(path, config, tensors)
-    export_policy(directory, config, nest(arrays))
+    export_policy(directory, config, arrays)
     write_tokenizer(directory, path, metadata, config.max_position_embeddings)
     return directory
 
@@ -178,8 +177,10 @@ def _rounded(path: Path, name: str, tensor: StoredTensor) -> np.ndarray:
 
 
 def unpermute(weight: np.ndarray, head_dim: int) -> np.ndarray:
-    """Rows [num_heads * head_dim, in] from llama.cpp's order (2i, 2i + 1 rotate together) to
-    Hugging Face's (i, i + head_dim / 2 rotate together)."""
+    """Reorder rows [num_heads * head_dim, in] from llama.cpp's order to Hugging Face's.
+
+    There features 2i and 2i + 1 of a head rotate together, here i and i + head_dim / 2.
+    """
     pairs = weight.reshape(-1, head_dim // 2, 2, weight.shape[-1])
     return pairs.swapaxes(1, 2).reshape(weight.shape)
 

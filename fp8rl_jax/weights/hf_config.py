@@ -26,6 +26,9 @@ from fp8rl_jax.models.config import (
 )
 from fp8rl_jax.weights.block_fp8 import parse_quantization
 
+FULL, SLIDING = "full_attention", "sliding_attention"
+# What transformers assumes when config.json leaves a key out.
+_GEMMA_THETA, _GEMMA_LOCAL_THETA = 1e6, 1e4
 # What transformers assumes when config.json leaves a key out.
 _DEFAULT_MAX_POSITIONS = {
     **{
@@ -322,13 +325,8 @@ def _experts(fields: Fields, num_layers: int) -> ExpertsConfig:
     )
 
 
-FULL, SLIDING = "full_attention", "sliding_attention"
-# What transformers assumes when config.json leaves a key out.
-_GEMMA_THETA, _GEMMA_LOCAL_THETA = 1e6, 1e4
-
-
 def read_rope(fields: Fields) -> tuple[float, LinearRopeScaling | Llama3RopeScaling | None]:
-    """(rope_theta, rope_scaling) of a model whose layers all rotate alike.
+    """Read (rope_theta, rope_scaling) of a model whose layers all rotate alike.
 
     Raises:
         UserError: naming the key that is malformed, not implemented, or contradicts another.
@@ -347,7 +345,7 @@ def read_rope(fields: Fields) -> tuple[float, LinearRopeScaling | Llama3RopeScal
 def read_gemma_rope(
     fields: Fields,
 ) -> tuple[float, LinearRopeScaling | Llama3RopeScaling | None, float]:
-    """(rope_theta, rope_scaling, rope_theta of the layers with a window) of a Gemma 3.
+    """Read (rope_theta, rope_scaling, rope_theta of the layers with a window) of a Gemma 3.
 
     Raises:
         UserError: see `read_rope`.
@@ -378,7 +376,7 @@ def read_gemma_rope(
 
 
 def rope_keys(config: PolicyConfig) -> dict[str, Any]:
-    """The keys of transformers 4, which 5 reads, too."""
+    """Return the keys of transformers 4, which 5 reads, too."""
     scaling = None
     if config.rope_scaling is not None:
         kind = "linear" if isinstance(config.rope_scaling, LinearRopeScaling) else "llama3"

@@ -38,7 +38,7 @@ def save_adapters(
     lora: LoraConfig,
     base: str = "",
 ) -> Path:
-    """Writes the adapters as a PEFT directory, float32; a failure leaves an earlier one as it was.
+    """Write the adapters as a PEFT directory, float32; a failure leaves an earlier one as it was.
 
     Args:
         adapters: layers stacked, every shard addressable by this process.
@@ -78,7 +78,7 @@ def save_adapters(
 
 
 def load_adapters(directory: str | Path, config: PolicyConfig, lora: LoraConfig) -> Adapters:
-    """Reads the adapters of a PEFT directory, as float32.
+    """Read the adapters of a PEFT directory, as float32.
 
     Args:
         config: of the base.

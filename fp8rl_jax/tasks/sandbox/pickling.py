@@ -27,8 +27,9 @@ copy."""
 
 
 def pack(objects: Mapping[str, Any]) -> bytes:
-    """The objects as one pickle for the reward workers; functions of one module or cell share their
-    variables there, too.
+    """Pickle the objects for the reward workers.
+
+    Functions of one module or cell share their variables there, too.
 
     Raises:
         UserError: one of them, or a variable that it uses, cannot be sent; or they are larger than

@@ -156,8 +156,7 @@ class RewardPool:
         return job.future
 
     def score(self, examples: Sequence[Example], completions: Sequence[str]) -> Scores:
-        """Score `completions` [B]; completion b answers example b // n, where n = B /
-        len(examples).
+        """Score `completions` [B]; completion b answers example b // (B / len(examples)).
 
         Raises:
             UserError: the workers ended and could not be started again.
@@ -165,8 +164,10 @@ class RewardPool:
         return self.submit(examples, completions).result()
 
     def close(self) -> None:
-        """Kill the workers and wait for their end. Scores still under way raise RuntimeError. May
-        be called twice."""
+        """Kill the workers and wait for their end. May be called twice.
+
+        Scores still under way raise RuntimeError.
+        """
         self._dispatcher.close()
 
     def __enter__(self) -> RewardPool:
@@ -198,8 +199,10 @@ class ScoreJob:
         self.first_error = ""
 
     def record(self, row: int, result: Any, error: str | None, timed_out: bool = False) -> None:
-        """Takes what is known of sample `row`: its scores in the order of the weights, or an
-        environment's turn; or what went wrong."""
+        """Record the scores of sample `row`, or an environment's turn, or what went wrong.
+
+        Scores stand in the order of the weights.
+        """
         scores = [result["reward"]] if isinstance(result, dict) else result
         self.remaining -= 1
         if error is None and abs(np.dot(scores, list(self.weights.values()))) > FLOAT32_MAX:
@@ -214,7 +217,7 @@ class ScoreJob:
             self.first_error = self.first_error or error
 
     def scores(self) -> Scores:
-        """The result; every sample must have been recorded."""
+        """Return the result; every sample must have been recorded."""
         # Compared in float64: float32 would round 0.99999999 to 1.
         correct = (self.values[:, self.deciding] >= 1.0) & ~self.failed
         summed = self.values.copy()
@@ -279,7 +282,7 @@ class Dispatcher:
         self._thread.start()
 
     def submit(self, job: ScoreJob) -> None:
-        """Takes a job; its future gives the scores, or raises what ended the thread.
+        """Take a job; its future gives the scores, or raises what ended the thread.
 
         Raises:
             UserError: the workers ended and could not be started again.
@@ -292,7 +295,7 @@ class Dispatcher:
             self._wake_sender.send(b".")
 
     def close(self) -> None:
-        """Kills the workers and waits for their end. May be called twice."""
+        """Kill the workers and wait for their end. May be called twice."""
         with self._lock:
             if self._fault is None:
                 self._closing = True
@@ -454,8 +457,10 @@ class RewardLog:
         os.set_blocking(self.reader, False)
 
     def take(self) -> bool:
-        """Takes some of what has come; whether there was anything. Not all of it: a worker may
-        print faster than this reads."""
+        """Take some of what has come; returns whether there was anything.
+
+        Not all of it: a worker may print faster than this reads.
+        """
         try:
             data = os.read(self.reader, 1 << 16)
         except BlockingIOError:
@@ -472,7 +477,7 @@ class RewardLog:
         return True
 
     def close(self) -> None:
-        """Takes what is left. The workers have ended."""
+        """Take what is left. The workers have ended."""
         while self.take():
             pass
         os.close(self.reader)

@@ -70,13 +70,12 @@ def adopt_orphans() -> None:
 
 
 def die_with_parent() -> None:
-    """Be killed when the thread that started this process ends, however it ends."""
+    """Let this process be killed when the thread that started it ends, however that ends."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def children(pid: int) -> list[int]:
-    """Process ids of the children of `pid`, zombies included; empty where there is no such
-    process."""
+    """List the children of `pid`, zombies included; empty where there is no such process."""
     if not _HAS_CHILDREN_FILES:
         return [child for child, parent in _parents().items() if parent == pid]
     found: list[int] = []
@@ -95,8 +94,10 @@ def children(pid: int) -> list[int]:
 
 
 def descendants(pid: int, spared: frozenset[int] = frozenset()) -> list[int]:
-    """Children of `pid`, their children, and so on; those in `spared` are left out with all below
-    them."""
+    """List the children of `pid`, their children, and so on.
+
+    Those in `spared` are left out with all below them.
+    """
     found, waiting = [], [pid]
     while waiting:
         below = [child for child in children(waiting.pop()) if child not in spared]
@@ -106,7 +107,7 @@ def descendants(pid: int, spared: frozenset[int] = frozenset()) -> list[int]:
 
 
 def has_children() -> bool:
-    """Whether this process has a child, a zombie included."""
+    """Say whether this process has a child, a zombie included."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -115,8 +116,7 @@ def has_children() -> bool:
 
 
 def kill_descendants(spared: frozenset[int] = frozenset(), seconds: float = 5.0) -> bool:
-    """Kill and reap what this process, a subreaper, has below it, again and again until nothing is
-    left.
+    """Kill and reap what this process, a subreaper, has below it, until nothing is left.
 
     Args:
         spared: process ids to leave alone, with what they started.
@@ -144,8 +144,11 @@ def kill_descendants(spared: frozenset[int] = frozenset(), seconds: float = 5.0)
 
 
 def kill_all(pids: Iterable[int], spared: Iterable[int] = ()) -> None:
-    """SIGKILL to these processes, first to their process groups where neither this process nor a
-    spared one is a member: a fork cannot escape a signal to its group."""
+    """Send SIGKILL to these processes, and first to their process groups.
+
+    A fork cannot escape a signal to its group. Groups of which this process or a spared one is a
+    member get none.
+    """
     for group in _groups(pids) - _groups(spared) - {os.getpgrp()}:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(group, signal.SIGKILL)
@@ -163,7 +166,7 @@ def _groups(pids: Iterable[int]) -> set[int]:
 
 
 def prctl(option: int, value: int) -> None:
-    """The system call; raises OSError where it fails."""
+    """Make the system call; raises OSError where it fails."""
     libc = ctypes.CDLL(None, use_errno=True)
     if (
         libc.prctl(
@@ -213,8 +216,10 @@ def install_fork_gate() -> int:
 
 
 def answer_fork(listener: int, allowed: bool) -> None:
-    """Let the fork that waits at `listener` happen, or fail with EAGAIN. The process may have been
-    killed meanwhile."""
+    """Let the fork that waits at `listener` happen, or fail with EAGAIN.
+
+    The process may have been killed meanwhile.
+    """
     notice = bytearray(NOTICE.size)
     with suppress(FileNotFoundError):
         fcntl.ioctl(listener, RECEIVE, notice)
@@ -251,7 +256,7 @@ def _gate_program(calls: Calls) -> list[tuple[int, int, int, int]]:
 
 
 def describe_end(status: int) -> str:
-    """How a process ended, from its exit status; negative for a signal."""
+    """Say how a process ended, from its exit status; negative for a signal."""
     if status >= 0:
         return f"exited with status {status}"
     return (

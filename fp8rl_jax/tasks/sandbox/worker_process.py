@@ -68,17 +68,20 @@ class WorkerProcess:
         self.send(task, timeout=1.0)
 
     def send(self, message: Any, timeout: float) -> None:
-        """Send a pickle. A worker that is dead or stuck takes none: its closed socket or its
-        deadline tells."""
+        """Send a pickle.
+
+        A worker that is dead or stuck takes none: its closed socket or its deadline tells.
+        """
         self.socket.settimeout(timeout)
         with suppress(OSError):
             self.socket.sendall(pickle.dumps(message))
 
     def receive(self) -> tuple[list[Any], bool]:
-        """(the lines that have come, whether more may come). Call it when the socket is readable.
+        """Receive (the lines that have come, whether more may come) from a readable socket.
 
         A line is {"ready": true} or {"failed": why} until the worker is ready, then [result, null],
-        [null, error], or "batch"."""
+        [null, error], or "batch".
+        """
         try:
             data = self.socket.recv(1 << 16)
             *lines, self._received = (self._received + data).split(b"\n")
