@@ -73,9 +73,9 @@ def read_recipes(files: Sequence[str]) -> dict[str, Any]:
     rows: dict[str, Any] = {}
     for file in files:
         before = len(faults)
-        found = _read(file, faults).get("recipes")
-        if isinstance(found, dict):
-            rows |= found
+        table = _read(file, faults).get("recipes")
+        if isinstance(table, dict):
+            rows |= table
         elif len(faults) == before:
             faults.append(f"{file}: has no [recipes.NAME]")
     if faults:

@@ -184,11 +184,11 @@ class RunConfig:
     def problems(self) -> list[str]:
         """List the faults between keys, one line each; empty where all is well."""
         rollout, trainer, episodes = self.rollout, self.trainer, self.task.max_turns > 1
-        found = []
+        faults = []
         try:
-            found += self._calibration_problems(self.resolved_recipe())
+            faults += self._calibration_problems(self.resolved_recipe())
         except UserError as error:
-            found += str(error).splitlines()
+            faults += str(error).splitlines()
         checks = [
             (rollout.prompts_per_step >= 1, "rollout.prompts_per_step must be at least 1"),
             (rollout.samples_per_prompt >= 1, "rollout.samples_per_prompt must be at least 1"),
@@ -277,21 +277,21 @@ class RunConfig:
                 f'{FP8_MAX_BETA2}; use "bfloat16"'
             )
             checks.append((not slow, why))
-        found += [message for holds, message in checks if not holds]
-        if found:
-            return found
+        faults += [message for holds, message in checks if not holds]
+        if faults:
+            return faults
         part, rest = divmod(rollout.prompts_per_step, trainer.updates_per_rollout)
         if rest:
-            found.append(
+            faults.append(
                 f"trainer.updates_per_rollout = {trainer.updates_per_rollout} does not divide "
                 f"rollout.prompts_per_step = {rollout.prompts_per_step}"
             )
         elif trainer.micro_batch_prompts and part % trainer.micro_batch_prompts:
-            found.append(
+            faults.append(
                 f"trainer.micro_batch_prompts = {trainer.micro_batch_prompts} does not divide "
                 f"the {part} prompts of an update"
             )
-        return found
+        return faults
 
     def _calibration_problems(self, recipe: Recipe) -> list[str]:
         """What keeps rl.clip_calibration from having an effect."""

@@ -277,9 +277,9 @@ def _is_uniform(annotation: Any) -> bool:
 
 def report(*faults: str | None) -> None:
     """Raise UserError with one line for each fault; None stands for "this one is well"."""
-    found = [fault for fault in faults if fault]
-    if found:
-        raise UserError("\n".join(found))
+    lines = [fault for fault in faults if fault]
+    if lines:
+        raise UserError("\n".join(lines))
 
 
 def one_of(key: str, value: Any, choices: Any) -> str | None:

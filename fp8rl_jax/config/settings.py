@@ -48,11 +48,11 @@ def with_settings(
         if name in own:
             changes[name] = value
             continue
-        found = [name] if name in annotations else list(_named(name, annotations))
-        if len(found) == 1:
-            changes[found[0]] = value
-        elif found:
-            faults.append(f"{name}: may be {' or '.join(found)}; give the dotted key")
+        keys = [name] if name in annotations else list(_named(name, annotations))
+        if len(keys) == 1:
+            changes[keys[0]] = value
+        elif keys:
+            faults.append(f"{name}: may be {' or '.join(keys)}; give the dotted key")
         else:
             faults.append(f"{name}: unknown setting{unknown_key_hint(name, [*annotations, *own])}")
     if isinstance(recipe, Recipe):

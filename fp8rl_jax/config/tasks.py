@@ -324,12 +324,12 @@ class TaskConfig:
                 "turns",
             ),
         ]
-        found = [message for holds, message in checks if not holds] + list(
+        faults = [message for holds, message in checks if not holds] + list(
             self.reward.faults(self.kind)
         )
         for key in ("prompt_template", "answer_template"):
-            found += [f"task.{key}: {fault}" for fault in template_faults(getattr(self, key))]
-        return found
+            faults += [f"task.{key}: {fault}" for fault in template_faults(getattr(self, key))]
+        return faults
 
 
 def template_faults(template: str) -> list[str]:

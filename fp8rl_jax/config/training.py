@@ -155,19 +155,19 @@ class LoraConfig:
 
     def problems(self) -> list[str]:
         """List every value that cannot work, one line each; empty where all is well."""
-        found = []
+        faults = []
         if self.rank < 0:
-            found.append(f"lora.rank = {self.rank} must not be negative")
+            faults.append(f"lora.rank = {self.rank} must not be negative")
         if not (math.isfinite(self.alpha) and self.alpha > 0):
-            found.append(f"lora.alpha = {self.alpha} must be a number above 0")
+            faults.append(f"lora.alpha = {self.alpha} must be a number above 0")
         if self.rank > 0 and not self.targets:
-            found.append(
+            faults.append(
                 "lora.targets is empty, so nothing would be trained; name linears, or set "
                 "lora.rank to 0"
             )
         if self.rank == 0 and self.path:
-            found.append("lora.path is set but lora.rank is 0; set lora.rank to the adapter's")
-        return found
+            faults.append("lora.path is set but lora.rank is 0; set lora.rank to the adapter's")
+        return faults
 
 
 @dataclass(frozen=True)
@@ -238,12 +238,12 @@ class TrackingConfig:
 
     def problems(self) -> list[str]:
         """List every value that cannot work, one line each; empty where all is well."""
-        found = []
+        faults = []
         if self.samples < 0:
-            found.append(f"tracking.samples = {self.samples} must not be negative")
+            faults.append(f"tracking.samples = {self.samples} must not be negative")
         if self.wandb and not self.wandb_project:
-            found.append("tracking.wandb_project is empty; name the project that gets the run")
-        return found
+            faults.append("tracking.wandb_project is empty; name the project that gets the run")
+        return faults
 
 
 @dataclass(frozen=True)

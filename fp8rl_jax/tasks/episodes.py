@@ -86,12 +86,12 @@ class Episode:
         observations, a line a message."""
         messages = [
             message
-            for said, seen in self.history
-            for message in ({"role": "assistant", "content": said}, *seen)
+            for completion, observation in self.history
+            for message in ({"role": "assistant", "content": completion}, *observation)
         ]
         return transcript(messages).removeprefix("assistant: ")
 
-    def cut(self) -> Episode:
+    def truncate(self) -> Episode:
         """End the episode for want of room."""
         return replace(self, done=True, truncated=True)
 
@@ -104,17 +104,15 @@ class Episode:
         """
         if self.done:
             raise ValueError("the episode has ended")
-        if turn is None:
-            said = (*self.history, (completion, ()))
-            return replace(
-                self, turns=(*self.turns, sampled), history=said, reward=0.0, done=True, failed=True
-            )
+        failed = turn is None
+        turn = turn or {"observation": (), "reward": 0.0, "done": True}
         return replace(
             self,
             turns=(*self.turns, sampled),
             history=(*self.history, (completion, tuple(turn["observation"]))),
-            reward=self.reward + turn["reward"],
+            reward=0.0 if failed else self.reward + turn["reward"],
             done=turn["done"] or len(self.turns) + 1 == max_turns,
+            failed=failed,
         )
 
 

@@ -94,20 +94,20 @@ class Scorer:
 
         That function raises as `__call__` does.
         """
-        found: list[dict[str, Any]] = [{} for _ in samples]
+        batch_values: list[dict[str, Any]] = [{} for _ in samples]
         for name, reward in self.batch_rewards.items():
             for row, value in enumerate(_call_batch(reward, samples)):
-                found[row][name] = value
+                batch_values[row][name] = value
         return [
             partial(self._scores, sample, values)
-            for sample, values in zip(samples, found, strict=True)
+            for sample, values in zip(samples, batch_values, strict=True)
         ]
 
-    def _scores(self, sample: Sample, found: Mapping[str, Any]) -> list[float]:
+    def _scores(self, sample: Sample, batch_values: Mapping[str, Any]) -> list[float]:
         scores = []
         for name in self.names:
             try:
-                value = found[name] if name in found else self.rewards[name](*sample)
+                value = batch_values[name] if name in batch_values else self.rewards[name](*sample)
                 if isinstance(value, ComponentFault):
                     raise value
                 scores.append(to_score(value))

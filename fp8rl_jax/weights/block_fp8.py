@@ -218,9 +218,9 @@ def unaligned_linears(config: PolicyConfig) -> list[str]:
 
     Other readers may refuse these.
     """
-    found = []
+    unaligned = []
     for path, shape in parameter_shapes(config).items():
         name = path.removeprefix("layers.").removesuffix(".weight")
         if name.split(".")[-1] in _LINEARS and any(size % BLOCK for size in shape[-2:]):
-            found.append(f"{name} {list(shape[-2:])}")
-    return found
+            unaligned.append(f"{name} {list(shape[-2:])}")
+    return unaligned

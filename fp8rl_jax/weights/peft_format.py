@@ -91,14 +91,14 @@ def load_adapters(directory: str | Path, config: PolicyConfig, lora: LoraConfig)
     directory = Path(directory)
     _check_config(directory / CONFIG_FILE, lora)
     file, prefix = directory / WEIGHTS_FILE, "base_model.model."
-    found = dict(read_safetensors(file))
+    tensors = dict(read_safetensors(file))
     chosen = adapted_tensors(config, lora)
     expected = {
         f"{name}.lora_{letter}.weight" for name, *_ in _places(config, chosen) for letter in "AB"
     }
     for what, names in (
-        ("missing", expected - found.keys()),
-        ("unexpected", found.keys() - expected),
+        ("missing", expected - tensors.keys()),
+        ("unexpected", tensors.keys() - expected),
     ):
         if names:
             shown = listing(sorted(name.removeprefix(prefix) for name in names))
@@ -112,8 +112,8 @@ def load_adapters(directory: str | Path, config: PolicyConfig, lora: LoraConfig)
         for name, _, index in _places(config, (path,)):
             for letter, stack in zip("AB", stacks, strict=True):
                 full = f"{name}.lora_{letter}.weight"
-                _check_tensor(f"{file}: tensor {full}", found[full], stack[index].shape)
-                stack[index] = found[full]
+                _check_tensor(f"{file}: tensor {full}", tensors[full], stack[index].shape)
+                stack[index] = tensors[full]
         return stacks
 
     return build_adapters(config, lora, factors)

