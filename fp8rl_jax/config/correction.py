@@ -117,14 +117,14 @@ TruncatedSampling = Literal["refuse", "behaviour", "policy"]
 WEIGHTS = ("none", "token", "sequence")
 """Built-in importance weights; rl/weights.py has the functions."""
 
-LEVELS = ("token", "seq_sum", "seq_mean", "seq_max")
-STATISTICS = tuple(
+_LEVELS = ("token", "seq_sum", "seq_mean", "seq_max")
+_STATISTICS = tuple(
     f"{level}_{k}"
-    for level in LEVELS
+    for level in _LEVELS
     for k in ("k1", "k2", "k3")
     if (level, k) != ("seq_max", "k1")
 )
-CRITERIA = (*STATISTICS, "seq_mean_error")
+CRITERIA = (*_STATISTICS, "seq_mean_error")
 """What a rejection criterion may look at; the table is in rl/rejection.py."""
 
 

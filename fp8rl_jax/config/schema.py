@@ -64,16 +64,16 @@ def validate(config: Any) -> None:
             `problems()` of the dataclasses find.
     """
     # a value of another type cannot be compared with a bound
-    if faults := list(misfits(config)) or list(problems(config)):
+    if faults := list(_misfits(config)) or list(problems(config)):
         raise UserError("\n".join(dict.fromkeys(map(one_line, faults))))
 
 
-def misfits(node: Any, prefix: str = "") -> Iterator[str]:
+def _misfits(node: Any, prefix: str = "") -> Iterator[str]:
     """Yield a line for each setting whose value is not of its annotation's type."""
     for name, annotation in fields_of(type(node)).items():
         key, value = prefix + name, getattr(node, name)
         if dataclasses.is_dataclass(annotation) and isinstance(value, annotation):
-            yield from misfits(value, f"{key}.")
+            yield from _misfits(value, f"{key}.")
             continue
         try:
             convert(value, annotation)

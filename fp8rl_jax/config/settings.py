@@ -19,7 +19,7 @@ from fp8rl_jax.config.schema import (
 )
 from fp8rl_jax.errors import UserError
 
-TABLES = ("rollout", "optimizer", "trainer", "rl", "precision", "lora", "mesh")
+_TABLES = ("rollout", "optimizer", "trainer", "rl", "precision", "lora", "mesh")
 """Where a setting's last name is looked for; others need their dotted key."""
 
 
@@ -31,8 +31,9 @@ def with_settings(
     Args:
         config: a run's.
         settings: {name: value}. A name is a field of RunConfig (recipe, seed, rl=RLConfig(...)),
-            the last name of a setting in TABLES (learning_rate), or a dotted key
-            ("rl.correction.method"). A table goes before the single settings in it.
+            the last name of a setting of rollout, optimizer, trainer, rl, precision, lora or mesh
+            (learning_rate), or a dotted key ("rl.correction.method"). A table goes before the
+            single settings in it.
         recipe: a name, or a Recipe, which becomes a row of `recipes`; None: as it is, or as
             `settings` has it.
 
@@ -79,7 +80,7 @@ def with_settings(
 def _named(name: str, keys: Mapping[str, Any]) -> Iterator[str]:
     for key in keys:
         table, _, last = key.rpartition(".")
-        if last == name and table.split(".")[0] in TABLES:
+        if last == name and table.split(".")[0] in _TABLES:
             yield key
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-ROLES = ("system", "user", "assistant", "tool")
+_ROLES = ("system", "user", "assistant", "tool")
 
 
 class Conversation(str):
@@ -65,10 +65,9 @@ def message_faults(messages: Any, last: Sequence[str] = ("user", "tool")) -> str
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
             return f"message {index} must have role and content, and nothing else"
-        if message["role"] not in ROLES:
-            return (
-                f"message {index} has role {message['role']!r}, which is none of {', '.join(ROLES)}"
-            )
+        if message["role"] not in _ROLES:
+            roles = ", ".join(_ROLES)
+            return f"message {index} has role {message['role']!r}, which is none of {roles}"
         if not isinstance(message["content"], str):
             return f"message {index} must have text as its content"
         if message["role"] == "system" and index:

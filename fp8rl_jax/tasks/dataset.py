@@ -24,8 +24,8 @@ from fp8rl_jax.tasks.conversation import Conversation
 from fp8rl_jax.tasks.python_objects import name_objects, not_given
 from fp8rl_jax.tasks.sources import LOADERS, Row, permutation, read_problems, shuffled
 
-GENERATED_TRAIN_SIZE = 1024
-HELD_OUT_SIZE = 256
+_GENERATED_TRAIN_SIZE = 1024
+_HELD_OUT_SIZE = 256
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def load_splits(
 
     The held-out problems are the first `eval_size` distinct ones, hence a plain sample of the
     source that depends on neither `train_size` nor the training order. Where it is unset there are
-    HELD_OUT_SIZE, and no more than a tenth of a source that ends. With `eval_path` they come from
+    256, and no more than a tenth of a source that ends. With `eval_path` they come from
     there, at most `eval_size`, and no problem of that file is trained on.
 
     Args:
@@ -108,20 +108,20 @@ def load_splits(
         raise UserError(not_given("task.name", task.name))
     rows = LOADERS[task.kind](task, environment if rows is None else rows)
     endless = not isinstance(rows, Sequence)
-    wanted = task.train_size or (GENERATED_TRAIN_SIZE if endless else None)
+    wanted = task.train_size or (_GENERATED_TRAIN_SIZE if endless else None)
     distinct = _Distinct(task, rows, endless)
     if task.eval_path:
         held_out_rows = shuffled(read_problems(task.eval_path, "task.eval_path"), task.seed)
         apart = tuple(_Distinct(task, held_out_rows, endless=False, prompts=distinct.prompts))
-        size = HELD_OUT_SIZE if task.eval_size is None else task.eval_size
+        size = _HELD_OUT_SIZE if task.eval_size is None else task.eval_size
         held_out, left = apart[:size], distinct
     elif task.eval_size is None:
-        enough = HELD_OUT_SIZE + wanted if endless and wanted else None
+        enough = _HELD_OUT_SIZE + wanted if endless and wanted else None
         problems = tuple(islice(distinct, enough))
         size = (
-            HELD_OUT_SIZE
+            _HELD_OUT_SIZE
             if len(problems) == enough
-            else min(HELD_OUT_SIZE, max(len(problems) // 10, 1))
+            else min(_HELD_OUT_SIZE, max(len(problems) // 10, 1))
         )
         held_out, left = problems[:size], problems[size:]
     else:

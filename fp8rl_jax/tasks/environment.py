@@ -24,17 +24,17 @@ from fp8rl_jax.tasks.conversation import Conversation, message_faults
 from fp8rl_jax.tasks.rewards import to_score
 
 Message = dict[str, str]
-Content = str | Sequence[Message]
+_Content = str | Sequence[Message]
 """Text (the user's turn), or messages with role and content."""
 
 
 class Environment(Protocol):
     """What a user's class has to have; `close`, where there is one, is called after every turn."""
 
-    def reset(self, seed: int) -> Content:
+    def reset(self, seed: int) -> _Content:
         """Start the problem of this seed; returns its prompt, the same for the same seed."""
 
-    def step(self, text: str) -> tuple[Content, float, bool]:
+    def step(self, text: str) -> tuple[_Content, float, bool]:
         """Take the model's answer; returns (observation, reward, whether it was the last turn).
 
         The observation of the last turn is not used.
@@ -61,7 +61,7 @@ def build_player(
     Raises:
         UserError: the class does not load.
     """
-    make = load_environment(task, objects)
+    make = _load_environment(task, objects)
 
     def play(
         entry: Mapping[str, Any], history: Sequence[tuple[str, Sequence[Message]]], text: str
@@ -87,7 +87,7 @@ def build_player(
     return play
 
 
-def load_environment(
+def _load_environment(
     task: TaskConfig, objects: Mapping[str, Any] | None = None
 ) -> Callable[[], Environment]:
     """Load the class that the configuration names, as a function that makes one environment.
@@ -109,12 +109,12 @@ def load_environment(
 def first_prompts(
     task: TaskConfig, seeds: Iterable[int], objects: Mapping[str, Any] | None = None
 ) -> Iterator[tuple[int, str]]:
-    """Yield (seed, first prompt) for each seed; `objects` as of `load_environment`.
+    """Yield (seed, first prompt) for each seed; `objects` as of `_load_environment`.
 
     Raises:
         UserError: the class does not load, raises, or gives no prompt.
     """
-    make = load_environment(task, objects)
+    make = _load_environment(task, objects)
     for seed in seeds:
         try:
             environment = make()

@@ -45,20 +45,20 @@ from fp8rl_jax.config.tasks import Extract, TaskConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.functions import describe_fault, load_function
 
-Sample = tuple[str, str, str, Mapping[str, Any]]
+_Sample = tuple[str, str, str, Mapping[str, Any]]
 """prompt, completion, answer, entry."""
 Reward = Callable[[str, str, str, Mapping[str, Any]], Any]
 """(prompt, completion, answer, entry) -> score, as the reward returned it."""
-BatchReward = Callable[[Sequence[Sample]], Sequence[Any]]
+_BatchReward = Callable[[Sequence[_Sample]], Sequence[Any]]
 """samples -> scores, as the reward returned them."""
-BATCH_PARAMETER = "completions"
+_BATCH_PARAMETER = "completions"
 
 FLOAT32_MAX = 3.4028234663852886e38
 # A minus after a digit, a letter or a bracket is an operator: the last number of "7-5" is 5, that
 # of "= -5" is -5.
-NUMBER = re.compile(r"(?:(?<![\w)\].])[-\u2212])?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
-LATEX = re.compile(r"\$|\\\(|\\\[|\\boxed|\\begin")
-SCIENTIFIC = re.compile(r"[-+]?\d+(\.\d+)?[eE][-+]?\d{1,2}")
+_NUMBER = re.compile(r"(?:(?<![\w)\].])[-\u2212])?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
+_LATEX = re.compile(r"\$|\\\(|\\\[|\\boxed|\\begin")
+_SCIENTIFIC = re.compile(r"[-+]?\d+(\.\d+)?[eE][-+]?\d{1,2}")
 
 
 class ComponentFault(Exception):
@@ -80,7 +80,7 @@ class Scorer:
     def __init__(
         self,
         rewards: Mapping[str, Reward],
-        batch_rewards: Mapping[str, BatchReward],
+        batch_rewards: Mapping[str, _BatchReward],
         names: Sequence[str],
     ):
         self.rewards, self.batch_rewards, self.names = rewards, batch_rewards, tuple(names)
@@ -89,7 +89,7 @@ class Scorer:
         (score,) = self.batch([sample])
         return score()
 
-    def batch(self, samples: Sequence[Sample]) -> list[Callable[[], list[float]]]:
+    def batch(self, samples: Sequence[_Sample]) -> list[Callable[[], list[float]]]:
         """Call the batch rewards; returns one function a sample, which calls the other rewards.
 
         That function raises as `__call__` does.
@@ -103,7 +103,7 @@ class Scorer:
             for sample, values in zip(samples, batch_values, strict=True)
         ]
 
-    def _scores(self, sample: Sample, batch_values: Mapping[str, Any]) -> list[float]:
+    def _scores(self, sample: _Sample, batch_values: Mapping[str, Any]) -> list[float]:
         scores = []
         for name in self.names:
             try:
@@ -133,7 +133,7 @@ def build_scorer(task: TaskConfig, objects: Mapping[str, Any] | None = None) -> 
             unknown.
     """
     rewards: dict[str, Reward] = {}
-    batch_rewards: dict[str, BatchReward] = {}
+    batch_rewards: dict[str, _BatchReward] = {}
     for name in task.components:
         key = "task.reward.function" if not task.reward.weights else f"task.reward.functions.{name}"
         spec = task.reward.functions.get(name, "") if task.reward.weights else task.reward.function
@@ -161,11 +161,11 @@ def _built_in(task: TaskConfig, name: str) -> Reward:
         )
         return lambda prompt, completion, answer, entry: shape(completion)
     if name == "reasoning_gym":
-        judge = reasoning_gym_reward(task)
+        judge = _reasoning_gym_reward(task)
         return lambda prompt, completion, answer, entry: judge(
             extract_answer(completion, reward.extract), entry
         )
-    return lambda prompt, completion, answer, entry: exact_match(
+    return lambda prompt, completion, answer, entry: _exact_match(
         extract_answer(completion, reward.extract), answer
     )
 
@@ -182,8 +182,8 @@ def _function(function: Callable[..., Any], extract: Extract) -> Reward:
     return score
 
 
-def _batch_function(function: Callable[..., Any], extract: Extract) -> BatchReward:
-    def score(samples: Sequence[Sample]) -> Sequence[Any]:
+def _batch_function(function: Callable[..., Any], extract: Extract) -> _BatchReward:
+    def score(samples: Sequence[_Sample]) -> Sequence[Any]:
         prompts, completions, answers, entries = map(list, zip(*samples, strict=True))
         scores = function(
             prompts=prompts,
@@ -208,7 +208,7 @@ def _batch_function(function: Callable[..., Any], extract: Extract) -> BatchRewa
     return score
 
 
-def _call_batch(reward: BatchReward, samples: Sequence[Sample]) -> Sequence[Any]:
+def _call_batch(reward: _BatchReward, samples: Sequence[_Sample]) -> Sequence[Any]:
     """What the reward returns for each sample; where it raises, a `ComponentFault` for each."""
     try:
         return reward(samples)
@@ -226,9 +226,9 @@ def _takes_batches(function: Callable[..., Any], spec: str, key: str) -> bool:
         signature = inspect.signature(function)
     except ValueError:  # some built-in functions have none
         return False
-    batches = BATCH_PARAMETER in signature.parameters
+    batches = _BATCH_PARAMETER in signature.parameters
     arguments = (
-        ("prompts", BATCH_PARAMETER, "answers", "metadata")
+        ("prompts", _BATCH_PARAMETER, "answers", "metadata")
         if batches
         else ("prompt", "completion", "answer", "metadata")
     )
@@ -261,11 +261,11 @@ def extract_answer(completion: str, how: Extract) -> str:
         head, closing, _ = completion.rpartition("</answer>")
         _, opening, inside = head.rpartition("<answer>")
         return inside.strip() if closing and opening else ""
-    numbers = NUMBER.findall(completion)
+    numbers = _NUMBER.findall(completion)
     return numbers[-1].replace(",", "").replace("\u2212", "-") if numbers else ""
 
 
-def exact_match(completion: str, answer: str) -> float:
+def _exact_match(completion: str, answer: str) -> float:
     """Return 1 where the extracted completion is the answer, letter for letter; else 0."""
     return float(completion == answer.strip())
 
@@ -309,7 +309,7 @@ def math_verify_reward() -> Callable[[str, str], float]:
 
     @lru_cache(maxsize=1024)
     def gold(answer: str) -> list[Any]:
-        expressions = expressions_of(as_latex(answer))
+        expressions = expressions_of(_as_latex(answer))
         if not expressions:
             raise ValueError(f"math-verify reads no expression in the answer {answer[:80]!r}")
         return expressions
@@ -323,15 +323,15 @@ def math_verify_reward() -> Callable[[str, str], float]:
     return score
 
 
-def as_latex(answer: str) -> str:
+def _as_latex(answer: str) -> str:
     """Write a right answer as math-verify reads it: "x+1" as "$x+1$", "1e3" as "$1000$".
 
     LaTeX stays as it is.
     """
     answer = answer.strip()
-    if SCIENTIFIC.fullmatch(answer):
+    if _SCIENTIFIC.fullmatch(answer):
         answer = format(Decimal(answer), "f")
-    return answer if LATEX.search(answer) else f"${answer}$"
+    return answer if _LATEX.search(answer) else f"${answer}$"
 
 
 def create_reasoning_gym(task: TaskConfig, size: int, seed: int) -> Any:
@@ -369,7 +369,7 @@ def create_reasoning_gym(task: TaskConfig, size: int, seed: int) -> Any:
         ) from fault
 
 
-def reasoning_gym_reward(task: TaskConfig) -> Callable[[str, Mapping[str, Any]], float]:
+def _reasoning_gym_reward(task: TaskConfig) -> Callable[[str, Mapping[str, Any]], float]:
     """Build (extracted completion, entry) -> score of the generator's own scorer.
 
     Raises as `create_reasoning_gym` does.

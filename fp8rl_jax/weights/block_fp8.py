@@ -31,17 +31,17 @@ import numpy as np
 from fp8rl_jax.config.formats import TensorFormat
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.json_fields import Fields
-from fp8rl_jax.models.config import PolicyConfig, parameter_shapes
+from fp8rl_jax.models.config import DENSE, PolicyConfig, parameter_shapes
 from fp8rl_jax.weights.hf_names import Location, hf_name
 from fp8rl_jax.weights.safetensors_io import Checkpoint, count_non_finite
 
-BLOCK = 128
-FORMAT = TensorFormat("e4m3", (BLOCK, BLOCK))
+_BLOCK = 128
+_FORMAT = TensorFormat("e4m3", (_BLOCK, _BLOCK))
 SCALE_SUFFIX = "_scale_inv"
 
-_E4M3 = np.dtype(FORMAT.element_type.dtype)
+_E4M3 = np.dtype(_FORMAT.element_type.dtype)
 _SCALE_DTYPES = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16))
-_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", *DENSE)
 
 
 def parse_quantization(config: dict[str, Any]) -> tuple[int, int] | None:
@@ -91,8 +91,8 @@ def quantization_config(config: PolicyConfig) -> dict[str, Any]:
     return {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
-        "fmt": FORMAT.element,
-        "weight_block_size": [BLOCK, BLOCK],
+        "fmt": _FORMAT.element,
+        "weight_block_size": [_BLOCK, _BLOCK],
         "modules_to_not_convert": ["lm_head", *routers],
     }
 
@@ -120,7 +120,7 @@ def _quantizer() -> Any:
 
     from fp8rl_jax.precision import quantize_weight
 
-    return jax.jit(lambda weight: quantize_weight(weight, FORMAT))
+    return jax.jit(lambda weight: quantize_weight(weight, _FORMAT))
 
 
 def dequantize_tensor(values: np.ndarray, scales: np.ndarray, block: tuple[int, int]) -> np.ndarray:
@@ -221,6 +221,6 @@ def unaligned_linears(config: PolicyConfig) -> list[str]:
     unaligned = []
     for path, shape in parameter_shapes(config).items():
         name = path.removeprefix("layers.").removesuffix(".weight")
-        if name.split(".")[-1] in _LINEARS and any(size % BLOCK for size in shape[-2:]):
+        if name.split(".")[-1] in _LINEARS and any(size % _BLOCK for size in shape[-2:]):
             unaligned.append(f"{name} {list(shape[-2:])}")
     return unaligned

