@@ -256,7 +256,7 @@ class ClipCalibrationConfig:
         )
 
     def start(self, clip_low: float, clip_high: float) -> tuple[float, float]:
-        """The bounds before the first calibration."""
+        """Return the bounds before the first calibration."""
         low = 1 - clip_low if self.start_low is None else self.start_low
         return low, 1 + clip_high if self.start_high is None else self.start_high
 
@@ -309,8 +309,7 @@ def check_sampling(
     bad_words: Sequence[str] = (),
     logit_bias: Mapping[str, float] = MappingProxyType({}),
 ) -> bool:
-    """Whether the settings sample from another distribution than the policy's, once it is sure that
-    one may train on that.
+    """Say whether the settings sample from another distribution than the policy's, if they may.
 
     Args:
         config: its `truncated_sampling` says whether this is allowed.

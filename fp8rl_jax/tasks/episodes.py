@@ -85,41 +85,43 @@ class Episode:
         observations, a line a message."""
         messages = [
             message
-            for said, seen in self.history
-            for message in ({"role": "assistant", "content": said}, *seen)
+            for completion, observation in self.history
+            for message in ({"role": "assistant", "content": completion}, *observation)
         ]
         return transcript(messages).removeprefix("assistant: ")
 
-    def cut(self) -> Episode:
-        """The episode, ended for want of room."""
+    def truncate(self) -> Episode:
+        """End the episode for want of room."""
         return replace(self, done=True, truncated=True)
 
     def after(
         self, sampled: Sampled, completion: str, turn: dict[str, Any] | None, max_turns: int
     ) -> Episode:
-        """The episode after a turn; `turn` is what the environment made of the completion, None
-        where that failed."""
+        """Return the episode after a turn.
+
+        `turn` is what the environment made of the completion, None where that failed.
+        """
         if self.done:
             raise ValueError("the episode has ended")
-        if turn is None:
-            said = (*self.history, (completion, ()))
-            return replace(
-                self, turns=(*self.turns, sampled), history=said, reward=0.0, done=True, failed=True
-            )
+        failed = turn is None
+        turn = turn or {"observation": (), "reward": 0.0, "done": True}
         return replace(
             self,
             turns=(*self.turns, sampled),
             history=(*self.history, (completion, tuple(turn["observation"]))),
-            reward=self.reward + turn["reward"],
+            reward=0.0 if failed else self.reward + turn["reward"],
             done=turn["done"] or len(self.turns) + 1 == max_turns,
+            failed=failed,
         )
 
 
 def episode_scores(
     episodes: Sequence[Episode], turns: Sequence[Scores], partial_credit: bool
 ) -> Scores:
-    """The scores of whole episodes from those of their turns: rewards are sums, an episode is
-    correct from a sum of 1 on."""
+    """Compute the scores of whole episodes from those of their turns.
+
+    Rewards are sums, and an episode is correct from a sum of 1 on.
+    """
     sums = np.array([episode.reward for episode in episodes], np.float64)
     failed = np.array([episode.failed for episode in episodes], bool)
     correct = (sums >= 1.0) & ~failed
@@ -148,7 +150,10 @@ class Row:
 
 
 def join_turns(turns: Sequence[Sampled]) -> list[Row]:
-    """The fewest rows in which every sampled token has the context that it was sampled in."""
+    """Join turns to the fewest rows in which every sampled token has its own context.
+
+    That is the context that it was sampled in.
+    """
     rows: list[Row] = []
     for turn in turns:
         if len(turn.tokens) != len(turn.behaviour_logprobs) or len(turn.tokens) != len(

@@ -36,7 +36,7 @@ class Scores:
 
     @classmethod
     def join(cls, parts: Sequence[Scores]) -> Scores:
-        """The scores of several calls, one after the other."""
+        """Join the scores of several calls, one after the other."""
         return cls(
             rewards=np.concatenate([part.rewards for part in parts]),
             components={
@@ -53,16 +53,17 @@ class Scores:
         )
 
     def failure_text(self) -> str:
-        """How many rewards failed, and the first error: "28 of 64 rewards failed: ..."; empty where
-        none did."""
+        """Say how many rewards failed, and the first error; empty where none did."""
         failed = int(self.failed.sum())
         return (
             f"{failed} of {len(self.failed)} rewards failed: {self.first_error}" if failed else ""
         )
 
     def metrics(self) -> dict[str, float]:
-        """The counts and the time, and rewards/<name>/mean and /std (ddof 0) over the samples that
-        have a score."""
+        """Return the counts, the time, and mean and standard deviation of each reward.
+
+        rewards/<name>/mean and /std (ddof 0) are over the samples that have a score.
+        """
         values = {
             "reward/errors": self.errors,
             "reward/timeouts": self.timeouts,

@@ -11,7 +11,8 @@ import pytest
 
 from fp8rl_jax.config.tasks import TaskConfig
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.tasks.dataset import batch_indices, chat_messages, load_splits
+from fp8rl_jax.tasks.conversation import chat_messages
+from fp8rl_jax.tasks.dataset import batch_indices, load_splits
 from fp8rl_jax.tasks.sources import LOADERS
 
 REWARDS = Path(__file__).with_name("reward_examples.py")

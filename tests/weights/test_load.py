@@ -14,7 +14,6 @@ from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.policy import init_policy, unstack
 from fp8rl_jax.tokenizers.byte_tokenizer import ByteTokenizer
 from fp8rl_jax.tokenizers.tokenizer import load_tokenizer
-from fp8rl_jax.weights.hf_directory import flatten
 from fp8rl_jax.weights.hf_names import hf_tensors
 from fp8rl_jax.weights.load import byte_policy_config, load_policy, policy_arrays, save_policy
 
@@ -30,7 +29,7 @@ def test_every_tensor_arrives_in_its_place_and_dtype(tmp_path, config):
         and policy.stacked
         and (policy.lm_head is None) == config.tie_word_embeddings
     )
-    flat = flatten(policy_arrays(policy))
+    flat = policy_arrays(policy)
     for name, place in hf_tensors(config).items():
         got = flat[place.path][place.index]
         assert got.dtype == np.float32

@@ -237,7 +237,7 @@ def test_smollm2_is_fetched_converted_and_tokenizes_as_transformers_does(monkeyp
         1e-5,
         True,
     )
-    assert arrays["layers"]["k_proj"]["weight"].shape == (30, 192, 576)
+    assert arrays["layers.k_proj.weight"].shape == (30, 192, 576)
     tokenizer = tokenizer_of(directory, config.vocab_size)
     assert tokenizer.encode(MIXED) == MIXED_IDS
     assert tokenizer.decode(MIXED_IDS, skip_special=False) == MIXED

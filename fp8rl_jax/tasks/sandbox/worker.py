@@ -45,12 +45,12 @@ from fp8rl_jax.tasks.rewards import ComponentFault, build_scorer
 from fp8rl_jax.tasks.sandbox import processes
 
 # How often the processes are counted where their forks cannot be answered.
-SECONDS_BETWEEN_COUNTS = 0.02
+_SECONDS_BETWEEN_COUNTS = 0.02
 # How often the parent is looked at: a fork of the trainer's, which outlives it, would keep standard
 # input open.
-SECONDS_BETWEEN_LOOKS = 1.0
-STRAY_SECONDS = 0.5
-LINUX = sys.platform == "linux"
+_SECONDS_BETWEEN_LOOKS = 1.0
+_STRAY_SECONDS = 0.5
+_LINUX = sys.platform == "linux"
 
 
 def main() -> None:
@@ -127,7 +127,7 @@ def _take_over_forks(worker: socket.socket) -> int | None:
 
 def _watch(worker: int, listener: int | None, max_processes: int, trainer: int) -> str:
     """Answer forks until the worker has ended or has to end, and say how it ended."""
-    seconds = SECONDS_BETWEEN_COUNTS if listener is None else SECONDS_BETWEEN_LOOKS
+    seconds = _SECONDS_BETWEEN_COUNTS if listener is None else _SECONDS_BETWEEN_LOOKS
     events = select.poll()
     pidfd = os.pidfd_open(worker)
     for descriptor in (pidfd, 0) if listener is None else (pidfd, 0, listener):
@@ -171,8 +171,8 @@ def serve(channel: socket.socket, objects_fd: int, warning: str = "") -> None:
         answer({"failed": str(fault)})
         return
     worker = os.getpid()
-    helpers = frozenset(processes.descendants(worker)) if LINUX else frozenset()
-    if LINUX:
+    helpers = frozenset(processes.descendants(worker)) if _LINUX else frozenset()
+    if _LINUX:
         _limit(task.reward.memory_limit_mib, task.reward.file_limit_mib)
     answer({"ready": True, "batches": batch is not None, "warning": warning})
 
@@ -181,7 +181,7 @@ def serve(channel: socket.socket, objects_fd: int, warning: str = "") -> None:
         if os.getpid() != worker:  # a fork of the reward's that came back: it must not answer twice
             os._exit(0)
         # They may multiply as fast as they are killed; the supervisor can stop that.
-        return LINUX and not processes.kill_descendants(helpers, STRAY_SECONDS)
+        return _LINUX and not processes.kill_descendants(helpers, _STRAY_SECONDS)
 
     while True:
         try:
