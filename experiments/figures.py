@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.depth.__main__ import mean as depth_mean
+from experiments.depth import mean as depth_mean
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "experiments" / "results"
@@ -530,7 +530,7 @@ def results() -> str:
         prose("""
             k3 is the mismatch between rollout and trainer, the mean over tokens of rho - 1 - log rho, where rho is the
             trainer's probability of a sampled token over the rollout's. "Sees": the difference that these seeds would have
-            found in 80 % of such studies. [architecture.md](architecture.md) has a glossary.
+            found in 80 % of such studies. [glossary.md](glossary.md) explains the words.
         """),
     ]
     for section in SECTIONS:

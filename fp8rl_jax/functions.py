@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from fp8rl_jax.errors import UserError
 
@@ -45,7 +45,7 @@ _loaded: dict[str, _Loaded] = {}
 
 
 def is_function_spec(spec: str) -> bool:
-    """Whether `spec` reads `module:function` or `path/to/file.py:function`."""
+    """Say whether `spec` reads `module:function` or `path/to/file.py:function`."""
     module, separator, function = spec.rpartition(":")
     return bool(module and separator) and function.isidentifier()
 
@@ -56,7 +56,7 @@ def python_spec(name: str) -> str:
 
 
 def is_python_spec(spec: Any) -> bool:
-    """Whether `spec` reads `<python>:NAME`."""
+    """Say whether `spec` reads `<python>:NAME`."""
     return isinstance(spec, str) and spec.startswith(f"{PYTHON_OBJECT}:")
 
 
@@ -104,7 +104,7 @@ def load_function(
 
 
 def load_once(spec: str, key: str) -> Callable[..., Any]:
-    """`load_function` the first time, and the same function ever after.
+    """Import as `load_function` does the first time, and give the same function ever after.
 
     For functions that are compiled into a program: a file that is edited during a run must not give
     its next program another function than its last. Arguments and errors as in `load_function`.
@@ -115,8 +115,9 @@ def load_once(spec: str, key: str) -> Callable[..., Any]:
 
 
 def check_unchanged(spec: str, key: str) -> None:
-    """Refuses a function whose file was edited after `load_once` read it; arguments and other
-    errors as in `load_once`.
+    """Refuse a function whose file was edited after `load_once` read it.
+
+    Arguments and other errors as in `load_once`.
 
     Raises:
         UserError: the file has changed, so that the function at hand is an old one.
@@ -132,7 +133,7 @@ def check_unchanged(spec: str, key: str) -> None:
 
 
 def register(function: Callable[..., Any]) -> str:
-    """The spec of a Python function, by which a configuration of this process can name it.
+    """Return the spec of a Python function, by which a configuration of this process can name it.
 
     It is `module:function` where importing that gives this very function. Any other, such as a
     lambda or a function of a notebook cell, is `<python>:NAME#n`. Each function object has a number
@@ -159,7 +160,7 @@ def register(function: Callable[..., Any]) -> str:
 
 
 def describe_fault(fault: BaseException, file: str = "") -> str:
-    """`fault` on one line of at most 300 characters: its type, its text, and where it was raised.
+    """Write `fault` on one line of at most 300 characters: its type, its text, where it was raised.
 
     Args:
         fault: the exception.
@@ -186,7 +187,7 @@ class Arguments(dict[str, float]):
     def __reduce__(self):
         return Arguments, (dict(self),)
 
-    def _refuse(self, *_: Any, **__: Any) -> None:
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise TypeError(
             "the arguments of a configuration cannot be changed; make another one with "
             "dataclasses.replace"
@@ -196,8 +197,7 @@ class Arguments(dict[str, float]):
 
 
 def settle(config: Any, name: str, arguments: str) -> None:
-    """For `__post_init__` of a frozen dataclass: a Python function becomes its spec, and its
-    arguments `Arguments`.
+    """Replace a function by its spec and its arguments by `Arguments`, in `__post_init__`.
 
     Args:
         config: the dataclass.
@@ -215,14 +215,14 @@ def settle(config: Any, name: str, arguments: str) -> None:
 
 
 def is_users(function: Any) -> bool:
-    """Whether a setting names a function of the user's, and none that is built in."""
+    """Say whether a setting names a function of the user's, and none that is built in."""
     return isinstance(function, str) and (is_function_spec(function) or is_python_spec(function))
 
 
 def function_faults(
     key: str, value: Any, built_in: Collection[str], arguments_key: str, arguments: Any
 ) -> Iterator[str]:
-    """A line for each fault of a function's name and of its arguments.
+    """Yield a line for each fault of a function's name and of its arguments.
 
     Args:
         key: of the function.
@@ -282,6 +282,7 @@ def _import_file(path: Path) -> ModuleType:
         sys.path.append(str(path.parent))
     name = f"{_FILE_PREFIX}{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None  # it ends in .py
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)

@@ -15,7 +15,7 @@ _REQUIRED: Any = object()
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
-    """Reads a JSON object from a file.
+    """Read a JSON object from a file.
 
     Raises:
         UserError: the file is unreadable, not UTF-8, not JSON, or not an object.
@@ -73,7 +73,7 @@ class Fields:
         return value
 
     def integers(self, key: str) -> tuple[int, ...]:
-        """An integer or a list of them; empty when absent."""
+        """Return an integer or a list of them as a tuple; empty where the key is absent."""
         value, _ = self._get(key, [])
         values = value if isinstance(value, list) else [value]
         if not all(isinstance(token, int) and not isinstance(token, bool) for token in values):
@@ -83,7 +83,7 @@ class Fields:
         return tuple(values)
 
     def object(self, key: str) -> Fields:
-        """A nested object; empty when absent."""
+        """Return a nested object; empty where the key is absent."""
         value, _ = self._get(key, {})
         if not isinstance(value, dict):
             raise UserError(f"{self.prefix}{key} must be an object, got {value!r}")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
-
-from pallas_kernels.target import hopper_sms
 
 Backend = Literal["auto", "reference", "hopper"]
 
@@ -17,7 +19,7 @@ class BackendError(ValueError):
 
 
 def check_exact(backend: str, operation: str) -> None:
-    """Refuses a backend that has no exact form of its products.
+    """Refuse a backend that has no exact form of its products.
 
     Raises:
         BackendError: only the reference has one.
@@ -31,8 +33,9 @@ def check_exact(backend: str, operation: str) -> None:
 def resolve(
     backend: Backend, operation: str, available: tuple[str, ...] = ("reference", "hopper")
 ) -> str:
-    """The backend that runs: the one named, or under "auto" hopper where there is such a GPU, else
-    the reference.
+    """Choose the backend that runs: the one named, or what "auto" means on this machine.
+
+    That is hopper where there is such a GPU, else the reference.
 
     Raises:
         BackendError: `backend` is unknown, the operation has no such implementation, or this
@@ -64,8 +67,9 @@ MULTIPLIED = {"reference": (*_FP8, "float4_e2m1fn"), "hopper": _FP8}
 
 
 def check_pair(operation: str, backend: str, left: jnp.dtype, right: jnp.dtype) -> None:
-    """Refuses operands that `backend` cannot multiply with each other; values only, their scales
-    are any float32.
+    """Refuse operands that `backend` cannot multiply with each other.
+
+    Values only: their scales are any float32.
 
     Args:
         operation: for the message.
@@ -84,8 +88,9 @@ def check_pair(operation: str, backend: str, left: jnp.dtype, right: jnp.dtype) 
 
 
 def choose(operation: str, backend: Backend, lacks: str) -> str:
-    """`resolve`, for an operation whose Hopper kernel does not serve every call: under "auto" the
-    reference serves the others.
+    """Choose the backend of a call that the operation's Hopper kernel may not serve.
+
+    As `resolve`, but under "auto" the reference takes what the kernel does not serve.
 
     Args:
         lacks: what the kernel has not, for the error; empty where it serves this call.
@@ -106,3 +111,29 @@ def choose(operation: str, backend: Backend, lacks: str) -> str:
 def name_of(block: tuple[int, int]) -> str:
     """A block in an error: 128x128."""
     return f"{block[0]}x{block[1]}"
+
+
+_chosen: ContextVar[int | None] = ContextVar("hopper_sms", default=None)
+
+
+def hopper_sms() -> int | None:
+    """Count the multiprocessors of the Hopper GPU that is traced for; None where there is none."""
+    return _chosen.get() or _own_sms()
+
+
+@contextmanager
+def tracing_for(sms: int) -> Generator[None]:
+    """Trace kernels for a Hopper GPU of `sms` multiprocessors, whatever this machine has."""
+    token = _chosen.set(sms)
+    try:
+        yield
+    finally:
+        _chosen.reset(token)
+
+
+@cache
+def _own_sms() -> int | None:
+    if jax.default_backend() != "gpu":
+        return None
+    device = jax.devices()[0]
+    return device.core_count if getattr(device, "compute_capability", "") == "9.0" else None

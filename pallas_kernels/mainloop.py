@@ -91,7 +91,7 @@ def run(
     place: Callable[[jax.Array], Place],
     finish: Callable[[jax.Array, jax.Array, Callable], None],
 ) -> None:
-    """Runs all tiles of a kernel's body, on the warpgroup that calls it.
+    """Run all tiles of a kernel's body, on the warpgroup that calls it.
 
     Args:
         lhs, rhs: the sides, and their values and scales in global memory.

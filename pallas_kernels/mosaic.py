@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import core as mosaic_core
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.target import hopper_sms
+from pallas_kernels.backend import hopper_sms
 
 ACC = plgpu.ACC
 SMEM = plgpu.SMEM
@@ -57,12 +57,17 @@ def _same_bytes_every_time(serialize: Callable) -> Callable:
     return nameless
 
 
-mosaic_core._run_serde_pass = _same_bytes_every_time(mosaic_core._run_serde_pass)
+# ty wants the very type of the function, which the wrapper has not
+mosaic_core._run_serde_pass = _same_bytes_every_time(  # ty: ignore[invalid-assignment]
+    mosaic_core._run_serde_pass
+)
 
 
 def name_every_kernel() -> None:
-    """Gives each kernel that is lowered from now on a name of its own again, so that equal ones are
-    each compiled, and shown."""
+    """Give each kernel that is lowered from now on a name of its own again.
+
+    So equal ones are each compiled, and shown.
+    """
     mosaic_core._run_serde_pass = getattr(
         mosaic_core._run_serde_pass, "__wrapped__", mosaic_core._run_serde_pass
     )
@@ -72,8 +77,9 @@ SMEM_BYTES = 232_448  # what one block of a Hopper GPU may have
 
 
 def outlined(*static: str) -> Callable[[Callable], Callable]:
-    """Makes a function that runs kernels one function of the program, lowered once a shape however
-    many layers call it.
+    """Make a function that runs kernels one function of the program.
+
+    It is lowered once a shape, however many layers call it.
 
     Args:
         static: names of its arguments that are no arrays; they are given by name.
@@ -92,17 +98,25 @@ def outlined(*static: str) -> Callable[[Callable], Callable]:
     return decorate
 
 
+def multiprocessors() -> int:
+    """Count those of the GPU that a kernel is traced for."""
+    sms = hopper_sms()
+    assert sms is not None, "a kernel is launched where `resolve` found a GPU"
+    return sms
+
+
 def launch(
     body: Callable[..., None],
     out_type: Any,
     *,
-    scratch: dict[str, Any],
+    scratch: Any,
     threads: int,
     tiles: int,
     name: str,
 ) -> Callable:
-    """A kernel of `threads` warpgroups a block, and of one block a multiprocessor, or fewer where
-    there are fewer `tiles`.
+    """Make a kernel of `threads` warpgroups a block and one block a multiprocessor.
+
+    Fewer blocks where there are fewer `tiles`.
 
     The body reads its place from the axes "block" and "wg", and loops over its share of the tiles.
     """
@@ -110,7 +124,7 @@ def launch(
         body,
         out_type=out_type,
         scratch_types=scratch,
-        grid=(min(hopper_sms(), tiles),),
+        grid=(min(multiprocessors(), tiles),),
         grid_names=("block",),
         num_threads=threads,
         thread_name="wg",
@@ -119,42 +133,48 @@ def launch(
 
 
 def tiled(shape: tuple[int, ...], dtype: jnp.dtype, like: int = 0) -> Any:
-    """Shared memory whose rows are swizzled, as wgmma and TMA want operands; `like` rows of so many
-    numbers, where the other operand of a wgmma has these."""
+    """Allocate shared memory whose rows are swizzled, as wgmma and TMA want operands.
+
+    Args:
+        like: numbers in a row of the other operand of a wgmma, where these differ.
+    """
     return _swizzled(shape, dtype, like or shape[-1])
 
 
 def halves(shape: tuple[int, ...], dtype: jnp.dtype) -> Any:
-    """`tiled`, with rows whose two halves can be read apart."""
+    """Allocate `tiled` memory with rows whose two halves can be read apart."""
     return _swizzled(shape, dtype, shape[-1] // 2)
 
 
 def _swizzled(shape, dtype, width):
     swizzle = plgpu.find_swizzle(width * jnp.dtype(dtype).itemsize * 8)
     columns = swizzle // jnp.dtype(dtype).itemsize
-    return plgpu.SMEM(
-        shape,
-        dtype,
-        transforms=(plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(swizzle)),
-    )
+    # ty takes a method of the protocol that these classes inherit for an abstract one
+    tiling = plgpu.TilingTransform((8, columns))  # ty: ignore[abstract-class-instantiation]
+    swizzling = plgpu.SwizzleTransform(swizzle)  # ty: ignore[abstract-class-instantiation]
+    return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzling))
 
 
 def whole_swizzles(columns: int, dtype: jnp.dtype) -> int:
-    """`columns` rounded up to what a tiled copy to global memory can end with: 128 bytes."""
+    """Round `columns` up to what a tiled copy to global memory can end with: 128 bytes."""
     step = 128 // jnp.dtype(dtype).itemsize
     return -(-columns // step) * step
 
 
 def saturate(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """x clamped to the range of an FP8 `dtype` and cast: a GPU's cast saturates, JAX's on a CPU
-    gives NaN."""
+    """Clamp x to the range of an FP8 `dtype` and cast it.
+
+    A GPU's cast saturates, JAX's on a CPU gives NaN.
+    """
     limit = float(jnp.finfo(dtype).max)
     return jnp.clip(x, -limit, limit).astype(dtype)
 
 
 def rounded(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """A float32 x rounded to `dtype`, as float32. XLA, which interprets kernels, may drop a cast
-    and its inverse."""
+    """Round a float32 x to `dtype`, as float32.
+
+    XLA, which interprets kernels, may drop a cast and its inverse.
+    """
     return (
         x
         if dtype == jnp.float32

@@ -26,8 +26,10 @@ Factors = tuple[tuple[str, ...], ...]
 
 
 def on_mesh() -> bool:
-    """Whether XLA splits arrays here: under `jax.set_mesh` with axes of type Auto, and outside of
-    `shard_map`."""
+    """Tell whether XLA splits arrays here.
+
+    It does under `jax.set_mesh` with axes of type Auto, and outside of `shard_map`.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     return not mesh.empty and mesh.size > 1 and set(mesh.axis_types) == {AxisType.Auto}
 
@@ -38,7 +40,7 @@ def partitioned(
     blocks: dict[str, tuple[str, int]],
     whole: tuple[str, ...] = (),
 ) -> Callable[..., Any]:
-    """`kernel`, to be split over the mesh of the enclosing `jax.set_mesh`.
+    """Make a kernel that is split over the mesh of the enclosing `jax.set_mesh`.
 
     Args:
         kernel: arrays -> an array, or a tuple of them. What is summed over devices is added in the
@@ -98,7 +100,7 @@ def _partition(kernel, operands: Factors, results: Factors, blocks, whole, summe
 def splits(
     operands: Factors, blocks: dict, whole: tuple, given: list, sizes: dict[str, int]
 ) -> dict[str, tuple[str, ...]]:
-    """Mesh axes of each factor that is split.
+    """Choose the mesh axes of each factor that is split.
 
     Args:
         operands, blocks, whole: as `partitioned` has them.

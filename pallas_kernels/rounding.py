@@ -21,8 +21,9 @@ from jaxtyping import Array, Float
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
 def rounded(x: Float[Array, "*axes"], dtype: jnp.dtype) -> Float[Array, "*axes"]:
-    """`x` in `dtype`, rounded here and to nearest even whatever surrounds it; its derivative is
-    that of `x.astype(dtype)`.
+    """Round `x` to `dtype` here and to nearest even, whatever surrounds it.
+
+    Its derivative is that of `x.astype(dtype)`.
 
     Args:
         x: any float dtype. One that is no wider than `dtype` is converted and nothing else.

@@ -12,6 +12,7 @@ import numpy as np
 import safetensors.numpy
 
 from fp8rl_jax.models.config import ExpertsConfig, LinearRopeScaling, PolicyConfig
+from fp8rl_jax.tokenizers.tokenizer import HFTokenizer, load_tokenizer
 from fp8rl_jax.weights.hf_config import config_json
 from fp8rl_jax.weights.hf_names import hf_tensors
 
@@ -223,3 +224,10 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def tokenizer_of(directory: Path, vocab_size: int | None = None) -> HFTokenizer:
+    """The tokenizer of a directory that has one."""
+    tokenizer = load_tokenizer(directory, vocab_size)
+    assert tokenizer is not None
+    return tokenizer

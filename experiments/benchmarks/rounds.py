@@ -1,12 +1,15 @@
 """Rounds: every side once, one after the other, so that a change in the machine's speed meets all
-of them."""
+of them; their medians, quartiles and ratios."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 Side = Callable[[int], dict[str, float]]
 """Does the work of round i (from 0, warm-up included) and returns its seconds: the total as
@@ -82,3 +85,51 @@ def settle() -> None:
 def load() -> float:
     """Processes that wanted a processor, averaged over the last minute."""
     return os.getloadavg()[0]
+
+
+class Laps:
+    """A stopwatch that waits for what JAX still computes."""
+
+    def __init__(self) -> None:
+        self.seconds = {"seconds": 0.0}
+        self._last = time.perf_counter()
+
+    def end(self, part: str, *results: Any) -> None:
+        """The time since the last call (or the start) was spent on `part`, which computed
+        `results`."""
+        import jax  # which `machine` must not import, as this file is
+
+        jax.block_until_ready(results)
+        now = time.perf_counter()
+        self.seconds[part] = now - self._last
+        self.seconds["seconds"] += now - self._last
+        self._last = now
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median and quartiles (linear interpolation between neighbours), and iqr = q3 - q1."""
+    q1, median, q3 = (float(q) for q in np.percentile(values, (25, 50, 75)))
+    return {"median": median, "q1": q1, "q3": q3, "iqr": q3 - q1}
+
+
+def series(rounds: Sequence[Round], side: str, part: str) -> list[float]:
+    """The seconds of one part of one side, round by round."""
+    return [round.seconds[side][part] for round in rounds]
+
+
+def ratio(rounds: Sequence[Round], over: str, under: str, part: str = "seconds") -> dict:
+    """`over`'s seconds divided by `under`'s, pair by pair: both were timed within the same round.
+
+    Returns:
+        The spread of the pairs' ratios, "pairs" themselves, and what was divided: "over", "under",
+        "part".
+    """
+    pairs = [
+        a / b for a, b in zip(series(rounds, over, part), series(rounds, under, part), strict=True)
+    ]
+    return {"over": over, "under": under, "part": part, **spread(pairs), "pairs": pairs}
+
+
+def common_parts(rounds: Sequence[Round], one: str, other: str) -> list[str]:
+    """Parts that both sides have, the total ("seconds") first."""
+    return [part for part in rounds[0].seconds[one] if part in rounds[0].seconds[other]]

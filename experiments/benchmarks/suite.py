@@ -8,23 +8,22 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from experiments.benchmarks import machine
-from experiments.benchmarks.arguments import Arguments
-from experiments.benchmarks.card import Monitor
-from experiments.benchmarks.files import write
-from experiments.benchmarks.generation import generation
-from experiments.benchmarks.grpo_step import grpo_step
+from experiments.benchmarks.grpo import generation, grpo_step
 from experiments.benchmarks.loop_overhead import loop_overhead
 from experiments.benchmarks.peer import PeerSpec
+from experiments.benchmarks.record import write
 from experiments.benchmarks.rounds import Plan
-from experiments.benchmarks.target import Target, load_target
-from experiments.benchmarks.trained_layer import trained_layer
+from experiments.benchmarks.trained_layer import Target, load_target, trained_layer
 from experiments.benchmarks.workloads import CPU_WORKLOADS, GPU_WORKLOADS, Workload
 from fp8rl_jax.errors import UserError
+
+if TYPE_CHECKING:
+    from experiments.benchmarks.__main__ import Arguments
 
 Peers = dict[str, list[PeerSpec]]
 """Benchmark -> its peers."""
@@ -142,7 +141,7 @@ def run_all(
             continue
         print(f"{label} ...", flush=True)
         began = time.monotonic()
-        with Monitor() as monitor:
+        with machine.GpuMonitor() as monitor:
             entry = benchmark()
         entry["raw"]["wall_seconds"] = time.monotonic() - began
         record["benchmarks"].append(entry | ({"gpu": seen} if (seen := monitor.summary()) else {}))

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fp8rl_jax.config.recipe import RECIPES, PrecisionConfig, Recipe, get_recipe
+from fp8rl_jax.config.recipe import RECIPES
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.policy import Policy, init_policy, parameter_count
 from fp8rl_jax.rollout.engine import Prompts, pad_prompts
@@ -113,11 +113,6 @@ def random_prompts(shape: Shape, vocab_size: int) -> Prompts:
         vocab_size // 4, vocab_size, (shape.prompts, shape.prompt_tokens)
     )
     return pad_prompts(ids.tolist(), list(range(shape.prompts)), shape.prompt_tokens)
-
-
-def named_recipe(name: str) -> Recipe:
-    """A recipe, or "<recipe>-exact" for it with `precision.exact`."""
-    return get_recipe(name.removesuffix("-exact"), PrecisionConfig(exact=name.endswith("-exact")))
 
 
 SMOLLM2 = Workload(

@@ -12,25 +12,27 @@ the same prompts and --seed.
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Callable
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 
 from fp8rl_jax.cli.generate import GenerateArguments, OpenModel
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.models.policy import Policy
 from fp8rl_jax.rollout.constraints import TextStream
 from fp8rl_jax.rollout.engine import LocalEngine
 from fp8rl_jax.rollout.offline import batches, calibrate
 from fp8rl_jax.rollout.sampling import Sampling
 
 # a model may sample anything, and control characters would move the cursor or worse
-_SHOWN = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\t\n"}
+_PRINTABLE = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\t\n"}
 
 
 def talk(arguments: GenerateArguments, model: OpenModel, sampling: Sampling) -> None:
-    """Reads lines from the terminal and answers them, until /exit or the end of the input.
+    """Read lines from the terminal and answer them, until /exit or the end of the input.
 
     Raises:
         UserError: the model has no tokenizer, its tokens' bytes are not known, or its weights
@@ -38,7 +40,8 @@ def talk(arguments: GenerateArguments, model: OpenModel, sampling: Sampling) -> 
     """
     if model.tokenizer is None:
         raise UserError("--interactive: needs a tokenizer, and the model has none")
-    sys.stdout.reconfigure(errors="replace")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
     chat = Chat(model, sampling, arguments.stop, arguments.compute_dtype, arguments.seed, _write)
     while True:
         try:
@@ -78,22 +81,24 @@ class Chat:
         stops: tuple[str, ...],
         compute_dtype: str,
         seed: int,
-        write: Callable,
+        write: Callable[[str], None],
     ):
-        self._model, self._sampling, self._stops, self._write = model, sampling, stops, write
+        assert model.tokenizer is not None
+        self._tokenizer, self._positions = model.tokenizer, model.config.max_position_embeddings
+        self._sampling, self._stops, self._write = sampling, stops, write
         self._token_bytes = model.tokenizer.token_bytes()
-        self._policy = model.load()
-        self._engine = LocalEngine(model.recipe, compute_dtype, unroll=False)
+        self._policy: Policy | None = model.load()
+        self._engine = LocalEngine(model.recipe, jnp.dtype(compute_dtype), unroll=False)
         self._key = jax.random.key(seed)
         self._turn = 0
         self.messages: list[dict[str, str]] = []
 
     def begin(self) -> None:
-        """Forgets the conversation."""
+        """Forget the conversation."""
         self.messages = []
 
     def answer(self, text: str) -> list[int]:
-        """Samples and writes the answer to `text`, and keeps both.
+        """Sample and write the answer to `text`, and keep both.
 
         A quantized cache is calibrated on the first turn's prompt.
 
@@ -106,45 +111,42 @@ class Chat:
         """
         tokens = self._encode(text)
         (prompts,) = batches([tokens], 1)
-        prompts = prompts._replace(ids=np.asarray([self._turn], np.int32))
-        if self._engine.policy is None:
+        prompts = prompts._replace(ids=jnp.asarray([self._turn], jnp.int32))
+        if self._policy is not None:
             calibrate(self._engine, self._policy, [prompts])
-            self._policy = None
-        sampled, said, stream = [], [], TextStream(self._token_bytes, self._stops)
+            self._policy = None  # the engine has its own form of it
+        sampled, pieces, stream = [], [], TextStream(self._token_bytes, self._stops)
         try:
             for out in self._engine.stream(prompts, self._sampling, self._key):
                 new = out.tokens[0][out.mask[0]].tolist()[len(sampled) :]
                 sampled += new
                 piece = stream.feed(new)
-                if not any(said) and not self._model.tokenizer.decode(sampled).startswith(" "):
+                if not any(pieces) and not self._tokenizer.decode(sampled).startswith(" "):
                     # SentencePiece takes the first space off a text
                     piece = piece.removeprefix(" ")
-                said.append(piece)
-                self._write(said[-1].translate(_SHOWN))
+                pieces.append(piece)
+                self._write(piece.translate(_PRINTABLE))
         except KeyboardInterrupt:
             pass
-        said.append(stream.finish())
-        self._write(said[-1].translate(_SHOWN) + "\n")
+        pieces.append(stream.finish())
+        self._write(pieces[-1].translate(_PRINTABLE) + "\n")
         self.messages += [
             {"role": "user", "content": text},
-            {"role": "assistant", "content": "".join(said)},
+            {"role": "assistant", "content": "".join(pieces)},
         ]
         self._turn += 1
         return sampled
 
     def _encode(self, text: str) -> list[int]:
-        tokenizer = self._model.tokenizer
-        if tokenizer.has_chat_template:
-            tokens = tokenizer.encode_chat([*self.messages, {"role": "user", "content": text}])
+        if self._tokenizer.has_chat_template:
+            messages = [*self.messages, {"role": "user", "content": text}]
+            tokens = self._tokenizer.encode_chat(messages)
         else:
-            tokens = tokenizer.encode(text)
-        room = self._model.config.max_position_embeddings - self._sampling.max_new_tokens
-        if len(tokens) > room:
+            tokens = self._tokenizer.encode(text)
+        if len(tokens) > self._positions - self._sampling.max_new_tokens:
             raise UserError(
                 f"{len(tokens)} tokens and {self._sampling.max_new_tokens} new ones are more "
-                "than the model's "
-                f"{self._model.config.max_position_embeddings} positions; /new begins another "
-                "conversation"
+                f"than the model's {self._positions} positions; /new begins another conversation"
             )
         return tokens
 

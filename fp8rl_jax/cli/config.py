@@ -1,5 +1,4 @@
-"""`fp8rl config`: every key of a run, with its type, default and meaning, as one Markdown page
-(docs/config.md)."""
+"""`fp8rl config`: every key of a run, with type, default and meaning, as Markdown (docs/config.md)."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ def config(arguments: ConfigArguments) -> None:
 
 
 def page(tree: type) -> str:
-    """The page for a tree of dataclasses whose fields have docstrings under them."""
+    """Write the page for a tree of dataclasses whose fields have docstrings under them."""
     return (
         "\n".join([_HEAD, *_sections(tree(), ""), *_recipe_section(), *_names_from_elsewhere()])
         + "\n"
@@ -45,7 +44,7 @@ def page(tree: type) -> str:
 
 
 def field_docstrings(tree: type) -> dict[str, str]:
-    """{field: the string that stands under it} of one dataclass, white space folded.
+    """Collect the strings that stand under the fields of one dataclass, white space folded.
 
     Raises:
         ValueError: a field that is no table has no docstring.
@@ -54,10 +53,13 @@ def field_docstrings(tree: type) -> dict[str, str]:
     for base in reversed(tree.__mro__):
         if not dataclasses.is_dataclass(base):
             continue
-        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        assert isinstance(definition, ast.ClassDef)
+        body = definition.body
         for field, text in zip(body, body[1:], strict=False):
             if (
                 isinstance(field, ast.AnnAssign)
+                and isinstance(field.target, ast.Name)
                 and isinstance(text, ast.Expr)
                 and isinstance(text.value, ast.Constant)
             ):

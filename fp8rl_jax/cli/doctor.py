@@ -1,9 +1,11 @@
-"""`fp8rl doctor`: what is installed, what the devices can do, and what a recipe quantizes in a
-model."""
+"""`fp8rl doctor`: what is installed, what devices can do, what a recipe quantizes in a model."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from fp8rl_jax.config.files import read_recipes
+from fp8rl_jax.config.recipe import RECIPES, LinearFormats, Recipe, get_recipe
 
 PACKAGES = (
     "fp8rl_jax",
@@ -24,7 +26,7 @@ class DoctorArguments:
     """Print devices, versions, kernel backends, and what a recipe quantizes in a model."""
 
     model: str = ""
-    """As in `fp8rl score`; empty: the built-in policy."""
+    """As in `fp8rl logprobs`; empty: the built-in policy."""
     recipe: str = "fp8-rl"
     """Precision recipe, built-in or of --recipes."""
     recipes: tuple[str, ...] = ()
@@ -32,11 +34,7 @@ class DoctorArguments:
 
 
 def doctor(arguments: DoctorArguments) -> int:
-    """Prints one section a subject; returns 1 when anything is wrong, after all of it was looked
-    at."""
-    from fp8rl_jax.config.files import read_recipes
-    from fp8rl_jax.config.recipe import get_recipe
-
+    """Print one section a subject; return 1 when anything is wrong, after all sections."""
     recipe = get_recipe(arguments.recipe, rows=read_recipes(arguments.recipes))
     faults: list[str] = []
     for title, lines in (
@@ -114,12 +112,11 @@ def _float8(faults: list[str]) -> list[str]:
     return lines
 
 
-def _row(recipe, faults: list[str]) -> list[str]:
+def _row(recipe: Recipe, faults: list[str]) -> list[str]:
     """Every field, as TOML for a file of a run; a built-in row under a name that is free."""
     import tomli_w
 
     from fp8rl_jax.config.correction import PLAIN, CorrectionConfig
-    from fp8rl_jax.config.recipe import RECIPES
     from fp8rl_jax.errors import UserError
     from fp8rl_jax.precision import check_recipe
 
@@ -138,10 +135,9 @@ def _row(recipe, faults: list[str]) -> list[str]:
     ]
 
 
-def _linears(recipe, model: str, faults: list[str]) -> list[str]:
+def _linears(recipe: Recipe, model: str, faults: list[str]) -> list[str]:
     """What each linear of the model becomes, a line for every run of layers that are alike."""
-    import sys
-
+    from fp8rl_jax.cli.commands import progress
     from fp8rl_jax.config.run import InitConfig
     from fp8rl_jax.errors import UserError
     from fp8rl_jax.models.policy import linear_names, parameter_count
@@ -152,9 +148,7 @@ def _linears(recipe, model: str, faults: list[str]) -> list[str]:
 
     try:
         if model:
-            config = read_policy_config(
-                resolve_model(model, report=lambda line: print(line, file=sys.stderr))
-            )
+            config = read_policy_config(resolve_model(model, progress))
         else:
             config = byte_policy_config(InitConfig())
         names = linear_names(config)
@@ -168,15 +162,15 @@ def _linears(recipe, model: str, faults: list[str]) -> list[str]:
         _, number, kind = name.split(".", 2)
         layer, why = int(number), why_in_compute(recipe, name, config.num_layers)
         text = f"compute dtype ({why})" if why else _quantized(recipe.of_linear(name))
-        found = runs.setdefault(kind, [])
-        if found and found[-1][1:] == (layer - 1, text):
-            found[-1] = (found[-1][0], layer, text)
+        ranges = runs.setdefault(kind, [])
+        if ranges and ranges[-1][1:] == (layer - 1, text):
+            ranges[-1] = (ranges[-1][0], layer, text)
         else:
-            found.append((layer, layer, text))
+            ranges.append((layer, layer, text))
     rows = [
         (f"layers.{first if first == last else f'{first}-{last}'}.{kind}", text)
-        for kind, found in runs.items()
-        for first, last, text in found
+        for kind, ranges in runs.items()
+        for first, last, text in ranges
     ]
     width = max(len(label) for label, _ in rows)
     size = (
@@ -191,10 +185,10 @@ def _linears(recipe, model: str, faults: list[str]) -> list[str]:
     ]
 
 
-def _quantized(recipe) -> str:
+def _quantized(recipe: Recipe) -> str:
     """What a quantized linear computes with, side by side where the sides differ."""
 
-    def side(formats) -> str:
+    def side(formats: LinearFormats) -> str:
         if not formats.weight.quantized:
             return "compute dtype"
         activation = formats.activation.name if formats.activation.quantized else "compute dtype"

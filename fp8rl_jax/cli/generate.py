@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -107,7 +106,10 @@ class GenerateArguments(LinesArguments):
     """Seed of the sampling."""
 
     def biases(self) -> dict[str, float]:
-        """`logit_bias` as a table; raises ValueError for an entry that is not TOKEN=BIAS."""
+        """Read `logit_bias` as a table.
+
+        Raises ValueError for an entry that is not TOKEN=BIAS.
+        """
         pairs = [entry.rpartition("=") for entry in self.logit_bias]
         if not all(equals and math.isfinite(float(value)) for _, equals, value in pairs):
             raise ValueError
@@ -184,39 +186,37 @@ class OpenModel:
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """End tokens of the config and of the tokenizer; none for a model that never stops by
-        itself."""
-        return tuple(
-            sorted(
-                {
-                    *self.config.eos_token_ids,
-                    *(self.tokenizer.eos_token_ids if self.tokenizer else ()),
-                }
-            )
-        )
+        """End tokens of the config and of the tokenizer; none for a model that never stops."""
+        tokenizers = self.tokenizer.eos_token_ids if self.tokenizer else ()
+        return tuple(sorted({*self.config.eos_token_ids, *tokenizers}))
 
     def read_lines(self, path: str, generation: bool, reserve: int = 0) -> list[Line]:
-        """See `rollout.offline.read_lines`."""
+        """Read lines that fit the model; see `rollout.offline.read_lines`."""
         from fp8rl_jax.rollout.offline import read_lines
 
         limit = self.config.max_position_embeddings
         return read_lines(path, self.config.vocab_size, self.tokenizer, generation, limit, reserve)
 
     def load(self) -> Policy:
-        """The weights, in the compute dtype: both sides of a recipe round the masters to it before
-        anything else."""
+        """Load the weights in the compute dtype.
+
+        Both sides of a recipe round the masters to it before anything else.
+        """
+        import jax.numpy as jnp
+
         from fp8rl_jax.weights.load import load_policy
 
-        return load_policy(self.directory, self.dtype)
+        return load_policy(self.directory, jnp.dtype(self.dtype))
 
 
 def open_model(arguments: LinesArguments) -> OpenModel:
-    """Finds the model and reads everything but its weights.
+    """Find the model and read everything but its weights.
 
     Raises:
         UserError: an unknown recipe or model, a file of recipes with faults, a config or tokenizer
             that cannot be used.
     """
+    from fp8rl_jax.cli.commands import progress
     from fp8rl_jax.precision import check_recipe
     from fp8rl_jax.tokenizers.tokenizer import load_tokenizer
     from fp8rl_jax.weights.hf_config import read_policy_config
@@ -224,22 +224,23 @@ def open_model(arguments: LinesArguments) -> OpenModel:
 
     recipe = get_recipe(arguments.recipe, rows=read_recipes(arguments.recipes))
     check_recipe(recipe)
-    directory = resolve_model(arguments.model, report=lambda line: print(line, file=sys.stderr))
+    directory = resolve_model(arguments.model, progress)
     config = read_policy_config(directory)
     tokenizer = load_tokenizer(directory, config.vocab_size)
     return OpenModel(directory, config, tokenizer, recipe, arguments.compute_dtype)
 
 
 def logprobs(arguments: LogprobsArguments) -> None:
-    """Answers every line with "tokens" and "logprobs": the trainer's side of the recipe, whose
-    rollout formats play no part."""
+    """Answer every line with "tokens" and "logprobs", of the trainer's side of the recipe.
+
+    Its rollout formats play no part.
+    """
     from fp8rl_jax.rollout import offline
-    from fp8rl_jax.rollout.offline import check_writable, write_lines
 
     model = open_model(arguments)
     lines = model.read_lines(arguments.input, generation=False)
-    check_writable(arguments.output)
-    results = offline.score(
+    offline.check_writable(arguments.output)
+    results = offline.logprobs(
         model.load(),
         [line.tokens for line in lines],
         model.recipe,
@@ -248,22 +249,21 @@ def logprobs(arguments: LogprobsArguments) -> None:
         arguments.batch_size,
     )
     pairs = zip(lines, results, strict=True)
-    write_lines(
-        arguments.output,
-        (line.record | {"tokens": line.tokens, "logprobs": logprobs} for line, logprobs in pairs),
-    )
+    answers = (line.record | {"tokens": line.tokens, "logprobs": row} for line, row in pairs)
+    offline.write_lines(arguments.output, answers)
 
 
 def generate(arguments: GenerateArguments) -> None:
-    """Answers every line with "tokens" (of the prompt), "completion_tokens", "policy_logprobs",
-    "finish_reason" and "text".
+    """Answer every line with completions, as the rollout makes them, or talk in the terminal.
+
+    An answer has "tokens" (of the prompt), "completion_tokens", "policy_logprobs", "finish_reason"
+    and "text".
 
     "text" is there where the model has a tokenizer, and "stop_string" where one ended the
     completion. With --n the last four stand in each of "completions", beside "mean_logprob". A
     model without end tokens goes on to --max-new-tokens.
     """
     from fp8rl_jax.rollout import offline
-    from fp8rl_jax.rollout.offline import check_writable, write_lines
 
     model = open_model(arguments)
     sampling = make_sampling(arguments, model)
@@ -272,7 +272,7 @@ def generate(arguments: GenerateArguments) -> None:
 
         return talk(arguments, model, sampling)
     lines = model.read_lines(arguments.input, generation=True, reserve=arguments.max_new_tokens)
-    check_writable(arguments.output)
+    offline.check_writable(arguments.output)
     answers = offline.complete(
         model.load(),
         [line.tokens for line in lines],
@@ -284,7 +284,7 @@ def generate(arguments: GenerateArguments) -> None:
         arguments.n,
         arguments.prompt_logprobs,
     )
-    pieces = model.tokenizer.token_bytes() if arguments.stop else []
+    pieces = model.tokenizer.token_bytes() if model.tokenizer and arguments.stop else []
     records = []
     for line, answer in zip(lines, answers, strict=True):
         record = line.record | {"tokens": line.tokens}
@@ -298,11 +298,11 @@ def generate(arguments: GenerateArguments) -> None:
                 part["mean_logprob"] = completion.mean_logprob
             record["completions"] = parts[: arguments.best or arguments.n]
         records.append(record)
-    write_lines(arguments.output, records)
+    offline.write_lines(arguments.output, records)
 
 
 def make_sampling(arguments: GenerateArguments, model: OpenModel) -> Sampling:
-    """What the arguments ask for, with the model's own end tokens.
+    """Make the sampling that the arguments ask for, with the model's own end tokens.
 
     Raises:
         UserError: stop strings, bad words or a bias that the model's tokenizer cannot serve.
@@ -332,7 +332,7 @@ def make_sampling(arguments: GenerateArguments, model: OpenModel) -> Sampling:
 def _record(
     arguments: GenerateArguments, model: OpenModel, pieces: list[bytes], completion: Completion
 ) -> dict[str, Any]:
-    from fp8rl_jax.rollout.constraints import cut_text
+    from fp8rl_jax.rollout.constraints import text_before_stop
 
     record = {
         "completion_tokens": completion.tokens,
@@ -341,7 +341,7 @@ def _record(
     }
     if model.tokenizer is not None:
         raw = b"".join(pieces[token] for token in completion.tokens if token < len(pieces))
-        text, stop = cut_text(
+        text, stop = text_before_stop(
             model.tokenizer.decode(completion.tokens), raw, arguments.stop, arguments.include_stop
         )
         record |= {"text": text} | ({} if stop is None else {"stop_string": stop})

@@ -1,13 +1,10 @@
-"""From TOML files and flags to a typed configuration, with every fault of both reported together.
+"""From words to a typed configuration: TOML files, then flags, with every fault of both reported.
 
     fp8rl train base.toml overlay.toml --rollout.temperature 0.7 --task.args.max-terms 3
 
 Later files override earlier ones key by key, and flags override files. Tyro reads the flags and
-writes the help; where it refuses, the flags are gone through once more, one by one, so that all
-their faults are named beside the files' own.
-
-Reading flags: tyro does it, and where it refuses, every flag is gone through for a line of its
-own.
+writes the help; where it refuses, the flags are gone through one by one, so that all their faults
+are named beside the files' own.
 """
 
 from __future__ import annotations
@@ -44,7 +41,7 @@ from fp8rl_jax.errors import UserError
 
 
 def load_config[Config](tree: type[Config], argv: list[str], prog: str) -> Config:
-    """The configuration that `argv` describes: TOML files first, then flags.
+    """Read the configuration that `argv` describes: TOML files first, then flags.
 
     Args:
         tree: root dataclass; every field has a default.
@@ -61,11 +58,11 @@ def load_config[Config](tree: type[Config], argv: list[str], prog: str) -> Confi
     files, flags = argv[:count], argv[count:]
     faults: list[str] = []
     values = read_values(tree, files, faults)
-    # Flags may mend what files leave unsound, so nothing is checked before both are together.
+    # Flags may repair what files leave unsound, so nothing is checked before both are read.
     draft = unchecked(tree(), values)
-    # Tyro would take a dictionary apart into flags of its own, so it sees none.
-    flags, entries, empty = take_table_entries(flags, tree, draft)
-    config = read_flags(tree, flags, prog, unchecked(draft, empty), faults) if flags else None
+    # Tyro would take a dictionary apart into flags of its own, so it gets empty ones.
+    flags, entries, empty = _take_table_entries(flags, tree, draft)
+    config = _read_flags(tree, flags, prog, unchecked(draft, empty), faults) if flags else None
     config = laid_over(tree(), values, faults) if config is None else config
     config = laid_over(config, entries, faults)
     faults += problems(config)
@@ -75,18 +72,23 @@ def load_config[Config](tree: type[Config], argv: list[str], prog: str) -> Confi
 
 
 def parse_arguments[Arguments](tree: type[Arguments], argv: list[str], prog: str) -> Arguments:
-    """The arguments of a command that reads no TOML; raises as `load_config` does."""
+    """Read the arguments of a command that reads no TOML.
+
+    Raises as `load_config` does.
+    """
     faults: list[str] = []
-    arguments = read_flags(tree, argv, prog, None, faults)
+    arguments = _read_flags(tree, argv, prog, None, faults)
     faults += problems(arguments) if arguments is not None else []
     if faults:
         raise UserError("\n".join(map(one_line, faults)))
     return arguments
 
 
-def read_flags(tree: type, flags: list[str], prog: str, default: Any, faults: list[str]) -> Any:
-    """Tyro's reading of the flags over `default`, which need not be sound; where it refuses, lines
-    in `faults` and None."""
+def _read_flags(tree: type, flags: list[str], prog: str, default: Any, faults: list[str]) -> Any:
+    """Let tyro read the flags over `default`, which need not be sound.
+
+    Where it refuses, `faults` gets lines and the result is None.
+    """
     refusal = io.StringIO()
     try:
         with contextlib.redirect_stderr(refusal):
@@ -114,46 +116,42 @@ def _value_faults(tree: type, config: Any) -> Iterator[str]:
             yield f"{_flag(key)}: expected {describe(annotation)}, got {show(value)}"
 
 
-def _flag_faults(tree: type, flags: list[str], check_required: bool) -> Iterator[str]:
-    annotations = {
-        _flag(key): annotation for key, annotation in leaves(tree) if key not in _positionals(tree)
-    }
-    negated = {_flag(key, "no-"): None for key, annotation in leaves(tree) if annotation is bool}
-    known = [key for key, _ in leaves(tree) if key not in _positionals(tree)]
-    seen = set()
+def _flag_faults(tree: type[Any], flags: list[str], check_required: bool) -> Iterator[str]:
+    positionals = _positionals(tree)
+    known = {key: annotation for key, annotation in leaves(tree) if key not in positionals}
+    annotations = {_flag(key): annotation for key, annotation in known.items()}
+    negated = {_flag(key, "no-") for key, annotation in leaves(tree) if annotation is bool}
+    given = set()
     for flag, words, _ in _grouped(flags):
         name = flag.replace("_", "-")
-        seen.add(name)
+        given.add(name)
         if not flag:
-            if not _positionals(tree):
+            if not positionals:
                 yield f"{words[0]}: not expected here; TOML files stand before the flags"
         elif name in negated:
             if words:
                 yield f"{flag}: takes no value, got {show(' '.join(words))}"
         elif name not in annotations:
-            yield (
-                f"{flag}: unknown "
-                f"flag{unknown_key_hint(flag.lstrip('-').removeprefix('no-'), known, _flag)}"
-            )
+            key = flag.lstrip("-").removeprefix("no-")
+            yield f"{flag}: unknown flag{unknown_key_hint(key, list(known), _flag)}"
         else:
             try:
                 convert_text(words, annotations[name])
             except Mismatch:
                 wanted = "no value" if annotations[name] is bool else describe(annotations[name])
-                yield (
-                    f"{flag}: expected {wanted}, got "
-                    f"{show(' '.join(words)) if words else 'nothing'}"
-                )
+                got = show(" ".join(words)) if words else "nothing"
+                yield f"{flag}: expected {wanted}, got {got}"
     if check_required:
         for field in filter(_is_required, dataclasses.fields(tree)):
-            flag = "" if field.name in _positionals(tree) else _flag(field.name)
-            if flag not in seen:
+            flag = "" if field.name in positionals else _flag(field.name)
+            if flag not in given:
                 yield f"{flag or field.name.upper()}: required"
 
 
-def take_table_entries(flags: list[str], tree: type, config: Any) -> tuple[list[str], dict, dict]:
-    """Takes `--task.args.max-terms 3` out of the flags, for every setting that is a dictionary;
-    and, for one that holds tables, `--recipes.my-fp8.rollout.weight e4m3`, whose first part is an
+def _take_table_entries(flags: list[str], tree: type, config: Any) -> tuple[list[str], dict, dict]:
+    """Take `--task.args.max-terms 3` out of the flags, for settings that are dictionaries.
+
+    For one that holds tables, also `--recipes.my-fp8.rollout.weight e4m3`, whose first part is an
     entry's name as it stands.
 
     Returns:
@@ -167,11 +165,8 @@ def take_table_entries(flags: list[str], tree: type, config: Any) -> tuple[list[
             *parents, name = key.split(".")
             node, full, bare = config, entries, empty
             for parent in parents:
-                node, full, bare = (
-                    getattr(node, parent),
-                    full.setdefault(parent, {}),
-                    bare.setdefault(parent, {}),
-                )
+                node, full = getattr(node, parent), full.setdefault(parent, {})
+                bare = bare.setdefault(parent, {})
             # a plain dictionary: a function's arguments are a frozen one
             stems[f"{_flag(key)}."] = full[name] = {**copy.deepcopy(getattr(node, name))}
             bare[name] = {}
@@ -184,12 +179,10 @@ def take_table_entries(flags: list[str], tree: type, config: Any) -> tuple[list[
             rest += as_given
         else:
             values = [_toml_value(word) for word in words]
-            entry, *keys = (
-                flag[len(stem) :].split(".")
-                if stem in of_tables
-                else [flag[len(stem) :].replace("-", "_")]
-            )
-            path = [entry, *(key.replace("-", "_") for key in keys)]
+            path = [flag[len(stem) :].replace("-", "_")]
+            if stem in of_tables:
+                entry, *keys = flag[len(stem) :].split(".")
+                path = [entry, *(key.replace("-", "_") for key in keys)]
             _put(stems[stem], path, values[0] if len(values) == 1 else values or True)
     return rest, entries, empty
 
@@ -220,11 +213,9 @@ def _grouped(flags: list[str]) -> Iterator[tuple[str, list[str], list[str]]]:
 def _toml_value(word: str) -> Any:
     try:
         table = tomllib.loads(f"value = {word}")
-        return (
-            word
-            if len(table) > 1 or is_deeper(table["value"], MAX_DEPTH)
-            else convert(table["value"], Any)
-        )
+        if len(table) > 1 or is_deeper(table["value"], MAX_DEPTH):
+            return word
+        return convert(table["value"], Any)
     except (ValueError, RecursionError, Mismatch):  # no TOML, or no value that a file could hold
         return word
 

@@ -1,5 +1,4 @@
-"""`fp8rl COMMAND ...`: finds the command, reads its arguments, runs it, and turns faults into exit
-codes.
+"""`fp8rl COMMAND ...`: find the command, read its arguments, run it, turn faults into exit codes.
 
     0    done
     1    a fault of the program itself, with its traceback
@@ -64,7 +63,7 @@ RENAMED = {"score": "logprobs"}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command; returns the exit code."""
+    """Run one command and return its exit code."""
     words = sys.argv[1:] if argv is None else argv
     try:
         try:

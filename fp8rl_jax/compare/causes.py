@@ -1,32 +1,29 @@
-"""How far two arrays are apart, as plain numbers.
+"""How far two arrays are apart, and why an operation differs between two sides.
 
-    differing         part of the elements whose bits are not the same, both widened to float32
-                      (which is exact)
+Numbers of a difference:
+
+    differing         part of the elements whose bits are not the same, both as float32 (which is
+                      without loss)
     relative_error    ||a - b|| / ||a||, 0 where nothing differs
     snr_db            20 log10(||a|| / ||a - b||); None where nothing differs
     max_abs           largest |a - b|
 
 Sums are in float64. A number that is not finite is None: JSON has no word for it.
 
-The operations of a layer in the order in which they run, and why one of them differs between two
-sides.
-
 Causes, the first that holds:
 
-    format       a weight or an operand has another number format on the other side: one is
-                 quantized and one is not, or
-                 element format, block, scale rule or compute dtype are not the same
-    operand      the weights themselves differ before quantization (two checkpoints); or the same
-                 input, quantized alike with
-                 the same scales, gave other values
-    scale        formats are the same and scales are not
-    excess precision
-                 a side's whole program gives other log-probabilities where XLA may not keep 16-bit
-                 results in float32: its roundings are the compiler's choice (`compare.probe`; of
-                 the log-probabilities alone)
-    reduction    weights and operands are equal bit for bit and the results are not: another order
-                 of sums, another program
-    input        only what came in differs
+    format            a weight or an operand has another number format on the other side: one is
+                      quantized and one is not, or element format, block, scale rule or compute
+                      dtype are not the same
+    operand           the weights themselves differ before quantization (two checkpoints); or the
+                      same input, quantized alike with the same scales, gave other values
+    scale             formats are the same and scales are not
+    excess precision  a side's whole program gives other log-probabilities where XLA may not keep
+                      16-bit results in float32: its roundings are the compiler's choice
+                      (`compare.probe`; of the log-probabilities alone)
+    reduction         weights and operands are equal bit for bit and the results are not: another
+                      order of sums, another program
+    input             only what came in differs
 
 An operation is judged on equal inputs (`compare.probe`), so "input" is never its own cause: it is
 what is left when an operation differs in the free run and not by itself.
@@ -40,9 +37,9 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from fp8rl_jax.models.config import PolicyConfig
-from fp8rl_jax.precision import QTensor
 
 
 @dataclass(frozen=True)
@@ -61,37 +58,36 @@ class Difference:
         return self.differing == 0
 
 
-def difference(a: np.ndarray, b: np.ndarray) -> Difference:
-    """Compares two arrays of one shape, of any dtype that float32 holds exactly; integers below
-    2^24 are such.
+def difference(a: ArrayLike, b: ArrayLike) -> Difference:
+    """Compare two arrays of one shape.
+
+    Of any dtype that float32 holds exactly; integers below 2^24 are such.
 
     Raises:
         ValueError: the shapes differ.
     """
-    if a.shape != b.shape:
-        raise ValueError(f"difference: shapes {a.shape} and {b.shape}")
-    a, b = (np.ascontiguousarray(x, np.float32) for x in (a, b))
+    if np.shape(a) != np.shape(b):
+        raise ValueError(f"difference: shapes {np.shape(a)} and {np.shape(b)}")
+    a, b = np.ascontiguousarray(a, np.float32), np.ascontiguousarray(b, np.float32)
     differing = int((a.view(np.uint32) != b.view(np.uint32)).sum())
     if not differing:
         return Difference(a.size, 0.0, 0.0, None, 0.0)
     with np.errstate(invalid="ignore", over="ignore"):
-        wide = a.astype(np.float64)
-        delta = wide - b
-        signal, noise = float(np.linalg.norm(wide.ravel())), float(np.linalg.norm(delta.ravel()))
+        exact = a.astype(np.float64)
+        delta = exact - b
+        signal, noise = float(np.linalg.norm(exact.ravel())), float(np.linalg.norm(delta.ravel()))
         largest = float(np.abs(delta).max())
     relative = noise / signal if signal else (math.inf if noise else 0.0)
-    snr = (
-        20 * math.log10(signal / noise)
-        if signal > 0 and noise > 0 and math.isfinite(relative)
-        else None
-    )
+    snr = None
+    if signal > 0 and noise > 0 and math.isfinite(relative):
+        snr = 20 * math.log10(signal / noise)
     return Difference(a.size, differing / a.size, _finite(relative), snr, _finite(largest))
 
 
 def logprob_differences(
     a: np.ndarray, b: np.ndarray, mask: np.ndarray
 ) -> dict[str, float | int | None]:
-    """The numbers of two sides' log-probabilities of the same tokens.
+    """Compare two sides' log-probabilities of the same tokens.
 
     Args:
         a, b: float32 [rows, tokens].
@@ -135,9 +131,10 @@ class Operation:
     Attributes:
         name: as layer tensors are called, or "attention", "residual" (the sum behind attention),
             "activation", "mixture" (the weighted sum of the experts), "output" (the layer's).
-        output: the entry of `Seen` that it leaves.
+        output: the entry of `probe.Values` that it leaves.
         tensors: of the layer that it reads, the product's weight first.
-        operands: (entry of `Seen`, role in ForwardFormats) of what it multiplies and may quantize.
+        operands: (entry of `probe.Values`, role in LinearFormats) of what it multiplies and may
+            quantize.
     """
 
     name: str
@@ -148,7 +145,7 @@ class Operation:
 
 
 def operations(config: PolicyConfig, layer: int) -> Iterator[Operation]:
-    """Those of layer number `layer`."""
+    """List the operations of one layer, in the order in which they run."""
 
     def norm(name: str) -> Operation:
         return Operation(name, f"{name}.out", (name,))
@@ -185,6 +182,14 @@ def operations(config: PolicyConfig, layer: int) -> Iterator[Operation]:
     yield Operation("output", "output")
 
 
+class Quantized(NamedTuple):
+    """A quantized tensor on the host: values, scales, and (rows, columns) that share a scale."""
+
+    values: np.ndarray
+    scales: np.ndarray
+    block: tuple[int, ...]
+
+
 class Operand(NamedTuple):
     """One tensor on one side.
 
@@ -200,7 +205,7 @@ class Operand(NamedTuple):
     name: str
     format: str
     source: np.ndarray
-    quantized: QTensor | None = None
+    quantized: Quantized | None = None
     made: bool = False
 
 
@@ -214,7 +219,7 @@ class Verdict(NamedTuple):
 
 
 def judge(pairs: list[tuple[Operand, Operand]], own: Difference | None) -> Verdict:
-    """Why an operation that was given equal inputs differs.
+    """Name the cause why an operation that was given equal inputs differs.
 
     Args:
         pairs: every weight and operand on both sides.
@@ -239,35 +244,29 @@ def _compared(a: Operand, b: Operand, measured: dict[str, Difference]) -> tuple[
     if a.format != b.format:
         return "format", f"{a.name}: {a.format} against {b.format}"
     if a.source is not b.source and not (sources := difference(a.source, b.source)).equal:
-        return (
-            "reduction" if a.made else "operand",
-            f"{a.name}: {_count(sources)} differ before quantization",
-        )
+        cause = "reduction" if a.made else "operand"
+        return cause, f"{a.name}: {_count(sources)} differ before quantization"
     if a.quantized is None or b.quantized is None:
         return "", ""
     measured[f"{a.name} scales"] = scales = difference(a.quantized.scales, b.quantized.scales)
     if not scales.equal:
         return "scale", f"{a.name}: {_count(scales, 'scales')} differ"
     elements = difference(a.quantized.values, b.quantized.values)
-    return (
-        ("", "")
-        if elements.equal
-        else ("operand", f"{a.name}: {_count(elements)} differ under equal scales")
-    )
+    if elements.equal:
+        return "", ""
+    return "operand", f"{a.name}: {_count(elements)} differ under equal scales"
 
 
-def _count(found: Difference, what: str = "values") -> str:
-    return f"{round(found.differing * found.elements):,} of {found.elements:,} {what}"
+def _count(of: Difference, what: str = "values") -> str:
+    return f"{round(of.differing * of.elements):,} of {of.elements:,} {what}"
 
 
 def _restored(x: Operand) -> np.ndarray:
-    """What the operand stands for."""
+    """What the operand means: values times scales."""
     if x.quantized is None:
         return x.source
-    values, scales = (
-        np.asarray(x.quantized.values, np.float32),
-        np.asarray(x.quantized.scales, np.float32),
-    )
+    values = np.asarray(x.quantized.values, np.float32)
+    scales = np.asarray(x.quantized.scales, np.float32)
     for axis, side in zip((-2, -1), x.quantized.block, strict=True):
         scales = np.repeat(scales, side, axis) if side > 1 else scales
         scales = np.take(scales, range(values.shape[axis]), axis)

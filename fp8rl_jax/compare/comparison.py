@@ -1,6 +1,4 @@
-"""What a comparison finds: of every operation, of every layer, and first of each cause.
-
-The comparison: both sides run layer by layer, and every operation is measured twice.
+"""The comparison: both sides run layer by layer, and every operation is measured in two ways.
 
     output    the free run: each side on its own hidden states, so differences pile up as they do in
               a rollout
@@ -11,21 +9,23 @@ The second takes runs of their own on both sides: a compiler that fuses an opera
 before it may skip a rounding between them, which belongs to neither. One layer of both sides is in
 memory at a time, besides the weights.
 
-A comparison as plain data: what `--json` writes, the terminal shows and the report draws.
+The results as plain data, which `--json` writes, the terminal shows and the report draws:
 
     {"kind": "fp8rl compare", "version": 1, "equal": bool,
-     "sides": [{"model", "recipe", "phase", "compute_dtype", "backend", "exact", "formats"},
-     ...two], "tokens": {"rows", "prompt", "completion", "rows_given", "given"},
+     "sides": [two of {"model", "recipe", "phase", "compute_dtype", "backend", "exact", "formats"}],
+     "tokens": {"rows", "prompt", "completion", "rows_given", "given"},
      "first": [{"name", "cause", "detail", "where"}, one of each cause that there is],
      "quantized_on_one_side": {"a": [names], "b": [names]},
      "logprobs": {"tokens", "differing", "mean_abs", "max_abs", "k3", "row", "position", "a", "b",
-     "token", "text"}, "recorded": null or {"key", "a": the same as "logprobs", with what is
-     recorded for a and side a for b, "b": with side b}, "layers": [{"name", "rerouted", "input":
-     difference, "operations": [operation, ...]}, ...], "start": operation, "end": [operation,
-     operation], "made": {"command", "versions", "devices"}, in the file alone}
+                  "token", "text"},
+     "recorded": null or {"key", "a", "b"}, the last two as "logprobs", with what is recorded for a
+                 and that side for b,
+     "layers": [{"name", "rerouted", "input": difference, "operations": [operation, ...]}, ...],
+     "start": operation, "end": [operation, operation],
+     "made": {"command", "versions", "devices"}, in the file alone}
 
-    operation     {"name", "cause", "detail", "output": difference, "own": difference, "operands":
-                  {name: difference}}
+    operation     {"name", "cause", "detail", "output": difference, "own": difference,
+                   "operands": {name: difference}}
     difference    {"elements", "differing", "relative_error", "snr_db", "max_abs"}
 
 Numbers are rounded to four digits; what is not finite is null.
@@ -47,6 +47,7 @@ from fp8rl_jax.compare.causes import (
     Difference,
     Operand,
     Operation,
+    Quantized,
     Verdict,
     difference,
     judge,
@@ -94,13 +95,14 @@ class First:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All that was found.
+    """Everything that was measured.
 
     Attributes:
         logprobs: `logprob_differences` of the completions' tokens.
-        scored: these log-probabilities, of side a and of side b, float32 [rows, tokens].
-        first: of each cause, in the order of `CAUSES`, where it is met first. Where a format
-            differs, the first reduction may well come earlier, and is of no weight beside it.
+        by_side: these log-probabilities, of side a and of side b, float32 [rows, tokens].
+        first: of each cause, in the order of `CAUSES`, the operation that is first in the model.
+            Where a format differs, the first reduction may well come earlier, and is of no weight
+            beside it.
         only_a, only_b: linears and cache operands that this side alone quantizes.
     """
 
@@ -108,7 +110,7 @@ class Comparison:
     layers: tuple[LayerResult, ...]
     end: tuple[OperationResult, ...]
     logprobs: dict[str, float | int | None]
-    scored: tuple[np.ndarray, np.ndarray]
+    by_side: tuple[np.ndarray, np.ndarray]
     first: tuple[First, ...]
     only_a: tuple[str, ...]
     only_b: tuple[str, ...]
@@ -126,13 +128,13 @@ def compare(
     progress: Callable[[str], None] = lambda line: None,
     temperature: float = 1.0,
 ) -> Comparison:
-    """Compares two sides of one shape on the same tokens.
+    """Compare two sides of one shape on the same tokens.
 
     Args:
         progress: called with a line about each layer.
         temperature: of the log-probabilities.
     """
-    return _Walk(a, b, tokens, temperature).run(progress)
+    return _Comparing(a, b, tokens, temperature).run(progress)
 
 
 _INPUTS = {
@@ -145,7 +147,9 @@ _INPUTS = {
 """Where the input of a product is, when it is not under its own name."""
 
 
-class _Walk:
+class _Comparing:
+    """Two sides and the tokens, while they are compared; `first` fills up with each cause."""
+
     def __init__(self, a: Side, b: Side, tokens: Tokens, temperature: float):
         self.a, self.b, self.tokens, self.temperature = a, b, tokens, temperature
         self.masks = Stretches(*(np.asarray(mask) for mask in tokens.masks))
@@ -153,39 +157,47 @@ class _Walk:
 
     def run(self, progress: Callable[[str], None]) -> Comparison:
         a, b, tokens = self.a, self.b, self.tokens
-        xs = a.embed(tokens), b.embed(tokens)
-        start = self.end("embed_tokens", "embed_tokens", xs, xs[1], self.masks)
+        entering = a.embed(tokens), b.embed(tokens)
+        start = self.end("embed_tokens", "embed_tokens", entering, entering[1], self.masks)
         layers = []
         count = a.served.config.num_layers
         for i in range(count):
             progress(f"layer {i + 1} of {count}")
-            layer, xs = self.layer(i, xs)
+            layer, entering = self.layer(i, entering)
             layers.append(layer)
-        hidden = a.norm(xs[0]), b.norm(xs[1])
-        norm = self.end("norm", "norm", hidden, b.norm(xs[0]), self.masks)
+        hidden = a.norm(entering[0]), b.norm(entering[1])
+        norm = self.end("norm", "norm", hidden, b.norm(entering[0]), self.masks)
         # of the completions alone: the prompts' part has no columns
         none = np.zeros((len(self.masks.completion), 0), np.float32)
         masks = Stretches(none.astype(bool), self.masks.completion)
-        runs = (a, hidden[0]), (b, hidden[1]), (b, hidden[0])
-        scored = [Stretches(none, side.logprobs(x, tokens, self.temperature)) for side, x in runs]
-        head = "embed_tokens" if a.served.lm_head is None else "lm_head"
-        last = self.end("logprobs", head, scored[:2], scored[2], masks)
-        said = tuple(np.asarray(x.completion) for x in scored[:2])
-        logprobs = logprob_differences(*said, self.masks.completion)
-        self.look_for_excess_precision()
-        quantized = [_quantized(side) for side in (a, b)]
-        first = tuple(self.first[cause] for cause in CAUSES if cause in self.first)
-        alone = (tuple(x for x in quantized[j] if x not in quantized[1 - j]) for j in (0, 1))
-        return Comparison(start, tuple(layers), (norm, last), logprobs, said, first, *alone)
 
-    def look_for_excess_precision(self) -> None:
+        def logprobs(side: Side, x: Stretches) -> Stretches:
+            return Stretches(none, side.logprobs(x, tokens, self.temperature))
+
+        free = logprobs(a, hidden[0]), logprobs(b, hidden[1])
+        head = "embed_tokens" if a.served.lm_head is None else "lm_head"
+        last = self.end("logprobs", head, free, logprobs(b, hidden[0]), masks)
+        of_a, of_b = (np.asarray(x.completion) for x in free)
+        self.name_excess_precision()
+        quantized_a, quantized_b = _quantized(a), _quantized(b)
+        return Comparison(
+            start=start,
+            layers=tuple(layers),
+            end=(norm, last),
+            logprobs=logprob_differences(of_a, of_b, self.masks.completion),
+            by_side=(of_a, of_b),
+            first=tuple(self.first[cause] for cause in CAUSES if cause in self.first),
+            only_a=tuple(x for x in quantized_a if x not in quantized_b),
+            only_b=tuple(x for x in quantized_b if x not in quantized_a),
+        )
+
+    def name_excess_precision(self) -> None:
         """In the sides' whole programs: no other cause is looked for there."""
-        found = {name: side.excess for name, side in zip("ab", (self.a, self.b), strict=True)}
         details = [
             f"side {name}: {x['differing']:.0%} of {x['tokens']} log-probabilities change, by up "
-            f"to {x['max_abs']:.2g} and "
-            f"a k3 of {x['k3']:.1g}, where XLA must round every 16-bit result"
-            for name, x in found.items()
+            f"to {x['max_abs']:.2g} and a k3 of {x['k3']:.1g}, where XLA must round every 16-bit "
+            "result"
+            for name, x in (("a", self.a.excess), ("b", self.b.excess))
             if x and x["differing"]
         ]
         if details:
@@ -194,167 +206,158 @@ class _Walk:
             )
 
     def end(
-        self, name: str, tensor: str, free: Sequence[Stretches], own: Stretches, masks: Stretches
+        self, name: str, tensor: str, free: Sequence[Stretches], b_on_a: Stretches, masks: Stretches
     ) -> OperationResult:
-        """An operation outside of the layers, which reads one tensor."""
-        a, b, own = jax.device_get((*free, own))
-        alone = difference(self.real(a, masks), self.real(own, masks))
-        verdict = judge([self.weights(None, tensor, f"weight of {tensor}")], alone)
-        return self.result(name, (a, b, a, own), alone, verdict, masks)
+        """An operation outside of the layers, which reads one tensor.
+
+        Args:
+            free: results of both sides, each on its own input.
+            b_on_a: side b's result on side a's input.
+        """
+        a, b, b_on_a = jax.device_get((*free, b_on_a))
+        own = difference(self.real(a, masks), self.real(b_on_a, masks))
+        verdict = judge([self.weights(None, tensor, f"weight of {tensor}")], own)
+        return self.result(name, (a, b, a, b_on_a), own, verdict, masks)
 
     def layer(
-        self, i: int, xs: tuple[Stretches, Stretches]
+        self, i: int, entering: tuple[Stretches, Stretches]
     ) -> tuple[LayerResult, tuple[Stretches, Stretches]]:
         """Layer i, and what leaves it on both sides."""
         config, tokens = self.a.served.config, self.tokens
-        seen = self.a.run(i, xs[0], tokens), self.b.run(i, xs[1], tokens)
-        after = tuple(_pick(x, "output") for x in seen)
-        free, steps, sparse = (
-            jax.device_get(seen),
-            tuple(operations(config, i)),
-            i in config.sparse_layers,
-        )
-        if all(
-            self.equal(_pick(x, name) for x in free)
-            for name in ("input", *(step.output for step in steps))
-        ):
-            alike = free
-        else:
+        kept = self.a.run(i, entering[0], tokens), self.b.run(i, entering[1], tokens)
+        leaving = _pick(kept[0], "output"), _pick(kept[1], "output")
+        free, steps = jax.device_get(kept), tuple(operations(config, i))
+        sparse, same_input = i in config.sparse_layers, free
+        names = ("input", *(step.output for step in steps))
+        if not all(self.equal(_pick(x, name) for x in free) for name in names):
             given = Stretches(
                 *(
                     {k: v for k, v in part.items() if k.endswith((".in", ".out"))}
-                    for part in seen[0]
+                    for part in kept[0]
                 )
             )
-            routes = _pick(seen[0], "router.ids") if sparse else None
-            alike = jax.device_get(
-                [side.run(i, xs[0], tokens, given, routes) for side in (self.a, self.b)]
+            routes = _pick(kept[0], "router.ids") if sparse else None
+            same_input = jax.device_get(
+                [side.run(i, entering[0], tokens, given, routes) for side in (self.a, self.b)]
             )
-        same, rerouted = self.masks, None
+        same_experts, rerouted = self.masks, None
         if sparse:
             ids = [_pick(x, "router.ids") for x in free]
-            same = Stretches(
+            same_experts = Stretches(
                 *(mask & (x == y).all(-1) for mask, x, y in zip(self.masks, *ids, strict=True))
             )
-            rerouted = 1.0 - sum(int(x.sum()) for x in same) / sum(int(x.sum()) for x in self.masks)
+            kept_route, all_tokens = (
+                sum(int(x.sum()) for x in masks) for masks in (same_experts, self.masks)
+            )
+            rerouted = 1.0 - kept_route / all_tokens
         entered = difference(*(self.real(_pick(x, "input")) for x in free))
         results: dict[str, OperationResult] = {}
         for operation in steps:
-            results_of = tuple(_pick(x, operation.output) for x in (*free, *alike))
-            alone = difference(*map(self.real, results_of[2:]))
-            verdict = self.judge(i, operation, free[0], alike, alone)
+            outputs = tuple(_pick(x, operation.output) for x in (*free, *same_input))
+            own = difference(*map(self.real, outputs[2:]))
+            verdict = self.judge(i, operation, free[0], same_input, own)
             if operation.name == "mixture" and results["router"].verdict.cause and verdict.cause:
                 verdict = verdict._replace(cause="input", detail="the router's weights differ")
-            masks = same if operation.output.startswith("experts.") else self.masks
+            masks = same_experts if operation.output.startswith("experts.") else self.masks
             results[operation.name] = self.result(
-                f"layers.{i}.{operation.name}", results_of, alone, verdict, masks
+                f"layers.{i}.{operation.name}", outputs, own, verdict, masks
             )
-        return LayerResult(f"layers.{i}", entered, tuple(results.values()), rerouted), after
+        return LayerResult(f"layers.{i}", entered, tuple(results.values()), rerouted), leaving
 
     def judge(
         self,
         i: int,
         operation: Operation,
-        given: Stretches,
-        alike: Sequence[Stretches],
+        free_a: Stretches,
+        same_input: Sequence[Stretches],
         own: Difference,
     ) -> Verdict:
-        """The verdict on one operation of layer i; given: what side a saw; alike: what both saw
-        with a's inputs."""
-        labels = [
-            "weight" if operation.product else f"weight of {name}" for name in operation.tensors
-        ]
+        """The verdict on one operation of layer i.
+
+        Args:
+            free_a: what side a kept in the free run.
+            same_input: what both sides kept on a's inputs.
+        """
         pairs = [
-            self.weights(i, name, label)
-            for name, label in zip(operation.tensors, labels, strict=True)
+            self.weights(i, name, "weight" if operation.product else f"weight of {name}")
+            for name in operation.tensors
         ]
         for name, role in operation.operands:
-            sources = self.sources(name, role, given, alike)
-            both = zip((self.a, self.b), alike, sources, strict=True)
+            source_a, source_b = self.sources(name, role, free_a, same_input)
             pairs.append(
-                tuple(
-                    self.operand(side, i, name, role, seen, source) for side, seen, source in both
+                (
+                    self.operand(self.a, i, name, role, same_input[0], source_a),
+                    self.operand(self.b, i, name, role, same_input[1], source_b),
                 )
             )
         return judge(pairs, own)
 
     def weights(self, i: int | None, name: str, label: str) -> tuple[Operand, Operand]:
         """A tensor of layer i, or one outside of the layers, on both sides."""
-        sides = (self.a, self.b)
-        values = [side.tensor(i, name) for side in sides]
-        quantized = [value if isinstance(value, QTensor) else None for value in values]
-        if any(quantized):
-            first = self.a.source_tensor(i, name)
-            sources = [
-                first,
-                first if self.a.source is self.b.source else self.b.source_tensor(i, name),
-            ]
-        else:
-            sources = values
-        formats = [side.weight_format(value) for side, value in zip(sides, values, strict=True)]
-        return tuple(
-            Operand(label, *rest) for rest in zip(formats, sources, quantized, strict=True)
-        )
+        a, b = self.a.tensor(i, name), self.b.tensor(i, name)
+        source_a, source_b = a, b
+        if isinstance(a, QTensor) or isinstance(b, QTensor):
+            assert i is not None
+            source_a = source_b = self.a.source_tensor(i, name)
+            if self.a.source is not self.b.source:
+                source_b = self.b.source_tensor(i, name)
+        return _weight(label, self.a, a, source_a), _weight(label, self.b, b, source_b)
 
     def sources(
-        self, name: str, role: str, given: Stretches, alike: Sequence[Stretches]
+        self, name: str, role: str, free_a: Stretches, same_input: Sequence[Stretches]
     ) -> tuple[np.ndarray, np.ndarray]:
         """An operand of both sides before quantization. Of a product it is side a's for both;
         attention makes its own."""
         if role != "activation":
-            return tuple(_flat(self.real(_pick(x, f"{name}.out"))) for x in alike)
-        source = self.real(_pick(given, _INPUTS.get(name, f"{name}.in")))
-        if _INPUTS.get(name) == "router.in":  # once for each expert that a token uses
-            source = np.repeat(source[:, None], self.a.served.config.experts.per_token, axis=1)
+            a, b = (_flat(self.real(_pick(x, f"{name}.out"))) for x in same_input)
+            return a, b
+        source = self.real(_pick(free_a, _INPUTS.get(name, f"{name}.in")))
+        if _INPUTS.get(name) == "router.in":  # repeated for each expert that a token uses
+            experts = self.a.served.config.experts
+            assert experts is not None
+            source = np.repeat(source[:, None], experts.per_token, axis=1)
         return source, source
 
     def operand(
-        self, side: Side, i: int, name: str, role: str, seen: Stretches, source: np.ndarray
+        self, side: Side, i: int, name: str, role: str, kept: Stretches, source: np.ndarray
     ) -> Operand:
         """What a product multiplies with a weight, or attention with another operand, of the real
         tokens."""
         attended, fmt = role != "activation", getattr(side.formats, role)
-        if f"{name}.operand" not in seen.prompt:
+        if f"{name}.operand" not in kept.prompt:
             return Operand(role, str(side.dtype), source, made=attended)
-        stored = _pick(seen, f"{name}.operand")
+        stored = _pick(kept, f"{name}.operand")
         if attended:
             values = _flat(self.real(stored))
-            scales, block = (
-                np.asarray(getattr(side.scales, role)[i], np.float32).reshape(1, 1),
-                values.shape,
-            )
+            scales = np.asarray(getattr(side.scales, role)[i], np.float32).reshape(1, 1)
+            block = values.shape
         else:
-            values, scales = (
-                self.real(Stretches(*(getattr(x, part) for x in stored)))
-                for part in ("values", "scales")
-            )
+            values = self.real(Stretches(*(x.values for x in stored)))
+            scales = self.real(Stretches(*(x.scales for x in stored)))
             block = stored.prompt.block
-        return Operand(role, describe(fmt), source, QTensor(values, scales, block), attended)
+        return Operand(role, describe(fmt), source, Quantized(values, scales, block), attended)
 
     def result(
         self,
         name: str,
-        results: tuple[Stretches, ...],
-        alone: Difference,
+        outputs: tuple[Stretches, ...],
+        own: Difference,
         verdict: Verdict,
         masks: Stretches,
     ) -> OperationResult:
-        """Keeps the first operation of each cause. results: of the free run, a's and b's, and those
+        """Keeps the first operation of each cause. outputs: of the free run, a's and b's, and those
         on a's input."""
-        output, cause, detail, shown = (
-            difference(*(self.real(x, masks) for x in results[:2])),
-            *verdict[:2],
-            results[2:],
-        )
+        output = difference(*(self.real(x, masks) for x in outputs[:2]))
+        cause, detail, differing = verdict.cause, verdict.detail, outputs[2:]
         # from equal values, and by what it is fused with
         if not (self.first or cause or output.equal):
-            cause, detail, shown = "reduction", "equal operands, another result", results[:2]
+            cause, detail, differing = "reduction", "equal operands, another result", outputs[:2]
         if cause not in ("", "input", *self.first):
-            parts = zip(("prompt", "completion"), *shown, masks, strict=True)
+            parts = zip(("prompt", "completion"), *differing, masks, strict=True)
             where = [part for part, x, y, mask in parts if not difference(x[mask], y[mask]).equal]
             self.first[cause] = First(name, cause, detail, " and ".join(where))
         return OperationResult(
-            name.removeprefix("layers.").partition(".")[2] or name, output, alone, verdict
+            name.removeprefix("layers.").partition(".")[2] or name, output, own, verdict
         )
 
     def equal(self, pair: Iterable[Stretches]) -> bool:
@@ -368,8 +371,18 @@ class _Walk:
         )
 
 
-def _pick(seen: Stretches, name: str) -> Stretches:
-    return Stretches(*(part[name] for part in seen))
+def _weight(
+    label: str, side: Side, value: np.ndarray | QTensor, source: np.ndarray | QTensor
+) -> Operand:
+    quantized = None
+    if isinstance(value, QTensor):
+        quantized = Quantized(np.asarray(value.values), np.asarray(value.scales), value.block)
+    assert not isinstance(source, QTensor)
+    return Operand(label, side.weight_format(value), source, quantized)
+
+
+def _pick(kept: Stretches, name: str) -> Stretches:
+    return Stretches(*(part[name] for part in kept))
 
 
 def _flat(x: np.ndarray) -> np.ndarray:
@@ -379,7 +392,7 @@ def _flat(x: np.ndarray) -> np.ndarray:
 def _quantized(side: Side) -> list[str]:
     """Linears and cache operands that a side quantizes, in model order."""
     names = []
-    for i, layer in enumerate(side.served.layers):
+    for i, layer in enumerate(side.layers):
         tensors = layer.tensors()
         linears = (name for name in (*LINEARS, *EXPERT_LINEARS) if name in tensors)
         names += [f"layers.{i}.{name}" for name in linears if is_quantized(tensors[name].value)]
@@ -395,21 +408,21 @@ KIND = "fp8rl compare"
 
 
 def document(
-    found: Comparison,
+    comparison: Comparison,
     sides: list[dict[str, Any]],
     tokens: Tokens,
     tokenizer: Tokenizer | None,
     given: tuple[int, int],
     recorded: tuple[str, Float32[np.ndarray, "p t"]] | None = None,
 ) -> dict[str, Any]:
-    """The comparison in the form that stands above.
+    """Turn a comparison into plain data, in the form at the top of this file.
 
     Args:
         sides: what each side is, by the names above.
         tokenizer: gives the text of the token with the largest difference, where there is one.
         given: rows, and tokens of all rows, before some of both were left out.
-        recorded: what another engine said of the completions, NaN where it said nothing; and the
-            name of that.
+        recorded: the key of another engine's log-probabilities of the completions, and these, NaN
+            where there are none.
     """
 
     def named(numbers: dict[str, Any]) -> dict[str, Any]:
@@ -421,10 +434,16 @@ def document(
             "text": text,
         }
 
+    of_recorded: dict[str, Any] | None = None
+    if recorded is not None:
+        key, values = recorded
+        of_recorded = {"key": key}
+        for side, logprobs in zip("ab", comparison.by_side, strict=True):
+            of_recorded[side] = named(logprob_differences(values, logprobs, ~np.isnan(values)))
     return {
         "kind": KIND,
         "version": 1,
-        "equal": found.equal,
+        "equal": comparison.equal,
         "sides": sides,
         "tokens": {
             "rows": len(tokens.prompts),
@@ -433,16 +452,10 @@ def document(
             "rows_given": given[0],
             "given": given[1],
         },
-        "first": [dataclasses.asdict(first) for first in found.first],
-        "quantized_on_one_side": {"a": list(found.only_a), "b": list(found.only_b)},
-        "logprobs": named(found.logprobs),
-        "recorded": None
-        if recorded is None
-        else {"key": recorded[0]}
-        | {
-            side: named(logprob_differences(recorded[1], scored, ~np.isnan(recorded[1])))
-            for side, scored in zip("ab", found.scored, strict=True)
-        },
+        "first": [dataclasses.asdict(first) for first in comparison.first],
+        "quantized_on_one_side": {"a": list(comparison.only_a), "b": list(comparison.only_b)},
+        "logprobs": named(comparison.logprobs),
+        "recorded": of_recorded,
         "layers": [
             {
                 "name": layer.name,
@@ -450,10 +463,10 @@ def document(
                 "input": _numbers(layer.input),
                 "operations": [_operation(operation) for operation in layer.operations],
             }
-            for layer in found.layers
+            for layer in comparison.layers
         ],
-        "start": _operation(found.start),
-        "end": [_operation(operation) for operation in found.end],
+        "start": _operation(comparison.start),
+        "end": [_operation(operation) for operation in comparison.end],
     }
 
 
@@ -464,12 +477,12 @@ def _operation(result: OperationResult) -> dict[str, Any]:
         "detail": result.verdict.detail,
         "output": _numbers(result.output),
         "own": _numbers(result.own),
-        "operands": {name: _numbers(found) for name, found in result.verdict.operands.items()},
+        "operands": {name: _numbers(x) for name, x in result.verdict.operands.items()},
     }
 
 
-def _numbers(found: Any) -> dict[str, Any]:
-    return {name: _rounded(value) for name, value in dataclasses.asdict(found).items()}
+def _numbers(x: Difference) -> dict[str, Any]:
+    return {name: _rounded(value) for name, value in dataclasses.asdict(x).items()}
 
 
 def _rounded(value: Any) -> Any:

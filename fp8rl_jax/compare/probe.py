@@ -1,23 +1,19 @@
-"""One layer, run as the rollout or the trainer runs it, with everything that its operations take
-and give kept.
+"""What a side computes: one layer, all values of its operations kept, and whole programs.
 
 The layer is the model's own `TransformerLayer`; what is added is a look at its operations. So what
 is compared is what is computed: the very operands that reach a product, and its result.
 
-    rollout    the prompt at once, then the completion a token at a time over a cache, as the
+    rollout    the prompt as a whole, then the completion a token at a time over a cache, as the
                sampler does
-    trainer    the prompt at once, then the completion at once over the prompt's keys, as the update
-               does
+    trainer    the prompt as a whole, then the completion as a whole over the prompt's keys, as the
+               update does
 
 A layer can be given the values of another side. Each operation then computes on the other side's
-input, and hands the other side's result on: what is seen of it is its own contribution, and nothing
-that came from layers or operations before it.
+input, and hands the other side's result on: its result is its own contribution, and nothing that
+came from layers or operations before it.
 
-Both sides' whole programs on given tokens: the update's forward, and the sampler's prefill and
-decode.
-
-A comparison looks at a layer at a time, with every result in memory. In a whole program nothing is
-in memory that need not be, and what the code leaves to the compiler shows: XLA may keep a 16-bit
+A comparison takes a layer at a time, with every result in memory. In a whole program nothing is in
+memory that need not be, and what the code leaves to the compiler shows: XLA may keep a 16-bit
 result in float32 (excess precision), in each program where it likes. So each program is run twice,
 as it is and with that forbidden; where roundings are explicit no bit changes.
 """
@@ -59,7 +55,7 @@ from fp8rl_jax.precision import (
 )
 from fp8rl_jax.rollout.sampling import logprob_of
 
-Seen = dict[str, Any]
+Values = dict[str, Any]
 """By name: "input" and "output" of the layer; "<operation>.in" and ".out", arrays [b, t, ...];
 ".operand", QTensors or arrays in FP8 with these leading axes, where an operand is quantized;
 "router.ids" [b, t, k], and as "router.out" the weight of every expert, 0 for those that are not
@@ -67,26 +63,26 @@ chosen. Entries of experts are [b, t, k, ...]."""
 
 
 class ProbedLayer(TransformerLayer):
-    """`TransformerLayer` that keeps what it sees in `seen`, and goes on with the values of `given`
+    """`TransformerLayer` that keeps every value in `kept`, and goes on with the values of `given`
     where that has the name."""
 
-    def __init__(self, *arguments, given: Seen | None = None):
+    def __init__(self, *arguments, given: Values | None = None):
         super().__init__(*arguments, observe=self._heads)
-        self.seen: Seen = {}
+        self.kept: Values = {}
         self.given = given or {}
         self._names: dict[int, str] = {}
         self._operands: dict[Any, Any] = {}
 
     def __call__(self, x, layer: Layer, completion: CompletionCache | None, inputs: LayerInputs):
         self._names = {id(weight): name for name, weight in layer.tensors().items()}
-        self.seen["input"] = x
+        self.kept["input"] = x
         x, outputs = super().__call__(x, layer, completion, inputs)
-        self.seen["output"] = x
+        self.kept["output"] = x
         return x, outputs
 
     def take(self, name: str, value):
-        """Keeps `value`; returns what the computation goes on with."""
-        self.seen[name] = value
+        """Keep `value`, and return what the computation goes on with."""
+        self.kept[name] = value
         return self.given[name].astype(value.dtype) if name in self.given else value
 
     def norm(self, x, weight):
@@ -114,8 +110,8 @@ class ProbedLayer(TransformerLayer):
         x = self.take("router.in", x)
         experts = self.config.experts
         ids, weights = choose(x, layer.router.value, experts, self.compute)
-        self.seen["router.ids"] = ids
-        self.seen["router.out"] = jnp.put_along_axis(
+        self.kept["router.ids"] = ids
+        self.kept["router.out"] = jnp.put_along_axis(
             jnp.zeros((*ids.shape[:-1], experts.count)),
             ids,
             weights,
@@ -126,6 +122,7 @@ class ProbedLayer(TransformerLayer):
         return self.take("mixture.out", out), used
 
     def _expert_rows(self, name: str, rows, order):
+        assert self.config.experts is not None
         axes = (*self.positions.shape, self.config.experts.per_token)
         if name.endswith(".operand"):
             self._keep_operand(
@@ -138,16 +135,16 @@ class ProbedLayer(TransformerLayer):
     def _keep_operand(self, name: str, operand, change=lambda leaf: leaf):
         operand = operand.quantized if isinstance(operand, FP8Input) else operand
         if isinstance(operand, QTensor):
-            self.seen[f"{name}.operand"] = jax.tree.map(change, operand)
+            self.kept[f"{name}.operand"] = jax.tree.map(change, operand)
 
     def _heads(self, q, k, v, real, scales):
         formats = (self.compute.query, self.compute.key, self.compute.value)
         for name, x, fmt, scale in zip(
             ("query", "key", "value"), (q, k, v), formats, scales or (None,) * 3, strict=True
         ):
-            self.seen[f"{name}.out"] = x
+            self.kept[f"{name}.out"] = x
             if fmt.quantized:
-                self.seen[f"{name}.operand"] = quantize_heads(x, scale, fmt)
+                self.kept[f"{name}.operand"] = quantize_heads(x, scale, fmt)
         return None, scales
 
 
@@ -174,20 +171,20 @@ def run_layer(
     compute: Compute,
     decode: bool,
 ) -> Stretches:
-    """What one layer does with the prompts and completions.
+    """Run one layer on the prompts and completions, and keep the values of its operations.
 
     Args:
         layer: in the side's form.
         x: hidden states that enter, of the prompts [p, s, hidden] and the completions [p, t,
             hidden].
         inputs: the layer's scales, window and frequencies.
-        given: `Seen` of another side, of the entries to compute with in place of this side's.
+        given: `Values` of another side, of the entries to compute with in place of this side's.
         routes: expert ids to replay, where they are.
         compute: of the side's form.
         decode: the rollout's way through the completions, not the trainer's.
 
     Returns:
-        `Seen` of both stretches; "output" is what enters the next layer.
+        `Values` of both stretches; "output" is what enters the next layer.
     """
     if decode:
         layer = jax.tree.map(
@@ -210,23 +207,23 @@ def run_layer(
             places, masks.completion.astype(jnp.int32), KVCache(prefix), given=given.completion
         )
         second(x.completion, layer, None, inputs._replace(routes=routes.completion))
-        return Stretches(first.seen, second.seen)
+        return Stretches(first.kept, second.kept)
 
-    def one(own, now):
+    def one(completion, now):
         t, x, given, routes = now
         places = (tokens.prompt_lengths + t)[:, None]
-        cache = KVCache(prefix, KVBlock(*own, jnp.zeros((len(x), width), bool)), t)
+        cache = KVCache(prefix, KVBlock(*completion, jnp.zeros((len(x), width), bool)), t)
         probed = step(places, jnp.ones_like(places), cache, given=given)
-        out = probed(x, layer, CompletionCache(*own, t), inputs._replace(routes=routes))[1]
-        return out.block, probed.seen
+        out = probed(x, layer, CompletionCache(*completion, t), inputs._replace(routes=routes))[1]
+        return out.block, probed.kept
 
-    own = tuple(jnp.zeros((*z.shape[:2], width, z.shape[3]), z.dtype) for z in block)
+    empty = tuple(jnp.zeros((*z.shape[:2], width, z.shape[3]), z.dtype) for z in block)
     by_token = jax.tree.map(
         lambda z: jnp.moveaxis(z, 1, 0)[:, :, None],
         (x.completion, given.completion, routes.completion),
     )
-    _, seen = lax.scan(one, own, (jnp.arange(width), *by_token))
-    return Stretches(first.seen, jax.tree.map(lambda z: jnp.moveaxis(z[:, :, 0], 0, 1), seen))
+    _, kept = lax.scan(one, empty, (jnp.arange(width), *by_token))
+    return Stretches(first.kept, jax.tree.map(lambda z: jnp.moveaxis(z[:, :, 0], 0, 1), kept))
 
 
 def at_once(policy: Policy, tokens: Tokens, scales: KVScales | None = None) -> Float[Array, "p t"]:

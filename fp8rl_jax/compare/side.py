@@ -11,6 +11,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from fp8rl_jax.compare.probe import excess_precision, run_layer
@@ -22,7 +23,7 @@ from fp8rl_jax.models.config import PolicyConfig, stack_of
 from fp8rl_jax.models.forms import rollout_policy, trainer_policy
 from fp8rl_jax.models.forward import embed, layer_inputs
 from fp8rl_jax.models.logprobs import token_logprobs
-from fp8rl_jax.models.policy import Policy, unstack
+from fp8rl_jax.models.policy import Layer, Policy, unstack
 from fp8rl_jax.precision import FP8Weight, QTensor, check_recipe, describe
 from fp8rl_jax.rollout.calibration import observe_qkv, observe_served, scales_from_amax
 from fp8rl_jax.rollout.sampling import logprob_of
@@ -61,11 +62,11 @@ class Side:
         policy: Policy,
         recipe: Recipe,
         phase: Phase,
-        dtype: str,
+        dtype: DTypeLike,
         tokens: Tokens,
         backend: Backend = "auto",
     ) -> Side:
-        """Puts a policy into the side's form, KV scales calibrated on `tokens` as the recipe says.
+        """Put a policy into the side's form, KV scales calibrated on `tokens` as the recipe says.
 
         Args:
             policy: layers stacked, in `dtype` or float32.
@@ -93,10 +94,17 @@ class Side:
 
     @property
     def formats(self) -> LinearFormats:
+        """The formats of this side's phase."""
         return self.recipe.trainer if self.phase == "trainer" else self.recipe.rollout
 
+    @property
+    def layers(self) -> list[Layer]:
+        """The layers in the side's form, one by one."""
+        assert not isinstance(self.served.layers, Layer)
+        return list(self.served.layers)
+
     def embed(self, tokens: Tokens) -> Stretches:
-        """What enters the first layer."""
+        """Embed the tokens: what enters the first layer."""
         run = jax.jit(embed)
         return Stretches(run(self.served, tokens.prompts), run(self.served, tokens.completions))
 
@@ -108,11 +116,11 @@ class Side:
         given: Stretches | None = None,
         routes: Stretches | None = None,
     ):
-        """`run_layer` of layer i."""
+        """Run layer i; see `run_layer`."""
         cache = KVCache(scales=self.scales)
         inputs = layer_inputs(self.served, cache, None, lambda z: z[i], lambda z: z[i])
         return run_layer(
-            self.served.layers[i],
+            self.layers[i],
             x,
             tokens,
             inputs,
@@ -124,35 +132,40 @@ class Side:
         )
 
     def norm(self, x: Stretches) -> Stretches:
-        """Hidden states after the final norm."""
+        """Apply the final norm."""
         return Stretches(*_norm(self.served, x, decode=self.phase == "rollout"))
 
     def logprobs(
         self, hidden: Stretches, tokens: Tokens, temperature: float = 1.0
     ) -> Float[Array, "p t"]:
-        """Log-probabilities of the completions' tokens, as the sampler or the update takes them
-        from `hidden`, normed."""
+        """Compute log-probabilities of the completions' tokens from `hidden`, normed.
+
+        As the sampler or the update takes them.
+        """
         decode = self.phase == "rollout"
         return _logprobs(self.served, hidden, tokens, temperature, decode=decode)
 
     def tensor(self, i: int | None, name: str) -> np.ndarray | QTensor:
-        """A tensor of layer i, or one outside of the layers, as it is multiplied, on the host."""
-        value = (
-            getattr(self.served, name) if i is None else self.served.layers[i].tensors()[name]
-        ).value
+        """Fetch a tensor of layer i, or one outside of the layers, as it is multiplied.
+
+        On the host.
+        """
+        weight = getattr(self.served, name) if i is None else self.layers[i].tensors()[name]
+        value = weight.value
         return jax.device_get(value.quantized if isinstance(value, FP8Weight) else value)
 
     def source_tensor(self, i: int, name: str) -> np.ndarray:
-        """A tensor of layer i before quantization, on the host."""
+        """Fetch a tensor of layer i before quantization, on the host."""
         stack = self.source.layers.tensors()[name].value
         return jax.device_get(stack[stack_of(self.source.config, name).index(i)])
 
     def weight_format(self, value: np.ndarray | QTensor) -> str:
+        """Name the format of a weight: of the recipe, or its dtype."""
         return describe(self.formats.weight) if isinstance(value, QTensor) else str(value.dtype)
 
 
 def check_alike(configs: Sequence[PolicyConfig], names: Sequence[str | Path]) -> None:
-    """Raises UserError where two models are not of one shape, naming what they differ in."""
+    """Raise UserError where two models are not of one shape, naming what they differ in."""
     one, other = (
         {k: v for k, v in vars(config).items() if k not in _NO_SHAPE} for config in configs
     )
@@ -163,7 +176,7 @@ def check_alike(configs: Sequence[PolicyConfig], names: Sequence[str | Path]) ->
 
 
 def describe_side(model: str, side: Side) -> dict[str, Any]:
-    """What a side is, for `document`."""
+    """Describe a side, for `comparison.document`."""
     formats = {
         role: describe(fmt) if fmt.quantized else str(side.dtype)
         for role, fmt in side.formats.roles().items()
@@ -190,12 +203,12 @@ def _calibrate(
     prompts = tokens.prompts, tokens.prompt_lengths
     if recipe.kv_calibration == "trainer":
         completions = tokens.completions, tokens.masks.completion
-        seen = observe_qkv(
+        observed = observe_qkv(
             policy, *prompts, *completions, recipe=recipe, dtype=dtype, backend=backend
         )
     else:
-        seen = observe_served(served, *prompts, recipe=recipe)
-    scales = scales_from_amax(seen.amax, recipe)
+        observed = observe_served(served, *prompts, recipe=recipe)
+    scales = scales_from_amax(observed.amax, recipe)
     if not all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(scales)):
         raise UserError(
             f"recipe {recipe.name!r}: the KV scales are not finite; the weights are broken or "

@@ -34,7 +34,7 @@ is equal. rest: norms, activation, sums."""
 
 
 def summary(results: dict[str, Any]) -> str:
-    """The text of `compare.document.document`'s form."""
+    """Write the text of a comparison, from the form of `compare.comparison.document`."""
     lines = [
         f"{name}: {side['model']}, {side_text(side)}"
         for name, side in zip("ab", results["sides"], strict=True)
@@ -52,29 +52,24 @@ def summary(results: dict[str, Any]) -> str:
             _logprobs(f"{key} against side {side}", f"{key} - {side}", recorded[side])
             for side in "ab"
         ]
-    for name, alone in results["quantized_on_one_side"].items():
-        if alone:
-            lines += _wrapped(f"quantized in {name} only: {grouped(alone, len(results['layers']))}")
+    for name, names in results["quantized_on_one_side"].items():
+        if names:
+            lines += _wrapped(f"quantized in {name} only: {grouped(names, len(results['layers']))}")
     lines += ["", _table(results), "", *_wrapped(LEGEND.format(equal=EQUAL), indent="")]
     return "\n".join(lines)
 
 
 def side_text(side: dict[str, Any]) -> str:
-    """A side without its model: "trainer of the jet-rl recipe, bfloat16 compute, exact"."""
+    """Describe a side without its model: "trainer of the jet-rl recipe, bfloat16 compute, exact"."""
     exact = ", exact" if side["exact"] else ""
     return f"{side['phase']} of the {precision_text(side['recipe'], side['compute_dtype'])}{exact}"
 
 
 def columns(results: dict[str, Any]) -> list[tuple[str, tuple[str, ...]]]:
-    """The columns that this model has, and last the operations that have none of their own."""
-    present = list(
-        dict.fromkeys(
-            operation["name"] for layer in results["layers"] for operation in layer["operations"]
-        )
-    )
-    shown = [
-        (heading, names) for heading, names in COLUMNS if any(name in present for name in names)
-    ]
+    """List this model's columns, and last the operations that have no column of their own."""
+    operations = (operation for layer in results["layers"] for operation in layer["operations"])
+    present = list(dict.fromkeys(operation["name"] for operation in operations))
+    shown = [(heading, names) for heading, names in COLUMNS if set(names) & set(present)]
     named = {name for _, names in shown for name in names}
     return [*shown, (OTHERS, tuple(name for name in present if name not in named))]
 
@@ -82,19 +77,23 @@ def columns(results: dict[str, Any]) -> list[tuple[str, tuple[str, ...]]]:
 def worst(
     layer: dict[str, Any], names: tuple[str, ...], measured: str = "own"
 ) -> dict[str, Any] | None:
-    """Of a layer's operations with these names the one with the largest error; None where it has
-    none of them."""
-    found = [operation for operation in layer["operations"] if operation["name"] in names]
+    """Find the operation with the largest error among those of a layer with these names.
+
+    None where it has none of them.
+    """
+    candidates = [operation for operation in layer["operations"] if operation["name"] in names]
+    if not candidates:
+        return None
     return max(
-        found,
-        key=lambda x: (measured == "own" and bool(x["cause"]), _size(x[measured])),
-        default=None,
+        candidates, key=lambda x: (measured == "own" and bool(x["cause"]), _size(x[measured]))
     )
 
 
 def grouped(names: list[str], layers: int) -> str:
-    """Names of layers' tensors, those of one kind together: "q_proj in all 30 layers; up_proj in
-    layers 0, 2-5"."""
+    """Group names of layers' tensors by kind.
+
+    Such as "q_proj in all 30 layers; up_proj in layers 0, 2-5".
+    """
     where: dict[str, list[int]] = {}
     for name in names:
         _, i, tensor = name.split(".", 2)
@@ -107,11 +106,11 @@ def grouped(names: list[str], layers: int) -> str:
     )
 
 
-def error(found: dict[str, Any]) -> str:
-    """A relative error in three to five characters."""
-    if found["differing"] == 0:
+def error(difference: dict[str, Any]) -> str:
+    """Format a relative error in three to five characters."""
+    if difference["differing"] == 0:
         return EQUAL
-    value = found["relative_error"]
+    value = difference["relative_error"]
     return "inf" if value is None else re.sub(r"e([+-])0", r"e\1", f"{value:.0e}")
 
 
@@ -128,13 +127,8 @@ def _table(results: dict[str, Any]) -> str:
             operation = worst(layer, names)
             cells.append("" if operation is None else _cell(operation))
         if rerouted:
-            cells.append(
-                ""
-                if layer["rerouted"] is None
-                else EQUAL
-                if not layer["rerouted"]
-                else f"{layer['rerouted']:.1%}"
-            )
+            part = layer["rerouted"]
+            cells.append("" if part is None else f"{part:.1%}" if part else EQUAL)
         table.add_row(str(i), *cells)
     table.add_row("end", error(results["end"][0]["output"]))
     text = io.StringIO()
@@ -165,16 +159,16 @@ def _tokens(tokens: dict[str, Any]) -> str:
     )
 
 
-def _logprobs(name: str, difference: str, found: dict[str, Any]) -> str:
-    if not found["differing"]:
-        return f"{name} of {found['tokens']} tokens: equal"
-    text = "" if found["text"] is None else f" {found['text']!r}"
-    mean, k3 = _number(found["mean_abs"]), _number(found["k3"])
+def _logprobs(name: str, difference: str, x: dict[str, Any]) -> str:
+    if not x["differing"]:
+        return f"{name} of {x['tokens']} tokens: equal"
+    text = "" if x["text"] is None else f" {x['text']!r}"
+    mean, k3 = _number(x["mean_abs"]), _number(x["k3"])
     return (
-        f"{name} of {found['tokens']} tokens: {found['differing']:.0%} differ, mean "
-        f"|{difference}| {mean}, k3 {k3}\n"
-        f"  largest {_number(found['max_abs'])}, row {found['row'] + 1}, completion token "
-        f"{found['position'] + 1}{text}: {_number(found['a'], 4)} and {_number(found['b'], 4)}"
+        f"{name} of {x['tokens']} tokens: {x['differing']:.0%} differ, mean |{difference}| {mean}, "
+        f"k3 {k3}\n"
+        f"  largest {_number(x['max_abs'])}, row {x['row'] + 1}, completion token "
+        f"{x['position'] + 1}{text}: {_number(x['a'], 4)} and {_number(x['b'], 4)}"
     )
 
 
@@ -182,8 +176,8 @@ def _number(value: float | None, digits: int = 2) -> str:
     return "not finite" if value is None else f"{value:.{digits}g}"
 
 
-def _size(found: dict[str, Any]) -> float:
-    value = found["relative_error"]
+def _size(difference: dict[str, Any]) -> float:
+    value = difference["relative_error"]
     return float("inf") if value is None else value
 
 

@@ -1,5 +1,7 @@
-"""The tokens of a comparison, from a file of lines, a text, or the text below; and what another
-engine said of them."""
+"""The tokens of a comparison, from a file of lines, a text, or the text below.
+
+A file may also hold another engine's log-probabilities of them.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +36,13 @@ class Tokens(NamedTuple):
     @property
     def masks(self) -> Stretches:
         """True where a token is real."""
-        pairs = ((self.prompts, self.prompt_lengths), (self.completions, self.completion_lengths))
+
+        def mask(tokens: Array, lengths: Array) -> Array:
+            return jnp.arange(tokens.shape[1]) < lengths[:, None]
+
         return Stretches(
-            *(jnp.arange(tokens.shape[1]) < lengths[:, None] for tokens, lengths in pairs)
+            mask(self.prompts, self.prompt_lengths),
+            mask(self.completions, self.completion_lengths),
         )
 
 
@@ -58,7 +64,7 @@ class Row(NamedTuple):
 def from_file(
     path: str, vocab_size: int, tokenizer: Tokenizer | None, limit: int, recorded: str = ""
 ) -> list[Row]:
-    """The row of every line; see `rollout.offline.read_lines` for how prompts are written.
+    """Read a row of every line; see `rollout.offline.read_lines` for how prompts are written.
 
     A line's "completion_tokens" (ids) or "completion" (text) is its completion, as `fp8rl generate`
     and a run's samples.jsonl have them; without one, or with an empty one, the second half of the
@@ -76,8 +82,9 @@ def from_file(
     for line in read_lines(path, vocab_size, tokenizer, generation=True, limit=limit):
         try:
             completion = _completion(line, vocab_size, tokenizer)
-            said = _recorded(line, recorded) if recorded else []
-            rows.append(Row(line.tokens, completion, said) if completion else halves(line.tokens))
+            values = _recorded(line, recorded) if recorded else []
+            row = Row(line.tokens, completion, values) if completion else halves(line.tokens)
+            rows.append(row)
         except UserError as error:
             faults.append(f"{path}: line {line.number}: {error}")
     if faults:
@@ -86,7 +93,7 @@ def from_file(
 
 
 def from_text(text: str, tokenizer: Tokenizer | None) -> list[Row]:
-    """A text as one row.
+    """Make one row of a text.
 
     Raises:
         UserError: there is no tokenizer, or the text gives fewer than two tokens.
@@ -100,30 +107,36 @@ def from_text(text: str, tokenizer: Tokenizer | None) -> list[Row]:
 
 
 def halves(tokens: list[int]) -> Row:
-    """The first half as prompt, the second as completion. Raises UserError for fewer than two
-    tokens."""
+    """Take the first half as prompt, the second as completion.
+
+    Raises UserError for fewer than two tokens.
+    """
     if len(tokens) < 2:
         raise UserError("needs at least two tokens, one of a prompt and one that follows")
     return Row(tokens[: len(tokens) // 2], tokens[len(tokens) // 2 :])
 
 
 def as_tokens(rows: list[Row], longest: int) -> Tokens:
-    """Rows as padded arrays, each cut to its first `longest` tokens; one whose prompt is longer
-    becomes two halves of it."""
-    cut = [_cut(row, longest) for row in rows]
-    return Tokens(*_padded([row.prompt for row in cut]), *_padded([row.completion for row in cut]))
+    """Pad rows into arrays, each row truncated to its first `longest` tokens.
+
+    One whose prompt is longer becomes two halves of it.
+    """
+    rows = [_truncated(row, longest) for row in rows]
+    prompts, completions = (row.prompt for row in rows), (row.completion for row in rows)
+    return Tokens(*_padded(list(prompts)), *_padded(list(completions)))
 
 
 def as_recorded(rows: list[Row], longest: int) -> Float32[np.ndarray, "p t"]:
-    """What is recorded of the completions that `as_tokens` makes of these rows; NaN where nothing
-    is.
+    """Pad what is recorded of the completions that `as_tokens` makes of these rows.
+
+    NaN where nothing is recorded.
 
     Raises:
         UserError: nothing is left of it.
     """
-    cut = [_cut(row, longest) for row in rows]
-    table = np.full((len(cut), max(len(row.completion) for row in cut)), np.nan, np.float32)
-    for values, row in zip(table, cut, strict=True):
+    rows = [_truncated(row, longest) for row in rows]
+    table = np.full((len(rows), max(len(row.completion) for row in rows)), np.nan, np.float32)
+    for values, row in zip(table, rows, strict=True):
         values[: len(row.recorded)] = row.recorded
     if np.isnan(table).all():
         raise UserError(
@@ -132,11 +145,11 @@ def as_recorded(rows: list[Row], longest: int) -> Float32[np.ndarray, "p t"]:
     return table
 
 
-def _cut(row: Row, longest: int) -> Row:
-    whole, behind = (row.prompt + row.completion)[:longest], len(row.prompt)
-    if behind >= len(whole):
-        return halves(whole)
-    return Row(whole[:behind], whole[behind:], row.recorded[: len(whole) - behind])
+def _truncated(row: Row, longest: int) -> Row:
+    tokens, prompt = (row.prompt + row.completion)[:longest], len(row.prompt)
+    if prompt >= len(tokens):
+        return halves(tokens)
+    return Row(tokens[:prompt], tokens[prompt:], row.recorded[: len(tokens) - prompt])
 
 
 def _completion(line: Line, vocab_size: int, tokenizer: Tokenizer | None) -> list[int]:
@@ -145,11 +158,13 @@ def _completion(line: Line, vocab_size: int, tokenizer: Tokenizer | None) -> lis
     text = line.record.get("completion", "")
     if not isinstance(text, str):
         raise UserError('"completion" must be a string')
-    if text and tokenizer is None:
+    if not text:
+        return []
+    if tokenizer is None:
         raise UserError(
             '"completion" needs a tokenizer, and the model has none; give "completion_tokens"'
         )
-    return tokenizer.encode(text, add_special_tokens=False) if text else []
+    return tokenizer.encode(text, add_special_tokens=False)
 
 
 def _ids(value: Any, vocab_size: int) -> list[int]:
@@ -173,8 +188,8 @@ def _recorded(line: Line, key: str) -> list[float]:
     return values
 
 
-def _padded(rows: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+def _padded(rows: list[list[int]]) -> tuple[Int[Array, "p s"], Int[Array, " p"]]:
     table = np.zeros((len(rows), max(map(len, rows))), np.int32)
     for row, tokens in zip(table, rows, strict=True):
         row[: len(tokens)] = tokens
-    return table, np.asarray([len(tokens) for tokens in rows], np.int32)
+    return jnp.asarray(table), jnp.asarray([len(tokens) for tokens in rows], jnp.int32)

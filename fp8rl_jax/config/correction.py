@@ -106,7 +106,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 """By name, what the preset changes in PLAIN."""
 
 
-CorrectionMethod = Literal[("recipe", *PRESETS)]  # type: ignore[valid-type]
+CorrectionMethod = Literal[("recipe", *PRESETS)]  # ty: ignore[invalid-type-form]: made of the rows above
 CorrectionMode = Literal["decoupled", "bypass"]
 Bounds = Literal["truncate", "mask", "keep"]
 Overflow = Literal["clamp", "zero"]
@@ -117,14 +117,14 @@ TruncatedSampling = Literal["refuse", "behaviour", "policy"]
 WEIGHTS = ("none", "token", "sequence")
 """Built-in importance weights; rl/correction.py has the functions."""
 
-LEVELS = ("token", "seq_sum", "seq_mean", "seq_max")
-STATISTICS = tuple(
+_LEVELS = ("token", "seq_sum", "seq_mean", "seq_max")
+_STATISTICS = tuple(
     f"{level}_{k}"
-    for level in LEVELS
+    for level in _LEVELS
     for k in ("k1", "k2", "k3")
     if (level, k) != ("seq_max", "k1")
 )
-CRITERIA = (*STATISTICS, "seq_mean_error")
+CRITERIA = (*_STATISTICS, "seq_mean_error")
 """What a rejection criterion may look at; the table is in rl/correction.py."""
 
 
@@ -144,8 +144,9 @@ class Criterion:
 
     @classmethod
     def parse(cls, text: str) -> Criterion:
-        """From "seq_mean_k1:0.999:1.001" (k1: bounds of a ratio; one bound u stands for 1/u and u)
-        or "seq_max_k3:0.5".
+        """Parse "seq_mean_k1:0.999:1.001" or "seq_max_k3:0.5".
+
+        The bounds of k1 are of a ratio; one bound u stands for 1/u and u.
 
         Raises:
             UserError: an unknown statistic, a wrong number of bounds, or bounds that are no
@@ -308,16 +309,16 @@ class CorrectionConfig:
             )
 
     def value(self, name: str) -> Any:
-        """A field as it is set, or as the preset fills it."""
+        """Return a field as it is set, or as the preset fills it."""
         own = getattr(self, name)
         return own if own is not None else (PLAIN | PRESETS.get(self.method, {}))[name]
 
     def criteria(self) -> tuple[Criterion, ...]:
-        """`reject`, parsed; raises UserError."""
+        """Parse `reject`; raises UserError."""
         return tuple(Criterion.parse(text) for text in self.value("reject"))
 
     def filled(self) -> CorrectionConfig:
-        """This config with every field set.
+        """Return this config with every field set.
 
         Raises:
             UserError: the method is still "recipe", so that there is nothing to fill it from.
@@ -331,8 +332,7 @@ class CorrectionConfig:
         return replace(self, **{name: self.value(name) for name in PLAIN})
 
     def resolve(self, recipe_method: str) -> CorrectionConfig:
-        """This config with method "recipe" replaced by the precision recipe's own method, and every
-        field set."""
+        """Replace the method "recipe" by the precision recipe's own, and set every field."""
         return (replace(self, method=recipe_method) if self.method == "recipe" else self).filled()
 
     @property

@@ -34,7 +34,7 @@ from fp8rl_jax.errors import UserError
 
 
 def read_config[Config](tree: type[Config], *files: str | Path) -> Config:
-    """The configuration of TOML files, the later laid over the earlier key by key.
+    """Read the configuration of TOML files, the later laid over the earlier key by key.
 
     Args:
         tree: root dataclass; every field has a default.
@@ -53,8 +53,7 @@ def read_config[Config](tree: type[Config], *files: str | Path) -> Config:
 
 
 def read_values(tree: type, files: Sequence[str], faults: list[str]) -> dict[str, Any]:
-    """What is sound in the files, converted and laid over each other; the rest gets a line in
-    `faults`."""
+    """Convert what is sound in the files, laid over each other; the rest goes into `faults`."""
     values: dict[str, Any] = {}
     known = [*(key for key, _ in leaves(tree)), *tables(tree)]
     for file in files:
@@ -63,8 +62,7 @@ def read_values(tree: type, files: Sequence[str], faults: list[str]) -> dict[str
 
 
 def read_recipes(files: Sequence[str]) -> dict[str, Any]:
-    """The rows of [recipes] in TOML files, the later over the earlier, for
-    `config.recipe.get_recipe`.
+    """Read the rows of [recipes] in TOML files, the later over the earlier, for `get_recipe`.
 
     What else stands in a file is passed over: it may be a run's.
 
@@ -75,9 +73,9 @@ def read_recipes(files: Sequence[str]) -> dict[str, Any]:
     rows: dict[str, Any] = {}
     for file in files:
         before = len(faults)
-        found = _read(file, faults).get("recipes")
-        if isinstance(found, dict):
-            rows |= found
+        table = _read(file, faults).get("recipes")
+        if isinstance(table, dict):
+            rows |= table
         elif len(faults) == before:
             faults.append(f"{file}: has no [recipes.NAME]")
     if faults:
@@ -86,7 +84,7 @@ def read_recipes(files: Sequence[str]) -> dict[str, Any]:
 
 
 def dump_toml(config: Any) -> str:
-    """A configuration as TOML that `load_config` reads back to an equal one.
+    """Write a configuration as TOML that `load_config` reads back to an equal one.
 
     TOML has no null: a setting that is None is left out where None is its default, and written as
     "none" elsewhere.
@@ -172,7 +170,7 @@ def _merge(values: dict[str, Any], later: dict[str, Any], tree: type) -> None:
 
 
 def unchecked(default: Any, values: dict[str, Any]) -> Any:
-    """`default` with the values laid over it, unchecked."""
+    """Lay the values over `default`, unchecked."""
     made = copy.copy(default)
     for name, value in values.items():
         current = getattr(default, name)
@@ -183,8 +181,7 @@ def unchecked(default: Any, values: dict[str, Any]) -> Any:
 
 
 def laid_over(default: Any, values: dict[str, Any], faults: list[str]) -> Any:
-    """`default` with the values laid over it; where its class refuses them, the fault is kept and
-    `default` stays."""
+    """Lay the values over `default`; what its class refuses goes into `faults`."""
     changes = {}
     for name, value in values.items():
         current = getattr(default, name)

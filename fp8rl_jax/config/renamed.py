@@ -31,7 +31,7 @@ class Renamed(NamedTuple):
 
 
 def renamed(key: str, whole: bool = False) -> Renamed | None:
-    """What `key` is called here, or None where no table has it.
+    """Look up what `key` is called here; None where no table has it.
 
     Args:
         key: dotted, with underscores; the longest end of it that is a name in a table counts.

@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 from fp8rl_jax.config.correction import CorrectionConfig
 from fp8rl_jax.config.schema import above, at_least, one_of, report, unless
@@ -256,7 +256,7 @@ class ClipCalibrationConfig:
         )
 
     def start(self, clip_low: float, clip_high: float) -> tuple[float, float]:
-        """The bounds before the first calibration."""
+        """Return the bounds before the first calibration."""
         low = 1 - clip_low if self.start_low is None else self.start_low
         return low, 1 + clip_high if self.start_high is None else self.start_high
 
@@ -309,8 +309,7 @@ def check_sampling(
     bad_words: Sequence[str] = (),
     logit_bias: Mapping[str, float] = MappingProxyType({}),
 ) -> bool:
-    """Whether the settings sample from another distribution than the policy's, once it is sure that
-    one may train on that.
+    """Say whether the settings sample from another distribution than the policy's, if they may.
 
     Args:
         config: its `truncated_sampling` says whether this is allowed.
@@ -328,12 +327,10 @@ def check_sampling(
         raise UserError(
             f"rollout.temperature: {temperature!r} is greedy; training needs a temperature above 0"
         )
-    settings = {
+    settings: dict[str, tuple[Any, bool]] = {
         "top_k": (top_k, top_k > 0),
         "top_p": (top_p, top_p < 1),
         "min_p": (min_p, min_p > 0),
-    }
-    settings |= {
         "bad_words": (list(bad_words), bool(bad_words)),
         "logit_bias": (dict(logit_bias), bool(logit_bias)),
     }

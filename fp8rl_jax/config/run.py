@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from fp8rl_jax.config.recipe import PrecisionConfig, Recipe, get_recipe
-from fp8rl_jax.config.rl import RLConfig
+from fp8rl_jax.config.rl import RLConfig, check_sampling
 from fp8rl_jax.config.tasks import TaskConfig
 from fp8rl_jax.config.training import (
     FP8_MAX_BETA2,
@@ -121,8 +121,11 @@ class MeshConfig:
 
 
 def precision_text(recipe: str, compute_dtype: str) -> str:
-    """How a run's precision is written wherever it is shown. A recipe's name alone leaves open what
-    it does not quantize: "bf16 recipe, float32 compute" computes nothing in bfloat16."""
+    """Write a run's precision as it is shown everywhere.
+
+    A recipe's name alone leaves open what it does not quantize: "bf16 recipe, float32 compute"
+    computes nothing in bfloat16.
+    """
     return f"{recipe} recipe, {compute_dtype} compute"
 
 
@@ -169,22 +172,41 @@ class RunConfig:
         return precision_text(self.recipe, self.compute_dtype)
 
     def resolved_recipe(self) -> Recipe:
-        """The recipe of the run: its name among the built-in rows and the run's own, with the
-        changes of [precision].
+        """Look up the recipe of the run, with the changes of [precision].
+
+        Its name is one of the built-in rows or of the run's own.
 
         Raises:
             UserError: a line for each fault, as `config.recipe.get_recipe` has them.
         """
         return get_recipe(self.recipe, self.precision, self.recipes)
 
+    def samples_truncated(self) -> bool:
+        """Whether the rollout samples from another distribution than the policy's.
+
+        Raises:
+            UserError: it does, and rl.correction does not say what that means; or the temperature
+                is 0.
+        """
+        rollout = self.rollout
+        return check_sampling(
+            self.rl.correction,
+            temperature=rollout.temperature,
+            top_k=rollout.top_k,
+            top_p=rollout.top_p,
+            min_p=rollout.min_p,
+            bad_words=rollout.bad_words,
+            logit_bias=rollout.logit_bias,
+        )
+
     def problems(self) -> list[str]:
-        """Faults between keys, one line each; empty where all is well."""
+        """List the faults between keys, one line each; empty where all is well."""
         rollout, trainer, episodes = self.rollout, self.trainer, self.task.max_turns > 1
-        found = []
+        faults = []
         try:
-            found += self._calibration_problems(self.resolved_recipe())
+            faults += self._calibration_problems(self.resolved_recipe())
         except UserError as error:
-            found += str(error).splitlines()
+            faults += str(error).splitlines()
         checks = [
             (rollout.prompts_per_step >= 1, "rollout.prompts_per_step must be at least 1"),
             (rollout.samples_per_prompt >= 1, "rollout.samples_per_prompt must be at least 1"),
@@ -273,21 +295,21 @@ class RunConfig:
                 f'{FP8_MAX_BETA2}; use "bfloat16"'
             )
             checks.append((not slow, why))
-        found += [message for holds, message in checks if not holds]
-        if found:
-            return found
+        faults += [message for holds, message in checks if not holds]
+        if faults:
+            return faults
         part, rest = divmod(rollout.prompts_per_step, trainer.updates_per_rollout)
         if rest:
-            found.append(
+            faults.append(
                 f"trainer.updates_per_rollout = {trainer.updates_per_rollout} does not divide "
                 f"rollout.prompts_per_step = {rollout.prompts_per_step}"
             )
         elif trainer.micro_batch_prompts and part % trainer.micro_batch_prompts:
-            found.append(
+            faults.append(
                 f"trainer.micro_batch_prompts = {trainer.micro_batch_prompts} does not divide "
                 f"the {part} prompts of an update"
             )
-        return found
+        return faults
 
     def _calibration_problems(self, recipe: Recipe) -> list[str]:
         """What keeps rl.clip_calibration from having an effect."""

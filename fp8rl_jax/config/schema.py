@@ -33,14 +33,14 @@ class Mismatch(Exception):
 
 
 @cache
-def fields_of(tree: type) -> dict[str, Any]:
-    """{name: annotation} of a dataclass, with annotations resolved and `Annotated` taken off."""
+def fields_of(tree: Any) -> dict[str, Any]:
+    """Return {name: annotation} of a dataclass, annotations resolved and `Annotated` taken off."""
     hints = get_type_hints(tree)
     return {field.name: hints[field.name] for field in dataclasses.fields(tree) if field.init}
 
 
 def leaves(tree: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, annotation) of every setting under a dataclass, tables themselves left out."""
+    """Yield (dotted key, annotation) of every setting under a dataclass, tables left out."""
     for name, annotation in fields_of(tree).items():
         if dataclasses.is_dataclass(annotation):
             yield from leaves(annotation, f"{prefix}{name}.")
@@ -49,7 +49,7 @@ def leaves(tree: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def tables(tree: type, prefix: str = "") -> Iterator[str]:
-    """Dotted key of every table under a dataclass."""
+    """Yield the dotted key of every table under a dataclass."""
     for name, annotation in fields_of(tree).items():
         if dataclasses.is_dataclass(annotation):
             yield prefix + name
@@ -57,23 +57,23 @@ def tables(tree: type, prefix: str = "") -> Iterator[str]:
 
 
 def validate(config: Any) -> None:
-    """What the command line checks, for a configuration that was made in Python.
+    """Check a configuration that was made in Python as the command line does.
 
     Raises:
         UserError: one line for each fault: values of another type than their field's, and what
             `problems()` of the dataclasses find.
     """
     # a value of another type cannot be compared with a bound
-    if faults := list(misfits(config)) or list(problems(config)):
+    if faults := list(_misfits(config)) or list(problems(config)):
         raise UserError("\n".join(dict.fromkeys(map(one_line, faults))))
 
 
-def misfits(node: Any, prefix: str = "") -> Iterator[str]:
-    """A line for each setting whose value is not of its annotation's type."""
+def _misfits(node: Any, prefix: str = "") -> Iterator[str]:
+    """Yield a line for each setting whose value is not of its annotation's type."""
     for name, annotation in fields_of(type(node)).items():
         key, value = prefix + name, getattr(node, name)
         if dataclasses.is_dataclass(annotation) and isinstance(value, annotation):
-            yield from misfits(value, f"{key}.")
+            yield from _misfits(value, f"{key}.")
             continue
         try:
             convert(value, annotation)
@@ -82,7 +82,7 @@ def misfits(node: Any, prefix: str = "") -> Iterator[str]:
 
 
 def problems(node: Any) -> Iterator[str]:
-    """What `problems()` of a dataclass and of those inside it find."""
+    """Yield what `problems()` of a dataclass and of those inside it find."""
     if hasattr(node, "problems"):
         yield from node.problems()
     for name in fields_of(type(node)):
@@ -91,8 +91,9 @@ def problems(node: Any) -> Iterator[str]:
 
 
 def convert(value: Any, annotation: Any) -> Any:
-    """`value` as the annotated type; an int, of 64 bits as TOML has it, is taken where a float is
-    wanted; a bool is no number.
+    """Convert `value` to the annotated type.
+
+    An int, of 64 bits as TOML has it, is taken where a float is wanted; a bool is no number.
 
     Raises:
         Mismatch: it does not fit.
@@ -128,12 +129,12 @@ def convert(value: Any, annotation: Any) -> Any:
 
 
 def holds_tables(annotation: Any) -> bool:
-    """Whether a setting is a table whose entries are tables of their own, as [recipes] is."""
+    """Say whether a setting is a table whose entries are tables of their own, as [recipes] is."""
     return get_origin(annotation) is dict and get_origin(get_args(annotation)[1]) is dict
 
 
 def is_deeper(value: Any, depth: int) -> bool:
-    """Whether tables and lists are nested in `value` more than `depth` times."""
+    """Say whether tables and lists are nested in `value` more than `depth` times."""
     level = [value]
     for _ in range(depth):
         nested = [
@@ -146,7 +147,7 @@ def is_deeper(value: Any, depth: int) -> bool:
 
 
 def convert_text(words: list[str], annotation: Any) -> Any:
-    """The words after a flag as the annotated type.
+    """Convert the words after a flag to the annotated type.
 
     Raises:
         Mismatch: they do not fit, or are too many or too few.
@@ -177,7 +178,7 @@ def convert_text(words: list[str], annotation: Any) -> Any:
 
 
 def describe(annotation: Any) -> str:
-    """What an annotation wants, in words."""
+    """Say in words what an annotation wants."""
     annotation, optional = _split_optional(annotation)
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Literal:
@@ -200,8 +201,7 @@ _NOUNS = {bool: "boolean", int: "integer", float: "finite number", str: "string"
 
 
 def unknown_key_hint(key: str, known: list[str], spell: Callable[[str], str] = str) -> str:
-    """The end of the message about an unknown key: what another project's name is called here, or
-    the nearest known keys.
+    """Write the end of the message about an unknown key: its name here, or the nearest keys.
 
     Args:
         key: dotted, as it was given.
@@ -224,13 +224,15 @@ def unknown_key_hint(key: str, known: list[str], spell: Callable[[str], str] = s
 
 
 def quoted(name: str) -> str:
-    """One part of a dotted key as TOML writes it: in quotes where it is no bare word."""
+    """Write one part of a dotted key as TOML does: in quotes where it is no bare word."""
     return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else f'"{name}"'
 
 
 def one_line(text: str) -> str:
-    """Line breaks and all else that is not printable, as escapes: a key or a value cannot make two
-    lines of a message."""
+    """Escape line breaks and all else that is not printable.
+
+    So a key or a value cannot make two lines of a message.
+    """
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
@@ -246,7 +248,7 @@ def _namesakes(key: str, known: list[str]) -> list[str]:
 
 
 def show(value: Any) -> str:
-    """A value as it was given, cut short where it is long."""
+    """Write a value as it was given, shortened where it is long."""
     try:
         text = repr(value)
     except ValueError:  # Python converts no integer of so many digits
@@ -274,14 +276,14 @@ def _is_uniform(annotation: Any) -> bool:
 
 
 def report(*faults: str | None) -> None:
-    """Raises UserError with one line for each fault; None stands for "this one is well"."""
-    found = [fault for fault in faults if fault]
-    if found:
-        raise UserError("\n".join(found))
+    """Raise UserError with one line for each fault; None stands for "this one is well"."""
+    lines = [fault for fault in faults if fault]
+    if lines:
+        raise UserError("\n".join(lines))
 
 
 def one_of(key: str, value: Any, choices: Any) -> str | None:
-    """A fault where `value` is none of a Literal's, or of a collection's, values."""
+    """Return a fault where `value` is none of a Literal's, or of a collection's, values."""
     allowed: Iterable = get_args(choices) or choices
     return (
         None if value in allowed else f"{key}: {value!r} is none of {', '.join(map(repr, allowed))}"
@@ -289,14 +291,14 @@ def one_of(key: str, value: Any, choices: Any) -> str | None:
 
 
 def above(key: str, value: Any, bound: float, at_most: float = math.inf) -> str | None:
-    """A fault where `value` is no number in (bound, at_most]."""
+    """Return a fault where `value` is no number in (bound, at_most]."""
     limit = "" if at_most == math.inf else f" and at most {at_most:g}"
     within = _is_number(value) and bound < value <= at_most
     return None if within else f"{key}: {value!r} must be a number above {bound:g}{limit}"
 
 
 def at_least(key: str, value: Any, bound: float) -> str | None:
-    """A fault where `value` is no number of at least `bound`."""
+    """Return a fault where `value` is no number of at least `bound`."""
     return (
         None
         if _is_number(value) and value >= bound
@@ -305,7 +307,7 @@ def at_least(key: str, value: Any, bound: float) -> str | None:
 
 
 def unless(holds: bool, message: str) -> str | None:
-    """`message` where `holds` is false."""
+    """Return `message` where `holds` is false."""
     return None if holds else message
 
 

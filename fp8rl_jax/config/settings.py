@@ -19,20 +19,21 @@ from fp8rl_jax.config.schema import (
 )
 from fp8rl_jax.errors import UserError
 
-TABLES = ("rollout", "optimizer", "trainer", "rl", "precision", "lora", "mesh")
+_TABLES = ("rollout", "optimizer", "trainer", "rl", "precision", "lora", "mesh")
 """Where a setting's last name is looked for; others need their dotted key."""
 
 
 def with_settings(
     config: RunConfig, settings: Mapping[str, Any], recipe: str | Recipe | None = None
 ) -> RunConfig:
-    """`config` with single settings changed.
+    """Change single settings of `config`.
 
     Args:
         config: a run's.
         settings: {name: value}. A name is a field of RunConfig (recipe, seed, rl=RLConfig(...)),
-            the last name of a setting in TABLES (learning_rate), or a dotted key
-            ("rl.correction.method"). A table goes before the single settings in it.
+            the last name of a setting of rollout, optimizer, trainer, rl, precision, lora or mesh
+            (learning_rate), or a dotted key ("rl.correction.method"). A table goes before the
+            single settings in it.
         recipe: a name, or a Recipe, which becomes a row of `recipes`; None: as it is, or as
             `settings` has it.
 
@@ -48,11 +49,11 @@ def with_settings(
         if name in own:
             changes[name] = value
             continue
-        found = [name] if name in annotations else list(_named(name, annotations))
-        if len(found) == 1:
-            changes[found[0]] = value
-        elif found:
-            faults.append(f"{name}: may be {' or '.join(found)}; give the dotted key")
+        keys = [name] if name in annotations else list(_named(name, annotations))
+        if len(keys) == 1:
+            changes[keys[0]] = value
+        elif keys:
+            faults.append(f"{name}: may be {' or '.join(keys)}; give the dotted key")
         else:
             faults.append(f"{name}: unknown setting{unknown_key_hint(name, [*annotations, *own])}")
     if isinstance(recipe, Recipe):
@@ -79,7 +80,7 @@ def with_settings(
 def _named(name: str, keys: Mapping[str, Any]) -> Iterator[str]:
     for key in keys:
         table, _, last = key.rpartition(".")
-        if last == name and table.split(".")[0] in TABLES:
+        if last == name and table.split(".")[0] in _TABLES:
             yield key
 
 

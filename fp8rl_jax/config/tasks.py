@@ -14,13 +14,14 @@ from typing import Any, Literal
 
 from fp8rl_jax.functions import is_function_spec, is_python_spec
 
-SHAPING_REWARDS = ("format", "length")
+_SHAPING_REWARDS = ("format", "length")
 """Built-in rewards that say nothing about the answer, so that they cannot count a completion as
 correct by default."""
-BUILT_IN_REWARDS = ("exact", "math_verify", "reasoning_gym", *SHAPING_REWARDS)
+_BUILT_IN_REWARDS = ("exact", "math_verify", "reasoning_gym", *_SHAPING_REWARDS)
 
 
-TEMPLATE_FIELDS = ("question", "answer", "metadata")
+Extract = Literal["whole", "last_number", "answer_tag"]
+_TEMPLATE_FIELDS = ("question", "answer", "metadata")
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class RewardConfig:
     correct: str = ""
     """The reward that decides accuracy: a completion is correct where it is at least 1. Empty: the
     only one with a weight other than 0 that is neither format nor length."""
-    extract: Literal["whole", "last_number", "answer_tag"] = "whole"
+    extract: Extract = "whole"
     """What exact, reasoning_gym and functions score: the completion without surrounding whitespace,
     its last number, or the inside of its last <answer></answer> (both empty where there is none).
     The others see the whole completion."""
@@ -80,7 +81,7 @@ class RewardConfig:
         return {"task.reward.function": self.function, **several}
 
     def components(self, kind: str) -> dict[str, float]:
-        """{name: weight} of the rewards that are summed, for a task of this kind."""
+        """Return {name: weight} of the rewards that are summed, for a task of this kind."""
         if self.weights:
             return dict(self.weights)
         if self.function:
@@ -88,26 +89,27 @@ class RewardConfig:
         return {kind if kind in ("reasoning_gym", "environment") else "exact": 1.0}
 
     def decides(self, kind: str) -> str:
-        """Name of the component that decides accuracy; empty where the configuration leaves it
-        open."""
+        """Name the component that decides accuracy; empty where that is left open."""
         names = list(self.components(kind))
         if self.weights:
             names = [
                 name
                 for name, weight in self.weights.items()
-                if weight and name not in SHAPING_REWARDS
+                if weight and name not in _SHAPING_REWARDS
             ]
         return self.correct or (names[0] if len(names) == 1 else "")
 
     def faults(self, kind: str) -> Iterator[str]:
-        """Every value that cannot work for a task of this kind, one line each."""
+        """Yield a line for every value that cannot work for a task of this kind."""
         if self.function and not is_function_spec(self.function):
             yield (
                 f"task.reward.function = {self.function!r} must be module:function or "
                 "path/to/file.py:function"
             )
         yield from (
-            main_fault(key, spec, "reward") for key, spec in self.specs.items() if is_in_main(spec)
+            _main_fault(key, spec, "reward")
+            for key, spec in self.specs.items()
+            if _is_in_main(spec)
         )
         yield from self._composition_faults(kind)
         yield from self._shaping_faults()
@@ -136,7 +138,7 @@ class RewardConfig:
                 "task.reward: an environment rewards its own steps; take function, weights and "
                 "extract out"
             )
-        known = [*BUILT_IN_REWARDS, *self.functions]
+        known = [*_BUILT_IN_REWARDS, *self.functions]
         for name, weight in self.weights.items():
             if name not in known:
                 near = get_close_matches(name, known, n=1)
@@ -150,7 +152,7 @@ class RewardConfig:
         if "reasoning_gym" in self.weights and kind != "reasoning_gym":
             yield f'{key}.reasoning_gym scores the problems of task.kind = "reasoning_gym" only'
         for name, spec in self.functions.items():
-            if name in BUILT_IN_REWARDS or not name.isidentifier():
+            if name in _BUILT_IN_REWARDS or not name.isidentifier():
                 yield (
                     f"task.reward.functions.{name}: choose another name, an identifier that no "
                     "built-in reward has"
@@ -207,14 +209,16 @@ class RewardConfig:
             )
 
 
-def is_in_main(spec: str) -> bool:
-    """Whether `spec` names something of a script or a notebook, whose `__main__` the reward workers
-    do not have."""
+def _is_in_main(spec: str) -> bool:
+    """Say whether `spec` names something of a script or a notebook.
+
+    The reward workers do not have its `__main__`.
+    """
     return isinstance(spec, str) and spec.startswith("__main__:")
 
 
-def main_fault(key: str, spec: str, argument: str) -> str:
-    """What to do about it."""
+def _main_fault(key: str, spec: str, argument: str) -> str:
+    """Say what to do about a spec of `__main__`."""
     name = spec.rpartition(":")[2]
     return (
         f"{key} = {spec!r}: the reward workers do not run your script or notebook; give "
@@ -280,7 +284,7 @@ class TaskConfig:
         return self.reward.decides(self.kind)
 
     def problems(self) -> list[str]:
-        """Every value that cannot work, one line each; empty where all is well."""
+        """List every value that cannot work, one line each; empty where all is well."""
         wanted = "Class" if self.kind == "environment" else "function"
         checks = [
             (self.train_size >= 0, f"task.train_size = {self.train_size} must not be negative"),
@@ -298,8 +302,8 @@ class TaskConfig:
                 f"task.name = {self.name!r} must be module:{wanted} or path/to/file.py:{wanted}",
             ),
             (
-                self.kind != "environment" or not is_in_main(self.name),
-                main_fault("task.name", self.name, "environment"),
+                self.kind != "environment" or not _is_in_main(self.name),
+                _main_fault("task.name", self.name, "environment"),
             ),
             (
                 not self.eval_path or self.kind in ("jsonl", "python"),
@@ -322,16 +326,16 @@ class TaskConfig:
                 "turns",
             ),
         ]
-        found = [message for holds, message in checks if not holds] + list(
+        faults = [message for holds, message in checks if not holds] + list(
             self.reward.faults(self.kind)
         )
         for key in ("prompt_template", "answer_template"):
-            found += [f"task.{key}: {fault}" for fault in template_faults(getattr(self, key))]
-        return found
+            faults += [f"task.{key}: {fault}" for fault in template_faults(getattr(self, key))]
+        return faults
 
 
 def template_faults(template: str) -> list[str]:
-    """Why `template` is no str.format template over TEMPLATE_FIELDS."""
+    """Say why `template` is no str.format template over question, answer and metadata."""
     try:
         fields = [name for _, name, _, _ in Formatter().parse(template) if name is not None]
     except ValueError as fault:
@@ -341,5 +345,5 @@ def template_faults(template: str) -> list[str]:
         f"{{{name}}} is none of {{question}}, {{answer}}, {{metadata[key]}}; write a literal "
         "brace twice"
         for name, root in zip(fields, roots, strict=True)
-        if root not in TEMPLATE_FIELDS
+        if root not in _TEMPLATE_FIELDS
     ]

@@ -76,7 +76,7 @@ class LossScaleConfig:
         )
 
     def resolve(self, compute_dtype: str) -> LossScaleConfig | None:
-        """These settings where the run scales its loss ("auto" decided), else None."""
+        """Return these settings where the run scales its loss ("auto" decided), else None."""
         if self.mode == "none" or (self.mode == "auto" and compute_dtype != "float16"):
             return None
         return replace(self, mode="static" if self.mode == "static" else "dynamic")
@@ -154,20 +154,20 @@ class LoraConfig:
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def problems(self) -> list[str]:
-        """Every value that cannot work, one line each; empty where all is well."""
-        found = []
+        """List every value that cannot work, one line each; empty where all is well."""
+        faults = []
         if self.rank < 0:
-            found.append(f"lora.rank = {self.rank} must not be negative")
+            faults.append(f"lora.rank = {self.rank} must not be negative")
         if not (math.isfinite(self.alpha) and self.alpha > 0):
-            found.append(f"lora.alpha = {self.alpha} must be a number above 0")
+            faults.append(f"lora.alpha = {self.alpha} must be a number above 0")
         if self.rank > 0 and not self.targets:
-            found.append(
+            faults.append(
                 "lora.targets is empty, so nothing would be trained; name linears, or set "
                 "lora.rank to 0"
             )
         if self.rank == 0 and self.path:
-            found.append("lora.path is set but lora.rank is 0; set lora.rank to the adapter's")
-        return found
+            faults.append("lora.path is set but lora.rank is 0; set lora.rank to the adapter's")
+        return faults
 
 
 @dataclass(frozen=True)
@@ -237,13 +237,13 @@ class TrackingConfig:
     """offline: keep the run on disk until `wandb sync` sends it."""
 
     def problems(self) -> list[str]:
-        """Every value that cannot work, one line each; empty where all is well."""
-        found = []
+        """List every value that cannot work, one line each; empty where all is well."""
+        faults = []
         if self.samples < 0:
-            found.append(f"tracking.samples = {self.samples} must not be negative")
+            faults.append(f"tracking.samples = {self.samples} must not be negative")
         if self.wandb and not self.wandb_project:
-            found.append("tracking.wandb_project is empty; name the project that gets the run")
-        return found
+            faults.append("tracking.wandb_project is empty; name the project that gets the run")
+        return faults
 
 
 @dataclass(frozen=True)
@@ -256,7 +256,7 @@ class PlanConfig:
     """Refuse a run whose plan exceeds the device's memory, before anything large is loaded."""
 
     def problems(self) -> list[str]:
-        """Faults, one line each; empty where all is well."""
+        """List every value that cannot work, one line each; empty where all is well."""
         try:
             known = (
                 not self.device or self.device in DEVICE_BYTES or 0 < float(self.device) < math.inf

@@ -76,8 +76,9 @@ class Llama3RopeScaling:
 
 
 def check_count(key: str, count: int) -> None:
-    """Refuses a number of layers or experts that no model has: a damaged one must not become a loop
-    of that length.
+    """Refuse a number of layers or experts that no model has.
+
+    A damaged one must not become a loop of that length.
 
     Raises:
         UserError: naming the key.
@@ -319,16 +320,17 @@ class PolicyConfig:
 
 
 def stack_of(config: PolicyConfig, name: str) -> tuple[int, ...]:
-    """The layers that have the tensor `name` ("q_proj", "experts.up_proj"), in the order of its
-    stack."""
+    """List the layers that have a tensor ("q_proj", "experts.up_proj"), as they are stacked."""
     if name in SPARSE:
         return config.sparse_layers
     return config.dense_layers if name in DENSE else tuple(range(config.num_layers))
 
 
 def parameter_shapes(config: PolicyConfig) -> dict[str, tuple[int, ...]]:
-    """The policy's parameters: dotted path to shape, layers stacked; no `lm_head.weight` when it is
-    tied."""
+    """Return the shape of every parameter, by its dotted path, layers stacked.
+
+    There is no `lm_head.weight` when it is tied.
+    """
     hidden = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (config.vocab_size, hidden)}
     for name, shape in _layer_shapes(config).items():

@@ -33,16 +33,16 @@ from fp8rl_jax.precision import Compute, as_weight, quantize_per_tensor
 from pallas_kernels.attention import (
     CHUNK,
     CHUNK_FROM,
-    Keys,
-    TokenKeys,
+    KeyBlock,
+    TokenBlock,
     Tokens,
     attend_in_chunks,
-    in_window,
-    sees,
+    attention_mask,
+    window_mask,
 )
 from pallas_kernels.cache_write import write_cache
-from pallas_kernels.decode_attention import KeyValues, decode_attention, scaled
-from pallas_kernels.matmul import rows_of
+from pallas_kernels.decode_attention import KeyValues, combine_score_scales, decode_attention
+from pallas_kernels.matmul import flatten_many_rows
 
 
 def rope_frequencies(config: PolicyConfig) -> Float[Array, " half"]:
@@ -155,7 +155,7 @@ class CompletionCache:
         window."""
         slots, written = jnp.arange(self.keys.shape[-2]), self.slot + jnp.arange(t)
         mask = slots[None, :] <= written[:, None]
-        return mask if window is None else mask & in_window(written, slots, window)
+        return mask if window is None else mask & window_mask(written, slots, window)
 
 
 class TransformerLayer:
@@ -185,7 +185,7 @@ class TransformerLayer:
                 chunk = CHUNK if pairs >= CHUNK_FROM else 0
             self.chunk = chunk
             if not chunk:
-                self.causal_mask = sees(self.tokens, self.tokens)
+                self.causal_mask = attention_mask(self.tokens, self.tokens)
 
     def __call__(
         self, x: Array, layer: Layer, completion: CompletionCache | None, inputs: LayerInputs
@@ -213,7 +213,7 @@ class TransformerLayer:
     def project(self, x: Array, *weights: Weight) -> list[Array]:
         """Multiply x by each weight; weights of one kind share a prepared input, which is quantized
         once and kept once for the backward."""
-        rows, prepared, out = rows_of(x), {}, []
+        rows, prepared, out = flatten_many_rows(x), {}, []
         for weight in (as_weight(w.value) for w in weights):
             kind = jax.tree.structure(weight)
             if kind not in prepared:
@@ -262,7 +262,7 @@ class TransformerLayer:
             else:
                 sq = None
         k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
-        score_scale = scaled(self.config.score_scale, sq, sk)
+        score_scale = combine_score_scales(self.config.score_scale, sq, sk)
         value_scale = 1.0 if sv is None else sv
         if completion is None and self.chunk:
             blocks = self.token_keys(k, v, inputs.prefix)
@@ -279,16 +279,16 @@ class TransformerLayer:
             return *self.project(out.reshape(b, t, -1), layer.o_proj), (k, v), observed
         blocks = []
         if inputs.prefix is not None:
-            blocks.append(Keys(*inputs.prefix, self.prefix_mask(inputs.window)))
+            blocks.append(KeyBlock(*inputs.prefix, self.prefix_mask(inputs.window)))
         if completion is None:
             written, mask = (k, v), self.causal_mask
             if inputs.window is not None:
-                mask = mask & in_window(self.positions, self.positions, inputs.window)
-            blocks.append(Keys(k, v, mask))
+                mask = mask & window_mask(self.positions, self.positions, inputs.window)
+            blocks.append(KeyBlock(k, v, mask))
         else:
             written = completion.write(k, v)
             visible = completion.visible(t, inputs.window)[None]
-            blocks.append(Keys(*completion.read(*written), visible))
+            blocks.append(KeyBlock(*completion.read(*written), visible))
         out = compute.attend(q, blocks, score_scale, value_scale, x.dtype).reshape(b, t, -1)
         return *self.project(out, layer.o_proj), written, observed
 
@@ -316,12 +316,12 @@ class TransformerLayer:
         )
         return out, written
 
-    def token_keys(self, k: Array, v: Array, prefix) -> list[TokenKeys]:
+    def token_keys(self, k: Array, v: Array, prefix) -> list[TokenBlock]:
         """The blocks of keys as chunked attention takes them."""
-        blocks = [TokenKeys(k, v, self.tokens, self.tokens)]
+        blocks = [TokenBlock(k, v, self.tokens, self.tokens)]
         if prefix is not None:
             slots = Tokens.of_block(self.cache.prefix.mask, self.cache.prefix.positions)
-            blocks.insert(0, TokenKeys(*prefix, self.tokens.after_block(), slots))
+            blocks.insert(0, TokenBlock(*prefix, self.tokens.after_block(), slots))
         return blocks
 
     def prefix_mask(self, window: Array | None) -> Array:
@@ -331,7 +331,7 @@ class TransformerLayer:
             return prefix.mask[:, None, :]
         rows, slots = prefix.mask.shape
         queries = self.positions.reshape(rows, -1)
-        return prefix.mask[:, None, :] & in_window(queries, prefix.positions, window)
+        return prefix.mask[:, None, :] & window_mask(queries, prefix.positions, window)
 
 
 def quantize_heads(

@@ -153,7 +153,14 @@ class Policy(nnx.Module):
 
     @property
     def stacked(self) -> bool:
+        """Whether the layers are stacks, and not a list."""
         return isinstance(self.layers, Layer)
+
+    @property
+    def stack(self) -> Layer:
+        """The layers of a policy that is stacked."""
+        assert isinstance(self.layers, Layer)
+        return self.layers
 
 
 _AXES = {

@@ -6,14 +6,16 @@ import math
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.parallel.distributed import to_global
 from fp8rl_jax.parallel.rules import DEFAULT_RULES, ShardingRules, scale_spec
 
 
-def policy_shardings(tree: Any, mesh: Mesh, rules: ShardingRules = DEFAULT_RULES) -> Any:
+def policy_shardings(
+    tree: Any, mesh: Mesh | AbstractMesh, rules: ShardingRules = DEFAULT_RULES
+) -> Any:
     """The sharding of every leaf of a policy, in a tree of the same structure.
 
     Args:
@@ -58,7 +60,7 @@ def split_batch(tree: Any, parts: int) -> Any:
     return jax.tree.map(lambda x: x.reshape(parts, x.shape[0] // parts, *x.shape[1:]), tree)
 
 
-def replicated(mesh: Mesh) -> NamedSharding:
+def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
     """A copy on every device."""
     return NamedSharding(mesh, PartitionSpec())
 
@@ -94,7 +96,7 @@ def _is_weight(node: Any) -> bool:
 
 
 def _weight_shardings(
-    name: str, weight: Any, leaves: int, mesh: Mesh, rules: ShardingRules
+    name: str, weight: Any, leaves: int, mesh: Mesh | AbstractMesh, rules: ShardingRules
 ) -> list[NamedSharding]:
     """Of the leaves of one weight, in their order: the values (or the array itself), then the
     scales, if any."""

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 from fp8rl_jax.config.formats import COMPUTE, TensorFormat
 from fp8rl_jax.precision.qtensor import QTensor, dequantize
 from pallas_kernels import blockwise_matmul, grouped_matmul
-from pallas_kernels.attention import Keys, attention
+from pallas_kernels.attention import KeyBlock, attention
 from pallas_kernels.backend import Backend
 from pallas_kernels.exact import Integers
 from pallas_kernels.grouped_matmul import dot as grouped_dot
@@ -95,7 +95,7 @@ class Compute:
     def attend(
         self,
         query: Float[Array, "b t heads dim"],
-        blocks: list[Keys],
+        blocks: list[KeyBlock],
         score_scale: Float[Array, ...] | float,
         value_scale: Float[Array, ...] | float,
         out_dtype: jnp.dtype,

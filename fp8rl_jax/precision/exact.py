@@ -17,9 +17,15 @@ import jax.numpy as jnp
 from fp8rl_jax.precision.compute import Compute
 from fp8rl_jax.precision.qtensor import QTensor, dequantize, dequantize_rows
 from pallas_kernels import exact
-from pallas_kernels.attention import Keys
+from pallas_kernels.attention import KeyBlock
 from pallas_kernels.backend import check_exact
-from pallas_kernels.exact import cut, once, scoped, wide, with_gradient_of
+from pallas_kernels.exact import (
+    as_float64,
+    materialize,
+    round_to_24_bits,
+    with_float64,
+    with_gradient_of,
+)
 from pallas_kernels.matmul import selected_backend
 from pallas_kernels.rounding import rounded
 
@@ -58,7 +64,7 @@ class ExactCompute(Compute):
         attend = super().attend
 
         def plain(query, keys, values, masks):
-            parts = [Keys(*part) for part in zip(keys, values, masks, strict=True)]
+            parts = [KeyBlock(*part) for part in zip(keys, values, masks, strict=True)]
             return attend(query, parts, score_scale, value_scale, out_dtype)
 
         def exactly(query, keys, values, masks):
@@ -107,65 +113,74 @@ def _of_arrays(plain: Callable, exactly: Callable, *constants) -> Callable:
     )
 
 
-@scoped
+@with_float64
 def _add(x, y):
-    return rounded(wide(x) + wide(y), x.dtype)
+    return rounded(as_float64(x) + as_float64(y), x.dtype)
 
 
-@scoped
+@with_float64
 def _scale(x, factor):
-    return rounded(wide(x) * jnp.float64(factor), x.dtype)
+    return rounded(as_float64(x) * jnp.float64(factor), x.dtype)
 
 
-@scoped
+@with_float64
 def _rms_norm(x, weight, eps, offset):
-    numbers, count = wide(x), x.shape[-1]
-    squares = exact.total(numbers * numbers, -1)[..., None]
-    inverse = cut(jnp.sqrt(count / (squares + count * eps)))
-    gain = cut(wide(weight) + offset)
+    numbers, count = as_float64(x), x.shape[-1]
+    squares = exact.reproducible_sum(numbers * numbers, -1)[..., None]
+    inverse = round_to_24_bits(jnp.sqrt(count / (squares + count * eps)))
+    gain = round_to_24_bits(as_float64(weight) + offset)
     return rounded(numbers * inverse * gain, x.dtype)
 
 
-@scoped
+@with_float64
 def _rope_tables(frequencies, positions):
     # a position and a frequency have 24 bits each, so the angle is exact
-    angles = once(wide(positions)[..., None] * wide(frequencies))
+    angles = materialize(as_float64(positions)[..., None] * as_float64(frequencies))
     return rounded(jnp.cos(angles), jnp.float32), rounded(jnp.sin(angles), jnp.float32)
 
 
-@scoped
+@with_float64
 def _rotate(x, tables):
-    cos, sin = (wide(table)[:, :, None, :] for table in tables)
-    first, second = jnp.split(wide(x), 2, axis=-1)
+    cos, sin = (as_float64(table)[:, :, None, :] for table in tables)
+    first, second = jnp.split(as_float64(x), 2, axis=-1)
     turned = [first * cos - second * sin, second * cos + first * sin]
     return rounded(jnp.concatenate(turned, axis=-1), x.dtype)
 
 
-@scoped
+@with_float64
 def _gated(gate, up, activation):
-    x = wide(gate)
+    x = as_float64(gate)
     argument = x
     if activation == "gelu_pytorch_tanh":  # (1 + tanh z) / 2 = sigmoid(2 z)
-        inner = cut(cut(x * x) * cut(jnp.float64(0.044715)) + 1)
-        argument = cut(x * inner) * cut(jnp.float64(2 * 0.7978845608028654))
-    return rounded(x * exact.sigmoid(argument) * wide(up), gate.dtype)
+        inner = round_to_24_bits(
+            round_to_24_bits(x * x) * round_to_24_bits(jnp.float64(0.044715)) + 1
+        )
+        argument = round_to_24_bits(x * inner) * round_to_24_bits(
+            jnp.float64(2 * 0.7978845608028654)
+        )
+    return rounded(x * exact.sigmoid(argument) * as_float64(up), gate.dtype)
 
 
-@scoped
+@with_float64
 def _softmax(logits):
-    x = wide(logits)
-    weights = once(exact.exp(x - x.max(axis=-1, keepdims=True)))
-    return rounded(weights / exact.total(weights, -1)[..., None], jnp.float32)
+    x = as_float64(logits)
+    weights = materialize(exact.exp(x - x.max(axis=-1, keepdims=True)))
+    return rounded(weights / exact.reproducible_sum(weights, -1)[..., None], jnp.float32)
 
 
-@scoped
+@with_float64
 def _normalize(weights):
-    return rounded(wide(weights) / exact.total(wide(weights), -1)[..., None], jnp.float32)
+    return rounded(
+        as_float64(weights) / exact.reproducible_sum(as_float64(weights), -1)[..., None],
+        jnp.float32,
+    )
 
 
-@scoped
+@with_float64
 def _combine(weights, out):
-    parts = wide(weights)[..., None] * wide(out)  # exact; added in the order of the token's ranking
+    parts = as_float64(weights)[..., None] * as_float64(
+        out
+    )  # exact; added in the order of the token's ranking
     total = parts[..., 0, :]
     for i in range(1, parts.shape[-2]):
         total = total + parts[..., i, :]
@@ -173,10 +188,10 @@ def _combine(weights, out):
     return rounded(total, out.dtype).astype(jnp.float32)
 
 
-@scoped
+@with_float64
 def _logprob(logits, tokens, temperature):
-    x = once(cut(wide(logits) * (1 / wide(temperature))))
-    shifted = x - once(x.max(axis=-1, keepdims=True))
-    normalizer = exact.log(once(exact.total(exact.exp(shifted), -1)))
+    x = materialize(round_to_24_bits(as_float64(logits) * (1 / as_float64(temperature))))
+    shifted = x - materialize(x.max(axis=-1, keepdims=True))
+    normalizer = exact.log(materialize(exact.reproducible_sum(exact.exp(shifted), -1)))
     chosen = jnp.take_along_axis(shifted, tokens[..., None].astype(jnp.int32), axis=-1)[..., 0]
     return rounded(chosen - normalizer, jnp.float32)

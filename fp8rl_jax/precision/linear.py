@@ -210,9 +210,9 @@ class AdaptedWeight:
 
     def multiply(self, x, out_dtype, compute, group_sizes=None):
         # the adapter in its own dtype, on the input as it was before quantization
-        base = as_weight(self.base).multiply(x.base, jnp.float32, compute, group_sizes)
         dtype = self.a.dtype
         inner = rounded(compute.product(rounded(x.plain, dtype), self.a, group_sizes), dtype)
+        base = as_weight(self.base).multiply(x.base, jnp.float32, compute, group_sizes)
         low_rank = compute.product(inner, self.b, group_sizes)
         return rounded(compute.add_scaled(base, low_rank, self.scale), out_dtype)
 

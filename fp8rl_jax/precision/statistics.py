@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from fp8rl_jax.precision.qtensor import QTensor, dequantize
-from pallas_kernels.quantize import largest
+from pallas_kernels.quantize import amax
 from pallas_kernels.rounding import rounded
 
 
@@ -64,7 +64,7 @@ class QuantizationSums:
         saturated = count(jnp.abs(x) > limit * (1 + 2.0**-20))
         underflowed = count((x != 0) & (restored == 0))
         return cls(
-            largest(x),
+            amax(x),
             count(real),
             saturated,
             underflowed,
@@ -74,7 +74,7 @@ class QuantizationSums:
 
     def __add__(self, other: QuantizationSums) -> QuantizationSums:
         added = jax.tree.map(jnp.add, self, other)
-        return replace(added, amax=largest(jnp.stack([self.amax, other.amax]), axis=0))
+        return replace(added, amax=amax(jnp.stack([self.amax, other.amax]), axis=0))
 
     def total(self) -> QuantizationSums:
         """Everything along all leading axes together."""
@@ -82,7 +82,7 @@ class QuantizationSums:
             jnp.sum(v)
             for v in (self.elements, self.saturated, self.underflowed, self.signal, self.noise)
         )
-        return QuantizationSums(largest(self.amax), *sums)
+        return QuantizationSums(amax(self.amax), *sums)
 
     def metrics(self, role: str) -> dict[str, Float[Array, ""]]:
         """The metrics of the table above, by name; 0 where nothing was counted, and an SNR of at

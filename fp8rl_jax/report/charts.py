@@ -11,6 +11,7 @@ import io
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -37,7 +38,7 @@ PHASES = {
 phase on every page."""
 
 INK, GRID = "#0a0b01", "#0a0b02"
-STYLE = {
+STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "fp8rl",
     "font.size": 9,
@@ -119,8 +120,10 @@ CURVES = (
 
 
 def curve_chart(curve: Curve, runs: list[Run]) -> Chart:
-    """One line an arm on shared axes; arm i has colour --arm(i mod 6), and a new dash pattern after
-    every six."""
+    """Draw one line an arm on shared axes.
+
+    Arm i has colour --arm(i mod 6), and a new dash pattern after every six.
+    """
     about = [curve.about]
 
     def draw(axes: Axes) -> None:
@@ -137,11 +140,8 @@ def curve_chart(curve: Curve, runs: list[Run]) -> Chart:
         axes.set_xlabel("step")
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
 
-    svg = (
-        draw_svg(curve.key, draw, height=2.7)
-        if any(run.series(curve.key)[0] for run in runs)
-        else ""
-    )
+    logged = any(run.series(curve.key)[0] for run in runs)
+    svg = draw_svg(curve.key, draw, height=2.7) if logged else ""
     window = _window(max(len(run.series(curve.key)[0]) for run in runs))
     if curve.smooth and window > 1:
         about.append(f"Faint: single steps; full: mean of {window} steps.")
@@ -149,7 +149,7 @@ def curve_chart(curve: Curve, runs: list[Run]) -> Chart:
 
 
 def timing_chart(runs: list[Run]) -> Chart:
-    """One bar an arm: mean seconds of each phase (see `phase_seconds`)."""
+    """Draw one bar an arm: mean seconds of each phase (see `phase_seconds`)."""
     seconds = [phase_seconds(run) for run in runs]
     colours = {
         label: f"#0a0d{index:02x}" for index, label in enumerate([*PHASES.values(), "other"])
@@ -181,8 +181,10 @@ def _tick(run: Run) -> str:
 
 
 def phase_seconds(run: Run) -> dict[str, float]:
-    """Mean seconds of each phase over the steps after the first; "other" is what time/step has on
-    top of them."""
+    """Average the seconds of each phase over the steps after the first.
+
+    "other" is what time/step has on top of them.
+    """
     rows = [row for row in run.metrics if "time/step" in row]
     rows = rows[1:] or rows
     if not rows:
@@ -200,12 +202,13 @@ def _draw_arm(
     axes: Axes, index: int, curve: Curve, run: Run, steps: list[int], values: list[float]
 ) -> None:
     colour = f"#0a0c{index % ARM_COLOURS:02x}"
-    line = {"color": colour, "dashes": DASHES[index // ARM_COLOURS % len(DASHES)], "linewidth": 1.8}
+    dashes = DASHES[index // ARM_COLOURS % len(DASHES)]
+    line: dict[str, Any] = {"color": colour, "dashes": dashes, "linewidth": 1.8}
     if curve.low and curve.high:
         rows = [row for row in run.metrics if curve.low in row and curve.high in row]
-        bounds = [[row[key] for row in rows] for key in (curve.low, curve.high)]
+        low, high = ([row[key] for row in rows] for key in (curve.low, curve.high))
         axes.fill_between(
-            [row["step"] for row in rows], *bounds, color=colour, alpha=0.16, linewidth=0
+            [row["step"] for row in rows], low, high, color=colour, alpha=0.16, linewidth=0
         )
     window = _window(len(steps)) if curve.smooth else 1
     if window > 1:
@@ -227,8 +230,10 @@ def _running_mean(values: list[float], window: int) -> list[float]:
 
 
 def draw_svg(name: str, draw: Callable[[Axes], None], height: float) -> str:
-    """An <svg> element without width, height, namespaces or metadata: the page's own. `height` in
-    inches of 5 wide."""
+    """Draw an <svg> element without width, height, namespaces or metadata: the page's own.
+
+    `height` in inches of 5 wide.
+    """
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(5, height), layout="constrained")
         draw(figure.subplots())
@@ -236,8 +241,9 @@ def draw_svg(name: str, draw: Callable[[Axes], None], height: float) -> str:
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     text = buffer.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>\s*", "", text[text.index("<svg") :], flags=re.DOTALL)
-    view_box = re.search(r'viewBox="[^"]*"', text).group()
-    text = re.sub(r"<svg[^>]*>", f'<svg {view_box} aria-hidden="true">', text, count=1)
+    text = re.sub(
+        r'<svg[^>]*(viewBox="[^"]*")[^>]*>', r'<svg \1 aria-hidden="true">', text, count=1
+    )
     text = text.replace("xlink:href", "href")
     text = re.sub(r'\b(id="|href="#|url\(#)', rf"\g<1>{_slug(name)}-", text)
     for placeholder, variable in ((INK, "ink"), (GRID, "grid")):

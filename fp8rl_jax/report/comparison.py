@@ -1,6 +1,6 @@
-"""Results of `fp8rl compare --json .../compare.json`, found and checked.
+"""What the page shows of `fp8rl compare --json .../compare.json`: findings, and heat maps.
 
-What the page shows of a comparison: its findings, and heat maps of layers by operations.
+A file is checked before it is drawn. A heat map has a cell for each layer and operation.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _PATTERN = {
 
 
 def read_comparison(path: Path) -> dict[str, Any]:
-    """The results in `path`, in the form that `fp8rl_jax.compare.comparison` describes.
+    """Read the results in `path`, in the form at the top of `compare.comparison`.
 
     Raises:
         UserError: it is not such a file, or of another version.
@@ -104,28 +104,32 @@ class Panel:
     headline: str
     findings: list[tuple[str, str, str]]
     """(cause, operation, detail) of the first difference of each cause."""
-    alone: list[str]
+    one_sided: list[str]
+    """What is quantized on one side only."""
     charts: list[Chart]
     text: str
 
 
 def panel(number: int, results: dict[str, Any]) -> Panel:
-    """The panel of one comparison; `number` keeps its charts apart from those of others."""
+    """Make the panel of one comparison.
+
+    `number` keeps its charts apart from those of others.
+    """
     a, b = map(side_text, results["sides"])
     models = list(dict.fromkeys(side["model"] for side in results["sides"]))
-    scored, tokens = results["logprobs"], results["tokens"]
+    logprobs, tokens = results["logprobs"], results["tokens"]
     headline = f"{' and '.join(models)}, {tokens['prompt'] + tokens['completion']} tokens. "
-    if scored["differing"]:
+    if logprobs["differing"]:
         headline += (
-            f"Log-probabilities: k3 {_number(scored['k3'])}, largest difference "
-            f"{_number(scored['max_abs'])}."
+            f"Log-probabilities: k3 {_number(logprobs['k3'])}, largest difference "
+            f"{_number(logprobs['max_abs'])}."
         )
     else:
         headline += "Log-probabilities are equal bit for bit."
     if recorded := results.get("recorded"):
         k3 = " and ".join(f"{_number(recorded[side]['k3'])} to side {side}" for side in "ab")
         headline += f" Recorded by another engine ({recorded['key']}): k3 {k3}."
-    alone = [
+    one_sided = [
         f"Quantized on side {side} only: {grouped(names, len(results['layers']))}."
         for side, names in results["quantized_on_one_side"].items()
         if names
@@ -134,7 +138,7 @@ def panel(number: int, results: dict[str, Any]) -> Panel:
         f"{a[0].upper()}{a[1:]}, against {b}",
         headline,
         [(x["cause"], x["name"], x["detail"]) for x in results["first"]],
-        alone,
+        one_sided,
         [_heat_map(number, results, "own"), _heat_map(number, results, "output")],
         summary(results),
     )
@@ -145,23 +149,19 @@ def _heat_map(number: int, results: dict[str, Any], measured: str) -> Chart:
     logarithm."""
     layers = results["layers"]
     shown = columns(results)
-    headings = (
-        ["in", *(heading for heading, _ in shown)]
-        if measured == "output"
-        else [heading for heading, _ in shown]
-    )
+    headings = [*(["in"] if measured == "output" else []), *(heading for heading, _ in shown)]
     height = min(0.16, 6.0 / len(layers))
 
     def draw(axes: Axes) -> None:
         for row, layer in enumerate(layers):
-            cells = [worst(layer, names, measured) for _, names in shown]
-            found = [
-                (cell and cell[measured], cell and measured == "own" and LETTERS.get(cell["cause"]))
-                for cell in cells
-            ]
-            for column, (numbers, letter) in enumerate(
-                [(layer["input"], "")] * (measured == "output") + found
-            ):
+            cells: list[tuple[dict[str, Any] | None, str]] = []
+            if measured == "output":
+                cells.append((layer["input"], ""))
+            for _, names in shown:
+                operation = worst(layer, names, measured)
+                cause = operation["cause"] if operation and measured == "own" else ""
+                cells.append((operation and operation[measured], LETTERS.get(cause, "")))
+            for column, (numbers, letter) in enumerate(cells):
                 if numbers is not None and numbers["differing"]:
                     opacity = _opacity(numbers["relative_error"])
                     axes.add_patch(

@@ -31,8 +31,9 @@ NOTHING = "–"
 
 
 def write_report(directories: list[Path], output: Path) -> Path:
-    """Writes the page about the runs and comparisons in `directories` (see `find_runs`) to
-    `output`, and returns `output`.
+    """Write the page about the runs and comparisons in `directories` (see `find_runs`).
+
+    Returns `output`, the page.
 
     Raises:
         UserError: there is no run, a run's files are damaged, or the page cannot be written.
@@ -51,7 +52,7 @@ def write_report(directories: list[Path], output: Path) -> Path:
 
 
 def render(runs: list[Run], comparisons: Sequence[dict[str, Any]] = ()) -> str:
-    """The page as text. All text from the runs' files is escaped."""
+    """Render the page as text; all text from the runs' files is escaped."""
     environment = Environment(
         loader=PackageLoader("fp8rl_jax.report", "."),
         autoescape=True,
@@ -83,8 +84,10 @@ def render(runs: list[Run], comparisons: Sequence[dict[str, Any]] = ()) -> str:
 
 
 def headline(run: Run) -> dict[str, str]:
-    """One row of the first table. A tenth of a run is at least one step; a value that was never
-    logged is a dash."""
+    """Make one row of the first table.
+
+    A tenth of a run is at least one step; a value that was never logged is a dash.
+    """
     steps = len(set(run.series("reward/mean")[0] or run.series("step")[0]))
     planned = run.config.get("trainer.steps", steps)
     seconds = run.series("time/step")[1]
@@ -113,8 +116,10 @@ def config_differences(runs: list[Run]) -> list[tuple[str, list[str]]]:
 
 
 def sample_pairs(run: Run) -> list[tuple[int, list[dict[str, str]]]]:
-    """Sampled completions of the first and of the last step that has any: (step, samples), one of
-    each where one is all."""
+    """Choose sampled completions of the first and of the last step that has any.
+
+    (step, samples), one of each where one is all.
+    """
     steps = [row["step"] for row in run.samples]
     ends = sorted({min(steps), max(steps)}) if steps else []
     return [

@@ -46,8 +46,7 @@ class Run:
 
     @property
     def label(self) -> str:
-        """The name, with the run's recipe and compute dtype; these alone where the name is the
-        recipe's."""
+        """The name, with recipe and compute dtype; these alone where the name is the recipe's."""
         recipe, dtype = self.config.get("recipe"), self.config.get("compute_dtype")
         if recipe is None or dtype is None:
             return self.name
@@ -55,20 +54,21 @@ class Run:
         return text if self.name == recipe else f"{self.name} ({text})"
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
-        """Steps and values of one metric, of the rows that have it."""
+        """Give steps and values of one metric, of the rows that have it."""
         rows = [row for row in self.metrics if key in row]
         return [row["step"] for row in rows], [row[key] for row in rows]
 
 
 def find_runs(directories: Iterable[Path]) -> list[Path]:
-    """The run directories among `directories`; one without a metrics.jsonl stands for those right
-    below it.
+    """Find the run directories among `directories`.
+
+    One without a metrics.jsonl stands for those right below it.
 
     Raises:
         UserError: a directory is not there, or neither is nor holds a run directory or a
             comparison; all such are named.
     """
-    found: dict[Path, None] = {}
+    runs: dict[Path, None] = {}
     faults = []
     for directory in directories:
         if not directory.is_dir():
@@ -81,25 +81,25 @@ def find_runs(directories: Iterable[Path]) -> list[Path]:
                 f"{directory}: no metrics.jsonl in it or in a directory right below it; give a "
                 "run directory"
             )
-        found |= dict.fromkeys(path.resolve() for path in inside)
+        runs |= dict.fromkeys(path.resolve() for path in inside)
     if faults:
         raise UserError("\n".join(faults))
-    return list(found)
+    return list(runs)
 
 
 def find_comparisons(directories: Iterable[Path]) -> list[Path]:
-    """The files `compare.json` in `directories` and right below them."""
-    found: dict[Path, None] = {}
+    """Find the files `compare.json` in `directories` and right below them."""
+    files: dict[Path, None] = {}
     for directory in directories:
         if directory.is_dir():
             below = sorted(child for child in directory.iterdir() if child.is_dir())
             places = (place / COMPARISON_FILE for place in (directory, *below))
-            found |= dict.fromkeys(path.resolve() for path in places if path.is_file())
-    return list(found)
+            files |= dict.fromkeys(path.resolve() for path in places if path.is_file())
+    return list(files)
 
 
 def read_runs(directories: list[Path]) -> list[Run]:
-    """Reads run directories, as `find_runs` returns them.
+    """Read run directories, as `find_runs` returns them.
 
     Raises:
         UserError: a file is damaged or cannot be read; all such files of all runs are named.
@@ -116,14 +116,13 @@ def read_runs(directories: list[Path]) -> list[Run]:
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"rollout": {"top_k": 0}} to {"rollout.top_k": 0}."""
+    """Flatten a table: {"rollout": {"top_k": 0}} becomes {"rollout.top_k": 0}."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
-        flat |= (
-            flatten(value, f"{prefix}{key}.")
-            if isinstance(value, Mapping)
-            else {f"{prefix}{key}": value}
-        )
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
     return flat
 
 
@@ -170,8 +169,8 @@ def _json_lines(
         try:
             rows.append(row_of(_parse(line)))
         except ValueError as error:
-            is_cut_off = number == len(lines) and isinstance(error, json.JSONDecodeError)
-            if is_cut_off:
+            is_unfinished = number == len(lines) and isinstance(error, json.JSONDecodeError)
+            if is_unfinished:
                 notes.append(f"{path.name}: line {number}, the last, is cut off and left out")
             else:
                 reason = "not JSON" if isinstance(error, json.JSONDecodeError) else error

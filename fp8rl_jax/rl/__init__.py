@@ -1,5 +1,4 @@
-"""The reinforcement-learning objective as pure functions: arrays in, arrays out. No model, no file,
-no state.
+"""The reinforcement-learning objective as pure functions: arrays in, arrays out.
 
 One GRPO step on a rollout of P prompts with n samples each, B = P * n completions of T tokens. In a
 run the precision recipe names the correction; here one names it oneself, "none" included:
@@ -10,7 +9,7 @@ run the precision recipe names the correction; here one names it oneself, "none"
     denominator = rl.loss_denominator(mask, config)  # tokens of the global batch
 
     def loss_fn(params):  # of one micro-batch; losses add
-        logprobs = score(params, tokens)  # [B, T]; the model is the caller's
+        logprobs = model_logprobs(params, tokens)  # [B, T]; the model is the caller's
         inputs = rl.LossInputs(logprobs, advantages, mask, denominator)
         return rl.corrected_policy_loss(inputs, rollout_logprobs, config)      # loss, metrics
 
@@ -28,12 +27,11 @@ log-probabilities:
     loss, metrics = rl.policy_loss(inputs, config)
 
 Its pieces stand alone: `policy_loss` knows nothing of the rollout, `correction` nothing of the
-loss. Formulas, each with its paper and departures, head the files: advantages, dapo, objectives,
-calibrated_clipping, divergence, aggregation, weights, rejection. An objective, an estimator of
-advantages or importance weights of one's own: docs/objectives.md.
+loss. Formulas, each with its paper and departures, head the files: advantages, objectives, loss,
+correction, mismatch. An objective, an estimator of advantages or importance weights of one's own:
+docs/objectives.md.
 """
 
-from fp8rl_jax.config.correction import Criterion
 from fp8rl_jax.config.rl import (
     AdvantageConfig,
     CorrectionConfig,
@@ -58,7 +56,6 @@ from fp8rl_jax.rl.correction import (
     importance_ratio,
     importance_weights,
     kept_tokens,
-    normalize_weights,
     refuse_partial,
     rollout_logprobs,
 )
@@ -68,7 +65,6 @@ from fp8rl_jax.rl.loss import (
     check_functions,
     corrected_policy_loss,
     loss_denominator,
-    loss_settings,
     policy_loss,
 )
 from fp8rl_jax.rl.metrics import Maximum, Mean, Metrics, add_metrics, metric_values, reduce_metrics
@@ -79,13 +75,11 @@ from fp8rl_jax.rl.objectives import (
     kl_penalty,
     policy_ratio,
     reward_kl,
-    token_losses,
 )
 
 __all__ = [
     "AdvantageConfig",
     "CorrectionConfig",
-    "Criterion",
     "DynamicSamplingConfig",
     "LossConfig",
     "LossInputs",
@@ -113,10 +107,8 @@ __all__ = [
     "kept_tokens",
     "kl_penalty",
     "loss_denominator",
-    "loss_settings",
     "metric_values",
     "mismatch_metrics",
-    "normalize_weights",
     "overlong_penalty",
     "policy_loss",
     "policy_ratio",
@@ -125,5 +117,4 @@ __all__ = [
     "reward_kl",
     "reward_metrics",
     "rollout_logprobs",
-    "token_losses",
 ]

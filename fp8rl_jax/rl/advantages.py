@@ -1,22 +1,20 @@
-"""Advantages without a value network: a completion is better or worse than others, never good or
-bad by itself.
+"""From rewards to advantages, and which samples count: GRPO, Dr. GRPO, RLOO, REINFORCE++ and DAPO.
 
-The others are the completions of the same prompt (GRPO, Dr. GRPO, RLOO), or of the whole batch
-(REINFORCE++). GRPO divides the difference by the group's standard deviation, which gives an easy
-and a hard prompt the same say; Dr. GRPO does not, because the division over-weights prompts that
-are nearly always, or nearly never, solved. A group of equal rewards teaches nothing and gets exact
-zeros: rewards are compared with each other, since the rounding of their mean, divided by epsilon,
-could pass for a signal.
+There is no value network: a completion is compared with the others of the same prompt (GRPO,
+Dr. GRPO, RLOO), or with those of the whole batch (REINFORCE++). GRPO divides the difference by the
+group's standard deviation, which gives an easy and a hard prompt the same say; Dr. GRPO does not,
+because the division over-weights prompts that are nearly always, or nearly never, solved. A group
+of equal rewards has no gradient and gets exact zeros: rewards are compared with each other, since
+the rounding of their mean, divided by epsilon, could pass for a signal.
 
 Any other estimator is a function of one's own with the signature of those below
 (docs/objectives.md), `rl.advantage.estimator = "module:function"`:
 
     estimator(inputs: RewardInputs, config: AdvantageConfig, **arguments) -> advantages [P, n]
 
-DAPO's treatment of samples (arXiv 2503.14476): which prompts enter the update, and what becomes
-of long completions.
-
-Its other parts are settings of the loss: clip_high and aggregation "token_mean".
+DAPO (arXiv 2503.14476) chooses the prompts and treats long completions: `informative_groups`,
+`overlong_penalty`, `drop_truncated`. Its other parts are settings of the loss: clip_high and
+aggregation "token_mean".
 """
 
 from __future__ import annotations
@@ -55,19 +53,27 @@ whatever it returns."""
 
 
 def grpo(inputs: RewardInputs, config: AdvantageConfig) -> Float[Array, "P n"]:
-    """GRPO (arXiv 2402.03300): (r - mean) / (std + epsilon), std dividing by n - ddof."""
+    """Compare with the prompt's completions: GRPO, (r - mean) / (std + epsilon).
+
+    arXiv 2402.03300. The standard deviation divides by n - ddof.
+    """
     deviation = _deviation(inputs)
     std = _std(deviation, inputs.valid, config.ddof)[:, None]
     return _unless_constant(deviation / (std + config.epsilon), inputs)
 
 
 def dr_grpo(inputs: RewardInputs, config: AdvantageConfig) -> Float[Array, "P n"]:
-    """Dr. GRPO (arXiv 2503.20783): r - mean."""
+    """Compare with the prompt's completions, undivided: Dr. GRPO, r - mean.
+
+    arXiv 2503.20783.
+    """
     return _unless_constant(_deviation(inputs), inputs)
 
 
 def rloo(inputs: RewardInputs, config: AdvantageConfig) -> Float[Array, "P n"]:
-    """RLOO (arXiv 2402.14740): r - mean of the other completions of the prompt.
+    """Compare with the other completions of the prompt: RLOO, r - mean of the others.
+
+    arXiv 2402.14740.
 
     Departs from verl where a prompt has a single valid completion: it gets 0 here, and its reward
     there.
@@ -77,7 +83,9 @@ def rloo(inputs: RewardInputs, config: AdvantageConfig) -> Float[Array, "P n"]:
 
 
 def reinforce_pp(inputs: RewardInputs, config: AdvantageConfig) -> Float[Array, "P n"]:
-    """REINFORCE++ (arXiv 2501.03262): (r - mean) / (std + epsilon) over the tokens of the batch.
+    """Compare with the batch: REINFORCE++, (r - mean) / (std + epsilon) over its tokens.
+
+    arXiv 2501.03262.
 
     Departs from the paper, which has a KL penalty for each token in the reward (here it is a term
     of the loss, or `reward_kl` of the whole completion), and from verl and NeMo RL in epsilon,
@@ -87,7 +95,7 @@ def reinforce_pp(inputs: RewardInputs, config: AdvantageConfig) -> Float[Array, 
 
 
 def reinforce_pp_baseline(inputs: RewardInputs, config: AdvantageConfig) -> Float[Array, "P n"]:
-    """REINFORCE++ of r - the prompt's mean."""
+    """Compare r - the prompt's mean with the batch: REINFORCE++ with a baseline."""
     return _whiten(_unless_constant(_deviation(inputs), inputs), inputs, config)
 
 
@@ -107,13 +115,13 @@ def group_advantages(
     valid: Bool[Array, " B"] | None = None,
     lengths: Int[Array, " B"] | None = None,
 ) -> Float[Array, " B"]:
-    """Advantages of the completions of one rollout, by the function that `config.estimator` names.
+    """Compute the advantages of the completions of one rollout.
 
     Args:
         rewards: one scalar a completion; row b belongs to prompt b // samples_per_prompt.
         samples_per_prompt: n, at least 2 where completions of a prompt are compared, as all but
             reinforce_pp do.
-        config: estimator, estimator_args, ddof and epsilon.
+        config: estimator (a name, or a function's spec), estimator_args, ddof and epsilon.
         valid: False where a completion has no reward (its grader failed): it gets 0 and is left out
             of every mean and standard deviation. By default all are valid.
         lengths: tokens of each completion, by which REINFORCE++ weighs mean and standard deviation
@@ -130,10 +138,8 @@ def group_advantages(
             an exception, or returns something else than [P, n] floats.
     """
     groups, counted = _groups(rewards, samples_per_prompt, valid, least=1)
-    spans = (
-        counted.astype(jnp.int32) if lengths is None else jnp.asarray(lengths).reshape(groups.shape)
-    )
-    inputs = RewardInputs(jnp.where(counted, groups, 0.0), counted, spans)
+    lengths = counted.astype(jnp.int32) if lengths is None else jnp.asarray(lengths)
+    inputs = RewardInputs(jnp.where(counted, groups, 0.0), counted, lengths.reshape(groups.shape))
     advantages = call(
         ESTIMATOR_KEY, config.estimator, BUILT_IN, inputs, config, config.estimator_args
     )
@@ -144,7 +150,9 @@ def group_advantages(
 def reward_metrics(
     rewards: Float[Array, " B"], samples_per_prompt: int, valid: Bool[Array, " B"] | None = None
 ) -> dict[str, Float[Array, ""]]:
-    """reward/mean over completions; reward/std within a group (ddof 0) and reward/frac_zero_std
+    """Measure the rewards of a rollout: mean, spread within groups, groups without spread.
+
+    reward/mean is over completions; reward/std, within a group (ddof 0), and reward/frac_zero_std
     over prompts.
 
     Prompts without a valid reward are left out. Arguments and errors as in `group_advantages`.
@@ -157,14 +165,6 @@ def reward_metrics(
         "reward/std": masked_mean(_std(deviation, counted, ddof=0), graded),
         "reward/frac_zero_std": masked_mean(_constant(groups, counted), graded),
     }
-
-
-def constant_groups(
-    rewards: Float[Array, " B"], samples_per_prompt: int, valid: Bool[Array, " B"] | None = None
-) -> Bool[Array, " P"]:
-    """Prompts without two valid rewards that differ. Arguments and errors as in
-    `group_advantages`."""
-    return _constant(*_groups(rewards, samples_per_prompt, valid))
 
 
 def _groups(
@@ -180,9 +180,9 @@ def _groups(
             f"{len(rewards)} rewards of a batch"
         )
     groups = jnp.asarray(rewards, jnp.float32).reshape(-1, samples_per_prompt)
-    return groups, jnp.ones_like(groups, bool) if valid is None else jnp.asarray(
-        valid, bool
-    ).reshape(groups.shape)
+    if valid is None:
+        return groups, jnp.ones_like(groups, bool)
+    return groups, jnp.asarray(valid, bool).reshape(groups.shape)
 
 
 def _check_samples(samples_per_prompt: int, least: int) -> None:
@@ -196,11 +196,8 @@ def _check_samples(samples_per_prompt: int, least: int) -> None:
 def _deviation(inputs: RewardInputs) -> Float[Array, "P n"]:
     """r - mean of the prompt's completions; 0 where it is not valid."""
     _check_samples(inputs.rewards.shape[1], least=2)
-    return jnp.where(
-        inputs.valid,
-        inputs.rewards - masked_mean(inputs.rewards, inputs.valid, axis=1)[:, None],
-        0.0,
-    )
+    mean = masked_mean(inputs.rewards, inputs.valid, axis=1)[:, None]
+    return jnp.where(inputs.valid, inputs.rewards - mean, 0.0)
 
 
 def _unless_constant(values: Float[Array, "P n"], inputs: RewardInputs) -> Float[Array, "P n"]:
@@ -211,16 +208,13 @@ def _unless_constant(values: Float[Array, "P n"], inputs: RewardInputs) -> Float
 def _std(
     deviation: Float[Array, "P n"], counted: Bool[Array, "P n"], ddof: int
 ) -> Float[Array, " P"]:
-    return jnp.sqrt(
-        masked_sum(deviation**2, counted, axis=1)
-        / jnp.maximum(masked_count(counted, axis=1) - ddof, 1.0)
-    )
+    degrees = jnp.maximum(masked_count(counted, axis=1) - ddof, 1.0)
+    return jnp.sqrt(masked_sum(deviation**2, counted, axis=1) / degrees)
 
 
 def _constant(groups: Float[Array, "P n"], counted: Bool[Array, "P n"]) -> Bool[Array, " P"]:
-    return jnp.where(counted, groups, -jnp.inf).max(axis=1) <= jnp.where(
-        counted, groups, jnp.inf
-    ).min(axis=1)
+    largest = jnp.where(counted, groups, -jnp.inf).max(axis=1)
+    return largest <= jnp.where(counted, groups, jnp.inf).min(axis=1)
 
 
 def _whiten(
@@ -241,30 +235,33 @@ def _whiten(
 def informative_groups(
     rewards: Float[Array, " B"], samples_per_prompt: int, valid: Bool[Array, " B"] | None = None
 ) -> Bool[Array, " P"]:
-    """Prompts whose completions do not all have the same reward: the others' advantages are 0.
+    """Find the prompts whose completions do not all have the same reward.
 
-    Dynamic sampling (section 3.2) drops the others and samples new prompts until the batch is full.
+    The advantages of the others are 0.
+
+    Dynamic sampling (DAPO section 3.2) drops those and samples new prompts until the batch is full.
     Give it the task's rewards, before `overlong_penalty`, as verl and NeMo RL do: a group that
-    differs in length alone teaches no task. Departs from the paper, which asks for an accuracy
-    strictly between 0 and 1: any two rewards that differ will do.
+    differs in length alone says nothing of the task. Departs from the paper, which asks for an
+    accuracy strictly between 0 and 1: any two rewards that differ will do.
 
     Args:
         rewards: one scalar a completion; row b belongs to prompt b // samples_per_prompt.
         samples_per_prompt: n, at least 2.
-        valid: False where a completion has no reward; by default all have one. Fewer than two teach
-            nothing.
+        valid: False where a completion has no reward; by default all have one. A prompt with fewer
+            than two is not informative.
 
     Raises:
         UserError: as `group_advantages`.
     """
-    return ~constant_groups(rewards, samples_per_prompt, valid)
+    return ~_constant(*_groups(rewards, samples_per_prompt, valid))
 
 
 def overlong_penalty(
     lengths: Int[Array, " B"], max_new_tokens: int, buffer: int, penalty: float = 1.0
 ) -> Float[Array, " B"]:
-    """What is added to the reward of a completion for its length: 0 down to -penalty (soft
-    punishment, section 3.4).
+    """Compute what a completion's length adds to its reward: 0 down to -penalty.
+
+    Soft overlong punishment, DAPO section 3.4.
 
     0 up to max_new_tokens - buffer tokens, then linear to -penalty at max_new_tokens, and no less
     beyond. verl has no lower bound, which is the same as long as no completion is longer than
@@ -290,8 +287,9 @@ def overlong_penalty(
 
 
 def drop_truncated(mask: Mask, stopped: Bool[Array, " B"]) -> Bool[Array, "B T"]:
-    """The mask without completions that were cut off at the length limit (overlong filtering,
-    section 3.4).
+    """Mask the completions that were truncated at the length limit.
+
+    Overlong filtering, DAPO section 3.4.
 
     It is a mask for the loss alone: the model still attends to those tokens, and mismatch metrics
     still count them.

@@ -1,4 +1,4 @@
-"""Rollout correction: what to do about tokens that a slightly different policy sampled.
+"""Rollout correction: weights and rejection for tokens that a slightly different policy sampled.
 
 The rollout runs in FP8, the trainer in bfloat16; even with equal formats, a decode program and a
 training program round differently. So the samples come from pi_rollout, while the loss believes
@@ -6,34 +6,29 @@ that they come from the trainer's pi_old. Each token's expectation is repaired b
 
     rho = pi_old / pi_rollout = exp(logp_train - logp_rollout)
 
-whose variance is bounded (weights.py), and samples that are beyond repair are left out
-(rejection.py). All ratios in this library are pi_train / pi_rollout. Two ways to use it:
+whose variance is bounded, and samples that are beyond repair are rejected. All ratios in this
+library are pi_train / pi_rollout. Two ways to use it:
 
     decoupled   three policies, arXiv 2110.00641: clip pi_theta / pi_old, then multiply the token's
                 loss by its weight.
-    bypass      two policies: pi_old is taken to be pi_rollout, so the clipped ratio pi_theta /
-                pi_rollout carries the
-                correction itself, and a weight on top of it would count the mismatch twice. Or
-                REINFORCE, without a ratio: then the weight pi_theta / pi_rollout is the correction.
+    bypass      two policies: pi_old is taken to be pi_rollout, so the clipped ratio
+                pi_theta / pi_rollout carries the correction itself, and a weight on top of it would
+                count the mismatch twice. Or REINFORCE, without a ratio: then the weight
+                pi_theta / pi_rollout is the correction.
 
 Weights, bounds, rejection, normalization and mode are fields of their own; `method` names usual
 combinations.
 
-Importance weights: how much a sampled token counts, given how much likelier the trainer finds it
-than the rollout did.
+Importance weights. The weight of a token is its own rho (biased, of low variance: the tokens before
+it are taken as the rollout made them) or rho of its whole sequence (unbiased, of a variance that
+grows with length). Bounds keep either in check:
 
-With rho = pi_old / pi_rollout, the weight of a token is its own rho (biased, of low variance: the
-tokens before it are taken as the rollout made them) or rho of its whole sequence (unbiased, of a
-variance that grows with length). Bounds keep either in check:
-
-    truncate   min(rho, max_weight): truncated importance sampling (TIS),
-               https://fengyao.notion.site/off-policy-rl;
-               FP8-RL, arXiv 2601.18150, prints it as clip(rho, C). min_weight raises small weights,
-               if it is above 0.
-    mask       rho inside [min_weight, max_weight], else 0: IcePop, arXiv 2510.18855. The token's
-               gradient is lost, but it
-               still counts in the denominator.
-    keep       rho: plain importance sampling, NeMo RL's correction without a truncation type.
+    truncate    min(rho, max_weight): truncated importance sampling (TIS),
+                https://fengyao.notion.site/off-policy-rl; FP8-RL, arXiv 2601.18150, prints it as
+                clip(rho, C). min_weight raises small weights, if it is above 0.
+    mask        rho inside [min_weight, max_weight], else 0: IcePop, arXiv 2510.18855. The token's
+                gradient is lost, but it still counts in the denominator.
+    keep        rho: plain importance sampling, NeMo RL's correction without a truncation type.
 
 Something else than rho is a function of one's own with the signature of `token` and `sequence`
 (docs/objectives.md), `rl.correction.weights = "module:function"`; bounds then act on what it
@@ -41,26 +36,23 @@ returns:
 
     weights(inputs: RatioInputs, config: CorrectionConfig, **arguments) -> weights [B, T]
 
-Rejection: tokens or sequences that are too far from the trainer's policy are left out of the
-loss.
+Rejection. Truncation tames the weight of a bad sample and still learns from it. Rejection does not
+learn from it: a sequence in which the two policies disagree may owe its reward to tokens that the
+trainer's policy would hardly produce. With x = log rho of a token, a statistic of a token or of a
+sequence is held to bounds:
 
-Truncation tames the weight of a bad sample and still learns from it. Rejection does not learn from
-it: a sequence in which the two policies disagree may owe its reward to tokens that the trainer's
-policy would hardly produce. With x = log rho of a token (rho = pi_train / pi_rollout), a statistic
-of a token or of a sequence is held to bounds:
-
-    k1      x, compared as a ratio exp(x) with [low, high]. seq_sum: the product of the ratios
-            (MIS); seq_mean: their
-            geometric mean, which does not grow with length ("geometric rejection")
-    k2      x^2 / 2, at most high
-    k3      exp(x) - 1 - x, at most high; seq_mean_k3 estimates the KL divergence, is never negative
-            and, unlike k1, does
-            not let a high token hide a low one
-    error   exp |x|, at most high; its mean over a sequence is NeMo RL's seq_logprob_error_threshold
+    k1          x, compared as a ratio exp(x) with [low, high]. seq_sum: the product of the ratios
+                (MIS); seq_mean: their geometric mean, which does not grow with length ("geometric
+                rejection")
+    k2          x^2 / 2, at most high
+    k3          exp(x) - 1 - x, at most high; seq_mean_k3 estimates the KL divergence, is never
+                negative and, unlike k1, does not let a high token hide a low one
+    error       exp |x|, at most high; its mean over a sequence is NeMo RL's
+                seq_logprob_error_threshold
 
     token_*     of the token itself, which is rejected alone
-    seq_sum_*   the sum over the sequence, seq_mean_* its mean, seq_max_* its maximum: one bad token
-                rejects them all ("veto")
+    seq_*       the sum (seq_sum_), mean (seq_mean_) or maximum (seq_max_) over the sequence: one
+                bad token rejects them all ("veto")
 
 Several criteria are joined by "and". Sources: https://richardli.xyz/rl-collapse (parts 1 - 3),
 arXiv 2512.23075 (trust region masking), k1 - k3: http://joschu.net/blog/kl-approx.html. verl's
@@ -97,7 +89,7 @@ from fp8rl_jax.rl.metrics import (
 def correction(
     log_ratio: Float[Array, "B T"], mask: Mask, config: CorrectionConfig
 ) -> tuple[Float[Array, "B T"], Mask, Metrics]:
-    """Weights that correct the tokens of a rollout, and the mask of those that stay in the loss.
+    """Compute the weights of a rollout's tokens, and the mask of those that stay in the loss.
 
     Weights and statistics are taken over the tokens of `mask`; rejection comes after them, as in
     verl. Give it the whole batch where `config.whole_batch` names a reason; else rows may be split
@@ -111,14 +103,13 @@ def correction(
 
     Returns:
         weights: constants for the gradient, 0 outside the returned mask; 1 where the config asks
-        for none, and in bypass
-            mode with bypass_loss "ratio". A rejected token has weight 0.
+            for none, and in bypass mode with bypass_loss "ratio". A rejected token has weight 0.
         mask: the tokens that the loss counts: those that were not rejected, or all, as
-        config.denominator says. metrics: over all tokens of `mask`, before rejection and
-        normalization: correction/weight_mean and weight_max,
-            correction/clip_frac of those outside the bounds. With criteria: correction/reject_frac
-            of tokens and correction/reject_seq_frac of completions that lost one. With
-            batch_normalize: correction/normalizer.
+            config.denominator says.
+        metrics: over all tokens of `mask`, before rejection and normalization:
+            correction/weight_mean and weight_max, correction/clip_frac of those outside the bounds.
+            With criteria: correction/reject_frac of tokens and correction/reject_seq_frac of
+            completions that lost one. With batch_normalize: correction/normalizer.
 
     Raises:
         UserError: the method is still "recipe"; or weights that are not built in, as
@@ -138,7 +129,7 @@ def correction(
         "correction/clip_frac": Mean.of(outside, counted),
     }
     if config.batch_normalize:
-        weights, divisor = normalize_weights(weights, counted, config.weights)
+        weights, divisor = _normalize_weights(weights, counted, config.value("weights"))
         metrics["correction/normalizer"] = Mean(divisor, jnp.ones_like(divisor))
     if not config.reject:
         return jnp.where(counted, weights, 0.0), mask, metrics
@@ -157,7 +148,7 @@ def rollout_logprobs(
     *,
     truncated: bool,
 ) -> Float[Array, "B T"]:
-    """The rollout's log-probabilities that ratios divide by.
+    """Choose the rollout's log-probabilities that ratios divide by.
 
     Without truncation the two differ by rounding at most and policy_logprobs are taken. With it
     they answer two questions: behaviour_logprobs correct the truncation too, as far as its support
@@ -178,18 +169,14 @@ def rollout_logprobs(
     if truncated and config.truncated_sampling == "refuse":
         raise UserError(
             'rl.correction.truncated_sampling: the samples are truncated; say "behaviour" '
-            "(correct the truncation) "
-            'or "policy" (leave its bias)'
+            '(correct the truncation) or "policy" (leave its bias)'
         )
-    return (
-        behaviour_logprobs
-        if truncated and config.truncated_sampling == "behaviour"
-        else policy_logprobs
-    )
+    behaviour = truncated and config.truncated_sampling == "behaviour"
+    return behaviour_logprobs if behaviour else policy_logprobs
 
 
 def refuse_partial(config: CorrectionConfig) -> None:
-    """Refuses what cannot be computed from one micro-batch.
+    """Refuse what cannot be computed from one micro-batch.
 
     Raises:
         UserError: naming the keys and the reason, where `config.whole_batch` has one.
@@ -198,8 +185,8 @@ def refuse_partial(config: CorrectionConfig) -> None:
         raise UserError(
             "; ".join(reasons)
             + ": a micro-batch does not know that, so it cannot be accumulated; it is computed "
-            "before the "
-            "update, from old log-probabilities, and the pass that makes them was skipped"
+            "before the update, from old log-probabilities, and the pass that makes them "
+            "was skipped"
         )
 
 
@@ -223,12 +210,12 @@ Weights = Callable[..., Float[Array, "B T"]]
 
 
 def token(inputs: RatioInputs, config: CorrectionConfig) -> Float[Array, "B T"]:
-    """rho of each token."""
+    """Weigh each token by its rho."""
     return importance_ratio(inputs.log_ratio, config)
 
 
 def sequence(inputs: RatioInputs, config: CorrectionConfig) -> Float[Array, "B T"]:
-    """rho of the whole sequence, at each of its tokens."""
+    """Weigh each token by rho of its whole sequence."""
     total = masked_sum(inputs.log_ratio, inputs.mask, axis=1)[:, None]
     return importance_ratio(jnp.broadcast_to(total, inputs.log_ratio.shape), config)
 
@@ -240,8 +227,11 @@ BUILT_IN_WEIGHTS: dict[str, Weights] = {"token": token, "sequence": sequence}
 def importance_ratio(
     log_ratio: Float[Array, "B T"], config: CorrectionConfig
 ) -> Float[Array, "B T"]:
-    """rho from its logarithm, by config.overflow: clamp (log-ratios to +-20, as in verl), or zero
-    for what is not finite."""
+    """Compute rho from its logarithm.
+
+    config.overflow "clamp" clamps log-ratios to +-20, as in verl; "zero" gives 0 for what is not
+    finite.
+    """
     if config.value("overflow") == "clamp":
         return jnp.exp(clamp_log_ratio(log_ratio))
     return jnp.nan_to_num(jnp.exp(log_ratio), nan=0.0, posinf=0.0, neginf=0.0)
@@ -250,7 +240,7 @@ def importance_ratio(
 def importance_weights(
     log_ratio: Float[Array, "B T"], mask: Mask, config: CorrectionConfig
 ) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
-    """Weights of all tokens, and where they lay outside the bounds.
+    """Compute the weights of all tokens, and where they lay outside the bounds.
 
     A NaN log-ratio gives a NaN weight with overflow "clamp" (of its whole sequence, where weights
     are of sequences), and weight 0 with overflow "zero". Departs from verl in nothing on finite
@@ -270,33 +260,28 @@ def importance_weights(
         UserError: weights that are not built in do not import, do not take (inputs, config,
             **weights_args), raise an exception, or are something else than [B, T] floats.
     """
-    inside = jnp.zeros(log_ratio.shape, bool)
+    nowhere = jnp.zeros(log_ratio.shape, bool)
     name, bounds = config.value("weights"), config.value("bounds")
     if name == "none":
-        return jnp.ones_like(log_ratio), inside
+        return jnp.ones_like(log_ratio), nowhere
     mask = mask.astype(bool)
     inputs = RatioInputs(jnp.where(mask, log_ratio, 0.0), mask)
-    ratio = floats(
-        WEIGHTS_KEY,
-        name,
-        call(WEIGHTS_KEY, name, BUILT_IN_WEIGHTS, inputs, config, config.weights_args),
-        log_ratio.shape,
-        "[B, T]",
-    )
+    ratio = call(WEIGHTS_KEY, name, BUILT_IN_WEIGHTS, inputs, config, config.weights_args)
+    ratio = floats(WEIGHTS_KEY, name, ratio, log_ratio.shape, "[B, T]")
     if bounds == "keep":
-        return ratio, inside
+        return ratio, nowhere
     low, high = config.value("min_weight"), config.value("max_weight")
     outside = (ratio < low) | (ratio > high)
-    return jnp.where(outside, 0.0, ratio) if bounds == "mask" else jnp.clip(
-        ratio, low, high
-    ), outside
+    weights = jnp.where(outside, 0.0, ratio) if bounds == "mask" else jnp.clip(ratio, low, high)
+    return weights, outside
 
 
-def normalize_weights(
+def _normalize_weights(
     weights: Float[Array, "B T"], mask: Mask, level: str
 ) -> tuple[Float[Array, "B T"], Float[Array, ""]]:
-    """Weights divided by their mean over the whole batch, so that they average to 1; verl's batch
-    normalization.
+    """Divide weights by their mean over the whole batch, so that they average to 1.
+
+    verl's batch normalization.
 
     Self-normalized importance sampling: a little bias for less variance. The mean is over tokens
     for token weights and those of the user's functions, and over completions with tokens for
@@ -322,7 +307,7 @@ def normalize_weights(
 def kept_tokens(
     log_ratio: Float[Array, "B T"], mask: Mask, config: CorrectionConfig
 ) -> Bool[Array, "B T"]:
-    """The tokens of `mask` that pass every criterion of `config.reject`.
+    """Find the tokens of `mask` that pass every criterion of `config.reject`.
 
     Log-ratios are clamped to +-20 with overflow "clamp", as in verl; with "zero", as in NeMo RL,
     one that is not finite counts as 0. Departs from both in what a NaN does under "clamp": it
@@ -363,7 +348,5 @@ def _statistic(
             values = jnp.exp(jnp.abs(log_ratio))
     if criterion.level == "token":
         return values
-    reduce = {"seq_sum": masked_sum, "seq_mean": masked_mean, "seq_max": masked_max}[
-        criterion.level
-    ]
-    return reduce(values, mask, axis=1)[:, None]
+    reductions = {"seq_sum": masked_sum, "seq_mean": masked_mean, "seq_max": masked_max}
+    return reductions[criterion.level](values, mask, axis=1)[:, None]

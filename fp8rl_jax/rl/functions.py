@@ -1,4 +1,4 @@
-"""The one door to objectives, advantage estimators and importance weights, built in or the user's.
+"""Calls of objectives, advantage estimators and importance weights, built in or the user's.
 
 Each is a function of (inputs, config): `TokenInputs`, `RewardInputs` or `RatioInputs`, and the part
 of the configuration that it belongs to. A function of the user's may take keyword arguments
@@ -29,7 +29,7 @@ def call(
     config: Any,
     arguments: Mapping[str, float],
 ) -> Any:
-    """What the function called `name` returns.
+    """Call the function that the configuration names.
 
     Args:
         key: configuration key of the function, for messages.
@@ -68,7 +68,7 @@ def call(
 def floats(
     key: str, name: str, values: Any, shape: tuple[int, ...], axes: str
 ) -> Float[Array, "*shape"]:
-    """`values`, which the function called `name` returned, as float32.
+    """Check what a function returned, and give it as float32.
 
     Args:
         key: configuration key of the function.
@@ -82,17 +82,17 @@ def floats(
     """
     if not (is_array(values, shape) and jnp.issubdtype(values.dtype, jnp.floating)):
         wanted = f"floating-point numbers {axes}, here {list(shape)}"
-        raise UserError(f"{key} = {name!r} must return {wanted}, and returned {shown(values)}")
+        raise UserError(f"{key} = {name!r} must return {wanted}, and returned {summarize(values)}")
     return jnp.asarray(values, jnp.float32)
 
 
 def is_array(values: Any, shape: tuple[int, ...]) -> bool:
-    """Whether `values` is an array of this shape."""
+    """Tell whether `values` is an array of this shape."""
     return isinstance(values, jax.Array | np.ndarray) and values.shape == shape
 
 
-def shown(values: Any) -> str:
-    """What something is, for a message: dtype and shape of an array, the type of anything else."""
+def summarize(values: Any) -> str:
+    """Name dtype and shape of an array, or the type of anything else, for a message."""
     if isinstance(values, jax.Array | np.ndarray):
         return f"{values.dtype} {list(values.shape)}"
     return type(values).__name__

@@ -2,40 +2,32 @@
 
 For a token with advantage A, sampled under pi_old, let r = pi_theta / pi_old. Its loss is
 
-    objective(r, A)                              objectives.py; PPO's clip: max(-A r, -A clip(r, 1 -
-                                                 clip_low, 1 + clip_high))
-    times w                                      rollout correction, constant, after the clipping
-    plus kl_coefficient * KL(pi_theta || pi_ref)    divergence.py; not weighted by w
+    objective(r, A)                              objectives.py; PPO's clip:
+                                                 max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))
+    times w                                      correction.py, constant, after the clipping
+    plus kl_coefficient * KL(pi_theta || pi_ref)    not weighted by w
     minus entropy_coefficient * entropy
 
 PPO's maximum is pessimistic: clipping takes away the reward for moving r further, never the penalty
 for having moved it the wrong way. At r = 1 the clip is inactive and the gradient is the policy
-gradient -A grad log pi_theta. That is the whole story where one update follows each rollout: pi_old
-is the current policy, r is 1 by definition, and no forward pass is needed to learn log pi_old;
+gradient -A grad log pi_theta. That is all that happens where one update follows each rollout:
+pi_old is the current policy, r is 1 by definition, and no forward pass is needed for log pi_old;
 stop_gradient(log pi_theta) has the right value, and r keeps the right gradient.
 
-The loss is a sum over the tokens at hand divided by a denominator of the *global* batch
-(aggregation.py), which the caller knows and a micro-batch does not. So losses and gradients of
-micro-batches are added, not averaged, and equal the big batch's.
+The loss is a sum over the tokens at hand divided by a denominator of the *global* batch, which the
+caller knows and a micro-batch does not. So losses and gradients of micro-batches are added, not
+averaged, and equal the big batch's. `aggregation` says what is summed and divided by:
 
-From losses of tokens to the loss of a batch, as a sum over micro-batches divided by something of
-the global batch.
-
-    token_mean      sum over tokens / tokens                      DAPO, arXiv 2503.14476: a long
-                    completion weighs more
-    sequence_mean   sum over completions of token means / completions     GRPO, arXiv 2402.03300:
-                    each weighs the same, and a
-                    token of a long one less
-    sequence_sum    sum over tokens / completions                 the policy gradient of whole
-                    completions, RLOO's
-    fixed_length    sum over tokens / (completions * length)      Dr. GRPO, arXiv 2503.20783: as
-                    before at another scale
+    token_mean      sum over tokens / tokens: a long completion weighs more. DAPO, arXiv 2503.14476
+    sequence_mean   sum over completions of token means / completions: each weighs the same, and a
+                    token of a long one less. GRPO, arXiv 2402.03300
+    sequence_sum    sum over tokens / completions: the policy gradient of whole completions, RLOO's
+    fixed_length    sum over tokens / (completions * length): as before at another scale. Dr. GRPO,
+                    arXiv 2503.20783
 
 A completion counts while it has a token in the mask. Departs from verl in that: there, completions
 that rejection has emptied still count in the three sequence modes, where the trainer gives the size
 of the global batch.
-
-A look at the user's functions before anything is computed with them.
 """
 
 from __future__ import annotations
@@ -107,11 +99,11 @@ class LossInputs:
 
 
 def policy_loss(inputs: LossInputs, config: LossConfig) -> tuple[Float[Array, ""], Metrics]:
-    """The policy loss of one micro-batch, as its part of the global batch's loss.
+    """Compute the policy loss of one micro-batch, as its part of the global batch's loss.
 
     Log-ratios are clamped to +-20 before exp, as in verl; beyond that a token has no gradient. A
-    NaN at a token in the mask makes the loss NaN. Departures from verl and NeMo RL: objectives.py,
-    divergence.py, aggregation.py.
+    NaN at a token in the mask makes the loss NaN. Departures from verl and NeMo RL: `policy_ratio`,
+    `kl_penalty` and the head of this file.
 
     Args:
         inputs: log-probabilities, advantages, mask and the global denominator.
@@ -119,13 +111,13 @@ def policy_loss(inputs: LossInputs, config: LossConfig) -> tuple[Float[Array, ""
 
     Returns:
         loss: summed over micro-batches it is the global loss, and its gradients add likewise.
-        metrics: `loss`, `policy_loss` (without KL and entropy), `approx_kl` (k3 of KL(pi_old ||
-        pi_theta)), `ratio_max`;
-            `kl` and `entropy` where their inputs were given; and the objective's own. Of the
-            built-in ones these are, as fractions of all tokens, `clip_ratio/low_mean` (A < 0, r < 1
-            - clip_low), `clip_ratio/high_mean` (A > 0, r > 1 + clip_high; both by clip_bounds where
-              they are given), `clip_ratio/region_mean` (either; CISPO: of any A),
-            and where dual_clip is set `clip_ratio/dual_mean` (A < 0, r > dual_clip).
+        metrics: `loss`, `policy_loss` (without KL and entropy), `approx_kl` (k3 of
+            KL(pi_old || pi_theta)), `ratio_max`; `kl` and `entropy` where their inputs were given;
+            and the objective's own. Of the built-in ones these are, as fractions of all tokens,
+            `clip_ratio/low_mean` (A < 0, r < 1 - clip_low), `clip_ratio/high_mean` (A > 0,
+            r > 1 + clip_high; both by clip_bounds where they are given), `clip_ratio/region_mean`
+            (either; CISPO: of any A), and where dual_clip is set `clip_ratio/dual_mean` (A < 0,
+            r > dual_clip).
 
     Raises:
         UserError: an objective that is not built in, as `token_losses` says.
@@ -150,8 +142,8 @@ def policy_loss(inputs: LossInputs, config: LossConfig) -> tuple[Float[Array, ""
         inputs.logprobs if inputs.old_logprobs is None else inputs.old_logprobs
     )
 
-    def constant(values: Array | None) -> Array | None:
-        return None if values is None else jax.lax.stop_gradient(jnp.where(mask, values, 0.0))
+    def constant(values: Array) -> Array:
+        return jax.lax.stop_gradient(jnp.where(mask, values, 0.0))
 
     tokens = TokenInputs(
         logprobs=jnp.where(mask, inputs.logprobs, 0.0),
@@ -162,9 +154,13 @@ def policy_loss(inputs: LossInputs, config: LossConfig) -> tuple[Float[Array, ""
         weights=jnp.ones_like(old)
         if inputs.weights is None
         else jax.lax.stop_gradient(inputs.weights),
-        bounds=_bounds(inputs, config),
-        entropy=constant(inputs.entropy),
-        reference_logprobs=constant(inputs.reference_logprobs),
+        bounds=(1 - config.clip_low, 1 + config.clip_high)
+        if inputs.clip_bounds is None
+        else (inputs.clip_bounds[0], inputs.clip_bounds[1]),
+        entropy=None if inputs.entropy is None else constant(inputs.entropy),
+        reference_logprobs=None
+        if inputs.reference_logprobs is None
+        else constant(inputs.reference_logprobs),
     )
     objective, measured = token_losses(tokens, config)
     if inputs.weights is not None:
@@ -193,8 +189,9 @@ def policy_loss(inputs: LossInputs, config: LossConfig) -> tuple[Float[Array, ""
 def corrected_policy_loss(
     inputs: LossInputs, rollout_logprobs: Float[Array, "B T"], config: RLConfig
 ) -> tuple[Float[Array, ""], Metrics]:
-    """`policy_loss` of a rollout whose policy is not quite the trainer's, with the correction that
-    the config names.
+    """Compute `policy_loss` with the correction that the config names.
+
+    For a rollout whose policy is not quite the trainer's.
 
     decoupled: r = pi_theta / pi_old in the loss, weights and rejection from rho = pi_old /
     pi_rollout. bypass: r = pi_theta / pi_rollout; weights (with bypass_loss "reinforce" only) and
@@ -232,34 +229,25 @@ def corrected_policy_loss(
         dataclasses.replace(
             inputs, old_logprobs=rollout_logprobs if bypass else old, weights=weights, mask=mask
         ),
-        loss_settings(config),
+        _loss_settings(config),
     )
     return loss, metrics | correction_metrics
 
 
-def loss_settings(config: RLConfig) -> RLConfig:
+def _loss_settings(config: RLConfig) -> RLConfig:
     """The config that the loss is computed with: bypass mode with bypass_loss "reinforce" replaces
     the objective."""
-    correction_config = config.correction
-    if (
-        correction_config.value("mode") == "bypass"
-        and correction_config.value("bypass_loss") == "reinforce"
-    ):
+    settings = config.correction
+    if settings.value("mode") == "bypass" and settings.value("bypass_loss") == "reinforce":
         return dataclasses.replace(config, objective="reinforce", ratio="token", dual_clip=None)
     return config
 
 
-def _bounds(
-    inputs: LossInputs, config: LossConfig
-) -> tuple[float | Float[Array, ""], float | Float[Array, ""]]:
-    if inputs.clip_bounds is None:
-        return 1 - config.clip_low, 1 + config.clip_high
-    return inputs.clip_bounds[0], inputs.clip_bounds[1]
-
-
 def aggregate(values: Shaped[Array, "B T"], mask: Mask, config: LossConfig) -> Mean:
-    """The rows' share of the batch's mean: numerators and denominators of micro-batches add up to
-    the whole batch's."""
+    """Compute the rows' share of the batch's mean.
+
+    Numerators and denominators of micro-batches add up to the whole batch's.
+    """
     if config.aggregation == "token_mean":
         return Mean.of(values, mask)
     completions = masked_count(mask.astype(bool).any(axis=1))
@@ -274,7 +262,7 @@ def aggregate(values: Shaped[Array, "B T"], mask: Mask, config: LossConfig) -> M
 
 
 def loss_denominator(mask: Mask, config: LossConfig) -> Float[Array, ""]:
-    """What the loss of the global batch divides by, at least 1.
+    """Compute what the loss of the global batch divides by, at least 1.
 
     Args:
         mask: the tokens in the loss, of the whole batch: after a rejection that takes tokens out of
@@ -285,8 +273,9 @@ def loss_denominator(mask: Mask, config: LossConfig) -> Float[Array, ""]:
 
 
 def check_functions(config: RLConfig, samples_per_prompt: int = 4) -> None:
-    """Traces objective, advantage estimator and importance weights that are not built in, on shapes
-    alone; and the objective's gradient, so that one without a derivative is found here.
+    """Trace the objective, estimator and weights that are the user's, on shapes alone.
+
+    The objective's gradient is traced, too, so that one without a derivative is found here.
 
     Args:
         config: resolved or not.

@@ -1,14 +1,12 @@
-"""Sums and means over the tokens that count.
+"""Sums and means over the tokens that count, and metrics that add up over micro-batches.
 
 Padding may hold anything, NaN and infinity included: masked entries are replaced before they are
 used, never multiplied by zero. What is not masked is never cleaned: a NaN or an infinity at a real
 token reaches the result.
 
-Metrics that add: what a micro-batch measures, kept apart as sums until the whole batch is in.
-
 A mean of means weighs a micro-batch of 10 tokens like one of 1000. So a metric travels as a pytree
 of sums, is added over micro-batches (with `+`, or stacked by `lax.scan` and then reduced), and
-becomes a number once, at the end.
+becomes a number at the end.
 """
 
 from __future__ import annotations
@@ -31,55 +29,57 @@ overflow a batch."""
 def masked_sum(
     values: Shaped[Array, "*axes"], mask: Mask, axis: int | None = None
 ) -> Float[Array, "*rest"]:
-    """Sum of the entries that count; 0 where none does."""
+    """Add the entries that count; 0 where none does."""
     return jnp.sum(jnp.where(mask.astype(bool), values, 0).astype(jnp.float32), axis=axis)
 
 
 def masked_count(mask: Mask, axis: int | None = None) -> Float[Array, "*rest"]:
-    """Number of entries that count, as float32."""
+    """Count the entries that count, as float32."""
     return jnp.sum(mask.astype(bool), axis=axis, dtype=jnp.float32)
 
 
 def masked_mean(
     values: Shaped[Array, "*axes"], mask: Mask, axis: int | None = None
 ) -> Float[Array, "*rest"]:
-    """Mean of the entries that count; 0 where none does."""
+    """Average the entries that count; 0 where none does."""
     return safe_divide(masked_sum(values, mask, axis), masked_count(mask, axis))
 
 
 def masked_max(
     values: Float[Array, "*axes"], mask: Mask, axis: int | None = None
 ) -> Float[Array, "*rest"]:
-    """Maximum of non-negative entries; 0 where none counts."""
+    """Find the maximum of non-negative entries; 0 where none counts."""
     return jnp.max(jnp.where(mask.astype(bool), values, 0.0), axis=axis, initial=0.0)
 
 
 def safe_divide(
     numerator: Float[Array, "*axes"], denominator: Float[Array, "*axes"]
 ) -> Float[Array, "*axes"]:
-    """numerator / denominator, and 0 where the denominator is exactly 0; NaN passes through."""
+    """Divide; 0 where the denominator is exactly 0, and NaN passes through."""
     empty = denominator == 0
     return jnp.where(empty, 0.0, numerator / jnp.where(empty, 1.0, denominator))
 
 
 def clamp_log_ratio(log_ratio: Float[Array, "*axes"]) -> Float[Array, "*axes"]:
-    """Log-ratio within +-LOG_RATIO_LIMIT; NaN passes through."""
+    """Clamp log-ratios to +-LOG_RATIO_LIMIT; NaN passes through."""
     return jnp.clip(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 def k3(log_ratio: Float[Array, "*axes"]) -> Float[Array, "*axes"]:
-    """Schulman's k3 estimate of KL(p || q) from a sample of p: exp(x) - 1 - x with x = log q - log
-    p.
+    """Estimate KL(p || q) from a sample of p: exp(x) - 1 - x with x = log q - log p.
 
-    Unbiased, and never negative but for rounding; expm1 keeps its digits where the policies are
-    close. J. Schulman, "Approximating KL divergence", 2020, http://joschu.net/blog/kl-approx.html
+    Schulman's k3 ("Approximating KL divergence", 2020, http://joschu.net/blog/kl-approx.html):
+    unbiased, and never negative but for rounding. expm1 keeps its digits where the policies are
+    close.
     """
     return jnp.expm1(log_ratio) - log_ratio
 
 
 def check_shapes(mask: Mask, **arrays: Array | None) -> None:
-    """Raises ValueError for the first array whose shape is not the mask's, so that nothing
-    broadcasts by accident."""
+    """Raise ValueError for the first array whose shape is not the mask's.
+
+    Nothing may broadcast by accident. None has no shape and passes.
+    """
     for name, array in arrays.items():
         if array is not None and jnp.shape(array) != jnp.shape(mask):
             raise ValueError(
@@ -88,8 +88,10 @@ def check_shapes(mask: Mask, **arrays: Array | None) -> None:
 
 
 def per_token(values: Float[Array, " B"] | Float[Array, "B T"], mask: Mask) -> Float[Array, "B T"]:
-    """One value a completion, or one a token, as one a token. Raises ValueError where neither fits
-    the [B, T] mask."""
+    """Broadcast one value a completion to its tokens; one value a token stays as it is.
+
+    Raises ValueError where the values fit the [B, T] mask in neither way.
+    """
     if jnp.shape(values) == jnp.shape(mask)[:1]:
         return jnp.broadcast_to(values[:, None], jnp.shape(mask))
     check_shapes(mask, advantages=values)
@@ -106,14 +108,15 @@ class Mean:
 
     @classmethod
     def of(cls, values: Shaped[Array, "*axes"], mask: Mask) -> Mean:
-        """Mean of `values` over the entries where `mask` is set."""
+        """Average `values` over the entries where `mask` is set."""
         return cls(masked_sum(values, mask), masked_count(mask))
 
-    def __add__(self, other: Mean) -> Mean:
+    def __add__(self, other: Mean | Maximum) -> Mean:
+        assert isinstance(other, Mean)
         return Mean(self.numerator + other.numerator, self.denominator + other.denominator)
 
     def reduce(self) -> Mean:
-        """Adds up a stack along its leading axis."""
+        """Add up a stack along its leading axis."""
         return Mean(self.numerator.sum(0), self.denominator.sum(0))
 
     @property
@@ -131,18 +134,20 @@ class Maximum:
 
     @classmethod
     def of(cls, values: Float[Array, "*axes"], mask: Mask) -> Maximum:
-        """Maximum of `values` over the entries where `mask` is set."""
+        """Find the maximum of `values` over the entries where `mask` is set."""
         return cls(masked_max(values, mask))
 
-    def __add__(self, other: Maximum) -> Maximum:
+    def __add__(self, other: Mean | Maximum) -> Maximum:
+        assert isinstance(other, Maximum)
         return Maximum(jnp.maximum(self.maximum, other.maximum))
 
     def reduce(self) -> Maximum:
-        """Maximum of a stack along its leading axis."""
+        """Find the maximum of a stack along its leading axis."""
         return Maximum(self.maximum.max(0))
 
     @property
     def value(self) -> Float[Array, ""]:
+        """The maximum; 0 where nothing was counted."""
         return self.maximum
 
 
@@ -150,8 +155,10 @@ Metrics = dict[str, Mean | Maximum]
 
 
 def add_metrics(first: Metrics, second: Metrics) -> Metrics:
-    """The metrics of two micro-batches together. Raises ValueError where they do not have the same
-    names."""
+    """Add the metrics of two micro-batches.
+
+    Raises ValueError where they do not have the same names.
+    """
     if first.keys() != second.keys():
         raise ValueError(
             f"metrics of one side only: {', '.join(sorted(first.keys() ^ second.keys()))}"
@@ -160,16 +167,17 @@ def add_metrics(first: Metrics, second: Metrics) -> Metrics:
 
 
 def reduce_metrics(stacked: Metrics) -> Metrics:
-    """The metrics of all micro-batches together, from the stack along a leading axis that
-    `lax.scan` makes."""
+    """Add up the metrics of all micro-batches, stacked along a leading axis by `lax.scan`."""
     return {name: metric.reduce() for name, metric in stacked.items()}
 
 
 def metric_values(
     metrics: Mapping[str, Mean | Maximum | Float[Array, ""]],
 ) -> dict[str, Float[Array, ""]]:
-    """Plain numbers, once everything has been added; what is one already, as all of
-    `mismatch_metrics`, stays as it is."""
+    """Turn metrics into plain numbers, once everything has been added.
+
+    What is a number already, as all of `mismatch_metrics`, stays as it is.
+    """
     return {
         name: metric.value if isinstance(metric, Mean | Maximum) else metric
         for name, metric in metrics.items()

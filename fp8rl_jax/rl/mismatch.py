@@ -1,22 +1,20 @@
-"""How far the rollout's policy is from the trainer's, measured on the tokens that the rollout
-sampled.
+"""How far the rollout's policy is from the trainer's, on the tokens that the rollout sampled.
 
-Both sides score the same tokens with the same weights, so every number here would be 0 (or 1, for
-ratios) if precision and kernels made no difference. With d = log pi_train - log pi_rollout, rho =
-exp(d), C = max_weight, and E the mean over tokens (for ppl and chi2_seq: over completions), under
-the prefix mismatch/:
+Both sides give log-probabilities of the same tokens with the same weights, so every number here
+would be 0 (or 1, for ratios) if precision and kernels made no difference. With
+d = log pi_train - log pi_rollout, rho = exp(d), C = max_weight, and E the mean over tokens (for ppl
+and chi2_seq: over completions), under the prefix mismatch/:
 
     kl                       E[-d]: KL(rollout || train), unbiased, of either sign on a batch
     k3                       E[rho - 1 - d]: the same with less variance; NeMo RL's gen_kl_error,
                              which it wants below 1e-3
-    policy_kl_error          E[1 / rho - 1 + d]: k3 with the policies exchanged, NeMo RL's KL(train
-                             || rollout). Its tokens are
-                             the rollout's, not the trainer's, so it is a measure and no unbiased
-                             estimate
-    js_divergence_error      E[(k3(log pi_train / m) + k3(log pi_rollout / m)) / 2], m = (pi_train +
-                             pi_rollout) / 2 of the token
-                             and k3(x) = exp(x) - 1 - x: NeMo RL's Jensen-Shannon divergence, the
-                             same for either order
+    policy_kl_error          E[1 / rho - 1 + d]: k3 with the policies exchanged, NeMo RL's
+                             KL(train || rollout). Its tokens are the rollout's, not the trainer's,
+                             so it is a measure and no unbiased estimate
+    js_divergence_error      E[(k3(log pi_train / m) + k3(log pi_rollout / m)) / 2] with
+                             m = (pi_train + pi_rollout) / 2 of the token and
+                             k3(x) = exp(x) - 1 - x: NeMo RL's Jensen-Shannon divergence, the same
+                             for either order
     token_mult_prob_error    E[exp |d|]: NeMo RL's alarm; healthy at 1.01 - 1.02, look closer above
                              1.05
     logprob_abs_diff_mean    E[|d|] in nats, and logprob_abs_diff_max
@@ -29,14 +27,14 @@ the prefix mismatch/:
     is_mean                  E[rho]: 1 in expectation; verl warns outside 0.5 - 2
     is_ess                   effective part of the sample, E[w]^2 / E[w^2] with w = min(rho, C);
                              verl warns below 0.3
-    is_clip_frac             part of the tokens with rho > C, which token TIS cuts
-    is_low_frac              part of the tokens with rho < 1 / C, which it leaves alone
+    is_clip_frac             part of the tokens with rho > C, which token TIS truncates
+    is_low_frac              part of the tokens with rho < 1 / C, which it does not change
 
 The last two come by sign of the advantage as well, ending in _positive and _negative. The is_*
 numbers describe the two policies, whether or not a correction is in use, so that runs with and
 without compare. Formulas: verl's rollout correction helper; NeMo RL's ClippedPGLossFn
 (nemo_rl/algorithms/loss/loss_functions.py). Departures: completions without tokens are left out
-(verl counts them with perplexity 1), and is_mean is taken before the cut.
+(verl counts them with perplexity 1), and is_mean is taken before the truncation.
 """
 
 from __future__ import annotations
@@ -66,7 +64,7 @@ def mismatch_metrics(
     advantages: Float[Array, " B"] | Float[Array, "B T"] | None = None,
     config: CorrectionConfig | None = None,
 ) -> dict[str, Float[Array, ""]]:
-    """All mismatch metrics of one batch; the table at the top of this file defines them.
+    """Compute all mismatch metrics of one batch, by the table at the top of this file.
 
     Give it the full batch: the arrays are small, and several metrics are no sums over
     micro-batches. A NaN or infinite log-probability at a token makes at least kl and

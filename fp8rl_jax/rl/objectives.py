@@ -1,16 +1,14 @@
-"""What one token adds to the policy loss, and how far the policy has moved from pi_old at it.
+"""What one token adds to the policy loss: objectives, the ratio and its bounds, KL estimates.
 
 With r = pi_theta / pi_old and advantage A:
 
-    clip        max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))    PPO, arXiv 1707.06347;
-                clip_high alone raised is
-                DAPO's clip-higher, arXiv 2503.14476; at most dual_clip * |A| where A < 0, arXiv
-                1912.09729; calibrated bounds in place of these two, calibrated_clipping.py
-    cispo       -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi_theta    CISPO (MiniMax-M1),
-                arXiv 2506.13585: every token
-                keeps its gradient, with a bounded weight. The paper has no lower bound: clip_low =
-                1
-    reinforce   -A log pi_theta    Williams 1992; RLOO and REINFORCE++ without their ratio
+    clip        max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)): PPO, arXiv 1707.06347. clip_high
+                alone raised is DAPO's clip-higher, arXiv 2503.14476; at most dual_clip * |A| where
+                A < 0, arXiv 1912.09729; calibrated bounds may replace these two (below)
+    cispo       -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi_theta: CISPO (MiniMax-M1), arXiv
+                2506.13585. Every token keeps its gradient, with a bounded weight. The paper has no
+                lower bound: clip_low = 1
+    reinforce   -A log pi_theta: Williams 1992; RLOO and REINFORCE++ without their ratio
 
 Any other is a function of one's own with the same signature (docs/objectives.md), `rl.objective =
 "module:function"`:
@@ -18,23 +16,21 @@ Any other is a function of one's own with the same signature (docs/objectives.md
     objective(inputs: TokenInputs, config: LossConfig, **arguments)
         -> losses [B, T], or (losses, {metric: values [B, T]})
 
-GSPO (arXiv 2507.18071) clips once a sequence: r is exp(mean over its tokens of log pi_theta /
+GSPO (arXiv 2507.18071) clips whole sequences: r is exp(mean over its tokens of log pi_theta /
 pi_old), in the form of its section on token-level advantages: the value is the sequence's, the
 gradient each token's own. With one advantage and one weight a sequence, and aggregation
 "sequence_mean", it is the sequence's ratio and its gradient.
 
-Calibrated clipping (arXiv 2609.22870): bounds that clip as much of a noisy ratio as PPO's clip
-of the exact one.
-
-A trainer in FP8 computes log pi_theta and log pi_old each with its own rounding, so r = pi_theta /
-pi_old carries the noise of both. The distribution of r widens, and clipping is one-sided: a token
-with A < 0 that noise moves below 1 - clip_low loses its whole gradient, and with it the penalty
-that it should have had. Bad tokens then go unpunished, and the entropy rises. The remedy compares
-the ratios of one batch with those of a forward in which nothing is quantized, r':
+Calibrated clipping (arXiv 2609.22870) finds bounds that clip as much of a noisy ratio as PPO's clip
+of the unquantized one. A trainer in FP8 computes log pi_theta and log pi_old each with its own
+rounding, so r carries the noise of both. The distribution of r widens, and clipping is one-sided: a
+token with A < 0 that noise moves below 1 - clip_low loses its whole gradient, and with it the
+penalty that it should have had. Bad tokens then go unpunished, and the entropy rises. The remedy
+compares the ratios of one batch with those of a forward in which nothing is quantized, r':
 
     lower bound L    the same part of the tokens with A < 0 is clipped:
                      F(L) = F'(1 - clip_low), F their distribution of r
-    upper bound H    the same balance of updates, once that part is fixed:
+    upper bound H    the same balance of updates, after that part is fixed:
                      P(H) / N(L) = P'(1 + clip_high) / N'(1 - clip_low)
                      P(h) = sum of A r over A > 0, r <= h
                      N(l) = sum of |A| r over A < 0, r >= l
@@ -47,27 +43,25 @@ r' clips no token of a sign, the batch does not say how far that bound may be ti
 not; and bounds stay within [lowest, highest]. Sequence ratios and other objectives are not in the
 paper and are refused.
 
-Estimates of KL(pi_theta || pi_ref): as a term of the loss, three values and three gradients; and
-as a part of the reward.
-
-With x = log pi_ref - log pi_theta of a token that pi_theta sampled (J. Schulman,
+KL(pi_theta || pi_ref) is estimated as a term of the loss, or as a part of the reward. With
+x = log pi_ref - log pi_theta of a token that pi_theta sampled (J. Schulman,
 http://joschu.net/blog/kl-approx.html):
 
-    k1   -x                unbiased, of either sign
-    k2   x^2 / 2           biased, never negative
-    k3   exp(x) - 1 - x    unbiased, never negative; GRPO's, arXiv 2402.03300
+    k1          -x: unbiased, of either sign
+    k2          x^2 / 2: biased, never negative
+    k3          exp(x) - 1 - x: unbiased, never negative; GRPO's, arXiv 2402.03300
 
-A good value does not make a good gradient (arXiv 2506.09477): the derivative of k1 is that of log
-pi_theta and averages to 0; k3's is that of the reverse KL divergence; k2's is right. So the
+A good value does not make a good gradient (arXiv 2506.09477): the derivative of k1 is that of
+log pi_theta and averages to 0; k3's is that of the reverse KL divergence; k2's is right. So the
 gradient is a choice of its own:
 
     estimator   the derivative of the formula
-    k2          the value of the formula, the derivative of k2                verl's "k1+" and "k3+"
-    score       the derivative of sg(1 / pi_theta) pi_theta * formula         NeMo RL: the
-                score-function term is in it
+    k2          the value of the formula, the derivative of k2: verl's "k1+" and "k3+"
+    score       the derivative of sg(1 / pi_theta) pi_theta * formula: NeMo RL, with the
+                score-function term in it
 
-In the reward (InstructGPT, arXiv 2203.02155) it is a constant and needs no gradient: r - beta *
-sum_t KL_t, with the old policy in place of pi_theta. The policy gradient then brings the
+In the reward (InstructGPT, arXiv 2203.02155) it is a constant and needs no gradient:
+r - beta * sum_t KL_t, with the old policy in place of pi_theta. The policy gradient then brings the
 score-function term, and k1 is the unbiased choice.
 """
 
@@ -82,7 +76,7 @@ from jaxtyping import Array, Bool, Float, Shaped
 
 from fp8rl_jax.config.rl import KLEstimator, LossConfig, RewardKLConfig, RLConfig
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.rl.functions import call, floats, is_array, shown
+from fp8rl_jax.rl.functions import call, floats, is_array, summarize
 from fp8rl_jax.rl.metrics import (
     LOG_RATIO_LIMIT,
     Mask,
@@ -137,8 +131,10 @@ averaged over the tokens in the loss."""
 
 
 def clip(inputs: TokenInputs, config: LossConfig) -> tuple[Losses, dict[str, Bool[Array, "B T"]]]:
-    """PPO's clipped surrogate; measures where clipping takes the gradient: below with A < 0, above
-    with A > 0."""
+    """Bound the ratio pessimistically: PPO's clipped surrogate.
+
+    Measures where clipping takes the gradient: below with A < 0, above with A > 0.
+    """
     ratio, advantages, (low, high) = inputs.ratio, inputs.advantages, inputs.bounds
     losses = jnp.maximum(-advantages * ratio, -advantages * jnp.clip(ratio, low, high))
     metrics = _clipped((advantages < 0) & (ratio < low), (advantages > 0) & (ratio > high))
@@ -151,7 +147,10 @@ def clip(inputs: TokenInputs, config: LossConfig) -> tuple[Losses, dict[str, Boo
 
 
 def cispo(inputs: TokenInputs, config: LossConfig) -> tuple[Losses, dict[str, Bool[Array, "B T"]]]:
-    """REINFORCE weighted by the clipped ratio; measures where the weight is bounded, with any A."""
+    """Weigh REINFORCE by the clipped ratio: CISPO.
+
+    Measures where the weight is bounded, with any A.
+    """
     weight = jax.lax.stop_gradient(jnp.clip(inputs.ratio, *inputs.bounds))
     low, high = inputs.bounds
     return -inputs.advantages * weight * inputs.logprobs, _clipped(
@@ -162,7 +161,7 @@ def cispo(inputs: TokenInputs, config: LossConfig) -> tuple[Losses, dict[str, Bo
 def reinforce(
     inputs: TokenInputs, config: LossConfig
 ) -> tuple[Losses, dict[str, Bool[Array, "B T"]]]:
-    """REINFORCE, which clips nothing."""
+    """Take log-probabilities without a ratio: REINFORCE, which clips nothing."""
     nowhere = jnp.zeros_like(inputs.mask)
     return -inputs.advantages * inputs.logprobs, _clipped(nowhere, nowhere)
 
@@ -173,7 +172,7 @@ BUILT_IN: dict[str, Objective] = {"clip": clip, "cispo": cispo, "reinforce": rei
 def token_losses(
     inputs: TokenInputs, config: LossConfig
 ) -> tuple[Losses, dict[str, Shaped[Array, "B T"]]]:
-    """The losses of `config.objective`, before weights, and what it measures.
+    """Compute the losses of `config.objective`, before weights, and what it measures.
 
     Args:
         inputs: tokens.
@@ -194,7 +193,7 @@ def token_losses(
     what = f"{OBJECTIVE_KEY} = {config.objective!r}"
     if not isinstance(metrics, dict):
         raise UserError(
-            f"{what} must return its metrics as a dictionary, and returned {shown(metrics)}"
+            f"{what} must return its metrics as a dictionary, and returned {summarize(metrics)}"
         )
     for name, values in metrics.items():
         if not (isinstance(name, str) and name.startswith(METRIC_PREFIXES)):
@@ -205,7 +204,7 @@ def token_losses(
         if not is_array(values, shape):
             raise UserError(
                 f"{what} must return {name} of each token [B, T], here {list(shape)}, and "
-                f"returned {shown(values)}"
+                f"returned {summarize(values)}"
             )
     return losses, {name: jnp.asarray(values) for name, values in metrics.items()}
 
@@ -213,7 +212,7 @@ def token_losses(
 def policy_ratio(
     logprobs: Float[Array, "B T"], old_logprobs: Float[Array, "B T"], mask: Mask, level: str
 ) -> Float[Array, "B T"]:
-    """r of each token, from log-ratios clamped to +-20; 1 in the padding.
+    """Compute r of each token, from log-ratios clamped to +-20; 1 in the padding.
 
     Departs from verl's GSPO, whose log-ratio is at most 10, and from NeMo RL's, which is not
     clamped and whose gradient goes through the mean: another gradient only where advantages or
@@ -229,8 +228,11 @@ def policy_ratio(
     logprobs = jnp.where(mask, logprobs, 0.0)
     log_ratio = logprobs - jax.lax.stop_gradient(jnp.where(mask, old_logprobs, 0.0))
     if level == "sequence":
-        own = logprobs - jax.lax.stop_gradient(logprobs)
-        log_ratio = own + jax.lax.stop_gradient(masked_mean(log_ratio, mask, axis=1))[:, None]
+        zero_with_gradient = logprobs - jax.lax.stop_gradient(logprobs)
+        log_ratio = (
+            zero_with_gradient
+            + jax.lax.stop_gradient(masked_mean(log_ratio, mask, axis=1))[:, None]
+        )
     return jnp.where(mask, jnp.exp(clamp_log_ratio(log_ratio)), 1.0)
 
 
@@ -244,42 +246,44 @@ def _clipped(low: Bool[Array, "B T"], high: Bool[Array, "B T"]) -> dict[str, Boo
 
 def calibrated_bounds(
     ratio: Float[Array, "B T"],
-    exact_ratio: Float[Array, "B T"],
+    unquantized_ratio: Float[Array, "B T"],
     advantages: Float[Array, "B T"],
     mask: Mask,
     config: RLConfig,
 ) -> tuple[Float[Array, " bounds"], dict[str, Float[Array, ""]]]:
-    """The bounds (L, H) of `ratio`, by the table above.
+    """Compute the bounds (L, H) of `ratio` for calibrated clipping.
 
     Args:
         ratio: r of the trainer's own forward, as the loss clips it.
-        exact_ratio: r' of the same tokens and weights, from forwards in which nothing is quantized.
+        unquantized_ratio: r' of the same tokens and weights, from forwards in which nothing is
+            quantized.
         advantages: one a token; times the importance weights, where there are some.
         mask: the tokens in the loss; padding may hold anything.
         config: clip_low and clip_high, which say what is to be clipped of r'; clip_calibration's
             lowest and highest.
 
     Returns:
-        Bounds, float32 [2]: L, H. Metrics: `clip_calibration/low_frac`, F'(1 - clip_low);
-        `clip_calibration/balance`, the ratio of updates that H restores;
-        `clip_calibration/false_low_frac`, the part of the tokens with A < 0 that r puts below 1 -
-        clip_low and r' does not.
+        bounds: float32 [2]: L, H.
+        metrics: `clip_calibration/low_frac`, F'(1 - clip_low); `clip_calibration/balance`, the
+            ratio of updates that H restores; `clip_calibration/false_low_frac`, the part of the
+            tokens with A < 0 that r puts below 1 - clip_low and r' does not.
     """
-    check_shapes(mask, ratio=ratio, exact_ratio=exact_ratio, advantages=advantages)
+    check_shapes(mask, ratio=ratio, unquantized_ratio=unquantized_ratio, advantages=advantages)
     mask, low, high = mask.astype(bool), 1 - config.clip_low, 1 + config.clip_high
     negative, positive = mask & (advantages < 0), mask & (advantages > 0)
 
-    clipped = masked_sum(exact_ratio < low, negative)
+    clipped = masked_sum(unquantized_ratio < low, negative)
     ordered = jnp.sort(jnp.where(negative, ratio, jnp.inf), axis=None)
     # the first that is kept; an infinity where none is left
     lower = ordered[clipped.astype(jnp.int32)]
     lower = jnp.where(clipped > 0, lower, jnp.minimum(lower, low))
     lower = jnp.where(jnp.isfinite(lower), lower, low)
 
-    weight, exact = jnp.abs(advantages) * ratio, jnp.abs(advantages) * exact_ratio
+    weight = jnp.abs(advantages) * ratio
+    unquantized = jnp.abs(advantages) * unquantized_ratio
     balance = safe_divide(
-        masked_sum(exact, positive & (exact_ratio <= high)),
-        masked_sum(exact, negative & (exact_ratio >= low)),
+        masked_sum(unquantized, positive & (unquantized_ratio <= high)),
+        masked_sum(unquantized, negative & (unquantized_ratio >= low)),
     )
     wanted = balance * masked_sum(weight, negative & (ratio >= lower))
     order = jnp.argsort(jnp.where(positive, ratio, jnp.inf), axis=None)
@@ -288,7 +292,8 @@ def calibrated_bounds(
     # the last one where all are too little
     place = jnp.minimum(jnp.searchsorted(kept, wanted), jnp.maximum(count - 1, 0))
     upper = jnp.where(positive, ratio, jnp.inf).reshape(-1)[order][place]
-    upper = jnp.where(masked_sum(exact_ratio > high, positive) > 0, upper, jnp.maximum(upper, high))
+    clips = masked_sum(unquantized_ratio > high, positive) > 0
+    upper = jnp.where(clips, upper, jnp.maximum(upper, high))
     upper = jnp.where((count > 0) & (wanted > 0), upper, high)
 
     settings = config.clip_calibration
@@ -298,7 +303,7 @@ def calibrated_bounds(
         "low_frac": safe_divide(clipped, negatives),
         "balance": balance,
         "false_low_frac": safe_divide(
-            masked_sum((ratio < low) & (exact_ratio >= low), negative), negatives
+            masked_sum((ratio < low) & (unquantized_ratio >= low), negative), negatives
         ),
     }
     return bounds, {f"clip_calibration/{name}": value for name, value in metrics.items()}
@@ -310,7 +315,7 @@ def kl_penalty(
     mask: Mask,
     config: LossConfig,
 ) -> Float[Array, "B T"]:
-    """The estimate of each token, in nats; 0 in the padding.
+    """Estimate KL(pi_theta || pi_ref) of each token, in nats; 0 in the padding.
 
     x is clamped to +-20; a token beyond that has no gradient. Departs from verl and NeMo RL, which
     also cap the result of k3 (NeMo RL: of all three) at +-10, and from verl, whose k1 and k2 do not
@@ -322,8 +327,9 @@ def kl_penalty(
         mask: the tokens in the loss.
         config: kl_estimator, kl_gradient.
     """
-    own = jnp.where(mask.astype(bool), logprobs, 0.0)
-    raw = jax.lax.stop_gradient(jnp.where(mask.astype(bool), reference_logprobs, 0.0)) - own
+    logprobs = jnp.where(mask.astype(bool), logprobs, 0.0)
+    reference = jax.lax.stop_gradient(jnp.where(mask.astype(bool), reference_logprobs, 0.0))
+    raw = reference - logprobs
     x = clamp_log_ratio(raw)
     value = _estimate(x, config.kl_estimator)
     match config.kl_gradient:
@@ -334,7 +340,7 @@ def kl_penalty(
             return jax.lax.stop_gradient(value - square) + square
         case _:
             score = jnp.where(
-                jnp.abs(raw) <= LOG_RATIO_LIMIT, own - jax.lax.stop_gradient(own), 0.0
+                jnp.abs(raw) <= LOG_RATIO_LIMIT, logprobs - jax.lax.stop_gradient(logprobs), 0.0
             )
             return jnp.exp(score) * value
 
@@ -345,8 +351,9 @@ def reward_kl(
     mask: Mask,
     config: RewardKLConfig,
 ) -> Float[Array, " B"]:
-    """The estimate of KL(old || reference) of each completion, in nats: the sum over its tokens,
-    which the reward loses config.coefficient times.
+    """Estimate KL(old || reference) of each completion, in nats: the sum over its tokens.
+
+    The reward loses config.coefficient times that.
 
     verl's apply_kl_penalty and InstructGPT take it from the reward of each token, which a value
     network turns into advantages token by token. Without one a completion has a single reward,

@@ -1,10 +1,11 @@
-"""Stop strings and bad words as one automaton over tokens, so that decode checks them without
-leaving the device.
+"""What may be sampled, and where a completion stops: stop strings, bad words, logit bias.
+
+All three speak of the completion alone: a phrase that begins in the prompt is not matched.
 
 A phrase may begin in the middle of one token and end in the middle of another, so its tokens are
 not known beforehand; its bytes are. An Aho-Corasick automaton (Aho and Corasick, CACM 1975) reads
-the bytes of all phrases at once. What a token does to it is a column, one entry for each state that
-it may be read in:
+the bytes of all phrases at the same time. What a token does to it is a column, one entry for each
+state that it may be read in:
 
     next[state, kind]     where the automaton is after the token
     hits[state, kind]     whether a phrase ends somewhere inside the token
@@ -12,19 +13,13 @@ it may be read in:
 
 Most tokens have no more than a few letters in common with any phrase and share a column, so a
 vocabulary of 150,000 has some hundreds of kinds. A row of a batch is then one integer, and a decode
-step one lookup: a stop string ends the row whose token hits, and a bad word takes the tokens that
-would hit out of the distribution.
-
-From the texts of a configuration to the tables of `Sampling`: stop strings, bad words, logit
-bias.
-
-All three speak of the completion alone: a phrase that begins in the prompt is not seen.
-
-Where a stop string lies in a completion, and its text without it, whole or as it grows.
+step one lookup, which never leaves the device: a stop string ends the row whose token hits, and a
+bad word takes the tokens that would hit out of the distribution.
 
 A completion's tokens are kept whole, since they were sampled and have log-probabilities; its text
-is cut. What counts is the stop string that ends first, and of several that end together the
-longest: that is a matter of the text alone, and not of how it falls into tokens.
+ends before the stop string. What counts is the stop string that ends first, and of several that end
+at the same byte the longest: that is a matter of the text alone, and not of how it falls into
+tokens.
 """
 
 from __future__ import annotations
@@ -59,26 +54,26 @@ class Phrases:
         kinds: int32 [vocab].
     """
 
-    next: Int[Array, "states kinds"]
-    hits: Bool[Array, "states kinds"]
-    kinds: Int[Array, " vocab"]
+    next: Int[Array | np.ndarray, "states kinds"]
+    hits: Bool[Array | np.ndarray, "states kinds"]
+    kinds: Int[Array | np.ndarray, " vocab"]
 
     def step(
         self, state: Int[Array, " b"], tokens: Int[Array, " b"]
     ) -> tuple[Int[Array, " b"], Bool[Array, " b"]]:
-        """After each row's token: (new states, whether a phrase ended in it)."""
+        """Read one token in each row: new states, and whether a phrase ended in it."""
         kinds = self.kinds[tokens]
         return self.next[state, kinds].astype(jnp.int32), self.hits[state, kinds]
 
     def completing(self, state: Int[Array, " b"]) -> Bool[Array, "b vocab"]:
-        """The tokens in which a phrase would end."""
+        """Find the tokens in which a phrase would end."""
         return self.hits[state][:, self.kinds]
 
 
 def compile_phrases(
     phrases: Sequence[str], token_bytes: Sequence[bytes], vocab_size: int, key: str = "phrases"
 ) -> Phrases:
-    """The automaton of `phrases`, as numpy arrays.
+    """Compile phrases into an automaton over tokens, as numpy arrays.
 
     Args:
         phrases: texts; matched as UTF-8 bytes, wherever they fall in the tokens.
@@ -113,10 +108,10 @@ def compile_phrases(
 
 
 def dead_end(table: Phrases, token_bytes: Sequence[bytes]) -> bytes | None:
-    """A text without any phrase that every token of the vocabulary would complete to one; None
-    where there is none.
+    """Find a text without any phrase that every token of the vocabulary would complete to one.
 
-    Where bad words leave such a text, a row that came there could sample nothing.
+    Where bad words leave such a text, a row that came there could sample nothing. None where there
+    is none.
     """
     used = np.unique(table.kinds)
     example = {
@@ -177,8 +172,8 @@ def _columns(
     known = {columns[0][0].tobytes() + columns[0][1].tobytes(): 0}
     after: dict[tuple[int, int], int] = {}
     # bytes that are in no phrase all lead back to state 0: one stands for all of them
-    strange = np.flatnonzero(~goto.any(axis=0)).tolist()
-    alphabet = bytes(strange[0] if byte in strange else byte for byte in range(256))
+    unused = np.flatnonzero(~goto.any(axis=0)).tolist()
+    alphabet = bytes(unused[0] if byte in unused else byte for byte in range(256))
     kinds = np.zeros(len(token_bytes), np.int64)
     for row, token in enumerate(token_bytes):
         column = 0
@@ -194,8 +189,7 @@ def _columns(
                     if len(columns) * states > _MAX_CELLS:
                         raise UserError(
                             f"{key}: a table of {states} states x {len(columns)} kinds of tokens "
-                            "is more than "
-                            f"{_MAX_CELLS:,} cells; give fewer or shorter texts"
+                            f"is more than {_MAX_CELLS:,} cells; give fewer or shorter texts"
                         )
                 after[column, byte] = following
             column = following
@@ -233,7 +227,7 @@ def make_constraints(
     logit_bias: Mapping[str, float] | None = None,
     keys: Keys = Keys(),  # noqa: B008
 ) -> Constraints:
-    """Tables for a model.
+    """Make the tables of stop strings, bad words and logit bias for a model.
 
     Args:
         tokenizer: None for a model of token ids, which can have a bias of ids alone.
@@ -249,24 +243,28 @@ def make_constraints(
             text, texts that are too long together, bad words that leave nothing to sample, a bias
             of something that is no token.
     """
-    for name, wanted in ((keys.stop_strings, stop_strings), (keys.bad_words, bad_words)):
-        if wanted and tokenizer is None:
-            raise UserError(f"{name}: needs a tokenizer, and the model has none")
-    pieces = tokenizer.token_bytes() if stop_strings or bad_words else []
-    stop = (
-        compile_phrases(stop_strings, pieces, vocab_size, keys.stop_strings)
-        if stop_strings
-        else None
-    )
-    bad = compile_phrases(bad_words, pieces, vocab_size, keys.bad_words) if bad_words else None
-    if bad is not None and (text := dead_end(bad, pieces)) is not None:
-        where = f"after {text.decode('utf-8', 'replace')!r}" if text else "at the start"
-        raise UserError(
-            f"{keys.bad_words}: {where} every token would complete one, and nothing is left to "
-            "sample; give fewer"
-        )
+    stop = bad = None
+    if stop_strings or bad_words:
+        if tokenizer is None:
+            key = keys.stop_strings if stop_strings else keys.bad_words
+            raise UserError(f"{key}: needs a tokenizer, and the model has none")
+        pieces = tokenizer.token_bytes()
+        if stop_strings:
+            stop = compile_phrases(stop_strings, pieces, vocab_size, keys.stop_strings)
+        if bad_words:
+            bad = compile_phrases(bad_words, pieces, vocab_size, keys.bad_words)
+            _refuse_dead_end(bad, pieces, keys.bad_words)
     bias = _bias(tokenizer, vocab_size, logit_bias, keys.logit_bias) if logit_bias else None
     return Constraints(stop, bad, bias)
+
+
+def _refuse_dead_end(table: Phrases, pieces: Sequence[bytes], key: str) -> None:
+    if (text := dead_end(table, pieces)) is not None:
+        where = f"after {text.decode('utf-8', 'replace')!r}" if text else "at the start"
+        raise UserError(
+            f"{key}: {where} every token would complete one, and nothing is left to "
+            "sample; give fewer"
+        )
 
 
 def _bias(
@@ -306,23 +304,21 @@ def _token(tokenizer: Tokenizer | None, vocab_size: int, name: str, key: str) ->
 
 
 def find_stop(text: bytes, stops: Sequence[str]) -> tuple[int, str] | None:
-    """(where it begins, the stop string), or None where the text holds none."""
-    found = [
+    """Find where the first stop string begins, and which it is; None where there is none."""
+    ends = [
         (start + len(stop.encode()), start, stop)
         for stop in stops
         if (start := text.find(stop.encode())) >= 0
     ]
-    if not found:
-        return None
-    _, start, stop = min(found)
-    return start, stop
+    return min(ends)[1:] if ends else None
 
 
-def cut_text(
+def text_before_stop(
     text: str, raw: bytes, stops: Sequence[str], include: bool = False
 ) -> tuple[str, str | None]:
-    """A completion's text up to its stop string, and the stop string; the whole text and None where
-    there is none.
+    """Drop a completion's text from its stop string on, and name the stop string.
+
+    The whole text and None where there is none.
 
     Args:
         text: as the tokenizer decodes the tokens.
@@ -330,10 +326,10 @@ def cut_text(
         stops: what ends a completion.
         include: leave the stop string in the text.
     """
-    found = find_stop(raw, stops)
-    if found is None:
+    match = find_stop(raw, stops)
+    if match is None:
         return text, None
-    start, stop = found
+    start, stop = match
     rest = raw[start + len(stop.encode()) * include :].decode("utf-8", "replace")
     return text[: max(len(text) - len(rest), 0)], stop
 
@@ -356,21 +352,21 @@ class TextStream:
         self._ended = False
 
     def feed(self, tokens: Sequence[int]) -> str:
-        """What `tokens` add; ids that the tokenizer lacks add nothing."""
+        """Add tokens and return what they add to the text; unknown ids add nothing."""
         if self._ended:
             return ""
         known = len(self._token_bytes)
         self._waiting += b"".join(self._token_bytes[token] for token in tokens if token < known)
-        if found := find_stop(self._waiting, self._stops):
+        if match := find_stop(self._waiting, self._stops):
             self._ended = True
-            return self._decoder.decode(self._waiting[: found[0]], final=True)
+            return self._decoder.decode(self._waiting[: match[0]], final=True)
         held = max((_overlap(self._waiting, stop.encode()) for stop in self._stops), default=0)
         ready = self._waiting[: len(self._waiting) - held]
         self._waiting = self._waiting[len(ready) :]
         return self._decoder.decode(ready)
 
     def finish(self) -> str:
-        """What was held back, once there is nothing to come."""
+        """Return what was held back, when nothing more will come."""
         if self._ended:
             return ""
         self._ended = True

@@ -9,74 +9,33 @@ number, and every rollout carries the number of the weights that made it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Key
 
 from fp8rl_jax.config.recipe import Recipe
+from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.models.cache import KVScales
 from fp8rl_jax.models.forms import finite_flags, rollout_adapters, rollout_policy
 from fp8rl_jax.models.lora import join, split
 from fp8rl_jax.models.policy import Policy
 from fp8rl_jax.precision import check_recipe
 from fp8rl_jax.rollout.calibration import observe_served, qkv_metrics, scales_from_amax
-from fp8rl_jax.rollout.sampler import Completions, generate, stream
+from fp8rl_jax.rollout.sampler import Prompts, Rollout, generate, stream
 from fp8rl_jax.rollout.sampling import Sampling
 from pallas_kernels.backend import Backend
+from pallas_kernels.matmul import selected_backend
 
 # of the module, so that two engines of one kind share what is compiled
 _rollout_policy = jax.jit(rollout_policy, static_argnames=("recipe", "dtype", "unroll", "backend"))
 _rollout_adapters = jax.jit(rollout_adapters, static_argnames=("config", "dtype", "unroll"))
 _finite_flags = jax.jit(finite_flags)
 _joined = jax.jit(lambda parts: jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts))
-
-
-class Prompts(NamedTuple):
-    """Right-padded prompts: tokens int32 [p, s], lengths int32 [p], ids int32 [p] (identity in the
-    data set)."""
-
-    tokens: Int[Array, "p s"]
-    lengths: Int[Array, " p"]
-    ids: Int[Array, " p"]
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Rollout:
-    """What an engine returns. B = prompts * n; row b answers prompt b // n.
-
-    Attributes:
-        prompts: as given.
-        tokens: int32 [b, t], pad after the end.
-        mask: [b, t], True on sampled tokens, the stop token included.
-        behaviour_logprobs: float32 [b, t], of the distribution that was sampled.
-        policy_logprobs: float32 [b, t], same temperature, whole vocabulary.
-        stopped: [b], True where a stop token or a stop string ended the row, False where its length
-            did.
-        weight_version: number of the weight sync that served it.
-        prompt_logprobs: float32 [p, s], of each prompt token given those before it, at the sampling
-            temperature (1 for greedy), over the whole vocabulary; 0 for the first and for padding.
-            None unless asked for.
-        prompt_expert_ids, expert_ids: [p, s, layers with experts, k] and [b, t, layers with
-            experts, k], the experts that each token used, -1 where there is no token and for the
-            last of a row, which no layer has seen. None unless asked for.
-    """
-
-    prompts: Prompts
-    tokens: Int[Array, "b t"]
-    mask: Bool[Array, "b t"]
-    behaviour_logprobs: Float[Array, "b t"]
-    policy_logprobs: Float[Array, "b t"]
-    stopped: Bool[Array, " b"]
-    weight_version: int
-    prompt_logprobs: Float[Array, "p s"] | None = None
-    prompt_expert_ids: Int[Array, "p s sparse k"] | None = None
-    expert_ids: Int[Array, "b t sparse k"] | None = None
 
 
 class RolloutEngine(Protocol):
@@ -231,9 +190,8 @@ class LocalEngine:
             RuntimeError: there are no weights yet, or a cache that the rollout calibrates has not
                 been calibrated since.
         """
-        policy = self._ready()
-        out = generate(
-            policy,
+        rollout = generate(
+            self._ready(),
             *prompts,
             key,
             self.scales,
@@ -242,11 +200,11 @@ class LocalEngine:
             expert_ids=self.expert_ids,
             prompt_logprobs=prompt_logprobs,
         )
-        return Rollout(prompts, **out._asdict(), weight_version=self.version)
+        return replace(rollout, prompts=prompts, weight_version=self.version)
 
     def stream(
         self, prompts: Prompts, sampling: Sampling, key: Key[Array, ""], every: int = 1
-    ) -> Iterator[Completions]:
+    ) -> Iterator[Rollout]:
         """One completion of each prompt as it grows: `generate`'s tokens, seen after the first and
         then after `every` more."""
         policy = self._ready()
@@ -267,6 +225,26 @@ class LocalEngine:
         return self.policy
 
 
+def local_engine(config: RunConfig, recipe: Recipe) -> LocalEngine:
+    """Make the engine of a run.
+
+    Layers are unrolled in decode where the configuration says so; on its own choice, on a CPU,
+    where a scan copies the cache, and with Hopper's kernels.
+
+    Args:
+        recipe: the run's, resolved.
+    """
+    backend, choice = config.precision.backend, config.rollout.decode_layers
+    copies = jax.default_backend() == "cpu" or selected_backend(backend) == "hopper"
+    return LocalEngine(
+        recipe,
+        jnp.dtype(config.compute_dtype),
+        choice == "unroll" or (choice == "auto" and copies),
+        backend,
+        expert_ids=config.trainer.router_replay,
+    )
+
+
 def _is_same(one: Policy, other: Policy) -> bool:
     """Whether two policies hold the same arrays."""
     leaves, structure = jax.tree.flatten(one)
@@ -284,9 +262,11 @@ def pad_prompts(tokens: list[list[int]], ids: list[int], width: int, pad: int = 
     Raises:
         ValueError: a prompt is empty or longer than `width`.
     """
-    table = np.full((len(tokens), width), pad, np.int32)
+    table: Any = np.full((len(tokens), width), pad, np.int32)
+    lengths: Any = np.asarray([len(prompt) for prompt in tokens], np.int32)
+    identities: Any = np.asarray(ids, np.int32)
     for row, prompt in enumerate(tokens):
         if not 0 < len(prompt) <= width:
             raise ValueError(f"prompt {ids[row]}: {len(prompt)} tokens, need between 1 and {width}")
         table[row, : len(prompt)] = prompt
-    return Prompts(table, np.asarray([len(p) for p in tokens], np.int32), np.asarray(ids, np.int32))
+    return Prompts(table, lengths, identities)

@@ -1,15 +1,12 @@
-"""Files of JSON lines around a policy: prompts in, answers out.
+"""Files of JSON lines and a policy: prompts in, completions or log-probabilities out.
 
-Every line is checked before anything is computed, all faults are reported together, and the answers
-appear under their name only when the last one is there.
+Every line of a file is checked before anything is computed, all faults are reported together, and
+the answers appear under their name only when the last one is there.
 
-A policy applied to a file's worth of token lists: log-probabilities of what is there, or
-completions.
-
-    score      the trainer's side of the recipe: its form and its forward, as the trainer recomputes
-               log-probabilities
-    generate   the rollout's side: quantized weights and cache, scales calibrated on the prompts, as
-               the engine samples
+    logprobs    the trainer's side of the recipe: its form and its forward, as it recomputes
+                log-probabilities
+    complete    the rollout's side: quantized weights and cache, scales calibrated on the prompts,
+                as the engine samples
 
 So the two answers to one model and recipe differ by the train-rollout mismatch. Rows are batched
 with others of about their length, the widths being powers of two: few programs to compile, at most
@@ -21,7 +18,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -30,6 +27,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from fp8rl_jax.config.recipe import Recipe
@@ -64,8 +62,9 @@ def read_lines(
     limit: int,
     reserve: int = 0,
 ) -> list[Line]:
-    """Reads objects that hold "tokens" (ids), "messages" (a conversation) or "prompt" (text); the
-    first of these is used.
+    """Read objects that hold "tokens" (ids), "messages" (a conversation) or "prompt" (text).
+
+    The first of these is used.
 
     Args:
         path: JSON lines, UTF-8; blank lines are skipped.
@@ -109,44 +108,42 @@ def read_lines(
 
 
 def check_writable(path: str | Path) -> None:
-    """Finds out before the work, by making an empty file beside `path`, whether `write_lines` will
-    be able to write.
+    """Check before the work that `write_lines` will be able to write.
+
+    An empty file is made beside `path`, and removed.
 
     Raises:
         UserError: it will not.
     """
-    with _partial(Path(path)) as partial:
-        partial.touch()
+    with _partial_file(Path(path)) as file:
+        file.touch()
 
 
 def write_lines(path: str | Path, records: Iterable[dict[str, Any]]) -> None:
-    """Writes one object a line; the file takes its name when it is complete.
+    """Write one object a line; the file takes its name when it is complete.
 
-    The text is ASCII, so that lone surrogates and characters cut in the middle cannot break the
-    file.
+    The text is ASCII, so that lone surrogates and halves of characters cannot break the file.
 
     Raises:
         UserError: `path` cannot be written.
     """
-    with _partial(Path(path)) as partial:
-        partial.write_text(
-            "".join(json.dumps(record, allow_nan=False) + "\n" for record in records),
-            encoding="ascii",
-        )
-        os.replace(partial, path)
+    with _partial_file(Path(path)) as file:
+        lines = (json.dumps(record, allow_nan=False) + "\n" for record in records)
+        file.write_text("".join(lines), encoding="ascii")
+        os.replace(file, path)
 
 
 @contextmanager
-def _partial(path: Path) -> Iterator[Path]:
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+def _partial_file(path: Path) -> Generator[Path]:
+    file = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         if path.is_dir():
             raise UserError(f"{path}: is a directory; give a file")
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            yield partial
+            yield file
         finally:
-            partial.unlink(missing_ok=True)
+            file.unlink(missing_ok=True)
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({error.strerror})") from None
 
@@ -177,18 +174,13 @@ def _tokens(
     if key == "tokens":
         if not isinstance(value, list) or not all(type(token) is int for token in value):
             raise UserError('"tokens" must be a list of integers')
-        outside = [token for token in value if not 0 <= token < vocab_size]
-        if outside:
+        if outside := [token for token in value if not 0 <= token < vocab_size]:
             raise UserError(f"token {outside[0]} is outside the vocabulary of {vocab_size}")
         tokens = value
     elif tokenizer is None:
         raise UserError(f'"{key}" needs a tokenizer, and the model has none; give "tokens"')
     elif key == "messages":
-        if (
-            not isinstance(value, list)
-            or not value
-            or not all(isinstance(message, dict) for message in value)
-        ):
+        if not (isinstance(value, list) and value and all(isinstance(x, dict) for x in value)):
             raise UserError('"messages" must be a list of objects with "role" and "content"')
         tokens = tokenizer.encode_chat(value, add_generation_prompt=generation)
     elif not isinstance(value, str):
@@ -226,15 +218,15 @@ class Answer(NamedTuple):
     prompt_logprobs: list[float] | None
 
 
-def score(
+def logprobs(
     policy: Policy,
     rows: Sequence[list[int]],
     recipe: Recipe,
-    dtype: jnp.dtype = jnp.float32,
+    dtype: DTypeLike = jnp.float32,
     temperature: float = 1.0,
     batch_size: int = 16,
 ) -> list[list[float]]:
-    """Log-probabilities of given tokens on the trainer's side of `recipe`.
+    """Compute log-probabilities of given tokens on the trainer's side of `recipe`.
 
     Args:
         policy: layers stacked, any float dtype.
@@ -252,16 +244,15 @@ def score(
         UserError: a recipe that cannot be computed, or log-probabilities that are not finite.
     """
     check_recipe(recipe)
-    served = jax.jit(trainer_policy, static_argnums=(1, 2))(policy, recipe, jnp.dtype(dtype))
+    kind, divisor = jnp.dtype(dtype), jnp.float32(temperature)
+    served = jax.jit(trainer_policy, static_argnums=(1, 2))(policy, recipe, kind)
     results: list[list[float]] = [[] for _ in rows]
     for batch in batches(rows, batch_size):
-        logprobs = np.asarray(
-            _logprobs(served, batch.tokens, batch.lengths, jnp.float32(temperature))
-        )
+        values = np.asarray(_logprobs(served, batch.tokens, batch.lengths, divisor))
         for row, index in enumerate(batch.ids):
-            results[index] = logprobs[row, : len(rows[index]) - 1].tolist()
+            results[index] = values[row, : len(rows[index]) - 1].tolist()
     for index, values in enumerate(results):
-        _check_finite(index, values, dtype)
+        _check_finite(index, values, kind)
     return results
 
 
@@ -270,13 +261,13 @@ def complete(
     rows: Sequence[list[int]],
     recipe: Recipe,
     sampling: Sampling,
-    dtype: jnp.dtype = jnp.float32,
+    dtype: DTypeLike = jnp.float32,
     batch_size: int = 16,
     seed: int = 0,
     samples: int = 1,
     prompt_logprobs: bool = False,
 ) -> list[Answer]:
-    """Completions of each prompt on the rollout's side of `recipe`.
+    """Sample completions of each prompt on the rollout's side of `recipe`.
 
     A quantized cache is calibrated on all prompts before the first token, by the side that the
     recipe names, so a row's answer depends on the file's other rows through those scales alone. A
@@ -298,31 +289,31 @@ def complete(
     """
     # scanned layers compile in a fraction of the time of unrolled ones, and each width is a program
     # of its own
-    engine = LocalEngine(recipe, dtype, unroll=False)
+    engine = LocalEngine(recipe, jnp.dtype(dtype), unroll=False)
     prompts = max(batch_size // samples, 1)
     calibrate(engine, policy, list(batches(rows, prompts)))
-    results: list[Answer | None] = [None] * len(rows)
+    answers: dict[int, Answer] = {}
     key = jax.random.key(seed)
     for batch in batches(rows, prompts):
         out = jax.device_get(engine.generate(batch, samples, sampling, key, prompt_logprobs))
         for row, index in enumerate(batch.ids):
-            mine = [_completion(out, row * samples + sample) for sample in range(samples)]
-            given = (
-                out.prompt_logprobs[row, 1 : len(rows[index])].tolist() if prompt_logprobs else None
-            )
-            _check_finite(
-                index, sum((completion.policy_logprobs for completion in mine), given or []), dtype
-            )
+            completions = [_completion(out, row * samples + sample) for sample in range(samples)]
+            of_prompt = None
+            if prompt_logprobs:
+                of_prompt = out.prompt_logprobs[row, 1 : len(rows[index])].tolist()
+            for values in (of_prompt or [], *(x.policy_logprobs for x in completions)):
+                _check_finite(int(index), values, engine.dtype)
             # a stable sort: equal completions stay in the order of sampling
-            results[index] = Answer(
-                sorted(mine, key=lambda completion: -completion.mean_logprob), given
-            )
-    return results
+            completions.sort(key=lambda completion: -completion.mean_logprob)
+            answers[int(index)] = Answer(completions, of_prompt)
+    return [answers[index] for index in range(len(rows))]
 
 
 def calibrate(engine: LocalEngine, policy: Policy, prompts: Sequence[Prompts]) -> None:
-    """Gives the engine its weights, with KV scales measured on all of `prompts` where the recipe
-    quantizes the cache, by the trainer's forward or by the rollout's, as it says.
+    """Give the engine its weights, with KV scales measured on all of `prompts`.
+
+    Scales are measured where the recipe quantizes the cache, by the trainer's forward or by the
+    rollout's, as it says.
 
     Raises:
         UserError: weights or scales that are not finite after quantization.
@@ -356,8 +347,9 @@ def _completion(out: Rollout, row: int) -> Completion:
 
 
 def batches(rows: Sequence[list[int]], batch_size: int) -> Iterator[Prompts]:
-    """Batches of equal height: rows of about one length, padded right to a power of two; `ids` are
-    indices into `rows`.
+    """Make batches of equal height: rows of about one length, padded to a power of two.
+
+    Rows are padded on the right; `ids` are indices into `rows`.
 
     The last batch of a width repeats its last row, so that each width is one program.
     """

@@ -12,6 +12,7 @@ order of a batch does not matter.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -31,15 +32,49 @@ from fp8rl_jax.precision import element_dtype
 from fp8rl_jax.rollout.sampling import Sampling, draw
 
 
-class Completions(NamedTuple):
-    """B = prompts * n rows, prompt b // n each, T = sampling.max_new_tokens. After a row's end: pad
-    / False / 0 / False / -1."""
+class Prompts(NamedTuple):
+    """Right-padded prompts.
 
+    Attributes:
+        tokens: int32 [p, s].
+        lengths: int32 [p].
+        ids: int32 [p], identity in the data set; it fixes the draws.
+    """
+
+    tokens: Int[Array, "p s"]
+    lengths: Int[Array, " p"]
+    ids: Int[Array, " p"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Rollout:
+    """What an engine returns: B = prompts * n completions; row b answers prompt b // n.
+
+    Attributes:
+        prompts: as given.
+        tokens: int32 [b, t], pad behind the end.
+        mask: [b, t], True on sampled tokens, the stop token included.
+        behaviour_logprobs: float32 [b, t], of the distribution that was sampled.
+        policy_logprobs: float32 [b, t], same temperature, whole vocabulary.
+        stopped: [b], True where a stop token or a stop string ended the row, False where its length
+            did.
+        weight_version: number of the weight sync that served it.
+        prompt_logprobs: float32 [p, s], of each prompt token given those before it, at the sampling
+            temperature (1 for greedy), over the whole vocabulary; 0 for the first and for padding.
+            None unless asked for.
+        prompt_expert_ids, expert_ids: [p, s, layers with experts, k] and [b, t, layers with
+            experts, k], the experts that each token used, -1 where there is no token and for the
+            last of a row, which no layer has seen. None unless asked for.
+    """
+
+    prompts: Prompts
     tokens: Int[Array, "b t"]
     mask: Bool[Array, "b t"]
     behaviour_logprobs: Float[Array, "b t"]
     policy_logprobs: Float[Array, "b t"]
     stopped: Bool[Array, " b"]
+    weight_version: int = field(default=0, metadata={"static": True})
     prompt_logprobs: Float[Array, "p s"] | None = None
     prompt_expert_ids: Int[Array, "p s sparse k"] | None = None
     expert_ids: Int[Array, "b t sparse k"] | None = None
@@ -54,10 +89,13 @@ class _Fixed(NamedTuple):
     slots: Bool[Array, "b t"]
     stops: Int[Array, " stops"]
     scales: KVScales | None
+    prompt_logprobs: Float[Array, "p s"] | None
+    prompt_expert_ids: Int[Array, "p s sparse k"] | None
 
 
 class _State(NamedTuple):
-    """t: last token drawn; stop_state, bad_state: where each row is in the sampling's phrases."""
+    """t: last token drawn; stop_state, bad_state: where each row is in the sampling's phrases; the
+    rest as in Rollout."""
 
     t: Int[Array, ""]
     token: Int[Array, " b"]
@@ -65,7 +103,12 @@ class _State(NamedTuple):
     completion: tuple
     stop_state: Int[Array, " b"] | None
     bad_state: Int[Array, " b"] | None
-    out: Completions
+    tokens: Int[Array, "b t"]
+    mask: Bool[Array, "b t"]
+    behaviour_logprobs: Float[Array, "b t"]
+    policy_logprobs: Float[Array, "b t"]
+    stopped: Bool[Array, " b"]
+    expert_ids: Int[Array, "b t sparse k"] | None
 
 
 @partial(jax.jit, static_argnames=("samples", "expert_ids", "prompt_logprobs"))
@@ -81,7 +124,7 @@ def generate(
     sampling: Sampling,
     expert_ids: bool = False,
     prompt_logprobs: bool = False,
-) -> Completions:
+) -> Rollout:
     """Samples `samples` completions of each prompt.
 
     Args:
@@ -111,7 +154,8 @@ def generate(
         expert_ids=expert_ids,
         prompt_logprobs=prompt_logprobs,
     )
-    return _proceed(policy, fixed, state, sampling.max_new_tokens - 1, sampling=sampling).out
+    state = _proceed(policy, fixed, state, sampling.max_new_tokens - 1, sampling=sampling)
+    return _rollout(Prompts(prompts, lengths, prompt_ids), fixed, state)
 
 
 def stream(
@@ -120,7 +164,7 @@ def stream(
     samples: int = 1,
     sampling: Sampling,
     every: int = 1,
-) -> Iterator[Completions]:
+) -> Iterator[Rollout]:
     """`generate` with a look at the completions, as numpy arrays, after the first token and then
     after every `every`.
 
@@ -140,14 +184,14 @@ def stream(
         expert_ids=False,
         prompt_logprobs=False,
     )
-    last = sampling.max_new_tokens - 1
+    last, prompts = sampling.max_new_tokens - 1, Prompts(*inputs[:3])
     while True:
         # copies: the state's own buffers are handed on to the next call
-        t, done, out = jax.tree.map(np.array, (state.t, state.done, state.out))
-        yield out
-        if t >= last or done.all():
+        seen = jax.tree.map(np.array, state._replace(completion=()))
+        yield _rollout(prompts, fixed, seen)
+        if seen.t >= last or seen.done.all():
             return
-        until = jnp.int32(min(t + every, last))
+        until = jnp.int32(min(seen.t + every, last))
         state = _proceed_alone(policy, fixed, state, until, sampling=sampling)
 
 
@@ -178,28 +222,15 @@ def _begin(
     key_format = policy.compute.key
     dtype = element_dtype(key_format) if key_format.quantized else policy.embed_tokens.value.dtype
     empty = empty_block(policy.config, rows, width, dtype, policy.stacked)
-    blank = Completions(
-        jnp.full((rows, width), policy.config.pad_token_id or 0, jnp.int32),
-        jnp.zeros((rows, width), bool),
-        jnp.zeros((rows, width), jnp.float32),
-        jnp.zeros((rows, width), jnp.float32),
-        jnp.zeros(rows, bool),
-        _prompt_logprobs(policy, prompts, segments, prefill.hidden, sampling)
-        if prompt_logprobs
-        else None,
-        _known(prefill.routes, segments > 0) if expert_ids else None,
-        jnp.full((rows, width, *prefill.routes.shape[2:]), -1, prefill.routes.dtype)
-        if expert_ids
-        else None,
-    )
-    fixed = _Fixed(
-        prefill.cache,
-        starts,
-        keys,
-        empty.mask,
-        jnp.asarray(sampling.stop_token_ids, jnp.int32),
-        scales,
-    )
+    logprobs = routes = sampled_routes = None
+    if prompt_logprobs:
+        logprobs = _prompt_logprobs(policy, prompts, segments, prefill.hidden, sampling)
+    if expert_ids:
+        routes = _known(prefill.routes, segments > 0)
+        shape = (rows, width, *prefill.routes.shape[2:])
+        sampled_routes = jnp.full(shape, -1, prefill.routes.dtype)
+    stops = jnp.asarray(sampling.stop_token_ids, jnp.int32)
+    fixed = _Fixed(prefill.cache, starts, keys, empty.mask, stops, scales, logprobs, routes)
     phrases = [
         None if table is None else jnp.zeros(rows, jnp.int32)
         for table in (sampling.stop_strings, sampling.bad_words)
@@ -210,7 +241,12 @@ def _begin(
         jnp.zeros(rows, bool),
         (empty.keys, empty.values),
         *phrases,
-        blank,
+        tokens=jnp.full((rows, width), policy.config.pad_token_id or 0, jnp.int32),
+        mask=jnp.zeros((rows, width), bool),
+        behaviour_logprobs=jnp.zeros((rows, width), jnp.float32),
+        policy_logprobs=jnp.zeros((rows, width), jnp.float32),
+        stopped=jnp.zeros(rows, bool),
+        expert_ids=sampled_routes,
     )
     return fixed, _record(policy, fixed, state, state.t, first_logits, sampling)
 
@@ -232,14 +268,12 @@ def _proceed(
         positions = (fixed.starts + state.t)[:, None]
         result = forward(policy, state.token[:, None], positions, cache=cache)
         logits = policy.compute.product(result.hidden[:, 0], policy.head)
-        out = state.out
-        if out.expert_ids is not None:  # of token t, which this step has fed
-            used = _known(result.routes, lax.dynamic_slice_in_dim(out.mask, state.t, 1, axis=1))
-            out = out._replace(
-                expert_ids=lax.dynamic_update_slice(out.expert_ids, used, (0, state.t, 0, 0))
-            )
+        used = state.expert_ids
+        if used is not None:  # of token t, which this step has fed
+            fed = _known(result.routes, lax.dynamic_slice_in_dim(state.mask, state.t, 1, axis=1))
+            used = lax.dynamic_update_slice(used, fed, (0, state.t, 0, 0))
         written = (result.cache.keys, result.cache.values)
-        state = state._replace(completion=written, out=out)
+        state = state._replace(completion=written, expert_ids=used)
         drawn = _record(policy, fixed, state, state.t + 1, logits, sampling)
         return drawn._replace(t=state.t + 1)
 
@@ -255,7 +289,7 @@ def _record(
     sampling: Sampling,
 ) -> _State:
     """Draws token t of every row that still runs."""
-    done, out = state.done, state.out
+    done = state.done
     banned = None if sampling.bad_words is None else sampling.bad_words.completing(state.bad_state)
     tokens, behaviour, full = draw(
         logits,
@@ -274,12 +308,37 @@ def _record(
     if sampling.bad_words is not None:
         bad_state, _ = sampling.bad_words.step(bad_state, tokens)
     column = (tokens, live, jnp.where(live, behaviour, 0.0), jnp.where(live, full, 0.0))
-    written = [
+    tables = (state.tokens, state.mask, state.behaviour_logprobs, state.policy_logprobs)
+    written = (
         lax.dynamic_update_slice(old, new[:, None], (0, t))
-        for old, new in zip(out[:4], column, strict=True)
-    ]
-    out = Completions(*written, out.stopped | stopped, *out[5:])
-    return _State(state.t, tokens, done | stopped, state.completion, stop_state, bad_state, out)
+        for old, new in zip(tables, column, strict=True)
+    )
+    stopped_rows = state.stopped | stopped
+    return _State(
+        state.t,
+        tokens,
+        done | stopped,
+        state.completion,
+        stop_state,
+        bad_state,
+        *written,
+        stopped_rows,
+        state.expert_ids,
+    )
+
+
+def _rollout(prompts: Prompts, fixed: _Fixed, state: _State) -> Rollout:
+    return Rollout(
+        prompts,
+        state.tokens,
+        state.mask,
+        state.behaviour_logprobs,
+        state.policy_logprobs,
+        state.stopped,
+        prompt_logprobs=fixed.prompt_logprobs,
+        prompt_expert_ids=fixed.prompt_expert_ids,
+        expert_ids=state.expert_ids,
+    )
 
 
 def _prompt_logprobs(

@@ -1,9 +1,10 @@
 """Drawing a token, with the two log-probabilities that reinforcement learning needs.
 
-`behaviour` belongs to the distribution that was sampled: biased, without what is banned, tempered,
-truncated, renormalized. `policy` has the same temperature over the whole vocabulary: it is what the
-trainer computes, so mismatch and importance ratios use it. They differ as soon as top-k, top-p,
-min-p, bad words or a logit bias is on (top-p 0.8 makes the mean ratio of the first about 0.9).
+`behaviour` belongs to the distribution that was sampled: biased, without what is banned, divided by
+the temperature, truncated, renormalized. `policy` has the same temperature over the whole
+vocabulary: it is what the trainer computes, so mismatch and importance ratios use it. They differ
+as soon as top-k, top-p, min-p, bad words or a logit bias is on (top-p 0.8 makes the mean ratio of
+the first about 0.9).
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ class Sampling:
 
     @property
     def truncated(self) -> bool:
+        """Whether top-k, top-p or min-p leaves tokens out."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
 
@@ -66,7 +68,7 @@ def draw(
     banned: Bool[Array, "b vocab"] | None = None,
     compute: Compute | None = None,
 ) -> tuple[Int[Array, " b"], Float[Array, " b"], Float[Array, " b"]]:
-    """One token a row.
+    """Draw one token a row, with its behaviour and policy log-probabilities.
 
     Args:
         logits: float32.
@@ -112,7 +114,7 @@ def logprob_of(
     temperature: float,
     compute: Compute,
 ) -> Float[Array, " b"]:
-    """The policy log-probability that `draw` gives a token that it draws, of given ones."""
+    """Compute the policy log-probability that `draw` gives a token, of given ones."""
     if compute.exact:
         return compute.logprob(logits, tokens, temperature)
     tempered = logits / temperature
@@ -120,8 +122,9 @@ def logprob_of(
 
 
 def truncation_mask(weights: Float[Array, "b vocab"], sampling: Sampling) -> Bool[Array, "b vocab"]:
-    """Tokens that top-k, then top-p, then min-p keep; each acts on what the one before left, as in
-    Hugging Face.
+    """Find the tokens that top-k, then top-p, then min-p keep.
+
+    Each acts on what the one before left, as in Hugging Face.
 
     Args:
         weights: unnormalized probabilities, >= 0.

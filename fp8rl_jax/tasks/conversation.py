@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-ROLES = ("system", "user", "assistant", "tool")
+_ROLES = ("system", "user", "assistant", "tool")
 
 
 class Conversation(str):
@@ -29,21 +29,25 @@ class Conversation(str):
 
 
 def transcript(messages: Sequence[Mapping[str, str]]) -> str:
-    """One line a message, `role: content`."""
+    """Write one line a message, `role: content`."""
     return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
 
 
 def continuation(prompt: str, observation: Sequence[Mapping[str, str]]) -> str:
-    """What a model without a chat template reads behind its answer to `prompt`: the transcript goes
-    on, and behind a prompt of plain text the observation's text follows as it is."""
+    """Write what a model without a chat template reads behind its answer to `prompt`.
+
+    The transcript goes on; behind a prompt of plain text the observation's text follows as it is.
+    """
     if isinstance(prompt, Conversation):
         return f"\n{transcript(observation)}\nassistant:"
     return "".join(message["content"] for message in observation)
 
 
 def chat_messages(prompt: str, system_prompt: str = "") -> list[dict[str, str]]:
-    """`prompt` as the messages that a chat template takes. A conversation's own system message
-    stands before the task's."""
+    """Return `prompt` as the messages that a chat template takes.
+
+    A conversation's own system message stands before the task's.
+    """
     messages = (
         prompt.messages
         if isinstance(prompt, Conversation)
@@ -55,16 +59,15 @@ def chat_messages(prompt: str, system_prompt: str = "") -> list[dict[str, str]]:
 
 
 def message_faults(messages: Any, last: Sequence[str] = ("user", "tool")) -> str:
-    """Why `messages` is no conversation that a model can answer; empty where it is one."""
+    """Say why `messages` is no conversation that a model can answer; empty where it is one."""
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         return "must be a list of messages"
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
             return f"message {index} must have role and content, and nothing else"
-        if message["role"] not in ROLES:
-            return (
-                f"message {index} has role {message['role']!r}, which is none of {', '.join(ROLES)}"
-            )
+        if message["role"] not in _ROLES:
+            roles = ", ".join(_ROLES)
+            return f"message {index} has role {message['role']!r}, which is none of {roles}"
         if not isinstance(message["content"], str):
             return f"message {index} must have text as its content"
         if message["role"] == "system" and index:

@@ -21,12 +21,11 @@ from jaxtyping import Int
 from fp8rl_jax.config.tasks import TaskConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.tasks.conversation import Conversation
-from fp8rl_jax.tasks.conversation import chat_messages as chat_messages
 from fp8rl_jax.tasks.python_objects import name_objects, not_given
 from fp8rl_jax.tasks.sources import LOADERS, Row, permutation, read_problems, shuffled
 
-GENERATED_TRAIN_SIZE = 1024
-HELD_OUT_SIZE = 256
+_GENERATED_TRAIN_SIZE = 1024
+_HELD_OUT_SIZE = 256
 
 
 @dataclass(frozen=True)
@@ -68,25 +67,24 @@ class Dataset:
         text = json.dumps([(example.prompt, example.answer) for example in self.examples])
         return hashlib.sha256(text.encode()).hexdigest()
 
-    def batch_indices(self, step: int, prompts_per_step: int, seed: int) -> Int[np.ndarray, " P"]:
-        """Indices of the training prompts of `step`; see `batch_indices`."""
-        return batch_indices(step, prompts_per_step, seed, len(self))
-
     def batch(self, step: int, prompts_per_step: int, seed: int) -> list[Example]:
-        """Training prompts of `step`."""
-        return [self.examples[index] for index in self.batch_indices(step, prompts_per_step, seed)]
+        """Return the training prompts of `step`."""
+        indices = batch_indices(step, prompts_per_step, seed, len(self))
+        return [self.examples[index] for index in indices]
 
 
 def load_splits(
     task: TaskConfig,
-    rows: Sequence[Any] | Iterable[Any] | None = None,
+    rows: Any = None,
     environment: type | None = None,
 ) -> tuple[Dataset, Dataset]:
-    """(training set, held-out set): disjoint by prompt, and the same for the same configuration.
+    """Load (training set, held-out set), disjoint by prompt.
+
+    They are the same for the same configuration.
 
     The held-out problems are the first `eval_size` distinct ones, hence a plain sample of the
     source that depends on neither `train_size` nor the training order. Where it is unset there are
-    HELD_OUT_SIZE, and no more than a tenth of a source that ends. With `eval_path` they come from
+    256, and no more than a tenth of a source that ends. With `eval_path` they come from
     there, at most `eval_size`, and no problem of that file is trained on.
 
     Args:
@@ -110,26 +108,28 @@ def load_splits(
         raise UserError(not_given("task.name", task.name))
     rows = LOADERS[task.kind](task, environment if rows is None else rows)
     endless = not isinstance(rows, Sequence)
-    wanted = task.train_size or (GENERATED_TRAIN_SIZE if endless else None)
+    wanted = task.train_size or (_GENERATED_TRAIN_SIZE if endless else None)
     distinct = _Distinct(task, rows, endless)
     if task.eval_path:
         held_out_rows = shuffled(read_problems(task.eval_path, "task.eval_path"), task.seed)
-        apart = tuple(_Distinct(task, held_out_rows, endless=False, seen=distinct.seen))
-        size = HELD_OUT_SIZE if task.eval_size is None else task.eval_size
+        apart = tuple(_Distinct(task, held_out_rows, endless=False, prompts=distinct.prompts))
+        size = _HELD_OUT_SIZE if task.eval_size is None else task.eval_size
         held_out, left = apart[:size], distinct
     elif task.eval_size is None:
-        enough = HELD_OUT_SIZE + wanted if endless else None
-        found = tuple(islice(distinct, enough))
+        enough = _HELD_OUT_SIZE + wanted if endless and wanted else None
+        problems = tuple(islice(distinct, enough))
         size = (
-            HELD_OUT_SIZE if len(found) == enough else min(HELD_OUT_SIZE, max(len(found) // 10, 1))
+            _HELD_OUT_SIZE
+            if len(problems) == enough
+            else min(_HELD_OUT_SIZE, max(len(problems) // 10, 1))
         )
-        held_out, left = found[:size], found[size:]
+        held_out, left = problems[:size], problems[size:]
     else:
         size, left = task.eval_size, distinct
         held_out = tuple(islice(distinct, size))
     train = Dataset(_numbered(islice(left, wanted)), distinct.duplicates)
     held_out = Dataset(_numbered(held_out))
-    _check_sizes(task, train, held_out, wanted if endless else task.train_size or 1, size)
+    _check_sizes(task, train, held_out, wanted or 1, size)
     return train, held_out
 
 
@@ -150,21 +150,22 @@ def _check_sizes(
                 f"{least}; lower it or give more problems"
             )
         return
-    found = len(held_out) + len(train)
-    if found == 0:
+    count = len(held_out) + len(train)
+    if count == 0:
         raise UserError(f"{name} is an empty data set; it has to give at least one problem")
     if len(held_out) < size or len(train) < least:
         unset = " (unset, so a tenth)" if task.eval_size is None else ""
         raise UserError(
-            f"{name} has {found} distinct prompts, fewer than task.eval_size = {size}{unset} and "
+            f"{name} has {count} distinct prompts, fewer than task.eval_size = {size}{unset} and "
             f"task.train_size = {least} "
             "together; lower these or give more problems"
         )
 
 
 def batch_indices(step: int, prompts_per_step: int, seed: int, size: int) -> Int[np.ndarray, " P"]:
-    """Which of `size` examples are the prompts of `step`: a pure function, so that a resumed run
-    goes on exactly.
+    """Choose the prompts of `step` among `size` examples, as a pure function of (seed, step).
+
+    So a resumed run goes on exactly.
 
     Steps walk through epochs, each a permutation of its own; a batch may cross into the next epoch,
     so every example is seen once an epoch whether or not `prompts_per_step` divides `size`.
@@ -188,25 +189,25 @@ def batch_indices(step: int, prompts_per_step: int, seed: int, size: int) -> Int
 
 
 class _Distinct(Iterator[tuple]):
-    """(prompt, answer, target, entry) of the `rows` whose prompts have not been seen.
+    """(prompt, answer, target, entry) of the `rows` whose prompts are new.
 
     An endless source is given up when it repeats itself 20 times as often as it has distinct
     prompts."""
 
     def __init__(
-        self, task: TaskConfig, rows: Iterable[Row], endless: bool, seen: set[str] | None = None
+        self, task: TaskConfig, rows: Iterable[Row], endless: bool, prompts: set[str] | None = None
     ):
         self.task, self.rows, self.endless = task, iter(rows), endless
-        self.seen: set[str] = set() if seen is None else seen
+        self.prompts: set[str] = set() if prompts is None else prompts
         self.duplicates = 0
 
     def __next__(self) -> tuple[str, str, str, Mapping[str, Any]]:
         repeats = 0
-        while not self.endless or repeats <= max(2000, 20 * len(self.seen)):
+        while not self.endless or repeats <= max(2000, 20 * len(self.prompts)):
             entry = next(self.rows)
             prompt = _prompt(self.task.prompt_template, entry)
-            if prompt not in self.seen:
-                self.seen.add(prompt)
+            if prompt not in self.prompts:
+                self.prompts.add(prompt)
                 answer = "" if entry["answer"] is None else str(entry["answer"])
                 target = (
                     _render(self.task.answer_template, entry, "task.answer_template")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -25,21 +24,18 @@ from fp8rl_jax.tasks.scores import Scores
 def score_distributed(
     pool: RewardPool, examples: Sequence[Example], completions: Sequence[str]
 ) -> Scores:
-    """`pool.score`.
+    """Score completions as `pool.score` does, each process its share.
 
     Raises:
         UserError: on every process, where the workers of one ended and could not be started again.
     """
-    started, repeats, rows = (
-        time.monotonic(),
-        len(completions) // max(len(examples), 1),
-        _share(len(completions)),
-    )
+    started, rows = time.monotonic(), _share(len(completions))
+    repeats = len(completions) // max(len(examples), 1)
     with shared_faults():
         own = pool.score(
             [examples[row // repeats] for row in rows], [completions[row] for row in rows]
         )
-    first_error = next(filter(None, gather_text(own.first_error or "")), None)
+    first_error = next(filter(None, gather_text(own.first_error)), "")
     table = np.zeros((3 + len(own.components), len(completions)), np.float32)
     table[:, rows] = own.rewards, own.correct, own.failed, *own.components.values()
     (rewards, correct, failed, *components), timeouts = sum_over_processes(
@@ -60,7 +56,7 @@ def score_distributed(
 def play_distributed(
     pool: RewardPool, episodes: Sequence[Episode], completions: Sequence[str]
 ) -> Scores:
-    """`pool.play`.
+    """Play a turn as `pool.play` does, each process its share.
 
     Raises:
         UserError: on every process, where the workers of one ended and could not be started again.
@@ -68,7 +64,8 @@ def play_distributed(
     started, rows = time.monotonic(), _share(len(completions))
     with shared_faults():
         own = pool.play([episodes[row] for row in rows], [completions[row] for row in rows])
-    shares = [json.loads(text) for text in gather_text(json.dumps(_for_others(own)))]
+    shared = {name: getattr(own, name) for name in ("turns", "timeouts", "first_error")}
+    shares = [json.loads(text) for text in gather_text(json.dumps(shared))]
     turns = [
         shares[row % len(shares)]["turns"][row // len(shares)] for row in range(len(completions))
     ]
@@ -82,15 +79,10 @@ def play_distributed(
         failed=failed,
         errors=int(failed.sum()) - timeouts,
         timeouts=timeouts,
-        first_error=next((share["first_error"] for share in shares if share["first_error"]), None),
+        first_error=next((share["first_error"] for share in shares if share["first_error"]), ""),
         seconds=time.monotonic() - started,
         turns=turns,
     )
-
-
-def _for_others(own: Scores) -> dict[str, Any]:
-    """What the other processes need of this one's turns."""
-    return {name: getattr(own, name) for name in ("turns", "timeouts", "first_error")}
 
 
 def _share(count: int) -> np.ndarray:

@@ -24,20 +24,21 @@ from fp8rl_jax.tasks.conversation import Conversation, message_faults
 from fp8rl_jax.tasks.rewards import to_score
 
 Message = dict[str, str]
-Said = str | Sequence[Message]
+_Content = str | Sequence[Message]
 """Text (the user's turn), or messages with role and content."""
 
 
 class Environment(Protocol):
-    """What a user's class has to have; `close`, where there is one, is called at the end of every
-    turn."""
+    """What a user's class has to have; `close`, where there is one, is called after every turn."""
 
-    def reset(self, seed: int) -> Said:
+    def reset(self, seed: int) -> _Content:
         """Start the problem of this seed; returns its prompt, the same for the same seed."""
 
-    def step(self, text: str) -> tuple[Said, float, bool]:
-        """Take the model's answer; returns what it is told next, the reward of this turn, and
-        whether this was the last one (what it is told is not used then)."""
+    def step(self, text: str) -> tuple[_Content, float, bool]:
+        """Take the model's answer; returns (observation, reward, whether it was the last turn).
+
+        The observation of the last turn is not used.
+        """
 
 
 class EnvironmentFault(Exception):
@@ -51,15 +52,16 @@ Turn = dict[str, Any]
 def build_player(
     task: TaskConfig, objects: Mapping[str, Any] | None = None
 ) -> Callable[[Mapping[str, Any], Sequence[tuple[str, Sequence[Message]]], str], Turn]:
-    """The function that plays one turn: (entry, earlier turns as (text, observation), text) -> what
-    it led to.
+    """Build the function that plays one turn.
+
+    (entry, earlier turns as (text, observation), text) -> what the turn led to.
 
     It raises `EnvironmentFault`, or whatever the environment raises.
 
     Raises:
         UserError: the class does not load.
     """
-    make = load_environment(task, objects)
+    make = _load_environment(task, objects)
 
     def play(
         entry: Mapping[str, Any], history: Sequence[tuple[str, Sequence[Message]]], text: str
@@ -71,8 +73,8 @@ def build_player(
                     "reset gave another prompt than at the start; it has to depend on the seed "
                     "alone"
                 )
-            for turn, (earlier, seen) in enumerate(history, start=1):
-                if _turn(environment.step(earlier))["observation"] != list(seen):
+            for turn, (answer, observation) in enumerate(history, start=1):
+                if _turn(environment.step(answer))["observation"] != list(observation):
                     raise EnvironmentFault(
                         f"step gave another observation when turn {turn} was played again; it "
                         "has to depend on the seed and on "
@@ -80,17 +82,17 @@ def build_player(
                     )
             return _turn(environment.step(text))
         finally:
-            if hasattr(environment, "close"):
-                environment.close()
+            _close(environment)
 
     return play
 
 
-def load_environment(
+def _load_environment(
     task: TaskConfig, objects: Mapping[str, Any] | None = None
 ) -> Callable[[], Environment]:
-    """Makes the environment that the configuration names; `objects` has the class where it was
-    given in Python.
+    """Load the class that the configuration names, as a function that makes one environment.
+
+    `objects` has the class where it was given in Python.
 
     Raises:
         UserError: the class does not load or lacks a method. The returned function raises what the
@@ -107,18 +109,17 @@ def load_environment(
 def first_prompts(
     task: TaskConfig, seeds: Iterable[int], objects: Mapping[str, Any] | None = None
 ) -> Iterator[tuple[int, str]]:
-    """(seed, first prompt) for each seed; `objects` as of `load_environment`.
+    """Yield (seed, first prompt) for each seed; `objects` as of `_load_environment`.
 
     Raises:
         UserError: the class does not load, raises, or gives no prompt.
     """
-    make = load_environment(task, objects)
+    make = _load_environment(task, objects)
     for seed in seeds:
         try:
             environment = make()
             prompt = _prompt(environment.reset(seed))
-            if hasattr(environment, "close"):
-                environment.close()
+            _close(environment)
         # The user's class may raise anything, or call sys.exit.
         except (Exception, SystemExit) as fault:
             raise UserError(
@@ -127,12 +128,17 @@ def first_prompts(
         yield seed, prompt
 
 
-def _prompt(said: Any) -> str:
-    if isinstance(said, str) and said.strip():
-        return said
-    if fault := "is empty" if isinstance(said, str) else message_faults(said):
+def _close(environment: Environment) -> None:
+    if (close := getattr(environment, "close", None)) is not None:
+        close()
+
+
+def _prompt(content: Any) -> str:
+    if isinstance(content, str) and content.strip():
+        return content
+    if fault := "is empty" if isinstance(content, str) else message_faults(content):
         raise EnvironmentFault(f"the prompt of reset {fault}")
-    return Conversation(said)
+    return Conversation(content)
 
 
 def _turn(result: Any) -> Turn:
@@ -140,14 +146,14 @@ def _turn(result: Any) -> Turn:
         raise EnvironmentFault(
             f"step returned {type(result).__name__} instead of (observation, reward, done)"
         )
-    said, reward, done = result
+    content, reward, done = result
     if type(done) is not bool:
         raise EnvironmentFault(
             f"step returned done = {done!r:.40}, which is neither True nor False"
         )
     if done:
         return {"observation": [], "reward": to_score(reward), "done": True}
-    messages = [{"role": "user", "content": said}] if isinstance(said, str) else said
+    messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
     if fault := message_faults(messages):
         raise EnvironmentFault(f"the observation of step: {fault}")
     if any(message["role"] in ("assistant", "system") for message in messages):

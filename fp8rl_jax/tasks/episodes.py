@@ -22,7 +22,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Float32, Int32
 
 from fp8rl_jax.tasks.conversation import Conversation, chat_messages, transcript
 from fp8rl_jax.tasks.dataset import Example
@@ -86,41 +85,43 @@ class Episode:
         observations, a line a message."""
         messages = [
             message
-            for said, seen in self.history
-            for message in ({"role": "assistant", "content": said}, *seen)
+            for completion, observation in self.history
+            for message in ({"role": "assistant", "content": completion}, *observation)
         ]
         return transcript(messages).removeprefix("assistant: ")
 
-    def cut(self) -> Episode:
-        """The episode, ended for want of room."""
+    def truncate(self) -> Episode:
+        """End the episode for want of room."""
         return replace(self, done=True, truncated=True)
 
     def after(
         self, sampled: Sampled, completion: str, turn: dict[str, Any] | None, max_turns: int
     ) -> Episode:
-        """The episode after a turn; `turn` is what the environment made of the completion, None
-        where that failed."""
+        """Return the episode after a turn.
+
+        `turn` is what the environment made of the completion, None where that failed.
+        """
         if self.done:
             raise ValueError("the episode has ended")
-        if turn is None:
-            said = (*self.history, (completion, ()))
-            return replace(
-                self, turns=(*self.turns, sampled), history=said, reward=0.0, done=True, failed=True
-            )
+        failed = turn is None
+        turn = turn or {"observation": (), "reward": 0.0, "done": True}
         return replace(
             self,
             turns=(*self.turns, sampled),
             history=(*self.history, (completion, tuple(turn["observation"]))),
-            reward=self.reward + turn["reward"],
+            reward=0.0 if failed else self.reward + turn["reward"],
             done=turn["done"] or len(self.turns) + 1 == max_turns,
+            failed=failed,
         )
 
 
 def episode_scores(
     episodes: Sequence[Episode], turns: Sequence[Scores], partial_credit: bool
 ) -> Scores:
-    """The scores of whole episodes from those of their turns: rewards are sums, an episode is
-    correct from a sum of 1 on."""
+    """Compute the scores of whole episodes from those of their turns.
+
+    Rewards are sums, and an episode is correct from a sum of 1 on.
+    """
     sums = np.array([episode.reward for episode in episodes], np.float64)
     failed = np.array([episode.failed for episode in episodes], bool)
     correct = (sums >= 1.0) & ~failed
@@ -132,7 +133,7 @@ def episode_scores(
         failed=failed,
         errors=sum(turn.errors for turn in turns),
         timeouts=sum(turn.timeouts for turn in turns),
-        first_error=next((turn.first_error for turn in turns if turn.first_error), None),
+        first_error=next((turn.first_error for turn in turns if turn.first_error), ""),
         seconds=sum(turn.seconds for turn in turns),
     )
 
@@ -148,28 +149,11 @@ class Row:
     policy_logprobs: list[float] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Rows of many episodes, padded. Position t of a row stands at prompt_length + t of its
-    context."""
-
-    episode: Int32[np.ndarray, " R"]
-    """Index of the episode that a row belongs to; its advantage is the episode's. -1: an empty row,
-    whose prompt is one pad."""
-    prompts: Int32[np.ndarray, "R S"]
-    prompt_lengths: Int32[np.ndarray, " R"]
-    tokens: Int32[np.ndarray, "R T"]
-    attended: Bool[np.ndarray, "R T"]
-    """Tokens that are there: sampled ones and observations. Attention sees these."""
-    sampled: Bool[np.ndarray, "R T"]
-    """Tokens that the policy sampled. Loss, mismatch and lengths see these alone."""
-    behaviour_logprobs: Float32[np.ndarray, "R T"]
-    """0 where nothing was sampled."""
-    policy_logprobs: Float32[np.ndarray, "R T"]
-
-
 def join_turns(turns: Sequence[Sampled]) -> list[Row]:
-    """The fewest rows in which every sampled token has the context that it was sampled in."""
+    """Join turns to the fewest rows in which every sampled token has its own context.
+
+    That is the context that it was sampled in.
+    """
     rows: list[Row] = []
     for turn in turns:
         if len(turn.tokens) != len(turn.behaviour_logprobs) or len(turn.tokens) != len(
@@ -190,72 +174,3 @@ def join_turns(turns: Sequence[Sampled]) -> list[Row]:
             rows[-1].behaviour_logprobs.extend(behaviour)
             rows[-1].policy_logprobs.extend(policy)
     return rows
-
-
-def pad_rows(
-    episodes: Sequence[Episode], prompt_width: int, width: int, pad: int = 0, multiple: int = 1
-) -> Rows:
-    """The rows of all episodes in fixed shapes.
-
-    Args:
-        episodes: ended or not.
-        prompt_width: S; what a prompt has beyond it stands in front of the row's tokens, attended
-            to and not sampled.
-        width: T, at least the longest row of tokens behind a prompt.
-        pad: token id of the padding.
-        multiple: R is a multiple of it. Empty rows stand evenly between the others, so that equal
-            parts of the rows have about equally many that are not.
-
-    Raises:
-        ValueError: a row does not fit.
-    """
-    rows = [
-        (index, _shortened(row, prompt_width))
-        for index, episode in enumerate(episodes)
-        for row in join_turns(episode.turns)
-    ]
-    for index, row in rows:
-        if len(row.tokens) > width:
-            raise ValueError(
-                f"episode {index}: a row of {len(row.prompt)} + {len(row.tokens)} tokens, and "
-                "there is room for "
-                f"{prompt_width} + {width}"
-            )
-    height = -(-len(rows) // multiple) * multiple
-    slots = np.arange(len(rows)) * height // len(rows)
-
-    def column(values: Sequence[int], fill: int) -> Int32[np.ndarray, " R"]:
-        filled = np.full(height, fill, np.int32)
-        filled[slots] = values
-        return filled
-
-    def table(name: str, columns: int, fill: Any, dtype: Any) -> np.ndarray:
-        filled = np.full((height, columns), fill, dtype)
-        for slot, (_, row) in zip(slots, rows, strict=True):
-            filled[slot, : len(getattr(row, name))] = getattr(row, name)
-        return filled
-
-    return Rows(
-        episode=column([index for index, _ in rows], -1),
-        prompts=table("prompt", prompt_width, pad, np.int32),
-        prompt_lengths=column([len(row.prompt) for _, row in rows], 1),
-        tokens=table("tokens", width, pad, np.int32),
-        attended=np.arange(width) < column([len(row.tokens) for _, row in rows], 0)[:, None],
-        sampled=table("sampled", width, False, bool),
-        behaviour_logprobs=table("behaviour_logprobs", width, 0.0, np.float32),
-        policy_logprobs=table("policy_logprobs", width, 0.0, np.float32),
-    )
-
-
-def _shortened(row: Row, prompt_width: int) -> Row:
-    """`row` with a prompt of at most `prompt_width` tokens; the others stand in front of its
-    tokens."""
-    beyond = row.prompt[prompt_width:]
-    zeros = [0.0] * len(beyond)
-    return Row(
-        row.prompt[:prompt_width],
-        [*beyond, *row.tokens],
-        [False] * len(beyond) + row.sampled,
-        zeros + row.behaviour_logprobs,
-        zeros + row.policy_logprobs,
-    )

@@ -31,7 +31,7 @@ def name_objects(
     dataset: Any = None,
     environment: type | None = None,
 ) -> tuple[TaskConfig, dict[str, Any]]:
-    """The configuration that names what was given in Python.
+    """Return the configuration that names what was given in Python.
 
     A task that names such objects already, because it comes from the config.toml of a run, gets the
     new ones in their place.
@@ -71,8 +71,7 @@ def name_objects(
 
 
 def check_objects(task: TaskConfig, objects: Mapping[str, Any]) -> None:
-    """Refuses a task that names functions or a class that were given in Python, where they are not
-    given again.
+    """Refuse a task that names objects that were given in Python and are not given again.
 
     Raises:
         UserError: one line for each.
@@ -83,7 +82,7 @@ def check_objects(task: TaskConfig, objects: Mapping[str, Any]) -> None:
 
 
 def check_dataset(task: TaskConfig, dataset: Any) -> None:
-    """Refuses task.kind = "python" where no problems are given.
+    """Refuse task.kind = "python" where no problems are given.
 
     Raises:
         UserError: with what to do.
@@ -97,7 +96,7 @@ def check_dataset(task: TaskConfig, dataset: Any) -> None:
 
 
 def not_given(key: str, spec: str) -> str:
-    """What to do about an object that only Python can give."""
+    """Say what to do about an object that only Python can give."""
     argument, kind = ("environment", "Class") if key == "task.name" else ("reward", "function")
     return (
         f"{key} = {spec!r} was given in Python; give {argument}= again, or name a file in its "
@@ -155,8 +154,10 @@ def _describe_dataset(dataset: Any) -> str:
 
 
 def length(dataset: Any) -> int | None:
-    """Number of problems that can be had by index; None of a generator and of a data set that is
-    read as a stream."""
+    """Count the problems that can be had by index.
+
+    None of a generator and of a data set that is read as a stream.
+    """
     try:
         return len(dataset) if hasattr(dataset, "__getitem__") else None
     except TypeError:

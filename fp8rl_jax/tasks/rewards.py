@@ -31,6 +31,7 @@ Both forms return finite numbers; 1 and above counts as correct. Both may stand 
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
 import re
@@ -38,26 +39,26 @@ from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from difflib import get_close_matches
 from functools import lru_cache, partial
-from typing import Any, Literal
+from typing import Any
 
-from fp8rl_jax.config.tasks import TaskConfig
+from fp8rl_jax.config.tasks import Extract, TaskConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.functions import describe_fault, load_function
 
-Sample = tuple[str, str, str, Mapping[str, Any]]
+_Sample = tuple[str, str, str, Mapping[str, Any]]
 """prompt, completion, answer, entry."""
 Reward = Callable[[str, str, str, Mapping[str, Any]], Any]
 """(prompt, completion, answer, entry) -> score, as the reward returned it."""
-BatchReward = Callable[[Sequence[Sample]], Sequence[Any]]
+_BatchReward = Callable[[Sequence[_Sample]], Sequence[Any]]
 """samples -> scores, as the reward returned them."""
-BATCH_PARAMETER = "completions"
+_BATCH_PARAMETER = "completions"
 
 FLOAT32_MAX = 3.4028234663852886e38
 # A minus after a digit, a letter or a bracket is an operator: the last number of "7-5" is 5, that
 # of "= -5" is -5.
-NUMBER = re.compile(r"(?:(?<![\w)\].])[-\u2212])?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
-LATEX = re.compile(r"\$|\\\(|\\\[|\\boxed|\\begin")
-SCIENTIFIC = re.compile(r"[-+]?\d+(\.\d+)?[eE][-+]?\d{1,2}")
+_NUMBER = re.compile(r"(?:(?<![\w)\].])[-\u2212])?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
+_LATEX = re.compile(r"\$|\\\(|\\\[|\\boxed|\\begin")
+_SCIENTIFIC = re.compile(r"[-+]?\d+(\.\d+)?[eE][-+]?\d{1,2}")
 
 
 class ComponentFault(Exception):
@@ -79,7 +80,7 @@ class Scorer:
     def __init__(
         self,
         rewards: Mapping[str, Reward],
-        batch_rewards: Mapping[str, BatchReward],
+        batch_rewards: Mapping[str, _BatchReward],
         names: Sequence[str],
     ):
         self.rewards, self.batch_rewards, self.names = rewards, batch_rewards, tuple(names)
@@ -88,23 +89,25 @@ class Scorer:
         (score,) = self.batch([sample])
         return score()
 
-    def batch(self, samples: Sequence[Sample]) -> list[Callable[[], list[float]]]:
-        """Calls the batch rewards; what it returns calls the others, a function a sample, and
-        raises as `__call__` does."""
-        found: list[dict[str, Any]] = [{} for _ in samples]
+    def batch(self, samples: Sequence[_Sample]) -> list[Callable[[], list[float]]]:
+        """Call the batch rewards; returns one function a sample, which calls the other rewards.
+
+        That function raises as `__call__` does.
+        """
+        batch_values: list[dict[str, Any]] = [{} for _ in samples]
         for name, reward in self.batch_rewards.items():
             for row, value in enumerate(_call_batch(reward, samples)):
-                found[row][name] = value
+                batch_values[row][name] = value
         return [
             partial(self._scores, sample, values)
-            for sample, values in zip(samples, found, strict=True)
+            for sample, values in zip(samples, batch_values, strict=True)
         ]
 
-    def _scores(self, sample: Sample, found: Mapping[str, Any]) -> list[float]:
+    def _scores(self, sample: _Sample, batch_values: Mapping[str, Any]) -> list[float]:
         scores = []
         for name in self.names:
             try:
-                value = found[name] if name in found else self.rewards[name](*sample)
+                value = batch_values[name] if name in batch_values else self.rewards[name](*sample)
                 if isinstance(value, ComponentFault):
                     raise value
                 scores.append(to_score(value))
@@ -119,7 +122,7 @@ class Scorer:
 
 
 def build_scorer(task: TaskConfig, objects: Mapping[str, Any] | None = None) -> Scorer:
-    """The scorer that the configuration describes.
+    """Build the scorer that the configuration describes.
 
     Args:
         task: its rewards are loaded.
@@ -130,7 +133,7 @@ def build_scorer(task: TaskConfig, objects: Mapping[str, Any] | None = None) -> 
             unknown.
     """
     rewards: dict[str, Reward] = {}
-    batch_rewards: dict[str, BatchReward] = {}
+    batch_rewards: dict[str, _BatchReward] = {}
     for name in task.components:
         key = "task.reward.function" if not task.reward.weights else f"task.reward.functions.{name}"
         spec = task.reward.functions.get(name, "") if task.reward.weights else task.reward.function
@@ -158,16 +161,16 @@ def _built_in(task: TaskConfig, name: str) -> Reward:
         )
         return lambda prompt, completion, answer, entry: shape(completion)
     if name == "reasoning_gym":
-        judge = reasoning_gym_reward(task)
+        judge = _reasoning_gym_reward(task)
         return lambda prompt, completion, answer, entry: judge(
             extract_answer(completion, reward.extract), entry
         )
-    return lambda prompt, completion, answer, entry: exact_match(
+    return lambda prompt, completion, answer, entry: _exact_match(
         extract_answer(completion, reward.extract), answer
     )
 
 
-def _function(function: Callable[..., Any], extract: str) -> Reward:
+def _function(function: Callable[..., Any], extract: Extract) -> Reward:
     def score(prompt: str, completion: str, answer: str, entry: Mapping[str, Any]) -> Any:
         return function(
             prompt=prompt,
@@ -179,8 +182,8 @@ def _function(function: Callable[..., Any], extract: str) -> Reward:
     return score
 
 
-def _batch_function(function: Callable[..., Any], extract: str) -> BatchReward:
-    def score(samples: Sequence[Sample]) -> Sequence[Any]:
+def _batch_function(function: Callable[..., Any], extract: Extract) -> _BatchReward:
+    def score(samples: Sequence[_Sample]) -> Sequence[Any]:
         prompts, completions, answers, entries = map(list, zip(*samples, strict=True))
         scores = function(
             prompts=prompts,
@@ -205,7 +208,7 @@ def _batch_function(function: Callable[..., Any], extract: str) -> BatchReward:
     return score
 
 
-def _call_batch(reward: BatchReward, samples: Sequence[Sample]) -> Sequence[Any]:
+def _call_batch(reward: _BatchReward, samples: Sequence[_Sample]) -> Sequence[Any]:
     """What the reward returns for each sample; where it raises, a `ComponentFault` for each."""
     try:
         return reward(samples)
@@ -223,9 +226,9 @@ def _takes_batches(function: Callable[..., Any], spec: str, key: str) -> bool:
         signature = inspect.signature(function)
     except ValueError:  # some built-in functions have none
         return False
-    batches = BATCH_PARAMETER in signature.parameters
+    batches = _BATCH_PARAMETER in signature.parameters
     arguments = (
-        ("prompts", BATCH_PARAMETER, "answers", "metadata")
+        ("prompts", _BATCH_PARAMETER, "answers", "metadata")
         if batches
         else ("prompt", "completion", "answer", "metadata")
     )
@@ -245,8 +248,8 @@ def _takes_batches(function: Callable[..., Any], spec: str, key: str) -> bool:
     return batches
 
 
-def extract_answer(completion: str, how: Literal["whole", "last_number", "answer_tag"]) -> str:
-    """The part of a completion that is scored.
+def extract_answer(completion: str, how: Extract) -> str:
+    """Extract the part of a completion that is scored.
 
     "whole" removes surrounding whitespace. "last_number" gives the last decimal number without its
     thousands separators ("so 1,250.5 in all" -> "1250.5"), "answer_tag" the inside of the last
@@ -258,30 +261,34 @@ def extract_answer(completion: str, how: Literal["whole", "last_number", "answer
         head, closing, _ = completion.rpartition("</answer>")
         _, opening, inside = head.rpartition("<answer>")
         return inside.strip() if closing and opening else ""
-    numbers = NUMBER.findall(completion)
+    numbers = _NUMBER.findall(completion)
     return numbers[-1].replace(",", "").replace("\u2212", "-") if numbers else ""
 
 
-def exact_match(completion: str, answer: str) -> float:
-    """1 where the extracted completion is the answer, letter for letter; else 0."""
+def _exact_match(completion: str, answer: str) -> float:
+    """Return 1 where the extracted completion is the answer, letter for letter; else 0."""
     return float(completion == answer.strip())
 
 
 def format_reward(pattern: str) -> Callable[[str], float]:
-    """1 where `pattern` matches the whole completion without surrounding whitespace, else 0; "."
-    matches line breaks."""
+    """Build a reward of 1 where `pattern` matches the whole stripped completion, else 0.
+
+    "." matches line breaks.
+    """
     compiled = re.compile(pattern, re.DOTALL)
     return lambda completion: float(compiled.fullmatch(completion.strip()) is not None)
 
 
 def length_reward(target: int, limit: int) -> Callable[[str], float]:
-    """0 up to `target` characters, -1 from `limit` on, a straight line between: DAPO's soft
-    overlong punishment (arXiv 2503.14476, equation 13) in characters."""
+    """Build a reward of 0 up to `target` characters and of -1 from `limit` on, linear between.
+
+    DAPO's soft overlong punishment (arXiv 2503.14476, equation 13) in characters.
+    """
     return lambda completion: -min(max(len(completion) - target, 0) / (limit - target), 1.0)
 
 
 def math_verify_reward() -> Callable[[str, str], float]:
-    """(completion, answer) -> 1 where math-verify finds them mathematically equal, else 0.
+    """Build (completion, answer) -> 1 where math-verify finds them equal, else 0.
 
     An answer without LaTeX marks is read as one LaTeX expression; a completion as prose with
     expressions in it. The package's own timeouts are off: they ring SIGALRM, which waits until C
@@ -297,17 +304,18 @@ def math_verify_reward() -> Callable[[str, str], float]:
             f"task.reward: math_verify needs {fault.name}: pip install 'fp8rl-jax[envs]'"
         ) from fault
 
+    def expressions_of(text: str) -> list[Any]:
+        return parse(text, parsing_timeout=None)  # ty: ignore[invalid-argument-type]: its docstring has None
+
     @lru_cache(maxsize=1024)
     def gold(answer: str) -> list[Any]:
-        expressions = parse(as_latex(answer), parsing_timeout=None)
+        expressions = expressions_of(_as_latex(answer))
         if not expressions:
             raise ValueError(f"math-verify reads no expression in the answer {answer[:80]!r}")
         return expressions
 
     def score(completion: str, answer: str) -> float:
-        return float(
-            verify(gold(answer), parse(completion, parsing_timeout=None), timeout_seconds=None)
-        )
+        return float(verify(gold(answer), expressions_of(completion), timeout_seconds=None))
 
     # sympy loads parts of itself at the first use, which belongs to the start and not to a sample's
     # time
@@ -315,17 +323,19 @@ def math_verify_reward() -> Callable[[str, str], float]:
     return score
 
 
-def as_latex(answer: str) -> str:
-    """A right answer as math-verify reads it: "x+1" -> "$x+1$", "1e3" -> "$1000$"; LaTeX stays as
-    it is."""
+def _as_latex(answer: str) -> str:
+    """Write a right answer as math-verify reads it: "x+1" as "$x+1$", "1e3" as "$1000$".
+
+    LaTeX stays as it is.
+    """
     answer = answer.strip()
-    if SCIENTIFIC.fullmatch(answer):
+    if _SCIENTIFIC.fullmatch(answer):
         answer = format(Decimal(answer), "f")
-    return answer if LATEX.search(answer) else f"${answer}$"
+    return answer if _LATEX.search(answer) else f"${answer}$"
 
 
 def create_reasoning_gym(task: TaskConfig, size: int, seed: int) -> Any:
-    """A reasoning-gym data set with the task's parameters.
+    """Create a reasoning-gym data set with the task's parameters.
 
     Raises:
         UserError: reasoning-gym is not installed, or it has no such generator or parameter, or
@@ -342,7 +352,8 @@ def create_reasoning_gym(task: TaskConfig, size: int, seed: int) -> Any:
             f"task.name = {task.name!r} is no reasoning-gym "
             f"generator{_did_you_mean(task.name, DATASETS)}"
         )
-    known = set(DATASETS[task.name][1].__dataclass_fields__) - {"size", "seed"}
+    parameters: Any = DATASETS[task.name][1]
+    known = {field.name for field in dataclasses.fields(parameters)} - {"size", "seed"}
     unknown = [
         f"task.args.{key}{_did_you_mean(key, known)}" for key in task.args if key not in known
     ]
@@ -358,9 +369,11 @@ def create_reasoning_gym(task: TaskConfig, size: int, seed: int) -> Any:
         ) from fault
 
 
-def reasoning_gym_reward(task: TaskConfig) -> Callable[[str, Mapping[str, Any]], float]:
-    """(extracted completion, entry) -> score of the generator's own scorer. Raises as
-    `create_reasoning_gym` does."""
+def _reasoning_gym_reward(task: TaskConfig) -> Callable[[str, Mapping[str, Any]], float]:
+    """Build (extracted completion, entry) -> score of the generator's own scorer.
+
+    Raises as `create_reasoning_gym` does.
+    """
     gym = create_reasoning_gym(task, size=1, seed=task.seed)
 
     def score(completion: str, entry: Mapping[str, Any]) -> float:
@@ -378,7 +391,7 @@ def _did_you_mean(word: str, known: Any) -> str:
 
 
 def to_score(value: Any) -> float:
-    """`value` as a finite float that float32 can hold.
+    """Convert `value` to a finite float that float32 can hold.
 
     Raises:
         TypeError: it is no number (None, a string, a coroutine, an array of several values).

@@ -26,8 +26,8 @@ class Scores:
     """Samples whose reward raised, returned no finite number, or ended its process."""
     timeouts: int
     """Samples that outlived the timeout."""
-    first_error: str | None
-    """What went wrong first, for the log."""
+    first_error: str
+    """What went wrong first, for the log; empty where nothing did."""
     seconds: float
     """From submission to the last score."""
     turns: list[dict[str, Any] | None] = field(default_factory=list)
@@ -36,7 +36,7 @@ class Scores:
 
     @classmethod
     def join(cls, parts: Sequence[Scores]) -> Scores:
-        """The scores of several calls, one after the other."""
+        """Join the scores of several calls, one after the other."""
         return cls(
             rewards=np.concatenate([part.rewards for part in parts]),
             components={
@@ -47,22 +47,23 @@ class Scores:
             failed=np.concatenate([part.failed for part in parts]),
             errors=sum(part.errors for part in parts),
             timeouts=sum(part.timeouts for part in parts),
-            first_error=next((part.first_error for part in parts if part.first_error), None),
+            first_error=next((part.first_error for part in parts if part.first_error), ""),
             seconds=sum(part.seconds for part in parts),
             turns=[turn for part in parts for turn in part.turns],
         )
 
     def failure_text(self) -> str:
-        """How many rewards failed, and the first error: "28 of 64 rewards failed: ..."; empty where
-        none did."""
+        """Say how many rewards failed, and the first error; empty where none did."""
         failed = int(self.failed.sum())
         return (
             f"{failed} of {len(self.failed)} rewards failed: {self.first_error}" if failed else ""
         )
 
     def metrics(self) -> dict[str, float]:
-        """The counts and the time, and rewards/<name>/mean and /std (ddof 0) over the samples that
-        have a score."""
+        """Return the counts, the time, and mean and standard deviation of each reward.
+
+        rewards/<name>/mean and /std (ddof 0) are over the samples that have a score.
+        """
         values = {
             "reward/errors": self.errors,
             "reward/timeouts": self.timeouts,

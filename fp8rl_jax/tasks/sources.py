@@ -33,24 +33,24 @@ from fp8rl_jax.tasks.rewards import create_reasoning_gym
 
 # Generators seed their problem i with seed + i; this distance keeps the problems of neighbouring
 # seeds apart.
-SEED_DISTANCE = 1_000_003
+_SEED_DISTANCE = 1_000_003
 CHUNK = 512
-COMPARING_REWARDS = ("exact", "math_verify")
+_COMPARING_REWARDS = ("exact", "math_verify")
 """Rewards without a use where a problem has no answer."""
 
 Row = Mapping[str, Any]
 """question (text, or a `Conversation`), answer (None where there is none), metadata."""
-SHOWN_FAULTS = 20
-PROMPT_KEYS = ("prompt", "question", "messages")
+_SHOWN_FAULTS = 20
+_PROMPT_KEYS = ("prompt", "question", "messages")
 
 
 def shuffled[Item](rows: Sequence[Item], seed: int) -> list[Item]:
-    """`rows` in an order that the seed determines."""
+    """Shuffle `rows` into an order that the seed determines."""
     return [rows[index] for index in permutation(seed, 0, len(rows))]
 
 
 def permutation(seed: int, epoch: int, size: int) -> Int[np.ndarray, " size"]:
-    """The order of epoch `epoch` under `seed`."""
+    """Return the order of epoch `epoch` under `seed`."""
     # Sorting raw Philox words: numpy keeps a bit generator's stream the same for ever, but not that
     # of `permutation`.
     words = np.random.Philox(key=[seed, epoch]).random_raw(size)
@@ -132,12 +132,12 @@ def _python_rows(task: TaskConfig, given: Any) -> Iterable[Row]:
             problems.append(_python_row(task, given[index], index))
         except UserError as fault:
             faults.append(str(fault))
-    refuse(faults, "rows")
+    _refuse(faults, "rows")
     return shuffled(problems, task.seed)
 
 
 def _python_row(task: TaskConfig, row: Any, index: int) -> Row:
-    compared = [name for name in COMPARING_REWARDS if name in task.components]
+    compared = [name for name in _COMPARING_REWARDS if name in task.components]
     try:
         record = {"prompt": row} if isinstance(row, str) else row
         if not isinstance(record, Mapping):
@@ -156,13 +156,13 @@ def _python_row(task: TaskConfig, row: Any, index: int) -> Row:
             json.dumps(dict(record), ensure_ascii=False, allow_nan=False).encode()
         except (TypeError, ValueError, RecursionError) as fault:
             raise Damaged(f"it must hold plain values only ({fault})") from fault
-        return parse_record(dict(record), needs_answer=False) | {"source": f"dataset row {index}"}
+        return _parse_record(dict(record), needs_answer=False) | {"source": f"dataset row {index}"}
     except Damaged as fault:
         raise UserError(f"dataset row {index}: {fault}") from fault
 
 
 def _first_seed(task: TaskConfig) -> int:
-    return task.seed * SEED_DISTANCE % 2**31
+    return task.seed * _SEED_DISTANCE % 2**31
 
 
 class Damaged(Exception):
@@ -170,7 +170,7 @@ class Damaged(Exception):
 
 
 def read_problems(path: str, key: str) -> list[dict[str, Any]]:
-    """Every problem of the files that `path` names, in their order.
+    """Read every problem of the files that `path` names, in their order.
 
     Args:
         path: a file, or a pattern such as data/*.jsonl, whose files are read in the order of their
@@ -199,24 +199,26 @@ def read_problems(path: str, key: str) -> list[dict[str, Any]]:
                         faults.append(f"{source}: {fault}")
         except OSError as fault:
             raise UserError(f"{key}: {file} cannot be read ({fault.strerror})") from fault
-    refuse(faults, "lines")
+    _refuse(faults, "lines")
     return problems
 
 
-def refuse(faults: Sequence[str], what: str) -> None:
-    """Raises a UserError with the first SHOWN_FAULTS of the faults, one a line, and how many more
-    there are; none: nothing."""
+def _refuse(faults: Sequence[str], what: str) -> None:
+    """Raise a UserError with the first 20 of the faults, and the number of the others.
+
+    No faults: nothing is raised.
+    """
     if faults:
         more = (
-            f"\nand {len(faults) - SHOWN_FAULTS} more damaged {what}"
-            if len(faults) > SHOWN_FAULTS
+            f"\nand {len(faults) - _SHOWN_FAULTS} more damaged {what}"
+            if len(faults) > _SHOWN_FAULTS
             else ""
         )
-        raise UserError("\n".join(faults[:SHOWN_FAULTS]) + more)
+        raise UserError("\n".join(faults[:_SHOWN_FAULTS]) + more)
 
 
 def parse_line(line: bytes, first: bool = False) -> dict[str, Any] | None:
-    """The problem of one line, or None for a blank one.
+    """Parse the problem of one line; None for a blank one.
 
     Args:
         line: UTF-8, with or without its line break.
@@ -236,12 +238,13 @@ def parse_line(line: bytes, first: bool = False) -> dict[str, Any] | None:
     record = _parse_json(text)
     if not isinstance(record, dict):
         raise Damaged(f"an object with prompt and answer was expected, not {_kind(record)}")
-    return parse_record(record)
+    return _parse_record(record)
 
 
-def parse_record(record: Mapping[str, Any], needs_answer: bool = True) -> dict[str, Any]:
-    """The problem that a record of plain values is; without `needs_answer` its answer may be None
-    or left out.
+def _parse_record(record: Mapping[str, Any], needs_answer: bool = True) -> dict[str, Any]:
+    """Parse a problem from a record of plain values.
+
+    Without `needs_answer` its answer may be None or left out.
 
     Raises:
         Damaged: anything that is no problem.
@@ -254,7 +257,7 @@ def parse_record(record: Mapping[str, Any], needs_answer: bool = True) -> dict[s
     others = {
         key: value
         for key, value in record.items()
-        if key not in (*PROMPT_KEYS, "answer", "metadata")
+        if key not in (*_PROMPT_KEYS, "answer", "metadata")
     }
     if both := sorted(metadata.keys() & others.keys()):
         raise Damaged(f"{both[0]!r} stands both in metadata and beside it")
@@ -312,7 +315,7 @@ def _float(text: str) -> float:
 
 
 def _question(record: Mapping[str, Any]) -> str:
-    given = [key for key in PROMPT_KEYS if key in record]
+    given = [key for key in _PROMPT_KEYS if key in record]
     if len(given) != 1:
         raise Damaged(
             f"give one of prompt, question and messages (it has {' and '.join(given) or 'none'})"

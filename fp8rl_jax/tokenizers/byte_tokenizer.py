@@ -35,7 +35,7 @@ class ByteTokenizer:
     has_chat_template = False
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The bytes of `text`, after a bos if `add_special_tokens`."""
+        """Return the bytes of `text`, after a bos if `add_special_tokens`."""
         return [self.bos_token_id] * add_special_tokens + list(checked(text).encode("utf-8"))
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
@@ -46,13 +46,13 @@ class ByteTokenizer:
     def apply_chat_template(
         self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True
     ) -> str:
-        """Raises: UserError, since bytes have no chat template."""
+        """Raise UserError, since bytes have no chat template."""
         raise UserError("the byte-level tokenizer has no chat template; give plain prompts")
 
     def encode_chat(
         self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True
     ) -> list[int]:
-        """Raises: UserError, since bytes have no chat template."""
+        """Raise UserError, since bytes have no chat template."""
         return self.encode(
             self.apply_chat_template(messages, add_generation_prompt), add_special_tokens=False
         )
@@ -61,8 +61,9 @@ class ByteTokenizer:
         return [bytes([byte]) for byte in range(256)] + [b""] * 3
 
     def save(self, directory: str | Path) -> None:
-        """Writes a tokenizer.json that gives the same ids in `HFTokenizer` and in transformers,
-        where the text of a special token does stand for it.
+        """Write a tokenizer.json that gives the same ids in `HFTokenizer` and in transformers.
+
+        There the text of a special token does stand for it.
 
         Raises:
             UserError: the directory cannot be written.
@@ -97,7 +98,7 @@ class ByteTokenizer:
 
 
 def checked(text: str) -> str:
-    """`text`, where it can be encoded.
+    """Return `text`, where it can be encoded.
 
     Raises:
         UserError: a lone surrogate, and where it stands.

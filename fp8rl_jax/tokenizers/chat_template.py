@@ -25,7 +25,7 @@ class ChatTemplate:
     ...)."""
 
     def __init__(self, text: str, source: Path, special_tokens: dict[str, str]):
-        """Compiles `text`; `source` is the file it came from, for messages.
+        """Compile `text`; `source` is the file it came from, for messages.
 
         Raises:
             UserError: the template is not valid Jinja.
@@ -34,13 +34,13 @@ class ChatTemplate:
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
         environment.filters["tojson"] = _tojson
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
         self._source = source
         self._special_tokens = special_tokens
         try:
             text.encode()  # JSON may spell half of a surrogate pair, which no tokenizer takes
-            self._template = environment.from_string(text)
+            self._template = environment.from_string(
+                text, {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+            )
         except (jinja2.TemplateError, SyntaxError, ValueError, RecursionError) as error:
             raise UserError(f"{source}: the chat template is not valid Jinja ({error})") from None
 
@@ -48,8 +48,7 @@ class ChatTemplate:
     def from_directory(
         cls, directory: Path, config: dict[str, Any], special_tokens: dict[str, str]
     ) -> ChatTemplate | None:
-        """Finds the template in chat_template.jinja, or in `config`, the parsed
-        tokenizer_config.json.
+        """Find the template in chat_template.jinja, or in `config`, of tokenizer_config.json.
 
         Raises:
             UserError: the template is unreadable or not valid Jinja.
@@ -80,7 +79,7 @@ class ChatTemplate:
         return cls(template, source, special_tokens)
 
     def render(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool) -> str:
-        """The conversation's text.
+        """Write a conversation as text.
 
         Args:
             messages: objects with a "role", and the "content" that the template expects of that

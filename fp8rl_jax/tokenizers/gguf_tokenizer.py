@@ -50,7 +50,7 @@ _COMPOSED = ("qwen2",)
 def write_tokenizer(
     directory: Path, source: Path, metadata: dict[str, Any], max_length: int
 ) -> None:
-    """Writes the tokenizer files of a GGUF's `tokenizer.*` metadata into an existing directory.
+    """Write the tokenizer files of a GGUF's `tokenizer.*` metadata into an existing directory.
 
     Args:
         directory: where to write.
@@ -62,63 +62,49 @@ def write_tokenizer(
         UserError: another tokenizer model than byte-level BPE ("gpt2"), an unknown pre-tokenizer,
             metadata that is missing or contradicts itself, a full disk.
     """
-    tokens = _list(source, metadata, "tokens", str)
-    special = {
-        f"{role}_token": _token(source, metadata, tokens, key)
-        for role, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown"))
-        if f"tokenizer.ggml.{key}_token_id" in metadata
-    }
-    tokenizer = _build(source, metadata, tokens)
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        **special,
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": max_length,
-    }
-    template = metadata.get("tokenizer.chat_template")
-    if template is not None and not isinstance(template, str):
-        raise UserError(f"{source}: tokenizer.chat_template must be a string, got {template!r}")
+    try:
+        tokenizer, config = _build(metadata), _config(metadata, max_length)
+    except UserError as error:
+        raise UserError(f"{source}: {error}") from None
     try:
         tokenizer.save(str(directory / "tokenizer.json"))
-        if template is not None:
-            config["chat_template"] = template
-            (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
+        if "chat_template" in config:
+            template = directory / "chat_template.jinja"
+            template.write_text(config["chat_template"], encoding="utf-8")
         text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
         (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
     except Exception as error:  # the library raises bare Exception for a full disk
         raise UserError(f"{directory}: the tokenizer cannot be written ({error})") from None
 
 
-def _build(source: Path, metadata: dict[str, Any], tokens: list[str]) -> tokenizers.Tokenizer:
-    if (model := _get(source, metadata, "model", str)) != "gpt2":
+def _build(metadata: dict[str, Any]) -> tokenizers.Tokenizer:
+    tokens = _list(metadata, "tokens", str)
+    if (model := _get(metadata, "model", str)) != "gpt2":
         raise UserError(
-            f"{source}: tokenizer.ggml.model {model!r} is not supported; only 'gpt2' (byte-level "
-            "BPE) is"
+            f"tokenizer.ggml.model {model!r} is not supported; only 'gpt2' (byte-level BPE) is"
         )
     if (pre := str(metadata.get("tokenizer.ggml.pre", "default"))) not in _PRE_TOKENIZERS:
         raise UserError(
-            f"{source}: tokenizer.ggml.pre {pre!r} is not supported; supported: "
+            f"tokenizer.ggml.pre {pre!r} is not supported; supported: "
             f"{', '.join(_PRE_TOKENIZERS)}. "
             f"Use the model's Hugging Face directory instead"
         )
     if metadata.get("tokenizer.ggml.add_eos_token", False):
-        raise UserError(f"{source}: tokenizer.ggml.add_eos_token is not supported")
-    types = _list(source, metadata, "token_type", int)
-    merges = [tuple(merge.split(" ")) for merge in _list(source, metadata, "merges", str)]
+        raise UserError("tokenizer.ggml.add_eos_token is not supported")
+    types = _list(metadata, "token_type", int)
+    merges = [tuple(merge.split(" ")) for merge in _list(metadata, "merges", str)]
     if (
         len(types) != len(tokens)
         or len(set(tokens)) != len(tokens)
         or not all(len(merge) == 2 for merge in merges)
     ):
-        raise UserError(
-            f"{source}: tokenizer.ggml.tokens, token_type and merges do not fit together"
-        )
+        raise UserError("tokenizer.ggml.tokens, token_type and merges do not fit together")
     vocabulary = {token: index for index, token in enumerate(tokens)}
     for merge in merges:
         for part in (*merge, "".join(merge)):
             if part not in vocabulary:
                 raise UserError(
-                    f"{source}: merge {' '.join(merge)!r} needs token {part!r}, which tokens lacks"
+                    f"merge {' '.join(merge)!r} needs token {part!r}, which tokens lacks"
                 )
     tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, merges))
     if pre in _COMPOSED:
@@ -137,34 +123,53 @@ def _build(source: Path, metadata: dict[str, Any], tokens: list[str]) -> tokeniz
         ]
     )
     if metadata.get("tokenizer.ggml.add_bos_token", False):
-        bos = _token(source, metadata, tokens, "bos")
+        bos = _token(metadata, "bos")
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, vocabulary[bos])]
         )
     return tokenizer
 
 
-def _get(source: Path, metadata: dict[str, Any], key: str, kind: type) -> Any:
+def _config(metadata: dict[str, Any], max_length: int) -> dict[str, Any]:
+    """What tokenizer_config.json says."""
+    roles = (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown"))
+    special = {
+        f"{role}_token": _token(metadata, key)
+        for role, key in roles
+        if f"tokenizer.ggml.{key}_token_id" in metadata
+    }
+    template = metadata.get("tokenizer.chat_template")
+    if template is not None and not isinstance(template, str):
+        raise UserError(f"tokenizer.chat_template must be a string, got {template!r}")
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **special,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": max_length,
+        **({} if template is None else {"chat_template": template}),
+    }
+
+
+def _get(metadata: dict[str, Any], key: str, kind: type) -> Any:
     value = metadata.get(f"tokenizer.ggml.{key}")
     if type(value) is not kind:
-        raise UserError(
-            f"{source}: the metadata lacks tokenizer.ggml.{key}, or it is not a {kind.__name__}"
-        )
+        raise UserError(f"the metadata lacks tokenizer.ggml.{key}, or it is not a {kind.__name__}")
     return value
 
 
-def _list(source: Path, metadata: dict[str, Any], key: str, kind: type) -> list[Any]:
-    values = _get(source, metadata, key, list)
+def _list(metadata: dict[str, Any], key: str, kind: type) -> list[Any]:
+    values = _get(metadata, key, list)
     if not all(type(value) is kind for value in values):
-        raise UserError(f"{source}: tokenizer.ggml.{key} must be a list of {kind.__name__}")
+        raise UserError(f"tokenizer.ggml.{key} must be a list of {kind.__name__}")
     return values
 
 
-def _token(source: Path, metadata: dict[str, Any], tokens: list[str], key: str) -> str:
+def _token(metadata: dict[str, Any], key: str) -> str:
     """The text of a special token, which the metadata gives by its id."""
-    index = _get(source, metadata, f"{key}_token_id", int)
+    tokens = _list(metadata, "tokens", str)
+    index = _get(metadata, f"{key}_token_id", int)
     if not 0 <= index < len(tokens):
         raise UserError(
-            f"{source}: tokenizer.ggml.{key}_token_id {index} is outside the {len(tokens)} tokens"
+            f"tokenizer.ggml.{key}_token_id {index} is outside the {len(tokens)} tokens"
         )
     return tokens[index]

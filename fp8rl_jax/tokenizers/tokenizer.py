@@ -34,33 +34,40 @@ class Tokenizer(Protocol):
     has_chat_template: bool
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids; `add_special_tokens` adds what the model saw around a text in training (mostly
-        a bos or nothing). Pass False for a continuation, and for text that a chat template has
-        made."""
+        """Return the token ids of a text.
+
+        `add_special_tokens` adds what the model saw around a text in training (mostly a bos or
+        nothing). Pass False for a continuation, and for text that a chat template has made.
+        """
         ...
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        """Text; bytes that are no UTF-8 become U+FFFD. `skip_special` leaves out bos, eos, padding
-        and the like."""
+        """Return the text of token ids; bytes that are no UTF-8 become U+FFFD.
+
+        `skip_special` leaves out bos, eos, padding and the like.
+        """
         ...
 
     def apply_chat_template(
         self, messages: Sequence[Message], add_generation_prompt: bool = True
     ) -> str:
-        """The text of a conversation, ending where the assistant's answer begins if
-        `add_generation_prompt`."""
+        """Write a conversation as text.
+
+        It ends where the assistant's answer begins if `add_generation_prompt`.
+        """
         ...
 
     def encode_chat(
         self, messages: Sequence[Message], add_generation_prompt: bool = True
     ) -> list[int]:
-        """The token ids of a conversation: `encode(apply_chat_template(messages),
-        add_special_tokens=False)`."""
+        """Return `encode(apply_chat_template(messages), add_special_tokens=False)`."""
         ...
 
     def token_bytes(self) -> list[bytes]:
-        """The bytes of every id below vocab_size, b"" for special tokens; joined, they are the text
-        of the tokens."""
+        """Return the bytes of every id below vocab_size, b"" for special tokens.
+
+        Joined, they are the text of the tokens.
+        """
         ...
 
 
@@ -69,7 +76,7 @@ class HFTokenizer:
     `directory`."""
 
     def __init__(self, directory: str | Path):
-        """Reads tokenizer.json, tokenizer_config.json and chat_template.jinja.
+        """Read tokenizer.json, tokenizer_config.json and chat_template.jinja.
 
         Raises:
             UserError: a file that is missing or malformed, a special token that is not in the
@@ -106,7 +113,7 @@ class HFTokenizer:
             self._backend.get_vocab(with_added_tokens=True).values(), default=-1
         )
         self.bos_token_id = self._id("bos_token")
-        self.eos_token_ids = () if eos is None else (eos,)
+        self.eos_token_ids: tuple[int, ...] = () if eos is None else (eos,)
         pad = self._id("pad_token")
         self.pad_token_id = eos if pad is None else pad
         self.has_chat_template = self._template is not None
@@ -155,7 +162,7 @@ class HFTokenizer:
         return token_bytes(self._backend, self._path)
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Checks that every token has a row in an embedding of `vocab_size` rows.
+        """Check that every token has a row in an embedding of `vocab_size` rows.
 
         Raises:
             UserError: naming the largest token that has none.
@@ -181,7 +188,7 @@ class HFTokenizer:
 
 
 def load_tokenizer(directory: str | Path, vocab_size: int | None = None) -> HFTokenizer | None:
-    """The tokenizer of a Hugging Face directory, or None when the directory holds none.
+    """Load the tokenizer of a Hugging Face directory; None where the directory holds none.
 
     Args:
         directory: holds tokenizer.json.
@@ -226,7 +233,7 @@ _STAND_IN_TO_BYTE = {character: byte for byte, character in BYTE_TO_STAND_IN.ite
 
 
 def token_bytes(backend: tokenizers.Tokenizer, path: Path) -> list[bytes]:
-    """The bytes of every id from 0 to the largest, as they stand inside a text.
+    """Return the bytes of every id from 0 to the largest, as they stand inside a text.
 
     A decoder may also take a space off the beginning of the whole text; that is not a token's.
 

@@ -157,5 +157,5 @@ def _by_name(tree: Any) -> dict[str, Any]:
     }
 
 
-def _line(error: Exception) -> str:
+def _line(error: BaseException) -> str:
     return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__

@@ -1,5 +1,5 @@
 """One step's experience: completions of the step's prompts and their rewards, drawn once or, with
-DAPO's dynamic sampling, until enough prompts teach something (arXiv 2503.14476, section 3.2).
+DAPO's dynamic sampling, until enough prompts are informative (arXiv 2503.14476, section 3.2).
 
 What is drawn in round r of a step depends on (seed, step, r) alone, so a resumed run draws the
 same. Metrics of rewards describe everything that was sampled; the update sees the chosen prompts,
@@ -27,8 +27,8 @@ from fp8rl_jax.tasks.dataset import Dataset, Example
 from fp8rl_jax.tasks.distributed import score_distributed
 from fp8rl_jax.tasks.sandbox.pool import RewardPool
 from fp8rl_jax.tasks.scores import Scores
-from fp8rl_jax.training.experience import EpisodeExperience, Experience, RolloutExperience
-from fp8rl_jax.training.session import Session
+from fp8rl_jax.training.experience import Experience
+from fp8rl_jax.training.session import Session, rollout_key
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class Collected:
     Attributes:
         experience: the chosen samples.
         rewards, valid: theirs, as the task gave them; not valid where the reward failed.
-        teaches: chosen prompts that enter the loss; all of them without dynamic sampling.
+        informative: chosen prompts that enter the loss; all of them without dynamic sampling.
         scores, examples, texts: of everything that was sampled.
         rounds: how many rollouts it took.
     """
@@ -47,7 +47,7 @@ class Collected:
     experience: Experience
     rewards: Float[np.ndarray, " c"]
     valid: Bool[np.ndarray, " c"]
-    teaches: Bool[np.ndarray, " p"]
+    informative: Bool[np.ndarray, " p"]
     scores: Scores
     examples: list[Example]
     texts: list[str]
@@ -56,7 +56,7 @@ class Collected:
     @property
     def entering(self) -> Bool[np.ndarray, " c"]:
         """Samples that enter the loss."""
-        return np.repeat(self.teaches, len(self.rewards) // len(self.teaches))
+        return np.repeat(self.informative, len(self.rewards) // len(self.informative))
 
     def shown(self, count: int) -> Iterator[dict[str, Any]]:
         """Rows for samples.jsonl: at most `count` of the samples, evenly spread."""
@@ -87,35 +87,34 @@ class Collector:
         self.dynamic = config.rl.dynamic_sampling
         self.samples = config.rollout.samples_per_prompt
         self.count = config.rollout.prompts_per_step
-        self.key = jax.random.fold_in(jax.random.key(self.seed), 0)
 
     def prompts(self, step: int) -> Prompts:
         """The prompts of the first round of `step`."""
         return self._encoded(self._examples(step, 0))
 
     def collect(self, step: int) -> Collected:
-        """Samples, scores, and with dynamic sampling does so again until enough prompts teach
-        something."""
+        """Samples, scores, and with dynamic sampling does so again until enough prompts are
+        informative."""
         drawn = [self._draw(step, 0)]
         if not self.dynamic.enabled:
             return self._chosen(drawn, np.ones(self.count, bool))
-        teaches = [self._informative(drawn[0][1])]
-        while sum(map(np.sum, teaches)) < self.count and len(drawn) < self.dynamic.max_rounds:
+        informative = [self._informative(drawn[0][1])]
+        while sum(map(np.sum, informative)) < self.count and len(drawn) < self.dynamic.max_rounds:
             drawn.append(self._draw(step, len(drawn)))
-            teaches.append(self._informative(drawn[-1][1]))
-        return self._chosen(drawn, np.concatenate(teaches))
+            informative.append(self._informative(drawn[-1][1]))
+        return self._chosen(drawn, np.concatenate(informative))
 
-    def _chosen(self, drawn: list, teaches: Bool[np.ndarray, " q"]) -> Collected:
+    def _chosen(self, drawn: list, informative: Bool[np.ndarray, " q"]) -> Collected:
         sampled, scores, examples = zip(*drawn, strict=True)
         joined = Scores.join(scores)
-        # those that teach first, each in the order of sampling; what is left over is not used
-        chosen = np.argsort(~teaches, kind="stable")[: self.count]
+        # informative prompts first, each in the order of sampling; what is left over is not used
+        chosen = np.argsort(~informative, kind="stable")[: self.count]
         rows = (chosen[:, None] * self.samples + np.arange(self.samples)).reshape(-1)
         return Collected(
             experience=self._picked(sampled, chosen, rows) if self.dynamic.enabled else sampled[0],
             rewards=joined.rewards[rows],
             valid=~joined.failed[rows],
-            teaches=teaches[chosen],
+            informative=informative[chosen],
             scores=joined,
             examples=sum(examples, []),
             texts=sum((part.texts for part in sampled), []),
@@ -125,24 +124,23 @@ class Collector:
     def _picked(
         self, sampled: Sequence[Experience], chosen: np.ndarray, rows: np.ndarray
     ) -> Experience:
-        if isinstance(sampled[0], EpisodeExperience):
-            episodes = list(chain(*(part.episodes for part in sampled)))
+        if sampled[0].episodes is not None:
+            episodes = list(chain(*(part.episodes or () for part in sampled)))
             return self.session.of_episodes([episodes[row] for row in rows], self.samples)
         texts = list(chain(*(part.texts for part in sampled)))
         rollout = select([part.rollout for part in sampled], chosen, rows)
-        rollout = to_global_rollout(rollout, batch_sharding(self.session.mesh))
+        rollout = to_global(rollout, batch_sharding(self.session.mesh))
         return replace(sampled[0], rollout=rollout, texts=[texts[row] for row in rows])
 
     def _draw(self, step: int, number: int) -> tuple[Experience, Scores, list[Example]]:
         examples, session = self._examples(step, number), self.session
-        key = jax.random.fold_in(self.key, step)
-        key = jax.random.fold_in(key, number) if number else key
+        key = rollout_key(self.seed, step, number)
         if self.pool.task.max_turns > 1:
             return *session.play(examples, self.pool, self.samples, key), examples
-        found: RolloutExperience = session.rollout(self._encoded(examples), self.samples, key)
+        sampled = session.rollout(self._encoded(examples), self.samples, key)
         with session.clock.part("reward"):
-            scores = score_distributed(self.pool, examples, found.texts)
-        return found, scores, examples
+            scores = score_distributed(self.pool, examples, sampled.texts)
+        return sampled, scores, examples
 
     def _informative(self, scores: Scores) -> Bool[np.ndarray, " p"]:
         return np.asarray(
@@ -182,9 +180,3 @@ def select(rollouts: Sequence[Rollout], prompts: np.ndarray, rows: np.ndarray) -
     }
     by_row = ("tokens", "mask", "behaviour_logprobs", "policy_logprobs", "stopped", "expert_ids")
     return replace(rollouts[0], **by_prompt, **{name: pick(name, rows) for name in by_row})
-
-
-def to_global_rollout(rollout: Rollout, sharding: jax.sharding.Sharding) -> Rollout:
-    """The arrays of a rollout on the mesh; its version stays a number."""
-    placed = to_global(replace(rollout, weight_version=None), sharding)
-    return replace(placed, weight_version=rollout.weight_version)

@@ -3,33 +3,118 @@ one or several updates.
 
 A single update takes its own forward as the old policy, so the old-logprob pass is skipped; several
 updates, corrections of the whole batch, and a KL divergence in the reward need it made before.
+
+Calibrated clipping (rl.calibrated_bounds): a calibrating step runs its rollout once more with
+nothing quantized, before the first update, and each later mini-batch before its own update: two
+forwards, as in the paper. The FP8 side of the comparison costs nothing, since updates return the
+log-probabilities that they computed. The first mini-batch is left out: it meets the old policy, and
+all its ratios are 1.
 """
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from fp8rl_jax import rl
-from fp8rl_jax.config.recipe import Recipe
+from fp8rl_jax.config.formats import COMPUTE
+from fp8rl_jax.config.recipe import LinearFormats, Recipe
+from fp8rl_jax.config.rl import RLConfig
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.config.training import OptimizerConfig
 from fp8rl_jax.models.lora import Trained, join, split
 from fp8rl_jax.models.policy import Policy
 from fp8rl_jax.parallel import split_batch
-from fp8rl_jax.training.clip_calibration import Seen, due, recalibrate, unquantized
-from fp8rl_jax.training.compact import Compact, compact, of_width, widen
+from fp8rl_jax.rl.metrics import per_token
+from fp8rl_jax.training.batch import Batch, Narrowed, narrow, of_width, untrim
 from fp8rl_jax.training.performance import Clock
 from fp8rl_jax.training.state import TrainState, learning_rate, make_optimizer
-from fp8rl_jax.training.step import Batch, StepConfig, batch_logprobs, correct, update
+from fp8rl_jax.training.step import StepConfig, batch_logprobs, correct, update
+
+
+class MiniBatch(NamedTuple):
+    """One mini-batch as its update met it: log-probabilities of the trainer, and of passes in which
+    nothing is quantized."""
+
+    batch: Batch
+    logprobs: Float[Array, "b t"]
+    unquantized_logprobs: Float[Array, "b t"]
+    unquantized_old_logprobs: Float[Array, "b t"]
+
+
+def due(state: TrainState, config: RLConfig, updates_per_rollout: int) -> bool:
+    """Whether the step that begins with `state` calibrates."""
+    settings = config.clip_calibration
+    return settings.enabled and (int(state.updates) // updates_per_rollout) % settings.every == 0
+
+
+def unquantized(config: StepConfig) -> StepConfig:
+    """The same forward in the compute dtype."""
+    compute = {
+        "trainer": LinearFormats(),
+        "output_gradient": COMPUTE,
+        "saved_activation": COMPUTE,
+        "layers": (),
+        "exact": False,
+    }
+    recipe = replace(config.recipe, **compute)
+    return replace(config, recipe=recipe)
+
+
+@partial(jax.jit, static_argnames="config")
+def recalibrate(
+    bounds: Float[Array, " bounds"], parts: list[MiniBatch], config: RLConfig
+) -> tuple[Float[Array, " bounds"], dict[str, Float[Array, ""]]]:
+    """The next bounds, from those in force and all mini-batches together; metrics of
+    `rl.calibrated_bounds`.
+
+    A bound that is not finite, for which NaN log-probabilities are the only reason, stays what it
+    is.
+    """
+    columns = []
+    for batch, logprobs, exact, exact_old in parts:
+        assert batch.old_logprobs is not None  # of several updates
+        mask = batch.mask if batch.loss_mask is None else batch.loss_mask
+        advantages = per_token(batch.advantages, mask)
+        if batch.weights is not None:
+            advantages = advantages * batch.weights
+        ratios = [
+            rl.policy_ratio(new, old, mask, "token")
+            for new, old in ((logprobs, batch.old_logprobs), (exact, exact_old))
+        ]
+        columns.append((*ratios, advantages, mask))
+    found, metrics = rl.calibrated_bounds(*map(jnp.concatenate, zip(*columns, strict=True)), config)
+    kept, found = config.clip_calibration.smoothing, jnp.where(jnp.isfinite(found), found, bounds)
+    return kept * bounds + (1 - kept) * found, metrics
 
 
 @jax.jit
 def _mean(parts: list[dict[str, Array]]) -> dict[str, Array]:
     return jax.tree.map(lambda *values: jnp.mean(jnp.stack(values)), *parts)
+
+
+def step_config(config: RunConfig, recipe: Recipe) -> StepConfig:
+    """What the compiled programs of a run's trainer are specialised to.
+
+    Args:
+        recipe: resolved.
+    """
+    return StepConfig(
+        recipe=recipe,
+        rl=replace(config.rl, correction=config.rl.correction.resolve(recipe.correction)),
+        compute_dtype=config.compute_dtype,
+        temperature=config.rollout.temperature,
+        remat=config.trainer.remat == "layer",
+        logprob_chunk=config.trainer.logprob_chunk,
+        attention_chunk=config.trainer.attention_chunk,
+        backend=config.precision.backend,
+        loss_scale=config.trainer.loss_scale.resolve(config.compute_dtype),
+    )
 
 
 class Learner:
@@ -44,23 +129,11 @@ class Learner:
     """
 
     def __init__(self, config: RunConfig, recipe: Recipe, policy: Policy, mesh: jax.sharding.Mesh):
-        self.trainer, self.mesh = config.trainer, mesh
-        settings = dataclasses.replace(
-            config.rl, correction=config.rl.correction.resolve(recipe.correction)
-        )
+        self.run, self.trainer, self.mesh = config, config.trainer, mesh
         self.count = config.trainer.updates_per_rollout
-        self.config = StepConfig(
-            recipe=recipe,
-            rl=settings,
-            compute_dtype=config.compute_dtype,
-            temperature=config.rollout.temperature,
-            remat=config.trainer.remat == "layer",
-            logprob_chunk=config.trainer.logprob_chunk,
-            attention_chunk=config.trainer.attention_chunk,
-            backend=config.precision.backend,
-            loss_scale=config.trainer.loss_scale.resolve(config.compute_dtype),
-        )
-        self.use(config.optimizer, config.trainer.steps * self.count)
+        self.config = step_config(config, recipe)
+        self.use()
+        settings = self.config.rl
         needed = settings.kl_coefficient > 0 or settings.reward_kl.coefficient > 0
         # of what is trained: adapters at their start, beside the frozen base, are the whole
         # reference
@@ -68,8 +141,10 @@ class Learner:
             jax.tree.map(jnp.copy, split(policy)[0]) if needed else None
         )
 
-    def use(self, optimizer: OptimizerConfig, updates: int) -> None:
-        """An optimizer, and the number of updates in its schedule."""
+    def use(self, optimizer: OptimizerConfig | None = None, updates: int | None = None) -> None:
+        """Take an optimizer, and the number of updates in its schedule; by default the run's."""
+        optimizer = optimizer or self.run.optimizer
+        updates = self.trainer.steps * self.count if updates is None else updates
         self.optimizer = make_optimizer(optimizer, updates)
         self.schedule = learning_rate(optimizer, updates)
 
@@ -78,29 +153,29 @@ class Learner:
         part = prompts // self.count
         return part // (self.trainer.micro_batch_prompts or part) * self.count
 
-    def compact(self, batch: Batch, parts: int) -> Compact:
+    def narrow(self, batch: Batch, parts: int) -> Narrowed:
         """The batch in the form that the model runs on, in `parts` micro-batches."""
-        return compact(batch, self.trainer, parts, self.mesh)
+        return narrow(batch, self.trainer, parts, self.mesh)
 
-    def scored(self, state: TrainState, batch: Batch, parts: int, clock: Clock) -> Batch:
+    def with_logprobs(self, state: TrainState, batch: Batch, parts: int, clock: Clock) -> Batch:
         """The batch with the log-probabilities that rewards and updates need: the reference
         policy's, and the old policy's.
 
         Args:
             parts: of `micro_batches`.
         """
-        config, width = dataclasses.replace(self.config, micro_batches=parts), batch.tokens.shape[1]
+        config, width = replace(self.config, micro_batches=parts), batch.tokens.shape[1]
         if self.reference is not None:
             with clock.part("ref"):
                 # other weights, so its own experts
-                own_routes = dataclasses.replace(
-                    self.compact(batch, parts).batch, prompt_routes=None, routes=None
+                own_routes = replace(
+                    self.narrow(batch, parts).batch, prompt_routes=None, routes=None
                 )
                 policy = join(self.reference, split(state.policy)[1])
                 reference = jax.block_until_ready(
-                    widen(batch_logprobs(policy, own_routes, config), width)
+                    untrim(batch_logprobs(policy, own_routes, config), width)
                 )
-            batch = dataclasses.replace(batch, reference_logprobs=reference)
+            batch = replace(batch, reference_logprobs=reference)
         if (
             self.count > 1
             or config.rl.correction.whole_batch
@@ -108,12 +183,12 @@ class Learner:
         ):
             with clock.part("logprob"):
                 old = jax.block_until_ready(
-                    widen(
-                        batch_logprobs(state.policy, self.compact(batch, parts).batch, config),
+                    untrim(
+                        batch_logprobs(state.policy, self.narrow(batch, parts).batch, config),
                         width,
                     )
                 )
-            batch = dataclasses.replace(batch, old_logprobs=old)
+            batch = replace(batch, old_logprobs=old)
         return batch
 
     def update(
@@ -122,7 +197,7 @@ class Learner:
         """All updates on one rollout.
 
         Args:
-            batch: from `scored`, with advantages.
+            batch: from `with_logprobs`, with advantages.
             parts: of `micro_batches`.
 
         Returns:
@@ -131,32 +206,32 @@ class Learner:
         """
         old, width = batch.old_logprobs, batch.tokens.shape[1]
         rl_config = of_width(self.config.rl, width)
-        config = dataclasses.replace(self.config, rl=rl_config, micro_batches=parts // self.count)
-        batch, padding = self.compact(batch, parts)
-        told = {
-            "optim/lr": float(self.schedule(int(state.updates))),
+        config = replace(self.config, rl=rl_config, micro_batches=parts // self.count)
+        batch, padding = self.narrow(batch, parts)
+        metrics_of_batch = {
+            "optim/lr": float(jnp.asarray(self.schedule(int(state.updates)))),
             "perf/padding_fraction": padding,
         }
         if old is None:
             with clock.part("train"):
                 state, logprobs, metrics = update(state, batch, config, self.optimizer)
                 jax.block_until_ready(logprobs)
-            return state, widen(logprobs, width), metrics | told
+            return state, untrim(logprobs, width), metrics | metrics_of_batch
         corrected, corrections = correct(batch, config.rl)
-        collected, seen, minis = [], [], split_batch(corrected, self.count)
-        calibrating, exact = due(state, config.rl, self.count), unquantized(config)
+        collected, calibration, minis = [], [], split_batch(corrected, self.count)
+        calibrating, without = due(state, config.rl, self.count), unquantized(config)
         if calibrating:
             with clock.part("calibrate"):
-                whole = dataclasses.replace(exact, micro_batches=parts)
-                exact_old = split_batch(
+                whole = replace(without, micro_batches=parts)
+                unquantized_old = split_batch(
                     jax.block_until_ready(batch_logprobs(state.policy, batch, whole)), self.count
                 )
         for part in range(self.count):
             mini = jax.tree.map(lambda x, part=part: x[part], minis)
             if calibrating and part:
                 with clock.part("calibrate"):
-                    exact_logprobs = jax.block_until_ready(
-                        batch_logprobs(state.policy, mini, exact)
+                    unquantized_logprobs = jax.block_until_ready(
+                        batch_logprobs(state.policy, mini, without)
                     )
             with clock.part("train"):
                 state, logprobs, metrics = jax.block_until_ready(
@@ -164,9 +239,11 @@ class Learner:
                 )
             collected.append(metrics)
             if calibrating and part:
-                seen.append(Seen(mini, logprobs, exact_logprobs, exact_old[part]))
+                calibration.append(
+                    MiniBatch(mini, logprobs, unquantized_logprobs, unquantized_old[part])
+                )
         averaged = _mean(collected)
         if calibrating:
-            bounds, found = recalibrate(state.clip_bounds, seen, config.rl)
-            state, told = dataclasses.replace(state, clip_bounds=bounds), told | found
-        return state, old, averaged | rl.metric_values(corrections) | told
+            bounds, found = recalibrate(state.clip_bounds, calibration, config.rl)
+            state, metrics_of_batch = replace(state, clip_bounds=bounds), metrics_of_batch | found
+        return state, old, averaged | rl.metric_values(corrections) | metrics_of_batch

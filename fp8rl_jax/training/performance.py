@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 import jax
@@ -102,7 +102,7 @@ class Clock:
         self.tokens = self.flops = 0.0
 
     @contextmanager
-    def part(self, name: str) -> Iterator[None]:
+    def part(self, name: str) -> Generator[None]:
         """Adds the time that the block takes to time/<name>."""
         start = time.perf_counter()
         yield

@@ -8,8 +8,8 @@ import numpy as np
 
 from fp8rl_jax.parallel import to_host
 from fp8rl_jax.rollout.engine import Prompts, Rollout, pad_prompts
-from fp8rl_jax.tasks.conversation import continuation
-from fp8rl_jax.tasks.dataset import Example, chat_messages
+from fp8rl_jax.tasks.conversation import chat_messages, continuation
+from fp8rl_jax.tasks.dataset import Example
 from fp8rl_jax.tasks.episodes import Episode
 from fp8rl_jax.tokenizers.tokenizer import Tokenizer
 

@@ -38,7 +38,7 @@ from jaxtyping import Array, Float, Key
 from fp8rl_jax import rl
 from fp8rl_jax.caching import keep_compiled_programs
 from fp8rl_jax.config.recipe import Recipe
-from fp8rl_jax.config.rl import RLConfig, check_sampling
+from fp8rl_jax.config.rl import RLConfig
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.config.schema import validate
 from fp8rl_jax.config.settings import with_settings
@@ -67,7 +67,13 @@ from fp8rl_jax.rollout.calibration import (
     scales_from_amax,
 )
 from fp8rl_jax.rollout.constraints import make_constraints
-from fp8rl_jax.rollout.engine import LocalEngine, Prompts, Rollout, RolloutEngine, pad_prompts
+from fp8rl_jax.rollout.engine import (
+    Prompts,
+    Rollout,
+    RolloutEngine,
+    local_engine,
+    pad_prompts,
+)
 from fp8rl_jax.rollout.sampling import Sampling
 from fp8rl_jax.tasks.conversation import Conversation, message_faults
 from fp8rl_jax.tasks.dataset import Example
@@ -76,34 +82,26 @@ from fp8rl_jax.tasks.sandbox.pool import RewardPool
 from fp8rl_jax.tasks.scores import Scores
 from fp8rl_jax.tokenizers.tokenizer import Tokenizer
 from fp8rl_jax.training.adapters import adapt, restored, to_save
+from fp8rl_jax.training.batch import Batch, bucket
 from fp8rl_jax.training.checkpoint import Checkpoints
-from fp8rl_jax.training.experience import (
-    Entering,
-    EpisodeExperience,
-    Experience,
-    RolloutExperience,
-    episode_rows,
-)
-from fp8rl_jax.training.learner import Learner
-from fp8rl_jax.training.packing import bucket
+from fp8rl_jax.training.experience import Entering, Experience, episode_experience, play
+from fp8rl_jax.training.learner import Learner, step_config
 from fp8rl_jax.training.performance import Clock
-from fp8rl_jax.training.play import play
 from fp8rl_jax.training.prompts import PromptEncoder
 from fp8rl_jax.training.state import TrainState, sharded_state
-from fp8rl_jax.training.step import Batch, StepConfig, batch_logprobs, supervised_update
+from fp8rl_jax.training.step import batch_logprobs, supervised_update
 from fp8rl_jax.weights.load import save_policy
 from fp8rl_jax.weights.peft_format import save_adapters
-from pallas_kernels.matmul import selected_backend
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]] | Example
 """Text, token ids, the messages of a conversation, or a problem of a data set."""
 
 _log = logging.getLogger("fp8rl")
+_RELEASED = "session: its state was released; give it one with load"
 _NARROWEST = 16
 """Tokens that prompts are padded to at least."""
 _TRAINING, _SAMPLES = range(2)
-"""What the keys of a seed are for: `jax.random.fold_in(jax.random.key(seed), ...)`; adapters take
-the third."""
+"""What the keys of a seed are for; adapters take the third (training.adapters)."""
 # programs, and not dozens of small operations, which on a mesh may wait for each other without an
 # end
 _mismatch = jax.jit(rl.mismatch_metrics, static_argnames="config")
@@ -187,9 +185,7 @@ class Session:
         )
         config = with_settings(RunConfig() if config is None else config, settings, recipe=recipe)
         if alone:  # prompts come with each call, so what divides their number divides this one too
-            unit = max(config.trainer.updates_per_rollout, 1) * max(
-                config.trainer.micro_batch_prompts, 1
-            )
+            unit = _prompts_of_a_part(config)
             config = replace(config, rollout=replace(config.rollout, prompts_per_step=unit))
         validate(config)
         keep_compiled_programs()
@@ -208,7 +204,7 @@ class Session:
         self.encoder = PromptEncoder(
             tokenizer, config.task.system_prompt, rollout.max_prompt_tokens
         )
-        self.engine = self._local_engine() if engine is None else engine
+        self.engine = local_engine(config, self.recipe) if engine is None else engine
         self.clock, self.step, self.scales = Clock(), 0, None
         with jax.set_mesh(self.mesh):
             masters = jax.tree.map(lambda x: x.astype(jnp.float32), policy)
@@ -229,7 +225,7 @@ class Session:
         prompts: Sequence[Prompt] | Prompts,
         samples: int | None = None,
         key: Key[Array, ""] | None = None,
-    ) -> RolloutExperience:
+    ) -> Experience:
         """Samples completions to learn from, with the weights of the last sync; the first call
         makes that sync.
 
@@ -266,7 +262,7 @@ class Session:
         samples: int = 1,
         temperature: float = 0.0,
         seed: int = 0,
-    ) -> RolloutExperience:
+    ) -> Experience:
         """Completions to look at or to evaluate: drawn apart from training, which they do not
         change.
 
@@ -277,11 +273,11 @@ class Session:
             seed: of the draws.
         """
         encoded, count = self.encode(prompts)
-        key = jax.random.fold_in(jax.random.key(self.config.seed), _SAMPLES)
         served, uncalibrated, scales = self._served, self._uncalibrated, self.scales
         self._serve(encoded)
         sampling = at_temperature(self.sampling, temperature)
-        rollout = self.engine.generate(encoded, samples, sampling, jax.random.fold_in(key, seed))
+        key = sample_key(self.config.seed, seed)
+        rollout = self.engine.generate(encoded, samples, sampling, key)
         # scales that these prompts gave are not what training goes on with
         if self.recipe.quantizes_cache:
             self._served, self._uncalibrated, self.scales = served, uncalibrated, scales
@@ -294,7 +290,7 @@ class Session:
         pool: RewardPool,
         samples: int | None = None,
         key: Key[Array, ""] | None = None,
-    ) -> tuple[EpisodeExperience, Scores]:
+    ) -> tuple[Experience, Scores]:
         """Episodes of several turns with environments (task.kind = "environment"), and what they
         earned.
 
@@ -310,23 +306,15 @@ class Session:
         )
         return self.of_episodes(episodes, samples), scores
 
-    def of_episodes(self, episodes: Sequence[Episode], samples: int) -> EpisodeExperience:
+    def of_episodes(self, episodes: Sequence[Episode], samples: int) -> Experience:
         """Episodes of `play` as what `update` takes."""
-        rows = episode_rows(
+        return episode_experience(
             episodes,
-            self.encoder.width,
-            self.sampling.max_new_tokens,
+            samples,
+            self.sampling.temperature,
+            self.encoder.width + self.sampling.max_new_tokens - 1,
             self.encoder.pad,
-            len(episodes),
-        )
-        texts = [episode.transcript for episode in episodes]
-        return EpisodeExperience(
-            episodes=episodes,
-            rows=rows,
-            sharding=batch_sharding(self.mesh),
-            texts=texts,
-            samples=samples,
-            temperature=self.sampling.temperature,
+            batch_sharding(self.mesh),
         )
 
     # learning
@@ -360,11 +348,10 @@ class Session:
         """
         config, clock = self.config, self.clock
         values, valid, real = self._rewards(rollout, rewards)
-        self._begin()
-        learner, parts = self._learner, self._learner.micro_batches(rollout.prompts_in_batch)
-        batch = learner.scored(
-            self._state, rollout.batch(learner.config.rl, self.truncated, entering), parts, clock
-        )
+        learner, state = self._started()
+        parts = learner.micro_batches(rollout.prompts_in_batch)
+        batch = rollout.batch(learner.config.rl, config.samples_truncated(), entering)
+        batch = learner.with_logprobs(state, batch, parts, clock)
         lengths, divergence = rollout.by_sample(_lengths(batch.mask)), None
         if config.rl.reward_kl.coefficient:
             divergence = _reward_kl(
@@ -382,9 +369,9 @@ class Session:
             longest=self.sampling.max_new_tokens,
         )
         batch = replace(batch, advantages=rollout.by_row(advantages))
-        self._state, train_logprobs, learned = learner.update(self._state, batch, parts, clock)
+        state, train_logprobs, learned = learner.update(state, batch, parts, clock)
         # XLA may lay small tensors out anew, and every program would be compiled for both layouts
-        self._state = shard_policy(self._state, self.mesh)
+        self._state = shard_policy(state, self.mesh)
         mismatch = _mismatch(
             rollout.policy_logprobs,
             train_logprobs,
@@ -431,21 +418,16 @@ class Session:
         Raises:
             UserError: an answer is empty or has more than rollout.max_new_tokens tokens.
         """
-        self._begin()
+        learner, state = self._started()
         encoded, count = self.encode(prompts)
         if len(answers) != count:
             raise UserError(f"answers: {len(answers)} for {count} prompts; give one for each")
         tokens, mask = self._completions(
             answers, len(encoded.lengths), self.sampling.max_new_tokens
         )
-        zeros = np.zeros(tokens.shape, np.float32)
-        batch = to_global(
-            Batch(*encoded[:2], tokens, mask, zeros, zeros[:, 0]), batch_sharding(self.mesh)
-        )
-        config = replace(self._learner.config, rl=RLConfig(), temperature=1.0)
-        self._state, metrics = supervised_update(
-            self._state, batch, config, self._learner.optimizer
-        )
+        batch = self._given(encoded, tokens, mask)
+        config = replace(learner.config, rl=RLConfig(), temperature=1.0)
+        self._state, metrics = supervised_update(state, batch, config, learner.optimizer)
         self._served = False
         if self._calibrates("trainer"):
             self.scales = None
@@ -461,7 +443,7 @@ class Session:
         """
         self._policy, self._state, self._learner = self.weights, None, None
         self.step = self._rollouts = 0
-        self._begin(optimizer, updates)
+        self._started(optimizer, updates)
 
     @_on_mesh
     def logprobs(
@@ -495,15 +477,12 @@ class Session:
             )
         n, found = len(completions) // len(prompts), []
         width = bucket(max(map(len, completions)), 2)
-        config = replace(self._learner_config(), micro_batches=1)
+        config = step_config(self.config, self.recipe)
         for start in range(0, len(prompts), batch_size):
             some = completions[start * n : (start + batch_size) * n]
             encoded, _ = self.encode(prompts[start : start + batch_size])
             tokens, mask = self._completions(some, len(encoded.lengths) * n, width)
-            zeros = np.zeros(tokens.shape, np.float32)
-            batch = to_global(
-                Batch(*encoded[:2], tokens, mask, zeros, zeros[:, 0]), batch_sharding(self.mesh)
-            )
+            batch = self._given(encoded, tokens, mask)
             values = to_host(batch_logprobs(self.weights, batch, config))
             found += [values[row, : len(completion)] for row, completion in enumerate(some)]
         return found
@@ -515,14 +494,13 @@ class Session:
         """A snapshot of masters, optimizer and what is found on the way. It is copied when it is
         read, since every update gives the session's own buffers away: three times the policy's
         float32 bytes with Adam."""
-        self._begin()
-        return jax.tree.map(jnp.copy, self._state)
+        return jax.tree.map(jnp.copy, self._started()[1])
 
     def release(self) -> TrainState:
         """The state itself, uncopied; the session can do nothing until `load` gives it one. So
         sessions of several recipes can take turns on one policy in the memory of one."""
-        self._begin()
-        state, self._state = self._state, None
+        _, state = self._started()
+        self._state = None
         return state
 
     def load(self, state: TrainState) -> None:
@@ -555,7 +533,8 @@ class Session:
             UserError: the directory cannot be written, or values are not finite.
         """
         directory = Path(directory)
-        policy, source = to_host(self.weights), getattr(self.tokenizer, "directory", self.tokenizer)
+        policy = to_host(self.weights)
+        source: Any = getattr(self.tokenizer, "directory", self.tokenizer)
         with shared_faults():
             if is_main_process():
                 dtype = dtype or (
@@ -564,6 +543,7 @@ class Session:
                 save_policy(merge(policy), directory, source, dtype)
                 parts, base = split(policy)
                 if base is not None:
+                    assert isinstance(parts, dict)  # adapters
                     where = directory / "adapter" if adapters is None else Path(adapters)
                     save_adapters(
                         parts, where, policy.config, self.config.lora, self.config.model.path
@@ -599,19 +579,19 @@ class Session:
     def saved(self) -> tuple:
         """What a checkpoint holds; the arrays are the session's own, which its next update gives
         away."""
-        self._begin()
-        layers = self._state.policy.config.num_layers
-        scales = self.scales or KVScales(*(jnp.zeros(layers) for _ in range(3)))
-        return *to_save(self._state), to_global(
-            jax.tree.map(np.asarray, scales), replicated(self.mesh)
-        )
+        _, state = self._started()
+        shape = state.policy.config.num_layers, state.policy.config.num_kv_heads
+        if self.recipe.kv_granularity == "layer":
+            shape = shape[:1]
+        scales = self.scales or KVScales(*(jnp.zeros(shape) for _ in range(3)))
+        return *to_save(state), to_global(jax.tree.map(np.asarray, scales), replicated(self.mesh))
 
     @_on_mesh
     def load_saved(self, step: int, saved: tuple) -> None:
         """Goes on at `step` with what `saved` gave."""
-        self._begin()
+        _, before = self._started()
         *state, scales = saved
-        self._state = restored(self._state, *state)
+        self._state = restored(before, *state)
         self.step, self._rollouts, self._served = step, 0, False
         self.scales = scales if self._calibrates("trainer") else None
         self.engine.version = step
@@ -667,11 +647,7 @@ class Session:
                     f"model's {positions} positions less "
                     f"rollout.max_new_tokens = {longest}"
                 )
-        trainer = self.config.trainer
-        unit = math.lcm(
-            trainer.updates_per_rollout * max(trainer.micro_batch_prompts, 1),
-            batch_shards(self.mesh),
-        )
+        unit = math.lcm(_prompts_of_a_part(self.config), batch_shards(self.mesh))
         missing = bucket(-(-len(rows) // unit), 2) * unit - len(rows)
         width = min(bucket(max(_NARROWEST, *map(len, rows)), 2), room)
         padded = pad_prompts(
@@ -682,59 +658,41 @@ class Session:
     # what the methods above share
 
     @property
-    def truncated(self) -> bool:
-        """Whether `rollout` samples from another distribution than the policy's.
-
-        Raises:
-            UserError: it does, and rl.correction does not say what that means; or the temperature
-                is 0.
-        """
-        rollout = self.config.rollout
-        return check_sampling(
-            self.config.rl.correction,
-            temperature=rollout.temperature,
-            top_k=rollout.top_k,
-            top_p=rollout.top_p,
-            min_p=rollout.min_p,
-            bad_words=rollout.bad_words,
-            logit_bias=rollout.logit_bias,
-        )
-
-    @property
     def learner(self) -> Learner:
         """What an update is specialised to; made with the optimizer's state when it is first
         wanted."""
-        self._begin()
-        return self._learner
+        return self._started()[0]
 
     @property
     def weights(self) -> Policy:
         """The session's own buffers, adapters beside their base: the next update gives them
         away."""
-        if self._learner is not None and self._state is None:
-            raise RuntimeError("session: its state was released; give it one with load")
-        return self._policy if self._state is None else self._state.policy
+        if self._state is not None:
+            return self._state.policy
+        if self._policy is None:
+            raise RuntimeError(_RELEASED)
+        return self._policy
 
-    def _begin(self, optimizer: OptimizerConfig | None = None, updates: int | None = None) -> None:
-        """The optimizer's state, which a session that only samples does without."""
-        if self._learner is not None:
-            return
-        clipping, bounds = self.config.rl.clip_calibration, None
-        if clipping.enabled:
-            bounds = clipping.start(self.config.rl.clip_low, self.config.rl.clip_high)
-        rl.check_functions(self.config.rl, self.config.rollout.samples_per_prompt)
-        with jax.set_mesh(self.mesh):
-            self._learner = Learner(self.config, self.recipe, self._policy, self.mesh)
-            if optimizer is not None:
-                self._learner.use(optimizer, updates)
-            self._state = sharded_state(
-                self._policy,
-                self._learner.optimizer,
-                self.mesh,
-                self._learner.config.loss_scale,
-                bounds,
-            )
-        self._policy = None
+    def _started(
+        self, optimizer: OptimizerConfig | None = None, updates: int | None = None
+    ) -> tuple[Learner, TrainState]:
+        """The learner and the optimizer's state, which a session that only samples does without."""
+        if self._learner is None:
+            policy = self.weights
+            clipping, bounds = self.config.rl.clip_calibration, None
+            if clipping.enabled:
+                bounds = clipping.start(self.config.rl.clip_low, self.config.rl.clip_high)
+            rl.check_functions(self.config.rl, self.config.rollout.samples_per_prompt)
+            with jax.set_mesh(self.mesh):
+                learner = Learner(self.config, self.recipe, policy, self.mesh)
+                learner.use(optimizer, updates)
+                self._state = sharded_state(
+                    policy, learner.optimizer, self.mesh, learner.config.loss_scale, bounds
+                )
+            self._learner, self._policy = learner, None
+        if self._state is None:
+            raise RuntimeError(_RELEASED)
+        return self._learner, self._state
 
     def _calibrates(self, side: str) -> bool:
         """Whether there is an FP8 cache, and this side measures its scales."""
@@ -770,7 +728,7 @@ class Session:
     def _calibrated(self, batch: Batch, parts: int) -> tuple[KVScales, dict[str, Array]]:
         """Scales for the new weights, and what the scales served until now do to them."""
         sums = observe_qkv(
-            self._state.policy,
+            self.weights,
             batch.prompts,
             batch.lengths,
             batch.tokens,
@@ -786,22 +744,17 @@ class Session:
 
     def _draw(self, samples: int | None, key: Key[Array, ""] | None) -> tuple[int, Key[Array, ""]]:
         """Samples of a prompt, and the key of this step's next rollout."""
-        self.truncated  # noqa: B018 - for its refusals
+        self.config.samples_truncated()  # for its refusals
         if key is None:
-            key = jax.random.fold_in(
-                jax.random.fold_in(jax.random.key(self.config.seed), _TRAINING), self.step
-            )
-            key = jax.random.fold_in(key, self._rollouts) if self._rollouts else key
+            key = rollout_key(self.config.seed, self.step, self._rollouts)
         self._rollouts += 1
         return self.config.rollout.samples_per_prompt if samples is None else samples, key
 
     def _experience(
         self, rollout: Rollout, count: int, samples: int, temperature: float
-    ) -> RolloutExperience:
+    ) -> Experience:
         texts = self.encoder.texts(rollout)[: count * samples]
-        return RolloutExperience(
-            rollout=rollout, texts=texts, samples=samples, temperature=temperature
-        )
+        return Experience(rollout=rollout, texts=texts, samples=samples, temperature=temperature)
 
     def _rewards(
         self, rollout: Experience, rewards: Sequence[float | None] | Scores
@@ -843,15 +796,16 @@ class Session:
     def _tokens(self, i: int, prompt: Prompt) -> list[int]:
         if isinstance(prompt, Example):
             return self.encoder.tokens(prompt)
-        if not isinstance(prompt, str) and len(prompt) and isinstance(prompt[0], Mapping):
-            if fault := message_faults(prompt):
-                raise UserError(f"prompts: prompt {i} {fault}")
-            prompt = Conversation(prompt)
         if isinstance(prompt, str):
             return self.encoder.tokens(Example(i, prompt, "", "", {}))
-        return self._ids(f"prompts: prompt {i}", prompt)
+        messages = [part for part in prompt if isinstance(part, Mapping)]
+        if not messages:
+            return self._ids(f"prompts: prompt {i}", prompt)
+        if fault := message_faults(prompt):
+            raise UserError(f"prompts: prompt {i} {fault}")
+        return self.encoder.tokens(Example(i, Conversation(messages), "", "", {}))
 
-    def _ids(self, what: str, tokens: Sequence[int]) -> list[int]:
+    def _ids(self, what: str, tokens: Sequence[Any]) -> list[int]:
         ids, size = [int(token) for token in tokens], self.weights.config.vocab_size
         if not all(0 <= token < size for token in ids):
             raise UserError(f"{what} has token ids outside of the vocabulary, 0 to {size - 1}")
@@ -884,34 +838,44 @@ class Session:
             tokens[row, : len(ids)], mask[row, : len(ids)] = ids, True
         return tokens, mask
 
-    def _learner_config(self) -> StepConfig:
-        return (
-            Learner(self.config, self.recipe, self.weights, self.mesh).config
-            if self._learner is None
-            else self._learner.config
-        )
+    def _given(self, prompts: Prompts, tokens: Any, mask: Any) -> Batch:
+        """Given completions as a batch, on the mesh."""
+        zeros: Any = np.zeros(tokens.shape, np.float32)
+        batch = Batch(prompts.tokens, prompts.lengths, tokens, mask, zeros, zeros[:, 0])
+        return to_global(batch, batch_sharding(self.mesh))
 
-    def _local_engine(self) -> LocalEngine:
-        config = self.config
-        choice = config.rollout.decode_layers
-        copies = (
-            jax.default_backend() == "cpu" or selected_backend(config.precision.backend) == "hopper"
-        )
-        unroll = choice == "unroll" or (choice == "auto" and copies)
-        return LocalEngine(
-            self.recipe,
-            jnp.dtype(config.compute_dtype),
-            unroll,
-            config.precision.backend,
-            expert_ids=config.trainer.router_replay,
-        )
+
+def _prompts_of_a_part(config: RunConfig) -> int:
+    """What the number of a batch's prompts has to divide by, that updates and micro-batches are
+    equal."""
+    trainer = config.trainer
+    return max(trainer.updates_per_rollout, 1) * max(trainer.micro_batch_prompts, 1)
+
+
+def rollout_key(seed: int, step: int, number: int = 0) -> Key[Array, ""]:
+    """Make the key of a step's draws.
+
+    Args:
+        number: of the rollout in the step.
+    """
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), _TRAINING), step)
+    return jax.random.fold_in(key, number) if number else key
+
+
+def sample_key(seed: int, number: int) -> Key[Array, ""]:
+    """Make the key of draws that training does not depend on."""
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), _SAMPLES), number)
 
 
 def at_temperature(sampling: Sampling, temperature: float) -> Sampling:
     """Sampling that ends where `sampling` does, at another temperature, and is neither truncated
     nor biased."""
-    ends = {"stop_token_ids": sampling.stop_token_ids, "stop_strings": sampling.stop_strings}
-    return Sampling(sampling.max_new_tokens, temperature, **ends)
+    return Sampling(
+        sampling.max_new_tokens,
+        temperature,
+        stop_token_ids=sampling.stop_token_ids,
+        stop_strings=sampling.stop_strings,
+    )
 
 
 def check_range(policy: Policy, dtype: jnp.dtype) -> None:
@@ -926,7 +890,7 @@ def check_range(policy: Policy, dtype: jnp.dtype) -> None:
         return
     tensors = {
         f"layers.{name}": weight.value
-        for name, weight in policy.layers.tensors().items()
+        for name, weight in policy.stack.tensors().items()
         if name != "router"
     }
     tensors |= {
@@ -974,7 +938,7 @@ def _sampling(config: RunConfig, policy: Policy, tokenizer: Tokenizer) -> Sampli
     stops = tuple(
         dict.fromkeys((*tokenizer.eos_token_ids, *policy.config.eos_token_ids, *r.stop_token_ids))
     )
-    constraints = make_constraints(
+    constraints: Any = make_constraints(
         tokenizer, policy.config.vocab_size, r.stop_strings, r.bad_words, r.logit_bias
     )
     return Sampling(r.max_new_tokens, r.temperature, r.top_k, r.top_p, r.min_p, stops, *constraints)

@@ -18,7 +18,6 @@ from typing import Any
 import jax
 
 from fp8rl_jax.config.files import dump_toml
-from fp8rl_jax.config.rl import check_sampling
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.config.schema import validate
 from fp8rl_jax.errors import UserError
@@ -40,7 +39,7 @@ from fp8rl_jax.tasks.sandbox.pickling import pack
 from fp8rl_jax.tasks.sandbox.pool import RewardPool
 from fp8rl_jax.tokenizers.byte_tokenizer import ByteTokenizer
 from fp8rl_jax.tokenizers.tokenizer import Tokenizer
-from fp8rl_jax.training.fitting import check_fits, report
+from fp8rl_jax.training.plan import check_fits, report
 from fp8rl_jax.training.prompts import PromptEncoder
 from fp8rl_jax.training.session import Session
 from fp8rl_jax.weights.hf_config import read_policy_config
@@ -109,15 +108,7 @@ def build(
     recipe = config.resolved_recipe()
     r = config.rollout
     if sampled:
-        check_sampling(
-            config.rl.correction,
-            temperature=r.temperature,
-            top_k=r.top_k,
-            top_p=r.top_p,
-            min_p=r.min_p,
-            bad_words=r.bad_words,
-            logit_bias=r.logit_bias,
-        )
+        config.samples_truncated()  # for its refusals
     initialize(config.mesh)
     # asks for the device, which joining the processes must precede
     check_recipe(recipe, config.precision.backend)
@@ -189,9 +180,9 @@ def model_shape(config: RunConfig) -> PolicyConfig:
 def load_model(config: RunConfig) -> tuple[Policy, Tokenizer]:
     """The policy (float32 masters) and its tokenizer."""
     if not config.model.path:
-        return init_policy(
-            byte_policy_config(config.model.init), jax.random.key(config.seed)
-        ), ByteTokenizer()
+        shape = byte_policy_config(config.model.init)
+        policy: Policy = init_policy(shape, jax.random.key(config.seed))
+        return policy, ByteTokenizer()
     return load(config.model.path)
 
 

@@ -10,11 +10,10 @@ from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.parallel import is_main_process
 from fp8rl_jax.tasks.dataset import Example
-from fp8rl_jax.training.console import SFT_COLUMNS
-from fp8rl_jax.training.evaluate import evaluate_held_out
+from fp8rl_jax.training.loop import evaluate_held_out
 from fp8rl_jax.training.prompts import PromptEncoder
 from fp8rl_jax.training.setup import Setup, announce, reward_pool, write_run_record
-from fp8rl_jax.training.tracking import make_tracker
+from fp8rl_jax.training.tracking import SFT_COLUMNS, make_tracker
 
 
 def supervise(setup: Setup, report=print) -> None:

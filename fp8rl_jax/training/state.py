@@ -20,8 +20,14 @@ from fp8rl_jax.config.training import LossScaleConfig, OptimizerConfig
 from fp8rl_jax.models.lora import Trained, join, split
 from fp8rl_jax.models.policy import Policy
 from fp8rl_jax.parallel import policy_shardings, shard_policy
-from fp8rl_jax.training.loss_scale import LossScale, factor, init_scale, next_scale
-from fp8rl_jax.training.moments import moment_formats, scale_by_adam
+from fp8rl_jax.training.optimizer import (
+    LossScale,
+    factor,
+    init_scale,
+    moment_formats,
+    next_scale,
+    scale_by_adam,
+)
 
 
 @jax.tree_util.register_dataclass
@@ -30,7 +36,8 @@ class TrainState:
     """What a run carries.
 
     Attributes:
-        policy: float32 masters, layers stacked; with adapters, the frozen base among them.
+        policy: float32 masters, layers stacked; with adapters, the frozen base among them. Within
+            an update, what is trained and nothing else.
         optimizer: optax state of what is trained (models.lora.split).
         updates: optimizer updates tried so far, int32 (a skipped one counts: schedules follow the
             data).
@@ -38,7 +45,7 @@ class TrainState:
         clip_bounds: of the ratio, where they are calibrated; likewise.
     """
 
-    policy: Trained
+    policy: Any
     optimizer: Any
     updates: Int[Array, ""]
     loss_scale: LossScale | None = None
@@ -102,7 +109,8 @@ def init_state(
     policy: Policy, optimizer: optax.GradientTransformation, scaling: LossScaleConfig | None = None
 ) -> TrainState:
     """A state before the first update; `scaling` as in `apply_gradients`."""
-    return TrainState(policy, optimizer.init(split(policy)[0]), jnp.int32(0), init_scale(scaling))
+    trained: Any = split(policy)[0]
+    return TrainState(policy, optimizer.init(trained), jnp.int32(0), init_scale(scaling))
 
 
 def sharded_state(
@@ -120,7 +128,7 @@ def sharded_state(
     """
     trained, frozen = split(policy)
 
-    def make(trained: Trained) -> TrainState:
+    def make(trained: Any) -> TrainState:
         bounds = None if clip_bounds is None else jnp.asarray(clip_bounds, jnp.float32)
         return TrainState(
             trained, optimizer.init(trained), jnp.int32(0), init_scale(scaling), bounds
@@ -143,7 +151,7 @@ def scaled_loss(
 
 def apply_gradients(
     state: TrainState,
-    gradients: Trained,
+    gradients: Any,
     loss: Float[Array, ""],
     optimizer: optax.GradientTransformation,
     scaling: LossScaleConfig | None = None,
@@ -171,7 +179,8 @@ def apply_gradients(
         gradients = jax.tree.map(lambda g: g / scale, gradients)
     norm = optax.tree.norm(gradients)
     sound = jnp.isfinite(loss) & jnp.isfinite(norm)
-    updates, moments = optimizer.update(gradients, state.optimizer, state.policy, keep=sound)
+    change: Any = optimizer.update  # with an extra argument, which optax's protocol does not have
+    updates, moments = change(gradients, state.optimizer, state.policy, keep=sound)
     # moments have seen to it themselves, in place; what is left are counts
     moments = jax.tree.map(
         lambda n, o: jnp.where(sound, n, o) if n.ndim == 0 else n, moments, state.optimizer
@@ -192,6 +201,7 @@ def apply_gradients(
     if scale is not None:
         metrics["optim/loss_scale"] = jnp.float32(scale)
     if following is not None:
+        assert scale is not None and scaling is not None
         overflow = (finite["loss"] & ~finite["gradient"] & (scale > 1)).astype(jnp.float32)
         metrics |= {
             "optim/overflow": overflow,

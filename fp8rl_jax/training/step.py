@@ -19,7 +19,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
 from fp8rl_jax import rl
 from fp8rl_jax.config.recipe import Recipe
@@ -32,7 +32,7 @@ from fp8rl_jax.models.logprobs import token_logprobs
 from fp8rl_jax.models.lora import Trained, join, split
 from fp8rl_jax.models.policy import Policy
 from fp8rl_jax.parallel import constrain, split_batch
-from fp8rl_jax.training.packing import Packing
+from fp8rl_jax.training.batch import Batch, Packing
 from fp8rl_jax.training.state import TrainState, apply_gradients, scaled_loss
 from pallas_kernels.backend import Backend
 
@@ -52,41 +52,6 @@ class StepConfig:
     backend: Backend = "auto"
     loss_scale: LossScaleConfig | None = None
     """Resolved; None: the loss is not scaled."""
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Batch:
-    """Rollouts to learn from: P prompts, B = P * n completions of T tokens. `mask`: the tokens that
-    the policy sampled."""
-
-    prompts: Int[Array, "p s"]
-    lengths: Int[Array, " p"]
-    tokens: Int[Array, "b t"]
-    mask: Bool[Array, "b t"]
-    rollout_logprobs: Float[Array, "b t"]
-    advantages: Float[Array, " b"]
-    old_logprobs: Float[Array, "b t"] | None = None
-    reference_logprobs: Float[Array, "b t"] | None = None
-    attended: Bool[Array, "b t"] | None = None
-    """The tokens that are there, where they are more than `mask`: observations among the sampled
-    tokens of an episode."""
-    loss_mask: Bool[Array, "b t"] | None = None
-    """The tokens in the loss, where they are fewer than `mask`."""
-    weights: Float[Array, "b t"] | None = None
-    """Importance weights; where they are given, the rollout correction has been made."""
-    prompt_routes: Int[Array, "p s sparse k"] | None = None
-    routes: Int[Array, "b t sparse k"] | None = None
-    """Expert ids to replay, of the prompts and of the completions (Rollout's prompt_expert_ids and
-    expert_ids)."""
-    packing: Packing | None = None
-    """Where the tokens stand in the rows that the model runs on; None: as they are here."""
-
-    @property
-    def present(self) -> Bool[Array, "b t"]:
-        """The tokens that the model attends to, the first of each row; the sampled ones, `mask`,
-        are among them."""
-        return self.mask if self.attended is None else self.attended
 
 
 def completion_logprobs(
@@ -140,9 +105,9 @@ def _packed_logprobs(run, head, batch: Batch) -> tuple[Float[Array, "b t"], Floa
     """`completion_logprobs` of a packed batch; 0 where there is no token."""
     packing: Packing = jax.tree.map(lambda x: constrain(x, "batch", None), batch.packing)
     tokens = packing.gather(batch.prompts, batch.tokens, fill=0)
-    routes = (
-        None if batch.routes is None else packing.gather(batch.prompt_routes, batch.routes, fill=-1)
-    )
+    routes = None
+    if batch.routes is not None and batch.prompt_routes is not None:
+        routes = packing.gather(batch.prompt_routes, batch.routes, fill=-1)
     rows = run(
         tokens,
         packing.positions,
@@ -152,7 +117,8 @@ def _packed_logprobs(run, head, batch: Batch) -> tuple[Float[Array, "b t"], Floa
         keep_cache=False,
     )
     found = head(packing.hidden(rows.hidden), targets=packing.predicted(batch.tokens))
-    return tuple(packing.back(values) for values in found)
+    logprobs, entropies = found
+    return packing.back(logprobs), packing.back(entropies)
 
 
 @partial(jax.jit, static_argnames="config")

@@ -3,23 +3,55 @@
 The loop calls `log` once a step. A view that fails (no network, a full disk elsewhere) is dropped
 with one warning and training goes on; the record may not fail, because a run that nobody can read
 afterwards was for nothing.
+
+TensorBoard and Weights & Biases, from the extra [trackers].
+
+What a person sees while a run goes on: a row a step, and on a terminal a bar with the time left
+beneath the rows.
+
+What a person must be told while a run goes on: skipped updates, failed rewards, groups that
+teach nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
+import logging
 import math
 import os
+import secrets
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from types import ModuleType
+from typing import Any, Protocol, TextIO
 
-from fp8rl_jax.config.training import TrackingConfig
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from fp8rl_jax.config.training import TrackingConfig, TrainerConfig
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.training.console import COLUMNS, console_tracker
+from fp8rl_jax.parallel import is_main_process
+from fp8rl_jax.tasks.scores import Scores
+
+_log = logging.getLogger("fp8rl")
+COLUMNS = (
+    ("reward", "reward/mean", "{:.3f}"),
+    ("held-out", "eval/accuracy", "{:.3f}"),
+    ("length", "completions/mean_length", "{:.1f}"),
+    ("entropy", "entropy", "{:.3f}"),
+    ("mismatch k3", "mismatch/k3", "{:.1e}"),
+    ("s/step", "time/step", "{:.2f}"),
+)
+SFT_COLUMNS = (
+    ("loss", "loss", "{:.4f}"),
+    ("held-out", "eval/accuracy", "{:.3f}"),
+    ("grad norm", "optim/grad_norm", "{:.3f}"),
+)
 
 
 class Tracker(Protocol):
@@ -152,7 +184,7 @@ def make_tracker(
         UserError: the record cannot be written, or a view's package is not installed or refuses to
             start.
     """
-    from fp8rl_jax.training.external_trackers import TensorBoardTracker, WandbTracker
+    from fp8rl_jax.training.tracking import TensorBoardTracker, WandbTracker
 
     trackers: list[Tracker] = [JsonlTracker(directory / "metrics.jsonl", start_step)]
     if config.tensorboard:
@@ -166,7 +198,7 @@ def make_tracker(
 
 
 @contextlib.contextmanager
-def _faults_named(path: Path) -> Iterator[None]:
+def _faults_named(path: Path) -> Generator[None]:
     """Turns the operating system's faults into a line about `path`."""
     try:
         yield
@@ -205,3 +237,309 @@ def _plain(value: Any) -> Any:
         return value
     number = float(value)
     return number if math.isfinite(number) else None
+
+
+class TensorBoardTracker:
+    """Event files; on resume the later steps of earlier files are marked as superseded."""
+
+    def __init__(self, directory: Path, start_step: int = 0) -> None:
+        module = _import("tensorboardX", "tracking.tensorboard")
+        self._writer = module.SummaryWriter(str(directory), purge_step=start_step or None)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, float(value), step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbTracker:
+    """A Weights & Biases run. Its id is kept in the run directory, so that a resumed run goes on in
+    the same charts."""
+
+    def __init__(
+        self, directory: Path, config: TrackingConfig, settings: Mapping[str, Any]
+    ) -> None:
+        wandb = _import("wandb", "tracking.wandb")
+        id_file = directory / "wandb_id"
+        if not id_file.exists():
+            id_file.write_text(secrets.token_hex(4))
+        try:
+            self._run = wandb.init(
+                project=config.wandb_project,
+                name=config.wandb_name or directory.name,
+                id=id_file.read_text(),
+                resume="allow",
+                mode=config.wandb_mode,
+                dir=str(directory),
+                config=dict(settings),
+            )
+        except wandb.errors.Error as error:
+            reason = " ".join(str(error).split())
+            raise UserError(
+                f'tracking.wandb: {reason} (or set tracking.wandb_mode = "offline")'
+            ) from error
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+        self._run.log(finite, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _import(package: str, key: str) -> ModuleType:
+    try:
+        return importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        if error.name != package:
+            raise
+        raise UserError(
+            f"{key}: the package {package} is missing; pip install 'fp8rl_jax[trackers]'"
+        ) from None
+
+
+# (heading, metric, format): the columns, in the order in which they are read.
+class Table:
+    """Lines of equal width under one header.
+
+    Args:
+        total_steps: sets the width of the step's number.
+        columns: like COLUMNS.
+    """
+
+    def __init__(
+        self, total_steps: int, columns: tuple[tuple[str, str, str], ...] = COLUMNS
+    ) -> None:
+        self._step_width = max(len("step"), len(str(total_steps)))
+        self._columns = [
+            (heading, name, form, max(len(heading), 8)) for heading, name, form in columns
+        ]
+
+    def header(self) -> str:
+        """The headings over `row`."""
+        return " ".join(
+            [
+                f"{'step':>{self._step_width}}",
+                *(f"{heading:>{width}}" for heading, _, _, width in self._columns),
+            ]
+        )
+
+    def row(self, step: int, metrics: Mapping[str, float]) -> str:
+        """One step's columns; what was not measured in this step is a dash."""
+        cells = [
+            f"{form.format(float(metrics[name])) if name in metrics else '-':>{width}}"
+            for _, name, form, width in self._columns
+        ]
+        return " ".join([f"{step:>{self._step_width}}", *cells])
+
+
+class TimeLeft:
+    """Seconds until the last step, at the mean pace of the last `window` steps, with all that
+    happens between them."""
+
+    def __init__(
+        self, total_steps: int, start_step: int, clock: Callable[[], float], window: int = 20
+    ) -> None:
+        self._total, self._clock = total_steps, clock
+        self._marks: deque[tuple[int, float]] = deque(
+            [(start_step - 1, clock())], maxlen=window + 1
+        )
+
+    def at(self, step: int) -> float | None:
+        """Notes that `step` (counted from 0) is done; None until a step has been timed."""
+        if step > self._marks[-1][0]:
+            self._marks.append((step, self._clock()))
+        (first, began), (last, ended) = self._marks[0], self._marks[-1]
+        if last == first:
+            return None
+        return max(self._total - 1 - step, 0) * (ended - began) / (last - first)
+
+
+class PlainConsole:
+    """A header and aligned lines, for logs and pipes."""
+
+    def __init__(
+        self,
+        total_steps: int,
+        start_step: int = 0,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        header_every: int = 40,
+        columns: tuple[tuple[str, str, str], ...] = COLUMNS,
+    ) -> None:
+        self._table, self._stream = Table(total_steps, columns), stream or sys.stdout
+        self._left = TimeLeft(total_steps, start_step, clock)
+        self._header_every, self._rows = header_every, 0
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self._rows % self._header_every == 0:
+            print(f"{self._table.header()} {'left':>8}", file=self._stream)
+        self._rows += 1
+        print(
+            f"{self._table.row(step, metrics)} {clock_text(self._left.at(step)):>8}",
+            file=self._stream,
+            flush=True,
+        )
+
+    def close(self) -> None:
+        self._stream.flush()
+
+
+class LiveConsole:
+    """The same rows on a terminal, above a bar that shows how far the run is and the time left."""
+
+    def __init__(
+        self,
+        total_steps: int,
+        start_step: int = 0,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        columns: tuple[tuple[str, str, str], ...] = COLUMNS,
+    ) -> None:
+        self._total, self._table = total_steps, Table(total_steps, columns)
+        self._left = TimeLeft(total_steps, start_step, clock)
+        self._progress = Progress(
+            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+            BarColumn(bar_width=40),
+            TextColumn("{task.fields[left]} left"),
+            console=console,
+        )
+        self._task = self._progress.add_task(
+            "", total=total_steps, completed=start_step, left=clock_text(None)
+        )
+        self._progress.start()
+        self._print(f"[bold]{self._table.header()}[/bold]")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._print(self._table.row(step, metrics))
+        done = min(step + 1, self._total)
+        self._progress.update(self._task, completed=done, left=clock_text(self._left.at(step)))
+
+    def close(self) -> None:
+        self._progress.stop()
+
+    def _print(self, line: str) -> None:
+        self._progress.console.print(
+            line, highlight=False, no_wrap=True, overflow="ignore", crop=False
+        )
+
+
+def console_tracker(
+    total_steps: int, start_step: int = 0, columns: tuple[tuple[str, str, str], ...] = COLUMNS
+) -> PlainConsole | LiveConsole:
+    """Live on a terminal, plain lines elsewhere."""
+    console = Console()
+    if console.is_terminal and not console.is_dumb_terminal:
+        return LiveConsole(total_steps, start_step, console, columns=columns)
+    return PlainConsole(total_steps, start_step, columns=columns)
+
+
+def clock_text(seconds: float | None) -> str:
+    """Seconds as m:ss or h:mm:ss; "-" for None."""
+    if seconds is None:
+        return "-"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+class Watch:
+    """Reads each step's metrics, warns, and stops a run that no longer learns.
+
+    Args:
+        trainer: how many faults in a row stop the run; a run of fewer steps stops when rewards
+            failed in all of them.
+        checkpoints: where the last whole checkpoint lies, for the message.
+        compute_dtype: of the run, for the message.
+        log: where what rewards print stands, for the message.
+    """
+
+    def __init__(
+        self,
+        trainer: TrainerConfig,
+        checkpoints: object,
+        compute_dtype: str = "bfloat16",
+        log: object = "rewards.log",
+    ):
+        self._abort_after, self._checkpoints, self._log = (
+            trainer.abort_after_skips,
+            checkpoints,
+            log,
+        )
+        self._abort_after_failed = min(trainer.abort_after_failed_rewards, trainer.steps)
+        self._narrow = compute_dtype == "float16"
+        self._skipped = self._in_a_row = self._failed_in_a_row = 0
+        self._warned_constant = False
+
+    def see(self, step: int, metrics: dict[str, float], scores: Scores) -> dict[str, float]:
+        """Takes one step's metrics and the scores of all that it sampled.
+
+        An update that is skipped while a dynamic loss scale is being found is no fault: it is said,
+        not counted, and does not end a row of faults either.
+
+        Returns:
+            `optim/skipped_steps`, the number of skipped updates since the run started or was
+            resumed.
+
+        Raises:
+            UserError: trainer.abort_after_skips updates in a row were skipped, or every reward of
+                trainer.abort_after_failed_rewards steps in a row failed.
+        """
+        overflow = metrics.get("optim/overflow", 0.0)
+        skipped = metrics["optim/skipped"] > overflow
+        self._skipped += skipped
+        if overflow:
+            _log.info(
+                "step %d: gradients overflow with a loss scale of %g; it is lowered",
+                step,
+                metrics["optim/loss_scale"],
+            )
+        if skipped:
+            self._in_a_row += 1
+            roles = [
+                name.removeprefix("nonfinite/")
+                for name, v in metrics.items()
+                if name.startswith("nonfinite/") and v > 0
+            ]
+            _log.warning(
+                "step %d: update skipped, non-finite %s%s",
+                step,
+                ", ".join(roles),
+                self._advice(roles),
+            )
+            if self._in_a_row >= self._abort_after:
+                raise UserError(
+                    f"{self._in_a_row} updates in a row were skipped for non-finite values "
+                    "(trainer.abort_after_skips)"
+                    f"{self._advice(roles)}; the last checkpoint in {self._checkpoints} is whole"
+                )
+        elif not overflow:
+            self._in_a_row = 0
+        if scores.failed.any() and is_main_process():
+            _log.warning("step %d: %s", step, scores.failure_text())
+        self._failed_in_a_row = self._failed_in_a_row + 1 if scores.failed.all() else 0
+        if self._failed_in_a_row >= self._abort_after_failed:
+            raise UserError(
+                f"every reward failed in {self._failed_in_a_row} steps in a row "
+                "(trainer.abort_after_failed_rewards): "
+                f"{scores.first_error}; what rewards print is in {self._log}"
+            )
+        if metrics["reward/frac_zero_std"] == 1.0 and not self._warned_constant:
+            self._warned_constant = True
+            _log.warning(
+                "step %d: every group has equal rewards, which teaches nothing where advantages "
+                "compare in groups (said once)",
+                step,
+            )
+        return {"optim/skipped_steps": float(self._skipped)}
+
+    def _advice(self, roles: list[str]) -> str:
+        if not self._narrow or "loss" not in roles:
+            return ""
+        return (
+            ", and float16 holds nothing above 65504: if activations exceed it, set "
+            'compute_dtype to "bfloat16"'
+        )

@@ -31,22 +31,23 @@ import numpy as np
 from fp8rl_jax.config.formats import TensorFormat
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.json_fields import Fields
-from fp8rl_jax.models.config import PolicyConfig, parameter_shapes
+from fp8rl_jax.models.config import DENSE, PolicyConfig, parameter_shapes
 from fp8rl_jax.weights.hf_names import Location, hf_name
 from fp8rl_jax.weights.safetensors_io import Checkpoint, count_non_finite
 
-BLOCK = 128
-FORMAT = TensorFormat("e4m3", (BLOCK, BLOCK))
+_BLOCK = 128
+_FORMAT = TensorFormat("e4m3", (_BLOCK, _BLOCK))
 SCALE_SUFFIX = "_scale_inv"
 
-_E4M3 = np.dtype(FORMAT.element_type.dtype)
+_E4M3 = np.dtype(_FORMAT.element_type.dtype)
 _SCALE_DTYPES = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16))
-_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", *DENSE)
 
 
 def parse_quantization(config: dict[str, Any]) -> tuple[int, int] | None:
-    """Reads config.json's `quantization_config`: the (rows, columns) that share a scale, None for a
-    plain checkpoint.
+    """Read the (rows, columns) that share a scale from config.json's `quantization_config`.
+
+    None for a plain checkpoint.
 
     Raises:
         UserError: another method than block-FP8, or a key of it that would change the numbers.
@@ -79,8 +80,10 @@ def parse_quantization(config: dict[str, Any]) -> tuple[int, int] | None:
 
 
 def quantization_config(config: PolicyConfig) -> dict[str, Any]:
-    """The `quantization_config` of an export. Routers are linears too: they are named one by one,
-    as Qwen3-FP8 does."""
+    """Return the `quantization_config` of an export.
+
+    Routers are linears too: they are named one by one, as Qwen3-FP8 does.
+    """
     routers = [
         hf_name("layers.router.weight", layer).removesuffix(".weight")
         for layer in config.sparse_layers
@@ -88,21 +91,24 @@ def quantization_config(config: PolicyConfig) -> dict[str, Any]:
     return {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
-        "fmt": FORMAT.element,
-        "weight_block_size": [BLOCK, BLOCK],
+        "fmt": _FORMAT.element,
+        "weight_block_size": [_BLOCK, _BLOCK],
         "modules_to_not_convert": ["lm_head", *routers],
     }
 
 
 def is_quantized_linear(location: Location) -> bool:
-    """Whether a tensor of the policy is one of the linears that block-FP8 checkpoints quantize."""
+    """Say whether a tensor is one of the linears that block-FP8 checkpoints quantize."""
     return location.layer is not None and location.path.split(".")[-2] in _LINEARS
 
 
 def quantize_tensor(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(values, scales) of a finite weight [out, in], any float dtype: e4m3 [out, in] and float32
-    [ceil(out / 128), ceil(in / 128)], the bits that `precision.quantize_weight` gives the
-    rollout."""
+    """Quantize a weight to e4m3 with a scale for each block, as the rollout does.
+
+    Takes a finite weight [out, in] of any float dtype; returns e4m3 values [out, in] and float32
+    scales [ceil(out / 128), ceil(in / 128)], the bits that `precision.quantize_weight` gives the
+    rollout.
+    """
     q = _quantizer()(weight)
     return np.asarray(q.values), np.asarray(q.scales)
 
@@ -114,11 +120,11 @@ def _quantizer() -> Any:
 
     from fp8rl_jax.precision import quantize_weight
 
-    return jax.jit(lambda weight: quantize_weight(weight, FORMAT))
+    return jax.jit(lambda weight: quantize_weight(weight, _FORMAT))
 
 
 def dequantize_tensor(values: np.ndarray, scales: np.ndarray, block: tuple[int, int]) -> np.ndarray:
-    """values * scale of their block, float32 [out, in]; an overflow is an infinity."""
+    """Multiply values by the scales of their blocks: float32 [out, in]; overflow is an infinity."""
     full = scales.astype(np.float32)
     for axis, (size, side) in enumerate(zip(values.shape, block, strict=True)):
         full = np.repeat(full, side, axis=axis) if full.shape[axis] > 1 else full
@@ -130,7 +136,7 @@ def dequantize_tensor(values: np.ndarray, scales: np.ndarray, block: tuple[int, 
 def split_scales(
     checkpoint: Checkpoint, expected: dict[str, Location], block: tuple[int, int] | None
 ) -> tuple[Checkpoint, dict[str, np.ndarray]]:
-    """Takes the scales out of a checkpoint.
+    """Take the scales out of a checkpoint.
 
     Args:
         checkpoint: of a block-FP8 model, or of a plain one (`block` None), which is given back as
@@ -208,11 +214,13 @@ def _without(checkpoint: Checkpoint, names: Collection[str]) -> Checkpoint:
 
 
 def unaligned_linears(config: PolicyConfig) -> list[str]:
-    """The linears, as "q_proj [576, 576]", with a side that is no multiple of 128, which other
-    readers may refuse."""
-    found = []
+    """List the linears with a side that is no multiple of 128, such as "q_proj [576, 576]".
+
+    Other readers may refuse these.
+    """
+    unaligned = []
     for path, shape in parameter_shapes(config).items():
         name = path.removeprefix("layers.").removesuffix(".weight")
-        if name.split(".")[-1] in _LINEARS and any(size % BLOCK for size in shape[-2:]):
-            found.append(f"{name} {list(shape[-2:])}")
-    return found
+        if name.split(".")[-1] in _LINEARS and any(size % _BLOCK for size in shape[-2:]):
+            unaligned.append(f"{name} {list(shape[-2:])}")
+    return unaligned

@@ -19,11 +19,11 @@ from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.config import PolicyConfig, parameter_shapes
 from fp8rl_jax.tokenizers.gguf_tokenizer import write_tokenizer
 from fp8rl_jax.weights.gguf_io import StoredTensor, dequantize, read_gguf
-from fp8rl_jax.weights.hf_directory import export_policy, listing, nest
+from fp8rl_jax.weights.hf_directory import export_policy, listing
 from fp8rl_jax.weights.hf_names import Location, hf_tensors
 from fp8rl_jax.weights.safetensors_io import count_non_finite
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")  # llama.cpp's names are ours
+_ARCHITECTURES = ("llama", "qwen2", "qwen3")  # llama.cpp's names are ours
 
 _LAYER_NAMES = {
     "q_proj": "attn_q.weight",
@@ -49,11 +49,10 @@ _TOP_NAMES = {
 
 
 def convert_gguf(path: str | Path, directory: str | Path) -> Path:
-    """Writes the Hugging Face directory of a GGUF file: weights, config, generation config,
-    tokenizer, chat template.
+    """Write a GGUF file as a Hugging Face directory: weights, configs, tokenizer, chat template.
 
     Args:
-        path: a GGUF of one of `ARCHITECTURES`, in the formats of `gguf_io.BLOCK_FORMATS`.
+        path: a GGUF of a llama, qwen2 or qwen3, in the formats of `gguf_io.BLOCK_FORMATS`.
         directory: where to write; made when it isn't there.
 
     Returns:
@@ -71,7 +70,7 @@ def convert_gguf(path: str | Path, directory: str | Path) -> Path:
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     arrays = _policy_arrays(path, config, tensors)
-    export_policy(directory, config, nest(arrays))
+    export_policy(directory, config, arrays)
     write_tokenizer(directory, path, metadata, config.max_position_embeddings)
     return directory
 
@@ -82,9 +81,10 @@ def _config(metadata: dict[str, Any], tensors: dict[str, StoredTensor]) -> Polic
             raise UserError(f"the metadata lacks {key}, or it is not one {kind.__name__}")
         return value
 
-    if (name := get("general.architecture", str)) not in ARCHITECTURES:
+    if (name := get("general.architecture", str)) not in _ARCHITECTURES:
         raise UserError(
-            f"general.architecture {name!r} is not supported; supported: {', '.join(ARCHITECTURES)}"
+            f"general.architecture {name!r} is not supported; supported: "
+            f"{', '.join(_ARCHITECTURES)}"
         )
     scaling = metadata.get(f"{name}.rope.scaling.type", "none")
     if scaling != "none" or "rope_freqs.weight" in tensors:
@@ -159,7 +159,7 @@ def _policy_arrays(
             "layers.q_proj.weight",
             "layers.k_proj.weight",
         ):
-            values = unpermute(values, config.head_dim)
+            values = _unpermute(values, config.head_dim)
         if location.path not in arrays:
             arrays[location.path] = np.empty(shapes[location.path], ml_dtypes.bfloat16)
         arrays[location.path][location.index] = values
@@ -177,9 +177,11 @@ def _rounded(path: Path, name: str, tensor: StoredTensor) -> np.ndarray:
     return values
 
 
-def unpermute(weight: np.ndarray, head_dim: int) -> np.ndarray:
-    """Rows [num_heads * head_dim, in] from llama.cpp's order (2i, 2i + 1 rotate together) to
-    Hugging Face's (i, i + head_dim / 2 rotate together)."""
+def _unpermute(weight: np.ndarray, head_dim: int) -> np.ndarray:
+    """Reorder rows [num_heads * head_dim, in] from llama.cpp's order to Hugging Face's.
+
+    There features 2i and 2i + 1 of a head rotate together, here i and i + head_dim / 2.
+    """
     pairs = weight.reshape(-1, head_dim // 2, 2, weight.shape[-1])
     return pairs.swapaxes(1, 2).reshape(weight.shape)
 

@@ -73,7 +73,7 @@ class StoredTensor:
 
 
 def read_gguf(path: str | Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
-    """Opens a GGUF file of version 2 or 3.
+    """Open a GGUF file of version 2 or 3.
 
     Returns:
         The metadata, as Python numbers, strings and lists of these, and the tensors, both by name.
@@ -95,8 +95,10 @@ def read_gguf(path: str | Path) -> tuple[dict[str, Any], dict[str, StoredTensor]
 
 
 def dequantize(tensor: StoredTensor) -> np.ndarray:
-    """float32 of the tensor's shape, by the gguf package; what float32 cannot hold is an infinity
-    or a NaN."""
+    """Dequantize a tensor to float32 of its shape, by the gguf package.
+
+    What float32 cannot hold is an infinity or a NaN.
+    """
     import gguf
 
     with np.errstate(all="ignore"):

@@ -3,6 +3,10 @@
 Everything that would change the numbers is either represented or refused by name: a key that we do
 not implement (another rope type, biases elsewhere, a window where there should be none) must never
 be dropped, because the model would still run and answer slightly wrong log-probabilities.
+
+Rotary positions come in two spellings. transformers 4 has rope_theta beside rope_scaling, and
+Gemma 3 has rope_local_base_freq for its layers with a window. transformers 5 has rope_parameters
+with both inside, and Gemma 3 one such object for each kind of layer.
 """
 
 from __future__ import annotations
@@ -26,6 +30,9 @@ from fp8rl_jax.models.config import (
 )
 from fp8rl_jax.weights.block_fp8 import parse_quantization
 
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+# What transformers assumes when config.json leaves a key out.
+_GEMMA_THETA, _GEMMA_LOCAL_THETA = 1e6, 1e4
 # What transformers assumes when config.json leaves a key out.
 _DEFAULT_MAX_POSITIONS = {
     **{
@@ -107,7 +114,7 @@ def _parse(config: dict[str, Any], generation_config: dict[str, Any]) -> PolicyC
             )
         head_dim = hidden_size // num_heads
     rope_theta, rope_scaling, local_rope_theta = (
-        read_gemma_rope(fields) if gemma else (*read_rope(fields), None)
+        _gemma_rope(fields) if gemma else (*_rope(fields), None)
     )
     sliding_window, full_attention_layers = _window(fields, architecture, num_layers)
     eos_token_ids = fields.integers("eos_token_id") + generation.integers("eos_token_id")
@@ -165,7 +172,7 @@ def config_json(config: PolicyConfig, dtype: str = "bfloat16") -> dict[str, Any]
         "attention_dropout": 0.0,
         **_architecture_keys(config),
         "rms_norm_eps": config.rms_norm_eps,
-        **rope_keys(config),
+        **_rope_keys(config),
         "tie_word_embeddings": config.tie_word_embeddings,
         "max_position_embeddings": config.max_position_embeddings,
         "bos_token_id": config.bos_token_id,
@@ -189,7 +196,7 @@ def _architecture_keys(config: PolicyConfig) -> dict[str, Any]:
         if config.sliding_window is not None
         else range(config.num_layers)
     )
-    layer_types = [FULL if i in full else SLIDING for i in range(config.num_layers)]
+    layer_types = [_FULL if i in full else _SLIDING for i in range(config.num_layers)]
     if config.architecture == "gemma3_text":
         # transformers wants a window even where no layer uses it
         window = config.sliding_window or _DEFAULT_SLIDING_WINDOW
@@ -275,10 +282,10 @@ def _window(
     if architecture in MIXED_ATTENTION and window is not None:
         if types is None:
             first = fields.integer("max_window_layers", default=_DEFAULT_MAX_WINDOW_LAYERS)
-            types = [FULL if i < first else SLIDING for i in range(num_layers)]
-        full = tuple(i for i, kind in enumerate(types) if kind == FULL)
+            types = [_FULL if i < first else _SLIDING for i in range(num_layers)]
+        full = tuple(i for i, kind in enumerate(types) if kind == _FULL)
         return (None, ()) if len(full) == num_layers else (window, full)
-    kind = FULL if window is None else SLIDING
+    kind = _FULL if window is None else _SLIDING
     if other := sorted(set(types or ()) - {kind}):
         raise UserError(
             f"layer_types holds {', '.join(other)}, but the other keys make every layer {kind}"
@@ -294,11 +301,13 @@ def _layer_types(fields: Fields, architecture: str, num_layers: int) -> list[str
         period = fields.integer("sliding_window_pattern", default=_DEFAULT_SLIDING_WINDOW_PATTERN)
         if period < 1:
             raise UserError(f"sliding_window_pattern must be positive, got {period}")
-        return [SLIDING if (i + 1) % period else FULL for i in range(num_layers)]
+        return [_SLIDING if (i + 1) % period else _FULL for i in range(num_layers)]
     if types is not None and (
-        not isinstance(types, list) or any(kind not in (FULL, SLIDING) for kind in types)
+        not isinstance(types, list) or any(kind not in (_FULL, _SLIDING) for kind in types)
     ):
-        raise UserError(f"layer_types {types} is not supported; it must list {FULL} and {SLIDING}")
+        raise UserError(
+            f"layer_types {types} is not supported; it must list {_FULL} and {_SLIDING}"
+        )
     if types is not None and len(types) != num_layers:
         raise UserError(f"layer_types has {len(types)} entries for {num_layers} layers")
     return types
@@ -322,17 +331,8 @@ def _experts(fields: Fields, num_layers: int) -> ExpertsConfig:
     )
 
 
-FULL, SLIDING = "full_attention", "sliding_attention"
-# What transformers assumes when config.json leaves a key out.
-_GEMMA_THETA, _GEMMA_LOCAL_THETA = 1e6, 1e4
-
-
-def read_rope(fields: Fields) -> tuple[float, LinearRopeScaling | Llama3RopeScaling | None]:
-    """(rope_theta, rope_scaling) of a model whose layers all rotate alike.
-
-    Raises:
-        UserError: naming the key that is malformed, not implemented, or contradicts another.
-    """
+def _rope(fields: Fields) -> tuple[float, LinearRopeScaling | Llama3RopeScaling | None]:
+    """(rope_theta, rope_scaling) of a model whose layers all rotate alike."""
     rope = fields.object(
         "rope_parameters" if fields.data.get("rope_parameters") is not None else "rope_scaling"
     )
@@ -344,25 +344,21 @@ def read_rope(fields: Fields) -> tuple[float, LinearRopeScaling | Llama3RopeScal
     return _theta(fields, "rope_theta", rope, DEFAULT_ROPE_THETA), _scaling(fields, rope)
 
 
-def read_gemma_rope(
+def _gemma_rope(
     fields: Fields,
 ) -> tuple[float, LinearRopeScaling | Llama3RopeScaling | None, float]:
-    """(rope_theta, rope_scaling, rope_theta of the layers with a window) of a Gemma 3.
-
-    Raises:
-        UserError: see `read_rope`.
-    """
+    """(rope_theta, rope_scaling, rope_theta of the layers with a window) of a Gemma 3."""
     by_kind = fields.object("rope_parameters")
-    if strange := sorted(by_kind.data.keys() - {FULL, SLIDING}):
+    if strange := sorted(by_kind.data.keys() - {_FULL, _SLIDING}):
         raise UserError(
-            f"{by_kind.prefix}{strange[0]} is not supported; a gemma3_text has {FULL} and "
-            f"{SLIDING} there"
+            f"{by_kind.prefix}{strange[0]} is not supported; a gemma3_text has {_FULL} and "
+            f"{_SLIDING} there"
         )
-    full, local = by_kind.object(FULL), by_kind.object(SLIDING)
+    full, local = by_kind.object(_FULL), by_kind.object(_SLIDING)
     if fields.data.get("rope_scaling") is not None:
         if full.data:
             raise UserError(
-                f"rope_scaling and {by_kind.prefix}{FULL} are both given; keep one of them"
+                f"rope_scaling and {by_kind.prefix}{_FULL} are both given; keep one of them"
             )
         full = fields.object("rope_scaling")
     if _scaling(fields, local) is not None:
@@ -377,11 +373,11 @@ def read_gemma_rope(
     )
 
 
-def rope_keys(config: PolicyConfig) -> dict[str, Any]:
+def _rope_keys(config: PolicyConfig) -> dict[str, Any]:
     """The keys of transformers 4, which 5 reads, too."""
     scaling = None
     if config.rope_scaling is not None:
-        kind = {LinearRopeScaling: "linear", Llama3RopeScaling: "llama3"}[type(config.rope_scaling)]
+        kind = "linear" if isinstance(config.rope_scaling, LinearRopeScaling) else "llama3"
         scaling = {"rope_type": kind, **dataclasses.asdict(config.rope_scaling)}
     keys = {"rope_theta": config.rope_theta, "rope_scaling": scaling}
     return (

@@ -1,5 +1,8 @@
-"""Hugging Face directory -> policy arrays: every tensor accounted for, of the right shape, and
-finite."""
+"""A Hugging Face directory's tensors as policy arrays, and back.
+
+Reading accounts for every tensor: expected, of the right shape, and finite. What is written,
+transformers, vLLM and SGLang load.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,16 +46,36 @@ _WEIGHT_DTYPES = tuple(
 )
 _LISTED = 5  # tensors named in a message before the rest is counted
 
+_FP8_BLOCK = "fp8-block"
+_BF16 = np.dtype(ml_dtypes.bfloat16)
+EXPORT_DTYPES = {
+    "bfloat16": _BF16,
+    "float16": np.dtype(np.float16),
+    "float32": np.dtype(np.float32),
+    _FP8_BLOCK: _BF16,
+}
+# What a tokenizer consists of, in the spellings of transformers 4 and 5.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
 
-def load_policy_arrays(directory: str | Path) -> tuple[PolicyConfig, dict[str, Any]]:
-    """Reads the weights of a Hugging Face directory.
+
+def load_policy_arrays(directory: str | Path) -> tuple[PolicyConfig, dict[str, np.ndarray]]:
+    """Read the weights of a Hugging Face directory as numpy arrays.
 
     Returns:
-        The config, and a nested dict `{"embed_tokens": {"weight": [V, D]}, "layers": {"q_proj":
-        {"weight": [L, out, in]}, ...}, "norm": {"weight": [D]}, "lm_head": {"weight": [V, D]}}` of
-        arrays in the file's dtype. The linears of a block-FP8 checkpoint are float32, each value
-        times the scale of its block. There is no "lm_head" when the embeddings are tied, whether or
-        not the file repeats them.
+        The config, and arrays in the file's dtype by the paths of `parameter_shapes`, such as
+        "layers.q_proj.weight" [L, out, in]. The linears of a block-FP8 checkpoint are float32, each
+        value times the scale of its block. There is no "lm_head.weight" when the embeddings are
+        tied, whether or not the file repeats them.
 
     Raises:
         UserError: whatever `read_policy_config`, `read_checkpoint` and
@@ -63,7 +86,7 @@ def load_policy_arrays(directory: str | Path) -> tuple[PolicyConfig, dict[str, A
     config = read_policy_config(directory)
     block = parse_quantization(read_json(directory / "config.json"))
     checkpoint = read_checkpoint(directory)
-    check_tensor_count(directory, config, len(checkpoint.tensors))
+    _check_tensor_count(directory, config, len(checkpoint.tensors))
     expected = hf_tensors(config)
     checkpoint, scales = split_scales(checkpoint, expected, block)
     _check_names(directory, config, checkpoint, expected)
@@ -74,17 +97,18 @@ def load_policy_arrays(directory: str | Path) -> tuple[PolicyConfig, dict[str, A
         tensor = checkpoint.tensors[name]
         _check_finite(checkpoint, name, tensor)
         if name in scales:
+            assert block is not None  # else there are no scales
             tensor = dequantize_tensor(tensor, scales[name], block)
             _check_finite(checkpoint, name, tensor)
         if location.path not in arrays:
             arrays[location.path] = np.empty(shapes[location.path], dtypes[location.path])
         arrays[location.path][location.index] = tensor
     _check_tied_head(config, checkpoint)
-    return config, nest(arrays)
+    return config, arrays
 
 
-def check_tensor_count(source: str | Path, config: PolicyConfig, count: int) -> None:
-    """Refuses a config whose tensors would be far too many to list, let alone to hold.
+def _check_tensor_count(source: str | Path, config: PolicyConfig, count: int) -> None:
+    """Refuse a config whose tensors would be far too many to list, let alone to hold.
 
     Raises:
         UserError: the file holds fewer tensors than the config has layers and experts.
@@ -95,35 +119,6 @@ def check_tensor_count(source: str | Path, config: PolicyConfig, count: int) -> 
             f"{source}: holds {count} tensors, too few for the {config.num_layers} layers and "
             f"{experts} experts of its config"
         )
-
-
-def nest(flat: dict[str, Any]) -> dict[str, Any]:
-    """Turns `{"layers.q_proj.weight": x}` into `{"layers": {"q_proj": {"weight": x}}}`."""
-    tree: dict[str, Any] = {}
-    for path, value in flat.items():
-        *parents, leaf = path.split(".")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[leaf] = value
-    return tree
-
-
-def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The inverse of `nest`; a None leaf (a tied lm_head) is left out."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            flat |= flatten(value, f"{prefix}{key}.")
-        elif value is not None:
-            flat[f"{prefix}{key}"] = value
-    return flat
-
-
-def listing(names: list[str]) -> str:
-    """The first few names of a list and the count of the rest."""
-    shown = ", ".join(names[:_LISTED])
-    return shown if len(names) <= _LISTED else f"{shown} and {len(names) - _LISTED} more"
 
 
 def _check_names(
@@ -203,38 +198,15 @@ def _check_tied_head(config: PolicyConfig, checkpoint: Checkpoint) -> None:
         )
 
 
-FP8_BLOCK = "fp8-block"
-_BF16 = np.dtype(ml_dtypes.bfloat16)
-EXPORT_DTYPES = {
-    "bfloat16": _BF16,
-    "float16": np.dtype(np.float16),
-    "float32": np.dtype(np.float32),
-    FP8_BLOCK: _BF16,
-}
-
-# What a tokenizer consists of, in the spellings of transformers 4 and 5.
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-)
-
-
 def export_policy(
     directory: str | Path,
     config: PolicyConfig,
-    arrays: dict[str, Any],
+    arrays: Mapping[str, np.ndarray],
     dtype: str = "bfloat16",
     tokenizer_from: str | Path | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> Path:
-    """Writes the weights, config.json, generation_config.json and the tokenizer's files.
+    """Write the weights, config.json, generation_config.json and the tokenizer's files.
 
     Everything is written beside its final name first and moved when complete, the weights first: a
     full disk leaves an earlier export in `directory` as it was. Weights of an earlier export are
@@ -243,7 +215,7 @@ def export_policy(
     Args:
         directory: made when it isn't there.
         config: the policy's config.
-        arrays: nested as `load_policy_arrays` gives them, [L, ...] for layers, any float dtype.
+        arrays: as `load_policy_arrays` gives them, [L, ...] for layers, any float dtype.
         dtype: "bfloat16" or "float16" (rounded to nearest even), "float32", or "fp8-block": linears
             in e4m3 with a scale for each 128 x 128 block and the rest in bfloat16, as `block_fp8`
             says.
@@ -262,22 +234,21 @@ def export_policy(
     directory = Path(directory)
     if dtype not in EXPORT_DTYPES:
         raise UserError(f"cannot export dtype {dtype!r}; choose one of {', '.join(EXPORT_DTYPES)}")
-    flat = flatten(arrays)
-    _check_parameters(directory, config, flat)
+    _check_parameters(directory, config, arrays)
     generation = {
         "bos_token_id": config.bos_token_id,
         "eos_token_id": list(config.eos_token_ids) or None,
         "pad_token_id": config.pad_token_id,
     }
-    hf_config = config_json(config, "bfloat16" if dtype == FP8_BLOCK else dtype)
-    if dtype == FP8_BLOCK:
+    hf_config = config_json(config, "bfloat16" if dtype == _FP8_BLOCK else dtype)
+    if dtype == _FP8_BLOCK:
         hf_config["quantization_config"] = quantization_config(config)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".export-", dir=directory) as staging_name:
             staging = Path(staging_name)
             weights = write_checkpoint(
-                staging, _converted(directory, config, flat, dtype), shard_bytes
+                staging, _converted(directory, config, arrays, dtype), shard_bytes
             )
             _write_json(staging / "config.json", hf_config)
             _write_json(
@@ -301,7 +272,9 @@ def export_policy(
     return directory
 
 
-def _check_parameters(directory: Path, config: PolicyConfig, flat: dict[str, np.ndarray]) -> None:
+def _check_parameters(
+    directory: Path, config: PolicyConfig, flat: Mapping[str, np.ndarray]
+) -> None:
     shapes = parameter_shapes(config)
     if missing := sorted(shapes.keys() - flat.keys()):
         raise UserError(f"{directory}: not exported; parameters are missing: {listing(missing)}")
@@ -318,7 +291,7 @@ def _check_parameters(directory: Path, config: PolicyConfig, flat: dict[str, np.
 
 
 def _converted(
-    directory: Path, config: PolicyConfig, flat: dict[str, np.ndarray], dtype: str
+    directory: Path, config: PolicyConfig, flat: Mapping[str, np.ndarray], dtype: str
 ) -> Iterator[dict[str, np.ndarray]]:
     """The file's tensors, one of the policy's at a time: itself, or its FP8 values and their
     scales."""
@@ -330,7 +303,7 @@ def _converted(
 
 
 def _stored(name: str, location: Location, tensor: np.ndarray, dtype: str) -> dict[str, np.ndarray]:
-    if dtype != FP8_BLOCK or not is_quantized_linear(location):
+    if dtype != _FP8_BLOCK or not is_quantized_linear(location):
         return {name: tensor}
     values, scales = quantize_tensor(tensor)
     return {name: values, name + SCALE_SUFFIX: scales}
@@ -358,3 +331,9 @@ def _copy(source: Path, target: Path) -> None:
     for name in (*TOKENIZER_FILES, "generation_config.json"):
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
+
+
+def listing(names: list[str]) -> str:
+    """Name the first few of a list, and count the rest."""
+    shown = ", ".join(names[:_LISTED])
+    return shown if len(names) <= _LISTED else f"{shown} and {len(names) - _LISTED} more"

@@ -69,8 +69,10 @@ class Location:
 
 
 def hf_name(path: str, layer: int | None = None, expert: int | None = None) -> str:
-    """The Hugging Face name of a policy parameter: `("layers.q_proj.weight", 3)` to
-    `model.layers.3.self_attn...`."""
+    """Return Hugging Face's name of a policy parameter.
+
+    `("layers.q_proj.weight", 3)` is `model.layers.3.self_attn.q_proj.weight`.
+    """
     name = path.removesuffix(".weight")
     if name.startswith("layers."):
         name = _LAYER_NAMES[name.removeprefix("layers.")].format(expert=expert)
@@ -79,8 +81,7 @@ def hf_name(path: str, layer: int | None = None, expert: int | None = None) -> s
 
 
 def hf_tensors(config: PolicyConfig) -> dict[str, Location]:
-    """Every tensor that a Hugging Face checkpoint of this config holds, with its place in the
-    policy and its shape."""
+    """List every tensor of a Hugging Face checkpoint, with place in the policy and shape."""
     tensors = {}
     for path, shape in parameter_shapes(config).items():
         name = path.removeprefix("layers.").removesuffix(".weight")
@@ -99,5 +100,5 @@ def hf_tensors(config: PolicyConfig) -> dict[str, Location]:
 
 
 def is_ignored(name: str) -> bool:
-    """Whether a tensor of a checkpoint is a derived buffer and no parameter."""
+    """Say whether a tensor of a checkpoint is a derived buffer and no parameter."""
     return _IGNORED.fullmatch(name) is not None

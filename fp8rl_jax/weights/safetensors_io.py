@@ -50,10 +50,25 @@ DTYPES: dict[str, np.dtype] = {
     }.items()
 }
 
-SINGLE_FILE = "model.safetensors"
+_SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _MAX_DIMS = 32
+
+
+SHARD_BYTES = 5_000_000_000  # what transformers took for years
+_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+# A value is inf or NaN when all bits of the mask are set: the exponent, or for e4m3fn, which has no
+# inf, exponent and mantissa.
+_NON_FINITE_BITS: dict[np.dtype, tuple[type, int]] = {
+    np.dtype(ml_dtypes.bfloat16): (np.uint16, 0x7F80),
+    np.dtype(np.float16): (np.uint16, 0x7C00),
+    np.dtype(np.float32): (np.uint32, 0x7F800000),
+    np.dtype(np.float64): (np.uint64, 0x7FF0000000000000),
+    np.dtype(ml_dtypes.float8_e4m3fn): (np.uint8, 0x7F),
+    np.dtype(ml_dtypes.float8_e5m2): (np.uint8, 0x7C),
+}
+_CHUNK = 1 << 20  # elements; keeps the temporaries in cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,20 +81,20 @@ class Checkpoint:
 
 
 def read_checkpoint(directory: str | Path) -> Checkpoint:
-    """Opens `model.safetensors`, or the shards that `model.safetensors.index.json` lists.
+    """Open `model.safetensors`, or the shards that `model.safetensors.index.json` lists.
 
     Raises:
         UserError: no weights in the directory, a malformed file or index, a shard that is missing,
             a tensor that the index and its shard do not agree on.
     """
     directory = Path(directory)
-    single, index = directory / SINGLE_FILE, directory / INDEX_FILE
+    single, index = directory / _SINGLE_FILE, directory / INDEX_FILE
     if single.exists():
         tensors = read_safetensors(single)
         return Checkpoint(tensors, dict.fromkeys(tensors, single))
     if not index.exists():
         raise UserError(
-            f"{directory}: holds neither {SINGLE_FILE} nor {INDEX_FILE}; only safetensors are read"
+            f"{directory}: holds neither {_SINGLE_FILE} nor {INDEX_FILE}; only safetensors are read"
         )
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -112,8 +127,47 @@ def read_checkpoint(directory: str | Path) -> Checkpoint:
     return checkpoint
 
 
+def write_checkpoint(
+    directory: Path, groups: Iterable[dict[str, np.ndarray]], shard_bytes: int = SHARD_BYTES
+) -> tuple[str, ...]:
+    """Write tensors into an existing, empty directory.
+
+    Args:
+        directory: where to write; no more than one shard is held in memory beside what `groups`
+            holds itself.
+        groups: tensors by name, in groups that stay in one file (a weight and its scale).
+        shard_bytes: a new file begins with the group that would make the file larger than this. One
+            file in all gets the plain name and no index.
+
+    Returns:
+        The names of the files.
+
+    Raises:
+        UserError: the disk is full, or a file cannot be written for another reason that the system
+            gives.
+    """
+    parts = [
+        _write_part(directory, number, shard)
+        for number, shard in enumerate(_shards(groups, shard_bytes))
+    ]
+    if len(parts) == 1:
+        os.replace(directory / "part-0", directory / _SINGLE_FILE)
+        return (_SINGLE_FILE,)
+    files = [
+        f"model-{number:05d}-of-{len(parts):05d}.safetensors" for number in range(1, len(parts) + 1)
+    ]
+    for number, file in enumerate(files):
+        os.replace(directory / f"part-{number}", directory / file)
+    weight_map = {
+        name: file for file, (names, _) in zip(files, parts, strict=True) for name in names
+    }
+    index = {"metadata": {"total_size": sum(size for _, size in parts)}, "weight_map": weight_map}
+    (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return (*files, INDEX_FILE)
+
+
 def read_safetensors(path: str | Path) -> dict[str, np.ndarray]:
-    """Opens one safetensors file.
+    """Open one safetensors file.
 
     Returns:
         Read-only arrays over a memory map of the file, by name, in the order of their bytes.
@@ -154,8 +208,7 @@ def read_safetensors(path: str | Path) -> dict[str, np.ndarray]:
 
 
 def write_safetensors(path: str | Path, tensors: dict[str, np.ndarray]) -> None:
-    """Writes one file: complete under its name, or not at all and an earlier file of that name
-    untouched.
+    """Write one file: complete, or not at all and an earlier file of that name untouched.
 
     Raises:
         UserError: the disk is full, or the file cannot be written for another reason that the
@@ -181,6 +234,26 @@ def write_safetensors(path: str | Path, tensors: dict[str, np.ndarray]) -> None:
         raise UserError(
             f"{path}: cannot be written ({error}); free some space or choose another place"
         ) from None
+
+
+def is_weights_file(name: str) -> bool:
+    """Say whether a file of this name is read as weights, or as the list of them."""
+    return name in (_SINGLE_FILE, INDEX_FILE) or _SHARD.fullmatch(name) is not None
+
+
+def count_non_finite(values: np.ndarray) -> int:
+    """Count the infinities and NaNs of a float array of any shape.
+
+    Raises:
+        TypeError: a dtype that is not a floating-point format known here.
+    """
+    if values.dtype not in _NON_FINITE_BITS:
+        raise TypeError(f"no floating-point format known here: {values.dtype}")
+    integer, mask = _NON_FINITE_BITS[values.dtype]
+    bits = np.ascontiguousarray(values).reshape(-1).view(integer)
+    mask = integer(mask)
+    chunks = (bits[start : start + _CHUNK] for start in range(0, bits.size, _CHUNK))
+    return sum(int(np.count_nonzero((chunk & mask) == mask)) for chunk in chunks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -286,55 +359,6 @@ def _naturals(values: Any) -> bool:
     )
 
 
-SHARD_BYTES = 5_000_000_000  # what transformers took for years
-
-_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
-
-
-def is_weights_file(name: str) -> bool:
-    """Whether a file of this name is read as weights, or as the list of them."""
-    return name in (SINGLE_FILE, INDEX_FILE) or _SHARD.fullmatch(name) is not None
-
-
-def write_checkpoint(
-    directory: Path, groups: Iterable[dict[str, np.ndarray]], shard_bytes: int = SHARD_BYTES
-) -> tuple[str, ...]:
-    """Writes tensors into an existing, empty directory.
-
-    Args:
-        directory: where to write; no more than one shard is held in memory beside what `groups`
-            holds itself.
-        groups: tensors by name, in groups that stay in one file (a weight and its scale).
-        shard_bytes: a new file begins with the group that would make the file larger than this. One
-            file in all gets the plain name and no index.
-
-    Returns:
-        The names of the files.
-
-    Raises:
-        UserError: the disk is full, or a file cannot be written for another reason that the system
-            gives.
-    """
-    parts = [
-        _write_part(directory, number, shard)
-        for number, shard in enumerate(_shards(groups, shard_bytes))
-    ]
-    if len(parts) == 1:
-        os.replace(directory / "part-0", directory / SINGLE_FILE)
-        return (SINGLE_FILE,)
-    files = [
-        f"model-{number:05d}-of-{len(parts):05d}.safetensors" for number in range(1, len(parts) + 1)
-    ]
-    for number, file in enumerate(files):
-        os.replace(directory / f"part-{number}", directory / file)
-    weight_map = {
-        name: file for file, (names, _) in zip(files, parts, strict=True) for name in names
-    }
-    index = {"metadata": {"total_size": sum(size for _, size in parts)}, "weight_map": weight_map}
-    (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    return (*files, INDEX_FILE)
-
-
 def _shards(
     groups: Iterable[dict[str, np.ndarray]], shard_bytes: int
 ) -> Iterator[dict[str, np.ndarray]]:
@@ -360,33 +384,3 @@ def _write_part(
 
 def _nbytes(tensors: dict[str, np.ndarray]) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
-
-
-# A value is inf or NaN when all bits of the mask are set: the exponent, or for e4m3fn, which has no
-# inf, exponent and mantissa.
-_NON_FINITE_BITS: dict[np.dtype, tuple[type, int]] = {
-    np.dtype(ml_dtypes.bfloat16): (np.uint16, 0x7F80),
-    np.dtype(np.float16): (np.uint16, 0x7C00),
-    np.dtype(np.float32): (np.uint32, 0x7F800000),
-    np.dtype(np.float64): (np.uint64, 0x7FF0000000000000),
-    np.dtype(ml_dtypes.float8_e4m3fn): (np.uint8, 0x7F),
-    np.dtype(ml_dtypes.float8_e5m2): (np.uint8, 0x7C),
-}
-
-_CHUNK = 1 << 20  # elements; keeps the temporaries in cache
-
-
-def count_non_finite(values: np.ndarray) -> int:
-    """Counts the infinities and NaNs of a float array of any shape, through integer views of its
-    bits.
-
-    Raises:
-        TypeError: a dtype that is not a floating-point format known here.
-    """
-    if values.dtype not in _NON_FINITE_BITS:
-        raise TypeError(f"no floating-point format known here: {values.dtype}")
-    integer, mask = _NON_FINITE_BITS[values.dtype]
-    bits = np.ascontiguousarray(values).reshape(-1).view(integer)
-    mask = integer(mask)
-    chunks = (bits[start : start + _CHUNK] for start in range(0, bits.size, _CHUNK))
-    return sum(int(np.count_nonzero((chunk & mask) == mask)) for chunk in chunks)

@@ -2,22 +2,22 @@ from pallas_kernels.attention.api import attention
 from pallas_kernels.attention.reference import (
     CHUNK,
     CHUNK_FROM,
-    Keys,
-    TokenKeys,
+    KeyBlock,
+    TokenBlock,
     Tokens,
     attend_in_chunks,
-    in_window,
-    sees,
+    attention_mask,
+    window_mask,
 )
 
 __all__ = [
     "CHUNK",
     "CHUNK_FROM",
-    "Keys",
-    "TokenKeys",
+    "KeyBlock",
+    "TokenBlock",
     "Tokens",
     "attend_in_chunks",
     "attention",
-    "in_window",
-    "sees",
+    "window_mask",
+    "attention_mask",
 ]

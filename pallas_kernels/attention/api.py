@@ -8,8 +8,8 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.attention import hopper, reference
-from pallas_kernels.attention.reference import Keys, check_scale
+from pallas_kernels.attention import reference
+from pallas_kernels.attention.reference import KeyBlock, check_scale
 from pallas_kernels.backend import Backend, BackendError, choose, resolve
 
 OPERATION = "attention"
@@ -17,7 +17,7 @@ OPERATION = "attention"
 
 def attention(
     query: Float[Array, "b t heads dim"],
-    blocks: list[Keys],
+    blocks: list[KeyBlock],
     score_scale: Float[Array, ...] | float,
     value_scale: Float[Array, ...] | float,
     out_dtype: jnp.dtype,
@@ -25,8 +25,7 @@ def attention(
     key_order: Literal["any", "decode"] = "any",
     backend: Backend = "auto",
 ) -> Float[Array, "b t heads dim"]:
-    """softmax(q . k * score_scale) . v * value_scale over the slots of all blocks together;
-    differentiable.
+    """Compute softmax(q . k * score_scale) . v * value_scale over all blocks; differentiable.
 
     Segments, prefixes and sliding windows are in the masks, which `sees` makes from a number a
     token. `attend_in_chunks` makes them, and runs this, for a few queries at a time.
@@ -80,22 +79,23 @@ def attention(
             )
     for scale in (score_scale, value_scale):
         check_scale(OPERATION, scale, blocks[0].keys.shape[1])
-    if key_order == "decode":
-        return _in_decodes_order(query, blocks, score_scale, value_scale, out_dtype, backend)
-    run = reference.attend
-    if choose(OPERATION, backend, hopper.lacks(query, blocks, score_scale)) == "hopper":
-        run = hopper.attention
-    return run(query, blocks, score_scale, value_scale, out_dtype)
-
-
-def _in_decodes_order(query, blocks, score_scale, value_scale, out_dtype, backend):
-    if resolve(backend, OPERATION) == "reference":
+    inputs = (query, blocks, score_scale, value_scale, out_dtype)
+    chosen = resolve(backend, OPERATION)
+    if chosen == "reference" and key_order == "decode":
         raise BackendError(
             f"{OPERATION}: the reference does not join keys in decode's order; the hopper "
             "backend does"
         )
-    from pallas_kernels.attention import prefill  # importing Pallas takes longer than importing JAX
+    if chosen == "reference":
+        return reference.attend(*inputs)
+    from pallas_kernels.attention import hopper  # importing Pallas takes longer than importing JAX
 
-    if lacking := prefill.lacks(query, blocks):
-        raise BackendError(f"{OPERATION}: the hopper backend has no {lacking} in decode's order")
-    return prefill.attention(query, blocks, score_scale, value_scale, out_dtype)
+    if key_order == "decode":
+        if lacking := hopper.decode_order_lacks(query, blocks):
+            raise BackendError(
+                f"{OPERATION}: the hopper backend has no {lacking} in decode's order"
+            )
+        return hopper.decode_order_attention(*inputs)
+    if choose(OPERATION, backend, hopper.cudnn_lacks(query, blocks, score_scale)) == "reference":
+        return reference.attend(*inputs)
+    return hopper.cudnn_attention(*inputs)

@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.attention.api import attention
-from pallas_kernels.attention.reference import CHUNK, TokenKeys, Tokens, attend_in_chunks
-from pallas_kernels.check.cases import Case, bits_apart
-from pallas_kernels.check.models import QWEN3_8B
+from pallas_kernels.attention.reference import CHUNK, TokenBlock, Tokens, attend_in_chunks
+from pallas_kernels.check.cases import QWEN3_8B, Case, bits_apart
 from pallas_kernels.decode_attention.api import KeyValues, decode_attention
 
 E4M3, BF16, F16 = jnp.float8_e4m3fn, jnp.bfloat16, jnp.float16
@@ -93,13 +92,13 @@ def prefill(query, *arrays, shape: Shape, backend):
     segments = jnp.asarray(np.arange(shape.tokens) < np.array(shape.lengths)[:, None], jnp.int32)
     tokens = Tokens.of_rows(segments, jnp.asarray(shape.positions))
     queries = jax.tree.map(lambda x: x[:, -shape.queries :], tokens)
-    blocks = [TokenKeys(*arrays[:2], queries, tokens)]
+    blocks = [TokenBlock(*arrays[:2], queries, tokens)]
     if shape.shared:
         slots = np.arange(shape.shared_slots)
         real = jnp.asarray(slots < np.array(shape.shared)[:, None])
         positions = jnp.broadcast_to(jnp.asarray(slots, jnp.int32), real.shape)
         blocks.insert(
-            0, TokenKeys(*arrays[2:], queries.after_block(), Tokens.of_block(real, positions))
+            0, TokenBlock(*arrays[2:], queries.after_block(), Tokens.of_block(real, positions))
         )
     window = jnp.int32(shape.window) if shape.window else None
     scales = (
@@ -157,27 +156,24 @@ def as_decoded(name: str, shape: Shape, *tokens: int) -> Case:
     nothing was written to."""
 
     def run(query, *arrays, backend):
-        wanted, apart = prefill(query, *arrays, shape=shape, backend=backend), []
+        prefilled, apart = prefill(query, *arrays, shape=shape, backend=backend), []
         longer = [jnp.pad(x, [(0, 0), (0, 0), (0, 600), (0, 0)], constant_values=1) for x in arrays]
         for token in tokens:
-            caches = [KeyValues(*longer[:2], jnp.full(len(query), token + 1, jnp.int32))]
+            keys, values, *shared = longer
+            caches = [KeyValues(keys, values, jnp.full(len(query), token + 1, jnp.int32))]
             if shape.shared:
-                caches.insert(0, KeyValues(*longer[2:], jnp.asarray(shape.shared, jnp.int32)))
-            at, scales, window = (
-                token - shape.tokens + shape.queries,
-                (None, None, SCALES[1]),
-                shape.window or None,
-            )
+                lengths = jnp.asarray(shape.shared, jnp.int32)
+                caches.insert(0, KeyValues(shared[0], shared[1], lengths))
             out = decode_attention(
-                query[:, at],
+                query[:, token - shape.tokens + shape.queries],
                 tuple(caches),
                 SCALES[0],
-                *scales,
-                window,
-                jnp.float32,
+                value_scale=jnp.float32(SCALES[1]),
+                window=jnp.int32(shape.window) if shape.window else None,
+                out_dtype=jnp.float32,
                 backend=backend,
             )
-            apart.append(bits_apart(wanted[:, at], out))
+            apart.append(bits_apart(prefilled[:, token - shape.tokens + shape.queries], out))
         return jnp.stack(apart)
 
     return Case(

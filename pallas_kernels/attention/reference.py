@@ -26,9 +26,13 @@ CHUNK_FROM, CHUNK = 1024 * 1024, 128
 _NO_QUERY = -2
 
 
-class Keys(NamedTuple):
-    """One block of keys as attention sees it: keys, values [rows, kv_heads, slots, head_dim], mask
-    broadcastable to [rows, queries of all samples that share the row, slots]."""
+class KeyBlock(NamedTuple):
+    """One block of keys, with the mask of the queries that read it.
+
+    Attributes:
+        keys, values: [rows, kv_heads, slots, head_dim].
+        mask: broadcastable to [rows, queries of all samples that share the row, slots].
+    """
 
     keys: Array
     values: Array
@@ -36,7 +40,7 @@ class Keys(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """What decides which tokens see which, a number a token: a mask of all pairs need not exist.
+    """What decides which tokens attend to which, a number a token: no mask of all pairs is needed.
 
     Attributes:
         segments: a token sees its own segment; 0 is padding.
@@ -58,7 +62,7 @@ class Tokens(NamedTuple):
         positions: Int[Array, "rows n"],
         prefixes: Int[Array, "rows n"] | None = None,
     ) -> Tokens:
-        """Tokens that stand in their order."""
+        """Make tokens that stand in their order."""
         order = jnp.broadcast_to(jnp.arange(segments.shape[1], dtype=jnp.int32), segments.shape)
         return cls(segments, order, positions, prefixes)
 
@@ -66,19 +70,18 @@ class Tokens(NamedTuple):
     def of_block(
         cls, real: Bool[Array, "rows n"], positions: Int[Array, "rows n"] | None
     ) -> Tokens:
-        """A block that everything comes after: as the only segment of its row, called 1."""
+        """Make a block that everything comes after: as the only segment of its row, called 1."""
         segments = real.astype(jnp.int32)
         before = jnp.full_like(segments, -1)
         return cls(segments, before, before if positions is None else positions)
 
     def after_block(self) -> Tokens:
-        """These tokens as they see a block: all of them see all that is real in it."""
+        """Return these tokens as readers of a block, who attend to all that is real in it."""
         return self._replace(segments=jnp.ones_like(self.segments))
 
 
-class TokenKeys(NamedTuple):
-    """One block of keys as chunked attention sees it: as `Keys`, with its queries [b, t] and slots
-    [rows, slots] as tokens."""
+class TokenBlock(NamedTuple):
+    """One block of keys, with its queries [b, t] and slots [rows, slots] as tokens, not a mask."""
 
     keys: Array
     values: Array
@@ -86,35 +89,36 @@ class TokenKeys(NamedTuple):
     slots: Tokens
 
 
-def in_window(
+def window_mask(
     queries: Int[Array, "*b t"], keys: Int[Array, "*b slots"], window: Int[Array, ""]
 ) -> Bool[Array, "*b t slots"]:
-    """Which keys lie within a sliding window: a token sees `window` positions, its own included
-    (arXiv 2310.06825)."""
+    """Mark the keys within a sliding window of each query, which is `window` positions long.
+
+    The window includes the query's own position (arXiv 2310.06825).
+    """
     return queries[..., :, None] - keys[..., None, :] < window
 
 
-def sees(
+def attention_mask(
     queries: Tokens, keys: Tokens, window: Int[Array, ""] | None = None
 ) -> Bool[Array, "rows queries keys"]:
-    """Which keys each query sees."""
+    """Mark the keys that each query attends to."""
     key = keys.segments[:, None, :]
     related = queries.segments[..., None] == key
     if queries.prefixes is not None:
         related |= queries.prefixes[..., None] == key
     seen = related & (queries.order[..., None] >= keys.order[:, None, :])
-    return seen if window is None else seen & in_window(queries.positions, keys.positions, window)
+    return seen if window is None else seen & window_mask(queries.positions, keys.positions, window)
 
 
 def attend(
     query: Float[Array, "b t heads dim"],
-    blocks: list[Keys],
+    blocks: list[KeyBlock],
     score_scale: Float[Array, ...] | float,
     value_scale: Float[Array, ...] | float,
     out_dtype: jnp.dtype,
 ) -> Float[Array, "b t heads dim"]:
-    """softmax(q k * score_scale) v * value_scale over the slots of all blocks together: `attention`
-    says what of what."""
+    """Compute softmax(q k * score_scale) v * value_scale over all blocks, as `attention`."""
     b, t, heads, dim = query.shape
     scores, grouped = [], []
     for block in blocks:
@@ -159,7 +163,7 @@ def attend(
 
 def attend_in_chunks(
     query: Float[Array, "b t heads dim"],
-    blocks: list[TokenKeys],
+    blocks: list[TokenBlock],
     window: Int[Array, ""] | None,
     score_scale: Float[Array, ...] | float,
     value_scale: Float[Array, ...] | float,
@@ -167,7 +171,7 @@ def attend_in_chunks(
     chunk: int,
     attend: Callable = attend,
 ) -> Float[Array, "b t heads dim"]:
-    """Attention for at most `chunk` queries of each row at a time, recomputed in the backward pass.
+    """Compute attention for `chunk` queries of each row at a time, again in the backward pass.
 
     Chunks of queries as in Rabe and Staats (arXiv 2112.05682), and not of keys: each query meets
     all of its keys at once, so the softmax is the one of `attend`, and the memory is t / chunk
@@ -189,10 +193,10 @@ def attend_in_chunks(
         keys = []
         for block, own in zip(blocks, tokens, strict=True):
             rows = block.keys.shape[0]
-            mask = sees(
+            mask = attention_mask(
                 jax.tree.map(lambda x, rows=rows: x.reshape(rows, -1), own), block.slots, window
             )
-            keys.append(Keys(block.keys, block.values, mask))
+            keys.append(KeyBlock(block.keys, block.values, mask))
         return attend(query, keys, score_scale, value_scale, out_dtype)
 
     tokens = [jax.tree.map(lambda x: split(x, _NO_QUERY), block.queries) for block in blocks]
@@ -201,7 +205,11 @@ def attend_in_chunks(
 
 
 def check_scale(operation: str, scale: Array | float, kv_heads: int) -> None:
-    """Raises ValueError for a scale that is neither a scalar nor [kv_heads]."""
+    """Refuse a scale that is neither a scalar nor [kv_heads].
+
+    Raises:
+        ValueError: naming its shape.
+    """
     if jnp.shape(scale) not in ((), (kv_heads,)):
         raise ValueError(
             f"{operation}: a scale has the shape () or ({kv_heads},), one for each KV "
@@ -210,8 +218,10 @@ def check_scale(operation: str, scale: Array | float, kv_heads: int) -> None:
 
 
 def per_kv_head(scale: Array | float, axes: int) -> Array | float:
-    """A scale [kv_heads] with `axes` axes of length 1 behind it, to multiply [..., kv_heads, *axes]
-    with; a scalar as it is."""
+    """Give a scale [kv_heads] `axes` axes of length 1, to multiply [..., kv_heads, *axes] with.
+
+    A scalar stays as it is.
+    """
     return jnp.reshape(scale, (-1, *(1,) * axes)) if jnp.ndim(scale) else scale
 
 

@@ -29,8 +29,9 @@ def write_cache(
     *,
     backend: Backend = "auto",
 ) -> tuple[Array, ...]:
-    """The cache with the keys and values of `tokens` in it: keys[row, :, slot] =
-    cast(clamp(rotate(k) / scale)), and so values.
+    """Write new keys and values into a KV cache: rotate, scale, clamp, cast and scatter.
+
+    keys[row, :, slot] = cast(clamp(rotate(k) / scale)), and so values, without the rotation.
 
     A paged cache is the case in which `rows` are pages of `slots` tokens. Layers stacked before the
     rows are rows, too: reshape the cache and add layer * rows to `row`. Arrays that the caller

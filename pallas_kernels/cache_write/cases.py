@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.cache_write.api import write_cache
-from pallas_kernels.check.cases import Case
-from pallas_kernels.check.models import QWEN3_8B, QWEN3_30B_A3B
+from pallas_kernels.check.cases import QWEN3_8B, QWEN3_30B_A3B, Case
 
 E4M3, BF16, F32 = jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32
 

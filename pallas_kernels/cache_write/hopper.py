@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import mosaic
-from pallas_kernels.target import hopper_sms
 
 WARPGROUPS, STRIP = 2, 64
 
@@ -70,7 +69,7 @@ def _launch(given, places, scales, caches, parts):
     tokens, _, dim = given[0].shape
     heads = sum(part.heads for part in parts)
     # few tokens: many small units, for latency; many: large ones
-    few = -(-tokens // STRIP) * heads < 2 * hopper_sms()
+    few = -(-tokens // STRIP) * heads < 2 * mosaic.multiprocessors()
     strip, together = (8, 1) if few else (STRIP, math.gcd(2, *(part.heads for part in parts)))
     strips = -(-tokens // strip)
     units = [strips * part.heads // together for part in parts]

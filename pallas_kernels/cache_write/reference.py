@@ -21,8 +21,7 @@ def write_cache(keys, values, k, v, cos, sin, row, slot, scales, q, query_scale)
 
 
 def rotate(x, cos, sin):
-    """Rotary embedding of x [tokens, heads, head_dim] in the half-split layout, computed in
-    float32."""
+    """Rotate x [tokens, heads, head_dim] by rotary embedding, half-split layout, in float32."""
     cos, sin = cos[:, None], sin[:, None]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return rounded(
@@ -31,8 +30,10 @@ def rotate(x, cos, sin):
 
 
 def cast(x, scale, dtype):
-    """x [tokens, heads, head_dim] / scale, [] or [kv_heads], clamped to the range of an FP8
-    `dtype`; without a scale x in `dtype`."""
+    """Divide x [tokens, heads, head_dim] by scale, [] or [kv_heads], clamp and cast it to FP8.
+
+    Without a scale it is x in `dtype`.
+    """
     if scale is None:
         return rounded(x, dtype)
     if scale.ndim:
@@ -42,8 +43,10 @@ def cast(x, scale, dtype):
 
 
 def scatter(cache, new, row, slot):
-    """new [tokens, heads, head_dim] at (row, slot) of cache [rows, heads, slots, head_dim]; what
-    lies outside is dropped."""
+    """Write new [tokens, heads, head_dim] to (row, slot) of cache [rows, heads, slots, head_dim].
+
+    What lies outside is dropped.
+    """
     rows, _, slots, _ = cache.shape
     inside = (row >= 0) & (row < rows) & (slot >= 0) & (slot < slots)
     return cache.at[jnp.where(inside, row, rows), :, slot].set(new, mode="drop")

@@ -49,8 +49,12 @@ class Case:
 
 
 def cases_of(operation: str, sizes: str) -> tuple[Case, ...]:
-    """The cases of an operation: "small" ones, with expected values, "real" ones, at the shapes of
-    models, or "all" of them."""
+    """List the cases of an operation.
+
+    Args:
+        operation: one of OPERATIONS.
+        sizes: "small", with expected values; "real", at the shapes of models; or "all".
+    """
     module = import_module(f"pallas_kernels.{operation}.cases")
     return {"small": module.SMALL, "real": module.REAL, "all": (*module.SMALL, *module.REAL)}[sizes]
 
@@ -58,8 +62,10 @@ def cases_of(operation: str, sizes: str) -> tuple[Case, ...]:
 def parse_cases(
     parser: argparse.ArgumentParser, sizes: str
 ) -> tuple[argparse.Namespace, list[Case]]:
-    """The arguments of a check's command line, and the cases that they choose; it ends where a name
-    is in no list."""
+    """Parse a check's command line into its arguments and the cases that they choose.
+
+    It ends where a name is in no list.
+    """
     parser.add_argument("operation", choices=OPERATIONS)
     parser.add_argument("cases", nargs="*", help="names; all without one")
     arguments = parser.parse_args()
@@ -70,8 +76,10 @@ def parse_cases(
 
 
 def difference(got: Any, expected: Any) -> float:
-    """Largest difference of any output, as a part of the expected one's largest magnitude; infinite
-    where one is not finite."""
+    """Measure the largest difference of any output, as a part of the expected one's magnitude.
+
+    Infinite where one is not finite.
+    """
     worst = 0.0
     for have, want in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         have, want = np.asarray(have, np.float64), np.asarray(want, np.float64)
@@ -87,9 +95,43 @@ def difference(got: Any, expected: Any) -> float:
 
 
 def bits_apart(one: jax.Array, other: jax.Array) -> jax.Array:
-    """1 where two arrays have other bits, else 0: for a case whose expected values are zeros."""
+    """Mark with 1 where two arrays differ in a bit, for a case whose expected values are 0."""
     one, other = (
         jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
         for x in (one, other)
     )
     return (one != other).astype(jnp.float32)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder's sizes; `intermediate` is an expert's where there are `experts`, each token taking
+    `chosen` of them."""
+
+    name: str
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    experts: int = 0
+    chosen: int = 0
+
+    @property
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """(outputs, inputs) of each kind of linear layer, an expert's included."""
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return {
+            "q": (q, self.hidden),
+            "kv": (kv, self.hidden),
+            "o": (self.hidden, q),
+            "gate": (self.intermediate, self.hidden),
+            "down": (self.hidden, self.intermediate),
+        }
+
+
+QWEN3_8B = Shape("qwen3-8b", 4096, 12288, 32, 8, 128)
+LLAMA31_8B = Shape("llama-3.1-8b", 4096, 14336, 32, 8, 128)
+QWEN3_32B = Shape("qwen3-32b", 5120, 25600, 64, 8, 128)
+QWEN3_30B_A3B = Shape("qwen3-30b-a3b", 2048, 768, 32, 4, 128, experts=128, chosen=8)
+DENSE = (QWEN3_8B, LLAMA31_8B, QWEN3_32B)

@@ -19,8 +19,8 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
+from pallas_kernels.backend import tracing_for
 from pallas_kernels.check.cases import Case, difference, parse_cases
-from pallas_kernels.target import tracing_for
 
 SMS = 2  # blocks that are played one after the other
 # the interpreter's own program is compiled, which takes longer than to run it
@@ -32,7 +32,7 @@ _product = np.matmul
 
 
 def interpret(case: Case) -> dict:
-    """Difference from the expected values, and whether a race was seen; or what was raised."""
+    """Run a case in the interpreter: its difference, and whether there was a race."""
     arrays = case.arguments(jax.random.key(0))
     try:
         with (
@@ -45,13 +45,16 @@ def interpret(case: Case) -> dict:
         return {"case": case.name, "raised": f"{type(error).__name__}: {error}"}
     finally:
         interpreter.reset_gpu_interpret_mode_state()
+    assert case.expected is not None, "small cases have expected values"
     expected = case.expected(*(np.asarray(a) for a in arrays))
     return {"case": case.name, "difference": difference(got, expected), "races": races}
 
 
 def by_rows(left: np.ndarray, right: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """The product that a wgmma is played by, a row at a time: in BLAS's, a row's bits depend on its
-    place, and on a GPU not."""
+    """Multiply a row at a time: the product that stands for a wgmma.
+
+    In BLAS's product a row's bits depend on its place, and on a GPU not.
+    """
     return _product(left[:, None], right, dtype=dtype)[:, 0]
 
 
@@ -70,7 +73,7 @@ def main() -> None:
     os.environ["XLA_FLAGS"] = (
         f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false {UNOPTIMIZED}"
     )
-    np.matmul = by_rows
+    np.matmul = by_rows  # ty: ignore[invalid-assignment]  # the interpreter's wgmma calls it
     if arguments.without:
         setattr(mosaic, arguments.without, lambda *_, **__: None)
     for case in cases:

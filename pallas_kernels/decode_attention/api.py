@@ -59,8 +59,9 @@ def decode_attention(
     *,
     backend: Backend = "auto",
 ) -> Float[Array, "sequences heads head_dim"]:
-    """softmax(score_scale * query_scale * key_scale * q . k) . v * value_scale over a sequence's
-    keys; scores and sums float32.
+    """Compute attention of one query a sequence over its cached keys, with float32 scores and sums.
+
+    softmax(score_scale * query_scale * key_scale * q . k) . v * value_scale.
 
     A sequence's keys are those of its row in the first cache, then those of its row in the next
     one: its prompt's, kept once for all samples, and its own. A cache with fewer rows than
@@ -93,7 +94,7 @@ def decode_attention(
     """
     _check(query, caches, (query_scale, key_scale, value_scale), window)
     score, value = (
-        scaled(score_scale, query_scale, key_scale),
+        combine_score_scales(score_scale, query_scale, key_scale),
         1.0 if value_scale is None else value_scale,
     )
     inputs = (query, caches, score, value, window, out_dtype)
@@ -108,8 +109,11 @@ def decode_attention(
 
 
 def by_heads(kernel, query, caches, score, value, window, out_dtype):
-    """`kernel`, on a mesh with the heads split. A page number is one of the whole cache: where rows
-    are split, the caller's shard_map counts its own."""
+    """Run `kernel` with the heads split over the mesh.
+
+    A page number is one of the whole cache: where rows are split, the caller's shard_map counts its
+    own.
+    """
     arrays, axes = (
         [query.reshape(len(query), caches[0].keys.shape[1], -1, query.shape[2])],
         ["s h g d"],
@@ -152,8 +156,8 @@ def by_heads(kernel, query, caches, score, value, window, out_dtype):
     return out.reshape(query.shape)
 
 
-def scaled(score_scale: float, query_scale, key_scale):
-    """The factor of scores of operands with these scales, None where they have none."""
+def combine_score_scales(score_scale: float, query_scale, key_scale):
+    """Multiply the scales of scores, None where operands have none."""
     factor = score_scale if key_scale is None else score_scale * key_scale
     return factor if query_scale is None else factor * query_scale
 

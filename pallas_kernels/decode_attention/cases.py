@@ -9,10 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.check.cases import Case, bits_apart
-from pallas_kernels.check.models import DENSE, QWEN3_30B_A3B
+from pallas_kernels.check.cases import DENSE, QWEN3_30B_A3B, Case, bits_apart
 from pallas_kernels.decode_attention.api import KeyValues, decode_attention
-from pallas_kernels.decode_attention.tiles import CHUNK
+from pallas_kernels.decode_attention.hopper import CHUNK
 
 E4M3, BF16, F16 = jnp.float8_e4m3fn, jnp.bfloat16, jnp.float16
 SCALES = (0.5, 0.25, 3.0)  # of e4m3 queries, keys and values
@@ -121,18 +120,25 @@ def case(
 
     def run(query, *rest, backend):
         *arrays, scales, last = rest
-        held = tuple(
-            KeyValues(
-                *arrays[4 * i : 4 * i + 3], *((arrays[4 * i + 3], cache.page) if cache.page else ())
+        held = []
+        for i, cache in enumerate(caches):
+            keys, values, lengths, pages = arrays[4 * i : 4 * i + 4]
+            held.append(
+                KeyValues(keys, values, lengths, pages, cache.page)
+                if cache.page
+                else KeyValues(keys, values, lengths)
             )
-            for i, cache in enumerate(caches)
-        )
-        scales = (
-            *(scales[:2] if dtype == E4M3 else (None, None)),
-            scales[2] if value_dtype == E4M3 else None,
-        )
+        query_scale, key_scale = scales[:2] if dtype == E4M3 else (None, None)
         return decode_attention(
-            query, held, dim**-0.5, *scales, last if window else None, jnp.float32, backend=backend
+            query,
+            tuple(held),
+            dim**-0.5,
+            query_scale,
+            key_scale,
+            value_scale=scales[2] if value_dtype == E4M3 else None,
+            window=last if window else None,
+            out_dtype=jnp.float32,
+            backend=backend,
         )
 
     sequences = max(len(cache.lengths) for cache in caches)

@@ -6,34 +6,37 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.attention.reference import Keys, attend
+from pallas_kernels.attention.reference import KeyBlock, attend
 
 
 def decode_attention(query, caches, score_scale, value_scale, window, out_dtype):
-    starts = first_seen([known_lengths(cache) for cache in caches], len(query), window)
+    starts = first_visible([known_lengths(cache) for cache in caches], len(query), window)
     blocks = [_block(cache, start) for cache, start in zip(caches, starts, strict=True)]
     return attend(query[:, None], blocks, score_scale, value_scale, out_dtype)[:, 0]
 
 
 def page_of(cache) -> tuple[int, int]:
-    """Slots of a page, and pages of a cache row."""
+    """Count the slots of a page, and the pages of a cache row."""
     slots = cache.keys.shape[2]
     page = cache.page_size or slots
     return page, -(-slots // page)
 
 
 def known_lengths(cache):
-    """Lengths within the table."""
+    """Clip lengths to the table."""
     page, _ = page_of(cache)
     return jnp.clip(cache.lengths, 0, page * (1 if cache.pages is None else cache.pages.shape[1]))
 
 
-def first_seen(lengths, sequences, window):
-    """Of each cache: the first key that each sequence sees, int32 [rows, sequences of a row]; None
-    without a window."""
+def first_visible(lengths, sequences, window):
+    """Find the first key in each cache that each sequence attends to, within a window.
+
+    Returns:
+        int32 [rows, sequences of a row] for each cache; None without a window.
+    """
     if window is None:
         return [None] * len(lengths)
-    total = sum(jnp.repeat(length, sequences // len(length)) for length in lengths)
+    total = jnp.asarray(sum(jnp.repeat(length, sequences // len(length)) for length in lengths))
     starts, before = [], 0
     for length in lengths:
         starts.append((total - window - before).reshape(len(length), -1))
@@ -41,12 +44,12 @@ def first_seen(lengths, sequences, window):
     return starts
 
 
-def _block(cache, start) -> Keys:
+def _block(cache, start) -> KeyBlock:
     keys, values, held = _rows(cache)
     slots = jnp.arange(keys.shape[2])
     seen = (slots < known_lengths(cache)[:, None])[:, None] if held is None else held[:, None]
     seen = seen if start is None else seen & (slots >= start[..., None])
-    return Keys(keys, values, lax.optimization_barrier(seen))  # made once, not for every head
+    return KeyBlock(keys, values, lax.optimization_barrier(seen))  # made once, not for every head
 
 
 def _rows(cache):

@@ -33,7 +33,7 @@ def grouped_matmul(
     *,
     backend: Backend = "auto",
 ) -> Float[Array, "m n"]:
-    """x[i] @ w[g].T for the group g of row i, of quantized operands, accumulated in float32.
+    """Multiply x[i] @ w[g].T of quantized operands, g the group of row i, accumulated in float32.
 
     The first group_sizes[0] rows are group 0's, the next group_sizes[1] are group 1's, and so on.
     Sizes are known at run time only; a group may be empty. Rows behind the last group are zero.
@@ -104,8 +104,7 @@ def grouped_outer_product(
     *,
     backend: Backend = "auto",
 ) -> Float[Array, "groups n k"]:
-    """The gradient of `grouped_matmul` by its weights: dy[rows of g].T @ x[rows of g] for each
-    group g, in float32.
+    """Compute dy[rows of g].T @ x[rows of g] for each group: `grouped_matmul`'s weight gradient.
 
     The contraction is over rows, so both operands have scales of `block` x 1, and every group
     begins at a multiple of `block` (`align_groups` moves the rows there). Rows that alignment left
@@ -158,7 +157,7 @@ def grouped_outer_product(
 def align_groups(
     arrays: tuple[Float[Array, "m _"], ...], group_sizes: Int[Array, " groups"], block: int = 128
 ) -> tuple[tuple[Float[Array, "aligned _"], ...], Int[Array, " groups"]]:
-    """Sorted rows laid out so that every group begins at a multiple of `block`, with zeros between.
+    """Lay sorted rows out so that every group begins at a multiple of `block`, zeros between.
 
     Args:
         arrays: each with its rows sorted by group; rows behind the last group are dropped.

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.check.cases import Case
-from pallas_kernels.check.models import QWEN3_30B_A3B
+from pallas_kernels.check.cases import QWEN3_30B_A3B, Case
 from pallas_kernels.grouped_matmul.api import grouped_matmul, grouped_outer_product
 from pallas_kernels.quantize import quantize_blocks
 

@@ -33,8 +33,13 @@ ROWS_OF_TMA = 8
 
 
 class RowTiles(NamedTuple):
-    """Tiles of rows, int32 [tiles] each: the group (the number of groups for what is behind the
-    last), the tile's first row, and from which to which row of the tile the group reaches."""
+    """Tiles of rows, int32 [tiles] each.
+
+    Attributes:
+        group: of each tile; the number of groups for what is behind the last.
+        start: the tile's first row.
+        low, high: from which to which row of the tile the group reaches.
+    """
 
     group: jax.Array
     start: jax.Array
@@ -43,7 +48,7 @@ class RowTiles(NamedTuple):
 
 
 def row_tiles(m: int, group_sizes) -> RowTiles:
-    """As many tiles as m rows in so many groups can need; those too many have no rows."""
+    """Make as many tiles as m rows in so many groups can need; those too many have no rows."""
     groups = len(group_sizes)
     sizes = jnp.append(group_sizes, jnp.maximum(m - group_sizes.sum(), 0)).astype(jnp.int32)
     ends = jnp.cumsum(sizes)

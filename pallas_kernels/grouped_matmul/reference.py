@@ -22,8 +22,10 @@ def matmul(x, x_scales, w, w_scales, group_sizes, w_block, out_dtype):
 
 
 def dot(x, w, group_sizes):
-    """x [m, k], sorted by group, times w [groups, n, k] transposed, accumulated in float32; zero
-    behind the last group."""
+    """Multiply x [m, k], sorted by group, with w [groups, n, k] transposed, accumulated in float32.
+
+    Zero behind the last group.
+    """
     out = lax.ragged_dot_general(x, w, group_sizes, BY_ROW, preferred_element_type=jnp.float32)
     # a backend need not write the rows behind the last group
     inside = jnp.arange(len(x)) < group_sizes.sum()
@@ -39,7 +41,7 @@ def outer_products(dy, dy_scales, x, x_scales, group_sizes, block):
 
 
 def outer_product(dy, x, group_sizes):
-    """dy [m, n] transposed times x [m, k] over the rows of each group: float32 [groups, n, k]."""
+    """Multiply dy [m, n] transposed with x [m, k] over each group's rows, [groups, n, k]."""
     inside = (jnp.arange(len(x)) < group_sizes.sum())[:, None]
     dy, x = jnp.where(inside, dy, 0.0), jnp.where(inside, x, 0.0)
     return lax.ragged_dot_general(
@@ -48,8 +50,10 @@ def outer_product(dy, x, group_sizes):
 
 
 def align(rows, group_sizes, block):
-    """Positions of sorted rows when every group begins at a multiple of `block`; those behind the
-    last group fall out."""
+    """Place sorted rows so that every group begins at a multiple of `block`.
+
+    Those behind the last group fall out.
+    """
     aligned = -(-group_sizes // block) * block
     ends = jnp.cumsum(group_sizes)
     group = jnp.searchsorted(ends, jnp.arange(rows), side="right")
@@ -63,5 +67,5 @@ def align(rows, group_sizes, block):
 
 
 def aligned_rows(rows, groups, block):
-    """The most rows that alignment can need."""
+    """Count the most rows that alignment can need."""
     return -(-rows // block) * block + groups * block

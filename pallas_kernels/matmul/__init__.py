@@ -1,4 +1,4 @@
 from pallas_kernels.matmul.api import blockwise_matmul, selected_backend
-from pallas_kernels.matmul.reference import dot, rows_of
+from pallas_kernels.matmul.reference import dot, flatten_many_rows
 
-__all__ = ["blockwise_matmul", "dot", "rows_of", "selected_backend"]
+__all__ = ["blockwise_matmul", "dot", "flatten_many_rows", "selected_backend"]

@@ -16,8 +16,11 @@ HOPPER_BLOCKS = ((128, 128), (1, 128))
 
 
 def selected_backend(backend: Backend) -> str:
-    """The backend that `blockwise_matmul` runs for this argument. Raises BackendError where it
-    cannot."""
+    """Choose the backend that `blockwise_matmul` runs for this argument.
+
+    Raises:
+        BackendError: it cannot.
+    """
     return resolve(backend, "blockwise_matmul")
 
 
@@ -31,8 +34,9 @@ def blockwise_matmul(
     *,
     backend: Backend = "auto",
 ) -> Float[Array, "*batch n"]:
-    """x @ w.T of quantized operands: sum over k-blocks b of x_scales[b] * w_scales[n // 128, b] *
-    (x_b . w_b), in float32.
+    """Multiply x @ w.T of quantized operands, scaled block by block and accumulated in float32.
+
+    y[..., n] = sum over 128-blocks b of x_scales[..., b] * w_scales[n // 128, b] * (x_b . w_b).
 
     The weight is [out, in], both operands are contiguous along the contraction (what Hopper's FP8
     tensor cores need), and any m, n, k is served. Layout and promotion every 128 of k: DeepSeek-V3

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.check.cases import Case, bits_apart
-from pallas_kernels.check.models import DENSE
+from pallas_kernels.check.cases import DENSE, Case, bits_apart
 from pallas_kernels.matmul.api import blockwise_matmul
 from pallas_kernels.quantize import quantize_blocks
 

@@ -34,8 +34,10 @@ _WAVE = 132
 
 
 def split_of(n: int, k: int) -> int:
-    """Into how many parts the contraction is cut: of 1 to 4, the first that leaves the fewest
-    multiprocessors idle at the end."""
+    """Choose how many parts the contraction is split into.
+
+    Of 1 to 4, the first that leaves the fewest multiprocessors idle at the end.
+    """
     tiles, steps = -(-n // TILE_ROWS), -(-k // BLOCK_K)
 
     def busy(parts):

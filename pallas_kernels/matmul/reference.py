@@ -26,18 +26,18 @@ def matmul(x, x_scales, w, w_scales, w_block, out_dtype):
 FEW_ROWS = 256
 
 
-def rows_of(x):
-    """x as `dot` multiplies it: many rows as a matrix, few with the axes that they have."""
+def flatten_many_rows(x):
+    """Reshape x as `dot` multiplies it: many rows as a matrix, few with the axes that they have."""
     return x if x.size // x.shape[-1] <= FEW_ROWS else x.reshape(-1, x.shape[-1])
 
 
 def dot(x, w):
-    """x [..., k] times w [n, k] transposed, accumulated in float32.
+    """Multiply x [..., k] with w [n, k] transposed, accumulated in float32.
 
     The weight is the left operand: faster on a CPU, for few rows (decode) if they keep their axes,
     and for the gradients of many rows if they are flattened.
     """
-    rows = rows_of(x)
+    rows = flatten_many_rows(x)
     out = lax.dot_general(
         w, rows, (((1,), (rows.ndim - 1,)), ((), ())), preferred_element_type=jnp.float32
     )

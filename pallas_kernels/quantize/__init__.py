@@ -1,12 +1,18 @@
-from pallas_kernels.quantize.api import dequantize_blocks, quantize_blocks, quantize_both, regroup
-from pallas_kernels.quantize.fused import quantize_rms_norm, quantize_swiglu
-from pallas_kernels.quantize.reference import block_amax, expand, largest
+from pallas_kernels.quantize.api import (
+    dequantize_blocks,
+    quantize_blocks,
+    quantize_both,
+    quantize_rms_norm,
+    quantize_swiglu,
+    regroup,
+)
+from pallas_kernels.quantize.reference import amax, block_amax, expand_scales
 
 __all__ = [
     "block_amax",
     "dequantize_blocks",
-    "expand",
-    "largest",
+    "expand_scales",
+    "amax",
     "quantize_blocks",
     "quantize_both",
     "quantize_rms_norm",

@@ -26,8 +26,9 @@ def quantize_blocks(
     *,
     backend: Backend = "auto",
 ) -> tuple[Float[Array, "*batch m n"], Float[Array, "*batch mb nb"]]:
-    """Quantizes `x` in blocks of the last two axes, as DeepSeek-V3 (arXiv 2412.19437, section
-    3.3.2) does.
+    """Quantize `x` in blocks of the last two axes, with a scale for each.
+
+    Blocks of 1x128 and 128x128 are those of DeepSeek-V3 (arXiv 2412.19437, section 3.3.2).
 
     Args:
         x: any float dtype; hopper takes bfloat16 and float32. Axes that are no multiple of the
@@ -73,7 +74,7 @@ def quantize_both(
     *,
     backend: Backend = "auto",
 ) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-    """`quantize_blocks` with blocks of (1, size) and of (size, 1), from one read of `x`.
+    """Quantize `x` in blocks of (1, size) and of (size, 1), from one read of it.
 
     A backward pass wants an output gradient in both: along outputs for the input's gradient, along
     tokens for the weight's.
@@ -116,8 +117,7 @@ def regroup(
     *,
     backend: Backend = "auto",
 ) -> tuple[Float[Array, "m n"], Float[Array, "mb n"]]:
-    """`quantize_blocks` with blocks of (size, 1) of what is quantized in blocks of (1, size), read
-    as it is.
+    """Quantize in blocks of (size, 1) what is quantized in blocks of (1, size), read as it is.
 
     Args:
         values, scales: as `quantize_blocks` returns them for a block of (1, size).
@@ -151,8 +151,98 @@ def regroup(
 def dequantize_blocks(
     values: Float[Array, "*batch m n"], scales: Float[Array, "*batch mb nb"], block: tuple[int, int]
 ) -> Float[Array, "*batch m n"]:
-    """values * scale of their block, float32."""
-    return values.astype(jnp.float32) * reference.expand(scales, block, values.shape[-2:])
+    """Multiply values with the scale of their block, in float32."""
+    return values.astype(jnp.float32) * reference.expand_scales(scales, block, values.shape[-2:])
+
+
+def quantize_swiglu(
+    gate: Float[Array, "*batch n"],
+    up: Float[Array, "*batch n"],
+    size: int = 128,
+    dtype: jnp.dtype = E4M3,
+    scale: Rule = "float32",
+    *,
+    backend: Backend = "auto",
+) -> tuple[Float[Array, "*batch n"], Float[Array, "*batch nb"]]:
+    """Quantize silu(gate) * up (arXiv 2002.05202) in blocks of (1, size).
+
+    The product is never in memory itself.
+
+    silu(gate) and the product are each rounded to the dtype of `gate`, as torch and vLLM round
+    them. Another backend's exponential may differ in its last float32 bit, and a number then by one
+    step of that dtype before it is quantized.
+
+    Args:
+        gate, up: one shape and dtype; bfloat16 or float32 on hopper.
+        size, dtype, scale, backend: as in `quantize_both`.
+
+    Returns:
+        values, scales: as `quantize_blocks`.
+
+    Raises:
+        BackendError: a backend asked for by name cannot serve the call.
+        ValueError: `gate` and `up` differ in shape or dtype, or have no elements.
+    """
+    if (gate.shape, gate.dtype) != (up.shape, up.dtype):
+        raise ValueError(
+            f"quantize_swiglu: gate is {gate.dtype}{gate.shape}, up {up.dtype}{up.shape}; they "
+            "must be alike"
+        )
+    check("quantize_swiglu", gate, (1, size))
+    if chosen_backend("quantize_swiglu", backend, (1, size), dtype, gate.dtype) == "reference":
+        return reference.quantize(reference.swiglu(gate, up), (1, size), dtype, scale)
+    from pallas_kernels.quantize import hopper
+
+    lead = axes(gate.ndim + 1)
+    kernel = partial(hopper.quantize_swiglu, dtype=dtype, rule=scale)
+    return partitioned(kernel, f"{lead} n, {lead} n -> {lead} n, {lead} b", BLOCKS)(gate, up)
+
+
+def quantize_rms_norm(
+    x: Float[Array, "*batch n"],
+    weight: Float[Array, " n"],
+    eps: float,
+    offset: float = 0.0,
+    size: int = 128,
+    dtype: jnp.dtype = E4M3,
+    scale: Rule = "float32",
+    *,
+    backend: Backend = "auto",
+) -> tuple[Float[Array, "*batch n"], Float[Array, "*batch nb"]]:
+    """Quantize x / sqrt(mean(x^2) + eps) * (offset + weight) in blocks of (1, size).
+
+    RMS norm: arXiv 1910.07467.
+
+    The norm is computed in float32 and rounded to the dtype of `x`. Both backends take mean(x^2)
+    from the same reduction of XLA.
+
+    Args:
+        x: bfloat16 or float32 on hopper.
+        weight, eps, offset: of the norm; `offset` is 1 where a checkpoint stores the gain less one.
+        size, dtype, scale, backend: as in `quantize_both`.
+
+    Returns:
+        values, scales: as `quantize_blocks`.
+
+    Raises:
+        BackendError: a backend asked for by name cannot serve the call.
+        ValueError: `weight` is not one number for each column of `x`, or `x` has no elements.
+    """
+    if weight.shape != x.shape[-1:]:
+        raise ValueError(
+            f"quantize_rms_norm: weight {weight.shape} is not that of rows of x {x.shape}"
+        )
+    check("quantize_rms_norm", x, (1, size))
+    inverse, gain = reference.inverse_rms(x, eps), reference.gain(weight, offset)
+    if chosen_backend("quantize_rms_norm", backend, (1, size), dtype, x.dtype) == "reference":
+        return reference.quantize(reference.rms_norm(x, inverse, gain), (1, size), dtype, scale)
+    from pallas_kernels.quantize import hopper
+
+    lead = axes(x.ndim + 1)
+    kernel = partial(hopper.quantize_rms_norm, dtype=dtype, rule=scale)
+    return partitioned(kernel, f"{lead} n, {lead} one, n -> {lead} n, {lead} b", BLOCKS, ("one",))(
+        x, inverse, gain
+    )
 
 
 BLOCKS = {"a": ("m", 128), "b": ("n", 128)}
@@ -160,7 +250,7 @@ BLOCKS = {"a": ("m", 128), "b": ("n", 128)}
 
 
 def axes(ndim: int) -> str:
-    """Factors of all axes but the last two."""
+    """Name the factors of all axes but the last two."""
     return " ".join(f"l{axis}" for axis in range(ndim - 2))
 
 
@@ -173,7 +263,11 @@ def _flat(function, x, **options):
 
 
 def check(operation: str, x: Array, block: tuple[int, int]) -> None:
-    """Raises ValueError where there is nothing to quantize."""
+    """Refuse what cannot be quantized.
+
+    Raises:
+        ValueError: too few axes, no elements, or a block side that is not positive.
+    """
     if x.ndim < 2 or min(block) < 1:
         raise ValueError(
             f"{operation}: need at least two axes and a positive block, got shape {x.shape}, "
@@ -191,8 +285,10 @@ def chosen_backend(
     x_dtype: jnp.dtype,
     inputs=_HOPPER_INPUTS,
 ) -> str:
-    """The backend that runs an operation: under "auto" the reference where hopper has no kernel for
-    this."""
+    """Choose the backend of a quantizer.
+
+    Under "auto" the reference where hopper has no kernel for this.
+    """
     made, given = jnp.dtype(dtype).name, jnp.dtype(x_dtype).name
     served = block in HOPPER_BLOCKS and made in _HOPPER_DTYPES and given in inputs
     return choose(

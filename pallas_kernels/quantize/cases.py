@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -10,8 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.check.cases import Case
-from pallas_kernels.quantize.api import dequantize_blocks, quantize_blocks, quantize_both, regroup
-from pallas_kernels.quantize.fused import quantize_rms_norm, quantize_swiglu
+from pallas_kernels.quantize.api import (
+    dequantize_blocks,
+    quantize_blocks,
+    quantize_both,
+    quantize_rms_norm,
+    quantize_swiglu,
+    regroup,
+)
 
 E4M3, E5M2, BF16, F32 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.bfloat16, jnp.float32
 SQUARE = (128, 128)
@@ -94,7 +101,7 @@ def case(
         partial(arguments, shape=shape, dtype=x_dtype, faults=faults),
         lambda x, backend: quantize_blocks(x, block, dtype, rule, backend=backend),
         lambda x: expected(x, block, dtype, rule),
-        np.prod(shape) * (jnp.dtype(x_dtype).itemsize + 1.0),
+        math.prod(shape) * (jnp.dtype(x_dtype).itemsize + 1.0),
     )
 
 
@@ -106,7 +113,7 @@ def both(
         partial(arguments, shape=shape, dtype=x_dtype, faults=faults),
         lambda x, backend: quantize_both(x, 128, dtype, rule, backend=backend),
         lambda x: tuple(expected(x, block, dtype, rule) for block in ((1, 128), (128, 1))),
-        np.prod(shape) * (jnp.dtype(x_dtype).itemsize + 2.0),
+        math.prod(shape) * (jnp.dtype(x_dtype).itemsize + 2.0),
     )
 
 
@@ -119,7 +126,7 @@ def along_tokens(name: str, shape: tuple[int, int], dtype=E4M3, rule="float32") 
         partial(quantized, shape=shape),
         lambda values, scales, backend: regroup(values, scales, 128, dtype, rule, backend=backend),
         lambda values, scales: expected(wide(values, scales), (128, 1), dtype, rule),
-        np.prod(shape) * 2.0,
+        math.prod(shape) * 2.0,
     )
 
 
@@ -143,7 +150,7 @@ def swiglu(name: str, shape: tuple[int, ...], dtype=E4M3, rule="float32", x_dtyp
         make,
         lambda gate, up, backend: quantize_swiglu(gate, up, 128, dtype, rule, backend=backend),
         definition,
-        np.prod(shape) * (2 * jnp.dtype(x_dtype).itemsize + 1.0),
+        math.prod(shape) * (2 * jnp.dtype(x_dtype).itemsize + 1.0),
         STEP,
     )
 
@@ -173,7 +180,7 @@ def rms_norm(
             x, weight, 1e-6, offset, 128, dtype, rule, backend=backend
         ),
         definition,
-        np.prod(shape) * (jnp.dtype(x_dtype).itemsize + 1.0),
+        math.prod(shape) * (jnp.dtype(x_dtype).itemsize + 1.0),
         STEP,
     )
 

@@ -12,12 +12,12 @@ def quantize(x, block, dtype, scale):
     limit = float(jnp.finfo(dtype).max)
     x = x.astype(jnp.float32)
     scales = scale_of(block_amax(x, block), dtype, scale)
-    scaled = x * expand(reciprocal(scales), block, x.shape[-2:])
+    scaled = x * expand_scales(reciprocal(scales), block, x.shape[-2:])
     return jnp.clip(scaled, -limit, limit).astype(dtype), scales
 
 
 def scale_of(amax, dtype, scale):
-    """The scale of blocks whose largest magnitudes are `amax`, float32."""
+    """Make the scale of blocks whose largest magnitudes are `amax`, float32."""
     # what XLA makes of amax / max, one rounding apart
     scales = jnp.maximum(amax * (1.0 / float(jnp.finfo(dtype).max)), SMALLEST_SCALE)
     if scale == "power_of_two":
@@ -26,42 +26,49 @@ def scale_of(amax, dtype, scale):
 
 
 def block_amax(x, block):
-    """Largest magnitude of each block; the last block of an axis may be shorter. NaN and infinity
-    propagate."""
+    """Find the largest magnitude of each block; the last block of an axis may be shorter.
+
+    NaN and infinity propagate.
+    """
     (m, n), (bm, bn) = x.shape[-2:], block
     rows, columns = -(-m // bm), -(-n // bn)
     pad = [(0, 0)] * (x.ndim - 2) + [(0, rows * bm - m), (0, columns * bn - n)]
-    return largest(jnp.pad(x, pad).reshape(*x.shape[:-2], rows, bm, columns, bn), axis=(-3, -1))
+    return amax(jnp.pad(x, pad).reshape(*x.shape[:-2], rows, bm, columns, bn), axis=(-3, -1))
 
 
-def largest(x, axis=None):
-    """Largest magnitude over `axis`, float32; a NaN wins. On bit patterns, because XLA's float
-    maximum drops NaN on a CPU."""
+def amax(x, axis=None):
+    """Find the largest magnitude over `axis`, float32; a NaN wins.
+
+    On bit patterns, because XLA's float maximum drops NaN on a CPU.
+    """
     return lax.bitcast_convert_type(magnitude_bits(x).max(axis=axis), jnp.float32)
 
 
 def magnitude_bits(x):
-    """|x| as int32, in the order of float32, NaN above all."""
+    """Return |x| as int32, in the order of float32, NaN above all."""
     return lax.bitcast_convert_type(jnp.abs(x.astype(jnp.float32)), jnp.int32)
 
 
 def round_up_to_power_of_two(x):
-    """Smallest power of two that is >= x, for positive normal x; exact, unlike
-    exp2(ceil(log2(x)))."""
+    """Round a positive normal x up to a power of two.
+
+    Exact, unlike exp2(ceil(log2(x))).
+    """
     bits = lax.bitcast_convert_type(x, jnp.int32)
     exponent = (bits + 0x007FFFFF) & 0x7F800000
     return jnp.where(x < jnp.inf, lax.bitcast_convert_type(exponent, jnp.float32), x)
 
 
 def reciprocal(scale):
-    """1 / scale rounded to nearest on every device: a GPU's float32 division may be a unit in the
-    last place off, or two."""
+    """Compute 1 / scale rounded to nearest on every device.
+
+    A GPU's float32 division may be a unit in the last place off, or two.
+    """
     return nearest_reciprocal(scale, 1.0 / scale)
 
 
 def nearest_reciprocal(scale, near):
-    """1 / scale rounded to nearest, from a number that is up to two units in the last place from
-    it.
+    """Compute 1 / scale rounded to nearest, from a number up to two units in the last place off.
 
     Significands are 24-bit integers and the product of one and its reciprocal's is near a power of
     two above 2^32, so what 32 bits keep of it is the error. More than half a significand of it is a
@@ -82,8 +89,8 @@ def _significand(bits):
     return (bits & 0x007FFFFF) | 0x00800000
 
 
-def expand(scales, block, shape):
-    """Scales [..., mb, nb] repeated to one for each element, [..., m, n]."""
+def expand_scales(scales, block, shape):
+    """Repeat scales [..., mb, nb] to one for each element, [..., m, n]."""
     for axis, size, side in ((-2, shape[0], block[0]), (-1, shape[1], block[1])):
         if side > 1:
             scales = jnp.repeat(scales, side, axis=axis)
@@ -92,8 +99,10 @@ def expand(scales, block, shape):
 
 
 def swiglu(gate, up):
-    """silu(gate) * up in float32, rounded to their dtype behind silu and behind the product, as
-    torch and vLLM round it."""
+    """Compute silu(gate) * up in float32, rounded to their dtype behind silu and the product.
+
+    As torch and vLLM round it.
+    """
     kind = jnp.finfo(gate.dtype)
 
     def rounded(x):
@@ -104,7 +113,7 @@ def swiglu(gate, up):
 
 
 def inverse_rms(x, eps):
-    """1 / sqrt(mean(x^2) + eps) of each row, float32 [..., 1]."""
+    """Compute 1 / sqrt(mean(x^2) + eps) of each row, float32 [..., 1]."""
     x = x.astype(jnp.float32)
     return lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
 
@@ -115,6 +124,6 @@ def gain(weight, offset):
 
 
 def rms_norm(x, inverse, gain):
-    """The norm of x in float32, rounded to the dtype of x."""
+    """Compute the norm of x in float32, rounded to the dtype of x."""
     kind = jnp.finfo(x.dtype)
     return lax.reduce_precision(x.astype(jnp.float32) * inverse * gain, kind.nexp, kind.nmant)

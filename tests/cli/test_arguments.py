@@ -16,7 +16,7 @@ def faults(tree, *argv):
     return str(error.value).splitlines()
 
 
-def test_a_command_line_of_each():
+def test_every_command_parses_its_arguments():
     generate = [
         *LINES,
         "--recipe",

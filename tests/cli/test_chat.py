@@ -71,7 +71,7 @@ def test_turns_are_the_lines_of_a_file(model, tmp_path):
         assert talk.answer(line) == answer["completion_tokens"]
         assert len(pieces) == 13  # one a token, and what was held back
         assert talk.messages[-1] == {"role": "assistant", "content": answer["text"]}
-        assert "".join(pieces) == answer["text"].translate(chat._SHOWN) + "\n"
+        assert "".join(pieces) == answer["text"].translate(chat._PRINTABLE) + "\n"
 
 
 def test_a_template_sees_the_whole_conversation(templated, tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ from fp8rl_jax.config.recipe import get_recipe
 from fp8rl_jax.config.run import RunConfig
 
 
-def test_a_sound_installation(capsys):
+def test_doctor_finds_nothing_wrong_in_a_sound_installation(capsys):
     assert cli.main(["doctor"]) == 0
     said = capsys.readouterr().out
     for words in (

@@ -10,7 +10,7 @@ from tiny_models import gguf_tensors, write_gguf
 
 from fp8rl_jax.cli import main as cli
 from fp8rl_jax.tokenizers.tokenizer import load_tokenizer
-from fp8rl_jax.weights.hf_directory import flatten, load_policy_arrays
+from fp8rl_jax.weights.hf_directory import load_policy_arrays
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def export(*words) -> int:
 
 
 def weights(directory) -> dict[str, np.ndarray]:
-    return flatten(load_policy_arrays(directory)[1])
+    return load_policy_arrays(directory)[1]
 
 
 def test_every_form_comes_from_every_other_and_the_tokenizer_travels(model, tmp_path, capsys):

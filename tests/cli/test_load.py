@@ -85,7 +85,7 @@ def test_a_configuration_made_in_python_is_checked_as_one_that_is_read(tmp_path)
     ]
 
 
-def test_nothing_given_is_the_defaults():
+def test_without_files_and_flags_the_configuration_is_the_defaults():
     assert load() == Root()
     assert load(tree=RunConfig) == RunConfig()
 
@@ -192,7 +192,7 @@ def test_what_the_dataclasses_refuse_is_reported_with_the_rest(tmp_path):
     ]
 
 
-def test_a_flag_may_mend_what_a_file_leaves_unsound(tmp_path):
+def test_a_flag_may_repair_what_a_file_leaves_unsound(tmp_path):
     file = write(
         tmp_path, "[inner]\nrate = -1\non = false\n[other]\nlayers = [1, 2, 3, 4]\nrate = 2.0"
     )[0]

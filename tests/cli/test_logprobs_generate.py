@@ -69,7 +69,7 @@ def test_greedy_generation_is_the_argmax_of_full_forwards(model, tmp_path):
         np.testing.assert_allclose(answer["policy_logprobs"], logprobs, atol=1e-4)
 
 
-def test_generation_stops_at_an_end_token_unless_told_otherwise(model, tmp_path, tmp_path_factory):
+def test_generation_stops_at_an_end_token_unless_ignore_eos(model, tmp_path, tmp_path_factory):
     (row,) = random_rows([6])
     free = call("generate", model, [{"tokens": row}], tmp_path, *FLOAT32, "--max-new-tokens", "8")[
         0

@@ -94,7 +94,7 @@ def test_a_side_against_itself_is_zero_everywhere():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_one_bit_of_one_weight_is_found_and_nothing_else_is_blamed(dtype):
+def test_one_changed_bit_of_one_weight_is_the_only_cause(dtype):
     """In bfloat16, too, where a compiler may skip a rounding between two operations."""
     other = changed(DENSE, "up_proj", (1, 5, 7))
     found = compare(

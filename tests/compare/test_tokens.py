@@ -66,7 +66,7 @@ def test_a_text_needs_a_tokenizer():
         from_text(TEXT, None)
 
 
-def test_rows_are_padded_and_the_longest_cut():
+def test_rows_are_padded_and_the_longest_truncated():
     tokens = as_tokens(
         [Row([1, 2, 3], [4, 5, 6, 7]), Row([8], [9]), Row([1, 2, 3, 4, 5, 6], [7])], 5
     )
@@ -80,7 +80,7 @@ def test_rows_are_padded_and_the_longest_cut():
     assert [mask.sum() for mask in tokens.masks] == [6, 6]
 
 
-def test_what_is_recorded_is_cut_with_its_tokens():
+def test_recorded_logprobs_are_truncated_with_their_tokens():
     rows = [
         Row([1, 2, 3], [4, 5, 6, 7], [-1.0, -2.0, -3.0, -4.0]),
         Row([8], [9], [-5]),
@@ -97,7 +97,7 @@ def test_what_is_recorded_is_cut_with_its_tokens():
         as_recorded(rows[2:], 5)
 
 
-def test_a_line_without_what_is_recorded_is_named(tmp_path):
+def test_a_line_without_recorded_logprobs_is_named(tmp_path):
     tokens = {"tokens": [1, 2], "completion_tokens": [3, 4]}
     (row,) = rows_of(tmp_path, tokens | {"logprobs": [-1, -0.5]}, recorded="logprobs")
     assert row == Row([1, 2], [3, 4], [-1, -0.5])

@@ -9,11 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments.benchmarks import card, machine, rounds, suite
-from experiments.benchmarks.__main__ import main
-from experiments.benchmarks.arguments import Arguments
-from experiments.benchmarks.rounds import Plan, Round, interleave
-from experiments.benchmarks.stats import ratio, series, spread
+from experiments.benchmarks import machine, rounds, suite
+from experiments.benchmarks.__main__ import Arguments, main
+from experiments.benchmarks.rounds import Plan, Round, interleave, ratio, series, spread
 from experiments.benchmarks.workloads import (
     CPU_WORKLOADS,
     GPU_WORKLOADS,
@@ -184,7 +182,7 @@ def test_workloads_are_chosen_by_a_word_of_their_name():
 
 
 def test_card_and_monitor_read_nvidia_smi(tmp_path, monkeypatch):
-    assert card.about() == {} or "name" in card.about()
+    assert machine.gpu() == {} or "name" in machine.gpu()
     fake = tmp_path / "nvidia-smi"
     fake.write_text(
         '#!/bin/sh\ncase "$*" in\n*name*) echo "NVIDIA H200, 1.2.3, 9.0, 143771, 1980, 3201, '
@@ -196,11 +194,11 @@ def test_card_and_monitor_read_nvidia_smi(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.delenv("JAX_PLATFORMS")
     assert (
-        card.present()
-        and card.about()["name"] == "NVIDIA H200"
-        and card.about()["compute_cap"] == "9.0"
+        machine.has_gpu()
+        and machine.gpu()["name"] == "NVIDIA H200"
+        and machine.gpu()["compute_cap"] == "9.0"
     )
-    with card.Monitor() as monitor:
+    with machine.GpuMonitor() as monitor:
         while not Path(f"/proc/{monitor._process.pid}/comm").read_text().startswith("sleep"):
             pass
     seen = monitor.summary()

@@ -50,10 +50,10 @@ from experiments.benchmarks.gpu.timing import (
 )
 from experiments.benchmarks.gpu.worker import serve
 from experiments.benchmarks.peer import Link, NoAnswer
-from experiments.benchmarks.stats import spread
+from experiments.benchmarks.rounds import spread
 from fp8rl_jax.errors import UserError
+from pallas_kernels.backend import tracing_for
 from pallas_kernels.check.cases import OPERATIONS, Case, cases_of
-from pallas_kernels.target import tracing_for
 
 MIB = 2**20
 
@@ -344,7 +344,7 @@ def fake_job(label, operation, **more):
 
 @pytest.fixture(autouse=True)
 def no_card(monkeypatch):
-    monkeypatch.setattr(runner.card, "state", lambda: {})
+    monkeypatch.setattr(runner.machine, "gpu_state", lambda: {})
 
 
 def test_what_is_worth_most_comes_first(tmp_path):
@@ -634,7 +634,7 @@ def test_a_fix_in_one_kernel_keeps_the_figures_of_the_others():
             name for name, job in jobs.items() if f"pallas_kernels.{module}" in closure(job.sources)
         }
 
-    of_attention = on("decode_attention.consume")
+    of_attention = on("decode_attention.hopper")
     assert {part for part, _ in of_attention} == {"checks", "attention", "step"}
     assert all("attention" in label for part, label in of_attention if part == "checks")
     of_quantizers = on("quantize.hopper")

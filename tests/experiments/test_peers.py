@@ -7,11 +7,10 @@ from dataclasses import replace
 import pytest
 
 from experiments.benchmarks import rounds, suite
-from experiments.benchmarks.arguments import Arguments
-from experiments.benchmarks.contest import contest
+from experiments.benchmarks.__main__ import Arguments
 from experiments.benchmarks.peer import SCRIPTS, Peer, PeerSpec
-from experiments.benchmarks.rounds import Plan
-from experiments.benchmarks.stats import ratio
+from experiments.benchmarks.record import contest
+from experiments.benchmarks.rounds import Plan, ratio
 from fp8rl_jax.errors import UserError
 
 PEER = f"""

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from experiments import figures
-from experiments.seeds.__main__ import (
+from experiments.seeds import (
     STUDIES,
     detectable,
     main,

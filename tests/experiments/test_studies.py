@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from rollout.tiny import VOCAB, WIDTH, make_policy, make_prompts
 
-from experiments.depth import __main__ as depth
-from experiments.gradients.__main__ import distance, gradient, padded
+from experiments import depth
+from experiments.gradients import distance, gradient, padded
 from fp8rl_jax.training.step import Batch
 
 

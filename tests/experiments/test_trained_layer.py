@@ -11,9 +11,13 @@ import jax.numpy as jnp
 import pytest
 
 from experiments.benchmarks import rounds, suite, trained_layer
-from experiments.benchmarks.arguments import Arguments
-from experiments.benchmarks.layer_parts import TrainedLayer, accessed_bytes, saved_bytes
-from experiments.benchmarks.target import load_target
+from experiments.benchmarks.__main__ import Arguments
+from experiments.benchmarks.trained_layer import (
+    TrainedLayer,
+    accessed_bytes,
+    load_target,
+    saved_bytes,
+)
 from experiments.benchmarks.workloads import CPU_WORKLOADS, SMOLLM2_SHAPE, TRAINED, Shape
 from fp8rl_jax.config.recipe import RECIPES
 from fp8rl_jax.errors import UserError

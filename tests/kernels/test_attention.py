@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from pallas_kernels import BackendError, attention
-from pallas_kernels.attention import Keys, prefill
+from pallas_kernels.attention import KeyBlock
 from pallas_kernels.attention import hopper as on_hopper
 from pallas_kernels.attention.reference import attend
+from pallas_kernels.backend import tracing_for
 from pallas_kernels.check.cases import cases_of, difference
 from pallas_kernels.decode_attention import hopper as decode_on_hopper
-from pallas_kernels.target import tracing_for
 
 
 def operands(b=4, rows=2, t=5, slots=7, dim=16, dtype=jnp.float32):
@@ -27,9 +27,9 @@ def operands(b=4, rows=2, t=5, slots=7, dim=16, dtype=jnp.float32):
         return jnp.asarray(rng.normal(size=shape), dtype)
 
     some = jnp.asarray(rng.random((rows, b // rows * t, slots)) < 0.5)
-    shared = Keys(normal(rows, 2, slots, dim), normal(rows, 2, slots, dim), some)
+    shared = KeyBlock(normal(rows, 2, slots, dim), normal(rows, 2, slots, dim), some)
     causal = jnp.tril(jnp.ones((b, t, t), bool)).at[0, 0].set(False)
-    own = Keys(normal(b, 2, t, dim), normal(b, 2, t, dim), causal)
+    own = KeyBlock(normal(b, 2, t, dim), normal(b, 2, t, dim), causal)
     return normal(b, t, 4, dim), [shared._replace(mask=shared.mask.at[0, 0].set(False)), own]
 
 
@@ -49,9 +49,9 @@ def test_cudnn_is_asked_for_what_the_reference_computes(monkeypatch, value_scale
     arrays = (query, *(x for block in blocks for x in (block.keys, block.values)))
 
     def run(backend, query, *arrays):
-        held = [Keys(*arrays[2 * i : 2 * i + 2], block.mask) for i, block in enumerate(blocks)]
+        held = [KeyBlock(*arrays[2 * i : 2 * i + 2], block.mask) for i, block in enumerate(blocks)]
         if backend == "hopper":
-            return on_hopper.attention(query, held, 0.3, value_scale, jnp.float32)
+            return on_hopper.cudnn_attention(query, held, 0.3, value_scale, jnp.float32)
         return attention(query, held, 0.3, value_scale, jnp.float32, backend=backend)
 
     weights = jnp.asarray(np.random.default_rng(1).normal(size=query.shape), jnp.float32)
@@ -129,11 +129,11 @@ def in_decodes_order(monkeypatch):
             & (jnp.arange(c.keys.shape[2]) < b[..., None])
             for c, (a, b) in zip(caches, limits, strict=True)
         ]
-        blocks = [Keys(c.keys, c.values, mask) for c, mask in zip(caches, masks, strict=True)]
+        blocks = [KeyBlock(c.keys, c.values, mask) for c, mask in zip(caches, masks, strict=True)]
         return attend(query[:, None], blocks, score_scale, value_scale, out_dtype)[:, 0]
 
     monkeypatch.setattr(decode_on_hopper, "attend", answer)
-    return prefill.attention, asked
+    return on_hopper.decode_order_attention, asked
 
 
 def causal_operands(dtype):
@@ -153,7 +153,7 @@ def test_decodes_key_order_has_the_limits_of_the_masks_and_the_references_gradie
     def on(function, query, *arrays):
         return function(
             query,
-            [Keys(*arrays[2 * i : 2 * i + 2], b.mask) for i, b in enumerate(blocks)],
+            [KeyBlock(*arrays[2 * i : 2 * i + 2], b.mask) for i, b in enumerate(blocks)],
             0.3,
             1.5,
             jnp.float32,

@@ -11,9 +11,9 @@ from jax import lax
 from fp8rl_jax.config.recipe import TensorFormat
 from fp8rl_jax.precision import Compute, quantize_per_tensor
 from pallas_kernels import BackendError, write_cache
+from pallas_kernels.backend import tracing_for
 from pallas_kernels.cache_write.cases import SMALL
 from pallas_kernels.check.cases import difference
-from pallas_kernels.target import tracing_for
 
 E4M3 = jnp.float8_e4m3fn
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels import BackendError, KeyValues, decode_attention
+from pallas_kernels.backend import tracing_for
 from pallas_kernels.check.cases import cases_of, difference
 from pallas_kernels.decode_attention import hopper
 from pallas_kernels.decode_attention.cases import Cache, case
-from pallas_kernels.target import tracing_for
 
 # equal bits are the kernel's alone
 SMALL = [case for case in cases_of("decode_attention", "small") if case.tolerance]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import exact
-from pallas_kernels.exact import scoped, wide
+from pallas_kernels.exact import as_float64, with_float64
 from pallas_kernels.matmul import dot as plain_dot
 from pallas_kernels.rounding import rounded
 
@@ -16,7 +16,11 @@ RNG = np.random.default_rng(0)
 dot = jax.jit(exact.dot)
 grouped_dot = jax.jit(exact.grouped_dot)
 attend = jax.jit(exact.attend, static_argnums=4)
-total = jax.jit(scoped(lambda x: rounded(exact.total(wide(x) * wide(x), -1), jnp.float32)))
+total = jax.jit(
+    with_float64(
+        lambda x: rounded(exact.reproducible_sum(as_float64(x) * as_float64(x), -1), jnp.float32)
+    )
+)
 
 
 def normal(*shape, spread: float = 2.0) -> np.ndarray:
@@ -101,7 +105,7 @@ def test_elementary_functions_within_what_they_state(name):
     ours, reference, x = ELEMENTARY[name]
     x = x.astype(np.float32)
     found = np.asarray(
-        jax.jit(scoped(lambda x: rounded(ours(wide(x)), jnp.float32)))(x), np.float64
+        jax.jit(with_float64(lambda x: rounded(ours(as_float64(x)), jnp.float32)))(x), np.float64
     )
     expected = reference(x.astype(np.float64))
     scale = np.maximum(np.abs(expected), 1) if name == "log" else expected
@@ -109,9 +113,9 @@ def test_elementary_functions_within_what_they_state(name):
 
 
 def test_elementary_functions_at_the_edges():
-    @scoped
+    @with_float64
     def found(x):
-        return rounded(exact.exp(wide(x)), jnp.float32)
+        return rounded(exact.exp(as_float64(x)), jnp.float32)
 
     np.testing.assert_array_equal(
         found(jnp.array([0.0, -jnp.inf, -1e30, jnp.nan])), [1.0, 0.0, 0.0, np.nan]

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import BackendError, dequantize_blocks, quantize_blocks, quantize_both, regroup
+from pallas_kernels.backend import tracing_for
 from pallas_kernels.quantize.cases import expected
-from pallas_kernels.target import tracing_for
 
 
 def random_array(shape, seed=0):

@@ -10,10 +10,10 @@ import pytest
 
 from fp8rl_jax.precision import Compute
 from pallas_kernels import BackendError, quantize_blocks, quantize_rms_norm, quantize_swiglu
+from pallas_kernels.backend import tracing_for
 from pallas_kernels.check.cases import difference
 from pallas_kernels.quantize.cases import SMALL
 from pallas_kernels.quantize.reference import nearest_reciprocal, reciprocal
-from pallas_kernels.target import tracing_for
 
 
 def data(shape, dtype, count):

@@ -15,7 +15,14 @@ from fp8rl_jax.models.cache import KVCache
 from fp8rl_jax.models.forward import forward
 from fp8rl_jax.models.policy import with_compute
 from fp8rl_jax.precision import Compute
-from pallas_kernels.attention import Keys, TokenKeys, Tokens, attend_in_chunks, attention, sees
+from pallas_kernels.attention import (
+    KeyBlock,
+    TokenBlock,
+    Tokens,
+    attend_in_chunks,
+    attention,
+    attention_mask,
+)
 
 B, N, T, SLOTS, HEADS, KV, DIM, SCALE, VALUE_SCALE = 4, 2, 11, 7, 4, 2, 8, 0.3, 1.5
 
@@ -105,10 +112,10 @@ def test_values_and_gradients_equal_float64_numpy(case, chunk, window):
 
     def run(q, sk, sv, k, v):
         if not chunk:
-            at_once = sees(jax.tree.map(lambda x: x.reshape(B // N, -1), before), block)
-            whole = [Keys(sk, sv, at_once), Keys(k, v, sees(queries, own))]
+            at_once = attention_mask(jax.tree.map(lambda x: x.reshape(B // N, -1), before), block)
+            whole = [KeyBlock(sk, sv, at_once), KeyBlock(k, v, attention_mask(queries, own))]
             return attention(q, whole, SCALE, VALUE_SCALE, jnp.float32)
-        keys = [TokenKeys(sk, sv, before, block), TokenKeys(k, v, queries, own)]
+        keys = [TokenBlock(sk, sv, before, block), TokenBlock(k, v, queries, own)]
         limit = None if window is None else jnp.int32(window)
         return attend_in_chunks(q, keys, limit, SCALE, VALUE_SCALE, jnp.float32, chunk)
 

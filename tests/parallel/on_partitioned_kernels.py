@@ -13,8 +13,8 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.attention import Keys
-from pallas_kernels.attention import prefill as prefill_kernel
+from pallas_kernels.attention import KeyBlock
+from pallas_kernels.attention import hopper as attention_hopper
 from pallas_kernels.attention import reference as attention_reference
 from pallas_kernels.cache_write import reference as cache_reference
 from pallas_kernels.cache_write.api import OPERANDS, QUERIES, RESULTS, WHOLE
@@ -210,7 +210,8 @@ def prefill(mesh) -> tuple[float, list[str], list[int]]:
             for slot, (first, last) in zip(slots, limits, strict=True)
         ]
         blocks = [
-            Keys(cache.keys, cache.values, mask) for cache, mask in zip(caches, masks, strict=True)
+            KeyBlock(cache.keys, cache.values, mask)
+            for cache, mask in zip(caches, masks, strict=True)
         ]
         return attention_reference.attend(query[:, None], blocks, *numbers)[:, 0]
 
@@ -222,7 +223,11 @@ def prefill(mesh) -> tuple[float, list[str], list[int]]:
 
     def run(attention, query, *held):
         return attention(
-            query, [Keys(*held[:2], masks[0]), Keys(*held[2:], masks[1])], 0.2, 1.5, jnp.float32
+            query,
+            [KeyBlock(*held[:2], masks[0]), KeyBlock(*held[2:], masks[1])],
+            0.2,
+            1.5,
+            jnp.float32,
         )
 
     split = [P(("data", "fsdp"), None, "tensor"), *[P(("data", "fsdp"), "tensor")] * 4]
@@ -230,7 +235,9 @@ def prefill(mesh) -> tuple[float, list[str], list[int]]:
         jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, split, strict=True)
     ]
     with jax.set_mesh(mesh):
-        compiled = jax.jit(partial(run, prefill_kernel.attention)).lower(*placed).compile()
+        compiled = (
+            jax.jit(partial(run, attention_hopper.decode_order_attention)).lower(*placed).compile()
+        )
     out = compiled(*placed)
     apart = np.abs(out - run(attention_reference.attend, *arrays)).max()
     return float(apart), _collectives(compiled), list(out.addressable_shards[0].data.shape)

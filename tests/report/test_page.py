@@ -73,7 +73,7 @@ def test_samples_are_those_of_the_first_and_last_step(runs):
     assert early[1]["answer"] == "–" and early[1]["reward"] == "0.125"
 
 
-def test_zeros_are_said_where_a_logarithm_cannot_show_them(runs):
+def test_zeros_are_noted_where_a_logarithm_cannot_show_them(runs):
     (k3,) = (curve for curve in CURVES if curve.key == "mismatch/k3")
     assert (
         "bf16 recipe, float32 compute: 0 at 60 of 60 steps, not drawn."

@@ -51,7 +51,7 @@ def test_damaged_lines_are_named(tmp_path, line, reason):
     assert "line 5: not a JSON object" in second
 
 
-def test_a_last_line_cut_off_is_left_out_and_noted(tmp_path):
+def test_an_incomplete_last_line_is_left_out_and_noted(tmp_path):
     path = write_run(tmp_path / "run", "bf16", steps=5) / "metrics.jsonl"
     path.write_text(path.read_text() + '{"step": 5, "reward/me')
     (run,) = read_runs([path.parent])

@@ -74,7 +74,7 @@ def test_any_lines_in_any_file(tmp_path, lines, name):
         ("config.toml", "a." * 3000 + "b = 1"),
     ],
 )
-def test_damage_that_was_a_traceback_once(tmp_path, name, text):
+def test_damage_that_caused_tracebacks_is_refused(tmp_path, name, text):
     (tmp_path / "metrics.jsonl").write_text(GOOD)
     (tmp_path / name).write_text(text)
     with pytest.raises(UserError, match=name):

@@ -100,7 +100,7 @@ def test_equal_rewards_give_exact_zeros(constant, estimator):
     np.testing.assert_array_equal(found, np.zeros(21))
 
 
-def test_a_nearly_equal_group_is_not_silenced():
+def test_nearly_equal_rewards_keep_their_advantages():
     found = group_advantages(jnp.array([0.5, 0.5, 0.5, 0.501]), 4, rl.AdvantageConfig())
     assert found[3] > 1.4
 
@@ -137,7 +137,7 @@ def test_advantages_are_constants_and_jit_changes_nothing():
 @pytest.mark.parametrize(
     ("count", "n", "text"), [(6, 1, "2 or more"), (7, 3, "does not divide the 7")]
 )
-def test_impossible_groups_are_refused(count, n, text):
+def test_groups_that_do_not_divide_the_rewards_are_refused(count, n, text):
     with pytest.raises(UserError, match=f"rollout.samples_per_prompt: {n} .*{text}"):
         group_advantages(jnp.zeros(count), n, rl.AdvantageConfig())
 

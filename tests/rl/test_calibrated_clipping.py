@@ -59,7 +59,7 @@ def found(*arrays, config=CONFIG) -> tuple[tuple[float, float], dict[str, float]
 
 @pytest.mark.parametrize("noise", [0.02, 0.1, 0.3])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_bounds_are_those_of_a_search(noise, seed):
+def test_calibrated_bounds_match_a_brute_force_search(noise, seed):
     ratio, exact, advantages, mask = batch(noise, seed=seed)
     ratio[~mask], exact[~mask] = np.nan, np.inf  # padding may hold anything
     (low, high), metrics = found(ratio, exact, advantages, mask)
@@ -81,7 +81,7 @@ def test_bounds_are_those_of_a_search(noise, seed):
         assert low < 0.8 and high > 1.28
 
 
-def test_exact_ratios_have_the_bounds_of_the_config():
+def test_calibrated_bounds_of_unquantized_ratios_are_those_of_the_config():
     _, exact, advantages, mask = batch(0.0)
     (low, high), metrics = found(exact, exact, advantages, mask)
     negative, positive = (exact[mask & (sign * advantages > 0)] for sign in (-1, 1))
@@ -95,7 +95,7 @@ def test_exact_ratios_have_the_bounds_of_the_config():
 @pytest.mark.parametrize(
     "case", ["nothing clipped", "no token", "no negative", "no positive", "all clipped"]
 )
-def test_a_batch_that_says_nothing_tightens_nothing(case):
+def test_calibrated_bounds_are_not_tightened_without_evidence(case):
     ratio, exact, advantages, mask = batch(0.001, spread=0.01)
     match case:
         case "no token":
@@ -112,7 +112,7 @@ def test_a_batch_that_says_nothing_tightens_nothing(case):
     )
 
 
-def test_bounds_stay_within_their_limits():
+def test_calibrated_bounds_stay_within_lowest_and_highest():
     ratio, exact, advantages, mask = batch(2.0)
     limits = replace(CONFIG, clip_calibration=ClipCalibrationConfig(lowest=0.5, highest=1.5))
     assert found(ratio, exact, advantages, mask, config=limits)[0] == (0.5, 1.5)

@@ -138,7 +138,7 @@ def test_token_mis_takes_tokens_outside_of_the_bounds_out_of_the_loss(make_batch
     np.testing.assert_array_equal(counted, mask)
 
 
-def test_overflow_is_cut_at_20_or_becomes_zero():
+def test_overflow_clamps_log_ratios_at_20_or_gives_zero():
     log_ratio, mask = jnp.array([[100.0, 30.0, -200.0, jnp.nan]]), jnp.ones((1, 4), bool)
     clamped, _, _ = correction(
         log_ratio, mask, rl.CorrectionConfig(method="none", weights="token", bounds="keep")
@@ -223,7 +223,7 @@ def test_criteria_are_joined_by_and():
     np.testing.assert_array_equal(kept, [[False, False], [True, True], [True, False]])
 
 
-def test_a_maximum_vetoes_what_the_mean_lets_pass():
+def test_seq_max_rejects_what_seq_mean_keeps():
     log_ratio, mask = ratios([1.0] * 63 + [4.0])
     assert correction(
         log_ratio, mask, rl.CorrectionConfig(method="none", reject=("seq_mean_k3:0.1",))

@@ -17,7 +17,7 @@ from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.policy import init_policy
 from fp8rl_jax.training.state import init_state, make_optimizer
-from fp8rl_jax.training.step import Batch, StepConfig, correct, score, update
+from fp8rl_jax.training.step import Batch, StepConfig, batch_logprobs, correct, update
 
 SHAPE = PolicyConfig(
     "qwen3",
@@ -55,7 +55,7 @@ def batch():
         "advantages": rng.normal(size=8).astype(np.float32),
     }
     batch = Batch(**{name: jnp.asarray(array) for name, array in arrays.items()})
-    old = score(fresh().policy, batch, CONFIG)
+    old = batch_logprobs(fresh().policy, batch, CONFIG)
     rollout = np.asarray(old) + rng.normal(0, 0.1, (8, 6)).astype(np.float32)
     return replace(batch, old_logprobs=old, rollout_logprobs=jnp.asarray(rollout))
 

@@ -122,7 +122,7 @@ def test_the_overlay_is_the_formula_of_its_docstring(make_batch):
     np.testing.assert_allclose(rl.metric_values(metrics)["objective/tapered"], tapered, rtol=1e-6)
 
 
-def test_a_cell_that_is_run_again_is_another_program(make_batch):
+def test_a_function_defined_again_is_compiled_again(make_batch):
     def cell(factor):
         def objective(inputs, config):
             return -factor * inputs.advantages * inputs.logprobs
@@ -358,7 +358,7 @@ def test_a_function_that_does_not_fit_is_one_line_before_anything_is_computed(co
     assert "\n" not in str(raised.value) and len(str(raised.value)) < 500
 
 
-def test_all_functions_that_do_not_fit_are_told_together():
+def test_all_functions_that_do_not_fit_are_reported_in_one_error():
     config = dataclasses.replace(
         _objective("a_module:f"), advantage=rl.AdvantageConfig(estimator="b_module:f")
     )
@@ -402,7 +402,7 @@ def test_the_command_line_names_the_key(tmp_path, capsys):
     )
 
 
-def test_the_blocks_of_the_page_run(tmp_path, monkeypatch):
+def test_the_examples_of_docs_objectives_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     for module in ("losses", "advantages", "correction"):
@@ -421,7 +421,7 @@ def test_the_blocks_of_the_page_run(tmp_path, monkeypatch):
             assert config != rl.RLConfig()
 
 
-def test_the_example_of_the_package_runs(make_batch):
+def test_the_example_of_the_rl_docstring_runs(make_batch):
     batch, n = make_batch(5), 4
     mask = jnp.asarray(batch["mask"])
     names = {
@@ -430,7 +430,7 @@ def test_the_example_of_the_package_runs(make_batch):
         "n": n,
         "tokens": None,
         "mask": mask,
-        "score": lambda params, _: params,
+        "model_logprobs": lambda params, _: params,
     }
     names |= {"rewards": jnp.arange(8.0) % 3, "params": jnp.asarray(batch["logprobs"])}
     names |= {

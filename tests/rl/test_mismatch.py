@@ -118,7 +118,7 @@ def test_no_tokens_at_all_is_zero(make_batch):
 
 @pytest.mark.parametrize("side", ["rollout", "old"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_a_bad_token_is_visible(make_batch, side, bad):
+def test_a_non_finite_logprob_reaches_the_mismatch_metrics(make_batch, side, bad):
     batch = make_batch()
     batch[side][0, 0] = bad
     found = measure(batch)

@@ -253,7 +253,7 @@ def test_nemo_overlong_penalty():
 @pytest.mark.parametrize(
     "estimator", ["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"]
 )
-def test_advantages(project, ddof, estimator):
+def test_oracle_advantages(project, ddof, estimator):
     wanted = ORACLE[f"{project}_advantages"].get(estimator)
     if wanted is None:
         return

@@ -177,7 +177,7 @@ def test_padding_may_hold_anything(make_batch, spoil_padding, float_mask):
     np.testing.assert_array_equal(np.asarray(rough[1])[~mask], 0)
 
 
-def test_nothing_to_learn_from_is_zero_and_finite(make_batch):
+def test_an_empty_mask_has_zero_loss_and_gradients(make_batch):
     batch = make_batch()
     inputs = make_inputs(batch | {"mask": np.zeros_like(batch["mask"])})
     (loss, metrics), grads = loss_and_grads(inputs, FULL)

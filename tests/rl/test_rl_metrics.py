@@ -32,7 +32,7 @@ def test_masked_reductions_ignore_rubbish_in_the_padding(make_batch, spoil_paddi
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_bad_value_that_counts_is_seen(bad):
+def test_non_finite_values_in_the_mask_reach_the_result(bad):
     values, mask = jnp.array([[1.0, bad]]), jnp.array([[True, True]])
     assert not np.isfinite(masked_mean(values, mask))
     assert not np.isfinite(masked_max(values, mask))

@@ -97,7 +97,7 @@ def test_every_line_is_answered_or_named(tmp_path_factory, texts):
 
 
 @pytest.mark.parametrize("number", ["1e999", "-1e400", "NaN", "Infinity"])
-def test_numbers_that_json_lacks_are_found_before_the_work(tmp_path, number):
+def test_non_finite_numbers_are_refused_when_lines_are_read(tmp_path, number):
     (tmp_path / "in.jsonl").write_text(f'{{"tokens": [1], "note": [{number}]}}')
     with pytest.raises(UserError, match=r"line 1: not valid JSON"):
         read_lines(tmp_path / "in.jsonl", VOCAB, None, True, LIMIT)

@@ -49,7 +49,7 @@ def test_the_first_hit_is_that_of_a_text_search(phrases, tokens):
     assert found == first_hit(phrases, tokens)
 
 
-def test_rows_step_together_and_see_what_would_complete_a_phrase():
+def test_phrases_step_a_batch_and_name_completing_tokens():
     table = table_of(["abb"])
     step = jax.jit(Phrases.step)
     state, hit = step(table, jnp.zeros(3, jnp.int32), jnp.asarray([1, 3, 0]))

@@ -6,7 +6,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8rl_jax.rollout.constraints import TextStream, cut_text, find_stop
+from fp8rl_jax.rollout.constraints import TextStream, find_stop, text_before_stop
 
 STOPS = st.lists(st.text("ab é", min_size=1, max_size=4), max_size=3)
 PIECES = st.lists(
@@ -29,9 +29,9 @@ def test_cut_and_streamed_text_are_those_of_a_slow_reader(pieces, stops):
     raw = b"".join(pieces)
     text = raw.decode("utf-8", "replace")
     shown, stop = read(text, stops)
-    assert cut_text(text, raw, stops) == (shown, stop)
-    assert cut_text(text, raw, stops, include=True) == (shown + (stop or ""), stop)
-    assert cut_text(text.removeprefix(" "), raw, stops)[0] == (
+    assert text_before_stop(text, raw, stops) == (shown, stop)
+    assert text_before_stop(text, raw, stops, include=True) == (shown + (stop or ""), stop)
+    assert text_before_stop(text.removeprefix(" "), raw, stops)[0] == (
         shown if stop == " " and not shown else shown.removeprefix(" ")
     )
     stream = TextStream(pieces, stops)

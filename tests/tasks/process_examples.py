@@ -64,10 +64,16 @@ def group(path):
 
 def bomb(path):
     """2^9 processes, each in a session of its own, unless somebody stops it; a real one would go
-    on."""
+    on. Where a fork is refused, none of them ends before the test has counted them."""
     write(path, os.getpid())
     for _ in range(9):
-        if os.fork() == 0:
+        try:
+            child = os.fork()
+        except BlockingIOError:
+            open(path + ".refused", "w").close()
+            wait_for(path + ".counted")
+            raise
+        if child == 0:
             os.setsid()
     time.sleep(20)
 

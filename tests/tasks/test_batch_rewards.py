@@ -3,6 +3,7 @@ other form."""
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ REWARDS = Path(__file__).with_name("reward_examples.py")
 
 
 def task_of(function="batch_faulty", **changes):
-    settings = {"timeout": 0.2, "num_workers": 1, "batch_size": 4, **changes}
+    settings: dict[str, Any] = {"timeout": 0.2, "num_workers": 1, "batch_size": 4, **changes}
     if function:
         settings["function"] = f"{REWARDS}:{function}"
     return TaskConfig(kind="module", name="m:f", reward=RewardConfig(**settings))

@@ -4,14 +4,15 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import pytest
 
 from fp8rl_jax.config.tasks import TaskConfig
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.tasks.dataset import batch_indices, chat_messages, load_splits
+from fp8rl_jax.tasks.conversation import chat_messages
+from fp8rl_jax.tasks.dataset import batch_indices, load_splits
 from fp8rl_jax.tasks.sources import LOADERS
 
 REWARDS = Path(__file__).with_name("reward_examples.py")
@@ -23,7 +24,8 @@ def prompts(dataset):
 
 
 def rows_task(function="rows", **changes):
-    return TaskConfig(kind="module", name=f"{REWARDS}:{function}", **{"eval_size": 2, **changes})
+    settings: dict[str, Any] = {"eval_size": 2, **changes}
+    return TaskConfig(kind="module", name=f"{REWARDS}:{function}", **settings)
 
 
 def test_held_out_prompts_never_appear_in_training():

@@ -3,25 +3,24 @@ on."""
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from fp8rl_jax.config.tasks import RewardConfig, TaskConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.tasks.conversation import Conversation, chat_messages
-from fp8rl_jax.tasks.dataset import load_splits
-from fp8rl_jax.tasks.episodes import Episode, Sampled, episode_scores, join_turns, pad_rows
+from fp8rl_jax.tasks.dataset import Example, load_splits
+from fp8rl_jax.tasks.episodes import Episode, Sampled, episode_scores, join_turns
 from fp8rl_jax.tasks.sandbox.pool import RewardPool
 
+NO_PROBLEM = Example(0, "", "", "", {})
 ENVIRONMENTS = Path(__file__).with_name("environment_examples.py")
 NOTHING = Sampled((1,), (2,), (0.0,), (0.0,), stopped=True, weight_version=1)
 
 
 def task_of(cls="Guess", max_turns=4, **reward):
-    settings = {"num_workers": 1, "timeout": 1.0, **reward}
+    settings: dict[str, Any] = {"num_workers": 1, "timeout": 1.0, **reward}
     return TaskConfig(
         kind="environment",
         name=f"{ENVIRONMENTS}:{cls}",
@@ -212,63 +211,6 @@ def test_a_past_that_is_written_anew_begins_a_row():
     )
 
 
-@st.composite
-def conversations(draw):
-    """Turns whose sampled tokens are below 100 and whose observations are 100 and above; some
-    rewrite the past."""
-    said, heard = (
-        st.lists(st.integers(0, 99), min_size=1, max_size=4),
-        st.lists(st.integers(100, 199), max_size=4),
-    )
-    context, turns = draw(heard) + [150], []
-    for _ in range(draw(st.integers(1, 5))):
-        turns.append(sampled(context, draw(said)))
-        context = context + list(turns[-1].tokens) + draw(heard)
-        if draw(st.integers(0, 3)) == 0:
-            # Another text for the past, none of it sampled in this form.
-            context = [100 + token % 100 for token in context]
-    return turns
-
-
-@settings(deadline=None)
-@given(st.lists(conversations(), min_size=1, max_size=4))
-def test_exactly_the_sampled_tokens_are_trained_on_each_in_its_own_context(many):
-    episodes = [Episode(None, tuple(turns)) for turns in many]
-    rows = pad_rows(episodes, 80, 80, pad=7)
-    assert (
-        not (rows.tokens >= 100)[rows.sampled].any() and not (rows.sampled & ~rows.attended).any()
-    )
-    assert (
-        not rows.behaviour_logprobs[~rows.sampled].any()
-        and not rows.policy_logprobs[~rows.sampled].any()
-    )
-    found = {}
-    for r, episode in enumerate(rows.episode):
-        context = rows.prompts[r, : rows.prompt_lengths[r]].tolist()
-        for token, there, own, logprob in zip(
-            rows.tokens[r],
-            rows.attended[r],
-            rows.sampled[r],
-            rows.behaviour_logprobs[r],
-            strict=True,
-        ):
-            if own:
-                found.setdefault(episode, []).append((tuple(context), int(token), float(logprob)))
-            if there:
-                context.append(int(token))
-    for episode, turns in enumerate(many):
-        expected = [
-            (turn.prompt + turn.tokens[:i], token, float(np.float32(-token / 10)))
-            for turn in turns
-            for i, token in enumerate(turn.tokens)
-        ]
-        assert found[episode] == expected
-
-
-def test_a_row_that_does_not_fit_is_refused():
-    with pytest.raises(
-        ValueError, match="episode 0: a row of 2 . 3 tokens, and there is room for 2 . 2"
-    ):
-        pad_rows([Episode(None, (sampled([1, 2], [3, 4, 5]),))], 2, 2)
+def test_a_turn_without_a_logprob_for_each_token_is_refused():
     with pytest.raises(ValueError, match="one log-probability"):
         join_turns([Sampled((1,), (2, 3), (0.0,), (0.0, 0.0), stopped=True, weight_version=1)])

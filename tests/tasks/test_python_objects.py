@@ -11,6 +11,7 @@ import threading
 import time
 import types
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +35,7 @@ EXAMPLE = Example(
 
 
 def task_of(**reward):
-    settings = {"timeout": 0.5, "num_workers": 1, "memory_limit_mib": 512, **reward}
+    settings: dict[str, Any] = {"timeout": 0.5, "num_workers": 1, "memory_limit_mib": 512, **reward}
     return TaskConfig(kind="module", name="m:f", reward=RewardConfig(**settings))
 
 
@@ -321,7 +322,11 @@ def test_a_run_file_says_what_was_given_and_asks_for_it_again(tmp_path):
         "list of 20",
         "<python>:score",
     )
-    for objects in ({"reward": score, "dataset": rows()}, {"environment": Parity}):
+    several: list[dict[str, Any]] = [
+        {"reward": score, "dataset": rows()},
+        {"environment": Parity},
+    ]
+    for objects in several:
         task, _ = name_objects(TaskConfig(reward=RewardConfig(num_workers=1)), **objects)
         (tmp_path / "config.toml").write_text(dump_toml(replace(RunConfig(), task=task)))
         again = load_config(RunConfig, [str(tmp_path / "config.toml")], "fp8rl train").task
@@ -491,9 +496,9 @@ def test_an_environment_of_a_cell_is_played():
         assert pool.task.name == "<python>:Cell" and pool.task.kind == "environment"
         right = [str(example.entry["metadata"]["seed"] % 2) for example in train.examples]
         scores = pool.play([Episode(example) for example in train.examples], [*right[:3], "x"])
-    assert scores.rewards.tolist() == [1, 1, 1, 0] and scores.turns[0]["observation"] == [
-        {"role": "user", "content": "sure?"}
-    ]
+    (turn, *_), observation = scores.turns, [{"role": "user", "content": "sure?"}]
+    assert scores.rewards.tolist() == [1, 1, 1, 0]
+    assert turn is not None and turn["observation"] == observation
 
 
 def test_names_of_a_notebook_are_answered_with_what_to_do():
@@ -510,6 +515,6 @@ def test_an_environment_comes_alone():
     with pytest.raises(UserError, match="dataset and environment are both given"):
         name_objects(TaskConfig(), dataset=rows(), environment=Parity)
     with pytest.raises(UserError, match="environment must be a class, not Parity"):
-        name_objects(TaskConfig(), environment=Parity())
+        name_objects(TaskConfig(), environment=Parity())  # ty: ignore[invalid-argument-type]
     with pytest.raises(UserError, match="an environment rewards its own steps"):
         RewardPool(TaskConfig(), reward=no_reward, environment=Parity)

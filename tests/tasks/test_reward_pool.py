@@ -8,6 +8,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +30,12 @@ EXAMPLE = Example(
 
 
 def pool_of(function, log=None, **changes):
-    settings = {"timeout": 0.5, "num_workers": 1, "memory_limit_mib": 512, **changes}
+    settings: dict[str, Any] = {
+        "timeout": 0.5,
+        "num_workers": 1,
+        "memory_limit_mib": 512,
+        **changes,
+    }
     return RewardPool(
         TaskConfig(
             kind="module", name="m:f", reward=RewardConfig(f"{REWARDS}:{function}", **settings)
@@ -72,7 +78,7 @@ def test_rewards_come_back_in_order_as_float32():
     np.testing.assert_array_equal(scores.correct, np.arange(50) >= 10)
     assert (
         scores.errors == scores.timeouts == 0
-        and scores.first_error is None
+        and scores.first_error == ""
         and not scores.failed.any()
     )
 
@@ -311,6 +317,7 @@ def test_workers_die_with_the_trainer(tmp_path):
         [sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment
     )
     with trainer:
+        assert trainer.stdout is not None
         pids = [int(pid) for pid in trainer.stdout.readline().split()]
         assert len(pids) == 2 and all(alive(pid) for pid in pids)
         trainer.send_signal(signal.SIGKILL)

@@ -7,6 +7,7 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_models import tokenizer_of
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from fp8rl_jax.errors import UserError
@@ -71,7 +72,7 @@ def test_encode_decode_and_special_tokens(tmp_path):
         "eos_token": {"content": "</s>", "special": True},
         "unk_token": "<unk>",
     }
-    tokenizer = load_tokenizer(write_tokenizer(tmp_path, config, bos=True))
+    tokenizer = tokenizer_of(write_tokenizer(tmp_path, config, bos=True))
     assert tokenizer.encode("ab a") == [0, 5, 6, 3]
     assert tokenizer.encode("ab a</s>", add_special_tokens=False) == [5, 6, 3, 1]
     assert tokenizer.decode([0, 5, 6, 3, 1]) == "ab a"
@@ -81,7 +82,7 @@ def test_encode_decode_and_special_tokens(tmp_path):
 
 
 def test_a_tokenizer_without_config_has_no_special_roles(tmp_path):
-    tokenizer = load_tokenizer(write_tokenizer(tmp_path))
+    tokenizer = tokenizer_of(write_tokenizer(tmp_path))
     assert (tokenizer.bos_token_id, tokenizer.eos_token_ids, tokenizer.pad_token_id) == (
         None,
         (),
@@ -101,7 +102,7 @@ def test_load_tokenizer_of_a_directory_without_one(tmp_path):
 
 def test_smollm2_template_adds_its_system_prompt(tmp_path):
     config = {"bos_token": "<s>", "chat_template": SMOLLM2_TEMPLATE}
-    tokenizer = load_tokenizer(write_tokenizer(tmp_path, config))
+    tokenizer = tokenizer_of(write_tokenizer(tmp_path, config))
     assert tokenizer.apply_chat_template(USER) == (
         "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging "
         "Face<|im_end|>\n"
@@ -128,7 +129,7 @@ TEMPLATE = """{{- bos_token }}
 
 def test_gemma_template_merges_the_system_message_and_trims(tmp_path):
     """The texts are those of transformers 5.23.0."""
-    tokenizer = load_tokenizer(
+    tokenizer = tokenizer_of(
         write_tokenizer(tmp_path, {"bos_token": "<s>", "chat_template": GEMMA_TEMPLATE})
     )
     talk = [
@@ -151,7 +152,7 @@ def test_gemma_template_merges_the_system_message_and_trims(tmp_path):
 
 def test_template_environment_is_that_of_transformers(tmp_path):
     # The expected text was rendered by transformers 5.23.0.
-    tokenizer = load_tokenizer(write_tokenizer(tmp_path, {"bos_token": "<s>"}, TEMPLATE))
+    tokenizer = tokenizer_of(write_tokenizer(tmp_path, {"bos_token": "<s>"}, TEMPLATE))
     messages = [
         {"role": "user", "content": "  <b> & é ", "extra": {"k": ["<é>", 1.5, None]}},
         {"role": "assistant", "content": "ok"},
@@ -169,7 +170,7 @@ def test_template_environment_is_that_of_transformers(tmp_path):
 
 def test_encode_chat_adds_no_second_bos(tmp_path):
     template = "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}"
-    tokenizer = load_tokenizer(write_tokenizer(tmp_path, {"bos_token": "<s>"}, template, bos=True))
+    tokenizer = tokenizer_of(write_tokenizer(tmp_path, {"bos_token": "<s>"}, template, bos=True))
     assert tokenizer.encode_chat([{"role": "user", "content": "ab"}]) == [0, 5]
 
 
@@ -180,15 +181,14 @@ def test_template_file_goes_before_config_and_default_before_others(tmp_path):
             {"name": "default", "template": "default"},
         ]
     }
-    assert load_tokenizer(write_tokenizer(tmp_path, config)).apply_chat_template(USER) == "default"
+    assert tokenizer_of(write_tokenizer(tmp_path, config)).apply_chat_template(USER) == "default"
     assert (
-        load_tokenizer(write_tokenizer(tmp_path, config, "file")).apply_chat_template(USER)
-        == "file"
+        tokenizer_of(write_tokenizer(tmp_path, config, "file")).apply_chat_template(USER) == "file"
     )
 
 
 def test_strftime_now(tmp_path):
-    tokenizer = load_tokenizer(write_tokenizer(tmp_path, template="{{ strftime_now('%Y') }}"))
+    tokenizer = tokenizer_of(write_tokenizer(tmp_path, template="{{ strftime_now('%Y') }}"))
     assert abs(int(tokenizer.apply_chat_template(USER)) - datetime.datetime.now().year) <= 1
 
 
@@ -206,7 +206,7 @@ def test_strftime_now(tmp_path):
     ],
 )
 def test_refused_messages_name_the_template(template, messages, message, tmp_path):
-    tokenizer = load_tokenizer(write_tokenizer(tmp_path, template=template))
+    tokenizer = tokenizer_of(write_tokenizer(tmp_path, template=template))
     with pytest.raises(UserError) as error:
         tokenizer.apply_chat_template(messages)
     assert message in str(error.value)
@@ -224,7 +224,7 @@ def test_refused_messages_name_the_template(template, messages, message, tmp_pat
 )
 def test_malformed_tokenizer_files(config, template, message, tmp_path):
     with pytest.raises(UserError) as error:
-        load_tokenizer(write_tokenizer(tmp_path, config, template))
+        tokenizer_of(write_tokenizer(tmp_path, config, template))
     assert message in str(error.value)
 
 
@@ -238,7 +238,7 @@ def test_corrupt_tokenizer_json(tmp_path):
 
 def test_a_tokenizer_of_another_model_is_refused(tmp_path):
     write_tokenizer(tmp_path)
-    assert load_tokenizer(tmp_path, vocab_size=10).vocab_size == 10
+    assert tokenizer_of(tmp_path, vocab_size=10).vocab_size == 10
     with pytest.raises(UserError, match="token 'i' has id 9, but the model's vocab_size is 9"):
         load_tokenizer(tmp_path, vocab_size=9)
 
@@ -261,7 +261,7 @@ def test_byte_tokenizer_ids():
 def saved_bytes(tmp_path_factory):
     directory = tmp_path_factory.mktemp("bytes")
     ByteTokenizer().save(directory)
-    return load_tokenizer(directory, 259)
+    return tokenizer_of(directory, 259)
 
 
 @given(

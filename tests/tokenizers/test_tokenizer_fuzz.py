@@ -8,6 +8,7 @@ import json
 import random
 
 import pytest
+from tiny_models import tokenizer_of
 
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.tokenizers.byte_tokenizer import ByteTokenizer
@@ -70,7 +71,7 @@ def use(directory) -> None:
     """Reads the tokenizer and does everything with it; a UserError names the directory's files, or
     the text."""
     try:
-        tokenizer = load_tokenizer(directory, 264)
+        tokenizer = tokenizer_of(directory, 264)
         assert tokenizer.decode(tokenizer.encode("héllo <|eos|> ab")) is not None
         tokenizer.decode([0, 258, 263, 5000])
         tokenizer.encode_chat(USER)
@@ -108,7 +109,7 @@ def test_a_text_that_the_tokenizer_fails_on_is_named(directory):
     }
     (directory / "tokenizer.json").write_text(json.dumps(words))
     (directory / "tokenizer_config.json").unlink()
-    tokenizer = load_tokenizer(directory)
+    tokenizer = tokenizer_of(directory)
     assert tokenizer.encode("a") == [0]
     with pytest.raises(UserError, match="tokenizer.json: the tokenizer fails on 'b'"):
         tokenizer.encode("b")

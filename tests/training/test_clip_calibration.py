@@ -14,7 +14,7 @@ from tiny_run import EVEN_LETTERS, check_refused, measured, train, write_run
 from fp8rl_jax import rl
 from fp8rl_jax.config.recipe import COMPUTE, LinearFormats, get_recipe
 from fp8rl_jax.config.rl import ClipCalibrationConfig, RLConfig
-from fp8rl_jax.training.clip_calibration import Seen, due, recalibrate, unquantized
+from fp8rl_jax.training.learner import MiniBatch, due, recalibrate, unquantized
 from fp8rl_jax.training.state import TrainState
 from fp8rl_jax.training.step import Batch, StepConfig
 
@@ -80,11 +80,11 @@ def test_mini_batches_are_joined_and_weighted():
     logprobs, old, exact, exact_old = jnp.asarray(rng.normal(0, 0.3, (4, 2, 8, 20)), jnp.float32)
     ints = jnp.zeros((8, 20), jnp.int32)
 
-    def seen(part: int, **changes) -> Seen:
+    def seen(part: int, **changes) -> MiniBatch:
         batch = Batch(
             ints, ints[:, 0], ints, mask[part], old[part], advantages[part], old_logprobs=old[part]
         )
-        return Seen(replace(batch, **changes), logprobs[part], exact[part], exact_old[part])
+        return MiniBatch(replace(batch, **changes), logprobs[part], exact[part], exact_old[part])
 
     before = jnp.array([0.5, 2.0])
     weighted, metrics = recalibrate(before, [seen(0), seen(1, weights=jnp.full((8, 20), 3.0))], ON)

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tiny_run import check_refused, measured, train, write_run
 
 from fp8rl_jax.cli.main import main
@@ -21,16 +23,15 @@ from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.policy import init_policy
 from fp8rl_jax.rollout.engine import LocalEngine
 from fp8rl_jax.rollout.sampling import Sampling
-from fp8rl_jax.tasks.dataset import load_splits
-from fp8rl_jax.tasks.episodes import Episode, pad_rows
+from fp8rl_jax.tasks.dataset import Example, load_splits
+from fp8rl_jax.tasks.episodes import Episode, Sampled
 from fp8rl_jax.tasks.sandbox.pool import RewardPool
 from fp8rl_jax.tokenizers.byte_tokenizer import ByteTokenizer
-from fp8rl_jax.training.experience import EpisodeExperience, episode_rows
+from fp8rl_jax.training.experience import episode_experience, play
 from fp8rl_jax.training.performance import Clock
-from fp8rl_jax.training.play import play
 from fp8rl_jax.training.prompts import PromptEncoder
 from fp8rl_jax.training.state import init_state, make_optimizer
-from fp8rl_jax.training.step import Batch, StepConfig, score, update
+from fp8rl_jax.training.step import StepConfig, batch_logprobs, update
 
 ENVIRONMENTS = Path(__file__).parents[1] / "tasks" / "environment_examples.py"
 SHAPE = PolicyConfig(
@@ -107,19 +108,16 @@ def episodes(request, player):
     return player(request.param())[0]
 
 
+def experience_of(episodes, multiple=8):
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    width = WIDTH + SAMPLING.max_new_tokens - 1
+    return episode_experience(episodes, 1, 1.0, width, 256, sharding, multiple)
+
+
 def batch_of(episodes):
     """The experience of episodes, their batch with advantages for each token, and the advantages of
     the episodes."""
-    rows = episode_rows(episodes, WIDTH, SAMPLING.max_new_tokens, 256, 8)
-    count = len(episodes)
-    found = EpisodeExperience(
-        episodes=episodes,
-        rows=rows,
-        sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]),
-        texts=[episode.transcript for episode in episodes],
-        samples=1,
-        temperature=1.0,
-    )
+    found, count = experience_of(episodes), len(episodes)
     advantages = np.random.default_rng(0).normal(size=count).astype(np.float32)
     batch = found.batch(RL, False)
     own = found.by_row(jnp.asarray(advantages))[:, None]
@@ -134,7 +132,7 @@ def test_the_trainer_scores_what_was_sampled_as_it_was_sampled(policy, episodes)
         > 30
     )
     assert (batch.mask <= batch.present).all() and (batch.mask != batch.present).any()
-    logprobs = np.asarray(score(policy, batch, CONFIG))
+    logprobs = np.asarray(batch_logprobs(policy, batch, CONFIG))
     kept = np.asarray(batch.mask)
     np.testing.assert_allclose(logprobs[kept], found.policy_logprobs[kept], atol=1e-5)
     sums = np.array(
@@ -149,17 +147,12 @@ def test_joined_rows_give_the_update_of_each_turn_in_a_row_of_its_own(policy, pl
     episodes, _ = player(ByteTokenizer())
     _, batch, advantages = batch_of(episodes)
     turns = [(index, turn) for index, episode in enumerate(episodes) for turn in episode.turns]
-    alone = pad_rows(
-        [Episode(None, (turn,)) for _, turn in turns], WIDTH, SAMPLING.max_new_tokens, 256
+    alone = experience_of([Episode(None, (turn,)) for _, turn in turns], multiple=1)
+    single = replace(
+        alone.batch(RL, False),
+        advantages=jnp.asarray(advantages[[index for index, _ in turns]]),
+        attended=alone.attended,
     )
-    arrays = (
-        alone.prompts,
-        alone.prompt_lengths,
-        alone.tokens,
-        alone.sampled,
-        alone.behaviour_logprobs,
-    )
-    single = Batch(*map(jnp.asarray, (*arrays, advantages[[index for index, _ in turns]])))
     joined, _, metrics = update(
         init_state(jax.tree.map(jnp.copy, policy), OPTIMIZER), batch, CONFIG, OPTIMIZER
     )
@@ -194,7 +187,9 @@ def test_what_the_environment_says_is_read_and_not_trained_on(policy, player):
         batch, tokens=jnp.where(batch.present & ~batch.mask, (batch.tokens + 1) % 256, batch.tokens)
     )
     assert (
-        np.abs(np.asarray(score(policy, changed, CONFIG) - logprobs)[np.asarray(batch.mask)]).max()
+        np.abs(
+            np.asarray(batch_logprobs(policy, changed, CONFIG) - logprobs)[np.asarray(batch.mask)]
+        ).max()
         > 1e-3
     )
 
@@ -224,19 +219,91 @@ def test_an_episode_without_room_ends_truncated(player):
 
 def test_without_a_chat_template_every_turn_is_joined_in_one_row(player):
     episodes, _ = player(ByteTokenizer())
-    rows = episode_rows(episodes, WIDTH, SAMPLING.max_new_tokens, 256, 8)
-    assert rows.episode.tolist() == list(range(8)) and all(
-        len(episode.turns) == 3 for episode in episodes
-    )
-    row, turns = rows.tokens[0][rows.attended[0]], episodes[0].turns
-    assert (rows.prompts[0, 0], *row) == (*turns[-1].prompt, *turns[-1].tokens)
+    found = experience_of(episodes)
+    assert found.sample_of_row.tolist() == list(range(8))
+    assert all(len(episode.turns) == 3 for episode in episodes)
+    rollout, turns = found.rollout, episodes[0].turns
+    row = rollout.tokens[0][found.attended[0]]
+    assert (rollout.prompts.tokens[0, 0], *row) == (*turns[-1].prompt, *turns[-1].tokens)
 
 
 def test_empty_rows_stand_evenly_between_the_others(episodes):
-    rows = episode_rows(episodes, WIDTH, SAMPLING.max_new_tokens, 256, 32)
-    own = rows.episode >= 0
+    found = experience_of(episodes, multiple=32)
+    own = found.sample_of_row >= 0
     assert len(own) == 32 and np.ptp(own.reshape(4, 8).sum(1)) <= 1
-    assert not rows.attended[~own].any() and (rows.prompt_lengths[~own] == 1).all()
+    assert not found.attended[~own].any() and (found.rollout.prompts.lengths[~own] == 1).all()
+
+
+NO_PROBLEM = Example(0, "", "", "", {})
+
+
+def turn_of(prompt, tokens):
+    logprobs = (tuple(-t / scale for t in tokens) for scale in (10, 7))
+    return Sampled(tuple(prompt), tuple(tokens), *logprobs, stopped=True, weight_version=1)
+
+
+@st.composite
+def conversations(draw):
+    """Turns whose sampled tokens are below 100 and whose observations are 100 and above; some
+    rewrite the past."""
+    said, heard = (
+        st.lists(st.integers(0, 99), min_size=1, max_size=4),
+        st.lists(st.integers(100, 199), max_size=4),
+    )
+    context, turns = draw(heard) + [150], []
+    for _ in range(draw(st.integers(1, 5))):
+        turns.append(turn_of(context, draw(said)))
+        context = context + list(turns[-1].tokens) + draw(heard)
+        if draw(st.integers(0, 3)) == 0:
+            # Another text for the past, none of it sampled in this form.
+            context = [100 + token % 100 for token in context]
+    return turns
+
+
+@settings(deadline=None)
+@given(st.lists(conversations(), min_size=1, max_size=4))
+def test_exactly_the_sampled_tokens_are_trained_on_each_in_its_own_context(many):
+    episodes = [Episode(NO_PROBLEM, tuple(turns)) for turns in many]
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    found = episode_experience(episodes, 1, 1.0, 160, 7, sharding, multiple=1)
+    rollout, attended, sampled = jax.tree.map(
+        np.asarray, (found.rollout, found.attended, found.rollout.mask)
+    )
+    assert not (rollout.tokens >= 100)[sampled].any() and not (sampled & ~attended).any()
+    assert (
+        not rollout.behaviour_logprobs[~sampled].any()
+        and not rollout.policy_logprobs[~sampled].any()
+    )
+    seen = {}
+    for r, episode in enumerate(found.sample_of_row):
+        context = rollout.prompts.tokens[r, : rollout.prompts.lengths[r]].tolist()
+        for token, there, own, logprob in zip(
+            rollout.tokens[r],
+            attended[r],
+            sampled[r],
+            rollout.behaviour_logprobs[r],
+            strict=True,
+        ):
+            if own:
+                seen.setdefault(episode, []).append((tuple(context), int(token), float(logprob)))
+            if there:
+                context.append(int(token))
+    for episode, turns in enumerate(many):
+        expected = [
+            (turn.prompt + turn.tokens[:i], token, float(np.float32(-token / 10)))
+            for turn in turns
+            for i, token in enumerate(turn.tokens)
+        ]
+        assert seen[episode] == expected
+
+
+def test_a_row_that_does_not_fit_is_refused():
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    episode = Episode(NO_PROBLEM, (turn_of([1, 2], [3, 4, 5]),))
+    with pytest.raises(
+        ValueError, match="episode 0: a row of 1 . 4 tokens, and there is room for 1 . 3"
+    ):
+        episode_experience([episode], 1, 1.0, 3, 0, sharding)
 
 
 RUN = {

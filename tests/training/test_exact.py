@@ -20,9 +20,9 @@ from fp8rl_jax.models.config import ExpertsConfig
 from fp8rl_jax.models.policy import init_policy
 from fp8rl_jax.rollout.engine import LocalEngine, Prompts
 from fp8rl_jax.rollout.sampling import Sampling
-from fp8rl_jax.training.packing import pack
+from fp8rl_jax.training.batch import pack
 from fp8rl_jax.training.state import init_state, make_optimizer
-from fp8rl_jax.training.step import Batch, StepConfig, score, update
+from fp8rl_jax.training.step import Batch, StepConfig, batch_logprobs, update
 
 RL = RLConfig(correction=CorrectionConfig(method="token_tis"))
 MOE = replace(
@@ -86,7 +86,8 @@ def test_the_trainer_has_the_bits_of_the_rollout(kind, name, dtype):
     expected = bits(rollout.policy_logprobs, rollout.mask)
     assert bits(rollout.behaviour_logprobs, rollout.mask) == expected
     assert (
-        bits(score(policy_of(kind), batch_of(rollout), in_parts(config)), rollout.mask) == expected
+        bits(batch_logprobs(policy_of(kind), batch_of(rollout), in_parts(config)), rollout.mask)
+        == expected
     )
 
 
@@ -98,7 +99,10 @@ def test_layers_in_the_compute_dtype_have_their_bits_too():
     rollout = engine.generate(make_prompts(), 4, SAMPLING, jax.random.key(1))
     config = in_parts(StepConfig(recipe, RL, "bfloat16", temperature=1.0))
     expected = bits(rollout.policy_logprobs, rollout.mask)
-    assert bits(score(policy_of("dense"), batch_of(rollout), config), rollout.mask) == expected
+    assert (
+        bits(batch_logprobs(policy_of("dense"), batch_of(rollout), config), rollout.mask)
+        == expected
+    )
 
 
 @pytest.mark.slow
@@ -119,7 +123,7 @@ def test_a_token_has_its_bits_in_other_batches_and_behind_its_prompt_in_one_row(
     packing = pack(
         np.asarray(batch.lengths, np.int64), lengths, sides, 2 * sum(sides), parts=1, devices=1
     )
-    packed = score(policy_of("dense"), replace(batch, packing=packing), config)
+    packed = batch_logprobs(policy_of("dense"), replace(batch, packing=packing), config)
     assert bits(packed, rollout.mask) == bits(rollout.policy_logprobs, rollout.mask)
 
 

@@ -120,7 +120,7 @@ def test_the_rollout_computes_and_caches_in_float16():
     engine.sync(init_policy(SMALL, jax.random.key(0)))
     assert {x.dtype for x in jax.tree.leaves(engine.policy)} == {jnp.dtype("float16")}
     served = jax.eval_shape(
-        lambda policy: forward(policy, jnp.zeros((1, 3), jnp.int32), phase="prefill"), engine.policy
+        lambda policy: forward(policy, jnp.zeros((1, 3), jnp.int32)), engine.policy
     )
     assert {x.dtype for x in (*served.cache.keys, *served.cache.values, served.hidden)} == {
         jnp.dtype("float16")

@@ -22,7 +22,7 @@ from fp8rl_jax.parallel.mesh import AXES
 from fp8rl_jax.precision import QTensor
 from fp8rl_jax.precision.rounding import round_stochastic
 from fp8rl_jax.training.checkpoint import Checkpoints
-from fp8rl_jax.training.moments import GROUPS, _load, _store, moment_formats, scale_by_adam
+from fp8rl_jax.training.optimizer import GROUPS, _load, _store, moment_formats, scale_by_adam
 from fp8rl_jax.training.state import (
     apply_gradients,
     decay_mask,

@@ -16,7 +16,6 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import pytest
-from fp8rl_jax.rollout.served import quantized_policy
 from jax._src.cudnn import fused_attention_stablehlo
 from rollout.tiny import CONFIG, make_prompts
 
@@ -25,14 +24,15 @@ from fp8rl_jax.config.rl import CorrectionConfig, RLConfig
 from fp8rl_jax.config.training import OptimizerConfig
 from fp8rl_jax.models.cache import KVScales
 from fp8rl_jax.models.config import ExpertsConfig, PolicyConfig
+from fp8rl_jax.models.forms import rollout_policy
 from fp8rl_jax.models.policy import init_policy
 from fp8rl_jax.rollout.calibration import observe_qkv
 from fp8rl_jax.rollout.sampler import generate
 from fp8rl_jax.rollout.sampling import Sampling
 from fp8rl_jax.training.state import init_state, make_optimizer
-from fp8rl_jax.training.step import Batch, StepConfig, score, update
+from fp8rl_jax.training.step import Batch, StepConfig, update
 from pallas_kernels import blockwise_matmul, quantize_blocks
-from pallas_kernels.target import tracing_for
+from pallas_kernels.backend import tracing_for
 
 DENSE = replace(CONFIG, num_layers=1, head_dim=64)
 MIXTURE = replace(DENSE, architecture="qwen3_moe", experts=ExpertsConfig(4, 2, 64, normalize=True))
@@ -69,7 +69,7 @@ def kernels(traced) -> Counter:
 def sampled(name: str, config: PolicyConfig) -> Counter:
     recipe = RECIPES[name]
     serve = partial(
-        quantized_policy, recipe=recipe, dtype=jnp.dtype("bfloat16"), unroll=False, backend="hopper"
+        rollout_policy, recipe=recipe, dtype=jnp.dtype("bfloat16"), unroll=False, backend="hopper"
     )
     policy = jax.eval_shape(lambda key: serve(init_policy(config, key))[0], jax.random.key(0))
     scales = KVScales(*jnp.ones((3, config.num_layers))) if recipe.quantizes_cache else None

@@ -20,10 +20,9 @@ from fp8rl_jax.config.training import OptimizerConfig, TrainerConfig
 from fp8rl_jax.models.config import ExpertsConfig, PolicyConfig
 from fp8rl_jax.models.policy import init_policy
 from fp8rl_jax.parallel import make_mesh
-from fp8rl_jax.training.compact import compact, cut, of_width, widen
-from fp8rl_jax.training.packing import bucket, first_fit, pack
+from fp8rl_jax.training.batch import bucket, first_fit, narrow, of_width, pack, trim, untrim
 from fp8rl_jax.training.state import init_state, make_optimizer
-from fp8rl_jax.training.step import Batch, StepConfig, score, update
+from fp8rl_jax.training.step import Batch, StepConfig, batch_logprobs, update
 
 QWEN3 = PolicyConfig("qwen3", 61, 48, 80, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16)
 WINDOWS = dataclasses.replace(QWEN3, architecture="mistral", sliding_window=4)
@@ -177,9 +176,9 @@ def assert_same(found, expected, mask):
 def test_a_packed_update_is_the_plain_one(shape, micro, width, chunk):
     given = batch(routes=shape is MOE)
     config = replace(CONFIG, attention_chunk=chunk)
-    packed, padding = compact(given, TrainerConfig(packing=True, pack_tokens=width), micro, MESH)
+    packed, padding = narrow(given, TrainerConfig(packing=True, pack_tokens=width), micro, MESH)
     assert packed.packing.tokens.shape[1] == (width or S + T)
-    assert 0 < padding < compact(given, TrainerConfig(), 1, MESH).padding
+    assert 0 < padding < narrow(given, TrainerConfig(), 1, MESH).padding
     expected = run(shape, given, CONFIG)
     assert any(np.abs(leaf).max() > 1e-4 for leaf in jax.tree.leaves(expected[0]))
     assert_same(run(shape, packed, replace(config, micro_batches=micro)), expected, given.mask)
@@ -188,46 +187,46 @@ def test_a_packed_update_is_the_plain_one(shape, micro, width, chunk):
 def test_log_probabilities_of_a_packed_batch_do_not_depend_on_what_stands_beside_them():
     """Row by row alone; another neighbour's tokens are other tokens."""
     given = batch()
-    packed, _ = compact(given, TrainerConfig(packing=True, pack_tokens=40), 1, MESH)
-    whole = np.asarray(score(policy(QWEN3), packed, CONFIG))
+    packed, _ = narrow(given, TrainerConfig(packing=True, pack_tokens=40), 1, MESH)
+    whole = np.asarray(batch_logprobs(policy(QWEN3), packed, CONFIG))
     assert not whole[~np.asarray(given.mask)].any()
     changed = replace(
         packed,
         tokens=jnp.where((jnp.arange(12) == 4)[:, None], 1 + packed.tokens % 60, packed.tokens),
     )
-    other = np.asarray(score(policy(QWEN3), changed, CONFIG))
+    other = np.asarray(batch_logprobs(policy(QWEN3), changed, CONFIG))
     same = np.arange(12) != 4
     np.testing.assert_array_equal(other[same], whole[same])
     assert np.abs(other[4] - whole[4]).max() > 0.01
 
 
-def test_a_cut_update_is_the_plain_one():
+def test_a_trimmed_update_is_the_plain_one():
     """At the aggregation that divides by the width, too."""
     given, settings = batch(), replace(RL, aggregation="fixed_length")
     expected = run(QWEN3, given, replace(CONFIG, rl=settings))
-    narrow, padding = compact(given, TrainerConfig(length_buckets=True), 1, MESH)
+    trimmed, padding = narrow(given, TrainerConfig(length_buckets=True), 1, MESH)
     assert (
-        narrow.prompts.shape == (4, 6)
-        and narrow.tokens.shape == (12, 6) == narrow.rollout_logprobs.shape
+        trimmed.prompts.shape == (4, 6)
+        and trimmed.tokens.shape == (12, 6) == trimmed.rollout_logprobs.shape
     )
     assert padding == pytest.approx(1 - (LENGTHS.sum() + COMPLETIONS.sum()) / (4 * 6 + 12 * 6))
-    found = run(QWEN3, narrow, replace(CONFIG, rl=of_width(settings, T)))
-    assert_same((found[0], widen(found[1], T), found[2]), expected, given.mask)
+    found = run(QWEN3, trimmed, replace(CONFIG, rl=of_width(settings, T)))
+    assert_same((found[0], untrim(found[1], T), found[2]), expected, given.mask)
 
 
 def test_cutting_keeps_what_is_not_a_column():
     given = batch(routes=True)
-    narrow = cut(given, 5, 3)
+    narrow = trim(given, 5, 3)
     assert narrow.routes.shape == (12, 3, 1, 2) and narrow.prompt_routes.shape == (4, 6, 1, 2)
     assert narrow.advantages is given.advantages and narrow.lengths is given.lengths
-    assert cut(given, 8, 9).tokens.shape == given.tokens.shape and cut(
+    assert trim(given, 8, 9).tokens.shape == given.tokens.shape and trim(
         given, 1, 0
     ).tokens.shape == (12, 1)
 
 
 def test_a_batch_without_a_token_packs_and_has_no_gradient():
     empty = replace(batch(), mask=jnp.zeros((12, T), bool))
-    packed, padding = compact(empty, TrainerConfig(packing=True), 1, MESH)
+    packed, padding = narrow(empty, TrainerConfig(packing=True), 1, MESH)
     _, logprobs, metrics = run(QWEN3, packed, CONFIG)
     assert padding == 1 - LENGTHS.sum() / packed.packing.tokens.size
     assert (

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import pytest
-from fp8rl_jax.rollout.served import quantized_policy
 
 from fp8rl_jax.cli.load import load_config
 from fp8rl_jax.cli.main import main
@@ -20,11 +19,11 @@ from fp8rl_jax.config.run import RolloutConfig, RunConfig
 from fp8rl_jax.config.training import LoraConfig, OptimizerConfig, TrainerConfig
 from fp8rl_jax.models.cache import KVScales
 from fp8rl_jax.models.config import PolicyConfig
+from fp8rl_jax.models.forms import rollout_policy
 from fp8rl_jax.models.policy import init_policy, parameter_count
 from fp8rl_jax.rollout.sampler import generate
 from fp8rl_jax.rollout.sampling import Sampling
-from fp8rl_jax.training.fitting import what_fits
-from fp8rl_jax.training.plan import PHASES, memory_plan, mesh_sizes
+from fp8rl_jax.training.plan import PHASES, memory_plan, mesh_sizes, what_fits
 from fp8rl_jax.training.state import init_state, make_optimizer
 from fp8rl_jax.training.step import Batch, StepConfig, _update
 from fp8rl_jax.weights.hf_config import read_policy_config
@@ -99,7 +98,7 @@ def test_rollout_needs_what_xla_says():
     recipe, r, plan = get_recipe("fp8-rl"), config.rollout, memory_plan(WEIGHTS, config)
     policy, _, _ = shapes_of(WEIGHTS, config)
     served = jax.eval_shape(
-        lambda p: quantized_policy(p, recipe, jnp.dtype("bfloat16"), False)[0], policy
+        lambda p: rollout_policy(p, recipe, jnp.dtype("bfloat16"), False)[0], policy
     )
     scales = KVScales(*(jax.ShapeDtypeStruct((4,), jnp.float32) for _ in range(3)))
     ints = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((4, 24), (4,), (4,)))

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from fp8rl_jax.models.trained import trainer_policy
 from rollout.tiny import CONFIG, make_engine, make_policy, make_prompts
 
 from fp8rl_jax.config.recipe import RECIPES, PrecisionConfig, Recipe, SideScales, get_recipe
 from fp8rl_jax.config.rl import CorrectionConfig, RLConfig
 from fp8rl_jax.config.training import OptimizerConfig
+from fp8rl_jax.models.forms import trainer_policy
 from fp8rl_jax.models.forward import forward
 from fp8rl_jax.models.policy import (
     LINEARS,
@@ -27,11 +27,11 @@ from fp8rl_jax.models.policy import (
     unstack,
     with_layers,
 )
-from fp8rl_jax.precision import QTensor, TrainedWeight, trained_weight
+from fp8rl_jax.precision import FP8Weight, QTensor, quantize_weight
 from fp8rl_jax.rollout.engine import LocalEngine
 from fp8rl_jax.rollout.sampling import Sampling
 from fp8rl_jax.training.state import init_state, make_optimizer
-from fp8rl_jax.training.step import Batch, StepConfig, score, update
+from fp8rl_jax.training.step import Batch, StepConfig, batch_logprobs, update
 
 TRAINED = [name for name, recipe in RECIPES.items() if recipe.trainer.weight.quantized]
 
@@ -64,7 +64,7 @@ def step_config(name: str) -> StepConfig:
 def mismatch(name: str, recipe: Recipe | None = None) -> np.ndarray:
     """|log p_trainer - log p_rollout| of every token that the recipe's rollout sampled; recipe: another one for the trainer."""
     rollout, config = rollout_of(name), step_config(name)
-    trained = score(
+    trained = batch_logprobs(
         make_policy(), batch_of(rollout), replace(config, recipe=recipe or config.recipe)
     )
     return np.abs(np.asarray(trained) - np.asarray(rollout.policy_logprobs))[
@@ -79,9 +79,7 @@ def test_the_rollout_serves_the_trainers_operands_bit_for_bit(name):
     trained = jax.jit(trainer_policy, static_argnums=(1, 2))(
         policy, recipe, jnp.dtype("float32")
     ).layers.tensors()
-    assert [n for n, w in trained.items() if isinstance(w.value, TrainedWeight)] == list(trained)[
-        :7
-    ]
+    assert [n for n, w in trained.items() if isinstance(w.value, FP8Weight)] == list(trained)[:7]
     for linear in list(trained)[:7]:
         for ours, theirs in zip(
             jax.tree.leaves(trained[linear].value.quantized),
@@ -163,12 +161,18 @@ def quantized(i: int, name: str) -> bool:
     return i in (1, 2) and name in LINEARS and (i, name) != (2, "up_proj")
 
 
+def fp8_weight(master, recipe) -> FP8Weight:
+    formats = recipe.trainer.activation, recipe.output_gradient, recipe.saved_activation
+    quantized = quantize_weight(jax.lax.stop_gradient(master), recipe.trainer.weight)
+    return FP8Weight(quantized, master, *formats)
+
+
 def layer_by_layer(policy, recipe):
     """The trainer's form as a list of single layers, each from its own slice of the masters."""
 
     def form(i, name, weight):
         master = weight.value[i]
-        return Weight(trained_weight(master, recipe) if quantized(i, name) else master, weight.axes)
+        return Weight(fp8_weight(master, recipe) if quantized(i, name) else master, weight.axes)
 
     layers = (
         Layer({n: form(i, n, w) for n, w in policy.layers.tensors().items()}) for i in range(4)
@@ -185,9 +189,7 @@ def test_layers_in_the_compute_dtype_are_runs_whose_gradients_reach_one_stack():
     tokens = jnp.asarray(np.random.default_rng(0).integers(1, CONFIG.vocab_size, (2, 9)), jnp.int32)
 
     def loss(policy, form, recipe=recipe):
-        hidden = forward(
-            form(policy, recipe), tokens, recipe=recipe, phase="train", keep_cache=False
-        ).hidden
+        hidden = forward(form(policy, recipe), tokens, keep_cache=False).hidden
         return jnp.sum(hidden * jnp.cos(jnp.arange(hidden.size).reshape(hidden.shape)))
 
     of_form = partial(trainer_policy, dtype=jnp.dtype("float32"))
@@ -217,7 +219,7 @@ def test_both_sides_keep_the_same_layers_in_the_compute_dtype(unroll):
         for name, weight in ours.tensors().items():
             other = theirs.tensors()[name].value
             assert (
-                isinstance(weight.value, TrainedWeight)
+                isinstance(weight.value, FP8Weight)
                 == isinstance(other, QTensor)
                 == quantized(i, name)
             )
@@ -228,5 +230,5 @@ def test_both_sides_keep_the_same_layers_in_the_compute_dtype(unroll):
                 )
     rollout = engine.generate(make_prompts(), 2, Sampling(max_new_tokens=6), jax.random.key(1))
     config = replace(step_config("jet-rl"), recipe=recipe)
-    scored = score(policy, batch_of(rollout), config)
+    scored = batch_logprobs(policy, batch_of(rollout), config)
     assert np.median(np.abs(scored - rollout.policy_logprobs)[np.asarray(rollout.mask)]) < 1e-4

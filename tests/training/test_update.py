@@ -15,7 +15,7 @@ from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.forward import forward
 from fp8rl_jax.models.policy import init_policy
 from fp8rl_jax.training.state import decay_mask, init_state, learning_rate, make_optimizer
-from fp8rl_jax.training.step import Batch, StepConfig, completion_logprobs, score, update
+from fp8rl_jax.training.step import Batch, StepConfig, batch_logprobs, completion_logprobs, update
 
 SHAPE = PolicyConfig(
     "qwen3",
@@ -84,7 +84,7 @@ def test_accumulation_equals_the_big_batch(policy, batch):
 
 
 def test_skipping_the_old_logprob_pass_changes_nothing(policy, batch):
-    old = score(policy, batch, CONFIG)
+    old = batch_logprobs(policy, batch, CONFIG)
     explicit, _, _ = update(
         init_state(policy, OPTIMIZER), replace(batch, old_logprobs=old), CONFIG, OPTIMIZER
     )
@@ -100,7 +100,7 @@ def test_skipping_the_old_logprob_pass_changes_nothing(policy, batch):
 def test_the_update_takes_old_policy_reference_weights_and_loss_mask(policy, batch):
     """Ratios of exp(0.5), importance weights of 1.5 and a divergence of k3(-0.3) at every token
     that the loss counts."""
-    now = np.asarray(score(policy, batch, CONFIG))
+    now = np.asarray(batch_logprobs(policy, batch, CONFIG))
     old, kept = now - 0.5, batch.mask & (np.arange(8) % 3 > 0)[:, None]
     advantages = np.where(np.arange(8) % 3 > 0, batch.advantages, np.nan).astype(np.float32)
     given = replace(

@@ -8,7 +8,7 @@ import pytest
 from fp8rl_jax.config.training import TrainerConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.tasks.scores import Scores
-from fp8rl_jax.training.watch import Watch
+from fp8rl_jax.training.tracking import Watch
 
 
 def metrics(skipped: float = 0.0, constant: float = 0.0, **flags: float) -> dict[str, float]:
@@ -19,11 +19,11 @@ def metrics(skipped: float = 0.0, constant: float = 0.0, **flags: float) -> dict
     }
 
 
-def scores(failed: int = 0, first_error: str | None = "ZeroDivisionError: x") -> Scores:
+def scores(failed: int = 0, first_error: str = "ZeroDivisionError: x") -> Scores:
     """Of four completions, the first `failed` of which have no score."""
     values, lost = np.zeros(4, np.float32), np.arange(4) < failed
     return Scores(
-        values, {"exact": values}, values > 0, lost, failed, 0, first_error if failed else None, 0.0
+        values, {"exact": values}, values > 0, lost, failed, 0, first_error if failed else "", 0.0
     )
 
 

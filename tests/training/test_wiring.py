@@ -21,6 +21,7 @@ import pytest
 from jax.flatten_util import ravel_pytree
 from mutants import LIST, ROOT, unfit
 
+from fp8rl_jax.config import run as run_config
 from fp8rl_jax.config.recipe import PrecisionConfig, get_recipe
 from fp8rl_jax.config.rl import (
     AdvantageConfig,
@@ -55,18 +56,17 @@ from fp8rl_jax.tokenizers.byte_tokenizer import ByteTokenizer
 from fp8rl_jax.training import learner as learning
 from fp8rl_jax.training import session as sessions
 from fp8rl_jax.training import sft
+from fp8rl_jax.training.batch import Batch
 from fp8rl_jax.training.collect import Collected, Collector
-from fp8rl_jax.training.evaluate import evaluate, evaluate_held_out, wilson_interval
-from fp8rl_jax.training.experience import EpisodeExperience, RolloutExperience, episode_rows
+from fp8rl_jax.training.experience import Experience, episode_experience, play
 from fp8rl_jax.training.learner import Learner
-from fp8rl_jax.training.loop import Loop
+from fp8rl_jax.training.loop import Loop, evaluate, evaluate_held_out, wilson_interval
 from fp8rl_jax.training.performance import Clock
-from fp8rl_jax.training.play import play
 from fp8rl_jax.training.prompts import PromptEncoder
 from fp8rl_jax.training.session import Session, at_temperature
 from fp8rl_jax.training.setup import build
 from fp8rl_jax.training.state import init_state
-from fp8rl_jax.training.step import Batch, StepConfig, correct, update
+from fp8rl_jax.training.step import StepConfig, correct, update
 
 EOS = 258
 WIDTH = 5
@@ -237,7 +237,7 @@ def test_advantages_are_of_the_reward_less_the_divergence_and_the_penalty(estima
 # from a rollout to a batch
 
 
-def experience_of() -> RolloutExperience:
+def experience_of() -> Experience:
     """Three prompts, two samples each; samples 3 and 4 of six are cut off at the width."""
     prompts = pad_prompts([[1, 2], [3], [4, 5, 6]], [1, 2, 3], 4)
     engine = Engine(
@@ -253,7 +253,7 @@ def experience_of() -> RolloutExperience:
         expert_ids=jnp.asarray(routes),
         weight_version=4,
     )
-    return RolloutExperience(rollout=rollout, texts=["?"] * 6, samples=2, temperature=1.0)
+    return Experience(rollout=rollout, texts=["?"] * 6, samples=2, temperature=1.0)
 
 
 def test_a_batch_holds_the_rollout():
@@ -295,16 +295,16 @@ def test_ratios_divide_by_the_log_probabilities_that_were_chosen(truncated, choi
     np.testing.assert_array_equal(batch.rollout_logprobs, getattr(found.rollout, name))
 
 
-def test_what_was_cut_off_or_teaches_nothing_is_left_out_of_the_loss_alone():
+def test_truncated_and_uninformative_samples_are_left_out_of_the_loss_alone():
     filtered = RLConfig(overlong=OverlongConfig(filter=True))
     mask = np.asarray(experience_of().rollout.mask)
-    for teaches, config, rows in (
+    for informative, config, rows in (
         ((True, True, True), filtered, [0, 1, 2, 5]),
         ((True, False, True), RLConfig(), [0, 1, 4, 5]),
         ((True, False, True), filtered, [0, 1, 5]),
     ):
         batch = experience_of().batch(
-            config, False, collected_of(teaches=np.array(teaches)).entering
+            config, False, collected_of(informative=np.array(informative)).entering
         )
         np.testing.assert_array_equal(batch.loss_mask, mask & np.isin(np.arange(6), rows)[:, None])
         np.testing.assert_array_equal(batch.mask, mask)
@@ -334,7 +334,7 @@ def collected_of(**changes) -> Collected:
         "experience": None,
         "rewards": np.zeros(6, np.float32),
         "valid": np.ones(6, bool),
-        "teaches": np.ones(3, bool),
+        "informative": np.ones(3, bool),
         "scores": None,
         "examples": [],
         "texts": [],
@@ -444,7 +444,7 @@ def test_the_reference_is_the_first_policy_and_the_old_one_the_present(setup_of,
         asked.append((config.micro_batches, batch.routes is None))
         return jnp.full(batch.tokens.shape, policy.norm.value[0])
 
-    monkeypatch.setattr(learning, "score", note)
+    monkeypatch.setattr(learning, "batch_logprobs", note)
     batch = replace(
         training_batch(), old_logprobs=None, routes=jnp.zeros((6, WIDTH, 1, 1), jnp.int32)
     )
@@ -466,7 +466,7 @@ def test_the_reference_is_the_first_policy_and_the_old_one_the_present(setup_of,
         state = init_state(jax.tree.map(lambda x: 3 * x, policy), learner.optimizer)
         if reference:  # an update is given the policy's own buffers, so the reference has others
             assert learner.reference.norm.value is not policy.norm.value
-        found = learner.scored(state, batch, learner.micro_batches(2), Clock())
+        found = learner.with_logprobs(state, batch, learner.micro_batches(2), Clock())
         for name, present, value in (
             ("reference_logprobs", reference, 1.0),
             ("old_logprobs", old, 3.0),
@@ -569,9 +569,10 @@ class Trainer:
 
     def __init__(self, session: Session):
         self.batches = []
-        session.learner.scored, session.learner.update = self.scored, self.update
+        session.learner.with_logprobs = self.with_logprobs
+        session.learner.update = self.update
 
-    def scored(self, state, batch, parts, clock):
+    def with_logprobs(self, state, batch, parts, clock):
         return replace(
             batch,
             old_logprobs=batch.rollout_logprobs,
@@ -674,10 +675,10 @@ def test_every_setting_that_changes_the_distribution_is_looked_at(loop_of, monke
     }
     seen = {}
     monkeypatch.setattr(
-        sessions, "check_sampling", lambda correction, **given: seen.update(given) or True
+        run_config, "check_sampling", lambda correction, **given: seen.update(given) or True
     )
     with loop_of(Engine(), rl=IN_REWARD, rollout=replace(CONFIG.rollout, **settings)) as loop:
-        assert seen == settings and loop.session.truncated
+        assert loop.config.samples_truncated() and seen == settings
 
 
 def test_a_failed_reward_is_told_and_has_no_advantage_and_no_part_in_the_mean(loop_of, caplog):
@@ -824,7 +825,7 @@ def test_no_two_steps_draw_alike_and_a_step_is_drawn_again_alike(setup_of):
 
 
 def test_dynamic_sampling_keeps_what_teaches_with_its_own_rewards_and_tokens(setup_of):
-    """In round 0 one of two prompts teaches, in round 1 both; the first of them fills the batch."""
+    """In round 0 one of two prompts informative, in round 1 both; the first of them fills the batch."""
 
     def say(problem, sample, call):
         return letters(problem, sample, call) if call or problem == first else "same"
@@ -838,7 +839,7 @@ def test_dynamic_sampling_keeps_what_teaches_with_its_own_rewards_and_tokens(set
     (found,) = collected(setup, [0], pool)
     assert (
         found.rounds == 2
-        and found.teaches.all()
+        and found.informative.all()
         and found.valid.all()
         and len(found.scores.rewards) == 12
     )
@@ -868,17 +869,17 @@ def test_dynamic_sampling_keeps_what_teaches_with_its_own_rewards_and_tokens(set
 def test_dynamic_sampling_draws_once_where_all_prompts_teach(setup_of):
     setup = setup_of(Engine(), rl=RLConfig(dynamic_sampling=DynamicSamplingConfig(enabled=True)))
     (found,) = collected(setup, [1])
-    assert found.rounds == 1 and found.teaches.all()
+    assert found.rounds == 1 and found.informative.all()
 
 
 def test_dynamic_sampling_gives_up_after_its_rounds(setup_of):
-    # one valid reward teaches nothing
+    # one valid reward informative nothing
     engine = Engine(lambda problem, sample, call: "same!"[: 4 + (sample > 0)])
     setup = setup_of(
         engine, rl=RLConfig(dynamic_sampling=DynamicSamplingConfig(enabled=True, max_rounds=3))
     )
     (found,) = collected(setup, [2])
-    assert found.rounds == 3 and not found.teaches.any() and not found.entering.any()
+    assert found.rounds == 3 and not found.informative.any() and not found.entering.any()
     assert found.valid.tolist() == [True, False, False] * 2
     drawn = [i for asked in engine.asked for i in np.asarray(asked.prompts.ids).tolist()]
     expected = [
@@ -1207,13 +1208,10 @@ def test_rows_of_episodes_carry_the_log_probabilities_and_advantages_of_their_ow
     episodes, scores = play(
         engine, encoder, Pool(task), examples, 1, Sampling(WIDTH), jax.random.key(0), Clock()
     )
-    rows = episode_rows(episodes, 12, WIDTH, 256, 3)
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    texts = [episode.transcript for episode in episodes]
-    both = EpisodeExperience(
-        episodes=episodes, rows=rows, sharding=sharding, texts=texts, samples=1, temperature=1.0
-    )
-    own = np.flatnonzero(rows.episode >= 0)
+    both = episode_experience(episodes, 1, 1.0, 12 + WIDTH - 1, 256, sharding, multiple=3)
+    sample_of_row = both.sample_of_row
+    own = np.flatnonzero(sample_of_row >= 0)
     sampled = [[turn.policy_logprobs for turn in episode.turns] for episode in episodes]
     lengths = np.array([sum(map(len, turns)) for turns in sampled])
     for truncated, less in ((False, 0), (True, 1)):
@@ -1225,8 +1223,8 @@ def test_rows_of_episodes_carry_the_log_probabilities_and_advantages_of_their_ow
             np.testing.assert_allclose(
                 batch.rollout_logprobs[row][batch.mask[row]], expected, rtol=1e-5
             )
-    np.testing.assert_array_equal(both.policy_logprobs, rows.policy_logprobs)
-    assert batch.loss_mask is None and not batch.mask[rows.episode < 0].any()
+    np.testing.assert_array_equal(both.policy_logprobs, both.rollout.policy_logprobs)
+    assert batch.loss_mask is None and not batch.mask[sample_of_row < 0].any()
     np.testing.assert_array_equal(batch.mask.sum(1)[own], lengths)
     # behind its only prompt token a row attends to the rest of the prompt and to an observation
     np.testing.assert_array_equal(batch.present.sum(1)[own], lengths + 3)
@@ -1235,7 +1233,7 @@ def test_rows_of_episodes_carry_the_log_probabilities_and_advantages_of_their_ow
     assert spread[own].tolist() == [5, 7] and spread.sum() == 12
     part = both.batch(RLConfig(), False, np.array([False, True]))
     np.testing.assert_array_equal(
-        part.loss_mask, np.asarray(part.mask) & (rows.episode == 1)[:, None]
+        part.loss_mask, np.asarray(part.mask) & (sample_of_row == 1)[:, None]
     )
     prompts, behind, count = both.work()
     assert (prompts.tolist(), behind.tolist(), count) == (

@@ -32,7 +32,7 @@ from fp8rl_jax.models.config import Llama3RopeScaling
 from fp8rl_jax.weights.gguf import convert_gguf
 from fp8rl_jax.weights.gguf_io import read_gguf
 from fp8rl_jax.weights.hf_config import config_json, parse_config
-from fp8rl_jax.weights.hf_directory import export_policy, flatten, load_policy_arrays
+from fp8rl_jax.weights.hf_directory import export_policy, load_policy_arrays
 
 SCALED = dataclasses.replace(
     QWEN3, architecture="llama", rope_scaling=Llama3RopeScaling(8.0, 1.0, 4.0, 64)
@@ -95,7 +95,6 @@ def assert_refused_or_same(directory, expected) -> None:
     except UserError as error:
         assert str(error).startswith(str(directory)) and "\n" not in str(error)
         return
-    arrays = flatten(arrays)
     assert arrays.keys() == expected.keys()
     assert all(arrays[path].tobytes() == expected[path].tobytes() for path in expected)
 
@@ -108,7 +107,7 @@ def plain(request, tmp_path_factory):
     (directory / "generation_config.json").write_text(
         json.dumps({"eos_token_id": [2, 3], "pad_token_id": 0, "temperature": 0.6})
     )
-    return directory, flatten(load_policy_arrays(directory)[1])
+    return directory, load_policy_arrays(directory)[1]
 
 
 def assert_refused_or_sayable(values) -> None:
@@ -174,6 +173,7 @@ def test_a_wrong_value_in_generation_config_json(data, plain, tmp_path):
 
 
 def test_counts_that_would_fill_the_memory_are_refused_before_they_are_listed(tmp_path):
+    assert MOE.experts is not None
     experts = dataclasses.replace(MOE.experts, count=10_000)
     write_model(tmp_path, MOE, random_tensors(MOE))
     (tmp_path / "config.json").write_text(
@@ -196,8 +196,8 @@ def test_an_infinite_number_in_a_gguf(tmp_path):
             convert_gguf(tmp_path / "bad.gguf", tmp_path / "out")
 
 
-def damaged_text(data, content: bytes) -> bytes:
-    content = bytearray(content)
+def damaged_text(data, text: bytes) -> bytes:
+    content = bytearray(text)
     at = data.draw(st.integers(0, len(content) - 1))
     kind = data.draw(st.sampled_from(["byte", "byte", "cut", "repeat", "truncate"]))
     if kind == "byte":
@@ -216,7 +216,7 @@ def damaged_text(data, content: bytes) -> bytes:
 def sharded(tmp_path_factory):
     directory = write_sharded(tmp_path_factory.mktemp("sharded"), QWEN3, random_tensors(QWEN3))
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 3]}))
-    return directory, flatten(load_policy_arrays(directory)[1])
+    return directory, load_policy_arrays(directory)[1]
 
 
 @fuzzed(max_examples=200)
@@ -259,7 +259,7 @@ def block_fp8(tmp_path_factory):
     root = tmp_path_factory.mktemp("fp8")
     source = write_model(root / "in", LLAMA, random_tensors(LLAMA))
     directory = export_policy(root / "m", *load_policy_arrays(source), "fp8-block")
-    return directory, flatten(load_policy_arrays(directory)[1])
+    return directory, load_policy_arrays(directory)[1]
 
 
 @fuzzed(max_examples=200)
@@ -278,7 +278,7 @@ def intact_gguf(tmp_path_factory):
     root = tmp_path_factory.mktemp("gguf")
     config = dataclasses.replace(LLAMA, num_layers=1)
     path = write_gguf(root / "m.gguf", gguf_tensors(config), config=config)
-    return path, flatten(load_policy_arrays(convert_gguf(path, root / "out"))[1])
+    return path, load_policy_arrays(convert_gguf(path, root / "out"))[1]
 
 
 def assert_gguf_refused_or_same(path, content: bytes, expected) -> None:
@@ -295,7 +295,7 @@ def assert_gguf_refused_or_same(path, content: bytes, expected) -> None:
             and str(error).count(str(path)) == 1
         )
         return
-    arrays = flatten(load_policy_arrays(out)[1])
+    arrays = load_policy_arrays(out)[1]
     assert all(np.array_equal(arrays[name], expected[name]) for name in expected)
 
 

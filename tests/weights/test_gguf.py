@@ -7,10 +7,9 @@ import gguf
 import ml_dtypes
 import numpy as np
 import pytest
-from tiny_models import LLAMA, QWEN2, QWEN3, gguf_tensors, write_gguf
+from tiny_models import LLAMA, QWEN2, QWEN3, gguf_tensors, tokenizer_of, write_gguf
 
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.tokenizers.tokenizer import load_tokenizer
 from fp8rl_jax.weights.gguf import convert_gguf
 from fp8rl_jax.weights.hf_directory import load_policy_arrays
 
@@ -50,13 +49,13 @@ def test_every_tensor_reaches_its_place(tmp_path):
     for policy, name in LAYER.items() - {("q_proj", "attn_q.weight"), ("k_proj", "attn_k.weight")}:
         for layer in range(LLAMA.num_layers):
             expected = tensors[f"blk.{layer}.{name}"].astype(ml_dtypes.bfloat16)
-            assert arrays["layers"][policy]["weight"][layer].tobytes() == expected.tobytes()
+            assert arrays[f"layers.{policy}.weight"][layer].tobytes() == expected.tobytes()
     assert (
-        arrays["embed_tokens"]["weight"].tobytes()
+        arrays["embed_tokens.weight"].tobytes()
         == tensors["token_embd.weight"].astype(ml_dtypes.bfloat16).tobytes()
     )
     assert (
-        arrays["norm"]["weight"].tobytes()
+        arrays["norm.weight"].tobytes()
         == tensors["output_norm.weight"].astype(ml_dtypes.bfloat16).tobytes()
     )
 
@@ -71,13 +70,13 @@ def test_qwen_s_tensors_reach_their_places_as_they_are(name, tmp_path):
     assert read == dataclasses.replace(
         config, rope_theta=1e5, rms_norm_eps=1e-5, max_position_embeddings=512, **special
     )
-    assert arrays["layers"].keys() == QWEN_LAYER[name].keys() and ("lm_head" in arrays) == (
-        name == "qwen2"
-    )
+    layers = {path for path in arrays if path.startswith("layers.")}
+    assert layers == {f"layers.{policy}.weight" for policy in QWEN_LAYER[name]}
+    assert ("lm_head.weight" in arrays) == (name == "qwen2")
     for policy, stored in QWEN_LAYER[name].items():
         for layer in range(config.num_layers):
             expected = tensors[f"blk.{layer}.{stored}"].astype(ml_dtypes.bfloat16)
-            assert arrays["layers"][policy]["weight"][layer].tobytes() == expected.tobytes()
+            assert arrays[f"layers.{policy}.weight"][layer].tobytes() == expected.tobytes()
 
 
 def test_rotary_rows_return_to_hugging_face_s_order(tmp_path):
@@ -92,7 +91,7 @@ def test_rotary_rows_return_to_hugging_face_s_order(tmp_path):
                 rows = tensors[f"blk.1.{name}.weight"][head * 2 * half + 2 * i :][:2].astype(
                     ml_dtypes.bfloat16
                 )
-                got = arrays["layers"][policy]["weight"][1, head * 2 * half :]
+                got = arrays[f"layers.{policy}.weight"][1, head * 2 * half :]
                 assert np.array_equal(got[i], rows[0]) and np.array_equal(got[i + half], rows[1])
 
 
@@ -104,12 +103,12 @@ def test_an_output_tensor_unties_the_head(tmp_path):
     )
     assert not config.tie_word_embeddings
     head = tensors["output.weight"].astype(ml_dtypes.bfloat16)
-    assert arrays["lm_head"]["weight"].tobytes() == head.tobytes()
+    assert arrays["lm_head.weight"].tobytes() == head.tobytes()
 
 
 def test_tokenizer_and_chat_template(tmp_path):
     directory = convert_gguf(write_gguf(tmp_path / "m.gguf", gguf_tensors()), tmp_path / "out")
-    tokenizer = load_tokenizer(directory, LLAMA.vocab_size)
+    tokenizer = tokenizer_of(directory, LLAMA.vocab_size)
     the, t, five, seven = (tokenizer.encode(text) for text in (" the", " t", "5", "7"))
     assert len(the) == len(t) == 1 and the != t
     # digits stand alone, though "5 7" is a merge
@@ -138,7 +137,7 @@ def test_qwen2_s_pre_tokenizer_gives_transformers_ids(tmp_path):
     path = write_gguf(
         tmp_path / "m.gguf", gguf_tensors(config), config=config, pre="qwen2", merges=merges
     )
-    tokenizer = load_tokenizer(convert_gguf(path, tmp_path / "out"), config.vocab_size)
+    tokenizer = tokenizer_of(convert_gguf(path, tmp_path / "out"), config.vocab_size)
     expected = {
         "the the57 5": [86, 260, 261, 23, 25, 223, 23],
         "it'S 's don't": [75, 86, 265, 223, 9, 85, 223, 70, 81, 80, 9, 86],

@@ -167,11 +167,11 @@ def test_block_formats_reach_the_policy(tmp_path):
         )
         if not kind.endswith("_K"):
             assert np.abs(expected - tensors[name]).max() < 0.6
-        layer, part = name.split(".")[1:3] if name.startswith("blk.") else (None, None)
+        layer, part = name.split(".")[1:3] if name.startswith("blk.") else ("", "")
         got = (
-            arrays["layers"][layers[part]]["weight"][int(layer)]
+            arrays[f"layers.{layers[part]}.weight"][int(layer)]
             if layer
-            else arrays["embed_tokens"]["weight"]
+            else arrays["embed_tokens.weight"]
         )
         np.testing.assert_allclose(
             got.astype(np.float64), expected, rtol=2**-8, atol=2**-22 * np.abs(expected).max()

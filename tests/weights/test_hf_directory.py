@@ -13,7 +13,7 @@ from tiny_models import GEMMA, LLAMA, QWEN3, random_tensors, write_model, write_
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.config import parameter_shapes
 from fp8rl_jax.weights.hf_config import read_policy_config
-from fp8rl_jax.weights.hf_directory import export_policy, flatten, load_policy_arrays
+from fp8rl_jax.weights.hf_directory import export_policy, load_policy_arrays
 from fp8rl_jax.weights.safetensors_io import count_non_finite
 
 FLOATS = [
@@ -59,9 +59,7 @@ def test_layers_are_stacked_under_policy_names(config, write, tmp_path):
     tensors = random_tensors(config)
     read, arrays = load_policy_arrays(write(tmp_path, config, tensors))
     assert read == config
-    assert {path: array.shape for path, array in flatten(arrays).items()} == parameter_shapes(
-        config
-    )
+    assert {path: array.shape for path, array in arrays.items()} == parameter_shapes(config)
     layer = config.num_layers - 1
     for path, name in {
         "q_proj": "self_attn.q_proj",
@@ -69,26 +67,26 @@ def test_layers_are_stacked_under_policy_names(config, write, tmp_path):
         "down_proj": "mlp.down_proj",
         "post_attention_layernorm": "post_attention_layernorm",
     }.items():
-        stacked = arrays["layers"][path]["weight"]
+        stacked = arrays[f"layers.{path}.weight"]
         assert stacked.dtype == ml_dtypes.bfloat16
         assert stacked[layer].tobytes() == tensors[f"model.layers.{layer}.{name}.weight"].tobytes()
-    assert arrays["norm"]["weight"].tobytes() == tensors["model.norm.weight"].tobytes()
-    assert ("q_norm" in arrays["layers"]) == (config is QWEN3)
-    assert ("lm_head" in arrays) == (config is QWEN3)
+    assert arrays["norm.weight"].tobytes() == tensors["model.norm.weight"].tobytes()
+    assert ("layers.q_norm.weight" in arrays) == (config is QWEN3)
+    assert ("lm_head.weight" in arrays) == (config is QWEN3)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 def test_the_file_s_dtype_is_kept(dtype, tmp_path):
     _, arrays = load_policy_arrays(write_model(tmp_path, QWEN3, random_tensors(QWEN3, dtype)))
-    assert {array.dtype for array in flatten(arrays).values()} == {np.dtype(dtype)}
+    assert {array.dtype for array in arrays.values()} == {np.dtype(dtype)}
 
 
 def test_norms_may_have_a_dtype_of_their_own(tmp_path):
     tensors = random_tensors(QWEN3)
     tensors = {name: t.astype(np.float32) if "norm" in name else t for name, t in tensors.items()}
     _, arrays = load_policy_arrays(write_model(tmp_path, QWEN3, tensors))
-    assert arrays["layers"]["q_norm"]["weight"].dtype == np.float32
-    assert arrays["layers"]["q_proj"]["weight"].dtype == ml_dtypes.bfloat16
+    assert arrays["layers.q_norm.weight"].dtype == np.float32
+    assert arrays["layers.q_proj.weight"].dtype == ml_dtypes.bfloat16
 
 
 def test_rotary_buffers_and_a_repeated_tied_head_are_accepted(tmp_path):
@@ -209,7 +207,7 @@ def test_export_rounds_float32_to_nearest_even_bf16(tmp_path):
     _, arrays = load_policy_arrays(
         write_model(tmp_path / "in", QWEN3, random_tensors(QWEN3, np.float32))
     )
-    weight = arrays["layers"]["q_proj"]["weight"]
+    weight = arrays["layers.q_proj.weight"]
     weight[0, 0, :4] = np.array([0x3F808000, 0x3F818000, 0x3F808001, 0xBF808000], np.uint32).view(
         np.float32
     )
@@ -219,7 +217,7 @@ def test_export_rounds_float32_to_nearest_even_bf16(tmp_path):
     assert [hex(b) for b in bits] == ["0x3f80", "0x3f82", "0x3f81", "0xbf80"]
     export_policy(tmp_path / "out32", QWEN3, arrays, dtype="float32")
     _, again = load_policy_arrays(tmp_path / "out32")
-    assert again["layers"]["q_proj"]["weight"].tobytes() == weight.tobytes()
+    assert again["layers.q_proj.weight"].tobytes() == weight.tobytes()
     assert json.loads((tmp_path / "out32" / "config.json").read_text())["torch_dtype"] == "float32"
 
 
@@ -227,12 +225,12 @@ def test_export_in_float16(tmp_path):
     _, arrays = load_policy_arrays(
         write_model(tmp_path / "in", QWEN3, random_tensors(QWEN3, np.float32))
     )
-    weight = arrays["layers"]["q_proj"]["weight"]
+    weight = arrays["layers.q_proj.weight"]
     # half steps to the nearest even, a little more to the next
     weight[0, 0, :3] = 1 + np.array([1, 3, 1.001]) * 2.0**-11
     export_policy(tmp_path / "out", QWEN3, arrays, dtype="float16")
     config, again = load_policy_arrays(tmp_path / "out")
-    read = again["layers"]["q_proj"]["weight"]
+    read = again["layers.q_proj.weight"]
     assert read.dtype == np.float16 and list(read[0, 0, :3]) == [1, 1 + 2.0**-9, 1 + 2.0**-10]
     assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "float16"
     weight[0, 0, 0] = 65520
@@ -254,7 +252,7 @@ def test_export_refuses_by_name_and_leaves_the_last_export(tmp_path):
     )
     target = export_policy(tmp_path / "out", QWEN3, arrays)
     before = {file.name: file.read_bytes() for file in target.iterdir()}
-    weight = arrays["layers"]["v_proj"]["weight"]
+    weight = arrays["layers.v_proj.weight"]
     kept = weight[1, 2, 3]
     for value, message in [
         (np.nan, "tensor model.layers.1.self_attn.v_proj.weight holds 1 non-finite values"),
@@ -267,7 +265,9 @@ def test_export_refuses_by_name_and_leaves_the_last_export(tmp_path):
     with pytest.raises(UserError, match="cannot export dtype 'float64'"):
         export_policy(target, QWEN3, arrays, dtype="float64")
     with pytest.raises(UserError, match="parameters are missing: norm.weight"):
-        export_policy(target, QWEN3, {key: value for key, value in arrays.items() if key != "norm"})
+        export_policy(
+            target, QWEN3, {key: value for key, value in arrays.items() if key != "norm.weight"}
+        )
     with pytest.raises(UserError, match="parameters are unexpected: lm_head.weight"):
         export_policy(target, dataclasses.replace(QWEN3, tie_word_embeddings=True), arrays)
     with pytest.raises(UserError, match=r"parameter embed_tokens.weight has shape \[40, 48\]"):

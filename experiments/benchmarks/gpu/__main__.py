@@ -13,7 +13,7 @@ from pathlib import Path
 import jax
 from rich.console import Console
 
-from experiments.benchmarks import card
+from experiments.benchmarks import machine
 from experiments.benchmarks.gpu.figures import show
 from experiments.benchmarks.gpu.jobs import PARTS, Setting
 from experiments.benchmarks.gpu.record import Folder
@@ -81,7 +81,7 @@ def check_card() -> None:
     """
     if os.environ.get("JAX_PLATFORMS", "").startswith("cpu"):
         raise UserError("JAX_PLATFORMS=cpu keeps JAX from the GPU; unset it, or give --tiny")
-    found = card.about()
+    found = machine.gpu()
     if not found:
         raise UserError(
             "no NVIDIA GPU: nvidia-smi names none; this needs an H100 or H200, or --tiny"

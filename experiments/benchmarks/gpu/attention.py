@@ -11,11 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.benchmarks.gpu.compare import compare, median_ratio
 from experiments.benchmarks.gpu.jobs import Job, Setting
-from experiments.benchmarks.gpu.timing import Work
-from pallas_kernels.check.cases import Case
-from pallas_kernels.check.models import QWEN3_8B, Shape
+from experiments.benchmarks.gpu.timing import Work, compare, median_ratio
+from pallas_kernels.check.cases import QWEN3_8B, Case, Shape
 from pallas_kernels.decode_attention import KeyValues, decode_attention
 
 OURS, OURS_BF16, CUDNN, XLA = "fp8 cache", "bf16 cache", "cuDNN bf16", "XLA bf16"

@@ -9,9 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from experiments.benchmarks.gpu.compare import compare
 from experiments.benchmarks.gpu.jobs import Job, Setting
-from experiments.benchmarks.gpu.timing import Work
+from experiments.benchmarks.gpu.timing import Work, compare
 
 LABEL = "8 GiB"
 COPIED_BYTES = 8 * 2**30  # read and written together

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.benchmarks.gpu import attention, copying, grouped, products
-from experiments.benchmarks.gpu.compare import median_ratio
+from experiments.benchmarks.gpu.timing import median_ratio
 
 STEP, STEP_BF16, STEP_FP8 = "GRPO step", "fp8rl_jax/bf16", "fp8rl_jax/fp8-e2e-kv"
 """Of the part `step`, whose module needs more packages than JAX: its result, and the sides in

@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from experiments.benchmarks.gpu.compare import compare
 from experiments.benchmarks.gpu.jobs import Job, Setting
-from experiments.benchmarks.gpu.timing import Work
+from experiments.benchmarks.gpu.timing import Work, compare
 from pallas_kernels.check.cases import Case
 from pallas_kernels.matmul import blockwise_matmul
 from pallas_kernels.quantize import quantize_blocks

@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from experiments.benchmarks.gpu.compare import compare, reason_of
 from experiments.benchmarks.gpu.jobs import Job, Setting
-from experiments.benchmarks.gpu.timing import Work
+from experiments.benchmarks.gpu.timing import Work, compare, reason_of
 from experiments.benchmarks.peer import Peer, PeerSpec
 from experiments.benchmarks.rounds import Side
 from fp8rl_jax.errors import UserError

@@ -9,9 +9,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from experiments.benchmarks.gpu.compare import compare
 from experiments.benchmarks.gpu.jobs import Job, Setting
-from experiments.benchmarks.gpu.timing import Work
+from experiments.benchmarks.gpu.timing import Work, compare
 from pallas_kernels.check.cases import Case
 
 OURS, XLA = "ours", "XLA"

@@ -10,11 +10,11 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from experiments.benchmarks.files import read, write
 from experiments.benchmarks.gpu.figures import summary
 from experiments.benchmarks.gpu.jobs import PARTS, Job
 from experiments.benchmarks.gpu.sources import fingerprint
 from experiments.benchmarks.gpu.timing import METHOD
+from experiments.benchmarks.record import read, write
 from fp8rl_jax.errors import UserError
 
 MOST_CACHE_BYTES = 40 * 2**20

@@ -23,7 +23,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple, Protocol
 
-from experiments.benchmarks import card
+from experiments.benchmarks import machine
 from experiments.benchmarks.gpu.jobs import PARTS, Job, Setting
 from experiments.benchmarks.gpu.record import Folder
 from experiments.benchmarks.gpu.sources import ROOT
@@ -258,15 +258,15 @@ class Runner:
         queue, own = deque(tasks), {"XLA_PYTHON_CLIENT_MEM_FRACTION": str(self.memory)}
         if not queue:
             return
-        before = card.state()
-        with card.Monitor() as monitor, self._slot(own) as slot:
+        before = machine.gpu_state()
+        with machine.GpuMonitor() as monitor, self._slot(own) as slot:
             if self.cached is None:
                 self._try_cache(slot)
             for task, found in self._served(queue, slot):
                 self._store(task, found, slot)
         parts = {task.part for task in tasks}
         self.folder.note_card(
-            parts, {"before": before, "during": monitor.summary(), "after": card.state()}
+            parts, {"before": before, "during": monitor.summary(), "after": machine.gpu_state()}
         )
 
     def _try_cache(self, slot: Slot) -> None:

@@ -21,9 +21,8 @@ import jax
 
 from experiments.benchmarks.gpu.figures import STEP
 from experiments.benchmarks.gpu.jobs import Job, Setting
-from experiments.benchmarks.grpo_step import grpo_step
-from experiments.benchmarks.rounds import Plan
-from experiments.benchmarks.step import Laps, Shared, make_step
+from experiments.benchmarks.grpo import Shared, grpo_step, make_step
+from experiments.benchmarks.rounds import Laps, Plan
 from experiments.benchmarks.trained_layer import trained_layer
 from experiments.benchmarks.workloads import Shape, Workload
 from fp8rl_jax.models.config import PolicyConfig

@@ -23,9 +23,9 @@ import jax
 import jax.numpy as jnp
 
 from experiments.benchmarks import machine
-from experiments.benchmarks.gpu.compare import reason_of
 from experiments.benchmarks.gpu.jobs import PARTS, Job, Setting
-from pallas_kernels.target import hopper_sms
+from experiments.benchmarks.gpu.timing import reason_of
+from pallas_kernels.backend import hopper_sms
 
 
 def serve(

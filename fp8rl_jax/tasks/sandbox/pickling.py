@@ -14,7 +14,7 @@ import io
 import pickle
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
 from fp8rl_jax.errors import UserError
@@ -27,8 +27,9 @@ copy."""
 
 
 def pack(objects: Mapping[str, Any]) -> bytes:
-    """The objects as one pickle for the reward workers; functions of one module or cell share their
-    variables there, too.
+    """Pickle the objects for the reward workers.
+
+    Functions of one module or cell share their variables there, too.
 
     Raises:
         UserError: one of them, or a variable that it uses, cannot be sent; or they are larger than
@@ -45,16 +46,16 @@ def _pack(objects: Mapping[str, Any]) -> bytes:
         packed = _pickled(dict(objects))
     except Exception as fault:
         for spec, value in objects.items():
-            if found := _culprit(value, set()):
+            if culprit := _culprit(value, set()):
                 raise UserError(
-                    f"{_title(spec)} cannot be sent to the reward workers: {_why(*found)}"
+                    f"{_title(spec)} cannot be sent to the reward workers: {_why(*culprit)}"
                 ) from fault
         raise UserError(
             f"reward: {', '.join(objects)} cannot be sent to the reward workers "
             f"({describe_fault(fault)})"
         ) from fault
     if len(packed) > LARGEST:
-        spec, path, size = max(_sizes(objects), key=lambda found: found[2])
+        spec, path, size = max(_sizes(objects), key=lambda row: row[2])
         raise UserError(
             f"{_title(spec)} cannot be sent to the reward workers: with the variables that it "
             f"uses it has {len(packed) >> 20} MiB"
@@ -70,7 +71,7 @@ def _title(spec: str) -> str:
 
 
 @contextlib.contextmanager
-def _modules_by_value(objects: Mapping[str, Any]) -> Iterator[None]:
+def _modules_by_value(objects: Mapping[str, Any]) -> Generator[None]:
     """Within it, objects of modules that a worker could not import, or would find elsewhere, are
     pickled by value."""
     import cloudpickle
@@ -95,10 +96,10 @@ def _is_importable(name: str) -> bool:
     """Whether a new process, with this one's path, finds the package of module `name` where this
     one has it from."""
     package = name.partition(".")[0]
-    found = next(
+    module = next(
         (spec for finder in sys.meta_path if (spec := finder.find_spec(package, None))), None
     )
-    return found is not None and found.origin in (
+    return module is not None and module.origin in (
         "built-in",
         "frozen",
         getattr(sys.modules.get(package), "__file__", None),
@@ -134,19 +135,19 @@ def _pickled(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _culprit(value: Any, seen: set[int]) -> tuple[list[str], Exception] | None:
+def _culprit(value: Any, visited: set[int]) -> tuple[list[str], Exception] | None:
     """(names that lead to the innermost variable that cannot be sent, why not); None where `value`
     can be sent."""
-    if id(value) in seen:
+    if id(value) in visited:
         return None
-    seen.add(id(value))
+    visited.add(id(value))
     try:
         _pickled(value)
         return None
     except Exception as fault:
         for name, part in () if _is_of_jax(value) else _variables(value):
-            if found := _culprit(part, seen):
-                return [name, *found[0]], found[1]
+            if culprit := _culprit(part, visited):
+                return [name, *culprit[0]], culprit[1]
         return [], fault
 
 

@@ -19,8 +19,7 @@ that runs JAX may deadlock. So:
   on.
 - What it prints goes into a file of bounded size.
 
-This isolates faults; it is no sandbox. A reward can read files, open sockets, and kill its
-supervisor.
+This isolates faults, not malice: a reward can read files, open sockets, and kill its supervisor.
 """
 
 from __future__ import annotations
@@ -54,12 +53,12 @@ from fp8rl_jax.tasks.scores import Scores
 
 _log = logging.getLogger("fp8rl")
 
-START_TIMEOUT = 120.0
-MAX_FAILED_STARTS = 3
+_START_TIMEOUT = 120.0
+_MAX_FAILED_STARTS = 3
 # A batch keeps a worker busy about this long: few messages for cheap rewards, an even load for slow
 # ones.
-BATCH_SECONDS = 0.02
-FIRST_BATCH = 8
+_BATCH_SECONDS = 0.02
+_FIRST_BATCH = 8
 LOG_BYTES = 4 * 2**20
 
 
@@ -156,8 +155,7 @@ class RewardPool:
         return job.future
 
     def score(self, examples: Sequence[Example], completions: Sequence[str]) -> Scores:
-        """Score `completions` [B]; completion b answers example b // n, where n = B /
-        len(examples).
+        """Score `completions` [B]; completion b answers example b // (B / len(examples)).
 
         Raises:
             UserError: the workers ended and could not be started again.
@@ -165,8 +163,10 @@ class RewardPool:
         return self.submit(examples, completions).result()
 
     def close(self) -> None:
-        """Kill the workers and wait for their end. Scores still under way raise RuntimeError. May
-        be called twice."""
+        """Kill the workers and wait for their end. May be called twice.
+
+        Scores still under way raise RuntimeError.
+        """
         self._dispatcher.close()
 
     def __enter__(self) -> RewardPool:
@@ -195,11 +195,13 @@ class ScoreJob:
         )
         self.failed = np.zeros(len(samples), bool)
         self.timeouts = 0
-        self.first_error: str | None = None
+        self.first_error = ""
 
     def record(self, row: int, result: Any, error: str | None, timed_out: bool = False) -> None:
-        """Takes what is known of sample `row`: its scores in the order of the weights, or an
-        environment's turn; or what went wrong."""
+        """Record the scores of sample `row`, or an environment's turn, or what went wrong.
+
+        Scores stand in the order of the weights.
+        """
         scores = [result["reward"]] if isinstance(result, dict) else result
         self.remaining -= 1
         if error is None and abs(np.dot(scores, list(self.weights.values()))) > FLOAT32_MAX:
@@ -214,7 +216,7 @@ class ScoreJob:
             self.first_error = self.first_error or error
 
     def scores(self) -> Scores:
-        """The result; every sample must have been recorded."""
+        """Return the result; every sample must have been recorded."""
         # Compared in float64: float32 would round 0.99999999 to 1.
         correct = (self.values[:, self.deciding] >= 1.0) & ~self.failed
         summed = self.values.copy()
@@ -274,12 +276,12 @@ class Dispatcher:
         self._jobs: set[ScoreJob] = set()
         self._pending: deque[tuple[ScoreJob, int]] = deque()
         self._failed_starts = 0
-        self._sample_seconds = BATCH_SECONDS / FIRST_BATCH
+        self._sample_seconds = _BATCH_SECONDS / _FIRST_BATCH
         self._thread = threading.Thread(target=self._run, name="reward-pool", daemon=True)
         self._thread.start()
 
     def submit(self, job: ScoreJob) -> None:
-        """Takes a job; its future gives the scores, or raises what ended the thread.
+        """Take a job; its future gives the scores, or raises what ended the thread.
 
         Raises:
             UserError: the workers ended and could not be started again.
@@ -292,7 +294,7 @@ class Dispatcher:
             self._wake_sender.send(b".")
 
     def close(self) -> None:
-        """Kills the workers and waits for their end. May be called twice."""
+        """Kill the workers and wait for their end. May be called twice."""
         with self._lock:
             if self._fault is None:
                 self._closing = True
@@ -342,14 +344,14 @@ class Dispatcher:
 
     def _start_worker(self) -> None:
         worker = WorkerProcess(self.task, self._printed.writer, self._objects.fileno())
-        worker.deadline = time.monotonic() + START_TIMEOUT
+        worker.deadline = time.monotonic() + _START_TIMEOUT
         self.workers.append(worker)
         self._selector.register(worker.socket, selectors.EVENT_READ, partial(self._read, worker))
 
     def _assign(self) -> None:
         for worker in self.workers:
             if worker.ready and not worker.assigned and self._pending:
-                most, sharers = int(BATCH_SECONDS / self._sample_seconds), len(self.workers)
+                most, sharers = int(_BATCH_SECONDS / self._sample_seconds), len(self.workers)
                 if worker.batches:
                     most, sharers = (
                         self.task.reward.batch_size,
@@ -416,8 +418,8 @@ class Dispatcher:
         end = worker.kill()
         if not worker.ready:
             self._failed_starts += 1
-            if self._failed_starts == MAX_FAILED_STARTS or not self.ready.done():
-                end = f"took more than {START_TIMEOUT:.0f} s" if timed_out else end
+            if self._failed_starts == _MAX_FAILED_STARTS or not self.ready.done():
+                end = f"took more than {_START_TIMEOUT:.0f} s" if timed_out else end
                 source = self.task.reward.function or self.task.name
                 raise UserError(
                     worker.failure or f"the reward worker {end} while it imported {source!r}"
@@ -454,8 +456,10 @@ class RewardLog:
         os.set_blocking(self.reader, False)
 
     def take(self) -> bool:
-        """Takes some of what has come; whether there was anything. Not all of it: a worker may
-        print faster than this reads."""
+        """Take some of what has come; returns whether there was anything.
+
+        Not all of it: a worker may print faster than this reads.
+        """
         try:
             data = os.read(self.reader, 1 << 16)
         except BlockingIOError:
@@ -472,7 +476,7 @@ class RewardLog:
         return True
 
     def close(self) -> None:
-        """Takes what is left. The workers have ended."""
+        """Take what is left. The workers have ended."""
         while self.take():
             pass
         os.close(self.reader)

@@ -27,28 +27,28 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import NamedTuple
 
-PR_SET_PDEATHSIG = 1
-PR_SET_CHILD_SUBREAPER = 36
-PR_SET_NO_NEW_PRIVS = 38
-SECCOMP_SET_MODE_FILTER = 1
-SECCOMP_FILTER_FLAG_NEW_LISTENER = 1 << 3
-ALLOW, ERRNO, USER_NOTIF = 0x7FFF0000, 0x00050000, 0x7FC00000
-CLONE_THREAD = 0x00010000
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_NO_NEW_PRIVS = 38
+_SECCOMP_SET_MODE_FILTER = 1
+_SECCOMP_FILTER_FLAG_NEW_LISTENER = 1 << 3
+_ALLOW, _ERRNO, _USER_NOTIF = 0x7FFF0000, 0x00050000, 0x7FC00000
+_CLONE_THREAD = 0x00010000
 
 # Offsets in struct seccomp_data, and the instructions of classic BPF that are needed.
-NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16
-LOAD, IF_EQUAL, IF_ANY_BIT, RETURN = 0x20, 0x15, 0x45, 0x06
+_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16
+_LOAD, _IF_EQUAL, _IF_ANY_BIT, _RETURN = 0x20, 0x15, 0x45, 0x06
 
 # struct seccomp_notif, struct seccomp_notif_resp, and the ioctls that read one and send the other.
-NOTICE, ANSWER = struct.Struct("=QII64x"), struct.Struct("=QqiI")
-RECEIVE, SEND = 0xC0502100, 0xC0182101
-CONTINUE = 1
+_NOTICE, _ANSWER = struct.Struct("=QII64x"), struct.Struct("=QqiI")
+_RECEIVE, _SEND = 0xC0502100, 0xC0182101
+_CONTINUE = 1
 
 # a kernel built without CONFIG_PROC_CHILDREN has none
 _HAS_CHILDREN_FILES = os.path.exists("/proc/thread-self/children")
 
 
-class Calls(NamedTuple):
+class _Calls(NamedTuple):
     """System call numbers of one architecture."""
 
     architecture: int
@@ -58,55 +58,56 @@ class Calls(NamedTuple):
     forks: tuple[int, ...]
 
 
-CALLS = {
-    "x86_64": Calls(0xC000003E, seccomp=317, clone=56, clone3=435, forks=(57, 58)),
-    "aarch64": Calls(0xC00000B7, seccomp=277, clone=220, clone3=435, forks=()),
+_CALLS = {
+    "x86_64": _Calls(0xC000003E, seccomp=317, clone=56, clone3=435, forks=(57, 58)),
+    "aarch64": _Calls(0xC00000B7, seccomp=277, clone=220, clone3=435, forks=()),
 }
 
 
 def adopt_orphans() -> None:
     """Make this process the parent of every descendant that loses its own."""
-    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent() -> None:
-    """Be killed when the thread that started this process ends, however it ends."""
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    """Let this process be killed when the thread that started it ends, however that ends."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def children(pid: int) -> list[int]:
-    """Process ids of the children of `pid`, zombies included; empty where there is no such
-    process."""
+    """List the children of `pid`, zombies included; empty where there is no such process."""
     if not _HAS_CHILDREN_FILES:
         return [child for child, parent in _parents().items() if parent == pid]
-    found: list[int] = []
+    pids: list[int] = []
     try:
         threads = os.listdir(f"/proc/{pid}/task")
     except FileNotFoundError:
-        return found
+        return pids
     for thread in threads:
         # a thread may end meanwhile; its children are then another's
         with (
             suppress(FileNotFoundError, ProcessLookupError),
             open(f"/proc/{pid}/task/{thread}/children") as file,
         ):
-            found += map(int, file.read().split())
-    return found
+            pids += map(int, file.read().split())
+    return pids
 
 
 def descendants(pid: int, spared: frozenset[int] = frozenset()) -> list[int]:
-    """Children of `pid`, their children, and so on; those in `spared` are left out with all below
-    them."""
-    found, waiting = [], [pid]
+    """List the children of `pid`, their children, and so on.
+
+    Those in `spared` are left out with all below them.
+    """
+    pids, waiting = [], [pid]
     while waiting:
         below = [child for child in children(waiting.pop()) if child not in spared]
-        found += below
+        pids += below
         waiting += below
-    return found
+    return pids
 
 
-def has_children() -> bool:
-    """Whether this process has a child, a zombie included."""
+def _has_children() -> bool:
+    """Say whether this process has a child, a zombie included."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -115,8 +116,7 @@ def has_children() -> bool:
 
 
 def kill_descendants(spared: frozenset[int] = frozenset(), seconds: float = 5.0) -> bool:
-    """Kill and reap what this process, a subreaper, has below it, again and again until nothing is
-    left.
+    """Kill and reap what this process, a subreaper, has below it, until nothing is left.
 
     Args:
         spared: process ids to leave alone, with what they started.
@@ -127,7 +127,7 @@ def kill_descendants(spared: frozenset[int] = frozenset(), seconds: float = 5.0)
         Whether nothing is left.
     """
     deadline = time.monotonic() + seconds
-    while has_children():
+    while _has_children():
         strays = descendants(os.getpid(), spared)
         # The list may miss a process while it changes; without children at all nothing can have
         # been missed.
@@ -144,8 +144,11 @@ def kill_descendants(spared: frozenset[int] = frozenset(), seconds: float = 5.0)
 
 
 def kill_all(pids: Iterable[int], spared: Iterable[int] = ()) -> None:
-    """SIGKILL to these processes, first to their process groups where neither this process nor a
-    spared one is a member: a fork cannot escape a signal to its group."""
+    """Send SIGKILL to these processes, and first to their process groups.
+
+    A fork cannot escape a signal to its group. Groups of which this process or a spared one is a
+    member get none.
+    """
     for group in _groups(pids) - _groups(spared) - {os.getpgrp()}:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(group, signal.SIGKILL)
@@ -155,15 +158,15 @@ def kill_all(pids: Iterable[int], spared: Iterable[int] = ()) -> None:
 
 
 def _groups(pids: Iterable[int]) -> set[int]:
-    found = set()
+    groups = set()
     for pid in pids:
         with suppress(ProcessLookupError):
-            found.add(os.getpgid(pid))
-    return found
+            groups.add(os.getpgid(pid))
+    return groups
 
 
-def prctl(option: int, value: int) -> None:
-    """The system call; raises OSError where it fails."""
+def _prctl(option: int, value: int) -> None:
+    """Make the system call; raises OSError where it fails."""
     libc = ctypes.CDLL(None, use_errno=True)
     if (
         libc.prctl(
@@ -171,17 +174,17 @@ def prctl(option: int, value: int) -> None:
         )
         != 0
     ):
-        raise OSError(ctypes.get_errno(), f"prctl({option}): {os.strerror(ctypes.get_errno())}")
+        raise OSError(ctypes.get_errno(), f"_prctl({option}): {os.strerror(ctypes.get_errno())}")
 
 
 def _parents() -> dict[int, int]:
     """{process: its parent} of the whole machine."""
-    found = {}
+    parents = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         with suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/{name}/stat") as file:
             # "pid (command) state parent ...", and a command may hold spaces and parentheses
-            found[int(name)] = int(file.read().rpartition(")")[2].split()[1])
-    return found
+            parents[int(name)] = int(file.read().rpartition(")")[2].split()[1])
+    return parents
 
 
 def install_fork_gate() -> int:
@@ -193,19 +196,19 @@ def install_fork_gate() -> int:
     Raises:
         OSError: this kernel or machine has no such filter, or the container forbids it.
     """
-    if platform.machine() not in CALLS:
+    if platform.machine() not in _CALLS:
         raise OSError(errno.ENOSYS, f"not known on {platform.machine()}")
-    calls = CALLS[platform.machine()]
+    calls = _CALLS[platform.machine()]
     program = _gate_program(calls)
     code = b"".join(struct.pack("=HBBI", *line) for line in program)
     buffer = ctypes.create_string_buffer(code, len(code))
     header = ctypes.create_string_buffer(struct.pack("@HP", len(program), ctypes.addressof(buffer)))
     # The kernel wants this of whoever is not root: a filter must not fool a program that has more
     # rights than its caller.
-    prctl(PR_SET_NO_NEW_PRIVS, 1)
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
     libc = ctypes.CDLL(None, use_errno=True)
     listener = libc.syscall(
-        calls.seccomp, SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_NEW_LISTENER, header
+        calls.seccomp, _SECCOMP_SET_MODE_FILTER, _SECCOMP_FILTER_FLAG_NEW_LISTENER, header
     )
     if listener < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
@@ -213,45 +216,47 @@ def install_fork_gate() -> int:
 
 
 def answer_fork(listener: int, allowed: bool) -> None:
-    """Let the fork that waits at `listener` happen, or fail with EAGAIN. The process may have been
-    killed meanwhile."""
-    notice = bytearray(NOTICE.size)
+    """Let the fork that waits at `listener` happen, or fail with EAGAIN.
+
+    The process may have been killed meanwhile.
+    """
+    notice = bytearray(_NOTICE.size)
     with suppress(FileNotFoundError):
-        fcntl.ioctl(listener, RECEIVE, notice)
-        identity = NOTICE.unpack(notice)[0]
+        fcntl.ioctl(listener, _RECEIVE, notice)
+        identity = _NOTICE.unpack(notice)[0]
         fcntl.ioctl(
             listener,
-            SEND,
-            ANSWER.pack(identity, 0, 0 if allowed else -errno.EAGAIN, CONTINUE if allowed else 0),
+            _SEND,
+            _ANSWER.pack(identity, 0, 0 if allowed else -errno.EAGAIN, _CONTINUE if allowed else 0),
         )
 
 
-def _gate_program(calls: Calls) -> list[tuple[int, int, int, int]]:
+def _gate_program(calls: _Calls) -> list[tuple[int, int, int, int]]:
     """(code, jump if true, jump if false, operand); a jump counts the lines after the next one."""
     # clone3 keeps its flags in memory, which a filter cannot read; where it is missing, the C
     # library uses clone.
-    tests = [(calls.clone3, ERRNO | errno.ENOSYS), *((fork, USER_NOTIF) for fork in calls.forks)]
+    tests = [(calls.clone3, _ERRNO | errno.ENOSYS), *((fork, _USER_NOTIF) for fork in calls.forks)]
     lines = [
-        (LOAD, 0, 0, ARCHITECTURE),
-        (IF_EQUAL, 1, 0, calls.architecture),
-        (RETURN, 0, 0, ALLOW),
-        (LOAD, 0, 0, NUMBER),
+        (_LOAD, 0, 0, _ARCHITECTURE),
+        (_IF_EQUAL, 1, 0, calls.architecture),
+        (_RETURN, 0, 0, _ALLOW),
+        (_LOAD, 0, 0, _NUMBER),
     ]
     for number, verdict in tests:
-        lines += [(IF_EQUAL, 0, 1, number), (RETURN, 0, 0, verdict)]
+        lines += [(_IF_EQUAL, 0, 1, number), (_RETURN, 0, 0, verdict)]
     return [
         *lines,
-        (IF_EQUAL, 1, 0, calls.clone),
-        (RETURN, 0, 0, ALLOW),
-        (LOAD, 0, 0, FIRST_ARGUMENT),
-        (IF_ANY_BIT, 0, 1, CLONE_THREAD),
-        (RETURN, 0, 0, ALLOW),
-        (RETURN, 0, 0, USER_NOTIF),
+        (_IF_EQUAL, 1, 0, calls.clone),
+        (_RETURN, 0, 0, _ALLOW),
+        (_LOAD, 0, 0, _FIRST_ARGUMENT),
+        (_IF_ANY_BIT, 0, 1, _CLONE_THREAD),
+        (_RETURN, 0, 0, _ALLOW),
+        (_RETURN, 0, 0, _USER_NOTIF),
     ]
 
 
 def describe_end(status: int) -> str:
-    """How a process ended, from its exit status; negative for a signal."""
+    """Say how a process ended, from its exit status; negative for a signal."""
     if status >= 0:
         return f"exited with status {status}"
     return (

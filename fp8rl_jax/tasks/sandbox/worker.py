@@ -27,6 +27,7 @@ while it is imported are its helpers and live as long as the worker.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
@@ -44,12 +45,12 @@ from fp8rl_jax.tasks.rewards import ComponentFault, build_scorer
 from fp8rl_jax.tasks.sandbox import processes
 
 # How often the processes are counted where their forks cannot be answered.
-SECONDS_BETWEEN_COUNTS = 0.02
+_SECONDS_BETWEEN_COUNTS = 0.02
 # How often the parent is looked at: a fork of the trainer's, which outlives it, would keep standard
 # input open.
-SECONDS_BETWEEN_LOOKS = 1.0
-STRAY_SECONDS = 0.5
-LINUX = sys.platform == "linux"
+_SECONDS_BETWEEN_LOOKS = 1.0
+_STRAY_SECONDS = 0.5
+_LINUX = sys.platform == "linux"
 
 
 def main() -> None:
@@ -97,6 +98,7 @@ def _print_to_the_log() -> None:
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
     os.dup2(2, 1)
+    assert isinstance(sys.stdout, io.TextIOWrapper)
     sys.stdout.reconfigure(line_buffering=True)
 
 
@@ -125,7 +127,7 @@ def _take_over_forks(worker: socket.socket) -> int | None:
 
 def _watch(worker: int, listener: int | None, max_processes: int, trainer: int) -> str:
     """Answer forks until the worker has ended or has to end, and say how it ended."""
-    seconds = SECONDS_BETWEEN_COUNTS if listener is None else SECONDS_BETWEEN_LOOKS
+    seconds = _SECONDS_BETWEEN_COUNTS if listener is None else _SECONDS_BETWEEN_LOOKS
     events = select.poll()
     pidfd = os.pidfd_open(worker)
     for descriptor in (pidfd, 0) if listener is None else (pidfd, 0, listener):
@@ -160,35 +162,36 @@ def serve(channel: socket.socket, objects_fd: int, warning: str = "") -> None:
     task = pickle.load(requests)
     try:
         objects = _objects(objects_fd)
-        score = (
-            build_player(task, objects)
-            if task.kind == "environment"
-            else build_scorer(task, objects)
-        )
+        if task.kind == "environment":
+            batch, score = None, build_player(task, objects)
+        else:
+            score = build_scorer(task, objects)
+            batch = score.batch if score.batch_rewards else None
     except UserError as fault:
         answer({"failed": str(fault)})
         return
-    batches = bool(getattr(score, "batch_rewards", {}))
     worker = os.getpid()
-    helpers = frozenset(processes.descendants(worker)) if LINUX else frozenset()
-    if LINUX:
+    helpers = frozenset(processes.descendants(worker)) if _LINUX else frozenset()
+    if _LINUX:
         _limit(task.reward.memory_limit_mib, task.reward.file_limit_mib)
-    answer({"ready": True, "batches": batches, "warning": warning})
+    answer({"ready": True, "batches": batch is not None, "warning": warning})
 
     def is_over() -> bool:
         """Ends what the reward left running; whether that failed."""
         if os.getpid() != worker:  # a fork of the reward's that came back: it must not answer twice
             os._exit(0)
         # They may multiply as fast as they are killed; the supervisor can stop that.
-        return LINUX and not processes.kill_descendants(helpers, STRAY_SECONDS)
+        return _LINUX and not processes.kill_descendants(helpers, _STRAY_SECONDS)
 
     while True:
         try:
             samples = pickle.load(requests)
         except EOFError:
             return
-        calls = score.batch(samples) if batches else [partial(score, *sample) for sample in samples]
-        if batches:
+        if batch is None:
+            calls = [partial(score, *sample) for sample in samples]
+        else:
+            calls = batch(samples)
             if is_over():
                 return
             answer("batch")

@@ -17,10 +17,10 @@ from typing import Any
 from fp8rl_jax.config.tasks import TaskConfig
 from fp8rl_jax.tasks.sandbox import processes
 
-LINUX = sys.platform == "linux"
+_LINUX = sys.platform == "linux"
 SUPERVISOR_TIMEOUT = 10.0
 # One thread for each BLAS, and no accelerator: a reward must not take the trainer's device memory.
-ENVIRONMENT = {
+_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -63,22 +63,25 @@ class WorkerProcess:
                 # ended
                 stderr=output,
                 start_new_session=True,
-                env={**os.environ, **ENVIRONMENT, "PYTHONPATH": path},
+                env={**os.environ, **_ENVIRONMENT, "PYTHONPATH": path},
             )
         self.send(task, timeout=1.0)
 
     def send(self, message: Any, timeout: float) -> None:
-        """Send a pickle. A worker that is dead or stuck takes none: its closed socket or its
-        deadline tells."""
+        """Send a pickle.
+
+        A worker that is dead or stuck takes none: its closed socket or its deadline tells.
+        """
         self.socket.settimeout(timeout)
         with suppress(OSError):
             self.socket.sendall(pickle.dumps(message))
 
     def receive(self) -> tuple[list[Any], bool]:
-        """(the lines that have come, whether more may come). Call it when the socket is readable.
+        """Receive (the lines that have come, whether more may come) from a readable socket.
 
         A line is {"ready": true} or {"failed": why} until the worker is ready, then [result, null],
-        [null, error], or "batch"."""
+        [null, error], or "batch".
+        """
         try:
             data = self.socket.recv(1 << 16)
             *lines, self._received = (self._received + data).split(b"\n")
@@ -90,7 +93,7 @@ class WorkerProcess:
     def kill(self) -> str:
         """Kill the worker with all that it started, reap it, and say how it ended."""
         self.socket.close()
-        if not LINUX:
+        if not _LINUX:
             # refused where only the dead leader is left in the group
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)

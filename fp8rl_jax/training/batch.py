@@ -1,28 +1,37 @@
-"""Packing: the completions of an update laid out in rows without padding between them.
+"""What an update learns from, and how its padding is kept small.
 
-A batch [b, t] is as wide as the longest completion may be, and most completions are shorter.
-Packed, completions stand one behind the other in rows of a fixed width, each behind a copy of its
-prompt in the same row; completions of one prompt share the copy. Segment ids say which tokens
-attend to which: a completion to its prompt and to itself, whatever else stands in the row.
+A rollout is as wide as the longest prompt and completion may be, so that one program samples every
+batch. The update can be narrower, in two ways that leave loss and metrics as they are:
+
+    trim    columns behind the bucket of the longest prompt and of the longest completion go. Widths
+            are powers of two and three quarters of them, and each width met for the first time
+            compiles the update once
+    pack    completions stand one behind the other in rows of a fixed width, each behind a copy of
+            its prompt in the same row; completions of one prompt share the copy. Segment ids say
+            which tokens attend to which: a completion to its prompt and to itself, whatever else
+            stands in the row
 
 Packing is index arrays and nothing else, made on the host from lengths. The model runs on packed
 rows; log-probabilities are then gathered back to [b, t], so that loss, correction and metrics know
-nothing of it. Lengths are the same on all processes of a run, and so is what follows from them. The
-number of rows is rounded up to a bucket, so that few programs are compiled.
-
+nothing of it. Lengths are the same on all processes of a run, and so is what follows from them.
 Rows are filled by first fit decreasing (Johnson 1973: at most 11/9 of the fewest rows possible,
 plus 6/9), prompts in the order of all that their completions need, rows that have the prompt before
-others.
+others; their number is rounded up to a bucket, so that few programs are compiled.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Float, Int
+
+from fp8rl_jax.config.rl import RLConfig
+from fp8rl_jax.config.training import TrainerConfig
+from fp8rl_jax.parallel import batch_sharding, batch_shards, to_global, to_host
 
 Row = list[tuple[int, list[int]]]
 """A prompt and its completions, for each prompt in a row; completions are numbered through the
@@ -73,6 +82,41 @@ class Packing:
         """Values of predicted tokens [r, c] at their places in [b, t]; 0 where there is no
         token."""
         return jnp.take(values.reshape(-1), self.places, mode="fill", fill_value=0)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Batch:
+    """Rollouts to learn from: P prompts, B = P * n completions of T tokens. `mask`: the tokens that
+    the policy sampled."""
+
+    prompts: Int[Array, "p s"]
+    lengths: Int[Array, " p"]
+    tokens: Int[Array, "b t"]
+    mask: Bool[Array, "b t"]
+    rollout_logprobs: Float[Array, "b t"]
+    advantages: Float[Array, " b"]
+    old_logprobs: Float[Array, "b t"] | None = None
+    reference_logprobs: Float[Array, "b t"] | None = None
+    attended: Bool[Array, "b t"] | None = None
+    """The tokens that are there, where they are more than `mask`: observations among the sampled
+    tokens of an episode."""
+    loss_mask: Bool[Array, "b t"] | None = None
+    """The tokens in the loss, where they are fewer than `mask`."""
+    weights: Float[Array, "b t"] | None = None
+    """Importance weights; where they are given, the rollout correction has been made."""
+    prompt_routes: Int[Array, "p s sparse k"] | None = None
+    routes: Int[Array, "b t sparse k"] | None = None
+    """Expert ids to replay, of the prompts and of the completions (Rollout's prompt_expert_ids and
+    expert_ids)."""
+    packing: Packing | None = None
+    """Where the tokens stand in the rows that the model runs on; None: as they are here."""
+
+    @property
+    def present(self) -> Bool[Array, "b t"]:
+        """The tokens that the model attends to, the first of each row; the sampled ones, `mask`,
+        are among them."""
+        return self.mask if self.attended is None else self.attended
 
 
 def bucket(size: int, steps: int) -> int:
@@ -175,13 +219,13 @@ def _fill(
     """The index arrays of one micro-batch."""
     (s, t), (r, w, c) = sides, shape
     b, start = len(completions), len(prompts) * s
-    tokens, prefixes = np.full((r, w), start + b * t, np.int32), np.full((r, w), -1, np.int32)
-    segments, positions, sources = (
-        np.zeros((r, w), np.int32),
-        np.zeros((r, w), np.int32),
-        np.zeros((r, c), np.int32),
-    )
-    targets, places = np.full((r, c), b * t, np.int32), np.full((b, t), r * c, np.int32)
+
+    def table(shape: tuple[int, int], fill: int) -> Any:
+        return np.full(shape, fill, np.int32)
+
+    tokens, prefixes = table((r, w), start + b * t), table((r, w), -1)
+    segments, positions, sources = table((r, w), 0), table((r, w), 0), table((r, c), 0)
+    targets, places = table((r, c), b * t), table((b, t), r * c)
     for row, held in enumerate(packed):
         slot = segment = done = 0
         for prompt, members in held:
@@ -208,3 +252,68 @@ def _fill(
                 places[completion, :length] = row * c + done + index
                 slot, done = slot + length, done + length
     return Packing(tokens, segments, prefixes, positions, sources, targets, places)
+
+
+_OF_PROMPTS = ("prompts", "prompt_routes")
+
+
+class Narrowed(NamedTuple):
+    """A batch to run the model on.
+
+    Attributes:
+        batch: trimmed or packed.
+        padding: part of the token slots that hold no token, or one more copy of a prompt's.
+    """
+
+    batch: Batch
+    padding: float
+
+
+def narrow(batch: Batch, config: TrainerConfig, parts: int, mesh: jax.sharding.Mesh) -> Narrowed:
+    """The batch as trainer.packing and trainer.length_buckets want it; all processes must call it
+    together.
+
+    Args:
+        batch: on the mesh.
+        parts: micro-batches of the whole batch, which are packed apart.
+    """
+    lengths = to_host((batch.lengths, jnp.sum(batch.present, axis=1)))
+    prompts, completions = (np.asarray(x, np.int64) for x in lengths)
+    tokens = int(prompts.sum() + completions.sum())
+    if config.length_buckets:
+        batch = trim(batch, int(prompts.max()), int(completions.max()))
+    sides = batch.prompts.shape[1], batch.tokens.shape[1]
+    slots = batch.prompts.size + batch.tokens.size
+    if config.packing:
+        width = config.pack_tokens or sum(sides)
+        packing = pack(prompts, completions, sides, width, parts=parts, devices=batch_shards(mesh))
+        slots = packing.tokens.size
+        batch = replace(batch, packing=to_global(packing, batch_sharding(mesh)))
+    return Narrowed(batch, 1.0 - tokens / slots)
+
+
+def trim(batch: Batch, prompt: int, completion: int) -> Batch:
+    """The batch without the columns behind the bucket of its longest prompt and that of its longest
+    completion."""
+
+    def columns(name: str, x: Array | None):
+        if name == "packing" or x is None or x.ndim < 2:
+            return x
+        return x[:, : bucket(max(prompt if name in _OF_PROMPTS else completion, 1), 2)]
+
+    return replace(
+        batch, **{name: columns(name, getattr(batch, name)) for name in batch.__dataclass_fields__}
+    )
+
+
+def untrim(values: Float[Array, "b trimmed"], width: int) -> Float[Array, "b t"]:
+    """Pad values of a trimmed batch to the width that it had, with 0."""
+    return jnp.pad(values, ((0, 0), (0, width - values.shape[1])))
+
+
+def of_width(config: RLConfig, width: int) -> RLConfig:
+    """`config` for batches that may be trimmed: where it divides by the width of the batch, by
+    `width`."""
+    if config.aggregation != "fixed_length" or config.fixed_length is not None:
+        return config
+    return replace(config, fixed_length=width)

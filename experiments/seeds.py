@@ -31,11 +31,11 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from fp8rl_jax.cli.load import parse_arguments
+from experiments.command import run_command
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.training.evaluate import wilson_interval
+from fp8rl_jax.training.loop import wilson_interval
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 DEMO = ("experiments/runs/demo.toml",)
 MANY = ("--task.eval-size", "1024", "--evaluation.examples", "1024")
 SERIES = {
@@ -112,7 +112,7 @@ STUDIES: dict[str, Study] = {
     "correction": Study(
         "What a correction does where it acts: a KV cache whose scales cover half of the range, "
         "without one and with each.",
-        (*DEMO, "experiments/seeds/half_margin.toml"),
+        (*DEMO, "experiments/runs/half_margin.toml"),
         {
             "bf16": ("--recipe", "bf16"),
             **{
@@ -157,7 +157,7 @@ class Arguments:
     """A study's runs, its record, table and chart."""
 
     study: str = "demo"
-    """One of STUDIES in experiments/seeds/__main__.py."""
+    """One of STUDIES in experiments/seeds.py."""
     seeds: tuple[int, ...] = ()
     """Seeds to train now; default: 0 ... n - 1 of the study."""
     arms: tuple[str, ...] = ()
@@ -425,13 +425,7 @@ def draw(runs: dict[str, dict[str, Any]], path: Path) -> None:
 
 def main(argv: list[str]) -> int:
     """Exit code: 0, or 2 for a fault in what was given."""
-    try:
-        run(parse_arguments(Arguments, argv, "python -m experiments.seeds"))
-    except UserError as error:
-        for line in str(error).splitlines():
-            print(f"seeds: error: {line}", file=sys.stderr)
-        return 2
-    return 0
+    return run_command("seeds", Arguments, run, argv)
 
 
 def run(arguments: Arguments) -> None:

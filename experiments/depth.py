@@ -29,11 +29,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.benchmarks.machine import facts
-from fp8rl_jax.cli.load import parse_arguments
-from fp8rl_jax.compare.probe import at_once, one_by_one
-from fp8rl_jax.compare.tokens import Tokens
+from experiments.command import run_command
+from fp8rl_jax.compare.probe import Tokens, at_once, one_by_one
 from fp8rl_jax.config.recipe import RECIPES, ForwardFormats, Recipe
-from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.forms import rollout_policy, trainer_policy
 from fp8rl_jax.models.policy import Policy, init_policy, run_of_layers
@@ -265,14 +263,7 @@ def draw(points: list[dict], path: Path) -> None:
 
 def main(argv: list[str]) -> int:
     """Exit code: 0, or 2 for a fault in what was given."""
-    try:
-        arguments = parse_arguments(Arguments, argv, "python -m experiments.depth")
-        run(arguments)
-    except UserError as error:
-        for line in str(error).splitlines():
-            print(f"depth: error: {line}", file=sys.stderr)
-        return 2
-    return 0
+    return run_command("depth", Arguments, run, argv)
 
 
 def run(arguments: Arguments) -> None:

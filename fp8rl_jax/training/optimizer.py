@@ -24,26 +24,47 @@ more care.
   (8/7)^0.5 above 2^-6 / 448 of the largest.
 
 Norms and biases, a small part of all parameters, rest in float32 where matrices rest in e4m3.
+
+Loss scaling: how gradients survive float16.
+
+float16 has 10 bits of mantissa where bfloat16 has 7, and pays with its range: nothing above 65504,
+nothing below 2^-24 = 6e-8. Activations fit. Gradients often do not: that of a mean over a hundred
+thousand tokens begins as 1e-5 times an advantage, and what is a thousandth of it is lost. So the
+loss is multiplied by a large number before the backward pass, every gradient carries that factor
+through float16, and it is divided away once they are in float32 (arXiv 1710.03740, section 3.2),
+after micro-batches were added up and before the norm is taken and clipped.
+
+The factor cannot be known beforehand, so it is found while training. Too large a one makes
+gradients infinite: that update is skipped and the scale lowered. After a while without overflow it
+is raised again. This is the rule of PyTorch's GradScaler:
+
+    a gradient is not finite    scale * backoff_factor, count = 0
+    else                        count + 1; at growth_interval: scale * growth_factor where that is
+                                finite, count = 0
+
+The scale and its count are part of the training state, so a resumed run goes on with them. bfloat16
+and float32 have the range and need none of this. FP8 products inside a float16 trainer have scales
+of their own: their groups see scaled gradients, whose factor falls out of amax / 448.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jaxtyping import Array, Bool, Float, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from fp8rl_jax.config.formats import TensorFormat
-from fp8rl_jax.config.training import FP8_MAX_BETA2, OptimizerConfig
+from fp8rl_jax.config.training import FP8_MAX_BETA2, LossScaleConfig, OptimizerConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.precision import QTensor, dequantize, max_value, quantize
 from fp8rl_jax.precision.rounding import round_stochastic
-from pallas_kernels.quantize import block_amax, expand
+from pallas_kernels.quantize import block_amax, expand_scales
 from pallas_kernels.rounding import rounded
 
 GROUPS = TensorFormat("e4m3", (1, 128))
@@ -119,12 +140,12 @@ def scale_by_adam(
         ):
 
             def one(gradient, mu, nu, key, matrix=matrix):
-                scaled, new = adam.update(
-                    gradient, optax.ScaleByAdamState(state.count, _load(mu), _load(nu))
-                )
+                before = optax.ScaleByAdamState(state.count, _load(mu), _load(nu))
+                scaled, moments = adam.update(gradient, before)
+                new = cast(optax.ScaleByAdamState, moments)
                 stored = (
-                    _store(new.mu, _of(first, matrix), key, False),
-                    _store(new.nu, _of(second, matrix), key, True),
+                    _store(cast(Array, new.mu), _of(first, matrix), key, False),
+                    _store(cast(Array, new.nu), _of(second, matrix), key, True),
                 )
                 return scaled, *jax.tree.map(lambda n, o: jnp.where(keep, n, o), stored, (mu, nu))
 
@@ -132,7 +153,8 @@ def scale_by_adam(
         scaled, mu, nu = (jax.tree.unflatten(treedef, column) for column in zip(*done, strict=True))
         return scaled, optax.ScaleByAdamState(optax.safe_increment(state.count), mu, nu)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    # ty: optax's protocol has no name for an extra argument
+    return optax.GradientTransformationExtraArgs(init, update)  # ty: ignore[invalid-argument-type]
 
 
 def _layer_by_layer(function: Callable, tensors: list, key: Key[Array, ""]) -> tuple:
@@ -163,15 +185,15 @@ def _store(
         return q
     limit, smallest = max_value(fmt), float(jnp.finfo(q.values.dtype).smallest_subnormal)
     shape = x.shape[-2:]
-    scaled = jnp.clip(x * expand(1.0 / q.scales, q.block, shape), 0.0, limit)
+    scaled = jnp.clip(x * expand_scales(1.0 / q.scales, q.block, shape), 0.0, limit)
     # a block that saw no gradient stays 0
-    alive = expand(block_amax(x, q.block), q.block, shape) > 0
+    alive = expand_scales(block_amax(x, q.block), q.block, shape) > 0
     floored = jnp.maximum(scaled, jnp.where(alive, smallest, 0.0))
     return replace(q, values=round_stochastic(floored, q.values.dtype, key))
 
 
 def _load(stored: Array | QTensor) -> Float[Array, "*axes"]:
-    return dequantize(stored) if _is_quantized(stored) else stored.astype(jnp.float32)
+    return dequantize(stored) if isinstance(stored, QTensor) else stored.astype(jnp.float32)
 
 
 def _is_quantized(x: Any) -> bool:
@@ -194,3 +216,48 @@ def _matrices(params: Any) -> list[bool]:
         sides = [axis for axis in node.axes if axis != "layers"] if is_weight(node) else node.shape
         found += [len(sides) >= 2] * len(jax.tree.leaves(node))
     return found
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LossScale:
+    """scale: what the next loss is multiplied by; count: updates without overflow since it last
+    changed."""
+
+    scale: Float[Array, ""]
+    count: Int[Array, ""]
+
+
+def init_scale(config: LossScaleConfig | None) -> LossScale | None:
+    """The state of a dynamic scale before the first update; None where the scale is static, or
+    there is none."""
+    if config is None or config.mode != "dynamic":
+        return None
+    return LossScale(jnp.float32(config.initial), jnp.int32(0))
+
+
+def factor(
+    state: LossScale | None, config: LossScaleConfig | None
+) -> Float[Array, ""] | float | None:
+    """What the loss is multiplied by; None where it is not.
+
+    Args:
+        state: of a dynamic scale.
+        config: resolved (`LossScaleConfig.resolve`).
+    """
+    if config is None:
+        return None
+    if config.mode == "static":
+        return config.initial
+    assert state is not None
+    return state.scale
+
+
+def next_scale(state: LossScale, finite: Bool[Array, ""], config: LossScaleConfig) -> LossScale:
+    """The state after an update whose gradients were finite or not, by the rule above."""
+    count = jnp.where(finite, state.count + 1, 0)
+    due = count >= config.growth_interval
+    grown = state.scale * config.growth_factor
+    grown = jnp.where(due & jnp.isfinite(grown), grown, state.scale)
+    scale = jnp.where(finite, grown, state.scale * config.backoff_factor)
+    return LossScale(scale, jnp.where(due, 0, count))

@@ -26,17 +26,16 @@ import numpy as np
 import optax
 
 from experiments.benchmarks.machine import facts
-from fp8rl_jax.cli.load import parse_arguments
+from experiments.command import run_command
 from fp8rl_jax.config.recipe import RECIPES
 from fp8rl_jax.config.rl import CorrectionConfig, RLConfig
 from fp8rl_jax.config.run import MeshConfig
 from fp8rl_jax.config.training import TrainerConfig
-from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.policy import LINEARS
 from fp8rl_jax.parallel import make_mesh
 from fp8rl_jax.rollout.engine import LocalEngine, pad_prompts
 from fp8rl_jax.rollout.sampling import Sampling
-from fp8rl_jax.training.compact import compact
+from fp8rl_jax.training.batch import narrow
 from fp8rl_jax.training.state import init_state
 from fp8rl_jax.training.step import Batch, StepConfig, update
 from fp8rl_jax.weights.load import load_policy
@@ -127,7 +126,7 @@ def measure(policy) -> dict[str, list[float]]:
             aligned = padded(batch, 128 - NEW, 128 - WIDTH)
             with jax.set_mesh(mesh):
                 packed = [
-                    compact(batch, TrainerConfig(packing=True), parts, mesh).batch
+                    narrow(batch, TrainerConfig(packing=True), parts, mesh).batch
                     for parts in (1, 4)
                 ]
             for name, (one, other) in {
@@ -141,13 +140,12 @@ def measure(policy) -> dict[str, list[float]]:
 
 def main(argv: list[str]) -> int:
     """Exit code: 0, or 2 for a fault in what was given."""
-    try:
-        arguments = parse_arguments(Arguments, argv, "python -m experiments.gradients")
-        policy = load_policy(arguments.model, jnp.float32)
-    except UserError as error:
-        print(f"gradients: error: {error}", file=sys.stderr)
-        return 2
-    found = measure(policy)
+    return run_command("gradients", Arguments, run, argv)
+
+
+def run(arguments: Arguments) -> None:
+    """Measure, write and print."""
+    found = measure(load_policy(arguments.model, jnp.float32))
     path = Path(arguments.output)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(
@@ -155,7 +153,6 @@ def main(argv: list[str]) -> int:
     )
     for name, values in found.items():
         print(f"{np.mean(values):.2e}  ({min(values):.1e} to {max(values):.1e})  {name}")
-    return 0
 
 
 if __name__ == "__main__":

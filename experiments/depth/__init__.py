@@ -1,1 +1,0 @@
-"""Mismatch by depth: what it is made of."""

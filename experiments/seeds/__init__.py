@@ -1,1 +1,0 @@
-"""Paired arms over several seeds: the runs behind every learning claim of the README."""
