@@ -26,9 +26,9 @@ class KVScales:
     """Scales of each layer: x is about stored * scale. float32 [layers], or [layers, kv_heads]; a
     query's is that of its KV head's group."""
 
-    query: Float[Array, layers * kv_heads]
-    key: Float[Array, layers * kv_heads]
-    value: Float[Array, layers * kv_heads]
+    query: Float[Array, "layers ..."]
+    key: Float[Array, "layers ..."]
+    value: Float[Array, "layers ..."]
 
 
 @jax.tree_util.register_dataclass

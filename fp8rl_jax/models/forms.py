@@ -43,7 +43,7 @@ from fp8rl_jax.models.policy import (
     in_runs,
     linear_names,
     map_products,
-    unstack,
+    single_layers,
     with_compute,
     with_layers,
 )
@@ -100,7 +100,7 @@ def trainer_policy(
     kinds = linear_formats(policy.config, recipe, "trainer")
     if not kinds:
         return served
-    tensors, masters = served.layers.tensors(), policy.layers.tensors()
+    tensors, masters = served.stack.tensors(), policy.stack.tensors()
     adapted = any(isinstance(weight, Adapted) for weight in masters.values())
 
     def quantized(kind: Formats, weight: Weight, master: Weight) -> Weight:
@@ -114,8 +114,8 @@ def trainer_policy(
     def changed(
         weight: Weight | Adapted, master: Weight | Adapted, kinds: list[Formats | None]
     ) -> Weight | WeightRuns | Adapted:
-        if isinstance(weight, Adapted):
-            return Adapted(changed(weight.base, master.base, kinds), weight.adapter)
+        if isinstance(weight, Adapted) and isinstance(master, Adapted):
+            return Adapted(in_runs(kinds, quantized, weight.base, master.base), weight.adapter)
         return in_runs(kinds, quantized, weight, master)
 
     linears = {name: changed(tensors[name], masters[name], kind) for name, kind in kinds.items()}
@@ -162,15 +162,15 @@ def rollout_policy(
         )
 
     if unroll:
-        served, masters = unstack(served), unstack(policy)
+        pairs = zip(single_layers(served), single_layers(policy), strict=True)
         stacks = {name: stack_of(policy.config, name) for name in kinds}
-        layers = []
-        for i, pair in enumerate(zip(served.layers, masters.layers, strict=True)):
+        unrolled = []
+        for i, pair in enumerate(pairs):
             here = {n: [kinds[n][s.index(i)]] for n, s in stacks.items() if i in s}
-            layers.append(replaced(*pair, here))
-        layers = nnx.List(layers)
+            unrolled.append(replaced(*pair, here))
+        layers = nnx.List(unrolled)
     else:
-        layers = replaced(served.layers, policy.layers, kinds)
+        layers = replaced(served.stack, policy.stack, kinds)
     return with_layers(served, layers), stack_sums(sums).metrics("weight") if sums else {}
 
 

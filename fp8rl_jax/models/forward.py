@@ -28,7 +28,7 @@ from fp8rl_jax.config.formats import TensorFormat
 from fp8rl_jax.models.cache import KVBlock, KVCache
 from fp8rl_jax.models.config import LinearRopeScaling, PolicyConfig
 from fp8rl_jax.models.moe import mixture
-from fp8rl_jax.models.policy import Layer, Policy, Weight, equal_runs, run_of_layers
+from fp8rl_jax.models.policy import Layer, Policy, Tensor, equal_runs, run_of_layers
 from fp8rl_jax.precision import Compute, as_weight, quantize_per_tensor
 from pallas_kernels.attention import (
     CHUNK,
@@ -98,7 +98,7 @@ class LayerOutputs(NamedTuple):
     """What a layer leaves besides the hidden states: its keys and values, what `observe` returned,
     and its expert ids."""
 
-    block: tuple[Array, Array] | None
+    block: tuple[Any, Any] | None
     observed: Any
     routes: Int[Array, "b t k"] | None
 
@@ -203,14 +203,14 @@ class TransformerLayer:
             mixed, routes = self.mixture(normed, layer, inputs.routes)
         return add(x, self.norm(mixed, after_mlp)), LayerOutputs(block, observed, routes)
 
-    def norm(self, x: Array, weight: Weight | None) -> Array:
+    def norm(self, x: Array, weight: Tensor | None) -> Array:
         """RMSNorm over the last axis; x itself where the layer has no such norm."""
         if weight is None:
             return x
         config = self.config
         return self.compute.rms_norm(x, weight.value, config.rms_norm_eps, config.norm_offset)
 
-    def project(self, x: Array, *weights: Weight) -> list[Array]:
+    def project(self, x: Array, *weights: Tensor) -> list[Array]:
         """Multiply x by each weight; weights of one kind share a prepared input, which is quantized
         once and kept once for the backward."""
         rows, prepared, out = flatten_many_rows(x), {}, []
@@ -232,6 +232,7 @@ class TransformerLayer:
         return self.project(inner, layer.down_proj)[0]
 
     def mixture(self, x: Array, layer: Layer, routes: Array | None) -> tuple[Array, Array]:
+        assert self.config.experts is not None
         return mixture(x, layer, self.config.experts, self.compute, routes)
 
     def attention(
@@ -247,7 +248,7 @@ class TransformerLayer:
             rope = compute.rope_tables(inputs.frequencies, self.positions)
         if completion is not None and t == 1 and not compute.exact and self.observe is None:
             out, written = self.decode((q, k, v), rope, completion, inputs, x.dtype)
-            return *self.project(out.reshape(b, 1, -1), layer.o_proj), written, None
+            return self.project(out.reshape(b, 1, -1), layer.o_proj)[0], written, None
         q, k = compute.rotate(q, rope), compute.rotate(k, rope)
         scales, observed = inputs.scales, None
         if self.observe is not None:
@@ -255,6 +256,7 @@ class TransformerLayer:
             observed, scales = self.observe(q, k, v, real, scales)
         sq = sk = sv = None
         if compute.key.quantized:
+            assert scales is not None
             sq, sk, sv = scales
             k, v = quantize_heads(k, sk, compute.key), quantize_heads(v, sv, compute.value)
             if compute.query.quantized:
@@ -276,7 +278,7 @@ class TransformerLayer:
                 self.chunk,
                 compute.attend,
             )
-            return *self.project(out.reshape(b, t, -1), layer.o_proj), (k, v), observed
+            return self.project(out.reshape(b, t, -1), layer.o_proj)[0], (k, v), observed
         blocks = []
         if inputs.prefix is not None:
             blocks.append(KeyBlock(*inputs.prefix, self.prefix_mask(inputs.window)))
@@ -290,9 +292,9 @@ class TransformerLayer:
             visible = completion.visible(t, inputs.window)[None]
             blocks.append(KeyBlock(*completion.read(*written), visible))
         out = compute.attend(q, blocks, score_scale, value_scale, x.dtype).reshape(b, t, -1)
-        return *self.project(out, layer.o_proj), written, observed
+        return self.project(out, layer.o_proj)[0], written, observed
 
-    def heads(self, x: Array, bias: Weight | None) -> Array:
+    def heads(self, x: Array, bias: Tensor | None) -> Array:
         """A projection with its bias, [b, t, heads, head_dim]."""
         if bias is not None:
             x = self.compute.add(x, jnp.broadcast_to(bias.value, x.shape))
@@ -302,9 +304,12 @@ class TransformerLayer:
         """Attend with one token a row, over the prefix cache and the row's own slots up to the one
         that it now writes."""
         compute = self.compute
-        sq, sk, sv = inputs.scales if compute.key.quantized else (None, None, None)
+        sq = sk = sv = scales = None
+        if compute.key.quantized:
+            assert inputs.scales is not None
+            sq, sk, sv = inputs.scales
+            scales = sk, sv
         sq = sq if compute.query.quantized else None
-        scales = None if sk is None else (sk, sv)
         written, q = completion.write_token(tokens, rope, scales, sq, compute.backend)
         lengths = jnp.full(len(q), completion.slot + 1, jnp.int32)
         caches = [KeyValues(*completion.read(*written), lengths)]
@@ -320,6 +325,7 @@ class TransformerLayer:
         """The blocks of keys as chunked attention takes them."""
         blocks = [TokenBlock(k, v, self.tokens, self.tokens)]
         if prefix is not None:
+            assert self.cache.prefix is not None
             slots = Tokens.of_block(self.cache.prefix.mask, self.cache.prefix.positions)
             blocks.insert(0, TokenBlock(*prefix, self.tokens.after_block(), slots))
         return blocks
@@ -327,8 +333,10 @@ class TransformerLayer:
     def prefix_mask(self, window: Array | None) -> Array:
         """[rows, 1 or the queries of all samples that share the row, slots]."""
         prefix = self.cache.prefix
+        assert prefix is not None
         if window is None:
             return prefix.mask[:, None, :]
+        assert prefix.positions is not None
         rows, slots = prefix.mask.shape
         queries = self.positions.reshape(rows, -1)
         return prefix.mask[:, None, :] & window_mask(queries, prefix.positions, window)
@@ -415,13 +423,16 @@ def forward(
     run = jax.checkpoint(layer, prevent_cse=False) if compute.remat else layer
     x, outputs = (_scan if policy.stacked else _unroll)(run, policy, x, cache, routes, keep_cache)
     block = None
-    if keep_cache and cache.completion is None:
-        block = KVBlock(*outputs.block, segment_ids > 0, positions)
-    elif keep_cache:
-        mask = cache.completion.mask
-        written = jnp.ones((mask.shape[0], t), bool)
-        mask = lax.dynamic_update_slice(mask, written, (0, cache.slot))
-        block = KVBlock(*outputs.block, mask)
+    if keep_cache:
+        assert outputs.block is not None
+        if cache.completion is None:
+            block = KVBlock(*outputs.block, segment_ids > 0, positions)
+        else:
+            assert cache.slot is not None
+            mask = cache.completion.mask
+            written = jnp.ones((mask.shape[0], t), bool)
+            mask = lax.dynamic_update_slice(mask, written, (0, cache.slot))
+            block = KVBlock(*outputs.block, mask)
     return ForwardResult(layer.norm(x, policy.norm), block, outputs.observed, outputs.routes)
 
 
@@ -470,6 +481,7 @@ def layer_inputs(
 def _unroll(
     run: Callable, policy: Policy, x, cache: KVCache, routes, keep_cache: bool
 ) -> tuple[Array, LayerOutputs]:
+    assert not isinstance(policy.layers, Layer)
     sparse, outputs, own = policy.config.sparse_layers, [], cache.completion
     for i, layer in enumerate(policy.layers):
         replayed = routes if i in sparse else None
@@ -478,12 +490,16 @@ def _unroll(
         )
         completion = None
         if own is not None:
+            assert cache.slot is not None
             completion = CompletionCache(own.keys[i], own.values[i], cache.slot)
         x, out = run(x, layer, completion, inputs)
         outputs.append(out)
     observed = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(out.observed for out in outputs))
     used = [out.routes for out in outputs if out.routes is not None]
-    blocks = tuple(zip(*(out.block for out in outputs), strict=True)) if keep_cache else None
+    blocks = None
+    if keep_cache:
+        keys, values = zip(*(out.block for out in outputs), strict=True)
+        blocks = keys, values
     return x, LayerOutputs(blocks, observed, jnp.stack(used, axis=2) if used else None)
 
 
@@ -495,7 +511,10 @@ def _scan(
     def body(carry, inputs):
         x, blocks = carry
         layer, index, inputs = inputs
-        completion = None if blocks is None else CompletionCache(*blocks, cache.slot, index)
+        completion = None
+        if blocks is not None:
+            assert cache.slot is not None
+            completion = CompletionCache(*blocks, cache.slot, index)
         x, out = run(x, layer, completion, inputs)
         if completion is None:
             return (x, None), out if keep_cache else out._replace(block=None)

@@ -66,6 +66,8 @@ def token_logprobs(
     _, (logprobs, entropy) = lax.scan(
         lambda _, xs: (None, score(head, *xs)), None, (split(hidden), split(targets))
     )
-    return tuple(
-        jnp.moveaxis(z, 0, 1).reshape(b, count * width)[:, :t] for z in (logprobs, entropy)
-    )
+
+    def joined(x):
+        return jnp.moveaxis(x, 0, 1).reshape(b, count * width)[:, :t]
+
+    return joined(logprobs), joined(entropy)

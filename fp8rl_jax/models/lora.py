@@ -142,7 +142,7 @@ def init_adapters(config: PolicyConfig, lora: LoraConfig, key: Key[Array, ""]) -
 
 def has_adapters(policy: Policy) -> bool:
     """Whether any linear has an adapter; layers stacked or unrolled."""
-    layers = [policy.layers] if policy.stacked else policy.layers
+    layers = [policy.layers] if isinstance(policy.layers, Layer) else policy.layers
     return any(
         isinstance(weight.value, AdaptedWeight)
         for layer in layers
@@ -157,7 +157,7 @@ def split(policy: Policy) -> tuple[Trained, Policy | None]:
     Args:
         policy: layers stacked.
     """
-    tensors = policy.layers.tensors()
+    tensors = policy.stack.tensors()
     adapters = {
         name: weight.adapter for name, weight in tensors.items() if isinstance(weight, Adapted)
     }
@@ -172,6 +172,7 @@ def join(trained: Trained | list[Adapters], frozen: Policy | None) -> Policy:
     """The inverse of `split`; for a base whose layers are unrolled, the adapters are a list of each
     layer's."""
     if frozen is None:
+        assert isinstance(trained, Policy)
         return trained
 
     def attach(layer: Layer, adapters: Adapters) -> Layer:
@@ -180,11 +181,12 @@ def join(trained: Trained | list[Adapters], frozen: Policy | None) -> Policy:
             tensors | {name: Adapted(tensors[name], adapter) for name, adapter in adapters.items()}
         )
 
-    if frozen.stacked:
+    if isinstance(frozen.layers, Layer):
+        assert isinstance(trained, dict)
         return with_layers(frozen, attach(frozen.layers, trained))
-    return with_layers(
-        frozen, nnx.List([attach(*pair) for pair in zip(frozen.layers, trained, strict=True)])
-    )
+    assert isinstance(trained, list)
+    layers = [attach(*pair) for pair in zip(frozen.layers, trained, strict=True)]
+    return with_layers(frozen, nnx.List(layers))
 
 
 def unstack_adapters(adapters: Adapters, config: PolicyConfig) -> list[Adapters]:
@@ -226,7 +228,7 @@ def merge(policy: Policy) -> Policy:
             )
         return Weight(value, tensor_specs(policy.config)[f"layers.{name}"][1])
 
-    tensors = policy.layers.tensors()
+    tensors = policy.stack.tensors()
     changed = {
         name: plain(name, weight)
         for name, weight in tensors.items()

@@ -62,6 +62,7 @@ def mixture(
     """
     ids, weights = choose(x, layer.router.value, config, compute, routes)
     run = partial(_run, compute=compute, probe=probe)
+    assert layer.experts is not None
     return _on_mesh(run, x, ids, weights, layer.experts), ids.astype(route_dtype(config))
 
 

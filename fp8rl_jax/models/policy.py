@@ -15,18 +15,19 @@ scanned, and `run_of_layers` cuts them out.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, groupby
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Key
 
 from fp8rl_jax.models.config import DENSE, SPARSE, PolicyConfig, parameter_shapes, stack_of
-from fp8rl_jax.precision import Compute, is_quantized
+from fp8rl_jax.precision import Compute, Stored, is_quantized
 from pallas_kernels.rounding import rounded
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", *DENSE)
@@ -47,14 +48,21 @@ class Weight(nnx.Module):
     """One tensor, `weight`; `axes` are the logical names of its axes, which parallel.rules maps to
     the mesh."""
 
-    def __init__(self, value: Array, axes: tuple[str, ...]):
+    def __init__(self, value: Stored | np.ndarray, axes: tuple[str, ...]):
         self.weight = nnx.Param(value)
         self.axes = axes
 
     @property
-    def value(self):
-        """The array or QTensor itself."""
+    def value(self) -> Any:
+        """What it holds: an array, or a type of precision.linear."""
         return self.weight.get_value()
+
+
+class Tensor(Protocol):
+    """What a layer holds of one tensor: a `Weight`, or one with an adapter (models.lora)."""
+
+    @property
+    def value(self) -> Any: ...
 
 
 class WeightRuns(nnx.Module):
@@ -74,7 +82,7 @@ class Experts(nnx.Module):
     """The feed-forward weights of all experts of a layer, each [experts, out, in], or of all layers
     that have experts."""
 
-    def __init__(self, gate_proj: Weight, up_proj: Weight, down_proj: Weight):
+    def __init__(self, gate_proj: Any, up_proj: Any, down_proj: Any):
         self.gate_proj, self.up_proj, self.down_proj = gate_proj, up_proj, down_proj
 
 
@@ -86,14 +94,33 @@ class Layer(nnx.Module):
         tensors: by name, those of the experts as "experts.up_proj".
     """
 
-    def __init__(self, tensors: dict[str, Weight | None]):
+    q_proj: Tensor
+    k_proj: Tensor
+    v_proj: Tensor
+    o_proj: Tensor
+    gate_proj: Tensor
+    up_proj: Tensor
+    down_proj: Tensor
+    router: Tensor
+    input_layernorm: Tensor
+    post_attention_layernorm: Tensor
+    pre_feedforward_layernorm: Tensor | None
+    post_feedforward_layernorm: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    q_bias: Tensor | None
+    k_bias: Tensor | None
+    v_bias: Tensor | None
+    experts: Experts | None
+
+    def __init__(self, tensors: Mapping[str, Tensor | WeightRuns]):
         for name in (*LINEARS, *NORMS, *BIASES, "router"):
             setattr(self, name, tensors.get(name))
-        parts = {name.removeprefix("experts."): tensors.get(name) for name in EXPERT_LINEARS}
-        self.experts = None if None in parts.values() else Experts(**parts)
+        parts = [tensors[name] for name in EXPERT_LINEARS if name in tensors]
+        self.experts = Experts(*parts) if parts else None
 
     @property
-    def norms(self) -> tuple[Weight | None, Weight | None, Weight | None, Weight | None]:
+    def norms(self) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
         """RMSNorms before and after attention, before and after the feed-forward layer; None where
         there is none.
 
@@ -105,8 +132,8 @@ class Layer(nnx.Module):
         before_mlp, after_mlp = self.pre_feedforward_layernorm, self.post_feedforward_layernorm
         return self.input_layernorm, self.post_attention_layernorm, before_mlp, after_mlp
 
-    def tensors(self) -> dict[str, Weight]:
-        """What the constructor was given."""
+    def tensors(self) -> dict[str, Any]:
+        """List what the constructor was given."""
         names = (*LINEARS, *NORMS, *BIASES, "router")
         found = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         if self.experts is not None:
@@ -125,6 +152,7 @@ class Policy(nnx.Module):
         embed_tokens: [vocab, hidden]; also the output head when `lm_head` is None (tied
             embeddings).
         layers: `Layer` whose tensors are stacked [layers, ...], or an nnx.List of single layers.
+            `stack` is the former, and says so of a list.
         norm: [hidden].
         lm_head: [vocab, hidden] or None.
         compute: how it is computed with; `models.forms` sets it with a recipe's.
@@ -134,7 +162,7 @@ class Policy(nnx.Module):
         self,
         config: PolicyConfig,
         embed_tokens: Weight,
-        layers: Layer | nnx.List,
+        layers: Layer | nnx.List[Layer],
         norm: Weight,
         lm_head: Weight | None,
         compute: Compute | None = None,
@@ -256,7 +284,7 @@ def matrix_parameters(config: PolicyConfig) -> int:
         tensor = name.removeprefix("layers.")
         if tensor in (*LINEARS, "router"):
             total += math.prod(shape)
-        elif tensor in EXPERT_LINEARS:
+        elif config.experts is not None and tensor in EXPERT_LINEARS:
             total += math.prod(shape) // config.experts.count * config.experts.per_token
     return total
 
@@ -293,7 +321,7 @@ def map_products(change: Callable, policy: Policy) -> Policy:
 
     layers = (
         changed(policy.layers)
-        if policy.stacked
+        if isinstance(policy.layers, Layer)
         else nnx.List([changed(layer) for layer in policy.layers])
     )
     head = Weight(change(policy.head), _AXES["lm_head"])
@@ -359,7 +387,7 @@ def equal_runs(policy: Policy) -> list[range]:
     def kind(layer: int) -> list[tuple[str, int]]:
         """The tensors that it has, and in which run of its stack each is."""
         found = []
-        for name, weight in policy.layers.tensors().items():
+        for name, weight in policy.stack.tensors().items():
             if layer in (stack := stack_of(policy.config, name)):
                 runs = _runs_in(weight)
                 found.append((name, _part_of(runs[0], stack.index(layer))[0] if runs else 0))
@@ -391,11 +419,15 @@ def run_of_layers(policy: Policy, start: int, stop: int) -> Layer:
 def unstack(policy: Policy) -> Policy:
     """The same policy with `layers` as a list of single layers, each a slice of the stacked
     tensors."""
-    layers = (_cut(policy, i, lambda x, place: x[place]) for i in range(policy.config.num_layers))
-    return with_layers(policy, nnx.List(layers))
+    return with_layers(policy, nnx.List(single_layers(policy)))
 
 
-def with_layers(policy: Policy, layers: Layer | nnx.List) -> Policy:
+def single_layers(policy: Policy) -> list[Layer]:
+    """Slice the layers of a stacked policy."""
+    return [_cut(policy, i, lambda x, place: x[place]) for i in range(policy.config.num_layers)]
+
+
+def with_layers(policy: Policy, layers: Layer | nnx.List[Layer]) -> Policy:
     """The same policy around other layers."""
     return Policy(
         policy.config, policy.embed_tokens, layers, policy.norm, policy.lm_head, policy.compute
@@ -413,7 +445,7 @@ def _cut(policy: Policy, layer: int, take: Callable) -> Layer:
     """The tensors that layer `layer` has, each array as take(array, place of the layer in the
     tensor's stack)."""
     cut = {}
-    for name, weight in policy.layers.tensors().items():
+    for name, weight in policy.stack.tensors().items():
         layers = stack_of(policy.config, name)
         if layer in layers:
             cut[name] = _cut_weight(weight, layers.index(layer), take)

@@ -58,13 +58,11 @@ def _check(recipe: Recipe, backend: Backend, prefix: str) -> None:
             )
         if formats.weight.quantized and formats.weight.block is None:
             refuse(f"{side}.weight.block", "must be given: weights are quantized in blocks")
-        if formats.activation.quantized and formats.activation.block != (
-            1,
-            (formats.weight.block or (0, 0))[1],
-        ):
+        group = (1, (formats.weight.block or (0, 0))[1])
+        if formats.activation.quantized and formats.activation.block != group:
             refuse(
                 f"{side}.activation.block",
-                f"must be (1, {formats.weight.block[1]}), the weight's block along the contraction",
+                f"must be {group}, the weight's block along the contraction",
             )
         if formats.key.element != formats.value.element:
             refuse(f"{side}.value", "and key must have the same element: the cache has one dtype")
@@ -171,7 +169,7 @@ def _check_blocks(recipe: Recipe, refuse: Callable[[str, str], None]) -> None:
     reference takes the others."""
     for side in ("rollout", "trainer"):
         fmt: TensorFormat = getattr(recipe, side).weight
-        if fmt.quantized and fmt.block != (128, 128):
+        if fmt.block is not None and fmt.block != (128, 128):
             refuse(
                 f"{side}.weight.block",
                 f"is {fmt.block[0]}x{fmt.block[1]}, and the hopper backend has 128x128; use auto",
@@ -195,11 +193,10 @@ def _check_backward(recipe: Recipe, refuse: Callable[[str, str], None]) -> None:
             "must be the format of trainer.activation: what the forward has quantized is what is "
             "kept",
         )
-    if gradient.quantized and (
-        weight.block[0] != weight.block[1] or gradient.block != (1, weight.block[0])
-    ):
+    rows, columns = weight.block or (0, 0)
+    if gradient.quantized and (rows != columns or gradient.block != (1, rows)):
         refuse(
             "output_gradient.block",
-            f"must be (1, {weight.block[0]}) and trainer.weight.block square: the backward reads "
+            f"must be (1, {rows}) and trainer.weight.block square: the backward reads "
             "that weight the other way",
         )

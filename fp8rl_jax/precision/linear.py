@@ -142,11 +142,11 @@ class FP8Weight:
             return _fp8_grouped_linear(x, self, group_sizes, out_dtype, compute)
 
         # the backward dequantizes again: it would keep a float32 copy of a frozen FP8 model
+        @partial(jax.checkpoint, prevent_cse=False)
         def product(x, w):
             w = dequantize(w)
             return compute.product(x.astype(jnp.float32), w, group_sizes, out_dtype)
 
-        product = jax.checkpoint(product, prevent_cse=False)
         return rounded(product(x, self.quantized), out_dtype)
 
 
@@ -334,7 +334,7 @@ def _linear_backward(out_dtype, compute, residuals, dy):
         dx = _float32(rows) @ _float32(dequantize(w)).T
         dw = None if frozen else _float32(rows).T @ _float32(_rows(saved))
     dx = rounded(dx, like.dtype).reshape(*dy.shape[:-1], w.shape[0])
-    return FP8Input(None, dx), replace(weight, quantized=None, master=dw)
+    return _cotangents(dx, dw, weight)
 
 
 _fp8_linear.defvjp(_linear_forward, _linear_backward)
@@ -374,13 +374,14 @@ def _grouped_backward(out_dtype, compute, residuals, dy):
     dw = None
     if saved is not None:
         dw = _grouped_weight_gradient(dy, _rows(saved), sizes, weight, backend)
-    return FP8Input(None, rounded(dx, like.dtype)), replace(weight, quantized=None, master=dw), None
+    return *_cotangents(rounded(dx, like.dtype), dw, weight), None
 
 
 def _grouped_weight_gradient(dy, tokens, sizes, weight, backend):
     fmt = weight.output_gradient
     if not fmt.quantized:
         return outer_product(_float32(dy), _float32(tokens), sizes)
+    assert fmt.block is not None
     (dy, tokens), aligned = align_groups((dy, tokens), sizes, fmt.block[1])
     left = _along_tokens(dy, fmt, backend)
     right = _along_tokens(tokens, weight.activation, backend)
@@ -409,6 +410,11 @@ def _constant(weight: FP8Weight) -> FP8Weight:
     return replace(weight, master=None)
 
 
+def _cotangents(dx: Array, dw: Array | None, weight: FP8Weight) -> tuple[FP8Input, FP8Weight]:
+    none: Any = None  # the cotangent of what has no gradient
+    return FP8Input(none, dx), replace(weight, quantized=none, master=dw)
+
+
 def _transposed(w: QTensor) -> QTensor:
     return QTensor(jnp.swapaxes(w.values, -1, -2), jnp.swapaxes(w.scales, -1, -2), w.block[::-1])
 
@@ -428,6 +434,7 @@ def _input_along_tokens(saved: QTensor | Array, fmt: TensorFormat, backend) -> Q
 
 
 def _along_tokens(x: Array, fmt: TensorFormat, backend) -> QTensor:
+    assert fmt.block is not None
     return quantize(x, replace(fmt, block=fmt.block[::-1]), backend)
 
 

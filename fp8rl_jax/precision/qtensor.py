@@ -69,6 +69,7 @@ def quantize_both_ways(
 ) -> tuple[QTensor, QTensor]:
     """`quantize` along rows in groups of `fmt.block` (1 x size), and along tokens in groups of size
     x 1, from one read of `x`."""
+    assert fmt.block is not None
     size = fmt.block[1]
     rows, tokens = quantize_both(x, size, element_dtype(fmt), fmt.scale, backend=backend)
     return QTensor(*rows, (1, size)), QTensor(*tokens, (size, 1))
@@ -109,10 +110,13 @@ def dequantize_rows(q: QTensor) -> Float[Array, "*batch n"]:
 
 
 def quantize_per_tensor(
-    x: Float[Array, ...], scale: Float[Array, ""], fmt: TensorFormat
+    x: Float[Array, ...], scale: Float[Array, ...], fmt: TensorFormat
 ) -> Float[Array, ...]:
-    """x / scale with a scale that was calibrated before, clamped to the format's range and cast
-    (the KV cache's quantizer)."""
+    """Clamp x / scale to the format's range and cast it: the KV cache's quantizer.
+
+    Args:
+        scale: float32, calibrated before; broadcastable to `x`.
+    """
     limit = max_value(fmt)
     scaled = x.astype(jnp.float32) / scale
     return jnp.clip(scaled, -limit, limit).astype(element_dtype(fmt))

@@ -216,6 +216,7 @@ def _begin(
     prompts = constrain(prompts, "batch", None)
     segments = (jnp.arange(s) < lengths[:, None]).astype(jnp.int32)
     prefill = forward(policy, prompts, segment_ids=segments, cache=KVCache(scales=scales))
+    assert prefill.cache is not None
     last = jnp.take_along_axis(prefill.hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
     first_logits = jnp.repeat(policy.compute.product(last, policy.head), samples, axis=0)
     starts, keys = jnp.repeat(lengths, samples), _row_keys(key, prompt_ids, samples)
@@ -226,6 +227,7 @@ def _begin(
     if prompt_logprobs:
         logprobs = _prompt_logprobs(policy, prompts, segments, prefill.hidden, sampling)
     if expert_ids:
+        assert prefill.routes is not None
         routes = _known(prefill.routes, segments > 0)
         shape = (rows, width, *prefill.routes.shape[2:])
         sampled_routes = jnp.full(shape, -1, prefill.routes.dtype)
@@ -270,8 +272,10 @@ def _proceed(
         logits = policy.compute.product(result.hidden[:, 0], policy.head)
         used = state.expert_ids
         if used is not None:  # of token t, which this step has fed
+            assert result.routes is not None
             fed = _known(result.routes, lax.dynamic_slice_in_dim(state.mask, state.t, 1, axis=1))
             used = lax.dynamic_update_slice(used, fed, (0, state.t, 0, 0))
+        assert result.cache is not None
         written = (result.cache.keys, result.cache.values)
         state = state._replace(completion=written, expert_ids=used)
         drawn = _record(policy, fixed, state, state.t + 1, logits, sampling)
@@ -290,7 +294,10 @@ def _record(
 ) -> _State:
     """Draws token t of every row that still runs."""
     done = state.done
-    banned = None if sampling.bad_words is None else sampling.bad_words.completing(state.bad_state)
+    banned = None
+    if sampling.bad_words is not None:
+        assert state.bad_state is not None
+        banned = sampling.bad_words.completing(state.bad_state)
     tokens, behaviour, full = draw(
         logits,
         jax.vmap(jax.random.fold_in, (0, None))(fixed.keys, t),
@@ -303,9 +310,11 @@ def _record(
     stopped = live & jnp.isin(tokens, fixed.stops) if fixed.stops.size else jnp.zeros_like(done)
     stop_state, bad_state = state.stop_state, state.bad_state
     if sampling.stop_strings is not None:
+        assert stop_state is not None
         stop_state, complete = sampling.stop_strings.step(stop_state, tokens)
         stopped |= live & complete
     if sampling.bad_words is not None:
+        assert bad_state is not None
         bad_state, _ = sampling.bad_words.step(bad_state, tokens)
     column = (tokens, live, jnp.where(live, behaviour, 0.0), jnp.where(live, full, 0.0))
     tables = (state.tokens, state.mask, state.behaviour_logprobs, state.policy_logprobs)

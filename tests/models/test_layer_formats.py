@@ -17,7 +17,7 @@ from fp8rl_jax.config.recipe import RECIPES, LayerFormats, Recipe
 from fp8rl_jax.config.rl import RLConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.forms import linear_formats, rollout_policy, trainer_policy
-from fp8rl_jax.models.policy import WeightRuns, equal_runs
+from fp8rl_jax.models.policy import WeightRuns, equal_runs, init_policy
 from fp8rl_jax.precision import FP8Weight
 from fp8rl_jax.rollout.engine import LocalEngine
 from fp8rl_jax.rollout.sampling import Sampling
@@ -135,7 +135,7 @@ def test_gradients_reach_the_masters_of_every_kind_of_weight():
 
 def test_a_rule_that_matches_nothing_is_refused_by_both_forms():
     recipe = replace(JET, layers=(LayerFormats("layers.2.*", BLOCKS.formats),))
-    policy = jax.eval_shape(make_policy)
+    policy = jax.eval_shape(lambda: init_policy(CONFIG, jax.random.key(0)))
     for convert in (
         lambda: jax.eval_shape(lambda p: trainer_policy(p, recipe, FLOAT32), policy),
         lambda: jax.eval_shape(lambda p: rollout_policy(p, recipe, FLOAT32, True), policy),
