@@ -30,7 +30,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from fp8rl_jax.compare.causes import logprob_differences
-from fp8rl_jax.compare.tokens import Stretches, Tokens
+from fp8rl_jax.compare.tokens import Parts, Tokens
 from fp8rl_jax.config.recipe import LinearFormats, Recipe
 from fp8rl_jax.models.arithmetic import arithmetic
 from fp8rl_jax.models.cache import KVBlock, KVCache, KVScales, empty_block
@@ -161,18 +161,18 @@ def _put_back(rows, order, axes):
 @partial(jax.jit, static_argnames=("config", "formats", "decode", "backend", "exact"))
 def run_layer(
     layer: Layer,
-    x: Stretches,
+    x: Parts,
     tokens: Tokens,
     inputs: LayerInputs,
-    given: Stretches | None = None,
-    routes: Stretches | None = None,
+    given: Parts | None = None,
+    routes: Parts | None = None,
     *,
     config: PolicyConfig,
     formats: LinearFormats,
     decode: bool,
     backend: Backend,
     exact: bool = False,
-) -> Stretches:
+) -> Parts:
     """Run one layer on the prompts and completions, and keep the values of its operations.
 
     Args:
@@ -186,11 +186,11 @@ def run_layer(
         exact: as in the recipe.
 
     Returns:
-        `Values` of both stretches; "output" is what enters the next layer.
+        `Values` of both parts; "output" is what enters the next layer.
     """
     if decode:
         layer = jax.tree.map(partial(hoist, backend=backend), layer, is_leaf=is_quantized)
-    masks, given, routes = tokens.masks, given or Stretches({}, {}), routes or Stretches(None, None)
+    masks, given, routes = tokens.masks, given or Parts({}, {}), routes or Parts(None, None)
     step = partial(ProbedStep, config, formats, backend=backend, arithmetic=arithmetic(exact))
     positions = jnp.broadcast_to(
         jnp.arange(tokens.prompts.shape[1], dtype=jnp.int32), tokens.prompts.shape
@@ -205,7 +205,7 @@ def run_layer(
             places, masks.completion.astype(jnp.int32), KVCache(prefix), given=given.completion
         )
         second(x.completion, layer, None, inputs._replace(routes=routes.completion))
-        return Stretches(first.kept, second.kept)
+        return Parts(first.kept, second.kept)
 
     def one(completion, now):
         t, x, given, routes = now
@@ -221,7 +221,7 @@ def run_layer(
         (x.completion, given.completion, routes.completion),
     )
     _, kept = lax.scan(one, empty, (jnp.arange(width), *by_token))
-    return Stretches(first.kept, jax.tree.map(lambda z: jnp.moveaxis(z[:, :, 0], 0, 1), kept))
+    return Parts(first.kept, jax.tree.map(lambda z: jnp.moveaxis(z[:, :, 0], 0, 1), kept))
 
 
 def at_once(
