@@ -81,12 +81,14 @@ class ProbedStep(LayerStep):
         return self.given[name].astype(value.dtype) if name in self.given else value
 
     def norm(self, x, weight):
+        """Apply a norm, and keep what enters and leaves it."""
         if weight is None:
             return x
         name = self._names[id(weight)]
         return self.take(f"{name}.out", super().norm(self.take(f"{name}.in", x), weight))
 
     def project(self, x, *weights):
+        """Multiply with each weight, and keep input, operands and results."""
         names = [self._names[id(weight)] for weight in weights]
         self._operands = {}
         out = super().project(self.take(f"{names[0]}.in", x), *weights)
@@ -98,10 +100,12 @@ class ProbedStep(LayerStep):
         return [self.take(f"{name}.out", y) for name, y in zip(names, out, strict=True)]
 
     def operand(self, x, weight):
+        """Make what is multiplied with a weight, and remember it for `project`."""
         self._operands[jax.tree.structure(weight)] = made = super().operand(x, weight)
         return made
 
     def mixture(self, x, layer: Layer, routes):
+        """Run the experts, and keep the router's choice and every row's values."""
         x, experts = self.take("router.in", x), self.config.experts
         assert experts is not None
         router = layer.tensors()["router"].value

@@ -19,7 +19,12 @@ from fp8rl_jax.report.runs import flatten
 
 ROOT = Path(__file__).parents[2] / "experiments"
 DEMO = str(ROOT / "runs" / "demo.toml")
-ROWS = dict(re.findall(r"^    (\S.*?)  +arXiv \S+ +(.+)$", rl.__doc__, re.MULTILINE))
+ROWS = {
+    name: " ".join(row.split())
+    for name, row in re.findall(
+        r"^    (\S.*?)  +arXiv \S+ +(.+(?:\n {30,}.+)*)$", rl.__doc__, re.MULTILINE
+    )
+}
 FILES = {
     "GRPO": "grpo",
     "Dr. GRPO": "dr_grpo",
