@@ -121,15 +121,8 @@ def prompts() -> Prompts:
 _calibrate = partial(calibrate_on_prompts, backend=BACKEND)
 _serve = jax.jit(rollout_policy, static_argnums=(1, 2, 3, 4))
 _train = jax.jit(trainer_policy, static_argnums=(1, 2, 3))
-_at_once = jax.jit(partial(at_once, backend=BACKEND), static_argnames=("recipe", "phase"))
-_one_by_one = jax.jit(partial(one_by_one, backend=BACKEND), static_argnames="recipe")
-_sample = partial(
-    generate,
-    samples=1,
-    sampling=Sampling(max_new_tokens=NEW),
-    recipe=RECIPES["bf16"],
-    backend=BACKEND,
-)
+_at_once, _one_by_one = jax.jit(at_once), jax.jit(one_by_one)
+_sample = partial(generate, samples=1, sampling=Sampling(max_new_tokens=NEW))
 
 
 def point(
@@ -159,20 +152,10 @@ def point(
             )
             if way == "trainer":
                 gradient = replace(recipe, rollout=COMPUTE, name="formats")
-                found = _at_once(
-                    _train(policy, gradient, kind, BACKEND),
-                    tokens,
-                    None,
-                    recipe=form,
-                    phase="train",
-                )
+                found = _at_once(_train(policy, gradient, kind, BACKEND), tokens)
             else:
                 served = _serve(policy, form, kind, False, BACKEND)[0]
-                found = (
-                    _one_by_one(served, tokens, scales, recipe=form)
-                    if way == "decode"
-                    else _at_once(served, tokens, scales, recipe=form, phase="prefill")
-                )
+                found = (_one_by_one if way == "decode" else _at_once)(served, tokens, scales)
             scored[way == "decode", way == "trainer", form] = np.asarray(found)
         return scored[way == "decode", way == "trainer", form]
 

@@ -26,7 +26,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from fp8rl_jax.models.layer import LayerStep
 from jax._src.lib import xla_client
 from jax.experimental import topologies
 
@@ -38,8 +37,9 @@ from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.cache import KVCache
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.forms import trainer_policy
-from fp8rl_jax.models.forward import LayerInputs
+from fp8rl_jax.models.forward import LayerInputs, TransformerLayer
 from fp8rl_jax.models.policy import Layer, Policy, init_policy, unstack
+from fp8rl_jax.precision import Compute
 
 SETTINGS = {
     "linear": "gate_proj; forward and backward in one program, the trainer's weights made from "
@@ -178,14 +178,8 @@ class TrainedLayer:
     def run(self, part: str) -> Callable[[Any, Layer], Any]:
         """The part as a function of its inputs and the trainer's weights."""
         positions = jnp.broadcast_to(jnp.arange(self.length), (self.rows, self.length))
-        step = LayerStep(
-            self.config,
-            self.recipe.trainer,
-            positions,
-            jnp.ones_like(positions),
-            KVCache(),
-            None,
-            "auto",
+        step = TransformerLayer(
+            self.config, Compute(), positions, jnp.ones_like(positions), KVCache()
         )
 
         def linears(inputs, layer):

@@ -161,7 +161,7 @@ def _linears(recipe: Recipe, model: str, faults: list[str]) -> list[str]:
     for name in names:
         _, number, kind = name.split(".", 2)
         layer, why = int(number), why_in_compute(recipe, name, config.num_layers)
-        text = f"compute dtype ({why})" if why else _quantized(recipe)
+        text = f"compute dtype ({why})" if why else _quantized(recipe.of_linear(name))
         ranges = runs.setdefault(kind, [])
         if ranges and ranges[-1][1:] == (layer - 1, text):
             ranges[-1] = (ranges[-1][0], layer, text)

@@ -260,8 +260,10 @@ def predequantize(weight: Stored, compute: Compute) -> Stored:
     """Move the work that does not depend on the input out of a decode loop.
 
     A quantized weight is dequantized where the reference will multiply it; in exact mode every
-    weight becomes the integers of its products.
+    weight becomes the integers of its products. One that is predequantized already stays so.
     """
+    if isinstance(weight, PredequantizedWeight):
+        return weight
     if isinstance(weight, AdaptedWeight):
         return replace(weight, base=predequantize(weight.base, compute))
     if isinstance(weight, QTensor):

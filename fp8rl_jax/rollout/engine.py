@@ -164,11 +164,15 @@ class LocalEngine:
             self.metrics = self.metrics | qkv_metrics(seen)
 
     def _served_base(self, frozen: Policy) -> Policy:
-        """The rollout's form of a frozen base, made once; jit hands arrays that stay as they are
-        on without a copy."""
+        """Make the rollout's form of a frozen base, once; of the base's own arrays where the form
+        has them all."""
         if self._base is None or not _is_same(self._base[0], frozen):
             self._base = None
-            served, self.metrics = self._convert(frozen)
+            form, arrays = jax.eval_shape(self._convert, frozen)[0], jax.tree.leaves(frozen)
+            if _kinds(jax.tree.leaves(form)) == _kinds(arrays):
+                served, self.metrics = jax.tree.unflatten(jax.tree.structure(form), arrays), {}
+            else:
+                served, self.metrics = self._convert(frozen)
             self._base = frozen, served
         return self._base[1]
 
@@ -246,6 +250,10 @@ def _is_same(one: Policy, other: Policy) -> bool:
     leaves, structure = jax.tree.flatten(one)
     others, other_structure = jax.tree.flatten(other)
     return structure == other_structure and all(x is y for x, y in zip(leaves, others, strict=True))
+
+
+def _kinds(arrays: list[Array]) -> list[tuple[tuple[int, ...], jnp.dtype]]:
+    return [(x.shape, x.dtype) for x in arrays]
 
 
 def pad_prompts(tokens: list[list[int]], ids: list[int], width: int, pad: int = 0) -> Prompts:

@@ -4,7 +4,6 @@ the real ones."""
 from __future__ import annotations
 
 import dataclasses
-import sys
 from dataclasses import replace
 from functools import cache
 
@@ -21,11 +20,12 @@ from fp8rl_jax.compare.tokens import Row, as_tokens
 from fp8rl_jax.config.recipe import RECIPES, Recipe, TensorFormat, get_recipe
 from fp8rl_jax.config.rl import RLConfig
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.models import arithmetic
 from fp8rl_jax.models.policy import init_policy
+from fp8rl_jax.precision import Compute
+from fp8rl_jax.precision.compute import ACTIVATIONS
 from fp8rl_jax.rollout.engine import LocalEngine, pad_prompts
 from fp8rl_jax.rollout.sampling import Sampling
-from fp8rl_jax.training.step import Batch, StepConfig, score
+from fp8rl_jax.training.step import Batch, StepConfig, batch_logprobs
 
 DENSE = replace(LLAMA, num_layers=2, vocab_size=40, eos_token_ids=())
 SPARSE = replace(MOE, num_layers=2, experts=replace(MOE.experts, dense_layers=()))
@@ -242,7 +242,7 @@ def test_the_sides_are_the_engine_and_the_update():
         prompts.tokens, prompts.lengths, out.tokens, out.mask, out.policy_logprobs, jnp.zeros(2)
     )
     trainer = np.asarray(
-        score(weights, batch, StepConfig(RECIPES[recipe], RLConfig(), "float32", 1.0))
+        batch_logprobs(weights, batch, StepConfig(RECIPES[recipe], RLConfig(), "float32", 1.0))
     )
     tokens = probe._replace(completions=out.tokens)
     for phase, expected in (("rollout", out.policy_logprobs), ("trainer", trainer)):
@@ -283,12 +283,10 @@ def test_excess_precision_is_named(monkeypatch, left_to_the_compiler):
     # programs of this test alone
     config = replace(DENSE, rms_norm_eps=1e-4 if left_to_the_compiler else 1e-5)
     if left_to_the_compiler:
-        forward = sys.modules["fp8rl_jax.models.forward"]
-        implicit = arithmetic.PLAIN._replace(
-            add=lambda x, y: x + y,
-            gated=lambda gate, up, activation: arithmetic.ACTIVATIONS[activation](gate) * up,
+        monkeypatch.setattr(Compute, "add", lambda self, x, y: x + y)
+        monkeypatch.setattr(
+            Compute, "gated", lambda self, gate, up, name: ACTIVATIONS[name](gate) * up
         )
-        monkeypatch.setattr(forward, "arithmetic", lambda exact: implicit)
     sides = [
         side("bf16", phase, policy(config), dtype="bfloat16") for phase in ("rollout", "trainer")
     ]

@@ -6,15 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fp8rl_jax.models.rotary import rope_tables
 from jax import lax
 
 from fp8rl_jax.config.recipe import TensorFormat
-from fp8rl_jax.precision import quantize_per_tensor
+from fp8rl_jax.precision import Compute, quantize_per_tensor
 from pallas_kernels import BackendError, write_cache
 from pallas_kernels.backend import tracing_for
 from pallas_kernels.cache_write.cases import SMALL
-from pallas_kernels.cache_write.reference import rotate
 from pallas_kernels.check.cases import difference
 
 E4M3 = jnp.float8_e4m3fn
@@ -26,7 +24,8 @@ def inputs(tokens=6, rows=3, kv_heads=2, slots=4, dim=8, dtype=E4M3):
         jax.random.normal(key, (tokens, kv_heads, dim)).astype(jnp.bfloat16) for key in keys[:2]
     )
     cache = jnp.ones((rows, kv_heads, slots, dim), dtype)
-    cos, sin = rope_tables(1e4 ** -jnp.linspace(0.0, 1.0, dim // 2), jnp.arange(tokens)[None])
+    frequencies = 1e4 ** -jnp.linspace(0.0, 1.0, dim // 2)
+    cos, sin = Compute().rope_tables(frequencies, jnp.arange(tokens)[None])
     row, slot = (
         jnp.arange(tokens, dtype=jnp.int32) % rows,
         jnp.arange(tokens, dtype=jnp.int32) // rows,
@@ -52,7 +51,7 @@ def test_equals_what_the_model_writes_bit_for_bit(quantized):
     scales = (jnp.float32(0.0061), jnp.float32(0.0007)) if quantized else None
     got = write_cache(*arrays, scales, k, scales and scales[0])
     tables = cos[:, None], sin[:, None]
-    turned, v = rotate(k[:, None], tables), v[:, None]
+    turned, v = Compute().rotate(k[:, None], tables), v[:, None]
     query = turned
     if quantized:
         query, v = (

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp8rl_jax.config.correction import PLAIN
+from fp8rl_jax.precision import Compute
 from pallas_kernels import BackendError, quantize_blocks, quantize_rms_norm, quantize_swiglu
 from pallas_kernels.backend import tracing_for
 from pallas_kernels.check.cases import difference
@@ -41,7 +41,7 @@ def test_equals_numpy_to_a_step(case):
 @pytest.mark.parametrize("rule", ["float32", "power_of_two"])
 def test_swiglu_equals_the_models_gate_and_then_the_quantizer(dtype, rule):
     gate, up = data((4, 5, 200), dtype, 2)
-    expected = quantize_blocks(PLAIN.gated(gate, up, "silu"), scale=rule)
+    expected = quantize_blocks(Compute().gated(gate, up, "silu"), scale=rule)
     assert_same(quantize_swiglu(gate, up, scale=rule), expected)
     assert_same(jax.jit(lambda gate, up: quantize_swiglu(gate, up, scale=rule))(gate, up), expected)
 
@@ -53,7 +53,7 @@ def test_rms_norm_equals_the_models_norm_and_then_the_quantizer(dtype, offset):
     weight = weight[0]
     assert_same(
         quantize_rms_norm(x, weight, 1e-6, offset),
-        quantize_blocks(PLAIN.rms_norm(x, weight, 1e-6, offset)),
+        quantize_blocks(Compute().rms_norm(x, weight, 1e-6, offset)),
     )
 
 

@@ -8,11 +8,11 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
-from fp8rl_jax.rollout.served import quantized_policy
 
 from fp8rl_jax.config.recipe import get_recipe
 from fp8rl_jax.config.run import MeshConfig
 from fp8rl_jax.models.config import ExpertsConfig, PolicyConfig
+from fp8rl_jax.models.forms import rollout_policy
 from fp8rl_jax.models.forward import forward
 from fp8rl_jax.models.policy import init_policy
 from fp8rl_jax.parallel import (
@@ -45,8 +45,8 @@ MESHES = {
 RECIPE = get_recipe("fp8-rollout")
 
 
-def hidden(policy, tokens, recipe=None):
-    return forward(policy, constrain(tokens, "batch", None), recipe=recipe, phase="prefill").hidden
+def hidden(policy, tokens):
+    return forward(policy, constrain(tokens, "batch", None)).hidden
 
 
 def loss(policy, tokens):
@@ -65,7 +65,7 @@ def far(a, b) -> float:
 
 
 def quantized(policy):
-    return quantized_policy(policy, RECIPE, jnp.float32, unroll=False)[0]
+    return rollout_policy(policy, RECIPE, jnp.float32, unroll=False)[0]
 
 
 def main() -> None:
@@ -76,7 +76,7 @@ def main() -> None:
     alone, odd_alone = jax.jit(hidden)(policy, tokens), jax.jit(hidden)(policy, odd)
     gradient = jax.jit(jax.grad(loss))(policy, tokens)
     eight_bit = jax.jit(quantized)(policy)
-    eight_bit_alone = jax.jit(hidden, static_argnums=2)(eight_bit, tokens, RECIPE)
+    eight_bit_alone = jax.jit(hidden)(eight_bit, tokens)
     answers = {}
     for name, sizes in MESHES.items():
         mesh = make_mesh(sizes)
@@ -87,7 +87,7 @@ def main() -> None:
             synced = jax.jit(
                 quantized, out_shardings=policy_shardings(jax.eval_shape(quantized, policy), mesh)
             )(placed)
-            eight_bit_out = jax.jit(hidden, static_argnums=2)(synced, rows, RECIPE)
+            eight_bit_out = jax.jit(hidden)(synced, rows)
             answers[name] = {
                 "forward": far(jax.jit(hidden)(placed, rows), alone),
                 "odd": far(jax.jit(hidden)(placed, odd), odd_alone),
@@ -99,8 +99,10 @@ def main() -> None:
                 },
                 "quantized": np.abs(eight_bit_out - eight_bit_alone).max(-1).ravel().tolist(),
                 "sync_equal": far(synced, eight_bit) == 0,
-                "up_proj": [*synced.layers.experts.up_proj.value.values.sharding.spec],
-                "up_proj_scales": [*synced.layers.experts.up_proj.value.scales.sharding.spec],
+                "up_proj": [*synced.layers.experts.up_proj.value.quantized.values.sharding.spec],
+                "up_proj_scales": [
+                    *synced.layers.experts.up_proj.value.quantized.scales.sharding.spec
+                ],
                 "router": [*placed.layers.router.value.sharding.spec],
             }
     print(json.dumps(answers))

@@ -13,6 +13,8 @@ from test_forward import MIXED_WINDOWS, QWEN3, policy_and_weights, random_tokens
 
 from fp8rl_jax.models.cache import KVCache
 from fp8rl_jax.models.forward import forward
+from fp8rl_jax.models.policy import with_compute
+from fp8rl_jax.precision import Compute
 from pallas_kernels.attention import (
     KeyBlock,
     TokenBlock,
@@ -142,10 +144,10 @@ def test_a_chunked_forward_has_the_values_and_gradients_of_the_whole_one(config)
     positions = np.repeat(lengths, 3)[:, None] + np.arange(5, dtype=np.int32)
 
     def loss(policy, chunk):
-        run = partial(forward, policy, attention_chunk=chunk)
+        run = partial(forward, with_compute(policy, Compute(remat=True, attention_chunk=chunk)))
         first = run(jnp.asarray(prompts), segment_ids=jnp.asarray(segments))
         second = run(
-            jnp.asarray(completions), jnp.asarray(positions), cache=KVCache(first.cache), remat=True
+            jnp.asarray(completions), jnp.asarray(positions), cache=KVCache(first.cache)
         ).hidden
         return (second * np.random.default_rng(5).normal(size=second.shape)).sum(), second
 
@@ -164,9 +166,8 @@ def test_long_rows_are_chunked_by_themselves():
 
     def memory(chunk):
         def loss(policy, tokens):
-            return forward(
-                policy, tokens, remat=True, attention_chunk=chunk, keep_cache=False
-            ).hidden.sum()
+            remade = with_compute(policy, Compute(remat=True, attention_chunk=chunk))
+            return forward(remade, tokens, keep_cache=False).hidden.sum()
 
         tokens = jax.ShapeDtypeStruct((1, 2048), jnp.int32)
         return (

@@ -8,19 +8,26 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference_llama as reference
-from fp8rl_jax.rollout.served import quantized_policy
 from tiny_models import GEMMA, LLAMA, MISTRAL, MOE, QWEN2, QWEN3
 
 from fp8rl_jax.config.recipe import PrecisionConfig, get_recipe
 from fp8rl_jax.config.training import LoraConfig
 from fp8rl_jax.models.cache import KVBlock, KVCache, empty_block
 from fp8rl_jax.models.config import Llama3RopeScaling, PolicyConfig
-from fp8rl_jax.models.forms import trainer_policy
+from fp8rl_jax.models.forms import predequantized, quantized_base, rollout_policy, trainer_policy
 from fp8rl_jax.models.forward import forward, rope_frequencies
 from fp8rl_jax.models.logprobs import token_logprobs
 from fp8rl_jax.models.lora import init_adapters, join
-from fp8rl_jax.models.policy import Policy, build_policy, init_policy, map_products, unstack
-from fp8rl_jax.precision import hoist
+from fp8rl_jax.models.policy import (
+    EXPERT_LINEARS,
+    LINEARS,
+    Policy,
+    build_policy,
+    init_policy,
+    unstack,
+    with_compute,
+)
+from fp8rl_jax.precision import AdaptedWeight, Compute, ExactCompute
 from fp8rl_jax.rollout.calibration import observe_qkv
 
 SCALED = dataclasses.replace(
@@ -55,9 +62,7 @@ CONFIGS = {
 }
 TOLERANCE = {"atol": 2e-5, "rtol": 2e-5}  # float32 against float64, logits of order 1
 
-run = jax.jit(
-    forward, static_argnames=("recipe", "phase", "remat", "keep_cache", "observe", "backend")
-)
+run = jax.jit(forward, static_argnames=("keep_cache", "observe"))
 
 
 def policy_and_weights(config: PolicyConfig) -> tuple[Policy, dict[str, np.ndarray]]:
@@ -139,16 +144,14 @@ def test_cached_decode_equals_the_full_forward(config, stacked):
     lengths, steps, n = np.array([6, 3], np.int32), 5, 2
     prompts, completions = random_tokens(config, 2, 6), random_tokens(config, 4, steps, seed=3)
     segments = (np.arange(6) < lengths[:, None]).astype(np.int32)
-    shared = run(served, prompts, segment_ids=segments, phase="prefill").cache
-    own = empty_block(config, 4, steps, jnp.float32, stacked)
+    prefix = run(served, prompts, segment_ids=segments).cache
+    completion_cache = empty_block(config, 4, steps, jnp.float32, stacked)
     starts = np.repeat(lengths, n)
     hidden = []
     for t in range(steps):
-        cache = KVCache(shared, own, jnp.int32(t))
-        result = run(
-            served, completions[:, t : t + 1], (starts + t)[:, None], cache=cache, phase="decode"
-        )
-        own = KVBlock(result.cache.keys, result.cache.values, result.cache.mask)
+        cache = KVCache(prefix, completion_cache, jnp.int32(t))
+        result = run(served, completions[:, t : t + 1], (starts + t)[:, None], cache=cache)
+        completion_cache = KVBlock(result.cache.keys, result.cache.values, result.cache.mask)
         hidden.append(result.hidden)
     got = logits(policy, np.concatenate(hidden, axis=1))
     for row, completion in enumerate(completions):
@@ -165,13 +168,14 @@ def group():
     return lengths, widths, prompts, completions
 
 
-def shared_prefix_logprobs(policy: Policy, group, remat: bool):
+def prefix_cache_logprobs(policy: Policy, group, remat: bool):
     """The trainer's layout: prompts once, completions against their block. The last prompt token
     predicts the first of each."""
     lengths, widths, prompts, completions = group
     n = len(completions) // len(prompts)
     inside = (jnp.arange(prompts.shape[1]) < lengths[:, None]).astype(jnp.int32)
-    first = forward(policy, jnp.asarray(prompts), segment_ids=inside, remat=remat)
+    policy = with_compute(policy, Compute(remat=remat))
+    first = forward(policy, jnp.asarray(prompts), segment_ids=inside)
     positions = jnp.repeat(lengths, n)[:, None] + jnp.arange(completions.shape[1])
     real = (jnp.arange(completions.shape[1]) < widths[:, None]).astype(jnp.int32)
     second = forward(
@@ -181,13 +185,10 @@ def shared_prefix_logprobs(policy: Policy, group, remat: bool):
         real,
         KVCache(first.cache),
         keep_cache=False,
-        remat=remat,
     )
     last = jnp.take_along_axis(first.hidden, (lengths - 1)[:, None, None], axis=1)
     hidden = jnp.concatenate([jnp.repeat(last, n, axis=0), second.hidden[:, :-1]], axis=1)
-    return jnp.where(
-        real > 0, token_logprobs(hidden, policy.head, jnp.asarray(completions))[0], 0.0
-    )
+    return jnp.where(real > 0, token_logprobs(hidden, policy, jnp.asarray(completions))[0], 0.0)
 
 
 def plain_logprobs(policy: Policy, group):
@@ -206,7 +207,7 @@ def plain_logprobs(policy: Policy, group):
     picked = jnp.take_along_axis(hidden, columns[..., None], axis=1)
     return jnp.where(
         np.arange(t) < widths[:, None],
-        token_logprobs(picked, policy.head, jnp.asarray(completions))[0],
+        token_logprobs(picked, policy, jnp.asarray(completions))[0],
         0.0,
     )
 
@@ -226,17 +227,17 @@ def weighted_gradients(layout, policy: Policy):
     [(QWEN3, False), (MIXED_WINDOWS, False), (SMALL_MOE, True), (SMALL_GEMMA, True)],
     ids=["qwen3", "windows", "moe_remat", "gemma3_remat"],
 )
-def test_the_shared_prefix_layout_has_the_values_and_gradients_of_the_plain_one(
+def test_the_prefix_cache_layout_has_the_values_and_gradients_of_the_plain_one(
     group, config, remat
 ):
     policy, _ = policy_and_weights(config)
     gradients, values = weighted_gradients(partial(plain_logprobs, group=group), policy)
-    layout = partial(shared_prefix_logprobs, group=group, remat=remat)
-    shared_gradients, shared_values = weighted_gradients(layout, policy)
+    layout = partial(prefix_cache_logprobs, group=group, remat=remat)
+    cached_gradients, cached_values = weighted_gradients(layout, policy)
     assert (np.asarray(values) != 0).sum() == group[1].sum()
-    np.testing.assert_allclose(shared_values, values, atol=1e-5)
+    np.testing.assert_allclose(cached_values, values, atol=1e-5)
     for got, expected in zip(
-        jax.tree.leaves(shared_gradients), jax.tree.leaves(gradients), strict=True
+        jax.tree.leaves(cached_gradients), jax.tree.leaves(gradients), strict=True
     ):
         scale = np.abs(expected).max()
         assert scale > 0
@@ -274,7 +275,7 @@ def test_gradients_equal_finite_differences_of_the_reference(config, paths):
 
     def loss(policy):
         hidden = forward(policy, jnp.asarray(tokens[None, :-1])).hidden
-        return token_logprobs(hidden, policy.head, jnp.asarray(tokens[None, 1:]))[0].sum()
+        return token_logprobs(hidden, policy, jnp.asarray(tokens[None, 1:]))[0].sum()
 
     def reference_loss(weights):
         scores = reference.log_softmax(reference.logits(config, weights, tokens[:-1].tolist()))
@@ -299,7 +300,7 @@ def test_gradients_equal_finite_differences_of_the_reference(config, paths):
 
 
 def amax_of(q, k, v, real, scales):
-    return jnp.stack([jnp.abs(jnp.where(real, x, 0.0)).max() for x in (q, k, v)])
+    return jnp.stack([jnp.abs(jnp.where(real, x, 0.0)).max() for x in (q, k, v)]), scales
 
 
 def test_observers_can_leave_padding_out():
@@ -315,18 +316,15 @@ def test_observers_can_leave_padding_out():
 
 
 def test_a_quantized_cache_needs_scales():
-    policy, _ = policy_and_weights(LLAMA)
-    with pytest.raises(ValueError, match=r"fp8-kv.*cache\.scales"):
-        forward(
-            policy,
-            jnp.asarray(random_tokens(LLAMA, 1, 4)),
-            recipe=get_recipe("fp8-kv"),
-            phase="prefill",
-        )
+    policy = served(policy_and_weights(LLAMA)[0], get_recipe("fp8-kv"))
+    with pytest.raises(ValueError, match=r"FP8 cache.*cache\.scales"):
+        jax.eval_shape(forward, policy, jnp.zeros((1, 4), jnp.int32))
 
 
-PLAIN_POLICY = jax.eval_shape(lambda: init_policy(SMALL_MOE, jax.random.key(0)))
-UNROLLED = jax.eval_shape(unstack, PLAIN_POLICY)
+MASTERS = jax.eval_shape(lambda: init_policy(SMALL_MOE, jax.random.key(0)))
+JET, LINEARS_ONLY, BF16 = map(get_recipe, ("jet-rl", "fp8-rollout", "bf16"))
+LAST_PLAIN = get_recipe("jet-rl", PrecisionConfig(excluded=("layers.1.*",)))
+NO_DOWN = get_recipe("jet-rl", PrecisionConfig(excluded=("*.down_proj",)))
 
 
 def trained(policy, recipe):
@@ -334,9 +332,13 @@ def trained(policy, recipe):
 
 
 def served(policy, recipe, unroll=False):
-    return jax.eval_shape(
-        partial(quantized_policy, recipe=recipe, dtype=jnp.float32, unroll=unroll), policy
-    )[0]
+    convert = partial(rollout_policy, recipe=recipe, dtype=jnp.float32, unroll=unroll)
+    return jax.eval_shape(convert, policy)[0]
+
+
+def at_rest(policy):
+    """A base of adapters in the rollout's formats."""
+    return jax.eval_shape(partial(quantized_base, recipe=LINEARS_ONLY, dtype=jnp.float32), policy)
 
 
 def adapted(policy):
@@ -346,146 +348,70 @@ def adapted(policy):
     )
 
 
-def hoisted(policy):
+def unquantized(policy):
     """As an exact sampler multiplies it."""
-    return jax.eval_shape(partial(map_products, partial(hoist, exact=True)), policy)
+    return jax.eval_shape(predequantized, with_compute(policy, ExactCompute()))
 
 
-def trace(policy, recipe, phase):
-    """Traces a forward, which is when the form of a policy is looked at."""
-    recipe = dataclasses.replace(recipe, exact=phase == "decode")
-    jax.eval_shape(
-        partial(forward, recipe=recipe, phase=phase), policy, jnp.zeros((1, 4), jnp.int32)
-    )
+def kinds(policy) -> dict[str, set[str]]:
+    """Types of each linear's weight over the layers; of one with an adapter, of its base."""
+    found: dict[str, set[str]] = {}
+    for layer in [policy.layers] if policy.stacked else policy.layers:
+        for name, weight in layer.tensors().items():
+            if name in (*LINEARS, *EXPERT_LINEARS):
+                found.setdefault(name, set())
+                for part in getattr(weight, "parts", [weight]):
+                    value = part.value
+                    value = value.base if isinstance(value, AdaptedWeight) else value
+                    found[name].add(type(value).__name__)
+    return found
 
 
-JET, LINEARS_ONLY, BF16 = map(get_recipe, ("jet-rl", "fp8-rollout", "bf16"))
-LAST_PLAIN = get_recipe("jet-rl", PrecisionConfig(excluded=("layers.1.*",)))
-NO_DOWN = get_recipe("jet-rl", PrecisionConfig(excluded=("*.down_proj",)))
-TRAINER = r"trainer of recipe '{}' {} layers\.0\.q_proj, which is {} in this policy.*; models\.trained\.trainer_policy.*'train'"
-ROLLOUT = r"rollout of recipe '{}' {} layers\.0\.q_proj, which is {} in this policy; rollout\.served\.quantized_policy.*'{}'"
-OFF = "does not quantize"
-
-
-@pytest.mark.parametrize(
-    ("policy", "recipe", "phase", "message"),
-    [
-        (lambda: PLAIN_POLICY, JET, "train", TRAINER.format("jet-rl", "quantizes", "plain")),
-        (
-            lambda: PLAIN_POLICY,
-            JET,
-            "prefill",
-            ROLLOUT.format("jet-rl", "quantizes", "plain", "prefill"),
-        ),
-        (
-            lambda: UNROLLED,
-            LINEARS_ONLY,
-            "decode",
-            ROLLOUT.format("fp8-rollout", "quantizes", "plain", "decode"),
-        ),
-        (
-            lambda: adapted(PLAIN_POLICY),
-            JET,
-            "train",
-            TRAINER.format("jet-rl", "quantizes", "plain"),
-        ),
-        (
-            lambda: adapted(PLAIN_POLICY),
-            LINEARS_ONLY,
-            "prefill",
-            ROLLOUT.format("fp8-rollout", "quantizes", "plain", "prefill"),
-        ),
-        (
-            lambda: served(PLAIN_POLICY, LINEARS_ONLY),
-            BF16,
-            "train",
-            TRAINER.format("bf16", OFF, "quantized"),
-        ),
-        (
-            lambda: served(PLAIN_POLICY, LINEARS_ONLY),
-            LINEARS_ONLY,
-            "train",
-            TRAINER.format("fp8-rollout", OFF, "quantized"),
-        ),
-        (
-            lambda: served(PLAIN_POLICY, JET, True),
-            BF16,
-            "prefill",
-            ROLLOUT.format("bf16", OFF, "quantized", "prefill"),
-        ),
-        (
-            lambda: served(PLAIN_POLICY, JET),
-            JET,
-            "train",
-            TRAINER.format("jet-rl", "quantizes", "in the rollout's form"),
-        ),
-        (
-            lambda: adapted(served(PLAIN_POLICY, LINEARS_ONLY)),
-            JET,
-            "train",
-            "0.q_proj, .*lets no gradient through; models",
-        ),
-        (
-            lambda: trained(PLAIN_POLICY, JET),
-            BF16,
-            "train",
-            TRAINER.format("bf16", OFF, "quantized"),
-        ),
-        (
-            lambda: served(PLAIN_POLICY, LAST_PLAIN, True),
-            JET,
-            "train",
-            r"quantizes layers\.1\.q_proj, which is plain",
-        ),
-        (
-            lambda: trained(PLAIN_POLICY, JET),
-            LAST_PLAIN,
-            "train",
-            r"does not quantize layers\.1\.q_proj, which is quantized",
-        ),
-        (
-            lambda: trained(PLAIN_POLICY, JET),
-            NO_DOWN,
-            "train",
-            r"does not quantize layers\.0\.down_proj, which is quantized",
-        ),
-        (
-            lambda: trained(PLAIN_POLICY, NO_DOWN),
-            JET,
-            "train",
-            r"quantizes layers\.0\.down_proj, which is plain",
-        ),
-    ],
-)
-def test_a_policy_in_another_form_than_the_recipes_is_refused(policy, recipe, phase, message):
-    """Each of these ran, and gave the numbers of another recipe, or gradients that stop at the
-    first quantized linear."""
-    with pytest.raises(ValueError, match=message) as raised:
-        trace(policy(), recipe, phase)
-    assert "\n" not in str(raised.value)
+ALL = {"q_proj": {"FP8Weight"}, "down_proj": {"FP8Weight"}, "experts.down_proj": {"FP8Weight"}}
+ARRAY = {"ShapeDtypeStruct"}
 
 
 # in exact weights, of which the shapes alone are made
 @pytest.mark.filterwarnings("ignore:Explicitly requested dtype float64")
 @pytest.mark.parametrize(
-    ("policy", "recipe", "phase"),
+    ("policy", "expected"),
     [
-        (lambda: trained(PLAIN_POLICY, JET), JET, "train"),
-        (lambda: trained(PLAIN_POLICY, NO_DOWN), NO_DOWN, "train"),
-        (lambda: served(PLAIN_POLICY, JET), JET, "prefill"),
-        (lambda: served(PLAIN_POLICY, LAST_PLAIN, True), LAST_PLAIN, "prefill"),
-        (lambda: PLAIN_POLICY, LINEARS_ONLY, "train"),
-        (lambda: adapted(served(PLAIN_POLICY, LINEARS_ONLY)), LINEARS_ONLY, "train"),
-        (lambda: adapted(served(PLAIN_POLICY, LINEARS_ONLY)), BF16, "prefill"),
-        (lambda: trained(adapted(served(PLAIN_POLICY, LINEARS_ONLY)), JET), JET, "train"),
-        (lambda: hoisted(adapted(served(PLAIN_POLICY, LINEARS_ONLY))), LINEARS_ONLY, "decode"),
-        (lambda: hoisted(served(PLAIN_POLICY, LINEARS_ONLY, True)), LINEARS_ONLY, "decode"),
-        (lambda: hoisted(PLAIN_POLICY), BF16, "decode"),
+        (lambda: trained(MASTERS, JET), ALL),
+        (
+            lambda: trained(MASTERS, NO_DOWN),
+            ALL | {"down_proj": ARRAY, "experts.down_proj": ARRAY, "up_proj": {"FP8Weight"}},
+        ),
+        (
+            lambda: trained(MASTERS, LAST_PLAIN),
+            {"q_proj": {"FP8Weight"} | ARRAY, "down_proj": {"FP8Weight"}, "experts.up_proj": ARRAY},
+        ),
+        (lambda: served(MASTERS, JET), ALL),
+        (
+            lambda: served(MASTERS, LAST_PLAIN, True),
+            {"q_proj": {"FP8Weight"} | ARRAY, "down_proj": {"FP8Weight"}, "experts.up_proj": ARRAY},
+        ),
+        (lambda: trained(MASTERS, LINEARS_ONLY), {"q_proj": ARRAY, "experts.up_proj": ARRAY}),
+        (lambda: trained(adapted(at_rest(MASTERS)), LINEARS_ONLY), {"q_proj": {"QTensor"}}),
+        (lambda: trained(adapted(at_rest(MASTERS)), JET), ALL),
+        (lambda: adapted(served(at_rest(MASTERS), BF16)), {"q_proj": {"QTensor"}}),
+        (lambda: adapted(served(at_rest(MASTERS), LINEARS_ONLY)), ALL),
+        (
+            lambda: unquantized(adapted(served(MASTERS, LINEARS_ONLY))),
+            {"q_proj": {"PredequantizedWeight"}},
+        ),
+        (
+            lambda: unquantized(served(MASTERS, LINEARS_ONLY, True)),
+            {"q_proj": {"PredequantizedWeight"}, "experts.up_proj": {"PredequantizedWeight"}},
+        ),
+        (lambda: unquantized(MASTERS), {"q_proj": {"Integers"}, "experts.up_proj": {"Integers"}}),
     ],
 )
-def test_a_policy_in_the_recipes_form_runs(policy, recipe, phase):
-    """A base at rest in FP8 does under every recipe."""
-    trace(policy(), recipe, phase)
+def test_each_linear_has_the_type_that_the_recipe_gives_it_and_a_forward_runs(policy, expected):
+    """A base at rest in FP8 stays quantized under every recipe."""
+    policy = policy()
+    found = kinds(policy)
+    assert {name: found[name] for name in expected} == expected
+    jax.eval_shape(forward, policy, jnp.zeros((1, 4), jnp.int32))
 
 
 def test_a_served_policy_is_calibrated_with_the_rollouts_linears():
@@ -494,14 +420,13 @@ def test_a_served_policy_is_calibrated_with_the_rollouts_linears():
     recipe, policy = get_recipe("fp8-rl"), policy_and_weights(LLAMA)[0]
     tokens = random_tokens(LLAMA, 2, 8)
     for unroll in (False, True):
-        convert = partial(quantized_policy, recipe=recipe, dtype=jnp.float32, unroll=unroll)
+        convert = partial(rollout_policy, recipe=recipe, dtype=jnp.float32, unroll=unroll)
         served_policy = jax.jit(convert)(policy)[0]
         seen = observe_qkv(
             served_policy, tokens, jnp.full(2, 8), recipe=recipe, dtype=jnp.float32
         ).amax[0]
-        expected = run(
-            served_policy, tokens, recipe=LINEARS_ONLY, phase="prefill", observe=amax_of
-        ).observed
+        unquantized_cache = with_compute(served_policy, Compute())
+        expected = run(unquantized_cache, tokens, observe=amax_of).observed
         np.testing.assert_allclose(seen, expected, rtol=1e-6)
         plain = run(policy, tokens, observe=amax_of).observed
         assert np.abs(np.asarray(seen) / np.asarray(plain) - 1).max() > 1e-3

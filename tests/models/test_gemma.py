@@ -23,7 +23,7 @@ from fp8rl_jax.models.policy import cast, init_policy
 from fp8rl_jax.rollout.calibration import calibrate_on_prompts
 from fp8rl_jax.rollout.engine import LocalEngine, pad_prompts
 from fp8rl_jax.rollout.sampling import Sampling
-from fp8rl_jax.training.step import Batch, StepConfig, score
+from fp8rl_jax.training.step import Batch, StepConfig, batch_logprobs
 from fp8rl_jax.weights.hf_config import config_json, parse_config
 
 # Logits of Gemma3ForCausalLM in float64 with the weights reference.random_weights(GEMMA), for the
@@ -264,13 +264,7 @@ def logprobs_of_full_forwards(engine, rollout) -> np.ndarray:
     rows = np.zeros((len(tokens), PROMPTS.tokens.shape[1] + tokens.shape[1]), np.int32)
     for row, (start, completion) in enumerate(zip(lengths, tokens, strict=True)):
         rows[row, : start + len(completion)] = [*PROMPTS.tokens[row // 2, :start], *completion]
-    result = run(
-        engine.policy,
-        rows,
-        cache=KVCache(scales=engine.scales),
-        recipe=engine.recipe,
-        phase="prefill",
-    )
+    result = run(engine.policy, rows, cache=KVCache(scales=engine.scales))
     logits = np.asarray(result.hidden, np.float64) @ np.asarray(engine.policy.head, np.float64).T
     columns = lengths[:, None] - 1 + np.arange(tokens.shape[1])
     table = reference.log_softmax(np.take_along_axis(logits, columns[..., None], 1))
@@ -286,12 +280,13 @@ def trainer_logprobs(policy, rollout, recipe: str) -> np.ndarray:
         rollout.policy_logprobs,
         jnp.zeros(4),
     )
-    return np.asarray(score(policy, batch, StepConfig(RECIPES[recipe], RLConfig(), "float32", 1.0)))
+    config = StepConfig(RECIPES[recipe], RLConfig(), "float32", 1.0)
+    return np.asarray(batch_logprobs(policy, batch, config))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_trainer_follows_the_rollout_under_every_recipe(recipe):
-    """A window of 3 within prompts of 7 and completions of 8: shared and own block are both cut.
+    """A window of 3 within prompts of 7 and completions of 8: prefix and completion cache are both cut.
     The rollout equals a full forward in its own formats, and a trainer of the same formats, up to
     flipped roundings, which stay far below what dropping the formats costs (the bounds of
     rollout/test_generate.py and training/test_trained_recipes.py)."""

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference_llama as reference
-from fp8rl_jax.rollout.served import quantized_policy
 from test_forward import TOLERANCE, logits, policy_and_weights, random_tokens, run
 from tiny_models import LLAMA, MOE, QWEN3
 
 from fp8rl_jax.config.recipe import get_recipe
 from fp8rl_jax.config.training import LoraConfig
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.models.forms import quantized_base
 from fp8rl_jax.models.lora import (
     adapted_tensors,
     build_adapters,
@@ -149,10 +149,8 @@ def test_an_fp8_base_merges_as_what_it_stands_for():
     """The adapters were trained beside the quantized weights, so these, dequantized, are what they
     are added to."""
     policy, adapters = policy_and_weights(QWEN3)[0], random_adapters(QWEN3, ATTENTION)
-    freeze = partial(
-        quantized_policy, recipe=get_recipe("fp8-rollout"), dtype=jnp.float32, unroll=False
-    )
-    frozen = jax.jit(freeze)(policy)[0]
+    freeze = partial(quantized_base, recipe=get_recipe("fp8-rollout"), dtype=jnp.float32)
+    frozen = jax.jit(freeze)(policy)
     adapted = join(adapters, frozen)
     merged, tokens = merge(adapted), random_tokens(QWEN3, 2, 9)
     assert all(

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import reference_llama as reference
 from flax import nnx
-from fp8rl_jax.rollout.served import quantized_policy
 from test_forward import TOLERANCE, logits, policy_and_weights, random_tokens, run
 from tiny_models import MOE, QWEN3
 
@@ -19,6 +18,7 @@ from fp8rl_jax.config.recipe import PrecisionConfig, get_recipe
 from fp8rl_jax.config.rl import RLConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.config import ExpertsConfig
+from fp8rl_jax.models.forms import rollout_policy
 from fp8rl_jax.models.forward import forward
 from fp8rl_jax.models.moe import choose, mixture, route_dtype
 from fp8rl_jax.models.policy import (
@@ -36,10 +36,11 @@ from fp8rl_jax.models.policy import (
     with_layers,
 )
 from fp8rl_jax.precision import (
+    Compute,
+    FP8Weight,
     QTensor,
-    hoist,
     linear,
-    quantize_input,
+    predequantize,
     quantize_weight,
     quantized_layers,
 )
@@ -47,7 +48,7 @@ from fp8rl_jax.rollout.calibration import calibrate_on_prompts
 from fp8rl_jax.rollout.engine import LocalEngine, pad_prompts
 from fp8rl_jax.rollout.sampling import Sampling
 from fp8rl_jax.training.state import decay_mask
-from fp8rl_jax.training.step import Batch, StepConfig, score
+from fp8rl_jax.training.step import Batch, StepConfig, batch_logprobs
 from fp8rl_jax.weights.load import load_policy, save_policy
 
 
@@ -61,7 +62,7 @@ def test_choice_and_weights():
     order = np.argsort(-scores, axis=-1)
     for normalize in (True, False):
         config = ExpertsConfig(5, 2, 16, normalize)
-        ids, weights = choose(jnp.asarray(x), jnp.asarray(router), config)
+        ids, weights = choose(jnp.asarray(x), jnp.asarray(router), config, Compute())
         np.testing.assert_array_equal(ids, order[..., :2])
         best = np.take_along_axis(scores, order[..., :2], -1)
         np.testing.assert_allclose(
@@ -70,7 +71,7 @@ def test_choice_and_weights():
     routes = order[..., 2:4].copy()
     routes[1, 2, 0] = -1  # this token alone is routed anew
     ids, weights = choose(
-        jnp.asarray(x), jnp.asarray(router), config, jnp.asarray(routes, jnp.int8)
+        jnp.asarray(x), jnp.asarray(router), config, Compute(), jnp.asarray(routes, jnp.int8)
     )
     expected = order[..., 2:4].copy()
     expected[1, 2] = order[1, 2, :2]
@@ -88,11 +89,11 @@ def test_the_router_computes_in_float32_under_bfloat16():
     np.testing.assert_array_equal(served.layers.router.value, policy.layers.router.value)
     x = jnp.full((1, 8), 1.0, jnp.bfloat16)
     router = jnp.stack([jnp.full(8, 1.0), jnp.full(8, 1.0 + 2.0**-12)])  # equal in bfloat16
-    assert choose(x, router, ExpertsConfig(2, 1, 16, True))[0].item() == 1
+    assert choose(x, router, ExpertsConfig(2, 1, 16, True), Compute())[0].item() == 1
 
 
-@pytest.mark.parametrize("hoisted", [False, True], ids=["quantized", "hoisted"])
-def test_quantized_experts_are_those_of_the_quantized_linear(hoisted):
+@pytest.mark.parametrize("ready", [False, True], ids=["quantized", "predequantized"])
+def test_quantized_experts_are_those_of_the_quantized_linear(ready):
     """Token by token and expert by expert through `linear`, which has tests of its own."""
     policy, _ = policy_and_weights(MOE)
     formats = get_recipe("fp8-rollout").rollout
@@ -101,22 +102,24 @@ def test_quantized_experts_are_those_of_the_quantized_linear(hoisted):
     for name in ("gate_proj", "up_proj", "down_proj"):
         param = getattr(layer.experts, name).weight
         weights[name] = quantize_weight(param.get_value(), formats.weight)
-        param.set_value(hoist(weights[name]) if hoisted else weights[name])
+        quantized = FP8Weight(weights[name], activation=formats.activation)
+        param.set_value(predequantize(quantized, Compute("reference")) if ready else quantized)
     x = jnp.asarray(np.random.default_rng(1).normal(size=(2, 3, 48)), jnp.float32)
-    out, ids = mixture(x, layer, MOE.experts, formats.activation)
-    gates = choose(x, layer.router.value, MOE.experts)[1]
+    out, ids = mixture(x, layer, MOE.experts, Compute())
+    gates = choose(x, layer.router.value, MOE.experts, Compute())[1]
     for where in np.ndindex(2, 3):
         expected = np.zeros(48)
         for expert, gate in zip(np.asarray(ids)[where], np.asarray(gates)[where], strict=True):
             own = {
-                name: QTensor(w.values[expert], w.scales[expert], w.block)
+                name: FP8Weight(
+                    QTensor(w.values[expert], w.scales[expert], w.block),
+                    activation=formats.activation,
+                )
                 for name, w in weights.items()
             }
 
             def project(y, name, own=own):
-                return linear(
-                    quantize_input(y, own[name], formats.activation), own[name], jnp.float32
-                )
+                return linear(y, own[name], jnp.float32)
 
             row = x[where][None]
             inner = jax.nn.silu(project(row, "gate_proj")) * project(row, "up_proj")
@@ -176,7 +179,7 @@ def test_a_scanned_rollout_policy_has_a_linear_that_is_quantized_in_some_layers_
 
     def served(**changes):
         convert = partial(
-            quantized_policy,
+            rollout_policy,
             recipe=dataclasses.replace(recipe, **changes),
             dtype=jnp.bfloat16,
             unroll=False,
@@ -184,16 +187,18 @@ def test_a_scanned_rollout_policy_has_a_linear_that_is_quantized_in_some_layers_
         return jax.eval_shape(convert, policy)[0].layers
 
     experts = served(quantized=("*.experts.*",))
-    assert experts.experts.up_proj.value.values.shape == (
+    assert experts.experts.up_proj.value.shape == (
         3,
         5,
         24,
         48,
     ) and experts.up_proj.value.shape == (1, 80, 48)
+    assert isinstance(experts.experts.up_proj.value, FP8Weight)
+    assert not isinstance(experts.up_proj.value, FP8Weight)
     assert served().router.value.dtype == jnp.float32
     runs = served(excluded=("layers.0.experts.*",)).experts.up_proj
     assert runs.sizes == (1, 2) and runs.parts[0].value.shape == (1, 5, 24, 48)
-    assert runs.parts[1].value.values.shape == (2, 5, 24, 48)
+    assert runs.parts[1].value.quantized.values.shape == (2, 5, 24, 48)
 
 
 @pytest.mark.parametrize("unroll", [True, False], ids=["unrolled", "scanned"])
@@ -203,23 +208,21 @@ def test_experts_in_the_compute_dtype_in_some_layers(unroll):
     recipe = get_recipe(
         "fp8-rollout", PrecisionConfig(first_layers_in_compute=1, excluded=("layers.3.experts.*",))
     )
-    served = quantized_policy(policy, recipe, jnp.dtype("float32"), unroll)[0]
+    served = rollout_policy(policy, recipe, jnp.dtype("float32"), unroll)[0]
     if not unroll:
         assert equal_runs(served) == [range(1), range(1, 2), range(2, 3), range(3, 4)]
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, MOE.vocab_size, (2, 7)), jnp.int32)
-    found = forward(served, tokens, recipe=recipe, phase="prefill")
+    found = forward(served, tokens)
     layers = []
     for i, layer in enumerate(unstack(policy).layers):
         tensors = layer.tensors()
         for name in (*LINEARS, *EXPERT_LINEARS):
             if name in tensors and i and not (i == 3 and name in EXPERT_LINEARS):
-                tensors[name] = Weight(
-                    quantize_weight(tensors[name].value, recipe.rollout.weight), tensors[name].axes
-                )
+                q = quantize_weight(tensors[name].value, recipe.rollout.weight)
+                weight = FP8Weight(q, activation=recipe.rollout.activation)
+                tensors[name] = Weight(weight, tensors[name].axes)
         layers.append(Layer(tensors))
-    expected = forward(
-        with_layers(policy, nnx.List(layers)), tokens, recipe=recipe, phase="prefill"
-    )
+    expected = forward(with_layers(policy, nnx.List(layers)), tokens)
     np.testing.assert_allclose(found.hidden, expected.hidden, rtol=1e-4, atol=1e-4)
     np.testing.assert_array_equal(found.routes, expected.routes)
 
@@ -308,11 +311,12 @@ def test_the_trainer_replays_the_rollout_s_routes():
     mask = np.asarray(rollout.mask)
     replayed = {"prompt_routes": rollout.prompt_expert_ids, "routes": rollout.expert_ids}
     plain, same = (
-        np.asarray(score(policy, as_batch(rollout, **routes), config)) for routes in ({}, replayed)
+        np.asarray(batch_logprobs(policy, as_batch(rollout, **routes), config))
+        for routes in ({}, replayed)
     )
     nothing = jax.tree.map(lambda x: jnp.full_like(x, -1), replayed)
     np.testing.assert_allclose(
-        score(policy, as_batch(rollout, **nothing), config)[mask], plain[mask], atol=1e-6
+        batch_logprobs(policy, as_batch(rollout, **nothing), config)[mask], plain[mask], atol=1e-6
     )
     gap = np.abs(np.stack([plain, same]) - np.asarray(rollout.policy_logprobs))[:, mask].mean(1)
     assert 0 < gap[1] < gap[0]

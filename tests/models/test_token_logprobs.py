@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from fp8rl_jax.models.logprobs import token_logprobs
+from fp8rl_jax.models.policy import Policy, Weight
 
 
 @pytest.mark.parametrize("entropy_gradient", [False, True])
@@ -21,8 +22,9 @@ def test_values_and_gradients(chunk, entropy_gradient):
     targets, weights = rng.integers(0, 131, (2, 7)), rng.normal(size=(2, 7)).astype(np.float32)
 
     def loss(hidden, head):
+        policy = Policy(None, Weight(head, ("vocab", "embed")), None, None, None)
         logprobs, entropy = token_logprobs(
-            hidden, head, jnp.asarray(targets, jnp.int32), 0.7, chunk, entropy_gradient
+            hidden, policy, jnp.asarray(targets, jnp.int32), 0.7, chunk, entropy_gradient
         )
         return (weights * logprobs + entropy).sum(), (logprobs, entropy)
 

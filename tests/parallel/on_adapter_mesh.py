@@ -8,13 +8,13 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
-from fp8rl_jax.rollout.served import quantized_policy
 from parallel.on_eight_devices import far, specs
 
 from fp8rl_jax.config.recipe import get_recipe
 from fp8rl_jax.config.run import MeshConfig
 from fp8rl_jax.config.training import LoraConfig, OptimizerConfig
 from fp8rl_jax.models.config import ExpertsConfig, PolicyConfig
+from fp8rl_jax.models.forms import quantized_base
 from fp8rl_jax.models.forward import forward
 from fp8rl_jax.models.lora import build_adapters, join, split
 from fp8rl_jax.models.policy import init_policy
@@ -54,7 +54,7 @@ def loss(adapters, base, tokens):
 def main() -> None:
     policy = init_policy(CONFIG, jax.random.key(0))
     policy = jax.tree.map(lambda x: x * 5 if x.ndim > 2 else x, policy)
-    base = jax.jit(lambda p: quantized_policy(p, RECIPE, jnp.float32, unroll=False)[0])(policy)
+    base = jax.jit(lambda p: quantized_base(p, RECIPE, jnp.float32))(policy)
     rng = np.random.default_rng(0)
     adapters = build_adapters(
         CONFIG, LORA, lambda _, *shapes: [rng.normal(size=s).astype(np.float32) / 4 for s in shapes]

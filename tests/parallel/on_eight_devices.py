@@ -11,7 +11,6 @@ import numpy as np
 import optax
 from parallel.policies import make_policy, make_tokens, quantized
 
-from fp8rl_jax.config.recipe import get_recipe
 from fp8rl_jax.config.run import MeshConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.forward import forward
@@ -40,8 +39,8 @@ def specs(tree) -> dict[str, list]:
     }
 
 
-def hidden(policy, tokens, recipe=None):
-    return forward(policy, constrain(tokens, "batch", None), recipe=recipe, phase="prefill").hidden
+def hidden(policy, tokens):
+    return forward(policy, constrain(tokens, "batch", None)).hidden
 
 
 def loss(policy, tokens):
@@ -81,8 +80,7 @@ def main() -> None:
     alone = jax.jit(hidden)(policy, tokens)
     gradient = jax.jit(jax.grad(loss))(policy, tokens)
     eight_bit = jax.jit(quantized)(policy)
-    recipe = get_recipe("fp8-rollout")
-    eight_bit_alone = jax.jit(hidden, static_argnums=2)(eight_bit, tokens, recipe)
+    eight_bit_alone = jax.jit(hidden)(eight_bit, tokens)
 
     forward_error = {}
     for sizes in ((2, 2, 2), (1, 2, 4)):
@@ -100,7 +98,7 @@ def main() -> None:
         sharded_gradient = jax.jit(jax.grad(loss), out_shardings=shardings)(placed, rows)
         quantized_shardings = policy_shardings(jax.eval_shape(quantized, policy), mesh)
         synced = jax.jit(quantized, out_shardings=quantized_shardings)(placed)
-        eight_bit_out = jax.jit(hidden, static_argnums=2)(synced, rows, recipe)
+        eight_bit_out = jax.jit(hidden)(synced, rows)
     adam = optax.adamw(1e-3)
     moments = policy_shardings(jax.eval_shape(adam.init, policy), mesh)
     key = jax.random.key(3)

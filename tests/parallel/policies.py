@@ -5,10 +5,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from fp8rl_jax.config.recipe import TensorFormat
+from fp8rl_jax.config.recipe import RECIPES
 from fp8rl_jax.models.config import PolicyConfig
-from fp8rl_jax.models.policy import LINEARS, Policy, init_policy
-from fp8rl_jax.precision import quantize_weight
+from fp8rl_jax.models.forms import rollout_policy
+from fp8rl_jax.models.policy import Policy, init_policy
 
 # 192 columns in 128-blocks: the last block is half of one, and no shard boundary falls on a block
 # boundary
@@ -30,12 +30,8 @@ def make_policy(config: PolicyConfig = CONFIG) -> Policy:
 
 
 def quantized(policy: Policy) -> Policy:
-    """The same policy with every linear an e4m3 QTensor of 128x128 blocks."""
-    graph = jax.tree.map(lambda x: x, policy)
-    for name in LINEARS:
-        weight = getattr(graph.layers, name).weight
-        weight.set_value(quantize_weight(weight.get_value(), TensorFormat("e4m3", (128, 128))))
-    return graph
+    """The same policy with every linear in e4m3 blocks of 128x128, and its input in 1x128."""
+    return rollout_policy(policy, RECIPES["fp8-rollout"], jnp.float32, unroll=False)[0]
 
 
 def make_tokens(rows: int = 8, width: int = 12) -> jax.Array:

@@ -90,7 +90,7 @@ def test_single_layers_are_placed_like_stacked_ones(eight):
 
 def test_scales_live_with_the_tensor_that_they_scale(eight):
     for name, placed in SCALES.items():
-        path = f"layers.{name}.weight.value"
+        path = f"layers.{name}.weight.value.quantized"
         assert eight["quantized"][f"{path}.values"] == list(PLACED[f"layers.{name}"])
         assert eight["quantized"][f"{path}.scales"] == list(placed)
 

@@ -11,22 +11,24 @@ import pytest
 from fp8rl_jax.config.recipe import COMPUTE, TensorFormat
 from fp8rl_jax.precision import (
     AdaptedWeight,
-    dequantize,
-    grouped_linear,
-    hoist,
+    Compute,
+    FP8Input,
+    FP8Weight,
     is_quantized,
     linear,
-    quantize_input,
+    predequantize,
     quantize_weight,
 )
-from fp8rl_jax.precision.linear import AdaptedInput
 
 W, A = TensorFormat("e4m3", (128, 128)), TensorFormat("e4m3", (1, 128))
 SCALE, OUT, IN, RANK = 0.375, 192, 320, 5
+REFERENCE = Compute("reference")
 BASES = {
-    "plain": lambda w: w,
-    "fp8": lambda w: quantize_weight(w, W),
-    "hoisted": lambda w: hoist(quantize_weight(w, W)),
+    "plain": lambda w, _=COMPUTE: w,
+    "fp8": lambda w, activation=COMPUTE: FP8Weight(quantize_weight(w, W), activation=activation),
+    "predequantized": lambda w, activation=COMPUTE: predequantize(
+        FP8Weight(quantize_weight(w, W), activation=activation), REFERENCE
+    ),
 }
 
 
@@ -38,14 +40,24 @@ def draw(*shape: int, seed: int = 0, scale: float = 1.0) -> jax.Array:
 
 def dense(base) -> np.ndarray:
     return np.asarray(
-        base if isinstance(base, jax.Array) else getattr(hoist(base), "values", base), np.float64
+        base if isinstance(base, jax.Array) else predequantize(base, REFERENCE).values, np.float64
     )
+
+
+def adapted(kind: str, activation: TensorFormat) -> AdaptedWeight:
+    base = BASES[kind](draw(OUT, IN, scale=IN**-0.5), activation)
+    return AdaptedWeight(base, draw(RANK, IN, scale=IN**-0.5), draw(OUT, RANK), SCALE)
 
 
 @pytest.fixture(params=BASES)
 def weight(request) -> AdaptedWeight:
-    base = BASES[request.param](draw(OUT, IN, scale=IN**-0.5))
-    return AdaptedWeight(base, draw(RANK, IN, scale=IN**-0.5), draw(OUT, RANK), SCALE)
+    return adapted(request.param, COMPUTE)
+
+
+@pytest.fixture(params=BASES)
+def w8a8(request) -> AdaptedWeight:
+    """With a base that quantizes its input, where it is FP8."""
+    return adapted(request.param, A)
 
 
 def delta(weight: AdaptedWeight) -> np.ndarray:
@@ -55,23 +67,24 @@ def delta(weight: AdaptedWeight) -> np.ndarray:
 def test_the_product_is_that_of_the_added_up_weight(weight):
     x = draw(2, 3, IN)
     expected = np.asarray(x, np.float64) @ (dense(weight.base) + delta(weight)).T
-    out = linear(quantize_input(x, weight, COMPUTE), weight, jnp.float32)
+    out = linear(x, weight, jnp.float32)
     np.testing.assert_allclose(out, expected, atol=2e-5)
     assert weight.shape == (OUT, IN) and np.abs(delta(weight)).max() > 0.1
 
 
-def test_the_adapter_sees_the_input_before_quantization(weight):
+def test_the_adapter_sees_the_input_before_quantization(w8a8):
     """base(quantized x) + scale (x a^T) b^T: what the base gives is, to the bit, what it gives
     without an adapter."""
     x = draw(2, 3, IN)
-    both = quantize_input(x, weight, A)
-    assert isinstance(both, AdaptedInput) == is_quantized(weight.base)
-    alone = linear(quantize_input(x, weight.base, A), weight.base, jnp.float32)
-    out = linear(both, weight, jnp.float32)
-    np.testing.assert_allclose(out - alone, np.asarray(x, np.float64) @ delta(weight).T, atol=2e-5)
-    silent = AdaptedWeight(weight.base, weight.a, jnp.zeros_like(weight.b), SCALE)
-    np.testing.assert_array_equal(linear(both, silent, jnp.float32), alone)
-    narrow = linear(both, silent, jnp.bfloat16)
+    prepared = w8a8.prepare(x, REFERENCE)
+    assert prepared.plain is x
+    assert isinstance(prepared.base, FP8Input) == is_quantized(w8a8.base)
+    alone = linear(x, w8a8.base, jnp.float32)
+    out = linear(x, w8a8, jnp.float32)
+    np.testing.assert_allclose(out - alone, np.asarray(x, np.float64) @ delta(w8a8).T, atol=2e-5)
+    silent = AdaptedWeight(w8a8.base, w8a8.a, jnp.zeros_like(w8a8.b), SCALE)
+    np.testing.assert_array_equal(linear(x, silent, jnp.float32), alone)
+    narrow = linear(x, silent, jnp.bfloat16)
     assert narrow.dtype == jnp.bfloat16
     np.testing.assert_array_equal(narrow, alone.astype(jnp.bfloat16))
 
@@ -125,22 +138,16 @@ def test_the_backward_pass_keeps_the_fp8_weight_and_no_unpacked_copy():
 @pytest.mark.parametrize("activation", [COMPUTE, A], ids=["compute", "e4m3"])
 @pytest.mark.parametrize("base", ["plain", "fp8"])
 def test_every_expert_has_its_own_adapter(base, activation):
-    weights = BASES[base](draw(3, 64, IN, scale=IN**-0.5))
+    weights = BASES[base](draw(3, 64, IN, scale=IN**-0.5), activation)
     weight = AdaptedWeight(weights, draw(3, RANK, IN), draw(3, 64, RANK), SCALE)
     x, sizes = draw(9, IN), jnp.asarray([4, 0, 3])
-    out = grouped_linear(quantize_input(x, weight, activation), weight, sizes, jnp.float32)
-    alone = grouped_linear(quantize_input(x, weights, activation), weights, sizes, jnp.float32)
+    out = linear(x, weight, jnp.float32, group_sizes=sizes)
+    alone = linear(x, weights, jnp.float32, group_sizes=sizes)
     for row, expert in enumerate([0] * 4 + [2] * 3):
         added = np.asarray(x[row], np.float64) @ np.asarray(weight.a[expert], np.float64).T
         added = SCALE * added @ np.asarray(weight.b[expert], np.float64).T
         np.testing.assert_allclose(out[row] - alone[row], added, atol=1e-4)
     assert not np.asarray(out[7:]).any()
     if base == "plain" or activation is COMPUTE:
-        values = dense(weights) if base == "plain" else np.asarray(dequantize(weights), np.float64)
+        values = dense(weights)
         np.testing.assert_allclose(alone[5], np.asarray(x[5], np.float64) @ values[2].T, atol=1e-4)
-
-
-def test_an_input_without_its_plain_form_is_an_error(weight):
-    x = quantize_input(draw(2, IN), BASES["fp8"](draw(OUT, IN)), A)
-    with pytest.raises(TypeError, match="needs the input in its plain form"):
-        linear(x, weight, jnp.float32)

@@ -9,20 +9,23 @@ import pytest
 
 from fp8rl_jax.config.recipe import COMPUTE, TensorFormat
 from fp8rl_jax.precision import (
-    HoistedWeight,
-    QTensor,
+    Compute,
+    FP8Input,
+    FP8Weight,
+    PredequantizedWeight,
+    as_weight,
     dequantize,
-    hoist,
     is_finite,
     is_quantized,
     linear,
+    predequantize,
     quantize,
-    quantize_input,
     quantize_per_tensor,
     quantize_weight,
 )
 from pallas_kernels import BackendError
 
+REFERENCE = Compute("reference")
 W, A, KV = TensorFormat("e4m3", (128, 128)), TensorFormat("e4m3", (1, 128)), TensorFormat("e4m3")
 
 
@@ -77,20 +80,22 @@ def test_plain_weight_is_an_ordinary_product(pair):
     np.testing.assert_allclose(
         out, np.asarray(x, np.float64) @ np.asarray(w, np.float64).T, atol=1e-5
     )
-    assert quantize_input(x, w, A) is x
+    assert as_weight(w).prepare(x, REFERENCE) is x
 
 
 def test_w8a8_equals_the_float64_product_of_the_dequantized_operands(pair):
     x, w = pair
-    q = quantize_weight(w, W)
-    qx = quantize_input(x, q, A)
-    assert isinstance(qx, QTensor) and qx.shape == x.shape and qx.scales.shape == (2, 3, 3)
+    weight = FP8Weight(quantize_weight(w, W), activation=A)
+    prepared = weight.prepare(x, REFERENCE)
+    assert isinstance(prepared, FP8Input) and prepared.x is x and prepared.shape == x.shape
+    qx = prepared.quantized
+    assert qx.shape == x.shape and qx.scales.shape == (2, 3, 3)
     wide_x = (
         np.asarray(qx.values, np.float64)
         * np.repeat(np.asarray(qx.scales, np.float64), 128, -1)[..., :320]
     )
-    expected = wide_x @ np.asarray(dequantize(q), np.float64).T
-    np.testing.assert_allclose(linear(qx, q, jnp.float32), expected, atol=1e-5)
+    expected = wide_x @ np.asarray(dequantize(weight.quantized), np.float64).T
+    np.testing.assert_allclose(linear(x, weight, jnp.float32), expected, atol=1e-5)
     # and it is the plain product up to two roundings to 3 mantissa bits
     plain = np.asarray(linear(x, w, jnp.float32))
     assert 1e-3 < np.linalg.norm(plain - expected) / np.linalg.norm(plain) < 0.06
@@ -98,15 +103,16 @@ def test_w8a8_equals_the_float64_product_of_the_dequantized_operands(pair):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("activation", [A, COMPUTE])
-def test_hoisted_equals_unhoisted(pair, dtype, activation):
-    x, w = pair[0].astype(dtype), quantize_weight(pair[1], W)
-    hoisted = hoist(w)
+def test_a_predequantized_weight_gives_the_bits_of_the_fp8_weight(pair, dtype, activation):
+    x, w = pair[0].astype(dtype), FP8Weight(quantize_weight(pair[1], W), activation=activation)
+    ready = predequantize(w, REFERENCE)
     assert (
-        isinstance(hoisted, HoistedWeight)
-        and hoisted.shape == w.shape
-        and hoisted.values.dtype == jnp.float32
+        isinstance(ready, PredequantizedWeight)
+        and ready.shape == w.shape
+        and ready.activation == activation
+        and ready.values.dtype == jnp.float32
     )
-    outs = [linear(quantize_input(x, weight, activation), weight, dtype) for weight in (w, hoisted)]
+    outs = [linear(x, weight, dtype) for weight in (w, ready)]
     assert outs[0].dtype == dtype and outs[0].shape == (2, 3, 192)
     np.testing.assert_array_equal(np.asarray(outs[0], np.float32), np.asarray(outs[1], np.float32))
 
@@ -114,33 +120,27 @@ def test_hoisted_equals_unhoisted(pair, dtype, activation):
 def test_weight_only_equals_the_plain_product_with_the_dequantized_weight(pair):
     q = quantize_weight(pair[1], W)
     plain = linear(pair[0], dequantize(q), jnp.float32)
-    for weight in (q, hoist(q)):
-        assert quantize_input(pair[0], weight, COMPUTE) is pair[0]
+    for weight in (q, FP8Weight(q), predequantize(q, REFERENCE)):
+        assert as_weight(weight).prepare(pair[0], REFERENCE) is pair[0]
         np.testing.assert_allclose(
             linear(pair[0], weight, jnp.float32), plain, rtol=1e-6, atol=1e-7
         )
 
 
-def test_quantized_input_and_plain_weight_is_an_error(pair):
-    q = quantize_input(pair[0], quantize_weight(pair[1], W), A)
-    with pytest.raises(TypeError, match="input is quantized but the weight is not"):
-        linear(q, pair[1], jnp.float32)
-
-
-def test_hoist_leaves_plain_weights_alone(pair):
-    assert hoist(pair[1]) is pair[1] and not is_quantized(pair[1])
-    assert is_quantized(quantize_weight(pair[1], W)) and is_quantized(
-        hoist(quantize_weight(pair[1], W))
-    )
+def test_predequantize_leaves_plain_weights_alone(pair):
+    assert predequantize(pair[1], REFERENCE) is pair[1] and not is_quantized(pair[1])
+    q = quantize_weight(pair[1], W)
+    assert all(is_quantized(weight) for weight in (q, FP8Weight(q), predequantize(q, REFERENCE)))
 
 
 def test_hopper_by_name_is_refused(pair):
-    q = quantize_weight(pair[1], W)
     x, w = pair
+    weight, hopper = FP8Weight(quantize_weight(w, W), activation=A), Compute("hopper")
     for call in (
-        lambda: hoist(q, "hopper"),
+        lambda: predequantize(weight, hopper),
         lambda: quantize(w, W, "hopper"),
-        lambda: quantize_input(x, q, A, "hopper"),
+        lambda: weight.prepare(x, hopper),
+        lambda: linear(x, weight, jnp.float32, hopper),
     ):
         with pytest.raises(BackendError, match="hopper backend"):
             call()

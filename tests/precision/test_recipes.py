@@ -10,6 +10,7 @@ import pytest
 import tomli_w
 
 from fp8rl_jax.config.correction import CorrectionConfig
+from fp8rl_jax.config.files import dump_toml, read_config
 from fp8rl_jax.config.formats import (
     ELEMENTS,
     FORMATS,
@@ -22,6 +23,7 @@ from fp8rl_jax.config.recipe import (
     COMPUTE,
     RECIPES,
     ForwardFormats,
+    LayerFormats,
     LinearFormats,
     PrecisionConfig,
     Recipe,
@@ -31,6 +33,7 @@ from fp8rl_jax.config.recipe import (
     read_rows,
 )
 from fp8rl_jax.config.recipe import recipe as recipe_like
+from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.policy import linear_names
@@ -41,6 +44,7 @@ from fp8rl_jax.precision import (
     max_value,
     quantized_layers,
     unlike_sides,
+    why_in_compute,
 )
 
 W, A, KV = TensorFormat("e4m3", (128, 128)), TensorFormat("e4m3", (1, 128)), TensorFormat("e4m3")
@@ -619,3 +623,147 @@ def test_first_and_last_layers_in_the_compute_dtype():
 def test_patterns_that_do_nothing_are_errors(changes, message):
     with pytest.raises(UserError, match=message):
         quantized_layers(replace(FULL, **changes), linear_names(CONFIG))
+
+
+JET = RECIPES["jet-rl"]
+DOWN = LayerFormats("*.down_proj", (("output_gradient", COMPUTE),))
+FIRST = LayerFormats("layers.0.*", (("rollout.weight", COMPUTE), ("trainer.weight", COMPUTE)))
+
+
+def test_layers_are_read_from_tables_and_taken_over_from_the_base():
+    rows = tomllib.loads("""
+        [mine]
+        base = "parent"
+        layers."*.down_proj".rollout.weight = { scale = "power_of_two" }
+        layers."layers.2.*" = { rollout = { weight = "e5m2-128x128" }, output_gradient = "compute" }
+        [parent]
+        base = "jet-rl"
+        layers."*.down_proj".output_gradient = "e5m2-1x128"
+    """)
+    five, groups = replace(A, element="e5m2"), replace(W, scale="power_of_two")
+    parent, mine = read_rows(rows, RECIPES)["parent"], get_recipe("mine", None, rows)
+    assert parent.layers == (LayerFormats("*.down_proj", (("output_gradient", five),)),)
+    assert mine.layers == (
+        LayerFormats("*.down_proj", (("rollout.weight", groups), ("output_gradient", five))),
+        LayerFormats(
+            "layers.2.*",
+            (("rollout.weight", replace(W, element="e5m2")), ("output_gradient", COMPUTE)),
+        ),
+    )
+    # of two patterns that match, the later one counts
+    both = mine.of_linear("layers.2.down_proj")
+    assert (both.rollout.weight.element, both.output_gradient) == ("e5m2", COMPUTE)
+    assert both.trainer == JET.trainer and both.layers == ()
+    assert mine.of_linear("layers.1.down_proj") == mine.with_formats(*[mine.layers[0].formats])
+    assert mine.of_linear("layers.1.up_proj") == replace(mine, layers=())
+    assert len(mine.variants) == 3
+
+
+def test_a_weight_in_the_compute_dtype_takes_its_activation_and_gradients_along():
+    recipe = replace(JET, layers=(DOWN, FIRST))
+    check_recipe(recipe)
+    for linear in ("layers.0.up_proj", "layers.0.down_proj"):
+        plain = recipe.of_linear(linear)
+        assert plain.rollout == ForwardFormats() and plain.trainer == LinearFormats()
+        assert plain.output_gradient == plain.saved_activation == COMPUTE
+        assert not plain.quantizes_linears
+    down = recipe.of_linear("layers.1.down_proj")
+    assert down == replace(JET, output_gradient=COMPUTE)
+    one_side = replace(JET, layers=(LayerFormats("layers.0.*", FIRST.formats[:1]),))
+    found = one_side.of_linear("layers.0.up_proj")
+    assert found.rollout == ForwardFormats() and found.trainer == JET.trainer
+    assert found.output_gradient == JET.output_gradient
+    names = linear_names(CONFIG)
+    assert quantized_layers(recipe, names) == tuple(n for n in names if "layers.0." not in n)
+    assert quantized_layers(one_side, names) == names
+    assert why_in_compute(recipe, names[0], 3) == "in the compute dtype by recipe.layers"
+
+
+def test_layers_alone_quantize():
+    """Over a base in the compute dtype."""
+    formats = tuple(
+        (f"{side}.{role}", fmt)
+        for role, fmt in (("weight", W), ("activation", A))
+        for side in ("rollout", "trainer")
+    )
+    recipe = replace(RECIPES["bf16"], layers=(LayerFormats("*.up_proj", formats),))
+    check_recipe(recipe)
+    assert recipe.quantizes("rollout") and recipe.quantizes("trainer")
+    names = linear_names(CONFIG)
+    assert quantized_layers(recipe, names) == tuple(n for n in names if n.endswith("up_proj"))
+
+
+def test_every_fault_of_a_layers_table_is_named_by_its_key():
+    rows = tomllib.loads("""
+        [mine]
+        base = "jet-rl"
+        layers."*.up_proj".rollout.weigth = "e4m3-128x128"
+        layers."*.up_proj".rollout.weight = "e4m3-128"
+        layers."*.up_proj".rollout.key = "e4m3"
+        layers."*.up_proj".kv_margin = 1.0
+        layers."*.down_proj" = "e4m3-128x128"
+    """)
+    with pytest.raises(UserError) as error:
+        get_recipe("mine", None, rows)
+    starts = [
+        'recipes.mine.layers."*.up_proj".rollout.weigth: unknown key; did you mean rollout.weight?',
+        'recipes.mine.layers."*.up_proj".rollout.key: unknown key',
+        'recipes.mine.layers."*.up_proj".kv_margin: unknown key',
+        "recipes.mine.layers.\"*.up_proj\".rollout.weight: 'e4m3-128' is no format; write ELEMENT",
+        "recipes.mine.layers.\"*.down_proj\": expected a table, got 'e4m3-128x128'",
+    ]
+    lines = str(error.value).splitlines()
+    assert len(lines) == len(starts)
+    for line, start in zip(lines, starts, strict=True):
+        assert line.startswith(start), (line, start)
+    with pytest.raises(UserError, match=r"rollout\.key is no role of a linear \(known: rollout\.w"):
+        LayerFormats("*", (("rollout.key", KV),))
+
+
+@pytest.mark.parametrize(
+    ("formats", "message"),
+    [
+        ((("rollout.weight", TensorFormat("e4m3", (64, 64))),), r"rollout\.activation\.block must"),
+        ((("trainer.activation", COMPUTE),), r"trainer\.activation must be quantized where"),
+        ((("output_gradient", TensorFormat("e4m3", (1, 64))),), r"output_gradient\.block must be"),
+    ],
+)
+def test_formats_of_a_pattern_that_cannot_be_computed_are_refused_with_it(formats, message):
+    recipe = replace(JET, layers=(LayerFormats("*.up_proj", formats),))
+    with pytest.raises(UserError, match=rf'recipe \'jet-rl\': layers\."\*\.up_proj": {message}'):
+        check_recipe(recipe)
+
+
+def test_exact_needs_the_same_formats_on_both_sides_of_every_pattern():
+    check_recipe(replace(JET, exact=True, layers=(FIRST,)))
+    one_side = replace(JET, exact=True, layers=(LayerFormats("*.up_proj", FIRST.formats[:1]),))
+    with pytest.raises(UserError, match=r'layers\."\*\.up_proj": exact cannot be promised: the r'):
+        check_recipe(one_side)
+
+
+def test_a_pattern_of_layers_that_matches_nothing_is_refused():
+    recipe = replace(JET, layers=(LayerFormats("layers.7.*", DOWN.formats),))
+    with pytest.raises(UserError, match=r"layers pattern 'layers\.7\.\*' matches no linear of the"):
+        quantized_layers(recipe, linear_names(CONFIG))
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_layers_and_the_granularity_of_kv_scales_survive_a_run_s_config_toml(tmp_path, full):
+    row = replace(RECIPES["fp8-e2e-kv"], name="mine", layers=(DOWN, FIRST), kv_granularity="head")
+    config = RunConfig(recipe="mine", recipes={"mine": row.table(full)})
+    path = tmp_path / "config.toml"
+    path.write_text(dump_toml(config))
+    again = read_config(RunConfig, path)
+    assert get_recipe(again.recipe, again.precision, again.recipes) == row
+
+
+def test_scales_of_one_side_change_the_formats_of_layers_too():
+    rule = LayerFormats("*.up_proj", (("rollout.weight", W), ("output_gradient", A)))
+    rows = {"mine": replace(JET, name="mine", layers=(rule,)).table()}
+    changes = PrecisionConfig(rollout=SideScales("power_of_two"), trainer=SideScales(block=64))
+    (found,) = get_recipe("mine", changes, rows).layers
+    groups = replace(A, block=(1, 64))
+    assert found.formats == (
+        ("rollout.weight", replace(W, scale="power_of_two")),
+        ("output_gradient", groups),
+    )

@@ -13,22 +13,21 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from fp8rl_jax.rollout.served import quantized_policy
 from rollout.tiny import CONFIG, make_policy, make_prompts
 
 from fp8rl_jax import rl
 from fp8rl_jax.cli.main import main
-from fp8rl_jax.config.correction import PLAIN
 from fp8rl_jax.config.recipe import RECIPES, PrecisionConfig, get_recipe
 from fp8rl_jax.config.rl import RLConfig
 from fp8rl_jax.models.config import ExpertsConfig
+from fp8rl_jax.models.forms import rollout_policy
 from fp8rl_jax.models.policy import init_policy
-from fp8rl_jax.precision import quantize_weight
+from fp8rl_jax.precision import Compute, quantize_weight
 from fp8rl_jax.rollout.calibration import calibrate_on_prompts, observe_qkv, observe_served
 from fp8rl_jax.rollout.engine import pad_prompts
 from fp8rl_jax.rollout.sampler import generate
 from fp8rl_jax.rollout.sampling import Sampling
-from fp8rl_jax.training.step import Batch, StepConfig, score
+from fp8rl_jax.training.step import Batch, StepConfig, batch_logprobs
 from fp8rl_jax.weights.load import load_policy
 from pallas_kernels.rounding import rounded
 
@@ -85,16 +84,18 @@ def test_operations_in_one_program_are_those_of_many(name):
     keys = jax.random.split(jax.random.key(0), 3)
     x, y = (jax.random.normal(key, (64, 256)).astype(name) for key in keys[:2])
     weight = jax.random.normal(keys[2], (256,)).astype(name)
-    angles = PLAIN.rope_tables(jnp.linspace(1.0, 0.1, 32), jnp.arange(64, dtype=jnp.int32)[:, None])
+    compute = Compute()
+    positions = jnp.arange(64, dtype=jnp.int32)[:, None]
+    angles = compute.rope_tables(jnp.linspace(1.0, 0.1, 32), positions)
 
     def chain(step):
-        z = step(PLAIN.add)(x, y)
-        z = step(partial(PLAIN.rms_norm, eps=1e-6, offset=0.0))(z, weight)
-        z = step(partial(PLAIN.gated, activation="silu"))(z, y)
-        z = step(partial(PLAIN.gated, activation="gelu_pytorch_tanh"))(z, x)
-        z = step(partial(PLAIN.scale, factor=7.3))(z)
-        z = step(lambda z: PLAIN.rotate(z.reshape(64, 1, 4, 64), angles).reshape(64, 256))(z)
-        return step(PLAIN.add)(z, x)
+        z = step(compute.add)(x, y)
+        z = step(partial(compute.rms_norm, eps=1e-6, offset=0.0))(z, weight)
+        z = step(partial(compute.gated, activation="silu"))(z, y)
+        z = step(partial(compute.gated, activation="gelu_pytorch_tanh"))(z, x)
+        z = step(partial(compute.scale, factor=7.3))(z)
+        z = step(lambda z: compute.rotate(z.reshape(64, 1, 4, 64), angles).reshape(64, 256))(z)
+        return step(compute.add)(z, x)
 
     one, many = jax.jit(lambda: chain(lambda f: f))(), chain(jax.jit)
     # a rotation's products are inexact in float32, so a fused multiply-add now and then moves a
@@ -173,9 +174,8 @@ def test_programs_do_not_depend_on_excess_precision(kind, name, dtype):
             jitted = jax.jit(partial(function, **fixed))
             return jitted.lower(*arguments).compile(compiler_options=options)(*arguments)
 
-        plain = {"recipe": recipe, "backend": "reference"}
         served, _ = call(
-            lambda p: quantized_policy(p, recipe, jnp.dtype(dtype), kind != "runs", "reference"),
+            lambda p: rollout_policy(p, recipe, jnp.dtype(dtype), kind != "runs", "reference"),
             policy,
         )
         seen = [
@@ -184,13 +184,20 @@ def test_programs_do_not_depend_on_excess_precision(kind, name, dtype):
                 policy,
                 prompts.tokens,
                 prompts.lengths,
+                recipe=recipe,
                 dtype=jnp.dtype(dtype),
-                **plain,
+                backend="reference",
             )
         ]
         if recipe.quantizes_cache:
             seen.append(
-                call(observe_served.__wrapped__, served, prompts.tokens, prompts.lengths, **plain)
+                call(
+                    observe_served.__wrapped__,
+                    served,
+                    prompts.tokens,
+                    prompts.lengths,
+                    recipe=recipe,
+                )
             )
         scales = calibrate_on_prompts(policy, prompts, recipe, jnp.dtype(dtype), "reference")
         out = call(
@@ -201,13 +208,12 @@ def test_programs_do_not_depend_on_excess_precision(kind, name, dtype):
             scales,
             samples=2,
             sampling=SAMPLING,
-            **plain,
         )
         return (
             served,
             seen,
             out,
-            call(score.__wrapped__, policy, batch_of(prompts, out), config=config),
+            call(batch_logprobs.__wrapped__, policy, batch_of(prompts, out), config=config),
         )
 
     for one, other in zip(*map(jax.tree.leaves, map(run, (LOOSE, STRICT))), strict=True):
@@ -267,19 +273,17 @@ def test_nor_inside_of_a_users_own_jit_and_grad(name, warm_start):
 
     @jax.jit
     def notebook(policy):
-        served, _ = quantized_policy(policy, recipe, jnp.bfloat16, True, "reference")
+        served, _ = rollout_policy(policy, recipe, jnp.bfloat16, True, "reference")
         out = generate(
             served,
             *prompts,
             jax.random.key(0),
             samples=8,
             sampling=sampling,
-            recipe=recipe,
-            backend="reference",
         )
 
         def loss(policy):
-            logprobs = score(policy, batch_of(prompts, out), config)
+            logprobs = batch_logprobs(policy, batch_of(prompts, out), config)
             return jnp.where(out.mask, logprobs, 0.0).sum(), logprobs
 
         return out, *jax.value_and_grad(loss, has_aux=True)(policy)

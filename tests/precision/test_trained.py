@@ -14,11 +14,11 @@ from numpy_fp8 import restored, rounding_error
 from fp8rl_jax.config.recipe import COMPUTE, RECIPES, Recipe
 from fp8rl_jax.precision import (
     AdaptedWeight,
-    frozen_weight,
-    grouped_linear,
+    Compute,
+    FP8Weight,
+    QTensor,
     linear,
-    quantize_input,
-    trained_weight,
+    quantize_weight,
 )
 
 JET = RECIPES["jet-rl"]
@@ -42,15 +42,23 @@ def along_tokens(fmt):
     return replace(fmt, block=fmt.block[::-1])
 
 
+def frozen_weight(w, recipe) -> FP8Weight:
+    """Of a float32 weight, or of one that is quantized already."""
+    q = w if isinstance(w, QTensor) else quantize_weight(w, recipe.trainer.weight)
+    formats = recipe.trainer.activation, recipe.output_gradient, recipe.saved_activation
+    return FP8Weight(q, None, *formats)
+
+
+def trained_weight(w, recipe) -> FP8Weight:
+    return replace(frozen_weight(jax.lax.stop_gradient(w), recipe), master=w)
+
+
 def gradients(x, w, dy, recipe, sizes=None, form=trained_weight):
     """(y, dx, dw) of the FP8 linear in float32."""
 
     def run(x, w):
-        weight = form(w, recipe)
-        inputs = quantize_input(x, weight, recipe.trainer.activation)
-        if sizes is None:
-            return linear(inputs, weight, jnp.float32)
-        return grouped_linear(inputs, weight, jnp.asarray(sizes), jnp.float32)
+        groups = None if sizes is None else jnp.asarray(sizes)
+        return linear(x, form(w, recipe), jnp.float32, group_sizes=groups)
 
     def products(x, w, dy):
         y, back = jax.vjp(run, x, w)
@@ -159,9 +167,9 @@ def test_what_is_kept_for_the_backward_is_one_quantized_input():
     weights = [jnp.asarray(draw(64, 256, seed=i)) for i in range(2)]
 
     def run(x, weights):
-        forms = [trained_weight(w, JET) for w in weights]
-        inputs = quantize_input(x, forms[0], JET.trainer.activation)
-        return sum(linear(inputs, form, jnp.bfloat16) for form in forms)
+        forms, compute = [trained_weight(w, JET) for w in weights], Compute()
+        inputs = forms[0].prepare(x, compute)
+        return sum(form.multiply(inputs, jnp.bfloat16, compute) for form in forms)
 
     x = jnp.asarray(draw(128, 256), jnp.bfloat16)
     kept = jax.tree.leaves(jax.vjp(jax.jit(run), x, weights)[1])
@@ -196,7 +204,7 @@ def test_a_frozen_weight_passes_the_gradient_on_and_has_none(recipe, sizes):
 
 def test_a_frozen_weight_keeps_nothing_of_its_input():
     w, x = frozen_weight(jnp.asarray(draw(64, 256)), JET), jnp.asarray(draw(128, 256), jnp.bfloat16)
-    run = jax.jit(lambda x: linear(quantize_input(x, w, JET.trainer.activation), w, jnp.bfloat16))
+    run = jax.jit(lambda x: linear(x, w, jnp.bfloat16))
     assert not [
         leaf.shape for leaf in jax.tree.leaves(jax.vjp(run, x)[1]) if leaf.shape[:1] == (128,)
     ]
@@ -208,7 +216,7 @@ def test_an_adapter_on_a_frozen_weight_has_its_gradients_beside_those_of_the_bas
 
     def run(x, a, b):
         weight = AdaptedWeight(frozen_weight(jnp.asarray(w), JET), a, b, scale)
-        return linear(quantize_input(x, weight, JET.trainer.activation), weight, jnp.float32)
+        return linear(x, weight, jnp.float32)
 
     y, back = jax.vjp(jax.jit(run), *map(jnp.asarray, (x, a, b)))
     (xq, wq), (dyq, _), _ = expected(x, w, dy, JET)
@@ -228,12 +236,7 @@ def test_dtypes_of_the_gradients():
     x, w = jnp.asarray(draw(8, 128), jnp.bfloat16), jnp.asarray(draw(16, 128))
 
     def run(x, w):
-        weight = trained_weight(w, JET)
-        return (
-            linear(quantize_input(x, weight, JET.trainer.activation), weight, jnp.bfloat16)
-            .astype(jnp.float32)
-            .sum()
-        )
+        return linear(x, trained_weight(w, JET), jnp.bfloat16).astype(jnp.float32).sum()
 
     dx, dw = jax.grad(run, (0, 1))(x, w)
     assert (dx.dtype, dw.dtype) == (jnp.bfloat16, jnp.float32)

@@ -67,8 +67,8 @@ def layer_by_layer(engine: LocalEngine, prompts, limits) -> np.ndarray:
     scales = np.ones((layers, 3), np.float32)
     real = np.arange(prompts.tokens.shape[1]) < prompts.lengths[:, None]
 
-    def amax(q, k, v, real, _):
-        return jnp.stack([jnp.where(real, jnp.abs(x), 0).max() for x in (q, k, v)])
+    def amax(q, k, v, real, scales):
+        return jnp.stack([jnp.where(real, jnp.abs(x), 0).max() for x in (q, k, v)]), scales
 
     for layer in range(layers):
         cache = KVCache(scales=KVScales(*map(jnp.asarray, scales.T)))
@@ -77,8 +77,6 @@ def layer_by_layer(engine: LocalEngine, prompts, limits) -> np.ndarray:
             jnp.asarray(prompts.tokens),
             segment_ids=jnp.asarray(real, jnp.int32),
             cache=cache,
-            recipe=engine.recipe,
-            phase="prefill",
             observe=amax,
         )
         scales[layer] = np.asarray(seen.observed)[layer] / limits

@@ -3,12 +3,15 @@ another order or layout."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 from rollout.tiny import (
+    CONFIG,
     VOCAB,
     WIDTH,
     full_logits,
@@ -20,8 +23,8 @@ from rollout.tiny import (
     take,
 )
 
-from fp8rl_jax.config.recipe import RECIPES
 from fp8rl_jax.models.logprobs import token_logprobs
+from fp8rl_jax.models.policy import init_policy
 from fp8rl_jax.rollout.engine import Prompts
 from fp8rl_jax.rollout.sampler import _row_keys, generate
 from fp8rl_jax.rollout.sampling import Sampling
@@ -216,9 +219,7 @@ def test_no_array_of_all_logits_in_generate(unroll):
 
     def run(policy, scales):
         sampling = Sampling(width, 0.8, top_p=0.9)
-        return generate(
-            policy, *prompts, KEY, scales, samples=6, sampling=sampling, recipe=RECIPES["fp8-rl"]
-        )
+        return generate(policy, *prompts, KEY, scales, samples=6, sampling=sampling)
 
     found = list(sizes(jax.make_jaxpr(run)(engine.policy, engine.scales).jaxpr))
     assert max(size for size, _ in found) < rows * width * VOCAB
@@ -226,11 +227,12 @@ def test_no_array_of_all_logits_in_generate(unroll):
 
 
 def test_no_array_of_all_logits_in_token_logprobs():
-    hidden, head = jnp.zeros((24, 90, 192)), jnp.zeros((1000, 192))
+    hidden = jnp.zeros((24, 90, 192))
+    policy = jax.eval_shape(lambda: init_policy(replace(CONFIG, vocab_size=1000), KEY))
 
-    def loss(hidden, head):
-        return token_logprobs(hidden, head, jnp.zeros((24, 90), jnp.int32), chunk=256)[0].sum()
+    def loss(hidden, policy):
+        return token_logprobs(hidden, policy, jnp.zeros((24, 90), jnp.int32), chunk=256)[0].sum()
 
-    found = list(sizes(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(hidden, head).jaxpr))
+    found = list(sizes(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(hidden, policy).jaxpr))
     assert max(size for size, _ in found) < 24 * 90 * 1000 / 2
     assert any(aval.endswith(",1000]") for _, aval in found)

@@ -54,25 +54,16 @@ def full_logits(engine: LocalEngine, rollout) -> np.ndarray:
         start = lengths[b // n]
         joined[b, :start] = rollout.prompts.tokens[b // n, :start]
         joined[b, start : start + width] = tokens[b]
-    hidden = _hidden(engine.policy, joined, engine.scales, engine.recipe)
+    hidden = _hidden(engine.policy, joined, engine.scales)
     logits = np.asarray(hidden, np.float64) @ np.asarray(engine.policy.head, np.float64).T
     return np.stack(
         [logits[b, lengths[b // n] - 1 : lengths[b // n] - 1 + width] for b in range(rows)]
     )
 
 
-def _hidden_of(policy, tokens, scales, recipe):
-    return forward(
-        policy,
-        tokens,
-        cache=KVCache(scales=scales),
-        recipe=recipe,
-        phase="prefill",
-        keep_cache=False,
-    ).hidden
-
-
-_hidden = jax.jit(_hidden_of, static_argnums=3)
+@jax.jit
+def _hidden(policy, tokens, scales):
+    return forward(policy, tokens, cache=KVCache(scales=scales), keep_cache=False).hidden
 
 
 def log_softmax(logits) -> np.ndarray:
