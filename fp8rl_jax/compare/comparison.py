@@ -301,7 +301,9 @@ class _Comparing:
             source_a = source_b = self.a.source_tensor(i, name)
             if self.a.source is not self.b.source:
                 source_b = self.b.source_tensor(i, name)
-        return _weight(label, self.a, a, source_a), _weight(label, self.b, b, source_b)
+        return _weight(label, self.a.weight_format(i, name, a), a, source_a), _weight(
+            label, self.b.weight_format(i, name, b), b, source_b
+        )
 
     def sources(
         self, name: str, role: str, free_a: Parts, same_input: Sequence[Parts]
@@ -323,14 +325,15 @@ class _Comparing:
     ) -> Operand:
         """What a product multiplies with a weight, or attention with another operand, of the real
         tokens."""
-        attended, fmt = role != "activation", getattr(side.formats, role)
+        attended, fmt = role != "activation", side.formats_of(i, name).roles()[role]
         if f"{name}.operand" not in kept.prompt:
             return Operand(role, str(side.dtype), source, made=attended)
         stored = _pick(kept, f"{name}.operand")
         if attended:
             values = _flat(self.real(stored))
-            scales = np.asarray(getattr(side.scales, role)[i], np.float32).reshape(1, 1)
-            block = values.shape
+            # one for the tensor, or one for each KV head
+            scales = np.asarray(getattr(side.scales, role)[i], np.float32).reshape(1, -1)
+            block = len(values), values.shape[1] // scales.shape[1]
         else:
             values = self.real(Parts(*(x.values for x in stored)))
             scales = self.real(Parts(*(x.scales for x in stored)))
@@ -372,13 +375,13 @@ class _Comparing:
 
 
 def _weight(
-    label: str, side: Side, value: np.ndarray | QTensor, source: np.ndarray | QTensor
+    label: str, fmt: str, value: np.ndarray | QTensor, source: np.ndarray | QTensor
 ) -> Operand:
     quantized = None
     if isinstance(value, QTensor):
         quantized = Quantized(np.asarray(value.values), np.asarray(value.scales), value.block)
     assert not isinstance(source, QTensor)
-    return Operand(label, side.weight_format(value), source, quantized)
+    return Operand(label, fmt, source, quantized)
 
 
 def _pick(kept: Parts, name: str) -> Parts:
@@ -399,7 +402,7 @@ def _quantized(side: Side) -> list[str]:
         names += [
             f"layers.{i}.{role}"
             for role in ("query", "key", "value")
-            if getattr(side.formats, role).quantized
+            if side.formats.roles()[role].quantized
         ]
     return names
 

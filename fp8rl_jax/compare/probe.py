@@ -111,7 +111,8 @@ class ProbedLayer(TransformerLayer):
     def mixture(self, x, layer: Layer, routes):
         x = self.take("router.in", x)
         experts = self.config.experts
-        ids, weights = choose(x, layer.router.value, experts, self.compute)
+        assert experts is not None
+        ids, weights = choose(x, layer.tensors()["router"].value, experts, self.compute)
         self.kept["router.ids"] = ids
         self.kept["router.out"] = jnp.put_along_axis(
             jnp.zeros((*ids.shape[:-1], experts.count)),
@@ -146,6 +147,7 @@ class ProbedLayer(TransformerLayer):
         ):
             self.kept[f"{name}.out"] = x
             if fmt.quantized:
+                assert scale is not None
                 self.kept[f"{name}.operand"] = quantize_heads(x, scale, fmt)
         return None, scales
 
@@ -275,6 +277,7 @@ def one_by_one(
         t, token, following = now
         cache = KVCache(prefill.cache, KVBlock(*kept, empty.mask), t, scales)
         result = forward(policy, token[:, None], (lengths + t)[:, None], cache=cache)
+        assert result.cache is not None
         return (result.cache.keys, result.cache.values), logprob(result.hidden[:, 0], following)
 
     first = logprob(last, completions[:, 0])

@@ -156,12 +156,19 @@ class Side:
 
     def source_tensor(self, i: int, name: str) -> np.ndarray:
         """Fetch a tensor of layer i before quantization, on the host."""
-        stack = self.source.layers.tensors()[name].value
+        stack = self.source.stack.tensors()[name].value
         return jax.device_get(stack[stack_of(self.source.config, name).index(i)])
 
-    def weight_format(self, value: np.ndarray | QTensor) -> str:
+    def formats_of(self, i: int, name: str) -> LinearFormats:
+        """The formats of a linear of layer i on this side."""
+        return getattr(self.recipe.of_linear(f"layers.{i}.{name}"), self.phase)
+
+    def weight_format(self, i: int | None, name: str, value: np.ndarray | QTensor) -> str:
         """Name the format of a weight: of the recipe, or its dtype."""
-        return describe(self.formats.weight) if isinstance(value, QTensor) else str(value.dtype)
+        if not isinstance(value, QTensor):
+            return str(value.dtype)
+        assert i is not None  # nothing outside of the layers is quantized
+        return describe(self.formats_of(i, name).weight)
 
 
 def check_alike(configs: Sequence[PolicyConfig], names: Sequence[str | Path]) -> None:
