@@ -76,9 +76,10 @@ $(CUDA)/.installed: $(TOOLCHAIN) | install
 	@$(BIN)/pip install -qq --no-compile --no-deps --target $(CUDA) -r $(TOOLCHAIN)
 	@touch $@
 
-lint: install ## ruff: faults and format
+lint: install ## ruff: faults and format; ty: types of the two packages
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check --quiet . || { echo "make: ruff format . changes some files" >&2; exit 1; }
+	@$(BIN)/ty check --quiet --python $(VENV) fp8rl_jax pallas_kernels
 
 # The report is looked at in a real browser. Without one, and without the right to install it, that test is skipped.
 browser:

@@ -79,9 +79,9 @@ def check_pair(operation: str, backend: str, left: jnp.dtype, right: jnp.dtype) 
     Raises:
         BackendError: naming the pair and what the backend takes.
     """
-    pair, taken = (jnp.dtype(left).name, jnp.dtype(right).name), MULTIPLIED[backend]
-    if not set(pair) <= set(taken):
-        given, known = " by ".join(pair), ", ".join(taken)
+    pair, multiplied = (jnp.dtype(left).name, jnp.dtype(right).name), MULTIPLIED[backend]
+    if not set(pair) <= set(multiplied):
+        given, known = " by ".join(pair), ", ".join(multiplied)
         raise BackendError(
             f"{operation}: the {backend} backend does not multiply {given}; it takes {known}"
         )
@@ -108,7 +108,7 @@ def choose(operation: str, backend: Backend, lacks: str) -> str:
     return chosen
 
 
-def name_of(block: tuple[int, int]) -> str:
+def block_name(block: tuple[int, int]) -> str:
     """A block in an error: 128x128."""
     return f"{block[0]}x{block[1]}"
 

@@ -73,6 +73,7 @@ class Ring(NamedTuple):
 
 
 def ring_scratch(lhs: Side, rhs: Side, stages: int) -> Ring:
+    """Allocate a ring of `stages` slots."""
     copies = 2 + lhs.by_row + rhs.by_row
     return Ring(
         lhs.scratch(stages),
@@ -105,93 +106,88 @@ def run(
     """
     wg = lax.axis_index("wg")
 
+    def over_tiles(one):
+        def body(info, carry):
+            return one(info.index[0], carry)
+
+        return mosaic.nd_loop((tiles,), collective_axes="block", init_carry=jnp.int32(0))(body)
+
+    def load(tile, count):
+        at = place(tile)
+
+        def step(i, count):
+            slot, k = lax.rem(count, stages), at.first + i
+            mosaic.when(count >= stages)(lambda: mosaic.barrier_wait(ring.empty.at[slot]))
+            for (side, values, scales), (to, scales_to), row in (
+                (lhs, ring.lhs, at.lhs),
+                (rhs, ring.rhs, at.rhs),
+            ):
+                rows, full = mosaic.ds(row, side.rows), ring.full.at[slot]
+                mosaic.copy_gmem_to_smem(
+                    values.at[rows, mosaic.ds(k * BLOCK_K, BLOCK_K)], to.at[slot], full
+                )
+                if side.by_row:
+                    mosaic.copy_gmem_to_smem(
+                        scales.at[k, rows], scales_to.at[slot, mosaic.ds(0, side.rows)], full
+                    )
+            return count + 1
+
+        return lax.fori_loop(0, at.steps, step, count)
+
+    def sum_of(at, count, first, steps):
+        """The sum over `steps` blocks from `first` on, of which the ring has had `count` before."""
+        (left, _, left_scales), (right, _, right_scales) = lhs, rhs
+        shape = (WGMMA_ROWS, right.rows)
+        own = mosaic.ds(wg * WGMMA_ROWS, WGMMA_ROWS)
+
+        def step(i, total):
+            slot, k = lax.rem(count + i, stages), first + i
+            scale = 1.0 if left.by_row else left_scales[at.lhs_block, k]
+            scale = scale if right.by_row else scale * right_scales[at.rhs_block, k]
+            mosaic.barrier_wait(ring.full.at[slot])
+            rows = columns = None
+            if left.by_row:
+                rows = mosaic.load(
+                    ring.lhs[1].at[slot, own], layout=mosaic.Layout.WGMMA.reduce(1), optimized=False
+                )
+                rows = lax.broadcast_in_dim(rows * scale, shape, [0])
+            if right.by_row:
+                of_slot = ring.rhs[1].at[slot, mosaic.ds(0, right.rows)]
+                columns = mosaic.load(
+                    of_slot, layout=mosaic.Layout.WGMMA.reduce(0), optimized=False
+                )
+                columns = columns if left.by_row else columns * scale
+                columns = lax.broadcast_in_dim(columns, shape, [1])
+
+            def product(acc):
+                mosaic.wgmma(acc, ring.lhs[0].at[slot, own], ring.rhs[0].at[slot].transpose((1, 0)))
+                return acc[...]
+
+            block = mosaic.run_scoped(product, mosaic.ACC(shape, jnp.float32))
+            block = block if rows is None else block * rows
+            total = total + (block if columns is None else block * columns)
+            mosaic.commit_smem()  # the next load of the slot is another proxy's write
+            mosaic.barrier_arrive(ring.empty.at[slot])
+            return total
+
+        zero = mosaic.layout_cast(jnp.zeros(shape, jnp.float32), mosaic.Layout.WGMMA)
+        return lax.fori_loop(0, steps, step, zero)
+
+    def multiply(tile, count):
+        at = place(tile)
+        finish(tile, wg, lambda first, steps: sum_of(at, count + first, at.first + first, steps))
+        return count + at.steps
+
     @mosaic.when(wg == CONSUMERS)
     def _():
         mosaic.set_max_registers(40, action="decrease")
-        count = _over(tiles, lambda tile, count: _load(lhs, rhs, ring, stages, place(tile), count))
-        # every slot that was used is still to be handed back
+        count = over_tiles(load)
+        # the consumers hand back every slot that was used
         for slot in range(stages):
             mosaic.when(slot < count)(lambda slot=slot: mosaic.barrier_wait(ring.empty.at[slot]))
 
     @mosaic.when(wg < CONSUMERS)
     def _():
         mosaic.set_max_registers(232, action="increase")
-
-        def multiply(tile, count):
-            at = place(tile)
-            finish(
-                tile,
-                wg,
-                lambda first, steps: _sum(
-                    lhs, rhs, ring, stages, at, wg, count + first, at.first + first, steps
-                ),
-            )
-            return count + at.steps
-
-        _over(tiles, multiply)
+        over_tiles(multiply)
         mosaic.wait_smem_to_gmem(0)
-
-
-def _over(tiles, one):
-    def body(info, carry):
-        return one(info.index[0], carry)
-
-    return mosaic.nd_loop((tiles,), collective_axes="block", init_carry=jnp.int32(0))(body)
-
-
-def _load(lhs, rhs, ring, stages, at: Place, count):
-    def step(i, count):
-        slot, k = lax.rem(count, stages), at.first + i
-        mosaic.when(count >= stages)(lambda: mosaic.barrier_wait(ring.empty.at[slot]))
-        for (side, values, scales), (to, scales_to), row in (
-            (lhs, ring.lhs, at.lhs),
-            (rhs, ring.rhs, at.rhs),
-        ):
-            rows = mosaic.ds(row, side.rows)
-            mosaic.copy_gmem_to_smem(
-                values.at[rows, mosaic.ds(k * BLOCK_K, BLOCK_K)], to.at[slot], ring.full.at[slot]
-            )
-            if side.by_row:
-                mosaic.copy_gmem_to_smem(
-                    scales.at[k, rows],
-                    scales_to.at[slot, mosaic.ds(0, side.rows)],
-                    ring.full.at[slot],
-                )
-        return count + 1
-
-    return lax.fori_loop(0, at.steps, step, count)
-
-
-def _sum(lhs, rhs, ring, stages, at: Place, wg, count, first, steps):
-    (left, _, left_scales), (right, _, right_scales) = lhs, rhs
-    shape = (WGMMA_ROWS, right.rows)
-    own = mosaic.ds(wg * WGMMA_ROWS, WGMMA_ROWS)
-
-    def step(i, total):
-        slot, k = lax.rem(count + i, stages), first + i
-        scale = 1.0 if left.by_row else left_scales[at.lhs_block, k]
-        scale = scale if right.by_row else scale * right_scales[at.rhs_block, k]
-        mosaic.barrier_wait(ring.full.at[slot])
-        if left.by_row:
-            rows = mosaic.load(
-                ring.lhs[1].at[slot, own], layout=mosaic.Layout.WGMMA.reduce(1), optimized=False
-            )
-            rows = lax.broadcast_in_dim(rows * scale, shape, [0])
-        if right.by_row:
-            of_slot = ring.rhs[1].at[slot, mosaic.ds(0, right.rows)]
-            columns = mosaic.load(of_slot, layout=mosaic.Layout.WGMMA.reduce(0), optimized=False)
-            columns = lax.broadcast_in_dim(columns if left.by_row else columns * scale, shape, [1])
-
-        def product(acc):
-            mosaic.wgmma(acc, ring.lhs[0].at[slot, own], ring.rhs[0].at[slot].transpose((1, 0)))
-            return acc[...]
-
-        block = mosaic.run_scoped(product, mosaic.ACC(shape, jnp.float32))
-        block = block * rows if left.by_row else block
-        total = total + (block * columns if right.by_row else block)
-        mosaic.commit_smem()  # the next load of the slot is another proxy's write
-        mosaic.barrier_arrive(ring.empty.at[slot])
-        return total
-
-    zero = mosaic.layout_cast(jnp.zeros(shape, jnp.float32), mosaic.Layout.WGMMA)
-    return lax.fori_loop(0, steps, step, zero)

@@ -163,7 +163,7 @@ LIST: list[Mutant] = [
         ),
         (
             "update-lost",
-            "self._state, train_logprobs, learned =",
+            "state, train_logprobs, learned =",
             "_, train_logprobs, learned =",
             "a_step_learns",
         ),
@@ -207,11 +207,16 @@ LIST: list[Mutant] = [
         ),
         (
             "temperature-of-training",
-            "sampling.max_new_tokens, temperature, **ends",
-            "sampling.max_new_tokens, 1.0, **ends",
+            "sampling.max_new_tokens, temperature, stop_token_ids",
+            "sampling.max_new_tokens, 1.0, stop_token_ids",
             "evaluation_samples",
         ),
-        ("never-stops", "temperature, **ends", "temperature", "evaluation_samples"),
+        (
+            "never-stops",
+            "temperature, stop_token_ids=sampling.stop_token_ids,",
+            "temperature,",
+            "evaluation_samples",
+        ),
         (
             "demonstrations-at-the-temperature-of-rollouts",
             "rl=RLConfig(), temperature=1.0",

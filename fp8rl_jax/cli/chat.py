@@ -15,17 +15,20 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
-from fp8rl_jax.cli.generate import GenerateArguments, OpenModel
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.policy import Policy
 from fp8rl_jax.rollout.constraints import TextStream
 from fp8rl_jax.rollout.engine import LocalEngine
 from fp8rl_jax.rollout.offline import batches, calibrate
 from fp8rl_jax.rollout.sampling import Sampling
+
+if TYPE_CHECKING:
+    from fp8rl_jax.cli.generate import GenerateArguments, OpenModel
 
 # a model may sample anything, and control characters would move the cursor or worse
 _PRINTABLE = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\t\n"}

@@ -82,7 +82,7 @@ class GenerateArguments(LinesArguments):
     min_p: float = 0.0
     """Drop tokens less likely than this times the most likely one; 0: none."""
     stop: tuple[str, ...] = ()
-    """Texts that end a completion. The answer's "text" is cut before the first, its tokens stay
+    """Texts that end a completion. The answer's "text" ends before the first, its tokens stay
     whole."""
     include_stop: bool = False
     """Leave the stop string in "text"."""
@@ -100,7 +100,7 @@ class GenerateArguments(LinesArguments):
     best: int = 0
     """Of n completions, write this many; 0: all."""
     prompt_logprobs: bool = False
-    """Add "prompt_logprobs" of each line's own tokens, as `fp8rl score` numbers them, on the
+    """Add "prompt_logprobs" of each line's own tokens, as `fp8rl logprobs` numbers them, on the
     rollout's side of the recipe."""
     seed: int = 0
     """Seed of the sampling."""

@@ -55,7 +55,7 @@ from fp8rl_jax.compare.causes import (
     operations,
 )
 from fp8rl_jax.compare.side import Side
-from fp8rl_jax.compare.tokens import Stretches, Tokens
+from fp8rl_jax.compare.tokens import Parts, Tokens
 from fp8rl_jax.models.policy import EXPERT_LINEARS, LINEARS
 from fp8rl_jax.precision import QTensor, describe, is_quantized
 from fp8rl_jax.tokenizers.tokenizer import Tokenizer
@@ -83,7 +83,7 @@ class LayerResult:
 
 
 @dataclass(frozen=True)
-class First:
+class FirstDifference:
     """The first operation that differs for one cause, such as "layers.3.q_proj"; where: in the
     prompt, the completion or both."""
 
@@ -111,7 +111,7 @@ class Comparison:
     end: tuple[OperationResult, ...]
     logprobs: dict[str, float | int | None]
     by_side: tuple[np.ndarray, np.ndarray]
-    first: tuple[First, ...]
+    first: tuple[FirstDifference, ...]
     only_a: tuple[str, ...]
     only_b: tuple[str, ...]
 
@@ -152,8 +152,8 @@ class _Comparing:
 
     def __init__(self, a: Side, b: Side, tokens: Tokens, temperature: float):
         self.a, self.b, self.tokens, self.temperature = a, b, tokens, temperature
-        self.masks = Stretches(*(np.asarray(mask) for mask in tokens.masks))
-        self.first: dict[str, First] = {}
+        self.masks = Parts(*(np.asarray(mask) for mask in tokens.masks))
+        self.first: dict[str, FirstDifference] = {}
 
     def run(self, progress: Callable[[str], None]) -> Comparison:
         a, b, tokens = self.a, self.b, self.tokens
@@ -169,10 +169,10 @@ class _Comparing:
         norm = self.end("norm", "norm", hidden, b.norm(entering[0]), self.masks)
         # of the completions alone: the prompts' part has no columns
         none = np.zeros((len(self.masks.completion), 0), np.float32)
-        masks = Stretches(none.astype(bool), self.masks.completion)
+        masks = Parts(none.astype(bool), self.masks.completion)
 
-        def logprobs(side: Side, x: Stretches) -> Stretches:
-            return Stretches(none, side.logprobs(x, tokens, self.temperature))
+        def logprobs(side: Side, x: Parts) -> Parts:
+            return Parts(none, side.logprobs(x, tokens, self.temperature))
 
         free = logprobs(a, hidden[0]), logprobs(b, hidden[1])
         head = "embed_tokens" if a.served.lm_head is None else "lm_head"
@@ -201,12 +201,12 @@ class _Comparing:
             if x and x["differing"]
         ]
         if details:
-            self.first["excess precision"] = First(
+            self.first["excess precision"] = FirstDifference(
                 "logprobs", "excess precision", "; ".join(details), "whole program"
             )
 
     def end(
-        self, name: str, tensor: str, free: Sequence[Stretches], b_on_a: Stretches, masks: Stretches
+        self, name: str, tensor: str, free: Sequence[Parts], b_on_a: Parts, masks: Parts
     ) -> OperationResult:
         """An operation outside of the layers, which reads one tensor.
 
@@ -220,8 +220,8 @@ class _Comparing:
         return self.result(name, (a, b, a, b_on_a), own, verdict, masks)
 
     def layer(
-        self, i: int, entering: tuple[Stretches, Stretches]
-    ) -> tuple[LayerResult, tuple[Stretches, Stretches]]:
+        self, i: int, entering: tuple[Parts, Parts]
+    ) -> tuple[LayerResult, tuple[Parts, Parts]]:
         """Layer i, and what leaves it on both sides."""
         config, tokens = self.a.served.config, self.tokens
         kept = self.a.run(i, entering[0], tokens), self.b.run(i, entering[1], tokens)
@@ -230,7 +230,7 @@ class _Comparing:
         sparse, same_input = i in config.sparse_layers, free
         names = ("input", *(step.output for step in steps))
         if not all(self.equal(_pick(x, name) for x in free) for name in names):
-            given = Stretches(
+            given = Parts(
                 *(
                     {k: v for k, v in part.items() if k.endswith((".in", ".out"))}
                     for part in kept[0]
@@ -243,7 +243,7 @@ class _Comparing:
         same_experts, rerouted = self.masks, None
         if sparse:
             ids = [_pick(x, "router.ids") for x in free]
-            same_experts = Stretches(
+            same_experts = Parts(
                 *(mask & (x == y).all(-1) for mask, x, y in zip(self.masks, *ids, strict=True))
             )
             kept_route, all_tokens = (
@@ -268,8 +268,8 @@ class _Comparing:
         self,
         i: int,
         operation: Operation,
-        free_a: Stretches,
-        same_input: Sequence[Stretches],
+        free_a: Parts,
+        same_input: Sequence[Parts],
         own: Difference,
     ) -> Verdict:
         """The verdict on one operation of layer i.
@@ -301,10 +301,12 @@ class _Comparing:
             source_a = source_b = self.a.source_tensor(i, name)
             if self.a.source is not self.b.source:
                 source_b = self.b.source_tensor(i, name)
-        return _weight(label, self.a, a, source_a), _weight(label, self.b, b, source_b)
+        return _weight(label, self.a.weight_format(i, name, a), a, source_a), _weight(
+            label, self.b.weight_format(i, name, b), b, source_b
+        )
 
     def sources(
-        self, name: str, role: str, free_a: Stretches, same_input: Sequence[Stretches]
+        self, name: str, role: str, free_a: Parts, same_input: Sequence[Parts]
     ) -> tuple[np.ndarray, np.ndarray]:
         """An operand of both sides before quantization. Of a product it is side a's for both;
         attention makes its own."""
@@ -319,31 +321,32 @@ class _Comparing:
         return source, source
 
     def operand(
-        self, side: Side, i: int, name: str, role: str, kept: Stretches, source: np.ndarray
+        self, side: Side, i: int, name: str, role: str, kept: Parts, source: np.ndarray
     ) -> Operand:
         """What a product multiplies with a weight, or attention with another operand, of the real
         tokens."""
-        attended, fmt = role != "activation", getattr(side.formats, role)
+        attended, fmt = role != "activation", side.formats_of(i, name).roles()[role]
         if f"{name}.operand" not in kept.prompt:
             return Operand(role, str(side.dtype), source, made=attended)
         stored = _pick(kept, f"{name}.operand")
         if attended:
             values = _flat(self.real(stored))
-            scales = np.asarray(getattr(side.scales, role)[i], np.float32).reshape(1, 1)
-            block = values.shape
+            # one for the tensor, or one for each KV head
+            scales = np.asarray(getattr(side.scales, role)[i], np.float32).reshape(1, -1)
+            block = len(values), values.shape[1] // scales.shape[1]
         else:
-            values = self.real(Stretches(*(x.values for x in stored)))
-            scales = self.real(Stretches(*(x.scales for x in stored)))
+            values = self.real(Parts(*(x.values for x in stored)))
+            scales = self.real(Parts(*(x.scales for x in stored)))
             block = stored.prompt.block
         return Operand(role, describe(fmt), source, Quantized(values, scales, block), attended)
 
     def result(
         self,
         name: str,
-        outputs: tuple[Stretches, ...],
+        outputs: tuple[Parts, ...],
         own: Difference,
         verdict: Verdict,
-        masks: Stretches,
+        masks: Parts,
     ) -> OperationResult:
         """Keeps the first operation of each cause. outputs: of the free run, a's and b's, and those
         on a's input."""
@@ -355,16 +358,16 @@ class _Comparing:
         if cause not in ("", "input", *self.first):
             parts = zip(("prompt", "completion"), *differing, masks, strict=True)
             where = [part for part, x, y, mask in parts if not difference(x[mask], y[mask]).equal]
-            self.first[cause] = First(name, cause, detail, " and ".join(where))
+            self.first[cause] = FirstDifference(name, cause, detail, " and ".join(where))
         return OperationResult(
             name.removeprefix("layers.").partition(".")[2] or name, output, own, verdict
         )
 
-    def equal(self, pair: Iterable[Stretches]) -> bool:
+    def equal(self, pair: Iterable[Parts]) -> bool:
         """Whether every bit of the real tokens is the same."""
         return difference(*map(self.real, pair)).equal
 
-    def real(self, x: Stretches, masks: Stretches | None = None) -> np.ndarray:
+    def real(self, x: Parts, masks: Parts | None = None) -> np.ndarray:
         """The entries of real tokens, [n, ...]."""
         return np.concatenate(
             [part[mask] for part, mask in zip(x, masks or self.masks, strict=True)]
@@ -372,17 +375,17 @@ class _Comparing:
 
 
 def _weight(
-    label: str, side: Side, value: np.ndarray | QTensor, source: np.ndarray | QTensor
+    label: str, fmt: str, value: np.ndarray | QTensor, source: np.ndarray | QTensor
 ) -> Operand:
     quantized = None
     if isinstance(value, QTensor):
         quantized = Quantized(np.asarray(value.values), np.asarray(value.scales), value.block)
     assert not isinstance(source, QTensor)
-    return Operand(label, side.weight_format(value), source, quantized)
+    return Operand(label, fmt, source, quantized)
 
 
-def _pick(kept: Stretches, name: str) -> Stretches:
-    return Stretches(*(part[name] for part in kept))
+def _pick(kept: Parts, name: str) -> Parts:
+    return Parts(*(part[name] for part in kept))
 
 
 def _flat(x: np.ndarray) -> np.ndarray:
@@ -399,7 +402,7 @@ def _quantized(side: Side) -> list[str]:
         names += [
             f"layers.{i}.{role}"
             for role in ("query", "key", "value")
-            if getattr(side.formats, role).quantized
+            if side.formats.roles()[role].quantized
         ]
     return names
 

@@ -30,7 +30,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from fp8rl_jax.compare.causes import logprob_differences
-from fp8rl_jax.compare.tokens import Stretches, Tokens
+from fp8rl_jax.compare.tokens import Parts, Tokens
 from fp8rl_jax.models.cache import KVBlock, KVCache, KVScales, empty_block
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.forms import predequantized
@@ -86,12 +86,14 @@ class ProbedLayer(TransformerLayer):
         return self.given[name].astype(value.dtype) if name in self.given else value
 
     def norm(self, x, weight):
+        """Apply a norm, and keep what enters and leaves it."""
         if weight is None:
             return x
         name = self._names[id(weight)]
         return self.take(f"{name}.out", super().norm(self.take(f"{name}.in", x), weight))
 
     def project(self, x, *weights):
+        """Multiply with each weight, and keep input, operands and results."""
         names = [self._names[id(weight)] for weight in weights]
         self._operands = {}
         out = super().project(self.take(f"{names[0]}.in", x), *weights)
@@ -109,7 +111,8 @@ class ProbedLayer(TransformerLayer):
     def mixture(self, x, layer: Layer, routes):
         x = self.take("router.in", x)
         experts = self.config.experts
-        ids, weights = choose(x, layer.router.value, experts, self.compute)
+        assert experts is not None
+        ids, weights = choose(x, layer.tensors()["router"].value, experts, self.compute)
         self.kept["router.ids"] = ids
         self.kept["router.out"] = jnp.put_along_axis(
             jnp.zeros((*ids.shape[:-1], experts.count)),
@@ -144,6 +147,7 @@ class ProbedLayer(TransformerLayer):
         ):
             self.kept[f"{name}.out"] = x
             if fmt.quantized:
+                assert scale is not None
                 self.kept[f"{name}.operand"] = quantize_heads(x, scale, fmt)
         return None, scales
 
@@ -161,16 +165,16 @@ def _put_back(rows, order, axes):
 @partial(jax.jit, static_argnames=("config", "compute", "decode"))
 def run_layer(
     layer: Layer,
-    x: Stretches,
+    x: Parts,
     tokens: Tokens,
     inputs: LayerInputs,
-    given: Stretches | None = None,
-    routes: Stretches | None = None,
+    given: Parts | None = None,
+    routes: Parts | None = None,
     *,
     config: PolicyConfig,
     compute: Compute,
     decode: bool,
-) -> Stretches:
+) -> Parts:
     """Run one layer on the prompts and completions, and keep the values of its operations.
 
     Args:
@@ -184,7 +188,7 @@ def run_layer(
         decode: the rollout's way through the completions, not the trainer's.
 
     Returns:
-        `Values` of both stretches; "output" is what enters the next layer.
+        `Values` of both parts; "output" is what enters the next layer.
     """
     if decode:
         layer = jax.tree.map(
@@ -192,7 +196,7 @@ def run_layer(
             layer,
             is_leaf=is_quantized,
         )
-    masks, given, routes = tokens.masks, given or Stretches({}, {}), routes or Stretches(None, None)
+    masks, given, routes = tokens.masks, given or Parts({}, {}), routes or Parts(None, None)
     step = partial(ProbedLayer, config, compute)
     positions = jnp.broadcast_to(
         jnp.arange(tokens.prompts.shape[1], dtype=jnp.int32), tokens.prompts.shape
@@ -207,7 +211,7 @@ def run_layer(
             places, masks.completion.astype(jnp.int32), KVCache(prefix), given=given.completion
         )
         second(x.completion, layer, None, inputs._replace(routes=routes.completion))
-        return Stretches(first.kept, second.kept)
+        return Parts(first.kept, second.kept)
 
     def one(completion, now):
         t, x, given, routes = now
@@ -223,7 +227,7 @@ def run_layer(
         (x.completion, given.completion, routes.completion),
     )
     _, kept = lax.scan(one, empty, (jnp.arange(width), *by_token))
-    return Stretches(first.kept, jax.tree.map(lambda z: jnp.moveaxis(z[:, :, 0], 0, 1), kept))
+    return Parts(first.kept, jax.tree.map(lambda z: jnp.moveaxis(z[:, :, 0], 0, 1), kept))
 
 
 def at_once(policy: Policy, tokens: Tokens, scales: KVScales | None = None) -> Float[Array, "p t"]:
@@ -273,6 +277,7 @@ def one_by_one(
         t, token, following = now
         cache = KVCache(prefill.cache, KVBlock(*kept, empty.mask), t, scales)
         result = forward(policy, token[:, None], (lengths + t)[:, None], cache=cache)
+        assert result.cache is not None
         return (result.cache.keys, result.cache.values), logprob(result.hidden[:, 0], following)
 
     first = logprob(last, completions[:, 0])

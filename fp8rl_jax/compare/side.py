@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from fp8rl_jax.compare.probe import excess_precision, run_layer
-from fp8rl_jax.compare.tokens import Stretches, Tokens
+from fp8rl_jax.compare.tokens import Parts, Tokens
 from fp8rl_jax.config.recipe import LinearFormats, Recipe
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.cache import KVCache, KVScales
@@ -103,18 +103,18 @@ class Side:
         assert not isinstance(self.served.layers, Layer)
         return list(self.served.layers)
 
-    def embed(self, tokens: Tokens) -> Stretches:
+    def embed(self, tokens: Tokens) -> Parts:
         """Embed the tokens: what enters the first layer."""
         run = jax.jit(embed)
-        return Stretches(run(self.served, tokens.prompts), run(self.served, tokens.completions))
+        return Parts(run(self.served, tokens.prompts), run(self.served, tokens.completions))
 
     def run(
         self,
         i: int,
-        x: Stretches,
+        x: Parts,
         tokens: Tokens,
-        given: Stretches | None = None,
-        routes: Stretches | None = None,
+        given: Parts | None = None,
+        routes: Parts | None = None,
     ):
         """Run layer i; see `run_layer`."""
         cache = KVCache(scales=self.scales)
@@ -131,12 +131,12 @@ class Side:
             decode=self.phase == "rollout",
         )
 
-    def norm(self, x: Stretches) -> Stretches:
+    def norm(self, x: Parts) -> Parts:
         """Apply the final norm."""
-        return Stretches(*_norm(self.served, x, decode=self.phase == "rollout"))
+        return Parts(*_norm(self.served, x, decode=self.phase == "rollout"))
 
     def logprobs(
-        self, hidden: Stretches, tokens: Tokens, temperature: float = 1.0
+        self, hidden: Parts, tokens: Tokens, temperature: float = 1.0
     ) -> Float[Array, "p t"]:
         """Compute log-probabilities of the completions' tokens from `hidden`, normed.
 
@@ -156,12 +156,19 @@ class Side:
 
     def source_tensor(self, i: int, name: str) -> np.ndarray:
         """Fetch a tensor of layer i before quantization, on the host."""
-        stack = self.source.layers.tensors()[name].value
+        stack = self.source.stack.tensors()[name].value
         return jax.device_get(stack[stack_of(self.source.config, name).index(i)])
 
-    def weight_format(self, value: np.ndarray | QTensor) -> str:
+    def formats_of(self, i: int, name: str) -> LinearFormats:
+        """The formats of a linear of layer i on this side."""
+        return getattr(self.recipe.of_linear(f"layers.{i}.{name}"), self.phase)
+
+    def weight_format(self, i: int | None, name: str, value: np.ndarray | QTensor) -> str:
         """Name the format of a weight: of the recipe, or its dtype."""
-        return describe(self.formats.weight) if isinstance(value, QTensor) else str(value.dtype)
+        if not isinstance(value, QTensor):
+            return str(value.dtype)
+        assert i is not None  # nothing outside of the layers is quantized
+        return describe(self.formats_of(i, name).weight)
 
 
 def check_alike(configs: Sequence[PolicyConfig], names: Sequence[str | Path]) -> None:
@@ -218,7 +225,7 @@ def _calibrate(
 
 
 @partial(jax.jit, static_argnames="decode")
-def _norm(policy: Policy, x: Stretches, *, decode: bool):
+def _norm(policy: Policy, x: Parts, *, decode: bool):
     def norm(z):
         return policy.compute.rms_norm(
             z, policy.norm.value, policy.config.rms_norm_eps, policy.config.norm_offset
@@ -231,7 +238,7 @@ def _norm(policy: Policy, x: Stretches, *, decode: bool):
 
 
 @partial(jax.jit, static_argnames=("temperature", "decode"))
-def _logprobs(policy: Policy, x: Stretches, tokens: Tokens, temperature: float, *, decode: bool):
+def _logprobs(policy: Policy, x: Parts, tokens: Tokens, temperature: float, *, decode: bool):
     last = jnp.take_along_axis(x.prompt, (tokens.prompt_lengths - 1)[:, None, None], axis=1)
     hidden = jnp.concatenate([last, x.completion[:, :-1]], axis=1)
     if not decode:

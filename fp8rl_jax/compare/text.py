@@ -163,16 +163,17 @@ def _logprobs(name: str, difference: str, x: dict[str, Any]) -> str:
     if not x["differing"]:
         return f"{name} of {x['tokens']} tokens: equal"
     text = "" if x["text"] is None else f" {x['text']!r}"
-    mean, k3 = _number(x["mean_abs"]), _number(x["k3"])
+    mean, k3 = number(x["mean_abs"]), number(x["k3"])
     return (
         f"{name} of {x['tokens']} tokens: {x['differing']:.0%} differ, mean |{difference}| {mean}, "
         f"k3 {k3}\n"
-        f"  largest {_number(x['max_abs'])}, row {x['row'] + 1}, completion token "
-        f"{x['position'] + 1}{text}: {_number(x['a'], 4)} and {_number(x['b'], 4)}"
+        f"  largest {number(x['max_abs'])}, row {x['row'] + 1}, completion token "
+        f"{x['position'] + 1}{text}: {number(x['a'], 4)} and {number(x['b'], 4)}"
     )
 
 
-def _number(value: float | None, digits: int = 2) -> str:
+def number(value: float | None, digits: int = 2) -> str:
+    """Format a number; None is one that was not finite."""
     return "not finite" if value is None else f"{value:.{digits}g}"
 
 

@@ -17,7 +17,7 @@ from fp8rl_jax.rollout.offline import Line, read_lines
 from fp8rl_jax.tokenizers.tokenizer import Tokenizer
 
 
-class Stretches(NamedTuple):
+class Parts(NamedTuple):
     """Something of the prompts, and the same of their completions."""
 
     prompt: Any
@@ -34,13 +34,13 @@ class Tokens(NamedTuple):
     completion_lengths: Int[Array, " p"]
 
     @property
-    def masks(self) -> Stretches:
+    def masks(self) -> Parts:
         """True where a token is real."""
 
         def mask(tokens: Array, lengths: Array) -> Array:
             return jnp.arange(tokens.shape[1]) < lengths[:, None]
 
-        return Stretches(
+        return Parts(
             mask(self.prompts, self.prompt_lengths),
             mask(self.completions, self.completion_lengths),
         )

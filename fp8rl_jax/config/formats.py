@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 from fp8rl_jax.errors import UserError
 
@@ -138,7 +138,7 @@ def parse_format(text: str) -> TensorFormat:
             f"e4m3-1x32-power_of_two (elements: {_known()})"
         )
     block = None if parts["rows"] is None else (int(parts["rows"]), int(parts["columns"]))
-    return TensorFormat(parts["element"], block, parts["scale"] or "float32")
+    return TensorFormat(parts["element"], block, cast(ScaleRule, parts["scale"] or "float32"))
 
 
 def register_element(element: ElementType) -> ElementType:

@@ -39,7 +39,7 @@ from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from fp8rl_jax.config.correction import PRESETS
 from fp8rl_jax.config.formats import COMPUTE, ELEMENTS, ScaleRule, TensorFormat, parse_format
@@ -60,8 +60,9 @@ from fp8rl_jax.config.schema import (
 )
 from fp8rl_jax.errors import UserError
 
-CorrectionName = Literal[tuple(PRESETS)]  # type: ignore[valid-type]
-ElementName = Literal[("compute", *ELEMENTS)]  # type: ignore[valid-type]
+# the names are data, read when the program starts
+CorrectionName = Literal[tuple(PRESETS)]  # ty: ignore[invalid-type-form]
+ElementName = Literal[("compute", *ELEMENTS)]  # ty: ignore[invalid-type-form]
 
 
 @dataclass(frozen=True)
@@ -72,15 +73,11 @@ class LinearFormats:
     """Weights of the quantized linears, [out, in]."""
     activation: TensorFormat = COMPUTE
     """Inputs of the quantized linears, [tokens, in]."""
-    query: ClassVar[TensorFormat] = COMPUTE
-    key: ClassVar[TensorFormat] = COMPUTE
-    value: ClassVar[TensorFormat] = COMPUTE
 
     def roles(self) -> dict[str, TensorFormat]:
         """The format of every role of a forward pass, whether or not it can be chosen here."""
-        return {
-            role: getattr(self, role) for role in ("weight", "activation", "query", "key", "value")
-        }
+        cache = dict.fromkeys(("query", "key", "value"), COMPUTE)
+        return {"weight": self.weight, "activation": self.activation, **cache}
 
 
 @dataclass(frozen=True)
@@ -93,6 +90,10 @@ class ForwardFormats(LinearFormats):
     """Cached keys, after k-norm and rope."""
     value: TensorFormat = COMPUTE
     """Cached values."""
+
+    def roles(self) -> dict[str, TensorFormat]:
+        cache = {"query": self.query, "key": self.key, "value": self.value}
+        return super().roles() | cache
 
 
 LINEAR_ROLES = (
@@ -200,7 +201,7 @@ class Recipe:
                 )
         if isinstance(self.trainer, ForwardFormats):  # a rollout's, given in Python to both sides
             for role in ("query", "key", "value"):
-                if getattr(self.trainer, role).quantized:
+                if self.trainer.roles()[role].quantized:
                     raise UserError(
                         f"recipe {self.name!r}: trainer.{role} cannot be quantized: its "
                         "attention computes in the compute dtype"

@@ -64,17 +64,18 @@ def _check(recipe: Recipe, backend: Backend, prefix: str) -> None:
                 f"{side}.activation.block",
                 f"must be {group}, the weight's block along the contraction",
             )
-        if formats.key.element != formats.value.element:
+        roles = formats.roles()
+        if roles["key"].element != roles["value"].element:
             refuse(f"{side}.value", "and key must have the same element: the cache has one dtype")
         for role in ("query", "key", "value"):
-            fmt = getattr(formats, role)
+            fmt = roles[role]
             if fmt.quantized and (fmt.block is not None or fmt.scale != "float32"):
                 refuse(
                     f"{side}.{role}",
                     "must have one float32 scale for the whole tensor, no block and no other "
                     "scale rule",
                 )
-        if formats.query.quantized and not formats.key.quantized:
+        if roles["query"].quantized and not roles["key"].quantized:
             refuse(f"{side}.query", "is quantized but the cache is not")
     if recipe.quantizes_cache:
         rule = (recipe.kv_margin, *(recipe.kv_constants or (1, 1, 1)))
@@ -116,7 +117,7 @@ def unlike_sides(recipe: Recipe) -> str:
     """What both sides quantize and not alike, such as "weight: e4m3 128x128 power_of_two scales in
     the rollout, e4m3 128x128 float32 scales in the trainer"; "" where there is nothing."""
     pairs = (
-        (role, fmt, getattr(variant.trainer, role))
+        (role, fmt, variant.trainer.roles()[role])
         for variant in recipe.variants
         for role, fmt in variant.rollout.roles().items()
     )
@@ -132,7 +133,7 @@ def _first_difference(recipe: Recipe) -> str:
     """The first role whose format differs between the recipe's sides; "" where the forward passes
     are one."""
     for role, fmt in recipe.rollout.roles().items():
-        other: TensorFormat = getattr(recipe.trainer, role)
+        other = recipe.trainer.roles()[role]
         if fmt != other:
             field = next(name for name, value in vars(fmt).items() if value != getattr(other, name))
             return (

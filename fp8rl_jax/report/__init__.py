@@ -1,2 +1,1 @@
-"""One self-contained HTML page from run directories: `runs` reads, `charts` draws, `page` puts
-together."""
+"""One HTML page from run directories: `runs` reads, `charts` draws, `page` puts all on a page."""

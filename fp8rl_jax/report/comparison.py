@@ -14,7 +14,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
-from fp8rl_jax.compare.text import LETTERS, columns, grouped, side_text, summary, worst
+from fp8rl_jax.compare.text import LETTERS, columns, grouped, number, side_text, summary, worst
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.report.charts import Chart, draw_svg
 
@@ -110,10 +110,10 @@ class Panel:
     text: str
 
 
-def panel(number: int, results: dict[str, Any]) -> Panel:
+def panel(index: int, results: dict[str, Any]) -> Panel:
     """Make the panel of one comparison.
 
-    `number` keeps its charts apart from those of others.
+    `index` keeps its charts apart from those of others.
     """
     a, b = map(side_text, results["sides"])
     models = list(dict.fromkeys(side["model"] for side in results["sides"]))
@@ -121,13 +121,13 @@ def panel(number: int, results: dict[str, Any]) -> Panel:
     headline = f"{' and '.join(models)}, {tokens['prompt'] + tokens['completion']} tokens. "
     if logprobs["differing"]:
         headline += (
-            f"Log-probabilities: k3 {_number(logprobs['k3'])}, largest difference "
-            f"{_number(logprobs['max_abs'])}."
+            f"Log-probabilities: k3 {number(logprobs['k3'])}, largest difference "
+            f"{number(logprobs['max_abs'])}."
         )
     else:
         headline += "Log-probabilities are equal bit for bit."
     if recorded := results.get("recorded"):
-        k3 = " and ".join(f"{_number(recorded[side]['k3'])} to side {side}" for side in "ab")
+        k3 = " and ".join(f"{number(recorded[side]['k3'])} to side {side}" for side in "ab")
         headline += f" Recorded by another engine ({recorded['key']}): k3 {k3}."
     one_sided = [
         f"Quantized on side {side} only: {grouped(names, len(results['layers']))}."
@@ -139,12 +139,12 @@ def panel(number: int, results: dict[str, Any]) -> Panel:
         headline,
         [(x["cause"], x["name"], x["detail"]) for x in results["first"]],
         one_sided,
-        [_heat_map(number, results, "own"), _heat_map(number, results, "output")],
+        [_heat_map(index, results, "own"), _heat_map(index, results, "output")],
         summary(results),
     )
 
 
-def _heat_map(number: int, results: dict[str, Any], measured: str) -> Chart:
+def _heat_map(index: int, results: dict[str, Any], measured: str) -> Chart:
     """A cell for each layer and operation, the darker the larger the relative error, by its
     logarithm."""
     layers = results["layers"]
@@ -219,8 +219,8 @@ def _heat_map(number: int, results: dict[str, Any], measured: str) -> Chart:
         "that enter the layer.",
     }
     title = {"own": "Own error", "output": "Piled up"}[measured]
-    svg = draw_svg(f"compare {number} {measured}", draw, height=0.5 + height * (len(layers) + 2.2))
-    return Chart(f"compare-{number}-{measured}", title, about[measured], svg)
+    svg = draw_svg(f"compare {index} {measured}", draw, height=0.5 + height * (len(layers) + 2.2))
+    return Chart(f"compare-{index}-{measured}", title, about[measured], svg)
 
 
 def _opacity(relative_error: float | None) -> float:
@@ -228,7 +228,3 @@ def _opacity(relative_error: float | None) -> float:
         return 1.0
     part = 1 - math.log10(max(relative_error, 10.0**LOWEST)) / LOWEST
     return FAINTEST + (1 - FAINTEST) * part
-
-
-def _number(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.2g}"

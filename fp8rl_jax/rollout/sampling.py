@@ -83,28 +83,25 @@ def draw(
         0 and the policy's log-probability at temperature 1.
     """
     compute = compute or Compute()
-    offered = logits if sampling.logit_bias is None else logits + sampling.logit_bias
+    adjusted = logits if sampling.logit_bias is None else logits + sampling.logit_bias
     if banned is not None:
-        offered = jnp.where(banned, -jnp.inf, offered)
+        adjusted = jnp.where(banned, -jnp.inf, adjusted)
     if sampling.temperature == 0:
-        tokens = jnp.argmax(offered, axis=-1)
+        tokens = jnp.argmax(adjusted, axis=-1)
         return tokens, jnp.zeros(tokens.shape, jnp.float32), compute.logprob(logits, tokens, 1.0)
-    tempered = offered / sampling.temperature
-    weights = jnp.exp(tempered - tempered.max(-1, keepdims=True))
-    kept = (
-        jnp.where(truncation_mask(weights, sampling), weights, 0.0)
-        if sampling.truncated
-        else weights
-    )
+    scaled = adjusted / sampling.temperature
+    weights = jnp.exp(scaled - scaled.max(-1, keepdims=True))
+    kept = weights
+    if sampling.truncated:
+        kept = jnp.where(truncation_mask(weights, sampling), weights, 0.0)
     tokens = jax.vmap(_inverse_cdf)(kept, keys)
-    whole = _logprob_of_weights(weights, tokens)
-    policy = whole
-    if offered is not logits or compute.exact:
+    untruncated = policy = _logprob_of_weights(weights, tokens)
+    if compute.exact or adjusted is not logits:
         policy = compute.logprob(logits, tokens, sampling.temperature)
-    whole = policy if offered is logits else whole
-    behaviour = (
-        jnp.log(_taken(weights, tokens)) - jnp.log(kept.sum(-1)) if sampling.truncated else whole
-    )
+    if sampling.truncated:
+        behaviour = jnp.log(_taken(weights, tokens)) - jnp.log(kept.sum(-1))
+    else:
+        behaviour = policy if adjusted is logits else untruncated
     return tokens, behaviour, policy
 
 
@@ -117,8 +114,8 @@ def logprob_of(
     """Compute the policy log-probability that `draw` gives a token, of given ones."""
     if compute.exact:
         return compute.logprob(logits, tokens, temperature)
-    tempered = logits / temperature
-    return _logprob_of_weights(jnp.exp(tempered - tempered.max(-1, keepdims=True)), tokens)
+    scaled = logits / temperature
+    return _logprob_of_weights(jnp.exp(scaled - scaled.max(-1, keepdims=True)), tokens)
 
 
 def truncation_mask(weights: Float[Array, "b vocab"], sampling: Sampling) -> Bool[Array, "b vocab"]:

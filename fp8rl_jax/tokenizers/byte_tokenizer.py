@@ -20,6 +20,8 @@ BYTE_TO_STAND_IN = {byte: chr(byte) for byte in _PRINTABLE} | {
 """GPT-2's alphabet: the printable character that stands for each byte in a byte-level
 vocabulary."""
 
+_BOS = 257
+
 
 class ByteTokenizer:
     """UTF-8 bytes as ids 0-255, then <|pad|> 256, <|bos|> 257 and <|eos|> 258. No file, no chat
@@ -28,15 +30,15 @@ class ByteTokenizer:
     The text of a special token is just bytes: no input can produce one.
     """
 
-    pad_token_id = 256
-    bos_token_id = 257
-    eos_token_ids = (258,)
-    vocab_size = 259
-    has_chat_template = False
+    pad_token_id: int | None = 256
+    bos_token_id: int | None = _BOS
+    eos_token_ids: tuple[int, ...] = (258,)
+    vocab_size: int = 259
+    has_chat_template: bool = False
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the bytes of `text`, after a bos if `add_special_tokens`."""
-        return [self.bos_token_id] * add_special_tokens + list(checked(text).encode("utf-8"))
+        return [_BOS] * add_special_tokens + list(checked(text).encode("utf-8"))
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         names = {} if skip_special else {256: b"<|pad|>", 257: b"<|bos|>", 258: b"<|eos|>"}

@@ -365,7 +365,7 @@ def play(
             if not episodes[i].done:
                 prompts[i] = encoder.next_turn(episodes[i])
                 if len(prompts[i]) > encoder.width:
-                    episodes[i] = episodes[i].cut()
+                    episodes[i] = episodes[i].truncate()
     return episodes, episode_scores(episodes, scores, pool.task.reward.partial_credit)
 
 

@@ -27,8 +27,8 @@ def attention(
 ) -> Float[Array, "b t heads dim"]:
     """Compute softmax(q . k * score_scale) . v * value_scale over all blocks; differentiable.
 
-    Segments, prefixes and sliding windows are in the masks, which `sees` makes from a number a
-    token. `attend_in_chunks` makes them, and runs this, for a few queries at a time.
+    Segments, prefixes and sliding windows are in the masks, which `attention_mask` makes from a
+    number a token. `attend_in_chunks` makes them, and runs this, for a few queries at a time.
 
     The Hopper backend is cuDNN's flash attention (jax.nn.dot_product_attention). It takes bfloat16
     or float16, a head_dim of a multiple of 8 up to 128, and scales known at trace time; masks reach
@@ -38,10 +38,11 @@ def attention(
     In decode's key order a token's output has the bits of a decode step whose caches hold, each
     from its first slot on, the keys of the same blocks up to the token's own. It takes what
     `decode_attention` takes on Hopper: e4m3 and 16 bits, head_dim 64, 96 and 128. The slots of a
-    block that a query sees must follow each other, as causal masks, right padding and windows have
-    them; a query whose mask has a gap has the output NaN. No slot may hold a NaN or an infinity,
-    seen or not. Partial results are float32 [chunks of 512 slots, rows, heads, queries, head_dim]
-    for each block: `attend_in_chunks` bounds the queries. The gradient is the reference's.
+    block that a query attends to must follow each other, as causal masks, right padding and windows
+    have them; a query whose mask has a gap has the output NaN. No slot may hold a NaN or an
+    infinity, attended to or not. Partial results are float32 [chunks of 512 slots, rows, heads,
+    queries, head_dim] for each block: `attend_in_chunks` bounds the queries. The gradient is the
+    reference's.
 
     Args:
         query: any float dtype, e4m3 included.
@@ -56,7 +57,7 @@ def attention(
         backend: implementation. "auto" takes the reference where cuDNN does not serve the call.
 
     Returns:
-        The output, 0 for a query that sees nothing.
+        The output, 0 for a query that attends to nothing.
 
     Raises:
         BackendError: a backend asked for by name cannot serve the call, or none here has decode's

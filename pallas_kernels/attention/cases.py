@@ -26,11 +26,11 @@ class Shape:
         heads, kv_heads, dim: of the model.
         lengths: real tokens of each row.
         tokens: of a row, padding included.
-        asked: how many of a row's last ones are queries; 0: all.
+        last_queries: how many of a row's last tokens are queries; 0: all.
         shared: prompt tokens of each row of a shared block; none: no such block.
         shared_slots: of a row of that block.
         dtype: of queries, keys and values.
-        window: positions that a token sees; 0: all.
+        window: positions that a token attends to; 0: all.
         chunk: queries of a row that are computed at a time; 0: all.
         by_head: whether each KV head has scales of its own.
     """
@@ -40,7 +40,7 @@ class Shape:
     dim: int
     lengths: tuple[int, ...]
     tokens: int
-    asked: int = 0
+    last_queries: int = 0
     shared: tuple[int, ...] = ()
     shared_slots: int = 0
     dtype: jnp.dtype = E4M3
@@ -57,7 +57,7 @@ class Shape:
 
     @property
     def queries(self) -> int:
-        return self.asked or self.tokens
+        return self.last_queries or self.tokens
 
     @property
     def positions(self) -> np.ndarray:
@@ -112,24 +112,24 @@ def prefill(query, *arrays, shape: Shape, backend):
 
 def expected(query, keys, values, *shared, shape: Shape) -> np.ndarray:
     """Query by query in float64."""
-    rows, asked = query.shape[:2]
+    rows, last_queries = query.shape[:2]
     out, positions = np.zeros(query.shape), shape.positions
-    for r, i, h in np.ndindex(rows, asked, shape.heads):
-        at, head = shape.tokens - asked + i, h // (shape.heads // shape.kv_heads)
+    for r, i, h in np.ndindex(rows, last_queries, shape.heads):
+        at, head = shape.tokens - last_queries + i, h // (shape.heads // shape.kv_heads)
         others = np.arange(shape.tokens)
-        seen = (others <= at) & ((others < shape.lengths[r]) == (at < shape.lengths[r]))
-        found = [(keys[r, head], values[r, head], seen, positions[r])]
+        visible = (others <= at) & ((others < shape.lengths[r]) == (at < shape.lengths[r]))
+        parts = [(keys[r, head], values[r, head], visible, positions[r])]
         if shared:
             row, slots = r // (rows // len(shape.shared)), np.arange(shape.shared_slots)
-            found.append(
+            parts.append(
                 (shared[0][row, head], shared[1][row, head], slots < shape.shared[row], slots)
             )
-        k, v, seen, where = (np.concatenate(part) for part in zip(*found, strict=True))
-        seen &= (positions[r, at] - where < shape.window) | (not shape.window)
+        k, v, visible, where = (np.concatenate(part) for part in zip(*parts, strict=True))
+        visible &= (positions[r, at] - where < shape.window) | (not shape.window)
         of_scores, of_values = (np.broadcast_to(x, shape.kv_heads)[head] for x in shape.scales)
-        score = k[seen].astype(np.float64) @ query[r, i, h].astype(np.float64) * of_scores
+        score = k[visible].astype(np.float64) @ query[r, i, h].astype(np.float64) * of_scores
         weight = np.exp(score - score.max())
-        out[r, i, h] = weight @ v[seen].astype(np.float64) / weight.sum() * of_values
+        out[r, i, h] = weight @ v[visible].astype(np.float64) / weight.sum() * of_values
     return out
 
 
@@ -186,7 +186,7 @@ def as_decoded(name: str, shape: Shape, *tokens: int) -> Case:
 
 SMALL = (
     case("causal", Shape(4, 2, 128, (70, 33), 70)),
-    case("two-chunks", Shape(4, 1, 64, (560,), 560, asked=60)),
+    case("two-chunks", Shape(4, 1, 64, (560,), 560, last_queries=60)),
     case("shared", Shape(4, 2, 64, (40, 1, 17, 40), 40, shared=(70, 3), shared_slots=75)),
     case(
         "window",
@@ -197,7 +197,7 @@ SMALL = (
     case("scales-by-head", Shape(8, 4, 64, (70,), 70, by_head=True)),
     # a token before the second chunk, which its tile of 32 tokens takes; one in the middle; the
     # last
-    as_decoded("as-decoded", Shape(2, 1, 64, (540, 540), 540, asked=40), 505, 520, 539),
+    as_decoded("as-decoded", Shape(2, 1, 64, (540, 540), 540, last_queries=40), 505, 520, 539),
     as_decoded(
         "as-decoded-shared",
         Shape(4, 2, 64, (70,) * 4, 70, shared=(530, 3), shared_slots=530, chunk=50),
@@ -211,10 +211,13 @@ SMALL = (
         40,
         69,
     ),
-    # the tile of each takes steps of 64 keys that it does not see: after its own for the first
-    # token, before for the second
+    # the tile of each takes steps of 64 keys that it does not attend to: after its own for the
+    # first token, before for the second
     as_decoded(
-        "as-decoded-bf16", Shape(2, 1, 64, (290,), 290, asked=64, dtype=BF16, window=200), 250, 270
+        "as-decoded-bf16",
+        Shape(2, 1, 64, (290,), 290, last_queries=64, dtype=BF16, window=200),
+        250,
+        270,
     ),
 )
 

@@ -43,10 +43,10 @@ class Tokens(NamedTuple):
     """What decides which tokens attend to which, a number a token: no mask of all pairs is needed.
 
     Attributes:
-        segments: a token sees its own segment; 0 is padding.
-        prefixes: the segment that its own continues, which it sees, too; -1 where there is none,
-            None where none has one.
-        order: a token sees those of the same or a lower order.
+        segments: a token attends to its own segment; 0 is padding.
+        prefixes: the segment that its own continues, which it attends to, too; -1 where there is
+            none, None where none has one.
+        order: a token attends to those of the same or a lower order.
         positions: of sliding windows and rotary angles.
     """
 
@@ -107,8 +107,12 @@ def attention_mask(
     related = queries.segments[..., None] == key
     if queries.prefixes is not None:
         related |= queries.prefixes[..., None] == key
-    seen = related & (queries.order[..., None] >= keys.order[:, None, :])
-    return seen if window is None else seen & window_mask(queries.positions, keys.positions, window)
+    visible = related & (queries.order[..., None] >= keys.order[:, None, :])
+    return (
+        visible
+        if window is None
+        else visible & window_mask(queries.positions, keys.positions, window)
+    )
 
 
 def attend(
@@ -153,7 +157,7 @@ def attend(
         values = block.values.astype(jnp.float32)
         o = jnp.einsum("rkgqs,rksd->rqkgd", w, values, preferred_element_type=jnp.float32)
         out = out + o.reshape(b, t, kv_heads, group, dim)
-    # a query that sees nothing has the output 0
+    # a query that attends to nothing has the output 0
     scale = (
         per_kv_head(value_scale, 2)
         / jnp.moveaxis(jnp.where(total == 0, 1.0, total), 3, 1)[..., None]

@@ -81,10 +81,10 @@ def write_cache(
     if q is None:
         return partitioned(kernel, f"{OPERANDS} -> {RESULTS}", {}, WHOLE)(*arrays)
     grouped = q.reshape(len(q), k.shape[1], -1, q.shape[2])
-    *cache, turned = partitioned(
+    *cache, rotated = partitioned(
         kernel, f"{OPERANDS}, {QUERIES} -> {RESULTS}, {QUERIES}", {}, WHOLE
     )(*arrays, grouped)
-    return *cache, turned.reshape(q.shape)
+    return *cache, rotated.reshape(q.shape)
 
 
 # On a mesh heads are split, and queries with the keys that they meet. A place is one of the whole

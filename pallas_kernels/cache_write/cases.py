@@ -58,8 +58,8 @@ def arguments(
 def run(*arrays, heads: int, dtype: jnp.dtype, query_scale: bool, backend):
     cache, arrays = arrays[:8], list(arrays[8:])
     q = arrays.pop(0) if heads else None
-    of_query = arrays.pop() if query_scale else None
-    return write_cache(*cache, tuple(arrays) or None, q, of_query, backend=backend)
+    query_number = arrays.pop() if query_scale else None
+    return write_cache(*cache, tuple(arrays) or None, q, query_number, backend=backend)
 
 
 def expected(
@@ -67,17 +67,17 @@ def expected(
 ) -> tuple:
     """The definition in numpy, a token at a time."""
     q, scales = (more[0] if heads else None), list(more[1 if heads else 0 :])
-    of_query = scales.pop() if query_scale else None
-    rotated = [_turned(x, cos, sin) for x in ((k, q) if heads else (k,))]
+    query_number = scales.pop() if query_scale else None
+    rotated = [_rotated(x, cos, sin) for x in ((k, q) if heads else (k,))]
     keys, values = keys.astype(np.float32), values.astype(np.float32)
     k, v = (_cast(x, scales[i] if scales else None, dtype) for i, x in enumerate((rotated[0], v)))
     for t, (r, s) in enumerate(zip(row, slot, strict=True)):
         if 0 <= r < keys.shape[0] and 0 <= s < keys.shape[2]:
             keys[r, :, s], values[r, :, s] = k[t], v[t]
-    return (keys, values, _cast(rotated[1], of_query, dtype)) if heads else (keys, values)
+    return (keys, values, _cast(rotated[1], query_number, dtype)) if heads else (keys, values)
 
 
-def _turned(x, cos, sin):
+def _rotated(x, cos, sin):
     first, second = np.split(x.astype(np.float64), 2, -1)
     cos, sin = cos[:, None].astype(np.float64), sin[:, None].astype(np.float64)
     return (

@@ -2,7 +2,7 @@
 nothing else of the cache.
 
 A unit of work is some heads of some tokens, of the queries, the keys or the values. Its tokens are
-the rows of wgmma's register layout, so a pair of dimensions that turn together lies in one thread.
+the rows of wgmma's register layout, so a pair of dimensions that rotate as one lies in one thread.
 Every token goes to its place by a TMA store of its own, which does not happen for a token whose
 place is outside.
 """
@@ -23,11 +23,11 @@ WARPGROUPS, STRIP = 2, 64
 
 
 class Part(NamedTuple):
-    """The queries, the keys or the values: what is read, whether it turns, and which of the scales
-    it has."""
+    """The queries, the keys or the values: what is read, whether it is rotated, and which of the
+    scales it has."""
 
     heads: int
-    turns: bool
+    rotated: bool
     scale: int | None
     dtype: jnp.dtype
 
@@ -38,8 +38,8 @@ def write_cache(keys, values, k, v, cos, sin, row, slot, scales, q=None, *, scal
     q is [tokens, kv_heads, queries of each, head_dim]."""
     tokens = len(k)
     parts = [
-        Part(k.shape[1], turns, i if scaled else None, keys.dtype)
-        for i, turns in enumerate((True, False))
+        Part(k.shape[1], rotated, i if scaled else None, keys.dtype)
+        for i, rotated in enumerate((True, False))
     ]
     given = [k, v]
     if q is not None:
@@ -70,9 +70,9 @@ def _launch(given, places, scales, caches, parts):
     heads = sum(part.heads for part in parts)
     # few tokens: many small units, for latency; many: large ones
     few = -(-tokens // STRIP) * heads < 2 * mosaic.multiprocessors()
-    strip, together = (8, 1) if few else (STRIP, math.gcd(2, *(part.heads for part in parts)))
+    strip, unit_heads = (8, 1) if few else (STRIP, math.gcd(2, *(part.heads for part in parts)))
     strips = -(-tokens // strip)
-    units = [strips * part.heads // together for part in parts]
+    units = [strips * part.heads // unit_heads for part in parts]
     out = (
         [jax.ShapeDtypeStruct((tokens, parts[2].heads, dim), parts[2].dtype)]
         if len(parts) == 3
@@ -83,9 +83,9 @@ def _launch(given, places, scales, caches, parts):
         """Heads that a token has room for. One that goes to its place alone begins at 128 bytes,
         where TMA may read."""
         return (
-            together
+            unit_heads
             if i == 2
-            else next(n for n in count(together) if n * dim * parts[i].dtype.itemsize % 128 == 0)
+            else next(n for n in count(unit_heads) if n * dim * parts[i].dtype.itemsize % 128 == 0)
         )
 
     def staging(i):
@@ -111,7 +111,7 @@ def _launch(given, places, scales, caches, parts):
                 to,
                 buffers,
                 loaded.at[wg],
-                (group * together, together),
+                (group * unit_heads, unit_heads),
                 (at, strip),
             )
 
@@ -150,7 +150,7 @@ def _launch(given, places, scales, caches, parts):
         half, kv_head = dim // 2, lax.div(head, part.heads // parts[0].heads)
         sides = [mosaic.ds(0, half), mosaic.ds(half, half)]
         x = [_strip(buffers["x"].at[h, :, side]) for side in sides]
-        if part.turns:
+        if part.rotated:
             cos, sin = _strip(buffers["cos"]), _strip(buffers["sin"])
             x = [x[0] * cos - x[1] * sin, x[1] * cos + x[0] * sin]
         for side, one in zip(sides, x, strict=True):
@@ -162,7 +162,7 @@ def _launch(given, places, scales, caches, parts):
             staged[:, h, side] = one.astype(part.dtype)
 
     def _scatter(staged, cache, buffers, heads, size):
-        (rows, _, slots, _), heads_of = cache.shape, mosaic.ds(0, together)
+        (rows, _, slots, _), heads_of = cache.shape, mosaic.ds(0, unit_heads)
 
         def token(t, _):
             row, slot = buffers["row"][t], buffers["slot"][t]
@@ -176,7 +176,7 @@ def _launch(given, places, scales, caches, parts):
 
     half = dim // 2
     buffers = {
-        "x": mosaic.halves((WARPGROUPS, together, STRIP, dim), given[0].dtype),
+        "x": mosaic.halves((WARPGROUPS, unit_heads, STRIP, dim), given[0].dtype),
         "cos": mosaic.tiled((WARPGROUPS, STRIP, half), jnp.float32),
         "sin": mosaic.tiled((WARPGROUPS, STRIP, half), jnp.float32),
         "row": mosaic.SMEM((WARPGROUPS, STRIP), jnp.int32),
@@ -184,7 +184,7 @@ def _launch(given, places, scales, caches, parts):
     }
     for i, part in enumerate(parts):
         buffers[staging(i)] = mosaic.SMEM((WARPGROUPS, STRIP, staged_heads(i), dim), part.dtype)
-    scratch = [buffers, mosaic.Barrier(num_arrivals=4 + together, num_barriers=WARPGROUPS)]
+    scratch = [buffers, mosaic.Barrier(num_arrivals=4 + unit_heads, num_barriers=WARPGROUPS)]
     run = mosaic.launch(
         body,
         out,

@@ -77,10 +77,12 @@ def _folder() -> Path | None:
     return None
 
 
-class Said:
-    """What the compiler writes to standard output, which it takes from the rest of the process:
-    files that it writes instead (MOSAIC_GPU_DUMP_TO) hold the program after every pass, too, and
-    take longer than the compilation."""
+class CompilerOutput:
+    """What the compiler writes to standard output, kept from the rest of the process.
+
+    The files that it can write instead (MOSAIC_GPU_DUMP_TO) hold the program after every pass, too,
+    and take longer than the compilation.
+    """
 
     def __init__(self):
         self.output = os.fdopen(os.dup(1), "w")
@@ -97,19 +99,19 @@ class Said:
         return text
 
 
-def compile_case(case: Case, sharding: jax.sharding.Sharding, said: Said) -> dict:
+def compile_case(case: Case, sharding: jax.sharding.Sharding, compiler: CompilerOutput) -> dict:
     """Compile all kernels of a case, and report what came of them or what was raised."""
     # disassembled where an instruction is asked for: it takes an eighth of the time
     os.environ["MOSAIC_GPU_DUMP_SASS_CTRL"] = "1" if case.instruction else ""
     shapes = jax.eval_shape(case.arguments, jax.random.key(0))
     shapes = [jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding) for s in shapes]
-    said.take()
+    compiler.take()
     try:
         with tracing_for(SMS):
             jax.jit(lambda *a: case.run(*a, backend="hopper")).lower(*shapes).compile()
     except Exception as error:  # whatever the compiler objects to is the result
         return {"case": case.name, "raised": f"{type(error).__name__}: {error}"}
-    return {"case": case.name, "kernels": kernels(said.take())}
+    return {"case": case.name, "kernels": kernels(compiler.take())}
 
 
 def kernels(text: str) -> list[dict]:
@@ -143,14 +145,14 @@ def main() -> None:
     mosaic.name_every_kernel()
     for part in ("PTX", "PTXAS", "RESOURCES"):
         os.environ[f"MOSAIC_GPU_DUMP_{part}"] = "1"
-    said = Said()
+    compiler = CompilerOutput()
     topology = topologies.get_topology_desc(
         platform="cuda", target_config=TARGET.read_text(), topology="1x1x1"
     )
     mesh = topologies.make_mesh(topology, (1,), ("device",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     for case in cases:
-        print(json.dumps(compile_case(case, sharding, said)), file=said.output, flush=True)
+        print(json.dumps(compile_case(case, sharding, compiler)), file=compiler.output, flush=True)
 
 
 if __name__ == "__main__":

@@ -26,17 +26,18 @@ OPERATION = "decode_attention"
 class KeyValues:
     """A cache and what of it each row of a page table holds.
 
-    The slots of a cache row are cut into pages of `page_size`, the last one shorter where they do
+    The slots of a cache row are split into pages of `page_size`, the last one shorter where they do
     not fit: page p is slots (p % c) * page_size and on of cache row p // c, with c = ceil(slots /
     page_size). A paged cache has one page a cache row.
 
     Attributes:
         keys, values: [cache rows, kv_heads, slots, head_dim], bfloat16, float16, float32 or e4m3.
-            No slot that is loaded may hold a NaN or an infinity, not even one that no query sees.
+            No slot that is loaded may hold a NaN or an infinity, not even one that no query reads.
         lengths: int32 [rows]: keys that a row holds, the first ones of its pages. Below 0 counts as
             0, and what goes beyond the table as its end.
         pages: int32 [rows, pages] of page numbers. The keys of a number outside the cache are not
-            seen, nor are slots that a short last page does not have. None: row r holds cache row r.
+            attended to, nor are slots that a short last page does not have. None: row r holds cache
+            row r.
         page_size: slots of a page; None, only without `pages`: all of a cache row.
     """
 
@@ -64,7 +65,7 @@ def decode_attention(
     softmax(score_scale * query_scale * key_scale * q . k) . v * value_scale.
 
     A sequence's keys are those of its row in the first cache, then those of its row in the next
-    one: its prompt's, kept once for all samples, and its own. A cache with fewer rows than
+    one: its prompt's, kept for all samples together, and its own. A cache with fewer rows than
     sequences is shared: row r holds the keys of sequences r * n to r * n + n - 1. The query stands
     at the last key. A sequence without a key has the output 0.
 
@@ -82,7 +83,7 @@ def decode_attention(
         query_scale, key_scale, value_scale: float32 [] or [kv_heads], of quantized queries, keys
             and values; a query's is that of its KV head's group. Arrays, so that they may change at
             each step.
-        window: int32 scalar; a query sees this many positions, its own included; None: all.
+        window: int32 scalar; a query attends to this many positions, its own included; None: all.
         out_dtype: of the result.
         backend: implementation. "auto" takes the reference where the Hopper kernel does not serve
             the call.

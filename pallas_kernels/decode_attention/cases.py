@@ -71,10 +71,10 @@ def expected(query, *rest, caches: tuple[Cache, ...], dtype, value_dtype, window
     sequences, heads, dim = query.shape
     out = np.zeros(query.shape)
     for s in range(sequences):
-        seen = [
+        rows = [
             _held(cache, *arrays[4 * i : 4 * i + 4], s, sequences) for i, cache in enumerate(caches)
         ]
-        keys, values, real = (np.concatenate(parts) for parts in zip(*seen, strict=True))
+        keys, values, real = (np.concatenate(parts) for parts in zip(*rows, strict=True))
         if windowed:
             real &= len(real) - 1 - np.arange(len(real)) < window
         for h in range(heads):
@@ -94,14 +94,14 @@ def _held(cache: Cache, keys, values, lengths, pages, sequence, sequences):
     row = sequence // (sequences // len(lengths))
     page, slots = cache.page or cache.slots, keys.shape[2]
     per_row, table = -(-slots // page), pages[row] if cache.page else [row]
-    found, real = [], []
+    entries, real = [], []
     for i in range(min(max(lengths[row], 0), page * len(table))):
         number, slot = table[i // page], table[i // page] % per_row * page + i % page
         real.append(0 <= number < len(keys) * per_row and slot < slots)
         at = (number // per_row, slot) if real[-1] else (0, 0)
-        found.append([x[at[0], :, at[1]].astype(np.float64) for x in (keys, values)])
-    found = np.asarray(found).reshape(-1, 2, *keys.shape[1::2])
-    return found[:, 0], found[:, 1], np.asarray(real, bool)
+        entries.append([x[at[0], :, at[1]].astype(np.float64) for x in (keys, values)])
+    entries = np.asarray(entries).reshape(-1, 2, *keys.shape[1::2])
+    return entries[:, 0], entries[:, 1], np.asarray(real, bool)
 
 
 def case(
@@ -183,7 +183,7 @@ def alike(name: str, cache: Cache, row: int, dtype) -> Case:
         want = attend(query, keys, values, lengths, pages)[row]
         moved = np.random.default_rng(0).permutation(len(keys))
         wider = jnp.pad(pages, [(0, 0), (0, CHUNK // cache.page)], constant_values=-1)
-        found = (
+        variants = (
             attend(query[own], keys, values, lengths[own], pages[own])[0],
             attend(query[::-1], keys, values, lengths[::-1], pages[::-1])[len(query) - 1 - row],
             attend(
@@ -196,7 +196,7 @@ def alike(name: str, cache: Cache, row: int, dtype) -> Case:
             attend(query, keys, values, lengths, wider)[row],
             attend(query, keys, values, jnp.where(others, 1, lengths), pages)[row],
         )
-        return jnp.stack([bits_apart(want, one) for one in found])
+        return jnp.stack([bits_apart(want, one) for one in variants])
 
     return Case(
         name=name,

@@ -47,9 +47,11 @@ def first_visible(lengths, sequences, window):
 def _block(cache, start) -> KeyBlock:
     keys, values, held = _rows(cache)
     slots = jnp.arange(keys.shape[2])
-    seen = (slots < known_lengths(cache)[:, None])[:, None] if held is None else held[:, None]
-    seen = seen if start is None else seen & (slots >= start[..., None])
-    return KeyBlock(keys, values, lax.optimization_barrier(seen))  # made once, not for every head
+    visible = (slots < known_lengths(cache)[:, None])[:, None] if held is None else held[:, None]
+    visible = visible if start is None else visible & (slots >= start[..., None])
+    return KeyBlock(
+        keys, values, lax.optimization_barrier(visible)
+    )  # made once, not for every head
 
 
 def _rows(cache):

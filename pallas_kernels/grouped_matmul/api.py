@@ -8,7 +8,7 @@ from functools import partial
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.backend import Backend, check_pair, choose, name_of, resolve
+from pallas_kernels.backend import Backend, block_name, check_pair, choose, resolve
 from pallas_kernels.grouped_matmul import reference
 from pallas_kernels.partition import on_mesh, partitioned
 from pallas_kernels.rounding import rounded
@@ -57,7 +57,7 @@ def grouped_matmul(
     chosen = choose(
         "grouped_matmul",
         backend,
-        "" if served else f"product of weights in blocks of {name_of(w_block)}",
+        "" if served else f"product of weights in blocks of {block_name(w_block)}",
     )
     groups, n, k = w.shape
     blocks = (-(-n // w_block[0]), -(-k // w_block[1]))

@@ -27,10 +27,12 @@ def forward_arguments(
 
 
 def forward_expected(x, x_scales, w, w_scales, sizes) -> np.ndarray:
-    x = _wide(x, x_scales, (1, 128))
+    x = _dequantized(x, x_scales, (1, 128))
     out, start = np.zeros((len(x), w.shape[1])), 0
     for g, size in enumerate(sizes):
-        out[start : start + size] = x[start : start + size] @ _wide(w[g], w_scales[g], (128, 128)).T
+        out[start : start + size] = (
+            x[start : start + size] @ _dequantized(w[g], w_scales[g], (128, 128)).T
+        )
         start += size
     return out
 
@@ -53,7 +55,7 @@ def gradient_arguments(
 
 
 def gradient_expected(dy, dy_scales, x, x_scales, sizes) -> np.ndarray:
-    dy, x = _wide(dy, dy_scales, (128, 1)), _wide(x, x_scales, (128, 1))
+    dy, x = _dequantized(dy, dy_scales, (128, 1)), _dequantized(x, x_scales, (128, 1))
     ends = np.cumsum(sizes)
     return np.stack(
         [
@@ -63,7 +65,7 @@ def gradient_expected(dy, dy_scales, x, x_scales, sizes) -> np.ndarray:
     )
 
 
-def _wide(values, scales, block) -> np.ndarray:
+def _dequantized(values, scales, block) -> np.ndarray:
     scales = np.repeat(np.repeat(scales.astype(np.float64), block[0], 0), block[1], 1)
     return values.astype(np.float64) * scales[: values.shape[0], : values.shape[1]]
 

@@ -60,11 +60,11 @@ def row_tiles(m: int, group_sizes) -> RowTiles:
         (m + (ROWS_OF_TMA - 1) * (groups + 1)) // TILE_ROWS + groups + 1, dtype=jnp.int32
     )
     group = jnp.searchsorted(last, index, side="right").astype(jnp.int32)
-    found = jnp.minimum(group, groups)
-    start = first[found] + (index - (last - tiles)[found]) * TILE_ROWS
-    low, high = (jnp.clip(edge[found] - start, 0, TILE_ROWS) for edge in (begins, ends))
+    served = jnp.minimum(group, groups)
+    start = first[served] + (index - (last - tiles)[served]) * TILE_ROWS
+    low, high = (jnp.clip(edge[served] - start, 0, TILE_ROWS) for edge in (begins, ends))
     start, low, high = (jnp.where(group <= groups, x, 0) for x in (start, low, high))
-    return RowTiles(found, start, low, high)
+    return RowTiles(served, start, low, high)
 
 
 @mosaic.outlined("out_dtype")

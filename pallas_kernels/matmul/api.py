@@ -7,7 +7,7 @@ from functools import partial
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.backend import Backend, check_pair, choose, name_of, resolve
+from pallas_kernels.backend import Backend, block_name, check_pair, choose, resolve
 from pallas_kernels.matmul import reference
 from pallas_kernels.partition import on_mesh, partitioned
 from pallas_kernels.rounding import rounded
@@ -59,7 +59,7 @@ def blockwise_matmul(
     chosen = choose(
         "blockwise_matmul",
         backend,
-        "" if served else f"product of weights in blocks of {name_of(w_block)}",
+        "" if served else f"product of weights in blocks of {block_name(w_block)}",
     )
     n, k = w.shape
     blocks = (-(-n // w_block[0]), -(-k // w_block[1]))

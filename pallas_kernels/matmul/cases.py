@@ -32,11 +32,11 @@ def arguments(
 def expected(x, x_scales, w, w_scales, w_block=(128, 128)) -> np.ndarray:
     """The product of the dequantized operands in float64."""
 
-    def wide(values, scales, rows):
+    def dequantized(values, scales, rows):
         scales = np.repeat(np.repeat(scales.astype(np.float64), rows, 0), 128, 1)
         return values.astype(np.float64) * scales[: values.shape[0], : values.shape[1]]
 
-    return wide(x, x_scales, 1) @ wide(w, w_scales, w_block[0]).T
+    return dequantized(x, x_scales, 1) @ dequantized(w, w_scales, w_block[0]).T
 
 
 def case(
@@ -60,7 +60,7 @@ def case(
 
 def same_rows(few: int, many: int, n: int, k: int) -> Case:
     """What the first `few` of `many` rows differ by from themselves alone: not a bit. The
-    interpreter sees that only where both take the same tiles: numpy adds in another order for
+    interpreter shows that only where both take the same tiles: numpy adds in another order for
     another shape."""
 
     def run(x, x_scales, w, w_scales, backend):

@@ -2,8 +2,9 @@
 there.
 
 wgmma multiplies 64 rows of its left operand at least, and 8 of its right one. A decode step has
-fewer than 64 rows, so there the weight goes left, and the contraction is cut into parts to keep all
-multiprocessors loading. The cut is a function of the weight's shape alone, and the parts are added
+fewer than 64 rows, so there the weight goes left, and the contraction is split to keep all
+multiprocessors loading. The split is a function of the weight's shape alone, and the parts are
+added
 in their order in both kernels: a row has the same sum whatever m is.
 """
 
@@ -77,14 +78,14 @@ def many_rows(x, x_scales, w, w_scales, by_row, split, out_dtype):
     (m, k), n = x.shape, mosaic.whole_swizzles(len(w), out_dtype)
     left, right = Side(x.dtype, TILE_ROWS, True), Side(w.dtype, TILE_COLUMNS, by_row)
     grid, steps = (-(-m // TILE_ROWS), -(-n // TILE_COLUMNS)), -(-k // BLOCK_K)
-    tiles, tile, wide = (
+    tiles, tile, float32_out = (
         grid[0] * grid[1],
         (CONSUMERS, WGMMA_ROWS, TILE_COLUMNS),
         out_dtype == jnp.float32,
     )
     # as many slots as leave room for the result, and for the sums of a split contraction where the
     # result is narrower
-    stages = 5 if split == 1 and not wide else 4
+    stages = 5 if split == 1 and not float32_out else 4
 
     def body(x, x_scales, w, w_scales, out, ring, staged, sums):
         at = partial(mosaic.planar_snake, shape=grid, minor_dim=1, tile_width=8)
@@ -100,7 +101,7 @@ def many_rows(x, x_scales, w, w_scales, by_row, split, out_dtype):
                 mosaic.wait_smem_to_gmem(0, wait_read_only=True)
             else:
                 mosaic.wait_smem_to_gmem(0, wait_read_only=True)
-                value = in_parts((staged if wide else sums).at[wg], total, steps, split)
+                value = in_parts((staged if float32_out else sums).at[wg], total, steps, split)
             staged[wg] = value.astype(out_dtype)
             mosaic.commit_smem()
             rows = mosaic.ds(i * TILE_ROWS + wg * WGMMA_ROWS, WGMMA_ROWS)
@@ -113,7 +114,7 @@ def many_rows(x, x_scales, w, w_scales, by_row, split, out_dtype):
     scratch = {
         "ring": ring_scratch(left, right, stages),
         "staged": mosaic.tiled(tile, out_dtype),
-        "sums": mosaic.tiled(tile, jnp.float32) if split > 1 and not wide else None,
+        "sums": mosaic.tiled(tile, jnp.float32) if split > 1 and not float32_out else None,
     }
     out = jax.ShapeDtypeStruct((m, n), out_dtype)
     return mosaic.launch(

@@ -8,7 +8,7 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.backend import Backend, choose, name_of
+from pallas_kernels.backend import Backend, block_name, choose
 from pallas_kernels.partition import partitioned
 from pallas_kernels.quantize import reference
 
@@ -294,5 +294,5 @@ def chosen_backend(
     return choose(
         operation,
         backend,
-        "" if served else f"quantizer from {given} to {made} in blocks of {name_of(block)}",
+        "" if served else f"quantizer from {given} to {made} in blocks of {block_name(block)}",
     )

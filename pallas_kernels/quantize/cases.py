@@ -118,14 +118,14 @@ def both(
 
 
 def along_tokens(name: str, shape: tuple[int, int], dtype=E4M3, rule="float32") -> Case:
-    def wide(values, scales):
+    def dequantized(values, scales):
         return np.asarray(dequantize_blocks(values, scales, (1, 128)))
 
     return _case(
         name,
         partial(quantized, shape=shape),
         lambda values, scales, backend: regroup(values, scales, 128, dtype, rule, backend=backend),
-        lambda values, scales: expected(wide(values, scales), (128, 1), dtype, rule),
+        lambda values, scales: expected(dequantized(values, scales), (128, 1), dtype, rule),
         math.prod(shape) * 2.0,
     )
 
@@ -165,10 +165,10 @@ def rms_norm(
         )
 
     def definition(x, weight):
-        wide = x.astype(np.float64)
+        x64 = x.astype(np.float64)
         normed = (
-            wide
-            / np.sqrt((wide * wide).mean(-1, keepdims=True) + 1e-6)
+            x64
+            / np.sqrt((x64 * x64).mean(-1, keepdims=True) + 1e-6)
             * (weight.astype(np.float64) + offset)
         )
         return expected(normed.astype(np.float32).astype(x.dtype), (1, 128), dtype, rule)

@@ -1,5 +1,5 @@
-"""The kernel behind every quantizer on Hopper: what it is made from is read once, and the bytes are
-the time.
+"""The quantizers on Hopper: one kernel, which reads what it quantizes one time and is bound by
+those bytes.
 
 Each warpgroup works alone, on tiles that TMA brings into a ring of its own. In registers a strip of
 64 groups lies as wgmma's accumulators do, a group in four threads: 64 rows of 128 columns, or, read
@@ -328,8 +328,8 @@ def _strip(source, loaded, part, transposed):
     """64 groups, float32 [64, 128]."""
     matrices = loaded[: len(source.matrices)]
     # no layout of 8-bit numbers can be turned into wgmma's: they become float32 first
-    narrow = transposed and any(x.dtype.itemsize == 1 for x in source.matrices)
-    layout = mosaic.Layout.WGMMA_TRANSPOSED if narrow else mosaic.Layout.WGMMA
+    eight_bits = transposed and any(x.dtype.itemsize == 1 for x in source.matrices)
+    layout = mosaic.Layout.WGMMA_TRANSPOSED if eight_bits else mosaic.Layout.WGMMA
 
     def vector(ref, along_groups):
         ref = ref.at[part] if not along_groups else ref
@@ -338,7 +338,8 @@ def _strip(source, loaded, part, transposed):
 
     refs = [ref.at[:, part].transpose((1, 0)) if transposed else ref.at[part] for ref in matrices]
     strips = [
-        mosaic.load(ref, layout=layout, optimized=not narrow).astype(jnp.float32) for ref in refs
+        mosaic.load(ref, layout=layout, optimized=not eight_bits).astype(jnp.float32)
+        for ref in refs
     ]
     x = source.make(
         *strips,

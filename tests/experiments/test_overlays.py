@@ -22,7 +22,7 @@ DEMO = str(ROOT / "runs" / "demo.toml")
 ROWS = {
     name: " ".join(row.split())
     for name, row in re.findall(
-        r"^    (\S.*?)  +arXiv \S+ +(.+(?:\n {8,}.+)*)$", rl.__doc__, re.MULTILINE
+        r"^    (\S.*?)  +arXiv \S+ +(.+(?:\n {30,}.+)*)$", rl.__doc__, re.MULTILINE
     )
 }
 FILES = {
