@@ -83,6 +83,36 @@ def test_a_row_of_ones_own_is_printed_in_full_and_reads_back(tmp_path, capsys):
         assert line in said, line
 
 
+BY_LAYER = """
+[recipes.mine]
+base = "fp8-e2e-kv"
+kv_granularity = "head"
+layers."*.down_proj".output_gradient = "compute"
+layers."layers.0.*" = { rollout.weight = "compute", trainer.weight = "compute" }
+"""
+
+
+def test_formats_by_layer_and_scales_by_head_are_printed(tmp_path, capsys):
+    file = tmp_path / "run.toml"
+    file.write_text(BY_LAYER)
+    assert cli.main(["doctor", "--recipes", str(file), "--recipe", "mine"]) == 0
+    said = capsys.readouterr().out
+    quantized = "e4m3-128x128 weights, e4m3-1x128 activations; output gradients: "
+    for line in (
+        'kv_granularity = "head"',
+        "14 of 21 linears are quantized",
+        "layers.0.q_proj       compute dtype (in the compute dtype by recipe.layers)",
+        f"layers.1-2.q_proj     {quantized}e4m3-1x128",
+        "layers.0.down_proj    compute dtype (in the compute dtype by recipe.layers)",
+        f"layers.1-2.down_proj  {quantized}compute",
+    ):
+        assert line in said, line
+    printed = said.split("recipe mine, in full\n")[1].split("\nlinears\n")[0]
+    (tmp_path / "printed.toml").write_text('recipe = "mine"\n' + printed)
+    config = load_config(RunConfig, [str(tmp_path / "printed.toml")], "fp8rl train")
+    assert config.resolved_recipe() == get_recipe("mine", rows=tomllib.loads(BY_LAYER)["recipes"])
+
+
 def test_files_without_recipes_are_named(tmp_path, capsys):
     file = tmp_path / "run.toml"
     file.write_text("seed = 3")
