@@ -260,8 +260,7 @@ class PolicyConfig:
 
     @property
     def qk_norm(self) -> bool:
-        """Whether q and k are RMS-normalised over head_dim before the rotary embedding (Qwen3,
-        Gemma 3)."""
+        """Whether q and k are RMS-normalised over head_dim before rope (Qwen3, Gemma 3)."""
         return self.architecture in ("qwen3", "qwen3_moe", "gemma3_text")
 
     @property
@@ -276,8 +275,7 @@ class PolicyConfig:
 
     @property
     def post_norms(self) -> bool:
-        """Whether the outputs of attention and feed-forward layer are normalised, too, before they
-        join the residual stream."""
+        """Whether the outputs of attention and feed-forward layer are normalised, too (Gemma 3)."""
         return self.architecture == "gemma3_text"
 
     @property
@@ -287,8 +285,10 @@ class PolicyConfig:
 
     @property
     def embedding_scale(self) -> float | None:
-        """What embeddings are multiplied by on their way in, or None (Gemma: sqrt(hidden_size), in
-        the compute dtype)."""
+        """What embeddings are multiplied by, or None.
+
+        Gemma: sqrt(hidden_size), in the compute dtype.
+        """
         return self.hidden_size**0.5 if self.architecture == "gemma3_text" else None
 
     @property
@@ -298,8 +298,7 @@ class PolicyConfig:
 
     @property
     def dense_layers(self) -> tuple[int, ...]:
-        """Layers with one feed-forward layer for all tokens; every layer where there are no
-        experts."""
+        """Layers with one feed-forward layer for all tokens; all where there are no experts."""
         return tuple(range(self.num_layers)) if self.experts is None else self.experts.dense_layers
 
     @property
@@ -309,8 +308,10 @@ class PolicyConfig:
 
     @property
     def windows(self) -> tuple[int, ...] | None:
-        """For each layer the number of keys that a token sees, its own included; None where no
-        layer has a window."""
+        """Number of keys that a token sees in each layer, its own included.
+
+        None where no layer has a window.
+        """
         if self.sliding_window is None:
             return None
         return tuple(

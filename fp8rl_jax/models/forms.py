@@ -248,8 +248,7 @@ def linear_formats(
 
 
 def finite_flags(policy: Policy, scales: KVScales | None) -> dict[str, Bool[Array, ""]]:
-    """Flag each tensor role whose values are all finite: `weight`, and `kv_scale` of an FP8
-    cache."""
+    """Flag the roles whose values are all finite: `weight`, and `kv_scale` of an FP8 cache."""
     leaves: list[Any] = jax.tree.leaves(policy, is_leaf=lambda x: isinstance(x, QTensor))
     finite = [is_finite(x) if isinstance(x, QTensor) else jnp.isfinite(x).all() for x in leaves]
     flags = {"weight": jnp.stack(finite).all()}

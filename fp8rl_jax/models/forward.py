@@ -46,8 +46,10 @@ from pallas_kernels.matmul import flatten_many_rows
 
 
 def rope_frequencies(config: PolicyConfig) -> Float[Array, " half"]:
-    """Angular frequency of each pair of a head's dimensions, float32, Llama 3's rescaling (arXiv
-    2407.21783) or a linear one (arXiv 2306.15595) applied."""
+    """Compute the angular frequency of each pair of a head's dimensions, float32.
+
+    Llama 3's rescaling (arXiv 2407.21783) or a linear one (arXiv 2306.15595) is applied.
+    """
     frequencies = _frequencies(config.rope_theta, config.head_dim)
     scaling = config.rope_scaling
     if scaling is None:
@@ -62,7 +64,7 @@ def rope_frequencies(config: PolicyConfig) -> Float[Array, " half"]:
 
 
 def layer_frequencies(config: PolicyConfig) -> Float[Array, "layers half"] | None:
-    """The rotary frequencies of each layer where those with a window have their own, else None."""
+    """Compute the frequencies of each layer where those with a window have their own, else None."""
     if config.local_rope_theta is None:
         return None
     local, full = _frequencies(config.local_rope_theta, config.head_dim), rope_frequencies(config)
@@ -144,15 +146,17 @@ class CompletionCache:
         return (keys.reshape(self.keys.shape), values.reshape(self.values.shape)), q
 
     def read(self, keys: Array, values: Array) -> tuple[Array, Array]:
-        """The layer's part of what `write` returned."""
+        """Take the layer's part of what `write` returned."""
         if self.layer is None:
             return keys, values
         keys = lax.dynamic_index_in_dim(keys, self.layer, keepdims=False)
         return keys, lax.dynamic_index_in_dim(values, self.layer, keepdims=False)
 
     def visible(self, t: int, window: Array | None) -> Array:
-        """[t, slots]: query i, written at slot + i, sees the slots up to its own and within the
-        window."""
+        """Mask the slots [t, slots] that each query sees.
+
+        Query i, written at slot + i, sees the slots up to its own and within the window.
+        """
         slots, written = jnp.arange(self.keys.shape[-2]), self.slot + jnp.arange(t)
         mask = slots[None, :] <= written[:, None]
         return mask if window is None else mask & window_mask(written, slots, window)
@@ -211,8 +215,11 @@ class TransformerLayer:
         return self.compute.rms_norm(x, weight.value, config.rms_norm_eps, config.norm_offset)
 
     def project(self, x: Array, *weights: Tensor) -> list[Array]:
-        """Multiply x by each weight; weights of one kind share a prepared input, which is quantized
-        once and kept once for the backward."""
+        """Multiply x by each weight.
+
+        Weights of one kind share a prepared input, which is quantized once and kept once for the
+        backward.
+        """
         rows, prepared, out = flatten_many_rows(x), {}, []
         for weight in (as_weight(w.value) for w in weights):
             kind = jax.tree.structure(weight)
@@ -223,7 +230,7 @@ class TransformerLayer:
         return out
 
     def prepare(self, x: Array, weight: Any) -> Any:
-        """x in the form that `weight` multiplies."""
+        """Bring x into the form that `weight` multiplies."""
         return weight.prepare(x, self.compute)
 
     def mlp(self, x: Array, layer: Layer) -> Array:
@@ -238,7 +245,7 @@ class TransformerLayer:
     def attention(
         self, x: Array, layer: Layer, completion: CompletionCache | None, inputs: LayerInputs
     ) -> tuple[Array, tuple[Array, Array], Any]:
-        """The attention's output, the keys and values that it leaves, and what `observe` saw."""
+        """Compute attention's output, the keys and values that it leaves, and what is observed."""
         (b, t, _), compute = x.shape, self.compute
         products = self.project(x, layer.q_proj, layer.k_proj, layer.v_proj)
         q, k, v = map(self.heads, products, (layer.q_bias, layer.k_bias, layer.v_bias))
@@ -295,14 +302,13 @@ class TransformerLayer:
         return self.project(out, layer.o_proj)[0], written, observed
 
     def heads(self, x: Array, bias: Tensor | None) -> Array:
-        """A projection with its bias, [b, t, heads, head_dim]."""
+        """Split a projection, its bias added, into heads [b, t, heads, head_dim]."""
         if bias is not None:
             x = self.compute.add(x, jnp.broadcast_to(bias.value, x.shape))
         return x.reshape(*x.shape[:2], -1, self.config.head_dim)
 
     def decode(self, tokens, rope, completion: CompletionCache, inputs: LayerInputs, dtype):
-        """Attend with one token a row, over the prefix cache and the row's own slots up to the one
-        that it now writes."""
+        """Attend with one token a row, over the prefix cache and the row's slots up to its own."""
         compute = self.compute
         sq = sk = sv = scales = None
         if compute.key.quantized:
@@ -322,7 +328,7 @@ class TransformerLayer:
         return out, written
 
     def token_keys(self, k: Array, v: Array, prefix) -> list[TokenBlock]:
-        """The blocks of keys as chunked attention takes them."""
+        """List the blocks of keys as chunked attention takes them."""
         blocks = [TokenBlock(k, v, self.tokens, self.tokens)]
         if prefix is not None:
             assert self.cache.prefix is not None
@@ -331,7 +337,7 @@ class TransformerLayer:
         return blocks
 
     def prefix_mask(self, window: Array | None) -> Array:
-        """[rows, 1 or the queries of all samples that share the row, slots]."""
+        """Mask the slots [rows, 1 or the queries of all samples that share the row, slots]."""
         prefix = self.cache.prefix
         assert prefix is not None
         if window is None:
@@ -462,8 +468,10 @@ def embed(policy: Policy, tokens: Int[Array, "b t"]) -> Float[Array, "b t hidden
 def layer_inputs(
     policy: Policy, cache: KVCache, routes, pick: Callable, pick_sparse: Callable
 ) -> LayerInputs:
-    """Take the inputs of some layers out of stacks over all layers, by `pick`, and over those with
-    experts, by `pick_sparse`."""
+    """Take the inputs of some layers out of stacks over all layers.
+
+    By `pick`, and out of stacks over those with experts by `pick_sparse`.
+    """
     config, prefix, scales = policy.config, cache.prefix, cache.scales
     windows = None if config.windows is None else jnp.asarray(config.windows, jnp.int32)
     frequencies = layer_frequencies(config)

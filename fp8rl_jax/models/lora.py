@@ -60,8 +60,7 @@ Trained = Policy | Adapters
 
 
 def adapted_tensors(config: PolicyConfig, lora: LoraConfig) -> tuple[str, ...]:
-    """Names of the stacked tensors that get an adapter ("q_proj", "experts.up_proj"), in the order
-    of `tensor_specs`.
+    """Name the stacked tensors that get an adapter ("q_proj", ...), in the order of `tensor_specs`.
 
     Raises:
         UserError: a target that matches no linear, names something that is none, or picks some
@@ -109,8 +108,7 @@ def adapted_tensors(config: PolicyConfig, lora: LoraConfig) -> tuple[str, ...]:
 
 
 def build_adapters(config: PolicyConfig, lora: LoraConfig, factors) -> Adapters:
-    """Adapters whose arrays (a, b) come from `factors(name, shape of a, shape of b)`, called once
-    for each adapted tensor."""
+    """Build adapters of what `factors(name, shape of a, shape of b)` gives for each tensor."""
     adapters = {}
     for name in adapted_tensors(config, lora):
         (*stack, out, inner), (*leading, rows, columns) = tensor_specs(config)[f"layers.{name}"]
@@ -122,8 +120,9 @@ def build_adapters(config: PolicyConfig, lora: LoraConfig, factors) -> Adapters:
 
 
 def init_adapters(config: PolicyConfig, lora: LoraConfig, key: Key[Array, ""]) -> Adapters:
-    """Float32 adapters that change nothing yet: a uniform in +-1/sqrt(in) (PEFT's kaiming_uniform_
-    with a = sqrt(5)), b zero.
+    """Draw float32 adapters that change nothing yet: b is zero.
+
+    a is uniform in +-1/sqrt(in), PEFT's kaiming_uniform_ with a = sqrt(5).
 
     Raises:
         UserError: as `adapted_tensors`.
@@ -141,7 +140,7 @@ def init_adapters(config: PolicyConfig, lora: LoraConfig, key: Key[Array, ""]) -
 
 
 def has_adapters(policy: Policy) -> bool:
-    """Whether any linear has an adapter; layers stacked or unrolled."""
+    """Tell whether any linear has an adapter; layers stacked or unrolled."""
     layers = [policy.layers] if isinstance(policy.layers, Layer) else policy.layers
     return any(
         isinstance(weight.value, AdaptedWeight)
@@ -151,8 +150,9 @@ def has_adapters(policy: Policy) -> bool:
 
 
 def split(policy: Policy) -> tuple[Trained, Policy | None]:
-    """(what is trained, what is frozen): (adapters, base), or (policy, None) where it has no
-    adapters. Nothing is copied.
+    """Split a policy into what is trained and what is frozen; nothing is copied.
+
+    They are (adapters, base), or (policy, None) where it has no adapters.
 
     Args:
         policy: layers stacked.
@@ -169,8 +169,10 @@ def split(policy: Policy) -> tuple[Trained, Policy | None]:
 
 
 def join(trained: Trained | list[Adapters], frozen: Policy | None) -> Policy:
-    """The inverse of `split`; for a base whose layers are unrolled, the adapters are a list of each
-    layer's."""
+    """Join what `split` returned.
+
+    For a base whose layers are unrolled, the adapters are a list of each layer's.
+    """
     if frozen is None:
         assert isinstance(trained, Policy)
         return trained
@@ -190,7 +192,7 @@ def join(trained: Trained | list[Adapters], frozen: Policy | None) -> Policy:
 
 
 def unstack_adapters(adapters: Adapters, config: PolicyConfig) -> list[Adapters]:
-    """The adapters of each layer, as `join` takes them for an unrolled base."""
+    """List the adapters of each layer, as `join` takes them for an unrolled base."""
     layers: list[Adapters] = [{} for _ in range(config.num_layers)]
     for name, adapter in adapters.items():
         for place, layer in enumerate(stack_of(config, name)):
@@ -199,8 +201,9 @@ def unstack_adapters(adapters: Adapters, config: PolicyConfig) -> list[Adapters]
 
 
 def merge(policy: Policy) -> Policy:
-    """A policy of plain weights in host memory: base + scale * b a, computed in float64 and rounded
-    to float32.
+    """Add adapters to their base: plain weights in host memory.
+
+    base + scale * b a is computed in float64 and rounded to float32.
 
     An FP8 base is what the adapters were trained on, so it is that base, dequantized, that they are
     added to. A policy without adapters and quantized weights comes back as it is.

@@ -35,7 +35,7 @@ from pallas_kernels.rounding import rounded
 
 
 def route_dtype(config: ExpertsConfig) -> jnp.dtype:
-    """The smallest dtype that holds the expert ids and -1."""
+    """Find the smallest dtype that holds the expert ids and -1."""
     return jnp.dtype(jnp.int8 if config.count <= 128 else jnp.int16)
 
 

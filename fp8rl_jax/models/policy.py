@@ -121,8 +121,7 @@ class Layer(nnx.Module):
 
     @property
     def norms(self) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-        """RMSNorms before and after attention, before and after the feed-forward layer; None where
-        there is none.
+        """RMSNorms before and after attention, before and after the feed-forward layer, or None.
 
         Hugging Face has the name post_attention_layernorm for the second of four norms, and for the
         second of two.
@@ -212,8 +211,10 @@ _AXES = {
 
 
 def tensor_specs(config: PolicyConfig) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
-    """Shape and logical axes of every tensor, layers stacked: {"layers.q_proj": ((L, out, in),
-    ("layers", "heads", "embed"))}."""
+    """List shape and logical axes of every tensor, layers stacked.
+
+    {"layers.q_proj": ((L, out, in), ("layers", "heads", "embed"))}.
+    """
     specs = {}
     for path, shape in parameter_shapes(config).items():
         name = path.removesuffix(".weight")
@@ -225,8 +226,7 @@ def tensor_specs(config: PolicyConfig) -> dict[str, tuple[tuple[int, ...], tuple
 def build_policy(
     config: PolicyConfig, tensor: Callable[[str, tuple[int, ...], tuple[str, ...]], Array]
 ) -> Policy:
-    """A policy whose tensors come from `tensor(name, shape, logical_axes)`, called once for each
-    entry of `tensor_specs`."""
+    """Build a policy of what `tensor(name, shape, logical_axes)` gives for each tensor."""
     made = {
         name: Weight(tensor(name, shape, axes), axes)
         for name, (shape, axes) in tensor_specs(config).items()
@@ -241,8 +241,9 @@ def build_policy(
 def init_policy(
     config: PolicyConfig, key: Key[Array, ""], dtype: jnp.dtype = jnp.float32
 ) -> Policy:
-    """Random weights by the GPT-2 rule: normal with deviation 0.02, projections into the residual
-    stream over sqrt(2 layers).
+    """Draw random weights by the GPT-2 rule.
+
+    Normal with deviation 0.02, projections into the residual stream over sqrt(2 layers).
 
     Norms multiply by 1, biases are 0.
     """
@@ -261,8 +262,9 @@ def init_policy(
 
 
 def linear_names(config: PolicyConfig) -> tuple[str, ...]:
-    """Every linear that a recipe may quantize, in model order: layers.0.q_proj, ...,
-    layers.0.experts.gate_proj, ...
+    """List every linear that a recipe may quantize, in model order.
+
+    layers.0.q_proj, ..., layers.0.experts.gate_proj, ...
 
     The experts of a layer are one linear. Embeddings, output head, norms and the router are not
     among them.
@@ -272,13 +274,15 @@ def linear_names(config: PolicyConfig) -> tuple[str, ...]:
 
 
 def parameter_count(config: PolicyConfig) -> int:
-    """Number of parameters, tied embeddings counted once."""
+    """Count the parameters, tied embeddings once."""
     return sum(math.prod(shape) for shape, _ in tensor_specs(config).values())
 
 
 def matrix_parameters(config: PolicyConfig) -> int:
-    """Parameters of the matrices that a token passes through, embedding and head apart; of experts,
-    those that it uses."""
+    """Count the parameters of the matrices that a token passes through, of experts those it uses.
+
+    Embedding and head are not among them.
+    """
     total = 0
     for name, (shape, _) in tensor_specs(config).items():
         tensor = name.removeprefix("layers.")
@@ -290,8 +294,9 @@ def matrix_parameters(config: PolicyConfig) -> int:
 
 
 def cast(policy: Policy, dtype: jnp.dtype) -> Policy:
-    """Plain tensors in `dtype`, quantized ones and the router as they are; gradients flow through
-    the cast.
+    """Cast plain tensors to `dtype`; quantized ones and the router stay as they are.
+
+    Gradients flow through the cast.
 
     A router rounded to bfloat16 moves its scores by 2^-9 of themselves, enough to swap experts that
     score alike.
@@ -305,8 +310,10 @@ def cast(policy: Policy, dtype: jnp.dtype) -> Policy:
 
 
 def map_products(change: Callable, policy: Policy) -> Policy:
-    """`policy` with every weight that a product takes, the head's last, as change(value); the
-    embedding stays as it is."""
+    """Replace every weight that a product takes, the head's last, by change(value).
+
+    The embedding stays as it is.
+    """
 
     def changed(layer: Layer) -> Layer:
         tensors = layer.tensors()
@@ -381,8 +388,7 @@ def _split(weight: Any, sizes: tuple[int, ...]) -> list[Any]:
 
 
 def equal_runs(policy: Policy) -> list[range]:
-    """The layers of a stacked policy in runs, as long as can be, in which every tensor is of one
-    kind."""
+    """Split the layers of a stacked policy into the longest runs whose tensors are of one kind."""
 
     def kind(layer: int) -> list[tuple[str, int]]:
         """The tensors that it has, and in which run of its stack each is."""
@@ -407,8 +413,10 @@ def _part_of(runs: WeightRuns, place: int) -> tuple[int, int]:
 
 
 def run_of_layers(policy: Policy, start: int, stop: int) -> Layer:
-    """Layers start ... stop - 1 of a stacked policy, which lie in one of its `equal_runs`, as
-    stacks of their own."""
+    """Cut out layers start ... stop - 1 of a stacked policy, as stacks of their own.
+
+    They lie in one of its `equal_runs`.
+    """
     return _cut(
         policy,
         start,
@@ -417,8 +425,7 @@ def run_of_layers(policy: Policy, start: int, stop: int) -> Layer:
 
 
 def unstack(policy: Policy) -> Policy:
-    """The same policy with `layers` as a list of single layers, each a slice of the stacked
-    tensors."""
+    """Turn the stacked layers of a policy into a list, each a slice of the tensors."""
     return with_layers(policy, nnx.List(single_layers(policy)))
 
 
@@ -428,14 +435,14 @@ def single_layers(policy: Policy) -> list[Layer]:
 
 
 def with_layers(policy: Policy, layers: Layer | nnx.List[Layer]) -> Policy:
-    """The same policy around other layers."""
+    """Put a policy around other layers."""
     return Policy(
         policy.config, policy.embed_tokens, layers, policy.norm, policy.lm_head, policy.compute
     )
 
 
 def with_compute(policy: Policy, compute: Compute) -> Policy:
-    """The same policy, computed with otherwise."""
+    """Let a policy be computed with otherwise."""
     return Policy(
         policy.config, policy.embed_tokens, policy.layers, policy.norm, policy.lm_head, compute
     )

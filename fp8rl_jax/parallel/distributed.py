@@ -17,7 +17,7 @@ import atexit
 import hashlib
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,8 +44,7 @@ class _SharedFault(UserError):
 
 
 def initialize(config: MeshConfig, environ: Mapping[str, str] = os.environ) -> None:
-    """Joins this process to the others of its run; to be called before anything touches a JAX
-    device.
+    """Join this process to the others of its run, before anything touches a JAX device.
 
     With mesh.coordinator, mesh.num_processes and mesh.process_id set, those are used (Kubernetes,
     hosts started by hand). Otherwise a SLURM step (`srun`) or an Open MPI launch of more than one
@@ -63,13 +62,14 @@ def initialize(config: MeshConfig, environ: Mapping[str, str] = os.environ) -> N
 
 
 def is_main_process() -> bool:
-    """True on the process that writes metrics, reports and exported models."""
+    """Tell whether this process writes metrics, reports and exported models."""
     return jax.process_index() == 0
 
 
 def to_global(tree: Any, shardings: Any) -> Any:
-    """Arrays that are equal on every process -> arrays over all devices; a process copies only what
-    its devices hold.
+    """Spread arrays that are equal on every process over all devices.
+
+    A process copies only what its devices hold.
 
     Args:
         tree: numpy or jax arrays, PRNG keys among them. An array that already spans processes is
@@ -82,19 +82,23 @@ def to_global(tree: Any, shardings: Any) -> Any:
 
 
 def to_host(tree: Any) -> Any:
-    """Every leaf as a numpy array with its global shape, on every process; all processes must call
-    it together."""
+    """Copy every leaf to a numpy array of its global shape, on every process.
+
+    All processes must call it together.
+    """
     return jax.tree.map(_to_host, tree)
 
 
 def sum_over_processes(tree: Any) -> Any:
-    """The sum over all processes of numpy arrays that have the same shapes on each; all processes
-    must call it together."""
+    """Sum numpy arrays of the same shapes over all processes.
+
+    All processes must call it together.
+    """
     return jax.tree.map(lambda stacked: stacked.sum(0), multihost_utils.process_allgather(tree))
 
 
 def gather_text(text: str) -> list[str]:
-    """The texts of all processes, in their order; all processes must call it together."""
+    """Gather the texts of all processes, in their order; all processes must call it together."""
     data = np.frombuffer(text.encode(), np.uint8)
     sizes = np.asarray(multihost_utils.process_allgather(np.int32(len(data)))).reshape(-1)
     # a power of two, so that few shapes are compiled
@@ -105,9 +109,10 @@ def gather_text(text: str) -> list[str]:
 
 
 @contextmanager
-def shared_faults() -> Iterator[None]:
-    """A UserError that the block raises on one process is raised on all; all must enter and leave
-    it together.
+def shared_faults() -> Generator[None]:
+    """Raise a UserError that the block raises on one process on all of them.
+
+    All must enter and leave it together.
 
     The block must hold no collective that a process with a fault would leave the others alone in.
     """
@@ -129,9 +134,10 @@ def shared_faults() -> Iterator[None]:
 
 
 @contextmanager
-def leave_on_failure() -> Iterator[None]:
-    """Makes this process end without waiting for the others, once an exception that they do not
-    know of has left the block.
+def leave_on_failure() -> Generator[None]:
+    """End this process without waiting for the others once an exception has left the block.
+
+    One that the others do not know of.
 
     An ordinary exit waits for all processes (jax.distributed, 300 s), and they would wait for this
     one in a collective. Its end closes its connections: gloo's collectives fail in the others at
@@ -150,8 +156,10 @@ def leave_on_failure() -> Iterator[None]:
 
 
 def check_same(config_text: str) -> None:
-    """Checks at start-up that every process runs the same configuration; all processes must call it
-    together.
+    """Check at start-up that every process runs the same configuration.
+
+    All processes must call it together. Those that disagree would compile different programs and
+    wait for each other for ever.
 
     Processes that disagree would compile different programs and wait for each other for ever.
 

@@ -21,7 +21,7 @@ AXES = ("data", "fsdp", "expert", "tensor")
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """The mesh of all devices of all processes; use it as `with jax.set_mesh(mesh):`.
+    """Make the mesh of all devices of all processes; use it as `with jax.set_mesh(mesh):`.
 
     Args:
         config: sizes of the axes; one may be -1 and takes what is left.

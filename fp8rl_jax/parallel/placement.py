@@ -16,7 +16,7 @@ from fp8rl_jax.parallel.rules import DEFAULT_RULES, ShardingRules, scale_spec
 def policy_shardings(
     tree: Any, mesh: Mesh | AbstractMesh, rules: ShardingRules = DEFAULT_RULES
 ) -> Any:
-    """The sharding of every leaf of a policy, in a tree of the same structure.
+    """Find the sharding of every leaf of a policy, in a tree of the same structure.
 
     Args:
         tree: a policy with stacked layers or a list of them, its leaves arrays, ShapeDtypeStructs
@@ -46,32 +46,32 @@ def policy_shardings(
 
 
 def shard_policy(tree: Any, mesh: Mesh, rules: ShardingRules = DEFAULT_RULES) -> Any:
-    """`tree` with its leaves placed by `policy_shardings`; every process passes the same values."""
+    """Place the leaves of `tree` by `policy_shardings`; every process passes the same values."""
     return to_global(tree, policy_shardings(tree, mesh, rules))
 
 
 def batch_sharding(mesh: Mesh, rules: ShardingRules = DEFAULT_RULES) -> NamedSharding:
-    """Of any array whose first axis is prompts or completions."""
+    """Make the sharding of arrays whose first axis is prompts or completions."""
     return NamedSharding(mesh, PartitionSpec(rules.mesh_axes("batch")))
 
 
 def split_batch(tree: Any, parts: int) -> Any:
-    """Batched arrays as `parts` micro-batches of neighbouring rows, on a new leading axis."""
+    """Split batched arrays into `parts` micro-batches of neighbouring rows, on a new axis."""
     return jax.tree.map(lambda x: x.reshape(parts, x.shape[0] // parts, *x.shape[1:]), tree)
 
 
 def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
-    """A copy on every device."""
+    """Make the sharding of a copy on every device."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def batch_shards(mesh: Mesh, rules: ShardingRules = DEFAULT_RULES) -> int:
-    """Parts into which the mesh splits a batch."""
+    """Count the parts into which the mesh splits a batch."""
     return math.prod(mesh.shape[axis] for axis in rules.mesh_axes("batch") if axis in mesh.shape)
 
 
 def check_batch(rows: int, mesh: Mesh, key: str, rules: ShardingRules = DEFAULT_RULES) -> None:
-    """Refuses a batch that the mesh cannot split into equal parts.
+    """Refuse a batch that the mesh cannot split into equal parts.
 
     Rows of one prompt are neighbours, so it is the number of prompts that has to divide.
 

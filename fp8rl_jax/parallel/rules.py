@@ -48,8 +48,10 @@ class ShardingRules:
     """Prompts and completions."""
 
     def mesh_axes(self, name: str | None) -> tuple[str, ...]:
-        """Mesh axes of a logical axis, () where it is replicated. Raises ValueError for a name
-        without a rule."""
+        """Mesh axes of a logical axis, () where it is replicated.
+
+        Raises ValueError for a name without a rule.
+        """
         if name is None:
             return ()
         if name not in self.__dataclass_fields__:
@@ -67,7 +69,7 @@ class ShardingRules:
         mesh: Mesh | AbstractMesh,
         name: str = "tensor",
     ) -> PartitionSpec:
-        """Where a tensor lives.
+        """Find where a tensor lives.
 
         Args:
             axes: logical name of each axis; None is replicated.
@@ -107,7 +109,7 @@ def scale_spec(
     scales_shape: tuple[int, ...],
     mesh: Mesh | AbstractMesh,
 ) -> PartitionSpec:
-    """Where the block scales of a quantized tensor live: with the values that they scale.
+    """Find where the block scales of a quantized tensor live: with the values that they scale.
 
     An axis of the scales is sharded like that axis of the values where every shard boundary falls
     on a block boundary. Where one does not (SmolLM2's 576 columns in 128-blocks over two devices),
@@ -133,7 +135,7 @@ def scale_spec(
 
 
 def constrain(x: jax.Array, *axes: str | None, rules: ShardingRules = DEFAULT_RULES) -> jax.Array:
-    """`x`, laid out by the logical names of its axes over the mesh of the enclosing `jax.set_mesh`.
+    """Lay `x` out by the logical names of its axes over the mesh of the enclosing `jax.set_mesh`.
 
     A no-op without a mesh, on one device, and for mesh axes that are not of type Auto (inside
     `jax.shard_map`). An axis of `x` that does not divide is left to the compiler, so that odd-sized

@@ -195,8 +195,7 @@ class Compute:
     def unpacked(
         self, w: QTensor | Float[Array, "*stack n k"] | Integers
     ) -> Float[Array, "*stack n k"] | Integers | None:
-        """Convert a weight that a loop multiplies many times; None where it is multiplied as it
-        is."""
+        """Convert a weight that a loop multiplies many times; None where it needs no conversion."""
         if isinstance(w, QTensor) and selected_backend(self.backend) == "reference":
             return dequantize(w)
         return None

@@ -16,20 +16,25 @@ from pallas_kernels.matmul import selected_backend
 
 
 def element_dtype(fmt: TensorFormat) -> jnp.dtype:
-    """Dtype of the stored values. Raises UserError for the compute dtype, which is not stored as a
-    format."""
+    """Look up the dtype of the stored values.
+
+    Raises UserError for the compute dtype, which is not stored as a format.
+    """
     return jnp.dtype(fmt.element_type.dtype)
 
 
 def max_value(fmt: TensorFormat) -> float:
-    """Largest finite value: 448 for e4m3, 57344 for e5m2. Raises UserError for the compute
-    dtype."""
+    """Look up the largest finite value: 448 for e4m3, 57344 for e5m2.
+
+    Raises UserError for the compute dtype.
+    """
     return fmt.element_type.largest
 
 
 def check_recipe(recipe: Recipe, backend: Backend = "auto") -> None:
-    """Refuses what the recipe names and this version cannot compute, so that no field is a silent
-    no-op.
+    """Refuse what a recipe names and this version cannot compute.
+
+    No field is a silent no-op.
 
     Args:
         backend: kernels of the quantized products.
@@ -105,7 +110,10 @@ def _check(recipe: Recipe, backend: Backend, prefix: str) -> None:
 
 
 def describe(fmt: TensorFormat) -> str:
-    """Such as "e4m3 128x128 float32 scales"; of a format that quantizes nothing "compute dtype"."""
+    """Describe a format, such as "e4m3 128x128 float32 scales".
+
+    One that quantizes nothing is "compute dtype".
+    """
     if not fmt.quantized:
         return "compute dtype"
     if fmt.block is None:
@@ -114,8 +122,11 @@ def describe(fmt: TensorFormat) -> str:
 
 
 def unlike_sides(recipe: Recipe) -> str:
-    """What both sides quantize and not alike, such as "weight: e4m3 128x128 power_of_two scales in
-    the rollout, e4m3 128x128 float32 scales in the trainer"; "" where there is nothing."""
+    """Describe what both sides quantize and not alike; "" where there is nothing.
+
+    Such as "weight: e4m3 128x128 power_of_two scales in the rollout, e4m3 128x128 float32 scales in
+    the trainer".
+    """
     pairs = (
         (role, fmt, variant.trainer.roles()[role])
         for variant in recipe.variants

@@ -59,10 +59,9 @@ def quantized_layers(recipe: Recipe, linears: Sequence[str]) -> tuple[str, ...]:
 
 
 def why_in_compute(recipe: Recipe, linear: str, layers: int) -> str:
-    """The field that keeps a linear of a model of `layers` layers from being quantized; "" where
-    nothing does.
+    """Name the field that keeps a linear from being quantized; "" where nothing does.
 
-    Such as "first_layers_in_compute = 1", or "excluded: layers.3.*".
+    Such as "first_layers_in_compute = 1", or "excluded: layers.3.*", of a model of `layers` layers.
     """
     if not recipe.quantizes_linears:
         return "no linear is quantized"

@@ -222,7 +222,7 @@ Stored = Array | Integers | QTensor | FP8Weight | PredequantizedWeight | Adapted
 
 
 def as_weight(stored: Stored) -> LinearWeight:
-    """The weight that a policy's container holds; a bare QTensor is multiplied weight-only."""
+    """Give what a policy's container holds its type; a bare QTensor is multiplied weight-only."""
     if isinstance(stored, QTensor):
         return FP8Weight(stored)
     if isinstance(stored, FP8Weight | PredequantizedWeight | AdaptedWeight | PlainWeight):
@@ -231,8 +231,7 @@ def as_weight(stored: Stored) -> LinearWeight:
 
 
 def is_quantized(x: Any) -> bool:
-    """Whether `x` is a quantized form of a weight; also serves as `is_leaf` of jax.tree
-    functions."""
+    """Tell whether `x` is a quantized form of a weight; an `is_leaf` of jax.tree functions, too."""
     return isinstance(x, QTensor | FP8Weight | PredequantizedWeight)
 
 

@@ -49,7 +49,7 @@ class QTensor:
 def quantize(
     x: Float[Array, "*batch m n"], fmt: TensorFormat, backend: Backend = "auto"
 ) -> QTensor:
-    """Quantizes `x` by blocks of its last two axes.
+    """Quantize `x` by blocks of its last two axes.
 
     Args:
         x: any float dtype. Weights are to be rounded to bfloat16 first (`quantize_weight`).
@@ -67,8 +67,10 @@ def quantize(
 def quantize_both_ways(
     x: Float[Array, "m n"], fmt: TensorFormat, backend: Backend = "auto"
 ) -> tuple[QTensor, QTensor]:
-    """`quantize` along rows in groups of `fmt.block` (1 x size), and along tokens in groups of size
-    x 1, from one read of `x`."""
+    """Quantize along rows in groups of 1 x size, and along tokens in groups of size x 1.
+
+    `x` is read once. The size is that of `fmt.block`.
+    """
     assert fmt.block is not None
     size = fmt.block[1]
     rows, tokens = quantize_both(x, size, element_dtype(fmt), fmt.scale, backend=backend)
@@ -76,8 +78,10 @@ def quantize_both_ways(
 
 
 def regroup(q: QTensor, fmt: TensorFormat, backend: Backend = "auto") -> QTensor:
-    """Rows that are quantized in groups of 1 x size, quantized anew along tokens in groups of size
-    x 1: a second rounding."""
+    """Quantize rows in groups of 1 x size anew, along tokens in groups of size x 1.
+
+    It is a second rounding.
+    """
     rows = QTensor(
         q.values.reshape(-1, q.shape[-1]), q.scales.reshape(-1, q.scales.shape[-1]), q.block
     )
@@ -91,18 +95,20 @@ def regroup(q: QTensor, fmt: TensorFormat, backend: Backend = "auto") -> QTensor
 def quantize_weight(
     weight: Float[Array, "*batch m n"], fmt: TensorFormat, backend: Backend = "auto"
 ) -> QTensor:
-    """Quantizes the bfloat16-rounded weight."""
+    """Quantize the bfloat16-rounded weight."""
     return quantize(rounded(weight, jnp.bfloat16), fmt, backend)
 
 
 def dequantize(q: QTensor) -> Float[Array, "*batch m n"]:
-    """values * scales, float32."""
+    """Compute values * scales, float32."""
     return dequantize_blocks(q.values, q.scales, q.block)
 
 
 def dequantize_rows(q: QTensor) -> Float[Array, "*batch n"]:
-    """`dequantize` of rows with any number of axes before them, each quantized by itself (block[0]
-    is 1)."""
+    """Dequantize rows with any number of axes before them, each quantized by itself.
+
+    block[0] is 1.
+    """
     rows = QTensor(
         q.values.reshape(-1, q.shape[-1]), q.scales.reshape(-1, q.scales.shape[-1]), q.block
     )
@@ -123,5 +129,5 @@ def quantize_per_tensor(
 
 
 def is_finite(q: QTensor) -> Bool[Array, ""]:
-    """False where any block held a NaN or an infinity: quantization keeps them in the scale."""
+    """Tell whether every value was finite: quantization keeps a NaN or an infinity in its scale."""
     return jnp.isfinite(q.scales).all()

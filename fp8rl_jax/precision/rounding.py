@@ -18,8 +18,7 @@ _EXPONENT = 0x7F800000  # of a float32
 def round_stochastic(
     x: Float[Array, "*axes"], dtype: jnp.dtype, key: Key[Array, ""]
 ) -> Float[Array, "*axes"]:
-    """`x` on the grid of `dtype`, one of the two neighbours of each value, the nearer one more
-    often.
+    """Round to one of the two neighbours on the grid of `dtype`, the nearer one more often.
 
     Args:
         x: float32 within the range of `dtype`; NaN and infinities stay. A value on the grid is

@@ -44,7 +44,7 @@ class QuantizationSums:
         limit: Float[Array, ...] | float,
         real: Bool[Array, ...] | None = None,
     ) -> QuantizationSums:
-        """Compares a tensor with what its quantized form stands for.
+        """Compare a tensor with what its quantized form stands for.
 
         Args:
             x: before quantization, any float dtype.
@@ -77,7 +77,7 @@ class QuantizationSums:
         return replace(added, amax=amax(jnp.stack([self.amax, other.amax]), axis=0))
 
     def total(self) -> QuantizationSums:
-        """Everything along all leading axes together."""
+        """Join everything along all leading axes."""
         sums = (
             jnp.sum(v)
             for v in (self.elements, self.saturated, self.underflowed, self.signal, self.noise)
@@ -85,8 +85,10 @@ class QuantizationSums:
         return QuantizationSums(amax(self.amax), *sums)
 
     def metrics(self, role: str) -> dict[str, Float[Array, ""]]:
-        """The metrics of the table above, by name; 0 where nothing was counted, and an SNR of at
-        most 200 dB."""
+        """Compute the metrics of the table above, by name.
+
+        0 where nothing was counted, and an SNR of at most 200 dB.
+        """
         total = self.total()
         count = jnp.maximum(total.elements, 1.0)
         ratio = jnp.where(
@@ -101,12 +103,12 @@ class QuantizationSums:
 
 
 def weight_sums(weight: Float[Array, "*batch m n"], quantized: QTensor) -> QuantizationSums:
-    """`QuantizationSums` of a weight, as rounded to bfloat16, against its quantized form."""
+    """Compare a weight, as rounded to bfloat16, with its quantized form."""
     largest_value = jnp.full_like(quantized.values, jnp.finfo(quantized.values.dtype).max)
     limit = dequantize(replace(quantized, values=largest_value))
     return QuantizationSums.of(rounded(weight, jnp.bfloat16), dequantize(quantized), limit)
 
 
 def stack_sums(sums: list[QuantizationSums]) -> QuantizationSums:
-    """One stack of several scalars or equal stacks, on a new leading axis."""
+    """Stack several scalars or equal stacks on a new leading axis."""
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *sums)

@@ -65,8 +65,9 @@ def observe_qkv(
     micro_batches: int = 1,
     backend: Backend = "auto",
 ) -> QuantizationSums:
-    """Largest magnitudes of Q, K and V over the prompts and, if given, their completions, and what
-    quantization does to them.
+    """Measure amax of Q, K and V, and what quantization does to them.
+
+    Over the prompts and, if given, their completions.
 
     Args:
         policy: masters, which run in the trainer's formats; or a rollout's policy, whose linears
@@ -114,8 +115,9 @@ def observe_served(
     *,
     recipe: Recipe,
 ) -> QuantizationSums:
-    """`observe_qkv` of prompts by the forward that serves them: a prefill whose layers attend with
-    scales of their own amaxes.
+    """Measure prompts by the forward that serves them.
+
+    It is a prefill whose layers attend with scales of their own amaxes.
 
     Args:
         policy: the rollout's, as an engine holds it.
@@ -177,8 +179,10 @@ def _observer(recipe: Recipe, rule: Callable | None = None) -> Callable:
 
 @jax.jit
 def qkv_metrics(sums: QuantizationSums) -> dict[str, Float[Array, ""]]:
-    """fp8/*_q, fp8/*_k and fp8/*_v, from what `observe_qkv` saw under the scales that it was
-    given."""
+    """Name the metrics fp8/*_q, fp8/*_k and fp8/*_v.
+
+    Of what `observe_qkv` saw under the scales that it was given.
+    """
     found = {}
     for i, role in enumerate("qkv"):
         found |= jax.tree.map(lambda x, i=i: x[:, :, i], sums).metrics(role)
@@ -187,7 +191,7 @@ def qkv_metrics(sums: QuantizationSums) -> dict[str, Float[Array, ""]]:
 
 @partial(jax.jit, static_argnames="recipe")
 def scales_from_amax(amax: Float[Array, "m layers 3 *kv_heads"], recipe: Recipe) -> KVScales:
-    """KV scales from the amaxes of m micro-batches.
+    """Compute KV scales from the amaxes of m micro-batches.
 
     A layer whose amax is 0 gets scale 1; a NaN or an infinity stays, so that the sync's finite flag
     shows it.
@@ -217,8 +221,7 @@ def _formats(recipe: Recipe) -> tuple[TensorFormat, TensorFormat, TensorFormat]:
 def calibrate_on_prompts(
     policy: Policy, prompts, recipe: Recipe, dtype: jnp.dtype, backend: Backend = "auto"
 ) -> KVScales | None:
-    """KV scales measured on prompts alone by the trainer's forward: what step 0 of a run starts
-    from.
+    """Measure KV scales on prompts alone by the trainer's forward: what step 0 starts from.
 
     Args:
         prompts: rollout.engine.Prompts.

@@ -51,19 +51,18 @@ class RolloutEngine(Protocol):
     """KV scales that are served."""
 
     def sync(self, policy: Policy, calibration: KVScales | None = None) -> int:
-        """Serves these weights from now on; returns their version."""
+        """Serve these weights from now on; returns their version."""
 
     def calibrate(self, *prompts: Prompts) -> None:
-        """Measures the KV scales of the weights that it serves, where the recipe leaves that to the
-        rollout."""
+        """Measure the KV scales of the weights served, if the recipe leaves that to the rollout."""
 
     def generate(
         self, prompts: Prompts, samples: int, sampling: Sampling, key: Key[Array, ""]
     ) -> Rollout:
-        """Samples completions."""
+        """Sample completions."""
 
     def wait(self) -> None:
-        """Returns when the last sync and calibration are done."""
+        """Return when the last sync and calibration are done."""
 
 
 class LocalEngine:
@@ -101,7 +100,7 @@ class LocalEngine:
         self._base: tuple[Policy, Policy] | None = None
 
     def sync(self, policy: Policy, calibration: KVScales | None = None) -> int:
-        """Takes over `policy` (float32 masters, stacked).
+        """Take over `policy` (float32 masters, stacked).
 
         Args:
             calibration: KV scales measured with these very weights. Required where the recipe
@@ -135,8 +134,7 @@ class LocalEngine:
         return self.version
 
     def calibrate(self, *prompts: Prompts) -> None:
-        """Measures the KV scales with the weights and in the formats that serve
-        (rollout.calibration), on prompts alone.
+        """Measure the KV scales with the weights and in the formats that serve, on prompts alone.
 
         `finite` then speaks of them, too, and `metrics` of what the scales served before would have
         cost these prompts.
@@ -184,7 +182,7 @@ class LocalEngine:
         key: Key[Array, ""],
         prompt_logprobs: bool = False,
     ) -> Rollout:
-        """Samples `samples` completions of each prompt with the weights of the last sync.
+        """Sample `samples` completions of each prompt with the weights of the last sync.
 
         Raises:
             RuntimeError: there are no weights yet, or a cache that the rollout calibrates has not
@@ -205,13 +203,15 @@ class LocalEngine:
     def stream(
         self, prompts: Prompts, sampling: Sampling, key: Key[Array, ""], every: int = 1
     ) -> Iterator[Rollout]:
-        """One completion of each prompt as it grows: `generate`'s tokens, seen after the first and
-        then after `every` more."""
+        """Sample one completion of each prompt and look at it as it grows.
+
+        `generate`'s tokens, after the first and then after `every` more.
+        """
         policy = self._ready()
         return stream(policy, *prompts, key, self.scales, sampling=sampling, every=every)
 
     def wait(self) -> None:
-        """Returns when the last sync and calibration are done."""
+        """Return when the last sync and calibration are done."""
         jax.block_until_ready((self.policy, self.scales))
 
     def _ready(self) -> Policy:
@@ -257,7 +257,7 @@ def _kinds(arrays: list[Array]) -> list[tuple[tuple[int, ...], jnp.dtype]]:
 
 
 def pad_prompts(tokens: list[list[int]], ids: list[int], width: int, pad: int = 0) -> Prompts:
-    """Right-pads token lists to `width`.
+    """Pad token lists to `width` on the right.
 
     Raises:
         ValueError: a prompt is empty or longer than `width`.

@@ -125,7 +125,7 @@ def generate(
     expert_ids: bool = False,
     prompt_logprobs: bool = False,
 ) -> Rollout:
-    """Samples `samples` completions of each prompt.
+    """Sample `samples` completions of each prompt.
 
     Args:
         policy: in the rollout's form (models.forms).
@@ -165,8 +165,9 @@ def stream(
     sampling: Sampling,
     every: int = 1,
 ) -> Iterator[Rollout]:
-    """`generate` with a look at the completions, as numpy arrays, after the first token and then
-    after every `every`.
+    """Sample as `generate`, with a look at the completions as they grow.
+
+    As numpy arrays, after the first token and then after every `every`.
 
     Args:
         inputs: prompts, lengths, prompt_ids, key and scales; these and the rest as `generate` takes

@@ -13,7 +13,7 @@ from rollout.tiny import CONFIG, full_logits, log_softmax, make_policy, make_pro
 from fp8rl_jax.config.recipe import RECIPES
 from fp8rl_jax.models.cache import KVScales
 from fp8rl_jax.models.forward import forward
-from fp8rl_jax.rollout.calibration import calibrate_on_prompts, observe_qkv, qkv_metrics
+from fp8rl_jax.rollout.calibration import calibrate_on_prompts, observe_qkv
 from fp8rl_jax.rollout.engine import LocalEngine
 from fp8rl_jax.rollout.sampling import Sampling
 
