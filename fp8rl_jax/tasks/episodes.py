@@ -82,8 +82,7 @@ class Episode:
 
     @property
     def transcript(self) -> str:
-        """What was said behind the first prompt: the completions, and between them the
-        observations, a line a message."""
+        """Completions and the observations between them, a line a message."""
         messages = [
             message
             for completion, observation in self.history
@@ -152,8 +151,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of many episodes, padded. Position t of a row stands at prompt_length + t of its
-    context."""
+    """Rows of many episodes, padded.
+
+    Position t of a row stands at prompt_length + t of its context.
+    """
 
     episode: Int32[np.ndarray, " R"]
     """Index of the episode that a row belongs to; its advantage is the episode's. -1: an empty row,
