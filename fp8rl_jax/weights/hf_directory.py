@@ -314,7 +314,7 @@ def _rounded(directory: Path, name: str, source: np.ndarray, dtype: np.dtype) ->
         raise UserError(f"{directory}: not exported; tensor {name} holds {bad} non-finite values")
     if source.dtype == dtype:
         return source
-    with np.errstate(over="ignore"):  # counted next
+    with np.errstate(over="ignore"):  # overflows are counted below
         rounded = source.astype(dtype)
     if bad := count_non_finite(rounded):
         raise UserError(
