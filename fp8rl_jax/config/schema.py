@@ -183,6 +183,8 @@ def describe(annotation: Any) -> str:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Literal:
         text = f"one of {', '.join(json.dumps(choice) for choice in arguments)}"
+    elif arguments and dataclasses.is_dataclass(arguments[0]):
+        text = "a table of tables"
     elif origin in (tuple, list):
         kinds = arguments[:1] if _is_uniform(annotation) else arguments
         nouns = ", ".join(_NOUNS.get(kind, "value") for kind in kinds)
