@@ -29,8 +29,9 @@ from fp8rl_jax.weights.peft_format import load_adapters
 
 
 def adapt(policy: Policy, config: RunConfig, recipe: Recipe) -> Policy:
-    """The policy with its weights frozen in `lora.base`'s format and adapters beside them; as it is
-    where the rank is 0.
+    """Freeze a policy's weights in `lora.base`'s format, with adapters beside them.
+
+    The policy as it is where the rank is 0.
 
     Args:
         policy: float32, layers stacked.
@@ -65,8 +66,10 @@ def adapt(policy: Policy, config: RunConfig, recipe: Recipe) -> Policy:
 
 @jax.jit
 def fingerprint(base: Policy) -> UInt32[Array, "leaves 2"]:
-    """Two 32-bit sums of the mixed bits of every tensor, the same on any mesh: integer sums have no
-    order."""
+    """Compute two 32-bit sums of the mixed bits of every tensor.
+
+    They are the same on any mesh: integer sums have no order.
+    """
 
     def one(x: Array, start: int) -> Array:
         bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}")).astype(
@@ -89,14 +92,16 @@ def _mix(x: Array) -> Array:
 
 
 def to_save(state: TrainState) -> tuple:
-    """What a checkpoint holds of a state: all of it, or with adapters what is trained, and the
-    base's fingerprint."""
+    """Give what a checkpoint holds of a state.
+
+    All of it, or with adapters what is trained, and the base's fingerprint.
+    """
     trained, frozen = split(state.policy)
     return (state,) if frozen is None else (replace(state, policy=trained), fingerprint(frozen))
 
 
 def restored(state: TrainState, saved: TrainState, saved_base: Array | None = None) -> TrainState:
-    """The state that `to_save` was given, on the base of `state`.
+    """Rebuild the state that `to_save` was given, on the base of `state`.
 
     Raises:
         UserError: the checkpoint's base was another.

@@ -64,23 +64,24 @@ class Packing:
     places: Int[Array, "b t"]
 
     def gather(self, prompts: Array, completions: Array, fill: int) -> Array:
-        """Values a token, [p, s, ...] and [b, t, ...], as [r, w, ...]; `fill` where a slot is
-        empty."""
+        """Bring values a token, [p, s, ...] and [b, t, ...], into rows [r, w, ...].
+
+        `fill` stands where a slot is empty.
+        """
         rest = prompts.shape[2:]
         flat = jnp.concatenate([prompts.reshape(-1, *rest), completions.reshape(-1, *rest)])
         return jnp.take(flat, self.tokens, axis=0, mode="fill", fill_value=fill)
 
     def hidden(self, rows: Array) -> Array:
-        """Hidden states [r, w, h] -> those that predict `targets`, [r, c, h]."""
+        """Pick the hidden states that predict `targets`: [r, w, h] -> [r, c, h]."""
         return jnp.take_along_axis(rows, self.sources[..., None], axis=1)
 
     def predicted(self, completions: Int[Array, "b t"]) -> Int[Array, "r c"]:
-        """The tokens that are predicted."""
+        """Pick the tokens that are predicted."""
         return jnp.take(completions.reshape(-1), self.targets, mode="fill", fill_value=0)
 
     def back(self, values: Array) -> Array:
-        """Values of predicted tokens [r, c] at their places in [b, t]; 0 where there is no
-        token."""
+        """Bring values of predicted tokens [r, c] back to [b, t]; 0 where there is no token."""
         return jnp.take(values.reshape(-1), self.places, mode="fill", fill_value=0)
 
 
@@ -120,7 +121,7 @@ class Batch:
 
 
 def bucket(size: int, steps: int) -> int:
-    """The smallest of 1, 2, ... with `steps` sizes in each doubling that is not below `size`."""
+    """Round a size up to a bucket: there are `steps` sizes in each doubling."""
     scale = 1
     while size > 2 * steps * scale:
         scale *= 2
@@ -130,8 +131,9 @@ def bucket(size: int, steps: int) -> int:
 def first_fit(
     prompts: Int[np.ndarray, " p"], completions: Int[np.ndarray, " b"], width: int
 ) -> list[Row]:
-    """Completions in rows of `width` slots, first fit decreasing; a completion without tokens is in
-    none.
+    """Lay completions out in rows of `width` slots, first fit decreasing.
+
+    A completion without tokens is in none.
 
     Args:
         prompts: tokens of each prompt.
@@ -184,7 +186,7 @@ def pack(
     parts: int = 1,
     devices: int = 1,
 ) -> Packing:
-    """A packing of a batch, micro-batch by micro-batch.
+    """Pack a batch, micro-batch by micro-batch.
 
     Args:
         prompts, completions: tokens of each, as in `first_fit`.
@@ -270,8 +272,9 @@ class Narrowed(NamedTuple):
 
 
 def narrow(batch: Batch, config: TrainerConfig, parts: int, mesh: jax.sharding.Mesh) -> Narrowed:
-    """The batch as trainer.packing and trainer.length_buckets want it; all processes must call it
-    together.
+    """Trim and pack a batch as trainer.length_buckets and trainer.packing say.
+
+    All processes must call it together.
 
     Args:
         batch: on the mesh.
@@ -293,8 +296,7 @@ def narrow(batch: Batch, config: TrainerConfig, parts: int, mesh: jax.sharding.M
 
 
 def trim(batch: Batch, prompt: int, completion: int) -> Batch:
-    """The batch without the columns behind the bucket of its longest prompt and that of its longest
-    completion."""
+    """Cut off the columns behind the buckets of the longest prompt and completion."""
 
     def columns(name: str, x: Array | None):
         if name == "packing" or x is None or x.ndim < 2:
@@ -312,8 +314,10 @@ def untrim(values: Float[Array, "b trimmed"], width: int) -> Float[Array, "b t"]
 
 
 def of_width(config: RLConfig, width: int) -> RLConfig:
-    """`config` for batches that may be trimmed: where it divides by the width of the batch, by
-    `width`."""
+    """Adapt a configuration to batches that may be trimmed.
+
+    Where it divides by the width of the batch, it divides by `width`.
+    """
     if config.aggregation != "fixed_length" or config.fixed_length is not None:
         return config
     return replace(config, fixed_length=width)

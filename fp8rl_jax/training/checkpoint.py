@@ -44,12 +44,12 @@ class Checkpoints:
         self._manager = ocp.CheckpointManager(self.directory, options=options)
 
     def steps(self) -> list[int]:
-        """Steps that have a committed checkpoint, oldest first."""
+        """List the steps that have a committed checkpoint, oldest first."""
         self._manager.reload()
         return sorted(self._manager.all_steps())
 
     def save(self, step: int, tree: Any) -> None:
-        """Writes the arrays of `tree`.
+        """Write the arrays of `tree`.
 
         Raises:
             UserError: the disk is full or not writable; earlier checkpoints are whole.
@@ -63,7 +63,7 @@ class Checkpoints:
             ) from error
 
     def restore(self, like: Any) -> tuple[int, Any]:
-        """The newest readable checkpoint, as (step, tree shaped, typed and sharded like `like`).
+        """Read the newest readable checkpoint: (step, tree shaped and sharded like `like`).
 
         Raises:
             UserError: there is none, none can be read, or the newest readable one holds other

@@ -59,7 +59,7 @@ class Collected:
         return np.repeat(self.informative, len(self.rewards) // len(self.informative))
 
     def shown(self, count: int) -> Iterator[dict[str, Any]]:
-        """Rows for samples.jsonl: at most `count` of the samples, evenly spread."""
+        """Give rows for samples.jsonl: at most `count` of the samples, evenly spread."""
         n = len(self.texts) // len(self.examples)
         rows = range(0, len(self.texts), max(len(self.texts) // max(count, 1), 1))
         for row in list(rows)[:count]:
@@ -89,12 +89,14 @@ class Collector:
         self.count = config.rollout.prompts_per_step
 
     def prompts(self, step: int) -> Prompts:
-        """The prompts of the first round of `step`."""
+        """Encode the prompts of the first round of `step`."""
         return self._encoded(self._examples(step, 0))
 
     def collect(self, step: int) -> Collected:
-        """Samples, scores, and with dynamic sampling does so again until enough prompts are
-        informative."""
+        """Sample and score a step's prompts.
+
+        With dynamic sampling, again until enough prompts are informative.
+        """
         drawn = [self._draw(step, 0)]
         if not self.dynamic.enabled:
             return self._chosen(drawn, np.ones(self.count, bool))
@@ -158,8 +160,9 @@ class Collector:
 
 
 def select(rollouts: Sequence[Rollout], prompts: np.ndarray, rows: np.ndarray) -> Rollout:
-    """The given prompts and rows of several rollouts laid one after the other, as numpy arrays; all
-    processes call it together.
+    """Pick prompts and rows of several rollouts that are laid one after the other.
+
+    Gives numpy arrays; all processes call it together.
 
     Args:
         rollouts: of the same weights and widths.

@@ -150,8 +150,10 @@ class Experience:
         return to_global(self._spread(to_host(values)), self.rollout.tokens.sharding)
 
     def work(self) -> tuple[Int[np.ndarray, " p"], Int[np.ndarray, " b"], int]:
-        """Lengths of prompts and of what stands behind them, and the number of sampled tokens, for
-        `Clock.work`."""
+        """Count what was sampled and what it stands behind, for `Clock.work`.
+
+        Gives the lengths of prompts and of what follows them, and the number of sampled tokens.
+        """
         there = self.rollout.mask if self.attended is None else self.attended
         prompts, there, mask = to_host((self.rollout.prompts.lengths, there, self.rollout.mask))
         if self.sample_of_row is None:
@@ -319,7 +321,7 @@ def play(
     clock: Clock,
     slots: int = 0,
 ) -> tuple[list[Episode], Scores]:
-    """Plays `samples` episodes of each problem, of at most `pool.task.max_turns` turns.
+    """Play `samples` episodes of each problem, of at most `pool.task.max_turns` turns.
 
     An episode whose next prompt, the conversation so far, has more tokens than `encoder.width` ends
     there, truncated.

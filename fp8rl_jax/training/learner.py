@@ -48,13 +48,13 @@ class MiniBatch(NamedTuple):
 
 
 def due(state: TrainState, config: RLConfig, updates_per_rollout: int) -> bool:
-    """Whether the step that begins with `state` calibrates."""
+    """Tell whether the step that begins with `state` calibrates."""
     settings = config.clip_calibration
     return settings.enabled and (int(state.updates) // updates_per_rollout) % settings.every == 0
 
 
 def unquantized(config: StepConfig) -> StepConfig:
-    """The same forward in the compute dtype."""
+    """Configure the same forward in the compute dtype."""
     compute = {
         "trainer": LinearFormats(),
         "output_gradient": COMPUTE,
@@ -70,8 +70,9 @@ def unquantized(config: StepConfig) -> StepConfig:
 def recalibrate(
     bounds: Float[Array, " bounds"], parts: list[MiniBatch], config: RLConfig
 ) -> tuple[Float[Array, " bounds"], dict[str, Float[Array, ""]]]:
-    """The next bounds, from those in force and all mini-batches together; metrics of
-    `rl.calibrated_bounds`.
+    """Compute the next bounds from those in force and all mini-batches together.
+
+    Also gives the metrics of `rl.calibrated_bounds`.
 
     A bound that is not finite, for which NaN log-probabilities are the only reason, stays what it
     is.
@@ -99,7 +100,7 @@ def _mean(parts: list[dict[str, Array]]) -> dict[str, Array]:
 
 
 def step_config(config: RunConfig, recipe: Recipe) -> StepConfig:
-    """What the compiled programs of a run's trainer are specialised to.
+    """Collect what the compiled programs of a run's trainer are specialised to.
 
     Args:
         recipe: resolved.
@@ -149,17 +150,18 @@ class Learner:
         self.schedule = learning_rate(optimizer, updates)
 
     def micro_batches(self, prompts: int) -> int:
-        """Parts in which a whole rollout of so many prompts is run where no update splits it."""
+        """Count the parts in which a whole rollout is run where no update splits it."""
         part = prompts // self.count
         return part // (self.trainer.micro_batch_prompts or part) * self.count
 
     def narrow(self, batch: Batch, parts: int) -> Narrowed:
-        """The batch in the form that the model runs on, in `parts` micro-batches."""
+        """Bring a batch into the form that the model runs on, in `parts` micro-batches."""
         return narrow(batch, self.trainer, parts, self.mesh)
 
     def with_logprobs(self, state: TrainState, batch: Batch, parts: int, clock: Clock) -> Batch:
-        """The batch with the log-probabilities that rewards and updates need: the reference
-        policy's, and the old policy's.
+        """Add the log-probabilities that rewards and updates need.
+
+        The reference policy's, and the old policy's.
 
         Args:
             parts: of `micro_batches`.
@@ -194,7 +196,7 @@ class Learner:
     def update(
         self, state: TrainState, batch: Batch, parts: int, clock: Clock
     ) -> tuple[TrainState, Float[Array, "b t"], dict[str, Float[Array, ""] | float]]:
-        """All updates on one rollout.
+        """Make all updates on one rollout.
 
         Args:
             batch: from `with_logprobs`, with advantages.

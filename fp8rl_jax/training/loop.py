@@ -48,8 +48,7 @@ def evaluate(
     config: EvaluationConfig,
     key: Key[Array, ""],
 ) -> tuple[dict[str, float], list[dict]]:
-    """Answers every example `config.samples` times, or plays as many episodes of it, and scores the
-    answers.
+    """Answer every example `config.samples` times, or play episodes, and score the answers.
 
     Args:
         session: answers with the weights that it serves, which do not change.
@@ -134,7 +133,9 @@ def _play(
 
 
 def evaluate_held_out(setup: Setup, pool: RewardPool) -> dict[str, float]:
-    """`evaluate` of a run's policy on its held-out set; an FP8 cache is calibrated on the prompts.
+    """Evaluate a run's policy on its held-out set.
+
+    An FP8 cache is calibrated on the prompts.
 
     Raises:
         UserError: weights or scales that are not finite after quantization.
@@ -146,7 +147,7 @@ def evaluate_held_out(setup: Setup, pool: RewardPool) -> dict[str, float]:
 
 
 def wilson_interval(rate: float, count: int, z: float = 1.96) -> tuple[float, float]:
-    """Wilson's score interval of a proportion (E. B. Wilson, 1927); z = 1.96 for 95 %."""
+    """Compute Wilson's score interval of a proportion (E. B. Wilson, 1927); z = 1.96: 95 %."""
     centre = (rate + z * z / (2 * count)) / (1 + z * z / count)
     half = (
         z / (1 + z * z / count) * math.sqrt(rate * (1 - rate) / count + z * z / (4 * count * count))
@@ -155,8 +156,9 @@ def wilson_interval(rate: float, count: int, z: float = 1.96) -> tuple[float, fl
 
 
 def train(setup: Setup) -> None:
-    """Runs `trainer.steps` steps and leaves metrics, samples, checkpoints and the trained model in
-    the run directory.
+    """Run `trainer.steps` steps.
+
+    Leaves metrics, samples, checkpoints and the trained model in the run directory.
 
     Raises:
         UserError: the run directory is taken, a checkpoint cannot be written or read, too many

@@ -74,7 +74,7 @@ MomentFormat = jnp.dtype | TensorFormat
 
 
 def moment_formats(config: OptimizerConfig) -> tuple[MomentFormat, MomentFormat]:
-    """Formats of the first and of the second moment.
+    """Find the formats of the first and of the second moment.
 
     Raises:
         UserError: an FP8 second moment with a beta2 above `FP8_MAX_BETA2`.
@@ -94,8 +94,9 @@ def moment_formats(config: OptimizerConfig) -> tuple[MomentFormat, MomentFormat]
 def scale_by_adam(
     beta1: float, beta2: float, eps: float, first: MomentFormat, second: MomentFormat
 ) -> optax.GradientTransformationExtraArgs:
-    """`optax.scale_by_adam` (arXiv 1412.6980) with moments at rest in other formats, one tensor or
-    layer after the other.
+    """Scale by Adam (arXiv 1412.6980) with moments at rest in other formats.
+
+    As `optax.scale_by_adam`, one tensor or layer after the other.
 
     Args:
         beta1, beta2, eps: as in optax.
@@ -229,8 +230,10 @@ class LossScale:
 
 
 def init_scale(config: LossScaleConfig | None) -> LossScale | None:
-    """The state of a dynamic scale before the first update; None where the scale is static, or
-    there is none."""
+    """Make the state of a dynamic scale before the first update.
+
+    None where the scale is static, or there is none.
+    """
     if config is None or config.mode != "dynamic":
         return None
     return LossScale(jnp.float32(config.initial), jnp.int32(0))
@@ -239,7 +242,7 @@ def init_scale(config: LossScaleConfig | None) -> LossScale | None:
 def factor(
     state: LossScale | None, config: LossScaleConfig | None
 ) -> Float[Array, ""] | float | None:
-    """What the loss is multiplied by; None where it is not.
+    """Give what the loss is multiplied by; None where it is not.
 
     Args:
         state: of a dynamic scale.
@@ -254,7 +257,7 @@ def factor(
 
 
 def next_scale(state: LossScale, finite: Bool[Array, ""], config: LossScaleConfig) -> LossScale:
-    """The state after an update whose gradients were finite or not, by the rule above."""
+    """Compute the scale after an update whose gradients were finite or not."""
     count = jnp.where(finite, state.count + 1, 0)
     due = count >= config.growth_interval
     grown = state.scale * config.growth_factor

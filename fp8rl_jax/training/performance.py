@@ -49,7 +49,7 @@ def update_flops(
     sampled: int | None = None,
     frozen: bool = False,
 ) -> float:
-    """Model FLOPs of one forward and backward pass over P prompts and their B = P * n completions.
+    """Count model FLOPs of a forward and backward pass over P prompts and B completions.
 
     Args:
         config: shape of the policy.
@@ -86,8 +86,10 @@ def _keys(tokens: np.ndarray, window: float) -> np.ndarray:
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Dense bfloat16 FLOP/s of one device by jax's name of it, or None where it is not known (a
-    CPU, an unlisted card)."""
+    """Look up the dense bfloat16 FLOP/s of one device, by jax's name of it.
+
+    None where it is not known (a CPU, an unlisted card).
+    """
     words = device_kind.replace("-", " ").split()
     return next((peak for name, peak in _PEAK_FLOPS.items() if name in words), None)
 
@@ -103,7 +105,7 @@ class Clock:
 
     @contextmanager
     def part(self, name: str) -> Generator[None]:
-        """Adds the time that the block takes to time/<name>."""
+        """Add the time that the block takes to time/<name>."""
         start = time.perf_counter()
         yield
         self.seconds[f"time/{name}"] = (
@@ -118,13 +120,14 @@ class Clock:
         sampled: int | None = None,
         frozen: bool = False,
     ) -> None:
-        """Notes what the step sampled and trained on; arguments as in `update_flops`."""
+        """Note what the step sampled and trained on; arguments as in `update_flops`."""
         self.tokens = float(np.sum(completion_lengths) if sampled is None else sampled)
         self.flops = update_flops(config, prompt_lengths, completion_lengths, sampled, frozen)
 
     def metrics(self) -> dict[str, float]:
-        """time/* (time/step: since the clock was made), and after a rollout and an update perf/* of
-        a device of any kind:
+        """Give time/*, and after a rollout and an update perf/*.
+
+        time/step counts since the clock was made. Of a device of any kind:
 
         perf/tok_per_s_gpu         completion tokens over the step without evaluation and checkpoint
         perf/tok_per_s_gpu_gen     over generation alone, and _train over the update alone

@@ -71,7 +71,7 @@ class Plan:
     devices: int
 
     def needs(self, phase: str) -> int:
-        """Bytes during one phase."""
+        """Add up the bytes during one phase."""
         return sum(self.always.values()) + sum(self.phases[phase].values())
 
     @property
@@ -83,7 +83,7 @@ class Plan:
 def memory_plan(
     shape: PolicyConfig, config: RunConfig, sizes: dict[str, int] | None = None
 ) -> Plan:
-    """The plan of a run.
+    """Plan what a run needs of a device's memory.
 
     Args:
         shape: of the policy.
@@ -134,7 +134,7 @@ def memory_plan(
 
 
 def mesh_sizes(config: MeshConfig) -> dict[str, int]:
-    """Sizes of the mesh's axes without its devices: a -1 is 1."""
+    """Find the sizes of the mesh's axes without its devices: a -1 is 1."""
     return {axis: max(getattr(config, axis), 1) for axis in AXES}
 
 
@@ -259,8 +259,10 @@ def _device_limit(config: RunConfig) -> tuple[int, str] | None:
 def changes(
     config: RunConfig, sizes: dict[str, int]
 ) -> Iterator[tuple[str, RunConfig, dict[str, int]]]:
-    """Single changes that make a run smaller, the cheapest first: (what to set, the changed run,
-    its mesh)."""
+    """List single changes that make a run smaller, the cheapest first.
+
+    Each as (what to set, the changed run, its mesh).
+    """
     optimizer, trainer, rollout = config.optimizer, config.trainer, config.rollout
     part = rollout.prompts_per_step // trainer.updates_per_rollout
     if trainer.micro_batch_prompts != 1 and part > 1:
@@ -296,7 +298,7 @@ def changes(
 def what_fits(
     shape: PolicyConfig, config: RunConfig, sizes: dict[str, int], limit: int
 ) -> list[tuple[str, int]]:
-    """The changes under which the run fits into `limit` bytes a device, each with its peak.
+    """Find the changes under which a run fits into `limit` bytes a device, with peaks.
 
     Single changes; where none is enough, pairs of them.
     """
@@ -326,7 +328,7 @@ def what_fits(
 
 
 def check_fits(shape: PolicyConfig, config: RunConfig, sizes: dict[str, int]) -> None:
-    """Refuses a run that does not fit, where the device's memory is known and plan.check is on.
+    """Refuse a run that does not fit, where the memory is known and plan.check is on.
 
     Raises:
         UserError: with what the run needs, what there is, and the first change that makes it fit.
@@ -351,8 +353,9 @@ def check_fits(shape: PolicyConfig, config: RunConfig, sizes: dict[str, int]) ->
 
 
 def report(shape: PolicyConfig, config: RunConfig, sizes: dict[str, int]) -> tuple[str, bool]:
-    """The plan as a table, whether it fits where the device's memory is known, and if not, the
-    changes under which it does.
+    """Print the plan as a table, and whether it fits where the device's memory is known.
+
+    If it does not, also the changes under which it does.
 
     Returns:
         (text, False where it is known not to fit).

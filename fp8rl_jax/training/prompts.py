@@ -33,13 +33,13 @@ class PromptEncoder:
         return self.tokenizer.pad_token_id or 0
 
     def tokens(self, example: Example) -> list[int]:
-        """Token ids of one prompt, chat template or begin-of-sequence included."""
+        """Encode one prompt, chat template or begin-of-sequence included."""
         if self.tokenizer.has_chat_template:
             return self.tokenizer.encode_chat(chat_messages(example.prompt, self.system_prompt))
         return self.tokenizer.encode(example.prompt)
 
     def next_turn(self, episode: Episode) -> list[int]:
-        """Token ids of the prompt of an episode's next turn: the whole conversation so far.
+        """Encode the prompt of an episode's next turn: the whole conversation so far.
 
         A chat template writes the conversation; `join_turns` sees whether it kept what was sampled.
         Without one the prompt is the last turn's, the tokens that were sampled, and the
@@ -52,7 +52,7 @@ class PromptEncoder:
         return [*last.prompt, *last.tokens, *self.tokenizer.encode(said, add_special_tokens=False)]
 
     def target(self, example: Example) -> list[int]:
-        """Token ids of the supervised answer, its end-of-sequence included."""
+        """Encode the supervised answer, its end-of-sequence included."""
         return self.tokenizer.encode(example.target, add_special_tokens=False) + [
             self.tokenizer.eos_token_ids[0]
         ]
@@ -61,13 +61,13 @@ class PromptEncoder:
         return len(self.tokens(example)) <= self.width
 
     def batch(self, examples: Sequence[Example]) -> Prompts:
-        """Right-padded prompts; every example must fit."""
+        """Right-pad prompts; every example must fit."""
         return pad_prompts(
             [self.tokens(e) for e in examples], [e.index for e in examples], self.width, self.pad
         )
 
     def texts(self, rollout: Rollout) -> list[str]:
-        """Completions as text, special tokens left out."""
+        """Decode completions, special tokens left out."""
         tokens, mask = to_host((rollout.tokens, rollout.mask))
         return [
             self.tokenizer.decode(row[kept].tolist())

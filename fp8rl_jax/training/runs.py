@@ -55,7 +55,7 @@ class Run:
         return {name: np.array([_number(row.get(name)) for row in rows]) for name in names}
 
     def plot(self, names: Sequence[str] = _SHOWN) -> Figure:
-        """Metrics over steps, one panel each; names that the run did not measure are left out.
+        """Plot metrics over steps, one panel each; names that were not measured are left out.
 
         Raises:
             UserError: it measured none of them.
@@ -89,8 +89,10 @@ def train(
     environment: type | None = None,
     **settings: Any,
 ) -> Run:
-    """A whole run, as `fp8rl train` makes it: rewards in worker processes, metrics, samples,
-    checkpoints, evaluation, the model.
+    """Train as `fp8rl train` does.
+
+    Rewards run in worker processes; the run directory gets metrics, samples, checkpoints,
+    evaluation, the model.
 
     Args:
         config: its settings, or the TOML file that has them.
@@ -119,8 +121,9 @@ def evaluate(
     environment: type | None = None,
     **settings: Any,
 ) -> dict[str, float]:
-    """Held-out metrics of a model under a recipe's rollout formats, as `fp8rl eval` prints them;
-    arguments as in `train`.
+    """Compute held-out metrics of a model, as `fp8rl eval` prints them.
+
+    Under a recipe's rollout formats; arguments as in `train`.
 
     Raises:
         UserError: as `train`; or nothing is held out.

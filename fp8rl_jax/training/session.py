@@ -226,8 +226,9 @@ class Session:
         samples: int | None = None,
         key: Key[Array, ""] | None = None,
     ) -> Experience:
-        """Samples completions to learn from, with the weights of the last sync; the first call
-        makes that sync.
+        """Sample completions to learn from, with the weights of the last sync.
+
+        The first call makes that sync.
 
         The number of prompts and their longest length are rounded up to a power of two or three
         quarters of one, so that a change within a bucket compiles nothing. Such filling is not seen
@@ -263,8 +264,9 @@ class Session:
         temperature: float = 0.0,
         seed: int = 0,
     ) -> Experience:
-        """Completions to look at or to evaluate: drawn apart from training, which they do not
-        change.
+        """Sample completions to look at or to evaluate.
+
+        They are drawn apart from training, which they do not change.
 
         Args:
             prompts: as in `rollout`.
@@ -291,8 +293,9 @@ class Session:
         samples: int | None = None,
         key: Key[Array, ""] | None = None,
     ) -> tuple[Experience, Scores]:
-        """Episodes of several turns with environments (task.kind = "environment"), and what they
-        earned.
+        """Play episodes of several turns with environments (task.kind = "environment").
+
+        Gives the episodes and what they earned.
 
         Args:
             examples: problems of the environment.
@@ -307,7 +310,7 @@ class Session:
         return self.of_episodes(episodes, samples), scores
 
     def of_episodes(self, episodes: Sequence[Episode], samples: int) -> Experience:
-        """Episodes of `play` as what `update` takes."""
+        """Make of episodes of `play` what `update` takes."""
         return episode_experience(
             episodes,
             samples,
@@ -327,8 +330,9 @@ class Session:
         entering: Entering = None,
         next_prompts: Sequence[Prompt] | Prompts | None = None,
     ) -> dict[str, float]:
-        """Learns from a rollout, measures the mismatch between rollout and trainer, calibrates, and
-        serves the new weights.
+        """Learn from a rollout, and serve the new weights.
+
+        Measures the mismatch between rollout and trainer, and calibrates an FP8 cache.
 
         Args:
             rollout: of `rollout` or `play`.
@@ -401,8 +405,9 @@ class Session:
     def supervise(
         self, prompts: Sequence[Prompt] | Prompts, answers: Sequence[str | Sequence[int]]
     ) -> dict[str, float]:
-        """One supervised update: minimizes the mean negative log-likelihood of the answers' tokens,
-        prompts not counted.
+        """Make one supervised update.
+
+        Minimizes the mean negative log-likelihood of the answers' tokens, prompts not counted.
 
         The optimizer is that of `update`; `restart` gives another. What is served stays as it is
         until the next `rollout`.
@@ -434,8 +439,10 @@ class Session:
         return {name: float(value) for name, value in to_host(metrics).items()}
 
     def restart(self, optimizer: OptimizerConfig | None = None, updates: int | None = None) -> None:
-        """Begins anew from the present weights: step 0, another optimizer with a state of its own,
-        and as reference policy the present one. What follows a warm start by `supervise`.
+        """Begin anew from the present weights.
+
+        Step 0, another optimizer with a state of its own, and as reference policy the present one.
+        What follows a warm start by `supervise`.
 
         Args:
             optimizer: by default the configuration's.
@@ -452,8 +459,9 @@ class Session:
         completions: Sequence[str | Sequence[int]],
         batch_size: int = 16,
     ) -> list[Float[np.ndarray, " length"]]:
-        """The trainer's log-probabilities of given completions, at the sampling temperature, in the
-        trainer's formats.
+        """Compute the trainer's log-probabilities of given completions.
+
+        At the sampling temperature, in the trainer's formats.
 
         Args:
             prompts: P prompts.
@@ -497,14 +505,17 @@ class Session:
         return jax.tree.map(jnp.copy, self._started()[1])
 
     def release(self) -> TrainState:
-        """The state itself, uncopied; the session can do nothing until `load` gives it one. So
-        sessions of several recipes can take turns on one policy in the memory of one."""
+        """Give the state itself away, uncopied.
+
+        The session can do nothing until `load` gives it one. So sessions of several recipes can
+        take turns on one policy in the memory of one.
+        """
         _, state = self._started()
         self._state = None
         return state
 
     def load(self, state: TrainState) -> None:
-        """Goes on from a state of `release`, or a `state`, which becomes the session's own."""
+        """Go on from a state of `release`, or a `state`, which becomes the session's own."""
         self._learner = self._learner or Learner(self.config, self.recipe, state.policy, self.mesh)
         self._policy, self._state, self._served = None, state, False
         if self._calibrates("trainer"):
@@ -519,8 +530,9 @@ class Session:
     def save(
         self, directory: str | Path, dtype: str | None = None, adapters: str | Path | None = None
     ) -> Path:
-        """Writes a Hugging Face directory that `fp8rl.load`, transformers, vLLM and SGLang open; an
-        earlier one is replaced.
+        """Write a Hugging Face directory that `fp8rl.load`, transformers, vLLM and SGLang open.
+
+        An earlier one is replaced.
 
         Args:
             directory: made where it is not there. Adapters are merged.
@@ -551,8 +563,9 @@ class Session:
         return directory
 
     def checkpoint(self, directory: str | Path) -> None:
-        """Writes everything that `restore` needs to go on as if nothing had happened; earlier
-        checkpoints there stay.
+        """Write everything that `restore` needs to go on as if nothing had happened.
+
+        Earlier checkpoints there stay.
 
         Raises:
             UserError: the disk is full or not writable.
@@ -564,7 +577,7 @@ class Session:
             checkpoints.close()
 
     def restore(self, directory: str | Path) -> None:
-        """Goes on from the newest whole checkpoint in a directory.
+        """Go on from the newest whole checkpoint in a directory.
 
         Raises:
             UserError: there is none, or it is of another kind of session.
@@ -577,8 +590,10 @@ class Session:
 
     @_on_mesh
     def saved(self) -> tuple:
-        """What a checkpoint holds; the arrays are the session's own, which its next update gives
-        away."""
+        """Give what a checkpoint holds.
+
+        The arrays are the session's own, which its next update gives away.
+        """
         _, state = self._started()
         shape = state.policy.config.num_layers, state.policy.config.num_kv_heads
         if self.recipe.kv_granularity == "layer":
@@ -588,7 +603,7 @@ class Session:
 
     @_on_mesh
     def load_saved(self, step: int, saved: tuple) -> None:
-        """Goes on at `step` with what `saved` gave."""
+        """Go on at `step` with what `saved` gave."""
         _, before = self._started()
         *state, scales = saved
         self._state = restored(before, *state)
@@ -598,7 +613,7 @@ class Session:
 
     @_on_mesh
     def sync(self, prompts: Sequence[Prompt] | Prompts | None = None) -> None:
-        """Serves the present weights now; `rollout`, `sample` and `update` do it where it is due.
+        """Serve the present weights now; `rollout`, `sample` and `update` do it where it is due.
 
         Args:
             prompts: what an FP8 cache is calibrated on where that is due, too. Without them the
@@ -616,13 +631,14 @@ class Session:
             )
 
     def lap(self) -> dict[str, float]:
-        """time/* and perf/* since the last call, for a step of one rollout and one update."""
+        """Read time/* and perf/* since the last call, for a step of one rollout and one update."""
         clock, self.clock = self.clock, Clock()
         return clock.metrics()
 
     def encode(self, prompts: Sequence[Prompt] | Prompts) -> tuple[Prompts, int]:
-        """Prompts as arrays on the mesh, and how many were given: the batch is filled up with
-        copies of the first.
+        """Encode prompts as arrays on the mesh, and count them.
+
+        The batch is filled up with copies of the first.
 
         Raises:
             UserError: no prompts, or one that is empty or too long for the model.
@@ -868,8 +884,10 @@ def sample_key(seed: int, number: int) -> Key[Array, ""]:
 
 
 def at_temperature(sampling: Sampling, temperature: float) -> Sampling:
-    """Sampling that ends where `sampling` does, at another temperature, and is neither truncated
-    nor biased."""
+    """Change the temperature of a sampling, which is then neither truncated nor biased.
+
+    It ends where `sampling` does.
+    """
     return Sampling(
         sampling.max_new_tokens,
         temperature,
@@ -879,8 +897,9 @@ def at_temperature(sampling: Sampling, temperature: float) -> Sampling:
 
 
 def check_range(policy: Policy, dtype: jnp.dtype) -> None:
-    """Refuses weights that the compute dtype cannot hold; only float16 is narrower than the
-    masters.
+    """Refuse weights that the compute dtype cannot hold.
+
+    Only float16 is narrower than the masters.
 
     Raises:
         UserError: naming the tensor and its largest magnitude.

@@ -78,8 +78,9 @@ def build(
     dataset: Sequence[Any] | Iterable[Any] | None = None,
     environment: type | None = None,
 ) -> Setup:
-    """Loads everything that the run needs, and refuses what cannot work before anything is
-    computed.
+    """Load everything that a run needs.
+
+    Refuses what cannot work before anything is computed.
 
     Args:
         config: resolved configuration.
@@ -136,14 +137,17 @@ def build(
 
 
 def reward_pool(setup: Setup) -> RewardPool:
-    """Workers for the run's rewards, those that were given in Python among them; what they print
-    goes to `reward_log`."""
+    """Start workers for the run's rewards, those given in Python among them.
+
+    What they print goes to `reward_log`.
+    """
     return RewardPool(setup.config.task, reward_log(setup), setup.reward, setup.environment)
 
 
 def announce(setup: Setup, report: Callable[[str], None], step: str = "") -> None:
-    """What a run begins with: its precision and its problems; and a warning where a step takes more
-    than there are.
+    """Tell what a run begins with: its precision and its problems.
+
+    Warns where a step takes more than there are.
 
     Args:
         report: receives the line.
@@ -171,14 +175,14 @@ def announce(setup: Setup, report: Callable[[str], None], step: str = "") -> Non
 
 
 def model_shape(config: RunConfig) -> PolicyConfig:
-    """The policy's shape; of its files only config.json is read."""
+    """Find the policy's shape; of its files only config.json is read."""
     if not config.model.path:
         return byte_policy_config(config.model.init)
     return read_policy_config(resolve_model(config.model.path, report=_log.info))
 
 
 def load_model(config: RunConfig) -> tuple[Policy, Tokenizer]:
-    """The policy (float32 masters) and its tokenizer."""
+    """Load the policy (float32 masters) and its tokenizer."""
     if not config.model.path:
         shape = byte_policy_config(config.model.init)
         policy: Policy = init_policy(shape, jax.random.key(config.seed))
@@ -187,7 +191,7 @@ def load_model(config: RunConfig) -> tuple[Policy, Tokenizer]:
 
 
 def describe(setup: Setup) -> str:
-    """Parameter counts, quantized layers and the memory plan, for `--dry-run`."""
+    """Describe parameter counts, quantized layers and the memory plan, for `--dry-run`."""
     session, config = setup.session, setup.config
     policy, mesh = session.weights, dict(session.mesh.shape)
     shape, (parts, _) = policy.config, split(policy)
@@ -204,13 +208,13 @@ def describe(setup: Setup) -> str:
 
 
 def reward_log(setup: Setup) -> Path:
-    """File for what this process's rewards print."""
+    """Name the file for what this process's rewards print."""
     process = jax.process_index()
     return setup.directory / (f"rewards-{process}.log" if process else "rewards.log")
 
 
 def write_run_record(setup: Setup) -> None:
-    """config.toml (resolved) and run.json (versions, command, commit, devices) of a run directory.
+    """Write config.toml (resolved) and run.json (versions, command, commit, devices).
 
     A resumed run keeps the records of its earlier starts under "earlier".
     """

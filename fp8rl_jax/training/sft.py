@@ -17,8 +17,7 @@ from fp8rl_jax.training.tracking import SFT_COLUMNS, make_tracker
 
 
 def supervise(setup: Setup, report=print) -> None:
-    """Minimizes the mean negative log-likelihood of the answers' tokens, prompts not counted;
-    writes the model.
+    """Minimize the mean negative log-likelihood of the answers' tokens, prompts not counted.
 
     Args:
         setup: the parts of the run; its training set must have answers.
@@ -61,8 +60,9 @@ def supervise(setup: Setup, report=print) -> None:
 def demonstrations(
     encoder: PromptEncoder, examples: Sequence[Example], step: int, config: RunConfig
 ) -> list[list[int]]:
-    """The answers' token ids, their end of sequence included; some of them lose their last token
-    before it (sft.cut_short).
+    """Encode the answers, their end of sequence included.
+
+    Some of them lose their last token before it (sft.cut_short).
 
     Raises:
         UserError: a problem has no answer, or an answer has more than rollout.max_new_tokens

@@ -53,8 +53,10 @@ class TrainState:
 
 
 def learning_rate(config: OptimizerConfig, updates: int) -> optax.Schedule:
-    """Linear warm-up, then constant, or linear or cosine decay to final_ratio of the peak at the
-    last of `updates`."""
+    """Schedule the learning rate: linear warm-up, then constant, linear or cosine.
+
+    A decay ends at final_ratio of the peak, at the last of `updates`.
+    """
     peak, last = config.learning_rate, config.learning_rate * config.final_ratio
     decay_updates = max(updates - config.warmup_steps, 1)
     match config.schedule:
@@ -73,7 +75,7 @@ def learning_rate(config: OptimizerConfig, updates: int) -> optax.Schedule:
 
 
 def decay_mask(policy: Trained) -> Trained:
-    """True for the linears' matrices: norms and embeddings are not decayed."""
+    """Choose what is decayed: the linears' matrices, not norms and embeddings."""
     return jax.tree_util.tree_map_with_path(
         lambda path, _: "_proj" in jax.tree_util.keystr(path), policy
     )
@@ -81,8 +83,9 @@ def decay_mask(policy: Trained) -> Trained:
 
 @cache
 def make_optimizer(config: OptimizerConfig, updates: int) -> optax.GradientTransformation:
-    """AdamW (arXiv 1711.05101) behind global-norm clipping; its moments rest as the configuration
-    says.
+    """Make AdamW (arXiv 1711.05101) behind global-norm clipping.
+
+    Its moments rest as the configuration says.
 
     Equal arguments give one object: the compiled update is specialised to it, and a second run in a
     process needs no other.
@@ -108,7 +111,7 @@ def make_optimizer(config: OptimizerConfig, updates: int) -> optax.GradientTrans
 def init_state(
     policy: Policy, optimizer: optax.GradientTransformation, scaling: LossScaleConfig | None = None
 ) -> TrainState:
-    """A state before the first update; `scaling` as in `apply_gradients`."""
+    """Make a state before the first update; `scaling` as in `apply_gradients`."""
     trained: Any = split(policy)[0]
     return TrainState(policy, optimizer.init(trained), jnp.int32(0), init_scale(scaling))
 
@@ -120,8 +123,9 @@ def sharded_state(
     scaling: LossScaleConfig | None = None,
     clip_bounds: tuple[float, float] | None = None,
 ) -> TrainState:
-    """`init_state` with every leaf placed on the mesh, the optimizer's moments like their weights;
-    a frozen base stays.
+    """Make a state with every leaf placed on the mesh.
+
+    The optimizer's moments lie like their weights; a frozen base stays.
 
     Args:
         clip_bounds: at the start, where they are calibrated.
@@ -143,8 +147,10 @@ def sharded_state(
 def scaled_loss(
     loss: Float[Array, ""], state: TrainState, scaling: LossScaleConfig | None
 ) -> Float[Array, ""]:
-    """The loss that the backward pass starts from: what `apply_gradients` expects the gradients
-    of."""
+    """Scale the loss that the backward pass starts from.
+
+    `apply_gradients` expects the gradients of it.
+    """
     scale = factor(state.loss_scale, scaling)
     return loss if scale is None else loss * scale
 
@@ -156,7 +162,7 @@ def apply_gradients(
     optimizer: optax.GradientTransformation,
     scaling: LossScaleConfig | None = None,
 ) -> tuple[TrainState, dict[str, Array]]:
-    """One update, or none where a value is not finite.
+    """Make one update, or none where a value is not finite.
 
     Args:
         state: its policy is what is trained and nothing else.

@@ -57,8 +57,9 @@ class StepConfig:
 def completion_logprobs(
     policy: Policy, batch: Batch, config: StepConfig
 ) -> tuple[Float[Array, "b t"], Float[Array, "b t"]]:
-    """Log-probabilities and entropies of the completions' tokens at the sampling temperature, under
-    the trainer's formats.
+    """Compute log-probabilities and entropies of the completions' tokens.
+
+    At the sampling temperature, under the trainer's formats.
 
     Args:
         policy: masters; put into the trainer's form here, so gradients arrive in float32.
@@ -136,7 +137,7 @@ def batch_logprobs(policy: Policy, batch: Batch, config: StepConfig) -> Float[Ar
 
 @partial(jax.jit, static_argnames="config")
 def correct(batch: Batch, config: RLConfig) -> tuple[Batch, rl.Metrics]:
-    """The rollout correction of a whole batch, from its old log-probabilities.
+    """Compute the rollout correction of a whole batch, from its old log-probabilities.
 
     `update` calls it where old log-probabilities are given, so that global statistics (a mean
     weight, a rejection that changes the denominator) are those of its batch. Called before a
@@ -163,8 +164,9 @@ def correct(batch: Batch, config: RLConfig) -> tuple[Batch, rl.Metrics]:
 def update(
     state: TrainState, batch: Batch, config: StepConfig, optimizer: optax.GradientTransformation
 ) -> tuple[TrainState, Float[Array, "b t"], dict[str, Array]]:
-    """One optimizer update on the whole batch; the arrays that it replaces are donated, those of a
-    frozen base stay.
+    """Make one optimizer update on the whole batch.
+
+    The arrays that it replaces are donated, those of a frozen base stay.
 
     Returns:
         The next state; the trainer's log-probabilities [b, t] before the update; scalar metrics.
@@ -240,8 +242,9 @@ def _update(
 def supervised_update(
     state: TrainState, batch: Batch, config: StepConfig, optimizer: optax.GradientTransformation
 ) -> tuple[TrainState, dict[str, Array]]:
-    """One update on the mean negative log-likelihood of the completions' tokens; donates as
-    `update` does.
+    """Make one update on the mean negative log-likelihood of the completions' tokens.
+
+    Donates as `update` does.
 
     Args:
         batch: its tokens and mask are used, and its prompts.

@@ -86,8 +86,9 @@ class JsonLines:
             self._file = path.open("ab", buffering=0)
 
     def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Appends rows; numbers that are not finite become null, as JSON has no other word for
-        them.
+        """Append rows; numbers that are not finite become null.
+
+        JSON has no other word for them.
 
         Raises:
             UserError: the disk is full, or the file cannot be written for another reason.
@@ -171,7 +172,7 @@ def make_tracker(
     settings: Mapping[str, Any] | None = None,
     columns: tuple[tuple[str, str, str], ...] = COLUMNS,
 ) -> Trackers:
-    """The record and the views that the configuration asks for.
+    """Open the record and the views that the configuration asks for.
 
     Args:
         directory: run directory; exists.
@@ -319,7 +320,7 @@ class Table:
         ]
 
     def header(self) -> str:
-        """The headings over `row`."""
+        """Write the headings over `row`."""
         return " ".join(
             [
                 f"{'step':>{self._step_width}}",
@@ -328,7 +329,7 @@ class Table:
         )
 
     def row(self, step: int, metrics: Mapping[str, float]) -> str:
-        """One step's columns; what was not measured in this step is a dash."""
+        """Write one step's columns; what was not measured in this step is a dash."""
         cells = [
             f"{form.format(float(metrics[name])) if name in metrics else '-':>{width}}"
             for _, name, form, width in self._columns
@@ -349,7 +350,7 @@ class TimeLeft:
         )
 
     def at(self, step: int) -> float | None:
-        """Notes that `step` (counted from 0) is done; None until a step has been timed."""
+        """Note that `step` (counted from 0) is done; None until a step has been timed."""
         if step > self._marks[-1][0]:
             self._marks.append((step, self._clock()))
         (first, began), (last, ended) = self._marks[0], self._marks[-1]
@@ -430,7 +431,7 @@ class LiveConsole:
 def console_tracker(
     total_steps: int, start_step: int = 0, columns: tuple[tuple[str, str, str], ...] = COLUMNS
 ) -> PlainConsole | LiveConsole:
-    """Live on a terminal, plain lines elsewhere."""
+    """Follow a run live on a terminal, in plain lines elsewhere."""
     console = Console()
     if console.is_terminal and not console.is_dumb_terminal:
         return LiveConsole(total_steps, start_step, console, columns=columns)
@@ -438,7 +439,7 @@ def console_tracker(
 
 
 def clock_text(seconds: float | None) -> str:
-    """Seconds as m:ss or h:mm:ss; "-" for None."""
+    """Write seconds as m:ss or h:mm:ss; "-" for None."""
     if seconds is None:
         return "-"
     minutes, rest = divmod(round(seconds), 60)
@@ -475,7 +476,7 @@ class Watch:
         self._warned_constant = False
 
     def see(self, step: int, metrics: dict[str, float], scores: Scores) -> dict[str, float]:
-        """Takes one step's metrics and the scores of all that it sampled.
+        """Take one step's metrics and the scores of all that it sampled.
 
         An update that is skipped while a dynamic loss scale is being found is no fault: it is said,
         not counted, and does not end a row of faults either.
