@@ -182,8 +182,7 @@ def mean(values: list[float]) -> tuple[float, float, float]:
 
 
 def summary(points: list[dict]) -> str:
-    """A table a model and dtype: total k3 of each recipe by depth, and its parts at the
-    greatest."""
+    """Write a table a model and dtype: total k3 by recipe and depth, and parts at the deepest."""
     lines = []
     for weights, dtype in dict.fromkeys((p["weights"], p["dtype"]) for p in points):
         chosen = sorted(

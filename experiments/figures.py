@@ -547,7 +547,7 @@ def filled(page: str, text: str) -> str:
 
 
 def main() -> int:
-    """Writes both."""
+    """Write both."""
     page = ROOT / "README.md"
     page.write_text(filled(page.read_text(), readme()))
     (ROOT / "docs" / "results.md").write_text(results())

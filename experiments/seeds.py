@@ -186,7 +186,7 @@ class Arguments:
 def train(
     study: Study, arm: str, seed: int, directory: Path, start: Path | None, extra: Sequence[str]
 ) -> None:
-    """Trains a run, or what is left of it; nothing where it is whole.
+    """Train a run, or what is left of it; nothing where it is whole.
 
     Raises:
         UserError: the run failed.
@@ -211,7 +211,7 @@ def train(
 
 
 def judge(study: Study, directory: Path) -> None:
-    """Evaluates a trained model under the judge's recipe, once, into judged.json."""
+    """Evaluate a trained model under the judge's recipe, once, into judged.json."""
     if not study.judge or (directory / "judged.json").exists():
         return
     said = io.StringIO()
@@ -281,8 +281,11 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def detectable(differences: Sequence[float]) -> float:
-    """The true mean difference that a paired t test at 5 % finds with a probability of 80 %, given
-    the spread of these."""
+    """Compute the mean difference that a paired t test at 5 % finds with a probability of 80 %.
+
+    Args:
+        differences: whose spread is taken for the true one.
+    """
     x = np.asarray(differences, float)
     if len(x) < 2:
         return float("nan")
@@ -387,8 +390,10 @@ def table(study: Study, summary: dict[str, dict[str, Any]]) -> str:
 
 
 def draw(runs: dict[str, dict[str, Any]], path: Path) -> None:
-    """Mismatch by step, and held-out accuracy; a line is the mean over seeds, a band their
-    range."""
+    """Draw mismatch by step, and held-out accuracy.
+
+    A line is the mean over seeds, a band their range.
+    """
     import matplotlib
 
     matplotlib.use("Agg")

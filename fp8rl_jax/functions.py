@@ -282,7 +282,7 @@ def _import_file(path: Path) -> ModuleType:
         sys.path.append(str(path.parent))
     name = f"{_FILE_PREFIX}{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None  # it ends in .py
+    assert spec is not None and spec.loader is not None  # its suffix is .py
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)

@@ -43,7 +43,7 @@ when = pl.when
 
 
 def _same_bytes_every_time(serialize: Callable) -> Callable:
-    """Takes out of a kernel's module the name of its dump files, which counts the kernels that this
+    """Take out of a kernel's module the name of its dump files, which counts the kernels that this
     process has lowered so far: with it, no compiled program that has a kernel is found again in
     JAX's persistent cache (jax 0.11.2)."""
 

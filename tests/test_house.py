@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from experiments import names
+
 ROOT = Path(__file__).parents[1]
 HOUSE = ("experiments", "fp8rl_jax", "pallas_kernels")
 FLOORS = (
@@ -137,6 +139,11 @@ def needed(path: Path) -> set[str]:
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             node.body = [ast.Pass()]
     return set(imports(ast.unparse(ast.fix_missing_locations(tree))))
+
+
+def test_the_page_of_public_names_is_what_packages_import_of_each_other():
+    page = (ROOT / "docs" / "names.md").read_text()
+    assert page == names.page(), "python -m experiments.names > docs/names.md"
 
 
 def test_the_picture_has_the_same_floors():

@@ -74,7 +74,7 @@ class Arguments:
 
 
 def run(arguments: Arguments) -> None:
-    """Starts JAX on as many processors as it may use, and times."""
+    """Start JAX on as many processors as it may use, and time."""
     if not machine.has_gpu():
         machine.limit_threads(arguments.threads)
     start_jax()

@@ -64,18 +64,20 @@ def facts(
 
 
 def limit_threads(threads: int) -> None:
-    """Keeps this process, and those that it starts, on `threads` processors; to be called before
-    JAX makes its threads."""
+    """Keep this process, and those that it starts, on `threads` processors.
+
+    To be called before JAX makes its threads.
+    """
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
 
 
 def _versions() -> dict[str, str]:
     """Of those packages that are installed; the repository itself need not be."""
-    found = {}
+    versions = {}
     for name in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+            versions[name] = version(name)
+    return versions
 
 
 def _shortened(word: str) -> str:
@@ -94,7 +96,7 @@ def _processor() -> str:
 def _git(*words: str) -> str:
     """What git says; empty where there is no git, or no repository."""
     try:
-        asked = subprocess.run(
+        answer = subprocess.run(
             ["git", "-C", Path(__file__).parent, *words],
             capture_output=True,
             text=True,
@@ -102,7 +104,7 @@ def _git(*words: str) -> str:
         )
     except FileNotFoundError:
         return ""
-    return asked.stdout.strip()
+    return answer.stdout.strip()
 
 
 GPU_FIELDS = (
@@ -161,8 +163,10 @@ class GpuMonitor:
         self._output.close()
 
     def summary(self) -> dict[str, Any]:
-        """Field -> median, quartiles, least and largest of its samples, in nvidia-smi's units (MHz,
-        W, C, %)."""
+        """Summarize each field: median, quartiles, least and largest of its samples.
+
+        In nvidia-smi's units (MHz, W, C, %).
+        """
         columns: dict[str, list[float]] = {field: [] for field in GPU_STATE}
         for line in self._lines:
             for field, text in zip(GPU_STATE, _fields(line), strict=False):
@@ -186,12 +190,12 @@ def _command(fields: tuple[str, ...]) -> list[str]:
 
 def _query(fields: tuple[str, ...]) -> list[str]:
     try:
-        asked = subprocess.run(
+        answer = subprocess.run(
             _command(fields), capture_output=True, text=True, check=False, timeout=60
         )
     except FileNotFoundError:
         return []
-    return asked.stdout.splitlines() if asked.returncode == 0 else []
+    return answer.stdout.splitlines() if answer.returncode == 0 else []
 
 
 def _fields(line: str) -> list[str]:

@@ -60,7 +60,7 @@ class Link:
         )
 
     def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """Sends one line, and waits for the one that answers it.
+        """Send one line, and wait for the one that answers it.
 
         Raises:
             NoAnswer: none came, or none that is JSON; a process that was silent has been killed.
@@ -72,7 +72,7 @@ class Link:
         return self.receive(seconds)
 
     def receive(self, seconds: float) -> dict[str, Any]:
-        """Waits for a line; raises as `ask`."""
+        """Wait for a line; raises as `ask`."""
         deadline = time.monotonic() + seconds
         while b"\n" not in self._received:
             if not select.select(
@@ -91,13 +91,12 @@ class Link:
             raise NoAnswer(f"answered {line[:80]!r}, which is no JSON object") from None
 
     def kill(self) -> None:
-        """Ends the process at once, from whichever thread; whoever waits for its answer gets
-        none."""
+        """End the process at once, from any thread; who waits for its answer gets none."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Ends the process and whatever it started."""
+        """End the process and whatever it started."""
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -113,7 +112,7 @@ class Link:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def said(self) -> str:
+    def stderr(self) -> str:
         """The end of what it wrote to standard error."""
         size = self._log.seek(0, os.SEEK_END)
         self._log.seek(max(0, size - SAID_BYTES))
@@ -126,7 +125,7 @@ class Link:
             return "closed its output"
         end = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
         last = next(
-            (line.strip() for line in reversed(self.said().split("\n")) if line.strip()), ""
+            (line.strip() for line in reversed(self.stderr().split("\n")) if line.strip()), ""
         )
         return f"{end}: {last[:500]}" if last else end
 
@@ -179,7 +178,7 @@ class Peer(Link):
             ) from None
 
     def wait_until_ready(self) -> None:
-        """Waits for the peer's model; `about` then holds its versions and settings."""
+        """Wait for the peer's model; `about` then holds its versions and settings."""
         try:
             self.about = self.receive(self.timeout)
         except NoAnswer as reason:
@@ -196,7 +195,7 @@ class Peer(Link):
         return answer
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Sends one line, and waits for the one that answers it.
+        """Send one line, and wait for the one that answers it.
 
         Raises:
             UserError: naming the peer's option.

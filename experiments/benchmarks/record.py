@@ -46,7 +46,7 @@ class Contest:
 def contest(
     ours: dict[str, Side], settings: dict[str, str], peers: Sequence[Peer], plan: Plan
 ) -> Contest:
-    """Waits for the peers, then runs the rounds.
+    """Wait for the peers, then run the rounds.
 
     Args:
         ours: recipe -> its side.
@@ -103,7 +103,7 @@ def result(benchmark: str, workload: Workload, shape: Shape, contest: Contest) -
 
 
 def write(path: Path, record: dict[str, Any]) -> None:
-    """Writes the file; a reader never sees half of one.
+    """Write the file in one piece: a reader gets the old or the new one.
 
     Raises:
         UserError: the file cannot be written.

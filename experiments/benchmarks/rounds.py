@@ -50,8 +50,9 @@ class Timed:
 
 
 def interleave(sides: dict[str, Side], plan: Plan, settled: bool = True) -> Timed:
-    """Runs the rounds. The order turns by one from round to round, so no side always follows the
-    same other one.
+    """Run the rounds.
+
+    The order moves by one from round to round, so no side always follows the same other one.
 
     Args:
         settled: threads of the last side fall asleep before the next one, and each round is
@@ -78,7 +79,7 @@ def split(done: list[Round], plan: Plan) -> Timed:
 
 
 def settle() -> None:
-    """Lets the threads of the side that ran last fall asleep."""
+    """Let the threads of the side that ran last fall asleep."""
     time.sleep(SETTLE_SECONDS)
 
 
@@ -95,8 +96,7 @@ class Laps:
         self._last = time.perf_counter()
 
     def end(self, part: str, *results: Any) -> None:
-        """The time since the last call (or the start) was spent on `part`, which computed
-        `results`."""
+        """Book the time since the last call, or the start, on `part`, which computed `results`."""
         import jax  # which `machine` must not import, as this file is
 
         jax.block_until_ready(results)

@@ -38,7 +38,7 @@ Job = tuple[str, Callable[[], dict[str, Any]]]
 
 
 def run(arguments: Arguments) -> None:
-    """Runs what `arguments` ask for on this machine's kind of device.
+    """Run what `arguments` ask for on this machine's kind of device.
 
     Raises:
         UserError: a peer is missing or fails, or the file cannot be written.
@@ -116,7 +116,7 @@ def run_all(
     deadline: float | None = None,
     target: Target | None = None,
 ) -> None:
-    """Runs each benchmark on each workload and writes the file anew after each.
+    """Run each benchmark on each workload, and write the file anew after each.
 
     Args:
         deadline: by time.monotonic(); benchmarks that would begin later are listed under "skipped".
@@ -144,7 +144,7 @@ def run_all(
         with machine.GpuMonitor() as monitor:
             entry = benchmark()
         entry["raw"]["wall_seconds"] = time.monotonic() - began
-        record["benchmarks"].append(entry | ({"gpu": seen} if (seen := monitor.summary()) else {}))
+        record["benchmarks"].append(entry | ({"gpu": gpu} if (gpu := monitor.summary()) else {}))
         write(path, record)
         print_ratios(entry)
         gc.collect()  # device memory of the last benchmark, before the next one's

@@ -51,7 +51,7 @@ TIMED = ("linear", "layer")
 
 
 def trained_layer(workload: Workload, plan: Plan, target: Target | None = None) -> dict[str, Any]:
-    """Counts and times the layer of `workload.layer`.
+    """Count and time the layer of `workload.layer`.
 
     Args:
         target: a GPU that need not be there; programs are compiled and counted for it, too.

@@ -107,8 +107,10 @@ class Workload:
 
 
 def random_prompts(shape: Shape, vocab_size: int) -> Prompts:
-    """Distinct prompts of exactly `prompt_tokens` tokens, the same at every call. Special tokens
-    (low ids) are left out."""
+    """Draw distinct prompts of exactly `prompt_tokens` tokens, the same at every call.
+
+    Special tokens (low ids) are left out.
+    """
     ids = np.random.default_rng(0).integers(
         vocab_size // 4, vocab_size, (shape.prompts, shape.prompt_tokens)
     )

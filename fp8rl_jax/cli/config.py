@@ -118,6 +118,7 @@ def _recipe_fields(node: Any, prefix: str) -> Iterator[str]:
         elif dataclasses.is_dataclass(annotation):
             yield from _recipe_fields(value, f"{key}.")
         elif name != "name":
+            value = value or {} if describe(annotation) == "a table of tables" else value
             yield f"- **`{key}`** = `{_text(value)}` ({describe(annotation)}). {documented[name]}"
 
 

@@ -59,7 +59,7 @@ COMMANDS = {
     "config": Command("print every key of a run with its meaning", "config:config"),
     "report": Command("write one HTML page that compares runs side by side", "commands:report"),
 }
-RENAMED = {"score": "logprobs"}
+_RENAMED = {"score": "logprobs"}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -113,8 +113,8 @@ def _dispatch(words: list[str]) -> int:
         print(f"fp8rl_jax {importlib.metadata.version('fp8rl_jax')}")
         return 0
     name, rest = words[0], words[1:]
-    if name in RENAMED:
-        raise UserError(f"fp8rl {name} is now called fp8rl {RENAMED[name]}")
+    if name in _RENAMED:
+        raise UserError(f"fp8rl {name} is now called fp8rl {_RENAMED[name]}")
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(COMMANDS)}"

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from fp8rl_jax.config.run import precision_text
 
-EQUAL = "·"
+_EQUAL = "·"
 WIDTH = 100
 LETTERS = {"format": "f", "operand": "o", "scale": "s", "reduction": "r", "input": "i", "": ""}
 # (heading, operations that may stand under it)
@@ -28,7 +28,7 @@ COLUMNS = (
     ("down", ("down_proj", "experts.down_proj")),
 )
 OTHERS = "rest"
-LEGEND = """in: relative error ||a - b|| / ||a|| of the hidden states that enter the layer, piled up. The others: what an
+_LEGEND = """in: relative error ||a - b|| / ||a|| of the hidden states that enter the layer, piled up. The others: what an
 operation adds by itself, on side a's input, and why: f format, o operand, s scale, r reduction, i input. {equal}: every bit
 is equal. rest: norms, activation, sums."""
 
@@ -55,7 +55,7 @@ def summary(results: dict[str, Any]) -> str:
     for name, names in results["quantized_on_one_side"].items():
         if names:
             lines += _wrapped(f"quantized in {name} only: {grouped(names, len(results['layers']))}")
-    lines += ["", _table(results), "", *_wrapped(LEGEND.format(equal=EQUAL), indent="")]
+    lines += ["", _table(results), "", *_wrapped(_LEGEND.format(equal=_EQUAL), indent="")]
     return "\n".join(lines)
 
 
@@ -109,7 +109,7 @@ def grouped(names: list[str], layers: int) -> str:
 def error(difference: dict[str, Any]) -> str:
     """Format a relative error in three to five characters."""
     if difference["differing"] == 0:
-        return EQUAL
+        return _EQUAL
     value = difference["relative_error"]
     return "inf" if value is None else re.sub(r"e([+-])0", r"e\1", f"{value:.0e}")
 
@@ -128,7 +128,7 @@ def _table(results: dict[str, Any]) -> str:
             cells.append("" if operation is None else _cell(operation))
         if rerouted:
             part = layer["rerouted"]
-            cells.append("" if part is None else f"{part:.1%}" if part else EQUAL)
+            cells.append("" if part is None else f"{part:.1%}" if part else _EQUAL)
         table.add_row(str(i), *cells)
     table.add_row("end", error(results["end"][0]["output"]))
     text = io.StringIO()

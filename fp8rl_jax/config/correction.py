@@ -106,13 +106,13 @@ PRESETS: dict[str, dict[str, Any]] = {
 """By name, what the preset changes in PLAIN."""
 
 
-CorrectionMethod = Literal[("recipe", *PRESETS)]  # ty: ignore[invalid-type-form]: made of the rows above
-CorrectionMode = Literal["decoupled", "bypass"]
+_CorrectionMethod = Literal[("recipe", *PRESETS)]  # ty: ignore[invalid-type-form]: made of the rows above
+_CorrectionMode = Literal["decoupled", "bypass"]
 Bounds = Literal["truncate", "mask", "keep"]
-Overflow = Literal["clamp", "zero"]
-Denominator = Literal["kept", "all"]
-BypassLoss = Literal["ratio", "reinforce"]
-TruncatedSampling = Literal["refuse", "behaviour", "policy"]
+_Overflow = Literal["clamp", "zero"]
+_Denominator = Literal["kept", "all"]
+_BypassLoss = Literal["ratio", "reinforce"]
+_TruncatedSampling = Literal["refuse", "behaviour", "policy"]
 
 WEIGHTS = ("none", "token", "sequence")
 """Built-in importance weights; rl/correction.py has the functions."""
@@ -189,11 +189,11 @@ class CorrectionConfig:
     sequence their product.
     """
 
-    method: CorrectionMethod = "recipe"
+    method: _CorrectionMethod = "recipe"
     """The preset that fills what is unset below. recipe: as the precision recipe says. none:
     nothing. token_tis: token weights min(rho, 2). sequence_tis, icepop, mis, token_mis, geometric,
     k3, and the rows of verl and NeMo RL: config/correction.py."""
-    mode: CorrectionMode | None = None
+    mode: _CorrectionMode | None = None
     """decoupled: clip pi_theta / pi_old, then weight by rho. bypass: no pi_old; pi_theta /
     pi_rollout takes both parts."""
     weights: str | None = None
@@ -210,7 +210,7 @@ class CorrectionConfig:
     (sequence)."""
     min_weight: float | None = None
     """Lower bound of a weight; 0 unless the preset has another."""
-    overflow: Overflow | None = None
+    overflow: _Overflow | None = None
     """clamp: log-ratios are clamped to +-20 before exp (verl). zero: a ratio that is not finite has
     weight 0 (NeMo RL)."""
     batch_normalize: bool | None = None
@@ -223,13 +223,13 @@ class CorrectionConfig:
     inverse_k1: bool | None = None
     """k1 bounds are on pi_rollout / pi_train (verl's code) and not on pi_train / pi_rollout:
     another test where they are not reciprocal."""
-    denominator: Denominator | None = None
+    denominator: _Denominator | None = None
     """kept: the loss divides by what was not rejected. all: by everything; a rejected token counts
     with weight 0."""
-    bypass_loss: BypassLoss | None = None
+    bypass_loss: _BypassLoss | None = None
     """In bypass mode. ratio: `rl.objective` of pi_theta / pi_rollout, no weights. reinforce:
     -weight * A * log pi_theta."""
-    truncated_sampling: TruncatedSampling = "refuse"
+    truncated_sampling: _TruncatedSampling = "refuse"
     """May top-k, top-p, min-p, bad words or a logit bias be on in training, and what do ratios then
     correct? refuse: an error. behaviour: they divide by the distribution that was sampled, so they
     correct the difference, inside its support, and the numerics; where it was truncated, their mean
@@ -239,15 +239,15 @@ class CorrectionConfig:
     def __post_init__(self) -> None:
         settle(self, "weights", "weights_args")
         report(
-            one_of("rl.correction.method", self.method, CorrectionMethod),
-            one_of("rl.correction.truncated_sampling", self.truncated_sampling, TruncatedSampling),
+            one_of("rl.correction.method", self.method, _CorrectionMethod),
+            one_of("rl.correction.truncated_sampling", self.truncated_sampling, _TruncatedSampling),
         )
         choices = {
-            "mode": CorrectionMode,
+            "mode": _CorrectionMode,
             "bounds": Bounds,
-            "overflow": Overflow,
-            "denominator": Denominator,
-            "bypass_loss": BypassLoss,
+            "overflow": _Overflow,
+            "denominator": _Denominator,
+            "bypass_loss": _BypassLoss,
             "batch_normalize": (True, False),
             "inverse_k1": (True, False),
         }

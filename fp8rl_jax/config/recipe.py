@@ -61,8 +61,8 @@ from fp8rl_jax.config.schema import (
 from fp8rl_jax.errors import UserError
 
 # the names are data, read when the program starts
-CorrectionName = Literal[tuple(PRESETS)]  # ty: ignore[invalid-type-form]
-ElementName = Literal[("compute", *ELEMENTS)]  # ty: ignore[invalid-type-form]
+_CorrectionName = Literal[tuple(PRESETS)]  # ty: ignore[invalid-type-form]
+_ElementName = Literal[("compute", *ELEMENTS)]  # ty: ignore[invalid-type-form]
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ class Recipe:
     kv_constants: tuple[float, float, float] | None = None
     """What kv_margin * amax of Q, K and V is divided by for their scales; unset: the format's
     largest value, 448 for e4m3."""
-    correction: CorrectionName = "none"
+    correction: _CorrectionName = "none"
     """Preset of config/correction.py that rl.correction.method = "recipe" stands for."""
     exact: bool = False
     """A token's log-probability has the same bits in the rollout and in the trainer, whatever else
@@ -551,7 +551,7 @@ class PrecisionConfig:
     """Scale rule of every block-quantized role, on both sides; unset: the recipe's."""
     rollout: SideScales = field(default_factory=SideScales)
     trainer: SideScales = field(default_factory=SideScales)
-    output_gradient: ElementName | None = None
+    output_gradient: _ElementName | None = None
     """Format of the gradients that enter a linear's backward products, where the trainer's linears
     are FP8; "e5m2" is the hybrid of verl's recipe. Unset: the recipe's."""
     excluded: tuple[str, ...] = ()

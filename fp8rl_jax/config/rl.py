@@ -39,10 +39,10 @@ ESTIMATORS = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"
 """Built-in advantage estimators; rl/advantages.py has the functions."""
 OBJECTIVES = ("clip", "cispo", "reinforce")
 """Built-in objectives; rl/objectives.py has the functions."""
-RatioLevel = Literal["token", "sequence"]
+_RatioLevel = Literal["token", "sequence"]
 KLEstimator = Literal["k1", "k2", "k3"]
-KLGradient = Literal["estimator", "k2", "score"]
-Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "fixed_length"]
+_KLGradient = Literal["estimator", "k2", "score"]
+_Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "fixed_length"]
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class LossConfig:
     docs/objectives.md."""
     objective_args: dict[str, float] = field(default_factory=dict)
     """Keyword arguments of a function of your own: objective_args = { alpha = 0.5 }."""
-    ratio: RatioLevel = "token"
+    ratio: _RatioLevel = "token"
     """token: r of each token. sequence: the geometric mean of the sequence's ratios, at each of its
     tokens (GSPO)."""
     clip_low: float = 0.2
@@ -150,13 +150,13 @@ class LossConfig:
     """Weight of the estimate of KL(policy || reference); 0: no reference policy is needed."""
     kl_estimator: KLEstimator = "k3"
     """With x = log pi_ref - log pi_theta. k1: -x. k2: x^2 / 2. k3: exp(x) - 1 - x."""
-    kl_gradient: KLGradient = "estimator"
+    kl_gradient: _KLGradient = "estimator"
     """estimator: the derivative of the formula. k2: that of k2 with the value of the formula
     (verl's "k1+", "k3+"). score: of pi_theta / sg(pi_theta) times the formula (NeMo RL). The last
     two have the gradient of the KL divergence as mean."""
     entropy_coefficient: float = 0.0
     """Weight of the entropy bonus."""
-    aggregation: Aggregation = "token_mean"
+    aggregation: _Aggregation = "token_mean"
     """token_mean: the sum over all tokens of the global batch, divided by their number (DAPO).
     sequence_mean: the mean over completions of their means over tokens (GRPO, GSPO). sequence_sum:
     the mean over completions of their sums; and that, divided by a constant length, is fixed_length
@@ -173,7 +173,7 @@ class LossConfig:
             *function_faults(
                 "rl.objective", self.objective, OBJECTIVES, "rl.objective_args", self.objective_args
             ),
-            one_of("rl.ratio", self.ratio, RatioLevel),
+            one_of("rl.ratio", self.ratio, _RatioLevel),
             above("rl.clip_low", self.clip_low, 0.0, at_most=1.0),
             above("rl.clip_high", self.clip_high, 0.0),
             None if self.dual_clip is None else above("rl.dual_clip", self.dual_clip, 1.0),
@@ -187,7 +187,7 @@ class LossConfig:
             ),
             at_least("rl.kl_coefficient", self.kl_coefficient, 0.0),
             one_of("rl.kl_estimator", self.kl_estimator, KLEstimator),
-            one_of("rl.kl_gradient", self.kl_gradient, KLGradient),
+            one_of("rl.kl_gradient", self.kl_gradient, _KLGradient),
             unless(
                 not (
                     self.kl_coefficient
@@ -199,7 +199,7 @@ class LossConfig:
                 'set rl.kl_gradient to "k2" or "score"',
             ),
             at_least("rl.entropy_coefficient", self.entropy_coefficient, 0.0),
-            one_of("rl.aggregation", self.aggregation, Aggregation),
+            one_of("rl.aggregation", self.aggregation, _Aggregation),
             None
             if self.fixed_length is None
             else at_least("rl.fixed_length", self.fixed_length, 1),

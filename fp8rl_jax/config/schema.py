@@ -183,6 +183,8 @@ def describe(annotation: Any) -> str:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Literal:
         text = f"one of {', '.join(json.dumps(choice) for choice in arguments)}"
+    elif arguments and dataclasses.is_dataclass(arguments[0]):
+        text = "a table of tables"
     elif origin in (tuple, list):
         kinds = arguments[:1] if _is_uniform(annotation) else arguments
         nouns = ", ".join(_NOUNS.get(kind, "value") for kind in kinds)
@@ -212,7 +214,7 @@ def unknown_key_hint(key: str, known: list[str], spell: Callable[[str], str] = s
     near = difflib.get_close_matches(
         key, [other for other in known if not key.startswith(f"{other}.")], n=1, cutoff=0.8
     )
-    # A slip of the pen goes before the end of a key that another project happens to use:
+    # A misspelled key goes before the end of a key that another project happens to use:
     # optimizer.beta is beta1.
     old = renamed(key, whole=True) or (None if near else renamed(key))
     if old and set(old.keys) <= set(known):

@@ -9,9 +9,9 @@ from typing import Literal
 
 from fp8rl_jax.config.schema import above, at_least, one_of, report
 
-MomentName = Literal["float32", "bfloat16", "e4m3"]
+_MomentName = Literal["float32", "bfloat16", "e4m3"]
 FP8_MAX_BETA2 = 0.99  # training/moments.py derives it
-LossScaleMode = Literal["auto", "dynamic", "static", "none"]
+_LossScaleMode = Literal["auto", "dynamic", "static", "none"]
 
 
 DEVICE_BYTES = {"h100": 80_000_000_000, "h200": 141_000_000_000}
@@ -40,10 +40,10 @@ class OptimizerConfig:
     """Decoupled weight decay on matrices; norms and embeddings are never decayed."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this global norm; 0: not clipped."""
-    first_moment: MomentName = "float32"
+    first_moment: _MomentName = "float32"
     """How Adam's first moment rests between updates, which compute in float32; e4m3: in groups of
     128 with a scale each."""
-    second_moment: MomentName = "float32"
+    second_moment: _MomentName = "float32"
     """The same of the second moment, rounded stochastically; e4m3 needs beta2 of at most 0.99."""
 
 
@@ -52,7 +52,7 @@ class LossScaleConfig:
     """What the loss is multiplied by before the backward pass and gradients are divided by after
     it: float16 holds nothing below 6e-8 (arXiv 1710.03740, section 3.2)."""
 
-    mode: LossScaleMode = "auto"
+    mode: _LossScaleMode = "auto"
     """dynamic: found while training; an overflow skips the update and lowers the scale. static:
     `initial`, always. auto: dynamic where compute_dtype is "float16", else none."""
     initial: float = 65536.0
@@ -68,7 +68,7 @@ class LossScaleConfig:
     def __post_init__(self) -> None:
         key = "trainer.loss_scale"
         report(
-            one_of(f"{key}.mode", self.mode, LossScaleMode),
+            one_of(f"{key}.mode", self.mode, _LossScaleMode),
             above(f"{key}.initial", self.initial, 0.0),
             above(f"{key}.growth_factor", self.growth_factor, 1.0),
             above(f"{key}.backoff_factor", self.backoff_factor, 0.0, at_most=1.0),

@@ -63,7 +63,7 @@ def rope_frequencies(config: PolicyConfig) -> Float[Array, " half"]:
     return frequencies * (blend + (1 - blend) / scaling.factor)
 
 
-def layer_frequencies(config: PolicyConfig) -> Float[Array, "layers half"] | None:
+def _layer_frequencies(config: PolicyConfig) -> Float[Array, "layers half"] | None:
     """Compute the frequencies of each layer where those with a window have their own, else None."""
     if config.local_rope_theta is None:
         return None
@@ -474,7 +474,7 @@ def layer_inputs(
     """
     config, prefix, scales = policy.config, cache.prefix, cache.scales
     windows = None if config.windows is None else jnp.asarray(config.windows, jnp.int32)
-    frequencies = layer_frequencies(config)
+    frequencies = _layer_frequencies(config)
     return LayerInputs(
         prefix=None if prefix is None else (pick(prefix.keys), pick(prefix.values)),
         scales=None

@@ -32,7 +32,7 @@ from pallas_kernels.rounding import rounded
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", *DENSE)
 EXPERT_LINEARS = tuple(name for name in SPARSE if name != "router")
-NORMS = (
+_NORMS = (
     *(
         "input_layernorm",
         "post_attention_layernorm",
@@ -41,7 +41,7 @@ NORMS = (
     ),
     *("q_norm", "k_norm"),
 )
-BIASES = ("q_bias", "k_bias", "v_bias")
+_BIASES = ("q_bias", "k_bias", "v_bias")
 
 
 class Weight(nnx.Module):
@@ -114,7 +114,7 @@ class Layer(nnx.Module):
     experts: Experts | None
 
     def __init__(self, tensors: Mapping[str, Tensor | WeightRuns]):
-        for name in (*LINEARS, *NORMS, *BIASES, "router"):
+        for name in (*LINEARS, *_NORMS, *_BIASES, "router"):
             setattr(self, name, tensors.get(name))
         parts = [tensors[name] for name in EXPERT_LINEARS if name in tensors]
         self.experts = Experts(*parts) if parts else None
@@ -133,7 +133,7 @@ class Layer(nnx.Module):
 
     def tensors(self) -> dict[str, Any]:
         """List what the constructor was given."""
-        names = (*LINEARS, *NORMS, *BIASES, "router")
+        names = (*LINEARS, *_NORMS, *_BIASES, "router")
         found = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         if self.experts is not None:
             found |= {
@@ -250,7 +250,7 @@ def init_policy(
     names = list(tensor_specs(config))
 
     def tensor(name: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> Array:
-        if axes[-1] == "norm" or name.removeprefix("layers.") in BIASES:
+        if axes[-1] == "norm" or name.removeprefix("layers.") in _BIASES:
             return jnp.full(shape, 1 - config.norm_offset if axes[-1] == "norm" else 0.0, dtype)
         into_residual = name.endswith(("o_proj", "down_proj"))
         deviation = 0.02 / (2 * config.num_layers) ** 0.5 if into_residual else 0.02

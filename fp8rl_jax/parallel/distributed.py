@@ -28,7 +28,7 @@ from jax.experimental import multihost_utils
 from fp8rl_jax.config.run import MeshConfig
 from fp8rl_jax.errors import UserError
 
-SLURM_STEP = (
+_SLURM_STEP = (
     "SLURM_JOB_ID",
     "SLURM_STEP_NODELIST",
     "SLURM_STEP_NUM_NODES",
@@ -220,7 +220,7 @@ def _tasks(environ: Mapping[str, str]) -> int:
 
     A SLURM allocation without `srun` is one process, however many tasks it has room for.
     """
-    if all(name in environ for name in SLURM_STEP):
+    if all(name in environ for name in _SLURM_STEP):
         return int(environ["SLURM_NTASKS"])
     return int(environ.get("OMPI_COMM_WORLD_SIZE", 1))
 
@@ -233,7 +233,7 @@ def _local_devices(environ: Mapping[str, str]) -> list[int] | None:
     sees every GPU. A task that is alone on its node, or that the scheduler bound to a GPU of its
     own, takes all that it sees; fewer tasks than GPUs share them out.
     """
-    if not all(name in environ for name in SLURM_STEP):
+    if not all(name in environ for name in _SLURM_STEP):
         return None
     tasks = int(environ["SLURM_NTASKS"]) // int(environ["SLURM_STEP_NUM_NODES"])
     visible = [gpu for gpu in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]

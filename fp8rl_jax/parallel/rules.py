@@ -16,35 +16,35 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from fp8rl_jax.errors import UserError
 
-MeshAxes = str | tuple[str, ...] | None
+_MeshAxes = str | tuple[str, ...] | None
 
 
 @dataclass(frozen=True)
 class ShardingRules:
     """Logical axis -> mesh axis, several of them, or None (replicated)."""
 
-    embed: MeshAxes = "fsdp"
+    embed: _MeshAxes = "fsdp"
     """Hidden width of a parameter. Activations leave theirs whole (None in `constrain`): fsdp
     splits their rows."""
-    heads: MeshAxes = "tensor"
+    heads: _MeshAxes = "tensor"
     """Query heads times head width. A size that splits a head is right, and slower."""
-    kv_heads: MeshAxes = "tensor"
+    kv_heads: _MeshAxes = "tensor"
     """Key and value heads, of parameters (times head width) and of the cache."""
-    mlp: MeshAxes = "tensor"
+    mlp: _MeshAxes = "tensor"
     """Feed-forward width."""
-    experts: MeshAxes = "expert"
+    experts: _MeshAxes = "expert"
     """Experts of a layer."""
-    router: MeshAxes = None
+    router: _MeshAxes = None
     """Rows of a router: every token is scored against all experts."""
-    rank: MeshAxes = None
+    rank: _MeshAxes = None
     """Rank of an adapter: every device needs all of it."""
-    vocab: MeshAxes = "tensor"
+    vocab: _MeshAxes = "tensor"
     """Rows of the embedding and of the output head; columns of logits."""
-    norm: MeshAxes = None
+    norm: _MeshAxes = None
     """Norm weights: too small to be worth a gather."""
-    layers: MeshAxes = None
+    layers: _MeshAxes = None
     """The stacked layer axis: the scan walks it."""
-    batch: MeshAxes = ("data", "fsdp", "expert")
+    batch: _MeshAxes = ("data", "fsdp", "expert")
     """Prompts and completions."""
 
     def mesh_axes(self, name: str | None) -> tuple[str, ...]:

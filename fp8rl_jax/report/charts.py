@@ -38,7 +38,7 @@ PHASES = {
 phase on every page."""
 
 INK, GRID = "#0a0b01", "#0a0b02"
-STYLE: dict[Any, Any] = {
+_STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "fp8rl",
     "font.size": 9,
@@ -234,7 +234,7 @@ def draw_svg(name: str, draw: Callable[[Axes], None], height: float) -> str:
 
     `height` in inches of 5 wide.
     """
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(5, height), layout="constrained")
         draw(figure.subplots())
         buffer = io.StringIO()

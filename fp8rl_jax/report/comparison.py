@@ -92,7 +92,7 @@ def _misfit(value: Any, pattern: Any, where: str) -> str:
     return next(filter(None, faults), "")
 
 
-LOWEST = -8  # log10 of the relative error that has the faintest colour; float32 rounds at -7.2
+_LOWEST = -8  # log10 of the relative error that has the faintest colour; float32 rounds at -7.2
 FAINTEST = 0.1
 
 
@@ -188,9 +188,9 @@ def _heat_map(index: int, results: dict[str, Any], measured: str) -> Chart:
         axes.grid(visible=False)
         for spine in axes.spines.values():
             spine.set_visible(False)
-        width = len(headings) / (1 - LOWEST)
-        for power in range(LOWEST, 1):  # the key to the colours
-            left = (power - LOWEST) * width
+        width = len(headings) / (1 - _LOWEST)
+        for power in range(_LOWEST, 1):  # the key to the colours
+            left = (power - _LOWEST) * width
             opacity = _opacity(10.0**power)
             axes.add_patch(
                 Rectangle(
@@ -226,5 +226,5 @@ def _heat_map(index: int, results: dict[str, Any], measured: str) -> Chart:
 def _opacity(relative_error: float | None) -> float:
     if relative_error is None or relative_error >= 1:
         return 1.0
-    part = 1 - math.log10(max(relative_error, 10.0**LOWEST)) / LOWEST
+    part = 1 - math.log10(max(relative_error, 10.0**_LOWEST)) / _LOWEST
     return FAINTEST + (1 - FAINTEST) * part

@@ -25,8 +25,8 @@ from fp8rl_jax.report.charts import (
 from fp8rl_jax.report.comparison import Panel, panel, read_comparison
 from fp8rl_jax.report.runs import Run, find_comparisons, find_runs, read_runs
 
-SHOWN_SAMPLES = 4
-SHOWN_CHARACTERS = 2000
+_SHOWN_SAMPLES = 4
+_SHOWN_CHARACTERS = 2000
 NOTHING = "–"
 
 
@@ -123,7 +123,7 @@ def sample_pairs(run: Run) -> list[tuple[int, list[dict[str, str]]]]:
     steps = [row["step"] for row in run.samples]
     ends = sorted({min(steps), max(steps)}) if steps else []
     return [
-        (end, [_sample(row) for row in run.samples if row["step"] == end][:SHOWN_SAMPLES])
+        (end, [_sample(row) for row in run.samples if row["step"] == end][:_SHOWN_SAMPLES])
         for end in ends
     ]
 
@@ -153,8 +153,8 @@ def _shortened(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.3g}"
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    more = len(text) - SHOWN_CHARACTERS
-    return text if more <= 0 else f"{text[:SHOWN_CHARACTERS]}… ({more} more characters)"
+    more = len(text) - _SHOWN_CHARACTERS
+    return text if more <= 0 else f"{text[:_SHOWN_CHARACTERS]}… ({more} more characters)"
 
 
 def _tenths(run: Run, key: str) -> tuple[float | None, float | None]:

@@ -21,8 +21,8 @@ from typing import Any
 from fp8rl_jax.config.run import precision_text
 from fp8rl_jax.errors import UserError
 
-COMPARISON_FILE = "compare.json"
-NAMED_DAMAGED_LINES = 10
+_COMPARISON_FILE = "compare.json"
+_NAMED_DAMAGED_LINES = 10
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def find_comparisons(directories: Iterable[Path]) -> list[Path]:
     for directory in directories:
         if directory.is_dir():
             below = sorted(child for child in directory.iterdir() if child.is_dir())
-            places = (place / COMPARISON_FILE for place in (directory, *below))
+            places = (place / _COMPARISON_FILE for place in (directory, *below))
             files |= dict.fromkeys(path.resolve() for path in places if path.is_file())
     return list(files)
 
@@ -175,9 +175,9 @@ def _json_lines(
             else:
                 reason = "not JSON" if isinstance(error, json.JSONDecodeError) else error
                 faults.append(f"{path}: line {number}: {reason}; repair or remove the line")
-    if len(faults) > NAMED_DAMAGED_LINES:
-        more = len(faults) - NAMED_DAMAGED_LINES
-        faults[NAMED_DAMAGED_LINES:] = [f"{path}: {more} more damaged lines"]
+    if len(faults) > _NAMED_DAMAGED_LINES:
+        more = len(faults) - _NAMED_DAMAGED_LINES
+        faults[_NAMED_DAMAGED_LINES:] = [f"{path}: {more} more damaged lines"]
     if faults:
         raise UserError("\n".join(faults))
     return rows

@@ -90,7 +90,7 @@ from fp8rl_jax.rl.metrics import (
 )
 
 OBJECTIVE_KEY = "rl.objective"
-METRIC_PREFIXES = ("objective/", "clip_ratio/")
+_METRIC_PREFIXES = ("objective/", "clip_ratio/")
 
 
 @jax.tree_util.register_dataclass
@@ -196,10 +196,10 @@ def token_losses(
             f"{what} must return its metrics as a dictionary, and returned {summarize(metrics)}"
         )
     for name, values in metrics.items():
-        if not (isinstance(name, str) and name.startswith(METRIC_PREFIXES)):
+        if not (isinstance(name, str) and name.startswith(_METRIC_PREFIXES)):
             raise UserError(
                 f"{what}: the name of metric {name!r} must begin with "
-                f"{' or '.join(METRIC_PREFIXES)}"
+                f"{' or '.join(_METRIC_PREFIXES)}"
             )
         if not is_array(values, shape):
             raise UserError(

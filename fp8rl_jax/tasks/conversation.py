@@ -9,8 +9,9 @@ _ROLES = ("system", "user", "assistant", "tool")
 
 
 class Conversation(str):
-    """A prompt of several messages. As text it is the transcript, which models without a chat
-    template see:
+    """A prompt of several messages.
+
+    As text it is the transcript, which models without a chat template see:
 
     >>> Conversation([{"role": "user", "content": "2 + 2?"}])
     'user: 2 + 2?\\nassistant:'

@@ -62,8 +62,10 @@ class Dataset:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of prompts and answers; kept in a checkpoint, so that resuming on other data can
-        be refused."""
+        """SHA-256 of prompts and answers.
+
+        It is kept in a checkpoint, so that resuming on other data can be refused.
+        """
         text = json.dumps([(example.prompt, example.answer) for example in self.examples])
         return hashlib.sha256(text.encode()).hexdigest()
 

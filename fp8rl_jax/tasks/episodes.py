@@ -81,8 +81,7 @@ class Episode:
 
     @property
     def transcript(self) -> str:
-        """What was said behind the first prompt: the completions, and between them the
-        observations, a line a message."""
+        """Completions and the observations between them, a line a message."""
         messages = [
             message
             for completion, observation in self.history

@@ -66,8 +66,9 @@ class ComponentFault(Exception):
 
 
 class Scorer:
-    """The rewards of a task; called with one sample, it gives one score a component, in the order
-    of `task.components`.
+    """The rewards of a task; called with one sample, it gives one score a component.
+
+    Scores come in the order of `task.components`.
 
     It raises what a reward raises, and `ComponentFault` where there are several.
 
@@ -305,7 +306,7 @@ def math_verify_reward() -> Callable[[str, str], float]:
         ) from fault
 
     def expressions_of(text: str) -> list[Any]:
-        return parse(text, parsing_timeout=None)  # ty: ignore[invalid-argument-type]: its docstring has None
+        return parse(text, parsing_timeout=None)  # ty: ignore[invalid-argument-type]: documented
 
     @lru_cache(maxsize=1024)
     def gold(answer: str) -> list[Any]:

@@ -24,10 +24,10 @@ _BOS = 257
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as ids 0-255, then <|pad|> 256, <|bos|> 257 and <|eos|> 258. No file, no chat
-    template.
+    """UTF-8 bytes as ids 0-255, then <|pad|> 256, <|bos|> 257 and <|eos|> 258.
 
-    The text of a special token is just bytes: no input can produce one.
+    It has no file and no chat template. The text of a special token is just bytes: no input can
+    produce one.
     """
 
     pad_token_id: int | None = 256

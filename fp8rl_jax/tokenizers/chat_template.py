@@ -21,8 +21,7 @@ from fp8rl_jax.errors import UserError
 
 
 class ChatTemplate:
-    """A compiled template and the special tokens that it may name (`bos_token`, `eos_token`,
-    ...)."""
+    """A compiled template and the special tokens that it may name, such as `bos_token`."""
 
     def __init__(self, text: str, source: Path, special_tokens: dict[str, str]):
         """Compile `text`; `source` is the file it came from, for messages.

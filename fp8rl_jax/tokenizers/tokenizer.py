@@ -72,8 +72,7 @@ class Tokenizer(Protocol):
 
 
 class HFTokenizer:
-    """A `tokenizer.json`, with the special tokens and the chat template that lie beside it in
-    `directory`."""
+    """A `tokenizer.json`, with the special tokens and the chat template that lie beside it."""
 
     def __init__(self, directory: str | Path):
         """Read tokenizer.json, tokenizer_config.json and chat_template.jinja.

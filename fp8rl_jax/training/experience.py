@@ -7,7 +7,7 @@ and a batch of them is filled up with empty rows.
 Episodes are played here, too: the policy and the environments take turns, all episodes side by
 side. A turn is one call of the engine on the conversations so far. The batch keeps its height: in
 place of episodes that have ended one that goes on is repeated, draw by draw, so it takes no longer.
-Its width is one of WIDTHS, so a run compiles a few programs. What an episode draws depends on (key,
+Its width is one of a few, so a run compiles few programs. What an episode draws depends on (key,
 problem, sample, turn) alone.
 """
 
@@ -304,7 +304,7 @@ def _completion_metrics(
     }
 
 
-WIDTHS = (4, 2, 1)
+_WIDTHS = (4, 2, 1)
 """Prompts are padded to a quarter, a half, or the whole of the encoder's width."""
 
 
@@ -370,7 +370,7 @@ def play(
 
 
 def _width(longest: int, whole: int) -> int:
-    return next(width for part in WIDTHS if (width := -(-whole // part)) >= longest)
+    return next(width for part in _WIDTHS if (width := -(-whole // part)) >= longest)
 
 
 def _turns(rollout: Rollout, prompts: list[list[int]]) -> list[Sampled]:

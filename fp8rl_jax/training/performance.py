@@ -31,7 +31,7 @@ from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.policy import matrix_parameters
 
 # dense bfloat16 FLOP/s without sparsity, NVIDIA's data sheets (SXM)
-PEAK_FLOPS = {
+_PEAK_FLOPS = {
     "H200": 989e12,
     "H100": 989e12,
     "H20": 148e12,
@@ -39,7 +39,7 @@ PEAK_FLOPS = {
     "GB200": 2500e12,
     "A100": 312e12,
 }
-OUTSIDE_STEP = ("time/eval", "time/ckpt")
+_OUTSIDE_STEP = ("time/eval", "time/ckpt")
 
 
 def update_flops(
@@ -89,7 +89,7 @@ def peak_flops(device_kind: str) -> float | None:
     """Dense bfloat16 FLOP/s of one device by jax's name of it, or None where it is not known (a
     CPU, an unlisted card)."""
     words = device_kind.replace("-", " ").split()
-    return next((peak for name, peak in PEAK_FLOPS.items() if name in words), None)
+    return next((peak for name, peak in _PEAK_FLOPS.items() if name in words), None)
 
 
 class Clock:
@@ -139,7 +139,7 @@ class Clock:
         )
         if not {"time/gen", "time/train"} <= times.keys():
             return times
-        step = times["time/step"] - sum(times.get(name, 0.0) for name in OUTSIDE_STEP)
+        step = times["time/step"] - sum(times.get(name, 0.0) for name in _OUTSIDE_STEP)
         rate = self.flops / devices / times["time/train"]
         metrics = {
             "perf/tok_per_s_gpu": self.tokens / devices / step,

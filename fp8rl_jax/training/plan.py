@@ -109,15 +109,15 @@ def memory_plan(
         lambda p: rollout_policy(p, recipe, dtype, config.rollout.decode_layers == "unroll")[0],
         policy,
     )
-    masters = device_bytes(trained, mesh)
+    masters = _device_bytes(trained, mesh)
     formats = f"{weight.element}, rest {dtype.name}" if weight.quantized else dtype.name
     always = {
         "masters (float32)": masters,
-        "Adam moments": device_bytes(moments, mesh),
-        f"rollout weights ({formats})": device_bytes(served, mesh),
+        "Adam moments": _device_bytes(moments, mesh),
+        f"rollout weights ({formats})": _device_bytes(served, mesh),
     }
     if frozen is not None:
-        always["frozen base"] = device_bytes(frozen, mesh)
+        always["frozen base"] = _device_bytes(frozen, mesh)
     if config.rl.kl_coefficient > 0 or config.rl.reward_kl.coefficient > 0:
         # beside the frozen base of adapters, which it shares
         always["KL reference policy"] = masters
@@ -127,7 +127,7 @@ def memory_plan(
             "rollout": _rollout(shape, config, recipe, served, mesh),
             "backward": _backward(shape, config, masters, mesh),
             "optimizer": {"gradients (float32)": masters, "scaled gradients (float32)": masters},
-            "sync": {f"weights in {dtype.name}": device_bytes(policy, mesh) * dtype.itemsize // 4},
+            "sync": {f"weights in {dtype.name}": _device_bytes(policy, mesh) * dtype.itemsize // 4},
         },
         math.prod(sizes.values()),
     )
@@ -138,7 +138,7 @@ def mesh_sizes(config: MeshConfig) -> dict[str, int]:
     return {axis: max(getattr(config, axis), 1) for axis in AXES}
 
 
-def device_bytes(tree: Any, mesh: AbstractMesh) -> int:
+def _device_bytes(tree: Any, mesh: AbstractMesh) -> int:
     """Bytes that one device holds of a tree of shapes, placed by the sharding rules."""
     leaves = zip(jax.tree.leaves(tree), jax.tree.leaves(policy_shardings(tree, mesh)), strict=True)
     return sum(
@@ -238,7 +238,7 @@ _FSDP = (2, 4, 8, 16)
 _GB = 1e9
 
 
-def device_limit(config: RunConfig) -> tuple[int, str] | None:
+def _device_limit(config: RunConfig) -> tuple[int, str] | None:
     """Bytes of one device and where the figure is from: plan.device, or what the device reports;
     None where neither says."""
     chosen = config.plan.device
@@ -331,7 +331,7 @@ def check_fits(shape: PolicyConfig, config: RunConfig, sizes: dict[str, int]) ->
     Raises:
         UserError: with what the run needs, what there is, and the first change that makes it fit.
     """
-    limit = device_limit(config) if config.plan.check else None
+    limit = _device_limit(config) if config.plan.check else None
     if limit is None:
         return
     peak = memory_plan(shape, config, sizes).peak
@@ -357,7 +357,7 @@ def report(shape: PolicyConfig, config: RunConfig, sizes: dict[str, int]) -> tup
     Returns:
         (text, False where it is known not to fit).
     """
-    plan, limit = memory_plan(shape, config, sizes), device_limit(config)
+    plan, limit = memory_plan(shape, config, sizes), _device_limit(config)
     lines = [
         f"{parameter_count(shape):,} parameters; mesh "
         f"{', '.join(f'{axis} {size}' for axis, size in sizes.items())}",

@@ -23,7 +23,7 @@ from fp8rl_jax.training.setup import build, reward_pool
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SHOWN = ("reward/mean", "mismatch/k3", "eval/accuracy", "completions/mean_length")
+_SHOWN = ("reward/mean", "mismatch/k3", "eval/accuracy", "completions/mean_length")
 """What `Run.plot` draws by default."""
 
 
@@ -54,7 +54,7 @@ class Run:
         names = dict.fromkeys(name for row in rows for name in row)
         return {name: np.array([_number(row.get(name)) for row in rows]) for name in names}
 
-    def plot(self, names: Sequence[str] = SHOWN) -> Figure:
+    def plot(self, names: Sequence[str] = _SHOWN) -> Figure:
         """Metrics over steps, one panel each; names that the run did not measure are left out.
 
         Raises:

@@ -163,7 +163,7 @@ def split_scales(
             or weight.dtype != _E4M3
             or weight.shape != location.shape
         ):
-            continue  # what is missing or misshapen is the loader's to say
+            continue  # the loader reports what is missing or misshapen
         scale_name = name + SCALE_SUFFIX
         if scale_name not in checkpoint.tensors:
             raise UserError(

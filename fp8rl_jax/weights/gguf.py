@@ -23,7 +23,7 @@ from fp8rl_jax.weights.hf_directory import export_policy, listing
 from fp8rl_jax.weights.hf_names import Location, hf_tensors
 from fp8rl_jax.weights.safetensors_io import count_non_finite
 
-_ARCHITECTURES = ("llama", "qwen2", "qwen3")  # llama.cpp's names are ours
+_ARCHITECTURES = ("llama", "qwen2", "qwen3")  # the same names as in HF_CLASS
 
 _LAYER_NAMES = {
     "q_proj": "attn_q.weight",
@@ -167,7 +167,7 @@ def _policy_arrays(
 
 
 def _rounded(path: Path, name: str, tensor: StoredTensor) -> np.ndarray:
-    with np.errstate(all="ignore"):  # counted next
+    with np.errstate(all="ignore"):  # overflows are counted below
         values = dequantize(tensor).astype(ml_dtypes.bfloat16)
     if bad := count_non_finite(values):
         raise UserError(

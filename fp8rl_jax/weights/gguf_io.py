@@ -37,7 +37,7 @@ BLOCK_FORMATS = {
 }
 _NAMES = {number: name for name, (number, _, _) in BLOCK_FORMATS.items()}
 
-# struct's letters
+# type of a value in the file -> its format in the struct module
 _SCALARS = {
     0: "B",
     1: "b",

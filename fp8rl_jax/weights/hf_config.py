@@ -33,7 +33,6 @@ from fp8rl_jax.weights.block_fp8 import parse_quantization
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 # What transformers assumes when config.json leaves a key out.
 _GEMMA_THETA, _GEMMA_LOCAL_THETA = 1e6, 1e4
-# What transformers assumes when config.json leaves a key out.
 _DEFAULT_MAX_POSITIONS = {
     **{
         "llama": 2048,
@@ -44,9 +43,9 @@ _DEFAULT_MAX_POSITIONS = {
         "gemma3_text": 131072,
     }
 }
-# llama: num_attention_heads
+# a llama has num_attention_heads
 _DEFAULT_KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32, "qwen3_moe": 4, "gemma3_text": 4}
-# elsewhere hidden_size / num_attention_heads
+# the others have hidden_size / num_attention_heads
 _DEFAULT_HEAD_DIM = {"qwen3": 128, "gemma3_text": 256}
 _DEFAULT_SLIDING_WINDOW = 4096
 _DEFAULT_MAX_WINDOW_LAYERS = 28
@@ -253,7 +252,7 @@ def _refuse_unimplemented(fields: Fields, gemma: bool) -> None:
             raise UserError(
                 f"{key} true is not supported; the only biases are those of Qwen2's q, k and v"
             )
-    # how the weights are stored is the loader's; a form that it doesn't read is refused here
+    # how weights are stored does not matter here; a form that cannot be read is refused
     parse_quantization(config)
 
 

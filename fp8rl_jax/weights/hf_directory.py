@@ -48,7 +48,7 @@ _LISTED = 5  # tensors named in a message before the rest is counted
 
 _FP8_BLOCK = "fp8-block"
 _BF16 = np.dtype(ml_dtypes.bfloat16)
-EXPORT_DTYPES = {
+_EXPORT_DTYPES = {
     "bfloat16": _BF16,
     "float16": np.dtype(np.float16),
     "float32": np.dtype(np.float32),
@@ -232,8 +232,8 @@ def export_policy(
             that cannot be written.
     """
     directory = Path(directory)
-    if dtype not in EXPORT_DTYPES:
-        raise UserError(f"cannot export dtype {dtype!r}; choose one of {', '.join(EXPORT_DTYPES)}")
+    if dtype not in _EXPORT_DTYPES:
+        raise UserError(f"cannot export dtype {dtype!r}; choose one of {', '.join(_EXPORT_DTYPES)}")
     _check_parameters(directory, config, arrays)
     generation = {
         "bos_token_id": config.bos_token_id,
@@ -297,7 +297,7 @@ def _converted(
     scales."""
     for name, location in hf_tensors(config).items():
         tensor = _rounded(
-            directory, name, flat[location.path][location.index], EXPORT_DTYPES[dtype]
+            directory, name, flat[location.path][location.index], _EXPORT_DTYPES[dtype]
         )
         yield _stored(name, location, tensor, dtype)
 
@@ -314,7 +314,7 @@ def _rounded(directory: Path, name: str, source: np.ndarray, dtype: np.dtype) ->
         raise UserError(f"{directory}: not exported; tensor {name} holds {bad} non-finite values")
     if source.dtype == dtype:
         return source
-    with np.errstate(over="ignore"):  # counted next
+    with np.errstate(over="ignore"):  # overflows are counted below
         rounded = source.astype(dtype)
     if bad := count_non_finite(rounded):
         raise UserError(

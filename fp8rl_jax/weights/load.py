@@ -146,7 +146,7 @@ def policy_arrays(policy: Policy) -> dict[str, np.ndarray]:
     if not policy.stacked:
         raise ValueError("policy_arrays: the layers are unrolled; export the trainer's policy")
     weights = {"embed_tokens": policy.embed_tokens, "norm": policy.norm, "lm_head": policy.lm_head}
-    weights |= {f"layers.{name}": weight for name, weight in policy.layers.tensors().items()}
+    weights |= {f"layers.{name}": weight for name, weight in policy.stack.tensors().items()}
     flat = {
         f"{name}.weight": weight.value for name, weight in weights.items() if weight is not None
     }

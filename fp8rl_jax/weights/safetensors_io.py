@@ -73,8 +73,7 @@ _CHUNK = 1 << 20  # elements; keeps the temporaries in cache
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """The tensors of one or more files, memory-mapped and read-only, and the file that each came
-    from."""
+    """The tensors of one or more files, memory-mapped and read-only, and the file of each."""
 
     tensors: dict[str, np.ndarray]
     files: dict[str, Path]

@@ -18,6 +18,6 @@ __all__ = [
     "Tokens",
     "attend_in_chunks",
     "attention",
-    "window_mask",
     "attention_mask",
+    "window_mask",
 ]

@@ -1,3 +1,3 @@
 from pallas_kernels.decode_attention.api import KeyValues, combine_score_scales, decode_attention
 
-__all__ = ["KeyValues", "decode_attention", "combine_score_scales"]
+__all__ = ["KeyValues", "combine_score_scales", "decode_attention"]

@@ -165,7 +165,7 @@ def chunks_in(spans, chunks: int):
 
 
 def fold(stats, sums, present):
-    """Joins chunks one after the other: the order of a row's sum is that of its chunks, however
+    """Join chunks one after the other: the order of a row's sum is that of its chunks, however
     many there could be.
 
     Args:
@@ -386,7 +386,7 @@ class Block(NamedTuple):
     spans: Any
 
     def over_tiles(self, one, init):
-        """Folds `one` over this block's share of the tiles."""
+        """Fold `one` over this block's share of the tiles."""
         block, blocks = lax.axis_index("block"), lax.axis_size("block")
         own = lax.div(jnp.maximum(self.tiles - block + blocks - 1, 0), blocks)
         return lax.fori_loop(
@@ -419,7 +419,7 @@ class Block(NamedTuple):
         )
 
     def produce(self, query, keys, values, limits):
-        """Loads, on a warpgroup of its own: a tile's queries, and keys and values into the ring of
+        """Load, on a warpgroup of its own: a tile's queries, and keys and values into the ring of
         the step's consumer."""
         memory, stages = self.memory, self.stages
         width = min(self.sizes.queries, ROWS)
@@ -469,7 +469,7 @@ class Block(NamedTuple):
                 )
 
     def consume(self, wg, scale, bounded, stats, sums):
-        """Multiplies, on each of two warpgroups: its steps of a tile, which are then joined and
+        """Multiply, on each of two warpgroups: its steps of a tile, which are then joined and
         written."""
         memory, stages = self.memory, self.stages
         bounded_below, bounded_above = bounded

@@ -8,18 +8,12 @@ from functools import partial
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.backend import Backend, block_name, check_pair, choose, resolve
+from pallas_kernels.backend import Backend, block_name, check_pair, choose
 from pallas_kernels.grouped_matmul import reference
 from pallas_kernels.partition import on_mesh, partitioned
 from pallas_kernels.rounding import rounded
 
 HOPPER_BLOCK = (128, 128)
-
-
-def selected_backend(backend: Backend) -> str:
-    """The backend that `grouped_matmul` runs for this argument. Raises BackendError where it
-    cannot."""
-    return resolve(backend, "grouped_matmul")
 
 
 def grouped_matmul(

@@ -9,10 +9,10 @@ from pallas_kernels.quantize.api import (
 from pallas_kernels.quantize.reference import amax, block_amax, expand_scales
 
 __all__ = [
+    "amax",
     "block_amax",
     "dequantize_blocks",
     "expand_scales",
-    "amax",
     "quantize_blocks",
     "quantize_both",
     "quantize_rms_norm",

@@ -71,7 +71,7 @@ def test_a_whole_configuration_of_another_project_is_answered_key_by_key(tmp_pat
     ]
 
 
-def test_a_misspelled_key_is_not_taken_for_another_projects_name():
+def test_a_misspelled_key_is_answered_with_the_nearest_key_first():
     assert renamed("optimizer.beta") is not None
     assert faults("--optimizer.beta", "1") == [
         "--optimizer.beta: unknown flag; did you mean --optimizer.beta2?"
@@ -81,6 +81,6 @@ def test_a_misspelled_key_is_not_taken_for_another_projects_name():
     ]
 
 
-def test_every_key_of_version_0_1_exists_or_has_a_successor():
+def test_every_key_of_release_0_1_exists_or_has_its_new_name():
     lost = [key for key in RELEASED if key not in KEYS and key not in SOURCES["an earlier version"]]
     assert lost == [], "give each a row in EARLIER"

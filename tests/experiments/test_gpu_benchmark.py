@@ -282,7 +282,7 @@ class FakeWorker:
             "usable": True,
         }
 
-    def said(self):
+    def stderr(self):
         return "first words\nlast words"
 
     def kill(self):
@@ -470,7 +470,7 @@ def test_what_the_end_of_the_command_cuts_off_is_not_blamed(tmp_path):
         rehearsal.time.now() + 100.0,
     )
     slow._longest["copy", False] = 20.0  # so it may well be done in 40
-    slow.alone([Task("copy", rehearsal.jobs["copy"][0])])
+    slow.run_alone([Task("copy", rehearsal.jobs["copy"][0])])
     assert slow.folder.left("copy") == rehearsal.jobs["copy"] and not slow.hangs
 
 
@@ -932,9 +932,9 @@ def test_what_is_compiled_ahead_is_not_compiled_again(tmp_path):
         Task(part, folder.jobs[part][0], compile_only=True) for part in ("quantize", "matmul")
     )
     # no program of the product, for which XLA may time its libraries'
-    assert command.together([task, product]) == []
+    assert command.run_parallel([task, product]) == []
     ahead = {file.name for file in folder.cache.glob("jit_repeated-*")}
-    command.alone([task._replace(compile_only=False)])
+    command.run_alone([task._replace(compile_only=False)])
     # ours and XLA's, which are one in miniature
     assert folder.left("quantize") == [] and len(ahead) == 1
     assert {file.name for file in folder.cache.glob("jit_repeated-*")} == ahead
@@ -970,7 +970,7 @@ def test_a_step_runs_without_what_a_bare_machine_lacks_from_programs_compiled_be
 
     def command(jobs):
         start = partial(runner.start_worker, setting, [], folder.cache)
-        Runner(folder, start, 500.0, 1).alone([Task("step", job) for job in jobs])
+        Runner(folder, start, 500.0, 1).run_alone([Task("step", job) for job in jobs])
         return {file.name for file in folder.cache.iterdir()}
 
     *programs, step, _ = folder.jobs["step"]

@@ -23,7 +23,7 @@ from fp8rl_jax.cli.load import load_config
 from fp8rl_jax.config.run import RunConfig
 
 
-def test_intervals_are_students():
+def test_mean_interval_is_students_t():
     # Student's t with 4 degrees of freedom: 2.776445 at 97.5 %, 0.940965 at 80 %
     values = [1.0, 2.0, 3.0, 4.0, 5.0]
     error = np.sqrt(2.5 / 5)

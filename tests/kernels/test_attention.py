@@ -34,7 +34,7 @@ def operands(b=4, rows=2, t=5, slots=7, dim=16, dtype=jnp.float32):
 
 
 @pytest.mark.parametrize("value_scale", [1.5, jnp.asarray([1.5, 0.5])], ids=["one", "by_kv_head"])
-def test_cudnn_is_asked_for_what_the_reference_computes(monkeypatch, value_scale):
+def test_cudnn_attention_equals_the_reference(monkeypatch, value_scale):
     """XLA answers in its place: blocks repeated for the rows that share them, masks, odd lengths,
     queries that see nothing."""
     asked = {}
@@ -66,7 +66,7 @@ def test_cudnn_is_asked_for_what_the_reference_computes(monkeypatch, value_scale
         np.testing.assert_allclose(one, other, atol=1e-5)
 
 
-def test_what_cudnn_does_not_serve_is_refused_by_name_and_left_to_the_reference():
+def test_auto_takes_the_reference_where_cudnn_does_not_serve_and_cudnn_by_name_is_refused():
     ask = partial(attention, out_dtype=jnp.float32)
     wide, narrow = operands(), operands(dtype=jnp.float8_e4m3fn)
     with pytest.raises(BackendError, match=r"attention: .*needs a GPU of compute capability 9\.0"):

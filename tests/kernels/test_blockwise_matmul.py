@@ -83,7 +83,7 @@ def test_errors_do_not_grow_with_the_contraction(outlier):
 
 
 @pytest.mark.parametrize("shape", [(0, 128), (2, 0)])
-def test_nothing_to_multiply(shape):
+def test_empty_operands_are_refused(shape):
     rows, k = shape
     blocks = -(-k // 128)
     x, w = jnp.zeros(shape, jnp.float8_e4m3fn), jnp.zeros((128, k), jnp.float8_e4m3fn)

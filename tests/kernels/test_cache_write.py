@@ -34,14 +34,14 @@ def inputs(tokens=6, rows=3, kv_heads=2, slots=4, dim=8, dtype=E4M3):
 
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
-def test_equals_numpy(case):
+def test_write_cache_equals_numpy(case):
     arrays = case.arguments(jax.random.key(1))
     got = jax.jit(lambda *a: case.run(*a, backend="reference"))(*arrays)
     assert difference(got, case.expected(*(np.asarray(a) for a in arrays))) <= case.tolerance
 
 
 @pytest.mark.parametrize("quantized", [True, False])
-def test_equals_what_the_model_writes_bit_for_bit(quantized):
+def test_write_cache_equals_what_the_model_writes_bit_for_bit(quantized):
     """A decode step: one slot of every row, through the model's rotate, quantizer and
     dynamic_update_slice."""
     dtype, fmt = (E4M3 if quantized else jnp.bfloat16), TensorFormat("e4m3")
@@ -139,7 +139,7 @@ def test_what_does_not_belong_together_is_refused(arrays, more, message, uncheck
         write_cache(*arrays, **{"scales": (jnp.float32(1), jnp.float32(1))} | more)
 
 
-def test_hopper_by_name_names_what_it_has_not():
+def test_hopper_by_name_says_what_its_kernel_lacks():
     scales = (jnp.float32(1), jnp.float32(1))
     with pytest.raises(BackendError, match="needs a GPU of compute capability 9.0"):
         write_cache(*inputs(), scales, backend="hopper")

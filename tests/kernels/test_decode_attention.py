@@ -69,7 +69,7 @@ def test_bad_input_is_one_clear_error():
         decode_attention(query[:0], (good,), 1.0)
 
 
-def test_what_hopper_does_not_serve_is_refused_by_name_and_left_to_the_reference():
+def test_auto_takes_the_reference_where_hopper_has_no_kernel_and_hopper_by_name_is_refused():
     query, keys, lengths = operands()
     held = KeyValues(keys, keys, lengths)
     with pytest.raises(BackendError, match=r"needs a GPU of compute capability 9\.0"):

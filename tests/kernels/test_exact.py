@@ -44,7 +44,7 @@ def test_a_product_is_nearer_to_float64_than_a_float32_sum_may_be(k):
     assert np.all(np.abs(np.asarray(dot(x, w)) - expected) <= cut + 2.0**-24 * np.abs(expected))
 
 
-def test_a_row_is_the_same_bits_in_every_company_and_every_order_of_its_sum():
+def test_dot_has_the_same_bits_in_every_batch_and_every_order_of_its_terms():
     x, w, order = normal(37, 576), normal(48, 576), RNG.permutation(576)
     whole = dot(x, w)
     for rows in (1, 2, 3, 8, 17):
@@ -62,7 +62,7 @@ def test_a_row_is_the_same_bits_in_every_company_and_every_order_of_its_sum():
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_results_are_rounded_once(dtype):
+def test_dot_rounds_to_16_bits_only_at_the_end(dtype):
     x, w = (jnp.asarray(normal(4, 32, spread=0.5), dtype) for _ in range(2))
     expected = (np.asarray(x, np.float64) @ np.asarray(w, np.float64).T).astype(dtype)
     assert same(exact.dot(x, w, dtype), expected)
@@ -76,7 +76,7 @@ def test_values_that_are_not_finite_stay_in_their_row():
     assert not np.asarray(dot(np.zeros((2, 16), np.float32), w)).any()
 
 
-def test_rows_of_groups_are_rows_of_a_product():
+def test_grouped_dot_equals_dot_of_each_group():
     x, w = normal(10, 48), normal(4, 20, 48)
     out = grouped_dot(x, w, np.array([4, 0, 3, 1], np.int32))
     for rows, group in ((slice(0, 4), 0), (slice(4, 7), 2), (slice(7, 8), 3)):
@@ -84,7 +84,7 @@ def test_rows_of_groups_are_rows_of_a_product():
     assert not np.asarray(out[8:]).any()
 
 
-def test_a_sum_does_not_know_its_order():
+def test_reproducible_sum_has_the_same_bits_in_every_order():
     x = normal(9, 1000, spread=4.0)
     expected = (x.astype(np.float64) ** 2).sum(-1)
     np.testing.assert_allclose(total(x), expected, rtol=2.0**-23)
@@ -101,7 +101,7 @@ ELEMENTARY = {
 
 
 @pytest.mark.parametrize("name", ELEMENTARY)
-def test_elementary_functions_within_what_they_state(name):
+def test_exp_log_and_sigmoid_are_within_their_stated_errors(name):
     ours, reference, x = ELEMENTARY[name]
     x = x.astype(np.float32)
     found = np.asarray(
@@ -112,7 +112,7 @@ def test_elementary_functions_within_what_they_state(name):
     assert np.max(np.abs(found - expected) / scale) < 2.0**-23
 
 
-def test_elementary_functions_at_the_edges():
+def test_exp_log_and_sigmoid_at_the_edges_of_their_range():
     @with_float64
     def found(x):
         return rounded(exact.exp(as_float64(x)), jnp.float32)
@@ -151,7 +151,7 @@ def test_attention_against_float64():
     np.testing.assert_allclose(attend(q, keys, values, masks, 0.25), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_attention_does_not_know_slots_blocks_or_neighbours():
+def test_attention_has_the_same_bits_for_all_slots_blocks_and_neighbours():
     q, keys, values, masks = attention_case()
     whole = attend(q, keys, values, masks, 0.25)
     order = RNG.permutation(12)
@@ -176,7 +176,7 @@ def test_attention_does_not_know_slots_blocks_or_neighbours():
     assert same(attend(q, *one, [mask], 0.25), whole)
 
 
-def test_a_query_that_sees_nothing():
+def test_a_query_that_attends_to_nothing_has_the_output_zero():
     q, keys, values, masks = attention_case()
     masks = [
         np.zeros_like(masks[0]),

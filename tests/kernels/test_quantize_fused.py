@@ -31,7 +31,7 @@ def assert_same(got, wanted):
 @pytest.mark.parametrize(
     "case", [case for case in SMALL if case.tolerance], ids=lambda case: case.name
 )
-def test_equals_numpy_to_a_step(case):
+def test_fused_quantizers_equal_numpy_to_a_step(case):
     arrays = case.arguments(jax.random.key(1))
     got = jax.jit(lambda *a: case.run(*a, backend="reference"))(*arrays)
     assert difference(got, case.expected(*(np.asarray(a) for a in arrays))) <= case.tolerance
@@ -90,7 +90,7 @@ def test_reciprocals_are_rounded_to_nearest():
 
 
 @pytest.mark.parametrize("units", [-2, -1, 1, 2])
-def test_a_division_that_is_off_is_corrected(units):
+def test_nearest_reciprocal_corrects_a_division_that_is_off(units):
     scales = (
         np.random.default_rng(1)
         .integers(0x00800000, 0x7C000000, 100_000)

@@ -108,7 +108,7 @@ def test_a_turn_that_fails_ends_its_episode_alone(guessing, text, error):
     assert whole.failed.tolist() == [True, False] and whole.rewards.tolist() == [0, 0]
 
 
-def test_an_environment_that_is_no_function_of_seed_and_texts_is_found_out():
+def test_an_environment_that_depends_on_more_than_seed_and_texts_is_an_error():
     task = task_of("Forgetful")
     train, _ = load_splits(task)
     with RewardPool(task) as pool:
@@ -195,7 +195,7 @@ def test_turns_share_a_row_and_an_observation_is_never_trained_on():
     assert row.behaviour_logprobs == [-1.0, -1.1, 0, 0, -1.2, 0, -1.3]
 
 
-def test_a_past_that_is_written_anew_begins_a_row():
+def test_a_chat_template_that_rewrites_the_past_begins_a_new_row():
     # The template drops token 11 from the past, as one that hides earlier reasoning does.
     turns = [
         sampled([1, 2], [10, 11]),

@@ -218,7 +218,7 @@ def _runs(pid):
         return False
 
 
-def test_the_end_of_a_process_in_words():
+def test_describe_end_names_the_status_or_the_signal():
     assert describe_end(3) == "exited with status 3"
     assert (
         describe_end(-9) == "was killed by SIGKILL"

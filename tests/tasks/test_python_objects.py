@@ -225,7 +225,7 @@ def defaults():
         (lambda: jax.jit(lambda completion: 1.0), "it is or holds an object of JAX's"),
     ],
 )
-def test_what_no_worker_can_have_is_named(make, message):
+def test_objects_that_cannot_be_pickled_are_named(make, message):
     with pytest.raises(
         UserError, match=f"given in Python, cannot be sent to the reward workers: {message}"
     ) as raised:
@@ -233,7 +233,7 @@ def test_what_no_worker_can_have_is_named(make, message):
     assert "\n" not in str(raised.value)
 
 
-def test_what_is_too_large_is_named(monkeypatch):
+def test_objects_too_large_for_the_workers_are_named(monkeypatch):
     monkeypatch.setattr(pickling, "LARGEST", 2**20)
     small, large = np.zeros(10), np.zeros(3 * 2**17)
 
@@ -501,7 +501,7 @@ def test_an_environment_of_a_cell_is_played():
     assert turn is not None and turn["observation"] == observation
 
 
-def test_names_of_a_notebook_are_answered_with_what_to_do():
+def test_specs_of_main_are_refused_with_what_to_do():
     (fault,) = task_of(function="__main__:score").problems()
     assert (
         "task.reward.function = '__main__:score': the reward workers do not run" in fault
@@ -511,7 +511,7 @@ def test_names_of_a_notebook_are_answered_with_what_to_do():
     assert "task.name = '__main__:Guess'" in fault and "give environment=Guess" in fault
 
 
-def test_an_environment_comes_alone():
+def test_an_environment_with_a_dataset_or_a_reward_is_refused():
     with pytest.raises(UserError, match="dataset and environment are both given"):
         name_objects(TaskConfig(), dataset=rows(), environment=Parity)
     with pytest.raises(UserError, match="environment must be a class, not Parity"):

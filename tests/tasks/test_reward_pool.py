@@ -197,7 +197,7 @@ def test_workers_are_kept(faulty):
     assert faulty.score([EXAMPLE], ["pid"]).rewards[0] == pids[0]
 
 
-def test_many_faults_at_once_are_all_counted(faulty):
+def test_many_simultaneous_faults_are_all_counted(faulty):
     kinds = ["1", "raise", "die", "value nan"]
     scores = faulty.score([EXAMPLE] * 24, kinds * 6)
     assert scores.rewards.tolist() == [1, 0, 0, 0] * 6 and scores.errors == 18

@@ -161,7 +161,7 @@ def test_math_verify_scores_any_completion(verify, text):
     assert verify(text, "12") in (0.0, 1.0)
 
 
-def test_a_bomb_of_computer_algebra_costs_its_own_sample():
+def test_a_completion_that_math_verify_hangs_on_costs_its_own_sample():
     task = task_of(weights={"math_verify": 1.0}, timeout=1.5)
     with RewardPool(task) as pool:
         scores = pool.score(

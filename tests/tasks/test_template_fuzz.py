@@ -46,7 +46,7 @@ PIECES = st.sampled_from(
 @example("{question:99999999999999}")
 @example("{metadata[" + "9" * 5000 + "]}")
 @example("{metadata[k]:" + "9" * 5000 + "}")
-def test_any_template(template):
+def test_a_random_template_renders_or_is_one_user_error(template):
     task = TaskConfig(prompt_template=template)
     faults = template_faults(template)
     assert [line for line in task.problems() if line.startswith("task.prompt_template: ")] == [
@@ -76,7 +76,9 @@ def test_any_template(template):
     limit=st.integers(-2, 5),
     kind=st.sampled_from(["reasoning_gym", "module", "jsonl", "environment"]),
 )
-def test_any_reward_spec(function, weights, functions, pattern, target, limit, kind):
+def test_random_reward_settings_are_sound_or_refused(
+    function, weights, functions, pattern, target, limit, kind
+):
     reward = RewardConfig(
         function,
         weights,

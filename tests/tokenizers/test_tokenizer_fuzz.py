@@ -80,7 +80,7 @@ def use(directory) -> None:
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
-def test_one_damaged_value(directory, name):
+def test_a_tokenizer_file_with_one_damaged_value_is_used_or_refused(directory, name):
     sound = json.loads((directory / name).read_text()) | {
         "chat_template": "{{ messages[0].content }}"
     }

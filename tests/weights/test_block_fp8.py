@@ -247,7 +247,7 @@ def test_damaged_fp8_checkpoints_are_refused_by_tensor(edit, message, tmp_path):
     assert "\n" not in str(error.value)
 
 
-def test_fp8_weights_without_a_word_in_config_json_are_refused(tmp_path):
+def test_fp8_weights_without_a_quantization_config_are_refused(tmp_path):
     tensors = fp8_tensors(LLAMA)
     write_model(tmp_path, LLAMA, tensors)
     with pytest.raises(UserError, match="unexpected: model.layers.1.mlp.up_proj.weight_scale_inv"):

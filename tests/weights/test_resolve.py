@@ -125,7 +125,7 @@ def test_another_process_may_finish_first(packaged, cache, monkeypatch):
     assert fetch("tiny") == cache / "tiny" and os.listdir(cache) == ["tiny"]
 
 
-def test_cache_faults(packaged, cache, tmp_path, monkeypatch):
+def test_an_incomplete_or_unwritable_cache_is_one_line(packaged, cache, tmp_path, monkeypatch):
     (cache / "tiny").mkdir(parents=True)
     with pytest.raises(UserError, match="tiny: not a complete model"):
         fetch("tiny")

@@ -75,7 +75,8 @@ def parse(words: list[str]) -> argparse.Namespace:
 
 
 def check_card() -> None:
-    """
+    """Look for a Hopper GPU that JAX can reach.
+
     Raises:
         UserError: naming what is missing.
     """
@@ -98,8 +99,12 @@ def check_card() -> None:
 
 
 def main(words: list[str]) -> int:
-    """Exit code: 0; 1 where a result is wrong or something is left to do; 2 for a fault in what was
-    given, or no such GPU."""
+    """Run the command.
+
+    Returns:
+        The exit code: 0; 1 where a result is wrong or something is left to do; 2 for a fault in
+        what was given, or no such GPU.
+    """
     try:
         arguments = parse(words)
         if not arguments.tiny:

@@ -69,11 +69,11 @@ def point(setting: Setting, model: Shape, batch: int, context: int) -> dict[str,
     if not setting.tiny:
         works[CUDNN] = Work(partial(_peer, "cudnn"), rows)
     flops = 4.0 * batch * model.heads * context * model.head_dim
-    found = compare(
+    result = compare(
         setting, works, (OURS,), flops, float(_cache_bytes(model, batch, context, e4m3))
     )
-    ratios = [ratio for way in BF16_WAYS if (ratio := median_ratio(found, way, OURS)) is not None]
-    return found | {
+    ratios = [ratio for way in BF16_WAYS if (ratio := median_ratio(result, way, OURS)) is not None]
+    return result | {
         "batch": batch,
         "context": context,
         "best_bf16_over_ours": min(ratios, default=None),

@@ -50,8 +50,7 @@ PRODUCTS = ("matmul", "grouped_matmul")
 
 
 def jobs(setting: Setting) -> list[Job]:
-    """Small cases of every operation first, then what must not depend on the batch, then real
-    shapes."""
+    """List small cases, then what must not depend on the batch, then cases at real shapes."""
     small, real = (
         [
             _job(setting, size, check, name, case)
@@ -123,21 +122,20 @@ def run_often(setting: Setting, case: Case, arrays: tuple) -> tuple[Any, bool]:
     return first, all([bool(same_bits(first, run(*arrays))) for _ in range(RUNS - 1)])
 
 
-def _judged(found: dict[str, Any], equal: bool) -> dict[str, Any]:
-    found |= {"runs_equal": equal, "passed": found["passed"] and equal}
-    if not found["passed"]:
-        print(f"  WRONG: {found}", flush=True)
-    return found
+def _judged(judged: dict[str, Any], equal: bool) -> dict[str, Any]:
+    judged |= {"runs_equal": equal, "passed": judged["passed"] and equal}
+    if not judged["passed"]:
+        print(f"  WRONG: {judged}", flush=True)
+    return judged
 
 
 def describe() -> dict[str, Any]:
-    """XLA's description of this card, for compiling without one, and the assembler that is found
-    first."""
+    """Describe this card for compiling without one, and the assembler that is first on PATH."""
     target = xla_client.get_topology_for_devices(jax.devices()).target_config
-    asked = subprocess.run(["ptxas", "--version"], capture_output=True, text=True, check=False)
+    version = subprocess.run(["ptxas", "--version"], capture_output=True, text=True, check=False)
     return {
         "target_config": str(target),
-        "ptxas": asked.stdout.strip().splitlines()[-1:],
+        "ptxas": version.stdout.strip().splitlines()[-1:],
         "passed": True,
     }
 
@@ -147,8 +145,10 @@ def describe() -> dict[str, Any]:
 
 
 def reference_of(operation: str, case: Case) -> Callable[[tuple], Any]:
-    """A function of the case's arguments. XLA's own grouped product takes each row times every
-    group: that one is by group."""
+    """Make a function of the case's arguments that computes what is right.
+
+    XLA's own grouped product takes each row times every group: that one is by group.
+    """
     if operation == "grouped_matmul":
         return lambda arrays: _by_group(case, arrays)
 
@@ -219,7 +219,7 @@ def magnitudes(arrays: tuple) -> tuple:
 
 
 def verdict(operation: str, case: Case, got: Any, want: Any, sums: Any | None) -> dict[str, Any]:
-    """Compares on whichever side the arrays are.
+    """Compare on whichever side the arrays are.
 
     Args:
         got, want: of the same tree of arrays.
@@ -231,11 +231,11 @@ def verdict(operation: str, case: Case, got: Any, want: Any, sums: Any | None) -
     extra = SHORT_SCORE if case.instruction == "QGMMA" and operation not in PRODUCTS else 0.0
     leaves = jax.tree.leaves(got)
     sums = jax.tree.leaves(sums) if sums is not None else [None] * len(leaves)
-    found = [
+    judged = [
         _leaf(*three, case.tolerance + extra)
         for three in zip(leaves, jax.tree.leaves(want), sums, strict=True)
     ]
-    difference, of_allowed = (max(column) for column in zip(*found, strict=True))
+    difference, of_allowed = (max(column) for column in zip(*judged, strict=True))
     return {"difference": difference, "of_allowed": of_allowed, "passed": bool(of_allowed <= 1)}
 
 
@@ -243,10 +243,10 @@ def _leaf(got, want, sums, tolerance: float) -> tuple[float, float]:
     if got.shape != want.shape:
         raise ValueError(f"shape {got.shape}, expected {want.shape}")
     on_device = isinstance(want, jax.Array)
-    compare, wide = (_compare_on_device, jnp.float32) if on_device else (_compare, np.float64)
+    compare, dtype = (_compare_on_device, jnp.float32) if on_device else (_compare, np.float64)
     xp = jnp if on_device else np
-    have, want = xp.asarray(got).astype(wide), want.astype(wide)
-    sums = xp.zeros(()) if sums is None else sums.astype(wide)
+    have, want = xp.asarray(got).astype(dtype), want.astype(dtype)
+    sums = xp.zeros(()) if sums is None else sums.astype(dtype)
     return tuple(float(x) for x in compare(have, want, sums, tolerance))
 
 
@@ -304,13 +304,13 @@ def rows(setting: Setting, n: int, k: int, counts: Sequence[int]) -> dict[str, A
 
 def neighbours(setting: Setting) -> dict[str, Any]:
     """A sequence's attention: alone, in another order, in other pages, and beside shorter ones."""
-    found = {}
+    judged = {}
     for dtype in (jnp.float8_e4m3fn,) if setting.tiny else (jnp.float8_e4m3fn, jnp.bfloat16):
-        found |= {
+        judged |= {
             f"{jnp.dtype(dtype).name}, {how}": same
             for how, same in _neighbours(setting, dtype).items()
         }
-    return {"lengths": list(LENGTHS), "same": found, "passed": all(found.values())}
+    return {"lengths": list(LENGTHS), "same": judged, "passed": all(judged.values())}
 
 
 def _neighbours(setting: Setting, dtype: jnp.dtype) -> dict[str, bool]:

@@ -18,7 +18,7 @@ STEP, STEP_BF16, STEP_FP8 = "GRPO step", "fp8rl_jax/bf16", "fp8rl_jax/fp8-e2e-kv
 it."""
 Records = dict[str, dict[str, Any]]
 """Part -> its file's record."""
-Found = tuple[float, str]
+Measured = tuple[float, str]
 """A value, and which result it is of."""
 
 
@@ -36,20 +36,22 @@ class Figure:
     must: float
     aim: float
     unit: str
-    values: Callable[[Records], Iterator[Found]]
+    values: Callable[[Records], Iterator[Measured]]
 
-    def measured(self, records: Records) -> Found | None:
+    def measured(self, records: Records) -> Measured | None:
         """The least of its values; None where there is none."""
         return min(self.values(records), default=None)
 
     def status(self, records: Records) -> str:
-        """ "met", "met, aim too", "missed", or "not measured", which holds for all that was
-        measured in miniature."""
-        found = self.measured(records)
-        if found is None or not all(record["counts"] for record in records.values()):
+        """Say "met", "met, aim too", "missed", or "not measured".
+
+        The last holds for all that was measured in miniature.
+        """
+        least = self.measured(records)
+        if least is None or not all(record["counts"] for record in records.values()):
             return "not measured"
         return (
-            "missed" if found[0] < self.must else "met, aim too" if found[0] >= self.aim else "met"
+            "missed" if least[0] < self.must else "met, aim too" if least[0] >= self.aim else "met"
         )
 
 
@@ -68,11 +70,11 @@ def _results(records: Records, part: str) -> Iterator[tuple[str, dict[str, Any]]
 
 
 def _copied(records: Records) -> float | None:
-    found = records.get("copy", {}).get("results", {}).get(copying.LABEL)
-    return found["bytes_per_second"]["copy"]["median"] if found else None
+    copied = records.get("copy", {}).get("results", {}).get(copying.LABEL)
+    return copied["bytes_per_second"]["copy"]["median"] if copied else None
 
 
-def _many_rows(ours: str) -> Callable[[Records], Iterator[Found]]:
+def _many_rows(ours: str) -> Callable[[Records], Iterator[Measured]]:
     """Qwen3-8B's linears at 4096 rows."""
     shapes = [list(shape) for shape in products.MANY_ROWS if shape[1] != 7168]
 
@@ -85,7 +87,7 @@ def _many_rows(ours: str) -> Callable[[Records], Iterator[Found]]:
     return values
 
 
-def _long_contraction(records: Records) -> Iterator[Found]:
+def _long_contraction(records: Records) -> Iterator[Measured]:
     for label, result in _results(records, "matmul"):
         if result["shape"] == [4096, 7168, 16384] and products.OURS in result["tflops"]:
             yield result["tflops"][products.OURS]["median"], label
@@ -97,11 +99,11 @@ def _few_rows(records: Records) -> Iterator[tuple[str, dict[str, Any]]]:
             yield label, result
 
 
-def _few_rows_bytes(records: Records) -> Iterator[Found]:
+def _few_rows_bytes(records: Records) -> Iterator[Measured]:
     yield from _parts_of_copy(records, _few_rows(records), products.OURS)
 
 
-def _few_rows_ratio(records: Records) -> Iterator[Found]:
+def _few_rows_ratio(records: Records) -> Iterator[Measured]:
     for label, result in _few_rows(records):
         if (ratio := median_ratio(result, products.BF16, products.OURS)) is not None:
             yield ratio, label
@@ -115,11 +117,11 @@ def _grid(records: Records) -> Iterator[tuple[str, dict[str, Any]]]:
     )
 
 
-def _attention_bytes(records: Records) -> Iterator[Found]:
+def _attention_bytes(records: Records) -> Iterator[Measured]:
     yield from _parts_of_copy(records, _grid(records), attention.OURS)
 
 
-def _attention_ratio(records: Records) -> Iterator[Found]:
+def _attention_ratio(records: Records) -> Iterator[Measured]:
     for label, result in _grid(records):
         if result["best_bf16_over_ours"] is not None and attention.OURS in result["seconds"]:
             yield result["best_bf16_over_ours"], label
@@ -127,21 +129,21 @@ def _attention_ratio(records: Records) -> Iterator[Found]:
 
 def _parts_of_copy(
     records: Records, results: Iterator[tuple[str, dict[str, Any]]], ours: str
-) -> Iterator[Found]:
+) -> Iterator[Measured]:
     copied = _copied(records)
     for label, result in results:
         if copied and ours in result["bytes_per_second"]:
             yield 100 * result["bytes_per_second"][ours]["median"] / copied, label
 
 
-def _grouped(records: Records) -> Iterator[Found]:
+def _grouped(records: Records) -> Iterator[Measured]:
     for label, result in _results(records, "grouped"):
         ratio = median_ratio(result, grouped.DENSE, grouped.OURS)
         if label == "8-groups" and ratio is not None:
             yield ratio, label
 
 
-def _phase(phase: str) -> Callable[[Records], Iterator[Found]]:
+def _phase(phase: str) -> Callable[[Records], Iterator[Measured]]:
     def values(records):
         for label, result in _results(records, "step"):
             for ratio in result["ratios"] if label == STEP else ():
@@ -181,8 +183,8 @@ def show(records: Records, console: Console) -> None:
     for name in ("figure", "must", "aim", "measured", "at", "status"):
         table.add_column(name, justify="right" if name in ("must", "aim", "measured") else "left")
     for figure in FIGURES:
-        found = figure.measured(records)
-        value, at = ("", "") if found is None else (_number(found[0], figure.unit), found[1])
+        least = figure.measured(records)
+        value, at = ("", "") if least is None else (_number(least[0], figure.unit), least[1])
         must, aim = (_number(target, figure.unit) for target in (figure.must, figure.aim))
         table.add_row(figure.name, must, aim, value, at, figure.status(records))
     console.print(table)

@@ -80,20 +80,20 @@ class Part:
     Attributes:
         name: on the command line, and of its file.
         module: in this package; its `jobs(setting)` are in order of value.
-        together: its jobs run many at a time, each in a process of its own; else they are timed,
+        parallel: its jobs run many at a time, each in a process of its own; else they are timed,
             and nothing else runs.
         ahead: the programs of its jobs are compiled before, many at a time.
     """
 
     name: str
     module: str
-    together: bool = False
+    parallel: bool = False
     ahead: bool = True
 
     @property
-    def alike(self) -> bool:
+    def predictable(self) -> bool:
         """Whether what its jobs have taken says how long the next one takes."""
-        return self.together or self.ahead
+        return self.parallel or self.ahead
 
     def jobs(self, setting: Setting) -> list[Job]:
         """What is to be measured. Making the list runs nothing."""
@@ -103,7 +103,7 @@ class Part:
 PARTS = {
     part.name: part
     for part in (
-        Part("checks", "checks", together=True, ahead=False),
+        Part("checks", "checks", parallel=True, ahead=False),
         Part("copy", "copying"),
         Part("matmul", "products"),
         Part("attention", "attention"),

@@ -87,7 +87,7 @@ def product(setting: Setting, case: Case) -> dict[str, Any]:
     m, n, k = shape_of(case)
     out_dtype = jax.eval_shape(lambda *a: case.run(*a, backend="reference"), *_shapes(case)).dtype
     works = {OURS: Work(partial(_ours, case, setting), case.arguments)}
-    works[BF16] = Work(partial(dot, out_dtype), partial(wide, m, n, k))
+    works[BF16] = Work(partial(dot, out_dtype), partial(bf16_operands, m, n, k))
     peers, absent = {}, {}
     if activations(case):
         works[WITH_QUANTIZATION] = Work(
@@ -100,10 +100,10 @@ def product(setting: Setting, case: Case) -> dict[str, Any]:
         )
         if setting.torch_python and not setting.compile_only:
             peers, absent = torch_peer(setting.torch_python).sides(m, n, k)
-    found = compare(
+    result = compare(
         setting, works, (OURS, WITH_QUANTIZATION), case.flops, case.bytes, peers, absent
     )
-    return found | {"shape": [m, n, k], "forward": activations(case), "weight_bytes": n * k}
+    return result | {"shape": [m, n, k], "forward": activations(case), "weight_bytes": n * k}
 
 
 def _shapes(case: Case) -> tuple:
@@ -128,7 +128,7 @@ def _unquantized(case: Case, m: int, k: int, key: jax.Array) -> tuple:
     ), *case.arguments(key)[2:]
 
 
-def wide(m: int, n: int, k: int, key: jax.Array) -> tuple:
+def bf16_operands(m: int, n: int, k: int, key: jax.Array) -> tuple:
     keys = jax.random.split(key)
     return tuple(
         jax.random.normal(key, shape).astype(jnp.bfloat16)
@@ -142,7 +142,7 @@ def dot(out_dtype, x, w):
 
 def _scaled(m: int, n: int, k: int, key: jax.Array) -> tuple:
     """e4m3 with a scale a tensor."""
-    x, w = (side.astype(jnp.float32) for side in wide(m, n, k, key))
+    x, w = (side.astype(jnp.float32) for side in bf16_operands(m, n, k, key))
     scales = [jnp.max(jnp.abs(side)) / 448 for side in (x, w)]
     return *(
         jnp.clip(s / c, -448, 448).astype(jnp.float8_e4m3fn)
@@ -151,8 +151,7 @@ def _scaled(m: int, n: int, k: int, key: jax.Array) -> tuple:
 
 
 def per_tensor(out_dtype, x, w, x_scale, w_scale):
-    """The pattern that XLA turns into one FP8 product: convert, scale, multiply, where scales are
-    scalars."""
+    """Write what XLA turns into one FP8 product: convert, scale by scalars, multiply."""
     x, w = (
         side.astype(out_dtype) * scale.astype(out_dtype)
         for side, scale in ((x, x_scale), (w, w_scale))

@@ -64,7 +64,8 @@ class Folder:
         ]
 
     def check_device(self, device: str) -> None:
-        """
+        """Refuse a device that is not the folder's.
+
         Raises:
             UserError: a part was measured on another one.
         """
@@ -72,44 +73,45 @@ class Folder:
             self._same(part, record, "device", device)
 
     def store(
-        self, part: str, job: Job, found: dict[str, Any], hello: dict[str, Any], seconds: float
+        self, part: str, job: Job, outcome: dict[str, Any], identity: dict[str, Any], seconds: float
     ) -> None:
-        """Writes what came of a job.
+        """Write what came of a job.
 
         Args:
-            found: "result", or the reason why there is none as "failed".
-            hello: what its process said of itself: "device" and "facts".
+            outcome: "result", or the reason why there is none as "failed".
+            identity: what its process says of itself: "device" and "facts".
         """
         with self._lock:
             record = self.records.setdefault(part, self._new(part))
-            self._begin(part, record, hello)
+            self._begin(part, record, identity)
             about = {
                 "sources": self._sources[part, job.label],
                 "command": len(record["commands"]) - 1,
                 "wall_seconds": seconds,
             }
-            if "result" in found:
-                record["results"][job.label] = found["result"] | about
+            if "result" in outcome:
+                record["results"][job.label] = outcome["result"] | about
             else:
-                record["failed"][job.label] = {"reason": found["failed"]} | about
+                record["failed"][job.label] = {"reason": outcome["failed"]} | about
             self._write(part)
 
     def note_card(self, parts: Iterable[str], state: dict[str, Any]) -> None:
-        """Adds clocks, power and temperature of a time in which this command timed jobs of the
-        parts."""
+        """Add clocks, power and temperature of a time in which jobs of the parts were timed."""
         with self._lock:
             for part in self._begun.intersection(parts):
                 self.records[part]["commands"][-1]["card"].append(state)
                 self._write(part)
 
     def log(self, title: str, text: str) -> None:
-        """Adds to `workers.log`, which is for whoever looks for a fault."""
+        """Add to `workers.log`, which is for whoever looks for a fault."""
         with self._lock, (self.path / "workers.log").open("a") as file:
             file.write(f"==== {title}\n{text.rstrip()}\n")
 
     def trim_cache(self, most: int = MOST_CACHE_BYTES) -> None:
-        """Deletes the oldest programs of a cache that is too large to travel: those of jobs that
-        are done long since."""
+        """Delete the oldest programs of a cache that is too large to travel.
+
+        Those are of jobs that were done long before.
+        """
         files = sorted(
             (file for file in self.cache.rglob("*") if file.is_file()),
             key=lambda file: file.stat().st_mtime,
@@ -121,11 +123,11 @@ class Folder:
             size -= file.stat().st_size
             file.unlink()
 
-    def _begin(self, part: str, record: dict[str, Any], hello: dict[str, Any]) -> None:
+    def _begin(self, part: str, record: dict[str, Any], identity: dict[str, Any]) -> None:
         if part not in self._begun:
             started = datetime.now(UTC).isoformat(timespec="seconds")
-            record["device"] = hello["device"]
-            record["commands"].append({"started": started, **hello["facts"], "card": []})
+            record["device"] = identity["device"]
+            record["commands"].append({"started": started, **identity["facts"], "card": []})
             self._begun.add(part)
 
     def _write(self, part: str) -> None:
@@ -139,8 +141,8 @@ class Folder:
         """The record without the results of sources that have changed since: those are put aside,
         the last of each label."""
         for kind in ("results", "failed"):
-            for label, found in list(record[kind].items()):
-                if found["sources"] != self._sources.get((part, label)):
+            for label, outcome in list(record[kind].items()):
+                if outcome["sources"] != self._sources.get((part, label)):
                     record["outdated"][label] = record[kind].pop(label)
         record["left"] = [
             label

@@ -60,7 +60,7 @@ class Process(Protocol):
 
     def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]: ...
     def receive(self, seconds: float) -> dict[str, Any]: ...
-    def said(self) -> str: ...
+    def stderr(self) -> str: ...
     def kill(self) -> None: ...
     def close(self) -> None: ...
 
@@ -106,7 +106,7 @@ class Slot:
     def __init__(self, start: Start, own: dict[str, str], log: Callable[[str, str], None]):
         self._start, self._own, self._log = start, own, log
         self._process: Process | None = None
-        self.hello: dict[str, Any] = {}
+        self.identity: dict[str, Any] = {}
 
     @property
     def running(self) -> bool:
@@ -118,16 +118,16 @@ class Slot:
             process.kill()
 
     def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """Raises NoAnswer; the worker has then been ended."""
+        """Send a request; where it raises NoAnswer, the worker has been ended."""
         title = f"{request['part']}: {request['label']}"
         try:
             answer = self._process.ask(request, seconds)
         except NoAnswer as reason:
-            self._log(f"{title}: {reason}", self._process.said())
+            self._log(f"{title}: {reason}", self._process.stderr())
             self.close()
             raise
         if "failed" in answer:
-            self._log(f"{title}: {answer['failed']}", self._process.said())
+            self._log(f"{title}: {answer['failed']}", self._process.stderr())
         if not answer["usable"]:
             self.close()
         return answer
@@ -140,13 +140,13 @@ class Slot:
         """
         self._process = self._start(self._own)
         try:
-            self.hello = self._process.receive(seconds)
+            self.identity = self._process.receive(seconds)
         except NoAnswer as reason:
-            self._log(f"start: {reason}", self._process.said())
+            self._log(f"start: {reason}", self._process.stderr())
             self.close()
             raise
-        if "fault" in self.hello:
-            raise UserError(self.hello["fault"])
+        if "fault" in self.identity:
+            raise UserError(self.identity["fault"])
 
     def close(self) -> None:
         if self._process is not None:
@@ -185,7 +185,7 @@ class Runner:
         self.end = self.clock.now() + seconds - ENDING_SECONDS
         self.begun = self.clock.now()
         self.hangs: Counter[str] = Counter()
-        self.why: dict[str, str] = {}
+        self.reasons: dict[str, str] = {}
         # whether programs from the cache are right; None: not known yet
         self.cached: bool | None = None
         self._stopped = False
@@ -194,7 +194,7 @@ class Runner:
         self._lock = Lock()
 
     def run(self, parts: Iterable[str]) -> dict[str, str]:
-        """Runs what is left of the parts, in the order of `STAGES`.
+        """Run what is left of the parts, in the order of `STAGES`.
 
         Returns:
             Part -> what is left of it, and why.
@@ -212,19 +212,21 @@ class Runner:
             ]
             ahead = [task._replace(compile_only=True) for task in tasks if PARTS[task.part].ahead]
             if len(ahead) > 1 and self.cached is not False:
-                self.together(ahead)
-            shared = [task for task in tasks if PARTS[task.part].together]
-            # what raised beside others may have wanted memory that they had: once more, alone
-            self.alone([task for task in tasks if task not in shared] + self.together(shared))
+                self.run_parallel(ahead)
+            shared = [task for task in tasks if PARTS[task.part].parallel]
+            # what raised beside others may have wanted memory that they had: again, alone
+            self.run_alone(
+                [task for task in tasks if task not in shared] + self.run_parallel(shared)
+            )
         left = {name: len(self.folder.left(name)) for name in PARTS if name in parts}
         return {
-            name: f"{count} left: {self.why.get(name, 'out of time')}"
+            name: f"{count} left: {self.reasons.get(name, 'out of time')}"
             for name, count in left.items()
             if count
         }
 
-    def together(self, tasks: list[Task]) -> list[Task]:
-        """Runs tasks in many processes.
+    def run_parallel(self, tasks: list[Task]) -> list[Task]:
+        """Run tasks in many processes.
 
         Returns:
             Those to be run alone, of which nothing is recorded: what raised, and what no process
@@ -236,11 +238,11 @@ class Runner:
 
         def serve(slot: Slot) -> None:
             with slot:
-                for task, found in self._served(queue, slot):
-                    if "failed" in found and found["usable"] and not task.compile_only:
+                for task, outcome in self._served(queue, slot):
+                    if "failed" in outcome and outcome["usable"] and not task.compile_only:
                         raised.append(task)
                     elif not task.compile_only:
-                        self._store(task, found, slot)
+                        self._store(task, outcome, slot)
 
         with ThreadPoolExecutor(max(len(slots), 1)) as pool:
             try:
@@ -253,8 +255,8 @@ class Runner:
                 raise
         return raised + list(queue)
 
-    def alone(self, tasks: list[Task]) -> None:
-        """Runs tasks one after the other; nothing else runs."""
+    def run_alone(self, tasks: list[Task]) -> None:
+        """Run tasks one after the other; nothing else runs."""
         queue, own = deque(tasks), {"XLA_PYTHON_CLIENT_MEM_FRACTION": str(self.memory)}
         if not queue:
             return
@@ -262,15 +264,15 @@ class Runner:
         with machine.GpuMonitor() as monitor, self._slot(own) as slot:
             if self.cached is None:
                 self._try_cache(slot)
-            for task, found in self._served(queue, slot):
-                self._store(task, found, slot)
+            for task, outcome in self._served(queue, slot):
+                self._store(task, outcome, slot)
         parts = {task.part for task in tasks}
         self.folder.note_card(
             parts, {"before": before, "during": monitor.summary(), "after": machine.gpu_state()}
         )
 
     def _try_cache(self, slot: Slot) -> None:
-        """Runs again, with programs from the cache, a small check that has passed; without one,
+        """Run again, with programs from the cache, a small check that has passed; without one,
         nothing is known."""
         results = self.folder.records.get("checks", {"results": {}})["results"]
         passed = [
@@ -278,8 +280,8 @@ class Runner:
             for job in self.folder.jobs["checks"]
             if job.first and results.get(job.label, {}).get("passed")
         ]
-        for _, found in self._served(deque(Task("checks", job) for job in passed[-1:]), slot):
-            self.cached = found.get("result", {}).get("passed", False)
+        for _, outcome in self._served(deque(Task("checks", job) for job in passed[-1:]), slot):
+            self.cached = outcome.get("result", {}).get("passed", False)
         if self.cached is False:
             slot.close()
             print(
@@ -299,9 +301,9 @@ class Runner:
             if not slot.running and not self._started(slot, task.part):
                 queue.appendleft(task)
                 return
-            if (found := self._ask(slot, task)) is None:
+            if (outcome := self._ask(slot, task)) is None:
                 return
-            yield task, found
+            yield task, outcome
 
     def _next(self, queue: deque[Task], slot: Slot) -> Task | None:
         """The first that may be begun: its time fits into what is left, and its operation has not
@@ -311,7 +313,7 @@ class Runner:
                 task = queue.popleft()
                 starting = 0.0 if slot.running else self._usual_start
                 if self.hangs[task.job.operation] >= MOST_HANGS:
-                    self.why[task.part] = (
+                    self.reasons[task.part] = (
                         f"{MOST_HANGS} jobs of {task.job.operation} hung or crashed in this command"
                     )
                 elif self.clock.now() + starting + self._usual(task) <= self.end:
@@ -323,7 +325,7 @@ class Runner:
         longest = self._longest.get((task.part, task.compile_only))
         return (
             task.job.seconds
-            if longest is None or not PARTS[task.part].alike
+            if longest is None or not PARTS[task.part].predictable
             else min(task.job.seconds, 2 * longest)
         )
 
@@ -334,19 +336,19 @@ class Runner:
         left = self.end + ENDING_SECONDS - begun
         request = {"part": part, "label": job.label, "compile_only": compile_only}
         try:
-            found = slot.ask(request, min(job.seconds, left))
+            outcome = slot.ask(request, min(job.seconds, left))
         except NoAnswer as reason:
             if self._stopped or (reason.silent and left < job.seconds):
                 return None  # the job is not to blame
             hung = f"took longer than {job.seconds:g} s: taken for one that hangs, and ended"
-            found = {"failed": hung if reason.silent else str(reason), "usable": False}
-        found["seconds"] = self.clock.now() - begun
+            outcome = {"failed": hung if reason.silent else str(reason), "usable": False}
+        outcome["seconds"] = self.clock.now() - begun
         with self._lock:
-            self.hangs[job.operation] += not found["usable"]
+            self.hangs[job.operation] += not outcome["usable"]
             kind = part, compile_only
-            self._longest[kind] = max(self._longest.get(kind, 0.0), found["seconds"])
-        self._say(task, found)
-        return found
+            self._longest[kind] = max(self._longest.get(kind, 0.0), outcome["seconds"])
+        self._say(task, outcome)
+        return outcome
 
     def _started(self, slot: Slot, part: str) -> bool:
         if self.folder.counts:
@@ -355,23 +357,23 @@ class Runner:
         try:
             slot.start(min(START_SECONDS, self.end - begun))
         except NoAnswer as reason:
-            self.why[part] = f"no process to run it: {reason}"
+            self.reasons[part] = f"no process to run it: {reason}"
             return False
         with self._lock:
-            self.folder.check_device(slot.hello["device"])
+            self.folder.check_device(slot.identity["device"])
             self._usual_start = max(USUAL_START_SECONDS, 1.5 * (self.clock.now() - begun))
         return True
 
-    def _store(self, task: Task, found: dict[str, Any], slot: Slot) -> None:
-        self.folder.store(task.part, task.job, found, slot.hello, found["seconds"])
+    def _store(self, task: Task, outcome: dict[str, Any], slot: Slot) -> None:
+        self.folder.store(task.part, task.job, outcome, slot.identity, outcome["seconds"])
 
-    def _say(self, task: Task, found: dict[str, Any]) -> None:
-        passed = found.get("result", {}).get("passed", True)
+    def _say(self, task: Task, outcome: dict[str, Any]) -> None:
+        passed = outcome.get("result", {}).get("passed", True)
         done = "compiled" if task.compile_only else "done" if passed else "WRONG"
-        how = f"failed: {found['failed']}" if "failed" in found else done
+        how = f"failed: {outcome['failed']}" if "failed" in outcome else done
         since = self.clock.now() - self.begun
         print(
-            f"{since:5.0f} s  {task.part}: {task.job.label}: {how}, {found['seconds']:.1f} s",
+            f"{since:5.0f} s  {task.part}: {task.job.label}: {how}, {outcome['seconds']:.1f} s",
             flush=True,
         )
 

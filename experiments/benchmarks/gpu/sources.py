@@ -30,16 +30,16 @@ def fingerprint(modules: Iterable[str], root: Path = ROOT) -> str:
 
 def closure(modules: Iterable[str], root: Path = ROOT) -> set[str]:
     """The modules, and every one that they import from `PACKAGES`, directly or not."""
-    found: set[str] = set()
-    left = list(modules)
-    packages = {m if _file(m, root).name == "__init__.py" else m.rpartition(".")[0] for m in left}
-    while left:
-        module = left.pop()
-        if module not in found:
-            found.add(module)
+    reached: set[str] = set()
+    queue = list(modules)
+    packages = {m if _file(m, root).name == "__init__.py" else m.rpartition(".")[0] for m in queue}
+    while queue:
+        module = queue.pop()
+        if module not in reached:
+            reached.add(module)
             own = any(f"{module}.".startswith(f"{package}.") for package in packages)
-            left += _imported(module, root, own)
-    return found
+            queue += _imported(module, root, own)
+    return reached
 
 
 @cache

@@ -79,8 +79,7 @@ class Prepared:
 
 
 def call_seconds(short_seconds: float, long_seconds: float, programs: int, calls: int) -> float:
-    """Seconds of one call, if `programs` more programs of so many calls took from `short_seconds`
-    to `long_seconds`.
+    """Compute a call's seconds from those of `programs` more programs of so many calls.
 
     Raises:
         RuntimeError: they took no time at all, so something else was timed.
@@ -94,16 +93,20 @@ def call_seconds(short_seconds: float, long_seconds: float, programs: int, calls
 
 
 def copies_of(input_bytes: int, cache_bytes: int = CACHE_BYTES, most: int = MOST_CALLS) -> int:
-    """How many copies of the inputs are used in turn: between two uses of one, four caches' worth
-    of others is read."""
+    """Choose how many copies of the inputs are used in turn.
+
+    Between two uses of one, four caches' worth of others is read.
+    """
     if input_bytes >= 16 * cache_bytes:
         return 1
     return min(most, 1 + math.ceil(4 * cache_bytes / max(input_bytes, 1)))
 
 
 def calls_of(copies: int, input_bytes: int, cache_bytes: int = CACHE_BYTES) -> int:
-    """How many calls a program makes: each copy's, and of inputs that are read in microseconds as
-    many rounds as fit."""
+    """Choose how many calls a program makes.
+
+    Each copy's, and of inputs that are read in microseconds as many rounds as fit.
+    """
     return copies * max(1, MOST_CALLS // copies) if input_bytes < 2 * cache_bytes else copies
 
 
@@ -136,7 +139,7 @@ class Clock:
                 self.ahead_seconds = time.perf_counter() - start
 
     def prepare(self, work: Work) -> Prepared:
-        """Compiles, runs once, and chooses how often to run."""
+        """Compile, run one time, and choose how often to run."""
         number, calls, input_bytes = counts(work, self.tiny)
         make = jax.jit(work.arguments)
         copies = [jax.block_until_ready(make(key)) for key in jax.random.split(_key(), number)]
@@ -160,8 +163,7 @@ class Clock:
         return replace(prepared, leads=leads_of(queued, self.ahead_seconds))
 
     def sample(self, prepared: Prepared) -> dict[str, float]:
-        """One round's seconds of a call, and whether the host was ahead all the while (1.0) or not
-        (0.0)."""
+        """Time one round: seconds of a call, and 1.0 where the host was ahead all the while."""
         short, _ = self._elapsed(prepared, prepared.short)
         long, queued = self._elapsed(prepared, prepared.long)
         seconds = call_seconds(short, long, prepared.long - prepared.short, prepared.calls)
@@ -196,8 +198,10 @@ def counts(work: Work, tiny: bool) -> tuple[int, int, int]:
 
 
 def lowered(work: Work, number: int, calls: int) -> jax.stages.Lowered:
-    """The program that is timed; of shapes alone, so that it is the same whether or not there are
-    arrays yet."""
+    """Lower the program that is timed.
+
+    From shapes alone, so that it is the same whether or not there are arrays yet.
+    """
     shapes = [jax.eval_shape(work.arguments, _key())] * number
     return jax.jit(
         partial(repeated, jax.jit(work.run), calls=calls), compiler_options=work.options or None
@@ -205,7 +209,7 @@ def lowered(work: Work, number: int, calls: int) -> jax.stages.Lowered:
 
 
 def compile_ahead(work: Work, tiny: bool) -> bool:
-    """Compiles what `Clock.prepare` will want, for the cache.
+    """Compile what `Clock.prepare` will want, for the cache.
 
     Returns:
         False where XLA picks a product of its libraries by timing them: that is left to `prepare`,
@@ -225,8 +229,10 @@ def _key() -> jax.Array:
 
 
 def repeated(run: Callable[..., Any], copies: Sequence[tuple], calls: int = 0) -> list:
-    """Calls on each copy in turn (once, without `calls`); a call's result goes through a barrier
-    with the next one's inputs."""
+    """Call on each copy in turn, or `calls` times.
+
+    A call's result goes through a barrier with the next one's inputs.
+    """
     results = [run(*copies[0])]
     for call in range(1, calls or len(copies)):
         results[-1], arrays = lax.optimization_barrier((results[-1], copies[call % len(copies)]))
@@ -296,7 +302,7 @@ def compare(
     peers: dict[str, Side] | None = None,
     absent: dict[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Times all of `works` and `peers`, round by round.
+    """Time all of `works` and `peers`, round by round.
 
     Args:
         works: name -> what our clock times.
@@ -325,11 +331,14 @@ def compare(
     if not sides:
         raise RuntimeError("; ".join(f"{name}: {reason}" for name, reason in failed.items()))
     timed = interleave(sides, setting.plan, settled=False)
-    found = {name: series(timed.rounds, name, "seconds") for name in sides}
+    seconds_of = {name: series(timed.rounds, name, "seconds") for name in sides}
 
     def rates(work: float) -> dict[str, dict[str, float]]:
         return (
-            {name: spread([work / value for value in values]) for name, values in found.items()}
+            {
+                name: spread([work / value for value in values])
+                for name, values in seconds_of.items()
+            }
             if work
             else {}
         )
@@ -337,7 +346,7 @@ def compare(
     return {
         "flops": flops,
         "bytes": moved,
-        "seconds": {name: spread(values) for name, values in found.items()},
+        "seconds": {name: spread(values) for name, values in seconds_of.items()},
         "tflops": rates(flops / 1e12),
         "bytes_per_second": rates(moved),
         "ratios": [
@@ -386,7 +395,7 @@ def reason_of(error: Exception) -> str:
 
 def median_ratio(result: dict[str, Any], over: str, under: str) -> float | None:
     """The median of one of a result's ratios; None where it was not measured."""
-    found = [
+    medians = [
         r["median"] for r in result.get("ratios", []) if (r["over"], r["under"]) == (over, under)
     ]
-    return found[0] if found else None
+    return medians[0] if medians else None

@@ -55,8 +55,7 @@ def jobs(setting: Setting) -> list[Job]:
 
 
 def compile_step(setting: Setting, recipe: str, last: str) -> dict[str, Any]:
-    """Runs a recipe's step from its beginning to its part `last`, so that all that it compiles is
-    in the cache.
+    """Run a recipe's step from its beginning to its part `last`, to fill the cache of programs.
 
     The steps of the recipes before it come first, as in `grpo_step`: the state that they leave has
     the same shardings by other names, and is another program's argument.

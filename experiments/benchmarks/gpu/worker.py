@@ -34,7 +34,7 @@ def serve(
     requests: Iterable[dict[str, Any]],
     answer: Callable[[dict[str, Any]], None],
 ) -> None:
-    """Answers all requests.
+    """Answer all requests.
 
     Args:
         words: of the command that started this, for the record.
@@ -58,13 +58,13 @@ def serve(
             request["label"]
         ]
         try:
-            found = {"result": job.run()}
+            outcome = {"result": job.run()}
         # whatever a kernel, a compiler or a peer objects to is the result
         except Exception as error:
-            found = {"failed": reason_of(error)}
+            outcome = {"failed": reason_of(error)}
             traceback.print_exc()
         gc.collect()  # device memory of this job, before the next one's
-        answer(found | {"usable": usable()})
+        answer(outcome | {"usable": usable()})
 
 
 @cache
@@ -73,8 +73,10 @@ def jobs_of(part: str, setting: Setting) -> dict[str, Job]:
 
 
 def usable() -> bool:
-    """Whether the device still computes: after an illegal access it does not, for as long as the
-    process lives."""
+    """Tell whether the device still computes.
+
+    After an illegal access it does not, for as long as the process lives.
+    """
     try:
         return int(jax.block_until_ready(jnp.arange(8, dtype=jnp.int32) + 1).sum()) == 36
     except Exception:
@@ -89,7 +91,7 @@ def main() -> None:
     os.dup2(2, 1)
     sys.stdout = sys.stderr
     requests = (json.loads(line) for line in iter(sys.stdin.readline, ""))
-    serve(setting, words, requests, lambda found: print(json.dumps(found), file=answers))
+    serve(setting, words, requests, lambda outcome: print(json.dumps(outcome), file=answers))
 
 
 if __name__ == "__main__":

@@ -31,8 +31,7 @@ class Link:
         sys.stdout = sys.stderr
 
     def ready(self, packages, settings):
-        """Says that rounds may begin: with which versions of `packages`, and how the work was set
-        up."""
+        """Say that rounds may begin: with which versions of `packages`, and with which settings."""
         versions = {
             "python": platform.python_version(),
             **{name: version(name) for name in packages},
@@ -44,5 +43,5 @@ class Link:
             yield json.loads(line)
 
     def answer(self, record):
-        """Sends one line."""
+        """Send one line."""
         self._answers.write(json.dumps(record) + "\n")

@@ -35,8 +35,10 @@ def main():
 
 
 def prepare(way, m, n, k):
-    """The product, its copies of the inputs, and how far its result is from that of the dequantized
-    operands."""
+    """Make the product, its copies of the inputs, and its error.
+
+    The error is from the product of the dequantized operands.
+    """
     product, arranged = {"torch": (scaled_mm, for_cublas), "triton": (triton_product, list)}[way]
     number = 1 + -(-4 * CACHE_BYTES // (m * k + n * k))
     made = [operands(m, n, k, seed) for seed in range(min(number, 16))]
@@ -62,8 +64,10 @@ def seconds(product, copies):
 
 
 def operands(m, n, k, seed):
-    """Normal data: x in 1x128 groups, w in 128x128 blocks; both contiguous along k, n and k
-    multiples of 128."""
+    """Draw normal data: x in 1x128 groups, w in 128x128 blocks.
+
+    Both contiguous along k, n and k multiples of 128.
+    """
     made = torch.Generator("cuda").manual_seed(seed)
     x = torch.randn(m, k, device="cuda", generator=made).view(m, 1, k // 128, 128)
     w = torch.randn(n, k, device="cuda", generator=made).view(n // 128, 128, k // 128, 128)
@@ -78,8 +82,10 @@ def operands(m, n, k, seed):
 
 
 def for_cublas(arrays):
-    """cuBLAS wants the scales of x with rows innermost, and those of w in fours along k (all shapes
-    here have that)."""
+    """Lay out scales as cuBLAS wants them: those of x with rows innermost, of w in fours along k.
+
+    All shapes here have fours.
+    """
     x, x_scales, w, w_scales = arrays
     return x, x_scales.t().contiguous().t(), w, w_scales
 

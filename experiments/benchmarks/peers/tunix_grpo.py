@@ -52,8 +52,10 @@ class TimedSteps:
         self._generate, cluster.generate = cluster.generate, self.generate
 
     def generate(self, *arguments, **options):
-        """The cluster's `generate`, timed; it returns arrays on the host, so nothing is left to
-        wait for."""
+        """Time the cluster's `generate`.
+
+        It returns arrays on the host, so nothing is left to wait for.
+        """
         start = time.perf_counter()
         output = self._generate(*arguments, **options)
         self.generation_seconds += time.perf_counter() - start
@@ -74,8 +76,7 @@ class TimedSteps:
 
 
 def load_model(settings, mesh):
-    """tunix's llama3 class in the shape of `settings["config"]`, with the weights of
-    `settings["model"]`."""
+    """Load `settings["model"]` into tunix's llama3 class in the shape `settings["config"]`."""
     shape = settings["config"]
     config = ModelConfig(
         num_layers=shape["num_layers"],

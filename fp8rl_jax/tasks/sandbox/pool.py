@@ -238,8 +238,7 @@ class ScoreJob:
 
 
 class Dispatcher:
-    """The workers of a task and the thread that serves them: it gives them samples and takes back
-    what became of these.
+    """The workers of a task and the thread that gives them samples and takes back results.
 
     That thread alone touches workers and pending samples, so none of it is locked; other threads
     hand it jobs through an inbox and wake it through a socket.
@@ -439,12 +438,11 @@ class Dispatcher:
 
 
 class RewardLog:
-    """What the workers print, in a file that is put aside as `<file>.1` whenever it has LOG_BYTES:
-    the newest 4 to 8 MiB stay.
+    """What the workers print, in a file of which the newest 4 to 8 MiB stay.
 
-    The workers write into a pipe, which is read here: a file of their own could grow without a
-    bound. Nothing is made before the first byte comes, and a file that cannot be written is warned
-    about once.
+    It is put aside as `<file>.1` whenever it has LOG_BYTES. The workers write into a pipe, which is
+    read here: a file of their own could grow without a bound. Nothing is made before the first byte
+    comes, and a file that cannot be written is warned about a single time.
 
     Args:
         path: the file; None: what comes is dropped.

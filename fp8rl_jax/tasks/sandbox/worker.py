@@ -135,7 +135,7 @@ def _watch(worker: int, listener: int | None, max_processes: int, trainer: int) 
     while True:
         ready = {descriptor for descriptor, _ in events.poll(seconds * 1000)}
         if pidfd in ready or 0 in ready or os.getppid() != trainer:
-            # not yet reaped, so nobody else has its number; its own end stays its end
+            # It is not reaped yet, so its process id is no other's; an ended one stays ended.
             os.kill(worker, signal.SIGKILL)
             return processes.describe_end(os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]))
         if listener in ready:

@@ -57,7 +57,7 @@ class WorkerProcess:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "fp8rl_jax.tasks.sandbox.worker", *arguments],
                 pass_fds=(theirs.fileno(), objects),
-                stdin=subprocess.PIPE,  # its end, be it this process's, ends the supervisor
+                stdin=subprocess.PIPE,  # its end of file ends the supervisor
                 stdout=subprocess.PIPE,
                 # the worker's standard output, too; the supervisor's own is for how the worker
                 # ended
