@@ -888,6 +888,12 @@ LIST: list[Mutant] = [
             "weight_version=0)",
             "forward_that_serves",
         ),
+        (
+            "base-copied",
+            "if _kinds(jax.tree.leaves(form)) == _kinds(arrays)",
+            "if False",
+            "rollout/test_adapter_sync.py without_a_copy",
+        ),
         ("version-jumps", "self.version += 1", "self.version += 2", "versions"),
         (
             "padded-left",
@@ -897,10 +903,49 @@ LIST: list[Mutant] = [
         ),
     ),
     *of(
+        "config/recipe.py",
+        "precision/test_recipes.py",
+        (
+            "first-rule",
+            "for rule in self.layers if",
+            "for rule in self.layers[::-1] if",
+            "taken_over",
+        ),
+        ("activation-stays", "if not made.rollout.weight.quantized", "if False", "along"),
+        (
+            "gradients-stay",
+            "trainer=LinearFormats(), **backward",
+            "trainer=LinearFormats()",
+            "along",
+        ),
+    ),
+    *of(
+        "models/forms.py",
+        "models/test_layer_formats.py",
+        ("one-format", "own = recipe.of_linear(linear)", "own = recipe", "own_format"),
+        ("first-layer's", "[kinds[n][s.index(i)]]", "[kinds[n][0]]", "own_format"),
+    ),
+    *of(
+        "models/forward.py",
+        "rollout/test_kv_granularity.py",
+        (
+            "heads-interleaved",
+            "jnp.repeat(scale, x.shape[2] // len(scale))",
+            "jnp.tile(scale, x.shape[2] // len(scale))",
+            "full_forward",
+        ),
+    ),
+    *of(
         "rollout/calibration.py",
         "rollout/test_engine.py",
         ("completions-unseen", "first.observed + second.observed", "first.observed", "no_padding"),
         ("prompts-unseen", "first.observed + second.observed", "second.observed", "no_padding"),
+        (
+            "heads-mixed",
+            "kv_heads, -1, x.shape[-1])",
+            "-1, kv_heads, x.shape[-1]).swapaxes(2, 3)",
+            "rollout/test_kv_granularity.py scales_of_each_head",
+        ),
         ("no-margin", "amax * recipe.kv_margin / divisor", "amax / divisor", "percentile"),
         ("smallest", "jnp.sort(amax, axis=0)", "-jnp.sort(-amax, axis=0)", "percentile"),
         (
