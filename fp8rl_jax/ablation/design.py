@@ -28,7 +28,6 @@ import dataclasses
 import difflib
 import hashlib
 import itertools
-import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -148,10 +147,10 @@ class AblationConfig:
         if collapse.metric and collapse.below is None and collapse.above is None:
             faults.append("collapse.metric: give collapse.below or collapse.above with it")
         seeds = seeds_of(self.seeds)
-        if self.looks > 1 and len(seeds) < 2 * self.looks:
+        if seeds and self.looks > 1 and (len(seeds) % self.looks or len(seeds) == self.looks):
             faults.append(
-                f"looks = {self.looks} needs at least {2 * self.looks} seeds, two a look, and "
-                f"there are {len(seeds)}"
+                f"looks = {self.looks}: {len(seeds)} seeds are not that many equal parts of at "
+                "least 2"
             )
         return [fault for fault in faults if fault]
 
@@ -212,7 +211,7 @@ class Design:
 
     def seeds_at(self, look: int) -> int:
         """Count the seeds that a look, from 1, has."""
-        return math.ceil(len(self.seeds) * look / self.file.looks)
+        return len(self.seeds) * look // self.file.looks
 
     def fingerprint(self) -> dict[str, Any]:
         """Give what must not change between start and resume, as plain JSON by dotted key.
@@ -297,12 +296,12 @@ _TABLES = set(tables(RunConfig))
 
 def _seed_faults(value: Any) -> list[str]:
     if type(value) is int:
-        few = value < 1
-        return [f"seeds = {value}: give at least 2 seeds"] if few else []
+        few = "one seed has no interval over seeds; " if value == 1 else ""
+        return [f"seeds = {value}: {few}give at least 2"] if value < 2 else []
     if not isinstance(value, list | tuple) or any(type(x) is not int or x < 0 for x in value):
         return [f"seeds: expected a number of seeds or a list of them, got {value!r}"]
-    if not value:
-        return ["seeds: the list is empty; give at least 2 seeds"]
+    if len(value) < 2:
+        return [f"seeds = {list(value)}: give at least 2; one has no interval over seeds"]
     double = [x for x in value if list(value).count(x) > 1]
     return [f"seeds: {double[0]} is given twice"] if double else []
 

@@ -15,7 +15,7 @@ import fcntl
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,7 +23,14 @@ from typing import Any, Literal
 
 from fp8rl_jax.ablation.design import Arm, Design
 from fp8rl_jax.config.run import precision_text
-from fp8rl_jax.statistics import Look, compare_arms, sentence, t_interval
+from fp8rl_jax.statistics import (
+    Comparison,
+    Interval,
+    Look,
+    compare_arms,
+    sentence,
+    t_interval,
+)
 
 Status = Literal["finished", "failed", "collapsed", "running", "missing"]
 OVER = ("finished", "collapsed", "failed")
@@ -60,7 +67,7 @@ def read_rows(directory: Path) -> list[dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[int | None]:
+def locked(path: Path) -> Generator[int | None]:
     """Hold a lock file, as long as a process that has inherited it lives.
 
     Yields:
@@ -229,11 +236,41 @@ def _comparisons(
             for arm, each in states.items()
         },
         look=Look(look, design.file.looks),
+        resolution=_resolution(design, states),
     )
     return [
-        dataclasses.asdict(comparison) | {"sentence": sentence(comparison, metric.margin)}
-        for comparison in compared.values()
+        _finite(dataclasses.asdict(each)) | {"sentence": sentence(each, metric.margin)}
+        for each in compared.values()
     ]
+
+
+def _resolution(design: Design, states: dict[str, list[RunState]]) -> float | None:
+    """The smallest difference that two accuracies can have; None of other metrics."""
+    if design.file.metric.name != "eval/accuracy":
+        return None
+    answers = [
+        state.row["eval/problems"] * arm.config.evaluation.samples
+        for arm in design.arms
+        for state in states[arm.name]
+        if "eval/problems" in state.row
+    ]
+    return 1 / max(answers) if answers else None
+
+
+def _finite(value: Any) -> Any:
+    """Null for what is not finite, for which JSON has no word."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def read_comparison(row: Mapping[str, Any]) -> Comparison:
+    """Read a comparison of a record back."""
+    limits = {"mean": math.nan, "low": -math.inf, "high": math.inf}
+    given = {key: value for key, value in row["difference"].items() if value is not None}
+    fields: dict[str, Any] = {key: value for key, value in row.items() if key != "sentence"}
+    fields["difference"] = Interval(**{**limits, **given})
+    return Comparison(**fields)
 
 
 def methods(design: Design) -> str:
@@ -286,10 +323,10 @@ def table(record: dict[str, Any]) -> str:
             mean = f"{interval.mean:.3f} ({interval.low:.3f}, {interval.high:.3f})"
         elif outcomes:
             mean = f"{outcomes[0]:.3f}"
-        apart = by_arm.get(arm["name"], {}).get("difference")
-        difference = (
-            f"{apart['mean']:+.3f} ({apart['low']:+.3f}, {apart['high']:+.3f})" if apart else ""
-        )
+        difference = ""
+        if arm["name"] in by_arm:
+            apart = read_comparison(by_arm[arm["name"]]).difference
+            difference = f"{apart.mean:+.3f} ({apart.low:+.3f}, {apart.high:+.3f})"
         runs = f"{sum(count.values())} of {len(arm['runs'])}"
         rows.append(
             (

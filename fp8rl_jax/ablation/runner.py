@@ -34,6 +34,7 @@ from fp8rl_jax.ablation.record import (
     locked,
     make_record,
     note,
+    read_comparison,
     read_rows,
     run_state,
     table,
@@ -45,7 +46,7 @@ from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.config.settings import with_settings
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.report.ablation import write_page
-from fp8rl_jax.statistics import Comparison, Interval
+from fp8rl_jax.statistics import Comparison
 
 _POLL_SECONDS = 0.5
 _GRACE_SECONDS = 10.0
@@ -66,7 +67,7 @@ class Ablation:
     @property
     def comparisons(self) -> dict[str, Comparison]:
         """Each arm but the baseline, compared with it; empty before the first look."""
-        return {row["arm"]: _comparison(row) for row in self.record["comparisons"]}
+        return {row["arm"]: read_comparison(row) for row in self.record["comparisons"]}
 
     @property
     def page(self) -> Path:
@@ -76,11 +77,6 @@ class Ablation:
     def table(self) -> str:
         """Write the arms and the verdicts as text."""
         return table(self.record)
-
-
-def _comparison(row: Mapping[str, Any]) -> Comparison:
-    fields = {key: value for key, value in row.items() if key != "sentence"}
-    return Comparison(**fields | {"difference": Interval(**fields["difference"])})
 
 
 def ablate(
