@@ -33,7 +33,7 @@ from scipy import stats
 
 from experiments.command import run_command
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.training.loop import wilson_interval
+from fp8rl_jax.statistics import wilson_interval
 
 ROOT = Path(__file__).parents[1]
 DEMO = ("experiments/runs/demo.toml",)

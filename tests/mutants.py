@@ -297,6 +297,12 @@ LIST: list[Mutant] = [
         ),
     ),
     *of(
+        "statistics.py",
+        WIRING,
+        ("wilson-centre", "z * z / (2 * count)", "z * z / count", "wilson"),
+        ("wilson-width", "(4 * count * count)", "(2 * count * count)", "wilson"),
+    ),
+    *of(
         "training/loop.py",
         WIRING,
         (
@@ -741,8 +747,6 @@ LIST: list[Mutant] = [
     *of(
         "training/loop.py",
         WIRING,
-        ("wilson-centre", "z * z / (2 * count)", "z * z / count", "wilson"),
-        ("wilson-width", "(4 * count * count)", "(2 * count * count)", "wilson"),
         (
             "interval-over-samples",
             "interval(accuracy, len(table))",
