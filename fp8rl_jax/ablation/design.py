@@ -66,7 +66,7 @@ _SHARED = {
     "evaluation": "how they are measured",
 }
 """Tables and settings that arms have in common, and what differs where they do not."""
-_EVALUATED = ("accuracy", "pass_at_k", "mean_length", "failed_rewards")
+_EVALUATED = ("eval/accuracy", "eval/pass_at_k", "eval/mean_length", "eval/failed_rewards")
 
 
 @dataclass(frozen=True)
@@ -146,6 +146,11 @@ class AblationConfig:
         ]
         if collapse.metric and collapse.below is None and collapse.above is None:
             faults.append("collapse.metric: give collapse.below or collapse.above with it")
+        for key, name in (("metric.name", self.metric.name), ("collapse.metric", collapse.metric)):
+            if name.startswith("eval/") and name not in _EVALUATED:
+                near = difflib.get_close_matches(name, _EVALUATED, n=1)
+                hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(_EVALUATED)}"
+                faults.append(f"{key} = {name!r} is no metric of evaluation; {hint}")
         seeds = seeds_of(self.seeds)
         if seeds and self.looks > 1 and (len(seeds) % self.looks or len(seeds) == self.looks):
             faults.append(
@@ -412,16 +417,11 @@ def _arm_faults(arm: Arm, file: AblationConfig) -> list[str]:
     except UserError as error:
         faults += str(error).splitlines()
     for key, metric in (("metric.name", name), ("collapse.metric", file.collapse.metric)):
-        table, _, last = metric.partition("/")
-        if table != "eval":
+        if not metric.startswith("eval/"):
             continue
         if not config.evaluation.every:
             faults.append(f"evaluation.every = 0, and {key} = {metric!r} is measured there")
-        if last not in _EVALUATED:
-            near = difflib.get_close_matches(last, _EVALUATED, n=1)
-            hint = f"did you mean eval/{near[0]}?" if near else f"known: {', '.join(_EVALUATED)}"
-            faults.append(f"{key} = {metric!r} is no metric of evaluation; {hint}")
-        elif last == "pass_at_k" and config.evaluation.samples == 1:
+        if metric == "eval/pass_at_k" and config.evaluation.samples == 1:
             faults.append(f"{key} = {metric!r} needs evaluation.samples above 1")
     if file.start != "none" and "model.path" in arm.settings:
         faults.append(f'model.path: start = "{file.start}" makes the model; take one of them out')

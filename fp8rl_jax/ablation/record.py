@@ -22,14 +22,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fp8rl_jax.ablation.design import Arm, Design
-from fp8rl_jax.config.run import precision_text
 from fp8rl_jax.statistics import (
     Comparison,
     Interval,
     Look,
     compare_arms,
     sentence,
-    t_interval,
 )
 
 Status = Literal["finished", "failed", "collapsed", "running", "missing"]
@@ -121,7 +119,7 @@ def run_state(design: Design, arm: Arm, seed: int) -> RunState:
     if why := note(design, name).get("why"):
         return RunState("failed", why, None, step, last)
     return RunState(
-        "missing", f"stopped at step {step} of {steps}" if step else "", None, step, last
+        "missing", f"stopped at step {step} of {steps}" if step else "not started", None, step, last
     )
 
 
@@ -266,10 +264,10 @@ def _finite(value: Any) -> Any:
 
 def read_comparison(row: Mapping[str, Any]) -> Comparison:
     """Read a comparison of a record back."""
-    limits = {"mean": math.nan, "low": -math.inf, "high": math.inf}
+    limits: dict[str, Any] = {"mean": math.nan, "low": -math.inf, "high": math.inf}
     given = {key: value for key, value in row["difference"].items() if value is not None}
     fields: dict[str, Any] = {key: value for key, value in row.items() if key != "sentence"}
-    fields["difference"] = Interval(**{**limits, **given})
+    fields["difference"] = Interval(**limits | given)
     return Comparison(**fields)
 
 
@@ -308,54 +306,3 @@ def methods(design: Design) -> str:
         lines.append(f"A run counts as collapsed where {judged} ends {' or '.join(rules)}.")
     lines.append("Runs that failed or collapsed are reported, and none was left out.")
     return " ".join(lines)
-
-
-def table(record: dict[str, Any]) -> str:
-    """Write the record as text: a line an arm, then the verdicts."""
-    metric, rows = record["metric"]["name"], []
-    by_arm = {comparison["arm"]: comparison for comparison in record["comparisons"]}
-    for arm in record["arms"]:
-        outcomes = [run["outcome"] for run in arm["runs"] if run["outcome"] is not None]
-        count = {name: sum(run["status"] == name for run in arm["runs"]) for name in OVER}
-        mean = ""
-        if len(outcomes) > 1:
-            interval = t_interval(outcomes)
-            mean = f"{interval.mean:.3f} ({interval.low:.3f}, {interval.high:.3f})"
-        elif outcomes:
-            mean = f"{outcomes[0]:.3f}"
-        difference = ""
-        if arm["name"] in by_arm:
-            apart = read_comparison(by_arm[arm["name"]]).difference
-            difference = f"{apart.mean:+.3f} ({apart.low:+.3f}, {apart.high:+.3f})"
-        runs = f"{sum(count.values())} of {len(arm['runs'])}"
-        rows.append(
-            (
-                arm["name"],
-                precision_text(arm["recipe"], arm["compute_dtype"]),
-                runs,
-                str(count["failed"]),
-                str(count["collapsed"]),
-                mean,
-                difference,
-            )
-        )
-    heads = ("arm", "precision", "runs", "failed", "collapsed", metric, "difference")
-    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-    lines = [
-        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in (heads, *rows)
-    ]
-    for arm in record["arms"]:
-        lines += [
-            f"{run['directory']}: {run['status']}: {run['why']}"
-            for run in arm["runs"]
-            if run["status"] in ("failed", "collapsed")
-        ]
-    look, looks = record["look"]
-    if record["comparisons"]:
-        lines += ["", *(comparison["sentence"] for comparison in record["comparisons"])]
-        if looks > 1:
-            lines.append(f"look {look} of {looks}")
-    else:
-        lines += ["", "No verdict yet: it needs the outcome of every run of a look."]
-    return "\n".join(lines)

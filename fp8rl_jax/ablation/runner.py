@@ -37,7 +37,6 @@ from fp8rl_jax.ablation.record import (
     read_comparison,
     read_rows,
     run_state,
-    table,
     write_json,
 )
 from fp8rl_jax.caching import cache_dir
@@ -45,9 +44,10 @@ from fp8rl_jax.config.files import dump_toml
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.config.settings import with_settings
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.report.ablation import write_page
+from fp8rl_jax.report.ablation import text, write_page
 from fp8rl_jax.statistics import Comparison
 
+_PROGRAM = (sys.executable, "-m", "fp8rl_jax.cli.main")
 _POLL_SECONDS = 0.5
 _GRACE_SECONDS = 10.0
 """Between the signal that asks a process to end and the one that makes it."""
@@ -75,8 +75,8 @@ class Ablation:
         return self.directory / "ablation.html"
 
     def table(self) -> str:
-        """Write the arms and the verdicts as text."""
-        return table(self.record)
+        """Write verdicts, arms and runs that failed as text, as the page has them."""
+        return text(self.directory / "ablation.json")
 
 
 def ablate(
@@ -256,8 +256,7 @@ class Runner:
         record = make_record(self.design, self.resolved)
         path = self.design.directory / "ablation.json"
         write_json(path, record)
-        if any(read_rows(self.design.directory / run) for run in _directories(record)):
-            write_page(path)
+        write_page(path)
         return record
 
     def plan(self, checks: Mapping[str, Preflight]) -> str:
@@ -318,7 +317,7 @@ class Runner:
         )
 
     def _command(self, flags: str) -> str:
-        python = f"{shlex.quote(sys.executable)} -m fp8rl_jax.cli.main"
+        python = shlex.join(_PROGRAM)
         output = shlex.quote(_escaped(self.design.directory))
         return f"{python} ablate {shlex.quote(self.design.source)} --output {output} {flags}"
 
@@ -387,8 +386,12 @@ class Runner:
                     free = [
                         slot for slot in range(self.jobs) if slot not in {w.slot for w in working}
                     ]
+                    going = {each.job.name for each in working}
                     ready = [
-                        job for job in waiting if not job.needs or has_model(self.design, job.needs)
+                        job
+                        for job in waiting
+                        if not job.needs
+                        or (job.needs not in going and has_model(self.design, job.needs))
                     ]
                     for slot, job in zip(free, ready, strict=False):
                         waiting.remove(job)
@@ -410,20 +413,15 @@ class Runner:
                         about = f"; about {_time_text(left)} left" if left else ""
                         screen.say(f"{line} ({done} of {total}{about})")
                         if record and each.job.arm:
-                            self.write()
+                            with contextlib.suppress(UserError):  # said at the end
+                                self.write()
         finally:
             _end_all(working)
 
     def _start(self, job: Job, slot: int) -> Working | None:
         """Start a job's process; None where another process runs it."""
         directory = self.design.directory / job.name
-        words = [
-            sys.executable,
-            "-m",
-            "fp8rl_jax.cli.main",
-            job.command,
-            str(self._config_path(job)),
-        ]
+        words = [*_PROGRAM, job.command, str(self._config_path(job))]
         stack = contextlib.ExitStack()
         lock = stack.enter_context(locked(self.logs / f"{job.name}.lock"))
         if lock is None:
@@ -570,10 +568,6 @@ def _time_text(seconds: float) -> str:
 
 def _escaped(path: Path) -> str:
     return str(path).replace("{", "{{").replace("}", "}}")
-
-
-def _directories(record: Mapping[str, Any]) -> Iterator[str]:
-    return (run["directory"] for arm in record["arms"] for run in arm["runs"])
 
 
 def _disk(design: Design, checks: Mapping[str, Preflight]) -> str:
