@@ -49,6 +49,7 @@ from fp8rl_jax.statistics import Comparison
 
 _PROGRAM = (sys.executable, "-m", "fp8rl_jax.cli.main")
 _POLL_SECONDS = 0.5
+_PAGE_SECONDS = 60.0
 _GRACE_SECONDS = 10.0
 """Between the signal that asks a process to end and the one that makes it."""
 
@@ -147,7 +148,7 @@ class Runner:
         self.logs = design.directory / "logs"
         self.resolved: dict[str, dict[str, Any]] = {}
         self._seconds = [s for arm, seed in self._pairs() if (s := self._noted(arm, seed))]
-        self._devices = _devices()
+        self._devices, self._drawn = _devices(), time.monotonic()
 
     def check(self) -> dict[str, Preflight]:
         """Check the arms on the devices; nothing is written.
@@ -251,12 +252,19 @@ class Runner:
         if why := note(self.design, name).get("why"):
             raise UserError(f"{name}: {why}")
 
-    def write(self) -> dict[str, Any]:
-        """Write ablation.json and the page; give the record."""
+    def write(self, page_after: float = 0.0) -> dict[str, Any]:
+        """Write ablation.json and the page; give the record.
+
+        Args:
+            page_after: seconds since the last page before which none is drawn: it takes the
+                processor from the runs.
+        """
         record = make_record(self.design, self.resolved)
         path = self.design.directory / "ablation.json"
         write_json(path, record)
-        write_page(path)
+        if time.monotonic() - self._drawn >= page_after:
+            write_page(path)
+            self._drawn = time.monotonic()
         return record
 
     def plan(self, checks: Mapping[str, Preflight]) -> str:
@@ -414,7 +422,7 @@ class Runner:
                         screen.say(f"{line} ({done} of {total}{about})")
                         if record and each.job.arm:
                             with contextlib.suppress(UserError):  # said at the end
-                                self.write()
+                                self.write(page_after=_PAGE_SECONDS)
         finally:
             _end_all(working)
 

@@ -30,6 +30,7 @@ def fake(monkeypatch):
     """Runs that do nothing but write what runs leave; returns what sets their behaviour."""
     monkeypatch.setattr(runner, "_PROGRAM", FAKE)
     monkeypatch.setattr(runner, "_POLL_SECONDS", 0.02)
+    monkeypatch.setattr(runner, "write_page", lambda record: record.with_suffix(".html").touch())
     monkeypatch.setattr(
         runner,
         "preflight",
@@ -190,11 +191,11 @@ def test_runs_whose_warm_start_failed_are_not_started(study, fake):
 
 
 def test_looks_end_a_study_that_has_its_answer(study, fake):
-    record, lines = ablate(study(seeds=6, looks=2, metric={"margin": 0.5}))
-    assert record["look"] == [1, 2] and record["comparisons"][0]["n"] == 3
-    assert list(states(record).values()).count("missing") == 6
+    record, lines = ablate(study(seeds=8, looks=2, metric={"margin": 0.5}))
+    assert record["look"] == [1, 2] and record["comparisons"][0]["n"] == 4
+    assert list(states(record).values()).count("missing") == 8
     assert lines[-1] == "look 1 of 2 tells; the other seeds are not run"
-    record, _ = ablate(study(seeds=6, looks=2, metric={"margin": 1e-6}), output="close")
+    record, _ = ablate(study(seeds=8, looks=2, metric={"margin": 1e-6}), output="close")
     assert record["look"] == [2, 2] and "missing" not in states(record).values()
 
 
@@ -276,6 +277,7 @@ from fp8rl_jax.ablation import runner
 from fp8rl_jax.ablation.preflight import Preflight
 from fp8rl_jax.cli.main import main
 runner._PROGRAM, runner._POLL_SECONDS = {fake!r}, 0.02
+runner.write_page = lambda record: None
 runner.preflight = lambda design: {{arm.name: Preflight([], {{}}, 1.0, 1.0) for arm in design.arms}}
 sys.exit(main(["ablate", {path!r}, "--jobs", "2"]))
 """
