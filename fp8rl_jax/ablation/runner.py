@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import difflib
 import json
 import os
 import shlex
@@ -487,6 +488,17 @@ class Runner:
         self._seconds.append(seconds)
         state = run_state(self.design, job.arm, job.seed)
         metric = self.design.file.metric.name
+        for key, name in (
+            ("metric.name", metric),
+            ("collapse.metric", self.design.file.collapse.metric),
+        ):
+            if name and not name.startswith("eval/") and name not in state.row:
+                near = difflib.get_close_matches(name, state.row, n=1)
+                hint = f"did you mean {near[0]}?" if near else "metrics.jsonl has all names"
+                raise UserError(
+                    f"{self.design.source}: {key}: {job.name} has not measured {name!r}; {hint} "
+                    f"Remove {self.design.directory} and begin anew"
+                )
         what = state.why if state.outcome is None else f"{metric} {state.outcome:.4g}"
         if state.status == "collapsed":
             what = state.why

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from tiny_run import faults
 
 import fp8rl_jax as fp8rl
@@ -154,6 +156,25 @@ def test_lost_runs_are_outcomes(study, fake):
     assert runs["fp8-1"]["why"] == "eval/accuracy ended at 0.1, below 0.3"
     assert runs["bf16-1"]["why"] == "no eval/accuracy in metrics.jsonl"
     assert record["comparisons"][0]["collapsed"] == 1
+
+
+def test_a_metric_that_no_run_has_ends_the_study_at_the_first(study, fake):
+    path = study(metric={"margin": 0.1, "name": "reward/meen"})
+    with pytest.raises(
+        UserError, match="bf16-0 has not measured 'reward/meen'; did you mean reward"
+    ):
+        ablate(path)
+    assert not Path("out/fp8-1").exists()
+
+
+def test_a_terminal_shows_a_table_of_what_runs(study, fake, monkeypatch):
+    screen = io.StringIO()
+    terminal = Console(file=screen, force_terminal=True, width=100, color_system=None)
+    monkeypatch.setattr(runner, "Console", lambda: terminal)
+    fp8rl.ablate(study())
+    said = screen.getvalue()
+    assert all(head in said for head in ("arm", "seed", "step", "reward", "mismatch k3", "left"))
+    assert "/2" in said and "bf16-0: finished" in said and "of 4 done" in said
 
 
 def test_a_changed_file_is_named_and_refused(study, fake, tmp_path):
