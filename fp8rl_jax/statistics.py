@@ -288,9 +288,10 @@ def judge(
         return np.where((count < 2) | barred, 1.0, p)
 
     # Lost runs are a second way to "worse": each way has half of the error where there are any.
-    any_lost = (lost > 0) | (baseline_lost[..., None] > 0)
+    baseline_lost = np.broadcast_to(baseline_lost[..., None], lost.shape)
+    any_lost = (lost > 0) | (baseline_lost > 0)
     below = np.where(count < 2, 1.0, 2 * special.stdtr(degrees, gain / error))
-    of_lost = 2 * _lost_table(n)[lost, np.broadcast_to(baseline_lost[..., None], lost.shape)]
+    of_lost = 2 * _lost_p(lost, baseline_lost, n)
     p_worse = np.where(any_lost, 2 * np.minimum(below, of_lost), below)
 
     look = look or Look(1, 1)
@@ -477,9 +478,11 @@ def _moments(x: np.ndarray, resolution: np.ndarray) -> tuple[np.ndarray, np.ndar
     return count, mean, np.where(count < 2, np.inf, deviation)
 
 
-@cache
-def _lost_table(n: int) -> np.ndarray:
-    return np.array([[lost_runs_p(a, b, n) for b in range(n + 1)] for a in range(n + 1)])
+def _lost_p(lost: np.ndarray, baseline_lost: np.ndarray, n: int) -> np.ndarray:
+    """`lost_runs_p` of arrays of one shape."""
+    pairs, which = np.unique(lost * (n + 1) + baseline_lost, return_inverse=True)
+    p = np.array([lost_runs_p(*divmod(int(pair), n + 1), n) for pair in pairs])
+    return p[which].reshape(lost.shape)
 
 
 def _correlation(a: np.ndarray, b: np.ndarray) -> float | None:
