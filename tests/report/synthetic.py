@@ -93,9 +93,10 @@ def write_ablation(directory: Path, arms=("bf16", "fp8-rl", "jet-rl"), seeds=5, 
             if index and index == len(arms) - 1 and seed == 3:
                 runs[-1] |= {"status": "collapsed", "why": "reward under 0.1", "outcome": 0.1}
                 length = steps // 2
-            write_run(
-                directory / f"{arm}-{seed}", arm, length, 2e-3 * (index + 1), seed=seed, lift=lift
-            )
+            k3 = 2e-3 * (index + 1) * (1 + 0.05 * math.sin(seed))
+            run = write_run(directory / f"{arm}-{seed}", arm, steps, k3, seed=seed, lift=lift)
+            lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+            (run / "metrics.jsonl").write_text("".join(lines[:length]))
         settings = {"recipe": arm, "rollout.temperature": 1.0}
         entries.append(
             {"name": arm, "recipe": arm, "compute_dtype": "float32", "settings": settings}
