@@ -132,7 +132,7 @@ class Judgement(NamedTuple):
     low: np.ndarray
     high: np.ndarray
     deviation: np.ndarray
-    """Standard deviation of the differences, at least that of rounding; inf: unknown."""
+    """Standard deviation of the differences, of ties at least that of rounding; inf: unknown."""
     alpha: np.ndarray
     """1 - level of the interval."""
     count: np.ndarray
@@ -188,9 +188,9 @@ def compare_arms(
         collapsed: of each arm, which runs collapsed; their outcomes count as all others do.
         look: which of several looks this is; None: the only one.
         resolution: the smallest difference that two outcomes can have, such as 1 / problems; None:
-            the smallest that two outcomes of the study have. Differences are taken to spread at
-            least as two roundings to it do, resolution / sqrt(6): ties are no proof of no spread.
-            Where all outcomes of a study are equal and no resolution is given, it tells nothing.
+            the smallest that two outcomes of the study have. Where differences are tied, they are
+            taken to spread at least as two roundings do, resolution / sqrt(6): ties are no proof of
+            no spread. Where all outcomes are equal and no resolution is given, nothing is told.
 
     Returns:
         A comparison for each arm but the baseline, in the order of `outcomes`.
@@ -219,7 +219,7 @@ def compare_arms(
         margin,
         alpha,
         better,
-        np.array(resolution or _resolution(np.concatenate(list(values.values())))),
+        np.array(resolution or smallest_gap(np.concatenate(list(values.values())))),
         np.array([lost[name] for name in names]),
         np.array(lost[baseline]),
         n,
@@ -288,9 +288,10 @@ def judge(
         return np.where((count < 2) | barred, 1.0, p)
 
     # Lost runs are a second way to "worse": each way has half of the error where there are any.
-    any_lost = (lost > 0) | (baseline_lost[..., None] > 0)
+    baseline_lost = np.broadcast_to(baseline_lost[..., None], lost.shape)
+    any_lost = (lost > 0) | (baseline_lost > 0)
     below = np.where(count < 2, 1.0, 2 * special.stdtr(degrees, gain / error))
-    of_lost = 2 * _lost_table(n)[lost, np.broadcast_to(baseline_lost[..., None], lost.shape)]
+    of_lost = 2 * _lost_p(lost, baseline_lost, n)
     p_worse = np.where(any_lost, 2 * np.minimum(below, of_lost), below)
 
     look = look or Look(1, 1)
@@ -445,12 +446,20 @@ def _check(outcomes, baseline, margin, alpha, better, collapsed, resolution) -> 
         raise UserError(f"resolution: {resolution}; give a positive number in the metric's unit")
 
 
-def _resolution(values: np.ndarray) -> float:
-    """The smallest difference of two outcomes, beyond float64's own roundings; NaN: none."""
-    values = np.unique(values[np.isfinite(values)])
-    gaps = np.diff(values)
-    gaps = gaps[gaps > 1e-12 * np.abs(values).max(initial=0.0)]
-    return float(gaps.min()) if len(gaps) else math.nan
+def smallest_gap(outcomes: np.ndarray) -> np.ndarray:
+    """Find the smallest difference of two outcomes of a study, beyond roundings of float64.
+
+    Args:
+        outcomes: of all arms, float [..., outcomes]; NaN: none.
+
+    Returns:
+        Float [...]; NaN where all are equal.
+    """
+    ordered = np.sort(outcomes, axis=-1)
+    gaps = np.diff(ordered, axis=-1)
+    rounding = 1e-12 * np.abs(ordered).max(-1, initial=0.0, where=~np.isnan(ordered), keepdims=True)
+    least = gaps.min(-1, initial=np.inf, where=gaps > rounding)
+    return np.where(np.isinf(least), np.nan, least)
 
 
 def _moments(x: np.ndarray, resolution: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -460,14 +469,20 @@ def _moments(x: np.ndarray, resolution: np.ndarray) -> tuple[np.ndarray, np.ndar
     with np.errstate(invalid="ignore"):
         mean = np.where(known, x, 0.0).sum(-1) / np.where(count > 0, count, np.nan)
     squares = np.where(known, (x - mean[..., None]) ** 2, 0.0).sum(-1)
-    floor = np.where(np.isnan(resolution), np.inf, resolution / math.sqrt(6))[..., None]
+    # Differences that are all different spread by more than two roundings: no floor, so that an
+    # estimated resolution, which is too large where outcomes are few, does no harm.
+    step = np.where(np.isnan(resolution), np.inf, resolution)[..., None]
+    ties = np.diff(np.sort(x, axis=-1), axis=-1) <= 1e-6 * step[..., None]
+    floor = np.where(ties.any(-1), step / math.sqrt(6), 0.0)
     deviation = np.maximum(np.sqrt(squares / np.maximum(count - 1, 1)), floor)
     return count, mean, np.where(count < 2, np.inf, deviation)
 
 
-@cache
-def _lost_table(n: int) -> np.ndarray:
-    return np.array([[lost_runs_p(a, b, n) for b in range(n + 1)] for a in range(n + 1)])
+def _lost_p(lost: np.ndarray, baseline_lost: np.ndarray, n: int) -> np.ndarray:
+    """`lost_runs_p` of arrays of one shape."""
+    pairs, which = np.unique(lost * (n + 1) + baseline_lost, return_inverse=True)
+    p = np.array([lost_runs_p(*divmod(int(pair), n + 1), n) for pair in pairs])
+    return p[which].reshape(lost.shape)
 
 
 def _correlation(a: np.ndarray, b: np.ndarray) -> float | None:

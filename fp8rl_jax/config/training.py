@@ -10,7 +10,7 @@ from typing import Literal
 from fp8rl_jax.config.schema import above, at_least, one_of, report
 
 _MomentName = Literal["float32", "bfloat16", "e4m3"]
-FP8_MAX_BETA2 = 0.99  # training/moments.py derives it
+FP8_MAX_BETA2 = 0.99  # training/optimizer.py derives it
 _LossScaleMode = Literal["auto", "dynamic", "static", "none"]
 
 

@@ -2,7 +2,7 @@
 
 A prompt is run once for all its completions: its keys and values are the shared block that the
 completions attend to, with gradients flowing through it. In a packed batch it stands in the rows of
-its completions instead (training.packing). Micro-batches are whole groups; losses, gradients and
+its completions instead (training.batch). Micro-batches are whole groups; losses, gradients and
 metrics are sums over a denominator of the global batch, so accumulation equals the big batch up to
 the order of float32 sums. Under a trainer in FP8 it does not: the weight gradient quantizes dY and
 X in groups of 128 tokens, which reach from one row into the next, so other neighbours, and padding

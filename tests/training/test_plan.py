@@ -105,7 +105,7 @@ def test_rollout_needs_what_xla_says():
     key = jax.eval_shape(lambda: jax.random.key(0))
     sampling = Sampling(r.max_new_tokens, 1.0, 0, 1.0, 0.0, (1,))
     found = (
-        generate.lower(served, *ints, key, scales, samples=4, sampling=sampling, recipe=recipe)
+        generate.lower(served, *ints, key, scales, samples=4, sampling=sampling)
         .compile()
         .memory_analysis()
     )
@@ -209,7 +209,7 @@ def test_train_refuses_before_weights_are_read(tmp_path, capsys, monkeypatch, kn
         device = SimpleNamespace(
             memory_stats=lambda: {"bytes_limit": 60_000_000_000}, device_kind="card"
         )
-        monkeypatch.setattr("fp8rl_jax.training.fitting.jax.local_devices", lambda: [device])
+        monkeypatch.setattr("fp8rl_jax.training.plan.jax.local_devices", lambda: [device])
     assert main(["train", *flags]) == 2
     error = capsys.readouterr().err
     assert (

@@ -27,7 +27,7 @@ from fp8rl_jax.models.policy import (
     unstack,
     with_layers,
 )
-from fp8rl_jax.precision import FP8Weight, QTensor, quantize_weight
+from fp8rl_jax.precision import FP8Weight, quantize_weight
 from fp8rl_jax.rollout.engine import LocalEngine
 from fp8rl_jax.rollout.sampling import Sampling
 from fp8rl_jax.training.state import init_state, make_optimizer
@@ -220,10 +220,13 @@ def test_both_sides_keep_the_same_layers_in_the_compute_dtype(unroll):
             other = theirs.tensors()[name].value
             assert (
                 isinstance(weight.value, FP8Weight)
-                == isinstance(other, QTensor)
+                == isinstance(other, FP8Weight)
                 == quantized(i, name)
             )
-            pair = (weight.value.quantized if quantized(i, name) else weight.value), other
+            pair = weight.value, other
+            if quantized(i, name):
+                assert weight.value.activation == other.activation
+                pair = weight.value.quantized, other.quantized
             for one, two in zip(*map(jax.tree.leaves, pair), strict=True):
                 np.testing.assert_array_equal(
                     np.asarray(one, np.float32), np.asarray(two, np.float32)

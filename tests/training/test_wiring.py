@@ -892,12 +892,6 @@ def test_dynamic_sampling_gives_up_after_its_rounds(setup_of):
 # evaluation
 
 
-def test_wilson_intervals():
-    assert wilson_interval(0.5, 10) == pytest.approx((0.2366, 0.7634), abs=1e-4)
-    assert wilson_interval(0.0, 20) == pytest.approx((0.0, 0.1611), abs=1e-4)
-    assert wilson_interval(0.9, 50) == pytest.approx((0.7864, 0.9565), abs=1e-4)
-
-
 def test_accuracy_is_a_mean_and_pass_at_k_a_maximum_over_samples():
     """Five problems in batches of three, two samples each: both right, one, none, none, one."""
     right = {(0, 0), (0, 1), (1, 0), (4, 1)}
