@@ -21,14 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.report.charts import (
-    ARM_COLOURS,
-    CURVES,
-    THROUGHPUT,
-    curve_chart,
-    interval_over_seeds,
-    timing_chart,
-)
+from fp8rl_jax.report.charts import ARM_COLOURS, CURVES, THROUGHPUT, curve_chart, timing_chart
 from fp8rl_jax.report.comparison import misfit
 from fp8rl_jax.report.page import (
     NOTHING,
@@ -229,8 +222,9 @@ def _rows(ablation: Ablation) -> list[dict[str, str]]:
         others = [f"{count} {status}" for status, count in states.items()]
         outcomes = [run["outcome"] for run in facts["runs"] if run["outcome"] is not None]
         difference = "baseline" if facts["name"] == record["baseline"] else NOTHING
-        if found := differences.get(facts["name"]):
-            difference = _estimate(found["mean"], found["low"], found["high"], margin)
+        if facts["name"] in differences:
+            limits = differences[facts["name"]]
+            difference = _estimate(limits["mean"], limits["low"], limits["high"], margin)
         outcome = t_interval(outcomes)
         rows.append(
             {
@@ -271,11 +265,7 @@ def _mismatch(runs: list[Run]) -> str:
     """Write the mean over a run's steps, averaged over seeds: the geometric mean, as charts
     have it, where no seed has zero."""
     means = [sum(values) / len(values) for run in runs if (values := run.series("mismatch/k3")[1])]
-    if not means or any(mean <= 0 for mean in means):
-        return estimate_text(means)
-    found = interval_over_seeds(means, of_logarithm=True)
-    around = f" ({number_text(found.low)}, {number_text(found.high)})" if found.n > 1 else ""
-    return f"{number_text(found.mean)}{around}"
+    return estimate_text(means, of_logarithm=all(mean > 0 for mean in means))
 
 
 def _memory(runs: list[Run]) -> str:

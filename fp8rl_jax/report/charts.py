@@ -390,8 +390,8 @@ def interval_over_seeds(values: Sequence[float], of_logarithm: bool = False) -> 
         return Interval(values[0], values[0], values[0], 1)
     if not of_logarithm:
         return t_interval(values)
-    found = t_interval([math.log(value) for value in values])
-    return Interval(math.exp(found.mean), math.exp(found.low), math.exp(found.high), found.n)
+    of_log = t_interval([math.log(value) for value in values])
+    return Interval(math.exp(of_log.mean), math.exp(of_log.low), math.exp(of_log.high), of_log.n)
 
 
 def _window(points: int) -> int:

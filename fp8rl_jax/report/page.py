@@ -246,13 +246,16 @@ def number_text(value: float | None) -> str:
     return f"{value:.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.3g}"
 
 
-def estimate_text(values: Sequence[float | None]) -> str:
-    """Write the mean over seeds with its 95 % interval, or the value of a single one."""
+def estimate_text(values: Sequence[float | None], of_logarithm: bool = False) -> str:
+    """Write the mean over seeds with its 95 % interval, or the value of a single one.
+
+    Args:
+        values: None is left out.
+        of_logarithm: the geometric mean, as in `interval_over_seeds`.
+    """
     known = [value for value in values if value is not None]
     if not known:
         return NOTHING
-    interval = interval_over_seeds(known)
-    around = (
-        f" ({number_text(interval.low)}, {number_text(interval.high)})" if len(known) > 1 else ""
-    )
-    return f"{number_text(interval.mean)}{around}"
+    interval = interval_over_seeds(known, of_logarithm)
+    limits = f" ({number_text(interval.low)}, {number_text(interval.high)})"
+    return f"{number_text(interval.mean)}{limits if interval.n > 1 else ''}"

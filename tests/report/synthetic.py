@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 LAYERS = 9
 PROMPT = "What is <b>3</b> + 5? & \"quote\" <script>alert('prompt')</script>"
@@ -47,7 +48,7 @@ def write_run(
             row |= {"eval/accuracy": accuracy, "eval/accuracy_low": low, "eval/accuracy_high": high}
         rows.append(row)
     (directory / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    samples = [
+    samples: list[dict[str, Any]] = [
         {
             "step": step,
             "prompt": PROMPT,
