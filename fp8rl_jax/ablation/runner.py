@@ -91,7 +91,7 @@ def ablate(
     """Run what is missing of an ablation, and compare its arms, as `fp8rl ablate` does.
 
     Args:
-        source: the TOML file, or its contents as a dictionary (docs: fp8rl_jax/ablation/design.py).
+        source: the TOML file, or its contents as a dictionary (docs/ablation.md).
         jobs: runs at one time.
         output: directory in place of the file's.
         report: receives lines about runs that begin and end.

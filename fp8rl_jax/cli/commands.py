@@ -122,7 +122,7 @@ class AblateArguments:
     Runs that are finished are not run again, so the same command goes on after a stop."""
 
     file: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FILE.toml")]
-    """Question, base, arms, seeds, metric and margin: fp8rl_jax/ablation/design.py."""
+    """Question, base, arms, seeds, metric and margin (docs/ablation.md)."""
     jobs: int = 1
     """Runs at one time; they share the GPUs there are evenly."""
     output: str = ""

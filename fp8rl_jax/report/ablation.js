@@ -42,7 +42,7 @@ for (const [name, chart] of Object.entries(numbers.charts)) {
   const tip = element("div", "", figure);
   tip.className = "tip";
   tip.hidden = true;
-  const line = document.createElementNS("http://www.w3.org/2000/svg", "line");
+  const line = document.createElementNS(svg.namespaceURI, "line");
   line.classList.add("cursor");
   line.setAttribute("y1", top);
   line.setAttribute("y2", bottom);
@@ -92,7 +92,7 @@ for (const [name, chart] of Object.entries(numbers.charts)) {
       const row = rows[button.dataset.arm]?.get(step);
       if (!row || !shown(button)) continue;
       const [, mean, low, high, seeds] = row;
-      const around = seeds > 1 ? ` (${text(low)}, ${text(high)})` : "";
+      const around = low < high ? ` (${text(low)}, ${text(high)})` : "";
       const shownRow = element("div", "", tip);
       shownRow.append(button.querySelector("svg").cloneNode(true));
       element("span", `${button.textContent.trim()}: ${text(mean)}${around}`, shownRow);

@@ -21,20 +21,13 @@ from rich.console import Console
 from rich.table import Table
 
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.report.charts import (
-    ARM_COLOURS,
-    CURVES,
-    THROUGHPUT,
-    curve_chart,
-    interval_over_seeds,
-    timing_chart,
-)
+from fp8rl_jax.report.charts import ARM_COLOURS, CURVES, THROUGHPUT, curve_chart, timing_chart
 from fp8rl_jax.report.comparison import misfit
 from fp8rl_jax.report.page import (
     NOTHING,
-    OVER_SEEDS,
     arms_with_keys,
     estimate_text,
+    lines_text,
     median_of,
     number_text,
     page_template,
@@ -42,6 +35,7 @@ from fp8rl_jax.report.page import (
     save_page,
 )
 from fp8rl_jax.report.runs import Arm, Run, read_runs
+from fp8rl_jax.statistics import t_interval
 
 VERSION = 1
 WIDTH = 100
@@ -113,7 +107,7 @@ def text(record: Path) -> str:
     for first in range(0, len(rows), _COLUMNS):
         lines += ["", *_table(rows[first : first + _COLUMNS])]
     if broken := _not_finished(facts):
-        lines += ["", "runs without an end:"]
+        lines += ["", "runs that did not finish:"]
         lines += [f"  {arm}, seed {seed}: {status}: {why}" for arm, seed, status, why in broken]
     lines += ["", *(f"note: {note}" for note in ablation.notes)]
     lines += textwrap.wrap(facts["methods"], WIDTH, break_long_words=False)
@@ -130,6 +124,8 @@ def _read(path: Path) -> Ablation:
     if not isinstance(record, dict) or record.get("version") != VERSION:
         raise UserError(f"{path}: not written by this version's `fp8rl ablate`; run it again")
     fault = misfit(record, _PATTERN, "")
+    if not fault and not record["metric"]["margin"] > 0:
+        fault = "metric.margin is not positive"
     if not fault and record["baseline"] not in [arm["name"] for arm in record["arms"]]:
         fault = f"baseline {record['baseline']!r} is no arm"
     if fault:
@@ -138,27 +134,29 @@ def _read(path: Path) -> Ablation:
 
 
 def _with_runs(path: Path, record: dict[str, Any]) -> Ablation:
-    directories = {
-        (arm["name"], row["seed"]): path.parent / row["directory"]
-        for arm in record["arms"]
-        for row in arm["runs"]
-    }
-    logged, notes = {}, []
-    for (name, seed), directory in directories.items():
-        metrics = directory / "metrics.jsonl"
-        if metrics.is_file() and metrics.stat().st_size:
-            logged[name, seed] = directory
-    runs = dict(zip(logged, read_runs(list(logged.values())), strict=True))
+    """Read the runs of a record. The page of one that has not finished does without its curves
+    where they cannot be read."""
+    runs: dict[tuple[str, int], Run] = {}
+    notes = []
+    for arm in record["arms"]:
+        for row in arm["runs"]:
+            directory = path.parent / row["directory"]
+            is_finished = row["status"] == "finished"
+            try:
+                if (directory / "metrics.jsonl").is_file():
+                    (runs[arm["name"], row["seed"]],) = read_runs([directory])
+                elif is_finished:
+                    notes.append(f"no curves of {row['directory']}: it has no metrics.jsonl")
+            except UserError as error:
+                if is_finished:
+                    raise
+                notes.append(f"no curves of {row['directory']}: {str(error).splitlines()[0]}")
     recipes = list(dict.fromkeys(arm["recipe"] for arm in record["arms"]))
     of_colour: Counter[int] = Counter()
     arms, seeds = [], []
     for arm in record["arms"]:
         rows = sorted(arm["runs"], key=lambda row: row["seed"])
         rows = [row for row in rows if (arm["name"], row["seed"]) in runs]
-        for row in arm["runs"]:
-            if row not in rows and row["status"] == "finished":
-                directory = directories[arm["name"], row["seed"]]
-                notes.append(f"no curves of {arm['name']}, seed {row['seed']}: no {directory}")
         colour = recipes.index(arm["recipe"]) % ARM_COLOURS
         arms.append(
             Arm(
@@ -177,7 +175,12 @@ def _with_runs(path: Path, record: dict[str, Any]) -> Ablation:
 def _render(ablation: Ablation) -> str:
     record, arms = ablation.record, ablation.arms
     script = SCRIPT.read_text(encoding="utf-8")
-    charts = [curve_chart(curve, arms) for curve in (*CURVES[:3], THROUGHPUT, *CURVES[3:])]
+    first, others = (*CURVES[:3], THROUGHPUT), CURVES[3:]
+    charts = [
+        *(curve_chart(curve, arms) for curve in first),
+        timing_chart(arms),
+        *(curve_chart(curve, arms) for curve in others),
+    ]
     keys = {arm["name"]: arm for arm in arms_with_keys(arms)}
     return page_template("ablation.html").render(
         title=record["name"],
@@ -189,14 +192,13 @@ def _render(ablation: Ablation) -> str:
         ],
         rows=_rows(ablation),
         charts=[chart for chart in charts if chart.svg],
-        timing=timing_chart(arms),
         phases=phase_rows(arms),
         numbers={
             "charts": {chart.name: chart.hover for chart in charts if chart.hover},
             "seeds": ablation.seeds,
         },
         broken=_not_finished(record),
-        over_seeds=OVER_SEEDS,
+        lines=lines_text(arms),
         differing=_settings(record),
         notes=ablation.notes,
         script=Markup(script),
@@ -212,6 +214,7 @@ def _rows(ablation: Ablation) -> list[dict[str, str]]:
     """Make the table: a row an arm, means over seeds with 95 % intervals."""
     record = ablation.record
     differences = {row["arm"]: row["difference"] for row in record["comparisons"]}
+    margin = record["metric"]["margin"]
     rows = []
     for facts, arm in zip(record["arms"], ablation.arms, strict=True):
         states = Counter(run["status"] for run in facts["runs"])
@@ -219,19 +222,18 @@ def _rows(ablation: Ablation) -> list[dict[str, str]]:
         others = [f"{count} {status}" for status, count in states.items()]
         outcomes = [run["outcome"] for run in facts["runs"] if run["outcome"] is not None]
         difference = "baseline" if facts["name"] == record["baseline"] else NOTHING
-        if found := differences.get(facts["name"]):
-            difference = _decimal(found["mean"], found["low"], found["high"])
-        known = interval_over_seeds(outcomes) if outcomes else None
+        if facts["name"] in differences:
+            limits = differences[facts["name"]]
+            difference = _estimate(limits["mean"], limits["low"], limits["high"], margin)
+        outcome = t_interval(outcomes)
         rows.append(
             {
                 "Arm": facts["name"],
                 "Recipe": facts["recipe"],
                 "Compute dtype": facts["compute_dtype"],
                 "Seeds finished": ", ".join([finished, *others]),
-                record["metric"]["name"]: NOTHING
-                if known is None
-                else _decimal(
-                    known.mean, *((known.low, known.high) if known.n > 1 else (None,) * 2)
+                record["metric"]["name"]: _estimate(
+                    outcome.mean, outcome.low, outcome.high, margin
                 ),
                 f"Difference to {record['baseline']}": difference,
                 "Mismatch k3": _mismatch(arm.runs),
@@ -241,28 +243,29 @@ def _rows(ablation: Ablation) -> list[dict[str, str]]:
             }
         )
     if all(row["Peak memory, GiB"] == NOTHING for row in rows):
-        rows = [{k: v for k, v in row.items() if k != "Peak memory, GiB"} for row in rows]
+        for row in rows:
+            del row["Peak memory, GiB"]
     return rows
 
 
-def _decimal(mean: float | None, low: float | None, high: float | None) -> str:
-    """Write an estimate as the sentences of the verdicts do."""
+def _estimate(mean: float | None, low: float | None, high: float | None, margin: float) -> str:
+    """Write an estimate as `statistics.sentence` does: with one decimal more than the margin."""
     if mean is None or not math.isfinite(mean):
         return NOTHING
-    if low is None or high is None or not math.isfinite(high - low):
-        return f"{mean:.3f}"
-    return f"{mean:.3f} ({low:.3f}, {high:.3f})"
+    decimals = max(0, 1 - math.floor(math.log10(margin)))
+    first, *limits = (
+        f"{round(x, decimals) + 0.0:.{decimals}f}"
+        for x in (mean, low, high)
+        if x is not None and math.isfinite(x)
+    )
+    return f"{first} ({', '.join(limits)})" if len(limits) == 2 else first
 
 
 def _mismatch(runs: list[Run]) -> str:
     """Write the mean over a run's steps, averaged over seeds: the geometric mean, as charts
     have it, where no seed has zero."""
     means = [sum(values) / len(values) for run in runs if (values := run.series("mismatch/k3")[1])]
-    if not means or any(mean <= 0 for mean in means):
-        return estimate_text(means)
-    found = interval_over_seeds(means, of_logarithm=True)
-    around = f" ({number_text(found.low)}, {number_text(found.high)})" if found.n > 1 else ""
-    return f"{number_text(found.mean)}{around}"
+    return estimate_text(means, of_logarithm=all(mean > 0 for mean in means))
 
 
 def _memory(runs: list[Run]) -> str:

@@ -24,6 +24,8 @@ from fp8rl_jax.report.runs import Arm, Run
 from fp8rl_jax.statistics import Interval, t_interval
 
 ARM_COLOURS = 6
+_WIDTH, _CURVE_HEIGHT = 5, 2.7
+"""In inches."""
 _POINTS = 100
 """Of a seed's curve at most, where it is a running mean."""
 DASHES = ((), (5, 2), (1.5, 1.5), (6, 2, 1.5, 2))
@@ -78,6 +80,8 @@ class Curve:
     log_scale: bool = False
     smooth: bool = True
     """Draw a running mean over the single steps where there are many."""
+    compiles: bool = False
+    """Leave out a run's first step, which compiles."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +102,7 @@ CURVES = (
     Curve(
         "eval/accuracy",
         "Held-out accuracy",
-        "On prompts that are never trained on; the band is the interval logged with it.",
+        "On prompts that are never trained on.",
         "eval/accuracy_low",
         "eval/accuracy_high",
         smooth=False,
@@ -126,7 +130,9 @@ CURVES = (
 THROUGHPUT = Curve(
     "perf/tok_per_s_gpu",
     "Tokens a second",
-    "Tokens of prompts and completions per second of a step and device. The first step compiles.",
+    "Tokens of prompts and completions per second and device, without the first step, which "
+    "compiles.",
+    compiles=True,
 )
 
 
@@ -151,6 +157,8 @@ def curve_chart(curve: Curve, arms: Sequence[Arm]) -> Chart:
             axes.set_yscale("log")
         for index, arm in enumerate(arms):
             lines = [run.series(curve.key) for run in arm.runs]
+            if curve.compiles:
+                lines = [(steps[1:], values[1:]) for steps, values in lines]
             if curve.log_scale:
                 values = [value for _, values in lines for value in values]
                 zeros = sum(value <= 0 for value in values)
@@ -163,39 +171,37 @@ def curve_chart(curve: Curve, arms: Sequence[Arm]) -> Chart:
             if len(lines) == 1 and not as_points:
                 numbers[index] = _draw_run(axes, index, arm, curve, *lines[0])
             elif lines:
-                shift = (index - (len(arms) - 1) / 2) * 0.006 if as_points else 0.0
+                points = max(len(steps) for steps, _ in lines)
+                apart = min(0.006, 0.6 / (len(arms) * max(points, 1)))
+                shift = (index - (len(arms) - 1) / 2) * apart
                 numbers[index] = _draw_seeds(axes, index, arm, curve, lines, window, shift)
         axes.set_xlabel("step")
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
 
     logged = any(run.series(curve.key)[0] for run in runs)
-    svg = draw_svg(curve.key, draw, height=2.7) if logged else ""
+    svg = draw_svg(curve.key, draw, _CURVE_HEIGHT) if logged else ""
+    if curve.low:
+        about.append(
+            "Bars: 95 % intervals over seeds; of an arm with one seed, the interval logged with it."
+            if as_points
+            else "The band is the interval logged with it."
+        )
     if window > 1:
-        several = any(len(arm.runs) > 1 for arm in arms)
-        single = any(len(arm.runs) == 1 for arm in arms)
-        about += [f"Faint: single steps; full: mean of {window} steps."] if single else []
-        about += [f"Each line of a seed is its mean of {window} steps."] if several else []
+        if any(len(arm.runs) == 1 for arm in arms):
+            about.append(f"Faint: single steps; full: mean of {window} steps.")
+        else:
+            about.append(f"Running means of {window} steps.")
     hover = _axes_in_drawing(drawn[0]) | {"arms": numbers} if drawn else None
     return Chart(_slug(curve.key), curve.title, " ".join(about), svg, hover)
 
 
 def _axes_in_drawing(axes: Axes) -> dict[str, Any]:
-    """Say where axes lie in the drawing's view box, in points, and which steps they show."""
-    assert axes.figure is not None
-    width, height = (72 * inches for inches in axes.figure.get_size_inches())
+    """Say where the axes of a curve lie in its view box (left, top, right, bottom, in points) and
+    which steps they span."""
     place, (first, last) = axes.get_position(), axes.get_xlim()
-    return {
-        "box": [
-            round(float(x), 2)
-            for x in (
-                place.x0 * width,
-                (1 - place.y1) * height,
-                place.x1 * width,
-                (1 - place.y0) * height,
-            )
-        ],
-        "steps": [float(first), float(last)],
-    }
+    width, height = 72 * _WIDTH, 72 * _CURVE_HEIGHT
+    box = (place.x0 * width, (1 - place.y1) * height, place.x1 * width, (1 - place.y0) * height)
+    return {"box": [round(float(x), 2) for x in box], "steps": [float(first), float(last)]}
 
 
 def timing_chart(arms: Sequence[Arm]) -> Chart:
@@ -284,8 +290,21 @@ def _draw_run(
         marker = "o" if len(steps) <= 40 else None
         (thick,) = axes.plot(steps, values, marker=marker, markersize=3, **line)
     thick.set_gid(f"mean.{index}")
-    points = zip(steps, drawn, strict=True)
-    return [_rounded([step, x, x, x, 1]) for step, x in points if np.isfinite(x)]
+    return _points(run, curve, dict(zip(steps, drawn, strict=True)))
+
+
+def _points(run: Run, curve: Curve, values: dict[int, float]) -> list[list[float]]:
+    """Give what is drawn of a single run, with the interval that was logged, where one was."""
+    logged = {
+        row["step"]: (row[curve.low], row[curve.high])
+        for row in run.metrics
+        if curve.low in row and curve.high in row
+    }
+    return [
+        _rounded([step, value, *logged.get(step, (value, value)), 1])
+        for step, value in values.items()
+        if np.isfinite(value)
+    ]
 
 
 def _rounded(row: list[float]) -> list[float]:
@@ -309,7 +328,7 @@ def _draw_seeds(
     Returns:
         [step, mean, low, high, number of seeds] of each point drawn.
     """
-    line = _line_style(arm)
+    line: dict[str, Any] = {**_line_style(arm), "zorder": 3}
     logged = sorted({step for steps, _ in lines for step in steps})
     stride = math.ceil(len(logged) / _POINTS) if curve.smooth else 1
     kept = {*logged[::stride], *(steps[-1] for steps, _ in lines if steps)}
@@ -322,30 +341,25 @@ def _draw_seeds(
             if step in kept and np.isfinite(value)
         }
         seeds.append(points)
-        (thin,) = axes.plot(
-            list(points),
-            list(points.values()),
-            color=line["color"],
-            alpha=0.4,
-            linewidth=0.6,
-            marker="x" if place in arm.broken else None,
-            markevery=[len(points) - 1] if points else None,
-            markersize=5,
-            markeredgewidth=1.4,
-        )
-        thin.set_gid(f"seed.{index}.{place}")
-    means = _means(seeds, curve.log_scale)
+        at, values = list(points), list(points.values())
+        thin = axes.plot(at, values, color=line["color"], alpha=0.4, linewidth=0.6, zorder=2)
+        if place in arm.broken:
+            thin += axes.plot(at[-1:], values[-1:], "x", color=line["color"], markersize=5)
+        for part in thin:
+            part.set_gid(f"seed.{index}.{place}")
+    if len(seeds) == 1:
+        means = _points(arm.runs[0], curve, seeds[0])
+    else:
+        means = _means(seeds, curve.log_scale)
     if not means:
         return []
     steps, mean, low, high, _ = np.array(means).T
-    if shift or curve.low:
-        at = steps + shift * (steps.max() - steps.min())
-        _, _, (bars,) = axes.errorbar(
-            at, mean, [mean - low, high - mean], fmt="none", ecolor=line["color"], elinewidth=1.4
-        )
+    if curve.low:
+        places = steps + shift * (steps.max() - steps.min())
+        bars = axes.vlines(places, low, high, colors=line["color"], linewidth=1.4, zorder=3)
         bars.set_gid(f"bars.{index}")
-        style = line | {"linewidth": 1.0, "marker": "o", "markersize": 4}
-        (thick,) = axes.plot(at, mean, **style)
+        line |= {"linewidth": 1.0, "marker": "o", "markersize": 4}
+        (thick,) = axes.plot(places, mean, **line)
     else:
         band = axes.fill_between(steps, low, high, color=line["color"], alpha=0.16, linewidth=0)
         band.set_gid(f"band.{index}")
@@ -376,8 +390,8 @@ def interval_over_seeds(values: Sequence[float], of_logarithm: bool = False) -> 
         return Interval(values[0], values[0], values[0], 1)
     if not of_logarithm:
         return t_interval(values)
-    found = t_interval([math.log(value) for value in values])
-    return Interval(math.exp(found.mean), math.exp(found.low), math.exp(found.high), found.n)
+    of_log = t_interval([math.log(value) for value in values])
+    return Interval(math.exp(of_log.mean), math.exp(of_log.low), math.exp(of_log.high), of_log.n)
 
 
 def _window(points: int) -> int:
@@ -386,18 +400,20 @@ def _window(points: int) -> int:
 
 def _running_mean(values: list[float], window: int) -> list[float]:
     """Mean of the last `window` values that are numbers; never of later ones."""
-    array = np.array(values, np.float64)
-    recent = [array[max(0, end - window) : end] for end in range(1, len(array) + 1)]
-    return [float(np.nanmean(part)) if np.isfinite(part).any() else np.nan for part in recent]
+    array = np.concatenate([np.full(window - 1, np.nan), np.array(values, np.float64)])
+    recent = np.lib.stride_tricks.sliding_window_view(array, window)
+    known = np.isfinite(recent)
+    sums, counts = np.where(known, recent, 0.0).sum(axis=1), known.sum(axis=1)
+    return np.where(counts, sums / np.maximum(counts, 1), np.nan).tolist()
 
 
 def draw_svg(name: str, draw: Callable[[Axes], None], height: float) -> str:
     """Draw an <svg> element without width, height, namespaces or metadata: the page's own.
 
-    `height` in inches of 5 wide.
+    `height` in inches, of `_WIDTH` wide.
     """
     with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(5, height), layout="constrained")
+        figure = Figure(figsize=(_WIDTH, height), layout="constrained")
         draw(figure.subplots())
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
@@ -419,7 +435,9 @@ def draw_svg(name: str, draw: Callable[[Axes], None], height: float) -> str:
     text = re.sub(
         r' d="[^"]*"',
         lambda match: re.sub(
-            r"\d+\.\d{3,}", lambda number: f"{float(number[0]):.2f}".rstrip("0"), match[0]
+            r"\d+\.\d{3,}",
+            lambda number: f"{float(number[0]):.2f}".rstrip("0").rstrip("."),
+            match[0],
         ),
         text,
     )

@@ -72,8 +72,12 @@ def read_comparison(path: Path) -> dict[str, Any]:
 
 
 def misfit(value: Any, pattern: Any, where: str) -> str:
-    """What is not as `pattern` says, "" where all is: a type or several, [pattern of each], or
-    {key: pattern}."""
+    """Name the first part of `value` that is not as `pattern` says; "" where all is.
+
+    Args:
+        pattern: a type or several, [pattern of each], or {key: pattern}.
+        where: path of `value` in the file; "" of the whole.
+    """
     if isinstance(pattern, list):
         faults = (
             (misfit(x, pattern[0], f"{where}[{i}]") for i, x in enumerate(value))

@@ -29,9 +29,6 @@ from fp8rl_jax.report.runs import Arm, Run, find_comparisons, find_runs, group_r
 _SHOWN_SAMPLES = 4
 _SHOWN_CHARACTERS = 2000
 NOTHING = "–"
-OVER_SEEDS = (
-    "Thin: single seeds. Thick: their mean, with its 95 % interval (Student's t) as a band or bar."
-)
 
 
 def write_report(directories: list[Path], output: Path) -> Path:
@@ -81,7 +78,7 @@ def render(arms: list[Arm], comparisons: Sequence[dict[str, Any]] = ()) -> str:
         title=_title(arms, panels),
         arms=arms_with_keys(arms),
         runs=sum(len(arm.runs) for arm in arms),
-        over_seeds=OVER_SEEDS,
+        lines=lines_text(arms),
         headline=[headline(arm) for arm in arms],
         charts=[curve_chart(curve, arms) for curve in CURVES] if arms else [],
         timing=timing_chart(arms) if arms else None,
@@ -90,6 +87,15 @@ def render(arms: list[Arm], comparisons: Sequence[dict[str, Any]] = ()) -> str:
         samples=[sample_pairs(arm.runs[0]) for arm in arms],
         panels=panels,
     )
+
+
+def lines_text(arms: list[Arm]) -> str:
+    """Say what the lines of arms of several seeds are."""
+    said = "Thin: single seeds. Thick: their mean, with its 95 % interval (Student's t)."
+    ends = [{run.metrics[-1]["step"] for run in arm.runs} for arm in arms]
+    if any(len(steps) > 1 for steps in ends):
+        said += " Where a seed ends, the mean goes on without it."
+    return said
 
 
 def arms_with_keys(arms: list[Arm]) -> list[dict[str, Any]]:
@@ -234,19 +240,22 @@ def _accuracy(arm: Arm) -> str:
 
 
 def number_text(value: float | None) -> str:
-    """Write a number with three digits, and with all of its whole ones up to a million, or a dash."""
+    """Write a number with three digits, without an exponent up to a million; None is a dash."""
     if value is None:
         return NOTHING
     return f"{value:.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.3g}"
 
 
-def estimate_text(values: Sequence[float | None]) -> str:
-    """Write the mean over seeds with its 95 % interval, or the value of a single one."""
+def estimate_text(values: Sequence[float | None], of_logarithm: bool = False) -> str:
+    """Write the mean over seeds with its 95 % interval, or the value of a single one.
+
+    Args:
+        values: None is left out.
+        of_logarithm: the geometric mean, as in `interval_over_seeds`.
+    """
     known = [value for value in values if value is not None]
     if not known:
         return NOTHING
-    interval = interval_over_seeds(known)
-    around = (
-        f" ({number_text(interval.low)}, {number_text(interval.high)})" if len(known) > 1 else ""
-    )
-    return f"{number_text(interval.mean)}{around}"
+    interval = interval_over_seeds(known, of_logarithm)
+    limits = f" ({number_text(interval.low)}, {number_text(interval.high)})"
+    return f"{number_text(interval.mean)}{limits if interval.n > 1 else ''}"

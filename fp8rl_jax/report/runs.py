@@ -82,12 +82,8 @@ class Arm:
     @property
     def label(self) -> str:
         """The name, with recipe, compute dtype and the number of seeds where there are several."""
-        if len(self.runs) == 1:
-            return self.runs[0].label
-        text = self.name
-        if self.runs:
-            text = replace(self.runs[0], name=self.name).label
-        return f"{text}, {len(self.runs)} seeds"
+        text = replace(self.runs[0], name=self.name).label if self.runs else self.name
+        return f"{text}, {len(self.runs)} seeds" if len(self.runs) > 1 else text
 
 
 def group_runs(runs: Sequence[Run], colours: int) -> list[Arm]:

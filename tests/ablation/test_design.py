@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from fp8rl_jax.ablation.design import changes, read_design
+from fp8rl_jax.ablation.design import AblationConfig, changes, read_design
+from fp8rl_jax.config.schema import leaves
 from fp8rl_jax.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -186,6 +187,11 @@ def test_a_fingerprint_holds_the_contents_of_data_files(study, tmp_path):
     assert changes(before, read_design(study(settings=settings)).fingerprint()) == [
         f"{data} has changed"
     ]
+
+
+def test_the_page_of_keys_has_every_key():
+    page = (ROOT / "docs" / "ablation.md").read_text()
+    assert [key for key, _ in leaves(AblationConfig) if f"`{key}" not in page] == []
 
 
 def test_the_demo_is_a_sound_study(monkeypatch):

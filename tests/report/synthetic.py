@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 LAYERS = 9
 PROMPT = "What is <b>3</b> + 5? & \"quote\" <script>alert('prompt')</script>"
@@ -47,7 +48,7 @@ def write_run(
             row |= {"eval/accuracy": accuracy, "eval/accuracy_low": low, "eval/accuracy_high": high}
         rows.append(row)
     (directory / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    samples = [
+    samples: list[dict[str, Any]] = [
         {
             "step": step,
             "prompt": PROMPT,
@@ -93,9 +94,10 @@ def write_ablation(directory: Path, arms=("bf16", "fp8-rl", "jet-rl"), seeds=5, 
             if index and index == len(arms) - 1 and seed == 3:
                 runs[-1] |= {"status": "collapsed", "why": "reward under 0.1", "outcome": 0.1}
                 length = steps // 2
-            write_run(
-                directory / f"{arm}-{seed}", arm, length, 2e-3 * (index + 1), seed=seed, lift=lift
-            )
+            k3 = 2e-3 * (index + 1) * (1 + 0.05 * math.sin(seed))
+            run = write_run(directory / f"{arm}-{seed}", arm, steps, k3, seed=seed, lift=lift)
+            lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+            (run / "metrics.jsonl").write_text("".join(lines[:length]))
         settings = {"recipe": arm, "rollout.temperature": 1.0}
         entries.append(
             {"name": arm, "recipe": arm, "compute_dtype": "float32", "settings": settings}
