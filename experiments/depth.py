@@ -147,7 +147,7 @@ def point(
         if (way == "decode", way == "trainer", form) not in scored:
             scales = (
                 _calibrate(policy, given, replace(recipe, rollout=side), kind)
-                if side.key.quantized
+                if side.roles()["key"].quantized
                 else None
             )
             if way == "trainer":

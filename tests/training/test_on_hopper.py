@@ -29,8 +29,9 @@ from fp8rl_jax.models.policy import init_policy
 from fp8rl_jax.rollout.calibration import observe_qkv
 from fp8rl_jax.rollout.sampler import generate
 from fp8rl_jax.rollout.sampling import Sampling
+from fp8rl_jax.training.batch import Batch
 from fp8rl_jax.training.state import init_state, make_optimizer
-from fp8rl_jax.training.step import Batch, StepConfig, update
+from fp8rl_jax.training.step import StepConfig, batch_logprobs, update
 from pallas_kernels import blockwise_matmul, quantize_blocks
 from pallas_kernels.backend import tracing_for
 
@@ -83,8 +84,6 @@ def sampled(name: str, config: PolicyConfig) -> Counter:
             scales,
             samples=ROWS // 3,
             sampling=Sampling(max_new_tokens=TOKENS),
-            recipe=recipe,
-            backend="hopper",
         )
     )
 
@@ -102,8 +101,8 @@ def trained(name: str, config: PolicyConfig, function) -> Counter:
     state = jax.eval_shape(
         lambda key: init_state(init_policy(config, key), optimizer), jax.random.key(0)
     )
-    if function is score:
-        return kernels(score.trace(state.policy, batch, step))
+    if function is batch_logprobs:
+        return kernels(batch_logprobs.trace(state.policy, batch, step))
     return kernels(jax.jit(lambda state: update(state, batch, step, optimizer)).trace(state))
 
 
@@ -121,7 +120,7 @@ def test_a_sampler_runs_kernels(name):
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_a_trainers_forward_runs_kernels(name):
-    assert set(trained(name, DENSE, score)) == LINEARS | {"quantize_square"}
+    assert set(trained(name, DENSE, batch_logprobs)) == LINEARS | {"quantize_square"}
 
 
 @pytest.mark.parametrize(
