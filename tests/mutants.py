@@ -341,7 +341,7 @@ LIST: list[Mutant] = [
             "lost-in-full",
             "2 * np.minimum(below, of_lost)",
             "np.minimum(below, of_lost)",
-            "five_seeds",
+            "few_seeds",
         ),
         ("ties-without-spread", "step / math.sqrt(6), 0.0)", "0.0, 0.0)", "ties"),
         (
@@ -352,7 +352,7 @@ LIST: list[Mutant] = [
         ),
         ("look-spends-all", "self.number / self.of))", "1.0))", "published"),
         ("one-sided-level", "1 - level / 2) * error", "1 - level) * error", "paired_t_test"),
-        ("collapsed-dropped", "np.isnan(x) | down[name]", "np.isnan(x)", "five_seeds"),
+        ("collapsed-dropped", "np.isnan(x) | down[name]", "np.isnan(x)", "few_seeds"),
     ),
     *of(
         "training/loop.py",

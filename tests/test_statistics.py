@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -89,6 +90,7 @@ def test_detectable_difference_has_its_power():
     """The non-central t by numerical integration over chi; near (t(0.975) + t(0.8)) s / sqrt(n)."""
     n, deviation = 5, 0.01
     difference = detectable_difference(deviation, n, 0.05)
+    assert difference is not None
     shift, critical = difference / deviation * math.sqrt(n), stats.t.ppf(0.975, n - 1)
     power, _ = integrate.quad(
         lambda chi: (
@@ -183,7 +185,7 @@ def test_a_look_tests_at_its_level():
 def test_one_seed_tells_nothing():
     found = one([0.2], [0.9])
     assert found.verdict == "can't tell" and found.detectable is None and found.more_pairs is None
-    assert found.difference == Interval(pytest.approx(-0.7), -math.inf, math.inf, 1)
+    assert found.difference == Interval(0.2 - 0.9, -math.inf, math.inf, 1)
     assert (
         sentence(found, 0.02) == "arm - base: -0.700, 1 seed: can't tell; one seed has no interval"
     )
@@ -222,12 +224,13 @@ def test_collapsed_runs_are_counted_and_kept():
 
 
 @pytest.mark.parametrize(
-    ("lost", "of_baseline", "worse"), [(5, 0, True), (4, 0, True), (5, 1, True), (3, 0, False)]
+    ("seeds", "lost", "of_baseline", "worse"),
+    [(5, 5, 0, True), (5, 4, 0, True), (5, 5, 1, True), (5, 3, 0, False), (3, 3, 0, False)],
 )
-def test_five_seeds_show_collapse_only_when_nearly_all_do(lost, of_baseline, worse):
+def test_few_seeds_show_collapse_only_when_nearly_all_do(seeds, lost, of_baseline, worse):
     """As docs/statistics.md says; the outcomes say nothing."""
-    marks = [[i < count for i in range(5)] for count in (lost, of_baseline)]
-    found = one([0.5] * 5, [0.5] * 5, collapsed=marks[0], base_collapsed=marks[1])
+    arm, base = ([i < count for i in range(seeds)] for count in (lost, of_baseline))
+    found = one([0.5] * seeds, [0.5] * seeds, collapsed=arm, base_collapsed=base)
     assert found.verdict == ("worse" if worse else "can't tell")
 
 
@@ -312,7 +315,11 @@ def test_a_comparison_is_plain_data():
     ],
 )
 def test_bad_input_is_named(arguments, text):
-    good = {"outcomes": {"base": [1.0, 2.0], "arm": [1.0, 3.0]}, "baseline": "base", "margin": 0.1}
+    good: dict[str, Any] = {
+        "outcomes": {"base": [1.0, 2.0], "arm": [1.0, 3.0]},
+        "baseline": "base",
+        "margin": 0.1,
+    }
     with pytest.raises(UserError) as error:
         compare_arms(**{**good, **arguments})
     assert text in str(error.value)
