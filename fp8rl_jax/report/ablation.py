@@ -276,7 +276,7 @@ def _memory(runs: list[Run]) -> str:
 def _not_finished(record: dict[str, Any]) -> list[tuple[str, int, str, str]]:
     """List the runs that have not finished: (arm, seed, status, why)."""
     return [
-        (arm["name"], run["seed"], run["status"], run["why"] or "no reason recorded")
+        (arm["name"], run["seed"], run["status"], run["why"] or NOTHING)
         for arm in record["arms"]
         for run in arm["runs"]
         if run["status"] != "finished"
