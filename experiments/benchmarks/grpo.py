@@ -23,7 +23,7 @@ from fp8rl_jax.models.policy import Policy
 from fp8rl_jax.parallel import to_host
 from fp8rl_jax.rollout.engine import Prompts
 from fp8rl_jax.tokenizers.byte_tokenizer import ByteTokenizer
-from fp8rl_jax.training.experience import RolloutExperience
+from fp8rl_jax.training.experience import Experience
 from fp8rl_jax.training.session import Session
 from fp8rl_jax.training.state import TrainState
 from fp8rl_jax.weights.resolve import resolve_model
@@ -136,11 +136,11 @@ class GrpoStep:
         check_full(rollout)
         return seconds | {name.removeprefix("time/"): value for name, value in parts.items()}
 
-    def sample(self, number: int) -> RolloutExperience:
+    def sample(self, number: int) -> Experience:
         """The first half of a step."""
         return self.session.rollout(self.prompts, key=jax.random.key(number))
 
-    def learn(self, rollout: RolloutExperience) -> dict[str, float]:
+    def learn(self, rollout: Experience) -> dict[str, float]:
         """The second."""
         return self.session.update(rollout, np.where(np.arange(len(rollout.texts)) % 2, 1.0, -1.0))
 
@@ -175,7 +175,7 @@ def make_step(workload: Workload, recipe: str, shared: Shared | None = None) -> 
     return GrpoStep(session, random_prompts(workload.step, policy.config.vocab_size), shared)
 
 
-def check_full(rollout: RolloutExperience) -> None:
+def check_full(rollout: Experience) -> None:
     """Every row has all its tokens: else two rounds did different work.
 
     Raises:
