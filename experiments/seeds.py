@@ -11,7 +11,8 @@ record, the table and the chart are written anew after each run:
     difference    arm less the first arm, seed by seed; its mean with a 95 % t interval
     detectable    the true difference that so many seeds would have shown as one in 80 % of all
                   studies, from the spread seen:
-                  (t(0.975) + t(0.8)) s / sqrt(n). Arms that are called alike are alike up to this
+                  (t(0.975) + t(0.8)) s / sqrt(n), the usual approximation of what
+                  fp8rl_jax/statistics.py computes. Arms that are called alike are so up to this
     k3            mean over steps of the mismatch, and the range of this mean over seeds
 """
 
@@ -33,7 +34,7 @@ from scipy import stats
 
 from experiments.command import run_command
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.training.loop import wilson_interval
+from fp8rl_jax.statistics import t_interval, wilson_interval
 
 ROOT = Path(__file__).parents[1]
 DEMO = ("experiments/runs/demo.toml",)
@@ -273,11 +274,8 @@ def _digits(value: float) -> float:
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
     """Mean and 95 % t interval over seeds; of one seed the interval is not known (NaN)."""
-    x = np.asarray(values, float)
-    if len(x) < 2:
-        return float(x.mean()), float("nan"), float("nan")
-    half = stats.t.ppf(0.975, len(x) - 1) * x.std(ddof=1) / len(x) ** 0.5
-    return float(x.mean()), float(x.mean() - half), float(x.mean() + half)
+    of = t_interval(values)
+    return (of.mean, of.low, of.high) if of.n > 1 else (of.mean, float("nan"), float("nan"))
 
 
 def detectable(differences: Sequence[float]) -> float:

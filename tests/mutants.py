@@ -297,6 +297,36 @@ LIST: list[Mutant] = [
         ),
     ),
     *of(
+        "statistics.py",
+        "test_statistics.py",
+        ("wilson-centre", "z * z / (2 * count)", "z * z / count", "wilson"),
+        ("wilson-width", "(4 * count * count)", "(2 * count * count)", "wilson"),
+        ("holm-without-stop", "np.logical_and.accumulate(np.take", "np.array(np.take", "holm"),
+        (
+            "lower-is-better-too",
+            'gain = mean if better == "higher" else -mean error',
+            "gain = mean\n    error",
+            "verdict_is",
+        ),
+        ("failed-is-no-worse", "(count < 2) | barred", "count < 2", "failed_run"),
+        (
+            "lost-in-full",
+            "2 * np.minimum(below, of_lost)",
+            "np.minimum(below, of_lost)",
+            "few_seeds",
+        ),
+        ("ties-without-spread", "step / math.sqrt(6), 0.0)", "0.0, 0.0)", "ties"),
+        (
+            "floor-everywhere",
+            "np.where(ties.any(-1), step",
+            "np.where(step > 0, step",
+            "few_outcomes",
+        ),
+        ("look-spends-all", "self.number / self.of))", "1.0))", "published"),
+        ("one-sided-level", "1 - level / 2) * error", "1 - level) * error", "paired_t_test"),
+        ("collapsed-dropped", "np.isnan(x) | down[name]", "np.isnan(x)", "few_seeds"),
+    ),
+    *of(
         "training/loop.py",
         WIRING,
         (
@@ -741,8 +771,6 @@ LIST: list[Mutant] = [
     *of(
         "training/loop.py",
         WIRING,
-        ("wilson-centre", "z * z / (2 * count)", "z * z / count", "wilson"),
-        ("wilson-width", "(4 * count * count)", "(2 * count * count)", "wilson"),
         (
             "interval-over-samples",
             "interval(accuracy, len(table))",

@@ -28,6 +28,7 @@ FLOORS = (
     "fp8rl_jax/tokenizers",
     "fp8rl_jax/models",
     "fp8rl_jax/rl",
+    "fp8rl_jax/statistics",
     "fp8rl_jax/precision",
     "fp8rl_jax/parallel",
     "fp8rl_jax/caching",
@@ -41,6 +42,7 @@ FLOORS = (
 FROM_OUTSIDE = {
     "fp8rl_jax/__init__": set(),
     "fp8rl_jax/rl": {"jax", "jaxtyping", "numpy"},
+    "fp8rl_jax/statistics": {"numpy", "scipy"},
     "fp8rl_jax/config": {"tomli_w"},
     "fp8rl_jax/functions": set(),
     "fp8rl_jax/json_fields": set(),

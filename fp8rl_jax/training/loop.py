@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 
@@ -26,6 +25,7 @@ from fp8rl_jax import rl
 from fp8rl_jax.config.training import EvaluationConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.parallel import check_same, is_main_process, leave_on_failure, shared_faults, to_host
+from fp8rl_jax.statistics import wilson_interval
 from fp8rl_jax.tasks.dataset import Example
 from fp8rl_jax.tasks.distributed import score_distributed
 from fp8rl_jax.tasks.sandbox.pool import RewardPool
@@ -144,15 +144,6 @@ def evaluate_held_out(setup: Setup, pool: RewardPool) -> dict[str, float]:
     examples = setup.held_out.examples[: config.examples]
     session.sync(session.encoder.batch(examples[: config.batch_size]))
     return evaluate(session, pool, examples, config, jax.random.key(setup.config.seed))[0]
-
-
-def wilson_interval(rate: float, count: int, z: float = 1.96) -> tuple[float, float]:
-    """Compute Wilson's score interval of a proportion (E. B. Wilson, 1927); z = 1.96: 95 %."""
-    centre = (rate + z * z / (2 * count)) / (1 + z * z / count)
-    half = (
-        z / (1 + z * z / count) * math.sqrt(rate * (1 - rate) / count + z * z / (4 * count * count))
-    )
-    return max(centre - half, 0.0), min(centre + half, 1.0)
 
 
 def train(setup: Setup) -> None:

@@ -11,7 +11,7 @@ from tiny_run import EVEN_LETTERS, LEARNS, check_refused, measured, train, write
 from fp8rl_jax.cli.load import load_config
 from fp8rl_jax.cli.main import main
 from fp8rl_jax.config.run import RunConfig
-from fp8rl_jax.training.loop import wilson_interval
+from fp8rl_jax.statistics import wilson_interval
 from fp8rl_jax.training.setup import build
 from fp8rl_jax.weights.load import load_policy
 

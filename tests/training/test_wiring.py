@@ -47,6 +47,7 @@ from fp8rl_jax.parallel import make_mesh
 from fp8rl_jax.rollout.calibration import calibrate_on_prompts
 from fp8rl_jax.rollout.engine import LocalEngine, Rollout, pad_prompts
 from fp8rl_jax.rollout.sampling import Sampling
+from fp8rl_jax.statistics import wilson_interval
 from fp8rl_jax.tasks import distributed
 from fp8rl_jax.tasks.dataset import Example
 from fp8rl_jax.tasks.episodes import Episode
@@ -60,7 +61,7 @@ from fp8rl_jax.training.batch import Batch
 from fp8rl_jax.training.collect import Collected, Collector
 from fp8rl_jax.training.experience import Experience, episode_experience, play
 from fp8rl_jax.training.learner import Learner
-from fp8rl_jax.training.loop import Loop, evaluate, evaluate_held_out, wilson_interval
+from fp8rl_jax.training.loop import Loop, evaluate, evaluate_held_out
 from fp8rl_jax.training.performance import Clock
 from fp8rl_jax.training.prompts import PromptEncoder
 from fp8rl_jax.training.session import Session, at_temperature
@@ -889,12 +890,6 @@ def test_dynamic_sampling_gives_up_after_its_rounds(setup_of):
 
 
 # evaluation
-
-
-def test_wilson_intervals():
-    assert wilson_interval(0.5, 10) == pytest.approx((0.2366, 0.7634), abs=1e-4)
-    assert wilson_interval(0.0, 20) == pytest.approx((0.0, 0.1611), abs=1e-4)
-    assert wilson_interval(0.9, 50) == pytest.approx((0.7864, 0.9565), abs=1e-4)
 
 
 def test_accuracy_is_a_mean_and_pass_at_k_a_maximum_over_samples():
