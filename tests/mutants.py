@@ -76,6 +76,34 @@ SESSION = "training/test_session.py"
 
 LIST: list[Mutant] = [
     *of(
+        "report/charts.py",
+        "report/test_ablation_page.py",
+        (
+            "mean-of-values-on-log-axis",
+            "_means(seeds, curve.log_scale)",
+            "_means(seeds, False)",
+            "of_the_logarithm",
+        ),
+        ("compiling-step-drawn", "(steps[1:], values[1:])", "(steps, values)", "of_the_logarithm"),
+    ),
+    *of(
+        "report/runs.py",
+        "report/test_ablation_page.py",
+        ("seed-keeps-runs-apart", '("seed", "output")', '("output",)', "in_their_seed_alone"),
+        ("equal-seeds-grouped", "len(set(seeds)) == len(seeds)", "True", "of_one_seed"),
+    ),
+    *of(
+        "report/ablation.py",
+        "report/test_ablation_page.py",
+        (
+            "collapse-not-listed",
+            'if run["status"] != "finished"',
+            'if run["status"] == "failed"',
+            "listed_with_the_reason",
+        ),
+        ("colour-of-the-arm", 'recipes.index(arm["recipe"])', "len(arms)", "colour_is_the_recipe"),
+    ),
+    *of(
         "config/run.py",
         WIRING,
         (

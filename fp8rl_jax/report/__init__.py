@@ -1,1 +1,2 @@
-"""One HTML page from run directories: `runs` reads, `charts` draws, `page` puts all on a page."""
+"""HTML pages from run directories: `runs` reads, `charts` draws, `page` puts runs side by side, and
+`ablation` answers a question over arms and seeds."""

@@ -66,17 +66,21 @@ def read_comparison(path: Path) -> dict[str, Any]:
             f"{path}: not written by this version's `fp8rl compare --json`; run it again"
         )
     pattern = _PATTERN if results.get("recorded") is None else _PATTERN | {"recorded": _RECORDED}
-    if fault := _misfit(results, pattern, ""):
+    if fault := misfit(results, pattern, ""):
         raise UserError(f"{path}: {fault}; run `fp8rl compare --json` again")
     return results
 
 
-def _misfit(value: Any, pattern: Any, where: str) -> str:
-    """What is not as `pattern` says, "" where all is: a type or several, [pattern of each], or
-    {key: pattern}."""
+def misfit(value: Any, pattern: Any, where: str) -> str:
+    """Name the first part of `value` that is not as `pattern` says; "" where all is.
+
+    Args:
+        pattern: a type or several, [pattern of each], or {key: pattern}.
+        where: path of `value` in the file; "" of the whole.
+    """
     if isinstance(pattern, list):
         faults = (
-            (_misfit(x, pattern[0], f"{where}[{i}]") for i, x in enumerate(value))
+            (misfit(x, pattern[0], f"{where}[{i}]") for i, x in enumerate(value))
             if isinstance(value, list)
             else [where]
         )
@@ -84,7 +88,7 @@ def _misfit(value: Any, pattern: Any, where: str) -> str:
         if not isinstance(value, dict):
             return f"{where or 'the file'} is no table"
         faults = (
-            _misfit(value.get(key), inner, f"{where}.{key}".lstrip("."))
+            misfit(value.get(key), inner, f"{where}.{key}".lstrip("."))
             for key, inner in pattern.items()
         )
     else:

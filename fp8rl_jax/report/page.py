@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.report.charts import (
@@ -19,11 +19,12 @@ from fp8rl_jax.report.charts import (
     DASHES,
     PHASES,
     curve_chart,
+    interval_over_seeds,
     phase_seconds,
     timing_chart,
 )
 from fp8rl_jax.report.comparison import Panel, panel, read_comparison
-from fp8rl_jax.report.runs import Run, find_comparisons, find_runs, read_runs
+from fp8rl_jax.report.runs import Arm, Run, find_comparisons, find_runs, group_runs, read_runs
 
 _SHOWN_SAMPLES = 4
 _SHOWN_CHARACTERS = 2000
@@ -38,21 +39,28 @@ def write_report(directories: list[Path], output: Path) -> Path:
     Raises:
         UserError: there is no run, a run's files are damaged, or the page cannot be written.
     """
-    runs = read_runs(find_runs(directories))
-    page = render(runs, [read_comparison(path) for path in find_comparisons(directories)])
+    arms = group_runs(read_runs(find_runs(directories)), ARM_COLOURS)
+    page = render(arms, [read_comparison(path) for path in find_comparisons(directories)])
+    return save_page(page, output, "name another file with --output")
+
+
+def save_page(page: str, output: Path, remedy: str) -> Path:
+    """Write a page whole or not at all.
+
+    Raises:
+        UserError: it cannot be written; `remedy` says what to do.
+    """
     unfinished = output.with_name(f"{output.name}.tmp")
     try:
         unfinished.write_text(page, encoding="utf-8")
         os.replace(unfinished, output)
     except OSError as error:
-        raise UserError(
-            f"{output}: cannot be written: {error.strerror}; name another file with --output"
-        ) from error
+        raise UserError(f"{output}: cannot be written: {error.strerror}; {remedy}") from error
     return output
 
 
-def render(runs: list[Run], comparisons: Sequence[dict[str, Any]] = ()) -> str:
-    """Render the page as text; all text from the runs' files is escaped."""
+def page_template(name: str) -> Template:
+    """Get a template of this folder; it escapes whatever it is given."""
     environment = Environment(
         loader=PackageLoader("fp8rl_jax.report", "."),
         autoescape=True,
@@ -60,59 +68,102 @@ def render(runs: list[Run], comparisons: Sequence[dict[str, Any]] = ()) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    return environment.get_template(name)
+
+
+def render(arms: list[Arm], comparisons: Sequence[dict[str, Any]] = ()) -> str:
+    """Render the page as text; all text from the runs' files is escaped."""
     panels = [panel(number, results) for number, results in enumerate(comparisons)]
-    phases = [phase_seconds(run) for run in runs]
-    labels = [
-        label
-        for label in [*PHASES.values(), "other"]
-        if any(label in seconds for seconds in phases)
-    ]
-    return environment.get_template("page.html").render(
-        title=_title(runs, panels),
-        arms=[_arm(index, run) for index, run in enumerate(runs)],
-        headline=[headline(run) for run in runs],
-        charts=[curve_chart(curve, runs) for curve in CURVES] if runs else [],
-        timing=timing_chart(runs) if runs else None,
-        phases=[
-            (_phase_number(label), label, [_number(row.get(label)) for row in phases])
-            for label in labels
-        ],
-        differences=config_differences(runs),
-        samples=[sample_pairs(run) for run in runs],
+    return page_template("page.html").render(
+        title=_title(arms, panels),
+        arms=arms_with_keys(arms),
+        runs=sum(len(arm.runs) for arm in arms),
+        lines=lines_text(arms),
+        headline=[headline(arm) for arm in arms],
+        charts=[curve_chart(curve, arms) for curve in CURVES] if arms else [],
+        timing=timing_chart(arms) if arms else None,
+        phases=phase_rows(arms),
+        differences=config_differences(arms),
+        samples=[sample_pairs(arm.runs[0]) for arm in arms],
         panels=panels,
     )
 
 
-def headline(run: Run) -> dict[str, str]:
-    """Make one row of the first table.
+def lines_text(arms: list[Arm]) -> str:
+    """Say what the lines of arms of several seeds are."""
+    said = "Thin: single seeds. Thick: their mean, with its 95 % interval (Student's t)."
+    ends = [{run.metrics[-1]["step"] for run in arm.runs} for arm in arms]
+    if any(len(steps) > 1 for steps in ends):
+        said += " Where a seed ends, the mean goes on without it."
+    return said
+
+
+def arms_with_keys(arms: list[Arm]) -> list[dict[str, Any]]:
+    """Give what templates need of each arm: name, label, runs, colour and dash pattern."""
+    return [
+        {
+            "name": arm.name,
+            "label": arm.label,
+            "runs": arm.runs,
+            "colour": arm.colour,
+            "dashes": " ".join(str(length) for length in DASHES[arm.dashes % len(DASHES)]),
+        }
+        for arm in arms
+    ]
+
+
+def phase_rows(arms: list[Arm]) -> list[tuple[int, str, list[str]]]:
+    """Make the table of seconds a step: (number of the phase's colour, its name, a cell an arm)."""
+    phases = [phase_seconds(arm) for arm in arms]
+    return [
+        (number, label, [number_text(row.get(label)) for row in phases])
+        for number, label in enumerate([*PHASES.values(), "other"])
+        if any(label in row for row in phases)
+    ]
+
+
+def headline(arm: Arm) -> dict[str, str]:
+    """Make one row of the first table; of several seeds, means with their 95 % intervals.
 
     A tenth of a run is at least one step; a value that was never logged is a dash.
     """
-    steps = len(set(run.series("reward/mean")[0] or run.series("step")[0]))
-    planned = run.config.get("trainer.steps", steps)
-    seconds = run.series("time/step")[1]
+    run = arm.runs[0]
+    steps = list(dict.fromkeys(_steps(run) for run in arm.runs))
     return {
         "Recipe": str(run.config.get("recipe", NOTHING)),
         "Compute dtype": str(run.config.get("compute_dtype", NOTHING)),
-        "Steps": f"{steps}" if steps == planned else f"{steps} of {planned}",
-        "Reward, first → last tenth": _first_to_last_tenth(run, "reward/mean"),
-        "Held-out accuracy, first → last": _accuracy(run),
-        "Mismatch k3, last tenth": _number(_tenths(run, "mismatch/k3")[1]),
-        "Completion tokens, first → last tenth": _first_to_last_tenth(
-            run, "completions/mean_length"
+        "Steps": ", ".join(steps),
+        "Reward, first → last tenth": _first_to_last_tenth(arm, "reward/mean"),
+        "Held-out accuracy, first → last": _accuracy(arm),
+        "Mismatch k3, last tenth": estimate_text(
+            [_tenths(run, "mismatch/k3")[1] for run in arm.runs]
         ),
-        "Seconds a step, median": _number(statistics.median(seconds) if seconds else None),
+        "Completion tokens, first → last tenth": _first_to_last_tenth(
+            arm, "completions/mean_length"
+        ),
+        "Seconds a step, median": estimate_text([median_of(run, "time/step") for run in arm.runs]),
     }
 
 
-def config_differences(runs: list[Run]) -> list[tuple[str, list[str]]]:
-    """Configuration keys that are not the same in every run, each with its value by run."""
-    keys = sorted({key for run in runs for key in run.config})
-    rows = [
-        (key, [json.dumps(run.config[key]) if key in run.config else NOTHING for run in runs])
-        for key in keys
-    ]
-    return [(key, values) for key, values in rows if len(set(values)) > 1]
+def median_of(run: Run, key: str, first: int = 0) -> float | None:
+    """Take the median of a metric over the steps, without the `first` ones that log it."""
+    values = run.series(key)[1]
+    values = values[first:] or values
+    return statistics.median(values) if values else None
+
+
+def config_differences(arms: list[Arm]) -> list[tuple[str, list[str]]]:
+    """List configuration keys that differ between arms, each with its values by arm."""
+
+    def values(arm: Arm, key: str) -> str:
+        of_runs = (
+            json.dumps(run.config[key]) if key in run.config else NOTHING for run in arm.runs
+        )
+        return ", ".join(dict.fromkeys(of_runs))
+
+    keys = sorted({key for arm in arms for run in arm.runs for key in run.config})
+    rows = [(key, [values(arm, key) for arm in arms]) for key in keys]
+    return [(key, row) for key, row in rows if len(set(row)) > 1]
 
 
 def sample_pairs(run: Run) -> list[tuple[int, list[dict[str, str]]]]:
@@ -128,19 +179,18 @@ def sample_pairs(run: Run) -> list[tuple[int, list[dict[str, str]]]]:
     ]
 
 
-def _title(runs: list[Run], panels: list[Panel]) -> str:
-    if not runs:
+def _title(arms: list[Arm], panels: list[Panel]) -> str:
+    if not arms:
         return panels[0].title if len(panels) == 1 else f"{len(panels)} comparisons"
-    return " and ".join(run.label for run in runs) if len(runs) < 3 else f"{len(runs)} runs"
+    if len(arms) < 3:
+        return " and ".join(arm.label for arm in arms)
+    return f"{sum(len(arm.runs) for arm in arms)} runs"
 
 
-def _arm(index: int, run: Run) -> dict[str, Any]:
-    dashes = " ".join(str(length) for length in DASHES[index // ARM_COLOURS % len(DASHES)])
-    return {"run": run, "colour": index % ARM_COLOURS, "dashes": dashes}
-
-
-def _phase_number(label: str) -> int:
-    return [*PHASES.values(), "other"].index(label)
+def _steps(run: Run) -> str:
+    steps = len(set(run.series("reward/mean")[0] or run.series("step")[0]))
+    planned = run.config.get("trainer.steps", steps)
+    return f"{steps}" if steps == planned else f"{steps} of {planned}"
 
 
 def _sample(row: dict[str, Any]) -> dict[str, str]:
@@ -165,20 +215,47 @@ def _tenths(run: Run, key: str) -> tuple[float | None, float | None]:
     return statistics.fmean(values[:count]), statistics.fmean(values[-count:])
 
 
-def _first_to_last_tenth(run: Run, key: str) -> str:
-    first, last = _tenths(run, key)
-    return NOTHING if first is None else f"{_number(first)} → {_number(last)}"
+def _first_to_last_tenth(arm: Arm, key: str) -> str:
+    tenths = [_tenths(run, key) for run in arm.runs]
+    first, last = (estimate_text([pair[end] for pair in tenths]) for end in (0, 1))
+    return first if first == NOTHING else f"{first} → {last}"
 
 
-def _accuracy(run: Run) -> str:
-    rows = [row for row in run.metrics if "eval/accuracy" in row]
+def _accuracy(arm: Arm) -> str:
+    evaluations = [
+        rows for run in arm.runs if (rows := [row for row in run.metrics if "eval/accuracy" in row])
+    ]
     shown = []
-    for row in [rows[0], rows[-1]] if rows else []:
-        low, high = row.get("eval/accuracy_low"), row.get("eval/accuracy_high")
-        interval = "" if low is None or high is None else f" ({100 * low:.1f}–{100 * high:.1f})"
-        shown.append(f"{100 * row['eval/accuracy']:.1f} %{interval}")
+    for end in (0, -1) if evaluations else ():
+        rows = [rows[end] for rows in evaluations]
+        mean, low, high = rows[0]["eval/accuracy"], None, None
+        if len(rows) > 1:
+            interval = interval_over_seeds([row["eval/accuracy"] for row in rows])
+            mean, low, high = interval.mean, interval.low, interval.high
+        else:
+            low, high = (rows[0].get(f"eval/accuracy_{bound}") for bound in ("low", "high"))
+        around = "" if low is None or high is None else f" ({100 * low:.1f}–{100 * high:.1f})"
+        shown.append(f"{100 * mean:.1f} %{around}")
     return " → ".join(shown) or NOTHING
 
 
-def _number(value: float | None) -> str:
-    return NOTHING if value is None else f"{value:.3g}"
+def number_text(value: float | None) -> str:
+    """Write a number with three digits, without an exponent up to a million; None is a dash."""
+    if value is None:
+        return NOTHING
+    return f"{value:.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.3g}"
+
+
+def estimate_text(values: Sequence[float | None], of_logarithm: bool = False) -> str:
+    """Write the mean over seeds with its 95 % interval, or the value of a single one.
+
+    Args:
+        values: None is left out.
+        of_logarithm: the geometric mean, as in `interval_over_seeds`.
+    """
+    known = [value for value in values if value is not None]
+    if not known:
+        return NOTHING
+    interval = interval_over_seeds(known, of_logarithm)
+    limits = f" ({number_text(interval.low)}, {number_text(interval.high)})"
+    return f"{number_text(interval.mean)}{limits if interval.n > 1 else ''}"

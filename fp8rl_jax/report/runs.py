@@ -13,8 +13,8 @@ import math
 import os
 import sys
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,13 @@ from fp8rl_jax.errors import UserError
 
 _COMPARISON_FILE = "compare.json"
 _NAMED_DAMAGED_LINES = 10
+_OF_A_SEED = ("seed", "output")
+"""Keys that differ between the runs of one arm."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One arm of a comparison."""
+    """One run directory."""
 
     name: str
     """The directory's name, or as much of its path as tells it from the others."""
@@ -57,6 +59,73 @@ class Run:
         """Give steps and values of one metric, of the rows that have it."""
         rows = [row for row in self.metrics if key in row]
         return [row["step"] for row in rows], [row[key] for row in rows]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """Runs that differ in their seed alone: one colour, one row of a table, one mean.
+
+    Attributes:
+        name: as legends and tables have it.
+        runs: by seed; one that left no metrics is not among them.
+        colour: number of the colour; arms of one colour differ in `dashes`.
+        dashes: number of the dash pattern, or 0 for a full line.
+        broken: places in `runs` of those that failed or collapsed, whose curves end with a cross.
+    """
+
+    name: str
+    runs: list[Run]
+    colour: int = 0
+    dashes: int = 0
+    broken: frozenset[int] = frozenset()
+
+    @property
+    def label(self) -> str:
+        """The name, with recipe, compute dtype and the number of seeds where there are several."""
+        text = replace(self.runs[0], name=self.name).label if self.runs else self.name
+        return f"{text}, {len(self.runs)} seeds" if len(self.runs) > 1 else text
+
+
+def group_runs(runs: Sequence[Run], colours: int) -> list[Arm]:
+    """Group runs whose configurations differ in `seed` (and in `output`) alone.
+
+    A run without a config.toml, or with a seed that its group has already, stays alone.
+
+    Args:
+        runs: in the order in which the arms come.
+        colours: how many there are before the next dash pattern is taken.
+    """
+    groups: dict[str, list[int]] = {}
+    for place, run in enumerate(runs):
+        shared = {key: run.config[key] for key in sorted(run.config) if key not in _OF_A_SEED}
+        groups.setdefault(json.dumps(shared, default=str), []).append(place)
+    places: list[list[int]] = []
+    for group in groups.values():
+        seeds = [runs[place].config.get("seed") for place in group]
+        are_seeds = None not in seeds and len(set(seeds)) == len(seeds)
+        places += [group] if are_seeds else [[place] for place in group]
+    members = [
+        sorted((runs[place] for place in group), key=lambda run: run.config.get("seed", 0))
+        for group in sorted(places)
+    ]
+    names = [_shared_name([run.name for run in group]) for group in members]
+    for place, group in enumerate(members):
+        if names.count(names[place]) > 1:
+            names[place] = ", ".join(run.name for run in group)
+    return [
+        Arm(name, group, index % colours, index // colours)
+        for index, (name, group) in enumerate(zip(names, members, strict=True))
+    ]
+
+
+def _shared_name(names: list[str]) -> str:
+    """Name a group: "bf16" of bf16-0 and bf16-1, "*/bf16" of 0/bf16 and 1/bf16."""
+    if len(names) == 1:
+        return names[0]
+    first = os.path.commonprefix(names)
+    last = os.path.commonprefix([name[len(first) :][::-1] for name in names])[::-1]
+    stem = first.removesuffix("seed").rstrip("-_./ ")
+    return stem if stem and not last else f"{first}*{last}"
 
 
 def find_runs(directories: Iterable[Path]) -> list[Path]:

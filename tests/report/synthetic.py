@@ -6,16 +6,23 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 LAYERS = 9
 PROMPT = "What is <b>3</b> + 5? & \"quote\" <script>alert('prompt')</script>"
 
 
 def write_run(
-    directory: Path, recipe: str, steps: int = 60, k3: float = 2e-3, dtype: str = "float32"
+    directory: Path,
+    recipe: str,
+    steps: int = 60,
+    k3: float = 2e-3,
+    dtype: str = "float32",
+    seed: int | None = None,
+    lift: float = 0.0,
 ) -> Path:
     """A run of `steps` steps whose reward goes from 0.2 to 0.9 in a straight line; evaluated every
-    10 steps."""
+    10 steps. `lift` is added to rewards and accuracies."""
     directory.mkdir(parents=True)
     rows = []
     for step in range(steps):
@@ -23,7 +30,7 @@ def write_run(
         row = {
             "step": step,
             "time": 1.7e9 + step,
-            "reward/mean": 0.2 + 0.7 * part,
+            "reward/mean": 0.2 + 0.7 * part + lift,
             "mismatch/k3": k3 * (1 + 0.3 * math.sin(step)),
             "mismatch/token_mult_prob_error": 1 + 10 * k3,
             "entropy": 1.2 - part,
@@ -32,14 +39,16 @@ def write_run(
             "time/gen": 1.0,
             "time/train": 0.5,
             "time/sync": 0.1,
+            "perf/tok_per_s_gpu": (1000.0 + 1000 * lift) if step else 60.0,
+            "perf/memory_peak_gib": 7.25,
         }
         if step % 10 == 0 or step == steps - 1:
-            accuracy = 0.3 + 0.6 * part
+            accuracy = 0.3 + 0.6 * part + lift
             low, high = accuracy - 0.05, accuracy + 0.05
             row |= {"eval/accuracy": accuracy, "eval/accuracy_low": low, "eval/accuracy_high": high}
         rows.append(row)
     (directory / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    samples = [
+    samples: list[dict[str, Any]] = [
         {
             "step": step,
             "prompt": PROMPT,
@@ -54,12 +63,84 @@ def write_run(
     )
     (directory / "samples.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in samples))
     top = f'output = "{directory.name}"\nrecipe = "{recipe}"\ncompute_dtype = "{dtype}"\n'
+    top += "" if seed is None else f"seed = {seed}\n"
     config = f"{top}[trainer]\nsteps = {steps}\n[rollout]\ntemperature = 1.0\n"
     (directory / "config.toml").write_text(config)
     (directory / "run.json").write_text(
         json.dumps({"versions": {"jax": "0.11.2"}, "command": "fp8rl train"})
     )
     return directory
+
+
+WHY = "step 30: <b>loss</b> is not a number"
+METHODS = "Arms are held against bf16 seed by seed & adjusted by <i>Holm</i>."
+
+
+def write_ablation(directory: Path, arms=("bf16", "fp8-rl", "jet-rl"), seeds=5, steps=60) -> Path:
+    """An ablation: arm i's accuracy is i percent lower, seeds spread by 1 percent, and in the last
+    arm one run collapsed half way and one has no directory. Returns the record."""
+    directory.mkdir(parents=True, exist_ok=True)
+    entries = []
+    for index, arm in enumerate(arms):
+        runs = []
+        for seed in range(seeds):
+            run = {"seed": seed, "directory": f"{arm}-{seed}", "status": "finished", "why": ""}
+            lift = 0.01 * (seed - (seeds - 1) / 2 + 0.3 * math.sin(7 * seed + index)) - 0.01 * index
+            runs.append(run | {"outcome": 0.9 + lift})
+            length = steps
+            if index and index == len(arms) - 1 and seed == 1:
+                runs[-1] |= {"status": "failed", "why": WHY, "outcome": None}
+                continue
+            if index and index == len(arms) - 1 and seed == 3:
+                runs[-1] |= {"status": "collapsed", "why": "reward under 0.1", "outcome": 0.1}
+                length = steps // 2
+            k3 = 2e-3 * (index + 1) * (1 + 0.05 * math.sin(seed))
+            run = write_run(directory / f"{arm}-{seed}", arm, steps, k3, seed=seed, lift=lift)
+            lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+            (run / "metrics.jsonl").write_text("".join(lines[:length]))
+        settings = {"recipe": arm, "rollout.temperature": 1.0}
+        entries.append(
+            {"name": arm, "recipe": arm, "compute_dtype": "float32", "settings": settings}
+            | {"runs": runs}
+        )
+    comparisons = [
+        {
+            "arm": arm,
+            "baseline": arms[0],
+            "n": seeds,
+            "difference": {"mean": -0.01 * index, "low": -0.034, "high": 0.013, "n": seeds},
+            "correlation": 0.9,
+            "detectable": 0.03,
+            "verdict": "no worse",
+            "more_pairs": None,
+            "collapsed": 0,
+            "baseline_collapsed": 0,
+            "alpha": 0.05,
+            "over": "seeds",
+            "sentence": f"{arm} - {arms[0]}: {-0.01 * index:.3f} (-0.034, 0.013), {seeds} seeds: "
+            "no worse within 0.04",
+        }
+        for index, arm in enumerate(arms)
+        if index
+    ]
+    record = {
+        "version": 1,
+        "name": "demo <b>",
+        "question": "Does FP8 cost accuracy here, and does it buy time?",
+        "baseline": arms[0],
+        "metric": {"name": "eval/accuracy", "better": "higher", "margin": 0.04},
+        "alpha": 0.05,
+        "look": [1, 1],
+        "seeds": list(range(seeds)),
+        "arms": entries,
+        "comparisons": comparisons,
+        "methods": METHODS,
+        "command": "fp8rl ablate demo.toml",
+        "made": "2026-01-01T00:00:00+00:00",
+    }
+    path = directory / "ablation.json"
+    path.write_text(json.dumps(record))
+    return path
 
 
 def numbers(error):

@@ -58,7 +58,8 @@ def test_the_page_fits_and_every_chart_is_drawn(chromium, tmp_path, page, width)
     measure = tmp_path / "measure.html"
     measure.write_text(MEASURE.format(width=width, page=html.escape(page.read_text())))
     dom = browse(chromium, tmp_path, "--window-size=1400,1000", "--dump-dom", measure.as_uri())
-    found = json.loads(html.unescape(re.search(r'<pre id="result">(.*?)</pre>', dom).group(1)))
+    (result,) = re.findall(r'<pre id="result">(.*?)</pre>', dom)
+    found = json.loads(html.unescape(result))
     assert found["scroll"] <= found["width"]
     assert width - 20 <= found["width"] <= width
     curves = [f"chart-{re.sub('[^a-z0-9]', '-', curve.key).replace('_', '-')}" for curve in CURVES]

@@ -9,7 +9,7 @@ from fp8rl_jax.cli import main as cli
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.report.comparison import FAINTEST, panel, read_comparison
 from fp8rl_jax.report.page import render, write_report
-from fp8rl_jax.report.runs import find_comparisons, find_runs, read_runs
+from fp8rl_jax.report.runs import find_comparisons, find_runs, group_runs, read_runs
 
 TITLE = (
     "Rollout of the fp8-rollout recipe, float32 compute, against trainer of the fp8-rollout "
@@ -61,8 +61,8 @@ def test_the_heat_map_has_a_cell_for_each_layer_and_operation(tmp_path):
 
 def test_the_page_with_and_without_runs(tmp_path):
     results = read_comparison(write_comparison(tmp_path / "results"))
-    runs = read_runs([write_run(tmp_path / "bf16", "bf16", steps=5)])
-    for page in (render(runs, [results, results]), render([], [results, results])):
+    arms = group_runs(read_runs([write_run(tmp_path / "bf16", "bf16", steps=5)]), colours=6)
+    for page in (render(arms, [results, results]), render([], [results, results])):
         assert "<b>float32" not in page and "&lt;b&gt;float32" in page and "<i>" not in page
         ids = re.findall(r'\bid="([^"]+)"', page)
         assert len(ids) == len(set(ids)) and {
@@ -73,7 +73,7 @@ def test_the_page_with_and_without_runs(tmp_path):
         assert set(re.findall(r"var\((--[a-z]+\d*)\)", page)) <= set(
             re.findall(r"(--[a-z]+\d*):", page)
         )
-    assert "Training" not in render([], [results]) and "Comparison:" in render(runs, [results])
+    assert "Training" not in render([], [results]) and "Comparison:" in render(arms, [results])
     assert f"<title>{TITLE}" in render([], [results])
 
 

@@ -6,15 +6,19 @@ from report.synthetic import PROMPT, write_run
 
 from fp8rl_jax.cli import main as cli
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.report.charts import CURVES, curve_chart, phase_seconds
+from fp8rl_jax.report.charts import ARM_COLOURS, CURVES, curve_chart, phase_seconds
 from fp8rl_jax.report.page import config_differences, headline, render, sample_pairs, write_report
-from fp8rl_jax.report.runs import read_runs
+from fp8rl_jax.report.runs import group_runs, read_runs
+
+
+def read_arms(directories):
+    return group_runs(read_runs(directories), ARM_COLOURS)
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def arms(tmp_path_factory):
     parent = tmp_path_factory.mktemp("runs")
-    return read_runs(
+    return read_arms(
         [write_run(parent / "bf16", "bf16", k3=0.0), write_run(parent / "fp8-rl", "fp8-rl")]
     )
 
@@ -35,8 +39,8 @@ class Elements(HTMLParser):
         self.text += data
 
 
-def test_headline_has_the_numbers_of_the_run(runs):
-    row = headline(runs[1])
+def test_headline_has_the_numbers_of_the_run(arms):
+    row = headline(arms[1])
     # Rewards 0.2 + 0.7 i / 59: the first six have mean 0.2297, the last six 0.8703.
     assert row["Reward, first → last tenth"] == "0.23 → 0.87"
     assert row["Held-out accuracy, first → last"] == "30.0 % (25.0–35.0) → 90.0 % (85.0–95.0)"
@@ -49,35 +53,35 @@ def test_an_unfinished_run_says_how_far_it_got(tmp_path):
     run = write_run(tmp_path / "run", "bf16", steps=60)
     lines = (run / "metrics.jsonl").read_text().splitlines()[:20]
     (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    assert headline(read_runs([run])[0])["Steps"] == "20 of 60"
+    assert headline(read_arms([run])[0])["Steps"] == "20 of 60"
 
 
-def test_phases_add_up_to_the_step_without_the_first(runs):
-    assert phase_seconds(runs[0]) == pytest.approx(
+def test_phases_add_up_to_the_step_without_the_first(arms):
+    assert phase_seconds(arms[0]) == pytest.approx(
         {"generation": 1.0, "update": 0.5, "weight sync": 0.1, "other": 0.4}
     )
 
 
-def test_only_differences_of_the_configuration_are_listed(runs):
-    assert config_differences(runs) == [
+def test_only_differences_of_the_configuration_are_listed(arms):
+    assert config_differences(arms) == [
         ("output", ['"bf16"', '"fp8-rl"']),
         ("recipe", ['"bf16"', '"fp8-rl"']),
     ]
 
 
-def test_samples_are_those_of_the_first_and_last_step(runs):
-    (first, early), (last, late) = sample_pairs(runs[0])
+def test_samples_are_those_of_the_first_and_last_step(arms):
+    (first, early), (last, late) = sample_pairs(arms[0].runs[0])
     assert (first, last) == (0, 59)
     assert [sample["completion"] for sample in late] == ["completion of step 59"]
     assert early[1]["completion"].endswith("x… (1000 more characters)")
     assert early[1]["answer"] == "–" and early[1]["reward"] == "0.125"
 
 
-def test_zeros_are_noted_where_a_logarithm_cannot_show_them(runs):
+def test_zeros_are_noted_where_a_logarithm_cannot_show_them(arms):
     (k3,) = (curve for curve in CURVES if curve.key == "mismatch/k3")
     assert (
         "bf16 recipe, float32 compute: 0 at 60 of 60 steps, not drawn."
-        in curve_chart(k3, runs).about
+        in curve_chart(k3, arms).about
     )
 
 
@@ -88,10 +92,10 @@ def test_every_run_is_called_by_its_recipe_and_compute_dtype(tmp_path):
         write_run(tmp_path / "bf16", "bf16"),
         write_run(tmp_path / "other", "bf16", dtype="bfloat16"),
     )
-    runs = read_runs([first, second])
+    arms = read_arms([first, second])
     labels = ["bf16 recipe, float32 compute", "other (bf16 recipe, bfloat16 compute)"]
-    assert [run.label for run in runs] == labels
-    page = render(runs)
+    assert [arm.label for arm in arms] == labels
+    page = render(arms)
     text = Elements(page).text
     assert f"<title>{labels[0]} and {labels[1]}" in page
     # a legend under each chart of curves; samples, timing and configuration; its details
@@ -99,17 +103,17 @@ def test_every_run_is_called_by_its_recipe_and_compute_dtype(tmp_path):
     assert ">float32 compute</text>" in page and ">bfloat16 compute</text>" in page
     named = re.findall(r"<li>.*?</svg>(.*?)</li>", page) + re.findall(r"<th>(.*?)</th>", page)
     assert "bf16" not in named
-    assert config_differences(runs)[0] == ("compute_dtype", ['"float32"', '"bfloat16"'])
+    assert config_differences(arms)[0] == ("compute_dtype", ['"float32"', '"bfloat16"'])
 
 
-def test_text_of_the_runs_is_escaped(runs):
-    page = Elements(render(runs))
+def test_text_of_the_runs_is_escaped(arms):
+    page = Elements(render(arms))
     assert "script" not in page.tags and "b" not in page.tags
     assert PROMPT in page.text
 
 
-def test_the_page_refers_to_nothing_outside_itself(runs):
-    page = render(runs)
+def test_the_page_refers_to_nothing_outside_itself(arms):
+    page = render(arms)
     elements = Elements(page)
     links = [
         value
@@ -122,19 +126,19 @@ def test_the_page_refers_to_nothing_outside_itself(runs):
     assert "@import" not in page and "http:" not in page and "https:" not in page
 
 
-def test_ids_are_unique_and_references_resolve(runs):
-    page = render(runs)
+def test_ids_are_unique_and_references_resolve(arms):
+    page = render(arms)
     ids = re.findall(r'\bid="([^"]+)"', page)
     assert len(ids) == len(set(ids))
     assert set(re.findall(r'(?:href="|url\()#([^")]+)', page)) <= set(ids)
 
 
-def test_the_same_runs_give_the_same_page(runs):
-    assert render(runs) == render(runs)
+def test_the_same_runs_give_the_same_page(arms):
+    assert render(arms) == render(arms)
 
 
 def test_colours_are_those_of_the_page_and_dashes_tell_arms_beyond_the_palette_apart(tmp_path):
-    arms = read_runs([write_run(tmp_path / f"arm{index}", "bf16", steps=5) for index in range(8)])
+    arms = read_arms([write_run(tmp_path / f"arm{index}", "bf16", steps=5) for index in range(8)])
     page = render(arms)
     assert "#0a0" not in page
     assert set(re.findall(r"var\((--[a-z]+\d*)\)", page)) <= set(
@@ -153,7 +157,7 @@ def test_colours_are_those_of_the_page_and_dashes_tell_arms_beyond_the_palette_a
 
 def test_a_run_with_little_in_it_still_has_a_page(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "loss": 1.5}\n')
-    page = Elements(render(read_runs([tmp_path])))
+    page = Elements(render(read_arms([tmp_path])))
     assert page.text.count("No run logged this.") == len(CURVES) + 1
     assert "This run kept no samples." in page.text
 

@@ -1,0 +1,315 @@
+"""What an ablation found, as one HTML page and as text, from its record `ablation.json`.
+
+The verdicts are the record's; the curves are read from the run directories that it names. A run
+that failed or collapsed is listed with the reason, and its curve ends with a cross.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import textwrap
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+from rich.console import Console
+from rich.table import Table
+
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.report.charts import ARM_COLOURS, CURVES, THROUGHPUT, curve_chart, timing_chart
+from fp8rl_jax.report.comparison import misfit
+from fp8rl_jax.report.page import (
+    NOTHING,
+    arms_with_keys,
+    estimate_text,
+    lines_text,
+    median_of,
+    number_text,
+    page_template,
+    phase_rows,
+    save_page,
+)
+from fp8rl_jax.report.runs import Arm, Run, read_runs
+from fp8rl_jax.statistics import t_interval
+
+VERSION = 1
+WIDTH = 100
+_COLUMNS = 3
+"""Arms beside each other in the text."""
+SCRIPT = Path(__file__).with_name("ablation.js")
+BROKEN = ("failed", "collapsed")
+_NUMBER, _MAYBE = (int, float), (int, float, type(None))
+_RUN = {"seed": int, "directory": str, "status": str, "why": str, "outcome": _MAYBE}
+_PATTERN = {
+    **dict.fromkeys(("name", "question", "baseline", "methods", "command", "made"), str),
+    "metric": {"name": str, "better": str, "margin": _NUMBER},
+    "alpha": _NUMBER,
+    "look": [int],
+    "seeds": [int],
+    "arms": [{"name": str, "recipe": str, "compute_dtype": str, "settings": dict, "runs": [_RUN]}],
+    "comparisons": [
+        {
+            "arm": str,
+            "sentence": str,
+            "difference": {"mean": _MAYBE, "low": _MAYBE, "high": _MAYBE, "n": int},
+            "verdict": str,
+        }
+    ],
+}
+
+
+@dataclass(frozen=True)
+class Ablation:
+    """A record and the runs that it names, read."""
+
+    record: dict[str, Any]
+    arms: list[Arm]
+    """In the record's order; of each, the runs that left metrics."""
+    seeds: list[list[int]]
+    """Of these runs."""
+    notes: list[str]
+    """What the curves lack, one line each."""
+
+
+def write_page(record: Path) -> Path:
+    """Write the page of an ablation beside its record.
+
+    Args:
+        record: the file `ablation.json`.
+
+    Returns:
+        The page, `ablation.html`.
+
+    Raises:
+        UserError: the record or a run's file is damaged, or the page cannot be written.
+    """
+    return save_page(_render(_read(record)), record.with_suffix(".html"), "make room for it")
+
+
+def text(record: Path) -> str:
+    """Say what the page says, for a terminal of 100 columns.
+
+    Args:
+        record: the file `ablation.json`.
+
+    Raises:
+        UserError: the record or a run's file is damaged.
+    """
+    ablation = _read(record)
+    facts = ablation.record
+    rows = _rows(ablation)
+    lines = [": ".join(filter(None, (facts["name"], facts["question"]))), "", *_verdicts(facts)]
+    for first in range(0, len(rows), _COLUMNS):
+        lines += ["", *_table(rows[first : first + _COLUMNS])]
+    if broken := _not_finished(facts):
+        lines += ["", "runs that did not finish:"]
+        lines += [f"  {arm}, seed {seed}: {status}: {why}" for arm, seed, status, why in broken]
+    lines += ["", *(f"note: {note}" for note in ablation.notes)]
+    lines += textwrap.wrap(facts["methods"], WIDTH, break_long_words=False)
+    return "\n".join(lines).rstrip()
+
+
+def _read(path: Path) -> Ablation:
+    try:
+        record = json.loads(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not JSON: {error}") from None
+    if not isinstance(record, dict) or record.get("version") != VERSION:
+        raise UserError(f"{path}: not written by this version's `fp8rl ablate`; run it again")
+    fault = misfit(record, _PATTERN, "")
+    if not fault and not record["metric"]["margin"] > 0:
+        fault = "metric.margin is not positive"
+    if not fault and record["baseline"] not in [arm["name"] for arm in record["arms"]]:
+        fault = f"baseline {record['baseline']!r} is no arm"
+    if fault:
+        raise UserError(f"{path}: {fault}; run `fp8rl ablate` again")
+    return _with_runs(path, record)
+
+
+def _with_runs(path: Path, record: dict[str, Any]) -> Ablation:
+    """Read the runs of a record. The page of one that has not finished does without its curves
+    where they cannot be read."""
+    runs: dict[tuple[str, int], Run] = {}
+    notes = []
+    for arm in record["arms"]:
+        for row in arm["runs"]:
+            directory = path.parent / row["directory"]
+            is_finished = row["status"] == "finished"
+            try:
+                if (directory / "metrics.jsonl").is_file():
+                    (runs[arm["name"], row["seed"]],) = read_runs([directory])
+                elif is_finished:
+                    notes.append(f"no curves of {row['directory']}: it has no metrics.jsonl")
+            except UserError as error:
+                if is_finished:
+                    raise
+                notes.append(f"no curves of {row['directory']}: {str(error).splitlines()[0]}")
+    recipes = list(dict.fromkeys(arm["recipe"] for arm in record["arms"]))
+    of_colour: Counter[int] = Counter()
+    arms, seeds = [], []
+    for arm in record["arms"]:
+        rows = sorted(arm["runs"], key=lambda row: row["seed"])
+        rows = [row for row in rows if (arm["name"], row["seed"]) in runs]
+        colour = recipes.index(arm["recipe"]) % ARM_COLOURS
+        arms.append(
+            Arm(
+                arm["name"],
+                [runs[arm["name"], row["seed"]] for row in rows],
+                colour,
+                of_colour[colour],
+                frozenset(i for i, row in enumerate(rows) if row["status"] in BROKEN),
+            )
+        )
+        of_colour[colour] += 1
+        seeds.append([row["seed"] for row in rows])
+    return Ablation(record, arms, seeds, notes)
+
+
+def _render(ablation: Ablation) -> str:
+    record, arms = ablation.record, ablation.arms
+    script = SCRIPT.read_text(encoding="utf-8")
+    first, others = (*CURVES[:3], THROUGHPUT), CURVES[3:]
+    charts = [
+        *(curve_chart(curve, arms) for curve in first),
+        timing_chart(arms),
+        *(curve_chart(curve, arms) for curve in others),
+    ]
+    keys = {arm["name"]: arm for arm in arms_with_keys(arms)}
+    return page_template("ablation.html").render(
+        title=record["name"],
+        record=record,
+        arms=list(keys.values()),
+        verdicts=[
+            (keys.get(row["arm"]), sentence)
+            for row, sentence in zip(record["comparisons"], _verdicts(record), strict=True)
+        ],
+        rows=_rows(ablation),
+        charts=[chart for chart in charts if chart.svg],
+        phases=phase_rows(arms),
+        numbers={
+            "charts": {chart.name: chart.hover for chart in charts if chart.hover},
+            "seeds": ablation.seeds,
+        },
+        broken=_not_finished(record),
+        lines=lines_text(arms),
+        differing=_settings(record),
+        notes=ablation.notes,
+        script=Markup(script),
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+    )
+
+
+def _verdicts(record: dict[str, Any]) -> list[str]:
+    return [row["sentence"] for row in record["comparisons"]]
+
+
+def _rows(ablation: Ablation) -> list[dict[str, str]]:
+    """Make the table: a row an arm, means over seeds with 95 % intervals."""
+    record = ablation.record
+    differences = {row["arm"]: row["difference"] for row in record["comparisons"]}
+    margin = record["metric"]["margin"]
+    rows = []
+    for facts, arm in zip(record["arms"], ablation.arms, strict=True):
+        states = Counter(run["status"] for run in facts["runs"])
+        finished = f"{states.pop('finished', 0)} of {len(facts['runs'])}"
+        others = [f"{count} {status}" for status, count in states.items()]
+        outcomes = [run["outcome"] for run in facts["runs"] if run["outcome"] is not None]
+        difference = "baseline" if facts["name"] == record["baseline"] else NOTHING
+        if facts["name"] in differences:
+            limits = differences[facts["name"]]
+            difference = _estimate(limits["mean"], limits["low"], limits["high"], margin)
+        outcome = t_interval(outcomes)
+        rows.append(
+            {
+                "Arm": facts["name"],
+                "Recipe": facts["recipe"],
+                "Compute dtype": facts["compute_dtype"],
+                "Seeds finished": ", ".join([finished, *others]),
+                record["metric"]["name"]: _estimate(
+                    outcome.mean, outcome.low, outcome.high, margin
+                ),
+                f"Difference to {record['baseline']}": difference,
+                "Mismatch k3": _mismatch(arm.runs),
+                "Tokens/s": estimate_text([median_of(run, THROUGHPUT.key, 1) for run in arm.runs]),
+                "Seconds/step": estimate_text([median_of(run, "time/step", 1) for run in arm.runs]),
+                "Peak memory, GiB": _memory(arm.runs),
+            }
+        )
+    if all(row["Peak memory, GiB"] == NOTHING for row in rows):
+        for row in rows:
+            del row["Peak memory, GiB"]
+    return rows
+
+
+def _estimate(mean: float | None, low: float | None, high: float | None, margin: float) -> str:
+    """Write an estimate as `statistics.sentence` does: with one decimal more than the margin."""
+    if mean is None or not math.isfinite(mean):
+        return NOTHING
+    decimals = max(0, 1 - math.floor(math.log10(margin)))
+    first, *limits = (
+        f"{round(x, decimals) + 0.0:.{decimals}f}"
+        for x in (mean, low, high)
+        if x is not None and math.isfinite(x)
+    )
+    return f"{first} ({', '.join(limits)})" if len(limits) == 2 else first
+
+
+def _mismatch(runs: list[Run]) -> str:
+    """Write the mean over a run's steps, averaged over seeds: the geometric mean, as charts
+    have it, where no seed has zero."""
+    means = [sum(values) / len(values) for run in runs if (values := run.series("mismatch/k3")[1])]
+    return estimate_text(means, of_logarithm=all(mean > 0 for mean in means))
+
+
+def _memory(runs: list[Run]) -> str:
+    peaks = [max(values) for run in runs if (values := run.series("perf/memory_peak_gib")[1])]
+    return number_text(max(peaks)) if any(peaks) else NOTHING
+
+
+def _not_finished(record: dict[str, Any]) -> list[tuple[str, int, str, str]]:
+    """List the runs that have not finished: (arm, seed, status, why)."""
+    return [
+        (arm["name"], run["seed"], run["status"], run["why"] or NOTHING)
+        for arm in record["arms"]
+        for run in arm["runs"]
+        if run["status"] != "finished"
+    ]
+
+
+def _settings(record: dict[str, Any]) -> list[tuple[str, list[str]]]:
+    """List the settings that arms have of their own, each with its value by arm."""
+    keys = sorted({key for arm in record["arms"] for key in arm["settings"]})
+    return [
+        (
+            key,
+            [
+                json.dumps(arm["settings"][key], ensure_ascii=False)
+                if key in arm["settings"]
+                else NOTHING
+                for arm in record["arms"]
+            ],
+        )
+        for key in keys
+    ]
+
+
+def _table(rows: list[dict[str, str]]) -> list[str]:
+    """Print arms side by side, a line for each number of theirs."""
+    label, *numbers = rows[0]
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column()
+    for row in rows:
+        table.add_column(row[label], overflow="fold")
+    for number in numbers:
+        table.add_row(number, *(row[number] for row in rows))
+    console = Console(width=WIDTH, color_system=None, markup=False, emoji=False, highlight=False)
+    with console.capture() as captured:
+        console.print(table)
+    return [line.rstrip() for line in captured.get().splitlines()]
