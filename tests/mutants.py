@@ -91,7 +91,7 @@ LIST: list[Mutant] = [
     *of(
         "ablation/record.py",
         "ablation/test_runner.py",
-        ("half-written-is-whole", "step > steps if", "step >= 0 if", "goes_on_from_its_checkpoint"),
+        ("half-written-is-whole", "step > steps if", "step >= 0 if", "without_the_last_row"),
         ("collapse-ignored", "ends < low", "False", "lost_runs_are_outcomes"),
         (
             "finished-alone-counts",

@@ -144,6 +144,14 @@ def test_a_run_that_was_killed_before_a_checkpoint_begins_anew(study, fake):
     assert starts("bf16-0") == ["train"]
 
 
+def test_a_model_without_the_last_row_is_no_finished_run(study, fake):
+    Path("out/bf16-0/model").mkdir(parents=True)
+    Path("out/bf16-0/model/config.json").write_text("{}")
+    Path("out/bf16-0/metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n')
+    assert states(ablate(study())[0])["bf16-0"] == "finished"
+    assert starts("bf16-0") == ["train"]
+
+
 def test_lost_runs_are_outcomes(study, fake):
     fake(fp8_0="nan", fp8_1="low", bf16_1="no metric")
     record, _ = ablate(study(collapse={"below": 0.3}))
