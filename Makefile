@@ -25,7 +25,7 @@ UNOPTIMIZED := --xla_backend_optimization_level=0 --xla_backend_extra_options=xl
 # what is used: with pip 26, which the first line of the install brings, a new .venv takes half the time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo test hopper mutants toolchain lint browser clean
+.PHONY: help install demo ablation test hopper mutants toolchain lint browser clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -51,6 +51,9 @@ demo: install ## train the built-in policy with bf16 and with fp8-rl; writes run
 	@$(BIN)/fp8rl train $(DEMO) --recipe bf16
 	@$(BIN)/fp8rl train $(DEMO) --recipe fp8-rl
 	@$(BIN)/fp8rl report runs/demo
+
+ablation: install ## does FP8 cost the demo accuracy: three recipes, 5 seeds; writes runs/ablation/demo/ablation.html
+	@$(BIN)/fp8rl ablate experiments/ablations/demo.toml --jobs $(WORKERS)
 
 # Both kinds of a set of tests: compiled without optimization, and as shipped. $(call both,MARKER)
 define both

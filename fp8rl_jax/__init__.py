@@ -34,6 +34,8 @@ _HOMES = {
     "evaluate": "training.runs",
     "train": "training.runs",
     "Session": "training.session",
+    "Ablation": "ablation.runner",
+    "ablate": "ablation.runner",
 }
 _MODULES = ("rl",)
 

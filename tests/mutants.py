@@ -76,6 +76,31 @@ SESSION = "training/test_session.py"
 
 LIST: list[Mutant] = [
     *of(
+        "ablation/design.py",
+        "ablation/test_design.py",
+        ("arms-share-a-seed", "seed=seed, output=_lit", "output=_lit", "whole_configuration"),
+        ("any-difference-allowed", "own[key] == common[key]", "True", "faults_are_named"),
+    ),
+    *of(
+        "ablation/runner.py",
+        "ablation/test_runner.py",
+        ("never-resumed", 'words.append("--resume")', "pass", "goes_on_from_its_checkpoint"),
+        ("start-not-awaited", "job.needs not in going and", "True or", "warm_start_is_made"),
+        ("stops-at-no-look", '"can\'t tell" not in verdicts', "False", "looks_end"),
+    ),
+    *of(
+        "ablation/record.py",
+        "ablation/test_runner.py",
+        ("half-written-is-whole", "step > steps if", "step >= 0 if", "goes_on_from_its_checkpoint"),
+        ("collapse-ignored", "ends < low", "False", "lost_runs_are_outcomes"),
+        (
+            "finished-alone-counts",
+            '"finished", "collapsed", "failed")',
+            '"finished",)',
+            "lost_runs",
+        ),
+    ),
+    *of(
         "report/charts.py",
         "report/test_ablation_page.py",
         (

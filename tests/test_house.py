@@ -19,6 +19,7 @@ FLOORS = (
     "experiments",
     "fp8rl_jax/cli",
     "fp8rl_jax/__init__",
+    "fp8rl_jax/ablation",
     "fp8rl_jax/report",
     "fp8rl_jax/compare",
     "fp8rl_jax/training",

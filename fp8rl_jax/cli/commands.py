@@ -116,6 +116,55 @@ def plan(config: RunConfig) -> int:
 
 
 @dataclass(frozen=True)
+class AblateArguments:
+    """Run arms x seeds, and say with an interval whether an arm is worse than the baseline.
+
+    Runs that are finished are not run again, so the same command goes on after a stop."""
+
+    file: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FILE.toml")]
+    """Question, base, arms, seeds, metric and margin (docs/ablation.md)."""
+    jobs: int = 1
+    """Runs at one time; they share the GPUs there are evenly."""
+    output: str = ""
+    """Directory of runs, record and page; empty: the file's `output`. {name} is the study's."""
+    dry_run: bool = False
+    """Check everything and print the plan; nothing is run or written."""
+    collect: bool = False
+    """Run nothing; write record and page of what is there."""
+    slurm: bool = False
+    """Run nothing; write the scripts of a SLURM job array and print how to submit them."""
+    run: str = ""
+    """Do only this run (ARM-SEED), or this warm start, and write no record: an element of a job
+    array."""
+
+    def problems(self) -> list[str]:
+        """Every value that cannot work, one line each; empty where all is well."""
+        names = ("--dry-run", "--collect", "--slurm", "--run")
+        given = (self.dry_run, self.collect, self.slurm, bool(self.run))
+        chosen = [name for name, is_given in zip(names, given, strict=True) if is_given]
+        faults = [f"{' and '.join(chosen)}: give one of them"] if len(chosen) > 1 else []
+        return faults + ([f"--jobs: {self.jobs} must be at least 1"] if self.jobs < 1 else [])
+
+
+def ablate(arguments: AblateArguments) -> None:
+    """Run an ablation, or one of the other things that can be done with its file."""
+    from fp8rl_jax.ablation.design import read_design
+    from fp8rl_jax.ablation.runner import Runner
+
+    runner = Runner(read_design(arguments.file, arguments.output), arguments.jobs)
+    if arguments.dry_run:
+        print(runner.plan(runner.check()))
+    elif arguments.slurm:
+        print(runner.slurm())
+    elif arguments.run:
+        runner.run_one(arguments.run)
+    else:
+        done = runner.collect() if arguments.collect else runner.run()
+        print(done.table())
+        print(done.page)
+
+
+@dataclass(frozen=True)
 class ExportArguments:
     """Write a model as a Hugging Face directory that transformers, vLLM and SGLang load; print the
     directory."""

@@ -39,6 +39,7 @@ class Command:
 COMMANDS = {
     "train": Command("reinforcement learning", "commands:train", reads_toml=True),
     "sft": Command("supervised training on the task's answers", "commands:sft", reads_toml=True),
+    "ablate": Command("compare arms over seeds, with intervals", "commands:ablate"),
     "eval": Command("held-out accuracy of a model", "commands:evaluate", reads_toml=True),
     "generate": Command("complete the prompts of a file", "generate:generate"),
     "logprobs": Command("log-probabilities of the tokens of a file", "generate:logprobs"),

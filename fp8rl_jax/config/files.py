@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +52,18 @@ def read_config[Config](tree: type[Config], *files: str | Path) -> Config:
     return config
 
 
-def read_values(tree: type, files: Sequence[str], faults: list[str]) -> dict[str, Any]:
-    """Convert what is sound in the files, laid over each other; the rest goes into `faults`."""
+def read_values(
+    tree: type, files: Sequence[str | Mapping[str, Any]], faults: list[str]
+) -> dict[str, Any]:
+    """Convert what is sound in the files, laid over each other; the rest goes into `faults`.
+
+    A dictionary stands for a file's contents.
+    """
     values: dict[str, Any] = {}
     known = [*(key for key, _ in leaves(tree)), *tables(tree)]
     for file in files:
-        _merge(values, _checked(_read(file, faults), tree, known, "", file, faults), tree)
+        name, table = (file, _read(file, faults)) if isinstance(file, str) else ("", {**file})
+        _merge(values, _checked(table, tree, known, "", name, faults), tree)
     return values
 
 
@@ -128,13 +134,13 @@ def _checked(
     values: dict, tree: type, known: list[str], prefix: str, file: str, faults: list[str]
 ) -> dict[str, Any]:
     """The sound part of one table of a file, converted; every other key gets a line in `faults`."""
-    sound = {}
+    sound, start = {}, f"{file}: " if file else ""
     fields = fields_of(tree)
     for name, value in values.items():
         key = prefix + quoted(name)
         if name not in fields:
             faults += [
-                f"{file}: unknown key {inner}{unknown_key_hint(inner, known)}"
+                f"{start}unknown key {inner}{unknown_key_hint(inner, known)}"
                 for inner in _unknown(key, value)
             ]
         elif dataclasses.is_dataclass(fields[name]) and isinstance(value, dict):
@@ -143,9 +149,7 @@ def _checked(
             try:
                 sound[name] = convert(value, fields[name])
             except Mismatch:
-                faults.append(
-                    f"{file}: {key}: expected {describe(fields[name])}, got {show(value)}"
-                )
+                faults.append(f"{start}{key}: expected {describe(fields[name])}, got {show(value)}")
     return sound
 
 

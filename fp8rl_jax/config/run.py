@@ -4,10 +4,12 @@ overrides."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from fp8rl_jax.config.recipe import PrecisionConfig, Recipe, get_recipe
 from fp8rl_jax.config.rl import RLConfig, check_sampling
+from fp8rl_jax.config.schema import unknown_placeholders
 from fp8rl_jax.config.tasks import TaskConfig
 from fp8rl_jax.config.training import (
     FP8_MAX_BETA2,
@@ -134,7 +136,7 @@ class RunConfig:
     """Everything a run needs; `--dry-run` prints it resolved."""
 
     output: str = "runs/{recipe}"
-    """Run directory; {recipe} is replaced by the recipe's name."""
+    """Run directory; {recipe} is replaced by the recipe's name, {seed} by the seed."""
     recipe: str = "bf16"
     """Precision recipe: a built-in one, of the table in fp8rl_jax/config/recipes.toml, or a row of
     [recipes]."""
@@ -181,6 +183,11 @@ class RunConfig:
         """
         return get_recipe(self.recipe, self.precision, self.recipes)
 
+    @property
+    def directory(self) -> Path:
+        """`output` with its placeholders filled in."""
+        return Path(self.output.format(recipe=self.recipe, seed=self.seed))
+
     def samples_truncated(self) -> bool:
         """Whether the rollout samples from another distribution than the policy's.
 
@@ -207,6 +214,8 @@ class RunConfig:
             faults += self._calibration_problems(self.resolved_recipe())
         except UserError as error:
             faults += str(error).splitlines()
+        faults += unknown_placeholders("output", self.output, "recipe", "seed")
+        faults += unknown_placeholders("sft.output", self.sft.output, "recipe", "seed")
         checks = [
             (rollout.prompts_per_step >= 1, "rollout.prompts_per_step must be at least 1"),
             (rollout.samples_per_prompt >= 1, "rollout.samples_per_prompt must be at least 1"),

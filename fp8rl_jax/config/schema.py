@@ -17,6 +17,7 @@ import re
 import types
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
+from string import Formatter
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from fp8rl_jax.config.renamed import renamed
@@ -306,6 +307,20 @@ def at_least(key: str, value: Any, bound: float) -> str | None:
         if _is_number(value) and value >= bound
         else f"{key}: {value!r} must be a number of at least {bound:g}"
     )
+
+
+def unknown_placeholders(key: str, text: str, *known: str) -> list[str]:
+    """List a fault for each {placeholder} of a path that is not known, and for a lone brace."""
+    fields = " and ".join(f"{{{name}}}" for name in known)
+    try:
+        names = [name for _, name, _, _ in Formatter().parse(text) if name is not None]
+    except ValueError as error:
+        return [f"{key} = {text!r}: {error}; write a brace twice, or one of {fields}"]
+    return [
+        f"{key} = {text!r}: unknown placeholder {{{name}}}; known: {fields}"
+        for name in names
+        if name not in known
+    ]
 
 
 def unless(holds: bool, message: str) -> str | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -228,21 +228,27 @@ class LocalEngine:
 def local_engine(config: RunConfig, recipe: Recipe) -> LocalEngine:
     """Make the engine of a run.
 
-    Layers are unrolled in decode where the configuration says so; on its own choice, on a CPU,
-    where a scan copies the cache, and with Hopper's kernels.
-
     Args:
         recipe: the run's, resolved.
     """
-    backend, choice = config.precision.backend, config.rollout.decode_layers
-    copies = jax.default_backend() == "cpu" or selected_backend(backend) == "hopper"
     return LocalEngine(
         recipe,
         jnp.dtype(config.compute_dtype),
-        choice == "unroll" or (choice == "auto" and copies),
-        backend,
+        decode_layers(config) == "unroll",
+        config.precision.backend,
         expert_ids=config.trainer.router_replay,
     )
+
+
+def decode_layers(config: RunConfig) -> Literal["unroll", "scan"]:
+    """Choose the layer loop of a run's decode, where rollout.decode_layers is "auto".
+
+    Unrolled on a CPU, where a scan copies the cache, and with Hopper's kernels.
+    """
+    if config.rollout.decode_layers != "auto":
+        return config.rollout.decode_layers
+    hopper = selected_backend(config.precision.backend) == "hopper"
+    return "unroll" if hopper or jax.default_backend() == "cpu" else "scan"
 
 
 def _is_same(one: Policy, other: Policy) -> bool:

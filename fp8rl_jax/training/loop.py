@@ -223,7 +223,8 @@ class Loop:
                 if step + 1 == steps or (every and (step + 1) % every == 0):
                     with session.clock.part("ckpt"):
                         self.checkpoints.save(step + 1, session.saved())
-            if self.start < steps and self.config.evaluation.every:
+            # a run that was killed behind its last checkpoint has no row of it either
+            if self.config.evaluation.every:
                 self.tracker.log(steps, self._evaluate(steps))
             session.save(self.setup.directory / "model", adapters=self.setup.directory / "adapter")
         finally:

@@ -130,9 +130,16 @@ def build(
     train, held_out = load_splits(config.task, dataset, environment)
     train, dropped = _fitting(train, session.encoder, "training")
     held_out, held_out_dropped = _fitting(held_out, session.encoder, "held-out")
-    directory = Path(config.output.format(recipe=config.recipe))
     return Setup(
-        config, session, directory, train, held_out, dropped, held_out_dropped, reward, environment
+        config,
+        session,
+        config.directory,
+        train,
+        held_out,
+        dropped,
+        held_out_dropped,
+        reward,
+        environment,
     )
 
 

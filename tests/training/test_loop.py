@@ -56,6 +56,26 @@ def test_run_and_resume_are_the_same_run(run_file, tmp_path, capsys):
     assert "holds a run already" in capsys.readouterr().err
 
 
+def test_a_run_killed_behind_its_last_checkpoint_is_evaluated_when_resumed(run_file, tmp_path):
+    out = tmp_path / "run"
+    assert train(run_file, out, "--recipe", "fp8-rl") == 0
+    whole = measured(out)
+    rows = (out / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (out / "metrics.jsonl").write_text("".join(rows[:-1]))
+    assert train(run_file, out, "--recipe", "fp8-rl", "--resume") == 0
+    assert measured(out) == whole and whole[-1]["step"] == 4
+
+
+def test_an_output_may_name_recipe_and_seed(run_file, tmp_path, capsys):
+    flags = ["--trainer.steps", "1", "--seed", "3", "--dry-run"]
+    assert main(["train", run_file, "--output", str(tmp_path / "{recipe}-{seed}"), *flags]) == 0
+    config = RunConfig(output="runs/{recipe}-{seed}", seed=3)
+    assert config.directory == Path("runs/bf16-3")
+    check_refused(
+        run_file, tmp_path / "{arm}", capsys, flags, "unknown placeholder {arm}; known: {recipe}"
+    )
+
+
 def test_an_evaluation_between_steps_changes_no_step(tmp_path):
     """Where the rollout calibrates its cache, too: on the steps' training prompts, whatever it is
     asked in between."""

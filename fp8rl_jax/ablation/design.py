@@ -1,0 +1,492 @@
+"""The file of an ablation: the question, its arms, and what counts as an answer, fixed beforehand.
+
+    question = "Does FP8 cost accuracy on the demo?"
+    base = ["../runs/demo.toml"]          # run files, relative to this one
+    seeds = 5                             # or a list
+    baseline = "bf16"
+
+    [metric]
+    margin = 0.02                         # "no worse" is: not more than this behind the baseline
+
+    [arms.bf16]
+    recipe = "bf16"
+
+    [arms.fp8-rl]
+    recipe = "fp8-rl"
+    "rl.clip_high" = 0.3                  # any setting of a run
+
+In place of arms, [factors] crosses settings: recipe = ["bf16", "fp8-rl"] and max_new_tokens =
+[8, 16] are four arms. Every arm becomes a whole `RunConfig` that is checked before anything runs.
+Runs of one seed share problems, their order, sampling keys and initial weights, so that they can be
+compared in pairs: arms that differ in their data or in the model they start from are refused unless
+`allow` names the setting.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from fp8rl_jax.config.files import laid_over, read_values
+from fp8rl_jax.config.run import RunConfig
+from fp8rl_jax.config.schema import (
+    above,
+    at_least,
+    fields_of,
+    leaves,
+    one_line,
+    problems,
+    quoted,
+    tables,
+    unknown_placeholders,
+    validate,
+)
+from fp8rl_jax.config.settings import with_settings
+from fp8rl_jax.errors import UserError
+
+_SET_BY_RUNNER = {
+    "seed": "the arms share seeds; give `seeds`",
+    "output": "runs are written to OUTPUT/ARM-SEED; give `output`",
+    "resume": "runs are resumed by themselves; take it out",
+    "dry_run": "fp8rl ablate has --dry-run; take it out",
+}
+_SHARED = {
+    "task": "data",
+    "rollout.prompts_per_step": "data",
+    "rollout.max_prompt_tokens": "data",
+    "model": "the model they start from",
+    "lora.path": "the model they start from",
+    "evaluation": "how they are measured",
+}
+"""Tables and settings that arms have in common, and what differs where they do not."""
+_EVALUATED = ("eval/accuracy", "eval/pass_at_k", "eval/mean_length", "eval/failed_rewards")
+
+
+@dataclass(frozen=True)
+class MetricConfig:
+    """What is compared: the last value of a metric in a run's metrics.jsonl."""
+
+    name: str = "eval/accuracy"
+    """Name in metrics.jsonl."""
+    better: Literal["higher", "lower"] = "higher"
+    """Which way is better."""
+    margin: float | None = None
+    """Difference to the baseline up to which an arm counts as no worse; it must be given."""
+
+
+@dataclass(frozen=True)
+class CollapseConfig:
+    """When a finished run counts as collapsed: by the last value of a metric."""
+
+    metric: str = ""
+    """Name in metrics.jsonl; empty: that of [metric]."""
+    below: float | None = None
+    """Collapsed where it ends below this."""
+    above: float | None = None
+    """Collapsed where it ends above this."""
+
+
+@dataclass(frozen=True)
+class AblationConfig:
+    """The file of `fp8rl ablate`."""
+
+    name: str = ""
+    """Name of the study; empty: the file's, without its ending."""
+    question: str = ""
+    """The question, in a sentence, for the page."""
+    base: tuple[str, ...] = ()
+    """Run files that all arms begin with, the later over the earlier; relative to this file."""
+    output: str = "runs/{name}"
+    """Directory of the runs, the record and the page; {name} is the study's."""
+    seeds: Any = 5
+    """How many seeds, counted from 0, or a list of seeds."""
+    baseline: str = ""
+    """Arm that the others are compared with."""
+    alpha: float = 0.05
+    """Probability of a wrong verdict on any arm, over all looks."""
+    looks: int = 1
+    """How often a verdict may be reached: after equal parts of the seeds, with alpha spent over
+    the looks (O'Brien-Fleming). Runs that are no longer needed are not started."""
+    start: Literal["none", "shared", "per_seed"] = "none"
+    """Warm start that makes the model of all arms: `fp8rl sft` of the base with its [sft] table,
+    once for all seeds or once a seed."""
+    allow: tuple[str, ...] = ()
+    """Settings, or tables of them, that arms share unless they stand here: task, model,
+    evaluation, lora.path, rollout.prompts_per_step, rollout.max_prompt_tokens."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Settings of all arms, over the base."""
+    arms: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """{name: settings of the arm}, over those of all."""
+    factors: dict[str, Any] = field(default_factory=dict)
+    """{setting: values}, crossed, in place of arms; an arm is named by its values."""
+    recipes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Recipes of one's own, as in a run file."""
+    metric: MetricConfig = MetricConfig()
+    collapse: CollapseConfig = CollapseConfig()
+
+    def problems(self) -> list[str]:
+        """List every value that cannot work, one line each; empty where all is well."""
+        margin, collapse = self.metric.margin, self.collapse
+        faults = [
+            above("alpha", self.alpha, 0.0, at_most=0.5),
+            at_least("looks", self.looks, 1),
+            "metric.margin: say beforehand how far an arm may fall behind the baseline and still "
+            "count as no worse, such as 0.02"
+            if margin is None
+            else above("metric.margin", margin, 0.0),
+            *(_seed_faults(self.seeds)),
+            *unknown_placeholders("output", self.output, "name"),
+        ]
+        if collapse.metric and collapse.below is None and collapse.above is None:
+            faults.append("collapse.metric: give collapse.below or collapse.above with it")
+        for key, name in (("metric.name", self.metric.name), ("collapse.metric", collapse.metric)):
+            if name.startswith("eval/") and name not in _EVALUATED:
+                near = difflib.get_close_matches(name, _EVALUATED, n=1)
+                hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(_EVALUATED)}"
+                faults.append(f"{key} = {name!r} is no metric of evaluation; {hint}")
+        seeds = seeds_of(self.seeds)
+        if seeds and self.looks > 1 and (len(seeds) % self.looks or len(seeds) == self.looks):
+            faults.append(
+                f"looks = {self.looks}: {len(seeds)} seeds are not that many equal parts of at "
+                "least 2"
+            )
+        return [fault for fault in faults if fault]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One arm, as all its runs have it."""
+
+    name: str
+    settings: dict[str, Any]
+    """What the file says about it, by dotted key."""
+    config: RunConfig
+    """Of seed 0; what the runner sets is left as it is."""
+
+
+@dataclass(frozen=True)
+class Design:
+    """An ablation that has been read and checked."""
+
+    file: AblationConfig
+    name: str
+    source: str
+    """The file, as it was given."""
+    directory: Path
+    seeds: tuple[int, ...]
+    arms: tuple[Arm, ...]
+    base: RunConfig
+    """What all arms begin with: the base and the settings of all."""
+
+    def run_name(self, arm: Arm, seed: int) -> str:
+        """Name a run and its directory."""
+        return f"{arm.name}-{seed}"
+
+    def start_name(self, seed: int) -> str:
+        """Name the warm start of a seed; empty where the model is given."""
+        return {"none": "", "shared": "start", "per_seed": f"start-{seed}"}[self.file.start]
+
+    def run_config(self, arm: Arm, seed: int) -> RunConfig:
+        """Make the configuration of one run."""
+        config = replace(
+            arm.config,
+            seed=seed,
+            output=_literal(self.directory / self.run_name(arm, seed)),
+            dry_run=False,
+            resume=False,
+        )
+        if start := self.start_name(seed):
+            path = str(self.directory / start / "model")
+            config = replace(config, model=replace(config.model, path=path))
+        return config
+
+    def start_config(self, seed: int) -> RunConfig:
+        """Make the configuration of the warm start of a seed."""
+        output = _literal(self.directory / self.start_name(seed))
+        seed = self.seeds[0] if self.file.start == "shared" else seed
+        sft = replace(self.base.sft, output=output)
+        return replace(self.base, seed=seed, output=output, sft=sft, dry_run=False, resume=False)
+
+    def seeds_at(self, look: int) -> int:
+        """Count the seeds that a look, from 1, has."""
+        return len(self.seeds) * look // self.file.looks
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Give what must not change between start and resume, as plain JSON by dotted key.
+
+        Configurations as they were resolved, and contents of the files that the task names: a
+        comment may change, and a base file that says the same in another way.
+        """
+        plan = {name: getattr(self.file, name) for name in ("baseline", "alpha", "looks", "start")}
+        plan |= {"seeds": list(self.seeds), "arms": [arm.name for arm in self.arms]}
+        plan |= {f"metric.{key}": value for key, value in vars(self.file.metric).items()}
+        plan |= {f"collapse.{key}": value for key, value in vars(self.file.collapse).items()}
+        for arm in self.arms:
+            for key, value in flat(arm.config).items():
+                if key not in _SET_BY_RUNNER and value != _DEFAULTS.get(key):
+                    plan[f"arms.{quoted(arm.name)}.{key}"] = _plain(value)
+            plan |= {f"file {file}": digest for file, digest in _data_files(arm.config)}
+        return plan
+
+
+def read_design(
+    source: str | Path | Mapping[str, Any], output: str = "", named: str = ""
+) -> Design:
+    """Read and check an ablation.
+
+    Args:
+        source: the TOML file, or its contents as a dictionary.
+        output: directory in place of the file's; {name} is the study's name.
+        named: how the dictionary is called in messages.
+
+    Raises:
+        UserError: a line for each fault of the file, of its base, and of every arm.
+    """
+    faults: list[str] = []
+    is_file = not isinstance(source, Mapping)
+    spoken = str(source) if is_file else named or "the ablation"
+    values = read_values(AblationConfig, [str(source) if is_file else source], faults)
+    file = laid_over(AblationConfig(), values, faults)
+    faults += problems(file)
+    faults += unknown_placeholders("--output", output, "name")
+    folder = Path(str(source)).parent if is_file else Path()
+    run_files = [str(folder / Path(path).expanduser()) for path in file.base]
+    base = laid_over(RunConfig(), read_values(RunConfig, run_files, faults), faults)
+    base = replace(base, recipes=base.recipes | file.recipes)
+    base = _changed(base, file.settings, "settings", faults)
+    given = _given_arms(file, faults)
+    faults += _baseline_faults(file.baseline, given) if given else []
+    arms = list(_arms(given, base, faults))
+    for arm in arms:
+        faults += _arm_faults(arm, file)
+    faults += _differences(file, arms)
+    name = file.name or (Path(str(source)).stem if is_file else "ablation")
+    if faults:
+        prefixed = (fault if fault.startswith(spoken) else f"{spoken}: {fault}" for fault in faults)
+        raise UserError("\n".join(dict.fromkeys(map(one_line, prefixed))))
+    directory = Path((output or file.output).format(name=name)).expanduser()
+    return Design(file, name, spoken, directory, seeds_of(file.seeds), tuple(arms), base)
+
+
+def seeds_of(value: Any) -> tuple[int, ...]:
+    """Give the seeds that `seeds` stands for; none where it is unsound."""
+    if _seed_faults(value):
+        return ()
+    return tuple(range(value)) if isinstance(value, int) else tuple(value)
+
+
+def flat(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Flatten a configuration to {dotted key: value}; dictionaries in it stay as they are."""
+    values = {}
+    for name in fields_of(type(config)):
+        value = getattr(config, name)
+        if dataclasses.is_dataclass(value):
+            values |= flat(value, f"{prefix}{name}.")
+        else:
+            values[prefix + name] = value
+    return values
+
+
+_DEFAULTS = flat(RunConfig())
+_KEYS = dict(leaves(RunConfig))
+_TABLES = set(tables(RunConfig))
+
+
+def _seed_faults(value: Any) -> list[str]:
+    if type(value) is int:
+        few = "one seed has no interval over seeds; " if value == 1 else ""
+        return [f"seeds = {value}: {few}give at least 2"] if value < 2 else []
+    if not isinstance(value, list | tuple) or any(type(x) is not int or x < 0 for x in value):
+        return [f"seeds: expected a number of seeds or a list of them, got {value!r}"]
+    if len(value) < 2:
+        return [f"seeds = {list(value)}: give at least 2; one has no interval over seeds"]
+    double = [x for x in value if list(value).count(x) > 1]
+    return [f"seeds: {double[0]} is given twice"] if double else []
+
+
+def _literal(path: Path) -> str:
+    """A path for `RunConfig.output`, which is a format string."""
+    return str(path).replace("{", "{{").replace("}", "}}")
+
+
+def _settings(given: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value); TOML reads rl.clip_high = 0.3 as a table."""
+    for name, value in given.items():
+        key = prefix + name
+        if isinstance(value, Mapping) and key in _TABLES:
+            yield from _settings(value, f"{key}.")
+        else:
+            yield key, value
+
+
+def _full_keys(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """{dotted key: value}, where `max_new_tokens` may stand for rollout.max_new_tokens."""
+    full = {}
+    for name, value in settings.items():
+        last = [key for key in _KEYS if key.rpartition(".")[2] == name]
+        full[name if name in _KEYS or len(last) != 1 else last[0]] = value
+    return full
+
+
+def _changed(
+    config: RunConfig, given: Mapping[str, Any], where: str, faults: list[str]
+) -> RunConfig:
+    """`config` with settings over it; every fault gets a line that says where it is."""
+    settings = dict(_settings(given))
+    faults += [f"{where}.{key}: {_SET_BY_RUNNER[key]}" for key in settings if key in _SET_BY_RUNNER]
+    try:
+        return with_settings(
+            config, {key: value for key, value in settings.items() if key not in _SET_BY_RUNNER}
+        )
+    except UserError as error:
+        faults += [f"{where}.{line}" for line in str(error).splitlines()]
+        return config
+
+
+def _given_arms(file: AblationConfig, faults: list[str]) -> list[tuple[str, Mapping[str, Any]]]:
+    """(name, settings) of the arms, or of the factors' combinations."""
+    if bool(file.arms) == bool(file.factors):
+        faults.append(
+            "arms and factors are both given; give one of them"
+            if file.arms
+            else "no arms; give [arms.NAME] or [factors]"
+        )
+        return []
+    return list(file.arms.items() if file.arms else _crossed(file.factors, faults))
+
+
+def _arms(
+    given: list[tuple[str, Mapping[str, Any]]], base: RunConfig, faults: list[str]
+) -> Iterator[Arm]:
+    """Yield the arms whose settings are sound; the others' faults get a line each."""
+    for name, settings in given:
+        where = f"arms.{quoted(name)}"
+        if not re.fullmatch(r"[A-Za-z0-9_+=][A-Za-z0-9_.+=-]*", name) or name == "start":
+            faults.append(
+                f"{where}: names a directory; use letters, digits and _ . + = -, and not start"
+            )
+        before = len(faults)
+        config = _changed(base, settings, where, faults)
+        if len(faults) == before:
+            yield Arm(name, _full_keys(dict(_settings(settings))), config)
+
+
+def _crossed(factors: Mapping[str, Any], faults: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    factors = dict(_settings(factors))
+    unsound = [key for key, values in factors.items() if not isinstance(values, list) or not values]
+    faults += [f"factors.{key}: expected a list of values" for key in unsound]
+    if unsound:
+        return
+    for values in itertools.product(*factors.values()):
+        settings = dict(zip(factors, values, strict=True))
+        parts = [
+            str(value) if key == "recipe" else f"{key.rpartition('.')[2]}={value}"
+            for key, value in settings.items()
+        ]
+        yield re.sub(r"[^A-Za-z0-9_.+=-]", "_", "+".join(parts)), settings
+
+
+def _baseline_faults(baseline: str, given: list[tuple[str, Mapping[str, Any]]]) -> list[str]:
+    names = [name for name, _ in given]
+    double = [name for name in dict.fromkeys(names) if names.count(name) > 1]
+    faults = [f"arms.{quoted(name)}: two arms have this name" for name in double]
+    if baseline not in names:
+        near = difflib.get_close_matches(baseline, names, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"the arms are {', '.join(names)}"
+        what = f"{baseline!r} is no arm" if baseline else "name the arm to compare with"
+        faults.append(f"baseline: {what}; {hint}")
+    if len(names) == 1:
+        faults.append("arms: there is one; a comparison needs two")
+    return faults
+
+
+def _arm_faults(arm: Arm, file: AblationConfig) -> list[str]:
+    """What keeps the runs of an arm from working, as far as its configuration says."""
+    where, config, name = f"arms.{quoted(arm.name)}", arm.config, file.metric.name
+    faults = []
+    try:
+        validate(config)
+        config.samples_truncated()
+    except UserError as error:
+        faults += str(error).splitlines()
+    for key, metric in (("metric.name", name), ("collapse.metric", file.collapse.metric)):
+        if not metric.startswith("eval/"):
+            continue
+        if not config.evaluation.every:
+            faults.append(f"evaluation.every = 0, and {key} = {metric!r} is measured there")
+        if metric == "eval/pass_at_k" and config.evaluation.samples == 1:
+            faults.append(f"{key} = {metric!r} needs evaluation.samples above 1")
+    if file.start != "none" and "model.path" in arm.settings:
+        faults.append(f'model.path: start = "{file.start}" makes the model; take one of them out')
+    return [f"{where}: {fault}" for fault in faults]
+
+
+def _differences(file: AblationConfig, arms: list[Arm]) -> list[str]:
+    """Arms that differ by accident, and arms that do not differ."""
+    faults = [
+        f"allow: {name!r} is nothing that arms share; known: {', '.join(_SHARED)}"
+        for name in file.allow
+        if not any(_within(name, shared) for shared in _SHARED)
+    ]
+    baseline = [arm for arm in arms if arm.name == file.baseline]
+    common = flat(baseline[0].config) if baseline else {}
+    for arm in arms:
+        own = flat(arm.config)
+        for key in common:
+            table = next((shared for shared in _SHARED if _within(key, shared)), None)
+            if not table or own[key] == common[key]:
+                continue
+            if not any(_within(key, allowed) for allowed in file.allow):
+                faults.append(
+                    f"arms.{quoted(arm.name)}: {key} is {own[key]!r} and {common[key]!r} in the "
+                    f"baseline, so they differ in {_SHARED[table]}; if that is the question, "
+                    f'allow = ["{key}"]'
+                )
+    for one, other in itertools.combinations(arms, 2):
+        if one.config == other.config:
+            faults.append(f"arms {one.name} and {other.name} are the same run")
+    return faults
+
+
+def _within(key: str, table: str) -> bool:
+    return key == table or key.startswith(f"{table}.")
+
+
+def _data_files(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield (path, SHA-256) of the files that a task names, where they are files."""
+    task = config.task
+    specs = [task.name, task.eval_path, *task.reward.specs.values()]
+    for spec in specs:
+        for pattern in (spec, spec.rpartition(":")[0]):
+            path = Path(pattern).expanduser()
+            if pattern and path.is_file():
+                yield str(path), hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    """Lists for tuples, as JSON reads them back."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Name what differs between two fingerprints, one line each."""
+    lines = []
+    for key in dict.fromkeys([*before, *now]):
+        if key.startswith("file ") and before.get(key) != now.get(key):
+            lines.append(f"{key.removeprefix('file ')} has changed")
+        elif before.get(key) != now.get(key):
+            lines.append(f"{key} was {_said(before, key)} and is {_said(now, key)}")
+    return lines
+
+
+def _said(plan: Mapping[str, Any], key: str) -> str:
+    return repr(plan[key]) if key in plan else "the default"

@@ -1,0 +1,131 @@
+"""What only a process with the devices can say of an ablation's arms, before anything runs:
+`python -m fp8rl_jax.ablation.preflight`, JSON in and out.
+
+A process of its own, so that the one that waits for the runs holds no device and no memory of one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fp8rl_jax.config.files import dump_toml, read_config
+from fp8rl_jax.config.run import RunConfig
+from fp8rl_jax.errors import UserError
+
+if TYPE_CHECKING:
+    from fp8rl_jax.ablation.design import Design
+
+_MOMENT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "e4m3": 1.0 + 4 / 128}
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """What was found out of one arm."""
+
+    faults: list[str]
+    """Why its runs cannot work."""
+    resolved: dict[str, Any]
+    """Settings that were `auto`, by dotted key, as they are on these devices."""
+    checkpoint_bytes: float
+    """Of one checkpoint, about; 0: not known (adapters)."""
+    model_bytes: float
+    """Of the trained model."""
+
+
+def preflight(design: Design) -> dict[str, Preflight]:
+    """Ask a process with the devices about every arm.
+
+    Raises:
+        UserError: a line for each fault, naming its arm; or the process could not start.
+    """
+    texts = {
+        arm.name: dump_toml(replace(arm.config, output="unused", model=_model(design, arm.config)))
+        for arm in design.arms
+    }
+    asked = subprocess.run(
+        [sys.executable, "-m", "fp8rl_jax.ablation.preflight"],
+        input=json.dumps(texts),
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+    )
+    if asked.returncode:
+        raise UserError(f"the arms could not be checked: {last_line(asked.stderr)}")
+    answers = json.loads(asked.stdout.splitlines()[-1])
+    checks = {name: Preflight(**answer) for name, answer in answers.items()}
+    faults = [f"arms.{name}: {fault}" for name, each in checks.items() for fault in each.faults]
+    if faults:
+        raise UserError("\n".join(f"{design.source}: {fault}" for fault in dict.fromkeys(faults)))
+    return checks
+
+
+def last_line(text: str) -> str:
+    """Give the last line of what a process said that has something in it."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("fp8rl: error: ")]
+    return (errors or lines or ["it said nothing"])[-1].removeprefix("fp8rl: error: ")
+
+
+def _model(design: Design, config: RunConfig) -> Any:
+    """The model as far as its shape goes: that of a warm start has not been trained yet."""
+    scratch = design.file.start != "none" and config.sft.from_scratch
+    return replace(config.model, path="") if scratch else config.model
+
+
+def _check(config: RunConfig) -> Preflight:
+    from fp8rl_jax.models.policy import linear_names, parameter_count
+    from fp8rl_jax.parallel import check_batch, make_mesh
+    from fp8rl_jax.precision import check_recipe, quantized_layers
+    from fp8rl_jax.rl import check_functions
+    from fp8rl_jax.rollout.engine import decode_layers
+    from fp8rl_jax.training.plan import check_fits
+    from fp8rl_jax.training.setup import model_shape
+
+    resolved: dict[str, Any] = {}
+    sizes = (0.0, 0.0)
+    try:
+        recipe = config.resolved_recipe()
+        check_recipe(recipe, config.precision.backend)
+        check_functions(config.rl, config.rollout.samples_per_prompt)
+        mesh = make_mesh(config.mesh)
+        check_batch(config.rollout.prompts_per_step, mesh, "rollout.prompts_per_step")
+        shape = model_shape(config)
+        quantized_layers(recipe, linear_names(shape))
+        check_fits(shape, config, dict(mesh.shape))
+        if config.rollout.decode_layers == "auto":
+            resolved["rollout.decode_layers"] = decode_layers(config)
+        if config.trainer.loss_scale.mode == "auto":
+            scale = config.trainer.loss_scale.resolve(config.compute_dtype)
+            resolved["trainer.loss_scale.mode"] = scale.mode if scale else "none"
+        optimizer = config.optimizer
+        state = 4 + sum(
+            _MOMENT_BYTES[name] for name in (optimizer.first_moment, optimizer.second_moment)
+        )
+        count = parameter_count(shape)
+        sizes = (0.0 if config.lora.rank else count * state, count * 2.0)
+    except UserError as error:
+        return Preflight(str(error).splitlines(), resolved, *sizes)
+    return Preflight([], resolved, *sizes)
+
+
+def _main() -> None:
+    texts, answers = json.load(sys.stdin), {}
+    for name, text in texts.items():
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "arm.toml"
+            path.write_text(text)
+            config = read_config(RunConfig, path)
+        answers[name] = asdict(_check(config))
+    print(json.dumps(answers))
+
+
+if __name__ == "__main__":
+    _main()

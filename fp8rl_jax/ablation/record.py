@@ -1,0 +1,308 @@
+"""What an ablation's directory holds, and what follows from it: ablation.json.
+
+OUTPUT/ablation.json       the record: arms, runs, outcomes, comparisons (version 1)
+OUTPUT/design.json         the fingerprint of the file, and the settings that were `auto`
+OUTPUT/ARM-SEED/           a run directory of `fp8rl train`
+OUTPUT/start/              that of the warm start, where there is one
+OUTPUT/configs/, logs/     each run's configuration, and what it said
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import math
+import os
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from fp8rl_jax.ablation.design import Arm, Design
+from fp8rl_jax.statistics import (
+    Comparison,
+    Interval,
+    Look,
+    compare_arms,
+    sentence,
+)
+
+Status = Literal["finished", "failed", "collapsed", "running", "missing"]
+OVER = ("finished", "collapsed", "failed")
+"""States that are outcomes."""
+
+
+@dataclass(frozen=True)
+class RunState:
+    """How far a run is, from what it left on disk."""
+
+    status: Status
+    why: str = ""
+    outcome: float | None = None
+    step: int = 0
+    """Steps done."""
+    row: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """The last row of metrics.jsonl."""
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a file that is whole at any moment."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def read_rows(directory: Path) -> list[dict[str, Any]]:
+    """Read metrics.jsonl; none where it is not there, and without a line that is cut off."""
+    rows = []
+    with contextlib.suppress(OSError, ValueError):
+        for line in (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+            rows.append(json.loads(line))
+    return rows
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Generator[int | None]:
+    """Hold a lock file, as long as a process that has inherited it lives.
+
+    Yields:
+        Its descriptor; None where another process holds it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield None
+        else:
+            yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _is_locked(path: Path) -> bool:
+    if not path.exists():
+        return False
+    with locked(path) as lock:
+        return lock is None
+
+
+def note(design: Design, name: str) -> dict[str, Any]:
+    """Read what the runner noted of a run: {"why": of its failure, "seconds": it took}."""
+    with contextlib.suppress(OSError, ValueError):
+        return json.loads((design.directory / "logs" / f"{name}.json").read_text())
+    return {}
+
+
+def has_model(design: Design, name: str) -> bool:
+    """Whether a run has written its model, which is the last that it does."""
+    return (design.directory / name / "model" / "config.json").exists()
+
+
+def run_state(design: Design, arm: Arm, seed: int) -> RunState:
+    """Tell how far a run is."""
+    name = design.run_name(arm, seed)
+    rows = read_rows(design.directory / name)
+    last = rows[-1] if rows else {}
+    step, steps = last.get("step", -1) + 1, arm.config.trainer.steps
+    # an evaluation after the last step has a row of its own
+    is_whole = step > steps if arm.config.evaluation.every else step == steps
+    if is_whole and has_model(design, name):
+        return _outcome(design, rows)
+    step = min(step, steps)
+    if _is_locked(design.directory / "logs" / f"{name}.lock"):
+        return RunState("running", "", None, step, last)
+    if why := note(design, name).get("why"):
+        return RunState("failed", why, None, step, last)
+    return RunState(
+        "missing", f"stopped at step {step} of {steps}" if step else "not started", None, step, last
+    )
+
+
+def _outcome(design: Design, rows: list[dict[str, Any]]) -> RunState:
+    """The state of a run that is whole."""
+    metric, collapse = design.file.metric.name, design.file.collapse
+    merged = {key: value for row in rows for key, value in row.items()}
+    step = merged["step"]
+
+    def failed(name: str) -> RunState | None:
+        if name not in merged:
+            return RunState("failed", f"no {name} in metrics.jsonl", None, step, merged)
+        value = merged[name]
+        if value is None or not math.isfinite(value):
+            return RunState("failed", f"{name} is not finite at the end", None, step, merged)
+        return None
+
+    judged = collapse.metric or metric
+    if fault := failed(metric) or failed(judged):
+        return fault
+    low, high = collapse.below, collapse.above
+    ends = merged[judged]
+    if low is not None and ends < low:
+        why = f"{judged} ended at {ends:.4g}, below {low:g}"
+        return RunState("collapsed", why, merged[metric], step, merged)
+    if high is not None and ends > high:
+        why = f"{judged} ended at {ends:.4g}, above {high:g}"
+        return RunState("collapsed", why, merged[metric], step, merged)
+    return RunState("finished", "", merged[metric], step, merged)
+
+
+def make_record(design: Design, resolved: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Make the record of what there is now, as ablation.json has it.
+
+    Comparisons are those of the last look that all its runs have reached; before the first there
+    are none.
+
+    Args:
+        resolved: of each arm, settings that were `auto`.
+    """
+    states = {
+        arm.name: [run_state(design, arm, seed) for seed in design.seeds] for arm in design.arms
+    }
+    looks, file = design.file.looks, design.file
+    reached = [
+        look
+        for look in range(1, looks + 1)
+        if all(s.status in OVER for each in states.values() for s in each[: design.seeds_at(look)])
+    ]
+    look = reached[-1] if reached else 0
+    first = next(iter(resolved.values()), {})
+    shared = {
+        key: value
+        for key, value in first.items()
+        if all(each.get(key) == value for each in resolved.values())
+    }
+    return {
+        "version": 1,
+        "name": design.name,
+        "question": file.question,
+        "baseline": file.baseline,
+        "metric": {
+            "name": file.metric.name,
+            "better": file.metric.better,
+            "margin": file.metric.margin,
+        },
+        "collapse": vars(file.collapse) | {"metric": file.collapse.metric or file.metric.name},
+        "alpha": file.alpha,
+        "look": [look, looks],
+        "seeds": list(design.seeds),
+        "resolved": shared,
+        "arms": [
+            {
+                "name": arm.name,
+                "recipe": arm.config.recipe,
+                "compute_dtype": arm.config.compute_dtype,
+                "settings": arm.settings
+                | {k: v for k, v in resolved.get(arm.name, {}).items() if k not in shared},
+                "runs": [
+                    {
+                        "seed": seed,
+                        "directory": design.run_name(arm, seed),
+                        "status": state.status,
+                        "why": state.why,
+                        "outcome": state.outcome,
+                    }
+                    for seed, state in zip(design.seeds, states[arm.name], strict=True)
+                ],
+            }
+            for arm in design.arms
+        ],
+        "comparisons": _comparisons(design, states, look) if look else [],
+        "methods": methods(design),
+        "command": f"fp8rl ablate {design.source}",
+        "made": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _comparisons(
+    design: Design, states: dict[str, list[RunState]], look: int
+) -> list[dict[str, Any]]:
+    metric, count = design.file.metric, design.seeds_at(look)
+    assert metric.margin is not None
+    compared = compare_arms(
+        {arm: [state.outcome for state in each[:count]] for arm, each in states.items()},
+        design.file.baseline,
+        metric.margin,
+        alpha=design.file.alpha,
+        better=metric.better,
+        collapsed={
+            arm: [state.status == "collapsed" for state in each[:count]]
+            for arm, each in states.items()
+        },
+        look=Look(look, design.file.looks),
+        resolution=_resolution(design, states),
+    )
+    return [
+        _finite(dataclasses.asdict(each)) | {"sentence": sentence(each, metric.margin)}
+        for each in compared.values()
+    ]
+
+
+def _resolution(design: Design, states: dict[str, list[RunState]]) -> float | None:
+    """The smallest difference that two accuracies can have; None of other metrics."""
+    if design.file.metric.name != "eval/accuracy":
+        return None
+    answers = [
+        state.row["eval/problems"] * arm.config.evaluation.samples
+        for arm in design.arms
+        for state in states[arm.name]
+        if "eval/problems" in state.row
+    ]
+    return 1 / max(answers) if answers else None
+
+
+def _finite(value: Any) -> Any:
+    """Null for what is not finite, for which JSON has no word."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def read_comparison(row: Mapping[str, Any]) -> Comparison:
+    """Read a comparison of a record back."""
+    limits: dict[str, Any] = {"mean": math.nan, "low": -math.inf, "high": math.inf}
+    given = {key: value for key, value in row["difference"].items() if value is not None}
+    fields: dict[str, Any] = {key: value for key, value in row.items() if key != "sentence"}
+    fields["difference"] = Interval(**limits | given)
+    return Comparison(**fields)
+
+
+def methods(design: Design) -> str:
+    """Write the paragraph for a paper: what was run, compared and fixed beforehand."""
+    file, arms = design.file, [arm.name for arm in design.arms]
+    metric, collapse = file.metric, file.collapse
+    dtypes = sorted({arm.config.compute_dtype for arm in design.arms})
+    rules = [
+        f"{word} {bound:g}"
+        for word, bound in (("below", collapse.below), ("above", collapse.above))
+        if bound is not None
+    ]
+    lines = [
+        f"We trained {len(arms)} arms ({', '.join(arms)}) with {len(design.seeds)} seeds each, in "
+        f"{' and '.join(dtypes)} compute.",
+        "Runs of one seed share problems, their order, sampling keys and initial weights"
+        + {
+            "none": ".",
+            "shared": "; all start from one supervised warm start.",
+            "per_seed": "; each seed has its own supervised warm start.",
+        }[file.start],
+        f"The primary outcome is the last value of {metric.name} ({metric.better} is better). Arms "
+        f"are compared with {file.baseline} by paired differences over seeds (Student's t), with "
+        f"Holm's correction over arms at alpha = {file.alpha:g}"
+        + (
+            f" and {file.looks} looks with O'Brien-Fleming-like alpha spending."
+            if file.looks > 1
+            else "."
+        ),
+        f"An arm is called no worse where the interval excludes a loss of more than "
+        f"{metric.margin:g}. Margin, number of seeds and looks were fixed beforehand.",
+    ]
+    if rules:
+        judged = collapse.metric or metric.name
+        lines.append(f"A run counts as collapsed where {judged} ends {' or '.join(rules)}.")
+    lines.append("Runs that failed or collapsed are reported, and none was left out.")
+    return " ".join(lines)

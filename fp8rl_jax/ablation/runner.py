@@ -1,0 +1,649 @@
+"""The queue of an ablation: every run a process `fp8rl train`, several at a time, gone on with
+after a kill at any moment.
+
+A run is finished when its last row and its model are there, and then it never runs again. One that
+was cut off goes on from its last checkpoint; one that failed says why, keeps nobody else from
+running, and is tried again the next time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import difflib
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from fp8rl_jax.ablation.design import Arm, Design, changes, read_design
+from fp8rl_jax.ablation.preflight import Preflight, last_line, preflight
+from fp8rl_jax.ablation.record import (
+    has_model,
+    locked,
+    make_record,
+    note,
+    read_comparison,
+    read_rows,
+    run_state,
+    write_json,
+)
+from fp8rl_jax.caching import cache_dir
+from fp8rl_jax.config.files import dump_toml
+from fp8rl_jax.config.run import RunConfig
+from fp8rl_jax.config.settings import with_settings
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.report.ablation import text, write_page
+from fp8rl_jax.statistics import Comparison
+
+_PROGRAM = (sys.executable, "-m", "fp8rl_jax.cli.main")
+_POLL_SECONDS = 0.5
+_PAGE_SECONDS = 60.0
+_GRACE_SECONDS = 10.0
+"""Between the signal that asks a process to end and the one that makes it."""
+
+
+@dataclass(frozen=True)
+class Ablation:
+    """An ablation's results: its directory, record and page."""
+
+    directory: Path
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """ablation.json."""
+        return json.loads((self.directory / "ablation.json").read_text(encoding="utf-8"))
+
+    @property
+    def comparisons(self) -> dict[str, Comparison]:
+        """Each arm but the baseline, compared with it; empty before the first look."""
+        return {row["arm"]: read_comparison(row) for row in self.record["comparisons"]}
+
+    @property
+    def page(self) -> Path:
+        """The HTML page."""
+        return self.directory / "ablation.html"
+
+    def table(self) -> str:
+        """Write verdicts, arms and runs that failed as text, as the page has them."""
+        return text(self.directory / "ablation.json")
+
+
+def ablate(
+    source: str | Path | Mapping[str, Any],
+    *,
+    jobs: int = 1,
+    output: str = "",
+    report: Callable[[str], None] = print,
+) -> Ablation:
+    """Run what is missing of an ablation, and compare its arms, as `fp8rl ablate` does.
+
+    Args:
+        source: the TOML file, or its contents as a dictionary (docs/ablation.md).
+        jobs: runs at one time.
+        output: directory in place of the file's.
+        report: receives lines about runs that begin and end.
+
+    Returns:
+        The ablation; its runs that failed are in the table with the reason.
+
+    Raises:
+        UserError: a line for each fault of the design; or it has changed since its runs began.
+    """
+    return Runner(read_design(source, output), jobs, report).run()
+
+
+@dataclass
+class Job:
+    """A process that is still to run: a run, or a warm start."""
+
+    name: str
+    command: str
+    """"train" or "sft"."""
+    config: RunConfig
+    needs: str = ""
+    """Name of the warm start that must be there first."""
+    arm: Arm | None = None
+    seed: int = 0
+
+
+@dataclass
+class Working:
+    """A process that runs a job."""
+
+    job: Job
+    process: subprocess.Popen
+    slot: int
+    began: float
+    stack: contextlib.ExitStack
+    first: tuple[int, float] | None = None
+    """(step, time) of the first row that was seen."""
+    row: dict[str, Any] = field(default_factory=dict)
+
+
+class Runner:
+    """An ablation in progress.
+
+    Args:
+        design: what to run.
+        jobs: processes at one time.
+        report: receives lines.
+    """
+
+    def __init__(self, design: Design, jobs: int = 1, report: Callable[[str], None] = print):
+        if jobs < 1:
+            raise UserError(f"--jobs: {jobs} must be at least 1")
+        self.design, self.jobs, self.report = design, jobs, report
+        self.logs = design.directory / "logs"
+        self.resolved: dict[str, dict[str, Any]] = {}
+        self._seconds = [s for arm, seed in self._pairs() if (s := self._noted(arm, seed))]
+        self._devices, self._drawn = _devices(), time.monotonic()
+
+    def check(self) -> dict[str, Preflight]:
+        """Check the arms on the devices; nothing is written.
+
+        Raises:
+            UserError: an arm cannot work, or the design is another than that of its runs.
+        """
+        self._stored()
+        return preflight(self.design)
+
+    def prepare(self) -> None:
+        """Write what all runs go by: the fingerprint, and each run's configuration.
+
+        Settings that are `auto` are resolved the first time, and kept.
+
+        Raises:
+            UserError: as `check`.
+        """
+        design, stored = self.design, self._stored()
+        if stored:
+            self.resolved = stored["resolved"]
+        else:
+            self.resolved = {name: each.resolved for name, each in preflight(design).items()}
+            try:
+                (design.directory / "configs").mkdir(parents=True, exist_ok=True)
+                write_json(
+                    design.directory / "design.json",
+                    {"fingerprint": design.fingerprint(), "resolved": self.resolved},
+                )
+            except OSError as error:
+                raise UserError(
+                    f"{design.directory}: cannot be written ({error.strerror}); choose another "
+                    "--output"
+                ) from error
+        for job in self._jobs(design.seeds, everything=True):
+            path = self._config_path(job)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if not path.exists() or path.read_text() != dump_toml(job.config):
+                path.write_text(dump_toml(job.config))
+
+    def run(self) -> Ablation:
+        """Run what is missing, look by look, and write the record and the page after each run.
+
+        Raises:
+            UserError: as `prepare`; or another process runs this ablation.
+            KeyboardInterrupt: after its processes have ended; the next call goes on.
+        """
+        design = self.design
+        with locked(design.directory / "logs" / "ablation.lock") as lock:
+            if lock is None:
+                raise UserError(f"{design.directory}: another process runs this ablation")
+            self.prepare()
+            try:
+                for look in range(1, design.file.looks + 1):
+                    self._work(self._jobs(design.seeds[: design.seeds_at(look)]))
+                    record = self.write()
+                    verdicts = [row["verdict"] for row in record["comparisons"]]
+                    if look < design.file.looks and verdicts and "can't tell" not in verdicts:
+                        self.report(
+                            f"look {look} of {design.file.looks} tells; the other seeds are not run"
+                        )
+                        break
+            except KeyboardInterrupt:
+                self.write()
+                self.report(f"stopped; go on with: fp8rl ablate {design.source}")
+                raise
+        return Ablation(design.directory)
+
+    def collect(self) -> Ablation:
+        """Write the record and the page of what is there, and run nothing.
+
+        Raises:
+            UserError: the design has changed since its runs began, or none has.
+        """
+        stored = self._stored()
+        if not stored:
+            raise UserError(f"{self.design.directory}: no run of this ablation is there yet")
+        self.resolved = stored["resolved"]
+        self.write()
+        return Ablation(self.design.directory)
+
+    def run_one(self, name: str) -> None:
+        """Run one run or warm start, for an element of a job array; no record is written.
+
+        Raises:
+            UserError: no run has this name; its warm start is missing; or it failed.
+        """
+        jobs = {job.name: job for job in self._jobs(self.design.seeds, everything=True)}
+        if name not in jobs:
+            raise UserError(f"--run: {name!r} is none of {', '.join(jobs)}")
+        with locked(self.design.directory / "logs" / "prepare.lock"):
+            self.prepare()
+        job = next((job for job in self._jobs(self.design.seeds) if job.name == name), None)
+        if job is None:
+            self.report(f"{name}: finished already")
+            return
+        if job.needs and not has_model(self.design, job.needs):
+            raise UserError(f"--run: {name} starts from {job.needs}, which is not there yet")
+        self.jobs = 1
+        self._work([job], record=False)
+        if why := note(self.design, name).get("why"):
+            raise UserError(f"{name}: {why}")
+
+    def write(self, page_after: float = 0.0) -> dict[str, Any]:
+        """Write ablation.json and the page; give the record.
+
+        Args:
+            page_after: seconds since the last page before which none is drawn: it takes the
+                processor from the runs.
+        """
+        record = make_record(self.design, self.resolved)
+        path = self.design.directory / "ablation.json"
+        write_json(path, record)
+        if time.monotonic() - self._drawn >= page_after:
+            write_page(path)
+            self._drawn = time.monotonic()
+        return record
+
+    def plan(self, checks: Mapping[str, Preflight]) -> str:
+        """Write what would be run, and what it takes, for `--dry-run`."""
+        design, lines = self.design, []
+        for arm in design.arms:
+            settings = ", ".join(f"{key} = {value!r}" for key, value in arm.settings.items())
+            states = [run_state(design, arm, seed).status for seed in design.seeds]
+            over = sum(status in ("finished", "collapsed") for status in states)
+            lines.append(f"{arm.name}: {settings}; {len(states)} runs, {over} of them finished")
+        resolved = {key: value for each in checks.values() for key, value in each.resolved.items()}
+        if resolved:
+            lines.append(
+                "auto: " + ", ".join(f"{key} = {value!r}" for key, value in resolved.items())
+            )
+        todo = self._jobs(design.seeds)
+        runs = [job for job in todo if job.arm]
+        starts = f", after {len(todo) - len(runs)} warm start(s)" if len(todo) > len(runs) else ""
+        lines.append(
+            f"{len(runs)} of {len(design.arms) * len(design.seeds)} runs to do{starts}, "
+            f"{self.jobs} at a time, into {design.directory}"
+        )
+        lines.append(_disk(design, checks))
+        if self._seconds:
+            lines.append(f"about {_time_text(self._left(len(runs), 0))}, as earlier runs took")
+        return "\n".join(lines)
+
+    def slurm(self) -> str:
+        """Write the scripts of a SLURM job array, an element a run; give how to submit them.
+
+        Raises:
+            UserError: as `prepare`.
+        """
+        self.prepare()
+        design = self.design
+        jobs = self._jobs(design.seeds, everything=True)
+        starts = [job.name for job in jobs if job.command == "sft"]
+        runs = [job.name for job in jobs if job.command == "train"]
+        scripts = {"start": starts, "runs": runs} if starts else {"runs": runs}
+        for name, elements in scripts.items():
+            (design.directory / f"{name}.sbatch").write_text(self._script(name, elements))
+        paths = {name: shlex.quote(str(design.directory / f"{name}.sbatch")) for name in scripts}
+        after = f"--dependency=afterok:$(sbatch --parsable {paths['start']}) " if starts else ""
+        return f"sbatch {after}{paths['runs']}\n{self._command('--collect')}  # then"
+
+    def _script(self, name: str, elements: list[str]) -> str:
+        return "\n".join(
+            [
+                "#!/bin/bash",
+                f"#SBATCH --job-name={self.design.name}-{name}",
+                f"#SBATCH --array=0-{len(elements) - 1}",
+                f"#SBATCH --output={self.logs}/slurm-%A-%a.txt",
+                f"cd {shlex.quote(os.getcwd())}",
+                f"runs=({' '.join(map(shlex.quote, elements))})",
+                self._command('--run "${runs[$SLURM_ARRAY_TASK_ID]}"'),
+                "",
+            ]
+        )
+
+    def _command(self, flags: str) -> str:
+        python = shlex.join(_PROGRAM)
+        output = shlex.quote(_escaped(self.design.directory))
+        return f"{python} ablate {shlex.quote(self.design.source)} --output {output} {flags}"
+
+    def _pairs(self) -> Iterator[tuple[Arm, int]]:
+        """Seed by seed, so that what was cut off has all arms of the first seeds."""
+        return ((arm, seed) for seed in self.design.seeds for arm in self.design.arms)
+
+    def _noted(self, arm: Arm, seed: int) -> float | None:
+        return note(self.design, self.design.run_name(arm, seed)).get("seconds")
+
+    def _stored(self) -> dict[str, Any]:
+        """design.json, where it is there and of this design."""
+        path = self.design.directory / "design.json"
+        if not path.exists():
+            return {}
+        try:
+            stored = json.loads(path.read_text(encoding="utf-8"))
+            lines = changes(
+                stored["fingerprint"], json.loads(json.dumps(self.design.fingerprint()))
+            )
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{path}: cannot be read ({error}); choose another --output") from None
+        if lines:
+            told = (f"{self.design.source}: {line} since its runs began" for line in lines)
+            raise UserError(
+                "\n".join([*told, f"{path.parent}: put it back, or choose another --output"])
+            )
+        return stored
+
+    def _jobs(self, seeds: tuple[int, ...], everything: bool = False) -> list[Job]:
+        """What is to run for these seeds, in order; `everything`: what is finished, too."""
+        design, jobs = self.design, {}
+        for seed in seeds:
+            start = design.start_name(seed)
+            if start and (everything or not has_model(design, start)):
+                jobs[start] = Job(start, "sft", design.start_config(seed))
+            for arm in design.arms:
+                if not everything and run_state(design, arm, seed).status in (
+                    "finished",
+                    "collapsed",
+                ):
+                    continue
+                config = with_settings(
+                    design.run_config(arm, seed), self.resolved.get(arm.name, {})
+                )
+                name = design.run_name(arm, seed)
+                jobs[name] = Job(name, "train", config, start, arm, seed)
+        return list(jobs.values())
+
+    def _config_path(self, job: Job) -> Path:
+        return self.design.directory / "configs" / f"{job.name}.toml"
+
+    def _work(self, waiting: list[Job], record: bool = True) -> None:
+        """Run jobs until none is left."""
+        working: list[Working] = []
+        total, failed = len(waiting), set()
+        done = 0
+        screen = _Screen(self, total)
+        try:
+            with screen:
+                while waiting or working:
+                    for job in [job for job in waiting if job.needs in failed]:
+                        waiting.remove(job)
+                        self._note(job, f"its warm start {job.needs} failed")
+                        done += 1
+                    free = [
+                        slot for slot in range(self.jobs) if slot not in {w.slot for w in working}
+                    ]
+                    going = {each.job.name for each in working}
+                    ready = [
+                        job
+                        for job in waiting
+                        if not job.needs
+                        or (job.needs not in going and has_model(self.design, job.needs))
+                    ]
+                    for slot, job in zip(free, ready, strict=False):
+                        waiting.remove(job)
+                        if started := self._start(job, slot):
+                            working.append(started)
+                            screen.say(f"{job.name}: started")
+                        else:
+                            screen.say(f"{job.name}: another process is running it")
+                            done += 1
+                    screen.show(working, done)
+                    time.sleep(_POLL_SECONDS)
+                    for each in [w for w in working if w.process.poll() is not None]:
+                        working.remove(each)
+                        done += 1
+                        line, whole = self._end(each)
+                        if not whole:
+                            failed.add(each.job.name)
+                        left = self._left(len(waiting), len(working))
+                        about = f"; about {_time_text(left)} left" if left else ""
+                        screen.say(f"{line} ({done} of {total}{about})")
+                        if record and each.job.arm:
+                            with contextlib.suppress(UserError):  # said at the end
+                                self.write(page_after=_PAGE_SECONDS)
+        finally:
+            _end_all(working)
+
+    def _start(self, job: Job, slot: int) -> Working | None:
+        """Start a job's process; None where another process runs it."""
+        directory = self.design.directory / job.name
+        words = [*_PROGRAM, job.command, str(self._config_path(job))]
+        stack = contextlib.ExitStack()
+        lock = stack.enter_context(locked(self.logs / f"{job.name}.lock"))
+        if lock is None:
+            stack.close()
+            return None
+        if job.command == "train":
+            if any(path.name.isdigit() for path in (directory / "checkpoints").glob("*")):
+                words.append("--resume")
+            else:  # killed before its first checkpoint
+                (directory / "metrics.jsonl").unlink(missing_ok=True)
+        (self.logs / f"{job.name}.json").unlink(missing_ok=True)
+        log = stack.enter_context((self.logs / f"{job.name}.log").open("wb"))
+        process = subprocess.Popen(
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=os.environ | self._environment(slot),
+            pass_fds=(lock,),
+            start_new_session=True,
+            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+        )
+        return Working(job, process, slot, time.monotonic(), stack)
+
+    def _environment(self, slot: int) -> dict[str, str]:
+        """Devices of a slot, and one cache of compiled programs for all runs."""
+        cache = {"JAX_COMPILATION_CACHE_DIR": str(cache_dir() / "jax")}
+        least = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+        more = {} if "JAX_COMPILATION_CACHE_DIR" in os.environ else cache | least
+        if self.jobs == 1 or not self._devices:
+            return more
+        share = max(len(self._devices) // self.jobs, 1)
+        first = slot * share % len(self._devices)
+        more["CUDA_VISIBLE_DEVICES"] = ",".join(self._devices[first : first + share])
+        several = -(-self.jobs // len(self._devices))
+        if several > 1:
+            more.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{0.9 / several:.2f}")
+        return more
+
+    def _end(self, each: Working) -> tuple[str, bool]:
+        """Note how a process ended: a line about it, and whether it is whole."""
+        each.stack.close()
+        job, code = each.job, each.process.returncode
+        seconds = time.monotonic() - each.began
+        if code:
+            text = (self.logs / f"{job.name}.log").read_text(encoding="utf-8", errors="replace")
+            why = last_line(text)
+            if code < 0:
+                why = f"killed by {signal.Signals(-code).name}; its last line: {why}"
+            self._note(job, why)
+            return f"{job.name}: failed: {why}", False
+        self._note(job, "", seconds)
+        if job.arm is None:
+            return f"{job.name}: finished in {_time_text(seconds)}", True
+        self._seconds.append(seconds)
+        state = run_state(self.design, job.arm, job.seed)
+        metric = self.design.file.metric.name
+        for key, name in (
+            ("metric.name", metric),
+            ("collapse.metric", self.design.file.collapse.metric),
+        ):
+            if name and not name.startswith("eval/") and name not in state.row:
+                near = difflib.get_close_matches(name, state.row, n=1)
+                hint = f"did you mean {near[0]}?" if near else "metrics.jsonl has all names"
+                raise UserError(
+                    f"{self.design.source}: {key}: {job.name} has not measured {name!r}; {hint} "
+                    f"Remove {self.design.directory} and begin anew"
+                )
+        what = state.why if state.outcome is None else f"{metric} {state.outcome:.4g}"
+        if state.status == "collapsed":
+            what = state.why
+        return f"{job.name}: {state.status} in {_time_text(seconds)}: {what}", True
+
+    def _note(self, job: Job, why: str, seconds: float | None = None) -> None:
+        text = {"why": why} if why else {"seconds": round(seconds or 0.0, 1)}
+        write_json(self.logs / f"{job.name}.json", text)
+
+    def _left(self, waiting: int, working: int) -> float:
+        """Seconds until all is done, about; 0 where no run has been timed."""
+        if not self._seconds:
+            return 0.0
+        mean = sum(self._seconds) / len(self._seconds)
+        return mean * (waiting + working / 2) / min(self.jobs, max(waiting + working, 1))
+
+
+class _Screen:
+    """What a person sees: a live table on a terminal, plain lines elsewhere."""
+
+    def __init__(self, runner: Runner, total: int) -> None:
+        self.runner, self.total = runner, total
+        self.console = Console()
+        terminal = runner.report is print and self.console.is_terminal
+        self.live = Live(console=self.console, refresh_per_second=4) if terminal else None
+
+    def __enter__(self) -> _Screen:
+        if self.live:
+            self.live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.live:
+            self.live.update("")
+            self.live.stop()
+
+    def say(self, line: str) -> None:
+        if self.live:
+            self.console.print(line, markup=False, highlight=False)
+        else:
+            self.runner.report(line)
+
+    def show(self, working: list[Working], done: int) -> None:
+        if not self.live:
+            return
+        grid = Table("arm", "seed", "step", "reward", "mismatch k3", "left", box=None)
+        for each in working:
+            job = each.job
+            _update(each, read_rows(self.runner.design.directory / job.name))
+            steps = job.config.trainer.steps if job.arm else job.config.sft.steps
+            grid.add_row(
+                job.arm.name if job.arm else job.name,
+                str(job.seed) if job.arm else "",
+                f"{min(each.row.get('step', -1) + 1, steps)}/{steps}",
+                _number(each.row.get("reward/mean"), ".3f"),
+                _number(each.row.get("mismatch/k3"), ".1e"),
+                _time_text(_left_of(each, steps)),
+            )
+        grid.caption = f"{done} of {self.total} done"
+        self.live.update(grid)
+
+
+def _update(each: Working, rows: list[dict[str, Any]]) -> None:
+    """Take the newest row; times count from the first row that this process wrote."""
+    now = time.monotonic()
+    if rows and rows[-1] != each.row:
+        each.row = rows[-1]
+        each.first = each.first or (each.row["step"], now)
+
+
+def _left_of(each: Working, steps: int) -> float:
+    if each.first is None or each.row["step"] <= each.first[0]:
+        return 0.0
+    pace = (time.monotonic() - each.first[1]) / (each.row["step"] - each.first[0])
+    return max(steps - each.row["step"], 0) * pace
+
+
+def _number(value: Any, form: str) -> str:
+    return format(value, form) if isinstance(value, int | float) else ""
+
+
+def _time_text(seconds: float) -> str:
+    if not seconds:
+        return ""
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+
+
+def _escaped(path: Path) -> str:
+    return str(path).replace("{", "{{").replace("}", "}}")
+
+
+def _disk(design: Design, checks: Mapping[str, Preflight]) -> str:
+    """About what checkpoints and models will take."""
+    total = 0.0
+    for arm in design.arms:
+        check, every, steps = (
+            checks[arm.name],
+            arm.config.checkpoint.every,
+            arm.config.trainer.steps,
+        )
+        if not check.checkpoint_bytes:
+            return "disk: not known, for runs with adapters"
+        kept = min(arm.config.checkpoint.keep, -(-steps // every) if every else 1)
+        total += len(design.seeds) * (kept * check.checkpoint_bytes + check.model_bytes)
+    one = max(check.checkpoint_bytes for check in checks.values())
+    free = shutil.disk_usage(_existing(design.directory)).free
+    return (
+        f"disk: about {total / 1e9:.2g} GB for all runs ({one / 1e9:.2g} GB a checkpoint); "
+        f"{free / 1e9:.3g} GB are free"
+    )
+
+
+def _existing(path: Path) -> Path:
+    return next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
+
+
+def _devices() -> list[str]:
+    """GPUs that runs may be spread over, by the names that CUDA_VISIBLE_DEVICES takes."""
+    if (given := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [name for name in given.split(",") if name]
+    if not shutil.which("nvidia-smi") or os.environ.get("JAX_PLATFORMS") == "cpu":
+        return []
+    asked = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
+    lines = [line for line in asked.stdout.splitlines() if line.startswith("GPU ")]
+    return [str(number) for number in range(len(lines))]
+
+
+def _end_with_parent() -> None:
+    """In the child: be asked to end where the runner is killed (PR_SET_PDEATHSIG)."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+
+
+def _end_all(working: list[Working]) -> None:
+    """End the processes that are left, with all that they started."""
+    for each in working:
+        _signal(each, signal.SIGINT)
+    deadline = time.monotonic() + _GRACE_SECONDS
+    for each in working:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            each.process.wait(max(deadline - time.monotonic(), 0.1))
+        _signal(each, signal.SIGKILL)
+        each.process.wait()
+        each.stack.close()
+
+
+def _signal(each: Working, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(each.process.pid, number)

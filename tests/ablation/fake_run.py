@@ -1,0 +1,52 @@
+"""Stands for `python -m fp8rl_jax.cli.main` in tests of the queue: writes what a run leaves, fast.
+
+FAKE_RUN in the environment is {run directory's name: what it does}: "fail", "nan", "die" (by a
+signal, once, after its first checkpoint), "hang", "low" (accuracy), "no metric".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+command, config_file, *flags = sys.argv[1:]
+config = tomllib.loads(Path(config_file).read_text())
+directory = Path((config["sft"]["output"] if command == "sft" else "") or config["output"])
+does = json.loads(os.environ.get("FAKE_RUN", "{}")).get(directory.name, "")
+directory.mkdir(parents=True, exist_ok=True)
+with (directory / "starts.txt").open("a") as file:
+    file.write(" ".join([command, *flags]) + "\n")
+if does == "fail":
+    print("fp8rl: error: rollout.top_k: the device has no such thing\n", file=sys.stderr)
+    sys.exit(2)
+if command == "train":
+    if (directory / "metrics.jsonl").exists() != ("--resume" in flags):
+        print("fp8rl: error: holds a run already, or none", file=sys.stderr)
+        sys.exit(2)
+    steps = config["trainer"]["steps"]
+    path = Path(config["model"].get("path", ""))
+    if path.name == "model" and not (path / "config.json").exists():
+        sys.exit("fp8rl: error: no model to start from")
+    checkpoints = directory / "checkpoints"
+    done = max((int(each.name) for each in checkpoints.glob("*")), default=0)
+    with (directory / "metrics.jsonl").open("a") as file:
+        for step in range(done, steps):
+            print(json.dumps({"step": step, "reward/mean": 0.5}), file=file, flush=True)
+            (checkpoints / str(step + 1)).mkdir(parents=True)
+            if does == "die" and not flags:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if does == "hang":
+                time.sleep(60)
+        accuracy = 0.8 + 0.01 * config["seed"] + 0.002 * (config["recipe"] == "bf16")
+        accuracy = {"nan": None, "low": 0.1}.get(does, accuracy)
+        last = {"step": steps, "eval/accuracy": accuracy, "eval/problems": 8.0}
+        if does == "no metric":
+            del last["eval/accuracy"]
+        print(json.dumps(last), file=file)
+(directory / "model").mkdir(exist_ok=True)
+(directory / "model" / "config.json").write_text("{}")

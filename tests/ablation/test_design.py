@@ -1,0 +1,201 @@
+"""The file of an ablation: what it makes, and which faults are named before anything runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fp8rl_jax.ablation.design import AblationConfig, changes, read_design
+from fp8rl_jax.config.schema import leaves
+from fp8rl_jax.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+ARMS = {"bf16": {"recipe": "bf16"}, "fp8": {"recipe": "fp8-rl"}}
+
+
+def faults(path: str, **arguments) -> list[str]:
+    with pytest.raises(UserError) as caught:
+        read_design(path, **arguments)
+    return [line.removeprefix(f"{path}: ") for line in str(caught.value).splitlines()]
+
+
+def test_each_arm_becomes_a_whole_configuration(study):
+    settings = {"rl": {"clip_high": 0.3}, "optimizer.learning_rate": 1e-4}
+    design = read_design(
+        study(arms={"bf16": {"recipe": "bf16"}, "fp8": {"recipe": "fp8-rl", **settings}})
+    )
+    bf16, fp8 = design.arms
+    config = design.run_config(fp8, 1)
+    assert (config.recipe, config.seed, config.rl.clip_high) == ("fp8-rl", 1, 0.3)
+    assert config.directory == Path("out/fp8-1")
+    assert fp8.settings == {
+        "recipe": "fp8-rl",
+        "rl.clip_high": 0.3,
+        "optimizer.learning_rate": 1e-4,
+    }
+    assert bf16.config.rl.clip_high != 0.3 and design.seeds == (0, 1)
+
+
+def test_runs_of_one_seed_differ_in_what_the_arm_says_alone(study):
+    design = read_design(study())
+    one, other = (vars(design.run_config(arm, 1)) for arm in design.arms)
+    assert {key for key in one if one[key] != other[key]} == {"recipe", "output"}
+
+
+def test_factors_are_crossed_and_named_by_their_values(study):
+    path = study(
+        arms=None,
+        factors={"recipe": ["bf16", "fp8-rl"], "max_new_tokens": [4, 6]},
+        baseline="bf16+max_new_tokens=6",
+    )
+    design = read_design(path)
+    assert [arm.name for arm in design.arms] == [
+        f"{recipe}+max_new_tokens={n}" for recipe in ("bf16", "fp8-rl") for n in (4, 6)
+    ]
+    assert design.arms[2].config.rollout.max_new_tokens == 4
+    assert design.arms[2].settings == {"recipe": "fp8-rl", "rollout.max_new_tokens": 4}
+
+
+def test_own_recipes_and_settings_of_all_arms(study):
+    mine = {"base": "fp8-rl", "kv_margin": 1.5}
+    path = study(
+        recipes={"mine": mine},
+        settings={"trainer": {"steps": 3}},
+        arms={"bf16": {"recipe": "bf16"}, "mine": {"recipe": "mine"}},
+    )
+    arms = read_design(path).arms
+    assert [arm.config.trainer.steps for arm in arms] == [3, 3]
+    assert arms[1].config.resolved_recipe().kv_margin == 1.5
+
+
+def test_a_start_makes_the_model_of_all_arms(study):
+    design = read_design(study(start="shared", settings={"sft": {"from_scratch": True}}))
+    assert {design.run_config(arm, 1).model.path for arm in design.arms} == {"out/start/model"}
+    assert design.start_config(1).seed == 0
+    own = read_design(study(start="per_seed"))
+    assert own.run_config(own.arms[0], 1).model.path == "out/start-1/model"
+    assert own.start_config(1).seed == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"baseline": "bf61"}, "baseline: 'bf61' is no arm; did you mean bf16?"),
+        ({"baseline": ""}, "baseline: name the arm to compare with; the arms are bf16, fp8"),
+        ({"output": "runs/{arm}"}, "output = 'runs/{arm}': unknown placeholder {arm}"),
+        ({"output": "runs/{"}, "output = 'runs/{':"),
+        ({"seeds": 1}, "seeds = 1: one seed has no interval over seeds; give at least 2"),
+        ({"seeds": [3]}, "seeds = [3]: give at least 2"),
+        ({"seeds": [3, 3]}, "seeds: 3 is given twice"),
+        ({"seeds": "five"}, "seeds: expected a number of seeds or a list of them, got 'five'"),
+        ({"seeds": 4, "looks": 3}, "looks = 3: 4 seeds are not that many equal parts"),
+        ({"seeds": 2, "looks": 2}, "looks = 2: 2 seeds are not that many equal parts"),
+        ({"metric": {}}, "metric.margin: say beforehand"),
+        ({"metric": {"margin": 0.0}}, "metric.margin: 0.0 must be a number above 0"),
+        ({"metric": {"margin": 0.1, "name": "eval/acuracy"}}, "did you mean eval/accuracy?"),
+        (
+            {"metric": {"margin": 0.1, "name": "eval/pass_at_k"}},
+            "'eval/pass_at_k' needs evaluation.samples above 1",
+        ),
+        ({"collapse": {"metric": "reward/mean"}}, "collapse.metric: give collapse.below or"),
+        ({"allow": ["tusk"]}, "allow: 'tusk' is nothing that arms share"),
+        ({"arms": {"bf16": {"recipe": "bf16"}}}, "arms: there is one; a comparison needs two"),
+        ({"arms": None}, "no arms; give [arms.NAME] or [factors]"),
+        ({"factors": {"seed": [1]}}, "arms and factors are both given; give one of them"),
+        ({"arms": None, "factors": {"recipe": "bf16"}}, "factors.recipe: expected a list"),
+        ({"arms": ARMS | {"a/b": {"recipe": "jet-rl"}}}, 'arms."a/b": names a directory'),
+        ({"arms": ARMS | {"start": {"recipe": "jet-rl"}}}, "arms.start: names a directory"),
+        ({"arms": ARMS | {"same": {"recipe": "bf16"}}}, "arms bf16 and same are the same run"),
+        (
+            {"arms": ARMS | {"x": {"recipe": "bf17"}}},
+            "arms.x: recipe: unknown name 'bf17'; did you mean",
+        ),
+        ({"arms": ARMS | {"x": {"learning_rat": 1.0}}}, "arms.x.learning_rat: unknown setting"),
+        ({"arms": ARMS | {"x": {"seed": 7}}}, "arms.x.seed: the arms share seeds; give `seeds`"),
+        ({"settings": {"output": "x"}}, "settings.output: runs are written to OUTPUT/ARM-SEED"),
+        (
+            {"arms": ARMS | {"x": {"task": {"name": "basic_arithmetic"}}}},
+            "arms.x: task.name is 'basic_arithmetic' and 'spell_backward' in the baseline, so "
+            'they differ in data; if that is the question, allow = ["task.name"]',
+        ),
+        (
+            {"arms": ARMS | {"x": {"model": {"init": {"num_layers": 2}}}}},
+            "they differ in the model they start from",
+        ),
+        (
+            {"arms": ARMS | {"x": {"evaluation": {"examples": 4}}}},
+            "they differ in how they are measured",
+        ),
+        ({"arms": ARMS | {"x": {"rollout.temperature": 0.0}}}, "arms.x: "),
+        (
+            {"start": "shared", "arms": ARMS | {"x": {"model": {"path": "elsewhere"}}}},
+            'arms.x: model.path: start = "shared" makes the model',
+        ),
+        ({"base": ["none.toml"]}, "no such file"),
+    ],
+)
+def test_faults_are_named_before_anything_runs(study, change, message):
+    found = faults(study(**change))
+    assert any(message in line for line in found), found
+
+
+def test_all_faults_are_reported_together(study):
+    found = faults(
+        study(quesion="", baseline="x", seeds=1, arms=ARMS | {"y": {"recipe": "no", "seed": 1}}),
+        output="{no}",
+    )
+    keys = ("unknown key quesion", "seeds = 1", "--output = ", "arms.y.seed", "baseline: 'x'")
+    assert [key for key in keys if not any(line.startswith(key) for line in found)] == []
+
+
+def test_arms_may_differ_in_data_where_that_is_the_question(study):
+    arms = ARMS | {"x": {"task": {"train_size": 32}}}
+    assert "differ in data" in faults(study(arms=arms))[0]
+    assert len(read_design(study(arms=arms, allow=["task.train_size"])).arms) == 3
+    assert len(read_design(study(arms=arms, allow=["task"])).arms) == 3
+
+
+def test_a_dictionary_stands_for_a_file(study):
+    study()
+    plan = {"base": ["run.toml"], "baseline": "bf16", "metric": {"margin": 0.1}, "arms": ARMS}
+    design = read_design(plan | {"name": "mine"})
+    assert design.directory == Path("runs/mine") and len(design.seeds) == 5
+
+
+def test_a_fingerprint_names_what_changed_and_nothing_else(study, tmp_path):
+    before = read_design(study()).fingerprint()
+    assert changes(before, read_design(study(question="Another wording")).fingerprint()) == []
+    margin = read_design(study(metric={"margin": 0.2})).fingerprint()
+    assert changes(before, margin) == ["metric.margin was 0.1 and is 0.2"]
+    (tmp_path / "run.toml").write_text(
+        (tmp_path / "run.toml").read_text().replace("steps = 2", "steps = 3")
+    )
+    assert changes(before, read_design(study()).fingerprint()) == [
+        "arms.bf16.trainer.steps was 2 and is 3",
+        "arms.fp8.trainer.steps was 2 and is 3",
+    ]
+
+
+def test_a_fingerprint_holds_the_contents_of_data_files(study, tmp_path):
+    data = tmp_path / "problems.jsonl"
+    data.write_text('{"prompt": "a", "answer": "b"}\n')
+    task = {"kind": "jsonl", "name": str(data), "args": {}, "prompt_template": "{question}"}
+    settings = {"task": task}
+    before = read_design(study(settings=settings)).fingerprint()
+    data.write_text('{"prompt": "a", "answer": "c"}\n')
+    assert changes(before, read_design(study(settings=settings)).fingerprint()) == [
+        f"{data} has changed"
+    ]
+
+
+def test_the_page_of_keys_has_every_key():
+    page = (ROOT / "docs" / "ablation.md").read_text()
+    assert [key for key, _ in leaves(AblationConfig) if f"`{key}" not in page] == []
+
+
+def test_the_demo_is_a_sound_study(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    design = read_design("experiments/ablations/demo.toml")
+    assert [arm.name for arm in design.arms] == ["bf16", "fp8-rl", "jet-rl"]
+    assert len(design.seeds) == 5 and design.directory == Path("runs/ablation/demo")

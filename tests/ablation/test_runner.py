@@ -1,0 +1,359 @@
+"""The queue of an ablation: what is run, what is gone on with, and what is said of what failed."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from tiny_run import faults
+
+import fp8rl_jax as fp8rl
+from fp8rl_jax.ablation import runner
+from fp8rl_jax.ablation.design import read_design
+from fp8rl_jax.ablation.preflight import Preflight
+from fp8rl_jax.ablation.record import locked
+from fp8rl_jax.cli.main import main
+from fp8rl_jax.errors import UserError
+
+FAKE = (sys.executable, str(Path(__file__).with_name("fake_run.py")))
+AUTO = {"rollout.decode_layers": "unroll"}
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """Runs that do nothing but write what runs leave; returns what sets their behaviour."""
+    monkeypatch.setattr(runner, "_PROGRAM", FAKE)
+    monkeypatch.setattr(runner, "_POLL_SECONDS", 0.02)
+    monkeypatch.setattr(runner, "write_page", lambda record: record.with_suffix(".html").touch())
+    monkeypatch.setattr(
+        runner,
+        "preflight",
+        lambda design: {arm.name: Preflight([], AUTO, 1e9, 1e8) for arm in design.arms},
+    )
+
+    def behave(**does: str) -> None:
+        named = {name.replace("_", "-"): what for name, what in does.items()}
+        monkeypatch.setenv("FAKE_RUN", json.dumps(named))
+
+    return behave
+
+
+def ablate(path: str, **arguments) -> tuple[dict, list[str]]:
+    """The record, and the lines that were said."""
+    lines: list[str] = []
+    done = fp8rl.ablate(path, report=lines.append, **arguments)
+    return done.record, lines
+
+
+def states(record: dict) -> dict[str, str]:
+    return {run["directory"]: run["status"] for arm in record["arms"] for run in arm["runs"]}
+
+
+def starts(name: str) -> list[str]:
+    return Path("out", name, "starts.txt").read_text().splitlines()
+
+
+@pytest.mark.slow
+def test_a_study_of_two_arms_and_two_seeds(study, capsys):
+    path = study()
+    assert main(["ablate", path]) == 0
+    said = capsys.readouterr().out
+    record = json.loads(Path("out/ablation.json").read_text())
+    assert set(states(record).values()) == {"finished"} and record["look"] == [1, 1]
+    assert record["resolved"] == {
+        "rollout.decode_layers": "unroll",
+        "trainer.loss_scale.mode": "none",
+    }
+    (comparison,) = record["comparisons"]
+    assert (comparison["arm"], comparison["baseline"], comparison["n"]) == ("fp8", "bf16", 2)
+    assert comparison["sentence"] in said and "out/ablation.html" in said
+    bf16, fp8 = (
+        [json.loads(line) for line in Path("out", name, "samples.jsonl").read_text().splitlines()]
+        for name in ("bf16-1", "fp8-1")
+    )
+    assert [row["prompt"] for row in bf16] == [row["prompt"] for row in fp8]
+    made = [Path(f"out/{name}/model/config.json").stat().st_mtime for name in states(record)]
+    assert main(["ablate", path]) == 0
+    assert made == [
+        Path(f"out/{name}/model/config.json").stat().st_mtime for name in states(record)
+    ]
+    assert "started" not in capsys.readouterr().out
+
+
+def test_finished_runs_are_not_run_again(study, fake):
+    record, lines = ablate(study(), jobs=2)
+    assert set(states(record).values()) == {"finished"}
+    assert "bf16-0: finished" in "\n".join(lines) and "(4 of 4" in "\n".join(lines)
+    again, lines = ablate(study())
+    assert lines == [] and starts("bf16-0") == ["train"]
+    assert again["comparisons"] == record["comparisons"]
+
+
+def test_the_record_pairs_outcomes_by_seed(study, fake):
+    done = fp8rl.ablate(study(seeds=[3, 7]), report=lambda line: None)
+    record = done.record
+    assert record["seeds"] == [3, 7] and record["version"] == 1
+    outcomes = {arm["name"]: [run["outcome"] for run in arm["runs"]] for arm in record["arms"]}
+    assert outcomes == {"bf16": pytest.approx([0.832, 0.872]), "fp8": pytest.approx([0.83, 0.87])}
+    assert done.comparisons["fp8"].difference.mean == pytest.approx(-0.002)
+    assert record["resolved"] == AUTO and "decode_layers" not in str(record["arms"])
+    assert done.page.exists() and record["comparisons"][0]["sentence"] in done.table()
+    config = Path("out/configs/fp8-7.toml").read_text()
+    assert 'decode_layers = "unroll"' in config and "seed = 7" in config
+
+
+def test_a_run_that_fails_says_why_and_stops_no_other(study, fake):
+    fake(fp8_0="fail")
+    record, lines = ablate(study())
+    assert states(record) == {
+        "bf16-0": "finished",
+        "bf16-1": "finished",
+        "fp8-0": "failed",
+        "fp8-1": "finished",
+    }
+    why = "rollout.top_k: the device has no such thing"
+    assert record["arms"][1]["runs"][0]["why"] == why
+    assert any(line.startswith(f"fp8-0: failed: {why}") for line in lines)
+    assert record["comparisons"][0]["failed"] == 1
+    fake()
+    assert states(ablate(study())[0])["fp8-0"] == "finished"
+    assert len(starts("fp8-0")) == 2 and len(starts("fp8-1")) == 1
+
+
+def test_a_killed_run_goes_on_from_its_checkpoint(study, fake):
+    fake(fp8_1="die")
+    record, _ = ablate(study())
+    assert states(record)["fp8-1"] == "failed"
+    assert "killed by SIGKILL" in record["arms"][1]["runs"][1]["why"]
+    assert states(ablate(study())[0])["fp8-1"] == "finished"
+    assert starts("fp8-1") == ["train", "train --resume"]
+
+
+def test_a_run_that_was_killed_before_a_checkpoint_begins_anew(study, fake):
+    Path("out/bf16-0").mkdir(parents=True)
+    Path("out/bf16-0/metrics.jsonl").write_text('{"step": 0, "rew')
+    assert states(ablate(study())[0])["bf16-0"] == "finished"
+    assert starts("bf16-0") == ["train"]
+
+
+def test_lost_runs_are_outcomes(study, fake):
+    fake(fp8_0="nan", fp8_1="low", bf16_1="no metric")
+    record, _ = ablate(study(collapse={"below": 0.3}))
+    runs = {run["directory"]: run for arm in record["arms"] for run in arm["runs"]}
+    assert (runs["fp8-0"]["status"], runs["fp8-0"]["why"]) == (
+        "failed",
+        "eval/accuracy is not finite at the end",
+    )
+    assert (runs["fp8-1"]["status"], runs["fp8-1"]["outcome"]) == ("collapsed", 0.1)
+    assert runs["fp8-1"]["why"] == "eval/accuracy ended at 0.1, below 0.3"
+    assert runs["bf16-1"]["why"] == "no eval/accuracy in metrics.jsonl"
+    assert record["comparisons"][0]["collapsed"] == 1
+
+
+def test_a_metric_that_no_run_has_ends_the_study_at_the_first(study, fake):
+    path = study(metric={"margin": 0.1, "name": "reward/meen"})
+    with pytest.raises(
+        UserError, match="bf16-0 has not measured 'reward/meen'; did you mean reward"
+    ):
+        ablate(path)
+    assert not Path("out/fp8-1").exists()
+
+
+def test_a_terminal_shows_a_table_of_what_runs(study, fake, monkeypatch):
+    screen = io.StringIO()
+    terminal = Console(file=screen, force_terminal=True, width=100, color_system=None)
+    monkeypatch.setattr(runner, "Console", lambda: terminal)
+    fp8rl.ablate(study())
+    said = screen.getvalue()
+    assert all(head in said for head in ("arm", "seed", "step", "reward", "mismatch k3", "left"))
+    assert "/2" in said and "bf16-0: finished" in said and "of 4 done" in said
+
+
+def test_a_changed_file_is_named_and_refused(study, fake, tmp_path):
+    ablate(study())
+    before = Path("out/ablation.json").read_text()
+    path = study(metric={"margin": 0.5})
+    with pytest.raises(UserError, match=r"metric.margin was 0.1 and is 0.5 since its runs began"):
+        ablate(path)
+    run_file = tmp_path / "run.toml"
+    run_file.write_text(
+        run_file.read_text().replace("learning_rate = 0.001", "learning_rate = 0.1")
+    )
+    with pytest.raises(UserError, match=r"arms.fp8.optimizer.learning_rate was 0.001 and is 0.1"):
+        ablate(study())
+    assert Path("out/ablation.json").read_text() == before
+    assert set(states(ablate(study(), output="elsewhere")[0]).values()) == {"finished"}
+
+
+def test_a_warm_start_is_made_once_and_first(study, fake):
+    path = study(start="shared")
+    record, lines = ablate(path, jobs=3)
+    assert set(states(record).values()) == {"finished"}
+    assert lines[0] == "start: started" and lines[1].startswith("start: finished")
+    assert starts("start") == ["sft"]
+    ablate(study(start="per_seed"), output="other")
+    assert Path("other/start-1/model/config.json").exists()
+
+
+def test_runs_whose_warm_start_failed_are_not_started(study, fake):
+    fake(start_1="fail")
+    record, _ = ablate(study(start="per_seed"))
+    assert states(record)["bf16-0"] == "finished" and states(record)["bf16-1"] == "failed"
+    assert record["arms"][0]["runs"][1]["why"] == "its warm start start-1 failed"
+    assert not Path("out/bf16-1").exists()
+
+
+def test_looks_end_a_study_that_has_its_answer(study, fake):
+    record, lines = ablate(study(seeds=8, looks=2, metric={"margin": 0.5}))
+    assert record["look"] == [1, 2] and record["comparisons"][0]["n"] == 4
+    assert list(states(record).values()).count("missing") == 8
+    assert lines[-1] == "look 1 of 2 tells; the other seeds are not run"
+    record, _ = ablate(study(seeds=8, looks=2, metric={"margin": 1e-6}), output="close")
+    assert record["look"] == [2, 2] and "missing" not in states(record).values()
+
+
+def test_the_last_run_of_a_look_makes_the_verdict(study, fake):
+    design = read_design(study())
+    one = runner.Runner(design, report=lambda line: None)
+    one.run_one("bf16-0")
+    record = one.collect().record
+    assert record["comparisons"] == [] and record["look"] == [0, 1]
+    assert states(record)["fp8-0"] == "missing"
+
+
+def test_the_plan_writes_nothing_and_counts_what_is_left(study, fake, capsys):
+    path = study()
+    assert main(["ablate", path, "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert "fp8: recipe = 'fp8-rl'; 2 runs, 0 of them finished" in said
+    assert "4 of 4 runs to do, 1 at a time, into out" in said
+    assert "disk: about 8.4 GB for all runs (1 GB a checkpoint)" in said
+    assert "earlier runs" not in said and not Path("out").exists()
+    assert main(["ablate", path, "--run", "fp8-1"]) == 0
+    capsys.readouterr()
+    assert main(["ablate", path, "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert "3 of 4 runs to do" in said and "as earlier runs took" in said
+
+
+def test_elements_of_a_job_array_and_their_record(study, fake, capsys):
+    path = study(start="shared")
+    assert main(["ablate", path, "--slurm"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("sbatch --dependency=afterok:$(sbatch --parsable out/start.sbatch) ")
+    script = Path("out/runs.sbatch").read_text()
+    assert "#SBATCH --array=0-3\n" in script and "runs=(bf16-0 fp8-0 bf16-1 fp8-1)" in script
+    assert subprocess.run(["bash", "-n", "out/runs.sbatch"], check=False).returncode == 0
+    assert main(["ablate", path, "--run", "fp8-0"]) == 2
+    assert faults(capsys) == [
+        "fp8rl: error: --run: fp8-0 starts from start, which is not there yet"
+    ]
+    for name in ("start", "bf16-0", "fp8-0", "bf16-1", "fp8-1"):
+        assert main(["ablate", path, "--run", name]) == 0
+    assert not Path("out/ablation.json").exists()
+    assert main(["ablate", path, "--collect"]) == 0
+    assert "fp8 - bf16" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--jobs", "0"], "--jobs: 0 must be at least 1"),
+        (["--collect", "--slurm"], "--collect and --slurm: give one of them"),
+        (["--run", "bf17-0"], "--run: 'bf17-0' is none of bf16-0, fp8-0, bf16-1, fp8-1"),
+        (["--collect"], "out: no run of this ablation is there yet"),
+        (["--output", "x/{arm}"], "--output = 'x/{arm}': unknown placeholder {arm}"),
+    ],
+)
+def test_wrong_flags_are_one_line(study, fake, capsys, flags, message):
+    assert main(["ablate", study(), *flags]) == 2
+    (line,) = faults(capsys)
+    assert message in line
+
+
+def test_two_processes_do_not_run_one_ablation(study, fake):
+    path = study()
+    with locked(Path("out/logs/ablation.lock")), pytest.raises(UserError, match="another process"):
+        ablate(path)
+
+
+def test_a_run_of_another_process_is_left_to_it(study, fake):
+    with locked(Path("out/logs/fp8-0.lock")):
+        record, lines = ablate(study())
+    assert states(record)["fp8-0"] == "running" and record["comparisons"] == []
+    assert "fp8-0: another process is running it" in lines
+
+
+PROGRAM = """
+import sys
+from fp8rl_jax.ablation import runner
+from fp8rl_jax.ablation.preflight import Preflight
+from fp8rl_jax.cli.main import main
+runner._PROGRAM, runner._POLL_SECONDS = {fake!r}, 0.02
+runner.write_page = lambda record: None
+runner.preflight = lambda design: {{arm.name: Preflight([], {{}}, 1.0, 1.0) for arm in design.arms}}
+sys.exit(main(["ablate", {path!r}, "--jobs", "2"]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_stopped_ablation_ends_its_runs_and_goes_on(study, fake, monkeypatch, number):
+    fake(bf16_0="hang", fp8_0="hang")
+    path = study()
+    program = PROGRAM.format(fake=FAKE, path=path)
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    deadline = time.monotonic() + 60
+    while not all(Path(f"out/{name}-0/checkpoints/1").exists() for name in ("bf16", "fp8")):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)
+    os.kill(process.pid, number)
+    said, _ = process.communicate(timeout=30)
+    if number == signal.SIGINT:
+        assert process.returncode == 130
+        assert f"stopped; go on with: fp8rl ablate {path}" in said
+    # no run outlives the queue: its lock is free
+    while not all(_is_free(f"out/logs/{name}-0.lock") for name in ("bf16", "fp8")):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    fake()
+    record, _ = ablate(path)
+    assert set(states(record).values()) == {"finished"}
+    assert starts("bf16-0") == ["train", "train --resume"] and starts("bf16-1") == ["train"]
+
+
+def _is_free(path: str) -> bool:
+    with locked(Path(path)) as lock:
+        return lock is not None
+
+
+def test_jobs_share_the_devices(study, fake, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    design = read_design(study())
+
+    def visible(jobs: int) -> list[str | None]:
+        one = runner.Runner(design, jobs)
+        return [one._environment(slot).get("CUDA_VISIBLE_DEVICES") for slot in range(jobs)]
+
+    assert visible(1) == [None]
+    assert visible(2) == ["4,5", "6,7"]
+    assert visible(5) == ["4", "5", "6", "7", "4"]
+    crowded = runner.Runner(design, 8)._environment(0)
+    assert crowded["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.45"
+
+
+def test_arms_that_the_devices_refuse_are_named_before_anything_runs(study, capsys):
+    arms = {"bf16": {"recipe": "bf16"}, "x": {"recipe": "fp8-rl", "precision.exact": True}}
+    path = study(arms=arms)
+    assert main(["ablate", path]) == 2
+    assert all("arms.x: " in line for line in faults(capsys))
+    assert not Path("out/configs").exists()
