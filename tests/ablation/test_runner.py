@@ -147,7 +147,7 @@ def test_a_run_that_was_killed_before_a_checkpoint_begins_anew(study, fake):
 def test_a_model_without_the_last_row_is_no_finished_run(study, fake):
     Path("out/bf16-0/model").mkdir(parents=True)
     Path("out/bf16-0/model/config.json").write_text("{}")
-    Path("out/bf16-0/metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n')
+    Path("out/bf16-0/metrics.jsonl").write_text('{"step": 0, "eval/accuracy": 0.5}\n{"step": 1}\n')
     assert states(ablate(study())[0])["bf16-0"] == "finished"
     assert starts("bf16-0") == ["train"]
 
