@@ -205,7 +205,7 @@ def _backward(
 
 
 def _queries(tokens: int, keys: int, chunk: int | None) -> int:
-    """Queries of a row whose attention scores exist at one time, as models.layer chooses."""
+    """Queries of a row whose attention scores exist at one time, as models.forward chooses."""
     if chunk is None:
         chunk = CHUNK if tokens * keys >= CHUNK_FROM else 0
     return min(chunk or tokens, tokens)
