@@ -148,7 +148,8 @@ class Runner:
         self.design, self.jobs, self.report = design, jobs, report
         self.logs = design.directory / "logs"
         self.resolved: dict[str, dict[str, Any]] = {}
-        self._seconds = [s for arm, seed in self._pairs() if (s := self._noted(arm, seed))]
+        noted = (self._noted(arm, seed) for arm, seed in self._pairs())
+        self._seconds = [seconds for seconds in noted if seconds is not None]
         self._devices, self._drawn = _devices(), time.monotonic()
 
     def check(self) -> dict[str, Preflight]:
@@ -505,7 +506,7 @@ class Runner:
         return f"{job.name}: {state.status} in {_time_text(seconds)}: {what}", True
 
     def _note(self, job: Job, why: str, seconds: float | None = None) -> None:
-        text = {"why": why} if why else {"seconds": round(seconds or 0.0, 1)}
+        text = {"why": why} if why else {"seconds": round(seconds or 0.0, 3)}
         write_json(self.logs / f"{job.name}.json", text)
 
     def _left(self, waiting: int, working: int) -> float:

@@ -300,8 +300,11 @@ def test_a_run_of_another_process_is_left_to_it(study, fake):
     assert "fp8-0: another process is running it" in lines
 
 
+# a job in the background of a shell inherits an ignored SIGINT
 PROGRAM = """
+import signal
 import sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from fp8rl_jax.ablation import runner
 from fp8rl_jax.ablation.preflight import Preflight
 from fp8rl_jax.cli.main import main
