@@ -253,6 +253,8 @@ def read_design(
     is_file = not isinstance(source, Mapping)
     spoken = str(source) if is_file else named or "the ablation"
     values = read_values(AblationConfig, [str(source) if is_file else source], faults)
+    if faults and not values:  # unreadable: what it lacks is no news
+        raise UserError("\n".join(faults))
     file = laid_over(AblationConfig(), values, faults)
     faults += problems(file)
     faults += unknown_placeholders("--output", output, "name")

@@ -149,6 +149,14 @@ def test_all_faults_are_reported_together(study):
     assert [key for key in keys if not any(line.startswith(key) for line in found)] == []
 
 
+def test_of_a_file_that_cannot_be_read_nothing_else_is_said(tmp_path):
+    assert faults(str(tmp_path / "none.toml")) == ["no such file"]
+    path = tmp_path / "torn.toml"
+    path.write_text("[arms.a\n")
+    (fault,) = faults(str(path))
+    assert "line 1" in fault
+
+
 def test_arms_may_differ_in_data_where_that_is_the_question(study):
     arms = ARMS | {"x": {"task": {"train_size": 32}}}
     assert "differ in data" in faults(study(arms=arms))[0]
