@@ -524,7 +524,7 @@ class _Screen:
         self.runner, self.total = runner, total
         self.console = Console()
         terminal = runner.report is print and self.console.is_terminal
-        self.live = Live(console=self.console, refresh_per_second=4) if terminal else None
+        self.live = Live(console=self.console, auto_refresh=False) if terminal else None
 
     def __enter__(self) -> _Screen:
         if self.live:
@@ -559,7 +559,7 @@ class _Screen:
                 _time_text(_left_of(each, steps)),
             )
         grid.caption = f"{done} of {self.total} done"
-        self.live.update(grid)
+        self.live.update(grid, refresh=True)
 
 
 def _update(each: Working, rows: list[dict[str, Any]]) -> None:
