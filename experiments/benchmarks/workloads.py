@@ -156,14 +156,17 @@ SMOLLM2_SHAPE = Workload(
 )
 
 
-def _qwen3(name: str, hidden_size: int, intermediate_size: int) -> Workload:
-    config = PolicyConfig(
+def qwen3_config(
+    hidden_size: int, intermediate_size: int, num_layers: int, num_heads: int
+) -> PolicyConfig:
+    """Give a shape of Qwen3 with a tied head."""
+    return PolicyConfig(
         "qwen3",
         151936,
         hidden_size,
         intermediate_size,
-        num_layers=28,
-        num_heads=16,
+        num_layers=num_layers,
+        num_heads=num_heads,
         num_kv_heads=8,
         head_dim=128,
         rms_norm_eps=1e-6,
@@ -171,6 +174,10 @@ def _qwen3(name: str, hidden_size: int, intermediate_size: int) -> Workload:
         tie_word_embeddings=True,
         max_position_embeddings=40960,
     )
+
+
+def _qwen3(name: str, hidden_size: int, intermediate_size: int) -> Workload:
+    config = qwen3_config(hidden_size, intermediate_size, num_layers=28, num_heads=16)
     every = tuple(RECIPES)
     shape = Shape(prompts=16, samples=8, prompt_tokens=128, new_tokens=256)
     return Workload(

@@ -24,7 +24,7 @@ from experiments.benchmarks.gpu.jobs import Job, Setting
 from experiments.benchmarks.grpo import Shared, grpo_step, make_step
 from experiments.benchmarks.rounds import Laps, Plan
 from experiments.benchmarks.trained_layer import trained_layer
-from experiments.benchmarks.workloads import Shape, Workload
+from experiments.benchmarks.workloads import Shape, Workload, qwen3_config
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.policy import parameter_count
 
@@ -95,20 +95,7 @@ def layers_for(memory: int, embedding: int, layer: int) -> int:
 
 def workload_for(memory: int) -> Workload:
     """Qwen3-8B with the layers that fit into `memory` bytes."""
-    config = PolicyConfig(
-        "qwen3",
-        151936,
-        4096,
-        12288,
-        num_layers=2,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        rms_norm_eps=1e-6,
-        rope_theta=1e6,
-        tie_word_embeddings=True,
-        max_position_embeddings=40960,
-    )
+    config = qwen3_config(4096, 12288, num_layers=2, num_heads=32)
     two, one = parameter_count(config), parameter_count(replace(config, num_layers=1))
     layers = layers_for(memory, 2 * one - two, two - one)
     return Workload(
