@@ -2,7 +2,9 @@
 
 A study trains arms with the same seeds. Of one seed all arms share prompts, order, initial weights
 and sampling keys, so an arm is compared with the baseline seed by seed: Student's t of the paired
-differences. With d the margin, written so that larger is better, an arm is
+differences. Where outcomes are means over held-out problems that stand for others like them, seeds
+and problems are crossed random factors, and the interval is over both. With d the margin, written
+so that larger is better, an arm is
 
     no worse    where the mean difference is above -d, at alpha / 2 on one side
     better      where it is above 0
@@ -92,15 +94,17 @@ class Comparison:
         n: seeds of the study, those without an outcome included.
         difference: mean of arm - baseline over the pairs that have both outcomes, with its t
             interval of level 1 - `alpha`.
+        problems: held-out problems that the interval is over, besides the seeds or, of one seed,
+            alone; 0: over seeds alone.
         correlation: Pearson's, of the pairs' outcomes; None below three pairs or without spread.
         detectable: true difference from 0 that such a study sees with a probability of 80 %; None
             where the spread is unknown.
         verdict: what may be claimed.
         more_pairs: about how many further seeds would tell, with a probability of 80 %, were mean
-            and spread what was seen; None where the study tells, or where seeds would not help.
+            and spread what was seen; 0 where only more problems would; None where the study tells,
+            or where seeds would not help.
         collapsed, baseline_collapsed: runs that collapsed.
         alpha: 1 - level of the interval: what Holm and the look leave.
-        over: what was resampled.
         failed, baseline_failed: runs without an outcome that did not collapse.
         lost_p: one-sided p of Barnard's exact test that the arm loses (collapsed or failed) more
             runs than the baseline; None where no run was lost.
@@ -117,10 +121,36 @@ class Comparison:
     collapsed: int
     baseline_collapsed: int
     alpha: float
-    over: Literal["seeds", "problems"] = "seeds"
+    problems: int = 0
     failed: int = 0
     baseline_failed: int = 0
     lost_p: float | None = None
+
+
+class Estimate(NamedTuple):
+    """Mean differences of arms and how far they may be off: float arrays of shape [..., arms]."""
+
+    mean: np.ndarray
+    pairs: np.ndarray
+    """Those with both outcomes."""
+    deviation: np.ndarray
+    """Standard deviation over seeds, of ties at least that of rounding; inf: unknown."""
+    of_problems: np.ndarray | float = 0.0
+    """Variance of the mean that comes from the choice of problems."""
+    degrees: np.ndarray | float = np.inf
+    """Degrees of freedom of the standard error over seeds and problems."""
+
+    @property
+    def errors(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Standard errors of the mean, each with its degrees of freedom: over seeds, and over
+        seeds and problems. A claim is made where both make it, so that taking problems in is never
+        the bolder choice; of one pair the second is over problems alone."""
+        pairs = np.maximum(self.pairs, 1)
+        over_seeds = self.deviation / np.sqrt(pairs), np.maximum(pairs - 1, 1)
+        if not np.ndim(self.of_problems):
+            return [over_seeds]
+        of_seeds = np.where(self.pairs < 2, 0.0, over_seeds[0] ** 2)
+        return [over_seeds, (np.sqrt(of_seeds + self.of_problems), np.asarray(self.degrees))]
 
 
 class Judgement(NamedTuple):
@@ -128,15 +158,10 @@ class Judgement(NamedTuple):
 
     verdict: np.ndarray
     """Index into VERDICTS."""
-    mean: np.ndarray
     low: np.ndarray
     high: np.ndarray
-    deviation: np.ndarray
-    """Standard deviation of the differences, of ties at least that of rounding; inf: unknown."""
     alpha: np.ndarray
     """1 - level of the interval."""
-    count: np.ndarray
-    """Pairs with both outcomes."""
 
 
 def t_interval(values: Sequence[float], level: float = 0.95) -> Interval:
@@ -175,6 +200,7 @@ def compare_arms(
     collapsed: Mapping[str, Sequence[bool]] | None = None,
     look: Look | None = None,
     resolution: float | None = None,
+    by_problem: Mapping[str, np.ndarray] | None = None,
 ) -> dict[str, Comparison]:
     """Compare each arm with the baseline, seed by seed.
 
@@ -191,6 +217,10 @@ def compare_arms(
             the smallest that two outcomes of the study have. Where differences are tied, they are
             taken to spread at least as two roundings do, resolution / sqrt(6): ties are no proof of
             no spread. Where all outcomes are equal and no resolution is given, nothing is told.
+        by_problem: of each arm, what each problem gave, float [seeds, problems], where outcomes
+            are means over problems that stand for others; a row of NaN where there is no outcome.
+            Intervals are then over seeds and problems; of one seed over problems alone, which
+            tells nothing of other seeds.
 
     Returns:
         A comparison for each arm but the baseline, in the order of `outcomes`.
@@ -198,7 +228,7 @@ def compare_arms(
     Raises:
         UserError: no such baseline, seeds that differ between arms, or a setting out of range.
     """
-    _check(outcomes, baseline, margin, alpha, better, collapsed, resolution)
+    _check(outcomes, baseline, margin, alpha, better, collapsed, resolution, by_problem)
     names = [name for name in outcomes if name != baseline]
     if not names:
         return {}
@@ -214,12 +244,21 @@ def compare_arms(
     failed = {name: int((np.isnan(x) & ~down[name]).sum()) for name, x in values.items()}
     lost = {name: int((np.isnan(x) | down[name]).sum()) for name, x in values.items()}
     n, of_baseline = len(values[baseline]), values[baseline]
-    found = judge(
+    estimate = over_seeds(
         np.stack([values[name] - of_baseline for name in names]),
+        np.array(resolution or smallest_gap(np.concatenate(list(values.values())))),
+    )
+    problems = 0
+    if by_problem is not None:
+        problems = by_problem[baseline].shape[1]
+        estimate = over_problems(
+            estimate, np.stack([by_problem[name] - by_problem[baseline] for name in names])
+        )
+    found = judge(
+        estimate,
         margin,
         alpha,
         better,
-        np.array(resolution or smallest_gap(np.concatenate(list(values.values())))),
         np.array([lost[name] for name in names]),
         np.array(lost[baseline]),
         n,
@@ -228,23 +267,29 @@ def compare_arms(
     )
     comparisons = {}
     for i, name in enumerate(names):
-        count, level = int(found.count[i]), float(found.alpha[i])
-        mean, deviation = float(found.mean[i]), float(found.deviation[i])
-        verdict = VERDICTS[int(found.verdict[i])]
+        mean, pairs, deviation, of_problems, degrees = (
+            float(np.broadcast_to(part, len(names))[i]) for part in estimate
+        )
+        level, verdict = float(found.alpha[i]), VERDICTS[int(found.verdict[i])]
         gain = mean if better == "higher" else -mean
         seeds_help = verdict == "can't tell" and not np.isnan(values[name]).any()
         comparisons[name] = Comparison(
             arm=name,
             baseline=baseline,
             n=n,
-            difference=Interval(mean, float(found.low[i]), float(found.high[i]), count),
+            difference=Interval(mean, float(found.low[i]), float(found.high[i]), int(pairs)),
             correlation=_correlation(values[name], of_baseline),
-            detectable=detectable_difference(deviation, count, level),
+            detectable=detectable_difference(
+                deviation, int(pairs), level, of_problems=of_problems, degrees=degrees
+            ),
             verdict=verdict,
-            more_pairs=_more_pairs(gain, deviation, count, margin, level) if seeds_help else None,
+            more_pairs=_more_pairs(gain, deviation, of_problems, int(pairs), margin, level)
+            if seeds_help
+            else None,
             collapsed=int(down[name].sum()),
             baseline_collapsed=int(down[baseline].sum()),
             alpha=level,
+            problems=problems,
             failed=failed[name],
             baseline_failed=failed[baseline],
             lost_p=lost_runs_p(lost[name], lost[baseline], n)
@@ -254,12 +299,71 @@ def compare_arms(
     return comparisons
 
 
+def over_seeds(differences: np.ndarray, resolution: np.ndarray) -> Estimate:
+    """Estimate mean differences from those of the seeds.
+
+    Args:
+        differences: arm - baseline, float [..., arms, seeds]; NaN: a pair without both outcomes.
+        resolution: smallest difference of two outcomes, float [...]; NaN: all are equal.
+    """
+    known = ~np.isnan(differences)
+    count = known.sum(-1)
+    with np.errstate(invalid="ignore"):
+        mean = np.where(known, differences, 0.0).sum(-1) / np.where(count > 0, count, np.nan)
+    squares = np.where(known, (differences - mean[..., None]) ** 2, 0.0).sum(-1)
+    # Differences that are all different spread by more than two roundings: no floor, so that an
+    # estimated resolution, which is too large where outcomes are few, does no harm.
+    step = np.where(np.isnan(resolution), np.inf, resolution)[..., None]
+    ties = np.diff(np.sort(differences, axis=-1), axis=-1) <= 1e-6 * step[..., None]
+    floor = np.where(ties.any(-1), step / math.sqrt(6), 0.0)
+    deviation = np.maximum(np.sqrt(squares / np.maximum(count - 1, 1)), floor)
+    return Estimate(mean, count, np.where(count < 2, np.inf, deviation))
+
+
+def over_problems(estimate: Estimate, differences: np.ndarray) -> Estimate:
+    """Take the choice of problems into an estimate over seeds.
+
+    Seeds and problems are crossed random factors of a table without replicates. The mean's variance
+    is that over seeds plus what is left of the problems' mean square when that of the interaction
+    is taken away (Cornfield and Tukey, 1956); its degrees of freedom are Satterthwaite's (1946). Of
+    one pair all that problems spread by is theirs.
+
+    Args:
+        estimate: of the same differences, over seeds.
+        differences: arm - baseline on each problem, float [..., arms, seeds, problems]; NaN: a pair
+            without both outcomes.
+    """
+    problems, pairs = differences.shape[-1], np.maximum(estimate.pairs, 1)
+    known = ~np.isnan(differences)
+    x = np.where(known, differences, 0.0)
+    of_seed, of_problem = x.mean(-1, keepdims=True), x.sum(-2) / pairs[..., None]
+    mean = of_problem.mean(-1)
+    between = pairs * ((of_problem - mean[..., None]) ** 2).sum(-1) / (problems - 1)
+    rest = x - of_seed - of_problem[..., None, :] + mean[..., None, None]
+    degrees = (np.maximum(pairs - 1, 1)) * (problems - 1)
+    within = np.where(known, rest**2, 0.0).sum((-2, -1)) / degrees
+    of_problems = np.maximum(between - within, 0.0) / (pairs * problems)
+    of_seeds = np.where(estimate.pairs < 2, 0.0, estimate.deviation) ** 2 / pairs
+    spread = of_seeds**2 / np.maximum(pairs - 1, 1) + np.where(
+        of_problems > 0,
+        ((between / (pairs * problems)) ** 2 / (problems - 1))
+        + (within / (pairs * problems)) ** 2 / degrees,
+        0.0,
+    )
+    with np.errstate(invalid="ignore", divide="ignore"):
+        freedom = (of_seeds + of_problems) ** 2 / spread
+    one = estimate.pairs < 2
+    return estimate._replace(
+        of_problems=np.where(one, between / problems, of_problems),
+        degrees=np.where(one | ~np.isfinite(freedom), problems - 1, freedom),
+    )
+
+
 def judge(
-    differences: np.ndarray,
+    estimate: Estimate,
     margin: float,
     alpha: float,
     better: str,
-    resolution: np.ndarray,
     lost: np.ndarray,
     baseline_lost: np.ndarray,
     n: int,
@@ -269,35 +373,33 @@ def judge(
     """Judge the arms of one study, or of many studies at once.
 
     Args:
-        differences: arm - baseline, float [..., arms, seeds]; NaN: a pair without both outcomes.
+        estimate: of their differences to the baseline, [..., arms].
         margin, alpha, better, look: as in `compare_arms`.
-        resolution: smallest difference of two outcomes, float [...]; NaN: all are equal.
         lost: runs of the arm that collapsed or failed, int [..., arms].
         baseline_lost: of the baseline, int [...].
         n: seeds.
         barred: arms that cannot be called no worse, since a run has no outcome, bool [..., arms].
     """
-    arms = differences.shape[-2]
-    count, mean, deviation = _moments(differences, resolution)
-    degrees = np.maximum(count - 1, 1)
+    mean, few = estimate.mean, estimate.pairs < 2
+    arms = mean.shape[-1]
     gain = mean if better == "higher" else -mean
-    error = deviation / np.sqrt(np.maximum(count, 1))
 
-    def above(limit: float) -> np.ndarray:
-        p = 2 * special.stdtr(degrees, (limit - gain) / error)
-        return np.where((count < 2) | barred, 1.0, p)
+    def p_below(distance: np.ndarray, unknown: np.ndarray) -> np.ndarray:
+        """p of a mean at least this far above the limit, by the more cautious of the errors."""
+        p = [2 * special.stdtr(degrees, -distance / error) for error, degrees in estimate.errors]
+        return np.where(unknown, 1.0, np.max(p, axis=0))
 
     # Lost runs are a second way to "worse": each way has half of the error where there are any.
     baseline_lost = np.broadcast_to(baseline_lost[..., None], lost.shape)
     any_lost = (lost > 0) | (baseline_lost > 0)
-    below = np.where(count < 2, 1.0, 2 * special.stdtr(degrees, gain / error))
+    below = p_below(-gain, few)
     of_lost = 2 * _lost_p(lost, baseline_lost, n)
     p_worse = np.where(any_lost, 2 * np.minimum(below, of_lost), below)
 
     look = look or Look(1, 1)
     levels = np.array([look.level(alpha / (arms - rank)) for rank in range(arms)])
-    no_worse, at_no_worse = holm(above(-margin), levels)
-    is_better, at_better = holm(above(0.0), levels)
+    no_worse, at_no_worse = holm(p_below(gain + margin, few | barred), levels)
+    is_better, at_better = holm(p_below(gain, few | barred), levels)
     worse, at_worse = holm(p_worse, levels)
     at_worse = np.where(any_lost, at_worse / 2, at_worse)
 
@@ -312,10 +414,11 @@ def judge(
         [at_better, at_no_worse, at_worse],
         np.minimum(at_no_worse, at_worse),
     )
-    half = special.stdtrit(degrees, 1 - level / 2) * error
+    halves = [special.stdtrit(freedom, 1 - level / 2) * error for error, freedom in estimate.errors]
+    half = np.where(few, halves[-1], np.max(halves, axis=0))
     unknown = ~np.isfinite(half)
     low, high = np.where(unknown, -np.inf, mean - half), np.where(unknown, np.inf, mean + half)
-    return Judgement(verdict, mean, low, high, deviation, level, count)
+    return Judgement(verdict, low, high, level)
 
 
 def holm(p: np.ndarray, levels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -337,26 +440,42 @@ def holm(p: np.ndarray, levels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def detectable_difference(
-    deviation: float, n: int, alpha: float = 0.05, power: float = POWER
+    deviation: float,
+    n: int,
+    alpha: float = 0.05,
+    power: float = POWER,
+    *,
+    of_problems: float = 0.0,
+    degrees: float = math.inf,
 ) -> float | None:
     """Compute the true difference that a paired t test of level alpha finds with this power.
 
     Args:
-        deviation: standard deviation of the differences.
+        deviation: standard deviation of the differences over seeds.
         n: pairs.
         alpha: two-sided level.
         power: probability to find it. The far side's rejections are left out.
+        of_problems, degrees: as `Estimate` has them, where problems stand for others.
 
     Returns:
         The difference, in the unit of `deviation`; None below two pairs or where that is unknown.
     """
     if n < 2 or not math.isfinite(deviation):
         return None
-    critical = special.stdtrit(n - 1, 1 - alpha / 2)
-    shift = optimize.brentq(
-        lambda nc: 1 - special.nctdtr(n - 1, nc, critical) - power, 0, 10 * critical + 10
+    errors = [(deviation / math.sqrt(n), n - 1.0)]
+    if of_problems:
+        errors.append((math.sqrt(deviation**2 / n + of_problems), degrees))
+    return max(error * _shift(freedom, alpha, power) for error, freedom in errors)
+
+
+def _shift(degrees: float, alpha: float, power: float) -> float:
+    """How many standard errors a t test has to be off its limit for this power."""
+    critical = special.stdtrit(degrees, 1 - alpha / 2)
+    return float(
+        optimize.brentq(
+            lambda nc: 1 - special.nctdtr(degrees, nc, critical) - power, 0, 10 * critical + 10
+        )
     )
-    return float(shift * deviation / math.sqrt(n))
 
 
 @cache
@@ -401,8 +520,8 @@ def sentence(comparison: Comparison, margin: float) -> str:
     if math.isfinite(low):
         level = "" if abs(c.alpha - 0.05) < 1e-9 else f"{100 * (1 - c.alpha):.4g} %: "
         facts[0] += f" ({level}{number(low)}, {number(high)})"
-    unit = c.over.removesuffix("s") if c.n == 1 else c.over
-    facts.append(f"{c.n} {unit}" if pairs in (0, c.n) else f"{pairs} of {c.n} {unit}")
+    seeds = f"{c.n} seed{'s' * (c.n > 1)}" if pairs in (0, c.n) else f"{pairs} of {c.n} seeds"
+    facts.append(f"{seeds} x {c.problems} problems" if c.problems else seeds)
     for word, lost, of_baseline in (
         ("collapsed", c.collapsed, c.baseline_collapsed),
         ("failed", c.failed, c.baseline_failed),
@@ -413,14 +532,16 @@ def sentence(comparison: Comparison, margin: float) -> str:
     if c.verdict == "no worse":
         end += f" within {margin:g}"
     elif c.verdict == "can't tell" and c.n == 1:
-        end += "; one seed has no interval"
+        over = "the interval is over problems alone" if math.isfinite(low) else "no interval"
+        end += f"; one seed: {over}"
+    elif c.more_pairs == 0:
+        end += "; more problems would, more seeds would not"
     elif c.more_pairs is not None:
-        more = c.over.removesuffix("s") if c.more_pairs == 1 else c.over
-        end += f"; about {c.more_pairs} more {more} would"
+        end += f"; about {c.more_pairs} more seed{'s' * (c.more_pairs > 1)} would"
     return f"{c.arm} - {c.baseline}: {', '.join(facts)}: {end}"
 
 
-def _check(outcomes, baseline, margin, alpha, better, collapsed, resolution) -> None:
+def _check(outcomes, baseline, margin, alpha, better, collapsed, resolution, by_problem) -> None:
     if baseline not in outcomes:
         raise UserError(f"baseline: {baseline!r} is no arm (arms: {', '.join(outcomes)})")
     lengths = {name: len(values) for name, values in outcomes.items()}
@@ -436,6 +557,14 @@ def _check(outcomes, baseline, margin, alpha, better, collapsed, resolution) -> 
         raise UserError(f"outcomes: arms have other numbers of seeds ({counts}); None: no outcome")
     if not lengths[baseline]:
         raise UserError("outcomes: no seeds")
+    if by_problem is not None:
+        shapes = {name: np.shape(by_problem.get(name, ())) for name in outcomes}
+        wanted = (lengths[baseline], *shapes[baseline][1:2])
+        if len(wanted) < 2 or wanted[1] < 2 or set(shapes.values()) != {wanted}:
+            told = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
+            raise UserError(
+                f"by_problem: give [seeds, problems] of every arm, at least 2 problems; got {told}"
+            )
     if not (margin > 0 and math.isfinite(margin)):
         raise UserError(f"margin: {margin}; give a positive number in the metric's unit")
     if not 0 < alpha < 1:
@@ -462,22 +591,6 @@ def smallest_gap(outcomes: np.ndarray) -> np.ndarray:
     return np.where(np.isinf(least), np.nan, least)
 
 
-def _moments(x: np.ndarray, resolution: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Count, mean and standard deviation over the last axis of what is not NaN."""
-    known = ~np.isnan(x)
-    count = known.sum(-1)
-    with np.errstate(invalid="ignore"):
-        mean = np.where(known, x, 0.0).sum(-1) / np.where(count > 0, count, np.nan)
-    squares = np.where(known, (x - mean[..., None]) ** 2, 0.0).sum(-1)
-    # Differences that are all different spread by more than two roundings: no floor, so that an
-    # estimated resolution, which is too large where outcomes are few, does no harm.
-    step = np.where(np.isnan(resolution), np.inf, resolution)[..., None]
-    ties = np.diff(np.sort(x, axis=-1), axis=-1) <= 1e-6 * step[..., None]
-    floor = np.where(ties.any(-1), step / math.sqrt(6), 0.0)
-    deviation = np.maximum(np.sqrt(squares / np.maximum(count - 1, 1)), floor)
-    return count, mean, np.where(count < 2, np.inf, deviation)
-
-
 def _lost_p(lost: np.ndarray, baseline_lost: np.ndarray, n: int) -> np.ndarray:
     """`lost_runs_p` of arrays of one shape."""
     pairs, which = np.unique(lost * (n + 1) + baseline_lost, return_inverse=True)
@@ -492,16 +605,23 @@ def _correlation(a: np.ndarray, b: np.ndarray) -> float | None:
     return float(np.corrcoef(a[known], b[known])[0, 1])
 
 
-def _more_pairs(gain: float, deviation: float, n: int, margin: float, alpha: float) -> int | None:
-    """How many pairs beyond n give the nearer claim (no worse, or worse) a power of 80 %."""
+def _more_pairs(
+    gain: float, deviation: float, of_problems: float, n: int, margin: float, alpha: float
+) -> int | None:
+    """How many pairs beyond n give the nearer claim (no worse, or worse) a power of 80 %; 0: so few
+    problems give it to no number of pairs."""
     if n < 2 or not math.isfinite(deviation):
         return None
-    effect = max(gain + margin, -gain) / deviation
-    normal = ((special.ndtri(1 - alpha / 2) + special.ndtri(POWER)) / effect) ** 2
-    pairs = max(n + 1, math.floor(normal))
+    effect = max(gain + margin, -gain)
+    needed = special.ndtri(1 - alpha / 2) + special.ndtri(POWER)
+    left = (effect / needed) ** 2 - of_problems
+    if left <= 0:
+        return 0
+    pairs = max(n + 1, math.floor(deviation**2 / left))
     while pairs < 1000:
         critical = special.stdtrit(pairs - 1, 1 - alpha / 2)
-        if 1 - special.nctdtr(pairs - 1, effect * math.sqrt(pairs), critical) >= POWER:
+        error = math.sqrt(deviation**2 / pairs + of_problems)
+        if 1 - special.nctdtr(pairs - 1, effect / error, critical) >= POWER:
             break
         pairs += 1
     return pairs - n

@@ -357,11 +357,24 @@ LIST: list[Mutant] = [
         ("holm-without-stop", "np.logical_and.accumulate(np.take", "np.array(np.take", "holm"),
         (
             "lower-is-better-too",
-            'gain = mean if better == "higher" else -mean error',
-            "gain = mean\n    error",
+            'gain = mean if better == "higher" else -mean def',
+            "gain = mean\n\n    def",
             "verdict_is",
         ),
-        ("failed-is-no-worse", "(count < 2) | barred", "count < 2", "failed_run"),
+        (
+            "failed-is-no-worse",
+            "p_below(gain + margin, few | barred)",
+            "p_below(gain + margin, few)",
+            "failed_run",
+        ),
+        (
+            "problems-leave-no-variance",
+            "np.maximum(between - within, 0.0)",
+            "0.0 * between",
+            "crossed",
+        ),
+        ("problems-with-the-rest", "np.maximum(between - within, 0.0)", "between", "crossed"),
+        ("problems-may-narrow", "np.max(halves, axis=0)", "halves[-1]", "never_narrow"),
         (
             "lost-in-full",
             "2 * np.minimum(below, of_lost)",
@@ -376,7 +389,12 @@ LIST: list[Mutant] = [
             "few_outcomes",
         ),
         ("look-spends-all", "self.number / self.of))", "1.0))", "published"),
-        ("one-sided-level", "1 - level / 2) * error", "1 - level) * error", "paired_t_test"),
+        (
+            "one-sided-level",
+            "1 - level / 2) * error for",
+            "1 - level) * error for",
+            "paired_t_test",
+        ),
         ("collapsed-dropped", "np.isnan(x) | down[name]", "np.isnan(x)", "few_seeds"),
     ),
     *of(

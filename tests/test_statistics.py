@@ -23,6 +23,8 @@ from fp8rl_jax.statistics import (
     holm,
     judge,
     lost_runs_p,
+    over_problems,
+    over_seeds,
     sentence,
     smallest_gap,
     t_interval,
@@ -125,7 +127,7 @@ def test_one_arm_is_a_paired_t_test():
     assert found.verdict == "no worse" and found.alpha == 0.05 and found.more_pairs is None
     assert found.correlation == pytest.approx(stats.pearsonr(EQUAL, BASE).statistic)
     assert found.detectable == pytest.approx(detectable_difference(differences.std(ddof=1), 5))
-    assert (found.n, found.lost_p, found.over) == (5, None, "seeds")
+    assert (found.n, found.lost_p, found.problems) == (5, None, 0)
 
 
 @pytest.mark.parametrize(
@@ -186,9 +188,89 @@ def test_one_seed_tells_nothing():
     found = one([0.2], [0.9])
     assert found.verdict == "can't tell" and found.detectable is None and found.more_pairs is None
     assert found.difference == Interval(0.2 - 0.9, -math.inf, math.inf, 1)
-    assert (
-        sentence(found, 0.02) == "arm - base: -0.700, 1 seed: can't tell; one seed has no interval"
+    assert sentence(found, 0.02) == "arm - base: -0.700, 1 seed: can't tell; one seed: no interval"
+
+
+def crossed(rng, n=5, problems=40, of_problem=0.5):
+    """Differences of one arm: seeds, problems and both."""
+    return (
+        rng.normal(0, 0.1, (n, 1))
+        + rng.normal(0, of_problem, (1, problems))
+        + rng.normal(0, 0.3, (n, problems))
     )
+
+
+def test_problems_are_a_crossed_factor():
+    """Mean squares of the two-way table by sums over cells, and Satterthwaite's degrees."""
+    x = crossed(np.random.default_rng(0))
+    n, p = x.shape
+    by_problem = {"base": np.zeros((n, p)), "arm": x}
+    means = {name: table.mean(1).tolist() for name, table in by_problem.items()}
+    found = compare_arms(means, "base", 0.02, by_problem=by_problem)["arm"]
+    grand = sum(x[i, j] for i in range(n) for j in range(p)) / (n * p)
+    seeds = p * sum((x[i].mean() - grand) ** 2 for i in range(n)) / (n - 1)
+    problems = n * sum((x[:, j].mean() - grand) ** 2 for j in range(p)) / (p - 1)
+    both = sum(
+        (x[i, j] - x[i].mean() - x[:, j].mean() + grand) ** 2 for i in range(n) for j in range(p)
+    ) / ((n - 1) * (p - 1))
+    variance = (seeds + problems - both) / (n * p)
+    degrees = (seeds + problems - both) ** 2 / (
+        seeds**2 / (n - 1) + problems**2 / (p - 1) + both**2 / ((n - 1) * (p - 1))
+    )
+    half = stats.t.ppf(0.975, degrees) * math.sqrt(variance)
+    assert found.difference.high - found.difference.mean == pytest.approx(half, rel=1e-9)
+    assert (found.n, found.problems) == (n, p)
+    assert "5 seeds x 40 problems: can't tell" in sentence(found, 0.02)
+
+
+def test_problems_never_narrow_an_interval():
+    rng = np.random.default_rng(1)
+    for _ in range(200):
+        x = crossed(rng, 3, 20, 0.0)
+        tables = {"base": np.zeros(x.shape), "arm": x}
+        means = {name: table.mean(1).tolist() for name, table in tables.items()}
+        alone = compare_arms(means, "base", 0.02)["arm"]
+        both = compare_arms(means, "base", 0.02, by_problem=tables)["arm"]
+        assert both.difference.low <= alone.difference.low + 1e-12
+        assert both.detectable >= alone.detectable - 1e-12
+        if both.verdict != "can't tell":
+            assert both.verdict == alone.verdict
+
+
+def test_of_one_seed_the_interval_is_over_problems():
+    x = crossed(np.random.default_rng(2), n=1)
+    tables = {"base": np.zeros(x.shape), "arm": x}
+    means = {name: table.mean(1).tolist() for name, table in tables.items()}
+    found = compare_arms(means, "base", 0.02, by_problem=tables)["arm"]
+    assert (found.difference.low, found.difference.high) == pytest.approx(
+        tuple(stats.ttest_1samp(x[0], 0).confidence_interval(0.95))
+    )
+    assert found.verdict == "can't tell" and found.detectable is None
+    assert sentence(found, 0.02).endswith(
+        "1 seed x 40 problems: can't tell; one seed: the interval is over problems alone"
+    )
+
+
+def test_a_failed_run_leaves_the_other_pairs_problems():
+    x = crossed(np.random.default_rng(3), n=4)[None]
+    lacking = x.copy()
+    lacking[:, 3] = np.nan
+
+    def estimate(x):
+        return over_problems(over_seeds(x.mean(-1), np.array(0.01)), x)
+
+    for one, other in zip(estimate(lacking), estimate(x[:, :3]), strict=True):
+        assert one == pytest.approx(other, rel=1e-12)
+
+
+def test_more_seeds_do_not_help_where_problems_are_few():
+    x = crossed(np.random.default_rng(4), n=5, problems=20, of_problem=1.0)
+    x += 0.1 - x.mean()
+    tables = {"base": np.zeros(x.shape), "arm": x}
+    means = {name: table.mean(1).tolist() for name, table in tables.items()}
+    found = compare_arms(means, "base", 0.02, by_problem=tables)["arm"]
+    assert found.more_pairs == 0
+    assert sentence(found, 0.02).endswith("more problems would, more seeds would not")
 
 
 def test_a_failed_run_is_an_outcome():
@@ -325,6 +407,21 @@ def test_bad_input_is_named(arguments, text):
     assert text in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {"base": np.zeros((2, 4))},
+        {"base": np.zeros((2, 4)), "arm": np.zeros((2, 5))},
+        {"base": np.zeros((3, 4)), "arm": np.zeros((3, 4))},
+        {"base": np.zeros((2, 1)), "arm": np.zeros((2, 1))},
+        {"base": np.zeros(2), "arm": np.zeros(2)},
+    ],
+)
+def test_problems_that_do_not_fit_are_named(tables):
+    with pytest.raises(UserError, match=r"by_problem: give \[seeds, problems\] of every arm"):
+        compare_arms({"base": [0.1, 0.2], "arm": [0.1, 0.2]}, "base", 0.02, by_problem=tables)
+
+
 def test_a_look_that_is_not_planned_is_refused():
     with pytest.raises(UserError, match="look: 3 of 2; give a number from 1 to 2"):
         Look(3, 2)
@@ -383,6 +480,12 @@ def test_intervals_and_verdicts_keep_what_they_claim(simulated):
                     assert row["covered"] > 0.95 - margin_of(0.95), (effect, n)
                 if part == "errors" and effect in ("normal", "wide"):
                     assert row["covered"] < 0.95 + margin_of(0.95), (effect, n)
+    for effect, by_n in simulated["problems"].items():
+        for n, row in by_n.items():
+            for key in ("worse", "better", "no worse, false"):
+                assert row[key] < 0.025 + margin_of(0.025, STUDIES // 5), (effect, n, key)
+            assert row["covered"] > 0.945 - margin_of(0.945, STUDIES // 5), (effect, n)
+    assert simulated["problems"]["own"]["10"]["covered, seeds alone"] < 0.6
     for n, row in simulated["seen"].items():
         assert row["seen"] == pytest.approx(0.8, abs=margin_of(0.8)), n
 
@@ -399,11 +502,13 @@ def test_the_record_is_of_these_statistics(simulated, record):
             found |= shares(value, (*at, key))
         return found
 
-    for part in ("errors", "arms", "looks", "collapse", "seen"):
+    for part in ("errors", "arms", "looks", "collapse", "seen", "problems", "hall"):
         drawn, written = shares(simulated[part]), shares(record[part])
         assert drawn.keys() == written.keys()
         for at, share in written.items():
-            abs_ = 1e-9 if at[-1] == "detectable" else margin_of(min(max(share, 0.0), 1.0))
+            fewer = STUDIES // 5 if part == "problems" else STUDIES
+            abs_ = 1e-9 if at[-1] == "detectable" else margin_of(min(max(share, 0.0), 1.0), fewer)
+            abs_ = 0.03 * share if at[-1] == "width" else abs_
             assert drawn[at] == pytest.approx(share, abs=abs_), (part, at)
 
 
@@ -427,8 +532,8 @@ def test_an_effect_of_the_simulation_has_the_mean_it_claims():
 def test_a_barred_arm_is_not_called_better():
     differences = np.array([[0.1, 0.11, 0.12, 0.1, np.nan]])
     for barred, verdict in ((True, "can't tell"), (False, "better")):
+        estimate = over_seeds(differences, np.array(0.01))
         found = judge(
-            differences, 0.02, 0.05, "higher", np.array(0.01), np.array([0]), np.array(0), 5,
-            np.array([barred]),
-        )  # fmt: skip
-        assert VERDICTS[found.verdict[0]] == verdict and found.count[0] == 4
+            estimate, 0.02, 0.05, "higher", np.array([0]), np.array(0), 5, np.array([barred])
+        )
+        assert VERDICTS[found.verdict[0]] == verdict and estimate.pairs[0] == 4

@@ -28,9 +28,11 @@ import dataclasses
 import difflib
 import hashlib
 import itertools
+import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from inspect import getsource
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,6 +52,7 @@ from fp8rl_jax.config.schema import (
 )
 from fp8rl_jax.config.settings import with_settings
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.tasks.python_objects import PythonReward, name_objects
 
 _SET_BY_RUNNER = {
     "seed": "the arms share seeds; give `seeds`",
@@ -66,19 +69,39 @@ _SHARED = {
     "evaluation": "how they are measured",
 }
 """Tables and settings that arms have in common, and what differs where they do not."""
-_EVALUATED = ("eval/accuracy", "eval/pass_at_k", "eval/mean_length", "eval/failed_rewards")
+_BY_PROBLEM = ("accuracy", "pass_at_k")
+_EVALUATED = tuple(
+    f"{where}/{name}"
+    for where in ("eval", "judged")
+    for name in (*_BY_PROBLEM, "mean_length", "failed_rewards")
+)
 
 
 @dataclass(frozen=True)
 class MetricConfig:
-    """What is compared: the last value of a metric in a run's metrics.jsonl."""
+    """What is compared: the last value of a metric of a run."""
 
     name: str = "eval/accuracy"
-    """Name in metrics.jsonl."""
+    """Name in metrics.jsonl; or judged/accuracy, judged/pass_at_k."""
     better: Literal["higher", "lower"] = "higher"
     """Which way is better."""
     margin: float | None = None
     """Difference to the baseline up to which an arm counts as no worse; it must be given."""
+    over: Literal["seeds_and_problems", "seeds"] = "seeds_and_problems"
+    """What the interval of an accuracy or a pass@k is over: seeds_and_problems: held-out problems
+    stand for others like them, and are crossed with the seeds; seeds: these problems are all that
+    is asked about."""
+
+    @property
+    def by_problem(self) -> bool:
+        """Whether each held-out problem has a value of its own."""
+        where, _, name = self.name.partition("/")
+        return where in ("eval", "judged") and name in _BY_PROBLEM
+
+    @property
+    def over_problems(self) -> bool:
+        """Whether the interval is over problems, too."""
+        return self.by_problem and self.over == "seeds_and_problems"
 
 
 @dataclass(frozen=True)
@@ -117,6 +140,9 @@ class AblationConfig:
     start: Literal["none", "shared", "per_seed"] = "none"
     """Warm start that makes the model of all arms: `fp8rl sft` of the base with its [sft] table,
     once for all seeds or once a seed."""
+    judge: str = ""
+    """Recipe under which every trained model is evaluated once more: what it has learned, without
+    the error of its own rollout, as judged/accuracy; empty: none."""
     allow: tuple[str, ...] = ()
     """Settings, or tables of them, that arms share unless they stand here: task, model,
     evaluation, lora.path, rollout.prompts_per_step, rollout.max_prompt_tokens."""
@@ -147,11 +173,19 @@ class AblationConfig:
         if collapse.metric and collapse.below is None and collapse.above is None:
             faults.append("collapse.metric: give collapse.below or collapse.above with it")
         for key, name in (("metric.name", self.metric.name), ("collapse.metric", collapse.metric)):
-            if name.startswith("eval/") and name not in _EVALUATED:
+            where = name.partition("/")[0]
+            if where == "judged" and not self.judge:
+                faults.append(f"{key} = {name!r}: name the recipe that judges (judge)")
+            if where in ("eval", "judged") and name not in _EVALUATED:
                 near = difflib.get_close_matches(name, _EVALUATED, n=1)
                 hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(_EVALUATED)}"
                 faults.append(f"{key} = {name!r} is no metric of evaluation; {hint}")
         seeds = seeds_of(self.seeds)
+        if len(seeds) == 1 and not self.metric.over_problems:
+            faults.append(
+                f"seeds: {self.metric.name!r} of one seed has no interval; give at least 2, or an "
+                'accuracy over "seeds_and_problems"'
+            )
         if seeds and self.looks > 1 and (len(seeds) % self.looks or len(seeds) == self.looks):
             faults.append(
                 f"looks = {self.looks}: {len(seeds)} seeds are not that many equal parts of at "
@@ -184,6 +218,8 @@ class Design:
     arms: tuple[Arm, ...]
     base: RunConfig
     """What all arms begin with: the base and the settings of all."""
+    objects: dict[str, Any] = field(default_factory=dict)
+    """What was given in Python: {`<python>:NAME`: function or class, "dataset": problems}."""
 
     def run_name(self, arm: Arm, seed: int) -> str:
         """Name a run and its directory."""
@@ -224,7 +260,8 @@ class Design:
         Configurations as they were resolved, and contents of the files that the task names: a
         comment may change, and a base file that says the same in another way.
         """
-        plan = {name: getattr(self.file, name) for name in ("baseline", "alpha", "looks", "start")}
+        names = ("baseline", "alpha", "looks", "start", "judge")
+        plan = {name: getattr(self.file, name) for name in names}
         plan |= {"seeds": list(self.seeds), "arms": [arm.name for arm in self.arms]}
         plan |= {f"metric.{key}": value for key, value in vars(self.file.metric).items()}
         plan |= {f"collapse.{key}": value for key, value in vars(self.file.collapse).items()}
@@ -233,25 +270,32 @@ class Design:
                 if key not in _SET_BY_RUNNER and value != _DEFAULTS.get(key):
                     plan[f"arms.{quoted(arm.name)}.{key}"] = _plain(value)
             plan |= {f"file {file}": digest for file, digest in _data_files(arm.config)}
+        plan |= {f"object {name}": _digest(value) for name, value in self.objects.items()}
         return plan
 
 
 def read_design(
-    source: str | Path | Mapping[str, Any], output: str = "", named: str = ""
+    source: str | Path | Mapping[str, Any],
+    output: str = "",
+    *,
+    reward: PythonReward | None = None,
+    dataset: Sequence[Any] | None = None,
+    environment: type | None = None,
 ) -> Design:
     """Read and check an ablation.
 
     Args:
         source: the TOML file, or its contents as a dictionary.
         output: directory in place of the file's; {name} is the study's name.
-        named: how the dictionary is called in messages.
+        reward, dataset, environment: Python objects of all arms, as `fp8rl.train` takes them; the
+            problems as a list.
 
     Raises:
         UserError: a line for each fault of the file, of its base, and of every arm.
     """
     faults: list[str] = []
     is_file = not isinstance(source, Mapping)
-    spoken = str(source) if is_file else named or "the ablation"
+    spoken = str(source) if is_file else "the ablation"
     values = read_values(AblationConfig, [str(source) if is_file else source], faults)
     if faults and not values:  # unreadable: what it lacks is no news
         raise UserError("\n".join(faults))
@@ -263,6 +307,8 @@ def read_design(
     base = laid_over(RunConfig(), read_values(RunConfig, run_files, faults), faults)
     base = replace(base, recipes=base.recipes | file.recipes)
     base = _changed(base, file.settings, "settings", faults)
+    base, objects = _with_objects(base, reward, dataset, environment, faults)
+    faults += _judge_faults(file.judge, base)
     given = _given_arms(file, faults)
     faults += _baseline_faults(file.baseline, given) if given else []
     arms = list(_arms(given, base, faults))
@@ -274,7 +320,30 @@ def read_design(
         prefixed = (fault if fault.startswith(spoken) else f"{spoken}: {fault}" for fault in faults)
         raise UserError("\n".join(dict.fromkeys(map(one_line, prefixed))))
     directory = Path((output or file.output).format(name=name)).expanduser()
-    return Design(file, name, spoken, directory, seeds_of(file.seeds), tuple(arms), base)
+    return Design(file, name, spoken, directory, seeds_of(file.seeds), tuple(arms), base, objects)
+
+
+def _with_objects(
+    base: RunConfig, reward: Any, dataset: Any, environment: Any, faults: list[str]
+) -> tuple[RunConfig, dict[str, Any]]:
+    """The base naming what was given in Python, and these objects."""
+    if dataset is not None and not isinstance(dataset, list | tuple):
+        faults.append(f"dataset is a {type(dataset).__name__}; give a list, which every run reads")
+        dataset = None
+    try:
+        task, objects = name_objects(base.task, reward, dataset, environment)
+    except UserError as error:
+        faults += str(error).splitlines()
+        return base, {}
+    objects |= {"dataset": list(dataset)} if dataset is not None else {}
+    return replace(base, task=task), objects
+
+
+def _judge_faults(judge: str, base: RunConfig) -> list[str]:
+    try:
+        return [] if not judge or replace(base, recipe=judge).resolved_recipe() else []
+    except UserError as error:
+        return [f"judge: {line}" for line in str(error).splitlines()]
 
 
 def seeds_of(value: Any) -> tuple[int, ...]:
@@ -303,12 +372,11 @@ _TABLES = set(tables(RunConfig))
 
 def _seed_faults(value: Any) -> list[str]:
     if type(value) is int:
-        few = "one seed has no interval over seeds; " if value == 1 else ""
-        return [f"seeds = {value}: {few}give at least 2"] if value < 2 else []
+        return [f"seeds = {value}: give at least 1"] if value < 1 else []
     if not isinstance(value, list | tuple) or any(type(x) is not int or x < 0 for x in value):
         return [f"seeds: expected a number of seeds or a list of them, got {value!r}"]
-    if len(value) < 2:
-        return [f"seeds = {list(value)}: give at least 2; one has no interval over seeds"]
+    if not value:
+        return ["seeds = []: give at least 1"]
     double = [x for x in value if list(value).count(x) > 1]
     return [f"seeds: {double[0]} is given twice"] if double else []
 
@@ -419,11 +487,11 @@ def _arm_faults(arm: Arm, file: AblationConfig) -> list[str]:
     except UserError as error:
         faults += str(error).splitlines()
     for key, metric in (("metric.name", name), ("collapse.metric", file.collapse.metric)):
-        if not metric.startswith("eval/"):
+        if not metric.startswith(("eval/", "judged/")):
             continue
-        if not config.evaluation.every:
+        if metric.startswith("eval/") and not config.evaluation.every:
             faults.append(f"evaluation.every = 0, and {key} = {metric!r} is measured there")
-        if metric == "eval/pass_at_k" and config.evaluation.samples == 1:
+        if metric.endswith("/pass_at_k") and config.evaluation.samples == 1:
             faults.append(f"{key} = {metric!r} needs evaluation.samples above 1")
     if file.start != "none" and "model.path" in arm.settings:
         faults.append(f'model.path: start = "{file.start}" makes the model; take one of them out')
@@ -472,6 +540,16 @@ def _data_files(config: RunConfig) -> Iterator[tuple[str, str]]:
                 yield str(path), hashlib.sha256(path.read_bytes()).hexdigest()
 
 
+def _digest(value: Any) -> str:
+    """SHA-256 of problems, or of the text of a function or class, which says the same in another
+    process; empty where there is no text."""
+    try:
+        text = json.dumps(value, default=str) if isinstance(value, list) else getsource(value)
+    except (OSError, TypeError):
+        return ""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def _plain(value: Any) -> Any:
     """Lists for tuples, as JSON reads them back."""
     if isinstance(value, Mapping):
@@ -483,8 +561,9 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Name what differs between two fingerprints, one line each."""
     lines = []
     for key in dict.fromkeys([*before, *now]):
-        if key.startswith("file ") and before.get(key) != now.get(key):
-            lines.append(f"{key.removeprefix('file ')} has changed")
+        kind, _, name = key.partition(" ")
+        if kind in ("file", "object") and before.get(key) != now.get(key):
+            lines.append(f"{name} has changed")
         elif before.get(key) != now.get(key):
             lines.append(f"{key} was {_said(before, key)} and is {_said(now, key)}")
     return lines

@@ -46,12 +46,14 @@ def preflight(design: Design) -> dict[str, Preflight]:
         UserError: a line for each fault, naming its arm; or the process could not start.
     """
     texts = {
-        arm.name: dump_toml(replace(arm.config, output="unused", model=_model(design, arm.config)))
+        arm.name: dump_toml(
+            replace(arm.config, output="unused", model=model_of_shape(design, arm.config))
+        )
         for arm in design.arms
     }
     asked = subprocess.run(
         [sys.executable, "-m", "fp8rl_jax.ablation.preflight"],
-        input=json.dumps(texts),
+        input=json.dumps({"arms": texts, "judge": design.file.judge}),
         capture_output=True,
         text=True,
         check=False,
@@ -74,13 +76,13 @@ def last_line(text: str) -> str:
     return (errors or lines or ["it said nothing"])[-1].removeprefix("fp8rl: error: ")
 
 
-def _model(design: Design, config: RunConfig) -> Any:
-    """The model as far as its shape goes: that of a warm start has not been trained yet."""
+def model_of_shape(design: Design, config: RunConfig) -> Any:
+    """Give the model as far as its shape goes: that of a warm start has not been trained yet."""
     scratch = design.file.start != "none" and config.sft.from_scratch
     return replace(config.model, path="") if scratch else config.model
 
 
-def _check(config: RunConfig) -> Preflight:
+def _check(config: RunConfig, judge: str) -> Preflight:
     from fp8rl_jax.models.policy import linear_names, parameter_count
     from fp8rl_jax.parallel import check_batch, make_mesh
     from fp8rl_jax.precision import check_recipe, quantized_layers
@@ -88,18 +90,24 @@ def _check(config: RunConfig) -> Preflight:
     from fp8rl_jax.rollout.engine import decode_layers
     from fp8rl_jax.training.plan import check_fits
     from fp8rl_jax.training.setup import model_shape
+    from pallas_kernels.matmul import selected_backend
 
     resolved: dict[str, Any] = {}
     sizes = (0.0, 0.0)
     try:
         recipe = config.resolved_recipe()
         check_recipe(recipe, config.precision.backend)
+        if judge:
+            check_recipe(replace(config, recipe=judge).resolved_recipe(), config.precision.backend)
         check_functions(config.rl, config.rollout.samples_per_prompt)
         mesh = make_mesh(config.mesh)
         check_batch(config.rollout.prompts_per_step, mesh, "rollout.prompts_per_step")
         shape = model_shape(config)
         quantized_layers(recipe, linear_names(shape))
         check_fits(shape, config, dict(mesh.shape))
+        # on a GPU "auto" is more than one backend: the reference serves what has no kernel
+        if config.precision.backend == "auto" and selected_backend("auto") == "reference":
+            resolved["precision.backend"] = "reference"
         if config.rollout.decode_layers == "auto":
             resolved["rollout.decode_layers"] = decode_layers(config)
         if config.trainer.loss_scale.mode == "auto":
@@ -117,13 +125,13 @@ def _check(config: RunConfig) -> Preflight:
 
 
 def _main() -> None:
-    texts, answers = json.load(sys.stdin), {}
-    for name, text in texts.items():
+    asked, answers = json.load(sys.stdin), {}
+    for name, text in asked["arms"].items():
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "arm.toml"
             path.write_text(text)
             config = read_config(RunConfig, path)
-        answers[name] = asdict(_check(config))
+        answers[name] = asdict(_check(config, asked["judge"]))
     print(json.dumps(answers))
 
 

@@ -15,13 +15,17 @@ import fcntl
 import json
 import math
 import os
+import re
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from fp8rl_jax.ablation.design import Arm, Design
+from fp8rl_jax.errors import UserError
 from fp8rl_jax.statistics import (
     Comparison,
     Interval,
@@ -33,6 +37,18 @@ from fp8rl_jax.statistics import (
 Status = Literal["finished", "failed", "collapsed", "running", "missing"]
 OVER = ("finished", "collapsed", "failed")
 """States that are outcomes."""
+JUDGED = "judged.json"
+"""What the judge found of a run's model: metrics judged/*, and the row of evaluations.jsonl."""
+KEPT = (
+    "reward/mean",
+    "mismatch/k3",
+    "mismatch/logprob_abs_diff_max",
+    "mismatch/is_clip_frac",
+    "eval/accuracy",
+)
+"""Metrics of which the record keeps every value, so that it says what was found without the
+runs."""
+_NUMBERS = re.compile(r"\[\n[-+.\deE,\s]+\]")
 
 
 @dataclass(frozen=True)
@@ -45,23 +61,33 @@ class RunState:
     step: int = 0
     """Steps done."""
     row: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """The last row of metrics.jsonl."""
+    """The last row of metrics.jsonl; of a run that is whole, the last value of every metric."""
+    by_problem: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Of a run that is whole and measured by problem, the row of evaluations.jsonl."""
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a file that is whole at any moment."""
+    """Write a file that is whole at any moment; numbers of a list stand in one line."""
     partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    text = _NUMBERS.sub(lambda found: " ".join(found[0].split()), json.dumps(value, indent=1))
+    partial.write_text(text + "\n", encoding="utf-8")
     partial.replace(path)
 
 
-def read_rows(directory: Path) -> list[dict[str, Any]]:
-    """Read metrics.jsonl; none where it is not there, and without a line that is cut off."""
+def read_rows(directory: Path, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    """Read a file of JSON lines; none where it is not there, and without a line that is cut off."""
     rows = []
     with contextlib.suppress(OSError, ValueError):
-        for line in (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+        for line in (directory / file).read_text(encoding="utf-8").splitlines():
             rows.append(json.loads(line))
     return rows
+
+
+def read_judged(directory: Path) -> dict[str, Any]:
+    """Read what the judge found; nothing where it has not judged."""
+    with contextlib.suppress(OSError, ValueError):
+        return json.loads((directory / JUDGED).read_text(encoding="utf-8"))
+    return {}
 
 
 @contextlib.contextmanager
@@ -111,8 +137,9 @@ def run_state(design: Design, arm: Arm, seed: int) -> RunState:
     step, steps = last.get("step", -1) + 1, arm.config.trainer.steps
     # an evaluation after the last step has a row of its own
     is_whole = step > steps if arm.config.evaluation.every else step == steps
-    if is_whole and has_model(design, name):
-        return _outcome(design, rows)
+    judged = read_judged(design.directory / name) if design.file.judge else {}
+    if is_whole and has_model(design, name) and (judged or not design.file.judge):
+        return _outcome(design, design.directory / name, rows, judged)
     step = min(step, steps)
     if _is_locked(design.directory / "logs" / f"{name}.lock"):
         return RunState("running", "", None, step, last)
@@ -123,11 +150,24 @@ def run_state(design: Design, arm: Arm, seed: int) -> RunState:
     )
 
 
-def _outcome(design: Design, rows: list[dict[str, Any]]) -> RunState:
+def _outcome(
+    design: Design, directory: Path, rows: list[dict[str, Any]], judge: dict[str, Any]
+) -> RunState:
     """The state of a run that is whole."""
     metric, collapse = design.file.metric.name, design.file.collapse
     merged = {key: value for row in rows for key, value in row.items()}
     step = merged["step"]
+    merged |= {key: value for key, value in judge.items() if key.startswith("judged/")}
+    by_problem = {}
+    if design.file.metric.by_problem:
+        is_judged = metric.startswith("judged/")
+        evaluations = [judge] if is_judged else read_rows(directory, "evaluations.jsonl")
+        by_problem = {
+            key: each[key]
+            for each in evaluations[-1:]
+            if is_judged or each["step"] == step
+            for key in ("problems", "samples", "correct")
+        }
 
     def failed(name: str) -> RunState | None:
         if name not in merged:
@@ -140,15 +180,18 @@ def _outcome(design: Design, rows: list[dict[str, Any]]) -> RunState:
     judged = collapse.metric or metric
     if fault := failed(metric) or failed(judged):
         return fault
+    if design.file.metric.over_problems and not by_problem:
+        why = f"no row of step {step} in evaluations.jsonl"
+        return RunState("failed", why, None, step, merged)
     low, high = collapse.below, collapse.above
     ends = merged[judged]
     if low is not None and ends < low:
         why = f"{judged} ended at {ends:.4g}, below {low:g}"
-        return RunState("collapsed", why, merged[metric], step, merged)
+        return RunState("collapsed", why, merged[metric], step, merged, by_problem)
     if high is not None and ends > high:
         why = f"{judged} ended at {ends:.4g}, above {high:g}"
-        return RunState("collapsed", why, merged[metric], step, merged)
-    return RunState("finished", "", merged[metric], step, merged)
+        return RunState("collapsed", why, merged[metric], step, merged, by_problem)
+    return RunState("finished", "", merged[metric], step, merged, by_problem)
 
 
 def make_record(design: Design, resolved: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -170,12 +213,7 @@ def make_record(design: Design, resolved: dict[str, dict[str, Any]]) -> dict[str
         if all(s.status in OVER for each in states.values() for s in each[: design.seeds_at(look)])
     ]
     look = reached[-1] if reached else 0
-    first = next(iter(resolved.values()), {})
-    shared = {
-        key: value
-        for key, value in first.items()
-        if all(each.get(key) == value for each in resolved.values())
-    }
+    shared = shared_settings(resolved)
     return {
         "version": 1,
         "name": design.name,
@@ -185,7 +223,9 @@ def make_record(design: Design, resolved: dict[str, dict[str, Any]]) -> dict[str
             "name": file.metric.name,
             "better": file.metric.better,
             "margin": file.metric.margin,
+            "over": file.metric.over,
         },
+        "judge": file.judge,
         "collapse": vars(file.collapse) | {"metric": file.collapse.metric or file.metric.name},
         "alpha": file.alpha,
         "look": [look, looks],
@@ -205,6 +245,7 @@ def make_record(design: Design, resolved: dict[str, dict[str, Any]]) -> dict[str
                         "status": state.status,
                         "why": state.why,
                         "outcome": state.outcome,
+                        **_kept(design.directory / design.run_name(arm, seed), state),
                     }
                     for seed, state in zip(design.seeds, states[arm.name], strict=True)
                 ],
@@ -216,6 +257,43 @@ def make_record(design: Design, resolved: dict[str, dict[str, Any]]) -> dict[str
         "command": f"fp8rl ablate {design.source}",
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def shared_settings(resolved: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Give the settings that were `auto` and are the same for all arms."""
+    first = next(iter(resolved.values()), {})
+    return {
+        key: value
+        for key, value in first.items()
+        if all(each.get(key) == value for each in resolved.values())
+    }
+
+
+def _kept(directory: Path, state: RunState) -> dict[str, Any]:
+    """What a record keeps of a run besides its outcome."""
+    rows = read_rows(directory)
+    series = {}
+    for name in KEPT:
+        known = [row for row in rows if row.get(name) is not None]
+        series[name] = {
+            "steps": [row["step"] for row in known],
+            "values": [_digits(row[name]) for row in known],
+        }
+    made: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError):
+        made = json.loads((directory / "run.json").read_text(encoding="utf-8"))
+    judged = {k: v for k, v in read_judged(directory).items() if k.startswith("judged/")}
+    return {
+        "commit": made.get("commit"),
+        "devices": made.get("devices", []),
+        "series": {name: values for name, values in series.items() if values["steps"]},
+        "judged": judged,
+        "by_problem": state.by_problem,
+    }
+
+
+def _digits(value: float) -> float:
+    return float(f"{value:.5g}")
 
 
 def _comparisons(
@@ -235,6 +313,7 @@ def _comparisons(
         },
         look=Look(look, design.file.looks),
         resolution=_resolution(design, states),
+        by_problem=_by_problem(design, states, count) if metric.over_problems else None,
     )
     return [
         _finite(dataclasses.asdict(each)) | {"sentence": sentence(each, metric.margin)}
@@ -244,15 +323,51 @@ def _comparisons(
 
 def _resolution(design: Design, states: dict[str, list[RunState]]) -> float | None:
     """The smallest difference that two accuracies can have; None of other metrics."""
-    if design.file.metric.name != "eval/accuracy":
+    if not design.file.metric.by_problem:
         return None
     answers = [
-        state.row["eval/problems"] * arm.config.evaluation.samples
-        for arm in design.arms
-        for state in states[arm.name]
-        if "eval/problems" in state.row
+        len(state.by_problem["correct"]) * state.by_problem["samples"]
+        for each in states.values()
+        for state in each
+        if state.by_problem
     ]
     return 1 / max(answers) if answers else None
+
+
+def _by_problem(
+    design: Design, states: dict[str, list[RunState]], count: int
+) -> dict[str, np.ndarray] | None:
+    """Each arm's outcome on each problem, float [seeds, problems]; None where no run has one.
+
+    Raises:
+        UserError: runs were measured on different problems.
+    """
+    kept = {
+        design.run_name(arm, seed): state.by_problem
+        for arm in design.arms
+        for seed, state in zip(design.seeds[:count], states[arm.name], strict=False)
+        if state.outcome is not None
+    }
+    if not kept:
+        return None
+    first = next(iter(kept))
+    for name, row in kept.items():
+        if row["problems"] != kept[first]["problems"]:
+            raise UserError(
+                f"{design.directory}: {name} and {first} were measured on different problems, "
+                'which cannot be paired; give metric.over = "seeds"'
+            )
+    width = len(kept[first]["correct"])
+
+    def values(state: RunState) -> np.ndarray:
+        if not state.by_problem:
+            return np.full(width, math.nan)
+        correct = np.array(state.by_problem["correct"], float)
+        if design.file.metric.name.endswith("/pass_at_k"):
+            return (correct > 0).astype(float)
+        return correct / state.by_problem["samples"]
+
+    return {arm: np.stack([values(s) for s in each[:count]]) for arm, each in states.items()}
 
 
 def _finite(value: Any) -> Any:
@@ -290,8 +405,13 @@ def methods(design: Design) -> str:
             "shared": "; all start from one supervised warm start.",
             "per_seed": "; each seed has its own supervised warm start.",
         }[file.start],
-        f"The primary outcome is the last value of {metric.name} ({metric.better} is better). Arms "
-        f"are compared with {file.baseline} by paired differences over seeds (Student's t), with "
+        f"The primary outcome is the last value of {metric.name} ({metric.better} is better)"
+        + (
+            f"; every trained model was judged under the recipe {file.judge}."
+            if file.judge
+            else "."
+        ),
+        f"Arms are compared with {file.baseline} by paired differences, {_over(design)}, with "
         f"Holm's correction over arms at alpha = {file.alpha:g}"
         + (
             f" and {file.looks} looks with O'Brien-Fleming-like alpha spending."
@@ -301,8 +421,25 @@ def methods(design: Design) -> str:
         f"An arm is called no worse where the interval excludes a loss of more than "
         f"{metric.margin:g}. Margin, number of seeds and looks were fixed beforehand.",
     ]
+    lines.append(
+        "These intervals hold where differences spread symmetrically; where an arm is now and then "
+        "much worse, few seeds flatter it (docs/statistics.md has how much)."
+    )
     if rules:
         judged = collapse.metric or metric.name
         lines.append(f"A run counts as collapsed where {judged} ends {' or '.join(rules)}.")
     lines.append("Runs that failed or collapsed are reported, and none was left out.")
     return " ".join(lines)
+
+
+def _over(design: Design) -> str:
+    """What the intervals are over, in words."""
+    over_problems = design.file.metric.over_problems
+    if len(design.seeds) == 1:
+        return "with an interval over held-out problems alone, since there is one seed"
+    if not over_problems:
+        return "with Student's t over seeds"
+    return (
+        "with Student's t over seeds and held-out problems, crossed random factors (degrees of "
+        "freedom: Satterthwaite)"
+    )

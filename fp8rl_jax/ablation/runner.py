@@ -1,5 +1,5 @@
-"""The queue of an ablation: every run a process `fp8rl train`, several at a time, gone on with
-after a kill at any moment.
+"""The queue of an ablation: every run a process as `fp8rl train` is one, several at a time, gone on
+with after a kill at any moment.
 
 A run is finished when its last row and its model are there, and then it never runs again. One that
 was cut off goes on from its last checkpoint; one that failed says why, keeps nobody else from
@@ -16,11 +16,13 @@ import os
 import shlex
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ from rich.live import Live
 from rich.table import Table
 
 from fp8rl_jax.ablation.design import Arm, Design, changes, read_design
-from fp8rl_jax.ablation.preflight import Preflight, last_line, preflight
+from fp8rl_jax.ablation.preflight import Preflight, last_line, model_of_shape, preflight
 from fp8rl_jax.ablation.record import (
     has_model,
     locked,
@@ -38,6 +40,7 @@ from fp8rl_jax.ablation.record import (
     read_comparison,
     read_rows,
     run_state,
+    shared_settings,
     write_json,
 )
 from fp8rl_jax.caching import cache_dir
@@ -47,8 +50,11 @@ from fp8rl_jax.config.settings import with_settings
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.report.ablation import text, write_page
 from fp8rl_jax.statistics import Comparison
+from fp8rl_jax.tasks.python_objects import PythonReward
+from fp8rl_jax.tasks.sandbox.pickling import pack
 
-_PROGRAM = (sys.executable, "-m", "fp8rl_jax.cli.main")
+_FP8RL = (sys.executable, "-m", "fp8rl_jax.cli.main")
+_PROCESS = (sys.executable, "-m", "fp8rl_jax.ablation.process")
 _POLL_SECONDS = 0.5
 _PAGE_SECONDS = 60.0
 _GRACE_SECONDS = 10.0
@@ -86,6 +92,9 @@ def ablate(
     *,
     jobs: int = 1,
     output: str = "",
+    reward: PythonReward | None = None,
+    dataset: Sequence[Any] | None = None,
+    environment: type | None = None,
     report: Callable[[str], None] = print,
 ) -> Ablation:
     """Run what is missing of an ablation, and compare its arms, as `fp8rl ablate` does.
@@ -94,6 +103,10 @@ def ablate(
         source: the TOML file, or its contents as a dictionary (docs/ablation.md).
         jobs: runs at one time.
         output: directory in place of the file's.
+        reward: function, or {name: function}, of all arms, in place of what task.reward names; it
+            may live in a notebook's cell, as `fp8rl.train` takes it.
+        dataset: problems of all arms, as a list, in place of those that task names.
+        environment: class of all arms, for episodes of several turns.
         report: receives lines about runs that begin and end.
 
     Returns:
@@ -102,7 +115,8 @@ def ablate(
     Raises:
         UserError: a line for each fault of the design; or it has changed since its runs began.
     """
-    return Runner(read_design(source, output), jobs, report).run()
+    design = read_design(source, output, reward=reward, dataset=dataset, environment=environment)
+    return Runner(design, jobs, report).run()
 
 
 @dataclass
@@ -132,6 +146,25 @@ class Working:
     """(step, time) of the first row that was seen."""
     row: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def steps(self) -> int:
+        """Steps of the whole job."""
+        config = self.job.config
+        return config.trainer.steps if self.job.arm else config.sft.steps
+
+    @property
+    def left(self) -> float:
+        """Seconds that its steps still take, by the pace since the first row; 0: not known."""
+        if self.first is None or self.row["step"] <= self.first[0]:
+            return 0.0
+        pace = (time.monotonic() - self.first[1]) / (self.row["step"] - self.first[0])
+        return max(self.steps - self.row["step"], 0) * pace
+
+    @property
+    def expected(self) -> float:
+        """Seconds of the whole run, by its steps so far; 0: not known, or a warm start."""
+        return self.left and time.monotonic() - self.began + self.left if self.job.arm else 0.0
+
 
 class Runner:
     """An ablation in progress.
@@ -146,7 +179,7 @@ class Runner:
         if jobs < 1:
             raise UserError(f"--jobs: {jobs} must be at least 1")
         self.design, self.jobs, self.report = design, jobs, report
-        self.logs = design.directory / "logs"
+        self.logs, self._objects = design.directory / "logs", design.directory / "objects.pickle"
         self.resolved: dict[str, dict[str, Any]] = {}
         noted = (self._noted(arm, seed) for arm, seed in self._pairs())
         self._seconds = [seconds for seconds in noted if seconds is not None]
@@ -174,8 +207,11 @@ class Runner:
             self.resolved = stored["resolved"]
         else:
             self.resolved = {name: each.resolved for name, each in preflight(design).items()}
+            objects = pack(design.objects)
             try:
                 (design.directory / "configs").mkdir(parents=True, exist_ok=True)
+                if objects:
+                    self._objects.write_bytes(objects)
                 write_json(
                     design.directory / "design.json",
                     {"fingerprint": design.fingerprint(), "resolved": self.resolved},
@@ -269,18 +305,25 @@ class Runner:
             self._drawn = time.monotonic()
         return record
 
-    def plan(self, checks: Mapping[str, Preflight]) -> str:
-        """Write what would be run, and what it takes, for `--dry-run`."""
+    def plan(self, checks: Mapping[str, Preflight], timed: Mapping[str, float] = {}) -> str:
+        """Write what would be run, and what it takes, for `--dry-run`.
+
+        Args:
+            checks: of `check`.
+            timed: of `timed`.
+        """
         design, lines = self.design, []
+        shared = shared_settings({name: each.resolved for name, each in checks.items()})
         for arm in design.arms:
-            settings = ", ".join(f"{key} = {value!r}" for key, value in arm.settings.items())
+            own = checks[arm.name].resolved.items() - shared.items()
+            values = [*arm.settings.items(), *sorted(own)]
+            settings = ", ".join(f"{key} = {value!r}" for key, value in values)
             states = [run_state(design, arm, seed).status for seed in design.seeds]
             over = sum(status in ("finished", "collapsed") for status in states)
             lines.append(f"{arm.name}: {settings}; {len(states)} runs, {over} of them finished")
-        resolved = {key: value for each in checks.values() for key, value in each.resolved.items()}
-        if resolved:
+        if shared:
             lines.append(
-                "auto: " + ", ".join(f"{key} = {value!r}" for key, value in resolved.items())
+                "auto: " + ", ".join(f"{key} = {value!r}" for key, value in shared.items())
             )
         todo = self._jobs(design.seeds)
         runs = [job for job in todo if job.arm]
@@ -291,8 +334,55 @@ class Runner:
         )
         lines.append(_disk(design, checks))
         if self._seconds:
-            lines.append(f"about {_time_text(self._left(len(runs), 0))}, as earlier runs took")
+            lines.append(f"about {_time_text(self._left(len(runs)))}, as earlier runs took")
+        elif timed:
+            seconds = sum(timed[job.arm.name] for job in runs if job.arm)
+            lines.append(
+                f"about {_time_text(seconds / min(self.jobs, max(len(runs), 1)))}, by the first "
+                "steps of each arm, where runs beside each other take no longer"
+            )
         return "\n".join(lines)
+
+    def timed(self, steps: int) -> dict[str, float]:
+        """Run the first steps of each arm's first seed, and give the seconds that a whole run
+        takes by them; nothing of them stays.
+
+        The model of a warm start that trains from scratch has random weights here.
+
+        Raises:
+            UserError: one of them failed.
+        """
+        design, seconds = self.design, {}
+        for arm in design.arms:
+            with tempfile.TemporaryDirectory(prefix="fp8rl-timed-") as folder:
+                config = replace(
+                    arm.config,
+                    output=folder + "/run",
+                    model=model_of_shape(design, arm.config),
+                    trainer=replace(arm.config.trainer, steps=steps),
+                    evaluation=replace(arm.config.evaluation, every=1),
+                    checkpoint=replace(arm.config.checkpoint, every=0),
+                )
+                path = Path(folder, "run.toml")
+                path.write_text(dump_toml(config))
+                words = [*_PROCESS, "train", str(path)]
+                if packed := pack(design.objects):
+                    objects = Path(folder, "objects.pickle")
+                    objects.write_bytes(packed)
+                    words += ["--objects", str(objects)]
+                began = time.monotonic()
+                done = subprocess.run(
+                    words,
+                    capture_output=True,
+                    text=True,
+                    check=False,
+                    env=os.environ | self._environment(0),
+                )
+                if done.returncode:
+                    raise UserError(f"arms.{arm.name}: {last_line(done.stderr + done.stdout)}")
+                whole = time.monotonic() - began
+                seconds[arm.name] = whole + _later(arm.config, read_rows(config.directory))
+        return seconds
 
     def slurm(self) -> str:
         """Write the scripts of a SLURM job array, an element a run; give how to submit them.
@@ -327,7 +417,7 @@ class Runner:
         )
 
     def _command(self, flags: str) -> str:
-        python = shlex.join(_PROGRAM)
+        python = shlex.join(_FP8RL)
         output = shlex.quote(_escaped(self.design.directory))
         return f"{python} ablate {shlex.quote(self.design.source)} --output {output} {flags}"
 
@@ -411,7 +501,9 @@ class Runner:
                         else:
                             screen.say(f"{job.name}: another process is running it")
                             done += 1
-                    screen.show(working, done)
+                    for each in working:
+                        _update(each, read_rows(self.design.directory / each.job.name))
+                    screen.show(working, done, self._left(len(waiting), working))
                     time.sleep(_POLL_SECONDS)
                     for each in [w for w in working if w.process.poll() is not None]:
                         working.remove(each)
@@ -419,7 +511,7 @@ class Runner:
                         line, whole = self._end(each)
                         if not whole:
                             failed.add(each.job.name)
-                        left = self._left(len(waiting), len(working))
+                        left = self._left(len(waiting), working)
                         about = f"; about {_time_text(left)} left" if left else ""
                         screen.say(f"{line} ({done} of {total}{about})")
                         if record and each.job.arm:
@@ -431,13 +523,15 @@ class Runner:
     def _start(self, job: Job, slot: int) -> Working | None:
         """Start a job's process; None where another process runs it."""
         directory = self.design.directory / job.name
-        words = [*_PROGRAM, job.command, str(self._config_path(job))]
+        words = [*_PROCESS, job.command, str(self._config_path(job))]
+        words += ["--objects", str(self._objects)] if self.design.objects else []
         stack = contextlib.ExitStack()
         lock = stack.enter_context(locked(self.logs / f"{job.name}.lock"))
         if lock is None:
             stack.close()
             return None
         if job.command == "train":
+            words += ["--judge", self.design.file.judge] if self.design.file.judge else []
             if any(path.name.isdigit() for path in (directory / "checkpoints").glob("*")):
                 words.append("--resume")
             else:  # killed before its first checkpoint
@@ -493,9 +587,9 @@ class Runner:
             ("metric.name", metric),
             ("collapse.metric", self.design.file.collapse.metric),
         ):
-            if name and not name.startswith("eval/") and name not in state.row:
+            if name and not name.startswith(("eval/", "judged/")) and name not in state.row:
                 near = difflib.get_close_matches(name, state.row, n=1)
-                hint = f"did you mean {near[0]}?" if near else "metrics.jsonl has all names"
+                hint = f"did you mean {near[0]}?" if near else "metrics.jsonl has all names."
                 raise UserError(
                     f"{self.design.source}: {key}: {job.name} has not measured {name!r}; {hint} "
                     f"Remove {self.design.directory} and begin anew"
@@ -509,12 +603,15 @@ class Runner:
         text = {"why": why} if why else {"seconds": round(seconds or 0.0, 3)}
         write_json(self.logs / f"{job.name}.json", text)
 
-    def _left(self, waiting: int, working: int) -> float:
-        """Seconds until all is done, about; 0 where no run has been timed."""
-        if not self._seconds:
+    def _left(self, waiting: int, working: Sequence[Working] = ()) -> float:
+        """Seconds until all is done, about, from runs that have ended or from the first steps of
+        those that are at work; 0 where neither is there."""
+        known = self._seconds or [each.expected for each in working if each.expected]
+        if not known:
             return 0.0
-        mean = sum(self._seconds) / len(self._seconds)
-        return mean * (waiting + working / 2) / min(self.jobs, max(waiting + working, 1))
+        mean, now = sum(known) / len(known), time.monotonic()
+        at_work = sum(max((each.expected or mean) - (now - each.began), 0.0) for each in working)
+        return (mean * waiting + at_work) / min(self.jobs, max(waiting + len(working), 1))
 
 
 class _Screen:
@@ -525,6 +622,7 @@ class _Screen:
         self.console = Console()
         terminal = runner.report is print and self.console.is_terminal
         self.live = Live(console=self.console, auto_refresh=False) if terminal else None
+        self.has_told = bool(runner._seconds)
 
     def __enter__(self) -> _Screen:
         if self.live:
@@ -542,23 +640,25 @@ class _Screen:
         else:
             self.runner.report(line)
 
-    def show(self, working: list[Working], done: int) -> None:
+    def show(self, working: list[Working], done: int, left: float) -> None:
         if not self.live:
+            if left and not self.has_told:
+                self.has_told = True
+                self.say(f"about {_time_text(left)} for what is left, by the first steps")
             return
         grid = Table("arm", "seed", "step", "reward", "mismatch k3", "left", box=None)
         for each in working:
             job = each.job
-            _update(each, read_rows(self.runner.design.directory / job.name))
-            steps = job.config.trainer.steps if job.arm else job.config.sft.steps
             grid.add_row(
                 job.arm.name if job.arm else job.name,
                 str(job.seed) if job.arm else "",
-                f"{min(each.row.get('step', -1) + 1, steps)}/{steps}",
+                f"{min(each.row.get('step', -1) + 1, each.steps)}/{each.steps}",
                 _number(each.row.get("reward/mean"), ".3f"),
                 _number(each.row.get("mismatch/k3"), ".1e"),
-                _time_text(_left_of(each, steps)),
+                _time_text(each.left),
             )
-        grid.caption = f"{done} of {self.total} done"
+        about = f"; about {_time_text(left)} left for all" if left else ""
+        grid.caption = f"{done} of {self.total} done{about}"
         self.live.update(grid, refresh=True)
 
 
@@ -570,11 +670,15 @@ def _update(each: Working, rows: list[dict[str, Any]]) -> None:
         each.first = each.first or (each.row["step"], now)
 
 
-def _left_of(each: Working, steps: int) -> float:
-    if each.first is None or each.row["step"] <= each.first[0]:
-        return 0.0
-    pace = (time.monotonic() - each.first[1]) / (each.row["step"] - each.first[0])
-    return max(steps - each.row["step"], 0) * pace
+def _later(config: RunConfig, rows: list[dict[str, Any]]) -> float:
+    """Seconds that a whole run takes beyond its first steps, which were timed with an evaluation
+    each."""
+    first = [row for row in rows[1:] if "time/step" in row and row.get("time/gen")]
+    evaluating = statistics.median(row.get("time/eval", 0.0) for row in first)
+    stepping = statistics.median(row["time/step"] - row.get("time/eval", 0.0) for row in first)
+    steps, every = config.trainer.steps, config.evaluation.every
+    evaluations = -(-steps // every) + 1 if every else 0
+    return max(steps - len(first) - 1, 0) * stepping + (evaluations - len(first) - 2) * evaluating
 
 
 def _number(value: Any, form: str) -> str:

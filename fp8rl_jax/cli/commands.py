@@ -90,7 +90,7 @@ def evaluate(config: RunConfig) -> None:
     setup = build(config, sampled=False)
     announce(setup, progress)
     with reward_pool(setup) as pool:
-        metrics = evaluate_held_out(setup, pool)
+        metrics = evaluate_held_out(setup, pool).metrics
     examples = min(config.evaluation.examples, len(setup.held_out))
     if metrics["eval/failed_rewards"] == examples * config.evaluation.samples:
         raise UserError(
@@ -129,6 +129,9 @@ class AblateArguments:
     """Directory of runs, record and page; empty: the file's `output`. {name} is the study's."""
     dry_run: bool = False
     """Check everything and print the plan; nothing is run or written."""
+    timed_steps: int = 0
+    """With --dry-run: time so many first steps of each arm, at least 2, for the minutes that all
+    takes."""
     collect: bool = False
     """Run nothing; write record and page of what is there."""
     slurm: bool = False
@@ -143,7 +146,13 @@ class AblateArguments:
         given = (self.dry_run, self.collect, self.slurm, bool(self.run))
         chosen = [name for name, is_given in zip(names, given, strict=True) if is_given]
         faults = [f"{' and '.join(chosen)}: give one of them"] if len(chosen) > 1 else []
-        return faults + ([f"--jobs: {self.jobs} must be at least 1"] if self.jobs < 1 else [])
+        if self.jobs < 1:
+            faults.append(f"--jobs: {self.jobs} must be at least 1")
+        if self.timed_steps and not (self.dry_run and self.timed_steps > 1):
+            faults.append(
+                f"--timed-steps: {self.timed_steps}; give at least 2, and --dry-run with it"
+            )
+        return faults
 
 
 def ablate(arguments: AblateArguments) -> None:
@@ -153,7 +162,9 @@ def ablate(arguments: AblateArguments) -> None:
 
     runner = Runner(read_design(arguments.file, arguments.output), arguments.jobs)
     if arguments.dry_run:
-        print(runner.plan(runner.check()))
+        checks = runner.check()
+        timed = runner.timed(arguments.timed_steps) if arguments.timed_steps else {}
+        print(runner.plan(checks, timed))
     elif arguments.slurm:
         print(runner.slurm())
     elif arguments.run:

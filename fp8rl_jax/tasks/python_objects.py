@@ -70,6 +70,16 @@ def name_objects(
     return task, objects
 
 
+def arguments_again(task: TaskConfig, objects: Mapping[str, Any]) -> dict[str, Any]:
+    """Give the `reward` and `environment` that `name_objects` made this task and these objects
+    of."""
+    rewards = task.reward
+    named = {
+        name: objects[spec] for name, spec in rewards.functions.items() if spec in objects
+    } or objects.get(rewards.function)
+    return {"reward": named, "environment": objects.get(task.name)}
+
+
 def check_objects(task: TaskConfig, objects: Mapping[str, Any]) -> None:
     """Refuse a task that names objects that were given in Python and are not given again.
 

@@ -15,18 +15,19 @@ import dataclasses
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Key
+from jaxtyping import Array, Int, Key
 
 from fp8rl_jax import rl
 from fp8rl_jax.config.training import EvaluationConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.parallel import check_same, is_main_process, leave_on_failure, shared_faults, to_host
 from fp8rl_jax.statistics import wilson_interval
-from fp8rl_jax.tasks.dataset import Example
+from fp8rl_jax.tasks.dataset import Dataset, Example
 from fp8rl_jax.tasks.distributed import score_distributed
 from fp8rl_jax.tasks.sandbox.pool import RewardPool
 from fp8rl_jax.tasks.scores import Scores
@@ -41,14 +42,43 @@ from fp8rl_jax.training.tracking import JsonLines, Trackers, Watch, make_tracker
 _log = logging.getLogger("fp8rl")
 
 
+@dataclass(frozen=True)
+class Evaluation:
+    """Answers to held-out problems, scored."""
+
+    metrics: dict[str, float]
+    """`eval/accuracy` (avg@k: mean of correct samples; pass@1), `eval/accuracy_low`,
+    `eval/accuracy_high` (95 % Wilson interval over problems, samples of a problem averaged),
+    `eval/problems` (their number), `eval/pass_at_k` where k > 1, `eval/mean_length`,
+    `eval/failed_rewards` (answers whose reward failed, which count as wrong)."""
+    correct: Int[np.ndarray, " problems"]
+    """Right answers to each problem, of `samples`."""
+    samples: int
+    problems: str
+    """SHA-256 of the problems, first 16 digits: what `correct` counts."""
+    answers: list[dict]
+    """One row an answer: prompt, completion, answer, reward."""
+
+    @property
+    def row(self) -> dict:
+        """As evaluations.jsonl has it."""
+        return {
+            "problems": self.problems,
+            "samples": self.samples,
+            "correct": self.correct.tolist(),
+        }
+
+
 def evaluate(
     session: Session,
     pool: RewardPool,
     examples: Sequence[Example],
     config: EvaluationConfig,
     key: Key[Array, ""],
-) -> tuple[dict[str, float], list[dict]]:
+) -> Evaluation:
     """Answer every example `config.samples` times, or play episodes, and score the answers.
+
+    The first failure of a reward is logged.
 
     Args:
         session: answers with the weights that it serves, which do not change.
@@ -57,13 +87,6 @@ def evaluate(
         config: how many samples, at which temperature; nothing else of the session's sampling is
             truncated or biased.
         key: fixes the draws.
-
-    Returns:
-        Metrics `eval/accuracy` (avg@k: mean of correct samples; pass@1), `eval/accuracy_low`,
-        `eval/accuracy_high` (95 % Wilson interval over examples, samples of an example averaged),
-        `eval/problems` (their number), `eval/pass_at_k` where k > 1, `eval/mean_length`,
-        `eval/failed_rewards` (answers whose reward failed, which count as wrong; the first failure
-        is logged); and one row an answer: prompt, completion, answer, reward.
     """
     prompts_a_batch, sampling = (
         max(config.batch_size // config.samples, 1),
@@ -105,7 +128,8 @@ def evaluate(
     }
     if config.samples > 1:
         metrics["eval/pass_at_k"] = float(table.max(1).mean())
-    return metrics, rows
+    problems = Dataset(tuple(examples)).fingerprint[:16]
+    return Evaluation(metrics, table.sum(1).astype(int), config.samples, problems, rows)
 
 
 def _complete(
@@ -132,7 +156,7 @@ def _play(
     return scores, [episode.transcript for episode in episodes], tokens
 
 
-def evaluate_held_out(setup: Setup, pool: RewardPool) -> dict[str, float]:
+def evaluate_held_out(setup: Setup, pool: RewardPool) -> Evaluation:
     """Evaluate a run's policy on its held-out set.
 
     An FP8 cache is calibrated on the prompts.
@@ -143,13 +167,13 @@ def evaluate_held_out(setup: Setup, pool: RewardPool) -> dict[str, float]:
     config, session = setup.config.evaluation, setup.session
     examples = setup.held_out.examples[: config.examples]
     session.sync(session.encoder.batch(examples[: config.batch_size]))
-    return evaluate(session, pool, examples, config, jax.random.key(setup.config.seed))[0]
+    return evaluate(session, pool, examples, config, jax.random.key(setup.config.seed))
 
 
 def train(setup: Setup) -> None:
     """Run `trainer.steps` steps.
 
-    Leaves metrics, samples, checkpoints and the trained model in the run directory.
+    Leaves metrics, samples, evaluations, checkpoints and the trained model in the run directory.
 
     Raises:
         UserError: the run directory is taken, a checkpoint cannot be written or read, too many
@@ -202,8 +226,9 @@ class Loop:
                 settings=dataclasses.asdict(config),
             )
             self.samples = JsonLines(setup.directory / "samples.jsonl", self.start)
+            self.evaluations = JsonLines(setup.directory / "evaluations.jsonl", self.start)
         else:
-            self.tracker, self.samples = Trackers([]), None
+            self.tracker, self.samples, self.evaluations = Trackers([]), None, None
 
     def run(self) -> None:
         steps, every, session = (
@@ -229,8 +254,9 @@ class Loop:
             session.save(self.setup.directory / "model", adapters=self.setup.directory / "adapter")
         finally:
             self.tracker.close()
-            if self.samples is not None:
-                self.samples.close()
+            for file in (self.samples, self.evaluations):
+                if file is not None:
+                    file.close()
             self.checkpoints.close()
 
     def _step(self, step: int) -> dict[str, float]:
@@ -272,5 +298,7 @@ class Loop:
         examples = self.setup.held_out.examples[: config.examples]
         key = sample_key(self.config.seed, 0)
         with session.clock.part("eval"):
-            metrics, _ = evaluate(session, self.pool, examples, config, key)
-        return metrics
+            found = evaluate(session, self.pool, examples, config, key)
+        if self.evaluations is not None:
+            self.evaluations.write([{"step": step, **found.row}])
+        return found.metrics

@@ -29,7 +29,8 @@ _SHOWN = ("reward/mean", "mismatch/k3", "eval/accuracy", "completions/mean_lengt
 
 @dataclass(frozen=True)
 class Run:
-    """A run directory: metrics.jsonl, samples.jsonl, config.toml, checkpoints/, model/."""
+    """A run directory: metrics.jsonl, samples.jsonl, evaluations.jsonl, config.toml, checkpoints/,
+    model/."""
 
     directory: Path
 
@@ -133,7 +134,7 @@ def evaluate(
     if not len(setup.held_out):
         raise UserError("task.eval_size = 0 holds out no problem to evaluate on; raise it")
     with reward_pool(setup) as pool:
-        return evaluate_held_out(setup, pool)
+        return evaluate_held_out(setup, pool).metrics
 
 
 def _settled(config: RunConfig | str | Path | None, settings: dict[str, Any]) -> RunConfig:

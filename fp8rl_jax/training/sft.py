@@ -44,7 +44,7 @@ def supervise(setup: Setup, report=print) -> None:
                 metrics = session.supervise(session.encoder.batch(examples), answers)
                 if step % 10 == 0 or step + 1 == sft.steps:
                     tracker.log(step, metrics)
-            accuracy = evaluate_held_out(setup, pool) if len(setup.held_out) else {}
+            accuracy = evaluate_held_out(setup, pool).metrics if len(setup.held_out) else {}
             if accuracy:
                 tracker.log(sft.steps, accuracy)
         finally:

@@ -1,7 +1,8 @@
 """Stands for `python -m fp8rl_jax.cli.main` in tests of the queue: writes what a run leaves, fast.
 
 FAKE_RUN in the environment is {run directory's name: what it does}: "fail", "nan", "die" (by a
-signal, once, after its first checkpoint), "hang", "low" (accuracy), "no metric".
+signal, once, after its first checkpoint), "hang", "low" (accuracy), "no metric", "no problems",
+"other problems".
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import time
 import tomllib
 from pathlib import Path
 
+PROBLEMS = 1000
 command, config_file, *flags = sys.argv[1:]
 config = tomllib.loads(Path(config_file).read_text())
 directory = Path((config["sft"]["output"] if command == "sft" else "") or config["output"])
@@ -44,9 +46,17 @@ if command == "train":
                 time.sleep(60)
         accuracy = 0.8 + 0.01 * config["seed"] + 0.002 * (config["recipe"] == "bf16")
         accuracy = {"nan": None, "low": 0.1}.get(does, accuracy)
-        last = {"step": steps, "eval/accuracy": accuracy, "eval/problems": 8.0}
+        last = {"step": steps, "eval/accuracy": accuracy, "eval/problems": PROBLEMS}
         if does == "no metric":
             del last["eval/accuracy"]
         print(json.dumps(last), file=file)
+    right = round(PROBLEMS * (accuracy or 0.0))
+    row = {"problems": "others" if does == "other problems" else "these", "samples": 1}
+    row["correct"] = [1] * right + [0] * (PROBLEMS - right)
+    if does != "no problems":
+        (directory / "evaluations.jsonl").write_text(json.dumps({"step": steps, **row}) + "\n")
+    if "--judge" in flags:
+        judged = {"recipe": flags[flags.index("--judge") + 1], "judged/accuracy": accuracy}
+        (directory / "judged.json").write_text(json.dumps(judged | row))
 (directory / "model").mkdir(exist_ok=True)
 (directory / "model" / "config.json").write_text("{}")

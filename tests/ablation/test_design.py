@@ -85,8 +85,21 @@ def test_a_start_makes_the_model_of_all_arms(study):
         ({"baseline": ""}, "baseline: name the arm to compare with; the arms are bf16, fp8"),
         ({"output": "runs/{arm}"}, "output = 'runs/{arm}': unknown placeholder {arm}"),
         ({"output": "runs/{"}, "output = 'runs/{':"),
-        ({"seeds": 1}, "seeds = 1: one seed has no interval over seeds; give at least 2"),
-        ({"seeds": [3]}, "seeds = [3]: give at least 2"),
+        ({"seeds": 0}, "seeds = 0: give at least 1"),
+        ({"seeds": []}, "seeds = []: give at least 1"),
+        (
+            {"seeds": 1, "metric": {"margin": 0.1, "name": "reward/mean"}},
+            "seeds: 'reward/mean' of one seed has no interval; give at least 2",
+        ),
+        (
+            {"seeds": [3], "metric": {"margin": 0.1, "over": "seeds"}},
+            "seeds: 'eval/accuracy' of one seed has no interval; give at least 2",
+        ),
+        ({"judge": "bf17"}, "judge: recipe: unknown name 'bf17'; did you mean"),
+        (
+            {"metric": {"margin": 0.1, "name": "judged/accuracy"}},
+            "metric.name = 'judged/accuracy': name the recipe that judges (judge)",
+        ),
         ({"seeds": [3, 3]}, "seeds: 3 is given twice"),
         ({"seeds": "five"}, "seeds: expected a number of seeds or a list of them, got 'five'"),
         ({"seeds": 4, "looks": 3}, "looks = 3: 4 seeds are not that many equal parts"),
@@ -142,10 +155,10 @@ def test_faults_are_named_before_anything_runs(study, change, message):
 
 def test_all_faults_are_reported_together(study):
     found = faults(
-        study(quesion="", baseline="x", seeds=1, arms=ARMS | {"y": {"recipe": "no", "seed": 1}}),
+        study(quesion="", baseline="x", seeds=0, arms=ARMS | {"y": {"recipe": "no", "seed": 1}}),
         output="{no}",
     )
-    keys = ("unknown key quesion", "seeds = 1", "--output = ", "arms.y.seed", "baseline: 'x'")
+    keys = ("unknown key quesion", "seeds = 0", "--output = ", "arms.y.seed", "baseline: 'x'")
     assert [key for key in keys if not any(line.startswith(key) for line in found)] == []
 
 

@@ -30,7 +30,7 @@ AUTO = {"rollout.decode_layers": "unroll"}
 @pytest.fixture
 def fake(monkeypatch):
     """Runs that do nothing but write what runs leave; returns what sets their behaviour."""
-    monkeypatch.setattr(runner, "_PROGRAM", FAKE)
+    monkeypatch.setattr(runner, "_PROCESS", FAKE)
     monkeypatch.setattr(runner, "_POLL_SECONDS", 0.02)
     monkeypatch.setattr(runner, "write_page", lambda record: record.with_suffix(".html").touch())
     monkeypatch.setattr(
@@ -69,6 +69,7 @@ def test_a_study_of_two_arms_and_two_seeds(study, capsys):
     record = json.loads(Path("out/ablation.json").read_text())
     assert set(states(record).values()) == {"finished"} and record["look"] == [1, 1]
     assert record["resolved"] == {
+        "precision.backend": "reference",
         "rollout.decode_layers": "unroll",
         "trainer.loss_scale.mode": "none",
     }
@@ -224,7 +225,8 @@ def test_looks_end_a_study_that_has_its_answer(study, fake):
     assert record["look"] == [1, 2] and record["comparisons"][0]["n"] == 4
     assert list(states(record).values()).count("missing") == 8
     assert lines[-1] == "look 1 of 2 tells; the other seeds are not run"
-    record, _ = ablate(study(seeds=8, looks=2, metric={"margin": 1e-6}), output="close")
+    metric = {"margin": 1e-6, "name": "reward/mean"}
+    record, _ = ablate(study(seeds=8, looks=2, metric=metric), output="close")
     assert record["look"] == [2, 2] and "missing" not in states(record).values()
 
 
@@ -308,7 +310,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 from fp8rl_jax.ablation import runner
 from fp8rl_jax.ablation.preflight import Preflight
 from fp8rl_jax.cli.main import main
-runner._PROGRAM, runner._POLL_SECONDS = {fake!r}, 0.02
+runner._PROCESS, runner._POLL_SECONDS = {fake!r}, 0.02
 runner.write_page = lambda record: None
 runner.preflight = lambda design: {{arm.name: Preflight([], {{}}, 1.0, 1.0) for arm in design.arms}}
 sys.exit(main(["ablate", {path!r}, "--jobs", "2"]))

@@ -907,7 +907,9 @@ def test_accuracy_is_a_mean_and_pass_at_k_a_maximum_over_samples():
         sampling=Sampling(WIDTH),
         mesh=make_mesh(MeshConfig()),
     )
-    metrics, rows = evaluate(session, pool, examples, config, key)
+    found = evaluate(session, pool, examples, config, key)
+    metrics, rows = found.metrics, found.answers
+    assert found.row["correct"] == [2, 1, 0, 0, 1] and found.row["samples"] == 2
     low, high = wilson_interval(0.4, 5)
     assert metrics == pytest.approx(
         {
@@ -934,7 +936,9 @@ def test_accuracy_is_a_mean_and_pass_at_k_a_maximum_over_samples():
         (asked.samples, asked.sampling) == (2, Sampling(WIDTH, 0.7)) for asked in engine.asked
     )
     assert engine.asked[0].key == tuple(np.asarray(jax.random.key_data(key)).tolist())
-    once, _ = evaluate(session, pool, examples, replace(config, samples=1), key)
+    single = evaluate(session, pool, examples, replace(config, samples=1), key)
+    assert single.problems == found.problems
+    once = single.metrics
     assert "eval/pass_at_k" not in once and once["eval/accuracy"] == pytest.approx(0.4)
 
 
@@ -947,7 +951,7 @@ def test_the_held_out_set_is_answered_by_the_run_s_policy(setup_of):
     engine = Engine(lambda problem, *_: "abcdefgh"[: 1 + problem % 4], recipe="fp8-kv")
     setup = setup_of(engine, evaluation=EvaluationConfig(examples=4, samples=1, batch_size=4))
     pool = Pool()
-    metrics = evaluate_held_out(setup, pool)
+    metrics = evaluate_held_out(setup, pool).metrics
     said = ["abcdefgh"[: 1 + problem % 4] for problem in range(4)]
     assert pool.calls == [said] and len(engine.synced) == 1 and engine.synced[0][1] is not None
     right = [
@@ -1043,7 +1047,7 @@ def test_supervised_steps_walk_through_the_training_set(setup_of, monkeypatch):
 
     def answer(setup, pool):
         told["norm"] = setup.session.weights.norm.value
-        return {"eval/accuracy": 0.5}
+        return SimpleNamespace(metrics={"eval/accuracy": 0.5})
 
     monkeypatch.setattr(sessions, "supervised_update", note)
     monkeypatch.setattr(sft, "reward_pool", lambda setup: nullcontext(Pool(setup.config.task)))

@@ -1,0 +1,105 @@
+"""One process of an ablation: `python -m fp8rl_jax.ablation.process train CONFIG.toml`.
+
+It is `fp8rl train CONFIG.toml`, or `fp8rl sft`, on objects that were given in Python besides, and
+with the judge's evaluation of the trained model behind it.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from fp8rl_jax.ablation.record import JUDGED, write_json
+from fp8rl_jax.caching import keep_compiled_programs
+from fp8rl_jax.config.files import read_config
+from fp8rl_jax.config.run import RunConfig
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.tasks.python_objects import arguments_again
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What the process does."""
+
+    command: Annotated[Literal["train", "sft"], tyro.conf.Positional]
+    config: Annotated[str, tyro.conf.Positional]
+    """The run's TOML file."""
+    resume: bool = False
+    """Go on from the last checkpoint."""
+    objects: str = ""
+    """Pickle of a problem list, a reward or an environment."""
+    judge: str = ""
+    """Recipe under which the trained model is evaluated; empty: none."""
+
+
+def run(arguments: Arguments) -> None:
+    """Train, and have the model judged.
+
+    Raises:
+        UserError: as `fp8rl train`, `fp8rl sft` and `fp8rl eval`.
+    """
+    from fp8rl_jax.training.loop import train
+    from fp8rl_jax.training.setup import build
+    from fp8rl_jax.training.sft import supervise
+
+    config = replace(read_config(RunConfig, arguments.config), resume=arguments.resume)
+    given = _given(config, arguments.objects)
+    if arguments.command == "sft":
+        model = replace(config.model, path="" if config.sft.from_scratch else config.model.path)
+        supervise(build(replace(config, model=model), sampled=False, **given))
+        return
+    setup = build(config, **given)
+    train(setup)
+    if arguments.judge:
+        _judge(config, arguments.judge, given)
+
+
+def _given(config: RunConfig, path: str) -> dict[str, Any]:
+    """The arguments of `build` that a pickle holds."""
+    if not path:
+        return {}
+    objects = pickle.loads(Path(path).read_bytes())
+    dataset = objects.pop("dataset", None)
+    return arguments_again(config.task, objects) | {"dataset": dataset}
+
+
+def _judge(config: RunConfig, recipe: str, given: dict[str, Any]) -> None:
+    """Evaluate the trained model once more, under a recipe that all arms have in common."""
+    from fp8rl_jax.training.loop import evaluate_held_out
+    from fp8rl_jax.training.setup import build, reward_pool
+
+    trained = replace(config.model, path=str(config.directory / "model"))
+    setup = build(
+        replace(config, recipe=recipe, model=trained, resume=False), sampled=False, **given
+    )
+    with reward_pool(setup) as pool:
+        found = evaluate_held_out(setup, pool)
+    metrics = {name.replace("eval/", "judged/"): value for name, value in found.metrics.items()}
+    write_json(config.directory / JUDGED, {"recipe": recipe, **metrics, **found.row})
+
+
+def main() -> int:
+    """Exit code: 0, or 2 for a fault in what was given."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger("fp8rl").setLevel(logging.INFO)
+    arguments = tyro.cli(Arguments)
+    keep_compiled_programs()
+    try:
+        run(arguments)
+    except UserError as error:
+        for line in str(error).splitlines():
+            print(f"fp8rl: error: {line}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
