@@ -223,10 +223,11 @@ def over(effect: str, n: int, studies: int) -> dict[str, float]:
 
 def _judged_over(differences: np.ndarray, crossed: bool) -> Judgement:
     """Verdicts on one arm of each study; differences: [studies, 1, seeds, problems]."""
-    estimate = over_seeds(differences.mean(-1), np.full(len(differences), 1e-9))
+    step = np.full(len(differences), 1e-9)
+    estimate = over_seeds(differences.mean(-1), step)
     none = np.zeros(differences.shape[:2], int)
     return judge(
-        over_problems(estimate, differences) if crossed else estimate,
+        over_problems(estimate, differences, step) if crossed else estimate,
         MARGIN,
         ALPHA,
         "higher",

@@ -244,16 +244,13 @@ def compare_arms(
     failed = {name: int((np.isnan(x) & ~down[name]).sum()) for name, x in values.items()}
     lost = {name: int((np.isnan(x) | down[name]).sum()) for name, x in values.items()}
     n, of_baseline = len(values[baseline]), values[baseline]
-    estimate = over_seeds(
-        np.stack([values[name] - of_baseline for name in names]),
-        np.array(resolution or smallest_gap(np.concatenate(list(values.values())))),
-    )
+    step = np.array(resolution or smallest_gap(np.concatenate(list(values.values()))))
+    estimate = over_seeds(np.stack([values[name] - of_baseline for name in names]), step)
     problems = 0
     if by_problem is not None:
         problems = by_problem[baseline].shape[1]
-        estimate = over_problems(
-            estimate, np.stack([by_problem[name] - by_problem[baseline] for name in names])
-        )
+        tables = np.stack([by_problem[name] - by_problem[baseline] for name in names])
+        estimate = over_problems(estimate, tables, step)
     found = judge(
         estimate,
         margin,
@@ -320,18 +317,20 @@ def over_seeds(differences: np.ndarray, resolution: np.ndarray) -> Estimate:
     return Estimate(mean, count, np.where(count < 2, np.inf, deviation))
 
 
-def over_problems(estimate: Estimate, differences: np.ndarray) -> Estimate:
+def over_problems(estimate: Estimate, differences: np.ndarray, resolution: np.ndarray) -> Estimate:
     """Take the choice of problems into an estimate over seeds.
 
     Seeds and problems are crossed random factors of a table without replicates. The mean's variance
     is that over seeds plus what is left of the problems' mean square when that of the interaction
     is taken away (Cornfield and Tukey, 1956); its degrees of freedom are Satterthwaite's (1946). Of
-    one pair all that problems spread by is theirs.
+    one pair all that problems spread by is theirs, and where no problem differs the interval is
+    that of the rule of three: 3 of them.
 
     Args:
         estimate: of the same differences, over seeds.
         differences: arm - baseline on each problem, float [..., arms, seeds, problems]; NaN: a pair
             without both outcomes.
+        resolution: as in `over_seeds`.
     """
     problems, pairs = differences.shape[-1], np.maximum(estimate.pairs, 1)
     known = ~np.isnan(differences)
@@ -352,9 +351,10 @@ def over_problems(estimate: Estimate, differences: np.ndarray) -> Estimate:
     )
     with np.errstate(invalid="ignore", divide="ignore"):
         freedom = (of_seeds + of_problems) ** 2 / spread
-    one = estimate.pairs < 2
+    one, step = estimate.pairs < 2, np.where(np.isnan(resolution), np.inf, resolution)[..., None]
+    alone = np.maximum(between / problems, (3 / special.ndtri(0.975) * step) ** 2)
     return estimate._replace(
-        of_problems=np.where(one, between / problems, of_problems),
+        of_problems=np.where(one, alone, of_problems),
         degrees=np.where(one | ~np.isfinite(freedom), problems - 1, freedom),
     )
 

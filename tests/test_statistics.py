@@ -251,13 +251,23 @@ def test_of_one_seed_the_interval_is_over_problems():
     )
 
 
+def test_of_one_seed_without_a_difference_the_rule_of_three_holds():
+    tables = {name: np.ones((1, 300)) for name in ("base", "arm")}
+    means = {name: [1.0] for name in tables}
+    found = compare_arms(means, "base", 0.02, resolution=1 / 300, by_problem=tables)["arm"]
+    assert found.difference.high == pytest.approx(3 / 300, rel=0.01)
+    untold = compare_arms(means, "base", 0.02, by_problem=tables)["arm"]
+    assert untold.difference.high == math.inf
+
+
 def test_a_failed_run_leaves_the_other_pairs_problems():
     x = crossed(np.random.default_rng(3), n=4)[None]
     lacking = x.copy()
     lacking[:, 3] = np.nan
 
     def estimate(x):
-        return over_problems(over_seeds(x.mean(-1), np.array(0.01)), x)
+        step = np.array(0.01)
+        return over_problems(over_seeds(x.mean(-1), step), x, step)
 
     for one, other in zip(estimate(lacking), estimate(x[:, :3]), strict=True):
         assert one == pytest.approx(other, rel=1e-12)

@@ -551,10 +551,12 @@ class Runner:
         return Working(job, process, slot, time.monotonic(), stack)
 
     def _environment(self, slot: int) -> dict[str, str]:
-        """Devices of a slot, and one cache of compiled programs for all runs."""
+        """Devices of a slot, one cache of compiled programs for all runs, and where modules are."""
         cache = {"JAX_COMPILATION_CACHE_DIR": str(cache_dir() / "jax")}
         least = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
         more = {} if "JAX_COMPILATION_CACHE_DIR" in os.environ else cache | least
+        if self.design.objects:  # which may be pickled by the name of a module that is found here
+            more["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
         if self.jobs == 1 or not self._devices:
             return more
         share = max(len(self._devices) // self.jobs, 1)
@@ -619,7 +621,7 @@ class _Screen:
 
     def __init__(self, runner: Runner, total: int) -> None:
         self.runner, self.total = runner, total
-        self.console = Console()
+        self.console = Console(force_jupyter=False)
         terminal = runner.report is print and self.console.is_terminal
         self.live = Live(console=self.console, auto_refresh=False) if terminal else None
         self.has_told = bool(runner._seconds)

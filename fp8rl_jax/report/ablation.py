@@ -12,6 +12,7 @@ import json
 import math
 import textwrap
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,21 +33,25 @@ from fp8rl_jax.report.page import (
     number_text,
     page_template,
     phase_rows,
+    power_text,
     save_page,
 )
 from fp8rl_jax.report.runs import Arm, Run, read_runs
 from fp8rl_jax.statistics import t_interval
 
-VERSION = 1
+VERSION = 2
 WIDTH = 100
 _COLUMNS = 3
 """Arms beside each other in the text."""
 SCRIPT = Path(__file__).with_name("ablation.js")
 BROKEN = ("failed", "collapsed")
 _NUMBER, _MAYBE = (int, float), (int, float, type(None))
-_RUN = {"seed": int, "directory": str, "status": str, "why": str, "outcome": _MAYBE}
+_RUN = {
+    **{"seed": int, "directory": str, "status": str, "why": str, "outcome": _MAYBE},
+    **{"series": dict, "devices": list, "commit": (str, type(None))},
+}
 _PATTERN = {
-    **dict.fromkeys(("name", "question", "baseline", "methods", "command", "made"), str),
+    **dict.fromkeys(("name", "question", "baseline", "judge", "methods", "command", "made"), str),
     "metric": {"name": str, "better": str, "margin": _NUMBER},
     "alpha": _NUMBER,
     "look": [int],
@@ -58,6 +63,8 @@ _PATTERN = {
             "sentence": str,
             "difference": {"mean": _MAYBE, "low": _MAYBE, "high": _MAYBE, "n": int},
             "verdict": str,
+            "detectable": _MAYBE,
+            "correlation": _MAYBE,
         }
     ],
 }
@@ -137,7 +144,7 @@ def _with_runs(path: Path, record: dict[str, Any]) -> Ablation:
     """Read the runs of a record. The page of one that has not finished does without its curves
     where they cannot be read."""
     runs: dict[tuple[str, int], Run] = {}
-    notes = []
+    notes = list(_mixed(record))
     for arm in record["arms"]:
         for row in arm["runs"]:
             directory = path.parent / row["directory"]
@@ -170,6 +177,17 @@ def _with_runs(path: Path, record: dict[str, Any]) -> Ablation:
         of_colour[colour] += 1
         seeds.append([row["seed"] for row in rows])
     return Ablation(record, arms, seeds, notes)
+
+
+def _mixed(record: dict[str, Any]) -> Iterator[str]:
+    """Say where runs that are compared were not made alike."""
+    whole = [run for arm in record["arms"] for run in arm["runs"] if run["outcome"] is not None]
+    for what, values in (
+        ("devices", {", ".join(map(str, run["devices"])) for run in whole}),
+        ("commits", {str(run["commit"]) for run in whole}),
+    ):
+        if len(values) > 1:
+            yield f"runs were made with different {what}: {'; '.join(sorted(values))}"
 
 
 def _render(ablation: Ablation) -> str:
@@ -213,7 +231,7 @@ def _verdicts(record: dict[str, Any]) -> list[str]:
 def _rows(ablation: Ablation) -> list[dict[str, str]]:
     """Make the table: a row an arm, means over seeds with 95 % intervals."""
     record = ablation.record
-    differences = {row["arm"]: row["difference"] for row in record["comparisons"]}
+    compared = {row["arm"]: row for row in record["comparisons"]}
     margin = record["metric"]["margin"]
     rows = []
     for facts, arm in zip(record["arms"], ablation.arms, strict=True):
@@ -222,8 +240,9 @@ def _rows(ablation: Ablation) -> list[dict[str, str]]:
         others = [f"{count} {status}" for status, count in states.items()]
         outcomes = [run["outcome"] for run in facts["runs"] if run["outcome"] is not None]
         difference = "baseline" if facts["name"] == record["baseline"] else NOTHING
-        if facts["name"] in differences:
-            limits = differences[facts["name"]]
+        comparison = compared.get(facts["name"], {})
+        if comparison:
+            limits = comparison["difference"]
             difference = _estimate(limits["mean"], limits["low"], limits["high"], margin)
         outcome = t_interval(outcomes)
         rows.append(
@@ -236,16 +255,31 @@ def _rows(ablation: Ablation) -> list[dict[str, str]]:
                     outcome.mean, outcome.low, outcome.high, margin
                 ),
                 f"Difference to {record['baseline']}": difference,
+                "Sees, in 80 %": _estimate(comparison.get("detectable"), None, None, margin),
+                "Correlation of pairs": number_text(comparison.get("correlation")),
+                **_served(record, facts),
                 "Mismatch k3": _mismatch(arm.runs),
                 "Tokens/s": estimate_text([median_of(run, THROUGHPUT.key, 1) for run in arm.runs]),
                 "Seconds/step": estimate_text([median_of(run, "time/step", 1) for run in arm.runs]),
                 "Peak memory, GiB": _memory(arm.runs),
             }
         )
-    if all(row["Peak memory, GiB"] == NOTHING for row in rows):
-        for row in rows:
-            del row["Peak memory, GiB"]
-    return rows
+    says_nothing = {
+        "Peak memory, GiB": all(row["Peak memory, GiB"] == NOTHING for row in rows),
+        "Recipe": all(row["Recipe"] == row["Arm"] for row in rows),
+    }
+    dropped = [label for label, nothing in says_nothing.items() if nothing]
+    return [{label: row[label] for label in row if label not in dropped} for row in rows]
+
+
+def _served(record: dict[str, Any], facts: dict[str, Any]) -> dict[str, str]:
+    """Held-out accuracy under the arm's own recipe, where another judges."""
+    if not record["judge"]:
+        return {}
+    served = [run["series"].get("eval/accuracy", {}).get("values", []) for run in facts["runs"]]
+    of = t_interval([values[-1] for values in served if values])
+    text = _estimate(of.mean, of.low, of.high, record["metric"]["margin"])
+    return {"eval/accuracy, as served": text}
 
 
 def _estimate(mean: float | None, low: float | None, high: float | None, margin: float) -> str:
@@ -265,7 +299,7 @@ def _mismatch(runs: list[Run]) -> str:
     """Write the mean over a run's steps, averaged over seeds: the geometric mean, as charts
     have it, where no seed has zero."""
     means = [sum(values) / len(values) for run in runs if (values := run.series("mismatch/k3")[1])]
-    return estimate_text(means, of_logarithm=all(mean > 0 for mean in means))
+    return estimate_text(means, all(mean > 0 for mean in means), power_text)
 
 
 def _memory(runs: list[Run]) -> str:
@@ -309,7 +343,14 @@ def _table(rows: list[dict[str, str]]) -> list[str]:
         table.add_column(row[label], overflow="fold")
     for number in numbers:
         table.add_row(number, *(row[number] for row in rows))
-    console = Console(width=WIDTH, color_system=None, markup=False, emoji=False, highlight=False)
+    console = Console(
+        width=WIDTH,
+        color_system=None,
+        force_jupyter=False,  # which would show what is captured here
+        markup=False,
+        emoji=False,
+        highlight=False,
+    )
     with console.capture() as captured:
         console.print(table)
     return [line.rstrip() for line in captured.get().splitlines()]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +136,7 @@ def headline(arm: Arm) -> dict[str, str]:
         "Reward, first → last tenth": _first_to_last_tenth(arm, "reward/mean"),
         "Held-out accuracy, first → last": _accuracy(arm),
         "Mismatch k3, last tenth": estimate_text(
-            [_tenths(run, "mismatch/k3")[1] for run in arm.runs]
+            [_tenths(run, "mismatch/k3")[1] for run in arm.runs], number=power_text
         ),
         "Completion tokens, first → last tenth": _first_to_last_tenth(
             arm, "completions/mean_length"
@@ -246,16 +246,26 @@ def number_text(value: float | None) -> str:
     return f"{value:.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.3g}"
 
 
-def estimate_text(values: Sequence[float | None], of_logarithm: bool = False) -> str:
+def power_text(value: float) -> str:
+    """Write a number with an exponent, as those are that spread over powers of ten."""
+    return f"{value:.1e}"
+
+
+def estimate_text(
+    values: Sequence[float | None],
+    of_logarithm: bool = False,
+    number: Callable[[float], str] = number_text,
+) -> str:
     """Write the mean over seeds with its 95 % interval, or the value of a single one.
 
     Args:
         values: None is left out.
         of_logarithm: the geometric mean, as in `interval_over_seeds`.
+        number: writes one number.
     """
     known = [value for value in values if value is not None]
     if not known:
         return NOTHING
     interval = interval_over_seeds(known, of_logarithm)
-    limits = f" ({number_text(interval.low)}, {number_text(interval.high)})"
-    return f"{number_text(interval.mean)}{limits if interval.n > 1 else ''}"
+    limits = f" ({number(interval.low)}, {number(interval.high)})"
+    return f"{number(interval.mean)}{limits if interval.n > 1 else ''}"

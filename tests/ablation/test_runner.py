@@ -89,6 +89,84 @@ def test_a_study_of_two_arms_and_two_seeds(study, capsys):
     assert "started" not in capsys.readouterr().out
 
 
+def even(completion, **_):
+    """Share of bytes that are even."""
+    text = completion.encode()
+    return sum(byte % 2 == 0 for byte in text) / max(len(text), 1)
+
+
+@pytest.mark.slow
+def test_one_seed_judged_with_a_reward_of_python_s(study, capsys):
+    """The plan's minutes come from first steps; the interval is over problems; the served accuracy
+    is another than the judged one's file."""
+    task = {"reward": {"function": ""}, "eval_size": 16, "args": {}}
+    path = study(
+        seeds=1,
+        judge="fp8-rollout",
+        settings={"task": task | {"prompt_template": "{question}"}, "evaluation.examples": 16},
+        metric={"name": "judged/accuracy", "margin": 0.1},
+    )
+    dataset = [{"prompt": f"{i:03}=", "answer": str(i)} for i in range(80)]
+    given = {"reward": even, "dataset": dataset}
+    design = read_design(path, **given)
+    planner = runner.Runner(design)
+    timed = planner.timed(2)
+    assert timed.keys() == {"bf16", "fp8"} and all(2 < seconds < 300 for seconds in timed.values())
+    assert "by the first steps of each arm" in planner.plan(planner.check(), timed)
+    assert not Path("out").exists()
+    record, _ = ablate(path, **given)
+    (run,) = record["arms"][0]["runs"]
+    judged = json.loads(Path("out/bf16-0/judged.json").read_text())
+    assert judged["recipe"] == "fp8-rollout" and run["outcome"] == judged["judged/accuracy"]
+    assert run["by_problem"] == {key: judged[key] for key in ("problems", "samples", "correct")}
+    assert len(judged["correct"]) == 16 and run["series"]["eval/accuracy"]["steps"] == [0, 2]
+    rewards = run["series"]["reward/mean"]["values"]
+    assert all(0.1 < value < 0.9 for value in rewards), "even letters are rewarded in part"
+    (comparison,) = record["comparisons"]
+    assert (comparison["n"], comparison["problems"]) == (1, 16)
+    assert "one seed: the interval is over problems alone" in comparison["sentence"]
+    with pytest.raises(UserError, match="<python>:even has changed since its runs began"):
+        ablate(path, reward=another_even, dataset=dataset)
+
+
+def another_even(completion, **_):
+    return float(len(completion) % 2 == 0)
+
+
+another_even.__name__ = "even"
+
+
+def test_what_is_given_in_python_has_to_be_a_list(study):
+    with pytest.raises(UserError, match="dataset is a generator; give a list"):
+        read_design(study(), dataset=(str(i) for i in range(3)))
+
+
+def test_a_judge_s_metric_comes_from_its_file(study, fake):
+    metric = {"name": "judged/accuracy", "margin": 0.1}
+    record, _ = ablate(study(judge="bf16", metric=metric))
+    assert record["comparisons"][0]["problems"] == 1000
+    assert "--judge bf16" in starts("fp8-0")[0]
+    assert record["arms"][1]["runs"][0]["judged"] == {"judged/accuracy": 0.8}
+
+
+def test_a_run_without_its_problems_is_no_outcome(study, fake):
+    fake(fp8_0="no problems")
+    record, _ = ablate(study())
+    run = record["arms"][1]["runs"][0]
+    assert run["status"] == "failed" and run["why"] == "no row of step 2 in evaluations.jsonl"
+    record, _ = ablate(study(metric={"margin": 0.1, "over": "seeds"}), output="fixed")
+    assert set(states(record).values()) == {"finished"}
+    assert record["comparisons"][0]["problems"] == 0
+
+
+def test_different_problems_are_not_paired(study, fake):
+    fake(fp8_1="other problems")
+    with pytest.raises(
+        UserError, match="fp8-1 and bf16-0 were measured on different problems, which cannot"
+    ):
+        ablate(study())
+
+
 def test_finished_runs_are_not_run_again(study, fake):
     record, lines = ablate(study(), jobs=2)
     assert set(states(record).values()) == {"finished"}
@@ -101,7 +179,7 @@ def test_finished_runs_are_not_run_again(study, fake):
 def test_the_record_pairs_outcomes_by_seed(study, fake):
     done = fp8rl.ablate(study(seeds=[3, 7]), report=lambda line: None)
     record = done.record
-    assert record["seeds"] == [3, 7] and record["version"] == 1
+    assert record["seeds"] == [3, 7] and record["version"] == 2
     outcomes = {arm["name"]: [run["outcome"] for run in arm["runs"]] for arm in record["arms"]}
     assert outcomes == {"bf16": pytest.approx([0.832, 0.872]), "fp8": pytest.approx([0.83, 0.87])}
     assert done.comparisons["fp8"].difference.mean == pytest.approx(-0.002)
@@ -179,7 +257,7 @@ def test_a_metric_that_no_run_has_ends_the_study_at_the_first(study, fake):
 def test_a_terminal_shows_a_table_of_what_runs(study, fake, monkeypatch):
     screen = io.StringIO()
     terminal = Console(file=screen, force_terminal=True, width=100, color_system=None)
-    monkeypatch.setattr(runner, "Console", lambda: terminal)
+    monkeypatch.setattr(runner, "Console", lambda **_: terminal)
     fp8rl.ablate(study())
     said = screen.getvalue()
     assert all(head in said for head in ("arm", "seed", "step", "reward", "mismatch k3", "left"))
@@ -277,6 +355,7 @@ def test_elements_of_a_job_array_and_their_record(study, fake, capsys):
     ("flags", "message"),
     [
         (["--jobs", "0"], "--jobs: 0 must be at least 1"),
+        (["--timed-steps", "3"], "--timed-steps: 3; give at least 2, and --dry-run with it"),
         (["--collect", "--slurm"], "--collect and --slurm: give one of them"),
         (["--run", "bf17-0"], "--run: 'bf17-0' is none of bf16-0, fp8-0, bf16-1, fp8-1"),
         (["--collect"], "out: no run of this ablation is there yet"),

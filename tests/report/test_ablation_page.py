@@ -50,7 +50,25 @@ def test_verdicts_numbers_and_methods_are_in_the_page_and_in_the_text(record, pa
     # accuracy 0.9 + lift, lift 0.01 (seed - 2) + 0.003 sin(7 seed + arm): t intervals of scipy
     for arm in ("0.902 (0.882, 0.922)", "0.891 (0.874, 0.908)"):
         assert arm in shown and arm in printed
+    # the difference that the study sees, and how far pairs go together
+    assert re.search(r"Sees, in 80 % +\S+ +0.030 +0.030\n", printed) and "Sees, in 80 %" in shown
+    assert re.search(r"Correlation of pairs +\S+ +0.9 +0.9\n", printed)
     assert page.index(SENTENCE) < page.index("<table") < page.index("<figure")
+
+
+def test_runs_that_were_not_made_alike_are_named(record, tmp_path):
+    def change(content):
+        content["arms"][1]["runs"][2] |= {"devices": ["gpu:H200"], "commit": "decade"}
+
+    printed = text(changed(record, tmp_path, change))
+    assert "note: runs were made with different devices: cpu:cpu; gpu:H200" in printed
+    assert "note: runs were made with different commits: c0ffee; decade" in printed
+    assert "were made with different" not in text(record)
+
+
+def test_of_judged_models_the_served_accuracy_is_shown_too(record, tmp_path):
+    printed = text(changed(record, tmp_path, lambda content: content.update(judge="bf16")))
+    assert "eval/accuracy, as served" in printed and "eval/accuracy, as served" not in text(record)
 
 
 def test_runs_that_failed_or_collapsed_are_listed_with_the_reason(record, page):
@@ -112,7 +130,7 @@ def test_one_seed_has_a_value_and_no_interval(tmp_path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda content: content.update(version=2), "not written by this version's `fp8rl ablate`"),
+        (lambda content: content.update(version=1), "not written by this version's `fp8rl ablate`"),
         (lambda content: content.update(baseline="none"), "baseline 'none' is no arm"),
         (lambda content: content["metric"].update(margin=0), "metric.margin is not positive"),
         (lambda content: content["arms"][1]["runs"][0].pop("why"), "arms[1].runs[0].why"),

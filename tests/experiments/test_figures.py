@@ -1,0 +1,118 @@
+"""The figures that the documents state: of the committed records, and of these alone."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from experiments import figures
+from fp8rl_jax.ablation.design import read_design
+
+RECORDS = sorted((figures.RESULTS / "ablations").glob("*.json"))
+
+
+@pytest.fixture
+def fresh():
+    """Records are read anew."""
+    figures.study.cache_clear()
+    yield
+    figures.study.cache_clear()
+
+
+def test_the_documents_state_what_the_records_hold():
+    page = (figures.ROOT / "README.md").read_text()
+    assert page == figures.filled(page, figures.readme()), "run: python -m experiments.figures"
+    assert (figures.ROOT / "docs" / "results.md").read_text() == figures.results(), (
+        "run: python -m experiments.figures"
+    )
+
+
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
+def test_a_record_is_of_its_file(path, monkeypatch):
+    monkeypatch.chdir(figures.ROOT)
+    record = json.loads(path.read_text())
+    design = read_design(f"experiments/ablations/{path.stem}.toml")
+    assert [arm["name"] for arm in record["arms"]] == [arm.name for arm in design.arms]
+    assert record["seeds"] == list(design.seeds) and record["alpha"] == design.file.alpha
+    assert record["metric"] == vars(design.file.metric) and record["judge"] == design.file.judge
+    for arm, planned in zip(record["arms"], design.arms, strict=True):
+        assert planned.settings.items() <= arm["settings"].items()
+        assert {run["status"] for run in arm["runs"]} <= {"finished", "collapsed"}
+        assert len({run["commit"] for run in arm["runs"]}) == 1
+    assert record["command"] == f"fp8rl ablate {design.source}"
+
+
+def test_an_arm_is_summed_up_over_seeds_and_steps(tmp_path, monkeypatch, fresh):
+    def run(after: float, k3: float) -> dict:
+        series = {
+            "eval/accuracy": [0.25, after],
+            "mismatch/k3": [k3, 3 * k3],
+            "mismatch/logprob_abs_diff_max": [0.1, 10 * k3],
+            "mismatch/is_clip_frac": [0.0, 0.02],
+        }
+        return {
+            "outcome": after,
+            "judged": {"judged/accuracy": after + 0.1},
+            "by_problem": {"correct": [1] * 100},
+            "series": {name: {"steps": [0, 1], "values": of} for name, of in series.items()},
+        }
+
+    comparison = {
+        "arm": "b",
+        "alpha": 0.025,
+        "difference": {"mean": -0.01, "low": -0.03, "high": 0.01, "n": 2},
+        "sentence": "b - a: -0.010 (97.5 %: -0.030, 0.010), 2 seeds: no worse within 0.05",
+    }
+    record = {
+        "seeds": [0, 1],
+        "metric": {"margin": 0.05},
+        "arms": [
+            {"name": "a", "runs": [run(0.4, 0.0), run(0.6, 0.0)]},
+            {"name": "b", "runs": [run(0.4, 0.1), run(0.6, 0.3)]},
+        ],
+        "comparisons": [comparison],
+    }
+    (tmp_path / "ablations").mkdir()
+    (tmp_path / "ablations" / "made_up.json").write_text(json.dumps(record))
+    monkeypatch.setattr(figures, "RESULTS", tmp_path)
+    found = figures.study("made_up")
+    assert (found.seeds, found.problems, found.steps) == (2, 100, 2)
+    arm = found.arms["b"]
+    assert arm.k3 == pytest.approx((0.4, 0.2, 0.6)) and arm.k3_median == pytest.approx(0.3)
+    assert (arm.largest, arm.clipped) == pytest.approx((3.0, 0.01))
+    assert (arm.before.mean, arm.after.mean, arm.judged.mean) == pytest.approx((0.25, 0.5, 0.6))
+    assert figures.against(found.arms["a"]) == "baseline"
+    assert figures.against(arm) == "-0.010 (97.5 %: -0.030 to +0.010): no worse within 0.05"
+
+
+def test_a_section_stands_where_its_record_does(tmp_path, monkeypatch, fresh):
+    """SmolLM2's record, in the form of the demo's."""
+    missing = "smollm2_addition"
+    for path in figures.RESULTS.rglob("*"):
+        if path.is_file() and path.stem != missing:
+            link = tmp_path / path.relative_to(figures.RESULTS)
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(path)
+    monkeypatch.setattr(figures, "RESULTS", tmp_path)
+    assert "SmolLM2 addition" not in figures.results() and missing not in figures.readme()
+    Path(tmp_path / "ablations" / f"{missing}.json").symlink_to(
+        figures.ROOT / "experiments/results/ablations/demo.json"
+    )
+    section = figures.results().split("## SmolLM2 addition\n", 1)[1].split("\n## ", 1)[0]
+    assert "20 steps of GRPO, 5 paired seeds, 1024 held-out problems" in section
+    assert f"Command: `fp8rl ablate experiments/ablations/{missing}.toml`" in section
+    (row,) = (line for line in figures.readme().splitlines() if "SmolLM2-135M learns sums" in line)
+    assert "5 seeds x 1024 problems |" in row
+
+
+def test_no_measured_figure_stands_elsewhere_in_the_readme():
+    """Decimals and powers of ten outside of code, links, papers' and versions' numbers come from a
+    record or not at all."""
+    before, rest = (figures.ROOT / "README.md").read_text().split(figures.START)
+    prose = before + rest.split(figures.END)[1]
+    numbers = r"arXiv[ :]*[\d.]+|\(?\d{4}\.\d{5}\)?|Python 3\.\d+|Apache-2\.0"
+    prose = re.sub(rf"`[^`]*`|\]\([^)]*\)|^    .*$|{numbers}", "", prose, flags=re.M)
+    assert re.findall(r"\d+\.\d+(?:e-?\d+)?|\d+e-\d+", prose) == []
