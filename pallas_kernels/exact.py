@@ -16,12 +16,17 @@ Three rules make every result a function of its inputs alone:
                 order but for its one rounding.
     roundings   To the dtype of a result by `rounding.rounded`, which XLA and LLVM keep.
 
-In a matrix product each row of an operand becomes integers times a power of two
-(`scaled_integers`). A product of integers is an integer, and as long as the sum stays below 2^53 a
-float64 matrix product adds them up without rounding, in whatever order it likes. The left operand
-has 28 bits, in two slices of 14, the right one 22, which leaves room for 2^17 terms. What is
-rounded off is below 2^-28 and 2^-22 of a row's largest element: less than a float32 product of the
-same length loses.
+A matrix product by these rules costs four times a float32 one. On one CPU device there is a cheaper
+way, right by test and not by argument (tests/kernels/test_exact.py): rows are multiplied in tiles
+of `TILE`, each by the same little program, whatever the batch. A row's bits then depend on neither
+its place nor its neighbours, since the library that multiplies has one plan for one shape.
+
+Elsewhere, and on a mesh, which may split the terms of a product, each row of an operand becomes
+integers times a power of two (`scaled_integers`). A product of integers is an integer, and as long
+as the sum stays below 2^53 a float64 matrix product adds them up without rounding, in whatever
+order it likes. The left operand has 28 bits, in two slices of 14, the right one 22, which leaves
+room for 2^17 terms. What is rounded off is below 2^-28 and 2^-22 of a row's largest element: less
+than a float32 product of the same length loses.
 
 float64 exists inside these functions alone: each opens JAX's 64-bit mode for itself and returns
 narrower arrays, so it works in a program that has the mode off. Gradients are those of the plain
@@ -51,8 +56,11 @@ __all__ = [
     "as_float64",
     "attend",
     "dot",
+    "dot_of_integers",
     "exp",
     "grouped_dot",
+    "grouped_dot_of_integers",
+    "has_tiles",
     "log",
     "materialize",
     "reproducible_sum",
@@ -63,6 +71,8 @@ __all__ = [
     "with_gradient_of",
 ]
 
+TILE = 16
+"""Rows of a tile: 8 and 16 give the same bits, and the fewer the less a small batch is padded."""
 SLICE_BITS, RIGHT_BITS = 14, 22
 MAX_TERMS = 2 ** (53 - SLICE_BITS - RIGHT_BITS)
 _FLOAT32 = (8, 23)  # bits of the exponent and of the mantissa
@@ -81,7 +91,7 @@ def round_to_24_bits(x: Array) -> Array:
     return lax.reduce_precision(x, *_FLOAT32)
 
 
-def materialize(x: Array) -> Array:
+def materialize[T](x: T) -> T:
     """Have XLA compute x here, behind a barrier.
 
     Else it would write what computes x into all of its uses, and LLVM takes minutes over the
@@ -237,15 +247,16 @@ def dot(
         out_dtype: of the result.
 
     Raises:
-        ValueError: more than 2^17 terms.
+        ValueError: more than 2^17 terms, of integers.
     """
 
     def plain(x, w):
         return reference.dot(x.astype(w.dtype), w).astype(out_dtype)
 
     if isinstance(w, Integers):
-        return _dot(x, w, out_dtype)
-    return with_gradient_of(plain, partial(_dot, out_dtype=out_dtype))(x, w)
+        return dot_of_integers(x, w, out_dtype)
+    exactly = _dot_of_tiles if has_tiles() else dot_of_integers
+    return with_gradient_of(plain, partial(exactly, out_dtype=out_dtype))(x, w)
 
 
 def add_scaled(x: Array, y: Array, scale: float) -> Array:
@@ -276,8 +287,9 @@ def grouped_dot(
         return grouped_reference.dot(x.astype(w.dtype), w, sizes).astype(out_dtype)
 
     if isinstance(w, Integers):
-        return _grouped_dot(x, w, group_sizes, out_dtype)
-    return with_gradient_of(plain, partial(_grouped_dot, out_dtype=out_dtype))(x, w, group_sizes)
+        return grouped_dot_of_integers(x, w, group_sizes, out_dtype)
+    exactly = _grouped_dot_of_tiles if has_tiles() else grouped_dot_of_integers
+    return with_gradient_of(plain, partial(exactly, out_dtype=out_dtype))(x, w, group_sizes)
 
 
 @with_float64
@@ -367,8 +379,68 @@ def attend(
     return rounded(out.transpose(0, 3, 1, 2, 4).reshape(b, t, heads, dim), query.dtype)
 
 
+def has_tiles() -> bool:
+    """Whether products go through tiles of rows: on one CPU device, where a shape has one plan."""
+    return jax.default_backend() == "cpu" and jax.device_count() == 1
+
+
+def _dot_of_tiles(x, w, out_dtype):
+    rows, w = _of_one_dtype(x.reshape(-1, x.shape[-1]), w)
+    count = -(-len(rows) // TILE)
+    out = lax.map(lambda tile: _tile_product(tile, w), _tiles(rows, count))
+    return rounded(_rows_of(out)[: len(rows)], out_dtype).reshape(*x.shape[:-1], w.shape[0])
+
+
+def _grouped_dot_of_tiles(x, w, group_sizes, out_dtype):
+    (x, w), groups, rows = _of_one_dtype(x, w), len(w), jnp.arange(len(x))
+    # each group begins a tile of its own, so there are at most so many
+    count = -(-len(x) // TILE) + groups
+    tiles = -(-group_sizes // TILE)
+    ends, tile_ends = jnp.cumsum(group_sizes), jnp.cumsum(tiles)
+    group = jnp.minimum(jnp.searchsorted(ends, rows, side="right"), groups - 1)
+    place = rows - (ends - group_sizes)[group] + (tile_ends - tiles)[group] * TILE
+    is_inside = (rows < ends[-1])[:, None]
+    spread = jnp.zeros((count * TILE, x.shape[-1]), x.dtype)
+    spread = spread.at[jnp.where(is_inside[:, 0], place, count * TILE)].set(x, mode="drop")
+    of_tile = jnp.searchsorted(tile_ends, jnp.arange(count), side="right")
+
+    def product(tile_and_group):
+        tile, group = tile_and_group
+        # what is behind the last group is zero: any weight will do
+        weight = lax.dynamic_index_in_dim(w, jnp.minimum(group, groups - 1), keepdims=False)
+        return _tile_product(tile, weight)
+
+    out = _rows_of(lax.map(product, (_tiles(spread, count), of_tile)))
+    return rounded(jnp.where(is_inside, out[place], 0.0), out_dtype)
+
+
+def _tiles(rows: Array, count: int) -> Array:
+    rows = jnp.pad(rows, ((0, count * TILE - len(rows)), (0, 0)))
+    return rows.reshape(count, TILE, -1)
+
+
+def _of_one_dtype(x: Array, w: Array) -> tuple[Array, Array]:
+    """Both in 16 bits where both are, else in float32."""
+    dtype = x.dtype if x.dtype == w.dtype else jnp.float32
+    return x.astype(dtype), w.astype(dtype)
+
+
+def _tile_product(tile: Array, w: Array) -> Array:
+    """w @ tile.T, between barriers: nothing around it may change how it is multiplied."""
+    tile, w = materialize((tile, w))
+    contract = (((1,), (1,)), ((), ()))
+    return materialize(
+        lax.dot_general(w, tile, contract, "highest", preferred_element_type=jnp.float32)
+    )
+
+
+def _rows_of(tiles: Array) -> Array:
+    return jnp.swapaxes(tiles, 1, 2).reshape(-1, tiles.shape[1])
+
+
 @with_float64
-def _dot(x, w, out_dtype):
+def dot_of_integers(x: Array, w: Array | Integers, out_dtype: jnp.dtype = jnp.float32) -> Array:
+    """Multiply as `dot` does, right by argument on every device; it has no gradient."""
     _check_terms(x.shape[-1], "terms")
     w = to_integers(w)
     rows = x.reshape(-1, x.shape[-1])
@@ -377,7 +449,10 @@ def _dot(x, w, out_dtype):
 
 
 @with_float64
-def _grouped_dot(x, w, group_sizes, out_dtype):
+def grouped_dot_of_integers(
+    x: Array, w: Array | Integers, group_sizes: Array, out_dtype: jnp.dtype = jnp.float32
+) -> Array:
+    """Multiply as `grouped_dot` does, right by argument on every device; it has no gradient."""
     _check_terms(x.shape[-1], "terms")
     w, x = to_integers(w), as_float64(x)
     whole, scale = scaled_integers(x, 2 * SLICE_BITS, -1)

@@ -573,7 +573,7 @@ class PrecisionConfig:
     exact: bool = False
     """Log-probabilities of rollout and trainer that are equal bit for bit: mismatch and importance
     weights are then exactly 0 and 1. For recipes with one precision flow (bf16, jet-rl, infir2,
-    fp8-e2e), on the reference backend; sums are made in float64, so it costs time."""
+    fp8-e2e), on the reference backend. It costs time; a run in which a bit differs stops."""
     backend: Literal["auto", "reference", "hopper"] = "auto"
     """Kernels: plain XLA, Hopper's Pallas kernels, or the best that the device has."""
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -201,6 +201,20 @@ def train(setup: Setup) -> None:
         loop.run()
 
 
+def _check_exact(step: int, metrics: Mapping[str, float]) -> None:
+    """Stop a run whose two sides differ although it is exact.
+
+    Raises:
+        UserError: a log-probability of the trainer is not the rollout's.
+    """
+    if (difference := metrics["mismatch/logprob_abs_diff_max"]) > 0:
+        raise UserError(
+            f"precision.exact: in step {step} a log-probability of the trainer is {difference:.2g} "
+            "from the rollout's, and not one bit may differ; `fp8rl compare MODEL --recipe ... "
+            "--precision.exact` names the layer. Without precision.exact the run goes on"
+        )
+
+
 class Loop:
     """A run in progress."""
 
@@ -267,6 +281,8 @@ class Loop:
         metrics = self.session.update(
             found.experience, rewards, found.entering, self.collector.prompts(step + 1)
         )
+        if self.session.recipe.exact:
+            _check_exact(step, metrics)
         metrics |= self._scored(found.scores)
         metrics |= {
             "rollout/rounds": float(found.rounds),

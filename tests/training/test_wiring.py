@@ -603,6 +603,14 @@ IN_REWARD = RLConfig(
 TRUNCATED = replace(CONFIG.rollout, top_p=0.9)
 
 
+def test_an_exact_run_in_which_a_bit_differs_stops(loop_of):
+    settings = {"precision": PrecisionConfig(exact=True), "rollout": TRUNCATED, "rl": IN_REWARD}
+    with loop_of(Engine(), Pool(), **settings) as loop:
+        Trainer(loop.session)
+        with pytest.raises(UserError, match="precision.exact: in step 0 a log-probability of the"):
+            loop._step(0)
+
+
 def test_a_step_learns_from_what_was_sampled(loop_of):
     engine, pool = Engine(), Pool()
     with loop_of(engine, pool, rl=IN_REWARD, rollout=TRUNCATED) as loop:
