@@ -55,6 +55,7 @@ from fp8rl_jax.tasks.sandbox.pickling import pack
 
 _FP8RL = (sys.executable, "-m", "fp8rl_jax.cli.main")
 _PROCESS = (sys.executable, "-m", "fp8rl_jax.ablation.process")
+_LIBC = ctypes.CDLL(None)  # loaded here: between fork and exec little is allowed
 _POLL_SECONDS = 0.5
 _PAGE_SECONDS = 60.0
 _GRACE_SECONDS = 10.0
@@ -735,7 +736,7 @@ def _devices() -> list[str]:
 
 def _end_with_parent() -> None:
     """In the child: be asked to end where the runner is killed (PR_SET_PDEATHSIG)."""
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+    _LIBC.prctl(1, signal.SIGTERM)
 
 
 def _end_all(working: list[Working]) -> None:

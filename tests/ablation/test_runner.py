@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
@@ -109,10 +110,11 @@ def test_one_seed_judged_with_a_reward_of_python_s(study, capsys):
     dataset = [{"prompt": f"{i:03}=", "answer": str(i)} for i in range(80)]
     given = {"reward": even, "dataset": dataset}
     design = read_design(path, **given)
+    timed = runner.Runner(dataclasses.replace(design, arms=design.arms[:1])).timed(2)
+    assert timed.keys() == {"bf16"} and 2 < timed["bf16"] < 300
     planner = runner.Runner(design)
-    timed = planner.timed(2)
-    assert timed.keys() == {"bf16", "fp8"} and all(2 < seconds < 300 for seconds in timed.values())
-    assert "by the first steps of each arm" in planner.plan(planner.check(), timed)
+    said = planner.plan(planner.check(), timed | {"fp8": 60.0})
+    assert "by the first steps of each arm" in said
     assert not Path("out").exists()
     record, _ = ablate(path, **given)
     (run,) = record["arms"][0]["runs"]
