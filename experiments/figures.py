@@ -511,7 +511,7 @@ def agreed() -> tuple[str, str]:
 CLAIMS = (
     Claim("Does FP8 rollout cost accuracy on the demo?", lambda: costs("demo"), "The demo"),
     Claim(
-        "And where SmolLM2-135M learns sums, six steps in? (From a 4-bit file.)",
+        "And where SmolLM2-135M learns sums, a few steps in? (From a 4-bit file.)",
         lambda: costs("smollm2_addition"),
         "SmolLM2 addition",
     ),
