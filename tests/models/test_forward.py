@@ -348,9 +348,12 @@ def adapted(policy):
     )
 
 
-def unquantized(policy):
-    """As an exact sampler multiplies it."""
-    return jax.eval_shape(predequantized, with_compute(policy, ExactCompute()))
+def unquantized(policy, tiles: bool = True):
+    """As an exact sampler multiplies it, on one CPU device or elsewhere."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pallas_kernels.exact.has_tiles", lambda: tiles)
+        # a function of its own: JAX keeps what it has traced
+        return jax.eval_shape(lambda x: predequantized(x), with_compute(policy, ExactCompute()))
 
 
 def kinds(policy) -> dict[str, set[str]]:
@@ -403,7 +406,11 @@ ARRAY = {"ShapeDtypeStruct"}
             lambda: unquantized(served(MASTERS, LINEARS_ONLY, True)),
             {"q_proj": {"PredequantizedWeight"}, "experts.up_proj": {"PredequantizedWeight"}},
         ),
-        (lambda: unquantized(MASTERS), {"q_proj": {"Integers"}, "experts.up_proj": {"Integers"}}),
+        (lambda: unquantized(MASTERS), {"q_proj": ARRAY, "experts.up_proj": ARRAY}),
+        (
+            lambda: unquantized(MASTERS, tiles=False),
+            {"q_proj": {"Integers"}, "experts.up_proj": {"Integers"}},
+        ),
     ],
 )
 def test_each_linear_has_the_type_that_the_recipe_gives_it_and_a_forward_runs(policy, expected):

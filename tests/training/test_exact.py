@@ -92,6 +92,19 @@ def test_the_trainer_has_the_bits_of_the_rollout(kind, name, dtype):
 
 
 @pytest.mark.slow
+def test_the_trainer_has_them_where_products_are_of_integers(monkeypatch):
+    """As on a mesh, and on devices other than a CPU."""
+    monkeypatch.setattr("pallas_kernels.exact.has_tiles", lambda: False)
+    jax.clear_caches()
+    try:
+        _, rollout, config = sampled.__wrapped__("dense", "jet-rl", "bfloat16")
+        trained = batch_logprobs(policy_of("dense"), batch_of(rollout), in_parts(config))
+        assert bits(trained, rollout.mask) == bits(rollout.policy_logprobs, rollout.mask)
+    finally:
+        jax.clear_caches()
+
+
+@pytest.mark.slow
 def test_layers_in_the_compute_dtype_have_their_bits_too():
     recipe = get_recipe("fp8-e2e", PrecisionConfig(exact=True, first_layers_in_compute=1))
     engine = LocalEngine(recipe, jnp.dtype("bfloat16"), unroll=False)
