@@ -340,7 +340,8 @@ class Runner:
             seconds = sum(timed[job.arm.name] for job in runs if job.arm)
             lines.append(
                 f"about {_time_text(seconds / min(self.jobs, max(len(runs), 1)))}, by the first "
-                "steps of each arm, where runs beside each other take no longer"
+                "steps of each arm: less, since later runs share what these compile; more, where "
+                "runs beside each other slow each other"
             )
         return "\n".join(lines)
 
