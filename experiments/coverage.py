@@ -186,9 +186,10 @@ def over(effect: str, n: int, studies: int) -> dict[str, float]:
         Shares as `errors` gives them, `covered, seeds alone` of an interval that takes these
         problems for all, and `covered, one seed`.
     """
-    found: dict[str, list[float]] = {}
+    found: dict[str, float] = {}
     batch = min(studies, 1000)
     for truth in (0.0, -MARGIN):
+        drawn: dict[str, list[float]] = {}
         rng = np.random.default_rng([sum(effect.encode()), n, truth < 0])
         for _ in range(studies // batch):
             differences = CROSSED[effect](rng, (batch, n, PROBLEMS), truth)[:, None]
@@ -212,13 +213,10 @@ def over(effect: str, n: int, studies: int) -> dict[str, float]:
             else:
                 claims["no worse, false"] = claimed
             for name, value in claims.items():
-                found.setdefault(f"{name} {truth}", []).append(value)
-    means = {name: float(np.mean(values)) for name, values in found.items()}
-    names = dict.fromkeys(name.rpartition(" ")[0] for name in means)
-    return {
-        name: min(value for key, value in means.items() if key.rpartition(" ")[0] == name)
-        for name in names
-    }
+                drawn.setdefault(name, []).append(value)
+        for name, values in drawn.items():
+            found[name] = min(found.get(name, 1.0), float(np.mean(values)))
+    return found
 
 
 def _judged_over(differences: np.ndarray, crossed: bool) -> Judgement:

@@ -61,7 +61,6 @@ class Study:
     seeds: int
     problems: int
     steps: int
-    margin: float
 
 
 @cache
@@ -91,7 +90,6 @@ def study(name: str) -> Study:
         len(kept["seeds"]),
         len(first["by_problem"]["correct"]),
         len(first["series"]["mismatch/k3"]["values"]),
-        kept["metric"]["margin"],
     )
 
 
@@ -105,7 +103,7 @@ def interval(x: Sequence[float], form: str) -> str:
     return f"{x[0]:{form}}" if np.isnan(x[1]) else f"{x[0]:{form}} ({x[1]:{form}} to {x[2]:{form}})"
 
 
-def against(arm: ArmFigures, with_verdict: bool = True) -> str:
+def against(arm: ArmFigures) -> str:
     """Difference to the baseline with its interval, and what the record claims of it."""
     row = arm.comparison
     if row is None:
@@ -113,9 +111,7 @@ def against(arm: ArmFigures, with_verdict: bool = True) -> str:
     limits = row["difference"]
     level = "" if abs(row["alpha"] - 0.05) < 1e-9 else f"{100 * (1 - row['alpha']):.4g} %: "
     mean, low, high = (f"{round(limits[key], 3) + 0.0:+.3f}" for key in ("mean", "low", "high"))
-    text = f"{mean} ({level}{low} to {high})"
-    said = row["sentence"].rpartition(": ")[2]
-    return f"{text}: {said}" if with_verdict else text
+    return f"{mean} ({level}{low} to {high}): {row['sentence'].rpartition(': ')[2]}"
 
 
 def prose(text: str) -> str:

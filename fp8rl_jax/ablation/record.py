@@ -64,6 +64,8 @@ class RunState:
     """The last row of metrics.jsonl; of a run that is whole, the last value of every metric."""
     by_problem: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Of a run that is whole and measured by problem, the row of evaluations.jsonl."""
+    rows: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    """All of metrics.jsonl."""
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -133,6 +135,10 @@ def run_state(design: Design, arm: Arm, seed: int) -> RunState:
     """Tell how far a run is."""
     name = design.run_name(arm, seed)
     rows = read_rows(design.directory / name)
+    return dataclasses.replace(_state(design, arm, name, rows), rows=rows)
+
+
+def _state(design: Design, arm: Arm, name: str, rows: list[dict[str, Any]]) -> RunState:
     last = rows[-1] if rows else {}
     step, steps = last.get("step", -1) + 1, arm.config.trainer.steps
     # an evaluation after the last step has a row of its own
@@ -271,10 +277,9 @@ def shared_settings(resolved: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]
 
 def _kept(directory: Path, state: RunState) -> dict[str, Any]:
     """What a record keeps of a run besides its outcome."""
-    rows = read_rows(directory)
     series = {}
     for name in KEPT:
-        known = [row for row in rows if row.get(name) is not None]
+        known = [row for row in state.rows if row.get(name) is not None]
         series[name] = {
             "steps": [row["step"] for row in known],
             "values": [_digits(row[name]) for row in known],
@@ -282,7 +287,7 @@ def _kept(directory: Path, state: RunState) -> dict[str, Any]:
     made: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError):
         made = json.loads((directory / "run.json").read_text(encoding="utf-8"))
-    judged = {k: v for k, v in read_judged(directory).items() if k.startswith("judged/")}
+    judged = {name: value for name, value in state.row.items() if name.startswith("judged/")}
     return {
         "commit": made.get("commit"),
         "devices": made.get("devices", []),

@@ -355,6 +355,7 @@ class Runner:
             UserError: one of them failed.
         """
         design, seconds = self.design, {}
+        packed = pack(design.objects)
         for arm in design.arms:
             with tempfile.TemporaryDirectory(prefix="fp8rl-timed-") as folder:
                 config = replace(
@@ -368,7 +369,7 @@ class Runner:
                 path = Path(folder, "run.toml")
                 path.write_text(dump_toml(config))
                 words = [*_PROCESS, "train", str(path)]
-                if packed := pack(design.objects):
+                if packed:
                     objects = Path(folder, "objects.pickle")
                     objects.write_bytes(packed)
                     words += ["--objects", str(objects)]
