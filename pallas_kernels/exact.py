@@ -16,17 +16,16 @@ Three rules make every result a function of its inputs alone:
                 order but for its one rounding.
     roundings   To the dtype of a result by `rounding.rounded`, which XLA and LLVM keep.
 
-A matrix product by these rules costs four times a float32 one. On one CPU device there is a cheaper
-way, right by test and not by argument (tests/kernels/test_exact.py): rows are multiplied in tiles
-of `TILE`, each by the same little program, whatever the batch. A row's bits then depend on neither
-its place nor its neighbours, since the library that multiplies has one plan for one shape.
+A matrix product by these rules multiplies integers. Each row of an operand becomes integers times a
+power of two (`scaled_integers`). A product of integers is an integer, and as long as the sum stays
+below 2^53 a float64 matrix product adds them up without rounding, in whatever order it likes. The
+left operand has 28 bits, in two slices of 14, the right one 22, which leaves room for 2^17 terms.
+What is rounded off is below 2^-28 and 2^-22 of a row's largest element: less than a float32 product
+of the same length loses. Attention needs one slice: its first product has few terms, and how many
+its second has, the mask says.
 
-Elsewhere, and on a mesh, which may split the terms of a product, each row of an operand becomes
-integers times a power of two (`scaled_integers`). A product of integers is an integer, and as long
-as the sum stays below 2^53 a float64 matrix product adds them up without rounding, in whatever
-order it likes. The left operand has 28 bits, in two slices of 14, the right one 22, which leaves
-room for 2^17 terms. What is rounded off is below 2^-28 and 2^-22 of a row's largest element: less
-than a float32 product of the same length loses.
+All this is right by argument, on every device and mesh, and slow. `pallas_kernels.isolated` is fast
+and right by test, on one CPU device; it takes its attention from here.
 
 float64 exists inside these functions alone: each opens JAX's 64-bit mode for itself and returns
 narrower arrays, so it works in a program that has the mode off. Gradients are those of the plain
@@ -38,7 +37,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import partial, reduce, wraps
 
 import jax
 import jax.numpy as jnp
@@ -56,11 +55,8 @@ __all__ = [
     "as_float64",
     "attend",
     "dot",
-    "dot_of_integers",
     "exp",
     "grouped_dot",
-    "grouped_dot_of_integers",
-    "has_tiles",
     "log",
     "materialize",
     "reproducible_sum",
@@ -71,8 +67,6 @@ __all__ = [
     "with_gradient_of",
 ]
 
-TILE = 16
-"""Rows of a tile: 8 and 16 give the same bits, and the fewer the less a small batch is padded."""
 SLICE_BITS, RIGHT_BITS = 14, 22
 MAX_TERMS = 2 ** (53 - SLICE_BITS - RIGHT_BITS)
 _FLOAT32 = (8, 23)  # bits of the exponent and of the mantissa
@@ -247,16 +241,14 @@ def dot(
         out_dtype: of the result.
 
     Raises:
-        ValueError: more than 2^17 terms, of integers.
+        ValueError: more than 2^17 terms.
     """
 
     def plain(x, w):
         return reference.dot(x.astype(w.dtype), w).astype(out_dtype)
 
-    if isinstance(w, Integers):
-        return dot_of_integers(x, w, out_dtype)
-    exactly = _dot_of_tiles if has_tiles() else dot_of_integers
-    return with_gradient_of(plain, partial(exactly, out_dtype=out_dtype))(x, w)
+    exactly = partial(_dot, out_dtype=out_dtype)
+    return exactly(x, w) if isinstance(w, Integers) else with_gradient_of(plain, exactly)(x, w)
 
 
 def add_scaled(x: Array, y: Array, scale: float) -> Array:
@@ -286,20 +278,26 @@ def grouped_dot(
     def plain(x, w, sizes):
         return grouped_reference.dot(x.astype(w.dtype), w, sizes).astype(out_dtype)
 
+    exactly = partial(_grouped_dot, out_dtype=out_dtype)
     if isinstance(w, Integers):
-        return grouped_dot_of_integers(x, w, group_sizes, out_dtype)
-    exactly = _grouped_dot_of_tiles if has_tiles() else grouped_dot_of_integers
-    return with_gradient_of(plain, partial(exactly, out_dtype=out_dtype))(x, w, group_sizes)
+        return exactly(x, w, group_sizes)
+    return with_gradient_of(plain, exactly)(x, w, group_sizes)
 
 
 @with_float64
 def attend(
-    query: Array, keys: list[Array], values: list[Array], masks: list[Array], score_scale: float
+    query: Array,
+    keys: list[Array],
+    values: list[Array],
+    masks: list[Array],
+    score_scale: float,
+    exponential: Callable[[Array], Array] | None = None,
 ) -> Array:
     """Compute softmax(q k * score_scale) v over the slots of all blocks.
 
     A query's result depends on the keys that it attends to, and neither on the slots that they
-    stand in nor on what else is there.
+    stand in nor on what else is there. A weight of the second product has as many bits as the
+    number n of those keys leaves of a float64: 31 - log2(n), 21 for 1024 keys.
 
     Args:
         query: [b, t, heads, dim].
@@ -307,6 +305,7 @@ def attend(
             rows and on.
         masks: of each block, broadcastable to [rows, t * b / rows, slots].
         score_scale: factor of the scores.
+        exponential: e^x of a float32, 0 of -inf, by elements; None: `exp`.
 
     Returns:
         [b, t, heads, dim] in the dtype of `query`; 0 for a query that attends to nothing. It has
@@ -329,151 +328,76 @@ def attend(
         x = x.reshape(rows, kv_heads, group, b // rows, t, -1).transpose(0, 3, 1, 2, 4, 5)
         return x.reshape(b, kv_heads, group, t, -1)
 
-    q = query.reshape(b, t, kv_heads, group, dim).transpose(0, 2, 3, 1, 4)
+    def of_slots(scale):  # [rows, kv_heads, slots, 1] as a factor of [rows, kv_heads, 1, 1, slots]
+        return scale[:, :, None, None, :, 0]
+
+    q, q_scale = scaled_integers(
+        as_float64(query.reshape(b, t, kv_heads, group, dim).transpose(0, 2, 3, 1, 4)),
+        53 - RIGHT_BITS - math.ceil(math.log2(dim)),
+        -1,
+    )
     scores, visible = [], []
     for key, mask in zip(keys, masks, strict=True):
-        rows = key.shape[0]
-        s = _product(
-            "rkgqd,rksd->rkgqs",
-            as_float64(by_row(q, rows)),
-            *scaled_integers(as_float64(key), RIGHT_BITS, -1),
-        )
+        rows = len(key)
+        k, scale = scaled_integers(as_float64(key), RIGHT_BITS, -1)
+        s = jnp.einsum("rkgqd,rksd->rkgqs", by_row(q, rows), k) * of_slots(scale)
+        s = s * (by_row(q_scale, rows) * score_scale)
         mask = jnp.broadcast_to(mask[:, None, None], s.shape)
-        scores.append(
-            materialize(
-                by_query(jnp.where(mask, round_to_24_bits(s * score_scale), -jnp.inf), rows)
-            )
-        )
-        visible.append(by_query(mask, rows))
-    top = materialize(
-        jnp.maximum(
-            jnp.max(
-                jnp.concatenate([s.max(-1, keepdims=True) for s in scores], -1), -1, keepdims=True
-            ),
-            -1e30,
-        )
-    )
-    weights = [
-        materialize(jnp.where(mask, exp(s - top), 0.0))
-        for s, mask in zip(scores, visible, strict=True)
-    ]
-    norm = reproducible_sum(jnp.concatenate(weights, -1), -1)[..., None]
+        s = jnp.where(mask, rounded(s, jnp.float32), -jnp.inf)
+        scores.append(materialize(by_query(s, rows)))
+        visible.append(by_query(mask, rows).sum(-1, keepdims=True, dtype=jnp.int32))
+    top = reduce(jnp.maximum, [s.max(-1, keepdims=True) for s in scores])
+    top = materialize(jnp.maximum(top, -1e30))
+    if exponential is None:
+        exponential = _exp_of_float32
+    weights = [materialize(exponential(s - top)) for s in scores]
+    # the largest is 1, so all are whole multiples of 2^-30, or are made so
+    norm = sum(jnp.round(as_float64(w) * 2.0**30).sum(-1, keepdims=True) for w in weights)
     # a value's own scale goes to its weight: no slot's integers then depend on another slot
     parts = [scaled_integers(as_float64(value), RIGHT_BITS, -1) for value in values]
     weights = [
-        materialize(w * _per_slot(scale, b, group, t))
+        materialize(by_query(by_row(as_float64(w), len(scale)) * of_slots(scale), len(scale)))
         for w, (_, scale) in zip(weights, parts, strict=True)
     ]
-    edge = jnp.max(
-        jnp.concatenate([w.max(-1, keepdims=True) for w in weights], -1), -1, keepdims=True
-    )
-    _, scale = scaled_integers(edge, 2 * SLICE_BITS, -1)
-    out = [0.0, 0.0]
+    edge = exponent_of(reduce(jnp.maximum, [w.max(-1, keepdims=True) for w in weights]))
+    count = as_float64(sum(visible))
+    bits = 53 - RIGHT_BITS - exponent_of(jnp.maximum(count, 1.0))
+    unit = power_of_two(jnp.clip(edge - bits, -900, 900))
+    out = 0.0
     for w, (value, _) in zip(weights, parts, strict=True):
-        rows = value.shape[0]
-        for i, part in enumerate(_slices(jnp.round(w / scale))):
-            out[i] = out[i] + by_query(
-                jnp.einsum("rkgqs,rksd->rkgqd", by_row(part, rows), value), rows
-            )
-    out = _joined(out) * scale / jnp.where(norm == 0, 1.0, norm)
+        whole = by_row(jnp.round(w / unit), len(value))
+        out = out + by_query(jnp.einsum("rkgqs,rksd->rkgqd", whole, value), len(value))
+    out = out * (unit * 2.0**30) / jnp.where(norm == 0, 1.0, norm)
     return rounded(out.transpose(0, 3, 1, 2, 4).reshape(b, t, heads, dim), query.dtype)
 
 
-def has_tiles() -> bool:
-    """Whether products go through tiles of rows: on one CPU device, where a shape has one plan."""
-    return jax.default_backend() == "cpu" and jax.device_count() == 1
-
-
-def _dot_of_tiles(x, w, out_dtype):
-    rows, w = _of_one_dtype(x.reshape(-1, x.shape[-1]), w)
-    count = -(-len(rows) // TILE)
-    out = lax.map(lambda tile: _tile_product(tile, w), _tiles(rows, count))
-    return rounded(_rows_of(out)[: len(rows)], out_dtype).reshape(*x.shape[:-1], w.shape[0])
-
-
-def _grouped_dot_of_tiles(x, w, group_sizes, out_dtype):
-    (x, w), groups, rows = _of_one_dtype(x, w), len(w), jnp.arange(len(x))
-    # each group begins a tile of its own, so there are at most so many
-    count = -(-len(x) // TILE) + groups
-    tiles = -(-group_sizes // TILE)
-    ends, tile_ends = jnp.cumsum(group_sizes), jnp.cumsum(tiles)
-    group = jnp.minimum(jnp.searchsorted(ends, rows, side="right"), groups - 1)
-    place = rows - (ends - group_sizes)[group] + (tile_ends - tiles)[group] * TILE
-    is_inside = (rows < ends[-1])[:, None]
-    spread = jnp.zeros((count * TILE, x.shape[-1]), x.dtype)
-    spread = spread.at[jnp.where(is_inside[:, 0], place, count * TILE)].set(x, mode="drop")
-    of_tile = jnp.searchsorted(tile_ends, jnp.arange(count), side="right")
-
-    def product(tile_and_group):
-        tile, group = tile_and_group
-        # what is behind the last group is zero: any weight will do
-        weight = lax.dynamic_index_in_dim(w, jnp.minimum(group, groups - 1), keepdims=False)
-        return _tile_product(tile, weight)
-
-    out = _rows_of(lax.map(product, (_tiles(spread, count), of_tile)))
-    return rounded(jnp.where(is_inside, out[place], 0.0), out_dtype)
-
-
-def _tiles(rows: Array, count: int) -> Array:
-    rows = jnp.pad(rows, ((0, count * TILE - len(rows)), (0, 0)))
-    return rows.reshape(count, TILE, -1)
-
-
-def _of_one_dtype(x: Array, w: Array) -> tuple[Array, Array]:
-    """Both in 16 bits where both are, else in float32."""
-    dtype = x.dtype if x.dtype == w.dtype else jnp.float32
-    return x.astype(dtype), w.astype(dtype)
-
-
-def _tile_product(tile: Array, w: Array) -> Array:
-    """w @ tile.T, between barriers: nothing around it may change how it is multiplied."""
-    tile, w = materialize((tile, w))
-    contract = (((1,), (1,)), ((), ()))
-    return materialize(
-        lax.dot_general(w, tile, contract, "highest", preferred_element_type=jnp.float32)
-    )
-
-
-def _rows_of(tiles: Array) -> Array:
-    return jnp.swapaxes(tiles, 1, 2).reshape(-1, tiles.shape[1])
+def _exp_of_float32(x: Array) -> Array:
+    return rounded(exp(as_float64(x)), jnp.float32)
 
 
 @with_float64
-def dot_of_integers(x: Array, w: Array | Integers, out_dtype: jnp.dtype = jnp.float32) -> Array:
-    """Multiply as `dot` does, right by argument on every device; it has no gradient."""
+def _dot(x, w, out_dtype):
     _check_terms(x.shape[-1], "terms")
     w = to_integers(w)
-    rows = x.reshape(-1, x.shape[-1])
-    out = _product("mk,nk->mn", as_float64(rows), w.values, w.scale)
+    whole, scale = scaled_integers(as_float64(x.reshape(-1, x.shape[-1])), 2 * SLICE_BITS, -1)
+    out = _joined(jnp.einsum("mk,nk->mn", part, w.values) for part in _slices(whole))
+    out = out * scale * w.scale[:, 0]
     return rounded(out, out_dtype).reshape(*x.shape[:-1], w.shape[0])
 
 
 @with_float64
-def grouped_dot_of_integers(
-    x: Array, w: Array | Integers, group_sizes: Array, out_dtype: jnp.dtype = jnp.float32
-) -> Array:
-    """Multiply as `grouped_dot` does, right by argument on every device; it has no gradient."""
+def _grouped_dot(x, w, group_sizes, out_dtype):
     _check_terms(x.shape[-1], "terms")
-    w, x = to_integers(w), as_float64(x)
-    whole, scale = scaled_integers(x, 2 * SLICE_BITS, -1)
+    w = to_integers(w)
+    whole, scale = scaled_integers(as_float64(x), 2 * SLICE_BITS, -1)
     ends = jnp.cumsum(group_sizes)
     group = jnp.minimum(jnp.searchsorted(ends, jnp.arange(len(x)), side="right"), len(ends) - 1)
-    high, low = (
+    out = _joined(
         lax.ragged_dot_general(part, w.values, group_sizes, grouped_reference.BY_ROW)
         for part in _slices(whole)
     )
-    out = _joined((high, low)) * scale * w.scale[group, :, 0]
+    out = out * scale * w.scale[group, :, 0]
     return rounded(jnp.where((jnp.arange(len(x)) < ends[-1])[:, None], out, 0.0), out_dtype)
-
-
-def _product(spec: str, x: Array, w: Array, w_scale: Array) -> Array:
-    """einsum of x and of the integers w with their scales [..., n, 1], float64."""
-    whole, scale = scaled_integers(x, 2 * SLICE_BITS, -1)
-    out = _joined(jnp.einsum(spec, part, w) for part in _slices(whole)) * scale
-    columns = jnp.swapaxes(w_scale, -1, -2)
-    return out * columns.reshape(
-        *columns.shape[:-2], *(1,) * (out.ndim - columns.ndim), *columns.shape[-2:]
-    )
 
 
 def _slices(whole: Array) -> tuple[Array, Array]:
@@ -485,12 +409,6 @@ def _slices(whole: Array) -> tuple[Array, Array]:
 def _joined(parts: Iterable[Array]) -> Array:
     high, low = parts
     return high * 2.0**SLICE_BITS + low
-
-
-def _per_slot(scale: Array, b: int, group: int, t: int) -> Array:
-    """The scales of a block's values, [rows, kv_heads, slots, 1], as factors of weights [b,
-    kv_heads, group, t, slots]."""
-    return jnp.repeat(scale[..., 0], b // scale.shape[0], axis=0)[:, :, None, None, :]
 
 
 def _check_terms(count: int, what: str) -> None:

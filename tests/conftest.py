@@ -24,7 +24,13 @@ import jaxtyping  # noqa: E402
 
 MAPS = Path("/proc/self/maps")
 OPTIMIZED = (
-    *("kernels/test_quantize", "kernels/test_exact", "kernels/test_hopper", "precision/"),
+    *(
+        "kernels/test_quantize",
+        "kernels/test_exact",
+        "kernels/test_isolated",
+        "kernels/test_hopper",
+        "precision/",
+    ),
     *("training/test_exact.py", "training/test_loss_scale.py::test_float16_gradients"),
     *("compare/test_compare.py::test_an_exact_rollout", "compare/test_compare.py::test_excess"),
 )

@@ -89,6 +89,7 @@ def _check(config: RunConfig, judge: str) -> Preflight:
     from fp8rl_jax.rl import check_functions
     from fp8rl_jax.rollout.engine import decode_layers
     from fp8rl_jax.training.plan import check_fits
+    from fp8rl_jax.training.session import with_exact_decided
     from fp8rl_jax.training.setup import model_shape
     from pallas_kernels.matmul import selected_backend
 
@@ -108,6 +109,8 @@ def _check(config: RunConfig, judge: str) -> Preflight:
         # on a GPU "auto" is more than one backend: the reference serves what has no kernel
         if config.precision.backend == "auto" and selected_backend("auto") == "reference":
             resolved["precision.backend"] = "reference"
+        if config.precision.exact == "auto":
+            resolved["precision.exact"] = with_exact_decided(config).precision.exact
         if config.rollout.decode_layers == "auto":
             resolved["rollout.decode_layers"] = decode_layers(config)
         if config.trainer.loss_scale.mode == "auto":

@@ -41,6 +41,7 @@ def doctor(arguments: DoctorArguments) -> int:
         ("versions", _versions(faults)),
         ("devices", _devices(faults)),
         ("kernels", _kernels()),
+        ("exact mode", _exact()),
         ("float8", _float8(faults)),
         (f"recipe {recipe.name}, in full", _row(recipe, faults)),
         ("linears", _linears(recipe, arguments.model, faults)),
@@ -83,6 +84,17 @@ def _kernels() -> list[str]:
     from pallas_kernels.check.cases import OPERATIONS
 
     return [f"{name}: auto runs {resolve('auto', name)}" for name in OPERATIONS]
+
+
+def _exact() -> list[str]:
+    from pallas_kernels import isolated
+    from pallas_kernels.matmul import selected_backend
+
+    if selected_backend("auto") != "reference":
+        return ["only with precision.backend = reference, several times slower"]
+    if isolated.is_available():
+        return ["on by default where both sides have the same formats; costs next to nothing"]
+    return ["with precision.exact = true, several times slower: more than one device, or a GPU"]
 
 
 def _float8(faults: list[str]) -> list[str]:

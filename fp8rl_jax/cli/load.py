@@ -18,7 +18,7 @@ import itertools
 import re
 import tomllib
 from collections.abc import Iterator
-from typing import Any, get_origin, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 import tyro
 
@@ -89,7 +89,7 @@ def _read_flags(tree: type, flags: list[str], prog: str, default: Any, faults: l
 
     Where it refuses, `faults` gets lines and the result is None.
     """
-    refusal = io.StringIO()
+    refusal, flags = io.StringIO(), _with_booleans(tree, flags)
     try:
         with contextlib.redirect_stderr(refusal):
             config = tyro.cli(
@@ -104,6 +104,18 @@ def _read_flags(tree: type, flags: list[str], prog: str, default: Any, faults: l
             raise
         faults += list(_flag_faults(tree, flags, default is None)) or _unboxed(refusal.getvalue())
     return None
+
+
+def _with_booleans(tree: type, flags: list[str]) -> list[str]:
+    """Flags that are a boolean or a word, `--precision.exact true` and `--precision.exact`, as tyro
+    reads them: True."""
+    either = {_flag(key) for key, kind in leaves(tree) if any(x is True for x in get_args(kind))}
+    read: list[str] = []
+    for flag, words, as_given in _grouped(flags):
+        if flag.replace("_", "-") in either and words in ([], ["true"], ["false"]):
+            as_given = [flag, (words or ["true"])[0].capitalize()]
+        read += as_given
+    return read
 
 
 def _value_faults(tree: type, config: Any) -> Iterator[str]:

@@ -53,7 +53,6 @@ from fp8rl_jax.precision import (
     is_quantized,
     predequantize,
 )
-from fp8rl_jax.rollout.sampling import logprob_of
 
 Values = dict[str, Any]
 """By name: "input" and "output" of the layer; "<operation>.in" and ".out", arrays [b, t, ...];
@@ -271,7 +270,7 @@ def one_by_one(
     empty = empty_block(policy.config, len(completions), width, dtype, policy.stacked)
 
     def logprob(hidden, token):
-        return logprob_of(compute.product(hidden, policy.head), token, 1.0, compute)
+        return compute.logprob(compute.product(hidden, policy.head), token, 1.0)
 
     def step(kept, now):
         t, token, following = now

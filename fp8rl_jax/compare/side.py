@@ -26,7 +26,6 @@ from fp8rl_jax.models.logprobs import token_logprobs
 from fp8rl_jax.models.policy import Layer, Policy, unstack
 from fp8rl_jax.precision import FP8Weight, QTensor, check_recipe, describe
 from fp8rl_jax.rollout.calibration import observe_qkv, observe_served, scales_from_amax
-from fp8rl_jax.rollout.sampling import logprob_of
 from pallas_kernels.backend import Backend
 
 Phase = Literal["trainer", "rollout"]
@@ -248,6 +247,6 @@ def _logprobs(policy: Policy, x: Parts, tokens: Tokens, temperature: float, *, d
 
     def one(now):
         row, token = now
-        return logprob_of(compute.product(row, policy.head), token, temperature, compute)
+        return compute.logprob(compute.product(row, policy.head), token, temperature)
 
     return jax.lax.map(one, (jnp.moveaxis(hidden, 1, 0), tokens.completions.T)).T

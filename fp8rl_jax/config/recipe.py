@@ -570,10 +570,12 @@ class PrecisionConfig:
     """From amax to KV scale; unset: the recipe's, which is nemo. nemo: the 99.9th percentile of the
     micro-batches' amaxes, times 1.05 / 448. verl: amax / 200 for Q and K, amax / 100 for V, vLLM's
     constants; with kv_calibration = "rollout", verl's way."""
-    exact: bool = False
+    exact: Literal["auto", True, False] = "auto"
     """Log-probabilities of rollout and trainer that are equal bit for bit: mismatch and importance
     weights are then exactly 0 and 1. For recipes with one precision flow (bf16, jet-rl, infir2,
-    fp8-e2e), on the reference backend. It costs time; a run in which a bit differs stops."""
+    fp8-e2e), on the reference backend. auto: where that costs nothing, on one CPU device, and kept
+    when the run resumes. true: on other devices and meshes, too, several times slower. A run in
+    which a bit differs all the same stops under true; under auto it says so and goes on."""
     backend: Literal["auto", "reference", "hopper"] = "auto"
     """Kernels: plain XLA, Hopper's Pallas kernels, or the best that the device has."""
 
@@ -631,7 +633,7 @@ def get_recipe(
     }
     report(*(at_least(f"precision.{key}", layers, 0) for key, layers in ends.items()))
     recipe = replace(recipe, **{key: layers for key, layers in ends.items() if layers})
-    if changes.exact:
+    if changes.exact is True:
         recipe = replace(recipe, exact=True)
     for key in ("kv_calibration", "kv_rule"):
         if getattr(changes, key) is not None and not recipe.quantizes_cache:

@@ -46,18 +46,13 @@ def token_logprobs(
 
     @jax.checkpoint
     def score(head, hidden, targets):
-        product = compute.product(hidden, head)
-        logits = product / temperature
-        shifted = logits - lax.stop_gradient(logits.max(-1, keepdims=True))
-        normalizer = jnp.log(jnp.exp(shifted).sum(-1))
-        chosen = jnp.take_along_axis(shifted, targets[..., None], axis=-1)[..., 0]
-        logprob = chosen - normalizer
-        if compute.exact:
-            logprob = compute.logprob(product, targets, temperature)
+        shifted, weights = compute.softmax_terms(compute.product(hidden, head), temperature)
+        total = compute.row_sum(weights)
+        logprob = compute.logprob_of(shifted, total, targets)
         if not entropy_gradient:
-            shifted, normalizer = lax.stop_gradient((shifted, normalizer))
-        weights = jnp.exp(shifted)
-        return logprob, normalizer - (weights * shifted).sum(-1) / weights.sum(-1)
+            shifted, weights, total = lax.stop_gradient((shifted, weights, total))
+        mean = (weights * shifted).sum(-1, keepdims=True) / total
+        return logprob, (jnp.log(total) - mean)[..., 0]
 
     def split(x):
         x = jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2))

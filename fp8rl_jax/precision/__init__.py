@@ -1,12 +1,13 @@
 """Formats, the quantized tensor, and how a policy multiplies and computes with them."""
 
 from fp8rl_jax.precision.compute import Compute
-from fp8rl_jax.precision.exact import ExactCompute
+from fp8rl_jax.precision.exact import exact_compute
 from fp8rl_jax.precision.formats import (
     check_recipe,
     describe,
     element_dtype,
     max_value,
+    promises_exact,
     unlike_sides,
 )
 from fp8rl_jax.precision.layers import quantized_layers, why_in_compute
@@ -34,7 +35,6 @@ from fp8rl_jax.precision.statistics import QuantizationSums, stack_sums, weight_
 __all__ = [
     "AdaptedWeight",
     "Compute",
-    "ExactCompute",
     "FP8Input",
     "FP8Weight",
     "PredequantizedWeight",
@@ -45,12 +45,14 @@ __all__ = [
     "check_recipe",
     "dequantize",
     "describe",
+    "exact_compute",
     "element_dtype",
     "is_finite",
     "is_quantized",
     "linear",
     "max_value",
     "predequantize",
+    "promises_exact",
     "quantize",
     "quantize_per_tensor",
     "quantize_weight",

@@ -2,9 +2,9 @@
 linear.
 
 A policy carries one `Compute` (models.policy), so the choice of kernels and of the arithmetic does
-not travel through the calls of a forward pass. `Compute` is what XLA makes fastest. `ExactCompute`
-(precision.exact) has the same operations, in an arithmetic whose results depend on the order of
-nothing.
+not travel through the calls of a forward pass. `Compute` leaves the order of its sums to XLA.
+`ExactCompute` (precision.exact) has the same operations, and results that do not depend on the
+batch.
 """
 
 from __future__ import annotations
@@ -63,6 +63,14 @@ class Compute:
         product = x.astype(jnp.float32) * jnp.asarray(factor, x.dtype).astype(jnp.float32)
         return rounded(product, x.dtype)
 
+    def row_sum(self, x: Float[Array, "*b n"]) -> Float[Array, "*b 1"]:
+        """Add over the last axis."""
+        return x.sum(axis=-1, keepdims=True)
+
+    def row_mean(self, x: Float[Array, "*b n"]) -> Float[Array, "*b 1"]:
+        """Average over the last axis."""
+        return self.row_sum(x) / x.shape[-1]
+
     def rms_norm(
         self,
         x: Float[Array, "*b dim"],
@@ -72,7 +80,7 @@ class Compute:
     ) -> Float[Array, "*b dim"]:
         """Compute x / sqrt(mean(x^2) + eps) * (offset + weight) in float32 (arXiv 1910.07467)."""
         x32 = x.astype(jnp.float32)
-        normed = x32 * lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+        normed = x32 * lax.rsqrt(self.row_mean(x32 * x32) + eps)
         gain = weight.astype(jnp.float32)
         return rounded(normed * (gain + offset if offset else gain), x.dtype)
 
@@ -129,13 +137,32 @@ class Compute:
 
     def normalize(self, weights: Float[Array, "*b k"]) -> Float[Array, "*b k"]:
         """Divide gate weights by their sum."""
-        return weights / weights.sum(axis=-1, keepdims=True)
+        return weights / self.row_sum(weights)
 
     def combine(
         self, weights: Float[Array, "b t k"], out: Float[Array, "b t k hidden"]
     ) -> Float[Array, "b t hidden"]:
         """Sum the experts' outputs with their weights, float32."""
         return jnp.einsum("btk,btkh->bth", weights, out.astype(jnp.float32))
+
+    def softmax_terms(
+        self, logits: Float[Array, "*b vocab"], temperature: float | Float[Array, ""]
+    ) -> tuple[Float[Array, "*b vocab"], Float[Array, "*b vocab"]]:
+        """Compute logits / temperature less their largest, and the exponentials of that, whose
+        `row_sum` makes probabilities of them."""
+        scaled = logits / temperature
+        shifted = scaled - lax.stop_gradient(scaled.max(axis=-1, keepdims=True))
+        return shifted, jnp.exp(shifted)
+
+    def logprob_of(
+        self,
+        shifted: Float[Array, "*b vocab"],
+        total: Float[Array, "*b 1"],
+        tokens: Int[Array, "*b"],
+    ) -> Float[Array, "*b"]:
+        """Compute the tokens' log-probabilities from `softmax_terms` and the sum of the second."""
+        chosen = jnp.take_along_axis(shifted, tokens[..., None], axis=-1)
+        return (chosen - jnp.log(total))[..., 0]
 
     def logprob(
         self,
@@ -144,8 +171,8 @@ class Compute:
         temperature: float | Float[Array, ""],
     ) -> Float[Array, "*b"]:
         """Compute log softmax(logits / temperature) of the tokens."""
-        every = jax.nn.log_softmax(logits / temperature, axis=-1)
-        return jnp.take_along_axis(every, tokens[..., None], axis=-1)[..., 0]
+        shifted, weights = self.softmax_terms(logits, temperature)
+        return self.logprob_of(shifted, self.row_sum(weights), tokens)
 
     def product(
         self,

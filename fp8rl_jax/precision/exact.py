@@ -1,9 +1,16 @@
 """Exact mode: each token's results have the same bits whatever else is in the batch.
 
-However a batch is padded, chunked, cached or split, each result depends on the order of nothing,
-and a matrix product, on a CPU, on one order that every row has (pallas_kernels.exact). A recipe
-with `exact` runs the rollout and the trainer so, and their log-probabilities are then equal bit for
-bit. Gradients are those of `Compute`.
+However a batch is padded, chunked, cached or split. A recipe with `exact` runs the rollout and the
+trainer so, and their log-probabilities are then equal bit for bit. There are two arithmetics for
+it, of which `exact_compute` chooses; gradients are those of `Compute` in both.
+
+    IsolatedCompute   `Compute`, each operation compiled by itself (pallas_kernels.isolated): right
+                      by test, nearly as fast, on one CPU device
+    OrderFreeCompute  results depend on the order of nothing (pallas_kernels.exact): right by
+                      argument, several times slower, on every device and mesh
+
+The order of the keys differs between a cache and a row of the trainer, so attention is order-free
+in both.
 """
 
 from __future__ import annotations
@@ -17,7 +24,7 @@ import jax.numpy as jnp
 
 from fp8rl_jax.precision.compute import Compute
 from fp8rl_jax.precision.qtensor import QTensor, dequantize, dequantize_rows
-from pallas_kernels import exact
+from pallas_kernels import exact, isolated
 from pallas_kernels.attention import KeyBlock
 from pallas_kernels.backend import check_exact
 from pallas_kernels.exact import (
@@ -31,9 +38,14 @@ from pallas_kernels.matmul import selected_backend
 from pallas_kernels.rounding import rounded
 
 
+def exact_compute() -> type[ExactCompute]:
+    """Choose the arithmetic of exact mode on this machine."""
+    return IsolatedCompute if isolated.is_available() else OrderFreeCompute
+
+
 @dataclass(frozen=True)
 class ExactCompute(Compute):
-    """`Compute` in an arithmetic whose results do not depend on the batch.
+    """What the two arithmetics share.
 
     Raises:
         BackendError: the backend has no exact products; the reference alone has them.
@@ -48,6 +60,110 @@ class ExactCompute(Compute):
         # one rounding, behind a barrier: a product that feeds it would be added without its own
         return super().add(*materialize((x, y)))
 
+    def attend(self, query, blocks, score_scale, value_scale, out_dtype):
+        if not (isinstance(score_scale, float) and isinstance(value_scale, float)):
+            raise ValueError("exact attention has no quantized cache")
+        attend = super().attend
+
+        def plain(query, keys, values, masks):
+            parts = [KeyBlock(*part) for part in zip(keys, values, masks, strict=True)]
+            return attend(query, parts, score_scale, value_scale, out_dtype)
+
+        def exactly(query, keys, values, masks):
+            scale = score_scale * value_scale
+            found = exact.attend(query, keys, values, masks, scale, self.exponential())
+            return found.astype(out_dtype)
+
+        run = with_gradient_of(plain, exactly)
+        return run(query, *map(list, zip(*blocks, strict=True)))
+
+    def exponential(self) -> Callable[[jax.Array], jax.Array] | None:
+        """e^x of attention; None: the order-free one."""
+        return None
+
+    def quantized_product(self, x, w, group_sizes, out_dtype):
+        return self.product(dequantize_rows(x), dequantize(w), group_sizes, out_dtype)
+
+
+@dataclass(frozen=True)
+class IsolatedCompute(ExactCompute):
+    """Each operation of `Compute` by itself."""
+
+    def exponential(self):
+        return isolated.isolated(jnp.exp)
+
+    def row_sum(self, x):
+        return isolated.row_sum(x)
+
+    def scale(self, x, factor):
+        return isolated.isolated(partial(super().scale, factor=factor))(x)
+
+    def row_mean(self, x):
+        return isolated.isolated(super().row_mean)(x)
+
+    def rms_norm(self, x, weight, eps, offset=0.0):
+        norm = super().rms_norm
+        return isolated.isolated(lambda x, weight: norm(x, weight, eps, offset))(x, weight)
+
+    def rope_tables(self, frequencies, positions):
+        angles = materialize(positions[..., None].astype(jnp.float32) * frequencies)
+        return materialize((jnp.cos(angles), jnp.sin(angles)))
+
+    def rotate(self, x, tables):
+        return isolated.isolated(super().rotate)(x, tables)
+
+    def gated(self, gate, up, activation):
+        return isolated.isolated(partial(super().gated, activation=activation))(gate, up)
+
+    def routing(self, x, router):
+        logits = isolated.dot(x.astype(jnp.float32), router.astype(jnp.float32))
+        return self.normalize(self.softmax_terms(logits, 1.0)[1])
+
+    def normalize(self, weights):
+        return isolated.isolated(super().normalize)(weights)
+
+    def combine(self, weights, out):
+        def exactly(weights, out):
+            weights, out = materialize((weights, out))
+            return materialize(_in_order(materialize(weights[..., None] * out.astype(jnp.float32))))
+
+        return with_gradient_of(super().combine, exactly)(weights, out)
+
+    def softmax_terms(self, logits, temperature):
+        def exactly(logits, temperature):
+            # what is fused with a maximum depends on the number of rows
+            scaled = materialize(jnp.divide(*materialize((logits, temperature))))
+            largest = materialize(scaled.max(axis=-1, keepdims=True))
+            shifted = materialize(scaled - largest)
+            return shifted, materialize(jnp.exp(shifted))
+
+        run = with_gradient_of(super().softmax_terms, exactly)
+        return run(logits, jnp.asarray(temperature, jnp.float32))
+
+    def logprob_of(self, shifted, total, tokens):
+        return isolated.isolated(super().logprob_of)(shifted, total, tokens)
+
+    def product(self, x, w, group_sizes=None, out_dtype=jnp.float32):
+        if group_sizes is None:
+            return isolated.dot(x, w, out_dtype)
+        return isolated.grouped_dot(x, w, group_sizes, out_dtype)
+
+    def add_scaled(self, x, y, factor):
+        return isolated.isolated(partial(super().add_scaled, factor=factor))(x, y)
+
+    def unpacked(self, w):
+        if isinstance(w, QTensor):
+            return dequantize(w)
+        return None if w.dtype == jnp.float32 else w.astype(jnp.float32)
+
+
+@dataclass(frozen=True)
+class OrderFreeCompute(ExactCompute):
+    """The arithmetic of pallas_kernels.exact, the referee of the other."""
+
+    def row_sum(self, x):
+        return with_gradient_of(super().row_sum, _row_sum)(x)
+
     def scale(self, x, factor):
         return _of_arrays(super().scale, _scale, factor)(x)
 
@@ -59,22 +175,6 @@ class ExactCompute(Compute):
 
     def rotate(self, x, tables):
         return with_gradient_of(super().rotate, _rotate)(x, tables)
-
-    def attend(self, query, blocks, score_scale, value_scale, out_dtype):
-        if not (isinstance(score_scale, float) and isinstance(value_scale, float)):
-            raise ValueError("exact attention has no quantized cache")
-        attend = super().attend
-
-        def plain(query, keys, values, masks):
-            parts = [KeyBlock(*part) for part in zip(keys, values, masks, strict=True)]
-            return attend(query, parts, score_scale, value_scale, out_dtype)
-
-        def exactly(query, keys, values, masks):
-            found = exact.attend(query, keys, values, masks, score_scale * value_scale)
-            return found.astype(out_dtype)
-
-        run = with_gradient_of(plain, exactly)
-        return run(query, *map(list, zip(*blocks, strict=True)))
 
     def gated(self, gate, up, activation):
         return _of_arrays(super().gated, _gated, activation)(gate, up)
@@ -89,26 +189,23 @@ class ExactCompute(Compute):
     def combine(self, weights, out):
         return with_gradient_of(super().combine, _combine)(weights, out)
 
-    def logprob(self, logits, tokens, temperature):
-        run = with_gradient_of(super().logprob, _logprob)
-        return run(logits, tokens, jnp.asarray(temperature, jnp.float32))
+    def softmax_terms(self, logits, temperature):
+        run = with_gradient_of(super().softmax_terms, _softmax_terms)
+        return run(logits, jnp.asarray(temperature, jnp.float32))
+
+    def logprob_of(self, shifted, total, tokens):
+        return with_gradient_of(super().logprob_of, _logprob_of)(shifted, total, tokens)
 
     def product(self, x, w, group_sizes=None, out_dtype=jnp.float32):
         if group_sizes is None:
             return exact.dot(x, w, out_dtype)
         return exact.grouped_dot(x, w, group_sizes, out_dtype)
 
-    def quantized_product(self, x, w, group_sizes, out_dtype):
-        return self.product(dequantize_rows(x), dequantize(w), group_sizes, out_dtype)
-
     def add_scaled(self, x, y, factor):
         return exact.add_scaled(x, y, factor)
 
     def unpacked(self, w):
-        values = dequantize(w) if isinstance(w, QTensor) else w
-        if isinstance(values, exact.Integers) or not exact.has_tiles():
-            return exact.to_integers(values)
-        return values if isinstance(w, QTensor) else None
+        return exact.to_integers(dequantize(w) if isinstance(w, QTensor) else w)
 
 
 def _of_arrays(plain: Callable, exactly: Callable, *constants) -> Callable:
@@ -116,6 +213,19 @@ def _of_arrays(plain: Callable, exactly: Callable, *constants) -> Callable:
     return with_gradient_of(
         lambda *arrays: plain(*arrays, *constants), lambda *arrays: exactly(*arrays, *constants)
     )
+
+
+def _in_order(parts):
+    """The sum over the last axis but one, in the order of a token's ranking."""
+    total = parts[..., 0, :]
+    for i in range(1, parts.shape[-2]):
+        total = total + parts[..., i, :]
+    return total
+
+
+@with_float64
+def _row_sum(x):
+    return rounded(exact.reproducible_sum(as_float64(x), -1)[..., None], jnp.float32)
 
 
 @with_float64
@@ -178,20 +288,19 @@ def _normalize(weights):
 
 @with_float64
 def _combine(weights, out):
-    parts = as_float64(weights)[..., None] * as_float64(
-        out
-    )  # exact; added in the order of the token's ranking
-    total = parts[..., 0, :]
-    for i in range(1, parts.shape[-2]):
-        total = total + parts[..., i, :]
+    total = _in_order(as_float64(weights)[..., None] * as_float64(out))  # of exact products
     # in the model's dtype right away: nothing is left for a later conversion to round
     return rounded(total, out.dtype).astype(jnp.float32)
 
 
 @with_float64
-def _logprob(logits, tokens, temperature):
+def _softmax_terms(logits, temperature):
     x = materialize(round_to_24_bits(as_float64(logits) * (1 / as_float64(temperature))))
-    shifted = x - materialize(x.max(axis=-1, keepdims=True))
-    normalizer = exact.log(materialize(exact.reproducible_sum(exact.exp(shifted), -1)))
+    shifted = round_to_24_bits(x - x.max(axis=-1, keepdims=True))
+    return shifted.astype(jnp.float32), rounded(exact.exp(shifted), jnp.float32)
+
+
+@with_float64
+def _logprob_of(shifted, total, tokens):
     chosen = jnp.take_along_axis(shifted, tokens[..., None].astype(jnp.int32), axis=-1)[..., 0]
-    return rounded(chosen - normalizer, jnp.float32)
+    return rounded(as_float64(chosen) - exact.log(as_float64(total[..., 0])), jnp.float32)

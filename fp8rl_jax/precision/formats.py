@@ -11,6 +11,7 @@ from fp8rl_jax.config.formats import TensorFormat
 from fp8rl_jax.config.recipe import LinearFormats, Recipe
 from fp8rl_jax.config.schema import quoted
 from fp8rl_jax.errors import UserError
+from pallas_kernels import isolated
 from pallas_kernels.backend import Backend, BackendError, check_exact, check_pair
 from pallas_kernels.matmul import selected_backend
 
@@ -138,6 +139,13 @@ def unlike_sides(recipe: Recipe) -> str:
         if one.quantized and other.quantized and one != other
     )
     return "; ".join(dict.fromkeys(found))
+
+
+def promises_exact(recipe: Recipe, backend: Backend = "auto") -> bool:
+    """Whether exact mode is right and costs nothing here: both sides have the same formats, and the
+    reference runs on one CPU device."""
+    cheap = isolated.is_available() and selected_backend(backend) == "reference"
+    return cheap and not any(map(_first_difference, recipe.variants))
 
 
 def _first_difference(recipe: Recipe) -> str:

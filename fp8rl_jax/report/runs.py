@@ -224,6 +224,11 @@ def _read_run(directory: Path, name: str) -> Run:
         raise UserError(f"{run_path}: not JSON: {error}") from None
     if flat is None:
         raise UserError(f"{run_path}: not a JSON object")
+    if "inexact.step" in flat:
+        notes.append(
+            f"not exact: in step {flat['inexact.step']} a log-probability of the trainer was "
+            f"{flat.get('inexact.difference'):.2g} from the rollout's"
+        )
     return Run(name, directory, metrics, samples, config, config_text, flat, notes)
 
 

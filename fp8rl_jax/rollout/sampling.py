@@ -75,8 +75,7 @@ def draw(
         keys: one PRNG key a row; a row's draw depends on its own key and logits only.
         sampling: temperature, bias and truncation.
         banned: tokens that must not be drawn, not all of a row.
-        compute: of the policy. In exact mode the policy log-probabilities are the trainer's, bit
-            for bit; so are the behaviour's where it is the policy.
+        compute: of the policy.
 
     Returns:
         (tokens, behaviour log-probabilities, policy log-probabilities). Greedy rows have behaviour
@@ -89,33 +88,18 @@ def draw(
     if sampling.temperature == 0:
         tokens = jnp.argmax(adjusted, axis=-1)
         return tokens, jnp.zeros(tokens.shape, jnp.float32), compute.logprob(logits, tokens, 1.0)
-    scaled = adjusted / sampling.temperature
-    weights = jnp.exp(scaled - scaled.max(-1, keepdims=True))
+    shifted, weights = compute.softmax_terms(adjusted, sampling.temperature)
     kept = weights
     if sampling.truncated:
         kept = jnp.where(truncation_mask(weights, sampling), weights, 0.0)
     tokens = jax.vmap(_inverse_cdf)(kept, keys)
-    untruncated = policy = _logprob_of_weights(weights, tokens)
-    if compute.exact or adjusted is not logits:
+    untruncated = policy = compute.logprob_of(shifted, compute.row_sum(weights), tokens)
+    if adjusted is not logits:
         policy = compute.logprob(logits, tokens, sampling.temperature)
+    behaviour = untruncated
     if sampling.truncated:
-        behaviour = jnp.log(_taken(weights, tokens)) - jnp.log(kept.sum(-1))
-    else:
-        behaviour = policy if adjusted is logits else untruncated
+        behaviour = compute.logprob_of(shifted, compute.row_sum(kept), tokens)
     return tokens, behaviour, policy
-
-
-def logprob_of(
-    logits: Float[Array, "b vocab"],
-    tokens: Int[Array, " b"],
-    temperature: float,
-    compute: Compute,
-) -> Float[Array, " b"]:
-    """Compute the policy log-probability that `draw` gives a token, of given ones."""
-    if compute.exact:
-        return compute.logprob(logits, tokens, temperature)
-    scaled = logits / temperature
-    return _logprob_of_weights(jnp.exp(scaled - scaled.max(-1, keepdims=True)), tokens)
 
 
 def truncation_mask(weights: Float[Array, "b vocab"], sampling: Sampling) -> Bool[Array, "b vocab"]:
@@ -139,14 +123,6 @@ def truncation_mask(weights: Float[Array, "b vocab"], sampling: Sampling) -> Boo
     if sampling.min_p > 0.0:
         keep = keep & (weights >= sampling.min_p * weights.max(-1, keepdims=True))
     return keep
-
-
-def _logprob_of_weights(weights, tokens):
-    return jnp.log(_taken(weights, tokens)) - jnp.log(weights.sum(-1))
-
-
-def _taken(values, tokens):
-    return jnp.take_along_axis(values, tokens[:, None], axis=-1)[:, 0]
 
 
 def _inverse_cdf(weights: Float[Array, " vocab"], key: Key[Array, ""]) -> Int[Array, ""]:

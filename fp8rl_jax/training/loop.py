@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -36,7 +36,14 @@ from fp8rl_jax.training.collect import Collector
 from fp8rl_jax.training.experience import play
 from fp8rl_jax.training.performance import Clock
 from fp8rl_jax.training.session import Session, at_temperature, sample_key
-from fp8rl_jax.training.setup import Setup, announce, reward_log, reward_pool, write_run_record
+from fp8rl_jax.training.setup import (
+    Setup,
+    announce,
+    mark_inexact,
+    reward_log,
+    reward_pool,
+    write_run_record,
+)
 from fp8rl_jax.training.tracking import JsonLines, Trackers, Watch, make_tracker
 
 _log = logging.getLogger("fp8rl")
@@ -201,20 +208,6 @@ def train(setup: Setup) -> None:
         loop.run()
 
 
-def _check_exact(step: int, metrics: Mapping[str, float]) -> None:
-    """Stop a run whose two sides differ although it is exact.
-
-    Raises:
-        UserError: a log-probability of the trainer is not the rollout's.
-    """
-    if (difference := metrics["mismatch/logprob_abs_diff_max"]) > 0:
-        raise UserError(
-            f"precision.exact: in step {step} a log-probability of the trainer is {difference:.2g} "
-            "from the rollout's, and not one bit may differ; `fp8rl compare MODEL --recipe ... "
-            "--precision.exact` names the layer. Without precision.exact the run goes on"
-        )
-
-
 class Loop:
     """A run in progress."""
 
@@ -229,7 +222,7 @@ class Loop:
         if config.resume:
             self.session.load_saved(*self.checkpoints.restore(self.session.saved()))
             _log.info("resuming at step %d from %s", self.session.step, self.checkpoints.directory)
-        self.start = self.session.step
+        self.start, self.inexact = self.session.step, False
         if is_main_process():
             write_run_record(setup)
             self.tracker = make_tracker(
@@ -281,8 +274,8 @@ class Loop:
         metrics = self.session.update(
             found.experience, rewards, found.entering, self.collector.prompts(step + 1)
         )
-        if self.session.recipe.exact:
-            _check_exact(step, metrics)
+        if self.session.recipe.exact and not self.inexact:
+            self._check_exact(step, metrics["mismatch/logprob_abs_diff_max"])
         metrics |= self._scored(found.scores)
         metrics |= {
             "rollout/rounds": float(found.rounds),
@@ -295,6 +288,27 @@ class Loop:
                 {"step": step, **row} for row in found.shown(self.config.tracking.samples)
             )
         return metrics
+
+    def _check_exact(self, step: int, difference: float) -> None:
+        """Look whether the two sides of an exact run differ.
+
+        Raises:
+            UserError: they do, and precision.exact is true; where it is "auto", the run is marked.
+        """
+        if difference == 0:
+            return
+        model, dtype = self.config.model.path or "MODEL", self.config.compute_dtype
+        found = (
+            f"in step {step} a log-probability of the trainer is {difference:.2g} from the "
+            f"rollout's, and not one bit may differ; `fp8rl compare {model} --recipe "
+            f"{self.config.recipe} --compute-dtype {dtype} --precision.exact` names the layer"
+        )
+        if not self.session.exact_by_default:
+            raise UserError(f"precision.exact: {found}. With precision.exact = false it goes on")
+        self.inexact = True
+        _log.warning("precision.exact = auto: %s. The run goes on, and is marked", found)
+        if is_main_process():
+            mark_inexact(self.setup.directory, step, difference)
 
     def _scored(self, scores: Scores) -> dict[str, float]:
         """reward/* and rewards/* of everything that was sampled; an update knows only what it

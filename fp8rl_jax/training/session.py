@@ -59,7 +59,7 @@ from fp8rl_jax.parallel import (
     to_global,
     to_host,
 )
-from fp8rl_jax.precision import check_recipe, unlike_sides
+from fp8rl_jax.precision import check_recipe, promises_exact, unlike_sides
 from fp8rl_jax.rollout.calibration import (
     calibrate_on_prompts,
     observe_qkv,
@@ -141,6 +141,23 @@ def _on_mesh[**P, R](method: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
+def with_exact_decided(config: RunConfig, ours: bool = True) -> RunConfig:
+    """Decide precision.exact = "auto" for this machine.
+
+    Args:
+        ours: `LocalEngine` samples; of others nothing is promised.
+
+    Raises:
+        UserError: the recipe cannot run here.
+    """
+    if config.precision.exact != "auto":
+        return config
+    recipe, backend = config.resolved_recipe(), config.precision.backend
+    check_recipe(recipe, backend)
+    exact = recipe.exact or (ours and promises_exact(recipe, backend))
+    return replace(config, precision=replace(config.precision, exact=exact))
+
+
 class Session:
     """A policy in training, from Python.
 
@@ -159,6 +176,7 @@ class Session:
 
     Attributes:
         config, recipe, mesh, tokenizer, engine: as resolved.
+        exact_by_default: whether precision.exact was "auto".
         sampling: of `rollout`.
         step: updates so far, in rollouts.
         scales: KV scales of the present weights where the trainer calibrates an FP8 cache, else
@@ -189,6 +207,8 @@ class Session:
             config = replace(config, rollout=replace(config.rollout, prompts_per_step=unit))
         validate(config)
         keep_compiled_programs()
+        self.exact_by_default = config.precision.exact == "auto"
+        config = with_exact_decided(config, ours=engine is None)
         self.config, self.tokenizer = config, tokenizer
         self.recipe = config.resolved_recipe()
         check_recipe(self.recipe, config.precision.backend)

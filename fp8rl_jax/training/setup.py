@@ -8,6 +8,7 @@ import platform
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -106,6 +107,7 @@ def build(
     check_dataset(task, dataset)
     check_objects(task, objects)
     pack(objects)  # for its refusals
+    config = _with_kept_exact(config)
     recipe = config.resolved_recipe()
     r = config.rollout
     if sampled:
@@ -131,7 +133,7 @@ def build(
     train, dropped = _fitting(train, session.encoder, "training")
     held_out, held_out_dropped = _fitting(held_out, session.encoder, "held-out")
     return Setup(
-        config,
+        session.config,
         session,
         config.directory,
         train,
@@ -260,6 +262,33 @@ def write_run_record(setup: Setup) -> None:
         ) from error
     except ValueError as error:
         raise UserError(f"{path}: not JSON ({error}); move it away") from error
+
+
+def mark_inexact(directory: Path, step: int, difference: float) -> None:
+    """Write into run.json that a run is not exact, though precision.exact = "auto" made it so.
+
+    Args:
+        difference: of a log-probability, in `step`.
+    """
+    path = directory / "run.json"
+    record = json.loads(path.read_text()) | {"inexact": {"step": step, "difference": difference}}
+    partial = path.with_name("run.json.partial")
+    partial.write_text(json.dumps(record, indent=2) + "\n")
+    partial.replace(path)
+
+
+def _with_kept_exact(config: RunConfig) -> RunConfig:
+    """A resumed run keeps what precision.exact = "auto" was decided to be when it began."""
+    path = config.directory / "config.toml"
+    if not config.resume or config.precision.exact != "auto" or not path.exists():
+        return config
+    try:
+        kept = tomllib.loads(path.read_text()).get("precision", {}).get("exact")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: not TOML ({error}); move it away") from error
+    if not isinstance(kept, bool):
+        return config
+    return replace(config, precision=replace(config.precision, exact=kept))
 
 
 def _commit() -> str | None:

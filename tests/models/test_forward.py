@@ -27,7 +27,8 @@ from fp8rl_jax.models.policy import (
     unstack,
     with_compute,
 )
-from fp8rl_jax.precision import AdaptedWeight, Compute, ExactCompute
+from fp8rl_jax.precision import AdaptedWeight, Compute
+from fp8rl_jax.precision.exact import IsolatedCompute, OrderFreeCompute
 from fp8rl_jax.rollout.calibration import observe_qkv
 
 SCALED = dataclasses.replace(
@@ -348,12 +349,9 @@ def adapted(policy):
     )
 
 
-def unquantized(policy, tiles: bool = True):
-    """As an exact sampler multiplies it, on one CPU device or elsewhere."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pallas_kernels.exact.has_tiles", lambda: tiles)
-        # a function of its own: JAX keeps what it has traced
-        return jax.eval_shape(lambda x: predequantized(x), with_compute(policy, ExactCompute()))
+def unquantized(policy, arithmetic=IsolatedCompute):
+    """As an exact sampler multiplies it."""
+    return jax.eval_shape(predequantized, with_compute(policy, arithmetic()))
 
 
 def kinds(policy) -> dict[str, set[str]]:
@@ -408,7 +406,7 @@ ARRAY = {"ShapeDtypeStruct"}
         ),
         (lambda: unquantized(MASTERS), {"q_proj": ARRAY, "experts.up_proj": ARRAY}),
         (
-            lambda: unquantized(MASTERS, tiles=False),
+            lambda: unquantized(MASTERS, OrderFreeCompute),
             {"q_proj": {"Integers"}, "experts.up_proj": {"Integers"}},
         ),
     ],
