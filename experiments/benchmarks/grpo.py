@@ -148,11 +148,16 @@ def make_session(workload: Workload, shape: Shape, recipe: str, policy: Policy) 
     """A session for one update a rollout: token-mean loss, no KL, AdamW behind clipping at norm 1.
 
     Args:
-        recipe: its name, with "-exact" behind it for `precision.exact`.
+        recipe: its name, with "-exact" or "-plain" behind it where it is not left to the machine
+            whether the session is exact.
     """
+    name, exact = recipe, PrecisionConfig().exact
+    for ending, value in (("-exact", True), ("-plain", False)):
+        if recipe.endswith(ending):
+            name, exact = recipe.removesuffix(ending), value
     config = RunConfig(
-        recipe=recipe.removesuffix("-exact"),
-        precision=PrecisionConfig(exact=recipe.endswith("-exact")),
+        recipe=name,
+        precision=PrecisionConfig(exact=exact),
         compute_dtype=workload.compute_dtype,
         rollout=RolloutConfig(shape.prompts, shape.samples, shape.prompt_tokens, shape.new_tokens),
         optimizer=OPTIMIZER,

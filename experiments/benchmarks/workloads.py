@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from fp8rl_jax.config.recipe import RECIPES
+from fp8rl_jax.config.run import InitConfig
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.policy import Policy, init_policy, parameter_count
 from fp8rl_jax.rollout.engine import Prompts, pad_prompts
 from fp8rl_jax.weights.hf_config import read_policy_config
-from fp8rl_jax.weights.load import load_policy
+from fp8rl_jax.weights.load import byte_policy_config, load_policy
 from fp8rl_jax.weights.resolve import resolve_model
 
 
@@ -206,11 +207,38 @@ QWEN3_LAYER = Workload(
     layer=SMOLLM2_SHAPE.layer,
     layer_recipes=TRAINED,
 )
-EXACT = Workload(
-    name="two layers of SmolLM2-135M, exact",
-    config=replace(SMOLLM2_SHAPE.config, num_layers=2, vocab_size=8192),
-    compute_dtype="bfloat16",
-    step=SMOLLM2_SHAPE.step,
-    step_recipes=("bf16", "bf16-exact", "jet-rl", "jet-rl-exact"),
+BOTH_WAYS = ("bf16-plain", "bf16-exact", "jet-rl-plain", "jet-rl-exact")
+DEMO = Shape(prompts=32, samples=8, prompt_tokens=8, new_tokens=8)
+EXACT = (
+    Workload(
+        name="the demo, exact",
+        config=byte_policy_config(InitConfig(intermediate_size=576, num_layers=2)),
+        compute_dtype="float32",
+        step=DEMO,
+        step_recipes=BOTH_WAYS,
+    ),
+    Workload(
+        name="the demo with experts, exact",
+        config=byte_policy_config(
+            InitConfig(intermediate_size=192, num_layers=2, num_experts=8, experts_per_token=2)
+        ),
+        compute_dtype="float32",
+        step=DEMO,
+        step_recipes=BOTH_WAYS,
+    ),
+    Workload(
+        name="SmolLM2-135M's shape in float32, exact",
+        config=SMOLLM2_SHAPE.config,
+        compute_dtype="float32",
+        step=Shape(prompts=4, samples=8, prompt_tokens=16, new_tokens=32),
+        step_recipes=BOTH_WAYS,
+    ),
+    Workload(
+        name="SmolLM2-135M's shape in bfloat16, 8 rows, exact",
+        config=SMOLLM2_SHAPE.config,
+        compute_dtype="bfloat16",
+        step=SMOLLM2_SHAPE.step,
+        step_recipes=BOTH_WAYS,
+    ),
 )
-CPU_WORKLOADS = (SMOLLM2, SMOLLM2_SHAPE, QWEN3_LAYER, EXACT)
+CPU_WORKLOADS = (SMOLLM2, SMOLLM2_SHAPE, QWEN3_LAYER, *EXACT)
