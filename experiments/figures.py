@@ -273,30 +273,64 @@ def compute_dtype() -> str:
     return f"{about}\n\n{table(heads, rows)}"
 
 
-def largest_when_exact() -> tuple[float, float]:
-    """Largest difference of a log-probability over all steps of the runs in exact mode: the demo,
-    and with experts."""
-    lines = (RESULTS / "exact/moe_demo-jet-rl-exact/metrics.jsonl").read_text().splitlines()
-    experts = [
-        row["mismatch/logprob_abs_diff_max"]
-        for row in map(json.loads, lines)
-        if "mismatch/k3" in row
-    ]
-    if len(experts) != study("exact").steps:
-        raise ValueError("exact: the text says one number of steps for both runs")
-    return study("exact").arms["jet-rl-exact"].largest, max(experts)
+def identity() -> dict[str, list[float]]:
+    """Largest difference of a log-probability in every step of the exact runs, by "run recipe"."""
+    return {name: run["differences"] for name, run in record("exact/identity.json").items()}
+
+
+def cost_of_exact() -> dict[tuple[str, str, str], list[float]]:
+    """How many times as fast a part of a step is with exact mode as without, by (workload, recipe,
+    part), a number a round."""
+    found = {}
+    for benchmark in record("benchmarks/cpu_exact.json")["benchmarks"]:
+        sides = {name.removeprefix("fp8rl_jax/"): name for name in benchmark["sides"]}
+        for recipe in ("bf16", "jet-rl"):
+            for part in ("seconds", "gen"):
+                rounds = [each["seconds"] for each in benchmark["raw"]["rounds"]]
+                found[benchmark["workload"]["name"].removesuffix(", exact"), recipe, part] = [
+                    seconds[sides[f"{recipe}-plain"]][part]
+                    / seconds[sides[f"{recipe}-exact"]][part]
+                    for seconds in rounds
+                ]
+    return found
 
 
 def exact() -> str:
-    """Exact mode, an identity: one seed each."""
-    found, (dense, experts) = study("exact"), largest_when_exact()
-    arm = found.arms["jet-rl-exact"]
-    return prose(f"""
-        Exact mode (`--recipe jet-rl --precision.exact`) on the demo, one seed since it is an identity: the largest difference
-        of a log-probability over {found.steps} steps is {dense}, and with a mixture of experts
-        (`experiments/runs/moe_demo.toml`; `experiments/results/exact`) over as many steps {experts}.
-        Held-out accuracy goes from {arm.before.mean:.3f} to {arm.after.mean:.3f}.
+    """Exact mode: that it is, and what it costs."""
+    steps = "; ".join(
+        f"{name.split()[0]} under `{name.split()[1]}` {max(values)} in {len(values)} steps"
+        for name, values in identity().items()
+    )
+    about = prose(f"""
+        Exact mode is on by default for recipes whose two sides have the same formats, on one CPU device. Largest difference
+        of a log-probability between trainer and rollout, one seed since it is an identity: {steps}.
     """)
+    cost = cost_of_exact()
+    rows = [
+        [
+            name,
+            f"`{recipe}`",
+            *(interval_of(cost[name, recipe, part]) for part in ("seconds", "gen")),
+        ]
+        for name, recipe, part in cost
+        if part == "gen"
+    ]
+    heads = ["workload", "recipe", "step", "rollout"]
+    speed = prose("""
+        Speed with exact mode over speed without, medians of rounds in turns (range). Above 1 exact mode is the faster one. It
+        makes products of bfloat16 in float32, and experts multiply their own tokens alone, where XLA's product on a CPU
+        multiplies all with every expert; 8 rows are few for the one form of products that it has
+        (`python -m experiments.benchmarks --peers none --benchmarks grpo_step --workloads exact --threads 2 --rounds 5`;
+        `experiments/results/benchmarks/cpu_exact.json`). Published for others, on GPUs and other models: IsoExec's
+        aligned execution takes 1.25 times the step, with a mean difference of 6.7e-07 where it was 1.65e-02 (SkyRL, on
+        vLLM's blog, 2026-08-21); VeXact (arXiv 2605.14220) has equal bits, as a diagnostic.
+    """)
+    return f"{about}\n\n{speed}\n\n{table(heads, rows)}"
+
+
+def interval_of(values: list[float]) -> str:
+    """Median and range."""
+    return f"{np.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
 def gradients() -> str:
@@ -410,7 +444,7 @@ SECTIONS = (
     Section(
         "What the mismatch is made of", depth, "python -m experiments.depth", "depth/results.json"
     ),
-    ablation("Exact mode", exact, "exact"),
+    Section("Exact mode", exact, "python -m experiments.identity", "exact/identity.json"),
     ablation("Corrections", correction, "correction"),
     ablation("Compute dtypes", compute_dtype, "compute_dtype"),
     Section("Gradients", gradients, "python -m experiments.gradients", "gradients/results.json"),
@@ -471,12 +505,14 @@ def growth() -> tuple[str, str]:
 
 def zero() -> tuple[str, str]:
     """Exact mode."""
-    dense, experts = largest_when_exact()
+    runs = identity()
+    steps = [len(values) for values in runs.values()]
+    lowest = min(np.median(x) for (_, _, part), x in cost_of_exact().items() if part == "seconds")
     found = (
-        f"`jet-rl`, exact: largest difference of a log-probability in {study('exact').steps} steps "
-        f"{dense}; with experts {experts}"
+        f"exact mode: largest difference of a log-probability {max(map(max, runs.values()))}, for "
+        f"{1 / lowest:.2f} times the step's time at most"
     )
-    return found, "1 seed (an identity)"
+    return found, f"{len(runs)} runs of {min(steps)} to {max(steps)} steps (an identity)"
 
 
 def corrected() -> tuple[str, str]:

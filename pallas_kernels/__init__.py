@@ -5,7 +5,7 @@ reference is plain XLA, runs on every device and is the definition of correct. A
 by name that cannot run raises `BackendError`.
 
 `pallas_kernels.exact` has products, sums and attention whose bits do not depend on the order of
-their terms.
+their terms, `pallas_kernels.isolated` products and sums that XLA compiles by themselves.
 """
 
 from pallas_kernels.attention import attention

@@ -76,6 +76,48 @@ SESSION = "training/test_session.py"
 
 LIST: list[Mutant] = [
     *of(
+        "training/setup.py",
+        "training/test_exact.py",
+        (
+            "exact-decided-anew",
+            "not config.resume or config.precision.exact",
+            "True or config.precision.exact",
+            "keeps_what_was_decided",
+        ),
+        (
+            "asked-is-overruled",
+            'exact != "auto" or not path.exists',
+            "exact is None or not path.exists",
+            "keeps_what_was_decided",
+        ),
+    ),
+    *of(
+        "training/session.py",
+        "training/test_exact.py",
+        (
+            "exact-with-any-engine",
+            "(ours and promises_exact(",
+            "(promises_exact(",
+            "exact_by_default",
+        ),
+    ),
+    *of(
+        "precision/formats.py",
+        "training/test_exact.py",
+        ("exact-of-two-flows", "cheap and not any(", "cheap or not any(", "exact_by_default"),
+    ),
+    *of(
+        "training/loop.py",
+        WIRING,
+        ("inexact-again", "and not self.inexact:", "and True:", "goes_on_and_is_marked"),
+        (
+            "inexact-stops",
+            "if not self.session.exact_by_default:",
+            "if True:",
+            "goes_on_and_is_marked",
+        ),
+    ),
+    *of(
         "ablation/design.py",
         "ablation/test_design.py",
         ("arms-share-a-seed", "seed=seed, output=_lit", "output=_lit", "whole_configuration"),

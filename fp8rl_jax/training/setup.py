@@ -164,8 +164,8 @@ def announce(setup: Setup, report: Callable[[str], None], step: str = "") -> Non
     """
     counts = f"{len(setup.train)} problems to train on, {len(setup.held_out)} held out"
     report(
-        f"{setup.config.precision_text}: {counts}, {setup.dropped + setup.held_out_dropped} "
-        "dropped as too long"
+        f"{setup.config.precision_text}{', exact' * setup.session.recipe.exact}: {counts}, "
+        f"{setup.dropped + setup.held_out_dropped} dropped as too long"
     )
     if step and len(setup.train) < (taken := attrgetter(step)(setup.config)):
         task, remedy = setup.config.task, "give more problems"

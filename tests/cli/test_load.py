@@ -238,6 +238,22 @@ def test_missing_files_and_stray_words_are_named(tmp_path):
     ]
 
 
+@pytest.mark.parametrize(
+    ("words", "value"), [([], True), (["true"], True), (["false"], False), (["auto"], "auto")]
+)
+def test_a_setting_may_be_a_boolean_or_a_word(tmp_path, words, value):
+    (tmp_path / "a.toml").write_text(f"precision.exact = {str(value is not True).lower()}")
+    flags = [str(tmp_path / "a.toml"), "--precision.exact", *words, "--seed", "3"]
+    config = load_config(RunConfig, flags, "test")
+    assert config.precision.exact is value and config.seed == 3
+    assert load_config(RunConfig, flags[:1], "test").precision.exact is (value is not True)
+
+
+def test_what_is_neither_is_refused():
+    with pytest.raises(UserError, match="one of \"auto\", true, false, got 'maybe'"):
+        load_config(RunConfig, ["--precision.exact", "maybe"], "test")
+
+
 def test_optional_settings_take_none(tmp_path):
     config = load(*write(tmp_path, 'inner = {cap = 1, floor = "none"}'), "--inner.cap", "None")
     assert (config.inner.cap, config.inner.floor) == (None, None)

@@ -176,8 +176,9 @@ def test_faults_are_one_line(tmp_path, capsys, monkeypatch, words, message):
 
 
 def test_workloads_are_chosen_by_a_word_of_their_name():
-    names = [w.name for w in suite.chosen(CPU_WORKLOADS, Arguments("x", workloads=("shape",)))]
-    assert names == ["SmolLM2-135M's shape", "Qwen3-0.6B's shape"]
+    words = ("Qwen3", "experts")
+    names = [w.name for w in suite.chosen(CPU_WORKLOADS, Arguments("x", workloads=words))]
+    assert names == ["Qwen3-0.6B's shape", "the demo with experts, exact"]
     assert suite.chosen(CPU_WORKLOADS, Arguments("x")) == list(CPU_WORKLOADS)
 
 

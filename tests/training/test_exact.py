@@ -13,14 +13,19 @@ import pytest
 from rollout.tiny import CONFIG, make_policy, make_prompts
 
 from fp8rl_jax import rl
-from fp8rl_jax.config.recipe import PrecisionConfig, get_recipe
+from fp8rl_jax.config.files import dump_toml
+from fp8rl_jax.config.recipe import RECIPES, PrecisionConfig, get_recipe
 from fp8rl_jax.config.rl import CorrectionConfig, RLConfig
+from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.config.training import OptimizerConfig
+from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.config import ExpertsConfig
 from fp8rl_jax.models.policy import init_policy
 from fp8rl_jax.rollout.engine import LocalEngine, Prompts
 from fp8rl_jax.rollout.sampling import Sampling
 from fp8rl_jax.training.batch import pack
+from fp8rl_jax.training.session import with_exact_decided
+from fp8rl_jax.training.setup import _with_kept_exact
 from fp8rl_jax.training.state import init_state, make_optimizer
 from fp8rl_jax.training.step import Batch, StepConfig, batch_logprobs, update
 
@@ -75,6 +80,34 @@ def in_parts(config: StepConfig) -> StepConfig:
 
 def bits(values, mask) -> bytes:
     return np.where(np.asarray(mask), np.asarray(values), np.float32(0)).tobytes()
+
+
+def decided(recipe: str, exact="auto", ours: bool = True):
+    config = RunConfig(recipe=recipe, precision=PrecisionConfig(exact=exact))
+    return with_exact_decided(config, ours).precision.exact
+
+
+def test_recipes_with_one_precision_flow_are_exact_by_default(monkeypatch):
+    assert {name for name in RECIPES if decided(name)} == {"bf16", "jet-rl", "fp8-e2e", "infir2"}
+    assert decided("jet-rl", False) is False and decided("jet-rl", True) is True
+    assert decided("jet-rl", ours=False) is False
+    monkeypatch.setattr("pallas_kernels.isolated.is_available", lambda: False)
+    assert decided("jet-rl") is False and decided("jet-rl", True) is True
+
+
+def test_a_resumed_run_keeps_what_was_decided(tmp_path):
+    config = RunConfig(output=str(tmp_path), resume=True)
+    assert _with_kept_exact(config) is config  # nothing is recorded
+    for kept in (False, True):
+        began = replace(config, precision=PrecisionConfig(exact=kept))
+        (tmp_path / "config.toml").write_text(dump_toml(began))
+        assert _with_kept_exact(config).precision.exact is kept
+        assert _with_kept_exact(replace(config, resume=False)).precision.exact == "auto"
+        asked = replace(config, precision=PrecisionConfig(exact=not kept))
+        assert _with_kept_exact(asked) is asked
+    (tmp_path / "config.toml").write_text("precision = {")
+    with pytest.raises(UserError, match="config.toml: not TOML"):
+        _with_kept_exact(config)
 
 
 @pytest.mark.slow

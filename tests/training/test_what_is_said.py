@@ -18,7 +18,7 @@ from fp8rl_jax.errors import UserError
 from fp8rl_jax.training.loop import train as run
 from fp8rl_jax.training.setup import build
 
-START = "{} recipe, float32 compute: 64 problems to train on, 8 held out, 0 dropped as too long"
+START = "{}: 64 problems to train on, 8 held out, 0 dropped as too long"
 SHORT = ["--trainer.steps", "1", "--checkpoint.every", "0"]
 REWARD = """
 def always(completion, **_):
@@ -49,17 +49,23 @@ def failing(tmp_path, which, **changes):
 
 def test_every_run_says_its_precision_and_its_problems(run_file, tmp_path, capsys):
     assert train(run_file, tmp_path / "out", "--recipe", "fp8-rollout", *SHORT) == 0
-    assert capsys.readouterr().out.splitlines()[0] == START.format("fp8-rollout")
+    assert capsys.readouterr().out.splitlines()[0] == START.format(
+        "fp8-rollout recipe, float32 compute"
+    )
     warm = ["--sft.output", str(tmp_path / "warm"), "--sft.steps", "1", "--sft.batch-size", "8"]
     assert main(["sft", run_file, *warm]) == 0
-    assert capsys.readouterr().out.splitlines()[0] == START.format("bf16")
+    assert capsys.readouterr().out.splitlines()[0] == START.format(
+        "bf16 recipe, float32 compute, exact"
+    )
     assert main(["eval", run_file, "--output", str(tmp_path / "eval")]) == 0
     said = capsys.readouterr()
-    assert START.format("bf16") in said.err.splitlines()
+    assert START.format("bf16 recipe, float32 compute, exact") in said.err.splitlines()
     answer = json.loads(said.out)  # alone on standard output
     assert (answer["compute_dtype"], answer["eval/failed_rewards"]) == ("float32", 0)
     assert train(run_file, tmp_path / "dry", "--dry-run") == 0
-    assert START.format("bf16") in capsys.readouterr().out.splitlines()
+    assert (
+        START.format("bf16 recipe, float32 compute, exact") in capsys.readouterr().out.splitlines()
+    )
 
 
 def test_a_step_that_takes_more_than_there_is_is_warned_about(run_file, tmp_path, caplog):

@@ -611,6 +611,17 @@ def test_an_exact_run_in_which_a_bit_differs_stops(loop_of):
             loop._step(0)
 
 
+def test_a_run_that_is_exact_by_default_goes_on_and_is_marked(loop_of, caplog):
+    settings = {"precision": PrecisionConfig(exact=True), "rollout": TRUNCATED, "rl": IN_REWARD}
+    with loop_of(Engine(), Pool(), **settings) as loop:
+        Trainer(loop.session)
+        loop.session.exact_by_default = True
+        loop._step(0), loop._step(1)
+        record = json.loads((loop.setup.directory / "run.json").read_text())
+    assert record["inexact"] == {"step": 0, "difference": pytest.approx(0.25)}
+    assert caplog.text.count("precision.exact = auto: in step 0 a log-probability") == 1
+
+
 def test_a_step_learns_from_what_was_sampled(loop_of):
     engine, pool = Engine(), Pool()
     with loop_of(engine, pool, rl=IN_REWARD, rollout=TRUNCATED) as loop:
