@@ -341,7 +341,7 @@ def _with_objects(
 
 def _judge_faults(judge: str, base: RunConfig) -> list[str]:
     try:
-        return [] if not judge or replace(base, recipe=judge).resolved_recipe() else []
+        return [] if not judge or base.under(judge).resolved_recipe() else []
     except UserError as error:
         return [f"judge: {line}" for line in str(error).splitlines()]
 

@@ -99,7 +99,7 @@ def _check(config: RunConfig, judge: str) -> Preflight:
         recipe = config.resolved_recipe()
         check_recipe(recipe, config.precision.backend)
         if judge:
-            check_recipe(replace(config, recipe=judge).resolved_recipe(), config.precision.backend)
+            check_recipe(config.under(judge).resolved_recipe(), config.precision.backend)
         check_functions(config.rl, config.rollout.samples_per_prompt)
         mesh = make_mesh(config.mesh)
         check_batch(config.rollout.prompts_per_step, mesh, "rollout.prompts_per_step")

@@ -76,7 +76,7 @@ def _judge(config: RunConfig, recipe: str, given: dict[str, Any]) -> None:
 
     trained = replace(config.model, path=str(config.directory / "model"))
     setup = build(
-        replace(config, recipe=recipe, model=trained, resume=False), sampled=False, **given
+        replace(config.under(recipe), model=trained, resume=False), sampled=False, **given
     )
     with reward_pool(setup) as pool:
         found = evaluate_held_out(setup, pool)

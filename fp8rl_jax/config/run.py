@@ -3,7 +3,7 @@ overrides."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -182,6 +182,10 @@ class RunConfig:
             UserError: a line for each fault, as `config.recipe.get_recipe` has them.
         """
         return get_recipe(self.recipe, self.precision, self.recipes)
+
+    def under(self, recipe: str) -> RunConfig:
+        """The run under another recipe; whether it is exact is left to that one."""
+        return replace(self, recipe=recipe, precision=replace(self.precision, exact="auto"))
 
     @property
     def directory(self) -> Path:

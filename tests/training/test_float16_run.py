@@ -59,7 +59,8 @@ def test_a_run_that_finds_its_scale_and_is_resumed_in_between(run_file, tmp_path
     assert found[3]["optim/loss_scale"] < 1e10 and all(
         row["optim/skipped_steps"] == 0 for row in found
     )
-    assert all(np.isfinite(row["mismatch/k3"]) and 0 < row["mismatch/k3"] < 1e-6 for row in found)
+    # bf16's two sides are exact by default, packed and in parts as they are here
+    assert all(0 <= row["mismatch/k3"] < 1e-6 for row in found)
     capsys.readouterr()
     assert train(run_file, parts, "--resume", "--compute-dtype", "float32") == 2
     assert (
