@@ -56,7 +56,7 @@ def test_plain_operations_do_depend_on_the_batch():
 def test_it_holds_with_other_instructions_and_threads(environment):
     """As users compile: optimized."""
     clean = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    command = [sys.executable, "-m", "experiments.isolated", "--seeds", "2", "--most-rows", "200"]
+    command = [sys.executable, "-m", "experiments.isolated", "--seeds", "1", "--most-rows", "200"]
     asked = subprocess.run(
         command, env=clean | environment, capture_output=True, text=True, check=False
     )
