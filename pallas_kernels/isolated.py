@@ -13,8 +13,8 @@ left of a row's company is the number of rows, and of that these operations are 
 
 That is right by test (tests/kernels/test_isolated.py, experiments.isolated), and not by argument as
 `pallas_kernels.exact` is: for one CPU device, which is what it was tested on (`is_available`). It
-costs next to nothing. The batch-invariant kernels of Thinking Machines ("Defeating nondeterminism
-in LLM inference", 2025) rest on the same observation for GPUs.
+costs time in products of few rows alone (docs/results.md). The batch-invariant kernels of Thinking
+Machines ("Defeating nondeterminism in LLM inference", 2025) rest on the same observation for GPUs.
 """
 
 from __future__ import annotations

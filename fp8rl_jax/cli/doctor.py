@@ -93,7 +93,7 @@ def _exact() -> list[str]:
     if selected_backend("auto") != "reference":
         return ["only with precision.backend = reference, several times slower"]
     if isolated.is_available():
-        return ["on by default where both sides have the same formats; costs next to nothing"]
+        return ["on by default where both sides have the same formats; only few rows are slower"]
     return ["with precision.exact = true, several times slower: more than one device, or a GPU"]
 
 
