@@ -18,18 +18,6 @@ class BackendError(ValueError):
     """The backend asked for by name cannot serve this call."""
 
 
-def check_exact(backend: str, operation: str) -> None:
-    """Refuse a backend that has no exact form of its products.
-
-    Raises:
-        BackendError: only the reference has one.
-    """
-    if backend != "reference":
-        raise BackendError(
-            f"{operation}: the {backend} backend has no exact products; choose reference"
-        )
-
-
 def resolve(
     backend: Backend, operation: str, available: tuple[str, ...] = ("reference", "hopper")
 ) -> str:

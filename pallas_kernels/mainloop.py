@@ -1,11 +1,11 @@
-"""The loop that every blockwise-scaled product on Hopper runs: dense or grouped, forward or
-gradient, many rows or few.
+"""The loop that every product on Hopper runs: dense or grouped, forward or gradient, many rows or
+few, of FP8 numbers with scales or of 16-bit ones without.
 
 One warpgroup loads tiles of both operands by TMA into a ring of slots; two multiply them. FP8
 tensor cores add in a short accumulator (about 14 bits, DeepSeek-V3, arXiv 2412.19437, section
-3.3.2), so no sum in it is longer than one 128-block: each block's product starts from zero, is
-scaled, and is added in float32 registers in the order of the contraction. A tile's bits therefore
-depend on its own rows and columns, and on nothing else that the kernel computes.
+3.3.2), so no sum in it is longer than one block of 128 bytes: each block's product starts from
+zero, is scaled, and is added in float32 registers in the order of the contraction. A tile's bits
+therefore depend on its own rows and columns, and on nothing else that the kernel computes.
 
 Both operands are [rows, k] with k contiguous, as FP8 wgmma wants them. What lies behind an edge is
 loaded as zero.
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,14 +23,19 @@ from jax import lax
 
 from pallas_kernels import mosaic
 
-BLOCK_K = 128
+BLOCK_K = 128  # of FP8 numbers: what a scale serves
 CONSUMERS, WGMMA_ROWS = 2, 64
 TILE_ROWS = CONSUMERS * WGMMA_ROWS  # of the left operand: what one block multiplies
 
 
+def block_of(dtype: jnp.dtype) -> int:
+    """Numbers of the contraction that are multiplied at a time: 128 bytes."""
+    return BLOCK_K // jnp.dtype(dtype).itemsize
+
+
 class Place(NamedTuple):
-    """Where a tile's operands begin: rows of both, rows of their 128-row scales, and its 128-blocks
-    of the contraction."""
+    """Where a tile's operands begin: rows of both, rows of their 128-row scales, and its blocks of
+    the contraction."""
 
     lhs: Any
     rhs: Any
@@ -47,17 +52,21 @@ class Side:
     Attributes:
         dtype: of its values.
         rows: of its tile.
-        by_row: scales are one a row, stored [k blocks, rows]; else one for every 128 rows, stored
-            [row blocks, k blocks].
+        scales: one a row, stored [k blocks, rows]; or one for every 128 rows, stored [row blocks,
+            k blocks]; or none.
     """
 
     dtype: jnp.dtype
     rows: int
-    by_row: bool
+    scales: Literal["row", "block", "none"]
+
+    @property
+    def by_row(self) -> bool:
+        return self.scales == "row"
 
     def scratch(self, stages: int) -> tuple[Any, Any]:
         return (
-            mosaic.tiled((stages, self.rows, BLOCK_K), self.dtype),
+            mosaic.tiled((stages, self.rows, block_of(self.dtype)), self.dtype),
             # each slot begins at 128 bytes, where TMA may write
             mosaic.SMEM((stages, max(self.rows, 32)), jnp.float32) if self.by_row else None,
         )
@@ -104,7 +113,7 @@ def run(
             step, steps) to the float32 sum over these blocks, [64, rhs rows]. The parts that it
             asks for must be all of the tile's, in order.
     """
-    wg = lax.axis_index("wg")
+    wg, block = lax.axis_index("wg"), block_of(lhs[0].dtype)
 
     def over_tiles(one):
         def body(info, carry):
@@ -124,7 +133,7 @@ def run(
             ):
                 rows, full = mosaic.ds(row, side.rows), ring.full.at[slot]
                 mosaic.copy_gmem_to_smem(
-                    values.at[rows, mosaic.ds(k * BLOCK_K, BLOCK_K)], to.at[slot], full
+                    values.at[rows, mosaic.ds(k * block, block)], to.at[slot], full
                 )
                 if side.by_row:
                     mosaic.copy_gmem_to_smem(
@@ -142,8 +151,8 @@ def run(
 
         def step(i, total):
             slot, k = lax.rem(count + i, stages), first + i
-            scale = 1.0 if left.by_row else left_scales[at.lhs_block, k]
-            scale = scale if right.by_row else scale * right_scales[at.rhs_block, k]
+            scale = left_scales[at.lhs_block, k] if left.scales == "block" else 1.0
+            scale = scale * right_scales[at.rhs_block, k] if right.scales == "block" else scale
             mosaic.barrier_wait(ring.full.at[slot])
             rows = columns = None
             if left.by_row:
@@ -163,9 +172,9 @@ def run(
                 mosaic.wgmma(acc, ring.lhs[0].at[slot, own], ring.rhs[0].at[slot].transpose((1, 0)))
                 return acc[...]
 
-            block = mosaic.run_scoped(product, mosaic.ACC(shape, jnp.float32))
-            block = block if rows is None else block * rows
-            total = total + (block if columns is None else block * columns)
+            part = mosaic.run_scoped(product, mosaic.ACC(shape, jnp.float32))
+            part = part if rows is None else part * rows
+            total = total + (part if columns is None else part * columns)
             mosaic.commit_smem()  # the next load of the slot is another proxy's write
             mosaic.barrier_arrive(ring.empty.at[slot])
             return total

@@ -27,7 +27,7 @@ OPTIMIZED = (
     *(
         "kernels/test_quantize",
         "kernels/test_exact",
-        "kernels/test_isolated",
+        "kernels/test_invariant",
         "kernels/test_hopper",
         "precision/",
     ),

@@ -87,14 +87,18 @@ def _kernels() -> list[str]:
 
 
 def _exact() -> list[str]:
-    from pallas_kernels import isolated
+    from pallas_kernels import invariant
     from pallas_kernels.matmul import selected_backend
 
-    if selected_backend("auto") != "reference":
-        return ["only with precision.backend = reference, several times slower"]
-    if isolated.is_available():
-        return ["on by default where both sides have the same formats; only few rows are slower"]
-    return ["with precision.exact = true, several times slower: more than one device, or a GPU"]
+    if selected_backend("auto") == "reference":
+        if invariant.is_available():
+            return [
+                "on by default where both sides have the same formats; only few rows are slower"
+            ]
+        return ["with precision.exact = true, several times slower: more than one device, or a GPU"]
+    if invariant.is_available():
+        return ["with precision.exact = true; no GPU has confirmed it, each run checks itself"]
+    return ["only with precision.backend = reference, several times slower: more than one GPU"]
 
 
 def _float8(faults: list[str]) -> list[str]:

@@ -94,7 +94,7 @@ def trainer_policy(
     Raises:
         UserError: a pattern of the recipe matches nothing.
     """
-    made = exact_compute() if recipe.exact else Compute
+    made = exact_compute(backend) if recipe.exact else Compute
     compute = made(backend, remat=remat, attention_chunk=attention_chunk)
     served = with_compute(cast(policy, dtype), compute)
     kinds = linear_formats(policy.config, recipe, "trainer")
@@ -142,7 +142,7 @@ def rollout_policy(
     Raises:
         UserError: a pattern of the recipe matches nothing.
     """
-    made, cache = exact_compute() if recipe.exact else Compute, recipe.rollout
+    made, cache = exact_compute(backend) if recipe.exact else Compute, recipe.rollout
     served = with_compute(cast(policy, dtype), made(backend, cache.query, cache.key, cache.value))
     kinds = linear_formats(policy.config, recipe, "rollout")
     sums: list[QuantizationSums] = []

@@ -1,16 +1,17 @@
 """Exact mode: each token's results have the same bits whatever else is in the batch.
 
 However a batch is padded, chunked, cached or split. A recipe with `exact` runs the rollout and the
-trainer so, and their log-probabilities are then equal bit for bit. There are two arithmetics for
-it, of which `exact_compute` chooses; gradients are those of `Compute` in both.
+trainer so, and their log-probabilities are then equal bit for bit. There are three arithmetics for
+it, of which `exact_compute` chooses; gradients are those of `Compute` in all.
 
-    IsolatedCompute   `Compute`, each operation compiled by itself (pallas_kernels.isolated): right
-                      by test, nearly as fast, on one CPU device
+    InvariantCompute  `Compute`, each operation compiled by itself, sums and products in an order of
+                      their own (pallas_kernels.invariant): right by test, nearly as fast, on one
+                      CPU device. The order of the keys differs between a cache and a row of the
+                      trainer, so attention is order-free.
+    HopperCompute     the same with the kernels of one Hopper GPU, attention included: every query
+                      meets its keys in the order of a decode step
     OrderFreeCompute  results depend on the order of nothing (pallas_kernels.exact): right by
                       argument, several times slower, on every device and mesh
-
-The order of the keys differs between a cache and a row of the trainer, so attention is order-free
-in both.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ import jax.numpy as jnp
 
 from fp8rl_jax.precision.compute import Compute
 from fp8rl_jax.precision.qtensor import QTensor, dequantize, dequantize_rows
-from pallas_kernels import exact, isolated
-from pallas_kernels.attention import KeyBlock
-from pallas_kernels.backend import check_exact
+from pallas_kernels import exact, invariant
+from pallas_kernels.attention import KeyBlock, attention
+from pallas_kernels.backend import Backend
 from pallas_kernels.exact import (
     as_float64,
     materialize,
@@ -38,23 +39,23 @@ from pallas_kernels.matmul import selected_backend
 from pallas_kernels.rounding import rounded
 
 
-def exact_compute() -> type[ExactCompute]:
-    """Choose the arithmetic of exact mode on this machine."""
-    return IsolatedCompute if isolated.is_available() else OrderFreeCompute
+def exact_compute(backend: Backend = "auto") -> type[ExactCompute]:
+    """Choose the arithmetic of exact mode on this machine.
+
+    Raises:
+        BackendError: this backend has none here.
+    """
+    invariant.check_available(backend)
+    if selected_backend(backend) == "hopper":
+        return HopperCompute
+    return InvariantCompute if invariant.is_available(backend) else OrderFreeCompute
 
 
 @dataclass(frozen=True)
 class ExactCompute(Compute):
-    """What the two arithmetics share.
-
-    Raises:
-        BackendError: the backend has no exact products; the reference alone has them.
-    """
+    """What the arithmetics share."""
 
     exact = True
-
-    def __post_init__(self) -> None:
-        check_exact(selected_backend(self.backend), "exact")
 
     def add(self, x, y):
         # one rounding, behind a barrier: a product that feeds it would be added without its own
@@ -63,19 +64,21 @@ class ExactCompute(Compute):
     def attend(self, query, blocks, score_scale, value_scale, out_dtype):
         if not (isinstance(score_scale, float) and isinstance(value_scale, float)):
             raise ValueError("exact attention has no quantized cache")
-        attend = super().attend
+        scale, attend = score_scale * value_scale, super().attend
 
-        def plain(query, keys, values, masks):
-            parts = [KeyBlock(*part) for part in zip(keys, values, masks, strict=True)]
-            return attend(query, parts, score_scale, value_scale, out_dtype)
+        def plain(query, blocks):
+            return attend(query, blocks, scale, 1.0, out_dtype)
 
-        def exactly(query, keys, values, masks):
-            scale = score_scale * value_scale
-            found = exact.attend(query, keys, values, masks, scale, self.exponential())
-            return found.astype(out_dtype)
+        exactly = partial(self.attended, scale=scale, out_dtype=out_dtype)
+        return with_gradient_of(plain, exactly)(query, blocks)
 
-        run = with_gradient_of(plain, exactly)
-        return run(query, *map(list, zip(*blocks, strict=True)))
+    def attended(
+        self, query: jax.Array, blocks: list[KeyBlock], scale: float, out_dtype: jnp.dtype
+    ) -> jax.Array:
+        """Attention without a gradient."""
+        keys, values, masks = zip(*blocks, strict=True)
+        found = exact.attend(query, [*keys], [*values], [*masks], scale, self.exponential())
+        return found.astype(out_dtype)
 
     def exponential(self) -> Callable[[jax.Array], jax.Array] | None:
         """e^x of attention; None: the order-free one."""
@@ -86,41 +89,41 @@ class ExactCompute(Compute):
 
 
 @dataclass(frozen=True)
-class IsolatedCompute(ExactCompute):
-    """Each operation of `Compute` by itself."""
+class InvariantCompute(ExactCompute):
+    """Each operation of `Compute` by itself, on a CPU."""
 
     def exponential(self):
-        return isolated.isolated(jnp.exp)
+        return invariant.isolated(jnp.exp)
 
     def row_sum(self, x):
-        return isolated.row_sum(x)
+        return invariant.row_sum(x, backend=self.backend)
 
     def scale(self, x, factor):
-        return isolated.isolated(partial(super().scale, factor=factor))(x)
+        return invariant.isolated(partial(super().scale, factor=factor))(x)
 
     def row_mean(self, x):
-        return isolated.isolated(super().row_mean)(x)
+        return invariant.isolated(super().row_mean)(x)
 
     def rms_norm(self, x, weight, eps, offset=0.0):
         norm = super().rms_norm
-        return isolated.isolated(lambda x, weight: norm(x, weight, eps, offset))(x, weight)
+        return invariant.isolated(lambda x, weight: norm(x, weight, eps, offset))(x, weight)
 
     def rope_tables(self, frequencies, positions):
         angles = materialize(positions[..., None].astype(jnp.float32) * frequencies)
         return materialize((jnp.cos(angles), jnp.sin(angles)))
 
     def rotate(self, x, tables):
-        return isolated.isolated(super().rotate)(x, tables)
+        return invariant.isolated(super().rotate)(x, tables)
 
     def gated(self, gate, up, activation):
-        return isolated.isolated(partial(super().gated, activation=activation))(gate, up)
+        return invariant.isolated(partial(super().gated, activation=activation))(gate, up)
 
     def routing(self, x, router):
-        logits = isolated.dot(x.astype(jnp.float32), router.astype(jnp.float32))
+        logits = self.product(x.astype(jnp.float32), router.astype(jnp.float32))
         return self.normalize(self.softmax_terms(logits, 1.0)[1])
 
     def normalize(self, weights):
-        return isolated.isolated(super().normalize)(weights)
+        return invariant.isolated(super().normalize)(weights)
 
     def combine(self, weights, out):
         def exactly(weights, out):
@@ -141,20 +144,38 @@ class IsolatedCompute(ExactCompute):
         return run(logits, jnp.asarray(temperature, jnp.float32))
 
     def logprob_of(self, shifted, total, tokens):
-        return isolated.isolated(super().logprob_of)(shifted, total, tokens)
+        return invariant.isolated(super().logprob_of)(shifted, total, tokens)
 
     def product(self, x, w, group_sizes=None, out_dtype=jnp.float32):
         if group_sizes is None:
-            return isolated.dot(x, w, out_dtype)
-        return isolated.grouped_dot(x, w, group_sizes, out_dtype)
+            return invariant.dot(x, w, out_dtype, backend=self.backend)
+        return invariant.grouped_dot(x, w, group_sizes, out_dtype, backend=self.backend)
 
     def add_scaled(self, x, y, factor):
-        return isolated.isolated(partial(super().add_scaled, factor=factor))(x, y)
+        return invariant.isolated(partial(super().add_scaled, factor=factor))(x, y)
 
     def unpacked(self, w):
         if isinstance(w, QTensor):
             return dequantize(w)
         return None if w.dtype == jnp.float32 else w.astype(jnp.float32)
+
+
+@dataclass(frozen=True)
+class HopperCompute(InvariantCompute):
+    """Each operation by itself, its sums and products by kernels."""
+
+    def attended(self, query, blocks, scale, out_dtype):
+        found = attention(
+            query, blocks, scale, 1.0, out_dtype, key_order="decode", backend=self.backend
+        )
+        return materialize(found)
+
+    def quantized_product(self, x, w, group_sizes, out_dtype):
+        # not ExactCompute's, which multiplies dequantized operands
+        return materialize(Compute.quantized_product(self, x, w, group_sizes, out_dtype))
+
+    def unpacked(self, w):
+        return None
 
 
 @dataclass(frozen=True)

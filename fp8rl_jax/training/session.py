@@ -92,6 +92,9 @@ from fp8rl_jax.training.state import TrainState, sharded_state
 from fp8rl_jax.training.step import batch_logprobs, supervised_update
 from fp8rl_jax.weights.load import save_policy
 from fp8rl_jax.weights.peft_format import save_adapters
+from pallas_kernels.attention import KeyBlock, attention
+from pallas_kernels.backend import BackendError
+from pallas_kernels.matmul import selected_backend
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]] | Example
 """Text, token ids, the messages of a conversation, or a problem of a data set."""
@@ -958,6 +961,34 @@ def _check_policy(policy: Policy, config: RunConfig, recipe: Recipe) -> None:
     )
     if config.trainer.router_replay and policy.config.experts is None:
         raise UserError("trainer.router_replay: the model has no experts; leave it false")
+    if recipe.exact and selected_backend(config.precision.backend) == "hopper":
+        _check_exact_on_hopper(policy, config)
+
+
+def _check_exact_on_hopper(policy: Policy, config: RunConfig) -> None:
+    """What attention in the order of a decode step asks of the model and of the batch."""
+    if config.trainer.packing:
+        raise UserError(
+            "trainer.packing: with precision.exact, Hopper's attention takes one sequence a row; "
+            "set one of the two to false"
+        )
+    model, dtype = policy.config, jnp.dtype(config.compute_dtype)
+    try:
+        jax.eval_shape(
+            lambda q, k: attention(
+                q,
+                [KeyBlock(k, k, jnp.ones((1, 1, 8), bool))],
+                model.score_scale,
+                1.0,
+                dtype,
+                key_order="decode",
+                backend="hopper",
+            ),
+            jax.ShapeDtypeStruct((1, 1, model.num_heads, model.head_dim), dtype),
+            jax.ShapeDtypeStruct((1, model.num_kv_heads, 8, model.head_dim), dtype),
+        )
+    except BackendError as error:
+        raise UserError(f"precision.exact: {error}; set it to false") from None
 
 
 def _sampling(config: RunConfig, policy: Policy, tokenizer: Tokenizer) -> Sampling:

@@ -18,6 +18,7 @@ OPERATIONS = (
     "cache_write",
     "decode_attention",
     "grouped_matmul",
+    "invariant",
     "matmul",
     "quantize",
 )

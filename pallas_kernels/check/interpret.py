@@ -50,12 +50,24 @@ def interpret(case: Case) -> dict:
     return {"case": case.name, "difference": difference(got, expected), "races": races}
 
 
-def by_rows(left: np.ndarray, right: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Multiply a row at a time: the product that stands for a wgmma.
+def in_float64(left: np.ndarray, right: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Multiply in float64: the product that stands for a wgmma.
 
-    In BLAS's product a row's bits depend on its place, and on a GPU not.
+    In BLAS's float32 product a row's bits depend on its place and on the number of columns, and on
+    a GPU not. The sums here are short enough to be exact.
     """
-    return _product(left[:, None], right, dtype=dtype)[:, 0]
+    return _product(left.astype(np.float64), right.astype(np.float64)).astype(dtype)
+
+
+def prepare() -> None:
+    """Set up this process to interpret kernels, before it runs anything."""
+    # the threads that play warpgroups wait for each other inside of XLA's pool: with few of them,
+    # or where an operation is split over them, they can starve
+    os.environ.setdefault("PJRT_NPROC", "16")
+    os.environ["XLA_FLAGS"] = (
+        f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false {UNOPTIMIZED}"
+    )
+    np.matmul = in_float64  # ty: ignore[invalid-assignment]  # the interpreter's wgmma calls it
 
 
 def main() -> None:
@@ -67,13 +79,7 @@ def main() -> None:
         help="a function of pallas_kernels.mosaic that does nothing: a bug that must be seen",
     )
     arguments, cases = parse_cases(parser, "small")
-    # the threads that play warpgroups wait for each other inside of XLA's pool: with few of them,
-    # or where an operation is split over them, they can starve
-    os.environ.setdefault("PJRT_NPROC", "16")
-    os.environ["XLA_FLAGS"] = (
-        f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false {UNOPTIMIZED}"
-    )
-    np.matmul = by_rows  # ty: ignore[invalid-assignment]  # the interpreter's wgmma calls it
+    prepare()
     if arguments.without:
         setattr(mosaic, arguments.without, lambda *_, **__: None)
     for case in cases:

@@ -1,4 +1,4 @@
-"""Blockwise-scaled products of sorted rows on Hopper: the dense loop over tiles that each serve one
+"""Products of sorted rows on Hopper: the dense loop over tiles that each serve one
 group.
 
 How many rows a group has is known at run time only. A tile is 128 rows, of which some are its
@@ -24,6 +24,7 @@ from pallas_kernels.mainloop import (
     WGMMA_ROWS,
     Place,
     Side,
+    block_of,
     ring_scratch,
     run,
 )
@@ -69,16 +70,32 @@ def row_tiles(m: int, group_sizes) -> RowTiles:
 
 @mosaic.outlined("out_dtype")
 def matmul(x, x_scales, w, w_scales, group_sizes, out_dtype):
-    (groups, n, k), m = w.shape, len(x)
-    x, x_scales = pad(x, 8, BLOCK_K), pad(x_scales, 8, 1).T
-    w = jnp.pad(w, ((0, 0), (0, -n % 8), (0, -k % BLOCK_K))) if n % 8 or k % BLOCK_K else w
-    width, blocks = w.shape[1], w_scales.shape[1]
-    tiles, steps = row_tiles(m, group_sizes), -(-k // BLOCK_K)
+    scales = pad(x_scales, 8, 1).T, w_scales.reshape(-1, w_scales.shape[-1])
+    return _product((x, scales[0]), (w, scales[1]), group_sizes, out_dtype, "grouped_matmul")
+
+
+@mosaic.outlined("out_dtype")
+def dot(x, w, group_sizes, out_dtype):
+    """`matmul` of one 16-bit dtype, without scales."""
+    return _product((x, None), (w, None), group_sizes, out_dtype, "invariant_grouped_matmul")
+
+
+def _product(x, w, group_sizes, out_dtype, name):
+    """Rows times their groups' weights: operands with their scales as `mainloop` reads them."""
+    (x, x_scales), (w, w_scales) = x, w
+    (groups, n, k), m, block = w.shape, len(x), block_of(x.dtype)
+    x = pad(x, 8, block)
+    w = jnp.pad(w, ((0, 0), (0, -n % 8), (0, -k % block))) if n % 8 or k % block else w
+    width, blocks = w.shape[1], 0 if w_scales is None else len(w_scales) // groups
+    tiles, steps = row_tiles(m, group_sizes), -(-k // block)
     grid = (len(tiles.group), -(-n // TILE_COLUMNS))
-    left, right = Side(x.dtype, TILE_ROWS, True), Side(w.dtype, TILE_COLUMNS, False)
+    left = Side(x.dtype, TILE_ROWS, "none" if x_scales is None else "row")
+    right = Side(w.dtype, TILE_COLUMNS, "none" if w_scales is None else "block")
     stages = 4 if out_dtype == jnp.float32 else 5  # as many slots as leave room for the result
 
-    def body(x, x_scales, w, w_scales, group, start, low, high, out, ring, staged):
+    def body(x, w, of_tile, out, ring, staged):
+        group, start, low, high = of_tile
+
         def at(tile):
             return mosaic.planar_snake(tile, grid, 1, 8)
 
@@ -107,31 +124,22 @@ def matmul(x, x_scales, w, w_scales, group_sizes, out_dtype):
                 mosaic.ds(j * TILE_COLUMNS, TILE_COLUMNS),
             )
 
-        run(
-            (left, x, x_scales),
-            (right, w, w_scales),
-            ring,
-            grid[0] * grid[1],
-            stages,
-            place,
-            finish,
-        )
+        run((left, *x), (right, *w), ring, grid[0] * grid[1], stages, place, finish)
 
     scratch = {
         "ring": ring_scratch(left, right, stages),
         "staged": mosaic.SMEM((TILE_ROWS, TILE_COLUMNS), out_dtype),
     }
     out = jax.ShapeDtypeStruct((m, mosaic.whole_swizzles(n, out_dtype)), out_dtype)
-    return mosaic.launch(
+    launched = mosaic.launch(
         body,
         out,
         scratch=scratch,
         threads=CONSUMERS + 1,
         tiles=grid[0] * grid[1],
-        name="grouped_matmul",
-    )(x, x_scales, w.reshape(groups * width, -1), w_scales.reshape(groups * blocks, -1), *tiles)[
-        :, :n
-    ]
+        name=name,
+    )
+    return launched((x, x_scales), (w.reshape(groups * width, -1), w_scales), tiles)[:, :n]
 
 
 def store_rows(staged, out, first, rows, start, columns):
@@ -157,7 +165,7 @@ def outer_products(dy, dy_scales, x, x_scales, group_sizes):
     ends = jnp.cumsum(group_sizes, dtype=jnp.int32) // BLOCK_K
     firsts = ends - group_sizes.astype(jnp.int32) // BLOCK_K
     grid = (-(-n // TILE_ROWS), -(-k // TILE_COLUMNS))
-    left, right = Side(dy.dtype, TILE_ROWS, True), Side(x.dtype, TILE_COLUMNS, True)
+    left, right = Side(dy.dtype, TILE_ROWS, "row"), Side(x.dtype, TILE_COLUMNS, "row")
     tiles, stages = groups * grid[0] * grid[1], 4
 
     def body(dy, dy_scales, x, x_scales, firsts, ends, out, ring, staged):

@@ -1,11 +1,9 @@
-"""Blockwise-scaled product on Hopper: many rows with x on the left of wgmma, few with the weight
-there.
+"""Products on Hopper: many rows with x on the left of wgmma, few with the weight there.
 
 wgmma multiplies 64 rows of its left operand at least, and 8 of its right one. A decode step has
 fewer than 64 rows, so there the weight goes left, and the contraction is split to keep all
 multiprocessors loading. The split is a function of the weight's shape alone, and the parts are
-added
-in their order in both kernels: a row has the same sum whatever m is.
+added in their order in both kernels: a row has the same sum whatever m is.
 """
 
 from __future__ import annotations
@@ -24,9 +22,11 @@ from pallas_kernels.mainloop import (
     WGMMA_ROWS,
     Place,
     Side,
+    block_of,
     ring_scratch,
     run,
 )
+from pallas_kernels.rounding import rounded
 
 FEW_ROWS = 128  # up to here the weight is the left operand
 TILE_COLUMNS = 128
@@ -34,12 +34,12 @@ TILE_COLUMNS = 128
 _WAVE = 132
 
 
-def split_of(n: int, k: int) -> int:
-    """Choose how many parts the contraction is split into.
+def split_of(n: int, steps: int) -> int:
+    """Choose how many parts a contraction of so many blocks is split into.
 
     Of 1 to 4, the first that leaves the fewest multiprocessors idle at the end.
     """
-    tiles, steps = -(-n // TILE_ROWS), -(-k // BLOCK_K)
+    tiles = -(-n // TILE_ROWS)
 
     def busy(parts):
         return tiles * parts / (-(-tiles * parts // _WAVE) * _WAVE)
@@ -54,16 +54,30 @@ def part_of(steps: int, split: int, part):
 
 @mosaic.outlined("w_block", "out_dtype")
 def matmul(x, x_scales, w, w_scales, w_block, out_dtype):
-    (n, k), rows = w.shape, x.reshape(-1, x.shape[-1])
-    m = len(rows)
-    rows, x_scales = pad(rows, 8, BLOCK_K), pad(x_scales.reshape(m, -1), 8, 1).T
-    w, by_row = pad(w, 8, BLOCK_K), w_block[0] == 1
+    rows, by_row = x.reshape(-1, x.shape[-1]), w_block[0] == 1
+    x_scales = pad(x_scales.reshape(len(rows), -1), 8, 1).T
     w_scales = pad(w_scales, 8, 1).T if by_row else w_scales
-    product = few_rows if m <= FEW_ROWS else many_rows
     # a weight with a scale a row is the other half of a weight gradient: many rows, and nothing to
     # keep equal to
-    out = product(rows, x_scales, w, w_scales, by_row, 1 if by_row else split_of(n, k), out_dtype)
-    return out[:m, :n].reshape(*x.shape[:-1], n)
+    split = 1 if by_row else split_of(len(w), -(-w.shape[1] // BLOCK_K))
+    scales, name = ("row", "row" if by_row else "block"), "blockwise_matmul"
+    out = _product((rows, x_scales), (w, w_scales), scales, split, out_dtype, name)
+    return out.reshape(*x.shape[:-1], -1)
+
+
+@mosaic.outlined("out_dtype")
+def dot(x, w, out_dtype):
+    """x [m, k] times the transpose of w [n, k], of one 16-bit dtype."""
+    split = split_of(len(w), -(-w.shape[1] // block_of(w.dtype)))
+    return _product((x, None), (w, None), ("none", "none"), split, out_dtype, "invariant_matmul")
+
+
+def _product(x, w, scales, split, out_dtype, name):
+    """Rows times the transpose of a weight: operands with their scales as `mainloop` reads them."""
+    m, n = len(x[0]), len(w[0])
+    x, w = ((pad(values, 8, block_of(values.dtype)), of) for values, of in (x, w))
+    product = few_rows if m <= FEW_ROWS else many_rows
+    return product(x, w, scales, split, out_dtype, name)[:m, :n]
 
 
 def pad(x, rows, columns):
@@ -73,11 +87,11 @@ def pad(x, rows, columns):
     return jnp.pad(x, extra) if any(after for _, after in extra) else x
 
 
-def many_rows(x, x_scales, w, w_scales, by_row, split, out_dtype):
+def many_rows(x, w, scales, split, out_dtype, name):
     """Tiles of 128 x 128 of the result."""
-    (m, k), n = x.shape, mosaic.whole_swizzles(len(w), out_dtype)
-    left, right = Side(x.dtype, TILE_ROWS, True), Side(w.dtype, TILE_COLUMNS, by_row)
-    grid, steps = (-(-m // TILE_ROWS), -(-n // TILE_COLUMNS)), -(-k // BLOCK_K)
+    (m, k), n, dtype = x[0].shape, mosaic.whole_swizzles(len(w[0]), out_dtype), x[0].dtype
+    left, right = Side(dtype, TILE_ROWS, scales[0]), Side(w[0].dtype, TILE_COLUMNS, scales[1])
+    grid, steps = (-(-m // TILE_ROWS), -(-n // TILE_COLUMNS)), -(-k // block_of(dtype))
     tiles, tile, float32_out = (
         grid[0] * grid[1],
         (CONSUMERS, WGMMA_ROWS, TILE_COLUMNS),
@@ -87,7 +101,7 @@ def many_rows(x, x_scales, w, w_scales, by_row, split, out_dtype):
     # result is narrower
     stages = 5 if split == 1 and not float32_out else 4
 
-    def body(x, x_scales, w, w_scales, out, ring, staged, sums):
+    def body(x, w, out, ring, staged, sums):
         at = partial(mosaic.planar_snake, shape=grid, minor_dim=1, tile_width=8)
 
         def place(tile):
@@ -109,7 +123,7 @@ def many_rows(x, x_scales, w, w_scales, by_row, split, out_dtype):
                 staged.at[wg], out.at[rows, mosaic.ds(j * TILE_COLUMNS, TILE_COLUMNS)]
             )
 
-        run((left, x, x_scales), (right, w, w_scales), ring, tiles, stages, place, finish)
+        run((left, *x), (right, *w), ring, tiles, stages, place, finish)
 
     scratch = {
         "ring": ring_scratch(left, right, stages),
@@ -118,8 +132,8 @@ def many_rows(x, x_scales, w, w_scales, by_row, split, out_dtype):
     }
     out = jax.ShapeDtypeStruct((m, n), out_dtype)
     return mosaic.launch(
-        body, out, scratch=scratch, threads=CONSUMERS + 1, tiles=tiles, name="blockwise_matmul"
-    )(x, x_scales, w, w_scales)
+        body, out, scratch=scratch, threads=CONSUMERS + 1, tiles=tiles, name=name
+    )(x, w)
 
 
 def in_parts(sums, total, steps, split):
@@ -135,15 +149,16 @@ def in_parts(sums, total, steps, split):
     return sums[...]
 
 
-def few_rows(x, x_scales, w, w_scales, by_row, split, out_dtype):
+def few_rows(x, w, scales, split, out_dtype, name):
     """Tiles of 128 rows of the weight by all rows of x, a part of the contraction each; the parts
     are added afterwards."""
-    (m, k), n = x.shape, len(w)
+    (m, k), n, dtype = x[0].shape, len(w[0]), x[0].dtype
     columns = next(c for c in (8, 16, 32, 64, 128) if c >= m)
-    left, right = Side(w.dtype, TILE_ROWS, by_row), Side(x.dtype, columns, True)
-    steps, stages, tiles = -(-k // BLOCK_K), 4 if columns == 128 else 6, -(-n // TILE_ROWS) * split
+    left, right = Side(w[0].dtype, TILE_ROWS, scales[1]), Side(dtype, columns, scales[0])
+    steps, stages = -(-k // block_of(dtype)), 4 if columns == 128 else 6
+    tiles = -(-n // TILE_ROWS) * split
 
-    def body(x, x_scales, w, w_scales, out, ring, staged):
+    def body(x, w, out, ring, staged):
         def at(tile):
             return lax.div(tile, split), lax.rem(tile, split)
 
@@ -161,7 +176,7 @@ def few_rows(x, x_scales, w, w_scales, by_row, split, out_dtype):
             rows = mosaic.ds(i * TILE_ROWS + wg * WGMMA_ROWS, WGMMA_ROWS)
             mosaic.copy_smem_to_gmem(staged.at[wg], out.at[part, rows, mosaic.ds(0, columns)])
 
-        run((left, w, w_scales), (right, x, x_scales), ring, tiles, stages, place, finish)
+        run((left, *w), (right, *x), ring, tiles, stages, place, finish)
 
     scratch = {
         "ring": ring_scratch(left, right, stages),
@@ -174,9 +189,9 @@ def few_rows(x, x_scales, w, w_scales, by_row, split, out_dtype):
         scratch=scratch,
         threads=CONSUMERS + 1,
         tiles=tiles,
-        name="blockwise_matmul_few_rows",
-    )(x, x_scales, w, w_scales)
+        name=f"{name}_few_rows",
+    )(x, w)
     value = jnp.zeros(parts.shape[1:], jnp.float32)
     for part in parts:
         value = value + part
-    return value.T.astype(out_dtype)
+    return rounded(value.T, out_dtype)

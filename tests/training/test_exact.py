@@ -91,7 +91,7 @@ def test_recipes_with_one_precision_flow_are_exact_by_default(monkeypatch):
     assert {name for name in RECIPES if decided(name)} == {"bf16", "jet-rl", "fp8-e2e", "infir2"}
     assert decided("jet-rl", False) is False and decided("jet-rl", True) is True
     assert decided("jet-rl", ours=False) is False
-    monkeypatch.setattr("pallas_kernels.isolated.is_available", lambda: False)
+    monkeypatch.setattr("pallas_kernels.invariant.is_available", lambda: False)
     assert decided("jet-rl") is False and decided("jet-rl", True) is True
 
 
@@ -127,7 +127,7 @@ def test_the_trainer_has_the_bits_of_the_rollout(kind, name, dtype):
 @pytest.mark.slow
 def test_the_trainer_has_them_in_the_order_free_arithmetic_too(monkeypatch):
     """As on a mesh, and on devices other than a CPU."""
-    monkeypatch.setattr("pallas_kernels.isolated.is_available", lambda: False)
+    monkeypatch.setattr("pallas_kernels.invariant.is_available", lambda: False)
     jax.clear_caches()
     try:
         _, rollout, config = sampled.__wrapped__("dense", "jet-rl", "bfloat16")

@@ -1,9 +1,9 @@
-"""Look for an isolated operation whose bits depend on the batch:
+"""Look for an operation of exact mode whose bits depend on the batch:
 
-    python -m experiments.isolated --seeds 100
+    python -m experiments.invariant --seeds 100
 
-Each operation of exact mode, on one CPU device, is drawn at random shapes and compared with itself:
-other rows beside a row, one to all of them, another place, another layout of the same rows, as a
+Each operation, on one CPU device or one Hopper GPU, is drawn at random shapes and compared with
+itself: other rows beside a row, one to all of them, another place, another layout of the same rows, as a
 part of a larger program and in a loop. Prints each shape at which a bit differs, and exits with 1.
 """
 
@@ -25,10 +25,10 @@ from experiments.benchmarks.machine import facts
 from experiments.command import run_command
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.config import DEFAULT_ROPE_THETA
-from fp8rl_jax.precision.exact import IsolatedCompute
-from pallas_kernels import isolated
+from fp8rl_jax.precision import exact_compute
+from pallas_kernels import invariant
 
-_COMPUTE = IsolatedCompute("reference")
+_COMPUTE = exact_compute()()
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,12 @@ def _draw(rng, dtype, most_rows: int):
 def _dot(rng, dtype, most, replaced=None):
     (m, normal), k, n = _draw(rng, dtype, most), _width(rng), _width(rng)
     w = normal(n, k)
-    return lambda x: (replaced or isolated.dot)(x, w), (normal(m, 1, k),), (k, n)
+    return lambda x: (replaced or invariant.dot)(x, w), (normal(m, 1, k),), (k, n)
 
 
 def _row_sum(rng, dtype, most, replaced=None):
     (m, normal), n = _draw(rng, dtype, most), int(rng.choice([_width(rng), rng.integers(1, 9000)]))
-    return replaced or isolated.row_sum, (normal(m, 1, n, dtype=jnp.float32),), (n,)
+    return replaced or invariant.row_sum, (normal(m, 1, n, dtype=jnp.float32),), (n,)
 
 
 def _rms_norm(rng, dtype, most):
@@ -242,17 +242,17 @@ class Arguments:
 
 def main(argv: list[str]) -> int:
     """Exit code: 0; 1 where a bit differs, 2 for a fault in what was given."""
-    return run_command("isolated", Arguments, run, argv)
+    return run_command("invariant", Arguments, run, argv)
 
 
 def run(arguments: Arguments) -> None:
     """Try, print and write.
 
     Raises:
-        UserError: the machine is not one that isolated operations are for.
+        UserError: the machine is not one that batch-invariant operations are for.
     """
-    if not isolated.is_available():
-        raise UserError("isolated operations promise their bits on one CPU device alone")
+    if not invariant.is_available():
+        raise UserError("operations are batch-invariant on one CPU device or one Hopper GPU alone")
     counts, failed = {}, []
     for name in OPERATIONS:
         for dtype in ("float32", "bfloat16"):
@@ -265,7 +265,7 @@ def run(arguments: Arguments) -> None:
             counts[f"{name} {dtype}"] = arguments.seeds
             print(f"{name} {dtype}: {arguments.seeds} shapes", flush=True)
     if arguments.output:
-        path, made = Path(arguments.output), facts("experiments.isolated")
+        path, made = Path(arguments.output), facts("experiments.invariant")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"shapes": counts, "failed": failed, "made": made}, indent=1))
     if failed:
