@@ -3,8 +3,9 @@
     python -m experiments.invariant --seeds 100
 
 Each operation, on one CPU device or one Hopper GPU, is drawn at random shapes and compared with
-itself: other rows beside a row, one to all of them, another place, another layout of the same rows, as a
-part of a larger program and in a loop. Prints each shape at which a bit differs, and exits with 1.
+itself: other rows beside a row, one to all of them, another place, another layout of the same rows,
+as a part of a larger program and in a loop. Prints each shape at which a bit differs, and exits
+with 1.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@ Every operation has one public function with `backend="auto" | "reference" | "ho
 reference is plain XLA, runs on every device and is the definition of correct. A backend asked for
 by name that cannot run raises `BackendError`.
 
-`pallas_kernels.exact` has products, sums and attention whose bits do not depend on the order of
-their terms, `pallas_kernels.isolated` products and sums that XLA compiles by themselves.
+`pallas_kernels.invariant` has products and sums whose rows have the same bits in every batch,
+`pallas_kernels.exact` products, sums and attention whose bits do not depend on the order of their
+terms.
 """
 
 from pallas_kernels.attention import attention

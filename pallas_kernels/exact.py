@@ -24,8 +24,8 @@ What is rounded off is below 2^-28 and 2^-22 of a row's largest element: less th
 of the same length loses. Attention needs one slice: its first product has few terms, and how many
 its second has, the mask says.
 
-All this is right by argument, on every device and mesh, and slow. `pallas_kernels.isolated` is fast
-and right by test, on one CPU device; it takes its attention from here.
+All this is right by argument, on every device and mesh, and slow. `pallas_kernels.invariant` is
+fast and right by test, on one device; on a CPU exact mode takes its attention from here.
 
 float64 exists inside these functions alone: each opens JAX's 64-bit mode for itself and returns
 narrower arrays, so it works in a program that has the mode off. Gradients are those of the plain

@@ -73,6 +73,19 @@ def unchecked_shapes():
 
 
 @pytest.fixture(scope="session")
+def toolchain() -> None:
+    """What compiles for Hopper. Without it the test is skipped; with FP8RL_REQUIRE_CUDA_TOOLCHAIN
+    set it fails."""
+    # not before the hook above is in place
+    from pallas_kernels.check.compile import missing_toolchain
+
+    if reason := missing_toolchain():
+        if os.environ.get("FP8RL_REQUIRE_CUDA_TOOLCHAIN"):
+            pytest.fail(reason)
+        pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
 def chromium() -> str:
     """Path of a headless-capable Chromium. Without one the test is skipped; with
     FP8RL_REQUIRE_BROWSER set it fails."""

@@ -7,13 +7,17 @@ import logging
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
 from fp8rl_jax.config.files import dump_toml
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.errors import UserError
+
+if TYPE_CHECKING:
+    from fp8rl_jax.rollout.engine import Rollout
+    from fp8rl_jax.training.session import Session
 
 
 def start_jax() -> None:
@@ -49,7 +53,17 @@ def train(config: RunConfig) -> None:
         announce(setup, print, "rollout.prompts_per_step")
         print(describe(setup))
         return
-    loop.train(setup)
+    loop.train(setup, _where_sides_part)
+
+
+def _where_sides_part(session: Session, rollout: Rollout) -> str:
+    """The first operation in which trainer and rollout differ on a rollout's first rows."""
+    from fp8rl_jax.compare.comparison import where_sides_part
+
+    config = session.config
+    return where_sides_part(
+        session.weights, session.recipe, config.compute_dtype, rollout, config.precision.backend
+    )
 
 
 def sft(config: RunConfig) -> None:

@@ -36,10 +36,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Float32
 
 from fp8rl_jax.compare.causes import (
@@ -54,11 +55,14 @@ from fp8rl_jax.compare.causes import (
     logprob_differences,
     operations,
 )
-from fp8rl_jax.compare.side import Side
-from fp8rl_jax.compare.tokens import Parts, Tokens
-from fp8rl_jax.models.policy import EXPERT_LINEARS, LINEARS
+from fp8rl_jax.compare.side import Phase, Side
+from fp8rl_jax.compare.tokens import Parts, Tokens, as_tokens, of_rollout
+from fp8rl_jax.config.recipe import Recipe
+from fp8rl_jax.models.policy import EXPERT_LINEARS, LINEARS, Policy
 from fp8rl_jax.precision import QTensor, describe, is_quantized
+from fp8rl_jax.rollout.engine import Rollout
 from fp8rl_jax.tokenizers.tokenizer import Tokenizer
+from pallas_kernels.backend import Backend
 
 
 @dataclass(frozen=True)
@@ -135,6 +139,24 @@ def compare(
         temperature: of the log-probabilities.
     """
     return _Comparing(a, b, tokens, temperature).run(progress)
+
+
+def where_sides_part(
+    policy: Policy, recipe: Recipe, dtype: DTypeLike, rollout: Rollout, backend: Backend = "auto"
+) -> str:
+    """Say in which operation a recipe's trainer and rollout first differ on a rollout's tokens.
+
+    Args:
+        policy: float32 masters, layers stacked.
+        dtype: compute dtype.
+    """
+    tokens = as_tokens(of_rollout(rollout, most=4), longest=256)
+    a, b = (Side.of(policy, recipe, phase, dtype, tokens, backend) for phase in get_args(Phase))
+    found = compare(a, b, tokens)
+    if found.equal:
+        return "each operation by itself gives equal bits, so it is what a program makes of them"
+    first = found.first[0]
+    return f"{first.name} differs first, {first.cause}: {first.detail}"
 
 
 _INPUTS = {

@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float32, Int
 
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.rollout.engine import Rollout
 from fp8rl_jax.rollout.offline import Line, read_lines
 from fp8rl_jax.tokenizers.tokenizer import Tokenizer
 
@@ -114,6 +115,19 @@ def halves(tokens: list[int]) -> Row:
     if len(tokens) < 2:
         raise UserError("needs at least two tokens, one of a prompt and one that follows")
     return Row(tokens[: len(tokens) // 2], tokens[len(tokens) // 2 :])
+
+
+def of_rollout(rollout: Rollout, most: int) -> list[Row]:
+    """List up to `most` rows of a rollout, of as many prompts as there are."""
+    lengths = np.asarray(rollout.prompts.lengths)
+    samples = len(rollout.tokens) // len(lengths)
+    order = np.arange(len(rollout.tokens)).reshape(-1, samples).T.reshape(-1)
+    prompts, tokens, mask = map(np.asarray, (rollout.prompts.tokens, rollout.tokens, rollout.mask))
+    rows = (
+        Row(prompts[i // samples, : lengths[i // samples]].tolist(), tokens[i, mask[i]].tolist())
+        for i in order[:most]
+    )
+    return [row for row in rows if row.completion]
 
 
 def as_tokens(rows: list[Row], longest: int) -> Tokens:

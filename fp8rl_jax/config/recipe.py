@@ -191,7 +191,7 @@ class Recipe:
     exact: bool = False
     """A token's log-probability has the same bits in the rollout and in the trainer, whatever else
     is in the batch, however it is padded, chunked, packed or split. Only where both sides have the
-    same formats, and on the reference backend."""
+    same formats."""
 
     def __post_init__(self) -> None:
         for key in ("first_layers_in_compute", "last_layers_in_compute"):
@@ -573,9 +573,10 @@ class PrecisionConfig:
     exact: Literal["auto", True, False] = "auto"
     """Log-probabilities of rollout and trainer that are equal bit for bit: mismatch and importance
     weights are then exactly 0 and 1. For recipes with one precision flow (bf16, jet-rl, infir2,
-    fp8-e2e), on the reference backend. auto: where that costs nothing, on one CPU device, and kept
-    when the run resumes. true: on other devices and meshes, too, several times slower. A run in
-    which a bit differs all the same stops under true; under auto it says so and goes on."""
+    fp8-e2e). auto: where that costs nothing, on one CPU device, and kept when the run resumes.
+    true: elsewhere, too; with backend = "hopper" on one GPU and one sequence a row, with
+    "reference" on all devices and meshes, several times slower. A run in which a bit differs all
+    the same stops under true; under auto it says so and goes on."""
     backend: Literal["auto", "reference", "hopper"] = "auto"
     """Kernels: plain XLA, Hopper's Pallas kernels, or the best that the device has."""
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -26,6 +26,7 @@ from fp8rl_jax import rl
 from fp8rl_jax.config.training import EvaluationConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.parallel import check_same, is_main_process, leave_on_failure, shared_faults, to_host
+from fp8rl_jax.rollout.engine import Rollout
 from fp8rl_jax.statistics import wilson_interval
 from fp8rl_jax.tasks.dataset import Dataset, Example
 from fp8rl_jax.tasks.distributed import score_distributed
@@ -47,6 +48,10 @@ from fp8rl_jax.training.setup import (
 from fp8rl_jax.training.tracking import JsonLines, Trackers, Watch, make_tracker
 
 _log = logging.getLogger("fp8rl")
+
+Explain = Callable[[Session, Rollout], str]
+"""Says where trainer and rollout part on a rollout's tokens, under the session's present
+weights."""
 
 
 @dataclass(frozen=True)
@@ -177,10 +182,13 @@ def evaluate_held_out(setup: Setup, pool: RewardPool) -> Evaluation:
     return evaluate(session, pool, examples, config, jax.random.key(setup.config.seed))
 
 
-def train(setup: Setup) -> None:
+def train(setup: Setup, explain: Explain | None = None) -> None:
     """Run `trainer.steps` steps.
 
     Leaves metrics, samples, evaluations, checkpoints and the trained model in the run directory.
+
+    Args:
+        explain: called where a bit differs in a run in exact mode.
 
     Raises:
         UserError: the run directory is taken, a checkpoint cannot be written or read, too many
@@ -204,14 +212,15 @@ def train(setup: Setup) -> None:
         if is_main_process():
             announce(setup, print, "rollout.prompts_per_step")
         with shared_faults():
-            loop = Loop(setup, pool)
+            loop = Loop(setup, pool, explain)
         loop.run()
 
 
 class Loop:
     """A run in progress."""
 
-    def __init__(self, setup: Setup, pool: RewardPool):
+    def __init__(self, setup: Setup, pool: RewardPool, explain: Explain | None = None):
+        self.explain = explain
         self.setup, self.config, self.session, self.pool = setup, setup.config, setup.session, pool
         config = setup.config
         self.collector = Collector(self.session, setup.train, pool, config)
@@ -275,7 +284,8 @@ class Loop:
             found.experience, rewards, found.entering, self.collector.prompts(step + 1)
         )
         if self.session.recipe.exact and not self.inexact:
-            self._check_exact(step, metrics["mismatch/logprob_abs_diff_max"])
+            largest = metrics["mismatch/logprob_abs_diff_max"]
+            self._check_exact(step, largest, found.experience.rollout)
         metrics |= self._scored(found.scores)
         metrics |= {
             "rollout/rounds": float(found.rounds),
@@ -289,7 +299,7 @@ class Loop:
             )
         return metrics
 
-    def _check_exact(self, step: int, difference: float) -> None:
+    def _check_exact(self, step: int, difference: float, rollout: Rollout) -> None:
         """Look whether the two sides of an exact run differ.
 
         Raises:
@@ -297,12 +307,13 @@ class Loop:
         """
         if difference == 0:
             return
-        model, dtype = self.config.model.path or "MODEL", self.config.compute_dtype
         found = (
             f"in step {step} a log-probability of the trainer is {difference:.2g} from the "
-            f"rollout's, and not one bit may differ; `fp8rl compare {model} --recipe "
-            f"{self.config.recipe} --compute-dtype {dtype} --precision.exact` names the layer"
+            "rollout's, and not one bit may differ"
         )
+        # a comparison runs in one process
+        if self.explain is not None and jax.process_count() == 1:
+            found = f"{found}: {self.explain(self.session, rollout)}"
         if not self.session.exact_by_default:
             raise UserError(f"precision.exact: {found}. With precision.exact = false it goes on")
         self.inexact = True

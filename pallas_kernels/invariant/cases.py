@@ -74,9 +74,7 @@ def same_rows(name: str, few: int, many: int, k: int, operation, n: int = 0, x=j
     """What the first `few` of `many` rows differ by from themselves alone: not a bit."""
 
     def run(*arrays, backend):
-        alone, among = (
-            operation(arrays[0][:m], *arrays[1:], backend=backend) for m in (few, many)
-        )
+        alone, among = (operation(arrays[0][:m], *arrays[1:], backend=backend) for m in (few, many))
         return bits_apart(alone, among[:few])
 
     def given(key):

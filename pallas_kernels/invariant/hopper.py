@@ -51,9 +51,9 @@ def operands(x: Array, w: Array) -> tuple[Array, Array]:
         for j in range(len(right))
         if i + j == size
     ]
-    return tuple(
-        jnp.concatenate([side[pair[k]] for pair in pairs], axis=-1)
-        for k, side in enumerate((left, right))
+    return (
+        jnp.concatenate([left[i] for i, _ in pairs], axis=-1),
+        jnp.concatenate([right[j] for _, j in pairs], axis=-1),
     )
 
 

@@ -131,9 +131,9 @@ def many_rows(x, w, scales, split, out_dtype, name):
         "sums": mosaic.tiled(tile, jnp.float32) if split > 1 and not float32_out else None,
     }
     out = jax.ShapeDtypeStruct((m, n), out_dtype)
-    return mosaic.launch(
-        body, out, scratch=scratch, threads=CONSUMERS + 1, tiles=tiles, name=name
-    )(x, w)
+    return mosaic.launch(body, out, scratch=scratch, threads=CONSUMERS + 1, tiles=tiles, name=name)(
+        x, w
+    )
 
 
 def in_parts(sums, total, steps, split):

@@ -14,9 +14,9 @@ import pytest
 from precision.numpy_fp8 import restored
 from tiny_models import LLAMA, MOE
 
-from fp8rl_jax.compare.comparison import Comparison, compare
+from fp8rl_jax.compare.comparison import Comparison, compare, where_sides_part
 from fp8rl_jax.compare.side import Side, check_alike
-from fp8rl_jax.compare.tokens import Row, as_tokens
+from fp8rl_jax.compare.tokens import Row, as_tokens, of_rollout
 from fp8rl_jax.config.recipe import RECIPES, Recipe, TensorFormat, get_recipe
 from fp8rl_jax.config.rl import RLConfig
 from fp8rl_jax.errors import UserError
@@ -252,6 +252,13 @@ def test_the_sides_are_the_engine_and_the_update():
             x = type(x)(*(part["output"] for part in one.run(i, x, tokens)))
         np.testing.assert_allclose(one.logprobs(one.norm(x), tokens), expected, atol=tolerance)
     assert np.abs(trainer - out.policy_logprobs).max() > 4 * tolerance
+    wide = dataclasses.replace(out, tokens=np.repeat(out.tokens, 2, 0), mask=out.mask[[0, 0, 1, 1]])
+    first, second = (out.tokens[i, out.mask[i]].tolist() for i in (0, 1))
+    assert of_rollout(wide, most=2) == [Row([5, 9, 3, 22, 8], first), Row([2, 6, 11], second)]
+    said = where_sides_part(weights, RECIPES[recipe], "float32", out)
+    assert said.startswith("layers.0.q_proj differs first, format: ")
+    exact = replace(RECIPES["jet-rl"], exact=True)
+    assert where_sides_part(weights, exact, "float32", out).startswith("each operation by itself")
 
 
 def test_models_of_other_shapes_are_refused():

@@ -20,6 +20,7 @@ from experiments.benchmarks.gpu import (
     attention,
     checks,
     copying,
+    exact,
     figures,
     grouped,
     products,
@@ -190,6 +191,10 @@ def test_every_kernel_has_a_part_in_the_first_checks():
         "decode_attention",
         "grouped_matmul",
         "grouped_outer_product",
+        "invariant_grouped_matmul",
+        "invariant_matmul",
+        "invariant_matmul_few_rows",
+        "invariant_sum",
         "quantize_rms_norm",
         "quantize_rows",
         "quantize_rows_tokens",
@@ -635,14 +640,15 @@ def test_a_fix_in_one_kernel_keeps_the_figures_of_the_others():
         }
 
     of_attention = on("decode_attention.hopper")
-    assert {part for part, _ in of_attention} == {"checks", "attention", "step"}
+    assert {part for part, _ in of_attention} == {"checks", "attention", "step", "exact"}
     assert all("attention" in label for part, label in of_attention if part == "checks")
     of_quantizers = on("quantize.hopper")
     # matmul has them timed with it
-    assert {part for part, _ in of_quantizers} == {"checks", "matmul", "step", "quantize"}
+    assert {part for part, _ in of_quantizers} == {"checks", "matmul", "step", "quantize", "exact"}
     assert all(": quantize " in label for part, label in of_quantizers if part == "checks")
-    assert {part for part, _ in on("matmul.hopper")} == {"checks", "matmul", "grouped", "step"}
-    assert {part for part, _ in on("cache_write.hopper")} == {"checks", "step"}
+    products = {part for part, _ in on("matmul.hopper")}
+    assert products == {"checks", "matmul", "grouped", "step", "exact"}
+    assert {part for part, _ in on("cache_write.hopper")} == {"checks", "step", "exact"}
 
 
 def test_comments_do_not_make_a_result_outdated(tmp_path):
@@ -759,9 +765,8 @@ def test_the_table_takes_the_least_and_calls_nothing_met_that_was_not_measured()
         "met, aim too",
     )
     assert {status for _, status in statuses(records(counts=False)).values()} == {"not measured"}
-    assert len(FIGURES) == 10 and figures.STEP in [
-        job.label for job in training.jobs(Setting(tiny=True))
-    ]
+    labels = [job.label for part in (training, exact) for job in part.jobs(Setting(tiny=True))]
+    assert len(FIGURES) == 12 and {figures.STEP, figures.EXACT} <= set(labels)
 
 
 # what only a card runs: its programs, traced and lowered here
@@ -909,7 +914,7 @@ def test_the_command_starts_workers_and_goes_on(tmp_path, capfd):
     assert main(words) == 0 and "quantize: rows: done" in capfd.readouterr().out
     assert main(words) == 0 and "rows: done" not in capfd.readouterr().out
     figures = json.loads((tmp_path / "out" / "figures.json").read_text())["figures"]
-    assert len(figures) == 10 and {row["status"] for row in figures} == {"not measured"}
+    assert len(figures) == 12 and {row["status"] for row in figures} == {"not measured"}
     record = json.loads((tmp_path / "out" / "quantize.json").read_text())
     assert record["commands"][0]["command"][:5] == [
         "python",

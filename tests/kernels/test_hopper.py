@@ -18,7 +18,6 @@ import pytest
 from filelock import FileLock
 
 from pallas_kernels.check.cases import OPERATIONS, Case, cases_of
-from pallas_kernels.check.compile import missing_toolchain
 from pallas_kernels.mosaic import SMEM_BYTES
 
 SECONDS = 1200  # of all cases of an operation; a machine without other work needs a tenth
@@ -90,11 +89,8 @@ def test_values_without_a_race(results, operation, case):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("operation, case", every(4))
+@pytest.mark.usefixtures("toolchain")
 def test_machine_code(results, operation, case):
-    if reason := missing_toolchain():
-        if os.environ.get("FP8RL_REQUIRE_CUDA_TOOLCHAIN"):
-            pytest.fail(reason)
-        pytest.skip(reason)
     found = results("compile", operation).get(case.name, {"missing": "the process ended before it"})
     assert found.get("kernels"), found
     for kernel in found["kernels"]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tomllib
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import pytest
 import tomli_w
@@ -46,6 +47,7 @@ from fp8rl_jax.precision import (
     unlike_sides,
     why_in_compute,
 )
+from pallas_kernels.backend import tracing_for
 
 W, A, KV = TensorFormat("e4m3", (128, 128)), TensorFormat("e4m3", (1, 128)), TensorFormat("e4m3")
 FULL = RECIPES["fp8-rl"]
@@ -208,13 +210,14 @@ def test_a_backend_that_is_not_there_is_refused_where_the_recipe_needs_it():
         check_recipe(replace(RECIPES["bf16"], exact=True), "hopper")
 
 
-def test_a_backend_without_exact_products_is_refused(monkeypatch):
-    monkeypatch.setattr(formats, "selected_backend", lambda backend: backend)
-    with pytest.raises(
-        UserError,
-        match=r"precision\.exact: the hopper backend has no exact products; choose reference",
-    ):
-        check_recipe(replace(RECIPES["jet-rl"], exact=True), "hopper")
+def test_exact_mode_takes_one_hopper_gpu(monkeypatch):
+    exact = replace(RECIPES["jet-rl"], exact=True)
+    with tracing_for(132):
+        check_recipe(exact, "hopper")
+        monkeypatch.setattr(jax, "device_count", lambda: 8)
+        with pytest.raises(UserError, match=r"hopper backend run on one GPU alone, JAX sees 8"):
+            check_recipe(exact, "hopper")
+        check_recipe(RECIPES["jet-rl"], "hopper")
 
 
 def test_element_types_are_what_their_dtypes_are():

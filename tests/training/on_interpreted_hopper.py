@@ -11,10 +11,6 @@ import json
 import sys
 from dataclasses import replace
 
-from pallas_kernels.check.interpret import prepare
-
-prepare()
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,14 +29,13 @@ from fp8rl_jax.rollout.engine import LocalEngine, pad_prompts
 from fp8rl_jax.rollout.sampling import Sampling
 from fp8rl_jax.training.step import Batch, StepConfig, batch_logprobs
 from pallas_kernels.backend import tracing_for
+from pallas_kernels.check.interpret import prepare
 
 DENSE = replace(
     CONFIG, hidden_size=64, intermediate_size=96, num_layers=1, num_heads=2, num_kv_heads=1
 )
 DENSE = replace(DENSE, head_dim=64, vocab_size=150)
-EXPERTS = replace(
-    DENSE, architecture="qwen3_moe", experts=ExpertsConfig(4, 2, 96, normalize=True)
-)
+EXPERTS = replace(DENSE, architecture="qwen3_moe", experts=ExpertsConfig(4, 2, 96, normalize=True))
 # model, recipe, dtype, prompts' lengths, samples of each, tokens
 CASES = {
     "one flow": (DENSE, "jet-rl", "bfloat16", (9, 4), 2, 3),
@@ -68,6 +63,7 @@ def policy_of(name: str, config):
 
 
 def main(name: str) -> None:
+    prepare()
     config, recipe, dtype, lengths, samples, tokens = CASES[name]
     recipe = get_recipe(recipe, PrecisionConfig(exact=True))
     policy, rng = policy_of(name, config), np.random.default_rng(0)

@@ -21,13 +21,16 @@ from fp8rl_jax.config.training import OptimizerConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.config import ExpertsConfig
 from fp8rl_jax.models.policy import init_policy
+from fp8rl_jax.precision.exact import HopperCompute, InvariantCompute, exact_compute
 from fp8rl_jax.rollout.engine import LocalEngine, Prompts
 from fp8rl_jax.rollout.sampling import Sampling
+from fp8rl_jax.tokenizers.byte_tokenizer import ByteTokenizer
 from fp8rl_jax.training.batch import pack
-from fp8rl_jax.training.session import with_exact_decided
+from fp8rl_jax.training.session import Session, with_exact_decided
 from fp8rl_jax.training.setup import _with_kept_exact
 from fp8rl_jax.training.state import init_state, make_optimizer
 from fp8rl_jax.training.step import Batch, StepConfig, batch_logprobs, update
+from pallas_kernels.backend import tracing_for
 
 RL = RLConfig(correction=CorrectionConfig(method="token_tis"))
 MOE = replace(
@@ -91,8 +94,41 @@ def test_recipes_with_one_precision_flow_are_exact_by_default(monkeypatch):
     assert {name for name in RECIPES if decided(name)} == {"bf16", "jet-rl", "fp8-e2e", "infir2"}
     assert decided("jet-rl", False) is False and decided("jet-rl", True) is True
     assert decided("jet-rl", ours=False) is False
-    monkeypatch.setattr("pallas_kernels.invariant.is_available", lambda: False)
+    monkeypatch.setattr("pallas_kernels.invariant.is_available", lambda backend="auto": False)
     assert decided("jet-rl") is False and decided("jet-rl", True) is True
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"trainer.packing": True}, r"trainer\.packing: with precision\.exact"),
+        ({"compute_dtype": "float32"}, r"precision\.exact: attention: .* of float32, float32"),
+        ({"head_dim": 32}, r"precision\.exact: attention: .* head_dim 32, but with \(64, 96, 128"),
+    ],
+)
+def test_what_hopper_does_not_serve_in_exact_mode_is_said_at_once(changes, said):
+    config = replace(CONFIG, head_dim=changes.pop("head_dim", 64), vocab_size=259)
+    settings = {"precision.exact": True, "precision.backend": "hopper", **changes}
+
+    def make(**settings):
+        return Session(init_policy(config, jax.random.key(0)), ByteTokenizer(), "bf16", **settings)
+
+    with tracing_for(132):
+        with pytest.raises(UserError, match=said):
+            make(**settings)
+        assert make(**settings | {"precision.exact": False}).recipe.exact is False
+
+
+def test_a_session_with_hoppers_kernels_is_exact_on_request():
+    config = replace(CONFIG, head_dim=64, vocab_size=259)
+    policy, settings = init_policy(config, jax.random.key(0)), {"precision.backend": "hopper"}
+    with tracing_for(132):
+        assert decided("jet-rl") is False  # no GPU has confirmed it
+        session = Session(
+            policy, ByteTokenizer(), "jet-rl", **{"precision.exact": True}, **settings
+        )
+        assert session.recipe.exact and exact_compute("hopper") is HopperCompute
+        assert exact_compute("reference") is InvariantCompute
 
 
 def test_a_resumed_run_keeps_what_was_decided(tmp_path):
@@ -127,7 +163,7 @@ def test_the_trainer_has_the_bits_of_the_rollout(kind, name, dtype):
 @pytest.mark.slow
 def test_the_trainer_has_them_in_the_order_free_arithmetic_too(monkeypatch):
     """As on a mesh, and on devices other than a CPU."""
-    monkeypatch.setattr("pallas_kernels.invariant.is_available", lambda: False)
+    monkeypatch.setattr("pallas_kernels.invariant.is_available", lambda backend="auto": False)
     jax.clear_caches()
     try:
         _, rollout, config = sampled.__wrapped__("dense", "jet-rl", "bfloat16")

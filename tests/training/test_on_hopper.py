@@ -8,10 +8,15 @@ tests/kernels/test_hopper.py).
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -88,12 +93,15 @@ def sampled(name: str, config: PolicyConfig) -> Counter:
     )
 
 
+def batch_of_ones() -> Batch:
+    tokens, real = jnp.ones((ROWS, TOKENS), jnp.int32), jnp.ones((ROWS, TOKENS), bool)
+    logprobs = jnp.zeros((ROWS, TOKENS))
+    return Batch(PROMPTS.tokens, PROMPTS.lengths, tokens, real, logprobs, jnp.ones(ROWS))
+
+
 def trained(name: str, config: PolicyConfig, function) -> Counter:
     optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-3), 1)
-    tokens, real = jnp.ones((ROWS, TOKENS), jnp.int32), jnp.ones((ROWS, TOKENS), bool)
-    batch = Batch(
-        PROMPTS.tokens, PROMPTS.lengths, tokens, real, jnp.zeros((ROWS, TOKENS)), jnp.ones(ROWS)
-    )
+    batch = batch_of_ones()
     rl = RLConfig(correction=CorrectionConfig(method="none"))
     step = StepConfig(
         RECIPES[name], rl, "bfloat16", temperature=1.0, logprob_chunk=32, backend="hopper"
@@ -144,6 +152,56 @@ def test_an_update_runs_kernels():
 def test_experts_are_grouped_products():
     assert "grouped_matmul" in sampled("fp8-rl", MIXTURE)
     assert {"grouped_matmul", "grouped_outer_product"} <= set(trained("jet-rl", MIXTURE, update))
+
+
+def printed(module: str, *arguments: str) -> dict:
+    """What a program of this folder prints last; killed where it hangs."""
+    done = subprocess.run(
+        [sys.executable, "-m", f"training.{module}", *arguments],
+        cwd=Path(__file__).parents[1],
+        env={key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+        | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case", ["one flow", "experts", "experts without FP8", "an adapter", "many rows", "long"]
+)
+def test_an_exact_rollout_has_the_trainers_bits(case):
+    """Interpreted, kernels of all products, sums and attention: decode steps, prefill and the
+    trainer's pass over rows together."""
+    found = printed("on_interpreted_hopper", case)
+    assert found["tokens"] and found["difference"] == 0
+
+
+@pytest.mark.slow
+def test_products_that_xla_chooses_would_be_seen():
+    assert printed("on_interpreted_hopper", "plain products")["difference"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["dense", "experts"])
+@pytest.mark.parametrize("program", ["generate", "batch_logprobs"])
+@pytest.mark.usefixtures("toolchain")
+def test_xla_adds_nothing_in_an_exact_program(program, model):
+    """As compiled for Hopper: no product, and no sum but those that draw a token."""
+    found = printed("on_compiled_hopper", program, model)
+    assert found["calls"] == ["mosaic_gpu_v2"] and not found["products"]
+    assert all("/vmap()/" in where for where in found["sums"]), found["sums"]
+    assert bool(found["sums"]) == (program == "generate")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("toolchain")
+def test_what_xla_adds_would_be_seen():
+    found = printed("on_compiled_hopper", "batch_logprobs", "not exact")
+    assert found["sums"] and (found["products"] or len(found["calls"]) > 1)
 
 
 def test_a_kernel_inside_of_shard_map():

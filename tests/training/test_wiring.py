@@ -609,6 +609,9 @@ def test_an_exact_run_in_which_a_bit_differs_stops(loop_of):
         Trainer(loop.session)
         with pytest.raises(UserError, match="precision.exact: in step 0 a log-probability of the"):
             loop._step(0)
+        loop.explain = lambda session, rollout: f"{len(rollout.tokens)} rows, {session is not None}"
+        with pytest.raises(UserError, match=r"may differ: \d+ rows, True. With precision.exact"):
+            loop._step(0)
 
 
 def test_a_run_that_is_exact_by_default_goes_on_and_is_marked(loop_of, caplog):

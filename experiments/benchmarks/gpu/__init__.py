@@ -16,6 +16,8 @@ on there. In order of value:
                 likewise
     grouped     products of an expert layer against dense ones of the same work: likewise
     step        a GRPO step and a layer's training step, at Qwen3-8B's shape: FP8 against bfloat16
+    exact       exact mode: operations at random shapes, runs whose rollout and trainer must agree
+                bit for bit, a step against one that is not exact
     then        all other shapes of matmul, grouped and attention; quantize, the quantizers against
                 XLA's; all other checks
 

@@ -37,6 +37,7 @@ FIRST = {
     "cache_write": ("decode",),
     "decode_attention": ("pages", "bf16"),
     "grouped_matmul": ("groups-of-any-size", "gradient"),
+    "invariant": ("several-tiles", "few-rows", "groups", "sum-70x520", "rows-5-of-140"),
     "matmul": ("several-tiles", "few-rows", "split"),
     "quantize": ("rows", "tokens", "weight", "both", "regrouped", "swiglu", "rms-norm"),
 }

@@ -14,6 +14,11 @@ from experiments.benchmarks.gpu import attention, copying, grouped, products
 from experiments.benchmarks.gpu.timing import median_ratio
 
 STEP, STEP_BF16, STEP_FP8 = "GRPO step", "fp8rl_jax/bf16", "fp8rl_jax/fp8-e2e-kv"
+EXACT, PLAIN_STEP, EXACT_STEP = (
+    "GRPO step, exact",
+    "fp8rl_jax/jet-rl-plain",
+    "fp8rl_jax/jet-rl-exact",
+)
 """Of the part `step`, whose module needs more packages than JAX: its result, and the sides in
 it."""
 Records = dict[str, dict[str, Any]]
@@ -143,11 +148,13 @@ def _grouped(records: Records) -> Iterator[Measured]:
             yield ratio, label
 
 
-def _phase(phase: str) -> Callable[[Records], Iterator[Measured]]:
+def _phase(
+    phase: str, over: str = STEP_BF16, under: str = STEP_FP8, part: str = "step", step: str = STEP
+) -> Callable[[Records], Iterator[Measured]]:
     def values(records):
-        for label, result in _results(records, "step"):
-            for ratio in result["ratios"] if label == STEP else ():
-                if (ratio["over"], ratio["under"], ratio["part"]) == (STEP_BF16, STEP_FP8, phase):
+        for label, result in _results(records, part):
+            for ratio in result["ratios"] if label == step else ():
+                if (ratio["over"], ratio["under"], ratio["part"]) == (over, under, phase):
                     yield ratio["median"], result["workload"]["name"]
 
     return values
@@ -172,6 +179,20 @@ FIGURES = (
     Figure("grouped, 8 groups, M=4096 in all / dense of the same work", 0.85, 0.95, "x", _grouped),
     Figure("training step FP8 / BF16, 8B-shaped stack", 1.15, 1.45, "x", _phase("train")),
     Figure("GRPO step FP8 end to end / BF16", 1.1, 1.35, "x", _phase("seconds")),
+    Figure(
+        "GRPO step under jet-rl, exact / not",
+        0.67,
+        0.9,
+        "x",
+        _phase("seconds", PLAIN_STEP, EXACT_STEP, "exact", EXACT),
+    ),
+    Figure(
+        "its rollout",
+        0.67,
+        0.9,
+        "x",
+        _phase("gen", PLAIN_STEP, EXACT_STEP, "exact", EXACT),
+    ),
 )
 
 

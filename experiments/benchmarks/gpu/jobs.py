@@ -109,6 +109,7 @@ PARTS = {
         Part("attention", "attention"),
         Part("grouped", "grouped"),
         Part("step", "training", ahead=False),
+        Part("exact", "exact", ahead=False),
         Part("quantize", "quantizers"),
     )
 }

@@ -43,6 +43,7 @@ STAGES: tuple[tuple[tuple[str, ...], bool], ...] = (
     (("checks",), True),
     (("copy", "matmul", "attention", "grouped"), True),
     (("step",), False),
+    (("exact",), False),
     (("copy", "matmul", "grouped", "attention", "quantize"), False),
     (("checks",), False),
 )

@@ -42,7 +42,7 @@ def jobs(setting: Setting) -> list[Job]:
         Job, sources=(__name__, "pallas_kernels", "fp8rl_jax"), operation="step", seconds=240.0
     )
     programs = [
-        job(f"programs: {recipe}, {part}", partial(compile_step, setting, recipe, part))
+        job(f"programs: {recipe}, {part}", partial(compile_step, setting, RECIPES, recipe, part))
         for recipe in RECIPES
         for part in PARTS
     ]
@@ -54,7 +54,9 @@ def jobs(setting: Setting) -> list[Job]:
     ]
 
 
-def compile_step(setting: Setting, recipe: str, last: str) -> dict[str, Any]:
+def compile_step(
+    setting: Setting, recipes: tuple[str, ...], recipe: str, last: str
+) -> dict[str, Any]:
     """Run a recipe's step from its beginning to its part `last`, to fill the cache of programs.
 
     The steps of the recipes before it come first, as in `grpo_step`: the state that they leave has
@@ -62,7 +64,7 @@ def compile_step(setting: Setting, recipe: str, last: str) -> dict[str, Any]:
     """
     workload, laps, shared = workload_of(setting), Laps(), Shared()
     *before, step = [
-        make_step(workload, name, shared) for name in RECIPES[: RECIPES.index(recipe) + 1]
+        make_step(workload, name, shared) for name in recipes[: recipes.index(recipe) + 1]
     ]
     for other in before:
         other(0)
