@@ -8,7 +8,7 @@ holds it to what XLA says of the compiled programs.
 
     always      float32 masters, moments, the frozen base of adapters, rollout weights, the
                 reference policy of a KL term
-    rollout     KV cache, and weights that reference kernels unpack for the decode loop
+    rollout     KV cache, and weights that are unpacked for the decode loop
     backward    weights in the compute dtype, activations, logits of a chunk, gradients and, of
                 several micro-batches, their sums
     optimizer   gradients, and what Adam makes of them
@@ -41,16 +41,14 @@ from fp8rl_jax.config.run import MeshConfig, RunConfig
 from fp8rl_jax.config.training import DEVICE_BYTES
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.config import PolicyConfig
-from fp8rl_jax.models.forms import rollout_policy
+from fp8rl_jax.models.forms import predequantized, rollout_policy
 from fp8rl_jax.models.lora import split
 from fp8rl_jax.models.policy import Policy, init_policy, parameter_count
 from fp8rl_jax.parallel import policy_shardings
 from fp8rl_jax.parallel.mesh import AXES
-from fp8rl_jax.precision import element_dtype
 from fp8rl_jax.training.adapters import adapt
 from fp8rl_jax.training.state import make_optimizer
 from pallas_kernels.attention import CHUNK, CHUNK_FROM
-from pallas_kernels.matmul import selected_backend
 
 PHASES = ("rollout", "backward", "optimizer", "sync")
 _SCORE_COPIES = 4.5  # of attention scores, in float32: measured, tests/training/test_plan.py
@@ -105,10 +103,8 @@ def memory_plan(
     fresh = replace(config, lora=replace(config.lora, path=""))
     trained, frozen = split(jax.eval_shape(partial(adapt, config=fresh, recipe=recipe), policy))
     moments = jax.eval_shape(optimizer.init, trained)
-    served = jax.eval_shape(
-        lambda p: rollout_policy(p, recipe, dtype, config.rollout.decode_layers == "unroll")[0],
-        policy,
-    )
+    unroll, backend = config.rollout.decode_layers == "unroll", config.precision.backend
+    served = jax.eval_shape(lambda p: rollout_policy(p, recipe, dtype, unroll, backend)[0], policy)
     masters = _device_bytes(trained, mesh)
     formats = f"{weight.element}, rest {dtype.name}" if weight.quantized else dtype.name
     always = {
@@ -152,7 +148,7 @@ def _rollout(
     r, dtype = config.rollout, jnp.dtype(config.compute_dtype)
     prompts = math.ceil(r.prompts_per_step / _batch_parts(mesh))
     rows, tensor = prompts * r.samples_per_prompt, mesh.shape["tensor"]
-    key, weight = recipe.rollout.key, recipe.rollout.weight
+    key = recipe.rollout.key
     kept, bits = (
         (key.element_type.dtype, key.element_type.bits)
         if key.quantized
@@ -162,17 +158,22 @@ def _rollout(
     found = {
         f"KV cache ({kept})": 2 * shape.num_layers * slots * shape.kv_size * bits // 8 // tensor
     }
-    if weight.quantized and selected_backend(config.precision.backend) == "reference":
-        quantized = [x for x in jax.tree.leaves(served) if x.dtype == element_dtype(weight)]
-        values = sum(x.size for x in quantized) // (
-            mesh.shape["fsdp"] * mesh.shape["expert"] * tensor
-        )
-        found["rollout weights unpacked to float32 (reference kernels)"] = 4 * values
+    if unpacked := _unpacked_bytes(served):
+        parts = mesh.shape["fsdp"] * mesh.shape["expert"] * tensor
+        found["rollout weights unpacked for the decode loop"] = unpacked // parts
     tokens = prompts * r.max_prompt_tokens
     part = _queries(r.max_prompt_tokens, r.max_prompt_tokens, None) / r.max_prompt_tokens
     prefill = _layer_activations(shape, tokens, r.max_prompt_tokens, dtype.itemsize, part) // tensor
     found["activations of one layer, logits"] = prefill + 3 * 4 * rows * shape.vocab_size // tensor
     return found
+
+
+def _unpacked_bytes(served: Policy) -> int:
+    """Bytes of what a decode loop multiplies in place of the weights that stay."""
+    kept = dict(jax.tree.leaves_with_path(served))
+    made = jax.tree.leaves_with_path(jax.eval_shape(predequantized, served))
+    new = (x for path, x in made if path not in kept or kept[path].dtype != x.dtype)
+    return sum(x.size * x.dtype.itemsize for x in new)
 
 
 def _backward(
