@@ -19,12 +19,14 @@ from jax.experimental import topologies
 from training.test_on_hopper import DENSE, MIXTURE, PROMPTS, ROWS, TOKENS, batch_of_ones
 
 from fp8rl_jax.config.recipe import PrecisionConfig, get_recipe
-from fp8rl_jax.config.rl import RLConfig
+from fp8rl_jax.config.rl import CorrectionConfig, RLConfig
+from fp8rl_jax.config.training import OptimizerConfig
 from fp8rl_jax.models.forms import rollout_policy
 from fp8rl_jax.models.policy import init_policy
 from fp8rl_jax.rollout.sampler import generate
 from fp8rl_jax.rollout.sampling import Sampling
-from fp8rl_jax.training.step import StepConfig, batch_logprobs
+from fp8rl_jax.training.state import init_state, make_optimizer
+from fp8rl_jax.training.step import StepConfig, batch_logprobs, update
 from pallas_kernels.backend import tracing_for
 from pallas_kernels.check.compile import TARGET, activate_toolchain
 
@@ -40,12 +42,16 @@ def lowered(program: str, model: str, on_device):
     config, name, exact = MODELS[model]
     recipe = get_recipe(name, PrecisionConfig(exact=exact))
     masters = partial(init_policy, config)
+    rl = RLConfig(correction=CorrectionConfig(method="none"))
+    step = StepConfig(recipe, rl, "bfloat16", temperature=1.0, logprob_chunk=32, backend="hopper")
     if program == "batch_logprobs":
-        step = StepConfig(
-            recipe, RLConfig(), "bfloat16", temperature=1.0, logprob_chunk=32, backend="hopper"
-        )
         policy = on_device(jax.eval_shape(masters, jax.random.key(0)))
         return batch_logprobs.lower(policy, on_device(batch_of_ones()), step)
+    if program == "update":
+        optimizer = make_optimizer(OptimizerConfig(), 1)
+        state = jax.eval_shape(lambda key: init_state(masters(key), optimizer), jax.random.key(0))
+        run = jax.jit(lambda state, batch: update(state, batch, step, optimizer))
+        return run.lower(on_device(state), on_device(batch_of_ones()))
     serve = partial(rollout_policy, recipe=recipe, dtype=BFLOAT16, unroll=False, backend="hopper")
     policy = jax.eval_shape(lambda key: serve(masters(key))[0], jax.random.key(0))
     arrays = policy, PROMPTS.tokens, PROMPTS.lengths, PROMPTS.ids, jax.random.key(0)
@@ -79,9 +85,10 @@ def main(program: str, model: str) -> None:
     lines = text.splitlines()
     sums = [line for line in lines if " reduce(" in line and "= f32[" in line]
     sums = [line for line in sums if _after(line, "to_apply=%") in adding]
+    products = [line for line in lines if " dot(" in line or " convolution(" in line]
     found = {
         "calls": sorted({_after(line, 'custom_call_target="') for line in lines} - {""}),
-        "products": [line for line in lines if " dot(" in line or " convolution(" in line],
+        "products": sorted({_after(line, 'op_name="') for line in products}),
         "sums": sorted({_after(line, 'op_name="') for line in sums}),
     }
     print(json.dumps(found))

@@ -199,6 +199,13 @@ def test_xla_adds_nothing_in_an_exact_program(program, model):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("toolchain")
+def test_xla_multiplies_in_the_backward_pass_of_an_exact_update_alone():
+    products = printed("on_compiled_hopper", "update", "dense")["products"]
+    assert products and all("/transpose(" in where for where in products), products
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("toolchain")
 def test_what_xla_adds_would_be_seen():
     found = printed("on_compiled_hopper", "batch_logprobs", "not exact")
     assert found["sums"] and (found["products"] or len(found["calls"]) > 1)
