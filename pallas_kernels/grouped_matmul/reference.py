@@ -1,19 +1,25 @@
-"""Grouped product in plain XLA: ragged_dot of the dequantized operands.
+"""Grouped product in plain XLA: ragged_dot of the dequantized operands, on a CPU tiles of rows.
 
-Where XLA has no ragged product of its own (a CPU), it multiplies every row with every group's
-weight and keeps one of them: right, and `groups` times the work.
+XLA's own ragged product on a CPU multiplies every row with every group's weight and keeps one of
+them. So there every group's rows begin a tile of their own, and each tile meets one weight.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from pallas_kernels.quantize import dequantize_blocks
 from pallas_kernels.rounding import rounded
 
 BY_ROW = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
 _OVER_ROWS = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+FEWEST_ROWS, MOST_ROWS = 8, 128
+"""Of a tile."""
 
 
 def matmul(x, x_scales, w, w_scales, group_sizes, w_block, out_dtype):
@@ -21,15 +27,39 @@ def matmul(x, x_scales, w, w_scales, group_sizes, w_block, out_dtype):
     return rounded(dot(x, dequantize_blocks(w, w_scales, w_block), group_sizes), out_dtype)
 
 
+@jax.custom_vjp
 def dot(x, w, group_sizes):
     """Multiply x [m, k], sorted by group, with w [groups, n, k] transposed, accumulated in float32.
 
     Zero behind the last group.
     """
+    return lax.platform_dependent(x, w, group_sizes, cpu=_tiled_dot, default=_ragged_dot)
+
+
+def _dot_backward(operands, dy):
+    x, w, group_sizes = operands
+    # XLA's products take operands of one dtype
+    dy = dy.astype(jnp.promote_types(jnp.promote_types(x.dtype, w.dtype), jnp.float32))
+    dx = dot(dy, jnp.swapaxes(w, 1, 2).astype(dy.dtype), group_sizes)
+    dw = outer_product(dy, x.astype(dy.dtype), group_sizes)
+    return dx.astype(x.dtype), dw.astype(w.dtype), None
+
+
+dot.defvjp(lambda *operands: (dot(*operands), operands), _dot_backward)
+
+
+def _ragged_dot(x, w, group_sizes):
     out = lax.ragged_dot_general(x, w, group_sizes, BY_ROW, preferred_element_type=jnp.float32)
     # a backend need not write the rows behind the last group
     inside = jnp.arange(len(x)) < group_sizes.sum()
     return jnp.where(inside[:, None], out, 0.0)
+
+
+def _tiled_dot(x, w, group_sizes):
+    contract = (((1,), (1,)), ((), ()))
+    return dot_by_tiles(
+        x, w, group_sizes, lambda x, w: lax.dot_general(x, w, contract, None, jnp.float32)
+    )
 
 
 def outer_products(dy, dy_scales, x, x_scales, group_sizes, block):
@@ -42,11 +72,78 @@ def outer_products(dy, dy_scales, x, x_scales, group_sizes, block):
 
 def outer_product(dy, x, group_sizes):
     """Multiply dy [m, n] transposed with x [m, k] over each group's rows, [groups, n, k]."""
+    return lax.platform_dependent(
+        dy, x, group_sizes, cpu=_tiled_outer_product, default=_ragged_outer_product
+    )
+
+
+def _ragged_outer_product(dy, x, group_sizes):
     inside = (jnp.arange(len(x)) < group_sizes.sum())[:, None]
     dy, x = jnp.where(inside, dy, 0.0), jnp.where(inside, x, 0.0)
     return lax.ragged_dot_general(
         dy, x, group_sizes, _OVER_ROWS, preferred_element_type=jnp.float32
     )
+
+
+def _tiled_outer_product(dy, x, group_sizes):
+    tiles = tiles_of(len(x), group_sizes)
+
+    def add(total, tile):
+        dy, x, group = tile
+        part = lax.dot_general(dy, x, (((0,), (0,)), ((), ())), None, jnp.float32)
+        return total.at[group].add(part), None
+
+    nothing = jnp.zeros((len(group_sizes), dy.shape[1], x.shape[1]), jnp.float32)
+    # a tile behind the last group has zeros for rows
+    return lax.scan(add, nothing, (tiles.spread(dy), tiles.spread(x), tiles.group))[0]
+
+
+class Tiles(NamedTuple):
+    """Rows that are sorted by group, in tiles of which each has rows of one group alone.
+
+    Attributes:
+        place: int32 [m], of each row among those of the tiles, beyond them where it has no group.
+        group: int32 [tiles]; any where a tile has no rows.
+        rows: of a tile.
+    """
+
+    place: Array
+    group: Array
+    rows: int
+
+    def spread(self, x: Array) -> Array:
+        """Lay x [m, k] out as [tiles, rows, k], zero where there is no row."""
+        laid = jnp.zeros((len(self.group) * self.rows, x.shape[1]), x.dtype)
+        laid = laid.at[self.place].set(x, mode="drop")
+        return laid.reshape(-1, self.rows, x.shape[1])
+
+    def gather(self, out: Array) -> Array:
+        """Take [tiles, rows, n] back to [m, n], zero behind the last group."""
+        flat = out.reshape(-1, out.shape[-1])
+        return jnp.take(flat, self.place, axis=0, mode="fill", fill_value=0)
+
+
+def tiles_of(m: int, group_sizes: Array) -> Tiles:
+    """Choose tiles of about as many rows as a group has."""
+    groups = len(group_sizes)
+    size = min(MOST_ROWS, max(FEWEST_ROWS, 1 << (m // groups).bit_length() >> 1))
+    place, aligned = align(m, group_sizes, size)
+    count = aligned_rows(m, groups, size) // size
+    group = jnp.searchsorted(jnp.cumsum(aligned) // size, jnp.arange(count), side="right")
+    return Tiles(place, jnp.minimum(group, groups - 1), size)
+
+
+def dot_by_tiles(
+    x: Array, w: Array, group_sizes: Array, product: Callable[[Array, Array], Array]
+) -> Array:
+    """Multiply by tiles: `product` of a tile and its group's weight, one after the other."""
+    tiles = tiles_of(len(x), group_sizes)
+
+    def one(tile_and_group):
+        tile, group = tile_and_group
+        return product(tile, lax.dynamic_index_in_dim(w, group, keepdims=False))
+
+    return tiles.gather(lax.map(one, (tiles.spread(x), tiles.group)))
 
 
 def align(rows, group_sizes, block):

@@ -4,7 +4,8 @@ number of rows.
     products    The rows are the left operand, and both operands have their terms last: the plan
                 depends on the other operand's shape, and rows are only its outermost loop. A
                 single row has a plan of its own and is padded, so that there is no single row.
-    sums        A product with ones. XLA's own sums depend on the number of rows.
+    sums        A product with ones, in `FEWEST_ROWS` columns. XLA's own sums depend on the
+                number of rows.
 """
 
 from __future__ import annotations
@@ -13,11 +14,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels.exact import materialize
-from pallas_kernels.grouped_matmul import reference as grouped_reference
+from pallas_kernels.grouped_matmul.reference import FEWEST_ROWS, dot_by_tiles
 from pallas_kernels.rounding import rounded
 
-FEWEST_ROWS = 8
-"""Rows of a product at least, and columns of ones in a sum."""
 _BLOCK = 128  # terms of a sum that are added first, where there are many of them
 _MANY = 1024
 
@@ -29,25 +28,8 @@ def dot(x, w, out_dtype):
 
 
 def grouped_dot(x, w, sizes, out_dtype):
-    groups = len(w)
-    # tiles of rows, and each group begins one: about as many rows as a group has
-    size = min(128, max(FEWEST_ROWS, 1 << (len(x) // groups).bit_length() >> 1))
-    place, aligned = grouped_reference.align(len(x), sizes, size)
-    count = grouped_reference.aligned_rows(len(x), groups, size) // size
-    spread = jnp.zeros((count * size, x.shape[-1]), jnp.float32)
-    spread = spread.at[place].set(x.astype(jnp.float32), mode="drop")
-    ends = jnp.cumsum(aligned) // size
-    of_tile = jnp.searchsorted(ends, jnp.arange(count), side="right")
-    # what is behind the last group is not read: any weight will do
-    of_tile, weights = jnp.minimum(of_tile, groups - 1), w.astype(jnp.float32)
-
-    def product(tile_and_group):
-        tile, group = tile_and_group
-        return _product(tile, lax.dynamic_index_in_dim(weights, group, keepdims=False))
-
-    out = lax.map(product, (spread.reshape(count, size, -1), of_tile))
-    out = jnp.take(out.reshape(count * size, -1), place, axis=0, mode="fill", fill_value=0)
-    return rounded(out, out_dtype)
+    x, w = x.astype(jnp.float32), w.astype(jnp.float32)
+    return rounded(dot_by_tiles(x, w, sizes, _product), out_dtype)
 
 
 def row_sum(x):

@@ -15,7 +15,7 @@ from pallas_kernels import (
     grouped_outer_product,
     quantize_blocks,
 )
-from pallas_kernels.grouped_matmul.reference import dot
+from pallas_kernels.grouped_matmul.reference import dot, tiles_of
 
 
 def operands(m, n, k, groups, seed=0):
@@ -153,3 +153,46 @@ def test_wrong_calls_are_refused(unchecked_shapes):
         grouped_outer_product(
             jnp.ones((4, 8)), jnp.ones((2, 8)), jnp.ones((4, 16)), jnp.ones((1, 16)), sizes
         )
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("sizes", [(4, 0, 5), (0, 0), (1, 130, 40), (0, 300, 0, 7)])
+def test_an_unquantized_product_and_its_gradients_are_those_of_float64(sizes, dtype):
+    m, n, k = sum(sizes) + 3, 24, 40
+    x, w = (z.astype(dtype) for z in operands(m, n, k, len(sizes)))
+    dy = jax.random.normal(jax.random.key(1), (m, n))
+    # sizes at run time
+    out, back = jax.vjp(lambda x, w: dot(x, w, jnp.asarray(sizes, jnp.int32)), x, w)
+    dx, dw = jax.jit(back)(dy)
+    assert (out.dtype, dx.dtype, dw.dtype) == (jnp.float32, dtype, dtype)
+    x64, w64, dy64 = (np.asarray(z, np.float64) for z in (x, w, dy))
+    expected, expected_dx, expected_dw = np.zeros((m, n)), np.zeros((m, k)), np.zeros(w.shape)
+    ends = np.cumsum(sizes)
+    for group, (size, end) in enumerate(zip(sizes, ends, strict=True)):
+        rows = slice(end - size, end)
+        expected[rows] = x64[rows] @ w64[group].T
+        expected_dx[rows] = dy64[rows] @ w64[group]
+        expected_dw[group] = dy64[rows].T @ x64[rows]
+    rounding = 2.0**-8 if dtype == jnp.bfloat16 else 2.0**-20
+    for found, want, step in (
+        (out, expected, 2.0**-20),
+        (dx, expected_dx, rounding),
+        (dw, expected_dw, rounding),
+    ):
+        np.testing.assert_allclose(
+            np.asarray(found, np.float64), want, rtol=0, atol=step * max(1, np.abs(want).max())
+        )
+
+
+def test_a_cpu_multiplies_a_row_by_its_own_group_alone():
+    """Not by every group's weight: the work does not grow with their number."""
+
+    def multiplied(groups):
+        x, w = operands(256, 64, 64, groups)
+        sizes = jnp.full(groups, 256 // groups, jnp.int32)
+        tiles = tiles_of(256, sizes)
+        loop = jax.jit(dot).lower(x, w, sizes).compile().as_text()
+        assert " while(" in loop
+        return tiles.rows * len(tiles.group)
+
+    assert multiplied(16) <= 2 * multiplied(2)

@@ -28,7 +28,7 @@ from fp8rl_jax.models.policy import (
     with_compute,
 )
 from fp8rl_jax.precision import AdaptedWeight, Compute
-from fp8rl_jax.precision.exact import IsolatedCompute, OrderFreeCompute
+from fp8rl_jax.precision.exact import InvariantCompute, OrderFreeCompute
 from fp8rl_jax.rollout.calibration import observe_qkv
 
 SCALED = dataclasses.replace(
@@ -349,7 +349,7 @@ def adapted(policy):
     )
 
 
-def unquantized(policy, arithmetic=IsolatedCompute):
+def unquantized(policy, arithmetic=InvariantCompute):
     """As an exact sampler multiplies it."""
     return jax.eval_shape(predequantized, with_compute(policy, arithmetic()))
 
