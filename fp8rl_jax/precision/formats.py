@@ -92,13 +92,13 @@ def _check(recipe: Recipe, backend: Backend, prefix: str) -> None:
         if not 0 <= recipe.kv_percentile <= 100:
             refuse("kv_percentile", f"must be from 0 to 100, and is {recipe.kv_percentile}")
     _check_backward(recipe, refuse)
-    if recipe.quantizes_linears or recipe.exact:
-        try:
-            chosen = selected_backend(backend)
-            if recipe.exact:
-                invariant.check_available(backend)
-        except BackendError as error:
-            raise UserError(f"precision.backend: {error}") from None
+    try:
+        chosen = selected_backend(backend)
+        if recipe.exact:
+            invariant.check_available(backend)
+    except BackendError as error:
+        raise UserError(f"precision.backend: {error}") from None
+    if recipe.quantizes_linears:
         _check_products(recipe, chosen, refuse)
         if backend == "hopper":
             _check_blocks(recipe, refuse)

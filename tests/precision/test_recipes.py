@@ -198,16 +198,13 @@ def test_a_pair_that_a_backend_cannot_multiply_is_refused_with_role_formats_and_
     )
 
 
-def test_a_backend_that_is_not_there_is_refused_where_the_recipe_needs_it():
+@pytest.mark.parametrize("recipe", [FULL, RECIPES["bf16"], replace(RECIPES["bf16"], exact=True)])
+def test_a_backend_that_is_not_there_is_refused(recipe):
+    """For bf16, too: its rollout attends with the kernels of the backend."""
     with pytest.raises(
         UserError, match=r"precision\.backend: blockwise_matmul: the hopper backend needs a GPU"
     ):
-        check_recipe(FULL, "hopper")
-    check_recipe(RECIPES["bf16"], "hopper")
-    with pytest.raises(
-        UserError, match=r"precision\.backend: blockwise_matmul: the hopper backend needs a GPU"
-    ):
-        check_recipe(replace(RECIPES["bf16"], exact=True), "hopper")
+        check_recipe(recipe, "hopper")
 
 
 def test_exact_mode_takes_one_hopper_gpu(monkeypatch):
