@@ -1,5 +1,4 @@
-"""Products of sorted rows on Hopper: the dense loop over tiles that each serve one
-group.
+"""Products of sorted rows on Hopper: the dense loop over tiles that each serve one group.
 
 How many rows a group has is known at run time only. A tile is 128 rows, of which some are its
 group's; small arrays made before the kernel say which. The first tile of a group begins at the
