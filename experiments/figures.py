@@ -514,7 +514,7 @@ def zero() -> tuple[str, str]:
     lowest = min(np.median(x) for (_, _, part), x in cost_of_exact().items() if part == "seconds")
     found = (
         f"exact mode: largest difference of a log-probability {max(map(max, runs.values()))}, for "
-        f"{1 / lowest:.2f} times the step's time at most"
+        f"{1 / lowest:.2f} times the step's time at most in the median"
     )
     return found, f"{len(runs)} runs of {min(steps)} to {max(steps)} steps (an identity)"
 

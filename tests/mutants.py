@@ -107,17 +107,6 @@ LIST: list[Mutant] = [
         ("exact-of-two-flows", "cheap and not any(", "cheap or not any(", "exact_by_default"),
     ),
     *of(
-        "training/loop.py",
-        WIRING,
-        ("inexact-again", "and not self.inexact:", "and True:", "goes_on_and_is_marked"),
-        (
-            "inexact-stops",
-            "if not self.session.exact_by_default:",
-            "if True:",
-            "goes_on_and_is_marked",
-        ),
-    ),
-    *of(
         "ablation/design.py",
         "ablation/test_design.py",
         ("arms-share-a-seed", "seed=seed, output=_lit", "output=_lit", "whole_configuration"),
@@ -442,6 +431,13 @@ LIST: list[Mutant] = [
     *of(
         "training/loop.py",
         WIRING,
+        ("inexact-again", "and not self.inexact:", "and True:", "goes_on_and_is_marked"),
+        (
+            "inexact-stops",
+            "if not self.session.exact_by_default:",
+            "if True:",
+            "goes_on_and_is_marked",
+        ),
         (
             "failed-in-the-mean",
             "samples, jnp.asarray(~scores.failed)",

@@ -180,7 +180,7 @@ class HopperCompute(InvariantCompute):
 
 @dataclass(frozen=True)
 class OrderFreeCompute(ExactCompute):
-    """The arithmetic of pallas_kernels.exact, the referee of the other."""
+    """The arithmetic of pallas_kernels.exact, the referee of the others."""
 
     def row_sum(self, x):
         return with_gradient_of(super().row_sum, _row_sum)(x)

@@ -99,6 +99,20 @@ class CompilerOutput:
         return text
 
 
+def sharding_on(target: str) -> jax.sharding.NamedSharding:
+    """Place arrays on one GPU that is not here, so that what takes them is compiled for it.
+
+    Args:
+        target: its description, a GpuTargetConfigProto in text form.
+
+    Raises:
+        RuntimeError, NotImplementedError: JAX has no CUDA compiler here.
+    """
+    topology = topologies.get_topology_desc(platform="cuda", target_config=target, topology="1x1x1")
+    mesh = topologies.make_mesh(topology, (1,), ("device",))
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+
 def compile_case(case: Case, sharding: jax.sharding.Sharding, compiler: CompilerOutput) -> dict:
     """Compile all kernels of a case, and report what came of them or what was raised."""
     # disassembled where an instruction is asked for: it takes an eighth of the time
@@ -146,11 +160,7 @@ def main() -> None:
     for part in ("PTX", "PTXAS", "RESOURCES"):
         os.environ[f"MOSAIC_GPU_DUMP_{part}"] = "1"
     compiler = CompilerOutput()
-    topology = topologies.get_topology_desc(
-        platform="cuda", target_config=TARGET.read_text(), topology="1x1x1"
-    )
-    mesh = topologies.make_mesh(topology, (1,), ("device",))
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    sharding = sharding_on(TARGET.read_text())
     for case in cases:
         print(json.dumps(compile_case(case, sharding, compiler)), file=compiler.output, flush=True)
 

@@ -164,8 +164,4 @@ def align_groups(
     rows = len(arrays[0])
     places, aligned = reference.align(rows, group_sizes, block)
     total = reference.aligned_rows(rows, len(group_sizes), block)
-    moved = (
-        jnp.zeros((total, x.shape[1]), x.dtype).at[places].set(x, mode="drop", unique_indices=False)
-        for x in arrays
-    )
-    return tuple(moved), aligned
+    return tuple(reference.lay_out(x, places, total) for x in arrays), aligned

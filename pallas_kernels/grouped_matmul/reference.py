@@ -113,8 +113,7 @@ class Tiles(NamedTuple):
 
     def spread(self, x: Array) -> Array:
         """Lay x [m, k] out as [tiles, rows, k], zero where there is no row."""
-        laid = jnp.zeros((len(self.group) * self.rows, x.shape[1]), x.dtype)
-        laid = laid.at[self.place].set(x, mode="drop")
+        laid = lay_out(x, self.place, len(self.group) * self.rows)
         return laid.reshape(-1, self.rows, x.shape[1])
 
     def gather(self, out: Array) -> Array:
@@ -161,6 +160,11 @@ def align(rows, group_sizes, block):
         jnp.arange(rows) + shift[jnp.minimum(group, len(shift) - 1)],
         outside,
     ), aligned
+
+
+def lay_out(x, place, rows):
+    """Put each row of x at its place among so many, zeros between; those beyond fall out."""
+    return jnp.zeros((rows, x.shape[1]), x.dtype).at[place].set(x, mode="drop")
 
 
 def aligned_rows(rows, groups, block):

@@ -15,7 +15,6 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax._src.cudnn import fused_attention_stablehlo
-from jax.experimental import topologies
 from training.test_on_hopper import DENSE, MIXTURE, PROMPTS, ROWS, TOKENS, batch_of_ones
 
 from fp8rl_jax.config.recipe import PrecisionConfig, get_recipe
@@ -28,7 +27,7 @@ from fp8rl_jax.rollout.sampling import Sampling
 from fp8rl_jax.training.state import init_state, make_optimizer
 from fp8rl_jax.training.step import StepConfig, batch_logprobs, update
 from pallas_kernels.backend import tracing_for
-from pallas_kernels.check.compile import TARGET, activate_toolchain
+from pallas_kernels.check.compile import TARGET, activate_toolchain, sharding_on
 
 MODELS = {
     "dense": (DENSE, "jet-rl", True),
@@ -66,11 +65,7 @@ def _after(line: str, label: str) -> str:
 
 def main(program: str, model: str) -> None:
     activate_toolchain()
-    topology = topologies.get_topology_desc(
-        platform="cuda", target_config=TARGET.read_text(), topology="1x1x1"
-    )
-    mesh = topologies.make_mesh(topology, (1,), ("device",))
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    sharding = sharding_on(TARGET.read_text())
 
     def on_device(tree):
         return jax.tree.map(

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from experiments.benchmarks.gpu.figures import EXACT
 from experiments.benchmarks.gpu.jobs import Job, Setting
-from experiments.benchmarks.gpu.training import PARTS, compile_step, plan_of, workload_of
+from experiments.benchmarks.gpu.training import plan_of, programs, workload_of
 from experiments.benchmarks.grpo import grpo_step, make_step
 from experiments.benchmarks.workloads import Shape, Workload
 from experiments.invariant import OPERATIONS, differences, draw
@@ -38,24 +38,21 @@ def jobs(setting: Setting) -> list[Job]:
         job(f"run: {recipe}, {kind}", partial(run, setting, recipe, kind))
         for kind, recipe in (("dense", "jet-rl"), ("dense", "bf16"), ("experts", "jet-rl"))
     ]
-    programs = [
-        job(f"programs: {recipe}, {part}", partial(compile_step, setting, RECIPES, recipe, part))
-        for recipe in RECIPES
-        for part in PARTS
-    ]
     step = job(EXACT, partial(compare_steps, setting), seconds=300.0)
-    return [*operations, *(runs[:1] if setting.tiny else runs), *programs, step]
+    runs = runs[:1] if setting.tiny else runs
+    return [*operations, *runs, *programs(job, setting, RECIPES), step]
 
 
 def shapes(setting: Setting, name: str) -> dict[str, Any]:
     """An operation of exact mode in other companies, places, layouts, loops and programs."""
-    failed, most = {}, 60 if setting.tiny else MOST_ROWS
-    for seed in range(1 if setting.tiny else SEEDS):
+    seeds, most = (1, 60) if setting.tiny else (SEEDS, MOST_ROWS)
+    failed = {}
+    for seed in range(seeds):
         case = draw(name, seed, jnp.dtype("bfloat16"), most)
         if found := differences(case):
             failed[case.shape] = found
         jax.clear_caches()
-    return {"seeds": SEEDS, "failed": failed, "passed": not failed}
+    return {"seeds": seeds, "failed": failed, "passed": not failed}
 
 
 def run(setting: Setting, recipe: str, kind: str) -> dict[str, Any]:
@@ -81,9 +78,14 @@ def _workload(setting: Setting, kind: str) -> Workload:
     config, step = workload.config, workload.step
     if not setting.tiny:
         config = replace(
-            config, num_layers=2, hidden_size=1024, intermediate_size=1536, vocab_size=32_000
+            config,
+            num_layers=2,
+            hidden_size=1024,
+            intermediate_size=1536,
+            vocab_size=32_000,
+            num_heads=8,
+            num_kv_heads=4,
         )
-        config = replace(config, num_heads=8, num_kv_heads=4)
         step = Shape(prompts=4, samples=4, prompt_tokens=700, new_tokens=100)
     if kind == "experts":
         experts = ExpertsConfig(16, 4, 384, normalize=True)

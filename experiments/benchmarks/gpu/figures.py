@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -19,8 +20,8 @@ EXACT, PLAIN_STEP, EXACT_STEP = (
     "fp8rl_jax/jet-rl-plain",
     "fp8rl_jax/jet-rl-exact",
 )
-"""Of the part `step`, whose module needs more packages than JAX: its result, and the sides in
-it."""
+"""Of the parts `step` and `exact`, whose modules need more packages than JAX: the result, and the
+sides in it."""
 Records = dict[str, dict[str, Any]]
 """Part -> its file's record."""
 Measured = tuple[float, str]
@@ -160,6 +161,8 @@ def _phase(
     return values
 
 
+_exact_phase = partial(_phase, over=PLAIN_STEP, under=EXACT_STEP, part="exact", step=EXACT)
+
 FIGURES = (
     Figure(
         "matmul, M=4096, Qwen3-8B / XLA bf16, quantized beforehand",
@@ -179,20 +182,8 @@ FIGURES = (
     Figure("grouped, 8 groups, M=4096 in all / dense of the same work", 0.85, 0.95, "x", _grouped),
     Figure("training step FP8 / BF16, 8B-shaped stack", 1.15, 1.45, "x", _phase("train")),
     Figure("GRPO step FP8 end to end / BF16", 1.1, 1.35, "x", _phase("seconds")),
-    Figure(
-        "GRPO step under jet-rl, exact / not",
-        0.67,
-        0.9,
-        "x",
-        _phase("seconds", PLAIN_STEP, EXACT_STEP, "exact", EXACT),
-    ),
-    Figure(
-        "its rollout",
-        0.67,
-        0.9,
-        "x",
-        _phase("gen", PLAIN_STEP, EXACT_STEP, "exact", EXACT),
-    ),
+    Figure("GRPO step under jet-rl, exact / not", 0.67, 0.9, "x", _exact_phase("seconds")),
+    Figure("its rollout", 0.67, 0.9, "x", _exact_phase("gen")),
 )
 
 

@@ -13,6 +13,7 @@ its libraries' products while it compiles, and the bfloat16 side is made of thos
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -41,16 +42,20 @@ def jobs(setting: Setting) -> list[Job]:
     job = partial(
         Job, sources=(__name__, "pallas_kernels", "fp8rl_jax"), operation="step", seconds=240.0
     )
-    programs = [
-        job(f"programs: {recipe}, {part}", partial(compile_step, setting, RECIPES, recipe, part))
-        for recipe in RECIPES
-        for part in PARTS
-    ]
     step = job(STEP, lambda: grpo_step(workload_of(setting), plan_of(setting)), seconds=300.0)
     return [
-        *programs,
+        *programs(job, setting, RECIPES),
         step,
         job(LAYER, lambda: trained_layer(workload_of(setting), plan_of(setting))),
+    ]
+
+
+def programs(job: Callable[..., Job], setting: Setting, recipes: tuple[str, ...]) -> list[Job]:
+    """Make the jobs that compile what these recipes' steps run."""
+    return [
+        job(f"programs: {recipe}, {part}", partial(compile_step, setting, recipes, recipe, part))
+        for recipe in recipes
+        for part in PARTS
     ]
 
 
