@@ -1021,8 +1021,8 @@ LIST: list[Mutant] = [
         ),
         (
             "version-of-none",
-            "weight_version=self.version)",
-            "weight_version=0)",
+            "prompts=prompts, weight_version=self.version)",
+            "prompts=prompts, weight_version=0)",
             "forward_that_serves",
         ),
         (
@@ -1157,8 +1157,8 @@ LIST: list[Mutant] = [
         ),
         (
             "starts-of-another-prompt",
-            "jnp.repeat(lengths, samples), _row_keys",
-            "jnp.tile(lengths, samples), _row_keys",
+            "jnp.repeat(lengths, samples), row_keys",
+            "jnp.tile(lengths, samples), row_keys",
             "equal_a_full_forward",
         ),
         ("never-stopped", "state.stopped | stopped", "state.stopped", "stop_tokens"),

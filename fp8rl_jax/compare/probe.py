@@ -35,7 +35,7 @@ from fp8rl_jax.models.cache import KVBlock, KVCache, KVScales, empty_block
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.forms import predequantized
 from fp8rl_jax.models.forward import (
-    CompletionCache,
+    CachePart,
     LayerInputs,
     TransformerLayer,
     forward,
@@ -72,10 +72,10 @@ class ProbedLayer(TransformerLayer):
         self._names: dict[int, str] = {}
         self._operands: dict[Any, Any] = {}
 
-    def __call__(self, x, layer: Layer, completion: CompletionCache | None, inputs: LayerInputs):
+    def __call__(self, x, layer: Layer, part: CachePart | None, inputs: LayerInputs):
         self._names = {id(weight): name for name, weight in layer.tensors().items()}
         self.kept["input"] = x
-        x, outputs = super().__call__(x, layer, completion, inputs)
+        x, outputs = super().__call__(x, layer, part, inputs)
         self.kept["output"] = x
         return x, outputs
 
@@ -217,7 +217,7 @@ def run_layer(
         places = (tokens.prompt_lengths + t)[:, None]
         cache = KVCache(prefix, KVBlock(*completion, jnp.zeros((len(x), width), bool)), t)
         probed = step(places, jnp.ones_like(places), cache, given=given)
-        out = probed(x, layer, CompletionCache(*completion, t), inputs._replace(routes=routes))[1]
+        out = probed(x, layer, (*completion, None), inputs._replace(routes=routes))[1]
         return out.block, probed.kept
 
     empty = tuple(jnp.zeros((*z.shape[:2], width, z.shape[3]), z.dtype) for z in block)

@@ -62,8 +62,32 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
+class PagedConfig:
+    """Sizes of the paged engine; on a mesh, of each part of the batch."""
+
+    slots: int = 0
+    """Completions that are decoded at one time; 0: all of a step, at most 256, as many as the cache
+    holds."""
+    page_size: int = 0
+    """Tokens of a page of the cache; 0: 64 with Hopper's kernels, which take multiples of 64, else
+    32."""
+    cache_tokens: int = 0
+    """Tokens that the cache holds; 0: as many as the slots can use, if they fit into nine tenths of
+    the memory that is free at the first rollout."""
+    prefill_tokens: int = 512
+    """Tokens of prompts that are prefilled at one time."""
+    decode_steps: int = 64
+    """Decode steps between two looks of the host."""
+
+
+@dataclass(frozen=True)
 class RolloutConfig:
     """How completions are sampled."""
+
+    engine: Literal["paged", "static"] = "paged"
+    """paged: continuous batching, a slot whose completion has ended takes the next one. static: all
+    completions of a step decode until the longest has ended; the plain reference."""
+    paged: PagedConfig = PagedConfig()
 
     prompts_per_step: int = 8
     """Distinct prompts in one step."""
@@ -221,6 +245,12 @@ class RunConfig:
         faults += unknown_placeholders("output", self.output, "recipe", "seed")
         faults += unknown_placeholders("sft.output", self.sft.output, "recipe", "seed")
         checks = [
+            *(
+                (size >= 0, f"rollout.paged.{name} must not be negative")
+                for name, size in vars(rollout.paged).items()
+            ),
+            (rollout.paged.prefill_tokens >= 1, "rollout.paged.prefill_tokens must be at least 1"),
+            (rollout.paged.decode_steps >= 1, "rollout.paged.decode_steps must be at least 1"),
             (rollout.prompts_per_step >= 1, "rollout.prompts_per_step must be at least 1"),
             (rollout.samples_per_prompt >= 1, "rollout.samples_per_prompt must be at least 1"),
             (rollout.max_new_tokens >= 2, "rollout.max_new_tokens must be at least 2"),

@@ -1,9 +1,13 @@
-"""The KV cache in two parts, and its FP8 scales.
+"""The KV cache, in two parts or in pages, and its FP8 scales.
 
 All completions of a prompt read one copy of its keys and values, the prefix cache; each completion
 then writes its completion cache from slot 0, so ragged prompts need no alignment and a decode step
 writes one slot for every row at once. The trainer scores completions against the same two parts,
 which is why it, too, runs the prompt once for a group instead of once for a sample.
+
+Rows that come and go, each with a length of its own, keep their keys and values in pages instead
+(`Pages`): a row is a list of page numbers, those of its prompt shared with the prompt's other
+samples.
 
 In FP8 the cache holds e4m3 values, and a layer has scales of Q, K and V: a number each, or one a KV
 head. They are calibrated at every weight sync (rollout.calibration); nothing here guesses one.
@@ -12,6 +16,7 @@ head. They are calibrated at every weight sync (rollout.calibration); nothing he
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -54,19 +59,45 @@ class KVBlock:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class Pages:
+    """Keys and values in pages, and which of them each row of a call holds.
+
+    A row attends to the tokens in its prefix pages, which other rows may hold as well, then to
+    those in its own. A call writes its tokens behind the latter. Page numbers outside the cache
+    stand for no page.
+
+    Attributes:
+        keys, values: [pages, kv_heads, page_size, head_dim] of each layer; a tuple over layers, or
+            one array with a leading axis.
+        own, own_lengths: int32 [rows, columns] of page numbers, and [rows], the tokens in them
+            before the call.
+        prefix, prefix_lengths: likewise; None where no row has a prefix.
+    """
+
+    keys: Array | tuple[Array, ...]
+    values: Array | tuple[Array, ...]
+    own: Int[Array, "rows columns"]
+    own_lengths: Int[Array, " rows"]
+    prefix: Int[Array, "rows prefix_columns"] | None = None
+    prefix_lengths: Int[Array, " rows"] | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class KVCache:
     """What a policy call attends to besides its own tokens.
 
     Attributes:
         prefix: the prompts' keys and values, read only, or None.
-        completion: what the call writes at `slot` and attends to; None: the call attends to its own
-            tokens causally and returns their block.
-        slot: int32, first slot that the call writes.
+        completion: what the call writes and attends to, a block at `slot`, or pages, which have
+            their own prefix; None: the call attends to its own tokens causally and returns their
+            block.
+        slot: int32, first slot of a block that the call writes.
         scales: FP8 scales, or None when nothing in the cache is quantized.
     """
 
     prefix: KVBlock | None = None
-    completion: KVBlock | None = None
+    completion: KVBlock | Pages | None = None
     slot: Int[Array, ""] | None = None
     scales: KVScales | None = None
 
@@ -75,6 +106,14 @@ def empty_block(
     config: PolicyConfig, rows: int, slots: int, dtype: jnp.dtype, stacked: bool
 ) -> KVBlock:
     """Make a block with nothing in it: zeros, mask False."""
+    keys, values = empty_cache(config, rows, slots, dtype, stacked)
+    return KVBlock(keys, values, jnp.zeros((rows, slots), bool))
+
+
+def empty_cache(
+    config: PolicyConfig, rows: int, slots: int, dtype: jnp.dtype, stacked: bool
+) -> tuple[Any, Any]:
+    """Make keys and values of zeros, [rows, kv_heads, slots, head_dim] of each layer."""
     shape = (rows, config.num_kv_heads, slots, config.head_dim)
 
     def make():
@@ -82,4 +121,4 @@ def empty_block(
             return jnp.zeros((config.num_layers, *shape), dtype)
         return tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers))
 
-    return KVBlock(make(), make(), jnp.zeros((rows, slots), bool))
+    return make(), make()

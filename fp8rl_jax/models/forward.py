@@ -8,6 +8,8 @@ from a second definition of the model.
     prefill   prompts [p, s], no cache                     the rollout's form; returns their block
     decode    one token a row, prefix and completion       the rollout's form; writes the completion
               cache                                        cache at `slot`
+    pages     any number of tokens a row, pages            the rollout's form; writes them behind a
+                                                           row's own
 
 From top to bottom: positions, one layer (attention over the two parts of the cache, then a
 feed-forward layer or experts), the stack of layers, the whole pass.
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +28,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from fp8rl_jax.config.formats import TensorFormat
-from fp8rl_jax.models.cache import KVBlock, KVCache
+from fp8rl_jax.models.cache import KVBlock, KVCache, Pages
 from fp8rl_jax.models.config import LinearRopeScaling, PolicyConfig
 from fp8rl_jax.models.moe import mixture
 from fp8rl_jax.models.policy import Layer, Policy, Tensor, equal_runs, run_of_layers
@@ -152,6 +155,15 @@ class CompletionCache:
         keys = lax.dynamic_index_in_dim(keys, self.layer, keepdims=False)
         return keys, lax.dynamic_index_in_dim(values, self.layer, keepdims=False)
 
+    def held(self, keys: Array, values: Array, rows: int) -> list[KeyValues]:
+        """List what one token a row attends to, of what `write_token` returned."""
+        lengths = jnp.full(rows, self.slot + 1, jnp.int32)
+        return [KeyValues(*self.read(keys, values), lengths)]
+
+    def blocks(self, keys: Array, values: Array, t: int, window: Array | None) -> list[KeyBlock]:
+        """List what t tokens a row attend to, of what `write` returned."""
+        return [KeyBlock(*self.read(keys, values), self.visible(t, window)[None])]
+
     def visible(self, t: int, window: Array | None) -> Array:
         """Mask the slots [t, slots] that each query sees.
 
@@ -160,6 +172,120 @@ class CompletionCache:
         slots, written = jnp.arange(self.keys.shape[-2]), self.slot + jnp.arange(t)
         mask = slots[None, :] <= written[:, None]
         return mask if window is None else mask & window_mask(written, slots, window)
+
+
+class PagePlaces:
+    """Where the tokens of a call go in its pages, and what they see there: the same in each layer.
+
+    Args:
+        pages: of the call.
+        real: [rows, t], tokens that there are; a row's come first.
+    """
+
+    def __init__(self, pages: Pages, real: Array):
+        self.pages = pages
+        layer = jax.tree.leaves(pages.keys)[0]
+        self.count, self.size = layer.shape[-4], layer.shape[-2]
+        self.at = pages.own_lengths[:, None] + jnp.arange(real.shape[1], dtype=jnp.int32)
+        column = self.at // self.size
+        page = jnp.take_along_axis(pages.own, column, axis=1, mode="clip")
+        inside = real & (column < pages.own.shape[1])
+        self.page = jnp.where(inside, page, self.count).astype(jnp.int32)
+        self.slot = self.at % self.size
+        self.own_lengths = pages.own_lengths + real.sum(1, dtype=jnp.int32)
+        before = pages.prefix_lengths
+        self.start = 0 if before is None else before[:, None]
+
+    def held(self) -> list[tuple[Array, Array]]:
+        """List the page tables, each with the tokens in it after the call."""
+        pages, own = self.pages, (self.pages.own, self.own_lengths)
+        if pages.prefix is None or pages.prefix_lengths is None:
+            return [own]
+        return [(pages.prefix, pages.prefix_lengths), own]
+
+    def masks(self, window: Array | None) -> list[Array]:
+        """Mask the slots of each table that a token sees, [rows, t, slots]."""
+        first, masks = jnp.zeros_like(self.at[:, :1]), []
+        for table, lengths in self.held():
+            place = first + jnp.arange(table.shape[1] * self.size)
+            last = first + lengths[:, None]
+            before = jnp.minimum(last, self.start + self.at + 1)
+            visible = place[:, None] < before[..., None]
+            if window is not None:
+                visible &= window_mask(self.start + self.at, place, window)
+            masks.append(visible)
+            first = last
+        return masks
+
+
+class PagedRows:
+    """One layer's pages, with the methods of `CompletionCache`.
+
+    Args:
+        keys, values: the layer's own arrays, or stacks over layers.
+        places: of the call.
+        layer: index into the stacks; None: the arrays are the layer's own.
+    """
+
+    def __init__(self, keys: Array, values: Array, places: PagePlaces, layer: Array | None = None):
+        self.keys, self.values, self.places = keys, values, places
+        self.first = 0 if layer is None else layer * places.count
+
+    def write(self, k: Array, v: Array) -> tuple[Array, Array]:
+        """Write keys and values [rows, kv_heads, t, head_dim]; returns the cache."""
+        page = self.at(self.places.page).reshape(-1)
+        slot = self.places.slot.reshape(-1)
+
+        def written(cache: Array, new: Array) -> Array:
+            flat = cache.reshape(-1, *cache.shape[-3:])
+            new = jnp.moveaxis(new, 2, 1).reshape(-1, *flat.shape[1::2])
+            return flat.at[page, :, slot].set(new, mode="drop").reshape(cache.shape)
+
+        return written(self.keys, k), written(self.values, v)
+
+    def write_token(self, tokens, rope, scales, query_scale, backend):
+        """Write one token a row, as `CompletionCache.write_token`."""
+        q, k, v = (x[:, 0] for x in tokens)
+        cos, sin = (x[:, 0] for x in rope)
+        flat = (x.reshape(-1, *x.shape[-3:]) for x in (self.keys, self.values))
+        page, slot = self.at(self.places.page)[:, 0], self.places.slot[:, 0]
+        keys, values, q = write_cache(
+            *flat, k, v, cos, sin, page, slot, scales, q, query_scale, backend=backend
+        )
+        return (keys.reshape(self.keys.shape), values.reshape(self.values.shape)), q
+
+    def held(self, keys: Array, values: Array, rows: int) -> list[KeyValues]:
+        """List what one token a row attends to, of what `write_token` returned."""
+        flat = tuple(x.reshape(-1, *x.shape[-3:]) for x in (keys, values))
+        return [
+            KeyValues(*flat, lengths, self.at(table), self.places.size)
+            for table, lengths in self.places.held()
+        ]
+
+    def blocks(self, keys: Array, values: Array, t: int, window: Array | None) -> list[KeyBlock]:
+        """List what t tokens a row attend to, of what `write` returned."""
+        places, flat = self.places, [x.reshape(-1, *x.shape[-3:]) for x in (keys, values)]
+        return [
+            KeyBlock(*(self.rows(x, table) for x in flat), mask)
+            for (table, _), mask in zip(places.held(), places.masks(window), strict=True)
+        ]
+
+    def rows(self, flat: Array, table: Array) -> Array:
+        """Gather the pages of each row, [rows, kv_heads, slots, head_dim]."""
+        taken = flat.at[self.at(table)].get(mode="clip")
+        return jnp.moveaxis(taken, 2, 1).reshape(len(table), flat.shape[1], -1, flat.shape[3])
+
+    def at(self, pages: Array) -> Array:
+        """Number pages of this layer in the flattened stacks; those outside stay outside."""
+        if isinstance(self.first, int):
+            return pages
+        total = self.keys.shape[0] * self.places.count
+        return jnp.where(pages < self.places.count, pages + self.first, total)
+
+
+LayerCache = CompletionCache | PagedRows
+CachePart = tuple[Array, Array, Array | None]
+"""Keys and values of the completion cache, and the index of a layer where they are stacks."""
 
 
 class TransformerLayer:
@@ -181,6 +307,8 @@ class TransformerLayer:
         self.rope = compute.rope_tables(rope_frequencies(config), positions)
         if cache.prefix is not None:
             self.prefix_lengths = cache.prefix.mask.sum(1, dtype=jnp.int32)
+        if isinstance(cache.completion, Pages):
+            self.places = PagePlaces(cache.completion, segment_ids > 0)
         if cache.completion is None:
             self.tokens = Tokens.of_rows(segment_ids, positions, prefix_ids)
             t, chunk = segment_ids.shape[1], compute.attention_chunk
@@ -192,8 +320,9 @@ class TransformerLayer:
                 self.causal_mask = attention_mask(self.tokens, self.tokens)
 
     def __call__(
-        self, x: Array, layer: Layer, completion: CompletionCache | None, inputs: LayerInputs
+        self, x: Array, layer: Layer, part: CachePart | None, inputs: LayerInputs
     ) -> tuple[Array, LayerOutputs]:
+        completion = None if part is None else self.layer_cache(*part)
         before_attention, after_attention, before_mlp, after_mlp = layer.norms
         attended, block, observed = self.attention(
             self.norm(x, before_attention), layer, completion, inputs
@@ -206,6 +335,13 @@ class TransformerLayer:
         else:
             mixed, routes = self.mixture(normed, layer, inputs.routes)
         return add(x, self.norm(mixed, after_mlp)), LayerOutputs(block, observed, routes)
+
+    def layer_cache(self, keys: Array, values: Array, index: Array | None) -> LayerCache:
+        """Give a layer's part of the completion cache its methods."""
+        if isinstance(self.cache.completion, Pages):
+            return PagedRows(keys, values, self.places, index)
+        assert self.cache.slot is not None
+        return CompletionCache(keys, values, self.cache.slot, index)
 
     def norm(self, x: Array, weight: Tensor | None) -> Array:
         """RMSNorm over the last axis; x itself where the layer has no such norm."""
@@ -243,7 +379,7 @@ class TransformerLayer:
         return mixture(x, layer, self.config.experts, self.compute, routes)
 
     def attention(
-        self, x: Array, layer: Layer, completion: CompletionCache | None, inputs: LayerInputs
+        self, x: Array, layer: Layer, completion: LayerCache | None, inputs: LayerInputs
     ) -> tuple[Array, tuple[Array, Array], Any]:
         """Compute attention's output, the keys and values that it leaves, and what is observed."""
         (b, t, _), compute = x.shape, self.compute
@@ -296,8 +432,7 @@ class TransformerLayer:
             blocks.append(KeyBlock(k, v, mask))
         else:
             written = completion.write(k, v)
-            visible = completion.visible(t, inputs.window)[None]
-            blocks.append(KeyBlock(*completion.read(*written), visible))
+            blocks += completion.blocks(*written, t, inputs.window)
         out = compute.attend(q, blocks, score_scale, value_scale, x.dtype).reshape(b, t, -1)
         return self.project(out, layer.o_proj)[0], written, observed
 
@@ -307,7 +442,7 @@ class TransformerLayer:
             x = self.compute.add(x, jnp.broadcast_to(bias.value, x.shape))
         return x.reshape(*x.shape[:2], -1, self.config.head_dim)
 
-    def decode(self, tokens, rope, completion: CompletionCache, inputs: LayerInputs, dtype):
+    def decode(self, tokens, rope, completion: LayerCache, inputs: LayerInputs, dtype):
         """Attend with one token a row, over the prefix cache and the row's slots up to its own."""
         compute = self.compute
         sq = sk = sv = scales = None
@@ -317,8 +452,7 @@ class TransformerLayer:
             scales = sk, sv
         sq = sq if compute.query.quantized else None
         written, q = completion.write_token(tokens, rope, scales, sq, compute.backend)
-        lengths = jnp.full(len(q), completion.slot + 1, jnp.int32)
-        caches = [KeyValues(*completion.read(*written), lengths)]
+        caches = completion.held(*written, len(q))
         if inputs.prefix is not None:
             caches.insert(0, KeyValues(*inputs.prefix, self.prefix_lengths))
         window, score_scale = inputs.window, self.config.score_scale
@@ -366,15 +500,17 @@ class ForwardResult(NamedTuple):
 
     Attributes:
         hidden: [b, t, hidden] after the final norm.
-        cache: the block that this call's tokens fill.
+        cache: the block that this call's tokens fill; None where they went into pages.
         observed: what `observe` returned in each layer, its leaves stacked over the layers.
         routes: the experts that each token used in each layer that has some.
+        pages: the pages with the tokens of this call.
     """
 
     hidden: Float[Array, "b t hidden"]
     cache: KVBlock | None
     observed: Any
     routes: Int[Array, "b t sparse k"] | None = None
+    pages: Pages | None = None
 
 
 def forward(
@@ -399,8 +535,9 @@ def forward(
         positions: rotary positions; default 0, 1, ... in each row.
         segment_ids: a token attends to earlier tokens of its own segment; 0 marks padding. Default:
             all ones.
-        cache: see KVCache. With a completion cache `segment_ids` is not used: a row attends to its
-            slots up to the one that it writes.
+        cache: see KVCache. With a block as completion cache `segment_ids` is not used: a row
+            attends to its slots up to the one that it writes. Into pages a row writes its tokens
+            that are no padding, which come first.
         prefix_ids: the segment that a token's own one continues: it attends to that, too, where it
             stands earlier in the row (several completions behind one copy of their prompt). -1:
             none, the default.
@@ -428,8 +565,12 @@ def forward(
     layer = TransformerLayer(config, compute, positions, segment_ids, cache, prefix_ids, observe)
     run = jax.checkpoint(layer, prevent_cse=False) if compute.remat else layer
     x, outputs = (_scan if policy.stacked else _unroll)(run, policy, x, cache, routes, keep_cache)
-    block = None
-    if keep_cache:
+    block = pages = None
+    if isinstance(cache.completion, Pages):
+        assert outputs.block is not None
+        keys, values = outputs.block
+        pages = replace(cache.completion, keys=keys, values=values)
+    elif keep_cache:
         assert outputs.block is not None
         if cache.completion is None:
             block = KVBlock(*outputs.block, segment_ids > 0, positions)
@@ -439,7 +580,8 @@ def forward(
             written = jnp.ones((mask.shape[0], t), bool)
             mask = lax.dynamic_update_slice(mask, written, (0, cache.slot))
             block = KVBlock(*outputs.block, mask)
-    return ForwardResult(layer.norm(x, policy.norm), block, outputs.observed, outputs.routes)
+    hidden = layer.norm(x, policy.norm)
+    return ForwardResult(hidden, block, outputs.observed, outputs.routes, pages)
 
 
 def _check(policy: Policy, tokens, cache: KVCache, routes, observe) -> None:
@@ -498,8 +640,7 @@ def _unroll(
         )
         completion = None
         if own is not None:
-            assert cache.slot is not None
-            completion = CompletionCache(own.keys[i], own.values[i], cache.slot)
+            completion = own.keys[i], own.values[i], None
         x, out = run(x, layer, completion, inputs)
         outputs.append(out)
     observed = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(out.observed for out in outputs))
@@ -521,8 +662,7 @@ def _scan(
         layer, index, inputs = inputs
         completion = None
         if blocks is not None:
-            assert cache.slot is not None
-            completion = CompletionCache(*blocks, cache.slot, index)
+            completion = *blocks, index
         x, out = run(x, layer, completion, inputs)
         if completion is None:
             return (x, None), out if keep_cache else out._replace(block=None)

@@ -8,6 +8,7 @@ number, and every rollout carries the number of the weights that made it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -16,16 +17,19 @@ from typing import Any, Literal, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from fp8rl_jax.config.recipe import Recipe
-from fp8rl_jax.config.run import RunConfig
+from fp8rl_jax.config.run import PagedConfig, RunConfig
 from fp8rl_jax.models.cache import KVScales
 from fp8rl_jax.models.forms import finite_flags, rollout_adapters, rollout_policy
 from fp8rl_jax.models.lora import join, split
 from fp8rl_jax.models.policy import Policy
+from fp8rl_jax.parallel import to_host
 from fp8rl_jax.precision import check_recipe
 from fp8rl_jax.rollout.calibration import observe_served, qkv_metrics, scales_from_amax
+from fp8rl_jax.rollout.paged import Layout, batch_parts, choose_layout, token_bytes
+from fp8rl_jax.rollout.paged import generate as paged_generate
 from fp8rl_jax.rollout.sampler import Prompts, Rollout, generate, stream
 from fp8rl_jax.rollout.sampling import Sampling
 from pallas_kernels.backend import Backend
@@ -35,6 +39,7 @@ from pallas_kernels.matmul import selected_backend
 _rollout_policy = jax.jit(rollout_policy, static_argnames=("recipe", "dtype", "unroll", "backend"))
 _rollout_adapters = jax.jit(rollout_adapters, static_argnames=("config", "dtype", "unroll"))
 _finite_flags = jax.jit(finite_flags)
+_counts = jax.jit(partial(jnp.sum, axis=1))
 _joined = jax.jit(lambda parts: jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts))
 
 
@@ -181,8 +186,13 @@ class LocalEngine:
         sampling: Sampling,
         key: Key[Array, ""],
         prompt_logprobs: bool = False,
+        limits: Int[Array, " b"] | None = None,
     ) -> Rollout:
         """Sample `samples` completions of each prompt with the weights of the last sync.
+
+        Args:
+            prompt_logprobs: return those of the prompts' tokens, too.
+            limits: most tokens of each completion; default: sampling.max_new_tokens.
 
         Raises:
             RuntimeError: there are no weights yet, or a cache that the rollout calibrates has not
@@ -197,6 +207,7 @@ class LocalEngine:
             sampling=sampling,
             expert_ids=self.expert_ids,
             prompt_logprobs=prompt_logprobs,
+            limits=limits,
         )
         return replace(rollout, prompts=prompts, weight_version=self.version)
 
@@ -225,13 +236,104 @@ class LocalEngine:
         return self.policy
 
 
+class PagedEngine(LocalEngine):
+    """Our sampler with continuous batching over a paged cache (rollout.paged).
+
+    Args:
+        paged: slots, pages and steps; the rest as of `LocalEngine`.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        compute_dtype: jnp.dtype,
+        unroll: bool = True,
+        backend: Backend = "auto",
+        expert_ids: bool = False,
+        paged: PagedConfig | None = None,
+    ):
+        super().__init__(recipe, compute_dtype, unroll, backend, expert_ids)
+        self.paged = paged or PagedConfig()
+        self._lengths: dict[int, float] = {}
+        """Mean completion length of each prompt, as it was sampled last."""
+        self._layouts: dict[tuple, Layout] = {}
+
+    def generate(
+        self,
+        prompts: Prompts,
+        samples: int,
+        sampling: Sampling,
+        key: Key[Array, ""],
+        prompt_logprobs: bool = False,
+        limits: Int[Array, " b"] | None = None,
+    ) -> Rollout:
+        """Sample as `LocalEngine.generate`, longest prompts' completions first where earlier
+        rollouts tell.
+
+        Raises:
+            RuntimeError: as there.
+            UserError: a row does not fit the cache.
+        """
+        (rollout,) = self._sample(prompts, samples, sampling, key, prompt_logprobs, limits)
+        ids, counts = to_host((prompts.ids, _counts(rollout.mask)))
+        self._lengths |= dict(zip(ids.tolist(), counts.reshape(len(ids), -1).mean(1), strict=True))
+        return replace(rollout, weight_version=self.version)
+
+    def stream(
+        self, prompts: Prompts, sampling: Sampling, key: Key[Array, ""], every: int = 1
+    ) -> Iterator[Rollout]:
+        """Sample as `LocalEngine.stream`."""
+        yield from map(jax.device_get, self._sample(prompts, 1, sampling, key, every=every))
+
+    def _sample(
+        self,
+        prompts: Prompts,
+        samples: int,
+        sampling: Sampling,
+        key: Key[Array, ""],
+        prompt_logprobs: bool = False,
+        limits: Int[Array, " b"] | None = None,
+        every: int = 0,
+    ) -> Iterator[Rollout]:
+        policy, ids = self._ready(), to_host(prompts.ids)
+        parts = batch_parts()
+        if len(ids) % parts:
+            raise ValueError(f"generate: {len(ids)} prompts do not split into {parts} equal parts")
+        shape = (len(ids) // parts, prompts.tokens.shape[1]), samples, sampling.max_new_tokens
+        if shape not in self._layouts:  # chosen once: what is free differs from call to call
+            hopper = selected_backend(self.backend) == "hopper"
+            room = free_bytes() / token_bytes(policy)
+            self._layouts[shape] = choose_layout(self.paged, *shape, hopper, room)
+        known = [self._lengths[i] for i in ids.tolist() if i in self._lengths]
+        typical = float(np.median(known)) if known else 0.0
+        expected = np.array([self._lengths.get(i, typical) for i in ids.tolist()])
+        order = np.argsort(-expected.reshape(parts, -1), axis=1, kind="stable").astype(np.int32)
+        return paged_generate(
+            policy,
+            prompts,
+            key,
+            samples=samples,
+            sampling=sampling,
+            scales=self.scales,
+            layout=self._layouts[shape],
+            order=jnp.asarray(order.reshape(-1)),
+            limits=limits,
+            expert_ids=self.expert_ids,
+            prompt_logprobs=prompt_logprobs,
+            every=every,
+        )
+
+
 def local_engine(config: RunConfig, recipe: Recipe) -> LocalEngine:
     """Make the engine of a run.
 
     Args:
         recipe: the run's, resolved.
     """
-    return LocalEngine(
+    made = LocalEngine
+    if config.rollout.engine == "paged":
+        made = partial(PagedEngine, paged=config.rollout.paged)
+    return made(
         recipe,
         jnp.dtype(config.compute_dtype),
         decode_layers(config) == "unroll",
@@ -249,6 +351,15 @@ def decode_layers(config: RunConfig) -> Literal["unroll", "scan"]:
         return config.rollout.decode_layers
     hopper = selected_backend(config.precision.backend) == "hopper"
     return "unroll" if hopper or jax.default_backend() == "cpu" else "scan"
+
+
+def free_bytes() -> float:
+    """Count the bytes of the device that a cache may take, of those that are free now nine tenths;
+    infinity where the device does not say."""
+    statistics = jax.local_devices()[0].memory_stats() or {}
+    if "bytes_limit" not in statistics:
+        return math.inf
+    return 0.9 * (statistics["bytes_limit"] - statistics["bytes_in_use"])
 
 
 def _is_same(one: Policy, other: Policy) -> bool:

@@ -295,7 +295,9 @@ def complete(
     answers: dict[int, Answer] = {}
     key = jax.random.key(seed)
     for batch in batches(rows, prompts):
-        out = jax.device_get(engine.generate(batch, samples, sampling, key, prompt_logprobs))
+        out = jax.device_get(
+            engine.generate(batch, samples, sampling, key, prompt_logprobs=prompt_logprobs)
+        )
         for row, index in enumerate(batch.ids):
             completions = [_completion(out, row * samples + sample) for sample in range(samples)]
             of_prompt = None

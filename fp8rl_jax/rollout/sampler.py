@@ -66,6 +66,7 @@ class Rollout:
         prompt_expert_ids, expert_ids: [p, s, layers with experts, k] and [b, t, layers with
             experts, k], the experts that each token used, -1 where there is no token and for the
             last of a row, which no layer has seen. None unless asked for.
+        metrics: rollout/*, of an engine that counts something.
     """
 
     prompts: Prompts
@@ -78,6 +79,7 @@ class Rollout:
     prompt_logprobs: Float[Array, "p s"] | None = None
     prompt_expert_ids: Int[Array, "p s sparse k"] | None = None
     expert_ids: Int[Array, "b t sparse k"] | None = None
+    metrics: dict[str, Array] = field(default_factory=dict)
 
 
 class _Fixed(NamedTuple):
@@ -88,6 +90,7 @@ class _Fixed(NamedTuple):
     keys: Key[Array, " b"]
     slots: Bool[Array, "b t"]
     stops: Int[Array, " stops"]
+    limits: Int[Array, " b"] | None
     scales: KVScales | None
     prompt_logprobs: Float[Array, "p s"] | None
     prompt_expert_ids: Int[Array, "p s sparse k"] | None
@@ -119,6 +122,7 @@ def generate(
     prompt_ids: Int[Array, " p"],
     key: Key[Array, ""],
     scales: KVScales | None = None,
+    limits: Int[Array, " b"] | None = None,
     *,
     samples: int,
     sampling: Sampling,
@@ -133,6 +137,8 @@ def generate(
         lengths: tokens of each prompt.
         prompt_ids: identity of each prompt in the data set; with `key` it fixes the draws.
         scales: KV scales, where the policy has an FP8 cache.
+        limits: most tokens of each row, at least 1, where that is less than
+            `sampling.max_new_tokens`.
         samples: completions a prompt.
         expert_ids: return the experts that each token used (rollout.engine.Rollout says how).
         prompt_logprobs: return those of the prompts' tokens too (rollout.engine.Rollout says
@@ -149,6 +155,7 @@ def generate(
         prompt_ids,
         key,
         scales,
+        limits,
         samples=samples,
         sampling=sampling,
         expert_ids=expert_ids,
@@ -203,6 +210,7 @@ def _begin(
     prompt_ids,
     key,
     scales,
+    limits=None,
     *,
     samples: int,
     sampling: Sampling,
@@ -220,10 +228,8 @@ def _begin(
     assert prefill.cache is not None
     last = jnp.take_along_axis(prefill.hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
     first_logits = jnp.repeat(policy.compute.product(last, policy.head), samples, axis=0)
-    starts, keys = jnp.repeat(lengths, samples), _row_keys(key, prompt_ids, samples)
-    key_format = policy.compute.key
-    dtype = element_dtype(key_format) if key_format.quantized else policy.embed_tokens.value.dtype
-    empty = empty_block(policy.config, rows, width, dtype, policy.stacked)
+    starts, keys = jnp.repeat(lengths, samples), row_keys(key, prompt_ids, samples)
+    empty = empty_block(policy.config, rows, width, cache_dtype(policy), policy.stacked)
     logprobs = routes = sampled_routes = None
     if prompt_logprobs:
         logprobs = _prompt_logprobs(policy, prompts, segments, prefill.hidden, sampling)
@@ -233,7 +239,7 @@ def _begin(
         shape = (rows, width, *prefill.routes.shape[2:])
         sampled_routes = jnp.full(shape, -1, prefill.routes.dtype)
     stops = jnp.asarray(sampling.stop_token_ids, jnp.int32)
-    fixed = _Fixed(prefill.cache, starts, keys, empty.mask, stops, scales, logprobs, routes)
+    fixed = _Fixed(prefill.cache, starts, keys, empty.mask, stops, limits, scales, logprobs, routes)
     phrases = [
         None if table is None else jnp.zeros(rows, jnp.int32)
         for table in (sampling.stop_strings, sampling.bad_words)
@@ -324,10 +330,13 @@ def _record(
         for old, new in zip(tables, column, strict=True)
     )
     stopped_rows = state.stopped | stopped
+    ended = done | stopped
+    if fixed.limits is not None:
+        ended |= t + 1 >= fixed.limits
     return _State(
         state.t,
         tokens,
-        done | stopped,
+        ended,
         state.completion,
         stop_state,
         bad_state,
@@ -367,7 +376,15 @@ def _known(
     return jnp.where(real[..., None, None], routes, jnp.array(-1, routes.dtype))
 
 
-def _row_keys(key, prompt_ids, samples):
+def cache_dtype(policy: Policy) -> jnp.dtype:
+    """Find what keys and values are stored in."""
+    key = policy.compute.key
+    return element_dtype(key) if key.quantized else policy.embed_tokens.value.dtype
+
+
+def row_keys(key: Key[Array, ""], prompt_ids: Int[Array, " p"], samples: int) -> Key[Array, " b"]:
+    """Make the key of each row, which fixes its draws."""
+
     def one(prompt_id, sample):
         return jax.random.fold_in(jax.random.fold_in(key, prompt_id), sample)
 

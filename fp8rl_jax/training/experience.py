@@ -163,12 +163,13 @@ class Experience:
         return prompts[own], there[own].sum(1), int(mask.sum())
 
     def metrics(self) -> dict[str, float]:
-        """Compute completions/* and rollout/weight_version.
+        """Compute completions/* and rollout/*.
 
         Of episodes also their turns and rows (one row: all turns were joined), and the part that
         ended for want of room.
         """
         version = {"rollout/weight_version": float(self.weight_version)}
+        version |= {name: float(value) for name, value in to_host(self.rollout.metrics).items()}
         if self.episodes is None:
             mask, stopped = to_host((self.rollout.mask, self.rollout.stopped))
             count = len(self.texts)

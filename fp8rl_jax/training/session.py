@@ -967,6 +967,11 @@ def _check_policy(policy: Policy, config: RunConfig, recipe: Recipe) -> None:
 
 def _check_exact_on_hopper(policy: Policy, config: RunConfig) -> None:
     """What attention in the order of a decode step asks of the model and of the batch."""
+    if config.rollout.engine == "paged":
+        raise UserError(
+            "rollout.engine: with precision.exact, Hopper's attention reads rows and no pages; "
+            'set it to "static"'
+        )
     if config.trainer.packing:
         raise UserError(
             "trainer.packing: with precision.exact, Hopper's attention takes one sequence a row; "

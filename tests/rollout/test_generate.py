@@ -26,7 +26,7 @@ from rollout.tiny import (
 from fp8rl_jax.models.logprobs import token_logprobs
 from fp8rl_jax.models.policy import init_policy
 from fp8rl_jax.rollout.engine import Prompts
-from fp8rl_jax.rollout.sampler import _row_keys, generate
+from fp8rl_jax.rollout.sampler import generate, row_keys
 from fp8rl_jax.rollout.sampling import Sampling
 
 KEY = jax.random.key(42)
@@ -113,6 +113,19 @@ def test_stop_tokens_end_a_row_and_are_counted(engine, rollout):
     assert out.stopped[0] and out.stopped[3]
 
 
+def test_a_row_ends_at_its_limit(engine, rollout):
+    limits = jnp.array([1, 8, 3, 2, 7, 20])
+    out = engine.generate(make_prompts(), 2, PLAIN, KEY, limits=limits)
+    np.testing.assert_array_equal(out.mask, np.arange(8) < limits[:, None])
+    np.testing.assert_array_equal(out.tokens, np.where(out.mask, rollout.tokens, 0))
+    np.testing.assert_array_equal(
+        out.policy_logprobs, np.where(out.mask, rollout.policy_logprobs, 0)
+    )
+    assert not out.stopped.any()
+    out = engine.generate(make_prompts(), 2, PLAIN, KEY, limits=jnp.full(6, 2))
+    np.testing.assert_array_equal(out.mask, np.arange(8) < np.full((6, 1), 2))
+
+
 def test_the_loop_ends_when_every_row_has_stopped(engine):
     """Any token stops: one draw each."""
     out = engine.generate(
@@ -163,10 +176,10 @@ def test_neighbouring_problems_draw_apart(engine):
     )
     out = engine.generate(prompts, 2, PLAIN, KEY)
     assert len(np.unique(np.asarray(out.tokens), axis=0)) == 6
-    keys = jax.random.key_data(_row_keys(KEY, jnp.arange(40), 8))
+    keys = jax.random.key_data(row_keys(KEY, jnp.arange(40), 8))
     assert keys.shape[0] == 320 and len(np.unique(keys, axis=0)) == 320
     np.testing.assert_array_equal(
-        jax.random.key_data(_row_keys(KEY, jnp.array([7, 3]), 4)), keys[np.r_[56:60, 24:28]]
+        jax.random.key_data(row_keys(KEY, jnp.array([7, 3]), 4)), keys[np.r_[56:60, 24:28]]
     )
 
 

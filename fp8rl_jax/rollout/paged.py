@@ -1,0 +1,861 @@
+"""Continuous batching over a paged KV cache: a slot whose completion has ended takes the next
+request at once.
+
+All prompts of a step are known when it begins, so nothing has to be served while it waits: there
+is a queue on the device, and programs that work on it.
+
+    begin       an empty cache, the queue, and nothing in the slots
+    load        prefill of the next prompts of the queue, `Layout.together` at a time
+    run         up to `Layout.steps` decode steps, slots refilled from the prompts that are loaded
+    catch_up    prefill of tokens that rows already have, of rows that had lost their pages
+    shrink      the same state with fewer slots, when fewer rows are left
+
+The host calls them as the signals of the last call say. Shapes are fixed, so each program is
+compiled once.
+
+A prompt's pages are shared by its samples, and freed with the last of them. A row's own pages hold
+what it has sampled, one more whenever a page is full. If none is free then, the row that loses
+least gives up its pages and its slot, keeps its tokens, and goes to the front of the queue. One row
+alone always has room (`choose_layout`), so every row ends.
+
+A row's randomness comes from (key, prompt id, sample number, position) alone, as in `sampler`, so
+its tokens do not depend on the slot, the pages and the rows beside it, but for what a matrix
+product rounds differently (and in exact mode for nothing).
+
+On a mesh each part of the batch has a queue, slots and pages of its own; the loops are manual over
+the batch's axes. Where each device has the whole model, a part steps as often as it has to; where
+the model is split, all parts step together (`_most`), and one that is done waits for the others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from fp8rl_jax.config.run import PagedConfig
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.models.cache import KVCache, KVScales, Pages, empty_cache
+from fp8rl_jax.models.forms import predequantized
+from fp8rl_jax.models.forward import forward
+from fp8rl_jax.models.logprobs import token_logprobs
+from fp8rl_jax.models.moe import route_dtype
+from fp8rl_jax.models.policy import Policy
+from fp8rl_jax.parallel import DEFAULT_RULES, policy_shardings, to_host
+from fp8rl_jax.rollout.sampler import Prompts, Rollout, cache_dtype, row_keys
+from fp8rl_jax.rollout.sampling import Sampling, draw
+
+NEW, ACTIVE, EVICTED, DONE = range(4)
+"""Where a row is: it has no tokens, or is in a slot, or lost it, or has ended."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The sizes that programs are compiled for.
+
+    Attributes:
+        slots: rows that decode at one time.
+        page_size: tokens of a page.
+        pages: of the cache.
+        together: prompts that are loaded together.
+        chunk: tokens of a row that are prefilled at one time.
+        steps: decode steps of one call.
+    """
+
+    slots: int
+    page_size: int
+    pages: int
+    together: int
+    chunk: int
+    steps: int
+
+    def columns[T: (int, Array)](self, tokens: T) -> T:
+        """Count the pages of `tokens` tokens."""
+        return -(-tokens // self.page_size)
+
+    def prompt_pages(self, prompts: int, tokens: int) -> int:
+        """Count the pages of all prompts that may be loaded at one time, of so many and so long."""
+        return min(prompts, self.slots + self.together) * self.columns(tokens)
+
+
+def choose_layout(
+    config: PagedConfig,
+    prompts: tuple[int, int],
+    samples: int,
+    new_tokens: int,
+    hopper: bool = False,
+    room: float = math.inf,
+) -> Layout:
+    """Choose sizes for P prompts of at most S tokens and `samples` completions of each.
+
+    Args:
+        config: what the user wants; 0 leaves a size to this function.
+        prompts: (P, S) of one part of the batch.
+        new_tokens: longest completion.
+        hopper: the cache is read by Hopper's kernels.
+        room: tokens of cache that the memory holds.
+
+    Raises:
+        UserError: not even one row fits, or the kernels have no such page.
+    """
+    count, width = prompts
+    size = config.page_size or (_KERNEL_PAGE if hopper else min(32, max(width, new_tokens)))
+    if hopper and size % _KERNEL_PAGE:
+        raise UserError(
+            f"rollout.paged.page_size = {size}: Hopper's kernels take multiples of {_KERNEL_PAGE}"
+        )
+    chunk = min(width, config.prefill_tokens)
+    together = max(1, min(count, config.prefill_tokens // chunk))
+    room = config.cache_tokens or room
+    most = min(config.slots or _MOST_SLOTS, count * samples)
+    pages = needed = 0
+    for slots in range(most, 0, -1):
+        layout = Layout(slots, size, 0, min(together, slots), chunk, config.decode_steps)
+        loaded, row = layout.prompt_pages(count, width), layout.columns(new_tokens)
+        pages, needed = int(min(loaded + slots * row, room // size)), loaded + row
+        if pages >= needed:
+            return replace(layout, pages=pages)
+    raise UserError(
+        f"rollout.paged.cache_tokens: the cache holds {pages * size} tokens, and a prompt of "
+        f"rollout.max_prompt_tokens = {width} with rollout.max_new_tokens = {new_tokens} needs "
+        f"{needed * size}; raise it, or make room"
+    )
+
+
+_MOST_SLOTS, _KERNEL_PAGE = 256, 64
+
+
+def token_bytes(policy: Policy) -> int:
+    """Count the bytes of cache of one token."""
+    config, kind = policy.config, cache_dtype(policy)
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * kind.itemsize
+
+
+class Queue(NamedTuple):
+    """What is asked for, P prompts and N = P * n rows; row r answers prompt r // n.
+
+    Attributes:
+        tokens, lengths: right-padded prompts.
+        order: prompts in the order in which they are served.
+        keys: of each row.
+        limits: most tokens of each row.
+        scales: of an FP8 cache.
+    """
+
+    tokens: Int[Array, "p s"]
+    lengths: Int[Array, " p"]
+    order: Int[Array, " p"]
+    keys: Key[Array, " n"]
+    limits: Int[Array, " n"]
+    scales: KVScales | None
+
+
+class Rows(NamedTuple):
+    """What becomes of the N rows: as in Rollout, and
+
+    count: tokens that a row has; status: NEW to DONE; stop_state, bad_state: where each is in the
+    sampling's phrases.
+    """
+
+    status: Int[Array, " n"]
+    count: Int[Array, " n"]
+    tokens: Int[Array, "n t"]
+    behaviour_logprobs: Float[Array, "n t"]
+    policy_logprobs: Float[Array, "n t"]
+    stopped: Bool[Array, " n"]
+    stop_state: Int[Array, " n"] | None
+    bad_state: Int[Array, " n"] | None
+    expert_ids: Int[Array, "n t sparse k"] | None
+
+
+class Loaded(NamedTuple):
+    """The prompts' side of the cache.
+
+    Attributes:
+        count: prompts that have been loaded, the first ones of the order.
+        pages: page numbers of each prompt; as many as the cache has stand for none.
+        last_hidden: what the first token of each prompt's rows is drawn from.
+        waiting: rows of each prompt that have not ended.
+        logprobs, expert_ids: as in Rollout.
+    """
+
+    count: Int[Array, ""]
+    pages: Int[Array, "p columns"]
+    last_hidden: Float[Array, "p hidden"]
+    waiting: Int[Array, " p"]
+    logprobs: Float[Array, "p s"] | None
+    expert_ids: Int[Array, "p s sparse k"] | None
+
+
+class Slots(NamedTuple):
+    """Attributes:
+    row: in each slot; N stands for none.
+    held: tokens of the row that are in its pages.
+    pages: page numbers.
+    """
+
+    row: Int[Array, " slots"]
+    held: Int[Array, " slots"]
+    pages: Int[Array, "slots columns"]
+
+
+class Counters(NamedTuple):
+    """What a rollout counts.
+
+    Attributes:
+        steps: decode steps.
+        busy: of slots and steps while rows waited for a slot, those with a row.
+        offered: all of these.
+        evicted: rows that lost their pages.
+        recomputed: tokens that were prefilled for it.
+        peak_pages: most pages in use.
+    """
+
+    steps: Int[Array, ""]
+    busy: Float[Array, ""]
+    offered: Float[Array, ""]
+    evicted: Int[Array, ""]
+    recomputed: Int[Array, ""]
+    peak_pages: Int[Array, ""]
+
+
+class State(NamedTuple):
+    """All that the programs change. `next`: rows of the order that have been given a slot."""
+
+    keys: Any
+    values: Any
+    free: Bool[Array, " pages"]
+    next: Int[Array, ""]
+    rows: Rows
+    loaded: Loaded
+    slots: Slots
+    counters: Counters
+
+
+class Signals(NamedTuple):
+    """What the host has to do next.
+
+    Attributes:
+        load: slots are free, and the prompts of the next rows are not loaded but could be.
+        catch_up: rows in slots lack tokens in their pages.
+        left: rows that have not ended.
+    """
+
+    load: Bool[Array, ""]
+    catch_up: Bool[Array, ""]
+    left: Int[Array, ""]
+
+
+def begin(
+    policy: Policy,
+    queue: Queue,
+    samples: int,
+    sampling: Sampling,
+    layout: Layout,
+    expert_ids: bool = False,
+    prompt_logprobs: bool = False,
+) -> State:
+    """Make the state in which nothing has been loaded."""
+    (p, s), n = queue.tokens.shape, len(queue.limits)
+    config, width = policy.config, sampling.max_new_tokens
+    dtype = cache_dtype(policy)
+    keys, values = empty_cache(config, layout.pages, layout.page_size, dtype, policy.stacked)
+    prompt_routes = routes = None
+    if expert_ids:
+        if config.experts is None:
+            raise ValueError("generate: expert_ids of a policy without experts")
+        layers = len(config.sparse_layers), config.experts.per_token
+        kind = route_dtype(config.experts)
+        prompt_routes = jnp.full((p, s, *layers), -1, kind)
+        routes = jnp.full((n, width, *layers), -1, kind)
+    states = [
+        None if table is None else jnp.zeros(n, jnp.int32)
+        for table in (sampling.stop_strings, sampling.bad_words)
+    ]
+    rows = Rows(
+        jnp.zeros(n, jnp.int32),
+        jnp.zeros(n, jnp.int32),
+        jnp.full((n, width), config.pad_token_id or 0, jnp.int32),
+        jnp.zeros((n, width), jnp.float32),
+        jnp.zeros((n, width), jnp.float32),
+        jnp.zeros(n, bool),
+        *states,
+        routes,
+    )
+
+    def no_pages(count: int, tokens: int) -> Array:
+        return jnp.full((count, layout.columns(tokens)), layout.pages, jnp.int32)
+
+    loaded = Loaded(
+        jnp.int32(0),
+        no_pages(p, s),
+        jnp.zeros((p, config.hidden_size), policy.embed_tokens.value.dtype),
+        jnp.full(p, samples, jnp.int32),
+        jnp.zeros((p, s), jnp.float32) if prompt_logprobs else None,
+        prompt_routes,
+    )
+    slots = Slots(
+        jnp.full(layout.slots, n, jnp.int32),
+        jnp.zeros(layout.slots, jnp.int32),
+        no_pages(layout.slots, width),
+    )
+    none, zero = jnp.int32(0), jnp.float32(0)
+    return State(
+        keys,
+        values,
+        jnp.ones(layout.pages, bool),
+        jnp.int32(0),
+        rows,
+        loaded,
+        slots,
+        Counters(none, zero, zero, none, none, none),
+    )
+
+
+def load(
+    policy: Policy, queue: Queue, state: State, sampling: Sampling, layout: Layout
+) -> tuple[State, Signals]:
+    """Prefill the next prompts of the order, `layout.together` or as many as find pages."""
+    (p, s), loaded = queue.tokens.shape, state.loaded
+    place = loaded.count + jnp.arange(layout.together)
+    prompt = queue.order.at[place].get(mode="fill", fill_value=p)
+    lengths = queue.lengths.at[prompt].get(mode="fill", fill_value=0)
+    columns = layout.columns(lengths)
+    fits = (place < p) & (jnp.cumsum(columns) <= _spare(state, layout))
+    prompt, lengths = jnp.where(fits, prompt, p), jnp.where(fits, lengths, 0)
+    none = jnp.full((layout.together, loaded.pages.shape[1]), layout.pages, jnp.int32)
+    free, pages = allocate(state.free, none, jnp.where(fits, columns, 0))
+    loaded = loaded._replace(
+        count=loaded.count + fits.sum(dtype=jnp.int32),
+        pages=loaded.pages.at[prompt].set(pages, mode="drop"),
+    )
+    tokens = queue.tokens.at[prompt].get(mode="fill", fill_value=0)
+
+    def chunk(carry):
+        start, state = carry
+        result, state, column, real = _prefill(
+            policy, queue, state, layout, tokens, lengths, start, (pages, start), None
+        )
+        found = state.loaded
+        last = lengths - 1 - start
+        hidden = jnp.take_along_axis(result.hidden, last[:, None, None], axis=1, mode="clip")[:, 0]
+        ends = jnp.where((last >= 0) & (last < layout.chunk), prompt, p)
+        found = found._replace(last_hidden=found.last_hidden.at[ends].set(hidden, mode="drop"))
+        if found.logprobs is not None:
+            target = jnp.take_along_axis(tokens, column + 1, axis=1, mode="clip")
+            given, _ = token_logprobs(result.hidden, policy, target, sampling.temperature or 1.0)
+            place = jnp.where(column + 1 < lengths[:, None], column + 1, s)
+            values = found.logprobs.at[prompt[:, None], place].set(given, mode="drop")
+            found = found._replace(logprobs=values)
+        if found.expert_ids is not None:
+            used = found.expert_ids.at[prompt[:, None], jnp.where(real, column, s)]
+            found = found._replace(expert_ids=used.set(result.routes, mode="drop"))
+        return start + layout.chunk, state._replace(loaded=found)
+
+    longest = _most(lengths.max())
+    start = jnp.zeros(layout.together, jnp.int32)
+    state = state._replace(free=free, loaded=loaded)
+    _, state = lax.while_loop(lambda carry: carry[0][0] < longest, chunk, (start, state))
+    return _with_signals(queue, _admit(queue, state, layout), layout)
+
+
+def run(
+    policy: Policy,
+    queue: Queue,
+    state: State,
+    sampling: Sampling,
+    steps: Int[Array, ""],
+    layout: Layout,
+    fewer: int = 0,
+) -> tuple[State, Signals]:
+    """Decode until the host is wanted, and for `steps` steps at most.
+
+    Args:
+        fewer: stop as soon as no more rows than these are left; 0: with the last one.
+    """
+
+    def goes_on(carry):
+        taken, _, signals = carry
+        return (taken < steps) & ~signals.load & ~signals.catch_up & (signals.left > fewer)
+
+    def step(carry):
+        taken, state, _ = carry
+        state = _admit(queue, _decode(policy, queue, state, sampling, layout), layout)
+        return taken + 1, *_with_signals(queue, state, layout)
+
+    carry = (jnp.int32(0), *_with_signals(queue, state, layout))
+    _, state, signals = lax.while_loop(goes_on, step, carry)
+    return state, signals
+
+
+def catch_up(policy: Policy, queue: Queue, state: State, layout: Layout) -> tuple[State, Signals]:
+    """Prefill what rows in slots lack in their pages, of `layout.together` rows."""
+    slots, none = state.slots, len(state.slots.row)
+    chosen = jnp.nonzero(_lacking(queue, state), size=layout.together, fill_value=none)[0]
+    row = slots.row.at[chosen].get(mode="fill", fill_value=len(queue.limits))
+    tokens = state.rows.tokens.at[row].get(mode="clip")
+    held = slots.held.at[chosen].get(mode="fill", fill_value=0)
+    wanted = state.rows.count.at[row].get(mode="fill", fill_value=1) - 1
+    pages = slots.pages.at[chosen].get(mode="fill", fill_value=layout.pages)
+    prefix = _prefix(queue, state, row)
+
+    def chunk(carry):
+        done, state = carry
+        start = held + done
+        result, state, column, real = _prefill(
+            policy, queue, state, layout, tokens, wanted, start, (pages, start), prefix
+        )
+        rows = _with_routes(state.rows, row[:, None], column, real, result.routes)
+        return done + layout.chunk, state._replace(rows=rows)
+
+    most = _most((wanted - held).max())
+    _, state = lax.while_loop(lambda carry: carry[0] < most, chunk, (jnp.int32(0), state))
+    counters = state.counters
+    counters = counters._replace(recomputed=counters.recomputed + (wanted - held).sum())
+    slots = state.slots
+    slots = slots._replace(held=slots.held.at[chosen].set(wanted, mode="drop"))
+    return _with_signals(queue, state._replace(slots=slots, counters=counters), layout)
+
+
+def shrink(slots: Slots, rows: int, count: int) -> Slots:
+    """Keep `count` slots, those with one of the rows first."""
+    order = jnp.argsort(slots.row == rows, stable=True)[:count]
+    return jax.tree.map(lambda x: x[order], slots)
+
+
+def _prefill(policy, queue, state, layout, tokens, lengths, start, own, prefix):
+    """One chunk of some rows from `start` on: the forward's result, the state with their keys and
+    values, the tokens' columns, and which are real."""
+    column = start[:, None] + jnp.arange(layout.chunk)
+    real = column < lengths[:, None]
+    fed = jnp.take_along_axis(tokens, column, axis=1, mode="clip")
+    pages, before = (None, None) if prefix is None else prefix
+    cache = KVCache(
+        completion=Pages(state.keys, state.values, *own, pages, before), scales=queue.scales
+    )
+    positions = column if before is None else column + before[:, None]
+    result = forward(policy, fed, positions, real.astype(jnp.int32), cache)
+    assert result.pages is not None
+    cached = {"keys": result.pages.keys, "values": result.pages.values}
+    return result, state._replace(**cached), column, real
+
+
+def _decode(policy: Policy, queue: Queue, state: State, sampling: Sampling, layout: Layout):
+    """One token for every row in a slot: of a new one from its prompt, of others by a forward."""
+    slots, rows = state.slots, state.rows
+    there, row = _there(queue, state), slots.row
+    count = jnp.where(there, _of_rows(rows.count, row), 0)
+    feeds = there & (count > 0)
+    prompt = row // _samples(queue)
+    first = state.loaded.last_hidden.at[prompt].get(mode="clip")
+    token = rows.tokens.at[row, count - 1].get(mode="clip")
+    prefix, before = _prefix(queue, state, row)
+
+    def fed(carry):
+        _, keys, values, _, rows = carry
+        pages = Pages(keys, values, slots.pages, slots.held, prefix, before)
+        cache = KVCache(completion=pages, scales=queue.scales)
+        positions, real = (before + slots.held)[:, None], feeds[:, None]
+        result = forward(policy, token[:, None], positions, real.astype(jnp.int32), cache)
+        hidden = jnp.where(real, result.hidden[:, 0], first)
+        rows = _with_routes(rows, row[:, None], slots.held[:, None], real, result.routes)
+        assert result.pages is not None
+        return jnp.zeros((), bool), result.pages.keys, result.pages.values, hidden, rows
+
+    # a loop and not a cond, whose branches would copy the cache
+    carry = (_anywhere(feeds.any()), state.keys, state.values, first, rows)
+    _, cached, values, hidden, rows = lax.while_loop(lambda carry: carry[0], fed, carry)
+    state = state._replace(keys=cached, values=values)
+    slots = slots._replace(held=slots.held + feeds)
+
+    logits = policy.compute.product(hidden, policy.head)
+    banned = None
+    if sampling.bad_words is not None:
+        banned = sampling.bad_words.completing(_of_rows(rows.bad_state, row))
+    keys = jax.vmap(jax.random.fold_in)(_of_rows(queue.keys, row), count)
+    drawn, behaviour, full = draw(logits, keys, sampling, banned, policy.compute)
+    drawn = drawn.astype(jnp.int32)
+    stopped = jnp.zeros_like(there)
+    if sampling.stop_token_ids:
+        stopped = jnp.isin(drawn, jnp.asarray(sampling.stop_token_ids, jnp.int32))
+    stop_state: Any = rows.stop_state
+    bad_state: Any = rows.bad_state
+    if sampling.stop_strings is not None:
+        after, complete = sampling.stop_strings.step(_of_rows(stop_state, row), drawn)
+        stop_state = stop_state.at[row].set(after, mode="drop")
+        stopped |= complete
+    if sampling.bad_words is not None:
+        after, _ = sampling.bad_words.step(_of_rows(bad_state, row), drawn)
+        bad_state = bad_state.at[row].set(after, mode="drop")
+
+    def write(table, column):
+        return table.at[row, count].set(column, mode="drop")
+
+    ended = there & (stopped | (count + 1 >= _of_rows(queue.limits, row)))
+    rows = rows._replace(
+        status=rows.status.at[jnp.where(ended, row, len(rows.status))].set(DONE, mode="drop"),
+        count=rows.count.at[row].set(count + 1, mode="drop"),
+        tokens=write(rows.tokens, drawn),
+        behaviour_logprobs=write(rows.behaviour_logprobs, behaviour),
+        policy_logprobs=write(rows.policy_logprobs, full),
+        stopped=rows.stopped.at[row].set(stopped, mode="drop"),
+        stop_state=stop_state,
+        bad_state=bad_state,
+    )
+    return _leave(queue, _counted(queue, state, there)._replace(rows=rows, slots=slots), ended)
+
+
+def _leave(queue: Queue, state: State, leaving: Bool[Array, " slots"]) -> State:
+    """Empty some slots; a prompt whose rows have all ended goes, too."""
+    slots, loaded, none = state.slots, state.loaded, len(state.free)
+    free = state.free.at[jnp.where(leaving[:, None], slots.pages, none)].set(True, mode="drop")
+    ended = leaving & (_of_rows(state.rows.status, slots.row) == DONE)
+    prompt = jnp.where(ended, slots.row // _samples(queue), len(queue.lengths))
+    waiting = loaded.waiting.at[prompt].add(-1, mode="drop")
+    over = jnp.where(waiting.at[prompt].get(mode="fill", fill_value=1) == 0, prompt, len(waiting))
+    gone = loaded.pages.at[over].get(mode="fill", fill_value=none)
+    loaded = loaded._replace(waiting=waiting, pages=loaded.pages.at[over].set(none, mode="drop"))
+    slots = Slots(
+        jnp.where(leaving, len(queue.limits), slots.row),
+        jnp.where(leaving, 0, slots.held),
+        jnp.where(leaving[:, None], none, slots.pages),
+    )
+    return state._replace(free=free.at[gone].set(True, mode="drop"), slots=slots, loaded=loaded)
+
+
+def _admit(queue: Queue, state: State, layout: Layout) -> State:
+    """Give free slots to rows, those that lost theirs first, and every row in a slot the pages that
+    its next token needs."""
+    samples, rows, slots, n = _samples(queue), state.rows, state.slots, len(queue.limits)
+    size = len(slots.row)
+    evicted = jnp.nonzero(rows.status == EVICTED, size=size, fill_value=n)[0]
+    back = (rows.status == EVICTED).sum(dtype=jnp.int32)
+    index = jnp.arange(size)
+    place = state.next + index - back
+    new = queue.order.at[place // samples].get(mode="clip") * samples + place % samples
+    known = place < state.loaded.count * samples
+    row = jnp.where(index < back, evicted, jnp.where(known, new, n))
+    needs = jnp.where(row < n, layout.columns(jnp.maximum(_of_rows(rows.count, row), 1)), 0)
+    there = _there(queue, state)
+    idle = (~there).sum()
+    taken = (row < n) & (index < idle) & (jnp.cumsum(needs) <= _spare(state, layout))
+    rank = jnp.cumsum(~there) - 1
+    given = jnp.where(~there & taken.at[rank].get(mode="clip"), row.at[rank].get(mode="clip"), n)
+    into = jnp.where(there, slots.row, given)
+    state = state._replace(
+        next=state.next + (taken & (index >= back)).sum(dtype=jnp.int32),
+        rows=rows._replace(status=rows.status.at[given].set(ACTIVE, mode="drop")),
+        slots=slots._replace(row=into),
+    )
+
+    def wanted(state):
+        there = _there(queue, state)
+        return jnp.where(there, layout.columns(_of_rows(state.rows.count, state.slots.row)), 0)
+
+    def short(state):
+        have = (state.slots.pages < layout.pages).sum(1)
+        missing = jnp.maximum(wanted(state) - have, 0).sum()
+        return (missing > state.free.sum()) & (_there(queue, state).sum() > 1)
+
+    def evict(state):
+        slots = state.slots
+        count = _of_rows(state.rows.count, slots.row)
+        least = jnp.argmin(jnp.where(_there(queue, state), count, jnp.iinfo(jnp.int32).max))
+        leaving = jnp.arange(len(slots.row)) == least
+        status = state.rows.status.at[slots.row[least]].set(EVICTED, mode="drop")
+        counters = state.counters._replace(evicted=state.counters.evicted + 1)
+        state = state._replace(rows=state.rows._replace(status=status), counters=counters)
+        return _leave(queue, state, leaving)
+
+    state = lax.while_loop(short, evict, state)
+    free, pages = allocate(state.free, state.slots.pages, wanted(state))
+    return state._replace(free=free, slots=state.slots._replace(pages=pages))
+
+
+def allocate(
+    free: Bool[Array, " pages"], table: Int[Array, "rows columns"], wanted: Int[Array, " rows"]
+) -> tuple[Bool[Array, " pages"], Int[Array, "rows columns"]]:
+    """Give each row pages until it has as many as it wants, the free ones by their rank.
+
+    Args:
+        table: page numbers; as many as there are pages stands for none, and what is left without
+            one keeps it.
+        wanted: pages of each row, those that it has among them.
+
+    Returns:
+        (what is still free, the table).
+    """
+    none = len(free)
+    missing = (jnp.arange(table.shape[1]) < wanted[:, None]) & (table == none)
+    rank = (jnp.cumsum(missing.reshape(-1)) - 1).reshape(missing.shape)
+    numbers = jnp.nonzero(free, size=min(missing.size, none), fill_value=none)[0].astype(jnp.int32)
+    pages = jnp.where(missing, numbers.at[rank].get(mode="fill", fill_value=none), table)
+    return free.at[jnp.where(missing, pages, none)].set(False, mode="drop"), pages
+
+
+def _with_signals(queue: Queue, state: State, layout: Layout) -> tuple[State, Signals]:
+    loaded, status = state.loaded, state.rows.status
+    following = queue.order.at[loaded.count].get(mode="clip")
+    room = layout.columns(queue.lengths[following]) <= _spare(state, layout)
+    load = (
+        ~_there(queue, state).all()
+        & ~(status == EVICTED).any()
+        & (state.next == loaded.count * _samples(queue))
+        & (loaded.count < len(queue.order))
+        & room
+    )
+    left = (status != DONE).sum(dtype=jnp.int32)
+    lacking = _lacking(queue, state).any()
+    return state, Signals(_anywhere(load), _anywhere(lacking), _most(left))
+
+
+def _counted(queue: Queue, state: State, there: Bool[Array, " slots"]) -> State:
+    c, status = state.counters, state.rows.status
+    waits = ((status == NEW) | (status == EVICTED)).any().astype(jnp.float32)
+    used = (~state.free).sum(dtype=jnp.int32)
+    counters = c._replace(
+        steps=c.steps + 1,
+        busy=c.busy + waits * there.sum(),
+        offered=c.offered + waits * len(there),
+        peak_pages=jnp.maximum(c.peak_pages, used),
+    )
+    return state._replace(counters=counters)
+
+
+def _most(number: Int[Array, ""]) -> Int[Array, ""]:
+    """The largest over all parts of the batch where they step together; else the part's own.
+
+    They have to where the model itself is split: XLA moves its tensors by collectives that every
+    device of the mesh takes part in.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.shape["tensor"] == 1 or not mesh.manual_axes:
+        return number
+    return lax.pmax(number, mesh.manual_axes)
+
+
+def _anywhere(flag: Bool[Array, ""]) -> Bool[Array, ""]:
+    return _most(flag.astype(jnp.int32)) > 0
+
+
+def _spare(state: State, layout: Layout) -> Int[Array, ""]:
+    """Free pages, less one for each row in a slot, which may want it soon."""
+    return state.free.sum() - (state.slots.row < len(state.rows.status)).sum()
+
+
+def _there(queue: Queue, state: State) -> Bool[Array, " slots"]:
+    return state.slots.row < len(queue.limits)
+
+
+def _lacking(queue: Queue, state: State) -> Bool[Array, " slots"]:
+    """Slots whose row has tokens before its last that are not in its pages."""
+    count = _of_rows(state.rows.count, state.slots.row)
+    return _there(queue, state) & (state.slots.held < count - 1)
+
+
+def _prefix(queue: Queue, state: State, row: Int[Array, " slots"]) -> tuple[Array, Array]:
+    """Pages and length of the prompt of each row; 0 where there is none."""
+    prompt = row // _samples(queue)
+    lengths = queue.lengths.at[prompt].get(mode="fill", fill_value=0)
+    return state.loaded.pages.at[prompt].get(mode="fill", fill_value=len(state.free)), lengths
+
+
+def _with_routes(rows: Rows, row, column, real, routes) -> Rows:
+    """Keep the experts of tokens that were fed."""
+    if rows.expert_ids is None:
+        return rows
+    column = jnp.where(real, column, rows.tokens.shape[1])
+    return rows._replace(expert_ids=rows.expert_ids.at[row, column].set(routes, mode="drop"))
+
+
+def _of_rows(values: Any, row: Int[Array, " slots"]) -> Array:
+    """Values of the rows in slots; of an empty slot those of the last row."""
+    return values.at[row].get(mode="clip")
+
+
+def _samples(queue: Queue) -> int:
+    return len(queue.limits) // len(queue.lengths)
+
+
+def generate(
+    policy: Policy,
+    prompts: Prompts,
+    key: Key[Array, ""],
+    *,
+    samples: int,
+    sampling: Sampling,
+    scales: KVScales | None,
+    layout: Layout,
+    order: Int[Array, " p"],
+    limits: Int[Array, " b"] | None = None,
+    expert_ids: bool = False,
+    prompt_logprobs: bool = False,
+    every: int = 0,
+) -> Iterator[Rollout]:
+    """Sample `samples` completions of each prompt, as `sampler.generate`.
+
+    Args:
+        policy: in the rollout's form (models.forms), its layers stacked or a list.
+        layout: sizes of one part of the batch.
+        order: of each part's prompts, counted in the part.
+        limits: most tokens of each row; default: sampling.max_new_tokens.
+        every: give the completions so far after the first token and then after every `every`
+            decode steps; 0: when all have ended.
+
+    Yields:
+        Rollouts; the last one has all tokens.
+    """
+    policy = _gathered(policy)
+    queue = _queue(
+        prompts, order, key, limits, scales, samples=samples, longest=sampling.max_new_tokens
+    )
+    state, signals = _begin(policy, queue, sampling, samples, layout, expert_ids, prompt_logprobs)
+    steps, slots = 1 if every else layout.steps, layout.slots
+    shrinks = sampling.max_new_tokens >= _SHRINK_FROM
+    while (wanted := to_host(signals)).left.any():
+        if wanted.catch_up.any():
+            state, signals = _catch_up(policy, queue, state, layout)
+        elif wanted.load.any():
+            state, signals = _load(policy, queue, state, sampling, layout)
+        else:
+            fewer = slots // _SHRINK if shrinks else 0
+            if wanted.left.max() <= fewer:
+                rows = len(queue.limits) // len(signals.left.reshape(-1))
+                state = state._replace(slots=_shrink(state.slots, rows, fewer))
+                slots, fewer = fewer, fewer // _SHRINK
+            state, signals = _run(policy, queue, state, sampling, jnp.int32(steps), layout, fewer)
+            if every:
+                yield _rollout(prompts, state)
+                steps = every
+    yield _rollout(prompts, state)
+
+
+_SHRINK, _SHRINK_FROM = 4, 64
+"""Slots are cut to a fourth as soon as that holds all rows that are left, where completions may
+have this many tokens: each number of slots is a program to compile."""
+_WHOLE = replace(DEFAULT_RULES, embed=None, experts=None)
+"""Where the weights of a decode loop live: whole in each part of the batch."""
+
+
+def batch_parts() -> int:
+    """Count the parts into which the mesh of the enclosing `jax.set_mesh` splits a batch."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return math.prod(mesh.shape[axis] for axis in _parts())
+
+
+def _parts() -> tuple[str, ...]:
+    """Axes of the mesh that split a batch."""
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = () if mesh.empty else DEFAULT_RULES.mesh_axes("batch")
+    return tuple(axis for axis in axes if mesh.shape[axis] > 1)
+
+
+def _by_parts(function: Callable) -> Callable:
+    """Run function(policy, queue, state, sampling, ...) for each part of the batch by itself.
+
+    Every array of the state has a leading axis of parts then, on one device none.
+    """
+    if not (axes := _parts()):
+        return function
+    whole, split = PartitionSpec(), PartitionSpec(axes)
+
+    def of_part(policy, queue, state, *rest):
+        state = jax.tree.map(lambda x: x[0], state)
+        return jax.tree.map(lambda x: x[None], function(policy, queue, state, *rest))
+
+    def run(policy, queue, state, *rest):
+        queues: Any = (*(split,) * 5, whole)
+        queues = Queue(*queues)
+        specs = (whole, queues, split, *(whole,) * len(rest))
+        return jax.shard_map(
+            of_part, in_specs=specs, out_specs=split, axis_names=set(axes), check_vma=False
+        )(policy, queue, state, *rest)
+
+    return run
+
+
+@jax.jit
+def _gathered(policy: Policy) -> Policy:
+    if _parts():
+        mesh = jax.sharding.get_abstract_mesh()
+        policy = lax.with_sharding_constraint(policy, policy_shardings(policy, mesh, _WHOLE))
+    return predequantized(policy)
+
+
+@partial(jax.jit, static_argnames=("samples", "longest"))
+def _queue(prompts, order, key, limits, scales, *, samples: int, longest: int) -> Queue:
+    rows = len(prompts.lengths) * samples
+    if limits is None:
+        limits = jnp.full(rows, longest, jnp.int32)
+    keys = row_keys(key, prompts.ids, samples)
+    return Queue(prompts.tokens, prompts.lengths, order, keys, limits, scales)
+
+
+@partial(jax.jit, static_argnums=(3, 4, 5, 6))
+def _begin(policy, queue, sampling, samples, layout, expert_ids, prompt_logprobs):
+    def run(policy, queue, state, sampling):
+        state = begin(policy, queue, samples, sampling, layout, expert_ids, prompt_logprobs)
+        return _with_signals(queue, state, layout)
+
+    return _by_parts(run)(policy, queue, None, sampling)
+
+
+@partial(jax.jit, static_argnums=4, donate_argnums=2)
+def _load(policy, queue, state, sampling, layout):
+    return _by_parts(partial(load, layout=layout))(policy, queue, state, sampling)
+
+
+@partial(jax.jit, static_argnums=(5, 6), donate_argnums=2)
+def _run(policy, queue, state, sampling, steps, layout, fewer):
+    call = partial(run, layout=layout, fewer=fewer)
+    return _by_parts(call)(policy, queue, state, sampling, steps)
+
+
+@partial(jax.jit, static_argnums=3, donate_argnums=2)
+def _catch_up(policy, queue, state, layout):
+    return _by_parts(partial(catch_up, layout=layout))(policy, queue, state)
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _shrink(slots, rows, count):
+    call = partial(shrink, rows=rows, count=count)
+    return (jax.vmap(call) if slots.row.ndim > 1 else call)(slots)
+
+
+def _rollout(prompts: Prompts, state: State) -> Rollout:
+    return Rollout(prompts, **_found(state.rows, state.loaded, state.counters))
+
+
+@jax.jit
+def _found(rows: Rows, loaded: Loaded, counters: Counters) -> dict[str, Any]:
+    """The fields of a Rollout."""
+    given = loaded.logprobs, loaded.expert_ids
+    if rows.count.ndim > 1:
+        rows, given = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (rows, given))
+        counters = jax.tree.map(lambda x: x.sum(), counters)
+    busy = counters.busy / jnp.maximum(counters.offered, 1.0)
+    return {
+        "tokens": rows.tokens,
+        "mask": jnp.arange(rows.tokens.shape[1]) < rows.count[:, None],
+        "behaviour_logprobs": rows.behaviour_logprobs,
+        "policy_logprobs": rows.policy_logprobs,
+        "stopped": rows.stopped,
+        "prompt_logprobs": given[0],
+        "prompt_expert_ids": given[1],
+        "expert_ids": rows.expert_ids,
+        "metrics": {
+            "rollout/decode_steps": counters.steps,
+            "rollout/slots_busy": jnp.where(counters.offered > 0, busy, 1.0),
+            "rollout/evicted": counters.evicted,
+            "rollout/recomputed_tokens": counters.recomputed,
+            "rollout/peak_pages": counters.peak_pages,
+        },
+    }

@@ -1,0 +1,232 @@
+"""Continuous batching: the static sampler's rollouts, whatever the slots, the pages and the order."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rollout.tiny import CONFIG, VOCAB, make_policy
+from tiny_models import GEMMA, MISTRAL, MOE
+
+from fp8rl_jax.config.recipe import PrecisionConfig, get_recipe
+from fp8rl_jax.config.run import PagedConfig
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.models.policy import init_policy
+from fp8rl_jax.rollout import paged
+from fp8rl_jax.rollout.calibration import calibrate_on_prompts
+from fp8rl_jax.rollout.constraints import compile_phrases
+from fp8rl_jax.rollout.engine import LocalEngine, PagedEngine, pad_prompts
+from fp8rl_jax.rollout.paged import Layout, allocate, choose_layout
+from fp8rl_jax.rollout.sampling import Sampling
+
+KEY = jax.random.key(3)
+STOPS = tuple(range(20, 25))
+"""Of 131 tokens, or of 40: some completions are short, and some are cut."""
+SAMPLING = Sampling(24, stop_token_ids=STOPS)
+ROOMY = PagedConfig()
+SMALL = PagedConfig(slots=4, page_size=4, prefill_tokens=8, decode_steps=7)
+"""Slots are refilled, prompts prefilled in chunks, and rows take several pages."""
+TIGHT = replace(SMALL, slots=8, cache_tokens=96)
+"""Rows lose their pages."""
+PROGRAMS = (paged._begin, paged._load, paged._run, paged._catch_up)
+LAYOUTS = {"roomy": ROOMY, "small": SMALL, "tight": TIGHT}
+KINDS = {"dense": CONFIG, "window": MISTRAL, "gemma": GEMMA, "experts": MOE}
+
+
+@cache
+def policy_of(kind: str):
+    if kind == "dense":
+        return make_policy()
+    policy = init_policy(KINDS[kind], jax.random.key(0))
+    return jax.tree.map(lambda x: x * 4.0 if x.ndim > 1 and x.shape[-1] > 16 else x, policy)
+
+
+def prompts_of(kind: str = "dense", lengths=(9, 3, 1, 7, 5, 2), ids=(7, 3, 11, 0, 1, 2)):
+    rng = np.random.default_rng(0)
+    vocab = KINDS[kind].vocab_size
+    return pad_prompts([rng.integers(1, vocab, n).tolist() for n in lengths], list(ids), 9)
+
+
+def synced(made, kind="dense", recipe="bf16", exact=False, dtype=jnp.float32, **options):
+    chosen = get_recipe(recipe, PrecisionConfig(exact=exact))
+    engine = made(chosen, jnp.dtype(dtype), expert_ids=kind == "experts", **options)
+    prompts, policy = prompts_of(kind), policy_of(kind)
+    engine.sync(policy, calibrate_on_prompts(policy, prompts, chosen, jnp.dtype(dtype)))
+    return engine
+
+
+@cache
+def expected(kind="dense", recipe="bf16", exact=False, dtype="float32", samples=3):
+    engine = synced(LocalEngine, kind, recipe, exact, dtype)
+    return jax.device_get(
+        engine.generate(prompts_of(kind), samples, SAMPLING, KEY, prompt_logprobs=True)
+    )
+
+
+def assert_same(found, wanted, atol):
+    found = jax.device_get(found)
+    for name in ("tokens", "mask", "stopped"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(wanted, name), name)
+    for name in ("behaviour_logprobs", "policy_logprobs", "prompt_logprobs"):
+        np.testing.assert_allclose(getattr(found, name), getattr(wanted, name), atol=atol)
+    if wanted.expert_ids is not None:
+        np.testing.assert_array_equal(found.prompt_expert_ids, wanted.prompt_expert_ids)
+        fed = np.arange(24) < wanted.mask.sum(1, keepdims=True) - 1
+        used = np.where(fed[..., None, None], wanted.expert_ids, -1)
+        np.testing.assert_array_equal(found.expert_ids, used)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("unroll", [True, False], ids=["unroll", "scan"])
+def test_rollouts_are_those_of_the_static_sampler(kind, layout, unroll):
+    if kind != "dense" and (unroll or layout == "roomy"):
+        pytest.skip("the cache's layout is the dense policy's")
+    engine = synced(PagedEngine, kind, unroll=unroll, paged=LAYOUTS[layout])
+    found = engine.generate(prompts_of(kind), 3, SAMPLING, KEY, prompt_logprobs=True)
+    assert_same(found, expected(kind), 1e-4)
+    assert (found.metrics["rollout/evicted"] > 0) == (layout == "tight")
+    assert (found.metrics["rollout/recomputed_tokens"] > 0) == (layout == "tight")
+    assert layout == "tight" or found.metrics["rollout/slots_busy"] > 0.95
+
+
+@pytest.mark.parametrize("layout", ["small", "tight"])
+@pytest.mark.parametrize(
+    ("kind", "recipe", "dtype"),
+    [
+        ("dense", "bf16", "float32"),
+        ("dense", "jet-rl", "bfloat16"),
+        ("experts", "bf16", "bfloat16"),
+    ],
+)
+def test_exact_rollouts_have_the_static_sampler_s_bits(kind, recipe, dtype, layout):
+    engine = synced(PagedEngine, kind, recipe, True, dtype, paged=LAYOUTS[layout])
+    found = engine.generate(prompts_of(kind), 3, SAMPLING, KEY, prompt_logprobs=True)
+    assert_same(found, expected(kind, recipe, True, dtype), 0)
+
+
+@pytest.mark.parametrize("recipe", ["fp8-rl", "fp8-kv"])
+def test_an_fp8_cache_in_pages(recipe):
+    """The order of sums differs, and with it a rounding here and there; where no token changed."""
+    wanted = expected("dense", recipe)
+    found = jax.device_get(
+        synced(PagedEngine, "dense", recipe, paged=TIGHT).generate(
+            prompts_of(), 3, SAMPLING, KEY, prompt_logprobs=True
+        )
+    )
+    alike = (found.tokens == wanted.tokens).all(1)
+    assert alike.mean() > 0.5
+    gap = np.abs(found.policy_logprobs - wanted.policy_logprobs)[alike]
+    cost = np.abs(expected("dense").prompt_logprobs - wanted.prompt_logprobs)
+    assert gap.mean() < cost.mean() / 5
+    assert jax.tree.leaves(empty_pages("fp8-rl"))[0].dtype == jnp.float8_e4m3fn
+
+
+def empty_pages(recipe):
+    from fp8rl_jax.rollout.paged import Queue, begin
+
+    policy = synced(PagedEngine, "dense", recipe).policy
+    prompts = prompts_of()
+    queue = Queue(prompts.tokens, prompts.lengths, None, None, np.zeros(6), None)
+    layout = Layout(4, 4, 40, 2, 8, 1)
+    return jax.eval_shape(lambda: begin(policy, queue, 1, SAMPLING, layout).keys)
+
+
+def test_stop_strings_bad_words_and_bias():
+    letters = [bytes([i]) for i in range(VOCAB)]
+    sampling = replace(
+        SAMPLING,
+        top_k=40,
+        stop_strings=compile_phrases(["ab", "x"], letters, VOCAB),
+        bad_words=compile_phrases(["c", "de"], letters, VOCAB),
+        logit_bias=jnp.zeros(VOCAB).at[jnp.array([97, 98, 99])].set(4.0),
+    )
+    wanted = synced(LocalEngine).generate(prompts_of(), 3, sampling, KEY)
+    found = synced(PagedEngine, paged=TIGHT).generate(prompts_of(), 3, sampling, KEY)
+    assert (np.asarray(wanted.tokens) == 97).any() and not (np.asarray(wanted.tokens) == 99).any()
+    for name in ("tokens", "mask", "stopped"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(wanted, name))
+    np.testing.assert_allclose(found.behaviour_logprobs, wanted.behaviour_logprobs, atol=1e-4)
+
+
+def test_limits_and_the_order_of_what_is_known():
+    engine = synced(PagedEngine, paged=SMALL)
+    limits = jnp.asarray(np.random.default_rng(1).integers(1, 24, 18))
+    wanted = synced(LocalEngine).generate(prompts_of(), 3, Sampling(24), KEY, limits=limits)
+    for _ in range(2):  # the second knows how long each prompt's completions are
+        found = engine.generate(prompts_of(), 3, Sampling(24), KEY, limits=limits)
+        np.testing.assert_array_equal(found.mask, np.arange(24) < np.asarray(limits)[:, None])
+        np.testing.assert_array_equal(found.tokens, wanted.tokens)
+    assert engine._lengths[7] == np.asarray(limits)[:3].mean()
+
+
+def test_a_stream_grows_to_the_rollout():
+    engine = synced(PagedEngine, paged=SMALL)
+    wanted = engine.generate(prompts_of(), 1, SAMPLING, KEY)
+    seen = list(engine.stream(prompts_of(), SAMPLING, KEY, every=5))
+    counts = np.array([part.mask.sum(1) for part in seen])
+    assert (np.diff(counts, axis=0) >= 0).all() and len(seen) > 4
+    assert set(counts[0]) == {0, 1}
+    np.testing.assert_array_equal(seen[-1].tokens, wanted.tokens)
+
+
+def test_fewer_rows_than_a_fourth_of_the_slots_get_fewer_slots():
+    """The last rows alone: the same tokens, by a program of fewer slots."""
+    limits = jnp.where(jnp.arange(18) == 4, 80, 5)
+    sampling = Sampling(80)
+    wanted = synced(LocalEngine).generate(prompts_of(), 3, sampling, KEY, limits=limits)
+    found = synced(PagedEngine).generate(prompts_of(), 3, sampling, KEY, limits=limits)
+    np.testing.assert_array_equal(found.tokens, wanted.tokens)
+
+
+def test_a_second_step_compiles_nothing():
+    engine = synced(PagedEngine, paged=TIGHT)
+    engine.generate(prompts_of(), 3, SAMPLING, KEY)
+    programs = [program._cache_size() for program in PROGRAMS]
+    engine.sync(policy_of("dense"))
+    others = prompts_of(lengths=(1, 9, 4, 4, 2, 8), ids=(5, 6, 8, 9, 10, 12))
+    engine.generate(others, 3, SAMPLING, jax.random.key(9))
+    assert [program._cache_size() for program in PROGRAMS] == programs
+    assert all(programs)
+
+
+def test_pages_are_given_by_their_rank_and_no_page_twice():
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        free = rng.random(30) < 0.6
+        table = np.full((5, 4), 30)
+        have = rng.integers(0, 3, 5)
+        taken = iter(np.flatnonzero(~free))
+        for row, count in enumerate(have):
+            table[row, :count] = [next(taken, 30) for _ in range(count)]
+        wanted = np.minimum(have + rng.integers(0, 2, 5), 4)
+        missing = sum(max(w - (t < 30).sum(), 0) for w, t in zip(wanted, table, strict=True))
+        left, pages = jax.jit(allocate)(jnp.asarray(free), jnp.asarray(table), jnp.asarray(wanted))
+        assert free.sum() - left.sum() == min(missing, free.sum())
+        new = np.asarray(pages)[table == 30]
+        new = new[new < 30]
+        assert len(set(new)) == len(new) and free[new].all() and not np.asarray(left)[new].any()
+        np.testing.assert_array_equal(np.asarray(pages)[table < 30], table[table < 30])
+
+
+def test_what_a_layout_makes_of_the_room():
+    full = choose_layout(ROOMY, (8, 64), 4, 128)
+    assert full == Layout(32, 32, 8 * 2 + 32 * 4, 8, 64, 64)
+    assert choose_layout(ROOMY, (8, 64), 4, 128, room=1024).pages == 32
+    few = choose_layout(replace(ROOMY, cache_tokens=12 * 32), (8, 64), 4, 128)
+    assert few.slots == 2 and few.pages == 12
+    assert choose_layout(ROOMY, (8, 64), 4, 128, hopper=True).page_size == 64
+    with pytest.raises(UserError, match="page_size = 4: Hopper's kernels take multiples of 64"):
+        choose_layout(SMALL, (8, 64), 4, 128, hopper=True)
+    with pytest.raises(UserError, match=r"cache_tokens: the cache holds 128 tokens, and .* needs"):
+        choose_layout(replace(ROOMY, cache_tokens=128), (8, 64), 4, 128)
+
+
+def test_prompts_that_do_not_fit_the_cache_are_refused():
+    engine = synced(PagedEngine, paged=replace(SMALL, cache_tokens=20))
+    with pytest.raises(UserError, match="rollout.paged.cache_tokens"):
+        engine.generate(prompts_of(), 3, SAMPLING, KEY)
