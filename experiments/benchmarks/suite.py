@@ -19,6 +19,7 @@ from experiments.benchmarks.peer import PeerSpec
 from experiments.benchmarks.record import write
 from experiments.benchmarks.rounds import Plan
 from experiments.benchmarks.trained_layer import Target, load_target, trained_layer
+from experiments.benchmarks.uneven import uneven_generation
 from experiments.benchmarks.workloads import CPU_WORKLOADS, GPU_WORKLOADS, Workload
 from fp8rl_jax.errors import UserError
 
@@ -32,7 +33,11 @@ SCRIPTS = {
     "vllm": "vllm_generate.py",
     "tunix": "tunix_grpo.py",
 }
-WANTED = {"generation": ("transformers", "vllm"), "grpo_step": ("tunix",)}
+WANTED = {
+    "generation": ("transformers", "vllm"),
+    "uneven_generation": ("vllm",),
+    "grpo_step": ("tunix",),
+}
 Job = tuple[str, Callable[[], dict[str, Any]]]
 """A benchmark on a workload: its label, and what runs it."""
 
@@ -164,6 +169,8 @@ def _jobs(
             )
             if name == "generation":
                 yield label, lambda w=workload, p=chosen: generation(w, plan, p, threads)
+            elif name == "uneven_generation":
+                yield label, lambda w=workload, p=chosen: uneven_generation(w, plan, p, threads)
             elif name == "grpo_step":
                 yield label, lambda w=workload, p=chosen: grpo_step(w, plan, p, threads)
             elif name == "trained_layer":

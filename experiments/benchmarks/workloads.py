@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Int
 
 from fp8rl_jax.config.recipe import RECIPES
 from fp8rl_jax.config.run import InitConfig
@@ -35,9 +36,30 @@ class Shape:
         return self.prompts * self.samples
 
     @property
+    def lengths(self) -> Int[np.ndarray, " rows"]:
+        """Tokens of each completion."""
+        return np.full(self.rows, self.new_tokens, np.int32)
+
+    @property
     def tokens(self) -> int:
         """Tokens generated in one round."""
-        return self.rows * self.new_tokens
+        return int(self.lengths.sum())
+
+
+@dataclass(frozen=True)
+class Uneven(Shape):
+    """Completions of log-normal lengths, `median` tokens in the median and `new_tokens` in the
+    longest."""
+
+    median: int
+
+    @property
+    def lengths(self) -> Int[np.ndarray, " rows"]:
+        """Tokens of each completion: the same draw at every call."""
+        drawn = np.random.default_rng(0).standard_normal(self.rows)
+        drawn = (drawn - np.median(drawn)) / (drawn.max() - np.median(drawn))
+        lengths = self.median * (self.new_tokens / self.median) ** drawn
+        return np.maximum(np.rint(lengths), 1).astype(np.int32)
 
 
 @dataclass(frozen=True)
@@ -47,11 +69,12 @@ class Workload:
     Attributes:
         model: name that `fp8rl fetch` knows; empty: random weights of the shape `config`.
         config: shape of the random weights.
-        generation, step, loop, layer: shapes of the four benchmarks. The loop's prompts are those
-            of its task: `prompt_tokens` is what they are padded to. Rows of the layer are prompt
-            and completion together.
-        generation_recipes, step_recipes, loop_recipes, layer_recipes: recipes of the four; the
-            first is what ratios refer to. Empty: that benchmark does not run on this workload.
+        generation, uneven, step, loop, layer: shapes of the five benchmarks. The loop's prompts are
+            those of its task: `prompt_tokens` is what they are padded to. Rows of the layer are
+            prompt and completion together.
+        generation_recipes, uneven_recipes, step_recipes, loop_recipes, layer_recipes: recipes of
+            the five, as `grpo.make_session` reads them; the first is what ratios refer to. Empty:
+            that benchmark does not run on this workload.
         micro_batch_prompts: prompts in one gradient-accumulation step; 0: all.
         remat: recompute layers in the backward pass.
         absolute: seconds are results, not only raw data.
@@ -60,10 +83,12 @@ class Workload:
     name: str
     compute_dtype: str
     generation: Shape | None = None
+    uneven: Uneven | None = None
     step: Shape | None = None
     loop: Shape | None = None
     layer: Shape | None = None
     generation_recipes: tuple[str, ...] = ()
+    uneven_recipes: tuple[str, ...] = ()
     step_recipes: tuple[str, ...] = ()
     loop_recipes: tuple[str, ...] = ()
     layer_recipes: tuple[str, ...] = ()
@@ -77,6 +102,7 @@ class Workload:
         """The recipes of a benchmark, by its name on the command line."""
         return {
             "generation": self.generation_recipes,
+            "uneven_generation": self.uneven_recipes,
             "grpo_step": self.step_recipes,
             "loop_overhead": self.loop_recipes,
             "trained_layer": self.layer_recipes,
@@ -123,9 +149,11 @@ SMOLLM2 = Workload(
     model="smollm2-135m",
     compute_dtype="float32",
     generation=Shape(prompts=32, samples=1, prompt_tokens=16, new_tokens=64),
+    uneven=Uneven(prompts=256, samples=1, prompt_tokens=8, new_tokens=80, median=4),
     step=Shape(prompts=4, samples=8, prompt_tokens=16, new_tokens=32),
     loop=Shape(prompts=4, samples=8, prompt_tokens=64, new_tokens=16),
-    generation_recipes=("bf16", "fp8-rl"),
+    generation_recipes=("paged/bf16", "static/bf16", "fp8-rl"),
+    uneven_recipes=("paged/bf16", "static/bf16"),
     step_recipes=("bf16",),
     loop_recipes=("bf16",),
 )

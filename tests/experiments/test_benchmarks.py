@@ -9,13 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments.benchmarks import machine, rounds, suite
+from experiments.benchmarks import machine, rounds, suite, uneven
 from experiments.benchmarks.__main__ import Arguments, main
+from experiments.benchmarks.grpo import make_session
 from experiments.benchmarks.rounds import Plan, Round, interleave, ratio, series, spread
 from experiments.benchmarks.workloads import (
     CPU_WORKLOADS,
     GPU_WORKLOADS,
     Shape,
+    Uneven,
     Workload,
     random_prompts,
 )
@@ -133,6 +135,75 @@ def test_times_of_a_cpu_are_raw_data(tmp_path):
     (entry,) = json.loads(output.read_text())["benchmarks"]
     assert "seconds" not in entry and "tokens_per_second" not in entry
     assert entry["raw"]["seconds"]["fp8rl_jax/bf16"]["seconds"]["median"] > 0
+
+
+def test_sides_name_engines(tmp_path):
+    output = tmp_path / "out.json"
+    tiny = replace(TINY, generation_recipes=("static/bf16", "static/fp8-rl"))
+    suite.run_all([tiny], Arguments(str(output), ("generation",), rounds=1), {})
+    (entry,) = json.loads(output.read_text())["benchmarks"]
+    assert list(entry["sides"]) == ["fp8rl_jax/static/bf16", "fp8rl_jax/static/fp8-rl"]
+    session = make_session(tiny, SMALL, "static/bf16-plain", tiny.load_policy())
+    assert (session.config.recipe, session.config.rollout.engine) == ("bf16", "static")
+    assert session.config.precision.exact is False
+
+
+def test_lengths_are_log_normal_and_the_same_for_all():
+    shape = CPU_WORKLOADS[0].uneven
+    logs = np.log(shape.lengths)
+    assert len(shape.lengths) == shape.rows == 256
+    assert shape.lengths.max() == shape.new_tokens == 20 * np.median(shape.lengths)
+    assert shape.lengths.min() >= 1 and shape.tokens == shape.lengths.sum()
+    np.testing.assert_array_equal(shape.lengths, replace(shape).lengths)
+    assert abs(np.mean(logs) - np.log(shape.median)) < 0.1 and 0.8 < np.std(logs) < 1.2
+    assert 0.6 < np.mean(abs(logs - np.mean(logs)) < np.std(logs)) < 0.75  # a normal's: 0.68
+    order = np.argsort(shape.lengths)
+    assert abs(np.corrcoef(order, np.arange(256))[0, 1]) < 0.2  # the prompts are in no order
+
+
+UNEVEN = replace(
+    TINY,
+    name="uneven",
+    uneven=Uneven(prompts=8, samples=2, prompt_tokens=4, new_tokens=9, median=3),
+    uneven_recipes=("static/bf16", "static/fp8-rl"),
+)
+
+
+def test_uneven_generation_in_a_tiny_shape(tmp_path, monkeypatch):
+    monkeypatch.setattr(uneven, "BATCHES", (3, 4, 8, 16, 32))  # 3: samples apart; 32: too many
+    output = tmp_path / "out.json"
+    suite.run_all([UNEVEN], Arguments(str(output), ("uneven_generation",), rounds=2), {})
+    (entry,) = json.loads(output.read_text())["benchmarks"]
+    assert entry["benchmark"] == "uneven_generation" and entry["shape"]["median"] == 3
+    (pair,) = entry["ratios"]
+    assert (pair["over"], pair["under"]) == ("fp8rl_jax/static/bf16", "fp8rl_jax/static/fp8-rl")
+    for side in entry["raw"]["engines"].values():
+        assert list(side["tried"]) == ["4", "8", "16"]
+        assert side["tried"][str(side["rows"])] == min(side["tried"].values())
+        assert len(side["metrics"]) == 3  # of the warm-up, too
+    rounds_of = [r["seconds"]["fp8rl_jax/static/bf16"]["seconds"] for r in entry["raw"]["rounds"]]
+    assert entry["tokens_per_second"]["fp8rl_jax/static/bf16"]["median"] == pytest.approx(
+        np.mean([UNEVEN.uneven.tokens / seconds for seconds in rounds_of])
+    )
+
+
+def test_batches_that_fit_the_cache(monkeypatch):
+    shape, config = UNEVEN.uneven, UNEVEN.config
+    monkeypatch.setattr(uneven, "BATCHES", (2, 4, 8, 16))
+    row = 13 * 2 * config.num_layers * config.num_kv_heads * config.head_dim * 4
+    monkeypatch.setattr(uneven, "CACHE_BYTES", 8 * row)
+    assert uneven._fitting(config, shape, "float32") == [2, 4, 8]
+    assert uneven._fitting(config, shape, "bfloat16") == [2, 4, 8, 16]
+
+
+def test_a_completion_of_another_length_is_an_error(monkeypatch):
+    session = make_session(UNEVEN, UNEVEN.uneven, "static/bf16", UNEVEN.load_policy())
+    side = uneven.UnevenRollout(session, random_prompts(UNEVEN.uneven, 320), UNEVEN.uneven)
+    assert side(0)["seconds"] > 0
+    generate = session.engine.generate
+    monkeypatch.setattr(session.engine, "generate", lambda *a, limits: generate(*a, limits + 1))
+    with pytest.raises(RuntimeError, match="another length"):
+        side(1)
 
 
 def test_past_the_deadline_nothing_begins(tmp_path):

