@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -400,6 +401,49 @@ def roundings() -> str:
     """)
 
 
+ROLLOUT = "benchmarks/cpu_rollout.json"
+
+
+def rollout() -> str:
+    """Tokens per second of the rollout, beside other engines."""
+    found = record(ROLLOUT)
+    rows = []
+    for entry in found["benchmarks"]:
+        shape = entry["shape"]
+        lengths = f"{shape['new_tokens']} tokens each"
+        if "median" in shape:
+            lengths = f"{shape['median']} tokens in the median, {shape['new_tokens']} at most"
+        work = f"{shape['prompts']} completions, {lengths}"
+        rows += [
+            [work, f"`{each['under']}`", f"`{each['over']}`", speed(each)]
+            for each in entry["ratios"]
+        ]
+    model = found["benchmarks"][0]["workload"]
+    about = prose(f"""
+        Speed of the rollout: {model["name"]}, {model["compute_dtype"]} compute, {found["machine"]["threads"]} cores
+        ({found["machine"]["processor"]}), {found["rounds"]} rounds in which the sides take turns. Tokens per second of a side
+        over another's: median of the rounds (quartiles); above 1 it is the faster one. {uneven(found)}
+    """)
+    return f"{about}\n\n{table(['work', 'side', 'over', 'tokens per second'], rows)}"
+
+
+def speed(ratio: dict[str, Any]) -> str:
+    """Median and quartiles of a benchmark's ratio."""
+    return f"{ratio['median']:.2f} ({ratio['q1']:.2f} to {ratio['q3']:.2f})"
+
+
+def uneven(found: dict[str, Any]) -> str:
+    """What was done about completions of different lengths; empty where there are none."""
+    return " ".join(
+        f"Completions of different lengths: log-normal, each ends at the same given length on every "
+        f"side, and no side may sort by it; `{name}` has batches of {side['rows']} rows, the fastest "
+        f"of {', '.join(side['tried'])}."
+        for entry in found["benchmarks"]
+        for name, side in entry["raw"].get("engines", {}).items()
+        if side["tried"]
+    )
+
+
 def smollm2_addition() -> str:
     """SmolLM2 learns sums."""
     found = study("smollm2_addition")
@@ -457,6 +501,13 @@ SECTIONS = (
         roundings,
         "fp8rl train ..., in the record",
         "benchmarks/cpu_roundings.json",
+    ),
+    Section(
+        "Speed of the rollout",
+        rollout,
+        "python -m experiments.benchmarks --benchmarks generation uneven_generation ..., in the record",
+        ROLLOUT,
+        optional=True,
     ),
     Section(
         "Layer by layer, and another engine",
@@ -544,6 +595,21 @@ def agreed() -> tuple[str, str]:
     )
 
 
+def beside() -> tuple[str, str]:
+    """Our fastest engine's speed over vLLM's, by work."""
+    found = record(ROLLOUT)
+    fastest = [
+        (entry, max((r for r in entry["ratios"] if r["over"] == "vllm"), key=itemgetter("median")))
+        for entry in found["benchmarks"]
+    ]
+    text = "; ".join(
+        f"`{ratio['under']}` {speed(ratio)} "
+        + ("at different lengths" if "median" in entry["shape"] else "at equal lengths")
+        for entry, ratio in fastest
+    )
+    return f"times vLLM's tokens per second: {text}", f"{found['rounds']} rounds (quartiles)"
+
+
 CLAIMS = (
     Claim("Does FP8 rollout cost accuracy on the demo?", lambda: costs("demo"), "The demo"),
     Claim(
@@ -564,6 +630,7 @@ CLAIMS = (
     Claim("Can it be made zero?", zero, "Exact mode"),
     Claim("Does a correction help where the rollout is badly off?", corrected, "Corrections"),
     Claim("How far does FP8 move the gradients?", apart, "Gradients"),
+    Claim("How fast is the rollout on a CPU, beside vLLM's?", beside, "Speed of the rollout"),
     Claim(
         "Does our rollout agree with vLLM's log-probabilities?",
         agreed,

@@ -108,6 +108,45 @@ def test_a_section_stands_where_its_record_does(tmp_path, monkeypatch, fresh):
     assert "5 seeds x 1024 problems |" in row
 
 
+def test_the_speed_of_the_rollout_is_its_record(tmp_path, monkeypatch):
+    def ratio(over: str, under: str, median: float) -> dict:
+        return {"over": over, "under": under, "median": median, "q1": median, "q3": 2 * median}
+
+    paged, static = "fp8rl_jax/paged/bf16", "fp8rl_jax/static/bf16"
+    ratios = [ratio(paged, static, 0.25), ratio("vllm", paged, 1.5), ratio("vllm", static, 0.5)]
+    shape = {"prompts": 8, "new_tokens": 40}
+    model = {"name": "SmolLM2", "compute_dtype": "float32"}
+    engines = {
+        paged: {"rows": 8, "tried": {}},
+        static: {"rows": 4, "tried": {"2": 9.0, "4": 7.0}},
+    }
+    made_up = {
+        "machine": {"threads": 2, "processor": "Abacus"},
+        "rounds": 3,
+        "benchmarks": [
+            {"workload": model, "shape": shape, "ratios": ratios[1:], "raw": {}},
+            {
+                "workload": model,
+                "shape": shape | {"median": 2},
+                "ratios": ratios,
+                "raw": {"engines": engines},
+            },
+        ],
+    }
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / figures.ROLLOUT).write_text(json.dumps(made_up))
+    monkeypatch.setattr(figures, "RESULTS", tmp_path)
+    text = figures.rollout()
+    assert "2 cores (Abacus), 3 rounds" in text
+    assert f"`{static}` has batches of 4 rows, the fastest of 2, 4." in text
+    assert text.count("| 8 completions, 40 tokens each |") == 2
+    row = "| 8 completions, 2 tokens in the median, 40 at most |"
+    assert f"{row} `{static}` | `{paged}` | 0.25 (0.25 to 0.50) |" in text
+    found, over = figures.beside()
+    assert over == "3 rounds (quartiles)"
+    assert found.endswith(f"; `{paged}` 1.50 (1.50 to 3.00) at different lengths")
+
+
 def test_no_measured_figure_stands_elsewhere_in_the_readme():
     """Decimals and powers of ten outside of code, links, papers' and versions' numbers come from a
     record or not at all."""
