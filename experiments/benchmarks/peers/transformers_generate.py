@@ -1,4 +1,9 @@
-"""Peer: transformers' `generate` on the same prompts and weights."""
+"""Peer: transformers' `generate` on the same prompts and weights.
+
+At its fastest setting: the forward compiled by torch.compile (inductor, which needs g++) for any
+length, over a cache that grows, with scaled_dot_product_attention. Not compiled, or with a static
+cache, compiled or not, it is slower.
+"""
 
 import time
 
@@ -11,10 +16,11 @@ def main():
     link = Link()
     torch.set_num_threads(link.settings["threads"])
     model = AutoModelForCausalLM.from_pretrained(link.settings["model"], dtype=torch.float32).eval()
+    model.forward = torch.compile(model.forward, dynamic=True)
+    model.generation_config.eos_token_id = None  # nothing ends a completion but its length
     prompts = torch.tensor(link.settings["prompts"])
     (new_tokens,) = set(link.settings["lengths"])
     options = {
-        "min_new_tokens": new_tokens,
         "max_new_tokens": new_tokens,
         "do_sample": True,
         "temperature": 1.0,
@@ -28,6 +34,7 @@ def main():
         {
             "dtype": "float32",
             "attention": model.config._attn_implementation,
+            "execution": "compiled by inductor, dynamic shapes",
             "logprobs": "none",
             "generate": options,
         },
