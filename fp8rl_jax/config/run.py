@@ -84,11 +84,6 @@ class PagedConfig:
 class RolloutConfig:
     """How completions are sampled."""
 
-    engine: Literal["paged", "static"] = "paged"
-    """paged: continuous batching, a slot whose completion has ended takes the next one. static: all
-    completions of a step decode until the longest has ended; the plain reference."""
-    paged: PagedConfig = PagedConfig()
-
     prompts_per_step: int = 8
     """Distinct prompts in one step."""
     samples_per_prompt: int = 8
@@ -123,6 +118,10 @@ class RolloutConfig:
     """Layer loop in decode: unrolled (a scan copies each layer's weights for a kernel, and on a
     CPU) or scanned (compile time independent of depth). auto: unrolled on a CPU and with Hopper
     kernels."""
+    engine: Literal["paged", "static"] = "paged"
+    """paged: continuous batching, a slot whose completion has ended takes the next one. static: all
+    completions of a step decode until the longest has ended; the plain reference."""
+    paged: PagedConfig = PagedConfig()
 
 
 @dataclass(frozen=True)
