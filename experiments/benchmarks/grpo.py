@@ -25,6 +25,7 @@ from fp8rl_jax.tokenizers.byte_tokenizer import ByteTokenizer
 from fp8rl_jax.training.experience import Experience
 from fp8rl_jax.training.session import Session
 from fp8rl_jax.training.state import TrainState
+from fp8rl_jax.weights.hf_config import read_policy_config
 from fp8rl_jax.weights.resolve import resolve_model
 
 OPTIMIZER = OptimizerConfig(learning_rate=1e-6)
