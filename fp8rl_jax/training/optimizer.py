@@ -51,7 +51,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -91,87 +92,158 @@ def moment_formats(config: OptimizerConfig) -> tuple[MomentFormat, MomentFormat]
     return first, second
 
 
-def scale_by_adam(
-    beta1: float, beta2: float, eps: float, first: MomentFormat, second: MomentFormat
-) -> optax.GradientTransformationExtraArgs:
-    """Scale by Adam (arXiv 1412.6980) with moments at rest in other formats.
+@dataclass(frozen=True, eq=False)
+class AdamW:
+    """AdamW (arXiv 1711.05101) behind global-norm clipping, its moments at rest in other formats.
 
-    As `optax.scale_by_adam`, one tensor or layer after the other.
+    Its state is that of `optax.chain(clip_by_global_norm, adamw)`, or of `adamw` where nothing is
+    clipped; matrices of its moments are QTensors where a format is FP8.
 
-    Args:
-        beta1, beta2, eps: as in optax.
-        first, second: formats of the moments.
+    Attributes:
+        config: betas, eps, weight decay, the norm that is clipped to.
+        schedule: number of updates before -> learning rate.
+        decayed: params -> a tree of bools, the tensors that decay.
 
-    Returns:
-        A transformation whose state is optax's ScaleByAdamState, matrices of its moments QTensors
-        where a format is FP8. Its `update` takes `keep`, a bool array: where that is False the
-        moments stay. The draws of stochastic rounding depend on the number of the update and on the
-        place in the tree alone.
+    Raises:
+        UserError: whatever `moment_formats` refuses.
     """
-    adam = optax.scale_by_adam(beta1, beta2, eps)
 
-    def init(params: Any) -> optax.ScaleByAdamState:
+    config: OptimizerConfig
+    schedule: optax.Schedule
+    decayed: Callable[[Any], Any]
+
+    def __post_init__(self) -> None:
+        moment_formats(self.config)
+
+    def init(self, params: Any) -> Any:
+        """Make the state before the first update."""
         leaves, treedef = jax.tree.flatten(params)
-        places = list(zip(leaves, _matrices(params), strict=True))
-
-        def zeros(fmt: MomentFormat, second: bool) -> Any:
-            empty = (
-                _store(jnp.zeros(x.shape, jnp.float32), _of(fmt, matrix), jax.random.key(0), second)
-                for x, matrix in places
+        first, second = (
+            jax.tree.unflatten(
+                treedef,
+                [
+                    _store(jnp.zeros(x.shape, jnp.float32), fmt, jax.random.key(0), i == 1)
+                    for x, fmt in zip(leaves, formats, strict=True)
+                ],
             )
-            return jax.tree.unflatten(treedef, empty)
-
-        return optax.ScaleByAdamState(jnp.int32(0), zeros(first, False), zeros(second, True))
-
-    def update(
-        gradients: Any,
-        state: optax.ScaleByAdamState,
-        params: Any = None,
-        *,
-        keep: Bool[Array, ""] | bool = True,
-        **_,
-    ):
-        leaves, treedef = jax.tree.flatten(gradients)
-        moments = (
-            jax.tree.leaves(moment, is_leaf=_is_quantized) for moment in (state.mu, state.nu)
+            for i, formats in enumerate(self._formats(params))
         )
-        key, done = jax.random.fold_in(jax.random.key(0), state.count), []
-        for i, (*tensors, matrix) in enumerate(
-            zip(leaves, *moments, _matrices(gradients), strict=True)
+        return self._state(optax.ScaleByAdamState(jnp.int32(0), first, second), jnp.int32(0))
+
+    def step(
+        self,
+        params: Any,
+        gradients: Any,
+        state: Any,
+        norm: Float[Array, ""],
+        keep: Bool[Array, ""] | bool = True,
+    ) -> tuple[Any, Any, Bool[Array, ""]]:
+        """Make one update, one tensor after the other and each in its place.
+
+        The draws of stochastic rounding depend on the number of the update and on the place in the
+        tree alone.
+
+        Args:
+            params, gradients: float32.
+            norm: of all gradients.
+            keep: where it is False, everything stays as it is.
+
+        Returns:
+            The next params and state, and whether all weights are finite. A tensor that would not
+            be (of a stack with moments in fewer bits, that layer) keeps its values.
+        """
+        config, before = self.config, self._adam(state)
+        limit, rate = config.max_grad_norm, self.schedule(before.count)
+        count = optax.safe_increment(before.count)
+        bias1, bias2 = 1 - config.beta1**count, 1 - config.beta2**count
+
+        def one(w, mu, nu, gradient, key, formats, decayed):
+            if limit > 0:
+                gradient = jnp.where(norm < limit, gradient, gradient / norm * limit)
+            mean = config.beta1 * _load(mu) + (1 - config.beta1) * gradient
+            square = config.beta2 * _load(nu) + (1 - config.beta2) * gradient * gradient
+            stored = _store(mean, formats[0], key, False), _store(square, formats[1], key, True)
+            moments = jax.tree.map(lambda n, o: jnp.where(keep, n, o), stored, (mu, nu))
+            # written before anything else reads the old ones, of which XLA else makes copies
+            moments = lax.optimization_barrier(moments)
+            mean, square = (
+                moment if fmt == new.dtype else new
+                for moment, fmt, new in zip(moments, formats, (mean, square), strict=True)
+            )
+            change = (mean / bias1) / (jnp.sqrt(square / bias2) + config.eps)
+            if decayed and config.weight_decay:
+                change = change + config.weight_decay * w
+            # computed once, for the check and for the weight
+            moved = lax.optimization_barrier(w - rate * change)
+            # faster than `isfinite(moved).all()`: 0 times what is not finite is NaN
+            fits = jnp.isfinite(jnp.sum(moved * 0))
+            return (jnp.where(keep & fits, moved, w), *moments), fits
+
+        key, done = jax.random.fold_in(jax.random.key(0), before.count), []
+        leaves, treedef = jax.tree.flatten(params)
+        moments = (jax.tree.leaves(m, is_leaf=_is_quantized) for m in (before.mu, before.nu))
+        of_tensors = zip(*self._formats(params), strict=True)
+        others = jax.tree.leaves(gradients), of_tensors, jax.tree.leaves(self.decayed(params))
+        for i, (*tensors, gradient, formats, decayed) in enumerate(
+            zip(leaves, *moments, *others, strict=True)
         ):
+            change = partial(one, formats=formats, decayed=decayed)
+            rests = any(fmt != jnp.dtype("float32") for fmt in formats)
+            run = _layer_by_layer if rests and gradient.ndim > 2 else _at_once
+            done.append(run(change, tuple(tensors), gradient, jax.random.fold_in(key, i)))
+        tensors, fits = zip(*done, strict=True)
+        params, mu, nu = (jax.tree.unflatten(treedef, x) for x in zip(*tensors, strict=True))
+        count = jnp.where(keep, count, before.count)
+        state = self._state(optax.ScaleByAdamState(count, mu, nu), count)
+        return params, state, jnp.stack(fits).all()
 
-            def one(gradient, mu, nu, key, matrix=matrix):
-                before = optax.ScaleByAdamState(state.count, _load(mu), _load(nu))
-                scaled, moments = adam.update(gradient, before)
-                new = cast(optax.ScaleByAdamState, moments)
-                stored = (
-                    _store(cast(Array, new.mu), _of(first, matrix), key, False),
-                    _store(cast(Array, new.nu), _of(second, matrix), key, True),
-                )
-                return scaled, *jax.tree.map(lambda n, o: jnp.where(keep, n, o), stored, (mu, nu))
+    def _state(self, adam: optax.ScaleByAdamState, count: Int[Array, ""]) -> Any:
+        """The state as optax nests it; `count` of the schedule is Adam's."""
+        adamw = (
+            adam,
+            optax.MaskedState(optax.EmptyState()),
+            optax.ScaleByScheduleState(count),
+        )
+        return (optax.EmptyState(), adamw) if self.config.max_grad_norm > 0 else adamw
 
-            done.append(_layer_by_layer(one, tensors, jax.random.fold_in(key, i)))
-        scaled, mu, nu = (jax.tree.unflatten(treedef, column) for column in zip(*done, strict=True))
-        return scaled, optax.ScaleByAdamState(optax.safe_increment(state.count), mu, nu)
+    def _adam(self, state: Any) -> optax.ScaleByAdamState:
+        return (state[1] if self.config.max_grad_norm > 0 else state)[0]
 
-    # ty: optax's protocol has no name for an extra argument
-    return optax.GradientTransformationExtraArgs(init, update)  # ty: ignore[invalid-argument-type]
+    def _formats(self, params: Any) -> list[list[MomentFormat]]:
+        """The formats of the first moments, and of the second ones."""
+        return [
+            [_of(fmt, matrix) for matrix in _matrices(params)]
+            for fmt in moment_formats(self.config)
+        ]
 
 
-def _layer_by_layer(function: Callable, tensors: list, key: Key[Array, ""]) -> tuple:
-    """function(*tensors, key): of stacked tensors a layer at a time, in their place, so that one
-    layer at most is unpacked."""
-    if tensors[0].ndim < 3:
-        return function(*tensors, key)
+def _at_once(function: Callable, tensors: tuple, gradient: Array, key: Key[Array, ""]) -> tuple:
+    return function(*tensors, gradient, key)
+
+
+def _layer_by_layer(
+    function: Callable, tensors: tuple, gradient: Array, key: Key[Array, ""]
+) -> tuple:
+    """function(*tensors, gradient, key) on a layer of these stacks at a time, in their place, so
+    that one layer at most is unpacked."""
 
     def body(layer, carry):
-        old = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, layer, keepdims=False), carry)
-        new = function(*old, jax.random.fold_in(key, layer))
-        return jax.tree.map(
-            lambda x, y: lax.dynamic_update_index_in_dim(x, y, layer, 0), carry, new
-        )
+        stacks, fits = carry
 
-    return lax.fori_loop(0, tensors[0].shape[0], body, tuple(tensors))
+        def picked(x):
+            return lax.dynamic_index_in_dim(x, layer, keepdims=False)
+
+        # what is read is out of the stacks before they are written, or XLA copies all of them
+        old, own = lax.optimization_barrier(jax.tree.map(picked, (stacks, gradient)))
+        new, fit = function(*old, own, jax.random.fold_in(key, layer))
+        written = jax.tree.map(
+            lambda x, y: lax.dynamic_update_index_in_dim(x, y, layer, 0),
+            stacks,
+            lax.optimization_barrier(new),
+        )
+        return written, fits & fit
+
+    return lax.fori_loop(0, len(gradient), body, (tensors, jnp.bool_(True)))
 
 
 def _store(

@@ -21,12 +21,11 @@ from fp8rl_jax.models.lora import Trained, join, split
 from fp8rl_jax.models.policy import Policy
 from fp8rl_jax.parallel import policy_shardings, shard_policy
 from fp8rl_jax.training.optimizer import (
+    AdamW,
     LossScale,
     factor,
     init_scale,
-    moment_formats,
     next_scale,
-    scale_by_adam,
 )
 
 
@@ -82,7 +81,7 @@ def decay_mask(policy: Trained) -> Trained:
 
 
 @cache
-def make_optimizer(config: OptimizerConfig, updates: int) -> optax.GradientTransformation:
+def make_optimizer(config: OptimizerConfig, updates: int) -> AdamW:
     """Make AdamW (arXiv 1711.05101) behind global-norm clipping.
 
     Its moments rest as the configuration says.
@@ -96,20 +95,11 @@ def make_optimizer(config: OptimizerConfig, updates: int) -> optax.GradientTrans
     Raises:
         UserError: whatever `moment_formats` refuses.
     """
-    adamw = optax.chain(
-        scale_by_adam(config.beta1, config.beta2, config.eps, *moment_formats(config)),
-        optax.add_decayed_weights(config.weight_decay, decay_mask),
-        optax.scale_by_learning_rate(learning_rate(config, updates)),
-    )
-    return (
-        optax.chain(optax.clip_by_global_norm(config.max_grad_norm), adamw)
-        if config.max_grad_norm > 0
-        else adamw
-    )
+    return AdamW(config, learning_rate(config, updates), decay_mask)
 
 
 def init_state(
-    policy: Policy, optimizer: optax.GradientTransformation, scaling: LossScaleConfig | None = None
+    policy: Policy, optimizer: AdamW, scaling: LossScaleConfig | None = None
 ) -> TrainState:
     """Make a state before the first update; `scaling` as in `apply_gradients`."""
     trained: Any = split(policy)[0]
@@ -118,7 +108,7 @@ def init_state(
 
 def sharded_state(
     policy: Policy,
-    optimizer: optax.GradientTransformation,
+    optimizer: AdamW,
     mesh: jax.sharding.Mesh,
     scaling: LossScaleConfig | None = None,
     clip_bounds: tuple[float, float] | None = None,
@@ -159,7 +149,7 @@ def apply_gradients(
     state: TrainState,
     gradients: Any,
     loss: Float[Array, ""],
-    optimizer: optax.GradientTransformation,
+    optimizer: AdamW,
     scaling: LossScaleConfig | None = None,
 ) -> tuple[TrainState, dict[str, Array]]:
     """Make one update, or none where a value is not finite.
@@ -185,20 +175,13 @@ def apply_gradients(
         gradients = jax.tree.map(lambda g: g / scale, gradients)
     norm = optax.tree.norm(gradients)
     sound = jnp.isfinite(loss) & jnp.isfinite(norm)
-    change: Any = optimizer.update  # with an extra argument, which optax's protocol does not have
-    updates, moments = change(gradients, state.optimizer, state.policy, keep=sound)
-    # moments have seen to it themselves, in place; what is left are counts
-    moments = jax.tree.map(
-        lambda n, o: jnp.where(sound, n, o) if n.ndim == 0 else n, moments, state.optimizer
-    )
-    fits = jax.tree.map(lambda w, u: jnp.isfinite(w + u).all(), state.policy, updates)
-    policy = jax.tree.map(
-        lambda w, u, ok: jnp.where(sound & ok, w + u, w), state.policy, updates, fits
+    policy, moments, fits = optimizer.step(
+        state.policy, gradients, state.optimizer, norm, keep=sound
     )
     finite = {
         "loss": jnp.isfinite(loss),
         "gradient": jnp.isfinite(norm),
-        "weight": jnp.stack(jax.tree.leaves(fits)).all(),
+        "weight": fits,
     }
     skipped = ~(sound & finite["weight"])
     flags = {f"nonfinite/{role}": (~ok).astype(jnp.float32) for role, ok in finite.items()}

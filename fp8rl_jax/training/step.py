@@ -18,7 +18,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import optax
 from jaxtyping import Array, Float
 
 from fp8rl_jax import rl
@@ -33,6 +32,7 @@ from fp8rl_jax.models.lora import Trained, join, split
 from fp8rl_jax.models.policy import Policy
 from fp8rl_jax.parallel import constrain, split_batch
 from fp8rl_jax.training.batch import Batch, Packing
+from fp8rl_jax.training.optimizer import AdamW
 from fp8rl_jax.training.state import TrainState, apply_gradients, scaled_loss
 from pallas_kernels.backend import Backend
 
@@ -162,7 +162,7 @@ def correct(batch: Batch, config: RLConfig) -> tuple[Batch, rl.Metrics]:
 
 
 def update(
-    state: TrainState, batch: Batch, config: StepConfig, optimizer: optax.GradientTransformation
+    state: TrainState, batch: Batch, config: StepConfig, optimizer: AdamW
 ) -> tuple[TrainState, Float[Array, "b t"], dict[str, Array]]:
     """Make one optimizer update on the whole batch.
 
@@ -187,7 +187,7 @@ def _update(
     frozen: Policy | None,
     batch: Batch,
     config: StepConfig,
-    optimizer: optax.GradientTransformation,
+    optimizer: AdamW,
 ) -> tuple[TrainState, Float[Array, "b t"], dict[str, Array]]:
     batch, corrections = correct(batch, config.rl)
     if batch.weights is None:
@@ -240,7 +240,7 @@ def _update(
 
 
 def supervised_update(
-    state: TrainState, batch: Batch, config: StepConfig, optimizer: optax.GradientTransformation
+    state: TrainState, batch: Batch, config: StepConfig, optimizer: AdamW
 ) -> tuple[TrainState, dict[str, Array]]:
     """Make one update on the mean negative log-likelihood of the completions' tokens.
 
@@ -266,7 +266,7 @@ def _supervised_update(
     frozen: Policy | None,
     batch: Batch,
     config: StepConfig,
-    optimizer: optax.GradientTransformation,
+    optimizer: AdamW,
 ) -> tuple[TrainState, dict[str, Array]]:
     def loss_fn(trained: Trained):
         logprobs, _ = completion_logprobs(join(trained, frozen), batch, config)

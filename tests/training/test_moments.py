@@ -22,7 +22,7 @@ from fp8rl_jax.parallel.mesh import AXES
 from fp8rl_jax.precision import QTensor
 from fp8rl_jax.precision.rounding import round_stochastic
 from fp8rl_jax.training.checkpoint import Checkpoints
-from fp8rl_jax.training.optimizer import GROUPS, _load, _store, moment_formats, scale_by_adam
+from fp8rl_jax.training.optimizer import GROUPS, AdamW, _load, _store, moment_formats
 from fp8rl_jax.training.state import (
     apply_gradients,
     decay_mask,
@@ -35,6 +35,14 @@ from fp8rl_jax.training.step import Batch, StepConfig, completion_logprobs
 FLOAT32, BFLOAT16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
 FORMATS = {"float32": FLOAT32, "bfloat16": BFLOAT16, "e4m3": GROUPS}
 SHAPE = PolicyConfig("qwen3", 61, 48, 80, 2, 4, 2, 16)
+
+
+def _adam(name, rate=0.0, beta2=0.99, eps=1e-8):
+    """Adam behind no clipping, its moments in a format."""
+    config = OptimizerConfig(
+        beta2=beta2, eps=eps, max_grad_norm=0.0, first_moment=name, second_moment=name
+    )
+    return AdamW(config, optax.constant_schedule(rate), partial(jax.tree.map, lambda _: False))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.bfloat16])
@@ -83,20 +91,19 @@ def test_second_moment_follows_a_gradient_that_shrinks(name):
     """Rounded to nearest, e4m3 and bfloat16 (beta2 = 0.999) would stand still. Mean of 128 columns
     of one decay, 400 updates."""
     beta2 = 0.99 if name == "e4m3" else 0.999
-    adam = scale_by_adam(0.9, beta2, 1e-8, FORMATS[name], FORMATS[name])
+    adam, weight = _adam(name, beta2=beta2), {"w": jnp.zeros((1, 128))}
     # one large element holds the scale of the others' group
     sizes = jnp.where(jnp.arange(128) == 0, 4.0, 1.0)
 
     @jax.jit
     def run(state):
         def step(i, state):
-            return adam.update(
-                {"w": sizes[None] * jnp.where((i < 100) | (jnp.arange(128) == 0), 1.0, 0.5)}, state
-            )[1]
+            halved = jnp.where((i < 100) | (jnp.arange(128) == 0), 1.0, 0.5)
+            return adam.step(weight, {"w": sizes[None] * halved}, state, jnp.float32(1))[1]
 
         return jax.lax.fori_loop(0, 400, step, state)
 
-    found = np.asarray(_load(run(adam.init({"w": jnp.zeros((1, 128))})).nu["w"]))[0, 1:]
+    found = np.asarray(_load(run(adam.init(weight))[0].nu["w"]))[0, 1:]
     exact = 0.0
     for i in range(400):
         exact = beta2 * exact + (1 - beta2) * (1.0 if i < 100 else 0.25)
@@ -107,10 +114,12 @@ def test_second_moment_follows_a_gradient_that_shrinks(name):
 
 def test_first_update_is_the_sign_of_the_gradient():
     gradient = {"w": jnp.asarray(np.random.default_rng(2).normal(size=(5, 200)), jnp.float32)}
-    for name, fmt in FORMATS.items():
-        adam = scale_by_adam(0.9, 0.99, 1e-12, fmt, fmt)
-        scaled, _ = adam.update(gradient, adam.init(gradient))
-        np.testing.assert_allclose(scaled["w"], np.sign(gradient["w"]), rtol=1e-5, err_msg=name)
+    weight = jax.tree.map(jnp.zeros_like, gradient)
+    for name in FORMATS:
+        adam = _adam(name, rate=1.0, eps=1e-12)
+        after, _, finite = adam.step(weight, gradient, adam.init(weight), jnp.float32(1))
+        assert finite
+        np.testing.assert_allclose(after["w"], -np.sign(gradient["w"]), rtol=1e-5, err_msg=name)
 
 
 def test_float32_moments_are_those_of_optax():
@@ -123,15 +132,18 @@ def test_float32_moments_are_those_of_optax():
     ours = make_optimizer(config, 4)
     states = [optimizer.init(policy) for optimizer in (ours, theirs)]
     assert jax.tree.structure(states[0]) == jax.tree.structure(states[1])
-    found = [None, None]
+    policies = [policy, policy]
     for seed in range(3):
         gradients = jax.tree.map(
             lambda x, seed=seed: jax.random.normal(jax.random.key(seed), x.shape), policy
         )
-        for i, optimizer in enumerate((ours, theirs)):
-            updates, states[i] = jax.jit(optimizer.update)(gradients, states[i], policy)
-            found[i] = updates
-        jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-6, atol=1e-9), *found)
+        policies[0], states[0], finite = jax.jit(ours.step)(
+            policies[0], gradients, states[0], optax.tree.norm(gradients)
+        )
+        updates, states[1] = jax.jit(theirs.update)(gradients, states[1], policies[1])
+        policies[1] = optax.apply_updates(policies[1], updates)
+        assert finite
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-6, atol=2e-8), *policies)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-6, atol=1e-12), *states)
 
 
@@ -146,8 +158,8 @@ def test_regression_converges_like_float32(name, tolerance):
     def excess(w):
         return jnp.mean((features @ w["w"].T - target) ** 2)
 
-    def train(fmt):
-        optimizer = optax.chain(scale_by_adam(0.9, 0.99, 1e-8, fmt, fmt), optax.scale(-0.02))
+    def train(name):
+        optimizer = _adam(name, rate=0.02)
 
         def step(carry, key):
             w, state = carry
@@ -155,8 +167,7 @@ def test_regression_converges_like_float32(name, tolerance):
             gradient = jax.grad(
                 lambda w: jnp.mean((features[rows] @ w["w"].T - target[rows]) ** 2)
             )(w)
-            updates, state = optimizer.update(gradient, state)
-            w = optax.apply_updates(w, updates)
+            w, state, _ = optimizer.step(w, gradient, state, jnp.float32(1))
             return (w, state), excess(w)
 
         w = {"w": jnp.zeros((3, 160))}
@@ -166,7 +177,7 @@ def test_regression_converges_like_float32(name, tolerance):
             )[1]
         )()
 
-    exact, found = train(FLOAT32), train(FORMATS[name])
+    exact, found = train("float32"), train(name)
     assert exact[-1] < 0.05 * exact[0]
     curves = np.log([np.asarray(x).reshape(30, 10).mean(1) for x in (exact, found)])
     assert np.abs(curves[0] - curves[1]).max() < tolerance * np.ptp(curves[0])
@@ -265,6 +276,20 @@ def test_a_skipped_update_leaves_packed_moments_as_they_were():
         (after.policy, after.optimizer),
         (state.policy, state.optimizer),
     )
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_tensor_that_would_not_be_finite_stays(name):
+    """Of packed moments the layer of a stack; moments and the other tensors move."""
+    weight = {"a": jnp.ones((2, 3, 128)).at[1, 0, 0].set(3e38), "b": jnp.ones((4, 128))}
+    gradient = jax.tree.map(lambda x: -jnp.ones_like(x), weight)
+    adam = _adam(name, rate=3e38)
+    after, state, finite = adam.step(weight, gradient, adam.init(weight), jnp.float32(1))
+    assert not finite
+    np.testing.assert_array_equal(after["a"][1], weight["a"][1])
+    np.testing.assert_array_equal(after["a"][0] == weight["a"][0], name == "float32")
+    assert jnp.isfinite(after["b"]).all() and (after["b"] > 1e38).all()
+    assert (_load(state[0].mu["a"]) < 0).all()
 
 
 def test_checkpoint_of_packed_moments_resumes_bit_for_bit_and_refuses_other_formats(tmp_path):
