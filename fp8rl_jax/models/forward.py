@@ -584,6 +584,56 @@ def forward(
     return ForwardResult(hidden, block, outputs.observed, outputs.routes, pages)
 
 
+def forward_completions(
+    policy: Policy,
+    prompts: Int[Array, "p s"],
+    lengths: Int[Array, " p"],
+    tokens: Int[Array, "b t"],
+    segment_ids: Int[Array, "b t"],
+    prompt_routes: Int[Array, "p s sparse k"] | None = None,
+    routes: Int[Array, "b t sparse k"] | None = None,
+) -> tuple[Float[Array, "p s hidden"], Float[Array, "b t hidden"]]:
+    """Run the policy over prompts and over completions behind them, b / p of each prompt.
+
+    The values of two calls of `forward`, the second with the first's block as prefix cache. Here
+    both take a layer at once, so the two gradients of its weights are added there; of two calls
+    each fills a stack over all layers.
+
+    Args:
+        policy, segment_ids, routes: as in `forward`, of a trainer: no FP8 cache.
+        lengths: tokens of each prompt, from its first slot on.
+
+    Returns:
+        Hidden states after the final norm, of the prompts and of the completions.
+
+    Raises:
+        ValueError: as `forward`.
+    """
+    config, compute = policy.config, policy.compute
+    for given, replayed in ((prompts, prompt_routes), (tokens, routes)):
+        _check(policy, given, KVCache(), replayed, None)
+    slots = jnp.broadcast_to(jnp.arange(prompts.shape[1], dtype=jnp.int32), prompts.shape)
+    real = slots < lengths[:, None]
+    n, t = len(tokens) // len(prompts), tokens.shape[1]
+    positions = jnp.repeat(lengths, n)[:, None] + jnp.arange(t, dtype=jnp.int32)
+    # keys and values come from the layer itself
+    behind = KVCache(KVBlock((), (), real, slots))
+    first = TransformerLayer(config, compute, slots, real.astype(jnp.int32), KVCache())
+    second = TransformerLayer(config, compute, positions, segment_ids, behind)
+
+    def run(x, layer: Layer, _, inputs: LayerInputs):
+        own, following = inputs.routes or (None, None)
+        prompt, outputs = first(x[0], layer, None, inputs._replace(routes=own))
+        inputs = inputs._replace(prefix=outputs.block, routes=following)
+        return (prompt, second(x[1], layer, None, inputs)[0]), LayerOutputs(None, None, None)
+
+    both = jax.checkpoint(run, prevent_cse=False) if compute.remat else run
+    x = embed(policy, prompts), embed(policy, tokens)
+    pair = None if routes is None else (prompt_routes, routes)
+    x, _ = (_scan if policy.stacked else _unroll)(both, policy, x, KVCache(), pair, False)
+    return first.norm(x[0], policy.norm), second.norm(x[1], policy.norm)
+
+
 def _check(policy: Policy, tokens, cache: KVCache, routes, observe) -> None:
     config = policy.config
     if policy.compute.key.quantized and cache.scales is None and observe is None:
@@ -624,7 +674,7 @@ def layer_inputs(
         else (pick(scales.query), pick(scales.key), pick(scales.value)),
         window=None if windows is None else pick(windows),
         frequencies=None if frequencies is None else pick(frequencies),
-        routes=None if routes is None else pick_sparse(jnp.moveaxis(routes, 2, 0)),
+        routes=jax.tree.map(lambda x: pick_sparse(jnp.moveaxis(x, 2, 0)), routes),
     )
 
 

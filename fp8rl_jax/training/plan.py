@@ -42,6 +42,7 @@ from fp8rl_jax.config.training import DEVICE_BYTES
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.forms import predequantized, rollout_policy
+from fp8rl_jax.models.logprobs import positions_at_once
 from fp8rl_jax.models.lora import split
 from fp8rl_jax.models.policy import Policy, init_policy, parameter_count
 from fp8rl_jax.parallel import policy_shardings
@@ -189,7 +190,8 @@ def _backward(
     queries = _queries(r.max_new_tokens, keys, t.attention_chunk)
     layer = _layer_activations(shape, tokens, keys, width, queries / r.max_new_tokens)
     inputs = shape.num_layers * tokens * shape.hidden_size * width
-    chunk = rows * max(1, min(t.logprob_chunk // rows, r.max_new_tokens // 2))
+    length, vocab = r.max_new_tokens, shape.vocab_size
+    chunk = rows * positions_at_once(rows, length, vocab, t.logprob_chunk)
     found = {
         "activations of a micro-batch": inputs + layer // tensor
         if t.remat == "layer"

@@ -24,9 +24,8 @@ from fp8rl_jax import rl
 from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.config.rl import RLConfig
 from fp8rl_jax.config.training import LossScaleConfig
-from fp8rl_jax.models.cache import KVCache
 from fp8rl_jax.models.forms import trainer_policy
-from fp8rl_jax.models.forward import forward
+from fp8rl_jax.models.forward import forward, forward_completions
 from fp8rl_jax.models.logprobs import token_logprobs
 from fp8rl_jax.models.lora import Trained, join, split
 from fp8rl_jax.models.policy import Policy
@@ -72,7 +71,6 @@ def completion_logprobs(
         config.remat,
         config.attention_chunk,
     )
-    run = partial(forward, policy)
     head = partial(
         token_logprobs,
         policy=policy,
@@ -81,24 +79,19 @@ def completion_logprobs(
         entropy_gradient=config.rl.entropy_coefficient > 0,
     )
     if batch.packing is not None:
-        return _packed_logprobs(run, head, batch)
-    segments = (jnp.arange(batch.prompts.shape[1]) < batch.lengths[:, None]).astype(jnp.int32)
-    prompt = run(
-        constrain(batch.prompts, "batch", None), segment_ids=segments, routes=batch.prompt_routes
+        return _packed_logprobs(partial(forward, policy), head, batch)
+    prompt, completion = forward_completions(
+        policy,
+        constrain(batch.prompts, "batch", None),
+        batch.lengths,
+        constrain(batch.tokens, "batch", None),
+        batch.present.astype(jnp.int32),
+        batch.prompt_routes,
+        batch.routes,
     )
     n = batch.tokens.shape[0] // batch.prompts.shape[0]
-    positions = jnp.repeat(batch.lengths, n)[:, None] + jnp.arange(batch.tokens.shape[1])
-    tokens = constrain(batch.tokens, "batch", None)
-    completion = run(
-        tokens,
-        positions,
-        batch.present.astype(jnp.int32),
-        KVCache(prompt.cache),
-        routes=batch.routes,
-        keep_cache=False,
-    )
-    last = jnp.take_along_axis(prompt.hidden, (batch.lengths - 1)[:, None, None], axis=1)
-    hidden = jnp.concatenate([jnp.repeat(last, n, axis=0), completion.hidden[:, :-1]], axis=1)
+    last = jnp.take_along_axis(prompt, (batch.lengths - 1)[:, None, None], axis=1)
+    hidden = jnp.concatenate([jnp.repeat(last, n, axis=0), completion[:, :-1]], axis=1)
     return head(hidden, targets=batch.tokens)
 
 
