@@ -668,12 +668,6 @@ LIST: list[Mutant] = [
         ("no-temperature", "temperature=config.temperature", "temperature=1.0", "shared"),
         ("prompt-end-missed", "(batch.lengths - 1)[:", "(batch.lengths - 2)[:", "shared"),
         (
-            "positions-anew",
-            "jnp.repeat(batch.lengths, n)[:, None] +",
-            "0 * jnp.repeat(batch.lengths, n)[:, None] +",
-            "shared",
-        ),
-        (
             "wrong-denominator",
             "/ batch.mask.sum()",
             "/ batch.mask.size",
@@ -693,12 +687,6 @@ LIST: list[Mutant] = [
         ),
         ("unlearns", "loss = -jnp.sum(", "loss = jnp.sum(", f"{WIRING} mean_over_answer"),
         ("next-prompt", "jnp.repeat(last, n, axis=0)", "jnp.tile(last, (n, 1, 1))", "shared"),
-        (
-            "prompt-padding-read",
-            "segment_ids=segments, routes=batch.prompt_routes",
-            "routes=batch.prompt_routes",
-            "shared",
-        ),
     ),
     *of(
         "training/experience.py",
@@ -1061,6 +1049,52 @@ LIST: list[Mutant] = [
         "models/test_layer_formats.py",
         ("one-format", "own = recipe.of_linear(linear)", "own = recipe", "own_format"),
         ("first-layer's", "[kinds[n][s.index(i)]]", "[kinds[n][0]]", "own_format"),
+    ),
+    *of(
+        "models/forward.py",
+        "training/test_update.py",
+        (
+            "positions-anew",
+            "positions = jnp.repeat(lengths, n)[:, None] +",
+            "positions = 0 * jnp.repeat(lengths, n)[:, None] +",
+            "shared",
+        ),
+        (
+            "prompt-padding-read",
+            "behind = KVCache(KVBlock((), (), real, slots))",
+            "behind = KVCache(KVBlock((), (), slots >= 0, slots))",
+            "shared",
+        ),
+    ),
+    *of(
+        "rollout/paged.py",
+        "rollout/test_paged.py",
+        (
+            "page-given-twice",
+            'return free.at[jnp.where(missing, pages, none)].set(False, mode="drop"), pages',
+            "return free, pages",
+            "by_their_rank",
+        ),
+        (
+            "pages-never-freed",
+            '.set(True, mode="drop") ended',
+            '.set(False, mode="drop") ended',
+            "tight",
+        ),
+        (
+            "prompt-freed-early",
+            "== 0, prompt, len(waiting))",
+            "< 9, prompt, len(waiting))",
+            "small",
+        ),
+        ("evicted-forgotten", '.set(EVICTED, mode="drop")', '.set(DONE, mode="drop")', "tight"),
+        ("never-caught-up", "(state.slots.held < count - 1)", "(state.slots.held < 0)", "tight"),
+        (
+            "key-of-a-slot",
+            "_of_rows(queue.keys, row), count",
+            "_of_rows(queue.keys, 0 * row), count",
+            "small",
+        ),
     ),
     *of(
         "models/forward.py",
