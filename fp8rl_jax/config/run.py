@@ -118,9 +118,10 @@ class RolloutConfig:
     """Layer loop in decode: unrolled (a scan copies each layer's weights for a kernel, and on a
     CPU) or scanned (compile time independent of depth). auto: unrolled on a CPU and with Hopper
     kernels."""
-    engine: Literal["paged", "static"] = "paged"
-    """paged: continuous batching, a slot whose completion has ended takes the next one. static: all
-    completions of a step decode until the longest has ended; the plain reference."""
+    engine: Literal["paged", "static"] = "static"
+    """static: all completions of a step decode until the longest has ended. paged: continuous
+    batching, a slot whose completion has ended takes the next one; faster where lengths differ,
+    slower where all are short and alike."""
     paged: PagedConfig = PagedConfig()
 
 

@@ -132,6 +132,7 @@ class Collector:
         texts = list(chain(*(part.texts for part in sampled)))
         rollout = select([part.rollout for part in sampled], chosen, rows)
         rollout = to_global(rollout, batch_sharding(self.session.mesh))
+        rollout = replace(rollout, metrics=sampled[-1].rollout.metrics)
         return replace(sampled[0], rollout=rollout, texts=[texts[row] for row in rows])
 
     def _draw(self, step: int, number: int) -> tuple[Experience, Scores, list[Example]]:
@@ -162,7 +163,7 @@ class Collector:
 def select(rollouts: Sequence[Rollout], prompts: np.ndarray, rows: np.ndarray) -> Rollout:
     """Pick prompts and rows of several rollouts that are laid one after the other.
 
-    Gives numpy arrays; all processes call it together.
+    Gives numpy arrays, and no metrics; all processes call it together.
 
     Args:
         rollouts: of the same weights and widths.
@@ -182,4 +183,5 @@ def select(rollouts: Sequence[Rollout], prompts: np.ndarray, rows: np.ndarray) -
         name: pick(name, prompts) for name in ("prompts", "prompt_logprobs", "prompt_expert_ids")
     }
     by_row = ("tokens", "mask", "behaviour_logprobs", "policy_logprobs", "stopped", "expert_ids")
-    return replace(rollouts[0], **by_prompt, **{name: pick(name, rows) for name in by_row})
+    picked = by_prompt | {name: pick(name, rows) for name in by_row}
+    return replace(rollouts[0], **picked, metrics={})

@@ -1,0 +1,49 @@
+"""Run by test_paged_mesh.py on 8 devices: continuous batching on meshes, beside one device."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tiny_models import LLAMA
+
+from fp8rl_jax.config.recipe import RECIPES
+from fp8rl_jax.config.run import MeshConfig, PagedConfig
+from fp8rl_jax.models.policy import init_policy
+from fp8rl_jax.parallel import batch_sharding, make_mesh, shard_policy, to_global, to_host
+from fp8rl_jax.rollout.engine import LocalEngine, PagedEngine, pad_prompts
+from fp8rl_jax.rollout.sampling import Sampling
+
+MESHES = ({"fsdp": 8}, {"data": 2, "expert": 2, "tensor": 2})
+SAMPLING = Sampling(24, stop_token_ids=tuple(range(5, 15)))
+KEY = jax.random.key(1)
+
+
+def main() -> None:
+    policy, rng = init_policy(LLAMA, jax.random.key(0)), np.random.default_rng(0)
+    lengths = (3, 7, 5, 9, 2, 4, 8, 1)
+    prompts = pad_prompts([rng.integers(1, 256, n).tolist() for n in lengths], list(range(8)), 9)
+    alone = LocalEngine(RECIPES["bf16"], jnp.float32, unroll=False)
+    alone.sync(policy)
+    wanted = jax.device_get(alone.generate(prompts, 3, SAMPLING, KEY))
+    found = {}
+    for sizes in MESHES:
+        mesh = make_mesh(MeshConfig(**sizes))
+        with jax.set_mesh(mesh):
+            paged = PagedConfig(slots=2, page_size=4, prefill_tokens=8)
+            engine = PagedEngine(RECIPES["bf16"], jnp.float32, unroll=False, paged=paged)
+            engine.sync(shard_policy(policy, mesh))
+            placed = to_global(prompts, batch_sharding(mesh))
+            made = engine.generate(placed, 3, SAMPLING, KEY)
+            parts = made.tokens.sharding.shard_shape(made.tokens.shape)[0]
+            made = to_host(made)
+        gap = np.abs(made.policy_logprobs - wanted.policy_logprobs).max()
+        same = bool((made.tokens == wanted.tokens).all() and (made.mask == wanted.mask).all())
+        found[" ".join(sizes)] = [same, float(gap), parts]
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
