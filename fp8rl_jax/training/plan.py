@@ -123,7 +123,7 @@ def memory_plan(
         {
             "rollout": _rollout(shape, config, recipe, served, mesh),
             "backward": _backward(shape, config, masters, mesh),
-            "optimizer": {"gradients (float32)": masters, "scaled gradients (float32)": masters},
+            "optimizer": {"gradients (float32)": masters, "changed weights (float32)": masters},
             "sync": {f"weights in {dtype.name}": _device_bytes(policy, mesh) * dtype.itemsize // 4},
         },
         math.prod(sizes.values()),
