@@ -46,11 +46,13 @@ from fp8rl_jax.precision.qtensor import (
     quantize,
     quantize_both_ways,
     regroup,
+    round_through,
 )
 from pallas_kernels import blockwise_matmul, grouped_matmul, grouped_outer_product
 from pallas_kernels.exact import Integers
 from pallas_kernels.grouped_matmul import align_groups, outer_product
 from pallas_kernels.grouped_matmul import dot as grouped_dot
+from pallas_kernels.matmul import selected_backend
 from pallas_kernels.rounding import rounded
 
 Sizes = Int[Array, " groups"] | None
@@ -96,10 +98,15 @@ class PlainWeight:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class FP8Input:
-    """The input of an FP8Weight: `quantized` is multiplied, `x` receives the gradient."""
+    """The input of an FP8Weight: `quantized` is multiplied, `x` receives the gradient.
+
+    `dequantized`, float32, is what the reference multiplies: the values of `quantized`, rounded
+    without a cast to 8 bits. None where kernels multiply.
+    """
 
     quantized: QTensor
     x: Array
+    dequantized: Array | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -171,7 +178,7 @@ class PredequantizedWeight:
         return _quantized_input(x, self.activation, compute)
 
     def multiply(self, x, out_dtype, compute, group_sizes=None):
-        x = dequantize_rows(x.quantized) if isinstance(x, FP8Input) else x
+        x = x.dequantized if isinstance(x, FP8Input) else x
         return _unquantized_product(x, self.values, out_dtype, compute, group_sizes)
 
 
@@ -283,10 +290,12 @@ def _quantized_input(x: Array, fmt: TensorFormat, compute: Compute) -> FP8Input 
     """The input of a quantized weight, `x` itself where the format quantizes nothing."""
     if not fmt.quantized:
         return x
-    rows = quantize(jax.lax.stop_gradient(x).reshape(-1, x.shape[-1]), fmt, compute.backend)
-    groups = rows.scales.shape[-1]
-    scales = rows.scales.reshape(*x.shape[:-1], groups)
-    return FP8Input(QTensor(rows.values.reshape(x.shape), scales, rows.block), x)
+    flat, dequantized = jax.lax.stop_gradient(x).reshape(-1, x.shape[-1]), None
+    rows = quantize(flat, fmt, compute.backend)
+    if selected_backend(compute.backend) == "reference":
+        dequantized = round_through(flat, fmt).reshape(x.shape)
+    scales = rows.scales.reshape(*x.shape[:-1], rows.scales.shape[-1])
+    return FP8Input(QTensor(rows.values.reshape(x.shape), scales, rows.block), x, dequantized)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -411,7 +420,7 @@ def _constant(weight: FP8Weight) -> FP8Weight:
 
 def _cotangents(dx: Array, dw: Array | None, weight: FP8Weight) -> tuple[FP8Input, FP8Weight]:
     none: Any = None  # the cotangent of what has no gradient
-    return FP8Input(none, dx), replace(weight, quantized=none, master=dw)
+    return FP8Input(none, dx, none), replace(weight, quantized=none, master=dw)
 
 
 def _transposed(w: QTensor) -> QTensor:

@@ -19,6 +19,7 @@ from fp8rl_jax.precision.formats import element_dtype, max_value
 from pallas_kernels import dequantize_blocks, quantize_blocks, quantize_both
 from pallas_kernels import regroup as regroup_values
 from pallas_kernels.backend import Backend
+from pallas_kernels.quantize import round_blocks
 from pallas_kernels.rounding import rounded
 
 
@@ -113,6 +114,17 @@ def dequantize_rows(q: QTensor) -> Float[Array, "*batch n"]:
         q.values.reshape(-1, q.shape[-1]), q.scales.reshape(-1, q.scales.shape[-1]), q.block
     )
     return dequantize(rows).reshape(q.shape)
+
+
+def round_through(x: Float[Array, "*batch m n"], fmt: TensorFormat) -> Float[Array, "*batch m n"]:
+    """Compute dequantize(quantize(x, fmt)) of the reference, float32, with no value stored in 8
+    bits.
+
+    Args:
+        fmt: one with a block.
+    """
+    assert fmt.block is not None
+    return round_blocks(x, fmt.block, element_dtype(fmt), fmt.scale)
 
 
 def quantize_per_tensor(

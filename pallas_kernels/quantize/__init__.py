@@ -6,7 +6,7 @@ from pallas_kernels.quantize.api import (
     quantize_swiglu,
     regroup,
 )
-from pallas_kernels.quantize.reference import amax, block_amax, expand_scales
+from pallas_kernels.quantize.reference import amax, block_amax, expand_scales, round_blocks
 
 __all__ = [
     "amax",
@@ -18,4 +18,5 @@ __all__ = [
     "quantize_rms_norm",
     "quantize_swiglu",
     "regroup",
+    "round_blocks",
 ]

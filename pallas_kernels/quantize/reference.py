@@ -9,11 +9,38 @@ SMALLEST_SCALE = 2.0**-126  # the smallest normal float32: a CPU flushes smaller
 
 
 def quantize(x, block, dtype, scale):
+    scaled, scales = _scaled(x, block, dtype, scale)
+    return scaled.astype(dtype), scales
+
+
+def round_blocks(x, block, dtype, scale):
+    """Quantize and dequantize, float32, without a number in `dtype`, whose casts a CPU emulates."""
+    scaled, scales = _scaled(x, block, dtype, scale)
+    return on_grid(scaled, dtype) * expand_scales(scales, block, x.shape[-2:])
+
+
+def _scaled(x, block, dtype, scale):
+    """x over the scales of its blocks, within the range of `dtype`, float32; and the scales."""
     limit = float(jnp.finfo(dtype).max)
     x = x.astype(jnp.float32)
     scales = scale_of(block_amax(x, block), dtype, scale)
     scaled = x * expand_scales(reciprocal(scales), block, x.shape[-2:])
-    return jnp.clip(scaled, -limit, limit).astype(dtype), scales
+    return jnp.clip(scaled, -limit, limit), scales
+
+
+def on_grid(x, dtype):
+    """Round float32 to the numbers of `dtype`, ties to even: a cast there and back.
+
+    |x| is at most the largest of them. The sum with 1.5 * 2^23 of their steps at x has steps of
+    that size, and the difference is exact.
+    """
+    info = jnp.finfo(dtype)
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    smallest = (127 + int(info.minexp)) << 23  # below it the steps stay as they are
+    binade = lax.bitcast_convert_type(jnp.maximum(bits & 0x7F800000, smallest), jnp.float32)
+    shift = binade * (1.5 * 2.0 ** (23 - info.nmant))
+    rounded = lax.bitcast_convert_type((x + shift) - shift, jnp.int32)
+    return lax.bitcast_convert_type(rounded | (bits & jnp.int32(-(2**31))), jnp.float32)
 
 
 def scale_of(amax, dtype, scale):

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import BackendError, dequantize_blocks, quantize_blocks
+from pallas_kernels.quantize import round_blocks
+from pallas_kernels.quantize.reference import on_grid
 
 LIMITS = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 # (shape, block): whole blocks, ragged blocks, single rows, columns, batches, blocks larger than the
@@ -180,6 +182,39 @@ def test_a_fault_shows_in_the_scale_of_its_block_only(fault, rule):
     values, scales = quantize_blocks(jnp.asarray(x), (128, 128), scale=rule)
     np.testing.assert_array_equal(np.isfinite(np.asarray(scales)), [[True, True], [False, True]])
     assert not np.isfinite(np.asarray(dequantize_blocks(values, scales, (128, 128)))[130, 5])
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"])
+def test_the_grid_is_what_a_cast_leaves(dtype):
+    """Of every bfloat16 and 2^20 random bit patterns of float32."""
+    bits = np.arange(2**16, dtype=np.uint32) << 16
+    random = np.random.default_rng(8).integers(0, 2**32, 2**20, dtype=np.uint32)
+    limit = float(jnp.finfo(dtype).max)
+    x = np.clip(np.concatenate([bits, random]).view(np.float32), -limit, limit)
+    expected = np.asarray(jnp.asarray(x).astype(dtype).astype(jnp.float32))
+    got, fault = np.asarray(jax.jit(on_grid, static_argnums=1)(x, dtype)), np.isnan(x)
+    # four bits have no NaN to compare with
+    assert np.isnan(got[fault]).all() and fault.sum() > 4000
+    np.testing.assert_array_equal(got[~fault].view(np.int32), expected[~fault].view(np.int32))
+
+
+@pytest.mark.parametrize("rule", ["float32", "power_of_two"])
+@pytest.mark.parametrize("kind", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", list(LIMITS))
+@pytest.mark.parametrize(("shape", "block"), LAYOUTS)
+def test_rounding_is_quantizing_and_dequantizing(shape, block, dtype, kind, rule):
+    x = random_array(shape, 9).reshape(-1)
+    x[:10] = [0.0, -0.0, 1e-40, -1e-40, 1e-30, -1e-30, np.nan, np.inf, -np.inf, 3e38]
+    for each in (x, np.roll(x, -10), 1e-38 * np.nan_to_num(x, posinf=0, neginf=0)):
+        values = jnp.asarray(each.reshape(shape)).astype(kind)
+        quantized = quantize_blocks(values, block, jnp.dtype(dtype), rule)
+        expected = np.asarray(dequantize_blocks(*quantized, block))
+        got = np.asarray(
+            jax.jit(round_blocks, static_argnums=(1, 2, 3))(values, block, dtype, rule)
+        )
+        real = ~np.isnan(expected)
+        np.testing.assert_array_equal(np.isnan(got), ~real)
+        np.testing.assert_array_equal(got[real].view(np.int32), expected[real].view(np.int32))
 
 
 def test_bfloat16_input_is_widened_exactly():
