@@ -741,7 +741,7 @@ def generate(
 _SHRINK, _SHRINK_FROM = 4, 64
 """Slots are cut to a fourth as soon as that holds all rows that are left, where completions may
 have this many tokens: each number of slots is a program to compile."""
-_WHOLE = replace(DEFAULT_RULES, embed=None, experts=None)
+WHOLE = replace(DEFAULT_RULES, embed=None, experts=None)
 """Where the weights of a decode loop live: whole in each part of the batch."""
 
 
@@ -786,7 +786,7 @@ def _by_parts(function: Callable) -> Callable:
 def _gathered(policy: Policy) -> Policy:
     if _parts():
         mesh = jax.sharding.get_abstract_mesh()
-        policy = lax.with_sharding_constraint(policy, policy_shardings(policy, mesh, _WHOLE))
+        policy = lax.with_sharding_constraint(policy, policy_shardings(policy, mesh, WHOLE))
     return predequantized(policy)
 
 

@@ -45,11 +45,13 @@ from fp8rl_jax.models.forms import predequantized, rollout_policy
 from fp8rl_jax.models.logprobs import positions_at_once
 from fp8rl_jax.models.lora import split
 from fp8rl_jax.models.policy import Policy, init_policy, parameter_count
-from fp8rl_jax.parallel import policy_shardings
+from fp8rl_jax.parallel import DEFAULT_RULES, ShardingRules, policy_shardings
 from fp8rl_jax.parallel.mesh import AXES
+from fp8rl_jax.rollout.paged import WHOLE, choose_layout
 from fp8rl_jax.training.adapters import adapt
 from fp8rl_jax.training.state import make_optimizer
 from pallas_kernels.attention import CHUNK, CHUNK_FROM
+from pallas_kernels.matmul import selected_backend
 
 PHASES = ("rollout", "backward", "optimizer", "sync")
 _SCORE_COPIES = 4.5  # of attention scores, in float32: measured, tests/training/test_plan.py
@@ -135,9 +137,10 @@ def mesh_sizes(config: MeshConfig) -> dict[str, int]:
     return {axis: max(getattr(config, axis), 1) for axis in AXES}
 
 
-def _device_bytes(tree: Any, mesh: AbstractMesh) -> int:
+def _device_bytes(tree: Any, mesh: AbstractMesh, rules: ShardingRules = DEFAULT_RULES) -> int:
     """Bytes that one device holds of a tree of shapes, placed by the sharding rules."""
-    leaves = zip(jax.tree.leaves(tree), jax.tree.leaves(policy_shardings(tree, mesh)), strict=True)
+    placed = jax.tree.leaves(policy_shardings(tree, mesh, rules))
+    leaves = zip(jax.tree.leaves(tree), placed, strict=True)
     return sum(
         math.prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize for x, sharding in leaves
     )
@@ -155,14 +158,24 @@ def _rollout(
         if key.quantized
         else (dtype.name, 8 * dtype.itemsize)
     )
-    slots = prompts * r.max_prompt_tokens + rows * r.max_new_tokens
-    found = {
-        f"KV cache ({kept})": 2 * shape.num_layers * slots * shape.kv_size * bits // 8 // tensor
-    }
+    tokens = prompts * r.max_prompt_tokens  # of a prefill
+    held, what = tokens + rows * r.max_new_tokens, "KV cache"
+    if r.engine == "paged":
+        sizes = (prompts, r.max_prompt_tokens), r.samples_per_prompt, r.max_new_tokens
+        hopper = selected_backend(config.precision.backend) == "hopper"
+        layout = choose_layout(r.paged, *sizes, hopper)
+        tokens, rows = layout.together * layout.chunk, layout.slots
+        held = layout.pages * layout.page_size
+        what = f"KV cache, {held:,} tokens for {layout.slots} completions at a time"
+    found = {f"{what} ({kept})": 2 * shape.num_layers * held * shape.kv_size * bits // 8 // tensor}
+    split = mesh.shape["fsdp"] * mesh.shape["expert"]
+    if r.engine == "paged" and split > 1:
+        whole = _device_bytes(served, mesh, WHOLE)
+        found["rollout weights, gathered for the decode loop"] = whole
+        split = 1
     if unpacked := _unpacked_bytes(served):
-        parts = mesh.shape["fsdp"] * mesh.shape["expert"] * tensor
+        parts = split * tensor
         found["rollout weights unpacked for the decode loop"] = unpacked // parts
-    tokens = prompts * r.max_prompt_tokens
     part = _queries(r.max_prompt_tokens, r.max_prompt_tokens, None) / r.max_prompt_tokens
     prefill = _layer_activations(shape, tokens, r.max_prompt_tokens, dtype.itemsize, part) // tensor
     found["activations of one layer, logits"] = prefill + 3 * 4 * rows * shape.vocab_size // tensor

@@ -142,6 +142,16 @@ def test_qwen3_8b_in_bytes_by_hand():
     ] == linears + linears // 128**2 * 4 + 2 * (head + norms)
     slots = 8 * 512 + 64 * 1024
     assert plan.phases["rollout"]["KV cache (float8_e4m3fn)"] == 2 * 36 * 8 * 128 * slots
+    paged = replace(config, rollout=replace(config.rollout, engine="paged"))
+    # a page has 32 tokens; 8 prompts and 64 completions
+    held = {"KV cache, 69,632 tokens for 64 completions at a time (float8_e4m3fn)": 69632}
+    halved = mesh_sizes(config.mesh) | {"fsdp": 2}
+    for found in (memory_plan(QWEN3_8B, paged), memory_plan(QWEN3_8B, paged, halved)):
+        rollout = found.phases["rollout"]
+        assert rollout.items() >= {k: 2 * 36 * 8 * 128 * n for k, n in held.items()}.items()
+        held = {"KV cache, 34,816 tokens for 32 completions at a time (float8_e4m3fn)": 34816}
+    gathered = rollout["rollout weights, gathered for the decode loop"]
+    assert gathered == plan.always["rollout weights (e4m3, rest bfloat16)"]
     eight = replace(config.optimizer, first_moment="e4m3", second_moment="e4m3")
     packed = memory_plan(QWEN3_8B, replace(config, optimizer=eight)).always["Adam moments"]
     assert packed == 2 * (matrices + 4 * matrices // 128 + 4 * norms) + 8
