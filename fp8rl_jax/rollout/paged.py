@@ -323,13 +323,18 @@ def begin(
 def load(
     policy: Policy, queue: Queue, state: State, sampling: Sampling, layout: Layout
 ) -> tuple[State, Signals]:
-    """Prefill the next prompts of the order, `layout.together` or as many as find pages."""
+    """Prefill the next prompts of the order, `layout.together` or as many as find pages.
+
+    None where slots do not wait for them, as in parts of the batch that another part interrupts.
+    """
     (p, s), loaded = queue.tokens.shape, state.loaded
     place = loaded.count + jnp.arange(layout.together)
     prompt = queue.order.at[place].get(mode="fill", fill_value=p)
     lengths = queue.lengths.at[prompt].get(mode="fill", fill_value=0)
     columns = layout.columns(lengths)
-    fits = (place < p) & (jnp.cumsum(columns) <= _spare(state, layout))
+    fits = (
+        (place < p) & (jnp.cumsum(columns) <= _spare(state)) & _wants_prompts(queue, state, layout)
+    )
     prompt, lengths = jnp.where(fits, prompt, p), jnp.where(fits, lengths, 0)
     none = jnp.full((layout.together, loaded.pages.shape[1]), layout.pages, jnp.int32)
     free, pages = allocate(state.free, none, jnp.where(fits, columns, 0))
@@ -546,7 +551,7 @@ def _admit(queue: Queue, state: State, layout: Layout) -> State:
     needs = jnp.where(row < n, layout.columns(jnp.maximum(_of_rows(rows.count, row), 1)), 0)
     there = _there(queue, state)
     idle = (~there).sum()
-    taken = (row < n) & (index < idle) & (jnp.cumsum(needs) <= _spare(state, layout))
+    taken = (row < n) & (index < idle) & (jnp.cumsum(needs) <= _spare(state))
     rank = jnp.cumsum(~there) - 1
     given = jnp.where(~there & taken.at[rank].get(mode="clip"), row.at[rank].get(mode="clip"), n)
     into = jnp.where(there, slots.row, given)
@@ -602,19 +607,22 @@ def allocate(
 
 
 def _with_signals(queue: Queue, state: State, layout: Layout) -> tuple[State, Signals]:
-    loaded, status = state.loaded, state.rows.status
+    left = (state.rows.status != DONE).sum(dtype=jnp.int32)
+    load, lacking = _wants_prompts(queue, state, layout), _lacking(queue, state).any()
+    return state, Signals(_anywhere(load), _anywhere(lacking), _most(left))
+
+
+def _wants_prompts(queue: Queue, state: State, layout: Layout) -> Bool[Array, ""]:
+    """Whether slots are free, no row is there to take them, and the next prompt finds pages."""
+    loaded = state.loaded
     following = queue.order.at[loaded.count].get(mode="clip")
-    room = layout.columns(queue.lengths[following]) <= _spare(state, layout)
-    load = (
+    return (
         ~_there(queue, state).all()
-        & ~(status == EVICTED).any()
+        & ~(state.rows.status == EVICTED).any()
         & (state.next == loaded.count * _samples(queue))
         & (loaded.count < len(queue.order))
-        & room
+        & (layout.columns(queue.lengths[following]) <= _spare(state))
     )
-    left = (status != DONE).sum(dtype=jnp.int32)
-    lacking = _lacking(queue, state).any()
-    return state, Signals(_anywhere(load), _anywhere(lacking), _most(left))
 
 
 def _counted(queue: Queue, state: State, there: Bool[Array, " slots"]) -> State:
@@ -646,7 +654,7 @@ def _anywhere(flag: Bool[Array, ""]) -> Bool[Array, ""]:
     return _most(flag.astype(jnp.int32)) > 0
 
 
-def _spare(state: State, layout: Layout) -> Int[Array, ""]:
+def _spare(state: State) -> Int[Array, ""]:
     """Free pages, less one for each row in a slot, which may want it soon."""
     return state.free.sum() - (state.slots.row < len(state.rows.status)).sum()
 

@@ -81,12 +81,14 @@ def assert_same(found, wanted, atol):
         np.testing.assert_array_equal(found.expert_ids, used)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("unroll", [True, False], ids=["unroll", "scan"])
-def test_rollouts_are_those_of_the_static_sampler(kind, layout, unroll):
-    if kind != "dense" and (unroll or layout == "roomy"):
-        pytest.skip("the cache's layout is the dense policy's")
+@pytest.mark.parametrize(
+    ("kind", "unroll", "layout"),
+    [
+        *(("dense", unroll, layout) for unroll in (True, False) for layout in LAYOUTS),
+        *((kind, False, layout) for kind in list(KINDS)[1:] for layout in ("small", "tight")),
+    ],
+)
+def test_rollouts_are_those_of_the_static_sampler(kind, unroll, layout):
     engine = synced(PagedEngine, kind, unroll=unroll, paged=LAYOUTS[layout])
     found = engine.generate(prompts_of(kind), 3, SAMPLING, KEY, prompt_logprobs=True)
     assert_same(found, expected(kind), 1e-4)
@@ -247,6 +249,20 @@ def test_no_copy_of_the_cache_at_the_edges_of_a_loop():
     assert f"{pool}{{3,2,1,0}} scatter" in text or f"{pool}{{3,2,1,0}} fusion" in text
     copies = [line for line in text.splitlines() if f"= {pool}" in line and " copy(" in line]
     assert not copies
+
+
+def test_prompts_are_loaded_where_slots_wait_for_them():
+    engine, prompts = synced(PagedEngine, paged=SMALL), prompts_of()
+    layout = Layout(4, 4, 40, 1, 8, 7)
+    order = jnp.arange(6, dtype=jnp.int32)
+    queue = paged._queue(prompts, order, KEY, None, None, samples=3, longest=24)
+    state, _ = paged._begin(engine.policy, queue, SAMPLING, 3, layout, False, False)
+    seen = []
+    for _ in range(3):
+        state, signals = paged._load(engine.policy, queue, state, SAMPLING, layout)
+        seen.append((int(state.loaded.count), int(state.next), bool(signals.load)))
+    # three rows a prompt: a fourth slot waits for the second prompt, and then none
+    assert seen == [(1, 3, True), (2, 4, False), (2, 4, False)]
 
 
 def test_training_learns_the_same_from_either_engine(tmp_path):
