@@ -79,3 +79,19 @@ def test_a_session_in_two_processes_is_that_of_one(tmp_path):
     )
     for a, b in zip(*(jax.tree.leaves(load_policy(tmp_path / name)) for name in "12"), strict=True):
         np.testing.assert_allclose(a, b, rtol=2**-7, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_either_engine_trains_the_curve_of_the_other_in_two_processes(tmp_path):
+    """Continuous batching with two slots for each part of the batch, beside the plain sampler in
+    one process."""
+    run_file, script = write_run(tmp_path, LEARNS, RUN), Path(__file__).with_name("train_run.py")
+    paged = ("--rollout.engine", "paged", "--rollout.paged.slots", "2")
+    mesh = FLAGS[2:]
+    run_processes(script, 1, 4, run_file, tmp_path / "one", *mesh, timeout=600)
+    run_processes(script, 2, 2, run_file, tmp_path / "two", *mesh, *paged, timeout=600)
+    expected, found = measured(tmp_path / "one"), measured(tmp_path / "two")
+    assert len(expected) == len(found) == 4
+    for a, b in zip(expected, found, strict=True):
+        assert {name: b[name] for name in a} == pytest.approx(a, rel=1e-4, abs=1e-6), a["step"]
+    assert found[0]["rollout/decode_steps"] > 6
