@@ -23,7 +23,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from experiments.benchmarks.machine import facts
 from experiments.command import run_command
@@ -82,7 +81,19 @@ def padded(batch: Batch, columns: int, of_prompts: int = 0) -> Batch:
 
 # so large a step that the change of a weight is its gradient to the last bits
 STEP = 2.0**20
-_OPTIMIZER = optax.with_extra_args_support(optax.sgd(STEP))
+
+
+class Descent:
+    """Gradient descent, with the methods of `training.optimizer.AdamW`."""
+
+    def init(self, params) -> tuple:
+        return ()
+
+    def step(self, params, gradients, state, norm, keep=True):
+        return jax.tree.map(lambda w, g: w - STEP * g, params, gradients), state, jnp.bool_(True)
+
+
+_OPTIMIZER = Descent()
 
 
 def gradient(

@@ -84,7 +84,7 @@ class UnevenRollout:
     Attributes:
         rows: of one call of the engine; at first all.
         tried: seconds of a round, by the rows of a call.
-        metrics: the engine's after each round.
+        metrics: of the engine's last call in each round.
     """
 
     def __init__(self, session: Session, prompts: Prompts, shape: Uneven):
@@ -95,9 +95,8 @@ class UnevenRollout:
         self.metrics: list[dict[str, float]] = []
 
     def __call__(self, number: int) -> dict[str, float]:
-        seconds = self._timed(number, self.shape.lengths)
-        values = self.session.engine.metrics
-        self.metrics.append({name: float(to_host(value)) for name, value in values.items()})
+        seconds, counted = self._timed(number, self.shape.lengths)
+        self.metrics.append({name: float(value) for name, value in counted.items()})
         return {"seconds": seconds}
 
     def choose_rows(self, choices: Sequence[int]) -> None:
@@ -105,14 +104,15 @@ class UnevenRollout:
         for self.rows in choices:
             self._timed(0, np.ones_like(self.shape.lengths))
             settle()
-            self.tried[self.rows] = self._timed(0, self.shape.lengths)
+            self.tried[self.rows], _ = self._timed(0, self.shape.lengths)
         self.rows = min(self.tried, key=self.tried.__getitem__)
 
     def about(self) -> dict[str, Any]:
         """For the record."""
         return {"rows": self.rows, "tried": self.tried, "metrics": self.metrics}
 
-    def _timed(self, number: int, lengths: np.ndarray) -> float:
+    def _timed(self, number: int, lengths: np.ndarray) -> tuple[float, dict[str, Any]]:
+        """Seconds, and what the engine counted in its last call."""
         engine, samples, key = self.session.engine, self.shape.samples, jax.random.key(number)
         made, limits = [], jnp.asarray(lengths)
         start = time.perf_counter()
@@ -131,7 +131,7 @@ class UnevenRollout:
         seconds = time.perf_counter() - start
         if not np.array_equal(np.concatenate(made), lengths):
             raise RuntimeError("a completion has another length than its own")
-        return seconds
+        return seconds, to_host(rollout.metrics)
 
 
 def _fitting(config: PolicyConfig, shape: Uneven, dtype: str) -> list[int]:

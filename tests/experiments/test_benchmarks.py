@@ -165,7 +165,7 @@ UNEVEN = replace(
     TINY,
     name="uneven",
     uneven=Uneven(prompts=8, samples=2, prompt_tokens=4, new_tokens=9, median=3),
-    uneven_recipes=("static/bf16", "static/fp8-rl"),
+    uneven_recipes=("static/bf16", "paged/bf16"),
 )
 
 
@@ -176,11 +176,12 @@ def test_uneven_generation_in_a_tiny_shape(tmp_path, monkeypatch):
     (entry,) = json.loads(output.read_text())["benchmarks"]
     assert entry["benchmark"] == "uneven_generation" and entry["shape"]["median"] == 3
     (pair,) = entry["ratios"]
-    assert (pair["over"], pair["under"]) == ("fp8rl_jax/static/bf16", "fp8rl_jax/static/fp8-rl")
-    for side in entry["raw"]["engines"].values():
-        assert list(side["tried"]) == ["4", "8", "16"]
-        assert side["tried"][str(side["rows"])] == min(side["tried"].values())
-        assert len(side["metrics"]) == 3  # of the warm-up, too
+    assert (pair["over"], pair["under"]) == ("fp8rl_jax/static/bf16", "fp8rl_jax/paged/bf16")
+    static, paged = entry["raw"]["engines"].values()
+    assert list(static["tried"]) == ["4", "8", "16"] and not paged["tried"]
+    assert static["tried"][str(static["rows"])] == min(static["tried"].values())
+    assert len(static["metrics"]) == 3  # of the warm-up, too
+    assert paged["rows"] == 16 and paged["metrics"][0]["rollout/decode_steps"] == 9
     rounds_of = [r["seconds"]["fp8rl_jax/static/bf16"]["seconds"] for r in entry["raw"]["rounds"]]
     assert entry["tokens_per_second"]["fp8rl_jax/static/bf16"]["median"] == pytest.approx(
         np.mean([UNEVEN.uneven.tokens / seconds for seconds in rounds_of])
@@ -201,7 +202,9 @@ def test_a_completion_of_another_length_is_an_error(monkeypatch):
     side = uneven.UnevenRollout(session, random_prompts(UNEVEN.uneven, 320), UNEVEN.uneven)
     assert side(0)["seconds"] > 0
     generate = session.engine.generate
-    monkeypatch.setattr(session.engine, "generate", lambda *a, limits: generate(*a, limits + 1))
+    monkeypatch.setattr(
+        session.engine, "generate", lambda *a, limits: generate(*a, limits=limits + 1)
+    )
     with pytest.raises(RuntimeError, match="another length"):
         side(1)
 
