@@ -10,7 +10,7 @@ import pytest
 from pallas_kernels import BackendError, KeyValues, decode_attention
 from pallas_kernels.backend import tracing_for
 from pallas_kernels.check.cases import cases_of, difference
-from pallas_kernels.decode_attention import hopper
+from pallas_kernels.decode_attention import hopper, reference
 from pallas_kernels.decode_attention.cases import Cache, case
 
 # equal bits are the kernel's alone
@@ -22,6 +22,39 @@ def test_the_reference_equals_float64(small):
     arrays = small.arguments(jax.random.key(0))
     got = jax.jit(lambda *a: small.run(*a, backend="reference"))(*arrays)
     assert difference(got, small.expected(*map(np.asarray, arrays))) < 2e-6
+
+
+@pytest.mark.parametrize(
+    "small",
+    [case for case in SMALL if any(cache.page for cache in case.arguments.keywords["caches"])],
+    ids=lambda small: small.name,
+)
+def test_pages_that_are_taken_a_few_at_a_time_give_the_same(small, monkeypatch):
+    monkeypatch.setattr(
+        reference, "_BLOCK", 2 * max(c.page for c in small.arguments.keywords["caches"])
+    )
+    arrays = small.arguments(jax.random.key(0))
+    got = jax.jit(lambda *a: small.run(*a, backend="reference"))(*arrays)
+    assert difference(got, small.expected(*map(np.asarray, arrays))) < 2e-6
+
+
+@pytest.mark.parametrize("block", [16, 4096])
+@pytest.mark.parametrize("window", [None, 9])
+def test_two_tables_of_one_pool_are_attended_to_together(block, window, monkeypatch):
+    monkeypatch.setattr(reference, "_BLOCK", block)
+    keys, values = jax.random.normal(jax.random.key(0), (2, 9, 2, 8, 32))
+    query = jax.random.normal(jax.random.key(1), (3, 4, 32))
+    tables = jnp.array([[4], [4], [2]]), jnp.array([[1, 8], [0, 3], [7, 9]])
+    lengths = jnp.array([6, 6, 8]), jnp.array([11, 2, 0])
+    window = None if window is None else jnp.int32(window)
+
+    def run(pools):
+        held = zip(pools, lengths, tables, strict=True)
+        caches = tuple(KeyValues(*pool, n, table, 8) for pool, n, table in held)
+        return decode_attention(query, caches, 0.2, window=window, out_dtype=jnp.float32)
+
+    alone = run([(keys, values), (keys + 0, values + 0)])
+    np.testing.assert_allclose(run([(keys, values)] * 2), alone, atol=1e-6)
 
 
 def test_scales_and_window_change_without_recompiling():
