@@ -790,8 +790,15 @@ def _by_parts(function: Callable) -> Callable:
     return run
 
 
-@jax.jit
 def _gathered(policy: Policy) -> Policy:
+    """Bring the weights into the form that the programs multiply; the same arrays where they are
+    in it."""
+    form = jax.tree.structure(jax.eval_shape(predequantized, policy))
+    return policy if not _parts() and form == jax.tree.structure(policy) else _gather(policy)
+
+
+@jax.jit
+def _gather(policy: Policy) -> Policy:
     if _parts():
         mesh = jax.sharding.get_abstract_mesh()
         policy = lax.with_sharding_constraint(policy, policy_shardings(policy, mesh, WHOLE))
