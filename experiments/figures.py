@@ -406,25 +406,39 @@ ROLLOUT = "benchmarks/cpu_rollout.json"
 
 def rollout() -> str:
     """Tokens per second of the rollout, beside other engines."""
-    found = record(ROLLOUT)
-    rows = []
+    found, rows = record(ROLLOUT), []
+
+    def named(entry, ratio) -> str:
+        return f"GRPO, {STEP[ratio['part']]}: " if entry["benchmark"] == "grpo_step" else ""
+
     for entry in found["benchmarks"]:
         shape = entry["shape"]
         lengths = f"{shape['new_tokens']} tokens each"
         if "median" in shape:
             lengths = f"{shape['median']} tokens in the median, {shape['new_tokens']} at most"
-        work = f"{shape['prompts']} completions, {lengths}"
+        work = f"{shape['prompts'] * shape['samples']} completions, {lengths}"
         rows += [
-            [work, f"`{each['under']}`", f"`{each['over']}`", speed(each)]
+            [
+                named(entry, each) + work,
+                f"`{side(each['under'])}`",
+                f"`{side(each['over'])}`",
+                speed(each),
+            ]
             for each in entry["ratios"]
         ]
     model = found["benchmarks"][0]["workload"]
     about = prose(f"""
         Speed of the rollout: {model["name"]}, {model["compute_dtype"]} compute, {found["machine"]["threads"]} cores
-        ({found["machine"]["processor"]}), {found["rounds"]} rounds in which the sides take turns. Tokens per second of a side
-        over another's: median of the rounds (quartiles); above 1 it is the faster one. {uneven(found)}
+        ({found["machine"]["processor"]}), {found["rounds"]} rounds in which the sides take turns. Speed of a side over another's:
+        median of the rounds (quartiles); above 1 it is the faster one. `bf16` is in exact mode where it
+        is not called plain. {uneven(found)}
     """)
-    return f"{about}\n\n{table(['work', 'side', 'over', 'tokens per second'], rows)}"
+    return f"{about}\n\n{table(['work', 'side', 'over', 'speed'], rows)}"
+
+
+def side(name: str) -> str:
+    """A side's name: of ours, engine and recipe."""
+    return name.removeprefix("fp8rl_jax/")
 
 
 def speed(ratio: dict[str, Any]) -> str:
@@ -436,11 +450,11 @@ def uneven(found: dict[str, Any]) -> str:
     """What was done about completions of different lengths; empty where there are none."""
     return " ".join(
         f"Completions of different lengths: log-normal, each ends at the same given length on every "
-        f"side, and no side may sort by it; `{name}` has batches of {side['rows']} rows, the fastest "
-        f"of {', '.join(side['tried'])}."
+        f"side, and no side may sort by it; `{side(name)}` has batches of {batches['rows']} rows, the fastest "
+        f"of {', '.join(batches['tried'])}."
         for entry in found["benchmarks"]
-        for name, side in entry["raw"].get("engines", {}).items()
-        if side["tried"]
+        for name, batches in entry["raw"].get("engines", {}).items()
+        if batches["tried"]
     )
 
 
@@ -505,7 +519,7 @@ SECTIONS = (
     Section(
         "Speed of the rollout",
         rollout,
-        "python -m experiments.benchmarks --benchmarks generation uneven_generation ..., in the record",
+        "python -m experiments.benchmarks --benchmarks generation grpo_step uneven_generation ..., in the record",
         ROLLOUT,
         optional=True,
     ),
@@ -597,17 +611,31 @@ def agreed() -> tuple[str, str]:
 
 def beside() -> tuple[str, str]:
     """Our fastest engine's speed over vLLM's, by work."""
-    found = record(ROLLOUT)
-    fastest = [
-        (entry, max((r for r in entry["ratios"] if r["over"] == "vllm"), key=itemgetter("median")))
-        for entry in found["benchmarks"]
-    ]
+    found, fastest = record(ROLLOUT), []
+    for entry in found["benchmarks"]:
+        if ratios := [ratio for ratio in entry["ratios"] if ratio["over"] == "vllm"]:
+            fastest.append((entry, max(ratios, key=itemgetter("median"))))
     text = "; ".join(
-        f"`{ratio['under']}` {speed(ratio)} "
+        f"`{side(ratio['under'])}` {speed(ratio)} "
         + ("at different lengths" if "median" in entry["shape"] else "at equal lengths")
         for entry, ratio in fastest
     )
     return f"times vLLM's tokens per second: {text}", f"{found['rounds']} rounds (quartiles)"
+
+
+def stepped() -> tuple[str, str]:
+    """Our speed over tunix's, of a GRPO step and of its parts."""
+    found = record(ROLLOUT)
+    text = "; ".join(
+        f"{STEP[ratio['part']]} {speed(ratio)}"
+        for entry in found["benchmarks"]
+        for ratio in entry["ratios"]
+        if ratio["over"] == "tunix"
+    )
+    return f"times tunix's speed: {text}", f"{found['rounds']} rounds (quartiles)"
+
+
+STEP = {"seconds": "the step", "gen": "sampling", "train": "the rest"}
 
 
 CLAIMS = (
@@ -631,6 +659,7 @@ CLAIMS = (
     Claim("Does a correction help where the rollout is badly off?", corrected, "Corrections"),
     Claim("How far does FP8 move the gradients?", apart, "Gradients"),
     Claim("How fast is the rollout on a CPU, beside vLLM's?", beside, "Speed of the rollout"),
+    Claim("And a GRPO step, beside tunix's?", stepped, "Speed of the rollout"),
     Claim(
         "Does our rollout agree with vLLM's log-probabilities?",
         agreed,
@@ -655,7 +684,7 @@ def results() -> str:
     parts = [
         prose("""
             Made by `python -m experiments.figures` from the committed records; every record holds the commit, versions and
-            machine that made it. All of it ran on two CPU cores of a cloud machine (AMD EPYC); nothing has run on a GPU yet.
+            machine that made it. All of it ran on two CPU cores of a cloud machine; nothing has run on a GPU yet.
         """),
         prose("""
             k3 is the mismatch between rollout and trainer, the mean over tokens of rho - 1 - log rho, where rho is the

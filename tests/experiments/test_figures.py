@@ -109,12 +109,14 @@ def test_a_section_stands_where_its_record_does(tmp_path, monkeypatch, fresh):
 
 
 def test_the_speed_of_the_rollout_is_its_record(tmp_path, monkeypatch):
-    def ratio(over: str, under: str, median: float) -> dict:
-        return {"over": over, "under": under, "median": median, "q1": median, "q3": 2 * median}
+    def ratio(over: str, under: str, median: float, part: str = "seconds") -> dict:
+        spread = {"median": median, "q1": median, "q3": 2 * median}
+        return {"over": over, "under": under, "part": part} | spread
 
     paged, static = "fp8rl_jax/paged/bf16", "fp8rl_jax/static/bf16"
     ratios = [ratio(paged, static, 0.25), ratio("vllm", paged, 1.5), ratio("vllm", static, 0.5)]
-    shape = {"prompts": 8, "new_tokens": 40}
+    shape = {"prompts": 8, "samples": 1, "new_tokens": 40}
+    grpo = [ratio("tunix", "fp8rl_jax/bf16", 1.25), ratio("tunix", "fp8rl_jax/bf16", 2.0, "train")]
     model = {"name": "SmolLM2", "compute_dtype": "float32"}
     engines = {
         paged: {"rows": 8, "tried": {}},
@@ -124,8 +126,22 @@ def test_the_speed_of_the_rollout_is_its_record(tmp_path, monkeypatch):
         "machine": {"threads": 2, "processor": "Abacus"},
         "rounds": 3,
         "benchmarks": [
-            {"workload": model, "shape": shape, "ratios": ratios[1:], "raw": {}},
             {
+                "benchmark": "generation",
+                "workload": model,
+                "shape": shape,
+                "ratios": ratios[1:],
+                "raw": {},
+            },
+            {
+                "benchmark": "grpo_step",
+                "workload": model,
+                "shape": shape | {"samples": 3},
+                "ratios": grpo,
+                "raw": {},
+            },
+            {
+                "benchmark": "uneven_generation",
                 "workload": model,
                 "shape": shape | {"median": 2},
                 "ratios": ratios,
@@ -138,13 +154,17 @@ def test_the_speed_of_the_rollout_is_its_record(tmp_path, monkeypatch):
     monkeypatch.setattr(figures, "RESULTS", tmp_path)
     text = figures.rollout()
     assert "2 cores (Abacus), 3 rounds" in text
-    assert f"`{static}` has batches of 4 rows, the fastest of 2, 4." in text
+    assert "`static/bf16` has batches of 4 rows, the fastest of 2, 4." in text
     assert text.count("| 8 completions, 40 tokens each |") == 2
     row = "| 8 completions, 2 tokens in the median, 40 at most |"
-    assert f"{row} `{static}` | `{paged}` | 0.25 (0.25 to 0.50) |" in text
+    assert f"{row} `static/bf16` | `paged/bf16` | 0.25 (0.25 to 0.50) |" in text
+    row = "| GRPO, the rest: 24 completions, 40 tokens each |"
+    assert f"{row} `bf16` | `tunix` | 2.00 (2.00 to 4.00) |" in text
+    found, _ = figures.stepped()
+    assert found.endswith("the step 1.25 (1.25 to 2.50); the rest 2.00 (2.00 to 4.00)")
     found, over = figures.beside()
     assert over == "3 rounds (quartiles)"
-    assert found.endswith(f"; `{paged}` 1.50 (1.50 to 3.00) at different lengths")
+    assert found.endswith("; `paged/bf16` 1.50 (1.50 to 3.00) at different lengths")
 
 
 def test_no_measured_figure_stands_elsewhere_in_the_readme():
