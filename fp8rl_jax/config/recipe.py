@@ -179,6 +179,8 @@ class Recipe:
     kv_calibration: Literal["trainer", "rollout"] = "trainer"
     """Who measures amax of Q, K, V at a weight sync: the trainer on its step's tokens, or the
     forward that serves, on the next step's training prompts."""
+    kv_prompts: int = 0
+    """Prompts of a step that the trainer calibrates on, with all their completions; 0: all."""
     kv_percentile: float = 99.9
     """Percentile over micro-batch amaxes (not over elements), as in NeMo RL."""
     kv_margin: float = 1.05
@@ -570,6 +572,10 @@ class PrecisionConfig:
     """From amax to KV scale; unset: the recipe's, which is nemo. nemo: the 99.9th percentile of the
     micro-batches' amaxes, times 1.05 / 448. verl: amax / 200 for Q and K, amax / 100 for V, vLLM's
     constants; with kv_calibration = "rollout", verl's way."""
+    kv_prompts: int | None = None
+    """Prompts of a step, evenly spread over it, that the trainer calibrates the KV scales on, with
+    all their completions; fewer cost less and may miss the largest value (fp8/sat_frac_k says so).
+    0: all; unset: the recipe's."""
     exact: Literal["auto", True, False] = "auto"
     """Log-probabilities of rollout and trainer that are equal bit for bit: mismatch and importance
     weights are then exactly 0 and 1. For recipes with one precision flow (bf16, jet-rl, infir2,
@@ -636,7 +642,7 @@ def get_recipe(
     recipe = replace(recipe, **{key: layers for key, layers in ends.items() if layers})
     if changes.exact is True:
         recipe = replace(recipe, exact=True)
-    for key in ("kv_calibration", "kv_rule"):
+    for key in ("kv_calibration", "kv_rule", "kv_prompts"):
         if getattr(changes, key) is not None and not recipe.quantizes_cache:
             raise UserError(
                 f"precision.{key}: recipe {name!r} has no FP8 cache, so there is nothing to "
@@ -644,6 +650,9 @@ def get_recipe(
             )
     if changes.kv_calibration is not None:
         recipe = replace(recipe, kv_calibration=changes.kv_calibration)
+    if changes.kv_prompts is not None:
+        report(at_least("precision.kv_prompts", changes.kv_prompts, 0))
+        recipe = replace(recipe, kv_prompts=changes.kv_prompts)
     if changes.kv_rule is not None:
         recipe = replace(recipe, **KV_RULES[changes.kv_rule])
     return replace(recipe, excluded=recipe.excluded + tuple(changes.excluded))

@@ -65,7 +65,7 @@ def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def batch_shards(mesh: Mesh, rules: ShardingRules = DEFAULT_RULES) -> int:
+def batch_shards(mesh: Mesh | AbstractMesh, rules: ShardingRules = DEFAULT_RULES) -> int:
     """Count the parts into which the mesh splits a batch."""
     return math.prod(mesh.shape[axis] for axis in rules.mesh_axes("batch") if axis in mesh.shape)
 

@@ -89,6 +89,8 @@ def _check(recipe: Recipe, backend: Backend, prefix: str) -> None:
             refuse(
                 "kv_constants", "must be three positive numbers, for Q, K and V, and kv_margin one"
             )
+        if recipe.kv_prompts < 0:
+            refuse("kv_prompts", f"must be at least 0, and is {recipe.kv_prompts}")
         if not 0 <= recipe.kv_percentile <= 100:
             refuse("kv_percentile", f"must be from 0 to 100, and is {recipe.kv_percentile}")
     _check_backward(recipe, refuse)

@@ -26,6 +26,7 @@ whether it has to recalibrate as often as it does.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -41,7 +42,7 @@ from fp8rl_jax.models.forms import trainer_policy
 from fp8rl_jax.models.forward import forward, quantize_heads
 from fp8rl_jax.models.lora import has_adapters
 from fp8rl_jax.models.policy import Policy, with_compute
-from fp8rl_jax.parallel import split_batch
+from fp8rl_jax.parallel import batch_shards, split_batch
 from fp8rl_jax.precision import (
     QuantizationSums,
     is_quantized,
@@ -75,9 +76,11 @@ def observe_qkv(
         prompts, lengths: right-padded prompts.
         completions, mask: B = p * n completions and their real tokens.
         scales: those whose effect is measured; without them there is none.
-        recipe: its rollout formats of Q, K and V, and of masters the trainer's of the linears.
+        recipe: its rollout formats of Q, K and V, of masters the trainer's of the linears, and how
+            many prompts are measured.
         dtype: compute dtype.
-        micro_batches: parts of equal size, whole prompts each, that are run one after the other.
+        micro_batches: parts of equal size, whole prompts each, that are run one after the other;
+            fewer where the recipe's kv_prompts do not split into so many.
         backend: kernels of the forward; those of the trainer, so that its scales are those of its
             own forward.
 
@@ -103,7 +106,25 @@ def observe_qkv(
         second = run(completions, positions, mask.astype(jnp.int32), cache, keep_cache=False)
         return first.observed + second.observed
 
-    return jax.lax.map(one, split_batch((prompts, lengths, completions, mask), micro_batches))
+    batch = prompts, lengths, completions, mask
+    kept, every = len(prompts), _every(len(prompts), recipe.kv_prompts)
+    if every > 1:
+        batch, kept = jax.tree.map(partial(_spread, len(prompts), every), batch), kept // every
+    return jax.lax.map(one, split_batch(batch, math.gcd(micro_batches, kept)))
+
+
+def _every(prompts: int, wanted: int) -> int:
+    """Find k such that every k-th of the prompts are as many as are wanted or a few more; a whole
+    number of each part of the batch."""
+    parts = batch_shards(jax.sharding.get_abstract_mesh())
+    steps = range(prompts // wanted if 0 < wanted < prompts else 1, 0, -1)
+    return next((k for k in steps if prompts % k == 0 and prompts // k % parts == 0), 1)
+
+
+def _spread(prompts: int, every: int, x: Array) -> Array:
+    """Take every `every`-th prompt's rows."""
+    rows = x.reshape(prompts, len(x) // prompts, *x.shape[1:])[::every]
+    return rows.reshape(-1, *x.shape[1:])
 
 
 @partial(jax.jit, static_argnames="recipe")

@@ -148,6 +148,7 @@ REFUSED = {
         {"kv_constants": (200.0, 100.0)},
         r"kv_constants must be three positive numbers",
     ),
+    "kv prompts": ({"kv_prompts": -1}, "kv_prompts must be at least 0, and is -1"),
     "kv percentile": ({"kv_percentile": 999.0}, r"kv_percentile must be from 0 to 100, and is 999"),
     "exact": (
         {"exact": True},
@@ -553,7 +554,12 @@ def test_calibration_and_exclusion_change_the_recipe():
         "fp8-rl", PrecisionConfig(excluded=("layers.0.*",), kv_calibration="rollout")
     )
     assert changed.excluded == ("layers.0.*",) and changed.kv_calibration == "rollout"
-    for change in ({"kv_calibration": "rollout"}, {"kv_rule": "verl"}):
+    assert get_recipe("fp8-rl", PrecisionConfig(kv_prompts=3)).kv_prompts == 3
+    with pytest.raises(
+        UserError, match=r"precision\.kv_prompts: -1 must be a number of at least 0"
+    ):
+        get_recipe("fp8-rl", PrecisionConfig(kv_prompts=-1))
+    for change in ({"kv_calibration": "rollout"}, {"kv_rule": "verl"}, {"kv_prompts": 3}):
         with pytest.raises(
             UserError, match=f"precision.{next(iter(change))}: recipe 'jet-rl' has no FP8 cache"
         ):

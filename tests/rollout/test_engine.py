@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -169,6 +171,26 @@ def test_calibration_sees_prompts_and_completions_and_no_padding():
     # the prompt once for both its samples, four query heads and two of keys and of values
     counted = (lengths + mask.reshape(4, 2, 5).sum((1, 2))).reshape(2, 2).sum(1)
     np.testing.assert_array_equal(found.elements[:, 0], counted[:, None] * 32 * np.array([4, 2, 2]))
+
+
+def test_calibration_on_some_of_the_prompts_measures_every_so_many_th():
+    rng, (tokens, lengths, _) = np.random.default_rng(2), make_prompts((9, 4, 1, 6), (1, 2, 3, 4))
+    completions = rng.integers(1, 131, (8, 5)).astype(np.int32)
+    mask = np.arange(5) < np.array([5, 1, 3, 5, 2, 4, 1, 2])[:, None]
+
+    def seen(wanted: int, every: int = 1):
+        few = completions.reshape(4, 2, 5)[::every].reshape(-1, 5)
+        real = mask.reshape(4, 2, 5)[::every].reshape(-1, 5)
+        recipe = replace(RECIPES["bf16"], kv_prompts=wanted)
+        batch = tokens[::every], lengths[::every], few, real
+        found = observe_qkv(
+            make_policy(), *batch, recipe=recipe, dtype=jnp.float32, micro_batches=4 // every
+        )
+        return found.amax.max(0), found.elements.sum(0)
+
+    for wanted, every in ((0, 1), (1, 4), (2, 2), (3, 1), (9, 1)):
+        for found, expected in zip(seen(wanted), seen(0, every), strict=True):
+            np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 def test_finite_flags_see_one_nan_weight():
