@@ -25,10 +25,10 @@ from fp8rl_jax.models.cache import KVScales
 from fp8rl_jax.models.forms import finite_flags, rollout_adapters, rollout_policy
 from fp8rl_jax.models.lora import join, split
 from fp8rl_jax.models.policy import Policy
-from fp8rl_jax.parallel import to_host
+from fp8rl_jax.parallel import batch_shards, to_host
 from fp8rl_jax.precision import check_recipe
 from fp8rl_jax.rollout.calibration import observe_served, qkv_metrics, scales_from_amax
-from fp8rl_jax.rollout.paged import Layout, batch_parts, choose_layout, token_bytes
+from fp8rl_jax.rollout.paged import Layout, choose_layout, token_bytes
 from fp8rl_jax.rollout.paged import generate as paged_generate
 from fp8rl_jax.rollout.sampler import Prompts, Rollout, generate, stream
 from fp8rl_jax.rollout.sampling import Sampling
@@ -296,7 +296,7 @@ class PagedEngine(LocalEngine):
         every: int = 0,
     ) -> Iterator[Rollout]:
         policy, ids = self._ready(), to_host(prompts.ids)
-        parts = batch_parts()
+        parts = batch_shards(jax.sharding.get_abstract_mesh())
         if len(ids) % parts:
             raise ValueError(f"generate: {len(ids)} prompts do not split into {parts} equal parts")
         shape = (len(ids) // parts, prompts.tokens.shape[1]), samples, sampling.max_new_tokens

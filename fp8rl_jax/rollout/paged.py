@@ -49,7 +49,7 @@ from fp8rl_jax.models.forward import forward
 from fp8rl_jax.models.logprobs import token_logprobs
 from fp8rl_jax.models.moe import route_dtype
 from fp8rl_jax.models.policy import Policy
-from fp8rl_jax.parallel import DEFAULT_RULES, batch_shards, policy_shardings, to_host
+from fp8rl_jax.parallel import DEFAULT_RULES, policy_shardings, to_host
 from fp8rl_jax.rollout.sampler import Prompts, Rollout, cache_dtype, row_keys
 from fp8rl_jax.rollout.sampling import Sampling, draw
 
@@ -751,11 +751,6 @@ _SHRINK, _SHRINK_FROM = 4, 64
 have this many tokens: each number of slots is a program to compile."""
 WHOLE = replace(DEFAULT_RULES, embed=None, experts=None)
 """Where the weights of a decode loop live: whole in each part of the batch."""
-
-
-def batch_parts() -> int:
-    """Count the parts into which the mesh of the enclosing `jax.set_mesh` splits a batch."""
-    return batch_shards(jax.sharding.get_abstract_mesh())
 
 
 def _parts() -> tuple[str, ...]:
