@@ -96,7 +96,7 @@ LIST: list[Mutant] = [
         "training/test_exact.py",
         (
             "exact-with-any-engine",
-            "(ours and promises_exact(",
+            "(ours and not carries and promises_exact(",
             "(promises_exact(",
             "exact_by_default",
         ),

@@ -56,6 +56,16 @@ LEARNS = EVEN_LETTERS | {
     "optimizer": {"learning_rate": 1e-2},
 }
 """Steps that move far; a quarter of all bytes end a completion."""
+CARRIES = LEARNS | {
+    "rollout": {
+        "stop_token_ids": list(range(24)),
+        "max_new_tokens": 20,
+        "engine": "paged",
+        "paged": {"extra_prompts": 2, "slots": 8, "page_size": 4},
+    },
+    "rl": {"correction": {"method": "token_tis"}},
+}
+"""A tenth of all bytes end a completion; what is long is carried over."""
 
 
 def write_run(directory: Path, *changes: dict[str, Any]) -> str:

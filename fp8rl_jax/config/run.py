@@ -78,6 +78,11 @@ class PagedConfig:
     """Tokens of prompts that are prefilled at one time."""
     decode_steps: int = 64
     """Decode steps between two looks of the host."""
+    extra_prompts: int = 0
+    """Prompts in progress beyond those of a step. Its rollout ends as soon as
+    rollout.prompts_per_step prompts have all their completions; what the others have is carried
+    over to the next step and goes on with its weights (partial rollouts; metrics
+    rollout/stale_tokens, rollout/oldest_token)."""
 
 
 @dataclass(frozen=True)
@@ -239,7 +244,8 @@ class RunConfig:
         rollout, trainer, episodes = self.rollout, self.trainer, self.task.max_turns > 1
         faults = []
         try:
-            faults += self._calibration_problems(self.resolved_recipe())
+            recipe = self.resolved_recipe()
+            faults += self._calibration_problems(recipe) + self._carrying_problems(recipe)
         except UserError as error:
             faults += str(error).splitlines()
         faults += unknown_placeholders("output", self.output, "recipe", "seed")
@@ -353,6 +359,34 @@ class RunConfig:
                 f"the {part} prompts of an update"
             )
         return faults
+
+    def _carrying_problems(self, recipe: Recipe) -> list[str]:
+        """What keeps completions from being carried over to the next step."""
+        if self.rollout.paged.extra_prompts <= 0:
+            return []
+        correction = self.rl.correction.resolve(recipe.correction)
+        checks = [
+            (
+                self.rollout.engine == "paged",
+                'rollout.engine = "static" carries nothing over; set it to "paged"',
+            ),
+            (
+                self.precision.exact is not True,
+                "with precision.exact no bit may differ, and those of older weights' tokens do; "
+                "set one of the two to 0 or false",
+            ),
+            (
+                correction.value("weights") != "none" or correction.value("reject"),
+                "nothing corrects for tokens that older weights sampled; set rl.correction.method, "
+                'as in "token_tis"',
+            ),
+            (self.task.max_turns == 1, "episodes are not carried over; leave it 0"),
+            (
+                not self.trainer.router_replay,
+                "trainer.router_replay has no routes of older weights; set one of the two",
+            ),
+        ]
+        return [f"rollout.paged.extra_prompts: {why}" for holds, why in checks if not holds]
 
     def _calibration_problems(self, recipe: Recipe) -> list[str]:
         """What keeps rl.clip_calibration from having an effect."""

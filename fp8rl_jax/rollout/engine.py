@@ -28,8 +28,10 @@ from fp8rl_jax.models.policy import Policy
 from fp8rl_jax.parallel import batch_shards, to_host
 from fp8rl_jax.precision import check_recipe
 from fp8rl_jax.rollout.calibration import observe_served, qkv_metrics, scales_from_amax
-from fp8rl_jax.rollout.paged import Layout, choose_layout, token_bytes
+from fp8rl_jax.rollout.paged import Layout, Rows, choose_layout, token_bytes
 from fp8rl_jax.rollout.paged import generate as paged_generate
+from fp8rl_jax.rollout.paged import go_on as paged_go_on
+from fp8rl_jax.rollout.partial import InProgress
 from fp8rl_jax.rollout.sampler import Prompts, Rollout, generate, stream
 from fp8rl_jax.rollout.sampling import Sampling
 from pallas_kernels.backend import Backend
@@ -40,6 +42,7 @@ _rollout_policy = jax.jit(rollout_policy, static_argnames=("recipe", "dtype", "u
 _rollout_adapters = jax.jit(rollout_adapters, static_argnames=("config", "dtype", "unroll"))
 _finite_flags = jax.jit(finite_flags)
 _counts = jax.jit(partial(jnp.sum, axis=1))
+_wrapped = jax.jit(jax.random.wrap_key_data)
 _joined = jax.jit(lambda parts: jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts))
 
 
@@ -296,14 +299,7 @@ class PagedEngine(LocalEngine):
         every: int = 0,
     ) -> Iterator[Rollout]:
         policy, ids = self._ready(), to_host(prompts.ids)
-        parts = batch_shards(jax.sharding.get_abstract_mesh())
-        if len(ids) % parts:
-            raise ValueError(f"generate: {len(ids)} prompts do not split into {parts} equal parts")
-        shape = (len(ids) // parts, prompts.tokens.shape[1]), samples, sampling.max_new_tokens
-        if shape not in self._layouts:  # chosen once: what is free differs from call to call
-            hopper = selected_backend(self.backend) == "hopper"
-            room = free_bytes() / token_bytes(policy)
-            self._layouts[shape] = choose_layout(self.paged, *shape, hopper, room)
+        layout, parts = self._layout(policy, prompts, samples, sampling)
         known = [self._lengths[i] for i in ids.tolist() if i in self._lengths]
         typical = float(np.median(known)) if known else 0.0
         expected = np.array([self._lengths.get(i, typical) for i in ids.tolist()])
@@ -315,13 +311,60 @@ class PagedEngine(LocalEngine):
             samples=samples,
             sampling=sampling,
             scales=self.scales,
-            layout=self._layouts[shape],
+            layout=layout,
             order=jnp.asarray(order.reshape(-1)),
             limits=limits,
             expert_ids=self.expert_ids,
             prompt_logprobs=prompt_logprobs,
             every=every,
         )
+
+    def go_on(
+        self, progress: InProgress, sampling: Sampling, enough: int
+    ) -> tuple[Rows, dict[str, Array]]:
+        """Sample on with completions in progress until `enough` prompts have all theirs, in equal
+        shares of the parts of the batch.
+
+        In the order of the prompts, so that what comes of it depends on nothing else.
+
+        Args:
+            progress: on the mesh.
+
+        Returns:
+            Their rows, and rollout/*.
+
+        Raises:
+            RuntimeError, UserError: as `generate`.
+        """
+        policy, prompts = self._ready(), progress.prompts
+        layout, parts = self._layout(policy, prompts, progress.samples, sampling)
+        order = jnp.tile(jnp.arange(len(prompts.lengths) // parts, dtype=jnp.int32), parts)
+        return paged_go_on(
+            policy,
+            prompts,
+            _wrapped(progress.keys),
+            progress.rows,
+            sampling=sampling,
+            scales=self.scales,
+            layout=layout,
+            order=order,
+            enough=enough // parts,
+        )
+
+    def _layout(
+        self, policy: Policy, prompts: Prompts, samples: int, sampling: Sampling
+    ) -> tuple[Layout, int]:
+        """The sizes of a part of the batch, and the number of parts."""
+        count, width = prompts.tokens.shape
+        parts = batch_shards(jax.sharding.get_abstract_mesh())
+        if count % parts:
+            raise ValueError(f"generate: {count} prompts do not split into {parts} equal parts")
+        shape = (count // parts, width), samples, sampling.max_new_tokens
+        if shape not in self._layouts:  # chosen once: what is free differs from call to call
+            hopper = selected_backend(self.backend) == "hopper"
+            room = free_bytes() / token_bytes(policy)
+            self._layouts[shape] = choose_layout(self.paged, *shape, hopper, room)
+        return self._layouts[shape], parts
 
 
 def local_engine(config: RunConfig, recipe: Recipe) -> LocalEngine:

@@ -147,6 +147,7 @@ class Queue(NamedTuple):
         order: prompts in the order in which they are served.
         keys: of each row.
         limits: most tokens of each row.
+        enough: prompts whose rows have all ended, with which the work is done.
         scales: of an FP8 cache.
     """
 
@@ -155,6 +156,7 @@ class Queue(NamedTuple):
     order: Int[Array, " p"]
     keys: Key[Array, " n"]
     limits: Int[Array, " n"]
+    enough: Int[Array, ""]
     scales: KVScales | None
 
 
@@ -228,12 +230,11 @@ class Counters(NamedTuple):
 
 
 class State(NamedTuple):
-    """All that the programs change. `next`: rows of the order that have been given a slot."""
+    """All that the programs change."""
 
     keys: Any
     values: Any
     free: Bool[Array, " pages"]
-    next: Int[Array, ""]
     rows: Rows
     loaded: Loaded
     slots: Slots
@@ -246,7 +247,7 @@ class Signals(NamedTuple):
     Attributes:
         load: slots are free, and the prompts of the next rows are not loaded but could be.
         catch_up: rows in slots lack tokens in their pages.
-        left: rows that have not ended.
+        left: rows that have not ended; 0 as soon as enough prompts have all theirs.
     """
 
     load: Bool[Array, ""]
@@ -262,8 +263,13 @@ def begin(
     layout: Layout,
     expert_ids: bool = False,
     prompt_logprobs: bool = False,
+    rows: Rows | None = None,
 ) -> State:
-    """Make the state in which nothing has been loaded."""
+    """Make the state in which nothing has been loaded.
+
+    Args:
+        rows: those that have tokens already are EVICTED or DONE; default: all are NEW.
+    """
     (p, s), n = queue.tokens.shape, len(queue.limits)
     config, width = policy.config, sampling.max_new_tokens
     dtype = cache_dtype(policy)
@@ -276,20 +282,9 @@ def begin(
         kind = route_dtype(config.experts)
         prompt_routes = jnp.full((p, s, *layers), -1, kind)
         routes = jnp.full((n, width, *layers), -1, kind)
-    states = [
-        None if table is None else jnp.zeros(n, jnp.int32)
-        for table in (sampling.stop_strings, sampling.bad_words)
-    ]
-    rows = Rows(
-        jnp.zeros(n, jnp.int32),
-        jnp.zeros(n, jnp.int32),
-        jnp.full((n, width), config.pad_token_id or 0, jnp.int32),
-        jnp.zeros((n, width), jnp.float32),
-        jnp.zeros((n, width), jnp.float32),
-        jnp.zeros(n, bool),
-        *states,
-        routes,
-    )
+    if rows is None:
+        rows = new_rows(n, sampling, config.pad_token_id or 0)
+    rows = rows._replace(expert_ids=routes)
 
     def no_pages(count: int, tokens: int) -> Array:
         return jnp.full((count, layout.columns(tokens)), layout.pages, jnp.int32)
@@ -298,7 +293,7 @@ def begin(
         jnp.int32(0),
         no_pages(p, s),
         jnp.zeros((p, config.hidden_size), policy.embed_tokens.value.dtype),
-        jnp.full(p, samples, jnp.int32),
+        (rows.status != DONE).reshape(p, samples).sum(1, dtype=jnp.int32),
         jnp.zeros((p, s), jnp.float32) if prompt_logprobs else None,
         prompt_routes,
     )
@@ -312,12 +307,26 @@ def begin(
         keys,
         values,
         jnp.ones(layout.pages, bool),
-        jnp.int32(0),
         rows,
         loaded,
         slots,
         Counters(none, zero, zero, none, none, none),
     )
+
+
+def new_rows(count: int, sampling: Sampling, pad: int) -> Rows:
+    """Make rows without a token.
+
+    Args:
+        pad: token id of the padding.
+    """
+    width, none = sampling.max_new_tokens, jnp.zeros(count, jnp.int32)
+    states = [
+        None if table is None else none for table in (sampling.stop_strings, sampling.bad_words)
+    ]
+    numbers = jnp.zeros((count, width), jnp.float32)
+    tokens = jnp.full((count, width), pad, jnp.int32)
+    return Rows(none, none, tokens, numbers, numbers, none > 0, *states, None)
 
 
 def load(
@@ -331,6 +340,8 @@ def load(
     place = loaded.count + jnp.arange(layout.together)
     prompt = queue.order.at[place].get(mode="fill", fill_value=p)
     lengths = queue.lengths.at[prompt].get(mode="fill", fill_value=0)
+    # of a prompt that nothing waits for, nothing
+    lengths = jnp.where(loaded.waiting.at[prompt].get(mode="clip") > 0, lengths, 0)
     columns = layout.columns(lengths)
     fits = (
         (place < p) & (jnp.cumsum(columns) <= _spare(state)) & _wants_prompts(queue, state, layout)
@@ -539,24 +550,19 @@ def _leave(queue: Queue, state: State, leaving: Bool[Array, " slots"]) -> State:
 def _admit(queue: Queue, state: State, layout: Layout) -> State:
     """Give free slots to rows, those that lost theirs first, and every row in a slot the pages that
     its next token needs."""
-    samples, rows, slots, n = _samples(queue), state.rows, state.slots, len(queue.limits)
+    rows, slots, n = state.rows, state.slots, len(queue.limits)
     size = len(slots.row)
-    evicted = jnp.nonzero(rows.status == EVICTED, size=size, fill_value=n)[0]
-    back = (rows.status == EVICTED).sum(dtype=jnp.int32)
-    index = jnp.arange(size)
-    place = state.next + index - back
-    new = queue.order.at[place // samples].get(mode="clip") * samples + place % samples
-    known = place < state.loaded.count * samples
-    row = jnp.where(index < back, evicted, jnp.where(known, new, n))
+    ready, back, new = _waiting(queue, state)
+    place = jnp.nonzero(jnp.concatenate([back, new]), size=size, fill_value=2 * n)[0]
+    row = jnp.where(place < 2 * n, ready[place % n], n)
     needs = jnp.where(row < n, layout.columns(jnp.maximum(_of_rows(rows.count, row), 1)), 0)
     there = _there(queue, state)
     idle = (~there).sum()
-    taken = (row < n) & (index < idle) & (jnp.cumsum(needs) <= _spare(state))
+    taken = (row < n) & (jnp.arange(size) < idle) & (jnp.cumsum(needs) <= _spare(state))
     rank = jnp.cumsum(~there) - 1
     given = jnp.where(~there & taken.at[rank].get(mode="clip"), row.at[rank].get(mode="clip"), n)
     into = jnp.where(there, slots.row, given)
     state = state._replace(
-        next=state.next + (taken & (index >= back)).sum(dtype=jnp.int32),
         rows=rows._replace(status=rows.status.at[given].set(ACTIVE, mode="drop")),
         slots=slots._replace(row=into),
     )
@@ -607,22 +613,33 @@ def allocate(
 
 
 def _with_signals(queue: Queue, state: State, layout: Layout) -> tuple[State, Signals]:
-    left = (state.rows.status != DONE).sum(dtype=jnp.int32)
+    done = state.rows.status == DONE
+    whole = done.reshape(-1, _samples(queue)).all(1).sum()
+    left = jnp.where(whole >= queue.enough, 0, (~done).sum(dtype=jnp.int32))
     load, lacking = _wants_prompts(queue, state, layout), _lacking(queue, state).any()
     return state, Signals(_anywhere(load), _anywhere(lacking), _most(left))
 
 
 def _wants_prompts(queue: Queue, state: State, layout: Layout) -> Bool[Array, ""]:
     """Whether slots are free, no row is there to take them, and the next prompt finds pages."""
-    loaded = state.loaded
+    loaded, (_, back, new) = state.loaded, _waiting(queue, state)
     following = queue.order.at[loaded.count].get(mode="clip")
     return (
         ~_there(queue, state).all()
-        & ~(state.rows.status == EVICTED).any()
-        & (state.next == loaded.count * _samples(queue))
+        & ~(back | new).any()
         & (loaded.count < len(queue.order))
         & (layout.columns(queue.lengths[following]) <= _spare(state))
     )
+
+
+def _waiting(queue: Queue, state: State) -> tuple[Array, Array, Array]:
+    """The rows in the order in which they are served, and which of them wait for a slot, their
+    prompt loaded: those that have tokens, and new ones."""
+    samples = _samples(queue)
+    row = (queue.order[:, None] * samples + jnp.arange(samples)).reshape(-1)
+    loaded = jnp.arange(len(row)) < state.loaded.count * samples
+    status = state.rows.status[row]
+    return row, loaded & (status == EVICTED), loaded & (status == NEW)
 
 
 def _counted(queue: Queue, state: State, there: Bool[Array, " slots"]) -> State:
@@ -722,10 +739,49 @@ def generate(
         Rollouts; the last one has all tokens.
     """
     policy = _gathered(policy)
-    queue = _queue(
-        prompts, order, key, limits, scales, samples=samples, longest=sampling.max_new_tokens
+    keys = _row_keys(key, prompts.ids, samples=samples)
+    queue = _queue(prompts, order, keys, limits, scales, longest=sampling.max_new_tokens)
+    state, signals = _begin(
+        policy, queue, None, sampling, samples, layout, expert_ids, prompt_logprobs
     )
-    state, signals = _begin(policy, queue, sampling, samples, layout, expert_ids, prompt_logprobs)
+    for seen in _states(policy, queue, state, signals, sampling, layout, every):
+        yield Rollout(prompts, **_found(seen.rows, seen.loaded, seen.counters))
+
+
+def go_on(
+    policy: Policy,
+    prompts: Prompts,
+    keys: Key[Array, " b"],
+    rows: Rows,
+    *,
+    sampling: Sampling,
+    scales: KVScales | None,
+    layout: Layout,
+    order: Int[Array, " p"],
+    enough: int,
+) -> tuple[Rows, dict[str, Array]]:
+    """Sample on, until enough prompts have all their completions.
+
+    Args:
+        policy, scales, layout, order: as in `generate`.
+        keys: of each row.
+        rows: what they have; those that have not ended, EVICTED or NEW, are prefilled with it.
+        enough: prompts of a part.
+
+    Returns:
+        The rows, those that were in a slot ACTIVE, and rollout/*.
+    """
+    policy, samples = _gathered(policy), len(keys) // len(prompts.lengths)
+    queue = _queue(
+        prompts, order, keys, None, scales, jnp.int32(enough), longest=sampling.max_new_tokens
+    )
+    state, signals = _begin(policy, queue, _split(rows), sampling, samples, layout, False, False)
+    (state,) = _states(policy, queue, state, signals, sampling, layout, 0)
+    return _whole(state.rows), _found(state.rows, state.loaded, state.counters)["metrics"]
+
+
+def _states(policy, queue, state, signals, sampling, layout: Layout, every: int) -> Iterator[State]:
+    """Call the programs as the signals say; gives the states that are looked at, and the last."""
     steps, slots = 1 if every else layout.steps, layout.slots
     shrinks = sampling.max_new_tokens >= _SHRINK_FROM
     while (wanted := to_host(signals)).left.any():
@@ -741,9 +797,9 @@ def generate(
                 slots, fewer = fewer, fewer // _SHRINK
             state, signals = _run(policy, queue, state, sampling, jnp.int32(steps), layout, fewer)
             if every:
-                yield _rollout(prompts, state)
+                yield state
                 steps = every
-    yield _rollout(prompts, state)
+    yield state
 
 
 _SHRINK, _SHRINK_FROM = 4, 64
@@ -760,6 +816,10 @@ def _parts() -> tuple[str, ...]:
     return tuple(axis for axis in axes if mesh.shape[axis] > 1)
 
 
+def _part_count() -> int:
+    return math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in _parts())
+
+
 def _by_parts(function: Callable) -> Callable:
     """Run function(policy, queue, state, sampling, ...) for each part of the batch by itself.
 
@@ -774,7 +834,7 @@ def _by_parts(function: Callable) -> Callable:
         return jax.tree.map(lambda x: x[None], function(policy, queue, state, *rest))
 
     def run(policy, queue, state, *rest):
-        queues: Any = (*(split,) * 5, whole)
+        queues: Any = (*(split,) * 5, whole, whole)
         queues = Queue(*queues)
         specs = (whole, queues, split, *(whole,) * len(rest))
         return jax.shard_map(
@@ -799,22 +859,42 @@ def _gather(policy: Policy) -> Policy:
     return predequantized(policy)
 
 
-@partial(jax.jit, static_argnames=("samples", "longest"))
-def _queue(prompts, order, key, limits, scales, *, samples: int, longest: int) -> Queue:
-    rows = len(prompts.lengths) * samples
+_row_keys = jax.jit(row_keys, static_argnames="samples")
+
+
+@partial(jax.jit, static_argnames="longest")
+def _queue(prompts, order, keys, limits, scales, enough=None, *, longest: int) -> Queue:
     if limits is None:
-        limits = jnp.full(rows, longest, jnp.int32)
-    keys = row_keys(key, prompts.ids, samples)
-    return Queue(prompts.tokens, prompts.lengths, order, keys, limits, scales)
+        limits = jnp.full(len(keys), longest, jnp.int32)
+    if enough is None:
+        enough = jnp.int32(len(order) // _part_count())
+    return Queue(prompts.tokens, prompts.lengths, order, keys, limits, enough, scales)
 
 
-@partial(jax.jit, static_argnums=(3, 4, 5, 6))
-def _begin(policy, queue, sampling, samples, layout, expert_ids, prompt_logprobs):
-    def run(policy, queue, state, sampling):
-        state = begin(policy, queue, samples, sampling, layout, expert_ids, prompt_logprobs)
+@jax.jit
+def _split(rows: Rows) -> Rows:
+    """Rows with a leading axis of parts, where there are some."""
+    parts = _part_count()
+    if parts == 1:
+        return rows
+    return jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), rows)
+
+
+@jax.jit
+def _whole(rows: Rows) -> Rows:
+    """Without it."""
+    if rows.count.ndim == 1:
+        return rows
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rows)
+
+
+@partial(jax.jit, static_argnums=(4, 5, 6, 7))
+def _begin(policy, queue, rows, sampling, samples, layout, expert_ids, prompt_logprobs):
+    def run(policy, queue, rows, sampling):
+        state = begin(policy, queue, samples, sampling, layout, expert_ids, prompt_logprobs, rows)
         return _with_signals(queue, state, layout)
 
-    return _by_parts(run)(policy, queue, None, sampling)
+    return _by_parts(run)(policy, queue, rows, sampling)
 
 
 @partial(jax.jit, static_argnums=4, donate_argnums=2)
@@ -839,16 +919,12 @@ def _shrink(slots, rows, count):
     return (jax.vmap(call) if slots.row.ndim > 1 else call)(slots)
 
 
-def _rollout(prompts: Prompts, state: State) -> Rollout:
-    return Rollout(prompts, **_found(state.rows, state.loaded, state.counters))
-
-
 @jax.jit
 def _found(rows: Rows, loaded: Loaded, counters: Counters) -> dict[str, Any]:
     """The fields of a Rollout."""
     given = loaded.logprobs, loaded.expert_ids
     if rows.count.ndim > 1:
-        rows, given = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (rows, given))
+        rows, given = _whole(rows), jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), given)
         counters = jax.tree.map(lambda x: x.sum(), counters)
     busy = counters.busy / jnp.maximum(counters.offered, 1.0)
     return {

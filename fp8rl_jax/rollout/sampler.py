@@ -66,6 +66,8 @@ class Rollout:
         prompt_expert_ids, expert_ids: [p, s, layers with experts, k] and [b, t, layers with
             experts, k], the experts that each token used, -1 where there is no token and for the
             last of a row, which no layer has seen. None unless asked for.
+        token_versions: int32 [b, t], number of the weight sync that served each token; None where
+            that is `weight_version` for all.
         metrics: rollout/*, of an engine that counts something.
     """
 
@@ -79,6 +81,7 @@ class Rollout:
     prompt_logprobs: Float[Array, "p s"] | None = None
     prompt_expert_ids: Int[Array, "p s sparse k"] | None = None
     expert_ids: Int[Array, "b t sparse k"] | None = None
+    token_versions: Int[Array, "b t"] | None = None
     metrics: dict[str, Array] = field(default_factory=dict)
 
 

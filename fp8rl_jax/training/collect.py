@@ -87,6 +87,7 @@ class Collector:
         self.dynamic = config.rl.dynamic_sampling
         self.samples = config.rollout.samples_per_prompt
         self.count = config.rollout.prompts_per_step
+        self.extra = config.rollout.paged.extra_prompts
 
     def prompts(self, step: int) -> Prompts:
         """Encode the prompts of the first round of `step`."""
@@ -140,7 +141,11 @@ class Collector:
         key = rollout_key(self.seed, step, number)
         if self.pool.task.max_turns > 1:
             return *session.play(examples, self.pool, self.samples, key), examples
+        if self.extra and not session.carried:
+            examples = self._first_examples() + examples
         sampled = session.rollout(self._encoded(examples), self.samples, key)
+        if self.extra:
+            examples = [self.train[i] for i in to_host(sampled.rollout.prompts.ids).tolist()]
         with session.clock.part("reward"):
             scores = score_distributed(self.pool, examples, sampled.texts)
         return sampled, scores, examples
@@ -154,7 +159,18 @@ class Collector:
 
     def _examples(self, step: int, number: int) -> list[Example]:
         rounds = self.dynamic.max_rounds if self.dynamic.enabled else 1
-        return list(self.train.batch(step * rounds + number, self.count, self.seed))
+        return self._batches(step * rounds + number, self.extra, self.count)
+
+    def _first_examples(self) -> list[Example]:
+        """What is in progress beyond the first step's prompts."""
+        return self._batches(0, 0, self.extra)
+
+    def _batches(self, number: int, skipped: int, count: int) -> list[Example]:
+        """`count` examples, `skipped` behind the begin of batch `number`."""
+        whole, skipped = divmod(skipped, self.count)
+        needed = range(number + whole, number + whole - (-(skipped + count) // self.count))
+        found = chain(*(self.train.batch(i, self.count, self.seed) for i in needed))
+        return list(found)[skipped : skipped + count]
 
     def _encoded(self, examples: list[Example]) -> Prompts:
         return to_global(self.session.encoder.batch(examples), batch_sharding(self.session.mesh))
@@ -182,6 +198,9 @@ def select(rollouts: Sequence[Rollout], prompts: np.ndarray, rows: np.ndarray) -
     by_prompt = {
         name: pick(name, prompts) for name in ("prompts", "prompt_logprobs", "prompt_expert_ids")
     }
-    by_row = ("tokens", "mask", "behaviour_logprobs", "policy_logprobs", "stopped", "expert_ids")
+    by_row = (
+        *("tokens", "mask", "behaviour_logprobs", "policy_logprobs", "stopped"),
+        *("expert_ids", "token_versions"),
+    )
     picked = by_prompt | {name: pick(name, rows) for name in by_row}
     return replace(rollouts[0], **picked, metrics={})

@@ -45,7 +45,7 @@ from fp8rl_jax.models.forms import predequantized, rollout_policy
 from fp8rl_jax.models.logprobs import positions_at_once
 from fp8rl_jax.models.lora import split
 from fp8rl_jax.models.policy import Policy, init_policy, parameter_count
-from fp8rl_jax.parallel import DEFAULT_RULES, ShardingRules, policy_shardings
+from fp8rl_jax.parallel import DEFAULT_RULES, ShardingRules, batch_shards, policy_shardings
 from fp8rl_jax.parallel.mesh import AXES
 from fp8rl_jax.rollout.paged import WHOLE, choose_layout
 from fp8rl_jax.training.adapters import adapt
@@ -150,7 +150,8 @@ def _rollout(
     shape: PolicyConfig, config: RunConfig, recipe: Recipe, served: Policy, mesh: AbstractMesh
 ) -> dict[str, int]:
     r, dtype = config.rollout, jnp.dtype(config.compute_dtype)
-    prompts = math.ceil(r.prompts_per_step / _batch_parts(mesh))
+    in_progress = r.prompts_per_step + r.paged.extra_prompts
+    prompts = math.ceil(in_progress / batch_shards(mesh))
     rows, tensor = prompts * r.samples_per_prompt, mesh.shape["tensor"]
     key = recipe.rollout.key
     kept, bits = (
@@ -196,7 +197,7 @@ def _backward(
     r, t, width = config.rollout, config.trainer, jnp.dtype(config.compute_dtype).itemsize
     part = r.prompts_per_step // t.updates_per_rollout
     per_micro = t.micro_batch_prompts or part
-    prompts, tensor = math.ceil(per_micro / _batch_parts(mesh)), mesh.shape["tensor"]
+    prompts, tensor = math.ceil(per_micro / batch_shards(mesh)), mesh.shape["tensor"]
     rows = prompts * r.samples_per_prompt
     tokens = prompts * r.max_prompt_tokens + rows * r.max_new_tokens
     keys = r.max_prompt_tokens + r.max_new_tokens
@@ -244,10 +245,6 @@ def _layer_activations(shape: PolicyConfig, tokens: int, keys: int, width: int, 
     wide = 4 * shape.hidden_size + 2 * shape.q_size + 2 * shape.kv_size
     wide += int(_SCORE_COPIES * shape.num_heads * keys * part)
     return tokens * (width * computed + 4 * wide)
-
-
-def _batch_parts(mesh: AbstractMesh) -> int:
-    return mesh.shape["data"] * mesh.shape["fsdp"] * mesh.shape["expert"]
 
 
 _FSDP = (2, 4, 8, 16)

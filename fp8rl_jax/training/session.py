@@ -51,6 +51,7 @@ from fp8rl_jax.models.policy import Policy
 from fp8rl_jax.parallel import (
     batch_sharding,
     batch_shards,
+    check_batch,
     is_main_process,
     make_mesh,
     replicated,
@@ -68,12 +69,14 @@ from fp8rl_jax.rollout.calibration import (
 )
 from fp8rl_jax.rollout.constraints import make_constraints
 from fp8rl_jax.rollout.engine import (
+    PagedEngine,
     Prompts,
     Rollout,
     RolloutEngine,
     local_engine,
     pad_prompts,
 )
+from fp8rl_jax.rollout.partial import InProgress, advance, as_rollout, begin, divide, join
 from fp8rl_jax.rollout.sampling import Sampling
 from fp8rl_jax.tasks.conversation import Conversation, message_faults
 from fp8rl_jax.tasks.dataset import Example
@@ -157,7 +160,13 @@ def with_exact_decided(config: RunConfig, ours: bool = True) -> RunConfig:
         return config
     recipe, backend = config.resolved_recipe(), config.precision.backend
     check_recipe(recipe, backend)
-    exact = recipe.exact or (ours and promises_exact(recipe, backend))
+    carries = config.rollout.paged.extra_prompts
+    if carries and recipe.exact:
+        raise UserError(
+            f"rollout.paged.extra_prompts: recipe {recipe.name!r} is exact, and tokens that older "
+            "weights sampled are not; set it to 0"
+        )
+    exact = recipe.exact or (ours and not carries and promises_exact(recipe, backend))
     return replace(config, precision=replace(config.precision, exact=exact))
 
 
@@ -239,6 +248,14 @@ class Session:
         self._rollouts = 0
         """Of this step."""
         self._served = self._uncalibrated = False
+        self._extra = rollout.paged.extra_prompts
+        if self._extra:
+            check_batch(self._extra, self.mesh, "rollout.paged.extra_prompts")
+            if not isinstance(self.engine, PagedEngine):
+                raise UserError(
+                    "rollout.paged.extra_prompts: only PagedEngine carries completions over"
+                )
+        self._carried: InProgress | None = None
 
     # sampling
 
@@ -257,6 +274,10 @@ class Session:
         quarters of one, so that a change within a bucket compiles nothing. Such filling is not seen
         in what is returned, nor learned from.
 
+        With rollout.paged.extra_prompts = E, E prompts stay in progress and are carried over: what
+        is returned are the first prompts to have all their completions, of those carried over and
+        these. Give E prompts more the first time; `carried` says how many there are.
+
         Args:
             prompts: P prompts; of text and of conversations the tokenizer's chat template makes the
                 tokens, where it has one. Encoded `Prompts` are taken as they are.
@@ -269,14 +290,19 @@ class Session:
             `weight_version`.
 
         Raises:
-            UserError: no prompts, or one that is empty or too long for the model.
+            UserError: no prompts, or one that is empty or too long for the model; or none would be
+                left to return.
         """
         samples, key = self._draw(samples, key)
         encoded, count = self.encode(prompts)
         self._serve(encoded)
-        with self.clock.part("gen"):
-            rollout = self.engine.generate(encoded, samples, self.sampling, key)
-            jax.block_until_ready(rollout.tokens)
+        if self._extra:
+            rollout = self._rollout_ahead(encoded, count, samples, key)
+            count = len(rollout.prompts.lengths)
+        else:
+            with self.clock.part("gen"):
+                rollout = self.engine.generate(encoded, samples, self.sampling, key)
+                jax.block_until_ready(rollout.tokens)
         return self._experience(rollout, count, samples, self.sampling.temperature)
 
     @_on_mesh
@@ -325,6 +351,10 @@ class Session:
             pool: plays the environments.
             samples, key: as in `rollout`.
         """
+        if self._extra:
+            raise UserError(
+                "rollout.paged.extra_prompts: episodes are not carried over; set it to 0"
+            )
         samples, key = self._draw(samples, key)
         self._serve(examples)
         episodes, scores = play(
@@ -473,6 +503,7 @@ class Session:
         """
         self._policy, self._state, self._learner = self.weights, None, None
         self.step = self._rollouts = 0
+        self._carried = None
         self._started(optimizer, updates)
 
     @_on_mesh
@@ -622,13 +653,19 @@ class Session:
         if self.recipe.kv_granularity == "layer":
             shape = shape[:1]
         scales = self.scales or KVScales(*(jnp.zeros(shape) for _ in range(3)))
-        return *to_save(state), to_global(jax.tree.map(np.asarray, scales), replicated(self.mesh))
+        beside = (jax.tree.map(np.asarray, scales),)
+        if self._extra:
+            beside += (self._carried or self._nothing_carried(),)
+        return *to_save(state), *to_global(beside, replicated(self.mesh))
 
     @_on_mesh
     def load_saved(self, step: int, saved: tuple) -> None:
         """Go on at `step` with what `saved` gave."""
         _, before = self._started()
-        *state, scales = saved
+        *state, scales = saved[:-1] if self._extra else saved
+        if self._extra:
+            carried = to_host(saved[-1])
+            self._carried = carried if carried.prompts.lengths.any() else None
         self._state = restored(before, *state)
         self.step, self._rollouts, self._served = step, 0, False
         self.scales = scales if self._calibrates("trainer") else None
@@ -697,6 +734,11 @@ class Session:
     # what the methods above share
 
     @property
+    def carried(self) -> int:
+        """Prompts whose completions are carried over to the next rollout."""
+        return 0 if self._carried is None else self._extra
+
+    @property
     def learner(self) -> Learner:
         """What an update is specialised to; made with the optimizer's state when it is first
         wanted."""
@@ -732,6 +774,62 @@ class Session:
         if self._state is None:
             raise RuntimeError(_RELEASED)
         return self._learner, self._state
+
+    def _rollout_ahead(
+        self, prompts: Prompts, count: int, samples: int, key: Key[Array, ""]
+    ) -> Rollout:
+        """A rollout of all prompts in progress but those that stay so (rollout.partial)."""
+        assert isinstance(self.engine, PagedEngine)
+        parts, sharding = batch_shards(self.mesh), batch_sharding(self.mesh)
+        progress = begin(
+            self._of_one_width(prompts, count), key, samples, self.sampling, self.encoder.pad
+        )
+        if self._carried is not None:
+            if self._carried.samples != samples:
+                raise UserError(
+                    f"samples = {samples}: the prompts carried over have {self._carried.samples}"
+                )
+            progress = join(self._carried, progress, parts)
+        enough = len(progress.prompts.lengths) - self._extra
+        if enough < 1:
+            raise UserError(
+                f"prompts: {count} are not enough: rollout.paged.extra_prompts = {self._extra} "
+                "stay in progress; give as many more the first time"
+            )
+        with self.clock.part("gen"):
+            placed = to_global(progress, sharding)
+            rows, metrics = to_host(self.engine.go_on(placed, self.sampling, enough))
+        progress = advance(progress, rows, self.engine.version)
+        ended, self._carried = divide(progress, enough, parts)
+        rollout = as_rollout(ended, self.engine.version, metrics)
+        return replace(to_global(replace(rollout, metrics={}), sharding), metrics=rollout.metrics)
+
+    def _of_one_width(self, prompts: Prompts, count: int) -> Prompts:
+        """Prompts on the host, as wide as those of every step."""
+        tokens, lengths, ids = to_host(prompts)
+        width = self.encoder.width
+        if len(lengths) != count:
+            raise UserError(
+                f"prompts: with rollout.paged.extra_prompts a batch is not filled up, and {count} "
+                f"prompts do not divide as the batch does; give {len(lengths)}"
+            )
+        if lengths.max() > width:
+            raise UserError(
+                f"prompts: one has {lengths.max()} tokens; with rollout.paged.extra_prompts they "
+                f"have at most rollout.max_prompt_tokens = {width}"
+            )
+        missing = max(width - tokens.shape[1], 0)
+        tokens: Any = np.pad(tokens, ((0, 0), (0, missing)), constant_values=self.encoder.pad)
+        return Prompts(tokens[:, :width], lengths, ids)
+
+    def _nothing_carried(self) -> InProgress:
+        """As many rows as are carried over, with empty prompts."""
+        none: Any = np.zeros(self._extra, np.int32)
+        tokens: Any = np.full((self._extra, self.encoder.width), self.encoder.pad, np.int32)
+        samples = self.config.rollout.samples_per_prompt
+        return begin(
+            Prompts(tokens, none, none), jax.random.key(0), samples, self.sampling, self.encoder.pad
+        )
 
     def _calibrates(self, side: str) -> bool:
         """Whether there is an FP8 cache, and this side measures its scales."""

@@ -12,8 +12,16 @@ from tiny_models import LLAMA
 from fp8rl_jax.config.recipe import RECIPES
 from fp8rl_jax.config.run import MeshConfig, PagedConfig
 from fp8rl_jax.models.policy import init_policy
-from fp8rl_jax.parallel import batch_sharding, make_mesh, shard_policy, to_global, to_host
+from fp8rl_jax.parallel import (
+    batch_sharding,
+    batch_shards,
+    make_mesh,
+    shard_policy,
+    to_global,
+    to_host,
+)
 from fp8rl_jax.rollout.engine import LocalEngine, PagedEngine, pad_prompts
+from fp8rl_jax.rollout.partial import advance, begin, divide
 from fp8rl_jax.rollout.sampling import Sampling
 
 MESHES = ({"fsdp": 8}, {"data": 2, "expert": 2, "tensor": 2})
@@ -39,10 +47,25 @@ def main() -> None:
             made = engine.generate(placed, 3, SAMPLING, KEY)
             parts = made.tokens.sharding.shard_shape(made.tokens.shape)[0]
             made = to_host(made)
+            carried = in_two_pieces(engine, prompts, mesh)
         gap = np.abs(made.policy_logprobs - wanted.policy_logprobs).max()
         same = bool((made.tokens == wanted.tokens).all() and (made.mask == wanted.mask).all())
+        same &= bool((carried == wanted.tokens).all())
         found[" ".join(sizes)] = [same, float(gap), parts]
     print(json.dumps(found))
+
+
+def in_two_pieces(engine, prompts, mesh):
+    """Tokens of completions that are interrupted as soon as half of the prompts have theirs."""
+    progress = begin(prompts, KEY, 3, SAMPLING, 0)
+    for enough in (4, 8):
+        enough = max(enough, batch_shards(mesh))
+        placed = to_global(progress, batch_sharding(mesh))
+        rows, _ = to_host(engine.go_on(placed, SAMPLING, enough))
+        progress = advance(progress, rows, engine.version)
+        ended, _ = divide(progress, enough, batch_shards(mesh))
+        assert len(ended.prompts.ids) == enough
+    return progress.rows.tokens
 
 
 if __name__ == "__main__":

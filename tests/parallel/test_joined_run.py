@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from parallel.helpers import run_processes
-from tiny_run import LEARNS, measured, write_run
+from tiny_run import CARRIES, LEARNS, measured, write_run
 
 from fp8rl_jax.weights.load import load_policy
 
@@ -79,6 +79,22 @@ def test_a_session_in_two_processes_is_that_of_one(tmp_path):
     )
     for a, b in zip(*(jax.tree.leaves(load_policy(tmp_path / name)) for name in "12"), strict=True):
         np.testing.assert_allclose(a, b, rtol=2**-7, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_completions_are_carried_over_in_two_processes(tmp_path):
+    """As in one process on as many devices."""
+    run_file, script = write_run(tmp_path, CARRIES, RUN), Path(__file__).with_name("train_run.py")
+    flags = (*FLAGS[2:], "--rollout.paged.extra-prompts", "4", "--rollout.paged.slots", "2")
+    for count in (1, 2):
+        run_processes(
+            script, count, 4 // count, run_file, tmp_path / str(count), *flags, timeout=600
+        )
+    expected, found = measured(tmp_path / "1"), measured(tmp_path / "2")
+    assert len(expected) == len(found) == 4
+    for a, b in zip(expected, found, strict=True):
+        assert {name: b[name] for name in a} == pytest.approx(a, rel=1e-4, abs=1e-6), a["step"]
+    assert max(row["rollout/stale_tokens"] for row in found[:3]) > 0
 
 
 @pytest.mark.slow

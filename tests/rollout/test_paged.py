@@ -21,7 +21,7 @@ from fp8rl_jax.rollout import paged
 from fp8rl_jax.rollout.calibration import calibrate_on_prompts
 from fp8rl_jax.rollout.constraints import compile_phrases
 from fp8rl_jax.rollout.engine import LocalEngine, PagedEngine, pad_prompts
-from fp8rl_jax.rollout.paged import Layout, allocate, choose_layout
+from fp8rl_jax.rollout.paged import NEW, Layout, allocate, choose_layout
 from fp8rl_jax.rollout.sampling import Sampling
 
 KEY = jax.random.key(3)
@@ -134,7 +134,7 @@ def empty_pages(recipe):
 
     policy = synced(PagedEngine, "dense", recipe).policy
     prompts = prompts_of()
-    queue = Queue(prompts.tokens, prompts.lengths, None, None, np.zeros(6), None)
+    queue = Queue(prompts.tokens, prompts.lengths, None, None, np.zeros(6), None, None)
     layout = Layout(4, 4, 40, 2, 8, 1)
     return jax.eval_shape(lambda: begin(policy, queue, 1, SAMPLING, layout).keys)
 
@@ -241,8 +241,10 @@ def test_no_copy_of_the_cache_at_the_edges_of_a_loop():
     layout = Layout(4, 4, 40, 2, 8, 7)
     policy, prompts = engine.policy, prompts_of()
     order = jnp.arange(6, dtype=jnp.int32)
-    queue = paged._queue(prompts, order, KEY, None, None, samples=3, longest=24)
-    state, _ = paged._begin(policy, queue, SAMPLING, 3, layout, False, False)
+    queue = paged._queue(
+        prompts, order, paged._row_keys(KEY, prompts.ids, samples=3), None, None, longest=24
+    )
+    state, _ = paged._begin(policy, queue, None, SAMPLING, 3, layout, False, False)
     steps = jnp.int32(7)
     text = paged._run.lower(policy, queue, state, SAMPLING, steps, layout, 0).compile().as_text()
     pool = f"f32[{','.join(map(str, state.keys[0].shape))}]"
@@ -255,12 +257,16 @@ def test_prompts_are_loaded_where_slots_wait_for_them():
     engine, prompts = synced(PagedEngine, paged=SMALL), prompts_of()
     layout = Layout(4, 4, 40, 1, 8, 7)
     order = jnp.arange(6, dtype=jnp.int32)
-    queue = paged._queue(prompts, order, KEY, None, None, samples=3, longest=24)
-    state, _ = paged._begin(engine.policy, queue, SAMPLING, 3, layout, False, False)
+    queue = paged._queue(
+        prompts, order, paged._row_keys(KEY, prompts.ids, samples=3), None, None, longest=24
+    )
+    state, _ = paged._begin(engine.policy, queue, None, SAMPLING, 3, layout, False, False)
     seen = []
     for _ in range(3):
         state, signals = paged._load(engine.policy, queue, state, SAMPLING, layout)
-        seen.append((int(state.loaded.count), int(state.next), bool(signals.load)))
+        seen.append(
+            (int(state.loaded.count), int((state.rows.status != NEW).sum()), bool(signals.load))
+        )
     # three rows a prompt: a fourth slot waits for the second prompt, and then none
     assert seen == [(1, 3, True), (2, 4, False), (2, 4, False)]
 
