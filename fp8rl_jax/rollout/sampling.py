@@ -129,10 +129,11 @@ def _inverse_cdf(weights: Float[Array, " vocab"], key: Key[Array, ""]) -> Int[Ar
     """Index drawn in proportion to `weights`: a block of 128 first, then a token in it.
 
     Two uniform numbers instead of one a token (Gumbel noise), and a resolution of 2^-23 in each
-    stage.
+    stage. Where the vocabulary is split over devices, each has whole blocks of it, as many: what
+    they exchange are the sums of the blocks, and the block that is drawn.
     """
-    size = weights.shape[0]
-    blocks = jnp.pad(weights, (0, -size % _BLOCK)).reshape(-1, _BLOCK)
+    unit = _BLOCK * jax.sharding.get_abstract_mesh().shape.get("tensor", 1)
+    blocks = jnp.pad(weights, (0, -len(weights) % unit)).reshape(-1, _BLOCK)
     u_block, u_token = jax.random.uniform(key, (2,))
     block = _search(blocks.sum(-1), u_block)
     return block * _BLOCK + _search(blocks[block], u_token)

@@ -13,3 +13,14 @@ def test_parts_of_a_batch_sample_what_one_device_samples():
     for same, gap, _ in found.values():
         assert same and gap < 1e-5
     assert [rows for *_, rows in found.values()] == [3, 6]
+
+
+def test_what_devices_exchange_in_a_decode_step():
+    """Nothing where each has the whole model; else nothing that grows with the batch, and of the
+    logits (272 a row, two rows) a block of 128."""
+    found = run_on_devices(Path(__file__).with_name("on_paged_collectives.py"), 8)
+    whole, split = found.values()
+    assert whole == [[], []]
+    few, many = split
+    assert few == many and few
+    assert max(few) <= 2 * 128
