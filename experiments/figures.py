@@ -274,6 +274,40 @@ def compute_dtype() -> str:
     return f"{about}\n\n{table(heads, rows)}"
 
 
+def partial_rollouts() -> str:
+    """Completions that are carried over to the next step."""
+    found, kept = study("partial_rollouts"), record("ablations/partial_rollouts.json")
+    about = prose(f"""
+        Does it cost accuracy to carry the longest completions over (`rollout.paged.extra_prompts`)? The demo with `fp8-rl` and
+        token weights, {found.steps} steps of 32 prompts, {found.seeds} paired seeds, {found.problems} held-out words.
+        Completions have 8 tokens at most here, so few decode steps can be saved: what the table judges is the learning.
+    """)
+    extra = {"whole": "0", "carry-8": "8", "carry-32": "32"}
+    rows = []
+    for arm in kept["arms"]:
+        stale, steps = (
+            np.mean([run["series"].get(name, {"values": 0.0})["values"] for run in arm["runs"]])
+            for name in ("rollout/stale_tokens", "rollout/decode_steps")
+        )
+        figures = found.arms[arm["name"]]
+        rows.append(
+            [
+                extra[arm["name"]],
+                f"{stale:.0%}",
+                f"{steps:.2f}",
+                interval(figures.k3, ".1e"),
+                f"{figures.clipped:.1%}",
+                estimate(figures.after, ".3f"),
+                against(figures),
+            ]
+        )
+    heads = [
+        *("extra prompts", "tokens of older weights", "decode steps of a rollout", K3),
+        *("weights cut", "accuracy after", "difference to 0"),
+    ]
+    return f"{about}\n\n{table(heads, rows)}"
+
+
 def identity() -> dict[str, list[float]]:
     """Largest difference of a log-probability in every step of the exact runs, by "run recipe"."""
     return {name: run["differences"] for name, run in record("exact/identity.json").items()}
@@ -509,6 +543,7 @@ SECTIONS = (
     Section("Exact mode", exact, "python -m experiments.identity", "exact/identity.json"),
     ablation("Corrections", correction, "correction"),
     ablation("Compute dtypes", compute_dtype, "compute_dtype"),
+    ablation("Partial rollouts", partial_rollouts, "partial_rollouts"),
     Section("Gradients", gradients, "python -m experiments.gradients", "gradients/results.json"),
     Section(
         "Cost of explicit roundings",

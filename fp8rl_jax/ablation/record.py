@@ -45,9 +45,11 @@ KEPT = (
     "mismatch/logprob_abs_diff_max",
     "mismatch/is_clip_frac",
     "eval/accuracy",
+    "rollout/decode_steps",
+    "rollout/stale_tokens",
 )
-"""Metrics of which the record keeps every value, so that it says what was found without the
-runs."""
+"""Metrics of which the record keeps every value that there is, so that it says what was found
+without the runs."""
 _NUMBERS = re.compile(r"\[\n[-+.\deE,\s]+\]")
 
 
