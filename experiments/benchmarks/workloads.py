@@ -152,8 +152,8 @@ SMOLLM2 = Workload(
     uneven=Uneven(prompts=256, samples=1, prompt_tokens=8, new_tokens=80, median=4),
     step=Shape(prompts=4, samples=8, prompt_tokens=16, new_tokens=32),
     loop=Shape(prompts=4, samples=8, prompt_tokens=64, new_tokens=16),
-    generation_recipes=("paged/bf16", "static/bf16", "fp8-rl"),
-    uneven_recipes=("paged/bf16", "static/bf16"),
+    generation_recipes=("static/bf16-plain", "paged/bf16-plain", "static/bf16", "fp8-rl-plain"),
+    uneven_recipes=("paged/bf16-plain", "static/bf16-plain"),
     step_recipes=("bf16",),
     loop_recipes=("bf16",),
 )
