@@ -859,9 +859,9 @@ LIST: list[Mutant] = [
             "gives_up",
         ),
         (
-            "logprobs-of-the-first",
-            '"behaviour_logprobs", "policy_logprobs", "stopped"',
-            '"behaviour_logprobs", "stopped"',
+            "completions-of-the-first",
+            "joined.of_prompts(prompts)",
+            "joined.of_prompts(np.arange(len(prompts)))",
             "keeps_what_teaches",
         ),
     ),
@@ -1064,6 +1064,38 @@ LIST: list[Mutant] = [
             "behind = KVCache(KVBlock((), (), real, slots))",
             "behind = KVCache(KVBlock((), (), slots >= 0, slots))",
             "shared",
+        ),
+    ),
+    *of(
+        "rollout/partial.py",
+        "rollout/test_partial.py",
+        (
+            "one-version-for-all-tokens",
+            "np.where(new, version, before.versions)",
+            "np.full_like(before.versions, version)",
+            "weights_that_sampled_it",
+        ),
+        (
+            "carried-behind-the-new",
+            "[_in_parts(one, parts), _in_parts(other, parts)]",
+            "[_in_parts(other, parts), _in_parts(one, parts)]",
+            "carried_in_front",
+        ),
+        (
+            "incomplete-first",
+            "np.argsort(~whole, axis=1",
+            "np.argsort(whole, axis=1",
+            "carried_in_front",
+        ),
+    ),
+    *of(
+        "training/session.py",
+        "training/test_partial_rollouts.py",
+        (
+            "carried-and-not-saved",
+            "(self._carried or self._nothing_carried(),)",
+            "(self._nothing_carried(),)",
+            "goes_on_with_what_was_carried",
         ),
     ),
     *of(

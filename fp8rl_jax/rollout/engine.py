@@ -25,7 +25,7 @@ from fp8rl_jax.models.cache import KVScales
 from fp8rl_jax.models.forms import finite_flags, rollout_adapters, rollout_policy
 from fp8rl_jax.models.lora import join, split
 from fp8rl_jax.models.policy import Policy
-from fp8rl_jax.parallel import batch_shards, to_host
+from fp8rl_jax.parallel import batch_shards, constrain, split_batch, to_host
 from fp8rl_jax.precision import check_recipe
 from fp8rl_jax.rollout.calibration import observe_served, qkv_metrics, scales_from_amax
 from fp8rl_jax.rollout.paged import Layout, Rows, choose_layout, token_bytes
@@ -43,6 +43,27 @@ _rollout_adapters = jax.jit(rollout_adapters, static_argnames=("config", "dtype"
 _finite_flags = jax.jit(finite_flags)
 _counts = jax.jit(partial(jnp.sum, axis=1))
 _wrapped = jax.jit(jax.random.wrap_key_data)
+
+
+@jax.jit
+def _placed(
+    prompts: Prompts, limits: Int[Array, " b"] | None, order: Int[Array, " p"]
+) -> tuple[Prompts, Int[Array, " b"] | None]:
+    """Prompts in another order, and their rows' limits."""
+    if limits is not None:
+        limits = split_batch(limits, len(order))[order].reshape(-1)
+    return _by_batch((jax.tree.map(lambda x: x[order], prompts), limits))
+
+
+@jax.jit
+def _of_prompts(rollout: Rollout, order: Int[Array, " p"]) -> Rollout:
+    return _by_batch(rollout.of_prompts(order))
+
+
+def _by_batch[T](tree: T) -> T:
+    return jax.tree.map(lambda x: constrain(x, "batch", *[None] * (x.ndim - 1)), tree)
+
+
 _joined = jax.jit(lambda parts: jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts))
 
 
@@ -110,6 +131,8 @@ class LocalEngine:
     def sync(self, policy: Policy, calibration: KVScales | None = None) -> int:
         """Take over `policy` (float32 masters, stacked).
 
+        A sync that is interrupted leaves nothing to serve, and `generate` says so.
+
         Args:
             calibration: KV scales measured with these very weights. Required where the recipe
                 quantizes the cache and leaves calibration to the trainer, so that scales of an
@@ -131,14 +154,14 @@ class LocalEngine:
         trained, frozen = split(policy)
         if frozen is None:
             self._base = None
-            self.policy, self.metrics = self._convert(policy)
+            served, self.metrics = self._convert(policy)
         else:
-            self.policy = join(
-                self._convert_adapters(trained, config=policy.config), self._served_base(frozen)
-            )
+            adapters = self._convert_adapters(trained, config=policy.config)
+            served = join(adapters, self._served_base(frozen))
         self._replaced, self.scales = self.scales, calibration
-        self.finite = _finite_flags(self.policy, self.scales)
+        self.finite = _finite_flags(served, self.scales)
         self.version += 1
+        self.policy = served
         return self.version
 
     def calibrate(self, *prompts: Prompts) -> None:
@@ -303,8 +326,13 @@ class PagedEngine(LocalEngine):
         known = [self._lengths[i] for i in ids.tolist() if i in self._lengths]
         typical = float(np.median(known)) if known else 0.0
         expected = np.array([self._lengths.get(i, typical) for i in ids.tolist()])
-        order = np.argsort(-expected.reshape(parts, -1), axis=1, kind="stable").astype(np.int32)
-        return paged_generate(
+        order = balanced(expected, parts)
+        served = order // (len(ids) // parts) == np.arange(len(ids)) // (len(ids) // parts)
+        moved = not served.all()
+        if moved:  # to other parts of the batch, and what comes of them back
+            prompts, limits = _placed(prompts, limits, order)
+            back, order = np.argsort(order), np.arange(len(ids))
+        rollouts = paged_generate(
             policy,
             prompts,
             key,
@@ -312,12 +340,17 @@ class PagedEngine(LocalEngine):
             sampling=sampling,
             scales=self.scales,
             layout=layout,
-            order=jnp.asarray(order.reshape(-1)),
+            order=jnp.asarray(order % (len(ids) // parts), jnp.int32),
             limits=limits,
             expert_ids=self.expert_ids,
             prompt_logprobs=prompt_logprobs,
             every=every,
         )
+        for rollout in rollouts:
+            if moved:
+                metrics, rollout = rollout.metrics, _of_prompts(replace(rollout, metrics={}), back)
+                rollout = replace(rollout, metrics=metrics)
+            yield rollout
 
     def go_on(
         self, progress: InProgress, sampling: Sampling, enough: int
@@ -365,6 +398,25 @@ class PagedEngine(LocalEngine):
             room = free_bytes() / token_bytes(policy)
             self._layouts[shape] = choose_layout(self.paged, *shape, hopper, room)
         return self._layouts[shape], parts
+
+
+def balanced(expected: Float[np.ndarray, " p"], parts: int) -> Int[np.ndarray, " p"]:
+    """Deal prompts to the parts of a batch, as many to each, the longest first and each to the part
+    that has least so far (Graham's rule, 1969).
+
+    Args:
+        expected: length of each prompt's completions.
+
+    Returns:
+        Places of the prompts, part by part.
+    """
+    sums, dealt = np.zeros(parts), [[] for _ in range(parts)]
+    for place in np.argsort(-expected, kind="stable"):
+        part = int(np.argmin(sums))
+        dealt[part].append(int(place))
+        full = len(dealt[part]) == len(expected) // parts
+        sums[part] = np.inf if full else sums[part] + expected[place]
+    return np.array(sum(dealt, []))
 
 
 def local_engine(config: RunConfig, recipe: Recipe) -> LocalEngine:

@@ -12,7 +12,7 @@ order of a batch does not matter.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -83,6 +83,22 @@ class Rollout:
     expert_ids: Int[Array, "b t sparse k"] | None = None
     token_versions: Int[Array, "b t"] | None = None
     metrics: dict[str, Array] = field(default_factory=dict)
+
+    def of_prompts(self, chosen: Int[Array, " q"] | Int[np.ndarray, " q"]) -> Rollout:
+        """Pick prompts by their places, each with its completions, in this order."""
+        samples = len(self.tokens) // len(self.prompts.lengths)
+        rows = (chosen[:, None] * samples + np.arange(samples)).reshape(-1)
+
+        def pick(places, *names: str) -> dict[str, Any]:
+            values = {name: getattr(self, name) for name in names}
+            return jax.tree.map(lambda x: x[places], values)
+
+        return replace(
+            self,
+            **pick(chosen, "prompts", "prompt_logprobs", "prompt_expert_ids"),
+            **pick(rows, "tokens", "mask", "behaviour_logprobs", "policy_logprobs", "stopped"),
+            **pick(rows, "expert_ids", "token_versions"),
+        )
 
 
 class _Fixed(NamedTuple):

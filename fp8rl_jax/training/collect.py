@@ -131,7 +131,7 @@ class Collector:
             episodes = list(chain(*(part.episodes or () for part in sampled)))
             return self.session.of_episodes([episodes[row] for row in rows], self.samples)
         texts = list(chain(*(part.texts for part in sampled)))
-        rollout = select([part.rollout for part in sampled], chosen, rows)
+        rollout = select([part.rollout for part in sampled], chosen)
         rollout = to_global(rollout, batch_sharding(self.session.mesh))
         rollout = replace(rollout, metrics=sampled[-1].rollout.metrics)
         return replace(sampled[0], rollout=rollout, texts=[texts[row] for row in rows])
@@ -176,31 +176,15 @@ class Collector:
         return to_global(self.session.encoder.batch(examples), batch_sharding(self.session.mesh))
 
 
-def select(rollouts: Sequence[Rollout], prompts: np.ndarray, rows: np.ndarray) -> Rollout:
-    """Pick prompts and rows of several rollouts that are laid one after the other.
+def select(rollouts: Sequence[Rollout], prompts: np.ndarray) -> Rollout:
+    """Pick prompts of several rollouts that are laid one after the other.
 
     Gives numpy arrays, and no metrics; all processes call it together.
 
     Args:
         rollouts: of the same weights and widths.
         prompts: indices into all their prompts.
-        rows: indices into all their completions.
     """
-
-    def pick(name: str, which: np.ndarray):
-        parts = [getattr(rollout, name) for rollout in rollouts]
-        if parts[0] is None:
-            return None
-        return jax.tree.map(
-            lambda *leaves: np.concatenate([to_host(leaf) for leaf in leaves])[which], *parts
-        )
-
-    by_prompt = {
-        name: pick(name, prompts) for name in ("prompts", "prompt_logprobs", "prompt_expert_ids")
-    }
-    by_row = (
-        *("tokens", "mask", "behaviour_logprobs", "policy_logprobs", "stopped"),
-        *("expert_ids", "token_versions"),
-    )
-    picked = by_prompt | {name: pick(name, rows) for name in by_row}
-    return replace(rollouts[0], **picked, metrics={})
+    parts = [replace(rollout, metrics={}) for rollout in rollouts]
+    joined = jax.tree.map(lambda *leaves: np.concatenate([to_host(x) for x in leaves]), *parts)
+    return joined.of_prompts(prompts)

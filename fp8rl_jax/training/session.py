@@ -849,6 +849,8 @@ class Session:
                 return
             dtype, backend = jnp.dtype(self.config.compute_dtype), self.config.precision.backend
             self.scales = calibrate_on_prompts(self.weights, prompts, self.recipe, dtype, backend)
+        # one that is interrupted leaves nothing to serve: the next rollout makes another
+        self._served = False
         with self.clock.part("sync"):
             self.engine.sync(self.weights, self.scales)
             self.engine.wait()

@@ -13,8 +13,9 @@ from rollout.tiny import make_engine, make_policy, make_prompts
 from fp8rl_jax.config.recipe import RECIPES, PrecisionConfig, get_recipe
 from fp8rl_jax.models.cache import KVCache, KVScales
 from fp8rl_jax.models.forward import forward
+from fp8rl_jax.rollout import engine as engine_module
 from fp8rl_jax.rollout.calibration import calibrate_on_prompts, observe_qkv, scales_from_amax
-from fp8rl_jax.rollout.engine import LocalEngine, pad_prompts
+from fp8rl_jax.rollout.engine import LocalEngine, balanced, pad_prompts
 from fp8rl_jax.rollout.sampling import Sampling
 
 FULL = RECIPES["fp8-rl"]
@@ -43,6 +44,44 @@ def test_trainer_calibration_is_required_and_versions_count():
     with pytest.raises(ValueError, match="sync needs the KV scales"):
         engine.sync(make_policy())
     assert engine.version == 0 and make_engine("bf16").version == 1
+
+
+@pytest.mark.parametrize("interrupted", ["_convert", "_finite_flags"])
+def test_an_interrupted_sync_leaves_nothing_to_serve(monkeypatch, interrupted):
+    """Whether before the weights are made or behind it: never new weights with older scales."""
+    engine, prompts = make_engine("fp8-rl"), make_prompts()
+    before = engine.generate(prompts, 1, Sampling(4), jax.random.key(0))
+
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        owner = engine if interrupted == "_convert" else engine_module
+        patch.setattr(owner, interrupted, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.sync(make_policy(seed=1), engine.scales)
+    with pytest.raises(RuntimeError, match="call sync first"):
+        engine.generate(prompts, 1, Sampling(4), jax.random.key(0))
+    scales = calibrate_on_prompts(make_policy(), make_prompts(seed=5), engine.recipe, jnp.float32)
+    engine.sync(make_policy(), scales)
+    again = engine.generate(prompts, 1, Sampling(4), jax.random.key(0))
+    np.testing.assert_array_equal(again.tokens, before.tokens)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_prompts_are_dealt_in_equal_numbers_and_about_equal_lengths(parts):
+    rng = np.random.default_rng(0)
+    np.testing.assert_array_equal(balanced(np.zeros(12), parts), np.arange(12))
+    saved = []
+    for _ in range(20):
+        expected = rng.lognormal(3, 1, 12)
+        order = balanced(expected, parts)
+        assert sorted(order) == list(range(12))
+        dealt = expected[order].reshape(parts, -1)
+        assert (np.diff(dealt, axis=1) <= 0).all()  # the longest of a part are served first
+        in_turn = expected.reshape(parts, -1).sum(1)
+        saved.append(1 - dealt.sum(1).max() / in_turn.max())
+    assert np.mean(saved) > 0.1 * (parts > 1) - 1e-9 and min(saved) > -0.05
 
 
 def calibrated_engine(unroll: bool = True, **changes) -> LocalEngine:

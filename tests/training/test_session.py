@@ -427,6 +427,22 @@ def test_a_warm_start_and_then_rewards():
     assert session.step == 0
 
 
+def test_a_session_syncs_again_where_a_sync_was_interrupted(monkeypatch):
+    session, other = session_of("fp8-rl"), session_of("fp8-rl")
+    rollouts = [each.rollout(PROMPTS) for each in (session, other)]
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session.engine, "sync", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            session.update(rollouts[0], rewards_of(rollouts[0]))
+    other.update(rollouts[1], rewards_of(rollouts[1]))
+    texts = [each.rollout(PROMPTS).texts for each in (session, other)]
+    assert texts[0] == texts[1] and session.engine.version == other.engine.version
+
+
 def test_sessions_take_turns_on_one_state():
     policy, tokenizer = fp8rl.byte_policy(**SIZES)
     settings = {
