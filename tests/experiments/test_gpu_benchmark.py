@@ -20,6 +20,7 @@ from experiments.benchmarks.gpu import (
     attention,
     checks,
     copying,
+    decode,
     exact,
     figures,
     grouped,
@@ -57,6 +58,7 @@ from pallas_kernels.backend import tracing_for
 from pallas_kernels.check.cases import OPERATIONS, Case, cases_of
 
 MIB = 2**20
+KERNELS = ("decode_attention", "write_cache", "blockwise_matmul", "quantize_r")
 
 
 # timing
@@ -327,6 +329,10 @@ class Rehearsal:
         return json.loads((self.path / f"{part}.json").read_text())
 
 
+LATER = ("decode", "step", "quantize")
+"""Parts without a job that is wanted first."""
+
+
 def fake_jobs(**more):
     """Two checks, one of them small, and three jobs of every other part, the first wanted first;
     `more`: label -> changes."""
@@ -334,8 +340,7 @@ def fake_jobs(**more):
     for part in PARTS:
         if part != "checks":
             jobs[part] = [
-                fake_job(f"{part} {i}", part, first=i == 0 and part not in ("step", "quantize"))
-                for i in range(3)
+                fake_job(f"{part} {i}", part, first=i == 0 and part not in LATER) for i in range(3)
             ]
     return {
         part: [replace(job, **more.get(job.label, {})) for job in found]
@@ -358,12 +363,15 @@ def test_what_is_worth_most_comes_first(tmp_path):
     measured = [label for *kind, _, label in rehearsal.asked if kind != ["compile"]]
     # the small check twice: where it was compiled, and from the cache
     assert measured[:6] == ["small", "small", "copy 0", "matmul 0", "attention 0", "grouped 0"]
-    assert measured[6:9] == ["step 0", "step 1", "step 2"] and measured[-1] == "real"
+    assert measured[6:12] == [f"{part} {i}" for part in ("decode", "step") for i in range(3)]
+    assert measured[-1] == "real"
     compiled = [label for *kind, _, label in rehearsal.asked if kind == ["compile"]]
     assert (
         compiled[:4] == measured[2:6] and rehearsal.asked.index(("compile", "copy", "copy 0")) == 1
     )
-    assert not [label for label in compiled if label.startswith(("step", "small", "real"))]
+    assert not [
+        label for label in compiled if label.startswith(("decode", "step", "small", "real"))
+    ]
     # what is timed has the card for itself, and most of its memory; what is not shares both
     assert rehearsal.started[2] == {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9"}
     assert rehearsal.started[0] == {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
@@ -639,16 +647,16 @@ def test_a_fix_in_one_kernel_keeps_the_figures_of_the_others():
             name for name, job in jobs.items() if f"pallas_kernels.{module}" in closure(job.sources)
         }
 
+    whole = {"checks", "decode", "step", "exact"}  # and the library's own loops
     of_attention = on("decode_attention.hopper")
-    assert {part for part, _ in of_attention} == {"checks", "attention", "step", "exact"}
+    assert {part for part, _ in of_attention} == whole | {"attention"}
     assert all("attention" in label for part, label in of_attention if part == "checks")
     of_quantizers = on("quantize.hopper")
     # matmul has them timed with it
-    assert {part for part, _ in of_quantizers} == {"checks", "matmul", "step", "quantize", "exact"}
+    assert {part for part, _ in of_quantizers} == whole | {"matmul", "quantize"}
     assert all(": quantize " in label for part, label in of_quantizers if part == "checks")
-    products = {part for part, _ in on("matmul.hopper")}
-    assert products == {"checks", "matmul", "grouped", "step", "exact"}
-    assert {part for part, _ in on("cache_write.hopper")} == {"checks", "step", "exact"}
+    assert {part for part, _ in on("matmul.hopper")} == whole | {"matmul", "grouped"}
+    assert {part for part, _ in on("cache_write.hopper")} == whole
 
 
 def test_comments_do_not_make_a_result_outdated(tmp_path):
@@ -765,8 +773,9 @@ def test_the_table_takes_the_least_and_calls_nothing_met_that_was_not_measured()
         "met, aim too",
     )
     assert {status for _, status in statuses(records(counts=False)).values()} == {"not measured"}
-    labels = [job.label for part in (training, exact) for job in part.jobs(Setting(tiny=True))]
-    assert len(FIGURES) == 12 and {figures.STEP, figures.EXACT} <= set(labels)
+    parts = (training, exact, decode)
+    labels = [job.label for part in parts for job in part.jobs(Setting(tiny=True))]
+    assert len(FIGURES) == 14 and {figures.STEP, figures.EXACT, figures.DECODE} <= set(labels)
 
 
 # what only a card runs: its programs, traced and lowered here
@@ -813,6 +822,37 @@ def test_the_programs_for_a_card_are_lowered_for_one(monkeypatch, module, kernel
     monkeypatch.setattr(module, "compare", lower)
     module.jobs(Setting())[0].run()
     assert lowered == kernels
+
+
+def test_the_decode_loop_is_lowered_for_a_card(monkeypatch):
+    """One layer at the real shape: every side attends and writes by our kernels, and those with FP8
+    weights multiply by them."""
+    found = {}
+
+    def lower(setting, works, *_, **__):
+        for name, work in works.items():
+            inputs = jax.eval_shape(work.arguments, jax.random.key(0, impl="rbg"))
+            program = jax.jit(work.run).trace(*inputs)
+            text = program.lower(lowering_platforms=("cuda",)).as_text()
+            found[name] = {kernel for kernel in KERNELS if kernel in text}
+        return {"ratios": [], "seconds": {}}
+
+    monkeypatch.setattr(decode, "compare", lower)
+    monkeypatch.setattr(decode, "device_memory", lambda: 0)
+    with tracing_for(132):
+        (job,) = (job for job in decode.jobs(Setting()) if job.label == figures.DECODE)
+        result = job.run()
+    assert result["layers"] == 1
+    always = {"decode_attention", "write_cache"}
+    products = always | {"blockwise_matmul", "quantize_r"}
+    assert found == {
+        "bf16": always,
+        "FP8 weights": products,
+        "FP8 cache": always,
+        "FP8 weights and cache": products,
+    }
+    read = result["read_bytes"]
+    assert read["bf16"] - read["FP8 cache"] == 128 * 2048 * 2 * 8 * 128
 
 
 # all of it, in miniature
@@ -914,7 +954,7 @@ def test_the_command_starts_workers_and_goes_on(tmp_path, capfd):
     assert main(words) == 0 and "quantize: rows: done" in capfd.readouterr().out
     assert main(words) == 0 and "rows: done" not in capfd.readouterr().out
     figures = json.loads((tmp_path / "out" / "figures.json").read_text())["figures"]
-    assert len(figures) == 12 and {row["status"] for row in figures} == {"not measured"}
+    assert len(figures) == 14 and {row["status"] for row in figures} == {"not measured"}
     record = json.loads((tmp_path / "out" / "quantize.json").read_text())
     assert record["commands"][0]["command"][:5] == [
         "python",

@@ -15,6 +15,7 @@ on there. In order of value:
     attention   decode attention with FP8 and bfloat16 caches against cuDNN and XLA in bfloat16:
                 likewise
     grouped     products of an expert layer against dense ones of the same work: likewise
+    decode      steps of the decode loop at Qwen3-8B's shape: bfloat16, FP8 weights, FP8 cache, both
     step        a GRPO step and a layer's training step, at Qwen3-8B's shape: FP8 against bfloat16
     exact       exact mode: operations at random shapes, runs whose rollout and trainer must agree
                 bit for bit, a step against one that is not exact

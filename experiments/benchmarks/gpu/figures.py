@@ -20,8 +20,9 @@ EXACT, PLAIN_STEP, EXACT_STEP = (
     "fp8rl_jax/jet-rl-plain",
     "fp8rl_jax/jet-rl-exact",
 )
-"""Of the parts `step` and `exact`, whose modules need more packages than JAX: the result, and the
-sides in it."""
+DECODE, DECODE_BF16, DECODE_BOTH = "128 x 2048", "bf16", "FP8 weights and cache"
+"""Of the parts `step`, `exact` and `decode`, whose modules need more packages than JAX: the result,
+and the sides in it."""
 Records = dict[str, dict[str, Any]]
 """Part -> its file's record."""
 Measured = tuple[float, str]
@@ -161,6 +162,20 @@ def _phase(
     return values
 
 
+def _decoded(records: Records) -> Iterator[Measured]:
+    for label, result in _results(records, "decode"):
+        ratio = median_ratio(result, DECODE_BF16, DECODE_BOTH)
+        if label == DECODE and ratio is not None:
+            yield ratio, label
+
+
+def _decoded_bytes(records: Records) -> Iterator[Measured]:
+    copied = _copied(records)
+    for label, result in _results(records, "decode"):
+        if copied and DECODE_BOTH in result["read_bytes_per_second"]:
+            yield 100 * result["read_bytes_per_second"][DECODE_BOTH] / copied, label
+
+
 _exact_phase = partial(_phase, over=PLAIN_STEP, under=EXACT_STEP, part="exact", step=EXACT)
 
 FIGURES = (
@@ -182,6 +197,8 @@ FIGURES = (
     Figure("grouped, 8 groups, M=4096 in all / dense of the same work", 0.85, 0.95, "x", _grouped),
     Figure("training step FP8 / BF16, 8B-shaped stack", 1.15, 1.45, "x", _phase("train")),
     Figure("GRPO step FP8 end to end / BF16", 1.1, 1.35, "x", _phase("seconds")),
+    Figure("decode, 8B-shaped, 128 x 2048: FP8 weights and cache / bf16", 1.3, 1.8, "x", _decoded),
+    Figure("decode, FP8 weights and cache: bytes / copy", 50, 70, "%", _decoded_bytes),
     Figure("GRPO step under jet-rl, exact / not", 0.67, 0.9, "x", _exact_phase("seconds")),
     Figure("its rollout", 0.67, 0.9, "x", _exact_phase("gen")),
 )

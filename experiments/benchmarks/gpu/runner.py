@@ -42,7 +42,7 @@ UNCACHED = {"JAX_ENABLE_COMPILATION_CACHE": "false"}
 STAGES: tuple[tuple[tuple[str, ...], bool], ...] = (
     (("checks",), True),
     (("copy", "matmul", "attention", "grouped"), True),
-    (("step",), False),
+    (("decode", "step"), False),
     (("exact",), False),
     (("copy", "matmul", "grouped", "attention", "quantize"), False),
     (("checks",), False),

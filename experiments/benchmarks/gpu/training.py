@@ -88,11 +88,12 @@ def plan_of(setting: Setting) -> Plan:
 
 
 def workload_of(setting: Setting) -> Workload:
-    return (
-        tiny_workload()
-        if setting.tiny
-        else workload_for(jax.devices()[0].memory_stats()["bytes_limit"])
-    )
+    return tiny_workload() if setting.tiny else workload_for(device_memory())
+
+
+def device_memory() -> int:
+    """Bytes that JAX may use of the card."""
+    return jax.devices()[0].memory_stats()["bytes_limit"]
 
 
 def layers_for(memory: int, embedding: int, layer: int) -> int:
