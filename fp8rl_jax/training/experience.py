@@ -71,6 +71,12 @@ class Experience:
         return len(self.texts) // self.samples
 
     @property
+    def prompt_ids(self) -> list[int]:
+        """Of each prompt, an `Example`'s index or the place in the call that gave it, [P]; all
+        processes call it together."""
+        return to_host(self.rollout.prompts.ids)[: self.prompts].tolist()
+
+    @property
     def prompts_in_batch(self) -> int:
         """P, and with it what the batch is filled up with."""
         return self.prompts if self.episodes else len(self.rollout.prompts.lengths)

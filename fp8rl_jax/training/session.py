@@ -276,7 +276,8 @@ class Session:
 
         With rollout.paged.extra_prompts = E, E prompts stay in progress and are carried over: what
         is returned are the first prompts to have all their completions, of those carried over and
-        these. Give E prompts more the first time; `carried` says how many there are.
+        these: `prompt_ids` says which. So give `Example`s or encoded `Prompts`, which have ids, and
+        E of them more the first time; `carried` says how many there are.
 
         Args:
             prompts: P prompts; of text and of conversations the tokenizer's chat template makes the
@@ -290,9 +291,16 @@ class Session:
             `weight_version`.
 
         Raises:
-            UserError: no prompts, or one that is empty or too long for the model; or none would be
-                left to return.
+            UserError: no prompts, or one that is empty or too long for the model; or, where some
+                are carried over, they have no ids, or none would be left to return.
         """
+        if self._extra and not (
+            isinstance(prompts, Prompts) or all(isinstance(each, Example) for each in prompts)
+        ):
+            raise UserError(
+                "prompts: with rollout.paged.extra_prompts others may come back than were given, "
+                "and text does not say which; give Examples, whose index does"
+            )
         samples, key = self._draw(samples, key)
         encoded, count = self.encode(prompts)
         self._serve(encoded)

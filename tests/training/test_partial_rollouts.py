@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
-from tiny_run import CARRIES, check_refused, column, measured, train, write_run
+from tiny_run import CARRIES, RUN, check_refused, column, measured, train, write_run
 
+import fp8rl_jax as fp8rl
 from fp8rl_jax.config.run import PagedConfig, RolloutConfig, RunConfig
+from fp8rl_jax.errors import UserError
 from fp8rl_jax.tasks.dataset import Dataset, Example
 from fp8rl_jax.training.collect import Collector
 
@@ -68,3 +71,47 @@ def test_each_problem_is_drawn_once_an_epoch():
         indices = [example.index for example in drawn]
         assert len(indices) == extra + 20
         assert len(set(indices[:24])) == min(extra + 20, 24)
+
+
+def test_a_session_returns_the_first_prompts_to_be_complete():
+    policy, tokenizer = fp8rl.byte_policy(**RUN["model"]["init"])
+    settings = {
+        "rollout.engine": "paged",
+        "rollout.paged.extra_prompts": 2,
+        "rollout.stop_token_ids": tuple(range(24)),
+        "rl.correction.method": "token_tis",
+    }
+    session = fp8rl.Session(
+        policy,
+        tokenizer,
+        compute_dtype="float32",
+        samples_per_prompt=3,
+        max_prompt_tokens=8,
+        max_new_tokens=20,
+        learning_rate=1e-2,
+        **settings,
+    )
+    examples = [Example(i, "abc"[: i % 3 + 1], "", "", {}) for i in range(20)]
+    given, seen = iter(examples), []
+    for step in range(4):
+        rollout = session.rollout([next(given) for _ in range(4 if step else 6)])
+        assert len(rollout.prompt_ids) == 4 and session.carried == 2
+        assert len(rollout.texts) == 12 and rollout.rollout.mask.any(1).all()
+        lengths = np.asarray(rollout.rollout.prompts.lengths)
+        # behind the begin of the sequence
+        np.testing.assert_array_equal(lengths, [i % 3 + 2 for i in rollout.prompt_ids])
+        seen += rollout.prompt_ids
+        session.update(rollout, [float(len(text)) for text in rollout.texts])
+    assert len(set(seen)) == 16 and set(seen) <= set(range(18))
+    for prompts, message in (
+        (["ab", "cd"], "text does not say which; give Examples"),
+        (examples[:5], "a batch is not filled up"),
+        ([Example(0, "x" * 9, "", "", {})] * 4, "at most rollout.max_prompt_tokens = 8"),
+    ):
+        with pytest.raises(UserError, match=message):
+            session.rollout(prompts)
+    with pytest.raises(UserError, match="prompts carried over have 3"):
+        session.rollout(examples[:4], samples=2)
+    session.restart()
+    with pytest.raises(UserError, match="are not enough: rollout.paged.extra_prompts = 2"):
+        session.rollout(examples[:2])
