@@ -88,9 +88,9 @@ class Checkpoints:
                 raise UserError(
                     f"{self.directory}: checkpoint of step {step} is of another kind of run: "
                     f"{difference}; resume with the "
-                    "model, compute_dtype, trainer.loss_scale, optimizer.first_moment and "
-                    "optimizer.second_moment that it was "
-                    "written with"
+                    "model, compute_dtype, trainer.loss_scale, optimizer.first_moment, "
+                    "optimizer.second_moment and rollout.paged.extra_prompts that it was written "
+                    "with"
                 )
             self._set_aside([later for later in steps if later > step])
             return step, jax.tree.unflatten(jax.tree.structure(like), list(named.values()))
