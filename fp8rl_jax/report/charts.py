@@ -82,6 +82,8 @@ class Curve:
     """Draw a running mean over the single steps where there are many."""
     compiles: bool = False
     """Leave out a run's first step, which compiles."""
+    optional: bool = False
+    """Left out where no run has the metric."""
 
 
 @dataclass(frozen=True)
@@ -111,14 +113,19 @@ CURVES = (
         "mismatch/k3",
         "Mismatch: k3",
         "k3 estimate of KL(rollout || trainer) per token, on a logarithmic scale. Rollout and "
-        "trainer hold the same weights, "
-        "so all of it is numerics.",
+        "trainer hold the same weights, so all of it is numerics, but for stale tokens.",
         log_scale=True,
     ),
     Curve(
         "mismatch/token_mult_prob_error",
         "Mismatch: probability ratio",
         "Mean of exp |log p(trainer) - log p(rollout)| over tokens; 1 where both agree.",
+    ),
+    Curve(
+        "rollout/stale_tokens",
+        "Stale tokens",
+        "Share of the tokens that older weights sampled, of completions that were carried over.",
+        optional=True,
     ),
     Curve(
         "completions/mean_length",

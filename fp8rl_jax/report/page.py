@@ -80,7 +80,11 @@ def render(arms: list[Arm], comparisons: Sequence[dict[str, Any]] = ()) -> str:
         runs=sum(len(arm.runs) for arm in arms),
         lines=lines_text(arms),
         headline=[headline(arm) for arm in arms],
-        charts=[curve_chart(curve, arms) for curve in CURVES] if arms else [],
+        charts=[
+            chart
+            for curve in CURVES
+            if arms and ((chart := curve_chart(curve, arms)).svg or not curve.optional)
+        ],
         timing=timing_chart(arms) if arms else None,
         phases=phase_rows(arms),
         differences=config_differences(arms),
