@@ -282,7 +282,6 @@ def partial_rollouts() -> str:
         token weights, {found.steps} steps of 32 prompts, {found.seeds} paired seeds, {found.problems} held-out words.
         Completions have 8 tokens at most here, so few decode steps can be saved: what the table judges is the learning.
     """)
-    extra = {"whole": "0", "carry-8": "8", "carry-32": "32"}
     rows = []
     for arm in kept["arms"]:
         stale, steps = (
@@ -292,7 +291,7 @@ def partial_rollouts() -> str:
         figures = found.arms[arm["name"]]
         rows.append(
             [
-                extra[arm["name"]],
+                str(arm["settings"].get("rollout.paged.extra_prompts", 0)),
                 f"{stale:.0%}",
                 f"{steps:.2f}",
                 interval(figures.k3, ".1e"),

@@ -830,8 +830,8 @@ LIST: list[Mutant] = [
         ),
         (
             "rows-of-another",
-            "chosen[:, None] * self.samples +",
-            "chosen[:, None] +",
+            "rows_of(chosen, self.samples)",
+            "rows_of(chosen * 0, self.samples)",
             "keeps_what_teaches",
         ),
         (
@@ -1077,8 +1077,8 @@ LIST: list[Mutant] = [
         ),
         (
             "carried-behind-the-new",
-            "[_in_parts(one, parts), _in_parts(other, parts)]",
-            "[_in_parts(other, parts), _in_parts(one, parts)]",
+            "[split_batch(one, parts), split_batch(other, parts)]",
+            "[split_batch(other, parts), split_batch(one, parts)]",
             "carried_in_front",
         ),
         (

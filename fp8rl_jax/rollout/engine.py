@@ -25,14 +25,14 @@ from fp8rl_jax.models.cache import KVScales
 from fp8rl_jax.models.forms import finite_flags, rollout_adapters, rollout_policy
 from fp8rl_jax.models.lora import join, split
 from fp8rl_jax.models.policy import Policy
-from fp8rl_jax.parallel import batch_shards, constrain, split_batch, to_host
+from fp8rl_jax.parallel import batch_shards, constrain, to_host
 from fp8rl_jax.precision import check_recipe
 from fp8rl_jax.rollout.calibration import observe_served, qkv_metrics, scales_from_amax
 from fp8rl_jax.rollout.paged import Layout, Rows, choose_layout, token_bytes
 from fp8rl_jax.rollout.paged import generate as paged_generate
 from fp8rl_jax.rollout.paged import go_on as paged_go_on
 from fp8rl_jax.rollout.partial import InProgress
-from fp8rl_jax.rollout.sampler import Prompts, Rollout, generate, stream
+from fp8rl_jax.rollout.sampler import Prompts, Rollout, generate, rows_of, stream
 from fp8rl_jax.rollout.sampling import Sampling
 from pallas_kernels.backend import Backend
 from pallas_kernels.matmul import selected_backend
@@ -51,7 +51,7 @@ def _placed(
 ) -> tuple[Prompts, Int[Array, " b"] | None]:
     """Prompts in another order, and their rows' limits."""
     if limits is not None:
-        limits = split_batch(limits, len(order))[order].reshape(-1)
+        limits = limits[rows_of(order, len(limits) // len(order))]
     return _by_batch((jax.tree.map(lambda x: x[order], prompts), limits))
 
 
@@ -61,7 +61,10 @@ def _of_prompts(rollout: Rollout, order: Int[Array, " p"]) -> Rollout:
 
 
 def _by_batch[T](tree: T) -> T:
-    return jax.tree.map(lambda x: constrain(x, "batch", *[None] * (x.ndim - 1)), tree)
+    """Lay all but numbers out by the batch."""
+    return jax.tree.map(
+        lambda x: constrain(x, "batch", *[None] * (x.ndim - 1)) if x.ndim else x, tree
+    )
 
 
 _joined = jax.jit(lambda parts: jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts))
@@ -326,12 +329,11 @@ class PagedEngine(LocalEngine):
         known = [self._lengths[i] for i in ids.tolist() if i in self._lengths]
         typical = float(np.median(known)) if known else 0.0
         expected = np.array([self._lengths.get(i, typical) for i in ids.tolist()])
-        order = balanced(expected, parts)
-        served = order // (len(ids) // parts) == np.arange(len(ids)) // (len(ids) // parts)
-        moved = not served.all()
-        if moved:  # to other parts of the batch, and what comes of them back
+        order, places, size = balanced(expected, parts), np.arange(len(ids)), len(ids) // parts
+        back = None
+        if (order // size != places // size).any():  # to other parts of the batch, and back
             prompts, limits = _placed(prompts, limits, order)
-            back, order = np.argsort(order), np.arange(len(ids))
+            back, order = np.argsort(order), places
         rollouts = paged_generate(
             policy,
             prompts,
@@ -340,17 +342,14 @@ class PagedEngine(LocalEngine):
             sampling=sampling,
             scales=self.scales,
             layout=layout,
-            order=jnp.asarray(order % (len(ids) // parts), jnp.int32),
+            order=jnp.asarray(order % size, jnp.int32),
             limits=limits,
             expert_ids=self.expert_ids,
             prompt_logprobs=prompt_logprobs,
             every=every,
         )
         for rollout in rollouts:
-            if moved:
-                metrics, rollout = rollout.metrics, _of_prompts(replace(rollout, metrics={}), back)
-                rollout = replace(rollout, metrics=metrics)
-            yield rollout
+            yield rollout if back is None else _of_prompts(rollout, back)
 
     def go_on(
         self, progress: InProgress, sampling: Sampling, enough: int

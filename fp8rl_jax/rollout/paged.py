@@ -49,8 +49,8 @@ from fp8rl_jax.models.forward import forward
 from fp8rl_jax.models.logprobs import token_logprobs
 from fp8rl_jax.models.moe import route_dtype
 from fp8rl_jax.models.policy import Policy
-from fp8rl_jax.parallel import DEFAULT_RULES, policy_shardings, to_host
-from fp8rl_jax.rollout.sampler import Prompts, Rollout, cache_dtype, row_keys
+from fp8rl_jax.parallel import DEFAULT_RULES, policy_shardings, split_batch, to_host
+from fp8rl_jax.rollout.sampler import Prompts, Rollout, cache_dtype, row_keys, rows_of
 from fp8rl_jax.rollout.sampling import Sampling, draw
 
 NEW, ACTIVE, EVICTED, DONE = range(4)
@@ -636,7 +636,7 @@ def _waiting(queue: Queue, state: State) -> tuple[Array, Array, Array]:
     """The rows in the order in which they are served, and which of them wait for a slot, their
     prompt loaded: those that have tokens, and new ones."""
     samples = _samples(queue)
-    row = (queue.order[:, None] * samples + jnp.arange(samples)).reshape(-1)
+    row = rows_of(queue.order, samples)
     loaded = jnp.arange(len(row)) < state.loaded.count * samples
     status = state.rows.status[row]
     return row, loaded & (status == EVICTED), loaded & (status == NEW)
@@ -875,9 +875,7 @@ def _queue(prompts, order, keys, limits, scales, enough=None, *, longest: int) -
 def _split(rows: Rows) -> Rows:
     """Rows with a leading axis of parts, where there are some."""
     parts = _part_count()
-    if parts == 1:
-        return rows
-    return jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), rows)
+    return rows if parts == 1 else split_batch(rows, parts)
 
 
 @jax.jit

@@ -17,10 +17,11 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
-from jaxtyping import Array, Int, Shaped, UInt32
+from jaxtyping import Array, Int, UInt32
 
+from fp8rl_jax.parallel import split_batch
 from fp8rl_jax.rollout.paged import ACTIVE, DONE, EVICTED, Rows, new_rows
-from fp8rl_jax.rollout.sampler import Prompts, Rollout, row_keys
+from fp8rl_jax.rollout.sampler import Prompts, Rollout, row_keys, rows_of
 from fp8rl_jax.rollout.sampling import Sampling
 
 _key_data = jax.jit(lambda *given: jax.random.key_data(row_keys(*given)), static_argnums=2)
@@ -76,7 +77,7 @@ def join(first: InProgress, second: InProgress, parts: int) -> InProgress:
         )
 
     def joined(one, other):
-        both = np.concatenate([_in_parts(one, parts), _in_parts(other, parts)], axis=1)
+        both = np.concatenate([split_batch(one, parts), split_batch(other, parts)], axis=1)
         return both.reshape(-1, *one.shape[1:])
 
     return jax.tree.map(joined, first, second)
@@ -98,7 +99,7 @@ def divide(progress: InProgress, count: int, parts: int) -> tuple[InProgress, In
         ValueError: a part of the batch has fewer.
     """
     done: Any = progress.rows.status == DONE
-    whole = _in_parts(done.reshape(-1, progress.samples).all(1), parts)
+    whole = split_batch(done.reshape(-1, progress.samples).all(1), parts)
     count, size = count // parts, whole.shape[1]
     if (whole.sum(1) < count).any():
         raise ValueError(f"a part of the batch has fewer than {count} prompts that are complete")
@@ -137,13 +138,9 @@ def as_rollout(progress: InProgress, version: int, metrics: dict[str, Array]) ->
     )
 
 
-def _in_parts(x: Shaped[np.ndarray, "rows ..."], parts: int) -> Shaped[np.ndarray, "parts ..."]:
-    return x.reshape(parts, -1, *x.shape[1:])
-
-
 def _picked(progress: InProgress, chosen: Int[np.ndarray, "parts count"]) -> InProgress:
     """The prompts of these numbers, and their rows."""
-    chosen, samples = chosen.reshape(-1), progress.samples
-    rows = (chosen[:, None] * samples + np.arange(samples)).reshape(-1)
+    chosen = chosen.reshape(-1)
+    rows = rows_of(chosen, progress.samples)
     prompts = Prompts(*(x[chosen] for x in progress.prompts))
     return InProgress(prompts, *jax.tree.map(lambda x: x[rows], tuple(progress[1:])))

@@ -86,8 +86,7 @@ class Rollout:
 
     def of_prompts(self, chosen: Int[Array, " q"] | Int[np.ndarray, " q"]) -> Rollout:
         """Pick prompts by their places, each with its completions, in this order."""
-        samples = len(self.tokens) // len(self.prompts.lengths)
-        rows = (chosen[:, None] * samples + np.arange(samples)).reshape(-1)
+        rows = rows_of(chosen, len(self.tokens) // len(self.prompts.lengths))
 
         def pick(places, *names: str) -> dict[str, Any]:
             values = {name: getattr(self, name) for name in names}
@@ -393,6 +392,11 @@ def _known(
 ) -> Int[Array, "b t sparse k"]:
     """`routes`, -1 where there is no token."""
     return jnp.where(real[..., None, None], routes, jnp.array(-1, routes.dtype))
+
+
+def rows_of(prompts: Int[Array, " q"] | Int[np.ndarray, " q"], samples: int) -> Any:
+    """Find the rows of prompts, by their places: `samples` each, side by side."""
+    return (prompts[:, None] * samples + np.arange(samples)).reshape(-1)
 
 
 def cache_dtype(policy: Policy) -> jnp.dtype:

@@ -23,6 +23,7 @@ from fp8rl_jax import rl
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.parallel import batch_sharding, to_global, to_host
 from fp8rl_jax.rollout.engine import Prompts, Rollout
+from fp8rl_jax.rollout.sampler import rows_of
 from fp8rl_jax.tasks.dataset import Dataset, Example
 from fp8rl_jax.tasks.distributed import score_distributed
 from fp8rl_jax.tasks.sandbox.pool import RewardPool
@@ -112,7 +113,7 @@ class Collector:
         joined = Scores.join(scores)
         # informative prompts first, each in the order of sampling; what is left over is not used
         chosen = np.argsort(~informative, kind="stable")[: self.count]
-        rows = (chosen[:, None] * self.samples + np.arange(self.samples)).reshape(-1)
+        rows = rows_of(chosen, self.samples)
         return Collected(
             experience=self._picked(sampled, chosen, rows) if self.dynamic.enabled else sampled[0],
             rewards=joined.rewards[rows],
@@ -145,7 +146,7 @@ class Collector:
             examples = self._first_examples() + examples
         sampled = session.rollout(self._encoded(examples), self.samples, key)
         if self.extra:
-            examples = [self.train[i] for i in to_host(sampled.rollout.prompts.ids).tolist()]
+            examples = [self.train[i] for i in sampled.prompt_ids]
         with session.clock.part("reward"):
             scores = score_distributed(self.pool, examples, sampled.texts)
         return sampled, scores, examples

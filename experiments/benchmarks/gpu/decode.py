@@ -3,8 +3,8 @@ weights, with an FP8 cache, and with both.
 
 Weights and cache are random: what a step costs does not depend on them. All sides are in memory
 together, so that they can take turns, and have as many layers as fit; the output head is a larger
-part of a step than in the whole model. `bytes` is what a step has to read, weights and cache; over
-the seconds and a copy's bytes a second it is the share of the bandwidth that is reached.
+part of a step than in the whole model. `read_bytes` is what a step has to read, weights and cache;
+over the seconds and a copy's bytes a second it is the share of the bandwidth that is reached.
 """
 
 from __future__ import annotations
