@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -32,7 +33,7 @@ from fp8rl_jax.models.cache import KVBlock, KVCache, Pages
 from fp8rl_jax.models.config import LinearRopeScaling, PolicyConfig
 from fp8rl_jax.models.moe import mixture
 from fp8rl_jax.models.policy import Layer, Policy, Tensor, equal_runs, run_of_layers
-from fp8rl_jax.precision import Compute, as_weight, quantize_per_tensor
+from fp8rl_jax.precision import Compute, as_weight, element_dtype, quantize_per_tensor
 from pallas_kernels.attention import (
     CHUNK,
     CHUNK_FROM,
@@ -128,10 +129,11 @@ class CompletionCache:
         keys = lax.dynamic_update_slice(self.keys, k, start)
         return keys, lax.dynamic_update_slice(self.values, v, start)
 
-    def write_token(self, tokens, rope, scales, query_scale, backend):
+    def write_token(self, write: Callable, tokens, rope):
         """Write one token a row, rotated and quantized on the way.
 
         Args:
+            write: pallas_kernels.cache_write's, with what it needs besides arrays and places.
             tokens: queries, keys and values before rotation, [rows, 1, heads, head_dim].
             rope: cos and sin of the tokens.
 
@@ -143,9 +145,7 @@ class CompletionCache:
         slot = jnp.full(rows, self.slot, jnp.int32)
         flat = (x.reshape(-1, *x.shape[-3:]) for x in (self.keys, self.values))
         cos, sin = (x[:, 0] for x in rope)
-        keys, values, q = write_cache(
-            *flat, k, v, cos, sin, row, slot, scales, q, query_scale, backend=backend
-        )
+        keys, values, q = write(*flat, k, v, cos, sin, row, slot, q=q)
         return (keys.reshape(self.keys.shape), values.reshape(self.values.shape)), q
 
     def read(self, keys: Array, values: Array) -> tuple[Array, Array]:
@@ -243,15 +243,13 @@ class PagedRows:
 
         return written(self.keys, k), written(self.values, v)
 
-    def write_token(self, tokens, rope, scales, query_scale, backend):
+    def write_token(self, write: Callable, tokens, rope):
         """Write one token a row, as `CompletionCache.write_token`."""
         q, k, v = (x[:, 0] for x in tokens)
         cos, sin = (x[:, 0] for x in rope)
         flat = (x.reshape(-1, *x.shape[-3:]) for x in (self.keys, self.values))
         page, slot = self.at(self.places.page)[:, 0], self.places.slot[:, 0]
-        keys, values, q = write_cache(
-            *flat, k, v, cos, sin, page, slot, scales, q, query_scale, backend=backend
-        )
+        keys, values, q = write(*flat, k, v, cos, sin, page, slot, q=q)
         return (keys.reshape(self.keys.shape), values.reshape(self.values.shape)), q
 
     def held(self, keys: Array, values: Array, rows: int) -> list[KeyValues]:
@@ -445,13 +443,14 @@ class TransformerLayer:
     def decode(self, tokens, rope, completion: LayerCache, inputs: LayerInputs, dtype):
         """Attend with one token a row, over the prefix cache and the row's slots up to its own."""
         compute = self.compute
-        sq = sk = sv = scales = None
+        sq = sk = sv = None
+        write = partial(write_cache, backend=compute.backend)
         if compute.key.quantized:
             assert inputs.scales is not None
             sq, sk, sv = inputs.scales
-            scales = sk, sv
-        sq = sq if compute.query.quantized else None
-        written, q = completion.write_token(tokens, rope, scales, sq, compute.backend)
+            sq, stored = sq if compute.query.quantized else None, element_dtype(compute.key)
+            write = partial(write, scales=(sk, sv), query_scale=sq, fp8_dtype=stored)
+        written, q = completion.write_token(write, tokens, rope)
         caches = completion.held(*written, len(q))
         if inputs.prefix is not None:
             caches.insert(0, KeyValues(*inputs.prefix, self.prefix_lengths))

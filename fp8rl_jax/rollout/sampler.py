@@ -30,6 +30,7 @@ from fp8rl_jax.models.policy import Policy
 from fp8rl_jax.parallel import constrain
 from fp8rl_jax.precision import element_dtype
 from fp8rl_jax.rollout.sampling import Sampling, draw
+from pallas_kernels.matmul import selected_backend
 
 
 class Prompts(NamedTuple):
@@ -247,7 +248,10 @@ def _begin(
     last = jnp.take_along_axis(prefill.hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
     first_logits = jnp.repeat(policy.compute.product(last, policy.head), samples, axis=0)
     starts, keys = jnp.repeat(lengths, samples), row_keys(key, prompt_ids, samples)
-    empty = empty_block(policy.config, rows, width, cache_dtype(policy), policy.stacked)
+    kind = loop_dtype(policy)
+    empty = empty_block(policy.config, rows, width, kind, policy.stacked)
+    held = jax.tree.map(lambda x: x.astype(kind), (prefill.cache.keys, prefill.cache.values))
+    prefix = replace(prefill.cache, keys=held[0], values=held[1])
     logprobs = routes = sampled_routes = None
     if prompt_logprobs:
         logprobs = _prompt_logprobs(policy, prompts, segments, prefill.hidden, sampling)
@@ -257,7 +261,7 @@ def _begin(
         shape = (rows, width, *prefill.routes.shape[2:])
         sampled_routes = jnp.full(shape, -1, prefill.routes.dtype)
     stops = jnp.asarray(sampling.stop_token_ids, jnp.int32)
-    fixed = _Fixed(prefill.cache, starts, keys, empty.mask, stops, limits, scales, logprobs, routes)
+    fixed = _Fixed(prefix, starts, keys, empty.mask, stops, limits, scales, logprobs, routes)
     phrases = [
         None if table is None else jnp.zeros(rows, jnp.int32)
         for table in (sampling.stop_strings, sampling.bad_words)
@@ -403,6 +407,21 @@ def cache_dtype(policy: Policy) -> jnp.dtype:
     """Find what keys and values are stored in."""
     key = policy.compute.key
     return element_dtype(key) if key.quantized else policy.embed_tokens.value.dtype
+
+
+def loop_dtype(policy: Policy) -> jnp.dtype:
+    """Find what this loop keeps keys and values in: `cache_dtype`, or float32.
+
+    float32 holds the same FP8 values where the reference would convert them again at every token.
+    """
+    compute = policy.compute
+    if (
+        compute.key.quantized
+        and not compute.exact
+        and selected_backend(compute.backend) == "reference"
+    ):
+        return jnp.dtype(jnp.float32)
+    return cache_dtype(policy)
 
 
 def row_keys(key: Key[Array, ""], prompt_ids: Int[Array, " p"], samples: int) -> Key[Array, " b"]:

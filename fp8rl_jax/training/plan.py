@@ -25,6 +25,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -48,9 +49,11 @@ from fp8rl_jax.models.policy import Policy, init_policy, parameter_count
 from fp8rl_jax.parallel import DEFAULT_RULES, ShardingRules, batch_shards, policy_shardings
 from fp8rl_jax.parallel.mesh import AXES
 from fp8rl_jax.rollout.paged import WHOLE, choose_layout
+from fp8rl_jax.rollout.sampler import cache_dtype, loop_dtype
 from fp8rl_jax.training.adapters import adapt
 from fp8rl_jax.training.state import make_optimizer
 from pallas_kernels.attention import CHUNK, CHUNK_FROM
+from pallas_kernels.backend import tracing_for
 from pallas_kernels.matmul import selected_backend
 
 PHASES = ("rollout", "backward", "optimizer", "sync")
@@ -120,10 +123,13 @@ def memory_plan(
     if config.rl.kl_coefficient > 0 or config.rl.reward_kl.coefficient > 0:
         # beside the frozen base of adapters, which it shares
         always["KL reference policy"] = masters
+    # cards that have a name are Hopper's, whatever this machine is
+    with tracing_for(1) if config.plan.device in DEVICE_BYTES else nullcontext():
+        rollout = _rollout(shape, config, recipe, served, mesh)
     return Plan(
         always,
         {
-            "rollout": _rollout(shape, config, recipe, served, mesh),
+            "rollout": rollout,
             "backward": _backward(shape, config, masters, mesh),
             "optimizer": {"gradients (float32)": masters, "changed weights (float32)": masters},
             "sync": {f"weights in {dtype.name}": _device_bytes(policy, mesh) * dtype.itemsize // 4},
@@ -153,12 +159,7 @@ def _rollout(
     in_progress = r.prompts_per_step + r.paged.extra_prompts
     prompts = math.ceil(in_progress / batch_shards(mesh))
     rows, tensor = prompts * r.samples_per_prompt, mesh.shape["tensor"]
-    key = recipe.rollout.key
-    kept, bits = (
-        (key.element_type.dtype, key.element_type.bits)
-        if key.quantized
-        else (dtype.name, 8 * dtype.itemsize)
-    )
+    kept = (cache_dtype if r.engine == "paged" else loop_dtype)(served)
     tokens = prompts * r.max_prompt_tokens  # of a prefill
     held, what = tokens + rows * r.max_new_tokens, "KV cache"
     if r.engine == "paged":
@@ -168,7 +169,8 @@ def _rollout(
         tokens, rows = layout.together * layout.chunk, layout.slots
         held = layout.pages * layout.page_size
         what = f"KV cache, {held:,} tokens for {layout.slots} completions at a time"
-    found = {f"{what} ({kept})": 2 * shape.num_layers * held * shape.kv_size * bits // 8 // tensor}
+    size = 2 * shape.num_layers * held * shape.kv_size * kept.itemsize // tensor
+    found = {f"{what} ({kept.name})": size}
     split = mesh.shape["fsdp"] * mesh.shape["expert"]
     if r.engine == "paged" and split > 1:
         whole = _device_bytes(served, mesh, WHOLE)

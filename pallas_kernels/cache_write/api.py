@@ -27,6 +27,7 @@ def write_cache(
     q: Float[Array, "tokens heads head_dim"] | None = None,
     query_scale: Float[Array, ...] | None = None,
     *,
+    fp8_dtype: jnp.dtype | None = None,
     backend: Backend = "auto",
 ) -> tuple[Array, ...]:
     """Write new keys and values into a KV cache: rotate, scale, clamp, cast and scatter.
@@ -38,7 +39,9 @@ def write_cache(
     donates, or carries through a loop, are written in place.
 
     Args:
-        keys, values: the cache, of one dtype: bfloat16 or float32 as it is, or FP8 with `scales`.
+        keys, values: the cache, of one dtype: bfloat16 or float32 as it is, or FP8 with `scales`;
+            with `fp8_dtype`, too, a float32 one of FP8 values, which the reference's attention
+            reads without converting them.
         k, v: new keys and values, before rotation; one dtype, bfloat16 on hopper. `v` is not
             rotated.
         cos, sin: float32, of each token's angles: the half-split rotary embedding (arXiv
@@ -51,6 +54,7 @@ def write_cache(
             `kv_heads`.
         query_scale: float32 [] or [kv_heads], of the group of queries of each KV head; with it the
             queries are divided, clamped and cast to the cache's dtype as well.
+        fp8_dtype: what is quantized is cast to this; None: to the dtype of the cache.
         backend: implementation; hopper takes head_dim 64, 96 and 128, "auto" is the reference for
             others.
 
@@ -61,10 +65,11 @@ def write_cache(
         BackendError: a backend asked for by name cannot serve the call.
         ValueError: shapes or dtypes do not belong to each other, or there are no tokens.
     """
-    _check(keys, values, k, v, cos, sin, row, slot, scales, q, query_scale)
+    dtype = keys.dtype if fp8_dtype is None else jnp.dtype(fp8_dtype)
+    _check(keys, values, k, v, cos, sin, row, slot, scales, q, query_scale, dtype)
     if _chosen(backend, keys, k) == "reference":
         return reference.write_cache(
-            keys, values, k, v, cos, sin, row, slot, scales, q, query_scale
+            keys, values, k, v, cos, sin, row, slot, scales, q, query_scale, dtype
         )
     from pallas_kernels.cache_write import hopper
 
@@ -93,7 +98,7 @@ OPERANDS, RESULTS = "r h s d, r h s d, t h d, t h d, t f, t f, t, t, z h", "r h 
 QUERIES, WHOLE = "t h g d", ("r", "s", "d", "t", "f", "z", "g")
 
 
-def _check(keys, values, k, v, cos, sin, row, slot, scales, q, query_scale):
+def _check(keys, values, k, v, cos, sin, row, slot, scales, q, query_scale, dtype):
     _, kv_heads, _, head_dim = keys.shape
     tokens = len(k)
     wanted = {
@@ -111,19 +116,21 @@ def _check(keys, values, k, v, cos, sin, row, slot, scales, q, query_scale):
     for name, number in zip(("key scale", "value scale", "query_scale"), numbers, strict=True):
         if number is not None:
             wanted[name] = (number, (kv_heads,) if number.ndim else (), jnp.float32)
-    for name, (given, shape, dtype) in wanted.items():
-        if given.shape != shape or given.dtype != dtype:
+    for name, (given, shape, kind) in wanted.items():
+        if given.shape != shape or given.dtype != kind:
             raise ValueError(
                 f"write_cache: {name} is {given.dtype}{given.shape}, must be "
-                f"{jnp.dtype(dtype)}{shape} for a cache {keys.shape}"
+                f"{jnp.dtype(kind)}{shape} for a cache {keys.shape}"
             )
     if tokens == 0 or head_dim % 2:
         raise ValueError(f"write_cache: needs tokens and an even head_dim, got k {k.shape}")
-    if (keys.dtype.name in _FP8) != (scales is not None) or (
-        query_scale is not None and scales is None
-    ):
+    if (dtype.name in _FP8) != (scales is not None) or (query_scale is not None and scales is None):
         raise ValueError(
-            "write_cache: an FP8 cache needs scales, and no other has them; the cache is "
+            f"write_cache: an FP8 cache needs scales, and no other has them; the cache is {dtype}"
+        )
+    if keys.dtype not in (dtype, jnp.float32):
+        raise ValueError(
+            f"write_cache: {dtype} values are kept in a cache of that dtype or of float32, not of "
             f"{keys.dtype}"
         )
 

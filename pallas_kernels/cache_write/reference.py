@@ -7,16 +7,16 @@ import jax.numpy as jnp
 from pallas_kernels.rounding import rounded
 
 
-def write_cache(keys, values, k, v, cos, sin, row, slot, scales, q, query_scale):
+def write_cache(keys, values, k, v, cos, sin, row, slot, scales, q, query_scale, dtype):
     key_scale, value_scale = scales or (None, None)
     written = (
-        scatter(keys, cast(rotate(k, cos, sin), key_scale, keys.dtype), row, slot),
-        scatter(values, cast(v, value_scale, values.dtype), row, slot),
+        scatter(keys, cast(rotate(k, cos, sin), key_scale, dtype), row, slot),
+        scatter(values, cast(v, value_scale, dtype), row, slot),
     )
     if q is None:
         return written
     return *written, cast(
-        rotate(q, cos, sin), query_scale, q.dtype if query_scale is None else keys.dtype
+        rotate(q, cos, sin), query_scale, q.dtype if query_scale is None else dtype
     )
 
 
@@ -49,4 +49,5 @@ def scatter(cache, new, row, slot):
     """
     rows, _, slots, _ = cache.shape
     inside = (row >= 0) & (row < rows) & (slot >= 0) & (slot < slots)
-    return cache.at[jnp.where(inside, row, rows), :, slot].set(new, mode="drop")
+    place = cache.at[jnp.where(inside, row, rows), :, slot]
+    return place.set(new.astype(cache.dtype), mode="drop")

@@ -40,6 +40,15 @@ def test_write_cache_equals_numpy(case):
     assert difference(got, case.expected(*(np.asarray(a) for a in arrays))) <= case.tolerance
 
 
+def test_a_float32_cache_holds_the_same_fp8_values():
+    scales, q = (jnp.float32(0.0061), jnp.float32(0.0007)), inputs()[2]
+    narrow = write_cache(*inputs(), scales, q, scales[0])
+    wide = write_cache(*inputs(dtype=jnp.float32), scales, q, scales[0], fp8_dtype=E4M3)
+    assert [x.dtype for x in wide] == [jnp.float32, jnp.float32, E4M3]
+    for one, other in zip(narrow, wide, strict=True):
+        assert (np.asarray(one, np.float32) == np.asarray(other, np.float32)).all()
+
+
 @pytest.mark.parametrize("quantized", [True, False])
 def test_write_cache_equals_what_the_model_writes_bit_for_bit(quantized):
     """A decode step: one slot of every row, through the model's rotate, quantizer and
@@ -121,6 +130,11 @@ def change(at, new):
         ),
         (inputs(), {"scales": None}, "an FP8 cache needs scales"),
         (inputs(dtype=jnp.bfloat16), {}, "no other has them"),
+        (
+            inputs(dtype=jnp.bfloat16),
+            {"fp8_dtype": E4M3},
+            "kept in a cache of that dtype or of float32, not of bfloat16",
+        ),
         (
             inputs(),
             {"q": jnp.ones((6, 4, 16), jnp.bfloat16)},

@@ -147,7 +147,11 @@ def cache(mesh) -> tuple[float, list[str], list[list[int]]]:
     def write(keys, values, k, v, cos, sin, row, slot, scales, q):
         queries = q.reshape(len(q), -1, q.shape[-1])
         *written, turned = cache_reference.write_cache(
-            keys, values, k, v, cos, sin, row, slot, (scales[0], scales[1]), queries, scales[2]
+            *(keys, values, k, v, cos, sin, row, slot),
+            (scales[0], scales[1]),
+            queries,
+            scales[2],
+            keys.dtype,
         )
         return *written, turned.reshape(q.shape)
 

@@ -143,7 +143,7 @@ def test_qwen3_8b_in_bytes_by_hand():
     slots = 8 * 512 + 64 * 1024
     assert plan.phases["rollout"]["KV cache (float8_e4m3fn)"] == 2 * 36 * 8 * 128 * slots
     paged = replace(config, rollout=replace(config.rollout, engine="paged"))
-    # a page has 32 tokens; 8 prompts and 64 completions
+    # 8 prompts and 64 completions
     held = {"KV cache, 69,632 tokens for 64 completions at a time (float8_e4m3fn)": 69632}
     halved = mesh_sizes(config.mesh) | {"fsdp": 2}
     for found in (memory_plan(QWEN3_8B, paged), memory_plan(QWEN3_8B, paged, halved)):
