@@ -49,10 +49,10 @@ from fp8rl_jax.precision import (
     FP8Input,
     QTensor,
     as_weight,
-    element_dtype,
     is_quantized,
     predequantize,
 )
+from fp8rl_jax.rollout.sampler import cache_dtype
 
 Values = dict[str, Any]
 """By name: "input" and "output" of the layer; "<operation>.in" and ".out", arrays [b, t, ...];
@@ -265,9 +265,7 @@ def one_by_one(
     segments = tokens.masks.prompt.astype(jnp.int32)
     prefill = forward(policy, tokens.prompts, segment_ids=segments, cache=KVCache(scales=scales))
     last = jnp.take_along_axis(prefill.hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
-    key = compute.key
-    dtype = element_dtype(key) if key.quantized else policy.embed_tokens.value.dtype
-    empty = empty_block(policy.config, len(completions), width, dtype, policy.stacked)
+    empty = empty_block(policy.config, len(completions), width, cache_dtype(policy), policy.stacked)
 
     def logprob(hidden, token):
         return compute.logprob(compute.product(hidden, policy.head), token, 1.0)

@@ -169,8 +169,8 @@ def _rollout(
         tokens, rows = layout.together * layout.chunk, layout.slots
         held = layout.pages * layout.page_size
         what = f"KV cache, {held:,} tokens for {layout.slots} completions at a time"
-    size = 2 * shape.num_layers * held * shape.kv_size * kept.itemsize // tensor
-    found = {f"{what} ({kept.name})": size}
+    bits = 2 * shape.num_layers * held * shape.kv_size * jnp.finfo(kept).bits
+    found = {f"{what} ({kept.name})": bits // 8 // tensor}
     split = mesh.shape["fsdp"] * mesh.shape["expert"]
     if r.engine == "paged" and split > 1:
         whole = _device_bytes(served, mesh, WHOLE)

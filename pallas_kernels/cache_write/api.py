@@ -53,7 +53,7 @@ def write_cache(
         q: queries of the same tokens, rotated in the same kernel; `heads` is a multiple of
             `kv_heads`.
         query_scale: float32 [] or [kv_heads], of the group of queries of each KV head; with it the
-            queries are divided, clamped and cast to the cache's dtype as well.
+            queries are divided, clamped and cast as well.
         fp8_dtype: what is quantized is cast to this; None: to the dtype of the cache.
         backend: implementation; hopper takes head_dim 64, 96 and 128, "auto" is the reference for
             others.

@@ -74,9 +74,14 @@ def experts(mesh) -> dict[str, tuple[float, list[str]]]:
     never split."""
     keys = jax.random.split(jax.random.key(1))
     sizes = jnp.asarray([128, 256], jnp.int32)
-    x, w = jax.random.normal(keys[0], (400, 256)), jax.random.normal(keys[1], (2, 128, 256))
-    forward = (*quantize_blocks(x), *quantize_blocks(w, (128, 128)), sizes)
-    gradient = (*quantize_blocks(x, (128, 1)), *quantize_blocks(x[:, ::-1], (128, 1)), sizes)
+    # integers and powers of two: their sums are exact in any order, on any processor
+    x, w = (
+        jnp.round(4 * jax.random.normal(key, shape))
+        for key, shape in zip(keys, ((400, 256), (2, 128, 256)), strict=True)
+    )
+    quantize = partial(quantize_blocks, scale="power_of_two")
+    forward = (*quantize(x), *quantize(w, (128, 128)), sizes)
+    gradient = (*quantize(x, (128, 1)), *quantize(x[:, ::-1], (128, 1)), sizes)
     last, found = P(None, "tensor"), {}
     for name, product, rule, blocks, specs, operands in (
         (

@@ -30,8 +30,7 @@ def printed():
 )
 def test_each_device_computes_its_share(printed, layout, collectives, shard):
     difference, found, result = printed[layout]
-    # float32 sums in another order: 1.07e-4 was seen on AVX2
-    assert difference < 1e-3 and found == collectives and result == shard
+    assert difference < 1e-4 and found == collectives and result == shard
 
 
 def test_a_mesh_axis_is_used_once_and_by_the_first_that_has_it():
@@ -69,8 +68,7 @@ def test_what_must_be_whole_is_not_split():
 )
 def test_the_rows_of_groups_are_whole(printed, product, collectives):
     difference, found = printed[product]
-    # float32 sums in another order: 1.07e-4 was seen on AVX2
-    assert difference < 1e-3 and found == collectives
+    assert difference < 1e-4 and found == collectives
 
 
 def test_a_kernel_with_two_results(printed):

@@ -4,6 +4,7 @@ another order or layout."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,7 @@ from rollout.tiny import (
 
 from fp8rl_jax.models.logprobs import token_logprobs
 from fp8rl_jax.models.policy import init_policy
+from fp8rl_jax.rollout import sampler
 from fp8rl_jax.rollout.engine import Prompts
 from fp8rl_jax.rollout.sampler import generate, row_keys
 from fp8rl_jax.rollout.sampling import Sampling
@@ -73,6 +75,25 @@ def test_fp8_policy_logprobs_equal_a_full_forward_up_to_flipped_roundings():
         and error.max() < cost.max() / 2
         and error.mean() < cost.mean() / 10
     )
+
+
+def test_an_fp8_cache_kept_as_float32_gives_the_same_completions(monkeypatch):
+    engine, prompts = make_engine("fp8-rl"), make_prompts()
+
+    def run():
+        inputs = (engine.policy, *prompts, KEY, engine.scales)
+        call = partial(generate.__wrapped__, samples=2, sampling=PLAIN)
+        program = jax.jit(call).lower(*inputs)
+        return program.compile()(*inputs), program.as_text()
+
+    wide, text = run()
+    monkeypatch.setattr(sampler, "loop_dtype", sampler.cache_dtype)
+    narrow, other = run()
+    cache = "tensor<6x2x8x32x{}>"
+    assert cache.format("f8E4M3FN") in other and cache.format("f8E4M3FN") not in text
+    # a flipped rounding, of which the test above tells, changes the rest of its row
+    same = np.isclose(wide.policy_logprobs, narrow.policy_logprobs, atol=1e-4)
+    assert (same & (wide.tokens == narrow.tokens)).mean() > 0.5
 
 
 def test_truncated_behaviour_logprobs(engine):
