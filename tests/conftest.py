@@ -42,6 +42,8 @@ HOPPER = (
     "experiments/test_gpu_benchmark.py",
 )
 """What only a Hopper GPU runs, checked without one: `make hopper`."""
+VLLM = ("rollout/test_with_vllm.py",)
+"""What needs an environment with vLLM: `make test-vllm`."""
 
 jaxtyping.install_import_hook(["fp8rl_jax", "pallas_kernels"], "shape_checks.check")
 
@@ -54,6 +56,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]):
             item.add_marker("optimized")
         if name.startswith(HOPPER):
             item.add_marker("hopper")
+        if name.startswith(VLLM):
+            item.add_marker("vllm")
 
 
 def pytest_runtest_teardown():

@@ -11,6 +11,8 @@ import tyro
 
 from fp8rl_jax.config.files import read_recipes
 from fp8rl_jax.config.recipe import PrecisionConfig, Recipe, get_recipe
+from fp8rl_jax.config.run import RolloutConfig, RunConfig, VllmConfig
+from fp8rl_jax.errors import UserError
 
 Phase = Literal["trainer", "rollout"]
 
@@ -56,6 +58,11 @@ class CompareArguments:
     """Key of the file's lines under which another engine's log-probabilities of "completion_tokens"
     stand, one a token: both sides are compared with them, too. In the answers of `fp8rl generate`
     it is policy_logprobs."""
+    engine: Literal["none", "vllm"] = "none"
+    """vllm: a vLLM server completes the prompts with a's model and recipe, and both sides are
+    compared with its log-probabilities."""
+    vllm: VllmConfig = field(default_factory=VllmConfig)
+    """The server, with --engine vllm."""
     temperature: float = 1.0
     """Of the log-probabilities: the one that the recorded ones were sampled at."""
     rows: int = 4
@@ -79,6 +86,10 @@ class CompareArguments:
             (
                 not self.recorded or bool(self.input),
                 "--recorded: needs an --input, whose lines hold it",
+            ),
+            (
+                not self.recorded or self.engine == "none",
+                "--recorded: with --engine vllm the server's are; leave it out",
             ),
             (
                 0 < self.temperature < math.inf,
@@ -105,6 +116,24 @@ class CompareArguments:
         a, b = filled(self.a, self.models[0]), filled(self.b, self.models[-1])
         phases = _phases(self.a.phase, self.b.phase, alike=a == b)
         return dataclasses.replace(a, phase=phases[0]), dataclasses.replace(b, phase=phases[1])
+
+    def vllm_run(self) -> RunConfig:
+        """The run whose rollouts are a's by vLLM: half of a row is left for the completion."""
+        new = self.max_tokens // 2
+        rollout = RolloutConfig(
+            max_prompt_tokens=self.max_tokens - new,
+            max_new_tokens=new,
+            temperature=self.temperature,
+            engine="vllm",
+            vllm=self.vllm,
+        )
+        return RunConfig(
+            recipe=self.a.recipe or self.recipe,
+            recipes=read_recipes(self.recipes),
+            precision=_over(self.precision, self.a.precision),
+            compute_dtype=self.a.compute_dtype or self.compute_dtype,
+            rollout=rollout,
+        )
 
 
 @dataclass(frozen=True)
@@ -145,6 +174,7 @@ def _phases(a: Phase | None, b: Phase | None, alike: bool) -> tuple[Phase, Phase
 def compare(arguments: CompareArguments) -> int:
     """Print the comparison; return 1 where --expect-equal is given and a bit differs."""
     import sys
+    from functools import cache
     from pathlib import Path
 
     import jax.numpy as jnp
@@ -161,7 +191,14 @@ def compare(arguments: CompareArguments) -> int:
     from fp8rl_jax.compare.comparison import document
     from fp8rl_jax.compare.side import Side, check_alike, describe_side
     from fp8rl_jax.compare.text import summary
-    from fp8rl_jax.compare.tokens import TEXT, as_recorded, as_tokens, from_file, from_text
+    from fp8rl_jax.compare.tokens import (
+        TEXT,
+        as_recorded,
+        as_tokens,
+        from_file,
+        from_text,
+        from_vllm,
+    )
     from fp8rl_jax.tokenizers.tokenizer import load_tokenizer
     from fp8rl_jax.weights.hf_config import read_policy_config
     from fp8rl_jax.weights.load import load_policy
@@ -180,22 +217,28 @@ def compare(arguments: CompareArguments) -> int:
         )
     else:
         rows = from_text(arguments.text or TEXT, tokenizer)
-    used = rows[: arguments.rows]
-    tokens, recorded = as_tokens(used, arguments.max_tokens), None
-    if arguments.recorded:
-        recorded = arguments.recorded, as_recorded(used, arguments.max_tokens)
-    policies, sides = {}, []
-    for spec, directory in zip(specs, directories, strict=True):
-        dtype = jnp.dtype(spec.compute_dtype)
-        key = (Path(directory).resolve(), dtype)
-        if key not in policies:
-            policies[key] = load_policy(directory, dtype)
-        sides.append(Side.of(policies[key], spec.recipe, spec.phase, dtype, tokens, spec.backend))
+    loaded = cache(load_policy)
+    policies = [
+        loaded(Path(directory).resolve(), jnp.dtype(spec.compute_dtype))
+        for spec, directory in zip(specs, directories, strict=True)
+    ]
+    used, recorded = rows[: arguments.rows], arguments.recorded
+    if arguments.engine == "vllm":
+        if tokenizer is None:
+            raise UserError(f"{directories[0]}: has no tokenizer, which vLLM asks for")
+        used = from_vllm(arguments.vllm_run(), policies[0], tokenizer, used)
+        recorded = "vllm"
+    tokens = as_tokens(used, arguments.max_tokens)
+    sides = [
+        Side.of(policy, spec.recipe, spec.phase, spec.compute_dtype, tokens, spec.backend)
+        for policy, spec in zip(policies, specs, strict=True)
+    ]
     shown = progress if sys.stderr.isatty() else lambda line: None
     comparison = compare_sides(*sides, tokens, shown, arguments.temperature)
     given = len(rows), sum(len(row.prompt) + len(row.completion) for row in rows)
     described = [describe_side(spec.model, side) for spec, side in zip(specs, sides, strict=True)]
-    results = document(comparison, described, tokens, tokenizer, given, recorded)
+    told = (recorded, as_recorded(used, arguments.max_tokens)) if recorded else None
+    results = document(comparison, described, tokens, tokenizer, given, told)
     if arguments.json:
         write_lines(arguments.json, [results | {"made": _record()}])
     print(summary(results))

@@ -8,13 +8,19 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int
 
+from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.rollout.engine import Rollout
-from fp8rl_jax.rollout.offline import Line, read_lines
+from fp8rl_jax.models.policy import Policy
+from fp8rl_jax.parallel import to_host
+from fp8rl_jax.rollout.engine import Rollout, pad_prompts
+from fp8rl_jax.rollout.offline import Line, calibrate, read_lines
+from fp8rl_jax.rollout.sampling import Sampling
+from fp8rl_jax.rollout.vllm.engine import VllmEngine
 from fp8rl_jax.tokenizers.tokenizer import Tokenizer
 
 
@@ -128,6 +134,40 @@ def of_rollout(rollout: Rollout, most: int) -> list[Row]:
         for i in order[:most]
     )
     return [row for row in rows if row.completion]
+
+
+def from_vllm(
+    config: RunConfig, policy: Policy, tokenizer: Tokenizer, rows: list[Row]
+) -> list[Row]:
+    """Have a vLLM server complete the rows' prompts, and record its log-probabilities.
+
+    Args:
+        config: recipe, compute dtype, and of `rollout` vllm, max_prompt_tokens, max_new_tokens and
+            temperature; longer prompts are truncated.
+        policy: any float dtype.
+
+    Raises:
+        UserError: `config.problems()`, or what `VllmEngine` says.
+    """
+    if faults := config.problems():
+        raise UserError("\n".join(faults))
+    recipe, rollout = config.resolved_recipe(), config.rollout
+    engine = VllmEngine(config, recipe, tokenizer)
+    given = [row.prompt[: rollout.max_prompt_tokens] for row in rows]
+    prompts = pad_prompts(given, list(range(len(given))), rollout.max_prompt_tokens)
+    stops = tuple(dict.fromkeys((*tokenizer.eos_token_ids, *policy.config.eos_token_ids)))
+    sampling = Sampling(rollout.max_new_tokens, rollout.temperature, stop_token_ids=stops)
+    try:
+        calibrate(engine, jax.tree.map(lambda x: x.astype(jnp.float32), policy), [prompts])
+        rollout = to_host(engine.generate(prompts, 1, sampling, jax.random.key(config.seed)))
+    finally:
+        engine.stop()
+    return [
+        Row(prompt, tokens[mask].tolist(), logprobs[mask].tolist())
+        for prompt, tokens, mask, logprobs in zip(
+            given, rollout.tokens, rollout.mask, rollout.policy_logprobs, strict=True
+        )
+    ]
 
 
 def as_tokens(rows: list[Row], longest: int) -> Tokens:

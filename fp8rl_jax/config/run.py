@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from fp8rl_jax.config.recipe import PrecisionConfig, Recipe, get_recipe
+from fp8rl_jax.config.formats import COMPUTE, TensorFormat
+from fp8rl_jax.config.recipe import LINEARS, PrecisionConfig, Recipe, get_recipe
 from fp8rl_jax.config.rl import RLConfig, check_sampling
 from fp8rl_jax.config.schema import unknown_placeholders
 from fp8rl_jax.config.tasks import TaskConfig
@@ -86,6 +87,38 @@ class PagedConfig:
 
 
 @dataclass(frozen=True)
+class VllmConfig:
+    """A vLLM server as rollout engine (vLLM >= 0.32, in a Python of its own)."""
+
+    python: str = ""
+    """Python interpreter that has vLLM: a server is started with it on loopback, and ends with the
+    run."""
+    address: str = ""
+    """http://host:port of a server that is running already. Its routes for weights ask for no key:
+    keep it on a network that nobody else reaches."""
+    directory: str = ""
+    """Where weights are handed over; with `address`, on a file system that both see. Empty: a
+    temporary directory."""
+    quantize: Literal["ours", "vllm"] = "ours"
+    """Who quantizes the linears of an FP8 recipe. ours: vLLM is given e4m3 values and scales, the
+    bits that the trainer trains with. vllm: it is given 16 bits and makes its own (fp8_per_block)
+    at every push."""
+    compiled: bool = False
+    """Let vLLM compile its graphs: a longer start, faster decode."""
+    parity: float | None = None
+    """Largest mean difference between vLLM's log-probabilities and ours of the few tokens that are
+    checked after every push; unset: 1e-3 in float32, 0.5 in 16 bits, 1 in FP8."""
+    start_seconds: float = 600.0
+    """Until a server that was started must be ready."""
+    request_seconds: float = 600.0
+    """Longest silence of a server that is to answer, before it counts as hung."""
+    restarts: int = 3
+    """How often a server of ours that ends or hangs is started again."""
+    arguments: tuple[str, ...] = ()
+    """More arguments of `vllm serve`, such as --tensor-parallel-size."""
+
+
+@dataclass(frozen=True)
 class RolloutConfig:
     """How completions are sampled."""
 
@@ -123,11 +156,12 @@ class RolloutConfig:
     """Layer loop in decode: unrolled (a scan copies each layer's weights for a kernel, and on a
     CPU) or scanned (compile time independent of depth). auto: unrolled on a CPU and with Hopper
     kernels."""
-    engine: Literal["paged", "static"] = "static"
+    engine: Literal["paged", "static", "vllm"] = "static"
     """static: all completions of a step decode until the longest has ended. paged: continuous
     batching, a slot whose completion has ended takes the next one; faster where lengths differ,
-    slower where all are short and alike."""
+    slower where all are short and alike. vllm: a vLLM server (rollout.vllm)."""
     paged: PagedConfig = PagedConfig()
+    vllm: VllmConfig = VllmConfig()
 
 
 @dataclass(frozen=True)
@@ -246,6 +280,7 @@ class RunConfig:
         try:
             recipe = self.resolved_recipe()
             faults += self._calibration_problems(recipe) + self._carrying_problems(recipe)
+            faults += self._vllm_problems(recipe)
         except UserError as error:
             faults += str(error).splitlines()
         faults += unknown_placeholders("output", self.output, "recipe", "seed")
@@ -387,6 +422,88 @@ class RunConfig:
             ),
         ]
         return [f"rollout.paged.extra_prompts: {why}" for holds, why in checks if not holds]
+
+    def _vllm_problems(self, recipe: Recipe) -> list[str]:
+        """What vLLM cannot do, or not so that it can be learned from."""
+        rollout = self.rollout
+        if rollout.engine != "vllm":
+            return []
+        vllm, formats = rollout.vllm, recipe.rollout
+        block = TensorFormat("e4m3", (128, 128)), TensorFormat("e4m3", (1, 128))
+        linears = {(each.rollout.weight, each.rollout.activation) for each in recipe.variants}
+        whole = (
+            recipe.quantized == LINEARS
+            and not recipe.excluded
+            and recipe.first_layers_in_compute == recipe.last_layers_in_compute == 0
+            and linears == {block}
+        )
+        per_layer = TensorFormat("e4m3", None)
+        truncated = (
+            rollout.top_k > 0
+            or rollout.top_p < 1
+            or rollout.min_p > 0
+            or bool(rollout.bad_words)
+            or bool(rollout.logit_bias)
+        )
+        checks = [
+            (
+                bool(vllm.python) != bool(vllm.address),
+                "rollout.vllm: give python, an interpreter that has vLLM, or address, a running "
+                "server",
+            ),
+            (
+                not vllm.address or vllm.address.startswith(("http://", "https://")),
+                f"rollout.vllm.address = {vllm.address!r} is no http://host:port",
+            ),
+            (
+                not vllm.address or bool(vllm.directory),
+                "rollout.vllm.directory: with rollout.vllm.address, name a directory that the "
+                "server sees, too",
+            ),
+            (vllm.start_seconds > 0, "rollout.vllm.start_seconds must be positive"),
+            (vllm.request_seconds > 0, "rollout.vllm.request_seconds must be positive"),
+            (vllm.restarts >= 0, "rollout.vllm.restarts must not be negative"),
+            (
+                vllm.parity is None or vllm.parity > 0,
+                f"rollout.vllm.parity = {vllm.parity} must be positive",
+            ),
+            (
+                whole or linears == {(COMPUTE, COMPUTE)},
+                f'rollout.engine = "vllm": recipe {recipe.name!r} has formats of linears that vLLM '
+                "does not serve; it has none, or e4m3 in blocks of 128 x 128 with activations in "
+                "1 x 128 for all of them",
+            ),
+            (
+                not whole or self.compute_dtype == "bfloat16",
+                f"compute_dtype = {self.compute_dtype!r}: vLLM serves block FP8 beside bfloat16",
+            ),
+            (
+                not recipe.quantizes_cache
+                or (
+                    formats.key == formats.value == per_layer
+                    and recipe.kv_granularity == "layer"
+                    and recipe.kv_calibration == "trainer"
+                ),
+                f'rollout.engine = "vllm": recipe {recipe.name!r} has a KV cache that vLLM does '
+                "not serve; it takes e4m3 with a scale for each layer that the trainer calibrates "
+                '(precision.kv_calibration = "trainer")',
+            ),
+            (
+                self.precision.exact is not True and not recipe.exact,
+                'precision.exact: of vLLM no bits are promised; leave it "auto"',
+            ),
+            (
+                not truncated,
+                "rollout.top_k, top_p, min_p, bad_words, logit_bias: vLLM gives the "
+                "log-probability of the distribution that it sampled alone; leave them out with "
+                'rollout.engine = "vllm"',
+            ),
+            (
+                not self.trainer.router_replay,
+                'trainer.router_replay: rollout.engine = "vllm" brings no routes; leave it false',
+            ),
+        ]
+        return [message for holds, message in checks if not holds]
 
     def _calibration_problems(self, recipe: Recipe) -> list[str]:
         """What keeps rl.clip_calibration from having an effect."""

@@ -40,6 +40,7 @@ from fp8rl_jax.precision import check_recipe
 from fp8rl_jax.rollout.calibration import observe_qkv, scales_from_amax
 from fp8rl_jax.rollout.engine import LocalEngine, Prompts, Rollout, pad_prompts
 from fp8rl_jax.rollout.sampling import Sampling
+from fp8rl_jax.rollout.vllm.engine import VllmEngine
 from fp8rl_jax.tokenizers.tokenizer import Tokenizer
 
 _LISTED = 20  # faults shown before the rest is counted
@@ -311,7 +312,7 @@ def complete(
     return [answers[index] for index in range(len(rows))]
 
 
-def calibrate(engine: LocalEngine, policy: Policy, prompts: Sequence[Prompts]) -> None:
+def calibrate(engine: LocalEngine | VllmEngine, policy: Policy, prompts: Sequence[Prompts]) -> None:
     """Give the engine its weights, with KV scales measured on all of `prompts`.
 
     Scales are measured where the recipe quantizes the cache, by the trainer's forward or by the

@@ -113,11 +113,10 @@ def memory_plan(
     served = jax.eval_shape(lambda p: rollout_policy(p, recipe, dtype, unroll, backend)[0], policy)
     masters = _device_bytes(trained, mesh)
     formats = f"{weight.element}, rest {dtype.name}" if weight.quantized else dtype.name
-    always = {
-        "masters (float32)": masters,
-        "Adam moments": _device_bytes(moments, mesh),
-        f"rollout weights ({formats})": _device_bytes(served, mesh),
-    }
+    always = {"masters (float32)": masters, "Adam moments": _device_bytes(moments, mesh)}
+    ours = config.rollout.engine != "vllm"  # whose server has memory of its own
+    if ours:
+        always[f"rollout weights ({formats})"] = _device_bytes(served, mesh)
     if frozen is not None:
         always["frozen base"] = _device_bytes(frozen, mesh)
     if config.rl.kl_coefficient > 0 or config.rl.reward_kl.coefficient > 0:
@@ -125,7 +124,7 @@ def memory_plan(
         always["KL reference policy"] = masters
     # cards that have a name are Hopper's, whatever this machine is
     with tracing_for(1) if config.plan.device in DEVICE_BYTES else nullcontext():
-        rollout = _rollout(shape, config, recipe, served, mesh)
+        rollout = _rollout(shape, config, recipe, served, mesh) if ours else {}
     return Plan(
         always,
         {

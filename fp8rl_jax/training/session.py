@@ -78,6 +78,7 @@ from fp8rl_jax.rollout.engine import (
 )
 from fp8rl_jax.rollout.partial import InProgress, advance, as_rollout, begin, divide, join
 from fp8rl_jax.rollout.sampling import Sampling
+from fp8rl_jax.rollout.vllm.engine import VllmEngine
 from fp8rl_jax.tasks.conversation import Conversation, message_faults
 from fp8rl_jax.tasks.dataset import Example
 from fp8rl_jax.tasks.episodes import Episode
@@ -181,7 +182,7 @@ class Session:
         recipe: a built-in recipe's name, or a Recipe; by default that of `config`.
         config: every setting, as `fp8rl train` takes it; task, evaluation, tracking and output are
             not used.
-        engine: who samples; by default `LocalEngine` with the recipe's formats.
+        engine: who samples; by default what rollout.engine names.
         settings: single settings by their last name (learning_rate=1e-5, samples_per_prompt=8,
             clip_high=0.28, seed=1), by their dotted key (**{"rl.correction.method": "token_tis"}),
             or whole tables (rl=RLConfig(...)); docs/config.md.
@@ -220,7 +221,8 @@ class Session:
         validate(config)
         keep_compiled_programs()
         self.exact_by_default = config.precision.exact == "auto"
-        config = with_exact_decided(config, ours=engine is None)
+        ours = engine is None and config.rollout.engine != "vllm"
+        config = with_exact_decided(config, ours)
         self.config, self.tokenizer = config, tokenizer
         self.recipe = config.resolved_recipe()
         check_recipe(self.recipe, config.precision.backend)
@@ -236,6 +238,8 @@ class Session:
         self.encoder = PromptEncoder(
             tokenizer, config.task.system_prompt, rollout.max_prompt_tokens
         )
+        if engine is None and config.rollout.engine == "vllm":
+            engine = VllmEngine(config, self.recipe, tokenizer)
         self.engine = local_engine(config, self.recipe) if engine is None else engine
         self.clock, self.step, self.scales = Clock(), 0, None
         with jax.set_mesh(self.mesh):

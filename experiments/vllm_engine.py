@@ -1,0 +1,177 @@
+"""Are the weights that vLLM serves the trainer's, push after push:
+`python -m experiments.vllm_engine --python PYTHON --output FILE`.
+
+The engine of `rollout.engine = "vllm"` gets a model and then, at every push, the same model moved a
+little. After each push completions are sampled, and vLLM's log-probabilities of their tokens are
+compared with those that our trainer computes for them:
+
+    trainer     with the weights that were pushed: what a run's mismatch metrics see
+    previous    with the weights of the push before: what a server would show that kept them
+
+`pushing` is the time of a push (files, loading, the parity check) over the time of the rollout
+behind it. On a CPU vLLM has no FP8 linears (its kernels ask for AMX); the cases with them run on a
+GPU, where this is the same command.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.benchmarks.machine import facts
+from experiments.command import run_command
+from fp8rl_jax.config.run import RolloutConfig, RunConfig, VllmConfig
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.models.policy import Policy
+from fp8rl_jax.rollout.calibration import calibrate_on_prompts
+from fp8rl_jax.rollout.engine import Prompts, pad_prompts
+from fp8rl_jax.rollout.offline import logprobs
+from fp8rl_jax.rollout.sampler import Rollout
+from fp8rl_jax.rollout.sampling import Sampling
+from fp8rl_jax.rollout.vllm.engine import VllmEngine
+from fp8rl_jax.weights.load import load
+from fp8rl_jax.weights.resolve import resolve_model
+
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "float32": ("bf16", "float32", {}),
+    "float32-compiled": ("bf16", "float32", {"compiled": True}),
+    "bfloat16": ("bf16", "bfloat16", {}),
+    "fp8-kv-float32": ("fp8-kv", "float32", {}),
+    "fp8-rollout": ("fp8-rollout", "bfloat16", {}),
+    "fp8-rollout-by-vllm": ("fp8-rollout", "bfloat16", {"quantize": "vllm"}),
+    "fp8-rl": ("fp8-rl", "bfloat16", {}),
+    "fp8-rl-compiled": ("fp8-rl", "bfloat16", {"compiled": True}),
+    "jet-rl": ("jet-rl", "bfloat16", {}),
+    "fp8-e2e-kv": ("fp8-e2e-kv", "bfloat16", {}),
+}
+"""Recipe, compute dtype, and what rollout.vllm has besides."""
+ON_CPU = ("float32", "float32-compiled", "bfloat16", "fp8-kv-float32")
+MOVED = 1e-2
+"""Noise on each matrix at a push, of its standard deviation."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """vLLM's log-probabilities beside our trainer's, after each of several pushes."""
+
+    python: str
+    """Interpreter with vLLM (`make vllm` makes one for a CPU)."""
+    output: str
+    """JSON file."""
+    model: str = "smollm2-135m"
+    """As `fp8rl compare` takes it. vLLM serves block FP8 where 128 divides the sides of linears."""
+    cases: tuple[str, ...] = ()
+    """Of the list above; none: on a CPU those without FP8 linears, else all."""
+    pushes: int = 4
+    """Of each case."""
+    prompts: int = 8
+    """Of random tokens."""
+    prompt_tokens: int = 32
+    """Of each prompt."""
+    new_tokens: int = 32
+    """Of each completion."""
+    arguments: tuple[str, ...] = field(default_factory=tuple)
+    """More arguments of `vllm serve`."""
+
+    def problems(self) -> list[str]:
+        """Every value that cannot work, one line each; empty where all is well."""
+        return [
+            f"--cases: {name} unknown (known: {', '.join(CASES)})"
+            for name in self.cases
+            if name not in CASES
+        ]
+
+
+def run(arguments: Arguments) -> None:
+    """Run the cases one after the other; the file is written after each."""
+    policy, tokenizer = load(resolve_model(arguments.model))
+    rng = np.random.default_rng(0)
+    size = arguments.prompts, arguments.prompt_tokens
+    rows = rng.integers(policy.config.vocab_size, size=size).tolist()
+    prompts = pad_prompts(rows, list(range(len(rows))), arguments.prompt_tokens)
+    names = arguments.cases or (ON_CPU if jax.default_backend() == "cpu" else tuple(CASES))
+    results: dict[str, Any] = {}
+    for name in names:
+        recipe, dtype, more = CASES[name]
+        vllm = VllmConfig(python=arguments.python, arguments=arguments.arguments, **more)
+        rollout = RolloutConfig(
+            engine="vllm",
+            max_prompt_tokens=arguments.prompt_tokens,
+            max_new_tokens=arguments.new_tokens,
+            vllm=vllm,
+        )
+        config = RunConfig(recipe=recipe, compute_dtype=dtype, rollout=rollout)  # ty: ignore
+        engine = VllmEngine(config, config.resolved_recipe(), tokenizer)
+        try:
+            results[name] = list(_pushes(engine, policy, prompts, arguments))
+        except UserError as error:
+            results[name] = {"error": str(error)}
+        finally:
+            engine.stop()
+        told = results[name] if isinstance(results[name], dict) else results[name][-1]
+        print(name, told, flush=True)
+        given = asdict(arguments) | {"python": "", "model": Path(arguments.model).name}
+        document = facts() | {"arguments": given, "moved": MOVED, "cases": results}
+        Path(arguments.output).write_text(json.dumps(document, indent=1) + "\n")
+
+
+def _pushes(engine: VllmEngine, policy: Policy, prompts: Prompts, arguments: Arguments):
+    recipe, scales, before = engine.recipe, None, None
+    sampling = Sampling(arguments.new_tokens)
+    for number in range(arguments.pushes):
+        began = time.monotonic()
+        if recipe.quantizes_cache:
+            scales = calibrate_on_prompts(policy, prompts, recipe, engine.dtype)
+        engine.sync(policy, scales)
+        pushed = time.monotonic()
+        rollout = engine.generate(prompts, 1, sampling, jax.random.key(number))
+        sampled = time.monotonic()
+        found = {
+            "parity": float(engine.metrics["rollout/vllm_parity"]),
+            "trainer": _distance(engine, rollout, policy),
+            "pushing": None if number == 0 else (pushed - began) / (sampled - pushed),
+        }
+        if before is not None:
+            found["previous"] = _distance(engine, rollout, before)
+        yield found
+        before, policy = policy, _moved(policy, number)
+
+
+def _moved(policy: Policy, number: int) -> Policy:
+    def moved(x, key):
+        return x + MOVED * jnp.std(x) * jax.random.normal(key, x.shape) if x.ndim > 2 else x
+
+    leaves, structure = jax.tree.flatten(policy)
+    keys = jax.random.split(jax.random.key(100 + number), len(leaves))
+    return jax.tree.unflatten(structure, map(moved, leaves, keys))
+
+
+def _distance(engine: VllmEngine, rollout: Rollout, policy: Policy) -> dict[str, float]:
+    """Between vLLM's and our trainer's log-probabilities of the sampled tokens: k3, largest and
+    mean |difference|."""
+    prompts, tokens, mask, theirs = map(
+        np.asarray,
+        (rollout.prompts.tokens, rollout.tokens, rollout.mask, rollout.policy_logprobs),
+    )
+    rows = [[*p.tolist(), *t[m].tolist()] for p, t, m in zip(prompts, tokens, mask, strict=True)]
+    ours = logprobs(policy, rows, engine.recipe, engine.dtype)
+    pairs = [(np.array(o[-m.sum() :]), t[m]) for o, t, m in zip(ours, theirs, mask, strict=True)]
+    ratio = np.concatenate([ours - theirs for ours, theirs in pairs])
+    return {
+        "k3": float(np.mean(np.exp(ratio) - 1 - ratio)),
+        "max_abs": float(np.abs(ratio).max()),
+        "mean_abs": float(np.abs(ratio).mean()),
+        "tokens": len(ratio),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(run_command("vllm_engine", Arguments, run, sys.argv[1:]))

@@ -1,0 +1,314 @@
+"""One vLLM server: the process, where it is ours, and its HTTP routes.
+
+The routes for weights exist in vLLM's development mode alone and ask for no key, so that whoever
+reaches the address can replace the model: a server that we start listens on loopback, and one that
+is running already belongs on a network that others cannot reach.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.parse
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+from fp8rl_jax.config.run import VllmConfig
+from fp8rl_jax.errors import UserError
+
+MODEL = "policy"
+"""Name under which a server that we start serves the weights."""
+_PLUGIN = Path(__file__).parent / "plugin"
+_SETTINGS = {
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+_SHOWN = 4  # lines of a log in a message
+_LOOK_SECONDS = 2.0  # between two looks at a server that is to answer
+
+
+class ServerGone(Exception):
+    """The server is not reached, has ended, or gives no answer in time."""
+
+
+class Server:
+    """A vLLM server.
+
+    Args:
+        config: where it is, or how it is started.
+        arguments: of `vllm serve` behind the model's directory, where we start it.
+        log: file of its output, where we start it.
+    """
+
+    def __init__(self, config: VllmConfig, arguments: Sequence[str] = (), log: Path | None = None):
+        self.config, self.arguments, self.log = config, list(arguments), log
+        self.address, self.model = config.address.rstrip("/"), ""
+        self._process: subprocess.Popen | None = None
+        self._connections: set[http.client.HTTPConnection] = set()
+        self._stop: Callable[[], Any] = lambda: None
+
+    @property
+    def ours(self) -> bool:
+        """Whether it is a process of this run."""
+        return not self.config.address
+
+    def start(self, directory: Path) -> None:
+        """Serve the model of a directory, if the server is ours; then see what answers.
+
+        Raises:
+            UserError: it does not start, or what answers is no vLLM server that takes weights.
+        """
+        try:
+            if self.ours:
+                self._launch(directory)
+            self._look()
+        except ServerGone as error:
+            self.stop()
+            raise UserError(
+                f"rollout.vllm.{'python' if self.ours else 'address'}: {error}"
+            ) from None
+
+    def stop(self) -> None:
+        """End the process, if it is ours."""
+        for connection in list(self._connections):  # requests of other threads
+            _shut(connection)
+        self._stop()
+        self._process = None
+
+    def get(self, path: str, seconds: float | None = None) -> Any:
+        """Ask for a route's JSON; raises as `post`."""
+        return self._request("GET", path, None, seconds)
+
+    def post(self, path: str, body: Any = None, seconds: float | None = None) -> Any:
+        """Send JSON to a route.
+
+        Args:
+            seconds: until the answer; default: rollout.vllm.request_seconds.
+
+        Raises:
+            ServerGone: it does not answer.
+            UserError: it refuses, or answers what is no JSON.
+        """
+        return self._request("POST", path, body, seconds)
+
+    def push(self, path: Path, scales: list[list[float]] | None, version: str) -> None:
+        """Have the weights of a directory, and KV scales, served as `version`.
+
+        While they are loaded the version is another one, which stays where this is interrupted.
+
+        Raises:
+            ServerGone: it does not answer.
+            UserError: it refuses them.
+        """
+        self.post("/pause?mode=abort")
+        self.post("/update_weight_version", {"new_version": f"loading {version}"})
+        rpc = {"method": "fp8rl_push", "kwargs": {"path": str(path), "scales": scales}}
+        self.post("/collective_rpc", rpc)
+        self.post("/reset_prefix_cache")
+        self.post("/update_weight_version", {"new_version": version})
+        self.post("/resume")
+
+    def version(self) -> str:
+        """Ask which weights are served."""
+        return str(_field(self.get("/weight_info"), "weight_version", "/weight_info"))
+
+    def answers(self, bodies: Sequence[Any]) -> list[Any]:
+        """Ask for completions, all at once; answers in the order of `bodies`.
+
+        Raises:
+            ServerGone: the server ended, or nothing was answered for rollout.vllm.request_seconds.
+            UserError: it refuses one.
+        """
+        pool = ThreadPoolExecutor(max(len(bodies), 1), "fp8rl-vllm")
+        try:
+            asked = [pool.submit(self.post, "/v1/completions", body) for body in bodies]
+            open_, last = set(asked), time.monotonic()
+            while open_:
+                done, open_ = wait(open_, _LOOK_SECONDS, FIRST_COMPLETED)
+                for future in done:
+                    future.result()
+                if done:
+                    last = time.monotonic()
+                self._check_alive()
+                if time.monotonic() - last > self.config.request_seconds:
+                    raise ServerGone(
+                        f"no completion in {self.config.request_seconds:g} s "
+                        "(rollout.vllm.request_seconds)"
+                    )
+            return [future.result() for future in asked]
+        finally:
+            for connection in list(self._connections):
+                _shut(connection)
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _launch(self, directory: Path) -> None:
+        assert self.log is not None
+        port = _free_port()
+        self.address = f"http://127.0.0.1:{port}"
+        # a path is meant from here, a bare name from PATH
+        python = self.config.python
+        command = [
+            *(
+                os.path.abspath(python) if os.sep in python else python,
+                "-m",
+                "fp8rl_vllm",
+                "serve",
+                str(directory),
+            ),
+            *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL),
+            *("--worker-extension-cls", "fp8rl_vllm.WeightPush"),
+            *self.arguments,
+            *self.config.arguments,
+        ]
+        environ = os.environ | _SETTINGS
+        environ |= {"PYTHONPATH": str(_PLUGIN), "FP8RL_VLLM_PARENT": str(os.getpid())}
+        try:
+            with self.log.open("ab") as log:
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=environ,
+                    cwd=self.log.parent,
+                    start_new_session=True,
+                )
+        except OSError as error:
+            raise ServerGone(f"{self.config.python} cannot be run ({error.strerror})") from None
+        self._stop = weakref.finalize(self, _end, self._process)
+        until = time.monotonic() + self.config.start_seconds
+        while time.monotonic() < until:
+            self._check_alive()
+            try:
+                self.get("/health", _LOOK_SECONDS)
+                return
+            except ServerGone:
+                time.sleep(0.2)
+        raise ServerGone(
+            f"vLLM is not ready after {self.config.start_seconds:g} s "
+            f"(rollout.vllm.start_seconds); see {self.log}"
+        )
+
+    def _look(self) -> None:
+        """See that a vLLM answers whose weights can be replaced, and what it calls its model."""
+        models = _field(self.get("/v1/models"), "data", "/v1/models")
+        if not (isinstance(models, list) and models and isinstance(models[0], dict)):
+            raise UserError(f"{self.address}/v1/models: names no model")
+        self.model = str(_field(models[0], "id", "/v1/models"))
+        try:
+            self.version()
+        except UserError as error:
+            raise UserError(
+                f"{error}; weights can be pushed to vLLM >= 0.32 alone, started with "
+                "VLLM_SERVER_DEV_MODE=1"
+            ) from None
+
+    def why_gone(self, error: ServerGone) -> str:
+        """Say why the server is gone: its last words where it has ended, else what was seen."""
+        if self._process is None:
+            return str(error)
+        try:
+            self._process.wait(_LOOK_SECONDS)  # connections close a little before the end
+            self._check_alive()
+        except subprocess.TimeoutExpired:
+            pass  # it hangs
+        except ServerGone as end:
+            return str(end)
+        return str(error)
+
+    def _check_alive(self) -> None:
+        if self._process is not None and (code := self._process.poll()) is not None:
+            assert self.log is not None
+            raise ServerGone(f"vLLM ended with exit code {code}: {_last_error(self.log)}")
+
+    def _request(self, method: str, path: str, body: Any, seconds: float | None) -> Any:
+        place = urllib.parse.urlsplit(self.address)
+        secure = place.scheme == "https"
+        connect = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+        connection = connect(place.netloc, timeout=seconds or self.config.request_seconds)
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get("VLLM_API_KEY"):
+            headers["Authorization"] = f"Bearer {key}"
+        self._connections.add(connection)
+        try:
+            connection.request(
+                method, place.path + path, None if body is None else json.dumps(body), headers
+            )
+            answer = connection.getresponse()
+            status, text = answer.status, answer.read().decode("utf-8", "replace")
+        except (OSError, http.client.HTTPException) as error:
+            raise ServerGone(
+                f"{self.address}{path} is not answered ({error or type(error).__name__})"
+            ) from None
+        finally:
+            self._connections.discard(connection)
+            connection.close()
+        if status != 200:
+            raise UserError(f"{self.address}{path}: vLLM answers {status}: {_message(text)}")
+        if not text:
+            return None
+        try:
+            return json.loads(text)
+        except ValueError:
+            raise UserError(f"{self.address}{path}: answers no JSON: {text[:100]!r}") from None
+
+
+def _field(answer: Any, name: str, path: str) -> Any:
+    if not isinstance(answer, dict) or name not in answer:
+        raise UserError(f"{path}: vLLM's answer has no {name!r}: {str(answer)[:100]}")
+    return answer[name]
+
+
+def _message(text: str) -> str:
+    """What vLLM says of an error, in one line."""
+    try:
+        found = json.loads(text)
+        error = found.get("error", found.get("detail", found))
+        text = str(error.get("message", error)) if isinstance(error, dict) else str(error)
+    except (ValueError, AttributeError):
+        pass  # not vLLM's form: shown as it is
+    return " ".join(text.split())[:400]
+
+
+def _last_error(log: Path) -> str:
+    """The last errors of a log, or its last lines, and where it is."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    errors = [line for line in lines if "Error" in line]
+    return f"{' | '.join((errors or lines)[-_SHOWN:])} ({log})"
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _shut(connection: http.client.HTTPConnection) -> None:
+    """End a request that another thread waits for."""
+    try:
+        if connection.sock is not None:
+            connection.sock.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass  # it has ended by itself
+
+
+def _end(process: subprocess.Popen) -> None:
+    """End a server and its workers, which are one process group."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+            process.wait(10)
+        except ProcessLookupError:
+            return
+        except subprocess.TimeoutExpired:
+            continue

@@ -1,0 +1,84 @@
+"""The policies, prompts and settings of the work whose answers by vLLM are recorded."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import fp8rl_jax as fp8rl
+from fp8rl_jax.config.run import RolloutConfig, RunConfig, VllmConfig
+from fp8rl_jax.rollout.engine import Prompts, pad_prompts
+from fp8rl_jax.rollout.sampling import Sampling
+from fp8rl_jax.rollout.vllm.engine import VllmEngine
+from fp8rl_jax.weights.load import byte_policy
+
+SIZES = dict(
+    hidden_size=128,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=64,
+    num_layers=2,
+    intermediate_size=256,
+)
+WIDTH, NEW = 16, 12
+STOPS = tuple(range(65, 85))
+KEY = jax.random.key(3)
+
+
+@cache
+def policy(seed: int = 0) -> Any:
+    """The policy, and one with 5 % of noise on each matrix."""
+    made, _ = byte_policy(0, **SIZES)
+    if not seed:
+        return made
+    noise = jax.random.key(seed)
+    return jax.tree.map(lambda x: x + 0.05 * jnp.std(x) * jax.random.normal(noise, x.shape), made)
+
+
+def make_engine(recipe: str = "bf16", **settings: Any) -> VllmEngine:
+    rollout = RolloutConfig(
+        engine="vllm", max_prompt_tokens=WIDTH, max_new_tokens=NEW, vllm=VllmConfig(**settings)
+    )
+    config = RunConfig(recipe=recipe, compute_dtype="float32", rollout=rollout)
+    assert config.problems() == []
+    return VllmEngine(config, config.resolved_recipe(), byte_policy(0, **SIZES)[1])
+
+
+def prompts(longest: int = 6) -> Prompts:
+    tokenizer = byte_policy(0, **SIZES)[1]
+    rows = [tokenizer.encode(text) for text in ("1+2=", "hello"[:longest])]
+    return pad_prompts(rows, [3, 4], WIDTH)
+
+
+def sampling(temperature: float = 1.0, new: int = NEW) -> Sampling:
+    ends = byte_policy(0, **SIZES)[1].eos_token_ids
+    return Sampling(new, temperature, stop_token_ids=(*ends, *STOPS))
+
+
+def make_session(rank: int = 0, **vllm: Any) -> fp8rl.Session:
+    made, tokenizer = policy(), byte_policy(0, **SIZES)[1]
+    settings = {f"rollout.vllm.{key}": value for key, value in vllm.items()}
+    return fp8rl.Session(
+        made,
+        tokenizer,
+        compute_dtype="float32",
+        max_prompt_tokens=WIDTH,
+        max_new_tokens=NEW,
+        samples_per_prompt=4,
+        stop_strings=("e", "st"),
+        learning_rate=1e-3,
+        **settings,
+        **{"rollout.engine": "vllm", "lora.rank": rank},
+    )
+
+
+def steps(session: fp8rl.Session, count: int = 2) -> list[dict[str, float]]:
+    """Metrics of GRPO steps that reward short completions."""
+    found = []
+    for _ in range(count):
+        rollout = session.rollout(["1+2=", "hello"])
+        found.append(session.update(rollout, [-float(len(row)) for row in rollout.tokens]))
+    return found
