@@ -18,6 +18,7 @@ from rollout.vllm_work import (
     KEY,
     NEW,
     SIZES,
+    compared,
     make_engine,
     make_session,
     policy,
@@ -140,6 +141,17 @@ def test_a_session_learns_through_vllm(serve):
     for number, metrics in enumerate(found, start=1):
         assert metrics["mismatch/k3"] < 1e-8 and metrics["rollout/weight_version"] == number
         assert metrics["rollout/vllm_parity"] < 1e-3
+
+
+def test_compare_has_vllm_as_a_side(serve, tmp_path, capsys):
+    """Both of our sides beside the log-probabilities of what vLLM sampled."""
+    server, _ = serve
+    server.work = "compare"
+    found = compared(tmp_path, address=server.address, directory=str(tmp_path))
+    assert found["recorded"]["key"] == "vllm" and "vllm" in capsys.readouterr().out
+    for side in "ab":
+        assert 0 < found["recorded"][side]["max_abs"] < 1e-3
+        assert found["recorded"][side]["tokens"] == found["logprobs"]["tokens"] > 3
 
 
 def test_adapters_are_merged_for_a_push(serve):

@@ -16,7 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from rollout.vllm_replay import ANSWERS, Replay
-from rollout.vllm_work import KEY, make_engine, make_session, policy, prompts, sampling, steps
+from rollout.vllm_work import (
+    KEY,
+    compared,
+    make_engine,
+    make_session,
+    policy,
+    prompts,
+    sampling,
+    steps,
+)
 
 import fp8rl_jax as fp8rl
 from fp8rl_jax.config.recipe import RECIPES
@@ -185,6 +194,8 @@ def test_recorded_answers_are_vllms(tmp_path):
             recorded_work(make_engine(**at))
             recorder.work, recorder.pushes = "session", 0
             steps(make_session(**at))
+            recorder.work, recorder.pushes = "compare", 0
+            compared(tmp_path, **at)
             version = upstream.get("/version")
     finally:
         served.stop()

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 import fp8rl_jax as fp8rl
+from fp8rl_jax.cli.main import main
 from fp8rl_jax.config.run import RolloutConfig, RunConfig, VllmConfig
 from fp8rl_jax.rollout.engine import Prompts, pad_prompts
 from fp8rl_jax.rollout.sampling import Sampling
 from fp8rl_jax.rollout.vllm.engine import VllmEngine
-from fp8rl_jax.weights.load import byte_policy
+from fp8rl_jax.weights.load import byte_policy, save_policy
 
 SIZES = dict(
     hidden_size=128,
@@ -73,6 +76,18 @@ def make_session(rank: int = 0, **vllm: Any) -> fp8rl.Session:
         **settings,
         **{"rollout.engine": "vllm", "lora.rank": rank},
     )
+
+
+def compared(folder: Path, **vllm: Any) -> dict[str, Any]:
+    """What `fp8rl compare --engine vllm` writes."""
+    made, tokenizer = policy(), byte_policy(0, **SIZES)[1]
+    save_policy(made, folder / "model", tokenizer, "float32")
+    flags = [f"--vllm.{key}={value}" for key, value in vllm.items()]
+    words = [*("--engine", "vllm", "--compute-dtype", "float32", "--max-tokens", "24"), *flags]
+    written = folder / "compare.json"
+    text = ["--text", "hello and more than that", "--json", str(written)]
+    assert main(["compare", str(folder / "model"), *words, *text]) == 0
+    return json.loads(written.read_text())
 
 
 def steps(session: fp8rl.Session, count: int = 2) -> list[dict[str, float]]:
