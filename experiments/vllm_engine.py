@@ -120,8 +120,9 @@ def run(arguments: Arguments) -> None:
             engine.stop()
         told = results[name] if isinstance(results[name], dict) else results[name][-1]
         print(name, told, flush=True)
-        given = asdict(arguments) | {"python": "", "model": Path(arguments.model).name}
-        document = facts() | {
+        given = asdict(arguments) | {"model": Path(arguments.model).name}
+        del given["python"], given["output"]  # paths of this machine
+        document = facts("experiments.vllm_engine") | {
             "vllm": version,
             "arguments": given,
             "moved": MOVED,

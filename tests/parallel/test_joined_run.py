@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from parallel.helpers import run_processes
+from rollout.vllm_replay import Replay
 from tiny_run import CARRIES, LEARNS, measured, write_run
 
 from fp8rl_jax.weights.load import load_policy
@@ -79,6 +80,23 @@ def test_a_session_in_two_processes_is_that_of_one(tmp_path):
     )
     for a, b in zip(*(jax.tree.leaves(load_policy(tmp_path / name)) for name in "12"), strict=True):
         np.testing.assert_allclose(a, b, rtol=2**-7, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_rollouts_of_vllm_in_two_processes(tmp_path):
+    """The first pushes and asks, both learn from the answers: as one process on as many devices."""
+    script, found = Path(__file__).with_name("vllm_run.py"), []
+    for count in (1, 2):
+        with Replay() as server:
+            server.work = "session"
+            found += run_processes(
+                script, count, 2 // count, server.address, str(tmp_path), timeout=600
+            )
+            assert server.pushes == 3
+    one, two, other = found
+    assert two == other and len(one) == 2
+    for a, b in zip(one, two, strict=True):
+        assert b == pytest.approx(a, rel=1e-4, abs=1e-6) and b["mismatch/k3"] < 1e-8
 
 
 @pytest.mark.slow
