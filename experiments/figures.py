@@ -720,7 +720,10 @@ def stepped() -> tuple[str, str]:
         for ratio in entry["ratios"]
         if ratio["over"] == "tunix"
     )
-    return f"times tunix's speed: {text}", f"{found['rounds']} rounds (quartiles)"
+    return (
+        f"times tunix's speed, in exact mode, the default: {text}",
+        f"{found['rounds']} rounds (quartiles)",
+    )
 
 
 STEP = {"seconds": "the step", "gen": "sampling", "train": "the rest"}

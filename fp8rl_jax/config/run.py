@@ -115,7 +115,15 @@ class VllmConfig:
     restarts: int = 3
     """How often a server of ours that ends or hangs is started again."""
     arguments: tuple[str, ...] = ()
-    """More arguments of `vllm serve`, such as --tensor-parallel-size."""
+    """More arguments of `vllm serve`, such as --tensor-parallel-size; not those that recipe and
+    dtype decide."""
+
+
+_VLLM_OURS = (
+    *("--host", "--port", "--served-model-name", "--worker-extension-cls", "--dtype"),
+    *("--logprobs-mode", "--generation-config", "--quantization", "--kv-cache-dtype"),
+)
+"""Arguments of `vllm serve` that follow from the run."""
 
 
 @dataclass(frozen=True)
@@ -438,6 +446,7 @@ class RunConfig:
             and linears == {block}
         )
         per_layer = TensorFormat("e4m3", None)
+        given = {word.partition("=")[0].replace("_", "-") for word in vllm.arguments}
         truncated = (
             rollout.top_k > 0
             or rollout.top_p < 1
@@ -459,6 +468,10 @@ class RunConfig:
                 not vllm.address or bool(vllm.directory),
                 "rollout.vllm.directory: with rollout.vllm.address, name a directory that the "
                 "server sees, too",
+            ),
+            (
+                not (taken := sorted(given & set(_VLLM_OURS))),
+                f"rollout.vllm.arguments: {', '.join(taken)}: follow from the run's own keys",
             ),
             (vllm.start_seconds > 0, "rollout.vllm.start_seconds must be positive"),
             (vllm.request_seconds > 0, "rollout.vllm.request_seconds must be positive"),

@@ -192,6 +192,21 @@ def test_weights_that_are_not_served_are_found(serve):
         engine.generate(prompts(), 3, sampling(), KEY)
 
 
+def test_a_server_whose_log_probabilities_leave_the_temperature_out_is_found(serve):
+    """One that was started without --logprobs-mode processed_logprobs."""
+    server, made = serve
+
+    def raw(path, body):
+        if path == COMPLETIONS and body["temperature"] == 0.7:
+            return server.answer("POST", path, body | {"temperature": 1.0})
+
+    engine = made(raw)
+    warm = replace(engine.config.rollout, temperature=0.7)
+    engine.config = replace(engine.config, rollout=warm)
+    with pytest.raises(fp8rl.UserError, match="it serves other weights, or computes them wrongly"):
+        engine.sync(policy())
+
+
 def test_another_trainers_push_is_found_before_and_after_a_batch(serve):
     server, made = serve
     engine = made()
@@ -376,6 +391,10 @@ def test_a_python_that_has_no_vllm(tmp_path, script, told):
         (dict(vllm=VllmConfig(address="http://there:80")), "rollout.vllm.directory"),
         (dict(vllm=VllmConfig(python="p", parity=0.0)), "rollout.vllm.parity"),
         (dict(vllm=VllmConfig(python="p", restarts=-1)), "rollout.vllm.restarts"),
+        (
+            dict(vllm=VllmConfig(python="p", arguments=("--kv_cache_dtype=fp8_per_token_head",))),
+            "rollout.vllm.arguments: --kv-cache-dtype: follow",
+        ),
         (dict(top_k=5), "rollout.top_k, top_p, min_p, bad_words, logit_bias"),
         (dict(bad_words=("x",)), "rollout.top_k, top_p, min_p, bad_words, logit_bias"),
         (dict(recipe="infir2"), "recipe 'infir2' has formats of linears"),

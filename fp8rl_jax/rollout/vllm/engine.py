@@ -318,8 +318,9 @@ class VllmEngine:
                 row, theirs = self._probe(prompt)
         if jax.process_count() > 1:
             row, theirs = multihost_utils.broadcast_one_to_all((row, theirs))
+        temperature = jnp.float32(self._probe_temperature)
         ours = to_host(
-            _served_logprobs(policy, jnp.asarray(row), self.recipe, self.dtype, self.backend)
+            _served_logprobs(policy, row, temperature, self.recipe, self.dtype, self.backend)
         )
         difference = float(np.abs(ours[0, _PROBE_PROMPT - 1 :] - theirs).mean())
         quantized = self.recipe.quantizes("rollout") or self.recipe.quantizes_cache
@@ -336,10 +337,15 @@ class VllmEngine:
     def _probe(
         self, prompt: Int[np.ndarray, " s"]
     ) -> tuple[Int[np.ndarray, "1 row"], Float[np.ndarray, " t"]]:
-        body = _body(prompt.tolist(), 1, _PROBE_SAMPLED, 1.0, 0)
+        body = _body(prompt.tolist(), 1, _PROBE_SAMPLED, self._probe_temperature, 0)
         (answer,) = self._ask([body])
         ((ids, values, _),) = read_answer(answer, 1, _PROBE_SAMPLED, set(), [], self._vocab)
         return np.array([[*prompt, *ids]], np.int32), np.array(values, np.float32)
+
+    @property
+    def _probe_temperature(self) -> float:
+        """The run's, so that a server whose log-probabilities leave it out is found."""
+        return self.config.rollout.temperature or 1.0
 
     def _home(self) -> Path:
         """The directory where weights are handed over; removed with the engine."""
@@ -459,7 +465,12 @@ def _seeds(key: Key[Array, ""], ids: Int[Array, " p"]) -> UInt32[Array, " p"]:
 
 @partial(jax.jit, static_argnames=("recipe", "dtype", "backend"))
 def _served_logprobs(
-    policy: Policy, tokens: Int[Array, "b t"], recipe: Recipe, dtype: jnp.dtype, backend: Backend
+    policy: Policy,
+    tokens: Int[Array, "b t"],
+    temperature: Float[Array, ""],
+    recipe: Recipe,
+    dtype: jnp.dtype,
+    backend: Backend,
 ) -> Float[Array, "b t-1"]:
     """Log-probabilities with the linears that are served, over keys and values that are not
     quantized."""
@@ -467,4 +478,4 @@ def _served_logprobs(
     served = trainer_policy(policy, replace(recipe, trainer=formats), dtype, backend)
     segments = jnp.ones(tokens.shape, jnp.int32)
     hidden = forward(served, tokens, segment_ids=segments, keep_cache=False).hidden
-    return token_logprobs(hidden[:, :-1], served, tokens[:, 1:])[0]
+    return token_logprobs(hidden[:, :-1], served, tokens[:, 1:], temperature)[0]
