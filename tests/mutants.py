@@ -1099,6 +1099,68 @@ LIST: list[Mutant] = [
         ),
     ),
     *of(
+        "rollout/vllm/engine.py",
+        "rollout/test_vllm.py",
+        (
+            "vllm-samples-of-other-prompts",
+            "row = prompt * samples + sample",
+            "row = sample * len(bodies) + prompt",
+            "what_vllm_answered",
+        ),
+        (
+            "vllm-one-seed-for-all-prompts",
+            "jax.random.fold_in(key, i)",
+            "jax.random.fold_in(key, 0)",
+            "what_vllm_answered",
+        ),
+        (
+            "vllm-version-read-before-a-batch-alone",
+            "self._check_version(server) return answers",
+            "return answers",
+            "before_and_after_a_batch",
+        ),
+        (
+            "vllm-served-before-the-check",
+            "self._ready, self._vocab = False, policy.config.vocab_size",
+            "self._ready, self._vocab = True, policy.config.vocab_size",
+            "weights_that_are_not_served",
+        ),
+        (
+            "vllm-greedy-behaviour",
+            "jnp.zeros_like(logprobs) if greedy else logprobs",
+            "logprobs",
+            "what_vllm_answered",
+        ),
+        (
+            "vllm-stop-token-may-be-missing",
+            "(by in ends and ids[-1] == by)",
+            "by in ends",
+            "answers_that_cannot_be",
+        ),
+        (
+            "vllm-key-and-value-scales-swapped",
+            "[scales.query, scales.key, scales.value]",
+            "[scales.query, scales.value, scales.key]",
+            "kv_scales_go",
+        ),
+    ),
+    *of(
+        "rollout/vllm/server.py",
+        "rollout/test_vllm.py",
+        (
+            "vllm-old-prefixes-stay",
+            'self.post("/reset_prefix_cache")',
+            "",
+            "hands_over_weights_and_version",
+        ),
+        (
+            "vllm-half-a-push-has-its-version",
+            'f"loading {version}"',
+            "version",
+            "half_a_push",
+        ),
+    ),
+    *of(
         "rollout/paged.py",
         "rollout/test_paged.py",
         (

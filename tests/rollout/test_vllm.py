@@ -297,6 +297,15 @@ def test_servers_that_are_something_else(serve, path, answer, told):
     engine.generate(prompts(), 3, sampling(), KEY)
 
 
+def test_half_a_push_has_no_version(serve):
+    """What a server calls its weights where a push ended before they were loaded."""
+    server, made = serve
+    engine = made(lambda asked, _: Answer(500, "killed") if asked == "/collective_rpc" else None)
+    with pytest.raises(fp8rl.UserError, match="500: killed"):
+        engine.sync(policy())
+    assert server.version.startswith("loading ") and server.version != engine._last.version
+
+
 def test_nobody_at_the_address(tmp_path):
     engine = make_engine(address="http://127.0.0.1:9", directory=str(tmp_path))
     with pytest.raises(fp8rl.UserError, match=r"rollout.vllm.address: .*:9/v1/models is not answ"):
