@@ -340,7 +340,7 @@ def interpreter(tmp_path) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("fault", ["once", "hang"])
+@pytest.mark.parametrize("fault", ["once", "hang", "engine"])
 def test_a_server_that_ends_or_hangs_is_started_again(interpreter, tmp_path, fault, caplog):
     """In the middle of a batch, which is asked for anew, on the same weights."""
     with Replay() as server:

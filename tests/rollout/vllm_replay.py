@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -112,8 +113,9 @@ def _ask(address: str, method: str, path: str, body: Any) -> Answer:
 def main() -> None:
     """Serve on the port of vLLM's arguments; an argument behind --fault is what goes wrong.
 
-    once: ends in the middle of the first completions that follow the probe's, and not again while
-    the file that it names is there; hang: so, but it stops to answer.
+    once: ends in the middle of the first completions that follow the probe's, and not again where
+    the file that it names is there; hang: so, but it stops to answer; engine: so, but it answers
+    that its engine has died; always: ends every time.
     """
     arguments = sys.argv[1:]
     port = int(arguments[arguments.index("--port") + 1])
@@ -122,17 +124,23 @@ def main() -> None:
         kind, marker = arguments[arguments.index("--fault") + 1].split(":")
         marker = Path(marker)
 
+    dead = False
+
     def fault(path: str, body: Any) -> Answer | None:
+        nonlocal dead
+        if dead:
+            return Answer(503 if path == "/health" else 500, '{"error": "EngineDeadError"}')
         if path != "/v1/completions" or body["n"] == 1 or not kind or marker.exists():
             return None
         if kind != "always":
             marker.touch()
         if kind == "hang":
             time.sleep(600)
+        if kind == "engine":
+            dead = True
+            return fault(path, body)
         sys.stderr.write("RuntimeError: the engine died\n")
         sys.stderr.flush()
-        import os
-
         os._exit(7)
 
     Replay(port, fault=fault).serve_forever()

@@ -33,6 +33,7 @@ _SETTINGS = {
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
 }
+_HEALTH = "/health"
 _SHOWN = 4  # lines of a log in a message
 _LOOK_SECONDS = 2.0  # between two looks at a server that is to answer
 
@@ -189,11 +190,9 @@ class Server:
         until = time.monotonic() + self.config.start_seconds
         while time.monotonic() < until:
             self._check_alive()
-            try:
-                self.get("/health", _LOOK_SECONDS)
+            if self._healthy():
                 return
-            except ServerGone:
-                time.sleep(0.2)
+            time.sleep(0.2)
         raise ServerGone(
             f"vLLM is not ready after {self.config.start_seconds:g} s "
             f"(rollout.vllm.start_seconds); see {self.log}"
@@ -226,6 +225,13 @@ class Server:
             return str(end)
         return str(error)
 
+    def _healthy(self) -> bool:
+        try:
+            self.get(_HEALTH, _LOOK_SECONDS)
+        except (ServerGone, UserError):
+            return False
+        return True
+
     def _check_alive(self) -> None:
         if self._process is not None and (code := self._process.poll()) is not None:
             assert self.log is not None
@@ -254,7 +260,10 @@ class Server:
             self._connections.discard(connection)
             connection.close()
         if status != 200:
-            raise UserError(f"{self.address}{path}: vLLM answers {status}: {_message(text)}")
+            told = f"{self.address}{path}: vLLM answers {status}: {_message(text)}"
+            if status >= 500 and path != _HEALTH and not self._healthy():
+                raise ServerGone(told)  # its engine has died, and it follows
+            raise UserError(told)
         if not text:
             return None
         try:
