@@ -96,6 +96,9 @@ class VllmConfig:
     address: str = ""
     """http://host:port of a server that is running already. Its routes for weights ask for no key:
     keep it on a network that nobody else reaches."""
+    transport: Literal["files", "nccl"] = "files"
+    """How weights reach the server. files: in `directory`. nccl: broadcast from the trainer's first
+    GPU to the server's, which are others; only the first push is a file."""
     directory: str = ""
     """Where weights are handed over; with `address`, on a file system that both see. Empty: a
     temporary directory."""

@@ -248,7 +248,7 @@ def export_policy(
         with tempfile.TemporaryDirectory(prefix=".export-", dir=directory) as staging_name:
             staging = Path(staging_name)
             weights = write_checkpoint(
-                staging, _converted(directory, config, arrays, dtype), shard_bytes
+                staging, converted_tensors(directory, config, arrays, dtype), shard_bytes
             )
             _write_json(staging / "config.json", hf_config)
             _write_json(
@@ -290,11 +290,19 @@ def _check_parameters(
             )
 
 
-def _converted(
+def converted_tensors(
     directory: Path, config: PolicyConfig, flat: Mapping[str, np.ndarray], dtype: str
 ) -> Iterator[dict[str, np.ndarray]]:
-    """The file's tensors, one of the policy's at a time: itself, or its FP8 values and their
-    scales."""
+    """Make an export's tensors, one of the policy's at a time: itself, or its FP8 values and their
+    scales.
+
+    Args:
+        directory: named in errors.
+        config, flat, dtype: as of `export_policy`, which checks them.
+
+    Raises:
+        UserError: a tensor that is not finite, before or after the conversion.
+    """
     for name, location in hf_tensors(config).items():
         tensor = _rounded(
             directory, name, flat[location.path][location.index], _EXPORT_DTYPES[dtype]

@@ -52,7 +52,8 @@ from fp8rl_jax.rollout.sampling import Sampling
 from fp8rl_jax.rollout.vllm.server import Server, ServerGone
 from fp8rl_jax.tokenizers.tokenizer import Tokenizer
 from fp8rl_jax.weights.block_fp8 import unaligned_linears
-from fp8rl_jax.weights.load import save_policy
+from fp8rl_jax.weights.hf_directory import converted_tensors
+from fp8rl_jax.weights.load import policy_arrays, save_policy
 from pallas_kernels.backend import Backend
 
 _log = logging.getLogger(__name__)
@@ -64,10 +65,11 @@ float32 the weights of the step before are beyond it; in fewer bits it finds wha
 
 
 class _Push(NamedTuple):
-    """directory: of the weights; scales: of each layer, [query, key, value]; version: what the
-    server calls them."""
+    """directory: of the weights, or with NCCL of a model like them; tensors: by NCCL; scales: of
+    each layer, [query, key, value]; version: what the server calls them."""
 
     directory: Path
+    tensors: dict[str, np.ndarray] | None
     scales: list[list[float]] | None
     version: str
 
@@ -203,14 +205,20 @@ class VllmEngine:
                 "rollout.engine: vLLM takes block FP8 of sides that 128 divides, and "
                 f'{unaligned[0]} has others; set rollout.vllm.quantize = "vllm"'
             )
-        if directory.exists():  # of a push that was interrupted
-            shutil.rmtree(directory)
-        dtype = "fp8-block" if block else self.dtype.name
-        save_policy(policy, directory, source, dtype)
+        tensors, dtype = None, "fp8-block" if block else self.dtype.name
+        if self.settings.transport == "nccl":
+            found = converted_tensors(directory, policy.config, policy_arrays(policy), dtype)
+            tensors = {name: x for several in found for name, x in several.items()}
+            if self._last is not None:  # a server is started on the model that the first push left
+                directory = self._last.directory
+        if tensors is None or self._last is None:
+            if directory.exists():  # of a push that was interrupted
+                shutil.rmtree(directory)
+            save_policy(policy, directory, source, dtype)
         rows = None
         if scales is not None:
             rows = np.stack([scales.query, scales.key, scales.value], 1).tolist()
-        self._last = _Push(directory, rows, f"{self._run}:{number}")
+        self._last = _Push(directory, tensors, rows, f"{self._run}:{number}")
         self._serve()
         for other in self._home().glob("weights-*"):
             if other != directory:
@@ -374,6 +382,8 @@ def server_arguments(config: RunConfig, recipe: Recipe) -> list[str]:
         *("--logprobs-mode", "processed_logprobs"),
         *("--generation-config", "vllm"),  # no defaults of the model's own
     ]
+    if settings.transport == "nccl":
+        found += ["--weight-transfer-config", '{"backend": "nccl"}']
     if not settings.compiled:
         found.append("--enforce-eager")
     if recipe.quantizes("rollout") and settings.quantize == "vllm":

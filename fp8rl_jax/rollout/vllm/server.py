@@ -21,8 +21,11 @@ from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from fp8rl_jax.config.run import VllmConfig
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.rollout.vllm.nccl import Group, in_thread
 
 MODEL = "policy"
 """Name under which a server that we start serves the weights."""
@@ -56,6 +59,7 @@ class Server:
         self.address, self.model = config.address.rstrip("/"), ""
         self._process: subprocess.Popen | None = None
         self._connections: set[http.client.HTTPConnection] = set()
+        self._group: Group | None = None
         self._stop: Callable[[], Any] = lambda: None
 
     @property
@@ -83,6 +87,7 @@ class Server:
         """End the process, if it is ours."""
         for connection in list(self._connections):  # requests of other threads
             _shut(connection)
+        self._leave()
         self._stop()
         self._process = None
 
@@ -102,10 +107,20 @@ class Server:
         """
         return self._request("POST", path, body, seconds)
 
-    def push(self, path: Path, scales: list[list[float]] | None, version: str) -> None:
-        """Have the weights of a directory, and KV scales, served as `version`.
+    def push(
+        self,
+        path: Path,
+        tensors: dict[str, np.ndarray] | None,
+        scales: list[list[float]] | None,
+        version: str,
+    ) -> None:
+        """Have weights, and KV scales, served as `version`.
 
         While they are loaded the version is another one, which stays where this is interrupted.
+
+        Args:
+            path: directory of the weights.
+            tensors: the weights, sent by NCCL in place of those.
 
         Raises:
             ServerGone: it does not answer.
@@ -113,8 +128,10 @@ class Server:
         """
         self.post("/pause?mode=abort")
         self.post("/update_weight_version", {"new_version": f"loading {version}"})
-        rpc = {"method": "fp8rl_push", "kwargs": {"path": str(path), "scales": scales}}
-        self.post("/collective_rpc", rpc)
+        if tensors is not None:
+            self._send(tensors)
+        told = {"path": None if tensors is not None else str(path), "scales": scales}
+        self.post("/collective_rpc", {"method": "fp8rl_push", "kwargs": told})
         self.post("/reset_prefix_cache")
         self.post("/update_weight_version", {"new_version": version})
         self.post("/resume")
@@ -151,6 +168,39 @@ class Server:
             for connection in list(self._connections):
                 _shut(connection)
             pool.shutdown(wait=False, cancel_futures=True)
+
+    def _send(self, tensors: dict[str, np.ndarray]) -> None:
+        """Broadcast weights to the workers, while a request has them receive."""
+        try:
+            if self._group is None:
+                workers = _field(self.get("/get_world_size"), "world_size", "/get_world_size")
+                self._group = Group(
+                    workers, lambda id_: self._invite(id_, workers), self.config.request_seconds
+                )
+            about = {
+                "names": list(tensors),
+                "dtype_names": [tensor.dtype.name for tensor in tensors.values()],
+                "shapes": [list(tensor.shape) for tensor in tensors.values()],
+            }
+            self.post("/start_weight_update")
+            told = in_thread(self.post, "/update_weights", {"update_info": about})
+            self._group.broadcast(tensors, told)
+            told.result()
+            self.post("/finish_weight_update", {})
+        except TimeoutError as error:
+            raise ServerGone(str(error)) from None
+        except BaseException:
+            self._leave()  # half of a push is behind this group
+            raise
+
+    def _invite(self, group_id: str, workers: int) -> None:
+        about = {"nccl_unique_id_b64": group_id, "rank_offset": 1, "world_size": 1 + workers}
+        self.post("/init_weight_transfer_engine", {"init_info": about | {"packed": False}})
+
+    def _leave(self) -> None:
+        if self._group is not None:
+            self._group.abort()
+        self._group = None
 
     def _launch(self, directory: Path) -> None:
         assert self.log is not None

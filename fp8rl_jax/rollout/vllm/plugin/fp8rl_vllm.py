@@ -26,18 +26,20 @@ class WeightPush:
     model_runner: Any
     vllm_config: Any
 
-    def fp8rl_push(self, path: str, scales: list[list[float]] | None) -> dict:
+    def fp8rl_push(self, path: str | None, scales: list[list[float]] | None) -> dict:
         """Load the weights of a directory in place, then KV scales.
 
         Args:
-            path: a Hugging Face directory in the form of the model that is served.
+            path: a Hugging Face directory in the form of the model that is served; None: the
+                weights came by NCCL.
             scales: of each layer, [query, key, value]. vLLM sets all scales to 1 at every load.
 
         Returns:
             tied_head: whether the output head had to be set anew; layers: that got scales.
         """
         runner = self.model_runner
-        runner.reload_weights(weights_path=path)
+        if path is not None:
+            runner.reload_weights(weights_path=path)
         tied = _renew_tied_head(runner.get_model())
         layers = 0 if scales is None else self._fp8rl_set_scales(scales)
         return {"tied_head": tied, "layers": layers}
