@@ -1,5 +1,6 @@
 /* In place of libnccl and libcuda: writes down what rank 0 does, one line a call, and the bytes
-   that it broadcasts behind the line. FAKE_NCCL names the file; FAKE_NCCL_STUCK: the call (sum, broadcast) after which nothing arrives; FAKE_NCCL_FAILS: the group cannot be joined. */
+   that it broadcasts behind the line. FAKE_NCCL names the file; FAKE_NCCL_STUCK: the call (sum,
+   broadcast) after which nothing arrives; FAKE_NCCL_FAILS: the group cannot be joined. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>

@@ -43,7 +43,7 @@ class Group:
         workers: ranks 1, 2, ...
         invite: sends the group's id (base64) to the workers, and returns when they have joined;
             called in a thread of its own.
-        seconds: until all have joined, and until one tensor is sent.
+        seconds: until all have joined, until one tensor is sent, and until all are loaded.
 
     Raises:
         UserError: a library is missing, NCCL reports an error, or the workers refuse.
@@ -64,23 +64,28 @@ class Group:
         self._check(self._nccl.ncclGetUniqueId(ctypes.byref(group_id)))
         told = in_thread(invite, base64.b64encode(bytes(group_id.internal)).decode())
         joined = in_thread(self._join, 1 + workers, group_id)
-        self._until(joined.done, told)
-        joined.result()
-        self._send(jax.device_put(jnp.zeros(1), self._device), self._sum, told)
-        self._until(told.done, told)
+        try:
+            self._until(joined.done, told)
+            joined.result()
+            self._send(jax.device_put(jnp.zeros(1), self._device), self._sum, told)
+            self._until(told.done, told)
+        except BaseException:
+            self.abort()  # what was sent would wait on the GPU for ever
+            raise
 
     def broadcast(self, tensors: dict[str, np.ndarray], told: Future) -> None:
-        """Send tensors to the workers, one after the other.
+        """Send tensors to the workers, one after the other, and wait until they have loaded them.
 
         Args:
             told: of the request that has the workers receive them.
 
         Raises:
             UserError: NCCL reports an error. What ends `told` with an exception is raised, too.
-            TimeoutError: a tensor does not get through.
+            TimeoutError: a tensor does not get through, or `told` does not end.
         """
         for tensor in tensors.values():
             self._send(jax.device_put(tensor, self._device), self._broadcast, told)
+        self._until(told.done, told)
 
     def abort(self) -> None:
         """Leave the group, without waiting for the others."""
@@ -128,14 +133,15 @@ class Group:
     def _until(self, done: Callable[[], bool], told: Future) -> None:
         """Wait, but not for workers that have refused."""
         end = time.monotonic() + self._seconds
-        while not done():
+        while True:
+            finished = done()
             if told.done():
                 told.result()
+            if finished:
+                return
             if time.monotonic() > end:
                 raise TimeoutError(f"vLLM's workers do not answer NCCL for {self._seconds:g} s")
             time.sleep(_LOOK_SECONDS)
-        if told.done():
-            told.result()
 
     def _check(self, code: int) -> None:
         if code:

@@ -183,9 +183,10 @@ class Server:
                 "shapes": [list(tensor.shape) for tensor in tensors.values()],
             }
             self.post("/start_weight_update")
-            told = in_thread(self.post, "/update_weights", {"update_info": about})
+            # the group has a limit for each tensor; the request lasts for all of them
+            limit = self.config.request_seconds * (2 + len(tensors))
+            told = in_thread(self.post, "/update_weights", {"update_info": about}, limit)
             self._group.broadcast(tensors, told)
-            told.result()
             self.post("/finish_weight_update", {})
         except TimeoutError as error:
             raise ServerGone(str(error)) from None
