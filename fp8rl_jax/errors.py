@@ -1,4 +1,8 @@
-"""The one exception that a user is meant to read."""
+"""The two exceptions that a user is meant to read."""
+
+RESUMABLE = 75
+"""Exit status of a run that ended early through no fault of its settings: `--resume` goes on
+(EX_TEMPFAIL of sysexits.h), so a restart policy may start it again."""
 
 
 class UserError(Exception):
@@ -6,4 +10,12 @@ class UserError(Exception):
     do.
 
     The command line prints the message without a traceback and exits with status 2.
+    """
+
+
+class Interrupted(Exception):
+    """A run that ended before its last step because it was told to, or because another of its
+    processes is gone: one line that says why, where it stands, and how to go on.
+
+    The command line prints the message without a traceback and exits with status RESUMABLE.
     """

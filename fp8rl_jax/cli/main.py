@@ -3,6 +3,7 @@
     0    done
     1    a fault of the program itself, with its traceback
     2    a fault in what the user gave, one line each, "fp8rl: error: ..."
+    75   stopped before its end, through no fault of the settings: --resume goes on
     130  interrupted
     141  what reads the output has closed it, as of any program in front of `| head` (128 + SIGPIPE)
 
@@ -22,7 +23,7 @@ import sys
 from dataclasses import dataclass
 from typing import TextIO, get_type_hints
 
-from fp8rl_jax.errors import UserError
+from fp8rl_jax.errors import RESUMABLE, Interrupted, UserError
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,9 @@ def _answer(words: list[str]) -> int:
         for line in str(error).splitlines():
             print(f"fp8rl: error: {line}", file=sys.stderr)
         return 2
+    except Interrupted as end:
+        print(f"fp8rl: {end}", file=sys.stderr)
+        return RESUMABLE
     except KeyboardInterrupt:
         print("fp8rl: interrupted", file=sys.stderr)
         return 130
