@@ -493,14 +493,14 @@ LIST: list[Mutant] = [
         ("last-not-saved", "step + 1 == steps or", "step == steps or", "a_run_serves"),
         (
             "saved-as-the-step-before",
-            "checkpoints.save(step + 1,",
-            "checkpoints.save(step,",
+            "self._save(step + 1,",
+            "self._save(step,",
             "a_run_serves",
         ),
         (
-            "evaluates-after-the-step",
-            "self._evaluate(step) | self._step(step)",
-            "self._step(step) | self._evaluate(step)",
+            "evaluates-the-step-after",
+            "metrics, found = self._evaluate(step),",
+            "metrics, found = self._evaluate(step + 1),",
             "a_run_serves",
         ),
         (

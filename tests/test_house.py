@@ -37,6 +37,7 @@ FLOORS = (
     "fp8rl_jax/functions",
     "fp8rl_jax/json_fields",
     "fp8rl_jax/errors",
+    "fp8rl_jax/durable",
     "pallas_kernels",
 )
 """From the top down."""
@@ -48,6 +49,7 @@ FROM_OUTSIDE = {
     "fp8rl_jax/functions": set(),
     "fp8rl_jax/json_fields": set(),
     "fp8rl_jax/errors": set(),
+    "fp8rl_jax/durable": set(),
     "pallas_kernels": {"jax", "jaxtyping", "numpy"},
 }
 """What a floor may import besides this house and the standard library, where that is promised."""

@@ -24,24 +24,20 @@ compared in pairs: arms that differ in their data or in the model they start fro
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
-import hashlib
 import itertools
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from inspect import getsource
 from pathlib import Path
 from typing import Any, Literal
 
 from fp8rl_jax.config.files import laid_over, read_values
+from fp8rl_jax.config.fingerprint import data_files, digest, flat, plain
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.config.schema import (
     above,
     at_least,
-    fields_of,
     leaves,
     one_line,
     problems,
@@ -268,9 +264,9 @@ class Design:
         for arm in self.arms:
             for key, value in flat(arm.config).items():
                 if key not in _SET_BY_RUNNER and value != _DEFAULTS.get(key):
-                    plan[f"arms.{quoted(arm.name)}.{key}"] = _plain(value)
-            plan |= {f"file {file}": digest for file, digest in _data_files(arm.config)}
-        plan |= {f"object {name}": _digest(value) for name, value in self.objects.items()}
+                    plan[f"arms.{quoted(arm.name)}.{key}"] = plain(value)
+            plan |= {f"file {file}": sha256 for file, sha256 in data_files(arm.config)}
+        plan |= {f"object {name}": digest(value) for name, value in self.objects.items()}
         return plan
 
 
@@ -351,18 +347,6 @@ def seeds_of(value: Any) -> tuple[int, ...]:
     if _seed_faults(value):
         return ()
     return tuple(range(value)) if isinstance(value, int) else tuple(value)
-
-
-def flat(config: Any, prefix: str = "") -> dict[str, Any]:
-    """Flatten a configuration to {dotted key: value}; dictionaries in it stay as they are."""
-    values = {}
-    for name in fields_of(type(config)):
-        value = getattr(config, name)
-        if dataclasses.is_dataclass(value):
-            values |= flat(value, f"{prefix}{name}.")
-        else:
-            values[prefix + name] = value
-    return values
 
 
 _DEFAULTS = flat(RunConfig())
@@ -527,47 +511,3 @@ def _differences(file: AblationConfig, arms: list[Arm]) -> list[str]:
 
 def _within(key: str, table: str) -> bool:
     return key == table or key.startswith(f"{table}.")
-
-
-def _data_files(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield (path, SHA-256) of the files that a task names, where they are files."""
-    task = config.task
-    specs = [task.name, task.eval_path, *task.reward.specs.values()]
-    for spec in specs:
-        for pattern in (spec, spec.rpartition(":")[0]):
-            path = Path(pattern).expanduser()
-            if pattern and path.is_file():
-                yield str(path), hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def _digest(value: Any) -> str:
-    """SHA-256 of problems, or of the text of a function or class, which says the same in another
-    process; empty where there is no text."""
-    try:
-        text = json.dumps(value, default=str) if isinstance(value, list) else getsource(value)
-    except (OSError, TypeError):
-        return ""
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _plain(value: Any) -> Any:
-    """Lists for tuples, as JSON reads them back."""
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Name what differs between two fingerprints, one line each."""
-    lines = []
-    for key in dict.fromkeys([*before, *now]):
-        kind, _, name = key.partition(" ")
-        if kind in ("file", "object") and before.get(key) != now.get(key):
-            lines.append(f"{name} has changed")
-        elif before.get(key) != now.get(key):
-            lines.append(f"{key} was {_said(before, key)} and is {_said(now, key)}")
-    return lines
-
-
-def _said(plan: Mapping[str, Any], key: str) -> str:
-    return repr(plan[key]) if key in plan else "the default"

@@ -19,7 +19,7 @@ from fp8rl_jax.ablation.record import JUDGED, write_json
 from fp8rl_jax.caching import keep_compiled_programs
 from fp8rl_jax.config.files import read_config
 from fp8rl_jax.config.run import RunConfig
-from fp8rl_jax.errors import UserError
+from fp8rl_jax.errors import RESUMABLE, Interrupted, UserError
 from fp8rl_jax.tasks.python_objects import arguments_again
 
 
@@ -85,7 +85,7 @@ def _judge(config: RunConfig, recipe: str, given: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    """Exit code: 0, or 2 for a fault in what was given."""
+    """Exit code: 0, 2 for a fault in what was given, 75 for a run that was stopped."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("fp8rl").setLevel(logging.INFO)
     arguments = tyro.cli(Arguments)
@@ -96,6 +96,9 @@ def main() -> int:
         for line in str(error).splitlines():
             print(f"fp8rl: error: {line}", file=sys.stderr)
         return 2
+    except Interrupted as end:
+        print(f"fp8rl: {end}", file=sys.stderr)
+        return RESUMABLE
     except KeyboardInterrupt:
         return 130
     return 0

@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import json
 import math
-import os
 import re
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,6 +23,7 @@ from typing import Any, Literal
 import numpy as np
 
 from fp8rl_jax.ablation.design import Arm, Design
+from fp8rl_jax.durable import locked, write_durably
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.statistics import (
     Comparison,
@@ -72,10 +71,8 @@ class RunState:
 
 def write_json(path: Path, value: Any) -> None:
     """Write a file that is whole at any moment; numbers of a list stand in one line."""
-    partial = path.with_name(f"{path.name}.partial")
     text = _NUMBERS.sub(lambda found: "".join(found[0].split()), json.dumps(value, indent=1))
-    partial.write_text(text + "\n", encoding="utf-8")
-    partial.replace(path)
+    write_durably(path, text + "\n")
 
 
 def read_rows(directory: Path, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
@@ -92,26 +89,6 @@ def read_judged(directory: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError):
         return json.loads((directory / JUDGED).read_text(encoding="utf-8"))
     return {}
-
-
-@contextlib.contextmanager
-def locked(path: Path) -> Generator[int | None]:
-    """Hold a lock file, as long as a process that has inherited it lives.
-
-    Yields:
-        Its descriptor; None where another process holds it.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield None
-        else:
-            yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 def _is_locked(path: Path) -> bool:

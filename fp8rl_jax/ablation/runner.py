@@ -30,11 +30,10 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from fp8rl_jax.ablation.design import Arm, Design, changes, read_design
+from fp8rl_jax.ablation.design import Arm, Design, read_design
 from fp8rl_jax.ablation.preflight import Preflight, last_line, model_of_shape, preflight
 from fp8rl_jax.ablation.record import (
     has_model,
-    locked,
     make_record,
     note,
     read_comparison,
@@ -45,8 +44,10 @@ from fp8rl_jax.ablation.record import (
 )
 from fp8rl_jax.caching import cache_dir
 from fp8rl_jax.config.files import dump_toml
+from fp8rl_jax.config.fingerprint import changes
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.config.settings import with_settings
+from fp8rl_jax.durable import locked
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.report.ablation import text, write_page
 from fp8rl_jax.statistics import Comparison

@@ -226,7 +226,11 @@ class RunConfig:
     dry_run: bool = False
     """Print the resolved configuration, parameter counts and the memory plan, then stop."""
     resume: bool = False
-    """Go on from the newest whole checkpoint in the run directory."""
+    """Go on from the newest whole checkpoint in the run directory, or start where there is none
+    yet."""
+    resume_changed: bool = False
+    """With resume: go on though settings, problems or rewards differ from the checkpoint's, so that
+    it is another experiment from here on; run.json keeps what was changed."""
     model: ModelConfig = ModelConfig()
     precision: PrecisionConfig = PrecisionConfig()
     lora: LoraConfig = LoraConfig()

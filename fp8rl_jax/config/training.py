@@ -216,7 +216,17 @@ class CheckpointConfig:
     every: int = 50
     """Steps between checkpoints; the last step is always saved. 0: only the last."""
     keep: int = 2
-    """Newest checkpoints kept; at least 2, so that a damaged one is never the only one."""
+    """Newest checkpoints kept; at least 2, so that a damaged one is never the only one. The last
+    known good one, from which a step went well, stays besides."""
+    grace_seconds: float = 60.0
+    """Seconds that a run has to write a checkpoint and end, once SIGTERM, SIGINT or SIGHUP asks it
+    to; then it ends without one. 0: as long as its step takes. A second signal ends it at once."""
+
+    def problems(self) -> list[str]:
+        """List every value that cannot work, one line each; empty where all is well."""
+        if 0 <= self.grace_seconds < math.inf:
+            return []
+        return [f"checkpoint.grace_seconds = {self.grace_seconds} must be seconds, or 0"]
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """LoRA in a run: from a loaded model to an adapted policy, and what a checkpoint holds of it.
 
-The base never changes, so a checkpoint has the adapters, their moments, and a fingerprint of the
+The base never changes, so a checkpoint has the adapters, their moments, and checksums of the
 base: a few megabytes, and a run that is resumed on another base is refused instead of going on as a
 different policy.
 """
@@ -13,8 +13,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jaxtyping import Array, UInt32
+from jaxtyping import Array
 
 from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.config.run import RunConfig
@@ -24,6 +23,7 @@ from fp8rl_jax.models.lora import init_adapters, join, split
 from fp8rl_jax.models.policy import Policy, cast
 from fp8rl_jax.parallel import to_host
 from fp8rl_jax.precision import describe
+from fp8rl_jax.training.checksum import checksums
 from fp8rl_jax.training.state import TrainState
 from fp8rl_jax.weights.peft_format import load_adapters
 
@@ -64,40 +64,13 @@ def adapt(policy: Policy, config: RunConfig, recipe: Recipe) -> Policy:
     return join(adapters, jax.jit(freeze)(policy))
 
 
-@jax.jit
-def fingerprint(base: Policy) -> UInt32[Array, "leaves 2"]:
-    """Compute two 32-bit sums of the mixed bits of every tensor.
-
-    They are the same on any mesh: integer sums have no order.
-    """
-
-    def one(x: Array, start: int) -> Array:
-        bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}")).astype(
-            jnp.uint32
-        )
-        place = jnp.full(x.shape, start, jnp.uint32)
-        # not a flat index: tensors stay sharded, and may have more than 2^32 elements
-        for axis in range(x.ndim):
-            place = _mix(place + lax.broadcasted_iota(jnp.uint32, x.shape, axis))
-        return jnp.sum(_mix(bits ^ place), dtype=jnp.uint32)
-
-    return jnp.stack([jnp.stack([one(x, 1), one(x, 2)]) for x in jax.tree.leaves(base)])
-
-
-def _mix(x: Array) -> Array:
-    """MurmurHash3's finalizer: a bijection of 32-bit words in which every bit moves every other."""
-    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
-    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
-    return x ^ (x >> 16)
-
-
 def to_save(state: TrainState) -> tuple:
     """Give what a checkpoint holds of a state.
 
-    All of it, or with adapters what is trained, and the base's fingerprint.
+    All of it, or with adapters what is trained, and the base's checksums.
     """
     trained, frozen = split(state.policy)
-    return (state,) if frozen is None else (replace(state, policy=trained), fingerprint(frozen))
+    return (state,) if frozen is None else (replace(state, policy=trained), checksums(frozen))
 
 
 def restored(state: TrainState, saved: TrainState, saved_base: Array | None = None) -> TrainState:
@@ -109,7 +82,7 @@ def restored(state: TrainState, saved: TrainState, saved_base: Array | None = No
     frozen = split(state.policy)[1]
     if frozen is None:
         return saved
-    if not np.array_equal(to_host(saved_base), to_host(fingerprint(frozen))):
+    if not np.array_equal(to_host(saved_base), to_host(checksums(frozen))):
         raise UserError(
             "--resume: the checkpoint's adapters were trained on another base; resume with the "
             "run's own model.path, seed, "

@@ -2,8 +2,14 @@
 again.
 
 Orbax commits a checkpoint by renaming its directory, so a run killed while it saves leaves the
-earlier ones whole. A newest checkpoint that cannot be read (a truncated or deleted file) is passed
-over with a warning for the one before it; a run never starts anew because of one.
+earlier ones whole; they are removed only when the new one is flushed to the disk. Beside the arrays
+stand their checksums, which are computed on the devices, and the settings that they belong to. A
+newest checkpoint that cannot be read, or that reads as something else than was saved (a truncated,
+deleted or altered file), is passed over with a warning for the one before it and set aside; a run
+never starts anew because of one.
+
+The newest checkpoints stay, and with them the last known good one: the newest from which a step has
+sampled and learned without a value that is not finite.
 
 Each process writes and reads the shards of its own devices, in one directory that all of them see.
 All call the same methods together, and agree on which checkpoint can be read.
@@ -11,8 +17,13 @@ All call the same methods together, and agree on which checkpoint can be read.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
 import logging
+import shutil
 import time
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +31,18 @@ import jax
 import orbax.checkpoint as ocp
 
 from fp8rl_jax.config.training import CheckpointConfig
+from fp8rl_jax.durable import sync_tree, write_durably
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.parallel import is_main_process, shared_faults
+from fp8rl_jax.parallel import is_main_process, shared_faults, to_host
+from fp8rl_jax.training.checksum import checksums
 
 _log = logging.getLogger("fp8rl")
 _DIGITS = 5  # of the number in front of a name
-_ITEM = "default"  # Orbax's name of what a manager saves alone
+_ITEM = "default"
+_ABOUT = "about"
+_GOOD = "last_known_good.json"
+_SPARE = 1.1
+"""Room that must be free, as a multiple of the arrays' bytes."""
 
 
 class Checkpoints:
@@ -34,36 +51,98 @@ class Checkpoints:
     Args:
         directory: <run>/checkpoints.
         config: how many are kept.
+
+    Raises:
+        UserError: the directory cannot be made or written.
     """
 
     def __init__(self, directory: Path, config: CheckpointConfig):
         self.directory = directory.absolute()
-        options = ocp.CheckpointManagerOptions(
-            max_to_keep=max(config.keep, 2), enable_async_checkpointing=False
-        )
-        self._manager = ocp.CheckpointManager(self.directory, options=options)
+        self._keep = max(config.keep, 2)
+        # nothing is removed by the manager: what is behind, and known to be good, it cannot know
+        options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
+        try:
+            self._manager = ocp.CheckpointManager(self.directory, options=options)
+        except OSError as error:
+            raise UserError(
+                f"{self.directory}: cannot be written ({_line(error)}); choose another output"
+            ) from error
 
     def steps(self) -> list[int]:
         """List the steps that have a committed checkpoint, oldest first."""
         self._manager.reload()
         return sorted(self._manager.all_steps())
 
-    def save(self, step: int, tree: Any) -> None:
-        """Write the arrays of `tree`.
+    @property
+    def known_good(self) -> int | None:
+        """The newest checkpoint from which a step went well; None where there is none yet."""
+        try:
+            return int(json.loads((self.directory / _GOOD).read_text())["step"])
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+
+    def mark_good(self) -> None:
+        """Note that a step went well that follows the newest checkpoint."""
+        newest = max(self._manager.all_steps(), default=None)
+        if is_main_process() and newest is not None and newest != self.known_good:
+            try:
+                write_durably(self.directory / _GOOD, json.dumps({"step": newest}) + "\n")
+            except OSError as error:
+                raise UserError(f"{self.directory}: cannot be written ({_line(error)})") from error
+
+    def check_space(self, tree: Any) -> None:
+        """Check that one more checkpoint fits.
+
+        Raises:
+            UserError: it does not.
+        """
+        needed = int(_SPARE * sum(leaf.nbytes for leaf in jax.tree.leaves(tree)))
+        if (free := shutil.disk_usage(self.directory).free) < needed:
+            raise UserError(
+                f"{self.directory}: a checkpoint needs {_size(needed)}, and {_size(free)} are "
+                "free; free some space, or choose another output"
+            )
+
+    def save(self, step: int, tree: Any, settings: Mapping[str, Any] | None = None) -> None:
+        """Write the arrays of `tree`; then remove what is neither new nor the last known good.
+
+        Args:
+            settings: what they belong to, as plain JSON; `restore` gives them to its `agree`.
 
         Raises:
             UserError: the disk is full or not writable; earlier checkpoints are whole.
         """
-        try:
-            self._manager.save(step, args=ocp.args.StandardSave(_by_name(tree)), force=True)
+        sums = to_host(checksums(_by_name(tree)))
+        about = {
+            "checksums": dict(zip(_by_name(tree), sums.tolist(), strict=True)),
+            "settings": dict(settings or {}),
+        }
+        items = ocp.args.Composite(
+            **{
+                _ITEM: ocp.args.StandardSave(_by_name(tree)),
+                _ABOUT: ocp.args.JsonSave(about | {"sha256": _digest(about)}),
+            }
+        )
+        with shared_faults():
+            if is_main_process():
+                self.check_space(tree)
+        with self._written(step):
+            self._manager.save(step, args=items, force=True)
             self._manager.wait_until_finished()
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"{self.directory}: checkpoint of step {step} could not be written ({_line(error)})"
-            ) from error
+        with shared_faults(), self._written(step):
+            if is_main_process():
+                sync_tree(self.directory / str(step))
+                self._remove_old()
+        self._manager.reload()
 
-    def restore(self, like: Any) -> tuple[int, Any]:
+    def restore(
+        self, like: Any, agree: Callable[[int, dict[str, Any]], None] | None = None
+    ) -> tuple[int, Any]:
         """Read the newest readable checkpoint: (step, tree shaped and sharded like `like`).
+
+        Args:
+            agree: called with a checkpoint's step and settings before it is read; what it raises
+                ends the search.
 
         Raises:
             UserError: there is none, none can be read, or the newest readable one holds other
@@ -79,8 +158,19 @@ class Checkpoints:
         for step in reversed(steps):
             try:
                 with shared_faults():
+                    about = self._about(step)
+            except UserError as error:
+                _log.warning("%s; trying the one before", error)
+                continue
+            if agree is not None:
+                # before the arrays: if they have other shapes, another setting is why
+                agree(step, about.get("settings", {}))
+            try:
+                with shared_faults():
                     difference = self._difference(step, target)
                     named = {} if difference else self._read(step, target)
+                if not difference:
+                    self._verify(step, named, about)
             except UserError as error:
                 _log.warning("%s; trying the one before", error)
                 continue
@@ -96,6 +186,55 @@ class Checkpoints:
             return step, jax.tree.unflatten(jax.tree.structure(like), list(named.values()))
         raise UserError(f"{self.directory}: none of the checkpoints {steps} can be read")
 
+    def _about(self, step: int) -> dict[str, Any]:
+        """Checksums and settings; nothing where a checkpoint is older than these."""
+        path = self._manager.directory / str(step) / _ABOUT / "metadata"
+        try:
+            if not path.parent.exists() and (self._manager.directory / str(step) / _ITEM).is_dir():
+                _log.warning("%s: checkpoint of step %d has no checksums", self.directory, step)
+                return {}
+            about = json.loads(path.read_text())
+            if about.pop("sha256") != _digest(about):
+                raise ValueError("its checksums are damaged")
+            return about
+        except (OSError, ValueError, KeyError, AttributeError) as error:
+            raise self._damaged(step, error) from error
+
+    def _verify(self, step: int, named: dict[str, Any], about: dict[str, Any]) -> None:
+        """Compare what was read with the checksums of what was saved."""
+        if not about:
+            return
+        found = to_host(checksums(named)).tolist()
+        for name, sums in zip(named, found, strict=True):
+            if sums != about["checksums"].get(name):
+                reason = f"{name[_DIGITS:].lstrip('.')} is not what was saved: its checksum differs"
+                raise self._damaged(step, ValueError(reason))
+
+    def _remove_old(self) -> None:
+        kept = {*self.steps()[-self._keep :], self.known_good}
+        for step in self.steps():
+            if step not in kept:
+                # under another name first: a kill leaves no half of one
+                going = self.directory / f".removed-{step}-{time.time_ns()}"
+                (self.directory / str(step)).rename(going)
+                shutil.rmtree(going)
+
+    @contextlib.contextmanager
+    def _written(self, step: int) -> Generator[None]:
+        """Turns what Orbax and the operating system raise into a line."""
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"{self.directory}: checkpoint of step {step} could not be written "
+                f"({_line(error)}); earlier ones are whole"
+            ) from error
+
+    def _damaged(self, step: int, error: BaseException) -> UserError:
+        return UserError(
+            f"{self.directory}: checkpoint of step {step} cannot be read ({_line(error)})"
+        )
+
     def _difference(self, step: int, target: dict[str, Any]) -> str:
         """The first array that a checkpoint has otherwise than `target`; "" where it has what is
         wanted."""
@@ -106,9 +245,7 @@ class Checkpoints:
                 .tree
             )
         except Exception as error:  # as in _read
-            raise UserError(
-                f"{self.directory}: checkpoint of step {step} cannot be read ({_line(error)})"
-            ) from error
+            raise self._damaged(step, error) from error
         kinds = [
             {name[_DIGITS:]: f"{x.dtype}{list(x.shape)}" for name, x in tree.items()}
             for tree in (saved, target)
@@ -128,10 +265,7 @@ class Checkpoints:
                 self._manager.directory / str(step) / _ITEM, args=ocp.args.StandardRestore(target)
             )
         except Exception as error:  # a plain one is what Orbax makes of every fault in a shard
-            reason = _line(error.__cause__ or error)
-            raise UserError(
-                f"{self.directory}: checkpoint of step {step} cannot be read ({reason})"
-            ) from error
+            raise self._damaged(step, error.__cause__ or error) from error
 
     def _set_aside(self, steps: list[int]) -> None:
         """Moves damaged checkpoints out of the way of the steps that will be saved again; nothing
@@ -159,3 +293,11 @@ def _by_name(tree: Any) -> dict[str, Any]:
 
 def _line(error: BaseException) -> str:
     return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+
+
+def _digest(about: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"

@@ -16,6 +16,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +24,17 @@ import numpy as np
 from jaxtyping import Array, Int, Key
 
 from fp8rl_jax import rl
+from fp8rl_jax.config.fingerprint import changes, is_free
 from fp8rl_jax.config.training import EvaluationConfig
-from fp8rl_jax.errors import UserError
-from fp8rl_jax.parallel import check_same, is_main_process, leave_on_failure, shared_faults, to_host
+from fp8rl_jax.errors import Interrupted, UserError
+from fp8rl_jax.parallel import (
+    check_same,
+    is_main_process,
+    leave_on_failure,
+    shared_faults,
+    sum_over_processes,
+    to_host,
+)
 from fp8rl_jax.rollout.engine import Rollout
 from fp8rl_jax.statistics import wilson_interval
 from fp8rl_jax.tasks.dataset import Dataset, Example
@@ -33,19 +42,14 @@ from fp8rl_jax.tasks.distributed import score_distributed
 from fp8rl_jax.tasks.sandbox.pool import RewardPool
 from fp8rl_jax.tasks.scores import Scores
 from fp8rl_jax.training.checkpoint import Checkpoints
-from fp8rl_jax.training.collect import Collector
+from fp8rl_jax.training.collect import Collected, Collector
 from fp8rl_jax.training.experience import play
 from fp8rl_jax.training.performance import Clock
+from fp8rl_jax.training.record import note, owned, read_record, write_run_record
 from fp8rl_jax.training.session import Session, at_temperature, sample_key
-from fp8rl_jax.training.setup import (
-    Setup,
-    announce,
-    mark_inexact,
-    reward_log,
-    reward_pool,
-    write_run_record,
-)
-from fp8rl_jax.training.tracking import JsonLines, Trackers, Watch, make_tracker
+from fp8rl_jax.training.setup import Setup, announce, reward_log, reward_pool
+from fp8rl_jax.training.stopping import Asked, Stopping, stopping
+from fp8rl_jax.training.tracking import JsonLines, Trackers, Watch, make_tracker, steps_of
 
 _log = logging.getLogger("fp8rl")
 
@@ -200,19 +204,24 @@ def train(setup: Setup, explain: Explain | None = None) -> None:
     )
     with leave_on_failure(), jax.set_mesh(setup.session.mesh), ExitStack() as stack:
         with shared_faults():
-            if (
-                is_main_process()
-                and not config.resume
-                and (setup.directory / "metrics.jsonl").exists()
-            ):
-                raise UserError(
-                    f"{setup.directory} holds a run already; give --resume, or another --output"
-                )
+            if is_main_process():
+                stack.enter_context(owned(setup.directory))
+                if not config.resume and (setup.directory / "metrics.jsonl").exists():
+                    raise UserError(
+                        f"{setup.directory} holds a run already; give --resume, or another --output"
+                    )
             pool = stack.enter_context(reward_pool(setup))
         if is_main_process():
             announce(setup, print, "rollout.prompts_per_step")
         with shared_faults():
             loop = Loop(setup, pool, explain)
+        # told to all: a process that came late would read the record of this very start
+        if sum_over_processes(np.int32(is_main_process() and loop.is_finished())):
+            _log.info("%s is finished: nothing is left to do", setup.directory)
+            loop.checkpoints.close()
+            return
+        with shared_faults():
+            loop.open_records()
         loop.run()
 
 
@@ -228,12 +237,36 @@ class Loop:
         self.watch = Watch(
             config.trainer, self.checkpoints.directory, config.compute_dtype, reward_log(setup)
         )
-        if config.resume:
-            self.session.load_saved(*self.checkpoints.restore(self.session.saved()))
+        self.settings = setup.fingerprint()
+        self.changed: list[str] = []
+        if config.resume and self.checkpoints.steps():
+            self.session.load_saved(*self.checkpoints.restore(self.session.saved(), self._agree))
             _log.info("resuming at step %d from %s", self.session.step, self.checkpoints.directory)
+        elif config.resume:
+            _log.warning("%s has no checkpoint yet: starting at step 0", setup.directory)
         self.start, self.inexact = self.session.step, False
+        self.newest = self.start
+        self.tracker, self.samples, self.evaluations = Trackers([]), None, None
+
+    def is_finished(self) -> bool:
+        """Say whether all steps, the last evaluation and the model are there."""
+        steps, directory = self.config.trainer.steps, self.setup.directory
+        return (
+            self.start == steps
+            and read_record(directory).get("finished") == steps
+            and (not self.config.evaluation.every or steps in steps_of(directory / "metrics.jsonl"))
+        )
+
+    def open_records(self) -> None:
+        """Write the run's record, and open the files that its rows go to.
+
+        Raises:
+            UserError: they cannot be written, or a checkpoint does not fit on the disk.
+        """
+        setup, config = self.setup, self.config
         if is_main_process():
-            write_run_record(setup)
+            self.checkpoints.check_space(self.session.saved())
+            write_run_record(config, self.changed)
             self.tracker = make_tracker(
                 setup.directory,
                 config.tracking,
@@ -243,31 +276,85 @@ class Loop:
             )
             self.samples = JsonLines(setup.directory / "samples.jsonl", self.start)
             self.evaluations = JsonLines(setup.directory / "evaluations.jsonl", self.start)
-        else:
-            self.tracker, self.samples, self.evaluations = Trackers([]), None, None
+
+    def _agree(self, step: int, before: dict[str, Any]) -> None:
+        """Compare a checkpoint's settings with this run's.
+
+        Raises:
+            UserError: the experiment would be another, and resume_changed does not allow it.
+        """
+        if not before:  # of a session, or written before there were any
+            return
+        shared = {
+            key: value
+            for key, value in self.settings.items()
+            if key in before or key.startswith(("file ", "object "))
+        }
+        before = {key: value for key, value in before.items() if key in shared}
+        self.changed = changes(before, shared)
+        other = [
+            line
+            for key in dict.fromkeys([*before, *shared])
+            if not is_free(key, self.settings)
+            for line in changes(
+                {key: before[key]} if key in before else {},
+                {key: shared[key]} if key in shared else {},
+            )
+        ]
+        if other and not self.config.resume_changed:
+            raise UserError(
+                "\n".join(
+                    f"{line}: the checkpoint of step {step} is of another experiment; resume with "
+                    "what it had, or give --resume-changed"
+                    for line in other
+                )
+            )
+        for line in self.changed:
+            _log.warning("resumed with a change: %s", line)
 
     def run(self) -> None:
-        steps, every, session = (
-            self.config.trainer.steps,
-            self.config.checkpoint.every,
-            self.session,
-        )
+        config, session = self.config, self.session
+        steps, every = config.trainer.steps, config.checkpoint.every
+        due = False
         try:
-            session.sync(self.collector.prompts(self.start))
-            for step in range(self.start, steps):
-                # every row is written before the checkpoint that makes a resumed run go on behind
-                # it
-                metrics = self._evaluate(step) | self._step(step)
-                # time/* and perf/* since the last row: the step itself, its evaluation, and the
-                # checkpoint before it
-                self.tracker.log(step, metrics | session.lap())
-                if step + 1 == steps or (every and (step + 1) % every == 0):
-                    with session.clock.part("ckpt"):
-                        self.checkpoints.save(step + 1, session.saved())
+            with stopping(config.checkpoint.grace_seconds, self._standing) as stop:
+                try:
+                    with stop.at_once(_alone()):
+                        session.sync(self.collector.prompts(self.start))
+                except Asked:
+                    self._leave(stop, self.start, None)
+                for step in range(self.start, steps):
+                    # what a step that is given up leaves as it was
+                    held = session.saved()
+                    try:
+                        with stop.at_once(_alone()):
+                            # every row is written before the checkpoint that makes a resumed run go
+                            # on behind it
+                            metrics, found = self._evaluate(step), self.collector.collect(step)
+                    except Asked:
+                        self._leave(stop, step, held)
+                    if _asked(stop):
+                        self._leave(stop, step, held)
+                    del held
+                    metrics |= self._step(step, found, metrics)
+                    # time/* and perf/* since the last row: the step itself, its evaluation, and the
+                    # checkpoint before it
+                    self.tracker.log(step, metrics | session.lap())
+                    due = due or bool(every and (step + 1) % every == 0)
+                    # weights that a step could not learn from are no place to go on from
+                    if step + 1 == steps or (due and not self.watch.skipping):
+                        self._save(step + 1, session.saved())
+                        due = False
+                    if _asked(stop) and step + 1 < steps:
+                        self._leave(stop, step + 1, session.saved())
             # a run that was killed behind its last checkpoint has no row of it either
-            if self.config.evaluation.every:
+            if config.evaluation.every:
                 self.tracker.log(steps, self._evaluate(steps))
             session.save(self.setup.directory / "model", adapters=self.setup.directory / "adapter")
+            with shared_faults():
+                if is_main_process():
+                    self._sync_rows()
+                    note(self.setup.directory, {"finished": steps})
         finally:
             self.tracker.close()
             for file in (self.samples, self.evaluations):
@@ -275,8 +362,38 @@ class Loop:
                     file.close()
             self.checkpoints.close()
 
-    def _step(self, step: int) -> dict[str, float]:
-        found = self.collector.collect(step)
+    def _save(self, step: int, tree: tuple) -> None:
+        """Write a checkpoint, behind the rows of the steps before it."""
+        with self.session.clock.part("ckpt"):
+            with shared_faults():
+                if is_main_process():
+                    self._sync_rows()
+            self.checkpoints.save(step, tree, self.settings)
+        self.newest = step
+
+    def _sync_rows(self) -> None:
+        for file in (self.tracker, self.samples, self.evaluations):
+            if file is not None:
+                file.sync()
+
+    def _leave(self, stop: Stopping, step: int, tree: tuple | None) -> NoReturn:
+        """End the run before `step`, with a checkpoint where steps were made since the newest.
+
+        Raises:
+            Interrupted: always.
+        """
+        if tree is not None and step > self.newest:
+            self._save(step, tree)
+        told = stop.asked or "another process was asked to stop"
+        raise Interrupted(f"{told}: stopped before step {step}; {self._standing()}")
+
+    def _standing(self) -> str:
+        """How the run goes on."""
+        at = f"from the checkpoint of step {self.newest}" if self.newest else "from the start"
+        return f"--resume goes on {at}"
+
+    def _step(self, step: int, found: Collected, before: dict[str, float]) -> dict[str, float]:
+        """Learn from what was sampled; `before`: what the step has measured already."""
         rewards = [
             float(x) if ok else None for x, ok in zip(found.rewards, found.valid, strict=True)
         ]
@@ -292,12 +409,47 @@ class Loop:
             "rollout/teaching_prompts": float(found.informative.sum()),
         }
         metrics["rollout/dropped"] = float(self.setup.dropped)
-        metrics |= self.watch.see(step, metrics, found.scores)
         if self.samples is not None:
             self.samples.write(
                 {"step": step, **row} for row in found.shown(self.config.tracking.samples)
             )
+        healthy = not self.watch.skipping
+        try:
+            metrics |= self.watch.see(step, metrics, found.scores)
+        except UserError as error:
+            self.tracker.log(step, before | metrics | self.session.lap())
+            good = self.checkpoints.known_good
+            raise UserError(
+                f"{error}; last known good checkpoint: {'none' if good is None else f'step {good}'}"
+            ) from None
+        if self.watch.skipping and healthy:
+            self._keep_batch(step, found)
+        elif not self.watch.skipping:
+            self.checkpoints.mark_good()
         return metrics
+
+    def _keep_batch(self, step: int, found: Collected) -> None:
+        """Write what the first of skipped updates was to learn from, for a look at it."""
+        rollout = found.experience.rollout
+        names = ("tokens", "mask", "behaviour_logprobs", "policy_logprobs")
+        arrays = {name: to_host(getattr(rollout, name)) for name in names}
+        prompts = to_host(rollout.prompts)
+        path = self.setup.directory / f"skipped-step-{step}.npz"
+        with shared_faults():
+            if not is_main_process():
+                return
+            try:
+                np.savez_compressed(
+                    path,
+                    prompts=prompts.tokens,
+                    prompt_lengths=prompts.lengths,
+                    rewards=found.rewards,
+                    texts=np.array(found.experience.texts),
+                    **arrays,
+                )
+            except OSError as error:
+                raise UserError(f"{path}: cannot be written ({error.strerror})") from error
+        _log.warning("step %d: its batch is kept in %s", step, path)
 
     def _check_exact(self, step: int, difference: float, rollout: Rollout) -> None:
         """Look whether the two sides of an exact run differ.
@@ -319,7 +471,7 @@ class Loop:
         self.inexact = True
         _log.warning("precision.exact = auto: %s. The run goes on, and is marked", found)
         if is_main_process():
-            mark_inexact(self.setup.directory, step, difference)
+            note(self.setup.directory, {"inexact": {"step": step, "difference": difference}})
 
     def _scored(self, scores: Scores) -> dict[str, float]:
         """reward/* and rewards/* of everything that was sampled; an update knows only what it
@@ -343,3 +495,13 @@ class Loop:
         if self.evaluations is not None:
             self.evaluations.write([{"step": step, **found.row}])
         return found.metrics
+
+
+def _alone() -> bool:
+    """Whether a step may be given up without a word to other processes."""
+    return jax.process_count() == 1
+
+
+def _asked(stop: Stopping) -> bool:
+    """Whether a signal has asked any process to stop; all call it together."""
+    return bool(stop.asked if _alone() else sum_over_processes(np.int32(bool(stop.asked))))

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import platform
-import subprocess
-import sys
-import time
 import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from fp8rl_jax.config.files import dump_toml
+from fp8rl_jax.config.fingerprint import fingerprint
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.config.schema import validate
 from fp8rl_jax.errors import UserError
@@ -68,6 +62,14 @@ class Setup:
     """Given in Python; `config` names it."""
     environment: type | None = None
     """The same of an environment's class."""
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Give what this run is, as plain JSON: settings, files, problems, objects."""
+        objects = name_objects(self.config.task, self.reward, None, self.environment)[1]
+        problems = {"train": self.train, "held-out": self.held_out}
+        return fingerprint(self.config, objects) | {
+            f"object the {name} problems": data.fingerprint for name, data in problems.items()
+        }
 
 
 def build(
@@ -222,81 +224,20 @@ def reward_log(setup: Setup) -> Path:
     return setup.directory / (f"rewards-{process}.log" if process else "rewards.log")
 
 
-def write_run_record(setup: Setup) -> None:
-    """Write config.toml (resolved) and run.json (versions, command, commit, devices).
-
-    A resumed run keeps the records of its earlier starts under "earlier".
-    """
-    directory = setup.directory
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / "config.toml").write_text(dump_toml(setup.config))
-        packages = (
-            "jax",
-            "jaxlib",
-            "flax",
-            "optax",
-            "orbax-checkpoint",
-            "ml-dtypes",
-            "numpy",
-            "fp8rl_jax",
-        )
-        record = {
-            "command": ["fp8rl", *sys.argv[1:]],
-            "started": time.time(),
-            "python": platform.python_version(),
-            "versions": {name: version(name) for name in packages},
-            "commit": _commit(),
-            "devices": [f"{d.platform}:{d.device_kind}" for d in jax.devices()],
-            "processes": jax.process_count(),
-        }
-        path = directory / "run.json"
-        if path.exists():
-            before = json.loads(path.read_text())
-            record["earlier"] = [*before.pop("earlier", []), before]
-        path.write_text(json.dumps(record, indent=2) + "\n")
-    except OSError as error:
-        raise UserError(
-            f"{directory}: the run's record cannot be written ({error.strerror}); choose another "
-            "output"
-        ) from error
-    except ValueError as error:
-        raise UserError(f"{path}: not JSON ({error}); move it away") from error
-
-
-def mark_inexact(directory: Path, step: int, difference: float) -> None:
-    """Write into run.json that a run is not exact, though precision.exact = "auto" made it so.
-
-    Args:
-        difference: of a log-probability, in `step`.
-    """
-    path = directory / "run.json"
-    record = json.loads(path.read_text()) | {"inexact": {"step": step, "difference": difference}}
-    partial = path.with_name("run.json.partial")
-    partial.write_text(json.dumps(record, indent=2) + "\n")
-    partial.replace(path)
-
-
 def _with_kept_exact(config: RunConfig) -> RunConfig:
     """A resumed run keeps what precision.exact = "auto" was decided to be when it began."""
     path = config.directory / "config.toml"
     if not config.resume or config.precision.exact != "auto" or not path.exists():
         return config
     try:
-        kept = tomllib.loads(path.read_text()).get("precision", {}).get("exact")
+        before = tomllib.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: not TOML ({error}); move it away") from error
-    if not isinstance(kept, bool):
+    kept = before.get("precision", {}).get("exact")
+    # of another recipe it says nothing; that the recipe is another is said later
+    if not isinstance(kept, bool) or before.get("recipe") != config.recipe:
         return config
     return replace(config, precision=replace(config.precision, exact=kept))
-
-
-def _commit() -> str | None:
-    here = Path(__file__).parent
-    asked = subprocess.run(
-        ["git", "-C", here, "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-    )
-    return asked.stdout.strip() or None
 
 
 def _fitting(data: Dataset, encoder: PromptEncoder, which: str) -> tuple[Dataset, int]:

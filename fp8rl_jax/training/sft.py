@@ -12,7 +12,8 @@ from fp8rl_jax.parallel import is_main_process
 from fp8rl_jax.tasks.dataset import Example
 from fp8rl_jax.training.loop import evaluate_held_out
 from fp8rl_jax.training.prompts import PromptEncoder
-from fp8rl_jax.training.setup import Setup, announce, reward_pool, write_run_record
+from fp8rl_jax.training.record import owned, write_run_record
+from fp8rl_jax.training.setup import Setup, announce, reward_pool
 from fp8rl_jax.training.tracking import SFT_COLUMNS, make_tracker
 
 
@@ -28,11 +29,11 @@ def supervise(setup: Setup, report=print) -> None:
     """
     config, sft, session = setup.config, setup.config.sft, setup.session
     directory = setup.directory
-    write_run_record(setup)
     announce(setup, report, "sft.batch_size")
     cut = f", {sft.cut_short:.0%} of them cut one token short" if sft.cut_short else ""
     report(f"Supervised warm start: {sft.steps} updates on the task's own answers{cut}")
-    with reward_pool(setup) as pool:
+    with owned(directory), reward_pool(setup) as pool:
+        write_run_record(config)
         session.restart(sft.optimizer, sft.steps)
         tracker = make_tracker(
             directory, config.tracking, total_steps=sft.steps, columns=SFT_COLUMNS

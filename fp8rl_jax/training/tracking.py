@@ -34,6 +34,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from fp8rl_jax.config.training import TrackingConfig, TrainerConfig
+from fp8rl_jax.durable import write_durably
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.parallel import is_main_process
 from fp8rl_jax.tasks.scores import Scores
@@ -70,7 +71,8 @@ class JsonLines:
     Args:
         path: the file; its directory exists.
         start_step: lines of this step and later ones, left by a run that went on after its last
-            checkpoint, are removed, and so is a last line that was cut off. 0 starts an empty file.
+            checkpoint, are moved to `<name>-replaced.jsonl`, and so is what was cut off or damaged
+            behind the line of the step before. 0 starts an empty file.
 
     Raises:
         UserError: the file cannot be written, or a line before the last is not JSON with a step.
@@ -79,10 +81,13 @@ class JsonLines:
     def __init__(self, path: Path, start_step: int = 0) -> None:
         self._path = path
         with _faults_named(self._path):
-            kept = _lines_before(path, start_step) if path.exists() else []
-            replacement = path.with_name(f"{path.name}.tmp")
-            replacement.write_bytes(b"".join(kept))
-            os.replace(replacement, path)
+            kept, replaced = _divided(path, start_step) if path.exists() else ([], [])
+            if replaced:
+                with path.with_name(f"{path.stem}-replaced{path.suffix}").open("ab") as file:
+                    file.writelines(replaced)
+                    file.flush()
+                    os.fsync(file.fileno())
+            write_durably(path, b"".join(kept))
             self._file = path.open("ab", buffering=0)
 
     def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -99,6 +104,15 @@ class JsonLines:
             while data:
                 data = data[self._file.write(data) :]
 
+    def sync(self) -> None:
+        """Flush what was written to the disk.
+
+        Raises:
+            UserError: it cannot be.
+        """
+        with _faults_named(self._path):
+            os.fsync(self._file.fileno())
+
     def close(self) -> None:
         self._file.close()
 
@@ -114,6 +128,10 @@ class JsonlTracker:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._lines.write([{"step": step, "time": round(self._clock(), 3), **metrics}])
+
+    def sync(self) -> None:
+        """Flush the rows to the disk."""
+        self._lines.sync()
 
     def close(self) -> None:
         self._lines.close()
@@ -149,14 +167,25 @@ class View:
 
 
 class Trackers:
-    """Several trackers as one; the first is the record."""
+    """Several trackers as one.
 
-    def __init__(self, trackers: Iterable[Tracker]) -> None:
-        self._trackers = tuple(trackers)
+    Args:
+        trackers: views.
+        record: what may not fail.
+    """
+
+    def __init__(self, trackers: Iterable[Tracker], record: JsonlTracker | None = None) -> None:
+        self._record = record
+        self._trackers: tuple[Tracker, ...] = (*([record] if record else ()), *trackers)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for tracker in self._trackers:
             tracker.log(step, metrics)
+
+    def sync(self) -> None:
+        """Flush the record to the disk."""
+        if self._record is not None:
+            self._record.sync()
 
     def close(self) -> None:
         for tracker in self._trackers:
@@ -187,7 +216,8 @@ def make_tracker(
     """
     from fp8rl_jax.training.tracking import TensorBoardTracker, WandbTracker
 
-    trackers: list[Tracker] = [JsonlTracker(directory / "metrics.jsonl", start_step)]
+    trackers: list[Tracker] = []
+    record = JsonlTracker(directory / "metrics.jsonl", start_step)
     if config.tensorboard:
         trackers.append(
             View("TensorBoard", TensorBoardTracker(directory / "tensorboard", start_step))
@@ -195,7 +225,7 @@ def make_tracker(
     if config.wandb:
         trackers.append(View("Weights & Biases", WandbTracker(directory, config, settings or {})))
     trackers.append(View("the console", console_tracker(total_steps, start_step, columns)))
-    return Trackers(trackers)
+    return Trackers(trackers, record)
 
 
 @contextlib.contextmanager
@@ -210,21 +240,39 @@ def _faults_named(path: Path) -> Generator[None]:
         ) from error
 
 
-def _lines_before(path: Path, step: int) -> list[bytes]:
-    kept = []
-    lines = path.read_bytes().splitlines(keepends=True) if step else []
-    for number, line in enumerate(lines, 1):
+def steps_of(path: Path) -> set[int]:
+    """Read which steps a record has; lines that are not whole have none."""
+    steps = set()
+    for line in path.read_bytes().splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            steps.add(int(json.loads(line)["step"]))
+    return steps
+
+
+def _divided(path: Path, step: int) -> tuple[list[bytes], list[bytes]]:
+    """Lines of steps before `step`, and all others.
+
+    Lines are flushed to the disk before a checkpoint, so behind the last of these a loss of power
+    may have left anything.
+    """
+    kept: list[bytes] = []
+    replaced: list[bytes] = []
+    last = -1
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
         try:
-            is_earlier = json.loads(line)["step"] < step
+            its = int(json.loads(line)["step"]) if line.endswith(b"\n") else None
         except (ValueError, TypeError, KeyError):
-            if number < len(lines):
-                raise UserError(
-                    f"{path}: line {number} is not a JSON object with a step; move the file away"
-                ) from None
-            continue
-        if is_earlier and line.endswith(b"\n"):
+            its = None
+        if its is None and not replaced and last < step - 1 and line.endswith(b"\n"):
+            raise UserError(
+                f"{path}: line {number} is not a JSON object with a step; move the file away"
+            )
+        if its is not None and its < step:
             kept.append(line)
-    return kept
+            last = max(last, its)
+        else:
+            replaced.append(line if line.endswith(b"\n") else line + b"\n")
+    return kept, replaced
 
 
 def _plain(value: Any) -> Any:
@@ -474,6 +522,11 @@ class Watch:
         self._narrow = compute_dtype == "float16"
         self._skipped = self._in_a_row = self._failed_in_a_row = 0
         self._warned_constant = False
+
+    @property
+    def skipping(self) -> bool:
+        """Whether the last update was skipped for values that are not finite."""
+        return self._in_a_row > 0
 
     def see(self, step: int, metrics: dict[str, float], scores: Scores) -> dict[str, float]:
         """Take one step's metrics and the scores of all that it sampled.

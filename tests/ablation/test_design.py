@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from fp8rl_jax.ablation.design import AblationConfig, changes, read_design
+from fp8rl_jax.ablation.design import AblationConfig, read_design
+from fp8rl_jax.config.fingerprint import changes
 from fp8rl_jax.config.schema import leaves
 from fp8rl_jax.errors import UserError
 

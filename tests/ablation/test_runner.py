@@ -20,8 +20,8 @@ import fp8rl_jax as fp8rl
 from fp8rl_jax.ablation import runner
 from fp8rl_jax.ablation.design import read_design
 from fp8rl_jax.ablation.preflight import Preflight
-from fp8rl_jax.ablation.record import locked
 from fp8rl_jax.cli.main import main
+from fp8rl_jax.durable import locked
 from fp8rl_jax.errors import UserError
 
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_run.py")))

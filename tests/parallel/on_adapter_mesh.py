@@ -27,7 +27,7 @@ from fp8rl_jax.parallel import (
     to_host,
 )
 from fp8rl_jax.rollout.engine import LocalEngine
-from fp8rl_jax.training.adapters import fingerprint
+from fp8rl_jax.training.checksum import checksums
 from fp8rl_jax.training.state import make_optimizer, sharded_state
 
 CONFIG = PolicyConfig(
@@ -86,9 +86,9 @@ def main() -> None:
         "adapters": specs(trained),
         "moments": sorted(map(str, moments.values())) == sorted(map(str, specs(trained).values())),
         "base_untouched": all(one is other for one, other in base_shared),
-        "fingerprint": np.array_equal(to_host(fingerprint(frozen)), fingerprint(base)),
-        "other_fingerprint": np.array_equal(
-            fingerprint(policy), fingerprint(jax.tree.map(lambda x: x[::-1], policy))
+        "checksums": np.array_equal(to_host(checksums(frozen)), checksums(base)),
+        "other_checksums": np.array_equal(
+            checksums(policy), checksums(jax.tree.map(lambda x: x[::-1], policy))
         ),
     }
     print(json.dumps(answers))

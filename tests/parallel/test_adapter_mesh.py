@@ -47,4 +47,4 @@ def test_loss_and_gradients_equal_one_device(found):
 
 
 def test_the_base_is_placed_once_and_known_again(found):
-    assert found["base_untouched"] and found["fingerprint"] and not found["other_fingerprint"]
+    assert found["base_untouched"] and found["checksums"] and not found["other_checksums"]

@@ -62,7 +62,7 @@ def test_a_run_that_finds_its_scale_and_is_resumed_in_between(run_file, tmp_path
     # bf16's two sides are exact by default, packed and in parts as they are here
     assert all(row["mismatch/k3"] == 0.0 for row in found)
     capsys.readouterr()
-    assert train(run_file, parts, "--resume", "--compute-dtype", "float32") == 2
+    assert train(run_file, parts, "--resume", "--resume-changed", "--compute-dtype", "float32") == 2
     assert (
         "this run has nothing" in (said := capsys.readouterr().err) and "trainer.loss_scale" in said
     )

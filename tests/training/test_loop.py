@@ -233,7 +233,6 @@ def test_stop_strings_bad_words_and_bias_shape_the_rollout(run_file, tmp_path):
         (["--model.path", "no-such-directory"], "no-such-directory"),
         (["--mesh.tensor", "3"], "mesh."),
         (["--rollout.max-prompt-tokens", "2"], "rollout.max_prompt_tokens = 2"),
-        (["--resume"], "no checkpoint to resume from"),
     ],
 )
 def test_faults_are_one_line(run_file, tmp_path, capsys, flags, message):

@@ -84,7 +84,8 @@ def test_run_and_resume_are_the_same_run_on_an_untouched_base(run_file, tmp_path
     trained = 4 * sum(x.size for x in jax.tree.leaves(split(starting_policy(run_file))[0]))
     assert saved < 3 * trained + 2e5
     capsys.readouterr()
-    assert train(run_file, parts, *flags, "--resume", "--seed", "1", "--trainer.steps", "4") == 2
+    more = ["--seed", "1", "--trainer.steps", "4", "--resume-changed"]
+    assert train(run_file, parts, *flags, "--resume", *more) == 2
     assert "trained on another base" in capsys.readouterr().err
 
 

@@ -138,7 +138,7 @@ def test_a_reward_that_always_fails_stops_the_run(tmp_path, capsys, caplog):
             in caplog.text
         )
     assert "evaluation: 8 of 8 rewards failed: ValueError" in caplog.text
-    assert [row["step"] for row in metric_rows(out)] == [0, 1]
+    assert [row["step"] for row in metric_rows(out)] == [0, 1, 2]
     assert (out / "rewards.log").read_text().count("seen ") == 8 + 3 * 16
     assert main(["eval", run_file, "--output", str(tmp_path / "eval")]) == 2
     (line,) = faults(capsys)

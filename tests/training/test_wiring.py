@@ -141,6 +141,11 @@ class Engine(LocalEngine):
         )
 
 
+def stepped(loop: Loop, step: int) -> dict[str, float]:
+    """Makes a step, and gives what it measured."""
+    return loop._step(step, loop.collector.collect(step), {})
+
+
 class Pool:
     """Scores here and now: 1 for the right answer and half a point less for eight letters; "!" has
     no score."""
@@ -554,6 +559,7 @@ def loop_of(setup_of):
         setup = setup_of(engine, **changes)
         with jax.set_mesh(setup.session.mesh):
             loops.append(Loop(setup, pool or Pool()))
+            loops[-1].open_records()
             yield loops[-1]
 
     yield make
@@ -608,10 +614,10 @@ def test_an_exact_run_in_which_a_bit_differs_stops(loop_of):
     with loop_of(Engine(), Pool(), **settings) as loop:
         Trainer(loop.session)
         with pytest.raises(UserError, match="precision.exact: in step 0 a log-probability of the"):
-            loop._step(0)
+            stepped(loop, 0)
         loop.explain = lambda session, rollout: f"{len(rollout.tokens)} rows, {session is not None}"
         with pytest.raises(UserError, match=r"may differ: \d+ rows, True. With precision.exact"):
-            loop._step(0)
+            stepped(loop, 0)
 
 
 def test_a_run_that_is_exact_by_default_goes_on_and_is_marked(loop_of, caplog):
@@ -619,7 +625,7 @@ def test_a_run_that_is_exact_by_default_goes_on_and_is_marked(loop_of, caplog):
     with loop_of(Engine(), Pool(), **settings) as loop:
         Trainer(loop.session)
         loop.session.exact_by_default = True
-        loop._step(0), loop._step(1)
+        stepped(loop, 0), stepped(loop, 1)
         record = json.loads((loop.setup.directory / "run.json").read_text())
     assert record["inexact"] == {"step": 0, "difference": pytest.approx(0.25)}
     assert caplog.text.count("precision.exact = auto: in step 0 a log-probability") == 1
@@ -635,8 +641,8 @@ def test_a_step_learns_from_what_was_sampled(loop_of):
         engine.say = lambda problem, sample, call: (
             answers[problem] if sample == 1 else letters(problem, sample, call)
         )
-        metrics = loop._step(0)
-        loop._step(1)
+        metrics = stepped(loop, 0)
+        stepped(loop, 1)
     batch, asked = trainer.batches[0], engine.asked[0]
     examples = loop.setup.train.batch(0, 2, 0)
     texts = [engine.say(example.index, sample, 0) for example in examples for sample in range(3)]
@@ -708,7 +714,7 @@ def test_a_failed_reward_is_told_and_has_no_advantage_and_no_part_in_the_mean(lo
     engine = Engine(lambda problem, sample, _: "!!" if sample == 1 else "abc"[: sample + 1])
     with loop_of(engine, rl=RLConfig(advantage=AdvantageConfig("dr_grpo"))) as loop:
         trainer = Trainer(loop.session)
-        metrics = loop._step(0)
+        metrics = stepped(loop, 0)
         examples = loop.setup.train.batch(0, 2, 0)
     rewards = np.array(
         [[reward_of(example, "a"), reward_of(example, "abc")] for example in examples]
@@ -733,7 +739,7 @@ def test_prompts_that_teach_nothing_stay_out_of_the_loss(loop_of):
         engine.say = lambda problem, sample, call: (
             "same" if problem == first else letters(problem, sample, call)
         )
-        loop._step(0)
+        stepped(loop, 0)
     batch = trainer.batches[0]  # those that teach first
     np.testing.assert_array_equal(batch.loss_mask[:3], batch.mask[:3])
     assert batch.mask[3:].any() and not batch.loss_mask[3:].any()
@@ -755,7 +761,7 @@ def test_scales_are_those_of_the_new_weights_on_prompts_and_completions(loop_of)
         ):
             session.scales = ones
             session.sync()
-            metrics = loop._step(0)
+            metrics = stepped(loop, 0)
             assert engine.synced[-1][1] is session.scales is engine.scales
             scales.append(session.scales)
             assert metrics["fp8/kv_scale_k"] == pytest.approx(float(session.scales.key.max()))
@@ -778,7 +784,7 @@ def test_a_run_serves_before_it_samples_and_saves_after_it_wrote(
     with loop_of(engine, checkpoint=CheckpointConfig(every=every)) as loop:
         sync, loop.start, session = engine.sync, start, loop.session
 
-        def step(number):
+        def step(number, found, before):
             with session.clock.part("train"), session.clock.part("gen"):
                 told.append(f"step {number}")
             return {"at": number}
@@ -788,11 +794,13 @@ def test_a_run_serves_before_it_samples_and_saves_after_it_wrote(
         loop._evaluate = lambda number: told.append(f"evaluate {number}") or {"evaluated": number}
         loop.tracker.close()
         loop.tracker = SimpleNamespace(
-            log=lambda number, found: told.append((number, found)), close=lambda: told.append("end")
+            log=lambda number, found: told.append((number, found)),
+            close=lambda: told.append("end"),
+            sync=lambda: None,
         )
         loop.checkpoints.close()
         loop.checkpoints = SimpleNamespace(
-            save=lambda number, _: told.append(f"save {number}"), close=lambda: None
+            save=lambda number, *_: told.append(f"save {number}"), close=lambda: None
         )
         loop.run()
         assert session.scales is not None and engine.synced[0][1] is session.scales

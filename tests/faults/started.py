@@ -1,0 +1,71 @@
+"""Runs in processes of their own, which can be killed: started, waited for, and what they said."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass
+class Started:
+    """A `fp8rl train` that runs."""
+
+    process: subprocess.Popen
+    output: Path
+    errors: Path
+
+    def wait_for(self, happened: Callable[[], bool], seconds: float = 120) -> None:
+        """Wait until something has happened, or fail where the process ends or time is up."""
+        deadline = time.monotonic() + seconds
+        while not happened():
+            assert self.process.poll() is None and time.monotonic() < deadline, self.said
+            time.sleep(0.01)
+
+    def end(self, seconds: float = 120) -> int:
+        """Wait for the end; gives the exit status."""
+        return self.process.wait(seconds)
+
+    @property
+    def said(self) -> str:
+        """Standard error so far."""
+        return self.errors.read_text()
+
+    def rows(self) -> int:
+        """Lines of the record so far."""
+        return len(whole_lines(self.output / "metrics.jsonl"))
+
+
+def start(run_file: str, output: Path, *flags: str) -> Started:
+    """Start `fp8rl train` on one device."""
+    environ = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    environ |= {
+        "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+        "PYTHONUNBUFFERED": "1",
+    }
+    output.parent.mkdir(parents=True, exist_ok=True)
+    errors = output.with_name(f"{output.name}-{time.monotonic_ns()}.err")
+    with errors.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "fp8rl_jax.cli.main", "train", run_file, "--output", output]
+            + list(flags),
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=file,
+        )
+    return Started(process, output, errors)
+
+
+def whole_lines(path: Path) -> list[dict]:
+    """The rows of a file of JSON lines that are whole; none where there is no file."""
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
