@@ -16,8 +16,11 @@ from __future__ import annotations
 import atexit
 import hashlib
 import os
+import socket
 import sys
-from collections.abc import Generator, Mapping
+import threading
+import time
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,7 +29,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from fp8rl_jax.config.run import MeshConfig
-from fp8rl_jax.errors import UserError
+from fp8rl_jax.errors import RESUMABLE, Interrupted, UserError
 
 _SLURM_STEP = (
     "SLURM_JOB_ID",
@@ -37,6 +40,8 @@ _SLURM_STEP = (
     "SLURM_LOCALID",
 )
 _FAULT_BYTES = 1000
+_SECONDS_TO_A_WORD, _SECONDS_BETWEEN_WORDS = 2.0, 30.0
+_SIGNS_OF_LOSS = ("Gloo ", "NCCL ", "onnection closed by peer", "onnection reset by peer")
 
 
 class _SharedFault(UserError):
@@ -52,13 +57,27 @@ def initialize(config: MeshConfig, environ: Mapping[str, str] = os.environ) -> N
     happens.
 
     Raises:
-        UserError: a mesh.* key is missing or out of range.
+        UserError: a mesh.* key is missing or out of range, or the coordinator's port is in use.
     """
     explicit = _explicit(config)
-    if explicit:
-        jax.distributed.initialize(*explicit)
-    elif _tasks(environ) > 1:
-        jax.distributed.initialize(local_device_ids=_local_devices(environ))
+    if not explicit and _tasks(environ) <= 1:
+        return
+    # it would take SIGTERM for itself; training/stopping.py does what is wanted then
+    jax.config.update("jax_enable_preemption_service", False)
+    if not explicit:
+        _joined(
+            lambda: jax.distributed.initialize(local_device_ids=_local_devices(environ)),
+            f"the {_tasks(environ)} tasks of this launch",
+        )
+        return
+    address, count, process = explicit
+    if process == 0:
+        _check_port(address)
+    others = "process 0" if process else f"processes 1 to {count - 1}"
+    _joined(
+        lambda: jax.distributed.initialize(*explicit),
+        f"{others.replace('es 1 to 1', ' 1')} of {count} at {address}",
+    )
 
 
 def is_main_process() -> bool:
@@ -143,15 +162,24 @@ def leave_on_failure() -> Generator[None]:
     one in a collective. Its end closes its connections: gloo's collectives fail in the others at
     once, and process 0 is missed at once, too. On GPUs the others are aborted when jax.distributed
     has not heard of it for 100 s, which is also so for one that is killed.
+
+    Raises:
+        Interrupted: in place of what a collective raises when another process has gone.
     """
     try:
         yield
     except _SharedFault:
         raise
     except BaseException as error:
+        lost = jax.process_count() > 1 and _tells_of_loss(error)
         if jax.process_count() > 1:
             # runs before jax's own exit function, because it is registered after it
-            atexit.register(_leave, 2 if isinstance(error, UserError) else 1)
+            atexit.register(_leave, RESUMABLE if lost else _exit_status(error))
+        if lost:
+            raise Interrupted(
+                f"process {jax.process_index()}: another process of this run was lost; --resume "
+                "goes on from the newest checkpoint"
+            ) from None
         raise
 
 
@@ -179,6 +207,71 @@ def check_same(config_text: str) -> None:
             "the same "
             "files and options (mesh.process_id apart)"
         )
+
+
+def _tells_of_loss(error: BaseException) -> bool:
+    """Whether this is what a collective raises when the connection to another process broke: a
+    ValueError or a JaxRuntimeError, by the path that it takes."""
+    return isinstance(error, ValueError | jax.errors.JaxRuntimeError) and any(
+        sign in str(error) for sign in _SIGNS_OF_LOSS
+    )
+
+
+def _exit_status(error: BaseException) -> int:
+    if isinstance(error, Interrupted):
+        return RESUMABLE
+    return 2 if isinstance(error, UserError) else 1
+
+
+def _check_port(address: str) -> None:
+    """Refuse a port in use, for which jax's coordinator has a segmentation fault."""
+    host, _, port = address.rpartition(":")
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("", int(port)))
+        except (OSError, OverflowError) as error:
+            raise UserError(
+                f"mesh.coordinator = {address!r}: process 0 cannot listen on port {port} of "
+                f"{host} ({error}); choose another port, the same for all processes"
+            ) from None
+
+
+def _joined(join: Callable[[], None], awaited: str) -> None:
+    """Call `join`, which waits without an ear for Ctrl-C, and say what is waited for.
+
+    Raises:
+        UserError: the others did not come.
+    """
+    faults: list[BaseException] = []
+
+    def attempt() -> None:
+        try:
+            join()
+        # raised again in the main thread
+        except BaseException as fault:
+            faults.append(fault)
+
+    thread = threading.Thread(target=attempt, name="join", daemon=True)
+    thread.start()
+    began, said = time.monotonic(), 0.0
+    try:
+        while thread.is_alive():
+            thread.join(0.05)
+            if thread.is_alive() and time.monotonic() - max(began, said) > _SECONDS_TO_A_WORD:
+                said = time.monotonic()
+                print(f"fp8rl: waiting for {awaited}", file=sys.stderr, flush=True)
+                began = said + _SECONDS_BETWEEN_WORDS - _SECONDS_TO_A_WORD
+    except KeyboardInterrupt:
+        # the thread is in C++ code, which no exit would get past
+        print("fp8rl: interrupted", file=sys.stderr)
+        _leave(130)
+    for fault in faults:
+        if isinstance(fault, jax.errors.JaxRuntimeError):
+            raise UserError(
+                f"mesh: {awaited} did not come ({str(fault).splitlines()[0][:200]})"
+            ) from fault
+        raise fault
 
 
 def _leave(code: int) -> None:

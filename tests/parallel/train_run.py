@@ -6,6 +6,7 @@ exits like `fp8rl train`.
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -25,10 +26,13 @@ written = set()
 
 
 def note_writes(event: str, arguments: tuple) -> None:
-    if event == "open" and isinstance(arguments[0], str) and set(arguments[1] or "") & set("wax+"):
-        path = Path(arguments[0]).absolute()
+    if event != "open" or not isinstance(arguments[0], str | os.PathLike):
+        return
+    name, mode, flags = arguments
+    if set(mode or "") & set("wax+") or (mode is None and flags & (os.O_WRONLY | os.O_RDWR)):
+        path = Path(name).absolute()
         if path.is_relative_to(output):
-            written.add(path.relative_to(output).parts[0])
+            written.add(path.relative_to(output).parts[0].removesuffix(".partial"))
 
 
 sys.addaudithook(note_writes)
