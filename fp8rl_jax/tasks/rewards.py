@@ -53,7 +53,9 @@ _BatchReward = Callable[[Sequence[_Sample]], Sequence[Any]]
 """samples -> scores, as the reward returned them."""
 _BATCH_PARAMETER = "completions"
 
-FLOAT32_MAX = 3.4028234663852886e38
+LARGEST = 1e15
+"""Magnitude of a reward: float32 holds the squares of 10^8 such, and with them a group's variance.
+Above, advantages would all be 0 without a word."""
 # A minus after a digit, a letter or a bracket is an operator: the last number of "7-5" is 5, that
 # of "= -5" is -5.
 _NUMBER = re.compile(r"(?:(?<![\w)\].])[-\u2212])?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
@@ -392,15 +394,17 @@ def _did_you_mean(word: str, known: Any) -> str:
 
 
 def to_score(value: Any) -> float:
-    """Convert `value` to a finite float that float32 can hold.
+    """Convert `value` to a float of at most LARGEST.
 
     Raises:
         TypeError: it is no number (None, a string, a coroutine, an array of several values).
-        ValueError: it is NaN, infinite, or beyond float32.
+        ValueError: it is NaN, infinite, or larger.
     """
     if not hasattr(value, "__float__"):
         raise TypeError(f"the reward returned {type(value).__name__} instead of a number")
     score = float(value)
-    if not math.isfinite(score) or abs(score) > FLOAT32_MAX:
+    if not math.isfinite(score):
         raise ValueError(f"the reward returned {score}")
+    if abs(score) > LARGEST:
+        raise ValueError(f"the reward returned {score:g}, and {LARGEST:g} is the most")
     return score

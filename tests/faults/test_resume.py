@@ -203,9 +203,11 @@ def test_a_blow_up_leaves_a_good_checkpoint_its_batch_and_its_row(tmp_path, caps
     assert batch["tokens"].shape == batch["mask"].shape and len(batch["texts"]) == 16
 
 
-def test_all_rewards_failing_stops_with_the_reason_and_its_last_row(tmp_path, capsys):
+@pytest.mark.parametrize("value", ["float('nan')", "1e30 + len(completion)"])
+def test_all_rewards_failing_stops_with_the_reason_and_its_last_row(tmp_path, capsys, value):
+    """1e30 would be no fault of its own, and its square is beyond float32: no advantage is left."""
     reward = tmp_path / "reward.py"
-    reward.write_text("def score(completion, **_):\n    return float('nan')\n")
+    reward.write_text(f"def score(completion, **_):\n    return {value}\n")
     run_file = write_run(tmp_path, {"task": {"reward": {"function": f"{reward}:score"}}})
     check_refused(run_file, tmp_path / "run", capsys, [], "every reward failed in 3 steps in a row")
     assert [row["step"] for row in measured(tmp_path / "run")] == [0, 1, 2]

@@ -48,7 +48,7 @@ def test_other_types_are_errors(value):
         to_score(value)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e39])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e39, 1e30, -1.01e15])
 def test_values_that_float32_cannot_hold_are_errors(value):
     with pytest.raises(ValueError, match="the reward returned"):
         to_score(value)

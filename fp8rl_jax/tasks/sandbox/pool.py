@@ -46,7 +46,7 @@ from fp8rl_jax.errors import UserError
 from fp8rl_jax.tasks.dataset import Example
 from fp8rl_jax.tasks.episodes import Episode
 from fp8rl_jax.tasks.python_objects import PythonReward, check_objects, name_objects
-from fp8rl_jax.tasks.rewards import FLOAT32_MAX
+from fp8rl_jax.tasks.rewards import LARGEST
 from fp8rl_jax.tasks.sandbox.pickling import pack
 from fp8rl_jax.tasks.sandbox.worker_process import WorkerProcess
 from fp8rl_jax.tasks.scores import Scores
@@ -204,8 +204,8 @@ class ScoreJob:
         """
         scores = [result["reward"]] if isinstance(result, dict) else result
         self.remaining -= 1
-        if error is None and abs(np.dot(scores, list(self.weights.values()))) > FLOAT32_MAX:
-            error = "the weighted sum of the rewards is beyond float32"
+        if error is None and abs(np.dot(scores, list(self.weights.values()))) > LARGEST:
+            error = f"the weighted sum of the rewards is more than {LARGEST:g}"
         if error is None:
             self.values[row] = scores
             if self.turns:
