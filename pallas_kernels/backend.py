@@ -6,12 +6,15 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 
-Backend = Literal["auto", "reference", "hopper"]
+from pallas_kernels import native
+
+Backend = Literal["auto", "reference", "cpu", "hopper"]
+BACKENDS = get_args(Backend)
 
 
 class BackendError(ValueError):
@@ -23,18 +26,26 @@ def resolve(
 ) -> str:
     """Choose the backend that runs: the one named, or what "auto" means on this machine.
 
-    That is hopper where there is such a GPU, else the reference.
+    That is hopper where there is such a GPU, cpu on one CPU device with a C compiler, else the
+    reference. An operation that has no kernel for CPUs runs its reference under "cpu", too.
 
     Raises:
         BackendError: `backend` is unknown, the operation has no such implementation, or this
             machine cannot run it.
     """
     if backend == "auto":
-        return "hopper" if "hopper" in available and hopper_sms() else "reference"
-    if backend not in ("reference", "hopper"):
+        if "hopper" in available and hopper_sms():
+            return "hopper"
+        return "cpu" if "cpu" in available and native.is_available() else "reference"
+    if backend not in BACKENDS:
         raise BackendError(
-            f"{operation}: unknown backend {backend!r}; choose auto, reference or hopper"
+            f"{operation}: unknown backend {backend!r}; choose {', '.join(BACKENDS[:-1])} or "
+            f"{BACKENDS[-1]}"
         )
+    if backend == "cpu":
+        if why := native.why_unavailable():
+            raise BackendError(f"{operation}: the cpu backend has no kernels here: {why}")
+        return "cpu" if "cpu" in available else "reference"
     if backend not in available:
         raise BackendError(
             f"{operation}: no {backend} backend in this version; available: {', '.join(available)}"

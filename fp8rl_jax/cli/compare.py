@@ -144,7 +144,7 @@ class SideSpec:
     recipe: Recipe
     phase: Phase
     compute_dtype: str
-    backend: Literal["auto", "reference", "hopper"]
+    backend: Literal["auto", "reference", "cpu", "hopper"]
 
 
 def _over(common: Any, side: Any) -> Any:

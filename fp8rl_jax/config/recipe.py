@@ -583,8 +583,9 @@ class PrecisionConfig:
     true: elsewhere, too; with backend = "hopper" on one GPU and one sequence a row, with
     "reference" on all devices and meshes, several times slower. A run in which a bit differs all
     the same stops under true; under auto it says so and goes on."""
-    backend: Literal["auto", "reference", "hopper"] = "auto"
-    """Kernels: plain XLA, Hopper's Pallas kernels, or the best that the device has."""
+    backend: Literal["auto", "reference", "cpu", "hopper"] = "auto"
+    """Kernels: plain XLA, those for a CPU (they need a C compiler, once), Hopper's Pallas kernels, or
+    the best that the device has."""
 
 
 def get_recipe(

@@ -202,14 +202,14 @@ def quantized_base(
 def predequantized(policy: Policy) -> Policy:
     """Move what does not depend on the input out of a decode loop (precision.predequantize).
 
-    The identity where kernels multiply FP8 weights as they are. In exact mode every weight of a
-    product, the head's among them, takes the form of exact products.
+    The identity where kernels multiply FP8 weights as they are. In exact mode, and on a CPU with
+    kernels, every weight of a product, the head's among them, takes the form of its products.
 
     Args:
         policy: in the rollout's form.
     """
     convert = partial(predequantize, compute=policy.compute)
-    if policy.compute.exact:
+    if policy.compute.exact or policy.compute.packs:
         return map_products(convert, policy)
     return jax.tree.map(
         lambda x: convert(x) if is_quantized(x) else x, policy, is_leaf=is_quantized

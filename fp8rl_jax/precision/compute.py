@@ -25,7 +25,7 @@ from pallas_kernels.attention import KeyBlock, attention
 from pallas_kernels.backend import Backend
 from pallas_kernels.exact import Integers
 from pallas_kernels.grouped_matmul import dot as grouped_dot
-from pallas_kernels.matmul import dot, selected_backend
+from pallas_kernels.matmul import Panels, dot, pack, packs, selected_backend
 from pallas_kernels.rounding import rounded
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True)}
@@ -177,7 +177,7 @@ class Compute:
     def product(
         self,
         x: Float[Array, "*m k"],
-        w: Float[Array, "*groups n k"] | Integers,
+        w: Float[Array, "*groups n k"] | Integers | Panels,
         group_sizes: Int[Array, " groups"] | None = None,
         out_dtype: jnp.dtype = jnp.float32,
     ) -> Float[Array, "*m n"]:
@@ -219,10 +219,21 @@ class Compute:
         """Compute x + factor * y."""
         return x + factor * y
 
-    def unpacked(
-        self, w: QTensor | Float[Array, "*stack n k"] | Integers
-    ) -> Float[Array, "*stack n k"] | Integers | None:
+    def prepared(
+        self, w: QTensor | Float[Array, "*stack n k"] | Integers | Panels
+    ) -> Float[Array, "*stack n k"] | Integers | Panels | None:
         """Convert a weight that a loop multiplies many times; None where it needs no conversion."""
-        if isinstance(w, QTensor) and selected_backend(self.backend) == "reference":
-            return dequantize(w)
-        return None
+        if isinstance(w, QTensor):
+            if selected_backend(self.backend) != "reference":
+                return None
+            return self.in_panels(dequantize(w))
+        return self.in_panels(w) if self.packs and w.dtype == jnp.float32 else None
+
+    @property
+    def packs(self) -> bool:
+        """Whether a loop multiplies weights in the form of the CPU kernel."""
+        return packs(self.backend)
+
+    def in_panels(self, w: Float[Array, "*stack n k"] | Panels) -> Float[Array, "*stack n k"] | Panels:
+        """Bring the weight of one linear into panels where the CPU kernel multiplies it."""
+        return pack(w) if self.packs and w.ndim == 2 else w

@@ -27,6 +27,7 @@ from fp8rl_jax.precision.compute import Compute
 from fp8rl_jax.precision.qtensor import QTensor, dequantize, dequantize_rows
 from pallas_kernels import exact, invariant
 from pallas_kernels.attention import KeyBlock, attention
+from pallas_kernels.attention import cpu as attention_cpu
 from pallas_kernels.backend import Backend
 from pallas_kernels.exact import (
     as_float64,
@@ -95,6 +96,12 @@ class InvariantCompute(ExactCompute):
     def exponential(self):
         return invariant.isolated(jnp.exp)
 
+    def attended(self, query, blocks, scale, out_dtype):
+        keys, values, masks = map(list, zip(*blocks, strict=True))
+        if not self.packs or attention_cpu.lacks(keys, values):
+            return super().attended(query, blocks, scale, out_dtype)
+        return attention_cpu.attend(query, keys, values, masks, scale, out_dtype)
+
     def row_sum(self, x):
         return invariant.row_sum(x, backend=self.backend)
 
@@ -154,10 +161,9 @@ class InvariantCompute(ExactCompute):
     def add_scaled(self, x, y, factor):
         return invariant.isolated(partial(super().add_scaled, factor=factor))(x, y)
 
-    def unpacked(self, w):
-        if isinstance(w, QTensor):
-            return dequantize(w)
-        return None if w.dtype == jnp.float32 else w.astype(jnp.float32)
+    def prepared(self, w):
+        w = dequantize(w) if isinstance(w, QTensor) else w.astype(jnp.float32)
+        return self.in_panels(w)
 
 
 @dataclass(frozen=True)
@@ -174,7 +180,7 @@ class HopperCompute(InvariantCompute):
         # not ExactCompute's, which multiplies dequantized operands
         return materialize(Compute.quantized_product(self, x, w, group_sizes, out_dtype))
 
-    def unpacked(self, w):
+    def prepared(self, w):
         return None
 
 
@@ -225,7 +231,7 @@ class OrderFreeCompute(ExactCompute):
     def add_scaled(self, x, y, factor):
         return exact.add_scaled(x, y, factor)
 
-    def unpacked(self, w):
+    def prepared(self, w):
         return exact.to_integers(dequantize(w) if isinstance(w, QTensor) else w)
 
 

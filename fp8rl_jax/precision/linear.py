@@ -52,7 +52,7 @@ from pallas_kernels import blockwise_matmul, grouped_matmul, grouped_outer_produ
 from pallas_kernels.exact import Integers
 from pallas_kernels.grouped_matmul import align_groups, outer_product
 from pallas_kernels.grouped_matmul import dot as grouped_dot
-from pallas_kernels.matmul import selected_backend
+from pallas_kernels.matmul import Panels, selected_backend
 from pallas_kernels.rounding import rounded
 
 Sizes = Int[Array, " groups"] | None
@@ -80,9 +80,9 @@ class LinearWeight(Protocol):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PlainWeight:
-    """An array in the compute dtype, or the integers of one that an exact product takes."""
+    """An array in the compute dtype, or a form of it that a loop multiplies (`predequantize`)."""
 
-    values: Array | Integers
+    values: Array | Integers | Panels
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -160,14 +160,14 @@ class FP8Weight:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PredequantizedWeight:
-    """The dequantized values of a QTensor, float32 [..., out, in], or their integers.
+    """The dequantized values of a QTensor, float32 [..., out, in], or another form of them.
 
     Attributes:
-        values: what the reference's product multiplies.
+        values: what a product without kernels for FP8 multiplies.
         activation: format of X, as an FP8Weight has it.
     """
 
-    values: Array | Integers
+    values: Array | Integers | Panels
     activation: TensorFormat = field(default=COMPUTE, metadata={"static": True})
 
     @property
@@ -203,7 +203,7 @@ class AdaptedWeight:
         scale: alpha / rank, or alpha / sqrt(rank) (rsLoRA).
     """
 
-    base: Array | Integers | QTensor | FP8Weight | PredequantizedWeight
+    base: Array | Integers | Panels | QTensor | FP8Weight | PredequantizedWeight
     a: Array
     b: Array
     scale: float = field(metadata={"static": True})
@@ -224,7 +224,7 @@ class AdaptedWeight:
         return rounded(compute.add_scaled(base, low_rank, self.scale), out_dtype)
 
 
-Stored = Array | Integers | QTensor | FP8Weight | PredequantizedWeight | AdaptedWeight
+Stored = Array | Integers | Panels | QTensor | FP8Weight | PredequantizedWeight | AdaptedWeight
 """What a policy's containers hold."""
 
 
@@ -265,8 +265,9 @@ def linear(
 def predequantize(weight: Stored, compute: Compute) -> Stored:
     """Move the work that does not depend on the input out of a decode loop.
 
-    A quantized weight is dequantized where the reference will multiply it; in exact mode every
-    weight becomes the integers of its products. One that is predequantized already stays so.
+    A quantized weight is dequantized where no kernel multiplies it as it is. On a CPU with kernels
+    a float32 weight is brought into panels, in exact mode without them into the integers of its
+    products. One that is predequantized already stays so.
     """
     if isinstance(weight, PredequantizedWeight):
         return weight
@@ -275,14 +276,16 @@ def predequantize(weight: Stored, compute: Compute) -> Stored:
     if isinstance(weight, QTensor):
         weight = FP8Weight(weight)
     if isinstance(weight, FP8Weight):
-        values = compute.unpacked(weight.quantized)
+        values = compute.prepared(weight.quantized)
         return weight if values is None else PredequantizedWeight(values, weight.activation)
-    values = compute.unpacked(weight)
+    if isinstance(weight, Panels):
+        return weight
+    values = compute.prepared(weight)
     return weight if values is None else values
 
 
 def _unquantized_product(x, values, out_dtype, compute: Compute, group_sizes: Sizes) -> Array:
-    x = x if isinstance(values, Integers) else x.astype(values.dtype)
+    x = x.astype(values.dtype) if isinstance(values, Array) else x
     return rounded(compute.product(x, values, group_sizes, out_dtype), out_dtype)
 
 

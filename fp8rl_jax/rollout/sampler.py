@@ -419,6 +419,7 @@ def loop_dtype(policy: Policy) -> jnp.dtype:
         compute.key.quantized
         and not compute.exact
         and selected_backend(compute.backend) == "reference"
+        and not compute.packs
     ):
         return jnp.dtype(jnp.float32)
     return cache_dtype(policy)

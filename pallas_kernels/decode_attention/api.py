@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention.reference import check_scale
 from pallas_kernels.backend import Backend, choose, resolve
-from pallas_kernels.decode_attention import reference
+from pallas_kernels.decode_attention import cpu, reference
 from pallas_kernels.partition import partitioned
 
 OPERATION = "decode_attention"
@@ -86,7 +86,7 @@ def decode_attention(
         window: int32 scalar; a query attends to this many positions, its own included; None: all.
         out_dtype: of the result.
         backend: implementation. "auto" takes the reference where the Hopper kernel does not serve
-            the call.
+            the call, and so does "cpu", whose kernel wants a head_dim that is a multiple of 16.
 
     Raises:
         BackendError: a backend asked for by name cannot serve the call.
@@ -99,8 +99,10 @@ def decode_attention(
         1.0 if value_scale is None else value_scale,
     )
     inputs = (query, caches, score, value, window, out_dtype)
-    if resolve(backend, OPERATION) == "reference":
-        return reference.decode_attention(*inputs)
+    chosen = resolve(backend, OPERATION, ("reference", "cpu", "hopper"))
+    if chosen != "hopper":
+        served = chosen == "cpu" and not cpu.lacks(caches)
+        return (cpu if served else reference).decode_attention(*inputs)
     # importing Pallas takes longer than importing JAX
     from pallas_kernels.decode_attention import hopper
 

@@ -4,8 +4,8 @@ What a program does around a float32 operation changes its last bits: a product 
 becomes one instruction with one rounding, a transposed operand is multiplied by another plan, a sum
 is split. So an operation by elements stands between two barriers, which XLA moves nothing across
 (`isolated`), and each element then has the same instructions in every batch. Sums and products have
-an order of their own, which the number of rows does not change: on a CPU that of XLA's products of
-one form (`reference`), on Hopper that of kernels (`hopper`).
+an order of their own, which the number of rows does not change: on a CPU that of the terms
+(`cpu`) or that of XLA's products of one form (`reference`), on Hopper that of kernels (`hopper`).
 
 That is right by test (tests/kernels/test_invariant.py, experiments.invariant), and not by argument
 as `pallas_kernels.exact` is: for one device, which is what it was tested on (`is_available`). On a
@@ -25,7 +25,8 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.backend import Backend, BackendError, resolve
 from pallas_kernels.exact import materialize, with_gradient_of
 from pallas_kernels.grouped_matmul import dot as plain_grouped_dot
-from pallas_kernels.invariant import reference
+from pallas_kernels.invariant import cpu, reference
+from pallas_kernels.matmul import Panels
 from pallas_kernels.matmul import dot as plain_dot
 
 OPERATION = "invariant"
@@ -58,7 +59,7 @@ def isolated(function: Callable) -> Callable:
 
 def dot(
     x: Float[Array, "*batch k"],
-    w: Float[Array, "n k"],
+    w: Float[Array, "n k"] | Panels,
     out_dtype: jnp.dtype = jnp.float32,
     *,
     backend: Backend = "auto",
@@ -69,7 +70,7 @@ def dot(
     multiplied as they are, others as up to three bfloat16 parts each, six products in place of one.
 
     Args:
-        x, w: any float dtype up to float32.
+        x, w: any float dtype up to float32. `Panels` have the same bits and no gradient.
         out_dtype: of the result.
 
     Raises:
@@ -79,7 +80,8 @@ def dot(
     def plain(x, w):
         return plain_dot(x.astype(w.dtype), w).astype(out_dtype)
 
-    return with_gradient_of(plain, partial(_backend(backend).dot, out_dtype=out_dtype))(x, w)
+    exactly = partial(_backend(backend).dot, out_dtype=out_dtype)
+    return exactly(x, w) if isinstance(w, Panels) else with_gradient_of(plain, exactly)(x, w)
 
 
 def grouped_dot(
@@ -116,8 +118,9 @@ def row_sum(x: Float[Array, "*batch n"], *, backend: Backend = "auto") -> Float[
 
 
 def _backend(backend: Backend):
-    if resolve(backend, OPERATION) == "reference":
-        return reference
+    chosen = resolve(backend, OPERATION, ("reference", "cpu", "hopper"))
+    if chosen != "hopper":
+        return cpu if chosen == "cpu" else reference
     # importing Pallas takes longer than importing JAX
     from pallas_kernels.invariant import hopper
 

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.backend import Backend, block_name, check_pair, choose, resolve
-from pallas_kernels.matmul import reference
+from pallas_kernels.matmul import cpu, reference
+from pallas_kernels.matmul.cpu import Panels
 from pallas_kernels.partition import on_mesh, partitioned
 from pallas_kernels.rounding import rounded
 
@@ -22,6 +23,21 @@ def selected_backend(backend: Backend) -> str:
         BackendError: it cannot.
     """
     return resolve(backend, "blockwise_matmul")
+
+
+def packs(backend: Backend) -> bool:
+    """Whether a loop on a CPU multiplies faster by weights in `Panels`.
+
+    Raises:
+        BackendError: a backend asked for by name cannot run here.
+    """
+    return resolve(backend, "dot", ("reference", "cpu", "hopper")) == "cpu"
+
+
+def dot(x: Float[Array, "*batch k"], w: Float[Array, "n k"] | Panels) -> Float[Array, "*batch n"]:
+    """Multiply x @ w.T, accumulated in float32: by XLA, or by the CPU kernel with `Panels`, which
+    have no gradient."""
+    return cpu.dot(x, w) if isinstance(w, Panels) else reference.dot(x, w)
 
 
 def blockwise_matmul(
