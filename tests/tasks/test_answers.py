@@ -143,20 +143,20 @@ def test_what_is_no_turn_is_refused(change):
         read_answer(json.dumps([TURN | change, None]).encode(), None)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.binary(max_size=64))
 def test_any_bytes(line):
     check(line)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(PARTS, st.lists(PARTS, max_size=3))
 def test_any_values(value, values):
     for each in (value, [[value], None], [None, value], [value, None], values):
         check(json.dumps(each).encode())
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.sampled_from(GOOD), st.data())
 def test_answers_that_are_cut_or_changed(good, data):
     line = json.dumps(good).encode()
