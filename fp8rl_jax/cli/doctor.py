@@ -1,4 +1,5 @@
-"""`fp8rl doctor`: what is installed, what devices can do, what a recipe quantizes in a model."""
+"""`fp8rl doctor`: what is installed, what devices can do, how rewards can be contained, what a
+recipe quantizes in a model."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ PACKAGES = (
 
 @dataclass(frozen=True)
 class DoctorArguments:
-    """Print devices, versions, kernel backends, and what a recipe quantizes in a model."""
+    """Print devices, versions, kernel backends, how rewards can be contained, and what a recipe
+    quantizes in a model."""
 
     model: str = ""
     """As in `fp8rl logprobs`; empty: the built-in policy."""
@@ -43,6 +45,7 @@ def doctor(arguments: DoctorArguments) -> int:
         ("kernels", _kernels()),
         ("exact mode", _exact()),
         ("float8", _float8(faults)),
+        ("sandbox of rewards", _sandbox()),
         (f"recipe {recipe.name}, in full", _row(recipe, faults)),
         ("linears", _linears(recipe, arguments.model, faults)),
     ):
@@ -99,6 +102,31 @@ def _exact() -> list[str]:
     if invariant.is_available():
         return ["with precision.exact = true; no GPU has confirmed it, each run checks itself"]
     return ["only with precision.backend = reference, several times slower: more than one GPU"]
+
+
+def _sandbox() -> list[str]:
+    """Mechanisms of this machine, and the values of task.reward.sandbox that they allow."""
+    import sys
+
+    from fp8rl_jax.tasks.sandbox import seccomp, strict
+
+    if sys.platform != "linux":
+        return [
+            "task.reward.sandbox = process: timeouts alone; limits need Linux",
+            "task.reward.sandbox = strict: not possible, needs Linux",
+        ]
+    abi = strict.landlock_abi()
+    guarded = strict.guarded(abi)
+    forks = "each is asked for" if seccomp.is_available(gate=True) else "counted afterwards"
+    lacks = strict.missing()
+    return [
+        f"Landlock: {f'ABI {abi} ({guarded})' if abi else 'none, or switched off'}",
+        f"seccomp filters: {'there' if seccomp.is_available() else 'missing'}",
+        f"forks of a reward: {forks}",
+        "memory of a reward with what it starts: looked at 50 times a second",
+        "task.reward.sandbox = process: possible",
+        f"task.reward.sandbox = strict: {f'not possible, needs {lacks}' if lacks else 'possible'}",
+    ]
 
 
 def _float8(faults: list[str]) -> list[str]:

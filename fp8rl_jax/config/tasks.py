@@ -62,10 +62,22 @@ class RewardConfig:
     the earlier ones that are played again; then its worker is killed and the sample gets reward 0.
     A batch reward may take this times its samples."""
     batch_size: int = 32
-    """Completions that a batch reward gets in one call, at most."""
+    """Completions that a batch reward gets in one call, at most. A worker's first call has one, so
+    that a reward which hangs has its timeout and not the whole batch's."""
+    sandbox: Literal["off", "process", "strict"] = "process"
+    """What a worker may do (docs/sandbox.md). process: limits of memory, files and processes, and
+    an environment without secrets; it isolates faults, not malice. strict: besides, no network, no
+    writes outside a folder of its own, no influence on other processes (Linux 6.2 or later; refused
+    where it is not possible). off: no limit but the timeout, and the whole environment."""
+    network: bool = False
+    """Whether rewards of sandbox = "strict" may use the network, as a judge behind an API must; the
+    other kinds always may."""
+    environment: tuple[str, ...] = ()
+    """Names of environment variables that rewards may read, such as ["JUDGE_API_KEY"], besides
+    PATH, HOME, the locale and the like (docs/sandbox.md lists them)."""
     memory_limit_mib: int = 2048
-    """MiB of address space that a worker, and each process that it starts, may add to what the
-    worker holds once the rewards are imported (Linux only)."""
+    """MiB that a worker with all that it starts may add to what it holds once the rewards are
+    imported; each process of them is held to as much address space (Linux only)."""
     file_limit_mib: int = 1024
     """MiB that a worker and what it starts may write into one file (Linux only)."""
     max_processes: int = 64
@@ -125,6 +137,22 @@ class RewardConfig:
         for key, least in least_of.items():
             if getattr(self, key) < least:
                 yield f"task.reward.{key} = {getattr(self, key)} must be at least {least}"
+        if self.network and self.sandbox != "strict":
+            yield (
+                f'task.reward.network = true belongs to task.reward.sandbox = "strict"; under '
+                f"{self.sandbox!r} rewards may use the network anyway: take it out"
+            )
+        if self.environment and self.sandbox == "off":
+            yield (
+                'task.reward.environment: rewards of task.reward.sandbox = "off" have the whole '
+                "environment; take it out"
+            )
+        yield from (
+            f"task.reward.environment: {name!r} is no name of a variable; give names alone, such "
+            'as ["JUDGE_API_KEY"]'
+            for name in self.environment
+            if not name or "=" in name
+        )
 
     def _composition_faults(self, kind: str) -> Iterator[str]:
         key = "task.reward.weights"

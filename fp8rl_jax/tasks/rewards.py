@@ -20,11 +20,11 @@ the name `completions` is one:
 
     def score(prompts, completions, answers, metadata): ...
 
-All four are lists of one length, at most task.reward.batch_size. Which completions share a call is
-not fixed, and those of one prompt may be apart, so a score may depend on nothing but its own row.
-The whole call has task.reward.timeout times its rows. An exception, a list of another length, a
-timeout, and the end of the worker's process fail all completions of the call; an entry that is no
-finite number fails its own completion alone.
+All four are lists of one length, at most task.reward.batch_size, and 1 in a worker's first call.
+Which completions share a call is not fixed, and those of one prompt may be apart, so a score may
+depend on nothing but its own row. The whole call has task.reward.timeout times its rows. An
+exception, a list of another length, a timeout, and the end of the worker's process fail all
+completions of the call; an entry that is no finite number fails its own completion alone.
 
 Both forms return finite numbers; 1 and above counts as correct. Both may stand in one weighted sum.
 """

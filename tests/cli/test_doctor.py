@@ -1,16 +1,20 @@
 from __future__ import annotations
 
+import sys
 import tomllib
 
 import jax.numpy as jnp
+import pytest
 from offline_models import make_model
 
 import fp8rl_jax.precision
+from fp8rl_jax.cli import doctor
 from fp8rl_jax.cli import main as cli
 from fp8rl_jax.cli.load import load_config
 from fp8rl_jax.config.correction import CorrectionConfig
 from fp8rl_jax.config.recipe import get_recipe
 from fp8rl_jax.config.run import RunConfig
+from fp8rl_jax.tasks.sandbox import seccomp, strict
 
 
 def test_doctor_finds_nothing_wrong_in_a_sound_installation(capsys):
@@ -25,6 +29,7 @@ def test_doctor_finds_nothing_wrong_in_a_sound_installation(capsys):
         "e4m3: casts clamp at 448",
         "21 of 21 linears",
         "all is well",
+        "sandbox of rewards",
     ):
         assert words in said
     line = (
@@ -133,3 +138,21 @@ def test_faults_are_listed_and_exit_with_1(monkeypatch, tmp_path, capsys):
 def test_an_unknown_recipe_is_a_fault_of_the_user(capsys):
     assert cli.main(["doctor", "--recipe", "fp9"]) == 2
     assert "unknown name 'fp9'" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Landlock and seccomp are Linux's")
+def test_doctor_says_how_rewards_can_be_contained(monkeypatch):
+    for abi, line, possible in (
+        (7, "Landlock: ABI 7 (files, TCP, signals)", "possible"),
+        (4, "Landlock: ABI 4 (files, TCP)", "possible"),
+        (2, "Landlock: ABI 2 (nothing)", "not possible, needs Landlock of ABI 3 (Linux 6.2; "),
+        (0, "Landlock: none, or switched off", "not possible, needs Landlock of ABI 3 "),
+    ):
+        monkeypatch.setattr(strict, "landlock_abi", lambda abi=abi: abi)
+        said = doctor._sandbox()
+        assert said[0] == line and "task.reward.sandbox = process: possible" in said
+        assert said[-1].startswith(f"task.reward.sandbox = strict: {possible}")
+    monkeypatch.setattr(seccomp, "is_available", lambda gate=False: False)
+    assert {"seccomp filters: missing", "forks of a reward: counted afterwards"} < set(
+        doctor._sandbox()
+    )

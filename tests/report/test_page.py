@@ -1,3 +1,4 @@
+import json
 import re
 from html.parser import HTMLParser
 
@@ -110,6 +111,29 @@ def test_text_of_the_runs_is_escaped(arms):
     page = Elements(render(arms))
     assert "script" not in page.tags and "b" not in page.tags
     assert PROMPT in page.text
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "<script>alert(1)</script>",
+        "</pre><img src=x onerror=alert(1)>",
+        "</pre></section></body></html><iframe src='https://example.org'>",
+        "{{ 7 * 7 }}{% raw %}&lt;b&gt;",
+        '" onmouseover="alert(1)',
+    ],
+)
+def test_what_a_model_wrote_is_text_on_the_page(tmp_path, written):
+    """In a completion, in the prompt of a later turn, and in the answer of a problem."""
+    run = write_run(tmp_path / "run", "bf16")
+    plain = Elements(render(read_arms([run])))
+    rows = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    for row in rows:
+        row |= {"completion": written, "prompt": f"2 + 2 = {written}", "answer": written}
+    (run / "samples.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    page = Elements(write_report([run], tmp_path / "report.html").read_text())
+    assert set(page.tags) == set(plain.tags) and page.text.count(written) >= 3
+    assert {name for name, _ in page.attributes} == {name for name, _ in plain.attributes}
 
 
 def test_the_page_refers_to_nothing_outside_itself(arms):

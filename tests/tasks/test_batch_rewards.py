@@ -36,6 +36,7 @@ def example(answer="1"):
 @pytest.fixture(scope="module")
 def pool():
     with RewardPool(task_of()) as pool:
+        pool.score([example()], ["1"])  # a worker's first call has one row
         yield pool
 
 
@@ -57,6 +58,7 @@ def test_a_function_with_completions_gets_lists_in_order():
 def test_a_batch_is_an_even_share_and_at_most_batch_size(pool):
     assert pool.score([example()] * 6, ["count"] * 6).rewards.tolist() == [4] * 4 + [2] * 2
     with RewardPool(task_of(num_workers=2, batch_size=32)) as two:
+        assert two.score([example()] * 6, ["count"] * 6).rewards.tolist()[:2] == [1, 1]
         assert two.score([example()] * 6, ["count"] * 6).rewards.tolist() == [3] * 6
 
 

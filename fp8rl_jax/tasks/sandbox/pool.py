@@ -19,7 +19,8 @@ that runs JAX may deadlock. So:
   on.
 - What it prints goes into a file of bounded size.
 
-This isolates faults, not malice: a reward can read files, open sockets, and kill its supervisor.
+This isolates faults, not malice: a reward can write files, open sockets, and kill its supervisor,
+unless task.reward.sandbox is "strict" (`strict`). docs/sandbox.md says what holds when.
 """
 
 from __future__ import annotations
@@ -47,14 +48,20 @@ from fp8rl_jax.tasks.dataset import Example
 from fp8rl_jax.tasks.episodes import Episode
 from fp8rl_jax.tasks.python_objects import PythonReward, check_objects, name_objects
 from fp8rl_jax.tasks.rewards import LARGEST
+from fp8rl_jax.tasks.sandbox import strict
+from fp8rl_jax.tasks.sandbox.answers import BATCH, AnswerFault, read_answer, read_start
 from fp8rl_jax.tasks.sandbox.pickling import pack
-from fp8rl_jax.tasks.sandbox.worker_process import WorkerProcess
+from fp8rl_jax.tasks.sandbox.worker_process import WorkerProcess, worker_environment
 from fp8rl_jax.tasks.scores import Scores
 
 _log = logging.getLogger("fp8rl")
 
 _START_TIMEOUT = 120.0
+# A worker that replaces another may take this times as long as the slowest before it, and at least
+# so many seconds.
+_START_AGAIN, _LEAST_START = 4, 20.0
 _MAX_FAILED_STARTS = 3
+_MIN_HANGS = 4
 # A batch keeps a worker busy about this long: few messages for cheap rewards, an even load for slow
 # ones.
 _BATCH_SECONDS = 0.02
@@ -98,6 +105,12 @@ class RewardPool:
         if faults := task.problems():
             raise UserError("; ".join(faults))
         check_objects(task, objects)
+        if task.reward.sandbox == "strict" and (lacks := strict.missing()):
+            raise UserError(
+                f'task.reward.sandbox = "strict" needs {lacks}; set sandbox = "process", which '
+                "isolates faults and not malice"
+            )
+        worker_environment(task.reward)
         self.task = task
         self._dispatcher = Dispatcher(task, log, pack(objects))
 
@@ -275,6 +288,9 @@ class Dispatcher:
         self._jobs: set[ScoreJob] = set()
         self._pending: deque[tuple[ScoreJob, int]] = deque()
         self._failed_starts = 0
+        self._slowest_start = 0.0
+        # lost to a timeout before any worker has ever answered; None once one has
+        self._hangs: int | None = 0
         self._sample_seconds = _BATCH_SECONDS / _FIRST_BATCH
         self._thread = threading.Thread(target=self._run, name="reward-pool", daemon=True)
         self._thread.start()
@@ -343,7 +359,7 @@ class Dispatcher:
 
     def _start_worker(self) -> None:
         worker = WorkerProcess(self.task, self._printed.writer, self._objects.fileno())
-        worker.deadline = time.monotonic() + _START_TIMEOUT
+        worker.deadline = worker.started + self._start_timeout
         self.workers.append(worker)
         self._selector.register(worker.socket, selectors.EVENT_READ, partial(self._read, worker))
 
@@ -352,8 +368,10 @@ class Dispatcher:
             if worker.ready and not worker.assigned and self._pending:
                 most, sharers = int(_BATCH_SECONDS / self._sample_seconds), len(self.workers)
                 if worker.batches:
+                    # A first call of one row: one that hangs has its timeout, and not the whole
+                    # batch's.
                     most, sharers = (
-                        self.task.reward.batch_size,
+                        self.task.reward.batch_size if worker.proven else 1,
                         sum(not other.assigned for other in self.workers),
                     )
                 size = max(1, min(math.ceil(len(self._pending) / sharers), most))
@@ -368,17 +386,22 @@ class Dispatcher:
                     [job.samples[row] for job, row in worker.assigned], self.task.reward.timeout
                 )
 
+    @property
+    def _start_timeout(self) -> float:
+        if not self.ready.done():
+            return _START_TIMEOUT
+        return min(max(_START_AGAIN * self._slowest_start, _LEAST_START), _START_TIMEOUT)
+
     def _read(self, worker: WorkerProcess) -> None:
         lines, alive = worker.receive()
-        for line in lines:
-            if not worker.ready:
-                self._started(worker, line)
-            elif line == "batch":
-                worker.in_batch = False
-            elif worker.assigned:
-                job, row = worker.assigned.popleft()
-                job.record(row, *line)
-                self._finish(job)
+        try:
+            for line in lines:
+                self._take(worker, line)
+            if worker.is_overfull:
+                raise AnswerFault("sent more than an answer may have")
+        except AnswerFault as fault:
+            self._lose(worker, timed_out=False, fault=str(fault))
+            return
         if lines and worker.assigned:
             worker.deadline = time.monotonic() + self.task.reward.timeout
         elif lines:
@@ -389,13 +412,32 @@ class Dispatcher:
         if not alive and worker in self.workers:
             self._lose(worker, timed_out=False)
 
-    def _started(self, worker: WorkerProcess, line: dict) -> None:
-        if "failed" in line:  # it exits now, and `_lose` follows
-            worker.failure = line["failed"]
+    def _take(self, worker: WorkerProcess, line: bytes) -> None:
+        """Take one line of what a worker says."""
+        if not worker.ready:
+            self._started(worker, line)
             return
-        worker.ready, worker.batches = True, line["batches"]
-        if line["warning"] and not self.ready.done():
-            _log.warning("reward workers: %s", line["warning"])
+        components = None if self.task.kind == "environment" else len(self.task.components)
+        answer = read_answer(line, components)
+        if not worker.assigned or (answer == BATCH) != worker.in_batch:
+            raise AnswerFault("answered what it was not asked")
+        worker.proven, self._hangs = True, None
+        if answer == BATCH:
+            worker.in_batch = False
+            return
+        job, row = worker.assigned.popleft()
+        job.record(row, *answer)
+        self._finish(job)
+
+    def _started(self, worker: WorkerProcess, line: bytes) -> None:
+        start = read_start(line)
+        if start.failed:  # it exits now, and `_lose` follows
+            worker.failure = start.failed
+            return
+        worker.ready, worker.batches = True, start.batches
+        self._slowest_start = max(self._slowest_start, time.monotonic() - worker.started)
+        if start.warning and not self.ready.done():
+            _log.warning("reward workers: %s", start.warning)
         self._failed_starts = 0
         if not self.ready.done() and all(other.ready for other in self.workers):
             self.ready.set_result(None)
@@ -409,19 +451,33 @@ class Dispatcher:
         """What `worker` may take for what it is at: a batch, or one sample."""
         return self.task.reward.timeout * (len(worker.assigned) if worker.in_batch else 1)
 
-    def _lose(self, worker: WorkerProcess, timed_out: bool) -> None:
+    def _lose(self, worker: WorkerProcess, timed_out: bool, fault: str = "") -> None:
         """Replace `worker`. The sample or the batch that it was at has failed; the samples behind
-        it are scored by another."""
+        it are scored by another.
+
+        Raises:
+            UserError: no worker starts, or none has ever answered.
+        """
         self._selector.unregister(worker.socket)
         self.workers.remove(worker)
+        start_timeout = self._start_timeout
         end = worker.kill()
+        end = fault or end
         if not worker.ready:
             self._failed_starts += 1
             if self._failed_starts == _MAX_FAILED_STARTS or not self.ready.done():
-                end = f"took more than {_START_TIMEOUT:.0f} s" if timed_out else end
+                end = f"took more than {start_timeout:.0f} s" if timed_out else end
                 source = self.task.reward.function or self.task.name
                 raise UserError(
                     worker.failure or f"the reward worker {end} while it imported {source!r}"
+                )
+        elif timed_out and self._hangs is not None:
+            self._hangs += 1
+            if self._hangs >= max(_MIN_HANGS, 2 * self.task.reward.num_workers):
+                raise UserError(
+                    f"the rewards hang: {self._hangs} workers were killed at their first sample, "
+                    "and none has ever given a score; mend the reward, or raise "
+                    f"task.reward.timeout = {self.task.reward.timeout:g} if it is slow at first"
                 )
         error = f"no score after {self._seconds(worker):g} s" if timed_out else f"the worker {end}"
         for _ in range(len(worker.assigned) if worker.in_batch else min(len(worker.assigned), 1)):

@@ -1,77 +1,34 @@
-"""Linux processes: to adopt what a reward starts, to count it, to end it, and to bound it.
+"""Linux processes: to adopt what a reward starts, to count and weigh it, and to end it.
 
 A process that calls setsid, or whose parent exits at once (a daemon), leaves its process group and
 its parent, but not its nearest ancestor that is a "child subreaper": the kernel makes it that one's
 child. So a subreaper without children has no descendants, which `waitid` tells exactly.
-
-The fork gate is a hard bound on the processes that a worker has running: the supervisor is asked
-about every fork. A fork bomb doubles within a millisecond, so counting processes now and then comes
-too late; RLIMIT_NPROC counts all threads of the user, those of other jobs too, and does not bind
-root; a cgroup takes rights that a container rarely has. A seccomp filter takes none: the worker
-puts it on itself before anything of the user's runs, everything that it starts inherits it, and the
-kernel stops every fork, vfork and clone (threads excepted) until the supervisor has answered. No
-answer, no process: whatever is being killed cannot multiply meanwhile.
 """
 
 from __future__ import annotations
 
 import ctypes
-import errno
-import fcntl
 import os
-import platform
 import signal
-import struct
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import NamedTuple
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_PR_SET_NO_NEW_PRIVS = 38
-_SECCOMP_SET_MODE_FILTER = 1
-_SECCOMP_FILTER_FLAG_NEW_LISTENER = 1 << 3
-_ALLOW, _ERRNO, _USER_NOTIF = 0x7FFF0000, 0x00050000, 0x7FC00000
-_CLONE_THREAD = 0x00010000
-
-# Offsets in struct seccomp_data, and the instructions of classic BPF that are needed.
-_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16
-_LOAD, _IF_EQUAL, _IF_ANY_BIT, _RETURN = 0x20, 0x15, 0x45, 0x06
-
-# struct seccomp_notif, struct seccomp_notif_resp, and the ioctls that read one and send the other.
-_NOTICE, _ANSWER = struct.Struct("=QII64x"), struct.Struct("=QqiI")
-_RECEIVE, _SEND = 0xC0502100, 0xC0182101
-_CONTINUE = 1
 
 # a kernel built without CONFIG_PROC_CHILDREN has none
 _HAS_CHILDREN_FILES = os.path.exists("/proc/thread-self/children")
 
 
-class _Calls(NamedTuple):
-    """System call numbers of one architecture."""
-
-    architecture: int
-    seccomp: int
-    clone: int
-    clone3: int
-    forks: tuple[int, ...]
-
-
-_CALLS = {
-    "x86_64": _Calls(0xC000003E, seccomp=317, clone=56, clone3=435, forks=(57, 58)),
-    "aarch64": _Calls(0xC00000B7, seccomp=277, clone=220, clone3=435, forks=()),
-}
-
-
 def adopt_orphans() -> None:
     """Make this process the parent of every descendant that loses its own."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent() -> None:
     """Let this process be killed when the thread that started it ends, however that ends."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def children(pid: int) -> list[int]:
@@ -104,6 +61,41 @@ def descendants(pid: int, spared: frozenset[int] = frozenset()) -> list[int]:
         pids += below
         waiting += below
     return pids
+
+
+def memory_above(pids: Iterable[int], limit: int) -> bool:
+    """Say whether these processes hold more than `limit` bytes together.
+
+    Counted is what they have in memory and no file can give back: private and shared, each page
+    once. A process that ends meanwhile, or whose memory nobody may see, counts as the kernel lets
+    it.
+    """
+    pids = list(pids)
+    # Pages that several hold are counted by each of them here; the exact sum takes a walk through
+    # their page tables.
+    if sum(_resident(pid, "status", "RssAnon:", "RssShmem:") or 0 for pid in pids) <= limit:
+        return False
+    return held(pids) > limit
+
+
+def held(pids: Iterable[int]) -> int:
+    """Return the bytes that `memory_above` compares."""
+    total = 0
+    for pid in pids:
+        size = _resident(pid, "smaps_rollup", "Pss_Anon:", "Pss_Shmem:")
+        # a process may hide its page tables, and not its size
+        total += _resident(pid, "status", "RssAnon:", "RssShmem:") or 0 if size is None else size
+    return total
+
+
+def _resident(pid: int, file: str, *keys: str) -> int | None:
+    """Add lines of a file of /proc; None where it cannot be read."""
+    try:
+        with open(f"/proc/{pid}/{file}") as lines:
+            rows = [line.split() for line in lines]
+    except OSError:
+        return None
+    return sum(int(row[1]) * 1024 for row in rows if row and row[0] in keys)
 
 
 def _has_children() -> bool:
@@ -165,7 +157,7 @@ def _groups(pids: Iterable[int]) -> set[int]:
     return groups
 
 
-def _prctl(option: int, value: int) -> None:
+def prctl(option: int, value: int) -> None:
     """Make the system call; raises OSError where it fails."""
     libc = ctypes.CDLL(None, use_errno=True)
     if (
@@ -174,7 +166,7 @@ def _prctl(option: int, value: int) -> None:
         )
         != 0
     ):
-        raise OSError(ctypes.get_errno(), f"_prctl({option}): {os.strerror(ctypes.get_errno())}")
+        raise OSError(ctypes.get_errno(), f"prctl({option}): {os.strerror(ctypes.get_errno())}")
 
 
 def _parents() -> dict[int, int]:
@@ -185,74 +177,6 @@ def _parents() -> dict[int, int]:
             # "pid (command) state parent ...", and a command may hold spaces and parentheses
             parents[int(name)] = int(file.read().rpartition(")")[2].split()[1])
     return parents
-
-
-def install_fork_gate() -> int:
-    """Put the filter on this process and on all that it will start.
-
-    Returns:
-        The file descriptor to answer its forks through; until somebody does, they wait.
-
-    Raises:
-        OSError: this kernel or machine has no such filter, or the container forbids it.
-    """
-    if platform.machine() not in _CALLS:
-        raise OSError(errno.ENOSYS, f"not known on {platform.machine()}")
-    calls = _CALLS[platform.machine()]
-    program = _gate_program(calls)
-    code = b"".join(struct.pack("=HBBI", *line) for line in program)
-    buffer = ctypes.create_string_buffer(code, len(code))
-    header = ctypes.create_string_buffer(struct.pack("@HP", len(program), ctypes.addressof(buffer)))
-    # The kernel wants this of whoever is not root: a filter must not fool a program that has more
-    # rights than its caller.
-    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
-    libc = ctypes.CDLL(None, use_errno=True)
-    listener = libc.syscall(
-        calls.seccomp, _SECCOMP_SET_MODE_FILTER, _SECCOMP_FILTER_FLAG_NEW_LISTENER, header
-    )
-    if listener < 0:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    return listener
-
-
-def answer_fork(listener: int, allowed: bool) -> None:
-    """Let the fork that waits at `listener` happen, or fail with EAGAIN.
-
-    The process may have been killed meanwhile.
-    """
-    notice = bytearray(_NOTICE.size)
-    with suppress(FileNotFoundError):
-        fcntl.ioctl(listener, _RECEIVE, notice)
-        identity = _NOTICE.unpack(notice)[0]
-        fcntl.ioctl(
-            listener,
-            _SEND,
-            _ANSWER.pack(identity, 0, 0 if allowed else -errno.EAGAIN, _CONTINUE if allowed else 0),
-        )
-
-
-def _gate_program(calls: _Calls) -> list[tuple[int, int, int, int]]:
-    """(code, jump if true, jump if false, operand); a jump counts the lines after the next one."""
-    # clone3 keeps its flags in memory, which a filter cannot read; where it is missing, the C
-    # library uses clone.
-    tests = [(calls.clone3, _ERRNO | errno.ENOSYS), *((fork, _USER_NOTIF) for fork in calls.forks)]
-    lines = [
-        (_LOAD, 0, 0, _ARCHITECTURE),
-        (_IF_EQUAL, 1, 0, calls.architecture),
-        (_RETURN, 0, 0, _ALLOW),
-        (_LOAD, 0, 0, _NUMBER),
-    ]
-    for number, verdict in tests:
-        lines += [(_IF_EQUAL, 0, 1, number), (_RETURN, 0, 0, verdict)]
-    return [
-        *lines,
-        (_IF_EQUAL, 1, 0, calls.clone),
-        (_RETURN, 0, 0, _ALLOW),
-        (_LOAD, 0, 0, _FIRST_ARGUMENT),
-        (_IF_ANY_BIT, 0, 1, _CLONE_THREAD),
-        (_RETURN, 0, 0, _ALLOW),
-        (_RETURN, 0, 0, _USER_NOTIF),
-    ]
 
 
 def describe_end(status: int) -> str:

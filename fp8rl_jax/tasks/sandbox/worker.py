@@ -1,21 +1,23 @@
 """The process of a reward worker, and its supervisor, which ends it with all that it started.
 
-    python -P -m fp8rl_jax.tasks.sandbox.worker SOCKET_FD OBJECTS_FD MAX_PROCESSES
+    python -P -m fp8rl_jax.tasks.sandbox.worker SOCKET_FD OBJECTS_FD SANDBOX MAX_PROCESSES MEMORY
 
 The supervisor is this process; it forks the worker before anything of the user's is imported. Then
-it answers the worker's forks (the fork gate of `processes`) and waits for the end: of the worker,
-or of standard input, which the trainer holds open for as long as it lives and wants the worker.
-It is a subreaper, so when the worker is gone, all that the worker has started, daemons in sessions
-of their own too, is below the supervisor. It kills that, writes one line about the worker's end to
-standard output, and exits only when nothing is left. What a reward can still do is kill its
-supervisor: this isolates faults, not malice. Elsewhere than on Linux there is nothing of the kind;
-the worker then runs in this process.
+it answers the worker's forks (the fork gate of `seccomp`), looks at the memory of all that the
+worker has started, and waits for the end: of the worker, or of standard input, which the trainer
+holds open for as long as it lives and wants the worker. It is a subreaper, so when the worker is
+gone, all that the worker has started, daemons in sessions of their own too, is below the
+supervisor. It kills that, writes one line about the worker's end to standard output, and exits only
+when nothing is left. SANDBOX is "off", "process", "strict" or "strict-network": under "strict" the
+worker, and not its supervisor, gives up its rights first (`strict`); under "process" a reward can
+still kill its supervisor, which isolates faults, not malice. Elsewhere than on Linux there is
+nothing of the kind; the worker then runs in this process.
 
 The worker reads batches of samples from a socket and answers one line a sample. It imports the
 standard library and the rewards, never JAX. Requests are pickles: first the task's configuration,
 then lists of samples, each the arguments of `build_scorer`'s function or of `build_player`'s.
-Answers are lines of JSON, because what comes out of a reward is not to be trusted with the
-trainer's unpickler: {"ready": true, "batches": false, "warning": ""} or {"failed": "why"}, then
+Answers are lines of JSON (`answers`), because what comes out of a reward is not to be trusted with
+the trainer's unpickler: {"ready": true, "batches": false, "warning": ""} or {"failed": "why"}, then
 [result, null] or [null, "error"] for each sample in turn, where a result is what that function
 returned. Where there are batch rewards ("batches"), a line "batch" says first that they have scored
 the whole list. Functions that were given in Python come as a pickle in a file, which all workers of
@@ -32,19 +34,28 @@ import json
 import os
 import pickle
 import select
+import shutil
 import signal
 import socket
 import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.functions import describe_fault
 from fp8rl_jax.tasks.environment import EnvironmentFault, build_player
 from fp8rl_jax.tasks.rewards import ComponentFault, build_scorer
-from fp8rl_jax.tasks.sandbox import processes
+from fp8rl_jax.tasks.sandbox import processes, seccomp, strict
+from fp8rl_jax.tasks.sandbox.answers import BATCH, LARGEST_ANSWER
 
-# How often the processes are counted where their forks cannot be answered.
+# How often memory is looked at while there is more than the worker itself, which has its own limit;
+# and processes are counted where their forks cannot be answered.
 _SECONDS_BETWEEN_COUNTS = 0.02
 # How often the parent is looked at: a fork of the trainer's, which outlives it, would keep standard
 # input open.
@@ -54,8 +65,9 @@ _LINUX = sys.platform == "linux"
 
 
 def main() -> None:
-    """Start and watch one worker: SOCKET_FD OBJECTS_FD MAX_PROCESSES are its arguments."""
-    socket_fd, objects_fd, max_processes = map(int, sys.argv[1:])
+    """Start and watch one worker; the arguments are those of the module."""
+    socket_fd, objects_fd = map(int, sys.argv[1:3])
+    sandbox, max_processes, memory_mib = sys.argv[3], int(sys.argv[4]), int(sys.argv[5])
     # What a reward starts must not hold these open after this process.
     os.set_inheritable(socket_fd, False)
     os.set_inheritable(objects_fd, False)
@@ -66,6 +78,7 @@ def main() -> None:
         serve(channel, objects_fd)
         return
     trainer = os.getppid()
+    scratch = tempfile.mkdtemp(prefix="fp8rl-reward-") if sandbox.startswith("strict") else ""
     processes.adopt_orphans()
     ours, theirs = socket.socketpair()
     supervisor = os.getpid()
@@ -80,16 +93,43 @@ def main() -> None:
         # A session of its own: a reward that kills its process group must not kill the supervisor.
         os.setsid()
         processes.adopt_orphans()
-        serve(channel, objects_fd, _hand_over_forks(theirs))
+        serve(channel, objects_fd, partial(_begin, theirs, sandbox, scratch), theirs)
         return
     channel.close()
     os.close(objects_fd)
     theirs.close()
-    end = _watch(worker, _take_over_forks(ours), max_processes, trainer)
+    limits = None if sandbox == "off" else _Limits(max_processes, memory_mib)
+    end = _watch(worker, ours, limits, trainer)
     # From here on no fork is answered, so nothing that is being killed can multiply.
     if not processes.kill_descendants():
         end += " and left processes behind that cannot be killed"
     os.write(report_fd, end.encode())
+    if scratch:
+        with suppress(RecursionError):
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _begin(supervisor: socket.socket, sandbox: str, scratch: str) -> str:
+    """Give up what the sandbox takes; returns what of it is not to be had, for the log.
+
+    Raises:
+        UserError: the strict sandbox is not to be had.
+    """
+    if sandbox == "off":
+        supervisor.send(b"none")
+        return ""
+    warning = _hand_over_forks(supervisor)
+    if scratch:
+        os.environ["TMPDIR"] = tempfile.tempdir = scratch
+        taken = strict.policy(sandbox == "strict-network", strict.landlock_abi())
+        try:
+            strict.confine(taken, Path(scratch))
+        except OSError as fault:
+            raise UserError(
+                f'task.reward.sandbox = "strict" is not possible here ({fault.strerror}); a '
+                'container may forbid it: allow it there, or set sandbox = "process"'
+            ) from fault
+    return warning
 
 
 def _print_to_the_log() -> None:
@@ -105,62 +145,99 @@ def _print_to_the_log() -> None:
 def _hand_over_forks(supervisor: socket.socket) -> str:
     """Put this process's forks into the supervisor's hands; returns what speaks against it, for the
     log."""
-    with supervisor:
-        try:
-            listener = processes.install_fork_gate()
-        except OSError as fault:
-            supervisor.send(b"none")
-            return (
-                f"the kernel does not let forks be counted ({fault.strerror}); a fork bomb is "
-                "stopped, but later"
-            )
-        socket.send_fds(supervisor, [b"gate"], [listener])
-        os.close(listener)
+    try:
+        listener = seccomp.install_fork_gate()
+    except OSError as fault:
+        supervisor.send(b"none")
+        return (
+            f"the kernel does not let forks be counted ({fault.strerror}); a fork bomb is "
+            "stopped, but later"
+        )
+    socket.send_fds(supervisor, [b"gate"], [listener])
+    os.close(listener)
     return ""
 
 
-def _take_over_forks(worker: socket.socket) -> int | None:
-    with worker:
-        _, listeners, _, _ = socket.recv_fds(worker, 4, 1)
-    return listeners[0] if listeners else None
+@dataclass(frozen=True)
+class _Limits:
+    processes: int
+    memory_mib: int
 
 
-def _watch(worker: int, listener: int | None, max_processes: int, trainer: int) -> str:
+def _watch(
+    worker: int, socket_of_worker: socket.socket, limits: _Limits | None, trainer: int
+) -> str:
     """Answer forks until the worker has ended or has to end, and say how it ended."""
-    seconds = _SECONDS_BETWEEN_COUNTS if listener is None else _SECONDS_BETWEEN_LOOKS
+    _, listeners, _, _ = socket.recv_fds(socket_of_worker, 4, 1)
+    listener = listeners[0] if listeners else None
     events = select.poll()
-    pidfd = os.pidfd_open(worker)
-    for descriptor in (pidfd, 0) if listener is None else (pidfd, 0, listener):
+    pidfd, loaded = os.pidfd_open(worker), socket_of_worker.fileno()
+    for descriptor in (pidfd, 0, loaded, *listeners):
         events.register(descriptor, select.POLLIN)
+    allowed_bytes, company, next_look = 0, False, 0.0
     while True:
+        counting = limits is not None and (listener is None or company)
+        seconds = _SECONDS_BETWEEN_COUNTS if counting else _SECONDS_BETWEEN_LOOKS
         ready = {descriptor for descriptor, _ in events.poll(seconds * 1000)}
         if pidfd in ready or 0 in ready or os.getppid() != trainer:
             # It is not reaped yet, so its process id is no other's; an ended one stays ended.
             os.kill(worker, signal.SIGKILL)
             return processes.describe_end(os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]))
-        if listener in ready:
-            processes.answer_fork(
-                listener, allowed=len(processes.descendants(worker)) < max_processes
+        if loaded in ready and limits:
+            below = processes.descendants(worker)
+            allowed_bytes = processes.held([worker, *below]) + limits.memory_mib * 2**20
+            company = bool(below)
+        if loaded in ready:
+            events.unregister(loaded)
+            socket_of_worker.recv(16)
+            socket_of_worker.close()
+        if limits is None:
+            continue
+        if listener is not None and listener in ready:
+            allowed = len(processes.descendants(worker)) < limits.processes
+            seccomp.answer_fork(listener, allowed)
+            company = True
+        if time.monotonic() < next_look:
+            continue
+        next_look = time.monotonic() + _SECONDS_BETWEEN_COUNTS
+        below = processes.descendants(worker)
+        company = bool(below)
+        if listener is None and len(below) > limits.processes:
+            return f"had more than task.reward.max_processes = {limits.processes} processes running"
+        if allowed_bytes and below and processes.memory_above([worker, *below], allowed_bytes):
+            return (
+                f"held more than task.reward.memory_limit_mib = {limits.memory_mib} with what it "
+                "started"
             )
-        elif listener is None and len(processes.descendants(worker)) > max_processes:
-            return f"had more than task.reward.max_processes = {max_processes} processes running"
 
 
-def serve(channel: socket.socket, objects_fd: int, warning: str = "") -> None:
+def serve(
+    channel: socket.socket,
+    objects_fd: int,
+    begin: Callable[[], str] = lambda: "",
+    supervisor: socket.socket | None = None,
+) -> None:
     """Score what comes through the socket until its other end is closed.
 
     Args:
         channel: requests and answers.
         objects_fd: file of `pickling.pack`.
-        warning: goes to the trainer's log.
+        begin: called before anything of the user's is imported; returns a warning for the trainer's
+            log, and may raise UserError.
+        supervisor: waited for when the rewards are imported, until it closes its end.
     """
     requests = channel.makefile("rb")
 
     def answer(line: object) -> None:
-        channel.sendall(json.dumps(line).encode() + b"\n")
+        text = json.dumps(line).encode()
+        if len(text) > LARGEST_ANSWER:
+            error = f"the answer has {len(text):,} bytes, and {LARGEST_ANSWER:,} are the most"
+            text = json.dumps([None, error]).encode()
+        channel.sendall(text + b"\n")
 
     task = pickle.load(requests)
     try:
+        warning = begin()
         objects = _objects(objects_fd)
         if task.kind == "environment":
             batch, score = None, build_player(task, objects)
@@ -172,8 +249,12 @@ def serve(channel: socket.socket, objects_fd: int, warning: str = "") -> None:
         return
     worker = os.getpid()
     helpers = frozenset(processes.descendants(worker)) if _LINUX else frozenset()
-    if _LINUX:
+    if _LINUX and task.reward.sandbox != "off":
         _limit(task.reward.memory_limit_mib, task.reward.file_limit_mib)
+    if supervisor is not None:
+        supervisor.send(b"loaded")
+        supervisor.recv(1)
+        supervisor.close()
     answer({"ready": True, "batches": batch is not None, "warning": warning})
 
     def is_over() -> bool:
@@ -194,7 +275,7 @@ def serve(channel: socket.socket, objects_fd: int, warning: str = "") -> None:
             calls = batch(samples)
             if is_over():
                 return
-            answer("batch")
+            answer(BATCH)
         for call in calls:
             try:
                 result = (call(), None)

@@ -3,22 +3,33 @@ started."""
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections import deque
 from contextlib import suppress
 from typing import Any
 
-from fp8rl_jax.config.tasks import TaskConfig
+from fp8rl_jax.config.tasks import RewardConfig, TaskConfig
+from fp8rl_jax.errors import UserError
 from fp8rl_jax.tasks.sandbox import processes
+from fp8rl_jax.tasks.sandbox.answers import LARGEST_ANSWER
 
 _LINUX = sys.platform == "linux"
 SUPERVISOR_TIMEOUT = 10.0
+PASSED_ON = (
+    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TMPDIR", "TERM"),
+    *("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX"),
+    *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE"),
+    *("PYTHONHOME", "PYTHONHASHSEED", "PYTHONUTF8", "PYTHONIOENCODING", "PYTHONWARNINGS"),
+    *("PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX", "PYTHONFAULTHANDLER"),
+)
+"""Variables that every reward has, with those that begin with LC_: what programs need to run, and
+nothing that may hold a secret."""
 # One thread for each BLAS, and no accelerator: a reward must not take the trainer's device memory.
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -29,8 +40,32 @@ _ENVIRONMENT = {
 }
 
 
+def worker_environment(reward: RewardConfig) -> dict[str, str]:
+    """Return the environment that workers get, but for PYTHONPATH.
+
+    Raises:
+        UserError: task.reward.environment names a variable that is not set.
+    """
+    if unset := [name for name in reward.environment if name not in os.environ]:
+        raise UserError(
+            f"task.reward.environment names {unset[0]}, which is not set; set it, or take it out"
+        )
+    if reward.sandbox == "off":
+        return {**os.environ, **_ENVIRONMENT}
+    passed = {
+        name: value
+        for name, value in os.environ.items()
+        if name in PASSED_ON or name.startswith("LC_")
+    }
+    return passed | _ENVIRONMENT | {name: os.environ[name] for name in reward.environment}
+
+
 class WorkerProcess:
     """One worker under its supervisor. Both end with this process, however it ends (on Linux).
+
+    Attributes:
+        ready: whether it has imported the rewards.
+        proven: whether it has ever answered.
 
     Args:
         task: its rewards are scored.
@@ -39,7 +74,9 @@ class WorkerProcess:
     """
 
     def __init__(self, task: TaskConfig, output: int, objects: int):
+        self.started = time.monotonic()
         self.ready = False
+        self.proven = False
         self.batches = False
         self.in_batch = False
         self.failure: str | None = None
@@ -52,7 +89,10 @@ class WorkerProcess:
         # The worker finds what this process finds, on the same path, and not the working directory
         # first (-P).
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        arguments = map(str, (theirs.fileno(), objects, task.reward.max_processes))
+        reward = task.reward
+        sandbox = reward.sandbox + "-network" * reward.network
+        limits = (reward.max_processes, reward.memory_limit_mib)
+        arguments = map(str, (theirs.fileno(), objects, sandbox, *limits))
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "fp8rl_jax.tasks.sandbox.worker", *arguments],
@@ -63,7 +103,7 @@ class WorkerProcess:
                 # ended
                 stderr=output,
                 start_new_session=True,
-                env={**os.environ, **_ENVIRONMENT, "PYTHONPATH": path},
+                env={**worker_environment(reward), "PYTHONPATH": path},
             )
         self.send(task, timeout=1.0)
 
@@ -76,19 +116,19 @@ class WorkerProcess:
         with suppress(OSError):
             self.socket.sendall(pickle.dumps(message))
 
-    def receive(self) -> tuple[list[Any], bool]:
-        """Receive (the lines that have come, whether more may come) from a readable socket.
-
-        A line is {"ready": true} or {"failed": why} until the worker is ready, then [result, null],
-        [null, error], or "batch".
-        """
+    def receive(self) -> tuple[list[bytes], bool]:
+        """Receive (the lines that have come, whether more may come) from a readable socket."""
         try:
             data = self.socket.recv(1 << 16)
-            *lines, self._received = (self._received + data).split(b"\n")
-            answers = [json.loads(line) for line in lines]
-        except (OSError, ValueError):  # ValueError: the reward wrote into the socket
+        except OSError:
             return [], False
-        return answers, bool(data)
+        *lines, self._received = (self._received + data).split(b"\n")
+        return lines, bool(data)
+
+    @property
+    def is_overfull(self) -> bool:
+        """Whether it has sent more without an end than an answer may have."""
+        return len(self._received) > LARGEST_ANSWER
 
     def kill(self) -> str:
         """Kill the worker with all that it started, reap it, and say how it ended."""
