@@ -28,6 +28,7 @@ from fp8rl_jax.config.fingerprint import changes, is_free
 from fp8rl_jax.config.training import EvaluationConfig
 from fp8rl_jax.errors import Interrupted, UserError
 from fp8rl_jax.parallel import (
+    PROGRESS,
     check_same,
     is_main_process,
     leave_on_failure,
@@ -324,6 +325,7 @@ class Loop:
                 except Asked:
                     self._leave(stop, self.start, None)
                 for step in range(self.start, steps):
+                    PROGRESS.begin(step)
                     # what a step that is given up leaves as it was
                     held = session.saved()
                     try:
@@ -347,6 +349,7 @@ class Loop:
                         due = False
                     if _asked(stop) and step + 1 < steps:
                         self._leave(stop, step + 1, session.saved())
+            PROGRESS.begin(steps)
             # a run that was killed behind its last checkpoint has no row of it either
             if config.evaluation.every:
                 self.tracker.log(steps, self._evaluate(steps))
