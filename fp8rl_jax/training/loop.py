@@ -341,7 +341,8 @@ class Loop:
                     metrics |= self._step(step, found, metrics)
                     # time/* and perf/* since the last row: the step itself, its evaluation, and the
                     # checkpoint before it
-                    self.tracker.log(step, metrics | session.lap())
+                    with PROGRESS.part("log"):
+                        self.tracker.log(step, metrics | session.lap())
                     due = due or bool(every and (step + 1) % every == 0)
                     # weights that a step could not learn from are no place to go on from
                     if step + 1 == steps or (due and not self.watch.skipping):
