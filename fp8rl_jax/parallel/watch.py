@@ -53,11 +53,13 @@ class Progress:
         self.moves = self.entered = 0
         self.waiting = self._compiling = False
         self._taking = 0.0
+        self.begun: Callable[[], None] = lambda: None
 
     def begin(self, step: int) -> None:
-        """Enter a step."""
+        """Enter a step, and tell the others at once."""
         self.step = step
         self.move()
+        self.begun()
 
     def move(self) -> None:
         """Say that something has got done."""
@@ -186,6 +188,7 @@ class Watch:
         libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
         libc.signal(int(signal.SIGABRT), ctypes.cast(libc.sleep, ctypes.c_void_p))
         jax.monitoring.register_event_duration_secs_listener(self._progress.compiles)
+        self._progress.begun = lambda: self._tell(0.0)
         for run in (self._run, self._leave):
             threading.Thread(target=run, name="watch", daemon=True).start()
 

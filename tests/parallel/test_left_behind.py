@@ -116,6 +116,16 @@ def test_who_has_to_move_and_how_soon():
         assert "no process has moved for 3700 s" in after(200, watches)
 
 
+def test_a_step_is_told_when_it_begins():
+    """And not with the next word, by which its process may have been killed."""
+    watches, (_, one) = pair(MeshConfig(lost_after_seconds=1000))
+    watches[1].start()
+    time.sleep(0.2)
+    one.begin(7)
+    watches[0]._read(1)
+    assert watches[0]._peers[1].standing["step"] == 7
+
+
 @pytest.mark.parametrize(("itself", "line"), [(True, ""), (False, "no word from it for 100 s")])
 def test_a_process_that_was_stopped_itself_does_not_blame_the_others(itself, line):
     """A whole job may be suspended for hours."""
