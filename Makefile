@@ -26,7 +26,7 @@ UNOPTIMIZED := --xla_backend_optimization_level=0 --xla_backend_extra_options=xl
 # what is used: with pip 26, which the first line of the install brings, a new .venv takes half the time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo ablation test vllm test-vllm hopper mutants toolchain lint browser clean
+.PHONY: help install demo ablation test chaos vllm test-vllm hopper mutants toolchain lint browser clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -65,6 +65,9 @@ endef
 
 test: lint browser ## lint, then all tests but those of make hopper
 	$(call both,not hopper and not vllm)
+
+chaos: install ## kill runs at 30 random moments, and go on: the same bits; 500 steps: the same memory
+	@$(BIN)/python -m experiments.chaos
 
 # vLLM's Python is its own affair. Its wheel for a CPU needs torch for a CPU, which Python 3.11 gets, and breaks on the
 # CUDA builds of torch's side packages that come along.

@@ -3,6 +3,7 @@ overrides."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -194,6 +195,25 @@ class MeshConfig:
     """Processes of the run, with coordinator."""
     process_id: int = -1
     """This process's number, with coordinator."""
+    lost_after_seconds: float = 45.0
+    """A process of which the others hear nothing for so long is lost (stopped, or its host is
+    gone): they end with a line that names it, and status 75. One that is killed is seen at once."""
+    hung_after_seconds: float = 600.0
+    """So long may a process do nothing new while others wait for it; then it is lost, too. Phases
+    of a step, exchanges, decode calls of the paged engine and programs compiled are something
+    new; rewards may take as long as their time limits add up to."""
+    program_seconds: float = 3600.0
+    """So long may one program compile, and so long may all processes together do nothing new, which
+    is how a program that runs looks from outside."""
+
+    def problems(self) -> list[str]:
+        """List every value that cannot work, one line each; empty where all is well."""
+        names = ("lost_after_seconds", "hung_after_seconds", "program_seconds")
+        return [
+            f"mesh.{name} = {getattr(self, name)} must be seconds, at least 1"
+            for name in names
+            if not 1 <= getattr(self, name) < math.inf
+        ]
 
 
 def precision_text(recipe: str, compute_dtype: str) -> str:

@@ -22,10 +22,12 @@ from fp8rl_jax.parallel.placement import (
     split_batch,
 )
 from fp8rl_jax.parallel.rules import DEFAULT_RULES, ShardingRules, constrain, scale_spec
+from fp8rl_jax.parallel.watch import PROGRESS
 
 __all__ = [
     "AXES",
     "DEFAULT_RULES",
+    "PROGRESS",
     "ShardingRules",
     "batch_sharding",
     "batch_shards",

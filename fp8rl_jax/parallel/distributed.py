@@ -8,7 +8,8 @@ here is what `jax.device_put` and `jax.device_get` do.
 
 What one process alone finds out (a file that it cannot read, a reward that timed out on its host)
 it must tell the others before anyone acts on it: `sum_over_processes` and `shared_faults` do. What
-it cannot tell them any more, its end does: `leave_on_failure`.
+it can tell them no more in this way, and the loss of one of them, watch.py is for:
+`leave_on_failure`.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ from __future__ import annotations
 import atexit
 import hashlib
 import os
-import socket
 import sys
 import threading
-import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import jax
 import numpy as np
+from jax._src.clusters import ClusterEnv
 from jax.experimental import multihost_utils
 
 from fp8rl_jax.config.run import MeshConfig
 from fp8rl_jax.errors import RESUMABLE, Interrupted, UserError
+from fp8rl_jax.parallel.watch import PROGRESS, Watch, meet
 
 _SLURM_STEP = (
     "SLURM_JOB_ID",
@@ -40,8 +41,9 @@ _SLURM_STEP = (
     "SLURM_LOCALID",
 )
 _FAULT_BYTES = 1000
-_SECONDS_TO_A_WORD, _SECONDS_BETWEEN_WORDS = 2.0, 30.0
 _SIGNS_OF_LOSS = ("Gloo ", "NCCL ", "onnection closed by peer", "onnection reset by peer")
+_JAX_HEARTBEAT = 100
+"""Seconds, JAX's own default."""
 
 
 class _SharedFault(UserError):
@@ -57,27 +59,52 @@ def initialize(config: MeshConfig, environ: Mapping[str, str] = os.environ) -> N
     happens.
 
     Raises:
-        UserError: a mesh.* key is missing or out of range, or the coordinator's port is in use.
+        UserError: a mesh.* key is missing or out of range, the coordinator's port is in use, or not
+            all processes come, each with a number of its own.
     """
-    explicit = _explicit(config)
-    if not explicit and _tasks(environ) <= 1:
-        return
+    place, devices = _explicit(config), None
+    if place is None:
+        if _tasks(environ) <= 1:
+            return
+        devices = _local_devices(environ)
+        place = _detected()
+    address, count, process = place
     # it would take SIGTERM for itself; training/stopping.py does what is wanted then
     jax.config.update("jax_enable_preemption_service", False)
-    if not explicit:
-        _joined(
-            lambda: jax.distributed.initialize(local_device_ids=_local_devices(environ)),
-            f"the {_tasks(environ)} tasks of this launch",
+    try:
+        links = meet(address, count, process)
+        _join(
+            coordinator_address=address,
+            num_processes=count,
+            process_id=process,
+            local_device_ids=devices,
+            # ours comes first
+            heartbeat_timeout_seconds=max(_JAX_HEARTBEAT, int(2 * config.lost_after_seconds)),
         )
-        return
-    address, count, process = explicit
-    if process == 0:
-        _check_port(address)
-    others = "process 0" if process else f"processes 1 to {count - 1}"
-    _joined(
-        lambda: jax.distributed.initialize(*explicit),
-        f"{others.replace('es 1 to 1', ' 1')} of {count} at {address}",
-    )
+    except KeyboardInterrupt:
+        # the thread of `_join` is in C++ code, which no exit would get past
+        print("fp8rl: interrupted", file=sys.stderr)
+        _leave(130)
+    if links:
+        _RUN.watch = Watch(process, links, config)
+        _RUN.watch.start()
+        # runs before jax's own exit function, because it is registered after it
+        atexit.register(_RUN.watch.farewell, 0)
+
+
+class _Run:
+    """What this process knows of its run.
+
+    Attributes:
+        watch: None where the run has one process.
+        left: whether the process has begun to end by itself.
+    """
+
+    watch: Watch | None = None
+    left = False
+
+
+_RUN = _Run()
 
 
 def is_main_process() -> bool:
@@ -113,17 +140,17 @@ def sum_over_processes(tree: Any) -> Any:
 
     All processes must call it together.
     """
-    return jax.tree.map(lambda stacked: stacked.sum(0), multihost_utils.process_allgather(tree))
+    return jax.tree.map(lambda stacked: stacked.sum(0), _allgather(tree))
 
 
 def gather_text(text: str) -> list[str]:
     """Gather the texts of all processes, in their order; all processes must call it together."""
     data = np.frombuffer(text.encode(), np.uint8)
-    sizes = np.asarray(multihost_utils.process_allgather(np.int32(len(data)))).reshape(-1)
+    sizes = np.asarray(_allgather(np.int32(len(data)))).reshape(-1)
     # a power of two, so that few shapes are compiled
     padded = np.zeros(1 << int(sizes.max()).bit_length(), np.uint8)
     padded[: len(data)] = data
-    rows = np.asarray(multihost_utils.process_allgather(padded))
+    rows = np.asarray(_allgather(padded))
     return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
 
 
@@ -144,7 +171,7 @@ def shared_faults() -> Generator[None]:
     if fault is not None:
         text = f"process {jax.process_index()}: {fault}".encode()[:_FAULT_BYTES]
         told[: len(text)] = np.frombuffer(text, np.uint8)
-    for row in multihost_utils.process_allgather(told):
+    for row in _allgather(told):
         if row.any():
             # each says its own, and those without one the first
             raise _SharedFault(
@@ -156,31 +183,31 @@ def shared_faults() -> Generator[None]:
 def leave_on_failure() -> Generator[None]:
     """End this process without waiting for the others once an exception has left the block.
 
-    One that the others do not know of.
-
-    An ordinary exit waits for all processes (jax.distributed, 300 s), and they would wait for this
-    one in a collective. Its end closes its connections: gloo's collectives fail in the others at
-    once, and process 0 is missed at once, too. On GPUs the others are aborted when jax.distributed
-    has not heard of it for 100 s, which is also so for one that is killed.
+    One that the others do not know of. An ordinary exit would wait for them (jax.distributed,
+    300 s), and they for this process in a collective. So they are told, and end, too.
 
     Raises:
-        Interrupted: in place of what a collective raises when another process has gone.
+        Interrupted: in place of what a collective raises when another process was lost.
+        UserError: in place of it when another process ended by an error of its own.
     """
     try:
         yield
     except _SharedFault:
         raise
     except BaseException as error:
-        lost = jax.process_count() > 1 and _tells_of_loss(error)
-        if jax.process_count() > 1:
-            # runs before jax's own exit function, because it is registered after it
-            atexit.register(_leave, RESUMABLE if lost else _exit_status(error))
-        if lost:
-            raise Interrupted(
-                f"process {jax.process_index()}: another process of this run was lost; --resume "
-                "goes on from the newest checkpoint"
-            ) from None
-        raise
+        watch = _RUN.watch
+        if watch is None or _RUN.left:
+            raise
+        _RUN.left = True
+        found = watch.verdict(watch.seconds_to_a_verdict if _tells_of_loss(error) else 0.0)
+        status = found.status if found else _exit_status(error)
+        if found is None:
+            # a fault in a connection of its own, too: to start it again would not help
+            watch.farewell(status, _said(error))
+        atexit.register(_leave, status)
+        if found is None or isinstance(error, Interrupted):
+            raise
+        raise (Interrupted if status == RESUMABLE else UserError)(found.line) from None
 
 
 def check_same(config_text: str) -> None:
@@ -189,8 +216,6 @@ def check_same(config_text: str) -> None:
     All processes must call it together. Those that disagree would compile different programs and
     wait for each other for ever.
 
-    Processes that disagree would compile different programs and wait for each other for ever.
-
     Args:
         config_text: the resolved configuration, without mesh.process_id.
 
@@ -198,7 +223,7 @@ def check_same(config_text: str) -> None:
         UserError: on every process, naming those that differ from process 0.
     """
     digest = np.frombuffer(hashlib.sha256(config_text.encode()).digest(), np.uint8)
-    digests = multihost_utils.process_allgather(digest)
+    digests = _allgather(digest)
     different = [i for i, other in enumerate(digests) if (other != digests[0]).any()]
     if different:
         shown = ", ".join(map(str, different))
@@ -223,61 +248,62 @@ def _exit_status(error: BaseException) -> int:
     return 2 if isinstance(error, UserError) else 1
 
 
-def _check_port(address: str) -> None:
-    """Refuse a port in use, for which jax's coordinator has a segmentation fault."""
-    host, _, port = address.rpartition(":")
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(("", int(port)))
-        except (OSError, OverflowError) as error:
-            raise UserError(
-                f"mesh.coordinator = {address!r}: process 0 cannot listen on port {port} of "
-                f"{host} ({error}); choose another port, the same for all processes"
-            ) from None
+def _said(error: BaseException) -> str:
+    text = f"{error}".strip()
+    line = text.splitlines()[0] if text else ""
+    return line if isinstance(error, UserError | Interrupted) else f"{type(error).__name__}: {line}"
 
 
-def _joined(join: Callable[[], None], awaited: str) -> None:
-    """Call `join`, which waits without an ear for Ctrl-C, and say what is waited for.
+def _join(**arguments: Any) -> None:
+    """Call jax.distributed.initialize, which has no ear for Ctrl-C, in a thread.
 
     Raises:
-        UserError: the others did not come.
+        UserError: the others are not there any more.
     """
     faults: list[BaseException] = []
 
     def attempt() -> None:
         try:
-            join()
+            jax.distributed.initialize(**arguments)
         # raised again in the main thread
         except BaseException as fault:
             faults.append(fault)
 
     thread = threading.Thread(target=attempt, name="join", daemon=True)
     thread.start()
-    began, said = time.monotonic(), 0.0
-    try:
-        while thread.is_alive():
-            thread.join(0.05)
-            if thread.is_alive() and time.monotonic() - max(began, said) > _SECONDS_TO_A_WORD:
-                said = time.monotonic()
-                print(f"fp8rl: waiting for {awaited}", file=sys.stderr, flush=True)
-                began = said + _SECONDS_BETWEEN_WORDS - _SECONDS_TO_A_WORD
-    except KeyboardInterrupt:
-        # the thread is in C++ code, which no exit would get past
-        print("fp8rl: interrupted", file=sys.stderr)
-        _leave(130)
+    while thread.is_alive():
+        thread.join(0.05)
     for fault in faults:
         if isinstance(fault, jax.errors.JaxRuntimeError):
             raise UserError(
-                f"mesh: {awaited} did not come ({str(fault).splitlines()[0][:200]})"
+                f"mesh: the processes could not be joined ({str(fault).splitlines()[0][:200]})"
             ) from fault
         raise fault
 
 
+def _allgather(x: Any, tiled: bool = False) -> Any:
+    with PROGRESS.exchange():
+        return multihost_utils.process_allgather(x, tiled=tiled)
+
+
 def _leave(code: int) -> None:
+    if _RUN.watch is not None:
+        _RUN.watch.wait_for_others()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _detected() -> tuple[str, int, int]:
+    """(coordinator, processes, number of this one) of the launch, as jax finds them."""
+    found = ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, None)
+    address, count, process, _ = found
+    if address is None or count is None or process is None:
+        raise UserError(
+            "mesh: the processes of this launch do not say where process 0 is; set "
+            "mesh.coordinator, mesh.num_processes and mesh.process_id"
+        )
+    return address, count, process
 
 
 def _explicit(config: MeshConfig) -> tuple[str, int, int] | None:
@@ -353,4 +379,4 @@ def _to_host(x: Any) -> np.ndarray:
         return np.asarray(x)
     if x.is_fully_replicated:
         return np.asarray(x.addressable_data(0))
-    return multihost_utils.process_allgather(x, tiled=True)
+    return _allgather(x, tiled=True)

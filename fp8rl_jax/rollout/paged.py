@@ -49,7 +49,7 @@ from fp8rl_jax.models.forward import forward
 from fp8rl_jax.models.logprobs import token_logprobs
 from fp8rl_jax.models.moe import route_dtype
 from fp8rl_jax.models.policy import Policy
-from fp8rl_jax.parallel import DEFAULT_RULES, policy_shardings, split_batch, to_host
+from fp8rl_jax.parallel import DEFAULT_RULES, PROGRESS, policy_shardings, split_batch, to_host
 from fp8rl_jax.rollout.sampler import Prompts, Rollout, cache_dtype, row_keys, rows_of
 from fp8rl_jax.rollout.sampling import Sampling, draw
 
@@ -785,6 +785,7 @@ def _states(policy, queue, state, signals, sampling, layout: Layout, every: int)
     steps, slots = 1 if every else layout.steps, layout.slots
     shrinks = sampling.max_new_tokens >= _SHRINK_FROM
     while (wanted := to_host(signals)).left.any():
+        PROGRESS.move()
         if wanted.catch_up.any():
             state, signals = _catch_up(policy, queue, state, layout)
         elif wanted.load.any():

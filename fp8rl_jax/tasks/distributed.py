@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from fp8rl_jax.parallel import gather_text, shared_faults, sum_over_processes
+from fp8rl_jax.parallel import PROGRESS, gather_text, shared_faults, sum_over_processes
 from fp8rl_jax.tasks.dataset import Example
 from fp8rl_jax.tasks.episodes import Episode
 from fp8rl_jax.tasks.sandbox.pool import RewardPool
@@ -31,7 +31,7 @@ def score_distributed(
     """
     started, rows = time.monotonic(), _share(len(completions))
     repeats = len(completions) // max(len(examples), 1)
-    with shared_faults():
+    with shared_faults(), PROGRESS.taking(_longest(pool, len(rows))):
         own = pool.score(
             [examples[row // repeats] for row in rows], [completions[row] for row in rows]
         )
@@ -62,7 +62,7 @@ def play_distributed(
         UserError: on every process, where the workers of one ended and could not be started again.
     """
     started, rows = time.monotonic(), _share(len(completions))
-    with shared_faults():
+    with shared_faults(), PROGRESS.taking(_longest(pool, len(rows))):
         own = pool.play([episodes[row] for row in rows], [completions[row] for row in rows])
     shared = {name: getattr(own, name) for name in ("turns", "timeouts", "first_error")}
     shares = [json.loads(text) for text in gather_text(json.dumps(shared))]
@@ -89,3 +89,9 @@ def _share(count: int) -> np.ndarray:
     """This process's rows: dealt out like cards, so that each has its part of every prompt's
     completions."""
     return np.arange(jax.process_index(), count, jax.process_count())
+
+
+def _longest(pool: RewardPool, samples: int) -> float:
+    """Seconds until all have ended or timed out."""
+    reward = pool.task.reward
+    return reward.timeout * -(-samples // reward.num_workers)

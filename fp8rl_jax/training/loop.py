@@ -28,6 +28,7 @@ from fp8rl_jax.config.fingerprint import changes, is_free
 from fp8rl_jax.config.training import EvaluationConfig
 from fp8rl_jax.errors import Interrupted, UserError
 from fp8rl_jax.parallel import (
+    PROGRESS,
     check_same,
     is_main_process,
     leave_on_failure,
@@ -324,6 +325,7 @@ class Loop:
                 except Asked:
                     self._leave(stop, self.start, None)
                 for step in range(self.start, steps):
+                    PROGRESS.begin(step)
                     # what a step that is given up leaves as it was
                     held = session.saved()
                     try:
@@ -339,7 +341,8 @@ class Loop:
                     metrics |= self._step(step, found, metrics)
                     # time/* and perf/* since the last row: the step itself, its evaluation, and the
                     # checkpoint before it
-                    self.tracker.log(step, metrics | session.lap())
+                    with PROGRESS.part("log"):
+                        self.tracker.log(step, metrics | session.lap())
                     due = due or bool(every and (step + 1) % every == 0)
                     # weights that a step could not learn from are no place to go on from
                     if step + 1 == steps or (due and not self.watch.skipping):
@@ -347,6 +350,7 @@ class Loop:
                         due = False
                     if _asked(stop) and step + 1 < steps:
                         self._leave(stop, step + 1, session.saved())
+            PROGRESS.begin(steps)
             # a run that was killed behind its last checkpoint has no row of it either
             if config.evaluation.every:
                 self.tracker.log(steps, self._evaluate(steps))

@@ -29,6 +29,7 @@ from jaxtyping import Int
 
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.policy import matrix_parameters
+from fp8rl_jax.parallel import PROGRESS
 
 # dense bfloat16 FLOP/s without sparsity, NVIDIA's data sheets (SXM)
 _PEAK_FLOPS = {
@@ -107,7 +108,8 @@ class Clock:
     def part(self, name: str) -> Generator[None]:
         """Add the time that the block takes to time/<name>."""
         start = time.perf_counter()
-        yield
+        with PROGRESS.part(name):
+            yield
         self.seconds[f"time/{name}"] = (
             self.seconds.get(f"time/{name}", 0.0) + time.perf_counter() - start
         )

@@ -49,6 +49,7 @@ from fp8rl_jax.models.forms import trainer_policy
 from fp8rl_jax.models.lora import merge, split
 from fp8rl_jax.models.policy import Policy
 from fp8rl_jax.parallel import (
+    PROGRESS,
     batch_sharding,
     batch_shards,
     check_batch,
@@ -305,6 +306,7 @@ class Session:
                 "prompts: with rollout.paged.extra_prompts others may come back than were given, "
                 "and text does not say which; give Examples, whose index does"
             )
+        PROGRESS.begin(self.step)
         samples, key = self._draw(samples, key)
         encoded, count = self.encode(prompts)
         self._serve(encoded)

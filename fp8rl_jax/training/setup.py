@@ -13,13 +13,14 @@ from typing import Any
 import jax
 
 from fp8rl_jax.config.fingerprint import fingerprint
+from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.config.schema import validate
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.lora import split
 from fp8rl_jax.models.policy import Policy, init_policy, linear_names, parameter_count
-from fp8rl_jax.parallel import check_batch, initialize, make_mesh
+from fp8rl_jax.parallel import check_batch, initialize, leave_on_failure, make_mesh
 from fp8rl_jax.precision import check_recipe, quantized_layers
 from fp8rl_jax.rl import check_functions
 from fp8rl_jax.rollout.engine import RolloutEngine
@@ -111,10 +112,24 @@ def build(
     pack(objects)  # for its refusals
     config = _with_kept_exact(config)
     recipe = config.resolved_recipe()
-    r = config.rollout
     if sampled:
         config.samples_truncated()  # for its refusals
     initialize(config.mesh)
+    with leave_on_failure():
+        return _built(config, recipe, sampled, engine, reward, dataset, environment)
+
+
+def _built(
+    config: RunConfig,
+    recipe: Recipe,
+    sampled: bool,
+    engine: RolloutEngine | None,
+    reward: PythonReward | None,
+    dataset: Sequence[Any] | Iterable[Any] | None,
+    environment: type | None,
+) -> Setup:
+    """The parts of a run whose processes are joined."""
+    r = config.rollout
     # asks for the device, which joining the processes must precede
     check_recipe(recipe, config.precision.backend)
     if sampled:

@@ -8,7 +8,7 @@ import numpy as np
 
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.parallel import is_main_process
+from fp8rl_jax.parallel import is_main_process, leave_on_failure
 from fp8rl_jax.tasks.dataset import Example
 from fp8rl_jax.training.loop import evaluate_held_out
 from fp8rl_jax.training.prompts import PromptEncoder
@@ -32,7 +32,7 @@ def supervise(setup: Setup, report=print) -> None:
     announce(setup, report, "sft.batch_size")
     cut = f", {sft.cut_short:.0%} of them cut one token short" if sft.cut_short else ""
     report(f"Supervised warm start: {sft.steps} updates on the task's own answers{cut}")
-    with owned(directory), reward_pool(setup) as pool:
+    with leave_on_failure(), owned(directory), reward_pool(setup) as pool:
         write_run_record(config)
         session.restart(sft.optimizer, sft.steps)
         tracker = make_tracker(

@@ -37,25 +37,35 @@ def run_processes(
     return _finish(_start_joined(script, processes, devices, args), timeout)
 
 
-def exit_codes(
+def endings(
     script: Path, processes: int, devices: int, *args: str, timeout: float = 180
-) -> list[int | None]:
-    """Like `run_processes` for processes that may fail: the exit code of each, None for one that
-    ran until time was up."""
+) -> list[tuple[int | None, str]]:
+    """Like `run_processes` for processes that may fail: of each the exit code, None for one that
+    ran until time was up or all others had ended, and what it said on standard error."""
     started = _start_joined(script, processes, devices, args)
     deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline and any(process.poll() is None for process, _, _ in started):
+    while time.monotonic() < deadline:
+        running = [process for process, _, _ in started if process.poll() is None]
+        if not running or all(_is_stopped(process) for process in running):
+            break
         time.sleep(0.05)
     codes = [process.poll() for process, _, _ in started]
+    said = []
     for process, out, err in started:
         process.kill()
         process.wait()
+        err.seek(0)
+        said.append(err.read())
         out.close(), err.close()
-    return codes
+    return list(zip(codes, said, strict=True))
+
+
+def _is_stopped(process: subprocess.Popen) -> bool:
+    return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 def _start_joined(script: Path, processes: int, devices: int, args: tuple[str, ...]) -> list:
-    coordinator = f"127.0.0.1:{_free_port()}"
+    coordinator = f"127.0.0.1:{free_port()}"
     return [
         _start(script, devices, (coordinator, str(processes), str(i), *args), seed=i)
         for i in range(processes)
@@ -124,7 +134,7 @@ def _finish(started: list, timeout: float) -> list[dict[str, Any]]:
     return [json.loads(out.splitlines()[-1]) for out, _ in texts]
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]

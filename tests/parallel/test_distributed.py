@@ -27,9 +27,8 @@ SLURM = {
 def calls(monkeypatch) -> list:
     """Every call of jax.distributed.initialize, which is not made."""
     made = []
-    monkeypatch.setattr(
-        jax.distributed, "initialize", lambda *args, **kwargs: made.append((args, kwargs))
-    )
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **kwargs: made.append(kwargs))
+    monkeypatch.setattr("fp8rl_jax.parallel.distributed.meet", lambda *_: {})
     return made
 
 
@@ -49,7 +48,13 @@ def test_a_single_process_joins_nothing(calls, environ):
 
 def test_explicit_arguments_come_first(calls):
     initialize(MeshConfig(coordinator="node0:1234", num_processes=4, process_id=3), SLURM)
-    assert calls == [(("node0:1234", 4, 3), {})]
+    (call,) = calls
+    assert (call["coordinator_address"], call["num_processes"], call["process_id"]) == (
+        "node0:1234",
+        4,
+        3,
+    )
+    assert call["local_device_ids"] is None
 
 
 @pytest.mark.parametrize(
@@ -61,12 +66,33 @@ def test_explicit_arguments_come_first(calls):
         (SLURM | {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}, [4, 5]),
         # one task a node takes all
         (SLURM | {"SLURM_NTASKS": "2", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}, []),
-        ({"OMPI_COMM_WORLD_SIZE": "2"}, None),
     ],
 )
-def test_a_cluster_is_detected_and_every_gpu_is_used(calls, environ, devices):
+def test_a_cluster_is_detected_and_every_gpu_is_used(calls, monkeypatch, environ, devices):
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
     initialize(MeshConfig(), environ)
-    assert calls == [((), {"local_device_ids": devices})]
+    (call,) = calls
+    assert call["coordinator_address"].startswith("gpu01:") and call["process_id"] == 6
+    assert (call["num_processes"], call["local_device_ids"]) == (
+        int(environ["SLURM_NTASKS"]),
+        devices,
+    )
+
+
+def test_an_open_mpi_launch_is_detected(calls, monkeypatch):
+    launch = {
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_RANK": "1",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+        "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911",
+    }
+    for name, value in launch.items():
+        monkeypatch.setenv(name, value)
+    initialize(MeshConfig(), launch)
+    (call,) = calls
+    assert call["coordinator_address"].startswith("10.96.0.1:")
+    assert (call["num_processes"], call["process_id"]) == (2, 1)
 
 
 @pytest.mark.parametrize(
