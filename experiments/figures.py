@@ -307,6 +307,37 @@ def partial_rollouts() -> str:
     return f"{about}\n\n{table(heads, rows)}"
 
 
+def kv_calibration() -> str:
+    """KV scales of another forward."""
+    found, kept = study("kv_calibration"), record("ablations/kv_calibration.json")
+    about = prose(f"""
+        Which forward may calibrate the KV scales (`precision.kv_calibration`)? One of its own under the new weights, on all of the
+        step's tokens (`forward`) or on those of two prompts, or the update's own, under the weights before it (`update`), which
+        costs no pass. The demo with `fp8-rl`, {found.steps} steps, {found.seeds} paired seeds, {found.problems} held-out words.
+        Saturated is the part of the elements beyond the scales that were served, mean over the steps.
+    """)
+    rows = []
+    for arm in kept["arms"]:
+        saturated = (
+            np.mean(
+                [np.mean(run["series"][f"fp8/sat_frac_{role}"]["values"]) for run in arm["runs"]]
+            )
+            for role in "qkv"
+        )
+        figures = found.arms[arm["name"]]
+        rows.append(
+            [
+                arm["name"],
+                *(f"{part:.1e}" for part in saturated),
+                interval(figures.k3, ".1e"),
+                estimate(figures.after, ".3f"),
+                against(figures),
+            ]
+        )
+    heads = ["forward", "Q saturated", "K", "V", K3, "accuracy after", "difference to forward"]
+    return f"{about}\n\n{table(heads, rows)}"
+
+
 VLLM = "vllm_engine.json"
 
 
@@ -596,6 +627,7 @@ SECTIONS = (
     ablation("Corrections", correction, "correction"),
     ablation("Compute dtypes", compute_dtype, "compute_dtype"),
     ablation("Partial rollouts", partial_rollouts, "partial_rollouts"),
+    ablation("KV calibration", kv_calibration, "kv_calibration"),
     ablation("vLLM as the rollout engine", through_vllm, "vllm"),
     Section("Gradients", gradients, "python -m experiments.gradients", "gradients/results.json"),
     Section(

@@ -247,8 +247,8 @@ LIST: list[Mutant] = [
         ),
         (
             "update-lost",
-            "state, train_logprobs, learned =",
-            "_, train_logprobs, learned =",
+            "state, train_logprobs, learned, seen =",
+            "_, train_logprobs, learned, seen =",
             "a_step_learns",
         ),
         (
@@ -528,6 +528,12 @@ LIST: list[Mutant] = [
         ),
         ("one-update", "for part in range(self.count):", "for part in range(1):", "two_updates"),
         (
+            "measured-and-not-used",
+            'recipe.kv_calibration == "update"',
+            'recipe.kv_calibration == "rollout"',
+            f"{SESSION} own_forward",
+        ),
+        (
             "halves-corrected-apart",
             "split_batch(corrected, self.count)",
             "split_batch(batch, self.count)",
@@ -535,8 +541,8 @@ LIST: list[Mutant] = [
         ),
         (
             "new-for-old",
-            "return state, old, averaged",
-            "return state, old - 1, averaged",
+            "return state, old, metrics, None if",
+            "return state, old - 1, metrics, None if",
             "two_updates",
         ),
         (
@@ -995,6 +1001,7 @@ LIST: list[Mutant] = [
     *of(
         "rollout/engine.py",
         "rollout/test_engine.py",
+        ("changed-weights-served", "if not same.all():", "if not same.any():", "one_bit"),
         (
             "scales-kept",
             "self.scales = self.scales, calibration",

@@ -46,6 +46,9 @@ KEPT = (
     "eval/accuracy",
     "rollout/decode_steps",
     "rollout/stale_tokens",
+    "fp8/sat_frac_q",
+    "fp8/sat_frac_k",
+    "fp8/sat_frac_v",
 )
 """Metrics of which the record keeps every value that there is, so that it says what was found
 without the runs."""

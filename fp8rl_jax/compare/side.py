@@ -207,7 +207,7 @@ def _calibrate(
     backend: Backend,
 ) -> KVScales:
     prompts = tokens.prompts, tokens.prompt_lengths
-    if recipe.kv_calibration == "trainer":
+    if recipe.kv_calibration != "rollout":
         completions = tokens.completions, tokens.masks.completion
         observed = observe_qkv(
             policy, *prompts, *completions, recipe=recipe, dtype=dtype, backend=backend

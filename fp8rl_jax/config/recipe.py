@@ -176,11 +176,13 @@ class Recipe:
     in the compute dtype takes its activation and gradients along."""
     kv_granularity: Literal["layer", "head"] = "layer"
     """What shares a scale of Q, K or V in an FP8 cache: all of a layer, or one KV head of it."""
-    kv_calibration: Literal["trainer", "rollout"] = "trainer"
-    """Who measures amax of Q, K, V at a weight sync: the trainer on its step's tokens, or the
-    forward that serves, on the next step's training prompts."""
+    kv_calibration: Literal["trainer", "update", "rollout"] = "trainer"
+    """Which forward measures amax of Q, K, V for a weight sync: one of the trainer's under the new
+    weights, on the step's tokens; that of the update itself, under the weights before it; or the
+    one that serves, on the next step's training prompts."""
     kv_prompts: int = 0
-    """Prompts of a step that the trainer calibrates on, with all their completions; 0: all."""
+    """Prompts of a step that the trainer's own forward for it calibrates on, with all their
+    completions; 0: all."""
     kv_percentile: float = 99.9
     """Percentile over micro-batch amaxes (not over elements), as in NeMo RL."""
     kv_margin: float = 1.05
@@ -564,17 +566,19 @@ class PrecisionConfig:
     built-in ones. Their part of an FP8 cache stays FP8."""
     last_layers_in_compute: int = 0
     """The same at the end of the model (num_last_layers_in_bf16)."""
-    kv_calibration: Literal["trainer", "rollout"] | None = None
-    """Who calibrates the KV scales of an FP8 cache; unset: the recipe's. trainer: the trainer's
-    forward, on the step's prompts and completions (NeMo RL). rollout: the forward that serves, on
+    kv_calibration: Literal["trainer", "update", "rollout"] | None = None
+    """Which forward calibrates the KV scales of an FP8 cache; unset: the recipe's. trainer: one of
+    the trainer's under the new weights, on the step's prompts and completions (NeMo RL). update:
+    the update's own, on the same tokens under the weights before it, which costs next to nothing
+    (delayed scaling by one update, as in Transformer Engine). rollout: the forward that serves, on
     the next step's training prompts (vLLM's first forward after a sync, in verl)."""
     kv_rule: Literal["nemo", "verl"] | None = None
     """From amax to KV scale; unset: the recipe's, which is nemo. nemo: the 99.9th percentile of the
     micro-batches' amaxes, times 1.05 / 448. verl: amax / 200 for Q and K, amax / 100 for V, vLLM's
     constants; with kv_calibration = "rollout", verl's way."""
     kv_prompts: int | None = None
-    """Prompts of a step, evenly spread over it, that the trainer calibrates the KV scales on, with
-    all their completions; fewer cost less and may miss the largest value (fp8/sat_frac_k says so).
+    """Prompts of a step, evenly spread over it, that kv_calibration = "trainer" measures, with all
+    their completions; fewer cost less and may miss the largest value (fp8/sat_frac_k says so).
     0: all; unset: the recipe's."""
     exact: Literal["auto", True, False] = "auto"
     """Log-probabilities of rollout and trainer that are equal bit for bit: mismatch and importance

@@ -522,11 +522,11 @@ class RunConfig:
                 or (
                     formats.key == formats.value == per_layer
                     and recipe.kv_granularity == "layer"
-                    and recipe.kv_calibration == "trainer"
+                    and recipe.kv_calibration != "rollout"
                 ),
                 f'rollout.engine = "vllm": recipe {recipe.name!r} has a KV cache that vLLM does '
                 "not serve; it takes e4m3 with a scale for each layer that the trainer calibrates "
-                '(precision.kv_calibration = "trainer")',
+                '(precision.kv_calibration = "update" or "trainer")',
             ),
             (
                 self.precision.exact is not True and not recipe.exact,

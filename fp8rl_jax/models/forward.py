@@ -29,7 +29,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from fp8rl_jax.config.formats import TensorFormat
-from fp8rl_jax.models.cache import KVBlock, KVCache, Pages
+from fp8rl_jax.models.cache import KVBlock, KVCache, KVScales, Pages
 from fp8rl_jax.models.config import LinearRopeScaling, PolicyConfig
 from fp8rl_jax.models.moe import mixture
 from fp8rl_jax.models.policy import Layer, Policy, Tensor, equal_runs, run_of_layers
@@ -591,7 +591,9 @@ def forward_completions(
     segment_ids: Int[Array, "b t"],
     prompt_routes: Int[Array, "p s sparse k"] | None = None,
     routes: Int[Array, "b t sparse k"] | None = None,
-) -> tuple[Float[Array, "p s hidden"], Float[Array, "b t hidden"]]:
+    scales: KVScales | None = None,
+    observe: Callable[..., Any] | None = None,
+) -> tuple[Float[Array, "p s hidden"], Float[Array, "b t hidden"], Any]:
     """Run the policy over prompts and over completions behind them, b / p of each prompt.
 
     The values of two calls of `forward`, the second with the first's block as prefix cache. Here
@@ -599,11 +601,13 @@ def forward_completions(
     each fills a stack over all layers.
 
     Args:
-        policy, segment_ids, routes: as in `forward`, of a trainer: no FP8 cache.
+        policy, segment_ids, routes, observe: as in `forward`, of a trainer: no FP8 cache.
         lengths: tokens of each prompt, from its first slot on.
+        scales: what `observe` is called with.
 
     Returns:
-        Hidden states after the final norm, of the prompts and of the completions.
+        Hidden states after the final norm, of the prompts and of the completions; and the sum of
+        what `observe` returned for the two.
 
     Raises:
         ValueError: as `forward`.
@@ -617,20 +621,23 @@ def forward_completions(
     positions = jnp.repeat(lengths, n)[:, None] + jnp.arange(t, dtype=jnp.int32)
     # keys and values come from the layer itself
     behind = KVCache(KVBlock((), (), real, slots))
-    first = TransformerLayer(config, compute, slots, real.astype(jnp.int32), KVCache())
-    second = TransformerLayer(config, compute, positions, segment_ids, behind)
+    cache, made = KVCache(scales=scales), partial(TransformerLayer, config, compute)
+    first = made(slots, real.astype(jnp.int32), cache, observe=observe)
+    second = made(positions, segment_ids, behind, observe=observe)
 
     def run(x, layer: Layer, _, inputs: LayerInputs):
         own, following = inputs.routes or (None, None)
         prompt, outputs = first(x[0], layer, None, inputs._replace(routes=own))
         inputs = inputs._replace(prefix=outputs.block, routes=following)
-        return (prompt, second(x[1], layer, None, inputs)[0]), LayerOutputs(None, None, None)
+        completion, further = second(x[1], layer, None, inputs)
+        seen = None if observe is None else outputs.observed + further.observed
+        return (prompt, completion), LayerOutputs(None, seen, None)
 
     both = jax.checkpoint(run, prevent_cse=False) if compute.remat else run
     x = embed(policy, prompts), embed(policy, tokens)
     pair = None if routes is None else (prompt_routes, routes)
-    x, _ = (_scan if policy.stacked else _unroll)(both, policy, x, KVCache(), pair, False)
-    return first.norm(x[0], policy.norm), second.norm(x[1], policy.norm)
+    x, outputs = (_scan if policy.stacked else _unroll)(both, policy, x, cache, pair, False)
+    return first.norm(x[0], policy.norm), second.norm(x[1], policy.norm), outputs.observed
 
 
 def _check(policy: Policy, tokens, cache: KVCache, routes, observe) -> None:

@@ -1,5 +1,6 @@
 """The mesh, the sharding rules, and runs of several processes."""
 
+from fp8rl_jax.parallel.checksum import checksums, marks
 from fp8rl_jax.parallel.distributed import (
     check_same,
     gather_text,
@@ -33,12 +34,14 @@ __all__ = [
     "batch_shards",
     "check_batch",
     "check_same",
+    "checksums",
     "constrain",
     "gather_text",
     "initialize",
     "is_main_process",
     "leave_on_failure",
     "make_mesh",
+    "marks",
     "policy_shardings",
     "replicated",
     "scale_spec",

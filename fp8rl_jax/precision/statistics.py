@@ -1,7 +1,8 @@
 """What quantization did to a tensor, as sums that add over layers, micro-batches and devices.
 
 Logged at every step as fp8/<metric>_<role>, for the weights that a sync quantized and for Q, K and
-V:
+V; of weights all but amax is of the first 16 rows of each, since measuring all of them took longer
+than quantizing:
 
     amax            largest magnitude
     sat_frac        part of the elements beyond the range that their scale covers, which the clamp
@@ -20,7 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from fp8rl_jax.precision.qtensor import QTensor, dequantize
-from pallas_kernels.quantize import amax
+from pallas_kernels.quantize import amax, block_amax
 from pallas_kernels.rounding import rounded
 
 
@@ -103,10 +104,24 @@ class QuantizationSums:
 
 
 def weight_sums(weight: Float[Array, "*batch m n"], quantized: QTensor) -> QuantizationSums:
-    """Compare a weight, as rounded to bfloat16, with its quantized form."""
-    largest_value = jnp.full_like(quantized.values, jnp.finfo(quantized.values.dtype).max)
-    limit = dequantize(replace(quantized, values=largest_value))
-    return QuantizationSums.of(rounded(weight, jnp.bfloat16), dequantize(quantized), limit)
+    """Compare a weight, as rounded to bfloat16, with its quantized form: amax of all of it, the
+    rest of its first rows, which stand for the others."""
+    weight, values, (height, width) = (
+        rounded(weight, jnp.bfloat16),
+        quantized.values,
+        quantized.block,
+    )
+    few, blocks = min(_ROWS, values.shape[-2]), -(-_ROWS // height)
+    block = min(_ROWS, height), width
+    first = QTensor(values[..., :few, :], quantized.scales[..., :blocks, :], block)
+    largest_value = jnp.full_like(first.values, jnp.finfo(values.dtype).max)
+    limit = dequantize(replace(first, values=largest_value))
+    sums = QuantizationSums.of(weight[..., :few, :], dequantize(first), limit)
+    # of blocks, as the quantizer has computed it already
+    return replace(sums, amax=amax(block_amax(weight.astype(jnp.float32), quantized.block)))
+
+
+_ROWS = 16
 
 
 def stack_sums(sums: list[QuantizationSums]) -> QuantizationSums:

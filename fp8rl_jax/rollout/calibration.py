@@ -9,10 +9,12 @@ format's largest value:
 as in NeMo RL's trainer-side calibration (nemo_rl, calibrate_qkv_fp8_scales). Note that the
 percentile is over micro-batches, not over elements: below some 500 of them 99.9 is the largest.
 
-Two sides can measure:
+Three forwards can measure:
 
-    trainer   the trainer's forward, nothing of Q, K and V quantized: the step's tokens, or prompts
-              alone before the first step
+    trainer   the trainer's, under the new weights, nothing of Q, K and V quantized: the step's
+              tokens, or prompts alone before the first step
+    update    the trainer's, as the update runs it anyway: all of the step's tokens, under the
+              weights before the update (delayed scaling by one update, as in Transformer Engine)
     rollout   the forward that serves, on prompts: quantized weights and activations, and each layer
               attends with the scales
               that its own Q, K and V have just given, so that the next layer measures what it will
@@ -50,6 +52,7 @@ from fp8rl_jax.precision import (
     stack_sums,
 )
 from pallas_kernels.backend import Backend
+from pallas_kernels.quantize import amax
 
 
 @partial(jax.jit, static_argnames=("recipe", "dtype", "micro_batches", "backend"))
@@ -165,14 +168,30 @@ def observe_served(
     return jax.tree.map(lambda x: x[None], seen.observed)
 
 
-def _observer(recipe: Recipe, rule: Callable | None = None) -> Callable:
+def sampling_observer(recipe: Recipe) -> Callable:
+    """Make `observe` of a forward that runs anyway: amax of all rows, and what quantization does to
+    a few of them, evenly spread."""
+    return _observer(recipe, rows=_MEASURED_ROWS)
+
+
+_MEASURED_ROWS = 16
+
+
+def _observer(recipe: Recipe, rule: Callable | None = None, rows: int = 0) -> Callable:
     """`observe` of a forward that measures Q, K and V.
 
     Args:
         rule: from the sums of a layer to the scales that the layer goes on with; None: those that
             it was given.
+        rows: whose quantization is measured, that many or a few more; 0: all.
     """
     formats = _formats(recipe)
+
+    def sampled(x, fmt, scale, real) -> QuantizationSums:
+        x, every = jax.lax.stop_gradient(x), _every(len(x), rows)
+        largest = amax(jnp.where(real, x, 0))
+        sums = measure(_spread(len(x), every, x), fmt, scale, _spread(len(x), every, real))
+        return replace(sums, amax=largest)
 
     def measure(x, fmt, scale, real) -> QuantizationSums:
         restored, limit = x.astype(jnp.float32), jnp.inf
@@ -184,15 +203,17 @@ def _observer(recipe: Recipe, rule: Callable | None = None) -> Callable:
     def by_head(x, fmt, scale, real, kv_heads: int) -> QuantizationSums:
         grouped = x.reshape(*x.shape[:2], kv_heads, -1, x.shape[-1])
         if scale is None:
-            return jax.vmap(lambda x: measure(x, fmt, None, real), in_axes=2)(grouped)
-        return jax.vmap(lambda x, s: measure(x, fmt, s, real), in_axes=(2, 0))(grouped, scale)
+            return jax.vmap(lambda x: one(x, fmt, None, real), in_axes=2)(grouped)
+        return jax.vmap(lambda x, s: one(x, fmt, s, real), in_axes=(2, 0))(grouped, scale)
+
+    one = sampled if rows else measure
 
     def observe(q, k, v, real, scales):
-        rows = zip((q, k, v), formats, scales or (None,) * 3, strict=True)
+        roles = zip((q, k, v), formats, scales or (None,) * 3, strict=True)
         if recipe.kv_granularity == "head":
-            sums = stack_sums([by_head(*row, real, k.shape[2]) for row in rows])
+            sums = stack_sums([by_head(*role, real, k.shape[2]) for role in roles])
         else:
-            sums = stack_sums([measure(*row, real) for row in rows])
+            sums = stack_sums([one(*role, real) for role in roles])
         return sums, scales if rule is None else rule(sums)
 
     return observe
@@ -239,6 +260,14 @@ def _formats(recipe: Recipe) -> tuple[TensorFormat, TensorFormat, TensorFormat]:
     return recipe.rollout.query, recipe.rollout.key, recipe.rollout.value
 
 
+@partial(jax.jit, static_argnames="recipe")
+def calibrated(
+    sums: QuantizationSums, recipe: Recipe
+) -> tuple[KVScales, dict[str, Float[Array, ""]]]:
+    """Compute scales from what was measured, and what the scales served until then did to it."""
+    return scales_from_amax(sums.amax, recipe), qkv_metrics(sums)
+
+
 def calibrate_on_prompts(
     policy: Policy, prompts, recipe: Recipe, dtype: jnp.dtype, backend: Backend = "auto"
 ) -> KVScales | None:
@@ -251,7 +280,7 @@ def calibrate_on_prompts(
         None where the recipe does not quantize the cache, or leaves its scales to the rollout
         (`LocalEngine.calibrate`).
     """
-    if not recipe.quantizes_cache or recipe.kv_calibration != "trainer":
+    if not recipe.quantizes_cache or recipe.kv_calibration == "rollout":
         return None
     seen = observe_qkv(
         policy, prompts.tokens, prompts.lengths, recipe=recipe, dtype=dtype, backend=backend

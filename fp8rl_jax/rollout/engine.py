@@ -3,7 +3,9 @@
 A weight sync rounds the float32 masters to the compute dtype, quantizes the recipe's linears from
 their bfloat16 values, and lays the layers out for decode, all in one compiled program. Of a policy
 with adapters the frozen base is converted once, and a sync moves the adapters. Every sync has a
-number, and every rollout carries the number of the weights that made it.
+number, and every rollout carries the number of the weights that made it. It leaves a sum of every
+tensor, which is looked at again before anything is sampled: weights that a part of two syncs, a
+write to a wrong place or broken memory has changed are never served.
 """
 
 from __future__ import annotations
@@ -17,15 +19,16 @@ from typing import Any, Literal, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.config.run import PagedConfig, RunConfig
+from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.cache import KVScales
 from fp8rl_jax.models.forms import finite_flags, rollout_adapters, rollout_policy
 from fp8rl_jax.models.lora import join, split
 from fp8rl_jax.models.policy import Policy
-from fp8rl_jax.parallel import batch_shards, constrain, to_host
+from fp8rl_jax.parallel import batch_shards, constrain, marks, to_host
 from fp8rl_jax.precision import check_recipe
 from fp8rl_jax.rollout.calibration import observe_served, qkv_metrics, scales_from_amax
 from fp8rl_jax.rollout.paged import Layout, Rows, choose_layout, token_bytes
@@ -40,7 +43,8 @@ from pallas_kernels.matmul import selected_backend
 # of the module, so that two engines of one kind share what is compiled
 _rollout_policy = jax.jit(rollout_policy, static_argnames=("recipe", "dtype", "unroll", "backend"))
 _rollout_adapters = jax.jit(rollout_adapters, static_argnames=("config", "dtype", "unroll"))
-_finite_flags = jax.jit(finite_flags)
+_seen = jax.jit(lambda policy, scales: (finite_flags(policy, scales), marks((policy, scales))))
+_same = jax.jit(lambda served, written: marks(served) == written)
 _counts = jax.jit(partial(jnp.sum, axis=1))
 _wrapped = jax.jit(jax.random.wrap_key_data)
 
@@ -130,6 +134,7 @@ class LocalEngine:
         )
         self._convert_adapters = partial(_rollout_adapters, dtype=self.dtype, unroll=unroll)
         self._base: tuple[Policy, Policy] | None = None
+        self._marks: UInt32[Array, " leaves"] | None = None
 
     def sync(self, policy: Policy, calibration: KVScales | None = None) -> int:
         """Take over `policy` (float32 masters, stacked).
@@ -147,7 +152,7 @@ class LocalEngine:
         """
         if (
             self.recipe.quantizes_cache
-            and self.recipe.kv_calibration == "trainer"
+            and self.recipe.kv_calibration != "rollout"
             and calibration is None
         ):
             raise ValueError(
@@ -162,7 +167,7 @@ class LocalEngine:
             adapters = self._convert_adapters(trained, config=policy.config)
             served = join(adapters, self._served_base(frozen))
         self._replaced, self.scales = self.scales, calibration
-        self.finite = _finite_flags(served, self.scales)
+        self.finite, self._marks = _seen(served, self.scales)
         self.version += 1
         self.policy = served
         return self.version
@@ -191,7 +196,7 @@ class LocalEngine:
         seen = [observe(batch.tokens, batch.lengths, self._replaced) for batch in prompts]
         seen = _joined(seen) if len(seen) > 1 else seen[0]
         self.scales = scales_from_amax(seen.amax, self.recipe)
-        self.finite = _finite_flags(self.policy, self.scales)
+        self.finite, self._marks = _seen(self.policy, self.scales)
         if self._replaced is not None:
             self.metrics = self.metrics | qkv_metrics(seen)
 
@@ -261,6 +266,17 @@ class LocalEngine:
             raise RuntimeError(
                 f"generate: recipe {self.recipe.name!r} has no KV scales for these weights; call "
                 "calibrate(prompts) after sync"
+            )
+        served = self.policy, self.scales
+        same = to_host(_same(served, self._marks))
+        if not same.all():
+            paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(served)]
+            name = jax.tree_util.keystr(paths[int(same.argmin())], simple=True, separator=".")
+            self.policy = None
+            raise UserError(
+                f"rollout.engine: {name.partition('.')[2]} is no longer what sync {self.version} "
+                "wrote, so nothing was sampled with it; the memory of this machine may be broken: "
+                "go on with --resume, on another one if it happens again"
             )
         return self.policy
 

@@ -322,7 +322,7 @@ def calibrate(engine: LocalEngine | VllmEngine, policy: Policy, prompts: Sequenc
         UserError: weights or scales that are not finite after quantization.
     """
     recipe, scales = engine.recipe, None
-    if recipe.quantizes_cache and recipe.kv_calibration == "trainer":
+    if recipe.quantizes_cache and recipe.kv_calibration != "rollout":
         observe = partial(
             observe_qkv, policy, recipe=recipe, dtype=engine.dtype, backend=engine.backend
         )

@@ -21,9 +21,8 @@ from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.forms import quantized_base
 from fp8rl_jax.models.lora import init_adapters, join, split
 from fp8rl_jax.models.policy import Policy, cast
-from fp8rl_jax.parallel import to_host
+from fp8rl_jax.parallel import checksums, to_host
 from fp8rl_jax.precision import describe
-from fp8rl_jax.training.checksum import checksums
 from fp8rl_jax.training.state import TrainState
 from fp8rl_jax.weights.peft_format import load_adapters
 

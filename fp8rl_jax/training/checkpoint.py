@@ -33,8 +33,7 @@ import orbax.checkpoint as ocp
 from fp8rl_jax.config.training import CheckpointConfig
 from fp8rl_jax.durable import sync_tree, write_durably
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.parallel import is_main_process, shared_faults, to_host
-from fp8rl_jax.training.checksum import checksums
+from fp8rl_jax.parallel import checksums, is_main_process, shared_faults, to_host
 
 _log = logging.getLogger("fp8rl")
 _DIGITS = 5  # of the number in front of a name

@@ -27,14 +27,22 @@ from fp8rl_jax.config.recipe import LinearFormats, Recipe
 from fp8rl_jax.config.rl import RLConfig
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.config.training import OptimizerConfig
+from fp8rl_jax.models.cache import KVScales
 from fp8rl_jax.models.lora import Trained, join, split
 from fp8rl_jax.models.policy import Policy
 from fp8rl_jax.parallel import split_batch
+from fp8rl_jax.precision import QuantizationSums
 from fp8rl_jax.rl.metrics import per_token
 from fp8rl_jax.training.batch import Batch, Narrowed, narrow, of_width, untrim
 from fp8rl_jax.training.performance import Clock
 from fp8rl_jax.training.state import TrainState, learning_rate, make_optimizer
-from fp8rl_jax.training.step import StepConfig, batch_logprobs, correct, update
+from fp8rl_jax.training.step import (
+    StepConfig,
+    batch_logprobs,
+    correct,
+    observed_update,
+    update,
+)
 
 
 class MiniBatch(NamedTuple):
@@ -92,6 +100,9 @@ def recalibrate(
     found, metrics = rl.calibrated_bounds(*map(jnp.concatenate, zip(*columns, strict=True)), config)
     kept, found = config.clip_calibration.smoothing, jnp.where(jnp.isfinite(found), found, bounds)
     return kept * bounds + (1 - kept) * found, metrics
+
+
+_joined = jax.jit(lambda parts: jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts))
 
 
 @jax.jit
@@ -194,18 +205,31 @@ class Learner:
         return batch
 
     def update(
-        self, state: TrainState, batch: Batch, parts: int, clock: Clock
-    ) -> tuple[TrainState, Float[Array, "b t"], dict[str, Float[Array, ""] | float]]:
+        self,
+        state: TrainState,
+        batch: Batch,
+        parts: int,
+        clock: Clock,
+        scales: KVScales | None = None,
+    ) -> tuple[
+        TrainState,
+        Float[Array, "b t"],
+        dict[str, Float[Array, ""] | float],
+        QuantizationSums | None,
+    ]:
         """Make all updates on one rollout.
 
         Args:
             batch: from `with_logprobs`, with advantages.
             parts: of `micro_batches`.
+            scales: of the KV cache that was served.
 
         Returns:
             The next state; the trainer's log-probabilities before the first update; the mean of the
-            updates' metrics.
+            updates' metrics; and Q, K and V as the updates' forwards met them, where the recipe
+            calibrates on these.
         """
+        update = partial(self._one, scales=scales)
         old, width = batch.old_logprobs, batch.tokens.shape[1]
         rl_config = of_width(self.config.rl, width)
         config = replace(self.config, rl=rl_config, micro_batches=parts // self.count)
@@ -216,11 +240,12 @@ class Learner:
         }
         if old is None:
             with clock.part("train"):
-                state, logprobs, metrics = update(state, batch, config, self.optimizer)
+                state, logprobs, metrics, seen = update(state, batch, config)
                 jax.block_until_ready(logprobs)
-            return state, untrim(logprobs, width), metrics | metrics_of_batch
+            return state, untrim(logprobs, width), metrics | metrics_of_batch, seen
         corrected, corrections = correct(batch, config.rl)
         collected, calibration, minis = [], [], split_batch(corrected, self.count)
+        observed = []
         calibrating, without = due(state, config.rl, self.count), unquantized(config)
         if calibrating:
             with clock.part("calibrate"):
@@ -236,10 +261,9 @@ class Learner:
                         batch_logprobs(state.policy, mini, without)
                     )
             with clock.part("train"):
-                state, logprobs, metrics = jax.block_until_ready(
-                    update(state, mini, config, self.optimizer)
-                )
+                state, logprobs, metrics, seen = jax.block_until_ready(update(state, mini, config))
             collected.append(metrics)
+            observed.append(seen)
             if calibrating and part:
                 calibration.append(
                     MiniBatch(mini, logprobs, unquantized_logprobs, unquantized_old[part])
@@ -248,4 +272,13 @@ class Learner:
         if calibrating:
             bounds, found = recalibrate(state.clip_bounds, calibration, config.rl)
             state, metrics_of_batch = replace(state, clip_bounds=bounds), metrics_of_batch | found
-        return state, old, averaged | rl.metric_values(corrections) | metrics_of_batch
+        metrics = averaged | rl.metric_values(corrections) | metrics_of_batch
+        return state, old, metrics, None if observed[0] is None else _joined(observed)
+
+    def _one(
+        self, state: TrainState, batch: Batch, config: StepConfig, scales: KVScales | None
+    ) -> tuple[TrainState, Float[Array, "b t"], dict[str, Array], QuantizationSums | None]:
+        recipe = config.recipe
+        if recipe.quantizes_cache and recipe.kv_calibration == "update":
+            return observed_update(state, batch, config, self.optimizer, scales)
+        return *update(state, batch, config, self.optimizer), None

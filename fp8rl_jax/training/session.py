@@ -10,8 +10,8 @@ order:
                 or a correction needs them
     update      one or several optimizer updates; where there is one, its own forward gives the old
                 log-probabilities
-    calibrate   KV scales from the new weights on this step's tokens, where the recipe has an FP8
-                cache
+    calibrate   KV scales, where the recipe has an FP8 cache: of the update's own forward, or of one
+                under the new weights on this step's tokens
     sync        the new weights, quantized, to the engine; where the rollout calibrates its cache,
                 on the next step's prompts
 
@@ -28,7 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -61,12 +61,11 @@ from fp8rl_jax.parallel import (
     to_global,
     to_host,
 )
-from fp8rl_jax.precision import check_recipe, promises_exact, unlike_sides
+from fp8rl_jax.precision import QuantizationSums, check_recipe, promises_exact, unlike_sides
 from fp8rl_jax.rollout.calibration import (
     calibrate_on_prompts,
+    calibrated,
     observe_qkv,
-    qkv_metrics,
-    scales_from_amax,
 )
 from fp8rl_jax.rollout.constraints import make_constraints
 from fp8rl_jax.rollout.engine import (
@@ -440,7 +439,9 @@ class Session:
             longest=self.sampling.max_new_tokens,
         )
         batch = replace(batch, advantages=rollout.by_row(advantages))
-        state, train_logprobs, learned = learner.update(state, batch, parts, clock)
+        state, train_logprobs, learned, seen = learner.update(
+            state, batch, parts, clock, self.scales
+        )
         # XLA may lay small tensors out anew, and every program would be compiled for both layouts
         self._state = shard_policy(state, self.mesh)
         mismatch = _mismatch(
@@ -453,7 +454,9 @@ class Session:
         metrics |= learned | jax.block_until_ready(mismatch)
         if self._calibrates("trainer"):
             with clock.part("calibrate"):
-                self.scales, kv_metrics = jax.block_until_ready(self._calibrated(batch, parts))
+                if seen is None:
+                    seen = self._observed(batch, parts)
+                self.scales, kv_metrics = jax.block_until_ready(calibrated(seen, self.recipe))
             metrics |= kv_metrics
         self.step, self._rollouts = self.step + 1, 0
         self._sync(None if next_prompts is None else self.encode(next_prompts)[0])
@@ -845,9 +848,10 @@ class Session:
             Prompts(tokens, none, none), jax.random.key(0), samples, self.sampling, self.encoder.pad
         )
 
-    def _calibrates(self, side: str) -> bool:
+    def _calibrates(self, side: Literal["trainer", "rollout"]) -> bool:
         """Whether there is an FP8 cache, and this side measures its scales."""
-        return self.recipe.quantizes_cache and self.recipe.kv_calibration == side
+        rollout = self.recipe.kv_calibration == "rollout"
+        return self.recipe.quantizes_cache and rollout == (side == "rollout")
 
     def _serve(self, prompts: Sequence[Prompt] | Prompts) -> None:
         """The present weights, and scales for them, before anything is sampled."""
@@ -878,9 +882,9 @@ class Session:
             self.engine.wait()
         self._uncalibrated = False
 
-    def _calibrated(self, batch: Batch, parts: int) -> tuple[KVScales, dict[str, Array]]:
-        """Scales for the new weights, and what the scales served until now do to them."""
-        sums = observe_qkv(
+    def _observed(self, batch: Batch, parts: int) -> QuantizationSums:
+        """Q, K and V of a forward under the new weights."""
+        return observe_qkv(
             self.weights,
             batch.prompts,
             batch.lengths,
@@ -892,8 +896,6 @@ class Session:
             micro_batches=parts,
             backend=self.config.precision.backend,
         )
-        jax.block_until_ready(sums)
-        return scales_from_amax(sums.amax, self.recipe), qkv_metrics(sums)
 
     def _draw(self, samples: int | None, key: Key[Array, ""] | None) -> tuple[int, Key[Array, ""]]:
         """Samples of a prompt, and the key of this step's next rollout."""

@@ -13,8 +13,10 @@ their own.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,12 +26,15 @@ from fp8rl_jax import rl
 from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.config.rl import RLConfig
 from fp8rl_jax.config.training import LossScaleConfig
+from fp8rl_jax.models.cache import KVCache, KVScales
 from fp8rl_jax.models.forms import trainer_policy
 from fp8rl_jax.models.forward import forward, forward_completions
 from fp8rl_jax.models.logprobs import token_logprobs
 from fp8rl_jax.models.lora import Trained, join, split
 from fp8rl_jax.models.policy import Policy
 from fp8rl_jax.parallel import constrain, split_batch
+from fp8rl_jax.precision import QuantizationSums
+from fp8rl_jax.rollout.calibration import sampling_observer
 from fp8rl_jax.training.batch import Batch, Packing
 from fp8rl_jax.training.optimizer import AdamW
 from fp8rl_jax.training.state import TrainState, apply_gradients, scaled_loss
@@ -54,14 +59,22 @@ class StepConfig:
 
 
 def completion_logprobs(
-    policy: Policy, batch: Batch, config: StepConfig
-) -> tuple[Float[Array, "b t"], Float[Array, "b t"]]:
+    policy: Policy,
+    batch: Batch,
+    config: StepConfig,
+    scales: KVScales | None = None,
+    observe: Callable[..., Any] | None = None,
+) -> tuple[Float[Array, "b t"], Float[Array, "b t"], Any]:
     """Compute log-probabilities and entropies of the completions' tokens.
 
     At the sampling temperature, under the trainer's formats.
 
     Args:
         policy: masters; put into the trainer's form here, so gradients arrive in float32.
+        scales, observe: as `forward` takes them.
+
+    Returns:
+        Both, and what `observe` made of prompts and completions.
     """
     policy = trainer_policy(
         policy,
@@ -79,8 +92,9 @@ def completion_logprobs(
         entropy_gradient=config.rl.entropy_coefficient > 0,
     )
     if batch.packing is not None:
-        return _packed_logprobs(partial(forward, policy), head, batch)
-    prompt, completion = forward_completions(
+        run = partial(forward, policy, cache=KVCache(scales=scales), observe=observe)
+        return _packed_logprobs(run, head, batch)
+    prompt, completion, observed = forward_completions(
         policy,
         constrain(batch.prompts, "batch", None),
         batch.lengths,
@@ -88,14 +102,18 @@ def completion_logprobs(
         batch.present.astype(jnp.int32),
         batch.prompt_routes,
         batch.routes,
+        scales,
+        observe,
     )
     n = batch.tokens.shape[0] // batch.prompts.shape[0]
     last = jnp.take_along_axis(prompt, (batch.lengths - 1)[:, None, None], axis=1)
     hidden = jnp.concatenate([jnp.repeat(last, n, axis=0), completion[:, :-1]], axis=1)
-    return head(hidden, targets=batch.tokens)
+    return *head(hidden, targets=batch.tokens), observed
 
 
-def _packed_logprobs(run, head, batch: Batch) -> tuple[Float[Array, "b t"], Float[Array, "b t"]]:
+def _packed_logprobs(
+    run, head, batch: Batch
+) -> tuple[Float[Array, "b t"], Float[Array, "b t"], Any]:
     """`completion_logprobs` of a packed batch; 0 where there is no token."""
     packing: Packing = jax.tree.map(lambda x: constrain(x, "batch", None), batch.packing)
     tokens = packing.gather(batch.prompts, batch.tokens, fill=0)
@@ -112,7 +130,7 @@ def _packed_logprobs(run, head, batch: Batch) -> tuple[Float[Array, "b t"], Floa
     )
     found = head(packing.hidden(rows.hidden), targets=packing.predicted(batch.tokens))
     logprobs, entropies = found
-    return packing.back(logprobs), packing.back(entropies)
+    return packing.back(logprobs), packing.back(entropies), rows.observed
 
 
 @partial(jax.jit, static_argnames="config")
@@ -168,20 +186,45 @@ def update(
         UserError: the correction needs old log-probabilities, and the batch has none.
     """
     trained, frozen = split(state.policy)
-    state, logprobs, metrics = _update(
+    state, logprobs, metrics, _ = _update(
         replace(state, policy=trained), frozen, batch, config, optimizer
     )
     return replace(state, policy=join(state.policy, frozen)), logprobs, metrics
 
 
-@partial(jax.jit, static_argnames=("config", "optimizer"), donate_argnames="state")
+def observed_update(
+    state: TrainState,
+    batch: Batch,
+    config: StepConfig,
+    optimizer: AdamW,
+    scales: KVScales | None,
+) -> tuple[TrainState, Float[Array, "b t"], dict[str, Array], QuantizationSums]:
+    """Make the update of `update`, and measure Q, K and V in its forward.
+
+    Args:
+        scales: those whose effect is measured.
+
+    Returns:
+        What `update` returns, and the sums of each micro-batch, as `observe_qkv` gives them.
+    """
+    trained, frozen = split(state.policy)
+    state, *found, seen = _update(
+        replace(state, policy=trained), frozen, batch, config, optimizer, scales, True
+    )
+    return replace(state, policy=join(state.policy, frozen)), *found, seen
+
+
+@partial(jax.jit, static_argnames=("config", "optimizer", "observes"), donate_argnames="state")
 def _update(
     state: TrainState,
     frozen: Policy | None,
     batch: Batch,
     config: StepConfig,
     optimizer: AdamW,
-) -> tuple[TrainState, Float[Array, "b t"], dict[str, Array]]:
+    scales: KVScales | None = None,
+    observes: bool = False,
+) -> tuple[TrainState, Float[Array, "b t"], dict[str, Array], QuantizationSums | None]:
+    observe = sampling_observer(config.recipe) if observes else None
     batch, corrections = correct(batch, config.rl)
     if batch.weights is None:
         rl.refuse_partial(config.rl.correction)
@@ -190,7 +233,9 @@ def _update(
     )
 
     def loss_fn(trained: Trained, micro: Batch):
-        logprobs, entropy = completion_logprobs(join(trained, frozen), micro, config)
+        logprobs, entropy, seen = completion_logprobs(
+            join(trained, frozen), micro, config, scales, observe
+        )
         inputs = rl.LossInputs(
             logprobs=logprobs,
             advantages=micro.advantages,
@@ -206,19 +251,20 @@ def _update(
             loss, metrics = rl.corrected_policy_loss(inputs, micro.rollout_logprobs, config.rl)
         else:
             loss, metrics = rl.policy_loss(inputs, config.rl)
-        return scaled_loss(loss, state, config.loss_scale), (loss, metrics, logprobs)
+        return scaled_loss(loss, state, config.loss_scale), (loss, metrics, logprobs, seen)
 
     grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
     if config.micro_batches == 1:
-        (_, (loss, metrics, logprobs)), gradients = grad_fn(state.policy, batch)
+        (_, (loss, metrics, logprobs, seen)), gradients = grad_fn(state.policy, batch)
+        seen = jax.tree.map(lambda x: x[None], seen)
     else:
 
         def accumulate(carry, micro):
-            (_, (loss, metrics, logprobs)), gradients = grad_fn(state.policy, micro)
-            return jax.tree.map(jnp.add, carry, (loss, gradients)), (metrics, logprobs)
+            (_, (loss, *found)), gradients = grad_fn(state.policy, micro)
+            return jax.tree.map(jnp.add, carry, (loss, gradients)), found
 
         zeros = (jnp.float32(0), jax.tree.map(jnp.zeros_like, state.policy))
-        (loss, gradients), (stacked, logprobs) = jax.lax.scan(
+        (loss, gradients), (stacked, logprobs, seen) = jax.lax.scan(
             accumulate, zeros, split_batch(batch, config.micro_batches)
         )
         metrics, logprobs = rl.reduce_metrics(stacked), logprobs.reshape(batch.tokens.shape)
@@ -229,7 +275,8 @@ def _update(
             "clip_ratio/high_bound": state.clip_bounds[1],
         }
     state, update_metrics = apply_gradients(state, gradients, loss, optimizer, config.loss_scale)
-    return state, logprobs, rl.metric_values(metrics | corrections) | update_metrics | bounds
+    metrics = rl.metric_values(metrics | corrections) | update_metrics | bounds
+    return state, logprobs, metrics, seen
 
 
 def supervised_update(
@@ -262,7 +309,7 @@ def _supervised_update(
     optimizer: AdamW,
 ) -> tuple[TrainState, dict[str, Array]]:
     def loss_fn(trained: Trained):
-        logprobs, _ = completion_logprobs(join(trained, frozen), batch, config)
+        logprobs, *_ = completion_logprobs(join(trained, frozen), batch, config)
         loss = -jnp.sum(jnp.where(batch.mask, logprobs, 0.0)) / batch.mask.sum()
         return scaled_loss(loss, state, config.loss_scale), loss
 

@@ -20,6 +20,7 @@ from fp8rl_jax.models.lora import build_adapters, join, split
 from fp8rl_jax.models.policy import init_policy
 from fp8rl_jax.parallel import (
     batch_sharding,
+    checksums,
     constrain,
     make_mesh,
     shard_policy,
@@ -27,7 +28,6 @@ from fp8rl_jax.parallel import (
     to_host,
 )
 from fp8rl_jax.rollout.engine import LocalEngine
-from fp8rl_jax.training.checksum import checksums
 from fp8rl_jax.training.state import make_optimizer, sharded_state
 
 CONFIG = PolicyConfig(

@@ -148,6 +148,10 @@ REFUSED = {
         {"kv_constants": (200.0, 100.0)},
         r"kv_constants must be three positive numbers",
     ),
+    "kv prompts of another": (
+        {"kv_prompts": 2, "kv_calibration": "update"},
+        'kv_prompts is of kv_calibration = "trainer" alone; set it to 0',
+    ),
     "kv prompts": ({"kv_prompts": -1}, "kv_prompts must be at least 0, and is -1"),
     "kv percentile": ({"kv_percentile": 999.0}, r"kv_percentile must be from 0 to 100, and is 999"),
     "exact": (

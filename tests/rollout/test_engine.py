@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import jax
@@ -11,11 +12,12 @@ import pytest
 from rollout.tiny import make_engine, make_policy, make_prompts
 
 from fp8rl_jax.config.recipe import RECIPES, PrecisionConfig, get_recipe
+from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.cache import KVCache, KVScales
 from fp8rl_jax.models.forward import forward
 from fp8rl_jax.rollout import engine as engine_module
 from fp8rl_jax.rollout.calibration import calibrate_on_prompts, observe_qkv, scales_from_amax
-from fp8rl_jax.rollout.engine import LocalEngine, balanced, pad_prompts
+from fp8rl_jax.rollout.engine import LocalEngine, PagedEngine, balanced, pad_prompts
 from fp8rl_jax.rollout.sampling import Sampling
 
 FULL = RECIPES["fp8-rl"]
@@ -46,7 +48,7 @@ def test_trainer_calibration_is_required_and_versions_count():
     assert engine.version == 0 and make_engine("bf16").version == 1
 
 
-@pytest.mark.parametrize("interrupted", ["_convert", "_finite_flags"])
+@pytest.mark.parametrize("interrupted", ["_convert", "_seen"])
 def test_an_interrupted_sync_leaves_nothing_to_serve(monkeypatch, interrupted):
     """Whether before the weights are made or behind it: never new weights with older scales."""
     engine, prompts = make_engine("fp8-rl"), make_prompts()
@@ -65,6 +67,45 @@ def test_an_interrupted_sync_leaves_nothing_to_serve(monkeypatch, interrupted):
     scales = calibrate_on_prompts(make_policy(), make_prompts(seed=5), engine.recipe, jnp.float32)
     engine.sync(make_policy(), scales)
     again = engine.generate(prompts, 1, Sampling(4), jax.random.key(0))
+    np.testing.assert_array_equal(again.tokens, before.tokens)
+
+
+def flipped(x, bit: int):
+    """`x` with one bit of its last element changed."""
+    words = np.array(x)[None]
+    words.view(f"uint{8 * words.dtype.itemsize}").reshape(-1)[-1] ^= 1 << bit
+    return jnp.asarray(words[0])
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_one_bit_of_what_is_served_is_found_before_anything_is_sampled(monkeypatch, paged):
+    engine, prompts, request = make_engine("fp8-rl"), make_prompts(), (1, Sampling(2))
+    if paged:
+        served = engine
+        engine = PagedEngine(FULL, jnp.float32)
+        engine.sync(make_policy(), served.scales)
+    key = jax.random.key(0)
+    before = engine.generate(prompts, *request, key)
+    for changed in ("generate", "paged_generate"):
+        monkeypatch.setattr(engine_module, changed, lambda *_, **__: pytest.fail("sampled"))
+    policy, scales = engine.policy, engine.scales
+    leaves, tree = jax.tree.flatten((policy, scales))
+    names = jax.tree_util.tree_leaves_with_path((policy, scales))
+    assert {str(x.dtype) for x in leaves} == {"float8_e4m3fn", "float32"}
+    for place, bit in ((0, 0), (3, 31), (5, 7), (len(leaves) - 1, 3)):
+        broken = [
+            flipped(x, bit % (8 * x.dtype.itemsize)) if i == place else x
+            for i, x in enumerate(leaves)
+        ]
+        engine.policy, engine.scales = jax.tree.unflatten(tree, broken)
+        name = jax.tree_util.keystr(names[place][0][1:], simple=True, separator=".")
+        with pytest.raises(UserError, match=f"{re.escape(name)} is no longer what sync 1 wrote"):
+            engine.generate(prompts, *request, key)
+        with pytest.raises(RuntimeError, match="call sync first"):
+            engine.generate(prompts, *request, key)
+    monkeypatch.undo()
+    engine.sync(make_policy(), scales)
+    again = engine.generate(prompts, *request, key)
     np.testing.assert_array_equal(again.tokens, before.tokens)
 
 

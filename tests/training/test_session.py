@@ -24,7 +24,7 @@ from fp8rl_jax.config.rl import CorrectionConfig, RLConfig
 from fp8rl_jax.config.run import RolloutConfig, RunConfig
 from fp8rl_jax.config.settings import with_settings
 from fp8rl_jax.config.tasks import TaskConfig
-from fp8rl_jax.config.training import OptimizerConfig
+from fp8rl_jax.config.training import OptimizerConfig, TrainerConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.tasks.dataset import load_splits
 from fp8rl_jax.training.setup import build
@@ -200,6 +200,27 @@ def test_nor_do_samples_before_the_first_rollout(side):
             for row in (one, two, plain, other)
         )
     assert (one, two) == (plain, other)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_scales_of_the_update_s_own_forward_are_those_of_the_weights_before_it(packing):
+    """On all of its tokens: those of a forward of the trainer's where nothing is learned."""
+    found = []
+    for calibration, rate in (("update", 1e-2), ("trainer", 1e-30), ("trainer", 1e-2)):
+        trainer = TrainerConfig(packing=packing)
+        session = session_of(
+            "fp8-kv", kv_calibration=calibration, learning_rate=rate, trainer=trainer
+        )
+        rollout = session.rollout(PROMPTS)
+        metrics = session.update(rollout, rewards_of(rollout))
+        assert session.engine.scales is session.scales
+        found.append((np.stack(jax.tree.leaves(session.scales)), metrics))
+    (own, metrics), (before, expected), (after, _) = found
+    np.testing.assert_allclose(own, before, rtol=1e-5)
+    assert np.abs(own / after - 1).max() > 1e-3
+    for role in "qkv":
+        assert metrics[f"fp8/amax_{role}"] == pytest.approx(expected[f"fp8/amax_{role}"], rel=1e-5)
+        assert 20 < metrics[f"fp8/quant_snr_db_{role}"] < 40  # under the scales that were served
 
 
 def test_more_prompts_within_a_bucket_compile_nothing():

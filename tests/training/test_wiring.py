@@ -418,7 +418,7 @@ def test_two_updates_are_those_of_the_two_halves(setup_of):
     def start():
         return init_state(jax.tree.map(jnp.copy, policy), learner.optimizer)
 
-    found, logprobs, metrics = learner.update(start(), batch, learner.micro_batches(2), Clock())
+    found, logprobs, metrics, _ = learner.update(start(), batch, learner.micro_batches(2), Clock())
     whole, corrections = correct(batch, learner.config.rl)
     state, _, first = update(start(), half(whole, 0), learner.config, learner.optimizer)
     state, _, second = update(state, half(whole, 1), learner.config, learner.optimizer)
@@ -519,7 +519,7 @@ def test_one_update_sees_the_whole_batch(setup_of, monkeypatch):
     )
     learner, batch = learner_of(setup), replace(training_batch(), old_logprobs=None)
     state = replace(init_state(setup.session.weights, learner.optimizer), updates=jnp.int32(1))
-    state, logprobs, metrics = learner.update(state, batch, learner.micro_batches(2), Clock())
+    state, logprobs, metrics, _ = learner.update(state, batch, learner.micro_batches(2), Clock())
     ((given, config),) = seen
     assert (
         int(state.updates) == 2
@@ -586,7 +586,7 @@ class Trainer:
             reference_logprobs=batch.rollout_logprobs - 0.2,
         )
 
-    def update(self, state, batch, parts, clock):
+    def update(self, state, batch, parts, clock, scales):
         self.batches.append(batch)
         grown = jax.tree_util.tree_map_with_path(
             lambda path, x: self.growth * x if "q_proj" in str(path) else x, state.policy
@@ -597,6 +597,7 @@ class Trainer:
                 replace(state, policy=grown),
                 batch.rollout_logprobs + 0.75,
                 {"optim/skipped": jnp.float32(0)},
+                None,
             )
 
 
