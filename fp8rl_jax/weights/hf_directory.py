@@ -201,7 +201,7 @@ def _check_tied_head(config: PolicyConfig, checkpoint: Checkpoint) -> None:
 def export_policy(
     directory: str | Path,
     config: PolicyConfig,
-    arrays: Mapping[str, np.ndarray],
+    arrays: Mapping[str, np.ndarray] | None,
     dtype: str = "bfloat16",
     tokenizer_from: str | Path | None = None,
     shard_bytes: int = SHARD_BYTES,
@@ -215,7 +215,8 @@ def export_policy(
     Args:
         directory: made when it isn't there.
         config: the policy's config.
-        arrays: as `load_policy_arrays` gives them, [L, ...] for layers, any float dtype.
+        arrays: as `load_policy_arrays` gives them, [L, ...] for layers, any float dtype; None: all
+            but the weights is written.
         dtype: "bfloat16" or "float16" (rounded to nearest even), "float32", or "fp8-block": linears
             in e4m3 with a scale for each 128 x 128 block and the rest in bfloat16, as `block_fp8`
             says.
@@ -234,7 +235,8 @@ def export_policy(
     directory = Path(directory)
     if dtype not in _EXPORT_DTYPES:
         raise UserError(f"cannot export dtype {dtype!r}; choose one of {', '.join(_EXPORT_DTYPES)}")
-    _check_parameters(directory, config, arrays)
+    if arrays is not None:
+        _check_parameters(directory, config, arrays)
     generation = {
         "bos_token_id": config.bos_token_id,
         "eos_token_id": list(config.eos_token_ids) or None,
@@ -247,9 +249,10 @@ def export_policy(
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".export-", dir=directory) as staging_name:
             staging = Path(staging_name)
-            weights = write_checkpoint(
-                staging, converted_tensors(directory, config, arrays, dtype), shard_bytes
-            )
+            weights = []
+            if arrays is not None:
+                tensors = converted_tensors(directory, config, arrays, dtype)
+                weights = write_checkpoint(staging, tensors, shard_bytes)
             _write_json(staging / "config.json", hf_config)
             _write_json(
                 staging / "generation_config.json",
@@ -304,14 +307,22 @@ def converted_tensors(
         UserError: a tensor that is not finite, before or after the conversion.
     """
     for name, location in hf_tensors(config).items():
-        tensor = _rounded(
-            directory, name, flat[location.path][location.index], _EXPORT_DTYPES[dtype]
-        )
+        tensor = _rounded(directory, name, flat[location.path][location.index], export_dtype(dtype))
         yield _stored(name, location, tensor, dtype)
 
 
+def export_dtype(dtype: str) -> np.dtype:
+    """Return what a tensor of an export is rounded to, before it is quantized."""
+    return _EXPORT_DTYPES[dtype]
+
+
+def is_stored_in_fp8(location: Location, dtype: str) -> bool:
+    """Say whether an export in `dtype` holds this tensor as FP8 values and scales."""
+    return dtype == _FP8_BLOCK and is_quantized_linear(location)
+
+
 def _stored(name: str, location: Location, tensor: np.ndarray, dtype: str) -> dict[str, np.ndarray]:
-    if dtype != _FP8_BLOCK or not is_quantized_linear(location):
+    if not is_stored_in_fp8(location, dtype):
         return {name: tensor}
     values, scales = quantize_tensor(tensor)
     return {name: values, name + SCALE_SUFFIX: scales}

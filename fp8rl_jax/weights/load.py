@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import logging
 import tempfile
+from collections.abc import Iterator
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, Bool
 
 from fp8rl_jax.config.run import InitConfig
 from fp8rl_jax.errors import UserError
@@ -20,7 +23,15 @@ from fp8rl_jax.models.policy import Policy, build_policy, init_policy
 from fp8rl_jax.precision import is_quantized
 from fp8rl_jax.tokenizers.byte_tokenizer import ByteTokenizer
 from fp8rl_jax.tokenizers.tokenizer import Tokenizer, load_tokenizer
-from fp8rl_jax.weights.hf_directory import export_policy, load_policy_arrays
+from fp8rl_jax.weights.block_fp8 import SCALE_SUFFIX, quantizer
+from fp8rl_jax.weights.hf_directory import (
+    export_dtype,
+    export_policy,
+    is_stored_in_fp8,
+    listing,
+    load_policy_arrays,
+)
+from fp8rl_jax.weights.hf_names import hf_tensors
 from fp8rl_jax.weights.resolve import resolve_model
 
 _log = logging.getLogger("fp8rl")
@@ -143,6 +154,46 @@ def policy_arrays(policy: Policy) -> dict[str, np.ndarray]:
     Raises:
         ValueError: the policy is a rollout's: its layers are unrolled or quantized.
     """
+    return {name: np.asarray(value) for name, value in jax.device_get(_parameters(policy)).items()}
+
+
+def device_tensors(policy: Policy, dtype: str) -> Iterator[tuple[str, Array]]:
+    """Make an export's tensors on the first device, one at a time, under Hugging Face's names.
+
+    Args:
+        policy, dtype: as of `save_policy`.
+
+    Raises:
+        UserError: behind the last one, naming those that hold what is not finite in `dtype`.
+    """
+    values, device, finite = _parameters(policy), jax.local_devices()[0], {}
+    for path, named in groupby(hf_tensors(policy.config).items(), lambda item: item[1].path):
+        stack = jnp.asarray(values[path])
+        for name, location in named:
+            tensor, finite[name] = _converted(stack, location.index, export_dtype(dtype))
+            tensor = jax.device_put(tensor, device)
+            if is_stored_in_fp8(location, dtype):
+                quantized = quantizer()(tensor)
+                yield name, quantized.values
+                yield name + SCALE_SUFFIX, quantized.scales
+            else:
+                yield name, tensor
+    if bad := [name for name, holds in jax.device_get(finite).items() if not holds]:
+        raise UserError(f"weights that are not finite in {dtype}: {listing(bad)}")
+
+
+@partial(jax.jit, static_argnames="dtype")
+def _converted(
+    stack: Array, index: tuple[int, ...], dtype: np.dtype
+) -> tuple[Array, Bool[Array, ""]]:
+    for place in index:
+        stack = jax.lax.dynamic_index_in_dim(stack, place, keepdims=False)
+    tensor = stack.astype(dtype)
+    return tensor, jnp.isfinite(tensor).all()
+
+
+def _parameters(policy: Policy) -> dict[str, Any]:
+    """Arrays by the paths of `parameter_shapes`."""
     if not policy.stacked:
         raise ValueError("policy_arrays: the layers are unrolled; export the trainer's policy")
     weights = {"embed_tokens": policy.embed_tokens, "norm": policy.norm, "lm_head": policy.lm_head}
@@ -154,7 +205,7 @@ def policy_arrays(policy: Policy) -> dict[str, np.ndarray]:
         raise ValueError(
             f"policy_arrays: {', '.join(quantized)} are quantized; export the trainer's policy"
         )
-    return {name: np.asarray(value) for name, value in jax.device_get(flat).items()}
+    return flat
 
 
 def save_policy(
@@ -162,6 +213,7 @@ def save_policy(
     directory: str | Path,
     tokenizer: str | Path | ByteTokenizer | None = None,
     dtype: str = "bfloat16",
+    weights: bool = True,
 ) -> Path:
     """Write the policy as a Hugging Face directory.
 
@@ -174,6 +226,7 @@ def save_policy(
             for a model of token ids.
         dtype: "bfloat16" or "float16" (rounded to nearest even), "float32" or "fp8-block", as in
             `export_policy`.
+        weights: or all but them.
 
     Returns:
         `directory`.
@@ -181,7 +234,7 @@ def save_policy(
     Raises:
         UserError: whatever `export_policy` refuses.
     """
-    arrays = policy_arrays(policy)
+    arrays = policy_arrays(policy) if weights else None
     if not isinstance(tokenizer, ByteTokenizer):
         return export_policy(directory, policy.config, arrays, dtype, tokenizer)
     with tempfile.TemporaryDirectory(prefix="fp8rl-tokenizer-") as files:

@@ -149,7 +149,9 @@ def test_a_querys_bits_depend_on_its_keys_and_their_order_alone():
     k, seen = placed(keys, 60, 5)
     v, _ = placed(values, 60, 5)
     for cut in (1, 50, 96):
-        parts = [(x[:, :, :cut], x[:, :, cut:]) for x in (k, v)] + [(seen[..., :cut], seen[..., cut:])]
+        parts = [(x[:, :, :cut], x[:, :, cut:]) for x in (k, v)] + [
+            (seen[..., :cut], seen[..., cut:])
+        ]
         parts = [list(map(jnp.asarray, part)) for part in parts]
         split = attention.attend(query, *parts, 0.2, jnp.float32)
         assert same(split, alone)
@@ -227,7 +229,9 @@ def test_without_a_compiler_auto_is_the_reference_and_cpu_says_why(tmp_path):
 
 def test_a_compiler_that_fails_is_named(tmp_path):
     compiler = tmp_path / "broken"
-    compiler.write_text("#!/bin/sh\ncase \"$*\" in *-shared*) echo 'x.c: error: no' >&2; exit 1; esac\n")
+    compiler.write_text(
+        "#!/bin/sh\ncase \"$*\" in *-shared*) echo 'x.c: error: no' >&2; exit 1; esac\n"
+    )
     compiler.chmod(0o755)
     why, auto, _ = where(tmp_path, CC=str(compiler))
     assert why == f"{str(compiler)!r} did not compile them: x.c: error: no" and auto == "reference"

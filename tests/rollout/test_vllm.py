@@ -363,8 +363,9 @@ def test_a_server_that_ends_or_hangs_is_started_again(interpreter, tmp_path, fau
         np.testing.assert_array_equal(getattr(rollout, name), getattr(expected, name))
 
 
-def test_a_server_that_ends_every_time_ends_the_run(interpreter):
-    engine = make_engine(python=interpreter, arguments=("--fault", "always:x"), restarts=2)
+def test_a_server_that_ends_every_time_ends_the_run(interpreter, tmp_path):
+    arguments = ("--fault", f"always:{tmp_path / 'done'}")
+    engine = make_engine(python=interpreter, arguments=arguments, restarts=2)
     engine.sync(policy())
     told = r"exit code 7: RuntimeError: the engine died .* after 2 restarts \(rollout.vllm.restarts"
     with pytest.raises(fp8rl.UserError, match=told):
@@ -398,6 +399,14 @@ def test_a_python_that_has_no_vllm(tmp_path, script, told):
         (dict(vllm=VllmConfig()), "rollout.vllm: give python"),
         (dict(vllm=VllmConfig(address="there:80", directory="d")), "is no http://host:port"),
         (dict(vllm=VllmConfig(address="http://there:80")), "rollout.vllm.directory"),
+        (
+            dict(vllm=VllmConfig(python="p", transport="dlpack")),
+            "leave rollout.vllm.python and add",
+        ),
+        (
+            dict(vllm=VllmConfig(transport="dlpack", arguments=("--tensor_parallel_size=2",))),
+            "rollout.vllm.arguments: --tensor-parallel-size: in this process",
+        ),
         (dict(vllm=VllmConfig(python="p", parity=0.0)), "rollout.vllm.parity"),
         (dict(vllm=VllmConfig(python="p", restarts=-1)), "rollout.vllm.restarts"),
         (

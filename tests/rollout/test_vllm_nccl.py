@@ -20,7 +20,8 @@ from rollout.vllm_work import KEY, make_engine, policy, prompts, sampling
 import fp8rl_jax as fp8rl
 from fp8rl_jax.rollout.vllm import nccl
 from fp8rl_jax.rollout.vllm.engine import server_arguments
-from fp8rl_jax.weights.load import save_policy
+from fp8rl_jax.rollout.vllm.server import Server
+from fp8rl_jax.weights.load import policy_arrays, save_policy
 from fp8rl_jax.weights.safetensors_io import read_checkpoint
 
 OK = Answer(200, "{}")
@@ -94,16 +95,14 @@ def workers(library, tmp_path, monkeypatch):
     return Workers(calls)
 
 
-def serve(server: Replay, tmp_path, **settings):
-    return make_engine(
-        address=server.address, directory=str(tmp_path), transport="nccl", **settings
-    )
+def serve(server: Replay, **settings):
+    return make_engine(address=server.address, transport="nccl", **settings)
 
 
 def test_every_push_sends_its_weights(workers, tmp_path):
     """Byte for byte the tensors of an export, in one group for all pushes."""
     with Replay(fault=workers) as server:
-        engine = serve(server, tmp_path)
+        engine = serve(server)
         for seed in (0, 1):
             engine.sync(policy(seed))
         engine.generate(prompts(), 3, sampling(), KEY)
@@ -120,10 +119,45 @@ def test_every_push_sends_its_weights(workers, tmp_path):
     routes = [path for path in workers.routes if "weight_" in path or "_weights" in path]
     routes = [path for path in routes if path not in ("/weight_info", "/update_weight_version")]
     assert routes == ["/init_weight_transfer_engine", *update, *update]
-    assert len(list(tmp_path.glob("*/weights-*"))) == 1  # what a server is started on
+    assert not list(engine._home().iterdir()) and engine._last.tensors is None  # no copy is kept
     arguments = server_arguments(engine.config, engine.recipe)
     (given,) = [word for word in arguments if word.startswith("{")]
     assert json.loads(given) == {"backend": "nccl"}
+
+
+def test_a_server_of_ours_that_dies_gets_the_weights_in_a_group_anew(workers, monkeypatch):
+    """It is started on a model without weights, and gets those of the last push."""
+    servers, files = [], []
+
+    def loads_anew(path, body):
+        if path == "/collective_rpc":
+            servers[-1].pushes = 1  # the recorded answers are those behind the second push
+        return workers(path, body)
+
+    def launch(self, directory):
+        files.append({path.name for path in directory.iterdir()})
+        workers.calls.write_bytes(b"")
+        workers.about = []
+        servers.append(Replay(fault=loads_anew if servers else workers).__enter__())
+        self.address = servers[-1].address
+
+    monkeypatch.setattr(Server, "_launch", launch)
+    engine = make_engine(python="p", transport="nccl")
+    for seed in (0, 1):
+        engine.sync(policy(seed))
+    expected = engine.generate(prompts(), 3, sampling(), KEY)
+    servers[0].__exit__()
+    again = engine.generate(prompts(), 3, sampling(), KEY)
+    servers[1].__exit__()
+    np.testing.assert_array_equal(again.policy_logprobs, expected.policy_logprobs)
+    assert len(servers) == 2 and engine.restarts == 1
+    assert all("config.json" in names and "model.safetensors" not in names for names in files)
+    arguments = server_arguments(engine.config, engine.recipe)
+    assert arguments[arguments.index("--load-format") + 1] == "dummy"
+    (sent,) = workers.received()
+    assert np.array_equal(
+        sent["model.embed_tokens.weight"], policy_arrays(policy(1))["embed_tokens.weight"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -132,7 +166,7 @@ def test_every_push_sends_its_weights(workers, tmp_path):
 def test_workers_that_refuse_are_not_waited_for(workers, tmp_path, monkeypatch, route, call):
     """Rank 0 would hang in NCCL for ever; the group is left, and the next push makes another."""
     with Replay(fault=workers) as server:
-        engine = serve(server, tmp_path)
+        engine = serve(server)
         workers.refuses = route
         monkeypatch.setenv("FAKE_NCCL_STUCK", call)
         with pytest.raises(fp8rl.UserError, match="500: the worker has other shapes"):
@@ -149,7 +183,7 @@ def test_workers_that_refuse_are_not_waited_for(workers, tmp_path, monkeypatch, 
 
 def test_a_tensor_that_does_not_get_through_ends_the_run(workers, tmp_path, monkeypatch):
     with Replay(fault=workers) as server:
-        engine = serve(server, tmp_path, request_seconds=1.0)
+        engine = serve(server, request_seconds=1.0)
         monkeypatch.setenv("FAKE_NCCL_STUCK", "broadcast")
         with pytest.raises(fp8rl.UserError, match="workers do not answer NCCL for 1 s"):
             engine.sync(policy())
@@ -159,7 +193,7 @@ def test_nccls_own_errors(workers, tmp_path, monkeypatch):
     with Replay(fault=workers) as server:
         monkeypatch.setenv("FAKE_NCCL_FAILS", "1")
         with pytest.raises(fp8rl.UserError, match="transport: NCCL: unhandled system error"):
-            serve(server, tmp_path).sync(policy())
+            serve(server).sync(policy())
         monkeypatch.setattr(nccl, "LIBRARIES", ("libno.so", "libno.so"))
         with pytest.raises(fp8rl.UserError, match=r'libno.so: .*else set it to "files"'):
-            serve(server, tmp_path).sync(policy())
+            serve(server).sync(policy())

@@ -34,6 +34,7 @@ from fp8rl_jax.rollout.engine import LocalEngine
 from fp8rl_jax.rollout.offline import logprobs
 
 PYTHON = os.environ.get("FP8RL_VLLM_PYTHON", "")
+CPU = Path("/proc/cpuinfo")
 
 
 def teacher_forced(rollout, weights, recipe="bf16"):
@@ -53,8 +54,14 @@ def teacher_forced(rollout, weights, recipe="bf16"):
 
 
 @pytest.fixture(scope="module")
-def engine():
-    made = make_engine(python=PYTHON)
+def where():
+    """Settings of a vLLM; another file has these tests with another."""
+    return {"python": PYTHON}
+
+
+@pytest.fixture(scope="module")
+def engine(where):
+    made = make_engine(**where)
     yield made
     made.stop()
 
@@ -71,9 +78,9 @@ def test_log_probabilities_after_each_of_several_pushes(engine):
         assert rollout.weight_version == engine.version
 
 
-def test_a_session_learns_through_vllm():
+def test_a_session_learns_through_vllm(where):
     """Rollout and trainer agree at every step, on the weights of that step."""
-    session = make_session(python=PYTHON)
+    session = make_session(**where)
     try:
         found = steps(session, 4)
     finally:
@@ -174,7 +181,11 @@ def test_a_server_ends_with_a_trainer_that_is_killed(tmp_path):
     assert not processes(tmp_path)
 
 
-def test_kv_scales_ride_along(tmp_path):
+@pytest.mark.skipif(
+    not {"avx512f", "amx_tile"} & set(CPU.read_text().split() if CPU.exists() else ()),
+    reason="vLLM's FP8 cache on a CPU asks for AVX-512 or AMX",
+)
+def test_kv_scales_ride_along(where, tmp_path):
     """An FP8 cache (vLLM's for CPUs has one): as far from the trainer as our own, and every push
     brings its own scales."""
     recipe, weights = (
@@ -184,7 +195,7 @@ def test_kv_scales_ride_along(tmp_path):
     good = calibrate_on_prompts(weights, prompts(), recipe, jnp.float32)
     own = LocalEngine(recipe, jnp.float32)
     own.sync(weights, good)
-    engine = make_engine("fp8-kv", python=PYTHON, directory=str(tmp_path))
+    engine = make_engine("fp8-kv", directory=str(tmp_path), **where)
     engine.settings = replace(engine.settings, parity=100.0)  # one push is far off
     found = []
     try:

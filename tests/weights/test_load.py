@@ -14,8 +14,15 @@ from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.policy import init_policy, unstack
 from fp8rl_jax.tokenizers.byte_tokenizer import ByteTokenizer
 from fp8rl_jax.tokenizers.tokenizer import load_tokenizer
+from fp8rl_jax.weights.hf_directory import converted_tensors
 from fp8rl_jax.weights.hf_names import hf_tensors
-from fp8rl_jax.weights.load import byte_policy_config, load_policy, policy_arrays, save_policy
+from fp8rl_jax.weights.load import (
+    byte_policy_config,
+    device_tensors,
+    load_policy,
+    policy_arrays,
+    save_policy,
+)
 
 
 @pytest.mark.parametrize(
@@ -46,6 +53,28 @@ def test_saving_and_loading_gives_the_same_policy(tmp_path, dtype):
     saved = np.float32 if dtype == "float32" else ml_dtypes.bfloat16
     for old, new in zip(jax.tree.leaves(policy), jax.tree.leaves(again), strict=True):
         np.testing.assert_array_equal(np.asarray(old).astype(saved).astype(np.float32), new)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "fp8-block"])
+@pytest.mark.parametrize("config", [LLAMA, MOE], ids=["llama_tied", "moe"])
+def test_tensors_of_the_device_are_those_of_an_export(tmp_path, config, dtype):
+    """Bit for bit, in its order."""
+    policy = init_policy(config, jax.random.key(0))
+    groups = converted_tensors(tmp_path, config, policy_arrays(policy), dtype)
+    expected = {name: x for group in groups for name, x in group.items()}
+    found = dict(device_tensors(policy, dtype))
+    assert list(found) == list(expected)
+    for name, x in expected.items():
+        assert found[name].dtype == x.dtype, name
+        assert np.asarray(found[name]).tobytes() == np.ascontiguousarray(x).tobytes(), name
+
+
+def test_tensors_of_the_device_that_are_not_finite_are_named():
+    policy = init_policy(LLAMA, jax.random.key(0))
+    large = jax.tree.map(lambda x: 1e38 * jnp.sign(x) if x.ndim == 3 else x, policy)
+    assert len(dict(device_tensors(large, "float32"))) == len(hf_tensors(LLAMA))
+    with pytest.raises(UserError, match="not finite in float16: model.layers.0.mlp.down_proj"):
+        dict(device_tensors(large, "float16"))
 
 
 def test_tokenizers_travel_with_the_policy(tmp_path):

@@ -1,9 +1,10 @@
-"""Rollouts by a vLLM server, on weights and KV scales that the trainer pushes at every step.
+"""Rollouts by vLLM, on weights and KV scales that the trainer pushes at every step.
 
 A push is an export: the weights in Hugging Face's names, written to a directory that the server
-reads. With a recipe of block FP8 they are the e4m3 values and scales of the library's one
-quantizer, so that vLLM serves the very bits that the trainer trains with; or bfloat16, which vLLM
-quantizes itself (rollout.vllm.quantize). KV scales of the trainer's calibration ride along.
+reads; or sent to it by NCCL; or handed over in memory, where vLLM is in this process. With a recipe
+of block FP8 they are the e4m3 values and scales of the library's one quantizer, so that vLLM serves
+the very bits that the trainer trains with; or bfloat16, which vLLM quantizes itself
+(rollout.vllm.quantize). KV scales of the trainer's calibration ride along.
 
 After each push a few tokens are sampled and their log-probabilities compared with our own forward.
 That catches what versions cannot: vLLM on a CPU goes on with the old output head where embeddings
@@ -49,11 +50,12 @@ from fp8rl_jax.models.policy import Policy
 from fp8rl_jax.parallel import batch_sharding, is_main_process, shared_faults, to_global, to_host
 from fp8rl_jax.rollout.sampler import Prompts, Rollout
 from fp8rl_jax.rollout.sampling import Sampling
+from fp8rl_jax.rollout.vllm.in_process import InProcess
 from fp8rl_jax.rollout.vllm.server import Server, ServerGone
 from fp8rl_jax.tokenizers.tokenizer import Tokenizer
 from fp8rl_jax.weights.block_fp8 import unaligned_linears
 from fp8rl_jax.weights.hf_directory import converted_tensors
-from fp8rl_jax.weights.load import policy_arrays, save_policy
+from fp8rl_jax.weights.load import device_tensors, policy_arrays, save_policy
 from pallas_kernels.backend import Backend
 
 _log = logging.getLogger(__name__)
@@ -65,17 +67,18 @@ float32 the weights of the step before are beyond it; in fewer bits it finds wha
 
 
 class _Push(NamedTuple):
-    """directory: of the weights, or with NCCL of a model like them; tensors: by NCCL; scales: of
-    each layer, [query, key, value]; version: what the server calls them."""
+    """directory: of the weights, or of a model like them without weights, None where it is not
+    needed; tensors: that are sent without files; scales: of each layer, [query, key, value];
+    version: what the server calls them."""
 
-    directory: Path
-    tensors: dict[str, np.ndarray] | None
+    directory: Path | None
+    tensors: Any
     scales: list[list[float]] | None
     version: str
 
 
 class VllmEngine:
-    """A vLLM server as `RolloutEngine`.
+    """A vLLM server, or vLLM in this process, as `RolloutEngine`.
 
     Args:
         config: of the run; `config.problems()` has said what vLLM cannot do.
@@ -95,7 +98,7 @@ class VllmEngine:
         """Of the server, in this run."""
         self._run, self._vocab, self._ready = uuid.uuid4().hex, 0, False
         self._last: _Push | None = None
-        self._server: Server | None = None
+        self._server: Server | InProcess | None = None
         self._directory: Path | None = None
 
     def sync(self, policy: Policy, calibration: KVScales | None = None) -> int:
@@ -121,10 +124,15 @@ class VllmEngine:
             )
         self._ready, self._vocab = False, policy.config.vocab_size
         number = self.version + 1
-        scales, host = to_host((calibration, policy))
+        here = self.settings.transport == "dlpack"
+        if here and jax.process_count() > 1:
+            raise UserError(
+                'rollout.vllm.transport: "dlpack" is for one process; with several set "files"'
+            )
+        scales, given = to_host(calibration), policy if here else to_host(policy)
         with shared_faults():
             if is_main_process():
-                self._push(merge(host), scales, number)
+                self._push(merge(given), scales, number)
         self._check_parity(policy, number)
         self.version, self.scales, self._ready = number, calibration, True
         return number
@@ -197,7 +205,7 @@ class VllmEngine:
     # the server's side; on the main process alone
 
     def _push(self, policy: Policy, scales: KVScales | None, number: int) -> None:
-        directory = self._home() / f"weights-{number}"
+        directory, transport = self._home() / f"weights-{number}", self.settings.transport
         source: Any = getattr(self.tokenizer, "directory", self.tokenizer)
         block = self.recipe.quantizes("rollout") and self.settings.quantize == "ours"
         if block and (unaligned := unaligned_linears(policy.config)):
@@ -206,25 +214,31 @@ class VllmEngine:
                 f'{unaligned[0]} has others; set rollout.vllm.quantize = "vllm"'
             )
         tensors, dtype = None, "fp8-block" if block else self.dtype.name
-        if self.settings.transport == "nccl":
+        if transport == "nccl":
             found = converted_tensors(directory, policy.config, policy_arrays(policy), dtype)
             tensors = {name: x for several in found for name, x in several.items()}
-            if self._last is not None:  # a server is started on the model that the first push left
-                directory = self._last.directory
-        if tensors is None or self._last is None:
+        elif transport == "dlpack":
+            tensors = device_tensors(policy, dtype)
+        if tensors is not None and self.settings.address:
+            directory = None
+        elif tensors is not None and self._last is not None:
+            directory = self._last.directory
+        else:
             if directory.exists():  # of a push that was interrupted
                 shutil.rmtree(directory)
-            save_policy(policy, directory, source, dtype)
+            save_policy(policy, directory, source, dtype, weights=tensors is None)
         rows = None
         if scales is not None:
             rows = np.stack([scales.query, scales.key, scales.value], 1).tolist()
         self._last = _Push(directory, tensors, rows, f"{self._run}:{number}")
         self._serve()
+        if self.settings.address or transport == "dlpack":  # nothing is started again
+            self._last = self._last._replace(tensors=None)
         for other in self._home().glob("weights-*"):
             if other != directory:
                 shutil.rmtree(other, ignore_errors=True)
 
-    def _serve(self) -> Server:
+    def _serve(self) -> Server | InProcess:
         """Have the server serve the last push; start it, or once more, where it has gone."""
         assert self._last is not None
         while True:
@@ -236,11 +250,14 @@ class VllmEngine:
             except ServerGone as error:
                 self._restart(error)
 
-    def _start(self) -> Server:
+    def _start(self) -> Server | InProcess:
         assert self._last is not None
-        # beside the directory, which goes with the engine
-        log = self._home().with_suffix(".log")
-        server = Server(self.settings, server_arguments(self.config, self.recipe), log)
+        arguments = server_arguments(self.config, self.recipe)
+        if self.settings.transport == "dlpack":
+            server = InProcess([*arguments, *self.settings.arguments])
+        else:
+            # beside the directory, which goes with the engine
+            server = Server(self.settings, arguments, self._home().with_suffix(".log"))
         server.start(self._last.directory)
         return server
 
@@ -252,10 +269,11 @@ class VllmEngine:
         """
         server, self._server = self._server, None
         why, ours = str(error), not self.settings.address
-        if server is not None:
+        if isinstance(server, Server):
             why = server.why_gone(error)
             server.stop()
         if not ours or self.restarts >= self.settings.restarts:
+            self._ready = False
             after = f" after {self.restarts} restarts (rollout.vllm.restarts)" if ours else ""
             raise UserError(f"rollout.vllm: {why}{after}") from None
         self.restarts += 1
@@ -303,7 +321,7 @@ class VllmEngine:
             except ServerGone as error:
                 self._restart(error)
 
-    def _check_version(self, server: Server) -> None:
+    def _check_version(self, server: Server | InProcess) -> None:
         assert self._last is not None
         if (served := server.version()) != self._last.version:
             self._ready = False
@@ -382,6 +400,8 @@ def server_arguments(config: RunConfig, recipe: Recipe) -> list[str]:
         *("--logprobs-mode", "processed_logprobs"),
         *("--generation-config", "vllm"),  # no defaults of the model's own
     ]
+    if settings.transport != "files":
+        found += ["--load-format", "dummy"]  # weights come with the first push
     if settings.transport == "nccl":
         found += ["--weight-transfer-config", '{"backend": "nccl"}']
     if not settings.compiled:

@@ -29,7 +29,9 @@ from fp8rl_jax.rollout.vllm.nccl import Group, in_thread
 
 MODEL = "policy"
 """Name under which a server that we start serves the weights."""
-_PLUGIN = Path(__file__).parent / "plugin"
+PLUGIN = Path(__file__).parent / "plugin"
+EXTENSION = "fp8rl_vllm.WeightPush"
+"""What vLLM's worker gets of the plugin."""
 _SETTINGS = {
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -67,7 +69,7 @@ class Server:
         """Whether it is a process of this run."""
         return not self.config.address
 
-    def start(self, directory: Path) -> None:
+    def start(self, directory: Path | None) -> None:
         """Serve the model of a directory, if the server is ours; then see what answers.
 
         Raises:
@@ -75,6 +77,7 @@ class Server:
         """
         try:
             if self.ours:
+                assert directory is not None
                 self._launch(directory)
             self._look()
         except ServerGone as error:
@@ -109,7 +112,7 @@ class Server:
 
     def push(
         self,
-        path: Path,
+        path: Path | None,
         tensors: dict[str, np.ndarray] | None,
         scales: list[list[float]] | None,
         version: str,
@@ -218,12 +221,12 @@ class Server:
                 str(directory),
             ),
             *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL),
-            *("--worker-extension-cls", "fp8rl_vllm.WeightPush"),
+            *("--worker-extension-cls", EXTENSION),
             *self.arguments,
             *self.config.arguments,
         ]
         environ = os.environ | _SETTINGS
-        environ |= {"PYTHONPATH": str(_PLUGIN), "FP8RL_VLLM_PARENT": str(os.getpid())}
+        environ |= {"PYTHONPATH": str(PLUGIN), "FP8RL_VLLM_PARENT": str(os.getpid())}
         try:
             with self.log.open("ab") as log:
                 self._process = subprocess.Popen(

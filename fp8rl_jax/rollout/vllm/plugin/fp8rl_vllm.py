@@ -26,13 +26,15 @@ class WeightPush:
     model_runner: Any
     vllm_config: Any
 
-    def fp8rl_push(self, path: str | None, scales: list[list[float]] | None) -> dict:
-        """Load the weights of a directory in place, then KV scales.
+    def fp8rl_push(
+        self, path: str | None, scales: list[list[float]] | None, weights: Any = None
+    ) -> dict:
+        """Load weights in place, then KV scales.
 
         Args:
-            path: a Hugging Face directory in the form of the model that is served; None: the
-                weights came by NCCL.
+            path: a Hugging Face directory in the form of the model that is served.
             scales: of each layer, [query, key, value]. vLLM sets all scales to 1 at every load.
+            weights: (name, tensor) of each weight, in place of a path. Neither: they came by NCCL.
 
         Returns:
             tied_head: whether the output head had to be set anew; layers: that got scales.
@@ -40,6 +42,8 @@ class WeightPush:
         runner = self.model_runner
         if path is not None:
             runner.reload_weights(weights_path=path)
+        elif weights is not None:
+            runner.reload_weights(weights_iterator=weights)
         tied = _renew_tied_head(runner.get_model())
         layers = 0 if scales is None else self._fp8rl_set_scales(scales)
         return {"tied_head": tied, "layers": layers}
