@@ -1,8 +1,9 @@
 """Low-precision operations for JAX, one folder each. They need JAX and nothing else.
 
-Every operation has one public function with `backend="auto" | "reference" | "hopper"`. The
-reference is plain XLA, runs on every device and is the definition of correct. A backend asked for
-by name that cannot run raises `BackendError`.
+Every operation has one public function with `backend="auto" | "reference" | "cpu" | "hopper"`.
+The reference is plain XLA, runs on every device and is the definition of correct. A backend asked
+for by name that cannot run raises `BackendError`; under "cpu" an operation that has no kernel for
+CPUs (`pallas_kernels.native`) runs its reference.
 
 `pallas_kernels.invariant` has products and sums whose rows have the same bits in every batch,
 `pallas_kernels.exact` products, sums and attention whose bits do not depend on the order of their

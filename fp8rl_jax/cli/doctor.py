@@ -83,10 +83,14 @@ def _devices(faults: list[str]) -> list[str]:
 
 
 def _kernels() -> list[str]:
+    from pallas_kernels import native
     from pallas_kernels.backend import resolve
     from pallas_kernels.check.cases import OPERATIONS
 
-    return [f"{name}: auto runs {resolve('auto', name)}" for name in OPERATIONS]
+    found = [f"{name}: auto runs {resolve('auto', name)}" for name in OPERATIONS]
+    why = native.why_unavailable()
+    used = "float32 products of a sampler, those of exact mode, decode attention"
+    return [*found, f"for a CPU: {f'none, {why}' if why else used}"]
 
 
 def _exact() -> list[str]:

@@ -588,8 +588,8 @@ class PrecisionConfig:
     "reference" on all devices and meshes, several times slower. A run in which a bit differs all
     the same stops under true; under auto it says so and goes on."""
     backend: Literal["auto", "reference", "cpu", "hopper"] = "auto"
-    """Kernels: plain XLA, those for a CPU (they need a C compiler, once), Hopper's Pallas kernels, or
-    the best that the device has."""
+    """Kernels: plain XLA, those for a CPU (they need a C compiler), Hopper's Pallas kernels, or the
+    best that the device has."""
 
 
 def get_recipe(

@@ -188,6 +188,7 @@ class Compute:
                 behind the last group give zero.
             out_dtype: what an exact product is rounded to; else the result is float32.
         """
+        assert not isinstance(w, Integers)
         return dot(x, w) if group_sizes is None else grouped_dot(x, w, group_sizes)
 
     def quantized_product(
@@ -220,22 +221,21 @@ class Compute:
         return x + factor * y
 
     def prepared(
-        self, w: QTensor | Float[Array, "*stack n k"] | Integers | Panels
+        self, w: QTensor | Float[Array, "*stack n k"] | Integers
     ) -> Float[Array, "*stack n k"] | Integers | Panels | None:
         """Convert a weight that a loop multiplies many times; None where it needs no conversion."""
         if isinstance(w, QTensor):
             if selected_backend(self.backend) != "reference":
                 return None
             return self.in_panels(dequantize(w))
-        return self.in_panels(w) if self.packs and w.dtype == jnp.float32 else None
+        plain = isinstance(w, Array) and w.dtype == jnp.float32
+        return self.in_panels(w) if plain and self.packs else None
 
     @property
     def packs(self) -> bool:
         """Whether a loop multiplies weights in the form of the CPU kernel."""
         return packs(self.backend)
 
-    def in_panels(
-        self, w: Float[Array, "*stack n k"] | Panels
-    ) -> Float[Array, "*stack n k"] | Panels:
+    def in_panels(self, w: Float[Array, "*stack n k"]) -> Float[Array, "*stack n k"] | Panels:
         """Bring the weight of one linear into panels where the CPU kernel multiplies it."""
         return pack(w) if self.packs and w.ndim == 2 else w

@@ -6,8 +6,9 @@ it, of which `exact_compute` chooses; gradients are those of `Compute` in all.
 
     InvariantCompute  `Compute`, each operation compiled by itself, sums and products in an order of
                       their own (pallas_kernels.invariant): right by test, nearly as fast, on one
-                      CPU device. The order of the keys differs between a cache and a row of the
-                      trainer, so attention is order-free.
+                      CPU device. Attention takes a query's keys in their order, by a CPU kernel;
+                      without one it is order-free, as XLA's order differs between a cache and a
+                      row of the trainer.
     HopperCompute     the same with the kernels of one Hopper GPU, attention included: every query
                       meets its keys in the order of a decode step
     OrderFreeCompute  results depend on the order of nothing (pallas_kernels.exact): right by
