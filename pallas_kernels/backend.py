@@ -26,17 +26,15 @@ def resolve(
 ) -> str:
     """Choose the backend that runs: the one named, or what "auto" means on this machine.
 
-    That is hopper where there is such a GPU, cpu on one CPU device with a C compiler, else the
-    reference. An operation that has no kernel for CPUs runs its reference under "cpu", too.
+    That is hopper where there is such a GPU, else the reference. The kernels for CPUs are on
+    request; an operation that has none runs its reference under "cpu", too.
 
     Raises:
         BackendError: `backend` is unknown, the operation has no such implementation, or this
             machine cannot run it.
     """
     if backend == "auto":
-        if "hopper" in available and hopper_sms():
-            return "hopper"
-        return "cpu" if "cpu" in available and native.is_available() else "reference"
+        return "hopper" if "hopper" in available and hopper_sms() else "reference"
     if backend not in BACKENDS:
         raise BackendError(
             f"{operation}: unknown backend {backend!r}; choose {', '.join(BACKENDS[:-1])} or "

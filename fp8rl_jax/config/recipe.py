@@ -588,8 +588,8 @@ class PrecisionConfig:
     "reference" on all devices and meshes, several times slower. A run in which a bit differs all
     the same stops under true; under auto it says so and goes on."""
     backend: Literal["auto", "reference", "cpu", "hopper"] = "auto"
-    """Kernels: plain XLA, those for a CPU (they need a C compiler), Hopper's Pallas kernels, or the
-    best that the device has."""
+    """Kernels: plain XLA, C kernels for one CPU device (they need a C compiler), Hopper's Pallas
+    kernels; auto: Hopper's where there is such a GPU, else plain XLA."""
 
 
 def get_recipe(

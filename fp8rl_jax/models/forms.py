@@ -202,7 +202,7 @@ def quantized_base(
 def predequantized(policy: Policy) -> Policy:
     """Move what does not depend on the input out of a decode loop (precision.predequantize).
 
-    The identity where kernels multiply FP8 weights as they are. In exact mode, and on a CPU with
+    The identity where kernels multiply FP8 weights as they are. In exact mode, and for the CPU
     kernels, every weight of a product, the head's among them, takes the form of its products.
 
     Args:

@@ -3,7 +3,7 @@
 `OPERATION/cpu.c` beside an operation's other backends has its kernel, `native.h` here what they
 share. The C compiler is the one that `$CC` names, or `cc`; the library is kept in
 `$FP8RL_NATIVE_CACHE`, or `~/.cache/pallas_kernels`, under a name made of all that it was made of.
-Without a compiler "auto" takes the reference, and `why_unavailable` says why.
+They run under backend="cpu"; where they cannot, `why_unavailable` says why.
 """
 
 from __future__ import annotations

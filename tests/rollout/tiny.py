@@ -33,9 +33,11 @@ def make_prompts(lengths=(9, 4, 1), ids=(7, 3, 11), seed: int = 0) -> Prompts:
     return pad_prompts([rng.integers(1, VOCAB, n).tolist() for n in lengths], list(ids), WIDTH)
 
 
-def make_engine(name: str = "bf16", unroll: bool = True, policy=None) -> LocalEngine:
+def make_engine(
+    name: str = "bf16", unroll: bool = True, policy=None, *, made=LocalEngine, backend="auto"
+) -> LocalEngine:
     """Synced, float32 compute; scales calibrated on a fixed batch where the recipe wants them."""
-    engine = LocalEngine(RECIPES[name], jnp.float32, unroll)
+    engine = made(RECIPES[name], jnp.float32, unroll, backend)
     policy = make_policy() if policy is None else policy
     engine.sync(
         policy, calibrate_on_prompts(policy, make_prompts(seed=5), engine.recipe, jnp.float32)

@@ -30,7 +30,7 @@ from fp8rl_jax.training.session import Session, with_exact_decided
 from fp8rl_jax.training.setup import _with_kept_exact
 from fp8rl_jax.training.state import init_state, make_optimizer
 from fp8rl_jax.training.step import Batch, StepConfig, batch_logprobs, update
-from pallas_kernels.backend import tracing_for
+from pallas_kernels.backend import Backend, tracing_for
 
 RL = RLConfig(correction=CorrectionConfig(method="token_tis"))
 MOE = replace(
@@ -48,13 +48,14 @@ def policy_of(kind: str):
 
 
 @cache
-def sampled(kind: str, name: str, dtype: str):
+def sampled(kind: str, name: str, dtype: str, backend: Backend = "auto"):
     """The engine, its rollout and the trainer's configuration."""
     recipe = get_recipe(name, PrecisionConfig(exact=True))
-    engine = LocalEngine(recipe, jnp.dtype(dtype), unroll=kind == "dense")
+    engine = LocalEngine(recipe, jnp.dtype(dtype), unroll=kind == "dense", backend=backend)
     engine.sync(policy_of(kind))
     rollout = engine.generate(make_prompts(), 4, SAMPLING, jax.random.key(1))
-    return engine, rollout, StepConfig(recipe, RL, dtype, temperature=1.0, logprob_chunk=32)
+    config = StepConfig(recipe, RL, dtype, temperature=1.0, logprob_chunk=32, backend=backend)
+    return engine, rollout, config
 
 
 def start(optimizer):
@@ -148,10 +149,16 @@ def test_a_resumed_run_keeps_what_was_decided(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "name", "dtype"), [("dense", "jet-rl", "bfloat16"), ("moe", "jet-rl", "float16")]
+    ("kind", "name", "dtype", "backend"),
+    [
+        ("dense", "jet-rl", "bfloat16", "auto"),
+        ("moe", "jet-rl", "float16", "auto"),
+        ("dense", "jet-rl", "bfloat16", "cpu"),
+        ("moe", "bf16", "float32", "cpu"),
+    ],
 )
-def test_the_trainer_has_the_bits_of_the_rollout(kind, name, dtype):
-    _, rollout, config = sampled(kind, name, dtype)
+def test_the_trainer_has_the_bits_of_the_rollout(kind, name, dtype, backend):
+    _, rollout, config = sampled(kind, name, dtype, backend)
     expected = bits(rollout.policy_logprobs, rollout.mask)
     assert bits(rollout.behaviour_logprobs, rollout.mask) == expected
     assert (
