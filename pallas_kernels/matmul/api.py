@@ -26,12 +26,12 @@ def selected_backend(backend: Backend) -> str:
 
 
 def packs(backend: Backend) -> bool:
-    """Whether a loop on a CPU multiplies faster by weights in `Panels`.
+    """Whether a loop multiplies weights in `Panels`, the form of the CPU kernel.
 
     Raises:
         BackendError: a backend asked for by name cannot run here.
     """
-    return resolve(backend, "dot", ("reference", "cpu", "hopper")) == "cpu"
+    return backend == "cpu" and resolve(backend, "dot", ("reference", "cpu")) == "cpu"
 
 
 def dot(x: Float[Array, "*batch k"], w: Float[Array, "n k"] | Panels) -> Float[Array, "*batch n"]:
