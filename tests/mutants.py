@@ -1315,9 +1315,8 @@ LIST: list[Mutant] = [
         ),
         (
             "scored-twice-by-each",
-            "    with shared_faults():\n        own = pool.score(",
-            "    pool.score(examples, completions)\n    with shared_faults():\n        own = "
-            "pool.score(",
+            "        own = pool.score(\n",
+            "        pool.score(examples, completions)\n        own = pool.score(\n",
             "a_step_learns",
         ),
         (
