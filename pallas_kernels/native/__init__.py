@@ -51,10 +51,7 @@ def target(handler: str) -> str:
     Raises:
         RuntimeError: the kernels are not available.
     """
-    library, why = _library()
-    if library is None:
-        raise RuntimeError(f"the CPU kernels are not available: {why}")
-    return f"{handler}_{library.digest}"
+    return f"{handler}_{_loaded().digest}"
 
 
 def constant(name: str) -> int:
@@ -63,10 +60,7 @@ def constant(name: str) -> int:
     Raises:
         RuntimeError: the kernels are not available.
     """
-    library, why = _library()
-    if library is None:
-        raise RuntimeError(f"the CPU kernels are not available: {why}")
-    return getattr(library.code, name)()
+    return getattr(_loaded().code, name)()
 
 
 class _Library:
@@ -75,6 +69,13 @@ class _Library:
         for handler in _HANDLERS:
             address = jax.ffi.pycapsule(getattr(self.code, handler))
             jax.ffi.register_ffi_target(f"{handler}_{digest}", address, platform="cpu")
+
+
+def _loaded() -> _Library:
+    library, why = _library()
+    if library is None:
+        raise RuntimeError(f"the CPU kernels are not available: {why}")
+    return library
 
 
 @cache
