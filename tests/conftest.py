@@ -4,13 +4,17 @@ checked at every call."""
 from __future__ import annotations
 
 import gc
+import json
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+# `experiments` is no installed package: it is found as `python -m` finds it
+sys.path.insert(0, str(ROOT))
 
 # Set before JAX is imported, and in the environment, so that the processes that tests start have
 # them too.
@@ -78,6 +82,39 @@ def unchecked_shapes():
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture
+def fault(request):
+    """Tells what an injected fault came to. `python -m experiments.faults` makes a table of it."""
+    from experiments.faults import FAULTS, TOLD
+
+    def tell(
+        name: str,
+        said: str,
+        *,
+        status: int | None = None,
+        detected: float | None = None,
+        recovered: float | None = None,
+        lost: str | int = "nothing",
+    ) -> None:
+        """Args:
+        name: in FAULTS.
+        said: the line that a user reads.
+        status: exit status of a process that ended by it.
+        detected, recovered: seconds.
+        lost: steps that were done again, or what it was.
+        """
+        assert name in FAULTS
+        if path := os.environ.get(TOLD):
+            line = {"fault": name, "test": request.node.nodeid.partition("[")[0], "said": said}
+            line |= {"status": status, "lost": lost}
+            for key, seconds in {"detected": detected, "recovered": recovered}.items():
+                line[key] = None if seconds is None else round(seconds, 3)
+            with open(path, "a") as file:
+                file.write(json.dumps(line) + "\n")
+
+    return tell
 
 
 @pytest.fixture(scope="session")

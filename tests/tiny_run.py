@@ -118,8 +118,9 @@ def faults(capsys) -> list[str]:
     ]
 
 
-def check_refused(run_file: str, output: Path, capsys, flags: list[str], message: str) -> None:
-    """`fp8rl train` with `flags` is refused in one line that holds `message`."""
+def check_refused(run_file: str, output: Path, capsys, flags: list[str], message: str) -> str:
+    """`fp8rl train` with `flags` is refused in one line that holds `message`; gives the line."""
     assert train(run_file, output, *flags) == 2
     (line,) = faults(capsys)
     assert message in line
+    return line

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -46,6 +46,7 @@ from fp8rl_jax.training.checkpoint import Checkpoints
 from fp8rl_jax.training.collect import Collected, Collector
 from fp8rl_jax.training.experience import play
 from fp8rl_jax.training.performance import Clock
+from fp8rl_jax.training.plan import out_of_memory
 from fp8rl_jax.training.record import note, owned, read_record, write_run_record
 from fp8rl_jax.training.session import Session, at_temperature, sample_key
 from fp8rl_jax.training.setup import Setup, announce, reward_log, reward_pool
@@ -318,7 +319,10 @@ class Loop:
         steps, every = config.trainer.steps, config.checkpoint.every
         due = False
         try:
-            with stopping(config.checkpoint.grace_seconds, self._standing) as stop:
+            with (
+                self._memory(),
+                stopping(config.checkpoint.grace_seconds, self._standing) as stop,
+            ):
                 try:
                     with stop.at_once(_alone()):
                         session.sync(self.collector.prompts(self.start))
@@ -365,6 +369,25 @@ class Loop:
                 if file is not None:
                     file.close()
             self.checkpoints.close()
+
+    @contextmanager
+    def _memory(self) -> Generator[None]:
+        """Say what to set where the device has no memory left.
+
+        Raises:
+            UserError: in place of XLA's error.
+        """
+        try:
+            yield
+        except jax.errors.JaxRuntimeError as error:
+            if not str(error).startswith("RESOURCE_EXHAUSTED"):
+                raise
+            session = self.session
+            advice = out_of_memory(session.weights.config, self.config, dict(session.mesh.shape))
+            raise UserError(
+                f"out of memory in step {PROGRESS.step}: {' '.join(str(error).split())[:200]}; "
+                f"{advice}; {self._standing()}"
+            ) from error
 
     def _save(self, step: int, tree: tuple) -> None:
         """Write a checkpoint, behind the rows of the steps before it."""

@@ -23,6 +23,7 @@ the changed configuration.
 from __future__ import annotations
 
 import io
+import itertools
 import math
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -363,6 +364,18 @@ def check_fits(shape: PolicyConfig, config: RunConfig, sizes: dict[str, int]) ->
         f"memory: the run needs {peak / _GB:.1f} GB a device, and there are {limit[0] / _GB:.1f} "
         f"GB ({limit[1]}): {advice}; "
         "`fp8rl plan` shows the figures, and plan.check = false tries it all the same"
+    )
+
+
+def out_of_memory(shape: PolicyConfig, config: RunConfig, sizes: dict[str, int]) -> str:
+    """What to tell of a run that asked for more than there was: its plan, and two changes."""
+    plan = memory_plan(shape, config, sizes)
+    size, unit = _unit(plan)
+    phase = max(plan.phases, key=plan.needs)
+    smaller = [what for what, *_ in itertools.islice(changes(config, sizes), 2)]
+    return (
+        f"`fp8rl plan` counts {plan.peak / size:.1f} {unit} a device, most of all in the {phase} "
+        f"phase; set {' or '.join(smaller) or 'fewer prompts and tokens'}"
     )
 
 

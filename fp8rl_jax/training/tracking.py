@@ -495,6 +495,10 @@ def clock_text(seconds: float | None) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
+ALARM = 1.05
+"""The mean of exp |d log p| above which NeMo RL looks closer."""
+
+
 class Watch:
     """Reads each step's metrics, warns, and stops a run that no longer learns.
 
@@ -521,7 +525,7 @@ class Watch:
         self._abort_after_failed = min(trainer.abort_after_failed_rewards, trainer.steps)
         self._narrow = compute_dtype == "float16"
         self._skipped = self._in_a_row = self._failed_in_a_row = 0
-        self._warned_constant = False
+        self._warned_constant = self._apart = False
 
     @property
     def skipping(self) -> bool:
@@ -588,6 +592,17 @@ class Watch:
                 "compare in groups (said once)",
                 step,
             )
+        apart = metrics.get("mismatch/token_mult_prob_error", 1.0)
+        if apart > ALARM and not self._apart:
+            _log.warning(
+                "step %d: rollout and trainer disagree: mismatch/token_mult_prob_error is %.3g, "
+                "and above %g something other than rounding is likely; `fp8rl compare` shows where "
+                "(said once, until it is below)",
+                step,
+                apart,
+                ALARM,
+            )
+        self._apart = apart > ALARM
         return {"optim/skipped_steps": float(self._skipped)}
 
     def _advice(self, roles: list[str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ class Started:
     process: subprocess.Popen
     output: Path
     errors: Path
+    began: float
 
     def wait_for(self, happened: Callable[[], bool], seconds: float = 120) -> None:
         """Wait until something has happened, or fail where the process ends or time is up."""
@@ -42,6 +44,18 @@ class Started:
         """Lines of the record so far."""
         return len(whole_lines(self.output / "metrics.jsonl"))
 
+    def caught_up(self, rows: int) -> tuple[float, int]:
+        """Wait until it has all `rows` again that were there before, and one more.
+
+        Returns:
+            Seconds since its start, and rows that it did again.
+        """
+        resumed = re.compile(r"(?:resuming|starting) at step (\d+)")
+        self.wait_for(lambda: bool(resumed.search(self.said)) and self.rows() > rows)
+        seconds, found = time.monotonic() - self.began, resumed.search(self.said)
+        assert found is not None
+        return seconds, max(rows - int(found[1]), 0)
+
 
 def start(run_file: str, output: Path, *flags: str) -> Started:
     """Start `fp8rl train` on one device."""
@@ -52,6 +66,7 @@ def start(run_file: str, output: Path, *flags: str) -> Started:
         "PYTHONUNBUFFERED": "1",
     }
     output.parent.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
     errors = output.with_name(f"{output.name}-{time.monotonic_ns()}.err")
     with errors.open("w") as file:
         process = subprocess.Popen(
@@ -62,7 +77,7 @@ def start(run_file: str, output: Path, *flags: str) -> Started:
             stdout=subprocess.DEVNULL,
             stderr=file,
         )
-    return Started(process, output, errors)
+    return Started(process, output, errors, began)
 
 
 def whole_lines(path: Path) -> list[dict]:

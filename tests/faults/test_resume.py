@@ -56,12 +56,14 @@ def check_same(one: Path, other: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_ends_a_run_with_a_checkpoint(run_file, whole, tmp_path, number):
+def test_a_signal_ends_a_run_with_a_checkpoint(run_file, whole, tmp_path, fault, number):
     run = start(run_file, tmp_path / "run", "--resume")
     run.wait_for(lambda: run.rows() >= 6)
     asked = time.monotonic()
     run.process.send_signal(number)
-    assert run.end() == 75 and time.monotonic() - asked < 20
+    assert run.end() == 75
+    detected, recovered, again = time.monotonic() - asked, None, 0
+    assert detected < 20
     last = run.said.splitlines()[-1]
     at = int(last.partition("before step ")[2].partition(";")[0])
     assert last == (
@@ -70,8 +72,11 @@ def test_a_signal_ends_a_run_with_a_checkpoint(run_file, whole, tmp_path, number
     )
     assert at >= 6 and (tmp_path / f"run/checkpoints/{at}").is_dir()
     if number == signal.SIGTERM:
-        assert start(run_file, tmp_path / "run", "--resume").end() == 0
+        resumed = start(run_file, tmp_path / "run", "--resume")
+        recovered, again = resumed.caught_up(run.rows())
+        assert resumed.end() == 0 and again == 0
         check_same(tmp_path / "run", whole)
+    fault("signal", last, status=75, detected=detected, recovered=recovered, lost=again)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +88,7 @@ def test_a_signal_ends_a_run_with_a_checkpoint(run_file, whole, tmp_path, number
     ],
 )
 def test_the_second_signal_and_the_end_of_the_grace_time_wait_for_nothing(
-    seconds, signals, code, line
+    seconds, signals, code, line, fault
 ):
     """The main thread works on, and never looks whether it was asked."""
     program = f"""
@@ -102,46 +107,69 @@ with stopping({seconds}, lambda: "it stands") as stop:
     )
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     for number in signals:
+        asked = time.monotonic()
         process.send_signal(number)
         time.sleep(0.1)
-    _, said = process.communicate(timeout=10)
+    process.wait(10)
+    detected = time.monotonic() - asked
+    _, said = process.communicate()
     assert process.returncode == code
     assert said.splitlines()[-1] == f"fp8rl: {line}"
+    fault(
+        "grace over" if code == 75 else "signal again",
+        said.splitlines()[-1],
+        status=code,
+        detected=detected,
+        lost="the steps since the last checkpoint",
+    )
 
 
-def test_killed_at_random_moments_the_same_command_goes_on(run_file, whole, tmp_path):
+def test_killed_at_random_moments_the_same_command_goes_on(run_file, whole, tmp_path, fault):
     """Before the first row, behind it, and wherever it is then."""
-    draw, kills = random.Random(0), 0
-    for rows in (0, 1, 6):
+    draw, kills = random.Random(0), []
+    for rows in (0, 1, 6, None):
         run = start(run_file, tmp_path / "run", "--resume")
+        if kills:
+            detected, before = kills[-1]
+            recovered, again = run.caught_up(before)
+            (said,) = (line for line in run.said.splitlines() if " at step " in line)
+            told = {"status": -9, "detected": detected, "recovered": recovered, "lost": again}
+            fault("killed" if "resuming" in said else "killed early", said, **told)
+        if rows is None:
+            break
         there = run.output.joinpath("run.lock").exists
         run.wait_for(lambda run=run, rows=rows, there=there: there() and run.rows() >= rows)
         time.sleep(draw.random() * 0.2)
+        killed = time.monotonic()
         run.process.kill()
-        kills += run.end() == -signal.SIGKILL
-    assert kills == 3
-    last = start(run_file, tmp_path / "run", "--resume")
-    assert last.end() == 0, last.said
+        assert run.end() == -signal.SIGKILL
+        kills.append((time.monotonic() - killed, run.rows()))
+    assert run.end() == 0, run.said
     check_same(tmp_path / "run", whole)
     # what was done again is kept, too
     assert whole_lines(tmp_path / "run" / "metrics-replaced.jsonl")
 
 
-def test_another_run_in_the_same_folder_is_refused(run_file, tmp_path, capsys):
+def test_another_run_in_the_same_folder_is_refused(run_file, tmp_path, capsys, fault):
     run = start(run_file, tmp_path / "run", "--trainer.steps", "2000")
     run.wait_for(lambda: run.rows() >= 1)
     owner = f"{getpass.getuser()}@{socket.gethostname()}, process {run.process.pid}, since"
     told = f"is in use by another run ({owner}"
-    check_refused(run_file, tmp_path / "run", capsys, ["--resume"], told)
+    asked = time.monotonic()
+    line = check_refused(run_file, tmp_path / "run", capsys, ["--resume"], told)
+    fault("two runs", line, status=2, detected=time.monotonic() - asked)
     run.process.kill()
     run.end()
 
 
-def test_a_finished_run_is_left_as_it_is(tmp_path, caplog):
+def test_a_finished_run_is_left_as_it_is(tmp_path, caplog, fault):
     run_file, out = write_run(tmp_path, EVEN_LETTERS, EVALUATION), tmp_path / "run"
     assert train(run_file, out) == 0
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
-    assert train(run_file, out, "--resume") == 0 and "is finished" in caplog.text
+    asked = time.monotonic()
+    assert train(run_file, out, "--resume") == 0
+    (said,) = (line for line in caplog.messages if "is finished" in line)
+    fault("finished", said, status=0, detected=time.monotonic() - asked)
     after = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
     del before[out / "run.lock"], after[out / "run.lock"]
     assert after == before
@@ -161,7 +189,7 @@ CHANGED = {
 }
 
 
-def test_what_makes_another_experiment_is_named_and_wants_a_flag(tmp_path, capsys, caplog):
+def test_what_makes_another_experiment_is_named_and_wants_a_flag(tmp_path, capsys, caplog, fault):
     reward = tmp_path / "reward.py"
     reward.write_text("def score(completion, **_):\n    return len(set(completion)) / 6\n")
     run_file, out = (
@@ -171,8 +199,11 @@ def test_what_makes_another_experiment_is_named_and_wants_a_flag(tmp_path, capsy
     assert train(run_file, out, "--trainer.steps", "2") == 0
     settings = (out / "config.toml").read_bytes()
     for line, flags in CHANGED.items():
+        asked = time.monotonic()
         assert train(run_file, out, "--trainer.steps", "2", "--resume", *flags) == 2
-        assert any(line in said for said in faults(capsys)), line
+        said = [each for each in faults(capsys) if line in each]
+        assert said, line
+        fault("changed", said[0], status=2, detected=time.monotonic() - asked)
     assert (out / "config.toml").read_bytes() == settings
     reward.write_text("def score(completion, **_):\n    return 1.0\n")
     flags = ["--trainer.steps", "4", "--resume"]
@@ -186,13 +217,15 @@ def test_what_makes_another_experiment_is_named_and_wants_a_flag(tmp_path, capsy
     assert len(record["earlier"]) == 1
 
 
-def test_a_blow_up_leaves_a_good_checkpoint_its_batch_and_its_row(tmp_path, capsys):
+def test_a_blow_up_leaves_a_good_checkpoint_its_batch_and_its_row(tmp_path, capsys, fault):
     run_file, out = write_run(tmp_path, LEARNS), tmp_path / "run"
     every = ["--checkpoint.every", "1", "--trainer.abort-after-skips", "3"]
     assert train(run_file, out, "--trainer.steps", "3", *every) == 0
     capsys.readouterr()
     flags = [*every, "--trainer.steps", "20", "--optimizer.learning-rate", "1e30"]
+    asked = time.monotonic()
     assert train(run_file, out, *flags, "--resume", "--resume-changed") == 2
+    detected = time.monotonic() - asked
     (line,) = faults(capsys)
     assert "3 updates in a row were skipped" in line
     good = int(line.partition("last known good checkpoint: step ")[2])
@@ -201,22 +234,26 @@ def test_a_blow_up_leaves_a_good_checkpoint_its_batch_and_its_row(tmp_path, caps
     assert len(skipped) == 3 and measured(out)[-1]["step"] == skipped[-1]
     batch = np.load(out / f"skipped-step-{skipped[0]}.npz")
     assert batch["tokens"].shape == batch["mask"].shape and len(batch["texts"]) == 16
+    again = measured(out)[-1]["step"] + 1 - good
+    fault("blow-up", line, status=2, detected=detected, lost=again)
 
 
 @pytest.mark.parametrize("value", ["float('nan')", "1e30 + len(completion)"])
-def test_all_rewards_failing_stops_with_the_reason_and_its_last_row(tmp_path, capsys, value):
+def test_all_rewards_failing_stops_with_the_reason_and_its_last_row(tmp_path, capsys, fault, value):
     """1e30 would be no fault of its own, and its square is beyond float32: no advantage is left."""
     reward = tmp_path / "reward.py"
     reward.write_text(f"def score(completion, **_):\n    return {value}\n")
     run_file = write_run(tmp_path, {"task": {"reward": {"function": f"{reward}:score"}}})
-    check_refused(run_file, tmp_path / "run", capsys, [], "every reward failed in 3 steps in a row")
+    asked, told = time.monotonic(), "every reward failed in 3 steps in a row"
+    line = check_refused(run_file, tmp_path / "run", capsys, [], told)
+    fault("all fail", line, status=2, detected=time.monotonic() - asked, lost="three steps")
     assert [row["step"] for row in measured(tmp_path / "run")] == [0, 1, 2]
 
 
 TREE = {"weight": np.linspace(-1, 1, 4096, dtype=np.float32), "count": np.full((1,), 7, np.int32)}
 
 
-def test_no_flipped_bit_is_loaded(tmp_path):
+def test_no_flipped_bit_is_loaded(tmp_path, caplog, fault):
     """Each of 40, in a file drawn by its size: the checkpoint before is read, or what was saved."""
     kept = tmp_path / "kept"
     checkpoints = Checkpoints(kept, CheckpointConfig())
@@ -232,10 +269,17 @@ def test_no_flipped_bit_is_loaded(tmp_path):
         data = bytearray(file.read_bytes())
         data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
         (place / file.relative_to(kept)).write_bytes(data)
-        again = Checkpoints(place, CheckpointConfig())
+        caplog.clear()
+        asked, again = time.monotonic(), Checkpoints(place, CheckpointConfig())
         step, found = again.restore(TREE)
         again.close()
         passed_over += step == 1
+        fault(
+            "flipped bit",
+            caplog.messages[-1] if step == 1 else "",
+            recovered=time.monotonic() - asked,
+            lost="the damaged checkpoint" if step == 1 else "nothing",
+        )
         for name, value in TREE.items():
             saved = value if step == 2 else np.zeros_like(value)
             np.testing.assert_array_equal(found[name], saved)
@@ -265,29 +309,41 @@ def test_the_last_known_good_checkpoint_stays(tmp_path):
     checkpoints.close()
 
 
-def test_a_full_disk_is_one_line_before_anything_is_computed(tmp_path, capsys, monkeypatch):
+def test_a_full_disk_is_one_line_before_anything_is_computed(tmp_path, capsys, monkeypatch, fault):
     room = shutil.disk_usage(tmp_path)._replace(free=100_000)
     monkeypatch.setattr("shutil.disk_usage", lambda _: room)
     run_file = write_run(tmp_path, EVEN_LETTERS)
-    check_refused(run_file, tmp_path / "run", capsys, [], "a checkpoint needs 0.6 MB, and 0.1 MB")
+    asked, told = time.monotonic(), "a checkpoint needs 0.6 MB, and 0.1 MB"
+    line = check_refused(run_file, tmp_path / "run", capsys, [], told)
+    fault("full disk", line, status=2, detected=time.monotonic() - asked)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 @pytest.mark.parametrize("output", ["/proc/self/run", "/dev/null/run"])
-def test_a_folder_that_cannot_be_written_is_one_line(tmp_path, capsys, output):
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path, capsys, fault, output):
     run_file = write_run(tmp_path, EVEN_LETTERS)
-    check_refused(run_file, Path(output), capsys, [], "the run directory cannot be written")
+    asked, told = time.monotonic(), "the run directory cannot be written"
+    line = check_refused(run_file, Path(output), capsys, [], told)
+    fault("unwritable", line, status=2, detected=time.monotonic() - asked)
 
 
-def test_a_disk_that_fills_up_is_one_line_and_the_run_goes_on_later(run_file, whole, tmp_path):
+def test_a_disk_that_fills_up_is_one_line_and_the_run_goes_on_later(
+    run_file, whole, tmp_path, fault
+):
     run = start(run_file, tmp_path / "run")
     run.wait_for(lambda: run.rows() >= 5)
     resource.prlimit(run.process.pid, resource.RLIMIT_FSIZE, (4000, 4000))
+    full = time.monotonic()
     assert run.end() == 2
+    detected, before = time.monotonic() - full, run.rows()
     (line,) = run.said.splitlines()
     assert "cannot be written: File too large" in line and "--resume goes on" in line
-    assert start(run_file, tmp_path / "run", "--resume").end() == 0
+    resumed = start(run_file, tmp_path / "run", "--resume")
+    recovered, again = resumed.caught_up(before)
+    assert resumed.end() == 0
     check_same(tmp_path / "run", whole)
+    told = {"detected": detected, "recovered": recovered, "lost": again}
+    fault("disk fills up", line, status=2, **told)
 
 
 class Disk:
@@ -335,7 +391,7 @@ class Disk:
         return flushed[str(path)]
 
 
-def test_a_loss_of_power_leaves_the_old_text_or_the_new(tmp_path, monkeypatch):
+def test_a_loss_of_power_leaves_the_old_text_or_the_new(tmp_path, monkeypatch, fault):
     path = tmp_path / "run.json"
     path.write_bytes(b"old")
     disk = Disk(monkeypatch)
@@ -345,3 +401,6 @@ def test_a_loss_of_power_leaves_the_old_text_or_the_new(tmp_path, monkeypatch):
     # the name itself is on the disk before the call returns
     assert disk.events[-1] == ("fsync", str(tmp_path))
     assert disk.after(len(disk.events), path, b"old") == path.read_bytes()
+    monkeypatch.undo()
+    for _ in found:
+        fault("power", "")

@@ -44,16 +44,15 @@ def pool(request):
         yield pool
 
 
-def check_cost(pool: RewardPool, completion: str, error: str, seconds: float) -> None:
+def check_cost(pool: RewardPool, completion: str, error: str, seconds: float) -> tuple[str, float]:
     """One of four samples fails with `error`, within `seconds` and the start of another worker; no
-    process is left of its own."""
+    process is left of its own. Gives the error, and seconds until the batch was whole."""
     before = {worker.process.pid for worker in pool._dispatcher.workers}
     started = time.monotonic()
     completions = ["score 0.25", completion, "score 0.5", "score 1"]
     scores = pool.score([EXAMPLE] * 4, completions)
-    assert (
-        time.monotonic() - started < seconds + 10
-    )  # the start of another worker, on a busy machine
+    took = time.monotonic() - started
+    assert took < seconds + 10  # the start of another worker, on a busy machine
     assert scores.rewards.tolist() == [0.25, 0, 0.5, 1]
     assert scores.failed.tolist() == [False, True, False, False]
     assert re.search(error, scores.first_error), scores.first_error
@@ -63,6 +62,7 @@ def check_cost(pool: RewardPool, completion: str, error: str, seconds: float) ->
     if sys.platform == "linux":
         assert not any(Path(f"/proc/{pid}").exists() for pid in before - now)
         assert len(processes.descendants(next(iter(now)))) == 1
+    return scores.first_error, took
 
 
 @pytest.mark.parametrize(
@@ -76,8 +76,9 @@ def check_cost(pool: RewardPool, completion: str, error: str, seconds: float) ->
         ("return text", "returned str instead of a number"),
     ],
 )
-def test_a_reward_that_gives_no_number(pool, kind, error):
-    check_cost(pool, kind, error, seconds=1)
+def test_a_reward_that_gives_no_number(pool, kind, error, fault):
+    said, took = check_cost(pool, kind, error, seconds=1)
+    fault("no number", said, recovered=took, lost="its own sample")
 
 
 def test_a_large_reward_is_a_reward(pool):
@@ -96,8 +97,9 @@ def test_a_large_reward_is_a_reward(pool):
         ("exit 3", "^the worker exited with status 3$"),
     ],
 )
-def test_a_reward_that_hangs_multiplies_or_ends(pool, kind, error):
-    check_cost(pool, kind, error, seconds=TIMEOUT + 1)
+def test_a_reward_that_hangs_multiplies_or_ends(pool, kind, error, fault):
+    said, took = check_cost(pool, kind, error, seconds=TIMEOUT + 1)
+    fault("hangs", said, recovered=took, lost="its own sample")
 
 
 def test_a_flood_of_output_does_not_hold_a_reward_up(pool):
@@ -107,12 +109,14 @@ def test_a_flood_of_output_does_not_hold_a_reward_up(pool):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_rewards_that_always_hang_cost_seconds(workers):
+def test_rewards_that_always_hang_cost_seconds(workers, fault):
     with pool_of(num_workers=workers, timeout=0.3) as pool:
         started = time.monotonic()
         with pytest.raises(UserError) as raised:
             pool.score([EXAMPLE] * 512, ["sleep 1000"] * 512)
-        assert time.monotonic() - started < 20
+        detected = time.monotonic() - started
+        assert detected < 20
+    fault("hangs always", str(raised.value), status=2, detected=detected, lost="the step")
     assert str(raised.value) == (
         "the rewards hang: 4 workers were killed at their first sample, and none has ever given a "
         "score; mend the reward, or raise task.reward.timeout = 0.3 if it is slow at first"

@@ -114,11 +114,12 @@ def outside(tmp_path, monkeypatch):
         ("connect", "port"),
     ],
 )
-def test_strict_stops_what_process_lets_happen(pools, outside, verb, target):
+def test_strict_stops_what_process_lets_happen(pools, outside, fault, verb, target):
     before = outside["metrics"].read_text()
     scores = pools["strict"].score([EXAMPLE] * 2, [f"{verb} {outside[target]}", "score 0.5"])
     assert scores.rewards.tolist() == [0, 0.5] and scores.errors == 1 and scores.seconds < 5
     assert scores.first_error.startswith("PermissionError: ")
+    fault("attack", scores.first_error, recovered=scores.seconds, lost="its own sample")
     assert outside["metrics"].read_text() == before and not outside["home"].exists()
     scores = pools["process"].score([EXAMPLE] * 2, [f"{verb} {outside[target]}", "score 0.5"])
     assert scores.rewards.tolist() == [1, 0.5]
@@ -223,7 +224,7 @@ def test_the_page_lists_the_variables_that_rewards_get():
     assert [name for name in worker_process.PASSED_ON if f"`{name}`" not in page] == []
 
 
-def test_the_memory_of_a_whole_tree_is_bounded():
+def test_the_memory_of_a_whole_tree_is_bounded(fault):
     """Four processes, each within its limit, all together beyond it."""
     with pool_of("process", memory_limit_mib=600, timeout=60.0) as pool:
         supervisor = pool._dispatcher.workers[0].process.pid
@@ -235,11 +236,13 @@ def test_the_memory_of_a_whole_tree_is_bounded():
             time.sleep(0.002)
         scores = job.result()
         assert not Path(f"/proc/{supervisor}").exists()
-    assert scores.rewards.tolist() == [0, 0.5] and time.monotonic() - started < 30
+        took = time.monotonic() - started
+    assert scores.rewards.tolist() == [0, 0.5] and took < 30
     assert scores.first_error == (
         "the worker held more than task.reward.memory_limit_mib = 600 with what it started"
     )
-    print(f"at most {most >> 20} MiB")
+    lost = f"its own sample (at most {most >> 20} MiB were held)"
+    fault("tree", scores.first_error, recovered=took, lost=lost)
     with pool_of("off", memory_limit_mib=600, timeout=60.0) as pool:
         assert pool.score([EXAMPLE], ["children 4 300"]).rewards.tolist() == [1]
 

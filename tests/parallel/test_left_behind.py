@@ -3,6 +3,7 @@ word: they name it, and end."""
 
 from __future__ import annotations
 
+import re
 import signal
 import socket
 import subprocess
@@ -17,23 +18,28 @@ from fp8rl_jax.config.run import MeshConfig
 from fp8rl_jax.parallel.watch import Progress, Watch
 
 LOST = "fp8rl: process {} was lost in step 12 (gen: {}"
+LOST_STEPS = "the steps since the last checkpoint"
 OWN = "process {} ended by an error of its own in step 12: {}"
 
 
-def ended(count: int, which: int, how: str) -> list[tuple[int | None, str]]:
-    """Exit codes, and the last line that each said."""
+def ended(count: int, which: int, how: str) -> tuple[list[tuple[int | None, str]], float]:
+    """Exit codes and the last line that each said; seconds from the fault to the end of the last."""
     script = Path(__file__).with_name("left.py")
     found = endings(script, count, 1, str(which), how, timeout=60)
-    return [(code, (said.strip().splitlines() or [""])[-1]) for code, said in found]
+    at = re.search(r"^at (.*)$", found[which][1], re.M)
+    assert at is not None, found
+    seconds = time.time() - float(at[1])
+    return [(code, (said.strip().splitlines() or [""])[-1]) for code, said in found], seconds
 
 
 @pytest.mark.parametrize(("count", "which"), [(3, 1), (2, 0)])
-def test_a_killed_process_is_named_by_all_others(count, which):
-    found = ended(count, which, "killed")
+def test_a_killed_process_is_named_by_all_others(count, which, fault):
+    found, seconds = ended(count, which, "killed")
     assert found.pop(which)[0] == -signal.SIGKILL
     for code, line in found:
         assert code == 75
         assert line == LOST.format(which, "its connection closed); continue with --resume")
+    fault("peer killed", line, status=75, detected=seconds, lost=LOST_STEPS)
 
 
 @pytest.mark.parametrize(
@@ -43,18 +49,19 @@ def test_a_killed_process_is_named_by_all_others(count, which):
         (1, "hangs", "it has not moved for 4 s, and others wait for it"),
     ],
 )
-def test_a_process_that_stops_or_hangs_is_lost_within_the_bound(which, how, why):
-    found = ended(2, which, how)
+def test_a_process_that_stops_or_hangs_is_lost_within_the_bound(which, how, why, fault):
+    found, seconds = ended(2, which, how)
     if how == "stopped":
         # as long as nobody continues or kills it
         assert found.pop(which)[0] is None
     for code, line in found:
         assert code == 75
         assert line.startswith(LOST.format(which, why))
+    fault("peer stops", line, status=75, detected=seconds, lost=LOST_STEPS)
 
 
 def test_what_takes_long_by_right_is_no_hang():
-    assert [code for code, _ in ended(2, 1, "slow")] == [0, 0]
+    assert [code for code, _ in ended(2, 1, "slow")[0]] == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -65,11 +72,12 @@ def test_what_takes_long_by_right_is_no_hang():
         (1, "breaks", 1, "ValueError: Gloo AllReduce failed: Connection closed by peer"),
     ],
 )
-def test_a_process_with_an_error_of_its_own_is_no_lost_one(which, how, status, why):
-    found = ended(2, which, how)
+def test_a_process_with_an_error_of_its_own_is_no_lost_one(which, how, status, why, fault):
+    found, seconds = ended(2, which, how)
     assert [code for code, _ in found] == [status, status]
     assert found[1 - which][1].endswith(OWN.format(which, why))
     assert why in found[which][1]
+    fault("peer breaks", found[1 - which][1], status=status, detected=seconds, lost=LOST_STEPS)
 
 
 def pair(config: MeshConfig) -> tuple[list[Watch], list[Progress]]:
@@ -155,11 +163,12 @@ except UserError as error:
 
 
 @pytest.mark.parametrize(("process", "other"), [(0, 1), (1, 0)])
-def test_a_process_that_waits_says_for_whom_and_hears_ctrl_c(process, other):
-    port = free_port()
+def test_a_process_that_waits_says_for_whom_and_hears_ctrl_c(process, other, fault):
+    port, began = free_port(), time.monotonic()
     waiting = joining(port, process)
     assert waiting.stderr is not None
-    line = waiting.stderr.readline()
+    line, detected = waiting.stderr.readline(), time.monotonic() - began
+    fault("missing", line, status=130, detected=detected)
     assert line == f"fp8rl: waiting for process {other} of 2 at 127.0.0.1:{port}\n"
     asked = time.monotonic()
     waiting.send_signal(signal.SIGINT)
@@ -191,13 +200,14 @@ def test_those_that_are_missing_are_named_and_no_number_is_given_twice():
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0", "::"])
-def test_a_port_in_use_is_one_line(address):
+def test_a_port_in_use_is_one_line(address, fault):
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family) as taken:
         taken.bind((address, 0))
         taken.listen()
         port = taken.getsockname()[1]
-        refused = joining(port, 0)
+        began, refused = time.monotonic(), joining(port, 0)
         _, said = refused.communicate(timeout=30)
+    fault("port", said.splitlines()[-1], status=2, detected=time.monotonic() - began)
     assert refused.returncode == 1 and said.splitlines()[-1].startswith("refused: mesh.coordinator")
     assert f"cannot listen on port {port}" in said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from dataclasses import replace
 
 import jax
@@ -49,7 +50,7 @@ def test_trainer_calibration_is_required_and_versions_count():
 
 
 @pytest.mark.parametrize("interrupted", ["_convert", "_seen"])
-def test_an_interrupted_sync_leaves_nothing_to_serve(monkeypatch, interrupted):
+def test_an_interrupted_sync_leaves_nothing_to_serve(monkeypatch, fault, interrupted):
     """Whether before the weights are made or behind it: never new weights with older scales."""
     engine, prompts = make_engine("fp8-rl"), make_prompts()
     before = engine.generate(prompts, 1, Sampling(4), jax.random.key(0))
@@ -62,8 +63,10 @@ def test_an_interrupted_sync_leaves_nothing_to_serve(monkeypatch, interrupted):
         patch.setattr(owner, interrupted, interrupt)
         with pytest.raises(KeyboardInterrupt):
             engine.sync(make_policy(seed=1), engine.scales)
-    with pytest.raises(RuntimeError, match="call sync first"):
+    asked = time.monotonic()
+    with pytest.raises(RuntimeError, match="call sync first") as raised:
         engine.generate(prompts, 1, Sampling(4), jax.random.key(0))
+    fault("cut sync", str(raised.value), detected=time.monotonic() - asked)
     scales = calibrate_on_prompts(make_policy(), make_prompts(seed=5), engine.recipe, jnp.float32)
     engine.sync(make_policy(), scales)
     again = engine.generate(prompts, 1, Sampling(4), jax.random.key(0))
@@ -78,7 +81,7 @@ def flipped(x, bit: int):
 
 
 @pytest.mark.parametrize("paged", [False, True])
-def test_one_bit_of_what_is_served_is_found_before_anything_is_sampled(monkeypatch, paged):
+def test_one_bit_of_what_is_served_is_found_before_anything_is_sampled(monkeypatch, fault, paged):
     engine, prompts, request = make_engine("fp8-rl"), make_prompts(), (1, Sampling(2))
     if paged:
         served = engine
@@ -99,8 +102,10 @@ def test_one_bit_of_what_is_served_is_found_before_anything_is_sampled(monkeypat
         ]
         engine.policy, engine.scales = jax.tree.unflatten(tree, broken)
         name = jax.tree_util.keystr(names[place][0][1:], simple=True, separator=".")
-        with pytest.raises(UserError, match=f"{re.escape(name)} is no longer what sync 1 wrote"):
+        asked, told = time.monotonic(), f"{re.escape(name)} is no longer what sync 1 wrote"
+        with pytest.raises(UserError, match=told) as raised:
             engine.generate(prompts, *request, key)
+        fault("served bit", str(raised.value), status=2, detected=time.monotonic() - asked)
         with pytest.raises(RuntimeError, match="call sync first"):
             engine.generate(prompts, *request, key)
     monkeypatch.undo()

@@ -340,25 +340,27 @@ def interpreter(tmp_path) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("fault", ["once", "hang", "engine"])
-def test_a_server_that_ends_or_hangs_is_started_again(interpreter, tmp_path, fault, caplog):
+@pytest.mark.parametrize("kind", ["once", "hang", "engine"])
+def test_a_server_that_ends_or_hangs_is_started_again(interpreter, tmp_path, caplog, fault, kind):
     """In the middle of a batch, which is asked for anew, on the same weights."""
     with Replay() as server:
         sound = make_engine(address=server.address, directory=str(tmp_path))
         sound.sync(policy())
         expected = sound.generate(prompts(), 3, sampling(), KEY)
-    arguments = ("--fault", f"{fault}:{tmp_path / 'done'}")
+    arguments = ("--fault", f"{kind}:{tmp_path / 'done'}")
     engine = make_engine(python=interpreter, arguments=arguments, request_seconds=3.0)
     try:
         engine.sync(policy())
+        asked = time.monotonic()
         rollout = engine.generate(prompts(), 3, sampling(), KEY)
-        process = engine._server._process
+        recovered, process = time.monotonic() - asked, engine._server._process
         assert process.poll() is None
     finally:
         engine.stop()
     assert process.poll() is not None
     assert float(rollout.metrics["rollout/vllm_restarts"]) == 1 == engine.restarts
-    assert "starting it again" in caplog.text
+    (said,) = (line for line in caplog.messages if "starting it again" in line)
+    fault("server", said, recovered=recovered)
     for name in ("tokens", "mask", "policy_logprobs", "stopped"):
         np.testing.assert_array_equal(getattr(rollout, name), getattr(expected, name))
 

@@ -158,10 +158,12 @@ def test_nothing_is_held_out_where_eval_size_is_0():
         (rows_task("no_such_function"), "has no function"),
     ],
 )
-def test_a_source_that_cannot_be_used_is_one_clear_line(task, message):
+def test_a_source_that_cannot_be_used_is_one_clear_line(task, message, fault):
+    asked = time.monotonic()
     with pytest.raises(UserError, match=message) as raised:
         load_splits(task)
     assert "\n" not in str(raised.value)
+    fault("source", str(raised.value), status=2, detected=time.monotonic() - asked)
 
 
 def test_every_epoch_visits_every_example_once_in_an_order_of_its_own():

@@ -107,14 +107,17 @@ def test_an_evaluation_between_steps_changes_no_step(tmp_path):
     assert again == rows[0]
 
 
-def test_damaged_newest_checkpoint_is_passed_over(run_file, tmp_path, caplog):
+def test_damaged_newest_checkpoint_is_passed_over(run_file, tmp_path, caplog, fault):
     out = tmp_path / "run"
     assert train(run_file, out) == 0
     for file in (out / "checkpoints" / "4").rglob("*"):
         if file.is_file():
             file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    asked = time.monotonic()
     assert train(run_file, out, "--resume") == 0
-    assert "cannot be read" in caplog.text
+    recovered = time.monotonic() - asked
+    (said,) = (line for line in caplog.messages if "cannot be read" in line)
+    fault("cut checkpoint", said, recovered=recovered, lost=2)
     assert [r["step"] for r in measured(out)] == [0, 1, 2, 3, 4]
     assert (out / "checkpoints" / "4").is_dir() and len(
         list(out.glob("checkpoint-4-damaged-*"))
@@ -235,8 +238,10 @@ def test_stop_strings_bad_words_and_bias_shape_the_rollout(run_file, tmp_path):
         (["--rollout.max-prompt-tokens", "2"], "rollout.max_prompt_tokens = 2"),
     ],
 )
-def test_faults_are_one_line(run_file, tmp_path, capsys, flags, message):
-    check_refused(run_file, tmp_path / "out", capsys, flags, message)
+def test_faults_are_one_line(run_file, tmp_path, capsys, fault, flags, message):
+    asked = time.monotonic()
+    line = check_refused(run_file, tmp_path / "out", capsys, flags, message)
+    fault("settings", line, status=2, detected=time.monotonic() - asked)
 
 
 def test_a_run_whose_first_and_last_layers_stay_in_the_compute_dtype(tmp_path, capsys):

@@ -211,7 +211,7 @@ def test_plan_command_says_whether_it_fits(capsys):
 
 
 @pytest.mark.parametrize("known", ["configured", "reported"])
-def test_train_refuses_before_weights_are_read(tmp_path, capsys, monkeypatch, known):
+def test_train_refuses_before_weights_are_read(tmp_path, capsys, monkeypatch, fault, known):
     """The directory holds a config.json and no weights: whatever loads them would say so."""
     shape = json.loads((RUNS / "shapes" / "qwen3-8b" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(shape))
@@ -223,8 +223,11 @@ def test_train_refuses_before_weights_are_read(tmp_path, capsys, monkeypatch, kn
             memory_stats=lambda: {"bytes_limit": 60_000_000_000}, device_kind="card"
         )
         monkeypatch.setattr("fp8rl_jax.training.plan.jax.local_devices", lambda: [device])
+    asked = time.monotonic()
     assert main(["train", *flags]) == 2
-    error = capsys.readouterr().err
+    detected, error = time.monotonic() - asked, capsys.readouterr().err
+    (line,) = (each for each in error.splitlines() if each.startswith("fp8rl: error:"))
+    fault("too large", line, status=2, detected=detected)
     assert (
         error.count("fp8rl: error:") == 1
         and "memory: the run needs" in error

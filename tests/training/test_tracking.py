@@ -148,7 +148,7 @@ class Broken:
         self.calls["close"] += 1
 
 
-def test_a_view_that_fails_is_warned_about_once_and_the_record_goes_on(tmp_path, capsys):
+def test_a_view_that_fails_is_warned_about_once_and_the_record_goes_on(tmp_path, capsys, fault):
     broken = Broken()
     tracker = Trackers([JsonlTracker(tmp_path / "m.jsonl"), View("Weights & Biases", broken)])
     for step in range(3):
@@ -159,6 +159,8 @@ def test_a_view_that_fails_is_warned_about_once_and_the_record_goes_on(tmp_path,
     error = capsys.readouterr().err
     assert error.count("warning: Weights & Biases failed") == 1
     assert "ConnectionError: no route to host" in error
+    (said,) = (line for line in error.splitlines() if "Weights & Biases failed" in line)
+    fault("tracker", said, lost="the tracker's view; the record is whole")
 
 
 def test_plain_lines_show_the_columns_in_line(tmp_path):

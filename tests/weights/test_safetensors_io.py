@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import time
 
 import ml_dtypes
 import numpy as np
@@ -154,13 +155,15 @@ def test_missing_directory_is_one_line(tmp_path):
         ),
     ],
 )
-def test_malformed_files_are_refused_by_name(content, message, tmp_path):
+def test_malformed_files_are_refused_by_name(content, message, tmp_path, fault):
     path = tmp_path / "bad.safetensors"
     path.write_bytes(content)
+    asked = time.monotonic()
     with pytest.raises(UserError) as error:
         read_safetensors(path)
     assert str(error.value).startswith(str(path))
     assert message in str(error.value)
+    fault("safetensors", str(error.value), status=2, detected=time.monotonic() - asked)
 
 
 @st.composite
