@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.benchmarks.machine import facts
+from experiments.chaos.supervised import QUICK
 from experiments.command import run_command
 from fp8rl_jax.ablation.record import write_json
 from fp8rl_jax.durable import write_durably
@@ -154,7 +155,8 @@ def injected() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as place:
         told, base = Path(place, "told"), Path(place, "base")
         command = [sys.executable, "-m", "pytest", "-q", f"--basetemp={base}", *nodes]
-        if subprocess.run(command, cwd=ROOT, env=os.environ | {TOLD: str(told)}).returncode:
+        environ = os.environ | {TOLD: str(told), "XLA_FLAGS": QUICK}
+        if subprocess.run(command, cwd=ROOT, env=environ).returncode:
             raise UserError("a test failed, as printed above; nothing was written")
         lines = [json.loads(line) for line in told.read_text().splitlines()]
         for line in lines:

@@ -19,7 +19,7 @@ from typing import Any
 from fp8rl_jax.errors import RESUMABLE, UserError
 
 ROOT = Path(__file__).parents[2]
-_QUICK = (
+QUICK = (
     "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1 "
     "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 )
@@ -261,7 +261,7 @@ def _free_port() -> int:
 
 def _environ(devices: int, cache: Path) -> dict[str, str]:
     environ = {key: value for key, value in os.environ.items() if "proxy" not in key.lower()}
-    flags = f"{_QUICK} --xla_force_host_platform_device_count={devices}"
+    flags = f"{QUICK} --xla_force_host_platform_device_count={devices}"
     return environ | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": flags,
