@@ -1,6 +1,7 @@
 """Whole runs of a tiny policy through the command line: both recipes, resume, faults."""
 
 import json
+import time
 import tomllib
 from pathlib import Path
 

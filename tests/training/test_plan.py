@@ -2,6 +2,7 @@
 changes, refusals."""
 
 import json
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
