@@ -151,7 +151,10 @@ def injected() -> dict[str, Any]:
     """Run the tests; gives the record."""
     began = time.monotonic()
     made = facts("experiments.faults", sys.argv[1:])
-    nodes = sorted({node for found in tests().values() for node in found})
+    known = tests()
+    if untested := FAULTS.keys() - known.keys():
+        raise UserError(f"no test injects {', '.join(sorted(untested))}")
+    nodes = sorted({node for found in known.values() for node in found})
     with tempfile.TemporaryDirectory() as place:
         told, base = Path(place, "told"), Path(place, "base")
         command = [sys.executable, "-m", "pytest", "-q", f"--basetemp={base}", *nodes]

@@ -173,6 +173,9 @@ def drawn(draw: random.Random, reference: Started, count: int) -> list[Aim]:
 def watched(place: Path, steps: int) -> dict[str, Any]:
     """Resident memory of a run of many steps.
 
+    It rises a little behind the warm-up, ever more slowly: blocks that were freed and that glibc
+    keeps in its heap. What is in use stays (tests/faults/test_runs.py counts it).
+
     Returns:
         MiB of each tenth step; `before` and `after` are medians of 50 steps behind the warm-up and
         at the end.
