@@ -170,7 +170,10 @@ def injected() -> dict[str, Any]:
 
 
 def tests() -> dict[str, list[str]]:
-    """The tests that inject each fault, as pytest names them, read from `fault("NAME", ...)`."""
+    """The tests that inject each fault, as pytest names them.
+
+    Read from `fault("NAME", ...)`, or `fault("NAME" if ... else "OTHER", ...)`.
+    """
     found: dict[str, list[str]] = {}
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         for test in ast.parse(path.read_text()).body:
@@ -179,9 +182,10 @@ def tests() -> dict[str, list[str]]:
             node = f"{path.relative_to(ROOT).as_posix()}::{test.name}"
             for call in ast.walk(test):
                 if isinstance(call, ast.Call) and ast.unparse(call.func) == "fault":
-                    for name in ast.walk(call.args[0]):
-                        if isinstance(name, ast.Constant):
-                            found.setdefault(str(name.value), []).append(node)
+                    which = call.args[0]
+                    either = [which.body, which.orelse] if isinstance(which, ast.IfExp) else [which]
+                    for name in either:
+                        found.setdefault(ast.literal_eval(name), []).append(node)
     return found
 
 
