@@ -240,15 +240,15 @@ def _cells(told: list[dict[str, Any]]) -> str:
     exits = sorted({line["status"] for line in told if line["status"] is not None})
     lost = list(dict.fromkeys(line["lost"] for line in told if isinstance(line["lost"], str)))
     if steps := [line["lost"] for line in told if isinstance(line["lost"], int)]:
-        lost.append(f"{max(steps)} steps, done again" if max(steps) else "nothing")
-    said = told[0]["said"].replace("|", "\\|")
+        lost.append(f"steps done again: {max(steps)}" if max(steps) else "nothing")
+    said = next((line["said"] for line in told if line["said"]), "").replace("|", "\\|")
     cells = [
         str(len(told)),
         ", ".join(map(str, exits)) or "goes on",
         _longest(told, "detected"),
         _longest(told, "recovered"),
         "; ".join(dict.fromkeys(lost)),
-        f"`{said}`" if said else "",
+        f"`` {said} ``" if said else "",
         "<br>".join(dict.fromkeys(f"`{line['test']}`" for line in told)),
     ]
     return " | ".join(cells)
@@ -256,7 +256,9 @@ def _cells(told: list[dict[str, Any]]) -> str:
 
 def _longest(told: list[dict[str, Any]], name: str) -> str:
     seconds = [line[name] for line in told if line[name] is not None]
-    return f"{max(seconds):.2f} s" if seconds else ""
+    if not seconds:
+        return ""
+    return f"{max(seconds):.2f} s" if max(seconds) >= 0.01 else "< 0.01 s"
 
 
 if __name__ == "__main__":
