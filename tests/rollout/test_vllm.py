@@ -30,6 +30,7 @@ from rollout.vllm_work import (
 import fp8rl_jax as fp8rl
 from fp8rl_jax.config.run import RolloutConfig, RunConfig, VllmConfig
 from fp8rl_jax.models.lora import join, merge, split
+from fp8rl_jax.rollout.constraints import make_constraints
 from fp8rl_jax.weights.hf_directory import load_policy_arrays
 from fp8rl_jax.weights.load import policy_arrays
 
@@ -414,7 +415,10 @@ def test_a_python_that_has_no_vllm(tmp_path, script, told):
             "rollout.vllm.arguments: --kv-cache-dtype: follow",
         ),
         (dict(top_k=5), "rollout.top_k, top_p, min_p, bad_words, logit_bias"),
+        (dict(top_p=0.9), "rollout.top_k, top_p, min_p, bad_words, logit_bias"),
+        (dict(min_p=0.1), "rollout.top_k, top_p, min_p, bad_words, logit_bias"),
         (dict(bad_words=("x",)), "rollout.top_k, top_p, min_p, bad_words, logit_bias"),
+        (dict(logit_bias={"x": 1.0}), "rollout.top_k, top_p, min_p, bad_words, logit_bias"),
         (dict(recipe="infir2"), "recipe 'infir2' has formats of linears"),
         (dict(recipe="fp8-rl", compute_dtype="float32"), "beside bfloat16"),
         (dict(kv_granularity="head"), "has a KV cache that vLLM does not serve"),
@@ -440,12 +444,31 @@ def test_fp8_recipes_are_served_in_bfloat16(recipe):
     assert RunConfig(recipe=recipe, rollout=rollout).problems() == []
 
 
-def test_truncated_sampling_is_refused(serve):
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(top_k=3),
+        dict(top_p=0.5),
+        dict(min_p=0.1),
+        dict(bad_words=("x",)),
+        dict(logit_bias={"x": 1.0}),
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_sampling_of_another_distribution_is_refused(serve, change):
+    """Also where a session's sampling was changed behind its configuration."""
     _, made = serve
     engine = made()
     engine.sync(policy())
+    given = {"stop_strings": (), "bad_words": (), "logit_bias": {}} | change
+    tables = make_constraints(
+        engine.tokenizer,
+        policy().config.vocab_size,
+        *(given.pop(name) for name in ("stop_strings", "bad_words", "logit_bias")),
+    )
+    other = replace(sampling(), **given, **tables._asdict())
     with pytest.raises(fp8rl.UserError, match="vLLM gives the log-probability of the distribution"):
-        engine.generate(prompts(), 3, replace(sampling(), top_k=3), KEY)
+        engine.generate(prompts(), 3, other, KEY)
 
 
 def test_kv_scales_go_with_the_weights(serve):
