@@ -8,8 +8,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 
 import jax
 import jax.numpy as jnp
@@ -121,6 +123,12 @@ def test_the_tied_head_would_be_stale(engine, monkeypatch):
     assert engine.sync(policy(1)) == engine.version
 
 
+def computing(server: int) -> list[int]:
+    """Processes of a server that compute; another one answers."""
+    found = subprocess.run(["pgrep", "-g", str(server), "VLLM"], capture_output=True, check=True)
+    return [pid for pid in map(int, found.stdout.split()) if pid != server]
+
+
 def kill_all(server):
     os.killpg(server, signal.SIGKILL)
 
@@ -131,19 +139,37 @@ def stop_all(server):
 
 def kill_engine(server):
     """As where memory ends: the process that computes, not the one that answers."""
-    found = subprocess.run(["pgrep", "-g", str(server), "VLLM"], capture_output=True, check=True)
-    for pid in map(int, found.stdout.split()):
-        if pid != server:
-            os.kill(pid, signal.SIGKILL)
+    for pid in computing(server):
+        os.kill(pid, signal.SIGKILL)
+
+
+def fails_in_a_batch(server, how) -> None:
+    """Have `how` happen to a server that has a batch's requests and has answered none of them."""
+    process, answers = server._process.pid, server.answers
+
+    def once_asked(requests):
+        until = time.monotonic() + 60
+        while len(server._connections) < requests and time.monotonic() < until:
+            time.sleep(0.01)
+        time.sleep(0.5)  # a connection is there a little before its request
+        how(process)
+
+    def asked(bodies):
+        for pid in computing(process):  # or it would have answered by then
+            os.kill(pid, signal.SIGSTOP)
+        Thread(target=once_asked, args=[len(bodies)], daemon=True).start()
+        return answers(bodies)
+
+    server.answers = asked
 
 
 @pytest.mark.parametrize("how", [kill_all, stop_all, kill_engine])
-def test_a_server_that_is_killed_or_hangs_is_started_again(how, tmp_path):
+def test_a_server_that_is_killed_or_hangs_in_a_batch_is_started_again(how, tmp_path):
     engine = make_engine(python=PYTHON, request_seconds=10, directory=str(tmp_path))
     try:
         engine.sync(policy())
         before = engine.generate(prompts(), 3, sampling(), KEY)
-        how(engine._server._process.pid)
+        fails_in_a_batch(engine._server, how)
         again = engine.generate(prompts(), 3, sampling(), KEY)
         assert float(again.metrics["rollout/vllm_restarts"]) == 1
         np.testing.assert_array_equal(before.tokens, again.tokens)
@@ -232,19 +258,30 @@ def test_recorded_answers_are_vllms(tmp_path):
     kept = json.loads(ANSWERS.read_text())["answers"]
     assert kept.keys() == found.keys()
     for key, (status, text) in kept.items():
-        assert found[key][0] == status
+        assert found[key][0] == status, key
         if status == 200:
-            assert same(json.loads(text or "null"), json.loads(found[key][1] or "null")), key
+            both = json.loads(text or "null"), json.loads(found[key][1] or "null")
+            assert not list(differences(*both)), key
 
 
-def same(one, other) -> bool:
-    """Equal but for times, ids and paths, and log-probabilities to 1e-3."""
-    if isinstance(one, dict):
-        keys = one.keys() - {"created", "id", "root", "weight_version", "new_version"}
-        return one.keys() == other.keys() and all(same(one[k], other[k]) for k in keys)
-    if isinstance(one, list):
-        return len(one) == len(other) and all(map(same, one, other))
-    return abs(one - other) < 1e-3 if isinstance(one, float) else one == other
+# the fingerprint is a hash of the server's settings, the path of its model among them
+OF_A_RUN = {"created", "id", "root", "weight_version", "new_version", "system_fingerprint"}
+
+
+def differences(one, other, place="answer") -> Iterator[str]:
+    """Where two answers are not the same: times, ids and paths aside, and log-probabilities to
+    1e-3, which is what is promised of float32 on any processor."""
+    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+        for key in one.keys() - OF_A_RUN:
+            yield from differences(one[key], other[key], f"{place}.{key}")
+    elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        for i, both in enumerate(zip(one, other, strict=True)):
+            yield from differences(*both, f"{place}[{i}]")
+    elif isinstance(one, float) and isinstance(other, float):
+        if not abs(one - other) < 1e-3:
+            yield f"{place}: {one} and {other}"
+    elif one != other:
+        yield f"{place}: {one!r} and {other!r}"
 
 
 def recorded_work(engine) -> None:
