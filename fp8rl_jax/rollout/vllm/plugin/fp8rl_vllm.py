@@ -80,6 +80,16 @@ def _renew_tied_head(model) -> bool:
     return True
 
 
+def _serve_block_fp8() -> None:
+    """On a CPU have vLLM load block FP8 also where its own kernels do not run."""
+    from vllm.platforms import current_platform  # ty: ignore[import-not-found]
+
+    if current_platform.is_cpu():
+        import fp8rl_cpu_linear
+
+        fp8rl_cpu_linear.register()
+
+
 def _find_version(distribution_name: str, find=importlib.metadata.version) -> str:
     """The version of vLLM whatever its wheel is called: `vllm serve` asks for that of "vllm"."""
     try:
@@ -110,3 +120,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+else:  # vLLM's worker imports this for its methods, before it makes the model
+    _serve_block_fp8()
