@@ -48,6 +48,11 @@ class WeightPush:
         layers = 0 if scales is None else self._fp8rl_set_scales(scales)
         return {"tied_head": tied, "layers": layers}
 
+    def fp8rl_config(self, keys: list[str]) -> dict[str, Any]:
+        """Return values of the served model's config.json; None for a key that it has not."""
+        config = self.vllm_config.model_config.hf_text_config
+        return {key: getattr(config, key, None) for key in keys}
+
     def _fp8rl_set_scales(self, scales: list[list[float]]) -> int:
         context = self.vllm_config.compilation_config.static_forward_context
         layers = {_index(name): x for name, x in context.items() if hasattr(x, "_k_scale")}
