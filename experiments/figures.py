@@ -380,6 +380,45 @@ def through_vllm() -> str:
     return f"{about}\n\n{learned}\n\n{beside}\n\n{table(heads, cases)}"
 
 
+ENGINES = "engines.json"
+ENGINE_TEXT = {"static": "our sampler", "paged": "our sampler", "files": "vLLM", "dlpack": "vLLM"}
+
+
+def engines() -> str:
+    """What a sync and a rollout cost with each engine, and what mismatch they leave."""
+    found = record(ENGINES)
+    given, machine = found["arguments"], found["machine"]
+    first, rounds = given["engines"][0], len(found["raw"]["rounds"])
+    about = prose(f"""
+        {given["model"]}, recipe `{given["recipe"]}`, {given["compute_dtype"]}: {given["prompts"]} prompts of
+        {given["prompt_tokens"]} random tokens, {given["new_tokens"]} tokens sampled of each, weights moved by
+        {found["moved"]:.0%} before every sync; {rounds} rounds in turns on {machine["threads"]} cores
+        ({machine["processor"]}), with a load average of {machine["load_average"][0]:.1f} at the end. `files` is a
+        vLLM {found["vllm"]} server, `dlpack` vLLM in the trainer's process; their syncs have the parity check in them. Times
+        are over those of `{first}` in the same round, medians (quartiles); differences of log-probabilities are between
+        the engine's and the trainer's.
+    """)
+    ratios = {(ratio["over"], ratio["part"]): speed(ratio) for ratio in found["ratios"]}
+    rows = []
+    for name in given["engines"]:
+        kept = found["distances"][name]
+        share = found["sync_share"][name]
+        rows.append(
+            [
+                f"`{name}`, {ENGINE_TEXT[name]}",
+                *(ratios.get((name, part), "1") for part in ("sync", "gen", "seconds")),
+                f"{share['median']:.0%}",
+                f"{max(each['max_abs'] for each in kept):.1e}",
+                f"{np.mean([each['k3'] for each in kept]):.1e}",
+            ]
+        )
+    heads = [
+        *("engine", "sync", "rollout", "both", "sync's share of both"),
+        *("largest difference", "k3, mean over rounds"),
+    ]
+    return f"{about}\n\n{table(heads, rows)}"
+
+
 def served() -> tuple[str, str]:
     """vLLM's log-probabilities after a push."""
     pushes = record(VLLM)["cases"]["float32"]
@@ -629,6 +668,13 @@ SECTIONS = (
     ablation("Partial rollouts", partial_rollouts, "partial_rollouts"),
     ablation("KV calibration", kv_calibration, "kv_calibration"),
     ablation("vLLM as the rollout engine", through_vllm, "vllm"),
+    Section(
+        "Rollout engines in turns",
+        engines,
+        "python -m experiments.engines ..., in the record",
+        ENGINES,
+        optional=True,
+    ),
     Section("Gradients", gradients, "python -m experiments.gradients", "gradients/results.json"),
     Section(
         "Cost of explicit roundings",

@@ -9,8 +9,8 @@ compared with those that our trainer computes for them:
     previous    with the weights of the push before: what a server would show that kept them
 
 `pushing` is the time of a push (files, loading, the parity check) over the time of the rollout
-behind it. On a CPU vLLM has no FP8 linears (its kernels ask for AMX); the cases with them run on a
-GPU, where this is the same command.
+behind it. On a GPU all cases are run. On a CPU those with FP8 linears are run where they are named:
+vLLM's kernels for them ask for AMX, and in others' place the plugin's is slow.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import numpy as np
 
 from experiments.benchmarks.machine import facts
 from experiments.command import run_command
+from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.config.run import RolloutConfig, RunConfig, VllmConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.policy import Policy
@@ -49,6 +50,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "fp8-rollout": ("fp8-rollout", "bfloat16", {}),
     "fp8-rollout-by-vllm": ("fp8-rollout", "bfloat16", {"quantize": "vllm"}),
     "fp8-rl": ("fp8-rl", "bfloat16", {}),
+    "fp8-rl-by-vllm": ("fp8-rl", "bfloat16", {"quantize": "vllm"}),
     "fp8-rl-compiled": ("fp8-rl", "bfloat16", {"compiled": True}),
     "jet-rl": ("jet-rl", "bfloat16", {}),
     "fp8-e2e-kv": ("fp8-e2e-kv", "bfloat16", {}),
@@ -98,7 +100,7 @@ def run(arguments: Arguments) -> None:
     size = arguments.prompts, arguments.prompt_tokens
     rows = rng.integers(policy.config.vocab_size, size=size).tolist()
     prompts = pad_prompts(rows, list(range(len(rows))), arguments.prompt_tokens)
-    version = _version(arguments.python)
+    version = vllm_version(arguments.python)
     names = arguments.cases or (ON_CPU if jax.default_backend() == "cpu" else tuple(CASES))
     results: dict[str, Any] = {}
     for name in names:
@@ -131,7 +133,7 @@ def run(arguments: Arguments) -> None:
         Path(arguments.output).write_text(json.dumps(document, indent=1) + "\n")
 
 
-def _version(python: str) -> str:
+def vllm_version(python: str) -> str:
     """vLLM's, as its wheel has it."""
     code = (
         "from importlib.metadata import version, distributions\n"
@@ -158,33 +160,37 @@ def _pushes(engine: VllmEngine, policy: Policy, prompts: Prompts, arguments: Arg
         sampled = time.monotonic()
         found = {
             "parity": float(engine.metrics["rollout/vllm_parity"]),
-            "trainer": _distance(engine, rollout, policy),
+            "trainer": distance(policy, rollout, recipe, engine.dtype),
             "pushing": None if number == 0 else (pushed - began) / (sampled - pushed),
         }
         if before is not None:
-            found["previous"] = _distance(engine, rollout, before)
+            found["previous"] = distance(before, rollout, recipe, engine.dtype)
         yield found
-        before, policy = policy, _moved(policy, number)
+        before, policy = policy, moved(policy, number)
 
 
-def _moved(policy: Policy, number: int) -> Policy:
-    def moved(x, key):
+def moved(policy: Policy, number: int) -> Policy:
+    """The policy with noise of MOVED on each matrix; another one for each number."""
+
+    def noisy(x, key):
         return x + MOVED * jnp.std(x) * jax.random.normal(key, x.shape) if x.ndim > 2 else x
 
     leaves, structure = jax.tree.flatten(policy)
     keys = jax.random.split(jax.random.key(100 + number), len(leaves))
-    return jax.tree.unflatten(structure, map(moved, leaves, keys))
+    return jax.tree.unflatten(structure, map(noisy, leaves, keys))
 
 
-def _distance(engine: VllmEngine, rollout: Rollout, policy: Policy) -> dict[str, float]:
-    """Between vLLM's and our trainer's log-probabilities of the sampled tokens: k3, largest and
-    mean |difference|."""
+def distance(
+    policy: Policy, rollout: Rollout, recipe: Recipe, dtype: jnp.dtype
+) -> dict[str, float]:
+    """Between an engine's and our trainer's log-probabilities of the sampled tokens: k3, largest
+    and mean |difference|."""
     prompts, tokens, mask, theirs = map(
         np.asarray,
         (rollout.prompts.tokens, rollout.tokens, rollout.mask, rollout.policy_logprobs),
     )
     rows = [[*p.tolist(), *t[m].tolist()] for p, t, m in zip(prompts, tokens, mask, strict=True)]
-    ours = logprobs(policy, rows, engine.recipe, engine.dtype)
+    ours = logprobs(policy, rows, recipe, dtype)
     pairs = [(np.array(o[-m.sum() :]), t[m]) for o, t, m in zip(ours, theirs, mask, strict=True)]
     ratio = np.concatenate([ours - theirs for ours, theirs in pairs])
     return {

@@ -26,15 +26,18 @@ def resolve(
 ) -> str:
     """Choose the backend that runs: the one named, or what "auto" means on this machine.
 
-    That is hopper where there is such a GPU, else the reference. The kernels for CPUs are on
-    request; an operation that has none runs its reference under "cpu", too.
+    That is hopper where there is such a GPU, cpu where the kernels for CPUs run, else the
+    reference, each where the operation has it. One that has no kernel for CPUs runs its reference
+    under "cpu", too.
 
     Raises:
         BackendError: `backend` is unknown, the operation has no such implementation, or this
             machine cannot run it.
     """
     if backend == "auto":
-        return "hopper" if "hopper" in available and hopper_sms() else "reference"
+        if "hopper" in available and hopper_sms():
+            return "hopper"
+        return "cpu" if "cpu" in available and native.is_available() else "reference"
     if backend not in BACKENDS:
         raise BackendError(
             f"{operation}: unknown backend {backend!r}; choose {', '.join(BACKENDS[:-1])} or "
@@ -55,6 +58,16 @@ def resolve(
             f"{device!r}"
         )
     return backend
+
+
+def uses_cpu(backend: Backend, operation: str) -> bool:
+    """Whether an operation runs by its kernel for CPUs.
+
+    Raises:
+        BackendError: a backend asked for by name cannot run here.
+    """
+    available = ("reference", "cpu", "hopper")
+    return backend in ("auto", "cpu") and resolve(backend, operation, available) == "cpu"
 
 
 _FP8 = ("float8_e4m3fn", "float8_e5m2")

@@ -145,21 +145,28 @@ class GrpoStep:
         return self.session.update(rollout, np.where(np.arange(len(rollout.texts)) % 2, 1.0, -1.0))
 
 
+ENDINGS = {
+    "-reference": {"backend": "reference"},
+    "-exact": {"exact": True},
+    "-plain": {"exact": False},
+}
+
+
 def make_session(workload: Workload, shape: Shape, recipe: str, policy: Policy) -> Session:
     """A session for one update a rollout: token-mean loss, no KL, AdamW behind clipping at norm 1.
 
     Args:
-        recipe: its name, with the engine and "/" before it where it is not the default one, and
-            with "-exact" or "-plain" behind it where it is not left to the machine whether the
-            session is exact.
+        recipe: its name, with the engine and "/" before it where it is not the default one, with
+            "-exact" or "-plain" behind it where it is not left to the machine whether the session
+            is exact, and with "-reference" behind that for plain XLA in the place of kernels.
     """
-    name, exact = recipe.rpartition("/")[2], PrecisionConfig().exact
-    for ending, value in (("-exact", True), ("-plain", False)):
+    name, precision = recipe.rpartition("/")[2], PrecisionConfig()
+    for ending, value in ENDINGS.items():
         if name.endswith(ending):
-            name, exact = name.removesuffix(ending), value
+            name, precision = name.removesuffix(ending), replace(precision, **value)
     config = RunConfig(
         recipe=name,
-        precision=PrecisionConfig(exact=exact),
+        precision=precision,
         compute_dtype=workload.compute_dtype,
         rollout=RolloutConfig(
             shape.prompts,

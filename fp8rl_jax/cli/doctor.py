@@ -90,7 +90,7 @@ def _kernels() -> list[str]:
     found = [f"{name}: auto runs {resolve('auto', name)}" for name in OPERATIONS]
     why = native.why_unavailable()
     used = "float32 products of a sampler, those of exact mode, decode attention"
-    return [*found, f"cpu: {f'none, {why}' if why else f'on request, {used}'}"]
+    return [*found, f"cpu: {f'none, {why}' if why else used}"]
 
 
 def _exact() -> list[str]:

@@ -296,7 +296,7 @@ def _quantized_input(x: Array, fmt: TensorFormat, compute: Compute) -> FP8Input 
     flat, dequantized = jax.lax.stop_gradient(x).reshape(-1, x.shape[-1]), None
     rows = quantize(flat, fmt, compute.backend)
     if selected_backend(compute.backend) == "reference":
-        dequantized = round_through(flat, fmt).reshape(x.shape)
+        dequantized = round_through(flat, fmt, compute.backend).reshape(x.shape)
     scales = rows.scales.reshape(*x.shape[:-1], rows.scales.shape[-1])
     return FP8Input(QTensor(rows.values.reshape(x.shape), scales, rows.block), x, dequantized)
 

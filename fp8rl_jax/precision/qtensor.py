@@ -116,15 +116,16 @@ def dequantize_rows(q: QTensor) -> Float[Array, "*batch n"]:
     return dequantize(rows).reshape(q.shape)
 
 
-def round_through(x: Float[Array, "*batch m n"], fmt: TensorFormat) -> Float[Array, "*batch m n"]:
-    """Compute dequantize(quantize(x, fmt)) of the reference, float32, with no value stored in 8
-    bits.
+def round_through(
+    x: Float[Array, "*batch m n"], fmt: TensorFormat, backend: Backend = "auto"
+) -> Float[Array, "*batch m n"]:
+    """Compute dequantize(quantize(x, fmt)), float32, with no value stored in 8 bits.
 
     Args:
         fmt: one with a block.
     """
     assert fmt.block is not None
-    return round_blocks(x, fmt.block, element_dtype(fmt), fmt.scale)
+    return round_blocks(x, fmt.block, element_dtype(fmt), fmt.scale, backend=backend)
 
 
 def quantize_per_tensor(

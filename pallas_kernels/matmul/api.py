@@ -7,7 +7,7 @@ from functools import partial
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.backend import Backend, block_name, check_pair, choose, resolve
+from pallas_kernels.backend import Backend, block_name, check_pair, choose, resolve, uses_cpu
 from pallas_kernels.matmul import cpu, reference
 from pallas_kernels.matmul.cpu import Panels
 from pallas_kernels.partition import on_mesh, partitioned
@@ -31,7 +31,7 @@ def packs(backend: Backend) -> bool:
     Raises:
         BackendError: a backend asked for by name cannot run here.
     """
-    return backend == "cpu" and resolve(backend, "dot", ("reference", "cpu")) == "cpu"
+    return uses_cpu(backend, "dot")
 
 
 def dot(x: Float[Array, "*batch k"], w: Float[Array, "n k"] | Panels) -> Float[Array, "*batch n"]:

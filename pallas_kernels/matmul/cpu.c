@@ -67,11 +67,47 @@ typedef struct {
   bool packed;
 } Product;
 
+#if defined(__has_builtin) && __has_builtin(__builtin_shufflevector)
+#define HAS_SHUFFLE 1
+#else
+#define HAS_SHUFFLE 0  // gcc before 12
+#define __builtin_shufflevector(a, b, ...) (a)
+#endif
+
+typedef float eight __attribute__((vector_size(32)));
+typedef float loose_eight __attribute__((vector_size(32), aligned(4)));
+
+// Transpose 8 x 8 of w into a panel, in three rounds that each swap halves of what is left.
+INLINE void transpose(const float *w, long stride, float *panel) {
+  eight row[8], pair[8], quad[8];
+  for (int i = 0; i < 8; i++) row[i] = *(const loose_eight *)(w + i * stride);
+  for (int i = 0; i < 8; i += 2) {
+    pair[i] = __builtin_shufflevector(row[i], row[i + 1], 0, 8, 2, 10, 4, 12, 6, 14);
+    pair[i + 1] = __builtin_shufflevector(row[i], row[i + 1], 1, 9, 3, 11, 5, 13, 7, 15);
+  }
+  for (int i = 0; i < 8; i += 4)
+    for (int j = i; j < i + 2; j++) {
+      quad[j] = __builtin_shufflevector(pair[j], pair[j + 2], 0, 1, 8, 9, 4, 5, 12, 13);
+      quad[j + 2] = __builtin_shufflevector(pair[j], pair[j + 2], 2, 3, 10, 11, 6, 7, 14, 15);
+    }
+  for (int i = 0; i < 4; i++) {
+    eight low = __builtin_shufflevector(quad[i], quad[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
+    eight high = __builtin_shufflevector(quad[i], quad[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+    *(loose_eight *)(panel + i * COLUMNS) = low;
+    *(loose_eight *)(panel + (i + 4) * COLUMNS) = high;
+  }
+}
+
 // Bring columns of w [columns, stride] into a panel [depth, COLUMNS], 0 behind the last.
 static void fill_panel(const float *w, long columns, long stride, long depth, float *panel) {
+  long whole = HAS_SHUFFLE ? columns / 8 * 8 : 0, deep = depth / 8 * 8;
   if (columns < COLUMNS) memset(panel, 0, depth * COLUMNS * sizeof *panel);
+  for (long k = 0; k < deep; k += 8)
+    for (long c = 0; c < whole; c += 8)
+      transpose(w + c * stride + k, stride, panel + k * COLUMNS + c);
   for (long c = 0; c < columns; c++)
-    for (long k = 0; k < depth; k++) panel[k * COLUMNS + c] = w[c * stride + k];
+    for (long k = c < whole ? deep : 0; k < depth; k++)
+      panel[k * COLUMNS + c] = w[c * stride + k];
 }
 
 static void multiply(const void *work, long i) {

@@ -3,7 +3,7 @@
 `OPERATION/cpu.c` beside an operation's other backends has its kernel, `native.h` here what they
 share. The C compiler is the one that `$CC` names, or `cc`; the library is kept in
 `$FP8RL_NATIVE_CACHE`, or `~/.cache/pallas_kernels`, under a name made of all that it was made of.
-They run under backend="cpu"; where they cannot, `why_unavailable` says why.
+They run under backend="cpu" and, where they can, "auto"; `why_unavailable` says why they cannot.
 """
 
 from __future__ import annotations
@@ -21,8 +21,14 @@ from pathlib import Path
 import jax
 
 _PACKAGE = Path(__file__).parent.parent
-_SOURCES = ("matmul/cpu.c", "attention/cpu.c")
-_HANDLERS = ("fp8rl_dot", "fp8rl_pack", "fp8rl_attend", "fp8rl_decode_attention")
+_SOURCES = ("matmul/cpu.c", "quantize/cpu.c", "attention/cpu.c")
+_HANDLERS = (
+    "fp8rl_dot",
+    "fp8rl_pack",
+    "fp8rl_round_blocks",
+    "fp8rl_attend",
+    "fp8rl_decode_attention",
+)
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-std=gnu11")
 
 

@@ -5,8 +5,9 @@ from pallas_kernels.quantize.api import (
     quantize_rms_norm,
     quantize_swiglu,
     regroup,
+    round_blocks,
 )
-from pallas_kernels.quantize.reference import amax, block_amax, expand_scales, round_blocks
+from pallas_kernels.quantize.reference import amax, block_amax, expand_scales
 
 __all__ = [
     "amax",

@@ -8,9 +8,9 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.backend import Backend, block_name, choose
+from pallas_kernels.backend import Backend, block_name, choose, uses_cpu
 from pallas_kernels.partition import partitioned
-from pallas_kernels.quantize import reference
+from pallas_kernels.quantize import cpu, reference
 
 Rule = Literal["float32", "power_of_two"]
 E4M3 = jnp.float8_e4m3fn
@@ -153,6 +153,29 @@ def dequantize_blocks(
 ) -> Float[Array, "*batch m n"]:
     """Multiply values with the scale of their block, in float32."""
     return values.astype(jnp.float32) * reference.expand_scales(scales, block, values.shape[-2:])
+
+
+def round_blocks(
+    x: Float[Array, "*batch m n"],
+    block: tuple[int, int],
+    dtype: jnp.dtype,
+    scale: Rule = "float32",
+    *,
+    backend: Backend = "auto",
+) -> Float[Array, "*batch m n"]:
+    """Compute `dequantize_blocks(*quantize_blocks(x, block, ...), block)`, float32, with no value
+    stored in 8 bits, whose casts a CPU emulates.
+
+    Args:
+        x, block, dtype, scale: as `quantize_blocks` takes them.
+        backend: "cpu" has a kernel for blocks of one row; all others are the reference.
+
+    Raises:
+        BackendError: a backend asked for by name cannot run here.
+    """
+    if block[0] == 1 and uses_cpu(backend, "round_blocks"):
+        return cpu.round_blocks(x, block[1], dtype, scale)
+    return reference.round_blocks(x, block, dtype, scale)
 
 
 def quantize_swiglu(

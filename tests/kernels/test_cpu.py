@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +21,7 @@ from pallas_kernels.check.cases import cases_of, difference
 from pallas_kernels.decode_attention import cpu as decode
 from pallas_kernels.matmul import Panels, dot, pack
 from pallas_kernels.matmul import cpu as matmul
+from pallas_kernels.quantize import round_blocks
 
 COLUMNS = native.constant("fp8rl_columns")
 SHAPES = [(1, 1, 1), (3, COLUMNS + 1, 7), (33, 100, 300), (5, COLUMNS, 256), (515, 7, 513)]
@@ -53,6 +56,37 @@ def test_a_product_adds_in_the_order_of_k_with_fused_multiply_add():
         step = np.asarray(x, np.float64)[:, k, None] * np.asarray(w, np.float64)[:, k]
         expected = (expected.astype(np.float64) + step).astype(np.float32)
     assert same(matmul.dot(x, w), expected)
+
+
+@pytest.mark.parametrize("rule", ["float32", "power_of_two"])
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"])
+@pytest.mark.parametrize(
+    ("shape", "size"), [((5, 320), 128), ((130, 7), 16), ((2, 3, 50, 70), 16), ((600, 130), 128)]
+)
+def test_rounding_has_the_bits_of_the_reference(shape, size, dtype, rule):
+    x = np.array(normal(9, *shape)).reshape(-1) * np.float32(2.0) ** (
+        np.arange(math.prod(shape)) % 40
+    )
+    x[:10] = [0.0, -0.0, 1e-40, -1e-40, 1e-30, -1e-30, np.nan, np.inf, -np.inf, 3e38]
+    for each in (x, np.roll(x, -10), 1e-38 * np.nan_to_num(x, posinf=0, neginf=0)):
+        values = jnp.asarray(each.reshape(shape))
+        expected, got = (
+            np.asarray(
+                jax.jit(
+                    partial(
+                        round_blocks,
+                        block=(1, size),
+                        dtype=jnp.dtype(dtype),
+                        scale=rule,
+                        backend=backend,
+                    )
+                )(values)
+            )
+            for backend in ("reference", "cpu")
+        )
+        real = ~np.isnan(expected)
+        np.testing.assert_array_equal(np.isnan(got), ~real)
+        np.testing.assert_array_equal(got[real].view(np.int32), expected[real].view(np.int32))
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -192,9 +226,10 @@ def test_calls_of_several_threads_do_not_mix():
             assert all(map(same, pool.map(lambda pair: run(*pair), work), alone))
 
 
-def test_cpu_is_on_request_and_an_operation_without_a_kernel_runs_its_reference():
-    assert resolve("auto", "dot", ("reference", "cpu")) == "reference"
-    assert resolve("cpu", "dot", ("reference", "cpu")) == "cpu"
+def test_auto_is_cpu_where_its_kernels_run_and_an_operation_without_one_runs_its_reference():
+    for backend in ("auto", "cpu"):
+        assert resolve(backend, "dot", ("reference", "cpu")) == "cpu"
+    assert resolve("auto", "quantize_blocks") == "reference"
     assert resolve("cpu", "quantize_blocks") == "reference"
     with pytest.raises(BackendError, match="unknown backend 'gpu'; choose auto, reference, cpu or"):
         resolve("gpu", "dot")
@@ -205,6 +240,7 @@ import jax.numpy as jnp
 from pallas_kernels import BackendError, native
 from pallas_kernels.backend import resolve
 print(native.why_unavailable())
+assert resolve("auto", "dot", ("reference", "cpu")) == "reference"
 try:
     resolve("cpu", "dot", ("reference", "cpu"))
 except BackendError as error:

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 from rollout.test_with_vllm import recorded_work, teacher_forced
-from rollout.vllm_replay import Answer, Replay
+from rollout.vllm_replay import Answer, Replay, is_push
 from rollout.vllm_work import (
     KEY,
     NEW,
@@ -30,8 +30,9 @@ from rollout.vllm_work import (
 import fp8rl_jax as fp8rl
 from fp8rl_jax.config.run import RolloutConfig, RunConfig, VllmConfig
 from fp8rl_jax.models.lora import join, merge, split
+from fp8rl_jax.rollout.constraints import make_constraints
 from fp8rl_jax.weights.hf_directory import load_policy_arrays
-from fp8rl_jax.weights.load import policy_arrays
+from fp8rl_jax.weights.load import byte_policy, policy_arrays
 
 COMPLETIONS = "/v1/completions"
 
@@ -94,8 +95,8 @@ def test_a_push_hands_over_weights_and_version(serve, tmp_path):
     for number, seed in enumerate((0, 1), start=1):
         server.asked.clear()
         engine.sync(policy(seed))
-        assert [path for path, _ in server.asked if path != "/v1/models"][-10:] == [
-            *(["/weight_info"] if number == 1 else []),
+        assert [path for path, _ in server.asked if path != "/v1/models"] == [
+            *(["/weight_info", "/collective_rpc"] if number == 1 else []),
             "/pause?mode=abort",
             "/update_weight_version",
             "/collective_rpc",
@@ -106,7 +107,7 @@ def test_a_push_hands_over_weights_and_version(serve, tmp_path):
             COMPLETIONS,
             "/weight_info",
         ]
-        (rpc,) = [body for path, body in server.asked if path == "/collective_rpc"]
+        (rpc,) = [body for path, body in server.asked if is_push(path, body)]
         _, arrays = load_policy_arrays(rpc["kwargs"]["path"])
         expected = policy_arrays(policy(seed))
         assert arrays.keys() == expected.keys()
@@ -120,7 +121,7 @@ def test_all_that_was_recorded(serve):
     """Every request of the recorded work is one that was asked of vLLM, byte for byte."""
     server, made = serve
     recorded_work(made())
-    pushed = [body["kwargs"] for path, body in server.asked if path == "/collective_rpc"]
+    pushed = [body["kwargs"] for path, body in server.asked if is_push(path, body)]
     assert len(pushed) == 2
 
 
@@ -168,7 +169,7 @@ def test_adapters_are_merged_for_a_push(serve):
     server.fault = lambda path, _: Answer(500, "no more") if path == COMPLETIONS else None
     with pytest.raises(fp8rl.UserError, match="no more"):
         session.engine.sync(adapted)
-    pushed = [body for path, body in server.asked if path == "/collective_rpc"][-1]
+    pushed = [body for path, body in server.asked if is_push(path, body)][-1]
     _, arrays = load_policy_arrays(pushed["kwargs"]["path"])
     expected, base = policy_arrays(merge(adapted)), policy_arrays(policy())
     assert all(np.array_equal(arrays[name], expected[name]) for name in expected)
@@ -180,7 +181,7 @@ def test_weights_that_are_not_served_are_found(serve):
     server, made = serve
 
     def stale(path, body):
-        if path == "/collective_rpc" and server.pushes:
+        if is_push(path, body) and server.pushes:
             return Answer(200, '{"results":[{"tied_head":true,"layers":0}]}')
         return None
 
@@ -297,10 +298,26 @@ def test_servers_that_are_something_else(serve, path, answer, told):
     engine.generate(prompts(), 3, sampling(), KEY)
 
 
+@pytest.mark.parametrize(
+    "change, told",
+    [
+        (dict(num_layers=3), "num_hidden_layers is 2, not 3$"),
+        (dict(intermediate_size=384), "intermediate_size is 256, not 384$"),
+        (dict(hidden_size=256, num_heads=4), "hidden_size is 128, not 256, num_attention_heads"),
+    ],
+)
+def test_another_model_behind_the_address(serve, change, told):
+    """Nothing is pushed to it: vLLM loads some models of another form without a word."""
+    server, made = serve
+    with pytest.raises(fp8rl.UserError, match=f"^rollout.vllm.address: .*another model: {told}"):
+        made().sync(byte_policy(0, **SIZES | change)[0])
+    assert server.version == "default" and not server.pushes
+
+
 def test_half_a_push_has_no_version(serve):
     """What a server calls its weights where a push ended before they were loaded."""
     server, made = serve
-    engine = made(lambda asked, _: Answer(500, "killed") if asked == "/collective_rpc" else None)
+    engine = made(lambda *asked: Answer(500, "killed") if is_push(*asked) else None)
     with pytest.raises(fp8rl.UserError, match="500: killed"):
         engine.sync(policy())
     assert server.version.startswith("loading ") and server.version != engine._last.version
@@ -416,7 +433,10 @@ def test_a_python_that_has_no_vllm(tmp_path, script, told):
             "rollout.vllm.arguments: --kv-cache-dtype: follow",
         ),
         (dict(top_k=5), "rollout.top_k, top_p, min_p, bad_words, logit_bias"),
+        (dict(top_p=0.9), "rollout.top_k, top_p, min_p, bad_words, logit_bias"),
+        (dict(min_p=0.1), "rollout.top_k, top_p, min_p, bad_words, logit_bias"),
         (dict(bad_words=("x",)), "rollout.top_k, top_p, min_p, bad_words, logit_bias"),
+        (dict(logit_bias={"x": 1.0}), "rollout.top_k, top_p, min_p, bad_words, logit_bias"),
         (dict(recipe="infir2"), "recipe 'infir2' has formats of linears"),
         (dict(recipe="fp8-rl", compute_dtype="float32"), "beside bfloat16"),
         (dict(kv_granularity="head"), "has a KV cache that vLLM does not serve"),
@@ -442,12 +462,31 @@ def test_fp8_recipes_are_served_in_bfloat16(recipe):
     assert RunConfig(recipe=recipe, rollout=rollout).problems() == []
 
 
-def test_truncated_sampling_is_refused(serve):
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(top_k=3),
+        dict(top_p=0.5),
+        dict(min_p=0.1),
+        dict(bad_words=("x",)),
+        dict(logit_bias={"x": 1.0}),
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_sampling_of_another_distribution_is_refused(serve, change):
+    """Also where a session's sampling was changed behind its configuration."""
     _, made = serve
     engine = made()
     engine.sync(policy())
+    given = {"stop_strings": (), "bad_words": (), "logit_bias": {}} | change
+    tables = make_constraints(
+        engine.tokenizer,
+        policy().config.vocab_size,
+        *(given.pop(name) for name in ("stop_strings", "bad_words", "logit_bias")),
+    )
+    other = replace(sampling(), **given, **tables._asdict())
     with pytest.raises(fp8rl.UserError, match="vLLM gives the log-probability of the distribution"):
-        engine.generate(prompts(), 3, replace(sampling(), top_k=3), KEY)
+        engine.generate(prompts(), 3, other, KEY)
 
 
 def test_kv_scales_go_with_the_weights(serve):
@@ -461,13 +500,13 @@ def test_kv_scales_go_with_the_weights(serve):
     given = KVScales(*(jax.numpy.array([1.0, 2.0]) * by for by in (1, 10, 100)))
 
     def loads(path, body):
-        if path == "/collective_rpc":
+        if is_push(path, body):
             server.pushes += 1
             return Answer(200, '{"results":[{"tied_head":true,"layers":2}]}')
 
     server.fault = loads
     engine.sync(policy(), given)
-    (rpc,) = [body for path, body in server.asked if path == "/collective_rpc"]
+    (rpc,) = [body for path, body in server.asked if is_push(path, body)]
     assert rpc["kwargs"]["scales"] == [[1.0, 10.0, 100.0], [2.0, 20.0, 200.0]]
     assert engine.scales is given
 
@@ -477,7 +516,6 @@ def test_block_fp8_of_odd_sides_is_refused(tmp_path):
     settings = VllmConfig(python="p", directory=str(tmp_path))
     config = RunConfig(recipe="jet-rl", rollout=RolloutConfig(engine="vllm", vllm=settings))
     from fp8rl_jax.rollout.vllm.engine import VllmEngine, server_arguments
-    from fp8rl_jax.weights.load import byte_policy
 
     odd, tokenizer = byte_policy(0, **SIZES | {"intermediate_size": 192})
     engine = VllmEngine(config, config.resolved_recipe(), tokenizer)

@@ -83,7 +83,8 @@ def made(monkeypatch):
             parser.add_argument(f"--{name}")
         for name in ("load-format", "worker-extension-cls"):
             parser.add_argument(f"--{name}")
-        parser.add_argument("--enforce-eager", action="store_true")
+        for name in ("enforce-eager", "no-enable-chunked-prefill"):
+            parser.add_argument(f"--{name}", action="store_true")
         return parser
 
     engine_args = SimpleNamespace(add_cli_args=add_cli_args, from_cli_args=lambda given: given)

@@ -11,17 +11,30 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from rollout.test_with_vllm import (  # noqa: F401  (run here, too)
+    CPU,
     engine,
     test_a_session_learns_through_vllm,
     test_draws_are_those_of_the_key,
     test_kv_scales_ride_along,
+    test_linears_in_block_fp8,
     test_log_probabilities_after_each_of_several_pushes,
 )
 from rollout.vllm_replay import Replay
-from rollout.vllm_work import KEY, compared, make_engine, make_session, policy, prompts, sampling
+from rollout.vllm_work import (
+    KEY,
+    block_engine,
+    blocky,
+    compared,
+    make_engine,
+    make_session,
+    policy,
+    prompts,
+    sampling,
+)
 
 import fp8rl_jax as fp8rl
-from fp8rl_jax.weights.load import device_tensors
+from fp8rl_jax.weights.load import device_tensors, save_policy
+from fp8rl_jax.weights.safetensors_io import read_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +163,40 @@ def test_weights_in_bfloat16(where):
         assert float(engine.metrics["rollout/vllm_parity"]) < 0.05
     finally:
         engine.stop()
+
+
+@pytest.mark.skipif(
+    "amx_tile" in (CPU.read_text().split() if CPU.exists() else ()),
+    reason="vLLM packs e4m3 weights for AMX",
+)
+def test_vllm_serves_the_bits_that_we_train_with(where, tmp_path):
+    """e4m3 values and scales in its layers, q on k on v and gate on up, are our quantizer's."""
+    served, tokenizer = blocky()
+    engine = block_engine(**where)  # noqa: F811
+    try:
+        engine.sync(served)
+        (found,) = engine._server._llm.apply_model(
+            lambda model: {name: x.detach().clone() for name, x in model.named_parameters()}
+        )
+    finally:
+        engine.stop()
+    path = save_policy(served, tmp_path / "export", tokenizer, "fp8-block")
+    expected = read_checkpoint(path).tensors
+    parts = {"qkv": "qkv", "gate_up": ("gate", "up"), "o": "o", "down": ("down",)}
+    seen = 0
+    for name, x in found.items():
+        if not name.endswith(("_proj.weight", "_proj.weight_scale_inv")):
+            continue
+        (stacked,) = (part for part in parts if f".{part}_proj." in name)
+        ours = np.concatenate(
+            [
+                np.asarray(expected[name.replace(f".{stacked}_proj.", f".{each}_proj.")])
+                for each in parts[stacked]
+            ]
+        ).astype(np.float32)
+        np.testing.assert_array_equal(x.float().numpy(), ours)
+        seen += 1
+    assert seen == 2 * 4 * served.config.num_layers
 
 
 def test_compare_has_it_as_a_side(tmp_path, where):

@@ -34,6 +34,11 @@ Fault = Callable[[str, Any], Answer | None]
 """(path, body) -> what to answer instead; None: nothing special."""
 
 
+def is_push(path: str, body: Any) -> bool:
+    """Whether a request has weights loaded."""
+    return path == "/collective_rpc" and body["method"] == "fp8rl_push"
+
+
 class Replay(ThreadingHTTPServer):
     """Attributes: work: which, of those recorded; version, pushes: of weights; asked: (path, body)
     in order."""
@@ -62,7 +67,7 @@ class Replay(ThreadingHTTPServer):
         self.asked.append((path, body))
         if self.fault is not None and (fault := self.fault(path, body)) is not None:
             return fault
-        if path == "/collective_rpc":
+        if is_push(path, body):
             self.pushes += 1
             told = body | {"kwargs": body["kwargs"] | {"path": "PATH"}}
         elif path == "/update_weight_version":

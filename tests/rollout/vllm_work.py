@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import fp8rl_jax as fp8rl
 from fp8rl_jax.cli.main import main
@@ -26,6 +27,7 @@ SIZES = dict(
     num_layers=2,
     intermediate_size=256,
 )
+ALIGNED = SIZES | dict(hidden_size=256, num_heads=4, num_kv_heads=2, intermediate_size=384)
 WIDTH, NEW = 16, 12
 STOPS = tuple(range(65, 85))
 KEY = jax.random.key(3)
@@ -39,6 +41,32 @@ def policy(seed: int = 0) -> Any:
         return made
     noise = jax.random.key(seed)
     return jax.tree.map(lambda x: x + 0.05 * jnp.std(x) * jax.random.normal(noise, x.shape), made)
+
+
+@cache
+def blocky(seed: int = 0) -> Any:
+    """A policy whose linears 128 divides, each block of 128 x 128 of another size; and its
+    tokenizer."""
+    made, tokenizer = byte_policy(0, **ALIGNED)
+    rng = np.random.default_rng(seed)
+
+    def scaled(x):
+        if x.ndim < 3:
+            return x
+        sizes = 2.0 ** rng.integers(-3, 3, size=(len(x), x.shape[1] // 128, x.shape[2] // 128))
+        return x * np.repeat(np.repeat(sizes, 128, 1), 128, 2).astype(np.float32)
+
+    return jax.tree.map(scaled, made), tokenizer
+
+
+def block_engine(**settings: Any) -> VllmEngine:
+    """Of `blocky`, with linears in block FP8."""
+    rollout = RolloutConfig(
+        engine="vllm", max_prompt_tokens=WIDTH, max_new_tokens=NEW, vllm=VllmConfig(**settings)
+    )
+    config = RunConfig(recipe="fp8-rollout", compute_dtype="bfloat16", rollout=rollout)
+    assert config.problems() == []
+    return VllmEngine(config, config.resolved_recipe(), blocky()[1])
 
 
 def make_engine(recipe: str = "bf16", **settings: Any) -> VllmEngine:

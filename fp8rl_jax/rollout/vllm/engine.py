@@ -54,6 +54,7 @@ from fp8rl_jax.rollout.vllm.in_process import InProcess
 from fp8rl_jax.rollout.vllm.server import Server, ServerGone
 from fp8rl_jax.tokenizers.tokenizer import Tokenizer
 from fp8rl_jax.weights.block_fp8 import unaligned_linears
+from fp8rl_jax.weights.hf_config import config_json
 from fp8rl_jax.weights.hf_directory import converted_tensors
 from fp8rl_jax.weights.load import device_tensors, policy_arrays, save_policy
 from pallas_kernels.backend import Backend
@@ -61,6 +62,12 @@ from pallas_kernels.backend import Backend
 _log = logging.getLogger(__name__)
 
 _PROBE_PROMPT, _PROBE_SAMPLED = 8, 16
+_FORM = (
+    *("architectures", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "tie_word_embeddings"),
+    *("num_experts", "num_experts_per_tok", "moe_intermediate_size"),
+)
+"""Keys of config.json that a model at an address must have as the policy has them."""
 PARITY = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.5, "fp8": 1.0}
 """Largest mean |log p - ours| over the tokens of a parity check, by what the server computes in. In
 float32 the weights of the step before are beyond it; in fewer bits it finds what is badly wrong."""
@@ -69,12 +76,13 @@ float32 the weights of the step before are beyond it; in fewer bits it finds wha
 class _Push(NamedTuple):
     """directory: of the weights, or of a model like them without weights, None where it is not
     needed; tensors: that are sent without files; scales: of each layer, [query, key, value];
-    version: what the server calls them."""
+    version: what the server calls them; model: values of their config.json."""
 
     directory: Path | None
     tensors: Any
     scales: list[list[float]] | None
     version: str
+    model: dict[str, Any]
 
 
 class VllmEngine:
@@ -230,7 +238,8 @@ class VllmEngine:
         rows = None
         if scales is not None:
             rows = np.stack([scales.query, scales.key, scales.value], 1).tolist()
-        self._last = _Push(directory, tensors, rows, f"{self._run}:{number}")
+        form = {key: x for key, x in config_json(policy.config).items() if key in _FORM}
+        self._last = _Push(directory, tensors, rows, f"{self._run}:{number}", form)
         self._serve()
         if self.settings.address or transport == "dlpack":  # nothing is started again
             self._last = self._last._replace(tensors=None)
@@ -245,7 +254,7 @@ class VllmEngine:
             try:
                 if self._server is None:
                     self._server = self._start()
-                self._server.push(*self._last)
+                self._server.push(*self._last[:4])
                 return self._server
             except ServerGone as error:
                 self._restart(error)
@@ -259,6 +268,8 @@ class VllmEngine:
             # beside the directory, which goes with the engine
             server = Server(self.settings, arguments, self._home().with_suffix(".log"))
         server.start(self._last.directory)
+        if isinstance(server, Server) and not server.ours:
+            server.check_model(self._last.model)
         return server
 
     def _restart(self, error: ServerGone) -> None:
@@ -406,6 +417,9 @@ def server_arguments(config: RunConfig, recipe: Recipe) -> list[str]:
         found += ["--weight-transfer-config", '{"backend": "nccl"}']
     if not settings.compiled:
         found.append("--enforce-eager")
+    if jax.default_backend() == "cpu":
+        # vLLM 0.32 on a CPU ends at a part of a prompt whose request has a seed
+        found.append("--no-enable-chunked-prefill")
     if recipe.quantizes("rollout") and settings.quantize == "vllm":
         found += ["--quantization", "fp8_per_block"]
     if recipe.quantizes_cache:

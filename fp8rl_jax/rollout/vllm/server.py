@@ -10,6 +10,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -39,7 +40,8 @@ _SETTINGS = {
     "HF_HUB_OFFLINE": "1",
 }
 _HEALTH = "/health"
-_SHOWN = 4  # lines of a log in a message
+_ERROR = re.compile(r"([\w.]*(Error|Exception): |Value error, ).+")
+_SHOWN = 4  # of these in a message
 _LOOK_SECONDS = 2.0  # between two looks at a server that is to answer
 
 
@@ -138,6 +140,30 @@ class Server:
         self.post("/reset_prefix_cache")
         self.post("/update_weight_version", {"new_version": version})
         self.post("/resume")
+
+    def check_model(self, config: dict[str, Any]) -> None:
+        """See that the model which is served has the form of the one that is to be pushed: vLLM
+        loads some others without a word.
+
+        Args:
+            config: values of its config.json.
+
+        Raises:
+            ServerGone: the server does not answer.
+            UserError: it serves another model.
+        """
+        told = {"method": "fp8rl_config", "kwargs": {"keys": list(config)}}
+        answer = _field(self.post("/collective_rpc", told), "results", "/collective_rpc")
+        served = answer[0] if isinstance(answer, list) and answer else answer
+        other = []
+        for key, value in config.items():
+            found = _field(served, key, "/collective_rpc")
+            if found not in (value, None):  # None: that architecture's config leaves it out
+                other.append(f"{key} is {found}, not {value}")
+        if other:
+            raise UserError(
+                f"rollout.vllm.address: {self.address} serves another model: {', '.join(other)}"
+            )
 
     def version(self) -> str:
         """Ask which weights are served."""
@@ -346,7 +372,8 @@ def _message(text: str) -> str:
 def _last_error(log: Path) -> str:
     """The last errors of a log, or its last lines, and where it is."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    errors = [line for line in lines if "Error" in line]
+    found = (match[0] for line in lines if (match := _ERROR.search(line)))
+    errors = list(dict.fromkeys(x for x in found if "EngineDeadError" not in x))
     return f"{' | '.join((errors or lines)[-_SHOWN:])} ({log})"
 
 

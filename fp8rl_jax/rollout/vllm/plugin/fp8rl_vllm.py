@@ -48,6 +48,11 @@ class WeightPush:
         layers = 0 if scales is None else self._fp8rl_set_scales(scales)
         return {"tied_head": tied, "layers": layers}
 
+    def fp8rl_config(self, keys: list[str]) -> dict[str, Any]:
+        """Return values of the served model's config.json; None for a key that it has not."""
+        config = self.vllm_config.model_config.hf_text_config
+        return {key: getattr(config, key, None) for key in keys}
+
     def _fp8rl_set_scales(self, scales: list[list[float]]) -> int:
         context = self.vllm_config.compilation_config.static_forward_context
         layers = {_index(name): x for name, x in context.items() if hasattr(x, "_k_scale")}
@@ -80,6 +85,16 @@ def _renew_tied_head(model) -> bool:
     return True
 
 
+def _serve_block_fp8() -> None:
+    """On a CPU have vLLM load block FP8 also where its own kernels do not run."""
+    from vllm.platforms import current_platform  # ty: ignore[import-not-found]
+
+    if current_platform.is_cpu():
+        import fp8rl_cpu_linear
+
+        fp8rl_cpu_linear.register()
+
+
 def _find_version(distribution_name: str, find=importlib.metadata.version) -> str:
     """The version of vLLM whatever its wheel is called: `vllm serve` asks for that of "vllm"."""
     try:
@@ -110,3 +125,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+else:  # vLLM's worker imports this for its methods, before it makes the model
+    _serve_block_fp8()
