@@ -194,7 +194,7 @@ def cleaned(text: str, base: Path) -> str:
     text = re.sub(rf"{re.escape(str(base))}/[^/\s]+/", "", text).replace(f"{ROOT}/", "")
     text = text.replace(f"{getpass.getuser()}@{socket.gethostname()}", "USER@HOST")
     text = re.sub(r"process \d{3,}, since [^)]*\)", "process N, since ...)", text)
-    text = re.sub(r"127\.0\.0\.1:\d+|port \d+", lambda found: found[0].split(":")[0], text)
+    text = re.sub(r"(127\.0\.0\.1):\d+", r"\1", text)
     return " ".join(text.split())
 
 
