@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
+from pallas_kernels.quantize.reference import to_float8
 from pallas_kernels.rounding import rounded
 
 
@@ -39,7 +40,7 @@ def cast(x, scale, dtype):
     if scale.ndim:
         scale = jnp.repeat(scale, x.shape[1] // len(scale))[:, None]
     limit = float(jnp.finfo(dtype).max)
-    return jnp.clip(x.astype(jnp.float32) / scale, -limit, limit).astype(dtype)
+    return to_float8(jnp.clip(x.astype(jnp.float32) / scale, -limit, limit), dtype)
 
 
 def scatter(cache, new, row, slot):
