@@ -13,7 +13,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -557,12 +557,13 @@ def roundings() -> str:
     """)
 
 
-ROLLOUT = "benchmarks/cpu_rollout.json"
+ROLLOUT = "benchmarks/cpu_kernels.json"
+WITHOUT_KERNELS = "benchmarks/cpu_rollout.json"
 
 
-def rollout() -> str:
+def rollout(path: str = ROLLOUT) -> str:
     """Tokens per second of the rollout, beside other engines."""
-    found, rows = record(ROLLOUT), []
+    found, rows = record(path), []
 
     def named(entry, ratio) -> str:
         return f"GRPO, {STEP[ratio['part']]}: " if entry["benchmark"] == "grpo_step" else ""
@@ -587,7 +588,7 @@ def rollout() -> str:
         Speed of the rollout: {model["name"]}, {model["compute_dtype"]} compute, {found["machine"]["threads"]} cores
         ({found["machine"]["processor"]}), {found["rounds"]} rounds in which the sides take turns. Speed of a side over another's:
         median of the rounds (quartiles); above 1 it is the faster one. `bf16` is in exact mode where it
-        is not called plain. {uneven(found)}
+        is not called plain. {uneven(found)}{"" if found["complete"] else "The run was ended before its last benchmark."}
     """)
     return f"{about}\n\n{table(['work', 'side', 'over', 'speed'], rows)}"
 
@@ -690,6 +691,13 @@ SECTIONS = (
         optional=True,
     ),
     Section(
+        "Speed of the rollout before the CPU kernels",
+        partial(rollout, WITHOUT_KERNELS),
+        "python -m experiments.benchmarks --benchmarks generation grpo_step uneven_generation ..., in the record",
+        WITHOUT_KERNELS,
+        optional=True,
+    ),
+    Section(
         "Layer by layer, and another engine",
         compared,
         "fp8rl compare ..., in each record",
@@ -775,9 +783,9 @@ def agreed() -> tuple[str, str]:
     )
 
 
-def beside() -> tuple[str, str]:
+def beside(path: str = ROLLOUT) -> tuple[str, str]:
     """Our fastest engine's speed over vLLM's, by work."""
-    found, fastest = record(ROLLOUT), []
+    found, fastest = record(path), []
     for entry in found["benchmarks"]:
         if ratios := [ratio for ratio in entry["ratios"] if ratio["over"] == "vllm"]:
             fastest.append((entry, max(ratios, key=itemgetter("median"))))
@@ -828,6 +836,11 @@ CLAIMS = (
     Claim("Does a correction help where the rollout is badly off?", corrected, "Corrections"),
     Claim("How far does FP8 move the gradients?", apart, "Gradients"),
     Claim("How fast is the rollout on a CPU, beside vLLM's?", beside, "Speed of the rollout"),
+    Claim(
+        "And before the CPU kernels, on another machine, with AVX-512?",
+        partial(beside, WITHOUT_KERNELS),
+        "Speed of the rollout before the CPU kernels",
+    ),
     Claim("And a GRPO step, beside tunix's?", stepped, "Speed of the rollout"),
     Claim(
         "Does our rollout agree with vLLM's log-probabilities?",

@@ -125,6 +125,7 @@ def test_the_speed_of_the_rollout_is_its_record(tmp_path, monkeypatch):
     made_up = {
         "machine": {"threads": 2, "processor": "Abacus"},
         "rounds": 3,
+        "complete": False,
         "benchmarks": [
             {
                 "benchmark": "generation",
@@ -154,6 +155,7 @@ def test_the_speed_of_the_rollout_is_its_record(tmp_path, monkeypatch):
     monkeypatch.setattr(figures, "RESULTS", tmp_path)
     text = figures.rollout()
     assert "2 cores (Abacus), 3 rounds" in text
+    assert "ended before its last benchmark" in text
     assert "`static/bf16` has batches of 4 rows, the fastest of 2, 4." in text
     assert text.count("| 8 completions, 40 tokens each |") == 2
     row = "| 8 completions, 2 tokens in the median, 40 at most |"
