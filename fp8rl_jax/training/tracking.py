@@ -496,7 +496,8 @@ def clock_text(seconds: float | None) -> str:
 
 
 ALARM = 1.05
-"""The mean of exp |d log p| above which NeMo RL looks closer."""
+"""The mean of exp |d log p| above which NeMo RL looks closer. One token far from the rest is enough
+for it, so that one step alone says nothing."""
 
 
 class Watch:
@@ -525,7 +526,7 @@ class Watch:
         self._abort_after_failed = min(trainer.abort_after_failed_rewards, trainer.steps)
         self._narrow = compute_dtype == "float16"
         self._skipped = self._in_a_row = self._failed_in_a_row = 0
-        self._warned_constant = self._apart = False
+        self._warned_constant, self._apart = False, 0
 
     @property
     def skipping(self) -> bool:
@@ -593,16 +594,17 @@ class Watch:
                 step,
             )
         apart = metrics.get("mismatch/token_mult_prob_error", 1.0)
-        if apart > ALARM and not self._apart:
+        self._apart = self._apart + 1 if apart > ALARM else 0
+        if self._apart == 2:
             _log.warning(
-                "step %d: rollout and trainer disagree: mismatch/token_mult_prob_error is %.3g, "
-                "and above %g something other than rounding is likely; `fp8rl compare` shows where "
-                "(said once, until it is below)",
+                "step %d: rollout and trainer disagree, as in the step before: "
+                "mismatch/token_mult_prob_error is %.3g, and above %g in step after step something "
+                "other than rounding is likely; `fp8rl compare` shows where (said once, until it "
+                "is below)",
                 step,
                 apart,
                 ALARM,
             )
-        self._apart = apart > ALARM
         return {"optim/skipped_steps": float(self._skipped)}
 
     def _advice(self, roles: list[str]) -> str:
