@@ -24,6 +24,8 @@ INLINE float float_of(int32_t bits) {
   return x;
 }
 
+INLINE ints larger(ints a, ints b) { return (a > b & a) | (~(a > b) & b); }
+
 INLINE float scale_of(float amax, const Blocks *b) {
   if (amax == 0) return 1;
   float scale = amax * (float)(1.0 / b->limit);
@@ -34,9 +36,7 @@ INLINE float scale_of(float amax, const Blocks *b) {
 }
 
 INLINE vec on_grid(vec x, const Blocks *b) {
-  ints bits = (ints)x, smallest = (ints)splat(b->smallest);
-  ints binade = bits & 0x7f800000;
-  binade = (binade > smallest & binade) | (~(binade > smallest) & smallest);
+  ints bits = (ints)x, binade = larger(bits & 0x7f800000, (ints)splat(b->smallest));
   vec shift = (vec)binade * b->steps;
   return (vec)((ints)((x + shift) - shift) | (bits & INT32_MIN));
 }
@@ -48,7 +48,7 @@ static void round_block(const float *x, long size, const Blocks *b, float *y) {
   ints largest = {0};
   for (long i = 0; i <= whole; i += LANES) {
     ints bits = (ints)load(i < whole ? x + i : last) & INT32_MAX;  // in the order of float32, NaN above all
-    largest = (largest > bits & largest) | (~(largest > bits) & bits);
+    largest = larger(largest, bits);
   }
   int32_t amax = 0;
   for (int i = 0; i < LANES; i++) amax = most(amax, largest[i]);
