@@ -21,19 +21,26 @@ class BackendError(ValueError):
     """The backend asked for by name cannot serve this call."""
 
 
-def resolve(
-    backend: Backend, operation: str, available: tuple[str, ...] = ("reference", "hopper")
-) -> str:
+_WITH_CPU_KERNELS = ("decode_attention", "dot", "invariant", "round_blocks")
+
+
+def resolve(backend: Backend, operation: str, available: tuple[str, ...] = ()) -> str:
     """Choose the backend that runs: the one named, or what "auto" means on this machine.
 
     That is hopper where there is such a GPU, cpu where the kernels for CPUs run, else the
     reference, each where the operation has it. One that has no kernel for CPUs runs its reference
     under "cpu", too.
 
+    Args:
+        available: implementations of the operation; default: reference and hopper, and cpu of those
+            that have a kernel for CPUs.
+
     Raises:
         BackendError: `backend` is unknown, the operation has no such implementation, or this
             machine cannot run it.
     """
+    if not available:
+        available = ("reference", "hopper") + ("cpu",) * (operation in _WITH_CPU_KERNELS)
     if backend == "auto":
         if "hopper" in available and hopper_sms():
             return "hopper"
@@ -66,8 +73,7 @@ def uses_cpu(backend: Backend, operation: str) -> bool:
     Raises:
         BackendError: a backend asked for by name cannot run here.
     """
-    available = ("reference", "cpu", "hopper")
-    return backend in ("auto", "cpu") and resolve(backend, operation, available) == "cpu"
+    return backend in ("auto", "cpu") and resolve(backend, operation) == "cpu"
 
 
 _FP8 = ("float8_e4m3fn", "float8_e5m2")

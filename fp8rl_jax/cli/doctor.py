@@ -89,7 +89,7 @@ def _kernels() -> list[str]:
 
     found = [f"{name}: auto runs {resolve('auto', name)}" for name in OPERATIONS]
     why = native.why_unavailable()
-    used = "float32 products of a sampler, those of exact mode, decode attention"
+    used = "float32 products and inputs of a sampler, decode attention, exact mode"
     return [*found, f"cpu: {f'none, {why}' if why else used}"]
 
 

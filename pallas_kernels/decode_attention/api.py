@@ -99,7 +99,7 @@ def decode_attention(
         1.0 if value_scale is None else value_scale,
     )
     inputs = (query, caches, score, value, window, out_dtype)
-    chosen = resolve(backend, OPERATION, ("reference", "cpu", "hopper"))
+    chosen = resolve(backend, OPERATION)
     if chosen != "hopper":
         served = chosen == "cpu" and not cpu.lacks(caches)
         return (cpu if served else reference).decode_attention(*inputs)
