@@ -68,8 +68,8 @@ class PagedConfig:
     """Sizes of the paged engine; on a mesh, of each part of the batch."""
 
     slots: int = 0
-    """Completions that are decoded at one time; 0: all of a step, at most 256, as many as the cache
-    holds."""
+    """Completions that are decoded at one time; 0: all of a step, as many as the cache holds, and
+    256 (64 on a CPU) at most."""
     page_size: int = 0
     """Tokens of a page of the cache; 0: 64 with Hopper's kernels, which take multiples of 64, else
     32."""

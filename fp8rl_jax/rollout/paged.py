@@ -115,7 +115,7 @@ def choose_layout(
     chunk = min(width, config.prefill_tokens)
     together = max(1, min(count, config.prefill_tokens // chunk))
     room = config.cache_tokens or room
-    most = min(config.slots or _MOST_SLOTS, count * samples)
+    most = min(config.slots or _most_slots(), count * samples)
     pages = needed = 0
     for slots in range(most, 0, -1):
         layout = Layout(slots, size, 0, min(together, slots), chunk, config.decode_steps)
@@ -130,7 +130,17 @@ def choose_layout(
     )
 
 
-_MOST_SLOTS, _KERNEL_PAGE = 256, 64
+_KERNEL_PAGE = 64
+
+
+def _most_slots() -> int:
+    """Choose how many rows decode at one time, where more are waiting.
+
+    Reading the weights is most of a step until so many rows share it that their products take as
+    long: hundreds on a GPU, about a dozen on a CPU. More slots gain nothing beyond that, and lose
+    where no row is left to refill them.
+    """
+    return 64 if jax.default_backend() == "cpu" else 256
 
 
 def token_bytes(policy: Policy) -> int:
@@ -848,7 +858,7 @@ def _by_parts(function: Callable) -> Callable:
 def _gathered(policy: Policy) -> Policy:
     """Bring the weights into the form that the programs multiply; the same arrays where they are
     in it."""
-    form = jax.tree.structure(jax.eval_shape(predequantized, policy))
+    form = jax.tree.structure(jax.eval_shape(_gather, policy))  # a jitted function's is remembered
     return policy if not _parts() and form == jax.tree.structure(policy) else _gather(policy)
 
 
