@@ -312,8 +312,8 @@ def kv_calibration() -> str:
     found, kept = study("kv_calibration"), record("ablations/kv_calibration.json")
     about = prose(f"""
         Which forward may calibrate the KV scales (`precision.kv_calibration`)? One of its own under the new weights, on all of the
-        step's tokens (`forward`) or on those of two prompts, or the update's own, under the weights before it (`update`), which
-        costs no pass. The demo with `fp8-rl`, {found.steps} steps, {found.seeds} paired seeds, {found.problems} held-out words.
+        step's tokens (`forward`) or on those of two prompts, or the update's own, under the weights before it (`update`, the
+        default), which costs no pass. The demo with `fp8-rl`, {found.steps} steps, {found.seeds} paired seeds, {found.problems} held-out words.
         Saturated is the part of the elements beyond the scales that were served, mean over the steps.
     """)
     rows = []

@@ -176,9 +176,9 @@ class Recipe:
     in the compute dtype takes its activation and gradients along."""
     kv_granularity: Literal["layer", "head"] = "layer"
     """What shares a scale of Q, K or V in an FP8 cache: all of a layer, or one KV head of it."""
-    kv_calibration: Literal["trainer", "update", "rollout"] = "trainer"
-    """Which forward measures amax of Q, K, V for a weight sync: one of the trainer's under the new
-    weights, on the step's tokens; that of the update itself, under the weights before it; or the
+    kv_calibration: Literal["trainer", "update", "rollout"] = "update"
+    """Which forward measures amax of Q, K, V for a weight sync: that of the update itself, under
+    the weights before it; one of the trainer's under the new weights, on the same tokens; or the
     one that serves, on the next step's training prompts."""
     kv_prompts: int = 0
     """Prompts of a step that the trainer's own forward for it calibrates on, with all their

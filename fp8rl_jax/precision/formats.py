@@ -92,7 +92,10 @@ def _check(recipe: Recipe, backend: Backend, prefix: str) -> None:
         if recipe.kv_prompts < 0:
             refuse("kv_prompts", f"must be at least 0, and is {recipe.kv_prompts}")
         if recipe.kv_prompts and recipe.kv_calibration != "trainer":
-            refuse("kv_prompts", 'is of kv_calibration = "trainer" alone; set it to 0')
+            refuse(
+                "kv_prompts",
+                'is of kv_calibration = "trainer" alone; set that, too, or kv_prompts to 0',
+            )
         if not 0 <= recipe.kv_percentile <= 100:
             refuse("kv_percentile", f"must be from 0 to 100, and is {recipe.kv_percentile}")
     _check_backward(recipe, refuse)

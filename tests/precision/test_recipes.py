@@ -150,7 +150,7 @@ REFUSED = {
     ),
     "kv prompts of another": (
         {"kv_prompts": 2, "kv_calibration": "update"},
-        'kv_prompts is of kv_calibration = "trainer" alone; set it to 0',
+        'kv_prompts is of kv_calibration = "trainer" alone; set that, too, or kv_prompts to 0',
     ),
     "kv prompts": ({"kv_prompts": -1}, "kv_prompts must be at least 0, and is -1"),
     "kv percentile": ({"kv_percentile": 999.0}, r"kv_percentile must be from 0 to 100, and is 999"),
@@ -321,7 +321,7 @@ def test_the_built_in_rows_are_these():
         "infir2", sides, sides, output_gradient=a, saved_activation=a
     )
     assert (FULL.kv_calibration, FULL.kv_percentile, FULL.kv_margin, FULL.kv_constants) == (
-        "trainer",
+        "update",
         99.9,
         1.05,
         None,
