@@ -90,6 +90,11 @@ class Link:
         except (ValueError, TypeError):
             raise NoAnswer(f"answered {line[:80]!r}, which is no JSON object") from None
 
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
     def kill(self) -> None:
         """End the process at once, from any thread; who waits for its answer gets none."""
         with contextlib.suppress(ProcessLookupError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -62,7 +63,10 @@ def contest(
     pairs = [(first, other) for other in others] + [
         (peer.spec.name, name) for peer in peers for name in names
     ]
-    return Contest(interleave(sides, plan), pairs, about)
+    processes = {}
+    if peers:
+        processes = dict.fromkeys(names, os.getpid()) | {x.spec.name: x.pid for x in peers}
+    return Contest(interleave(sides, plan, processes=processes), pairs, about)
 
 
 def result(benchmark: str, workload: Workload, shape: Shape, contest: Contest) -> dict[str, Any]:
@@ -71,7 +75,8 @@ def result(benchmark: str, workload: Workload, shape: Shape, contest: Contest) -
     Returns:
         "ratios", which hold anywhere, and "raw", which holds on this machine only. A workload whose
         times are results of their own has "seconds" beside them, and "tokens_per_second" of the
-        rollout where there is one.
+        rollout where there is one. Beside peers "peak_bytes" of each side's process; all of ours
+        are in one.
     """
     rounds = contest.timed.rounds
     seconds = {
@@ -89,6 +94,10 @@ def result(benchmark: str, workload: Workload, shape: Shape, contest: Contest) -
             for part in common_parts(rounds, *pair)
         ],
     }
+    if sides := rounds[0].peak_bytes:
+        entry["peak_bytes"] = {
+            side: spread([each.peak_bytes[side] for each in rounds]) for side in sides
+        }
     raw = asdict(contest.timed)
     if not workload.absolute:
         return entry | {"raw": raw | {"seconds": seconds}}

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,10 +36,12 @@ class Round:
         seconds: side -> part -> seconds, in the order in which the sides ran.
         load: the machine's load average at the end; far above the number of threads, something else
             ran too.
+        peak_bytes: side -> the most memory of its process, resident, while it ran.
     """
 
     seconds: dict[str, dict[str, float]]
     load: float
+    peak_bytes: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,12 @@ class Timed:
     warmup: list[Round]
 
 
-def interleave(sides: dict[str, Side], plan: Plan, settled: bool = True) -> Timed:
+def interleave(
+    sides: dict[str, Side],
+    plan: Plan,
+    settled: bool = True,
+    processes: Mapping[str, int] | None = None,
+) -> Timed:
     """Run the rounds.
 
     The order moves by one from round to round, so no side always follows the same other one.
@@ -57,16 +65,21 @@ def interleave(sides: dict[str, Side], plan: Plan, settled: bool = True) -> Time
     Args:
         settled: threads of the last side fall asleep before the next one, and each round is
             printed; not for sides that a device runs in microseconds.
+        processes: process ids of the sides whose memory is looked at.
     """
-    names, done = list(sides), []
+    names, done, processes = list(sides), [], processes or {}
     for number in range(plan.warmup + plan.rounds):
         turn = number % len(names)
-        seconds = {}
+        seconds, peaks = {}, {}
         for name in names[turn:] + names[:turn]:
             if settled:
                 settle()
+            if name in processes:
+                forget_peak(processes[name])
             seconds[name] = sides[name](number)
-        done.append(Round(seconds, load()))
+            if name in processes:
+                peaks[name] = peak_bytes(processes[name])
+        done.append(Round(seconds, load(), peaks))
         if settled:
             times = ", ".join(f"{name} {parts['seconds']:.2f} s" for name, parts in seconds.items())
             print(f"  round {number + 1} of {plan.warmup + plan.rounds}: {times}", flush=True)
@@ -86,6 +99,17 @@ def settle() -> None:
 def load() -> float:
     """Processes that wanted a processor, averaged over the last minute."""
     return os.getloadavg()[0]
+
+
+def forget_peak(process: int) -> None:
+    """Count the most memory of a process, resident, from now on (Linux, as `peak_bytes`)."""
+    Path(f"/proc/{process}/clear_refs").write_text("5")
+
+
+def peak_bytes(process: int) -> int:
+    """Read it."""
+    status = Path(f"/proc/{process}/status").read_text()
+    return 1024 * int(status.partition("VmHWM:")[2].split()[0])
 
 
 class Laps:

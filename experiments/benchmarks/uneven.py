@@ -1,9 +1,10 @@
 """Rollout where completions differ in length, as those of a policy in training do.
 
 Lengths are log-normal, and every side ends each completion at the same given length. Nobody knows
-it before the end: a side that cuts the prompts into batches takes them in the order in which they
-come, and none sorts them by length. So what is timed is how well a side fills the places of rows
-that have ended. Keys and values of every side have `CACHE_BYTES`.
+it before the end: prompts have new ids at every call, since `paged` remembers how long the
+completions of an id were. A side that cuts the prompts into batches takes them in the order in
+which they come, and none sorts them by length. So what is timed is how well a side fills the places
+of rows that have ended. Keys and values of every side have `CACHE_BYTES`.
 
     static    batches of equal rows, one after the other, each until its longest row has ended; the
               number of rows is the fastest of `BATCHES` that fit
@@ -91,6 +92,7 @@ class UnevenRollout:
         session.sync(prompts)
         self.session, self.prompts, self.shape = session, prompts, shape
         self.rows = shape.rows
+        self.calls = 0
         self.tried: dict[int, float] = {}
         self.metrics: list[dict[str, float]] = []
 
@@ -115,13 +117,15 @@ class UnevenRollout:
         """Seconds, and what the engine counted in its last call."""
         engine, samples, key = self.session.engine, self.shape.samples, jax.random.key(number)
         made, limits = [], jnp.asarray(lengths)
+        self.calls += 1
+        prompts = self.prompts._replace(ids=self.prompts.ids + self.calls * self.shape.prompts)
         start = time.perf_counter()
         with jax.set_mesh(self.session.mesh):
             for first in range(0, self.shape.rows, self.rows):
                 rows = slice(first, first + self.rows)
                 of_prompts = slice(first // samples, (first + self.rows) // samples)
                 rollout = engine.generate(
-                    Prompts(*(x[of_prompts] for x in self.prompts)),
+                    Prompts(*(x[of_prompts] for x in prompts)),
                     samples,
                     self.session.sampling,
                     key,

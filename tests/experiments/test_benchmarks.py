@@ -2,6 +2,8 @@
 CPU."""
 
 import json
+import os
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -90,6 +92,23 @@ def test_rounds_take_turns_and_warm_up_apart():
         ["b", "c", "a"],
         ["c", "a", "b"],
     ]
+
+
+def test_memory_of_a_side_is_its_own_peak():
+    """Not that of the side before it, in the same process or in another."""
+    sides = {
+        "large": lambda number: {"seconds": float(np.ones(2**25).sum())},  # 256 MiB
+        "small": lambda number: {"seconds": 1.0},
+        "elsewhere": lambda number: {"seconds": 1.0},
+    }
+    with subprocess.Popen(["sleep", "60"]) as process:
+        known = {"large": os.getpid(), "small": os.getpid(), "elsewhere": process.pid}
+        timed = interleave(sides, Plan(rounds=2, warmup=1), processes=known)
+        process.kill()
+    for round in timed.rounds:
+        peaks = round.peak_bytes
+        assert 240 * 2**20 < peaks["large"] - peaks["small"] < 280 * 2**20
+        assert 0 < peaks["elsewhere"] < 16 * 2**20
 
 
 @pytest.mark.slow

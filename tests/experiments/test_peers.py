@@ -56,6 +56,7 @@ def test_contest_with_a_peer(start, monkeypatch):
     )
     assert found.pairs == [("fake", "fp8rl_jax/bf16")]
     assert ratio(found.timed.rounds, *found.pairs[0])["pairs"] == [1.5, 2.5]
+    assert found.timed.rounds[0].peak_bytes.keys() == {"fake", "fp8rl_jax/bf16"}
     assert (
         found.about["fake"]["settings"] == {"seen": {"colour": "red"}}
         and "pytest" in found.about["fake"]["versions"]
