@@ -2,7 +2,7 @@
 
 run.lock      held by the process that writes here; says who it is
 config.toml   the settings, resolved, of the newest start
-run.json      versions, command, commit, devices; each earlier start, and what was changed
+run.json      versions, command, commit, devices, backend; each earlier start, and what was changed
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from fp8rl_jax.config.files import dump_toml
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.durable import locked, write_durably
 from fp8rl_jax.errors import UserError
+from pallas_kernels.backend import resolve
 
 _log = logging.getLogger("fp8rl")
 _PACKAGES = (
@@ -73,7 +74,7 @@ def owned(directory: Path) -> Generator[None]:
 
 
 def write_run_record(config: RunConfig, changed: Sequence[str] = ()) -> None:
-    """Write config.toml (resolved) and run.json (versions, command, commit, devices).
+    """Write config.toml (resolved) and run.json (versions, command, commit, devices, backend).
 
     A resumed run keeps the records of its earlier starts under "earlier".
 
@@ -92,6 +93,8 @@ def write_run_record(config: RunConfig, changed: Sequence[str] = ()) -> None:
         "commit": _commit(),
         "devices": [f"{d.platform}:{d.device_kind}" for d in jax.devices()],
         "processes": jax.process_count(),
+        # of an operation that has all of them: what "auto" was
+        "backend": resolve(config.precision.backend, "dot"),
     }
     if changed:
         record["changed"] = list(changed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.quantize.reference import to_float8
 from pallas_kernels.rounding import rounded
@@ -50,5 +51,10 @@ def scatter(cache, new, row, slot):
     """
     rows, _, slots, _ = cache.shape
     inside = (row >= 0) & (row < rows) & (slot >= 0) & (slot < slots)
-    place = cache.at[jnp.where(inside, row, rows), :, slot]
-    return place.set(new.astype(cache.dtype), mode="drop")
+    kind, place = cache.dtype, (jnp.where(inside, row, rows), slice(None), slot)
+    new, width = new.astype(kind), jnp.finfo(kind).bits
+    if width == 32:
+        return cache.at[place].set(new, mode="drop")
+    # as integers: to write single numbers of fewer bits XLA widens the whole cache on a CPU
+    cache, new = (lax.bitcast_convert_type(x, jnp.dtype(f"uint{width}")) for x in (cache, new))
+    return lax.bitcast_convert_type(cache.at[place].set(new, mode="drop"), kind)
