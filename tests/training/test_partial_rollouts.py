@@ -15,8 +15,12 @@ from fp8rl_jax.errors import UserError
 from fp8rl_jax.tasks.dataset import Dataset, Example
 from fp8rl_jax.training.collect import Collector
 
+SOME_PROMPTS = "--precision.kv-calibration", "trainer", "--precision.kv-prompts", "2"
 
-@pytest.mark.parametrize("flags", [(), ("--recipe", "fp8-rl", "--precision.kv-prompts", "2")])
+
+@pytest.mark.parametrize(
+    "flags", [(), ("--recipe", "fp8-rl"), ("--recipe", "fp8-rl", *SOME_PROMPTS)]
+)
 def test_a_resumed_run_goes_on_with_what_was_carried_over(tmp_path, flags):
     run_file = write_run(tmp_path, CARRIES)
     whole, parts = tmp_path / "whole", tmp_path / "parts"

@@ -515,7 +515,7 @@ def test_one_update_sees_the_whole_batch(setup_of, monkeypatch):
         rl=settings,
         optimizer=schedule,
         rollout=rollout,
-        precision=REFERENCE,
+        precision=replace(REFERENCE, kv_calibration="trainer"),
     )
     learner, batch = learner_of(setup), replace(training_batch(), old_logprobs=None)
     state = replace(init_state(setup.session.weights, learner.optimizer), updates=jnp.int32(1))
