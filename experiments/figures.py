@@ -798,16 +798,19 @@ def beside(path: str = ROLLOUT) -> tuple[str, str]:
 
 
 def stepped() -> tuple[str, str]:
-    """Our speed over tunix's, of a GRPO step and of its parts."""
+    """Our speed over tunix's, of a GRPO step and of its parts, and the memory of each."""
     found = record(ROLLOUT)
+    (step,) = (entry for entry in found["benchmarks"] if entry["benchmark"] == "grpo_step")
+    peaks = {side: peak["median"] / 2**30 for side, peak in step["peak_bytes"].items()}
+    tunix, ours = peaks.pop("tunix"), *peaks.values()
     text = "; ".join(
         f"{STEP[ratio['part']]} {speed(ratio)}"
-        for entry in found["benchmarks"]
-        for ratio in entry["ratios"]
+        for ratio in step["ratios"]
         if ratio["over"] == "tunix"
     )
     return (
-        f"times tunix's speed, in exact mode, the default: {text}",
+        f"times tunix's speed, in exact mode, the default: {text}; peak memory of the process "
+        f"{ours:.1f} GiB, tunix's {tunix:.1f}",
         f"{found['rounds']} rounds (quartiles)",
     )
 
