@@ -11,8 +11,9 @@ write to a wrong place or broken memory has changed are never served.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, Protocol
 
@@ -31,7 +32,8 @@ from fp8rl_jax.models.policy import Policy
 from fp8rl_jax.parallel import batch_shards, constrain, marks, to_host
 from fp8rl_jax.precision import check_recipe
 from fp8rl_jax.rollout.calibration import observe_served, qkv_metrics, scales_from_amax
-from fp8rl_jax.rollout.paged import Layout, Rows, choose_layout, token_bytes
+from fp8rl_jax.rollout.paged import Kept, Layout, Rows, choose_layout, token_bytes
+from fp8rl_jax.rollout.paged import converse as paged_converse
 from fp8rl_jax.rollout.paged import generate as paged_generate
 from fp8rl_jax.rollout.paged import go_on as paged_go_on
 from fp8rl_jax.rollout.partial import InProgress
@@ -96,6 +98,12 @@ class RolloutEngine(Protocol):
         self, prompts: Prompts, samples: int, sampling: Sampling, key: Key[Array, ""]
     ) -> Rollout:
         """Sample completions."""
+
+    def conversations(self, width: int) -> AbstractContextManager[None]:
+        """While it holds, a call of `generate` with one sample of each prompt may go on from the
+        call before: prompts of the same ids that begin as those of the earlier call and their
+        completions do, of `width` tokens at most. An engine may keep what it has computed of them;
+        what it samples is the same."""
 
     def wait(self) -> None:
         """Return when the last sync and calibration are done."""
@@ -255,6 +263,11 @@ class LocalEngine:
         policy = self._ready()
         return stream(policy, *prompts, key, self.scales, sampling=sampling, every=every)
 
+    @contextmanager
+    def conversations(self, width: int) -> Generator[None]:
+        """Nothing is kept: a prompt is prefilled whole in every call."""
+        yield
+
     def wait(self) -> None:
         """Return when the last sync and calibration are done."""
         jax.block_until_ready((self.policy, self.scales))
@@ -302,6 +315,10 @@ class PagedEngine(LocalEngine):
         self._lengths: dict[int, float] = {}
         """Mean completion length of each prompt, as it was sampled last."""
         self._layouts: dict[tuple, Layout] = {}
+        self._room: dict[tuple, float] = {}
+        self._turns = 0
+        """Width of the conversations that calls go on from each other with; 0: each is alone."""
+        self._earlier: Earlier | None = None
 
     def generate(
         self,
@@ -319,10 +336,61 @@ class PagedEngine(LocalEngine):
             RuntimeError: as there.
             UserError: a row does not fit the cache.
         """
+        turn = self._turns and samples == 1 and not self.expert_ids
+        if turn and not prompt_logprobs and limits is None:
+            return replace(self._turn(prompts, sampling, key), weight_version=self.version)
         (rollout,) = self._sample(prompts, samples, sampling, key, prompt_logprobs, limits)
         ids, counts = to_host((prompts.ids, _counts(rollout.mask)))
         self._lengths |= dict(zip(ids.tolist(), counts.reshape(len(ids), -1).mean(1), strict=True))
         return replace(rollout, weight_version=self.version)
+
+    @contextmanager
+    def conversations(self, width: int) -> Generator[None]:
+        """The caches of a call are there for the next one, as many as the memory holds; a prompt
+        that is given twice is sampled once."""
+        self._turns = width
+        try:
+            yield
+        finally:
+            self._turns, self._earlier = 0, None
+
+    def _turn(self, prompts: Prompts, sampling: Sampling, key: Key[Array, ""]) -> Rollout:
+        """Sample one completion of each prompt, with what the call before has left."""
+        policy, (count, width) = self._ready(), prompts.tokens.shape
+        layout, parts = self._layout(policy, prompts, 1, sampling, self._turns)
+        tokens, lengths, ids = to_host(prompts)
+        fed = [row[:length].tolist() for row, length in zip(tokens, lengths, strict=True)]
+        _, first, again = np.unique(ids, return_index=True, return_inverse=True)
+        first = first[again]  # the place of the first prompt of the same id
+        asked, size = first == np.arange(count), count // parts
+        earlier, self._earlier = self._earlier, None
+        shape, source, begins = (count, sampling.max_new_tokens), *np.zeros((2, count), np.int32)
+        if earlier is not None and (earlier.shape != shape or earlier.marks is not self._marks):
+            earlier = None  # of another batch, or other weights or scales
+        if earlier is not None:
+            source, begins = earlier.continued(np.where(asked, ids, -1), fed, size)
+        longest = (lengths - begins)[asked].max()
+        chunk = next(part for n in (16, 4, 1) if (part := -(-width // n)) >= longest)
+        rollout, kept, there = paged_converse(
+            policy,
+            prompts,
+            key,
+            sampling=sampling,
+            scales=self.scales,
+            layout=layout.prefilling(chunk, self.paged, size),
+            asked=jnp.asarray(asked),
+            kept=None if earlier is None else earlier.kept,
+            source=jnp.asarray(source),
+            lengths=jnp.asarray(begins),
+        )
+        if not asked.all():
+            rollout = _of_prompts(rollout, first)
+        sampled, mask, there = to_host((rollout.tokens, rollout.mask, there))
+        for row, words, own in zip(fed, sampled, mask, strict=True):
+            row += words[own].tolist()[:-1]  # nothing was sampled behind the last one
+        places = {int(ids[place]): int(place) for place in np.flatnonzero(asked & there)}
+        self._earlier = Earlier(shape, self._marks, kept, places, fed)
+        return rollout
 
     def stream(
         self, prompts: Prompts, sampling: Sampling, key: Key[Array, ""], every: int = 1
@@ -400,7 +468,12 @@ class PagedEngine(LocalEngine):
         )
 
     def _layout(
-        self, policy: Policy, prompts: Prompts, samples: int, sampling: Sampling
+        self,
+        policy: Policy,
+        prompts: Prompts,
+        samples: int,
+        sampling: Sampling,
+        widest: int = 0,
     ) -> tuple[Layout, int]:
         """The sizes of a part of the batch, and the number of parts."""
         count, width = prompts.tokens.shape
@@ -408,11 +481,62 @@ class PagedEngine(LocalEngine):
         if count % parts:
             raise ValueError(f"generate: {count} prompts do not split into {parts} equal parts")
         shape = (count // parts, width), samples, sampling.max_new_tokens
-        if shape not in self._layouts:  # chosen once: what is free differs from call to call
+        if (shape, widest) not in self._layouts:
             hopper = selected_backend(self.backend) == "hopper"
-            room = free_bytes() / token_bytes(policy)
-            self._layouts[shape] = choose_layout(self.paged, *shape, hopper, room)
-        return self._layouts[shape], parts
+            # found once: what is free differs from call to call, and those that leave the cache to
+            # each other have one
+            held = count, samples, sampling.max_new_tokens, widest or width
+            room = self._room.setdefault(held, free_bytes() / token_bytes(policy))
+            chosen = choose_layout(self.paged, *shape, hopper, room, widest)
+            self._layouts[shape, widest] = chosen
+        return self._layouts[shape, widest], parts
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """The last call of a conversation.
+
+    Attributes:
+        shape: prompts, and most tokens of a completion.
+        marks: of the weights and scales that served it.
+        kept: what it left in the cache.
+        places: of each prompt id that is there.
+        fed: tokens of each prompt and of its completion, as far as they are in the cache.
+    """
+
+    shape: tuple[int, int]
+    marks: UInt32[Array, " leaves"] | None
+    kept: Kept
+    places: dict[int, int]
+    fed: list[list[int]]
+
+    def continued(
+        self, ids: Int[np.ndarray, " p"], prompts: list[list[int]], size: int
+    ) -> tuple[Int[np.ndarray, " p"], Int[np.ndarray, " p"]]:
+        """Find what prompts go on from.
+
+        Args:
+            ids: of prompts; -1 for one that nothing is looked for.
+            prompts: their tokens.
+            size: prompts of a part of the batch.
+
+        Returns:
+            (place of the earlier prompt in its part, tokens that both begin with), 0 where nothing
+            is kept, or in another part.
+        """
+        source, begins = np.zeros((2, len(ids)), np.int32)
+        for place, (name, tokens) in enumerate(zip(ids.tolist(), prompts, strict=True)):
+            before = self.places.get(name, -1)
+            if before >= 0 and before // size == place // size:
+                source[place] = before % size
+                begins[place] = shared_prefix(self.fed[before], tokens)
+        return source, begins
+
+
+def shared_prefix(one: list[int], other: list[int]) -> int:
+    """Count the tokens that both begin with, of `other` all but the last."""
+    pairs = zip(one, other[:-1], strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other) - 1))
 
 
 def balanced(expected: Float[np.ndarray, " p"], parts: int) -> Int[np.ndarray, " p"]:

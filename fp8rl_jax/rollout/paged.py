@@ -18,6 +18,10 @@ what it has sampled, one more whenever a page is full. If none is free then, the
 least gives up its pages and its slot, keeps its tokens, and goes to the front of the queue. One row
 alone always has room (`choose_layout`), so every row ends.
 
+A call can leave the cache to the next one (`converse`): prompts and what was sampled behind them
+stay in their pages, until others need these, and prompts that go on from there, as the next turn of
+a conversation does, are prefilled from where they differ.
+
 A row's randomness comes from (key, prompt id, sample number, position) alone, as in `sampler`, so
 its tokens do not depend on the slot, the pages and the rows beside it, but for what a matrix
 product rounds differently (and in exact mode for nothing).
@@ -52,6 +56,7 @@ from fp8rl_jax.models.policy import Policy
 from fp8rl_jax.parallel import DEFAULT_RULES, PROGRESS, policy_shardings, split_batch, to_host
 from fp8rl_jax.rollout.sampler import Prompts, Rollout, cache_dtype, row_keys, rows_of
 from fp8rl_jax.rollout.sampling import Sampling, draw
+from pallas_kernels.cache_write import move_tokens
 
 NEW, ACTIVE, EVICTED, DONE = range(4)
 """Where a row is: it has no tokens, or is in a slot, or lost it, or has ended."""
@@ -68,6 +73,8 @@ class Layout:
         together: prompts that are loaded together.
         chunk: tokens of a row that are prefilled at one time.
         steps: decode steps of one call.
+        widest: tokens of the longest prompt of calls that leave the cache to each other; 0: what is
+            over leaves it.
     """
 
     slots: int
@@ -76,10 +83,17 @@ class Layout:
     together: int
     chunk: int
     steps: int
+    widest: int = 0
 
     def columns[T: (int, Array)](self, tokens: T) -> T:
         """Count the pages of `tokens` tokens."""
         return -(-tokens // self.page_size)
+
+    def prefilling(self, tokens: int, config: PagedConfig, prompts: int) -> Layout:
+        """The same cache, for calls that prefill at most so many tokens of each of P prompts."""
+        chunk = min(tokens, config.prefill_tokens)
+        together = max(1, min(prompts, self.slots, config.prefill_tokens // chunk))
+        return replace(self, chunk=chunk, together=together)
 
     def prompt_pages(self, prompts: int, tokens: int) -> int:
         """Count the pages of all prompts that may be loaded at one time, of so many and so long."""
@@ -93,6 +107,7 @@ def choose_layout(
     new_tokens: int,
     hopper: bool = False,
     room: float = math.inf,
+    widest: int = 0,
 ) -> Layout:
     """Choose sizes for P prompts of at most S tokens and `samples` completions of each.
 
@@ -102,25 +117,30 @@ def choose_layout(
         new_tokens: longest completion.
         hopper: the cache is read by Hopper's kernels.
         room: tokens of cache that the memory holds.
+        widest: make pages, as far as there is room, for prompts of so many tokens each with its
+            completion, as calls leave them to the next ones (Layout.widest); `samples` is 1 then.
 
     Raises:
         UserError: not even one row fits, or the kernels have no such page.
     """
     count, width = prompts
-    size = config.page_size or (_KERNEL_PAGE if hopper else min(32, max(width, new_tokens)))
+    default = min(32, max(width, widest, new_tokens))
+    size = config.page_size or (_KERNEL_PAGE if hopper else default)
     if hopper and size % _KERNEL_PAGE:
         raise UserError(
             f"rollout.paged.page_size = {size}: Hopper's kernels take multiples of {_KERNEL_PAGE}"
         )
-    chunk = min(width, config.prefill_tokens)
-    together = max(1, min(count, config.prefill_tokens // chunk))
     room = config.cache_tokens or room
     most = min(config.slots or _most_slots(), count * samples)
     pages = needed = 0
     for slots in range(most, 0, -1):
-        layout = Layout(slots, size, 0, min(together, slots), chunk, config.decode_steps)
+        layout = Layout(slots, size, 0, 0, 0, config.decode_steps, widest)
+        layout = layout.prefilling(width, config, count)
         loaded, row = layout.prompt_pages(count, width), layout.columns(new_tokens)
-        pages, needed = int(min(loaded + slots * row, room // size)), loaded + row
+        wanted = loaded + slots * row
+        if widest:
+            wanted = count * (layout.columns(widest) + row) + layout.columns(widest)
+        pages, needed = int(min(wanted, room // size)), loaded + row
         if pages >= needed:
             return replace(layout, pages=pages)
     raise UserError(
@@ -197,6 +217,8 @@ class Loaded(NamedTuple):
         last_hidden: what the first token of each prompt's rows is drawn from.
         waiting: rows of each prompt that have not ended.
         logprobs, expert_ids: as in Rollout.
+        ended: page numbers of each prompt's row, once it has ended and while they are kept; None
+            where nothing is.
     """
 
     count: Int[Array, ""]
@@ -205,6 +227,35 @@ class Loaded(NamedTuple):
     waiting: Int[Array, " p"]
     logprobs: Float[Array, "p s"] | None
     expert_ids: Int[Array, "p s sparse k"] | None
+    ended: Int[Array, "p row_columns"] | None
+
+
+class Kept(NamedTuple):
+    """What a call has left in the cache.
+
+    Attributes:
+        keys, values: the cache.
+        pages: page numbers of each prompt, `Layout.widest` tokens, then of its row.
+        prompts: tokens of each prompt; what is behind them begins in the row's first page.
+    """
+
+    keys: Any
+    values: Any
+    pages: Int[Array, "p columns"]
+    prompts: Int[Array, " p"]
+
+
+class Before(NamedTuple):
+    """What an earlier call has left of the prompts that this one has not loaded yet.
+
+    Attributes:
+        pages, prompts: as in Kept, in the order of this call's prompts.
+        lengths: how many tokens each prompt begins with that are there.
+    """
+
+    pages: Int[Array, "p columns"]
+    prompts: Int[Array, " p"]
+    lengths: Int[Array, " p"]
 
 
 class Slots(NamedTuple):
@@ -229,6 +280,7 @@ class Counters(NamedTuple):
         evicted: rows that lost their pages.
         recomputed: tokens that were prefilled for it.
         peak_pages: most pages in use.
+        reused: tokens of prompts that an earlier call had left.
     """
 
     steps: Int[Array, ""]
@@ -237,10 +289,11 @@ class Counters(NamedTuple):
     evicted: Int[Array, ""]
     recomputed: Int[Array, ""]
     peak_pages: Int[Array, ""]
+    reused: Int[Array, ""]
 
 
 class State(NamedTuple):
-    """All that the programs change."""
+    """All that the programs change; `before` is None where nothing is kept."""
 
     keys: Any
     values: Any
@@ -249,6 +302,7 @@ class State(NamedTuple):
     loaded: Loaded
     slots: Slots
     counters: Counters
+    before: Before | None = None
 
 
 class Signals(NamedTuple):
@@ -306,6 +360,7 @@ def begin(
         (rows.status != DONE).reshape(p, samples).sum(1, dtype=jnp.int32),
         jnp.zeros((p, s), jnp.float32) if prompt_logprobs else None,
         prompt_routes,
+        no_pages(p, width) if layout.widest else None,
     )
     slots = Slots(
         jnp.full(layout.slots, n, jnp.int32),
@@ -320,8 +375,45 @@ def begin(
         rows,
         loaded,
         slots,
-        Counters(none, zero, zero, none, none, none),
+        Counters(none, zero, zero, none, none, none, none),
     )
+
+
+def begin_turn(
+    policy: Policy,
+    queue: Queue,
+    kept: Kept,
+    asked: Bool[Array, " p"],
+    source: Int[Array, " p"],
+    lengths: Int[Array, " p"],
+    sampling: Sampling,
+    layout: Layout,
+) -> State:
+    """Make the state in which nothing has been loaded, with the cache of an earlier call.
+
+    Args:
+        kept, asked, source, lengths: as in `converse`.
+    """
+    rows = new_rows(len(asked), sampling, policy.config.pad_token_id or 0)
+    rows = rows._replace(status=jnp.where(asked, NEW, DONE))
+    state = begin(policy, queue, 1, sampling, layout, rows=rows)
+    pages, prompts = kept.pages[source], kept.prompts[source]
+    column, of_prompts = jnp.arange(pages.shape[1]), layout.columns(layout.widest)
+    behind = jnp.where(column < of_prompts, 0, prompts[:, None])
+    first = behind + jnp.where(column < of_prompts, column, column - of_prompts) * layout.page_size
+    end = jnp.where(column < of_prompts, jnp.minimum(prompts, lengths)[:, None], lengths[:, None])
+    pages = jnp.where(first < end, pages, layout.pages)
+    free = state.free.at[pages].set(False, mode="drop")
+    before = Before(pages, prompts, lengths)
+    return state._replace(keys=kept.keys, values=kept.values, free=free, before=before)
+
+
+def kept_pages(queue: Queue, loaded: Loaded, layout: Layout) -> tuple[Array, Array]:
+    """Find what a call has left in the cache: `pages` and `prompts` of Kept."""
+    assert loaded.ended is not None
+    more = layout.columns(layout.widest) - loaded.pages.shape[1]
+    pages = jnp.pad(loaded.pages, ((0, 0), (0, more)), constant_values=layout.pages)
+    return jnp.concatenate([pages, loaded.ended], axis=1), queue.lengths
 
 
 def new_rows(count: int, sampling: Sampling, pad: int) -> Rows:
@@ -357,6 +449,8 @@ def load(
         (place < p) & (jnp.cumsum(columns) <= _spare(state)) & _wants_prompts(queue, state, layout)
     )
     prompt, lengths = jnp.where(fits, prompt, p), jnp.where(fits, lengths, 0)
+    state = _reclaim(state, jnp.where(fits, columns, 0).sum())
+    loaded = state.loaded
     none = jnp.full((layout.together, loaded.pages.shape[1]), layout.pages, jnp.int32)
     free, pages = allocate(state.free, none, jnp.where(fits, columns, 0))
     loaded = loaded._replace(
@@ -364,9 +458,14 @@ def load(
         pages=loaded.pages.at[prompt].set(pages, mode="drop"),
     )
     tokens = queue.tokens.at[prompt].get(mode="fill", fill_value=0)
+    state = state._replace(free=free, loaded=loaded)
+    begins = jnp.zeros(layout.together, jnp.int32)
+    if state.before is not None:
+        state, begins = _taken_over(state, layout, prompt, pages)
 
     def chunk(carry):
-        start, state = carry
+        done, state = carry
+        start = begins + done
         result, state, column, real = _prefill(
             policy, queue, state, layout, tokens, lengths, start, (pages, start), None
         )
@@ -384,13 +483,88 @@ def load(
         if found.expert_ids is not None:
             used = found.expert_ids.at[prompt[:, None], jnp.where(real, column, s)]
             found = found._replace(expert_ids=used.set(result.routes, mode="drop"))
-        return start + layout.chunk, state._replace(loaded=found)
+        return done + layout.chunk, state._replace(loaded=found)
 
-    longest = _most(lengths.max())
-    start = jnp.zeros(layout.together, jnp.int32)
-    state = state._replace(free=free, loaded=loaded)
-    _, state = lax.while_loop(lambda carry: carry[0][0] < longest, chunk, (start, state))
+    most = _most((lengths - begins).max())
+    _, state = lax.while_loop(lambda carry: carry[0] < most, chunk, (jnp.int32(0), state))
     return _with_signals(queue, _admit(queue, state, layout), layout)
+
+
+def _taken_over(state: State, layout: Layout, prompt, pages) -> tuple[State, Array]:
+    """Move what an earlier call has left of some prompts into their pages; and its lengths."""
+    before, size, outside = state.before, layout.page_size, layout.pages * layout.page_size
+    assert before is not None
+    lengths = before.lengths.at[prompt].get(mode="fill", fill_value=0)
+    first = before.prompts.at[prompt].get(mode="fill", fill_value=0)[:, None]
+    old = before.pages.at[prompt].get(mode="fill", fill_value=layout.pages)
+    width = pages.shape[1] * size
+    column = jnp.broadcast_to(jnp.arange(width), (len(prompt), width))
+
+    def places(pages, at, token):
+        page = jnp.take_along_axis(pages, at + token // size, axis=1, mode="clip")
+        return page * size + token % size
+
+    of_row = layout.columns(layout.widest)
+    sources = jnp.where(
+        column < first, places(old, 0, column), places(old, of_row, jnp.maximum(column - first, 0))
+    )
+    real = column < lengths[:, None]
+    move = partial(
+        move_tokens,
+        source=jnp.where(real, sources, 0).reshape(-1),
+        target=jnp.where(real, places(pages, 0, column), outside).reshape(-1),
+    )
+    if isinstance(state.keys, Array):
+        move = jax.vmap(move)
+    keys, values = jax.tree.map(move, (state.keys, state.values))
+    counters = state.counters._replace(reused=state.counters.reused + lengths.sum())
+    before = before._replace(
+        pages=before.pages.at[prompt].set(layout.pages, mode="drop"),
+        lengths=before.lengths.at[prompt].set(0, mode="drop"),
+    )
+    free = state.free.at[old].set(True, mode="drop")
+    state = state._replace(keys=keys, values=values, free=free, counters=counters, before=before)
+    return state, lengths
+
+
+def _stays(loaded: Loaded, none: int) -> Bool[Array, " p"]:
+    """Prompts whose rows have ended and whose pages are there all the same."""
+    return (loaded.waiting == 0) & (loaded.pages[..., 0] < none)
+
+
+def _reclaim(state: State, wanted: Int[Array, ""]) -> State:
+    """Free pages that are kept until as many as wanted are free: first those of prompts that have
+    ended in this call, then those that this call has not come to yet, the last ones first."""
+    if state.before is None:
+        return state
+    none = len(state.free)
+
+    def short(carry):
+        free, pages, _, before = carry
+        there = _stays(state.loaded._replace(pages=pages), none) | (before.lengths > 0)
+        return (free.sum() < wanted) & there.any()
+
+    def drop(carry):
+        free, pages, ended, before = carry
+        over, count = _stays(state.loaded._replace(pages=pages), none), len(ended)
+        last = count - 1 - jnp.argmax(jnp.where(over.any(), over, before.lengths > 0)[::-1])
+        over, left = jnp.where(over.any(), last, count), jnp.where(over.any(), count, last)
+        for table, place in ((pages, over), (ended, over), (before.pages, left)):
+            gone = table.at[place].get(mode="fill", fill_value=none)
+            free = free.at[gone].set(True, mode="drop")
+        before = before._replace(
+            pages=before.pages.at[left].set(none, mode="drop"),
+            lengths=before.lengths.at[left].set(0, mode="drop"),
+        )
+        pages, ended = (x.at[over].set(none, mode="drop") for x in (pages, ended))
+        return free, pages, ended, before
+
+    loaded = state.loaded
+    carry = (state.free, loaded.pages, loaded.ended, state.before)
+    free, pages, ended, before = lax.while_loop(short, drop, carry)
+    return state._replace(
+        free=free, loaded=loaded._replace(pages=pages, ended=ended), before=before
+    )
 
 
 def run(
@@ -540,15 +714,21 @@ def _decode(policy: Policy, queue: Queue, state: State, sampling: Sampling, layo
 
 
 def _leave(queue: Queue, state: State, leaving: Bool[Array, " slots"]) -> State:
-    """Empty some slots; a prompt whose rows have all ended goes, too."""
+    """Empty some slots; a prompt whose rows have all ended goes, too, if it is not kept."""
     slots, loaded, none = state.slots, state.loaded, len(state.free)
-    free = state.free.at[jnp.where(leaving[:, None], slots.pages, none)].set(True, mode="drop")
     ended = leaving & (_of_rows(state.rows.status, slots.row) == DONE)
     prompt = jnp.where(ended, slots.row // _samples(queue), len(queue.lengths))
+    stay = ended if loaded.ended is not None else jnp.zeros_like(ended)
+    go = leaving & ~stay
+    free = state.free.at[jnp.where(go[:, None], slots.pages, none)].set(True, mode="drop")
     waiting = loaded.waiting.at[prompt].add(-1, mode="drop")
-    over = jnp.where(waiting.at[prompt].get(mode="fill", fill_value=1) == 0, prompt, len(waiting))
+    over = ~stay & (waiting.at[prompt].get(mode="fill", fill_value=1) == 0)
+    over = jnp.where(over, prompt, len(waiting))
     gone = loaded.pages.at[over].get(mode="fill", fill_value=none)
     loaded = loaded._replace(waiting=waiting, pages=loaded.pages.at[over].set(none, mode="drop"))
+    if loaded.ended is not None:
+        place = jnp.where(stay, prompt, len(waiting))
+        loaded = loaded._replace(ended=loaded.ended.at[place].set(slots.pages, mode="drop"))
     slots = Slots(
         jnp.where(leaving, len(queue.limits), slots.row),
         jnp.where(leaving, 0, slots.held),
@@ -581,10 +761,12 @@ def _admit(queue: Queue, state: State, layout: Layout) -> State:
         there = _there(queue, state)
         return jnp.where(there, layout.columns(_of_rows(state.rows.count, state.slots.row)), 0)
 
-    def short(state):
+    def missing(state):
         have = (state.slots.pages < layout.pages).sum(1)
-        missing = jnp.maximum(wanted(state) - have, 0).sum()
-        return (missing > state.free.sum()) & (_there(queue, state).sum() > 1)
+        return jnp.maximum(wanted(state) - have, 0).sum()
+
+    def short(state):
+        return (missing(state) > state.free.sum()) & (_there(queue, state).sum() > 1)
 
     def evict(state):
         slots = state.slots
@@ -596,7 +778,7 @@ def _admit(queue: Queue, state: State, layout: Layout) -> State:
         state = state._replace(rows=state.rows._replace(status=status), counters=counters)
         return _leave(queue, state, leaving)
 
-    state = lax.while_loop(short, evict, state)
+    state = lax.while_loop(short, evict, _reclaim(state, missing(state)))
     free, pages = allocate(state.free, state.slots.pages, wanted(state))
     return state._replace(free=free, slots=state.slots._replace(pages=pages))
 
@@ -682,8 +864,13 @@ def _anywhere(flag: Bool[Array, ""]) -> Bool[Array, ""]:
 
 
 def _spare(state: State) -> Int[Array, ""]:
-    """Free pages, less one for each row in a slot, which may want it soon."""
-    return state.free.sum() - (state.slots.row < len(state.rows.status)).sum()
+    """Pages that are free or could be, less one for each row in a slot, which may want it soon."""
+    none, loaded, spare = len(state.free), state.loaded, state.free.sum()
+    if state.before is not None and loaded.ended is not None:
+        spare += (_stays(loaded, none)[:, None] & (loaded.pages < none)).sum()
+        spare += (loaded.ended < none).sum()
+        spare += (state.before.pages < none).sum()
+    return spare - (state.slots.row < len(state.rows.status)).sum()
 
 
 def _there(queue: Queue, state: State) -> Bool[Array, " slots"]:
@@ -790,9 +977,54 @@ def go_on(
     return _whole(state.rows), _found(state.rows, state.loaded, state.counters)["metrics"]
 
 
+def converse(
+    policy: Policy,
+    prompts: Prompts,
+    key: Key[Array, ""],
+    *,
+    sampling: Sampling,
+    scales: KVScales | None,
+    layout: Layout,
+    asked: Bool[Array, " p"],
+    kept: Kept | None,
+    source: Int[Array, " p"],
+    lengths: Int[Array, " p"],
+) -> tuple[Rollout, Kept, Bool[Array, " p"]]:
+    """Sample a completion of each prompt that is asked, in their order, with what an earlier call
+    has left, and leave what the next one may use.
+
+    Args:
+        policy, scales: as in `generate`; the same as in the earlier call.
+        layout: its `pages`, `page_size` and `widest` are those of the earlier call.
+        asked: the other prompts' rows get no token.
+        kept: of the earlier call, which loses it; None: there was none.
+        source: the prompt of the earlier call, counted in the part, that each goes on from; none is
+            the source of two.
+        lengths: tokens that each begins with that the cache has: of the source's prompt, then of
+            its completion, but for that one's last token.
+
+    Returns:
+        (the rollout, what is left, and of which prompts).
+    """
+    policy = _gathered(policy)
+    keys = _row_keys(key, prompts.ids, samples=1)
+    order = jnp.arange(len(keys), dtype=jnp.int32) % (len(keys) // _part_count())
+    queue = _queue(prompts, order, keys, None, scales, longest=sampling.max_new_tokens)
+    if kept is None:
+        kept = _nothing(policy, queue, sampling.max_new_tokens, layout)
+    given = kept.pages, kept.prompts, *_split((asked, source, lengths))
+    state, signals = _begin_turn(policy, queue, (kept.keys, kept.values), given, sampling, layout)
+    (state,) = _states(policy, queue, state, signals, sampling, layout, 0)
+    found = _found(state.rows, state.loaded, state.counters)
+    pages, lengths = _kept_pages(queue, state.loaded, layout)
+    there = _stays(state.loaded, layout.pages).reshape(-1)
+    return Rollout(prompts, **found), Kept(state.keys, state.values, pages, lengths), there
+
+
 def _states(policy, queue, state, signals, sampling, layout: Layout, every: int) -> Iterator[State]:
     """Call the programs as the signals say; gives the states that are looked at, and the last."""
     steps, slots = 1 if every else layout.steps, layout.slots
+    decoding = replace(layout, together=0, chunk=0)  # whatever is prefilled, it is one program
     shrinks = sampling.max_new_tokens >= _SHRINK_FROM
     while (wanted := to_host(signals)).left.any():
         PROGRESS.move()
@@ -806,7 +1038,7 @@ def _states(policy, queue, state, signals, sampling, layout: Layout, every: int)
                 rows = len(queue.limits) // len(signals.left.reshape(-1))
                 state = state._replace(slots=_shrink(state.slots, rows, fewer))
                 slots, fewer = fewer, fewer // _SHRINK
-            state, signals = _run(policy, queue, state, sampling, jnp.int32(steps), layout, fewer)
+            state, signals = _run(policy, queue, state, sampling, jnp.int32(steps), decoding, fewer)
             if every:
                 yield state
                 steps = every
@@ -883,7 +1115,7 @@ def _queue(prompts, order, keys, limits, scales, enough=None, *, longest: int) -
 
 
 @jax.jit
-def _split(rows: Rows) -> Rows:
+def _split[T](rows: T) -> T:
     """Rows with a leading axis of parts, where there are some."""
     parts = _part_count()
     return rows if parts == 1 else split_batch(rows, parts)
@@ -904,6 +1136,39 @@ def _begin(policy, queue, rows, sampling, samples, layout, expert_ids, prompt_lo
         return _with_signals(queue, state, layout)
 
     return _by_parts(run)(policy, queue, rows, sampling)
+
+
+@partial(jax.jit, static_argnums=5, donate_argnums=2)
+def _begin_turn(policy, queue, cache, given, sampling, layout):
+    def run(policy, queue, left, sampling):
+        (keys, values), (pages, lengths, *given) = left
+        kept = Kept(keys, values, pages, lengths)
+        state = begin_turn(policy, queue, kept, *given, sampling, layout)
+        return _with_signals(queue, state, layout)
+
+    return _by_parts(run)(policy, queue, (cache, given), sampling)
+
+
+@partial(jax.jit, static_argnums=(2, 3))
+def _nothing(policy, queue, longest, layout):
+    """An empty cache, which no call has left."""
+
+    def run(policy, queue, _):
+        size = layout.pages, layout.page_size
+        cache = empty_cache(policy.config, *size, cache_dtype(policy), policy.stacked)
+        columns = layout.columns(layout.widest) + layout.columns(longest)
+        pages = jnp.full((len(queue.lengths), columns), layout.pages, jnp.int32)
+        return Kept(*cache, pages, jnp.zeros(len(pages), jnp.int32))
+
+    return _by_parts(run)(policy, queue, None)
+
+
+@partial(jax.jit, static_argnums=2)
+def _kept_pages(queue, loaded, layout):
+    def run(policy, queue, loaded):
+        return kept_pages(queue, loaded, layout)
+
+    return _by_parts(run)(None, queue, loaded)
 
 
 @partial(jax.jit, static_argnums=4, donate_argnums=2)
@@ -951,5 +1216,6 @@ def _found(rows: Rows, loaded: Loaded, counters: Counters) -> dict[str, Any]:
             "rollout/evicted": counters.evicted,
             "rollout/recomputed_tokens": counters.recomputed,
             "rollout/peak_pages": counters.peak_pages,
+            "rollout/reused_tokens": counters.reused,
         },
     }

@@ -354,27 +354,28 @@ def play(
     ids = [example.index * samples + sample for example in examples for sample in range(samples)]
     prompts = [encoder.next_turn(episode) for episode in episodes]
     scores: list[Scores] = []
-    for turn in range(max_turns):
-        live = [i for i, episode in enumerate(episodes) if not episode.done]
-        if not live:
-            break
-        filled = live + [live[0]] * (max(slots, len(episodes)) - len(live))
-        with clock.part("gen"):
-            width = _width(max(len(prompts[i]) for i in live), encoder.width)
-            batch = pad_prompts(
-                [prompts[i] for i in filled], [ids[i] for i in filled], width, encoder.pad
-            )
-            rollout = engine.generate(batch, 1, sampling, jax.random.fold_in(key, turn))
-            sampled = _turns(rollout, [prompts[i] for i in live])
-        texts = [encoder.tokenizer.decode(turn.tokens) for turn in sampled]
-        with clock.part("reward"):
-            scores.append(play_distributed(pool, [episodes[i] for i in live], texts))
-        for i, said, text, result in zip(live, sampled, texts, scores[-1].turns, strict=True):
-            episodes[i] = episodes[i].after(said, text, result, max_turns)
-            if not episodes[i].done:
-                prompts[i] = encoder.next_turn(episodes[i])
-                if len(prompts[i]) > encoder.width:
-                    episodes[i] = episodes[i].truncate()
+    with engine.conversations(encoder.width):
+        for turn in range(max_turns):
+            live = [i for i, episode in enumerate(episodes) if not episode.done]
+            if not live:
+                break
+            filled = live + [live[0]] * (max(slots, len(episodes)) - len(live))
+            with clock.part("gen"):
+                width = _width(max(len(prompts[i]) for i in live), encoder.width)
+                batch = pad_prompts(
+                    [prompts[i] for i in filled], [ids[i] for i in filled], width, encoder.pad
+                )
+                rollout = engine.generate(batch, 1, sampling, jax.random.fold_in(key, turn))
+                sampled = _turns(rollout, [prompts[i] for i in live])
+            texts = [encoder.tokenizer.decode(turn.tokens) for turn in sampled]
+            with clock.part("reward"):
+                scores.append(play_distributed(pool, [episodes[i] for i in live], texts))
+            for i, said, text, result in zip(live, sampled, texts, scores[-1].turns, strict=True):
+                episodes[i] = episodes[i].after(said, text, result, max_turns)
+                if not episodes[i].done:
+                    prompts[i] = encoder.next_turn(episodes[i])
+                    if len(prompts[i]) > encoder.width:
+                        episodes[i] = episodes[i].truncate()
     return episodes, episode_scores(episodes, scores, pool.task.reward.partial_credit)
 
 

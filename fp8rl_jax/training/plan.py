@@ -157,13 +157,15 @@ def _rollout(
 ) -> dict[str, int]:
     r, dtype = config.rollout, jnp.dtype(config.compute_dtype)
     in_progress = r.prompts_per_step + r.paged.extra_prompts
-    prompts = math.ceil(in_progress / batch_shards(mesh))
-    rows, tensor = prompts * r.samples_per_prompt, mesh.shape["tensor"]
+    prompts, samples = math.ceil(in_progress / batch_shards(mesh)), r.samples_per_prompt
+    rows, tensor = prompts * samples, mesh.shape["tensor"]
+    if config.task.max_turns > 1:  # each episode has a prompt of its own
+        prompts, samples = rows, 1
     kept = (cache_dtype if r.engine == "paged" else loop_dtype)(served)
     tokens = prompts * r.max_prompt_tokens  # of a prefill
     held, what = tokens + rows * r.max_new_tokens, "KV cache"
     if r.engine == "paged":
-        sizes = (prompts, r.max_prompt_tokens), r.samples_per_prompt, r.max_new_tokens
+        sizes = (prompts, r.max_prompt_tokens), samples, r.max_new_tokens
         hopper = selected_backend(config.precision.backend) == "hopper"
         layout = choose_layout(r.paged, *sizes, hopper)
         tokens, rows = layout.together * layout.chunk, layout.slots

@@ -1,3 +1,3 @@
-from pallas_kernels.cache_write.api import write_cache
+from pallas_kernels.cache_write.api import move_tokens, write_cache
 
-__all__ = ["write_cache"]
+__all__ = ["move_tokens", "write_cache"]

@@ -1,4 +1,5 @@
-"""Writing new keys and values into a KV cache: rotate, scale, clamp, cast and scatter."""
+"""Writing new keys and values into a KV cache: rotate, scale, clamp, cast and scatter; and moving
+what is there."""
 
 from __future__ import annotations
 
@@ -90,6 +91,23 @@ def write_cache(
         kernel, f"{OPERANDS}, {QUERIES} -> {RESULTS}, {QUERIES}", {}, WHOLE
     )(*arrays, grouped)
     return *cache, rotated.reshape(q.shape)
+
+
+def move_tokens(
+    cache: Float[Array, "rows kv_heads slots head_dim"],
+    source: Int[Array, " tokens"],
+    target: Int[Array, " tokens"],
+) -> Float[Array, "rows kv_heads slots head_dim"]:
+    """Copy keys or values of some tokens to other places of their cache, by XLA on every backend.
+
+    An array that the caller donates is written in place.
+
+    Args:
+        cache: of any dtype; its numbers are copied as they are.
+        source, target: int32 places, row * slots + slot. A target outside of the cache is dropped;
+            all reads come before the writes.
+    """
+    return reference.move(cache, source, target)
 
 
 # On a mesh heads are split, and queries with the keys that they meet. A place is one of the whole

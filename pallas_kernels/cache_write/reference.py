@@ -58,3 +58,14 @@ def scatter(cache, new, row, slot):
     # as integers: to write single numbers of fewer bits XLA widens the whole cache on a CPU
     cache, new = (lax.bitcast_convert_type(x, jnp.dtype(f"uint{width}")) for x in (cache, new))
     return lax.bitcast_convert_type(cache.at[place].set(new, mode="drop"), kind)
+
+
+def move(cache, source, target):
+    """Copy tokens of cache [rows, heads, slots, head_dim] from places, row * slots + slot, to
+    others.
+
+    What goes outside is dropped.
+    """
+    slots = cache.shape[2]
+    taken = cache.at[source // slots, :, source % slots].get(mode="clip")
+    return scatter(cache, taken, target // slots, target % slots)

@@ -12,6 +12,7 @@ from fp8rl_jax.config.recipe import TensorFormat
 from fp8rl_jax.precision import Compute, quantize_per_tensor
 from pallas_kernels import BackendError, write_cache
 from pallas_kernels.backend import tracing_for
+from pallas_kernels.cache_write import move_tokens
 from pallas_kernels.cache_write.cases import SMALL
 from pallas_kernels.check.cases import difference
 
@@ -84,6 +85,18 @@ def test_a_token_outside_changes_nothing(row, slot):
     arrays[6], arrays[7] = jnp.asarray([row], jnp.int32), jnp.asarray([slot], jnp.int32)
     keys, values = write_cache(*arrays, (jnp.float32(1), jnp.float32(1)))
     assert (np.asarray(keys, np.float32) == 1).all() and (np.asarray(values, np.float32) == 1).all()
+
+
+@pytest.mark.parametrize("dtype", [E4M3, jnp.bfloat16, jnp.float32])
+def test_tokens_are_moved_as_they_are_and_read_before_they_are_overwritten(dtype):
+    bits = np.random.default_rng(0).integers(0, 256, (3, 2, 4, 8, jnp.dtype(dtype).itemsize))
+    cache = bits.astype(np.uint8).view(dtype)[..., 0]
+    source, target = np.array([0, 5, 11, 3], np.int32), np.array([5, 0, 12, 10], np.int32)
+    moved = np.asarray(jax.jit(move_tokens)(cache, source, target))
+    wanted = np.moveaxis(cache, 1, 2).reshape(12, 2, 8).copy()
+    wanted[[5, 0, 10]] = wanted[[0, 5, 3]]
+    wanted = np.moveaxis(wanted.reshape(3, 4, 2, 8), 2, 1)
+    assert moved.dtype == dtype and moved.tobytes() == np.ascontiguousarray(wanted).tobytes()
 
 
 def test_numbers_beyond_the_range_are_clamped():

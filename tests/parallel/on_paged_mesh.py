@@ -36,6 +36,7 @@ def main() -> None:
     alone = LocalEngine(RECIPES["bf16"], jnp.float32, unroll=False)
     alone.sync(policy)
     wanted = jax.device_get(alone.generate(prompts, 3, SAMPLING, KEY))
+    turns, _ = conversation(alone, prompts)
     found = {}
     for sizes in MESHES:
         mesh = make_mesh(MeshConfig(**sizes))
@@ -51,10 +52,11 @@ def main() -> None:
             parts = made.tokens.sharding.shard_shape(made.tokens.shape)[0]
             made = to_host(made)
             carried = in_two_pieces(engine, prompts, mesh)
+            said, reused = conversation(engine, prompts, batch_sharding(mesh))
         gap = np.abs(made.policy_logprobs - wanted.policy_logprobs).max()
         same &= bool((made.tokens == wanted.tokens).all() and (made.mask == wanted.mask).all())
-        same &= bool((carried == wanted.tokens).all())
-        found[" ".join(sizes)] = [same, float(gap), parts]
+        same &= bool((carried == wanted.tokens).all() and (said == turns).all())
+        found[" ".join(sizes)] = [same, float(gap), parts, reused]
     print(json.dumps(found))
 
 
@@ -69,6 +71,22 @@ def in_two_pieces(engine, prompts, mesh):
         ended, _ = divide(progress, enough, batch_shards(mesh))
         assert len(ended.prompts.ids) == enough
     return progress.rows.tokens
+
+
+def conversation(engine, prompts, sharding=None):
+    """The tokens of a second turn, in which one conversation stands in the place of another's part
+    of the batch; and how many of its tokens the first had left in the cache."""
+    with engine.conversations(9 + 24 + 1):
+        placed = prompts if sharding is None else to_global(prompts, sharding)
+        first = to_host(engine.generate(placed, 1, SAMPLING, KEY))
+        rows = zip(prompts.tokens, prompts.lengths, first.tokens, first.mask, strict=True)
+        said = [[*one[:n].tolist(), *more[mask].tolist(), 7] for one, n, more, mask in rows]
+        ids = prompts.ids.tolist()
+        said[0], said[7], ids[0], ids[7] = said[7], said[0], ids[7], ids[0]
+        batch = pad_prompts(said, ids, 9 + 24 + 1)
+        placed = batch if sharding is None else to_global(batch, sharding)
+        second = to_host(engine.generate(placed, 1, SAMPLING, jax.random.key(2)))
+    return second.tokens, int(second.metrics.get("rollout/reused_tokens", 0))
 
 
 if __name__ == "__main__":

@@ -72,7 +72,8 @@ def assert_same(found, wanted, atol):
     found = jax.device_get(found)
     for name in ("tokens", "mask", "stopped"):
         np.testing.assert_array_equal(getattr(found, name), getattr(wanted, name), name)
-    for name in ("behaviour_logprobs", "policy_logprobs", "prompt_logprobs"):
+    names = ["behaviour_logprobs", "policy_logprobs"]
+    for name in names + ["prompt_logprobs"] * (wanted.prompt_logprobs is not None):
         np.testing.assert_allclose(getattr(found, name), getattr(wanted, name), atol=atol)
     if wanted.expert_ids is not None:
         np.testing.assert_array_equal(found.prompt_expert_ids, wanted.prompt_expert_ids)
@@ -137,6 +138,94 @@ def empty_pages(recipe):
     queue = Queue(prompts.tokens, prompts.lengths, None, None, np.zeros(6), None, None)
     layout = Layout(4, 4, 40, 2, 8, 1)
     return jax.eval_shape(lambda: begin(policy, queue, 1, SAMPLING, layout).keys)
+
+
+def talk(engine, kind="dense", sampling=SAMPLING, turns=3, told=None):
+    """What an engine says in a conversation: of its six, two go on as they were, one is told
+    nothing new, one is rewritten, one ends, and the first stands in its place."""
+    rng, vocab = np.random.default_rng(1), KINDS[kind].vocab_size
+    prompts = prompts_of(kind)
+    said = [
+        row[:count].tolist() for row, count in zip(prompts.tokens, prompts.lengths, strict=True)
+    ]
+    ids, found = prompts.ids.tolist(), []
+    with engine.conversations(WIDEST):
+        for turn in range(turns):
+            width = max(map(len, said))
+            batch = pad_prompts(said, ids, width)
+            rollout = jax.device_get(engine.generate(batch, 1, sampling, jax.random.key(turn)))
+            found.append(rollout)
+            words = zip(rollout.tokens, rollout.mask, strict=True)
+            said = [
+                [*one, *row[mask].tolist()] for one, (row, mask) in zip(said, words, strict=True)
+            ]
+            heard = [rng.integers(1, vocab, n).tolist() for n in (3, 1, 0, 2, 4, 2)]
+            said = [[*one, *more] for one, more in zip(said, heard, strict=True)]
+            said[3] = said[3][1:]
+            said, ids = [*said[1:5], said[1], said[1]], [*ids[1:5], ids[1], ids[1]]
+            if told is not None:
+                told(turn)
+    return found
+
+
+WIDEST = 9 + 3 * (24 + 4)
+FEW = replace(SMALL, cache_tokens=160)
+"""Pages for some of the six conversations."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "unroll"),
+    [
+        *(("dense", layout, True) for layout in ("roomy", "small", "few")),
+        *((kind, "small", False) for kind in ("dense", "window", "gemma")),
+    ],
+)
+def test_a_conversation_goes_on_from_its_caches(kind, layout, unroll):
+    """What the static sampler, which prefills it anew, says."""
+    engine = synced(PagedEngine, kind, unroll=unroll, paged=(LAYOUTS | {"few": FEW})[layout])
+    found, wanted = talk(engine, kind), talk(synced(LocalEngine, kind), kind)
+    for one, other in zip(found, wanted, strict=True):
+        assert_same(one, other, 1e-4)
+    # what the turn before has fed of 1, 2 and 4, and of 0, 1 and 2; the other, rewritten one may
+    # begin with a token or two that it began with
+    fed = [part.prompts.lengths + part.mask.sum(1) - 1 for part in wanted]
+    whole = np.array([0, fed[0][[1, 2, 4]].sum(), fed[1][[0, 1, 2]].sum()])
+    reused = np.array([part.metrics["rollout/reused_tokens"] for part in found])
+    if layout == "few":
+        assert reused[0] == 0 < sum(reused) < sum(whole)
+    else:
+        assert ((whole <= reused) & (reused <= whole + 2)).all()
+    assert engine._earlier is None
+
+
+@pytest.mark.parametrize(("kind", "recipe"), [("dense", "jet-rl"), ("dense", "bf16")])
+def test_an_exact_conversation_has_the_static_sampler_s_bits(kind, recipe):
+    wanted = talk(synced(LocalEngine, kind, recipe, True, "bfloat16"), kind)
+    found = talk(synced(PagedEngine, kind, recipe, True, "bfloat16", paged=SMALL), kind)
+    for one, other in zip(found, wanted, strict=True):
+        assert_same(one, other, 0)
+    assert all(part.metrics["rollout/reused_tokens"] > 0 for part in found[1:])
+
+
+def test_an_fp8_cache_of_a_conversation_is_moved_as_it_is():
+    """The same as prefilled anew but for roundings: less than the cost of the FP8 cache."""
+    wanted = talk(synced(LocalEngine, "dense", "fp8-kv"), turns=2)
+    found = talk(synced(PagedEngine, "dense", "fp8-kv", paged=SMALL), turns=2)
+    assert found[1].metrics["rollout/reused_tokens"] > 0
+    alike = (found[1].tokens == wanted[1].tokens).all(1) & (
+        found[1].prompts.tokens == wanted[1].prompts.tokens
+    ).all(1)
+    assert alike.mean() > 0.5
+    gap = np.abs(found[1].policy_logprobs - wanted[1].policy_logprobs)[alike]
+    assert gap.mean() < 0.02
+
+
+def test_caches_of_other_weights_are_not_gone_on_from():
+    """Nor those of another call's, when a conversation is over."""
+    engine = synced(PagedEngine, paged=SMALL)
+    found = talk(engine, turns=2, told=lambda _: engine.sync(policy_of("dense")))
+    assert [int(part.metrics["rollout/reused_tokens"]) for part in found] == [0, 0]
+    assert talk(engine, turns=1)[0].metrics["rollout/reused_tokens"] == 0
 
 
 def test_stop_strings_bad_words_and_bias():

@@ -17,11 +17,12 @@ from tiny_run import check_refused, measured, train, write_run
 from fp8rl_jax.cli.main import main
 from fp8rl_jax.config.recipe import get_recipe
 from fp8rl_jax.config.rl import CorrectionConfig, RLConfig
+from fp8rl_jax.config.run import PagedConfig
 from fp8rl_jax.config.tasks import RewardConfig, TaskConfig
 from fp8rl_jax.config.training import OptimizerConfig
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.policy import init_policy
-from fp8rl_jax.rollout.engine import LocalEngine
+from fp8rl_jax.rollout.engine import LocalEngine, PagedEngine
 from fp8rl_jax.rollout.sampling import Sampling
 from fp8rl_jax.tasks.dataset import Example, load_splits
 from fp8rl_jax.tasks.episodes import Episode, Sampled
@@ -86,7 +87,7 @@ def player(policy):
     train, _ = load_splits(task)
     with RewardPool(task) as pool:
 
-        def run(tokenizer, examples=slice(None), width=WIDTH, **arguments):
+        def run(tokenizer, examples=slice(None), width=WIDTH, engine=engine, **arguments):
             encoder = PromptEncoder(tokenizer, "", width)
             return play(
                 engine,
@@ -201,6 +202,21 @@ def test_an_episode_does_not_depend_on_its_neighbours(player, episodes):
         assert [turn.tokens for turn in one.turns] == [turn.tokens for turn in other.turns]
     assert episodes[6].turns[0].tokens != episodes[7].turns[0].tokens
     assert [episode.reward for episode in alone] == pytest.approx(scores.rewards.tolist())
+
+
+def test_episodes_are_the_same_with_the_caches_of_earlier_turns(policy, player, episodes):
+    """Where turns are joined all of a context is there; a template that begins it anew has some."""
+    engine = PagedEngine(get_recipe("bf16"), jnp.float32, paged=PagedConfig(page_size=4))
+    engine.sync(policy)
+    reused, generate = [], engine.generate
+    engine.generate = lambda *given: [rollout := generate(*given), reused.append(rollout)][0]
+    tokenizer = ChatBytes() if episodes[0].turns[0].prompt[1] == ord("u") else ByteTokenizer()
+    found, _ = player(tokenizer, engine=engine)
+    for one, other in zip(found, episodes, strict=True):
+        assert [turn.tokens for turn in one.turns] == [turn.tokens for turn in other.turns]
+        assert one.reward == other.reward
+    reused = [int(rollout.metrics["rollout/reused_tokens"]) for rollout in reused]
+    assert reused[0] == 0 and all(tokens > 0 for tokens in reused[1:])
 
 
 def test_an_episode_without_room_ends_truncated(player):

@@ -151,6 +151,11 @@ def test_qwen3_8b_in_bytes_by_hand():
         rollout = found.phases["rollout"]
         assert rollout.items() >= {k: 2 * 36 * 8 * 128 * n for k, n in held.items()}.items()
         held = {"KV cache, 34,816 tokens for 32 completions at a time (float8_e4m3fn)": 34816}
+    # episodes share no prompt
+    episodes = replace(config, task=replace(config.task, max_turns=2))
+    slots = 64 * 512 + 64 * 1024
+    found = memory_plan(QWEN3_8B, episodes).phases["rollout"]
+    assert found["KV cache (float8_e4m3fn)"] == 2 * 36 * 8 * 128 * slots
     gathered = rollout["rollout weights, gathered for the decode loop"]
     assert gathered == plan.always["rollout weights (e4m3, rest bfloat16)"]
     eight = replace(config.optimizer, first_moment="e4m3", second_moment="e4m3")

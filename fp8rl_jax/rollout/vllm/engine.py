@@ -27,6 +27,7 @@ import tempfile
 import uuid
 import weakref
 from collections.abc import Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -152,6 +153,10 @@ class VllmEngine:
             RuntimeError: always.
         """
         raise RuntimeError("calibrate: vLLM measures no KV scales; they come with `sync`")
+
+    def conversations(self, width: int) -> AbstractContextManager[None]:
+        """vLLM looks for prompts that it knows by itself."""
+        return nullcontext()
 
     def wait(self) -> None:
         """Return at once: `sync` returns when the server serves."""
