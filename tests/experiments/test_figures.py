@@ -97,7 +97,7 @@ def test_a_section_stands_where_its_record_does(tmp_path, monkeypatch, fresh):
             link.parent.mkdir(parents=True, exist_ok=True)
             link.symlink_to(path)
     monkeypatch.setattr(figures, "RESULTS", tmp_path)
-    assert "SmolLM2 addition" not in figures.results() and missing not in figures.readme()
+    assert "## SmolLM2 addition\n" not in figures.results() and missing not in figures.readme()
     Path(tmp_path / "ablations" / f"{missing}.json").symlink_to(
         figures.ROOT / "experiments/results/ablations/demo.json"
     )
@@ -139,6 +139,10 @@ def test_the_speed_of_the_rollout_is_its_record(tmp_path, monkeypatch):
                 "workload": model,
                 "shape": shape | {"samples": 3},
                 "ratios": grpo,
+                "peak_bytes": {
+                    "tunix": {"median": 3 * 2**30},
+                    "fp8rl_jax/bf16": {"median": 2**31},
+                },
                 "raw": {},
             },
             {
@@ -163,7 +167,8 @@ def test_the_speed_of_the_rollout_is_its_record(tmp_path, monkeypatch):
     row = "| GRPO, the rest: 24 completions, 40 tokens each |"
     assert f"{row} `bf16` | `tunix` | 2.00 (2.00 to 4.00) |" in text
     found, _ = figures.stepped()
-    assert found.endswith("the step 1.25 (1.25 to 2.50); the rest 2.00 (2.00 to 4.00)")
+    assert "the step 1.25 (1.25 to 2.50); the rest 2.00 (2.00 to 4.00)" in found
+    assert found.endswith("peak memory of the process 2.0 GiB, tunix's 3.0")
     found, over = figures.beside()
     assert over == "3 rounds (quartiles)"
     assert found.endswith("; `paged/bf16` 1.50 (1.50 to 3.00) at different lengths")
