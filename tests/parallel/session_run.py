@@ -1,4 +1,5 @@
-"""A session that learns from a reward given in the script, alone or joined to another process.
+"""A session that learns from a reward given in the script, alone or joined to another process, with
+continuous batching in two slots of each part of the batch.
 
 Arguments: coordinator, number of processes, number of this one, directory. Prints its metrics and
 texts as JSON.
@@ -10,6 +11,7 @@ import sys
 import jax
 
 import fp8rl_jax as fp8rl
+from fp8rl_jax.config.run import PagedConfig, RolloutConfig, RunConfig
 
 coordinator, processes, process, directory = sys.argv[1:]
 if processes != "1":
@@ -21,6 +23,7 @@ session = fp8rl.Session(
     policy,
     tokenizer,
     "fp8-rl",
+    config=RunConfig(rollout=RolloutConfig(engine="paged", paged=PagedConfig(slots=2))),
     compute_dtype="float32",
     samples_per_prompt=4,
     max_new_tokens=6,

@@ -63,7 +63,8 @@ def test_two_processes_train_the_curve_of_one_and_resume_it(tmp_path):
 
 @pytest.mark.slow
 def test_a_session_in_two_processes_is_that_of_one(tmp_path):
-    """Each calls it with all prompts and all rewards, and computes its own rows."""
+    """Each calls it with all prompts and all rewards, and computes its own rows. With the paged
+    engine, where the run above has the static one."""
     script = Path(__file__).with_name("session_run.py")
     ((one,), (two, other)) = (
         run_processes(script, count, 4 // count, str(tmp_path / str(count)), timeout=600)
@@ -113,19 +114,3 @@ def test_completions_are_carried_over_in_two_processes(tmp_path):
     for a, b in zip(expected, found, strict=True):
         assert {name: b[name] for name in a} == pytest.approx(a, rel=1e-4, abs=1e-6), a["step"]
     assert max(row["rollout/stale_tokens"] for row in found[:3]) > 0
-
-
-@pytest.mark.slow
-def test_either_engine_trains_the_curve_of_the_other_in_two_processes(tmp_path):
-    """Continuous batching with two slots for each part of the batch, beside the plain sampler in
-    one process."""
-    run_file, script = write_run(tmp_path, LEARNS, RUN), Path(__file__).with_name("train_run.py")
-    paged = ("--rollout.engine", "paged", "--rollout.paged.slots", "2")
-    mesh = FLAGS[2:]
-    run_processes(script, 1, 4, run_file, tmp_path / "one", *mesh, timeout=600)
-    run_processes(script, 2, 2, run_file, tmp_path / "two", *mesh, *paged, timeout=600)
-    expected, found = measured(tmp_path / "one"), measured(tmp_path / "two")
-    assert len(expected) == len(found) == 4
-    for a, b in zip(expected, found, strict=True):
-        assert {name: b[name] for name in a} == pytest.approx(a, rel=1e-4, abs=1e-6), a["step"]
-    assert found[0]["rollout/decode_steps"] > 6
