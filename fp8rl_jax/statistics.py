@@ -20,13 +20,13 @@ this has in simulated studies.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
-from scipy import optimize, special
+from scipy import special
 
 from fp8rl_jax.errors import UserError
 
@@ -472,9 +472,7 @@ def _shift(degrees: float, alpha: float, power: float) -> float:
     """How many standard errors a t test has to be off its limit for this power."""
     critical = special.stdtrit(degrees, 1 - alpha / 2)
     return float(
-        optimize.brentq(
-            lambda nc: 1 - special.nctdtr(degrees, nc, critical) - power, 0, 10 * critical + 10
-        )
+        _root(lambda nc: 1 - special.nctdtr(degrees, nc, critical) - power, 0, 10 * critical + 10)
     )
 
 
@@ -627,6 +625,13 @@ def _more_pairs(
     return pairs - n
 
 
+def _root(function: Callable[[float], float], low: float, high: float, **options: float) -> float:
+    """Where a function is 0 between two places, by Brent's method."""
+    from scipy import optimize  # half a second, which every start of a run would take
+
+    return optimize.brentq(function, low, high, **options)
+
+
 def _spending(alpha: float, time: float) -> float:
     """One-sided error spent at a share `time` of the seeds, O'Brien and Fleming's type."""
     return 2 * special.ndtr(special.ndtri(alpha / 2) / math.sqrt(time))
@@ -650,7 +655,7 @@ def _look_levels(looks: int, alpha: float) -> list[float]:
         def excess(limit: float, at=at, mass=mass, spend=total - spent) -> float:
             return float((mass * special.ndtr((at - limit) / step)).sum()) - spend
 
-        limit = optimize.brentq(excess, 0.0, 40 * step * look, xtol=1e-12)
+        limit = _root(excess, 0.0, 40 * step * look, xtol=1e-12)
         spent = total
         spread = math.sqrt(look / looks)
         levels.append(2 * float(special.ndtr(-limit / spread)))
