@@ -9,7 +9,7 @@ from parallel.helpers import run_on_devices
 
 def test_parts_of_a_batch_sample_what_one_device_samples():
     """By themselves where a device has the whole model, together where it is split."""
-    found = run_on_devices(Path(__file__).with_name("on_paged_mesh.py"), 8)
+    found = run_on_devices(Path(__file__).with_name("on_paged_mesh.py"), 8, timeout=600)
     for same, gap, _, reused in found.values():
         assert same and gap < 1e-5 and reused > 30
     assert [rows for *_, rows, _ in found.values()] == [3, 6]
