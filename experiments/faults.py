@@ -103,7 +103,7 @@ other work to do, and none is a bound: the bounds are in the tests. *Seen in*: f
 line, or to the end of the process. *Recovered in*: from the start of the same command until it was
 where it had been, all compiling in it; where nothing has to be started again, until the batch was
 whole. *Exit*: the status of the process, or 2 for what the command line prints as an error. Long
-ones (30 kills, 500 steps of memory) are `make chaos`.
+ones (30 kills, 500 steps of memory) are `make chaos`: `experiments/results/chaos.json`.
 
 No line is of a GPU: what a card alone can do (an error of its memory, NCCL) was not injected.
 
