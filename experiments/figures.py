@@ -413,7 +413,8 @@ def engines() -> str:
         {given["prompt_tokens"]} random tokens, {given["new_tokens"]} tokens sampled of each, weights moved by
         {found["moved"]:.0%} before every sync; {rounds} rounds in turns on {machine["threads"]} cores
         ({machine["processor"]}), with a load average of {machine["load_average"][0]:.1f} at the end. `files` is a
-        vLLM {found["vllm"]} server, `dlpack` vLLM in the trainer's process; their syncs have the parity check in them. Times
+        vLLM {found["vllm"]} server, `dlpack` vLLM in the trainer's process; their syncs have the parity check in them. vLLM runs
+        {"compiled" if given["compiled"] else "eager, as `rollout.vllm.compiled` leaves it: compiled it decodes faster"}. Times
         are over those of `{first}` in the same round, medians (quartiles); differences of log-probabilities are between
         the engine's and the trainer's.
     """)

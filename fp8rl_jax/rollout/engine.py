@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, Protocol
@@ -263,10 +263,9 @@ class LocalEngine:
         policy = self._ready()
         return stream(policy, *prompts, key, self.scales, sampling=sampling, every=every)
 
-    @contextmanager
-    def conversations(self, width: int) -> Generator[None]:
+    def conversations(self, width: int) -> AbstractContextManager[None]:
         """Nothing is kept: a prompt is prefilled whole in every call."""
-        yield
+        return nullcontext()
 
     def wait(self) -> None:
         """Return when the last sync and calibration are done."""
@@ -370,7 +369,7 @@ class PagedEngine(LocalEngine):
         if earlier is not None:
             source, begins = earlier.continued(np.where(asked, ids, -1), fed, size)
         longest = (lengths - begins)[asked].max()
-        chunk = next(part for n in (16, 4, 1) if (part := -(-width // n)) >= longest)
+        chunk = part_of(width, longest, (16, 4, 1))
         rollout, kept, there = paged_converse(
             policy,
             prompts,
@@ -605,6 +604,11 @@ def _is_same(one: Policy, other: Policy) -> bool:
 
 def _kinds(arrays: list[Array]) -> list[tuple[tuple[int, ...], jnp.dtype]]:
     return [(x.shape, x.dtype) for x in arrays]
+
+
+def part_of(width: int, longest: int, parts: tuple[int, ...]) -> int:
+    """Choose the first of the width's parts, a part n being an nth of it, that holds `longest`."""
+    return next(size for n in parts if (size := -(-width // n)) >= longest)
 
 
 def pad_prompts(tokens: list[list[int]], ids: list[int], width: int, pad: int = 0) -> Prompts:

@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 from fp8rl_jax import rl
 from fp8rl_jax.config.rl import RLConfig
 from fp8rl_jax.parallel import to_global, to_host
-from fp8rl_jax.rollout.engine import Prompts, Rollout, RolloutEngine, pad_prompts
+from fp8rl_jax.rollout.engine import Prompts, Rollout, RolloutEngine, pad_prompts, part_of
 from fp8rl_jax.rollout.sampling import Sampling
 from fp8rl_jax.tasks.dataset import Example
 from fp8rl_jax.tasks.distributed import play_distributed
@@ -361,7 +361,7 @@ def play(
                 break
             filled = live + [live[0]] * (max(slots, len(episodes)) - len(live))
             with clock.part("gen"):
-                width = _width(max(len(prompts[i]) for i in live), encoder.width)
+                width = part_of(encoder.width, max(len(prompts[i]) for i in live), _WIDTHS)
                 batch = pad_prompts(
                     [prompts[i] for i in filled], [ids[i] for i in filled], width, encoder.pad
                 )
@@ -377,10 +377,6 @@ def play(
                     if len(prompts[i]) > encoder.width:
                         episodes[i] = episodes[i].truncate()
     return episodes, episode_scores(episodes, scores, pool.task.reward.partial_credit)
-
-
-def _width(longest: int, whole: int) -> int:
-    return next(width for part in _WIDTHS if (width := -(-whole // part)) >= longest)
 
 
 def _turns(rollout: Rollout, prompts: list[list[int]]) -> list[Sampled]:

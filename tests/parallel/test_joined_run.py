@@ -73,6 +73,7 @@ def test_a_session_in_two_processes_is_that_of_one(tmp_path):
     assert two == other and [row["texts"] for row in two["rows"]] == [
         row["texts"] for row in one["rows"]
     ]
+    assert two["rows"][0]["rollout/decode_steps"] > 6  # slots were taken by one row after another
     for a, b in zip(one["rows"], two["rows"], strict=True):
         a, b = ({name: x for name, x in row.items() if name != "texts"} for row in (a, b))
         assert b == pytest.approx(a, rel=1e-4, abs=1e-6)

@@ -140,7 +140,7 @@ def empty_pages(recipe):
     return jax.eval_shape(lambda: begin(policy, queue, 1, SAMPLING, layout).keys)
 
 
-def talk(engine, kind="dense", sampling=SAMPLING, turns=3, told=None):
+def talk(engine, kind="dense", turns=3, told=None):
     """What an engine says in a conversation: of its six, two go on as they were, one is told
     nothing new, one is rewritten, one ends, and the first stands in its place."""
     rng, vocab = np.random.default_rng(1), KINDS[kind].vocab_size
@@ -153,7 +153,7 @@ def talk(engine, kind="dense", sampling=SAMPLING, turns=3, told=None):
         for turn in range(turns):
             width = max(map(len, said))
             batch = pad_prompts(said, ids, width)
-            rollout = jax.device_get(engine.generate(batch, 1, sampling, jax.random.key(turn)))
+            rollout = jax.device_get(engine.generate(batch, 1, SAMPLING, jax.random.key(turn)))
             found.append(rollout)
             words = zip(rollout.tokens, rollout.mask, strict=True)
             said = [
@@ -207,7 +207,7 @@ def test_an_exact_conversation_has_the_static_sampler_s_bits():
 
 
 def test_an_fp8_cache_of_a_conversation_is_moved_as_it_is():
-    """The same as prefilled anew but for roundings: less than the cost of the FP8 cache."""
+    """The same as prefilled anew but for roundings."""
     wanted = talk(synced(LocalEngine, "dense", "fp8-kv"), turns=2)
     found = talk(synced(PagedEngine, "dense", "fp8-kv", paged=SMALL), turns=2)
     assert found[1].metrics["rollout/reused_tokens"] > 0
