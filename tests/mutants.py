@@ -976,7 +976,6 @@ LIST: list[Mutant] = [
         ),
         ("ended-go-on", "if not episode.done]", "if True]", "episodes_go_on"),
         ("ids-of-all", "[ids[i] for i in filled]", "ids[: len(filled)]", "episodes_go_on"),
-        ("too-narrow", "-(-whole // part)", "whole // part", "episodes_go_on"),
         (
             "turns-swapped",
             "rollout.behaviour_logprobs, rollout.policy_logprobs, rollout.mask,",
@@ -1002,6 +1001,7 @@ LIST: list[Mutant] = [
         "rollout/engine.py",
         "rollout/test_engine.py",
         ("changed-weights-served", "if not same.all():", "if not same.any():", "one_bit"),
+        ("too-narrow", "-(-width // n)", "width // n", f"{WIRING} episodes_go_on"),
         (
             "scales-kept",
             "self.scales = self.scales, calibration",
