@@ -51,7 +51,7 @@ VLLM = ("rollout/test_with_vllm.py",)
 IN_PROCESS = ("rollout/test_vllm_in_process.py",)
 """What needs an environment with vLLM and this project: `make test-vllm-in-process`."""
 
-# Traced programs are small objects by the million that stay: the collector would walk them over and over.
+# Tracing leaves many small objects that stay; by default the collector walks them over and over.
 gc.set_threshold(50_000, 20, 100)
 
 jaxtyping.install_import_hook(["fp8rl_jax", "pallas_kernels"], "shape_checks.check")
