@@ -80,14 +80,13 @@ def decay_mask(policy: Trained) -> Trained:
     )
 
 
-@cache
 def make_optimizer(config: OptimizerConfig, updates: int) -> AdamW:
     """Make AdamW (arXiv 1711.05101) behind global-norm clipping.
 
     Its moments rest as the configuration says.
 
-    Equal arguments give one object: the compiled update is specialised to it, and a second run in a
-    process needs no other.
+    Arguments that mean the same give one object: the compiled update is specialised to it, and a
+    second run in a process needs no other.
 
     Args:
         updates: of the whole run, for the schedule.
@@ -95,6 +94,11 @@ def make_optimizer(config: OptimizerConfig, updates: int) -> AdamW:
     Raises:
         UserError: whatever `moment_formats` refuses.
     """
+    return _optimizer(config, 1 if config.schedule == "constant" else updates)
+
+
+@cache
+def _optimizer(config: OptimizerConfig, updates: int) -> AdamW:
     return AdamW(config, learning_rate(config, updates), decay_mask)
 
 

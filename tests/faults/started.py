@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from experiments.chaos.supervised import QUICK
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -59,9 +61,8 @@ class Started:
 
 def start(run_file: str, output: Path, *flags: str) -> Started:
     """Start `fp8rl train` on one device."""
-    environ = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
-    environ |= {
-        "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1",
+    environ = os.environ | {
+        "XLA_FLAGS": QUICK,
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
         "PYTHONUNBUFFERED": "1",
     }

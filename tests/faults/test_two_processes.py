@@ -6,19 +6,21 @@ import signal
 import time
 
 import pytest
+from tiny_run import LEARNS, write_run
 
 from experiments.chaos.supervised import Started, left
 
-RUN = "experiments/chaos/run.toml"
 FLAGS = ("--mesh.data", "1", "--mesh.fsdp", "2", "--trainer.steps", "10", "--resume")
 
 
 @pytest.mark.slow
 def test_a_signal_to_one_or_both_is_a_checkpoint_of_both(tmp_path, fault):
+    run_file = write_run(tmp_path, LEARNS)
+
     def start(name: str) -> Started:
         output = tmp_path / name
         # one log name: programs are compiled once for all
-        return Started(["train", RUN, "--output", str(output), *FLAGS], tmp_path / "run", 2)
+        return Started(["train", run_file, "--output", str(output), *FLAGS], tmp_path / "run", 2)
 
     whole, before = start("whole"), 0
     assert whole.wait() == [0, 0], whole.said()
