@@ -1,4 +1,4 @@
-# make demo, make test, make hopper: they install what they need into .venv first, and do nothing where nothing has changed.
+# make demo, make test, make slow, make hopper: they install what they need into .venv first, and do nothing where nothing has changed.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -27,7 +27,7 @@ UNOPTIMIZED := --xla_backend_optimization_level=0 --xla_backend_extra_options=xl
 # what is used: with pip 26, which the first line of the install brings, a new .venv takes half the time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo ablation test chaos vllm test-vllm vllm-in-process test-vllm-in-process hopper mutants toolchain lint browser clean
+.PHONY: help install demo ablation test slow chaos vllm test-vllm vllm-in-process test-vllm-in-process hopper mutants toolchain lint browser clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -58,14 +58,18 @@ ablation: install ## does FP8 cost the demo accuracy: three recipes, 5 seeds; wr
 	@$(BIN)/fp8rl ablate experiments/ablations/demo.toml --jobs $(WORKERS)
 
 # Both kinds of a set of tests: compiled without optimization, and as shipped. $(call both,MARKER)
+HERE := not hopper and not vllm and not in_process
 define both
 	@first=0; XLA_FLAGS="$(UNOPTIMIZED) $(ONE_THREAD) $${XLA_FLAGS:-}" $(PYTEST) -m "$(1) and not optimized" $(PYTEST_ARGS) || first=$$?; \
 	second=0; XLA_FLAGS="$(ONE_THREAD) $${XLA_FLAGS:-}" $(PYTEST) -m "$(1) and optimized" $(PYTEST_ARGS) || second=$$?; \
 	case "$$first $$second" in "0 0"|"5 0"|"0 5") ;; *) exit 1;; esac  # 5: PYTEST_ARGS chose no test of this pass
 endef
 
-test: lint browser ## lint, then all tests but those of make hopper
-	$(call both,not hopper and not vllm and not in_process)
+test: lint browser ## lint, then all tests but those of make slow and make hopper
+	$(call both,$(HERE) and not slow)
+
+slow: install ## the tests that take longest: whole runs, several processes, killed and resumed ones
+	$(call both,$(HERE) and slow)
 
 chaos: install ## kill runs at 30 random moments, and go on: the same bits; 500 steps: the same memory
 	@$(BIN)/python -m experiments.chaos

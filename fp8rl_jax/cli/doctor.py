@@ -112,7 +112,7 @@ def _sandbox() -> list[str]:
     """Mechanisms of this machine, and the values of task.reward.sandbox that they allow."""
     import sys
 
-    from fp8rl_jax.tasks.sandbox import seccomp, strict
+    from fp8rl_jax.tasks.sandbox import cgroup, seccomp, strict
 
     if sys.platform != "linux":
         return [
@@ -122,12 +122,14 @@ def _sandbox() -> list[str]:
     abi = strict.landlock_abi()
     guarded = strict.guarded(abi)
     forks = "each is asked for" if seccomp.is_available(gate=True) else "counted afterwards"
+    version = cgroup.available()
+    memory = f"bounded by {version}" if version else "looked at 50 times a second"
     lacks = strict.missing()
     return [
         f"Landlock: {f'ABI {abi} ({guarded})' if abi else 'none, or switched off'}",
         f"seccomp filters: {'there' if seccomp.is_available() else 'missing'}",
         f"forks of a reward: {forks}",
-        "memory of a reward with what it starts: looked at 50 times a second",
+        f"memory of a reward with what it starts: {memory}",
         "task.reward.sandbox = process: possible",
         f"task.reward.sandbox = strict: {f'not possible, needs {lacks}' if lacks else 'possible'}",
     ]

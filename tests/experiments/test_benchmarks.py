@@ -188,6 +188,7 @@ UNEVEN = replace(
 )
 
 
+@pytest.mark.slow
 def test_uneven_generation_in_a_tiny_shape(tmp_path, monkeypatch):
     monkeypatch.setattr(uneven, "BATCHES", (3, 4, 8, 16, 32))  # 3: samples apart; 32: too many
     output = tmp_path / "out.json"

@@ -27,6 +27,7 @@ def arguments(tmp_path):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["bf16", "fp8-rl"])
 def test_a_record_of_engines_in_turns(arguments, recipe, monkeypatch):
     """What an engine samples is scored with the weights of its round, and the first is the others'

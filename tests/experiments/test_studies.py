@@ -12,6 +12,7 @@ from experiments.gradients import distance, gradient, padded
 from fp8rl_jax.training.step import Batch
 
 
+@pytest.mark.slow
 def test_a_gradient_depends_on_its_neighbours_where_groups_span_rows():
     rng, new, prompts = (
         np.random.default_rng(0),
@@ -35,6 +36,7 @@ def test_a_gradient_depends_on_its_neighbours_where_groups_span_rows():
     assert spanning > 3 * aligned and 1e-3 < spanning < 0.1, (spanning, aligned)
 
 
+@pytest.mark.slow
 def test_parts_of_the_mismatch(monkeypatch):
     """What a recipe does not have is 0 to the bit, and what it has is more than the order of
     sums."""

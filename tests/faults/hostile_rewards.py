@@ -97,6 +97,15 @@ def do_share(number, mebibytes):
     return float(len(held) > 0)
 
 
+def do_files_in_memory(number, mebibytes):
+    """Memory that no process has mapped."""
+    for place in range(int(number)):
+        file = os.memfd_create(str(place))
+        for _ in range(int(mebibytes)):
+            os.write(file, b"\1" * (1 << 20))
+    return 1.0
+
+
 def do_forks(number):
     for _ in range(int(number)):
         if os.fork() == 0:

@@ -55,8 +55,12 @@ def check_same(one: Path, other: Path) -> None:
     assert sums[0] == sums[1] and len(sums[0]) > 20
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_ends_a_run_with_a_checkpoint(run_file, whole, tmp_path, fault, number):
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGINT, signal.SIGHUP],
+)
+def test_a_signal_ends_a_run_with_a_checkpoint(run_file, tmp_path, fault, request, number):
+    """And of SIGTERM, that the run goes on to the bits of one that nothing befell."""
     run = start(run_file, tmp_path / "run", "--resume")
     run.wait_for(lambda: run.rows() >= 6)
     asked = time.monotonic()
@@ -75,7 +79,7 @@ def test_a_signal_ends_a_run_with_a_checkpoint(run_file, whole, tmp_path, fault,
         resumed = start(run_file, tmp_path / "run", "--resume")
         recovered, again = resumed.caught_up(run.rows())
         assert resumed.end() == 0 and again == 0
-        check_same(tmp_path / "run", whole)
+        check_same(tmp_path / "run", request.getfixturevalue("whole"))
     fault("signal", last, status=75, detected=detected, recovered=recovered, lost=again)
 
 
@@ -124,6 +128,7 @@ with stopping({seconds}, lambda: "it stands") as stop:
     )
 
 
+@pytest.mark.slow
 def test_killed_at_random_moments_the_same_command_goes_on(run_file, whole, tmp_path, fault):
     """Before the first row, behind it, and wherever it is then."""
     draw, kills = random.Random(0), []
@@ -327,6 +332,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path, capsys, fault, ou
     fault("unwritable", line, status=2, detected=time.monotonic() - asked)
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_is_one_line_and_the_run_goes_on_later(
     run_file, whole, tmp_path, fault
 ):

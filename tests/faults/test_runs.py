@@ -87,6 +87,7 @@ def test_other_weights_in_the_rollout_are_said_in_the_first_step(
     fault("perturbed", said, status=0, detected=took)
 
 
+@pytest.mark.slow
 def test_many_steps_hold_what_few_do(tmp_path, monkeypatch, fault):
     held, begin = {}, PROGRESS.begin
 

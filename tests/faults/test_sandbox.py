@@ -19,7 +19,7 @@ from tiny_run import LEARNS, metric_rows, write_run
 from fp8rl_jax.config.tasks import RewardConfig, TaskConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.tasks.dataset import Example
-from fp8rl_jax.tasks.sandbox import processes, strict, worker_process
+from fp8rl_jax.tasks.sandbox import cgroup, processes, strict, worker_process
 from fp8rl_jax.tasks.sandbox.pool import RewardPool
 
 if sys.platform != "linux" or strict.missing():
@@ -224,8 +224,16 @@ def test_the_page_lists_the_variables_that_rewards_get():
     assert [name for name in worker_process.PASSED_ON if f"`{name}`" not in page] == []
 
 
-def test_the_memory_of_a_whole_tree_is_bounded(fault):
+@pytest.mark.parametrize("bounded", [True, False], ids=["by a group", "looked at"])
+def test_the_memory_of_a_whole_tree_is_bounded(fault, bounded, tmp_path, monkeypatch):
     """Four processes, each within its limit, all together beyond it."""
+    if bounded and not cgroup.available():
+        pytest.skip("no control group may be made here")
+    if not bounded:
+        (tmp_path / "sitecustomize.py").write_text(
+            "from fp8rl_jax.tasks.sandbox import cgroup\n\ncgroup.make = lambda: None\n"
+        )
+        monkeypatch.syspath_prepend(tmp_path)
     with pool_of("process", memory_limit_mib=600, timeout=60.0) as pool:
         supervisor = pool._dispatcher.workers[0].process.pid
         started = time.monotonic()
@@ -237,7 +245,11 @@ def test_the_memory_of_a_whole_tree_is_bounded(fault):
         scores = job.result()
         assert not Path(f"/proc/{supervisor}").exists()
         took = time.monotonic() - started
+        # what no process has mapped only a group counts
+        mapped = pool.score([EXAMPLE], ["files_in_memory 3 300"])
     assert scores.rewards.tolist() == [0, 0.5] and took < 30
+    assert mapped.rewards.tolist() == [0.0 if bounded else 1.0]
+    assert mapped.first_error == (scores.first_error if bounded else "")
     assert scores.first_error == (
         "the worker held more than task.reward.memory_limit_mib = 600 with what it started"
     )
@@ -261,6 +273,7 @@ def test_off_bounds_neither_files_nor_processes(tmp_path):
         assert pool.score([EXAMPLE] * 3, completions).errors == 0
 
 
+@pytest.mark.slow
 def test_a_run_whose_reward_attacks_it_goes_on_as_if_nothing_were(tmp_path):
     """Files of the run, the home folder, the trainer and the network, at every sample."""
     reward = tmp_path / "attack.py"

@@ -99,6 +99,7 @@ def gap(recipe: Recipe, trainer: Recipe | None = None, unroll: bool = False) -> 
     return np.abs(np.asarray(trained) - np.asarray(out.policy_logprobs))[np.asarray(out.mask)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unroll", [True, False], ids=["unrolled", "scanned"])
 def test_rollout_and_trainer_agree_under_jet_rl_with_rules(unroll):
     """Where both sides follow the rules, as without any; a trainer without them has a mismatch."""
@@ -109,6 +110,7 @@ def test_rollout_and_trainer_agree_under_jet_rl_with_rules(unroll):
     assert gap(both, trainer=JET, unroll=unroll).mean() > 10 * found.mean()
 
 
+@pytest.mark.slow
 def test_gradients_reach_the_masters_of_every_kind_of_weight():
     out, prompts = rollout_of(JET), make_prompts()
     batch = Batch(

@@ -201,6 +201,7 @@ def test_a_scanned_rollout_policy_has_a_linear_that_is_quantized_in_some_layers_
     assert runs.parts[1].value.quantized.values.shape == (2, 5, 24, 48)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unroll", [True, False], ids=["unrolled", "scanned"])
 def test_experts_in_the_compute_dtype_in_some_layers(unroll):
     """Scanned in runs cut by kind of layer and by format, the answer is that of single layers."""

@@ -151,6 +151,7 @@ def batch_of(prompts, out) -> Batch:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "name", "dtype"),
     [
@@ -238,6 +239,7 @@ def warm_start(tmp_path_factory):
 # XLA chose the roundings every token differed.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bf16", "jet-rl"])
 def test_one_precision_flow_has_no_mismatch(name, warm_start, tmp_path):
     """From the command line, in bfloat16, without `exact` and without a flag; fp8-e2e has jet-rl's
@@ -262,6 +264,7 @@ def test_one_precision_flow_has_no_mismatch(name, warm_start, tmp_path):
     assert len(found) == 5 and np.median(found) < 1e-12 and max(found) < 3e-8, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["jet-rl"])
 def test_nor_inside_of_a_users_own_jit_and_grad(name, warm_start):
     """Sync, rollout, score and a gradient as one program, as a notebook may write it."""

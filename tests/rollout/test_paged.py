@@ -103,7 +103,7 @@ def test_rollouts_are_those_of_the_static_sampler(kind, unroll, layout):
     [
         ("dense", "bf16", "float32", "small"),
         ("dense", "jet-rl", "bfloat16", "tight"),
-        ("experts", "bf16", "bfloat16", "tight"),
+        pytest.param("experts", "bf16", "bfloat16", "tight", marks=pytest.mark.slow),
     ],
 )
 def test_exact_rollouts_have_the_static_sampler_s_bits(kind, recipe, dtype, layout):
@@ -175,8 +175,11 @@ FEW = replace(SMALL, cache_tokens=160)
 @pytest.mark.parametrize(
     ("kind", "layout", "unroll"),
     [
-        *(("dense", layout, True) for layout in ("roomy", "small", "few")),
-        *((kind, "small", False) for kind in ("window", "gemma")),
+        ("dense", "roomy", True),
+        pytest.param("dense", "small", True, marks=pytest.mark.slow),
+        pytest.param("dense", "few", True, marks=pytest.mark.slow),
+        pytest.param("window", "small", False, marks=pytest.mark.slow),
+        pytest.param("gemma", "small", False, marks=pytest.mark.slow),
     ],
 )
 def test_a_conversation_goes_on_from_its_caches(kind, layout, unroll):
@@ -199,6 +202,7 @@ def test_a_conversation_goes_on_from_its_caches(kind, layout, unroll):
     assert engine._earlier is None
 
 
+@pytest.mark.slow
 def test_an_exact_conversation_has_the_static_sampler_s_bits():
     wanted = talk(synced(LocalEngine, "dense", "jet-rl", True, "bfloat16"))
     found = talk(synced(PagedEngine, "dense", "jet-rl", True, "bfloat16", paged=SMALL))
@@ -207,6 +211,7 @@ def test_an_exact_conversation_has_the_static_sampler_s_bits():
     assert all(part.metrics["rollout/reused_tokens"] > 0 for part in found[1:])
 
 
+@pytest.mark.slow
 def test_an_fp8_cache_of_a_conversation_is_moved_as_it_is():
     """The same as prefilled anew but for roundings."""
     wanted = talk(synced(LocalEngine, "dense", "fp8-kv"), turns=2)

@@ -352,6 +352,7 @@ def run_file(tmp_path):
     return write_run(tmp_path, RUN)
 
 
+@pytest.mark.slow
 def test_a_run_of_episodes_and_its_resumption_are_the_same(run_file, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert train(run_file, whole, "--recipe", "fp8-rl") == 0

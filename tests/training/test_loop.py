@@ -142,6 +142,7 @@ def test_several_updates_and_micro_batches(run_file, tmp_path):
     assert second["ratio_max"] > 1 and 0 < first["kl"] < second["kl"]
 
 
+@pytest.mark.slow
 def test_dapo_draws_again_until_prompts_teach(tmp_path):
     """Half the rewards of the task itself are equal in a group of two; a resumed run has the rounds
     of the first."""
@@ -246,6 +247,7 @@ def test_faults_are_one_line(run_file, tmp_path, capsys, fault, flags, message):
     fault("settings", line, status=2, detected=time.monotonic() - asked)
 
 
+@pytest.mark.slow
 def test_a_run_whose_first_and_last_layers_stay_in_the_compute_dtype(tmp_path, capsys):
     run_file, out = (
         write_run(tmp_path, LEARNS, {"model": {"init": {"num_layers": 3}}}),

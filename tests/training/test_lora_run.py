@@ -89,6 +89,7 @@ def test_run_and_resume_are_the_same_run_on_an_untouched_base(run_file, tmp_path
     assert "trained on another base" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_compute_base_is_quantized_for_the_rollout_alone(run_file, tmp_path):
     flags = ["--recipe", "fp8-rl", "--trainer.steps", "2"]
     assert train(run_file, tmp_path / "out", *flags) == 0
@@ -120,6 +121,7 @@ def test_bf16_is_one_run_for_both_bases_and_another_one_starts_from_its_adapter(
     assert "lora.rank = 4, but the adapter has 8" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_supervised_training_of_adapters(run_file, tmp_path, capsys):
     out = tmp_path / "warm"
     flags = [

@@ -292,6 +292,7 @@ def test_a_tensor_that_would_not_be_finite_stays(name):
     assert (_load(state[0].mu["a"]) < 0).all()
 
 
+@pytest.mark.slow
 def test_checkpoint_of_packed_moments_resumes_bit_for_bit_and_refuses_other_formats(tmp_path):
     policy = init_policy(SHAPE, jax.random.key(0))
     optimizers = {

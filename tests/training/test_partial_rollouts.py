@@ -18,6 +18,7 @@ from fp8rl_jax.training.collect import Collector
 SOME_PROMPTS = "--precision.kv-calibration", "trainer", "--precision.kv-prompts", "2"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags", [(), ("--recipe", "fp8-rl"), ("--recipe", "fp8-rl", *SOME_PROMPTS)]
 )

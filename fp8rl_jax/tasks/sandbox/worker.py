@@ -3,15 +3,15 @@
     python -P -m fp8rl_jax.tasks.sandbox.worker SOCKET_FD OBJECTS_FD SANDBOX MAX_PROCESSES MEMORY
 
 The supervisor is this process; it forks the worker before anything of the user's is imported. Then
-it answers the worker's forks (the fork gate of `seccomp`), looks at the memory of all that the
-worker has started, and waits for the end: of the worker, or of standard input, which the trainer
-holds open for as long as it lives and wants the worker. It is a subreaper, so when the worker is
-gone, all that the worker has started, daemons in sessions of their own too, is below the
-supervisor. It kills that, writes one line about the worker's end to standard output, and exits only
-when nothing is left. SANDBOX is "off", "process", "strict" or "strict-network": under "strict" the
-worker, and not its supervisor, gives up its rights first (`strict`); under "process" a reward can
-still kill its supervisor, which isolates faults, not malice. Elsewhere than on Linux there is
-nothing of the kind; the worker then runs in this process.
+it answers the worker's forks (the fork gate of `seccomp`), bounds the memory of all that the worker
+has started (`cgroup`) or looks at it, and waits for the end: of the worker, or of standard input,
+which the trainer holds open for as long as it lives and wants the worker. It is a subreaper, so
+when the worker is gone, all that the worker has started, daemons in sessions of their own too, is
+below the supervisor. It kills that, writes one line about the worker's end to standard output, and
+exits only when nothing is left. SANDBOX is "off", "process", "strict" or "strict-network": under
+"strict" the worker, and not its supervisor, gives up its rights first (`strict`); under "process" a
+reward can still kill its supervisor, which isolates faults, not malice. Elsewhere than on Linux
+there is nothing of the kind; the worker then runs in this process.
 
 The worker reads batches of samples from a socket and answers one line a sample. It imports the
 standard library and the rewards, never JAX. Requests are pickles: first the task's configuration,
@@ -51,7 +51,7 @@ from fp8rl_jax.errors import UserError
 from fp8rl_jax.functions import describe_fault
 from fp8rl_jax.tasks.environment import EnvironmentFault, build_player
 from fp8rl_jax.tasks.rewards import ComponentFault, build_scorer
-from fp8rl_jax.tasks.sandbox import processes, seccomp, strict
+from fp8rl_jax.tasks.sandbox import cgroup, processes, seccomp, strict
 from fp8rl_jax.tasks.sandbox.answers import BATCH, LARGEST_ANSWER
 
 # How often memory is looked at while there is more than the worker itself, which has its own limit;
@@ -79,6 +79,7 @@ def main() -> None:
         return
     trainer = os.getppid()
     scratch = tempfile.mkdtemp(prefix="fp8rl-reward-") if sandbox.startswith("strict") else ""
+    group = None if sandbox == "off" else cgroup.make()
     processes.adopt_orphans()
     ours, theirs = socket.socketpair()
     supervisor = os.getpid()
@@ -93,16 +94,24 @@ def main() -> None:
         # A session of its own: a reward that kills its process group must not kill the supervisor.
         os.setsid()
         processes.adopt_orphans()
-        serve(channel, objects_fd, partial(_begin, theirs, sandbox, scratch), theirs)
+        # not before it is in its group: what it starts would be outside
+        group = group if theirs.recv(1) == b"g" else None
+        serve(channel, objects_fd, partial(_begin, theirs, sandbox, scratch), theirs, group)
         return
     channel.close()
     os.close(objects_fd)
     theirs.close()
-    limits = None if sandbox == "off" else _Limits(max_processes, memory_mib)
+    if group and not group.take(worker):
+        group.remove()
+        group = None
+    ours.send(b"g" if group else b"-")
+    limits = None if sandbox == "off" else _Limits(max_processes, memory_mib, group)
     end = _watch(worker, ours, limits, trainer)
     # From here on no fork is answered, so nothing that is being killed can multiply.
     if not processes.kill_descendants():
         end += " and left processes behind that cannot be killed"
+    if group:
+        group.remove()
     os.write(report_fd, end.encode())
     if scratch:
         with suppress(RecursionError):
@@ -162,6 +171,14 @@ def _hand_over_forks(supervisor: socket.socket) -> str:
 class _Limits:
     processes: int
     memory_mib: int
+    group: cgroup.Group | None
+    """Bounds the memory; without one it is looked at."""
+
+    @property
+    def too_much(self) -> str:
+        return (
+            f"held more than task.reward.memory_limit_mib = {self.memory_mib} with what it started"
+        )
 
 
 def _watch(
@@ -182,10 +199,16 @@ def _watch(
         if pidfd in ready or 0 in ready or os.getppid() != trainer:
             # It is not reaped yet, so its process id is no other's; an ended one stays ended.
             os.kill(worker, signal.SIGKILL)
-            return processes.describe_end(os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]))
+            status = os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
+            if limits and limits.group and limits.group.has_killed():
+                return limits.too_much
+            return processes.describe_end(status)
         if loaded in ready and limits:
             below = processes.descendants(worker)
-            allowed_bytes = processes.held([worker, *below]) + limits.memory_mib * 2**20
+            if limits.group:
+                limits.group.allow(limits.memory_mib * 2**20)
+            else:
+                allowed_bytes = processes.held([worker, *below]) + limits.memory_mib * 2**20
             company = bool(below)
         if loaded in ready:
             events.unregister(loaded)
@@ -204,11 +227,10 @@ def _watch(
         company = bool(below)
         if listener is None and len(below) > limits.processes:
             return f"had more than task.reward.max_processes = {limits.processes} processes running"
+        if limits.group and limits.group.has_killed():
+            return limits.too_much
         if allowed_bytes and below and processes.memory_above([worker, *below], allowed_bytes):
-            return (
-                f"held more than task.reward.memory_limit_mib = {limits.memory_mib} with what it "
-                "started"
-            )
+            return limits.too_much
 
 
 def serve(
@@ -216,6 +238,7 @@ def serve(
     objects_fd: int,
     begin: Callable[[], str] = lambda: "",
     supervisor: socket.socket | None = None,
+    group: cgroup.Group | None = None,
 ) -> None:
     """Score what comes through the socket until its other end is closed.
 
@@ -225,6 +248,7 @@ def serve(
         begin: called before anything of the user's is imported; returns a warning for the trainer's
             log, and may raise UserError.
         supervisor: waited for when the rewards are imported, until it closes its end.
+        group: this process is in it; it ends where the kernel has killed one of the group's.
     """
     requests = channel.makefile("rb")
 
@@ -258,11 +282,12 @@ def serve(
     answer({"ready": True, "batches": batch is not None, "warning": warning})
 
     def is_over() -> bool:
-        """Ends what the reward left running; whether that failed."""
+        """Ends what the reward left running; whether that failed, or there was too much of it."""
         if os.getpid() != worker:  # a fork of the reward's that came back: it must not answer twice
             os._exit(0)
         # They may multiply as fast as they are killed; the supervisor can stop that.
-        return _LINUX and not processes.kill_descendants(helpers, _STRAY_SECONDS)
+        left = _LINUX and not processes.kill_descendants(helpers, _STRAY_SECONDS)
+        return left or (group is not None and group.has_killed())
 
     while True:
         try:
