@@ -81,6 +81,7 @@ def test_a_rollout_against_its_trainer(model, lines, tmp_path, capsys):
     assert compare(model, *flags, "--expect-equal") == 1
 
 
+@pytest.mark.slow
 def test_another_scale_rule_in_the_rollout_is_named_on_both_sides(model, lines, capsys):
     flags = ("--recipe", "fp8-e2e", "--compute-dtype", "float32", "--input", lines)
     assert compare(model, *flags, "--precision.rollout.scale", "power_of_two") == 0
@@ -120,6 +121,7 @@ def test_equal_sides_are_equal(model, lines, capsys):
     assert [set(row.split()[1:]) for row in table] == [{"·"}] * 3
 
 
+@pytest.mark.slow
 def test_what_an_engine_recorded_is_nearest_to_the_side_that_it_ran(model, lines, tmp_path, capsys):
     answers, written = tmp_path / "answers.jsonl", tmp_path / "compare.json"
     sampled = ("--recipe", "fp8-rollout", "--compute-dtype", "float32", "--temperature", "0.7")

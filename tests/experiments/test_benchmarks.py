@@ -146,6 +146,7 @@ def test_gpu_suite_in_a_tiny_shape(tmp_path):
     assert loop["target"] == 1.1 and loop["raw"]["rounds"][0]["seconds"]["loop"]["seconds"] > 0
 
 
+@pytest.mark.slow
 def test_times_of_a_cpu_are_raw_data(tmp_path):
     output = tmp_path / "out.json"
     suite.run_all(

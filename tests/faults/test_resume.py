@@ -57,7 +57,11 @@ def check_same(one: Path, other: Path) -> None:
 
 @pytest.mark.parametrize(
     "number",
-    [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGINT, signal.SIGHUP],
+    [
+        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
+        signal.SIGINT,
+        pytest.param(signal.SIGHUP, marks=pytest.mark.slow),
+    ],
 )
 def test_a_signal_ends_a_run_with_a_checkpoint(run_file, tmp_path, fault, request, number):
     """And of SIGTERM, that the run goes on to the bits of one that nothing befell."""
@@ -155,6 +159,7 @@ def test_killed_at_random_moments_the_same_command_goes_on(run_file, whole, tmp_
     assert whole_lines(tmp_path / "run" / "metrics-replaced.jsonl")
 
 
+@pytest.mark.slow
 def test_another_run_in_the_same_folder_is_refused(run_file, tmp_path, capsys, fault):
     run = start(run_file, tmp_path / "run", "--trainer.steps", "2000")
     run.wait_for(lambda: run.rows() >= 1)

@@ -225,7 +225,12 @@ def weighted_gradients(layout, policy: Policy):
 
 @pytest.mark.parametrize(
     ("config", "remat"),
-    [(QWEN3, False), (MIXED_WINDOWS, False), (SMALL_MOE, True), (SMALL_GEMMA, True)],
+    [
+        (QWEN3, False),
+        (MIXED_WINDOWS, False),
+        pytest.param(SMALL_MOE, True, marks=pytest.mark.slow),
+        (SMALL_GEMMA, True),
+    ],
     ids=["qwen3", "windows", "moe_remat", "gemma3_remat"],
 )
 def test_the_prefix_cache_layout_has_the_values_and_gradients_of_the_plain_one(
@@ -419,6 +424,7 @@ def test_each_linear_has_the_type_that_the_recipe_gives_it_and_a_forward_runs(po
     jax.eval_shape(forward, policy, jnp.zeros((1, 4), jnp.int32))
 
 
+@pytest.mark.slow
 def test_a_served_policy_is_calibrated_with_the_rollouts_linears():
     """Its Q, K and V are those of the rollout's own prefill, whose linears quantize their inputs;
     attention is not quantized."""

@@ -80,7 +80,9 @@ def test_logits_equal_the_float64_reference_of_the_added_up_weights(config, lora
         )
 
 
-@pytest.mark.parametrize("config", [LLAMA, MOE], ids=["llama", "moe"])
+@pytest.mark.parametrize(
+    "config", [LLAMA, pytest.param(MOE, marks=pytest.mark.slow)], ids=["llama", "moe"]
+)
 def test_a_new_adapter_changes_no_bit(config):
     policy = cast(policy_and_weights(config)[0], jnp.bfloat16)
     adapters = init_adapters(config, LORA, jax.random.key(1))

@@ -270,7 +270,9 @@ def as_batch(rollout, **routes):
     )
 
 
-@pytest.mark.parametrize("unroll", [True, False], ids=["unroll", "scan"])
+@pytest.mark.parametrize(
+    "unroll", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["unroll", "scan"]
+)
 def test_a_rollout_brings_the_routes_that_a_full_forward_takes(unroll):
     policy = opinionated()
     _, rollout = roll_out(policy, "bf16", unroll)

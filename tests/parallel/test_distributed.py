@@ -121,6 +121,7 @@ def test_one_process_agrees_with_itself():
     assert is_main_process()
 
 
+@pytest.mark.slow
 def test_two_processes_compute_what_one_does():
     script = Path(__file__).with_name("joined.py")
     (alone,) = run_processes(script, 1, 4)

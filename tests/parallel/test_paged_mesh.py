@@ -7,6 +7,7 @@ from pathlib import Path
 from parallel.helpers import run_on_devices
 
 
+@pytest.mark.slow
 def test_parts_of_a_batch_sample_what_one_device_samples():
     """By themselves where a device has the whole model, together where it is split."""
     found = run_on_devices(Path(__file__).with_name("on_paged_mesh.py"), 8, timeout=600)
@@ -15,6 +16,7 @@ def test_parts_of_a_batch_sample_what_one_device_samples():
     assert [rows for *_, rows, _ in found.values()] == [3, 6]
 
 
+@pytest.mark.slow
 def test_what_devices_exchange_in_a_decode_step():
     """Nothing where each has the whole model; else nothing that grows with the batch, and of the
     logits (272 a row, two rows) a block of 128."""

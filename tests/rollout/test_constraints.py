@@ -157,6 +157,7 @@ def test_other_stop_strings_compile_nothing(engine):
     assert jax.tree.leaves(PLAIN) == []  # and without them the program takes no tables
 
 
+@pytest.mark.slow
 def test_prompt_logprobs_are_those_of_a_full_forward():
     """Of a quantized rollout, at its temperature, up to flipped e4m3 roundings; what is not asked
     for is not there."""

@@ -86,7 +86,8 @@ def assert_same(found, wanted, atol):
     ("kind", "unroll", "layout"),
     [
         *(("dense", True, layout) for layout in LAYOUTS),
-        *((kind, False, "tight") for kind in KINDS),
+        ("dense", False, "tight"),
+        *(pytest.param(kind, False, "tight", marks=pytest.mark.slow) for kind in list(KINDS)[1:]),
     ],
 )
 def test_rollouts_are_those_of_the_static_sampler(kind, unroll, layout):
@@ -102,7 +103,7 @@ def test_rollouts_are_those_of_the_static_sampler(kind, unroll, layout):
     ("kind", "recipe", "dtype", "layout"),
     [
         ("dense", "bf16", "float32", "small"),
-        ("dense", "jet-rl", "bfloat16", "tight"),
+        pytest.param("dense", "jet-rl", "bfloat16", "tight", marks=pytest.mark.slow),
         pytest.param("experts", "bf16", "bfloat16", "tight", marks=pytest.mark.slow),
     ],
 )
@@ -112,7 +113,7 @@ def test_exact_rollouts_have_the_static_sampler_s_bits(kind, recipe, dtype, layo
     assert_same(found, expected(kind, recipe, True, dtype), 0)
 
 
-@pytest.mark.parametrize("recipe", ["fp8-rl", "fp8-kv"])
+@pytest.mark.parametrize("recipe", ["fp8-rl", pytest.param("fp8-kv", marks=pytest.mark.slow)])
 def test_an_fp8_cache_in_pages(recipe):
     """The order of sums differs, and with it a rounding here and there; where no token changed."""
     wanted = expected("dense", recipe)
@@ -271,6 +272,7 @@ def test_a_stream_grows_to_the_rollout():
     np.testing.assert_array_equal(seen[-1].tokens, wanted.tokens)
 
 
+@pytest.mark.slow
 def test_fewer_rows_than_a_fourth_of_the_slots_get_fewer_slots():
     """The last rows alone: the same tokens, by a program of fewer slots."""
     limits = jnp.where(jnp.arange(18) == 4, 80, 5)
@@ -365,6 +367,7 @@ def test_prompts_are_loaded_where_slots_wait_for_them():
     assert seen == [(1, 3, True), (2, 4, False), (2, 4, False)]
 
 
+@pytest.mark.slow
 def test_training_learns_the_same_from_either_engine(tmp_path):
     """In exact mode bit for bit, also where prompts are drawn again until they teach."""
     run_file = write_run(tmp_path, LEARNS)

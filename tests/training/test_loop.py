@@ -78,6 +78,7 @@ def test_an_output_may_name_recipe_and_seed(run_file, tmp_path, capsys):
     )
 
 
+@pytest.mark.slow
 def test_an_evaluation_between_steps_changes_no_step(tmp_path):
     """Where the rollout calibrates its cache, too: on the steps' training prompts, whatever it is
     asked in between."""

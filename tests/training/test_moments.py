@@ -261,6 +261,7 @@ def test_packed_moments_are_placed_like_their_weights():
         assert moment.layers.down_proj.value.scales.spec == PartitionSpec(None, "fsdp", "tensor")
 
 
+@pytest.mark.slow
 def test_a_skipped_update_leaves_packed_moments_as_they_were():
     policy = init_policy(SHAPE, jax.random.key(0))
     optimizer = make_optimizer(OptimizerConfig(first_moment="e4m3", second_moment="e4m3"), 4)

@@ -170,7 +170,12 @@ def assert_same(found, expected, mask):
 
 @pytest.mark.parametrize(
     ("shape", "micro", "width", "chunk"),
-    [(QWEN3, 1, 0, None), (QWEN3, 2, 24, 5), (WINDOWS, 1, 24, None), (MOE, 1, 24, None)],
+    [
+        pytest.param(QWEN3, 1, 0, None, marks=pytest.mark.slow),
+        (QWEN3, 2, 24, 5),
+        (WINDOWS, 1, 24, None),
+        pytest.param(MOE, 1, 24, None, marks=pytest.mark.slow),
+    ],
     ids=["qwen3", "micro_batches_chunked", "windows", "moe_replay"],
 )
 def test_a_packed_update_is_the_plain_one(shape, micro, width, chunk):

@@ -36,6 +36,7 @@ def test_a_resumed_run_goes_on_with_what_was_carried_over(tmp_path, flags):
         assert row["answer"] == row["prompt"].rstrip("=")[::-1]
 
 
+@pytest.mark.slow
 def test_prompts_are_drawn_again_until_they_teach(tmp_path):
     """Random weights spell no word backward: each step draws as often as it may."""
     run_file = write_run(tmp_path, CARRIES, {"task": {"reward": {"function": None}}})
@@ -78,6 +79,7 @@ def test_each_problem_is_drawn_once_an_epoch():
         assert len(set(indices[:24])) == min(extra + 20, 24)
 
 
+@pytest.mark.slow
 def test_a_session_returns_the_first_prompts_to_be_complete():
     policy, tokenizer = fp8rl.byte_policy(**RUN["model"]["init"])
     settings = {

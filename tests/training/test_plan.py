@@ -180,6 +180,7 @@ def test_qwen3_8b_in_bytes_by_hand():
     )
 
 
+@pytest.mark.slow
 def test_every_change_that_is_offered_does_fit_and_others_do_not():
     config = load_config(RunConfig, [str(RUNS / "runs" / "qwen3_8b_plan.toml")], "test")
     sizes, limit = mesh_sizes(config.mesh), 141_000_000_000

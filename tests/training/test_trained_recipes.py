@@ -91,6 +91,7 @@ def test_the_rollout_serves_the_trainers_operands_bit_for_bit(name):
             )
 
 
+@pytest.mark.slow
 def test_one_precision_flow_has_a_tenth_of_the_mismatch():
     """Where rollout and trainer quantize alike, only the order of float32 sums differs, and an e4m3
     rounding that it flips."""
@@ -133,6 +134,7 @@ def gradients(name: str, changes: PrecisionConfig | None = None) -> np.ndarray:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "block"), [("jet-rl", None), ("infir2", None), ("jet-rl", 64)])
 def test_the_update_points_where_the_unquantized_one_does(name, block):
     exact, found = (
@@ -180,6 +182,7 @@ def layer_by_layer(policy, recipe):
     return with_layers(policy, nnx.List(layers))
 
 
+@pytest.mark.slow
 def test_layers_in_the_compute_dtype_are_runs_whose_gradients_reach_one_stack():
     policy, recipe = policy_of_four(), get_recipe("fp8-e2e", ENDS)
     trained = trainer_policy(policy, recipe, jnp.dtype("float32"))
@@ -208,6 +211,7 @@ def test_layers_in_the_compute_dtype_are_runs_whose_gradients_reach_one_stack():
     assert abs(plain / expected - 1) > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unroll", [True, False], ids=["unrolled", "scanned"])
 def test_both_sides_keep_the_same_layers_in_the_compute_dtype(unroll):
     policy, recipe = policy_of_four(), get_recipe("jet-rl", ENDS)

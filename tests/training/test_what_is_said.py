@@ -47,6 +47,7 @@ def failing(tmp_path, which, **changes):
     )
 
 
+@pytest.mark.slow
 def test_every_run_says_its_precision_and_its_problems(run_file, tmp_path, capsys):
     assert train(run_file, tmp_path / "out", "--recipe", "fp8-rollout", *SHORT) == 0
     assert capsys.readouterr().out.splitlines()[0] == START.format(
@@ -100,6 +101,7 @@ def test_a_step_that_takes_more_than_there_is_is_warned_about(run_file, tmp_path
     assert "fewer than the 65 that a step takes (sft.batch_size)" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_run_with_nothing_held_out(run_file, tmp_path, capsys):
     none = ["--task.eval-size", "0"]
     assert train(run_file, tmp_path / "out", *none, *SHORT) == 0
