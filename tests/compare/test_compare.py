@@ -283,6 +283,7 @@ def test_an_exact_rollout_is_its_trainer_bit_for_bit():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("left_to_the_compiler", [True, False])
 def test_excess_precision_is_named(monkeypatch, left_to_the_compiler):
     """Of a model whose roundings are XLA's choice: it keeps 16-bit results in float32, in each
