@@ -16,6 +16,8 @@ from pallas_kernels import invariant
 from pallas_kernels.matmul import dot as plain_dot
 
 DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+LONG = ("experts", "routing", "logprob")
+"""Of these the most is compiled."""
 
 
 def same(a, b) -> bool:
@@ -23,7 +25,10 @@ def same(a, b) -> bool:
 
 
 @DTYPES
-@pytest.mark.parametrize("name", trial.OPERATIONS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in trial.OPERATIONS],
+)
 def test_a_row_has_its_bits_in_every_company(name, dtype):
     for seed in range(2):
         case = trial.draw(name, seed, jnp.dtype(dtype), most_rows=90)

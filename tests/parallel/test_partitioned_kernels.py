@@ -19,6 +19,7 @@ def printed():
     return run_on_devices(Path(__file__).with_name("on_partitioned_kernels.py"), 8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout, collectives, shard",
     [
@@ -63,6 +64,7 @@ def test_what_must_be_whole_is_not_split():
     assert splits(OPERANDS, BLOCKS, ("m",), given, SIZES) == {"n": ("tensor",)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "product, collectives", [("grouped", ["all-reduce"]), ("gradient", ["all-gather"])]
 )
@@ -71,25 +73,30 @@ def test_the_rows_of_groups_are_whole(printed, product, collectives):
     assert difference < 1e-4 and found == collectives
 
 
+@pytest.mark.slow
 def test_a_kernel_with_two_results(printed):
     """Values stay where they are; their scales, 32 times smaller, are gathered where nobody wants a
     part of them."""
     assert printed["quantizer"] == [0.0, ["f32[4,64,4]"]]
 
 
+@pytest.mark.slow
 def test_a_block_that_no_scale_counts_splits_nothing(printed):
     assert printed["few_rows"] == []
 
 
+@pytest.mark.slow
 def test_attention_is_split_by_heads(printed):
     difference, found, shard = printed["attention"]
     assert difference < 1e-6 and found == [] and shard == [4, 4, 32]
 
 
+@pytest.mark.slow
 def test_prefill_is_split_by_rows_and_heads(printed):
     difference, found, shard = printed["prefill"]
     assert difference < 1e-6 and found == [] and shard == [2, 5, 4, 32]
 
 
+@pytest.mark.slow
 def test_a_cache_is_split_by_heads(printed):
     assert printed["cache"] == [0.0, [], [[5, 1, 16, 64], [5, 1, 16, 64], [12, 1, 2, 64]]]

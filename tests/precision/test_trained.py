@@ -232,6 +232,7 @@ def test_an_adapter_on_a_frozen_weight_has_its_gradients_beside_those_of_the_bas
         assert np.abs(np.asarray(got, np.float64) - formula).max() < 1e-5 * np.abs(formula).max()
 
 
+@pytest.mark.slow
 def test_dtypes_of_the_gradients():
     x, w = jnp.asarray(draw(8, 128), jnp.bfloat16), jnp.asarray(draw(16, 128))
 

@@ -188,6 +188,7 @@ def first_moments(policy, batch, config) -> tuple[list[np.ndarray], dict]:
     return [np.asarray(x) / 0.1 for x in jax.tree.leaves(state.optimizer[0].mu)], metrics
 
 
+@pytest.mark.slow
 def test_float16_gradients_are_those_of_float32_to_its_rounding(policy, batch):
     """Rounding errors of 2^-11 in some ten operations one after the other; accumulation and a scale
     in float32 add none."""

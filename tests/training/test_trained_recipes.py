@@ -101,6 +101,7 @@ def test_one_precision_flow_has_a_tenth_of_the_mismatch():
         assert unified.mean() < mixed / 10 and np.median(unified) < 1e-4, name
 
 
+@pytest.mark.slow
 def test_scales_that_differ_by_side_are_a_mismatch_of_their_own():
     """UE8M0 in the rollout and float32 in the trainer; blocks of 128 and of 64 with float32 scales.
     With UE8M0 scales the block hardly matters: a power of two moves no rounding, but for what
