@@ -157,6 +157,7 @@ def test_times_of_a_cpu_are_raw_data(tmp_path):
     assert entry["raw"]["seconds"]["fp8rl_jax/bf16"]["seconds"]["median"] > 0
 
 
+@pytest.mark.slow
 def test_sides_name_engines(tmp_path):
     output = tmp_path / "out.json"
     tiny = replace(TINY, generation_recipes=("static/bf16", "static/fp8-rl"))

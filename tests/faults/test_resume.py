@@ -227,6 +227,7 @@ def test_what_makes_another_experiment_is_named_and_wants_a_flag(tmp_path, capsy
     assert len(record["earlier"]) == 1
 
 
+@pytest.mark.slow
 def test_a_blow_up_leaves_a_good_checkpoint_its_batch_and_its_row(tmp_path, capsys, fault):
     run_file, out = write_run(tmp_path, LEARNS), tmp_path / "run"
     every = ["--checkpoint.every", "1", "--trainer.abort-after-skips", "3"]

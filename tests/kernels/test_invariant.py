@@ -16,7 +16,7 @@ from pallas_kernels import invariant
 from pallas_kernels.matmul import dot as plain_dot
 
 DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-LONG = ("experts", "routing", "logprob")
+LONG = ("experts", "routing", "logprob", "rotate", "combine")
 """Of these the most is compiled."""
 
 

@@ -204,6 +204,7 @@ def test_an_episode_does_not_depend_on_its_neighbours(player, episodes):
     assert [episode.reward for episode in alone] == pytest.approx(scores.rewards.tolist())
 
 
+@pytest.mark.slow
 def test_episodes_are_the_same_with_the_caches_of_earlier_turns(policy, player, episodes):
     """Where turns are joined all of a context is there; a template that begins it anew has some."""
     engine = PagedEngine(get_recipe("bf16"), jnp.float32, paged=PagedConfig(page_size=4))

@@ -223,6 +223,7 @@ def test_scales_of_the_update_s_own_forward_are_those_of_the_weights_before_it(p
         assert 20 < metrics[f"fp8/quant_snr_db_{role}"] < 40  # under the scales that were served
 
 
+@pytest.mark.slow
 def test_more_prompts_within_a_bucket_compile_nothing():
     session, compiled = session_of(), []
     for _ in range(2):

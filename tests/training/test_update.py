@@ -69,6 +69,7 @@ def test_shared_prompt_equals_each_row_alone(policy, batch):
         )
 
 
+@pytest.mark.slow
 def test_accumulation_equals_the_big_batch(policy, batch):
     whole, logprobs, metrics = update(init_state(policy, OPTIMIZER), batch, CONFIG, OPTIMIZER)
     policy = init_policy(SHAPE, jax.random.key(0))
@@ -97,6 +98,7 @@ def test_skipping_the_old_logprob_pass_changes_nothing(policy, batch):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_the_update_takes_old_policy_reference_weights_and_loss_mask(policy, batch):
     """Ratios of exp(0.5), importance weights of 1.5 and a divergence of k3(-0.3) at every token
     that the loss counts."""

@@ -403,6 +403,7 @@ def learner_of(setup) -> Learner:
     return Learner(setup.config, session.recipe, session.weights, session.mesh)
 
 
+@pytest.mark.slow
 def test_two_updates_are_those_of_the_two_halves(setup_of):
     setup = setup_of(
         Engine(),
