@@ -15,8 +15,8 @@ def checksums(tree: Any) -> UInt32[Array, "leaves 2"]:
     """Compute two 32-bit sums of the mixed bits of every array.
 
     They are the same on any mesh: integer sums have no order. One changed element always changes
-    both; other damage is missed once in 2^64. A program for each shape, not one for the tree: a
-    state has few shapes, and compiling it whole took a tenth of a tiny run.
+    both; other damage is missed once in 2^64. There is a program for each shape and not one for the
+    tree: a state has few shapes, and other states have the same.
     """
     leaves = jax.tree.leaves(tree)
     return _stacked([_two(x) for x in leaves]) if leaves else jnp.zeros((0, 2), jnp.uint32)

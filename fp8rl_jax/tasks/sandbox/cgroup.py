@@ -20,6 +20,16 @@ _ROOT = Path("/")
 _NAME = "fp8rl-reward-"
 _LEAF = "fp8rl-run"
 """Where the processes of a delegated group move to."""
+_FILES = {
+    1: (
+        "memory.usage_in_bytes",
+        "memory.limit_in_bytes",
+        "memory.memsw.limit_in_bytes",
+        "memory.oom_control",
+    ),
+    2: ("memory.current", "memory.max", "memory.swap.max", "memory.events"),
+}
+"""By version: what is held, its bound, swap's (in v1 that of both together), what was killed."""
 
 
 @dataclass(frozen=True)
@@ -38,25 +48,19 @@ class Group:
 
     def allow(self, more: int) -> None:
         """Bound the group to so many bytes beyond what it holds now. Swap counts, too."""
-        if self.version == 2:
-            held = int((self.path / "memory.current").read_text())
-            with suppress(FileNotFoundError):  # a kernel without swap has no such file
-                (self.path / "memory.swap.max").write_text("0")
-            (self.path / "memory.max").write_text(str(held + more))
-            return
-        held = int((self.path / "memory.usage_in_bytes").read_text())
-        (self.path / "memory.limit_in_bytes").write_text(str(held + more))
-        with suppress(FileNotFoundError):  # a kernel that does not count swap
-            (self.path / "memory.memsw.limit_in_bytes").write_text(str(held + more))
+        held, bound, swap, _ = _FILES[self.version]
+        most = int((self.path / held).read_text()) + more
+        (self.path / bound).write_text(str(most))
+        if (self.path / swap).exists():  # a kernel may not count it
+            (self.path / swap).write_text("0" if self.version == 2 else str(most))
 
     def has_killed(self) -> bool:
         """Say whether the kernel has killed a process of the group for its memory."""
-        file = "memory.events" if self.version == 2 else "memory.oom_control"
         try:
-            rows = [line.split() for line in (self.path / file).read_text().splitlines()]
+            lines = (self.path / _FILES[self.version][-1]).read_text().splitlines()
         except OSError:
             return False
-        return any(row[0] == "oom_kill" and int(row[1]) > 0 for row in rows)
+        return any(row[0] == "oom_kill" and int(row[1]) > 0 for row in map(str.split, lines))
 
     def remove(self, seconds: float = 1.0) -> None:
         """Take the group away when its processes have ended; what cannot be is left, and empty."""
