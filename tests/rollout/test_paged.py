@@ -87,7 +87,15 @@ def assert_same(found, wanted, atol):
     [
         *(("dense", True, layout) for layout in LAYOUTS),
         ("dense", False, "tight"),
-        *(pytest.param(kind, False, "tight", marks=pytest.mark.slow) for kind in list(KINDS)[1:]),
+        *(
+            pytest.param("dense", False, layout, marks=pytest.mark.slow)
+            for layout in ("roomy", "small")
+        ),
+        *(
+            pytest.param(kind, False, layout, marks=pytest.mark.slow)
+            for kind in list(KINDS)[1:]
+            for layout in ("small", "tight")
+        ),
     ],
 )
 def test_rollouts_are_those_of_the_static_sampler(kind, unroll, layout):
@@ -103,8 +111,16 @@ def test_rollouts_are_those_of_the_static_sampler(kind, unroll, layout):
     ("kind", "recipe", "dtype", "layout"),
     [
         ("dense", "bf16", "float32", "small"),
-        pytest.param("dense", "jet-rl", "bfloat16", "tight", marks=pytest.mark.slow),
-        pytest.param("experts", "bf16", "bfloat16", "tight", marks=pytest.mark.slow),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("dense", "bf16", "float32", "tight"),
+                ("dense", "jet-rl", "bfloat16", "small"),
+                ("dense", "jet-rl", "bfloat16", "tight"),
+                ("experts", "bf16", "bfloat16", "small"),
+                ("experts", "bf16", "bfloat16", "tight"),
+            )
+        ),
     ],
 )
 def test_exact_rollouts_have_the_static_sampler_s_bits(kind, recipe, dtype, layout):
@@ -140,10 +156,9 @@ def empty_pages(recipe):
     return jax.eval_shape(lambda: begin(policy, queue, 1, SAMPLING, layout).keys)
 
 
-def talk(engine, kind="dense", turns=3, told=None, grows=False):
+def talk(engine, kind="dense", turns=3, told=None):
     """What an engine says in a conversation: of its six, two go on as they were, one is told
-    nothing new, one is rewritten, one ends, and the first stands in its place. Prompts that grow
-    are as wide as the longest, for which every turn is a program of its own."""
+    nothing new, one is rewritten, one ends, and the first stands in its place."""
     rng, vocab = np.random.default_rng(1), KINDS[kind].vocab_size
     prompts = prompts_of(kind)
     said = [
@@ -152,7 +167,8 @@ def talk(engine, kind="dense", turns=3, told=None, grows=False):
     ids, found = prompts.ids.tolist(), []
     with engine.conversations(WIDEST):
         for turn in range(turns):
-            batch = pad_prompts(said, ids, max(map(len, said)) if grows else WIDEST)
+            width = max(map(len, said))
+            batch = pad_prompts(said, ids, width)
             rollout = jax.device_get(engine.generate(batch, 1, SAMPLING, jax.random.key(turn)))
             found.append(rollout)
             words = zip(rollout.tokens, rollout.mask, strict=True)
@@ -186,9 +202,7 @@ FEW = replace(SMALL, cache_tokens=160)
 def test_a_conversation_goes_on_from_its_caches(kind, layout, unroll):
     """What the static sampler, which prefills it anew, says."""
     engine = synced(PagedEngine, kind, unroll=unroll, paged=(LAYOUTS | {"few": FEW})[layout])
-    grows = kind == "dense" and layout != "roomy"
-    found = talk(engine, kind, grows=grows)
-    wanted = talk(synced(LocalEngine, kind), kind, grows=grows)
+    found, wanted = talk(engine, kind), talk(synced(LocalEngine, kind), kind)
     for one, other in zip(found, wanted, strict=True):
         assert_same(one, other, 1e-4)
     # what the turn before has fed of 1, 2 and 4, and of 0, 1 and 2; the other, rewritten one may
