@@ -201,7 +201,7 @@ class ExportArguments:
     """Directory to write; an earlier export in it is replaced."""
     format: Literal["bf16", "fp16", "float32", "fp8-block"] = "bf16"
     """fp8-block: linears in e4m3 with a float32 scale for each 128 x 128 block, as in DeepSeek-V3,
-    the rest in bf16."""
+    quantized from the model's own values, and the rest in bf16."""
 
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "float32": "float32", "fp8-block": "fp8-block"}
@@ -212,8 +212,16 @@ def export(arguments: ExportArguments) -> None:
 
     Standard error has what other readers may not like about it.
     """
-    from fp8rl_jax.weights.block_fp8 import unaligned_linears
-    from fp8rl_jax.weights.hf_directory import export_policy, listing, load_policy_arrays
+    import ml_dtypes
+
+    from fp8rl_jax.json_fields import read_json
+    from fp8rl_jax.weights.block_fp8 import parse_quantization, unaligned_linears
+    from fp8rl_jax.weights.hf_directory import (
+        export_policy,
+        listing,
+        load_policy_arrays,
+        lost_in,
+    )
     from fp8rl_jax.weights.resolve import resolve_model
 
     start_jax()
@@ -225,6 +233,15 @@ def export(arguments: ExportArguments) -> None:
             "choose another"
         )
     config, arrays = load_policy_arrays(source)
+    is_fp8 = parse_quantization(read_json(source / "config.json")) is not None
+    if arguments.format == "fp8-block" and is_fp8:  # from where its scales are found again
+        arrays = {name: x.astype(ml_dtypes.bfloat16) for name, x in arrays.items()}
+    elif not is_fp8 and (share := lost_in(arrays, _DTYPES[arguments.format])):
+        progress(
+            f"--format {arguments.format}: {share:.1%} of the model's values lie between two "
+            "numbers of this format and are rounded, and with them what training has moved by less "
+            "than half a step is lost; float32 keeps it"
+        )
     if arguments.format == "fp8-block" and (names := unaligned_linears(config)):
         progress(
             "sides that are no multiple of 128, which vLLM, SGLang or transformers may refuse: "

@@ -61,6 +61,13 @@ class ModelConfig:
     built-in policy."""
     init: InitConfig = InitConfig()
     """The built-in policy's shape."""
+    dither: bool = False
+    """Draw each master at the start from all the numbers that round to its weight in a compute
+    dtype of 16 bits. The first policy is the same bit for bit; but a checkpoint's weights lie in
+    the middle of such a cell, and an update of less than half a step, which is what reinforcement
+    learning makes, is lost with each of them (metric sync/arrived). Drawn at random, as many of
+    them cross into the next cell as the update is long, so that it arrives in the mean, at no
+    cost."""
 
 
 @dataclass(frozen=True)
@@ -330,6 +337,16 @@ class RunConfig:
             *(
                 (size >= 0, f"rollout.paged.{name} must not be negative")
                 for name, size in vars(rollout.paged).items()
+            ),
+            (
+                not (self.model.dither and self.compute_dtype == "float32"),
+                "model.dither: float32 compute rounds no master, so every update arrives, and a "
+                "master that was moved would be another policy; leave it false",
+            ),
+            (
+                not (self.model.dither and self.lora.rank > 0),
+                "model.dither: with lora.rank above 0 the weights of the model are not trained, "
+                "and adapters begin on no grid; leave it false",
             ),
             (rollout.paged.prefill_tokens >= 1, "rollout.paged.prefill_tokens must be at least 1"),
             (rollout.paged.decode_steps >= 1, "rollout.paged.decode_steps must be at least 1"),

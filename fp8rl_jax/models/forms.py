@@ -1,7 +1,7 @@
 """The two forms of a policy: what the trainer multiplies, and what the rollout multiplies.
 
-Both are made of the same float32 masters by the same quantizer, linear by linear as the recipe
-says. What differs between the sides:
+Both are made of the same float32 masters, rounded to the compute dtype, by the same quantizer,
+linear by linear as the recipe says. What differs between the sides:
 
                      trainer_policy                      rollout_policy
     made             in every program that trains        once a weight sync
@@ -57,7 +57,7 @@ from fp8rl_jax.precision import (
     is_finite,
     is_quantized,
     predequantize,
-    quantize_weight,
+    quantize,
     quantized_layers,
     stack_sums,
     weight_sums,
@@ -105,9 +105,9 @@ def trainer_policy(
 
     def quantized(kind: Formats, weight: Weight, master: Weight) -> Weight:
         fmt, *others = kind
-        value, trained = master.value, not adapted and not is_quantized(master.value)
+        value, trained = weight.value, not adapted and not is_quantized(master.value)
         if not is_quantized(value):
-            value = quantize_weight(jax.lax.stop_gradient(value), fmt, backend)
+            value = quantize(jax.lax.stop_gradient(value), fmt, backend)
         made = FP8Weight(value, master.value if trained else None, *others)
         return Weight(made, weight.axes)
 
@@ -147,30 +147,27 @@ def rollout_policy(
     kinds = linear_formats(policy.config, recipe, "rollout")
     sums: list[QuantizationSums] = []
 
-    def quantized(kind: Formats, weight: Weight, master: Weight) -> Weight:
+    def quantized(kind: Formats, weight: Weight) -> Weight:
         fmt, activation = kind
-        value = master.value
+        value = weight.value
         if not is_quantized(value):
-            value = quantize_weight(value, fmt, backend)
-            sums.append(weight_sums(master.value, value))
+            value = quantize(weight.value, fmt, backend)
+            sums.append(weight_sums(weight.value, value))
         return Weight(FP8Weight(value, activation=activation), weight.axes)
 
-    def replaced(layer: Layer, master: Layer, kinds: dict[str, list[Formats | None]]) -> Layer:
-        tensors, masters = layer.tensors(), master.tensors()
-        return Layer(
-            tensors | {n: in_runs(k, quantized, tensors[n], masters[n]) for n, k in kinds.items()}
-        )
+    def replaced(layer: Layer, kinds: dict[str, list[Formats | None]]) -> Layer:
+        tensors = layer.tensors()
+        return Layer(tensors | {n: in_runs(k, quantized, tensors[n]) for n, k in kinds.items()})
 
     if unroll:
-        pairs = zip(single_layers(served), single_layers(policy), strict=True)
         stacks = {name: stack_of(policy.config, name) for name in kinds}
         unrolled = []
-        for i, pair in enumerate(pairs):
+        for i, layer in enumerate(single_layers(served)):
             here = {n: [kinds[n][s.index(i)]] for n, s in stacks.items() if i in s}
-            unrolled.append(replaced(*pair, here))
+            unrolled.append(replaced(layer, here))
         layers = nnx.List(unrolled)
     else:
-        layers = replaced(served.stack, policy.stack, kinds)
+        layers = replaced(served.stack, kinds)
     return with_layers(served, layers), stack_sums(sums).metrics("weight") if sums else {}
 
 

@@ -28,8 +28,11 @@ from jaxtyping import Array, Key
 
 from fp8rl_jax.models.config import DENSE, SPARSE, PolicyConfig, parameter_shapes, stack_of
 from fp8rl_jax.precision import Compute, Stored, is_quantized
+from fp8rl_jax.precision.rounding import dither
 from pallas_kernels.rounding import rounded
 
+_DITHER = 3
+"""What the key of a seed is for; 0 to 2 are training, samples and adapters."""
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", *DENSE)
 EXPERT_LINEARS = tuple(name for name in SPARSE if name != "router")
 _NORMS = (
@@ -307,6 +310,32 @@ def cast(policy: Policy, dtype: jnp.dtype) -> Policy:
         return x if router or is_quantized(x) else rounded(x, dtype)
 
     return jax.tree_util.tree_map_with_path(convert, policy, is_leaf=is_quantized)
+
+
+@partial(jax.jit, static_argnames=("seed", "dtype"))
+def dithered(policy: Policy, seed: int, dtype: jnp.dtype) -> Policy:
+    """Move every weight at random among the numbers that round to it in `dtype`, so that `cast`
+    gives the same policy as before.
+
+    The router stays, which `cast` leaves in float32.
+
+    Args:
+        policy: float32 masters, layers stacked.
+        seed: of the draws, which follow a tensor's place and not its sharding.
+    """
+    key = jax.random.fold_in(jax.random.key(seed), _DITHER)
+    weights: dict[str, Any] = {
+        name: getattr(policy, name) for name in ("embed_tokens", "norm", "lm_head")
+    }
+    weights |= {f"layers.{name}": weight for name, weight in policy.stack.tensors().items()}
+    names = list(tensor_specs(policy.config))
+
+    def moved(name: str, *_: Any) -> Array:
+        value = weights[name].value
+        own = jax.random.fold_in(key, names.index(name))
+        return value if name == "layers.router" else dither(value, dtype, own)
+
+    return build_policy(policy.config, moved)
 
 
 def map_products(change: Callable, policy: Policy) -> Policy:

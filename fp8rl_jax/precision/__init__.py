@@ -28,7 +28,6 @@ from fp8rl_jax.precision.qtensor import (
     is_finite,
     quantize,
     quantize_per_tensor,
-    quantize_weight,
 )
 from fp8rl_jax.precision.statistics import QuantizationSums, stack_sums, weight_sums
 
@@ -55,7 +54,6 @@ __all__ = [
     "promises_exact",
     "quantize",
     "quantize_per_tensor",
-    "quantize_weight",
     "quantized_layers",
     "stack_sums",
     "unlike_sides",

@@ -1,9 +1,11 @@
 """QTensor, and the one quantizer.
 
-Trainer forward, weight sync and export call the same `quantize`, on the bfloat16-rounded weight and
-never on the float32 master: quantizing the master instead multiplied the train-rollout mismatch by
-25 after one update in a published case (XTuner), because the other side only ever sees the bfloat16
-weight.
+Trainer forward, weight sync and export call the same `quantize`, on one number: the master rounded
+to the compute dtype, which is the master itself in float32. A side that quantizes another number
+than the one that the other side sees makes a mismatch of its own: under bfloat16 compute,
+quantizing the master multiplied it by 25 after one update in a published case (XTuner #2044). And
+rounding the master more coarsely than either side computes loses the update: a weight that starts
+on the bfloat16 grid and moves by less than half a step does not move at all.
 """
 
 from __future__ import annotations
@@ -20,7 +22,6 @@ from pallas_kernels import dequantize_blocks, quantize_blocks, quantize_both
 from pallas_kernels import regroup as regroup_values
 from pallas_kernels.backend import Backend
 from pallas_kernels.quantize import round_blocks
-from pallas_kernels.rounding import rounded
 
 
 @jax.tree_util.register_dataclass
@@ -53,7 +54,7 @@ def quantize(
     """Quantize `x` by blocks of its last two axes.
 
     Args:
-        x: any float dtype. Weights are to be rounded to bfloat16 first (`quantize_weight`).
+        x: any float dtype; of a weight, the value that the other side computes with.
         fmt: element format, block and scale rule; `fmt.block` None means one scale for each
             trailing matrix.
 
@@ -91,13 +92,6 @@ def regroup(q: QTensor, fmt: TensorFormat, backend: Backend = "auto") -> QTensor
         rows.values, rows.scales, size, element_dtype(fmt), fmt.scale, backend=backend
     )
     return QTensor(values, scales, (size, 1))
-
-
-def quantize_weight(
-    weight: Float[Array, "*batch m n"], fmt: TensorFormat, backend: Backend = "auto"
-) -> QTensor:
-    """Quantize the bfloat16-rounded weight."""
-    return quantize(rounded(weight, jnp.bfloat16), fmt, backend)
 
 
 def dequantize(q: QTensor) -> Float[Array, "*batch m n"]:

@@ -22,7 +22,6 @@ from jaxtyping import Array, Bool, Float
 
 from fp8rl_jax.precision.qtensor import QTensor, dequantize
 from pallas_kernels.quantize import amax, block_amax
-from pallas_kernels.rounding import rounded
 
 
 @jax.tree_util.register_dataclass
@@ -104,13 +103,9 @@ class QuantizationSums:
 
 
 def weight_sums(weight: Float[Array, "*batch m n"], quantized: QTensor) -> QuantizationSums:
-    """Compare a weight, as rounded to bfloat16, with its quantized form: amax of all of it, the
-    rest of its first rows, which stand for the others."""
-    weight, values, (height, width) = (
-        rounded(weight, jnp.bfloat16),
-        quantized.values,
-        quantized.block,
-    )
+    """Compare a weight, as it was quantized, with its quantized form: amax of all of it, the rest
+    of its first rows, which stand for the others."""
+    values, (height, width) = quantized.values, quantized.block
     few, blocks = min(_ROWS, values.shape[-2]), -(-_ROWS // height)
     block = min(_ROWS, height), width
     first = QTensor(values[..., :few, :], quantized.scales[..., :blocks, :], block)

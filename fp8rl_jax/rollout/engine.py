@@ -1,7 +1,7 @@
 """Rollout engines: who serves completions, and how new weights reach it.
 
 A weight sync rounds the float32 masters to the compute dtype, quantizes the recipe's linears from
-their bfloat16 values, and lays the layers out for decode, all in one compiled program. Of a policy
+there, and lays the layers out for decode, all in one compiled program. Of a policy
 with adapters the frozen base is converted once, and a sync moves the adapters. Every sync has a
 number, and every rollout carries the number of the weights that made it. It leaves a sum of every
 tensor, which is looked at again before anything is sampled: weights that a part of two syncs, a
@@ -31,6 +31,7 @@ from fp8rl_jax.models.lora import join, split
 from fp8rl_jax.models.policy import Policy
 from fp8rl_jax.parallel import batch_shards, constrain, marks, to_host
 from fp8rl_jax.precision import check_recipe
+from fp8rl_jax.rollout.arrival import Arrival
 from fp8rl_jax.rollout.calibration import observe_served, qkv_metrics, scales_from_amax
 from fp8rl_jax.rollout.paged import Kept, Layout, Rows, choose_layout, token_bytes
 from fp8rl_jax.rollout.paged import converse as paged_converse
@@ -84,9 +85,12 @@ class RolloutEngine(Protocol):
     finite: dict[str, Bool[Array, ""]]
     """One flag a tensor role of the last sync, True where every value is finite."""
     metrics: dict[str, Float[Array, ""]]
-    """fp8/* metrics of the last sync and calibration."""
+    """fp8/* and sync/* metrics of the last sync and calibration."""
     scales: KVScales | None
     """KV scales that are served."""
+    arrival: Arrival | None
+    """Where a session wants to know what of its updates is served, `sync` calls its `see` and has
+    what it says among `metrics`."""
 
     def sync(self, policy: Policy, calibration: KVScales | None = None) -> int:
         """Serve these weights from now on; returns their version."""
@@ -135,6 +139,7 @@ class LocalEngine:
         self.policy: Policy | None = None
         self.scales: KVScales | None = None
         self._replaced: KVScales | None = None
+        self.arrival: Arrival | None = None
         self.finite: dict[str, Array] = {}
         self.metrics: dict[str, Array] = {}
         self._convert = partial(
@@ -176,6 +181,8 @@ class LocalEngine:
             served = join(adapters, self._served_base(frozen))
         self._replaced, self.scales = self.scales, calibration
         self.finite, self._marks = _seen(served, self.scales)
+        if self.arrival is not None:
+            self.metrics = self.metrics | self.arrival.see(policy, served)
         self.version += 1
         self.policy = served
         return self.version

@@ -47,7 +47,7 @@ from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.cache import KVScales
 from fp8rl_jax.models.forms import trainer_policy
 from fp8rl_jax.models.lora import merge, split
-from fp8rl_jax.models.policy import Policy
+from fp8rl_jax.models.policy import Policy, dithered
 from fp8rl_jax.parallel import (
     PROGRESS,
     batch_sharding,
@@ -62,6 +62,7 @@ from fp8rl_jax.parallel import (
     to_host,
 )
 from fp8rl_jax.precision import QuantizationSums, check_recipe, promises_exact, unlike_sides
+from fp8rl_jax.rollout.arrival import Arrival
 from fp8rl_jax.rollout.calibration import (
     calibrate_on_prompts,
     calibrated,
@@ -241,12 +242,15 @@ class Session:
         if engine is None and config.rollout.engine == "vllm":
             engine = VllmEngine(config, self.recipe, tokenizer)
         self.engine = local_engine(config, self.recipe) if engine is None else engine
+        self._merges = isinstance(self.engine, VllmEngine)
+        self.engine.arrival = Arrival(self._merges)
         self.clock, self.step, self.scales = Clock(), 0, None
         with jax.set_mesh(self.mesh):
             masters = jax.tree.map(lambda x: x.astype(jnp.float32), policy)
-            self._policy: Policy | None = shard_policy(
-                adapt(masters, config, self.recipe), self.mesh
-            )
+            adapted = shard_policy(adapt(masters, config, self.recipe), self.mesh)
+            if config.model.dither:
+                adapted = dithered(adapted, config.seed, jnp.dtype(config.compute_dtype))
+            self._policy: Policy | None = adapted
         self._state: TrainState | None = None
         self._learner: Learner | None = None
         self._rollouts = 0
@@ -521,6 +525,8 @@ class Session:
         self._policy, self._state, self._learner = self.weights, None, None
         self.step = self._rollouts = 0
         self._carried = None
+        # the next sync is the new start of what arrives
+        self.engine.arrival, self._served = Arrival(self._merges), False
         self._started(optimizer, updates)
 
     @_on_mesh
@@ -593,6 +599,13 @@ class Session:
             self.scales = None
 
     @property
+    def arrival(self) -> dict[str, dict[str, float]]:
+        """How much of the update since the start is served, of each kind of tensor ("q_proj",
+        "norm", ...): changed, arrived, noise and cosine, as `rollout.arrival` says. Empty before
+        the first update is served; with several kinds together it is sync/* of `update`."""
+        return {} if self.engine.arrival is None else self.engine.arrival.kinds
+
+    @property
     def policy(self) -> Policy:
         """A copy of the present weights in float32, adapters merged."""
         return jax.tree.map(jnp.copy, merge(self.weights))
@@ -607,8 +620,9 @@ class Session:
 
         Args:
             directory: made where it is not there. Adapters are merged.
-            dtype: "bfloat16", "float16", "float32" or "fp8-block"; by default float16 where the
-                session computes in it, else bfloat16.
+            dtype: "bfloat16", "float16", "float32" or "fp8-block"; by default the compute dtype,
+                so that what is saved is what was trained. One that holds less of it is warned
+                about, with the part of the update that it loses.
             adapters: where LoRA's adapters go in PEFT's form, float32; by default "adapter" in
                 `directory`.
 
@@ -620,10 +634,11 @@ class Session:
         source: Any = getattr(self.tokenizer, "directory", self.tokenizer)
         with shared_faults():
             if is_main_process():
-                dtype = dtype or (
-                    "float16" if self.config.compute_dtype == "float16" else "bfloat16"
-                )
-                save_policy(merge(policy), directory, source, dtype)
+                dtype = dtype or self.config.compute_dtype
+                whole = merge(policy)
+                if dtype == "fp8-block":  # of the number that both sides quantize
+                    whole = jax.tree.map(lambda x: x.astype(self.config.compute_dtype), whole)
+                save_policy(whole, directory, source, dtype)
                 parts, base = split(policy)
                 if base is not None:
                     assert isinstance(parts, dict)  # adapters
@@ -673,16 +688,20 @@ class Session:
         beside = (jax.tree.map(np.asarray, scales),)
         if self._extra:
             beside += (self._carried or self._nothing_carried(),)
+        assert self.engine.arrival is not None
+        beside += (self.engine.arrival.saved(state.policy),)
         return *to_save(state), *to_global(beside, replicated(self.mesh))
 
     @_on_mesh
     def load_saved(self, step: int, saved: tuple) -> None:
         """Go on at `step` with what `saved` gave."""
         _, before = self._started()
-        *state, scales = saved[:-1] if self._extra else saved
+        *state, scales = saved[:-2] if self._extra else saved[:-1]
         if self._extra:
-            carried = to_host(saved[-1])
+            carried = to_host(saved[-2])
             self._carried = carried if carried.prompts.lengths.any() else None
+        assert self.engine.arrival is not None
+        self.engine.arrival.load(to_host(saved[-1]))
         self._state = restored(before, *state)
         self.step, self._rollouts, self._served = step, 0, False
         self.scales = scales if self._calibrates("trainer") else None

@@ -7,10 +7,12 @@ multiplies: a weight is its stored value times the scale of its block. `quantiza
 config.json says so. Embeddings, lm_head, norms, biases and routers stay bf16.
 
 What is written has the bits that the rollout computes with: the library's one quantizer, on the
-bf16-rounded weight. Read back and quantized again it has the same bits once more. The largest
+weight as it is given, which is the master rounded to the compute dtype (in float32 the master
+itself). Of bf16 weights, read back and quantized again it has the same bits once more. The largest
 element of a block is 448 scales, which rounds to the bf16 weight that it came from, so that the
-scale is found again; and rounding to bf16 moves a value by at most 2**-9 of itself, while the
-nearest border between two e4m3 values is 2**-5 away. Neither holds for scales of another rule
+scale is found again (of float32 weights it may differ in its last bit); and rounding to bf16 moves
+a value by at most 2**-9 of itself, while the nearest border between two e4m3 values is 2**-5 away.
+Neither holds for scales of another rule
 (powers of two, bf16 scales as in Qwen3-FP8, or blocks whose largest weight is below 448 * 2**-126):
 such a checkpoint is read exactly, but requantizing moves it.
 
@@ -106,8 +108,7 @@ def quantize_tensor(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Quantize a weight to e4m3 with a scale for each block, as the rollout does.
 
     Takes a finite weight [out, in] of any float dtype; returns e4m3 values [out, in] and float32
-    scales [ceil(out / 128), ceil(in / 128)], the bits that `precision.quantize_weight` gives the
-    rollout.
+    scales [ceil(out / 128), ceil(in / 128)], the bits that `precision.quantize` gives the rollout.
     """
     q = quantizer()(weight)
     return np.asarray(q.values), np.asarray(q.scales)
@@ -119,9 +120,9 @@ def quantizer() -> Any:
     shape."""
     import jax
 
-    from fp8rl_jax.precision import quantize_weight
+    from fp8rl_jax.precision import quantize
 
-    return jax.jit(lambda weight: quantize_weight(weight, _FORMAT))
+    return jax.jit(lambda weight: quantize(weight, _FORMAT))
 
 
 def dequantize_tensor(values: np.ndarray, scales: np.ndarray, block: tuple[int, int]) -> np.ndarray:

@@ -170,7 +170,9 @@ def device_tensors(policy: Policy, dtype: str) -> Iterator[tuple[str, Array]]:
     for path, named in groupby(hf_tensors(policy.config).items(), lambda item: item[1].path):
         stack = jnp.asarray(values[path])
         for name, location in named:
-            tensor, finite[name] = _converted(stack, location.index, export_dtype(dtype))
+            tensor, finite[name] = _converted(
+                stack, location.index, export_dtype(location, dtype, stack.dtype)
+            )
             tensor = jax.device_put(tensor, device)
             if is_stored_in_fp8(location, dtype):
                 quantized = quantizer()(tensor)

@@ -27,9 +27,17 @@ def weights(directory) -> dict[str, np.ndarray]:
 
 
 def test_every_form_comes_from_every_other_and_the_tokenizer_travels(model, tmp_path, capsys):
-    assert export("--model", model, "--output", tmp_path / "fp8", "--format", "fp8-block") == 0
+    assert export("--model", model, "--output", tmp_path / "bf16") == 0
+    # a float32 model: an update that bf16 does not hold is not lost without a word
+    assert "values lie between two numbers of this format" in capsys.readouterr().err
+    source = tmp_path / "bf16"
+    assert export("--model", source, "--output", tmp_path / "fp8", "--format", "fp8-block") == 0
     printed = capsys.readouterr()
-    assert printed.out == f"{tmp_path}/fp8\n" and "q_proj [64, 64], k_proj [32, 64]" in printed.err
+    assert (
+        "lie between" not in printed.err
+        and printed.out == f"{tmp_path}/fp8\n"
+        and "q_proj [64, 64], k_proj [32, 64]" in printed.err
+    )
     assert (
         export("--model", tmp_path / "fp8", "--output", tmp_path / "full", "--format", "float32")
         == 0

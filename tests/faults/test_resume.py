@@ -324,7 +324,7 @@ def test_a_full_disk_is_one_line_before_anything_is_computed(tmp_path, capsys, m
     room = shutil.disk_usage(tmp_path)._replace(free=100_000)
     monkeypatch.setattr("shutil.disk_usage", lambda _: room)
     run_file = write_run(tmp_path, EVEN_LETTERS)
-    asked, told = time.monotonic(), "a checkpoint needs 0.6 MB, and 0.1 MB"
+    asked, told = time.monotonic(), "a checkpoint needs 1.0 MB, and 0.1 MB"
     line = check_refused(run_file, tmp_path / "run", capsys, [], told)
     fault("full disk", line, status=2, detected=time.monotonic() - asked)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -41,7 +41,7 @@ from fp8rl_jax.precision import (
     QTensor,
     linear,
     predequantize,
-    quantize_weight,
+    quantize,
     quantized_layers,
 )
 from fp8rl_jax.rollout.calibration import calibrate_on_prompts
@@ -101,7 +101,7 @@ def test_quantized_experts_are_those_of_the_quantized_linear(ready):
     weights = {}
     for name in ("gate_proj", "up_proj", "down_proj"):
         param = getattr(layer.experts, name).weight
-        weights[name] = quantize_weight(param.get_value(), formats.weight)
+        weights[name] = quantize(param.get_value(), formats.weight)
         quantized = FP8Weight(weights[name], activation=formats.activation)
         param.set_value(predequantize(quantized, Compute("reference")) if ready else quantized)
     x = jnp.asarray(np.random.default_rng(1).normal(size=(2, 3, 48)), jnp.float32)
@@ -219,7 +219,7 @@ def test_experts_in_the_compute_dtype_in_some_layers(unroll):
         tensors = layer.tensors()
         for name in (*LINEARS, *EXPERT_LINEARS):
             if name in tensors and i and not (i == 3 and name in EXPERT_LINEARS):
-                q = quantize_weight(tensors[name].value, recipe.rollout.weight)
+                q = quantize(tensors[name].value, recipe.rollout.weight)
                 weight = FP8Weight(q, activation=recipe.rollout.activation)
                 tensors[name] = Weight(weight, tensors[name].axes)
         layers.append(Layer(tensors))

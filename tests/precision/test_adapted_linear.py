@@ -17,7 +17,7 @@ from fp8rl_jax.precision import (
     is_quantized,
     linear,
     predequantize,
-    quantize_weight,
+    quantize,
 )
 
 W, A = TensorFormat("e4m3", (128, 128)), TensorFormat("e4m3", (1, 128))
@@ -25,9 +25,9 @@ SCALE, OUT, IN, RANK = 0.375, 192, 320, 5
 REFERENCE = Compute("reference")
 BASES = {
     "plain": lambda w, _=COMPUTE: w,
-    "fp8": lambda w, activation=COMPUTE: FP8Weight(quantize_weight(w, W), activation=activation),
+    "fp8": lambda w, activation=COMPUTE: FP8Weight(quantize(w, W), activation=activation),
     "predequantized": lambda w, activation=COMPUTE: predequantize(
-        FP8Weight(quantize_weight(w, W), activation=activation), REFERENCE
+        FP8Weight(quantize(w, W), activation=activation), REFERENCE
     ),
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -21,7 +20,6 @@ from fp8rl_jax.precision import (
     predequantize,
     quantize,
     quantize_per_tensor,
-    quantize_weight,
 )
 from pallas_kernels import BackendError
 
@@ -36,32 +34,16 @@ def pair():
     return jnp.asarray(x, jnp.float32), jnp.asarray(w, jnp.float32)
 
 
-def test_quantize_weight_quantizes_the_bfloat16_rounded_weight():
-    """A master just above a rounding boundary of e4m3, which bfloat16 rounds to below it."""
-    w = np.full((2, 128), 448.0, np.float32)
-    # e4m3 neighbours 16 and 18: the master is nearer to 18, its bfloat16 value 17 is a tie and goes
-    # to 16
-    w[0, 1] = 17.004
-    q = quantize_weight(jnp.asarray(w), W)
-    assert float(q.values[0, 1]) == 16 and float(quantize(jnp.asarray(w), W).values[0, 1]) == 18
-    for got, expected in zip(
-        jax.tree.leaves(q),
-        jax.tree.leaves(quantize(jnp.asarray(w).astype(jnp.bfloat16), W)),
-        strict=True,
-    ):
-        np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(expected, np.float32))
-
-
 def test_stacked_weights_are_quantized_layer_by_layer(pair):
     stacked = jnp.stack([pair[1], 3 * pair[1]])
-    q = quantize_weight(stacked, W)
+    q = quantize(stacked, W)
     assert (
         q.shape == (2, 192, 320)
         and q.scales.shape == (2, 2, 3)
         and q.nbytes == 2 * 192 * 320 + 2 * 2 * 3 * 4
     )
     for i in range(2):
-        one = quantize_weight(stacked[i], W)
+        one = quantize(stacked[i], W)
         np.testing.assert_array_equal(
             np.asarray(q.values[i], np.float32), np.asarray(one.values, np.float32)
         )
@@ -85,7 +67,7 @@ def test_plain_weight_is_an_ordinary_product(pair):
 
 def test_w8a8_equals_the_float64_product_of_the_dequantized_operands(pair):
     x, w = pair
-    weight = FP8Weight(quantize_weight(w, W), activation=A)
+    weight = FP8Weight(quantize(w, W), activation=A)
     prepared = weight.prepare(x, REFERENCE)
     assert isinstance(prepared, FP8Input) and prepared.x is x and prepared.shape == x.shape
     qx = prepared.quantized
@@ -104,7 +86,7 @@ def test_w8a8_equals_the_float64_product_of_the_dequantized_operands(pair):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("activation", [A, COMPUTE])
 def test_a_predequantized_weight_gives_the_bits_of_the_fp8_weight(pair, dtype, activation):
-    x, w = pair[0].astype(dtype), FP8Weight(quantize_weight(pair[1], W), activation=activation)
+    x, w = pair[0].astype(dtype), FP8Weight(quantize(pair[1], W), activation=activation)
     ready = predequantize(w, REFERENCE)
     assert (
         isinstance(ready, PredequantizedWeight)
@@ -118,7 +100,7 @@ def test_a_predequantized_weight_gives_the_bits_of_the_fp8_weight(pair, dtype, a
 
 
 def test_weight_only_equals_the_plain_product_with_the_dequantized_weight(pair):
-    q = quantize_weight(pair[1], W)
+    q = quantize(pair[1], W)
     plain = linear(pair[0], dequantize(q), jnp.float32)
     for weight in (q, FP8Weight(q), predequantize(q, REFERENCE)):
         assert as_weight(weight).prepare(pair[0], REFERENCE) is pair[0]
@@ -129,13 +111,13 @@ def test_weight_only_equals_the_plain_product_with_the_dequantized_weight(pair):
 
 def test_predequantize_leaves_plain_weights_alone(pair):
     assert predequantize(pair[1], REFERENCE) is pair[1] and not is_quantized(pair[1])
-    q = quantize_weight(pair[1], W)
+    q = quantize(pair[1], W)
     assert all(is_quantized(weight) for weight in (q, FP8Weight(q), predequantize(q, REFERENCE)))
 
 
 def test_hopper_by_name_is_refused(pair):
     x, w = pair
-    weight, hopper = FP8Weight(quantize_weight(w, W), activation=A), Compute("hopper")
+    weight, hopper = FP8Weight(quantize(w, W), activation=A), Compute("hopper")
     for call in (
         lambda: predequantize(weight, hopper),
         lambda: quantize(w, W, "hopper"),
@@ -156,5 +138,5 @@ def test_per_tensor_quantizer_clamps():
 
 @pytest.mark.parametrize("fault", [np.nan, np.inf])
 def test_is_finite_sees_a_fault_anywhere(pair, fault):
-    assert bool(is_finite(quantize_weight(pair[1], W)))
-    assert not bool(is_finite(quantize_weight(pair[1].at[191, 319].set(fault), W)))
+    assert bool(is_finite(quantize(pair[1], W)))
+    assert not bool(is_finite(quantize(pair[1].at[191, 319].set(fault), W)))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fp8rl_jax.config.recipe import TensorFormat
-from fp8rl_jax.precision import QuantizationSums, quantize_weight, stack_sums, weight_sums
+from fp8rl_jax.precision import QuantizationSums, quantize, stack_sums, weight_sums
 
 ROLE = ("amax", "sat_frac", "underflow_frac", "quant_snr_db")
 
@@ -35,8 +35,8 @@ def test_weight_metrics_equal_float64():
     first, back = rounded[:16], restored[:16]
     underflow = ((first != 0) & (back == 0)).mean()
     snr = 10 * np.log10((first**2).sum() / ((first - back) ** 2).sum())
-    master = jnp.asarray(weight, jnp.float32)
-    sums = weight_sums(master, quantize_weight(master, TensorFormat("e4m3", (128, 128))))
+    given = jnp.asarray(rounded, jnp.float32)
+    sums = weight_sums(given, quantize(given, TensorFormat("e4m3", (128, 128))))
     got = named(sums.metrics("weight"), "weight")
     assert underflow > 0.05
     assert got == pytest.approx((np.abs(rounded).max(), 0.0, underflow, snr), rel=1e-4)

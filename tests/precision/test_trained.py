@@ -18,7 +18,7 @@ from fp8rl_jax.precision import (
     FP8Weight,
     QTensor,
     linear,
-    quantize_weight,
+    quantize,
 )
 
 JET = RECIPES["jet-rl"]
@@ -44,7 +44,7 @@ def along_tokens(fmt):
 
 def frozen_weight(w, recipe) -> FP8Weight:
     """Of a float32 weight, or of one that is quantized already."""
-    q = w if isinstance(w, QTensor) else quantize_weight(w, recipe.trainer.weight)
+    q = w if isinstance(w, QTensor) else quantize(w, recipe.trainer.weight)
     formats = recipe.trainer.activation, recipe.output_gradient, recipe.saved_activation
     return FP8Weight(q, None, *formats)
 

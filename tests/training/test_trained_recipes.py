@@ -27,7 +27,7 @@ from fp8rl_jax.models.policy import (
     unstack,
     with_layers,
 )
-from fp8rl_jax.precision import FP8Weight, quantize_weight
+from fp8rl_jax.precision import FP8Weight, quantize
 from fp8rl_jax.rollout.engine import LocalEngine
 from fp8rl_jax.rollout.sampling import Sampling
 from fp8rl_jax.training.state import init_state, make_optimizer
@@ -166,7 +166,7 @@ def quantized(i: int, name: str) -> bool:
 
 def fp8_weight(master, recipe) -> FP8Weight:
     formats = recipe.trainer.activation, recipe.output_gradient, recipe.saved_activation
-    quantized = quantize_weight(jax.lax.stop_gradient(master), recipe.trainer.weight)
+    quantized = quantize(jax.lax.stop_gradient(master), recipe.trainer.weight)
     return FP8Weight(quantized, master, *formats)
 
 

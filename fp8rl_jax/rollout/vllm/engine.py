@@ -39,16 +39,17 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
-from fp8rl_jax.config.recipe import LinearFormats, Recipe
+from fp8rl_jax.config.recipe import RECIPES, LinearFormats, Recipe
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.cache import KVScales
-from fp8rl_jax.models.forms import trainer_policy
+from fp8rl_jax.models.forms import rollout_policy, trainer_policy
 from fp8rl_jax.models.forward import forward
 from fp8rl_jax.models.logprobs import token_logprobs
-from fp8rl_jax.models.lora import merge
+from fp8rl_jax.models.lora import has_adapters, merge
 from fp8rl_jax.models.policy import Policy
 from fp8rl_jax.parallel import batch_sharding, is_main_process, shared_faults, to_global, to_host
+from fp8rl_jax.rollout.arrival import Arrival
 from fp8rl_jax.rollout.sampler import Prompts, Rollout
 from fp8rl_jax.rollout.sampling import Sampling
 from fp8rl_jax.rollout.vllm.in_process import InProcess
@@ -62,6 +63,7 @@ from pallas_kernels.backend import Backend
 
 _log = logging.getLogger(__name__)
 
+_pushed = jax.jit(partial(rollout_policy, unroll=False), static_argnames=("recipe", "dtype"))
 _PROBE_PROMPT, _PROBE_SAMPLED = 8, 16
 _FORM = (
     *("architectures", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
@@ -103,6 +105,7 @@ class VllmEngine:
         self.scales: KVScales | None = None
         self.finite: dict[str, Bool[Array, ""]] = {}
         self.metrics: dict[str, Float[Array, ""]] = {}
+        self.arrival: Arrival | None = None
         self.restarts = 0
         """Of the server, in this run."""
         self._run, self._vocab, self._ready = uuid.uuid4().hex, 0, False
@@ -143,6 +146,11 @@ class VllmEngine:
             if is_main_process():
                 self._push(merge(given), scales, number)
         self._check_parity(policy, number)
+        if self.arrival is not None:
+            masters = merge(given) if has_adapters(policy) else policy
+            ours = self.recipe if self.settings.quantize == "ours" else RECIPES["bf16"]
+            pushed, _ = _pushed(masters, recipe=ours, dtype=self.dtype)
+            self.metrics = self.arrival.see(masters, pushed)
         self.version, self.scales, self._ready = number, calibration, True
         return number
 
@@ -226,7 +234,9 @@ class VllmEngine:
                 "rollout.engine: vLLM takes block FP8 of sides that 128 divides, and "
                 f'{unaligned[0]} has others; set rollout.vllm.quantize = "vllm"'
             )
-        tensors, dtype = None, "fp8-block" if block else self.dtype.name
+        tensors, dtype = None, self.dtype.name
+        if block:  # of the number that the trainer quantizes, too
+            policy, dtype = jax.tree.map(lambda x: x.astype(self.dtype), policy), "fp8-block"
         if transport == "nccl":
             found = converted_tensors(directory, policy.config, policy_arrays(policy), dtype)
             tensors = {name: x for several in found for name, x in several.items()}

@@ -1,0 +1,136 @@
+"""What arrives of an update, and what is learned from it: `python -m experiments.arrival`.
+
+It runs an ablation (experiments/ablations/smollm2_addition.toml) run by run, seed by seed, and asks
+of each run's float32 masters how well they do as other policies serve them:
+
+    masters             the float32 masters themselves, nothing quantized
+    bfloat16            the masters rounded to bfloat16, nothing else
+    fp8                 FP8 linears and KV cache (`fp8-rl`) from the float32 masters
+    bfloat16, then fp8  FP8 linears and KV cache from the masters rounded to bfloat16
+
+All four are computed in float32, so that roundings of the weights are all that differs. What has
+been measured is on disk at once, and the same command goes on from there; a run's checkpoint and
+weights are removed behind it. With all runs there, the ablation's record is written, too.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import shutil
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from experiments.benchmarks.machine import facts
+from experiments.command import run_command
+from fp8rl_jax.ablation.design import Arm, Design, read_design
+from fp8rl_jax.ablation.record import run_state
+from fp8rl_jax.ablation.runner import Runner
+from fp8rl_jax.models.policy import Policy
+from fp8rl_jax.training.loop import evaluate
+from fp8rl_jax.training.session import Session, sample_key
+from fp8rl_jax.training.setup import build, reward_pool
+from pallas_kernels.rounding import rounded
+
+SERVED = {
+    "masters": ("bf16", "float32"),
+    "bfloat16": ("bf16", "bfloat16"),
+    "fp8": ("fp8-rl", "float32"),
+    "bfloat16, then fp8": ("fp8-rl", "bfloat16"),
+}
+"""Recipe that serves, and what the masters are rounded to before."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Run an ablation, and evaluate each run's masters as other policies serve them."""
+
+    ablation: str = "experiments/ablations/smollm2_addition.toml"
+    """Its file."""
+    output: str = "experiments/results/arrival/results.json"
+    """The record; runs that it has are kept."""
+    record: str = "experiments/results/ablations/smollm2_addition.json"
+    """Where the ablation's own record goes, once all runs are there."""
+    hours: float = 2.5
+    """After these no other run begins."""
+    seeds: tuple[int, ...] = ()
+    """Of the ablation's; default: all."""
+
+    def problems(self) -> list[str]:
+        """Every value that cannot work, one line each; empty where all is well."""
+        return [] if self.hours > 0 else [f"--hours: {self.hours} must be above 0"]
+
+
+def served(design: Design, arm: Arm, seed: int) -> dict[str, float]:
+    """Held-out accuracy of a run's masters, by what serves them."""
+    config = design.run_config(arm, seed)
+    setup = build(replace(config, resume=True))
+    setup.session.restore(setup.directory / "checkpoints")
+    masters, accuracies = setup.session.policy, {}
+    del setup.session.engine
+    examples = setup.held_out.examples[: config.evaluation.examples]
+    plain = replace(config, compute_dtype="float32", model=replace(config.model, dither=False))
+    with reward_pool(setup) as pool:
+        for name, (recipe, dtype) in SERVED.items():
+            session = Session(
+                _rounded(masters, dtype), setup.session.tokenizer, recipe, config=plain
+            )
+            session.sync(session.encoder.batch(examples[: config.evaluation.batch_size]))
+            found = evaluate(session, pool, examples, config.evaluation, sample_key(seed, 0))
+            accuracies[name] = float(found.metrics["eval/accuracy"])
+            del session
+            gc.collect()
+    return accuracies
+
+
+def _rounded(policy: Policy, dtype: str) -> Policy:
+    return jax.tree.map(lambda x: rounded(x, jnp.dtype(dtype)).astype(jnp.float32), policy)
+
+
+def run(arguments: Arguments) -> None:
+    """Run by run, as long as there is time."""
+    began, path = time.monotonic(), Path(arguments.output)
+    design = read_design(arguments.ablation, "")
+    runner = Runner(design)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    record = json.loads(path.read_text()) if path.exists() else {"runs": []}
+    have = {(row["arm"], row["seed"]) for row in record["runs"]}
+    seeds = arguments.seeds or design.seeds
+    left = [(arm, seed) for seed in seeds for arm in design.arms if (arm.name, seed) not in have]
+    while left and time.monotonic() - began < 3600 * arguments.hours:
+        arm, seed = left.pop(0)
+        name = design.run_name(arm, seed)
+        print(name, file=sys.stderr)
+        runner.run_one(name)
+        state, directory = run_state(design, arm, seed), design.directory / name
+        row = {"arm": arm.name, "seed": seed, "own": state.outcome}
+        row["served"] = served(design, arm, seed)
+        row["sync"] = {key: value for key, value in state.row.items() if key.startswith("sync/")}
+        record["made"] = facts("experiments.arrival")
+        row["commit"] = record["made"]["commit"]
+        record["runs"].append(row)
+        path.write_text(json.dumps(record, indent=1) + "\n")
+        # gigabytes; what is told of the run is in its files of rows
+        shutil.rmtree(directory / "checkpoints")
+        for weights in (directory / "model").glob("*.safetensors"):
+            weights.unlink()
+        jax.clear_caches()
+    runner.collect()
+    if not left:
+        shutil.copyfile(design.directory / "ablation.json", arguments.record)
+    else:
+        print(f"{len(left)} runs are left; the same command goes on", file=sys.stderr)
+
+
+def main(argv: list[str]) -> int:
+    """Exit code: 0, or 2 for a fault in what was given."""
+    return run_command("arrival", Arguments, run, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
