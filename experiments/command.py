@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from fp8rl_jax.cli.load import parse_arguments
 from fp8rl_jax.errors import UserError
 
 
@@ -21,6 +20,9 @@ def run_command[A](name: str, kind: type[A], run: Callable[[A], None], argv: lis
     Returns:
         The exit code: 0, or 2 for a fault in what was given.
     """
+    # what parses is not there on a bare machine with a card, where studies are imported as modules
+    from fp8rl_jax.cli.load import parse_arguments
+
     try:
         run(parse_arguments(kind, argv, f"python -m experiments.{name}"))
     except UserError as error:

@@ -4,6 +4,7 @@ all of it in miniature."""
 import json
 import os
 import re
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -949,9 +950,22 @@ def test_all_parts_in_miniature(tmp_path, monkeypatch, capsys):
     )
 
 
-def test_the_command_starts_workers_and_goes_on(tmp_path, capfd):
+@pytest.fixture
+def bare(tmp_path, monkeypatch):
+    """The library needs, or may need, these, and an image with JAX for CUDA does not have them."""
+    missing = tmp_path / "missing"
+    missing.mkdir()
+    for name in ("tyro", "tomli_w", "reasoning_gym", "math_verify", "cloudpickle", "gguf"):
+        (missing / f"{name}.py").write_text(f"raise ModuleNotFoundError('no {name}')\n")
+    paths = [str(missing), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+
+
+def test_the_command_starts_workers_on_a_bare_machine_and_goes_on(tmp_path, capfd, bare):
     words = ["--output", str(tmp_path / "out"), "--tiny", "--parts", "quantize"]
-    assert main(words) == 0 and "quantize: rows: done" in capfd.readouterr().out
+    command = [sys.executable, "-m", "experiments.benchmarks.gpu", *words]
+    assert subprocess.run(command, check=False).returncode == 0
+    assert "quantize: rows: done" in capfd.readouterr().out
     assert main(words) == 0 and "rows: done" not in capfd.readouterr().out
     figures = json.loads((tmp_path / "out" / "figures.json").read_text())["figures"]
     assert len(figures) == 14 and {row["status"] for row in figures} == {"not measured"}
@@ -997,17 +1011,8 @@ def test_the_cache_is_kept_small_enough_to_travel(tmp_path):
 
 @pytest.mark.slow
 def test_a_step_runs_without_what_a_bare_machine_lacks_from_programs_compiled_before(
-    tmp_path, monkeypatch
+    tmp_path, bare
 ):
-    """These are what the library needs, or may need, and an image with JAX for CUDA does not
-    have."""
-    missing = tmp_path / "missing"
-    missing.mkdir()
-    for name in ("tyro", "tomli_w", "reasoning_gym", "math_verify", "cloudpickle"):
-        (missing / f"{name}.py").write_text(f"raise ModuleNotFoundError('no {name}')\n")
-    monkeypatch.setenv(
-        "PYTHONPATH", os.pathsep.join([str(missing), *filter(None, [os.environ.get("PYTHONPATH")])])
-    )
     setting = Setting(tiny=True)
     folder = Folder(
         tmp_path / "out", {name: part.jobs(setting) for name, part in PARTS.items()}, counts=False

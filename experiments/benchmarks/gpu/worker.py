@@ -54,11 +54,9 @@ def serve(
         }
     )
     for request in requests:
-        job = jobs_of(request["part"], replace(setting, compile_only=request["compile_only"]))[
-            request["label"]
-        ]
+        own = replace(setting, compile_only=request["compile_only"])
         try:
-            outcome = {"result": job.run()}
+            outcome = {"result": jobs_of(request["part"], own)[request["label"]].run()}
         # whatever a kernel, a compiler or a peer objects to is the result
         except Exception as error:
             outcome = {"failed": reason_of(error)}
