@@ -31,6 +31,7 @@ from experiments.command import run_command
 from fp8rl_jax.ablation.design import Arm, Design, read_design
 from fp8rl_jax.ablation.record import run_state
 from fp8rl_jax.ablation.runner import Runner
+from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.policy import Policy
 from fp8rl_jax.training.loop import evaluate
 from fp8rl_jax.training.session import Session, sample_key
@@ -58,8 +59,8 @@ class Arguments:
     """Where the ablation's own record goes, once all runs are there."""
     hours: float = 2.5
     """After these no other run begins."""
-    seeds: tuple[int, ...] = ()
-    """Of the ablation's; default: all."""
+    arms: tuple[str, ...] = ()
+    """Of the ablation's; default: all, seed by seed."""
 
     def problems(self) -> list[str]:
         """Every value that cannot work, one line each; empty where all is well."""
@@ -100,8 +101,10 @@ def run(arguments: Arguments) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     record = json.loads(path.read_text()) if path.exists() else {"runs": []}
     have = {(row["arm"], row["seed"]) for row in record["runs"]}
-    seeds = arguments.seeds or design.seeds
-    left = [(arm, seed) for seed in seeds for arm in design.arms if (arm.name, seed) not in have]
+    if unknown := set(arguments.arms) - {arm.name for arm in design.arms}:
+        raise UserError(f"--arms: {', '.join(sorted(unknown))}: none of the ablation's")
+    arms = [arm for arm in design.arms if not arguments.arms or arm.name in arguments.arms]
+    left = [(arm, seed) for seed in design.seeds for arm in arms if (arm.name, seed) not in have]
     while left and time.monotonic() - began < 3600 * arguments.hours:
         arm, seed = left.pop(0)
         name = design.run_name(arm, seed)
@@ -121,9 +124,9 @@ def run(arguments: Arguments) -> None:
             weights.unlink()
         jax.clear_caches()
     runner.collect()
-    if not left:
+    if len(record["runs"]) == len(design.arms) * len(design.seeds):
         shutil.copyfile(design.directory / "ablation.json", arguments.record)
-    else:
+    elif left:
         print(f"{len(left)} runs are left; the same command goes on", file=sys.stderr)
 
 

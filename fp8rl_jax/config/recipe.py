@@ -174,6 +174,11 @@ class Recipe:
     """Other formats for the linears that match a pattern; of several that match, the later one
     counts. In TOML a table of tables: layers."*.down_proj".output_gradient = "e5m2-1x128". A weight
     in the compute dtype takes its activation and gradients along."""
+    weight_source: Literal["compute", "master"] = "compute"
+    """What a quantized weight is quantized from: the master rounded to the compute dtype, or the
+    float32 master itself, from which updates arrive that are less than half a step of 16 bits.
+    "master" only where both sides have the weight in one format, so that both see the same
+    numbers."""
     kv_granularity: Literal["layer", "head"] = "layer"
     """What shares a scale of Q, K or V in an FP8 cache: all of a layer, or one KV head of it."""
     kv_calibration: Literal["trainer", "update", "rollout"] = "update"
@@ -566,6 +571,9 @@ class PrecisionConfig:
     built-in ones. Their part of an FP8 cache stays FP8."""
     last_layers_in_compute: int = 0
     """The same at the end of the model (num_last_layers_in_bf16)."""
+    weight_source: Literal["compute", "master"] | None = None
+    """What a quantized weight is quantized from: the master rounded to the compute dtype, or the
+    float32 master itself, where both sides have it in one format; unset: the recipe's."""
     kv_calibration: Literal["trainer", "update", "rollout"] | None = None
     """Which forward calibrates the KV scales of an FP8 cache; unset: the recipe's. trainer: one of
     the trainer's under the new weights, on the step's prompts and completions (NeMo RL). update:
@@ -647,6 +655,10 @@ def get_recipe(
     recipe = replace(recipe, **{key: layers for key, layers in ends.items() if layers})
     if changes.exact is True:
         recipe = replace(recipe, exact=True)
+    if changes.weight_source is not None:
+        if not recipe.quantizes_linears:
+            raise UserError(f"precision.weight_source: recipe {name!r} quantizes no linear layer")
+        recipe = replace(recipe, weight_source=changes.weight_source)
     for key in ("kv_calibration", "kv_rule", "kv_prompts"):
         if getattr(changes, key) is not None and not recipe.quantizes_cache:
             raise UserError(

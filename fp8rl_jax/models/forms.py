@@ -1,7 +1,8 @@
 """The two forms of a policy: what the trainer multiplies, and what the rollout multiplies.
 
-Both are made of the same float32 masters, rounded to the compute dtype, by the same quantizer,
-linear by linear as the recipe says. What differs between the sides:
+Both are made of the same float32 masters, rounded to the compute dtype (or as they are, where the
+recipe's weight_source says so), by the same quantizer, linear by linear as the recipe says. What
+differs between the sides:
 
                      trainer_policy                      rollout_policy
     made             in every program that trains        once a weight sync
@@ -105,7 +106,8 @@ def trainer_policy(
 
     def quantized(kind: Formats, weight: Weight, master: Weight) -> Weight:
         fmt, *others = kind
-        value, trained = weight.value, not adapted and not is_quantized(master.value)
+        trained = not adapted and not is_quantized(master.value)
+        value = (master if recipe.weight_source == "master" else weight).value
         if not is_quantized(value):
             value = quantize(jax.lax.stop_gradient(value), fmt, backend)
         made = FP8Weight(value, master.value if trained else None, *others)
@@ -147,27 +149,32 @@ def rollout_policy(
     kinds = linear_formats(policy.config, recipe, "rollout")
     sums: list[QuantizationSums] = []
 
-    def quantized(kind: Formats, weight: Weight) -> Weight:
+    sources = policy if recipe.weight_source == "master" else served
+
+    def quantized(kind: Formats, weight: Weight, source: Weight) -> Weight:
         fmt, activation = kind
-        value = weight.value
+        value = source.value
         if not is_quantized(value):
-            value = quantize(weight.value, fmt, backend)
-            sums.append(weight_sums(weight.value, value))
+            value = quantize(source.value, fmt, backend)
+            sums.append(weight_sums(source.value, value))
         return Weight(FP8Weight(value, activation=activation), weight.axes)
 
-    def replaced(layer: Layer, kinds: dict[str, list[Formats | None]]) -> Layer:
-        tensors = layer.tensors()
-        return Layer(tensors | {n: in_runs(k, quantized, tensors[n]) for n, k in kinds.items()})
+    def replaced(layer: Layer, source: Layer, kinds: dict[str, list[Formats | None]]) -> Layer:
+        tensors, others = layer.tensors(), source.tensors()
+        return Layer(
+            tensors | {n: in_runs(k, quantized, tensors[n], others[n]) for n, k in kinds.items()}
+        )
 
     if unroll:
         stacks = {name: stack_of(policy.config, name) for name in kinds}
         unrolled = []
-        for i, layer in enumerate(single_layers(served)):
+        pairs = zip(single_layers(served), single_layers(sources), strict=True)
+        for i, pair in enumerate(pairs):
             here = {n: [kinds[n][s.index(i)]] for n, s in stacks.items() if i in s}
-            unrolled.append(replaced(layer, here))
+            unrolled.append(replaced(*pair, here))
         layers = nnx.List(unrolled)
     else:
-        layers = replaced(served.stack, kinds)
+        layers = replaced(served.stack, sources.stack, kinds)
     return with_layers(served, layers), stack_sums(sums).metrics("weight") if sums else {}
 
 

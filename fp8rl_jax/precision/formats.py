@@ -83,6 +83,13 @@ def _check(recipe: Recipe, backend: Backend, prefix: str) -> None:
                 )
         if roles["query"].quantized and not roles["key"].quantized:
             refuse(f"{side}.query", "is quantized but the cache is not")
+    if recipe.weight_source == "master" and recipe.rollout.weight != recipe.trainer.weight:
+        refuse(
+            "weight_source",
+            '"master" is for weights of one format on both sides: here one of them sees the master '
+            "rounded to the compute dtype, and the other one something else (XTuner #2044); use "
+            '"compute", with model.dither',
+        )
     if recipe.quantizes_cache:
         rule = (recipe.kv_margin, *(recipe.kv_constants or (1, 1, 1)))
         if len(rule) != 4 or not all(0 < number < math.inf for number in rule):

@@ -122,6 +122,21 @@ CURVES = (
         "Mean of exp |log p(trainer) - log p(rollout)| over tokens; 1 where both agree.",
     ),
     Curve(
+        "sync/arrived",
+        "Update that arrives",
+        "Projection of the served weights' change since the start on the masters': 1 where all of "
+        "it is served in the mean, 0 where rounding keeps it back.",
+        optional=True,
+    ),
+    Curve(
+        "sync/noise",
+        "Noise beside it",
+        "What else of the served weights has changed since the start, over the masters' change, on "
+        "a logarithmic scale.",
+        log_scale=True,
+        optional=True,
+    ),
+    Curve(
         "rollout/stale_tokens",
         "Stale tokens",
         "Share of the tokens that older weights sampled, of completions that were carried over.",

@@ -142,6 +142,9 @@ def headline(arm: Arm) -> dict[str, str]:
         "Mismatch k3, last tenth": estimate_text(
             [_tenths(run, "mismatch/k3")[1] for run in arm.runs], number=power_text
         ),
+        "Update that arrives, last tenth": estimate_text(
+            [_tenths(run, "sync/arrived")[1] for run in arm.runs]
+        ),
         "Completion tokens, first → last tenth": _first_to_last_tenth(
             arm, "completions/mean_length"
         ),

@@ -23,6 +23,7 @@ float64.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -30,16 +31,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from fp8rl_jax.models.lora import Adapted
+from fp8rl_jax.models.lora import Adapted, merge, split
 from fp8rl_jax.models.policy import Layer, Policy, WeightRuns
 from fp8rl_jax.parallel import to_host
 from fp8rl_jax.precision import FP8Weight, QTensor
 
 PLACES = 16_384
 """Of each tensor."""
+DEAF = 0.5
+"""Part of the update that arrives below which a policy counts as deaf to it."""
 
 _Places = dict[str, tuple[Int[np.ndarray | Array, "entries places"], ...]]
-Sample = dict[str, Float[np.ndarray, "entries places"]]
+Sample = dict[str, Float[np.ndarray, "*axes"]]
 
 
 class Start(NamedTuple):
@@ -92,6 +95,16 @@ class Arrival:
         found = _metrics(np.sum([*sums.values()], axis=0))
         return {f"sync/{name}": np.float32(value) for name, value in found.items()}
 
+    def kept(self, masters: Policy, dtype: str) -> float:
+        """Find what part of the update would arrive in `dtype`, nothing quantized.
+
+        NaN before there is an update.
+        """
+        if self.start is None:
+            return math.nan
+        now, _ = to_host(_sampled(masters, masters, self._places))
+        return kept(self.start.masters, now, dtype, self._stands_for)
+
     def saved(self, masters: Policy) -> Start:
         """Give what a checkpoint holds; NaN, in its shapes, where there is no start yet."""
         self._choose(masters)
@@ -104,6 +117,15 @@ class Arrival:
         """Go on from what `saved` gave."""
         known = all(np.isfinite(x).any() for x in start.masters.values())
         self.start = start if known else None
+
+    def nbytes(self, masters: Policy) -> int:
+        """Count the bytes of the places and of two samples, which a sync holds on every device.
+
+        Args:
+            masters: or their shapes.
+        """
+        self._choose(masters)
+        return sum(x.nbytes for at in self._places.values() for x in (*at, *at[:1] * 2))
 
     def _choose(self, masters: Policy) -> None:
         if self._places:
@@ -120,6 +142,45 @@ class Arrival:
             )
             self._places[name] = tuple(x.astype(np.int32) for x in np.unravel_index(flat, shape))
             self._stands_for[name] = size / flat.shape[1]
+
+
+def kept(before: Sample, after: Sample, dtype: str, weights: Mapping[str, float] = {}) -> float:
+    """Find what part of the change of some tensors arrives where they are rounded to `dtype`.
+
+    Args:
+        before, after: float32 by name.
+        dtype: a float dtype of 16 bits or more.
+        weights: of each tensor's sums; default 1.
+    """
+
+    def rounded(x: np.ndarray) -> np.ndarray:
+        return x.astype(jnp.dtype(dtype)).astype(np.float32)
+
+    sums = [
+        weights.get(name, 1.0) * _sums(after[name] - x, rounded(after[name]) - rounded(x))
+        for name, x in before.items()
+    ]
+    return _metrics(np.sum(sums, axis=0))["arrived"]
+
+
+def kept_merged(policy: Policy, merged: Policy, dtype: str) -> float:
+    """Find what part of adapters arrives where they are merged into a base that is rounded.
+
+    Args:
+        policy: with adapters, on the host.
+        merged: of `merge`.
+        dtype: as of `kept`.
+    """
+    frozen = split(policy)[1]
+    assert frozen is not None
+    base, changed = merge(frozen).stack.tensors(), merged.stack.tensors()
+    found: tuple[Sample, Sample] = ({}, {})
+    for name, weight in policy.stack.tensors().items():
+        if isinstance(weight, Adapted):
+            for sample, tensors in zip(found, (base, changed), strict=True):
+                flat = np.asarray(tensors[name].value, np.float32).reshape(-1)
+                sample[name] = flat[:: max(len(flat) // (64 * PLACES), 1)]
+    return kept(*found, dtype)
 
 
 def _sums(masters: np.ndarray, served: np.ndarray) -> Float[np.ndarray, 6]:

@@ -40,6 +40,9 @@ _DIGITS = 5  # of the number in front of a name
 _ITEM = "default"
 _ABOUT = "about"
 _GOOD = "last_known_good.json"
+_NEWER = (".masters[", ".served[")
+"""Parts of the names of arrays that older checkpoints do not have (rollout.arrival.Start): they
+stay what `like` has."""
 _SPARE = 1.1
 """Room that must be free, as a multiple of the arrays' bytes."""
 
@@ -166,8 +169,15 @@ class Checkpoints:
                 agree(step, about.get("settings", {}))
             try:
                 with shared_faults():
-                    difference = self._difference(step, target)
-                    named = {} if difference else self._read(step, target)
+                    kinds = self._kinds(step)
+                    newer = {
+                        name: x
+                        for name, x in _by_name(like).items()
+                        if name[_DIGITS:] not in kinds and any(part in name for part in _NEWER)
+                    }
+                    wanted = {name: x for name, x in target.items() if name not in newer}
+                    difference = _difference(kinds, wanted)
+                    named = {} if difference else self._read(step, wanted)
                 if not difference:
                     self._verify(step, named, about)
             except UserError as error:
@@ -182,7 +192,8 @@ class Checkpoints:
                     "with"
                 )
             self._set_aside([later for later in steps if later > step])
-            return step, jax.tree.unflatten(jax.tree.structure(like), list(named.values()))
+            leaves = [(named | newer)[name] for name in target]
+            return step, jax.tree.unflatten(jax.tree.structure(like), leaves)
         raise UserError(f"{self.directory}: none of the checkpoints {steps} can be read")
 
     def _about(self, step: int) -> dict[str, Any]:
@@ -234,9 +245,8 @@ class Checkpoints:
             f"{self.directory}: checkpoint of step {step} cannot be read ({_line(error)})"
         )
 
-    def _difference(self, step: int, target: dict[str, Any]) -> str:
-        """The first array that a checkpoint has otherwise than `target`; "" where it has what is
-        wanted."""
+    def _kinds(self, step: int) -> dict[str, str]:
+        """Dtype and shape of each array of a checkpoint, by name."""
         try:
             saved = dict(
                 ocp.StandardCheckpointHandler()
@@ -245,15 +255,7 @@ class Checkpoints:
             )
         except Exception as error:  # as in _read
             raise self._damaged(step, error) from error
-        kinds = [
-            {name[_DIGITS:]: f"{x.dtype}{list(x.shape)}" for name, x in tree.items()}
-            for tree in (saved, target)
-        ]
-        for name in dict.fromkeys([*kinds[1], *kinds[0]]):
-            has, wanted = (kind.get(name, "nothing") for kind in kinds)
-            if has != wanted:
-                return f"it has {has} where this run has {wanted}, in {name.lstrip('.')}"
-        return ""
+        return _kinds(saved)
 
     def _read(self, step: int, target: Any) -> dict[str, Any]:
         # not the manager's restore: it ends in a collective, which a process that met a damaged
@@ -288,6 +290,20 @@ def _by_name(tree: Any) -> dict[str, Any]:
         f"{i:0{_DIGITS}d}{jax.tree_util.keystr(path)}".replace("/", "_"): leaf
         for i, (path, leaf) in enumerate(leaves)
     }
+
+
+def _kinds(tree: Mapping[str, Any]) -> dict[str, str]:
+    return {name[_DIGITS:]: f"{x.dtype}{list(x.shape)}" for name, x in tree.items()}
+
+
+def _difference(has: dict[str, str], target: Mapping[str, Any]) -> str:
+    """The first array that a checkpoint has otherwise than `target`; "" where it has what is
+    wanted."""
+    wanted = _kinds(target)
+    for name in dict.fromkeys([*wanted, *has]):
+        if (one := has.get(name, "nothing")) != (other := wanted.get(name, "nothing")):
+            return f"it has {one} where this run has {other}, in {name.lstrip('.')}"
+    return ""
 
 
 def _line(error: BaseException) -> str:

@@ -49,6 +49,7 @@ from fp8rl_jax.models.lora import split
 from fp8rl_jax.models.policy import Policy, init_policy, parameter_count
 from fp8rl_jax.parallel import DEFAULT_RULES, ShardingRules, batch_shards, policy_shardings
 from fp8rl_jax.parallel.mesh import AXES
+from fp8rl_jax.rollout.arrival import Arrival
 from fp8rl_jax.rollout.paged import WHOLE, choose_layout
 from fp8rl_jax.rollout.sampler import cache_dtype, loop_dtype
 from fp8rl_jax.training.adapters import adapt
@@ -132,7 +133,10 @@ def memory_plan(
             "rollout": rollout,
             "backward": _backward(shape, config, masters, mesh),
             "optimizer": {"gradients (float32)": masters, "changed weights (float32)": masters},
-            "sync": {f"weights in {dtype.name}": _device_bytes(policy, mesh) * dtype.itemsize // 4},
+            "sync": {
+                f"weights in {dtype.name}": _device_bytes(policy, mesh) * dtype.itemsize // 4,
+                "places of sync/*": Arrival(merged=True).nbytes(policy),
+            },
         },
         math.prod(sizes.values()),
     )
@@ -395,6 +399,8 @@ def report(shape: PolicyConfig, config: RunConfig, sizes: dict[str, int]) -> tup
         f"{', '.join(f'{axis} {size}' for axis, size in sizes.items())}",
         _table(plan).rstrip(),
     ]
+    if hearing := heard(config):
+        lines.append(hearing)
     peak = max(plan.phases, key=plan.needs)
     size, unit = _unit(plan)
     need = f"{plan.peak / size:.1f} {unit} a device, in the {peak} phase"
@@ -410,6 +416,31 @@ def report(shape: PolicyConfig, config: RunConfig, sizes: dict[str, int]) -> tup
     lines.append(f"DOES NOT FIT: {need}, of {have}")
     lines.append("It fits with" if fitting else "No pair of changes that is tried here is enough.")
     return "\n".join([*lines, *(f"  {what}: {size / _GB:.1f} GB" for what, size in fitting)]), False
+
+
+_USUAL_WEIGHT = 0.02
+"""The deviation that most models' weights begin with (initializer_range of config.json)."""
+
+
+def heard(config: RunConfig) -> str:
+    """Say after how many updates a weight changes that starts on the grid of the compute dtype.
+
+    Nothing where it need not wait: in float32, with dithered masters, and with adapters.
+
+    A number w of p bits lies half a step, 2^(floor(log2 |w|) - p), from where it rounds to another
+    one, and Adam moves it by the learning rate at most as long as gradients are alike.
+    """
+    dtype, rate = jnp.dtype(config.compute_dtype), config.optimizer.learning_rate
+    if dtype == jnp.float32 or config.model.dither or config.lora.rank or not config.model.path:
+        return ""
+    half = 2.0 ** (math.floor(math.log2(_USUAL_WEIGHT)) - jnp.finfo(dtype).nmant - 1)
+    updates = config.trainer.steps * config.trainer.updates_per_rollout
+    return (
+        f"Updates: a weight of {_USUAL_WEIGHT:g} changes in {dtype.name} once it has moved by "
+        f"{half:.1e}, which is {max(math.ceil(half / rate), 1):,} updates in one direction at "
+        f"optimizer.learning_rate = {rate:g}; the run has {updates:,}. With model.dither = true "
+        "updates arrive in the mean from the first."
+    )
 
 
 def _unit(plan: Plan) -> tuple[float, str]:

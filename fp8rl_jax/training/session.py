@@ -46,7 +46,7 @@ from fp8rl_jax.config.training import CheckpointConfig, OptimizerConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.cache import KVScales
 from fp8rl_jax.models.forms import trainer_policy
-from fp8rl_jax.models.lora import merge, split
+from fp8rl_jax.models.lora import has_adapters, merge, split
 from fp8rl_jax.models.policy import Policy, dithered
 from fp8rl_jax.parallel import (
     PROGRESS,
@@ -62,7 +62,7 @@ from fp8rl_jax.parallel import (
     to_host,
 )
 from fp8rl_jax.precision import QuantizationSums, check_recipe, promises_exact, unlike_sides
-from fp8rl_jax.rollout.arrival import Arrival
+from fp8rl_jax.rollout.arrival import Arrival, kept_merged
 from fp8rl_jax.rollout.calibration import (
     calibrate_on_prompts,
     calibrated,
@@ -106,6 +106,8 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, str]] | Example
 
 _log = logging.getLogger("fp8rl")
 _RELEASED = "session: its state was released; give it one with load"
+_KEPT = 0.9
+"""Part of the update that a saved model has at least, or it is said."""
 _NARROWEST = 16
 """Tokens that prompts are padded to at least."""
 _TRAINING, _SAMPLES = range(2)
@@ -629,14 +631,31 @@ class Session:
         Raises:
             UserError: the directory cannot be written, or values are not finite.
         """
-        directory = Path(directory)
-        policy = to_host(self.weights)
+        directory, dtype = Path(directory), dtype or self.config.compute_dtype
+        policy, arrives = to_host(self.weights), 1.0
         source: Any = getattr(self.tokenizer, "directory", self.tokenizer)
+        if dtype != "fp8-block" and not has_adapters(policy):
+            mantissas = [jnp.finfo(each).nmant for each in (dtype, self.config.compute_dtype)]
+            if mantissas[0] < mantissas[1] and self.engine.arrival is not None:
+                arrives = self.engine.arrival.kept(self.weights, dtype)
         with shared_faults():
             if is_main_process():
-                dtype = dtype or self.config.compute_dtype
                 whole = merge(policy)
-                if dtype == "fp8-block":  # of the number that both sides quantize
+                if dtype != "fp8-block" and has_adapters(policy):
+                    arrives = kept_merged(policy, whole, dtype)
+                if arrives < _KEPT:
+                    _log.warning(
+                        "%s: %.0f %% of what was learned since the start is left in %s, the rest "
+                        "is less than half a step of it; %s",
+                        directory,
+                        100 * arrives,
+                        dtype,
+                        "the adapters beside it have all of it"
+                        if has_adapters(policy)
+                        else 'dtype = "float32" keeps all of it',
+                    )
+                # of the number that both sides quantize
+                if dtype == "fp8-block" and self.recipe.weight_source == "compute":
                     whole = jax.tree.map(lambda x: x.astype(self.config.compute_dtype), whole)
                 save_policy(whole, directory, source, dtype)
                 parts, base = split(policy)

@@ -37,6 +37,7 @@ from fp8rl_jax.config.training import TrackingConfig, TrainerConfig
 from fp8rl_jax.durable import write_durably
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.parallel import is_main_process
+from fp8rl_jax.rollout.arrival import DEAF
 from fp8rl_jax.tasks.scores import Scores
 
 _log = logging.getLogger("fp8rl")
@@ -46,6 +47,7 @@ COLUMNS = (
     ("length", "completions/mean_length", "{:.1f}"),
     ("entropy", "entropy", "{:.3f}"),
     ("mismatch k3", "mismatch/k3", "{:.1e}"),
+    ("arrives", "sync/arrived", "{:.2f}"),
     ("s/step", "time/step", "{:.2f}"),
 )
 SFT_COLUMNS = (
@@ -500,6 +502,10 @@ ALARM = 1.05
 for it, so that one step alone says nothing."""
 
 
+_DEAF_STEPS = 3
+"""So many steps in a row, as the first ones move the masters little."""
+
+
 class Watch:
     """Reads each step's metrics, warns, and stops a run that no longer learns.
 
@@ -524,9 +530,9 @@ class Watch:
             log,
         )
         self._abort_after_failed = min(trainer.abort_after_failed_rewards, trainer.steps)
-        self._narrow = compute_dtype == "float16"
+        self._dtype = compute_dtype
         self._skipped = self._in_a_row = self._failed_in_a_row = 0
-        self._warned_constant, self._apart = False, 0
+        self._warned_constant, self._apart, self._deaf = False, 0, 0
 
     @property
     def skipping(self) -> bool:
@@ -605,10 +611,26 @@ class Watch:
                 apart,
                 ALARM,
             )
+        # not a number before the masters have moved
+        arrived = metrics.get("sync/arrived", 1.0)
+        self._deaf = self._deaf + 1 if arrived < DEAF else 0
+        if self._deaf == _DEAF_STEPS:
+            _log.warning(
+                "step %d: %.0f %% of the update since the start has reached the policy that is "
+                "served (sync/arrived), and %.2g times as much noise (sync/noise): weights move by "
+                "less than half a step of %s, and rounding leaves them where they were; set "
+                'model.dither = true, compute_dtype = "float32" or a larger '
+                "optimizer.learning_rate (said once, until it is above %g)",
+                step,
+                100 * arrived,
+                metrics["sync/noise"],
+                self._dtype,
+                DEAF,
+            )
         return {"optim/skipped_steps": float(self._skipped)}
 
     def _advice(self, roles: list[str]) -> str:
-        if not self._narrow or "loss" not in roles:
+        if self._dtype != "float16" or "loss" not in roles:
             return ""
         return (
             ", and float16 holds nothing above 65504: if activations exceed it, set "

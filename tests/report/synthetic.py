@@ -33,6 +33,8 @@ def write_run(
             "reward/mean": 0.2 + 0.7 * part + lift,
             "mismatch/k3": k3 * (1 + 0.3 * math.sin(step)),
             "rollout/stale_tokens": 0.1 * (step > 0),
+            "sync/arrived": 0.9 + 0.1 * part,
+            "sync/noise": 3.0 - part,
             "mismatch/token_mult_prob_error": 1 + 10 * k3,
             "entropy": 1.2 - part,
             "completions/mean_length": 9 - 4 * part,

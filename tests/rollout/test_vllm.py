@@ -30,6 +30,7 @@ from rollout.vllm_work import (
 import fp8rl_jax as fp8rl
 from fp8rl_jax.config.run import RolloutConfig, RunConfig, VllmConfig
 from fp8rl_jax.models.lora import join, merge, split
+from fp8rl_jax.rollout.arrival import Arrival
 from fp8rl_jax.rollout.constraints import make_constraints
 from fp8rl_jax.weights.hf_directory import load_policy_arrays
 from fp8rl_jax.weights.load import byte_policy, policy_arrays
@@ -92,6 +93,7 @@ def test_a_rollout_is_what_vllm_answered(serve):
 def test_a_push_hands_over_weights_and_version(serve, tmp_path):
     server, made = serve
     engine = made()
+    engine.arrival = Arrival(merged=True)
     for number, seed in enumerate((0, 1), start=1):
         server.asked.clear()
         engine.sync(policy(seed))
@@ -115,6 +117,7 @@ def test_a_push_hands_over_weights_and_version(serve, tmp_path):
         assert server.version.endswith(f":{number}") and rpc["kwargs"]["scales"] is None
         assert len(list(tmp_path.glob("*/weights-*"))) == 1
         assert float(engine.metrics["rollout/vllm_parity"]) < 1e-5
+    assert engine.metrics["sync/arrived"] == pytest.approx(1.0)  # float32 is pushed
 
 
 def test_all_that_was_recorded(serve):

@@ -210,6 +210,9 @@ def test_plan_command_says_whether_it_fits(capsys):
     path = ["--model.path", str(RUNS / "shapes" / "qwen3-8b")]
     assert main(["plan", run, *path]) == 1
     printed = capsys.readouterr().out
+    # 0.02 is above 2^-6, where half a step of bfloat16 is 2^-14
+    assert "changes in bfloat16 once it has moved by 6.1e-05, which is 62 updates" in printed
+    assert "places of sync/*" in printed
     assert "DOES NOT FIT" in printed and "mesh.fsdp = 2: " in printed and "32.763" in printed
     assert main(["plan", run, *path, "--mesh.fsdp", "2"]) == 0
     assert "FITS: " in capsys.readouterr().out

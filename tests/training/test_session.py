@@ -28,6 +28,7 @@ from fp8rl_jax.config.training import OptimizerConfig, TrainerConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.tasks.dataset import load_splits
 from fp8rl_jax.training.setup import build
+from fp8rl_jax.weights.hf_directory import load_policy_arrays
 
 SIZES = RUN["model"]["init"]
 PROMPTS = ["ab=", "cde=", "f="]
@@ -353,6 +354,16 @@ def test_prompts_of_every_kind():
         ({"temperature": 0.0}, "rollout.temperature: 0.0 is greedy"),
         ({"clip_low": -1.0}, "rl.clip_low: -1.0 must be a number above 0"),
         ({"updates_per_rollout": 0}, "trainer.updates_per_rollout"),
+        ({"model.dither": True}, "model.dither: float32 compute rounds no master"),
+        (
+            {"model.dither": True, "compute_dtype": "bfloat16", "lora.rank": 2},
+            "model.dither: with lora.rank above 0",
+        ),
+        ({"weight_source": "master"}, "precision.weight_source: recipe 'bf16' quantizes no linear"),
+        (
+            {"recipe": "fp8-rl", "weight_source": "master"},
+            "recipe 'fp8-rl': weight_source \"master\" is for weights of one format",
+        ),
     ],
 )
 def test_wrong_settings_are_one_line(settings, message):
@@ -431,6 +442,77 @@ def test_what_is_saved_is_loaded(tmp_path):
         np.testing.assert_array_equal(one, other)
     other = fp8rl.Session(policy, tokenizer, compute_dtype="float32", max_new_tokens=6)
     assert other.sample(PROMPTS).texts == session.sample(PROMPTS).texts
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "jet-rl"])
+def test_updates_arrive_from_dithered_masters_and_the_first_policy_is_the_checkpoint(recipe):
+    """Updates of less than half a step, from weights on the grid of bfloat16, as every checkpoint
+    has them. Exact mode stays exact."""
+    policy, tokenizer = fp8rl.byte_policy(**SIZES)
+    policy = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), policy)
+    first, arrived = [], []
+    for dither in (False, True):
+        session = fp8rl.Session(
+            policy,
+            tokenizer,
+            recipe,
+            samples_per_prompt=4,
+            max_new_tokens=6,
+            learning_rate=3e-6,
+            warmup_steps=0,
+            exact=True,
+            backend="reference",
+            **{"model.dither": dither},
+        )
+        for _ in range(2):
+            rollout = session.rollout(PROMPTS)
+            first.append((rollout.texts, rollout.logprobs))
+            metrics = session.update(rollout, rewards_of(rollout))
+            assert metrics["mismatch/logprob_abs_diff_max"] == 0.0
+        arrived.append(metrics["sync/arrived"])
+        assert session.arrival["embed_tokens"]["noise"] > 0
+    assert first[0][0] == first[2][0] and first[1] != first[0]
+    for one, other in zip(first[0][1], first[2][1], strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert arrived[0] < 0.35 and 0.7 < arrived[1] < 1.4
+
+
+def test_what_is_saved_is_what_was_trained_or_it_is_said(tmp_path, caplog):
+    """The directory of a float32 session is float32; in 16 bits little is left of a small update,
+    and adapters merged into a base on that grid fare no better."""
+    policy, tokenizer = fp8rl.byte_policy(**SIZES)
+    policy = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), policy)
+    small = {"samples_per_prompt": 4, "max_new_tokens": 6, "learning_rate": 1e-6}
+    for settings in ({"compute_dtype": "float32"}, {"lora.rank": 2}):
+        session = fp8rl.Session(policy, tokenizer, warmup_steps=0, **small, **settings)
+        rollout = session.rollout(PROMPTS)
+        session.update(rollout, rewards_of(rollout))
+        caplog.clear()
+        session.save(tmp_path / "out", "float32")
+        assert not caplog.messages
+        session.save(tmp_path / "narrow", "bfloat16")
+        (line,) = caplog.messages
+        percent = int(line.removeprefix(f"{tmp_path / 'narrow'}: ").split(" %")[0])
+        assert percent < 50 and "learned since the start is left in bfloat16" in line
+        assert ("adapters beside it" in line) == ("lora.rank" in settings)
+    saved = load_policy_arrays(session_of().save(tmp_path / "whole"))[1]
+    assert {x.dtype for x in saved.values()} == {np.dtype(np.float32)}
+
+
+def test_a_checkpoint_from_before_arrivals_goes_on(tmp_path, monkeypatch):
+    session = session_of()
+    rollout = session.rollout(PROMPTS)
+    session.update(rollout, rewards_of(rollout))
+    whole = session.saved()
+    monkeypatch.setattr(session, "saved", lambda: whole[:-1])
+    session.checkpoint(tmp_path / "checkpoints")
+    other = session_of()
+    other.restore(tmp_path / "checkpoints")
+    assert other.step == 1
+    metrics = other.update(rollout, rewards_of(rollout))
+    assert "sync/arrived" not in metrics  # this sync is the start
+    rollout = other.rollout(PROMPTS)
+    assert other.update(rollout, rewards_of(rollout))["sync/arrived"] == pytest.approx(1.0)
 
 
 def test_a_warm_start_and_then_rewards():

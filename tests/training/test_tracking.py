@@ -34,6 +34,7 @@ METRICS = {
     "completions/mean_length": 6.0,
     "entropy": 1.5,
     "mismatch/k3": 1.3e-4,
+    "sync/arrived": 0.994,
     "time/step": 0.75,
 }
 
@@ -170,9 +171,22 @@ def test_plain_lines_show_the_columns_in_line(tmp_path):
         clock.now += 2.0
         console.log(step, METRICS if step != 1 else {"reward/mean": 0.625})
     header, first, second, third = stream.getvalue().splitlines()
-    assert header.split() == "step reward held-out length entropy mismatch k3 s/step left".split()
-    assert first.split() == ["0", "0.500", "0.250", "6.0", "1.500", "1.3e-04", "0.75", "0:38"]
-    assert second.split() == ["1", "0.625", "-", "-", "-", "-", "-", "0:36"]
+    assert (
+        header.split()
+        == "step reward held-out length entropy mismatch k3 arrives s/step left".split()
+    )
+    assert first.split() == [
+        "0",
+        "0.500",
+        "0.250",
+        "6.0",
+        "1.500",
+        "1.3e-04",
+        "0.99",
+        "0.75",
+        "0:38",
+    ]
+    assert second.split() == ["1", "0.625", *["-"] * 6, "0:36"]
     assert third.split()[-1] == "0:34"
     assert len({len(line) for line in (header, first, second, third)}) == 1
     for heading, word in (("reward", "0.500"), ("entropy", "1.500"), ("left", "0:38")):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -97,6 +99,18 @@ def test_sides_that_disagree_twice_are_said_once_and_again_once_they_had_agreed(
     said = [line for line in caplog.messages if "rollout and trainer disagree" in line]
     assert [line.partition(":")[0] for line in said] == ["step 4", "step 8"]
     assert "mismatch/token_mult_prob_error is 1.06, and above 1.05" in said[0]
+
+
+def test_a_policy_that_does_not_hear_its_updates_is_said_with_cause_and_remedies(caplog):
+    watch = watch_of()
+    #          deaf from step 2 to 5, said at 4; and again from 7 on, said at 9
+    series = (math.nan, 0.9, 0.1, 0.12, 0.13, 0.2, 0.6, 0.1, 0.1, 0.1, 0.1)
+    for step, arrived in enumerate(series):
+        watch.see(step, metrics() | {"sync/arrived": arrived, "sync/noise": 1.2}, GOOD)
+    said = [line for line in caplog.messages if "sync/arrived" in line]
+    assert [line.partition(":")[0] for line in said] == ["step 4", "step 9"]
+    assert "13 % of the update since the start has reached the policy that is served" in said[0]
+    assert "half a step of bfloat16" in said[0] and "model.dither = true" in said[0]
 
 
 def overflow(scale: float, part: float = 1.0) -> dict[str, float]:

@@ -150,7 +150,7 @@ class VllmEngine:
             masters = merge(given) if has_adapters(policy) else policy
             ours = self.recipe if self.settings.quantize == "ours" else RECIPES["bf16"]
             pushed, _ = _pushed(masters, recipe=ours, dtype=self.dtype)
-            self.metrics = self.arrival.see(masters, pushed)
+            self.metrics = self.metrics | self.arrival.see(masters, pushed)
         self.version, self.scales, self._ready = number, calibration, True
         return number
 
@@ -235,8 +235,10 @@ class VllmEngine:
                 f'{unaligned[0]} has others; set rollout.vllm.quantize = "vllm"'
             )
         tensors, dtype = None, self.dtype.name
-        if block:  # of the number that the trainer quantizes, too
-            policy, dtype = jax.tree.map(lambda x: x.astype(self.dtype), policy), "fp8-block"
+        if block:
+            dtype = "fp8-block"
+            if self.recipe.weight_source == "compute":  # the number that the trainer quantizes, too
+                policy = jax.tree.map(lambda x: x.astype(self.dtype), policy)
         if transport == "nccl":
             found = converted_tensors(directory, policy.config, policy_arrays(policy), dtype)
             tensors = {name: x for several in found for name, x in several.items()}

@@ -1,0 +1,237 @@
+"""What of an update arrives at the policy that is served, against sums over all of the weights."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from tiny_models import LLAMA, MOE
+
+from fp8rl_jax.config.recipe import RECIPES, recipe
+from fp8rl_jax.models.forms import rollout_policy, trainer_policy
+from fp8rl_jax.models.lora import join, merge, split
+from fp8rl_jax.models.policy import dithered, init_policy
+from fp8rl_jax.precision import FP8Weight, dequantize
+from fp8rl_jax.rollout import arrival
+from fp8rl_jax.rollout.arrival import Arrival, kept, kept_merged
+
+NAMES = ("changed", "arrived", "noise", "cosine")
+BF16 = jnp.dtype("bfloat16")
+# q_proj is quantized in some layers alone, so that its stack comes in runs
+PART = recipe("fp8-rl", "part", excluded=("layers.0.q_proj",))
+
+
+def on_grid(policy, dtype=BF16):
+    return jax.tree.map(lambda x: x.astype(dtype).astype(jnp.float32), policy)
+
+
+def moved(policy, size: float):
+    """By `size`, up or down."""
+    leaves, tree = jax.tree.flatten(policy)
+    signs = [
+        jax.random.rademacher(jax.random.key(i), x.shape, jnp.float32) for i, x in enumerate(leaves)
+    ]
+    return tree.unflatten([x + size * sign for x, sign in zip(leaves, signs, strict=True)])
+
+
+def whole(policy) -> np.ndarray:
+    """Every number of a policy whose layers are stacked, float64."""
+
+    def plain(x):
+        q = x.quantized if isinstance(x, FP8Weight) else x
+        return np.asarray(q if isinstance(q, jax.Array) else dequantize(q), np.float64).reshape(-1)
+
+    leaves = jax.tree.leaves(policy, is_leaf=lambda x: isinstance(x, FP8Weight))
+    return np.concatenate([plain(x) for x in leaves])
+
+
+def by_definition(start, now, served_start, served_now) -> tuple[float, ...]:
+    m, s = whole(now) - whole(start), whole(served_now) - whole(served_start)
+    return (
+        (s != 0).mean(),
+        s @ m / (m @ m),
+        np.linalg.norm(s - m) / np.linalg.norm(m),
+        s @ m / np.sqrt((m @ m) * (s @ s)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "formats", "dtype"),
+    [(LLAMA, PART, "bfloat16"), (MOE, RECIPES["fp8-rl"], "float32"), (LLAMA, PART, "float16")],
+    ids=["runs", "experts", "float16"],
+)
+def test_the_metrics_are_those_of_all_weights(config, formats, dtype, monkeypatch):
+    start = on_grid(init_policy(dataclasses.replace(config, num_layers=2), jax.random.key(0)))
+    now = moved(start, 1e-4)
+
+    def form(policy, unroll: bool):
+        return jax.jit(
+            lambda p: rollout_policy(p, formats, jnp.dtype(dtype), unroll, "reference")[0]
+        )(policy)
+
+    stacked = [form(policy, False) for policy in (start, now)]
+    expected = by_definition(start, now, *stacked)
+    served = [form(policy, True) for policy in (start, now)]
+    monkeypatch.setattr(arrival, "PLACES", 10**6)  # all there are
+    follows = Arrival()
+    assert follows.see(start, served[0]) == {}  # the start itself
+    found = follows.see(now, served[1])
+    assert set(found) == {f"sync/{name}" for name in NAMES}
+    assert [found[f"sync/{name}"] for name in NAMES] == pytest.approx(expected, rel=1e-5)
+    still = follows.see(start, served[0])
+    assert all(math.isnan(value) for value in still.values())  # 0 / 0, and not 0
+    # a few places stand for all, equally many in each layer
+    monkeypatch.setattr(arrival, "PLACES", 700)
+    follows = Arrival()
+    follows.see(start, stacked[0])
+    found = follows.see(now, stacked[1])
+    assert follows.nbytes(start) < 40 * 700 * len(follows.kinds)
+    assert [found[f"sync/{name}"] for name in NAMES] == pytest.approx(expected, rel=0.3)
+    assert found["sync/arrived"] != pytest.approx(expected[1], rel=1e-6)
+
+
+def test_each_kind_of_tensor_has_its_own(monkeypatch):
+    start = on_grid(init_policy(LLAMA, jax.random.key(0)))
+    tensors = start.stack.tensors()
+    now = jax.tree.map(lambda x: x, start)
+    changed = np.asarray(tensors["up_proj"].value) + np.float32(1.0)  # far more than a step
+    now.stack.up_proj.weight.set_value(jnp.asarray(changed))
+    follows, served = (
+        Arrival(),
+        lambda policy: rollout_policy(policy, RECIPES["bf16"], BF16, False)[0],
+    )
+    follows.see(start, served(start))
+    total = follows.see(now, served(now))
+    assert follows.kinds["up_proj"]["arrived"] == pytest.approx(total["sync/arrived"], rel=1e-6)
+    assert follows.kinds["up_proj"]["changed"] == 1.0
+    assert math.isnan(follows.kinds["q_proj"]["arrived"])
+    assert set(follows.kinds) == {
+        *tensors,
+        "embed_tokens",
+        "norm",
+        *(["lm_head"] * (start.lm_head is not None)),
+    }
+
+
+def test_rounding_to_nearest_is_deaf_from_the_grid_and_hears_from_dithered_masters():
+    """A change of a fifth of the smallest half step: none of it arrives. Dithered, all of it does
+    in the mean; and the first policy is the same, bit for bit."""
+    start = on_grid(init_policy(LLAMA, jax.random.key(0)))
+    start = jax.tree.map(lambda x: jnp.where(jnp.abs(x) < 2**-8, 2**-7, x), start)
+    change = 2.0**-8 * 2**-9 / 5
+    masters = dithered(start, 0, BF16)
+
+    def served(policy):
+        return rollout_policy(policy, RECIPES["bf16"], BF16, False)[0]
+
+    for one, other in zip(
+        jax.tree.leaves(served(start)), jax.tree.leaves(served(masters)), strict=True
+    ):
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+    metrics = {}
+    for name, policy in (("grid", start), ("dithered", masters)):
+        follows = Arrival()
+        follows.see(policy, served(policy))
+        metrics[name] = follows.see(moved(policy, change), served(moved(policy, change)))
+    assert metrics["grid"]["sync/arrived"] == metrics["grid"]["sync/changed"] == 0.0
+    assert metrics["grid"]["sync/noise"] == pytest.approx(1.0)
+    assert math.isnan(metrics["grid"]["sync/cosine"])  # nothing is served that has a direction
+    assert metrics["dithered"]["sync/arrived"] == pytest.approx(1.0, abs=0.1)
+    assert 0 < metrics["dithered"]["sync/cosine"] < 0.5 and metrics["dithered"]["sync/noise"] > 1
+    assert kept({"w": np.float32([1.0])}, {"w": np.float32([1.0 + 2**-9])}, "bfloat16") == 0.0
+    assert kept({"w": np.float32([1.0])}, {"w": np.float32([1.0 + 2**-9])}, "float32") == 1.0
+
+
+def test_the_seed_alone_fixes_the_dither_and_the_router_has_none():
+    start = on_grid(init_policy(MOE, jax.random.key(0)))
+    one, same, other = (dithered(start, seed, BF16) for seed in (0, 0, 1))
+    for path, x in jax.tree_util.tree_leaves_with_path(start):
+        a, b, c = (
+            np.asarray(dict(jax.tree_util.tree_leaves_with_path(p))[path])
+            for p in (one, same, other)
+        )
+        assert a.tobytes() == b.tobytes()
+        if "router" in jax.tree_util.keystr(path):
+            assert a.tobytes() == np.asarray(x).tobytes()  # it is served in float32
+        else:
+            assert (a != c).mean() > 0.9 or not (np.asarray(x) != 0).any()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_both_sides_quantize_the_master_in_the_compute_dtype_and_no_further(dtype):
+    """xtuner #2044 was a rollout that quantized another number than the trainer had."""
+    masters = moved(init_policy(LLAMA, jax.random.key(0)), 1e-5)
+    both = {}
+    for source in ("compute", "master"):
+        formats = recipe("jet-rl", "one", weight_source=source)
+        sides = (
+            trainer_policy(masters, formats, jnp.dtype(dtype), "reference"),
+            rollout_policy(masters, formats, jnp.dtype(dtype), False, "reference")[0],
+        )
+        bits = [
+            {
+                name: (np.asarray(q.values).tobytes(), np.asarray(q.scales).tobytes())
+                for name, weight in side.stack.tensors().items()
+                if isinstance(weight.value, FP8Weight)
+                for q in [weight.value.quantized]
+            }
+            for side in sides
+        ]
+        assert bits[0] == bits[1] and len(bits[0]) == 7
+        both[source] = sides[0].stack.q_proj.value.quantized
+    # an independent quantizer, of the number that each is to have
+    for source, of in (("compute", dtype), ("master", "float32")):
+        x = np.asarray(masters.stack.q_proj.value)[0].astype(jnp.dtype(of)).astype(np.float32)
+        scale = np.float32(np.abs(x).max() / np.float32(448))
+        assert np.asarray(both[source].scales)[0, 0, 0] == scale
+        codes = (x / scale).astype(ml_dtypes.float8_e4m3fn)
+        assert (codes == np.asarray(both[source].values)[0]).mean() > 0.999
+    same = np.asarray(both["compute"].scales) == np.asarray(both["master"].scales)
+    assert same.all() == (dtype == "float32")
+
+
+def test_of_adapters_the_adapters_are_compared_and_merged_ones_with_their_base():
+    from fp8rl_jax.config.training import LoraConfig
+    from fp8rl_jax.models.lora import init_adapters
+    from fp8rl_jax.models.policy import cast
+
+    base = on_grid(init_policy(LLAMA, jax.random.key(0)))
+    adapters = init_adapters(LLAMA, LoraConfig(rank=4), jax.random.key(1))
+    start = join(adapters, cast(base, BF16))
+    trained, frozen = split(start)
+    now = join(jax.tree.map(lambda x: x + 1e-5, trained), frozen)
+
+    def served(policy):
+        parts, frozen = split(policy)
+        return join(jax.tree.map(lambda x: x.astype(BF16), parts), frozen)
+
+    follows = Arrival()
+    follows.see(start, served(start))
+    found = follows.see(now, served(now))
+    # b begins at 0, from where bfloat16 rounds nothing away
+    assert found["sync/changed"] > 0.3 and follows.kinds["q_proj.b"]["arrived"] > 0.99
+    whole = jax.tree.map(np.asarray, now)
+    assert kept_merged(whole, merge(whole), "float32") == 1.0
+    assert kept_merged(whole, merge(whole), "bfloat16") < 0.3
+    # the shapes of merged weights, for an engine that serves these
+    names = Arrival(merged=True).saved(now).masters
+    assert set(names) == {*base.stack.tensors(), "embed_tokens", "norm"} | (
+        {"lm_head"} if base.lm_head is not None else set()
+    )
+
+
+def test_what_a_checkpoint_holds_goes_on():
+    start = on_grid(init_policy(LLAMA, jax.random.key(0)))
+    now = moved(start, 1e-3)
+    follows, other = Arrival(), Arrival()
+    nothing = follows.saved(start)
+    other.load(nothing)
+    assert other.start is None
+    follows.see(start, start)
+    saved = follows.saved(start)
+    assert jax.tree.map(np.shape, saved) == jax.tree.map(np.shape, nothing)
+    other.load(saved)
+    assert other.see(now, now) == follows.see(now, now)
