@@ -63,6 +63,10 @@ class CompareArguments:
     compared with its log-probabilities."""
     vllm: VllmConfig = field(default_factory=VllmConfig)
     """The server, with --engine vllm."""
+    start: str = ""
+    """The model that MODEL was trained from: what of the update since then each side's rollout
+    serves (sync/* of a run), by kind of tensor. MODEL is to be saved in float32, or has lost most
+    of it already."""
     temperature: float = 1.0
     """Of the log-probabilities: the one that the recorded ones were sampled at."""
     rows: int = 4
@@ -189,7 +193,7 @@ def compare(arguments: CompareArguments) -> int:
         check_recipe(spec.recipe, spec.backend)
     from fp8rl_jax.compare.comparison import compare as compare_sides
     from fp8rl_jax.compare.comparison import document
-    from fp8rl_jax.compare.side import Side, check_alike, describe_side
+    from fp8rl_jax.compare.side import Side, check_alike, describe_side, update_served
     from fp8rl_jax.compare.text import summary
     from fp8rl_jax.compare.tokens import (
         TEXT,
@@ -239,6 +243,13 @@ def compare(arguments: CompareArguments) -> int:
     described = [describe_side(spec.model, side) for spec, side in zip(specs, sides, strict=True)]
     told = (recorded, as_recorded(used, arguments.max_tokens)) if recorded else None
     results = document(comparison, described, tokens, tokenizer, given, told)
+    if arguments.start:
+        start = resolve_model(arguments.start, progress)
+        check_alike([read_policy_config(start), configs[0]], [start, directories[0]])
+        results["arrived"] = [
+            update_served(*map(load_policy, (start, directory)), spec.recipe, spec.compute_dtype)
+            for spec, directory in zip(specs, directories, strict=True)
+        ]
     if arguments.json:
         write_lines(arguments.json, [results | {"made": _record()}])
     print(summary(results))

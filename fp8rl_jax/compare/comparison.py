@@ -22,6 +22,7 @@ The results as plain data, which `--json` writes, the terminal shows and the rep
                  and that side for b,
      "layers": [{"name", "rerouted", "input": difference, "operations": [operation, ...]}, ...],
      "start": operation, "end": [operation, operation],
+     "arrived": of each side `side.update_served`, where --start is given,
      "made": {"command", "versions", "devices"}, in the file alone}
 
     operation     {"name", "cause", "detail", "output": difference, "own": difference,

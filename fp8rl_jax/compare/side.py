@@ -25,6 +25,7 @@ from fp8rl_jax.models.forward import embed, layer_inputs
 from fp8rl_jax.models.logprobs import token_logprobs
 from fp8rl_jax.models.policy import Layer, Policy, unstack
 from fp8rl_jax.precision import FP8Weight, QTensor, check_recipe, describe
+from fp8rl_jax.rollout.arrival import Arrival
 from fp8rl_jax.rollout.calibration import observe_qkv, observe_served, scales_from_amax
 from pallas_kernels.backend import Backend
 
@@ -179,6 +180,29 @@ def check_alike(configs: Sequence[PolicyConfig], names: Sequence[str | Path]) ->
         raise UserError(
             f"{names[0]} and {names[1]} cannot be compared: they differ in {', '.join(unlike)}"
         )
+
+
+def update_served(
+    start: Policy, policy: Policy, recipe: Recipe, dtype: DTypeLike
+) -> dict[str, dict[str, float | None]]:
+    """Measure what of an update a rollout serves, as `rollout.arrival` defines it.
+
+    Args:
+        start, policy: before and after it, float32, layers stacked.
+
+    Returns:
+        {kind of tensor, "all" first: {"changed", "arrived", "noise", "cosine"}}; None where the
+        weights have not moved.
+    """
+    form = jax.jit(lambda p: rollout_policy(p, recipe, jnp.dtype(dtype), False)[0])
+    arrival = Arrival()
+    arrival.see(start, form(start))
+    found = arrival.see(policy, form(policy))
+    kinds = {"all": {k.removeprefix("sync/"): float(x) for k, x in found.items()}} | arrival.kinds
+    return {
+        kind: {name: x if np.isfinite(x) else None for name, x in of_kind.items()}
+        for kind, of_kind in kinds.items()
+    }
 
 
 def describe_side(model: str, side: Side) -> dict[str, Any]:

@@ -56,6 +56,8 @@ def summary(results: dict[str, Any]) -> str:
         if names:
             lines += _wrapped(f"quantized in {name} only: {grouped(names, len(results['layers']))}")
     lines += ["", _table(results), "", *_wrapped(_LEGEND.format(equal=_EQUAL), indent="")]
+    for name, arrived in zip("ab", results.get("arrived", ()), strict=False):
+        lines += ["", _arrived(name, arrived)]
     return "\n".join(lines)
 
 
@@ -131,6 +133,21 @@ def _table(results: dict[str, Any]) -> str:
             cells.append("" if part is None else f"{part:.1%}" if part else _EQUAL)
         table.add_row(str(i), *cells)
     table.add_row("end", error(results["end"][0]["output"]))
+    text = io.StringIO()
+    Console(file=text, width=WIDTH, color_system=None).print(table)
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+
+def _arrived(side: str, kinds: dict[str, dict[str, float | None]]) -> str:
+    """The table of `side.update_served`."""
+    names = [*next(iter(kinds.values()))]
+    table = Table(box=None, pad_edge=False, padding=(0, 1))
+    table.add_column(f"update served by {side}")
+    for name in names:
+        table.add_column(name, justify="right")
+    for kind, found in kinds.items():
+        cells = ("-" if found[name] is None else f"{found[name]:.3g}" for name in names)
+        table.add_row(kind, *cells)
     text = io.StringIO()
     Console(file=text, width=WIDTH, color_system=None).print(table)
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import ml_dtypes
+import numpy as np
 import pytest
 from offline_models import make_model, random_rows
 
@@ -12,6 +14,7 @@ from fp8rl_jax.cli.compare import CompareArguments
 from fp8rl_jax.cli.load import parse_arguments
 from fp8rl_jax.compare.text import WIDTH, grouped
 from fp8rl_jax.config.recipe import TensorFormat
+from fp8rl_jax.weights.hf_directory import export_policy, load_policy_arrays
 
 
 @pytest.fixture(scope="module")
@@ -288,3 +291,22 @@ def test_names_are_put_together_by_layers():
         == "q_proj, k_proj in all 4 layers; up_proj in layers 0, 2; o_proj in layer 3"
     )
     assert grouped([f"layers.{i}.q_proj" for i in (0, 1, 2, 5)], 9) == "q_proj in layers 0-2, 5"
+
+
+def test_what_arrives_of_an_update_since_its_start(model, lines, tmp_path, capsys):
+    """Weights moved by a tenth of a step of bfloat16, under two compute dtypes."""
+    config, arrays = load_policy_arrays(model)
+    on_grid = {name: x.astype(ml_dtypes.bfloat16) for name, x in arrays.items()}
+    moved = {name: x.astype(np.float32) * np.float32(1 + 2**-12) for name, x in on_grid.items()}
+    start = export_policy(tmp_path / "start", config, on_grid, "float32")
+    now = export_policy(tmp_path / "now", config, moved, "float32")
+    written = tmp_path / "compare.json"
+    flags = ("--b.compute-dtype", "float32", "--input", lines, "--start", start, "--json", written)
+    assert compare(now, *flags) == 0
+    assert "update served by a" in capsys.readouterr().out
+    narrow, whole = json.loads(written.read_text())["arrived"]
+    assert narrow["all"] == {"changed": 0, "arrived": 0, "noise": 1, "cosine": None}
+    assert whole["q_proj"] == {"changed": 1, "arrived": 1, "noise": 0, "cosine": pytest.approx(1)}
+    assert set(whole) == {"all", "embed_tokens", "lm_head", "norm"} & set(whole) | {
+        name.removeprefix("layers.").removesuffix(".weight") for name in arrays if "layers" in name
+    }
