@@ -312,7 +312,9 @@ def cast(policy: Policy, dtype: jnp.dtype) -> Policy:
     return jax.tree_util.tree_map_with_path(convert, policy, is_leaf=is_quantized)
 
 
-@partial(jax.jit, static_argnames=("seed", "dtype"))
+_dither = jax.jit(dither, static_argnums=1)  # so that tensors of one shape are compiled once
+
+
 def dithered(policy: Policy, seed: int, dtype: jnp.dtype) -> Policy:
     """Move every weight at random among the numbers that round to it in `dtype`, so that `cast`
     gives the same policy as before.
@@ -323,7 +325,6 @@ def dithered(policy: Policy, seed: int, dtype: jnp.dtype) -> Policy:
         policy: float32 masters, layers stacked.
         seed: of the draws, which follow a tensor's place and not its sharding.
     """
-    key = jax.random.fold_in(jax.random.key(seed), _DITHER)
     weights: dict[str, Any] = {
         name: getattr(policy, name) for name in ("embed_tokens", "norm", "lm_head")
     }
@@ -332,8 +333,8 @@ def dithered(policy: Policy, seed: int, dtype: jnp.dtype) -> Policy:
 
     def moved(name: str, *_: Any) -> Array:
         value = weights[name].value
-        own = jax.random.fold_in(key, names.index(name))
-        return value if name == "layers.router" else dither(value, dtype, own)
+        words = np.random.SeedSequence([seed, _DITHER, names.index(name)]).generate_state(1)
+        return value if name == "layers.router" else _dither(value, dtype, words[0])
 
     return build_policy(policy.config, moved)
 

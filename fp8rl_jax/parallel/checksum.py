@@ -57,13 +57,22 @@ def _words(x: Array) -> Array:
 
 @partial(jax.jit, static_argnums=1)  # so that arrays of one shape are traced once
 def _sum(words: Array, start: int) -> Array:
-    place = jnp.uint32(start)
+    return jnp.sum(_mix(words ^ place_hash(words.shape, start)), dtype=jnp.uint32)
+
+
+def place_hash(shape: tuple[int, ...], start: int | Array) -> UInt32[Array, "*shape"]:
+    """Hash the place of every element: 32 bits that look random, the same on any mesh.
+
+    Args:
+        start: another one gives other bits.
+    """
+    place = jnp.asarray(start, jnp.uint32)
     # not a flat index: tensors stay sharded, and may have more than 2^32 elements
-    for size in words.shape:
+    for size in shape:
         # once for each place on the axes so far, and not again for each element behind it
         place = lax.optimization_barrier(place[..., None])
         place = _mix(place + jnp.arange(size, dtype=jnp.uint32))
-    return jnp.sum(_mix(words ^ place), dtype=jnp.uint32)
+    return place
 
 
 def _mix(x: Array) -> Array:

@@ -16,8 +16,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float, Key, UInt32
 
+from fp8rl_jax.parallel import place_hash
 from pallas_kernels.rounding import rounded
 
 _EXPONENT = 0x7F800000  # of a float32
@@ -54,7 +55,7 @@ def round_stochastic(
 
 
 def dither(
-    x: Float[Array, "*axes"], dtype: jnp.dtype, key: Key[Array, ""]
+    x: Float[Array, "*axes"], dtype: jnp.dtype, salt: UInt32[Array, ""]
 ) -> Float[Array, "*axes"]:
     """Draw each value from all the float32 numbers that round to it in `dtype`.
 
@@ -64,7 +65,8 @@ def dither(
         x: float32. What is not on the grid of `dtype` is kept, since it is somewhere in its cell
             already; so are zeros, subnormal and largest numbers, NaN and infinities.
         dtype: float16 or bfloat16.
-        key: fixes the draws, whatever the sharding.
+        salt: fixes the draws, whatever the sharding. They are hashes of the places, of 24 bits, as
+            jax.random takes a second to compile for each tensor.
 
     Returns:
         Shape of `x`, float32; rounded to `dtype`, to nearest even, it is `x` bit for bit.
@@ -78,7 +80,8 @@ def dither(
         return (x + neighbour.astype(jnp.float32)) / 2
 
     low, high = middle(-1), middle(1)
-    drawn = low + jax.random.uniform(key, x.shape) * (high - low)
+    part = (place_hash(x.shape, salt) >> 8).astype(jnp.float32) * 2.0**-24
+    drawn = low + part * (high - low)
     size = jnp.abs(x)
     inside = (size > float(info.smallest_normal)) & (size < float(info.max))
     # a border belongs to one of its two cells
