@@ -61,13 +61,14 @@ class ModelConfig:
     built-in policy."""
     init: InitConfig = InitConfig()
     """The built-in policy's shape."""
-    dither: bool = False
+    dither: Literal["auto", True, False] = "auto"
     """Draw each master at the start from all the numbers that round to its weight in a compute
     dtype of 16 bits. The first policy is the same bit for bit; but a checkpoint's weights lie in
     the middle of such a cell, and an update of less than half a step, which is what reinforcement
     learning makes, is lost with each of them (metric sync/arrived). Drawn at random, as many of
     them cross into the next cell as the update is long, so that it arrives in the mean, at no
-    cost."""
+    cost. auto: where compute_dtype has 16 bits and the weights themselves are trained. Weights that
+    lie between two numbers of the dtype, as those of a float32 checkpoint, stay as they are."""
 
 
 @dataclass(frozen=True)
@@ -294,6 +295,13 @@ class RunConfig:
         """
         return get_recipe(self.recipe, self.precision, self.recipes)
 
+    @property
+    def dithers(self) -> bool:
+        """Whether masters are drawn at the start, as `model.dither` says."""
+        if self.model.dither == "auto":
+            return self.compute_dtype != "float32" and self.lora.rank == 0
+        return self.model.dither
+
     def under(self, recipe: str) -> RunConfig:
         """The run under another recipe; whether it is exact is left to that one."""
         return replace(self, recipe=recipe, precision=replace(self.precision, exact="auto"))
@@ -339,12 +347,12 @@ class RunConfig:
                 for name, size in vars(rollout.paged).items()
             ),
             (
-                not (self.model.dither and self.compute_dtype == "float32"),
+                self.model.dither is not True or self.compute_dtype != "float32",
                 "model.dither: float32 compute rounds no master, so every update arrives, and a "
                 "master that was moved would be another policy; leave it false",
             ),
             (
-                not (self.model.dither and self.lora.rank > 0),
+                self.model.dither is not True or self.lora.rank <= 0,
                 "model.dither: with lora.rank above 0 the weights of the model are not trained, "
                 "and adapters begin on no grid; leave it false",
             ),

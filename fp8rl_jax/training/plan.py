@@ -431,14 +431,14 @@ def heard(config: RunConfig) -> str:
     one, and Adam moves it by the learning rate at most as long as gradients are alike.
     """
     dtype, rate = jnp.dtype(config.compute_dtype), config.optimizer.learning_rate
-    if dtype == jnp.float32 or config.model.dither or config.lora.rank or not config.model.path:
+    if dtype == jnp.float32 or config.dithers or config.lora.rank or not config.model.path:
         return ""
     half = 2.0 ** (math.floor(math.log2(_USUAL_WEIGHT)) - jnp.finfo(dtype).nmant - 1)
     updates = config.trainer.steps * config.trainer.updates_per_rollout
     return (
         f"Updates: a weight of {_USUAL_WEIGHT:g} changes in {dtype.name} once it has moved by "
         f"{half:.1e}, which is {max(math.ceil(half / rate), 1):,} updates in one direction at "
-        f"optimizer.learning_rate = {rate:g}; the run has {updates:,}. With model.dither = true "
+        f"optimizer.learning_rate = {rate:g}; the run has {updates:,}. With model.dither "
         "updates arrive in the mean from the first."
     )
 

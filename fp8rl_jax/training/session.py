@@ -250,7 +250,7 @@ class Session:
         with jax.set_mesh(self.mesh):
             masters = jax.tree.map(lambda x: x.astype(jnp.float32), policy)
             adapted = shard_policy(adapt(masters, config, self.recipe), self.mesh)
-            if config.model.dither:
+            if config.dithers:
                 adapted = dithered(adapted, config.seed, jnp.dtype(config.compute_dtype))
             self._policy: Policy | None = adapted
         self._state: TrainState | None = None

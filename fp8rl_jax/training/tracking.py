@@ -619,7 +619,7 @@ class Watch:
                 "step %d: %.0f %% of the update since the start has reached the policy that is "
                 "served (sync/arrived), and %.2g times as much noise (sync/noise): weights move by "
                 "less than half a step of %s, and rounding leaves them where they were; set "
-                'model.dither = true, compute_dtype = "float32" or a larger '
+                'model.dither = "auto", compute_dtype = "float32" or a larger '
                 "optimizer.learning_rate (said once, until it is above %g)",
                 step,
                 100 * arrived,
