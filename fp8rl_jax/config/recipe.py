@@ -179,6 +179,11 @@ class Recipe:
     float32 master itself, from which updates arrive that are less than half a step of 16 bits.
     "master" only where both sides have the weight in one format, so that both see the same
     numbers."""
+    weight_rounding: Literal["nearest", "stochastic"] = "nearest"
+    """How both sides round a master to a compute dtype of 16 bits. stochastic: up or down with the
+    probabilities that give the master in the mean (arXiv 2010.06192), by a hash of the value, so
+    that both sides round alike: updates of less than half a step arrive, with new draws in every
+    weight that has moved."""
     kv_granularity: Literal["layer", "head"] = "layer"
     """What shares a scale of Q, K or V in an FP8 cache: all of a layer, or one KV head of it."""
     kv_calibration: Literal["trainer", "update", "rollout"] = "update"
@@ -574,6 +579,9 @@ class PrecisionConfig:
     weight_source: Literal["compute", "master"] | None = None
     """What a quantized weight is quantized from: the master rounded to the compute dtype, or the
     float32 master itself, where both sides have it in one format; unset: the recipe's."""
+    weight_rounding: Literal["nearest", "stochastic"] | None = None
+    """How both sides round a master to a compute dtype of 16 bits; unset: the recipe's. stochastic
+    is in place of model.dither."""
     kv_calibration: Literal["trainer", "update", "rollout"] | None = None
     """Which forward calibrates the KV scales of an FP8 cache; unset: the recipe's. trainer: one of
     the trainer's under the new weights, on the step's prompts and completions (NeMo RL). update:
@@ -655,6 +663,8 @@ def get_recipe(
     recipe = replace(recipe, **{key: layers for key, layers in ends.items() if layers})
     if changes.exact is True:
         recipe = replace(recipe, exact=True)
+    if changes.weight_rounding is not None:
+        recipe = replace(recipe, weight_rounding=changes.weight_rounding)
     if changes.weight_source is not None:
         if not recipe.quantizes_linears:
             raise UserError(f"precision.weight_source: recipe {name!r} quantizes no linear layer")

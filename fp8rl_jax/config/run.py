@@ -299,7 +299,9 @@ class RunConfig:
     def dithers(self) -> bool:
         """Whether masters are drawn at the start, as `model.dither` says."""
         if self.model.dither == "auto":
-            return self.compute_dtype != "float32" and self.lora.rank == 0
+            narrow = self.compute_dtype != "float32"
+            nearest = self.resolved_recipe().weight_rounding == "nearest"
+            return narrow and nearest and self.lora.rank == 0
         return self.model.dither
 
     def under(self, recipe: str) -> RunConfig:
@@ -336,6 +338,15 @@ class RunConfig:
         try:
             recipe = self.resolved_recipe()
             faults += self._calibration_problems(recipe) + self._carrying_problems(recipe)
+            if recipe.weight_rounding == "stochastic" and self.compute_dtype == "float32":
+                faults.append(
+                    'precision.weight_rounding: float32 compute rounds no master; set "nearest"'
+                )
+            if recipe.weight_rounding == "stochastic" and self.model.dither is True:
+                faults.append(
+                    "model.dither: rounded stochastically, dithered masters would not be the "
+                    "checkpoint; set one of them"
+                )
             faults += self._vllm_problems(recipe)
         except UserError as error:
             faults += str(error).splitlines()
@@ -569,6 +580,11 @@ class RunConfig:
                 f'rollout.engine = "vllm": recipe {recipe.name!r} has a KV cache that vLLM does '
                 "not serve; it takes e4m3 with a scale for each layer that the trainer calibrates "
                 '(precision.kv_calibration = "update" or "trainer")',
+            ),
+            (
+                recipe.weight_rounding == "nearest",
+                "precision.weight_rounding: vLLM is pushed weights that are rounded to nearest; "
+                'set "nearest", with model.dither',
             ),
             (
                 self.precision.exact is not True and not recipe.exact,

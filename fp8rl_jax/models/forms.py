@@ -38,6 +38,7 @@ from fp8rl_jax.models.lora import Adapted, Adapters, unstack_adapters
 from fp8rl_jax.models.policy import (
     Layer,
     Policy,
+    Rounding,
     Weight,
     WeightRuns,
     cast,
@@ -45,6 +46,7 @@ from fp8rl_jax.models.policy import (
     linear_names,
     map_products,
     single_layers,
+    to_compute,
     with_compute,
     with_layers,
 )
@@ -64,7 +66,6 @@ from fp8rl_jax.precision import (
     weight_sums,
 )
 from pallas_kernels.backend import Backend
-from pallas_kernels.rounding import rounded
 
 Formats = tuple[TensorFormat, ...]
 """Of a linear on one side: weight, activation, and of a trainer's also the output gradient and the
@@ -97,7 +98,7 @@ def trainer_policy(
     """
     made = exact_compute(backend) if recipe.exact else Compute
     compute = made(backend, remat=remat, attention_chunk=attention_chunk)
-    served = with_compute(cast(policy, dtype), compute)
+    served = with_compute(cast(policy, dtype, recipe.weight_rounding), compute)
     kinds = linear_formats(policy.config, recipe, "trainer")
     if not kinds:
         return served
@@ -145,7 +146,10 @@ def rollout_policy(
         UserError: a pattern of the recipe matches nothing.
     """
     made, cache = exact_compute(backend) if recipe.exact else Compute, recipe.rollout
-    served = with_compute(cast(policy, dtype), made(backend, cache.query, cache.key, cache.value))
+    served = with_compute(
+        cast(policy, dtype, recipe.weight_rounding),
+        made(backend, cache.query, cache.key, cache.value),
+    )
     kinds = linear_formats(policy.config, recipe, "rollout")
     sums: list[QuantizationSums] = []
 
@@ -179,10 +183,14 @@ def rollout_policy(
 
 
 def rollout_adapters(
-    adapters: Adapters, config: PolicyConfig, dtype: jnp.dtype, unroll: bool
+    adapters: Adapters,
+    config: PolicyConfig,
+    dtype: jnp.dtype,
+    unroll: bool,
+    rounding: Rounding = "nearest",
 ) -> Adapters | list[Adapters]:
     """Make the rollout's form of adapters: the compute dtype, laid out like the layers."""
-    served = jax.tree.map(lambda x: rounded(x, dtype), adapters)
+    served = jax.tree.map(lambda x: to_compute(x, dtype, rounding), adapters)
     return unstack_adapters(served, config) if unroll else served
 
 

@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, groupby
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ from jaxtyping import Array, Key
 
 from fp8rl_jax.models.config import DENSE, SPARSE, PolicyConfig, parameter_shapes, stack_of
 from fp8rl_jax.precision import Compute, Stored, is_quantized
-from fp8rl_jax.precision.rounding import dither
+from fp8rl_jax.precision.rounding import dither, round_by_hash
 from pallas_kernels.rounding import rounded
 
 _DITHER = 3
@@ -296,7 +296,18 @@ def matrix_parameters(config: PolicyConfig) -> int:
     return total
 
 
-def cast(policy: Policy, dtype: jnp.dtype) -> Policy:
+Rounding = Literal["nearest", "stochastic"]
+"""To the compute dtype: to nearest even, or up and down by a hash of each value."""
+
+
+def to_compute(x: Array, dtype: jnp.dtype, rounding: Rounding) -> Array:
+    """Round one tensor to the compute dtype; gradients flow through."""
+    if rounding == "stochastic" and x.dtype == jnp.float32:
+        return round_by_hash(x, dtype)
+    return rounded(x, dtype)
+
+
+def cast(policy: Policy, dtype: jnp.dtype, rounding: Rounding = "nearest") -> Policy:
     """Cast plain tensors to `dtype`; quantized ones and the router stay as they are.
 
     Gradients flow through the cast.
@@ -307,7 +318,7 @@ def cast(policy: Policy, dtype: jnp.dtype) -> Policy:
 
     def convert(path, x):
         router = any(getattr(key, "key", getattr(key, "name", None)) == "router" for key in path)
-        return x if router or is_quantized(x) else rounded(x, dtype)
+        return x if router or is_quantized(x) else to_compute(x, dtype, rounding)
 
     return jax.tree_util.tree_map_with_path(convert, policy, is_leaf=is_quantized)
 

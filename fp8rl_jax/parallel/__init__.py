@@ -1,6 +1,6 @@
 """The mesh, the sharding rules, and runs of several processes."""
 
-from fp8rl_jax.parallel.checksum import checksums, marks, place_hash
+from fp8rl_jax.parallel.checksum import checksums, marks, mixed, place_hash
 from fp8rl_jax.parallel.distributed import (
     check_same,
     gather_text,
@@ -42,6 +42,7 @@ __all__ = [
     "leave_on_failure",
     "make_mesh",
     "marks",
+    "mixed",
     "place_hash",
     "policy_shardings",
     "replicated",

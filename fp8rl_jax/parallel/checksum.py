@@ -57,7 +57,7 @@ def _words(x: Array) -> Array:
 
 @partial(jax.jit, static_argnums=1)  # so that arrays of one shape are traced once
 def _sum(words: Array, start: int) -> Array:
-    return jnp.sum(_mix(words ^ place_hash(words.shape, start)), dtype=jnp.uint32)
+    return jnp.sum(mixed(words ^ place_hash(words.shape, start)), dtype=jnp.uint32)
 
 
 def place_hash(shape: tuple[int, ...], start: int | Array) -> UInt32[Array, "*shape"]:
@@ -71,11 +71,11 @@ def place_hash(shape: tuple[int, ...], start: int | Array) -> UInt32[Array, "*sh
     for size in shape:
         # once for each place on the axes so far, and not again for each element behind it
         place = lax.optimization_barrier(place[..., None])
-        place = _mix(place + jnp.arange(size, dtype=jnp.uint32))
+        place = mixed(place + jnp.arange(size, dtype=jnp.uint32))
     return place
 
 
-def _mix(x: Array) -> Array:
+def mixed(x: Array) -> Array:
     """MurmurHash3's finalizer: a bijection of 32-bit words in which every bit moves every other."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)

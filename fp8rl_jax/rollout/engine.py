@@ -45,7 +45,9 @@ from pallas_kernels.matmul import selected_backend
 
 # of the module, so that two engines of one kind share what is compiled
 _rollout_policy = jax.jit(rollout_policy, static_argnames=("recipe", "dtype", "unroll", "backend"))
-_rollout_adapters = jax.jit(rollout_adapters, static_argnames=("config", "dtype", "unroll"))
+_rollout_adapters = jax.jit(
+    rollout_adapters, static_argnames=("config", "dtype", "unroll", "rounding")
+)
 _seen = jax.jit(lambda policy, scales: (finite_flags(policy, scales), marks((policy, scales))))
 _same = jax.jit(lambda served, written: marks(served) == written)
 _counts = jax.jit(partial(jnp.sum, axis=1))
@@ -145,7 +147,12 @@ class LocalEngine:
         self._convert = partial(
             _rollout_policy, recipe=recipe, dtype=self.dtype, unroll=unroll, backend=backend
         )
-        self._convert_adapters = partial(_rollout_adapters, dtype=self.dtype, unroll=unroll)
+        self._convert_adapters = partial(
+            _rollout_adapters,
+            dtype=self.dtype,
+            unroll=unroll,
+            rounding=recipe.weight_rounding,
+        )
         self._base: tuple[Policy, Policy] | None = None
         self._marks: UInt32[Array, " leaves"] | None = None
 

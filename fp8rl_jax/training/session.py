@@ -47,7 +47,7 @@ from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.cache import KVScales
 from fp8rl_jax.models.forms import trainer_policy
 from fp8rl_jax.models.lora import has_adapters, merge, split
-from fp8rl_jax.models.policy import Policy, dithered
+from fp8rl_jax.models.policy import Policy, cast, dithered
 from fp8rl_jax.parallel import (
     PROGRESS,
     batch_sharding,
@@ -117,6 +117,7 @@ _TRAINING, _SAMPLES = range(2)
 _mismatch = jax.jit(rl.mismatch_metrics, static_argnames="config")
 _reward_kl = jax.jit(rl.reward_kl, static_argnames="config")
 _lengths = jax.jit(partial(jnp.sum, axis=1))
+_cast = jax.jit(cast, static_argnums=(1, 2))
 
 
 @partial(jax.jit, static_argnames=("config", "samples", "longest"))
@@ -654,9 +655,12 @@ class Session:
                         if has_adapters(policy)
                         else 'dtype = "float32" keeps all of it',
                     )
-                # of the number that both sides quantize
-                if dtype == "fp8-block" and self.recipe.weight_source == "compute":
-                    whole = jax.tree.map(lambda x: x.astype(self.config.compute_dtype), whole)
+                compute = self.config.compute_dtype
+                # the number that both sides quantize, or multiply
+                if dtype == compute or (
+                    dtype == "fp8-block" and self.recipe.weight_source == "compute"
+                ):
+                    whole = _cast(whole, jnp.dtype(compute), self.recipe.weight_rounding)
                 save_policy(whole, directory, source, dtype)
                 parts, base = split(policy)
                 if base is not None:

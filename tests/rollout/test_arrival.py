@@ -15,6 +15,7 @@ from fp8rl_jax.models.forms import rollout_policy, trainer_policy
 from fp8rl_jax.models.lora import join, merge, split
 from fp8rl_jax.models.policy import dithered, init_policy
 from fp8rl_jax.precision import FP8Weight, dequantize
+from fp8rl_jax.precision.rounding import round_by_hash
 from fp8rl_jax.rollout import arrival
 from fp8rl_jax.rollout.arrival import Arrival, kept, kept_merged
 
@@ -235,3 +236,26 @@ def test_what_a_checkpoint_holds_goes_on():
     assert jax.tree.map(np.shape, saved) == jax.tree.map(np.shape, nothing)
     other.load(saved)
     assert other.see(now, now) == follows.see(now, now)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_rounded_by_a_hash_a_value_is_itself_in_the_mean_and_alike_in_every_program(dtype):
+    dtype = jnp.dtype(dtype)
+    x = jnp.full((3, 500, 400), 1.0 + float(jnp.finfo(dtype).eps) * 0.3)
+    x = x + jnp.arange(400) * 2.0**-23  # other bits in each column, from 0.3 of a step up
+    part = (x - 1.0) / float(jnp.finfo(dtype).eps)
+    up = np.asarray(round_by_hash(x, dtype) > 1.0)
+    assert set(np.unique(np.asarray(round_by_hash(x, dtype), np.float32))) == {
+        1.0,
+        1.0 + float(jnp.finfo(dtype).eps),
+    }
+    # each column has a value of its own in 500 rows, the same in all three layers
+    error = np.sqrt(0.25 / (500 * 400))
+    assert abs(up[0].mean() - float(part.mean())) < 4 * error
+    np.testing.assert_array_equal(up[0], up[1])
+    alone = jax.jit(lambda x: round_by_hash(x, dtype) * 1)(x[1])
+    np.testing.assert_array_equal(np.asarray(alone > 1.0), up[1])
+    on_grid = jnp.asarray([0.0, 1.0, -1.5, 2.0**-100 * (dtype == BF16), jnp.inf])
+    np.testing.assert_array_equal(round_by_hash(on_grid, dtype).astype(jnp.float32), on_grid)
+    slope = jax.grad(lambda x: round_by_hash(x, dtype).astype(jnp.float32).sum())(x)
+    assert float(slope.min()) == float(slope.max()) == 1.0

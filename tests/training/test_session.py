@@ -359,6 +359,11 @@ def test_prompts_of_every_kind():
             {"model.dither": True, "compute_dtype": "bfloat16", "lora.rank": 2},
             "model.dither: with lora.rank above 0",
         ),
+        ({"weight_rounding": "stochastic"}, "precision.weight_rounding: float32 compute rounds no"),
+        (
+            {"weight_rounding": "stochastic", "model.dither": True, "compute_dtype": "bfloat16"},
+            "model.dither: rounded stochastically",
+        ),
         ({"weight_source": "master"}, "precision.weight_source: recipe 'bf16' quantizes no linear"),
         (
             {"recipe": "fp8-rl", "weight_source": "master"},
@@ -445,13 +450,17 @@ def test_what_is_saved_is_loaded(tmp_path):
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "jet-rl"])
-def test_updates_arrive_from_dithered_masters_and_the_first_policy_is_the_checkpoint(recipe):
-    """Updates of less than half a step, from weights on the grid of bfloat16, as every checkpoint
+def test_updates_arrive_and_the_first_policy_is_the_checkpoint(recipe):
+    """By dithered masters, and by stochastic rounding of both sides alike. Updates of less than half a step, from weights on the grid of bfloat16, as every checkpoint
     has them. Exact mode stays exact."""
     policy, tokenizer = fp8rl.byte_policy(**SIZES)
     policy = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), policy)
     first, arrived = [], []
-    for dither in (False, True):
+    for how in (
+        {"model.dither": False},
+        {},
+        {"weight_rounding": "stochastic"},
+    ):
         session = fp8rl.Session(
             policy,
             tokenizer,
@@ -462,7 +471,7 @@ def test_updates_arrive_from_dithered_masters_and_the_first_policy_is_the_checkp
             warmup_steps=0,
             exact=True,
             backend="reference",
-            **{"model.dither": dither},
+            **how,
         )
         for _ in range(2):
             rollout = session.rollout(PROMPTS)
@@ -471,10 +480,11 @@ def test_updates_arrive_from_dithered_masters_and_the_first_policy_is_the_checkp
             assert metrics["mismatch/logprob_abs_diff_max"] == 0.0
         arrived.append(metrics["sync/arrived"])
         assert session.arrival["embed_tokens"]["noise"] > 0
-    assert first[0][0] == first[2][0] and first[1] != first[0]
-    for one, other in zip(first[0][1], first[2][1], strict=True):
-        np.testing.assert_array_equal(one, other)
-    assert arrived[0] < 0.35 and 0.7 < arrived[1] < 1.4
+    for dithered in (first[2], first[4]):
+        assert first[0][0] == dithered[0]
+        for one, other in zip(first[0][1], dithered[1], strict=True):
+            np.testing.assert_array_equal(one, other)
+    assert arrived[0] < 0.35 and all(0.7 < x < 1.4 for x in arrived[1:])
 
 
 def test_what_is_saved_is_what_was_trained_or_it_is_said(tmp_path, caplog):
