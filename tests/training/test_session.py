@@ -115,9 +115,7 @@ def test_a_session_is_the_loop_of_a_run(tmp_path):
 def test_the_policy_of_the_caller_stays_and_a_snapshot_survives():
     policy, tokenizer = fp8rl.byte_policy(**SIZES)
     before = weights(policy)
-    session = fp8rl.Session(
-        policy, tokenizer, "bf16", samples_per_prompt=4, max_new_tokens=6, learning_rate=1e-2
-    )
+    session = session_of(compute_dtype="bfloat16", **{"model.dither": False})
     snapshots = []
     for _ in range(2):
         rollout = session.rollout(PROMPTS)
