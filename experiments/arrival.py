@@ -10,7 +10,7 @@ of each run's float32 masters how well they do as other policies serve them:
 
 All four are computed in float32, so that roundings of the weights are all that differs. What has
 been measured is on disk at once, and the same command goes on from there; a run's checkpoint and
-weights are removed behind it. With all runs there, the ablation's record is written, too.
+weights are removed behind it. The ablation's own record has the arms of which all seeds are there.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from experiments.benchmarks.machine import facts
 from experiments.command import run_command
 from fp8rl_jax.ablation.design import Arm, Design, read_design
-from fp8rl_jax.ablation.record import run_state
+from fp8rl_jax.ablation.record import make_record, run_entry, write_json
 from fp8rl_jax.ablation.runner import Runner
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.policy import Policy
@@ -56,7 +56,7 @@ class Arguments:
     output: str = "experiments/results/arrival/results.json"
     """The record; runs that it has are kept."""
     record: str = "experiments/results/ablations/smollm2_addition.json"
-    """Where the ablation's own record goes, once all runs are there."""
+    """Where the ablation's own record goes."""
     hours: float = 2.5
     """After these no other run begins."""
     arms: tuple[str, ...] = ()
@@ -97,36 +97,46 @@ def run(arguments: Arguments) -> None:
     """Run by run, as long as there is time."""
     began, path = time.monotonic(), Path(arguments.output)
     design = read_design(arguments.ablation, "")
-    runner = Runner(design)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    record = json.loads(path.read_text()) if path.exists() else {"runs": []}
-    have = {(row["arm"], row["seed"]) for row in record["runs"]}
     if unknown := set(arguments.arms) - {arm.name for arm in design.arms}:
         raise UserError(f"--arms: {', '.join(sorted(unknown))}: none of the ablation's")
-    arms = [arm for arm in design.arms if not arguments.arms or arm.name in arguments.arms]
-    left = [(arm, seed) for seed in design.seeds for arm in arms if (arm.name, seed) not in have]
+    runner = Runner(design)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    record = json.loads(path.read_text()) if path.exists() else {"runs": {}}
+    wanted = [
+        (arm, seed)
+        for seed in design.seeds
+        for arm in design.arms
+        if not arguments.arms or arm.name in arguments.arms
+    ]
+    left = [pair for pair in wanted if design.run_name(*pair) not in record["runs"]]
     while left and time.monotonic() - began < 3600 * arguments.hours:
-        arm, seed = left.pop(0)
-        name = design.run_name(arm, seed)
+        pair = left.pop(0)
+        name = design.run_name(*pair)
         print(name, file=sys.stderr)
         runner.run_one(name)
-        state, directory = run_state(design, arm, seed), design.directory / name
-        row = {"arm": arm.name, "seed": seed, "own": state.outcome}
-        row["served"] = served(design, arm, seed)
-        row["sync"] = {key: value for key, value in state.row.items() if key.startswith("sync/")}
+        record["runs"][name] = run_entry(design, *pair) | {"served": served(design, *pair)}
         record["made"] = facts("experiments.arrival")
-        row["commit"] = record["made"]["commit"]
-        record["runs"].append(row)
-        path.write_text(json.dumps(record, indent=1) + "\n")
+        write_json(path, record)
         # gigabytes; what is told of the run is in its files of rows
-        shutil.rmtree(directory / "checkpoints")
-        for weights in (directory / "model").glob("*.safetensors"):
+        shutil.rmtree(design.directory / name / "checkpoints")
+        for weights in (design.directory / name / "model").glob("*.safetensors"):
             weights.unlink()
         jax.clear_caches()
-    runner.collect()
-    if len(record["runs"]) == len(design.arms) * len(design.seeds):
-        shutil.copyfile(design.directory / "ablation.json", arguments.record)
-    elif left:
+    whole = [
+        arm
+        for arm in design.arms
+        if all(design.run_name(arm, seed) in record["runs"] for seed in design.seeds)
+    ]
+    runner.prepare()
+    known = {
+        name: {key: value for key, value in entry.items() if key != "served"}
+        for name, entry in record["runs"].items()
+    }
+    write_json(
+        Path(arguments.record),
+        make_record(replace(design, arms=tuple(whole)), runner.resolved, known),
+    )
+    if left:
         print(f"{len(left)} runs are left; the same command goes on", file=sys.stderr)
 
 

@@ -50,7 +50,7 @@ from fp8rl_jax.config.settings import with_settings
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.tasks.python_objects import PythonReward, name_objects
 
-_SET_BY_RUNNER = {
+SET_BY_RUNNER = {
     "seed": "the arms share seeds; give `seeds`",
     "output": "runs are written to OUTPUT/ARM-SEED; give `output`",
     "resume": "runs are resumed by themselves; take it out",
@@ -263,7 +263,7 @@ class Design:
         plan |= {f"collapse.{key}": value for key, value in vars(self.file.collapse).items()}
         for arm in self.arms:
             for key, value in flat(arm.config).items():
-                if key not in _SET_BY_RUNNER and value != _DEFAULTS.get(key):
+                if key not in SET_BY_RUNNER and value != _DEFAULTS.get(key):
                     plan[f"arms.{quoted(arm.name)}.{key}"] = plain(value)
             plan |= {f"file {file}": sha256 for file, sha256 in data_files(arm.config)}
         plan |= {f"object {name}": digest(value) for name, value in self.objects.items()}
@@ -394,10 +394,10 @@ def _changed(
 ) -> RunConfig:
     """`config` with settings over it; every fault gets a line that says where it is."""
     settings = dict(_settings(given))
-    faults += [f"{where}.{key}: {_SET_BY_RUNNER[key]}" for key in settings if key in _SET_BY_RUNNER]
+    faults += [f"{where}.{key}: {SET_BY_RUNNER[key]}" for key in settings if key in SET_BY_RUNNER]
     try:
         return with_settings(
-            config, {key: value for key, value in settings.items() if key not in _SET_BY_RUNNER}
+            config, {key: value for key, value in settings.items() if key not in SET_BY_RUNNER}
         )
     except UserError as error:
         faults += [f"{where}.{line}" for line in str(error).splitlines()]

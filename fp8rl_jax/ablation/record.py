@@ -1,7 +1,7 @@
 """What an ablation's directory holds, and what follows from it: ablation.json.
 
 OUTPUT/ablation.json       the record: arms, runs, outcomes, comparisons (version 2)
-OUTPUT/design.json         the fingerprint of the file, and the settings that were `auto`
+OUTPUT/design.json         fingerprints of the file and of the code, settings that were `auto`
 OUTPUT/ARM-SEED/           a run directory of `fp8rl train`
 OUTPUT/start/              that of the warm start, where there is one
 OUTPUT/configs/, logs/     each run's configuration, and what it said
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import math
 import re
@@ -186,7 +187,11 @@ def _outcome(
     return RunState("finished", "", merged[metric], step, merged, by_problem)
 
 
-def make_record(design: Design, resolved: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def make_record(
+    design: Design,
+    resolved: dict[str, dict[str, Any]],
+    known: Mapping[str, dict[str, Any]] | None = None,
+) -> dict[str, Any]:
     """Make the record of what there is now, as ablation.json has it.
 
     Comparisons are those of the last look that all its runs have reached; before the first there
@@ -194,9 +199,22 @@ def make_record(design: Design, resolved: dict[str, dict[str, Any]]) -> dict[str
 
     Args:
         resolved: of each arm, settings that were `auto`.
+        known: runs whose directories are gone, by their names, as `run_entry` had them.
     """
+    known = known or {}
+    runs = {
+        arm.name: [
+            known.get(design.run_name(arm, seed)) or run_entry(design, arm, seed)
+            for seed in design.seeds
+        ]
+        for arm in design.arms
+    }
     states = {
-        arm.name: [run_state(design, arm, seed) for seed in design.seeds] for arm in design.arms
+        arm: [
+            RunState(run["status"], run["why"], run["outcome"], by_problem=run["by_problem"])
+            for run in each
+        ]
+        for arm, each in runs.items()
     }
     looks, file = design.file.looks, design.file
     reached = [
@@ -230,17 +248,7 @@ def make_record(design: Design, resolved: dict[str, dict[str, Any]]) -> dict[str
                 "compute_dtype": arm.config.compute_dtype,
                 "settings": arm.settings
                 | {k: v for k, v in resolved.get(arm.name, {}).items() if k not in shared},
-                "runs": [
-                    {
-                        "seed": seed,
-                        "directory": design.run_name(arm, seed),
-                        "status": state.status,
-                        "why": state.why,
-                        "outcome": state.outcome,
-                        **_kept(design.directory / design.run_name(arm, seed), state),
-                    }
-                    for seed, state in zip(design.seeds, states[arm.name], strict=True)
-                ],
+                "runs": runs[arm.name],
             }
             for arm in design.arms
         ],
@@ -248,7 +256,32 @@ def make_record(design: Design, resolved: dict[str, dict[str, Any]]) -> dict[str
         "methods": methods(design),
         "command": f"fp8rl ablate {design.source}",
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
+        **_fingerprint(design, [run for each in runs.values() for run in each]),
     }
+
+
+def kept_behaviour(design: Design) -> dict[str, Any] | None:
+    """Read the fingerprint of the code that began the runs (`behaviour`); None where they are older
+    than it, or none is there."""
+    with contextlib.suppress(OSError, ValueError):
+        return json.loads((design.directory / "design.json").read_text()).get("behaviour")
+    return None
+
+
+def _mark(behaviour: Mapping[str, Any] | None) -> str | None:
+    """What a run has of a fingerprint, so that it gets no other."""
+    text = json.dumps(behaviour, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16] if behaviour else None
+
+
+def _fingerprint(design: Design, runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The fingerprint of the design's arms, where it is that of every run."""
+    behaviour = kept_behaviour(design)
+    if behaviour is None or {run.get("behaviour") for run in runs} != {_mark(behaviour)}:
+        return {}
+    names = {"start", *(arm.name for arm in design.arms)}
+    golden = {name: found for name, found in behaviour["golden"].items() if name in names}
+    return {"fingerprint": behaviour | {"golden": golden}}
 
 
 def shared_settings(resolved: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -261,21 +294,28 @@ def shared_settings(resolved: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]
     }
 
 
-def _kept(directory: Path, state: RunState) -> dict[str, Any]:
-    """What a record keeps of a run besides its outcome."""
-    series = {}
-    for name in KEPT:
-        known = [row for row in state.rows if row.get(name) is not None]
-        series[name] = {
+def run_entry(design: Design, arm: Arm, seed: int) -> dict[str, Any]:
+    """Give what a record keeps of a run, from its directory."""
+    name, state = design.run_name(arm, seed), run_state(design, arm, seed)
+    directory, series = design.directory / name, {}
+    for metric in KEPT:
+        known = [row for row in state.rows if row.get(metric) is not None]
+        series[metric] = {
             "steps": [row["step"] for row in known],
-            "values": [_digits(row[name]) for row in known],
+            "values": [_digits(row[metric]) for row in known],
         }
     made: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError):
         made = json.loads((directory / "run.json").read_text(encoding="utf-8"))
     judged = {name: value for name, value in state.row.items() if name.startswith("judged/")}
     return {
+        "seed": seed,
+        "directory": name,
+        "status": state.status,
+        "why": state.why,
+        "outcome": state.outcome,
         "commit": made.get("commit"),
+        "behaviour": _mark(kept_behaviour(design)),
         "devices": made.get("devices", []),
         "series": {name: values for name, values in series.items() if values["steps"]},
         "judged": judged,

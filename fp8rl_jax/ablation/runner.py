@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import difflib
 import json
+import logging
 import os
 import shlex
 import shutil
@@ -30,6 +31,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from fp8rl_jax.ablation.behaviour import differences, fingerprint, sources
 from fp8rl_jax.ablation.design import Arm, Design, read_design
 from fp8rl_jax.ablation.preflight import Preflight, last_line, model_of_shape, preflight
 from fp8rl_jax.ablation.record import (
@@ -54,6 +56,7 @@ from fp8rl_jax.statistics import Comparison
 from fp8rl_jax.tasks.python_objects import PythonReward
 from fp8rl_jax.tasks.sandbox.pickling import pack
 
+_log = logging.getLogger("fp8rl")
 _FP8RL = (sys.executable, "-m", "fp8rl_jax.cli.main")
 _PROCESS = (sys.executable, "-m", "fp8rl_jax.ablation.process")
 _LIBC = ctypes.CDLL(None)  # loaded here: between fork and exec little is allowed
@@ -197,7 +200,7 @@ class Runner:
         return preflight(self.design)
 
     def prepare(self) -> None:
-        """Write what all runs go by: the fingerprint, and each run's configuration.
+        """Write what all runs go by: the fingerprints, and each run's configuration.
 
         Settings that are `auto` are resolved the first time, and kept.
 
@@ -210,14 +213,17 @@ class Runner:
         else:
             self.resolved = {name: each.resolved for name, each in preflight(design).items()}
             objects = pack(design.objects)
+            stored = {
+                "fingerprint": design.fingerprint(),
+                "resolved": self.resolved,
+                "sources": sources(),  # of no later code than what is measured
+                "behaviour": self._behaviour(),
+            }
             try:
                 (design.directory / "configs").mkdir(parents=True, exist_ok=True)
                 if objects:
                     self._objects.write_bytes(objects)
-                write_json(
-                    design.directory / "design.json",
-                    {"fingerprint": design.fingerprint(), "resolved": self.resolved},
-                )
+                write_json(design.directory / "design.json", stored)
             except OSError as error:
                 raise UserError(
                     f"{design.directory}: cannot be written ({error.strerror}); choose another "
@@ -233,7 +239,8 @@ class Runner:
         """Run what is missing, look by look, and write the record and the page after each run.
 
         Raises:
-            UserError: as `prepare`; or another process runs this ablation.
+            UserError: as `prepare`; or another process runs this ablation; or the code behaves
+                otherwise than when its runs began.
             KeyboardInterrupt: after its processes have ended; the next call goes on.
         """
         design = self.design
@@ -445,11 +452,36 @@ class Runner:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path}: cannot be read ({error}); choose another --output") from None
         if lines:
-            told = (f"{self.design.source}: {line} since its runs began" for line in lines)
-            raise UserError(
-                "\n".join([*told, f"{path.parent}: put it back, or choose another --output"])
-            )
+            raise self._other(lines)
         return stored
+
+    def _other(self, changed: list[str]) -> UserError:
+        """What to say where an ablation has become another."""
+        told = (f"{self.design.source}: {line} since its runs began" for line in changed)
+        where = self.design.directory
+        return UserError("\n".join([*told, f"{where}: put it back, or choose another --output"]))
+
+    def _agree(self) -> None:
+        """Refuse to start a run with code that behaves otherwise than it did when the runs began;
+        of those that are older than the fingerprint nothing is known.
+
+        Raises:
+            UserError: a line for each thing that has changed.
+        """
+        stored = self._stored()
+        if not stored.get("behaviour") or stored["sources"] == (now := sources()):
+            return
+        if lines := differences(stored["behaviour"], self._behaviour()):
+            raise self._other(lines)
+        write_json(self.design.directory / "design.json", stored | {"sources": now})
+
+    def _behaviour(self) -> dict[str, Any]:
+        _log.info("%s: golden runs of its arms, for the record", self.design.source)
+        (found,) = fingerprint(self.design)
+        for name, numbers in found["golden"].items():
+            if "fault" in numbers:
+                _log.warning("%s has no golden run: %s", name, numbers["fault"])
+        return found
 
     def _jobs(self, seeds: tuple[int, ...], everything: bool = False) -> list[Job]:
         """What is to run for these seeds, in order; `everything`: what is finished, too."""
@@ -526,6 +558,7 @@ class Runner:
 
     def _start(self, job: Job, slot: int) -> Working | None:
         """Start a job's process; None where another process runs it."""
+        self._agree()
         directory = self.design.directory / job.name
         words = [*_PROCESS, job.command, str(self._config_path(job))]
         words += ["--objects", str(self._objects)] if self.design.objects else []

@@ -1,0 +1,174 @@
+"""The behaviour fingerprint of an ablation: what the code that runs it does with its arms.
+
+A record says at which commit it was made, but not whether the code does the same today. Its
+fingerprint does: every setting of every arm, and the numbers of a golden run of it (golden.py). It
+is taken before the first run of an ablation and kept in design.json, so that a record is never
+given one without the runs. A refactor that keeps the numbers keeps the record; where they change,
+or a setting has another default, the record is of other code.
+
+Numbers are compared within what another CPU may make of them: another order of sums, another width
+of vectors, a compiler that optimizes or does not. `_BOUNDS` was found by measuring these.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from fp8rl_jax.ablation.design import SET_BY_RUNNER, Design
+from fp8rl_jax.ablation.preflight import last_line
+from fp8rl_jax.ablation.record import shared_settings
+from fp8rl_jax.config.files import dump_toml
+from fp8rl_jax.config.fingerprint import flat, is_free, plain
+from fp8rl_jax.errors import UserError
+
+_PACKAGES = Path(__file__).parents[2] / "fp8rl_jax", Path(__file__).parents[2] / "pallas_kernels"
+_UNOPTIMIZED = (
+    "--xla_backend_optimization_level=0 "
+    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+)
+"""Most of a golden run is compiling, of which this takes a third."""
+_SUFFIXES = (".py", ".toml", ".c", ".h")
+
+
+_BOUNDS = {
+    "logprob": (5e-3, 0.0),
+    "preferred": (0.0, 0.08),
+    "loss": (0.0, 0.015),
+    "grad_norm": (0.025, 0.0),
+    "k3": (0.2, 4e-4),
+    "changed": (0.02, 0.0),
+    "arrived": (0.02, 0.0),
+    "noise": (0.05, 0.01),
+    "kv_scale": (0.025, 0.0),
+}
+"""How far each number may be apart where something is rounded to FP8, relative and absolute: one
+e4m3 rounding that a last bit flips moves all that comes behind. At least three times what was seen
+between compilers, vector widths, kernels and numbers of threads."""
+_PART = {"fp8": 1.0, "float16": 0.2, "bfloat16": 0.2, "float32": 0.005}
+"""Of these where this is the coarsest rounding; of k3, which is a square, its square."""
+
+
+def settings(design: Design) -> dict[str, Any]:
+    """Give what every arm is: {"all": {key: value}, "arms": {name: {key: value}}}.
+
+    Defaults stand there, too, so that another default is seen. What says where a run is made and
+    what it records is left out.
+    """
+    found = {
+        arm.name: {
+            key: plain(value)
+            for key, value in flat(arm.config).items()
+            if key not in SET_BY_RUNNER
+            and (key.startswith(("sft.", "evaluation.")) or not is_free(key, {}))
+        }
+        for arm in design.arms
+    }
+    shared = shared_settings(found)
+    own = {
+        name: {key: value for key, value in each.items() if key not in shared}
+        for name, each in found.items()
+    }
+    return {"all": shared, "arms": own}
+
+
+def fingerprint(*designs: Design) -> list[dict[str, Any]]:
+    """Take the fingerprints of designs under the present code, in one process.
+
+    Returns:
+        {"settings": of `settings`, "golden": numbers by arm}, as a record has it; the numbers of a
+        warm start as "start".
+
+    Raises:
+        UserError: that process failed.
+    """
+    runs = []
+    for number, design in enumerate(designs):
+        runs += [(number, arm.name, "arm", arm.config) for arm in design.arms]
+        runs += [(number, "start", "start", design.base)] * (design.file.start != "none")
+    asked = [(kind, dump_toml(replace(config, output="unused"))) for *_, kind, config in runs]
+    done = subprocess.run(
+        [sys.executable, "-m", "fp8rl_jax.ablation.golden"],
+        input=json.dumps(asked),
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ
+        | {
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": f"{_UNOPTIMIZED} {os.environ.get('XLA_FLAGS', '')}",
+        },
+    )
+    if done.returncode:
+        raise UserError(f"the golden runs failed: {last_line(done.stderr + done.stdout)}")
+    found = [{"settings": settings(design), "golden": {}} for design in designs]
+    numbers = json.loads(done.stdout.splitlines()[-1])
+    for (number, name, *_), each in zip(runs, numbers, strict=True):
+        found[number]["golden"][name] = each
+    return found
+
+
+def sources() -> str:
+    """SHA-256 of what a golden run is made of: with the same on the same machine it is the same,
+    and need not be made again."""
+    found = hashlib.sha256(f"jax {version('jax')} {version('jaxlib')}".encode())
+    for folder in _PACKAGES:
+        for path in sorted(folder.rglob("*")):
+            if path.suffix in _SUFFIXES:
+                found.update(f"{path.relative_to(folder.parent)} ".encode() + path.read_bytes())
+    return found.hexdigest()
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Name what differs between two fingerprints, one line each.
+
+    A setting that one of them does not know is none: it came or went with a refactor, and what it
+    does is in the numbers.
+    """
+    lines = []
+    for name, was in before["golden"].items():
+        if name not in now["golden"]:
+            lines.append(f"{name}: there is no such arm now")
+            continue
+        lines += [f"{name}: {line}" for line in _settings_differ(before, now, name)]
+        lines += [f"{name}: {line}" for line in _numbers_differ(was, now["golden"][name])]
+    return lines
+
+
+def _settings_differ(before: Mapping[str, Any], now: Mapping[str, Any], name: str) -> Iterator[str]:
+    was, is_now = (
+        of["settings"]["all"] | of["settings"]["arms"].get(name, {}) for of in (before, now)
+    )
+    for key in was.keys() & is_now.keys():
+        if was[key] != is_now[key]:
+            yield f"{key} was {was[key]!r} and is {is_now[key]!r}"
+
+
+def _numbers_differ(was: Mapping[str, Any], is_now: Mapping[str, Any]) -> Iterator[str]:
+    for key in dict.fromkeys([*was, *is_now]):
+        if key not in was or key not in is_now or isinstance(was[key], str):
+            if was.get(key) != is_now.get(key):
+                yield f"{key} was {was.get(key)!r} and is {is_now.get(key)!r}"
+            continue
+        for step, (x, y) in enumerate(zip(was[key], is_now[key], strict=True)):
+            allowed = _allowed(key, was["rounding"], x, y)
+            if not abs(x - y) <= allowed:  # NaN is never within
+                yield (
+                    f"{key} of step {step} was {x:.6g} and is {y:.6g}, further apart than another "
+                    f"CPU's last bits can make it ({allowed:.2g})"
+                )
+                break
+
+
+def _allowed(key: str, rounding: str, x: float, y: float) -> float:
+    relative, absolute = _BOUNDS[key.partition("_scale")[0] + "_scale" * ("_scale" in key)]
+    part = _PART[rounding]
+    return max(part * relative * max(abs(x), abs(y)), part ** (1 + (key == "k3")) * absolute)
