@@ -8,6 +8,7 @@ SHELL := /bin/bash
 VENV := .venv
 VLLM := .vllm
 VLLM_IN_PROCESS := .vllm-in-process
+PEERS := .peers
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TOOLCHAIN := pallas_kernels/check/toolchain.txt
@@ -27,7 +28,7 @@ UNOPTIMIZED := --xla_backend_optimization_level=0 --xla_backend_extra_options=xl
 # what is used: with pip 26, which the first line of the install brings, a new .venv takes half the time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo ablation test slow chaos vllm test-vllm vllm-in-process test-vllm-in-process hopper mutants toolchain lint browser clean
+.PHONY: help install demo ablation test slow chaos vllm test-vllm vllm-in-process test-vllm-in-process peers hopper mutants toolchain lint browser clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -56,6 +57,7 @@ demo: install ## train the built-in policy with bf16 and with fp8-rl; writes run
 
 ablation: install ## does FP8 cost the demo accuracy: three recipes, 5 seeds; writes runs/ablation/demo/ablation.html
 	@$(BIN)/fp8rl ablate experiments/ablations/demo.toml --jobs $(WORKERS)
+	@$(BIN)/python -m experiments.fingerprints --names demo --against runs/ablation/demo/ablation.json
 
 # Both kinds of a set of tests: compiled without optimization, and as shipped. $(call both,MARKER)
 define both
@@ -113,6 +115,22 @@ vllm-in-process: $(VLLM_IN_PROCESS)/.installed ## make .vllm-in-process, an envi
 
 test-vllm-in-process: vllm-in-process ## the rollout engine with a real vLLM in its process
 	VLLM_CPU_KVCACHE_SPACE=1 $(VLLM_IN_PROCESS)/bin/python -m pytest -m in_process $(PYTEST_ARGS)
+
+# The check against others needs torch and transformers, which this project does not. Python 3.11 gets torch for a CPU.
+$(PEERS)/.installed:
+	@python=; \
+	for candidate in python3.11 python3 python; do \
+	  if "$$candidate" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then python=$$candidate; break; fi; \
+	done; \
+	if [ -z "$$python" ]; then echo "make: torch for a CPU needs Python 3.11; install it" >&2; exit 2; fi; \
+	"$$python" -m venv $(PEERS)
+	@echo "Installing torch and transformers into $(PEERS)"
+	@$(PEERS)/bin/pip install -qq --no-compile torch==2.13.0 transformers
+	@touch $@
+
+peers: install $(PEERS)/.installed ## fake quantization written independently in torch, on the tokens of our rollout (Python 3.11)
+	@$(BIN)/python -m experiments.fake_quantization --python $(abspath $(PEERS)/bin/python) \
+	  --output experiments/results/fake_quantization.json
 
 hopper: install ## the kernels and the GPU command, checked without a GPU: played, compiled to sm_90a, rehearsed
 	$(call both,hopper)

@@ -1,17 +1,22 @@
 """What the mismatch is made of, and how it grows with depth: `python -m experiments.depth --output
 FOLDER`.
 
-Forward passes alone. A model is cut to its first layers, ten sets of prompts are continued by the
-bf16 rollout, and the same tokens are scored in four ways, each a program of its own:
+Forward passes alone. A model is cut to its first layers, and each recipe's own rollout continues
+ten sets of prompts: k3 is defined over tokens that the rollout under test sampled. On another's
+tokens one that this rollout finds unlikely may outweigh all others. Four programs say how likely
+the sampled tokens are:
 
     trainer    the update's forward, the trainer's formats, all tokens of a completion at once
     linears    the same program with the rollout's formats of the linears
     cache      the same program with all of the rollout's formats: the FP8 cache and queries are new
-    decode     the rollout: a token at a time over its cache, with the formats of `cache`
+    decode     the rollout as it sampled: a token at a time over its cache, the formats of `cache`
 
 Neighbours differ in one thing, so their k3 says what each part is worth: formats (trainer -
 linears), cache (linears - cache), order of sums (cache - decode). `total` is trainer - decode, what
 a run would log. k3 is no distance: the parts need not add up.
+
+Tokens' k3 has a heavy tail. So the median over the sets stands beside the mean, and the largest
+token's share of the total is kept.
 
 The rollout's layers are scanned, as its unrolled form compiles ten times as long.
 """
@@ -23,6 +28,7 @@ import sys
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,15 +36,16 @@ import numpy as np
 
 from experiments.benchmarks.machine import facts
 from experiments.command import run_command
-from fp8rl_jax.compare.probe import Tokens, at_once, one_by_one
+from fp8rl_jax.compare.probe import Tokens, at_once
 from fp8rl_jax.config.recipe import RECIPES, ForwardFormats, Recipe
+from fp8rl_jax.models.cache import KVScales
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.forms import rollout_policy, trainer_policy
 from fp8rl_jax.models.policy import Policy, init_policy, run_of_layers
-from fp8rl_jax.rl import mismatch_metrics
+from fp8rl_jax.rl.metrics import k3
 from fp8rl_jax.rollout.calibration import calibrate_on_prompts
 from fp8rl_jax.rollout.engine import Prompts, pad_prompts
-from fp8rl_jax.rollout.sampler import generate
+from fp8rl_jax.rollout.sampler import Rollout, generate
 from fp8rl_jax.rollout.sampling import Sampling
 from fp8rl_jax.tokenizers.tokenizer import load_tokenizer
 from fp8rl_jax.weights.hf_config import read_policy_config
@@ -52,8 +59,8 @@ SETS = (
 )
 """Tasks of reasoning-gym: a prompt set each."""
 PROMPTS, WIDTH, NEW = 4, 24, 16
-WAYS = ("trainer", "linears", "cache", "decode")
 PARTS = {"formats": (0, 1), "cache": (1, 2), "order": (2, 3), "total": (0, 3)}
+"""Places of two of the four programs: trainer, linears, cache, decode."""
 COMPUTE = ForwardFormats()
 BACKEND = "reference"
 
@@ -121,58 +128,66 @@ def prompts() -> Prompts:
 _calibrate = partial(calibrate_on_prompts, backend=BACKEND)
 _serve = jax.jit(rollout_policy, static_argnums=(1, 2, 3, 4))
 _train = jax.jit(trainer_policy, static_argnums=(1, 2, 3))
-_at_once, _one_by_one = jax.jit(at_once), jax.jit(one_by_one)
+_at_once = jax.jit(at_once)
 _sample = partial(generate, samples=1, sampling=Sampling(max_new_tokens=NEW))
 
 
 def point(
     weights: str, depth: int, dtype: str, recipes: tuple[str, ...]
-) -> dict[str, dict[str, list[float]]]:
-    """k3 of each part for each prompt set, by recipe."""
+) -> dict[str, dict[str, Any]]:
+    """By recipe: k3 of each part for each prompt set; `tokens`, how many were sampled; and of the
+    total the largest token's share, and the largest difference of a log-probability.
+
+    Recipes that sample or score alike share it.
+    """
     policy, kind, given = cut(model(weights), depth), jnp.dtype(dtype), prompts()
-    sampled = _sample(
-        _serve(policy, RECIPES["bf16"], kind, False, BACKEND)[0], *given, jax.random.key(0)
-    ).tokens
-    tokens = Tokens(given.tokens, given.lengths, sampled, jnp.full(len(sampled), NEW))
-    scored: dict = {}
 
-    def score(recipe: Recipe, way: str):
-        side = recipe.trainer if way == "trainer" else recipe.rollout
-        if way == "linears":
-            side = replace(side, query=COMPUTE.query, key=COMPUTE.key, value=COMPUTE.value)
-        # what is computed: recipes that share it share the result
-        form = (
-            Recipe("formats", trainer=side) if way == "trainer" else Recipe("formats", rollout=side)
-        )
-        if (way == "decode", way == "trainer", form) not in scored:
-            scales = (
-                _calibrate(policy, given, replace(recipe, rollout=side), kind)
-                if side.roles()["key"].quantized
-                else None
-            )
-            if way == "trainer":
-                gradient = replace(recipe, rollout=COMPUTE, name="formats")
-                found = _at_once(_train(policy, gradient, kind, BACKEND), tokens)
-            else:
-                served = _serve(policy, form, kind, False, BACKEND)[0]
-                found = (_one_by_one if way == "decode" else _at_once)(served, tokens, scales)
-            scored[way == "decode", way == "trainer", form] = np.asarray(found)
-        return scored[way == "decode", way == "trainer", form]
+    @cache
+    def calibrated(recipe: Recipe) -> KVScales | None:
+        return _calibrate(policy, given, recipe, kind)
 
-    def k3(train: np.ndarray, rollout: np.ndarray) -> list[float]:
-        sets = zip(np.split(train, len(SETS)), np.split(rollout, len(SETS)), strict=True)
-        found = [
-            mismatch_metrics(jnp.asarray(r), jnp.asarray(t), jnp.ones(t.shape, bool))
-            for t, r in sets
-        ]
-        return [float(f"{float(x['mismatch/k3']):.4g}") for x in found]
+    @cache
+    def sampled(recipe: Recipe) -> Rollout:
+        served = _serve(policy, recipe, kind, False, BACKEND)[0]
+        return _sample(served, *given, jax.random.key(0), calibrated(recipe))
+
+    @cache
+    def scored(sampler: Recipe, recipe: Recipe, trainer: bool) -> jax.Array:
+        rollout = sampled(sampler)
+        tokens = Tokens(given.tokens, given.lengths, rollout.tokens, rollout.mask.sum(1))
+        if trainer:
+            return _at_once(_train(policy, recipe, kind, BACKEND), tokens)
+        served = _serve(policy, recipe, kind, False, BACKEND)[0]
+        return _at_once(served, tokens, calibrated(recipe))
 
     results = {}
     for name in recipes:
-        ways = [score(RECIPES[name], way) for way in WAYS]
-        results[name] = {part: k3(ways[i], ways[j]) for part, (i, j) in PARTS.items()}
-        results[name]["largest"] = float(f"{np.abs(ways[0] - ways[3]).max():.4g}")
+        # what is computed, and nothing else: the trainer measures the scales of a cache
+        whole = replace(RECIPES[name], name="formats", correction="none")
+        linears = replace(whole.rollout, query=COMPUTE.query, key=COMPUTE.key, value=COMPUTE.value)
+        alone = Recipe("formats", rollout=linears)
+        sampler = whole if whole.quantizes_cache else alone
+        ways = (
+            scored(sampler, replace(whole, rollout=COMPUTE), True),
+            scored(sampler, alone, False),
+            scored(sampler, sampler, False),
+            sampled(sampler).policy_logprobs,
+        )
+        found = {part: np.asarray(k3(ways[i] - ways[j])) for part, (i, j) in PARTS.items()}
+        results[name] = {
+            part: [short(x) for x in values.reshape(len(SETS), -1).mean(1)]
+            for part, values in found.items()
+        } | {
+            "tokens": ways[3].size,
+            "share": short(found["total"].max() / max(found["total"].sum(), 1e-30)),
+            "largest": short(np.abs(ways[0] - ways[3]).max()),
+        }
     return results
+
+
+def short(x: np.floating) -> float:
+    """Four digits, as the record has them."""
+    return float(f"{x:.4g}")
 
 
 def mean(values: list[float]) -> tuple[float, float, float]:
@@ -181,39 +196,43 @@ def mean(values: list[float]) -> tuple[float, float, float]:
     return float(np.mean(values)), *(float(x) for x in np.quantile(drawn, (0.025, 0.975)))
 
 
+def table(chosen: list[dict]) -> str:
+    """Write the points of one model and dtype, by depth: k3 by recipe, and at the greatest depth
+    its interval, parts and largest token."""
+
+    def cell(p: dict, name: str) -> str:
+        total = p["k3"][name]["total"]
+        middle, low, high = mean(total)
+        limits = f" ({low:.1e} to {high:.1e})" if p is chosen[-1] else ""
+        return f"{middle:.1e}{limits} / {np.median(total):.1e}"
+
+    rows = [
+        ["recipe", *(f"{p['depth']} layers" for p in chosen)]
+        + ["of it: formats", "FP8 cache", "order of sums", "largest token"]
+    ]
+    rows.append(["---"] * len(rows[0]))
+    for name, last in chosen[-1]["k3"].items():
+        parts = [f"{np.mean(last[part]):.1e}" for part in ("formats", "cache", "order")]
+        cells = [cell(p, name) for p in chosen]
+        rows.append([f"`{name}`", *cells, *parts, f"{last['share']:.0%}"])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
+
+
 def summary(points: list[dict]) -> str:
-    """Write a table a model and dtype: total k3 by recipe and depth, and parts at the deepest."""
-    lines = []
+    """Write a table a model and dtype."""
+    about = (
+        "k3 on tokens that the recipe's own rollout sampled, mean / median over the sets of "
+        "prompts; at the greatest depth the mean's 95 % interval by bootstrap over the sets, its "
+        "parts, and the share of it that is the largest token's."
+    )
+    parts = []
     for weights, dtype in dict.fromkeys((p["weights"], p["dtype"]) for p in points):
         chosen = sorted(
             (p for p in points if (p["weights"], p["dtype"]) == (weights, dtype)),
             key=lambda p: p["depth"],
         )
-        depths, last = [p["depth"] for p in chosen], chosen[-1]
-        about = (
-            "Mean of k3 over ten prompt sets (95 % interval by bootstrap over the sets); at "
-            "the greatest depth its parts."
-        )
-        lines += [f"### {weights}, {dtype}", "", about, ""]
-        lines.append(
-            "| recipe | "
-            + " | ".join(f"{d} layers" for d in depths)
-            + " | formats | cache | order of sums |"
-        )
-        lines.append("|---" * (len(depths) + 4) + "|")
-        for name in last["k3"]:
-            cells = []
-            for p in chosen:
-                middle, low, high = mean(p["k3"][name]["total"])
-                cells.append(
-                    f"{middle:.1e} ({low:.1e}-{high:.1e})" if p is last else f"{middle:.1e}"
-                )
-            cells += [
-                f"{mean(last['k3'][name][part])[0]:.1e}" for part in ("formats", "cache", "order")
-            ]
-            lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
-        lines.append("")
-    return "\n".join(lines)
+        parts += [f"### {weights}, {dtype}", about, table(chosen)]
+    return "\n\n".join(parts) + "\n"
 
 
 def draw(points: list[dict], path: Path) -> None:

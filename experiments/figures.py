@@ -21,7 +21,9 @@ from typing import Any
 import numpy as np
 
 from experiments.depth import mean as depth_mean
-from fp8rl_jax.statistics import Interval, t_interval
+from experiments.depth import table as depth_table
+from experiments.fake_quantization import summary
+from fp8rl_jax.statistics import Interval, compare_arms, t_interval
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "experiments" / "results"
@@ -195,32 +197,17 @@ def deep() -> list[dict[str, Any]]:
 def depth() -> str:
     """What the mismatch is made of, by depth."""
     chosen = deep()
-    last, rows = chosen[-1]["k3"], []
+    bf16 = chosen[-1]["k3"]["bf16"]
     about = prose(f"""
         What the mismatch is made of, and how it grows with depth: SmolLM2-135M-Instruct cut to its first layers, forward
-        passes alone, {len(last["bf16"]["total"])} sets of prompts, bfloat16 compute. Mean k3, and at the greatest depth its
-        95 % interval by bootstrap over the sets and its parts: each is the k3 between two programs that differ in that one
-        thing, so parts need not add up. `fp8-e2e` and `jet-rl` have the same formats on both sides: what is left of theirs is
-        a last bit of a sum that flips an e4m3 rounding, which the next layer multiplies. Exact mode is without it.
+        passes alone, bfloat16 compute, {bf16["tokens"]} tokens of {len(bf16["total"])} sets of prompts, sampled by the
+        recipe's own rollout. k3, mean / median over the sets; at the greatest depth the mean's 95 % interval by bootstrap over
+        the sets, its parts, and how much of it is one token's, the largest. Each part is the k3 between two programs that
+        differ in that one thing, so parts need not add up. `fp8-e2e` and `jet-rl` have the same formats on both sides: what is
+        left of theirs is a last bit of a sum that flips an e4m3 rounding, which the next layer multiplies. Exact mode is
+        without it.
     """)
-    for name, parts in last.items():
-        cells = [f"{depth_mean(p['k3'][name]['total'])[0]:.1e}" for p in chosen[:-1]]
-        cells.append(interval(depth_mean(parts["total"]), ".1e"))
-        rows.append(
-            [
-                f"`{name}`",
-                *cells,
-                *(f"{depth_mean(parts[part])[0]:.1e}" for part in ("formats", "cache", "order")),
-            ]
-        )
-    heads = [
-        "recipe",
-        *(f"{p['depth']} layers" for p in chosen),
-        "of it: formats",
-        "FP8 cache",
-        "order of sums",
-    ]
-    return f"{about}\n\n{table(heads, rows)}"
+    return f"{about}\n\n{depth_table(chosen)}"
 
 
 def correction() -> str:
@@ -231,6 +218,9 @@ def correction() -> str:
         Corrections where they act: `fp8-rl` with a KV cache whose scales cover half of the range. In {dose.clipped:.1%} of
         the tokens the trainer's probability is more than twice the rollout's. {found.seeds} paired seeds, {found.problems}
         held-out words, float32 compute. What was learned is judged under the recipe `bf16`, and through the damaged cache.
+        Judged under `bf16` no arm falls behind, with a correction or without, so that this dose (a k3 that SmolLM2 has
+        undamaged) cannot show that one helps. Served through the damaged cache, `none` is ahead of `token_tis`:
+        {without()}.
     """)
     rows = [
         [
@@ -247,6 +237,20 @@ def correction() -> str:
         *("served through the damaged cache", K3),
     ]
     return f"{about}\n\n{table(heads, rows)}"
+
+
+def without() -> str:
+    """Served accuracy of no correction less that of token weights, paired over seeds."""
+    runs = {arm["name"]: arm["runs"] for arm in record("ablations/correction.json")["arms"]}
+    served = [
+        [run["series"]["eval/accuracy"]["values"][-1] for run in runs[name]]
+        for name in ("none", "token_tis")
+    ]
+    difference = np.subtract(*served)
+    ahead = int((difference > 0).sum())
+    return (
+        f"{estimate(t_interval(list(difference)), '+.3f')}, in {ahead} of {len(difference)} seeds"
+    )
 
 
 def compute_dtype() -> str:
@@ -640,11 +644,68 @@ def smollm2_addition() -> str:
     found = study("smollm2_addition")
     about = prose(f"""
         SmolLM2-135M-Instruct learns single-digit sums (`experiments/runs/smollm2_addition.toml`): {found.steps} steps of GRPO,
-        {found.seeds} paired seeds, {found.problems} held-out problems with 4 samples each, temperature 1, float32 compute on
-        a CPU. After so few steps accuracy says how fast an arm learns, not where it ends. The weights come from a 4-bit file,
-        so errors of quantization measured with them are not those of a bf16 checkpoint.
+        {found.seeds} paired seeds, {found.problems} held-out problems with 4 samples each, temperature 1, on a CPU, in
+        float32 compute where no other dtype stands. After so few steps accuracy says how fast an arm learns, not where it
+        ends. The weights come from a 4-bit file, so errors of quantization measured with them are not those of a bf16
+        checkpoint.
     """)
     return f"{about}\n\n{learned(found)}"
+
+
+ARRIVAL = "arrival/results.json"
+SERVED_AS = ("masters", "bfloat16", "fp8", "bfloat16, then fp8")
+
+
+def arrival() -> str:
+    """How well each arm's masters do as other policies serve them, and what arrived."""
+    about = prose("""
+        What is served is a rounding of what is learned ([arrival.md](arrival.md)). The runs above, their float32 masters
+        served in four ways, each computed in float32: as they are, rounded to bfloat16 and nothing else, in FP8 (linears and
+        KV cache), and in FP8 from their bfloat16. `served` is the run's own last evaluation; what arrived is of its last
+        sync. Mean accuracy (range over seeds).
+    """)
+    rows = []
+    for arm, of_arm in arrivals().items():
+        sync = [{key: x["values"][-1] for key, x in run["series"].items()} for run in of_arm]
+        cells = [seeds([run["outcome"] for run in of_arm], ".3f")]
+        cells += [seeds([run["served"][way] for run in of_arm], ".3f") for way in SERVED_AS]
+        cells += [f"{np.mean([x[f'sync/{key}'] for x in sync]):.2g}" for key in HEARD]
+        rows.append([f"`{arm}`", str(len(of_arm)), *cells])
+    heads = ["trained as", "seeds", "served", *SERVED_AS, *HEARD]
+    return f"{about}\n\n{table(heads, rows)}"
+
+
+HEARD = ("arrived", "noise", "changed")
+
+
+def arrivals() -> dict[str, list[dict[str, Any]]]:
+    """Runs of the arrival study, by arm, in the order of their seeds."""
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for run in sorted(record(ARRIVAL)["runs"].values(), key=itemgetter("seed")):
+        runs.setdefault(run["directory"].rpartition("-")[0], []).append(run)
+    return runs
+
+
+def seeds(values: list[float], form: str) -> str:
+    """Mean (least to largest)."""
+    return interval([float(np.mean(values)), min(values), max(values)], form)
+
+
+def fake_quantization() -> str:
+    """Our mismatch beside that of fake quantization in torch."""
+    found = record(FAKE)
+    tokens = found["completions"]["tokens"]
+    about = prose(f"""
+        Is the mismatch what the formats make of this model, or what our code does? {tokens} tokens that our rollout sampled
+        (SmolLM2-135M-Instruct, `fp8-rollout`, float32 compute), scored by transformers with fake quantization that was
+        written independently in torch, and by ours. k3 is between the unquantized and the quantized scoring of one program.
+        Below: relative errors of each kind of linear, medians over tokens. No product by itself is further off than
+        independent normal numbers make it; it is the inputs, off already, that pile up (`accumulated`).
+    """)
+    return f"{about}\n\n{summary(found)}"
+
+
+FAKE = "fake_quantization.json"
 
 
 @dataclass(frozen=True)
@@ -679,9 +740,19 @@ def ablation(heading: str, text: Callable[[], str], name: str, optional: bool = 
 SECTIONS = (
     ablation("The demo", demo, "demo"),
     ablation("SmolLM2 addition", smollm2_addition, "smollm2_addition", optional=True),
+    Section(
+        "What arrives of an update",
+        arrival,
+        "python -m experiments.arrival",
+        ARRIVAL,
+        optional=True,
+    ),
     ablation("Mismatch of every recipe", recipes, "recipes"),
     Section(
         "What the mismatch is made of", depth, "python -m experiments.depth", "depth/results.json"
+    ),
+    Section(
+        "Beside fake quantization in torch", fake_quantization, "make peers", FAKE, optional=True
     ),
     Section("Exact mode", exact, "python -m experiments.identity", "exact/identity.json"),
     ablation("Corrections", correction, "correction"),
@@ -746,6 +817,31 @@ def costs(name: str, arm: str = "fp8-rl", baseline: str = "bf16") -> tuple[str, 
     )
 
 
+def heard() -> tuple[str, str]:
+    """What arrives with dithered masters and without, and the difference in accuracy."""
+    plain, runs = DITHERED.removesuffix("-dithered"), arrivals()
+    outcomes = {name: [run["outcome"] for run in runs[name]] for name in (plain, DITHERED)}
+    correct = {
+        name: np.array([run["by_problem"]["correct"] for run in runs[name]], float)
+        / runs[name][0]["by_problem"]["samples"]
+        for name in outcomes
+    }
+    (found,) = compare_arms(outcomes, plain, 0.05, by_problem=correct).values()
+    less, more = (
+        np.mean([run["series"]["sync/arrived"]["values"][-1] for run in runs[name]])
+        for name in outcomes
+    )
+    x = found.difference
+    return (
+        f"{less:.2f} of it, and with dithered masters (the default) {more:.2f}; accuracy with less "
+        f"without: {x.mean:+.3f} ({x.low:+.3f} to {x.high:+.3f})",
+        f"{found.difference.n} seeds x {correct[plain].shape[1]} problems",
+    )
+
+
+DITHERED = "bf16-bfloat16-dithered"
+
+
 def mismatches() -> tuple[str, str]:
     """k3 of three recipes."""
     found = study("recipes")
@@ -760,11 +856,12 @@ def growth() -> tuple[str, str]:
     first, last = deep()[0], deep()[-1]
 
     def of(name: str) -> str:
-        shallow, whole = (depth_mean(p["k3"][name]["total"]) for p in (first, last))
-        return f"`{name}` {shallow[0]:.1e} to {interval(whole, '.1e')}"
+        shallow, whole = (p["k3"][name]["total"] for p in (first, last))
+        grown = f"{np.mean(shallow):.1e} to {interval(depth_mean(whole), '.1e')}"
+        return f"`{name}` {grown}, in the median {np.median(shallow):.1e} to {np.median(whole):.1e}"
 
-    found = f"k3 from {first['depth']} to {last['depth']} layers: {of('fp8-rl')}, {of('bf16')}"
-    return found, f"{len(last['k3']['bf16']['total'])} sets of prompts"
+    found = f"k3 from {first['depth']} to {last['depth']} layers: {of('fp8-rl')}; {of('bf16')}"
+    return found, f"{len(last['k3']['bf16']['total'])} sets of prompts (bootstrap)"
 
 
 def zero() -> tuple[str, str]:
@@ -845,6 +942,11 @@ CLAIMS = (
         "And where SmolLM2-135M learns sums, a few steps in? (From a 4-bit file.)",
         lambda: costs("smollm2_addition"),
         "SmolLM2 addition",
+    ),
+    Claim(
+        "How much of its update does the same model hear in bfloat16 compute, the default dtype?",
+        heard,
+        "What arrives of an update",
     ),
     Claim(
         "How far is the trainer from the rollout, bfloat16 compute?",

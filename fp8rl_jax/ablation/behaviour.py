@@ -31,14 +31,12 @@ from fp8rl_jax.config.fingerprint import flat, is_free, plain
 from fp8rl_jax.errors import UserError
 
 _PACKAGES = Path(__file__).parents[2] / "fp8rl_jax", Path(__file__).parents[2] / "pallas_kernels"
-_UNOPTIMIZED = (
+_COMPILER = (
     "--xla_backend_optimization_level=0 "
     "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 )
-"""Most of a golden run is compiling, of which this takes a third."""
+"""Nothing is optimized: most of a golden run is compiling."""
 _SUFFIXES = (".py", ".toml", ".c", ".h")
-
-
 _BOUNDS = {
     "logprob": (5e-3, 0.0),
     "preferred": (0.0, 0.08),
@@ -46,13 +44,13 @@ _BOUNDS = {
     "grad_norm": (0.025, 0.0),
     "k3": (0.2, 4e-4),
     "changed": (0.02, 0.0),
-    "arrived": (0.02, 0.0),
+    "arrived": (0.05, 0.0),
     "noise": (0.05, 0.01),
     "kv_scale": (0.025, 0.0),
 }
 """How far each number may be apart where something is rounded to FP8, relative and absolute: one
 e4m3 rounding that a last bit flips moves all that comes behind. At least three times what was seen
-between compilers, vector widths, kernels and numbers of threads."""
+between a compiler that optimizes and one that does not, vector widths, and kernels."""
 _PART = {"fp8": 1.0, "float16": 0.2, "bfloat16": 0.2, "float32": 0.005}
 """Of these where this is the coarsest rounding; of k3, which is a square, its square."""
 
@@ -101,11 +99,7 @@ def fingerprint(*designs: Design) -> list[dict[str, Any]]:
         capture_output=True,
         text=True,
         check=False,
-        env=os.environ
-        | {
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": f"{_UNOPTIMIZED} {os.environ.get('XLA_FLAGS', '')}",
-        },
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": _COMPILER},
     )
     if done.returncode:
         raise UserError(f"the golden runs failed: {last_line(done.stderr + done.stdout)}")

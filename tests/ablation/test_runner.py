@@ -18,14 +18,29 @@ from tiny_run import faults
 
 import fp8rl_jax as fp8rl
 from fp8rl_jax.ablation import runner
+from fp8rl_jax.ablation.behaviour import settings
 from fp8rl_jax.ablation.design import read_design
 from fp8rl_jax.ablation.preflight import Preflight
+from fp8rl_jax.ablation.record import make_record, run_entry
 from fp8rl_jax.cli.main import main
 from fp8rl_jax.durable import locked
 from fp8rl_jax.errors import UserError
 
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_run.py")))
 AUTO = {"rollout.decode_layers": "unroll"}
+
+
+def behaves(**loss: float):
+    """Stands for the golden runs: each arm has a loss of 0.5, or the one that is given."""
+
+    def fingerprint(design) -> list[dict]:
+        golden = {
+            arm.name: {"rounding": "float32", "loss": [loss.get(arm.name, 0.5)]}
+            for arm in design.arms
+        }
+        return [{"settings": settings(design), "golden": golden}]
+
+    return fingerprint
 
 
 @pytest.fixture
@@ -39,6 +54,7 @@ def fake(monkeypatch):
         "preflight",
         lambda design: {arm.name: Preflight([], AUTO, 1e9, 1e8) for arm in design.arms},
     )
+    monkeypatch.setattr(runner, "fingerprint", behaves())
 
     def behave(**does: str) -> None:
         named = {name.replace("_", "-"): what for name, what in does.items()}
@@ -74,6 +90,8 @@ def test_a_study_of_two_arms_and_two_seeds(study, capsys):
         "rollout.decode_layers": "unroll",
         "trainer.loss_scale.mode": "none",
     }
+    golden = record["fingerprint"]["golden"]
+    assert golden["bf16"]["rounding"] == "float32" and golden["fp8"]["rounding"] == "fp8"
     (comparison,) = record["comparisons"]
     assert (comparison["arm"], comparison["baseline"], comparison["n"]) == ("fp8", "bf16", 2)
     assert comparison["sentence"] in said and "out/ablation.html" in said
@@ -97,7 +115,7 @@ def even(completion, **_):
 
 
 @pytest.mark.slow
-def test_one_seed_judged_with_a_reward_of_python_s(study, capsys):
+def test_one_seed_judged_with_a_reward_of_python_s(study, capsys, monkeypatch):
     """The plan's minutes come from first steps; the interval is over problems; the served accuracy
     is another than the judged one's file."""
     task = {"reward": {"function": ""}, "eval_size": 16, "args": {}}
@@ -109,6 +127,7 @@ def test_one_seed_judged_with_a_reward_of_python_s(study, capsys):
     )
     dataset = [{"prompt": f"{i:03}=", "answer": str(i)} for i in range(80)]
     given = {"reward": even, "dataset": dataset}
+    monkeypatch.setattr(runner, "fingerprint", behaves())
     design = read_design(path, **given)
     timed = runner.Runner(dataclasses.replace(design, arms=design.arms[:1])).timed(2)
     assert timed.keys() == {"bf16"} and 2 < timed["bf16"] < 300
@@ -282,6 +301,66 @@ def test_a_changed_file_is_named_and_refused(study, fake, tmp_path):
     assert set(states(ablate(study(), output="elsewhere")[0]).values()) == {"finished"}
 
 
+def test_the_record_has_the_fingerprint_of_the_code_that_ran(study, fake, monkeypatch):
+    path = study()
+    record, _ = ablate(path)
+    assert record["fingerprint"] == behaves()(read_design(path))[0]
+    assert record["fingerprint"]["settings"]["arms"]["fp8"] == {"recipe": "fp8-rl"}
+    assert record["fingerprint"]["settings"]["all"]["rl.clip_low"] == 0.2  # a default
+    # other code, and nothing left to run: the record stays that of the code that ran
+    monkeypatch.setattr(runner, "sources", lambda: "others")
+    monkeypatch.setattr(runner, "fingerprint", behaves(fp8=0.6))
+    assert ablate(path)[0]["fingerprint"] == record["fingerprint"]
+    # a run that is in the record of runs made elsewhere, whose code is not known
+    design = read_design(path)
+    elsewhere = run_entry(design, design.arms[0], 0) | {"behaviour": None}
+    assert "fingerprint" not in make_record(design, {}, {"bf16-0": elsewhere})
+
+
+def test_code_that_behaves_otherwise_does_not_go_on(study, fake, monkeypatch):
+    fake(fp8_1="fail")
+    path = study()
+    ablate(path)
+    fake()
+    monkeypatch.setattr(runner, "sources", lambda: "others")
+    monkeypatch.setattr(runner, "fingerprint", behaves(fp8=0.6))
+    with pytest.raises(UserError, match="choose another --output") as error:
+        ablate(path)
+    line, _ = str(error.value).splitlines()
+    assert line.startswith(f"{path}: fp8: loss of step 0 was 0.5 and is 0.6, further apart than")
+    assert line.endswith("since its runs began")
+    # last bits, and from then on these sources are known to behave as the first did
+    monkeypatch.setattr(runner, "fingerprint", behaves(fp8=0.5 + 1e-6))
+    assert set(states(ablate(path)[0]).values()) == {"finished"}
+    assert json.loads(Path("out/design.json").read_text())["sources"] == "others"
+
+
+def test_runs_older_than_fingerprints_go_on_without_one(study, fake, monkeypatch):
+    fake(fp8_1="fail")
+    path = study()
+    ablate(path)
+    kept = json.loads(Path("out/design.json").read_text())
+    Path("out/design.json").write_text(
+        json.dumps({key: kept[key] for key in ("fingerprint", "resolved")})
+    )
+    fake()
+    record, _ = ablate(path)
+    assert set(states(record).values()) == {"finished"} and "fingerprint" not in record
+
+
+def test_an_arm_without_a_golden_run_is_run_and_said(study, fake, monkeypatch, caplog):
+    why = "UserError: rollout.engine: there is none"
+
+    def fingerprint(design):
+        (found,) = behaves()(design)
+        return [found | {"golden": found["golden"] | {"fp8": {"fault": why}}}]
+
+    monkeypatch.setattr(runner, "fingerprint", fingerprint)
+    record, _ = ablate(study())
+    assert caplog.messages == [f"fp8 has no golden run: {why}"]
+    assert set(states(record).values()) == {"finished"}
+
+
 def test_a_warm_start_is_made_once_and_first(study, fake):
     path = study(start="shared")
     record, lines = ablate(path, jobs=3)
@@ -394,6 +473,7 @@ from fp8rl_jax.cli.main import main
 runner._PROCESS, runner._POLL_SECONDS = {fake!r}, 0.02
 runner.write_page = lambda record: None
 runner.preflight = lambda design: {{arm.name: Preflight([], {{}}, 1.0, 1.0) for arm in design.arms}}
+runner.fingerprint = lambda design: [{{"settings": {{"all": {{}}, "arms": {{}}}}, "golden": {{}}}}]
 sys.exit(main(["ablate", {path!r}, "--jobs", "2"]))
 """
 

@@ -174,6 +174,36 @@ def test_the_speed_of_the_rollout_is_its_record(tmp_path, monkeypatch):
     assert found.endswith("; `paged/bf16` 1.50 (1.50 to 3.00) at different lengths")
 
 
+def test_growth_with_depth_is_its_record(tmp_path, monkeypatch):
+    """Means beside medians, of SmolLM2 in bfloat16 alone."""
+
+    def point(depth: int, dtype: str, total: list[float]) -> dict:
+        parts = dict.fromkeys(("formats", "cache", "order", "total"), total)
+        of = parts | {"tokens": 48, "share": 0.25, "largest": 1.0}
+        return {
+            "weights": "smollm2",
+            "depth": depth,
+            "dtype": dtype,
+            "k3": {"bf16": of, "fp8-rl": of},
+        }
+
+    points = [
+        point(8, "bfloat16", [1e-3, 2e-3, 9e-3]),
+        point(2, "bfloat16", [1e-4, 1e-4, 4e-4]),
+        point(16, "float32", [1.0, 1.0, 1.0]),
+    ]
+    (tmp_path / "depth").mkdir()
+    (tmp_path / "depth" / "results.json").write_text(json.dumps({"points": points}))
+    monkeypatch.setattr(figures, "RESULTS", tmp_path)
+    found, over = figures.growth()
+    grown = "2.0e-04 to 4.0e-03 (1.0e-03 to 9.0e-03), in the median 1.0e-04 to 2.0e-03"
+    assert found == f"k3 from 2 to 8 layers: `fp8-rl` {grown}; `bf16` {grown}"
+    assert over == "3 sets of prompts (bootstrap)"
+    text = figures.depth()
+    assert "48 tokens of 3 sets of prompts, sampled by the recipe's own rollout" in text
+    assert "| `fp8-rl` | 2.0e-04 / 1.0e-04 | 4.0e-03 (1.0e-03 to 9.0e-03) / 2.0e-03 |" in text
+
+
 def test_no_measured_figure_stands_elsewhere_in_the_readme():
     """Decimals and powers of ten outside of code, links, papers' and versions' numbers come from a
     record or not at all."""

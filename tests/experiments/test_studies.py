@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from rollout.tiny import VOCAB, WIDTH, make_policy, make_prompts
 
 from experiments import depth
 from experiments.gradients import distance, gradient, padded
+from fp8rl_jax.rollout.sampler import generate
+from fp8rl_jax.rollout.sampling import Sampling
 from fp8rl_jax.training.step import Batch
 
 
@@ -39,28 +40,47 @@ def test_a_gradient_depends_on_its_neighbours_where_groups_span_rows():
 @pytest.mark.slow
 def test_parts_of_the_mismatch(monkeypatch):
     """What a recipe does not have is 0 to the bit, and what it has is more than the order of
-    sums."""
+    sums. Each rollout samples once, and its own samples are scored."""
     monkeypatch.setattr(depth, "model", lambda weights: make_policy())
     monkeypatch.setattr(depth, "prompts", lambda: make_prompts(lengths=[4, 9, 7, 5], ids=range(4)))
     for name, value in {"SETS": ("one", "two"), "PROMPTS": 2, "WIDTH": WIDTH, "NEW": 3}.items():
         monkeypatch.setattr(depth, name, value)
-    monkeypatch.setattr(
-        depth, "_sample", lambda policy, *rest: Sampled(jnp.asarray([[5, 9, 3]] * 4, jnp.int32))
-    )
-    found = depth.point("random", 1, "float32", ("bf16", "fp8-rollout", "fp8-kv"))
+    rollouts, scored = [], []
+
+    def sample(policy, *rest):
+        rollouts.append(generate(policy, *rest, samples=1, sampling=Sampling(max_new_tokens=3)))
+        return rollouts[-1]
+
+    def at_once(policy, tokens, *rest, run=depth._at_once):
+        scored.append(tokens.completions)
+        return run(policy, tokens, *rest)
+
+    monkeypatch.setattr(depth, "_sample", sample)
+    monkeypatch.setattr(depth, "_at_once", at_once)
+    recipes = ("bf16", "fp8-rollout", "fp8-e2e", "fp8-kv")
+    found = depth.point("random", 1, "float32", recipes)
+    samples = [rollout.tokens for rollout in rollouts]
+    # bf16, fp8-rollout with fp8-e2e's trainer besides, fp8-kv with its cache besides
+    wanted = [samples[i] for i in (0, 0, 1, 1, 1, 2, 2, 2)]
+    assert len(samples) == 3 and list(map(id, scored)) == list(map(id, wanted))
+
     assert found["bf16"]["formats"] == found["bf16"]["cache"] == [0.0, 0.0]
-    assert (
-        found["bf16"]["total"] == pytest.approx(found["bf16"]["order"])
-        and max(found["bf16"]["total"]) < 1e-10
-    )
-    assert (
-        found["fp8-rollout"]["cache"] == [0.0, 0.0] and min(found["fp8-rollout"]["formats"]) > 1e-6
-    )
+    assert found["bf16"]["total"] == found["bf16"]["order"] and max(found["bf16"]["total"]) < 1e-10
+    linears, flow = found["fp8-rollout"], found["fp8-e2e"]
+    assert linears["cache"] == flow["cache"] == [0.0, 0.0] and min(linears["formats"]) > 1e-6
+    assert linears["order"] == flow["order"] and max(flow["formats"]) < min(linears["formats"])
     assert found["fp8-kv"]["formats"] == [0.0, 0.0] and min(found["fp8-kv"]["cache"]) > 1e-8
-    points = [{"weights": "random", "depth": 1, "dtype": "float32", "commit": "c", "k3": found}]
-    assert "| `fp8-kv` |" in depth.summary(points)
+    assert {of["tokens"] for of in found.values()} == {12}
+    assert all(1 / 12 < of["share"] <= 1 for of in found.values())
 
 
-class Sampled:
-    def __init__(self, tokens):
-        self.tokens = tokens
+def test_a_point_in_the_table():
+    """The mean is not the median, and the deepest point has the rest."""
+    parts = {part: [1e-3, 2e-3, 9e-3] for part in ("formats", "cache", "order")}
+    k3 = parts | {"total": [1e-3, 2e-3, 9e-3], "tokens": 12, "share": 0.5, "largest": 0.1}
+    points = [
+        {"weights": "random", "depth": d, "dtype": "float32", "k3": {"bf16": k3}} for d in (2, 1)
+    ]
+    (row,) = (line for line in depth.summary(points).splitlines() if line.startswith("| `bf16`"))
+    deepest = "4.0e-03 (1.0e-03 to 9.0e-03) / 2.0e-03"
+    assert row == f"| `bf16` | 4.0e-03 / 2.0e-03 | {deepest} |" + " 4.0e-03 |" * 3 + " 50% |"

@@ -1,0 +1,103 @@
+"""The committed records are of code that behaves as this does, and other records are compared with
+them."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+
+from experiments import fingerprints
+from experiments.command import run_command
+from experiments.fingerprints import RECORDS, Arguments, run, stale, unlike
+
+OLDER = {
+    "compute_dtype",
+    "correction",
+    "kv_calibration",
+    "partial_rollouts",
+    "recipes",
+    "smollm2_addition",
+    "vllm",
+    "vllm_addition",
+}
+"""Records that were made before fingerprints. One that is made anew is taken out; none is added."""
+KEPT = {path.stem: json.loads(path.read_text()) for path in RECORDS.glob("*.json")}
+
+
+def test_records_have_fingerprints():
+    without = {name for name, record in KEPT.items() if "fingerprint" not in record}
+    assert without == OLDER
+
+
+@pytest.mark.slow
+def test_the_code_behaves_as_that_of_the_records(monkeypatch):
+    """Here a change of behaviour is seen: the record has to be made again, by its command."""
+    monkeypatch.chdir(fingerprints.ROOT)
+    lines = stale({name: record for name, record in KEPT.items() if "fingerprint" in record})
+    assert not lines, "\n".join(lines)
+
+
+def test_a_record_of_other_code_is_named_with_its_command(monkeypatch, tmp_path, capsys):
+    golden = {"bf16": {"rounding": "float32", "loss": [0.5]}}
+    taken = {"settings": {"all": {"rl.clip_low": 0.2}, "arms": {}}, "golden": golden}
+    monkeypatch.setattr(fingerprints, "fingerprint", lambda *designs: [taken] * len(designs))
+    monkeypatch.setattr(fingerprints, "RECORDS", tmp_path)
+    monkeypatch.chdir(fingerprints.ROOT)
+    record = KEPT["demo"] | {"fingerprint": copy.deepcopy(taken)}
+    (tmp_path / "demo.json").write_text(json.dumps(record))
+    (tmp_path / "recipes.json").write_text(json.dumps(KEPT["recipes"]))
+    run(Arguments())
+    assert capsys.readouterr().out == "demo: made by code that behaves as this does\n"
+    golden["bf16"]["loss"] = [0.6]
+    with pytest.raises(SystemExit, match="1"):
+        run(Arguments(("demo",)))
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("demo: bf16: loss of step 0 was 0.5 and is 0.6, ")
+    assert "fp8rl ablate experiments/ablations/demo.toml" in line
+    assert run_command("fingerprints", Arguments, run, ["--names", "recipes", "other"]) == 2
+    assert "--names: other, recipes: no record with a fingerprint" in capsys.readouterr().err
+
+
+def changed(arm: str, less: float = 0.0, verdict: str = "") -> dict:
+    """The demo's record with other outcomes of an arm, or another verdict on it."""
+    record = copy.deepcopy(KEPT["demo"])
+    for each in record["arms"]:
+        for made in each["runs"] if each["name"] == arm else []:
+            made["outcome"] -= less
+    for row in record["comparisons"]:
+        if row["arm"] == arm and verdict:
+            row["verdict"] = verdict
+    return record
+
+
+def test_verdicts_and_outcomes_are_held_against_the_committed_ones():
+    kept = KEPT["demo"]
+    assert [*unlike(kept, kept)] == [*unlike(kept, changed("jet-rl", 0.0005))] == []
+    assert [*unlike(kept, changed("jet-rl", verdict="worse"))] == [
+        "jet-rl is 'worse', and 'no worse' in the committed record"
+    ]
+    (line,) = unlike(kept, changed("bf16", 0.03))
+    assert line.startswith("bf16 has eval/accuracy 0.9") and " in the committed record" in line
+    assert len([*unlike(kept, changed("fp8-rl", 0.03, "can't tell"))]) == 2
+    fewer = copy.deepcopy(kept)
+    del fewer["arms"][-1]
+    assert [*unlike(kept, fewer)] == ["jet-rl: of one of the records only"]
+
+
+def test_the_command_ends_with_a_status(tmp_path, capsys):
+    path = tmp_path / "ablation.json"
+    path.write_text(json.dumps(KEPT["demo"]))
+    against = Arguments(("demo",), str(path))
+    run(against)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line == "demo: agrees with the committed record in verdicts and outcomes"
+    path.write_text(json.dumps(changed("fp8-rl", verdict="worse")))
+    with pytest.raises(SystemExit, match="1"):
+        run(against)
+    assert capsys.readouterr().out.startswith("demo: fp8-rl is 'worse'")
+    assert run_command("fingerprints", Arguments, run, ["--against", str(path)]) == 2
+    assert "--against: name the one record" in capsys.readouterr().err
+    assert run_command("fingerprints", Arguments, run, ["--names", "demo", "--against", "no"]) == 2
+    assert "no: is no record" in capsys.readouterr().err
