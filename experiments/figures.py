@@ -1009,6 +1009,11 @@ def results() -> str:
     for section in SECTIONS:
         if section.there:
             source = f"Command: `{section.command}`. Record: `experiments/results/{section.path}`."
+            if section.path.startswith("ablations/") and "fingerprint" not in record(section.path):
+                source += (
+                    " It is older than fingerprints, and to be made anew: FP8 in float32 compute began "
+                    "at weights rounded to bfloat16 then."
+                )
             parts.append(f"## {section.heading}\n\n{section.text()}\n\n{source}")
     return "\n\n".join(["# Results", *parts]) + "\n"
 

@@ -18,7 +18,6 @@ OLDER = {
     "kv_calibration",
     "partial_rollouts",
     "recipes",
-    "smollm2_addition",
     "vllm",
     "vllm_addition",
 }
