@@ -852,7 +852,7 @@ def mismatches() -> tuple[str, str]:
 
 
 def growth() -> tuple[str, str]:
-    """k3 of a shallow and of the whole model."""
+    """k3 of the shallowest and of the deepest model."""
     first, last = deep()[0], deep()[-1]
 
     def of(name: str) -> str:
