@@ -98,7 +98,9 @@ def test_rollouts_of_vllm_in_two_processes(tmp_path):
     one, two, other = found
     assert two == other and len(one) == 2
     for a, b in zip(one, two, strict=True):
-        assert b == pytest.approx(a, rel=1e-4, abs=1e-6) and b["mismatch/k3"] < 1e-8
+        # sync/* are not defined before the masters have moved
+        assert b == pytest.approx(a, rel=1e-4, abs=1e-6, nan_ok=True)
+        assert b["mismatch/k3"] < 1e-8
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 import jax
-import ml_dtypes
 import numpy as np
 import pytest
 from tiny_run import check_refused, measured, train, write_run
@@ -37,9 +36,9 @@ def starting_policy(run_file: str, *flags: str):
     return build(load_config(RunConfig, [run_file, *flags], "fp8rl train")).session.weights
 
 
-def check_files(run_file: str, out: Path, *flags: str, dtype=ml_dtypes.bfloat16) -> None:
+def check_files(run_file: str, out: Path, *flags: str) -> None:
     """model/ is the base that the seed gives plus the adapters of adapter/, which are not those
-    that it gives."""
+    that it gives, in the run's float32."""
     start = starting_policy(run_file, *flags)
     first, base = split(start)
     adapters = load_adapters(out / "adapter", start.config, LoraConfig(rank=8))
@@ -49,15 +48,14 @@ def check_files(run_file: str, out: Path, *flags: str, dtype=ml_dtypes.bfloat16)
     }
     frozen = merge(base)
     for name, tensor in (("model.embed_tokens", frozen.embed_tokens), ("model.norm", frozen.norm)):
-        expected = np.asarray(tensor.value).astype(dtype).astype(np.float64)
-        np.testing.assert_array_equal(written[f"{name}.weight"], expected)
+        np.testing.assert_array_equal(written[f"{name}.weight"], np.asarray(tensor.value))
     for name, adapter in adapters.items():
         a, b = np.asarray(adapter.a.value, np.float64), np.asarray(adapter.b.value, np.float64)
         assert np.abs(b).max() > 1e-3 and not np.array_equal(a, first[name].a.value)
         part = "self_attn" if name in ("q_proj", "k_proj", "v_proj", "o_proj") else "mlp"
         expected = np.asarray(getattr(frozen.layers, name).value[0], np.float64) + 2.0 * b[0] @ a[0]
         got = written[f"model.layers.0.{part}.{name}.weight"]
-        np.testing.assert_allclose(got, expected, rtol=2.0**-8, atol=1e-9, err_msg=name)
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-7, err_msg=name)
 
 
 @pytest.mark.slow
@@ -135,7 +133,7 @@ def test_supervised_training_of_adapters(run_file, tmp_path, capsys):
         "rollout",
     ]
     assert main(["sft", run_file, "--sft.output", str(out), *flags]) == 0
-    check_files(run_file, out, *flags[4:], dtype=np.float32)
+    check_files(run_file, out, *flags[4:])
     flags = ["--lora.path", str(out / "adapter"), "--recipe", "fp8-rl"]
     capsys.readouterr()
     assert main(["eval", run_file, *flags]) == 0
