@@ -270,6 +270,12 @@ class Recipe:
         return self.quantizes("rollout") or self.quantizes("trainer")
 
     @property
+    def shares_weights(self) -> bool:
+        """Whether both sides have any linear's weight in one quantized format."""
+        pairs = ((variant.rollout.weight, variant.trainer.weight) for variant in self.variants)
+        return any(one.quantized and one == other for one, other in pairs)
+
+    @property
     def quantizes_cache(self) -> bool:
         return (
             self.rollout.key.quantized

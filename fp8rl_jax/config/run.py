@@ -63,12 +63,13 @@ class ModelConfig:
     """The built-in policy's shape."""
     dither: Literal["auto", True, False] = "auto"
     """Draw each master at the start from all the numbers that round to its weight in a compute
-    dtype of 16 bits. The first policy is the same bit for bit; but a checkpoint's weights lie in
-    the middle of such a cell, and an update of less than half a step, which is what reinforcement
-    learning makes, is lost with each of them (metric sync/arrived). Drawn at random, as many of
-    them cross into the next cell as the update is long, so that it arrives in the mean, at no
-    cost. auto: where compute_dtype has 16 bits and the weights themselves are trained. Weights that
-    lie between two numbers of the dtype, as those of a float32 checkpoint, stay as they are."""
+    dtype of 16 bits, or in a format that both sides have it in. The first policy is the same bit
+    for bit; but a checkpoint's weights lie in the middle of such a cell, and an update of less than
+    half a step, which is what reinforcement learning makes, is lost with each of them (metric
+    sync/arrived). Drawn at random, as many of them cross into the next cell as the update is long,
+    so that it arrives in the mean, at no cost. auto: where there are such cells and the weights
+    themselves are trained. Weights that lie between two numbers stay as they are: those of a
+    float32 checkpoint in bfloat16, those of a bfloat16 checkpoint in FP8."""
 
 
 @dataclass(frozen=True)
@@ -299,9 +300,9 @@ class RunConfig:
     def dithers(self) -> bool:
         """Whether masters are drawn at the start, as `model.dither` says."""
         if self.model.dither == "auto":
-            narrow = self.compute_dtype != "float32"
-            nearest = self.resolved_recipe().weight_rounding == "nearest"
-            return narrow and nearest and self.lora.rank == 0
+            recipe = self.resolved_recipe()
+            cells = self.compute_dtype != "float32" or recipe.shares_weights
+            return cells and recipe.weight_rounding == "nearest" and self.lora.rank == 0
         return self.model.dither
 
     def under(self, recipe: str) -> RunConfig:
@@ -342,6 +343,15 @@ class RunConfig:
                 faults.append(
                     'precision.weight_rounding: float32 compute rounds no master; set "nearest"'
                 )
+            if (
+                self.model.dither is True
+                and self.compute_dtype == "float32"
+                and not recipe.shares_weights
+            ):
+                faults.append(
+                    "model.dither: float32 compute rounds no master, so every update arrives, and "
+                    "a master that was moved would be another policy; leave it false"
+                )
             if recipe.weight_rounding == "stochastic" and self.model.dither is True:
                 faults.append(
                     "model.dither: rounded stochastically, dithered masters would not be the "
@@ -356,11 +366,6 @@ class RunConfig:
             *(
                 (size >= 0, f"rollout.paged.{name} must not be negative")
                 for name, size in vars(rollout.paged).items()
-            ),
-            (
-                self.model.dither is not True or self.compute_dtype != "float32",
-                "model.dither: float32 compute rounds no master, so every update arrives, and a "
-                "master that was moved would be another policy; leave it false",
             ),
             (
                 self.model.dither is not True or self.lora.rank <= 0,

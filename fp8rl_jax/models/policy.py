@@ -28,11 +28,9 @@ from jaxtyping import Array, Key
 
 from fp8rl_jax.models.config import DENSE, SPARSE, PolicyConfig, parameter_shapes, stack_of
 from fp8rl_jax.precision import Compute, Stored, is_quantized
-from fp8rl_jax.precision.rounding import dither, round_by_hash
+from fp8rl_jax.precision.rounding import round_by_hash
 from pallas_kernels.rounding import rounded
 
-_DITHER = 3
-"""What the key of a seed is for; 0 to 2 are training, samples and adapters."""
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", *DENSE)
 EXPERT_LINEARS = tuple(name for name in SPARSE if name != "router")
 _NORMS = (
@@ -321,33 +319,6 @@ def cast(policy: Policy, dtype: jnp.dtype, rounding: Rounding = "nearest") -> Po
         return x if router or is_quantized(x) else to_compute(x, dtype, rounding)
 
     return jax.tree_util.tree_map_with_path(convert, policy, is_leaf=is_quantized)
-
-
-_dither = jax.jit(dither, static_argnums=1)  # so that tensors of one shape are compiled once
-
-
-def dithered(policy: Policy, seed: int, dtype: jnp.dtype) -> Policy:
-    """Move every weight at random among the numbers that round to it in `dtype`, so that `cast`
-    gives the same policy as before.
-
-    The router stays, which `cast` leaves in float32.
-
-    Args:
-        policy: float32 masters, layers stacked.
-        seed: of the draws, which follow a tensor's place and not its sharding.
-    """
-    weights: dict[str, Any] = {
-        name: getattr(policy, name) for name in ("embed_tokens", "norm", "lm_head")
-    }
-    weights |= {f"layers.{name}": weight for name, weight in policy.stack.tensors().items()}
-    names = list(tensor_specs(policy.config))
-
-    def moved(name: str, *_: Any) -> Array:
-        value = weights[name].value
-        words = np.random.SeedSequence([seed, _DITHER, names.index(name)]).generate_state(1)
-        return value if name == "layers.router" else _dither(value, dtype, words[0])
-
-    return build_policy(policy.config, moved)
 
 
 def map_products(change: Callable, policy: Policy) -> Policy:

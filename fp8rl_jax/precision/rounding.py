@@ -11,6 +11,7 @@ or a weight that starts on the grid, never moves.
     dither             the values themselves moved at random, once, without leaving what they round
                        to: from there rounding to nearest passes a change on in the mean, and draws
                        nothing more (subtractive dither's first half; Roberts 1962, Schuchman 1964)
+    dither_blocks      the same of blocks that a quantized format gave, as an FP8 checkpoint has
 """
 
 from __future__ import annotations
@@ -20,12 +21,18 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Key, UInt32
+from jaxtyping import Array, Bool, Float, Key, UInt32
 
+from fp8rl_jax.config.formats import TensorFormat
 from fp8rl_jax.parallel import mixed, place_hash
+from fp8rl_jax.precision.qtensor import QTensor, dequantize, quantize
+from pallas_kernels.quantize import block_amax, expand_scales
 from pallas_kernels.rounding import rounded
 
 _EXPONENT = 0x7F800000  # of a float32
+_NEAR = (
+    2.0**-7
+)  # of itself: what rounding to bfloat16 moves a value and the one that sets its scale
 
 
 def round_stochastic(
@@ -96,27 +103,93 @@ def dither(
 
     Args:
         x: float32. What is not on the grid of `dtype` is kept, since it is somewhere in its cell
-            already; so are zeros, subnormal and largest numbers, NaN and infinities.
-        dtype: float16 or bfloat16.
+            already; so are zeros, subnormal numbers of 16 bits, the largest numbers, NaN and
+            infinities.
+        dtype: a float format of 16 or 8 bits.
         salt: fixes the draws, whatever the sharding. They are hashes of the places, of 24 bits, as
             jax.random takes a second to compile for each tensor.
 
     Returns:
         Shape of `x`, float32; rounded to `dtype`, to nearest even, it is `x` bit for bit.
     """
-    narrow, info = rounded(x, dtype), jnp.finfo(dtype)
-    bits = lax.bitcast_convert_type(narrow, jnp.uint16)
+    info = jnp.finfo(dtype)
+    # bfloat16's subnormal numbers are float32's own, which a CPU takes for 0
+    smallest = 0.0 if info.bits == 8 else float(info.smallest_normal)
+    narrow = _narrowed(x, dtype)
 
     def middle(step: int) -> Array:
-        """Between a number and its neighbour, which of one sign are in the order of their bits."""
-        neighbour = lax.bitcast_convert_type(bits + jnp.uint16(step % 2**16), dtype)
-        return (x + neighbour.astype(jnp.float32)) / 2
+        return (x + _neighbour(narrow, step).astype(jnp.float32)) / 2
 
     low, high = middle(-1), middle(1)
     part = (place_hash(x.shape, salt) >> 8).astype(jnp.float32) * 2.0**-24
     drawn = low + part * (high - low)
     size = jnp.abs(x)
-    inside = (size > float(info.smallest_normal)) & (size < float(info.max))
+    inside = (size > smallest) & (size < float(info.max))
     # a border belongs to one of its two cells
-    inside &= (narrow.astype(jnp.float32) == x) & (rounded(drawn, dtype) == narrow)
+    inside &= (narrow.astype(jnp.float32) == x) & (_narrowed(drawn, dtype) == narrow)
     return jnp.where(inside, drawn, x)
+
+
+def _narrowed(x: Array, dtype: jnp.dtype) -> Array:
+    return x.astype(dtype) if jnp.finfo(dtype).bits == 8 else rounded(x, dtype)
+
+
+def _neighbour(x: Array, step: int | Array) -> Array:
+    """The next number away from 0, or with a step of -1 towards it: those of one sign are in the
+    order of their bits."""
+    word = jnp.uint8 if x.dtype.itemsize == 1 else jnp.uint16
+    bits = lax.bitcast_convert_type(x, word) + jnp.asarray(step).astype(word)
+    return lax.bitcast_convert_type(bits, x.dtype)
+
+
+def dither_blocks(
+    x: Float[Array, "*batch m n"], fmt: TensorFormat, dtype: jnp.dtype, salt: UInt32[Array, ""]
+) -> Float[Array, "*batch m n"]:
+    """Draw each value of a block that a quantized format gave from all the numbers that quantize to
+    it.
+
+    Other blocks stay (`on_grid`): their values are all over their cells already. In a block that is
+    drawn zeros stay, the values that set its scale, and those that the draw would take across a
+    border.
+
+    Args:
+        x: float32.
+        fmt: with a block, what whoever computes with `x` quantizes it to.
+        dtype: what `x` is rounded to before that; float32 where it is not.
+        salt: as of `dither`.
+
+    Returns:
+        Shape of `x`, float32. Rounded to `dtype` and quantized it has the values and the scales of
+        `x`, bit for bit.
+    """
+    q = quantize(rounded(x, dtype), fmt)
+    largest, scales, whole = (
+        expand_scales(of_block, q.block, x.shape[-2:])
+        for of_block in (block_amax(x, q.block), q.scales, on_grid(x, q))
+    )
+    drawn = scales * dither(q.values.astype(jnp.float32), q.values.dtype, salt)
+    moves = (
+        whole & (jnp.abs(x) < largest) & (jnp.abs(rounded(drawn, dtype)) < rounded(largest, dtype))
+    )
+
+    def stays(drawn: Array) -> Array:
+        return quantize(rounded(jnp.where(moves, drawn, x), dtype), fmt).values == q.values
+
+    if dtype != x.dtype:
+        # the border is where `dtype` rounds across it: there, what is rounded to its last number
+        narrow, inwards = rounded(drawn, dtype), jnp.where(jnp.abs(drawn) > jnp.abs(x), -1, 1)
+        narrow = jnp.where(stays(drawn), narrow, _neighbour(narrow, inwards))
+        drawn = dither(narrow.astype(x.dtype), dtype, salt ^ 1)
+    return jnp.where(moves & stays(drawn), drawn, x)
+
+
+def on_grid(x: Float[Array, "*batch m n"], q: QTensor) -> Bool[Array, "*batch mb nb"]:
+    """Tell of each block whether its values are in the middle of their cells, as those of a
+    checkpoint are that was quantized so, and dequantized to bfloat16 or float32.
+
+    Args:
+        x: float32.
+        q: what it quantizes to.
+    """
+    off = ~(jnp.abs(dequantize(q) - x) <= _NEAR * jnp.abs(x))
+    return block_amax(off, q.block) == 0

@@ -45,9 +45,10 @@ from fp8rl_jax.config.settings import with_settings
 from fp8rl_jax.config.training import CheckpointConfig, OptimizerConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.cache import KVScales
+from fp8rl_jax.models.dither import dithered
 from fp8rl_jax.models.forms import trainer_policy
 from fp8rl_jax.models.lora import has_adapters, merge, split
-from fp8rl_jax.models.policy import Policy, cast, dithered
+from fp8rl_jax.models.policy import Policy, cast
 from fp8rl_jax.parallel import (
     PROGRESS,
     batch_sharding,
@@ -252,7 +253,8 @@ class Session:
             masters = jax.tree.map(lambda x: x.astype(jnp.float32), policy)
             adapted = shard_policy(adapt(masters, config, self.recipe), self.mesh)
             if config.dithers:
-                adapted = dithered(adapted, config.seed, jnp.dtype(config.compute_dtype))
+                dtype = jnp.dtype(config.compute_dtype)
+                adapted = dithered(adapted, self.recipe, config.seed, dtype)
             self._policy: Policy | None = adapted
         self._state: TrainState | None = None
         self._learner: Learner | None = None

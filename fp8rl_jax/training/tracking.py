@@ -618,16 +618,24 @@ class Watch:
             _log.warning(
                 "step %d: %.0f %% of the update since the start has reached the policy that is "
                 "served (sync/arrived), and %.2g times as much noise (sync/noise): weights move by "
-                "less than half a step of %s, and rounding leaves them where they were; set "
-                'model.dither = "auto", compute_dtype = "float32" or a larger '
-                "optimizer.learning_rate (said once, until it is above %g)",
+                "less than half a step of %s, and rounding leaves them where they were; %s or a "
+                "larger optimizer.learning_rate (said once, until it is above %g)",
                 step,
                 100 * arrived,
                 metrics["sync/noise"],
-                self._dtype,
+                *self._deaf_to(),
                 DEAF,
             )
         return {"optim/skipped_steps": float(self._skipped)}
+
+    def _deaf_to(self) -> tuple[str, str]:
+        """The grid that an update does not leave, and what to do."""
+        if self._dtype == "float32":
+            return "the format that they are quantized to", (
+                "where the checkpoint was quantized in it, use a recipe that has weights in it on "
+                "both sides, with model.dither"
+            )
+        return self._dtype, 'set model.dither = "auto", compute_dtype = "float32"'
 
     def _advice(self, roles: list[str]) -> str:
         if self._dtype != "float16" or "loss" not in roles:

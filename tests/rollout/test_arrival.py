@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 from tiny_models import LLAMA, MOE
 
-from fp8rl_jax.config.recipe import RECIPES, recipe
+from fp8rl_jax.config.recipe import RECIPES, PrecisionConfig, recipe
+from fp8rl_jax.config.run import ModelConfig, RunConfig
+from fp8rl_jax.config.training import LoraConfig
+from fp8rl_jax.models.dither import dithered
 from fp8rl_jax.models.forms import rollout_policy, trainer_policy
 from fp8rl_jax.models.lora import join, merge, split
-from fp8rl_jax.models.policy import dithered, init_policy
-from fp8rl_jax.precision import FP8Weight, dequantize
+from fp8rl_jax.models.policy import LINEARS, Layer, Weight, init_policy, with_layers
+from fp8rl_jax.precision import FP8Weight, dequantize, quantize
 from fp8rl_jax.precision.rounding import round_by_hash
 from fp8rl_jax.rollout import arrival
 from fp8rl_jax.rollout.arrival import Arrival, kept, kept_merged
@@ -123,7 +126,7 @@ def test_rounding_to_nearest_is_deaf_from_the_grid_and_hears_from_dithered_maste
     start = on_grid(init_policy(LLAMA, jax.random.key(0)))
     start = jax.tree.map(lambda x: jnp.where(jnp.abs(x) < 2**-8, 2**-7, x), start)
     change = 2.0**-8 * 2**-9 / 5
-    masters = dithered(start, 0, BF16)
+    masters = dithered(start, RECIPES["bf16"], 0, BF16)
 
     def served(policy):
         return rollout_policy(policy, RECIPES["bf16"], BF16, False)[0]
@@ -148,7 +151,7 @@ def test_rounding_to_nearest_is_deaf_from_the_grid_and_hears_from_dithered_maste
 
 def test_the_seed_alone_fixes_the_dither_and_the_router_has_none():
     start = on_grid(init_policy(MOE, jax.random.key(0)))
-    one, same, other = (dithered(start, seed, BF16) for seed in (0, 0, 1))
+    one, same, other = (dithered(start, RECIPES["bf16"], seed, BF16) for seed in (0, 0, 1))
     for path, x in jax.tree_util.tree_leaves_with_path(start):
         a, b, c = (
             np.asarray(dict(jax.tree_util.tree_leaves_with_path(p))[path])
@@ -195,7 +198,6 @@ def test_both_sides_quantize_the_master_in_the_compute_dtype_and_no_further(dtyp
 
 
 def test_of_adapters_the_adapters_are_compared_and_merged_ones_with_their_base():
-    from fp8rl_jax.config.training import LoraConfig
     from fp8rl_jax.models.lora import init_adapters
     from fp8rl_jax.models.policy import cast
 
@@ -259,3 +261,106 @@ def test_rounded_by_a_hash_a_value_is_itself_in_the_mean_and_alike_in_every_prog
     np.testing.assert_array_equal(round_by_hash(on_grid, dtype).astype(jnp.float32), on_grid)
     slope = jax.grad(lambda x: round_by_hash(x, dtype).astype(jnp.float32).sum())(x)
     assert float(slope.min()) == float(slope.max()) == 1.0
+
+
+def on_grid_of(policy, fmt, dtype):
+    """As a checkpoint that was quantized in `fmt` is read in `dtype`."""
+    tensors = policy.stack.tensors()
+    for name in set(LINEARS) & set(tensors):
+        value = dequantize(quantize(tensors[name].value, fmt)).astype(dtype)
+        tensors[name] = Weight(value.astype(jnp.float32), tensors[name].axes)
+    return with_layers(policy, Layer(tensors))
+
+
+@pytest.mark.parametrize("row", ["jet-rl", "infir2"])  # a float32 scale, and a power of two
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_masters_of_an_fp8_checkpoint_are_drawn_from_its_cells_where_both_sides_have_them(
+    row, dtype
+):
+    """Both forms of the policy are what they were; and an update arrives, of which nearly nothing
+    did, as a weight that sets a scale moves all that it scales and few others leave their cells."""
+    formats, dtype = RECIPES[row], jnp.dtype(dtype)
+    start = on_grid_of(init_policy(LLAMA, jax.random.key(0)), formats.rollout.weight, BF16)
+    masters = dithered(start, formats, 0, dtype)
+    for side in ("trainer", "rollout"):
+        one, other = (
+            jax.tree.map(
+                np.asarray,
+                [
+                    x.quantized if isinstance(x, FP8Weight) else x
+                    for x in jax.tree.leaves(
+                        trainer_policy(policy, formats, dtype, "reference")
+                        if side == "trainer"
+                        else rollout_policy(policy, formats, dtype, False, "reference")[0],
+                        is_leaf=lambda x: isinstance(x, FP8Weight),
+                    )
+                ],
+            )
+            for policy in (start, masters)
+        )
+        for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+            assert x.tobytes() == y.tobytes()
+    cells = {}
+    for name in masters.stack.tensors():
+        before, after = (np.asarray(p.stack.tensors()[name].value) for p in (start, masters))
+        if name in LINEARS:
+            cells[name] = np.abs(after - before)[before != 0] / np.abs(before[before != 0])
+            assert (cells[name] > 0).mean() > 0.99 and np.quantile(cells[name], 0.97) < 1 / 15
+    # half a step of e4m3 is a 16th to a 32nd, and more below its normal numbers
+    assert np.median(np.concatenate([*cells.values()])) == pytest.approx(1 / 48, rel=0.15)
+    arrived = []
+    for policy in (start, masters):
+        follows = Arrival()
+        for now in (policy, moved(policy, 2e-5)):
+            follows.see(now, rollout_policy(now, formats, dtype, False, "reference")[0])
+        arrived.append(follows.kinds["up_proj"]["arrived"])
+    assert arrived[0] < 0.05 and arrived[1] == pytest.approx(1.0, abs=0.2)
+
+
+def test_what_lies_between_two_numbers_of_a_format_or_is_read_unquantized_stays():
+    """A float32 master is somewhere in its FP8 cell; and a trainer in the compute dtype would see a
+    draw from one as another policy."""
+    start, F32 = init_policy(LLAMA, jax.random.key(0)), jnp.dtype("float32")
+    quantized = on_grid_of(start, RECIPES["jet-rl"].rollout.weight, F32)
+    part = recipe("jet-rl", "part", excluded=("layers.0.q_proj",))
+    for policy, formats, moves in (
+        (start, RECIPES["jet-rl"], False),
+        (quantized, RECIPES["fp8-rl"], False),
+        (quantized, part, True),
+    ):
+        made = dithered(policy, formats, 0, F32).stack.tensors()
+        same = {
+            name: (np.asarray(made[name].value) == np.asarray(weight.value))
+            .reshape(LLAMA.num_layers, -1)
+            .mean(1)
+            for name, weight in policy.stack.tensors().items()
+        }
+        for name, (first, *_, last) in same.items():
+            drawn = moves and name in LINEARS
+            assert (first == 1.0) == (not drawn or name == "q_proj") and (last < 0.1) == drawn
+
+
+@pytest.mark.parametrize(
+    ("row", "dtype", "settings", "expected"),
+    [
+        ("bf16", "bfloat16", {}, True),
+        ("bf16", "float32", {}, False),
+        ("fp8-rl", "float32", {}, False),  # the trainer would see the draws
+        ("jet-rl", "float32", {}, True),
+        ("jet-rl", "float32", {"lora": LoraConfig(rank=2)}, False),
+        ("jet-rl", "float32", {"model": ModelConfig(dither=False)}, False),
+        (
+            "jet-rl",
+            "bfloat16",
+            {"precision": PrecisionConfig(weight_rounding="stochastic")},
+            False,
+        ),
+    ],
+)
+def test_masters_are_drawn_where_there_are_cells(row, dtype, settings, expected):
+    config = RunConfig(recipe=row, compute_dtype=dtype, **settings)
+    assert config.dithers == expected
+    asked = dataclasses.replace(config, model=ModelConfig(dither=True))
+    refused = [fault for fault in asked.problems() if fault.startswith("model.dither")]
+    impossible = not expected and config.model.dither == "auto"
+    assert bool(refused) == impossible

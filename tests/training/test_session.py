@@ -449,8 +449,9 @@ def test_what_is_saved_is_loaded(tmp_path):
 
 @pytest.mark.parametrize("recipe", ["bf16", "jet-rl"])
 def test_updates_arrive_and_the_first_policy_is_the_checkpoint(recipe):
-    """By dithered masters, and by stochastic rounding of both sides alike. Updates of less than half a step, from weights on the grid of bfloat16, as every checkpoint
-    has them. Exact mode stays exact."""
+    """By dithered masters, and by stochastic rounding of both sides alike: updates of less than half
+    a step, from weights on the grid of bfloat16, as every checkpoint has them. Exact mode stays
+    exact."""
     policy, tokenizer = fp8rl.byte_policy(**SIZES)
     policy = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), policy)
     first, arrived = [], []

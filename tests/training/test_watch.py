@@ -111,6 +111,12 @@ def test_a_policy_that_does_not_hear_its_updates_is_said_with_cause_and_remedies
     assert [line.partition(":")[0] for line in said] == ["step 4", "step 9"]
     assert "13 % of the update since the start has reached the policy that is served" in said[0]
     assert "half a step of bfloat16" in said[0] and 'model.dither = "auto"' in said[0]
+    caplog.clear()
+    watch = watch_of(dtype="float32")
+    for step in range(3):
+        watch.see(step, metrics() | {"sync/arrived": 0.1, "sync/noise": 1.2}, GOOD)
+    (said,) = [line for line in caplog.messages if "sync/arrived" in line]
+    assert "format that they are quantized to" in said and "on both sides" in said
 
 
 def overflow(scale: float, part: float = 1.0) -> dict[str, float]:
