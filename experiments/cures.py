@@ -18,7 +18,8 @@ and each cure rounds in its way:
                 1901.09847), which both sides would have to keep: a float32 a weight
 
 Of each: sync/arrived, noise and cosine (rollout.arrival), and what is between two syncs that the
-step between them did not do, over the step: |(S' - S) - (M' - M)| / |M' - M|, `flicker`.
+step between them did not do, over the step: |(S' - S) - (M' - M)| / |M' - M|, `flicker`. `draws`
+is what a float32 export of dithered masters has in it, over the weights: |M - W| / |W|.
 """
 
 from __future__ import annotations
@@ -168,11 +169,23 @@ def _metrics(*changes: Array) -> dict[str, float]:
     }
 
 
+def _draws(grid: Grid, weights: Float[Array, "m n"]) -> float:
+    begin = grid.nearest(weights)
+    return float(jnp.linalg.norm(grid.dither(begin) - begin) / jnp.linalg.norm(begin))
+
+
 def run(arguments: Arguments) -> None:
     """Every grid, cure, learning rate and kind of movement; means over the tensors."""
-    policy, _ = load(resolve_model(arguments.model))
-    record: dict[str, Any] = {"model": arguments.model, "tensors": TENSORS, "grids": {}}
+    tensors = load(resolve_model(arguments.model))[0].stack.tensors()
+    weights = [tensors[name].value[layer] for name, layer in TENSORS]
+    record: dict[str, Any] = {
+        "model": arguments.model,
+        "tensors": TENSORS,
+        "grids": {},
+        "draws": {},
+    }
     for grid in GRIDS:
+        record["draws"][grid] = float(np.mean([_draws(GRIDS[grid], x) for x in weights]))
         cures = record["grids"].setdefault(grid, {})
         for cure in CURES:
             if cure == "hashed" and grid != "bfloat16":
@@ -180,11 +193,8 @@ def run(arguments: Arguments) -> None:
             for movement, kept in KEPT.items():
                 for rate in RATES:
                     runs = [
-                        followed(
-                            policy.stack.tensors()[name].value[layer],
-                            *(grid, cure, rate, kept, number),
-                        )
-                        for number, (name, layer) in enumerate(TENSORS)
+                        followed(x, grid, cure, rate, kept, number)
+                        for number, x in enumerate(weights)
                     ]
                     cures.setdefault(cure, {}).setdefault(movement, {})[f"{rate:g}"] = {
                         str(step): {

@@ -143,9 +143,7 @@ def has_adapters(policy: Policy) -> bool:
     """Tell whether any linear has an adapter; layers stacked or unrolled."""
     layers = [policy.layers] if isinstance(policy.layers, Layer) else policy.layers
     return any(
-        isinstance(weight, Adapted)
-        for layer in layers
-        for weight in layer.tensors().values()
+        isinstance(weight, Adapted) for layer in layers for weight in layer.tensors().values()
     )
 
 

@@ -1,0 +1,37 @@
+"""The study of ways to let an update arrive, in a tiny shape."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+from tiny_models import LLAMA
+
+from experiments import cures
+from fp8rl_jax.models.policy import init_policy
+
+
+def test_every_cure_but_the_error_carried_over_lets_the_update_arrive(tmp_path, monkeypatch):
+    """Masters begin on the grid, and move by a fraction of its step."""
+    policy = init_policy(LLAMA, jax.random.key(0))
+    monkeypatch.setattr(cures, "resolve_model", lambda name: name)
+    monkeypatch.setattr(cures, "load", lambda name: (policy, None))
+    monkeypatch.setattr(cures, "TENSORS", (("up_proj", 0),))
+    monkeypatch.setattr(cures, "RATES", (3e-6,))
+    monkeypatch.setattr(cures, "STEPS", (4,))
+    monkeypatch.setattr(cures, "KEPT", {"in one direction": 1.0})
+    assert cures.main(["--output", str(tmp_path / "cures.json")]) == 0
+    record = json.loads((tmp_path / "cures.json").read_text())
+    # the draws of a cell of relative width 2^-8 to 2^-7, and of one of 2^-4 to 2^-3
+    assert 2**-10 < record["draws"]["bfloat16"] < 2**-8 and 2**-6 < record["draws"]["e4m3"] < 2**-4
+    for grid, of_cures in record["grids"].items():
+        found = {name: of["in one direction"]["3e-06"]["4"] for name, of in of_cures.items()}
+        assert set(found) == {*cures.CURES} - ({"hashed"} if grid == "e4m3" else set())
+        for name, metrics in found.items():
+            # from the middle of a cell, what is carried reaches its border late, too
+            deaf = name in ("nearest", "carried")
+            assert metrics["arrived"] < 0.4 if deaf else 0.5 < metrics["arrived"] < 1.5, (
+                grid,
+                name,
+            )
+        assert found["dithered"]["flicker"] < 0.7 * found["stochastic"]["flicker"]
