@@ -1391,6 +1391,36 @@ LIST: list[Mutant] = [
         ("last-error-told", "self.first_error or error", "error", "summed_weighed"),
     ),
     *of(
+        "precision/rounding.py",
+        "rollout/test_arrival.py",
+        ("middles-move", "size > smallest", "size < smallest", "masters"),
+        ("crossings-kept", "jnp.where(stays(drawn), drawn, x)", "drawn", "change_a_scale"),
+        (
+            "no-number-before-the-border",
+            "jnp.where(stays(drawn), narrow, _neighbour(narrow, inwards))",
+            "narrow",
+            "masters_of_an_fp8",
+        ),
+        (
+            "every-block-is-drawn",
+            "block_amax(off, q.block) == 0",
+            "block_amax(off, q.block) >= 0",
+            "what_lies",
+        ),
+    ),
+    *of(
+        "models/dither.py",
+        "rollout/test_arrival.py",
+        ("unlike-sides-too", "and one[0] == other[0]", "", "what_lies"),
+        ("router-is-drawn", 'if name == "layers.router":', 'if name == "router":', "router"),
+        (
+            "all-layers",
+            "jnp.where(here, _dither_blocks(made, fmt, source, salt), made)",
+            "_dither_blocks(made, fmt, source, salt)",
+            "what_lies",
+        ),
+    ),
+    *of(
         "parallel/rules.py",
         "parallel/test_rules.py",
         ("expert-axis-copies", '("data", "fsdp", "expert")', '("data", "fsdp")', "expert_axis"),

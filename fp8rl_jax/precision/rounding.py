@@ -30,9 +30,8 @@ from pallas_kernels.quantize import block_amax, expand_scales
 from pallas_kernels.rounding import rounded
 
 _EXPONENT = 0x7F800000  # of a float32
-_NEAR = (
-    2.0**-7
-)  # of itself: what rounding to bfloat16 moves a value and the one that sets its scale
+# of itself: bfloat16 moves a value, what sets its scale, and a draw of it, by 2^-8 each at most
+_NEAR = 2.0**-6
 
 
 def round_stochastic(
@@ -149,8 +148,8 @@ def dither_blocks(
     it.
 
     Other blocks stay (`on_grid`): their values are all over their cells already. In a block that is
-    drawn zeros stay, the values that set its scale, and those that the draw would take across a
-    border.
+    drawn zeros stay, the largest numbers of the format, which set a float32 scale, and what would
+    not be quantized as before.
 
     Args:
         x: float32.
@@ -163,24 +162,23 @@ def dither_blocks(
         `x`, bit for bit.
     """
     q = quantize(rounded(x, dtype), fmt)
-    largest, scales, whole = (
-        expand_scales(of_block, q.block, x.shape[-2:])
-        for of_block in (block_amax(x, q.block), q.scales, on_grid(x, q))
+    scales, whole = (
+        expand_scales(of_block, q.block, x.shape[-2:]) for of_block in (q.scales, on_grid(x, q))
     )
-    drawn = scales * dither(q.values.astype(jnp.float32), q.values.dtype, salt)
-    moves = (
-        whole & (jnp.abs(x) < largest) & (jnp.abs(rounded(drawn, dtype)) < rounded(largest, dtype))
-    )
+    codes = q.values.astype(jnp.float32)
+    moved = dither(codes, q.values.dtype, salt)
+    drawn = jnp.where(whole & (moved != codes), scales * moved, x)
 
     def stays(drawn: Array) -> Array:
-        return quantize(rounded(jnp.where(moves, drawn, x), dtype), fmt).values == q.values
+        return quantize(rounded(drawn, dtype), fmt).values == q.values
 
     if dtype != x.dtype:
         # the border is where `dtype` rounds across it: there, what is rounded to its last number
         narrow, inwards = rounded(drawn, dtype), jnp.where(jnp.abs(drawn) > jnp.abs(x), -1, 1)
         narrow = jnp.where(stays(drawn), narrow, _neighbour(narrow, inwards))
-        drawn = dither(narrow.astype(x.dtype), dtype, salt ^ 1)
-    return jnp.where(moves & stays(drawn), drawn, x)
+        drawn = jnp.where(drawn == x, x, dither(narrow.astype(x.dtype), dtype, salt ^ 1))
+    # where the draws have changed a scale, most of its block does not stay
+    return jnp.where(stays(drawn), drawn, x)
 
 
 def on_grid(x: Float[Array, "*batch m n"], q: QTensor) -> Bool[Array, "*batch mb nb"]:
