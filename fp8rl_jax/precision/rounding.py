@@ -104,7 +104,7 @@ def dither(
         x: float32. What is not on the grid of `dtype` is kept, since it is somewhere in its cell
             already; so are zeros, subnormal numbers of 16 bits, the largest numbers, NaN and
             infinities.
-        dtype: a float format of 16 or 8 bits.
+        dtype: a float format of 16, 8 or 4 bits.
         salt: fixes the draws, whatever the sharding. They are hashes of the places, of 24 bits, as
             jax.random takes a second to compile for each tensor.
 
@@ -113,11 +113,11 @@ def dither(
     """
     info = jnp.finfo(dtype)
     # bfloat16's subnormal numbers are float32's own, which a CPU takes for 0
-    smallest = 0.0 if info.bits == 8 else float(info.smallest_normal)
+    smallest = float(info.smallest_normal) if info.bits == 16 else 0.0
     narrow = _narrowed(x, dtype)
 
     def middle(step: int) -> Array:
-        return (x + _neighbour(narrow, step).astype(jnp.float32)) / 2
+        return x + (_neighbour(narrow, step).astype(jnp.float32) - x) / 2
 
     low, high = middle(-1), middle(1)
     part = (place_hash(x.shape, salt) >> 8).astype(jnp.float32) * 2.0**-24
@@ -130,13 +130,13 @@ def dither(
 
 
 def _narrowed(x: Array, dtype: jnp.dtype) -> Array:
-    return x.astype(dtype) if jnp.finfo(dtype).bits == 8 else rounded(x, dtype)
+    return rounded(x, dtype) if jnp.finfo(dtype).bits == 16 else x.astype(dtype)
 
 
 def _neighbour(x: Array, step: int | Array) -> Array:
     """The next number away from 0, or with a step of -1 towards it: those of one sign are in the
     order of their bits."""
-    word = jnp.uint8 if x.dtype.itemsize == 1 else jnp.uint16
+    word = {16: jnp.uint16, 8: jnp.uint8, 4: jnp.uint4}[jnp.finfo(x.dtype).bits]
     bits = lax.bitcast_convert_type(x, word) + jnp.asarray(step).astype(word)
     return lax.bitcast_convert_type(bits, x.dtype)
 

@@ -18,7 +18,7 @@ from fp8rl_jax.models.forms import rollout_policy, trainer_policy
 from fp8rl_jax.models.lora import join, merge, split
 from fp8rl_jax.models.policy import LINEARS, Layer, Weight, init_policy, with_layers
 from fp8rl_jax.precision import FP8Weight, dequantize, quantize
-from fp8rl_jax.precision.rounding import dither_blocks, round_by_hash
+from fp8rl_jax.precision.rounding import dither, dither_blocks, round_by_hash
 from fp8rl_jax.rollout import arrival
 from fp8rl_jax.rollout.arrival import Arrival, kept, kept_merged
 
@@ -381,3 +381,35 @@ def test_masters_are_drawn_where_there_are_cells(row, dtype, settings, expected)
     refused = [fault for fault in asked.problems() if fault.startswith("model.dither")]
     impossible = not expected and config.model.dither == "auto"
     assert bool(refused) == impossible
+
+
+@pytest.mark.parametrize(
+    "name", ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"]
+)
+def test_every_number_of_a_format_is_drawn_from_its_cell(name):
+    """Against ml_dtypes: all finite numbers but 0, those below float32's range of a CPU, and the
+    largest; a power of two has less room below."""
+    dtype = jnp.dtype(name)
+    width, size = (
+        (np.uint16, 2**16) if dtype.itemsize == 2 else (np.uint8, 2 ** jnp.finfo(dtype).bits)
+    )
+    x = np.arange(size).astype(width).view(dtype).astype(np.float32)
+    x = np.sort(x[np.isfinite(x) & (x > 0)])
+    found = np.asarray(
+        jax.jit(dither, static_argnums=1)(np.tile(x, (512, 1)), dtype, jnp.uint32(7)), np.float64
+    )
+    np.testing.assert_array_equal(
+        found.astype(dtype).astype(np.float32), np.broadcast_to(x, found.shape)
+    )
+    still = x <= float(jnp.finfo(dtype).smallest_normal) if dtype.itemsize == 2 else x < 0
+    assert (found[:, -1] == x[-1]).all() and (found[:, still] == x[still]).all()
+    # a CPU takes the steps next to float32's smallest number for 0
+    moves = ~still[:-1] & (x[:-1] > (1e-30 if name == "bfloat16" else 0.0))
+    middles = (x[:-1].astype(np.float64) + x[1:]) / 2
+    low, high = np.concatenate([[x[0] / 2], middles[:-1]])[moves], middles[moves]
+    below, above = found[:, :-1].min(0)[moves], found[:, :-1].max(0)[moves]
+    room = high - low
+    assert (below >= low).all() and (above <= high).all()
+    assert (below < low + room / 16).all() and (above > high - room / 16).all()
+    middle = found[:, :-1].mean(0)[moves]
+    assert (abs(middle - (low + high) / 2) < room / 10).all()
