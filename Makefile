@@ -62,15 +62,16 @@ ablation: install ## does FP8 cost the demo accuracy: three recipes, 5 seeds; wr
 
 # Both kinds of a set of tests: compiled without optimization, and as shipped. $(call both,MARKER)
 define both
-	@first=0; XLA_FLAGS="$(UNOPTIMIZED) $(ONE_THREAD) $${XLA_FLAGS:-}" $(PYTEST) -m "$(1) and not optimized" $(PYTEST_ARGS) || first=$$?; \
-	second=0; XLA_FLAGS="$(ONE_THREAD) $${XLA_FLAGS:-}" $(PYTEST) -m "$(1) and optimized" $(PYTEST_ARGS) || second=$$?; \
+	@first=0; XLA_FLAGS="$(UNOPTIMIZED) $(ONE_THREAD) $${XLA_FLAGS:-}" $(PYTEST) -m "($(1)) and not optimized" $(PYTEST_ARGS) || first=$$?; \
+	second=0; XLA_FLAGS="$(ONE_THREAD) $${XLA_FLAGS:-}" $(PYTEST) -m "($(1)) and optimized" $(PYTEST_ARGS) || second=$$?; \
 	case "$$first $$second" in "0 0"|"5 0"|"0 5") ;; *) exit 1;; esac  # 5: PYTEST_ARGS chose no test of this pass
 endef
 
 HERE := not hopper and not vllm and not in_process
+MARKS ?= $(HERE) and not slow
 
-test: lint browser ## lint, then all tests but those of make slow and make hopper
-	$(call both,$(HERE) and not slow)
+test: lint browser ## lint, then all tests but those of make slow and make hopper; MARKS="slow or hopper" chooses others
+	$(call both,$(MARKS))
 
 slow: install ## the tests that take longest: whole runs, several processes, killed and resumed ones
 	$(call both,$(HERE) and slow)
