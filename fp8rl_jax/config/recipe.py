@@ -42,7 +42,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fp8rl_jax.config.correction import PRESETS
-from fp8rl_jax.config.formats import COMPUTE, ELEMENTS, ScaleRule, TensorFormat, parse_format
+from fp8rl_jax.config.formats import COMPUTE, ScaleRule, TensorFormat, parse_format
 from fp8rl_jax.config.schema import (
     NONE_TEXT,
     Mismatch,
@@ -62,7 +62,6 @@ from fp8rl_jax.errors import UserError
 
 # the names are data, read when the program starts
 _CorrectionName = Literal[tuple(PRESETS)]  # ty: ignore[invalid-type-form]
-_ElementName = Literal[("compute", *ELEMENTS)]  # ty: ignore[invalid-type-form]
 
 
 @dataclass(frozen=True)
@@ -571,9 +570,10 @@ class PrecisionConfig:
     """Scale rule of every block-quantized role, on both sides; unset: the recipe's."""
     rollout: SideScales = field(default_factory=SideScales)
     trainer: SideScales = field(default_factory=SideScales)
-    output_gradient: _ElementName | None = None
-    """Format of the gradients that enter a linear's backward products, where the trainer's linears
-    are FP8; "e5m2" is the hybrid of verl's recipe. Unset: the recipe's."""
+    output_gradient: str | None = None
+    """Element type of the gradients that enter a linear's backward products, where the trainer's
+    linears are FP8: "compute", "e4m3", "e5m2" (the hybrid of verl's recipe) or one that was
+    registered (config.formats). Unset: the recipe's."""
     excluded: tuple[str, ...] = ()
     """More layers to keep in the compute dtype, as shell patterns such as "layers.0.*"."""
     first_layers_in_compute: int = 0
@@ -650,11 +650,14 @@ def get_recipe(
             if recipe.output_gradient.quantized
             else recipe.trainer.activation
         )
-        gradient = (
-            COMPUTE
-            if changes.output_gradient == "compute"
-            else replace(like, element=changes.output_gradient)
-        )
+        try:
+            gradient = (
+                COMPUTE
+                if changes.output_gradient == "compute"
+                else replace(like, element=changes.output_gradient)
+            )
+        except UserError as error:
+            raise UserError(f"precision.output_gradient: {error}") from None
         recipe = replace(recipe, output_gradient=gradient)
     for key in ("excluded", "first_layers_in_compute", "last_layers_in_compute"):
         if getattr(changes, key) and not recipe.quantizes_linears:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 import tomli_w
 
+from fp8rl_jax.cli.load import load_config
 from fp8rl_jax.config.correction import CorrectionConfig
 from fp8rl_jax.config.files import dump_toml, read_config
 from fp8rl_jax.config.formats import (
@@ -280,6 +281,12 @@ def test_a_new_file_registers_an_element_and_a_format(monkeypatch):
     )
     assert row.table()["rollout"]["weight"] == four.name == "mx4"
     check_recipe(row)  # the reference multiplies the pair
+    # on the command line, too, which was read before
+    flags = ["--recipe", "jet-rl", "--precision.output-gradient", "e2m1"]
+    asked = load_config(RunConfig, flags, "fp8rl train")
+    assert get_recipe("jet-rl", asked.precision).output_gradient.element == "e2m1"
+    with pytest.raises(UserError, match=r"precision\.output_gradient: unknown element 'e2m2'"):
+        get_recipe("jet-rl", PrecisionConfig(output_gradient="e2m2"))
     register_format("mx4", four)
     for again in (
         lambda: register_format("mx4", W),
