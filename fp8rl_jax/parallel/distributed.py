@@ -30,7 +30,7 @@ from jax.experimental import multihost_utils
 
 from fp8rl_jax.config.run import MeshConfig
 from fp8rl_jax.errors import RESUMABLE, Interrupted, UserError
-from fp8rl_jax.parallel.watch import PROGRESS, Watch, meet
+from fp8rl_jax.parallel.watch import PROGRESS, PeerWatch, meet
 
 _SLURM_STEP = (
     "SLURM_JOB_ID",
@@ -86,7 +86,7 @@ def initialize(config: MeshConfig, environ: Mapping[str, str] = os.environ) -> N
         print("fp8rl: interrupted", file=sys.stderr)
         _leave(130)
     if links:
-        _RUN.watch = Watch(process, links, config)
+        _RUN.watch = PeerWatch(process, links, config)
         _RUN.watch.start()
         # runs before jax's own exit function, because it is registered after it
         atexit.register(_RUN.watch.farewell, 0)
@@ -100,7 +100,7 @@ class _Run:
         left: whether the process has begun to end by itself.
     """
 
-    watch: Watch | None = None
+    watch: PeerWatch | None = None
     left = False
 
 

@@ -139,7 +139,7 @@ class _Peer:
         return f"in step {step}" if step >= 0 else "before the first step"
 
 
-class Watch:
+class PeerWatch:
     """This process's end of the connections, and the thread that serves them.
 
     Args:

@@ -29,7 +29,12 @@ from fp8rl_jax.precision.qtensor import (
     quantize,
     quantize_per_tensor,
 )
-from fp8rl_jax.precision.statistics import QuantizationSums, stack_sums, weight_sums
+from fp8rl_jax.precision.statistics import (
+    QuantizationSums,
+    join_sums,
+    stack_sums,
+    weight_sums,
+)
 
 __all__ = [
     "AdaptedWeight",
@@ -48,6 +53,7 @@ __all__ = [
     "element_dtype",
     "is_finite",
     "is_quantized",
+    "join_sums",
     "linear",
     "max_value",
     "predequantize",

@@ -119,6 +119,12 @@ def weight_sums(weight: Float[Array, "*batch m n"], quantized: QTensor) -> Quant
 _ROWS = 16
 
 
+@jax.jit
+def join_sums(sums: list[QuantizationSums]) -> QuantizationSums:
+    """Concatenate several stacks on their leading axis."""
+    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *sums)
+
+
 def stack_sums(sums: list[QuantizationSums]) -> QuantizationSums:
     """Stack several scalars or equal stacks on a new leading axis."""
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *sums)

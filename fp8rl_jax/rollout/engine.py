@@ -30,7 +30,7 @@ from fp8rl_jax.models.forms import finite_flags, rollout_adapters, rollout_polic
 from fp8rl_jax.models.lora import join, split
 from fp8rl_jax.models.policy import Policy
 from fp8rl_jax.parallel import batch_shards, constrain, marks, to_host
-from fp8rl_jax.precision import check_recipe
+from fp8rl_jax.precision import check_recipe, join_sums
 from fp8rl_jax.rollout.arrival import Arrival
 from fp8rl_jax.rollout.calibration import observe_served, qkv_metrics, scales_from_amax
 from fp8rl_jax.rollout.paged import Kept, Layout, Rows, choose_layout, token_bytes
@@ -74,9 +74,6 @@ def _by_batch[T](tree: T) -> T:
     return jax.tree.map(
         lambda x: constrain(x, "batch", *[None] * (x.ndim - 1)) if x.ndim else x, tree
     )
-
-
-_joined = jax.jit(lambda parts: jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts))
 
 
 class RolloutEngine(Protocol):
@@ -216,7 +213,7 @@ class LocalEngine:
             )
         observe = partial(observe_served, self.policy, recipe=self.recipe)
         seen = [observe(batch.tokens, batch.lengths, self._replaced) for batch in prompts]
-        seen = _joined(seen) if len(seen) > 1 else seen[0]
+        seen = join_sums(seen) if len(seen) > 1 else seen[0]
         self.scales = scales_from_amax(seen.amax, self.recipe)
         self.finite, self._marks = _seen(self.policy, self.scales)
         if self._replaced is not None:

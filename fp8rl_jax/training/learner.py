@@ -31,7 +31,7 @@ from fp8rl_jax.models.cache import KVScales
 from fp8rl_jax.models.lora import Trained, join, split
 from fp8rl_jax.models.policy import Policy
 from fp8rl_jax.parallel import split_batch
-from fp8rl_jax.precision import QuantizationSums
+from fp8rl_jax.precision import QuantizationSums, join_sums
 from fp8rl_jax.rl.metrics import per_token
 from fp8rl_jax.training.batch import Batch, Narrowed, narrow, of_width, untrim
 from fp8rl_jax.training.performance import Clock
@@ -100,9 +100,6 @@ def recalibrate(
     found, metrics = rl.calibrated_bounds(*map(jnp.concatenate, zip(*columns, strict=True)), config)
     kept, found = config.clip_calibration.smoothing, jnp.where(jnp.isfinite(found), found, bounds)
     return kept * bounds + (1 - kept) * found, metrics
-
-
-_joined = jax.jit(lambda parts: jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts))
 
 
 @jax.jit
@@ -273,7 +270,7 @@ class Learner:
             bounds, found = recalibrate(state.clip_bounds, calibration, config.rl)
             state, metrics_of_batch = replace(state, clip_bounds=bounds), metrics_of_batch | found
         metrics = averaged | rl.metric_values(corrections) | metrics_of_batch
-        return state, old, metrics, None if observed[0] is None else _joined(observed)
+        return state, old, metrics, None if observed[0] is None else join_sums(observed)
 
     def _one(
         self, state: TrainState, batch: Batch, config: StepConfig, scales: KVScales | None

@@ -15,7 +15,7 @@ import pytest
 from parallel.helpers import ROOT, endings, free_port
 
 from fp8rl_jax.config.run import MeshConfig
-from fp8rl_jax.parallel.watch import Progress, Watch
+from fp8rl_jax.parallel.watch import PeerWatch, Progress
 
 LOST = "fp8rl: process {} was lost in step 12 (gen: {}"
 LOST_STEPS = "the steps since the last checkpoint"
@@ -84,17 +84,17 @@ def test_a_process_with_an_error_of_its_own_is_no_lost_one(which, how, status, w
     fault("peer breaks", found[1 - which][1], status=status, detected=seconds, lost=LOST_STEPS)
 
 
-def pair(config: MeshConfig) -> tuple[list[Watch], list[Progress]]:
+def pair(config: MeshConfig) -> tuple[list[PeerWatch], list[Progress]]:
     """Both ends of one connection, as two processes have them; their threads do not run."""
     ends, progress = socket.socketpair(), [Progress(), Progress()]
     watches = [
-        Watch(i, {1 - i: end}, config, progress[i], leave=lambda code: None)
+        PeerWatch(i, {1 - i: end}, config, progress[i], leave=lambda code: None)
         for i, end in enumerate(ends)
     ]
     return watches, progress
 
 
-def after(seconds: float, watches: list[Watch]) -> str:
+def after(seconds: float, watches: list[PeerWatch]) -> str:
     """What process 0 judges once both have told that no move was made for so long."""
     for watch in watches:
         watch._tell(0.0)
