@@ -14,7 +14,6 @@ from experiments.fingerprints import RECORDS, Arguments, run, stale, unlike
 
 OLDER = {
     "compute_dtype",
-    "kv_calibration",
     "partial_rollouts",
     "recipes",
     "vllm",
