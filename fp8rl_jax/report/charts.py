@@ -352,7 +352,7 @@ def _draw_seeds(
     """
     line: dict[str, Any] = {**_line_style(arm), "zorder": 3}
     logged = sorted({step for steps, _ in lines for step in steps})
-    stride = math.ceil(len(logged) / _POINTS) if curve.smooth else 1
+    stride = max(math.ceil(len(logged) / _POINTS), 1) if curve.smooth else 1
     kept = {*logged[::stride], *(steps[-1] for steps, _ in lines if steps)}
     seeds: list[dict[int, float]] = []
     for place, (steps, values) in enumerate(lines):
@@ -422,6 +422,8 @@ def _window(points: int) -> int:
 
 def _running_mean(values: list[float], window: int) -> list[float]:
     """Mean of the last `window` values that are numbers; never of later ones."""
+    if not values:
+        return []
     array = np.concatenate([np.full(window - 1, np.nan), np.array(values, np.float64)])
     recent = np.lib.stride_tricks.sliding_window_view(array, window)
     known = np.isfinite(recent)

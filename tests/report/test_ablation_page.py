@@ -4,6 +4,7 @@ import html
 import json
 import math
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -197,6 +198,21 @@ def test_the_band_is_the_t_interval_over_seeds_and_of_the_logarithm_on_a_logarit
     low, high = stats.t.interval(0.95, 4, np.mean(speeds), stats.sem(speeds))
     assert (step, seeds) == (1, 5), "the first step compiles"
     assert numbers == pytest.approx([np.mean(speeds), low, high], rel=1e-4)
+
+
+def test_an_arm_that_has_not_logged_a_curve_yet_is_left_out_of_it(record, tmp_path):
+    """As sync/* after the first step of a run, while another arm's runs have finished."""
+    directories = []
+    for name in ("bf16-0", "bf16-1", "fp8-rl-0", "fp8-rl-1"):
+        directories.append(shutil.copytree(record.parent / name, tmp_path / name))
+        if name.startswith("fp8-rl"):
+            path = tmp_path / name / "metrics.jsonl"
+            rows = [json.loads(line) for line in path.read_text().splitlines()]
+            lines = [json.dumps(row | {"mismatch/k3": None}) + "\n" for row in rows]
+            path.write_text("".join(lines))
+    for some in (directories, directories[::2]):
+        chart = curve_chart(CURVES[2], group_runs(read_runs(some), colours=6))
+        assert chart.hover and [*map(bool, chart.hover["arms"].values())] == [True, False]
 
 
 PROBE = """<!doctype html><meta charset="utf-8">
