@@ -13,9 +13,7 @@ from experiments.command import run_command
 from experiments.fingerprints import RECORDS, Arguments, run, stale, unlike
 
 OLDER = {
-    "compute_dtype",
     "partial_rollouts",
-    "recipes",
     "vllm",
     "vllm_addition",
 }
