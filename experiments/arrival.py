@@ -75,7 +75,12 @@ def served(design: Design, arm: Arm, seed: int) -> dict[str, float]:
     masters, accuracies = setup.session.policy, {}
     del setup.session.engine
     examples = setup.held_out.examples[: config.evaluation.examples]
-    plain = replace(config, compute_dtype="float32", model=replace(config.model, dither=False))
+    plain = replace(
+        config,
+        compute_dtype="float32",
+        model=replace(config.model, dither=False),
+        precision=replace(config.precision, weight_source=None, weight_rounding=None),
+    )
     with reward_pool(setup) as pool:
         for name, (recipe, dtype) in SERVED.items():
             session = Session(

@@ -33,7 +33,11 @@ def test_the_study_goes_on_from_what_it_has_and_serves_the_masters_in_four_ways(
         "settings": {"precision.exact": False},
         "arms": {
             "float32": {"recipe": "bf16"},
-            "plain": {"recipe": "bf16", "compute_dtype": "bfloat16", "model.dither": False},
+            "drawn": {
+                "recipe": "bf16",
+                "compute_dtype": "bfloat16",
+                "precision.weight_rounding": "stochastic",
+            },
         },
     }
     (tmp_path / "study.toml").write_text(tomli_w.dumps(plan))
@@ -49,9 +53,9 @@ def test_the_study_goes_on_from_what_it_has_and_serves_the_masters_in_four_ways(
         arm["name"] for arm in json.loads((tmp_path / "ablation.json").read_text())["arms"]
     ] == ["float32"]
     run(Arguments("study.toml", "results.json", "ablation.json"))
-    assert "float32-0: started" not in capsys.readouterr().out.split("plain-0: started")[1]
+    assert "float32-0: started" not in capsys.readouterr().out.split("drawn-0: started")[1]
     both = json.loads((tmp_path / "results.json").read_text())["runs"]
-    assert both["float32-0"] == whole and list(both) == ["float32-0", "plain-0"]
+    assert both["float32-0"] == whole and list(both) == ["float32-0", "drawn-0"]
     assert len(json.loads((tmp_path / "ablation.json").read_text())["arms"]) == 2
     assert main(["--ablation", "study.toml", "--arms", "none", "--output", "results.json"]) == 2
     assert "--arms: none: none of the ablation's" in capsys.readouterr().err
