@@ -37,6 +37,7 @@ OPTIMIZED = (
     ),
     *("training/test_exact.py", "training/test_loss_scale.py::test_float16_gradients"),
     *("compare/test_compare.py::test_an_exact_rollout", "compare/test_compare.py::test_excess"),
+    "rollout/test_arrival.py::test_every_number",
 )
 """Tests of bits and of roundings: they are compiled as users do, and all others without
 optimization."""
