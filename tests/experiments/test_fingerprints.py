@@ -13,7 +13,6 @@ from experiments.command import run_command
 from experiments.fingerprints import RECORDS, Arguments, run, stale, unlike
 
 OLDER = {
-    "partial_rollouts",
     "vllm",
     "vllm_addition",
 }
