@@ -673,7 +673,8 @@ def arrival() -> str:
         What is served is a rounding of what is learned ([arrival.md](arrival.md)). The runs above, their float32 masters
         served in four ways, each computed in float32: as they are, rounded to bfloat16 and nothing else, in FP8 (linears and
         KV cache), and in FP8 from their bfloat16. `served` is the run's own last evaluation; what arrived is of its last
-        sync. Mean accuracy (range over seeds).
+        sync. Mean accuracy (range over seeds); an arm of one seed (`experiments/ablations/smollm2_recipes.toml`) shows what
+        arrives, and claims nothing of what is learned.
     """)
     rows = []
     for arm, of_arm in arrivals().items():
