@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import product
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -221,8 +222,8 @@ def correction() -> str:
         the tokens the trainer's probability is more than twice the rollout's. {found.seeds} paired seeds, {found.problems}
         held-out words, float32 compute. What was learned is judged under the recipe `bf16`, and through the damaged cache.
         `none` less `token_tis`, paired over seeds: judged under `bf16` {without("outcome")}; served through the damaged cache
-        {without("served")}: uncorrected, a policy learns for the cache that it is sampled through. No arm falls behind by the
-        margin: the dose is a k3 that SmolLM2 has undamaged.
+        {without("served")}. Uncorrected, a policy does better through the cache that samples it, and worse without the damage.
+        No arm falls behind by the margin: the dose is a k3 that SmolLM2 has undamaged.
     """)
     rows = [
         [
@@ -669,12 +670,12 @@ SERVED_AS = ("masters", "bfloat16", "fp8", "bfloat16, then fp8")
 
 def arrival() -> str:
     """How well each arm's masters do as other policies serve them, and what arrived."""
-    about = prose("""
+    about = prose(f"""
         What is served is a rounding of what is learned ([arrival.md](arrival.md)). The runs above, their float32 masters
         served in four ways, each computed in float32: as they are, rounded to bfloat16 and nothing else, in FP8 (linears and
         KV cache), and in FP8 from their bfloat16. `served` is the run's own last evaluation; what arrived is of its last
-        sync. Mean accuracy (range over seeds); an arm of one seed (`experiments/ablations/smollm2_recipes.toml`) shows what
-        arrives, and claims nothing of what is learned.
+        sync. Mean accuracy (range over seeds); an arm of one seed shows what arrives, and claims nothing of what is learned
+        (`experiments/results/{MORE_ARRIVALS}`, whose command is in `experiments/ablations/smollm2_recipes.toml`).
     """)
     rows = []
     for arm, of_arm in arrivals().items():
@@ -709,9 +710,10 @@ def cures() -> str:
     draws = found["draws"]
     about = prose(f"""
         Linears of SmolLM2-135M as a checkpoint has them, moved step by step as Adam moves them, and served after each step: by
-        each grid, and by each way to round (`experiments/cures.py` has the definitions). Columns are learning rate x steps. What arrives of an update in one
-        direction is sync/arrived; noise, and flicker, which is what changes between two syncs beside the update and over it,
-        are after 20 steps at 1e-5. Of what lets the update arrive, dithered masters flicker least, and keep nothing. An error
+        each grid, and by each way to round (`experiments/cures.py` has the definitions). Columns are learning rate x steps.
+        What arrives of an update in one direction is sync/arrived; noise, and flicker, which is what changes between two syncs
+        beside the update and over it, are after 20 steps at 1e-5. Means over {len(found["tensors"])} tensors, with one seed
+        each. Of what lets the update arrive, dithered masters flicker least, and keep nothing. An error
         that is carried over keeps a float32 for each weight on both sides, is late, since a weight begins in the middle of its
         cell, and then overshoots, since all that began together flip together. Draws put {draws["bfloat16"]:.2%} of the
         weights into a float32 export where they are of bfloat16, {draws["e4m3"]:.1%} where of e4m3.
@@ -730,17 +732,14 @@ def cures() -> str:
 
 
 CURES = "arrival/cures.json"
-CURED_AT = (
-    *(("1e-06", steps) for steps in ("6", "20", "200")),
-    *(("1e-05", steps) for steps in ("6", "20", "200")),
-    *(("0.0001", steps) for steps in ("6", "20", "200")),
-)
+CURED_AT = tuple(product(("1e-06", "1e-05", "0.0001"), ("6", "20", "200")))
 """Learning rates and steps."""
 
 
 def seeds(values: list[float], form: str) -> str:
-    """Mean (least to largest)."""
-    return interval([float(np.mean(values)), min(values), max(values)], form)
+    """Mean (least to largest); of one seed its value."""
+    limits = [min(values), max(values)] if len(values) > 1 else [np.nan] * 2
+    return interval([float(np.mean(values)), *limits], form)
 
 
 def fake_quantization() -> str:
