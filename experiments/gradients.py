@@ -84,7 +84,7 @@ STEP = 2.0**20
 
 
 class Descent:
-    """Gradient descent, with the methods of `training.optimizer.AdamW`."""
+    """Gradient descent, a `training.optimizer.Optimizer`."""
 
     def init(self, params) -> tuple:
         return ()

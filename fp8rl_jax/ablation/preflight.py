@@ -117,9 +117,8 @@ def _check(config: RunConfig, judge: str) -> Preflight:
             scale = config.trainer.loss_scale.resolve(config.compute_dtype)
             resolved["trainer.loss_scale.mode"] = scale.mode if scale else "none"
         optimizer = config.optimizer
-        state = 4 + sum(
-            _MOMENT_BYTES[name] for name in (optimizer.first_moment, optimizer.second_moment)
-        )
+        moments = (optimizer.first_moment, optimizer.second_moment)
+        state = 4 + sum(_MOMENT_BYTES[x] for x in moments if optimizer.name == "adamw")
         count = parameter_count(shape)
         sizes = (0.0 if config.lora.rank else count * state, count * 2.0)
     except UserError as error:

@@ -461,6 +461,7 @@ class RunConfig:
                 f'{FP8_MAX_BETA2}; use "bfloat16"'
             )
             checks.append((not slow, why))
+            faults += optimizer.unused(key)
         faults += [message for holds, message in checks if not holds]
         if faults:
             return faults

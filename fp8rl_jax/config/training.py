@@ -4,7 +4,7 @@ stage, evaluation, checkpoints, trackers, memory plan."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from fp8rl_jax.config.schema import above, at_least, one_of, report
@@ -20,8 +20,11 @@ DEVICE_BYTES = {"h100": 80_000_000_000, "h200": 141_000_000_000}
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW on float32 master weights."""
+    """What moves the float32 master weights."""
 
+    name: Literal["adamw", "sgd"] = "adamw"
+    """adamw: arXiv 1711.05101. sgd: gradient descent without momentum, as arXiv 2602.07729 trains
+    with; it keeps no state, and needs learning rates that are larger by orders."""
     learning_rate: float = 1e-6
     """Peak learning rate."""
     warmup_steps: int = 0
@@ -31,9 +34,9 @@ class OptimizerConfig:
     final_ratio: float = 0.1
     """Learning rate at the last update, as a part of the peak."""
     beta1: float = 0.9
-    """Decay of the first moment."""
+    """Decay of Adam's first moment."""
     beta2: float = 0.99
-    """Decay of the second moment."""
+    """Decay of Adam's second moment."""
     eps: float = 1e-8
     """Added to the root of the second moment."""
     weight_decay: float = 0.0
@@ -45,6 +48,23 @@ class OptimizerConfig:
     128 with a scale each."""
     second_moment: _MomentName = "float32"
     """The same of the second moment, rounded stochastically; e4m3 needs beta2 of at most 0.99."""
+
+    def unused(self, key: str) -> list[str]:
+        """List settings of Adam that SGD has no use for, one line each.
+
+        Args:
+            key: of this table.
+        """
+        if self.name == "adamw":
+            return []
+        return [
+            f"{key}.{field.name} has no use where {key}.name is {self.name!r}"
+            for field in fields(self)
+            if field.name in _OF_ADAM and getattr(self, field.name) != field.default
+        ]
+
+
+_OF_ADAM = ("beta1", "beta2", "eps", "first_moment", "second_moment")
 
 
 @dataclass(frozen=True)

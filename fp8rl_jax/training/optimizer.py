@@ -1,9 +1,14 @@
-"""Adam whose moments rest in fewer bits than they are computed in.
+"""What moves the weights: SGD, and AdamW whose moments rest in fewer bits than it computes in.
 
-Between updates the moments are what a training state has most of: 8 bytes a parameter in float32,
-beside 4 of the weight. So they rest in bfloat16 or in e4m3, and each update unpacks them, computes
-in float32, and packs them again, one tensor (and of stacked tensors one layer) after the other:
-float32 moments of the whole model never exist.
+SGD without momentum keeps nothing between updates, and arXiv 2602.07729 finds it as good as AdamW
+in reinforcement learning. Its rates are others: Adam moves each weight by the learning rate,
+whatever its gradient is, and SGD by the learning rate times a gradient whose norm over all weights
+is clipped to 1.
+
+Between updates Adam's moments are what a training state has most of: 8 bytes a parameter in
+float32, beside 4 of the weight. So they rest in bfloat16 or in e4m3, and each update unpacks them,
+computes in float32, and packs them again, one tensor (and of stacked tensors one layer) after the
+other: float32 moments of the whole model never exist.
 
 The first moment is rounded to nearest, as in FP8-LM (arXiv 2310.18313): with beta1 = 0.9 a tenth of
 it is new in every update, which is more than half a step of e4m3 (1/16). The second moment needs
@@ -24,27 +29,6 @@ more care.
   (8/7)^0.5 above 2^-6 / 448 of the largest.
 
 Norms and biases, a small part of all parameters, rest in float32 where matrices rest in e4m3.
-
-Loss scaling: how gradients survive float16.
-
-float16 has 10 bits of mantissa where bfloat16 has 7, and pays with its range: nothing above 65504,
-nothing below 2^-24 = 6e-8. Activations fit. Gradients often do not: that of a mean over a hundred
-thousand tokens begins as 1e-5 times an advantage, and what is a thousandth of it is lost. So the
-loss is multiplied by a large number before the backward pass, every gradient carries that factor
-through float16, and it is divided away once they are in float32 (arXiv 1710.03740, section 3.2),
-after micro-batches were added up and before the norm is taken and clipped.
-
-The factor cannot be known beforehand, so it is found while training. Too large a one makes
-gradients infinite: that update is skipped and the scale lowered. After a while without overflow it
-is raised again. This is the rule of PyTorch's GradScaler:
-
-    a gradient is not finite    scale * backoff_factor, count = 0
-    else                        count + 1; at growth_interval: scale * growth_factor where that is
-                                finite, count = 0
-
-The scale and its count are part of the training state, so a resumed run goes on with them. bfloat16
-and float32 have the range and need none of this. FP8 products inside a float16 trainer have scales
-of their own: their groups see scaled gradients, whose factor falls out of amax / 448.
 """
 
 from __future__ import annotations
@@ -52,16 +36,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, ArrayLike, Bool, Float, Int, Key
 
 from fp8rl_jax.config.formats import TensorFormat
-from fp8rl_jax.config.training import FP8_MAX_BETA2, LossScaleConfig, OptimizerConfig
+from fp8rl_jax.config.training import FP8_MAX_BETA2, OptimizerConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.precision import QTensor, dequantize, max_value, quantize
 from fp8rl_jax.precision.rounding import round_stochastic
@@ -72,6 +56,35 @@ GROUPS = TensorFormat("e4m3", (1, 128))
 """Of "e4m3" in the configuration."""
 
 MomentFormat = jnp.dtype | TensorFormat
+
+
+class Optimizer(Protocol):
+    """What an update needs of an optimizer."""
+
+    def init(self, params: Any) -> Any:
+        """Make the state before the first update, for the tensors that are trained."""
+        ...
+
+    def step(
+        self,
+        params: Any,
+        gradients: Any,
+        state: Any,
+        norm: Float[Array, ""],
+        keep: Bool[Array, ""] | bool = True,
+    ) -> tuple[Any, Any, Bool[Array, ""]]:
+        """Make one update.
+
+        Args:
+            params, gradients: float32.
+            norm: of all gradients.
+            keep: where it is False, everything stays as it is.
+
+        Returns:
+            The next params and state, and whether all weights are finite. A tensor that would not
+            be (of a stack with moments in fewer bits, that layer) keeps its values.
+        """
+        ...
 
 
 def moment_formats(config: OptimizerConfig) -> tuple[MomentFormat, MomentFormat]:
@@ -142,24 +155,14 @@ class AdamW:
 
         The draws of stochastic rounding depend on the number of the update and on the place in the
         tree alone.
-
-        Args:
-            params, gradients: float32.
-            norm: of all gradients.
-            keep: where it is False, everything stays as it is.
-
-        Returns:
-            The next params and state, and whether all weights are finite. A tensor that would not
-            be (of a stack with moments in fewer bits, that layer) keeps its values.
         """
         config, before = self.config, self._adam(state)
-        limit, rate = config.max_grad_norm, self.schedule(before.count)
+        rate = self.schedule(before.count)
         count = optax.safe_increment(before.count)
         bias1, bias2 = 1 - config.beta1**count, 1 - config.beta2**count
 
         def one(w, mu, nu, gradient, key, formats, decayed):
-            if limit > 0:
-                gradient = jnp.where(norm < limit, gradient, gradient / norm * limit)
+            gradient = _clipped(gradient, norm, config.max_grad_norm)
             mean = config.beta1 * _load(mu) + (1 - config.beta1) * gradient
             square = config.beta2 * _load(nu) + (1 - config.beta2) * gradient * gradient
             stored = _store(mean, formats[0], key, False), _store(square, formats[1], key, True)
@@ -173,11 +176,8 @@ class AdamW:
             change = (mean / bias1) / (jnp.sqrt(square / bias2) + config.eps)
             if decayed and config.weight_decay:
                 change = change + config.weight_decay * w
-            # computed once, for the check and for the weight
-            moved = lax.optimization_barrier(w - rate * change)
-            # faster than `isfinite(moved).all()`: 0 times what is not finite is NaN
-            fits = jnp.isfinite(jnp.sum(moved * 0))
-            return (jnp.where(keep & fits, moved, w), *moments), fits
+            moved, fits = _moved(w, rate, change, keep)
+            return (moved, *moments), fits
 
         key, done = jax.random.fold_in(jax.random.key(0), before.count), []
         leaves, treedef = jax.tree.flatten(params)
@@ -215,6 +215,77 @@ class AdamW:
             [_of(fmt, matrix) for matrix in _matrices(params)]
             for fmt in moment_formats(self.config)
         ]
+
+
+@dataclass(frozen=True, eq=False)
+class SGD:
+    """Gradient descent behind global-norm clipping, without momentum; its state is the number of
+    updates.
+
+    Attributes:
+        config: weight decay, the norm that is clipped to.
+        schedule, decayed: as in `AdamW`.
+    """
+
+    config: OptimizerConfig
+    schedule: optax.Schedule
+    decayed: Callable[[Any], Any]
+
+    def init(self, params: Any) -> optax.ScaleByScheduleState:
+        """Make the state before the first update."""
+        del params
+        return optax.ScaleByScheduleState(jnp.int32(0))
+
+    def step(
+        self,
+        params: Any,
+        gradients: Any,
+        state: optax.ScaleByScheduleState,
+        norm: Float[Array, ""],
+        keep: Bool[Array, ""] | bool = True,
+    ) -> tuple[Any, optax.ScaleByScheduleState, Bool[Array, ""]]:
+        """Make one update."""
+        config, rate = self.config, self.schedule(state.count)
+        leaves, treedef = jax.tree.flatten(params)
+        moved, fits = [], []
+        others = jax.tree.leaves(gradients), jax.tree.leaves(self.decayed(params))
+        for w, gradient, decayed in zip(leaves, *others, strict=True):
+            change = _clipped(gradient, norm, config.max_grad_norm)
+            if decayed and config.weight_decay:
+                change = change + config.weight_decay * w
+            new, fit = _moved(w, rate, change, keep)
+            moved.append(new)
+            fits.append(fit)
+        count = jnp.where(keep, optax.safe_increment(state.count), state.count)
+        state = optax.ScaleByScheduleState(count)
+        return jax.tree.unflatten(treedef, moved), state, jnp.stack(fits).all()
+
+
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {"adamw": AdamW, "sgd": SGD}
+"""By optimizer.name, as (config, schedule, decayed)."""
+
+
+def _clipped(
+    gradient: Float[Array, "*axes"], norm: Float[Array, ""], limit: float
+) -> Float[Array, "*axes"]:
+    """Of gradients with this norm, all of them, the part that is scaled down to `limit`."""
+    if limit <= 0:
+        return gradient
+    return jnp.where(norm < limit, gradient, gradient / norm * limit)
+
+
+def _moved(
+    w: Float[Array, "*axes"],
+    rate: ArrayLike,
+    change: Float[Array, "*axes"],
+    keep: Bool[Array, ""] | bool,
+) -> tuple[Float[Array, "*axes"], Bool[Array, ""]]:
+    """w - rate * change and whether it is finite; w where it is not."""
+    # computed once, for the check and for the weight
+    moved = lax.optimization_barrier(w - rate * change)
+    # faster than `isfinite(moved).all()`: 0 times what is not finite is NaN
+    fits = jnp.isfinite(jnp.sum(moved * 0))
+    return jnp.where(keep & fits, moved, w), fits
 
 
 def _at_once(function: Callable, tensors: tuple, gradient: Array, key: Key[Array, ""]) -> tuple:
@@ -289,50 +360,3 @@ def _matrices(params: Any) -> list[bool]:
         sides = [axis for axis in node.axes if axis != "layers"] if is_weight(node) else node.shape
         found += [len(sides) >= 2] * len(jax.tree.leaves(node))
     return found
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class LossScale:
-    """scale: what the next loss is multiplied by; count: updates without overflow since it last
-    changed."""
-
-    scale: Float[Array, ""]
-    count: Int[Array, ""]
-
-
-def init_scale(config: LossScaleConfig | None) -> LossScale | None:
-    """Make the state of a dynamic scale before the first update.
-
-    None where the scale is static, or there is none.
-    """
-    if config is None or config.mode != "dynamic":
-        return None
-    return LossScale(jnp.float32(config.initial), jnp.int32(0))
-
-
-def factor(
-    state: LossScale | None, config: LossScaleConfig | None
-) -> Float[Array, ""] | float | None:
-    """Give what the loss is multiplied by; None where it is not.
-
-    Args:
-        state: of a dynamic scale.
-        config: resolved (`LossScaleConfig.resolve`).
-    """
-    if config is None:
-        return None
-    if config.mode == "static":
-        return config.initial
-    assert state is not None
-    return state.scale
-
-
-def next_scale(state: LossScale, finite: Bool[Array, ""], config: LossScaleConfig) -> LossScale:
-    """Compute the scale after an update whose gradients were finite or not."""
-    count = jnp.where(finite, state.count + 1, 0)
-    due = count >= config.growth_interval
-    grown = state.scale * config.growth_factor
-    grown = jnp.where(due & jnp.isfinite(grown), grown, state.scale)
-    scale = jnp.where(finite, grown, state.scale * config.backoff_factor)
-    return LossScale(scale, jnp.where(due, 0, count))

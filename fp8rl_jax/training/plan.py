@@ -11,7 +11,7 @@ holds it to what XLA says of the compiled programs.
     rollout     KV cache, and weights that are unpacked for the decode loop
     backward    weights in the compute dtype, activations, logits of a chunk, gradients and, of
                 several micro-batches, their sums
-    optimizer   gradients, and what Adam makes of them
+    optimizer   gradients, and what the optimizer makes of them
     sync        weights in the compute dtype on their way to their quantized form
 
 The phases follow each other, so a run needs what always stays and the largest phase.
@@ -38,10 +38,12 @@ import rich.table
 from jax.sharding import AbstractMesh, AxisType
 from rich.box import SIMPLE_HEAD
 
+from fp8rl_jax.config.formats import TensorFormat
 from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.config.run import MeshConfig, RunConfig
 from fp8rl_jax.config.training import DEVICE_BYTES
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.json_fields import read_json
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.forms import predequantized, rollout_policy
 from fp8rl_jax.models.logprobs import positions_at_once
@@ -54,6 +56,8 @@ from fp8rl_jax.rollout.paged import WHOLE, choose_layout
 from fp8rl_jax.rollout.sampler import cache_dtype, loop_dtype
 from fp8rl_jax.training.adapters import adapt
 from fp8rl_jax.training.state import make_optimizer
+from fp8rl_jax.weights.block_fp8 import parse_quantization
+from fp8rl_jax.weights.resolve import resolve_model
 from pallas_kernels.attention import CHUNK, CHUNK_FROM
 from pallas_kernels.backend import tracing_for
 from pallas_kernels.matmul import selected_backend
@@ -115,7 +119,7 @@ def memory_plan(
     served = jax.eval_shape(lambda p: rollout_policy(p, recipe, dtype, unroll, backend)[0], policy)
     masters = _device_bytes(trained, mesh)
     formats = f"{weight.element}, rest {dtype.name}" if weight.quantized else dtype.name
-    always = {"masters (float32)": masters, "Adam moments": _device_bytes(moments, mesh)}
+    always = {"masters (float32)": masters, "optimizer state": _device_bytes(moments, mesh)}
     ours = config.rollout.engine != "vllm"  # whose server has memory of its own
     if ours:
         always[f"rollout weights ({formats})"] = _device_bytes(served, mesh)
@@ -300,7 +304,7 @@ def changes(
         )
     for name in ("bfloat16", "e4m3"):
         small = replace(optimizer, first_moment=name, second_moment=name)
-        if name != "e4m3" or not RunConfig(optimizer=small).problems():
+        if not RunConfig(optimizer=small).problems():
             yield (
                 f'optimizer.first_moment = optimizer.second_moment = "{name}"',
                 replace(config, optimizer=small),
@@ -423,23 +427,50 @@ _USUAL_WEIGHT = 0.02
 
 
 def heard(config: RunConfig) -> str:
-    """Say after how many updates a weight changes that starts on the grid of the compute dtype.
+    """Say after how many of Adam's updates a weight changes that starts on the grid of what is
+    served.
 
-    Nothing where it need not wait: in float32, with dithered masters, and with adapters.
+    Nothing where it need not wait: with dithered masters and adapters, and where the checkpoint
+    lies on no grid that the rollout rounds to. Nothing of SGD, which moves each weight by another
+    length.
 
     A number w of p bits lies half a step, 2^(floor(log2 |w|) - p), from where it rounds to another
-    one, and Adam moves it by the learning rate at most as long as gradients are alike.
+    one; in a format with scales that is between 2^-(p + 1) and 2^-p of it. Adam moves it by the
+    learning rate at most as long as gradients are alike.
+
+    Raises:
+        UserError: the model's config.json is not read.
     """
-    dtype, rate = jnp.dtype(config.compute_dtype), config.optimizer.learning_rate
-    if dtype == jnp.float32 or config.dithers or config.lora.rank or not config.model.path:
+    if config.lora.rank or not config.model.path or config.optimizer.name != "adamw":
         return ""
-    half = 2.0 ** (math.floor(math.log2(_USUAL_WEIGHT)) - jnp.finfo(dtype).nmant - 1)
+    rate, recipe = config.optimizer.learning_rate, config.resolved_recipe()
+    if block := parse_quantization(read_json(resolve_model(config.model.path) / "config.json")):
+        stored = TensorFormat("e4m3", block)
+        if recipe.rollout.weight != stored or (config.dithers and recipe.shares_weights):
+            return ""
+        what = f"{stored.element}, which the checkpoint is in,"
+        bits = jnp.finfo(stored.element_type.dtype).nmant + 1
+        halves = [_USUAL_WEIGHT * 2.0**-power for power in (bits + 1, bits)]
+        if recipe.trainer.weight == stored:
+            remedy = "With model.dither updates arrive in the mean from the first."
+        else:
+            remedy = (
+                "From the checkpoint in bfloat16, or under a recipe whose trainer has this format, "
+                "they arrive from the first."
+            )
+    elif config.compute_dtype == "float32" or config.dithers:
+        return ""
+    else:
+        what, bits = config.compute_dtype, jnp.finfo(config.compute_dtype).nmant + 1
+        halves = [2.0 ** (math.floor(math.log2(_USUAL_WEIGHT)) - bits)]
+        remedy = "With model.dither updates arrive in the mean from the first."
+    needed = [max(math.ceil(half / rate), 1) for half in halves]
     updates = config.trainer.steps * config.trainer.updates_per_rollout
     return (
-        f"Updates: a weight of {_USUAL_WEIGHT:g} changes in {dtype.name} once it has moved by "
-        f"{half:.1e}, which is {max(math.ceil(half / rate), 1):,} updates in one direction at "
-        f"optimizer.learning_rate = {rate:g}; the run has {updates:,}. With model.dither "
-        "updates arrive in the mean from the first."
+        f"Updates: a weight of {_USUAL_WEIGHT:g} changes in {what} once it has moved by "
+        f"{' to '.join(f'{half:.1e}' for half in halves)}, which is "
+        f"{' to '.join(f'{n:,}' for n in needed)} updates in one direction at "
+        f"optimizer.learning_rate = {rate:g}; the run has {updates:,}. {remedy}"
     )
 
 

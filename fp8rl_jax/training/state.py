@@ -20,13 +20,8 @@ from fp8rl_jax.config.training import LossScaleConfig, OptimizerConfig
 from fp8rl_jax.models.lora import Trained, join, split
 from fp8rl_jax.models.policy import Policy
 from fp8rl_jax.parallel import policy_shardings, shard_policy
-from fp8rl_jax.training.optimizer import (
-    AdamW,
-    LossScale,
-    factor,
-    init_scale,
-    next_scale,
-)
+from fp8rl_jax.training.loss_scale import LossScale, factor, init_scale, next_scale
+from fp8rl_jax.training.optimizer import OPTIMIZERS, Optimizer
 
 
 @jax.tree_util.register_dataclass
@@ -37,7 +32,7 @@ class TrainState:
     Attributes:
         policy: float32 masters, layers stacked; with adapters, the frozen base among them. Within
             an update, what is trained and nothing else.
-        optimizer: optax state of what is trained (models.lora.split).
+        optimizer: its state, of what is trained (models.lora.split).
         updates: optimizer updates tried so far, int32 (a skipped one counts: schedules follow the
             data).
         loss_scale: where it is dynamic, else None; a checkpoint has it in the first case only.
@@ -80,10 +75,8 @@ def decay_mask(policy: Trained) -> Trained:
     )
 
 
-def make_optimizer(config: OptimizerConfig, updates: int) -> AdamW:
-    """Make AdamW (arXiv 1711.05101) behind global-norm clipping.
-
-    Its moments rest as the configuration says.
+def make_optimizer(config: OptimizerConfig, updates: int) -> Optimizer:
+    """Make the optimizer that the configuration names.
 
     Arguments that mean the same give one object: the compiled update is specialised to it, and a
     second run in a process needs no other.
@@ -92,18 +85,18 @@ def make_optimizer(config: OptimizerConfig, updates: int) -> AdamW:
         updates: of the whole run, for the schedule.
 
     Raises:
-        UserError: whatever `moment_formats` refuses.
+        UserError: whatever the optimizer refuses.
     """
     return _optimizer(config, 1 if config.schedule == "constant" else updates)
 
 
 @cache
-def _optimizer(config: OptimizerConfig, updates: int) -> AdamW:
-    return AdamW(config, learning_rate(config, updates), decay_mask)
+def _optimizer(config: OptimizerConfig, updates: int) -> Optimizer:
+    return OPTIMIZERS[config.name](config, learning_rate(config, updates), decay_mask)
 
 
 def init_state(
-    policy: Policy, optimizer: AdamW, scaling: LossScaleConfig | None = None
+    policy: Policy, optimizer: Optimizer, scaling: LossScaleConfig | None = None
 ) -> TrainState:
     """Make a state before the first update; `scaling` as in `apply_gradients`."""
     trained: Any = split(policy)[0]
@@ -112,7 +105,7 @@ def init_state(
 
 def sharded_state(
     policy: Policy,
-    optimizer: AdamW,
+    optimizer: Optimizer,
     mesh: jax.sharding.Mesh,
     scaling: LossScaleConfig | None = None,
     clip_bounds: tuple[float, float] | None = None,
@@ -153,7 +146,7 @@ def apply_gradients(
     state: TrainState,
     gradients: Any,
     loss: Float[Array, ""],
-    optimizer: AdamW,
+    optimizer: Optimizer,
     scaling: LossScaleConfig | None = None,
 ) -> tuple[TrainState, dict[str, Array]]:
     """Make one update, or none where a value is not finite.

@@ -36,7 +36,7 @@ from fp8rl_jax.parallel import constrain, split_batch
 from fp8rl_jax.precision import QuantizationSums
 from fp8rl_jax.rollout.calibration import sampling_observer
 from fp8rl_jax.training.batch import Batch, Packing
-from fp8rl_jax.training.optimizer import AdamW
+from fp8rl_jax.training.optimizer import Optimizer
 from fp8rl_jax.training.state import TrainState, apply_gradients, scaled_loss
 from pallas_kernels.backend import Backend
 
@@ -173,7 +173,7 @@ def correct(batch: Batch, config: RLConfig) -> tuple[Batch, rl.Metrics]:
 
 
 def update(
-    state: TrainState, batch: Batch, config: StepConfig, optimizer: AdamW
+    state: TrainState, batch: Batch, config: StepConfig, optimizer: Optimizer
 ) -> tuple[TrainState, Float[Array, "b t"], dict[str, Array]]:
     """Make one optimizer update on the whole batch.
 
@@ -196,7 +196,7 @@ def observed_update(
     state: TrainState,
     batch: Batch,
     config: StepConfig,
-    optimizer: AdamW,
+    optimizer: Optimizer,
     scales: KVScales | None,
 ) -> tuple[TrainState, Float[Array, "b t"], dict[str, Array], QuantizationSums]:
     """Make the update of `update`, and measure Q, K and V in its forward.
@@ -220,7 +220,7 @@ def _update(
     frozen: Policy | None,
     batch: Batch,
     config: StepConfig,
-    optimizer: AdamW,
+    optimizer: Optimizer,
     scales: KVScales | None = None,
     observes: bool = False,
 ) -> tuple[TrainState, Float[Array, "b t"], dict[str, Array], QuantizationSums | None]:
@@ -280,7 +280,7 @@ def _update(
 
 
 def supervised_update(
-    state: TrainState, batch: Batch, config: StepConfig, optimizer: AdamW
+    state: TrainState, batch: Batch, config: StepConfig, optimizer: Optimizer
 ) -> tuple[TrainState, dict[str, Array]]:
     """Make one update on the mean negative log-likelihood of the completions' tokens.
 
@@ -306,7 +306,7 @@ def _supervised_update(
     frozen: Policy | None,
     batch: Batch,
     config: StepConfig,
-    optimizer: AdamW,
+    optimizer: Optimizer,
 ) -> tuple[TrainState, dict[str, Array]]:
     def loss_fn(trained: Trained):
         logprobs, *_ = completion_logprobs(join(trained, frozen), batch, config)

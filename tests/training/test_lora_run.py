@@ -211,7 +211,7 @@ def test_the_plan_counts_what_is_trained(run_file, tmp_path, capsys):
     assert f"trained: {trained:,}" in printed
     moments, base = (
         float(re.search(rf"{name} +([0-9.]+)", printed)[1])
-        for name in ("Adam moments", "frozen base")
+        for name in ("optimizer state", "frozen base")
     )
     assert moments == round(2 * 4 * trained / 1e6, 3)
     linears, embedding = 64 * (64 + 32 + 32 + 64 + 96 + 96) + 96 * 64, 264 * 64

@@ -18,7 +18,7 @@ from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.policy import init_policy
 from fp8rl_jax.training.checkpoint import _by_name
-from fp8rl_jax.training.optimizer import factor, init_scale, next_scale
+from fp8rl_jax.training.loss_scale import factor, init_scale, next_scale
 from fp8rl_jax.training.state import (
     TrainState,
     apply_gradients,

@@ -339,3 +339,43 @@ def test_formats_are_those_that_the_run_names():
         moment_formats(OptimizerConfig(beta2=0.999, second_moment="e4m3"))
     slow = RunConfig(optimizer=OptimizerConfig(beta2=0.999, second_moment="e4m3"))
     assert [line for line in slow.problems() if "optimizer.beta2" in line]
+
+
+def test_sgd_is_that_of_optax_and_keeps_no_moments():
+    policy = init_policy(SHAPE, jax.random.key(0))
+    config = OptimizerConfig("sgd", learning_rate=0.1, schedule="linear", weight_decay=0.1)
+    schedule = learning_rate(config, 4)
+    theirs = optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.add_decayed_weights(0.1, mask=decay_mask),
+        optax.sgd(schedule),
+    )
+    ours = make_optimizer(config, 4)
+    states, policies = [optimizer.init(policy) for optimizer in (ours, theirs)], [policy, policy]
+    assert sum(x.size for x in jax.tree.leaves(states[0])) == 1
+    step = jax.jit(ours.step)
+    for seed in range(3):
+        gradients = jax.tree.map(
+            lambda x, seed=seed: jax.random.normal(jax.random.key(seed), x.shape), policy
+        )
+        norm = optax.tree.norm(gradients)
+        policies[0], states[0], finite = step(policies[0], gradients, states[0], norm, True)
+        updates, states[1] = jax.jit(theirs.update)(gradients, states[1], policies[1])
+        policies[1] = optax.apply_updates(policies[1], updates)
+        assert finite and states[0].count == seed + 1
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-6, atol=2e-8), *policies)
+    kept, state, _ = step(policies[0], gradients, states[0], norm, False)
+    jax.tree.map(np.testing.assert_array_equal, (kept, state), (policies[0], states[0]))
+    wild = jax.tree.map(lambda x: x.at[..., 0].set(jnp.inf), gradients)
+    kept, state, finite = step(policies[0], wild, states[0], jnp.float32(0.5), True)
+    jax.tree.map(np.testing.assert_array_equal, kept, policies[0])
+    assert not finite and state.count == 4
+
+
+def test_sgd_refuses_what_only_adam_has():
+    asked = OptimizerConfig("sgd", beta1=0.5, first_moment="bfloat16")
+    assert [line for line in RunConfig(optimizer=asked).problems() if "no use" in line] == [
+        "optimizer.beta1 has no use where optimizer.name is 'sgd'",
+        "optimizer.first_moment has no use where optimizer.name is 'sgd'",
+    ]
+    assert not RunConfig(optimizer=OptimizerConfig("sgd")).problems()

@@ -16,7 +16,7 @@ from fp8rl_jax.cli.load import load_config
 from fp8rl_jax.cli.main import main
 from fp8rl_jax.config.recipe import PrecisionConfig, get_recipe
 from fp8rl_jax.config.rl import CorrectionConfig, RLConfig
-from fp8rl_jax.config.run import RolloutConfig, RunConfig
+from fp8rl_jax.config.run import ModelConfig, RolloutConfig, RunConfig
 from fp8rl_jax.config.training import LoraConfig, OptimizerConfig, TrainerConfig
 from fp8rl_jax.models.cache import KVScales
 from fp8rl_jax.models.config import PolicyConfig
@@ -24,7 +24,7 @@ from fp8rl_jax.models.forms import rollout_policy
 from fp8rl_jax.models.policy import init_policy, parameter_count
 from fp8rl_jax.rollout.sampler import generate
 from fp8rl_jax.rollout.sampling import Sampling
-from fp8rl_jax.training.plan import PHASES, memory_plan, mesh_sizes, what_fits
+from fp8rl_jax.training.plan import PHASES, heard, memory_plan, mesh_sizes, what_fits
 from fp8rl_jax.training.state import init_state, make_optimizer
 from fp8rl_jax.training.step import Batch, StepConfig, _update
 from fp8rl_jax.weights.hf_config import read_policy_config
@@ -84,7 +84,7 @@ def test_update_needs_what_xla_says(shape, config):
     batch_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(batch))
     carried = (
         plan.always["masters (float32)"]
-        + plan.always["Adam moments"]
+        + plan.always["optimizer state"]
         + state.updates.dtype.itemsize
     )
     # XLA may round a scalar up
@@ -136,7 +136,7 @@ def test_qwen3_8b_in_bytes_by_hand():
     plan = memory_plan(QWEN3_8B, config)
     assert plan.always["masters (float32)"] == 4 * count
     # two counts, of the moments and of the schedule
-    assert plan.always["Adam moments"] == 8 * count + 8
+    assert plan.always["optimizer state"] == 8 * count + 8
     linears = matrices - head
     assert plan.always[
         "rollout weights (e4m3, rest bfloat16)"
@@ -159,7 +159,7 @@ def test_qwen3_8b_in_bytes_by_hand():
     gathered = rollout["rollout weights, gathered for the decode loop"]
     assert gathered == plan.always["rollout weights (e4m3, rest bfloat16)"]
     eight = replace(config.optimizer, first_moment="e4m3", second_moment="e4m3")
-    packed = memory_plan(QWEN3_8B, replace(config, optimizer=eight)).always["Adam moments"]
+    packed = memory_plan(QWEN3_8B, replace(config, optimizer=eight)).always["optimizer state"]
     assert packed == 2 * (matrices + 4 * matrices // 128 + 4 * norms) + 8
     halves = memory_plan(QWEN3_8B, config, mesh_sizes(config.mesh) | {"fsdp": 2})
     assert halves.always["masters (float32)"] == 2 * matrices + 4 * norms
@@ -172,7 +172,7 @@ def test_qwen3_8b_in_bytes_by_hand():
     adapters = 36 * 8 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 12288))
     assert (
         adapted.always["masters (float32)"] == 4 * adapters
-        and adapted.always["Adam moments"] == 8 * adapters + 8
+        and adapted.always["optimizer state"] == 8 * adapters + 8
     )
     assert adapted.always["frozen base"] == 2 * count
     assert set(plan.phases) == set(PHASES) and plan.peak == max(
@@ -218,6 +218,28 @@ def test_plan_command_says_whether_it_fits(capsys):
     assert "FITS: " in capsys.readouterr().out
     assert main(["plan", run, *path, "--plan.device", "h300"]) == 2
     assert "plan.device = 'h300'" in capsys.readouterr().err
+
+
+def test_the_plan_says_when_a_weight_of_an_fp8_checkpoint_changes(tmp_path):
+    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": quantization}))
+
+    def said(recipe: str, dtype: str = "float32", **optimizer) -> str:
+        model, optimizer = ModelConfig(str(tmp_path)), OptimizerConfig(**optimizer)
+        settings = {"compute_dtype": dtype, "model": model, "optimizer": optimizer}
+        return heard(RunConfig(recipe=recipe, **settings))
+
+    # 0.02 is 16 to 32 half steps of e4m3 (3 bits of mantissa); the trainer of fp8-rl has no format
+    for dtype in ("float32", "bfloat16"):
+        line = said("fp8-rl", dtype, learning_rate=1e-4)
+        assert "has moved by 6.3e-04 to 1.3e-03, which is 7 to 13 updates" in line
+        assert "From the checkpoint in bfloat16" in line
+    still = ModelConfig(str(tmp_path), dither=False)
+    assert "With model.dither" in heard(RunConfig(recipe="jet-rl", model=still))
+    # drawn from the cells; not served in that format; SGD; a checkpoint that is not quantized
+    assert not said("jet-rl") and not said("bf16", "bfloat16") and not said("fp8-rl", name="sgd")
+    (tmp_path / "config.json").write_text("{}")
+    assert not said("fp8-rl")
 
 
 @pytest.mark.parametrize("known", ["configured", "reported"])
