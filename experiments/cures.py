@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,7 +40,7 @@ from experiments.benchmarks.machine import facts
 from experiments.benchmarks.record import write
 from experiments.command import run_command
 from fp8rl_jax.config.formats import TensorFormat
-from fp8rl_jax.precision import QTensor, dequantize, quantize
+from fp8rl_jax.precision import dequantize, quantize
 from fp8rl_jax.precision.rounding import dither, dither_blocks, round_by_hash, round_stochastic
 from fp8rl_jax.weights.load import load
 from fp8rl_jax.weights.resolve import resolve_model
@@ -92,7 +92,7 @@ def _e4m3_stochastic(x: Array, key: Array) -> Array:
     # the largest value of a block is 448 up to a rounding of its scale
     scaled = jnp.clip(x / expand_scales(q.scales, q.block, x.shape[-2:]), -448.0, 448.0)
     drawn = round_stochastic(scaled, q.values.dtype, key)
-    return dequantize(QTensor(drawn, q.scales, q.block))
+    return dequantize(replace(q, values=drawn))
 
 
 GRIDS = {

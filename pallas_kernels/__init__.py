@@ -16,8 +16,9 @@ from pallas_kernels.cache_write import write_cache
 from pallas_kernels.decode_attention import KeyValues, decode_attention
 from pallas_kernels.grouped_matmul import align_groups, grouped_matmul, grouped_outer_product
 from pallas_kernels.matmul import blockwise_matmul
+from pallas_kernels.qtensor import Format, QTensor
 from pallas_kernels.quantize import (
-    dequantize_blocks,
+    Blocks,
     quantize_blocks,
     quantize_both,
     quantize_rms_norm,
@@ -27,12 +28,14 @@ from pallas_kernels.quantize import (
 
 __all__ = [
     "BackendError",
+    "Blocks",
+    "Format",
     "KeyValues",
+    "QTensor",
     "align_groups",
     "attention",
     "blockwise_matmul",
     "decode_attention",
-    "dequantize_blocks",
     "grouped_matmul",
     "grouped_outer_product",
     "quantize_blocks",

@@ -102,7 +102,7 @@ LIST: list[Mutant] = [
         ),
     ),
     *of(
-        "precision/formats.py",
+        "precision/check.py",
         "training/test_exact.py",
         ("exact-of-two-flows", "cheap and not any(", "cheap or not any(", "exact_by_default"),
     ),
@@ -1411,7 +1411,7 @@ LIST: list[Mutant] = [
     *of(
         "models/dither.py",
         "rollout/test_arrival.py",
-        ("unlike-sides-too", "and one[0] == other[0]", "", "what_lies"),
+        ("unlike-sides-too", "and one.weight == other.weight", "", "what_lies"),
         ("router-is-drawn", 'if name == "layers.router":', 'if name == "router":', "router"),
         (
             "all-layers",

@@ -40,6 +40,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from fp8rl_jax.models.config import PolicyConfig
+from pallas_kernels import QTensor
 
 
 @dataclass(frozen=True)
@@ -182,14 +183,6 @@ def operations(config: PolicyConfig, layer: int) -> Iterator[Operation]:
     yield Operation("output", "output")
 
 
-class Quantized(NamedTuple):
-    """A quantized tensor on the host: values, scales, and (rows, columns) that share a scale."""
-
-    values: np.ndarray
-    scales: np.ndarray
-    block: tuple[int, ...]
-
-
 class Operand(NamedTuple):
     """One tensor on one side.
 
@@ -197,7 +190,7 @@ class Operand(NamedTuple):
         name: what details call it.
         format: in words; equal where the sides' formats are.
         source: as it was before quantization.
-        quantized: as it is multiplied; None where that is `source`.
+        quantized: as it is multiplied, on the host; None where that is `source`.
         made: by the operation that is judged, from equal values: where `source` differs, its
             arithmetic did it.
     """
@@ -205,7 +198,7 @@ class Operand(NamedTuple):
     name: str
     format: str
     source: np.ndarray
-    quantized: Quantized | None = None
+    quantized: QTensor | None = None
     made: bool = False
 
 
@@ -248,7 +241,7 @@ def _compared(a: Operand, b: Operand, measured: dict[str, Difference]) -> tuple[
         return cause, f"{a.name}: {_count(sources)} differ before quantization"
     if a.quantized is None or b.quantized is None:
         return "", ""
-    measured[f"{a.name} scales"] = scales = difference(a.quantized.scales, b.quantized.scales)
+    measured[f"{a.name} scales"] = scales = difference(_scales(a.quantized), _scales(b.quantized))
     if not scales.equal:
         return "scale", f"{a.name}: {_count(scales, 'scales')} differ"
     elements = difference(a.quantized.values, b.quantized.values)
@@ -262,12 +255,12 @@ def _count(of: Difference, what: str = "values") -> str:
 
 
 def _restored(x: Operand) -> np.ndarray:
-    """What the operand means: values times scales."""
-    if x.quantized is None:
-        return x.source
-    values = np.asarray(x.quantized.values, np.float32)
-    scales = np.asarray(x.quantized.scales, np.float32)
-    for axis, side in zip((-2, -1), x.quantized.block, strict=True):
-        scales = np.repeat(scales, side, axis) if side > 1 else scales
-        scales = np.take(scales, range(values.shape[axis]), axis)
-    return values * scales
+    """What the operand means."""
+    return x.source if x.quantized is None else np.asarray(x.quantized.dequantize())
+
+
+def _scales(q: QTensor) -> np.ndarray:
+    """All of its scales; of two levels in one row."""
+    if q.outer is None:
+        return np.asarray(q.scales)
+    return np.concatenate([np.ravel(x).astype(np.float32) for x in (q.scales, q.outer)])

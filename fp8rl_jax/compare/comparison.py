@@ -40,6 +40,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Float32
@@ -49,7 +50,6 @@ from fp8rl_jax.compare.causes import (
     Difference,
     Operand,
     Operation,
-    Quantized,
     Verdict,
     difference,
     judge,
@@ -60,7 +60,7 @@ from fp8rl_jax.compare.side import Phase, Side
 from fp8rl_jax.compare.tokens import Parts, Tokens, as_tokens, of_rollout
 from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.models.policy import EXPERT_LINEARS, LINEARS, Policy
-from fp8rl_jax.precision import QTensor, describe, is_quantized
+from fp8rl_jax.precision import Blocks, QTensor, describe, is_quantized
 from fp8rl_jax.rollout.engine import Rollout
 from fp8rl_jax.tokenizers.tokenizer import Tokenizer
 from pallas_kernels.backend import Backend
@@ -357,11 +357,11 @@ class _Comparing:
             # one for the tensor, or one for each KV head
             scales = np.asarray(getattr(side.scales, role)[i], np.float32).reshape(1, -1)
             block = len(values), values.shape[1] // scales.shape[1]
+            fmt_of_heads = Blocks(block, values.dtype.name)
+            quantized = QTensor(jnp.asarray(values), jnp.asarray(scales), fmt_of_heads)
         else:
-            values = self.real(Parts(*(x.values for x in stored)))
-            scales = self.real(Parts(*(x.scales for x in stored)))
-            block = stored.prompt.block
-        return Operand(role, describe(fmt), source, Quantized(values, scales, block), attended)
+            quantized = jax.tree.map(lambda *parts: self.real(Parts(*parts)), *stored)
+        return Operand(role, describe(fmt), source, quantized, attended)
 
     def result(
         self,
@@ -400,11 +400,8 @@ class _Comparing:
 def _weight(
     label: str, fmt: str, value: np.ndarray | QTensor, source: np.ndarray | QTensor
 ) -> Operand:
-    quantized = None
-    if isinstance(value, QTensor):
-        quantized = Quantized(np.asarray(value.values), np.asarray(value.scales), value.block)
     assert not isinstance(source, QTensor)
-    return Operand(label, fmt, source, quantized)
+    return Operand(label, fmt, source, value if isinstance(value, QTensor) else None)
 
 
 def _pick(kept: Parts, name: str) -> Parts:

@@ -46,8 +46,8 @@ from fp8rl_jax.models.moe import choose, mixture
 from fp8rl_jax.models.policy import Layer, Policy
 from fp8rl_jax.precision import (
     Compute,
-    FP8Input,
     QTensor,
+    QuantizedInput,
     as_weight,
     is_quantized,
     predequantize,
@@ -135,7 +135,7 @@ class ProbedLayer(TransformerLayer):
         return value.reshape(rows.shape)[order]
 
     def _keep_operand(self, name: str, operand, change=lambda leaf: leaf):
-        operand = operand.quantized if isinstance(operand, FP8Input) else operand
+        operand = operand.quantized if isinstance(operand, QuantizedInput) else operand
         if isinstance(operand, QTensor):
             self.kept[f"{name}.operand"] = jax.tree.map(change, operand)
 

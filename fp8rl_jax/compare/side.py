@@ -24,7 +24,7 @@ from fp8rl_jax.models.forms import rollout_policy, trainer_policy
 from fp8rl_jax.models.forward import embed, layer_inputs
 from fp8rl_jax.models.logprobs import token_logprobs
 from fp8rl_jax.models.policy import Layer, Policy, unstack
-from fp8rl_jax.precision import FP8Weight, QTensor, check_recipe, describe
+from fp8rl_jax.precision import QTensor, QuantizedWeight, check_recipe, describe
 from fp8rl_jax.rollout.arrival import Arrival
 from fp8rl_jax.rollout.calibration import observe_qkv, observe_served, scales_from_amax
 from pallas_kernels.backend import Backend
@@ -152,7 +152,7 @@ class Side:
         """
         weight = getattr(self.served, name) if i is None else self.layers[i].tensors()[name]
         value = weight.value
-        return jax.device_get(value.quantized if isinstance(value, FP8Weight) else value)
+        return jax.device_get(value.quantized if isinstance(value, QuantizedWeight) else value)
 
     def source_tensor(self, i: int, name: str) -> np.ndarray:
         """Fetch a tensor of layer i before quantization, on the host."""

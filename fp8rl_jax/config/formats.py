@@ -10,8 +10,9 @@ A format is written as it is read: ELEMENT[-ROWSxCOLUMNS][-SCALE].
                                 (UE8M0)
 
 An element type is registered with `register_element`, and a format that deserves a name of its own
-with `register_format`. Both are then known wherever a recipe is read. What has to follow elsewhere
-is a kernel that multiplies it: precision/formats.py refuses a pair that no backend takes.
+with `register_format`. Both are then known wherever a recipe is read. A format that is more than an
+element type in blocks brings its own quantizer: `precision.formats.register`. What has to follow
+elsewhere is a kernel that multiplies it: precision/check.py refuses a pair that no backend takes.
 """
 
 from __future__ import annotations
@@ -51,6 +52,11 @@ ELEMENTS: dict[str, ElementType] = {
 """The element types by name; "compute" is none of them."""
 
 
+WITH_OWN_QUANTIZER: dict[str, tuple[int, int]] = {}
+"""Names that stand for more than an element type in blocks, and their usual blocks
+(precision.formats.register)."""
+
+
 @dataclass(frozen=True)
 class TensorFormat:
     """How the values of one tensor role are stored and multiplied.
@@ -61,16 +67,18 @@ class TensorFormat:
     """
 
     element: str = "compute"
-    """Name of the element type; "compute" is the run's compute dtype, that is: not quantized."""
+    """Name of the element type, or of a format with its own quantizer; "compute" is the run's
+    compute dtype, that is: not quantized."""
     block: tuple[int, int] | None = None
     """(rows, columns) that share one scale; None: one scale for the whole tensor."""
     scale: ScaleRule = "float32"
     """Scale values: amax / largest as it is, or rounded up to a power of two (UE8M0)."""
 
     def __post_init__(self) -> None:
-        if self.element != "compute" and self.element not in ELEMENTS:
+        known = ["compute", *ELEMENTS, *WITH_OWN_QUANTIZER]
+        if self.element not in known:
             raise UserError(
-                f"unknown element {self.element!r}{_nearest(self.element, [*ELEMENTS])} (known: "
+                f"unknown element {self.element!r}{_nearest(self.element, known[1:])} (known: "
                 f"{_known()})"
             )
         if self.scale not in get_args(ScaleRule):
@@ -97,9 +105,12 @@ class TensorFormat:
 
     @property
     def element_type(self) -> ElementType:
-        """The element type. Raises UserError for the compute dtype, which is none."""
-        if not self.quantized:
-            raise UserError(f"format 'compute' cannot be stored (supported: {', '.join(ELEMENTS)})")
+        """The element type. Raises UserError for what has none."""
+        if self.element not in ELEMENTS:
+            raise UserError(
+                f"format {self.element!r} cannot be stored as one element type (supported: "
+                f"{', '.join(ELEMENTS)})"
+            )
         return ELEMENTS[self.element]
 
     @property
@@ -138,6 +149,7 @@ def parse_format(text: str) -> TensorFormat:
             f"e4m3-1x32-power_of_two (elements: {_known()})"
         )
     block = None if parts["rows"] is None else (int(parts["rows"]), int(parts["columns"]))
+    block = block or WITH_OWN_QUANTIZER.get(parts["element"])
     return TensorFormat(parts["element"], block, cast(ScaleRule, parts["scale"] or "float32"))
 
 
@@ -147,11 +159,7 @@ def register_element(element: ElementType) -> ElementType:
     Raises:
         UserError: the name belongs to another, or is none that a format can begin with.
     """
-    if not re.fullmatch(r"[a-z]\w*", element.name) or element.name == "compute":
-        raise UserError(
-            f"element {element.name!r}: a name is a letter and letters, digits or underscores, "
-            "and not compute"
-        )
+    _check_name(element.name)
     if ELEMENTS.setdefault(element.name, element) != element:
         raise UserError(
             f"element {element.name!r} is registered already, as {ELEMENTS[element.name]}"
@@ -174,8 +182,32 @@ def register_format(name: str, fmt: TensorFormat) -> TensorFormat:
     return FORMATS.setdefault(name, fmt)
 
 
+def register_name(name: str, block: tuple[int, int]) -> TensorFormat:
+    """Makes the name of a format with its own quantizer known: half of
+    `precision.formats.register`.
+
+    Args:
+        block: its usual one; NAME-ROWSxCOLUMNS has another.
+
+    Raises:
+        UserError: the name belongs to another, or is none that a format can begin with.
+    """
+    _check_name(name)
+    if name in ELEMENTS or WITH_OWN_QUANTIZER.setdefault(name, block) != block:
+        raise UserError(f"format {name!r} is registered already")
+    return TensorFormat(name, block)
+
+
+def _check_name(name: str) -> None:
+    if not re.fullmatch(r"[a-z]\w*", name) or name == "compute":
+        raise UserError(
+            f"element {name!r}: a name is a letter and letters, digits or underscores, and not "
+            "compute"
+        )
+
+
 def _known() -> str:
-    return ", ".join(["compute", *ELEMENTS])
+    return ", ".join(["compute", *ELEMENTS, *WITH_OWN_QUANTIZER])
 
 
 def _nearest(text: str, known: list[str]) -> str:

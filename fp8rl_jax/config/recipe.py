@@ -26,7 +26,7 @@ In Python such a row is `Recipe(...)`, or `recipe("fp8-e2e-kv", "my-fp8",
 output_gradient="e5m2-1x128")`; `Recipe.table` writes it back, for `RunConfig.recipes` and so for
 the run's config.toml. `fp8rl doctor --recipe NAME` prints a row in full and what each linear of a
 model becomes. What no kernel computes is refused with the row's name and field
-(precision/formats.py).
+(precision/check.py).
 """
 
 from __future__ import annotations
@@ -93,6 +93,16 @@ class ForwardFormats(LinearFormats):
     def roles(self) -> dict[str, TensorFormat]:
         cache = {"query": self.query, "key": self.key, "value": self.value}
         return super().roles() | cache
+
+
+@dataclass(frozen=True)
+class LinearPrecision:
+    """What one linear's products are computed in, on one side."""
+
+    weight: TensorFormat = COMPUTE
+    activation: TensorFormat = COMPUTE
+    output_gradient: TensorFormat = COMPUTE
+    saved_activation: TensorFormat = COMPUTE
 
 
 LINEAR_ROLES = (
@@ -248,6 +258,13 @@ class Recipe:
             backward = dict.fromkeys(_BACKWARD, COMPUTE)
             made = replace(made, trainer=LinearFormats(), **backward)
         return made
+
+    def linear(self, side: Literal["rollout", "trainer"]) -> LinearPrecision:
+        """What the products of a linear are computed in, where all of them are alike
+        (`of_linear`)."""
+        formats: LinearFormats = getattr(self, side)
+        backward = (self.output_gradient, self.saved_activation) if side == "trainer" else ()
+        return LinearPrecision(formats.weight, formats.activation, *backward)
 
     def format_of(self, role: str) -> TensorFormat:
         """The format of one of LINEAR_ROLES."""

@@ -29,6 +29,7 @@ from fp8rl_jax.models.forms import linear_formats
 from fp8rl_jax.models.policy import Policy, build_policy, tensor_specs
 from fp8rl_jax.parallel import to_host
 from fp8rl_jax.precision import quantize
+from fp8rl_jax.precision.formats import in_blocks
 from fp8rl_jax.precision.rounding import dither, dither_blocks, on_grid
 
 _DITHER = 3
@@ -84,7 +85,9 @@ def _formats(policy: Policy, recipe: Recipe) -> dict[str, list[TensorFormat | No
     )
     return {
         name: [
-            one[0] if one and other and one[0] == other[0] else None
+            one.weight
+            if one and other and one.weight == other.weight and in_blocks(one.weight)
+            else None
             for one, other in zip(rollout[name], trainer[name], strict=True)
         ]
         for name in rollout.keys() & trainer.keys()

@@ -6,10 +6,9 @@ differs between the sides:
 
                      trainer_policy                      rollout_policy
     made             in every program that trains        once a weight sync
-    quantized linear FP8Weight with its master, which    FP8Weight without one: no gradient
-                     receives the gradient
-    formats          recipe.trainer, output_gradient,    recipe.rollout
-                     saved_activation
+    quantized linear QuantizedWeight with its master,    QuantizedWeight without one: no
+                     which receives the gradient         gradient
+    formats          recipe.linear("trainer")            recipe.linear("rollout")
     KV cache         compute dtype                       query, key, value of recipe.rollout
     layers           stacked: scanned                    stacked, or a list: unrolled in decode
     the rest         the compute dtype; gradients flow   the compute dtype
@@ -30,8 +29,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
-from fp8rl_jax.config.formats import TensorFormat
-from fp8rl_jax.config.recipe import Recipe
+from fp8rl_jax.config.recipe import LinearPrecision, Recipe
 from fp8rl_jax.models.cache import KVScales
 from fp8rl_jax.models.config import PolicyConfig, stack_of
 from fp8rl_jax.models.lora import Adapted, Adapters, unstack_adapters
@@ -52,9 +50,9 @@ from fp8rl_jax.models.policy import (
 )
 from fp8rl_jax.precision import (
     Compute,
-    FP8Weight,
     QTensor,
     QuantizationSums,
+    QuantizedWeight,
     check_recipe,
     exact_compute,
     is_finite,
@@ -66,10 +64,6 @@ from fp8rl_jax.precision import (
     weight_sums,
 )
 from pallas_kernels.backend import Backend
-
-Formats = tuple[TensorFormat, ...]
-"""Of a linear on one side: weight, activation, and of a trainer's also the output gradient and the
-saved activation."""
 
 
 def trainer_policy(
@@ -105,17 +99,15 @@ def trainer_policy(
     tensors, masters = served.stack.tensors(), policy.stack.tensors()
     adapted = any(isinstance(weight, Adapted) for weight in masters.values())
 
-    def quantized(kind: Formats, weight: Weight, master: Weight) -> Weight:
-        fmt, *others = kind
+    def quantized(kind: LinearPrecision, weight: Weight, master: Weight) -> Weight:
         trained = not adapted and not is_quantized(master.value)
         value = (master if recipe.weight_source == "master" else weight).value
         if not is_quantized(value):
-            value = quantize(jax.lax.stop_gradient(value), fmt, backend)
-        made = FP8Weight(value, master.value if trained else None, *others)
-        return Weight(made, weight.axes)
+            value = quantize(jax.lax.stop_gradient(value), kind.weight, backend)
+        return Weight(QuantizedWeight(value, master.value if trained else None, kind), weight.axes)
 
     def changed(
-        weight: Weight | Adapted, master: Weight | Adapted, kinds: list[Formats | None]
+        weight: Weight | Adapted, master: Weight | Adapted, kinds: list[LinearPrecision | None]
     ) -> Weight | WeightRuns | Adapted:
         if isinstance(weight, Adapted) and isinstance(master, Adapted):
             return Adapted(in_runs(kinds, quantized, weight.base, master.base), weight.adapter)
@@ -155,15 +147,16 @@ def rollout_policy(
 
     sources = policy if recipe.weight_source == "master" else served
 
-    def quantized(kind: Formats, weight: Weight, source: Weight) -> Weight:
-        fmt, activation = kind
+    def quantized(kind: LinearPrecision, weight: Weight, source: Weight) -> Weight:
         value = source.value
         if not is_quantized(value):
-            value = quantize(source.value, fmt, backend)
+            value = quantize(source.value, kind.weight, backend)
             sums.append(weight_sums(source.value, value))
-        return Weight(FP8Weight(value, activation=activation), weight.axes)
+        return Weight(QuantizedWeight(value, precision=kind), weight.axes)
 
-    def replaced(layer: Layer, source: Layer, kinds: dict[str, list[Formats | None]]) -> Layer:
+    def replaced(
+        layer: Layer, source: Layer, kinds: dict[str, list[LinearPrecision | None]]
+    ) -> Layer:
         tensors, others = layer.tensors(), source.tensors()
         return Layer(
             tensors | {n: in_runs(k, quantized, tensors[n], others[n]) for n, k in kinds.items()}
@@ -206,7 +199,7 @@ def quantized_base(
     """
     served, _ = rollout_policy(policy, recipe, dtype, False, backend)
     bare = jax.tree.map(
-        lambda x: x.quantized if isinstance(x, FP8Weight) else x, served, is_leaf=is_quantized
+        lambda x: x.quantized if isinstance(x, QuantizedWeight) else x, served, is_leaf=is_quantized
     )
     return with_compute(bare, policy.compute)
 
@@ -230,11 +223,11 @@ def predequantized(policy: Policy) -> Policy:
 
 def linear_formats(
     config: PolicyConfig, recipe: Recipe, side: Literal["rollout", "trainer"]
-) -> dict[str, list[Formats | None]]:
+) -> dict[str, list[LinearPrecision | None]]:
     """Find the formats of each linear that one side quantizes, an entry for each of its stack.
 
     Returns:
-        {"q_proj": [None, formats, formats], ...}; None where an entry is in the compute dtype.
+        {"q_proj": [None, precision, precision], ...}; None where an entry is in the compute dtype.
 
     Raises:
         UserError: a pattern of the recipe matches nothing, or formats that two of its patterns
@@ -242,16 +235,13 @@ def linear_formats(
     """
     if not recipe.quantizes(side):
         return {}
-    found: dict[str, dict[int, Formats]] = {}
+    found: dict[str, dict[int, LinearPrecision]] = {}
     for linear in quantized_layers(recipe, linear_names(config)):
         own = recipe.of_linear(linear)
         if own not in recipe.variants:
             check_recipe(own)
-        formats = getattr(own, side)
-        if formats.weight.quantized:
+        if (kind := own.linear(side)).weight.quantized:
             _, i, name = linear.split(".", 2)
-            backward = (own.output_gradient, own.saved_activation) if side == "trainer" else ()
-            kind = (formats.weight, formats.activation, *backward)
             found.setdefault(name, {})[int(i)] = kind
     return {
         name: [kinds.get(layer) for layer in stack_of(config, name)]

@@ -98,8 +98,8 @@ def _is_weight(node: Any) -> bool:
 def _weight_shardings(
     name: str, weight: Any, leaves: int, mesh: Mesh | AbstractMesh, rules: ShardingRules
 ) -> list[NamedSharding]:
-    """Of the leaves of one weight, in their order: the values (or the array itself), then the
-    scales, if any."""
+    """Of the leaves of one weight, in their order: the values (or the array itself), and of a
+    quantized one the scales and the outer scales, if any."""
     tensor = weight.weight.get_value()
     tensor = getattr(tensor, "quantized", tensor)
     values = getattr(tensor, "values", tensor)
@@ -110,8 +110,9 @@ def _weight_shardings(
     specs = [rules.spec(axes, values.shape, mesh, name)]
     if hasattr(tensor, "scales"):
         specs.append(scale_spec(specs[0], values.shape, tensor.block, tensor.scales.shape, mesh))
+        if tensor.outer is not None:  # [..., rows or 1, 1]
+            block = tensor.outer.shape[-2] == 1 and values.shape[-2] or 1, values.shape[-1]
+            specs.append(scale_spec(specs[0], values.shape, block, tensor.outer.shape, mesh))
     if len(specs) != leaves:
-        raise ValueError(
-            f"{name}: {leaves} arrays in one weight; a sharding is known for values and scales"
-        )
+        raise ValueError(f"{name}: {leaves} arrays in one weight, and shardings of {len(specs)}")
     return [NamedSharding(mesh, spec) for spec in specs]

@@ -1,29 +1,22 @@
 """Formats, the quantized tensor, and how a policy multiplies and computes with them."""
 
+from fp8rl_jax.precision.check import check_recipe, describe, promises_exact, unlike_sides
 from fp8rl_jax.precision.compute import Compute
 from fp8rl_jax.precision.exact import exact_compute
-from fp8rl_jax.precision.formats import (
-    check_recipe,
-    describe,
-    element_dtype,
-    max_value,
-    promises_exact,
-    unlike_sides,
-)
+from fp8rl_jax.precision.formats import element_dtype, format_of, max_value, register
 from fp8rl_jax.precision.layers import quantized_layers, why_in_compute
 from fp8rl_jax.precision.linear import (
     AdaptedWeight,
-    FP8Input,
-    FP8Weight,
     PredequantizedWeight,
+    QuantizedInput,
+    QuantizedWeight,
     Stored,
     as_weight,
     is_quantized,
     linear,
     predequantize,
 )
-from fp8rl_jax.precision.qtensor import (
-    QTensor,
+from fp8rl_jax.precision.quantizer import (
     dequantize,
     is_finite,
     quantize,
@@ -35,12 +28,15 @@ from fp8rl_jax.precision.statistics import (
     stack_sums,
     weight_sums,
 )
+from pallas_kernels import Blocks, Format, QTensor
 
 __all__ = [
     "AdaptedWeight",
+    "Blocks",
     "Compute",
-    "FP8Input",
-    "FP8Weight",
+    "QuantizedInput",
+    "QuantizedWeight",
+    "Format",
     "PredequantizedWeight",
     "QTensor",
     "QuantizationSums",
@@ -49,8 +45,9 @@ __all__ = [
     "check_recipe",
     "dequantize",
     "describe",
-    "exact_compute",
     "element_dtype",
+    "exact_compute",
+    "format_of",
     "is_finite",
     "is_quantized",
     "join_sums",
@@ -61,6 +58,7 @@ __all__ = [
     "quantize",
     "quantize_per_tensor",
     "quantized_layers",
+    "register",
     "stack_sums",
     "unlike_sides",
     "weight_sums",

@@ -19,8 +19,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from fp8rl_jax.config.formats import COMPUTE, TensorFormat
-from fp8rl_jax.precision.qtensor import QTensor, dequantize
-from pallas_kernels import blockwise_matmul, grouped_matmul
+from pallas_kernels import QTensor, blockwise_matmul, grouped_matmul
 from pallas_kernels.attention import KeyBlock, attention
 from pallas_kernels.backend import Backend
 from pallas_kernels.exact import Integers
@@ -200,19 +199,8 @@ class Compute:
     ) -> Float[Array, "*m n"]:
         """Multiply quantized rows by the transpose of a quantized weight, as `product` does."""
         if group_sizes is None:
-            return blockwise_matmul(
-                x.values, x.scales, w.values, w.scales, w.block, out_dtype, backend=self.backend
-            )
-        return grouped_matmul(
-            x.values,
-            x.scales,
-            w.values,
-            w.scales,
-            group_sizes,
-            w.block,
-            out_dtype,
-            backend=self.backend,
-        )
+            return blockwise_matmul(x, w, out_dtype, backend=self.backend)
+        return grouped_matmul(x, w, group_sizes, out_dtype, backend=self.backend)
 
     def add_scaled(
         self, x: Float[Array, "*b n"], y: Float[Array, "*b n"], factor: float
@@ -227,7 +215,7 @@ class Compute:
         if isinstance(w, QTensor):
             if selected_backend(self.backend) != "reference":
                 return None
-            return self.in_panels(dequantize(w))
+            return self.in_panels(w.dequantize())
         plain = isinstance(w, Array) and w.dtype == jnp.float32
         return self.in_panels(w) if plain and self.packs else None
 

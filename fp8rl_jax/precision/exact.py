@@ -25,8 +25,8 @@ import jax
 import jax.numpy as jnp
 
 from fp8rl_jax.precision.compute import Compute
-from fp8rl_jax.precision.qtensor import QTensor, dequantize, dequantize_rows
-from pallas_kernels import exact, invariant
+from fp8rl_jax.precision.quantizer import dequantize_rows
+from pallas_kernels import QTensor, exact, invariant
 from pallas_kernels.attention import KeyBlock, attention
 from pallas_kernels.attention import cpu as attention_cpu
 from pallas_kernels.backend import Backend
@@ -87,7 +87,7 @@ class ExactCompute(Compute):
         return None
 
     def quantized_product(self, x, w, group_sizes, out_dtype):
-        return self.product(dequantize_rows(x), dequantize(w), group_sizes, out_dtype)
+        return self.product(dequantize_rows(x), w.dequantize(), group_sizes, out_dtype)
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class InvariantCompute(ExactCompute):
         return invariant.isolated(partial(super().add_scaled, factor=factor))(x, y)
 
     def prepared(self, w):
-        w = dequantize(w) if isinstance(w, QTensor) else w.astype(jnp.float32)
+        w = w.dequantize() if isinstance(w, QTensor) else w.astype(jnp.float32)
         return self.in_panels(w)
 
 
@@ -233,7 +233,7 @@ class OrderFreeCompute(ExactCompute):
         return exact.add_scaled(x, y, factor)
 
     def prepared(self, w):
-        return exact.to_integers(dequantize(w) if isinstance(w, QTensor) else w)
+        return exact.to_integers(w.dequantize() if isinstance(w, QTensor) else w)
 
 
 def _of_arrays(plain: Callable, exactly: Callable, *constants) -> Callable:

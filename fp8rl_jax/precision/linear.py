@@ -3,13 +3,13 @@
 Each type knows how to prepare its input and how to multiply it; a layer asks nothing else.
 
     PlainWeight           an array in the compute dtype
-    FP8Weight             a QTensor with the formats of its products: W8A8, and FP8 gradients where
+    QuantizedWeight       a QTensor with the formats of its products: W8A8, and FP8 gradients where
                           it has a master; what the trainer and the rollout both multiply
-    PredequantizedWeight  an FP8Weight whose values a decode loop keeps dequantized, on a backend
-                          that would otherwise dequantize them at every token
+    PredequantizedWeight  one whose values a decode loop keeps dequantized, on a backend that would
+                          otherwise dequantize them at every token
     AdaptedWeight         any of these, frozen, with a low-rank adapter beside it
 
-The forward of an FP8Weight is X in 1x128 groups times W in 128x128 blocks. The backward has two
+In block FP8 the forward is X in 1x128 groups times W in 128x128 blocks. The backward has two
 products more, and each wants its operands grouped along its own contraction, because a scale must
 be constant over what is summed inside a tensor core:
 
@@ -29,6 +29,7 @@ Quantization itself has the derivative of the identity (the straight-through est
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
@@ -38,17 +39,19 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from fp8rl_jax.config.formats import COMPUTE, TensorFormat
+from fp8rl_jax.config.recipe import LinearPrecision
 from fp8rl_jax.precision.compute import Compute
-from fp8rl_jax.precision.qtensor import (
-    QTensor,
-    dequantize,
+from fp8rl_jax.precision.formats import format_of
+from fp8rl_jax.precision.quantizer import (
     dequantize_rows,
     quantize,
+    quantize_along_rows,
     quantize_both_ways,
     regroup,
     round_through,
 )
-from pallas_kernels import blockwise_matmul, grouped_matmul, grouped_outer_product
+from pallas_kernels import QTensor, blockwise_matmul, grouped_outer_product
+from pallas_kernels.backend import Backend
 from pallas_kernels.exact import Integers
 from pallas_kernels.grouped_matmul import align_groups, outer_product
 from pallas_kernels.grouped_matmul import dot as grouped_dot
@@ -97,8 +100,8 @@ class PlainWeight:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class FP8Input:
-    """The input of an FP8Weight: `quantized` is multiplied, `x` receives the gradient.
+class QuantizedInput:
+    """The input of a QuantizedWeight: `quantized` is multiplied, `x` receives the gradient.
 
     `dequantized`, float32, is what the reference multiplies: the values of `quantized`, rounded
     without a cast to 8 bits. None where kernels multiply.
@@ -115,44 +118,39 @@ class FP8Input:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class FP8Weight:
+class QuantizedWeight:
     """A quantized weight, and how it is multiplied.
 
     Attributes:
         quantized: what the products multiply, [..., out, in]; no gradient flows into it.
         master: the float32 weight that receives the gradient; its values are not read. None: the
             weight is frozen, X is not kept and dW not computed.
-        activation: format of X; "compute" leaves X as it is and dequantizes the weight
-            (weight-only quantization).
-        output_gradient: format of dY; "compute" leaves dY as it is, and both products of the
-            backward are in float32.
-        saved_activation: "compute" keeps X itself for the backward, any other its quantized form.
+        precision: its products' formats. An activation in "compute" leaves X as it is and
+            dequantizes the weight (weight-only quantization); an output gradient in "compute"
+            leaves dY as it is, and both products of the backward are in float32; a saved activation
+            in "compute" keeps X itself for the backward, any other its quantized form.
     """
 
     quantized: QTensor
     master: Array | None = None
-    activation: TensorFormat = field(default=COMPUTE, metadata={"static": True})
-    output_gradient: TensorFormat = field(default=COMPUTE, metadata={"static": True})
-    saved_activation: TensorFormat = field(default=COMPUTE, metadata={"static": True})
+    precision: LinearPrecision = field(default=LinearPrecision(), metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
         return self.quantized.shape
 
     def prepare(self, x, compute):
-        return _quantized_input(x, self.activation, compute)
+        return _quantized_input(x, self.precision.activation, compute)
 
     def multiply(self, x, out_dtype, compute, group_sizes=None):
-        if isinstance(x, FP8Input):
-            if group_sizes is None:
-                return _fp8_linear(x, self, out_dtype, compute)
-            return _fp8_grouped_linear(x, self, group_sizes, out_dtype, compute)
+        if isinstance(x, QuantizedInput):
+            return _quantized_linear(x, self, group_sizes, out_dtype, compute)
 
         # the backward dequantizes again: it would keep a float32 copy of a frozen FP8 model
         @partial(jax.checkpoint, prevent_cse=False)
         def product(x, w):
-            w = dequantize(w)
-            return compute.product(x.astype(jnp.float32), w, group_sizes, out_dtype)
+            wide = w.dequantize()
+            return compute.product(x.astype(jnp.float32), wide, group_sizes, out_dtype)
 
         return rounded(product(x, self.quantized), out_dtype)
 
@@ -164,7 +162,7 @@ class PredequantizedWeight:
 
     Attributes:
         values: what a product without kernels for FP8 multiplies.
-        activation: format of X, as an FP8Weight has it.
+        activation: format of X, as a QuantizedWeight has it.
     """
 
     values: Array | Integers | Panels
@@ -178,7 +176,7 @@ class PredequantizedWeight:
         return _quantized_input(x, self.activation, compute)
 
     def multiply(self, x, out_dtype, compute, group_sizes=None):
-        x = x.dequantized if isinstance(x, FP8Input) else x
+        x = x.dequantized if isinstance(x, QuantizedInput) else x
         return _unquantized_product(x, self.values, out_dtype, compute, group_sizes)
 
 
@@ -203,7 +201,7 @@ class AdaptedWeight:
         scale: alpha / rank, or alpha / sqrt(rank) (rsLoRA).
     """
 
-    base: Array | Integers | Panels | QTensor | FP8Weight | PredequantizedWeight
+    base: Array | Integers | Panels | QTensor | QuantizedWeight | PredequantizedWeight
     a: Array
     b: Array
     scale: float = field(metadata={"static": True})
@@ -224,22 +222,24 @@ class AdaptedWeight:
         return rounded(compute.add_scaled(base, low_rank, self.scale), out_dtype)
 
 
-Stored = Array | Integers | Panels | QTensor | FP8Weight | PredequantizedWeight | AdaptedWeight
+Stored = (
+    Array | Integers | Panels | QTensor | QuantizedWeight | PredequantizedWeight | AdaptedWeight
+)
 """What a policy's containers hold."""
 
 
 def as_weight(stored: Stored) -> LinearWeight:
     """Give what a policy's container holds its type; a bare QTensor is multiplied weight-only."""
     if isinstance(stored, QTensor):
-        return FP8Weight(stored)
-    if isinstance(stored, FP8Weight | PredequantizedWeight | AdaptedWeight | PlainWeight):
+        return QuantizedWeight(stored)
+    if isinstance(stored, QuantizedWeight | PredequantizedWeight | AdaptedWeight | PlainWeight):
         return stored
     return PlainWeight(stored)
 
 
 def is_quantized(x: Any) -> bool:
     """Tell whether `x` is a quantized form of a weight; an `is_leaf` of jax.tree functions, too."""
-    return isinstance(x, QTensor | FP8Weight | PredequantizedWeight)
+    return isinstance(x, QTensor | QuantizedWeight | PredequantizedWeight)
 
 
 def linear(
@@ -274,10 +274,12 @@ def predequantize(weight: Stored, compute: Compute) -> Stored:
     if isinstance(weight, AdaptedWeight):
         return replace(weight, base=predequantize(weight.base, compute))
     if isinstance(weight, QTensor):
-        weight = FP8Weight(weight)
-    if isinstance(weight, FP8Weight):
+        weight = QuantizedWeight(weight)
+    if isinstance(weight, QuantizedWeight):
         values = compute.prepared(weight.quantized)
-        return weight if values is None else PredequantizedWeight(values, weight.activation)
+        return (
+            weight if values is None else PredequantizedWeight(values, weight.precision.activation)
+        )
     if isinstance(weight, Panels):
         return weight
     values = compute.prepared(weight)
@@ -289,7 +291,7 @@ def _unquantized_product(x, values, out_dtype, compute: Compute, group_sizes: Si
     return rounded(compute.product(x, values, group_sizes, out_dtype), out_dtype)
 
 
-def _quantized_input(x: Array, fmt: TensorFormat, compute: Compute) -> FP8Input | Array:
+def _quantized_input(x: Array, fmt: TensorFormat, compute: Compute) -> QuantizedInput | Array:
     """The input of a quantized weight, `x` itself where the format quantizes nothing."""
     if not fmt.quantized:
         return x
@@ -297,69 +299,23 @@ def _quantized_input(x: Array, fmt: TensorFormat, compute: Compute) -> FP8Input 
     rows = quantize(flat, fmt, compute.backend)
     if selected_backend(compute.backend) == "reference":
         dequantized = round_through(flat, fmt, compute.backend).reshape(x.shape)
-    scales = rows.scales.reshape(*x.shape[:-1], rows.scales.shape[-1])
-    return FP8Input(QTensor(rows.values.reshape(x.shape), scales, rows.block), x, dequantized)
+    return QuantizedInput(_with_axes(rows, x.shape[:-1]), x, dequantized)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _fp8_linear(
-    x: FP8Input, weight: FP8Weight, out_dtype: jnp.dtype, compute: Compute
-) -> Float[Array, "*m n"]:
-    """X W^T of the quantized operands; gradients are dX in X's dtype and dW in float32."""
-    return compute.quantized_product(x.quantized, weight.quantized, None, out_dtype)
-
-
-def _linear_forward(x, weight, out_dtype, compute):
-    return _fp8_linear(x, weight, out_dtype, compute), (*_saved(x, weight), _constant(weight))
-
-
-def _linear_backward(out_dtype, compute, residuals, dy):
-    saved, like, weight = residuals
-    backend = compute.backend
-    rows, w, fmt = (
-        dy.reshape(-1, dy.shape[-1]),
-        _transposed(weight.quantized),
-        weight.output_gradient,
-    )
-    frozen, dw = saved is None, None
-    if fmt.quantized:
-        if frozen:
-            dyq, left = quantize(rows, fmt, backend), None
-        else:
-            dyq, left = quantize_both_ways(rows, fmt, backend)
-        dx = blockwise_matmul(
-            dyq.values, dyq.scales, w.values, w.scales, w.block, like.dtype, backend=backend
-        )
-        if left is not None:
-            right = _input_along_tokens(saved, weight.activation, backend)
-            dw = blockwise_matmul(
-                left.values.T,
-                left.scales.T,
-                right.values.T,
-                right.scales.T,
-                right.block[::-1],
-                jnp.float32,
-                backend=backend,
-            )
-    else:
-        dx = _float32(rows) @ _float32(dequantize(w)).T
-        dw = None if frozen else _float32(rows).T @ _float32(_rows(saved))
-    dx = rounded(dx, like.dtype).reshape(*dy.shape[:-1], w.shape[0])
-    return _cotangents(dx, dw, weight)
-
-
-_fp8_linear.defvjp(_linear_forward, _linear_backward)
+def _with_axes(rows: QTensor, axes: tuple[int, ...]) -> QTensor:
+    """Rows with these axes in place of their one."""
+    return jax.tree.map(lambda z: z.reshape(*axes, z.shape[-1]), rows)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _fp8_grouped_linear(
-    x: FP8Input,
-    weight: FP8Weight,
-    group_sizes: Int[Array, " groups"],
+def _quantized_linear(
+    x: QuantizedInput,
+    weight: QuantizedWeight,
+    group_sizes: Sizes,
     out_dtype: jnp.dtype,
     compute: Compute,
-) -> Float[Array, "m n"]:
-    """`_fp8_linear` of rows sorted by group.
+) -> Float[Array, "*m n"]:
+    """X W^T of the quantized operands; gradients are dX in X's dtype and dW in float32.
 
     Along tokens a block never reaches into the next group: each group's rows begin a block of their
     own.
@@ -367,67 +323,70 @@ def _fp8_grouped_linear(
     return compute.quantized_product(x.quantized, weight.quantized, group_sizes, out_dtype)
 
 
-def _grouped_forward(x, weight, group_sizes, out_dtype, compute):
-    out = _fp8_grouped_linear(x, weight, group_sizes, out_dtype, compute)
+def _forward(x, weight, group_sizes, out_dtype, compute):
+    out = _quantized_linear(x, weight, group_sizes, out_dtype, compute)
     return out, (*_saved(x, weight), _constant(weight), group_sizes)
 
 
-def _grouped_backward(out_dtype, compute, residuals, dy):
+def _backward(out_dtype, compute, residuals, dy):
     saved, like, weight, sizes = residuals
-    w, fmt, backend = _transposed(weight.quantized), weight.output_gradient, compute.backend
-    if fmt.quantized:
-        dyq = quantize(dy, fmt, backend)
-        dx = grouped_matmul(
-            dyq.values, dyq.scales, w.values, w.scales, sizes, w.block, like.dtype, backend=backend
-        )
+    backend, fmt = compute.backend, weight.precision.output_gradient
+    rows, w, dw = dy.reshape(-1, dy.shape[-1]), weight.quantized.T, None
+    tokens = len(rows)
+    if fmt.quantized and saved is not None and sizes is None:
+        activation = weight.precision.activation
+        more = -tokens % math.lcm(*(format_of(x, rows.shape).packed for x in (fmt, activation)))
+        # one read of dY for both of its products
+        dyq, left = quantize_both_ways(_more_rows(rows, more), fmt, backend)
+        right = _input_along_tokens(saved, more, activation, backend)
+        dw = blockwise_matmul(left.T, right.T, jnp.float32, backend=backend)
     else:
-        dx = grouped_dot(_float32(dy), dequantize(w), sizes)
-    dw = None
-    if saved is not None:
-        dw = _grouped_weight_gradient(dy, _rows(saved), sizes, weight, backend)
-    return *_cotangents(rounded(dx, like.dtype), dw, weight), None
+        dyq = quantize(rows, fmt, backend) if fmt.quantized else None
+        if saved is not None:
+            dw = _weight_gradient(rows, _rows(saved), sizes, weight.precision, backend)
+    if dyq is not None:
+        dx = Compute(backend).quantized_product(dyq, w, sizes, like.dtype)[:tokens]
+    elif sizes is None:
+        dx = _float32(rows) @ w.dequantize().T
+    else:
+        dx = grouped_dot(_float32(rows), w.dequantize(), sizes)
+    dx = rounded(dx, like.dtype).reshape(*dy.shape[:-1], w.shape[-2])
+    return *_cotangents(dx, dw, weight), None
 
 
-def _grouped_weight_gradient(dy, tokens, sizes, weight, backend):
-    fmt = weight.output_gradient
+_quantized_linear.defvjp(_forward, _backward)
+
+
+def _weight_gradient(dy, tokens, sizes, precision: LinearPrecision, backend):
+    """dY^T X of each group, or of all rows in float32."""
+    fmt = precision.output_gradient
+    if sizes is None:
+        return _float32(dy).T @ _float32(tokens)
     if not fmt.quantized:
         return outer_product(_float32(dy), _float32(tokens), sizes)
     assert fmt.block is not None
     (dy, tokens), aligned = align_groups((dy, tokens), sizes, fmt.block[1])
-    left = _along_tokens(dy, fmt, backend)
-    right = _along_tokens(tokens, weight.activation, backend)
-    return grouped_outer_product(
-        left.values,
-        left.scales,
-        right.values,
-        right.scales,
-        aligned,
-        left.block[0],
-        backend=backend,
-    )
+    left = quantize_along_rows(dy, fmt, backend)
+    right = quantize_along_rows(tokens, precision.activation, backend)
+    return grouped_outer_product(left, right, aligned, backend=backend)
 
 
-_fp8_grouped_linear.defvjp(_grouped_forward, _grouped_backward)
-
-
-def _saved(x: FP8Input, weight: FP8Weight) -> tuple[QTensor | Array | None, Array]:
+def _saved(x: QuantizedInput, weight: QuantizedWeight) -> tuple[QTensor | Array | None, Array]:
     """What dW needs of X, nothing where the weight is frozen; and an empty array of X's dtype."""
-    kept = x.quantized if weight.saved_activation.quantized else x.x
+    kept = x.quantized if weight.precision.saved_activation.quantized else x.x
     return None if weight.master is None else kept, jnp.zeros(0, x.x.dtype)
 
 
-def _constant(weight: FP8Weight) -> FP8Weight:
+def _constant(weight: QuantizedWeight) -> QuantizedWeight:
     """Without the master, which would be kept alive for nothing."""
     return replace(weight, master=None)
 
 
-def _cotangents(dx: Array, dw: Array | None, weight: FP8Weight) -> tuple[FP8Input, FP8Weight]:
+def _cotangents(
+    dx: Array, dw: Array | None, weight: QuantizedWeight
+) -> tuple[QuantizedInput, QuantizedWeight]:
     none: Any = None  # the cotangent of what has no gradient
-    return FP8Input(none, dx, none), replace(weight, quantized=none, master=dw)
-
-
-def _transposed(w: QTensor) -> QTensor:
-    return QTensor(jnp.swapaxes(w.values, -1, -2), jnp.swapaxes(w.scales, -1, -2), w.block[::-1])
+    return QuantizedInput(none, dx, none), replace(weight, quantized=none, master=dw)
 
 
 def _rows(x: QTensor | Array) -> Array:
@@ -437,16 +396,18 @@ def _rows(x: QTensor | Array) -> Array:
     return dequantize_rows(x).reshape(-1, x.shape[-1])
 
 
-def _input_along_tokens(saved: QTensor | Array, fmt: TensorFormat, backend) -> QTensor:
-    """What was kept of X, as the weight's gradient multiplies it."""
-    if isinstance(saved, QTensor):
+def _input_along_tokens(
+    saved: QTensor | Array, more: int, fmt: TensorFormat, backend: Backend
+) -> QTensor:
+    """What was kept of X, and so many rows of zeros, as the weight's gradient multiplies it."""
+    if isinstance(saved, QTensor) and not more:
         return regroup(saved, fmt, backend)
-    return _along_tokens(_rows(saved), fmt, backend)
+    return quantize_along_rows(_more_rows(_rows(saved), more), fmt, backend)
 
 
-def _along_tokens(x: Array, fmt: TensorFormat, backend) -> QTensor:
-    assert fmt.block is not None
-    return quantize(x, replace(fmt, block=fmt.block[::-1]), backend)
+def _more_rows(x: Array, more: int) -> Array:
+    """Rows of zeros behind those of x: a format that packs numbers takes a multiple of them."""
+    return jnp.pad(x, ((0, more), (0, 0))) if more else x
 
 
 def _float32(x: Array) -> Array:

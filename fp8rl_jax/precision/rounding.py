@@ -25,7 +25,8 @@ from jaxtyping import Array, Bool, Float, Key, UInt32
 
 from fp8rl_jax.config.formats import TensorFormat
 from fp8rl_jax.parallel import mixed, place_hash
-from fp8rl_jax.precision.qtensor import QTensor, dequantize, quantize
+from fp8rl_jax.precision.quantizer import quantize
+from pallas_kernels import QTensor
 from pallas_kernels.quantize import block_amax, expand_scales
 from pallas_kernels.rounding import rounded
 
@@ -189,5 +190,5 @@ def on_grid(x: Float[Array, "*batch m n"], q: QTensor) -> Bool[Array, "*batch mb
         x: float32.
         q: what it quantizes to.
     """
-    off = ~(jnp.abs(dequantize(q) - x) <= _NEAR * jnp.abs(x))
+    off = ~(jnp.abs(q.dequantize() - x) <= _NEAR * jnp.abs(x))
     return block_amax(off, q.block) == 0

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from fp8rl_jax.precision.qtensor import QTensor, dequantize
+from pallas_kernels import Blocks, QTensor
 from pallas_kernels.quantize import amax, block_amax
 
 
@@ -105,18 +105,23 @@ class QuantizationSums:
 def weight_sums(weight: Float[Array, "*batch m n"], quantized: QTensor) -> QuantizationSums:
     """Compare a weight, as it was quantized, with its quantized form: amax of all of it, the rest
     of its first rows, which stand for the others."""
-    values, (height, width) = quantized.values, quantized.block
-    few, blocks = min(_ROWS, values.shape[-2]), -(-_ROWS // height)
-    block = min(_ROWS, height), width
-    first = QTensor(values[..., :few, :], quantized.scales[..., :blocks, :], block)
-    largest_value = jnp.full_like(first.values, jnp.finfo(values.dtype).max)
-    limit = dequantize(replace(first, values=largest_value))
-    sums = QuantizationSums.of(weight[..., :few, :], dequantize(first), limit)
+    first = _first_rows(quantized)
+    few = weight[..., : first.shape[-2], :]
+    sums = QuantizationSums.of(few, first.dequantize(), first.format.limit(first))
     # of blocks, as the quantizer has computed it already
     return replace(sums, amax=amax(block_amax(weight.astype(jnp.float32), quantized.block)))
 
 
 _ROWS = 16
+
+
+def _first_rows(q: QTensor) -> QTensor:
+    """So many rows, or all of a format that does not say which scales are theirs."""
+    if not isinstance(q.format, Blocks):
+        return q
+    blocks, block = -(-_ROWS // q.block[0]), (min(_ROWS, q.block[0]), q.block[1])
+    values, scales = q.values[..., :_ROWS, :], q.scales[..., :blocks, :]
+    return QTensor(values, scales, replace(q.format, block=block))
 
 
 @jax.jit

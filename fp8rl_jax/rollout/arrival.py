@@ -34,7 +34,7 @@ from jaxtyping import Array, Float, Int
 from fp8rl_jax.models.lora import Adapted, merge, split
 from fp8rl_jax.models.policy import Layer, Policy, WeightRuns
 from fp8rl_jax.parallel import to_host
-from fp8rl_jax.precision import FP8Weight, QTensor
+from fp8rl_jax.precision import Blocks, QTensor, QuantizedWeight
 
 PLACES = 16_384
 """Of each tensor."""
@@ -242,7 +242,7 @@ def _pieces(policy: Policy, merged: bool = False) -> dict[str, list[Any]]:
 
 
 def _bare(value: Any) -> Array | QTensor:
-    return value.quantized if isinstance(value, FP8Weight) else value
+    return value.quantized if isinstance(value, QuantizedWeight) else value
 
 
 def _one(value: Any) -> Any:
@@ -258,6 +258,8 @@ def _taken(
         own = [x[begin : begin + count] for x in at]
         begin += count
         first = jnp.arange(count)[:, None]
+        if isinstance(piece, QTensor) and not isinstance(piece.format, Blocks):
+            piece = piece.dequantize()
         if isinstance(piece, QTensor):
             sides = zip(own[-2:], piece.block, strict=True)
             blocks = [index // side for index, side in sides]

@@ -29,10 +29,11 @@ class Case:
     """
     Attributes:
         name: unique in its operation.
-        arguments: key -> arrays, traceable, so that their shapes are known without making them.
-        run: (*arrays, backend=) -> array, or a tuple of arrays.
-        expected: (*numpy arrays) -> the same in float64, from an independent formula. None: the
-            reference backend says.
+        arguments: key -> arrays and QTensors, traceable, so that their shapes are known without
+            making them.
+        run: (*arguments, backend=) -> array, QTensor, or a tuple of them.
+        expected: (*arguments of numpy arrays) -> the same arrays in float64, from an independent
+            formula. None: the reference backend says.
         tolerance: largest difference from `expected`, as a part of its largest magnitude. 0: equal
             bit for bit.
         instruction: of the machine code that it must become, such as "QGMMA"; empty for any.

@@ -118,7 +118,9 @@ def compile_case(case: Case, sharding: jax.sharding.Sharding, compiler: Compiler
     # disassembled where an instruction is asked for: it takes an eighth of the time
     os.environ["MOSAIC_GPU_DUMP_SASS_CTRL"] = "1" if case.instruction else ""
     shapes = jax.eval_shape(case.arguments, jax.random.key(0))
-    shapes = [jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding) for s in shapes]
+    shapes = jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), shapes
+    )
     compiler.take()
     try:
         with tracing_for(SMS):

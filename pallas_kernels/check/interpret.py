@@ -46,7 +46,7 @@ def interpret(case: Case) -> dict:
     finally:
         interpreter.reset_gpu_interpret_mode_state()
     assert case.expected is not None, "small cases have expected values"
-    expected = case.expected(*(np.asarray(a) for a in arrays))
+    expected = case.expected(*jax.tree.map(np.asarray, arrays))
     return {"case": case.name, "difference": difference(got, expected), "races": races}
 
 

@@ -8,21 +8,20 @@ from functools import partial
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.backend import Backend, block_name, check_pair, choose
+from pallas_kernels.backend import Backend, check_pair, choose
 from pallas_kernels.grouped_matmul import reference
+from pallas_kernels.matmul import in_blocks, unserved
 from pallas_kernels.partition import on_mesh, partitioned
+from pallas_kernels.qtensor import QTensor
 from pallas_kernels.rounding import rounded
 
 HOPPER_BLOCK = (128, 128)
 
 
 def grouped_matmul(
-    x: Float[Array, "m k"],
-    x_scales: Float[Array, "m kb"],
-    w: Float[Array, "groups n k"],
-    w_scales: Float[Array, "groups nb kb"],
+    x: QTensor,
+    w: QTensor,
     group_sizes: Int[Array, " groups"],
-    w_block: tuple[int, int] = (128, 128),
     out_dtype: jnp.dtype = jnp.bfloat16,
     *,
     backend: Backend = "auto",
@@ -34,9 +33,8 @@ def grouped_matmul(
     Each product is that of `blockwise_matmul` (DeepSeek-V3, arXiv 2412.19437, section 3.3.2).
 
     Args:
-        x, x_scales: rows and the scales of their 1 x w_block[1] groups, as `quantize_blocks`
-            returns them.
-        w, w_scales, w_block: weights [out, in], their scales and block.
+        x: rows [m, k], each quantized by itself, in groups along k as long as the weight's blocks.
+        w: weights [groups, n, k].
         group_sizes: int32, adding up to at most m.
         out_dtype: bfloat16 or float32.
         backend: implementation; hopper has kernels for blocks of 128, "auto" is the reference for
@@ -47,37 +45,26 @@ def grouped_matmul(
             two formats.
         ValueError: shapes do not belong together, or an axis has length 0.
     """
-    served = w_block == HOPPER_BLOCK
-    chosen = choose(
-        "grouped_matmul",
-        backend,
-        "" if served else f"product of weights in blocks of {block_name(w_block)}",
-    )
-    groups, n, k = w.shape
-    blocks = (-(-n // w_block[0]), -(-k // w_block[1]))
-    expected = {
-        "x": (len(x), k),
-        "x_scales": (len(x), blocks[1]),
-        "w_scales": (groups, *blocks),
-        "group_sizes": (groups,),
-    }
-    given = {
-        "x": x.shape,
-        "x_scales": x_scales.shape,
-        "w_scales": w_scales.shape,
-        "group_sizes": group_sizes.shape,
-    }
-    if wrong := [
-        f"{name} {given[name]} must be {shape}"
-        for name, shape in expected.items()
-        if given[name] != shape
-    ]:
-        raise ValueError(f"grouped_matmul: for w {w.shape} in blocks {w_block}, {', '.join(wrong)}")
+    chosen = choose("grouped_matmul", backend, unserved(x, w, (HOPPER_BLOCK,)))
+    groups = len(w.values)
+    expected: dict[str, tuple[int, ...]] = {"group_sizes": (groups,)}
+    given = {"group_sizes": group_sizes.shape}
+    if in_blocks(x, w):
+        (n, k), block = w.shape[1:], w.block
+        blocks = (-(-n // block[0]), -(-k // block[1]))
+        expected |= {
+            "x": (len(x.values), k),
+            "x_scales": (len(x.values), blocks[1]),
+            "w_scales": (groups, *blocks),
+        }
+        given |= {"x": x.shape, "x_scales": x.scales.shape, "w_scales": w.scales.shape}
+        check_pair("grouped_matmul", chosen, x.values.dtype, w.values.dtype)
+    if wrong := _wrong(given, expected):
+        raise ValueError(f"grouped_matmul: for w {w.shape} in blocks {w.block}, {wrong}")
     if 0 in (*x.shape, *w.shape):
         raise ValueError(f"grouped_matmul: nothing to multiply in x {x.shape} and w {w.shape}")
-    check_pair("grouped_matmul", chosen, x.dtype, w.dtype)
     if chosen == "reference":
-        return reference.matmul(x, x_scales, w, w_scales, group_sizes, w_block, out_dtype)
+        return reference.matmul(x, w, group_sizes, out_dtype)
     # importing Pallas takes longer than importing JAX
     from pallas_kernels.grouped_matmul import hopper
 
@@ -85,18 +72,11 @@ def grouped_matmul(
     kernel = partial(hopper.matmul, out_dtype=jnp.float32 if on_mesh() else out_dtype)
     blocks = {"b": ("k", 128), "c": ("n", 128)}
     kernel = partitioned(kernel, "m k, m b, g n k, g c b, g -> m n", blocks, ("m", "g"))
-    return rounded(kernel(x, x_scales, w, w_scales, group_sizes), out_dtype)
+    return rounded(kernel(x.values, x.scales, w.values, w.scales, group_sizes), out_dtype)
 
 
 def grouped_outer_product(
-    dy: Float[Array, "m n"],
-    dy_scales: Float[Array, "mb n"],
-    x: Float[Array, "m k"],
-    x_scales: Float[Array, "mb k"],
-    group_sizes: Int[Array, " groups"],
-    block: int = 128,
-    *,
-    backend: Backend = "auto",
+    dy: QTensor, x: QTensor, group_sizes: Int[Array, " groups"], *, backend: Backend = "auto"
 ) -> Float[Array, "groups n k"]:
     """Compute dy[rows of g].T @ x[rows of g] for each group: `grouped_matmul`'s weight gradient.
 
@@ -105,9 +85,8 @@ def grouped_outer_product(
     between groups must be zero.
 
     Args:
-        dy, dy_scales: gradient of the product and its scales, as `quantize_blocks(dy, (block, 1))`
-            returns them.
-        x, x_scales: input of the product, likewise.
+        dy: gradient of the product, [m, n] in blocks of (block, 1).
+        x: input of the product, [m, k], likewise.
         group_sizes: int32, multiples of `block`, adding up to at most m.
         backend: implementation; hopper has kernels for blocks of 128, "auto" is the reference for
             others.
@@ -117,35 +96,38 @@ def grouped_outer_product(
             two formats.
         ValueError: shapes do not belong together.
     """
-    served = block == HOPPER_BLOCK[0]
-    chosen = choose(
-        "grouped_outer_product", backend, "" if served else f"product over blocks of {block} rows"
-    )
-    blocks = -(-len(dy) // block)
-    expected = {
-        "x": (len(dy), x.shape[1]),
-        "dy_scales": (blocks, dy.shape[1]),
-        "x_scales": (blocks, x.shape[1]),
-    }
-    given = {"x": x.shape, "dy_scales": dy_scales.shape, "x_scales": x_scales.shape}
-    if wrong := [
-        f"{name} {given[name]} must be {shape}"
-        for name, shape in expected.items()
-        if given[name] != shape
-    ]:
-        raise ValueError(
-            f"grouped_outer_product: for dy {dy.shape} in blocks of {block} rows, "
-            f"{', '.join(wrong)}"
-        )
-    check_pair("grouped_outer_product", chosen, dy.dtype, x.dtype)
+    chosen = choose("grouped_outer_product", backend, unserved(x, dy, ((HOPPER_BLOCK[0], 1),)))
+    if in_blocks(x, dy):
+        block, m = dy.block[0], len(dy.values)
+        blocks = -(-m // block)
+        expected: dict[str, tuple[int, ...]] = {
+            "x": (m, x.shape[1]),
+            "dy_scales": (blocks, dy.shape[1]),
+            "x_scales": (blocks, x.shape[1]),
+        }
+        given = {"x": x.shape, "dy_scales": dy.scales.shape, "x_scales": x.scales.shape}
+        if wrong := _wrong(given, expected):
+            raise ValueError(
+                f"grouped_outer_product: for dy {dy.shape} in blocks of {block} rows, {wrong}"
+            )
+        check_pair("grouped_outer_product", chosen, dy.values.dtype, x.values.dtype)
     if chosen == "reference":
-        return reference.outer_products(dy, dy_scales, x, x_scales, group_sizes, block)
+        return reference.outer_products(dy, x, group_sizes)
     from pallas_kernels.grouped_matmul import hopper
 
     kernel = partitioned(
         hopper.outer_products, "m n, b n, m k, b k, g -> g n k", {}, ("m", "b", "g")
     )
-    return kernel(dy, dy_scales, x, x_scales, group_sizes)
+    return kernel(dy.values, dy.scales, x.values, x.scales, group_sizes)
+
+
+def _wrong(given: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]]) -> str:
+    """Name the shapes that are not as expected."""
+    return ", ".join(
+        f"{name} {given[name]} must be {shape}"
+        for name, shape in expected.items()
+        if given[name] != shape
+    )
 
 
 def align_groups(

@@ -10,6 +10,8 @@ import numpy as np
 
 from pallas_kernels.check.cases import QWEN3_30B_A3B, Case
 from pallas_kernels.grouped_matmul.api import grouped_matmul, grouped_outer_product
+from pallas_kernels.matmul.cases import dequantized
+from pallas_kernels.qtensor import QTensor
 from pallas_kernels.quantize import quantize_blocks
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -23,16 +25,15 @@ def forward_arguments(
     w = quantize_blocks(
         jax.random.normal(keys[1], (len(sizes), n, k)), (128, 128), backend="reference"
     )
-    return *x, *w, jnp.asarray(sizes, jnp.int32)
+    return x, w, jnp.asarray(sizes, jnp.int32)
 
 
-def forward_expected(x, x_scales, w, w_scales, sizes) -> np.ndarray:
-    x = _dequantized(x, x_scales, (1, 128))
-    out, start = np.zeros((len(x), w.shape[1])), 0
+def forward_expected(x: QTensor, w: QTensor, sizes: np.ndarray) -> np.ndarray:
+    rows = dequantized(x)
+    out, start = np.zeros((len(rows), w.shape[1])), 0
     for g, size in enumerate(sizes):
-        out[start : start + size] = (
-            x[start : start + size] @ _dequantized(w[g], w_scales[g], (128, 128)).T
-        )
+        part = slice(start, start + size)
+        out[part] = rows[part] @ dequantized(jax.tree.map(lambda a, g=g: a[g], w)).T
         start += size
     return out
 
@@ -51,23 +52,13 @@ def gradient_arguments(
     x = quantize_blocks(
         jnp.where(inside, jax.random.normal(keys[1], (m, k)), 0), (128, 1), backend="reference"
     )
-    return *dy, *x, jnp.asarray(sizes, jnp.int32)
+    return dy, x, jnp.asarray(sizes, jnp.int32)
 
 
-def gradient_expected(dy, dy_scales, x, x_scales, sizes) -> np.ndarray:
-    dy, x = _dequantized(dy, dy_scales, (128, 1)), _dequantized(x, x_scales, (128, 1))
-    ends = np.cumsum(sizes)
-    return np.stack(
-        [
-            dy[end - size : end].T @ x[end - size : end]
-            for size, end in zip(sizes, ends, strict=True)
-        ]
-    )
-
-
-def _dequantized(values, scales, block) -> np.ndarray:
-    scales = np.repeat(np.repeat(scales.astype(np.float64), block[0], 0), block[1], 1)
-    return values.astype(np.float64) * scales[: values.shape[0], : values.shape[1]]
+def gradient_expected(dy: QTensor, x: QTensor, sizes: np.ndarray) -> np.ndarray:
+    left, right, ends = dequantized(dy), dequantized(x), np.cumsum(sizes)
+    parts = [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+    return np.stack([left[part].T @ right[part] for part in parts])
 
 
 def forward(

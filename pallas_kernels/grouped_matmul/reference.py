@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.quantize import dequantize_blocks
 from pallas_kernels.rounding import rounded
 
 BY_ROW = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
@@ -22,9 +21,8 @@ FEWEST_ROWS, MOST_ROWS = 8, 128
 """Of a tile."""
 
 
-def matmul(x, x_scales, w, w_scales, group_sizes, w_block, out_dtype):
-    x = dequantize_blocks(x, x_scales, (1, w_block[1]))
-    return rounded(dot(x, dequantize_blocks(w, w_scales, w_block), group_sizes), out_dtype)
+def matmul(x, w, group_sizes, out_dtype):
+    return rounded(dot(x.dequantize(), w.dequantize(), group_sizes), out_dtype)
 
 
 @jax.custom_vjp
@@ -62,12 +60,8 @@ def _tiled_dot(x, w, group_sizes):
     )
 
 
-def outer_products(dy, dy_scales, x, x_scales, group_sizes, block):
-    return outer_product(
-        dequantize_blocks(dy, dy_scales, (block, 1)),
-        dequantize_blocks(x, x_scales, (block, 1)),
-        group_sizes,
-    )
+def outer_products(dy, x, group_sizes):
+    return outer_product(dy.dequantize(), x.dequantize(), group_sizes)
 
 
 def outer_product(dy, x, group_sizes):

@@ -1,4 +1,11 @@
-from pallas_kernels.matmul.api import blockwise_matmul, dot, packs, selected_backend
+from pallas_kernels.matmul.api import (
+    blockwise_matmul,
+    dot,
+    in_blocks,
+    packs,
+    selected_backend,
+    unserved,
+)
 from pallas_kernels.matmul.cpu import Panels, pack
 from pallas_kernels.matmul.reference import flatten_many_rows
 
@@ -7,7 +14,9 @@ __all__ = [
     "blockwise_matmul",
     "dot",
     "flatten_many_rows",
+    "in_blocks",
     "pack",
     "packs",
     "selected_backend",
+    "unserved",
 ]

@@ -11,6 +11,8 @@ from pallas_kernels.backend import Backend, block_name, check_pair, choose, reso
 from pallas_kernels.matmul import cpu, reference
 from pallas_kernels.matmul.cpu import Panels
 from pallas_kernels.partition import on_mesh, partitioned
+from pallas_kernels.qtensor import QTensor
+from pallas_kernels.quantize import Blocks
 from pallas_kernels.rounding import rounded
 
 HOPPER_BLOCKS = ((128, 128), (1, 128))
@@ -41,14 +43,7 @@ def dot(x: Float[Array, "*batch k"], w: Float[Array, "n k"] | Panels) -> Float[A
 
 
 def blockwise_matmul(
-    x: Float[Array, "*batch k"],
-    x_scales: Float[Array, "*batch kb"],
-    w: Float[Array, "n k"],
-    w_scales: Float[Array, "nb kb"],
-    w_block: tuple[int, int] = (128, 128),
-    out_dtype: jnp.dtype = jnp.bfloat16,
-    *,
-    backend: Backend = "auto",
+    x: QTensor, w: QTensor, out_dtype: jnp.dtype = jnp.bfloat16, *, backend: Backend = "auto"
 ) -> Float[Array, "*batch n"]:
     """Multiply x @ w.T of quantized operands, scaled block by block and accumulated in float32.
 
@@ -59,45 +54,55 @@ def blockwise_matmul(
     (arXiv 2412.19437, section 3.3.2).
 
     Args:
-        x, x_scales: activations and the scales of their 1 x w_block[1] groups, as `quantize_blocks`
-            returns them.
-        w, w_scales, w_block: weight, scales and block of the weight.
+        x: activations [*batch, k], each row quantized by itself, in groups along k as long as the
+            weight's blocks.
+        w: weight [n, k].
         out_dtype: bfloat16 or float32.
-        backend: implementation; hopper has kernels for `w_block` (128, 128) and (1, 128), "auto" is
-            the reference for others.
+        backend: implementation; hopper has kernels for `Blocks` of a weight of (128, 128) and (1,
+            128), "auto" is the reference for others.
 
     Raises:
         BackendError: a backend asked for by name cannot serve the call, or none multiplies these
             two formats.
         ValueError: scale shapes do not belong to the operands, or an axis has length 0.
     """
-    served = w_block in HOPPER_BLOCKS
-    chosen = choose(
-        "blockwise_matmul",
-        backend,
-        "" if served else f"product of weights in blocks of {block_name(w_block)}",
-    )
-    n, k = w.shape
-    blocks = (-(-n // w_block[0]), -(-k // w_block[1]))
-    if w_scales.shape != blocks or x_scales.shape != (*x.shape[:-1], blocks[1]):
-        raise ValueError(
-            f"blockwise_matmul: x {x.shape} with scales {x_scales.shape} and w {w.shape} with "
-            f"scales {w_scales.shape} "
-            f"do not fit block {w_block}: w_scales must be {blocks}, x_scales "
-            f"{(*x.shape[:-1], blocks[1])}"
-        )
-    if 0 in (*x.shape, n):
+    chosen = choose("blockwise_matmul", backend, unserved(x, w, HOPPER_BLOCKS))
+    if in_blocks(x, w):
+        (n, k), block = w.shape, w.block
+        blocks = (-(-n // block[0]), -(-k // block[1]))
+        if w.scales.shape != blocks or x.scales.shape != (*x.shape[:-1], blocks[1]):
+            raise ValueError(
+                f"blockwise_matmul: x {x.shape} with scales {x.scales.shape} and w {w.shape} with "
+                f"scales {w.scales.shape} "
+                f"do not fit block {block}: w_scales must be {blocks}, x_scales "
+                f"{(*x.shape[:-1], blocks[1])}"
+            )
+        check_pair("blockwise_matmul", chosen, x.values.dtype, w.values.dtype)
+    if 0 in (*x.shape, *w.shape):
         raise ValueError(f"blockwise_matmul: nothing to multiply in x {x.shape} and w {w.shape}")
-    check_pair("blockwise_matmul", chosen, x.dtype, w.dtype)
     if chosen == "reference":
-        return reference.matmul(x, x_scales, w, w_scales, w_block, out_dtype)
+        return reference.matmul(x, w, out_dtype)
     from pallas_kernels.matmul import hopper  # importing Pallas takes longer than importing JAX
 
     # what is added over devices is added in float32
     kernel = partial(
-        hopper.matmul, w_block=w_block, out_dtype=jnp.float32 if on_mesh() else out_dtype
+        hopper.matmul, w_block=w.block, out_dtype=jnp.float32 if on_mesh() else out_dtype
     )
-    lead = " ".join(f"m{axis}" for axis in range(x.ndim - 1))
-    blocks = {"b": ("k", 128)} | ({"c": ("n", w_block[0])} if w_block[0] > 1 else {})
-    rule = f"{lead} k, {lead} b, n k, {'c' if w_block[0] > 1 else 'n'} b -> {lead} n"
-    return rounded(partitioned(kernel, rule, blocks)(x, x_scales, w, w_scales), out_dtype)
+    lead = " ".join(f"m{axis}" for axis in range(len(x.shape) - 1))
+    by_block = w.block[0] > 1
+    blocks = {"b": ("k", 128)} | ({"c": ("n", w.block[0])} if by_block else {})
+    rule = f"{lead} k, {lead} b, n k, {'c' if by_block else 'n'} b -> {lead} n"
+    arrays = (x.values, x.scales, w.values, w.scales)
+    return rounded(partitioned(kernel, rule, blocks)(*arrays), out_dtype)
+
+
+def in_blocks(x: QTensor, w: QTensor) -> bool:
+    """Whether both operands are in `Blocks`, which kernels multiply."""
+    return isinstance(x.format, Blocks) and isinstance(w.format, Blocks)
+
+
+def unserved(x: QTensor, w: QTensor, blocks: tuple[tuple[int, int], ...]) -> str:
+    """Say which product Hopper's kernels lack, empty where they have it; `blocks` of the weight."""
+    if not in_blocks(x, w):
+        return f"product of {x.format.name} by {w.format.name}"
+    return "" if w.block in blocks else f"product of weights in blocks of {block_name(w.block)}"

@@ -10,6 +10,7 @@ import numpy as np
 
 from pallas_kernels.check.cases import DENSE, Case, bits_apart
 from pallas_kernels.matmul.api import blockwise_matmul
+from pallas_kernels.qtensor import QTensor
 from pallas_kernels.quantize import quantize_blocks
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -26,30 +27,32 @@ def arguments(
         jax.random.normal(keys[0], (m, k)) * size, (1, 128), x_dtype, backend="reference"
     )
     w = quantize_blocks(jax.random.normal(keys[1], (n, k)) / size, w_block, backend="reference")
-    return *x, *w
+    return x, w
 
 
-def expected(x, x_scales, w, w_scales, w_block=(128, 128)) -> np.ndarray:
+def dequantized(q: QTensor) -> np.ndarray:
+    """A matrix in float64."""
+    scales = np.asarray(q.scales, np.float64)
+    scales = np.repeat(np.repeat(scales, q.block[0], 0), q.block[1], 1)
+    return np.asarray(q.values, np.float64) * scales[: q.shape[0], : q.shape[1]]
+
+
+def expected(x: QTensor, w: QTensor) -> np.ndarray:
     """The product of the dequantized operands in float64."""
-
-    def dequantized(values, scales, rows):
-        scales = np.repeat(np.repeat(scales.astype(np.float64), rows, 0), 128, 1)
-        return values.astype(np.float64) * scales[: values.shape[0], : values.shape[1]]
-
-    return dequantized(x, x_scales, 1) @ dequantized(w, w_scales, w_block[0]).T
+    return dequantized(x) @ dequantized(w).T
 
 
 def case(
     m: int, n: int, k: int, name: str = "", out_dtype=jnp.float32, w_block=(128, 128), **options
 ) -> Case:
-    def run(x, x_scales, w, w_scales, backend):
-        return blockwise_matmul(x, x_scales, w, w_scales, w_block, out_dtype, backend=backend)
+    def run(x, w, backend):
+        return blockwise_matmul(x, w, out_dtype, backend=backend)
 
     return Case(
         name=name or f"{m}x{n}x{k}",
         arguments=partial(arguments, m=m, n=n, k=k, w_block=w_block, **options),
         run=run,
-        expected=partial(expected, w_block=w_block),
+        expected=expected,
         # half a step of bfloat16, or the rounding of float32 sums of up to 128 + k / 128 terms
         tolerance=2.0**-8 if out_dtype == jnp.bfloat16 else 1e-6,
         instruction="QGMMA",
@@ -61,11 +64,9 @@ def case(
 def same_rows(few: int, many: int, n: int, k: int) -> Case:
     """What the first `few` of `many` rows differ by from themselves alone: not a bit."""
 
-    def run(x, x_scales, w, w_scales, backend):
+    def run(x, w, backend):
         alone, among = (
-            blockwise_matmul(
-                x[:m], x_scales[:m], w, w_scales, out_dtype=jnp.float32, backend=backend
-            )
+            blockwise_matmul(jax.tree.map(lambda a, m=m: a[:m], x), w, jnp.float32, backend=backend)
             for m in (few, many)
         )
         return bits_apart(alone, among[:few])
@@ -74,7 +75,7 @@ def same_rows(few: int, many: int, n: int, k: int) -> Case:
         name=f"rows-{few}-of-{many}",
         arguments=partial(arguments, m=many, n=n, k=k, spread=64.0),
         run=run,
-        expected=lambda x, x_scales, w, w_scales: np.zeros((few, n)),
+        expected=lambda x, w: np.zeros((few, n)),
         instruction="QGMMA",
     )
 

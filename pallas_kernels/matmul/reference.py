@@ -10,16 +10,12 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.quantize import dequantize_blocks
 from pallas_kernels.rounding import rounded
 
 
-def matmul(x, x_scales, w, w_scales, w_block, out_dtype):
-    rows = x.reshape(-1, x.shape[-1])
-    x = dequantize_blocks(rows, x_scales.reshape(rows.shape[0], -1), (1, w_block[1])).reshape(
-        x.shape
-    )
-    return rounded(dot(x, dequantize_blocks(w, w_scales, w_block)), out_dtype)
+def matmul(x, w, out_dtype):
+    wide = x.rows().dequantize().reshape(*x.shape[:-1], -1)
+    return rounded(dot(wide, w.dequantize()), out_dtype)
 
 
 # on a CPU

@@ -1,5 +1,5 @@
 from pallas_kernels.quantize.api import (
-    dequantize_blocks,
+    Blocks,
     quantize_blocks,
     quantize_both,
     quantize_rms_norm,
@@ -10,9 +10,9 @@ from pallas_kernels.quantize.api import (
 from pallas_kernels.quantize.reference import amax, block_amax, expand_scales
 
 __all__ = [
+    "Blocks",
     "amax",
     "block_amax",
-    "dequantize_blocks",
     "expand_scales",
     "quantize_blocks",
     "quantize_both",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -10,12 +11,49 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.backend import Backend, block_name, choose, uses_cpu
 from pallas_kernels.partition import partitioned
+from pallas_kernels.qtensor import Format, QTensor
 from pallas_kernels.quantize import cpu, reference
 
 Rule = Literal["float32", "power_of_two"]
 E4M3 = jnp.float8_e4m3fn
 HOPPER_BLOCKS = ((1, 128), (128, 1), (128, 128))
 _HOPPER_INPUTS, _HOPPER_DTYPES = ("bfloat16", "float32"), ("float8_e4m3fn", "float8_e5m2")
+
+
+@dataclass(frozen=True)
+class Blocks(Format):
+    """Values of one dtype, a float32 scale for each block: what kernels multiply.
+
+    Attributes:
+        dtype: name of the values' dtype.
+        scale: rule of the scales, as in `quantize_blocks`.
+    """
+
+    dtype: str = "float8_e4m3fn"
+    scale: Rule = "float32"
+
+    def quantize(self, x: Float[Array, "*batch m n"], backend: Backend = "auto") -> QTensor:
+        """`quantize_blocks`."""
+        return quantize_blocks(x, self.block, jnp.dtype(self.dtype), self.scale, backend=backend)
+
+    def dequantize(self, q: QTensor) -> Float[Array, "*batch m n"]:
+        """Multiply values with the scale of their block, in float32."""
+        return q.values.astype(jnp.float32) * self._expanded(q)
+
+    def limit(self, q: QTensor) -> Float[Array, "*batch m n"]:
+        """The format's largest value times the scale."""
+        return float(jnp.finfo(self.dtype).max) * self._expanded(q)
+
+    def _expanded(self, q: QTensor) -> Float[Array, "*batch m n"]:
+        return reference.expand_scales(q.scales, self.block, q.shape[-2:])
+
+    @property
+    def transposed(self) -> Blocks:
+        return replace(self, block=self.block[::-1])
+
+    @property
+    def name(self) -> str:
+        return f"{self.dtype} in blocks of {block_name(self.block)}"
 
 
 def quantize_blocks(
@@ -25,7 +63,7 @@ def quantize_blocks(
     scale: Rule = "float32",
     *,
     backend: Backend = "auto",
-) -> tuple[Float[Array, "*batch m n"], Float[Array, "*batch mb nb"]]:
+) -> QTensor:
     """Quantize `x` in blocks of the last two axes, with a scale for each.
 
     Blocks of 1x128 and 128x128 are those of DeepSeek-V3 (arXiv 2412.19437, section 3.3.2).
@@ -41,11 +79,9 @@ def quantize_blocks(
         backend: implementation; "auto" is the reference for what hopper has no kernel for.
 
     Returns:
-        values: shape of `x`, dtype `dtype`, clamped to +-max before the cast (a bare cast gives NaN
-        above 464 on a CPU). scales: float32 [..., ceil(m / rows), ceil(n / columns)]; x is about
-        values * scale. An all-zero block has scale 1.
-            A block that holds a NaN or an infinity has a non-finite scale, so that the fault stays
-            visible downstream.
+        In `Blocks`; values of the shape of `x`, clamped to +-max before the cast (a bare cast gives
+        NaN above 464 on a CPU). An all-zero block has scale 1. A block that holds a NaN or an
+        infinity has a non-finite scale, so that the fault stays visible downstream.
 
         All backends return the same bits.
 
@@ -56,14 +92,20 @@ def quantize_blocks(
     check("quantize_blocks", x, block)
     chosen = chosen_backend("quantize_blocks", backend, block, dtype, x.dtype)
     if chosen == "reference":
-        return reference.quantize(x, block, dtype, scale)
+        return _in_blocks(reference.quantize(x, block, dtype, scale), block, scale)
     from pallas_kernels.quantize import hopper
 
     lead, rows, columns = axes(x.ndim), *_scale_axes(block)
     rule = f"{lead} m n -> {lead} m n, {lead} {rows} {columns}"
-    return partitioned(
+    kernel = partitioned(
         partial(hopper.quantize_blocks, block=block, dtype=dtype, rule=scale), rule, BLOCKS
-    )(x)
+    )
+    return _in_blocks(kernel(x), block, scale)
+
+
+def _in_blocks(arrays: tuple[Array, Array], block: tuple[int, int], scale: Rule) -> QTensor:
+    values, scales = arrays
+    return QTensor(values, scales, Blocks(block, values.dtype.name, scale))
 
 
 def quantize_both(
@@ -73,7 +115,7 @@ def quantize_both(
     scale: Rule = "float32",
     *,
     backend: Backend = "auto",
-) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+) -> tuple[QTensor, QTensor]:
     """Quantize `x` in blocks of (1, size) and of (size, 1), from one read of it.
 
     A backward pass wants an output gradient in both: along outputs for the input's gradient, along
@@ -84,9 +126,9 @@ def quantize_both(
         size: length of a group; 128 on hopper.
 
     Returns:
-        (values, scales) of (1, size), and (values, scales) of (size, 1). Hopper writes the values
-        of the second as [n, m] and returns its transposed view: a product along tokens transposes
-        again, and under one jit neither is computed.
+        In blocks of (1, size), and of (size, 1). Hopper writes the values of the second as [n, m]
+        and returns its transposed view: a product along tokens transposes again, and under one jit
+        neither is computed.
 
     Raises:
         BackendError, ValueError: as `quantize_blocks`.
@@ -94,65 +136,52 @@ def quantize_both(
     check("quantize_both", x, (1, size))
     chosen = chosen_backend("quantize_both", backend, (1, size), dtype, x.dtype)
     if chosen == "reference":
-        return reference.quantize(x, (1, size), dtype, scale), reference.quantize(
-            x, (size, 1), dtype, scale
+        rows, tokens = (
+            reference.quantize(x, block, dtype, scale) for block in ((1, size), (size, 1))
         )
-    from pallas_kernels.quantize import hopper
+    else:
+        from pallas_kernels.quantize import hopper
 
-    lead = axes(x.ndim)
-    rule = f"{lead} m n -> {lead} m n, {lead} m b, {lead} m n, {lead} a n"
-    kernel = partitioned(
-        partial(_flat, hopper.quantize_both, dtype=dtype, rule=scale), rule, BLOCKS
-    )
-    values, scales, *tokens = kernel(x)
-    return (values, scales), tuple(tokens)
+        lead = axes(x.ndim)
+        rule = f"{lead} m n -> {lead} m n, {lead} m b, {lead} m n, {lead} a n"
+        kernel = partial(_flat, hopper.quantize_both, dtype=dtype, rule=scale)
+        arrays = partitioned(kernel, rule, BLOCKS)(x)
+        rows, tokens = arrays[:2], arrays[2:]
+    return _in_blocks(rows, (1, size), scale), _in_blocks(tokens, (size, 1), scale)
 
 
 def regroup(
-    values: Float[Array, "m n"],
-    scales: Float[Array, "m nb"],
-    size: int = 128,
-    dtype: jnp.dtype = E4M3,
-    scale: Rule = "float32",
-    *,
-    backend: Backend = "auto",
-) -> tuple[Float[Array, "m n"], Float[Array, "mb n"]]:
+    q: QTensor, dtype: jnp.dtype = E4M3, scale: Rule = "float32", *, backend: Backend = "auto"
+) -> QTensor:
     """Quantize in blocks of (size, 1) what is quantized in blocks of (1, size), read as it is.
 
     Args:
-        values, scales: as `quantize_blocks` returns them for a block of (1, size).
-        size, dtype, scale, backend: of the result, as in `quantize_both`.
+        q: [m, n], in blocks of (1, size).
+        dtype, scale, backend: of the result, as in `quantize_both`.
 
     Returns:
-        values, scales: those of `quantize_blocks(dequantize_blocks(values, scales), (size, 1))`.
+        `quantize_blocks(q.dequantize(), (size, 1))`.
 
     Raises:
-        BackendError, ValueError: as `quantize_blocks`; ValueError also where `scales` do not belong
-            to `values`.
+        BackendError, ValueError: as `quantize_blocks`; ValueError also where the scales do not
+            belong to the values.
     """
-    check("regroup", values, (size, 1))
-    if scales.shape != (len(values), -(-values.shape[1] // size)):
+    size = q.block[1]
+    check("regroup", q.values, (size, 1))
+    if q.scales.shape != (len(q.values), -(-q.shape[1] // size)):
         raise ValueError(
-            f"regroup: scales {scales.shape} are not those of values {values.shape} in blocks of "
+            f"regroup: scales {q.scales.shape} are not those of values {q.shape} in blocks of "
             f"(1, {size})"
         )
-    chosen = chosen_backend("regroup", backend, (size, 1), dtype, values.dtype, _HOPPER_DTYPES)
+    chosen = chosen_backend("regroup", backend, (size, 1), dtype, q.values.dtype, _HOPPER_DTYPES)
     if chosen == "reference":
-        return reference.quantize(
-            dequantize_blocks(values, scales, (1, size)), (size, 1), dtype, scale
-        )
-    from pallas_kernels.quantize import hopper
+        arrays = reference.quantize(q.dequantize(), (size, 1), dtype, scale)
+    else:
+        from pallas_kernels.quantize import hopper
 
-    return partitioned(
-        partial(hopper.regroup, dtype=dtype, rule=scale), "m n, m b -> m n, a n", BLOCKS
-    )(values, scales)
-
-
-def dequantize_blocks(
-    values: Float[Array, "*batch m n"], scales: Float[Array, "*batch mb nb"], block: tuple[int, int]
-) -> Float[Array, "*batch m n"]:
-    """Multiply values with the scale of their block, in float32."""
-    return values.astype(jnp.float32) * reference.expand_scales(scales, block, values.shape[-2:])
+        kernel = partial(hopper.regroup, dtype=dtype, rule=scale)
+        arrays = partitioned(kernel, "m n, m b -> m n, a n", BLOCKS)(q.values, q.scales)
+    return _in_blocks(arrays, (size, 1), scale)
 
 
 def round_blocks(
@@ -163,8 +192,8 @@ def round_blocks(
     *,
     backend: Backend = "auto",
 ) -> Float[Array, "*batch m n"]:
-    """Compute `dequantize_blocks(*quantize_blocks(x, block, ...), block)`, float32, with no value
-    stored in 8 bits, whose casts a CPU emulates.
+    """Compute `quantize_blocks(x, block, ...).dequantize()`, float32, with no value stored in 8
+    bits, whose casts a CPU emulates.
 
     Args:
         x, block, dtype, scale: as `quantize_blocks` takes them.
@@ -186,7 +215,7 @@ def quantize_swiglu(
     scale: Rule = "float32",
     *,
     backend: Backend = "auto",
-) -> tuple[Float[Array, "*batch n"], Float[Array, "*batch nb"]]:
+) -> QTensor:
     """Quantize silu(gate) * up (arXiv 2002.05202) in blocks of (1, size).
 
     The product is never in memory itself.
@@ -200,7 +229,7 @@ def quantize_swiglu(
         size, dtype, scale, backend: as in `quantize_both`.
 
     Returns:
-        values, scales: as `quantize_blocks`.
+        As `quantize_blocks`.
 
     Raises:
         BackendError: a backend asked for by name cannot serve the call.
@@ -213,12 +242,15 @@ def quantize_swiglu(
         )
     check("quantize_swiglu", gate, (1, size))
     if chosen_backend("quantize_swiglu", backend, (1, size), dtype, gate.dtype) == "reference":
-        return reference.quantize(reference.swiglu(gate, up), (1, size), dtype, scale)
-    from pallas_kernels.quantize import hopper
+        arrays = reference.quantize(reference.swiglu(gate, up), (1, size), dtype, scale)
+    else:
+        from pallas_kernels.quantize import hopper
 
-    lead = axes(gate.ndim + 1)
-    kernel = partial(hopper.quantize_swiglu, dtype=dtype, rule=scale)
-    return partitioned(kernel, f"{lead} n, {lead} n -> {lead} n, {lead} b", BLOCKS)(gate, up)
+        lead = axes(gate.ndim + 1)
+        kernel = partial(hopper.quantize_swiglu, dtype=dtype, rule=scale)
+        rule = f"{lead} n, {lead} n -> {lead} n, {lead} b"
+        arrays = partitioned(kernel, rule, BLOCKS)(gate, up)
+    return _in_blocks(arrays, (1, size), scale)
 
 
 def quantize_rms_norm(
@@ -231,7 +263,7 @@ def quantize_rms_norm(
     scale: Rule = "float32",
     *,
     backend: Backend = "auto",
-) -> tuple[Float[Array, "*batch n"], Float[Array, "*batch nb"]]:
+) -> QTensor:
     """Quantize x / sqrt(mean(x^2) + eps) * (offset + weight) in blocks of (1, size).
 
     RMS norm: arXiv 1910.07467.
@@ -245,7 +277,7 @@ def quantize_rms_norm(
         size, dtype, scale, backend: as in `quantize_both`.
 
     Returns:
-        values, scales: as `quantize_blocks`.
+        As `quantize_blocks`.
 
     Raises:
         BackendError: a backend asked for by name cannot serve the call.
@@ -258,14 +290,15 @@ def quantize_rms_norm(
     check("quantize_rms_norm", x, (1, size))
     inverse, gain = reference.inverse_rms(x, eps), reference.gain(weight, offset)
     if chosen_backend("quantize_rms_norm", backend, (1, size), dtype, x.dtype) == "reference":
-        return reference.quantize(reference.rms_norm(x, inverse, gain), (1, size), dtype, scale)
-    from pallas_kernels.quantize import hopper
+        arrays = reference.quantize(reference.rms_norm(x, inverse, gain), (1, size), dtype, scale)
+    else:
+        from pallas_kernels.quantize import hopper
 
-    lead = axes(x.ndim + 1)
-    kernel = partial(hopper.quantize_rms_norm, dtype=dtype, rule=scale)
-    return partitioned(kernel, f"{lead} n, {lead} one, n -> {lead} n, {lead} b", BLOCKS, ("one",))(
-        x, inverse, gain
-    )
+        lead = axes(x.ndim + 1)
+        kernel = partial(hopper.quantize_rms_norm, dtype=dtype, rule=scale)
+        rule = f"{lead} n, {lead} one, n -> {lead} n, {lead} b"
+        arrays = partitioned(kernel, rule, BLOCKS, ("one",))(x, inverse, gain)
+    return _in_blocks(arrays, (1, size), scale)
 
 
 BLOCKS = {"a": ("m", 128), "b": ("n", 128)}

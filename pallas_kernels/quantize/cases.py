@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.check.cases import Case
+from pallas_kernels.qtensor import QTensor
 from pallas_kernels.quantize.api import (
-    dequantize_blocks,
     quantize_blocks,
     quantize_both,
     quantize_rms_norm,
@@ -57,8 +57,8 @@ def arguments(
     return (x.astype(dtype),)
 
 
-def quantized(key: jax.Array, shape: tuple[int, int]) -> tuple:
-    return quantize_blocks(*arguments(key, shape, F32), backend="reference")
+def quantized(key: jax.Array, shape: tuple[int, int]) -> tuple[QTensor]:
+    return (quantize_blocks(*arguments(key, shape, F32), backend="reference"),)
 
 
 def expected(
@@ -118,14 +118,11 @@ def both(
 
 
 def along_tokens(name: str, shape: tuple[int, int], dtype=E4M3, rule="float32") -> Case:
-    def dequantized(values, scales):
-        return np.asarray(dequantize_blocks(values, scales, (1, 128)))
-
     return _case(
         name,
         partial(quantized, shape=shape),
-        lambda values, scales, backend: regroup(values, scales, 128, dtype, rule, backend=backend),
-        lambda values, scales: expected(dequantized(values, scales), (128, 1), dtype, rule),
+        lambda q, backend: regroup(q, dtype, rule, backend=backend),
+        lambda q: expected(np.asarray(q.dequantize()), (128, 1), dtype, rule),
         math.prod(shape) * 2.0,
     )
 

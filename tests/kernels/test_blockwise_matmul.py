@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import BackendError, blockwise_matmul, quantize_blocks
+from pallas_kernels import BackendError, Blocks, QTensor, blockwise_matmul, quantize_blocks
 from pallas_kernels.backend import check_pair
 from pallas_kernels.matmul import selected_backend
 
@@ -18,10 +21,11 @@ def operands(m, n, k, seed=0, batch=()):
     return jnp.asarray(x, jnp.float32), jnp.asarray(w, jnp.float32)
 
 
-def float64_product(x, x_scales, w, w_scales, block=(128, 128)):
+def float64_product(x, w):
     """sum over blocks b of x_scales[b] * w_scales[n // block[0], b] * (x_b . w_b), and the same of
     the magnitudes."""
-    x, x_scales, w, w_scales = (np.asarray(z, np.float64) for z in (x, x_scales, w, w_scales))
+    block, arrays = w.block, (x.values, x.scales, w.values, w.scales)
+    x, x_scales, w, w_scales = (np.asarray(z, np.float64) for z in arrays)
     total = np.zeros((*x.shape[:-1], w.shape[0]))
     magnitude = np.zeros_like(total)
     for b in range(w_scales.shape[1]):
@@ -46,7 +50,7 @@ def float64_product(x, x_scales, w, w_scales, block=(128, 128)):
 )
 def test_equals_the_float64_sum(m, n, k):
     x, w = operands(m, n, k)
-    quantized = (*quantize_blocks(x, (1, 128)), *quantize_blocks(w, (128, 128)))
+    quantized = quantize_blocks(x, (1, 128)), quantize_blocks(w, (128, 128))
     expected, magnitude = float64_product(*quantized)
     out = blockwise_matmul(*quantized, out_dtype=jnp.float32)
     assert out.dtype == jnp.float32 and out.shape == (m, n)
@@ -72,8 +76,8 @@ def test_errors_do_not_grow_with_the_contraction(outlier):
         x, w = rng.normal(size=(8, k)), rng.normal(size=(16, k))
         x[:, 0] *= outlier
         quantized = (
-            *quantize_blocks(jnp.asarray(x, jnp.float32)),
-            *quantize_blocks(jnp.asarray(w, jnp.float32), (128, 128)),
+            quantize_blocks(jnp.asarray(x, jnp.float32)),
+            quantize_blocks(jnp.asarray(w, jnp.float32), (128, 128)),
         )
         out = np.asarray(blockwise_matmul(*quantized, out_dtype=jnp.float32), np.float64)
         expected, _ = float64_product(*quantized)
@@ -89,32 +93,34 @@ def test_empty_operands_are_refused(shape):
     rows, k = shape
     blocks = -(-k // 128)
     x, w = jnp.zeros(shape, jnp.float8_e4m3fn), jnp.zeros((128, k), jnp.float8_e4m3fn)
+    x = QTensor(x, jnp.ones((rows, blocks)), Blocks((1, 128)))
+    w = QTensor(w, jnp.ones((1, blocks)), Blocks((128, 128)))
     with pytest.raises(
         ValueError, match=rf"blockwise_matmul: nothing to multiply in x \({rows}, {k}\)"
     ):
-        blockwise_matmul(x, jnp.ones((rows, blocks)), w, jnp.ones((1, blocks)))
+        blockwise_matmul(x, w)
 
 
 def test_leading_axes_of_the_input():
     x, w = operands(3, 200, 300, batch=(2, 4))
-    values, scales = quantize_blocks(x, (1, 128))
-    weight = quantize_blocks(w, (128, 128))
-    out = blockwise_matmul(values, scales, *weight, out_dtype=jnp.float32)
-    expected, magnitude = float64_product(values, scales, *weight)
+    rows, weight = quantize_blocks(x, (1, 128)), quantize_blocks(w, (128, 128))
+    out = blockwise_matmul(rows, weight, jnp.float32)
+    expected, magnitude = float64_product(rows, weight)
     assert out.shape == (2, 4, 3, 200)
     assert (np.abs(out - expected) <= 1e-6 * np.sqrt(300) * magnitude).all()
-    vector = blockwise_matmul(values[0, 0, 0], scales[0, 0, 0], *weight, out_dtype=jnp.float32)
+    row = jax.tree.map(lambda z: z[0, 0, 0], rows)
+    vector = blockwise_matmul(row, weight, jnp.float32)
     np.testing.assert_allclose(vector, out[0, 0, 0], rtol=1e-4, atol=1e-5 * float(magnitude.max()))
 
 
 def test_other_blocks_and_dtypes():
     x, w = operands(4, 96, 160, 2)
     quantized = (
-        *quantize_blocks(x, (1, 64), jnp.float8_e5m2),
-        *quantize_blocks(w, (32, 64), jnp.float8_e4m3fn, "power_of_two"),
+        quantize_blocks(x, (1, 64), jnp.float8_e5m2),
+        quantize_blocks(w, (32, 64), jnp.float8_e4m3fn, "power_of_two"),
     )
-    out = blockwise_matmul(*quantized, w_block=(32, 64), out_dtype=jnp.float32)
-    expected, magnitude = float64_product(*quantized, block=(32, 64))
+    out = blockwise_matmul(*quantized, jnp.float32)
+    expected, magnitude = float64_product(*quantized)
     assert (np.abs(out - expected) <= 1e-6 * np.sqrt(160) * magnitude).all()
 
 
@@ -122,9 +128,7 @@ def test_a_faulty_block_reaches_its_outputs():
     x, w = operands(2, 256, 256, 3)
     w = w.at[200, 10].set(jnp.nan)
     out = np.asarray(
-        blockwise_matmul(
-            *quantize_blocks(x), *quantize_blocks(w, (128, 128)), out_dtype=jnp.float32
-        )
+        blockwise_matmul(quantize_blocks(x), quantize_blocks(w, (128, 128)), jnp.float32)
     )
     assert np.isfinite(out[:, :128]).all() and not np.isfinite(out[:, 128:]).any()
 
@@ -135,18 +139,18 @@ def test_hopper_by_name_is_refused():
         BackendError,
         match="blockwise_matmul: the hopper backend needs a GPU of compute capability 9.0",
     ):
-        blockwise_matmul(*quantize_blocks(x), *quantize_blocks(w, (128, 128)), backend="hopper")
+        blockwise_matmul(quantize_blocks(x), quantize_blocks(w, (128, 128)), backend="hopper")
     assert selected_backend("auto") == "reference"
 
 
 @pytest.mark.parametrize("spoil", ["w_scales", "x_scales", "block"])
 def test_scales_that_do_not_belong_to_the_operands(spoil, unchecked_shapes):
     x, w = operands(4, 256, 256)
-    (xv, xs), (wv, ws) = quantize_blocks(x), quantize_blocks(w, (128, 128))
+    x, w = quantize_blocks(x), quantize_blocks(w, (128, 128))
     arguments = {
-        "w_scales": (xv, xs, wv, ws[:1]),
-        "x_scales": (xv, xs[:, :1], wv, ws),
-        "block": (xv, xs, wv, ws, (64, 128)),
+        "w_scales": (x, replace(w, scales=w.scales[:1])),
+        "x_scales": (replace(x, scales=x.scales[:, :1]), w),
+        "block": (x, replace(w, format=Blocks((64, 128)))),
     }
     with pytest.raises(ValueError, match="do not fit block"):
         blockwise_matmul(*arguments[spoil])
@@ -158,7 +162,7 @@ def test_pairs_of_formats(left, right):
     """The reference takes all of them; Hopper's tensor cores take FP8 with FP8, and what they do
     not is refused by name."""
     x, w = operands(3, 40, 50, 4)
-    quantized = (*quantize_blocks(x, (1, 128), left), *quantize_blocks(w, (128, 128), right))
+    quantized = quantize_blocks(x, (1, 128), left), quantize_blocks(w, (128, 128), right)
     expected, magnitude = float64_product(*quantized)
     out = blockwise_matmul(*quantized, out_dtype=jnp.float32)
     assert (np.abs(out - expected) <= 1e-6 * np.sqrt(50) * magnitude).all()
@@ -178,4 +182,5 @@ def test_operands_that_no_backend_multiplies():
         BackendError,
         match="blockwise_matmul: the reference backend does not multiply float32 by float8_e4m3fn",
     ):
-        blockwise_matmul(ones, jnp.ones((2, 1)), *quantize_blocks(ones, (128, 128)))
+        plain = QTensor(ones, jnp.ones((2, 1)), Blocks((1, 128)))
+        blockwise_matmul(plain, quantize_blocks(ones, (128, 128)))

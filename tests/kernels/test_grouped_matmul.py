@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,10 +33,16 @@ def expand(scales, block, shape):
     return scales
 
 
-def float64_product(x, x_scales, w, w_scales, sizes, block):
+def wide(q):
+    """What a quantized tensor stands for, float64."""
+    return np.asarray(q.values, np.float64) * expand(
+        np.asarray(q.scales, np.float64), q.block, q.shape[-2:]
+    )
+
+
+def float64_product(x, w, sizes):
     """Every row with its group's dequantized weight, and the same of the magnitudes."""
-    x, x_scales, w, w_scales = (np.asarray(z, np.float64) for z in (x, x_scales, w, w_scales))
-    x, w = x * expand(x_scales, (1, block[1]), x.shape), w * expand(w_scales, block, w.shape[1:])
+    x, w = wide(x), wide(w)
     total, magnitude = np.zeros((2, len(x), w.shape[1]))
     for row, group in enumerate(np.repeat(np.arange(len(w)), sizes)):
         total[row], magnitude[row] = x[row] @ w[group].T, np.abs(x[row]) @ np.abs(w[group]).T
@@ -54,10 +62,10 @@ def float64_product(x, x_scales, w, w_scales, sizes, block):
 @pytest.mark.parametrize("block", [(128, 128), (32, 64)])
 def test_equals_the_float64_sum(m, n, k, sizes, block):
     x, w = operands(m, n, k, len(sizes))
-    quantized = (*quantize_blocks(x, (1, block[1])), *quantize_blocks(w, block))
-    expected, magnitude = float64_product(*quantized, sizes, block)
+    quantized = quantize_blocks(x, (1, block[1])), quantize_blocks(w, block)
+    expected, magnitude = float64_product(*quantized, sizes)
     # sizes at run time
-    run = jax.jit(lambda sizes: grouped_matmul(*quantized, sizes, block, jnp.float32))
+    run = jax.jit(lambda sizes: grouped_matmul(*quantized, sizes, jnp.float32))
     out = run(jnp.asarray(sizes, jnp.int32))
     assert out.dtype == jnp.float32 and out.shape == (m, n)
     assert (
@@ -68,13 +76,10 @@ def test_equals_the_float64_sum(m, n, k, sizes, block):
 
 def test_one_group_is_blockwise_matmul():
     x, w = operands(6, 100, 200, 1)
-    (values, scales), (weight, weight_scales) = (
-        quantize_blocks(x, (1, 128)),
-        quantize_blocks(w, (128, 128)),
-    )
-    grouped = grouped_matmul(values, scales, weight, weight_scales, jnp.array([6], jnp.int32))
+    rows, weight = quantize_blocks(x, (1, 128)), quantize_blocks(w, (128, 128))
+    grouped = grouped_matmul(rows, weight, jnp.array([6], jnp.int32))
     assert grouped.dtype == jnp.bfloat16
-    single = blockwise_matmul(values, scales, weight[0], weight_scales[0])
+    single = blockwise_matmul(rows, jax.tree.map(lambda z: z[0], weight))
     np.testing.assert_allclose(
         np.asarray(grouped, np.float32), np.asarray(single, np.float32), rtol=2.0**-7
     )
@@ -120,15 +125,11 @@ def test_outer_products_equal_the_float64_sum(m, n, k, sizes):
     @jax.jit
     def run(sizes):
         arrays, aligned = align_groups((dy, x), sizes, 128)
-        quantized = [part for array in arrays for part in quantize_blocks(array, (128, 1))]
+        quantized = [quantize_blocks(array, (128, 1)) for array in arrays]
         return quantized, grouped_outer_product(*quantized, aligned)
 
     quantized, out = run(jnp.asarray(sizes, jnp.int32))
-    left, right = (
-        np.asarray(values, np.float64)
-        * expand(np.asarray(scales, np.float64), (128, 1), values.shape)
-        for values, scales in (quantized[:2], quantized[2:])
-    )
+    left, right = map(wide, quantized)
     start = 0
     for group, size in enumerate(sizes):
         part = slice(start, start + -(-size // 128) * 128)
@@ -141,18 +142,17 @@ def test_outer_products_equal_the_float64_sum(m, n, k, sizes):
 
 def test_wrong_calls_are_refused(unchecked_shapes):
     x, w = operands(4, 8, 16, 2)
-    quantized = (*quantize_blocks(x, (1, 128)), *quantize_blocks(w, (128, 128)))
+    quantized = x, w = quantize_blocks(x, (1, 128)), quantize_blocks(w, (128, 128))
     sizes = jnp.array([2, 2], jnp.int32)
     with pytest.raises(ValueError, match=r"group_sizes \(3,\) must be \(2,\)"):
         grouped_matmul(*quantized, jnp.array([2, 1, 1], jnp.int32))
     with pytest.raises(ValueError, match=r"x_scales \(4, 2\) must be \(4, 1\)"):
-        grouped_matmul(quantized[0], jnp.ones((4, 2)), *quantized[2:], sizes)
+        grouped_matmul(replace(x, scales=jnp.ones((4, 2))), w, sizes)
     with pytest.raises(BackendError, match="hopper backend"):
         grouped_matmul(*quantized, sizes, backend="hopper")
     with pytest.raises(ValueError, match=r"dy_scales \(2, 8\) must be \(1, 8\)"):
-        grouped_outer_product(
-            jnp.ones((4, 8)), jnp.ones((2, 8)), jnp.ones((4, 16)), jnp.ones((1, 16)), sizes
-        )
+        dy, x = (quantize_blocks(jnp.ones((4, n)), (128, 1)) for n in (8, 16))
+        grouped_outer_product(replace(dy, scales=jnp.ones((2, 8))), x, sizes)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

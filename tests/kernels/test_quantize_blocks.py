@@ -1,6 +1,8 @@
-"""quantize_blocks and dequantize_blocks against a quantizer written here in numpy and ml_dtypes."""
+"""quantize_blocks, and what it stands for, against a quantizer written here in numpy and ml_dtypes."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels import BackendError, dequantize_blocks, quantize_blocks
+from pallas_kernels import BackendError, quantize_blocks
 from pallas_kernels.quantize import round_blocks
 from pallas_kernels.quantize.reference import on_grid
 
@@ -70,7 +72,8 @@ def random_array(shape, seed=0):
 @pytest.mark.parametrize(("shape", "block"), LAYOUTS)
 def test_values_and_scales_equal_numpy_bit_for_bit(shape, block, dtype, rule):
     x = random_array(shape)
-    values, scales = quantize_blocks(jnp.asarray(x), block, jnp.dtype(dtype), rule)
+    q = quantize_blocks(jnp.asarray(x), block, jnp.dtype(dtype), rule)
+    values, scales = q.values, q.scales
     expected_values, expected_scales = numpy_quantize(x, block, dtype, rule)
     assert (values.dtype, scales.dtype) == (jnp.dtype(dtype), jnp.float32)
     np.testing.assert_array_equal(np.asarray(scales), expected_scales)
@@ -79,11 +82,9 @@ def test_values_and_scales_equal_numpy_bit_for_bit(shape, block, dtype, rule):
 
 def test_compiled_equals_eager():
     x = jnp.asarray(random_array((200, 300), 3))
-    for eager, compiled in zip(
-        quantize_blocks(x, (128, 128)),
-        jax.jit(lambda x: quantize_blocks(x, (128, 128)))(x),
-        strict=True,
-    ):
+    quantize = partial(quantize_blocks, block=(128, 128))
+    pairs = map(jax.tree.leaves, (quantize(x), jax.jit(quantize)(x)))
+    for eager, compiled in zip(*pairs, strict=True):
         np.testing.assert_array_equal(
             np.asarray(eager, np.float32), np.asarray(compiled, np.float32)
         )
@@ -91,8 +92,9 @@ def test_compiled_equals_eager():
 
 @pytest.mark.parametrize(("shape", "block"), LAYOUTS)
 def test_dequantize_multiplies_by_the_scale_of_the_block(shape, block):
-    values, scales = quantize_blocks(jnp.asarray(random_array(shape, 1)), block)
-    back = np.asarray(dequantize_blocks(values, scales, block))
+    q = quantize_blocks(jnp.asarray(random_array(shape, 1)), block)
+    values, scales = q.values, q.scales
+    back = np.asarray(q.dequantize())
     assert back.dtype == np.float32 and back.shape == shape
     for index, part in blocks_of(shape, block):
         expected = np.asarray(values, np.float32)[part] * np.asarray(scales)[index][..., None, None]
@@ -105,7 +107,8 @@ def test_dequantize_multiplies_by_the_scale_of_the_block(shape, block):
 )
 def test_error_is_at_most_half_a_unit_in_the_last_place(dtype, mantissa_bits, smallest):
     x = random_array((100, 130), 2)
-    values, scales = quantize_blocks(jnp.asarray(x), (1, 128), jnp.dtype(dtype))
+    q = quantize_blocks(jnp.asarray(x), (1, 128), jnp.dtype(dtype))
+    values, scales = q.values, q.scales
     wide = np.repeat(np.asarray(scales, np.float64), 128, axis=1)[:, :130]
     error = np.abs(np.asarray(values, np.float64) * wide - x)
     bound = np.maximum(np.abs(x) * 2.0 ** -(mantissa_bits + 1), wide * smallest / 2)
@@ -116,19 +119,20 @@ def test_error_is_at_most_half_a_unit_in_the_last_place(dtype, mantissa_bits, sm
 def test_largest_value_never_overflows_to_nan(amax):
     x = jnp.asarray([[amax, -amax, 1.0, 0.0]], jnp.float32)
     for rule in ("float32", "power_of_two"):
-        values, scales = quantize_blocks(x, (1, 128), scale=rule)
+        q = quantize_blocks(x, (1, 128), scale=rule)
+        values, scales = q.values, q.scales
         wide = np.asarray(values, np.float32)
         assert np.isfinite(wide).all()
         assert wide[0, 0] == -wide[0, 1] and abs(wide[0, 0]) <= 448
         np.testing.assert_allclose(wide[0, 0] * np.asarray(scales)[0, 0], amax, rtol=2.0**-4)
-    assert np.asarray(quantize_blocks(x, (1, 128))[0], np.float32)[0, 0] == 448
+    assert np.asarray(quantize_blocks(x, (1, 128)).values, np.float32)[0, 0] == 448
 
 
 def test_power_of_two_boundaries():
     """amax 448 has scale exactly 1; the next float32 above needs 2."""
     above = np.nextafter(np.float32(448), np.float32(1e9))
     x = jnp.asarray([[448.0], [above], [464.0], [465.0], [896.0], [224.0]], jnp.float32)
-    _, scales = quantize_blocks(x, (1, 128), scale="power_of_two")
+    scales = quantize_blocks(x, (1, 128), scale="power_of_two").scales
     np.testing.assert_array_equal(np.asarray(scales)[:, 0], [1, 2, 2, 2, 2, 0.5])
 
 
@@ -136,7 +140,7 @@ def test_power_of_two_scale_is_the_smallest_that_fits():
     x = random_array((512, 128), 4) * np.float32(2.0) ** np.random.default_rng(5).integers(
         -60, 60, (512, 1)
     )
-    _, scales = quantize_blocks(jnp.asarray(x), (1, 128), scale="power_of_two")
+    scales = quantize_blocks(jnp.asarray(x), (1, 128), scale="power_of_two").scales
     scales, needed = np.asarray(scales, np.float64)[:, 0], np.abs(x).max(1).astype(np.float64) / 448
     assert (np.frexp(scales)[0] == 0.5).all()
     assert (scales >= needed * (1 - 2.0**-23)).all() and (scales < 2 * needed).all()
@@ -146,7 +150,8 @@ def test_zero_blocks_have_scale_one():
     x = np.zeros((4, 256), np.float32)
     x[1, 130] = 3.0
     for rule in ("float32", "power_of_two"):
-        values, scales = quantize_blocks(jnp.asarray(x), (1, 128), scale=rule)
+        q = quantize_blocks(jnp.asarray(x), (1, 128), scale=rule)
+        values, scales = q.values, q.scales
         expected = np.ones((4, 2), bool)
         expected[1, 1] = False
         np.testing.assert_array_equal(np.asarray(scales) == 1, expected)
@@ -159,7 +164,8 @@ def test_tiny_values_are_not_flushed(tiny, rule):
     """Where amax / 448 would be below the smallest normal float32, the scale stops there and the
     values still are not zero."""
     x = jnp.asarray([[tiny, -tiny, tiny / 2 if tiny > 1e-37 else 0.0]], jnp.float32)
-    values, scales = quantize_blocks(x, (1, 128), scale=rule)
+    q = quantize_blocks(x, (1, 128), scale=rule)
+    values, scales = q.values, q.scales
     scale = float(scales[0, 0])
     assert scale >= 2.0**-126
     back = np.asarray(values, np.float64)[0] * scale
@@ -169,7 +175,8 @@ def test_tiny_values_are_not_flushed(tiny, rule):
 
 def test_huge_values_stay_finite():
     x = jnp.full((1, 4), jnp.finfo(jnp.float32).max)
-    values, scales = quantize_blocks(x)
+    q = quantize_blocks(x)
+    values, scales = q.values, q.scales
     np.testing.assert_array_equal(np.asarray(values, np.float32), 448)
     assert np.isfinite(np.asarray(scales)).all()
 
@@ -179,9 +186,9 @@ def test_huge_values_stay_finite():
 def test_a_fault_shows_in_the_scale_of_its_block_only(fault, rule):
     x = random_array((256, 256), 6)
     x[130, 5] = fault
-    values, scales = quantize_blocks(jnp.asarray(x), (128, 128), scale=rule)
-    np.testing.assert_array_equal(np.isfinite(np.asarray(scales)), [[True, True], [False, True]])
-    assert not np.isfinite(np.asarray(dequantize_blocks(values, scales, (128, 128)))[130, 5])
+    q = quantize_blocks(jnp.asarray(x), (128, 128), scale=rule)
+    np.testing.assert_array_equal(np.isfinite(q.scales), [[True, True], [False, True]])
+    assert not np.isfinite(np.asarray(q.dequantize())[130, 5])
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"])
@@ -208,7 +215,7 @@ def test_rounding_is_quantizing_and_dequantizing(shape, block, dtype, kind, rule
     for each in (x, np.roll(x, -10), 1e-38 * np.nan_to_num(x, posinf=0, neginf=0)):
         values = jnp.asarray(each.reshape(shape)).astype(kind)
         quantized = quantize_blocks(values, block, jnp.dtype(dtype), rule)
-        expected = np.asarray(dequantize_blocks(*quantized, block))
+        expected = np.asarray(quantized.dequantize())
         got = np.asarray(
             jax.jit(round_blocks, static_argnums=(1, 2, 3))(values, block, dtype, rule)
         )
@@ -219,13 +226,16 @@ def test_rounding_is_quantizing_and_dequantizing(shape, block, dtype, kind, rule
 
 def test_bfloat16_input_is_widened_exactly():
     x = jnp.asarray(random_array((64, 192), 7)).astype(jnp.bfloat16)
-    for a, b in zip(quantize_blocks(x), quantize_blocks(x.astype(jnp.float32)), strict=True):
+    pairs = map(jax.tree.leaves, (quantize_blocks(x), quantize_blocks(x.astype(jnp.float32))))
+    for a, b in zip(*pairs, strict=True):
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
 
 
 def test_backend_by_name():
     x = jnp.ones((2, 128))
-    np.testing.assert_array_equal(quantize_blocks(x, backend="reference")[1], quantize_blocks(x)[1])
+    np.testing.assert_array_equal(
+        quantize_blocks(x, backend="reference").scales, quantize_blocks(x).scales
+    )
     with pytest.raises(
         BackendError,
         match="quantize_blocks: the hopper backend needs a GPU of compute capability 9.0",

@@ -24,7 +24,7 @@ def data(shape, dtype, count):
 
 
 def assert_same(got, wanted):
-    for have, want in zip(got, wanted, strict=True):
+    for have, want in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_array_equal(np.asarray(have, np.float32), np.asarray(want, np.float32))
 
 
@@ -34,7 +34,7 @@ def assert_same(got, wanted):
 def test_fused_quantizers_equal_numpy_to_a_step(case):
     arrays = case.arguments(jax.random.key(1))
     got = jax.jit(lambda *a: case.run(*a, backend="reference"))(*arrays)
-    assert difference(got, case.expected(*(np.asarray(a) for a in arrays))) <= case.tolerance
+    assert difference(got, case.expected(*jax.tree.map(np.asarray, arrays))) <= case.tolerance
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])

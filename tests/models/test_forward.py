@@ -373,7 +373,11 @@ def kinds(policy) -> dict[str, set[str]]:
     return found
 
 
-ALL = {"q_proj": {"FP8Weight"}, "down_proj": {"FP8Weight"}, "experts.down_proj": {"FP8Weight"}}
+ALL = {
+    "q_proj": {"QuantizedWeight"},
+    "down_proj": {"QuantizedWeight"},
+    "experts.down_proj": {"QuantizedWeight"},
+}
 ARRAY = {"ShapeDtypeStruct"}
 
 
@@ -385,16 +389,24 @@ ARRAY = {"ShapeDtypeStruct"}
         (lambda: trained(MASTERS, JET), ALL),
         (
             lambda: trained(MASTERS, NO_DOWN),
-            ALL | {"down_proj": ARRAY, "experts.down_proj": ARRAY, "up_proj": {"FP8Weight"}},
+            ALL | {"down_proj": ARRAY, "experts.down_proj": ARRAY, "up_proj": {"QuantizedWeight"}},
         ),
         (
             lambda: trained(MASTERS, LAST_PLAIN),
-            {"q_proj": {"FP8Weight"} | ARRAY, "down_proj": {"FP8Weight"}, "experts.up_proj": ARRAY},
+            {
+                "q_proj": {"QuantizedWeight"} | ARRAY,
+                "down_proj": {"QuantizedWeight"},
+                "experts.up_proj": ARRAY,
+            },
         ),
         (lambda: served(MASTERS, JET), ALL),
         (
             lambda: served(MASTERS, LAST_PLAIN, True),
-            {"q_proj": {"FP8Weight"} | ARRAY, "down_proj": {"FP8Weight"}, "experts.up_proj": ARRAY},
+            {
+                "q_proj": {"QuantizedWeight"} | ARRAY,
+                "down_proj": {"QuantizedWeight"},
+                "experts.up_proj": ARRAY,
+            },
         ),
         (lambda: trained(MASTERS, LINEARS_ONLY), {"q_proj": ARRAY, "experts.up_proj": ARRAY}),
         (lambda: trained(adapted(at_rest(MASTERS)), LINEARS_ONLY), {"q_proj": {"QTensor"}}),

@@ -18,7 +18,7 @@ from fp8rl_jax.config.rl import RLConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.forms import linear_formats, rollout_policy, trainer_policy
 from fp8rl_jax.models.policy import WeightRuns, equal_runs, init_policy
-from fp8rl_jax.precision import FP8Weight
+from fp8rl_jax.precision import QuantizedWeight
 from fp8rl_jax.rollout.engine import LocalEngine
 from fp8rl_jax.rollout.sampling import Sampling
 from fp8rl_jax.training.step import Batch, StepConfig, batch_logprobs
@@ -43,9 +43,9 @@ MIXED = replace(JET, layers=(BLOCKS, PLAIN_DOWN, ROLLOUT_ONLY))
 
 def kind(value) -> tuple | None:
     """(block of the weight, its activation's, whether it is trained); None of a plain array."""
-    if not isinstance(value, FP8Weight):
+    if not isinstance(value, QuantizedWeight):
         return None
-    return value.quantized.block, value.activation.block, value.master is not None
+    return value.quantized.block, value.precision.activation.block, value.master is not None
 
 
 @pytest.mark.parametrize("unroll", [True, False], ids=["unrolled", "scanned"])

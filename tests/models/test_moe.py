@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
+from operator import itemgetter
 
 import jax
 import jax.numpy as jnp
@@ -37,8 +38,7 @@ from fp8rl_jax.models.policy import (
 )
 from fp8rl_jax.precision import (
     Compute,
-    FP8Weight,
-    QTensor,
+    QuantizedWeight,
     linear,
     predequantize,
     quantize,
@@ -96,13 +96,13 @@ def test_the_router_computes_in_float32_under_bfloat16():
 def test_quantized_experts_are_those_of_the_quantized_linear(ready):
     """Token by token and expert by expert through `linear`, which has tests of its own."""
     policy, _ = policy_and_weights(MOE)
-    formats = get_recipe("fp8-rollout").rollout
+    formats = get_recipe("fp8-rollout").linear("rollout")
     layer = jax.tree.map(lambda x: x, unstack(policy).layers[0])
     weights = {}
     for name in ("gate_proj", "up_proj", "down_proj"):
         param = getattr(layer.experts, name).weight
         weights[name] = quantize(param.get_value(), formats.weight)
-        quantized = FP8Weight(weights[name], activation=formats.activation)
+        quantized = QuantizedWeight(weights[name], precision=formats)
         param.set_value(predequantize(quantized, Compute("reference")) if ready else quantized)
     x = jnp.asarray(np.random.default_rng(1).normal(size=(2, 3, 48)), jnp.float32)
     out, ids = mixture(x, layer, MOE.experts, Compute())
@@ -111,10 +111,7 @@ def test_quantized_experts_are_those_of_the_quantized_linear(ready):
         expected = np.zeros(48)
         for expert, gate in zip(np.asarray(ids)[where], np.asarray(gates)[where], strict=True):
             own = {
-                name: FP8Weight(
-                    QTensor(w.values[expert], w.scales[expert], w.block),
-                    activation=formats.activation,
-                )
+                name: QuantizedWeight(jax.tree.map(itemgetter(expert), w), precision=formats)
                 for name, w in weights.items()
             }
 
@@ -193,8 +190,8 @@ def test_a_scanned_rollout_policy_has_a_linear_that_is_quantized_in_some_layers_
         24,
         48,
     ) and experts.up_proj.value.shape == (1, 80, 48)
-    assert isinstance(experts.experts.up_proj.value, FP8Weight)
-    assert not isinstance(experts.up_proj.value, FP8Weight)
+    assert isinstance(experts.experts.up_proj.value, QuantizedWeight)
+    assert not isinstance(experts.up_proj.value, QuantizedWeight)
     assert served().router.value.dtype == jnp.float32
     runs = served(excluded=("layers.0.experts.*",)).experts.up_proj
     assert runs.sizes == (1, 2) and runs.parts[0].value.shape == (1, 5, 24, 48)
@@ -220,7 +217,7 @@ def test_experts_in_the_compute_dtype_in_some_layers(unroll):
         for name in (*LINEARS, *EXPERT_LINEARS):
             if name in tensors and i and not (i == 3 and name in EXPERT_LINEARS):
                 q = quantize(tensors[name].value, recipe.rollout.weight)
-                weight = FP8Weight(q, activation=recipe.rollout.activation)
+                weight = QuantizedWeight(q, precision=recipe.linear("rollout"))
                 tensors[name] = Weight(weight, tensors[name].axes)
         layers.append(Layer(tensors))
     expected = forward(with_layers(policy, nnx.List(layers)), tokens)

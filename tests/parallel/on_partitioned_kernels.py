@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from pallas_kernels import Blocks, QTensor
 from pallas_kernels.attention import KeyBlock
 from pallas_kernels.attention import hopper as attention_hopper
 from pallas_kernels.attention import reference as attention_reference
@@ -36,18 +37,21 @@ GROUPED_RULE = "m k, m b, g n k, g c b, g -> m n"
 OUTER_RULE = "m n, b n, m k, b k, g -> g n k"
 
 
-def grouped(*operands):
-    return grouped_reference.matmul(*operands, (128, 128), jnp.float32)
+def grouped(x, x_scales, w, w_scales, sizes):
+    x, w = QTensor(x, x_scales, Blocks((1, 128))), QTensor(w, w_scales, Blocks((128, 128)))
+    return grouped_reference.matmul(x, w, sizes, jnp.float32)
 
 
-def outer(*operands):
-    return grouped_reference.outer_products(*operands, 128)
+def outer(dy, dy_scales, x, x_scales, sizes):
+    dy, x = (QTensor(*side, Blocks((128, 1))) for side in ((dy, dy_scales), (x, x_scales)))
+    return grouped_reference.outer_products(dy, x, sizes)
 
 
-def kernel(*operands):
+def kernel(x, x_scales, w, w_scales):
     """Stands for a kernel that XLA cannot look into: what it cannot split in a callback, it
     gathers."""
-    return reference.matmul(*operands, (128, 128), jnp.float32)
+    x, w = QTensor(x, x_scales, Blocks((1, 128))), QTensor(w, w_scales, Blocks((128, 128)))
+    return reference.matmul(x, w, jnp.float32)
 
 
 def collectives(mesh, specs, operands) -> tuple[float, list[str], list[int]]:
@@ -79,7 +83,10 @@ def experts(mesh) -> dict[str, tuple[float, list[str]]]:
         jnp.round(4 * jax.random.normal(key, shape))
         for key, shape in zip(keys, ((400, 256), (2, 128, 256)), strict=True)
     )
-    quantize = partial(quantize_blocks, scale="power_of_two")
+
+    def quantize(x, block=(1, 128)):
+        return jax.tree.leaves(quantize_blocks(x, block, scale="power_of_two"))
+
     forward = (*quantize(x), *quantize(w, (128, 128)), sizes)
     gradient = (*quantize(x, (128, 1)), *quantize(x[:, ::-1], (128, 1)), sizes)
     last, found = P(None, "tensor"), {}
@@ -108,6 +115,11 @@ def experts(mesh) -> dict[str, tuple[float, list[str]]]:
     return found
 
 
+def quantized(x, block=(1, 128)):
+    """Values and scales."""
+    return tuple(jax.tree.leaves(quantize_blocks(x, block)))
+
+
 def quantizer(mesh) -> tuple[float, list[str]]:
     """Two results: the rows of the scales are those of the values, and their columns are blocks of
     128."""
@@ -116,11 +128,11 @@ def quantizer(mesh) -> tuple[float, list[str]]:
         split = jax.device_put(x, NamedSharding(mesh, P(("data", "fsdp"), None, "tensor")))
         rule = "l m n -> l m n, l m b"
         compiled = (
-            jax.jit(lambda x: partitioned(quantize_blocks, rule, {"b": ("n", 128)})(x))
+            jax.jit(lambda x: partitioned(quantized, rule, {"b": ("n", 128)})(x))
             .lower(split)
             .compile()
         )
-    pairs = zip(compiled(split), quantize_blocks(x), strict=True)
+    pairs = zip(compiled(split), quantized(x), strict=True)
     gathered = re.findall(r"= (\S+?)\{\S* all-gather(?:-start)?\(", compiled.as_text())
     return float(max(np.abs(np.float32(a) - np.float32(b)).max() for a, b in pairs)), gathered
 
@@ -133,7 +145,7 @@ def quantizer_of_few_rows(mesh) -> list[str]:
     )
     with jax.set_mesh(mesh):
         return _collectives(
-            jax.jit(lambda x: partitioned(quantize_blocks, "m n -> m n, m b", QUANTIZED)(x))
+            jax.jit(lambda x: partitioned(quantized, "m n -> m n, m b", QUANTIZED)(x))
             .lower(x)
             .compile()
         )
@@ -256,8 +268,8 @@ def main() -> None:
     mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
     keys = jax.random.split(jax.random.key(0))
     operands = (
-        *quantize_blocks(jax.random.normal(keys[0], (64, 512))),
-        *quantize_blocks(jax.random.normal(keys[1], (768, 512)), (128, 128)),
+        *quantized(jax.random.normal(keys[0], (64, 512))),
+        *quantized(jax.random.normal(keys[1], (768, 512)), (128, 128)),
     )
     rows = P(("data", "fsdp"))
     layouts = {

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp8rl_jax.config.recipe import COMPUTE, TensorFormat
+from fp8rl_jax.config.recipe import COMPUTE, LinearPrecision, TensorFormat
 from fp8rl_jax.precision import (
     AdaptedWeight,
     Compute,
-    FP8Input,
-    FP8Weight,
+    QuantizedInput,
+    QuantizedWeight,
     is_quantized,
     linear,
     predequantize,
@@ -25,9 +25,11 @@ SCALE, OUT, IN, RANK = 0.375, 192, 320, 5
 REFERENCE = Compute("reference")
 BASES = {
     "plain": lambda w, _=COMPUTE: w,
-    "fp8": lambda w, activation=COMPUTE: FP8Weight(quantize(w, W), activation=activation),
+    "fp8": lambda w, activation=COMPUTE: QuantizedWeight(
+        quantize(w, W), None, LinearPrecision(W, activation)
+    ),
     "predequantized": lambda w, activation=COMPUTE: predequantize(
-        FP8Weight(quantize(w, W), activation=activation), REFERENCE
+        QuantizedWeight(quantize(w, W), None, LinearPrecision(W, activation)), REFERENCE
     ),
 }
 
@@ -78,7 +80,7 @@ def test_the_adapter_sees_the_input_before_quantization(w8a8):
     x = draw(2, 3, IN)
     prepared = w8a8.prepare(x, REFERENCE)
     assert prepared.plain is x
-    assert isinstance(prepared.base, FP8Input) == is_quantized(w8a8.base)
+    assert isinstance(prepared.base, QuantizedInput) == is_quantized(w8a8.base)
     alone = linear(x, w8a8.base, jnp.float32)
     out = linear(x, w8a8, jnp.float32)
     np.testing.assert_allclose(out - alone, np.asarray(x, np.float64) @ delta(w8a8).T, atol=2e-5)

@@ -6,12 +6,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp8rl_jax.config.recipe import COMPUTE, TensorFormat
+from fp8rl_jax.config.recipe import COMPUTE, LinearPrecision, TensorFormat
 from fp8rl_jax.precision import (
     Compute,
-    FP8Input,
-    FP8Weight,
     PredequantizedWeight,
+    QuantizedInput,
+    QuantizedWeight,
     as_weight,
     dequantize,
     is_finite,
@@ -67,9 +67,9 @@ def test_plain_weight_is_an_ordinary_product(pair):
 
 def test_w8a8_equals_the_float64_product_of_the_dequantized_operands(pair):
     x, w = pair
-    weight = FP8Weight(quantize(w, W), activation=A)
+    weight = QuantizedWeight(quantize(w, W), precision=LinearPrecision(W, A))
     prepared = weight.prepare(x, REFERENCE)
-    assert isinstance(prepared, FP8Input) and prepared.x is x and prepared.shape == x.shape
+    assert isinstance(prepared, QuantizedInput) and prepared.x is x and prepared.shape == x.shape
     qx = prepared.quantized
     assert qx.shape == x.shape and qx.scales.shape == (2, 3, 3)
     wide_x = (
@@ -86,7 +86,10 @@ def test_w8a8_equals_the_float64_product_of_the_dequantized_operands(pair):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("activation", [A, COMPUTE])
 def test_a_predequantized_weight_gives_the_bits_of_the_fp8_weight(pair, dtype, activation):
-    x, w = pair[0].astype(dtype), FP8Weight(quantize(pair[1], W), activation=activation)
+    x, w = (
+        pair[0].astype(dtype),
+        QuantizedWeight(quantize(pair[1], W), precision=LinearPrecision(W, activation)),
+    )
     ready = predequantize(w, REFERENCE)
     assert (
         isinstance(ready, PredequantizedWeight)
@@ -102,7 +105,7 @@ def test_a_predequantized_weight_gives_the_bits_of_the_fp8_weight(pair, dtype, a
 def test_weight_only_equals_the_plain_product_with_the_dequantized_weight(pair):
     q = quantize(pair[1], W)
     plain = linear(pair[0], dequantize(q), jnp.float32)
-    for weight in (q, FP8Weight(q), predequantize(q, REFERENCE)):
+    for weight in (q, QuantizedWeight(q), predequantize(q, REFERENCE)):
         assert as_weight(weight).prepare(pair[0], REFERENCE) is pair[0]
         np.testing.assert_allclose(
             linear(pair[0], weight, jnp.float32), plain, rtol=1e-6, atol=1e-7
@@ -112,12 +115,17 @@ def test_weight_only_equals_the_plain_product_with_the_dequantized_weight(pair):
 def test_predequantize_leaves_plain_weights_alone(pair):
     assert predequantize(pair[1], REFERENCE) is pair[1] and not is_quantized(pair[1])
     q = quantize(pair[1], W)
-    assert all(is_quantized(weight) for weight in (q, FP8Weight(q), predequantize(q, REFERENCE)))
+    assert all(
+        is_quantized(weight) for weight in (q, QuantizedWeight(q), predequantize(q, REFERENCE))
+    )
 
 
 def test_hopper_by_name_is_refused(pair):
     x, w = pair
-    weight, hopper = FP8Weight(quantize(w, W), activation=A), Compute("hopper")
+    weight, hopper = (
+        QuantizedWeight(quantize(w, W), precision=LinearPrecision(W, A)),
+        Compute("hopper"),
+    )
     for call in (
         lambda: predequantize(weight, hopper),
         lambda: quantize(w, W, "hopper"),

@@ -15,8 +15,8 @@ from fp8rl_jax.config.recipe import COMPUTE, RECIPES, Recipe
 from fp8rl_jax.precision import (
     AdaptedWeight,
     Compute,
-    FP8Weight,
     QTensor,
+    QuantizedWeight,
     linear,
     quantize,
 )
@@ -42,14 +42,13 @@ def along_tokens(fmt):
     return replace(fmt, block=fmt.block[::-1])
 
 
-def frozen_weight(w, recipe) -> FP8Weight:
+def frozen_weight(w, recipe) -> QuantizedWeight:
     """Of a float32 weight, or of one that is quantized already."""
     q = w if isinstance(w, QTensor) else quantize(w, recipe.trainer.weight)
-    formats = recipe.trainer.activation, recipe.output_gradient, recipe.saved_activation
-    return FP8Weight(q, None, *formats)
+    return QuantizedWeight(q, None, recipe.linear("trainer"))
 
 
-def trained_weight(w, recipe) -> FP8Weight:
+def trained_weight(w, recipe) -> QuantizedWeight:
     return replace(frozen_weight(jax.lax.stop_gradient(w), recipe), master=w)
 
 

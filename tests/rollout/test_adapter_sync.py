@@ -15,7 +15,7 @@ from fp8rl_jax.config.recipe import RECIPES
 from fp8rl_jax.config.training import LoraConfig
 from fp8rl_jax.models.forms import quantized_base
 from fp8rl_jax.models.lora import build_adapters, join, merge, split
-from fp8rl_jax.precision import FP8Weight
+from fp8rl_jax.precision import QuantizedWeight
 from fp8rl_jax.rollout.engine import LocalEngine
 from fp8rl_jax.rollout.sampling import Sampling
 
@@ -53,7 +53,7 @@ def test_the_base_is_converted_once_and_the_adapters_at_every_sync(name, base, u
         assert engine.sync(join(adapters(seed), base)) == seed + 1 and bool(engine.finite["weight"])
         served.append(jax.tree.leaves(engine.policy))
         layer = engine.policy.layers[0] if unroll else engine.policy.layers
-        assert isinstance(layer.up_proj.value.base, FP8Weight) == (name == "fp8-rollout")
+        assert isinstance(layer.up_proj.value.base, QuantizedWeight) == (name == "fp8-rollout")
         assert layer.up_proj.value.a.dtype == jnp.float32
     same = [one is other for one, other in zip(*served, strict=True)]
     count = len(jax.tree.leaves(adapters(0))) * (CONFIG.num_layers if unroll else 1)

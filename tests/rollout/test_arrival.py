@@ -17,7 +17,7 @@ from fp8rl_jax.models.dither import dithered
 from fp8rl_jax.models.forms import rollout_policy, trainer_policy
 from fp8rl_jax.models.lora import join, merge, split
 from fp8rl_jax.models.policy import LINEARS, Layer, Weight, init_policy, with_layers
-from fp8rl_jax.precision import FP8Weight, dequantize, quantize
+from fp8rl_jax.precision import QuantizedWeight, dequantize, quantize
 from fp8rl_jax.precision.rounding import dither, dither_blocks, round_by_hash
 from fp8rl_jax.rollout import arrival
 from fp8rl_jax.rollout.arrival import Arrival, kept, kept_merged
@@ -45,10 +45,10 @@ def whole(policy) -> np.ndarray:
     """Every number of a policy whose layers are stacked, float64."""
 
     def plain(x):
-        q = x.quantized if isinstance(x, FP8Weight) else x
+        q = x.quantized if isinstance(x, QuantizedWeight) else x
         return np.asarray(q if isinstance(q, jax.Array) else dequantize(q), np.float64).reshape(-1)
 
-    leaves = jax.tree.leaves(policy, is_leaf=lambda x: isinstance(x, FP8Weight))
+    leaves = jax.tree.leaves(policy, is_leaf=lambda x: isinstance(x, QuantizedWeight))
     return np.concatenate([plain(x) for x in leaves])
 
 
@@ -179,7 +179,7 @@ def test_both_sides_quantize_the_master_in_the_compute_dtype_and_no_further(dtyp
             {
                 name: (np.asarray(q.values).tobytes(), np.asarray(q.scales).tobytes())
                 for name, weight in side.stack.tensors().items()
-                if isinstance(weight.value, FP8Weight)
+                if isinstance(weight.value, QuantizedWeight)
                 for q in [weight.value.quantized]
             }
             for side in sides
@@ -287,12 +287,12 @@ def test_masters_of_an_fp8_checkpoint_are_drawn_from_its_cells_where_both_sides_
             jax.tree.map(
                 np.asarray,
                 [
-                    x.quantized if isinstance(x, FP8Weight) else x
+                    x.quantized if isinstance(x, QuantizedWeight) else x
                     for x in jax.tree.leaves(
                         trainer_policy(policy, formats, dtype, "reference")
                         if side == "trainer"
                         else rollout_policy(policy, formats, dtype, False, "reference")[0],
-                        is_leaf=lambda x: isinstance(x, FP8Weight),
+                        is_leaf=lambda x: isinstance(x, QuantizedWeight),
                     )
                 ],
             )

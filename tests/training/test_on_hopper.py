@@ -216,9 +216,8 @@ def test_a_kernel_inside_of_shard_map():
     x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((64, 256), (128, 256)))
 
     def product(x, w):
-        return blockwise_matmul(
-            *quantize_blocks(x, backend="hopper"), *quantize_blocks(w, (128, 128)), backend="hopper"
-        )
+        x, w = quantize_blocks(x, backend="hopper"), quantize_blocks(w, (128, 128))
+        return blockwise_matmul(x, w, backend="hopper")
 
     rows = jax.sharding.PartitionSpec("data")
     mapped = jax.shard_map(

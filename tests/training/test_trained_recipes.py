@@ -27,7 +27,7 @@ from fp8rl_jax.models.policy import (
     unstack,
     with_layers,
 )
-from fp8rl_jax.precision import FP8Weight, quantize
+from fp8rl_jax.precision import QuantizedWeight, quantize
 from fp8rl_jax.rollout.engine import LocalEngine
 from fp8rl_jax.rollout.sampling import Sampling
 from fp8rl_jax.training.state import init_state, make_optimizer
@@ -79,7 +79,9 @@ def test_the_rollout_serves_the_trainers_operands_bit_for_bit(name):
     trained = jax.jit(trainer_policy, static_argnums=(1, 2))(
         policy, recipe, jnp.dtype("float32")
     ).layers.tensors()
-    assert [n for n, w in trained.items() if isinstance(w.value, FP8Weight)] == list(trained)[:7]
+    assert [n for n, w in trained.items() if isinstance(w.value, QuantizedWeight)] == list(trained)[
+        :7
+    ]
     for linear in list(trained)[:7]:
         for ours, theirs in zip(
             jax.tree.leaves(trained[linear].value.quantized),
@@ -164,10 +166,9 @@ def quantized(i: int, name: str) -> bool:
     return i in (1, 2) and name in LINEARS and (i, name) != (2, "up_proj")
 
 
-def fp8_weight(master, recipe) -> FP8Weight:
-    formats = recipe.trainer.activation, recipe.output_gradient, recipe.saved_activation
+def fp8_weight(master, recipe) -> QuantizedWeight:
     quantized = quantize(jax.lax.stop_gradient(master), recipe.trainer.weight)
-    return FP8Weight(quantized, master, *formats)
+    return QuantizedWeight(quantized, master, recipe.linear("trainer"))
 
 
 def layer_by_layer(policy, recipe):
@@ -224,13 +225,13 @@ def test_both_sides_keep_the_same_layers_in_the_compute_dtype(unroll):
         for name, weight in ours.tensors().items():
             other = theirs.tensors()[name].value
             assert (
-                isinstance(weight.value, FP8Weight)
-                == isinstance(other, FP8Weight)
+                isinstance(weight.value, QuantizedWeight)
+                == isinstance(other, QuantizedWeight)
                 == quantized(i, name)
             )
             pair = weight.value, other
             if quantized(i, name):
-                assert weight.value.activation == other.activation
+                assert weight.value.precision == other.precision
                 pair = weight.value.quantized, other.quantized
             for one, two in zip(*map(jax.tree.leaves, pair), strict=True):
                 np.testing.assert_array_equal(

@@ -29,7 +29,7 @@ from experiments.benchmarks.gpu.jobs import Job, Setting, arrays_of
 from pallas_kernels.check.cases import Case
 from pallas_kernels.decode_attention import KeyValues, decode_attention
 from pallas_kernels.matmul import blockwise_matmul
-from pallas_kernels.quantize import dequantize_blocks, quantize_blocks
+from pallas_kernels.quantize import quantize_blocks
 
 RUNS = 3  # of the same input: a race shows as other bits
 FIRST = {
@@ -101,9 +101,9 @@ def against_expected(setting: Setting, operation: str, case: Case) -> dict[str, 
     """A small case against float64."""
     arrays = arrays_of(case, jax.random.key(0))
     got, equal = run_often(setting, case, arrays)
-    want, sums = case.expected(*map(np.asarray, arrays)), None
+    want, sums = case.expected(*jax.tree.map(np.asarray, arrays)), None
     if sums_of_magnitudes(operation, case):
-        sums = case.expected(*map(np.asarray, magnitudes(arrays)))
+        sums = case.expected(*jax.tree.map(np.asarray, magnitudes(arrays)))
     return _judged(verdict(operation, case, got, want, sums), equal)
 
 
@@ -163,21 +163,21 @@ def reference_of(operation: str, case: Case) -> Callable[[tuple], Any]:
 def _by_group(case: Case, arrays: tuple) -> jax.Array:
     out = jax.eval_shape(lambda *a: case.run(*a, backend="reference"), *arrays)
     longest = max(int(np.asarray(arrays[-1]).max()), 1)
-    product = _forward if arrays[2].ndim == 3 else _gradient
+    product = _forward if len(arrays[1].shape) == 3 else _gradient
     with jax.default_matmul_precision("highest"):
         return jax.jit(lambda *a: product(*a, longest).astype(out.dtype))(*arrays)
 
 
-def _forward(x, x_scales, w, w_scales, sizes, longest):
+def _forward(x, w, sizes, longest):
     """Of each group: as many rows as the longest has, from its first on, of which its own are
     kept."""
-    m, n = len(x), w.shape[1]
-    x = jnp.pad(dequantize_blocks(x, x_scales, (1, 128)), ((0, longest), (0, 0)))
+    m, n = len(x.values), w.shape[1]
+    x = jnp.pad(x.dequantize(), ((0, longest), (0, 0)))
     starts = jnp.cumsum(sizes) - sizes
 
     def one(out, g):
         rows = lax.dynamic_slice_in_dim(x, starts[g], longest)
-        product = rows @ dequantize_blocks(w[g], w_scales[g], (128, 128)).T
+        product = rows @ jax.tree.map(lambda a: a[g], w).dequantize().T
         before = lax.dynamic_slice_in_dim(out, starts[g], longest)
         kept = jnp.where((jnp.arange(longest) < sizes[g])[:, None], product, before)
         return lax.dynamic_update_slice_in_dim(out, kept, starts[g], 0), None
@@ -185,11 +185,8 @@ def _forward(x, x_scales, w, w_scales, sizes, longest):
     return lax.scan(one, jnp.zeros((m + longest, n), jnp.float32), jnp.arange(len(sizes)))[0][:m]
 
 
-def _gradient(dy, dy_scales, x, x_scales, sizes, longest):
-    dy, x = (
-        jnp.pad(dequantize_blocks(values, scales, (128, 1)), ((0, longest), (0, 0)))
-        for values, scales in ((dy, dy_scales), (x, x_scales))
-    )
+def _gradient(dy, x, sizes, longest):
+    dy, x = (jnp.pad(side.dequantize(), ((0, longest), (0, 0))) for side in (dy, x))
     starts = jnp.cumsum(sizes) - sizes
 
     def one(_, g):
@@ -211,11 +208,13 @@ def sums_of_magnitudes(operation: str, case: Case) -> bool:
 @jax.jit
 def magnitudes(arrays: tuple) -> tuple:
     """The arguments, every float without its sign."""
-    return tuple(
-        jnp.abs(x.astype(jnp.float32)).astype(x.dtype)
-        if jnp.issubdtype(x.dtype, jnp.floating)
-        else x
-        for x in arrays
+    return jax.tree.map(
+        lambda x: (
+            jnp.abs(x.astype(jnp.float32)).astype(x.dtype)
+            if jnp.issubdtype(x.dtype, jnp.floating)
+            else x
+        ),
+        arrays,
     )
 
 
@@ -291,14 +290,11 @@ def rows(setting: Setting, n: int, k: int, counts: Sequence[int]) -> dict[str, A
         w = quantize_blocks(jax.random.normal(keys[1], (n, k)), (128, 128), backend="reference")
         return x, w
 
-    (x, x_scales), weight = jax.jit(make)(jax.random.key(0))
-    run = jax.jit(
-        lambda x, scales, w: blockwise_matmul(
-            x, scales, *w, out_dtype=jnp.float32, backend=setting.backend
-        )
-    )
-    whole = run(x, x_scales, weight)
-    other = [m for m in counts if not same_bits(run(x[:m], x_scales[:m], weight), whole[:m])]
+    x, weight = jax.jit(make)(jax.random.key(0))
+    run = jax.jit(partial(blockwise_matmul, out_dtype=jnp.float32, backend=setting.backend))
+    whole = run(x, weight)
+    few = {m: jax.tree.map(lambda a, m=m: a[:m], x) for m in counts}
+    other = [m for m in counts if not same_bits(run(few[m], weight), whole[:m])]
     # the reference does not promise it
     return {"rows": list(counts), "differ": other, "passed": not other or setting.tiny}
 

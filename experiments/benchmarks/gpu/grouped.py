@@ -39,8 +39,8 @@ def jobs(setting: Setting) -> list[Job]:
 def product(setting: Setting, case: Case) -> dict[str, Any]:
     """Ours, and where it is a forward product its peers."""
     works = {OURS: Work(lambda *a: case.run(*a, backend=setting.backend), case.arguments)}
-    x, _, w, *_ = jax.eval_shape(case.arguments, jax.random.key(0))
-    if w.ndim == 3:
+    x, w, _ = jax.eval_shape(case.arguments, jax.random.key(0))
+    if len(w.shape) == 3:
         groups, n, k = w.shape
         rows = max(1, round(case.flops / (2 * n * k)))  # those that belong to a group
         out_dtype = jax.eval_shape(
@@ -49,7 +49,9 @@ def product(setting: Setting, case: Case) -> dict[str, Any]:
         dense = partial(blockwise_matmul, out_dtype=out_dtype, backend=setting.backend)
         works[DENSE] = Work(dense, partial(_dense_arguments, rows, n, k))
         if groups <= MOST_RAGGED_GROUPS:
-            works[RAGGED] = Work(_ragged, partial(_ragged_arguments, case, len(x), groups, n, k))
+            works[RAGGED] = Work(
+                _ragged, partial(_ragged_arguments, case, x.shape[0], groups, n, k)
+            )
     return compare(setting, works, (OURS,), case.flops, case.bytes)
 
 
@@ -60,7 +62,7 @@ def _shapes(case: Case) -> tuple:
 def _dense_arguments(m: int, n: int, k: int, key: jax.Array) -> tuple:
     keys = jax.random.split(key)
     x = quantize_blocks(jax.random.normal(keys[0], (m, k)), (1, 128), backend="reference")
-    return *x, *quantize_blocks(jax.random.normal(keys[1], (n, k)), (128, 128), backend="reference")
+    return x, quantize_blocks(jax.random.normal(keys[1], (n, k)), (128, 128), backend="reference")
 
 
 def _ragged_arguments(case: Case, m: int, groups: int, n: int, k: int, key: jax.Array) -> tuple:

@@ -73,14 +73,14 @@ def _rank(case: Case) -> int:
 
 def shape_of(case: Case) -> tuple[int, int, int]:
     """(m, n, k)."""
-    x, _, w, _ = jax.eval_shape(case.arguments, jax.random.key(0))
-    return len(x), *w.shape
+    x, w = jax.eval_shape(case.arguments, jax.random.key(0))
+    return x.shape[0], *w.shape
 
 
 def activations(case: Case) -> bool:
     """Whether it is a forward product: e4m3 by a weight in 128x128 blocks."""
-    x, _, w, w_scales = jax.eval_shape(case.arguments, jax.random.key(0))
-    return x.dtype == w.dtype == jnp.float8_e4m3fn and len(w_scales) == -(-len(w) // 128)
+    x, w = jax.eval_shape(case.arguments, jax.random.key(0))
+    return x.values.dtype == w.values.dtype == jnp.float8_e4m3fn and w.block == (128, 128)
 
 
 def product(setting: Setting, case: Case) -> dict[str, Any]:
@@ -114,18 +114,16 @@ def _ours(case: Case, setting: Setting, *arrays):
     return case.run(*arrays, backend=setting.backend)
 
 
-def _quantized_first(setting: Setting, out_dtype, x, w, w_scales):
-    values, scales = quantize_blocks(x, (1, 128), backend="reference" if setting.tiny else "auto")
-    return blockwise_matmul(
-        values, scales, w, w_scales, out_dtype=out_dtype, backend=setting.backend
-    )
+def _quantized_first(setting: Setting, out_dtype, x, w):
+    x = quantize_blocks(x, (1, 128), backend="reference" if setting.tiny else "auto")
+    return blockwise_matmul(x, w, out_dtype, backend=setting.backend)
 
 
 def _unquantized(case: Case, m: int, k: int, key: jax.Array) -> tuple:
     """Activations in bfloat16; the weight is quantized once for many products, and stays so."""
     return jax.random.normal(jax.random.fold_in(key, 1), (m, k)).astype(
         jnp.bfloat16
-    ), *case.arguments(key)[2:]
+    ), *case.arguments(key)[1:]
 
 
 def bf16_operands(m: int, n: int, k: int, key: jax.Array) -> tuple:

@@ -5,31 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-import jax.numpy as jnp
-
 from fp8rl_jax.config.formats import TensorFormat
 from fp8rl_jax.config.recipe import LinearFormats, Recipe
 from fp8rl_jax.config.schema import quoted
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.precision.formats import element_dtype, in_blocks
 from pallas_kernels import invariant
 from pallas_kernels.backend import Backend, BackendError, check_pair
 from pallas_kernels.matmul import selected_backend
-
-
-def element_dtype(fmt: TensorFormat) -> jnp.dtype:
-    """Look up the dtype of the stored values.
-
-    Raises UserError for the compute dtype, which is not stored as a format.
-    """
-    return jnp.dtype(fmt.element_type.dtype)
-
-
-def max_value(fmt: TensorFormat) -> float:
-    """Look up the largest finite value: 448 for e4m3, 57344 for e5m2.
-
-    Raises UserError for the compute dtype.
-    """
-    return fmt.element_type.largest
 
 
 def check_recipe(recipe: Recipe, backend: Backend = "auto") -> None:
@@ -64,8 +47,11 @@ def _check(recipe: Recipe, backend: Backend, prefix: str) -> None:
             )
         if formats.weight.quantized and formats.weight.block is None:
             refuse(f"{side}.weight.block", "must be given: weights are quantized in blocks")
+        for role in ("weight", "activation"):
+            _check_scale(getattr(formats, role), f"{side}.{role}", refuse)
         group = (1, (formats.weight.block or (0, 0))[1])
-        if formats.activation.quantized and formats.activation.block != group:
+        kernels = in_blocks(formats.weight) and in_blocks(formats.activation)
+        if formats.activation.quantized and kernels and formats.activation.block != group:
             refuse(
                 f"{side}.activation.block",
                 f"must be {group}, the weight's block along the contraction",
@@ -75,7 +61,8 @@ def _check(recipe: Recipe, backend: Backend, prefix: str) -> None:
             refuse(f"{side}.value", "and key must have the same element: the cache has one dtype")
         for role in ("query", "key", "value"):
             fmt = roles[role]
-            if fmt.quantized and (fmt.block is not None or fmt.scale != "float32"):
+            blocks = fmt.block is not None or not in_blocks(fmt)
+            if fmt.quantized and (blocks or fmt.scale != "float32"):
                 refuse(
                     f"{side}.{role}",
                     "must have one float32 scale for the whole tensor, no block and no other "
@@ -124,6 +111,11 @@ def _check(recipe: Recipe, backend: Backend, prefix: str) -> None:
         )
 
 
+def _check_scale(fmt: TensorFormat, field: str, refuse: Callable[[str, str], None]) -> None:
+    if fmt.quantized and not in_blocks(fmt) and fmt.scale != "float32":
+        refuse(f"{field}.scale", f"is not of {fmt.element}, which has a rule of its own")
+
+
 def describe(fmt: TensorFormat) -> str:
     """Describe a format, such as "e4m3 128x128 float32 scales".
 
@@ -133,6 +125,8 @@ def describe(fmt: TensorFormat) -> str:
         return "compute dtype"
     if fmt.block is None:
         return f"{fmt.element} one scale"
+    if not in_blocks(fmt):
+        return f"{fmt.element} {fmt.block[0]}x{fmt.block[1]}"
     return f"{fmt.element} {fmt.block[0]}x{fmt.block[1]} {fmt.scale} scales"
 
 
@@ -187,7 +181,12 @@ def _check_products(recipe: Recipe, backend: str, refuse: Callable[[str, str], N
         ("output_gradient", gradient, "trainer.activation", trainer.activation),
     )
     for left, one, right, other in products:
-        if one.quantized and other.quantized:
+        if not (one.quantized and other.quantized):
+            continue
+        own = next((fmt for fmt in (one, other) if not in_blocks(fmt)), None)
+        if own is not None and backend == "hopper":
+            refuse(left, f"is multiplied by {right}, and no kernel takes {own.name}")
+        if own is None:
             try:
                 check_pair(
                     f"{one.element} is multiplied by {right} {other.element}",
@@ -227,8 +226,10 @@ def _check_backward(recipe: Recipe, refuse: Callable[[str, str], None]) -> None:
             "must be the format of trainer.activation: what the forward has quantized is what is "
             "kept",
         )
+    _check_scale(gradient, "output_gradient", refuse)
     rows, columns = weight.block or (0, 0)
-    if gradient.quantized and (rows != columns or gradient.block != (1, rows)):
+    kernels = in_blocks(weight) and in_blocks(gradient)
+    if gradient.quantized and kernels and (rows != columns or gradient.block != (1, rows)):
         refuse(
             "output_gradient.block",
             f"must be (1, {rows}) and trainer.weight.block square: the backward reads "

@@ -1,0 +1,137 @@
+"""A quantized tensor and what it is in: the operands of every product here."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels.backend import Backend, block_name
+
+
+@dataclass(frozen=True)
+class Format(ABC):
+    """How a tensor is stored, and what its stored form stands for.
+
+    A subclass is a frozen dataclass, so that a compiled program is specialised to it. Kernels
+    multiply `Blocks` (pallas_kernels.quantize); whatever else has these two methods is multiplied
+    dequantized, by the reference.
+
+    Attributes:
+        block: (rows, columns) of the last two axes that share a scale.
+        packed: numbers along a row that one stored value holds.
+    """
+
+    block: tuple[int, int]
+    packed: ClassVar[int] = 1
+
+    @abstractmethod
+    def quantize(self, x: Float[Array, "*batch m n"], backend: Backend = "auto") -> QTensor:
+        """Quantize by blocks of the last two axes; a NaN or an infinity makes a scale that is not
+        finite."""
+
+    @abstractmethod
+    def dequantize(self, q: QTensor) -> Float[Array, "*batch m n"]:
+        """Compute what `q` stands for, float32."""
+
+    @abstractmethod
+    def limit(self, q: QTensor) -> Float[Array, ...]:
+        """Find the largest magnitude that the scale of each element covers, float32, broadcastable
+        to `q`."""
+
+    @property
+    def transposed(self) -> Format:
+        """The same along the other axis: the format of `QTensor.T`, and how an operand is quantized
+        that is summed over its rows."""
+        return Transposed(self.block[::-1], self)
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"{type(self).__name__} {block_name(self.block)}"
+
+
+@dataclass(frozen=True)
+class Transposed(Format):
+    """A format along the other axis: groups of a row are groups of a column.
+
+    Attributes:
+        of: the format.
+    """
+
+    of: Format
+
+    def quantize(self, x: Float[Array, "*batch m n"], backend: Backend = "auto") -> QTensor:
+        """Quantize the transpose, and turn it back."""
+        return self.of.quantize(jnp.swapaxes(x, -1, -2), backend).T
+
+    def dequantize(self, q: QTensor) -> Float[Array, "*batch m n"]:
+        """Compute what `q` stands for, float32."""
+        return jnp.swapaxes(q.T.dequantize(), -1, -2)
+
+    def limit(self, q: QTensor) -> Float[Array, ...]:
+        """The largest magnitudes, turned back."""
+        return jnp.swapaxes(self.of.limit(q.T), -1, -2)
+
+    @property
+    def transposed(self) -> Format:
+        return self.of
+
+    @property
+    def name(self) -> str:
+        return f"{self.of.name}, transposed"
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class QTensor:
+    """A quantized tensor: x is about values * (scale of the block) * (outer scale).
+
+    Attributes:
+        values: [..., m, n], or fewer columns where several numbers are packed into one.
+        scales: [..., ceil(m / block[0]), ceil(n / block[1])], float32 or a format of its own.
+        format: what says so.
+        outer: float32 [..., m or 1, 1], the scale of the scales; None: there is none. One over the
+            rows of a batch would make a row's bits depend on its neighbours.
+    """
+
+    values: Array
+    scales: Array
+    format: Format = field(metadata={"static": True})
+    outer: Array | None = None
+
+    @property
+    def block(self) -> tuple[int, int]:
+        return self.format.block
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the tensor that it stands for."""
+        if isinstance(self.format, Transposed):
+            *first, rows, columns = self.T.shape
+            return *first, columns, rows
+        *first, columns = self.values.shape
+        return *first, columns * self.format.packed
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for x in jax.tree.leaves(self))
+
+    @property
+    def T(self) -> QTensor:  # noqa: N802  # numpy's name
+        """The transpose of the last two axes: the same values and scales, read the other way."""
+        turned = jax.tree.map(lambda x: jnp.swapaxes(x, -1, -2), self)
+        return replace(turned, format=self.format.transposed)
+
+    def rows(self) -> QTensor:
+        """The tensor as one matrix, its leading axes in one; of rows that were quantized each by
+        itself."""
+        return jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), self)
+
+    def dequantize(self) -> Float[Array, "*batch m n"]:
+        """Compute what it stands for, float32."""
+        return self.format.dequantize(self)

@@ -1,0 +1,151 @@
+"""A format with a quantizer of its own, added in one file from outside of the package."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from tiny_run import LEARNS, metric_rows, train, write_run
+from toy_formats import TWO_LEVELS, TwoLevels
+
+from fp8rl_jax.cli.main import main
+from fp8rl_jax.config.formats import TensorFormat, parse_format
+from fp8rl_jax.config.recipe import LinearPrecision, Recipe
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.models.config import PolicyConfig
+from fp8rl_jax.models.forms import quantized_base, rollout_policy
+from fp8rl_jax.models.lora import merge
+from fp8rl_jax.models.policy import init_policy
+from fp8rl_jax.parallel import policy_shardings
+from fp8rl_jax.parallel.mesh import AXES
+from fp8rl_jax.precision import QuantizedWeight, check_recipe, format_of, linear, quantize, register
+
+ALL = LinearPrecision(*[TWO_LEVELS] * 4)
+ROW = {
+    "base": "jet-rl",
+    "rollout": {"weight": "two_levels", "activation": "two_levels"},
+    "trainer": {"weight": "two_levels", "activation": "two_levels"},
+    "output_gradient": "two_levels",
+    "saved_activation": "two_levels",
+}
+
+
+def draw(*shape, seed=0):
+    rng = np.random.default_rng(seed)
+    return (rng.normal(size=shape) * np.exp(rng.normal(size=shape))).astype(np.float32)
+
+
+def restored(x, along_rows=False):
+    """By the definition, in float64."""
+    x = np.asarray(x, np.float64)
+    if along_rows:
+        return restored(x.T).T
+    out = np.zeros_like(x)
+    for row, into in zip(x, out, strict=True):
+        groups = [slice(i, i + 16) for i in range(0, len(row), 16)]
+        amax = np.array([np.abs(row[part]).max() for part in groups])
+        outer = amax.max() / (7 * 448) or 1.0
+        scales = np.asarray(jnp.asarray(amax / 7 / outer).astype(jnp.float8_e4m3fn), np.float64)
+        for part, step in zip(groups, scales * outer, strict=True):
+            into[part] = np.clip(np.round(row[part] / (step or 1.0)), -7, 7) * step
+    return out
+
+
+def test_a_name_stands_for_it_and_its_blocks():
+    assert parse_format("two_levels") == TWO_LEVELS == TensorFormat("two_levels", (1, 16))
+    assert format_of(parse_format("two_levels-1x32")) == TwoLevels((1, 32))
+    assert (
+        TWO_LEVELS.name == "two_levels-1x16" and register("two_levels", TwoLevels()) == TWO_LEVELS
+    )
+    with pytest.raises(UserError, match="'two_levels' is registered already"):
+        register("two_levels", TwoLevels((1, 8)))
+    with pytest.raises(UserError, match="'e4m3' is registered already"):
+        register("e4m3", TwoLevels())
+    with pytest.raises(UserError, match="'two_levels' cannot be stored as one element type"):
+        _ = TWO_LEVELS.element_type
+
+
+@pytest.mark.parametrize("tokens", [32, 7])
+def test_products_are_those_of_what_it_stands_for(tokens):
+    """Forward and both gradients, each operand grouped along its own contraction; the input is
+    kept, and so rounded twice for dW; an odd number of tokens is packed, too."""
+    x, w, dy = draw(tokens, 48), draw(40, 48, seed=1), draw(tokens, 40, seed=2)
+
+    @jax.jit
+    def products(x, w, dy):
+        def run(x, w):
+            weight = QuantizedWeight(quantize(jax.lax.stop_gradient(w), TWO_LEVELS), w, ALL)
+            return linear(x, weight, jnp.float32)
+
+        y, back = jax.vjp(run, x, w)
+        return y, *back(dy)
+
+    xq, wq = restored(x), restored(w)
+    even = [np.pad(z, ((0, tokens % 2), (0, 0))) for z in (dy, xq)]
+    left, right = (restored(z, along_rows=True) for z in even)
+    expected = (xq @ wq.T, restored(dy) @ wq, left.T @ right)
+    for got, want in zip(products(x, w, dy), expected, strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=2e-6 * np.abs(want).max())
+
+
+def test_its_arrays_are_placed_like_the_weight():
+    shape = PolicyConfig("qwen3", 64, 256, 512, 2, 4, 2, 64)
+    recipe = Recipe("mine").with_formats((("rollout.weight", TWO_LEVELS),))
+    policy = jax.eval_shape(lambda key: init_policy(shape, key), jax.random.key(0))
+    served = jax.eval_shape(lambda p: rollout_policy(p, recipe, jnp.float32, False)[0], policy)
+    mesh = AbstractMesh((1, 2, 1, 2), AXES, axis_types=(AxisType.Auto,) * 4)
+    placed = policy_shardings(served, mesh).layers.q_proj.value.quantized
+    whole = PartitionSpec(None, "tensor", "fsdp")
+    assert placed.values.spec == placed.scales.spec == whole
+    assert placed.outer.spec == PartitionSpec(None, "tensor", None)
+    assert served.layers.q_proj.value.quantized.values.shape == (2, 256, 128)  # two to a byte
+
+
+def test_a_frozen_base_in_it_is_unpacked_where_it_is_saved():
+    policy = init_policy(PolicyConfig("qwen3", 64, 32, 48, 2, 2, 1, 16), jax.random.key(0))
+    recipe = Recipe("mine").with_formats((("rollout.weight", TWO_LEVELS),))
+    saved = merge(quantized_base(policy, recipe, jnp.float32)).layers.down_proj.value
+    expected = [restored(matrix) for matrix in np.asarray(policy.layers.down_proj.value)]
+    np.testing.assert_allclose(saved, expected, rtol=1e-6)
+
+
+def test_what_no_kernel_takes_is_refused_by_name(monkeypatch):
+    recipe = Recipe("mine").with_formats(
+        (("rollout.weight", TWO_LEVELS), ("rollout.activation", TWO_LEVELS))
+    )
+    check_recipe(recipe)
+    monkeypatch.setattr("fp8rl_jax.precision.check.selected_backend", lambda backend: backend)
+    with pytest.raises(UserError, match=r"rollout\.activation .* no kernel takes two_levels-1x16"):
+        check_recipe(recipe, "hopper")
+    cache = replace(recipe, rollout=replace(recipe.rollout, key=TWO_LEVELS, value=TWO_LEVELS))
+    with pytest.raises(UserError, match=r"rollout\.key must have one float32 scale"):
+        check_recipe(cache)
+    scaled = Recipe("mine").with_formats(
+        (("rollout.weight", replace(TWO_LEVELS, scale="power_of_two")),)
+    )
+    with pytest.raises(UserError, match="two_levels, which has a rule of its own"):
+        check_recipe(scaled)
+
+
+def test_a_run_a_plan_doctor_and_a_comparison_know_it(tmp_path, capsys):
+    mine = {"recipe": "mine", "recipes": {"mine": ROW}, "trainer": {"steps": 2}}
+    run = write_run(tmp_path, LEARNS, mine)
+    assert train(run, tmp_path / "run", "--precision.exact", "false") == 0
+    first, second = metric_rows(tmp_path / "run")
+    assert 5 < first["fp8/quant_snr_db_weight"] < 25  # 3 bits
+    assert abs(first["mismatch/k3"]) < 1e-6  # one flow
+    assert 0 < second["sync/changed"] < 1
+    capsys.readouterr()
+    model = str(tmp_path / "run" / "model")
+    assert main(["plan", run, "--model.path", model]) == 0
+    assert "rollout weights (two_levels" in capsys.readouterr().out
+    assert main(["doctor", "--recipes", run, "--recipe", "mine", "--model", model]) == 0
+    assert "two_levels-1x16 weights, two_levels-1x16 activations" in capsys.readouterr().out
+    words = ["--recipe", "mine", "--b.recipe", "jet-rl", "--recipes", run]
+    assert main(["compare", model, *words]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "weight: two_levels 1x16 against e4m3 128x128 float32 scales" in text
