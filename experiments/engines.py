@@ -39,6 +39,7 @@ from fp8rl_jax.parallel import to_host
 from fp8rl_jax.rollout.calibration import calibrate_on_prompts
 from fp8rl_jax.rollout.engine import local_engine, pad_prompts
 from fp8rl_jax.rollout.sampling import Sampling
+from fp8rl_jax.rollout.sync import SyncContext
 from fp8rl_jax.rollout.vllm.engine import VllmEngine
 from fp8rl_jax.tokenizers.tokenizer import Tokenizer
 from fp8rl_jax.weights.load import load
@@ -127,7 +128,7 @@ class Turns:
             scales = calibrate_on_prompts(weights, self.prompts, self.recipe, self.dtype)
         jax.block_until_ready((weights, scales))
         laps = Laps()
-        self.engine.sync(weights, scales)
+        self.engine.sync(weights, SyncContext(scales=scales))
         self.engine.wait()
         laps.end("sync")
         rollout = self.engine.generate(self.prompts, 1, self.sampling, jax.random.key(number))

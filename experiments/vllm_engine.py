@@ -38,6 +38,7 @@ from fp8rl_jax.rollout.engine import Prompts, pad_prompts
 from fp8rl_jax.rollout.offline import logprobs
 from fp8rl_jax.rollout.sampler import Rollout
 from fp8rl_jax.rollout.sampling import Sampling
+from fp8rl_jax.rollout.sync import SyncContext
 from fp8rl_jax.rollout.vllm.engine import VllmEngine
 from fp8rl_jax.weights.load import load
 from fp8rl_jax.weights.resolve import resolve_model
@@ -154,7 +155,7 @@ def _pushes(engine: VllmEngine, policy: Policy, prompts: Prompts, arguments: Arg
         began = time.monotonic()
         if recipe.quantizes_cache:
             scales = calibrate_on_prompts(policy, prompts, recipe, engine.dtype)
-        engine.sync(policy, scales)
+        engine.sync(policy, SyncContext(scales=scales))
         pushed = time.monotonic()
         rollout = engine.generate(prompts, 1, sampling, jax.random.key(number))
         sampled = time.monotonic()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import math
 import os
 import sys
@@ -159,6 +160,48 @@ def register(function: Callable[..., Any]) -> str:
     return spec
 
 
+def call(
+    key: str,
+    name: str,
+    built_in: Mapping[str, Callable[..., Any]],
+    given: Mapping[str, Any],
+    arguments: Mapping[str, float],
+) -> Any:
+    """Call the function that the configuration names.
+
+    Args:
+        key: configuration key of the function, for messages.
+        name: of a built-in function, or the spec of another.
+        built_in: functions by name.
+        given: what it is called with, by the names that messages have for it.
+        arguments: keyword arguments of a function that is not built in.
+
+    Raises:
+        UserError: the function does not import, does not take these arguments, or raises an
+            exception.
+    """
+    if name in built_in:
+        return built_in[name](*given.values())
+    function = load_once(name, key)
+    try:
+        inspect.signature(function).bind(*given.values(), **arguments)
+    except TypeError as fault:
+        wanted = ", ".join([*given, *(f"{argument}=..." for argument in arguments)])
+        raise UserError(f"{key} = {name!r} cannot be called with ({wanted}): {fault}") from fault
+    # a function without a signature, of an extension module: the call itself will say
+    except ValueError:
+        pass
+    try:
+        return function(*given.values(), **arguments)
+    except UserError:
+        raise
+    except Exception as fault:
+        code = getattr(inspect.unwrap(function), "__code__", None)
+        raise UserError(
+            f"{key} = {name!r}: {describe_fault(fault, code.co_filename if code else '')}"
+        ) from fault
+
+
 def describe_fault(fault: BaseException, file: str = "") -> str:
     """Write `fault` on one line of at most 300 characters: its type, its text, where it was raised.
 
@@ -232,11 +275,8 @@ def function_faults(
         arguments: after `settle`.
     """
     if not (value is None or is_users(value) or value in tuple(built_in)):
-        names = ", ".join(map(repr, built_in))
-        yield (
-            f"{key}: {value!r} is none of {names}, and no module:function or "
-            "path/to/file.py:function"
-        )
+        names = f"is none of {', '.join(map(repr, built_in))}, and no" if built_in else "is no"
+        yield f"{key}: {value!r} {names} module:function or path/to/file.py:function"
     if not isinstance(arguments, dict):
         yield f"{arguments_key}: {arguments!r} must be a table of numbers"
         return

@@ -96,8 +96,8 @@ LIST: list[Mutant] = [
         "training/test_exact.py",
         (
             "exact-with-any-engine",
-            "(ours and not carries and promises_exact(",
-            "(promises_exact(",
+            "plain = ours and not carries",
+            "plain = not carries",
             "exact_by_default",
         ),
     ),

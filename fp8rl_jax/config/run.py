@@ -11,7 +11,7 @@ from typing import Any, Literal
 from fp8rl_jax.config.formats import COMPUTE, TensorFormat
 from fp8rl_jax.config.recipe import LINEARS, PrecisionConfig, Recipe, get_recipe
 from fp8rl_jax.config.rl import RLConfig, check_sampling
-from fp8rl_jax.config.schema import unknown_placeholders
+from fp8rl_jax.config.schema import report, unknown_placeholders
 from fp8rl_jax.config.tasks import TaskConfig
 from fp8rl_jax.config.training import (
     FP8_MAX_BETA2,
@@ -25,6 +25,7 @@ from fp8rl_jax.config.training import (
     TrainerConfig,
 )
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.functions import function_faults, settle
 
 
 @dataclass(frozen=True)
@@ -187,8 +188,20 @@ class RolloutConfig:
     """static: all completions of a step decode until the longest has ended. paged: continuous
     batching, a slot whose completion has ended takes the next one; faster where lengths differ,
     slower where all are short and alike. vllm: a vLLM server (rollout.vllm)."""
+    transform: str = ""
+    """What is done to the served copy of the policy at each weight sync, beside the recipe's
+    quantization: a function (policy, context: SyncContext) -> policy of your own,
+    `module:function` or `path/to/file.py:function` (fp8rl_jax/rollout/sync.py)."""
+    transform_args: dict[str, float] = field(default_factory=dict)
+    """Keyword arguments of it."""
     paged: PagedConfig = PagedConfig()
     vllm: VllmConfig = VllmConfig()
+
+    def __post_init__(self) -> None:
+        settle(self, "transform", "transform_args")
+        key = "rollout.transform"
+        given = self.transform or None, (), f"{key}_args", self.transform_args
+        report(*function_faults(key, *given))
 
 
 @dataclass(frozen=True)
@@ -356,6 +369,11 @@ class RunConfig:
                 faults.append(
                     "model.dither: rounded stochastically, dithered masters would not be the "
                     "checkpoint; set one of them"
+                )
+            if self.rollout.transform and (recipe.exact or self.precision.exact is True):
+                faults.append(
+                    "rollout.transform: what it changes the trainer does not have, so that no bit "
+                    "can be promised; set precision.exact = false"
                 )
             faults += self._vllm_problems(recipe)
         except UserError as error:

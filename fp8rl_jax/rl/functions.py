@@ -8,7 +8,6 @@ spec, each set of arguments and each shape.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from fp8rl_jax import functions
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.functions import describe_fault, load_once
 
 
 def call(
@@ -29,40 +28,10 @@ def call(
     config: Any,
     arguments: Mapping[str, float],
 ) -> Any:
-    """Call the function that the configuration names.
-
-    Args:
-        key: configuration key of the function, for messages.
-        name: of a built-in function, or the spec of another.
-        built_in: functions by name.
-        inputs: what it computes from.
-        config: the part of the configuration that the key stands in.
-        arguments: keyword arguments of a function that is not built in.
-
-    Raises:
-        UserError: the function does not import, does not take these arguments, or raises an
-            exception.
-    """
-    if name in built_in:
-        return built_in[name](inputs, config)
-    function = load_once(name, key)
-    try:
-        inspect.signature(function).bind(inputs, config, **arguments)
-    except TypeError as fault:
-        wanted = ", ".join(["inputs", "config", *(f"{argument}=..." for argument in arguments)])
-        raise UserError(f"{key} = {name!r} cannot be called with ({wanted}): {fault}") from fault
-    # a function without a signature, of an extension module: the call itself will say
-    except ValueError:
-        pass
-    try:
-        return function(inputs, config, **arguments)
-    except UserError:
-        raise
-    except Exception as fault:
-        code = getattr(inspect.unwrap(function), "__code__", None)
-        raise UserError(
-            f"{key} = {name!r}: {describe_fault(fault, code.co_filename if code else '')}"
-        ) from fault
+    """Call the function that the configuration names, with (inputs, config) and `arguments`; as
+    `functions.call`."""
+    given = {"inputs": inputs, "config": config}
+    return functions.call(key, name, built_in, given, arguments)
 
 
 def floats(

@@ -11,7 +11,7 @@ write to a wrong place or broken memory has changed are never served.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -40,6 +40,7 @@ from fp8rl_jax.rollout.paged import go_on as paged_go_on
 from fp8rl_jax.rollout.partial import InProgress
 from fp8rl_jax.rollout.sampler import Prompts, Rollout, generate, rows_of, stream
 from fp8rl_jax.rollout.sampling import Sampling
+from fp8rl_jax.rollout.sync import NO_CONTEXT, SyncContext, transform_of, transformed
 from pallas_kernels.backend import Backend
 from pallas_kernels.matmul import selected_backend
 
@@ -91,7 +92,7 @@ class RolloutEngine(Protocol):
     """Where a session wants to know what of its updates is served, `sync` calls its `see` and has
     what it says among `metrics`."""
 
-    def sync(self, policy: Policy, calibration: KVScales | None = None) -> int:
+    def sync(self, policy: Policy, context: SyncContext = NO_CONTEXT) -> int:
         """Serve these weights from now on; returns their version."""
 
     def calibrate(self, *prompts: Prompts) -> None:
@@ -121,6 +122,7 @@ class LocalEngine:
         unroll: decode layer by layer instead of scanning them.
         backend: kernels.
         expert_ids: rollouts bring the experts of each token, for the trainer to replay.
+        transform: spec of what is done to the served policy (rollout.sync), and its arguments.
     """
 
     def __init__(
@@ -130,9 +132,10 @@ class LocalEngine:
         unroll: bool = True,
         backend: Backend = "auto",
         expert_ids: bool = False,
+        transform: tuple[str, Mapping[str, float]] | None = None,
     ):
         check_recipe(recipe, backend)
-        self.expert_ids = expert_ids
+        self.expert_ids, self.transform = expert_ids, transform
         self.recipe, self.dtype, self.backend = recipe, jnp.dtype(compute_dtype), backend
         self.version = 0
         self.policy: Policy | None = None
@@ -153,24 +156,26 @@ class LocalEngine:
         self._base: tuple[Policy, Policy] | None = None
         self._marks: UInt32[Array, " leaves"] | None = None
 
-    def sync(self, policy: Policy, calibration: KVScales | None = None) -> int:
+    def sync(self, policy: Policy, context: SyncContext = NO_CONTEXT) -> int:
         """Take over `policy` (float32 masters, stacked).
 
         A sync that is interrupted leaves nothing to serve, and `generate` says so.
 
         Args:
-            calibration: KV scales measured with these very weights. Required where the recipe
-                quantizes the cache and leaves calibration to the trainer, so that scales of an
-                older version can never be served. Where it leaves it to the rollout, call
-                `calibrate` next.
+            context: its scales are required where the recipe quantizes the cache and leaves
+                calibration to the trainer, so that those of an older version can never be served.
+                Where it leaves it to the rollout, call `calibrate` next.
 
         Returns:
             The version of the weights now served. `finite` and `metrics` then speak of them.
+
+        Raises:
+            UserError: whatever `transformed` refuses.
         """
         if (
             self.recipe.quantizes_cache
             and self.recipe.kv_calibration != "rollout"
-            and calibration is None
+            and context.scales is None
         ):
             raise ValueError(
                 f"recipe {self.recipe.name!r}: sync needs the KV scales that the trainer calibrated"
@@ -183,7 +188,9 @@ class LocalEngine:
         else:
             adapters = self._convert_adapters(trained, config=policy.config)
             served = join(adapters, self._served_base(frozen))
-        self._replaced, self.scales = self.scales, calibration
+        if self.transform is not None:
+            served = transformed(served, context, *self.transform)
+        self._replaced, self.scales = self.scales, context.scales
         self.finite, self._marks = _seen(served, self.scales)
         if self.arrival is not None:
             self.metrics = self.metrics | self.arrival.see(policy, served)
@@ -318,9 +325,10 @@ class PagedEngine(LocalEngine):
         unroll: bool = True,
         backend: Backend = "auto",
         expert_ids: bool = False,
+        transform: tuple[str, Mapping[str, float]] | None = None,
         paged: PagedConfig | None = None,
     ):
-        super().__init__(recipe, compute_dtype, unroll, backend, expert_ids)
+        super().__init__(recipe, compute_dtype, unroll, backend, expert_ids, transform)
         self.paged = paged or PagedConfig()
         self._lengths: dict[int, float] = {}
         """Mean completion length of each prompt, as it was sampled last."""
@@ -583,6 +591,7 @@ def local_engine(config: RunConfig, recipe: Recipe) -> LocalEngine:
         decode_layers(config) == "unroll",
         config.precision.backend,
         expert_ids=config.trainer.router_replay,
+        transform=transform_of(config),
     )
 
 

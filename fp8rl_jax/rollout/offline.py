@@ -40,6 +40,7 @@ from fp8rl_jax.precision import check_recipe
 from fp8rl_jax.rollout.calibration import observe_qkv, scales_from_amax
 from fp8rl_jax.rollout.engine import LocalEngine, Prompts, Rollout, pad_prompts
 from fp8rl_jax.rollout.sampling import Sampling
+from fp8rl_jax.rollout.sync import SyncContext
 from fp8rl_jax.rollout.vllm.engine import VllmEngine
 from fp8rl_jax.tokenizers.tokenizer import Tokenizer
 
@@ -330,7 +331,7 @@ def calibrate(engine: LocalEngine | VllmEngine, policy: Policy, prompts: Sequenc
             jnp.concatenate([observe(batch.tokens, batch.lengths).amax for batch in prompts]),
             recipe,
         )
-    engine.sync(policy, scales)
+    engine.sync(policy, SyncContext(scales=scales))
     if recipe.quantizes_cache and scales is None:
         engine.calibrate(*prompts)
     if bad := [role for role, finite in engine.finite.items() if not finite]:

@@ -80,6 +80,7 @@ from fp8rl_jax.rollout.engine import (
 )
 from fp8rl_jax.rollout.partial import InProgress, advance, as_rollout, begin, divide, join
 from fp8rl_jax.rollout.sampling import Sampling
+from fp8rl_jax.rollout.sync import SyncContext
 from fp8rl_jax.rollout.vllm.engine import VllmEngine
 from fp8rl_jax.tasks.conversation import Conversation, message_faults
 from fp8rl_jax.tasks.dataset import Example
@@ -111,8 +112,8 @@ _KEPT = 0.9
 """Part of the update that a saved model has at least, or it is said."""
 _NARROWEST = 16
 """Tokens that prompts are padded to at least."""
-_TRAINING, _SAMPLES = range(2)
-"""What the keys of a seed are for; adapters take the third (training.adapters)."""
+_TRAINING, _SAMPLES, _SYNCS = 0, 1, 4
+"""What the keys of a seed are for; 2 is for adapters (training.adapters), 3 for dither (models)."""
 # programs, and not dozens of small operations, which on a mesh may wait for each other without an
 # end
 _mismatch = jax.jit(rl.mismatch_metrics, static_argnames="config")
@@ -172,7 +173,8 @@ def with_exact_decided(config: RunConfig, ours: bool = True) -> RunConfig:
             f"rollout.paged.extra_prompts: recipe {recipe.name!r} is exact, and tokens that older "
             "weights sampled are not; set it to 0"
         )
-    exact = recipe.exact or (ours and not carries and promises_exact(recipe, backend))
+    plain = ours and not carries and not config.rollout.transform
+    exact = recipe.exact or (plain and promises_exact(recipe, backend))
     return replace(config, precision=replace(config.precision, exact=exact))
 
 
@@ -914,7 +916,8 @@ class Session:
         # one that is interrupted leaves nothing to serve: the next rollout makes another
         self._served = False
         with self.clock.part("sync"):
-            self.engine.sync(self.weights, self.scales)
+            key = sync_key(self.config.seed, self.step)
+            self.engine.sync(self.weights, SyncContext(self.step, key, self.scales))
             self.engine.wait()
         self._served, self._uncalibrated = True, self._calibrates("rollout")
         if self._uncalibrated and prompts is not None:
@@ -1059,6 +1062,11 @@ def rollout_key(seed: int, step: int, number: int = 0) -> Key[Array, ""]:
     """
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), _TRAINING), step)
     return jax.random.fold_in(key, number) if number else key
+
+
+def sync_key(seed: int, step: int) -> Key[Array, ""]:
+    """Make the key of draws of the weight sync behind so many updates."""
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), _SYNCS), step)
 
 
 def sample_key(seed: int, number: int) -> Key[Array, ""]:

@@ -25,6 +25,7 @@ from fp8rl_jax.precision import Compute
 from fp8rl_jax.precision.compute import ACTIVATIONS
 from fp8rl_jax.rollout.engine import LocalEngine, pad_prompts
 from fp8rl_jax.rollout.sampling import Sampling
+from fp8rl_jax.rollout.sync import SyncContext
 from fp8rl_jax.training.step import Batch, StepConfig, batch_logprobs
 
 DENSE = replace(LLAMA, num_layers=2, vocab_size=40, eos_token_ids=())
@@ -235,7 +236,7 @@ def test_the_sides_are_the_engine_and_the_update():
     prompts = pad_prompts([[5, 9, 3, 22, 8], [2, 6, 11]], [0, 1], 5)
     probe = as_tokens([Row([5, 9, 3, 22, 8], [1] * 6), Row([2, 6, 11], [1] * 6)], 64)
     scales = side(recipe, "rollout", tokens=probe).scales
-    engine.sync(weights, scales)
+    engine.sync(weights, SyncContext(scales=scales))
     out = jax.device_get(engine.generate(prompts, 1, Sampling(max_new_tokens=6), jax.random.key(0)))
     batch = Batch(
         prompts.tokens, prompts.lengths, out.tokens, out.mask, out.policy_logprobs, jnp.zeros(2)

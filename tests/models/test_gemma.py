@@ -23,6 +23,7 @@ from fp8rl_jax.models.policy import cast, init_policy
 from fp8rl_jax.rollout.calibration import calibrate_on_prompts
 from fp8rl_jax.rollout.engine import LocalEngine, pad_prompts
 from fp8rl_jax.rollout.sampling import Sampling
+from fp8rl_jax.rollout.sync import SyncContext
 from fp8rl_jax.training.step import Batch, StepConfig, batch_logprobs
 from fp8rl_jax.weights.hf_config import config_json, parse_config
 
@@ -292,7 +293,8 @@ def test_the_trainer_follows_the_rollout_under_every_recipe(recipe):
     rollout/test_generate.py and training/test_trained_recipes.py)."""
     policy, _ = policy_and_weights(SMALL_GEMMA)
     engine = LocalEngine(RECIPES[recipe], jnp.float32, unroll=False)
-    engine.sync(policy, calibrate_on_prompts(policy, PROMPTS, engine.recipe, jnp.float32))
+    scales = calibrate_on_prompts(policy, PROMPTS, engine.recipe, jnp.float32)
+    engine.sync(policy, SyncContext(scales=scales))
     rollout = engine.generate(PROMPTS, 2, Sampling(8), jax.random.key(2))
     error = np.abs(logprobs_of_full_forwards(engine, rollout) - rollout.policy_logprobs)
     gap = np.abs(trainer_logprobs(policy, rollout, recipe) - rollout.policy_logprobs)

@@ -47,6 +47,7 @@ from fp8rl_jax.precision import (
 from fp8rl_jax.rollout.calibration import calibrate_on_prompts
 from fp8rl_jax.rollout.engine import LocalEngine, pad_prompts
 from fp8rl_jax.rollout.sampling import Sampling
+from fp8rl_jax.rollout.sync import SyncContext
 from fp8rl_jax.training.state import decay_mask
 from fp8rl_jax.training.step import Batch, StepConfig, batch_logprobs
 from fp8rl_jax.weights.load import load_policy, save_policy
@@ -253,7 +254,8 @@ def opinionated():
 def roll_out(policy, recipe: str, unroll=True):
     engine = LocalEngine(get_recipe(recipe), jnp.float32, unroll, expert_ids=True)
     prompts = pad_prompts([[3, 9, 27, 1], [5, 8]], [0, 1], 4)
-    engine.sync(policy, calibrate_on_prompts(policy, prompts, engine.recipe, jnp.float32))
+    scales = calibrate_on_prompts(policy, prompts, engine.recipe, jnp.float32)
+    engine.sync(policy, SyncContext(scales=scales))
     return engine, engine.generate(
         prompts, 2, Sampling(6, stop_token_ids=(7, 11, 13, 20)), jax.random.key(2)
     )

@@ -20,6 +20,7 @@ from fp8rl_jax.rollout import engine as engine_module
 from fp8rl_jax.rollout.calibration import calibrate_on_prompts, observe_qkv, scales_from_amax
 from fp8rl_jax.rollout.engine import LocalEngine, PagedEngine, balanced, pad_prompts
 from fp8rl_jax.rollout.sampling import Sampling
+from fp8rl_jax.rollout.sync import SyncContext
 
 FULL = RECIPES["fp8-rl"]
 
@@ -62,13 +63,13 @@ def test_an_interrupted_sync_leaves_nothing_to_serve(monkeypatch, fault, interru
         owner = engine if interrupted == "_convert" else engine_module
         patch.setattr(owner, interrupted, interrupt)
         with pytest.raises(KeyboardInterrupt):
-            engine.sync(make_policy(seed=1), engine.scales)
+            engine.sync(make_policy(seed=1), SyncContext(scales=engine.scales))
     asked = time.monotonic()
     with pytest.raises(RuntimeError, match="call sync first") as raised:
         engine.generate(prompts, 1, Sampling(4), jax.random.key(0))
     fault("cut sync", str(raised.value), detected=time.monotonic() - asked)
     scales = calibrate_on_prompts(make_policy(), make_prompts(seed=5), engine.recipe, jnp.float32)
-    engine.sync(make_policy(), scales)
+    engine.sync(make_policy(), SyncContext(scales=scales))
     again = engine.generate(prompts, 1, Sampling(4), jax.random.key(0))
     np.testing.assert_array_equal(again.tokens, before.tokens)
 
@@ -86,7 +87,7 @@ def test_one_bit_of_what_is_served_is_found_before_anything_is_sampled(monkeypat
     if paged:
         served = engine
         engine = PagedEngine(FULL, jnp.float32)
-        engine.sync(make_policy(), served.scales)
+        engine.sync(make_policy(), SyncContext(scales=served.scales))
     key = jax.random.key(0)
     before = engine.generate(prompts, *request, key)
     for changed in ("generate", "paged_generate"):
@@ -109,7 +110,7 @@ def test_one_bit_of_what_is_served_is_found_before_anything_is_sampled(monkeypat
         with pytest.raises(RuntimeError, match="call sync first"):
             engine.generate(prompts, *request, key)
     monkeypatch.undo()
-    engine.sync(make_policy(), scales)
+    engine.sync(make_policy(), SyncContext(scales=scales))
     again = engine.generate(prompts, *request, key)
     np.testing.assert_array_equal(again.tokens, before.tokens)
 

@@ -30,6 +30,7 @@ from fp8rl_jax.rollout import sampler
 from fp8rl_jax.rollout.engine import LocalEngine, PagedEngine, Prompts
 from fp8rl_jax.rollout.sampler import generate, row_keys
 from fp8rl_jax.rollout.sampling import Sampling
+from fp8rl_jax.rollout.sync import SyncContext
 
 KEY = jax.random.key(42)
 PLAIN = Sampling(max_new_tokens=8, temperature=0.8)
@@ -243,7 +244,8 @@ def test_new_weights_scales_and_prompts_compile_nothing():
     engine = make_engine("fp8-rl")
     engine.generate(make_prompts(), 2, PLAIN, KEY)
     before = generate._cache_size()
-    engine.sync(make_policy(1), jax.tree.map(lambda s: s * 1.5, engine.scales))
+    scales = jax.tree.map(lambda s: s * 1.5, engine.scales)
+    engine.sync(make_policy(1), SyncContext(scales=scales))
     out = engine.generate(make_prompts((2, 8, 5), (1, 2, 3), seed=9), 2, PLAIN, jax.random.key(7))
     assert generate._cache_size() == before and out.weight_version == 2
 

@@ -16,6 +16,7 @@ from fp8rl_jax.models.forward import forward
 from fp8rl_jax.rollout.calibration import calibrate_on_prompts, observe_qkv
 from fp8rl_jax.rollout.engine import LocalEngine
 from fp8rl_jax.rollout.sampling import Sampling
+from fp8rl_jax.rollout.sync import SyncContext
 
 KEY, PLAIN = jax.random.key(42), Sampling(max_new_tokens=8, temperature=0.8)
 LAYER = RECIPES["fp8-kv"]
@@ -30,7 +31,7 @@ def engine_of(recipe, policy=None, scales=None, unroll=True) -> LocalEngine:
     )
     if scales is None:
         scales = calibrate_on_prompts(policy, make_prompts(seed=5), recipe, jnp.float32)
-    engine.sync(policy, scales)
+    engine.sync(policy, SyncContext(scales=scales))
     return engine
 
 
@@ -157,5 +158,5 @@ def test_the_rollout_calibrates_a_scale_for_each_head_and_measures_the_ones_befo
 def test_a_nan_in_one_head_is_seen():
     engine = engine_of(HEAD)
     broken = replace(engine.scales, value=engine.scales.value.at[1, 1].set(jnp.nan))
-    engine.sync(make_policy(), broken)
+    engine.sync(make_policy(), SyncContext(scales=broken))
     assert not engine.finite["kv_scale"] and engine.finite["weight"]

@@ -23,6 +23,7 @@ from fp8rl_jax.rollout.constraints import compile_phrases
 from fp8rl_jax.rollout.engine import LocalEngine, PagedEngine, pad_prompts
 from fp8rl_jax.rollout.paged import NEW, Layout, allocate, choose_layout
 from fp8rl_jax.rollout.sampling import Sampling
+from fp8rl_jax.rollout.sync import SyncContext
 
 KEY = jax.random.key(3)
 STOPS = tuple(range(20, 25))
@@ -56,7 +57,8 @@ def synced(made, kind="dense", recipe="bf16", exact=False, dtype=jnp.float32, **
     chosen = get_recipe(recipe, PrecisionConfig(exact=exact))
     engine = made(chosen, jnp.dtype(dtype), expert_ids=kind == "experts", **options)
     prompts, policy = prompts_of(kind), policy_of(kind)
-    engine.sync(policy, calibrate_on_prompts(policy, prompts, chosen, jnp.dtype(dtype)))
+    scales = calibrate_on_prompts(policy, prompts, chosen, jnp.dtype(dtype))
+    engine.sync(policy, SyncContext(scales=scales))
     return engine
 
 

@@ -32,6 +32,7 @@ from fp8rl_jax.config.run import RolloutConfig, RunConfig, VllmConfig
 from fp8rl_jax.models.lora import join, merge, split
 from fp8rl_jax.rollout.arrival import Arrival
 from fp8rl_jax.rollout.constraints import make_constraints
+from fp8rl_jax.rollout.sync import SyncContext
 from fp8rl_jax.weights.hf_directory import load_policy_arrays
 from fp8rl_jax.weights.load import byte_policy, policy_arrays
 
@@ -508,7 +509,7 @@ def test_kv_scales_go_with_the_weights(serve):
             return Answer(200, '{"results":[{"tied_head":true,"layers":2}]}')
 
     server.fault = loads
-    engine.sync(policy(), given)
+    engine.sync(policy(), SyncContext(scales=given))
     (rpc,) = [body for path, body in server.asked if is_push(path, body)]
     assert rpc["kwargs"]["scales"] == [[1.0, 10.0, 100.0], [2.0, 20.0, 200.0]]
     assert engine.scales is given

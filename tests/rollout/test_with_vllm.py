@@ -36,6 +36,7 @@ from fp8rl_jax.config.recipe import RECIPES
 from fp8rl_jax.rollout.calibration import calibrate_on_prompts
 from fp8rl_jax.rollout.engine import LocalEngine
 from fp8rl_jax.rollout.offline import logprobs
+from fp8rl_jax.rollout.sync import SyncContext
 
 PYTHON = os.environ.get("FP8RL_VLLM_PYTHON", "")
 CPU = Path("/proc/cpuinfo")
@@ -237,13 +238,14 @@ def test_kv_scales_ride_along(where, tmp_path):
     )
     good = calibrate_on_prompts(weights, prompts(), recipe, jnp.float32)
     own = LocalEngine(recipe, jnp.float32)
-    own.sync(weights, good)
+    own.sync(weights, SyncContext(scales=good))
     engine = make_engine("fp8-kv", directory=str(tmp_path), **where)
     engine.settings = replace(engine.settings, parity=100.0)  # one push is far off
     found = []
     try:
         for served, scale in ((own, 1.0), (engine, 1.0), (engine, 1 / 8), (engine, 1.0)):
-            served.sync(weights, jax.tree.map(lambda x, by=scale: x * by, good))
+            scales = jax.tree.map(lambda x, by=scale: x * by, good)
+            served.sync(weights, SyncContext(scales=scales))
             rollout = served.generate(prompts(), 3, sampling(), KEY)
             ours, theirs = teacher_forced(rollout, weights)
             found.append(np.abs(ours - theirs).mean())

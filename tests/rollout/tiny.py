@@ -13,6 +13,7 @@ from fp8rl_jax.models.forward import forward
 from fp8rl_jax.models.policy import init_policy
 from fp8rl_jax.rollout.calibration import calibrate_on_prompts
 from fp8rl_jax.rollout.engine import LocalEngine, Prompts, pad_prompts
+from fp8rl_jax.rollout.sync import SyncContext
 
 # no side is a multiple of 128
 CONFIG = PolicyConfig("qwen3", 131, 192, 320, 2, 4, 2, 32, pad_token_id=0)
@@ -39,9 +40,8 @@ def make_engine(
     """Synced, float32 compute; scales calibrated on a fixed batch where the recipe wants them."""
     engine = made(RECIPES[name], jnp.float32, unroll, backend)
     policy = make_policy() if policy is None else policy
-    engine.sync(
-        policy, calibrate_on_prompts(policy, make_prompts(seed=5), engine.recipe, jnp.float32)
-    )
+    scales = calibrate_on_prompts(policy, make_prompts(seed=5), engine.recipe, jnp.float32)
+    engine.sync(policy, SyncContext(scales=scales))
     return engine
 
 

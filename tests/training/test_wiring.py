@@ -47,6 +47,7 @@ from fp8rl_jax.parallel import make_mesh
 from fp8rl_jax.rollout.calibration import calibrate_on_prompts
 from fp8rl_jax.rollout.engine import LocalEngine, Rollout, pad_prompts
 from fp8rl_jax.rollout.sampling import Sampling
+from fp8rl_jax.rollout.sync import NO_CONTEXT
 from fp8rl_jax.statistics import wilson_interval
 from fp8rl_jax.tasks import distributed
 from fp8rl_jax.tasks.dataset import Example
@@ -107,9 +108,9 @@ class Engine(LocalEngine):
         super().__init__(get_recipe(recipe), jnp.float32)
         self.say, self.pad, self.synced, self.asked = say, 0, [], []
 
-    def sync(self, policy, calibration=None):
-        self.synced.append((float(jnp.abs(policy.layers.q_proj.value).mean()), calibration))
-        return super().sync(policy, calibration)
+    def sync(self, policy, context=NO_CONTEXT):
+        self.synced.append((float(jnp.abs(policy.layers.q_proj.value).mean()), context.scales))
+        return super().sync(policy, context)
 
     def generate(self, prompts, samples, sampling, key):
         ids, width = np.asarray(prompts.ids), sampling.max_new_tokens

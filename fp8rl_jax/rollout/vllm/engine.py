@@ -52,6 +52,7 @@ from fp8rl_jax.parallel import batch_sharding, is_main_process, shared_faults, t
 from fp8rl_jax.rollout.arrival import Arrival
 from fp8rl_jax.rollout.sampler import Prompts, Rollout
 from fp8rl_jax.rollout.sampling import Sampling
+from fp8rl_jax.rollout.sync import NO_CONTEXT, SyncContext, transform_of, transformed
 from fp8rl_jax.rollout.vllm.in_process import InProcess
 from fp8rl_jax.rollout.vllm.server import Server, ServerGone
 from fp8rl_jax.tokenizers.tokenizer import Tokenizer
@@ -113,24 +114,25 @@ class VllmEngine:
         self._server: Server | InProcess | None = None
         self._directory: Path | None = None
 
-    def sync(self, policy: Policy, calibration: KVScales | None = None) -> int:
+    def sync(self, policy: Policy, context: SyncContext = NO_CONTEXT) -> int:
         """Push `policy` (float32 masters, stacked) and have the server serve it.
 
         A push that is interrupted leaves nothing to serve, and `generate` says so; the next one
         starts over.
 
+        rollout.transform is applied to what is pushed: adapters merged, nothing quantized yet.
+
         Args:
-            calibration: KV scales measured with these very weights, where the recipe quantizes the
-                cache.
+            context: with scales where the recipe quantizes the cache.
 
         Returns:
             The version of the weights now served.
 
         Raises:
             UserError: the server does not start, refuses the weights, or computes something else
-                with them than we do.
+                with them than we do; whatever `transformed` refuses.
         """
-        if self.recipe.quantizes_cache and calibration is None:
+        if self.recipe.quantizes_cache and context.scales is None:
             raise ValueError(
                 f"recipe {self.recipe.name!r}: sync needs the KV scales that the trainer calibrated"
             )
@@ -141,17 +143,22 @@ class VllmEngine:
             raise UserError(
                 'rollout.vllm.transport: "dlpack" is for one process; with several set "files"'
             )
-        scales, given = to_host(calibration), policy if here else to_host(policy)
+        masters = policy
+        if transform := transform_of(self.config):
+            masters = jax.tree.map(jnp.asarray, merge(to_host(policy)))
+            policy = transformed(masters, context, *transform)
+        scales, given = to_host(context.scales), policy if here else to_host(policy)
         with shared_faults():
             if is_main_process():
                 self._push(merge(given), scales, number)
         self._check_parity(policy, number)
         if self.arrival is not None:
-            masters = merge(given) if has_adapters(policy) else policy
+            if has_adapters(policy):
+                policy = masters = merge(given)
             ours = self.recipe if self.settings.quantize == "ours" else RECIPES["bf16"]
-            pushed, _ = _pushed(masters, recipe=ours, dtype=self.dtype)
+            pushed, _ = _pushed(policy, recipe=ours, dtype=self.dtype)
             self.metrics = self.metrics | self.arrival.see(masters, pushed)
-        self.version, self.scales, self._ready = number, calibration, True
+        self.version, self.scales, self._ready = number, context.scales, True
         return number
 
     def calibrate(self, *prompts: Prompts) -> None:

@@ -1,0 +1,95 @@
+"""rollout.transform: what a function of the user's does to the served policy at a weight sync."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rollout.tiny import make_engine, make_policy, make_prompts
+from rollout.toy_transform import noisy_norms
+from tiny_run import LEARNS, check_refused, measured, metric_rows, train, write_run
+
+from fp8rl_jax.config.recipe import PrecisionConfig
+from fp8rl_jax.config.run import RolloutConfig, RunConfig
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.functions import register
+from fp8rl_jax.rollout.sampling import Sampling
+from fp8rl_jax.rollout.sync import SyncContext, transformed
+
+FILE = Path(__file__).with_name("toy_transform.py")
+NOISY = {
+    "rollout": {
+        "transform": f"{FILE}:noisy_norms",
+        "transform_args": {"sigma": 0.05, "decay": 0.5},
+    },
+    "trainer": {"steps": 3},
+}
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8-rl"])
+@pytest.mark.parametrize("unroll", [True, False])
+def test_the_served_copy_is_changed_and_the_masters_are_not(recipe, unroll):
+    engine, policy = make_engine(recipe, unroll), make_policy()
+    plain = engine.policy
+    engine.transform = register(noisy_norms), {"sigma": 0.1}
+    key = jax.random.key(3)
+    engine.sync(policy, SyncContext(2, key, engine.scales))
+    one = plain.layers[0] if unroll else plain.layers
+    other = engine.policy.layers[0] if unroll else engine.policy.layers
+    for name, tensor in one.tensors().items():
+        pairs = zip(*map(jax.tree.leaves, (tensor, other.tensors()[name])), strict=True)
+        apart = [float(jnp.abs(jnp.float32(a) - jnp.float32(b)).max()) for a, b in pairs]
+        assert (max(apart) > 0.01) == ("layernorm" in name), name
+    again = make_engine(recipe, unroll)
+    again.transform = engine.transform
+    again.sync(policy, SyncContext(jnp.int32(2), key, engine.scales))
+    jax.tree.map(np.testing.assert_array_equal, again.policy, engine.policy)
+    prompts, sampling = make_prompts(), Sampling(4)
+    rollout = engine.generate(prompts, 2, sampling, key)
+    assert jnp.isfinite(rollout.policy_logprobs).all()
+
+
+def test_a_run_serves_it_says_so_and_goes_on_bit_for_bit(tmp_path):
+    run = write_run(tmp_path, LEARNS, NOISY, {"checkpoint": {"every": 1}})
+    assert train(run, tmp_path / "whole") == 0
+    rows = metric_rows(tmp_path / "whole")
+    assert rows[0]["sync/arrived"] > 0.1 and rows[0]["sync/noise"] > 0.1
+    assert train(run, tmp_path / "parts", "--trainer.steps", "1") == 0
+    assert train(run, tmp_path / "parts", "--resume") == 0
+    assert measured(tmp_path / "parts") == measured(tmp_path / "whole")
+    plain = write_run(tmp_path, LEARNS, {"trainer": {"steps": 1}})
+    assert train(plain, tmp_path / "plain", "--precision.exact", "false") == 0
+    # the trainer has no noise
+    assert rows[0]["mismatch/k3"] > 1e3 * metric_rows(tmp_path / "plain")[0]["mismatch/k3"] >= 0
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("broken", {}, "ValueError: out of noise"),
+        ("nothing", {"sigma": 1.0}, r"cannot be called with \(policy, context, sigma=\.\.\.\)"),
+        ("no_policy", {}, "must return the policy that it was given .*; it returned another int"),
+        ("other_dtype", {}, r"must return the policy .*; .* is float16\[.*\], not float32\["),
+        ("missing", {}, "has no function 'missing'"),
+    ],
+)
+def test_a_function_that_cannot_be_is_one_line(name, arguments, message):
+    policy = make_policy()
+    with pytest.raises(UserError, match=message):
+        transformed(policy, SyncContext(), f"{FILE}:{name}", arguments)
+
+
+def test_faults_of_the_settings(tmp_path, capsys):
+    with pytest.raises(UserError, match=r"rollout\.transform: 'noise' is no module:function"):
+        RolloutConfig(transform="noise")
+    with pytest.raises(UserError, match=r"rollout\.transform_args: .* takes no arguments"):
+        RolloutConfig(transform_args={"sigma": 1.0})
+    exact = RunConfig(
+        rollout=RolloutConfig(transform=f"{FILE}:nothing"), precision=PrecisionConfig(exact=True)
+    )
+    assert any(line.startswith("rollout.transform: ") for line in exact.problems())
+    run = write_run(tmp_path, {"rollout": {"transform": f"{FILE}:broken"}})
+    check_refused(run, tmp_path / "run", capsys, [], "out of noise")
