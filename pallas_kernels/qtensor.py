@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Key
 
 from pallas_kernels.backend import Backend, block_name
 
@@ -42,6 +42,17 @@ class Format(ABC):
     def limit(self, q: QTensor) -> Float[Array, ...]:
         """Find the largest magnitude that the scale of each element covers, float32, broadcastable
         to `q`."""
+
+    def store(
+        self, x: Float[Array, "*batch m n"], key: Key[Array, ""], backend: Backend = "auto"
+    ) -> QTensor:
+        """Quantize what is not negative, is divided by, and changes by less than a step each time,
+        as Adam's second moment does: rounded stochastically, and nothing above 0 becomes 0.
+
+        Raises:
+            NotImplementedError: the format has no such rounding.
+        """
+        raise NotImplementedError(f"{self.name} has no store")
 
     @property
     def transposed(self) -> Format:

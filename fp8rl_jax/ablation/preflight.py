@@ -118,7 +118,8 @@ def _check(config: RunConfig, judge: str) -> Preflight:
             resolved["trainer.loss_scale.mode"] = scale.mode if scale else "none"
         optimizer = config.optimizer
         moments = (optimizer.first_moment, optimizer.second_moment)
-        state = 4 + sum(_MOMENT_BYTES[x] for x in moments if optimizer.name == "adamw")
+        # of a format that is not in the table at most
+        state = 4 + sum(_MOMENT_BYTES.get(x, 4.0) for x in moments if optimizer.name == "adamw")
         count = parameter_count(shape)
         sizes = (0.0 if config.lora.rank else count * state, count * 2.0)
     except UserError as error:

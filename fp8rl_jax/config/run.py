@@ -14,7 +14,6 @@ from fp8rl_jax.config.rl import RLConfig, check_sampling
 from fp8rl_jax.config.schema import report, unknown_placeholders
 from fp8rl_jax.config.tasks import TaskConfig
 from fp8rl_jax.config.training import (
-    FP8_MAX_BETA2,
     CheckpointConfig,
     EvaluationConfig,
     LoraConfig,
@@ -473,13 +472,7 @@ class RunConfig:
             ("optimizer", self.optimizer),
             ("sft.optimizer", self.sft.optimizer),
         ):
-            slow = optimizer.second_moment == "e4m3" and optimizer.beta2 > FP8_MAX_BETA2
-            why = (
-                f'{key}.beta2 = {optimizer.beta2}: second_moment = "e4m3" needs at most '
-                f'{FP8_MAX_BETA2}; use "bfloat16"'
-            )
-            checks.append((not slow, why))
-            faults += optimizer.unused(key)
+            faults += optimizer.faults(key)
         faults += [message for holds, message in checks if not holds]
         if faults:
             return faults

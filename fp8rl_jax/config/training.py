@@ -7,9 +7,12 @@ import math
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
+from fp8rl_jax.config.formats import parse_format
 from fp8rl_jax.config.schema import above, at_least, one_of, report
+from fp8rl_jax.errors import UserError
 
-_MomentName = Literal["float32", "bfloat16", "e4m3"]
+MOMENTS = ("float32", "bfloat16", "e4m3")
+"""Short names of formats that a moment rests in."""
 FP8_MAX_BETA2 = 0.99  # training/optimizer.py derives it
 _LossScaleMode = Literal["auto", "dynamic", "static", "none"]
 
@@ -43,25 +46,40 @@ class OptimizerConfig:
     """Decoupled weight decay on matrices; norms and embeddings are never decayed."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this global norm; 0: not clipped."""
-    first_moment: _MomentName = "float32"
-    """How Adam's first moment rests between updates, which compute in float32; e4m3: in groups of
-    128 with a scale each."""
-    second_moment: _MomentName = "float32"
+    first_moment: str = "float32"
+    """How Adam's first moment rests between updates, which compute in float32: float32, bfloat16,
+    e4m3 (in groups of 128 with a scale each), or any format in blocks, by its name."""
+    second_moment: str = "float32"
     """The same of the second moment, rounded stochastically; e4m3 needs beta2 of at most 0.99."""
 
-    def unused(self, key: str) -> list[str]:
-        """List settings of Adam that SGD has no use for, one line each.
+    def faults(self, key: str) -> list[str]:
+        """List moments in formats that cannot be, and settings of Adam that SGD has no use for, one
+        line each.
 
         Args:
             key: of this table.
         """
-        if self.name == "adamw":
-            return []
-        return [
-            f"{key}.{field.name} has no use where {key}.name is {self.name!r}"
-            for field in fields(self)
-            if field.name in _OF_ADAM and getattr(self, field.name) != field.default
-        ]
+        if self.name != "adamw":
+            return [
+                f"{key}.{field.name} has no use where {key}.name is {self.name!r}"
+                for field in fields(self)
+                if field.name in _OF_ADAM and getattr(self, field.name) != field.default
+            ]
+        faults = []
+        for name in ("first_moment", "second_moment"):
+            if (text := getattr(self, name)) in MOMENTS:
+                continue
+            try:
+                if parse_format(text).block is None:
+                    faults.append(f"{key}.{name} = {text!r}: a moment rests in blocks of a row")
+            except UserError as error:
+                faults.append(f"{key}.{name}: {error}; or {', '.join(MOMENTS)}")
+        if self.second_moment == "e4m3" and self.beta2 > FP8_MAX_BETA2:
+            faults.append(
+                f'{key}.beta2 = {self.beta2}: second_moment = "e4m3" needs at most '
+                f'{FP8_MAX_BETA2}; use "bfloat16"'
+            )
+        return faults
 
 
 _OF_ADAM = ("beta1", "beta2", "eps", "first_moment", "second_moment")

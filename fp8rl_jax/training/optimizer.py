@@ -33,6 +33,7 @@ Norms and biases, a small part of all parameters, rest in float32 where matrices
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -44,10 +45,10 @@ import optax
 from jax import lax
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, Key
 
-from fp8rl_jax.config.formats import TensorFormat
-from fp8rl_jax.config.training import FP8_MAX_BETA2, OptimizerConfig
+from fp8rl_jax.config.formats import TensorFormat, parse_format
+from fp8rl_jax.config.training import FP8_MAX_BETA2, MOMENTS, OptimizerConfig
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.precision import QTensor, dequantize, max_value, quantize
+from fp8rl_jax.precision import Blocks, Format, QTensor, format_of, max_value
 from fp8rl_jax.precision.rounding import round_stochastic
 from pallas_kernels.quantize import block_amax, expand_scales
 from pallas_kernels.rounding import rounded
@@ -91,16 +92,27 @@ def moment_formats(config: OptimizerConfig) -> tuple[MomentFormat, MomentFormat]
     """Find the formats of the first and of the second moment.
 
     Raises:
-        UserError: an FP8 second moment with a beta2 above `FP8_MAX_BETA2`.
+        UserError: a name that is none; a second moment in 8 bits with a beta2 at which roundings
+            add up to more than `FP8_MAX_BETA2` allows of e4m3, or in a format that cannot `store`.
     """
     first, second = (
-        GROUPS if choice == "e4m3" else jnp.dtype(choice)
-        for choice in (config.first_moment, config.second_moment)
+        GROUPS if text == "e4m3" else jnp.dtype(text) if text in MOMENTS else parse_format(text)
+        for text in (config.first_moment, config.second_moment)
     )
-    if isinstance(second, TensorFormat) and config.beta2 > FP8_MAX_BETA2:
+    if not isinstance(second, TensorFormat):
+        return first, second
+    made, asked = format_of(second, (1, 1)), f"optimizer.second_moment = {config.second_moment!r}"
+    if not isinstance(made, Blocks):
+        if type(made).store is Format.store:
+            raise UserError(f"{asked}: the format has no `store`, for what changes slowly")
+        return first, second
+    # the deviation that the module's text derives, of 3 bits of mantissa at FP8_MAX_BETA2
+    lost = 2.0 ** (3 - int(jnp.finfo(made.dtype).nmant))
+    most = math.sqrt(max(1 - lost**2 * (1 - FP8_MAX_BETA2**2), 0.0))
+    if config.beta2 > most + 1e-9:
         raise UserError(
-            f"optimizer.beta2 = {config.beta2}: an e4m3 second moment needs at most "
-            f"{FP8_MAX_BETA2}; use bfloat16"
+            f"optimizer.beta2 = {config.beta2}: an {second.element} second moment needs at most "
+            f"{math.floor(100 * most) / 100:g}; use bfloat16"
         )
     return first, second
 
@@ -324,7 +336,10 @@ def _store(
     stochastically."""
     if not isinstance(fmt, TensorFormat):
         return round_stochastic(x, fmt, key) if second and fmt != x.dtype else rounded(x, fmt)
-    q = quantize(x, fmt)
+    made = format_of(fmt, x.shape)
+    if second and not isinstance(made, Blocks):
+        return made.store(x, key)
+    q = made.quantize(x)
     if not second:
         return q
     limit, smallest = max_value(fmt), float(jnp.finfo(q.values.dtype).smallest_subnormal)
@@ -337,7 +352,7 @@ def _store(
 
 
 def _load(stored: Array | QTensor) -> Float[Array, "*axes"]:
-    return dequantize(stored) if isinstance(stored, QTensor) else stored.astype(jnp.float32)
+    return stored.dequantize() if isinstance(stored, QTensor) else stored.astype(jnp.float32)
 
 
 def _is_quantized(x: Any) -> bool:

@@ -15,6 +15,7 @@ from toy_formats import TWO_LEVELS, TwoLevels
 from fp8rl_jax.cli.main import main
 from fp8rl_jax.config.formats import TensorFormat, parse_format
 from fp8rl_jax.config.recipe import LinearPrecision, Recipe
+from fp8rl_jax.config.training import OptimizerConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.forms import quantized_base, rollout_policy
@@ -23,6 +24,7 @@ from fp8rl_jax.models.policy import init_policy
 from fp8rl_jax.parallel import policy_shardings
 from fp8rl_jax.parallel.mesh import AXES
 from fp8rl_jax.precision import QuantizedWeight, check_recipe, format_of, linear, quantize, register
+from fp8rl_jax.training.state import make_optimizer
 
 ALL = LinearPrecision(*[TWO_LEVELS] * 4)
 ROW = {
@@ -131,8 +133,48 @@ def test_what_no_kernel_takes_is_refused_by_name(monkeypatch):
         check_recipe(scaled)
 
 
+def test_moments_rest_in_it():
+    """The first to nearest; the second right in the mean, and never 0 where something is."""
+    config = OptimizerConfig(
+        first_moment="two_levels", second_moment="two_levels", max_grad_norm=0.0
+    )
+    adam = make_optimizer(config, 1)
+    weight, gradient = {"w": jnp.zeros((4, 64))}, {"w": jnp.asarray(draw(4, 64))}
+    _, state, finite = adam.step(weight, gradient, adam.init(weight), jnp.float32(1))
+    mean, square = 0.1 * np.asarray(gradient["w"]), 0.01 * np.asarray(gradient["w"]) ** 2
+    assert finite
+    np.testing.assert_allclose(state[0].mu["w"].dequantize(), restored(mean), rtol=1e-5)
+    fmt = format_of(TWO_LEVELS)
+    draws = jax.vmap(lambda key: fmt.store(square, key).dequantize())(
+        jax.random.split(jax.random.key(0), 1000)
+    )
+    step = np.asarray(fmt.limit(fmt.quantize(square))) / 7
+    above = square > step
+    off = np.abs(np.asarray(draws).mean(0) - square)
+    assert np.all(off[above] < 0.1 * step[above]) and np.all(np.asarray(draws)[:, square > 0] > 0)
+
+
+def test_moments_in_what_cannot_be_are_refused():
+    def said(**formats) -> list[str]:
+        return OptimizerConfig(**formats).faults("optimizer")
+
+    assert not said(first_moment="e5m2-1x64", second_moment="two_levels")
+    assert "optimizer.first_moment = 'e4m3-1x128-power_of_two'" not in str(
+        said(first_moment="e4m3-1x128-power_of_two")
+    )
+    assert (
+        "optimizer.first_moment = 'e5m2': a moment rests in blocks" in said(first_moment="e5m2")[0]
+    )
+    assert "optimizer.second_moment: unknown element 'e9m9'" in said(second_moment="e9m9-1x8")[0]
+    with pytest.raises(UserError, match=r"beta2 = 0.99: an e5m2 second moment needs at most 0.95"):
+        make_optimizer(OptimizerConfig(second_moment="e5m2-1x128"), 1)
+    make_optimizer(OptimizerConfig(second_moment="e5m2-1x128", beta2=0.95), 1)
+
+
 def test_a_run_a_plan_doctor_and_a_comparison_know_it(tmp_path, capsys):
+    moments = {"first_moment": "two_levels", "second_moment": "two_levels"}
     mine = {"recipe": "mine", "recipes": {"mine": ROW}, "trainer": {"steps": 2}}
+    mine |= {"optimizer": moments}
     run = write_run(tmp_path, LEARNS, mine)
     assert train(run, tmp_path / "run", "--precision.exact", "false") == 0
     first, second = metric_rows(tmp_path / "run")

@@ -3,9 +3,10 @@ scale for each 16 of a row, and a float32 scale for those of a row."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
+import jax
 import jax.numpy as jnp
 
 from fp8rl_jax.precision import Format, QTensor, register
@@ -29,6 +30,14 @@ class TwoLevels(Format):
         codes = jnp.round(x / jnp.where(steps == 0, 1.0, steps)).clip(-LARGEST, LARGEST)
         codes = codes.astype(jnp.int8).astype(jnp.uint8) & 15
         return QTensor(codes[..., ::2] | codes[..., 1::2] << 4, scales, self, outer)
+
+    def store(self, x, key, backend="auto"):
+        """Up or down at random, and at least one step where there is something."""
+        q = self.quantize(x)
+        step = self.limit(q) / LARGEST
+        codes = jnp.floor(x / jnp.where(step == 0, 1.0, step) + jax.random.uniform(key, x.shape))
+        codes = codes.clip(jnp.where(x > 0, 1, 0), LARGEST).astype(jnp.uint8)
+        return replace(q, values=codes[..., ::2] | codes[..., 1::2] << 4)
 
     def dequantize(self, q):
         nibbles = jnp.stack([q.values & 15, q.values >> 4], -1).reshape(q.shape)
