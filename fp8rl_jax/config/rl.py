@@ -37,6 +37,8 @@ from fp8rl_jax.functions import function_faults, is_users, settle
 
 ESTIMATORS = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline")
 """Built-in advantage estimators; rl/advantages.py has the functions."""
+SELECTIONS = ("informative", "finished")
+"""Built-in rules of which samples teach; rl/selection.py has the functions."""
 OBJECTIVES = ("clip", "cispo", "reinforce")
 """Built-in objectives; rl/objectives.py has the functions."""
 _RatioLevel = Literal["token", "sequence"]
@@ -277,9 +279,22 @@ class RLConfig(LossConfig):
     """Prompts that teach nothing."""
     clip_calibration: ClipCalibrationConfig = ClipCalibrationConfig()
     """Clip bounds of a trainer in FP8."""
+    selection: str = ""
+    """Which samples of a step teach, and in which order; empty: all, as they are. informative: no
+    prompt whose rewards are all equal; finished: no completion that the length limit ended. Or a
+    function of your own, `module:function` or `path/to/file.py:function`: docs/objectives.md."""
+    selection_args: dict[str, float] = field(default_factory=dict)
+    """Keyword arguments of a function of your own."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        settle(self, "selection", "selection_args")
+        key = "rl.selection"
+        report(
+            *function_faults(
+                key, self.selection or None, SELECTIONS, f"{key}_args", self.selection_args
+            )
+        )
         plain = self.objective == "clip" and self.ratio == "token"
         replaced = (
             self.correction.value("mode") == "bypass"

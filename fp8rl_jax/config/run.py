@@ -463,6 +463,11 @@ class RunConfig:
                 "unset with task.max_turns above 1",
             ),
             (
+                not (episodes and self.rl.selection),
+                "rl.selection: an episode may be several rows of a batch; leave it unset with "
+                "task.max_turns above 1",
+            ),
+            (
                 not (episodes and trainer.router_replay),
                 "trainer.router_replay: routes are those of one completion; leave it false with "
                 "task.max_turns above 1",

@@ -28,8 +28,8 @@ log-probabilities:
 
 Its pieces stand alone: `policy_loss` knows nothing of the rollout, `correction` nothing of the
 loss. Formulas, each with its paper and departures, head the files: advantages, objectives, loss,
-correction, mismatch. An objective, an estimator of advantages or importance weights of one's own:
-docs/objectives.md.
+correction, mismatch, selection. An objective, an estimator of advantages, importance weights or a
+rule of which samples teach of one's own: docs/objectives.md.
 """
 
 from fp8rl_jax.config.rl import (
@@ -76,6 +76,7 @@ from fp8rl_jax.rl.objectives import (
     policy_ratio,
     reward_kl,
 )
+from fp8rl_jax.rl.selection import SelectionInputs, check_rows, select
 
 __all__ = [
     "AdvantageConfig",
@@ -91,11 +92,13 @@ __all__ = [
     "RatioInputs",
     "RewardInputs",
     "RewardKLConfig",
+    "SelectionInputs",
     "TokenInputs",
     "add_metrics",
     "aggregate",
     "calibrated_bounds",
     "check_functions",
+    "check_rows",
     "check_sampling",
     "corrected_policy_loss",
     "correction",
@@ -117,4 +120,5 @@ __all__ = [
     "reward_kl",
     "reward_metrics",
     "rollout_logprobs",
+    "select",
 ]

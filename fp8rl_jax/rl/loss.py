@@ -64,6 +64,7 @@ from fp8rl_jax.rl.objectives import (
     policy_ratio,
     token_losses,
 )
+from fp8rl_jax.rl.selection import SELECTION_KEY, SelectionInputs, select
 
 
 @jax.tree_util.register_dataclass
@@ -273,7 +274,7 @@ def loss_denominator(mask: Mask, config: LossConfig) -> Float[Array, ""]:
 
 
 def check_functions(config: RLConfig, samples_per_prompt: int = 4) -> None:
-    """Trace the objective, estimator and weights that are the user's, on shapes alone.
+    """Trace the objective, estimator, weights and selection that are the user's, on shapes alone.
 
     The objective's gradient is traced, too, so that one without a derivative is found here.
 
@@ -303,7 +304,16 @@ def check_functions(config: RLConfig, samples_per_prompt: int = 4) -> None:
     def weighted(log_ratio, mask):
         return importance_weights(log_ratio, mask, config.correction)
 
+    def selected(advantages, rewards, valid, lengths, stopped):
+        key = jax.random.key(0)
+        return select(SelectionInputs(advantages, rewards, valid, lengths, stopped, key), config)
+
+    groups = [
+        shape((prompts, samples_per_prompt), dtype)
+        for dtype in (jnp.float32, jnp.float32, bool, jnp.int32, bool)
+    ]
     checks = (
+        (SELECTION_KEY, config.selection, selected, groups),
         (OBJECTIVE_KEY, config.objective, jax.grad(loss, has_aux=True), inputs),
         (ESTIMATOR_KEY, config.advantage.estimator, estimated, (rewards, valid, lengths)),
         (WEIGHTS_KEY, config.correction.value("weights"), weighted, (values, mask)),

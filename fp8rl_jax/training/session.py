@@ -33,7 +33,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, ArrayLike, Float, Key
 
 from fp8rl_jax import rl
 from fp8rl_jax.caching import keep_compiled_programs
@@ -54,6 +54,7 @@ from fp8rl_jax.parallel import (
     batch_sharding,
     batch_shards,
     check_batch,
+    constrain,
     is_main_process,
     make_mesh,
     replicated,
@@ -114,6 +115,8 @@ _NARROWEST = 16
 """Tokens that prompts are padded to at least."""
 _TRAINING, _SAMPLES, _SYNCS = 0, 1, 4
 """What the keys of a seed are for; 2 is for adapters (training.adapters), 3 for dither (models)."""
+_SELECTION = 2**31 - 1
+"""What a step's key is for behind all its rollouts, which count from 0."""
 # programs, and not dozens of small operations, which on a mesh may wait for each other without an
 # end
 _mismatch = jax.jit(rl.mismatch_metrics, static_argnames="config")
@@ -141,6 +144,36 @@ def _advantages(
     return rl.group_advantages(
         rewards + overlong, samples, config.advantage, valid, lengths
     ), metrics
+
+
+@partial(jax.jit, static_argnames=("config", "samples"))
+def _selection(
+    advantages, rewards, valid, lengths, stopped, key, *, config: RLConfig, samples: int
+):
+    """Rows and weights of rl.selection, from values of all rows."""
+    groups = (x.reshape(-1, samples) for x in (advantages, rewards, valid, lengths, stopped))
+    return rl.select(rl.SelectionInputs(*groups, key), config)
+
+
+@jax.jit
+def _picked(batch: Batch, sampled, rows, weights) -> tuple[Batch, Array]:
+    """These rows of a batch, a line of them for each prompt, and of a value a token."""
+    flat, samples = rows.reshape(-1), len(batch.tokens) // len(batch.lengths)
+    prompts = rows[:, 0] // samples
+    of_prompts = ("prompts", "lengths", "prompt_routes")
+    fields = {
+        name: constrain(x[prompts if name in of_prompts else flat], "batch", *[None] * (x.ndim - 1))
+        for name, x in vars(batch).items()
+        if x is not None
+    }
+    made, weights = replace(batch, **fields), weights.reshape(-1)
+    in_loss = made.mask if made.loss_mask is None else made.loss_mask
+    made = replace(
+        made,
+        advantages=made.advantages * weights,
+        loss_mask=in_loss & (weights > 0)[:, None],
+    )
+    return made, constrain(sampled[flat], "batch", None)
 
 
 def _on_mesh[**P, R](method: Callable[P, R]) -> Callable[P, R]:
@@ -432,7 +465,9 @@ class Session:
         learner, state = self._started()
         parts = learner.micro_batches(rollout.prompts_in_batch)
         batch = rollout.batch(learner.config.rl, config.samples_truncated(), entering)
-        batch = learner.with_logprobs(state, batch, parts, clock)
+        first = not config.rl.selection or config.rl.reward_kl.coefficient > 0
+        if first:
+            batch = learner.with_logprobs(state, batch, parts, clock)
         lengths, divergence = rollout.by_sample(_lengths(batch.mask)), None
         if config.rl.reward_kl.coefficient:
             divergence = _reward_kl(
@@ -450,13 +485,20 @@ class Session:
             longest=self.sampling.max_new_tokens,
         )
         batch = replace(batch, advantages=rollout.by_row(advantages))
+        sampled = rollout.policy_logprobs
+        if config.rl.selection:
+            batch, sampled, chosen = self._selected(rollout, batch, values, valid)
+            metrics |= chosen
+            parts = learner.micro_batches(len(batch.lengths))
+            if not first:
+                batch = learner.with_logprobs(state, batch, parts, clock)
         state, train_logprobs, learned, seen = learner.update(
             state, batch, parts, clock, self.scales
         )
         # XLA may lay small tensors out anew, and every program would be compiled for both layouts
         self._state = shard_policy(state, self.mesh)
         mismatch = _mismatch(
-            rollout.policy_logprobs,
+            sampled,
             train_logprobs,
             batch.mask,
             batch.advantages,
@@ -922,6 +964,28 @@ class Session:
         self._served, self._uncalibrated = True, self._calibrates("rollout")
         if self._uncalibrated and prompts is not None:
             self._calibrate_rollout(prompts)
+
+    def _selected(
+        self, rollout: Experience, batch: Batch, rewards: ArrayLike, valid: ArrayLike
+    ) -> tuple[Batch, Float[Array, "b t"], dict[str, float]]:
+        """The rows that rl.selection chooses, what the rollout gave their tokens, and
+        selection/*."""
+        config, rows_per_prompt = self.config.rl, len(batch.tokens) // len(batch.lengths)
+        stopped = rollout.rollout.stopped & batch.mask.any(axis=1)
+        key = jax.random.fold_in(rollout_key(self.config.seed, self.step), _SELECTION)
+        samples = batch.advantages, rewards, valid, _lengths(batch.mask), stopped
+        rows, weights = _selection(*samples, key, config=config, samples=rows_per_prompt)
+        host, weighed = to_host((rows, weights))
+        rl.check_rows(host, len(batch.lengths), rows_per_prompt, config.selection)
+        unit = math.lcm(_prompts_of_a_part(self.config), batch_shards(self.mesh))
+        if len(host) % unit:
+            raise UserError(
+                f"rl.selection = {config.selection!r}: {len(host)} lines of rows do not "
+                f"divide by {unit}, which updates, micro-batches and the mesh ask for"
+            )
+        used = np.unique(host[weighed > 0])
+        metrics = {"selection/used": len(used) / max(len(rollout.texts), 1)}
+        return *_picked(batch, rollout.policy_logprobs, rows, weights), metrics
 
     def _calibrate_rollout(self, prompts: Prompts) -> None:
         with self.clock.part("calibrate"):

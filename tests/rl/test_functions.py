@@ -405,20 +405,20 @@ def test_the_command_line_names_the_key(tmp_path, capsys):
 def test_the_examples_of_docs_objectives_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    for module in ("losses", "advantages", "correction"):
+    for module in ("losses", "advantages", "correction", "selection", "noise"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     notebook: dict = {}
     blocks = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    assert [language for language, _ in blocks] == ["python", "toml", "python"] * 3
+    assert [language for language, _ in blocks] == ["python", "toml", "python"] * 5
     for language, text in blocks:
         if named := re.match(r"# (\w+\.(?:py|toml))\n", text):
             (tmp_path / named[1]).write_text(text)
         else:
             exec(compile(text, "a block of docs/objectives.md", "exec"), notebook)
         if language == "toml":
-            config = load_config(RunConfig, [named[1]], "fp8rl train").rl
-            rl.check_functions(config)
-            assert config != rl.RLConfig()
+            config = load_config(RunConfig, [named[1]], "fp8rl train")
+            rl.check_functions(config.rl)
+            assert config != RunConfig()
 
 
 def test_the_example_of_the_rl_docstring_runs(make_batch):
