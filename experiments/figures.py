@@ -688,6 +688,41 @@ def arrival() -> str:
     return f"{about}\n\n{table(heads, rows)}"
 
 
+ELSEWHERE = {
+    "smollm2_largest": "the largest of three numbers",
+    "smollm2_rate": "sums, at a third of the learning rate for 20 steps",
+    "smollm2_sgd": "sums, by SGD",
+}
+"""Ablations of the same question, and what they change."""
+
+
+def elsewhere() -> str:
+    """Whether rounding to nearest is deaf under other conditions, too."""
+    known = {
+        name: what
+        for name, what in ELSEWHERE.items()
+        if (RESULTS / "ablations" / f"{name}.json").exists()
+    }
+    about = prose(f"""
+        The same question under other conditions, so that it might have come out otherwise: SmolLM2-135M-Instruct, recipe
+        `bf16` in bfloat16 compute, masters dithered or where the checkpoint has them, {study("smollm2_largest").seeds} paired
+        seeds each. Accuracy before and after (95 % interval over seeds), what arrived of the update at the last sync (range
+        over seeds), and the difference, paired. Records: `experiments/results/ablations/`, one for each file of
+        `experiments/ablations/` that is named here.
+    """)
+    rows = []
+    for name, what in known.items():
+        found = study(name)
+        arms = {arm["name"]: arm["runs"] for arm in record(f"ablations/{name}.json")["arms"]}
+        for arm, of_arm in found.arms.items():
+            last = [run["series"]["sync/arrived"]["values"][-1] for run in arms[arm]]
+            changes = [what, f"`{name}.toml`"] if not of_arm.comparison else ["", ""]
+            cells = [estimate(x, ".3f") for x in (of_arm.before, of_arm.after)]
+            rows.append([*changes, f"`{arm}`", *cells, seeds(last, ".2f"), against(of_arm)])
+    heads = ["learns", "file", "masters", "before", "after", "arrived", "less `dithered`"]
+    return f"{about}\n\n{table(heads, rows)}"
+
+
 HEARD = ("arrived", "noise", "changed")
 
 
@@ -796,6 +831,13 @@ SECTIONS = (
         arrival,
         "python -m experiments.arrival",
         ARRIVAL,
+        optional=True,
+    ),
+    Section(
+        "Does it arrive elsewhere?",
+        elsewhere,
+        "fp8rl ablate FILE, each in its file",
+        "ablations/smollm2_largest.json",
         optional=True,
     ),
     Section("Ways to let it arrive", cures, "python -m experiments.cures", CURES),
