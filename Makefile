@@ -134,7 +134,9 @@ peers: install $(PEERS)/.installed ## fake quantization written independently in
 	@$(BIN)/python -m experiments.fake_quantization --python $(abspath $(PEERS)/bin/python) \
 	  --output experiments/results/fake_quantization.json
 
-hopper: install ## the kernels and the GPU command, checked without a GPU: played, compiled to sm_90a, rehearsed
+# What has not changed keeps its verdict (pallas_kernels/check/verdicts.py)
+hopper: export FP8RL_ALL_KERNELS := $(ALL)
+hopper: install ## the kernels and the GPU command, checked without a GPU: played, compiled to sm_90a, rehearsed; ALL=1: every kernel
 	$(call both,hopper)
 
 mutants: install ## make errors of wiring in copies of the tree, which tests must find; MUTANTS="loop sft" chooses

@@ -1,6 +1,7 @@
 """The operations on Hopper, without one: every small case is played with race detection, and
-compiled to sm_90a with every fourth of the real ones, which are sweeps of shapes (`python -m
-pallas_kernels.check.compile OPERATION` compiles all).
+compiled to sm_90a with every fourth of the real ones (`python -m pallas_kernels.check.compile
+OPERATION` compiles all). What has been checked as it is now is not checked again, but for an eighth
+of it (pallas_kernels/check/verdicts.py; `make hopper ALL=1` checks everything).
 
 A kernel with a fault in its barriers hangs, so each operation is played in a process that is killed
 when it takes too long.
@@ -10,44 +11,24 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
+from datetime import date, timedelta
 
 import pytest
 from filelock import FileLock
 
-from pallas_kernels.check.cases import OPERATIONS, Case, cases_of
+from pallas_kernels.check import verdicts
+from pallas_kernels.check.cases import OPERATIONS
+from pallas_kernels.check.verdicts import chosen, due, known, run
 from pallas_kernels.mosaic import SMEM_BYTES
 
-SECONDS = 1200  # of all cases of an operation; a machine without other work needs a tenth
-
-
-def run(check: str, *arguments: str, seconds: float) -> list[dict]:
-    """The result of each case that finished; a last entry "hangs" or "died" where one did not."""
-    command = [sys.executable, "-m", f"pallas_kernels.check.{check}", *arguments]
-    try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=seconds,
-            env=dict(os.environ, JAX_PLATFORMS="cpu"),
-        )
-        output, fault = done.stdout, done.returncode and {"died": done.stderr[-2000:]}
-    except subprocess.TimeoutExpired as late:
-        output, fault = (late.stdout or b"").decode(), {"hangs": f"after {seconds} s"}
-    lines = output.splitlines()
-    results = [json.loads(line) for line in lines if line.startswith("{")]
-    return results + (
-        [{"case": lines[-1].removeprefix("# ") if lines else "", **fault}] if fault else []
-    )
+ALL = "FP8RL_ALL_KERNELS"
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """check, operation -> case -> result; each runs once, for whichever of pytest's workers asks
-    first."""
+    first. Where nothing has changed that it depends on, the result is the one that is kept."""
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
@@ -55,30 +36,26 @@ def results(tmp_path_factory):
         file = shared / f"{check}-{operation}.json"
         with FileLock(f"{file}.lock"):
             if not file.exists():
-                names = [
-                    case.name for case in chosen(operation, real=4 if check == "compile" else 0)
-                ]
-                file.write_text(json.dumps(run(check, operation, *names, seconds=SECONDS)))
-        return {result["case"]: result for result in json.loads(file.read_text())}
+                kept = {} if os.environ.get(ALL) else known(check, operation)
+                names = [case.name for case in chosen(check, operation)]
+                wanted = [x for x in names if x not in kept or due(x, date.today())]
+                fresh = run(check, operation, *wanted) if wanted else []
+                file.write_text(json.dumps(kept | {x["case"]: x for x in fresh}))
+        return json.loads(file.read_text())
 
     return of
 
 
-def chosen(operation: str, real: int) -> list[Case]:
-    """The small cases, and every `real`-th of the real ones; 0: none of these."""
-    return [*cases_of(operation, "small"), *(cases_of(operation, "real")[::real] if real else ())]
-
-
-def every(real: int) -> list:
+def every(check: str) -> list:
     return [
         pytest.param(operation, case, id=f"{operation}-{case.name}")
         for operation in OPERATIONS
-        for case in chosen(operation, real)
+        for case in chosen(check, operation)
     ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("operation, case", every(0))
+@pytest.mark.parametrize("operation, case", every("interpret"))
 def test_values_without_a_race(results, operation, case):
     found = results("interpret", operation).get(
         case.name, {"missing": "the process ended before it"}
@@ -88,7 +65,7 @@ def test_values_without_a_race(results, operation, case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("operation, case", every(4))
+@pytest.mark.parametrize("operation, case", every("compile"))
 @pytest.mark.usefixtures("toolchain")
 def test_machine_code(results, operation, case):
     found = results("compile", operation).get(case.name, {"missing": "the process ended before it"})
@@ -112,7 +89,9 @@ BUGS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("without", BUGS)
 def test_the_interpreter_sees_what_is_left_out(without):
-    [found] = run("interpret", "matmul", "ring-wraps", "--without", without, seconds=SECONDS)
+    [found] = run(
+        "interpret", "matmul", "ring-wraps", "--without", without, seconds=verdicts.SECONDS
+    )
     assert BUGS[without](found), found
 
 
@@ -125,3 +104,25 @@ def test_a_consumer_that_hands_nothing_back_hangs():
 def test_a_case_that_is_not_there_is_named():
     [found] = run("interpret", "matmul", "no-such-case", seconds=60)
     assert "no-such-case" in found["died"] and "ring-wraps" in found["died"]
+
+
+def test_a_verdict_holds_as_long_as_nothing_changes_that_it_depends_on(monkeypatch, tmp_path):
+    kept = {"fingerprint": verdicts.fingerprint("compile", "quantize"), "results": [{"case": "a"}]}
+    monkeypatch.setattr(verdicts, "_kept", lambda: {"compile": {"quantize": kept}})
+    assert known("compile", "quantize") == {"a": {"case": "a"}}
+    assert known("interpret", "quantize") == known("compile", "matmul") == {}
+    reached = verdicts.sources("pallas_kernels.quantize.cases", "pallas_kernels.check.compile")
+    names = {file.relative_to(verdicts.ROOT / "pallas_kernels").as_posix() for file in reached}
+    assert {"quantize/hopper.py", "mosaic.py", "qtensor.py", "check/compile.py"} <= names
+    assert not any(name.startswith(("attention", "matmul")) for name in names)
+    changed = tmp_path / "mosaic.py"
+    changed.write_text("# another\n")
+    monkeypatch.setattr(verdicts, "sources", lambda *_: [*reached, changed])
+    assert known("compile", "quantize") == {}
+
+
+def test_every_case_is_due_on_one_day_of_eight():
+    names = [f"{op}-{case.name}" for op in OPERATIONS for case in chosen("compile", op)]
+    days = [date(2026, 1, 1) + timedelta(n) for n in range(verdicts.EVERY)]
+    counts = [sum(due(name, day) for name in names) for day in days]
+    assert sum(counts) == len(names) and max(counts) < len(names) / 4
