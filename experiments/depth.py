@@ -38,10 +38,9 @@ from experiments.benchmarks.machine import facts
 from experiments.command import run_command
 from fp8rl_jax.compare.probe import Tokens, at_once
 from fp8rl_jax.config.recipe import RECIPES, ForwardFormats, Recipe
-from fp8rl_jax.models.cache import KVScales
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.forms import rollout_policy, trainer_policy
-from fp8rl_jax.models.policy import Policy, init_policy, run_of_layers
+from fp8rl_jax.models.policy import Policy, init_policy, run_of_layers, with_scales
 from fp8rl_jax.rl.metrics import k3
 from fp8rl_jax.rollout.calibration import calibrate_on_prompts
 from fp8rl_jax.rollout.engine import Prompts, pad_prompts
@@ -143,13 +142,13 @@ def point(
     policy, kind, given = cut(model(weights), depth), jnp.dtype(dtype), prompts()
 
     @cache
-    def calibrated(recipe: Recipe) -> KVScales | None:
-        return _calibrate(policy, given, recipe, kind)
+    def served(recipe: Recipe) -> Policy:
+        made = _serve(policy, recipe, kind, False, BACKEND)[0]
+        return with_scales(made, _calibrate(policy, given, recipe, kind))
 
     @cache
     def sampled(recipe: Recipe) -> Rollout:
-        served = _serve(policy, recipe, kind, False, BACKEND)[0]
-        return _sample(served, *given, jax.random.key(0), calibrated(recipe))
+        return _sample(served(recipe), *given, jax.random.key(0))
 
     @cache
     def scored(sampler: Recipe, recipe: Recipe, trainer: bool) -> jax.Array:
@@ -157,8 +156,7 @@ def point(
         tokens = Tokens(given.tokens, given.lengths, rollout.tokens, rollout.mask.sum(1))
         if trainer:
             return _at_once(_train(policy, recipe, kind, BACKEND), tokens)
-        served = _serve(policy, recipe, kind, False, BACKEND)[0]
-        return _at_once(served, tokens, calibrated(recipe))
+        return _at_once(served(recipe), tokens)
 
     results = {}
     for name in recipes:

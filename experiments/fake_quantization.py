@@ -51,7 +51,7 @@ from fp8rl_jax.compare.tokens import Tokens
 from fp8rl_jax.config.formats import TensorFormat
 from fp8rl_jax.config.recipe import RECIPES, ForwardFormats, Recipe
 from fp8rl_jax.models.forms import rollout_policy, trainer_policy
-from fp8rl_jax.models.policy import Policy, Weight
+from fp8rl_jax.models.policy import Policy, Weight, changed_policy
 from fp8rl_jax.precision import quantize
 from fp8rl_jax.rollout.engine import pad_prompts
 from fp8rl_jax.rollout.sampler import generate
@@ -275,7 +275,7 @@ def moved(policy: Policy, seed: int) -> Policy:
     embedding = policy.embed_tokens
     noise = jax.random.normal(jax.random.key(seed), embedding.value.shape)
     other = Weight(embedding.value * (1 + MOVED * noise), embedding.axes)
-    return Policy(policy.config, other, policy.layers, policy.norm, policy.lm_head, policy.compute)
+    return changed_policy(policy, embed_tokens=other)
 
 
 def compare_codes(path: Path, policy: Policy) -> dict[str, Any]:

@@ -211,14 +211,14 @@ LIST: list[Mutant] = [
         ),
         (
             "mismatch-swapped",
-            "rollout.policy_logprobs, train_logprobs,",
-            "train_logprobs, rollout.policy_logprobs,",
+            "sampled, train_logprobs,",
+            "train_logprobs, sampled,",
             "a_step_learns",
         ),
         (
             "mismatch-of-what-was-truncated",
-            "rollout.policy_logprobs, train",
-            "batch.rollout_logprobs, train",
+            "sampled = rollout.policy_logprobs",
+            "sampled = batch.rollout_logprobs",
             "a_step_learns",
         ),
         (
@@ -1004,15 +1004,9 @@ LIST: list[Mutant] = [
         ("too-narrow", "-(-width // n)", "width // n", f"{WIRING} episodes_go_on"),
         (
             "scales-kept",
-            "self.scales = self.scales, calibration",
-            "self.scales = 2 * (self.scales or calibration,)",
+            "served = with_scales(served, context.scales)",
+            "served = with_scales(served, self._replaced or context.scales)",
             f"{WIRING} scales_are",
-        ),
-        (
-            "unscaled",
-            "key, self.scales, samples=samples",
-            "key, None, samples=samples",
-            "rollout/test_generate.py fp8_policy",
         ),
         (
             "version-of-none",
@@ -1060,6 +1054,12 @@ LIST: list[Mutant] = [
     *of(
         "models/forward.py",
         "training/test_update.py",
+        (
+            "unscaled",
+            "pick(scales.value)",
+            "2 * pick(scales.value)",
+            "rollout/test_generate.py fp8_policy",
+        ),
         (
             "positions-anew",
             "positions = jnp.repeat(lengths, n)[:, None] +",
@@ -1253,14 +1253,14 @@ LIST: list[Mutant] = [
         ),
         (
             "prompt-padding-attended",
-            "run(prompts, segment_ids=segments,",
-            "run(prompts,",
+            "run(prompts, segment_ids=segments)",
+            "run(prompts)",
             "no_padding",
         ),
         (
             "without-prompt",
-            "KVCache(first.cache, scales=scales)",
-            "KVCache(scales=scales)",
+            "cache = KVCache(first.cache)",
+            "cache = KVCache()",
             "no_padding",
         ),
     ),
@@ -1419,6 +1419,32 @@ LIST: list[Mutant] = [
             "_dither_blocks(made, fmt, source, salt)",
             "what_lies",
         ),
+    ),
+    *of(
+        "training/session.py",
+        "rl/test_selection.py",
+        ("weights-lost", "made.advantages * weights", "made.advantages", "chosen_rows"),
+        ("weight-0-teaches", "(weights > 0)[:, None]", "(weights >= 0)[:, None]", "chosen_rows"),
+    ),
+    *of(
+        "rollout/engine.py",
+        "rollout/test_transform.py",
+        ("not-transformed", "if self.transform is not None:", "if False:", "served_copy"),
+    ),
+    *of(
+        "training/optimizer.py",
+        "training/test_moments.py",
+        (
+            "sgd-unclipped",
+            "change = _clipped(gradient, norm, config.max_grad_norm)",
+            "change = gradient",
+            "sgd_is",
+        ),
+    ),
+    *of(
+        "precision/linear.py",
+        "precision/test_own_formats.py",
+        ("odd-tokens", "_more_rows(rows, more)", "rows", "products_are"),
     ),
     *of(
         "parallel/rules.py",

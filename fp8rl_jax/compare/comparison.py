@@ -355,7 +355,7 @@ class _Comparing:
         if attended:
             values = _flat(self.real(stored))
             # one for the tensor, or one for each KV head
-            scales = np.asarray(getattr(side.scales, role)[i], np.float32).reshape(1, -1)
+            scales = np.asarray(getattr(side.served.kv_scales, role)[i], np.float32).reshape(1, -1)
             block = len(values), values.shape[1] // scales.shape[1]
             fmt_of_heads = Blocks(block, values.dtype.name)
             quantized = QTensor(jnp.asarray(values), jnp.asarray(scales), fmt_of_heads)

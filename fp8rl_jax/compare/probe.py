@@ -31,7 +31,7 @@ from jaxtyping import Array, Float
 
 from fp8rl_jax.compare.causes import logprob_differences
 from fp8rl_jax.compare.tokens import Parts, Tokens
-from fp8rl_jax.models.cache import KVBlock, KVCache, KVScales, empty_block
+from fp8rl_jax.models.cache import KVBlock, KVCache, empty_block
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.forms import predequantized
 from fp8rl_jax.models.forward import (
@@ -229,7 +229,7 @@ def run_layer(
     return Parts(first.kept, jax.tree.map(lambda z: jnp.moveaxis(z[:, :, 0], 0, 1), kept))
 
 
-def at_once(policy: Policy, tokens: Tokens, scales: KVScales | None = None) -> Float[Array, "p t"]:
+def at_once(policy: Policy, tokens: Tokens) -> Float[Array, "p t"]:
     """Compute log-probabilities as the update does: a prompt, then its completion over its keys.
 
     Args:
@@ -238,10 +238,8 @@ def at_once(policy: Policy, tokens: Tokens, scales: KVScales | None = None) -> F
     """
     lengths, masks, width = tokens.prompt_lengths, tokens.masks, tokens.completions.shape[1]
     run = partial(forward, policy)
-    prompt = run(
-        tokens.prompts, segment_ids=masks.prompt.astype(jnp.int32), cache=KVCache(scales=scales)
-    )
-    cache, positions = KVCache(prompt.cache, scales=scales), lengths[:, None] + jnp.arange(width)
+    prompt = run(tokens.prompts, segment_ids=masks.prompt.astype(jnp.int32))
+    cache, positions = KVCache(prompt.cache), lengths[:, None] + jnp.arange(width)
     rest = run(
         tokens.completions, positions, masks.completion.astype(jnp.int32), cache, keep_cache=False
     )
@@ -250,9 +248,7 @@ def at_once(policy: Policy, tokens: Tokens, scales: KVScales | None = None) -> F
     return token_logprobs(hidden, policy, tokens.completions)[0]
 
 
-def one_by_one(
-    policy: Policy, tokens: Tokens, scales: KVScales | None = None
-) -> Float[Array, "p t"]:
+def one_by_one(policy: Policy, tokens: Tokens) -> Float[Array, "p t"]:
     """Compute log-probabilities as the sampler does: prefill, then a token at a time over its
     cache.
 
@@ -263,7 +259,7 @@ def one_by_one(
     compute, lengths, completions = policy.compute, tokens.prompt_lengths, tokens.completions
     width = completions.shape[1]
     segments = tokens.masks.prompt.astype(jnp.int32)
-    prefill = forward(policy, tokens.prompts, segment_ids=segments, cache=KVCache(scales=scales))
+    prefill = forward(policy, tokens.prompts, segment_ids=segments)
     last = jnp.take_along_axis(prefill.hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
     empty = empty_block(policy.config, len(completions), width, cache_dtype(policy), policy.stacked)
 
@@ -272,7 +268,7 @@ def one_by_one(
 
     def step(kept, now):
         t, token, following = now
-        cache = KVCache(prefill.cache, KVBlock(*kept, empty.mask), t, scales)
+        cache = KVCache(prefill.cache, KVBlock(*kept, empty.mask), t)
         result = forward(policy, token[:, None], (lengths + t)[:, None], cache=cache)
         assert result.cache is not None
         return (result.cache.keys, result.cache.values), logprob(result.hidden[:, 0], following)
@@ -283,13 +279,11 @@ def one_by_one(
     return jnp.concatenate([first[:, None], rest.T], axis=1)
 
 
-def excess_precision(
-    policy: Policy, tokens: Tokens, scales: KVScales | None, rollout: bool
-) -> dict[str, Any]:
+def excess_precision(policy: Policy, tokens: Tokens, rollout: bool) -> dict[str, Any]:
     """Compare a side's whole program with itself, compiled without XLA's excess precision."""
     run = one_by_one if rollout else at_once
     allowed, forbidden = (
-        jax.jit(run, compiler_options={"xla_allow_excess_precision": kept})(policy, tokens, scales)
+        jax.jit(run, compiler_options={"xla_allow_excess_precision": kept})(policy, tokens)
         for kept in (True, False)
     )
     return logprob_differences(

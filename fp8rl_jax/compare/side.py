@@ -23,7 +23,7 @@ from fp8rl_jax.models.config import PolicyConfig, stack_of
 from fp8rl_jax.models.forms import rollout_policy, trainer_policy
 from fp8rl_jax.models.forward import embed, layer_inputs
 from fp8rl_jax.models.logprobs import token_logprobs
-from fp8rl_jax.models.policy import Layer, Policy, unstack
+from fp8rl_jax.models.policy import Layer, Policy, unstack, with_scales
 from fp8rl_jax.precision import QTensor, QuantizedWeight, check_recipe, describe
 from fp8rl_jax.rollout.arrival import Arrival
 from fp8rl_jax.rollout.calibration import observe_qkv, observe_served, scales_from_amax
@@ -41,8 +41,8 @@ class Side:
         recipe, phase: the formats are those of this phase.
         dtype: of what is not quantized.
         source: the weights before quantization, layers stacked.
-        served: embedding, final norm and head in the compute dtype, and `layers`, a list.
-        scales: of the quantized cache, or None.
+        served: embedding, final norm and head in the compute dtype, `layers`, a list, and the
+            scales of a quantized cache.
         excess: `excess_precision` of the side's whole program; None where nothing is computed in 16
             bits, and for exact recipes.
     """
@@ -53,7 +53,6 @@ class Side:
     backend: Backend
     source: Policy
     served: Policy
-    scales: KVScales | None
     excess: dict[str, Any] | None = None
 
     @classmethod
@@ -76,7 +75,6 @@ class Side:
         """
         check_recipe(recipe, backend)
         kind = jnp.dtype(dtype)
-        scales = None
         if phase == "trainer":
             served = jax.jit(trainer_policy, static_argnums=(1, 2, 3))(
                 policy, recipe, kind, backend
@@ -87,10 +85,11 @@ class Side:
             )(policy)[0]
             if recipe.quantizes_cache:
                 scales = _calibrate(policy, served, recipe, kind, tokens, backend)
+                served = with_scales(served, scales)
         excess = None
         if kind.itemsize == 2 and not recipe.exact:
-            excess = excess_precision(served, tokens, scales, phase == "rollout")
-        return cls(recipe, phase, kind, backend, policy, unstack(served), scales, excess)
+            excess = excess_precision(served, tokens, phase == "rollout")
+        return cls(recipe, phase, kind, backend, policy, unstack(served), excess)
 
     @property
     def formats(self) -> LinearFormats:
@@ -117,8 +116,7 @@ class Side:
         routes: Parts | None = None,
     ):
         """Run layer i; see `run_layer`."""
-        cache = KVCache(scales=self.scales)
-        inputs = layer_inputs(self.served, cache, None, lambda z: z[i], lambda z: z[i])
+        inputs = layer_inputs(self.served, KVCache(), None, lambda z: z[i], lambda z: z[i])
         return run_layer(
             self.layers[i],
             x,

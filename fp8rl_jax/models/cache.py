@@ -93,13 +93,11 @@ class KVCache:
             their own prefix; None: the call attends to its own tokens causally and returns their
             block.
         slot: int32, first slot of a block that the call writes.
-        scales: FP8 scales, or None when nothing in the cache is quantized.
     """
 
     prefix: KVBlock | None = None
     completion: KVBlock | Pages | None = None
     slot: Int[Array, ""] | None = None
-    scales: KVScales | None = None
 
 
 def empty_block(

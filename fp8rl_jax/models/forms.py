@@ -30,7 +30,6 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float
 
 from fp8rl_jax.config.recipe import LinearPrecision, Recipe
-from fp8rl_jax.models.cache import KVScales
 from fp8rl_jax.models.config import PolicyConfig, stack_of
 from fp8rl_jax.models.lora import Adapted, Adapters, unstack_adapters
 from fp8rl_jax.models.policy import (
@@ -47,6 +46,7 @@ from fp8rl_jax.models.policy import (
     to_compute,
     with_compute,
     with_layers,
+    with_scales,
 )
 from fp8rl_jax.precision import (
     Compute,
@@ -249,9 +249,10 @@ def linear_formats(
     }
 
 
-def finite_flags(policy: Policy, scales: KVScales | None) -> dict[str, Bool[Array, ""]]:
+def finite_flags(policy: Policy) -> dict[str, Bool[Array, ""]]:
     """Flag the roles whose values are all finite: `weight`, and `kv_scale` of an FP8 cache."""
-    leaves: list[Any] = jax.tree.leaves(policy, is_leaf=lambda x: isinstance(x, QTensor))
+    scales, weights = policy.kv_scales, with_scales(policy, None)
+    leaves: list[Any] = jax.tree.leaves(weights, is_leaf=lambda x: isinstance(x, QTensor))
     finite = [is_finite(x) if isinstance(x, QTensor) else jnp.isfinite(x).all() for x in leaves]
     flags = {"weight": jnp.stack(finite).all()}
     if scales is not None:

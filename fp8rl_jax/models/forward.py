@@ -29,7 +29,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from fp8rl_jax.config.formats import TensorFormat
-from fp8rl_jax.models.cache import KVBlock, KVCache, KVScales, Pages
+from fp8rl_jax.models.cache import KVBlock, KVCache, Pages
 from fp8rl_jax.models.config import LinearRopeScaling, PolicyConfig
 from fp8rl_jax.models.moe import mixture
 from fp8rl_jax.models.policy import Layer, Policy, Tensor, equal_runs, run_of_layers
@@ -546,8 +546,8 @@ def forward(
         keep_cache: False leaves `ForwardResult.cache` empty where nothing reads it.
         observe: called in each layer as observe(q, k, v, real, scales), after q/k-norm and rope and
             before anything is quantized: q, k, v [b, t, heads, dim]; real [b, t, 1, 1], False on
-            padding; the layer's KV scales or None. Returns what is kept of it, and the scales that
-            the layer quantizes its cache with.
+            padding; the layer's KV scales (`policy.kv_scales`) or None. Returns what is kept of it,
+            and the scales that the layer quantizes its cache with.
 
     Raises:
         ValueError: the policy has an FP8 cache and there are no scales for it; it has a sliding
@@ -591,7 +591,6 @@ def forward_completions(
     segment_ids: Int[Array, "b t"],
     prompt_routes: Int[Array, "p s sparse k"] | None = None,
     routes: Int[Array, "b t sparse k"] | None = None,
-    scales: KVScales | None = None,
     observe: Callable[..., Any] | None = None,
 ) -> tuple[Float[Array, "p s hidden"], Float[Array, "b t hidden"], Any]:
     """Run the policy over prompts and over completions behind them, b / p of each prompt.
@@ -601,9 +600,9 @@ def forward_completions(
     each fills a stack over all layers.
 
     Args:
-        policy, segment_ids, routes, observe: as in `forward`, of a trainer: no FP8 cache.
+        policy, segment_ids, routes, observe: as in `forward`, of a trainer: no FP8 cache, and
+            scales for `observe` alone.
         lengths: tokens of each prompt, from its first slot on.
-        scales: what `observe` is called with.
 
     Returns:
         Hidden states after the final norm, of the prompts and of the completions; and the sum of
@@ -621,7 +620,7 @@ def forward_completions(
     positions = jnp.repeat(lengths, n)[:, None] + jnp.arange(t, dtype=jnp.int32)
     # keys and values come from the layer itself
     behind = KVCache(KVBlock((), (), real, slots))
-    cache, made = KVCache(scales=scales), partial(TransformerLayer, config, compute)
+    cache, made = KVCache(), partial(TransformerLayer, config, compute)
     first = made(slots, real.astype(jnp.int32), cache, observe=observe)
     second = made(positions, segment_ids, behind, observe=observe)
 
@@ -642,8 +641,8 @@ def forward_completions(
 
 def _check(policy: Policy, tokens, cache: KVCache, routes, observe) -> None:
     config = policy.config
-    if policy.compute.key.quantized and cache.scales is None and observe is None:
-        raise ValueError("forward: the policy has an FP8 cache, and cache.scales is missing")
+    if policy.compute.key.quantized and policy.kv_scales is None and observe is None:
+        raise ValueError("forward: the policy has an FP8 cache, and no scales of it")
     if config.windows is not None and cache.prefix is not None and cache.prefix.positions is None:
         raise ValueError(
             "forward: with a sliding window the prefix cache needs the positions of its slots"
@@ -670,7 +669,7 @@ def layer_inputs(
 
     By `pick`, and out of stacks over those with experts by `pick_sparse`.
     """
-    config, prefix, scales = policy.config, cache.prefix, cache.scales
+    config, prefix, scales = policy.config, cache.prefix, policy.kv_scales
     windows = None if config.windows is None else jnp.asarray(config.windows, jnp.int32)
     frequencies = _layer_frequencies(config)
     return LayerInputs(

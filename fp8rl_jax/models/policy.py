@@ -26,6 +26,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Key
 
+from fp8rl_jax.models.cache import KVScales
 from fp8rl_jax.models.config import DENSE, SPARSE, PolicyConfig, parameter_shapes, stack_of
 from fp8rl_jax.precision import Compute, Stored, is_quantized
 from fp8rl_jax.precision.rounding import round_by_hash
@@ -156,6 +157,8 @@ class Policy(nnx.Module):
         norm: [hidden].
         lm_head: [vocab, hidden] or None.
         compute: how it is computed with; `models.forms` sets it with a recipe's.
+        scales: a Variable with the scales of its FP8 cache, `kv_scales`; None where there is none,
+            or they are not known yet.
     """
 
     def __init__(
@@ -166,6 +169,7 @@ class Policy(nnx.Module):
         norm: Weight,
         lm_head: Weight | None,
         compute: Compute | None = None,
+        kv_scales: KVScales | None = None,
     ):
         self.config = config
         self.compute = compute or Compute()
@@ -173,6 +177,12 @@ class Policy(nnx.Module):
         self.layers = layers
         self.norm = norm
         self.lm_head = lm_head
+        self.scales = None if kv_scales is None else nnx.Variable(kv_scales)
+
+    @property
+    def kv_scales(self) -> KVScales | None:
+        """What `scales` holds."""
+        return None if self.scales is None else self.scales.get_value()
 
     @property
     def head(self) -> Array:
@@ -344,7 +354,7 @@ def map_products(change: Callable, policy: Policy) -> Policy:
         else nnx.List([changed(layer) for layer in policy.layers])
     )
     head = Weight(change(policy.head), _AXES["lm_head"])
-    return Policy(policy.config, policy.embed_tokens, layers, policy.norm, head, policy.compute)
+    return changed_policy(policy, layers=layers, lm_head=head)
 
 
 def in_runs(kinds: Sequence[Any], change: Callable, weight: Any, *others: Any) -> Any:
@@ -448,16 +458,23 @@ def single_layers(policy: Policy) -> list[Layer]:
 
 def with_layers(policy: Policy, layers: Layer | nnx.List[Layer]) -> Policy:
     """Put a policy around other layers."""
-    return Policy(
-        policy.config, policy.embed_tokens, layers, policy.norm, policy.lm_head, policy.compute
-    )
+    return changed_policy(policy, layers=layers)
 
 
 def with_compute(policy: Policy, compute: Compute) -> Policy:
     """Let a policy be computed with otherwise."""
-    return Policy(
-        policy.config, policy.embed_tokens, policy.layers, policy.norm, policy.lm_head, compute
-    )
+    return changed_policy(policy, compute=compute)
+
+
+def with_scales(policy: Policy, scales: KVScales | None) -> Policy:
+    """Give a policy the scales of its FP8 cache."""
+    return changed_policy(policy, kv_scales=scales)
+
+
+def changed_policy(policy: Policy, **fields: Any) -> Policy:
+    """Replace some of what the constructor was given."""
+    names = ("config", "embed_tokens", "layers", "norm", "lm_head", "compute", "kv_scales")
+    return Policy(**({name: getattr(policy, name) for name in names} | fields))
 
 
 def _cut(policy: Policy, layer: int, take: Callable) -> Layer:

@@ -43,7 +43,7 @@ from fp8rl_jax.models.cache import KVCache, KVScales
 from fp8rl_jax.models.forms import trainer_policy
 from fp8rl_jax.models.forward import forward, quantize_heads
 from fp8rl_jax.models.lora import has_adapters
-from fp8rl_jax.models.policy import Policy, with_compute
+from fp8rl_jax.models.policy import Policy, with_compute, with_scales
 from fp8rl_jax.parallel import batch_shards, split_batch
 from fp8rl_jax.precision import (
     QuantizationSums,
@@ -95,17 +95,18 @@ def observe_qkv(
     if not quantized or has_adapters(policy):
         policy = trainer_policy(policy, recipe, dtype, backend)
     plain = replace(policy.compute, query=COMPUTE, key=COMPUTE, value=COMPUTE)
-    run = partial(forward, with_compute(policy, plain), observe=_observer(recipe))
+    policy = with_scales(with_compute(policy, plain), scales)
+    run = partial(forward, policy, observe=_observer(recipe))
 
     def one(micro):
         prompts, lengths, completions, mask = micro
         segments = (jnp.arange(prompts.shape[1]) < lengths[:, None]).astype(jnp.int32)
-        first = run(prompts, segment_ids=segments, cache=KVCache(scales=scales))
+        first = run(prompts, segment_ids=segments)
         if completions is None:
             return first.observed
         starts = jnp.repeat(lengths, completions.shape[0] // prompts.shape[0])
         positions = starts[:, None] + jnp.arange(completions.shape[1])
-        cache = KVCache(first.cache, scales=scales)
+        cache = KVCache(first.cache)
         second = run(completions, positions, mask.astype(jnp.int32), cache, keep_cache=False)
         return first.observed + second.observed
 
@@ -158,10 +159,9 @@ def observe_served(
 
     segments = (jnp.arange(prompts.shape[1]) < lengths[:, None]).astype(jnp.int32)
     seen = forward(
-        policy,
+        with_scales(policy, scales),
         prompts,
         segment_ids=segments,
-        cache=KVCache(scales=scales),
         observe=_observer(recipe, rule),
         keep_cache=False,
     )

@@ -28,7 +28,7 @@ from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.cache import KVScales
 from fp8rl_jax.models.forms import finite_flags, rollout_adapters, rollout_policy
 from fp8rl_jax.models.lora import join, split
-from fp8rl_jax.models.policy import Policy
+from fp8rl_jax.models.policy import Policy, with_scales
 from fp8rl_jax.parallel import batch_shards, constrain, marks, to_host
 from fp8rl_jax.precision import check_recipe, join_sums
 from fp8rl_jax.rollout.arrival import Arrival
@@ -49,7 +49,7 @@ _rollout_policy = jax.jit(rollout_policy, static_argnames=("recipe", "dtype", "u
 _rollout_adapters = jax.jit(
     rollout_adapters, static_argnames=("config", "dtype", "unroll", "rounding")
 )
-_seen = jax.jit(lambda policy, scales: (finite_flags(policy, scales), marks((policy, scales))))
+_seen = jax.jit(lambda policy: (finite_flags(policy), marks(policy)))
 _same = jax.jit(lambda served, written: marks(served) == written)
 _counts = jax.jit(partial(jnp.sum, axis=1))
 _wrapped = jax.jit(jax.random.wrap_key_data)
@@ -86,11 +86,13 @@ class RolloutEngine(Protocol):
     """One flag a tensor role of the last sync, True where every value is finite."""
     metrics: dict[str, Float[Array, ""]]
     """fp8/* and sync/* metrics of the last sync and calibration."""
-    scales: KVScales | None
-    """KV scales that are served."""
     arrival: Arrival | None
     """Where a session wants to know what of its updates is served, `sync` calls its `see` and has
     what it says among `metrics`."""
+
+    @property
+    def scales(self) -> KVScales | None:
+        """KV scales that are served."""
 
     def sync(self, policy: Policy, context: SyncContext = NO_CONTEXT) -> int:
         """Serve these weights from now on; returns their version."""
@@ -139,7 +141,6 @@ class LocalEngine:
         self.recipe, self.dtype, self.backend = recipe, jnp.dtype(compute_dtype), backend
         self.version = 0
         self.policy: Policy | None = None
-        self.scales: KVScales | None = None
         self._replaced: KVScales | None = None
         self.arrival: Arrival | None = None
         self.finite: dict[str, Array] = {}
@@ -155,6 +156,11 @@ class LocalEngine:
         )
         self._base: tuple[Policy, Policy] | None = None
         self._marks: UInt32[Array, " leaves"] | None = None
+
+    @property
+    def scales(self) -> KVScales | None:
+        """KV scales that are served."""
+        return None if self.policy is None else self.policy.kv_scales
 
     def sync(self, policy: Policy, context: SyncContext = NO_CONTEXT) -> int:
         """Take over `policy` (float32 masters, stacked).
@@ -180,6 +186,7 @@ class LocalEngine:
             raise ValueError(
                 f"recipe {self.recipe.name!r}: sync needs the KV scales that the trainer calibrated"
             )
+        self._replaced = self.scales
         self.policy = None  # frees the old weights before the new ones are made
         trained, frozen = split(policy)
         if frozen is None:
@@ -190,8 +197,8 @@ class LocalEngine:
             served = join(adapters, self._served_base(frozen))
         if self.transform is not None:
             served = transformed(served, context, *self.transform)
-        self._replaced, self.scales = self.scales, context.scales
-        self.finite, self._marks = _seen(served, self.scales)
+        served = with_scales(served, context.scales)
+        self.finite, self._marks = _seen(served)
         if self.arrival is not None:
             self.metrics = self.metrics | self.arrival.see(policy, served)
         self.version += 1
@@ -221,8 +228,8 @@ class LocalEngine:
         observe = partial(observe_served, self.policy, recipe=self.recipe)
         seen = [observe(batch.tokens, batch.lengths, self._replaced) for batch in prompts]
         seen = join_sums(seen) if len(seen) > 1 else seen[0]
-        self.scales = scales_from_amax(seen.amax, self.recipe)
-        self.finite, self._marks = _seen(self.policy, self.scales)
+        self.policy = with_scales(self.policy, scales_from_amax(seen.amax, self.recipe))
+        self.finite, self._marks = _seen(self.policy)
         if self._replaced is not None:
             self.metrics = self.metrics | qkv_metrics(seen)
 
@@ -262,7 +269,6 @@ class LocalEngine:
             self._ready(),
             *prompts,
             key,
-            self.scales,
             samples=samples,
             sampling=sampling,
             expert_ids=self.expert_ids,
@@ -279,7 +285,7 @@ class LocalEngine:
         `generate`'s tokens, after the first and then after `every` more.
         """
         policy = self._ready()
-        return stream(policy, *prompts, key, self.scales, sampling=sampling, every=every)
+        return stream(policy, *prompts, key, sampling=sampling, every=every)
 
     def conversations(self, width: int) -> AbstractContextManager[None]:
         """Nothing is kept: a prompt is prefilled whole in every call."""
@@ -287,7 +293,7 @@ class LocalEngine:
 
     def wait(self) -> None:
         """Return when the last sync and calibration are done."""
-        jax.block_until_ready((self.policy, self.scales))
+        jax.block_until_ready(self.policy)
 
     def _ready(self) -> Policy:
         if self.policy is None:
@@ -297,14 +303,13 @@ class LocalEngine:
                 f"generate: recipe {self.recipe.name!r} has no KV scales for these weights; call "
                 "calibrate(prompts) after sync"
             )
-        served = self.policy, self.scales
-        same = to_host(_same(served, self._marks))
+        same = to_host(_same(self.policy, self._marks))
         if not same.all():
-            paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(served)]
+            paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(self.policy)]
             name = jax.tree_util.keystr(paths[int(same.argmin())], simple=True, separator=".")
             self.policy = None
             raise UserError(
-                f"rollout.engine: {name.partition('.')[2]} is no longer what sync {self.version} "
+                f"rollout.engine: {name} is no longer what sync {self.version} "
                 "wrote, so nothing was sampled with it; the memory of this machine may be broken: "
                 "go on with --resume, on another one if it happens again"
             )
@@ -394,7 +399,6 @@ class PagedEngine(LocalEngine):
             prompts,
             key,
             sampling=sampling,
-            scales=self.scales,
             layout=layout.prefilling(chunk, self.paged, size),
             asked=jnp.asarray(asked),
             kept=None if earlier is None else earlier.kept,
@@ -442,7 +446,6 @@ class PagedEngine(LocalEngine):
             key,
             samples=samples,
             sampling=sampling,
-            scales=self.scales,
             layout=layout,
             order=jnp.asarray(order % size, jnp.int32),
             limits=limits,
@@ -479,7 +482,6 @@ class PagedEngine(LocalEngine):
             _wrapped(progress.keys),
             progress.rows,
             sampling=sampling,
-            scales=self.scales,
             layout=layout,
             order=order,
             enough=enough // parts,

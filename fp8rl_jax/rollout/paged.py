@@ -47,7 +47,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from fp8rl_jax.config.run import PagedConfig
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.models.cache import KVCache, KVScales, Pages, empty_cache
+from fp8rl_jax.models.cache import KVCache, Pages, empty_cache
 from fp8rl_jax.models.forms import predequantized
 from fp8rl_jax.models.forward import forward
 from fp8rl_jax.models.logprobs import token_logprobs
@@ -178,7 +178,6 @@ class Queue(NamedTuple):
         keys: of each row.
         limits: most tokens of each row.
         enough: prompts whose rows have all ended, with which the work is done.
-        scales: of an FP8 cache.
     """
 
     tokens: Int[Array, "p s"]
@@ -187,7 +186,6 @@ class Queue(NamedTuple):
     keys: Key[Array, " n"]
     limits: Int[Array, " n"]
     enough: Int[Array, ""]
-    scales: KVScales | None
 
 
 class Rows(NamedTuple):
@@ -638,9 +636,7 @@ def _prefill(policy, queue, state, layout, tokens, lengths, start, own, prefix):
     real = column < lengths[:, None]
     fed = jnp.take_along_axis(tokens, column, axis=1, mode="clip")
     pages, before = (None, None) if prefix is None else prefix
-    cache = KVCache(
-        completion=Pages(state.keys, state.values, *own, pages, before), scales=queue.scales
-    )
+    cache = KVCache(completion=Pages(state.keys, state.values, *own, pages, before))
     positions = column if before is None else column + before[:, None]
     result = forward(policy, fed, positions, real.astype(jnp.int32), cache)
     assert result.pages is not None
@@ -662,7 +658,7 @@ def _decode(policy: Policy, queue: Queue, state: State, sampling: Sampling, layo
     def fed(carry):
         _, keys, values, _, rows = carry
         pages = Pages(keys, values, slots.pages, slots.held, prefix, before)
-        cache = KVCache(completion=pages, scales=queue.scales)
+        cache = KVCache(completion=pages)
         positions, real = (before + slots.held)[:, None], feeds[:, None]
         result = forward(policy, token[:, None], positions, real.astype(jnp.int32), cache)
         hidden = jnp.where(real, result.hidden[:, 0], first)
@@ -914,7 +910,6 @@ def generate(
     *,
     samples: int,
     sampling: Sampling,
-    scales: KVScales | None,
     layout: Layout,
     order: Int[Array, " p"],
     limits: Int[Array, " b"] | None = None,
@@ -925,7 +920,8 @@ def generate(
     """Sample `samples` completions of each prompt, as `sampler.generate`.
 
     Args:
-        policy: in the rollout's form (models.forms), its layers stacked or a list.
+        policy: in the rollout's form (models.forms), its layers stacked or a list, with its KV
+            scales where it has an FP8 cache.
         layout: sizes of one part of the batch.
         order: of each part's prompts, counted in the part.
         limits: most tokens of each row; default: sampling.max_new_tokens.
@@ -937,7 +933,7 @@ def generate(
     """
     policy = _gathered(policy)
     keys = _row_keys(key, prompts.ids, samples=samples)
-    queue = _queue(prompts, order, keys, limits, scales, longest=sampling.max_new_tokens)
+    queue = _queue(prompts, order, keys, limits, longest=sampling.max_new_tokens)
     state, signals = _begin(
         policy, queue, None, sampling, samples, layout, expert_ids, prompt_logprobs
     )
@@ -952,7 +948,6 @@ def go_on(
     rows: Rows,
     *,
     sampling: Sampling,
-    scales: KVScales | None,
     layout: Layout,
     order: Int[Array, " p"],
     enough: int,
@@ -960,7 +955,7 @@ def go_on(
     """Sample on, until enough prompts have all their completions.
 
     Args:
-        policy, scales, layout, order: as in `generate`.
+        policy, layout, order: as in `generate`.
         keys: of each row.
         rows: what they have; those that have not ended, EVICTED or NEW, are prefilled with it.
         enough: prompts of a part.
@@ -969,9 +964,7 @@ def go_on(
         The rows, those that were in a slot ACTIVE, and rollout/*.
     """
     policy, samples = _gathered(policy), len(keys) // len(prompts.lengths)
-    queue = _queue(
-        prompts, order, keys, None, scales, jnp.int32(enough), longest=sampling.max_new_tokens
-    )
+    queue = _queue(prompts, order, keys, None, jnp.int32(enough), longest=sampling.max_new_tokens)
     state, signals = _begin(policy, queue, _split(rows), sampling, samples, layout, False, False)
     (state,) = _states(policy, queue, state, signals, sampling, layout, 0)
     return _whole(state.rows), _found(state.rows, state.loaded, state.counters)["metrics"]
@@ -983,7 +976,6 @@ def converse(
     key: Key[Array, ""],
     *,
     sampling: Sampling,
-    scales: KVScales | None,
     layout: Layout,
     asked: Bool[Array, " p"],
     kept: Kept | None,
@@ -994,7 +986,7 @@ def converse(
     has left, and leave what the next one may use.
 
     Args:
-        policy, scales: as in `generate`; the same as in the earlier call.
+        policy: as in `generate`; the same as in the earlier call.
         layout: its `pages`, `page_size` and `widest` are those of the earlier call.
         asked: the other prompts' rows get no token.
         kept: of the earlier call, which loses it; None: there was none.
@@ -1009,7 +1001,7 @@ def converse(
     policy = _gathered(policy)
     keys = _row_keys(key, prompts.ids, samples=1)
     order = jnp.arange(len(keys), dtype=jnp.int32) % (len(keys) // _part_count())
-    queue = _queue(prompts, order, keys, None, scales, longest=sampling.max_new_tokens)
+    queue = _queue(prompts, order, keys, None, longest=sampling.max_new_tokens)
     if kept is None:
         kept = _nothing(policy, queue, sampling.max_new_tokens, layout)
     given = kept.pages, kept.prompts, *_split((asked, source, lengths))
@@ -1077,7 +1069,7 @@ def _by_parts(function: Callable) -> Callable:
         return jax.tree.map(lambda x: x[None], function(policy, queue, state, *rest))
 
     def run(policy, queue, state, *rest):
-        queues: Any = (*(split,) * 5, whole, whole)
+        queues: Any = (*(split,) * 5, whole)
         queues = Queue(*queues)
         specs = (whole, queues, split, *(whole,) * len(rest))
         return jax.shard_map(
@@ -1106,12 +1098,12 @@ _row_keys = jax.jit(row_keys, static_argnames="samples")
 
 
 @partial(jax.jit, static_argnames="longest")
-def _queue(prompts, order, keys, limits, scales, enough=None, *, longest: int) -> Queue:
+def _queue(prompts, order, keys, limits, enough=None, *, longest: int) -> Queue:
     if limits is None:
         limits = jnp.full(len(keys), longest, jnp.int32)
     if enough is None:
         enough = jnp.int32(len(order) // _part_count())
-    return Queue(prompts.tokens, prompts.lengths, order, keys, limits, enough, scales)
+    return Queue(prompts.tokens, prompts.lengths, order, keys, limits, enough)
 
 
 @jax.jit

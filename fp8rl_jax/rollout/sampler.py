@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from fp8rl_jax.models.cache import KVBlock, KVCache, KVScales, empty_block
+from fp8rl_jax.models.cache import KVBlock, KVCache, empty_block
 from fp8rl_jax.models.forms import predequantized
 from fp8rl_jax.models.forward import forward
 from fp8rl_jax.models.logprobs import token_logprobs
@@ -110,7 +110,6 @@ class _Fixed(NamedTuple):
     slots: Bool[Array, "b t"]
     stops: Int[Array, " stops"]
     limits: Int[Array, " b"] | None
-    scales: KVScales | None
     prompt_logprobs: Float[Array, "p s"] | None
     prompt_expert_ids: Int[Array, "p s sparse k"] | None
 
@@ -140,7 +139,6 @@ def generate(
     lengths: Int[Array, " p"],
     prompt_ids: Int[Array, " p"],
     key: Key[Array, ""],
-    scales: KVScales | None = None,
     limits: Int[Array, " b"] | None = None,
     *,
     samples: int,
@@ -151,11 +149,10 @@ def generate(
     """Sample `samples` completions of each prompt.
 
     Args:
-        policy: in the rollout's form (models.forms).
+        policy: in the rollout's form (models.forms), with its KV scales where it has an FP8 cache.
         prompts: right-padded token ids; at least one token each.
         lengths: tokens of each prompt.
         prompt_ids: identity of each prompt in the data set; with `key` it fixes the draws.
-        scales: KV scales, where the policy has an FP8 cache.
         limits: most tokens of each row, at least 1, where that is less than
             `sampling.max_new_tokens`.
         samples: completions a prompt.
@@ -173,7 +170,6 @@ def generate(
         lengths,
         prompt_ids,
         key,
-        scales,
         limits,
         samples=samples,
         sampling=sampling,
@@ -196,8 +192,7 @@ def stream(
     As numpy arrays, after the first token and then after every `every`.
 
     Args:
-        inputs: prompts, lengths, prompt_ids, key and scales; these and the rest as `generate` takes
-            them.
+        inputs: prompts, lengths, prompt_ids and key; these and the rest as `generate` takes them.
 
     Yields:
         The completions so far; the last are those that `generate` returns.
@@ -228,7 +223,6 @@ def _begin(
     lengths,
     prompt_ids,
     key,
-    scales,
     limits=None,
     *,
     samples: int,
@@ -243,7 +237,7 @@ def _begin(
     rows, width = p * samples, sampling.max_new_tokens
     prompts = constrain(prompts, "batch", None)
     segments = (jnp.arange(s) < lengths[:, None]).astype(jnp.int32)
-    prefill = forward(policy, prompts, segment_ids=segments, cache=KVCache(scales=scales))
+    prefill = forward(policy, prompts, segment_ids=segments)
     assert prefill.cache is not None
     last = jnp.take_along_axis(prefill.hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
     first_logits = jnp.repeat(policy.compute.product(last, policy.head), samples, axis=0)
@@ -261,7 +255,7 @@ def _begin(
         shape = (rows, width, *prefill.routes.shape[2:])
         sampled_routes = jnp.full(shape, -1, prefill.routes.dtype)
     stops = jnp.asarray(sampling.stop_token_ids, jnp.int32)
-    fixed = _Fixed(prefix, starts, keys, empty.mask, stops, limits, scales, logprobs, routes)
+    fixed = _Fixed(prefix, starts, keys, empty.mask, stops, limits, logprobs, routes)
     phrases = [
         None if table is None else jnp.zeros(rows, jnp.int32)
         for table in (sampling.stop_strings, sampling.bad_words)
@@ -293,9 +287,7 @@ def _proceed(
     """Draws on until every row has its token `last` or has stopped."""
 
     def step(state: _State) -> _State:
-        cache = KVCache(
-            fixed.prefill, KVBlock(*state.completion, fixed.slots), state.t, fixed.scales
-        )
+        cache = KVCache(fixed.prefill, KVBlock(*state.completion, fixed.slots), state.t)
         positions = (fixed.starts + state.t)[:, None]
         result = forward(policy, state.token[:, None], positions, cache=cache)
         logits = policy.compute.product(result.hidden[:, 0], policy.head)

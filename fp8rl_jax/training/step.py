@@ -26,12 +26,12 @@ from fp8rl_jax import rl
 from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.config.rl import RLConfig
 from fp8rl_jax.config.training import LossScaleConfig
-from fp8rl_jax.models.cache import KVCache, KVScales
+from fp8rl_jax.models.cache import KVScales
 from fp8rl_jax.models.forms import trainer_policy
 from fp8rl_jax.models.forward import forward, forward_completions
 from fp8rl_jax.models.logprobs import token_logprobs
 from fp8rl_jax.models.lora import Trained, join, split
-from fp8rl_jax.models.policy import Policy
+from fp8rl_jax.models.policy import Policy, with_scales
 from fp8rl_jax.parallel import constrain, split_batch
 from fp8rl_jax.precision import QuantizationSums
 from fp8rl_jax.rollout.calibration import sampling_observer
@@ -71,7 +71,8 @@ def completion_logprobs(
 
     Args:
         policy: masters; put into the trainer's form here, so gradients arrive in float32.
-        scales, observe: as `forward` takes them.
+        scales: KV scales that `observe` is called with.
+        observe: as `forward` takes it.
 
     Returns:
         Both, and what `observe` made of prompts and completions.
@@ -84,6 +85,7 @@ def completion_logprobs(
         config.remat,
         config.attention_chunk,
     )
+    policy = with_scales(policy, scales)
     head = partial(
         token_logprobs,
         policy=policy,
@@ -92,7 +94,7 @@ def completion_logprobs(
         entropy_gradient=config.rl.entropy_coefficient > 0,
     )
     if batch.packing is not None:
-        run = partial(forward, policy, cache=KVCache(scales=scales), observe=observe)
+        run = partial(forward, policy, observe=observe)
         return _packed_logprobs(run, head, batch)
     prompt, completion, observed = forward_completions(
         policy,
@@ -102,7 +104,6 @@ def completion_logprobs(
         batch.present.astype(jnp.int32),
         batch.prompt_routes,
         batch.routes,
-        scales,
         observe,
     )
     n = batch.tokens.shape[0] // batch.prompts.shape[0]

@@ -20,7 +20,7 @@ from fp8rl_jax.compare.tokens import Row, as_tokens, of_rollout
 from fp8rl_jax.config.recipe import RECIPES, Recipe, TensorFormat, get_recipe
 from fp8rl_jax.config.rl import RLConfig
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.models.policy import init_policy
+from fp8rl_jax.models.policy import init_policy, with_scales
 from fp8rl_jax.precision import Compute
 from fp8rl_jax.precision.compute import ACTIVATIONS
 from fp8rl_jax.rollout.engine import LocalEngine, pad_prompts
@@ -235,7 +235,7 @@ def test_the_sides_are_the_engine_and_the_update():
     engine, weights = LocalEngine(RECIPES[recipe], jnp.float32, unroll=False), policy()
     prompts = pad_prompts([[5, 9, 3, 22, 8], [2, 6, 11]], [0, 1], 5)
     probe = as_tokens([Row([5, 9, 3, 22, 8], [1] * 6), Row([2, 6, 11], [1] * 6)], 64)
-    scales = side(recipe, "rollout", tokens=probe).scales
+    scales = side(recipe, "rollout", tokens=probe).served.kv_scales
     engine.sync(weights, SyncContext(scales=scales))
     out = jax.device_get(engine.generate(prompts, 1, Sampling(max_new_tokens=6), jax.random.key(0)))
     batch = Batch(
@@ -246,7 +246,8 @@ def test_the_sides_are_the_engine_and_the_update():
     )
     tokens = probe._replace(completions=out.tokens)
     for phase, expected in (("rollout", out.policy_logprobs), ("trainer", trainer)):
-        one = dataclasses.replace(side(recipe, phase, tokens=tokens), scales=scales)
+        one = side(recipe, phase, tokens=tokens)
+        one = dataclasses.replace(one, served=with_scales(one.served, scales))
         x = one.embed(tokens)
         for i in range(DENSE.num_layers):
             x = type(x)(*(part["output"] for part in one.run(i, x, tokens)))

@@ -17,7 +17,6 @@ from tiny_models import GEMMA, QWEN3
 from fp8rl_jax.config.recipe import RECIPES
 from fp8rl_jax.config.rl import RLConfig
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.models.cache import KVCache
 from fp8rl_jax.models.config import LinearRopeScaling, PolicyConfig
 from fp8rl_jax.models.policy import cast, init_policy
 from fp8rl_jax.rollout.calibration import calibrate_on_prompts
@@ -265,7 +264,7 @@ def logprobs_of_full_forwards(engine, rollout) -> np.ndarray:
     rows = np.zeros((len(tokens), PROMPTS.tokens.shape[1] + tokens.shape[1]), np.int32)
     for row, (start, completion) in enumerate(zip(lengths, tokens, strict=True)):
         rows[row, : start + len(completion)] = [*PROMPTS.tokens[row // 2, :start], *completion]
-    result = run(engine.policy, rows, cache=KVCache(scales=engine.scales))
+    result = run(engine.policy, rows)
     logits = np.asarray(result.hidden, np.float64) @ np.asarray(engine.policy.head, np.float64).T
     columns = lengths[:, None] - 1 + np.arange(tokens.shape[1])
     table = reference.log_softmax(np.take_along_axis(logits, columns[..., None], 1))

@@ -116,6 +116,13 @@ def test_an_update_of_chosen_rows_is_that_of_these_rows():
             assert metrics[name] == pytest.approx(whole[name], rel=1e-3, abs=1e-6)
         for one, other in zip(found, weights, strict=True):
             np.testing.assert_allclose(one, other, rtol=0, atol=1e-4)
+
+    def half(inputs, config):
+        rows = every(inputs, config)
+        return rows, jnp.full(rows.shape, 0.5)
+
+    metrics, _ = updated(selection=half)
+    assert metrics["optim/grad_norm"] == pytest.approx(whole["optim/grad_norm"] / 2, rel=1e-3)
     # a prompt of equal rewards has no advantage: without it the mean is over fewer tokens
     metrics, _ = updated(selection="informative")
     assert metrics["selection/used"] == pytest.approx(2 / 3)

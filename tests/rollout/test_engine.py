@@ -14,8 +14,9 @@ from rollout.tiny import make_engine, make_policy, make_prompts
 
 from fp8rl_jax.config.recipe import RECIPES, PrecisionConfig, get_recipe
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.models.cache import KVCache, KVScales
+from fp8rl_jax.models.cache import KVScales
 from fp8rl_jax.models.forward import forward
+from fp8rl_jax.models.policy import with_scales
 from fp8rl_jax.rollout import engine as engine_module
 from fp8rl_jax.rollout.calibration import calibrate_on_prompts, observe_qkv, scales_from_amax
 from fp8rl_jax.rollout.engine import LocalEngine, PagedEngine, balanced, pad_prompts
@@ -93,17 +94,20 @@ def test_one_bit_of_what_is_served_is_found_before_anything_is_sampled(monkeypat
     for changed in ("generate", "paged_generate"):
         monkeypatch.setattr(engine_module, changed, lambda *_, **__: pytest.fail("sampled"))
     policy, scales = engine.policy, engine.scales
-    leaves, tree = jax.tree.flatten((policy, scales))
-    names = jax.tree_util.tree_leaves_with_path((policy, scales))
+    leaves, tree = jax.tree.flatten(policy)
+    names = [
+        jax.tree_util.keystr(path, simple=True, separator=".")
+        for path, _ in jax.tree_util.tree_leaves_with_path(policy)
+    ]
+    of_cache = next(i for i, name in enumerate(names) if name.startswith("scales."))
     assert {str(x.dtype) for x in leaves} == {"float8_e4m3fn", "float32"}
-    for place, bit in ((0, 0), (3, 31), (5, 7), (len(leaves) - 1, 3)):
+    for place, bit in ((0, 0), (3, 31), (5, 7), (of_cache, 3)):
         broken = [
             flipped(x, bit % (8 * x.dtype.itemsize)) if i == place else x
             for i, x in enumerate(leaves)
         ]
-        engine.policy, engine.scales = jax.tree.unflatten(tree, broken)
-        name = jax.tree_util.keystr(names[place][0][1:], simple=True, separator=".")
-        asked, told = time.monotonic(), f"{re.escape(name)} is no longer what sync 1 wrote"
+        engine.policy = jax.tree.unflatten(tree, broken)
+        asked, told = time.monotonic(), f"{re.escape(names[place])} is no longer what sync 1 wrote"
         with pytest.raises(UserError, match=told) as raised:
             engine.generate(prompts, *request, key)
         fault("served bit", str(raised.value), status=2, detected=time.monotonic() - asked)
@@ -159,12 +163,10 @@ def layer_by_layer(engine: LocalEngine, prompts, limits) -> np.ndarray:
         return jnp.stack([jnp.where(real, jnp.abs(x), 0).max() for x in (q, k, v)]), scales
 
     for layer in range(layers):
-        cache = KVCache(scales=KVScales(*map(jnp.asarray, scales.T)))
         seen = forward(
-            engine.policy,
+            with_scales(engine.policy, KVScales(*map(jnp.asarray, scales.T))),
             jnp.asarray(prompts.tokens),
             segment_ids=jnp.asarray(real, jnp.int32),
-            cache=cache,
             observe=amax,
         )
         scales[layer] = np.asarray(seen.observed)[layer] / limits

@@ -95,7 +95,7 @@ def test_an_fp8_cache_kept_as_float32_gives_the_same_completions(monkeypatch):
     engine, prompts = make_engine("fp8-rl", backend="reference"), make_prompts()
 
     def run():
-        inputs = (engine.policy, *prompts, KEY, engine.scales)
+        inputs = (engine.policy, *prompts, KEY)
         call = partial(generate.__wrapped__, samples=2, sampling=PLAIN)
         program = jax.jit(call).lower(*inputs)
         return program.compile()(*inputs), program.as_text()
@@ -266,11 +266,11 @@ def test_no_array_of_all_logits_in_generate(unroll):
     rows, width = 24, 90
     prompts = make_prompts((9, 4, 1, 3), (1, 2, 3, 4))
 
-    def run(policy, scales):
+    def run(policy):
         sampling = Sampling(width, 0.8, top_p=0.9)
-        return generate(policy, *prompts, KEY, scales, samples=6, sampling=sampling)
+        return generate(policy, *prompts, KEY, samples=6, sampling=sampling)
 
-    found = list(sizes(jax.make_jaxpr(run)(engine.policy, engine.scales).jaxpr))
+    found = list(sizes(jax.make_jaxpr(run)(engine.policy).jaxpr))
     assert max(size for size, _ in found) < rows * width * VOCAB
     assert any(size == rows * VOCAB for size, _ in found)  # the walk did reach the decode loop
 

@@ -153,7 +153,7 @@ def empty_pages(recipe):
 
     policy = synced(PagedEngine, "dense", recipe).policy
     prompts = prompts_of()
-    queue = Queue(prompts.tokens, prompts.lengths, None, None, np.zeros(6), None, None)
+    queue = Queue(prompts.tokens, prompts.lengths, None, None, np.zeros(6), None)
     layout = Layout(4, 4, 40, 2, 8, 1)
     return jax.eval_shape(lambda: begin(policy, queue, 1, SAMPLING, layout).keys)
 

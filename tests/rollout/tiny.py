@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from fp8rl_jax.config.recipe import RECIPES
-from fp8rl_jax.models.cache import KVCache
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.forward import forward
 from fp8rl_jax.models.policy import init_policy
@@ -56,7 +55,7 @@ def full_logits(engine: LocalEngine, rollout) -> np.ndarray:
         start = lengths[b // n]
         joined[b, :start] = rollout.prompts.tokens[b // n, :start]
         joined[b, start : start + width] = tokens[b]
-    hidden = _hidden(engine.policy, joined, engine.scales)
+    hidden = _hidden(engine.policy, joined)
     logits = np.asarray(hidden, np.float64) @ np.asarray(engine.policy.head, np.float64).T
     return np.stack(
         [logits[b, lengths[b // n] - 1 : lengths[b // n] - 1 + width] for b in range(rows)]
@@ -64,8 +63,8 @@ def full_logits(engine: LocalEngine, rollout) -> np.ndarray:
 
 
 @jax.jit
-def _hidden(policy, tokens, scales):
-    return forward(policy, tokens, cache=KVCache(scales=scales), keep_cache=False).hidden
+def _hidden(policy, tokens):
+    return forward(policy, tokens, keep_cache=False).hidden
 
 
 def log_softmax(logits) -> np.ndarray:

@@ -55,7 +55,7 @@ def lowered(program: str, model: str, on_device):
     policy = jax.eval_shape(lambda key: serve(masters(key))[0], jax.random.key(0))
     arrays = policy, PROMPTS.tokens, PROMPTS.lengths, PROMPTS.ids, jax.random.key(0)
     sampling = Sampling(max_new_tokens=TOKENS)
-    return generate.lower(*on_device(arrays), None, samples=ROWS // 3, sampling=sampling)
+    return generate.lower(*on_device(arrays), samples=ROWS // 3, sampling=sampling)
 
 
 def _after(line: str, label: str) -> str:

@@ -21,7 +21,7 @@ from fp8rl_jax.config.training import LoraConfig, OptimizerConfig, TrainerConfig
 from fp8rl_jax.models.cache import KVScales
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.forms import rollout_policy
-from fp8rl_jax.models.policy import init_policy, parameter_count
+from fp8rl_jax.models.policy import init_policy, parameter_count, with_scales
 from fp8rl_jax.rollout.sampler import generate
 from fp8rl_jax.rollout.sampling import Sampling
 from fp8rl_jax.training.plan import PHASES, heard, memory_plan, mesh_sizes, what_fits
@@ -104,14 +104,13 @@ def test_rollout_needs_what_xla_says(name, exact):
         lambda p: rollout_policy(p, recipe, jnp.dtype("bfloat16"), False)[0], policy
     )
     scales = KVScales(*(jax.ShapeDtypeStruct((4,), jnp.float32) for _ in range(3)))
-    scales = scales if recipe.quantizes_cache else None
+    if recipe.quantizes_cache:
+        served = with_scales(served, scales)
     ints = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((4, 24), (4,), (4,)))
     key = jax.eval_shape(lambda: jax.random.key(0))
     sampling = Sampling(r.max_new_tokens, 1.0, 0, 1.0, 0.0, (1,))
     found = (
-        generate.lower(served, *ints, key, scales, samples=4, sampling=sampling)
-        .compile()
-        .memory_analysis()
+        generate.lower(served, *ints, key, samples=4, sampling=sampling).compile().memory_analysis()
     )
     (kept,) = (size for key, size in plan.always.items() if key.startswith("rollout weights"))
     # prompts, their lengths and ids, a key, scales

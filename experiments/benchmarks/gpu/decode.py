@@ -24,7 +24,7 @@ from fp8rl_jax.config.recipe import PrecisionConfig, get_recipe
 from fp8rl_jax.models.cache import KVBlock, KVScales, empty_block, empty_cache
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.forms import predequantized, rollout_policy
-from fp8rl_jax.models.policy import Policy, init_policy
+from fp8rl_jax.models.policy import Policy, init_policy, with_scales
 from fp8rl_jax.rollout import sampler
 from fp8rl_jax.rollout.sampling import Sampling
 
@@ -130,9 +130,9 @@ def arguments(
     places = jnp.broadcast_to(jnp.arange(context, dtype=jnp.int32), (rows, context))
     prefix = KVBlock(*drawn(cache, shape), places >= 0, places)
     own = empty_block(config, rows, steps + 1, kind, False)
-    scales = None
     if recipe.quantizes_cache:
-        scales = KVScales(*(jnp.ones(config.num_layers) for _ in range(3)))
+        ones = KVScales(*(jnp.ones(config.num_layers) for _ in range(3)))
+        policy = with_scales(policy, ones)
     fixed = sampler._Fixed(
         prefix,
         jnp.full(rows, context, jnp.int32),
@@ -140,7 +140,6 @@ def arguments(
         own.mask,
         jnp.zeros(0, jnp.int32),
         None,
-        scales,
         None,
         None,
     )
