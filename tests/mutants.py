@@ -724,8 +724,8 @@ LIST: list[Mutant] = [
         ),
         (
             "mismatch-of-behaviour",
-            "        return self.rollout.policy_logprobs\n",
-            "        return self.rollout.behaviour_logprobs\n",
+            'rows of `batch`."""\n        return self.rollout.policy_logprobs',
+            'rows of `batch`."""\n        return self.rollout.behaviour_logprobs',
             "a_batch_holds",
         ),
         (
@@ -1056,8 +1056,8 @@ LIST: list[Mutant] = [
         "training/test_update.py",
         (
             "unscaled",
-            "pick(scales.value)",
-            "2 * pick(scales.value)",
+            "scales=None if scales is None",
+            "scales=None if True",
             "rollout/test_generate.py fp8_policy",
         ),
         (
