@@ -156,16 +156,16 @@ def operations(config: PolicyConfig, layer: int) -> Iterator[Operation]:
 
     yield norm("input_layernorm")
     yield from map(product, ("q_proj", "k_proj", "v_proj"))
-    if config.qk_norm:
+    if config.family.qk_norm:
         yield from map(norm, ("q_norm", "k_norm"))
-    biases = ("q_bias", "k_bias", "v_bias") if config.qkv_bias else ()
+    biases = ("q_bias", "k_bias", "v_bias") if config.family.qkv_bias else ()
     yield Operation(
         "attention", "o_proj.in", biases, (("query", "query"), ("key", "key"), ("value", "value"))
     )
     yield product("o_proj")
-    if config.post_norms:
+    if config.family.post_norms:
         yield norm("post_attention_layernorm")
-    before = "pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm"
+    before = "pre_feedforward_layernorm" if config.family.post_norms else "post_attention_layernorm"
     yield Operation("residual", f"{before}.in")
     yield norm(before)
     if layer in config.sparse_layers:
@@ -178,7 +178,7 @@ def operations(config: PolicyConfig, layer: int) -> Iterator[Operation]:
         yield from map(product, ("gate_proj", "up_proj"))
         yield Operation("activation", "down_proj.in")
         yield product("down_proj")
-    if config.post_norms:
+    if config.family.post_norms:
         yield norm("post_feedforward_layernorm")
     yield Operation("output", "output")
 

@@ -19,11 +19,12 @@ from fp8rl_jax.compare.tokens import Parts, Tokens
 from fp8rl_jax.config.recipe import LinearFormats, Recipe
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.cache import KVCache, KVScales
-from fp8rl_jax.models.config import PolicyConfig, stack_of
+from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.forms import rollout_policy, trainer_policy
 from fp8rl_jax.models.forward import embed, layer_inputs
 from fp8rl_jax.models.logprobs import token_logprobs
 from fp8rl_jax.models.policy import Layer, Policy, unstack, with_scales
+from fp8rl_jax.models.tensors import stack_of
 from fp8rl_jax.precision import QTensor, QuantizedWeight, check_recipe, describe
 from fp8rl_jax.rollout.arrival import Arrival
 from fp8rl_jax.rollout.calibration import observe_qkv, observe_served, scales_from_amax
@@ -249,7 +250,7 @@ def _calibrate(
 def _norm(policy: Policy, x: Parts, *, decode: bool):
     def norm(z):
         return policy.compute.rms_norm(
-            z, policy.norm.value, policy.config.rms_norm_eps, policy.config.norm_offset
+            z, policy.norm.value, policy.config.rms_norm_eps, policy.config.family.norm_offset
         )
 
     if not decode:

@@ -7,17 +7,8 @@ import dataclasses
 import math
 
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.models.families import FAMILIES, Family
 
-HF_CLASS = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-}
-# some of their layers may have a window, the others none
-MIXED_ATTENTION = ("qwen2", "qwen3", "gemma3_text")
 # What transformers assumes when config.json leaves a key out.
 DEFAULT_ROPE_THETA = 10000.0
 DEFAULT_RMS_NORM_EPS = 1e-6
@@ -25,10 +16,6 @@ DEFAULT_RMS_NORM_EPS = 1e-6
 _UNLIMITED = 2**31 - 1  # a window that no position reaches
 _LARGEST_SIZE = 2**31 - 1
 _LARGEST_COUNT = 10_000  # of layers and of experts
-
-# tensors of layers without and with experts
-DENSE = ("gate_proj", "up_proj", "down_proj")
-SPARSE = ("router", "experts.gate_proj", "experts.up_proj", "experts.down_proj")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,14 +109,13 @@ class PolicyConfig:
     """A decoder-only transformer with grouped-query attention, rotary positions, RMSNorm and a
     gated feed-forward layer.
 
-    `architecture` is one of `HF_CLASS`. It decides what has no field of its own, which the
-    properties below say: biases, norms, the activation. Sizes are counts, `rope_theta` is the base
-    of the rotary wavelengths, `eos_token_ids` may be empty (a model that never stops by itself).
-    With `sliding_window` a token sees that many keys, its own included, in all but the
-    `full_attention_layers`. Gemma 3 (arXiv 2503.19786) alone has the last two fields: attention
-    scores are divided by the root of `query_pre_attn_scalar` (elsewhere: of `head_dim`), and the
-    layers with a window have `local_rope_theta` as the base of their wavelengths, without
-    `rope_scaling`.
+    `architecture` is one of `FAMILIES`. It decides what has no field of its own (`family`): biases,
+    norms, the activation. Sizes are counts, `rope_theta` is the base of the rotary wavelengths,
+    `eos_token_ids` may be empty (a model that never stops by itself). With `sliding_window` a token
+    sees that many keys, its own included, in all but the `full_attention_layers`. Gemma 3 (arXiv
+    2503.19786) alone has the last two fields: attention scores are divided by the root of
+    `query_pre_attn_scalar` (elsewhere: of `head_dim`), and the layers with a window have
+    `local_rope_theta` as the base of their wavelengths, without `rope_scaling`.
 
     Raises:
         UserError: sizes that do not fit each other, naming the key of config.json.
@@ -158,9 +144,9 @@ class PolicyConfig:
     local_rope_theta: float | None = None
 
     def __post_init__(self) -> None:
-        if self.architecture not in HF_CLASS:
+        if self.architecture not in FAMILIES:
             raise UserError(
-                f"unknown architecture {self.architecture!r}; supported: {', '.join(HF_CLASS)}"
+                f"unknown architecture {self.architecture!r}; supported: {', '.join(FAMILIES)}"
             )
         sizes = {
             "vocab_size": self.vocab_size,
@@ -204,30 +190,30 @@ class PolicyConfig:
     def _check_layers(self) -> None:
         """What Hugging Face's class of the architecture could not hold must not be built either: it
         could not be exported."""
-        if (self.experts is not None) != (self.architecture == "qwen3_moe"):
+        family = self.family
+        if (self.experts is not None) != family.experts:
             raise UserError(
                 f"num_experts: architecture {self.architecture!r} and experts {self.experts} do "
                 "not go together"
             )
-        if self.sliding_window is not None and self.architecture == "llama":
+        if self.sliding_window is not None and family.window == "none":
             raise UserError(
-                f"sliding_window {self.sliding_window}: 'llama' attends fully; 'mistral' has a "
-                "window"
+                f"sliding_window {self.sliding_window}: {self.architecture!r} attends fully; "
+                "'mistral' has a window"
             )
-        if self.full_attention_layers and (
-            self.sliding_window is None or self.architecture not in MIXED_ATTENTION
-        ):
+        if self.full_attention_layers and (self.sliding_window is None or family.window != "some"):
+            mixed = (name for name, each in FAMILIES.items() if each.window == "some")
             raise UserError(
-                f"full_attention_layers are for one of {', '.join(MIXED_ATTENTION)} that has a "
-                "sliding_window"
+                f"full_attention_layers are for one of {', '.join(mixed)} that has a sliding_window"
             )
-        gemma = self.architecture == "gemma3_text"
-        if (self.query_pre_attn_scalar is not None) != gemma:
+        if (self.query_pre_attn_scalar is not None) != family.query_scalar:
             raise UserError(
                 f"query_pre_attn_scalar {self.query_pre_attn_scalar} does not go with "
                 f"{self.architecture!r}"
             )
-        if (self.local_rope_theta is not None) != (gemma and self.sliding_window is not None):
+        if (self.local_rope_theta is not None) != (
+            family.local_rope and self.sliding_window is not None
+        ):
             raise UserError(
                 f"rope_local_base_freq {self.local_rope_theta}: only a 'gemma3_text' with a "
                 "window has one"
@@ -259,37 +245,20 @@ class PolicyConfig:
         return self.num_kv_heads * self.head_dim
 
     @property
-    def qk_norm(self) -> bool:
-        """Whether q and k are RMS-normalised over head_dim before rope (Qwen3, Gemma 3)."""
-        return self.architecture in ("qwen3", "qwen3_moe", "gemma3_text")
+    def family(self) -> Family:
+        """What the architecture decides."""
+        return FAMILIES[self.architecture]
 
     @property
-    def qkv_bias(self) -> bool:
-        """Whether q, k and v have biases (Qwen2)."""
-        return self.architecture == "qwen2"
-
-    @property
-    def norm_offset(self) -> float:
-        """What is added to the weight of every RMSNorm: Gemma stores the distance from 1."""
-        return 1.0 if self.architecture == "gemma3_text" else 0.0
-
-    @property
-    def post_norms(self) -> bool:
-        """Whether the outputs of attention and feed-forward layer are normalised, too (Gemma 3)."""
-        return self.architecture == "gemma3_text"
-
-    @property
-    def activation(self) -> str:
-        """The feed-forward layer's activation, in Hugging Face's name."""
-        return "gelu_pytorch_tanh" if self.architecture == "gemma3_text" else "silu"
+    def mixture(self) -> ExpertsConfig:
+        """The experts of a model that has some."""
+        assert self.experts is not None
+        return self.experts
 
     @property
     def embedding_scale(self) -> float | None:
-        """What embeddings are multiplied by, or None.
-
-        Gemma: sqrt(hidden_size), in the compute dtype.
-        """
-        return self.hidden_size**0.5 if self.architecture == "gemma3_text" else None
+        """What embeddings are multiplied by, in the compute dtype, or None."""
+        return self.hidden_size**0.5 if self.family.scales_embeddings else None
 
     @property
     def score_scale(self) -> float:
@@ -318,61 +287,3 @@ class PolicyConfig:
             _UNLIMITED if i in self.full_attention_layers else self.sliding_window
             for i in range(self.num_layers)
         )
-
-
-def stack_of(config: PolicyConfig, name: str) -> tuple[int, ...]:
-    """List the layers that have a tensor ("q_proj", "experts.up_proj"), as they are stacked."""
-    if name in SPARSE:
-        return config.sparse_layers
-    return config.dense_layers if name in DENSE else tuple(range(config.num_layers))
-
-
-def parameter_shapes(config: PolicyConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter, by its dotted path, layers stacked.
-
-    There is no `lm_head.weight` when it is tied.
-    """
-    hidden = config.hidden_size
-    shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (config.vocab_size, hidden)}
-    for name, shape in _layer_shapes(config).items():
-        if layers := stack_of(config, name):
-            shapes[f"layers.{name}.weight"] = (len(layers), *shape)
-    shapes["norm.weight"] = (hidden,)
-    if not config.tie_word_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, hidden)
-    return shapes
-
-
-def _layer_shapes(config: PolicyConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor that a layer of this architecture may have."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    shapes: dict[str, tuple[int, ...]] = {
-        "q_proj": (config.q_size, hidden),
-        "k_proj": (config.kv_size, hidden),
-        "v_proj": (config.kv_size, hidden),
-        "o_proj": (hidden, config.q_size),
-        "gate_proj": (inner, hidden),
-        "up_proj": (inner, hidden),
-        "down_proj": (hidden, inner),
-        "input_layernorm": (hidden,),
-        "post_attention_layernorm": (hidden,),
-    }
-    if config.qkv_bias:
-        shapes |= {
-            "q_bias": (config.q_size,),
-            "k_bias": (config.kv_size,),
-            "v_bias": (config.kv_size,),
-        }
-    if config.post_norms:
-        shapes |= {"pre_feedforward_layernorm": (hidden,), "post_feedforward_layernorm": (hidden,)}
-    if config.qk_norm:
-        shapes |= {"q_norm": (config.head_dim,), "k_norm": (config.head_dim,)}
-    if config.experts is not None:
-        count, inner = config.experts.count, config.experts.intermediate_size
-        shapes |= {
-            "router": (count, hidden),
-            "experts.gate_proj": (count, inner, hidden),
-            "experts.up_proj": (count, inner, hidden),
-            "experts.down_proj": (count, hidden, inner),
-        }
-    return shapes

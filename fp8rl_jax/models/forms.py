@@ -30,7 +30,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float
 
 from fp8rl_jax.config.recipe import LinearPrecision, Recipe
-from fp8rl_jax.models.config import PolicyConfig, stack_of
+from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.lora import Adapted, Adapters, unstack_adapters
 from fp8rl_jax.models.policy import (
     Layer,
@@ -48,6 +48,7 @@ from fp8rl_jax.models.policy import (
     with_layers,
     with_scales,
 )
+from fp8rl_jax.models.tensors import stack_of
 from fp8rl_jax.precision import (
     Compute,
     QTensor,

@@ -346,7 +346,9 @@ class TransformerLayer:
         if weight is None:
             return x
         config = self.config
-        return self.compute.rms_norm(x, weight.value, config.rms_norm_eps, config.norm_offset)
+        return self.compute.rms_norm(
+            x, weight.value, config.rms_norm_eps, config.family.norm_offset
+        )
 
     def project(self, x: Array, *weights: Tensor) -> list[Array]:
         """Multiply x by each weight.
@@ -369,7 +371,7 @@ class TransformerLayer:
 
     def mlp(self, x: Array, layer: Layer) -> Array:
         gate, up = self.project(x, layer.gate_proj, layer.up_proj)
-        inner = self.compute.gated(gate, up, self.config.activation)
+        inner = self.compute.gated(gate, up, self.config.family.activation)
         return self.project(inner, layer.down_proj)[0]
 
     def mixture(self, x: Array, layer: Layer, routes: Array | None) -> tuple[Array, Array]:

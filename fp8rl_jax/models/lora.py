@@ -19,7 +19,7 @@ from jaxtyping import Array, Key
 
 from fp8rl_jax.config.training import LoraConfig
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.models.config import PolicyConfig, stack_of
+from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.policy import (
     Layer,
     Policy,
@@ -29,6 +29,7 @@ from fp8rl_jax.models.policy import (
     tensor_specs,
     with_layers,
 )
+from fp8rl_jax.models.tensors import stack_of
 from fp8rl_jax.precision import AdaptedWeight, QTensor, dequantize
 
 

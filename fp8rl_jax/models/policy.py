@@ -27,23 +27,14 @@ from flax import nnx
 from jaxtyping import Array, Key
 
 from fp8rl_jax.models.cache import KVScales
-from fp8rl_jax.models.config import DENSE, SPARSE, PolicyConfig, parameter_shapes, stack_of
+from fp8rl_jax.models.config import PolicyConfig
+from fp8rl_jax.models.tensors import TENSORS, of_kind, parameter_shapes, stack_of
 from fp8rl_jax.precision import Compute, Stored, is_quantized
 from fp8rl_jax.precision.rounding import round_by_hash
 from pallas_kernels.rounding import rounded
 
-LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", *DENSE)
-EXPERT_LINEARS = tuple(name for name in SPARSE if name != "router")
-_NORMS = (
-    *(
-        "input_layernorm",
-        "post_attention_layernorm",
-        "pre_feedforward_layernorm",
-        "post_feedforward_layernorm",
-    ),
-    *("q_norm", "k_norm"),
-)
-_BIASES = ("q_bias", "k_bias", "v_bias")
+LINEARS, EXPERT_LINEARS = of_kind("linear"), of_kind("experts")
+_NORMS, _BIASES = of_kind("norm"), of_kind("bias")
 
 
 class Weight(nnx.Module):
@@ -201,24 +192,7 @@ class Policy(nnx.Module):
         return self.layers
 
 
-_AXES = {
-    "embed_tokens": ("vocab", "embed"),
-    "lm_head": ("vocab", "embed"),
-    "q_proj": ("heads", "embed"),
-    "k_proj": ("kv_heads", "embed"),
-    "v_proj": ("kv_heads", "embed"),
-    "o_proj": ("embed", "heads"),
-    "q_bias": ("heads",),
-    "k_bias": ("kv_heads",),
-    "v_bias": ("kv_heads",),
-    "gate_proj": ("mlp", "embed"),
-    "up_proj": ("mlp", "embed"),
-    "down_proj": ("embed", "mlp"),
-    "router": ("router", "embed"),
-    "experts.gate_proj": ("experts", "mlp", "embed"),
-    "experts.up_proj": ("experts", "mlp", "embed"),
-    "experts.down_proj": ("experts", "embed", "mlp"),
-}
+_AXES = {"embed_tokens": ("vocab", "embed"), "lm_head": ("vocab", "embed"), "norm": ("norm",)}
 
 
 def tensor_specs(config: PolicyConfig) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
@@ -229,8 +203,10 @@ def tensor_specs(config: PolicyConfig) -> dict[str, tuple[tuple[int, ...], tuple
     specs = {}
     for path, shape in parameter_shapes(config).items():
         name = path.removesuffix(".weight")
-        axes = _AXES.get(name.removeprefix("layers."), ("norm",))
-        specs[name] = (shape, ("layers", *axes) if name.startswith("layers.") else axes)
+        if name.startswith("layers."):
+            specs[name] = shape, ("layers", *TENSORS[name.removeprefix("layers.")].axes)
+        else:
+            specs[name] = shape, _AXES[name]
     return specs
 
 
@@ -261,9 +237,11 @@ def init_policy(
     names = list(tensor_specs(config))
 
     def tensor(name: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> Array:
-        if axes[-1] == "norm" or name.removeprefix("layers.") in _BIASES:
-            return jnp.full(shape, 1 - config.norm_offset if axes[-1] == "norm" else 0.0, dtype)
-        into_residual = name.endswith(("o_proj", "down_proj"))
+        row = TENSORS.get(name.removeprefix("layers."))
+        if axes[-1] == "norm" or (row is not None and row.kind == "bias"):
+            one = 1 - config.family.norm_offset
+            return jnp.full(shape, one if axes[-1] == "norm" else 0.0, dtype)
+        into_residual = row is not None and row.into_residual
         deviation = 0.02 / (2 * config.num_layers) ** 0.5 if into_residual else 0.02
         return (
             deviation * jax.random.normal(jax.random.fold_in(key, names.index(name)), shape)

@@ -33,7 +33,8 @@ import numpy as np
 from fp8rl_jax.config.formats import TensorFormat
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.json_fields import Fields
-from fp8rl_jax.models.config import DENSE, PolicyConfig, parameter_shapes
+from fp8rl_jax.models.config import PolicyConfig
+from fp8rl_jax.models.tensors import of_kind, parameter_shapes
 from fp8rl_jax.weights.hf_names import Location, hf_name
 from fp8rl_jax.weights.safetensors_io import Checkpoint, count_non_finite
 
@@ -43,7 +44,6 @@ SCALE_SUFFIX = "_scale_inv"
 
 _E4M3 = np.dtype(_FORMAT.element_type.dtype)
 _SCALE_DTYPES = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16))
-_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", *DENSE)
 
 
 def parse_quantization(config: dict[str, Any]) -> tuple[int, int] | None:
@@ -101,7 +101,7 @@ def quantization_config(config: PolicyConfig) -> dict[str, Any]:
 
 def is_quantized_linear(location: Location) -> bool:
     """Say whether a tensor is one of the linears that block-FP8 checkpoints quantize."""
-    return location.layer is not None and location.path.split(".")[-2] in _LINEARS
+    return location.layer is not None and _name(location.path) in of_kind("linear", "experts")
 
 
 def quantize_tensor(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -222,7 +222,11 @@ def unaligned_linears(config: PolicyConfig) -> list[str]:
     """
     unaligned = []
     for path, shape in parameter_shapes(config).items():
-        name = path.removeprefix("layers.").removesuffix(".weight")
-        if name.split(".")[-1] in _LINEARS and any(size % _BLOCK for size in shape[-2:]):
+        name = _name(path)
+        if name in of_kind("linear", "experts") and any(size % _BLOCK for size in shape[-2:]):
             unaligned.append(f"{name} {list(shape[-2:])}")
     return unaligned
+
+
+def _name(path: str) -> str:
+    return path.removeprefix("layers.").removesuffix(".weight")

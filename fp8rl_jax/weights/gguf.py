@@ -16,14 +16,15 @@ import ml_dtypes
 import numpy as np
 
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.models.config import PolicyConfig, parameter_shapes
+from fp8rl_jax.models.config import PolicyConfig
+from fp8rl_jax.models.tensors import parameter_shapes
 from fp8rl_jax.tokenizers.gguf_tokenizer import write_tokenizer
 from fp8rl_jax.weights.gguf_io import StoredTensor, dequantize, read_gguf
 from fp8rl_jax.weights.hf_directory import export_policy, listing
 from fp8rl_jax.weights.hf_names import Location, hf_tensors
 from fp8rl_jax.weights.safetensors_io import count_non_finite
 
-_ARCHITECTURES = ("llama", "qwen2", "qwen3")  # the same names as in HF_CLASS
+_ARCHITECTURES = ("llama", "qwen2", "qwen3")  # the same names as in FAMILIES
 
 _LAYER_NAMES = {
     "q_proj": "attn_q.weight",

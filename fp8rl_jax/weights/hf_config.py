@@ -20,33 +20,18 @@ from fp8rl_jax.json_fields import Fields, read_json
 from fp8rl_jax.models.config import (
     DEFAULT_RMS_NORM_EPS,
     DEFAULT_ROPE_THETA,
-    HF_CLASS,
-    MIXED_ATTENTION,
     ExpertsConfig,
     LinearRopeScaling,
     Llama3RopeScaling,
     PolicyConfig,
     check_count,
 )
+from fp8rl_jax.models.families import FAMILIES, Family
 from fp8rl_jax.weights.block_fp8 import parse_quantization
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 # What transformers assumes when config.json leaves a key out.
 _GEMMA_THETA, _GEMMA_LOCAL_THETA = 1e6, 1e4
-_DEFAULT_MAX_POSITIONS = {
-    **{
-        "llama": 2048,
-        "mistral": 131072,
-        "qwen2": 32768,
-        "qwen3": 32768,
-        "qwen3_moe": 32768,
-        "gemma3_text": 131072,
-    }
-}
-# a llama has num_attention_heads
-_DEFAULT_KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32, "qwen3_moe": 4, "gemma3_text": 4}
-# the others have hidden_size / num_attention_heads
-_DEFAULT_HEAD_DIM = {"qwen3": 128, "gemma3_text": 256}
 _DEFAULT_SLIDING_WINDOW = 4096
 _DEFAULT_MAX_WINDOW_LAYERS = 28
 _DEFAULT_SLIDING_WINDOW_PATTERN = 6
@@ -93,18 +78,16 @@ def parse_config(
 def _parse(config: dict[str, Any], generation_config: dict[str, Any]) -> PolicyConfig:
     fields, generation = Fields(config), Fields(generation_config)
     architecture = _architecture(config)
-    gemma = architecture == "gemma3_text"
-    _refuse_unimplemented(fields, gemma)
+    family = FAMILIES[architecture]
+    _refuse_unimplemented(fields, family)
     hidden_size, num_layers = fields.integer("hidden_size"), fields.integer("num_hidden_layers")
     check_count("num_hidden_layers", num_layers)
     num_heads = fields.integer("num_attention_heads")
     # an absent key is the architecture's default, a null means one for each query head
     default_kv_heads = (
-        num_heads
-        if "num_key_value_heads" in config
-        else _DEFAULT_KV_HEADS.get(architecture, num_heads)
+        num_heads if "num_key_value_heads" in config else family.kv_heads or num_heads
     )
-    head_dim = fields.integer("head_dim", default=_DEFAULT_HEAD_DIM.get(architecture))
+    head_dim = fields.integer("head_dim", default=family.head_dim)
     if head_dim is None:
         if num_heads < 1 or hidden_size % num_heads:
             raise UserError(
@@ -113,7 +96,7 @@ def _parse(config: dict[str, Any], generation_config: dict[str, Any]) -> PolicyC
             )
         head_dim = hidden_size // num_heads
     rope_theta, rope_scaling, local_rope_theta = (
-        _gemma_rope(fields) if gemma else (*_rope(fields), None)
+        _rope_by_kind(fields) if family.local_rope else (*_rope(fields), None)
     )
     sliding_window, full_attention_layers = _window(fields, architecture, num_layers)
     eos_token_ids = fields.integers("eos_token_id") + generation.integers("eos_token_id")
@@ -129,9 +112,9 @@ def _parse(config: dict[str, Any], generation_config: dict[str, Any]) -> PolicyC
         rms_norm_eps=fields.number("rms_norm_eps", default=DEFAULT_RMS_NORM_EPS),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
-        tie_word_embeddings=fields.boolean("tie_word_embeddings", default=gemma),
+        tie_word_embeddings=fields.boolean("tie_word_embeddings", default=family.tied),
         max_position_embeddings=fields.integer(
-            "max_position_embeddings", default=_DEFAULT_MAX_POSITIONS[architecture]
+            "max_position_embeddings", default=family.max_positions
         ),
         bos_token_id=fields.integer("bos_token_id", default=None),
         eos_token_ids=tuple(dict.fromkeys(eos_token_ids)),
@@ -140,11 +123,11 @@ def _parse(config: dict[str, Any], generation_config: dict[str, Any]) -> PolicyC
         ),
         sliding_window=sliding_window,
         full_attention_layers=full_attention_layers,
-        experts=_experts(fields, num_layers) if architecture == "qwen3_moe" else None,
+        experts=_experts(fields, num_layers) if family.experts else None,
         query_pre_attn_scalar=fields.integer(
             "query_pre_attn_scalar", default=_DEFAULT_QUERY_PRE_ATTN_SCALAR
         )
-        if gemma
+        if family.query_scalar
         else None,
         local_rope_theta=None if sliding_window is None else local_rope_theta,
     )
@@ -159,7 +142,7 @@ def config_json(config: PolicyConfig, dtype: str = "bfloat16") -> dict[str, Any]
     """
     eos = list(config.eos_token_ids)
     return {
-        "architectures": [HF_CLASS[config.architecture]],
+        "architectures": [config.family.hf_class],
         "model_type": config.architecture,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -184,10 +167,9 @@ def config_json(config: PolicyConfig, dtype: str = "bfloat16") -> dict[str, Any]
 
 def _architecture_keys(config: PolicyConfig) -> dict[str, Any]:
     """The keys that only some of the architectures have."""
-    keys: dict[str, Any] = {
-        "hidden_activation" if config.post_norms else "hidden_act": config.activation
-    }
-    keys |= {} if config.qkv_bias or config.architecture == "mistral" else {"attention_bias": False}
+    family = config.family
+    keys: dict[str, Any] = {family.activation_key: family.activation}
+    keys |= {} if family.qkv_bias or config.architecture == "mistral" else {"attention_bias": False}
     if config.architecture == "llama":
         return keys | {"mlp_bias": False}
     full = (
@@ -223,20 +205,19 @@ def _architecture_keys(config: PolicyConfig) -> dict[str, Any]:
 
 def _architecture(config: dict[str, Any]) -> str:
     model_type = config.get("model_type")
-    names = config.get("architectures") or [HF_CLASS.get(str(model_type))]
-    if not isinstance(names, list) or len(names) != 1 or names[0] not in HF_CLASS.values():
+    classes = {family.hf_class: architecture for architecture, family in FAMILIES.items()}
+    by_type = FAMILIES.get(str(model_type))
+    names = config.get("architectures") or [by_type and by_type.hf_class]
+    if not isinstance(names, list) or len(names) != 1 or names[0] not in [*classes]:
         raise UserError(
             f"architectures {names} (model_type {model_type!r}) is not supported; "
-            f"supported: {', '.join(HF_CLASS.values())}"
+            f"supported: {', '.join(classes)}"
         )
-    return next(architecture for architecture, name in HF_CLASS.items() if name == names[0])
+    return classes[names[0]]
 
 
-def _refuse_unimplemented(fields: Fields, gemma: bool) -> None:
-    config = fields.data
-    key, activation = (
-        ("hidden_activation", "gelu_pytorch_tanh") if gemma else ("hidden_act", "silu")
-    )
+def _refuse_unimplemented(fields: Fields, family: Family) -> None:
+    config, key, activation = fields.data, family.activation_key, family.activation
     if config.get(key, activation) != activation:
         raise UserError(f"{key} {config[key]!r} is not supported; only {activation!r} is")
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
@@ -278,7 +259,7 @@ def _window(
         raise UserError(
             f"sliding_window {window} is not supported; every layer of a llama must attend fully"
         )
-    if architecture in MIXED_ATTENTION and window is not None:
+    if FAMILIES[architecture].window == "some" and window is not None:
         if types is None:
             first = fields.integer("max_window_layers", default=_DEFAULT_MAX_WINDOW_LAYERS)
             types = [_FULL if i < first else _SLIDING for i in range(num_layers)]
@@ -343,7 +324,7 @@ def _rope(fields: Fields) -> tuple[float, LinearRopeScaling | Llama3RopeScaling 
     return _theta(fields, "rope_theta", rope, DEFAULT_ROPE_THETA), _scaling(fields, rope)
 
 
-def _gemma_rope(
+def _rope_by_kind(
     fields: Fields,
 ) -> tuple[float, LinearRopeScaling | Llama3RopeScaling | None, float]:
     """(rope_theta, rope_scaling, rope_theta of the layers with a window) of a Gemma 3."""

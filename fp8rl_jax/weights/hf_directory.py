@@ -19,7 +19,8 @@ import numpy as np
 
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.json_fields import read_json
-from fp8rl_jax.models.config import PolicyConfig, parameter_shapes
+from fp8rl_jax.models.config import PolicyConfig
+from fp8rl_jax.models.tensors import parameter_shapes
 from fp8rl_jax.weights.block_fp8 import (
     SCALE_SUFFIX,
     dequantize_tensor,

@@ -1,4 +1,4 @@
-"""The one table between Hugging Face's tensor names and the policy's parameter paths.
+"""Hugging Face's tensor names, and the policy's parameter paths (models/tensors.py has the table).
 
 Hugging Face stores `model.layers.3.self_attn.q_proj.weight` per layer and
 `model.layers.3.mlp.experts.7.up_proj.weight` per expert; the policy stores `layers.q_proj.weight`
@@ -15,31 +15,9 @@ from __future__ import annotations
 import dataclasses
 import re
 
-from fp8rl_jax.models.config import PolicyConfig, parameter_shapes, stack_of
+from fp8rl_jax.models.config import PolicyConfig
+from fp8rl_jax.models.tensors import TENSORS, parameter_shapes, stack_of
 
-# policy name of a layer's parameter -> its Hugging Face name below "model.layers.{i}."
-_LAYER_NAMES = {
-    "q_proj": "self_attn.q_proj.weight",
-    "k_proj": "self_attn.k_proj.weight",
-    "v_proj": "self_attn.v_proj.weight",
-    "o_proj": "self_attn.o_proj.weight",
-    "q_bias": "self_attn.q_proj.bias",
-    "k_bias": "self_attn.k_proj.bias",
-    "v_bias": "self_attn.v_proj.bias",
-    "q_norm": "self_attn.q_norm.weight",
-    "k_norm": "self_attn.k_norm.weight",
-    "gate_proj": "mlp.gate_proj.weight",
-    "up_proj": "mlp.up_proj.weight",
-    "down_proj": "mlp.down_proj.weight",
-    "router": "mlp.gate.weight",
-    "experts.gate_proj": "mlp.experts.{expert}.gate_proj.weight",
-    "experts.up_proj": "mlp.experts.{expert}.up_proj.weight",
-    "experts.down_proj": "mlp.experts.{expert}.down_proj.weight",
-    "input_layernorm": "input_layernorm.weight",
-    "post_attention_layernorm": "post_attention_layernorm.weight",
-    "pre_feedforward_layernorm": "pre_feedforward_layernorm.weight",
-    "post_feedforward_layernorm": "post_feedforward_layernorm.weight",
-}
 _TOP_NAMES = {
     "embed_tokens": "model.embed_tokens.weight",
     "norm": "model.norm.weight",
@@ -75,7 +53,7 @@ def hf_name(path: str, layer: int | None = None, expert: int | None = None) -> s
     """
     name = path.removesuffix(".weight")
     if name.startswith("layers."):
-        name = _LAYER_NAMES[name.removeprefix("layers.")].format(expert=expert)
+        name = TENSORS[name.removeprefix("layers.")].file.format(expert=expert)
         return f"model.layers.{layer}.{name}"
     return _TOP_NAMES[name]
 
@@ -89,7 +67,7 @@ def hf_tensors(config: PolicyConfig) -> dict[str, Location]:
             tensors[hf_name(path)] = Location(path, (), None, shape)
             continue
         for place, layer in enumerate(stack_of(config, name)):
-            if name.startswith("experts."):
+            if TENSORS[name].kind == "experts":
                 for expert in range(shape[1]):
                     tensors[hf_name(path, layer, expert)] = Location(
                         path, (place, expert), layer, shape[2:]

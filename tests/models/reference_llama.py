@@ -160,7 +160,7 @@ def _attention(config, layer, x, positions, i):
         q = x @ layer["q_proj"][rows].T + (layer["q_bias"][rows] if "q_bias" in layer else 0)
         k = x @ layer["k_proj"][kv_rows].T + (layer["k_bias"][kv_rows] if "k_bias" in layer else 0)
         v = x @ layer["v_proj"][kv_rows].T + (layer["v_bias"][kv_rows] if "v_bias" in layer else 0)
-        if config.qk_norm:
+        if config.family.qk_norm:
             q = _rms_norm(q, layer["q_norm"], config.rms_norm_eps)
             k = _rms_norm(k, layer["k_norm"], config.rms_norm_eps)
         scores = _rotate(q, positions, turns) @ _rotate(k, positions, turns).T / math.sqrt(variance)

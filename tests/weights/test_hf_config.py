@@ -72,7 +72,7 @@ def test_reads_every_field():
         eos_token_ids=(2,),
         pad_token_id=0,
     )
-    assert (config.q_size, config.kv_size, config.qk_norm) == (384, 128, False)
+    assert (config.q_size, config.kv_size, config.family.qk_norm) == (384, 128, False)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_defaults_are_those_of_transformers():
     qwen = parse(
         architectures=["Qwen3ForCausalLM"], model_type="qwen3", max_position_embeddings="absent"
     )
-    assert (qwen.head_dim, qwen.max_position_embeddings, qwen.qk_norm) == (128, 32768, True)
+    assert (qwen.head_dim, qwen.max_position_embeddings, qwen.family.qk_norm) == (128, 32768, True)
 
 
 def test_model_type_stands_in_for_architectures():
@@ -224,7 +224,7 @@ def test_windows_follow_the_rules_of_each_architecture():
     assert parse(**QWEN2, **WINDOW, max_window_layers=0).windows == (16, 16)
     mixed = parse(**QWEN2, **WINDOW, max_window_layers=1)
     assert mixed == parse(**QWEN2, **WINDOW, layer_types=["full_attention", "sliding_attention"])
-    assert mixed.windows[0] > 2**30 and mixed.windows[1] == 16 and mixed.qkv_bias
+    assert mixed.windows[0] > 2**30 and mixed.windows[1] == 16 and mixed.family.qkv_bias
     assert parse(**MOE, **WINDOW).windows == (16, 16)
 
 

@@ -11,7 +11,7 @@ import safetensors.numpy
 from tiny_models import GEMMA, LLAMA, QWEN3, random_tensors, write_model, write_sharded
 
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.models.config import parameter_shapes
+from fp8rl_jax.models.tensors import parameter_shapes
 from fp8rl_jax.weights.hf_config import read_policy_config
 from fp8rl_jax.weights.hf_directory import export_policy, load_policy_arrays
 from fp8rl_jax.weights.safetensors_io import count_non_finite
