@@ -32,8 +32,9 @@ from experiments.benchmarks.rounds import Laps, Plan, interleave, ratio, series,
 from experiments.command import run_command
 from experiments.vllm_engine import MOVED, distance, moved, vllm_version
 from fp8rl_jax.config.recipe import PrecisionConfig
-from fp8rl_jax.config.run import RolloutConfig, RunConfig, VllmConfig
+from fp8rl_jax.config.run import RolloutConfig, RunConfig
 from fp8rl_jax.config.schema import validate
+from fp8rl_jax.config.vllm import VllmConfig
 from fp8rl_jax.models.policy import Policy
 from fp8rl_jax.parallel import to_host
 from fp8rl_jax.rollout.calibration import calibrate_on_prompts

@@ -30,7 +30,8 @@ import numpy as np
 from experiments.benchmarks.machine import facts
 from experiments.command import run_command
 from fp8rl_jax.config.recipe import Recipe
-from fp8rl_jax.config.run import RolloutConfig, RunConfig, VllmConfig
+from fp8rl_jax.config.run import RolloutConfig, RunConfig
+from fp8rl_jax.config.vllm import VllmConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.policy import Policy
 from fp8rl_jax.rollout.calibration import calibrate_on_prompts

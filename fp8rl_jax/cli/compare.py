@@ -11,7 +11,8 @@ import tyro
 
 from fp8rl_jax.config.files import read_recipes
 from fp8rl_jax.config.recipe import PrecisionConfig, Recipe, get_recipe
-from fp8rl_jax.config.run import RolloutConfig, RunConfig, VllmConfig
+from fp8rl_jax.config.run import RolloutConfig, RunConfig
+from fp8rl_jax.config.vllm import VllmConfig
 from fp8rl_jax.errors import UserError
 
 Phase = Literal["trainer", "rollout"]

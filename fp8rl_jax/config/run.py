@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from fp8rl_jax.config.formats import COMPUTE, TensorFormat
-from fp8rl_jax.config.recipe import LINEARS, PrecisionConfig, Recipe, get_recipe
+from fp8rl_jax.config.recipe import PrecisionConfig, Recipe, get_recipe
 from fp8rl_jax.config.rl import RLConfig, check_sampling
 from fp8rl_jax.config.schema import report, unknown_placeholders
 from fp8rl_jax.config.tasks import TaskConfig
@@ -23,6 +22,7 @@ from fp8rl_jax.config.training import (
     TrackingConfig,
     TrainerConfig,
 )
+from fp8rl_jax.config.vllm import VllmConfig, vllm_problems
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.functions import function_faults, settle
 
@@ -94,55 +94,6 @@ class PagedConfig:
     rollout.prompts_per_step prompts have all their completions; what the others have is carried
     over to the next step and goes on with its weights (partial rollouts; metrics
     rollout/stale_tokens, rollout/oldest_token)."""
-
-
-@dataclass(frozen=True)
-class VllmConfig:
-    """vLLM >= 0.32 as rollout engine: a server in a Python of its own, or in the trainer's."""
-
-    python: str = ""
-    """Python interpreter that has vLLM: a server is started with it on loopback, and ends with the
-    run."""
-    address: str = ""
-    """http://host:port of a server that is running already. Its routes for weights ask for no key:
-    keep it on a network that nobody else reaches."""
-    transport: Literal["files", "nccl", "dlpack"] = "files"
-    """How weights reach vLLM. files: in `directory`. nccl: broadcast from the trainer's first GPU
-    to the server's, which are others. dlpack: in memory; vLLM is no server then, but in the
-    trainer's process, whose Python has it, and neither `python` nor `address` is given."""
-    directory: str = ""
-    """Where weights are handed over as files; with `address`, on a file system that both see.
-    Empty: a temporary directory."""
-    quantize: Literal["ours", "vllm"] = "ours"
-    """Who quantizes the linears of an FP8 recipe. ours: vLLM is given e4m3 values and scales, the
-    bits that the trainer trains with. vllm: it is given 16 bits and makes its own (fp8_per_block)
-    at every push."""
-    compiled: bool = False
-    """Let vLLM compile its graphs: a longer start, faster decode."""
-    parity: float | None = None
-    """Largest mean difference between vLLM's log-probabilities and ours of the few tokens that are
-    checked after every push; unset: 1e-3 in float32, 0.5 in 16 bits, 1 in FP8."""
-    start_seconds: float = 600.0
-    """Until a server that was started must be ready."""
-    request_seconds: float = 600.0
-    """Longest silence of a server that is to answer, before it counts as hung."""
-    restarts: int = 3
-    """How often a server of ours that ends or hangs is started again."""
-    arguments: tuple[str, ...] = ()
-    """More arguments of `vllm serve`, such as --tensor-parallel-size; not those that recipe and
-    dtype decide. In the trainer's process those of its engine alone, on one device."""
-
-
-_VLLM_OURS = (
-    *("--host", "--port", "--served-model-name", "--worker-extension-cls", "--dtype"),
-    *("--logprobs-mode", "--generation-config", "--quantization", "--kv-cache-dtype"),
-)
-"""Arguments of `vllm serve` that follow from the run."""
-_VLLM_SEVERAL = (
-    *("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp"),
-    *("--data-parallel-size", "-dp", "--distributed-executor-backend"),
-)
-"""Arguments of `vllm serve` that have it compute in other processes."""
 
 
 @dataclass(frozen=True)
@@ -374,7 +325,7 @@ class RunConfig:
                     "rollout.transform: what it changes the trainer does not have, so that no bit "
                     "can be promised; set precision.exact = false"
                 )
-            faults += self._vllm_problems(recipe)
+            faults += vllm_problems(self, recipe)
         except UserError as error:
             faults += str(error).splitlines()
         faults += unknown_placeholders("output", self.output, "recipe", "seed")
@@ -521,109 +472,6 @@ class RunConfig:
             ),
         ]
         return [f"rollout.paged.extra_prompts: {why}" for holds, why in checks if not holds]
-
-    def _vllm_problems(self, recipe: Recipe) -> list[str]:
-        """What vLLM cannot do, or not so that it can be learned from."""
-        rollout = self.rollout
-        if rollout.engine != "vllm":
-            return []
-        vllm, formats = rollout.vllm, recipe.rollout
-        block = TensorFormat("e4m3", (128, 128)), TensorFormat("e4m3", (1, 128))
-        linears = {(each.rollout.weight, each.rollout.activation) for each in recipe.variants}
-        whole = (
-            recipe.quantized == LINEARS
-            and not recipe.excluded
-            and recipe.first_layers_in_compute == recipe.last_layers_in_compute == 0
-            and linears == {block}
-        )
-        per_layer = TensorFormat("e4m3", None)
-        given = {word.partition("=")[0].replace("_", "-") for word in vllm.arguments}
-        here, several = vllm.transport == "dlpack", []
-        truncated = (
-            rollout.top_k > 0
-            or rollout.top_p < 1
-            or rollout.min_p > 0
-            or bool(rollout.bad_words)
-            or bool(rollout.logit_bias)
-        )
-        checks = [
-            (
-                here or bool(vllm.python) != bool(vllm.address),
-                "rollout.vllm: give python, an interpreter that has vLLM, or address, a running "
-                "server",
-            ),
-            (
-                not here or not (vllm.python or vllm.address),
-                'rollout.vllm.transport: with "dlpack" vLLM is in this process; leave '
-                "rollout.vllm.python and address out",
-            ),
-            (
-                not here or not (several := sorted(given & set(_VLLM_SEVERAL))),
-                f"rollout.vllm.arguments: {', '.join(several)}: in this process "
-                '(rollout.vllm.transport = "dlpack") vLLM has one device',
-            ),
-            (
-                not vllm.address or vllm.address.startswith(("http://", "https://")),
-                f"rollout.vllm.address = {vllm.address!r} is no http://host:port",
-            ),
-            (
-                not vllm.address or vllm.transport != "files" or bool(vllm.directory),
-                "rollout.vllm.directory: with rollout.vllm.address, name a directory that the "
-                "server sees, too",
-            ),
-            (
-                not (taken := sorted(given & set(_VLLM_OURS))),
-                f"rollout.vllm.arguments: {', '.join(taken)}: follow from the run's own keys",
-            ),
-            (vllm.start_seconds > 0, "rollout.vllm.start_seconds must be positive"),
-            (vllm.request_seconds > 0, "rollout.vllm.request_seconds must be positive"),
-            (vllm.restarts >= 0, "rollout.vllm.restarts must not be negative"),
-            (
-                vllm.parity is None or vllm.parity > 0,
-                f"rollout.vllm.parity = {vllm.parity} must be positive",
-            ),
-            (
-                whole or linears == {(COMPUTE, COMPUTE)},
-                f'rollout.engine = "vllm": recipe {recipe.name!r} has formats of linears that vLLM '
-                "does not serve; it has none, or e4m3 in blocks of 128 x 128 with activations in "
-                "1 x 128 for all of them",
-            ),
-            (
-                not whole or self.compute_dtype == "bfloat16",
-                f"compute_dtype = {self.compute_dtype!r}: vLLM serves block FP8 beside bfloat16",
-            ),
-            (
-                not recipe.quantizes_cache
-                or (
-                    formats.key == formats.value == per_layer
-                    and recipe.kv_granularity == "layer"
-                    and recipe.kv_calibration != "rollout"
-                ),
-                f'rollout.engine = "vllm": recipe {recipe.name!r} has a KV cache that vLLM does '
-                "not serve; it takes e4m3 with a scale for each layer that the trainer calibrates "
-                '(precision.kv_calibration = "update" or "trainer")',
-            ),
-            (
-                recipe.weight_rounding == "nearest",
-                "precision.weight_rounding: vLLM is pushed weights that are rounded to nearest; "
-                'set "nearest", with model.dither',
-            ),
-            (
-                self.precision.exact is not True and not recipe.exact,
-                'precision.exact: of vLLM no bits are promised; leave it "auto"',
-            ),
-            (
-                not truncated,
-                "rollout.top_k, top_p, min_p, bad_words, logit_bias: vLLM gives the "
-                "log-probability of the distribution that it sampled alone; leave them out with "
-                'rollout.engine = "vllm"',
-            ),
-            (
-                not self.trainer.router_replay,
-                'trainer.router_replay: rollout.engine = "vllm" brings no routes; leave it false',
-            ),
-        ]
-        return [message for holds, message in checks if not holds]
 
     def _calibration_problems(self, recipe: Recipe) -> list[str]:
         """What keeps rl.clip_calibration from having an effect."""

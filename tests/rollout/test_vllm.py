@@ -28,7 +28,8 @@ from rollout.vllm_work import (
 )
 
 import fp8rl_jax as fp8rl
-from fp8rl_jax.config.run import RolloutConfig, RunConfig, VllmConfig
+from fp8rl_jax.config.run import RolloutConfig, RunConfig
+from fp8rl_jax.config.vllm import VllmConfig
 from fp8rl_jax.models.lora import join, merge, split
 from fp8rl_jax.rollout.arrival import Arrival
 from fp8rl_jax.rollout.constraints import make_constraints

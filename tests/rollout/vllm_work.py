@@ -13,7 +13,8 @@ import numpy as np
 
 import fp8rl_jax as fp8rl
 from fp8rl_jax.cli.main import main
-from fp8rl_jax.config.run import RolloutConfig, RunConfig, VllmConfig
+from fp8rl_jax.config.run import RolloutConfig, RunConfig
+from fp8rl_jax.config.vllm import VllmConfig
 from fp8rl_jax.rollout.engine import Prompts, pad_prompts
 from fp8rl_jax.rollout.sampling import Sampling
 from fp8rl_jax.rollout.vllm.engine import VllmEngine

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from fp8rl_jax.config.run import VllmConfig
+from fp8rl_jax.config.vllm import VllmConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.rollout.vllm.nccl import Group, in_thread
 
