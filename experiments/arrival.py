@@ -33,8 +33,9 @@ from fp8rl_jax.ablation.record import make_record, run_entry, write_json
 from fp8rl_jax.ablation.runner import Runner
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.policy import Policy
-from fp8rl_jax.training.loop import evaluate
-from fp8rl_jax.training.session import Session, sample_key
+from fp8rl_jax.training.evaluation import evaluate
+from fp8rl_jax.training.keys import sample_key
+from fp8rl_jax.training.session import Session
 from fp8rl_jax.training.setup import build, reward_pool
 from pallas_kernels.rounding import rounded
 

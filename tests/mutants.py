@@ -92,13 +92,39 @@ LIST: list[Mutant] = [
         ),
     ),
     *of(
-        "training/session.py",
+        "training/checks.py",
         "training/test_exact.py",
         (
             "exact-with-any-engine",
             "plain = ours and not carries",
             "plain = not carries",
             "exact_by_default",
+        ),
+    ),
+    *of(
+        "rollout/sampling.py",
+        WIRING,
+        (
+            "temperature-of-training",
+            "sampling.max_new_tokens, temperature, stop_token_ids",
+            "sampling.max_new_tokens, 1.0, stop_token_ids",
+            "evaluation_samples",
+        ),
+        (
+            "never-stops",
+            "temperature, stop_token_ids=sampling.stop_token_ids,",
+            "temperature,",
+            "evaluation_samples",
+        ),
+    ),
+    *of(
+        "training/keys.py",
+        WIRING,
+        (
+            "samples-draw-as-training",
+            "jax.random.key(seed), _SAMPLES)",
+            "jax.random.key(seed), _TRAINING)",
+            f"{SESSION} change_nothing",
         ),
     ),
     *of(
@@ -290,18 +316,6 @@ LIST: list[Mutant] = [
             "training/test_loop.py resume",
         ),
         (
-            "temperature-of-training",
-            "sampling.max_new_tokens, temperature, stop_token_ids",
-            "sampling.max_new_tokens, 1.0, stop_token_ids",
-            "evaluation_samples",
-        ),
-        (
-            "never-stops",
-            "temperature, stop_token_ids=sampling.stop_token_ids,",
-            "temperature,",
-            "evaluation_samples",
-        ),
-        (
             "demonstrations-at-the-temperature-of-rollouts",
             "rl=RLConfig(), temperature=1.0",
             "rl=RLConfig()",
@@ -330,12 +344,6 @@ LIST: list[Mutant] = [
             "self.step, self._rollouts = self.step + 1, 0",
             "self.step = self.step + 1",
             f"{SESSION} loop_of_a_run",
-        ),
-        (
-            "samples-draw-as-training",
-            "jax.random.key(seed), _SAMPLES)",
-            "jax.random.key(seed), _TRAINING)",
-            f"{SESSION} change_nothing",
         ),
         (
             "greedy-is-learned",
@@ -872,7 +880,7 @@ LIST: list[Mutant] = [
         ),
     ),
     *of(
-        "training/loop.py",
+        "training/evaluation.py",
         WIRING,
         (
             "interval-over-samples",
@@ -1096,12 +1104,12 @@ LIST: list[Mutant] = [
         ),
     ),
     *of(
-        "training/session.py",
+        "training/carry_over.py",
         "training/test_partial_rollouts.py",
         (
             "carried-and-not-saved",
-            "(self._carried or self._nothing_carried(),)",
-            "(self._nothing_carried(),)",
+            "if self.progress is not None: return self.progress",
+            "",
             "goes_on_with_what_was_carried",
         ),
     ),
@@ -1168,7 +1176,7 @@ LIST: list[Mutant] = [
         ),
     ),
     *of(
-        "rollout/paged.py",
+        "rollout/paged/programs.py",
         "rollout/test_paged.py",
         (
             "page-given-twice",
@@ -1189,12 +1197,6 @@ LIST: list[Mutant] = [
             "small",
         ),
         ("kept-pages-given-away", "go = leaving & ~stay", "go = leaving", "conversation"),
-        (
-            "kept-tokens-elsewhere",
-            "column < first, places(old, 0, column)",
-            "column <= first, places(old, 0, column)",
-            "conversation",
-        ),
         ("evicted-forgotten", '.set(EVICTED, mode="drop")', '.set(DONE, mode="drop")', "tight"),
         ("never-caught-up", "(state.slots.held < count - 1)", "(state.slots.held < 0)", "tight"),
         (
@@ -1202,6 +1204,16 @@ LIST: list[Mutant] = [
             "_of_rows(queue.keys, row), count",
             "_of_rows(queue.keys, 0 * row), count",
             "small",
+        ),
+    ),
+    *of(
+        "rollout/paged/reuse.py",
+        "rollout/test_paged.py",
+        (
+            "kept-tokens-elsewhere",
+            "column < first, places(old, 0, column)",
+            "column <= first, places(old, 0, column)",
+            "conversation",
         ),
     ),
     *of(

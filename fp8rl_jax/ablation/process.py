@@ -71,7 +71,7 @@ def _given(config: RunConfig, path: str) -> dict[str, Any]:
 
 def _judge(config: RunConfig, recipe: str, given: dict[str, Any]) -> None:
     """Evaluate the trained model once more, under a recipe that all arms have in common."""
-    from fp8rl_jax.training.loop import evaluate_held_out
+    from fp8rl_jax.training.evaluation import evaluate_held_out
     from fp8rl_jax.training.setup import build, reward_pool
 
     trained = replace(config.model, path=str(config.directory / "model"))

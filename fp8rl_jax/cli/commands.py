@@ -98,7 +98,7 @@ def evaluate(config: RunConfig) -> None:
     if config.task.eval_size == 0:
         raise UserError("task.eval_size = 0 holds out no problem to evaluate on; raise it")
     start_jax()
-    from fp8rl_jax.training.loop import evaluate_held_out
+    from fp8rl_jax.training.evaluation import evaluate_held_out
     from fp8rl_jax.training.setup import announce, build, reward_log, reward_pool
 
     setup = build(config, sampled=False)

@@ -33,10 +33,11 @@ from fp8rl_jax.parallel import batch_shards, constrain, marks, to_host
 from fp8rl_jax.precision import check_recipe, join_sums
 from fp8rl_jax.rollout.arrival import Arrival
 from fp8rl_jax.rollout.calibration import observe_served, qkv_metrics, scales_from_amax
-from fp8rl_jax.rollout.paged import Kept, Layout, Rows, choose_layout, token_bytes
-from fp8rl_jax.rollout.paged import converse as paged_converse
-from fp8rl_jax.rollout.paged import generate as paged_generate
-from fp8rl_jax.rollout.paged import go_on as paged_go_on
+from fp8rl_jax.rollout.paged.host import converse as paged_converse
+from fp8rl_jax.rollout.paged.host import generate as paged_generate
+from fp8rl_jax.rollout.paged.host import go_on as paged_go_on
+from fp8rl_jax.rollout.paged.layout import Layout, choose_layout, token_bytes
+from fp8rl_jax.rollout.paged.state import Kept, Rows
 from fp8rl_jax.rollout.partial import InProgress
 from fp8rl_jax.rollout.sampler import Prompts, Rollout, generate, rows_of, stream
 from fp8rl_jax.rollout.sampling import Sampling

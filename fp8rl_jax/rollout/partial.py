@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Array, Int, UInt32
 
 from fp8rl_jax.parallel import split_batch
-from fp8rl_jax.rollout.paged import ACTIVE, DONE, EVICTED, Rows, new_rows
+from fp8rl_jax.rollout.paged.state import ACTIVE, DONE, EVICTED, Rows, new_rows
 from fp8rl_jax.rollout.sampler import Prompts, Rollout, row_keys, rows_of
 from fp8rl_jax.rollout.sampling import Sampling
 

@@ -61,6 +61,19 @@ class Sampling:
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
 
+def at_temperature(sampling: Sampling, temperature: float) -> Sampling:
+    """Change the temperature of a sampling, which is then neither truncated nor biased.
+
+    It ends where `sampling` does.
+    """
+    return Sampling(
+        sampling.max_new_tokens,
+        temperature,
+        stop_token_ids=sampling.stop_token_ids,
+        stop_strings=sampling.stop_strings,
+    )
+
+
 def draw(
     logits: Float[Array, "b vocab"],
     keys: Key[Array, " b"],

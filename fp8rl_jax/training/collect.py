@@ -29,7 +29,8 @@ from fp8rl_jax.tasks.distributed import score_distributed
 from fp8rl_jax.tasks.sandbox.pool import RewardPool
 from fp8rl_jax.tasks.scores import Scores
 from fp8rl_jax.training.experience import Experience
-from fp8rl_jax.training.session import Session, rollout_key
+from fp8rl_jax.training.keys import rollout_key
+from fp8rl_jax.training.session import Session
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,7 +52,8 @@ from fp8rl_jax.models.policy import Policy, init_policy, parameter_count
 from fp8rl_jax.parallel import DEFAULT_RULES, ShardingRules, batch_shards, policy_shardings
 from fp8rl_jax.parallel.mesh import AXES
 from fp8rl_jax.rollout.arrival import Arrival
-from fp8rl_jax.rollout.paged import WHOLE, choose_layout
+from fp8rl_jax.rollout.paged.host import WHOLE
+from fp8rl_jax.rollout.paged.layout import choose_layout
 from fp8rl_jax.rollout.sampler import cache_dtype, loop_dtype
 from fp8rl_jax.training.adapters import adapt
 from fp8rl_jax.training.state import make_optimizer

@@ -16,7 +16,7 @@ from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.config.settings import with_settings
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.tasks.python_objects import PythonReward
-from fp8rl_jax.training.loop import evaluate_held_out
+from fp8rl_jax.training.evaluation import evaluate_held_out
 from fp8rl_jax.training.loop import train as train_setup
 from fp8rl_jax.training.setup import build, reward_pool
 

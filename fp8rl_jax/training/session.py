@@ -46,7 +46,6 @@ from fp8rl_jax.config.training import CheckpointConfig, OptimizerConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.cache import KVScales
 from fp8rl_jax.models.dither import dithered
-from fp8rl_jax.models.forms import trainer_policy
 from fp8rl_jax.models.lora import has_adapters, merge, split
 from fp8rl_jax.models.policy import Policy, cast
 from fp8rl_jax.parallel import (
@@ -63,14 +62,13 @@ from fp8rl_jax.parallel import (
     to_global,
     to_host,
 )
-from fp8rl_jax.precision import QuantizationSums, check_recipe, promises_exact, unlike_sides
+from fp8rl_jax.precision import QuantizationSums, check_recipe, unlike_sides
 from fp8rl_jax.rollout.arrival import Arrival, kept_merged
 from fp8rl_jax.rollout.calibration import (
     calibrate_on_prompts,
     calibrated,
     observe_qkv,
 )
-from fp8rl_jax.rollout.constraints import make_constraints
 from fp8rl_jax.rollout.engine import (
     PagedEngine,
     Prompts,
@@ -79,8 +77,7 @@ from fp8rl_jax.rollout.engine import (
     local_engine,
     pad_prompts,
 )
-from fp8rl_jax.rollout.partial import InProgress, advance, as_rollout, begin, divide, join
-from fp8rl_jax.rollout.sampling import Sampling
+from fp8rl_jax.rollout.sampling import at_temperature
 from fp8rl_jax.rollout.sync import SyncContext
 from fp8rl_jax.rollout.vllm.engine import VllmEngine
 from fp8rl_jax.tasks.conversation import Conversation, message_faults
@@ -91,8 +88,11 @@ from fp8rl_jax.tasks.scores import Scores
 from fp8rl_jax.tokenizers.tokenizer import Tokenizer
 from fp8rl_jax.training.adapters import adapt, restored, to_save
 from fp8rl_jax.training.batch import Batch, bucket
+from fp8rl_jax.training.carry_over import CarryOver
 from fp8rl_jax.training.checkpoint import Checkpoints
+from fp8rl_jax.training.checks import check_policy, make_sampling, with_exact_decided
 from fp8rl_jax.training.experience import Entering, Experience, episode_experience, play
+from fp8rl_jax.training.keys import rollout_key, sample_key, selection_key, sync_key
 from fp8rl_jax.training.learner import Learner, step_config
 from fp8rl_jax.training.performance import Clock
 from fp8rl_jax.training.prompts import PromptEncoder
@@ -100,9 +100,6 @@ from fp8rl_jax.training.state import TrainState, sharded_state
 from fp8rl_jax.training.step import batch_logprobs, supervised_update
 from fp8rl_jax.weights.load import save_policy
 from fp8rl_jax.weights.peft_format import save_adapters
-from pallas_kernels.attention import KeyBlock, attention
-from pallas_kernels.backend import BackendError
-from pallas_kernels.matmul import selected_backend
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]] | Example
 """Text, token ids, the messages of a conversation, or a problem of a data set."""
@@ -113,10 +110,6 @@ _KEPT = 0.9
 """Part of the update that a saved model has at least, or it is said."""
 _NARROWEST = 16
 """Tokens that prompts are padded to at least."""
-_TRAINING, _SAMPLES, _SYNCS = 0, 1, 4
-"""What the keys of a seed are for; 2 is for adapters (training.adapters), 3 for dither (models)."""
-_SELECTION = 2**31 - 1
-"""What a step's key is for behind all its rollouts, which count from 0."""
 # programs, and not dozens of small operations, which on a mesh may wait for each other without an
 # end
 _mismatch = jax.jit(rl.mismatch_metrics, static_argnames="config")
@@ -187,30 +180,6 @@ def _on_mesh[**P, R](method: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
-def with_exact_decided(config: RunConfig, ours: bool = True) -> RunConfig:
-    """Decide precision.exact = "auto" for this machine.
-
-    Args:
-        ours: `LocalEngine` samples; of others nothing is promised.
-
-    Raises:
-        UserError: the recipe cannot run here.
-    """
-    if config.precision.exact != "auto":
-        return config
-    recipe, backend = config.resolved_recipe(), config.precision.backend
-    check_recipe(recipe, backend)
-    carries = config.rollout.paged.extra_prompts
-    if carries and recipe.exact:
-        raise UserError(
-            f"rollout.paged.extra_prompts: recipe {recipe.name!r} is exact, and tokens that older "
-            "weights sampled are not; set it to 0"
-        )
-    plain = ours and not carries and not config.rollout.transform
-    exact = recipe.exact or (plain and promises_exact(recipe, backend))
-    return replace(config, precision=replace(config.precision, exact=exact))
-
-
 class Session:
     """A policy in training, from Python.
 
@@ -272,9 +241,9 @@ class Session:
                 unlike,
             )
         self.mesh = make_mesh(config.mesh)
-        _check_policy(policy, config, self.recipe)
+        check_policy(policy, config, self.recipe)
         rollout = config.rollout
-        self.sampling = _sampling(config, policy, tokenizer)
+        self.sampling = make_sampling(config, policy, tokenizer)
         self.encoder = PromptEncoder(
             tokenizer, config.task.system_prompt, rollout.max_prompt_tokens
         )
@@ -296,14 +265,15 @@ class Session:
         self._rollouts = 0
         """Of this step."""
         self._served = self._uncalibrated = False
-        self._extra = rollout.paged.extra_prompts
-        if self._extra:
-            check_batch(self._extra, self.mesh, "rollout.paged.extra_prompts")
+        self._carry_over: CarryOver | None = None
+        if extra := rollout.paged.extra_prompts:
+            check_batch(extra, self.mesh, "rollout.paged.extra_prompts")
             if not isinstance(self.engine, PagedEngine):
                 raise UserError(
                     "rollout.paged.extra_prompts: only PagedEngine carries completions over"
                 )
-        self._carried: InProgress | None = None
+            batch = self.encoder.width, self.encoder.pad
+            self._carry_over = CarryOver(self.engine, self.mesh, self.sampling, extra, *batch)
 
     # sampling
 
@@ -342,7 +312,7 @@ class Session:
             UserError: no prompts, or one that is empty or too long for the model; or, where some
                 are carried over, they have no ids, or none would be left to return.
         """
-        if self._extra and not (
+        if self._carry_over and not (
             isinstance(prompts, Prompts) or all(isinstance(each, Example) for each in prompts)
         ):
             raise UserError(
@@ -353,8 +323,8 @@ class Session:
         samples, key = self._draw(samples, key)
         encoded, count = self.encode(prompts)
         self._serve(encoded)
-        if self._extra:
-            rollout = self._rollout_ahead(encoded, count, samples, key)
+        if self._carry_over:
+            rollout = self._carry_over.rollout(encoded, count, samples, key, self.clock)
             count = len(rollout.prompts.lengths)
         else:
             with self.clock.part("gen"):
@@ -408,7 +378,7 @@ class Session:
             pool: plays the environments.
             samples, key: as in `rollout`.
         """
-        if self._extra:
+        if self._carry_over:
             raise UserError(
                 "rollout.paged.extra_prompts: episodes are not carried over; set it to 0"
             )
@@ -573,7 +543,8 @@ class Session:
         """
         self._policy, self._state, self._learner = self.weights, None, None
         self.step = self._rollouts = 0
-        self._carried = None
+        if self._carry_over:
+            self._carry_over.progress = None
         # the next sync is the new start of what arrives
         self.engine.arrival, self._served = Arrival(self._merges), False
         self._started(optimizer, updates)
@@ -755,8 +726,8 @@ class Session:
             shape = shape[:1]
         scales = self.scales or KVScales(*(jnp.zeros(shape) for _ in range(3)))
         beside = (jax.tree.map(np.asarray, scales),)
-        if self._extra:
-            beside += (self._carried or self._nothing_carried(),)
+        if self._carry_over:
+            beside += (self._carry_over.saved(self.config.rollout.samples_per_prompt),)
         assert self.engine.arrival is not None
         beside += (self.engine.arrival.saved(state.policy),)
         return *to_save(state), *to_global(beside, replicated(self.mesh))
@@ -765,10 +736,9 @@ class Session:
     def load_saved(self, step: int, saved: tuple) -> None:
         """Go on at `step` with what `saved` gave."""
         _, before = self._started()
-        *state, scales = saved[:-2] if self._extra else saved[:-1]
-        if self._extra:
-            carried = to_host(saved[-2])
-            self._carried = carried if carried.prompts.lengths.any() else None
+        *state, scales = saved[:-2] if self._carry_over else saved[:-1]
+        if self._carry_over:
+            self._carry_over.load(to_host(saved[-2]))
         assert self.engine.arrival is not None
         self.engine.arrival.load(to_host(saved[-1]))
         self._state = restored(before, *state)
@@ -841,7 +811,7 @@ class Session:
     @property
     def carried(self) -> int:
         """Prompts whose completions are carried over to the next rollout."""
-        return 0 if self._carried is None else self._extra
+        return 0 if self._carry_over is None else self._carry_over.carried
 
     @property
     def learner(self) -> Learner:
@@ -880,62 +850,6 @@ class Session:
             raise RuntimeError(_RELEASED)
         return self._learner, self._state
 
-    def _rollout_ahead(
-        self, prompts: Prompts, count: int, samples: int, key: Key[Array, ""]
-    ) -> Rollout:
-        """A rollout of all prompts in progress but those that stay so (rollout.partial)."""
-        assert isinstance(self.engine, PagedEngine)
-        parts, sharding = batch_shards(self.mesh), batch_sharding(self.mesh)
-        progress = begin(
-            self._of_one_width(prompts, count), key, samples, self.sampling, self.encoder.pad
-        )
-        if self._carried is not None:
-            if self._carried.samples != samples:
-                raise UserError(
-                    f"samples = {samples}: the prompts carried over have {self._carried.samples}"
-                )
-            progress = join(self._carried, progress, parts)
-        enough = len(progress.prompts.lengths) - self._extra
-        if enough < 1:
-            raise UserError(
-                f"prompts: {count} are not enough: rollout.paged.extra_prompts = {self._extra} "
-                "stay in progress; give as many more the first time"
-            )
-        with self.clock.part("gen"):
-            placed = to_global(progress, sharding)
-            rows, metrics = to_host(self.engine.go_on(placed, self.sampling, enough))
-        progress = advance(progress, rows, self.engine.version)
-        ended, self._carried = divide(progress, enough, parts)
-        rollout = as_rollout(ended, self.engine.version, metrics)
-        return replace(to_global(replace(rollout, metrics={}), sharding), metrics=rollout.metrics)
-
-    def _of_one_width(self, prompts: Prompts, count: int) -> Prompts:
-        """Prompts on the host, as wide as those of every step."""
-        tokens, lengths, ids = to_host(prompts)
-        width = self.encoder.width
-        if len(lengths) != count:
-            raise UserError(
-                f"prompts: with rollout.paged.extra_prompts a batch is not filled up, and {count} "
-                f"prompts do not divide as the batch does; give {len(lengths)}"
-            )
-        if lengths.max() > width:
-            raise UserError(
-                f"prompts: one has {lengths.max()} tokens; with rollout.paged.extra_prompts they "
-                f"have at most rollout.max_prompt_tokens = {width}"
-            )
-        missing = max(width - tokens.shape[1], 0)
-        tokens: Any = np.pad(tokens, ((0, 0), (0, missing)), constant_values=self.encoder.pad)
-        return Prompts(tokens[:, :width], lengths, ids)
-
-    def _nothing_carried(self) -> InProgress:
-        """As many rows as are carried over, with empty prompts."""
-        none: Any = np.zeros(self._extra, np.int32)
-        tokens: Any = np.full((self._extra, self.encoder.width), self.encoder.pad, np.int32)
-        samples = self.config.rollout.samples_per_prompt
-        return begin(
-            Prompts(tokens, none, none), jax.random.key(0), samples, self.sampling, self.encoder.pad
-        )
-
     def _calibrates(self, side: Literal["trainer", "rollout"]) -> bool:
         """Whether there is an FP8 cache, and this side measures its scales."""
         rollout = self.recipe.kv_calibration == "rollout"
@@ -972,7 +886,7 @@ class Session:
         selection/*."""
         config, rows_per_prompt = self.config.rl, len(batch.tokens) // len(batch.lengths)
         stopped = rollout.rollout.stopped & batch.mask.any(axis=1)
-        key = jax.random.fold_in(rollout_key(self.config.seed, self.step), _SELECTION)
+        key = selection_key(self.config.seed, self.step)
         samples = batch.advantages, rewards, valid, _lengths(batch.mask), stopped
         rows, weights = _selection(*samples, key, config=config, samples=rows_per_prompt)
         host, weighed = to_host((rows, weights))
@@ -1116,136 +1030,3 @@ def _prompts_of_a_part(config: RunConfig) -> int:
     equal."""
     trainer = config.trainer
     return max(trainer.updates_per_rollout, 1) * max(trainer.micro_batch_prompts, 1)
-
-
-def rollout_key(seed: int, step: int, number: int = 0) -> Key[Array, ""]:
-    """Make the key of a step's draws.
-
-    Args:
-        number: of the rollout in the step.
-    """
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), _TRAINING), step)
-    return jax.random.fold_in(key, number) if number else key
-
-
-def sync_key(seed: int, step: int) -> Key[Array, ""]:
-    """Make the key of draws of the weight sync behind so many updates."""
-    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), _SYNCS), step)
-
-
-def sample_key(seed: int, number: int) -> Key[Array, ""]:
-    """Make the key of draws that training does not depend on."""
-    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), _SAMPLES), number)
-
-
-def at_temperature(sampling: Sampling, temperature: float) -> Sampling:
-    """Change the temperature of a sampling, which is then neither truncated nor biased.
-
-    It ends where `sampling` does.
-    """
-    return Sampling(
-        sampling.max_new_tokens,
-        temperature,
-        stop_token_ids=sampling.stop_token_ids,
-        stop_strings=sampling.stop_strings,
-    )
-
-
-def check_range(policy: Policy, dtype: jnp.dtype) -> None:
-    """Refuse weights that the compute dtype cannot hold.
-
-    Only float16 is narrower than the masters.
-
-    Raises:
-        UserError: naming the tensor and its largest magnitude.
-    """
-    limit = float(jnp.finfo(dtype).max)
-    if limit >= float(jnp.finfo(jnp.bfloat16).max):
-        return
-    tensors = {
-        f"layers.{name}": weight.value
-        for name, weight in policy.stack.tensors().items()
-        if name != "router"
-    }
-    tensors |= {
-        "embed_tokens": policy.embed_tokens.value,
-        "norm": policy.norm.value,
-        "lm_head": policy.head,
-    }
-    for name, weight in tensors.items():
-        if (largest := float(jnp.max(jnp.abs(weight)))) > limit:
-            raise UserError(
-                f"compute_dtype: {name} has a weight of magnitude {largest:g}, and {dtype} holds "
-                f"nothing above {limit:g}; "
-                'use "bfloat16"'
-            )
-
-
-def _check_policy(policy: Policy, config: RunConfig, recipe: Recipe) -> None:
-    """What the settings ask of the model."""
-    check_range(policy, jnp.dtype(config.compute_dtype))
-    # for its refusals
-    jax.eval_shape(
-        lambda p: trainer_policy(
-            p, recipe, jnp.dtype(config.compute_dtype), config.precision.backend
-        ),
-        policy,
-    )
-    if config.trainer.router_replay and policy.config.experts is None:
-        raise UserError("trainer.router_replay: the model has no experts; leave it false")
-    if recipe.exact and selected_backend(config.precision.backend) == "hopper":
-        _check_exact_on_hopper(policy, config)
-
-
-def _check_exact_on_hopper(policy: Policy, config: RunConfig) -> None:
-    """What attention in the order of a decode step asks of the model and of the batch."""
-    if config.rollout.engine == "paged":
-        raise UserError(
-            "rollout.engine: with precision.exact, Hopper's attention reads rows and no pages; "
-            'set it to "static"'
-        )
-    if config.trainer.packing:
-        raise UserError(
-            "trainer.packing: with precision.exact, Hopper's attention takes one sequence a row; "
-            "set one of the two to false"
-        )
-    model, dtype = policy.config, jnp.dtype(config.compute_dtype)
-    try:
-        jax.eval_shape(
-            lambda q, k: attention(
-                q,
-                [KeyBlock(k, k, jnp.ones((1, 1, 8), bool))],
-                model.score_scale,
-                1.0,
-                dtype,
-                key_order="decode",
-                backend="hopper",
-            ),
-            jax.ShapeDtypeStruct((1, 1, model.num_heads, model.head_dim), dtype),
-            jax.ShapeDtypeStruct((1, model.num_kv_heads, 8, model.head_dim), dtype),
-        )
-    except BackendError as error:
-        raise UserError(f"precision.exact: {error}; set it to false") from None
-
-
-def _sampling(config: RunConfig, policy: Policy, tokenizer: Tokenizer) -> Sampling:
-    r = config.rollout
-    if not (tokenizer.eos_token_ids or r.stop_token_ids or r.stop_strings):
-        raise UserError(
-            "rollout.stop_token_ids: the model names no end-of-sequence token; give the ids that "
-            "end a completion, "
-            "or rollout.stop_strings"
-        )
-    if r.max_new_tokens >= policy.config.max_position_embeddings:
-        raise UserError(
-            f"rollout.max_new_tokens = {r.max_new_tokens} leaves no room for a prompt in the "
-            "model's "
-            f"{policy.config.max_position_embeddings} positions"
-        )
-    stops = tuple(
-        dict.fromkeys((*tokenizer.eos_token_ids, *policy.config.eos_token_ids, *r.stop_token_ids))
-    )
-    constraints: Any = make_constraints(
-        tokenizer, policy.config.vocab_size, r.stop_strings, r.bad_words, r.logit_bias
-    )
-    return Sampling(r.max_new_tokens, r.temperature, r.top_k, r.top_p, r.min_p, stops, *constraints)

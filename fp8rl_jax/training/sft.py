@@ -10,11 +10,12 @@ from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.parallel import is_main_process, leave_on_failure
 from fp8rl_jax.tasks.dataset import Example
-from fp8rl_jax.training.loop import evaluate_held_out
+from fp8rl_jax.training.console import SFT_COLUMNS
+from fp8rl_jax.training.evaluation import evaluate_held_out
 from fp8rl_jax.training.prompts import PromptEncoder
 from fp8rl_jax.training.record import owned, write_run_record
 from fp8rl_jax.training.setup import Setup, announce, reward_pool
-from fp8rl_jax.training.tracking import SFT_COLUMNS, make_tracker
+from fp8rl_jax.training.tracking import make_tracker
 
 
 def supervise(setup: Setup, report=print) -> None:

@@ -16,8 +16,8 @@ from fp8rl_jax.config.recipe import RECIPES
 from fp8rl_jax.config.run import MeshConfig, PagedConfig
 from fp8rl_jax.models.policy import init_policy
 from fp8rl_jax.parallel import batch_sharding, make_mesh, shard_policy, to_global
-from fp8rl_jax.rollout import paged
 from fp8rl_jax.rollout.engine import PagedEngine, pad_prompts
+from fp8rl_jax.rollout.paged import host
 from fp8rl_jax.rollout.sampling import Sampling
 
 MESHES = ({"fsdp": 8}, {"data": 2, "expert": 2, "tensor": 2})
@@ -46,12 +46,12 @@ def exchanged(policy, mesh, count: int) -> list[int]:
     engine = PagedEngine(RECIPES["bf16"], jnp.float32, unroll=False, paged=config)
     engine.sync(shard_policy(policy, mesh))
     layout, parts = engine._layout(engine.policy, prompts, 3, SAMPLING)
-    served = paged._gathered(engine.policy)
+    served = host._gathered(engine.policy)
     order = jnp.tile(jnp.arange(count // parts, dtype=jnp.int32), parts)
-    keys = paged._row_keys(jax.random.key(1), prompts.ids, samples=3)
-    queue = paged._queue(prompts, order, keys, None, None, longest=24)
-    state, _ = paged._begin(served, queue, None, SAMPLING, 3, layout, False, False)
-    program = paged._run.lower(served, queue, state, SAMPLING, jnp.int32(7), layout, 0).compile()
+    keys = host._row_keys(jax.random.key(1), prompts.ids, samples=3)
+    queue = host._queue(prompts, order, keys, None, None, longest=24)
+    state, _ = host._begin(served, queue, None, SAMPLING, 3, layout, False, False)
+    program = host._run.lower(served, queue, state, SAMPLING, jnp.int32(7), layout, 0).compile()
     shapes = [
         shape
         for line in program.as_text().splitlines()

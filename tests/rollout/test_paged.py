@@ -17,11 +17,13 @@ from fp8rl_jax.config.recipe import PrecisionConfig, get_recipe
 from fp8rl_jax.config.run import PagedConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.policy import init_policy
-from fp8rl_jax.rollout import paged
 from fp8rl_jax.rollout.calibration import calibrate_on_prompts
 from fp8rl_jax.rollout.constraints import compile_phrases
 from fp8rl_jax.rollout.engine import LocalEngine, PagedEngine, pad_prompts
-from fp8rl_jax.rollout.paged import NEW, Layout, allocate, choose_layout
+from fp8rl_jax.rollout.paged import host
+from fp8rl_jax.rollout.paged.layout import Layout, choose_layout
+from fp8rl_jax.rollout.paged.programs import allocate
+from fp8rl_jax.rollout.paged.state import NEW
 from fp8rl_jax.rollout.sampling import Sampling
 from fp8rl_jax.rollout.sync import SyncContext
 
@@ -34,7 +36,7 @@ SMALL = PagedConfig(slots=4, page_size=4, prefill_tokens=8, decode_steps=7)
 """Slots are refilled, prompts prefilled in chunks, and rows take several pages."""
 TIGHT = replace(SMALL, slots=8, cache_tokens=96)
 """Rows lose their pages."""
-PROGRAMS = (paged._begin, paged._load, paged._run, paged._catch_up)
+PROGRAMS = (host._begin, host._load, host._run, host._catch_up)
 LAYOUTS = {"roomy": ROOMY, "small": SMALL, "tight": TIGHT}
 KINDS = {"dense": CONFIG, "window": MISTRAL, "gemma": GEMMA, "experts": MOE}
 
@@ -149,7 +151,7 @@ def test_an_fp8_cache_in_pages(recipe):
 
 
 def empty_pages(recipe):
-    from fp8rl_jax.rollout.paged import Queue, begin
+    from fp8rl_jax.rollout.paged.state import Queue, begin
 
     policy = synced(PagedEngine, "dense", recipe).policy
     prompts = prompts_of()
@@ -353,12 +355,12 @@ def test_no_copy_of_the_cache_at_the_edges_of_a_loop():
     layout = Layout(4, 4, 40, 2, 8, 7)
     policy, prompts = engine.policy, prompts_of()
     order = jnp.arange(6, dtype=jnp.int32)
-    queue = paged._queue(
-        prompts, order, paged._row_keys(KEY, prompts.ids, samples=3), None, None, longest=24
+    queue = host._queue(
+        prompts, order, host._row_keys(KEY, prompts.ids, samples=3), None, None, longest=24
     )
-    state, _ = paged._begin(policy, queue, None, SAMPLING, 3, layout, False, False)
+    state, _ = host._begin(policy, queue, None, SAMPLING, 3, layout, False, False)
     steps = jnp.int32(7)
-    text = paged._run.lower(policy, queue, state, SAMPLING, steps, layout, 0).compile().as_text()
+    text = host._run.lower(policy, queue, state, SAMPLING, steps, layout, 0).compile().as_text()
     pool = f"f32[{','.join(map(str, state.keys[0].shape))}]"
     assert f"{pool}{{3,2,1,0}} scatter" in text or f"{pool}{{3,2,1,0}} fusion" in text
     copies = [line for line in text.splitlines() if f"= {pool}" in line and " copy(" in line]
@@ -369,13 +371,13 @@ def test_prompts_are_loaded_where_slots_wait_for_them():
     engine, prompts = synced(PagedEngine, paged=SMALL), prompts_of()
     layout = Layout(4, 4, 40, 1, 8, 7)
     order = jnp.arange(6, dtype=jnp.int32)
-    queue = paged._queue(
-        prompts, order, paged._row_keys(KEY, prompts.ids, samples=3), None, None, longest=24
+    queue = host._queue(
+        prompts, order, host._row_keys(KEY, prompts.ids, samples=3), None, None, longest=24
     )
-    state, _ = paged._begin(engine.policy, queue, None, SAMPLING, 3, layout, False, False)
+    state, _ = host._begin(engine.policy, queue, None, SAMPLING, 3, layout, False, False)
     seen = []
     for _ in range(3):
-        state, signals = paged._load(engine.policy, queue, state, SAMPLING, layout)
+        state, signals = host._load(engine.policy, queue, state, SAMPLING, layout)
         seen.append(
             (int(state.loaded.count), int((state.rows.status != NEW).sum()), bool(signals.load))
         )

@@ -11,7 +11,7 @@ from rollout.tiny import VOCAB, full_logits, log_softmax, make_policy, take
 
 from fp8rl_jax.rollout.constraints import compile_phrases
 from fp8rl_jax.rollout.engine import PagedEngine
-from fp8rl_jax.rollout.paged import DONE, NEW
+from fp8rl_jax.rollout.paged.state import DONE, NEW
 from fp8rl_jax.rollout.partial import advance, as_rollout, begin, divide, join
 from fp8rl_jax.rollout.sampling import Sampling
 

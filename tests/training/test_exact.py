@@ -26,7 +26,8 @@ from fp8rl_jax.rollout.engine import LocalEngine, Prompts
 from fp8rl_jax.rollout.sampling import Sampling
 from fp8rl_jax.tokenizers.byte_tokenizer import ByteTokenizer
 from fp8rl_jax.training.batch import pack
-from fp8rl_jax.training.session import Session, with_exact_decided
+from fp8rl_jax.training.checks import with_exact_decided
+from fp8rl_jax.training.session import Session
 from fp8rl_jax.training.setup import _with_kept_exact
 from fp8rl_jax.training.state import init_state, make_optimizer
 from fp8rl_jax.training.step import Batch, StepConfig, batch_logprobs, update

@@ -18,7 +18,7 @@ from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.forward import forward
 from fp8rl_jax.models.policy import init_policy
 from fp8rl_jax.rollout.engine import LocalEngine
-from fp8rl_jax.training.session import check_range
+from fp8rl_jax.training.checks import check_range
 
 SEARCH = ["--trainer.loss-scale.initial", "1e13", "--trainer.loss-scale.backoff-factor", "1e-3"]
 SEARCH += ["--trainer.loss-scale.growth-interval", "3", "--trainer.abort-after-skips", "1"]

@@ -13,20 +13,16 @@ from rich.console import Console
 
 from fp8rl_jax.config.training import TrackingConfig
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.training.tracking import (
+from fp8rl_jax.training.console import (
     COLUMNS,
     SFT_COLUMNS,
-    JsonLines,
-    JsonlTracker,
     LiveConsole,
     PlainConsole,
     TimeLeft,
-    Trackers,
-    View,
     clock_text,
     console_tracker,
-    make_tracker,
 )
+from fp8rl_jax.training.tracking import JsonLines, JsonlTracker, Trackers, View, make_tracker
 
 METRICS = {
     "reward/mean": 0.5,

@@ -10,7 +10,7 @@ import pytest
 from fp8rl_jax.config.training import TrainerConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.tasks.scores import Scores
-from fp8rl_jax.training.tracking import Watch
+from fp8rl_jax.training.watch import Watch
 
 
 def metrics(skipped: float = 0.0, constant: float = 0.0, **flags: float) -> dict[str, float]:

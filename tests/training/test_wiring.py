@@ -46,7 +46,7 @@ from fp8rl_jax.models.cache import KVScales
 from fp8rl_jax.parallel import make_mesh
 from fp8rl_jax.rollout.calibration import calibrate_on_prompts
 from fp8rl_jax.rollout.engine import LocalEngine, Rollout, pad_prompts
-from fp8rl_jax.rollout.sampling import Sampling
+from fp8rl_jax.rollout.sampling import Sampling, at_temperature
 from fp8rl_jax.rollout.sync import NO_CONTEXT
 from fp8rl_jax.statistics import wilson_interval
 from fp8rl_jax.tasks import distributed
@@ -60,12 +60,13 @@ from fp8rl_jax.training import session as sessions
 from fp8rl_jax.training import sft
 from fp8rl_jax.training.batch import Batch
 from fp8rl_jax.training.collect import Collected, Collector
+from fp8rl_jax.training.evaluation import evaluate, evaluate_held_out
 from fp8rl_jax.training.experience import Experience, episode_experience, play
 from fp8rl_jax.training.learner import Learner
-from fp8rl_jax.training.loop import Loop, evaluate, evaluate_held_out
+from fp8rl_jax.training.loop import Loop
 from fp8rl_jax.training.performance import Clock
 from fp8rl_jax.training.prompts import PromptEncoder
-from fp8rl_jax.training.session import Session, at_temperature
+from fp8rl_jax.training.session import Session
 from fp8rl_jax.training.setup import build
 from fp8rl_jax.training.state import init_state
 from fp8rl_jax.training.step import StepConfig, correct, update

@@ -1,0 +1,146 @@
+"""What the settings ask of this machine and of the model, and a line for what they do not find."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fp8rl_jax.config.recipe import Recipe
+from fp8rl_jax.config.run import RunConfig
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.models.forms import trainer_policy
+from fp8rl_jax.models.policy import Policy
+from fp8rl_jax.precision import check_recipe, promises_exact
+from fp8rl_jax.rollout.constraints import make_constraints
+from fp8rl_jax.rollout.sampling import Sampling
+from fp8rl_jax.tokenizers.tokenizer import Tokenizer
+from pallas_kernels.attention import KeyBlock, attention
+from pallas_kernels.backend import BackendError
+from pallas_kernels.matmul import selected_backend
+
+
+def with_exact_decided(config: RunConfig, ours: bool = True) -> RunConfig:
+    """Decide precision.exact = "auto" for this machine.
+
+    Args:
+        ours: `LocalEngine` samples; of others nothing is promised.
+
+    Raises:
+        UserError: the recipe cannot run here.
+    """
+    if config.precision.exact != "auto":
+        return config
+    recipe, backend = config.resolved_recipe(), config.precision.backend
+    check_recipe(recipe, backend)
+    carries = config.rollout.paged.extra_prompts
+    if carries and recipe.exact:
+        raise UserError(
+            f"rollout.paged.extra_prompts: recipe {recipe.name!r} is exact, and tokens that older "
+            "weights sampled are not; set it to 0"
+        )
+    plain = ours and not carries and not config.rollout.transform
+    exact = recipe.exact or (plain and promises_exact(recipe, backend))
+    return replace(config, precision=replace(config.precision, exact=exact))
+
+
+def check_range(policy: Policy, dtype: jnp.dtype) -> None:
+    """Refuse weights that the compute dtype cannot hold.
+
+    Only float16 is narrower than the masters.
+
+    Raises:
+        UserError: naming the tensor and its largest magnitude.
+    """
+    limit = float(jnp.finfo(dtype).max)
+    if limit >= float(jnp.finfo(jnp.bfloat16).max):
+        return
+    tensors = {
+        f"layers.{name}": weight.value
+        for name, weight in policy.stack.tensors().items()
+        if name != "router"
+    }
+    tensors |= {
+        "embed_tokens": policy.embed_tokens.value,
+        "norm": policy.norm.value,
+        "lm_head": policy.head,
+    }
+    for name, weight in tensors.items():
+        if (largest := float(jnp.max(jnp.abs(weight)))) > limit:
+            raise UserError(
+                f"compute_dtype: {name} has a weight of magnitude {largest:g}, and {dtype} holds "
+                f"nothing above {limit:g}; "
+                'use "bfloat16"'
+            )
+
+
+def check_policy(policy: Policy, config: RunConfig, recipe: Recipe) -> None:
+    """What the settings ask of the model."""
+    check_range(policy, jnp.dtype(config.compute_dtype))
+    # for its refusals
+    jax.eval_shape(
+        lambda p: trainer_policy(
+            p, recipe, jnp.dtype(config.compute_dtype), config.precision.backend
+        ),
+        policy,
+    )
+    if config.trainer.router_replay and policy.config.experts is None:
+        raise UserError("trainer.router_replay: the model has no experts; leave it false")
+    if recipe.exact and selected_backend(config.precision.backend) == "hopper":
+        _check_exact_on_hopper(policy, config)
+
+
+def _check_exact_on_hopper(policy: Policy, config: RunConfig) -> None:
+    """What attention in the order of a decode step asks of the model and of the batch."""
+    if config.rollout.engine == "paged":
+        raise UserError(
+            "rollout.engine: with precision.exact, Hopper's attention reads rows and no pages; "
+            'set it to "static"'
+        )
+    if config.trainer.packing:
+        raise UserError(
+            "trainer.packing: with precision.exact, Hopper's attention takes one sequence a row; "
+            "set one of the two to false"
+        )
+    model, dtype = policy.config, jnp.dtype(config.compute_dtype)
+    try:
+        jax.eval_shape(
+            lambda q, k: attention(
+                q,
+                [KeyBlock(k, k, jnp.ones((1, 1, 8), bool))],
+                model.score_scale,
+                1.0,
+                dtype,
+                key_order="decode",
+                backend="hopper",
+            ),
+            jax.ShapeDtypeStruct((1, 1, model.num_heads, model.head_dim), dtype),
+            jax.ShapeDtypeStruct((1, model.num_kv_heads, 8, model.head_dim), dtype),
+        )
+    except BackendError as error:
+        raise UserError(f"precision.exact: {error}; set it to false") from None
+
+
+def make_sampling(config: RunConfig, policy: Policy, tokenizer: Tokenizer) -> Sampling:
+    r = config.rollout
+    if not (tokenizer.eos_token_ids or r.stop_token_ids or r.stop_strings):
+        raise UserError(
+            "rollout.stop_token_ids: the model names no end-of-sequence token; give the ids that "
+            "end a completion, "
+            "or rollout.stop_strings"
+        )
+    if r.max_new_tokens >= policy.config.max_position_embeddings:
+        raise UserError(
+            f"rollout.max_new_tokens = {r.max_new_tokens} leaves no room for a prompt in the "
+            "model's "
+            f"{policy.config.max_position_embeddings} positions"
+        )
+    stops = tuple(
+        dict.fromkeys((*tokenizer.eos_token_ids, *policy.config.eos_token_ids, *r.stop_token_ids))
+    )
+    constraints: Any = make_constraints(
+        tokenizer, policy.config.vocab_size, r.stop_strings, r.bad_words, r.logit_bias
+    )
+    return Sampling(r.max_new_tokens, r.temperature, r.top_k, r.top_p, r.min_p, stops, *constraints)
