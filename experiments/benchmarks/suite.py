@@ -8,11 +8,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
 from experiments.benchmarks import machine
+from experiments.benchmarks.arguments import Arguments
 from experiments.benchmarks.grpo import generation, grpo_step
 from experiments.benchmarks.loop_overhead import loop_overhead
 from experiments.benchmarks.peer import PeerSpec
@@ -22,9 +23,6 @@ from experiments.benchmarks.trained_layer import Target, load_target, trained_la
 from experiments.benchmarks.uneven import uneven_generation
 from experiments.benchmarks.workloads import CPU_WORKLOADS, GPU_WORKLOADS, Workload
 from fp8rl_jax.errors import UserError
-
-if TYPE_CHECKING:
-    from experiments.benchmarks.__main__ import Arguments
 
 Peers = dict[str, list[PeerSpec]]
 """Benchmark -> its peers."""

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 
+from fp8rl_jax.cli.open_model import OpenModel
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.policy import Policy
 from fp8rl_jax.rollout.constraints import TextStream
@@ -27,14 +27,11 @@ from fp8rl_jax.rollout.engine import LocalEngine
 from fp8rl_jax.rollout.offline import batches, calibrate
 from fp8rl_jax.rollout.sampling import Sampling
 
-if TYPE_CHECKING:
-    from fp8rl_jax.cli.generate import GenerateArguments, OpenModel
-
 # a model may sample anything, and control characters would move the cursor or worse
 _PRINTABLE = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\t\n"}
 
 
-def talk(arguments: GenerateArguments, model: OpenModel, sampling: Sampling) -> None:
+def talk(model: OpenModel, sampling: Sampling, stops: Sequence[str], seed: int) -> None:
     """Read lines from the terminal and answer them, until /exit or the end of the input.
 
     Raises:
@@ -45,7 +42,7 @@ def talk(arguments: GenerateArguments, model: OpenModel, sampling: Sampling) -> 
         raise UserError("--interactive: needs a tokenizer, and the model has none")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
-    chat = Chat(model, sampling, arguments.stop, arguments.compute_dtype, arguments.seed, _write)
+    chat = Chat(model, sampling, stops, seed, _write)
     while True:
         try:
             line = input("> ").strip()
@@ -72,7 +69,6 @@ class Chat:
         model: its weights are read here.
         sampling: how a completion is drawn.
         stops: the texts of `sampling.stop_strings`; they are neither shown nor kept.
-        compute_dtype: of what the recipe does not quantize.
         seed: of the sampling.
         write: takes each piece of an answer as soon as it is known, and a line end behind the last.
     """
@@ -81,8 +77,7 @@ class Chat:
         self,
         model: OpenModel,
         sampling: Sampling,
-        stops: tuple[str, ...],
-        compute_dtype: str,
+        stops: Sequence[str],
         seed: int,
         write: Callable[[str], None],
     ):
@@ -91,7 +86,7 @@ class Chat:
         self._sampling, self._stops, self._write = sampling, stops, write
         self._token_bytes = model.tokenizer.token_bytes()
         self._policy: Policy | None = model.load()
-        self._engine = LocalEngine(model.recipe, jnp.dtype(compute_dtype), unroll=False)
+        self._engine = LocalEngine(model.recipe, jnp.dtype(model.dtype), unroll=False)
         self._key = jax.random.key(seed)
         self._turn = 0
         self.messages: list[dict[str, str]] = []

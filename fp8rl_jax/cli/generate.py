@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from fp8rl_jax.config.files import read_recipes
-from fp8rl_jax.config.recipe import Recipe, get_recipe
+from fp8rl_jax.cli.open_model import OpenModel, open_model
 
 if TYPE_CHECKING:
-    from fp8rl_jax.models.config import PolicyConfig
-    from fp8rl_jax.models.policy import Policy
-    from fp8rl_jax.rollout.offline import Completion, Line
+    from fp8rl_jax.rollout.offline import Completion
     from fp8rl_jax.rollout.sampling import Sampling
-    from fp8rl_jax.tokenizers.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -36,6 +31,10 @@ class LinesArguments:
     """Lines computed at one time."""
     recipes: tuple[str, ...] = ()
     """TOML files whose [recipes.NAME] may be named, a run's config.toml among them."""
+
+    def open(self) -> OpenModel:
+        """Find the model; see `open_model`."""
+        return open_model(self.model, self.recipe, self.recipes, self.compute_dtype)
 
     def problems(self) -> list[str]:
         """Every value that cannot work, one line each; empty where all is well."""
@@ -174,62 +173,6 @@ class GenerateArguments(LinesArguments):
         )
 
 
-@dataclass(frozen=True)
-class OpenModel:
-    """A model directory whose weights are not read yet."""
-
-    directory: Path
-    config: PolicyConfig
-    tokenizer: Tokenizer | None
-    recipe: Recipe
-    dtype: str
-
-    @property
-    def stop_token_ids(self) -> tuple[int, ...]:
-        """End tokens of the config and of the tokenizer; none for a model that never stops."""
-        tokenizers = self.tokenizer.eos_token_ids if self.tokenizer else ()
-        return tuple(sorted({*self.config.eos_token_ids, *tokenizers}))
-
-    def read_lines(self, path: str, generation: bool, reserve: int = 0) -> list[Line]:
-        """Read lines that fit the model; see `rollout.offline.read_lines`."""
-        from fp8rl_jax.rollout.offline import read_lines
-
-        limit = self.config.max_position_embeddings
-        return read_lines(path, self.config.vocab_size, self.tokenizer, generation, limit, reserve)
-
-    def load(self) -> Policy:
-        """Load the weights in the compute dtype.
-
-        Both sides of a recipe round the masters to it before anything else.
-        """
-        import jax.numpy as jnp
-
-        from fp8rl_jax.weights.load import load_policy
-
-        return load_policy(self.directory, jnp.dtype(self.dtype))
-
-
-def open_model(arguments: LinesArguments) -> OpenModel:
-    """Find the model and read everything but its weights.
-
-    Raises:
-        UserError: an unknown recipe or model, a file of recipes with faults, a config or tokenizer
-            that cannot be used.
-    """
-    from fp8rl_jax.cli.commands import progress
-    from fp8rl_jax.precision import check_recipe
-    from fp8rl_jax.tokenizers.tokenizer import load_tokenizer
-    from fp8rl_jax.weights.hf_config import read_policy_config
-    from fp8rl_jax.weights.resolve import resolve_model
-
-    recipe = get_recipe(arguments.recipe, rows=read_recipes(arguments.recipes))
-    check_recipe(recipe)
-    directory = resolve_model(arguments.model, progress)
-    config = read_policy_config(directory)
-    tokenizer = load_tokenizer(directory, config.vocab_size)
-    return OpenModel(directory, config, tokenizer, recipe, arguments.compute_dtype)
-
-
 def logprobs(arguments: LogprobsArguments) -> None:
     """Answer every line with "tokens" and "logprobs", of the trainer's side of the recipe.
 
@@ -237,7 +180,7 @@ def logprobs(arguments: LogprobsArguments) -> None:
     """
     from fp8rl_jax.rollout import offline
 
-    model = open_model(arguments)
+    model = arguments.open()
     lines = model.read_lines(arguments.input, generation=False)
     offline.check_writable(arguments.output)
     results = offline.logprobs(
@@ -265,12 +208,12 @@ def generate(arguments: GenerateArguments) -> None:
     """
     from fp8rl_jax.rollout import offline
 
-    model = open_model(arguments)
+    model = arguments.open()
     sampling = make_sampling(arguments, model)
     if arguments.interactive:
         from fp8rl_jax.cli.chat import talk
 
-        return talk(arguments, model, sampling)
+        return talk(model, sampling, arguments.stop, arguments.seed)
     lines = model.read_lines(arguments.input, generation=True, reserve=arguments.max_new_tokens)
     offline.check_writable(arguments.output)
     answers = offline.complete(

@@ -15,7 +15,7 @@ from offline_models import call, make_model
 
 from fp8rl_jax.cli import chat, main
 from fp8rl_jax.cli.chat import Chat
-from fp8rl_jax.cli.generate import GenerateArguments, make_sampling, open_model
+from fp8rl_jax.cli.generate import GenerateArguments, make_sampling
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.tokenizers.byte_tokenizer import ByteTokenizer
 
@@ -42,10 +42,15 @@ def templated(tmp_path_factory):
 
 def make_chat(directory, write=lambda text: None, **settings):
     arguments = GenerateArguments(
-        str(directory), interactive=True, max_new_tokens=12, temperature=1.0, **settings
+        str(directory),
+        interactive=True,
+        max_new_tokens=12,
+        temperature=1.0,
+        compute_dtype="float32",
+        **settings,
     )
-    opened = open_model(arguments)
-    return Chat(opened, make_sampling(arguments, opened), arguments.stop, "float32", 0, write)
+    opened = arguments.open()
+    return Chat(opened, make_sampling(arguments, opened), arguments.stop, 0, write)
 
 
 def type_lines(monkeypatch, *lines):

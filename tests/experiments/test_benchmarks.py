@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from experiments.benchmarks import machine, rounds, suite, uneven
-from experiments.benchmarks.__main__ import Arguments, main
+from experiments.benchmarks.__main__ import main
+from experiments.benchmarks.arguments import Arguments
 from experiments.benchmarks.grpo import make_session
 from experiments.benchmarks.rounds import Plan, Round, interleave, ratio, series, spread
 from experiments.benchmarks.workloads import (

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from experiments.benchmarks import rounds, suite
-from experiments.benchmarks.__main__ import Arguments
+from experiments.benchmarks.arguments import Arguments
 from experiments.benchmarks.peer import SCRIPTS, Peer, PeerSpec
 from experiments.benchmarks.record import contest
 from experiments.benchmarks.rounds import Plan, ratio

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from experiments.benchmarks import rounds, suite, trained_layer
-from experiments.benchmarks.__main__ import Arguments
+from experiments.benchmarks.arguments import Arguments
 from experiments.benchmarks.trained_layer import (
     TrainedLayer,
     accessed_bytes,

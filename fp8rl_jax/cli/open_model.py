@@ -1,0 +1,78 @@
+"""A model that a command is given: all but its weights, which are read when they are needed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fp8rl_jax.config.files import read_recipes
+from fp8rl_jax.config.recipe import Recipe, get_recipe
+
+if TYPE_CHECKING:
+    from fp8rl_jax.models.config import PolicyConfig
+    from fp8rl_jax.models.policy import Policy
+    from fp8rl_jax.rollout.offline import Line
+    from fp8rl_jax.tokenizers.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class OpenModel:
+    """A model directory whose weights are not read yet."""
+
+    directory: Path
+    config: PolicyConfig
+    tokenizer: Tokenizer | None
+    recipe: Recipe
+    dtype: str
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """End tokens of the config and of the tokenizer; none for a model that never stops."""
+        tokenizers = self.tokenizer.eos_token_ids if self.tokenizer else ()
+        return tuple(sorted({*self.config.eos_token_ids, *tokenizers}))
+
+    def read_lines(self, path: str, generation: bool, reserve: int = 0) -> list[Line]:
+        """Read lines that fit the model; see `rollout.offline.read_lines`."""
+        from fp8rl_jax.rollout.offline import read_lines
+
+        limit = self.config.max_position_embeddings
+        return read_lines(path, self.config.vocab_size, self.tokenizer, generation, limit, reserve)
+
+    def load(self) -> Policy:
+        """Load the weights in the compute dtype.
+
+        Both sides of a recipe round the masters to it before anything else.
+        """
+        import jax.numpy as jnp
+
+        from fp8rl_jax.weights.load import load_policy
+
+        return load_policy(self.directory, jnp.dtype(self.dtype))
+
+
+def open_model(model: str, recipe: str, recipes: tuple[str, ...], compute_dtype: str) -> OpenModel:
+    """Find a model and read everything but its weights.
+
+    Args:
+        model: Hugging Face directory, hub id, .gguf file, or a name that `fp8rl fetch` knows.
+        recipe: built-in, or of `recipes`.
+        recipes: TOML files of recipes.
+        compute_dtype: of everything that the recipe does not quantize.
+
+    Raises:
+        UserError: an unknown recipe or model, a file of recipes with faults, a config or tokenizer
+            that cannot be used.
+    """
+    from fp8rl_jax.cli.commands import progress
+    from fp8rl_jax.precision import check_recipe
+    from fp8rl_jax.tokenizers.tokenizer import load_tokenizer
+    from fp8rl_jax.weights.hf_config import read_policy_config
+    from fp8rl_jax.weights.resolve import resolve_model
+
+    row = get_recipe(recipe, rows=read_recipes(recipes))
+    check_recipe(row)
+    directory = resolve_model(model, progress)
+    config = read_policy_config(directory)
+    tokenizer = load_tokenizer(directory, config.vocab_size)
+    return OpenModel(directory, config, tokenizer, row, compute_dtype)
