@@ -7,12 +7,8 @@ import math
 
 import numpy as np
 
-from fp8rl_jax.models.config import (
-    LinearRopeScaling,
-    Llama3RopeScaling,
-    PolicyConfig,
-    parameter_shapes,
-)
+from fp8rl_jax.models.config import LinearRopeScaling, Llama3RopeScaling, PolicyConfig
+from fp8rl_jax.models.tensors import parameter_shapes
 
 
 def random_weights(config: PolicyConfig, seed: int = 0) -> dict[str, np.ndarray]:

@@ -323,7 +323,7 @@ def test_observers_can_leave_padding_out():
 
 def test_a_quantized_cache_needs_scales():
     policy = served(policy_and_weights(LLAMA)[0], get_recipe("fp8-kv"))
-    with pytest.raises(ValueError, match=r"FP8 cache.*cache\.scales"):
+    with pytest.raises(ValueError, match="FP8 cache, and no scales"):
         jax.eval_shape(forward, policy, jnp.zeros((1, 4), jnp.int32))
 
 

@@ -73,8 +73,8 @@ def test_the_trainer_s_weights_are_in_each_layer_s_own_format():
         ((128, 128), (1, 128), True),
         ((64, 64), (1, 64), True),
     ]
-    assert [part.value.output_gradient for part in up.parts] == [A, GROUPS]
-    assert [part.value.saved_activation for part in up.parts] == [A, GROUPS]
+    assert [part.value.precision.output_gradient for part in up.parts] == [A, GROUPS]
+    assert [part.value.precision.saved_activation for part in up.parts] == [A, GROUPS]
     assert [kind(part.value) for part in down.parts] == [None, ((128, 128), (1, 128), True)]
     assert kind(layers.q_proj.value) is None
     assert kind(layers.k_proj.value) == ((128, 128), (1, 128), True)

@@ -30,7 +30,7 @@ from fp8rl_jax.config.training import OptimizerConfig
 from fp8rl_jax.models.cache import KVScales
 from fp8rl_jax.models.config import ExpertsConfig, PolicyConfig
 from fp8rl_jax.models.forms import rollout_policy
-from fp8rl_jax.models.policy import init_policy
+from fp8rl_jax.models.policy import init_policy, with_scales
 from fp8rl_jax.rollout.calibration import observe_qkv
 from fp8rl_jax.rollout.sampler import generate
 from fp8rl_jax.rollout.sampling import Sampling
@@ -78,7 +78,8 @@ def sampled(name: str, config: PolicyConfig) -> Counter:
         rollout_policy, recipe=recipe, dtype=jnp.dtype("bfloat16"), unroll=False, backend="hopper"
     )
     policy = jax.eval_shape(lambda key: serve(init_policy(config, key))[0], jax.random.key(0))
-    scales = KVScales(*jnp.ones((3, config.num_layers))) if recipe.quantizes_cache else None
+    if recipe.quantizes_cache:
+        policy = with_scales(policy, KVScales(*jnp.ones((3, config.num_layers))))
     return kernels(
         generate.trace(
             policy,
@@ -86,7 +87,6 @@ def sampled(name: str, config: PolicyConfig) -> Counter:
             PROMPTS.lengths,
             PROMPTS.ids,
             jax.random.key(0),
-            scales,
             samples=ROWS // 3,
             sampling=Sampling(max_new_tokens=TOKENS),
         )

@@ -231,7 +231,11 @@ def test_both_sides_keep_the_same_layers_in_the_compute_dtype(unroll):
             )
             pair = weight.value, other
             if quantized(i, name):
-                assert weight.value.precision == other.precision
+                ours_in, theirs_in = weight.value.precision, other.precision
+                assert (ours_in.weight, ours_in.activation) == (
+                    theirs_in.weight,
+                    theirs_in.activation,
+                )
                 pair = weight.value.quantized, other.quantized
             for one, two in zip(*map(jax.tree.leaves, pair), strict=True):
                 np.testing.assert_array_equal(
