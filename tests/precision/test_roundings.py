@@ -21,7 +21,7 @@ from fp8rl_jax.config.recipe import RECIPES, PrecisionConfig, get_recipe
 from fp8rl_jax.config.rl import RLConfig
 from fp8rl_jax.models.config import ExpertsConfig
 from fp8rl_jax.models.forms import rollout_policy
-from fp8rl_jax.models.policy import init_policy
+from fp8rl_jax.models.policy import init_policy, with_scales
 from fp8rl_jax.precision import Compute, quantize
 from fp8rl_jax.rollout.calibration import calibrate_on_prompts, observe_qkv, observe_served
 from fp8rl_jax.rollout.engine import pad_prompts
@@ -197,12 +197,13 @@ def test_programs_do_not_depend_on_excess_precision(kind, name, dtype):
                 )
             )
         scales = calibrate_on_prompts(policy, prompts, recipe, jnp.dtype(dtype), "reference")
+        if recipe.quantizes_cache:
+            served = with_scales(served, scales)
         out = call(
             generate.__wrapped__,
             served,
             *prompts,
             jax.random.key(1),
-            scales,
             samples=2,
             sampling=SAMPLING,
         )
