@@ -18,7 +18,7 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -160,6 +160,32 @@ def register(function: Callable[..., Any]) -> str:
     return spec
 
 
+def callable_with(
+    key: str, name: str, given: Sequence[str], arguments: Mapping[str, float]
+) -> Callable[..., Any]:
+    """Load a function of the user's that takes these arguments.
+
+    Args:
+        key: configuration key of the function, for messages.
+        name: its spec.
+        given: names of its positional arguments, for messages.
+        arguments: its keyword arguments.
+
+    Raises:
+        UserError: it does not import, or does not take these arguments.
+    """
+    function = load_once(name, key)
+    try:
+        inspect.signature(function).bind(*given, **arguments)
+    except TypeError as fault:
+        wanted = ", ".join([*given, *(f"{argument}=..." for argument in arguments)])
+        raise UserError(f"{key} = {name!r} cannot be called with ({wanted}): {fault}") from fault
+    # a function without a signature, of an extension module: the call itself will say
+    except ValueError:
+        pass
+    return function
+
+
 def call(
     key: str,
     name: str,
@@ -182,15 +208,7 @@ def call(
     """
     if name in built_in:
         return built_in[name](*given.values())
-    function = load_once(name, key)
-    try:
-        inspect.signature(function).bind(*given.values(), **arguments)
-    except TypeError as fault:
-        wanted = ", ".join([*given, *(f"{argument}=..." for argument in arguments)])
-        raise UserError(f"{key} = {name!r} cannot be called with ({wanted}): {fault}") from fault
-    # a function without a signature, of an extension module: the call itself will say
-    except ValueError:
-        pass
+    function = callable_with(key, name, tuple(given), arguments)
     try:
         return function(*given.values(), **arguments)
     except UserError:

@@ -18,7 +18,7 @@ from jaxtyping import Array, Int, Key
 
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.functions import Arguments, call, check_unchanged
+from fp8rl_jax.functions import Arguments, call, callable_with, check_unchanged
 from fp8rl_jax.models.cache import KVScales
 from fp8rl_jax.models.policy import Policy
 
@@ -43,9 +43,16 @@ NO_CONTEXT = SyncContext()
 
 
 def transform_of(config: RunConfig) -> tuple[str, Mapping[str, float]] | None:
-    """Find what a run does to its served policy: a function's spec and its arguments."""
-    rollout = config.rollout
-    return (rollout.transform, rollout.transform_args) if rollout.transform else None
+    """Find what a run does to its served policy: a function's spec and its arguments.
+
+    Raises:
+        UserError: it does not import, or does not take (policy, context) and these arguments.
+    """
+    name, arguments = config.rollout.transform, config.rollout.transform_args
+    if not name:
+        return None
+    callable_with(TRANSFORM_KEY, name, ("policy", "context"), arguments)
+    return name, arguments
 
 
 def transformed(

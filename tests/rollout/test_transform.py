@@ -93,3 +93,7 @@ def test_faults_of_the_settings(tmp_path, capsys):
     assert any(line.startswith("rollout.transform: ") for line in exact.problems())
     run = write_run(tmp_path, {"rollout": {"transform": f"{FILE}:broken"}})
     check_refused(run, tmp_path / "run", capsys, [], "out of noise")
+    # before anything is written
+    flags = ["--rollout.transform", f"{FILE}:missing"]
+    check_refused(run, tmp_path / "other", capsys, flags, "has no function 'missing'")
+    assert not (tmp_path / "other").exists()

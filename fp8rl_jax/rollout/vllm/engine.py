@@ -100,7 +100,7 @@ class VllmEngine:
 
     def __init__(self, config: RunConfig, recipe: Recipe, tokenizer: Tokenizer):
         self.config, self.recipe, self.tokenizer = config, recipe, tokenizer
-        self.settings = config.rollout.vllm
+        self.settings, self._transform = config.rollout.vllm, transform_of(config)
         self.dtype, self.backend = jnp.dtype(config.compute_dtype), config.precision.backend
         self.version = 0
         self.scales: KVScales | None = None
@@ -144,7 +144,7 @@ class VllmEngine:
                 'rollout.vllm.transport: "dlpack" is for one process; with several set "files"'
             )
         masters = policy
-        if transform := transform_of(self.config):
+        if transform := self._transform:
             masters = jax.tree.map(jnp.asarray, merge(to_host(policy)))
             policy = transformed(masters, context, *transform)
         scales, given = to_host(context.scales), policy if here else to_host(policy)
