@@ -11,7 +11,6 @@ it is given, and writes the file anew.
 from __future__ import annotations
 
 import argparse
-import ast
 import hashlib
 import json
 import os
@@ -24,9 +23,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 from pallas_kernels.check.cases import OPERATIONS, Case, cases_of
+from pallas_kernels.check.sources import closure, file_of
 
 FILE = Path(__file__).with_suffix(".json")
-ROOT = Path(__file__).resolve().parents[2]
 CHECKS = ("interpret", "compile")
 SECONDS = 1200
 """Of all cases of an operation; a machine without other work needs a tenth."""
@@ -93,32 +92,8 @@ def fingerprint(check: str, operation: str) -> str:
 
 
 def sources(*modules: str) -> list[Path]:
-    """List the files of this package that modules import, themselves included, by what they name:
-    an operation's own package, and not the one of all operations."""
-    found, waiting = {}, [*modules]
-    while waiting:
-        if (file := _file(waiting.pop())) is not None and file not in found:
-            found[file] = None
-            waiting += _imports(file)
-    return sorted(found)
-
-
-def _file(module: str) -> Path | None:
-    if not module.startswith("pallas_kernels."):
-        return None
-    place = ROOT.joinpath(*module.split("."))
-    return next((x for x in (place.with_suffix(".py"), place / "__init__.py") if x.exists()), None)
-
-
-@cache
-def _imports(file: Path) -> tuple[str, ...]:
-    named = []
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            named += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-        elif isinstance(node, ast.Import):
-            named += [alias.name for alias in node.names]
-    return tuple(named)
+    """List the files that modules import, themselves included, inside of functions, too."""
+    return sorted(map(file_of, closure(modules, inside=("pallas_kernels",))))
 
 
 @cache

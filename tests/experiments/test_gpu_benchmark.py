@@ -38,7 +38,6 @@ from experiments.benchmarks.gpu.jobs import PARTS, Job, Setting, arrays_of
 from experiments.benchmarks.gpu.record import Folder
 from experiments.benchmarks.gpu.runner import Clock as Time
 from experiments.benchmarks.gpu.runner import Runner, Task
-from experiments.benchmarks.gpu.sources import closure, fingerprint
 from experiments.benchmarks.gpu.timing import (
     PRODUCT,
     Clock,
@@ -57,6 +56,7 @@ from experiments.benchmarks.rounds import spread
 from fp8rl_jax.errors import UserError
 from pallas_kernels.backend import tracing_for
 from pallas_kernels.check.cases import OPERATIONS, Case, cases_of
+from pallas_kernels.check.sources import closure, fingerprint
 
 MIB = 2**20
 KERNELS = ("decode_attention", "write_cache", "blockwise_matmul", "quantize_r")

@@ -19,6 +19,7 @@ from filelock import FileLock
 
 from pallas_kernels.check import verdicts
 from pallas_kernels.check.cases import OPERATIONS
+from pallas_kernels.check.sources import ROOT
 from pallas_kernels.check.verdicts import chosen, due, known, run
 from pallas_kernels.mosaic import SMEM_BYTES
 
@@ -112,7 +113,7 @@ def test_a_verdict_holds_as_long_as_nothing_changes_that_it_depends_on(monkeypat
     assert known("compile", "quantize") == {"a": {"case": "a"}}
     assert known("interpret", "quantize") == known("compile", "matmul") == {}
     reached = verdicts.sources("pallas_kernels.quantize.cases", "pallas_kernels.check.compile")
-    names = {file.relative_to(verdicts.ROOT / "pallas_kernels").as_posix() for file in reached}
+    names = {file.relative_to(ROOT / "pallas_kernels").as_posix() for file in reached}
     assert {"quantize/hopper.py", "mosaic.py", "qtensor.py", "check/compile.py"} <= names
     assert not any(name.startswith(("attention", "matmul")) for name in names)
     changed = tmp_path / "mosaic.py"

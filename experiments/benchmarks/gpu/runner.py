@@ -26,9 +26,9 @@ from typing import Any, NamedTuple, Protocol
 from experiments.benchmarks import machine
 from experiments.benchmarks.gpu.jobs import PARTS, Job, Setting
 from experiments.benchmarks.gpu.record import Folder
-from experiments.benchmarks.gpu.sources import ROOT
 from experiments.benchmarks.peer import Link, NoAnswer
 from fp8rl_jax.errors import UserError
+from pallas_kernels.check.sources import ROOT
 
 START_SECONDS = 120.0  # that a process may take until it can run a job, on a machine that never did
 USUAL_START_SECONDS = 20.0  # until one is known

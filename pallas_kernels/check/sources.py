@@ -4,8 +4,8 @@ this repository.
 An import counts for the module that defines the name, not for the package that hands it on:
 `pallas_kernels` imports every kernel, and a matrix product does not depend on attention. An import
 inside of a function, which is how an operation comes to its kernel, counts in the packages of the
-named modules alone: a product that takes only scales from the quantizers does not depend on their
-kernels. Comments and the layout of the code do not count.
+named modules alone, or where it is said: a product that takes only scales from the quantizers does
+not depend on their kernels. Comments and the layout of the code do not count in `fingerprint`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("pallas_kernels", "fp8rl_jax", "experiments")
 
 
@@ -24,15 +24,22 @@ def fingerprint(modules: Iterable[str], root: Path = ROOT) -> str:
     """A hash of `closure`."""
     digest = hashlib.sha256()
     for module in sorted(closure(modules, root)):
-        digest.update(f"{module}\0{ast.dump(_tree(_file(module, root)))}\0".encode())
+        digest.update(f"{module}\0{ast.dump(_tree(file_of(module, root)))}\0".encode())
     return digest.hexdigest()[:16]
 
 
-def closure(modules: Iterable[str], root: Path = ROOT) -> set[str]:
-    """The modules, and every one that they import from `PACKAGES`, directly or not."""
+def closure(modules: Iterable[str], root: Path = ROOT, inside: Iterable[str] = ()) -> set[str]:
+    """The modules, and every one that they import from `PACKAGES`, directly or not.
+
+    Args:
+        inside: packages in which imports inside of functions count, beside the modules' own.
+    """
     reached: set[str] = set()
     queue = list(modules)
-    packages = {m if _file(m, root).name == "__init__.py" else m.rpartition(".")[0] for m in queue}
+    packages = {
+        m if file_of(m, root).name == "__init__.py" else m.rpartition(".")[0] for m in queue
+    }
+    packages |= {*inside}
     while queue:
         module = queue.pop()
         if module not in reached:
@@ -44,7 +51,7 @@ def closure(modules: Iterable[str], root: Path = ROOT) -> set[str]:
 
 @cache
 def _imported(module: str, root: Path, inside: bool) -> list[str]:
-    imports = _imports(_tree(_file(module, root)), inside)
+    imports = _imports(_tree(file_of(module, root)), inside)
     return [_owner(base, name, root) for base, name in imports if base.split(".")[0] in PACKAGES]
 
 
@@ -60,9 +67,9 @@ def _imports(tree: ast.Module, inside: bool = False) -> Iterator[tuple[str, str]
 
 def _owner(base: str, name: str, root: Path) -> str:
     """The module that `from base import name` gets it from."""
-    if name and _file(f"{base}.{name}", root).exists():
+    if name and file_of(f"{base}.{name}", root).exists():
         return f"{base}.{name}"
-    file = _file(base, root)
+    file = file_of(base, root)
     if name and file.name == "__init__.py":  # a package: the name may be another module's
         for module, handed_on in _imports(_tree(file)):
             if handed_on == name and module.split(".")[0] in PACKAGES:
@@ -70,7 +77,8 @@ def _owner(base: str, name: str, root: Path) -> str:
     return base
 
 
-def _file(module: str, root: Path) -> Path:
+def file_of(module: str, root: Path = ROOT) -> Path:
+    """The file of a module, or where it would be."""
     path = root / module.replace(".", "/")
     return path / "__init__.py" if path.is_dir() else path.with_name(f"{path.name}.py")
 
