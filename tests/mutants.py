@@ -1217,7 +1217,24 @@ LIST: list[Mutant] = [
         ),
     ),
     *of(
-        "models/forward.py",
+        "models/moe.py",
+        "models/test_glm.py",
+        (
+            "bias-in-the-weights",
+            "weights = jnp.take_along_axis(scores, ids, axis=-1)",
+            "weights = jnp.take_along_axis(ranked, ids, axis=-1)",
+            "best_groups",
+        ),
+        ("groups-by-their-best", "lax.top_k(grouped, 2)", "lax.top_k(grouped, 1)", "best_groups"),
+    ),
+    *of(
+        "models/attention.py",
+        "models/test_glm.py",
+        ("pairs-as-they-are", "if turned == dim:", "if True:", "transformers"),
+        ("yarn-at-one", "1.0 if scaling is None else scaling.amplitude", "1.0", "transformers"),
+    ),
+    *of(
+        "models/attention.py",
         "rollout/test_kv_granularity.py",
         (
             "heads-interleaved",
@@ -1424,7 +1441,7 @@ LIST: list[Mutant] = [
         "models/dither.py",
         "rollout/test_arrival.py",
         ("unlike-sides-too", "and one.weight == other.weight", "", "what_lies"),
-        ("router-is-drawn", 'if name == "layers.router":', 'if name == "router":', "router"),
+        ("router-is-drawn", 'if name.removeprefix("layers.") in', "if name in", "router"),
         (
             "all-layers",
             "jnp.where(here, _dither_blocks(made, fmt, source, salt), made)",

@@ -11,7 +11,8 @@ import ml_dtypes
 import numpy as np
 import safetensors.numpy
 
-from fp8rl_jax.models.config import ExpertsConfig, LinearRopeScaling, PolicyConfig
+from fp8rl_jax.models.config import ExpertsConfig, PolicyConfig
+from fp8rl_jax.models.rope import LinearRopeScaling, YarnRopeScaling
 from fp8rl_jax.tokenizers.tokenizer import HFTokenizer, load_tokenizer
 from fp8rl_jax.weights.hf_config import config_json
 from fp8rl_jax.weights.hf_names import hf_tensors
@@ -83,6 +84,37 @@ GEMMA = PolicyConfig(
     full_attention_layers=(2,),
     query_pre_attn_scalar=24,
     local_rope_theta=500.0,
+)
+# 8 experts in 4 groups of which 2 are chosen from; YaRN keeps, blends and stretches what is rotated
+GLM = PolicyConfig(
+    architecture="glm4_moe",
+    vocab_size=40,
+    hidden_size=48,
+    intermediate_size=80,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    rms_norm_eps=1e-5,
+    rope_theta=10000.0,
+    rope_scaling=YarnRopeScaling(
+        4.0, original_max_position_embeddings=64, beta_fast=8.0, beta_slow=0.5
+    ),
+    experts=ExpertsConfig(
+        count=8,
+        per_token=3,
+        intermediate_size=24,
+        normalize=True,
+        dense_layers=(0,),
+        scoring="sigmoid",
+        groups=4,
+        groups_per_token=2,
+        scale=2.5,
+        shared=2,
+    ),
+    partial_rotary_factor=0.5,
+    attention_bias=True,
+    use_qk_norm=True,
 )
 
 

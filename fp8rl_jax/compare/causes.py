@@ -156,9 +156,9 @@ def operations(config: PolicyConfig, layer: int) -> Iterator[Operation]:
 
     yield norm("input_layernorm")
     yield from map(product, ("q_proj", "k_proj", "v_proj"))
-    if config.family.qk_norm:
+    if config.qk_norm:
         yield from map(norm, ("q_norm", "k_norm"))
-    biases = ("q_bias", "k_bias", "v_bias") if config.family.qkv_bias else ()
+    biases = ("q_bias", "k_bias", "v_bias") if config.qkv_bias else ()
     yield Operation(
         "attention", "o_proj.in", biases, (("query", "query"), ("key", "key"), ("value", "value"))
     )
@@ -174,6 +174,10 @@ def operations(config: PolicyConfig, layer: int) -> Iterator[Operation]:
         yield Operation("activation", "experts.down_proj.in")
         yield product("experts.down_proj")
         yield Operation("mixture", "mixture.out")
+        if config.mixture.shared:
+            yield from map(product, ("shared_experts.gate_proj", "shared_experts.up_proj"))
+            yield Operation("shared_experts.activation", "shared_experts.down_proj.in")
+            yield product("shared_experts.down_proj")
     else:
         yield from map(product, ("gate_proj", "up_proj"))
         yield Operation("activation", "down_proj.in")

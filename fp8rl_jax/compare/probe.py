@@ -31,16 +31,11 @@ from jaxtyping import Array, Float
 
 from fp8rl_jax.compare.causes import logprob_differences
 from fp8rl_jax.compare.tokens import Parts, Tokens
+from fp8rl_jax.models.attention import CachePart, LayerInputs, quantize_heads
 from fp8rl_jax.models.cache import KVBlock, KVCache, empty_block
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.forms import predequantized
-from fp8rl_jax.models.forward import (
-    CachePart,
-    LayerInputs,
-    TransformerLayer,
-    forward,
-    quantize_heads,
-)
+from fp8rl_jax.models.forward import TransformerLayer, forward
 from fp8rl_jax.models.logprobs import token_logprobs
 from fp8rl_jax.models.moe import choose, mixture
 from fp8rl_jax.models.policy import Layer, Policy
@@ -107,11 +102,13 @@ class ProbedLayer(TransformerLayer):
         self._operands[jax.tree.structure(weight)] = made = super().prepare(x, weight)
         return made
 
-    def mixture(self, x, layer: Layer, routes):
+    def routed(self, x, layer: Layer, routes):
         x = self.take("router.in", x)
-        experts = self.config.experts
-        assert experts is not None
-        ids, weights = choose(x, layer.tensors()["router"].value, experts, self.compute)
+        experts, tensors = self.config.mixture, layer.tensors()
+        router, bias = (tensors.get(name) for name in ("router", "router_bias"))
+        assert router is not None
+        added = None if bias is None else bias.value
+        ids, weights = choose(x, router.value, experts, self.compute, bias=added)
         self.kept["router.ids"] = ids
         self.kept["router.out"] = jnp.put_along_axis(
             jnp.zeros((*ids.shape[:-1], experts.count)),

@@ -23,9 +23,9 @@ COLUMNS = (
     ("attend", ("attention",)),
     ("o", ("o_proj",)),
     ("router", ("router",)),
-    ("gate", ("gate_proj", "experts.gate_proj")),
-    ("up", ("up_proj", "experts.up_proj")),
-    ("down", ("down_proj", "experts.down_proj")),
+    ("gate", ("gate_proj", "experts.gate_proj", "shared_experts.gate_proj")),
+    ("up", ("up_proj", "experts.up_proj", "shared_experts.up_proj")),
+    ("down", ("down_proj", "experts.down_proj", "shared_experts.down_proj")),
 )
 OTHERS = "rest"
 _LEGEND = """in: relative error ||a - b|| / ||a|| of the hidden states that enter the layer, piled up. The others: what an

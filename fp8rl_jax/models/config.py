@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Literal
 
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.families import FAMILIES, Family
+from fp8rl_jax.models.rope import RopeScaling, YarnRopeScaling
 
 # What transformers assumes when config.json leaves a key out.
 DEFAULT_ROPE_THETA = 10000.0
@@ -16,50 +18,6 @@ DEFAULT_RMS_NORM_EPS = 1e-6
 _UNLIMITED = 2**31 - 1  # a window that no position reaches
 _LARGEST_SIZE = 2**31 - 1
 _LARGEST_COUNT = 10_000  # of layers and of experts
-
-
-@dataclasses.dataclass(frozen=True)
-class LinearRopeScaling:
-    """Position interpolation, `rope_type: "linear"`: every wavelength is stretched by `factor`
-    (arXiv 2306.15595)."""
-
-    factor: float
-
-    def __post_init__(self) -> None:
-        if self.factor < 1:
-            raise UserError(f"rope_scaling.factor must be at least 1, got {self.factor}")
-
-
-@dataclasses.dataclass(frozen=True)
-class Llama3RopeScaling:
-    """Llama 3.1's rescaling of the rotary frequencies, `rope_type: "llama3"` (arXiv:2407.21783,
-    section 3.1).
-
-    Wavelengths above `original_max_position_embeddings / low_freq_factor` are stretched by
-    `factor`, those below `original_max_position_embeddings / high_freq_factor` are kept, those
-    between are interpolated.
-    """
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
-
-    def __post_init__(self) -> None:
-        if (
-            self.factor < 1
-            or self.low_freq_factor <= 0
-            or self.original_max_position_embeddings <= 0
-        ):
-            raise UserError(
-                "rope_scaling must have factor >= 1 and positive frequencies and positions, got "
-                f"{self}"
-            )
-        if self.high_freq_factor <= self.low_freq_factor:
-            raise UserError(
-                f"rope_scaling.high_freq_factor ({self.high_freq_factor}) must be above "
-                f"low_freq_factor ({self.low_freq_factor})"
-            )
 
 
 def check_count(key: str, count: int) -> None:
@@ -81,10 +39,18 @@ class ExpertsConfig:
 
     Attributes:
         count: experts in a layer.
-        per_token: experts that a token uses: those that the router's softmax puts first.
+        per_token: experts that a token uses: those that score highest.
         intermediate_size: feed-forward width of one expert.
         normalize: the weights of a token's experts are divided by their sum (`norm_topk_prob`).
         dense_layers: layers that keep a feed-forward layer of the policy's `intermediate_size`.
+        scoring: what makes scores of the router's logits. By "sigmoid" each expert is scored by
+            itself, and a bias that takes no part in the weights is added for the choice (arXiv
+            2408.15664).
+        groups: experts are chosen within the `groups_per_token` of these groups whose two best
+            score highest together (arXiv 2412.19437, section 2.1.2).
+        scale: the weights are multiplied by it (`routed_scaling_factor`).
+        shared: experts that every token uses, beside those that are routed, as one feed-forward
+            layer of their width together.
     """
 
     count: int
@@ -92,16 +58,48 @@ class ExpertsConfig:
     intermediate_size: int
     normalize: bool
     dense_layers: tuple[int, ...] = ()
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    groups: int = 1
+    groups_per_token: int = 1
+    scale: float = 1.0
+    shared: int = 0
 
     def __post_init__(self) -> None:
         if self.intermediate_size < 1:
             raise UserError(f"moe_intermediate_size must be positive, got {self.intermediate_size}")
         check_count("num_experts", self.count)
+        check_count("n_shared_experts", self.shared)
         if not 1 <= self.per_token <= self.count:
             raise UserError(
                 f"num_experts_per_tok ({self.per_token}) must be from 1 to num_experts "
                 f"({self.count})"
             )
+        if self.groups < 1 or self.count % self.groups:
+            raise UserError(
+                f"n_group ({self.groups}) must divide the number of experts ({self.count})"
+            )
+        size = self.count // self.groups
+        if not 1 <= self.groups_per_token <= self.groups or (
+            self.per_token > self.groups_per_token * size
+        ):
+            raise UserError(
+                f"topk_group ({self.groups_per_token}) must be from 1 to n_group ({self.groups}), "
+                f"and its groups of {size} hold num_experts_per_tok ({self.per_token})"
+            )
+        if self.groups > 1 and size < 2:
+            raise UserError(
+                f"n_group ({self.groups}): groups are ranked by their two best experts, and each "
+                f"has {size}"
+            )
+        if self.shared < 0 or (self.scoring == "sigmoid" and self.shared == 0):
+            raise UserError(f"n_shared_experts must be positive, got {self.shared}")
+        if not 0 < self.scale < math.inf:
+            raise UserError(f"routed_scaling_factor must be positive and finite, got {self.scale}")
+
+    @property
+    def shared_size(self) -> int:
+        """Feed-forward width of the shared experts together."""
+        return self.shared * self.intermediate_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,9 +111,12 @@ class PolicyConfig:
     norms, the activation. Sizes are counts, `rope_theta` is the base of the rotary wavelengths,
     `eos_token_ids` may be empty (a model that never stops by itself). With `sliding_window` a token
     sees that many keys, its own included, in all but the `full_attention_layers`. Gemma 3 (arXiv
-    2503.19786) alone has the last two fields: attention scores are divided by the root of
+    2503.19786) alone has these two: attention scores are divided by the root of
     `query_pre_attn_scalar` (elsewhere: of `head_dim`), and the layers with a window have
-    `local_rope_theta` as the base of their wavelengths, without `rope_scaling`.
+    `local_rope_theta` as the base of their wavelengths, without `rope_scaling`. Where the family
+    leaves it open (`Family.options`), `partial_rotary_factor` says which part of a head's
+    dimensions, from the first on, is rotated, and `attention_bias` and `use_qk_norm` whether q, k
+    and v have biases, q and k norms; None: as the family has it.
 
     Raises:
         UserError: sizes that do not fit each other, naming the key of config.json.
@@ -131,7 +132,7 @@ class PolicyConfig:
     head_dim: int
     rms_norm_eps: float = DEFAULT_RMS_NORM_EPS
     rope_theta: float = DEFAULT_ROPE_THETA
-    rope_scaling: LinearRopeScaling | Llama3RopeScaling | None = None
+    rope_scaling: RopeScaling | None = None
     tie_word_embeddings: bool = False
     max_position_embeddings: int = 2048
     bos_token_id: int | None = None
@@ -142,6 +143,9 @@ class PolicyConfig:
     experts: ExpertsConfig | None = None
     query_pre_attn_scalar: int | None = None
     local_rope_theta: float | None = None
+    partial_rotary_factor: float = 1.0
+    attention_bias: bool | None = None
+    use_qk_norm: bool | None = None
 
     def __post_init__(self) -> None:
         if self.architecture not in FAMILIES:
@@ -178,6 +182,19 @@ class PolicyConfig:
             )
         if self.head_dim % 2:
             raise UserError(f"head_dim must be even for rotary positions, got {self.head_dim}")
+        if (
+            not 0 < self.partial_rotary_factor <= 1
+            or not 0 < self.rotary_dim
+            or self.rotary_dim % 2
+        ):
+            raise UserError(
+                f"partial_rotary_factor {self.partial_rotary_factor} must rotate an even number of "
+                f"the {self.head_dim} dimensions of a head"
+            )
+        if isinstance(self.rope_scaling, YarnRopeScaling) and self.rope_theta <= 1:
+            raise UserError(
+                f"rope_theta must be above 1 with rope_type 'yarn', got {self.rope_theta}"
+            )
         special = [("bos_token_id", self.bos_token_id), ("pad_token_id", self.pad_token_id)]
         special += [("eos_token_id", token) for token in self.eos_token_ids]
         for key, token in special:
@@ -191,7 +208,7 @@ class PolicyConfig:
         """What Hugging Face's class of the architecture could not hold must not be built either: it
         could not be exported."""
         family = self.family
-        if (self.experts is not None) != family.experts:
+        if (self.experts is not None) != (family.routing is not None):
             raise UserError(
                 f"num_experts: architecture {self.architecture!r} and experts {self.experts} do "
                 "not go together"
@@ -218,9 +235,32 @@ class PolicyConfig:
                 f"rope_local_base_freq {self.local_rope_theta}: only a 'gemma3_text' with a "
                 "window has one"
             )
+        given = {
+            "partial_rotary_factor": self.partial_rotary_factor != 1,
+            "attention_bias": self.attention_bias is not None,
+            "use_qk_norm": self.use_qk_norm is not None,
+        }
+        for key, there in given.items():
+            if there and key not in family.options:
+                raise UserError(
+                    f"{key} {getattr(self, key)} does not go with {self.architecture!r}"
+                )
+        if self.experts is not None and self.experts.scoring != family.routing:
+            raise UserError(
+                f"experts scored by {self.experts.scoring} do not go with {self.architecture!r}"
+            )
+        if family.routing == "sigmoid" and self.dense_layers != tuple(
+            range(len(self.dense_layers))
+        ):
+            raise UserError(
+                f"first_k_dense_replace: layers {list(self.dense_layers)} without experts must be "
+                f"the first of a {self.architecture!r}"
+            )
         chosen = {
             "layer_types": self.full_attention_layers,
-            "mlp_only_layers": self.experts.dense_layers if self.experts else (),
+            "first_k_dense_replace" if family.routing == "sigmoid" else "mlp_only_layers": (
+                self.experts.dense_layers if self.experts else ()
+            ),
         }
         for key, layers in chosen.items():
             if list(layers) != sorted(set(layers) & set(range(self.num_layers))):
@@ -248,6 +288,21 @@ class PolicyConfig:
     def family(self) -> Family:
         """What the architecture decides."""
         return FAMILIES[self.architecture]
+
+    @property
+    def qk_norm(self) -> bool:
+        """Whether q and k are RMS-normalised over head_dim before rope."""
+        return self.family.qk_norm if self.use_qk_norm is None else self.use_qk_norm
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Whether q, k and v have biases."""
+        return self.family.qkv_bias if self.attention_bias is None else self.attention_bias
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dimensions of a head that are rotated, from the first on."""
+        return int(self.head_dim * self.partial_rotary_factor)
 
     @property
     def mixture(self) -> ExpertsConfig:

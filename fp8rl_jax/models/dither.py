@@ -27,6 +27,7 @@ from fp8rl_jax.config.formats import TensorFormat
 from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.models.forms import linear_formats
 from fp8rl_jax.models.policy import Policy, build_policy, tensor_specs
+from fp8rl_jax.models.tensors import of_kind
 from fp8rl_jax.parallel import to_host
 from fp8rl_jax.precision import quantize
 from fp8rl_jax.precision.formats import in_blocks
@@ -61,7 +62,7 @@ def dithered(policy: Policy, recipe: Recipe, seed: int, dtype: jnp.dtype) -> Pol
 
     def moved(name: str, *_: Any) -> Array:
         value = weights[name].value
-        if name == "layers.router":
+        if name.removeprefix("layers.") in of_kind("router"):
             return value
         salt = np.random.SeedSequence([seed, _DITHER, names.index(name)]).generate_state(1)[0]
         made = value if dtype == jnp.float32 else _dither(value, dtype, salt)

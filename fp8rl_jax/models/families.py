@@ -24,15 +24,35 @@ class Family:
     """The same of head_dim; None: hidden_size / num_attention_heads."""
     tied: bool = False
     """The same of tie_word_embeddings."""
+    norm_eps: float = 1e-6
+    """The same of rms_norm_eps."""
+    rotary_factor: float = 1.0
+    """The same of partial_rotary_factor."""
+    special_tokens: tuple[int | None, int | None, int | None] = (None, None, None)
+    """The same of bos_token_id, eos_token_id and pad_token_id."""
     window: Literal["none", "all", "some"] = "all"
     """Which layers a sliding window is for where there is one: none may have one, all have it, or
     layer_types says which."""
+    window_switch: bool = False
+    """A sliding window counts only where use_sliding_window is true."""
+    window_pattern: int | None = None
+    """Every how many layers one attends fully where layer_types is left out; None: those below
+    max_window_layers do."""
     qk_norm: bool = False
     """q and k are RMS-normalised over head_dim before rope."""
     qkv_bias: bool = False
     """q, k and v have biases."""
-    experts: bool = False
-    """Layers have a mixture of experts."""
+    options: tuple[str, ...] = ()
+    """What config.json decides: "attention_bias" and "use_qk_norm" in place of the two above,
+    "partial_rotary_factor" where a part of each head may be left as it is."""
+    routing: Literal["softmax", "sigmoid"] | None = None
+    """Layers have a mixture of experts: chosen by the softmax of the router's logits as Qwen3 has
+    it, or by their sigmoid in groups, beside shared experts, as DeepSeek-V3 has it. None: there
+    are no experts."""
+    normalize_experts: bool = False
+    """What transformers assumes where config.json leaves norm_topk_prob out."""
+    first_sparse: int = 0
+    """The same of first_k_dense_replace."""
     norm_offset: float = 0.0
     """What is added to the weight of every RMSNorm: Gemma stores the distance from 1."""
     post_norms: bool = False
@@ -47,16 +67,33 @@ class Family:
     """Scores are divided by the root of query_pre_attn_scalar, not of head_dim."""
     local_rope: bool = False
     """Layers with a window have a base of wavelengths of their own (rope_local_base_freq)."""
+    predicts_ahead: bool = False
+    """Checkpoints have layers behind the last, which predict further tokens: they are not read."""
 
 
 FAMILIES = {
-    "llama": Family("LlamaForCausalLM", 2048, window="none"),
-    "mistral": Family("MistralForCausalLM", 131072, kv_heads=8),
-    "qwen2": Family("Qwen2ForCausalLM", 32768, kv_heads=32, window="some", qkv_bias=True),
-    "qwen3": Family(
-        "Qwen3ForCausalLM", 32768, kv_heads=32, head_dim=128, window="some", qk_norm=True
+    "llama": Family("LlamaForCausalLM", 2048, special_tokens=(1, 2, None), window="none"),
+    "mistral": Family("MistralForCausalLM", 131072, kv_heads=8, special_tokens=(1, 2, None)),
+    "qwen2": Family(
+        "Qwen2ForCausalLM", 32768, kv_heads=32, window="some", window_switch=True, qkv_bias=True
     ),
-    "qwen3_moe": Family("Qwen3MoeForCausalLM", 32768, kv_heads=4, qk_norm=True, experts=True),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        32768,
+        kv_heads=32,
+        head_dim=128,
+        window="some",
+        window_switch=True,
+        qk_norm=True,
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        32768,
+        kv_heads=4,
+        window_switch=True,
+        qk_norm=True,
+        routing="softmax",
+    ),
     # arXiv 2503.19786
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
@@ -64,7 +101,9 @@ FAMILIES = {
         kv_heads=4,
         head_dim=256,
         tied=True,
+        special_tokens=(2, 1, 0),
         window="some",
+        window_pattern=6,
         qk_norm=True,
         norm_offset=1.0,
         post_norms=True,
@@ -73,5 +112,19 @@ FAMILIES = {
         scales_embeddings=True,
         query_scalar=True,
         local_rope=True,
+    ),
+    # arXiv 2508.06471
+    "glm4_moe": Family(
+        "Glm4MoeForCausalLM",
+        131072,
+        kv_heads=8,
+        norm_eps=1e-5,
+        rotary_factor=0.5,
+        window="none",
+        options=("attention_bias", "use_qk_norm", "partial_rotary_factor"),
+        routing="sigmoid",
+        normalize_experts=True,
+        first_sparse=1,
+        predicts_ahead=True,
     ),
 }

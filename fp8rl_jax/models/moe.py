@@ -1,9 +1,14 @@
 """Mixture of experts: the router, dispatch by sorting, and experts spread over the mesh.
 
-Each token goes to the experts that the router's softmax puts first, and its output is the sum of
-theirs, weighted by their scores. Rows are sorted by expert, multiplied group by group, and put
+Each token goes to the experts that the router puts first, and its output is the sum of theirs,
+weighted by their scores. Rows are sorted by expert, multiplied group by group, and put
 back: there is no capacity, so no token is ever dropped, and an expert without tokens is an empty
 group.
+
+Scores are the softmax of the router's logits, or the sigmoid of each. In the latter case a bias
+for each expert, which balances their load and is not trained here, is added for the choice alone,
+and experts are chosen within the groups that score highest (DeepSeek-V3, arXiv 2412.19437, section
+2.1.2).
 
 The router computes in float32 and is never quantized. Its choice is discrete: where two experts
 score alike, a difference in the last bits between rollout and trainer sends a token through other
@@ -28,7 +33,7 @@ from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from fp8rl_jax.models.config import ExpertsConfig
-from fp8rl_jax.models.policy import Experts, Layer
+from fp8rl_jax.models.policy import FeedForward, Layer
 from fp8rl_jax.parallel import DEFAULT_RULES
 from fp8rl_jax.precision import Compute, as_weight
 from pallas_kernels.rounding import rounded
@@ -60,7 +65,8 @@ def mixture(
         layer: its router and experts.
         routes: expert ids to replay; a token with a -1 among them is routed anew.
     """
-    ids, weights = choose(x, layer.router.value, config, compute, routes)
+    bias = None if layer.router_bias is None else layer.router_bias.value
+    ids, weights = choose(x, layer.router.value, config, compute, routes, bias)
     run = partial(_run, compute=compute, probe=probe)
     assert layer.experts is not None
     return _on_mesh(run, x, ids, weights, layer.experts), ids.astype(route_dtype(config))
@@ -72,18 +78,45 @@ def choose(
     config: ExpertsConfig,
     compute: Compute,
     routes: Int[Array, "*b k"] | None = None,
+    bias: Float[Array, " experts"] | None = None,
 ) -> tuple[Int[Array, "*b k"], Float[Array, "*b k"]]:
-    """Choose expert ids, best first, and their weights, float32; see `mixture` for `routes`."""
-    scores = compute.routing(x, router)
-    ids = lax.top_k(lax.stop_gradient(scores), config.per_token)[1]
+    """Choose expert ids, best first, and their weights, float32.
+
+    Args:
+        routes: see `mixture`.
+        bias: added to the scores for the choice alone.
+    """
+    scores = compute.routing(x, router, config.scoring)
+    ranked = lax.stop_gradient(scores)
+    if bias is not None:
+        ranked = in_best_groups(ranked + lax.stop_gradient(bias.astype(jnp.float32)), config)
+    ids = lax.top_k(ranked, config.per_token)[1]
     if routes is not None:
         replayed = (routes >= 0).all(axis=-1, keepdims=True)
         ids = jnp.where(replayed, routes.astype(ids.dtype), ids)
     weights = jnp.take_along_axis(scores, ids, axis=-1)
-    return ids, compute.normalize(weights) if config.normalize else weights
+    if config.normalize:
+        # sigmoids of one token may all underflow
+        weights = compute.normalize(jnp.maximum(weights, jnp.finfo(jnp.float32).tiny))
+    return ids, weights if config.scale == 1 else compute.scale(weights, config.scale)
 
 
-def _run(x, ids, weights, experts: Experts, first=0, *, compute: Compute, probe: Probe):
+def in_best_groups(
+    scores: Float[Array, "*b experts"], config: ExpertsConfig
+) -> Float[Array, "*b experts"]:
+    """Leave the scores of the best groups, and -inf elsewhere.
+
+    A group scores the sum of its two best experts.
+    """
+    if config.groups_per_token == config.groups:
+        return scores
+    grouped = scores.reshape(*scores.shape[:-1], config.groups, -1)
+    best = lax.top_k(lax.top_k(grouped, 2)[0].sum(-1), config.groups_per_token)[1]
+    kept = (best[..., None] == jnp.arange(config.groups)).any(axis=-2)
+    return jnp.where(kept[..., None], grouped, -jnp.inf).reshape(scores.shape)
+
+
+def _run(x, ids, weights, experts: FeedForward, first=0, *, compute: Compute, probe: Probe):
     """Sum over the experts that are here, ids first ... first + count - 1, weighted: float32 [b, t,
     hidden]."""
     gate, up, down = (
@@ -116,7 +149,7 @@ def _run(x, ids, weights, experts: Experts, first=0, *, compute: Compute, probe:
     return compute.combine(weights, out)
 
 
-def _on_mesh(run, x, ids, weights, experts: Experts):
+def _on_mesh(run, x, ids, weights, experts: FeedForward):
     """`run` on each device's rows and experts; without a mesh, or on one device, just `run`."""
     mesh = jax.sharding.get_abstract_mesh()
     auto = {

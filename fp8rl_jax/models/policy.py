@@ -34,7 +34,10 @@ from fp8rl_jax.precision.rounding import round_by_hash
 from pallas_kernels.rounding import rounded
 
 LINEARS, EXPERT_LINEARS = of_kind("linear"), of_kind("experts")
-_NORMS, _BIASES = of_kind("norm"), of_kind("bias")
+_ROUTER = of_kind("router")
+
+
+_GROUPS = tuple({name.rpartition(".")[0]: None for name in TENSORS if "." in name})
 
 
 class Weight(nnx.Module):
@@ -71,12 +74,17 @@ class WeightRuns(nnx.Module):
         self.parts, self.sizes = nnx.List(parts), tuple(sizes)
 
 
-class Experts(nnx.Module):
-    """The feed-forward weights of all experts of a layer, each [experts, out, in], or of all layers
-    that have experts."""
+class FeedForward(nnx.Module):
+    """The weights of a layer's experts, each [experts, out, in], or of those that every token uses,
+    [out, in]; or of all layers that have some."""
 
-    def __init__(self, gate_proj: Any, up_proj: Any, down_proj: Any):
-        self.gate_proj, self.up_proj, self.down_proj = gate_proj, up_proj, down_proj
+    gate_proj: Any
+    up_proj: Any
+    down_proj: Any
+
+    def __init__(self, tensors: Mapping[str, Any]):
+        for name, weight in tensors.items():
+            setattr(self, name, weight)
 
 
 class Layer(nnx.Module):
@@ -84,7 +92,7 @@ class Layer(nnx.Module):
     None where it has none.
 
     Args:
-        tensors: by name, those of the experts as "experts.up_proj".
+        tensors: by name, as models/tensors.py has them: "q_proj", "experts.up_proj".
     """
 
     q_proj: Tensor
@@ -95,6 +103,7 @@ class Layer(nnx.Module):
     up_proj: Tensor
     down_proj: Tensor
     router: Tensor
+    router_bias: Tensor | None
     input_layernorm: Tensor
     post_attention_layernorm: Tensor
     pre_feedforward_layernorm: Tensor | None
@@ -104,13 +113,20 @@ class Layer(nnx.Module):
     q_bias: Tensor | None
     k_bias: Tensor | None
     v_bias: Tensor | None
-    experts: Experts | None
+    experts: FeedForward | None
+    shared_experts: FeedForward | None
 
     def __init__(self, tensors: Mapping[str, Tensor | WeightRuns]):
-        for name in (*LINEARS, *_NORMS, *_BIASES, "router"):
-            setattr(self, name, tensors.get(name))
-        parts = [tensors[name] for name in EXPERT_LINEARS if name in tensors]
-        self.experts = Experts(*parts) if parts else None
+        for name in TENSORS:
+            if "." not in name:
+                setattr(self, name, tensors.get(name))
+        for group in _GROUPS:
+            parts = {
+                n.removeprefix(f"{group}."): w
+                for n, w in tensors.items()
+                if n.startswith(f"{group}.")
+            }
+            setattr(self, group, FeedForward(parts) if parts else None)
 
     @property
     def norms(self) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
@@ -126,13 +142,12 @@ class Layer(nnx.Module):
 
     def tensors(self) -> dict[str, Any]:
         """List what the constructor was given."""
-        names = (*LINEARS, *_NORMS, *_BIASES, "router")
-        found = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        if self.experts is not None:
-            found |= {
-                name: getattr(self.experts, name.removeprefix("experts."))
-                for name in EXPERT_LINEARS
-            }
+        found = {}
+        for name in TENSORS:
+            group, _, own = name.rpartition(".")
+            holder = getattr(self, group) if group else self
+            if holder is not None and (weight := getattr(holder, own)) is not None:
+                found[name] = weight
         return found
 
 
@@ -238,7 +253,7 @@ def init_policy(
 
     def tensor(name: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> Array:
         row = TENSORS.get(name.removeprefix("layers."))
-        if axes[-1] == "norm" or (row is not None and row.kind == "bias"):
+        if len(axes) == (1 if row is None else 2):
             one = 1 - config.family.norm_offset
             return jnp.full(shape, one if axes[-1] == "norm" else 0.0, dtype)
         into_residual = row is not None and row.into_residual
@@ -303,7 +318,7 @@ def cast(policy: Policy, dtype: jnp.dtype, rounding: Rounding = "nearest") -> Po
     """
 
     def convert(path, x):
-        router = any(getattr(key, "key", getattr(key, "name", None)) == "router" for key in path)
+        router = any(getattr(key, "key", getattr(key, "name", None)) in _ROUTER for key in path)
         return x if router or is_quantized(x) else to_compute(x, dtype, rounding)
 
     return jax.tree_util.tree_map_with_path(convert, policy, is_leaf=is_quantized)

@@ -13,7 +13,8 @@ from typing import Literal
 from fp8rl_jax.models.config import PolicyConfig
 
 Kind = Literal["linear", "experts", "router", "norm", "bias"]
-"""linear, experts: may be quantized; experts: one for each, on an axis before the others."""
+"""linear, experts: may be quantized; experts: one for each, on an axis before the others; router:
+float32 whatever the compute dtype."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +45,11 @@ def _norm(file: str, there: Callable[[PolicyConfig], bool] = lambda config: True
 
 
 def _head_norm(file: str) -> Tensor:
-    return Tensor(
-        file, "norm", ("norm",), lambda c: (c.head_dim,), there=lambda c: c.family.qk_norm
-    )
+    return Tensor(file, "norm", ("norm",), lambda c: (c.head_dim,), there=lambda c: c.qk_norm)
 
 
 def _bias(file: str, axis: str, size: Callable[[PolicyConfig], int]) -> Tensor:
-    return Tensor(file, "bias", (axis,), lambda c: (size(c),), there=lambda c: c.family.qkv_bias)
+    return Tensor(file, "bias", (axis,), lambda c: (size(c),), there=lambda c: c.qkv_bias)
 
 
 def _feed_forward(name: str) -> Tensor:
@@ -71,6 +70,21 @@ def _of_experts(name: str) -> Tensor:
         lambda c: (c.mixture.intermediate_size, c.hidden_size),
         layers="sparse",
     )
+
+
+def _of_shared_experts(name: str) -> Tensor:
+    return Tensor(
+        f"mlp.shared_experts.{name}.weight",
+        "linear",
+        ("mlp", "embed"),
+        lambda c: (c.mixture.shared_size, c.hidden_size),
+        layers="sparse",
+        there=_shares,
+    )
+
+
+def _shares(config: PolicyConfig) -> bool:
+    return config.experts is not None and config.experts.shared > 0
 
 
 TENSORS: dict[str, Tensor] = {
@@ -137,6 +151,25 @@ TENSORS: dict[str, Tensor] = {
         ("experts", "embed", "mlp"),
         lambda c: (c.hidden_size, c.mixture.intermediate_size),
         layers="sparse",
+        into_residual=True,
+    ),
+    "router_bias": Tensor(
+        "mlp.gate.e_score_correction_bias",
+        "router",
+        ("router",),
+        lambda c: (c.mixture.count,),
+        layers="sparse",
+        there=lambda c: c.experts is not None and c.experts.scoring == "sigmoid",
+    ),
+    "shared_experts.gate_proj": _of_shared_experts("gate_proj"),
+    "shared_experts.up_proj": _of_shared_experts("up_proj"),
+    "shared_experts.down_proj": Tensor(
+        "mlp.shared_experts.down_proj.weight",
+        "linear",
+        ("embed", "mlp"),
+        lambda c: (c.hidden_size, c.mixture.shared_size),
+        layers="sparse",
+        there=_shares,
         into_residual=True,
     ),
 }

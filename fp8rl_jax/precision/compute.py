@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -84,9 +84,20 @@ class Compute:
         return rounded(normed * (gain + offset if offset else gain), x.dtype)
 
     def rope_tables(
+        self,
+        frequencies: Float[Array, " half"],
+        positions: Int[Array, "b t"],
+        amplitude: float = 1.0,
+    ) -> tuple[Float[Array, "b t half"], Float[Array, "b t half"]]:
+        """Compute cos and sin of each position's rotary angles (arXiv 2104.09864) times
+        `amplitude`, float32."""
+        cos, sin = self.turns(frequencies, positions)
+        return (cos, sin) if amplitude == 1 else (cos * amplitude, sin * amplitude)
+
+    def turns(
         self, frequencies: Float[Array, " half"], positions: Int[Array, "b t"]
     ) -> tuple[Float[Array, "b t half"], Float[Array, "b t half"]]:
-        """Compute cos and sin of each position's rotary angles, float32 (arXiv 2104.09864)."""
+        """Compute cos and sin of position * frequency, float32."""
         angles = positions[..., None].astype(jnp.float32) * frequencies
         return jnp.cos(angles), jnp.sin(angles)
 
@@ -123,16 +134,19 @@ class Compute:
         return rounded(active.astype(jnp.float32) * up.astype(jnp.float32), gate.dtype)
 
     def routing(
-        self, x: Float[Array, "*b hidden"], router: Float[Array, "experts hidden"]
+        self,
+        x: Float[Array, "*b hidden"],
+        router: Float[Array, "experts hidden"],
+        scoring: Literal["softmax", "sigmoid"] = "softmax",
     ) -> Float[Array, "*b experts"]:
-        """Compute the softmax of a router's logits, float32."""
+        """Compute the softmax of a router's logits, or the sigmoid of each, float32."""
         logits = jnp.einsum(
             "...h,eh->...e",
             x.astype(jnp.float32),
             router.astype(jnp.float32),
             precision=lax.Precision.HIGHEST,
         )
-        return jax.nn.softmax(logits, axis=-1)
+        return jax.nn.softmax(logits, axis=-1) if scoring == "softmax" else jax.nn.sigmoid(logits)
 
     def normalize(self, weights: Float[Array, "*b k"]) -> Float[Array, "*b k"]:
         """Divide gate weights by their sum."""

@@ -82,6 +82,10 @@ class ExactCompute(Compute):
         found = exact.attend(query, [*keys], [*values], [*masks], scale, self.exponential())
         return found.astype(out_dtype)
 
+    def rope_tables(self, frequencies, positions, amplitude=1.0):
+        # the product would be rounded together with what uses it
+        return materialize(super().rope_tables(frequencies, positions, amplitude))
+
     def exponential(self) -> Callable[[jax.Array], jax.Array] | None:
         """e^x of attention; None: the order-free one."""
         return None
@@ -116,7 +120,7 @@ class InvariantCompute(ExactCompute):
         norm = super().rms_norm
         return invariant.isolated(lambda x, weight: norm(x, weight, eps, offset))(x, weight)
 
-    def rope_tables(self, frequencies, positions):
+    def turns(self, frequencies, positions):
         angles = materialize(positions[..., None].astype(jnp.float32) * frequencies)
         return materialize((jnp.cos(angles), jnp.sin(angles)))
 
@@ -126,8 +130,10 @@ class InvariantCompute(ExactCompute):
     def gated(self, gate, up, activation):
         return invariant.isolated(partial(super().gated, activation=activation))(gate, up)
 
-    def routing(self, x, router):
+    def routing(self, x, router, scoring="softmax"):
         logits = self.product(x.astype(jnp.float32), router.astype(jnp.float32))
+        if scoring == "sigmoid":
+            return invariant.isolated(jax.nn.sigmoid)(logits)
         return self.normalize(self.softmax_terms(logits, 1.0)[1])
 
     def normalize(self, weights):
@@ -198,8 +204,8 @@ class OrderFreeCompute(ExactCompute):
     def rms_norm(self, x, weight, eps, offset=0.0):
         return _of_arrays(super().rms_norm, _rms_norm, eps, offset)(x, weight)
 
-    def rope_tables(self, frequencies, positions):
-        return _rope_tables(frequencies, positions)
+    def turns(self, frequencies, positions):
+        return _turns(frequencies, positions)
 
     def rotate(self, x, tables):
         return with_gradient_of(super().rotate, _rotate)(x, tables)
@@ -207,8 +213,10 @@ class OrderFreeCompute(ExactCompute):
     def gated(self, gate, up, activation):
         return _of_arrays(super().gated, _gated, activation)(gate, up)
 
-    def routing(self, x, router):
+    def routing(self, x, router, scoring="softmax"):
         logits = exact.dot(x.astype(jnp.float32), router.astype(jnp.float32))
+        if scoring == "sigmoid":
+            return with_gradient_of(jax.nn.sigmoid, _sigmoid)(logits)
         return with_gradient_of(partial(jax.nn.softmax, axis=-1), _softmax)(logits)
 
     def normalize(self, weights):
@@ -271,7 +279,7 @@ def _rms_norm(x, weight, eps, offset):
 
 
 @with_float64
-def _rope_tables(frequencies, positions):
+def _turns(frequencies, positions):
     # a position and a frequency have 24 bits each, so the angle is exact
     angles = materialize(as_float64(positions)[..., None] * as_float64(frequencies))
     return rounded(jnp.cos(angles), jnp.float32), rounded(jnp.sin(angles), jnp.float32)
@@ -297,6 +305,11 @@ def _gated(gate, up, activation):
             jnp.float64(2 * 0.7978845608028654)
         )
     return rounded(x * exact.sigmoid(argument) * as_float64(up), gate.dtype)
+
+
+@with_float64
+def _sigmoid(logits):
+    return rounded(exact.sigmoid(as_float64(logits)), jnp.float32)
 
 
 @with_float64

@@ -39,9 +39,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from fp8rl_jax.config.formats import COMPUTE, TensorFormat
 from fp8rl_jax.config.recipe import Recipe
+from fp8rl_jax.models.attention import quantize_heads
 from fp8rl_jax.models.cache import KVCache, KVScales
 from fp8rl_jax.models.forms import trainer_policy
-from fp8rl_jax.models.forward import forward, quantize_heads
+from fp8rl_jax.models.forward import forward
 from fp8rl_jax.models.lora import has_adapters
 from fp8rl_jax.models.policy import Policy, with_compute, with_scales
 from fp8rl_jax.parallel import batch_shards, split_batch

@@ -13,6 +13,7 @@ from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.forms import trainer_policy
 from fp8rl_jax.models.policy import Policy
+from fp8rl_jax.models.tensors import of_kind
 from fp8rl_jax.precision import check_recipe, promises_exact
 from fp8rl_jax.rollout.constraints import make_constraints
 from fp8rl_jax.rollout.sampling import Sampling
@@ -60,7 +61,7 @@ def check_range(policy: Policy, dtype: jnp.dtype) -> None:
     tensors = {
         f"layers.{name}": weight.value
         for name, weight in policy.stack.tensors().items()
-        if name != "router"
+        if name not in of_kind("router")
     }
     tensors |= {
         "embed_tokens": policy.embed_tokens.value,

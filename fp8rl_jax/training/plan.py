@@ -252,7 +252,7 @@ def _layer_activations(shape: PolicyConfig, tokens: int, keys: int, width: int, 
     if shape.experts is not None:
         feed_forward = max(
             feed_forward if shape.dense_layers else 0,
-            shape.experts.per_token * shape.experts.intermediate_size,
+            shape.experts.per_token * shape.experts.intermediate_size + shape.experts.shared_size,
         )
     computed = 6 * shape.hidden_size + 3 * shape.q_size + 4 * shape.kv_size + 4 * feed_forward
     wide = 4 * shape.hidden_size + 2 * shape.q_size + 2 * shape.kv_size

@@ -17,16 +17,9 @@ from typing import Any
 
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.json_fields import Fields, read_json
-from fp8rl_jax.models.config import (
-    DEFAULT_RMS_NORM_EPS,
-    DEFAULT_ROPE_THETA,
-    ExpertsConfig,
-    LinearRopeScaling,
-    Llama3RopeScaling,
-    PolicyConfig,
-    check_count,
-)
+from fp8rl_jax.models.config import DEFAULT_ROPE_THETA, ExpertsConfig, PolicyConfig, check_count
 from fp8rl_jax.models.families import FAMILIES, Family
+from fp8rl_jax.models.rope import ROPE_SCALINGS, Llama3RopeScaling, RopeScaling, YarnRopeScaling
 from fp8rl_jax.weights.block_fp8 import parse_quantization
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -34,7 +27,6 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 _GEMMA_THETA, _GEMMA_LOCAL_THETA = 1e6, 1e4
 _DEFAULT_SLIDING_WINDOW = 4096
 _DEFAULT_MAX_WINDOW_LAYERS = 28
-_DEFAULT_SLIDING_WINDOW_PATTERN = 6
 _DEFAULT_QUERY_PRE_ATTN_SCALAR = 256
 
 
@@ -96,10 +88,10 @@ def _parse(config: dict[str, Any], generation_config: dict[str, Any]) -> PolicyC
             )
         head_dim = hidden_size // num_heads
     rope_theta, rope_scaling, local_rope_theta = (
-        _rope_by_kind(fields) if family.local_rope else (*_rope(fields), None)
+        _rope_by_kind(fields, family) if family.local_rope else (*_rope(fields), None)
     )
-    sliding_window, full_attention_layers = _window(fields, architecture, num_layers)
-    eos_token_ids = fields.integers("eos_token_id") + generation.integers("eos_token_id")
+    sliding_window, full_attention_layers = _window(fields, family, num_layers)
+    bos, eos, pad = _special_tokens(fields, family)
     return PolicyConfig(
         architecture=architecture,
         vocab_size=fields.integer("vocab_size"),
@@ -109,27 +101,48 @@ def _parse(config: dict[str, Any], generation_config: dict[str, Any]) -> PolicyC
         num_heads=num_heads,
         num_kv_heads=fields.integer("num_key_value_heads", default=default_kv_heads),
         head_dim=head_dim,
-        rms_norm_eps=fields.number("rms_norm_eps", default=DEFAULT_RMS_NORM_EPS),
+        rms_norm_eps=fields.number("rms_norm_eps", default=family.norm_eps),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         tie_word_embeddings=fields.boolean("tie_word_embeddings", default=family.tied),
         max_position_embeddings=fields.integer(
             "max_position_embeddings", default=family.max_positions
         ),
-        bos_token_id=fields.integer("bos_token_id", default=None),
-        eos_token_ids=tuple(dict.fromkeys(eos_token_ids)),
-        pad_token_id=fields.integer(
-            "pad_token_id", default=generation.integer("pad_token_id", default=None)
-        ),
+        bos_token_id=bos,
+        eos_token_ids=tuple(dict.fromkeys(eos + generation.integers("eos_token_id"))),
+        pad_token_id=generation.integer("pad_token_id", default=None) if pad is None else pad,
         sliding_window=sliding_window,
         full_attention_layers=full_attention_layers,
-        experts=_experts(fields, num_layers) if family.experts else None,
+        experts=None if family.routing is None else _experts(fields, family, num_layers),
         query_pre_attn_scalar=fields.integer(
             "query_pre_attn_scalar", default=_DEFAULT_QUERY_PRE_ATTN_SCALAR
         )
         if family.query_scalar
         else None,
         local_rope_theta=None if sliding_window is None else local_rope_theta,
+        partial_rotary_factor=_rotary_factor(fields, family),
+        **{
+            key: fields.boolean(key)
+            for key in ("attention_bias", "use_qk_norm")
+            if key in family.options
+        },
+    )
+
+
+def _special_tokens(
+    fields: Fields, family: Family
+) -> tuple[int | None, tuple[int, ...], int | None]:
+    """bos, eos and pad; an absent key is the family's, a null means that there is none."""
+    bos, eos, pad = (
+        None if key in fields.data else token
+        for key, token in zip(
+            ("bos_token_id", "eos_token_id", "pad_token_id"), family.special_tokens, strict=True
+        )
+    )
+    return (
+        fields.integer("bos_token_id", default=bos),
+        fields.integers("eos_token_id") if eos is None else (eos,),
+        fields.integer("pad_token_id", default=pad),
     )
 
 
@@ -169,38 +182,57 @@ def _architecture_keys(config: PolicyConfig) -> dict[str, Any]:
     """The keys that only some of the architectures have."""
     family = config.family
     keys: dict[str, Any] = {family.activation_key: family.activation}
-    keys |= {} if family.qkv_bias or config.architecture == "mistral" else {"attention_bias": False}
-    if config.architecture == "llama":
-        return keys | {"mlp_bias": False}
+    if "attention_bias" in family.options or not family.qkv_bias:
+        keys["attention_bias"] = config.qkv_bias
+    if "use_qk_norm" in family.options:
+        keys["use_qk_norm"] = config.qk_norm
+    if "partial_rotary_factor" in family.options:
+        keys["partial_rotary_factor"] = config.partial_rotary_factor
+    if config.experts is not None:
+        keys |= _expert_keys(config.experts, config.dense_layers)
+    if family.window == "none":
+        return keys
     full = (
         config.full_attention_layers
         if config.sliding_window is not None
         else range(config.num_layers)
     )
-    layer_types = [_FULL if i in full else _SLIDING for i in range(config.num_layers)]
-    if config.architecture == "gemma3_text":
-        # transformers wants a window even where no layer uses it
-        window = config.sliding_window or _DEFAULT_SLIDING_WINDOW
-        scalar = config.query_pre_attn_scalar
-        return keys | {
-            "sliding_window": window,
-            "layer_types": layer_types,
-            "query_pre_attn_scalar": scalar,
-        }
     keys["sliding_window"] = config.sliding_window
-    if config.architecture == "mistral":
-        return keys
-    keys["use_sliding_window"] = config.sliding_window is not None
-    if config.experts is not None:
+    if family.window_switch:
+        keys["use_sliding_window"] = config.sliding_window is not None
+    if family.window == "some":
+        keys["layer_types"] = [_FULL if i in full else _SLIDING for i in range(config.num_layers)]
+        if family.window_pattern is None:
+            keys["max_window_layers"] = len(full)
+        elif config.sliding_window is None:
+            # transformers wants a window even where no layer uses it
+            keys["sliding_window"] = _DEFAULT_SLIDING_WINDOW
+    if family.query_scalar:
+        keys["query_pre_attn_scalar"] = config.query_pre_attn_scalar
+    return keys
+
+
+def _expert_keys(experts: ExpertsConfig, dense_layers: tuple[int, ...]) -> dict[str, Any]:
+    keys = {
+        "num_experts_per_tok": experts.per_token,
+        "moe_intermediate_size": experts.intermediate_size,
+        "norm_topk_prob": experts.normalize,
+    }
+    if experts.scoring == "softmax":
         return keys | {
-            "num_experts": config.experts.count,
-            "num_experts_per_tok": config.experts.per_token,
-            "moe_intermediate_size": config.experts.intermediate_size,
-            "norm_topk_prob": config.experts.normalize,
+            "num_experts": experts.count,
             "decoder_sparse_step": 1,
-            "mlp_only_layers": list(config.dense_layers),
+            "mlp_only_layers": list(dense_layers),
         }
-    return keys | {"max_window_layers": len(full), "layer_types": layer_types}
+    return keys | {
+        "n_routed_experts": experts.count,
+        "n_shared_experts": experts.shared,
+        "n_group": experts.groups,
+        "topk_group": experts.groups_per_token,
+        "routed_scaling_factor": experts.scale,
+        "first_k_dense_replace": len(dense_layers),
+        "num_nextn_predict_layers": 0,
+    }
 
 
 def _architecture(config: dict[str, Any]) -> str:
@@ -212,6 +244,11 @@ def _architecture(config: dict[str, Any]) -> str:
         raise UserError(
             f"architectures {names} (model_type {model_type!r}) is not supported; "
             f"supported: {', '.join(classes)}"
+        )
+    if model_type is not None and model_type != classes[names[0]]:
+        raise UserError(
+            f"architectures {names} and model_type {model_type!r} contradict each other: "
+            f"{names[0]} has {classes[names[0]]!r}"
         )
     return classes[names[0]]
 
@@ -229,37 +266,34 @@ def _refuse_unimplemented(fields: Fields, family: Family) -> None:
             "tokens only"
         )
     for key in ("attention_bias", "mlp_bias"):
-        if fields.boolean(key):
+        if key not in family.options and fields.boolean(key):
             raise UserError(
-                f"{key} true is not supported; the only biases are those of Qwen2's q, k and v"
+                f"{key} true is not supported in {family.hf_class}; the only biases are those of "
+                "Qwen2's and GLM's q, k and v"
             )
     # how weights are stored does not matter here; a form that cannot be read is refused
     parse_quantization(config)
 
 
-def _window(
-    fields: Fields, architecture: str, num_layers: int
-) -> tuple[int | None, tuple[int, ...]]:
-    """(sliding_window, full_attention_layers), by the rules of the architecture's class in
+def _window(fields: Fields, family: Family, num_layers: int) -> tuple[int | None, tuple[int, ...]]:
+    """(sliding_window, full_attention_layers), by the rules of the family's class in
     transformers."""
-    types = _layer_types(fields, architecture, num_layers)
+    types = _layer_types(fields, family, num_layers)
     # an absent key is the default, a null turns the window off
-    if architecture in ("mistral", "gemma3_text"):
-        window = fields.integer(
-            "sliding_window",
-            default=None if "sliding_window" in fields.data else _DEFAULT_SLIDING_WINDOW,
-        )
-    elif fields.boolean("use_sliding_window", default=architecture == "llama"):
-        window = fields.integer(
-            "sliding_window", default=None if architecture == "llama" else _DEFAULT_SLIDING_WINDOW
-        )
-    else:
+    default = None if family.window == "none" else _DEFAULT_SLIDING_WINDOW
+    window = fields.integer(
+        "sliding_window", default=None if "sliding_window" in fields.data else default
+    )
+    if family.window == "none":
+        if window is not None and fields.boolean("use_sliding_window", default=True):
+            raise UserError(
+                f"sliding_window {window} is not supported; every layer of a {family.hf_class} "
+                "must attend fully"
+            )
         window = None
-    if architecture == "llama" and window is not None:
-        raise UserError(
-            f"sliding_window {window} is not supported; every layer of a llama must attend fully"
-        )
-    if FAMILIES[architecture].window == "some" and window is not None:
+    elif family.window_switch and not fields.boolean("use_sliding_window"):
+        window = None
+    if family.window == "some" and window is not None:
         if types is None:
             first = fields.integer("max_window_layers", default=_DEFAULT_MAX_WINDOW_LAYERS)
             types = [_FULL if i < first else _SLIDING for i in range(num_layers)]
@@ -268,17 +302,18 @@ def _window(
     kind = _FULL if window is None else _SLIDING
     if other := sorted(set(types or ()) - {kind}):
         raise UserError(
-            f"layer_types holds {', '.join(other)}, but the other keys make every layer {kind}"
+            f"layer_types holds {', '.join(other)}, but sliding_window and the other keys make "
+            f"every layer {kind}"
         )
     return window, ()
 
 
-def _layer_types(fields: Fields, architecture: str, num_layers: int) -> list[str] | None:
-    """The kind of each layer's attention where config.json gives it, or Gemma's pattern does: every
-    sixth layer is full."""
+def _layer_types(fields: Fields, family: Family, num_layers: int) -> list[str] | None:
+    """The kind of each layer's attention where config.json gives it, or the family's pattern
+    does."""
     types = fields.data.get("layer_types")
-    if types is None and architecture == "gemma3_text":
-        period = fields.integer("sliding_window_pattern", default=_DEFAULT_SLIDING_WINDOW_PATTERN)
+    if types is None and family.window_pattern is not None:
+        period = fields.integer("sliding_window_pattern", default=family.window_pattern)
         if period < 1:
             raise UserError(f"sliding_window_pattern must be positive, got {period}")
         return [_SLIDING if (i + 1) % period else _FULL for i in range(num_layers)]
@@ -293,54 +328,113 @@ def _layer_types(fields: Fields, architecture: str, num_layers: int) -> list[str
     return types
 
 
-def _experts(fields: Fields, num_layers: int) -> ExpertsConfig:
-    # transformers 5 writes num_local_experts
-    count = fields.integer("num_experts", default=fields.integer("num_local_experts", default=None))
-    if count is None:
-        raise UserError("num_experts is missing")
-    step = fields.integer("decoder_sparse_step", default=1)
-    if step < 1:
-        raise UserError(f"decoder_sparse_step must be positive, got {step}")
-    dense = fields.integers("mlp_only_layers")
+def _experts(fields: Fields, family: Family, num_layers: int) -> ExpertsConfig:
+    sizes: dict[str, Any] = {
+        "per_token": fields.integer("num_experts_per_tok"),
+        "intermediate_size": fields.integer("moe_intermediate_size"),
+        "normalize": fields.boolean("norm_topk_prob", default=family.normalize_experts),
+    }
+    if family.routing == "softmax":
+        step = fields.integer("decoder_sparse_step", default=1)
+        if step < 1:
+            raise UserError(f"decoder_sparse_step must be positive, got {step}")
+        dense = fields.integers("mlp_only_layers")
+        return ExpertsConfig(
+            count=_one_of(fields, "num_experts", "num_local_experts"),
+            dense_layers=tuple(i for i in range(num_layers) if i in dense or (i + 1) % step),
+            **sizes,
+        )
     return ExpertsConfig(
-        count=count,
-        per_token=fields.integer("num_experts_per_tok"),
-        intermediate_size=fields.integer("moe_intermediate_size"),
-        normalize=fields.boolean("norm_topk_prob"),
-        dense_layers=tuple(i for i in range(num_layers) if i in dense or (i + 1) % step),
+        count=_one_of(fields, "n_routed_experts", "num_local_experts"),
+        dense_layers=tuple(
+            range(min(num_layers, fields.integer("first_k_dense_replace", family.first_sparse)))
+        ),
+        scoring="sigmoid",
+        groups=fields.integer("n_group", default=1),
+        groups_per_token=fields.integer("topk_group", default=1),
+        scale=fields.number("routed_scaling_factor", default=1.0),
+        shared=fields.integer("n_shared_experts", default=1),
+        **sizes,
     )
 
 
-def _rope(fields: Fields) -> tuple[float, LinearRopeScaling | Llama3RopeScaling | None]:
-    """(rope_theta, rope_scaling) of a model whose layers all rotate alike."""
-    rope = fields.object(
-        "rope_parameters" if fields.data.get("rope_parameters") is not None else "rope_scaling"
-    )
+def _one_of(fields: Fields, *keys: str) -> int:
+    """The integer that may stand under several names; transformers 4 and 5 differ in some."""
+    found = {key: fields.integer(key) for key in keys if fields.data.get(key) is not None}
+    if not found:
+        raise UserError(f"{keys[0]} is missing")
+    if len(set(found.values())) > 1:
+        given = " and ".join(f"{key} {value}" for key, value in found.items())
+        raise UserError(f"{given} contradict each other; keep one of them")
+    return next(iter(found.values()))
+
+
+def _rotary_factor(fields: Fields, family: Family) -> float:
+    """The part of a head that is rotated; an absent key is the family's, a null means all."""
+    key, place = "partial_rotary_factor", fields
+    factor = fields.number(key, default=1.0 if key in fields.data else family.rotary_factor)
+    rope = fields.object("rope_scaling" if fields.data.get("rope_scaling") else "rope_parameters")
+    if rope.data.get(key) is not None:
+        factor, place = rope.number(key), rope
+    if factor != 1.0 and key not in family.options:
+        raise UserError(f"{place.prefix}{key} {factor} is not supported; only 1.0 is")
+    return factor
+
+
+def _rope(fields: Fields) -> tuple[float, RopeScaling | None]:
+    """(rope_theta, rope_scaling) of a model whose layers all rotate alike.
+
+    Where both spellings are given transformers takes rope_scaling and drops rope_parameters; what
+    would be lost by that is refused.
+    """
+    older, newer = fields.object("rope_scaling"), fields.object("rope_parameters")
+    rope = older if older.data else newer
     if nested := [name for name, value in rope.data.items() if isinstance(value, dict)]:
         raise UserError(
             f"{rope.prefix}{nested[0]}: rotary positions that differ by kind of layer are not "
             "supported"
         )
-    return _theta(fields, "rope_theta", rope, DEFAULT_ROPE_THETA), _scaling(fields, rope)
+    theta = _theta(fields, "rope_theta", rope, DEFAULT_ROPE_THETA)
+    if older.data and newer.data:
+        taken = {"rope_theta": theta, "rope_type": _rope_type(older), **older.data}
+        for key, value in newer.data.items():
+            if value != taken.get(key, value) and (key, value) != ("rope_type", "default"):
+                raise UserError(
+                    f"rope_scaling and rope_parameters are both given, and differ in {key} "
+                    f"({taken[key]!r} and {value!r}); keep one of them"
+                )
+    return theta, _scaling(fields, rope)
 
 
-def _rope_by_kind(
-    fields: Fields,
-) -> tuple[float, LinearRopeScaling | Llama3RopeScaling | None, float]:
+def _rope_by_kind(fields: Fields, family: Family) -> tuple[float, RopeScaling | None, float]:
     """(rope_theta, rope_scaling, rope_theta of the layers with a window) of a Gemma 3."""
     by_kind = fields.object("rope_parameters")
     if strange := sorted(by_kind.data.keys() - {_FULL, _SLIDING}):
         raise UserError(
-            f"{by_kind.prefix}{strange[0]} is not supported; a gemma3_text has {_FULL} and "
+            f"{by_kind.prefix}{strange[0]} is not supported; a {family.hf_class} has {_FULL} and "
             f"{_SLIDING} there"
         )
     full, local = by_kind.object(_FULL), by_kind.object(_SLIDING)
+    for part in (full, local):
+        if (fraction := part.number("partial_rotary_factor", default=1.0)) != 1.0:
+            raise UserError(
+                f"{part.prefix}partial_rotary_factor {fraction} is not supported; only 1.0 is"
+            )
     if fields.data.get("rope_scaling") is not None:
         if full.data:
             raise UserError(
                 f"rope_scaling and {by_kind.prefix}{_FULL} are both given; keep one of them"
             )
         full = fields.object("rope_scaling")
+    # transformers 5 reads these elsewhere, or not at all, where layers differ
+    outer = "original_max_position_embeddings"
+    stretched = _rope_type(full) in ("llama3", "yarn")
+    if stretched and fields.data.get(outer) is not None and outer not in full.data:
+        raise UserError(f"{outer} is not read beside {full.prefix}rope_type; write it in there")
+    if "type" in full.data and "rope_type" not in full.data:
+        raise UserError(f"{full.prefix}type is not read in {family.hf_class}; call it rope_type")
+    if full.data.get("truncate", True) is not True:
+        raise UserError(f"{full.prefix}truncate is not read in {family.hf_class}; leave it out")
     if _scaling(fields, local) is not None:
         raise UserError(
             f"{local.prefix}rope_type: only 'default' is supported in the layers with a window"
@@ -356,9 +450,9 @@ def _rope_by_kind(
 def _rope_keys(config: PolicyConfig) -> dict[str, Any]:
     """The keys of transformers 4, which 5 reads, too."""
     scaling = None
-    if config.rope_scaling is not None:
-        kind = "linear" if isinstance(config.rope_scaling, LinearRopeScaling) else "llama3"
-        scaling = {"rope_type": kind, **dataclasses.asdict(config.rope_scaling)}
+    if (rescaling := config.rope_scaling) is not None:
+        given = {k: v for k, v in dataclasses.asdict(rescaling).items() if v is not None}
+        scaling = {"rope_type": rescaling.rope_type, **given}
     keys = {"rope_theta": config.rope_theta, "rope_scaling": scaling}
     return (
         keys
@@ -374,25 +468,48 @@ def _theta(fields: Fields, key: str, rope: Fields, default: float) -> float:
     return next((value for value in (inner, outer) if value is not None), default)
 
 
-def _scaling(fields: Fields, rope: Fields) -> LinearRopeScaling | Llama3RopeScaling | None:
-    for part in (fields, rope):
-        if (fraction := part.number("partial_rotary_factor", default=1.0)) != 1.0:
-            raise UserError(
-                f"{part.prefix}partial_rotary_factor {fraction} is not supported; only 1.0 is"
-            )
-    kind = rope.data.get("rope_type", rope.data.get("type", "default"))
-    if kind == "default":
+def _rope_type(rope: Fields) -> Any:
+    return rope.data.get("rope_type", rope.data.get("type", "default"))
+
+
+def _scaling(fields: Fields, rope: Fields) -> RopeScaling | None:
+    if (kind := _rope_type(rope)) == "default":
         return None
-    if kind == "linear":
-        return LinearRopeScaling(factor=rope.number("factor"))
-    if kind != "llama3":
+    if not isinstance(kind, str) or kind not in ROPE_SCALINGS:
         raise UserError(
-            f"{rope.prefix}rope_type {kind!r} is not supported; supported: 'default', 'linear', "
-            "'llama3'"
+            f"{rope.prefix}rope_type {kind!r} is not supported; supported: 'default', "
+            + ", ".join(map(repr, ROPE_SCALINGS))
         )
-    return Llama3RopeScaling(
-        factor=rope.number("factor"),
-        low_freq_factor=rope.number("low_freq_factor"),
-        high_freq_factor=rope.number("high_freq_factor"),
-        original_max_position_embeddings=rope.integer("original_max_position_embeddings"),
+    if kind not in ("llama3", "yarn"):
+        return ROPE_SCALINGS[kind](rope.number("factor"))
+    original, longest = _original_positions(fields, rope)
+    if kind == "llama3":
+        return Llama3RopeScaling(
+            factor=rope.number("factor"),
+            low_freq_factor=rope.number("low_freq_factor"),
+            high_freq_factor=rope.number("high_freq_factor"),
+            original_max_position_embeddings=original,
+        )
+    # a null is the quotient of the two lengths
+    stretched = {"default": longest / max(original, 1)} if "factor" in rope.data else {}
+    return YarnRopeScaling(
+        factor=rope.number("factor", **stretched),
+        original_max_position_embeddings=original,
+        attention_factor=rope.number("attention_factor", default=None),
+        beta_fast=rope.number("beta_fast", default=None) or 32.0,
+        beta_slow=rope.number("beta_slow", default=None) or 1.0,
+        mscale=rope.number("mscale", default=None),
+        mscale_all_dim=rope.number("mscale_all_dim", default=None),
+        truncate=rope.boolean("truncate", default=True),
     )
+
+
+def _original_positions(fields: Fields, rope: Fields) -> tuple[int, int]:
+    """(positions of pretraining, positions now); the former beside the rope's keys comes first."""
+    key = "original_max_position_embeddings"
+    inner, outer = rope.integer(key, default=None), fields.integer(key, default=None)
+    if inner is not None and outer is not None and inner != outer:
+        raise UserError(f"{key} {outer} contradicts {rope.prefix}{key} {inner}; keep one of them")
+    family = FAMILIES[_architecture(fields.data)]
+    longest = fields.integer("max_position_embeddings", default=family.max_positions)
+    return next((x for x in (outer, inner) if x is not None), longest), longest

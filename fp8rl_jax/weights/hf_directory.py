@@ -131,7 +131,7 @@ def _check_names(
     unexpected = [
         name
         for name in checkpoint.tensors
-        if name not in expected and name not in allowed and not is_ignored(name)
+        if name not in expected and name not in allowed and not is_ignored(name, config)
     ]
     faults = []
     if missing:
@@ -332,8 +332,12 @@ def converted_tensors(
 
 
 def export_dtype(location: Location, dtype: str, source: np.dtype) -> np.dtype:
-    """Return what a tensor of an export is rounded to; one that is quantized keeps its own."""
-    return source if is_stored_in_fp8(location, dtype) else _EXPORT_DTYPES[dtype]
+    """Return what a tensor of an export is rounded to.
+
+    One that is quantized keeps its own, and so does a router's bias, which readers want in float32.
+    """
+    kept = is_stored_in_fp8(location, dtype) or location.path == "layers.router_bias.weight"
+    return source if kept else _EXPORT_DTYPES[dtype]
 
 
 def is_stored_in_fp8(location: Location, dtype: str) -> bool:

@@ -24,6 +24,7 @@ _TOP_NAMES = {
     "lm_head": "lm_head.weight",
 }
 
+_LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
 # Buffers that old checkpoints carry and that the config determines.
 _IGNORED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 
@@ -77,6 +78,16 @@ def hf_tensors(config: PolicyConfig) -> dict[str, Location]:
     return tensors
 
 
-def is_ignored(name: str) -> bool:
-    """Say whether a tensor of a checkpoint is a derived buffer and no parameter."""
-    return _IGNORED.fullmatch(name) is not None
+def is_ignored(name: str, config: PolicyConfig) -> bool:
+    """Say whether a tensor of a checkpoint is no parameter of the policy.
+
+    A derived buffer, or one of the layers behind the last that predict further tokens.
+    """
+    if _IGNORED.fullmatch(name) is not None:
+        return True
+    layer = _LAYER.match(name)
+    return (
+        config.family.predicts_ahead
+        and layer is not None
+        and int(layer.group(1)) >= config.num_layers
+    )

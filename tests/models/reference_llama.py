@@ -1,4 +1,4 @@
-"""Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE and Gemma 3 in float64 numpy, one row, one head and one
+"""Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE, Gemma 3 and GLM-4-MoE in float64 numpy, one row, one head and one
 token's expert at a time: what the batched, cached, scanned and sorted forward must equal."""
 
 from __future__ import annotations
@@ -7,7 +7,8 @@ import math
 
 import numpy as np
 
-from fp8rl_jax.models.config import LinearRopeScaling, Llama3RopeScaling, PolicyConfig
+from fp8rl_jax.models.config import PolicyConfig
+from fp8rl_jax.models.rope import LinearRopeScaling, Llama3RopeScaling, YarnRopeScaling
 from fp8rl_jax.models.tensors import parameter_shapes
 
 
@@ -68,9 +69,12 @@ def frequencies(config: PolicyConfig, windowed: bool = False) -> np.ndarray:
     theta, scaling = (
         (config.local_rope_theta, None) if local else (config.rope_theta, config.rope_scaling)
     )
-    base = [theta ** (-2 * i / config.head_dim) for i in range(config.head_dim // 2)]
+    turned = int(config.head_dim * config.partial_rotary_factor)
+    base = [theta ** (-2 * i / turned) for i in range(turned // 2)]
     if isinstance(scaling, LinearRopeScaling):
         return np.array([f / scaling.factor for f in base])
+    if isinstance(scaling, YarnRopeScaling):
+        return np.array([_yarn(i, f, turned, theta, scaling) for i, f in enumerate(base)])
     return np.array([_llama3(f, scaling) if scaling else f for f in base])
 
 
@@ -87,6 +91,20 @@ def _llama3(frequency: float, scaling: Llama3RopeScaling) -> float:
     return (1 - smooth) * frequency / scaling.factor + smooth * frequency
 
 
+def _yarn(i: int, frequency: float, dim: int, theta: float, scaling: YarnRopeScaling) -> float:
+    """The paper's ramp over the pairs of dimensions, between those that turn beta_fast and
+    beta_slow times."""
+
+    def pair(turns: float) -> float:
+        wavelength = scaling.original_max_position_embeddings / turns
+        return dim / 2 * math.log(wavelength / (2 * math.pi), theta)
+
+    first = max(math.floor(pair(scaling.beta_fast)), 0)
+    last = min(math.ceil(pair(scaling.beta_slow)), dim - 1)
+    ramp = min(max((i - first) / (last - first), 0), 1)
+    return frequency * (1 - ramp) + frequency / scaling.factor * ramp
+
+
 def _layer(config, weights, i):
     """Layer i's tensors by name: a tensor that some layers lack is stacked over the others."""
     dense = [
@@ -101,7 +119,7 @@ def _layer(config, weights, i):
         if name in ("gate_proj", "up_proj", "down_proj"):
             if dense[i]:
                 layer[name] = stack[alike]
-        elif name == "router" or name.startswith("experts."):
+        elif name.startswith(("router", "experts.", "shared_experts.")):
             if not dense[i]:
                 layer[name] = stack[alike]
         else:
@@ -122,26 +140,46 @@ def _gelu(x):
 def _experts(config, layer, x, routes):
     out = np.zeros_like(x)
     for row, token in enumerate(x):
-        scores = np.exp(log_softmax(token @ layer["router"].T))
-        chosen = np.argsort(-scores)[: config.experts.per_token]
+        logits = token @ layer["router"].T
+        sigmoid = config.experts.scoring == "sigmoid"
+        scores = 1 / (1 + np.exp(-logits)) if sigmoid else np.exp(log_softmax(logits))
+        ranked = scores
+        if sigmoid:
+            ranked = _best_groups(scores + layer["router_bias"], config.experts)
+        chosen = np.argsort(-ranked)[: config.experts.per_token]
         if routes is not None and (routes[row] >= 0).all():
             chosen = routes[row]
         total = scores[chosen].sum() if config.experts.normalize else 1.0
         for expert in chosen:
             parts = (layer[f"experts.{name}_proj"][expert] for name in ("gate", "up", "down"))
-            out[row] += scores[expert] / total * _swiglu(token, *parts)
+            out[row] += config.experts.scale * scores[expert] / total * _swiglu(token, *parts)
+    if config.experts.shared:
+        out += _swiglu(
+            x, *(layer[f"shared_experts.{name}_proj"] for name in ("gate", "up", "down"))
+        )
     return out
+
+
+def _best_groups(scores, experts):
+    size = experts.count // experts.groups
+    groups = [scores[start : start + size] for start in range(0, experts.count, size)]
+    best = sorted(range(len(groups)), key=lambda i: -sum(sorted(groups[i])[-2:]))
+    for i in best[experts.groups_per_token :]:
+        groups[i] = np.full(size, -np.inf)
+    return np.concatenate(groups)
 
 
 def _rms_norm(x, weight, eps):
     return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
 
 
-def _rotate(x, positions, frequencies):
-    """Pairs (i, i + half) as complex numbers, turned by position * frequency."""
-    half = x.shape[1] // 2
-    turned = (x[:, :half] + 1j * x[:, half:]) * np.exp(1j * np.outer(positions, frequencies))
-    return np.concatenate([turned.real, turned.imag], axis=-1)
+def _rotate(x, positions, frequencies, amplitude):
+    """Pairs (i, i + half) as complex numbers, turned by position * frequency; what is behind them
+    stays."""
+    half = len(frequencies)
+    turned = (x[:, :half] + 1j * x[:, half : 2 * half]) * amplitude
+    turned = turned * np.exp(1j * np.outer(positions, frequencies))
+    return np.concatenate([turned.real, turned.imag, x[:, 2 * half :]], axis=-1)
 
 
 def _attention(config, layer, x, positions, i):
@@ -149,6 +187,9 @@ def _attention(config, layer, x, positions, i):
     out = np.zeros((t, config.num_heads * d))
     windowed = bool(config.sliding_window) and i not in config.full_attention_layers
     turns = frequencies(config, windowed)
+    amplitude = 1.0
+    if isinstance(config.rope_scaling, YarnRopeScaling):
+        amplitude = 0.1 * math.log(config.rope_scaling.factor) + 1
     variance = config.query_pre_attn_scalar if config.architecture == "gemma3_text" else d
     for head in range(config.num_heads):
         kv = head // (config.num_heads // config.num_kv_heads)
@@ -156,10 +197,11 @@ def _attention(config, layer, x, positions, i):
         q = x @ layer["q_proj"][rows].T + (layer["q_bias"][rows] if "q_bias" in layer else 0)
         k = x @ layer["k_proj"][kv_rows].T + (layer["k_bias"][kv_rows] if "k_bias" in layer else 0)
         v = x @ layer["v_proj"][kv_rows].T + (layer["v_bias"][kv_rows] if "v_bias" in layer else 0)
-        if config.family.qk_norm:
+        if "q_norm" in layer:
             q = _rms_norm(q, layer["q_norm"], config.rms_norm_eps)
             k = _rms_norm(k, layer["k_norm"], config.rms_norm_eps)
-        scores = _rotate(q, positions, turns) @ _rotate(k, positions, turns).T / math.sqrt(variance)
+        q, k = (_rotate(z, positions, turns, amplitude) for z in (q, k))
+        scores = q @ k.T / math.sqrt(variance)
         scores[np.triu_indices(t, 1)] = -np.inf
         if windowed:
             scores[np.tril_indices(t, -config.sliding_window)] = -np.inf

@@ -8,14 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference_llama as reference
-from tiny_models import GEMMA, LLAMA, MISTRAL, MOE, QWEN2, QWEN3
+from tiny_models import GEMMA, GLM, LLAMA, MISTRAL, MOE, QWEN2, QWEN3
 
 from fp8rl_jax.config.recipe import PrecisionConfig, get_recipe
 from fp8rl_jax.config.training import LoraConfig
+from fp8rl_jax.models.attention import rope_frequencies
 from fp8rl_jax.models.cache import KVBlock, KVCache, empty_block
-from fp8rl_jax.models.config import Llama3RopeScaling, PolicyConfig
+from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.forms import predequantized, quantized_base, rollout_policy, trainer_policy
-from fp8rl_jax.models.forward import forward, rope_frequencies
+from fp8rl_jax.models.forward import forward
 from fp8rl_jax.models.logprobs import token_logprobs
 from fp8rl_jax.models.lora import init_adapters, join
 from fp8rl_jax.models.policy import (
@@ -27,6 +28,7 @@ from fp8rl_jax.models.policy import (
     unstack,
     with_compute,
 )
+from fp8rl_jax.models.rope import Llama3RopeScaling
 from fp8rl_jax.precision import AdaptedWeight, Compute
 from fp8rl_jax.precision.exact import InvariantCompute, OrderFreeCompute
 from fp8rl_jax.rollout.calibration import observe_qkv
@@ -51,6 +53,7 @@ CONFIGS = {
     "qwen2_windows": MIXED_WINDOWS,
     "moe": MOE,
     "moe_all_sparse": ALL_SPARSE,
+    "glm4_moe": GLM,
     "gemma3": GEMMA,
     "gemma3_full_attention": dataclasses.replace(
         GEMMA,

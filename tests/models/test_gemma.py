@@ -14,11 +14,12 @@ import reference_llama as reference
 from test_forward import SMALL_GEMMA, policy_and_weights, run
 from tiny_models import GEMMA, QWEN3
 
-from fp8rl_jax.config.recipe import RECIPES
+from fp8rl_jax.config.recipe import RECIPES, Recipe
 from fp8rl_jax.config.rl import RLConfig
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.models.config import LinearRopeScaling, PolicyConfig
+from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.policy import cast, init_policy
+from fp8rl_jax.models.rope import LinearRopeScaling
 from fp8rl_jax.rollout.calibration import calibrate_on_prompts
 from fp8rl_jax.rollout.engine import LocalEngine, pad_prompts
 from fp8rl_jax.rollout.sampling import Sampling
@@ -39,6 +40,9 @@ HUGGING_FACE = [
 SAVED = {
     "model_type": "gemma3_text",
     "attention_bias": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
     "attn_logit_softcapping": None,
     "final_logit_softcapping": None,
     "head_dim": 16,
@@ -193,7 +197,7 @@ def test_what_is_no_gemma_has_none_of_it():
             {"rope_scaling": {"rope_type": "linear", "factor": 0.5}},
             "rope_scaling.factor must be at least 1",
         ),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 8.0}}, "rope_scaling.rope_type 'yarn'"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "rope_scaling.rope_type 'longrope'"),
         (
             {"rope_parameters": KINDS},
             "rope_scaling and rope_parameters.full_attention are both given",
@@ -271,7 +275,7 @@ def logprobs_of_full_forwards(engine, rollout) -> np.ndarray:
     return np.take_along_axis(table, tokens[..., None], -1)[..., 0]
 
 
-def trainer_logprobs(policy, rollout, recipe: str) -> np.ndarray:
+def trainer_logprobs(policy, rollout, recipe: str | Recipe, dtype="float32") -> np.ndarray:
     batch = Batch(
         PROMPTS.tokens,
         PROMPTS.lengths,
@@ -280,7 +284,8 @@ def trainer_logprobs(policy, rollout, recipe: str) -> np.ndarray:
         rollout.policy_logprobs,
         jnp.zeros(4),
     )
-    config = StepConfig(RECIPES[recipe], RLConfig(), "float32", 1.0)
+    recipe = RECIPES[recipe] if isinstance(recipe, str) else recipe
+    config = StepConfig(recipe, RLConfig(), dtype, 1.0)
     return np.asarray(batch_logprobs(policy, batch, config))
 
 

@@ -28,7 +28,7 @@ from tiny_models import (
 from weights.gguf_bytes import whole_file
 
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.models.config import Llama3RopeScaling
+from fp8rl_jax.models.rope import Llama3RopeScaling
 from fp8rl_jax.weights.gguf import convert_gguf
 from fp8rl_jax.weights.gguf_io import read_gguf
 from fp8rl_jax.weights.hf_config import config_json, parse_config

@@ -10,7 +10,8 @@ from tiny_models import MOE as TINY_MOE
 from tiny_models import QWEN2 as TINY_QWEN2
 
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.models.config import Llama3RopeScaling, PolicyConfig
+from fp8rl_jax.models.config import PolicyConfig
+from fp8rl_jax.models.rope import Llama3RopeScaling
 from fp8rl_jax.weights.hf_config import config_json, parse_config, read_policy_config
 
 BASE = {
@@ -118,11 +119,9 @@ def test_defaults_are_those_of_transformers():
         eos_token_id="absent",
     )
     assert (config.num_kv_heads, config.head_dim, config.rms_norm_eps) == (6, 32, 1e-6)
-    assert (config.rope_theta, config.max_position_embeddings, config.eos_token_ids) == (
-        10000.0,
-        2048,
-        (),
-    )
+    assert (config.rope_theta, config.max_position_embeddings) == (10000.0, 2048)
+    assert (config.bos_token_id, config.eos_token_ids) == (1, (2,))
+    assert parse(eos_token_id=None).eos_token_ids == ()
     qwen = parse(
         architectures=["Qwen3ForCausalLM"], model_type="qwen3", max_position_embeddings="absent"
     )
@@ -146,7 +145,10 @@ def test_end_tokens_are_merged_in_order():
         ({"architectures": ["GPT2LMHeadModel"]}, "architectures"),
         ({"architectures": "absent", "model_type": "mamba"}, "model_type"),
         ({"architectures": "absent", "model_type": "absent"}, "architectures"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type 'yarn'"),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "factor": 4.0}},
+            "rope_scaling.rope_type 'longrope'",
+        ),
         (
             {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
             "rope_scaling.low_freq_factor is missing",
@@ -156,7 +158,7 @@ def test_end_tokens_are_merged_in_order():
             "high_freq_factor",
         ),
         ({"rope_parameters": {"rope_theta": 10000.0}}, "contradicts"),
-        ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_parameters.rope_type"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_parameters.factor is missing"),
         (
             {"rope_parameters": {"full_attention": {"rope_theta": 5e5}}},
             "rope_parameters.full_attention",
