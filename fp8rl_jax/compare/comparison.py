@@ -164,6 +164,7 @@ _INPUTS = {
     "k_proj": "q_proj.in",
     "v_proj": "q_proj.in",
     "up_proj": "gate_proj.in",
+    "shared_experts.up_proj": "shared_experts.gate_proj.in",
     "experts.gate_proj": "router.in",
     "experts.up_proj": "router.in",
 }

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from precision.numpy_fp8 import restored
-from tiny_models import LLAMA, MOE
+from tiny_models import GLM, LLAMA
 
 from fp8rl_jax.compare.comparison import Comparison, compare, where_sides_part
 from fp8rl_jax.compare.side import Side, check_alike
@@ -29,7 +29,7 @@ from fp8rl_jax.rollout.sync import SyncContext
 from fp8rl_jax.training.step import Batch, StepConfig, batch_logprobs
 
 DENSE = replace(LLAMA, num_layers=2, vocab_size=40, eos_token_ids=())
-SPARSE = replace(MOE, num_layers=2, experts=replace(MOE.experts, dense_layers=()))
+SPARSE = replace(GLM, num_layers=2, experts=replace(GLM.experts, dense_layers=()))
 TOKENS = as_tokens(
     [Row([5, 9, 3, 22, 8, 1, 30], [7, 7, 12, 4, 39]), Row([2, 6, 11, 17], [3, 33])], 64
 )
@@ -214,10 +214,14 @@ def test_experts_and_the_router():
     sparse = policy(SPARSE)
     bf16 = side("bf16", "trainer", sparse)
     found = compare(
-        bf16, side("bf16", "trainer", changed(SPARSE, "experts.up_proj", (1, 2, 4, 5))), TOKENS
+        bf16, side("bf16", "trainer", changed(SPARSE, ".experts.up_proj", (1, 2, 4, 5))), TOKENS
     )
     assert causes(found, 0) == {} and causes(found, 1) == {"experts.up_proj": "operand"}
     assert found.layers[0].rerouted == found.layers[1].rerouted == 0
+    found = compare(
+        bf16, side("bf16", "trainer", changed(SPARSE, "shared_experts.up_proj", (1, 4, 5))), TOKENS
+    )
+    assert causes(found, 0) == {} and causes(found, 1) == {"shared_experts.up_proj": "operand"}
     swapped = jax.tree_util.tree_map_with_path(
         lambda path, x: x[:, ::-1] if "router" in jax.tree_util.keystr(path) else x, sparse
     )
