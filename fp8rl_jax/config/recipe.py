@@ -160,8 +160,8 @@ class Recipe:
             quantized.
     """
 
-    name: str
-    """Name on the command line."""
+    name: str = field(compare=False)
+    """Name on the command line. Recipes that differ in it alone are equal, and compile once."""
     rollout: ForwardFormats = ForwardFormats()
     """Formats of the rollout's forward pass."""
     trainer: LinearFormats = LinearFormats()

@@ -117,7 +117,10 @@ def moment_formats(config: OptimizerConfig) -> tuple[MomentFormat, MomentFormat]
     return first, second
 
 
-@dataclass(frozen=True, eq=False)
+@partial(
+    jax.tree_util.register_dataclass, data_fields=["schedule"], meta_fields=["config", "decayed"]
+)
+@dataclass(frozen=True)
 class AdamW:
     """AdamW (arXiv 1711.05101) behind global-norm clipping, its moments at rest in other formats.
 
@@ -229,7 +232,10 @@ class AdamW:
         ]
 
 
-@dataclass(frozen=True, eq=False)
+@partial(
+    jax.tree_util.register_dataclass, data_fields=["schedule"], meta_fields=["config", "decayed"]
+)
+@dataclass(frozen=True)
 class SGD:
     """Gradient descent behind global-norm clipping, without momentum; its state is the number of
     updates.

@@ -8,12 +8,14 @@ uninterrupted one.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
 from fp8rl_jax.config.training import LossScaleConfig, OptimizerConfig
@@ -46,26 +48,53 @@ class TrainState:
     clip_bounds: Float[Array, " bounds"] | None = None
 
 
-def learning_rate(config: OptimizerConfig, updates: int) -> optax.Schedule:
-    """Schedule the learning rate: linear warm-up, then constant, linear or cosine.
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["peak"],
+    meta_fields=["kind", "warmup_steps", "final_ratio", "updates"],
+)
+@dataclass(frozen=True)
+class LearningRate:
+    """Linear warm-up, then constant, linear or cosine: the rate as a function of updates made.
 
-    A decay ends at final_ratio of the peak, at the last of `updates`.
+    A decay ends at `final_ratio` of the peak, at the last of `updates`. The peak is an argument of
+    compiled programs and no part of them: runs that differ in it alone compile once.
     """
-    peak, last = config.learning_rate, config.learning_rate * config.final_ratio
-    decay_updates = max(updates - config.warmup_steps, 1)
-    match config.schedule:
-        case "constant":
-            main = optax.constant_schedule(peak)
-        case "linear":
-            main = optax.linear_schedule(peak, last, decay_updates)
-        case "cosine":
-            main = optax.cosine_decay_schedule(peak, decay_updates, config.final_ratio)
-    if config.warmup_steps == 0:
-        return main
-    warmup = optax.linear_schedule(
-        peak / config.warmup_steps, peak, max(config.warmup_steps - 1, 1)
+
+    peak: ArrayLike
+    kind: Literal["constant", "linear", "cosine"]
+    warmup_steps: int
+    final_ratio: float
+    updates: int
+
+    def __call__(self, count: Any) -> Any:
+        """Compute the rate of the update behind `count` others."""
+        peak: Any = self.peak
+        decay_updates = max(self.updates - self.warmup_steps, 1)
+        match self.kind:
+            case "constant":
+                main = optax.constant_schedule(peak)
+            case "linear":
+                main = optax.linear_schedule(peak, peak * self.final_ratio, decay_updates)
+            case "cosine":
+                main = optax.cosine_decay_schedule(peak, decay_updates, self.final_ratio)
+        if self.warmup_steps == 0:
+            return main(count)
+        warmup = optax.linear_schedule(
+            peak / self.warmup_steps, peak, max(self.warmup_steps - 1, 1)
+        )
+        return optax.join_schedules([warmup, main], [self.warmup_steps])(count)
+
+
+def learning_rate(config: OptimizerConfig, updates: int) -> LearningRate:
+    """Make the schedule that the configuration names, for a run of so many updates."""
+    return LearningRate(
+        np.float32(config.learning_rate),
+        config.schedule,
+        config.warmup_steps,
+        config.final_ratio,
+        1 if config.schedule == "constant" else updates,
     )
-    return optax.join_schedules([warmup, main], [config.warmup_steps])
 
 
 def decay_mask(policy: Trained) -> Trained:
@@ -78,21 +107,15 @@ def decay_mask(policy: Trained) -> Trained:
 def make_optimizer(config: OptimizerConfig, updates: int) -> Optimizer:
     """Make the optimizer that the configuration names.
 
-    Arguments that mean the same give one object: the compiled update is specialised to it, and a
-    second run in a process needs no other.
-
     Args:
         updates: of the whole run, for the schedule.
 
     Raises:
         UserError: whatever the optimizer refuses.
     """
-    return _optimizer(config, 1 if config.schedule == "constant" else updates)
-
-
-@cache
-def _optimizer(config: OptimizerConfig, updates: int) -> Optimizer:
-    return OPTIMIZERS[config.name](config, learning_rate(config, updates), decay_mask)
+    schedule = learning_rate(config, updates)
+    # the rate is the schedule's alone, and not a part of what a program is compiled for
+    return OPTIMIZERS[config.name](replace(config, learning_rate=0.0), schedule, decay_mask)
 
 
 def init_state(

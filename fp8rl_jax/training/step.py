@@ -215,7 +215,7 @@ def observed_update(
     return replace(state, policy=join(state.policy, frozen)), *found, seen
 
 
-@partial(jax.jit, static_argnames=("config", "optimizer", "observes"), donate_argnames="state")
+@partial(jax.jit, static_argnames=("config", "observes"), donate_argnames="state")
 def _update(
     state: TrainState,
     frozen: Policy | None,
@@ -301,7 +301,7 @@ def supervised_update(
     return replace(state, policy=join(state.policy, frozen)), metrics
 
 
-@partial(jax.jit, static_argnames=("config", "optimizer"), donate_argnames="state")
+@partial(jax.jit, static_argnames="config", donate_argnames="state")
 def _supervised_update(
     state: TrainState,
     frozen: Policy | None,

@@ -1,6 +1,7 @@
 """Adam's moments at rest in bfloat16 and e4m3: against optax in float32, against their bounds, and
 through a checkpoint."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -42,7 +43,8 @@ def _adam(name, rate=0.0, beta2=0.99, eps=1e-8):
     config = OptimizerConfig(
         beta2=beta2, eps=eps, max_grad_norm=0.0, first_moment=name, second_moment=name
     )
-    return AdamW(config, optax.constant_schedule(rate), partial(jax.tree.map, lambda _: False))
+    schedule = learning_rate(replace(config, learning_rate=rate), 1)
+    return AdamW(config, schedule, partial(jax.tree.map, lambda _: False))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.bfloat16])

@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp8rl_jax.config.recipe import get_recipe
+from fp8rl_jax.config.recipe import get_recipe, recipe
 from fp8rl_jax.config.rl import CorrectionConfig, RLConfig
 from fp8rl_jax.config.training import OptimizerConfig
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.forward import forward
 from fp8rl_jax.models.policy import init_policy
+from fp8rl_jax.training import step
 from fp8rl_jax.training.state import decay_mask, init_state, learning_rate, make_optimizer
 from fp8rl_jax.training.step import Batch, StepConfig, batch_logprobs, completion_logprobs, update
 
@@ -96,6 +97,15 @@ def test_skipping_the_old_logprob_pass_changes_nothing(policy, batch):
         jax.tree.leaves(explicit.optimizer), jax.tree.leaves(skipped.optimizer), strict=True
     ):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7)
+    before = step._update._cache_size()
+    faster = make_optimizer(OptimizerConfig(learning_rate=2e-2, weight_decay=0.1), 4)
+    named = replace(CONFIG, recipe=recipe("bf16", "mine"))
+    state = init_state(init_policy(SHAPE, jax.random.key(0)), faster)
+    further, _, _ = update(state, batch, named, faster)
+    assert step._update._cache_size() == before  # a rate and a name are no part of the program
+    start = init_policy(SHAPE, jax.random.key(0)).norm.value
+    once, twice = (np.asarray(x.policy.norm.value - start) for x in (skipped, further))
+    np.testing.assert_allclose(twice, 2 * once, rtol=1e-3)
 
 
 @pytest.mark.slow

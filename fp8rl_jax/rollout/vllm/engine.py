@@ -47,7 +47,7 @@ from fp8rl_jax.models.forms import rollout_policy, trainer_policy
 from fp8rl_jax.models.forward import forward
 from fp8rl_jax.models.logprobs import token_logprobs
 from fp8rl_jax.models.lora import has_adapters, merge
-from fp8rl_jax.models.policy import Policy
+from fp8rl_jax.models.policy import Policy, cast
 from fp8rl_jax.parallel import batch_sharding, is_main_process, shared_faults, to_global, to_host
 from fp8rl_jax.rollout.arrival import Arrival
 from fp8rl_jax.rollout.sampler import Prompts, Rollout
@@ -245,7 +245,7 @@ class VllmEngine:
         if block:
             dtype = "fp8-block"
             if self.recipe.weight_source == "compute":  # the number that the trainer quantizes, too
-                policy = jax.tree.map(lambda x: x.astype(self.dtype), policy)
+                policy = cast(policy, self.dtype)
         if transport == "nccl":
             found = converted_tensors(directory, policy.config, policy_arrays(policy), dtype)
             tensors = {name: x for several in found for name, x in several.items()}
