@@ -94,6 +94,36 @@ def test_products_are_those_of_what_it_stands_for(tokens):
         np.testing.assert_allclose(got, want, rtol=0, atol=2e-6 * np.abs(want).max())
 
 
+def test_products_of_experts_are_those_of_what_it_stands_for():
+    """Rows sorted by expert, the last ones nobody's. For the gradient of their weights an expert's
+    rows begin at a group of their own."""
+    x, w, dy = draw(34, 48), draw(3, 40, 48, seed=1), draw(34, 40, seed=2)
+    sizes = jnp.array([12, 0, 20], jnp.int32)
+    parts, laid_out = ((0, 12), (12, 12), (12, 32)), ((0, 12), (16, 16), (16, 36))
+
+    @jax.jit
+    def products(x, w, dy):
+        def run(x, w):
+            weight = QuantizedWeight(quantize(jax.lax.stop_gradient(w), TWO_LEVELS), w, ALL)
+            return linear(x, weight, jnp.float32, group_sizes=sizes)
+
+        y, back = jax.vjp(run, x, w)
+        return y, *back(dy)
+
+    xq, dyq, wq = restored(x), restored(dy), [restored(one) for one in w]
+    left, right = np.zeros((48, 40)), np.zeros((48, 48))
+    for (start, stop), (first, last) in zip(parts, laid_out, strict=True):
+        left[first:last], right[first:last] = dy[start:stop], xq[start:stop]
+    left, right = restored(left, along_rows=True), restored(right, along_rows=True)
+    expected = np.zeros((34, 40)), np.zeros((34, 48)), np.zeros((3, 40, 48))
+    for i, ((start, stop), (first, last)) in enumerate(zip(parts, laid_out, strict=True)):
+        expected[0][start:stop] = xq[start:stop] @ wq[i].T
+        expected[1][start:stop] = dyq[start:stop] @ wq[i]
+        expected[2][i] = left[first:last].T @ right[first:last]
+    for got, want in zip(products(x, w, dy), expected, strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=2e-6 * np.abs(want).max())
+
+
 def test_its_arrays_are_placed_like_the_weight():
     shape = PolicyConfig("qwen3", 64, 256, 512, 2, 4, 2, 64)
     recipe = Recipe("mine").with_formats((("rollout.weight", TWO_LEVELS),))
