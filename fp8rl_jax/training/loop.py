@@ -13,6 +13,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
@@ -73,7 +74,7 @@ def train(setup: Setup, explain: Explain | None = None) -> None:
         with shared_faults():
             if is_main_process():
                 stack.enter_context(owned(setup.directory))
-                if not config.resume and (setup.directory / "metrics.jsonl").exists():
+                if not config.resume and holds_run(setup.directory):
                     raise UserError(
                         f"{setup.directory} holds a run already; give --resume, or another --output"
                     )
@@ -90,6 +91,14 @@ def train(setup: Setup, explain: Explain | None = None) -> None:
         with shared_faults():
             loop.open_records()
         loop.run()
+
+
+def holds_run(directory: Path) -> bool:
+    """Say whether a run has left anything here; one that failed at its start has not."""
+    rows = ("metrics.jsonl", "samples.jsonl", "evaluations.jsonl")
+    written = (path for path in map(directory.joinpath, rows) if path.exists())
+    kept = directory / "checkpoints"
+    return any(path.stat().st_size for path in written) or (kept.exists() and any(kept.iterdir()))
 
 
 class Loop:
