@@ -20,7 +20,7 @@ correct by default."""
 _BUILT_IN_REWARDS = ("exact", "math_verify", "reasoning_gym", *_SHAPING_REWARDS)
 
 
-Extract = Literal["whole", "last_number", "answer_tag"]
+Extract = Literal["whole", "last_number", "answer_tag", "boxed", "after_hashes"]
 _TEMPLATE_FIELDS = ("question", "answer", "metadata")
 
 
@@ -44,8 +44,10 @@ class RewardConfig:
     only one with a weight other than 0 that is neither format nor length."""
     extract: Extract = "whole"
     """What exact, reasoning_gym and functions score: the completion without surrounding whitespace,
-    its last number, or the inside of its last <answer></answer> (both empty where there is none).
-    The others see the whole completion."""
+    its last number in decimal digits, the inside of its last <answer></answer> or \\boxed{}, or the
+    rest of the line after its last ####; empty where there is none, and where its last digits are
+    no number of their own (3-4, 10:30, 2x). exact compares last numbers by value. The others see
+    the whole completion."""
     format_pattern: str = ""
     """Regular expression for format, which is 1 where it matches the whole completion without
     surrounding whitespace, else 0; a dot matches line breaks too."""

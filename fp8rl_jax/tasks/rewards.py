@@ -44,6 +44,7 @@ from typing import Any
 from fp8rl_jax.config.tasks import Extract, TaskConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.functions import describe_fault, load_function
+from fp8rl_jax.tasks.extraction import extract_answer, same_number
 
 _Sample = tuple[str, str, str, Mapping[str, Any]]
 """prompt, completion, answer, entry."""
@@ -56,9 +57,6 @@ _BATCH_PARAMETER = "completions"
 LARGEST = 1e15
 """Magnitude of a reward: float32 holds the squares of 10^8 such, and with them a group's variance.
 Above, advantages would all be 0 without a word."""
-# A minus after a digit, a letter or a bracket is an operator: the last number of "7-5" is 5, that
-# of "= -5" is -5.
-_NUMBER = re.compile(r"(?:(?<![\w)\].])[-\u2212])?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
 _LATEX = re.compile(r"\$|\\\(|\\\[|\\boxed|\\begin")
 _SCIENTIFIC = re.compile(r"[-+]?\d+(\.\d+)?[eE][-+]?\d{1,2}")
 
@@ -168,9 +166,7 @@ def _built_in(task: TaskConfig, name: str) -> Reward:
         return lambda prompt, completion, answer, entry: judge(
             extract_answer(completion, reward.extract), entry
         )
-    return lambda prompt, completion, answer, entry: _exact_match(
-        extract_answer(completion, reward.extract), answer
-    )
+    return lambda prompt, completion, answer, entry: exact_match(completion, answer, reward.extract)
 
 
 def _function(function: Callable[..., Any], extract: Extract) -> Reward:
@@ -251,26 +247,16 @@ def _takes_batches(function: Callable[..., Any], spec: str, key: str) -> bool:
     return batches
 
 
-def extract_answer(completion: str, how: Extract) -> str:
-    """Extract the part of a completion that is scored.
+def exact_match(completion: str, answer: str, extract: Extract) -> float:
+    """Return 1 where what is extracted of the completion is the answer, else 0.
 
-    "whole" removes surrounding whitespace. "last_number" gives the last decimal number without its
-    thousands separators ("so 1,250.5 in all" -> "1250.5"), "answer_tag" the inside of the last
-    <answer></answer>; both "" where there is none.
+    Letter for letter; under "last_number" two numbers are compared by value, that of the answer as
+    it is read out of it.
     """
-    if how == "whole":
-        return completion.strip()
-    if how == "answer_tag":
-        head, closing, _ = completion.rpartition("</answer>")
-        _, opening, inside = head.rpartition("<answer>")
-        return inside.strip() if closing and opening else ""
-    numbers = _NUMBER.findall(completion)
-    return numbers[-1].replace(",", "").replace("\u2212", "-") if numbers else ""
-
-
-def _exact_match(completion: str, answer: str) -> float:
-    """Return 1 where the extracted completion is the answer, letter for letter; else 0."""
-    return float(completion == answer.strip())
+    extracted = extract_answer(completion, extract)
+    if extract == "last_number":
+        return float(same_number(extracted, extract_answer(answer, extract)))
+    return float(extracted == answer.strip())
 
 
 def format_reward(pattern: str) -> Callable[[str], float]:

@@ -3,6 +3,7 @@ refused."""
 
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from fp8rl_jax.cli.load import load_config
 from fp8rl_jax.config.files import dump_toml
 from fp8rl_jax.config.run import RunConfig
-from fp8rl_jax.config.tasks import RewardConfig, TaskConfig
+from fp8rl_jax.config.tasks import Extract, RewardConfig, TaskConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.tasks.dataset import Example
 from fp8rl_jax.tasks.rewards import extract_answer, format_reward, length_reward, math_verify_reward
@@ -94,23 +95,8 @@ def test_a_sum_beyond_float32_is_an_error_and_a_batch_of_failures_has_finite_met
     assert np.isfinite(list(scores.metrics().values())).all()
 
 
-@pytest.mark.parametrize(
-    ("completion", "inside"),
-    [
-        ("<answer> 12 </answer>", "12"),
-        ("<answer>1</answer> no: <answer>2</answer>", "2"),
-        ("<answer>12", ""),
-        ("12</answer>", ""),
-        ("</answer><answer>", ""),
-        ("", ""),
-    ],
-)
-def test_answer_tag(completion, inside):
-    assert extract_answer(completion, "answer_tag") == inside
-
-
 @settings(deadline=None)
-@given(st.text(), st.sampled_from(["whole", "last_number", "answer_tag"]))
+@given(st.text(), st.sampled_from(get_args(Extract)))
 def test_an_extraction_is_a_part_of_any_text(text, how):
     part = extract_answer(text, how)
     assert part == part.strip()
