@@ -47,8 +47,8 @@ _TAG = re.compile(
 
 
 def _boxed(text: str) -> str:
-    inside = next((inside for inside in reversed(_boxes(text)) if inside.strip()), "")
-    inner = _boxes(inside)
+    inside = next((inside for inside in reversed(boxes(text)) if inside.strip()), "")
+    inner = boxes(inside)
     if not inner:
         return inside
     # A box alone in a box is the answer; of any others it is not said which one is.
@@ -56,7 +56,7 @@ def _boxed(text: str) -> str:
     return _boxed(inside) if alone and _BOX.match(inside.strip()) else ""
 
 
-def _boxes(text: str) -> list[str]:
+def boxes(text: str) -> list[str]:
     r"""Insides of the outermost boxes, in their order; a box that is not closed has none."""
     insides, end = [], 0
     while opening := _BOX.search(text, end):
@@ -266,10 +266,34 @@ _PART = re.compile(
 _AROUND = 80
 
 
-def _last_number(text: str) -> str:
+def _plain(text: str) -> str:
     text = text.translate(_CHARACTERS)
     for pattern, plain in _SPELLINGS:
         text = pattern.sub(plain, text)
+    return text
+
+
+def read_number(text: str) -> str:
+    """Read a text that is one number, with a sign of money or a unit in words; else "".
+
+    The number is written as `extract_answer` does. A percentage is none.
+    """
+    plain = _plain(text).strip(" {}").rstrip(".")
+    number = _NUMBER.match(plain)
+    if not number or not _QUANTITY.fullmatch(plain, number.end()):
+        return ""
+    around = f"{number['sign'] or ''}\0{plain[number.end() :]}"
+    return "" if _PART.search(around) else _value(number)
+
+
+_QUANTITY = re.compile(
+    r"(?:\s*(?!and\b|or\b|if\b|when\b|mod\b|sin\b|cos\b|tan\b|log\b|ln\b)[A-Za-z]{2,}){0,3}"
+    r"|\s+[gmsL]|\s*\u00b0[CF]?"
+)
+
+
+def _last_number(text: str) -> str:
+    text = _plain(text)
     if len(_ENUMERATION.findall(text)) > 1:
         text = _ENUMERATION.sub("", text)
     numbers = deque(_NUMBER.finditer(text), maxlen=1)

@@ -36,15 +36,15 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from decimal import Decimal
 from difflib import get_close_matches
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 from fp8rl_jax.config.tasks import Extract, TaskConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.functions import describe_fault, load_function
 from fp8rl_jax.tasks.extraction import extract_answer, same_number
+from fp8rl_jax.tasks.mathematics import math_verify_reward
 
 _Sample = tuple[str, str, str, Mapping[str, Any]]
 """prompt, completion, answer, entry."""
@@ -57,8 +57,6 @@ _BATCH_PARAMETER = "completions"
 LARGEST = 1e15
 """Magnitude of a reward: float32 holds the squares of 10^8 such, and with them a group's variance.
 Above, advantages would all be 0 without a word."""
-_LATEX = re.compile(r"\$|\\\(|\\\[|\\boxed|\\begin")
-_SCIENTIFIC = re.compile(r"[-+]?\d+(\.\d+)?[eE][-+]?\d{1,2}")
 
 
 class ComponentFault(Exception):
@@ -274,53 +272,6 @@ def length_reward(target: int, limit: int) -> Callable[[str], float]:
     DAPO's soft overlong punishment (arXiv 2503.14476, equation 13) in characters.
     """
     return lambda completion: -min(max(len(completion) - target, 0) / (limit - target), 1.0)
-
-
-def math_verify_reward() -> Callable[[str, str], float]:
-    """Build (completion, answer) -> 1 where math-verify finds them equal, else 0.
-
-    An answer without LaTeX marks is read as one LaTeX expression; a completion as prose with
-    expressions in it. The package's own timeouts are off: they ring SIGALRM, which waits until C
-    code returns, and a worker can be killed.
-
-    Raises:
-        UserError: math-verify is not installed.
-    """
-    try:
-        from math_verify import parse, verify
-    except ModuleNotFoundError as fault:
-        raise UserError(
-            f"task.reward: math_verify needs {fault.name}: pip install 'fp8rl-jax[envs]'"
-        ) from fault
-
-    def expressions_of(text: str) -> list[Any]:
-        return parse(text, parsing_timeout=None)  # ty: ignore[invalid-argument-type]: documented
-
-    @lru_cache(maxsize=1024)
-    def gold(answer: str) -> list[Any]:
-        expressions = expressions_of(_as_latex(answer))
-        if not expressions:
-            raise ValueError(f"math-verify reads no expression in the answer {answer[:80]!r}")
-        return expressions
-
-    def score(completion: str, answer: str) -> float:
-        return float(verify(gold(answer), expressions_of(completion), timeout_seconds=None))
-
-    # sympy loads parts of itself at the first use, which belongs to the start and not to a sample's
-    # time
-    gold("$1$")
-    return score
-
-
-def _as_latex(answer: str) -> str:
-    """Write a right answer as math-verify reads it: "x+1" as "$x+1$", "1e3" as "$1000$".
-
-    LaTeX stays as it is.
-    """
-    answer = answer.strip()
-    if _SCIENTIFIC.fullmatch(answer):
-        answer = format(Decimal(answer), "f")
-    return answer if _LATEX.search(answer) else f"${answer}$"
 
 
 def create_reasoning_gym(task: TaskConfig, size: int, seed: int) -> Any:

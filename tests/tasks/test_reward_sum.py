@@ -16,7 +16,7 @@ from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.config.tasks import Extract, RewardConfig, TaskConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.tasks.dataset import Example
-from fp8rl_jax.tasks.rewards import extract_answer, format_reward, length_reward, math_verify_reward
+from fp8rl_jax.tasks.rewards import extract_answer, format_reward, length_reward
 from fp8rl_jax.tasks.sandbox.pool import RewardPool, ScoreJob
 
 REWARDS = Path(__file__).with_name("reward_examples.py")
@@ -34,11 +34,6 @@ SUM = {
 
 def task_of(**reward):
     return TaskConfig(kind="module", name="m:f", reward=RewardConfig(num_workers=1, **reward))
-
-
-@pytest.fixture(scope="module")
-def verify():
-    return math_verify_reward()
 
 
 def test_the_reward_is_the_weighted_sum_and_every_part_is_logged():
@@ -115,36 +110,6 @@ def test_format_matches_the_whole_completion():
     score = format_reward(ANSWER_TAG)
     assert score(" <think>a\nb</think>\n<answer>1</answer>\n") == 1
     assert score("so: <think>a</think><answer>1</answer>") == 0 and score("") == 0
-
-
-@pytest.mark.parametrize(
-    ("answer", "completion", "score"),
-    [
-        ("12", "3 * 4 makes 12.", 1),
-        ("12", "3 * 4 makes 13.", 0),
-        ("12", "", 0),
-        (r"\frac{1}{2}", "It is $0.5$", 1),
-        ("x+1", "$1 + x$", 1),
-        (r"$\{1,2\}$", r"\boxed{\{2, 1\}}", 1),
-        ("1e3", "1,000", 1),
-        ("-2.5E-1", "$-1/4$", 1),
-        ("50%", "0.5", 1),
-        (r"\(7\)", "7", 1),
-    ],
-)
-def test_math_verify(verify, answer, completion, score):
-    assert verify(completion, answer) == score
-
-
-def test_math_verify_needs_an_answer_that_it_can_read(verify):
-    with pytest.raises(ValueError, match="no expression in the answer ''"):
-        verify("12", "")
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.text(alphabet="0123456789+-*/^(){}[]$\\=x,. \nfracsqrt%", max_size=12))
-def test_math_verify_scores_any_completion(verify, text):
-    assert verify(text, "12") in (0.0, 1.0)
 
 
 def test_a_completion_that_math_verify_hangs_on_costs_its_own_sample():

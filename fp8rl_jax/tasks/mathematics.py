@@ -1,0 +1,135 @@
+r"""The reward math_verify: whether two answers say the same, by the package math-verify.
+
+The package reads whatever it is given, and some things as others: 1 1/2 as 1, 1\,000 as 0,
+0.\overline{3} as 0, 2024-05-01 as 2018, the vector \langle 1,2 \rangle as 1.2, of equations in
+cases the last number, east as the product of its letters and so as seat. So both sides are first
+written as it reads them rightly, numbers by the grammar of `extraction`, and what it would read in
+part is compared as text. Two things it takes for equal stay: decimals that agree in six places with
+an expression, and quantities of one number in two units, such as 5 hours and 5 minutes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from decimal import Decimal
+from functools import lru_cache
+from typing import Any
+
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.tasks.extraction import boxes, read_number, same_number
+
+
+def math_verify_reward() -> Callable[[str, str], float]:
+    r"""Build (completion, answer) -> 1 where math-verify finds them equal, else 0.
+
+    An answer is read as one expression, with LaTeX marks or without. A completion is read by its
+    box where it has one; otherwise as prose with expressions in it. The package's own timeouts are
+    off: they ring SIGALRM, which waits until C code returns, and a worker can be killed.
+
+    The function that is returned raises ValueError for an answer in which math-verify reads
+    nothing.
+
+    Raises:
+        UserError: math-verify is not installed.
+    """
+    try:
+        from math_verify import parse, verify
+        from sympy import FiniteSet, Interval, Tuple
+    except ModuleNotFoundError as fault:
+        raise UserError(
+            f"task.reward: math_verify needs {fault.name}: pip install 'fp8rl-jax[envs]'"
+        ) from fault
+
+    def expressions_of(text: str) -> list[Any]:
+        found = parse(text, parsing_timeout=None)  # ty: ignore[invalid-argument-type]: documented
+        # What it found beside the expressions is the text that they stand in.
+        return [each for each in found if isinstance(each, str)] if _PARTLY.search(text) else found
+
+    @lru_cache(maxsize=1024)
+    def gold(answer: str) -> list[Any]:
+        expressions = expressions_of(as_latex(_boxed_alone(answer) or answer))
+        if not expressions:
+            raise ValueError(f"math-verify reads no expression in the answer {answer[:80]!r}")
+        return expressions
+
+    def score(completion: str, answer: str) -> float:
+        expected, number, boxed = gold(answer), read_number(answer), _boxed_alone(completion)
+        if number and (said := read_number(boxed)):
+            return float(same_number(said, number))
+        base = _BASE.search(boxed or completion)
+        if base and base[1] not in _BASE.findall(answer):
+            return 0.0
+        given = expressions_of(as_latex(boxed) if boxed else completion)
+        if r"\{" in boxed and any(isinstance(each, Interval | Tuple) for each in expected):
+            given = [each for each in given if not isinstance(each, FiniteSet)]
+        # six digits of the answer, and six decimals at least
+        decimals = max(6, 6 - Decimal(number).adjusted()) if number else 6
+        return float(verify(expected, given, float_rounding=decimals, timeout_seconds=None))
+
+    # sympy loads parts of itself at the first use, which belongs to the start and not to a sample's
+    # time
+    gold("$1$")
+    return score
+
+
+def _boxed_alone(text: str) -> str:
+    """What the text's box says, with a sign before and a percent sign after it; "" where it has no
+    box or several."""
+    insides = [inside for inside in boxes(text) if inside.strip()]
+    if len(insides) != 1:
+        return ""
+    (inside,) = insides
+    before, _, after = text.partition("{" + inside + "}")
+    inside = f"-({inside})" if _MINUS.search(before) else inside
+    return f"{inside}\\%" if re.match(r"\s*\\?%", after) else inside
+
+
+_MINUS = re.compile(r"[-\u2212]\s*\\\w+\s*$")
+_PARTLY = re.compile(r"\\begin\s*\{(?!\w?matrix\}|array\})")
+_BASE = re.compile(r"\d_\{?(\d+)\}?\s*\$?\s*$")
+_MARKED = re.compile(r"(?<!\\)\$[^$]+(?<!\\)\$|\\\(|\\\[|\\boxed")
+_CALENDAR = re.compile(r"\d{4}-\d\d-\d\d|\d\d?/\d\d?/\d{2,4}|\d\d?\.\d\d?\.\d{4}|\d\d?:[0-5]\d")
+_REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar)\s*\{(\d{1,20})\}")
+_FUNCTION = re.compile(r"(?<![A-Za-z\\])(sin|cos|tan|cot|sec|csc|log|ln|exp)(?![A-Za-z])")
+_WORD = re.compile(
+    r"(?<![A-Za-z\\])(?!(?:and|or|sqrt|mod|inf(?:ini)?ty)\b)[A-Za-z]{3,}(?:[ '-]+[A-Za-z]+)*"
+    r"|(?<!.)[A-Za-z]{2}(?!.)"
+)
+_REWRITINGS = (
+    (r"\smallmatrix", r"\matrix"),
+    ("{smallmatrix}", "{matrix}"),
+    (r"\langle", "("),
+    (r"\rangle", ")"),
+    (r"\varnothing", r"\emptyset"),
+    ("**", "^"),
+)
+
+
+def as_latex(answer: str) -> str:
+    r"""Write an answer as math-verify reads it: "x+1" as "$x+1$", "1e3" as "$1000$".
+
+    Words become text ("east" -> r"$\text{east}$"), as dates and times do. What has marks of LaTeX
+    stays as it is, unless all of it is a number.
+    """
+    answer = answer.strip()
+    if number := read_number(answer):
+        return f"${number}$"
+    for written, plain in _REWRITINGS:
+        answer = answer.replace(written, plain)
+    answer = _REPEATING.sub(_repeating, re.sub(r"(?<=\d)\\[,;: ](?=\d{3}(?!\d))", "", answer))
+    if _MARKED.search(answer):
+        return answer
+    answer = re.sub(r"(?<!\\)\$", "", answer)
+    if _CALENDAR.fullmatch(answer):
+        return rf"$\text{{{answer}}}$"
+    answer = _FUNCTION.sub(r"\\\1 ", answer)
+    return f"${answer if chr(92) in answer else _WORD.sub(r'\\text{\g<0>}', answer)}$"
+
+
+def _repeating(decimal: re.Match[str]) -> str:
+    r"""Write 0.1\overline{6} as the fraction that it is."""
+    whole, once, again = decimal.groups()
+    nines = 10 ** len(again) - 1
+    below = nines * 10 ** len(once)
+    return rf"\frac{{{int((whole + once) or '0') * nines + int(again)}}}{{{below}}}"
