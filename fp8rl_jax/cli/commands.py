@@ -99,11 +99,12 @@ def evaluate(config: RunConfig) -> None:
         raise UserError("task.eval_size = 0 holds out no problem to evaluate on; raise it")
     start_jax()
     from fp8rl_jax.training.evaluation import evaluate_held_out
-    from fp8rl_jax.training.setup import announce, build, reward_log, reward_pool
+    from fp8rl_jax.training.setup import announce, build, check_answers, reward_log, reward_pool
 
     setup = build(config, sampled=False)
     announce(setup, progress)
     with reward_pool(setup) as pool:
+        check_answers(setup, pool)
         metrics = evaluate_held_out(setup, pool).metrics
     examples = min(config.evaluation.examples, len(setup.held_out))
     if metrics["eval/failed_rewards"] == examples * config.evaluation.samples:

@@ -1,8 +1,9 @@
 """`fp8rl doctor`: what is installed, what devices can do, how rewards can be contained, what a
-recipe quantizes in a model."""
+recipe quantizes in a model, what a run's rewards take for right."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fp8rl_jax.config.files import read_recipes
@@ -24,8 +25,8 @@ PACKAGES = (
 
 @dataclass(frozen=True)
 class DoctorArguments:
-    """Print devices, versions, kernel backends, how rewards can be contained, and what a recipe
-    quantizes in a model."""
+    """Print devices, versions, kernel backends, how rewards can be contained, what a recipe
+    quantizes in a model, and what a run's rewards take for right."""
 
     model: str = ""
     """As in `fp8rl logprobs`; empty: the built-in policy."""
@@ -33,13 +34,17 @@ class DoctorArguments:
     """Precision recipe, built-in or of --recipes."""
     recipes: tuple[str, ...] = ()
     """TOML files whose [recipes.NAME] may be named, a run's config.toml among them."""
+    rewards: tuple[str, ...] = ()
+    """TOML files of a run, as `fp8rl train` reads them: its rewards are tried with the answers that
+    the problems have, which must be correct, and with wrong, empty and constant ones, which must
+    not."""
 
 
 def doctor(arguments: DoctorArguments) -> int:
     """Print one section a subject; return 1 when anything is wrong, after all sections."""
     recipe = get_recipe(arguments.recipe, rows=read_recipes(arguments.recipes))
     faults: list[str] = []
-    for title, lines in (
+    sections = [
         ("versions", _versions(faults)),
         ("devices", _devices(faults)),
         ("kernels", _kernels()),
@@ -48,7 +53,10 @@ def doctor(arguments: DoctorArguments) -> int:
         ("sandbox of rewards", _sandbox()),
         (f"recipe {recipe.name}, in full", _row(recipe, faults)),
         ("linears", _linears(recipe, arguments.model, faults)),
-    ):
+    ]
+    if arguments.rewards:
+        sections.append(("rewards", _rewards(arguments.rewards, faults)))
+    for title, lines in sections:
         print(title)
         for line in lines:
             print(f"  {line}")
@@ -133,6 +141,28 @@ def _sandbox() -> list[str]:
         "task.reward.sandbox = process: possible",
         f"task.reward.sandbox = strict: {f'not possible, needs {lacks}' if lacks else 'possible'}",
     ]
+
+
+def _rewards(files: Sequence[str], faults: list[str]) -> list[str]:
+    """What a run's rewards make of right, wrong, empty and constant answers."""
+    from fp8rl_jax.cli.load import load_config
+    from fp8rl_jax.config.run import RunConfig
+    from fp8rl_jax.errors import UserError
+    from fp8rl_jax.tasks.dataset import load_splits
+    from fp8rl_jax.tasks.sandbox.pool import RewardPool
+    from fp8rl_jax.tasks.verifiers import check_rewards
+
+    task = load_config(RunConfig, list(files), "fp8rl doctor").task
+    if task.kind == "environment":
+        return ["an environment rewards its own steps: there is no answer to compare with"]
+    try:
+        train, held_out = load_splits(task)
+        with RewardPool(task) as pool:
+            lines, found = check_rewards(pool, train.examples + held_out.examples)
+    except UserError as error:
+        found, lines = str(error).splitlines(), []
+    faults += found
+    return lines
 
 
 def _float8(faults: list[str]) -> list[str]:

@@ -294,6 +294,10 @@ class TaskConfig:
     """System message for models with a chat template; empty: none."""
     answer_template: str = "{answer}"
     """Target of supervised training, over the same fields."""
+    answer_extract: Extract = "whole"
+    """What of a problem's answer is the result that rewards compare with, as task.reward.extract
+    says of completions: after_hashes for GSM8K's solutions, which end in #### 42, boxed for MATH's.
+    A problem in which nothing is found is refused. {answer} stays the whole answer."""
     reward: RewardConfig = RewardConfig()
     """Scoring."""
 
@@ -348,6 +352,11 @@ class TaskConfig:
                 not self.args or self.kind not in ("jsonl", "python"),
                 f'task.args: problems of task.kind = "{self.kind}" take no arguments; take them '
                 "out",
+            ),
+            (
+                self.answer_extract == "whole" or self.kind not in ("reasoning_gym", "environment"),
+                f'task.answer_extract: problems of task.kind = "{self.kind}" bring their own '
+                "scorer; take it out",
             ),
             (self.max_turns >= 1, f"task.max_turns = {self.max_turns} must be at least 1"),
             (

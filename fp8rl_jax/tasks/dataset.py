@@ -21,8 +21,9 @@ from jaxtyping import Int
 from fp8rl_jax.config.tasks import TaskConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.tasks.conversation import Conversation
+from fp8rl_jax.tasks.extraction import extract_answer
 from fp8rl_jax.tasks.python_objects import name_objects, not_given
-from fp8rl_jax.tasks.sources import LOADERS, Row, permutation, read_problems, shuffled
+from fp8rl_jax.tasks.sources import LOADERS, Row, permutation, read_problems, refuse, shuffled
 
 _GENERATED_TRAIN_SIZE = 1024
 _HELD_OUT_SIZE = 256
@@ -38,7 +39,7 @@ class Example:
     """Text of the prompt, without chat template; or a `Conversation`, whose messages
     `chat_messages` gives."""
     answer: str
-    """The right answer; empty where the generator states none."""
+    """The right answer, as task.answer_extract reads it; empty where the generator states none."""
     target: str
     """What supervised training writes after the prompt; empty where there is no answer."""
     entry: Mapping[str, Any]
@@ -100,8 +101,8 @@ def load_splits(
         environment: the class, in place of the one that `task` names.
 
     Raises:
-        UserError: a value of the configuration cannot work, the source is empty or damaged, or it
-            has too few distinct prompts.
+        UserError: a value of the configuration cannot work, the source is empty or damaged, it has
+            too few distinct prompts, or task.answer_extract finds nothing in an answer.
     """
     task, _ = name_objects(task, dataset=rows, environment=environment)
     if faults := task.problems():
@@ -111,10 +112,11 @@ def load_splits(
     rows = LOADERS[task.kind](task, environment if rows is None else rows)
     endless = not isinstance(rows, Sequence)
     wanted = task.train_size or (_GENERATED_TRAIN_SIZE if endless else None)
-    distinct = _Distinct(task, rows, endless)
+    faults: list[str] = []
+    distinct = _Distinct(task, rows, endless, faults)
     if task.eval_path:
         held_out_rows = shuffled(read_problems(task.eval_path, "task.eval_path"), task.seed)
-        apart = tuple(_Distinct(task, held_out_rows, endless=False, prompts=distinct.prompts))
+        apart = tuple(_Distinct(task, held_out_rows, False, faults, distinct.prompts))
         size = _HELD_OUT_SIZE if task.eval_size is None else task.eval_size
         held_out, left = apart[:size], distinct
     elif task.eval_size is None:
@@ -131,6 +133,7 @@ def load_splits(
         held_out = tuple(islice(distinct, size))
     train = Dataset(_numbered(islice(left, wanted)), distinct.duplicates)
     held_out = Dataset(_numbered(held_out))
+    refuse(faults, "answers")
     _check_sizes(task, train, held_out, wanted or 1, size)
     return train, held_out
 
@@ -194,14 +197,20 @@ class _Distinct(Iterator[tuple]):
     """(prompt, answer, target, entry) of the `rows` whose prompts are new.
 
     An endless source is given up when it repeats itself 20 times as often as it has distinct
-    prompts."""
+    prompts. `faults` receives a line for each answer in which task.answer_extract finds nothing."""
 
     def __init__(
-        self, task: TaskConfig, rows: Iterable[Row], endless: bool, prompts: set[str] | None = None
+        self,
+        task: TaskConfig,
+        rows: Iterable[Row],
+        endless: bool,
+        faults: list[str],
+        prompts: set[str] | None = None,
     ):
         self.task, self.rows, self.endless = task, iter(rows), endless
         self.prompts: set[str] = set() if prompts is None else prompts
         self.duplicates = 0
+        self.faults = faults
 
     def __next__(self) -> tuple[str, str, str, Mapping[str, Any]]:
         repeats = 0
@@ -216,10 +225,22 @@ class _Distinct(Iterator[tuple]):
                     if answer
                     else ""
                 )
-                return prompt, answer, target, entry
+                return prompt, self._result(answer, entry), target, entry
             repeats += 1
             self.duplicates += 1
         raise StopIteration
+
+    def _result(self, answer: str, entry: Row) -> str:
+        how = self.task.answer_extract
+        if how == "whole":
+            return answer
+        result = extract_answer(answer, how)
+        if answer and not result:
+            self.faults.append(
+                f"{entry['source']}: task.answer_extract = {how!r} finds nothing in the answer "
+                f"{answer[-80:]!r}"
+            )
+        return result
 
 
 def _numbered(rows: Iterable[tuple[str, str, str, Mapping[str, Any]]]) -> tuple[Example, ...]:

@@ -102,6 +102,7 @@ def _module_entry(task: TaskConfig, row: Any, index: int) -> Row:
         "question": row["prompt"],
         "answer": str(row["answer"]),
         "metadata": {**row.get("metadata", {}), **metadata},
+        "source": f"{task.name} row {index}",
     }
 
 
@@ -132,7 +133,7 @@ def _python_rows(task: TaskConfig, given: Any) -> Iterable[Row]:
             problems.append(_python_row(task, given[index], index))
         except UserError as fault:
             faults.append(str(fault))
-    _refuse(faults, "rows")
+    refuse(faults, "rows")
     return shuffled(problems, task.seed)
 
 
@@ -199,11 +200,11 @@ def read_problems(path: str, key: str) -> list[dict[str, Any]]:
                         faults.append(f"{source}: {fault}")
         except OSError as fault:
             raise UserError(f"{key}: {file} cannot be read ({fault.strerror})") from fault
-    _refuse(faults, "lines")
+    refuse(faults, "lines")
     return problems
 
 
-def _refuse(faults: Sequence[str], what: str) -> None:
+def refuse(faults: Sequence[str], what: str) -> None:
     """Raise a UserError with the first 20 of the faults, and the number of the others.
 
     No faults: nothing is raised.

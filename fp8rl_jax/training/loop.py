@@ -42,7 +42,13 @@ from fp8rl_jax.training.keys import sample_key
 from fp8rl_jax.training.plan import out_of_memory
 from fp8rl_jax.training.record import note, owned, read_record, write_run_record
 from fp8rl_jax.training.session import Session
-from fp8rl_jax.training.setup import Setup, announce, reward_log, reward_pool
+from fp8rl_jax.training.setup import (
+    Setup,
+    announce,
+    check_answers,
+    reward_log,
+    reward_pool,
+)
 from fp8rl_jax.training.stopping import Asked, Stopping, stopping
 from fp8rl_jax.training.tracking import JsonLines, Trackers, make_tracker, steps_of
 from fp8rl_jax.training.watch import Watch
@@ -81,6 +87,7 @@ def train(setup: Setup, explain: Explain | None = None) -> None:
             pool = stack.enter_context(reward_pool(setup))
         if is_main_process():
             announce(setup, print, "rollout.prompts_per_step")
+            check_answers(setup, pool)
         with shared_faults():
             loop = Loop(setup, pool, explain)
         # told to all: a process that came late would read the record of this very start

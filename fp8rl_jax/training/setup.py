@@ -24,7 +24,7 @@ from fp8rl_jax.parallel import check_batch, initialize, leave_on_failure, make_m
 from fp8rl_jax.precision import check_recipe, quantized_layers
 from fp8rl_jax.rl import check_functions
 from fp8rl_jax.rollout.engine import RolloutEngine
-from fp8rl_jax.tasks.dataset import Dataset, load_splits
+from fp8rl_jax.tasks.dataset import Dataset, Example, load_splits
 from fp8rl_jax.tasks.python_objects import (
     PythonReward,
     check_dataset,
@@ -33,6 +33,7 @@ from fp8rl_jax.tasks.python_objects import (
 )
 from fp8rl_jax.tasks.sandbox.pickling import pack
 from fp8rl_jax.tasks.sandbox.pool import RewardPool
+from fp8rl_jax.tasks.verifiers import unread_result, unverified
 from fp8rl_jax.tokenizers.byte_tokenizer import ByteTokenizer
 from fp8rl_jax.tokenizers.tokenizer import Tokenizer
 from fp8rl_jax.training.plan import check_fits, report
@@ -63,6 +64,11 @@ class Setup:
     """Given in Python; `config` names it."""
     environment: type | None = None
     """The same of an environment's class."""
+
+    @property
+    def problems(self) -> tuple[Example, ...]:
+        """Those to train on, then those held out."""
+        return self.train.examples + self.held_out.examples
 
     def fingerprint(self) -> dict[str, Any]:
         """Give what this run is, as plain JSON: settings, files, problems, objects."""
@@ -173,7 +179,7 @@ def reward_pool(setup: Setup) -> RewardPool:
 def announce(setup: Setup, report: Callable[[str], None], step: str = "") -> None:
     """Tell what a run begins with: its precision and its problems.
 
-    Warns where a step takes more than there are.
+    Warns where a step takes more than there are, and where no completion can equal the answers.
 
     Args:
         report: receives the line.
@@ -198,6 +204,14 @@ def announce(setup: Setup, report: Callable[[str], None], step: str = "") -> Non
             step,
             remedy,
         )
+    if hint := unread_result(setup.config.task, setup.problems):
+        _log.warning("%s", hint)
+
+
+def check_answers(setup: Setup, pool: RewardPool) -> None:
+    """Warn of problems whose own answers do not count as correct."""
+    if found := unverified(pool, setup.problems):
+        _log.warning("%s; `fp8rl doctor --rewards CONFIG` tries them all", found)
 
 
 def model_shape(config: RunConfig) -> PolicyConfig:

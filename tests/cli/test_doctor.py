@@ -156,3 +156,19 @@ def test_doctor_says_how_rewards_can_be_contained(monkeypatch):
     assert {"seccomp filters: missing", "forks of a reward: counted afterwards"} < set(
         doctor._sandbox()
     )
+
+
+def test_a_runs_rewards_are_tried(tmp_path, capsys):
+    problems, run = tmp_path / "problems.jsonl", tmp_path / "run.toml"
+    problems.write_text('{"prompt": "a", "answer": "4"}\n{"prompt": "b", "answer": "none"}\n')
+    run.write_text(
+        f'[task]\nkind = "jsonl"\nname = "{problems}"\n[task.reward]\nextract = "last_number"\n'
+    )
+    assert cli.main(["doctor", "--rewards", str(run)]) == 1
+    said = capsys.readouterr().out
+    assert "\nrewards\n  exact: 2 of 2 problems tried with their own answers\n" in said
+    assert "WRONG: exact: the problem's own answer is not correct" in said
+    assert "for 1 of 2 problems: " in said and "problems.jsonl:2 ('none')\n" in said
+    problems.write_text('{"prompt": "a", "answer": "4"}\n{"prompt": "b"}\n')
+    assert cli.main(["doctor", "--rewards", str(run)]) == 1
+    assert "problems.jsonl:2: it has no answer" in capsys.readouterr().out

@@ -101,6 +101,23 @@ def test_a_step_that_takes_more_than_there_is_is_warned_about(run_file, tmp_path
     assert "fewer than the 65 that a step takes (sft.batch_size)" in caplog.text
 
 
+def test_answers_that_no_completion_equals_are_warned_about(tmp_path, caplog):
+    path = tmp_path / "gsm8k.jsonl"
+    path.write_text(
+        "".join(f'{{"prompt": "{i}", "answer": "1+{i} is\\n#### {i + 1}"}}\n' for i in range(5))
+    )
+    task = {"kind": "jsonl", "name": str(path), "train_size": 0, "eval_size": 1, "args": None}
+    of_gsm8k = write_run(tmp_path, {"task": {**task, "prompt_template": "{question}"}})
+    hint = 'set task.answer_extract = "after_hashes"'
+    assert train(of_gsm8k, tmp_path / "out", "--dry-run") == 0
+    assert "5 of 5 answers have a line #### RESULT in them" in caplog.text and hint in caplog.text
+    caplog.clear()
+    assert (
+        train(of_gsm8k, tmp_path / "out", "--task.answer-extract", "after_hashes", "--dry-run") == 0
+    )
+    assert hint not in caplog.text
+
+
 @pytest.mark.slow
 def test_a_run_with_nothing_held_out(run_file, tmp_path, capsys):
     none = ["--task.eval-size", "0"]
