@@ -364,6 +364,12 @@ LIST: list[Mutant] = [
             f"{SESSION} fills_a_batch or compile_nothing",
         ),
         (
+            "failed-learned-from",
+            "rewards.rewards, ~rewards.failed",
+            "rewards.rewards, np.ones_like(rewards.failed)",
+            "failed_reward",
+        ),
+        (
             "none-is-zero",
             "valid = np.array([reward is not None for",
             "valid = np.array([True for",
@@ -452,7 +458,6 @@ LIST: list[Mutant] = [
             "samples, jnp.asarray(scores.failed)",
             "failed_reward",
         ),
-        ("failed-learned-from", "if ok else None for", "for", "failed_reward"),
         (
             "all-enter",
             "found.entering, self.collector",
@@ -826,15 +831,9 @@ LIST: list[Mutant] = [
         ("rounds-of-the-next-step", "step * rounds + number", "step + number", "gives_up"),
         (
             "rewards-of-the-first",
-            "joined.rewards[rows]",
-            "joined.rewards[: len(rows)]",
+            "joined.take(rows)",
+            "joined.take(np.arange(len(rows)))",
             "keeps_what_teaches",
-        ),
-        (
-            "failures-of-the-first",
-            "~joined.failed[rows]",
-            "~joined.failed[: len(rows)][::-1]",
-            "gives_up",
         ),
         (
             "keeps-what-teaches-nothing",
@@ -1387,6 +1386,12 @@ LIST: list[Mutant] = [
         "tasks/scores.py",
         WIRING,
         ("failed-have-scores", "scores[~self.failed]", "scores", "summed_weighed"),
+        (
+            "failures-of-the-first",
+            "self.failed[rows]",
+            "self.failed[: len(rows)][::-1]",
+            "gives_up",
+        ),
         (
             "last-errors",
             "errors=sum(part.errors for",

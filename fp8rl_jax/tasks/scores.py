@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Float32
+from jaxtyping import Bool, Float32, Int
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,17 @@ class Scores:
             first_error=next((part.first_error for part in parts if part.first_error), ""),
             seconds=sum(part.seconds for part in parts),
             turns=[turn for part in parts for turn in part.turns],
+        )
+
+    def take(self, rows: Int[np.ndarray, " b"]) -> Scores:
+        """Take the scores of some completions; counts and times stay those of all."""
+        return replace(
+            self,
+            rewards=self.rewards[rows],
+            components={name: scores[rows] for name, scores in self.components.items()},
+            correct=self.correct[rows],
+            failed=self.failed[rows],
+            turns=[self.turns[row] for row in rows] if self.turns else [],
         )
 
     def failure_text(self) -> str:

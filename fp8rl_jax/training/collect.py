@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float
+from jaxtyping import Bool
 
 from fp8rl_jax import rl
 from fp8rl_jax.config.run import RunConfig
@@ -40,15 +40,14 @@ class Collected:
 
     Attributes:
         experience: the chosen samples.
-        rewards, valid: theirs, as the task gave them; not valid where the reward failed.
+        chosen: their scores, as the task gave them.
         informative: chosen prompts that enter the loss; all of them without dynamic sampling.
         scores, examples, texts: of everything that was sampled.
         rounds: how many rollouts it took.
     """
 
     experience: Experience
-    rewards: Float[np.ndarray, " c"]
-    valid: Bool[np.ndarray, " c"]
+    chosen: Scores
     informative: Bool[np.ndarray, " p"]
     scores: Scores
     examples: list[Example]
@@ -58,7 +57,7 @@ class Collected:
     @property
     def entering(self) -> Bool[np.ndarray, " c"]:
         """Samples that enter the loss."""
-        return np.repeat(self.informative, len(self.rewards) // len(self.informative))
+        return np.repeat(self.informative, len(self.chosen.rewards) // len(self.informative))
 
     def shown(self, count: int) -> Iterator[dict[str, Any]]:
         """Give rows for samples.jsonl: at most `count` of the samples, evenly spread."""
@@ -117,8 +116,7 @@ class Collector:
         rows = rows_of(chosen, self.samples)
         return Collected(
             experience=self._picked(sampled, chosen, rows) if self.dynamic.enabled else sampled[0],
-            rewards=joined.rewards[rows],
-            valid=~joined.failed[rows],
+            chosen=joined.take(rows),
             informative=informative[chosen],
             scores=joined,
             examples=sum(examples, []),

@@ -302,11 +302,8 @@ class Loop:
 
     def _step(self, step: int, found: Collected, before: dict[str, float]) -> dict[str, float]:
         """Learn from what was sampled; `before`: what the step has measured already."""
-        rewards = [
-            float(x) if ok else None for x, ok in zip(found.rewards, found.valid, strict=True)
-        ]
         metrics = self.session.update(
-            found.experience, rewards, found.entering, self.collector.prompts(step + 1)
+            found.experience, found.chosen, found.entering, self.collector.prompts(step + 1)
         )
         if self.session.recipe.exact and not self.inexact:
             largest = metrics["mismatch/logprob_abs_diff_max"]
@@ -351,7 +348,7 @@ class Loop:
                     path,
                     prompts=prompts.tokens,
                     prompt_lengths=prompts.lengths,
-                    rewards=found.rewards,
+                    rewards=found.chosen.rewards,
                     texts=np.array(found.experience.texts),
                     **arrays,
                 )

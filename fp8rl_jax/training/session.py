@@ -83,6 +83,7 @@ from fp8rl_jax.rollout.vllm.engine import VllmEngine
 from fp8rl_jax.tasks.conversation import Conversation, message_faults
 from fp8rl_jax.tasks.dataset import Example
 from fp8rl_jax.tasks.episodes import Episode
+from fp8rl_jax.tasks.rewards import LARGEST
 from fp8rl_jax.tasks.sandbox.pool import RewardPool
 from fp8rl_jax.tasks.scores import Scores
 from fp8rl_jax.tokenizers.tokenizer import Tokenizer
@@ -954,24 +955,29 @@ class Session:
             valid = np.array([reward is not None for reward in given], bool)
             try:
                 values = np.array(
-                    [0.0 if reward is None else float(reward) for reward in given], np.float32
+                    [0.0 if reward is None else float(reward) for reward in given], np.float64
                 )
-            except (TypeError, ValueError) as error:
+            except (TypeError, ValueError, OverflowError) as error:
                 raise UserError(f"rewards: each must be a number or None ({error})") from None
+            if given and not valid.any():
+                raise UserError(
+                    f"rewards: all {len(given)} are None, which leaves nothing to learn from; does "
+                    "the reward return its number?"
+                )
         if len(values) != len(rollout.texts):
             raise UserError(
                 f"rewards: {len(values)} for {len(rollout.texts)} samples; give one for each of "
                 "rollout.texts"
             )
-        if not np.isfinite(values).all():
-            row = int(np.flatnonzero(~np.isfinite(values))[0])
+        if (unfit := np.flatnonzero(~(np.abs(values) <= LARGEST))).size:  # NaN too
+            row = int(unfit[0])
             raise UserError(
-                f"rewards: that of sample {row} is {values[row]}; give a finite number, or None "
-                "where there is none"
+                f"rewards: that of sample {row} is {values[row]:g}; give a finite number of at "
+                f"most {LARGEST:g}, or None where there is none"
             )
         missing = rollout.prompts_in_batch * rollout.samples - len(values)
         real = np.pad(np.ones(len(values), bool), (0, missing))
-        return np.pad(values, (0, missing)), np.pad(valid, (0, missing)), real
+        return np.pad(values.astype(np.float32), (0, missing)), np.pad(valid, (0, missing)), real
 
     def _tokens(self, i: int, prompt: Prompt) -> list[int]:
         if isinstance(prompt, Example):

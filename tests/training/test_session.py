@@ -292,8 +292,12 @@ def test_a_reward_that_is_none_has_no_part():
         ([0.0] * 11, "rewards: 11 for 12 samples; give one for each of rollout.texts"),
         (
             [0.0] * 11 + [float("nan")],
-            "rewards: that of sample 11 is nan; give a finite number, or None",
+            "rewards: that of sample 11 is nan; give a finite number of at most 1e[+]15, or None",
         ),
+        ([0.0, 1e30] * 6, "rewards: that of sample 1 is 1e[+]30; give a finite number"),
+        ([float("-inf")] * 12, "rewards: that of sample 0 is -inf"),
+        ([10**400] * 12, "rewards: each must be a number or None"),
+        ([None] * 12, "rewards: all 12 are None, which leaves nothing to learn from"),
         (["good"] * 12, "rewards: each must be a number or None"),
     ],
 )

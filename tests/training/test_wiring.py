@@ -340,8 +340,7 @@ def test_what_fills_a_batch_up_is_neither_seen_nor_learned_from():
 def collected_of(**changes) -> Collected:
     settings = {
         "experience": None,
-        "rewards": np.zeros(6, np.float32),
-        "valid": np.ones(6, bool),
+        "chosen": SimpleNamespace(rewards=np.zeros(6, np.float32)),
         "informative": np.ones(3, bool),
         "scores": None,
         "examples": [],
@@ -876,7 +875,7 @@ def test_dynamic_sampling_keeps_what_teaches_with_its_own_rewards_and_tokens(set
     assert (
         found.rounds == 2
         and found.informative.all()
-        and found.valid.all()
+        and not found.chosen.failed.any()
         and len(found.scores.rewards) == 12
     )
     assert engine.asked[0].key != engine.asked[1].key and [len(call) for call in pool.calls] == [
@@ -894,7 +893,7 @@ def test_dynamic_sampling_keeps_what_teaches_with_its_own_rewards_and_tokens(set
     assert (
         setup.session.encoder.texts(rollout) == found.experience.texts == [text for _, text in said]
     )
-    np.testing.assert_allclose(found.rewards, [reward_of(*pair) for pair in said], rtol=1e-6)
+    np.testing.assert_allclose(found.chosen.rewards, [reward_of(*pair) for pair in said], rtol=1e-6)
     assert found.examples == problems[0] + problems[1] and found.texts[:3] == ["same"] * 3
     np.testing.assert_array_equal(rollout.policy_logprobs < 0, rollout.mask)
     np.testing.assert_allclose(
@@ -916,7 +915,7 @@ def test_dynamic_sampling_gives_up_after_its_rounds(setup_of):
     )
     (found,) = collected(setup, [2])
     assert found.rounds == 3 and not found.informative.any() and not found.entering.any()
-    assert found.valid.tolist() == [True, False, False] * 2
+    assert found.chosen.failed.tolist() == [False, True, True] * 2
     drawn = [i for asked in engine.asked for i in np.asarray(asked.prompts.ids).tolist()]
     expected = [
         example.index for round in range(6, 9) for example in setup.train.batch(round, 2, 0)
