@@ -4,19 +4,31 @@ chat template."""
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 import tokenizers
+from tokenizers import models, pre_tokenizers
 
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.json_fields import read_json
+from fp8rl_jax.json_fields import Fields, read_json
 from fp8rl_jax.tokenizers.byte_tokenizer import BYTE_TO_STAND_IN, checked
 from fp8rl_jax.tokenizers.chat_template import ChatTemplate
+from fp8rl_jax.tokenizers.special_tokens import CONFIG_FILE, read_special_tokens
 
 Message = dict[str, Any]
+_log = logging.getLogger("fp8rl")
+_CLEANS_UP_BPE = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
+_CLEAN_UP = (
+    *((f" {mark}", mark) for mark in ".?!,"),
+    (" ' ", "'"),
+    *((f" {short}", short) for short in ("n't", "'m", "'s", "'ve", "'re")),
+)
+"""What clean_up_tokenization_spaces replaces in a text, in this order."""
 
 
 class Tokenizer(Protocol):
@@ -31,7 +43,11 @@ class Tokenizer(Protocol):
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     pad_token_id: int | None
-    has_chat_template: bool
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether conversations can be written as text."""
+        ...
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text.
@@ -71,15 +87,35 @@ class Tokenizer(Protocol):
         ...
 
 
-class HFTokenizer:
-    """A `tokenizer.json`, with the special tokens and the chat template that lie beside it."""
+def end_tokens(tokenizer: Tokenizer | None, others: Sequence[int] = ()) -> tuple[int, ...]:
+    """Give the tokens that end a completion, the first of which ends a supervised answer.
 
-    def __init__(self, directory: str | Path):
-        """Read tokenizer.json, tokenizer_config.json and chat_template.jinja.
+    Args:
+        tokenizer: its own come first.
+        others: those of config.json and generation_config.json (`PolicyConfig.eos_token_ids`), and
+            those that the user gives.
+    """
+    own = tokenizer.eos_token_ids if tokenizer else ()
+    return tuple(dict.fromkeys((*own, *others)))
+
+
+class HFTokenizer:
+    """A `tokenizer.json`, with the special tokens and the chat template that lie beside it.
+
+    Truncation and padding that tokenizer.json may hold are left out, as in transformers: a text is
+    encoded as a whole, and alone.
+    """
+
+    def __init__(self, directory: str | Path, vocab_size: int | None = None):
+        """Read tokenizer.json and what lies beside it, all but the chat template.
+
+        Args:
+            directory: where the files lie.
+            vocab_size: rows of the model's embedding, where they are known.
 
         Raises:
             UserError: a file that is missing or malformed, a special token that is not in the
-                vocabulary.
+                vocabulary, or one outside of the model's.
         """
         directory = Path(directory)
         path = directory / "tokenizer.json"
@@ -89,46 +125,79 @@ class HFTokenizer:
             raise UserError(f"{path}: cannot be read ({error.strerror})") from None
         except UnicodeDecodeError:
             raise UserError(f"{path}: not UTF-8") from None
+        self._path, self.directory = path, directory
+        config_path = directory / CONFIG_FILE
+        self._config = config = read_json(config_path) if config_path.is_file() else {}
         try:
-            self._backend = tokenizers.Tokenizer.from_str(text)
-            self._backend.encode("")  # what surrounds a text may name a token that is not there
+            self._backend = backend = tokenizers.Tokenizer.from_str(text)
+            self.special_tokens = read_special_tokens(directory, config, backend)
+            backend.no_truncation()
+            backend.no_padding()
+            backend.encode("")  # what surrounds a text may name a token that is not there
         except BaseException as error:
-            if not _is_fault(error):
+            if isinstance(error, UserError) or not _is_fault(error):
                 raise
             raise UserError(
                 f"{path}: not a tokenizer that the tokenizers library reads ({error})"
             ) from None
-        self._path, self.directory = path, directory
-        config_path = directory / "tokenizer_config.json"
-        config = read_json(config_path) if config_path.is_file() else {}
-        self._special = {
-            role: content
-            for role in ("bos_token", "eos_token", "pad_token", "unk_token")
-            if (content := _content(config_path, role, config.get(role))) is not None
-        }
-        self._template = ChatTemplate.from_directory(directory, config, self._special)
-        eos = self._id("eos_token")
-        self.vocab_size = 1 + max(
-            self._backend.get_vocab(with_added_tokens=True).values(), default=-1
+        if getattr(backend.model, "dropout", None):
+            raise UserError(
+                f"{path}: model.dropout = {backend.model.dropout} encodes a text at random; set it "
+                "to null"
+            )
+        fields = Fields(config, f"{config_path}: ")
+        backend.encode_special_tokens = fields.boolean("split_special_tokens")
+        self._cleans_up = fields.boolean("clean_up_tokenization_spaces") and (
+            not isinstance(backend.model, models.BPE) or fields.boolean(_CLEANS_UP_BPE)
         )
-        self.bos_token_id = self._id("bos_token")
+        self.vocab_size = self._checked_size(vocab_size)
+        self.bos_token_id, eos = self._id("bos_token"), self._id("eos_token")
         self.eos_token_ids: tuple[int, ...] = () if eos is None else (eos,)
         pad = self._id("pad_token")
-        self.pad_token_id = eos if pad is None else pad
-        self.has_chat_template = self._template is not None
+        # padding is always masked, so that a model may lack it
+        self.pad_token_id = eos if pad is None or pad >= self.vocab_size else pad
+        self._tell_unused(fields)
+
+    @cached_property
+    def _template(self) -> ChatTemplate | None:
+        return ChatTemplate.from_directory(self.directory, self._config, self.special_tokens)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """See `Tokenizer`.
+
+        Raises:
+            UserError: whatever `ChatTemplate.from_directory` refuses.
+        """
+        return self._template is not None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """See `Tokenizer`.
+
+        Raises:
+            UserError: a text that the tokenizer fails on, or with a token that the model lacks.
+        """
         try:
-            return self._backend.encode(checked(text), add_special_tokens=add_special_tokens).ids
+            ids = self._backend.encode(checked(text), add_special_tokens=add_special_tokens).ids
         except BaseException as error:
             if isinstance(error, UserError) or not _is_fault(error):
                 raise
             raise UserError(
                 f"{self._path}: the tokenizer fails on {text[:40]!r} ({error})"
             ) from None
+        if (largest := max(ids, default=-1)) >= self.vocab_size:
+            token = self._backend.id_to_token(largest)
+            raise UserError(
+                f"{self._path}: the text has the token {token!r}, whose id {largest} is outside of "
+                f"the model's vocabulary of {self.vocab_size}"
+            )
+        return ids
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        return self._backend.decode([int(token) for token in ids], skip_special_tokens=skip_special)
+        text = self._backend.decode([int(token) for token in ids], skip_special_tokens=skip_special)
+        for before, after in _CLEAN_UP if self._cleans_up else ():
+            text = text.replace(before, after)
+        return text
 
     def apply_chat_template(
         self, messages: Sequence[Message], add_generation_prompt: bool = True
@@ -156,34 +225,58 @@ class HFTokenizer:
         """See `Tokenizer`.
 
         Raises:
-            UserError: a decoder that is neither byte-level nor SentencePiece's.
+            UserError: a decoder that is neither byte-level nor SentencePiece's, or text that is
+                changed after it is joined.
         """
-        return token_bytes(self._backend, self._path)
+        if self._cleans_up:
+            raise UserError(
+                f"{self.directory / CONFIG_FILE}: with clean_up_tokenization_spaces the text of "
+                "tokens is not their bytes, which stop strings, bad words and streaming need; set "
+                "it to false"
+            )
+        return token_bytes(self._backend, self._path)[: self.vocab_size]
 
-    def check_vocabulary(self, vocab_size: int) -> None:
-        """Check that every token has a row in an embedding of `vocab_size` rows.
+    def _checked_size(self, vocab_size: int | None) -> int:
+        """One more than the largest id, of those that the model has.
 
-        Raises:
-            UserError: naming the largest token that has none.
+        Tokens that were added may be outside (Gemma 3's <image_soft_token> is); others may not.
         """
-        if self.vocab_size > vocab_size:
-            token = self._backend.id_to_token(self.vocab_size - 1)
+        whole = self._backend.get_vocab(with_added_tokens=True)
+        size = 1 + max(whole.values(), default=-1)
+        if vocab_size is None or size <= vocab_size:
+            return size
+        around = {self.special_tokens.get(name) for name in ("bos_token", "eos_token")} - {None}
+        needed = self._backend.get_vocab(with_added_tokens=False).keys() | around
+        token = max(needed, key=whole.__getitem__, default="")
+        if whole.get(token, -1) >= vocab_size:
             raise UserError(
-                f"{self._path}: token {token!r} has id {self.vocab_size - 1}, but the model's "
-                "vocab_size is "
-                f"{vocab_size}; the tokenizer belongs to another model"
+                f"{self._path}: token {token!r} has id {whole[token]}, but the model's "
+                f"vocab_size is {vocab_size}; the tokenizer belongs to another model"
             )
+        return vocab_size
 
-    def _id(self, role: str) -> int | None:
-        content = self._special.get(role)
-        if content is None:
-            return None
-        if (token := self._backend.token_to_id(content)) is None:
-            raise UserError(
-                f"{self._path}: {role} {content!r} of tokenizer_config.json is not in the "
-                "vocabulary"
-            )
-        return token
+    def _id(self, name: str) -> int | None:
+        text = self.special_tokens.get(name)
+        return None if text is None else self._backend.token_to_id(text)
+
+    def _tell_unused(self, fields: Fields) -> None:
+        """Warn of settings that say otherwise than tokenizer.json, which transformers 5 reads
+        alone."""
+        added = self._backend.encode("").ids
+        does = {
+            "add_bos_token": self.bos_token_id in added,
+            "add_eos_token": any(token in added for token in self.eos_token_ids),
+        }
+        if isinstance(self._backend.pre_tokenizer, pre_tokenizers.ByteLevel):
+            does["add_prefix_space"] = self._backend.pre_tokenizer.add_prefix_space
+        for key, value in does.items():
+            if fields.boolean(key, value) != value:
+                _log.warning(
+                    "%s%s = %s has no effect: tokenizer.json is read, which does otherwise",
+                    fields.prefix,
+                    key,
+                    json.dumps(not value),
+                )
 
 
 def load_tokenizer(directory: str | Path, vocab_size: int | None = None) -> HFTokenizer | None:
@@ -205,21 +298,7 @@ def load_tokenizer(directory: str | Path, vocab_size: int | None = None) -> HFTo
                     f"{directory / other}: only tokenizer.json is read; convert the tokenizer to it"
                 )
         return None
-    tokenizer = HFTokenizer(directory)
-    if vocab_size is not None:
-        tokenizer.check_vocabulary(vocab_size)
-    return tokenizer
-
-
-def _content(path: Path, role: str, value: Any) -> str | None:
-    """A special token is written as its text, or as an object with its text under "content"."""
-    content = value.get("content") if isinstance(value, dict) else value
-    if content is not None and not isinstance(content, str):
-        raise UserError(f"{path}: {role} must be a string or an object with content, got {value!r}")
-    try:
-        return content if content is None else checked(content)
-    except UserError as error:
-        raise UserError(f"{path}: {role}: {error}") from None
+    return HFTokenizer(directory, vocab_size)
 
 
 def _is_fault(error: BaseException) -> bool:

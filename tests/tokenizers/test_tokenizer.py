@@ -217,6 +217,19 @@ def test_refused_messages_name_the_template(template, messages, message, tmp_pat
     [
         ({"eos_token": "</eos>"}, None, "eos_token '</eos>'"),
         ({"eos_token": 3}, None, "tokenizer_config.json: eos_token must be"),
+        ({"eos_token": {"content": "</s>", "lstrip": 1}}, None, "json: eos_token must be"),
+        ({"eos_token": ""}, None, "eos_token '' is not in the vocabulary"),
+        ({"extra_special_tokens": "<s>"}, None, "json: extra_special_tokens must be a list"),
+        ({"additional_special_tokens": [None]}, None, "json: additional_special_tokens must be"),
+        ({"added_tokens_decoder": None}, None, "json: added_tokens_decoder must be an object"),
+        ({"added_tokens_decoder": {"x": "a"}}, None, "json: added_tokens_decoder must be an"),
+        ({"added_tokens_decoder": {"1": None}}, None, "json: added_tokens_decoder holds a null"),
+        (
+            {"added_tokens_decoder": {"12": {"content": "<new>"}}},
+            None,
+            "token '<new>' has id 12, and tokenizer.json makes it 10",
+        ),
+        ({"split_special_tokens": "no"}, None, "split_special_tokens must be true or false"),
         ({"chat_template": 3}, None, "tokenizer_config.json: chat_template must be a string"),
         ({"chat_template": [{"name": "tool", "template": "x"}]}, None, "'default'"),
         ({}, "{% for x in %}", "chat_template.jinja: the chat template is not valid Jinja"),
@@ -224,7 +237,7 @@ def test_refused_messages_name_the_template(template, messages, message, tmp_pat
 )
 def test_malformed_tokenizer_files(config, template, message, tmp_path):
     with pytest.raises(UserError) as error:
-        tokenizer_of(write_tokenizer(tmp_path, config, template))
+        tokenizer_of(write_tokenizer(tmp_path, config, template)).encode_chat(USER)
     assert message in str(error.value)
 
 
@@ -241,6 +254,73 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path):
     assert tokenizer_of(tmp_path, vocab_size=10).vocab_size == 10
     with pytest.raises(UserError, match="token 'i' has id 9, but the model's vocab_size is 9"):
         load_tokenizer(tmp_path, vocab_size=9)
+
+
+def test_added_tokens_may_be_outside_of_the_model(tmp_path):
+    config = {
+        "eos_token": "</s>",
+        "pad_token": "<image>",
+        "added_tokens_decoder": {"10": {"content": "<image>", "special": True}},
+    }
+    tokenizer = tokenizer_of(write_tokenizer(tmp_path, config), vocab_size=10)
+    assert tokenizer.vocab_size == len(tokenizer.token_bytes()) == 10
+    assert (tokenizer.encode("ab"), tokenizer.pad_token_id) == ([5], 1)
+    with pytest.raises(UserError, match="the token '<image>', whose id 10 is outside of .* of 10"):
+        tokenizer.encode("a<image>")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": "<image>"}))
+    with pytest.raises(UserError, match="token '<image>' has id 10, but the model's vocab_size"):
+        load_tokenizer(tmp_path, vocab_size=10)
+    assert tokenizer_of(tmp_path).eos_token_ids == (10,)
+
+
+def test_a_plain_prompt_asks_for_no_template(tmp_path):
+    tokenizer = tokenizer_of(write_tokenizer(tmp_path, template="{% for x in %}"))
+    assert tokenizer.encode("ab") == [5]
+    with pytest.raises(UserError, match=r"chat_template\.jinja: the chat template is not valid"):
+        assert tokenizer.has_chat_template
+
+
+def test_the_template_of_a_processor_is_the_last_that_is_asked_for(tmp_path):
+    write_tokenizer(tmp_path)
+    (tmp_path / "chat_template.json").write_text('{"chat_template": "of the processor"}')
+    assert tokenizer_of(tmp_path).apply_chat_template(USER) == "of the processor"
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "default.jinja").write_text("of the folder")
+    write_tokenizer(tmp_path, template="of the file")
+    assert tokenizer_of(tmp_path).apply_chat_template(USER) == "of the folder"
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"add_bos_token": True}, "add_bos_token = true has no effect"),
+        ({"add_bos_token": False}, ""),
+        ({"add_eos_token": True, "eos_token": "</s>"}, "add_eos_token = true has no effect"),
+        ({"add_prefix_space": True}, "add_prefix_space = true has no effect"),
+        ({"add_prefix_space": False, "add_eos_token": None}, ""),
+    ],
+)
+def test_settings_that_have_no_effect_are_told(config, said, tmp_path, caplog):
+    tokenizer_of(write_tokenizer(tmp_path, config))
+    assert len(caplog.records) == bool(said) and said in caplog.text
+
+
+def test_a_tokenizer_that_encodes_at_random_is_refused(tmp_path):
+    path = write_tokenizer(tmp_path) / "tokenizer.json"
+    data = json.loads(path.read_text())
+    data["model"]["dropout"] = 0.1
+    path.write_text(json.dumps(data))
+    with pytest.raises(UserError, match=r"tokenizer\.json: model\.dropout = 0\.1"):
+        load_tokenizer(tmp_path)
+
+
+def test_bytes_of_a_text_that_is_cleaned_up_are_not_known(tmp_path):
+    config = {
+        "clean_up_tokenization_spaces": True,
+        "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output": True,
+    }
+    with pytest.raises(UserError, match="with clean_up_tokenization_spaces the text"):
+        tokenizer_of(write_tokenizer(tmp_path, config)).token_bytes()
 
 
 def test_byte_tokenizer_ids():

@@ -127,7 +127,7 @@ def test_a_text_that_the_tokenizer_fails_on_is_named(directory):
 def test_damaged_entries_of_tokenizer_config_are_named(directory, config):
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=f"tokenizer_config.json: {next(iter(config))}"):
-        load_tokenizer(directory)
+        assert tokenizer_of(directory).has_chat_template
 
 
 @pytest.mark.parametrize(
