@@ -56,7 +56,7 @@ from fp8rl_jax.precision import quantize
 from fp8rl_jax.rollout.engine import pad_prompts
 from fp8rl_jax.rollout.sampler import generate
 from fp8rl_jax.rollout.sampling import Sampling
-from fp8rl_jax.tokenizers.tokenizer import Tokenizer
+from fp8rl_jax.tokenizers.tokenizer import Tokenizer, end_tokens
 from fp8rl_jax.weights.load import load
 from fp8rl_jax.weights.resolve import resolve_model
 
@@ -234,7 +234,8 @@ class Ours:
             encoded = (tokenizer.encode(data[i]["question"]) for i in range(arguments.prompts))
             rows += [tokens[-arguments.prompt_tokens :] for tokens in encoded]
         prompts = pad_prompts(rows, list(range(len(rows))), arguments.prompt_tokens)
-        sampling = Sampling(arguments.new_tokens, stop_token_ids=policy.config.eos_token_ids)
+        ends = end_tokens(tokenizer, policy.config.eos_token_ids)
+        sampling = Sampling(arguments.new_tokens, stop_token_ids=ends)
         served = self._served(RECIPES["fp8-rollout"])
         made = generate(served, *prompts, jax.random.key(0), samples=1, sampling=sampling)
         self.mask = np.asarray(made.mask)

@@ -937,7 +937,7 @@ LIST: list[Mutant] = [
     *of(
         "training/prompts.py",
         WIRING,
-        ("no-end", "+ [self.tokenizer.eos_token_ids[0]]", "+ []", "through_the_tokenizer"),
+        ("no-end", "return [*tokens, self.end]", "return tokens", "through_the_tokenizer"),
         (
             "target-begins-anew",
             "encode(example.target, add_special_tokens=False)",

@@ -207,6 +207,7 @@ def write_gguf(
     chat_template: str | None = "{{ messages[0].content }}",
     config: PolicyConfig = LLAMA,
     merges: tuple[str, ...] = ("Ġ t", "h e", "Ġt he", "5 7"),
+    end_of_turn: int | None = None,
 ) -> Path:
     """`config` as a GGUF: `tensors` under GGUF names, float32; `types` gives the block format of
     some, where uint8 are blocks."""
@@ -238,6 +239,8 @@ def write_gguf(
     writer.add_eos_token_id(2)
     writer.add_pad_token_id(2)
     writer.add_unk_token_id(0)
+    if end_of_turn is not None:
+        writer.add_eot_token_id(end_of_turn)
     if chat_template is not None:
         writer.add_chat_template(chat_template)
     for name, values in tensors.items():

@@ -29,8 +29,9 @@ class OpenModel:
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
         """End tokens of the config and of the tokenizer; none for a model that never stops."""
-        tokenizers = self.tokenizer.eos_token_ids if self.tokenizer else ()
-        return tuple(sorted({*self.config.eos_token_ids, *tokenizers}))
+        from fp8rl_jax.tokenizers.tokenizer import end_tokens
+
+        return end_tokens(self.tokenizer, self.config.eos_token_ids)
 
     def read_lines(self, path: str, generation: bool, reserve: int = 0) -> list[Line]:
         """Read lines that fit the model; see `rollout.offline.read_lines`."""

@@ -5,6 +5,7 @@ A file may also hold another engine's log-probabilities of them.
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import Any, NamedTuple
 
@@ -21,7 +22,9 @@ from fp8rl_jax.rollout.engine import Rollout, pad_prompts
 from fp8rl_jax.rollout.offline import Line, calibrate, read_lines
 from fp8rl_jax.rollout.sampling import Sampling
 from fp8rl_jax.rollout.vllm.engine import VllmEngine
-from fp8rl_jax.tokenizers.tokenizer import Tokenizer
+from fp8rl_jax.tokenizers.tokenizer import Tokenizer, end_tokens
+
+_log = logging.getLogger("fp8rl")
 
 
 class Parts(NamedTuple):
@@ -154,8 +157,16 @@ def from_vllm(
     recipe, rollout = config.resolved_recipe(), config.rollout
     engine = VllmEngine(config, recipe, tokenizer)
     given = [row.prompt[: rollout.max_prompt_tokens] for row in rows]
+    if cut := sum(len(row.prompt) > rollout.max_prompt_tokens for row in rows):
+        _log.warning(
+            "%d of %d prompts have more than %d tokens and are cut to their first ones; raise "
+            "--max-tokens",
+            cut,
+            len(rows),
+            rollout.max_prompt_tokens,
+        )
     prompts = pad_prompts(given, list(range(len(given))), rollout.max_prompt_tokens)
-    stops = tuple(dict.fromkeys((*tokenizer.eos_token_ids, *policy.config.eos_token_ids)))
+    stops = end_tokens(tokenizer, policy.config.eos_token_ids)
     sampling = Sampling(rollout.max_new_tokens, rollout.temperature, stop_token_ids=stops)
     try:
         calibrate(engine, jax.tree.map(lambda x: x.astype(jnp.float32), policy), [prompts])

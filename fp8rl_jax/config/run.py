@@ -105,7 +105,7 @@ class RolloutConfig:
     samples_per_prompt: int = 8
     """Completions of each prompt; they share one prefill."""
     max_prompt_tokens: int = 64
-    """Prompts longer than this are skipped, counted, and warned about once. With task.max_turns
+    """Prompts longer than this are skipped, counted, and named in a warning. With task.max_turns
     above 1 it holds the whole conversation before an answer: an episode ends where the next prompt
     does not fit (metric episodes/truncated)."""
     max_new_tokens: int = 16
@@ -119,7 +119,8 @@ class RolloutConfig:
     min_p: float = 0.0
     """Drop tokens less likely than this times the most likely one; 0: none."""
     stop_token_ids: tuple[int, ...] = ()
-    """Token ids that end a completion, besides the model's own end-of-sequence ids."""
+    """Token ids that end a completion, besides the tokenizer's and the model's own. The first of
+    all of them, in this order, ends the answers of supervised training."""
     stop_strings: tuple[str, ...] = ()
     """Texts that end a completion with the token in which one is complete; the reward sees them."""
     bad_words: tuple[str, ...] = ()

@@ -17,7 +17,7 @@ from fp8rl_jax.models.tensors import of_kind
 from fp8rl_jax.precision import check_recipe, promises_exact
 from fp8rl_jax.rollout.constraints import make_constraints
 from fp8rl_jax.rollout.sampling import Sampling
-from fp8rl_jax.tokenizers.tokenizer import Tokenizer
+from fp8rl_jax.tokenizers.tokenizer import Tokenizer, end_tokens
 from pallas_kernels.attention import KeyBlock, attention
 from pallas_kernels.backend import BackendError
 from pallas_kernels.matmul import selected_backend
@@ -126,7 +126,19 @@ def _check_exact_on_hopper(policy: Policy, config: RunConfig) -> None:
 
 def make_sampling(config: RunConfig, policy: Policy, tokenizer: Tokenizer) -> Sampling:
     r = config.rollout
-    if not (tokenizer.eos_token_ids or r.stop_token_ids or r.stop_strings):
+    if tokenizer.vocab_size > policy.config.vocab_size:
+        raise UserError(
+            f"the tokenizer has ids up to {tokenizer.vocab_size - 1}, and the model's vocab_size "
+            f"is {policy.config.vocab_size}; give load_tokenizer the vocab_size, or the model's "
+            "own tokenizer"
+        )
+    if outside := [x for x in r.stop_token_ids if not 0 <= x < policy.config.vocab_size]:
+        raise UserError(
+            f"rollout.stop_token_ids: {outside[0]} is outside of the model's vocabulary of "
+            f"{policy.config.vocab_size}"
+        )
+    ends = end_tokens(tokenizer, (*policy.config.eos_token_ids, *r.stop_token_ids))
+    if not (ends or r.stop_strings):
         raise UserError(
             "rollout.stop_token_ids: the model names no end-of-sequence token; give the ids that "
             "end a completion, "
@@ -138,10 +150,7 @@ def make_sampling(config: RunConfig, policy: Policy, tokenizer: Tokenizer) -> Sa
             "model's "
             f"{policy.config.max_position_embeddings} positions"
         )
-    stops = tuple(
-        dict.fromkeys((*tokenizer.eos_token_ids, *policy.config.eos_token_ids, *r.stop_token_ids))
-    )
     constraints: Any = make_constraints(
         tokenizer, policy.config.vocab_size, r.stop_strings, r.bad_words, r.logit_bias
     )
-    return Sampling(r.max_new_tokens, r.temperature, r.top_k, r.top_p, r.min_p, stops, *constraints)
+    return Sampling(r.max_new_tokens, r.temperature, r.top_k, r.top_p, r.min_p, ends, *constraints)

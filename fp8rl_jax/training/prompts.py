@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
+from fp8rl_jax.errors import UserError
 from fp8rl_jax.parallel import to_host
 from fp8rl_jax.rollout.engine import Prompts, Rollout, pad_prompts
 from fp8rl_jax.tasks.conversation import chat_messages, continuation
 from fp8rl_jax.tasks.dataset import Example
 from fp8rl_jax.tasks.episodes import Episode
-from fp8rl_jax.tokenizers.tokenizer import Tokenizer
+from fp8rl_jax.tokenizers.tokenizer import Tokenizer, end_tokens
 
 
 class PromptEncoder:
@@ -22,21 +24,44 @@ class PromptEncoder:
         system_prompt: system message of chat models.
         width: longest prompt in tokens, which a whole conversation up to its last answer has to
             fit; batches are padded to it.
+        ends: tokens that end a completion, beside the tokenizer's own.
     """
 
-    def __init__(self, tokenizer: Tokenizer, system_prompt: str, width: int):
+    def __init__(
+        self, tokenizer: Tokenizer, system_prompt: str, width: int, ends: Sequence[int] = ()
+    ):
         self.tokenizer, self.system_prompt, self.width = tokenizer, system_prompt, width
+        self.ends = end_tokens(tokenizer, ends)
 
     @property
     def pad(self) -> int:
         """Token id that fills rows up."""
         return self.tokenizer.pad_token_id or 0
 
+    @property
+    def end(self) -> int:
+        """Token that ends an answer to learn from.
+
+        Raises:
+            UserError: none is known.
+        """
+        if not self.ends:
+            raise UserError(
+                "rollout.stop_token_ids: neither the tokenizer nor the model names an end token, "
+                "and an answer to learn from ends with one; give its id"
+            )
+        return self.ends[0]
+
     def tokens(self, example: Example) -> list[int]:
-        """Encode one prompt, chat template or begin-of-sequence included."""
-        if self.tokenizer.has_chat_template:
-            return self.tokenizer.encode_chat(chat_messages(example.prompt, self.system_prompt))
-        return self.tokenizer.encode(example.prompt)
+        """Encode one prompt, chat template or begin-of-sequence included.
+
+        Raises:
+            UserError: a prompt that the template or the tokenizer refuses, and where it came from.
+        """
+        with _naming(example):
+            if self.tokenizer.has_chat_template:
+                return self.tokenizer.encode_chat(chat_messages(example.prompt, self.system_prompt))
+            return self.tokenizer.encode(example.prompt)
 
     def next_turn(self, episode: Episode) -> list[int]:
         """Encode the prompt of an episode's next turn: the whole conversation so far.
@@ -52,10 +77,14 @@ class PromptEncoder:
         return [*last.prompt, *last.tokens, *self.tokenizer.encode(said, add_special_tokens=False)]
 
     def target(self, example: Example) -> list[int]:
-        """Encode the supervised answer, its end-of-sequence included."""
-        return self.tokenizer.encode(example.target, add_special_tokens=False) + [
-            self.tokenizer.eos_token_ids[0]
-        ]
+        """Encode the supervised answer, its end token included.
+
+        Raises:
+            UserError: no end token is known, or the tokenizer refuses the answer.
+        """
+        with _naming(example):
+            tokens = self.tokenizer.encode(example.target, add_special_tokens=False)
+        return [*tokens, self.end]
 
     def fits(self, example: Example) -> bool:
         return len(self.tokens(example)) <= self.width
@@ -73,3 +102,14 @@ class PromptEncoder:
             self.tokenizer.decode(row[kept].tolist())
             for row, kept in zip(np.asarray(tokens), np.asarray(mask), strict=True)
         ]
+
+
+@contextmanager
+def _naming(example: Example) -> Generator[None]:
+    """Say of which problem a fault is, where its data set says where it stands."""
+    try:
+        yield
+    except UserError as error:
+        if "source" not in example.entry:
+            raise
+        raise UserError(f"{example.entry['source']}: {error}") from None

@@ -246,7 +246,10 @@ class Session:
         rollout = config.rollout
         self.sampling = make_sampling(config, policy, tokenizer)
         self.encoder = PromptEncoder(
-            tokenizer, config.task.system_prompt, rollout.max_prompt_tokens
+            tokenizer,
+            config.task.system_prompt,
+            rollout.max_prompt_tokens,
+            self.sampling.stop_token_ids,
         )
         if engine is None and config.rollout.engine == "vllm":
             engine = VllmEngine(config, self.recipe, tokenizer)
@@ -982,14 +985,15 @@ class Session:
     def _tokens(self, i: int, prompt: Prompt) -> list[int]:
         if isinstance(prompt, Example):
             return self.encoder.tokens(prompt)
+        source = f"prompts: prompt {i}"
         if isinstance(prompt, str):
-            return self.encoder.tokens(Example(i, prompt, "", "", {}))
+            return self.encoder.tokens(Example(i, prompt, "", "", {"source": source}))
         messages = [part for part in prompt if isinstance(part, Mapping)]
         if not messages:
-            return self._ids(f"prompts: prompt {i}", prompt)
+            return self._ids(source, prompt)
         if fault := message_faults(prompt):
-            raise UserError(f"prompts: prompt {i} {fault}")
-        return self.encoder.tokens(Example(i, Conversation(messages), "", "", {}))
+            raise UserError(f"{source} {fault}")
+        return self.encoder.tokens(Example(i, Conversation(messages), "", "", {"source": source}))
 
     def _ids(self, what: str, tokens: Sequence[Any]) -> list[int]:
         ids, size = [int(token) for token in tokens], self.weights.config.vocab_size
@@ -1001,10 +1005,8 @@ class Session:
         if not isinstance(answer, str):
             ids = self._ids(f"completion {i}", answer)
         else:
-            ids = (
-                self.tokenizer.encode(answer, add_special_tokens=False)
-                + [self.tokenizer.eos_token_ids[0]] * end
-            )
+            ids = self.tokenizer.encode(answer, add_special_tokens=False)
+            ids += [self.encoder.end] if end else []
         if not ids:
             raise UserError(f"completion {i} has no tokens")
         return ids

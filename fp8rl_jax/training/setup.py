@@ -40,6 +40,7 @@ from fp8rl_jax.training.plan import check_fits, report
 from fp8rl_jax.training.prompts import PromptEncoder
 from fp8rl_jax.training.session import Session
 from fp8rl_jax.weights.hf_config import read_policy_config
+from fp8rl_jax.weights.hf_directory import listing
 from fp8rl_jax.weights.load import byte_policy_config, load
 from fp8rl_jax.weights.resolve import resolve_model
 
@@ -270,19 +271,25 @@ def _with_kept_exact(config: RunConfig) -> RunConfig:
 
 
 def _fitting(data: Dataset, encoder: PromptEncoder, which: str) -> tuple[Dataset, int]:
-    kept = [e for e in data.examples if encoder.fits(e)]
-    dropped = len(data.examples) - len(kept)
-    if dropped:
+    long = {example.index: example for example in data.examples if not encoder.fits(example)}
+    kept = tuple(example for example in data.examples if example.index not in long)
+    if long:
+        where = [
+            f"{example.entry.get('source', f'problem {index}')} "
+            f"({len(encoder.tokens(example))} tokens)"
+            for index, example in long.items()
+        ]
         _log.warning(
             "%d of %d %s prompts have more than rollout.max_prompt_tokens = %d tokens and are "
-            "skipped",
-            dropped,
-            len(data.examples),
+            "skipped: %s",
+            len(long),
+            len(data),
             which,
             encoder.width,
+            listing(where),
         )
-    if dropped and not kept:
+    if long and not kept:
         raise UserError(
             f"rollout.max_prompt_tokens = {encoder.width}: every {which} prompt is longer; raise it"
         )
-    return Dataset(tuple(kept), data.duplicates), dropped
+    return Dataset(kept, data.duplicates), len(long)

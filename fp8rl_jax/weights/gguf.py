@@ -105,11 +105,12 @@ def _config(metadata: dict[str, Any], tensors: dict[str, StoredTensor]) -> Polic
                 f"{name}.{key}: {meaning} over {size} features are not supported where a key has "
                 f"{head_dim}"
             )
-    bos, eos, pad = (
-        metadata.get(f"tokenizer.ggml.{role}_token_id") for role in ("bos", "eos", "padding")
+    bos, pad, *ends = (
+        metadata.get(f"tokenizer.ggml.{role}_token_id")
+        for role in ("bos", "padding", "eos", "eot", "eom")
     )
     if wrong := [
-        token for token in (bos, eos, pad) if token is not None and type(token) is not int
+        token for token in (bos, pad, *ends) if token is not None and type(token) is not int
     ]:
         raise UserError(f"tokenizer.ggml.*_token_id must be a token's number, got {wrong[0]!r}")
     return PolicyConfig(
@@ -126,7 +127,7 @@ def _config(metadata: dict[str, Any], tensors: dict[str, StoredTensor]) -> Polic
         tie_word_embeddings="output.weight" not in tensors,
         max_position_embeddings=get(f"{name}.context_length"),
         bos_token_id=bos,
-        eos_token_ids=() if eos is None else (eos,),
+        eos_token_ids=tuple(dict.fromkeys(token for token in ends if token is not None)),
         pad_token_id=pad,
     )
 

@@ -37,15 +37,15 @@ QWEN_LAYER = {
 
 def test_every_tensor_reaches_its_place(tmp_path):
     tensors = gguf_tensors()
-    directory = convert_gguf(write_gguf(tmp_path / "m.gguf", tensors), tmp_path / "out")
-    config, arrays = load_policy_arrays(directory)
+    file = write_gguf(tmp_path / "m.gguf", tensors, end_of_turn=0)
+    config, arrays = load_policy_arrays(convert_gguf(file, tmp_path / "out"))
     assert config.architecture == "llama" and config.tie_word_embeddings
     assert (config.rms_norm_eps, config.rope_theta, config.max_position_embeddings) == (
         1e-5,
         100000.0,
         512,
     )
-    assert (config.bos_token_id, config.eos_token_ids, config.pad_token_id) == (1, (2,), 2)
+    assert (config.bos_token_id, config.eos_token_ids, config.pad_token_id) == (1, (2, 0), 2)
     for policy, name in LAYER.items() - {("q_proj", "attn_q.weight"), ("k_proj", "attn_k.weight")}:
         for layer in range(LLAMA.num_layers):
             expected = tensors[f"blk.{layer}.{name}"].astype(ml_dtypes.bfloat16)
