@@ -97,6 +97,14 @@ def _folders() -> dict[str, dict[str, Any]]:
     ):
         files = {config: _without({"tokenizer_class": name, "eos_token": said, "pad_token": said})}
         folders[f"class {name}, {said}"] = files
+        spaced = {
+            "type": "Metaspace",
+            "replacement": "_",
+            "prepend_scheme": "first",
+            "split": False,
+        }
+        files = files | {"tokenizer.json": {"pre_tokenizer": spaced, "decoder": spaced}}
+        folders[f"class {name}, {said}, not of bytes"] = files
     for kind in ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "gemma3_text"):
         folders[f"model {kind}"] = {"config.json": {"model_type": kind}}
         for name in ("GPT2Tokenizer", "PreTrainedTokenizerFast"):

@@ -23,6 +23,7 @@ from fp8rl_jax.rollout.offline import Line, calibrate, read_lines
 from fp8rl_jax.rollout.sampling import Sampling
 from fp8rl_jax.rollout.vllm.engine import VllmEngine
 from fp8rl_jax.tokenizers.tokenizer import Tokenizer, end_tokens
+from fp8rl_jax.weights.hf_directory import listing
 
 _log = logging.getLogger("fp8rl")
 
@@ -157,13 +158,18 @@ def from_vllm(
     recipe, rollout = config.resolved_recipe(), config.rollout
     engine = VllmEngine(config, recipe, tokenizer)
     given = [row.prompt[: rollout.max_prompt_tokens] for row in rows]
-    if cut := sum(len(row.prompt) > rollout.max_prompt_tokens for row in rows):
+    if cut := [
+        f"{number} ({len(row.prompt)} tokens)"
+        for number, row in enumerate(rows, start=1)
+        if len(row.prompt) > rollout.max_prompt_tokens
+    ]:
         _log.warning(
-            "%d of %d prompts have more than %d tokens and are cut to their first ones; raise "
-            "--max-tokens",
-            cut,
+            "%d of %d prompts have more than %d tokens and are cut to their first ones "
+            "(--max-tokens): %s",
+            len(cut),
             len(rows),
             rollout.max_prompt_tokens,
+            listing(cut),
         )
     prompts = pad_prompts(given, list(range(len(given))), rollout.max_prompt_tokens)
     stops = end_tokens(tokenizer, policy.config.eos_token_ids)

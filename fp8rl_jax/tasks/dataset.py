@@ -45,6 +45,11 @@ class Example:
     entry: Mapping[str, Any]
     """The source's own record: question, answer, metadata."""
 
+    @property
+    def where(self) -> str:
+        """Where it stands, for messages: "FILE:LINE" or its number."""
+        return str(self.entry.get("source", f"problem {self.index}"))
+
 
 @dataclass(frozen=True)
 class Dataset:

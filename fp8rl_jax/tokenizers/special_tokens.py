@@ -14,6 +14,7 @@ A null names no token, and nothing else is asked.
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,12 @@ from fp8rl_jax.errors import UserError
 from fp8rl_jax.json_fields import read_json
 from fp8rl_jax.tokenizers.byte_tokenizer import checked
 
+_log = logging.getLogger("fp8rl")
 CONFIG_FILE = "tokenizer_config.json"
 _MAP_FILE, _ADDED_FILE = "special_tokens_map.json", "added_tokens.json"
-_ROLES = tuple(f"{role}_token" for role in ("bos", "eos", "pad", "unk", "sep", "cls", "mask"))
-_USED = _ROLES[:3]
+_ROLES = tuple(f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+"""In the order in which transformers adds them, where the last of two forms of a token holds."""
+_USED = ("bos_token", "eos_token", "pad_token")
 _EXTRA, _FORMER_EXTRA = "extra_special_tokens", "additional_special_tokens"
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
@@ -67,16 +70,20 @@ def read_special_tokens(
     """
     source = directory / CONFIG_FILE
     named, extra = _named(source, config), _extra(source, config)
-    if "added_tokens_decoder" in config:
+    over = _read(directory / _MAP_FILE)
+    mapped = _named(directory / _MAP_FILE, over, special=True)
+    decoder = "added_tokens_decoder" in config
+    _tell_of_two(directory, named, mapped, decoder)
+    if decoder:
         listed = _decoder(source, config["added_tokens_decoder"])
     else:
-        source = directory / _MAP_FILE
-        over = read_json(source) if source.is_file() else {}
-        named |= _named(source, over, special=True)
-        extra += _extra(source, over)
+        named |= mapped
+        more = _extra(directory / _MAP_FILE, over)
+        # under the former name they come too late to be special in added_tokens.json
+        early = (*named.values(), *extra, *(more if over.get(_EXTRA) else ()))
+        extra += more
         source = directory / _ADDED_FILE
-        special = {token.content for token in (*named.values(), *extra) if token}
-        listed = _encoder(source, read_json(source) if source.is_file() else {}, special)
+        listed = _encoder(source, _read(source), {token.content for token in early if token})
         listed |= backend.get_added_tokens_decoder()
     known = {token.content for token in (*listed.values(), *extra)}
     for name in _USED:
@@ -89,15 +96,43 @@ def read_special_tokens(
     for name, text in _absent(directory, config, backend).items():
         if text in known or backend.token_to_id(text) is not None:
             named.setdefault(name, AddedToken(text, special=True))
-    tokens = {name: token for name, token in named.items() if token}
+    tokens = {
+        name: token for name in {**dict.fromkeys(_ROLES), **named} if (token := named.get(name))
+    }
     _add(backend, listed, [*tokens.values()], extra)
     for index, token in listed.items():
         if (given := backend.token_to_id(token.content)) != index:
             raise UserError(
-                f"{source}: token {token.content!r} has id {index}, and tokenizer.json makes it "
-                f"{given}; add it to tokenizer.json"
+                f"{source}: token {token.content!r} has id {index}, and beside tokenizer.json it "
+                f"gets {given}; make the two agree"
             )
     return {name: token.content for name, token in tokens.items()}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.is_file() else {}
+
+
+def _tell_of_two(
+    directory: Path,
+    named: dict[str, AddedToken | None],
+    mapped: dict[str, AddedToken | None],
+    decoder: bool,
+) -> None:
+    """Warn where two files name different tokens: which is used nobody may expect."""
+    for name in _USED:
+        texts = [token and token.content for token in (named.get(name), mapped.get(name))]
+        if name in named and name in mapped and texts[0] != texts[1]:
+            _log.warning(
+                "%s: %s is %r in %s and %r in %s; the %s is used, as in transformers",
+                directory,
+                name,
+                texts[0],
+                CONFIG_FILE,
+                texts[1],
+                _MAP_FILE,
+                "first" if decoder else "second",
+            )
 
 
 def _add(
@@ -133,10 +168,9 @@ def _named(
 
 def _extra(source: Path, values: dict[str, Any]) -> list[AddedToken]:
     """Special tokens without a name."""
-    key = _EXTRA if values.get(_EXTRA) else _FORMER_EXTRA
+    extra = values.get(_EXTRA)
+    key = _EXTRA if extra and not isinstance(extra, dict) else _FORMER_EXTRA
     listed = values.get(key) or []
-    if key == _EXTRA and isinstance(listed, dict):
-        return []
     if not isinstance(listed, list) or None in listed:
         raise UserError(f"{source}: {key} must be a list of tokens, got {listed!r}")
     tokens = [_token(source, key, value, special=True) for value in listed]
@@ -186,13 +220,12 @@ def _token(source: Path, key: str, value: Any, special: bool = False) -> AddedTo
 
 def _absent(directory: Path, config: dict[str, Any], backend: Tokenizer) -> dict[str, str]:
     """The tokens that stand for those that no file names."""
-    path = directory / "config.json"
-    model = read_json(path) if path.is_file() else {}
+    model = _read(directory / "config.json")
     kind = str(model.get("model_type"))
     name = config.get("tokenizer_class") or model.get("tokenizer_class")
     name = _WHATEVER_CLASS_IS_NAMED.get(kind) or name or _CLASS_OF_MODEL.get(kind, "")
     name = str(name).removesuffix("Fast")
-    if name == "LlamaTokenizer" and "ByteLevel" in repr(backend.pre_tokenizer):
+    if name == "LlamaTokenizer" and "ByteLevel" in repr((backend.pre_tokenizer, backend.decoder)):
         name = ""  # Llama 3 names the class of Llama 2, and has other tokens
     padding = {"pad_token": backend.padding["pad_token"]} if backend.padding else {}
     return padding | _OF_CLASS.get(name, {})

@@ -245,12 +245,16 @@ class HFTokenizer:
         size = 1 + max(whole.values(), default=-1)
         if vocab_size is None or size <= vocab_size:
             return size
-        around = {self.special_tokens.get(name) for name in ("bos_token", "eos_token")} - {None}
-        needed = self._backend.get_vocab(with_added_tokens=False).keys() | around
-        token = max(needed, key=whole.__getitem__, default="")
-        if whole.get(token, -1) >= vocab_size:
+        needed = self._backend.get_vocab(with_added_tokens=False)
+        needed |= {
+            text: whole[text]
+            for name, text in self.special_tokens.items()
+            if name in ("bos_token", "eos_token")
+        }
+        token = max(needed, key=lambda text: needed[text], default="")
+        if needed.get(token, -1) >= vocab_size:
             raise UserError(
-                f"{self._path}: token {token!r} has id {whole[token]}, but the model's "
+                f"{self._path}: token {token!r} has id {needed[token]}, but the model's "
                 f"vocab_size is {vocab_size}; the tokenizer belongs to another model"
             )
         return vocab_size

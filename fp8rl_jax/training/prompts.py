@@ -106,10 +106,8 @@ class PromptEncoder:
 
 @contextmanager
 def _naming(example: Example) -> Generator[None]:
-    """Say of which problem a fault is, where its data set says where it stands."""
+    """Say of which problem a fault is."""
     try:
         yield
     except UserError as error:
-        if "source" not in example.entry:
-            raise
-        raise UserError(f"{example.entry['source']}: {error}") from None
+        raise UserError(f"{example.where}: {error}") from None

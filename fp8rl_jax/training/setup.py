@@ -274,11 +274,7 @@ def _fitting(data: Dataset, encoder: PromptEncoder, which: str) -> tuple[Dataset
     long = {example.index: example for example in data.examples if not encoder.fits(example)}
     kept = tuple(example for example in data.examples if example.index not in long)
     if long:
-        where = [
-            f"{example.entry.get('source', f'problem {index}')} "
-            f"({len(encoder.tokens(example))} tokens)"
-            for index, example in long.items()
-        ]
+        where = [f"{x.where} ({len(encoder.tokens(x))} tokens)" for x in long.values()]
         _log.warning(
             "%d of %d %s prompts have more than rollout.max_prompt_tokens = %d tokens and are "
             "skipped: %s",

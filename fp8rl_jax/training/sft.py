@@ -74,15 +74,13 @@ def demonstrations(
     width, answers = config.rollout.max_new_tokens, []
     for row, example in enumerate(examples):
         if not example.target:
-            raise UserError(
-                f"task.answer_template: problem {example.index} has no answer to learn from"
-            )
+            raise UserError(f"task.answer_template: {example.where} has no answer to learn from")
         target = encoder.target(example)
         if cut[row] and len(target) > 2:
             target = [*target[:-2], target[-1]]
         if len(target) > width:
             raise UserError(
-                f"rollout.max_new_tokens = {width}: the answer of problem {example.index} has "
+                f"rollout.max_new_tokens = {width}: the answer of {example.where} has "
                 f"{len(target)} tokens; raise it"
             )
         answers.append(target)

@@ -227,7 +227,7 @@ def test_refused_messages_name_the_template(template, messages, message, tmp_pat
         (
             {"added_tokens_decoder": {"12": {"content": "<new>"}}},
             None,
-            "token '<new>' has id 12, and tokenizer.json makes it 10",
+            "token '<new>' has id 12, and beside tokenizer.json it gets 10",
         ),
         ({"split_special_tokens": "no"}, None, "split_special_tokens must be true or false"),
         ({"chat_template": 3}, None, "tokenizer_config.json: chat_template must be a string"),
@@ -303,6 +303,18 @@ def test_the_template_of_a_processor_is_the_last_that_is_asked_for(tmp_path):
 def test_settings_that_have_no_effect_are_told(config, said, tmp_path, caplog):
     tokenizer_of(write_tokenizer(tmp_path, config))
     assert len(caplog.records) == bool(said) and said in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("listed", "eos", "used"), [({}, 1, "second"), ({"added_tokens_decoder": {}}, 0, "first")]
+)
+def test_two_files_that_name_different_tokens_are_told(listed, eos, used, tmp_path, caplog):
+    write_tokenizer(tmp_path, {"eos_token": "<s>"} | listed)
+    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "</s>", "pad_token": "<unk>"}')
+    assert tokenizer_of(tmp_path).eos_token_ids == (eos,)
+    (record,) = caplog.records
+    assert "eos_token is '<s>' in tokenizer_config.json and '</s>' in" in record.getMessage()
+    assert f"the {used} is used" in record.getMessage()
 
 
 def test_a_tokenizer_that_encodes_at_random_is_refused(tmp_path):

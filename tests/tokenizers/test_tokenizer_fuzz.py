@@ -79,11 +79,25 @@ def use(directory) -> None:
         assert str(directory) in str(error)
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+TOKEN = {"content": "<|eos|>", "lstrip": False, "special": True}
+FILES = {
+    "tokenizer.json": {},
+    "tokenizer_config.json": {
+        "chat_template": "{{ messages[0].content }}",
+        "added_tokens_decoder": {"258": TOKEN},
+        "extra_special_tokens": ["<|eos|>", TOKEN],
+        "split_special_tokens": False,
+    },
+    "special_tokens_map.json": {"eos_token": TOKEN, "additional_special_tokens": [TOKEN]},
+    "added_tokens.json": {"<|eos|>": 258, "<|new|>": 259},
+    "config.json": {"model_type": "qwen3", "tokenizer_class": "Qwen2Tokenizer"},
+}
+
+
+@pytest.mark.parametrize("name", FILES)
 def test_a_tokenizer_file_with_one_damaged_value_is_used_or_refused(directory, name):
-    sound = json.loads((directory / name).read_text()) | {
-        "chat_template": "{{ messages[0].content }}"
-    }
+    file = directory / name
+    sound = (json.loads(file.read_text()) if file.exists() else {}) | FILES[name]
     everywhere, draw = list(places(sound)), random.Random(0)
     for _ in range(150):
         damaged = changed(
