@@ -259,7 +259,7 @@ def make_sampling(arguments: GenerateArguments, model: OpenModel) -> Sampling:
         arguments.stop,
         arguments.bad_words,
         arguments.biases(),
-        Keys("--stop", "--bad-words", "--logit-bias"),
+        Keys("--stop", "--bad-words", "--logit-bias", "generation_config.json's eos_token_id"),
     )
     return Sampling(
         max_new_tokens=arguments.max_new_tokens,

@@ -212,11 +212,12 @@ class Constraints(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """What the three settings are called where the user gave them."""
+    """What the three settings are called where the user gave them, and where end tokens are."""
 
     stop_strings: str = "rollout.stop_strings"
     bad_words: str = "rollout.bad_words"
     logit_bias: str = "rollout.logit_bias"
+    end_tokens: str = "rollout.stop_token_ids"
 
 
 def make_constraints(
@@ -240,8 +241,8 @@ def make_constraints(
 
     Raises:
         UserError: no tokenizer where one is needed, tokens whose bytes are not known, an empty
-            text, texts that are too long together, bad words that leave nothing to sample, a bias
-            of something that is no token.
+            text, a text with a special token in it, texts that are too long together, bad words
+            that leave nothing to sample, a bias of something that is no token.
     """
     stop = bad = None
     if stop_strings or bad_words:
@@ -251,11 +252,27 @@ def make_constraints(
         pieces = tokenizer.token_bytes()
         if stop_strings:
             stop = compile_phrases(stop_strings, pieces, vocab_size, keys.stop_strings)
+            _refuse_special(tokenizer, pieces, stop_strings, keys.stop_strings, keys.end_tokens)
         if bad_words:
             bad = compile_phrases(bad_words, pieces, vocab_size, keys.bad_words)
+            _refuse_special(tokenizer, pieces, bad_words, keys.bad_words, keys.logit_bias)
             _refuse_dead_end(bad, pieces, keys.bad_words)
     bias = _bias(tokenizer, vocab_size, logit_bias, keys.logit_bias) if logit_bias else None
     return Constraints(stop, bad, bias)
+
+
+def _refuse_special(
+    tokenizer: Tokenizer, pieces: Sequence[bytes], phrases: Sequence[str], key: str, instead: str
+) -> None:
+    """A special token is not a part of the text, so that a phrase with one would never be found."""
+    for phrase in phrases:
+        for token in tokenizer.encode(phrase, add_special_tokens=False):
+            special = "" if pieces[token] else tokenizer.decode([token], skip_special=False)
+            if special and special in phrase:
+                raise UserError(
+                    f"{key}: {phrase!r} has the special token {special!r} in it, which is left out "
+                    f"of a text; give its id, {token}, in {instead}"
+                )
 
 
 def _refuse_dead_end(table: Phrases, pieces: Sequence[bytes], key: str) -> None:

@@ -7,7 +7,7 @@ import json
 import logging
 import re
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -338,8 +338,10 @@ def token_bytes(backend: tokenizers.Tokenizer, path: Path) -> list[bytes]:
             f"{path}: the bytes of tokens are not known for a decoder of type {unknown[0]}; "
             "stop strings, bad words and streaming need byte-level BPE or SentencePiece"
         )
+    # a file may say of a token that it is special and another that it is not: decoding tells
+    kept, whole = (partial(backend.decode, skip_special_tokens=skip) for skip in (True, False))
     special = {
-        index for index, token in backend.get_added_tokens_decoder().items() if token.special
+        index for index in backend.get_added_tokens_decoder() if kept([index]) != whole([index])
     }
     vocabulary = backend.get_vocab(with_added_tokens=True)
     pieces = [b""] * (1 + max(vocabulary.values(), default=-1))

@@ -56,12 +56,18 @@ class PromptEncoder:
         """Encode one prompt, chat template or begin-of-sequence included.
 
         Raises:
-            UserError: a prompt that the template or the tokenizer refuses, and where it came from.
+            UserError: a prompt that the template or the tokenizer refuses, or of which nothing is
+                left, and where it came from.
         """
         with _naming(example):
             if self.tokenizer.has_chat_template:
-                return self.tokenizer.encode_chat(chat_messages(example.prompt, self.system_prompt))
-            return self.tokenizer.encode(example.prompt)
+                messages = chat_messages(example.prompt, self.system_prompt)
+                tokens = self.tokenizer.encode_chat(messages)
+            else:
+                tokens = self.tokenizer.encode(example.prompt)
+            if not tokens:
+                raise UserError("the prompt gives no tokens")
+        return tokens
 
     def next_turn(self, episode: Episode) -> list[int]:
         """Encode the prompt of an episode's next turn: the whole conversation so far.

@@ -251,6 +251,10 @@ class Session:
             rollout.max_prompt_tokens,
             self.sampling.stop_token_ids,
         )
+        if config.task.system_prompt and not tokenizer.has_chat_template:
+            _log.warning(
+                "task.system_prompt: has no effect, the model has no chat template to write it with"
+            )
         if engine is None and config.rollout.engine == "vllm":
             engine = VllmEngine(config, self.recipe, tokenizer)
         self.engine = local_engine(config, self.recipe) if engine is None else engine

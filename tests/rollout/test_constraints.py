@@ -25,6 +25,7 @@ from fp8rl_jax.rollout.constraints import make_constraints
 from fp8rl_jax.rollout.sampler import generate
 from fp8rl_jax.rollout.sampling import Sampling, draw
 from fp8rl_jax.tokenizers.byte_tokenizer import ByteTokenizer
+from fp8rl_jax.tokenizers.tokenizer import load_tokenizer
 
 KEY = jax.random.key(42)
 TEMPERATURE = 1.3
@@ -46,7 +47,7 @@ class Tokens:
     def encode(self, text, add_special_tokens=True):
         return [self.words.index(text)] if text in self.words else list(range(len(text)))
 
-    def decode(self, ids):
+    def decode(self, ids, skip_special=True):
         return "".join(self.words[i] for i in ids)
 
 
@@ -235,12 +236,28 @@ def test_constraints_that_cannot_be_are_refused(tokenizer, settings, message):
         make_constraints(tokenizer, 264, **settings)
 
 
+@pytest.mark.parametrize(
+    ("setting", "instead"),
+    [("stop_strings", "rollout.stop_token_ids"), ("bad_words", "rollout.logit_bias")],
+)
+def test_a_special_token_is_no_part_of_a_text(setting, instead, tmp_path):
+    BYTES.save(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    message = rf"rollout\.{setting}: 'a<\|eos\|>' .* its id, 258, in {instead}"
+    with pytest.raises(UserError, match=message):
+        make_constraints(tokenizer, 264, **{setting: ["b", "a<|eos|>"]})
+    make_constraints(BYTES, 264, **{setting: ["a<|eos|>"]})  # plain bytes there
+
+
 def test_bad_words_that_leave_nothing_are_refused():
     """No special token, no other byte: after an a, b and a both complete a bad word."""
 
     class Letters:
         def token_bytes(self):
             return [b"a", b"b"]
+
+        def encode(self, text, add_special_tokens=True):
+            return ["ab".index(letter) for letter in text]
 
     with pytest.raises(
         UserError, match="rollout.bad_words: after 'a' every token would complete one"

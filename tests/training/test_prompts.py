@@ -111,6 +111,23 @@ def test_a_prompt_that_the_template_refuses_is_named_by_its_row(directory):
         session.encode(["a", system])
 
 
+def test_a_prompt_of_which_the_template_leaves_nothing_is_named_by_its_row(directory):
+    (directory / "chat_template.jinja").write_text("{{ messages[0].content | trim('b') }}")
+    rows = [{"prompt": "a", "answer": 1}, {"prompt": "b", "answer": 2}]
+    with pytest.raises(UserError, match=r"rows\.jsonl:2: the prompt gives no tokens"):
+        encoded(directory, rows)
+
+
+def test_a_system_prompt_that_nothing_writes_is_told(directory, caplog):
+    settings = {"task.system_prompt": "be good", "max_new_tokens": 8}
+    Session(policy_ending_with(258), load_tokenizer(directory), **settings)
+    assert "task.system_prompt: has no effect" in caplog.text
+    (directory / "chat_template.jinja").write_text(REFUSES)
+    caplog.clear()
+    Session(policy_ending_with(258), load_tokenizer(directory), **settings)
+    assert not caplog.records
+
+
 def test_prompts_that_are_left_out_are_named_by_their_rows(directory, caplog):
     rows = [{"prompt": "a" * length, "answer": 1} for length in (3, 9, 4, 12)]
     data, dropped = encoded(directory, rows)
