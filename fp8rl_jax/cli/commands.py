@@ -215,8 +215,7 @@ def export(arguments: ExportArguments) -> None:
     """
     import ml_dtypes
 
-    from fp8rl_jax.json_fields import read_json
-    from fp8rl_jax.weights.block_fp8 import parse_quantization, unaligned_linears
+    from fp8rl_jax.weights.block_fp8 import BLOCK, read_quantization, unaligned_linears
     from fp8rl_jax.weights.hf_directory import (
         export_policy,
         listing,
@@ -234,10 +233,10 @@ def export(arguments: ExportArguments) -> None:
             "choose another"
         )
     config, arrays = load_policy_arrays(source)
-    is_fp8 = parse_quantization(read_json(source / "config.json")) is not None
-    if arguments.format == "fp8-block" and is_fp8:  # from where its scales are found again
+    block = read_quantization(source)
+    if arguments.format == "fp8-block" and block == BLOCK:  # from where its scales are found again
         arrays = {name: x.astype(ml_dtypes.bfloat16) for name, x in arrays.items()}
-    elif not is_fp8 and (share := lost_in(arrays, _DTYPES[arguments.format])):
+    elif block is None and (share := lost_in(arrays, _DTYPES[arguments.format])):
         progress(
             f"--format {arguments.format}: {share:.1%} of the model's values lie between two "
             "numbers of this format and are rounded, and with them what training has moved by less "

@@ -43,7 +43,6 @@ from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.config.run import MeshConfig, RunConfig
 from fp8rl_jax.config.training import DEVICE_BYTES
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.json_fields import read_json
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.forms import predequantized, rollout_policy
 from fp8rl_jax.models.logprobs import positions_at_once
@@ -57,7 +56,7 @@ from fp8rl_jax.rollout.paged.layout import choose_layout
 from fp8rl_jax.rollout.sampler import cache_dtype, loop_dtype
 from fp8rl_jax.training.adapters import adapt
 from fp8rl_jax.training.state import make_optimizer
-from fp8rl_jax.weights.block_fp8 import parse_quantization
+from fp8rl_jax.weights.block_fp8 import read_quantization
 from fp8rl_jax.weights.resolve import resolve_model
 from pallas_kernels.attention import CHUNK, CHUNK_FROM
 from pallas_kernels.backend import tracing_for
@@ -445,8 +444,11 @@ def heard(config: RunConfig) -> str:
     if config.lora.rank or not config.model.path or config.optimizer.name != "adamw":
         return ""
     rate, recipe = config.optimizer.learning_rate, config.resolved_recipe()
-    if block := parse_quantization(read_json(resolve_model(config.model.path) / "config.json")):
-        stored = TensorFormat("e4m3", block)
+    if block := read_quantization(resolve_model(config.model.path)):
+        rows, columns = block
+        if rows is None or columns is None:
+            return ""  # no recipe rounds like this
+        stored = TensorFormat("e4m3", (rows, columns))
         if recipe.rollout.weight != stored or (config.dithers and recipe.shares_weights):
             return ""
         what = f"{stored.element}, which the checkpoint is in,"

@@ -1,20 +1,31 @@
-"""Block-FP8 checkpoints, in the form of DeepSeek-V3 and Qwen3-FP8 that vLLM, SGLang and
-transformers read.
+"""FP8 checkpoints: linears in e4m3 with scales beside them.
 
-A linear `X.weight` [out, in] is stored as e4m3, with one scale for each 128 x 128 block beside it
-in `X.weight_scale_inv` [ceil(out / 128), ceil(in / 128)]. In spite of its name the scale
-multiplies: a weight is its stored value times the scale of its block. `quantization_config` in
-config.json says so. Embeddings, lm_head, norms, biases and routers stay bf16.
+A linear `X.weight` [out, in] is stored as e4m3, and its scales beside it in `X.weight_scale_inv` or
+`X.weight_scale`. In spite of the first name both multiply: a weight is its stored value times its
+scale. How many values share a scale is config.json's `quantization_config` to say, in the words of
+whoever wrote the checkpoint (`parse_quantization`); all of them come down to the rows and columns
+of a block:
 
-What is written has the bits that the rollout computes with: the library's one quantizer, on the
-weight as it is given, which is the master rounded to the compute dtype (in float32 the master
-itself). Of bf16 weights, read back and quantized again it has the same bits once more. The largest
-element of a block is 448 scales, which rounds to the bf16 weight that it came from, so that the
-scale is found again (of float32 weights it may differ in its last bit); and rounding to bf16 moves
-a value by at most 2**-9 of itself, while the nearest border between two e4m3 values is 2**-5 away.
-Neither holds for scales of another rule
-(powers of two, bf16 scales as in Qwen3-FP8, or blocks whose largest weight is below 448 * 2**-126):
-such a checkpoint is read exactly, but requantizing moves it.
+    128 x 128        DeepSeek-V3, Qwen3-FP8, and what is written here
+    1 x all columns  a scale for each output channel: compressed-tensors (llm-compressor), FBGEMM
+    all x all        a scale for the tensor: AutoFP8, Ministral, ModelOpt, compressed-tensors
+    1 x 32           MXFP8 of compressed-tensors
+
+Scales are float32, bfloat16, float16, or powers of two in E8M0: as such, or as their bytes in
+uint8. Scales of activations and of the KV cache belong to the run that measured them and are not
+read (`hf_names.is_measured_scale`). The methods are those of transformers
+(`integrations/finegrained_fp8.py`), compressed-tensors and vLLM.
+
+What is written is the first form, which vLLM, SGLang and transformers read: embeddings, lm_head,
+norms, biases and routers stay bf16, and linears have the bits that the rollout computes with: the
+library's one quantizer, on the weight as it is given, which is the master rounded to the compute
+dtype (in float32 the master itself). Of bf16 weights, read back and quantized again it has the same
+bits once more. The largest element of a block is 448 scales, which rounds to the bf16 weight that
+it came from, so that the scale is found again (of float32 weights it may differ in its last bit);
+and rounding to bf16 moves a value by at most 2**-9 of itself, while the nearest border between two
+e4m3 values is 2**-5 away. Neither holds for scales of another rule (powers of two, bf16 scales as
+in Qwen3-FP8, other blocks, or blocks whose largest weight is below 448 * 2**-126): such a
+checkpoint is read exactly, but requantizing moves it.
 
 Other readers want sizes that the blocks divide. vLLM and SGLang stack q on k on v, and gate on up,
 and refuse a q, k or gate whose rows are no multiple of 128; transformers 5.23 takes rows / scale
@@ -23,8 +34,9 @@ rows for the block, which is 128 only then.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -32,53 +44,175 @@ import numpy as np
 
 from fp8rl_jax.config.formats import TensorFormat
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.json_fields import Fields
+from fp8rl_jax.json_fields import Fields, read_json
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.tensors import of_kind, parameter_shapes
-from fp8rl_jax.weights.hf_names import Location, hf_name
+from fp8rl_jax.weights.hf_names import Location, Stored, hf_name
 from fp8rl_jax.weights.safetensors_io import Checkpoint, count_non_finite
 
-_BLOCK = 128
-_FORMAT = TensorFormat("e4m3", (_BLOCK, _BLOCK))
+BLOCK = (128, 128)  # of what is written
+_FORMAT = TensorFormat("e4m3", BLOCK)
 SCALE_SUFFIX = "_scale_inv"
 
+Block = tuple[int | None, int | None]
+"""(rows, columns) that share a scale; None is all of them."""
+_WHOLE: Block = (None, None)
+_CHANNEL: Block = (1, None)
+
 _E4M3 = np.dtype(_FORMAT.element_type.dtype)
-_SCALE_DTYPES = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16))
+_E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
+_SCALE_DTYPES = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16), _E8M0)
+_KEYS = ("quantization_config", "compression_config")  # the second is compressed-tensors' old one
 
 
-def parse_quantization(config: dict[str, Any]) -> tuple[int, int] | None:
-    """Read the (rows, columns) that share a scale from config.json's `quantization_config`.
-
-    None for a plain checkpoint.
+def read_quantization(directory: str | Path) -> Block | None:
+    """Read how a directory's weights are stored, from config.json or ModelOpt's
+    hf_quant_config.json.
 
     Raises:
-        UserError: another method than block-FP8, or a key of it that would change the numbers.
+        UserError: whatever `parse_quantization` refuses, and two files that differ.
     """
-    if not config.get("quantization_config"):
+    config, beside = Path(directory) / "config.json", Path(directory) / "hf_quant_config.json"
+    block = parse_quantization(values := read_json(config))
+    if not beside.is_file():
+        return block
+    quantization = Fields(read_json(beside)).object("quantization").data
+    try:
+        stated = parse_quantization(
+            {"quantization_config": {"quant_method": "modelopt", **quantization}}
+        )
+    except UserError as error:
+        raise UserError(f"{beside}: {error}") from None
+    if any(values.get(key) for key in _KEYS) and block != stated:
+        raise UserError(
+            f"{beside}: contradicts the quantization_config of config.json; keep the one that says "
+            "how the weights are stored"
+        )
+    return stated
+
+
+def parse_quantization(config: dict[str, Any]) -> Block | None:
+    """Read from a config.json's values which weights share a scale.
+
+    Returns:
+        The block; None for a plain checkpoint.
+
+    Raises:
+        UserError: another method than FP8, naming it, or a key of it that would change the numbers.
+    """
+    given = [key for key in _KEYS if config.get(key)]
+    if not given:
         return None
-    fields = Fields(config).object("quantization_config")
-    stored = {
-        key: fields.data.get(key, default)
-        for key, default in (("quant_method", None), ("fmt", "e4m3"))
-    }
-    if stored != {"quant_method": "fp8", "fmt": "e4m3"}:
+    if len(given) > 1 and config[given[0]] != config[given[1]]:
         raise UserError(
-            f"quantization_config of quant_method {stored['quant_method']!r} and fmt "
-            f"{stored['fmt']!r} is not read; "
-            f"use the bf16 or float32 checkpoint, or one of 'fp8' in 'e4m3' blocks"
+            f"{given[0]} and {given[1]} differ; keep the one that says how the weights are stored"
         )
-    if (scheme := fields.data.get("activation_scheme", "dynamic")) != "dynamic":
+    fields = Fields(config).object(given[0])
+    method = fields.data.get("quant_method")
+    if not isinstance(method, str) or method not in _METHODS:
+        raise _not_read(fields, f"quant_method {method!r}")
+    return _METHODS[method](fields)
+
+
+def _not_read(fields: Fields, what: str) -> UserError:
+    return UserError(
+        f"{fields.prefix}{what} is not read; use the bf16 or float32 checkpoint, or one in FP8 "
+        f"(e4m3; quant_method {', '.join(_METHODS)})"
+    )
+
+
+def _one_of(fields: Fields, key: str, default: Any, *others: Any) -> Any:
+    """The value of a key that has few; absent or null it is `default`."""
+    value = fields.data.get(key)
+    if value is not None and value not in (default, *others):
+        raise _not_read(fields, f"{key} {value!r}")
+    return default if value is None else value
+
+
+def _block(fields: Fields, key: str) -> Block:
+    sizes = fields.integers(key)
+    if len(sizes) != 2 or min(sizes) < 1:
         raise UserError(
-            f"quantization_config.activation_scheme {scheme!r} is not read; only 'dynamic' is"
+            f"{fields.prefix}{key} must be two positive sizes, got {fields.data.get(key)!r}"
         )
-    block = fields.integers("weight_block_size")
-    if len(block) != 2 or min(block) < 1:
+    return sizes[0], sizes[1]
+
+
+def _of_fp8(fields: Fields) -> Block:
+    _one_of(fields, "fmt", "e4m3")
+    _one_of(fields, "expert_dtype", "fp8")
+    _one_of(fields, "activation_scheme", "dynamic", "static")
+    _one_of(fields, "scale_fmt", "float", "ue8m0")
+    if "weight_block_size" not in fields.data:
+        return BLOCK  # as transformers has it; a single number is the tensor's anyway
+    return (
+        _WHOLE if fields.data["weight_block_size"] is None else _block(fields, "weight_block_size")
+    )
+
+
+def _of_modelopt(fields: Fields) -> Block:
+    algorithm = fields.data.get("quant_algo")
+    if algorithm == "FP8_PER_CHANNEL_PER_TOKEN":
+        return _CHANNEL
+    if algorithm != "FP8":
+        raise _not_read(fields, f"quant_algo {algorithm!r}")
+    return _WHOLE
+
+
+def _of_compressed_tensors(fields: Fields) -> Block:
+    _one_of(fields.object("sparsity_config"), "format", "dense")
+    if fields.object("transform_config").object("config_groups").data:
+        raise _not_read(fields, "transform_config")
+    groups, blocks = fields.object("config_groups"), {}
+    for name in groups.data:
+        group = groups.object(name)
+        weights = group.object("weights")
+        if not weights.data:
+            continue
+        container = group if group.data.get("format") is not None else fields
+        form = container.data.get("format")
+        if form not in ("float-quantized", "naive-quantized", "mxfp8-quantized"):
+            raise _not_read(container, f"format {form!r}")
+        if weights.data.get("num_bits", 8) != 8 or weights.data.get("type") != "float":
+            raise _not_read(
+                weights, f"type {weights.data.get('type')!r} in {weights.data.get('num_bits')} bits"
+            )
+        if not weights.boolean("symmetric", default=True):
+            raise _not_read(weights, "symmetric false")
+        blocks[name] = _compressed_block(weights)
+    if not blocks:
+        raise UserError(f"{fields.prefix}config_groups holds no group with weights")
+    first, *others = blocks
+    if differing := [name for name in others if blocks[name] != blocks[first]]:
         raise UserError(
-            "quantization_config.weight_block_size must be two positive sizes, got "
-            f"{fields.data.get('weight_block_size')!r}; "
-            f"FP8 with one scale for each tensor is not read"
+            f"{groups.prefix}{first} and {differing[0]} store weights in blocks of "
+            f"{_in_words(blocks[first])} and of {_in_words(blocks[differing[0]])}; only one form "
+            "in a checkpoint is read"
         )
-    return block[0], block[1]
+    return blocks[first]
+
+
+def _compressed_block(weights: Fields) -> Block:
+    group = weights.integer("group_size", default=None)
+    implied = "tensor" if group is None else "channel" if group == -1 else "group"
+    strategy = _one_of(weights, "strategy", implied, "tensor", "channel", "group", "block")
+    if strategy == "block":
+        return _block(weights, "block_structure")
+    if strategy == "group" and (group is None or group < 1):
+        raise UserError(f"{weights.prefix}group_size must be positive, got {group}")
+    return {"tensor": _WHOLE, "channel": _CHANNEL, "group": (1, group)}[strategy]
+
+
+_METHODS: dict[str, Callable[[Fields], Block]] = {
+    "fp8": _of_fp8,
+    "fbgemm_fp8": lambda fields: _CHANNEL,
+    "compressed-tensors": _of_compressed_tensors,
+    "modelopt": _of_modelopt,
+}
+
+
+def _in_words(block: Block) -> str:
+    return " x ".join("all" if side is None else str(side) for side in block)
 
 
 def quantization_config(config: PolicyConfig) -> dict[str, Any]:
@@ -94,7 +228,7 @@ def quantization_config(config: PolicyConfig) -> dict[str, Any]:
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
         "fmt": _FORMAT.element,
-        "weight_block_size": [_BLOCK, _BLOCK],
+        "weight_block_size": list(BLOCK),
         "modules_to_not_convert": ["lm_head", *routers],
     }
 
@@ -125,90 +259,128 @@ def quantizer() -> Any:
     return jax.jit(lambda weight: quantize(weight, _FORMAT))
 
 
-def dequantize_tensor(values: np.ndarray, scales: np.ndarray, block: tuple[int, int]) -> np.ndarray:
-    """Multiply values by the scales of their blocks: float32 [out, in]; overflow is an infinity."""
+def dequantize_tensor(values: np.ndarray, scales: np.ndarray, block: Block) -> np.ndarray:
+    """Multiply values by the scales of their blocks.
+
+    Args:
+        values: [..., out, in].
+        scales: float [..., blocks of out, blocks of in], as `split_scales` gives them.
+        block: (rows, columns) that share a scale.
+
+    Returns:
+        float32 [..., out, in]; overflow is an infinity.
+    """
     full = scales.astype(np.float32)
-    for axis, (size, side) in enumerate(zip(values.shape, block, strict=True)):
-        full = np.repeat(full, side, axis=axis) if full.shape[axis] > 1 else full
-        full = full[(slice(None),) * axis + (slice(size),)]
+    for axis, side in ((-2, block[0]), (-1, block[1])):
+        size = values.shape[axis]
+        if side is not None and 1 < full.shape[axis] < size:
+            full = np.repeat(full, side, axis=axis).take(range(size), axis=axis)
     with np.errstate(over="ignore"):
         return values.astype(np.float32) * full
 
 
 def split_scales(
-    checkpoint: Checkpoint, expected: dict[str, Location], block: tuple[int, int] | None
+    checkpoint: Checkpoint, expected: Mapping[str, Stored], block: Block | None
 ) -> tuple[Checkpoint, dict[str, np.ndarray]]:
     """Take the scales out of a checkpoint.
 
     Args:
-        checkpoint: of a block-FP8 model, or of a plain one (`block` None), which is given back as
-            it is.
+        checkpoint: of an FP8 model, or of a plain one (`block` None), which is given back as it is.
         expected: the tensors of the model, by name.
-        block: (rows, columns) that share a scale.
+        block: (rows, columns) that share a scale. A single number is the whole tensor's, whatever
+            this says.
 
     Returns:
-        The checkpoint without its scales, and the scales by the name of the tensor that each
-        belongs to. Linears that the checkpoint keeps in a wider dtype have none.
+        The checkpoint without its scales, and the scales [..., rows, columns] by the name of the
+        tensor that each belongs to, one for each block, or for each row where the blocks of two
+        matrices in one tensor begin anew with the second. Matrices that the checkpoint keeps in a
+        wider dtype have none.
 
     Raises:
-        UserError: naming file and tensor: an FP8 linear without a scale, a scale of a wrong shape
-            or dtype, one that is not finite, one of a tensor that is not FP8.
+        UserError: naming file and tensor: an FP8 matrix without a scale or with two, a scale of a
+            wrong shape or dtype, one that is not finite, one of a tensor that is not FP8.
     """
     if block is None:
         return checkpoint, {}
     scales: dict[str, np.ndarray] = {}
-    for name, location in expected.items():
+    taken: set[str] = set()
+    for name, stored in expected.items():
         weight = checkpoint.tensors.get(name)
-        if (
-            not is_quantized_linear(location)
-            or weight is None
-            or weight.dtype != _E4M3
-            or weight.shape != location.shape
-        ):
+        if weight is None or weight.dtype != _E4M3 or not 2 <= weight.ndim == len(stored.shape):
             continue  # the loader reports what is missing or misshapen
-        scale_name = name + SCALE_SUFFIX
-        if scale_name not in checkpoint.tensors:
+        names = _scale_names(name)
+        given = [scale for scale in names if scale in checkpoint.tensors]
+        if not given:
             raise UserError(
-                f"{checkpoint.files[name]}: tensor {name} is FP8, but its scale {scale_name} is "
-                "missing"
+                f"{checkpoint.files[name]}: tensor {name} is FP8, but its scale {names[0]} or "
+                f"{names[1]} is missing"
             )
-        scales[name] = _checked_scale(checkpoint, scale_name, weight.shape, block)
-    taken = {name + SCALE_SUFFIX for name in scales}
+        if len(given) > 1:
+            raise UserError(
+                f"{checkpoint.files[name]}: tensor {name} has two scales, {given[0]} and "
+                f"{given[1]}; keep the one that it is multiplied by"
+            )
+        scales[name] = _checked_scale(checkpoint, given[0], weight.shape, block, len(stored.places))
+        taken.add(given[0])
     stray = [
-        name for name in checkpoint.tensors if name.endswith(SCALE_SUFFIX) and name not in taken
+        name for name in checkpoint.tensors if name.endswith(_SCALE_ENDS) and name not in taken
     ]
     if stray:
         raise UserError(
             f"{checkpoint.files[stray[0]]}: tensor {stray[0]} is the scale of a tensor that is "
             "not an FP8 linear"
         )
-    return _without(checkpoint, taken), scales
+    return without(checkpoint, taken), scales
+
+
+def _scale_names(name: str) -> tuple[str, ...]:
+    """The names that a tensor's scale may have, in transformers' reading; all of them multiply."""
+    stem = name.removesuffix(".weight")
+    return name + SCALE_SUFFIX, f"{name}_scale", f"{stem}.scale", f"{stem}.qscale_weight"
+
+
+_SCALE_ENDS = (SCALE_SUFFIX, "_scale", ".scale", ".qscale_weight")
 
 
 def _checked_scale(
-    checkpoint: Checkpoint, name: str, shape: tuple[int, ...], block: tuple[int, int]
+    checkpoint: Checkpoint, name: str, shape: tuple[int, ...], block: Block, matrices: int
 ) -> np.ndarray:
+    """The scale of a tensor of `shape`, which holds so many matrices one below the other."""
     scale, file = checkpoint.tensors[name], checkpoint.files[name]
-    blocks = tuple(-(-size // side) for size, side in zip(shape, block, strict=True))
-    if scale.shape != blocks:
-        raise UserError(
-            f"{file}: tensor {name} has shape {list(scale.shape)}; a weight {list(shape)} in "
-            f"blocks of {list(block)} "
-            f"needs {list(blocks)}"
-        )
+    if scale.dtype == np.uint8:
+        scale = scale.view(_E8M0)
     if scale.dtype not in _SCALE_DTYPES:
         raise UserError(
-            f"{file}: tensor {name} has dtype {scale.dtype}; scales must be float32 or bfloat16"
+            f"{file}: tensor {name} has dtype {scale.dtype}; scales must be float32, bfloat16, "
+            "float16, or E8M0"
         )
     if bad := count_non_finite(scale):
         raise UserError(
             f"{file}: tensor {name} holds {bad} non-finite scales of {scale.size}; the "
             "checkpoint is damaged"
         )
+    *leading, rows, columns = shape
+    height = rows // matrices
+    down, across = block[0] or height, block[1] or columns
+    whole = (-(-rows // down) if block[0] else 1, -(-columns // across))
+    apart = (matrices * -(-height // down), whole[1])
+    if scale.shape in ((), (1,)) and not leading:
+        return scale.reshape(1, 1)
+    if whole[1] == 1 and scale.shape == (*leading, whole[0]):
+        return scale[..., None]
+    if matrices > 1 and scale.shape == (*leading, *apart):
+        parts = np.split(scale, matrices, axis=-2)
+        return np.concatenate([np.repeat(x, down, axis=-2)[..., :height, :] for x in parts], -2)
+    if scale.shape != (*leading, *whole):
+        raise UserError(
+            f"{file}: tensor {name} has shape {list(scale.shape)}; a weight {list(shape)} in "
+            f"blocks of {_in_words(block)} needs {[*leading, *whole]}"
+        )
     return scale
 
 
-def _without(checkpoint: Checkpoint, names: Collection[str]) -> Checkpoint:
+def without(checkpoint: Checkpoint, names: Collection[str]) -> Checkpoint:
+    """Leave tensors out of a checkpoint."""
     return Checkpoint(
         {name: tensor for name, tensor in checkpoint.tensors.items() if name not in names},
         {name: file for name, file in checkpoint.files.items() if name not in names},
@@ -223,7 +395,9 @@ def unaligned_linears(config: PolicyConfig) -> list[str]:
     unaligned = []
     for path, shape in parameter_shapes(config).items():
         name = _name(path)
-        if name in of_kind("linear", "experts") and any(size % _BLOCK for size in shape[-2:]):
+        if name in of_kind("linear", "experts") and any(
+            size % side for size, side in zip(shape[-2:], BLOCK, strict=True)
+        ):
             unaligned.append(f"{name} {list(shape[-2:])}")
     return unaligned
 

@@ -7,6 +7,7 @@ transformers, vLLM and SGLang load.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import tempfile
@@ -18,20 +19,28 @@ import ml_dtypes
 import numpy as np
 
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.json_fields import read_json
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.tensors import parameter_shapes
 from fp8rl_jax.weights.block_fp8 import (
     SCALE_SUFFIX,
     dequantize_tensor,
     is_quantized_linear,
-    parse_quantization,
     quantization_config,
     quantize_tensor,
+    read_quantization,
     split_scales,
+    without,
 )
 from fp8rl_jax.weights.hf_config import config_json, read_policy_config
-from fp8rl_jax.weights.hf_names import Location, hf_name, hf_tensors, is_ignored
+from fp8rl_jax.weights.hf_names import (
+    Location,
+    Stored,
+    hf_name,
+    hf_tensors,
+    is_ignored,
+    is_measured_scale,
+    stored_tensors,
+)
 from fp8rl_jax.weights.safetensors_io import (
     INDEX_FILE,
     SHARD_BYTES,
@@ -42,6 +51,7 @@ from fp8rl_jax.weights.safetensors_io import (
     write_checkpoint,
 )
 
+_log = logging.getLogger("fp8rl")
 _WEIGHT_DTYPES = tuple(
     np.dtype(scalar) for scalar in (ml_dtypes.bfloat16, np.float16, np.float32, np.float64)
 )
@@ -74,65 +84,71 @@ def load_policy_arrays(directory: str | Path) -> tuple[PolicyConfig, dict[str, n
 
     Returns:
         The config, and arrays in the file's dtype by the paths of `parameter_shapes`, such as
-        "layers.q_proj.weight" [L, out, in]. The linears of a block-FP8 checkpoint are float32, each
-        value times the scale of its block. There is no "lm_head.weight" when the embeddings are
-        tied, whether or not the file repeats them.
+        "layers.q_proj.weight" [L, out, in]. The linears of an FP8 checkpoint are float32, each
+        value times its scale. There is no "lm_head.weight" when the embeddings are tied, whether or
+        not the file repeats them.
 
     Raises:
-        UserError: whatever `read_policy_config`, `read_checkpoint` and
+        UserError: whatever `read_policy_config`, `read_checkpoint`, `read_quantization` and
             `block_fp8.split_scales` refuse; tensors that are missing, unexpected, misshapen, not
             finite or of a dtype that weights don't have; a tied lm_head that differs.
     """
     directory = Path(directory)
     config = read_policy_config(directory)
-    block = parse_quantization(read_json(directory / "config.json"))
+    block = read_quantization(directory)
     checkpoint = read_checkpoint(directory)
-    _check_tensor_count(directory, config, len(checkpoint.tensors))
-    expected = hf_tensors(config)
+    _check_tensor_count(directory, config, checkpoint)
+    measured = [name for name in checkpoint.tensors if is_measured_scale(name)]
+    checkpoint = without(checkpoint, {n for n in checkpoint.tensors if is_ignored(n, config)})
+    expected = stored_tensors(config, checkpoint.tensors)
     checkpoint, scales = split_scales(checkpoint, expected, block)
     _check_names(directory, config, checkpoint, expected)
     dtypes = _check_shapes_and_dtypes(checkpoint, expected, scales)
     shapes = parameter_shapes(config)
-    arrays: dict[str, np.ndarray] = {}
-    for name, location in expected.items():
+    arrays = {path: np.empty(shapes[path], dtype) for path, dtype in dtypes.items()}
+    for name, stored in expected.items():
         tensor = checkpoint.tensors[name]
         _check_finite(checkpoint, name, tensor)
         if name in scales:
             assert block is not None  # else there are no scales
             tensor = dequantize_tensor(tensor, scales[name], block)
             _check_finite(checkpoint, name, tensor)
-        if location.path not in arrays:
-            arrays[location.path] = np.empty(shapes[location.path], dtypes[location.path])
-        arrays[location.path][location.index] = tensor
+        parts = np.split(tensor, len(stored.places), axis=max(tensor.ndim - 2, 0))
+        for location, part in zip(stored.places, parts, strict=True):
+            arrays[location.path][location.index] = part
     _check_tied_head(config, checkpoint)
+    if measured:
+        _log.warning(
+            "%s: scales of activations and of the KV cache are not used, a run measures its own: "
+            "%s",
+            directory,
+            listing(measured),
+        )
     return config, arrays
 
 
-def _check_tensor_count(source: str | Path, config: PolicyConfig, count: int) -> None:
+def _check_tensor_count(directory: Path, config: PolicyConfig, checkpoint: Checkpoint) -> None:
     """Refuse a config whose tensors would be far too many to list, let alone to hold.
 
     Raises:
-        UserError: the file holds fewer tensors than the config has layers and experts.
+        UserError: the files hold fewer matrices than the config has layers and experts.
     """
     experts = 0 if config.experts is None else config.experts.count * len(config.sparse_layers)
+    count = sum(t.shape[0] if t.ndim == 3 else 1 for t in checkpoint.tensors.values())
     if count < config.num_layers + experts:
         raise UserError(
-            f"{source}: holds {count} tensors, too few for the {config.num_layers} layers and "
+            f"{directory}: holds {count} tensors, too few for the {config.num_layers} layers and "
             f"{experts} experts of its config"
         )
 
 
 def _check_names(
-    directory: Path, config: PolicyConfig, checkpoint: Checkpoint, expected: dict[str, Location]
+    directory: Path, config: PolicyConfig, checkpoint: Checkpoint, expected: Mapping[str, Stored]
 ) -> None:
     head = hf_name("lm_head.weight")
     missing = [name for name in expected if name not in checkpoint.tensors]
     allowed = {head} if config.tie_word_embeddings else set()
-    unexpected = [
-        name
-        for name in checkpoint.tensors
-        if name not in expected and name not in allowed and not is_ignored(name, config)
-    ]
+    unexpected = [n for n in checkpoint.tensors if n not in expected and n not in allowed]
     faults = []
     if missing:
         faults.append(f"{len(missing)} tensors are missing: {listing(missing)}")
@@ -147,31 +163,31 @@ def _check_names(
 
 
 def _check_shapes_and_dtypes(
-    checkpoint: Checkpoint, expected: dict[str, Location], scales: Collection[str]
+    checkpoint: Checkpoint, expected: Mapping[str, Stored], scales: Collection[str]
 ) -> dict[str, np.dtype]:
     """The dtype of each parameter once it is read. Beside FP8 layers, which become float32, others
     may be narrower."""
-    widened = {expected[name].path for name in scales}
+    widened = {place.path for name in scales for place in expected[name].places}
     dtypes: dict[str, np.dtype] = {}
     faults: dict[str, str] = {}
-    for name, location in expected.items():
-        tensor = checkpoint.tensors[name]
+    for name, stored in expected.items():
+        tensor, paths = checkpoint.tensors[name], [place.path for place in stored.places]
         dtype = tensor.dtype
         if name in scales or (
-            location.path in widened and dtype in _WEIGHT_DTYPES and dtype.itemsize < 4
+            widened.intersection(paths) and dtype in _WEIGHT_DTYPES and dtype.itemsize < 4
         ):
             dtype = np.dtype(np.float32)
-        if tensor.shape != location.shape:
+        if tensor.shape != stored.shape:
             faults[name] = (
-                f"has shape {list(tensor.shape)}, config.json implies {list(location.shape)}"
+                f"has shape {list(tensor.shape)}, config.json implies {list(stored.shape)}"
             )
         elif dtype not in _WEIGHT_DTYPES:
             faults[name] = (
                 f"has dtype {dtype}, and no scale belongs to it; use a bf16, float16, float32 or "
-                "block-FP8 checkpoint"
+                "FP8 checkpoint"
             )
-        elif dtypes.setdefault(location.path, dtype) != dtype:
-            faults[name] = f"has dtype {dtype}, earlier layers have {dtypes[location.path]}"
+        elif differing := [path for path in paths if dtypes.setdefault(path, dtype) != dtype]:
+            faults[name] = f"has dtype {dtype}, earlier layers have {dtypes[differing[0]]}"
     if faults:
         file = checkpoint.files[next(iter(faults))]
         raise UserError(

@@ -58,8 +58,8 @@ _MAX_DIMS = 32
 
 SHARD_BYTES = 5_000_000_000  # what transformers took for years
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
-# A value is inf or NaN when all bits of the mask are set: the exponent, or for e4m3fn, which has no
-# inf, exponent and mantissa.
+# A value is inf or NaN when all bits of the mask are set: the exponent, or for e4m3fn and e8m0fnu,
+# which have no inf, all but the sign.
 _NON_FINITE_BITS: dict[np.dtype, tuple[type, int]] = {
     np.dtype(ml_dtypes.bfloat16): (np.uint16, 0x7F80),
     np.dtype(np.float16): (np.uint16, 0x7C00),
@@ -67,6 +67,7 @@ _NON_FINITE_BITS: dict[np.dtype, tuple[type, int]] = {
     np.dtype(np.float64): (np.uint64, 0x7FF0000000000000),
     np.dtype(ml_dtypes.float8_e4m3fn): (np.uint8, 0x7F),
     np.dtype(ml_dtypes.float8_e5m2): (np.uint8, 0x7C),
+    np.dtype(ml_dtypes.float8_e8m0fnu): (np.uint8, 0xFF),
 }
 _CHUNK = 1 << 20  # elements; keeps the temporaries in cache
 

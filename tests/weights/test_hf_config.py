@@ -193,7 +193,7 @@ def test_end_tokens_are_merged_in_order():
         (MOE | {"moe_intermediate_size": 0}, "moe_intermediate_size"),
         (MOE | {"mlp_only_layers": [0, 1]}, "mlp_only_layers: all layers"),
         (MOE | {"decoder_sparse_step": 0}, "decoder_sparse_step"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
         ({"hidden_size": "absent"}, "hidden_size is missing"),
         ({"hidden_size": "192"}, "hidden_size must be an integer"),
         ({"hidden_size": 190}, "multiple of num_attention_heads"),
