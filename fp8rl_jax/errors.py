@@ -1,4 +1,6 @@
-"""The two exceptions that a user is meant to read."""
+"""The two exceptions that a user is meant to read, and how their messages name many things."""
+
+from collections.abc import Sequence
 
 RESUMABLE = 75
 """Exit status of a run that ended early through no fault of its settings: `--resume` goes on
@@ -19,3 +21,9 @@ class Interrupted(Exception):
 
     The command line prints the message without a traceback and exits with status RESUMABLE.
     """
+
+
+def listing(names: Sequence[str], shown: int = 5) -> str:
+    """Name the first few of a list, and count the rest."""
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return ", ".join(names[:shown]) + more

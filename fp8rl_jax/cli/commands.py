@@ -13,7 +13,7 @@ import tyro
 
 from fp8rl_jax.config.files import dump_toml
 from fp8rl_jax.config.run import RunConfig
-from fp8rl_jax.errors import UserError
+from fp8rl_jax.errors import UserError, listing
 
 if TYPE_CHECKING:
     from fp8rl_jax.rollout.engine import Rollout
@@ -218,7 +218,6 @@ def export(arguments: ExportArguments) -> None:
     from fp8rl_jax.weights.block_fp8 import BLOCK, read_quantization, unaligned_linears
     from fp8rl_jax.weights.hf_directory import (
         export_policy,
-        listing,
         load_policy_arrays,
         lost_in,
     )

@@ -263,9 +263,10 @@ class TaskConfig:
 
     kind: Literal["reasoning_gym", "module", "jsonl", "environment", "python"] = "reasoning_gym"
     """A reasoning-gym generator; a Python function that returns a list of {"prompt", "answer"}
-    dictionaries (their other keys become metadata); files of such dictionaries, one JSON object a
-    line; a class whose problems are conversations with it, of max_turns turns; or problems that the
-    run got in Python, which a file cannot name."""
+    dictionaries (their other keys become metadata; they may have the names that TRL and verl give
+    them); files of such dictionaries, as JSON lines, a JSON list or Parquet; a class whose problems
+    are conversations with it, of max_turns turns; or problems that the run got in Python, which a
+    file cannot name."""
     name: str = "chain_sum"
     """The generator's name; `module:function` or `path/to/file.py:function`; the file's path or a
     pattern such as data/*.jsonl; `module:Class` or `path/to/file.py:Class`; of kind python what the

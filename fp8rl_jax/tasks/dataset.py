@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -19,12 +20,13 @@ import numpy as np
 from jaxtyping import Int
 
 from fp8rl_jax.config.tasks import TaskConfig
-from fp8rl_jax.errors import UserError
+from fp8rl_jax.errors import UserError, listing
 from fp8rl_jax.tasks.conversation import Conversation
 from fp8rl_jax.tasks.extraction import extract_answer
 from fp8rl_jax.tasks.python_objects import name_objects, not_given
 from fp8rl_jax.tasks.sources import LOADERS, Row, permutation, read_problems, refuse, shuffled
 
+_log = logging.getLogger("fp8rl")
 _GENERATED_TRAIN_SIZE = 1024
 _HELD_OUT_SIZE = 256
 
@@ -43,7 +45,8 @@ class Example:
     target: str
     """What supervised training writes after the prompt; empty where there is no answer."""
     entry: Mapping[str, Any]
-    """The source's own record: question, answer, metadata."""
+    """The source's own record: question, answer, metadata; and source, the row that it was read
+    from, where there are rows."""
 
     @property
     def where(self) -> str:
@@ -88,7 +91,8 @@ def load_splits(
 ) -> tuple[Dataset, Dataset]:
     """Load (training set, held-out set), disjoint by prompt.
 
-    They are the same for the same configuration.
+    They are the same for the same configuration. A row whose prompt an earlier one has is dropped:
+    a warning counts and names those of a list or a file.
 
     The held-out problems are the first `eval_size` distinct ones, hence a plain sample of the
     source that depends on neither `train_size` nor the training order. Where it is unset there are
@@ -121,7 +125,9 @@ def load_splits(
     distinct = _Distinct(task, rows, endless, faults)
     if task.eval_path:
         held_out_rows = shuffled(read_problems(task.eval_path, "task.eval_path"), task.seed)
-        apart = tuple(_Distinct(task, held_out_rows, False, faults, distinct.prompts))
+        others = _Distinct(task, held_out_rows, False, faults, distinct.prompts)
+        apart = tuple(others)
+        _name_repeated(others, "task.eval_path")
         size = _HELD_OUT_SIZE if task.eval_size is None else task.eval_size
         held_out, left = apart[:size], distinct
     elif task.eval_size is None:
@@ -140,7 +146,20 @@ def load_splits(
     held_out = Dataset(_numbered(held_out))
     refuse(faults, "answers")
     _check_sizes(task, train, held_out, wanted or 1, size)
+    if not endless:
+        _name_repeated(distinct, "task.name")
     return train, held_out
+
+
+def _name_repeated(rows: _Distinct, key: str) -> None:
+    if rows.repeated:
+        _log.warning(
+            "%s: %d rows have the prompt of an earlier one and are dropped%s: %s",
+            key,
+            len(rows.repeated),
+            f", {rows.contradicting} of them with another answer" if rows.contradicting else "",
+            listing(rows.repeated),
+        )
 
 
 def _check_sizes(
@@ -202,7 +221,8 @@ class _Distinct(Iterator[tuple]):
     """(prompt, answer, target, entry) of the `rows` whose prompts are new.
 
     An endless source is given up when it repeats itself 20 times as often as it has distinct
-    prompts. `faults` receives a line for each answer in which task.answer_extract finds nothing."""
+    prompts. `faults` receives a line for each answer in which task.answer_extract finds nothing;
+    `repeated` names the rows that are left out where they have names."""
 
     def __init__(
         self,
@@ -210,21 +230,21 @@ class _Distinct(Iterator[tuple]):
         rows: Iterable[Row],
         endless: bool,
         faults: list[str],
-        prompts: set[str] | None = None,
+        prompts: dict[str, str] | None = None,
     ):
-        self.task, self.rows, self.endless = task, iter(rows), endless
-        self.prompts: set[str] = set() if prompts is None else prompts
-        self.duplicates = 0
-        self.faults = faults
+        self.task, self.rows, self.endless, self.faults = task, iter(rows), endless, faults
+        self.prompts: dict[str, str] = {} if prompts is None else prompts  # -> answer
+        self.duplicates = self.contradicting = 0
+        self.repeated: list[str] = []
 
     def __next__(self) -> tuple[str, str, str, Mapping[str, Any]]:
         repeats = 0
         while not self.endless or repeats <= max(2000, 20 * len(self.prompts)):
             entry = next(self.rows)
             prompt = _prompt(self.task.prompt_template, entry)
+            answer = "" if entry["answer"] is None else str(entry["answer"])
             if prompt not in self.prompts:
-                self.prompts.add(prompt)
-                answer = "" if entry["answer"] is None else str(entry["answer"])
+                self.prompts[prompt] = answer
                 target = (
                     _render(self.task.answer_template, entry, "task.answer_template")
                     if answer
@@ -233,6 +253,8 @@ class _Distinct(Iterator[tuple]):
                 return prompt, self._result(answer, entry), target, entry
             repeats += 1
             self.duplicates += 1
+            self.contradicting += answer != self.prompts[prompt]
+            self.repeated += [entry["source"]] if "source" in entry else []
         raise StopIteration
 
     def _result(self, answer: str, entry: Row) -> str:
@@ -242,7 +264,7 @@ class _Distinct(Iterator[tuple]):
         result = extract_answer(answer, how)
         if answer and not result:
             self.faults.append(
-                f"{entry['source']}: task.answer_extract = {how!r} finds nothing in the answer "
+                f"{entry.get('source', 'a problem')}: task.answer_extract = {how!r} finds nothing in the answer "
                 f"{answer[-80:]!r}"
             )
         return result

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from fp8rl_jax.config.tasks import TaskConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.functions import describe_fault, load_function
-from fp8rl_jax.tasks.conversation import Conversation, message_faults
+from fp8rl_jax.tasks.conversation import Conversation, MessageFault, read_messages
 from fp8rl_jax.tasks.rewards import to_score
 
 Message = dict[str, str]
@@ -136,9 +136,12 @@ def _close(environment: Environment) -> None:
 def _prompt(content: Any) -> str:
     if isinstance(content, str) and content.strip():
         return content
-    if fault := "is empty" if isinstance(content, str) else message_faults(content):
-        raise EnvironmentFault(f"the prompt of reset {fault}")
-    return Conversation(content)
+    if isinstance(content, str):
+        raise EnvironmentFault("the prompt of reset is empty")
+    try:
+        return Conversation(read_messages(content))
+    except MessageFault as fault:
+        raise EnvironmentFault(f"the prompt of reset {fault}") from None
 
 
 def _turn(result: Any) -> Turn:
@@ -154,12 +157,14 @@ def _turn(result: Any) -> Turn:
     if done:
         return {"observation": [], "reward": to_score(reward), "done": True}
     messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
-    if fault := message_faults(messages):
-        raise EnvironmentFault(f"the observation of step: {fault}")
+    try:
+        messages = read_messages(messages)
+    except MessageFault as fault:
+        raise EnvironmentFault(f"the observation of step: {fault}") from None
     if any(message["role"] in ("assistant", "system") for message in messages):
         raise EnvironmentFault("an observation has messages of the user and of tools only")
     return {
-        "observation": [dict(message) for message in messages],
+        "observation": list(messages),
         "reward": to_score(reward),
         "done": False,
     }

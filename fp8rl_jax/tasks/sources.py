@@ -1,22 +1,33 @@
-"""Where problems come from, by task.kind: a generator, a function, files of JSON lines, an
-environment, Python objects.
+"""Where problems come from, by task.kind: a generator, a function, files, an environment, Python
+objects.
 
-A file of JSON lines has one object a line, with a prompt, an answer, and whatever else as metadata:
+A file has one object a row, with a prompt, an answer, and whatever else as metadata: JSON lines or
+one JSON list, packed by gzip or not, or Parquet.
 
     {"prompt": "What is 2 + 2?", "answer": "4", "level": 1}
     {"messages": [{"role": "user", "content": "What is 2 + 2?"}], "answer": 4}
 
-A line is read rightly or named as damaged; nothing is skipped but blank lines, and nothing is
+Columns may have the names of TRL and verl. The prompt is prompt, question or messages, of which one
+is there: text, or a list of messages. The answer is `answer`, or else `reward_model.ground_truth`
+(verl), `ground_truth` or `solution` (TRL), or else `completion` or the last of `messages` where it
+is the assistant's (both TRL's, for supervised training). A null is no value, since Arrow fills with
+nulls what a row has not.
+
+A row is read rightly or named as damaged; nothing is skipped but blank lines, and nothing is
 guessed.
 """
 
 from __future__ import annotations
 
 import glob
+import gzip
 import json
 import math
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import count
+from functools import partial
+from importlib import import_module
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +37,7 @@ from jaxtyping import Int
 from fp8rl_jax.config.tasks import TaskConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.functions import load_function
-from fp8rl_jax.tasks.conversation import Conversation, message_faults
+from fp8rl_jax.tasks.conversation import Conversation, MessageFault, read_messages
 from fp8rl_jax.tasks.environment import first_prompts
 from fp8rl_jax.tasks.python_objects import check_dataset, length
 from fp8rl_jax.tasks.rewards import create_reasoning_gym
@@ -40,8 +51,11 @@ _COMPARING_REWARDS = ("exact", "math_verify")
 
 Row = Mapping[str, Any]
 """question (text, or a `Conversation`), answer (None where there is none), metadata."""
+_Parse = Callable[[], Row | None]
 _SHOWN_FAULTS = 20
 _PROMPT_KEYS = ("prompt", "question", "messages")
+_ANSWER_KEYS = ("reward_model.ground_truth", "ground_truth", "solution")
+"""What holds the answer where `answer` doesn't."""
 
 
 def shuffled[Item](rows: Sequence[Item], seed: int) -> list[Item]:
@@ -72,38 +86,27 @@ def _module_rows(task: TaskConfig, given: Any) -> Sequence[Row]:
             "dictionaries"
         )
     return [
-        _module_entry(task, rows[index], index) for index in permutation(task.seed, 0, len(rows))
+        _foreign_row(rows[index], f"task.name = {task.name!r}: row {index}")
+        | {"source": f"{task.name} row {index}"}
+        for index in permutation(task.seed, 0, len(rows))
     ]
 
 
-def _module_entry(task: TaskConfig, row: Any, index: int) -> Row:
-    if (
-        not isinstance(row, Mapping)
-        or not isinstance(row.get("prompt"), str)
-        or row.get("answer") is None
-    ):
-        raise UserError(
-            f"task.name = {task.name!r}: row {index} needs a prompt (text) and an answer"
-        )
-    if not isinstance(row.get("metadata", {}), Mapping):
-        raise UserError(
-            f"task.name = {task.name!r}: the metadata of row {index} must be a dictionary"
-        )
+def _foreign_row(row: Any, which: str, needs_answer: bool = True) -> dict[str, Any]:
+    """The problem of a Python object.
+
+    Raises:
+        UserError: it is none; `which` stands before the reason.
+    """
     try:
-        json.dumps(dict(row))
-    except TypeError as fault:
-        raise UserError(
-            f"task.name = {task.name!r}: row {index} must hold plain values only ({fault})"
-        ) from fault
-    metadata = {
-        key: value for key, value in row.items() if key not in ("prompt", "answer", "metadata")
-    }
-    return {
-        "question": row["prompt"],
-        "answer": str(row["answer"]),
-        "metadata": {**row.get("metadata", {}), **metadata},
-        "source": f"{task.name} row {index}",
-    }
+        if not isinstance(row, Mapping):
+            raise Damaged(
+                "a dictionary with a prompt, or a prompt as text, was expected, not "
+                f"{type(row).__name__}"
+            )
+        return _parse_record(_plain(row), needs_answer)
+    except Damaged as fault:
+        raise UserError(f"{which}: {fault}") from fault
 
 
 def _jsonl_rows(task: TaskConfig, given: Any) -> Sequence[Row]:
@@ -139,27 +142,24 @@ def _python_rows(task: TaskConfig, given: Any) -> Iterable[Row]:
 
 def _python_row(task: TaskConfig, row: Any, index: int) -> Row:
     compared = [name for name in _COMPARING_REWARDS if name in task.components]
+    source = f"dataset row {index}"
+    record = {"prompt": row} if isinstance(row, str) else row
+    problem = _foreign_row(record, source, needs_answer=False)
+    if compared and problem["answer"] is None:
+        raise UserError(
+            f"{source}: it has no answer, which the reward {compared[0]} compares with; give one, "
+            "or another reward"
+        )
+    return problem | {"source": source}
+
+
+def _plain(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record of what JSON can hold: it is sent to the workers, and written into samples.jsonl."""
     try:
-        record = {"prompt": row} if isinstance(row, str) else row
-        if not isinstance(record, Mapping):
-            raise Damaged(
-                "a dictionary with a prompt, or a prompt as text, was expected, not "
-                f"{type(row).__name__}"
-            )
-        if compared and record.get("answer") is None:
-            raise Damaged(
-                f"it has no answer, which the reward {compared[0]} compares with; give one, or "
-                "another reward"
-            )
-        try:
-            # what files of JSON lines can hold: rows are sent to the workers, and written into
-            # samples.jsonl
-            json.dumps(dict(record), ensure_ascii=False, allow_nan=False).encode()
-        except (TypeError, ValueError, RecursionError) as fault:
-            raise Damaged(f"it must hold plain values only ({fault})") from fault
-        return _parse_record(dict(record), needs_answer=False) | {"source": f"dataset row {index}"}
-    except Damaged as fault:
-        raise UserError(f"dataset row {index}: {fault}") from fault
+        json.dumps(dict(record), ensure_ascii=False, allow_nan=False).encode()
+    except (TypeError, ValueError, RecursionError) as fault:
+        raise Damaged(f"it must hold plain values only ({fault})") from fault
+    return dict(record)
 
 
 def _first_seed(task: TaskConfig) -> int:
@@ -167,41 +167,81 @@ def _first_seed(task: TaskConfig) -> int:
 
 
 class Damaged(Exception):
-    """What is wrong with a line."""
+    """What is wrong with a row."""
 
 
-def read_problems(path: str, key: str) -> list[dict[str, Any]]:
+def read_problems(path: str, key: str) -> list[Row]:
     """Read every problem of the files that `path` names, in their order.
 
     Args:
         path: a file, or a pattern such as data/*.jsonl, whose files are read in the order of their
-            names.
+            names. What a file is says its content.
         key: configuration key that the path stands under, for the message.
 
     Returns:
-        Dictionaries with question (text, or a `Conversation`), answer, metadata, and source
-        ("FILE:LINE").
+        Dictionaries with question (text, or a `Conversation`), answer, metadata, and source:
+        "FILE:LINE" of JSON lines, and "FILE: row NUMBER", counted from 1, of others.
 
     Raises:
-        UserError: there is no such file, it cannot be read, or lines are damaged: the first 20, one
+        UserError: there is no such file, it cannot be read, or rows are damaged: the first 20, one
             a line, and how many more.
     """
     faults: list[str] = []
-    problems: list[dict[str, Any]] = []
+    problems: list[Row] = []
     for file in _files(path, key):
         try:
-            with open(file, "rb") as lines:
-                for number, line in enumerate(lines, start=1):
-                    source = f"{file}:{number}"
-                    try:
-                        if (problem := parse_line(line, first=number == 1)) is not None:
-                            problems.append(problem | {"source": source})
-                    except Damaged as fault:
-                        faults.append(f"{source}: {fault}")
-        except OSError as fault:
-            raise UserError(f"{key}: {file} cannot be read ({fault.strerror})") from fault
-    refuse(faults, "lines")
+            for source, parse in _rows(file, key):
+                try:
+                    if (problem := parse()) is not None:
+                        problems.append({**problem, "source": source})
+                except Damaged as fault:
+                    faults.append(f"{source}: {fault}")
+        except (OSError, EOFError, zlib.error) as fault:
+            reason = getattr(fault, "strerror", None) or fault
+            raise UserError(f"{key}: {file} cannot be read ({reason})") from fault
+    refuse(faults, "rows")
     return problems
+
+
+def _rows(file: Path, key: str) -> Iterator[tuple[str, _Parse]]:
+    """(source, what parses the row or raises `Damaged`) of a file."""
+    with file.open("rb") as opened:
+        magic = opened.read(4)
+    if magic == b"PAR1":
+        for number, record in enumerate(_parquet_records(file, key), start=1):
+            yield f"{file}: row {number}", partial(_parse_foreign, record)
+        return
+    with gzip.open(file) if magic[:2] == b"\x1f\x8b" else file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.removeprefix(_BYTE_ORDER_MARK).lstrip()[:1] == b"[" and number == 1:
+                yield from _list_rows(file, b"".join(chain([line], lines)))
+            else:
+                yield f"{file}:{number}", partial(parse_line, line, number == 1)
+
+
+def _list_rows(file: Path, text: bytes) -> Iterator[tuple[str, _Parse]]:
+    try:
+        records = _parse_json(_decoded(text, first=True))
+    except Damaged as fault:
+        raise UserError(f"{file}: {fault}") from fault
+    for number, record in enumerate(records, start=1):
+        yield f"{file}: row {number}", partial(_parse_object, record)
+
+
+def _parquet_records(file: Path, key: str) -> Iterator[dict[str, Any]]:
+    try:
+        pyarrow, parquet = (import_module(name) for name in ("pyarrow", "pyarrow.parquet"))
+    except ImportError as fault:
+        raise UserError(
+            f"{key}: {file} is a Parquet file, which pyarrow reads; pip install "
+            "'fp8rl_jax[parquet]', or write it as JSON lines"
+        ) from fault
+    try:
+        with parquet.ParquetFile(file) as table:
+            for batch in table.iter_batches():
+                yield from batch.to_pylist()
+    except pyarrow.ArrowException as fault:
+        raise UserError(f"{key}: {file} cannot be read ({fault})") from fault
 
 
 def refuse(faults: Sequence[str], what: str) -> None:
@@ -211,7 +251,7 @@ def refuse(faults: Sequence[str], what: str) -> None:
     """
     if faults:
         more = (
-            f"\nand {len(faults) - _SHOWN_FAULTS} more damaged {what}"
+            f"\nand {len(faults) - _SHOWN_FAULTS} more damaged rows"
             if len(faults) > _SHOWN_FAULTS
             else ""
         )
@@ -228,15 +268,24 @@ def parse_line(line: bytes, first: bool = False) -> dict[str, Any] | None:
     Raises:
         Damaged: anything that is no problem.
     """
+    text = _decoded(line, first).strip(" \t\r\n")
+    return _parse_object(_parse_json(text)) if text else None
+
+
+def _decoded(text: bytes, first: bool) -> str:
     try:
-        text = line.decode("utf-8-sig" if first else "utf-8")
+        return text.decode("utf-8-sig" if first else "utf-8")
     except UnicodeDecodeError as fault:
         raise Damaged(
-            f"not UTF-8 (byte {line[fault.start]:#04x} at position {fault.start + 1})"
+            f"not UTF-8 (byte {text[fault.start]:#04x} at position {fault.start + 1})"
         ) from fault
-    if not text.strip(" \t\r\n"):
-        return None
-    record = _parse_json(text)
+
+
+def _parse_foreign(record: Mapping[str, Any]) -> dict[str, Any]:
+    return _parse_record(_plain(record))
+
+
+def _parse_object(record: Any) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise Damaged(f"an object with prompt and answer was expected, not {_kind(record)}")
     return _parse_record(record)
@@ -245,16 +294,19 @@ def parse_line(line: bytes, first: bool = False) -> dict[str, Any] | None:
 def _parse_record(record: Mapping[str, Any], needs_answer: bool = True) -> dict[str, Any]:
     """Parse a problem from a record of plain values.
 
-    Without `needs_answer` its answer may be None or left out.
+    Without `needs_answer` it may have no answer.
 
     Raises:
         Damaged: anything that is no problem.
     """
-    metadata = record.get("metadata", {})
+    metadata = {} if (given := record.get("metadata")) is None else given
     if not isinstance(metadata, dict):
         raise Damaged(f"metadata must be an object, not {_kind(metadata)}")
-    unanswered = not needs_answer and record.get("answer") is None
-    question, answer = _question(record), None if unanswered else _answer(record)
+    stated = _stated_answer(record)
+    question, said = _question(record, answered=stated is not None)
+    stated = stated or said
+    if stated is None and needs_answer:
+        raise Damaged(f"it has no answer (keys: {', '.join(record)[:80]})")
     others = {
         key: value
         for key, value in record.items()
@@ -262,6 +314,7 @@ def _parse_record(record: Mapping[str, Any], needs_answer: bool = True) -> dict[
     }
     if both := sorted(metadata.keys() & others.keys()):
         raise Damaged(f"{both[0]!r} stands both in metadata and beside it")
+    answer = None if stated is None else _answer(*stated)
     return {"question": question, "answer": answer, "metadata": metadata | others}
 
 
@@ -285,7 +338,8 @@ def _parse_json(text: str) -> Any:
         if "\\u" in text:
             json.dumps(record, ensure_ascii=False).encode()
     except json.JSONDecodeError as fault:
-        raise Damaged(f"not JSON ({fault.msg} at column {fault.colno})") from fault
+        line = f"line {fault.lineno}, " if fault.lineno > 1 else ""
+        raise Damaged(f"not JSON ({fault.msg} at {line}column {fault.colno})") from fault
     except UnicodeEncodeError as fault:
         raise Damaged("holds half of a surrogate pair, which is no character") from fault
     except RecursionError as fault:
@@ -293,6 +347,9 @@ def _parse_json(text: str) -> Any:
     except ValueError as fault:  # an integer of more digits than Python converts
         raise Damaged(f"holds a number that is too long ({fault})") from fault
     return record
+
+
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -315,8 +372,10 @@ def _float(text: str) -> float:
     return value
 
 
-def _question(record: Mapping[str, Any]) -> str:
-    given = [key for key in _PROMPT_KEYS if key in record]
+def _question(record: Mapping[str, Any], answered: bool) -> tuple[str, tuple[str, str] | None]:
+    """The prompt; and, of messages that end with the assistant's where the row is not answered,
+    (where it stands, what it says)."""
+    given = [key for key in _PROMPT_KEYS if record.get(key) is not None]
     if len(given) != 1:
         raise Damaged(
             f"give one of prompt, question and messages (it has {' and '.join(given) or 'none'})"
@@ -324,24 +383,62 @@ def _question(record: Mapping[str, Any]) -> str:
     key, value = given[0], record[given[0]]
     # A list under "prompt" is what some data sets call their messages.
     if key == "messages" or isinstance(value, list):
-        if fault := message_faults(value):
-            raise Damaged(f"{key}: {fault}")
-        return Conversation(value)
+        if record.get("tools"):
+            raise Damaged(
+                "tools are not put into prompts; describe them in the system message, and rename "
+                "the column"
+            )
+        try:
+            if key == "messages" and not answered and len(value) > 1:
+                *before, last = read_messages(value, last=("user", "tool", "assistant"))
+                if last["role"] == "assistant":
+                    where = f"the last of {key}"
+                    if last.keys() != {"role", "content"}:
+                        raise MessageFault(
+                            f"{where} calls tools or reasons; give the answer as text"
+                        )
+                    return Conversation(read_messages(before)), (where, last["content"])
+            return Conversation(read_messages(value)), None
+        except MessageFault as fault:
+            raise Damaged(f"{key}: {fault}") from fault
     if not isinstance(value, str):
         raise Damaged(f"{key} must be text or a list of messages, not {_kind(value)}")
     if not value.strip():
         raise Damaged(f"{key} is empty")
-    return value
+    return value, None
 
 
-def _answer(record: Mapping[str, Any]) -> str:
-    if "answer" not in record:
-        raise Damaged(f"it has no answer (keys: {', '.join(record)[:80]})")
-    value = record["answer"]
+def _stated_answer(record: Mapping[str, Any]) -> tuple[str, Any] | None:
+    """(where it stands, the answer), which several columns may state alike."""
+    model = record.get("reward_model")
+    truth = model.get("ground_truth") if isinstance(model, dict) else None
+    columns = {**record, "reward_model.ground_truth": truth}
+    keys = ("answer", *_ANSWER_KEYS)
+    given = {key: columns[key] for key in keys if columns.get(key) is not None}
+    if "answer" in given:
+        given.pop("solution", None)  # the way to the answer
+    if given:
+        (first, value), *others = given.items()
+        if differing := [key for key, other in others if str(other) != str(value)]:
+            raise Damaged(f"{first} and {differing[0]} differ; keep the one that is the answer")
+        return first, value
+    completion = record.get("completion")
+    if isinstance(completion, list):
+        try:
+            messages = read_messages(completion, last=("assistant",))
+        except MessageFault as fault:
+            raise Damaged(f"completion: {fault}") from fault
+        if len(messages) > 1 or messages[0].keys() != {"role", "content"}:
+            raise Damaged("completion must be one message of text")
+        completion = messages[0]["content"]
+    return None if completion is None else ("completion", completion)
+
+
+def _answer(where: str, value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise Damaged(f"answer must be text or a number, not {_kind(value)}")
+        raise Damaged(f"{where} must be text or a number, not {_kind(value)}")
     if not (answer := str(value)).strip():
-        raise Damaged("answer is empty")
+        raise Damaged(f"{where} is empty")
     return answer
 
 

@@ -80,7 +80,7 @@ from fp8rl_jax.rollout.engine import (
 from fp8rl_jax.rollout.sampling import at_temperature
 from fp8rl_jax.rollout.sync import SyncContext
 from fp8rl_jax.rollout.vllm.engine import VllmEngine
-from fp8rl_jax.tasks.conversation import Conversation, message_faults
+from fp8rl_jax.tasks.conversation import Conversation, MessageFault, read_messages
 from fp8rl_jax.tasks.dataset import Example
 from fp8rl_jax.tasks.episodes import Episode
 from fp8rl_jax.tasks.rewards import LARGEST
@@ -992,12 +992,13 @@ class Session:
         source = f"prompts: prompt {i}"
         if isinstance(prompt, str):
             return self.encoder.tokens(Example(i, prompt, "", "", {"source": source}))
-        messages = [part for part in prompt if isinstance(part, Mapping)]
-        if not messages:
+        if not any(isinstance(part, Mapping) for part in prompt):
             return self._ids(source, prompt)
-        if fault := message_faults(prompt):
-            raise UserError(f"{source} {fault}")
-        return self.encoder.tokens(Example(i, Conversation(messages), "", "", {"source": source}))
+        try:
+            conversation = Conversation(read_messages(prompt))
+        except MessageFault as fault:
+            raise UserError(f"{source} {fault}") from None
+        return self.encoder.tokens(Example(i, conversation, "", "", {"source": source}))
 
     def _ids(self, what: str, tokens: Sequence[Any]) -> list[int]:
         ids, size = [int(token) for token in tokens], self.weights.config.vocab_size

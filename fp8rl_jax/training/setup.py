@@ -16,7 +16,7 @@ from fp8rl_jax.config.fingerprint import fingerprint
 from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.config.schema import validate
-from fp8rl_jax.errors import UserError
+from fp8rl_jax.errors import UserError, listing
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.lora import split
 from fp8rl_jax.models.policy import Policy, init_policy, linear_names, parameter_count

@@ -15,12 +15,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from fp8rl_jax.errors import UserError
+from fp8rl_jax.errors import UserError, listing
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.tensors import parameter_shapes
 from fp8rl_jax.tokenizers.gguf_tokenizer import write_tokenizer
 from fp8rl_jax.weights.gguf_io import StoredTensor, dequantize, read_gguf
-from fp8rl_jax.weights.hf_directory import export_policy, listing
+from fp8rl_jax.weights.hf_directory import export_policy
 from fp8rl_jax.weights.hf_names import Location, hf_tensors
 from fp8rl_jax.weights.safetensors_io import count_non_finite
 

@@ -18,7 +18,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from fp8rl_jax.errors import UserError
+from fp8rl_jax.errors import UserError, listing
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.tensors import parameter_shapes
 from fp8rl_jax.weights.block_fp8 import (
@@ -55,7 +55,6 @@ _log = logging.getLogger("fp8rl")
 _WEIGHT_DTYPES = tuple(
     np.dtype(scalar) for scalar in (ml_dtypes.bfloat16, np.float16, np.float32, np.float64)
 )
-_LISTED = 5  # tensors named in a message before the rest is counted
 
 _FP8_BLOCK = "fp8-block"
 _BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -390,9 +389,3 @@ def _copy(source: Path, target: Path) -> None:
     for name in (*TOKENIZER_FILES, "generation_config.json"):
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
-
-
-def listing(names: list[str]) -> str:
-    """Name the first few of a list, and count the rest."""
-    shown = ", ".join(names[:_LISTED])
-    return shown if len(names) <= _LISTED else f"{shown} and {len(names) - _LISTED} more"

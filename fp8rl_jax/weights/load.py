@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Bool
 
 from fp8rl_jax.config.run import InitConfig
-from fp8rl_jax.errors import UserError
+from fp8rl_jax.errors import UserError, listing
 from fp8rl_jax.models.config import ExpertsConfig, PolicyConfig
 from fp8rl_jax.models.policy import Policy, build_policy, init_policy
 from fp8rl_jax.precision import is_quantized
@@ -28,7 +28,6 @@ from fp8rl_jax.weights.hf_directory import (
     export_dtype,
     export_policy,
     is_stored_in_fp8,
-    listing,
     load_policy_arrays,
 )
 from fp8rl_jax.weights.hf_names import hf_tensors

@@ -16,11 +16,10 @@ from typing import Any
 import numpy as np
 
 from fp8rl_jax.config.training import LoraConfig
-from fp8rl_jax.errors import UserError
+from fp8rl_jax.errors import UserError, listing
 from fp8rl_jax.json_fields import Fields, read_json
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.lora import Adapters, adapted_tensors, build_adapters
-from fp8rl_jax.weights.hf_directory import listing
 from fp8rl_jax.weights.hf_names import hf_tensors
 from fp8rl_jax.weights.safetensors_io import count_non_finite, read_safetensors, write_safetensors
 

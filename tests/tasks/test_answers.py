@@ -129,7 +129,7 @@ def test_what_is_no_answer_is_refused(line):
         {"observation": [{"role": "user", "content": "\ud83d"}]},
         {"observation": [{"role": ["user"], "content": "5"}]},
         {"observation": [{"role": "assistant", "content": "5"}]},
-        {"observation": [{"role": "user", "content": "5", "name": "x"}]},
+        {"observation": [{"role": "user", "content": "5", "weight": "x"}]},
         {"observation": "5"},
         {"reward": None},
         {"reward": 2e15},

@@ -144,7 +144,7 @@ def test_nothing_is_held_out_where_eval_size_is_0():
             rows_task(eval_size=None, args={"count": 1}),
             r"has 1 distinct prompts, fewer than task.eval_size = 1 \(unset",
         ),
-        (rows_task("bad_rows"), "row 2 needs a prompt"),
+        (rows_task("bad_rows"), "row 2: it has no answer"),
         (
             rows_task(
                 "length", args=dict.fromkeys(("prompt", "completion", "answer", "metadata"), "")
@@ -153,7 +153,7 @@ def test_nothing_is_held_out_where_eval_size_is_0():
         ),
         (rows_task(eval_size=8), "has 8 distinct prompts"),
         (rows_task(train_size=7), "has 8 distinct prompts"),
-        (rows_task(args={"metadata": 3}), "metadata of row"),
+        (rows_task(args={"metadata": 3}), "row .: metadata must be an object"),
         (rows_task(args={"thing": {1, 2}}), "plain values"),
         (rows_task(train_size=-1), "must not be negative"),
         (rows_task("no_such_function"), "has no function"),

@@ -1,7 +1,10 @@
-"""JSON lines: a problem, a blank line, or one clear complaint with file and line; nothing else."""
+"""Files of problems: a problem, a blank line, or one clear complaint with file and row; nothing
+else."""
 
+import gzip
 import json
 import math
+import sys
 from typing import Any
 
 import pytest
@@ -10,7 +13,7 @@ from hypothesis import strategies as st
 
 from fp8rl_jax.config.tasks import TaskConfig
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.tasks.conversation import Conversation, message_faults
+from fp8rl_jax.tasks.conversation import Conversation, read_messages
 from fp8rl_jax.tasks.dataset import load_splits
 from fp8rl_jax.tasks.sources import Damaged, parse_line, read_problems
 
@@ -24,7 +27,8 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=6,
 )
-KEYS = ("prompt", "question", "answer", "metadata", "level")
+ANSWERS = ("answer", "solution", "ground_truth", "reward_model", "completion")
+KEYS = ("prompt", "question", *ANSWERS, "metadata", "level")
 MESSAGE = st.fixed_dictionaries(
     {"role": st.sampled_from(["user", "assistant", "x"]), "content": VALUES}
 )
@@ -51,11 +55,7 @@ def task_of(path, **changes):
 @settings(deadline=None)
 @given(TEXT, TEXT | st.integers(-(10**9), 10**9), st.dictionaries(st.text(), VALUES, max_size=3))
 def test_a_sound_line_is_read_rightly(prompt, answer, extra):
-    extra = {
-        key: value
-        for key, value in extra.items()
-        if key not in ("prompt", "question", "messages", "answer", "metadata")
-    }
+    extra = {key: value for key, value in extra.items() if key not in ("messages", "tools", *KEYS)}
     for line in (json.dumps, lambda row: json.dumps(row, ensure_ascii=False)):
         parsed = parse_line(
             line({"question": prompt, "answer": answer, **extra}).encode() + b"\r\n"
@@ -93,14 +93,20 @@ def test_any_object_is_read_or_named_as_damaged(record):
     except Damaged:
         return
     assert parsed is not None
-    given = [record[key] for key in ("prompt", "question", "messages") if key in record]
-    assert len(given) == 1 and type(record["answer"]) in (str, int, float)
+    given = [
+        record[key] for key in ("prompt", "question", "messages") if record.get(key) is not None
+    ]
+    assert len(given) == 1 and parsed["answer"].strip()
+    if record.get("answer") is not None:
+        assert parsed["answer"] == str(record["answer"])
     if isinstance(given[0], str):
         assert parsed["question"] == given[0]
     else:
-        assert not message_faults(given[0]) and list(parsed["question"].messages) == given[0]
-    assert parsed["metadata"] == record.get("metadata", {}) | {
-        k: v for k, v in record.items() if k == "level"
+        roles = ("user", "tool", "assistant")
+        whole = read_messages(given[0], last=roles)
+        assert parsed["question"].messages == whole[: len(parsed["question"].messages)]
+    assert parsed["metadata"] == (record.get("metadata") or {}) | {
+        k: v for k, v in record.items() if k in ("level", *ANSWERS[1:])
     }
 
 
@@ -115,7 +121,8 @@ def test_any_object_is_read_or_named_as_damaged(record):
         (b'{"prompt": " ", "answer": 1}', "prompt is empty"),
         (b'{"prompt": 3, "answer": 1}', "prompt must be text or a list of messages, not a number"),
         (b'{"prompt": "a"}', r"no answer \(keys: prompt\)"),
-        (b'{"prompt": "a", "answer": null}', "answer must be text or a number, not null"),
+        (b'{"prompt": "a", "answer": null}', r"no answer \(keys: prompt, answer\)"),
+        (b'{"prompt": null, "answer": 1}', r"it has none"),
         (b'{"prompt": "a", "answer": true}', "not true or false"),
         (b'{"prompt": "a", "answer": ""}', "answer is empty"),
         (b'{"prompt": "a", "answer": NaN}', "NaN is no JSON"),
@@ -157,6 +164,211 @@ def test_messages_become_a_conversation_and_the_template_fits_its_last_one(tmp_p
     }
     assert len(prompts) == 2 and prompts[2].messages[0] == MESSAGES[0]
     assert all(prompt.messages[-1]["content"] == "2 + 2? Think." for prompt in prompts.values())
+
+
+CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 2}}}
+CALLS = [
+    {"role": "user", "content": "2 + 2?"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "content": "4", "name": "add", "tool_call_id": "c"},
+]
+
+
+def arrow(messages):
+    """With every field that any has, null where it isn't, as Arrow fills a column of structs."""
+    further = ("name", "tool_calls", "tool_call_id", "reasoning_content", "weight")
+    call = {**CALL, "function": {**CALL["function"], "arguments": {"a": 2, "b": 2, "city": None}}}
+    filled = [dict.fromkeys(further) | message for message in messages]
+    return [m | {"tool_calls": [call]} if m["tool_calls"] else m for m in filled]
+
+
+@pytest.mark.parametrize(
+    ("messages", "read"),
+    [
+        (arrow(MESSAGES), MESSAGES),
+        (arrow(CALLS), CALLS),
+        (CALLS, CALLS),
+        ([{"role": "user", "content": "a", "tool_calls": []}], [{"role": "user", "content": "a"}]),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": "a", "image_url": None}]}],
+            [{"role": "user", "content": "a"}],
+        ),
+        (
+            [{"role": "user", "name": "u", "content": ""}],
+            [{"role": "user", "content": "", "name": "u"}],
+        ),
+    ],
+)
+def test_a_null_is_no_field_of_a_message(messages, read):
+    problem = parse_line(json.dumps({"messages": messages, "answer": 4}).encode())
+    assert problem is not None and list(problem["question"].messages) == read
+
+
+def test_two_conversations_that_differ_in_a_call_are_two():
+    other = [CALLS[0], {**CALLS[1], "tool_calls": [{"function": {"name": "sub"}}]}, CALLS[2]]
+    assert Conversation(other) != Conversation(CALLS)
+    assert Conversation(CALLS).splitlines()[2] == ('tool: 4 {"name": "add", "tool_call_id": "c"}')
+
+
+@pytest.mark.parametrize(
+    ("message", "fault"),
+    [
+        ({"content": "a"}, "message 0 must have role and content"),
+        ({"role": "user", "content": None}, "message 0 must have role and content"),
+        ({"role": "tool", "content": None, "tool_call_id": "c"}, "must have role and content"),
+        (
+            {"role": "user", "content": "a", "weight": 1},
+            "message 0 has 'weight', which is no field",
+        ),
+        ({"role": "user", "content": "a", "tool_calls": [CALL]}, "no field of the user's messages"),
+        ({"role": "user", "content": "a", "name": 3}, "must have text as its name"),
+        ({"role": "user", "content": 3}, "must have text as its content"),
+        ({"role": "user", "content": []}, "message 0 has 0 content parts"),
+        ({"role": "user", "content": [{"type": "image"}]}, "a content part of type 'image'"),
+        ({"role": "user", "content": [{"type": "text", "text": "a"}] * 2}, "has 2 content parts"),
+        ({"role": "user", "content": ["a"]}, "a content part of type 'a'; only text"),
+        ({"role": "assistant", "tool_calls": "add"}, "must have a list as its tool_calls"),
+        ({"role": "assistant", "tool_calls": [{"name": "add"}]}, "a tool call that is not"),
+    ],
+)
+def test_what_is_wrong_with_a_message(message, fault):
+    with pytest.raises(Damaged, match=f"messages: .*{fault}"):
+        parse_line(json.dumps({"messages": [message], "answer": 4}).encode())
+
+
+USER, SAID = {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "It is 4."}
+VERL = {
+    "data_source": "gsm8k",
+    "prompt": [USER],
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "4"},
+    "extra_info": {"split": "train", "index": 0, "answer": "2 + 2 = 4 #### 4"},
+}
+
+
+@pytest.mark.parametrize(
+    ("row", "answer"),
+    [
+        (VERL, "4"),
+        (VERL | {"answer": None}, "4"),
+        (VERL | {"answer": 4}, "4"),
+        ({"prompt": "a", "solution": "4"}, "4"),
+        ({"prompt": "a", "solution": "2 + 2 = 4", "answer": "4"}, "4"),
+        ({"prompt": "a", "ground_truth": 4}, "4"),
+        ({"prompt": "a", "solution": None, "ground_truth": "4", "completion": "It is 4."}, "4"),
+        ({"prompt": "a", "completion": "It is 4."}, "It is 4."),
+        ({"prompt": [USER], "completion": [SAID]}, "It is 4."),
+        ({"messages": [USER, SAID]}, "It is 4."),
+        ({"messages": arrow([USER, SAID]), "prompt": None, "metadata": None}, "It is 4."),
+    ],
+)
+def test_columns_may_have_the_names_of_trl_and_verl(row, answer):
+    problem = parse_line(json.dumps(row).encode())
+    assert problem is not None and problem["answer"] == answer
+    question = problem["question"]
+    assert question == "a" if isinstance(row.get("prompt"), str) else question.messages == (USER,)
+    left = {key: row[key] for key in row if key not in ("prompt", "messages", "answer", "metadata")}
+    assert problem["metadata"] == left
+
+
+@pytest.mark.parametrize(
+    ("row", "fault"),
+    [
+        (VERL | {"answer": "5"}, "answer and reward_model.ground_truth differ"),
+        (VERL | {"solution": "5"}, "reward_model.ground_truth and solution differ"),
+        (
+            {"prompt": "a", "ground_truth": ["4"]},
+            "ground_truth must be text or a number, not a list",
+        ),
+        (
+            {"prompt": "a", "reward_model": {"ground_truth": {"target": 4}}},
+            "must be text or a number",
+        ),
+        ({"prompt": "a", "reward_model": "rule"}, "it has no answer"),
+        ({"prompt": "a", "completion": [SAID, SAID]}, "completion must be one message"),
+        ({"prompt": "a", "completion": [USER]}, "completion: the last message is the user's"),
+        ({"messages": [SAID]}, "messages: the last message is the assistant's"),
+        ({"messages": [USER, CALLS[1]]}, "the last of messages calls tools or reasons"),
+        (
+            {"messages": [USER], "tools": [{"type": "function"}], "answer": 4},
+            "tools are not put into",
+        ),
+    ],
+)
+def test_what_a_row_says_in_two_ways_or_in_none_is_named(row, fault):
+    with pytest.raises(Damaged, match=fault):
+        parse_line(json.dumps(row).encode())
+
+
+def test_one_list_and_gzip_are_files_too(tmp_path):
+    listed = [{"prompt": "a", "answer": 1}, {"prompt": "b", "answer": 2}]
+    for form, text in {
+        "list": json.dumps(listed, indent=1),
+        "marked": "\ufeff" + json.dumps(listed),
+        "lines": "".join(f"{json.dumps(row)}\r\n\r\n" for row in listed),
+    }.items():
+        for name, pack in {"plain": bytes, "packed": gzip.compress}.items():
+            (tmp_path / f"{form}-{name}").write_bytes(pack(text.encode()))
+    for file in sorted(tmp_path.iterdir()):
+        read = read_problems(str(file), "task.name")
+        assert [(row["question"], row["answer"]) for row in read] == [("a", "1"), ("b", "2")]
+        lines = (f"{file}:1", f"{file}:3")
+        numbered = (f"{file}: row 1", f"{file}: row 2")
+        assert tuple(r["source"] for r in read) == (lines if "lines" in file.name else numbered)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"[1, {}]", "row 1: an object with prompt and answer was expected, not a number"),
+        (b'[{"prompt": "a", "answer": 1},\n {"prompt"]', "not JSON .* at line 2, column 11"),
+        (b"[]", "is an empty data set"),
+        (gzip.compress(b"{}" * 99)[:-9], "task.name: .* cannot be read"),
+        (b"\x1f\x8b\x00", "task.name: .* cannot be read"),
+    ],
+)
+def test_files_that_are_damaged_are_named(data, message, tmp_path):
+    (tmp_path / "a").write_bytes(data)
+    with pytest.raises(UserError, match=message):
+        load_splits(task_of(tmp_path / "a"))
+
+
+def test_parquet_has_rows_like_any_file(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    problems = [
+        VERL,
+        VERL | {"prompt": CALLS, "reward_model": {"style": "rule", "ground_truth": "5"}},
+        VERL | {"reward_model": {"style": "rule", "ground_truth": None}},
+    ]
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(problems[:2]), path)
+    read = read_problems(str(path), "task.name")
+    assert [row["source"] for row in read] == [f"{path}: row 1", f"{path}: row 2"]
+    assert [row["answer"] for row in read] == ["4", "5"]
+    assert [list(row["question"].messages) for row in read] == [[USER], CALLS]
+    parquet.write_table(pyarrow.Table.from_pylist(problems), path)
+    with pytest.raises(UserError, match="a.parquet: row 3: it has no answer"):
+        read_problems(str(path), "task.name")
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(UserError, match="task.name: .*a.parquet cannot be read"):
+        read_problems(str(path), "task.name")
+
+
+def test_parquet_without_its_package_is_one_clear_line(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    (tmp_path / "a").write_bytes(b"PAR1")
+    with pytest.raises(UserError, match="is a Parquet file.*pip install 'fp8rl_jax.parquet.'"):
+        read_problems(str(tmp_path / "a"), "task.name")
+
+
+def test_rows_with_the_prompt_of_an_earlier_one_are_named(tmp_path, caplog):
+    path = write(tmp_path / "a.jsonl", *rows(9), *rows(6), {"prompt": "Say 0", "answer": 7})
+    train, held_out = load_splits(task_of(path))
+    assert len(train) + len(held_out) == 9 and train.duplicates == 7
+    assert "task.name: 7 rows have the prompt of an earlier one and are dropped" in caplog.text
+    assert ", 1 of them with another answer: " in caplog.text and "and 2 more" in caplog.text
+    assert f"{path}:" in caplog.text
 
 
 def test_a_file_is_split_like_a_list(tmp_path):
@@ -209,7 +421,7 @@ def test_every_damaged_line_is_named_up_to_twenty(tmp_path):
     assert (
         len(lines) == 21
         and lines[0].startswith(f"{path}:2: give one of")
-        and lines[-1] == "and 5 more damaged lines"
+        and lines[-1] == "and 5 more damaged rows"
     )
 
 

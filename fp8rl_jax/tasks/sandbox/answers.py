@@ -11,7 +11,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from fp8rl_jax.tasks.conversation import message_faults
+from fp8rl_jax.tasks.conversation import MessageFault, read_messages
 from fp8rl_jax.tasks.rewards import LARGEST
 
 LARGEST_ANSWER = 4 * 2**20
@@ -100,9 +100,10 @@ def _is_turn(turn: dict[str, Any]) -> bool:
         return messages == []
     if not all(isinstance(message, dict) and _is_text(*message.values()) for message in messages):
         return False
-    return not message_faults(messages) and all(
-        message["role"] in ("user", "tool") for message in messages
-    )
+    try:
+        return all(message["role"] in ("user", "tool") for message in read_messages(messages))
+    except MessageFault:
+        return False
 
 
 def _is_text(*values: Any) -> bool:
