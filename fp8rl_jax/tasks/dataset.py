@@ -263,8 +263,9 @@ class _Distinct(Iterator[tuple]):
             return answer
         result = extract_answer(answer, how)
         if answer and not result:
+            where = entry.get("source", "a problem")
             self.faults.append(
-                f"{entry.get('source', 'a problem')}: task.answer_extract = {how!r} finds nothing in the answer "
+                f"{where}: task.answer_extract = {how!r} finds nothing in the answer "
                 f"{answer[-80:]!r}"
             )
         return result

@@ -40,7 +40,6 @@ from fp8rl_jax.training.plan import check_fits, report
 from fp8rl_jax.training.prompts import PromptEncoder
 from fp8rl_jax.training.session import Session
 from fp8rl_jax.weights.hf_config import read_policy_config
-from fp8rl_jax.weights.hf_directory import listing
 from fp8rl_jax.weights.load import byte_policy_config, load
 from fp8rl_jax.weights.resolve import resolve_model
 

@@ -5,6 +5,9 @@ differ from Hugging Face beyond the names: numbers sit on the grid of their bloc
 beside any quantization error measured on them), and the rows of a Llama's q_proj and k_proj are
 permuted, because llama.cpp rotates neighbouring pairs of a head's features there, where Hugging
 Face rotates its two halves. Qwen's are as they were.
+
+A key that is absent has llama.cpp's default (its `llama_model::load_hparams`). What the file states
+in two places, or once and by default, must agree.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from fp8rl_jax.weights.hf_directory import export_policy
 from fp8rl_jax.weights.hf_names import Location, hf_tensors
 from fp8rl_jax.weights.safetensors_io import count_non_finite
 
+_FROM_DIRECTORY = "is not read from GGUF; use the Hugging Face directory"
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")  # the same names as in FAMILIES
 
 _LAYER_NAMES = {
@@ -61,8 +65,8 @@ def convert_gguf(path: str | Path, directory: str | Path) -> Path:
 
     Raises:
         UserError: whatever `read_gguf` refuses; another architecture, rope scaling, tokenizer or
-            pre-tokenizer, tensors that are missing, unexpected, misshapen or not finite, a
-            directory that cannot be written.
+            pre-tokenizer, keys that contradict each other or the tensors, tensors that are missing,
+            unexpected, misshapen or not finite, a directory that cannot be written.
     """
     path, directory = Path(path), Path(directory)
     metadata, tensors = read_gguf(path)
@@ -87,22 +91,34 @@ def _config(metadata: dict[str, Any], tensors: dict[str, StoredTensor]) -> Polic
             f"general.architecture {name!r} is not supported; supported: "
             f"{', '.join(_ARCHITECTURES)}"
         )
-    scaling = metadata.get(f"{name}.rope.scaling.type", "none")
-    if scaling != "none" or "rope_freqs.weight" in tensors:
+    if (parts := get("split.count", default=1)) > 1:
         raise UserError(
-            f"rope scaling ({scaling}) is not read from GGUF; use the Hugging Face directory"
+            f"split.count {parts}: this is one of {parts} files; join them with llama.cpp's "
+            "llama-gguf-split --merge"
         )
-    if "token_embd.weight" not in tensors:
-        raise UserError("tensor token_embd.weight is missing")
-    hidden, heads = get(f"{name}.embedding_length"), get(f"{name}.attention.head_count")
-    head_dim = get(f"{name}.attention.key_length", default=hidden // max(heads, 1))
-    for key, meaning in (
-        ("rope.dimension_count", "rotary positions"),
-        ("attention.value_length", "values"),
-    ):
-        if (size := get(f"{name}.{key}", default=head_dim)) != head_dim:
+    _refuse_rope_scaling(name, metadata, tensors)
+    layers = get(f"{name}.block_count")
+
+    def same_in_all_layers(key: str, default: int | None = None) -> int:
+        """A number, or a list of one for each layer that are all alike."""
+        value = metadata.get(f"{name}.{key}")
+        if not isinstance(value, list):
+            return get(f"{name}.{key}", default=default)
+        if len(value) != layers or len(set(value)) != 1 or type(value[0]) is not int:
             raise UserError(
-                f"{name}.{key}: {meaning} over {size} features are not supported where a key has "
+                f"{name}.{key}: {len(value)} numbers that differ by layer, or are not one for each "
+                f"of {layers} layers, are not supported"
+            )
+        return value[0]
+
+    hidden, heads = get(f"{name}.embedding_length"), same_in_all_layers("attention.head_count")
+    share = hidden // max(heads, 1)
+    head_dim = get(f"{name}.attention.key_length", default=share)
+    for key, implied in (("rope.dimension_count", head_dim), ("attention.value_length", share)):
+        if (size := get(f"{name}.{key}", default=implied)) != head_dim:
+            stated = "" if f"{name}.{key}" in metadata else " (absent, so that it is this)"
+            raise UserError(
+                f"{name}.{key} {size}{stated} is not supported beside {name}.attention.key_length "
                 f"{head_dim}"
             )
     bos, pad, *ends = (
@@ -113,23 +129,59 @@ def _config(metadata: dict[str, Any], tensors: dict[str, StoredTensor]) -> Polic
         token for token in (bos, pad, *ends) if token is not None and type(token) is not int
     ]:
         raise UserError(f"tokenizer.ggml.*_token_id must be a token's number, got {wrong[0]!r}")
+    end_tokens = tuple(dict.fromkeys(token for token in ends if token is not None))
+    if not end_tokens:
+        raise UserError("the metadata lacks tokenizer.ggml.eos_token_id: nothing ends an answer")
     return PolicyConfig(
         architecture=name,
-        vocab_size=tensors["token_embd.weight"].shape[0],
+        vocab_size=_vocabulary(name, metadata, tensors),
         hidden_size=hidden,
-        intermediate_size=get(f"{name}.feed_forward_length"),
-        num_layers=get(f"{name}.block_count"),
+        intermediate_size=same_in_all_layers("feed_forward_length"),
+        num_layers=layers,
         num_heads=heads,
-        num_kv_heads=get(f"{name}.attention.head_count_kv", default=heads),
+        num_kv_heads=same_in_all_layers("attention.head_count_kv", default=heads),
         head_dim=head_dim,
         rms_norm_eps=_shortest(get(f"{name}.attention.layer_norm_rms_epsilon", float)),
         rope_theta=_shortest(get(f"{name}.rope.freq_base", float, default=10000.0)),
         tie_word_embeddings="output.weight" not in tensors,
         max_position_embeddings=get(f"{name}.context_length"),
         bos_token_id=bos,
-        eos_token_ids=tuple(dict.fromkeys(token for token in ends if token is not None)),
+        eos_token_ids=end_tokens,
         pad_token_id=pad,
     )
+
+
+def _vocabulary(name: str, metadata: dict[str, Any], tensors: dict[str, StoredTensor]) -> int:
+    """Rows of the embedding, which the tokens and `vocab_size` must agree with."""
+    if "token_embd.weight" not in tensors:
+        raise UserError("tensor token_embd.weight is missing")
+    rows = tensors["token_embd.weight"].shape[0]
+    tokens, stated = metadata.get("tokenizer.ggml.tokens"), metadata.get(f"{name}.vocab_size", rows)
+    for key, size in (
+        ("tokenizer.ggml.tokens", len(tokens) if isinstance(tokens, list) else rows),
+        (f"{name}.vocab_size", stated),
+    ):
+        if size != rows:
+            raise UserError(f"{key} is of {size} tokens, and token_embd.weight of {rows}")
+    return rows
+
+
+def _refuse_rope_scaling(
+    name: str, metadata: dict[str, Any], tensors: dict[str, StoredTensor]
+) -> None:
+    """Refuse what would rotate otherwise than rope.freq_base says, also where no type is named."""
+    if "rope_freqs.weight" in tensors:
+        raise UserError(f"rope scaling (tensor rope_freqs.weight) {_FROM_DIRECTORY}")
+    kind = metadata.get(f"{name}.rope.scaling.type", "linear")
+    if kind not in ("none", "linear"):
+        raise UserError(f"rope scaling ({name}.rope.scaling.type {kind!r}) {_FROM_DIRECTORY}")
+    factors = ["scaling.attn_factor"]
+    if kind == "linear":  # the second is the first's old name
+        factors += ["scaling.factor", "scale_linear"]
+    for key in factors:
+        # a scale of 0 is llama.cpp's word for none
+        if (factor := metadata.get(f"{name}.rope.{key}", 1.0)) not in (0.0, 1.0):
+            raise UserError(f"rope scaling ({name}.rope.{key} {factor!r}) {_FROM_DIRECTORY}")
 
 
 def _shortest(value: float) -> float:

@@ -8,9 +8,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 from tiny_models import LLAMA, QWEN2, QWEN3, gguf_tensors, tokenizer_of, write_gguf
+from weights.gguf_bytes import whole_file
 
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.weights.gguf import convert_gguf
+from fp8rl_jax.weights.gguf_io import read_gguf
 from fp8rl_jax.weights.hf_directory import load_policy_arrays
 
 Q = gguf.GGMLQuantizationType
@@ -189,6 +191,111 @@ def test_what_is_not_read_is_refused_by_name(edit, options, message, tmp_path):
     edit(tensors)
     with pytest.raises(UserError) as error:
         convert_gguf(write_gguf(tmp_path / "m.gguf", tensors, **options), tmp_path / "out")
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def with_keys(directory, changes, config=LLAMA):
+    """A GGUF with some keys changed, and taken out where they are None."""
+    path = write_gguf(
+        directory / "m.gguf",
+        gguf_tensors(config),
+        config=config,
+        pre="smollm" if config is LLAMA else "qwen2",
+    )
+    metadata, tensors = read_gguf(path)
+    metadata |= changes
+    kept = {key: value for key, value in metadata.items() if value is not None}
+    stored = {name: dataclasses.replace(t, data=t.data.copy()) for name, t in tensors.items()}
+    path.write_bytes(whole_file(kept, stored))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"llama.rope.freq_base": None}, {"rope_theta": 10000.0}),
+        (
+            {"llama.rope.dimension_count": None, "llama.attention.head_count_kv": 2},
+            {"head_dim": 16},
+        ),
+        ({"llama.attention.head_count_kv": [2, 2, 2], "llama.feed_forward_length": [96] * 3}, {}),
+        ({"llama.attention.key_length": 16, "llama.attention.value_length": 16}, {"head_dim": 16}),
+        ({"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 4.0}, {}),
+        ({"llama.rope.scaling.type": "linear"}, {}),
+        ({"llama.rope.scaling.factor": 1.0, "llama.rope.scale_linear": 0.0}, {}),
+        ({"llama.vocab_size": 272}, {"vocab_size": 272}),
+        ({"tokenizer.ggml.eot_token_id": 0}, {"eos_token_ids": (2, 0)}),
+        (
+            {"tokenizer.ggml.eot_token_id": 2, "tokenizer.ggml.eom_token_id": 1},
+            {"eos_token_ids": (2, 1)},
+        ),
+        ({"tokenizer.ggml.bos_token_id": None}, {"bos_token_id": None}),
+        ({"split.count": 1}, {}),
+    ],
+)
+def test_a_key_that_is_absent_or_stands_twice_is_read_as_llama_cpp_does(
+    changes, expected, tmp_path
+):
+    path = with_keys(tmp_path, changes)
+    read, _ = load_policy_arrays(convert_gguf(path, tmp_path / "out"))
+    assert {key: getattr(read, key) for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "message"),
+    [
+        (
+            LLAMA,
+            {"llama.rope.scaling.factor": 4.0},
+            "rope scaling (llama.rope.scaling.factor 4.0) is not read from GGUF",
+        ),
+        (LLAMA, {"llama.rope.scale_linear": 2.0}, "(llama.rope.scale_linear 2.0) is not read"),
+        (LLAMA, {"llama.rope.scaling.type": "yarn"}, "(llama.rope.scaling.type 'yarn') is not"),
+        (
+            LLAMA,
+            {"llama.rope.scaling.type": "none", "llama.rope.scaling.attn_factor": 0.5},
+            "(llama.rope.scaling.attn_factor 0.5) is not read",
+        ),
+        (
+            LLAMA,
+            {"llama.attention.value_length": 8},
+            "llama.attention.value_length 8 is not supported beside llama.attention.key_length 16",
+        ),
+        (
+            QWENS["qwen3"],  # 48 features, 3 heads, keys of 32
+            {"qwen3.attention.value_length": None},
+            "value_length 16 (absent, so that it is this) is not supported beside qwen3.attention.key",
+        ),
+        (
+            LLAMA,
+            {"llama.rope.dimension_count": 8},
+            "llama.rope.dimension_count 8 is not supported beside",
+        ),
+        (
+            LLAMA,
+            {"llama.attention.head_count_kv": [2, 2, 1]},
+            "llama.attention.head_count_kv: 3 numbers that differ by layer",
+        ),
+        (
+            LLAMA,
+            {"llama.attention.layer_norm_rms_epsilon": None},
+            "lacks llama.attention.layer_norm",
+        ),
+        (LLAMA, {"llama.vocab_size": 300}, "llama.vocab_size is of 300 tokens, and token_embd"),
+        (
+            LLAMA,
+            {"tokenizer.ggml.tokens": ["a"]},
+            "tokenizer.ggml.tokens is of 1 tokens, and token",
+        ),
+        (LLAMA, {"tokenizer.ggml.eot_token_id": "2"}, "must be a token's number, got '2'"),
+        (LLAMA, {"tokenizer.ggml.eos_token_id": None}, "lacks tokenizer.ggml.eos_token_id"),
+        (LLAMA, {"split.count": 3}, "split.count 3: this is one of 3 files"),
+    ],
+)
+def test_keys_that_contradict_are_both_named(config, changes, message, tmp_path):
+    path = with_keys(tmp_path, changes, config)
+    with pytest.raises(UserError) as error:
+        convert_gguf(path, tmp_path / "out")
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
