@@ -8,9 +8,9 @@ one JSON list, packed by gzip or not, or Parquet.
     {"messages": [{"role": "user", "content": "What is 2 + 2?"}], "answer": 4}
 
 Columns may have the names of TRL and verl. The prompt is prompt, question or messages, of which one
-is there: text, or a list of messages. The answer is `answer`, or else `reward_model.ground_truth`
-(verl), `ground_truth` or `solution` (TRL), or else `completion` or the last of `messages` where it
-is the assistant's (both TRL's, for supervised training). A null is no value, since Arrow fills with
+is there: text, or a list of messages. The answer is `answer`, `reward_model.ground_truth` (verl) or
+`ground_truth`, or else `solution` (TRL), or else `completion` or the last of `messages` where it is
+the assistant's (both TRL's, for supervised training). A null is no value, since Arrow fills with
 nulls what a row has not.
 
 A row is read rightly or named as damaged; nothing is skipped but blank lines, and nothing is
@@ -54,8 +54,9 @@ Row = Mapping[str, Any]
 _Parse = Callable[[], Row | None]
 _SHOWN_FAULTS = 20
 _PROMPT_KEYS = ("prompt", "question", "messages")
-_ANSWER_KEYS = ("reward_model.ground_truth", "ground_truth", "solution")
-"""What holds the answer where `answer` doesn't."""
+_ANSWER_KEYS = ("answer", "reward_model.ground_truth", "ground_truth", "solution")
+_UNREAD = ("tools", "images", "videos", "chat_template_kwargs")
+"""Columns of conversations that TRL hands to the chat template, which nothing here does."""
 
 
 def shuffled[Item](rows: Sequence[Item], seed: int) -> list[Item]:
@@ -302,7 +303,7 @@ def _parse_record(record: Mapping[str, Any], needs_answer: bool = True) -> dict[
     metadata = {} if (given := record.get("metadata")) is None else given
     if not isinstance(metadata, dict):
         raise Damaged(f"metadata must be an object, not {_kind(metadata)}")
-    stated = _stated_answer(record)
+    stated = _stated_answer(record, needs_answer)
     question, said = _question(record, answered=stated is not None)
     stated = stated or said
     if stated is None and needs_answer:
@@ -383,10 +384,10 @@ def _question(record: Mapping[str, Any], answered: bool) -> tuple[str, tuple[str
     key, value = given[0], record[given[0]]
     # A list under "prompt" is what some data sets call their messages.
     if key == "messages" or isinstance(value, list):
-        if record.get("tools"):
+        if unread := [column for column in _UNREAD if record.get(column)]:
             raise Damaged(
-                "tools are not put into prompts; describe them in the system message, and rename "
-                "the column"
+                f"{unread[0]} would not get into the prompt; write it into the messages, and "
+                "rename the column"
             )
         try:
             if key == "messages" and not answered and len(value) > 1:
@@ -408,14 +409,21 @@ def _question(record: Mapping[str, Any], answered: bool) -> tuple[str, tuple[str
     return value, None
 
 
-def _stated_answer(record: Mapping[str, Any]) -> tuple[str, Any] | None:
-    """(where it stands, the answer), which several columns may state alike."""
+def _stated_answer(record: Mapping[str, Any], needed: bool) -> tuple[str, Any] | None:
+    """(where it stands, the answer), which several columns may state alike.
+
+    Where none is needed, columns of other things than text and numbers are the reward's business.
+    """
     model = record.get("reward_model")
     truth = model.get("ground_truth") if isinstance(model, dict) else None
     columns = {**record, "reward_model.ground_truth": truth}
-    keys = ("answer", *_ANSWER_KEYS)
-    given = {key: columns[key] for key in keys if columns.get(key) is not None}
-    if "answer" in given:
+    given = {
+        key: columns[key]
+        for key in _ANSWER_KEYS
+        if columns.get(key) is not None
+        and (needed or key == "answer" or isinstance(columns[key], str | int | float))
+    }
+    if len(given) > 1:
         given.pop("solution", None)  # the way to the answer
     if given:
         (first, value), *others = given.items()

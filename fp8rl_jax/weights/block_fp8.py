@@ -34,6 +34,7 @@ rows for the block, which is 128 only then.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping
 from functools import cache
 from pathlib import Path
@@ -150,8 +151,9 @@ def _of_fp8(fields: Fields) -> Block:
     )
 
 
-def _of_modelopt(fields: Fields) -> Block:
-    algorithm = fields.data.get("quant_algo")
+def _of_modelopt(fields: Fields) -> Block | None:
+    if (algorithm := fields.data.get("quant_algo")) is None:
+        return None  # of the KV cache alone
     if algorithm == "FP8_PER_CHANNEL_PER_TOKEN":
         return _CHANNEL
     if algorithm != "FP8":
@@ -159,7 +161,7 @@ def _of_modelopt(fields: Fields) -> Block:
     return _WHOLE
 
 
-def _of_compressed_tensors(fields: Fields) -> Block:
+def _of_compressed_tensors(fields: Fields) -> Block | None:
     _one_of(fields.object("sparsity_config"), "format", "dense")
     if fields.object("transform_config").object("config_groups").data:
         raise _not_read(fields, "transform_config")
@@ -181,7 +183,7 @@ def _of_compressed_tensors(fields: Fields) -> Block:
             raise _not_read(weights, "symmetric false")
         blocks[name] = _compressed_block(weights)
     if not blocks:
-        raise UserError(f"{fields.prefix}config_groups holds no group with weights")
+        return None  # activations or the KV cache alone
     first, *others = blocks
     if differing := [name for name in others if blocks[name] != blocks[first]]:
         raise UserError(
@@ -197,13 +199,15 @@ def _compressed_block(weights: Fields) -> Block:
     implied = "tensor" if group is None else "channel" if group == -1 else "group"
     strategy = _one_of(weights, "strategy", implied, "tensor", "channel", "group", "block")
     if strategy == "block":
+        if old := re.fullmatch(r"(\d+)x(\d+)", str(weights.data.get("block_structure"))):
+            weights = Fields({"block_structure": [*map(int, old.groups())]}, weights.prefix)
         return _block(weights, "block_structure")
     if strategy == "group" and (group is None or group < 1):
         raise UserError(f"{weights.prefix}group_size must be positive, got {group}")
     return {"tensor": _WHOLE, "channel": _CHANNEL, "group": (1, group)}[strategy]
 
 
-_METHODS: dict[str, Callable[[Fields], Block]] = {
+_METHODS: dict[str, Callable[[Fields], Block | None]] = {
     "fp8": _of_fp8,
     "fbgemm_fp8": lambda fields: _CHANNEL,
     "compressed-tensors": _of_compressed_tensors,

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fp8rl_jax.config.tasks import TaskConfig
+from fp8rl_jax.config.tasks import RewardConfig, TaskConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.tasks.conversation import Conversation, read_messages
 from fp8rl_jax.tasks.dataset import load_splits
@@ -254,6 +254,7 @@ VERL = {
         (VERL | {"answer": 4}, "4"),
         ({"prompt": "a", "solution": "4"}, "4"),
         ({"prompt": "a", "solution": "2 + 2 = 4", "answer": "4"}, "4"),
+        (VERL | {"solution": "2 + 2 = 4", "images": [], "tools": None}, "4"),
         ({"prompt": "a", "ground_truth": 4}, "4"),
         ({"prompt": "a", "solution": None, "ground_truth": "4", "completion": "It is 4."}, "4"),
         ({"prompt": "a", "completion": "It is 4."}, "It is 4."),
@@ -275,7 +276,7 @@ def test_columns_may_have_the_names_of_trl_and_verl(row, answer):
     ("row", "fault"),
     [
         (VERL | {"answer": "5"}, "answer and reward_model.ground_truth differ"),
-        (VERL | {"solution": "5"}, "reward_model.ground_truth and solution differ"),
+        (VERL | {"ground_truth": "5"}, "reward_model.ground_truth and ground_truth differ"),
         (
             {"prompt": "a", "ground_truth": ["4"]},
             "ground_truth must be text or a number, not a list",
@@ -291,13 +292,24 @@ def test_columns_may_have_the_names_of_trl_and_verl(row, answer):
         ({"messages": [USER, CALLS[1]]}, "the last of messages calls tools or reasons"),
         (
             {"messages": [USER], "tools": [{"type": "function"}], "answer": 4},
-            "tools are not put into",
+            "tools would not get into",
         ),
     ],
 )
 def test_what_a_row_says_in_two_ways_or_in_none_is_named(row, fault):
     with pytest.raises(Damaged, match=fault):
         parse_line(json.dumps(row).encode())
+
+
+def test_what_only_a_reward_reads_may_be_anything():
+    row = VERL | {"reward_model": {"ground_truth": {"target": 4}}, "solution": ["4"]}
+    train, _ = load_splits(
+        TaskConfig(
+            kind="python", name="list", eval_size=0, reward=RewardConfig(function="<python>:f")
+        ),
+        [row],
+    )
+    assert train[0].answer == "" and train[0].entry["metadata"]["solution"] == ["4"]
 
 
 def test_one_list_and_gzip_are_files_too(tmp_path):

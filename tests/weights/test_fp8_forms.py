@@ -203,7 +203,6 @@ def edited(quantization, **changes):
             "group_0 and group_1 store weights in blocks of all x all and of 1 x all",
         ),
         (edited(compressed(), format="pack-quantized"), ".group_1.format 'pack-quantized' is not"),
-        (compressed() | {"config_groups": {}}, ".config_groups holds no group with weights"),
         (
             compressed() | {"sparsity_config": {"format": "sparse-24-bitmask"}},
             ".sparsity_config.format 'sparse-24-bitmask' is not read",
@@ -227,6 +226,10 @@ def test_the_old_key_of_compressed_tensors_counts_where_it_says_the_same():
     new, old = compressed(strategy="channel"), compressed(strategy="tensor")
     assert parse_quantization({}) is parse_quantization({"quantization_config": None}) is None
     assert parse_quantization({"compression_config": new}) == (1, None)
+    old = compressed(strategy="block", block_structure="128x64")
+    assert parse_quantization({"quantization_config": old}) == (128, 64)
+    for cache_only in (compressed() | {"config_groups": {}}, {**MODELOPT, "quant_algo": None}):
+        assert parse_quantization({"quantization_config": cache_only}) is None
     assert parse_quantization({"compression_config": new, "quantization_config": new}) == (1, None)
     with pytest.raises(UserError, match="quantization_config and compression_config differ"):
         parse_quantization({"compression_config": old, "quantization_config": new})
