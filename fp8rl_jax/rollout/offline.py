@@ -42,6 +42,7 @@ from fp8rl_jax.rollout.engine import LocalEngine, Prompts, Rollout, pad_prompts
 from fp8rl_jax.rollout.sampling import Sampling
 from fp8rl_jax.rollout.sync import SyncContext
 from fp8rl_jax.rollout.vllm.engine import VllmEngine
+from fp8rl_jax.tasks.conversation import ROLES, MessageFault, read_messages
 from fp8rl_jax.tokenizers.tokenizer import Tokenizer
 
 _LISTED = 20  # faults shown before the rest is counted
@@ -66,7 +67,7 @@ def read_lines(
 ) -> list[Line]:
     """Read objects that hold "tokens" (ids), "messages" (a conversation) or "prompt" (text).
 
-    The first of these is used.
+    The first of these is used that is there; a null is not, nor is it a field of a message.
 
     Args:
         path: JSON lines, UTF-8; blank lines are skipped.
@@ -169,7 +170,8 @@ def _object(text: bytes) -> dict[str, Any]:
 def _tokens(
     record: dict[str, Any], vocab_size: int, tokenizer: Tokenizer | None, generation: bool
 ) -> list[int]:
-    key = next((key for key in ("tokens", "messages", "prompt") if key in record), None)
+    keys = ("tokens", "messages", "prompt")
+    key = next((key for key in keys if record.get(key) is not None), None)
     if key is None:
         raise UserError('holds neither "tokens" nor "messages" nor "prompt"')
     value = record[key]
@@ -182,9 +184,11 @@ def _tokens(
     elif tokenizer is None:
         raise UserError(f'"{key}" needs a tokenizer, and the model has none; give "tokens"')
     elif key == "messages":
-        if not (isinstance(value, list) and value and all(isinstance(x, dict) for x in value)):
-            raise UserError('"messages" must be a list of objects with "role" and "content"')
-        tokens = tokenizer.encode_chat(value, add_generation_prompt=generation)
+        try:
+            messages = read_messages(value, last=ROLES)
+        except MessageFault as fault:
+            raise UserError(f'"messages": {fault}') from None
+        tokens = tokenizer.encode_chat(messages, add_generation_prompt=generation)
     elif not isinstance(value, str):
         raise UserError('"prompt" must be a string')
     else:

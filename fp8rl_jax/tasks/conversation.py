@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_ROLES = ("system", "user", "assistant", "tool")
+ROLES = ("system", "user", "assistant", "tool")
 # beside role and content -> who may have it
 _FURTHER = {
     "name": ("system", "user", "assistant", "tool"),
@@ -119,8 +119,8 @@ def _read(message: Any, which: str) -> Message:
         fields.pop("tool_calls", None)
     if role is None or (content is None and not calls):
         raise MessageFault(f"{which} must have role and content")
-    if role not in _ROLES:
-        raise MessageFault(f"{which} has role {role!r}, which is none of {', '.join(_ROLES)}")
+    if role not in ROLES:
+        raise MessageFault(f"{which} has role {role!r}, which is none of {', '.join(ROLES)}")
     if strange := [key for key in fields if role not in _FURTHER.get(key, ())]:
         raise MessageFault(
             f"{which} has {strange[0]!r}, which is no field of the {role}'s messages (role, "

@@ -77,7 +77,7 @@ def load_policy(directory: str | Path, dtype: jnp.dtype = jnp.float32) -> Policy
     """Load the policy of a Hugging Face directory, layers stacked, onto the default device.
 
     Args:
-        directory: config.json and safetensors, block-FP8 ones too; `weights.resolve.resolve_model`
+        directory: config.json and safetensors, in FP8 too; `weights.resolve.resolve_model`
             makes one of anything else.
         dtype: of every tensor; values are converted on the host, bfloat16 to float32 exactly.
 

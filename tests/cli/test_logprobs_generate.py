@@ -118,11 +118,12 @@ def test_prompts_are_encoded_and_completions_decoded(text_model, tmp_path):
 
 def test_a_conversation_goes_through_the_chat_template(text_model, tmp_path):
     template = (
-        "{% for m in messages %}<{{ m.content }}>{% endfor %}{% if add_generation_prompt "
-        "%}A{% endif %}"
+        "{% for m in messages %}<{{ m.content }}{{ m.keys() | length - 2 or '' }}>{% endfor %}"
+        "{% if add_generation_prompt %}A{% endif %}"
     )
     (text_model / "chat_template.jinja").write_text(template)
-    line = {"messages": [{"role": "user", "content": "hi"}]}
+    message = {"role": "user", "content": "hi", "name": None, "tool_calls": None}
+    line = {"prompt": None, "tokens": None, "messages": [message]}
     (generated,) = call("generate", text_model, [line], tmp_path, "--max-new-tokens", "3")
     (scored,) = call("logprobs", text_model, [line], tmp_path)
     (text_model / "chat_template.jinja").unlink()
