@@ -99,6 +99,7 @@ def _from_hub(name: str) -> Path:
     wanted = [
         "config.json",
         "generation_config.json",
+        "hf_quant_config.json",  # ModelOpt's
         "*.safetensors",
         "*.safetensors.index.json",
         *TOKENIZER_FILES,

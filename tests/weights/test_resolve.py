@@ -180,7 +180,9 @@ def test_hub_ids_are_downloaded(tmp_path, monkeypatch):
     )
     assert resolve_model("Qwen/Qwen3-0.6B") == snapshot
     assert asked["name"] == "Qwen/Qwen3-0.6B"
-    assert {"*.safetensors", "config.json", "tokenizer.json"} <= set(asked["allow_patterns"])
+    assert {"*.safetensors", "config.json", "hf_quant_config.json", "tokenizer.json"} <= set(
+        asked["allow_patterns"]
+    )
 
 
 def test_the_hub_offline_is_one_line(tmp_path):
