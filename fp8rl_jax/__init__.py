@@ -28,7 +28,7 @@ _HOMES = {
     "RunConfig": "config.run",
     "UserError": "errors",
     "byte_policy": "weights.load",
-    "load": "weights.load",
+    "load": "training.source",
     "RewardPool": "tasks.sandbox.pool",
     "Run": "training.runs",
     "evaluate": "training.runs",

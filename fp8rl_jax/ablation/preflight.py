@@ -90,7 +90,7 @@ def _check(config: RunConfig, judge: str) -> Preflight:
     from fp8rl_jax.rollout.engine import decode_layers
     from fp8rl_jax.training.checks import with_exact_decided
     from fp8rl_jax.training.plan import check_fits
-    from fp8rl_jax.training.setup import model_shape
+    from fp8rl_jax.training.source import model_shape
     from pallas_kernels.matmul import selected_backend
 
     resolved: dict[str, Any] = {}

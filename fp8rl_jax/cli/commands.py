@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from fp8rl_jax.config.files import dump_toml
+from fp8rl_jax.config.files import dump_toml, run_directory
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.errors import UserError, listing
 
@@ -88,7 +88,8 @@ def sft(config: RunConfig) -> None:
 
 
 def evaluate(config: RunConfig) -> None:
-    """Measure held-out accuracy of a model under a recipe's rollout formats, as a JSON object.
+    """Measure held-out accuracy of a model, or of what a run (its directory, or the config.toml in
+    it) has trained, under a recipe's rollout formats, as a JSON object.
 
     It has the accuracy (avg@k), its 95 % interval, and pass@k where evaluation.samples is above 1.
 
@@ -103,6 +104,11 @@ def evaluate(config: RunConfig) -> None:
 
     setup = build(config, sampled=False)
     announce(setup, progress)
+    here = config.directory
+    if run_directory(here) and not any(
+        path and Path(path).is_relative_to(here) for path in (config.model.path, config.lora.path)
+    ):
+        progress(f"of the model that the run begins with; what {here} trained: fp8rl eval {here}")
     with reward_pool(setup) as pool:
         check_answers(setup, pool)
         metrics = evaluate_held_out(setup, pool).metrics
@@ -112,7 +118,12 @@ def evaluate(config: RunConfig) -> None:
             "every reward failed, so there is no accuracy; what rewards print is in "
             f"{reward_log(setup)}"
         )
-    described = {"recipe": config.recipe, "compute_dtype": config.compute_dtype}
+    described = {
+        "model": config.model.path or f"built-in, random weights of seed {config.seed}",
+        **({"adapter": config.lora.path} if config.lora.path else {}),
+        "recipe": config.recipe,
+        "compute_dtype": config.compute_dtype,
+    }
     print(json.dumps({**described, "examples": examples, **metrics}))
 
 
@@ -123,7 +134,7 @@ def plan(config: RunConfig) -> int:
     """
     start_jax()
     from fp8rl_jax.training.plan import mesh_sizes, report
-    from fp8rl_jax.training.setup import model_shape
+    from fp8rl_jax.training.source import model_shape
 
     text, fits = report(model_shape(config), config, mesh_sizes(config.mesh))
     print(text)
@@ -196,8 +207,8 @@ class ExportArguments:
     directory."""
 
     model: str
-    """Hugging Face directory (bf16, fp16, float32 or block-FP8), hub id, .gguf file, or a name that
-    `fp8rl fetch` knows."""
+    """Hugging Face directory (bf16, fp16, float32 or block-FP8), hub id, .gguf file, a name that
+    `fp8rl fetch` knows, or a run, for what it trained."""
     output: str
     """Directory to write; an earlier export in it is replaced."""
     format: Literal["bf16", "fp16", "float32", "fp8-block"] = "bf16"
@@ -215,16 +226,16 @@ def export(arguments: ExportArguments) -> None:
     """
     import ml_dtypes
 
+    from fp8rl_jax.training.source import find_model
     from fp8rl_jax.weights.block_fp8 import BLOCK, read_quantization, unaligned_linears
     from fp8rl_jax.weights.hf_directory import (
         export_policy,
         load_policy_arrays,
         lost_in,
     )
-    from fp8rl_jax.weights.resolve import resolve_model
 
     start_jax()
-    source = resolve_model(arguments.model, progress)
+    source = find_model(arguments.model, progress)
     target = Path(arguments.output).expanduser()
     if target.exists() and target.samefile(source):
         raise UserError(

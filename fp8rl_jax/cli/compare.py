@@ -38,8 +38,8 @@ class CompareArguments:
     layer by layer."""
 
     models: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="MODEL [MODEL]")]
-    """One model for both sides, or one for each: a Hugging Face directory, hub id, .gguf file, or a
-    name that `fp8rl fetch` knows."""
+    """One model for both sides, or one for each: a Hugging Face directory, hub id, .gguf file, a
+    name that `fp8rl fetch` knows, or a run, for what it trained."""
     recipe: str = "bf16"
     """Precision recipe of both sides, built-in or of --recipes."""
     recipes: tuple[str, ...] = ()
@@ -205,13 +205,13 @@ def compare(arguments: CompareArguments) -> int:
         from_vllm,
     )
     from fp8rl_jax.tokenizers.tokenizer import load_tokenizer
+    from fp8rl_jax.training.source import find_model
     from fp8rl_jax.weights.hf_config import read_policy_config
     from fp8rl_jax.weights.load import load_policy
-    from fp8rl_jax.weights.resolve import resolve_model
 
     if arguments.json:
         check_writable(arguments.json)
-    directories = [resolve_model(spec.model, progress) for spec in specs]
+    directories = [find_model(spec.model, progress) for spec in specs]
     configs = [read_policy_config(directory) for directory in directories]
     check_alike(configs, directories)
     tokenizer = load_tokenizer(directories[0], configs[0].vocab_size)
@@ -245,7 +245,7 @@ def compare(arguments: CompareArguments) -> int:
     told = (recorded, as_recorded(used, arguments.max_tokens)) if recorded else None
     results = document(comparison, described, tokens, tokenizer, given, told)
     if arguments.start:
-        start = resolve_model(arguments.start, progress)
+        start = find_model(arguments.start, progress)
         check_alike([read_policy_config(start), configs[0]], [start, directories[0]])
         results["arrived"] = [
             update_served(*map(load_policy, (start, directory)), spec.recipe, spec.compute_dtype)

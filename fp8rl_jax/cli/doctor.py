@@ -222,13 +222,13 @@ def _linears(recipe: Recipe, model: str, faults: list[str]) -> list[str]:
     from fp8rl_jax.errors import UserError
     from fp8rl_jax.models.policy import linear_names, parameter_count
     from fp8rl_jax.precision import quantized_layers, why_in_compute
+    from fp8rl_jax.training.source import find_model
     from fp8rl_jax.weights.hf_config import read_policy_config
     from fp8rl_jax.weights.load import byte_policy_config
-    from fp8rl_jax.weights.resolve import resolve_model
 
     try:
         if model:
-            config = read_policy_config(resolve_model(model, progress))
+            config = read_policy_config(find_model(model, progress))
         else:
             config = byte_policy_config(InitConfig())
         names = linear_names(config)

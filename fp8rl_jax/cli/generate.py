@@ -18,7 +18,8 @@ class LinesArguments:
     """A model applied to the lines of one file, with an answer for each in another."""
 
     model: str
-    """Hugging Face directory, hub id, .gguf file, or a name that `fp8rl fetch` knows."""
+    """Hugging Face directory, hub id, .gguf file, a name that `fp8rl fetch` knows, or a run (its
+    directory, or the config.toml in it), for what it trained."""
     input: str
     """JSON objects, one a line, each with "tokens", "prompt" or "messages"."""
     output: str

@@ -17,12 +17,12 @@ import io
 import itertools
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, get_args, get_origin, get_type_hints
 
 import tyro
 
-from fp8rl_jax.config.files import laid_over, read_values, unchecked
+from fp8rl_jax.config.files import laid_over, read_values, run_directory, unchecked
 from fp8rl_jax.config.schema import (
     MAX_DEPTH,
     Mismatch,
@@ -40,13 +40,17 @@ from fp8rl_jax.config.schema import (
 from fp8rl_jax.errors import UserError
 
 
-def load_config[Config](tree: type[Config], argv: list[str], prog: str) -> Config:
+def load_config[Config](
+    tree: type[Config], argv: list[str], prog: str, trained: bool = False
+) -> Config:
     """Read the configuration that `argv` describes: TOML files first, then flags.
 
     Args:
         tree: root dataclass; every field has a default.
         argv: command-line words after the command's name.
         prog: name for the help text, such as "fp8rl train".
+        trained: a run, its directory or the config.toml in it, stands for what it has trained,
+            unless a later file or a flag names a model.
 
     Raises:
         UserError: one line for each fault: unknown keys and flags (with the nearest known one),
@@ -55,7 +59,8 @@ def load_config[Config](tree: type[Config], argv: list[str], prog: str) -> Confi
         SystemExit: status 0, after `--help`.
     """
     count = next((i for i, word in enumerate(argv) if word.startswith("-")), len(argv))
-    files, flags = argv[:count], argv[count:]
+    flags = argv[count:]
+    files = _with_trained(argv[:count]) if trained else argv[:count]
     faults: list[str] = []
     values = read_values(tree, files, faults)
     # Flags may repair what files leave unsound, so nothing is checked before both are read.
@@ -69,6 +74,19 @@ def load_config[Config](tree: type[Config], argv: list[str], prog: str) -> Confi
     if faults:
         raise UserError("\n".join(dict.fromkeys(map(one_line, faults))))
     return config
+
+
+def _with_trained(words: list[str]) -> list[str | Mapping[str, Any]]:
+    """Files, and behind each that is a run's what makes it the trained one."""
+    files: list[str | Mapping[str, Any]] = []
+    for word in words:
+        files.append(word)
+        if (run := run_directory(word)) is not None:
+            from fp8rl_jax.cli.commands import progress
+            from fp8rl_jax.training.source import trained_settings
+
+            files.append(trained_settings(run, progress))
+    return files
 
 
 def parse_arguments[Arguments](tree: type[Arguments], argv: list[str], prog: str) -> Arguments:

@@ -35,13 +35,20 @@ class Command:
     """module:function, of fp8rl_jax/cli."""
     reads_toml: bool = False
     """Its arguments are a configuration tree: TOML files, then flags over them."""
+    of_trained: bool = False
+    """A run among these files stands for what it has trained, not for what it began with."""
 
 
 COMMANDS = {
     "train": Command("reinforcement learning", "commands:train", reads_toml=True),
     "sft": Command("supervised training on the task's answers", "commands:sft", reads_toml=True),
     "ablate": Command("compare arms over seeds, with intervals", "commands:ablate"),
-    "eval": Command("held-out accuracy of a model", "commands:evaluate", reads_toml=True),
+    "eval": Command(
+        "held-out accuracy of a model, or of what a run trained",
+        "commands:evaluate",
+        reads_toml=True,
+        of_trained=True,
+    ),
     "generate": Command("complete the prompts of a file", "generate:generate"),
     "logprobs": Command("log-probabilities of the tokens of a file", "generate:logprobs"),
     "compare": Command(
@@ -131,8 +138,9 @@ def _dispatch(words: list[str]) -> int:
     module, _, function = command.function.partition(":")
     run = getattr(importlib.import_module(f"fp8rl_jax.cli.{module}"), function)
     arguments = next(iter(get_type_hints(run).values()))
-    read = load_config if command.reads_toml else parse_arguments
-    return run(read(arguments, rest, f"fp8rl {name}")) or 0
+    if not command.reads_toml:
+        return run(parse_arguments(arguments, rest, f"fp8rl {name}")) or 0
+    return run(load_config(arguments, rest, f"fp8rl {name}", command.of_trained)) or 0
 
 
 def _help() -> str:

@@ -56,7 +56,8 @@ def open_model(model: str, recipe: str, recipes: tuple[str, ...], compute_dtype:
     """Find a model and read everything but its weights.
 
     Args:
-        model: Hugging Face directory, hub id, .gguf file, or a name that `fp8rl fetch` knows.
+        model: Hugging Face directory, hub id, .gguf file, a name that `fp8rl fetch` knows, or a
+            run.
         recipe: built-in, or of `recipes`.
         recipes: TOML files of recipes.
         compute_dtype: of everything that the recipe does not quantize.
@@ -68,12 +69,12 @@ def open_model(model: str, recipe: str, recipes: tuple[str, ...], compute_dtype:
     from fp8rl_jax.cli.commands import progress
     from fp8rl_jax.precision import check_recipe
     from fp8rl_jax.tokenizers.tokenizer import load_tokenizer
+    from fp8rl_jax.training.source import find_model
     from fp8rl_jax.weights.hf_config import read_policy_config
-    from fp8rl_jax.weights.resolve import resolve_model
 
     row = get_recipe(recipe, rows=read_recipes(recipes))
     check_recipe(row)
-    directory = resolve_model(model, progress)
+    directory = find_model(model, progress)
     config = read_policy_config(directory)
     tokenizer = load_tokenizer(directory, config.vocab_size)
     return OpenModel(directory, config, tokenizer, row, compute_dtype)

@@ -33,11 +33,22 @@ from fp8rl_jax.config.schema import (
 from fp8rl_jax.errors import UserError
 
 
-def read_config[Config](tree: type[Config], *files: str | Path) -> Config:
+def run_directory(spec: str | Path) -> Path | None:
+    """Give the run directory that a path names, itself or by its config.toml; None for others."""
+    path = Path(spec).expanduser()
+    if path.name == "config.toml" and path.is_file():
+        path = path.parent
+    is_run = (path / "config.toml").is_file() and not (path / "config.json").exists()
+    kept = ("run.json", "checkpoints", "model")
+    return path if is_run and any((path / name).exists() for name in kept) else None
+
+
+def read_config[Config](tree: type[Config], *files: str | Path | Mapping[str, Any]) -> Config:
     """Read the configuration of TOML files, the later laid over the earlier key by key.
 
     Args:
         tree: root dataclass; every field has a default.
+        files: a dictionary stands for a file's contents, and a run's directory for its config.toml.
 
     Raises:
         UserError: one line for each fault: unknown keys (with the nearest known one), wrong types,
@@ -45,7 +56,11 @@ def read_config[Config](tree: type[Config], *files: str | Path) -> Config:
             `problems()` find.
     """
     faults: list[str] = []
-    config = laid_over(tree(), read_values(tree, list(map(str, files)), faults), faults)
+    config = laid_over(
+        tree(),
+        read_values(tree, [f if isinstance(f, Mapping) else str(f) for f in files], faults),
+        faults,
+    )
     faults += problems(config)
     if faults:
         raise UserError("\n".join(dict.fromkeys(map(one_line, faults))))
@@ -112,8 +127,11 @@ def dump_toml(config: Any) -> str:
 
 
 def _read(file: str, faults: list[str]) -> dict[str, Any]:
+    path = Path(file)
     try:
-        values = tomllib.loads(Path(file).read_text(encoding="utf-8"))
+        # a run's directory stands for its settings
+        path = path / "config.toml" if (path / "config.toml").is_file() else path
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
         if not is_deeper(values, MAX_DEPTH):
             return values
         faults.append(f"{file}: tables or lists are nested more than {MAX_DEPTH} deep")

@@ -57,8 +57,8 @@ class ModelConfig:
     """Where the policy comes from."""
 
     path: str = ""
-    """Hugging Face directory, hub id, .gguf file, or a name that `fp8rl fetch` knows; empty: the
-    built-in policy."""
+    """Hugging Face directory, hub id, .gguf file, a name that `fp8rl fetch` knows, or the directory
+    of a run, for what it trained; empty: the built-in policy."""
     init: InitConfig = InitConfig()
     """The built-in policy's shape."""
     dither: Literal["auto", True, False] = "auto"

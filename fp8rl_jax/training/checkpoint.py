@@ -138,13 +138,17 @@ class Checkpoints:
         self._manager.reload()
 
     def restore(
-        self, like: Any, agree: Callable[[int, dict[str, Any]], None] | None = None
+        self,
+        like: Any,
+        agree: Callable[[int, dict[str, Any]], None] | None = None,
+        set_aside: bool = True,
     ) -> tuple[int, Any]:
         """Read the newest readable checkpoint: (step, tree shaped and sharded like `like`).
 
         Args:
             agree: called with a checkpoint's step and settings before it is read; what it raises
                 ends the search.
+            set_aside: move damaged checkpoints that are newer out of the way of steps to come.
 
         Raises:
             UserError: there is none, none can be read, or the newest readable one holds other
@@ -191,7 +195,8 @@ class Checkpoints:
                     "optimizer.second_moment and rollout.paged.extra_prompts that it was written "
                     "with"
                 )
-            self._set_aside([later for later in steps if later > step])
+            if set_aside:
+                self._set_aside([later for later in steps if later > step])
             leaves = [(named | newer)[name] for name in target]
             return step, jax.tree.unflatten(jax.tree.structure(like), leaves)
         raise UserError(f"{self.directory}: none of the checkpoints {steps} can be read")

@@ -55,9 +55,9 @@ from fp8rl_jax.rollout.paged.host import WHOLE
 from fp8rl_jax.rollout.paged.layout import choose_layout
 from fp8rl_jax.rollout.sampler import cache_dtype, loop_dtype
 from fp8rl_jax.training.adapters import adapt
+from fp8rl_jax.training.source import find_model
 from fp8rl_jax.training.state import make_optimizer
 from fp8rl_jax.weights.block_fp8 import read_quantization
-from fp8rl_jax.weights.resolve import resolve_model
 from pallas_kernels.attention import CHUNK, CHUNK_FROM
 from pallas_kernels.backend import tracing_for
 from pallas_kernels.matmul import selected_backend
@@ -444,7 +444,7 @@ def heard(config: RunConfig) -> str:
     if config.lora.rank or not config.model.path or config.optimizer.name != "adamw":
         return ""
     rate, recipe = config.optimizer.learning_rate, config.resolved_recipe()
-    if block := read_quantization(resolve_model(config.model.path)):
+    if block := read_quantization(find_model(config.model.path)):
         rows, columns = block
         if rows is None or columns is None:
             return ""  # no recipe rounds like this

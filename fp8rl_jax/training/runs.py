@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import Float
 
-from fp8rl_jax.config.files import read_config
+from fp8rl_jax.config.files import read_config, run_directory
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.config.settings import with_settings
 from fp8rl_jax.errors import UserError
@@ -19,6 +19,7 @@ from fp8rl_jax.tasks.python_objects import PythonReward
 from fp8rl_jax.training.evaluation import evaluate_held_out
 from fp8rl_jax.training.loop import train as train_setup
 from fp8rl_jax.training.setup import build, reward_pool
+from fp8rl_jax.training.source import trained_settings
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -124,12 +125,13 @@ def evaluate(
 ) -> dict[str, float]:
     """Compute held-out metrics of a model, as `fp8rl eval` prints them.
 
-    Under a recipe's rollout formats; arguments as in `train`.
+    Under a recipe's rollout formats; arguments as in `train`. A run's directory, or the config.toml
+    in it, stands for what it has trained.
 
     Raises:
         UserError: as `train`; or nothing is held out.
     """
-    config = _settled(config, settings)
+    config = _settled(config, settings, trained=True)
     setup = build(config, sampled=False, reward=reward, dataset=dataset, environment=environment)
     if not len(setup.held_out):
         raise UserError("task.eval_size = 0 holds out no problem to evaluate on; raise it")
@@ -137,9 +139,12 @@ def evaluate(
         return evaluate_held_out(setup, pool).metrics
 
 
-def _settled(config: RunConfig | str | Path | None, settings: dict[str, Any]) -> RunConfig:
+def _settled(
+    config: RunConfig | str | Path | None, settings: dict[str, Any], trained: bool = False
+) -> RunConfig:
     if isinstance(config, str | Path):
-        config = read_config(RunConfig, config)
+        run = run_directory(config) if trained else None
+        config = read_config(RunConfig, config, *([] if run is None else [trained_settings(run)]))
     return with_settings(RunConfig() if config is None else config, settings)
 
 

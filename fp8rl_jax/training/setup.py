@@ -17,9 +17,8 @@ from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.config.schema import validate
 from fp8rl_jax.errors import UserError, listing
-from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.lora import split
-from fp8rl_jax.models.policy import Policy, init_policy, linear_names, parameter_count
+from fp8rl_jax.models.policy import linear_names, parameter_count
 from fp8rl_jax.parallel import check_batch, initialize, leave_on_failure, make_mesh
 from fp8rl_jax.precision import check_recipe, quantized_layers
 from fp8rl_jax.rl import check_functions
@@ -34,14 +33,10 @@ from fp8rl_jax.tasks.python_objects import (
 from fp8rl_jax.tasks.sandbox.pickling import pack
 from fp8rl_jax.tasks.sandbox.pool import RewardPool
 from fp8rl_jax.tasks.verifiers import unread_result, unverified
-from fp8rl_jax.tokenizers.byte_tokenizer import ByteTokenizer
-from fp8rl_jax.tokenizers.tokenizer import Tokenizer
 from fp8rl_jax.training.plan import check_fits, report
 from fp8rl_jax.training.prompts import PromptEncoder
 from fp8rl_jax.training.session import Session
-from fp8rl_jax.weights.hf_config import read_policy_config
-from fp8rl_jax.weights.load import byte_policy_config, load
-from fp8rl_jax.weights.resolve import resolve_model
+from fp8rl_jax.training.source import load_model, model_shape
 
 _log = logging.getLogger("fp8rl")
 
@@ -212,22 +207,6 @@ def check_answers(setup: Setup, pool: RewardPool) -> None:
     """Warn of problems whose own answers do not count as correct."""
     if found := unverified(pool, setup.problems):
         _log.warning("%s; `fp8rl doctor --rewards CONFIG` tries them all", found)
-
-
-def model_shape(config: RunConfig) -> PolicyConfig:
-    """Find the policy's shape; of its files only config.json is read."""
-    if not config.model.path:
-        return byte_policy_config(config.model.init)
-    return read_policy_config(resolve_model(config.model.path, report=_log.info))
-
-
-def load_model(config: RunConfig) -> tuple[Policy, Tokenizer]:
-    """Load the policy (float32 masters) and its tokenizer."""
-    if not config.model.path:
-        shape = byte_policy_config(config.model.init)
-        policy: Policy = init_policy(shape, jax.random.key(config.seed))
-        return policy, ByteTokenizer()
-    return load(config.model.path)
 
 
 def describe(setup: Setup) -> str:

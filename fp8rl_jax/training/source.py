@@ -1,0 +1,167 @@
+"""Where a policy comes from: the built-in one, a model of files, or what a run has trained.
+
+A run is named by its directory, or by the config.toml in it, wherever a model may be named.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from fp8rl_jax.caching import cache_dir
+from fp8rl_jax.config.files import read_config, run_directory
+from fp8rl_jax.config.run import MeshConfig, RunConfig
+from fp8rl_jax.config.training import CheckpointConfig
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.models.config import PolicyConfig
+from fp8rl_jax.models.policy import Policy, init_policy
+from fp8rl_jax.tokenizers.byte_tokenizer import ByteTokenizer
+from fp8rl_jax.tokenizers.tokenizer import Tokenizer
+from fp8rl_jax.training.record import read_record
+from fp8rl_jax.weights import load as files
+from fp8rl_jax.weights.hf_config import read_policy_config
+from fp8rl_jax.weights.resolve import resolve_model
+
+_log = logging.getLogger("fp8rl")
+
+
+def find_model(spec: str | Path, report: Callable[[str], None] = _log.info) -> Path:
+    """Find the Hugging Face directory of a model, or of what a run has trained.
+
+    Args:
+        spec: as `weights.resolve.resolve_model` takes it; or a run.
+        report: called with a line about each long step, and about which weights of a run they are.
+
+    Raises:
+        UserError: nothing of the kind exists, it cannot be read, or the run has trained nothing.
+    """
+    run = run_directory(spec)
+    return resolve_model(spec, report) if run is None else _trained(run, report)[0]
+
+
+def trained_settings(
+    run: Path, report: Callable[[str], None] = _log.info
+) -> dict[str, dict[str, str]]:
+    """Give what makes of a run's settings those of its trained policy: tables as TOML has them.
+
+    Adapters stay beside the base, as the run served them.
+
+    Raises:
+        UserError: as `find_model`; or its config.toml has faults.
+    """
+    if read_config(RunConfig, run / "config.toml").lora.rank == 0:
+        return {"model": {"path": str(run)}}
+    return {"lora": {"path": str(_trained(run, report)[1])}}
+
+
+def load(source: str | Path, dtype: jnp.dtype = jnp.float32) -> tuple[Policy, Tokenizer]:
+    """Load a policy and its tokenizer.
+
+    Args:
+        source: Hugging Face directory, hub id, .gguf file, a name that `fp8rl fetch` knows
+            ("smollm2-135m"), or a run directory, for what it trained.
+        dtype: of the weights; float32 is what training wants.
+
+    Raises:
+        UserError: nothing is found, a file is damaged, or there is no tokenizer.
+    """
+    return files.load(find_model(source), dtype)
+
+
+def load_model(config: RunConfig) -> tuple[Policy, Tokenizer]:
+    """Load the policy (float32 masters) that a run begins with, and its tokenizer."""
+    if config.model.path:
+        return load(config.model.path)
+    shape = files.byte_policy_config(config.model.init)
+    policy: Policy = init_policy(shape, jax.random.key(config.seed))
+    return policy, ByteTokenizer()
+
+
+def model_shape(config: RunConfig) -> PolicyConfig:
+    """Find the policy's shape; of its files only config.json is read."""
+    if not config.model.path:
+        return files.byte_policy_config(config.model.init)
+    return read_policy_config(find_model(config.model.path))
+
+
+def _trained(run: Path, report: Callable[[str], None]) -> tuple[Path, Path]:
+    """What a run has trained: its model, adapters merged, and where adapters are, if there are
+    any."""
+    steps = _checkpoints(run)
+    record = read_record(run)
+    # a resumed run keeps the records of its earlier starts
+    finished = max(each.get("finished", 0) for each in (record, *record.get("earlier", ())))
+    if (run / "model" / "config.json").is_file() and max(steps, default=0) <= finished:
+        at = f" of step {finished}" if finished else ""
+        report(f"{run}: the trained model{at}, {run / 'model'}")
+        return run / "model", run / "adapter"
+    if not steps:
+        raise UserError(
+            f"{run}: the run has trained nothing yet: it has neither a model nor a checkpoint; "
+            "let it go on (fp8rl train with --resume), or name the model that it starts from"
+        )
+    return _from_checkpoint(run, max(steps), report)
+
+
+def _checkpoints(run: Path) -> list[int]:
+    directory = run / "checkpoints"
+    if not directory.is_dir():
+        return []
+    return sorted(int(path.name) for path in directory.iterdir() if path.name.isdecimal())
+
+
+def _from_checkpoint(run: Path, newest: int, report: Callable[[str], None]) -> tuple[Path, Path]:
+    """The newest whole checkpoint of a run as a model, float32, made once in the cache."""
+    # orbax and the engines are for this case alone
+    from fp8rl_jax.training.checkpoint import Checkpoints
+    from fp8rl_jax.training.session import Session
+
+    if jax.process_count() > 1:
+        raise UserError(
+            f"{run}: the run is not at its end and has no model; make one of its checkpoint in "
+            f"one process first: fp8rl export --model {run} --output DIR --format float32"
+        )
+    made = (run / "checkpoints" / str(newest)).stat().st_mtime_ns
+    name = hashlib.sha256(f"{run.resolve()} {newest} {made}".encode()).hexdigest()[:16]
+    target = cache_dir() / "checkpoints" / name
+    report(f"{run}: the trained model of its checkpoint of step {newest}, {target}")
+    if target.exists():
+        return target, target / "adapter"
+    # who samples, and on how many devices, is all the same to weights
+    config = replace(read_config(RunConfig, run / "config.toml"), mesh=MeshConfig())
+    if config.rollout.engine == "vllm":
+        config = replace(config, rollout=replace(config.rollout, engine="static"))
+    session = Session(*load_model(config), config=config)
+    checkpoints = Checkpoints(run / "checkpoints", CheckpointConfig())
+    try:
+        step, saved = checkpoints.restore(session.saved(), set_aside=False)
+    finally:
+        checkpoints.close()
+    if step != newest:
+        raise UserError(
+            f"{run}: checkpoint of step {newest} is damaged; fp8rl train with --resume goes on "
+            f"from that of step {step}"
+        )
+    session.load_saved(step, saved)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=target.parent) as staging:
+            session.save(Path(staging) / name, "float32")
+            os.rename(Path(staging) / name, target)
+    except OSError as error:
+        raise UserError(
+            f"{target}: cannot be written ({error.strerror}); free some space, or set FP8RL_CACHE "
+            "to another place"
+        ) from None
+    return target, target / "adapter"
+
+
+__all__ = ["find_model", "load", "load_model", "model_shape", "trained_settings"]
