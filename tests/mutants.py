@@ -286,8 +286,8 @@ LIST: list[Mutant] = [
         ("old-scales", "self.scales, kv_metrics =", "_, kv_metrics =", "scales_are"),
         (
             "calibrated-on-prompts",
-            "batch.tokens, batch.present, self.scales",
-            "None, None, self.scales",
+            "batch.tokens, batch.present, served",
+            "None, None, served",
             "scales_are",
         ),
         (
@@ -296,7 +296,13 @@ LIST: list[Mutant] = [
             "batch.tokens, batch.present | True,",
             "scales_are",
         ),
-        ("served-scales-unseen", "batch.present, self.scales", "batch.present, None", "scales_are"),
+        ("served-scales-unseen", "batch.present, served", "batch.present, None", "scales_are"),
+        (
+            "failed-learned-from",
+            "~rewards.failed",
+            "np.ones_like(rewards.failed)",
+            "failed_reward",
+        ),
         (
             "other-scale-told",
             "getattr(scales, role).max() for",
@@ -377,8 +383,8 @@ LIST: list[Mutant] = [
         ),
         (
             "warm-start-unserved",
-            "self._served = False\n        if self._calibrates",
-            "if self._calibrates",
+            "self._state, self._served, self._moved = state, False, True",
+            "self._state, self._moved = state, True",
             f"{SESSION} warm_start",
         ),
         (

@@ -44,6 +44,7 @@ from fp8rl_jax.config.rl import (
 )
 from fp8rl_jax.rl.advantages import (
     RewardInputs,
+    check_rewards,
     drop_truncated,
     group_advantages,
     informative_groups,
@@ -98,6 +99,7 @@ __all__ = [
     "aggregate",
     "calibrated_bounds",
     "check_functions",
+    "check_rewards",
     "check_rows",
     "check_sampling",
     "corrected_policy_loss",

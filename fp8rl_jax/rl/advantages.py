@@ -19,11 +19,13 @@ aggregation "token_mean".
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from fp8rl_jax.config.rl import AdvantageConfig
@@ -108,6 +110,33 @@ BUILT_IN: dict[str, Estimator] = {
 }
 
 
+def check_rewards(rewards: Sequence[float] | np.ndarray, valid: np.ndarray | None = None) -> None:
+    """Refuse rewards of which float32 makes no advantage; on the host.
+
+    Args:
+        rewards: one a completion.
+        valid: False where a completion has no reward; by default all have one.
+
+    Raises:
+        UserError: naming the first row that is not finite, or whose square overflows the sum of
+            squares that standard deviations and gradient norms are made of.
+    """
+    values = np.asarray(rewards, np.float64)
+    values = values if valid is None else np.where(valid, values, 0.0)
+    if (wrong := np.flatnonzero(~np.isfinite(values))).size:
+        raise UserError(
+            f"rewards: that of sample {wrong[0]} is {values[wrong[0]]}; give a finite number, or "
+            "leave the sample out as one without a reward"
+        )
+    most = math.sqrt(np.finfo(np.float32).max / max(values.size, 1))
+    if (wrong := np.flatnonzero(np.abs(values) > most)).size:
+        raise UserError(
+            f"rewards: that of sample {wrong[0]} is {values[wrong[0]]:g}, and the squares of "
+            f"{values.size} rewards, of which advantages and gradient norms are made, overflow "
+            f"float32 above {most:.1g}; scale the rewards down"
+        )
+
+
 def group_advantages(
     rewards: Float[Array, " B"],
     samples_per_prompt: int,
@@ -129,13 +158,14 @@ def group_advantages(
             read it.
 
     Returns:
-        One constant advantage a completion, float32. A non-finite reward that is not marked invalid
-        makes its group's advantages NaN (REINFORCE++: all).
+        One constant advantage a completion, float32. Where `rewards` is traced, a non-finite one
+        that is not marked invalid makes its group's advantages NaN (REINFORCE++: all).
 
     Raises:
-        UserError: too few samples a prompt, or a number of rewards that they do not divide; an
-            estimator that does not import, does not take (inputs, config, **estimator_args), raises
-            an exception, or returns something else than [P, n] floats.
+        UserError: rewards that `check_rewards` refuses, where they are not traced; too few samples
+            a prompt, or a number of rewards that they do not divide; an estimator that does not
+            import, does not take (inputs, config, **estimator_args), raises an exception, or
+            returns something else than [P, n] floats.
     """
     groups, counted = _groups(rewards, samples_per_prompt, valid, least=1)
     lengths = counted.astype(jnp.int32) if lengths is None else jnp.asarray(lengths)
@@ -179,6 +209,8 @@ def _groups(
             f"rollout.samples_per_prompt: {samples_per_prompt} does not divide the "
             f"{len(rewards)} rewards of a batch"
         )
+    if not any(isinstance(x, jax.core.Tracer) for x in (rewards, valid)):
+        check_rewards(np.asarray(rewards), None if valid is None else np.asarray(valid))
     groups = jnp.asarray(rewards, jnp.float32).reshape(-1, samples_per_prompt)
     if valid is None:
         return groups, jnp.ones_like(groups, bool)

@@ -24,7 +24,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
@@ -83,7 +85,6 @@ from fp8rl_jax.rollout.vllm.engine import VllmEngine
 from fp8rl_jax.tasks.conversation import Conversation, MessageFault, read_messages
 from fp8rl_jax.tasks.dataset import Example
 from fp8rl_jax.tasks.episodes import Episode
-from fp8rl_jax.tasks.rewards import LARGEST
 from fp8rl_jax.tasks.sandbox.pool import RewardPool
 from fp8rl_jax.tasks.scores import Scores
 from fp8rl_jax.tokenizers.tokenizer import Tokenizer
@@ -99,6 +100,7 @@ from fp8rl_jax.training.performance import Clock
 from fp8rl_jax.training.prompts import PromptEncoder
 from fp8rl_jax.training.state import TrainState, sharded_state
 from fp8rl_jax.training.step import batch_logprobs, supervised_update
+from fp8rl_jax.training.stopping import deferred
 from fp8rl_jax.weights.load import save_policy
 from fp8rl_jax.weights.peft_format import save_adapters
 
@@ -107,6 +109,10 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, str]] | Example
 
 _log = logging.getLogger("fp8rl")
 _RELEASED = "session: its state was released; give it one with load"
+_LOST = (
+    "session: its state was lost in an update that failed; make another session and give it a "
+    "checkpoint with restore"
+)
 _KEPT = 0.9
 """Part of the update that a saved model has at least, or it is said."""
 _NARROWEST = 16
@@ -170,9 +176,22 @@ def _picked(batch: Batch, sampled, rows, weights) -> tuple[Batch, Array]:
     return made, constrain(sampled[flat], "batch", None)
 
 
-def _on_mesh[**P, R](method: Callable[P, R]) -> Callable[P, R]:
-    """Runs a method of a session in its mesh."""
+def _alone[**P, R](method: Callable[P, R]) -> Callable[P, R]:
+    """Lets a method of a session wait for those of other threads: each takes over what the one
+    before has left."""
 
+    @wraps(method)
+    def run(self, *args, **kwargs):
+        with self._in_use:
+            return method(self, *args, **kwargs)
+
+    return run
+
+
+def _on_mesh[**P, R](method: Callable[P, R]) -> Callable[P, R]:
+    """Runs a method of a session in its mesh, and alone."""
+
+    @_alone
     @wraps(method)
     def run(self, *args, **kwargs):
         with jax.set_mesh(self.mesh):
@@ -183,6 +202,9 @@ def _on_mesh[**P, R](method: Callable[P, R]) -> Callable[P, R]:
 
 class Session:
     """A policy in training, from Python.
+
+    Its methods may be called from several threads, and wait for each other. Ctrl-C in the middle of
+    an update lets it end first: the session is whole, with that update or without it.
 
     Args:
         policy: layers stacked, as `fp8rl.load` gives it; floats of another dtype are widened to
@@ -261,6 +283,9 @@ class Session:
         self._merges = isinstance(self.engine, VllmEngine)
         self.engine.arrival = Arrival(self._merges)
         self.clock, self.step, self.scales = Clock(), 0, None
+        self._in_use, self._gone = threading.RLock(), _RELEASED
+        self._moved, self._first_version = True, 0
+        """Whether no sync has served the present weights yet; the first version that did."""
         with jax.set_mesh(self.mesh):
             masters = jax.tree.map(lambda x: x.astype(jnp.float32), policy)
             adapted = shard_policy(adapt(masters, config, self.recipe), self.mesh)
@@ -360,10 +385,15 @@ class Session:
         """
         encoded, count = self.encode(prompts)
         served, uncalibrated, scales = self._served, self._uncalibrated, self.scales
-        self._serve(encoded)
-        sampling = at_temperature(self.sampling, temperature)
-        key = sample_key(self.config.seed, seed)
-        rollout = self.engine.generate(encoded, samples, sampling, key)
+        try:
+            self._serve(encoded)
+            sampling = at_temperature(self.sampling, temperature)
+            key = sample_key(self.config.seed, seed)
+            rollout = self.engine.generate(encoded, samples, sampling, key)
+        except BaseException:
+            if self.recipe.quantizes_cache:
+                self._served, self.scales = False, scales
+            raise
         # scales that these prompts gave are not what training goes on with
         if self.recipe.quantizes_cache:
             self._served, self._uncalibrated, self.scales = served, uncalibrated, scales
@@ -434,11 +464,17 @@ class Session:
             Numbers by name: loss, policy_loss, reward/*, mismatch/*, optim/*, fp8/*, correction/*,
             completions/*, ...
 
+            A rollout of older weights, which a correction is for, has the distance between their
+            policy and the present one as off_policy/* in place of mismatch/*, and
+            rollout/oldest_token versions between them.
+
         Raises:
-            UserError: as many rewards as samples are wanted, each finite; or the rollout was
-                sampled at another temperature.
+            UserError: as many rewards as samples are wanted, each finite, not all None; or the
+                rollout was sampled at another temperature, or by older weights for which nothing
+                corrects.
         """
         config, clock = self.config, self.clock
+        behind = self._behind(rollout)
         values, valid, real = self._rewards(rollout, rewards)
         learner, state = self._started()
         parts = learner.micro_batches(rollout.prompts_in_batch)
@@ -470,11 +506,21 @@ class Session:
             parts = learner.micro_batches(len(batch.lengths))
             if not first:
                 batch = learner.with_logprobs(state, batch, parts, clock)
-        state, train_logprobs, learned, seen = learner.update(
-            state, batch, parts, clock, self.scales
-        )
-        # XLA may lay small tensors out anew, and every program would be compiled for both layouts
-        self._state = shard_policy(state, self.mesh)
+        served = self.scales
+        with self._given_away():
+            state, train_logprobs, learned, seen = learner.update(
+                state, batch, parts, clock, served
+            )
+            # XLA may lay small tensors out anew, and every program would be compiled for both
+            # layouts
+            self._take(shard_policy(state, self.mesh))
+            self.step, self._rollouts = self.step + 1, 0
+            if self._calibrates("trainer"):
+                with clock.part("calibrate"):
+                    if seen is None:
+                        seen = self._observed(batch, parts, served)
+                    self.scales, kv_metrics = jax.block_until_ready(calibrated(seen, self.recipe))
+                metrics |= kv_metrics
         mismatch = _mismatch(
             sampled,
             train_logprobs,
@@ -482,17 +528,15 @@ class Session:
             batch.advantages,
             config=learner.config.rl.correction,
         )
+        if behind:
+            mismatch = {name.replace("mismatch/", "off_policy/"): x for name, x in mismatch.items()}
         metrics |= learned | jax.block_until_ready(mismatch)
-        if self._calibrates("trainer"):
-            with clock.part("calibrate"):
-                if seen is None:
-                    seen = self._observed(batch, parts)
-                self.scales, kv_metrics = jax.block_until_ready(calibrated(seen, self.recipe))
-            metrics |= kv_metrics
-        self.step, self._rollouts = self.step + 1, 0
         self._sync(None if next_prompts is None else self.encode(next_prompts)[0])
         clock.work(self._state.policy.config, *rollout.work(), frozen=config.lora.rank > 0)
         metrics |= rollout.metrics() | self.engine.metrics
+        if behind:
+            oldest = behind + metrics.get("rollout/oldest_token", 0.0)
+            metrics |= {"rollout/stale_tokens": 1.0, "rollout/oldest_token": oldest}
         scales, finite = to_host((self.engine.scales, self.engine.finite))
         if scales is not None:
             metrics |= {
@@ -533,12 +577,12 @@ class Session:
         )
         batch = self._given(encoded, tokens, mask)
         config = replace(learner.config, rl=RLConfig(), temperature=1.0)
-        self._state, metrics = supervised_update(state, batch, config, learner.optimizer)
-        self._served = False
-        if self._calibrates("trainer"):
-            self.scales = None
+        with self._given_away():
+            state, metrics = supervised_update(state, batch, config, learner.optimizer)
+            self._take(state)
         return {name: float(value) for name, value in to_host(metrics).items()}
 
+    @_alone
     def restart(self, optimizer: OptimizerConfig | None = None, updates: int | None = None) -> None:
         """Begin anew from the present weights.
 
@@ -603,12 +647,14 @@ class Session:
     # weights
 
     @property
+    @_alone
     def state(self) -> TrainState:
         """A snapshot of masters, optimizer and what is found on the way. It is copied when it is
         read, since every update gives the session's own buffers away: three times the policy's
         float32 bytes with Adam."""
         return jax.tree.map(jnp.copy, self._started()[1])
 
+    @_alone
     def release(self) -> TrainState:
         """Give the state itself away, uncopied.
 
@@ -616,15 +662,15 @@ class Session:
         take turns on one policy in the memory of one.
         """
         _, state = self._started()
-        self._state = None
+        self._state, self._gone = None, _RELEASED
         return state
 
+    @_alone
     def load(self, state: TrainState) -> None:
         """Go on from a state of `release`, or a `state`, which becomes the session's own."""
         self._learner = self._learner or Learner(self.config, self.recipe, state.policy, self.mesh)
-        self._policy, self._state, self._served = None, state, False
-        if self._calibrates("trainer"):
-            self.scales = None
+        self._policy = None
+        self._take(state)
 
     @property
     def arrival(self) -> dict[str, dict[str, float]]:
@@ -634,6 +680,7 @@ class Session:
         return {} if self.engine.arrival is None else self.engine.arrival.kinds
 
     @property
+    @_alone
     def policy(self) -> Policy:
         """A copy of the present weights in float32, adapters merged."""
         return jax.tree.map(jnp.copy, merge(self.weights))
@@ -749,8 +796,8 @@ class Session:
             self._carry_over.load(to_host(saved[-2]))
         assert self.engine.arrival is not None
         self.engine.arrival.load(to_host(saved[-1]))
-        self._state = restored(before, *state)
-        self.step, self._rollouts, self._served = step, 0, False
+        self._take(restored(before, *state))
+        self.step, self._rollouts = step, 0
         self.scales = scales if self._calibrates("trainer") else None
         self.engine.version = step
 
@@ -834,7 +881,7 @@ class Session:
         if self._state is not None:
             return self._state.policy
         if self._policy is None:
-            raise RuntimeError(_RELEASED)
+            raise UserError(self._gone)
         return self._policy
 
     def _started(
@@ -855,8 +902,45 @@ class Session:
                 )
             self._learner, self._policy = learner, None
         if self._state is None:
-            raise RuntimeError(_RELEASED)
+            raise UserError(self._gone)
         return self._learner, self._state
+
+    @contextmanager
+    def _given_away(self) -> Generator[None]:
+        """A block in which the state's buffers are given to a program and new ones taken: as a
+        whole, where Ctrl-C comes in between, or not at all."""
+        before = self._state
+        with deferred():
+            try:
+                yield
+            except BaseException:
+                if any(x.is_deleted() for x in jax.tree.leaves(before)) and self._state is before:
+                    self._state, self._gone = None, _LOST
+                raise
+
+    def _take(self, state: TrainState) -> None:
+        """Go on with other weights, of which nothing is served or measured yet."""
+        self._state, self._served, self._moved = state, False, True
+        if self._calibrates("trainer"):
+            self.scales = None
+
+    def _behind(self, rollout: Experience) -> int:
+        """Versions between a rollout's weights and the present ones; 0: it is of these.
+
+        Raises:
+            UserError: there are some, and nothing corrects for them.
+        """
+        if not self._moved and rollout.weight_version >= self._first_version:
+            return 0
+        correction = self.config.rl.correction.resolve(self.recipe.correction)
+        if correction.value("weights") == "none" and not correction.value("reject"):
+            raise UserError(
+                f"rollout: version {rollout.weight_version} of the weights sampled it, and they "
+                "have changed since; sample again, set trainer.updates_per_rollout for several "
+                "updates on one rollout, or correct for older weights: rl.correction.method, as in "
+                '"token_tis"'
+            )
+        return max(self.engine.version + self._moved - rollout.weight_version, 1)
 
     def _calibrates(self, side: Literal["trainer", "rollout"]) -> bool:
         """Whether there is an FP8 cache, and this side measures its scales."""
@@ -883,6 +967,8 @@ class Session:
             key = sync_key(self.config.seed, self.step)
             self.engine.sync(self.weights, SyncContext(self.step, key, self.scales))
             self.engine.wait()
+        if self._moved:
+            self._moved, self._first_version = False, self.engine.version
         self._served, self._uncalibrated = True, self._calibrates("rollout")
         if self._uncalibrated and prompts is not None:
             self._calibrate_rollout(prompts)
@@ -915,15 +1001,16 @@ class Session:
             self.engine.wait()
         self._uncalibrated = False
 
-    def _observed(self, batch: Batch, parts: int) -> QuantizationSums:
-        """Q, K and V of a forward under the new weights."""
+    def _observed(self, batch: Batch, parts: int, served: KVScales | None) -> QuantizationSums:
+        """Q, K and V of a forward under the new weights; `served`: scales whose effect is
+        measured."""
         return observe_qkv(
             self.weights,
             batch.prompts,
             batch.lengths,
             batch.tokens,
             batch.present,
-            self.scales,
+            served,
             recipe=self.recipe,
             dtype=jnp.dtype(self.config.compute_dtype),
             micro_batches=parts,
@@ -976,12 +1063,7 @@ class Session:
                 f"rewards: {len(values)} for {len(rollout.texts)} samples; give one for each of "
                 "rollout.texts"
             )
-        if (unfit := np.flatnonzero(~(np.abs(values) <= LARGEST))).size:  # NaN too
-            row = int(unfit[0])
-            raise UserError(
-                f"rewards: that of sample {row} is {values[row]:g}; give a finite number of at "
-                f"most {LARGEST:g}, or None where there is none"
-            )
+        rl.check_rewards(values, valid)
         missing = rollout.prompts_in_batch * rollout.samples - len(values)
         real = np.pad(np.ones(len(values), bool), (0, missing))
         return np.pad(values.astype(np.float32), (0, missing)), np.pad(valid, (0, missing)), real

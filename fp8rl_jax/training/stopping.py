@@ -57,6 +57,23 @@ class Stopping:
 
 
 @contextlib.contextmanager
+def deferred() -> Generator[None]:
+    """Let Ctrl-C wait for the end of the block, in which buffers are given away and taken anew."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    come: list[FrameType | None] = []
+    signal.signal(signal.SIGINT, lambda number, frame: come.append(frame))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if come:
+            before(signal.SIGINT, come[0])
+
+
+@contextlib.contextmanager
 def stopping(seconds: float, standing: Callable[[], str]) -> Generator[Stopping]:
     """Take the signals until the block is left.
 

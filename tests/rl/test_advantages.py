@@ -125,6 +125,22 @@ def test_nan_reaches_its_own_group_only():
     assert np.isnan(found[:2]).all() and np.isfinite(found[2:]).all()
 
 
+@pytest.mark.parametrize(
+    ("rewards", "message"),
+    [
+        ([1.0, np.nan, 0.0, 1.0], "sample 1 is nan; give a finite number"),
+        ([1.0, 0.0, -np.inf, 1.0], "sample 2 is -inf"),
+        ([1.0, 0.0, 0.0, 1e30], "sample 3 is 1e\\+30, and the squares of 4 .* above 9e\\+18"),
+    ],
+)
+@pytest.mark.parametrize("made", [rl.reward_metrics, rl.informative_groups, rl.group_advantages])
+def test_rewards_of_which_float32_makes_no_advantage_are_refused(made, rewards, message):
+    more = (rl.AdvantageConfig(),) if made is rl.group_advantages else ()
+    with pytest.raises(UserError, match=f"rewards: that of {message}"):
+        made(jnp.asarray(rewards), 2, *more)
+    made(jnp.asarray([1e18, -1e18, 0.0, 1.0]), 2, *more)
+
+
 def test_advantages_are_constants_and_jit_changes_nothing():
     def total(rewards):
         return jnp.sum(rl.group_advantages(rewards, 2, rl.AdvantageConfig()) ** 2)
