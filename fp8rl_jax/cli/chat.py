@@ -26,6 +26,8 @@ from fp8rl_jax.rollout.constraints import TextStream
 from fp8rl_jax.rollout.engine import LocalEngine
 from fp8rl_jax.rollout.offline import batches, calibrate
 from fp8rl_jax.rollout.sampling import Sampling
+from fp8rl_jax.tasks.conversation import Conversation, prompt_tokens
+from fp8rl_jax.tasks.dataset import render_prompt
 
 # a model may sample anything, and control characters would move the cursor or worse
 _PRINTABLE = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\t\n"}
@@ -83,6 +85,7 @@ class Chat:
     ):
         assert model.tokenizer is not None
         self._tokenizer, self._positions = model.tokenizer, model.config.max_position_embeddings
+        self._task = model.task
         self._sampling, self._stops, self._write = sampling, stops, write
         self._token_bytes = model.tokenizer.token_bytes()
         self._policy: Policy | None = model.load()
@@ -136,11 +139,12 @@ class Chat:
         return sampled
 
     def _encode(self, text: str) -> list[int]:
+        prompt = text
         if self._tokenizer.has_chat_template:
-            messages = [*self.messages, {"role": "user", "content": text}]
-            tokens = self._tokenizer.encode_chat(messages)
-        else:
-            tokens = self._tokenizer.encode(text)
+            prompt = Conversation([*self.messages, {"role": "user", "content": text}])
+        entry = {"question": prompt, "answer": None, "metadata": {}}
+        prompt = render_prompt(self._task.prompt_template, entry)
+        tokens = prompt_tokens(self._tokenizer, prompt, self._task.system_prompt)
         if len(tokens) > self._positions - self._sampling.max_new_tokens:
             raise UserError(
                 f"{len(tokens)} tokens and {self._sampling.max_new_tokens} new ones are more "

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from fp8rl_jax.cli.open_model import OpenModel, open_model
+from fp8rl_jax.config.tasks import template_faults
 
 if TYPE_CHECKING:
     from fp8rl_jax.rollout.offline import Completion
@@ -63,11 +64,17 @@ class GenerateArguments(LinesArguments):
     a tokenizer."""
 
     input: str = ""
-    """JSON objects, one a line, each with "tokens", "prompt" or "messages"."""
+    """JSON objects, one a line, each with "tokens", or with "messages", "prompt" or "question",
+    which are written as training writes its problems, in the chat template of a model that has
+    one."""
     output: str = ""
     """File for the answers, one JSON object a line, in the order of the input."""
     batch_size: int = 16
     """Completions computed at one time."""
+    prompt_template: str = ""
+    """As task.prompt_template; empty: that of a run, where the model is one, else {question}."""
+    system_prompt: str = ""
+    """As task.system_prompt; empty: that of a run, where the model is one."""
     interactive: bool = False
     """Talk with the model in the terminal, without input and output; --max-new-tokens 512 is a good
     length."""
@@ -104,6 +111,12 @@ class GenerateArguments(LinesArguments):
     rollout's side of the recipe."""
     seed: int = 0
     """Seed of the sampling."""
+
+    def open(self) -> OpenModel:
+        """Find the model, and say how prompts are written for it; see `open_model`."""
+        model, keys = super().open(), ("prompt_template", "system_prompt")
+        given = {key: getattr(self, key) for key in keys if getattr(self, key)}
+        return replace(model, task=replace(model.task, **given))
 
     def biases(self) -> dict[str, float]:
         """Read `logit_bias` as a table.
@@ -150,6 +163,10 @@ class GenerateArguments(LinesArguments):
                     f"--max-new-tokens: {self.max_new_tokens} must be at least 1",
                 ),
                 (self.temperature >= 0, f"--temperature: {self.temperature} must not be negative"),
+                *(
+                    (False, f"--prompt-template: {fault}")
+                    for fault in template_faults(self.prompt_template)
+                ),
                 (self.top_k >= 0, f"--top-k: {self.top_k} must not be negative"),
                 (0 < self.top_p <= 1, f"--top-p: {self.top_p} must be above 0 and at most 1"),
                 (0 <= self.min_p < 1, f"--min-p: {self.min_p} must be at least 0 and below 1"),

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fp8rl_jax.config.files import read_recipes
+from fp8rl_jax.config.files import read_config, read_recipes, run_directory
 from fp8rl_jax.config.recipe import Recipe, get_recipe
+from fp8rl_jax.config.run import RunConfig
+from fp8rl_jax.config.tasks import TaskConfig
 
 if TYPE_CHECKING:
     from fp8rl_jax.models.config import PolicyConfig
@@ -25,6 +27,8 @@ class OpenModel:
     tokenizer: Tokenizer | None
     recipe: Recipe
     dtype: str
+    task: TaskConfig
+    """How prompts are written: of a run as it trained."""
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -38,7 +42,8 @@ class OpenModel:
         from fp8rl_jax.rollout.offline import read_lines
 
         limit = self.config.max_position_embeddings
-        return read_lines(path, self.config.vocab_size, self.tokenizer, generation, limit, reserve)
+        size = self.config.vocab_size
+        return read_lines(path, size, self.tokenizer, generation, limit, reserve, self.task)
 
     def load(self) -> Policy:
         """Load the weights in the compute dtype.
@@ -77,4 +82,6 @@ def open_model(model: str, recipe: str, recipes: tuple[str, ...], compute_dtype:
     directory = find_model(model, progress)
     config = read_policy_config(directory)
     tokenizer = load_tokenizer(directory, config.vocab_size)
-    return OpenModel(directory, config, tokenizer, row, compute_dtype)
+    run = run_directory(model)
+    task = TaskConfig() if run is None else read_config(RunConfig, run).task
+    return OpenModel(directory, config, tokenizer, row, compute_dtype, task)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from fp8rl_jax.config.recipe import PrecisionConfig, Recipe, get_recipe
 from fp8rl_jax.config.rl import RLConfig, check_sampling
-from fp8rl_jax.config.schema import report, unknown_placeholders
+from fp8rl_jax.config.schema import above, at_least, report, unknown_placeholders
 from fp8rl_jax.config.tasks import TaskConfig
 from fp8rl_jax.config.training import (
     CheckpointConfig,
@@ -50,6 +50,17 @@ class InitConfig:
     """Width of one head."""
     rope_theta: float = 10000.0
     """Base of the rotary embedding."""
+
+    def problems(self) -> list[str]:
+        """List every value that cannot work, one line each; empty where all is well."""
+        key = "model.init"
+        sizes = {name: value for name, value in vars(self).items() if name != "rope_theta"}
+        faults = [
+            at_least(f"{key}.{name}", value, int(name != "num_experts"))
+            for name, value in sizes.items()
+        ]
+        faults.append(above(f"{key}.rope_theta", self.rope_theta, 0.0))
+        return [fault for fault in faults if fault]
 
 
 @dataclass(frozen=True)
@@ -188,11 +199,14 @@ class MeshConfig:
     def problems(self) -> list[str]:
         """List every value that cannot work, one line each; empty where all is well."""
         names = ("lost_after_seconds", "hung_after_seconds", "program_seconds")
-        return [
+        faults = [
             f"mesh.{name} = {getattr(self, name)} must be seconds, at least 1"
             for name in names
             if not 1 <= getattr(self, name) < math.inf
         ]
+        if fault := at_least("mesh.num_processes", self.num_processes, 0):
+            faults.append(fault)
+        return faults
 
 
 def precision_text(recipe: str, compute_dtype: str) -> str:
@@ -346,6 +360,13 @@ class RunConfig:
             (rollout.prompts_per_step >= 1, "rollout.prompts_per_step must be at least 1"),
             (rollout.samples_per_prompt >= 1, "rollout.samples_per_prompt must be at least 1"),
             (rollout.max_new_tokens >= 2, "rollout.max_new_tokens must be at least 2"),
+            (rollout.temperature >= 0, "rollout.temperature must not be negative"),
+            (rollout.top_k >= 0, "rollout.top_k must not be negative"),
+            (
+                0 <= self.seed < 2**32,
+                f"seed = {self.seed} must be at least 0 and below 2**32, from where on seeds are "
+                "the same as others",
+            ),
             (rollout.max_prompt_tokens >= 1, "rollout.max_prompt_tokens must be at least 1"),
             (trainer.steps >= 1, "trainer.steps must be at least 1"),
             (trainer.updates_per_rollout >= 1, "trainer.updates_per_rollout must be at least 1"),

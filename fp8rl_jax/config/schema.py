@@ -309,6 +309,15 @@ def at_least(key: str, value: Any, bound: float) -> str | None:
     )
 
 
+def within(
+    key: str, value: Any, low: float, high: float = math.inf, below: float = math.inf
+) -> str | None:
+    """Return a fault where `value` is no number in [low, high], and less than `below`."""
+    limit = f"at most {high:g}" if below == math.inf else f"below {below:g}"
+    holds = _is_number(value) and low <= value <= high and value < below
+    return None if holds else f"{key}: {value!r} must be a number of at least {low:g} and {limit}"
+
+
 def unknown_placeholders(key: str, text: str, *known: str) -> list[str]:
     """List a fault for each {placeholder} of a path that is not known, and for a lone brace."""
     fields = " and ".join(f"{{{name}}}" for name in known)

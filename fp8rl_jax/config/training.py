@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from fp8rl_jax.config.formats import parse_format
-from fp8rl_jax.config.schema import above, at_least, one_of, report
+from fp8rl_jax.config.schema import above, at_least, one_of, report, within
 from fp8rl_jax.errors import UserError
 
 MOMENTS = ("float32", "bfloat16", "e4m3")
@@ -53,19 +53,32 @@ class OptimizerConfig:
     """The same of the second moment, rounded stochastically; e4m3 needs beta2 of at most 0.99."""
 
     def faults(self, key: str) -> list[str]:
-        """List moments in formats that cannot be, and settings of Adam that SGD has no use for, one
-        line each.
+        """List numbers out of their range, moments in formats that cannot be, and settings of Adam
+        that SGD has no use for, one line each.
 
         Args:
             key: of this table.
         """
+        checks = [
+            at_least(f"{key}.learning_rate", self.learning_rate, 0.0),
+            at_least(f"{key}.warmup_steps", self.warmup_steps, 0),
+            within(f"{key}.final_ratio", self.final_ratio, 0.0, 1.0),
+            at_least(f"{key}.weight_decay", self.weight_decay, 0.0),
+            at_least(f"{key}.max_grad_norm", self.max_grad_norm, 0.0),
+        ]
+        if self.name == "adamw":
+            checks += [
+                within(f"{key}.beta1", self.beta1, 0.0, below=1.0),
+                within(f"{key}.beta2", self.beta2, 0.0, below=1.0),
+                above(f"{key}.eps", self.eps, 0.0),
+            ]
+        faults = [fault for fault in checks if fault]
         if self.name != "adamw":
-            return [
+            return faults + [
                 f"{key}.{field.name} has no use where {key}.name is {self.name!r}"
                 for field in fields(self)
                 if field.name in _OF_ADAM and getattr(self, field.name) != field.default
             ]
-        faults = []
         for name in ("first_moment", "second_moment"):
             if (text := getattr(self, name)) in MOMENTS:
                 continue

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from fp8rl_jax.config.formats import COMPUTE, TensorFormat
 from fp8rl_jax.config.recipe import LINEARS, Recipe
+from fp8rl_jax.config.schema import above, at_least
 
 if TYPE_CHECKING:
     from fp8rl_jax.config.run import RunConfig
@@ -47,6 +48,17 @@ class VllmConfig:
     arguments: tuple[str, ...] = ()
     """More arguments of `vllm serve`, such as --tensor-parallel-size; not those that recipe and
     dtype decide. In the trainer's process those of its engine alone, on one device."""
+
+    def problems(self) -> list[str]:
+        """List every value that cannot work, one line each; empty where all is well."""
+        key = "rollout.vllm"
+        checks = [
+            above(f"{key}.start_seconds", self.start_seconds, 0.0),
+            above(f"{key}.request_seconds", self.request_seconds, 0.0),
+            at_least(f"{key}.restarts", self.restarts, 0),
+            None if self.parity is None else above(f"{key}.parity", self.parity, 0.0),
+        ]
+        return [fault for fault in checks if fault]
 
 
 _VLLM_OURS = (
@@ -117,13 +129,6 @@ def vllm_problems(run: RunConfig, recipe: Recipe) -> list[str]:
         (
             not (taken := sorted(given & set(_VLLM_OURS))),
             f"rollout.vllm.arguments: {', '.join(taken)}: follow from the run's own keys",
-        ),
-        (vllm.start_seconds > 0, "rollout.vllm.start_seconds must be positive"),
-        (vllm.request_seconds > 0, "rollout.vllm.request_seconds must be positive"),
-        (vllm.restarts >= 0, "rollout.vllm.restarts must not be negative"),
-        (
-            vllm.parity is None or vllm.parity > 0,
-            f"rollout.vllm.parity = {vllm.parity} must be positive",
         ),
         (
             whole or linears == {(COMPUTE, COMPUTE)},

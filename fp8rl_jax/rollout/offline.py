@@ -31,6 +31,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from fp8rl_jax.config.recipe import Recipe
+from fp8rl_jax.config.tasks import TaskConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.forms import trainer_policy
 from fp8rl_jax.models.forward import forward
@@ -42,7 +43,14 @@ from fp8rl_jax.rollout.engine import LocalEngine, Prompts, Rollout, pad_prompts
 from fp8rl_jax.rollout.sampling import Sampling
 from fp8rl_jax.rollout.sync import SyncContext
 from fp8rl_jax.rollout.vllm.engine import VllmEngine
-from fp8rl_jax.tasks.conversation import ROLES, MessageFault, read_messages
+from fp8rl_jax.tasks.conversation import (
+    ROLES,
+    Conversation,
+    MessageFault,
+    prompt_tokens,
+    read_messages,
+)
+from fp8rl_jax.tasks.dataset import render_prompt
 from fp8rl_jax.tokenizers.tokenizer import Tokenizer
 
 _LISTED = 20  # faults shown before the rest is counted
@@ -64,8 +72,9 @@ def read_lines(
     generation: bool,
     limit: int,
     reserve: int = 0,
+    task: TaskConfig | None = None,
 ) -> list[Line]:
-    """Read objects that hold "tokens" (ids), "messages" (a conversation) or "prompt" (text).
+    """Read objects that hold "tokens" (ids), "messages" (a conversation), "prompt" or "question".
 
     The first of these is used that is there; a null is not, nor is it a field of a message.
 
@@ -73,10 +82,11 @@ def read_lines(
         path: JSON lines, UTF-8; blank lines are skipped.
         vocab_size: token ids are below it.
         tokenizer: None for a model of token ids.
-        generation: end a conversation where the assistant's answer begins; else take it as it
-            stands.
+        generation: the model is to answer: all but "tokens" are written as training writes its
+            problems, chat template included. Else texts and conversations are taken as they stand.
         limit: positions that the model has.
         reserve: positions to leave free behind the tokens.
+        task: its prompt_template and system_prompt are used, with `generation`; default: none.
 
     Raises:
         UserError: the file cannot be read or holds nothing, or one line for each fault, with the
@@ -87,12 +97,13 @@ def read_lines(
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
     lines, faults = [], []
+    task = (task or TaskConfig()) if generation else None
     for number, text in enumerate(raw.split(b"\n"), start=1):
         if not text.strip():
             continue
         try:
             record = _object(text)
-            tokens = _tokens(record, vocab_size, tokenizer, generation)
+            tokens = _tokens(record, vocab_size, tokenizer, task)
             if len(tokens) + reserve > limit:
                 behind = f" and {reserve} new ones" if reserve else ""
                 raise UserError(
@@ -168,12 +179,12 @@ def _object(text: bytes) -> dict[str, Any]:
 
 
 def _tokens(
-    record: dict[str, Any], vocab_size: int, tokenizer: Tokenizer | None, generation: bool
+    record: dict[str, Any], vocab_size: int, tokenizer: Tokenizer | None, task: TaskConfig | None
 ) -> list[int]:
-    keys = ("tokens", "messages", "prompt")
-    key = next((key for key in keys if record.get(key) is not None), None)
+    known = ("tokens", "messages", "prompt", *(["question"] if task else []))
+    key = next((key for key in known if record.get(key) is not None), None)
     if key is None:
-        raise UserError('holds neither "tokens" nor "messages" nor "prompt"')
+        raise UserError(f"holds neither {' nor '.join(map(json.dumps, known))}")
     value = record[key]
     if key == "tokens":
         if not isinstance(value, list) or not all(type(token) is int for token in value):
@@ -183,12 +194,14 @@ def _tokens(
         tokens = value
     elif tokenizer is None:
         raise UserError(f'"{key}" needs a tokenizer, and the model has none; give "tokens"')
+    elif task:
+        tokens = prompt_tokens(tokenizer, _prompt(record, key, task), task.system_prompt)
     elif key == "messages":
         try:
             messages = read_messages(value, last=ROLES)
         except MessageFault as fault:
-            raise UserError(f'"messages": {fault}') from None
-        tokens = tokenizer.encode_chat(messages, add_generation_prompt=generation)
+            raise UserError(f'"messages" {fault}') from None
+        tokens = tokenizer.encode_chat(messages, add_generation_prompt=False)
     elif not isinstance(value, str):
         raise UserError('"prompt" must be a string')
     else:
@@ -196,6 +209,22 @@ def _tokens(
     if not tokens:
         raise UserError(f'"{key}" gives no tokens')
     return tokens
+
+
+def _prompt(record: dict[str, Any], key: str, task: TaskConfig) -> str:
+    """The prompt that training makes of a record's question."""
+    question, given = record[key], record.get("metadata", {})
+    if key == "messages" or isinstance(question, list):
+        try:
+            question = Conversation(read_messages(question))
+        except MessageFault as fault:
+            raise UserError(f'"{key}" {fault}') from None
+    elif not isinstance(question, str):
+        raise UserError(f'"{key}" must be a string or a list of messages')
+    beside = {name: x for name, x in record.items() if name not in (key, "answer", "metadata")}
+    metadata = (given if isinstance(given, dict) else {}) | beside
+    entry = {"question": question, "answer": record.get("answer"), "metadata": metadata}
+    return render_prompt(task.prompt_template, entry)
 
 
 _NARROWEST = 16

@@ -11,6 +11,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fp8rl_jax.tokenizers.tokenizer import Tokenizer
+
 ROLES = ("system", "user", "assistant", "tool")
 # beside role and content -> who may have it
 _FURTHER = {
@@ -80,6 +82,20 @@ def chat_messages(prompt: str, system_prompt: str = "") -> list[Message]:
     if system_prompt and messages[0]["role"] != "system":
         messages = ({"role": "system", "content": system_prompt}, *messages)
     return [dict(message) for message in messages]
+
+
+def prompt_tokens(tokenizer: Tokenizer, prompt: str, system_prompt: str = "") -> list[int]:
+    """Encode a prompt, chat template or begin-of-sequence included: in training, and wherever a
+    model is asked.
+
+    Args:
+        tokenizer: its chat template is used where it has one.
+        prompt: text, or a `Conversation`.
+        system_prompt: system message of chat models.
+    """
+    if tokenizer.has_chat_template:
+        return tokenizer.encode_chat(chat_messages(prompt, system_prompt))
+    return tokenizer.encode(prompt)
 
 
 class MessageFault(ValueError):

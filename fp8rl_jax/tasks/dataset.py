@@ -241,7 +241,7 @@ class _Distinct(Iterator[tuple]):
         repeats = 0
         while not self.endless or repeats <= max(2000, 20 * len(self.prompts)):
             entry = next(self.rows)
-            prompt = _prompt(self.task.prompt_template, entry)
+            prompt = render_prompt(self.task.prompt_template, entry)
             answer = "" if entry["answer"] is None else str(entry["answer"])
             if prompt not in self.prompts:
                 self.prompts[prompt] = answer
@@ -275,7 +275,8 @@ def _numbered(rows: Iterable[tuple[str, str, str, Mapping[str, Any]]]) -> tuple[
     return tuple(Example(index, *row) for index, row in enumerate(rows))
 
 
-def _prompt(template: str, entry: Row) -> str:
+def render_prompt(template: str, entry: Row) -> str:
+    """Write the prompt of a problem by task.prompt_template; of a conversation its last message."""
     question = entry["question"]
     if not isinstance(question, Conversation):
         return _render(template, entry, "task.prompt_template")

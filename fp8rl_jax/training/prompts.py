@@ -10,7 +10,7 @@ import numpy as np
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.parallel import to_host
 from fp8rl_jax.rollout.engine import Prompts, Rollout, pad_prompts
-from fp8rl_jax.tasks.conversation import chat_messages, continuation
+from fp8rl_jax.tasks.conversation import continuation, prompt_tokens
 from fp8rl_jax.tasks.dataset import Example
 from fp8rl_jax.tasks.episodes import Episode
 from fp8rl_jax.tokenizers.tokenizer import Tokenizer, end_tokens
@@ -60,11 +60,7 @@ class PromptEncoder:
                 left, and where it came from.
         """
         with _naming(example):
-            if self.tokenizer.has_chat_template:
-                messages = chat_messages(example.prompt, self.system_prompt)
-                tokens = self.tokenizer.encode_chat(messages)
-            else:
-                tokens = self.tokenizer.encode(example.prompt)
+            tokens = prompt_tokens(self.tokenizer, example.prompt, self.system_prompt)
             if not tokens:
                 raise UserError("the prompt gives no tokens")
         return tokens

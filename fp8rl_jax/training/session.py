@@ -532,7 +532,7 @@ class Session:
             mismatch = {name.replace("mismatch/", "off_policy/"): x for name, x in mismatch.items()}
         metrics |= learned | jax.block_until_ready(mismatch)
         self._sync(None if next_prompts is None else self.encode(next_prompts)[0])
-        clock.work(self._state.policy.config, *rollout.work(), frozen=config.lora.rank > 0)
+        clock.work(self.weights.config, *rollout.work(), frozen=config.lora.rank > 0)
         metrics |= rollout.metrics() | self.engine.metrics
         if behind:
             oldest = behind + metrics.get("rollout/oldest_token", 0.0)

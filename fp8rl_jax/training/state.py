@@ -18,7 +18,9 @@ import optax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
+from fp8rl_jax.config.schema import report
 from fp8rl_jax.config.training import LossScaleConfig, OptimizerConfig
+from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.lora import Trained, join, split
 from fp8rl_jax.models.policy import Policy
 from fp8rl_jax.parallel import policy_shardings, shard_policy
@@ -111,8 +113,11 @@ def make_optimizer(config: OptimizerConfig, updates: int) -> Optimizer:
         updates: of the whole run, for the schedule.
 
     Raises:
-        UserError: whatever the optimizer refuses.
+        UserError: whatever the optimizer refuses; settings out of their range.
     """
+    report(*config.faults("optimizer"))
+    if updates < 1:
+        raise UserError(f"updates = {updates} of a schedule must be at least 1")
     schedule = learning_rate(config, updates)
     # the rate is the schedule's alone, and not a part of what a program is compiled for
     return OPTIMIZERS[config.name](replace(config, learning_rate=0.0), schedule, decay_mask)

@@ -4,10 +4,14 @@ import json
 
 import numpy as np
 import pytest
+import tomli_w
 from offline_models import call, full_logits, log_softmax, make_model, random_rows, refusal
+from tiny_models import tokenizer_of
 
 from fp8rl_jax.rollout.offline import batches
+from fp8rl_jax.tasks.dataset import Example
 from fp8rl_jax.tokenizers.byte_tokenizer import ByteTokenizer
+from fp8rl_jax.training.prompts import PromptEncoder
 
 FLOAT32 = ("--compute-dtype", "float32")
 
@@ -171,8 +175,43 @@ def test_every_wrong_line_is_named_at_once(model, tmp_path, capsys):
         assert f"in.jsonl: line {number}: " in line and words in line
 
 
+def test_prompts_are_written_as_training_writes_them(tmp_path_factory, tmp_path):
+    """In the chat template of a model that has one, with a run's own template and system message."""
+    model = make_model(tmp_path_factory.mktemp("run") / "model", tokenizer=True)
+    (model / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.role[0] }}<{{ m.content }}>{% endfor %}A"
+    )
+    asked = [{"role": "user", "content": "hi"}]
+    lines = [{"prompt": "hi"}, {"question": "hi"}, {"messages": asked}, {"prompt": asked}]
+    short = ("--max-new-tokens", "1")
+
+    def texts(model, *flags) -> list[str]:
+        answers = call("generate", model, lines, tmp_path, *short, *flags)
+        return [bytes(answer["tokens"]).decode() for answer in answers]
+
+    encoder = PromptEncoder(tokenizer_of(model), "Be brief.", 64)
+    trained = bytes(encoder.tokens(Example(0, "Say hi", "", "", {}))).decode()
+    assert trained == "s<Be brief.>u<Say hi>A"
+    written = ("--prompt-template", "Say {question}", "--system-prompt", "Be brief.")
+    assert texts(model) == ["u<hi>A"] * 4 and texts(model, *written) == [trained] * 4
+    task = {"task": {"prompt_template": "Say {question}", "system_prompt": "Be brief."}}
+    (model.parent / "config.toml").write_text(tomli_w.dumps(task))
+    assert texts(model.parent) == [trained] * 4
+    assert texts(model.parent, "--system-prompt", "No.") == ["s<No.>u<Say hi>A"] * 4
+    lines = [{"prompt": "hi"}]
+    (scored,) = call("logprobs", model, lines, tmp_path)  # a text as it stands
+    assert scored["tokens"] == ByteTokenizer().encode("hi")
+
+
 @pytest.mark.parametrize(
-    "line", [{"messages": "hi"}, {"messages": [{"role": "user", "content": "hi"}]}, {"prompt": 3}]
+    "line",
+    [
+        {"messages": "hi"},
+        {"messages": [{"role": "user"}]},
+        {"prompt": 3},
+        {"question": []},
+        {"question": [{"role": "assistant", "content": "hi"}]},
+    ],
 )
 def test_lines_that_the_tokenizer_cannot_take_are_named(text_model, tmp_path, capsys, line):
     assert "in.jsonl: line 1: " in refusal("generate", text_model, [line], tmp_path, capsys)

@@ -29,6 +29,7 @@ from rollout.vllm_work import (
 
 import fp8rl_jax as fp8rl
 from fp8rl_jax.config.run import RolloutConfig, RunConfig
+from fp8rl_jax.config.schema import problems
 from fp8rl_jax.config.vllm import VllmConfig
 from fp8rl_jax.models.lora import join, merge, split
 from fp8rl_jax.rollout.arrival import Arrival
@@ -458,7 +459,7 @@ def test_settings_that_vllm_cannot_serve(change, told):
         config = replace(config, precision=replace(config.precision, exact=change.pop("exact")))
     of_run = {key: change.pop(key) for key in ("recipe", "compute_dtype") if key in change}
     config = replace(config, **of_run, rollout=replace(config.rollout, **change))
-    assert any(told in problem for problem in config.problems())
+    assert any(told in problem for problem in problems(config))
 
 
 @pytest.mark.parametrize("recipe", ["fp8-rollout", "fp8-rl", "jet-rl", "fp8-e2e-kv"])
