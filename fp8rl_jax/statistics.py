@@ -106,6 +106,9 @@ class Comparison:
         collapsed, baseline_collapsed: runs that collapsed.
         alpha: 1 - level of the interval: what Holm and the look leave.
         failed, baseline_failed: runs without an outcome that did not collapse.
+        saturated: the one outcome of all runs of both arms, at the end of what an accuracy can be
+            or of a metric without a resolution, which therefore shows no difference; None: they
+            differ.
         lost_p: one-sided p of Barnard's exact test that the arm loses (collapsed or failed) more
             runs than the baseline; None where no run was lost.
     """
@@ -125,6 +128,7 @@ class Comparison:
     failed: int = 0
     baseline_failed: int = 0
     lost_p: float | None = None
+    saturated: float | None = None
 
 
 class Estimate(NamedTuple):
@@ -216,7 +220,8 @@ def compare_arms(
         resolution: the smallest difference that two outcomes can have, such as 1 / problems; None:
             the smallest that two outcomes of the study have. Where differences are tied, they are
             taken to spread at least as two roundings do, resolution / sqrt(6): ties are no proof of
-            no spread. Where all outcomes are equal and no resolution is given, nothing is told.
+            no spread. Where all outcomes are equal and no resolution is given, or all are 0 or
+            all 1, nothing is told: the metric could not have shown a difference.
         by_problem: of each arm, what each problem gave, float [seeds, problems], where outcomes
             are means over problems that stand for others; a row of NaN where there is no outcome.
             Intervals are then over seeds and problems; of one seed over problems alone, which
@@ -268,8 +273,12 @@ def compare_arms(
             float(np.broadcast_to(part, len(names))[i]) for part in estimate
         )
         level, verdict = float(found.alpha[i]), VERDICTS[int(found.verdict[i])]
+        saturated = _saturated(values[name], of_baseline, resolution)
+        if saturated is not None and verdict == "no worse":
+            verdict = "can't tell"
         gain = mean if better == "higher" else -mean
         seeds_help = verdict == "can't tell" and not np.isnan(values[name]).any()
+        seeds_help = seeds_help and saturated is None
         comparisons[name] = Comparison(
             arm=name,
             baseline=baseline,
@@ -292,6 +301,7 @@ def compare_arms(
             lost_p=lost_runs_p(lost[name], lost[baseline], n)
             if lost[name] or lost[baseline]
             else None,
+            saturated=saturated,
         )
     return comparisons
 
@@ -529,6 +539,11 @@ def sentence(comparison: Comparison, margin: float) -> str:
     end: str = c.verdict
     if c.verdict == "no worse":
         end += f" within {margin:g}"
+    elif c.verdict == "can't tell" and c.saturated is not None:
+        end += (
+            f"; every run of both is at {c.saturated:g}, so that nothing could have been seen: "
+            "another task or metric would"
+        )
     elif c.verdict == "can't tell" and c.n == 1:
         over = "the interval is over problems alone" if math.isfinite(low) else "no interval"
         end += f"; one seed: {over}"
@@ -594,6 +609,18 @@ def _lost_p(lost: np.ndarray, baseline_lost: np.ndarray, n: int) -> np.ndarray:
     pairs, which = np.unique(lost * (n + 1) + baseline_lost, return_inverse=True)
     p = np.array([lost_runs_p(*divmod(int(pair), n + 1), n) for pair in pairs])
     return p[which].reshape(lost.shape)
+
+
+def _saturated(
+    values: np.ndarray, of_baseline: np.ndarray, resolution: float | None
+) -> float | None:
+    """The one outcome of two arms, where the metric cannot show a difference; else None."""
+    known = np.concatenate([values, of_baseline])
+    known = known[~np.isnan(known)]
+    if len(known) < 2 or np.ptp(known) > 0:
+        return None
+    # outcomes of a resolution may be equal by chance, but not at the ends of an accuracy
+    return float(known[0]) if resolution is None or known[0] in (0.0, 1.0) else None
 
 
 def _correlation(a: np.ndarray, b: np.ndarray) -> float | None:

@@ -337,7 +337,16 @@ def test_ties_have_an_interval():
     saturated = one([1.0] * 5, [1.0] * 5)
     assert saturated.verdict == "can't tell" and saturated.difference.low == -math.inf
     assert saturated.more_pairs is None
-    assert one([1.0] * 5, [1.0] * 5, resolution=1 / 256).verdict == "no worse"
+    for end in (0.0, 1.0):  # of an accuracy
+        found = one([end] * 5, [end] * 5, resolution=1 / 256)
+        assert (found.verdict, found.saturated, found.more_pairs) == ("can't tell", end, None)
+        assert f"can't tell; every run of both is at {end:g}, so that nothing could have been" in (
+            sentence(found, 0.02)
+        )
+    for values in ([0.5] * 5, [1.0] * 4 + [255 / 256]):  # equal by chance, and nearly saturated
+        assert one(values, values, resolution=1 / 256).verdict == "no worse"
+    worse = one([1.0] * 5, [0.5] * 5, resolution=1 / 256)
+    assert worse.saturated is None and worse.verdict in ("better", "worse")
 
 
 def test_few_outcomes_without_ties_are_left_alone():
