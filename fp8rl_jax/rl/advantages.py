@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from fp8rl_jax.config.rl import AdvantageConfig
@@ -209,7 +210,7 @@ def _groups(
             f"rollout.samples_per_prompt: {samples_per_prompt} does not divide the "
             f"{len(rewards)} rewards of a batch"
         )
-    if not any(isinstance(x, jax.core.Tracer) for x in (rewards, valid)):
+    if not any(isinstance(x, Tracer) for x in (rewards, valid)):
         check_rewards(np.asarray(rewards), None if valid is None else np.asarray(valid))
     groups = jnp.asarray(rewards, jnp.float32).reshape(-1, samples_per_prompt)
     if valid is None:
