@@ -370,7 +370,7 @@ LIST: list[Mutant] = [
             f"{SESSION} fills_a_batch or compile_nothing",
         ),
         (
-            "failed-learned-from",
+            "failed-scores-learned-from",
             "rewards.rewards, ~rewards.failed",
             "rewards.rewards, np.ones_like(rewards.failed)",
             "failed_reward",
@@ -966,8 +966,8 @@ LIST: list[Mutant] = [
         ("padded-with-0", "self.width, self.pad)", "self.width)", "through_the_tokenizer"),
         (
             "no-system-prompt",
-            "chat_messages(example.prompt, self.system_prompt)",
-            "chat_messages(example.prompt)",
+            "prompt_tokens(self.tokenizer, example.prompt, self.system_prompt)",
+            "prompt_tokens(self.tokenizer, example.prompt)",
             "through_the_tokenizer",
         ),
         (

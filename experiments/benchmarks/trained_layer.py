@@ -33,10 +33,10 @@ from experiments.benchmarks.rounds import Laps, Plan, Side
 from experiments.benchmarks.workloads import Workload
 from fp8rl_jax.config.recipe import RECIPES, Recipe
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.models.attention import LayerInputs
 from fp8rl_jax.models.cache import KVCache
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.forms import trainer_policy
-from fp8rl_jax.models.attention import LayerInputs
 from fp8rl_jax.models.forward import TransformerLayer
 from fp8rl_jax.models.policy import Layer, Policy, init_policy, unstack
 from fp8rl_jax.precision import Compute

@@ -1,9 +1,9 @@
 """`fp8rl doctor`: what is installed, what devices can do, how rewards can be contained, what a
-recipe quantizes in a model, what a run's rewards take for right."""
+recipe quantizes in a model, what a run's rewards take for right, how files are understood."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from fp8rl_jax.config.files import read_recipes
@@ -26,7 +26,8 @@ PACKAGES = (
 @dataclass(frozen=True)
 class DoctorArguments:
     """Print devices, versions, kernel backends, how rewards can be contained, what a recipe
-    quantizes in a model, and what a run's rewards take for right."""
+    quantizes in a model, and what a run's rewards take for right; or, with --data, how the files of
+    a model and a task are understood."""
 
     model: str = ""
     """As in `fp8rl logprobs`; empty: the built-in policy."""
@@ -34,6 +35,10 @@ class DoctorArguments:
     """Precision recipe, built-in or of --recipes."""
     recipes: tuple[str, ...] = ()
     """TOML files whose [recipes.NAME] may be named, a run's config.toml among them."""
+    data: str = ""
+    """A task's rows (JSON lines, Parquet), or a run's TOML. Then one screen is printed and nothing
+    else: the model's layers, windows and rotary positions, its special and end tokens, a prompt as
+    the model sees it, which rows are kept, and what is read as answers."""
     rewards: tuple[str, ...] = ()
     """TOML files of a run, as `fp8rl train` reads them: its rewards are tried with the answers that
     the problems have, which must be correct, and with wrong, empty and constant ones, which must
@@ -42,8 +47,10 @@ class DoctorArguments:
 
 def doctor(arguments: DoctorArguments) -> int:
     """Print one section a subject; return 1 when anything is wrong, after all sections."""
-    recipe = get_recipe(arguments.recipe, rows=read_recipes(arguments.recipes))
     faults: list[str] = []
+    if arguments.data:
+        return _print(_understood(arguments, faults), faults)
+    recipe = get_recipe(arguments.recipe, rows=read_recipes(arguments.recipes))
     sections = [
         ("versions", _versions(faults)),
         ("devices", _devices(faults)),
@@ -56,6 +63,10 @@ def doctor(arguments: DoctorArguments) -> int:
     ]
     if arguments.rewards:
         sections.append(("rewards", _rewards(arguments.rewards, faults)))
+    return _print(sections, faults)
+
+
+def _print(sections: Iterable[tuple[str, Iterable[str]]], faults: list[str]) -> int:
     for title, lines in sections:
         print(title)
         for line in lines:
@@ -64,6 +75,32 @@ def doctor(arguments: DoctorArguments) -> int:
         print(f"WRONG: {fault}")
     print("something is wrong" if faults else "all is well")
     return 1 if faults else 0
+
+
+def _understood(
+    arguments: DoctorArguments, faults: list[str]
+) -> Iterator[tuple[str, Sequence[str]]]:
+    """A model's files, and a task's rows as that model sees them."""
+    from fp8rl_jax.cli.commands import progress
+    from fp8rl_jax.cli.understood import data_lines, model_lines, task_of, tokenizer_lines
+    from fp8rl_jax.errors import UserError
+    from fp8rl_jax.tokenizers.tokenizer import load_tokenizer
+    from fp8rl_jax.training.source import find_model
+    from fp8rl_jax.weights.hf_config import read_policy_config
+
+    tokenizer = None
+    try:
+        run = task_of(arguments.data)
+        if model := arguments.model or run.model.path:
+            directory = find_model(model, progress)
+            yield f"model {model}", model_lines(directory)
+            config = read_policy_config(directory)
+            tokenizer = load_tokenizer(directory, config.vocab_size)
+            if tokenizer is not None:
+                yield "tokenizer", tokenizer_lines(tokenizer, config.eos_token_ids)
+        yield f"data {arguments.data}", data_lines(run, tokenizer)
+    except UserError as error:
+        faults += str(error).splitlines()
 
 
 def _versions(faults: list[str]) -> list[str]:

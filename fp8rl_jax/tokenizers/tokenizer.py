@@ -151,9 +151,9 @@ class HFTokenizer:
             not isinstance(backend.model, models.BPE) or fields.boolean(_CLEANS_UP_BPE)
         )
         self.vocab_size = self._checked_size(vocab_size)
-        self.bos_token_id, eos = self._id("bos_token"), self._id("eos_token")
+        self.bos_token_id, eos = self.special_id("bos_token"), self.special_id("eos_token")
         self.eos_token_ids: tuple[int, ...] = () if eos is None else (eos,)
-        pad = self._id("pad_token")
+        pad = self.special_id("pad_token")
         # padding is always masked, so that a model may lack it
         self.pad_token_id = eos if pad is None or pad >= self.vocab_size else pad
         self._tell_unused(fields)
@@ -259,7 +259,8 @@ class HFTokenizer:
             )
         return vocab_size
 
-    def _id(self, name: str) -> int | None:
+    def special_id(self, name: str) -> int | None:
+        """Return the id of a special token ("bos_token"), None where there is none."""
         text = self.special_tokens.get(name)
         return None if text is None else self._backend.token_to_id(text)
 

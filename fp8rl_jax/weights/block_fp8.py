@@ -188,7 +188,7 @@ def _of_compressed_tensors(fields: Fields) -> Block | None:
     if differing := [name for name in others if blocks[name] != blocks[first]]:
         raise UserError(
             f"{groups.prefix}{first} and {differing[0]} store weights in blocks of "
-            f"{_in_words(blocks[first])} and of {_in_words(blocks[differing[0]])}; only one form "
+            f"{in_words(blocks[first])} and of {in_words(blocks[differing[0]])}; only one form "
             "in a checkpoint is read"
         )
     return blocks[first]
@@ -215,7 +215,8 @@ _METHODS: dict[str, Callable[[Fields], Block | None]] = {
 }
 
 
-def _in_words(block: Block) -> str:
+def in_words(block: Block) -> str:
+    """Write a block as "128 x 128", "1 x all"."""
     return " x ".join("all" if side is None else str(side) for side in block)
 
 
@@ -378,7 +379,7 @@ def _checked_scale(
     if scale.shape != (*leading, *whole):
         raise UserError(
             f"{file}: tensor {name} has shape {list(scale.shape)}; a weight {list(shape)} in "
-            f"blocks of {_in_words(block)} needs {[*leading, *whole]}"
+            f"blocks of {in_words(block)} needs {[*leading, *whole]}"
         )
     return scale
 

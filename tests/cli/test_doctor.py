@@ -172,3 +172,35 @@ def test_a_runs_rewards_are_tried(tmp_path, capsys):
     problems.write_text('{"prompt": "a", "answer": "4"}\n{"prompt": "b"}\n')
     assert cli.main(["doctor", "--rewards", str(run)]) == 1
     assert "problems.jsonl:2: it has no answer" in capsys.readouterr().out
+
+
+def test_one_screen_says_how_a_model_and_its_data_are_understood(tmp_path, capsys):
+    model = make_model(tmp_path / "model", tokenizer=True, sliding_window=4, architecture="mistral")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(
+        '{"prompt": "5 + 7 =", "answer": "5 + 7 = 12\\n#### 12"}\n'
+        '{"prompt": "1,000 + 234 =", "answer": "#### 1,234"}\n'
+        '{"prompt": "5 + 7 =", "answer": "#### 13"}\n'
+    )
+    assert cli.main(["doctor", "--model", str(model), "--data", str(rows)]) == 0
+    said = capsys.readouterr().out
+    for words in (
+        "MistralForCausalLM: 2 layers",
+        "windows: 4 tokens\n",
+        "rotary positions: base 10000\n",
+        "quantization of the files: none\n",
+        "special: ",
+        "a completion ends with ",
+        "2 rows kept, 1 dropped",
+        "tokens of a prompt: ",
+        f"the first prompt ({rows}:1)",
+        f"{rows}:1: '5 + 7 = 12 #### 12' -> 12\n",
+        f"{rows}:2: '#### 1,234' -> 1234\n",
+        'set task.answer_extract = "after_hashes"',
+        "all is well",
+    ):
+        assert words in said, said
+    assert len(said.splitlines()) < 24 and "jax " not in said
+    rows.write_text('{"prompt": 3}\n')
+    assert cli.main(["doctor", "--model", str(model), "--data", str(rows)]) == 1
+    assert f"WRONG: {rows}:1: " in capsys.readouterr().out
