@@ -155,12 +155,26 @@ def _python_row(task: TaskConfig, row: Any, index: int) -> Row:
 
 
 def _plain(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record of what JSON can hold: it is sent to the workers, and written into samples.jsonl."""
+    """A record of what JSON can hold: it is sent to the workers, and written into samples.jsonl.
+
+    Arrays and numbers of numpy, which pandas reads lists and columns of Parquet as, become lists
+    and numbers.
+    """
+    converted = False
+
+    def of_numpy(value: Any) -> Any:
+        nonlocal converted
+        if not isinstance(value, np.ndarray | np.generic):
+            raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
+        converted = True
+        return value.tolist()
+
     try:
-        json.dumps(dict(record), ensure_ascii=False, allow_nan=False).encode()
+        text = json.dumps(dict(record), ensure_ascii=False, allow_nan=False, default=of_numpy)
+        text.encode()
     except (TypeError, ValueError, RecursionError) as fault:
         raise Damaged(f"it must hold plain values only ({fault})") from fault
-    return dict(record)
+    return json.loads(text) if converted else dict(record)
 
 
 def _first_seed(task: TaskConfig) -> int:

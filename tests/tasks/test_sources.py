@@ -7,6 +7,7 @@ import math
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -310,6 +311,19 @@ def test_what_only_a_reward_reads_may_be_anything():
         [row],
     )
     assert train[0].answer == "" and train[0].entry["metadata"]["solution"] == ["4"]
+
+
+def test_rows_as_pandas_reads_them_from_parquet():
+    row = VERL | {
+        "prompt": np.array([USER], object),
+        "extra_info": {"index": np.int64(3), "parts": np.array([0.5, 1.0])},
+    }
+    train, _ = load_splits(TaskConfig(kind="python", name="list", eval_size=0), [row])
+    assert isinstance(train[0].prompt, Conversation) and train[0].prompt.messages == (USER,)
+    assert train[0].entry["metadata"]["extra_info"] == {"index": 3, "parts": [0.5, 1.0]}
+    with pytest.raises(UserError, match="dataset row 0: it must hold plain values only"):
+        bad = {**row, "extra_info": np.array([np.nan])}
+        load_splits(TaskConfig(kind="python", name="list", eval_size=0), [bad])
 
 
 def test_one_list_and_gzip_are_files_too(tmp_path):
