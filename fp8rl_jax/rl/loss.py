@@ -33,10 +33,12 @@ of the global batch.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Shaped
 
 from fp8rl_jax.config.rl import LossConfig, RLConfig
@@ -273,10 +275,22 @@ def loss_denominator(mask: Mask, config: LossConfig) -> Float[Array, ""]:
     return jnp.maximum(aggregate(mask, mask, config).denominator, 1.0)
 
 
-def check_functions(config: RLConfig, samples_per_prompt: int = 4) -> None:
-    """Trace the objective, estimator, weights and selection that are the user's, on shapes alone.
+_FLAT = "the derivatives of its losses by inputs.logprobs, and by the inputs.ratio of these,"
 
-    The objective's gradient is traced, too, so that one without a derivative is found here.
+
+def _nothing_learned(found: Sequence[Array]) -> str:
+    """What is wrong with all that a function gives; empty where nothing is."""
+    values = [np.asarray(x) for x in found]
+    if not any(np.isfinite(x).all() for x in values):
+        return "are not finite"
+    return "" if any(x.any() for x in values) else "are all 0, so that nothing could be learned"
+
+
+def check_functions(config: RLConfig, samples_per_prompt: int = 4) -> None:
+    """Try the objective, estimator, weights and selection that are the user's.
+
+    They are traced on shapes; then the objective's gradient, advantages and weights of a few drawn
+    numbers are looked at, so that a function of which nothing can be learned is found here.
 
     Args:
         config: resolved or not.
@@ -284,7 +298,8 @@ def check_functions(config: RLConfig, samples_per_prompt: int = 4) -> None:
 
     Raises:
         UserError: one line for each that does not import, was edited after it was loaded, does not
-            take its arguments, raises an exception, or returns something else than it should.
+            take its arguments, raises an exception, returns something else than it should, or
+            gives nothing but zeros, or no finite numbers, in a gradient, advantages or weights.
     """
     # no two axes of the same length, or a wrong shape could look right
     prompts = 3 if samples_per_prompt == 2 else 2
@@ -312,19 +327,52 @@ def check_functions(config: RLConfig, samples_per_prompt: int = 4) -> None:
         shape((prompts, samples_per_prompt), dtype)
         for dtype in (jnp.float32, jnp.float32, bool, jnp.int32, bool)
     ]
+    draw = np.random.default_rng(0)
+    of_tokens = (rows, rows + 1)
+
+    def drawn(values: np.ndarray) -> Array:
+        return jnp.asarray(values, jnp.float32)
+
+    likely = drawn(-draw.exponential(size=of_tokens))
+    ratios = drawn(draw.normal(scale=0.3, size=of_tokens))
+    signed, ones = drawn(draw.normal(size=rows)), jnp.ones(of_tokens)  # rewards and advantages
+    everywhere, one = jnp.ones(of_tokens, bool), jnp.float32(1)
+    alone = dataclasses.replace(config, kl_coefficient=0.0, entropy_coefficient=0.0)
+
+    def gradients() -> list[Array]:
+        def of_logprobs(logprobs, old):
+            known = None if reference is None else likely
+            given = LossInputs(logprobs, signed, everywhere, one, old, ones, known, ones)
+            return policy_loss(given, alone)[0]
+
+        # of the policy that sampled, and of one that has moved
+        return [jax.grad(of_logprobs)(likely, old) for old in (likely, likely - ratios)]
+
+    def some_advantages() -> list[Array]:
+        return [estimated(signed, jnp.ones(rows, bool), jnp.arange(rows) + 1)]
+
+    def some_weights() -> list[Array]:
+        return [weighted(ratios, everywhere)[0]]
+
+    own_weights = config.correction.value("weights")
     checks = (
-        (SELECTION_KEY, config.selection, selected, groups),
-        (OBJECTIVE_KEY, config.objective, jax.grad(loss, has_aux=True), inputs),
-        (ESTIMATOR_KEY, config.advantage.estimator, estimated, (rewards, valid, lengths)),
-        (WEIGHTS_KEY, config.correction.value("weights"), weighted, (values, mask)),
+        (SELECTION_KEY, config.selection, selected, groups, None, ""),
+        (OBJECTIVE_KEY, config.objective, jax.grad(loss, has_aux=True), inputs, gradients, _FLAT),
+        (
+            *(ESTIMATOR_KEY, config.advantage.estimator, estimated, (rewards, valid, lengths)),
+            *(some_advantages, "its advantages of rewards that differ"),
+        ),
+        (WEIGHTS_KEY, own_weights, weighted, (values, mask), some_weights, "its weights"),
     )
     faults = []
-    for key, name, function, arguments in checks:
+    for key, name, function, arguments, tried, what in checks:
         if not is_users(name):
             continue
         try:
             check_unchanged(name, key)
             jax.eval_shape(function, *arguments)
+            if tried is not None and (fault := _nothing_learned(tried())):
+                faults.append(f"{key} = {name!r}: {what} {fault}")
         except UserError as fault:
             faults.append(str(fault))
         # of the derivative, which is made after the function has returned

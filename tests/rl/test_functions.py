@@ -309,6 +309,24 @@ def _loops(inputs, config):
             r"rl.objective = 'no_such_module:f' does not import: ModuleNotFoundError",
         ),
         (_objective("math:tau"), r"rl.objective = 'math:tau': .* has no function 'tau'"),
+        (_objective(lambda i, c: 0 * i.logprobs), r"rl.objective = .* are all 0, so that nothing"),
+        (
+            _objective(lambda i, c: -i.advantages * i.old_logprobs),
+            r"rl.objective = .*: the derivatives of its losses by inputs.logprobs, and .* are all 0",
+        ),
+        (
+            _objective(lambda i, c: jnp.round(i.ratio) * i.advantages),
+            r"rl.objective = .* are all 0, so that nothing could be learned",
+        ),
+        (
+            _objective(lambda i, c: i.advantages * jnp.sqrt(i.logprobs)),
+            r"rl.objective = .* are not finite",
+        ),
+        (
+            _estimator(lambda i, c: 0 * i.rewards),
+            r"rl.advantage.estimator = .*: its advantages of rewards that differ are all 0, so",
+        ),
+        (_weights(lambda i, c: 0 * i.log_ratio), r"rl.correction.weights = .* weights are all 0"),
         (
             _objective(lambda inputs: 0),
             r"rl.objective = .* cannot be called with \(inputs, config\): too many positional",
