@@ -289,13 +289,11 @@ def trainer_logprobs(policy, rollout, recipe: str | Recipe, dtype="float32") -> 
     return np.asarray(batch_logprobs(policy, batch, config))
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_the_trainer_follows_the_rollout_under_every_recipe(recipe):
-    """A window of 3 within prompts of 7 and completions of 8: prefix and completion cache are both cut.
-    The rollout equals a full forward in its own formats, and a trainer of the same formats, up to
+def check_followed(config: PolicyConfig, recipe: str) -> None:
+    """The rollout equals a full forward in its own formats, and a trainer of the same formats, up to
     flipped roundings, which stay far below what dropping the formats costs (the bounds of
     rollout/test_generate.py and training/test_trained_recipes.py)."""
-    policy, _ = policy_and_weights(SMALL_GEMMA)
+    policy, _ = policy_and_weights(config)
     engine = LocalEngine(RECIPES[recipe], jnp.float32, unroll=False)
     scales = calibrate_on_prompts(policy, PROMPTS, engine.recipe, jnp.float32)
     engine.sync(policy, SyncContext(scales=scales))
@@ -313,3 +311,10 @@ def test_the_trainer_follows_the_rollout_under_every_recipe(recipe):
     )
     if engine.recipe.trainer == engine.recipe.rollout:
         assert gap.mean() < cost.mean() / 10
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_trainer_follows_the_rollout_under_every_recipe(recipe):
+    """A window of 3 within prompts of 7 and completions of 8: prefix and completion cache are both
+    cut."""
+    check_followed(SMALL_GEMMA, recipe)

@@ -13,7 +13,7 @@ import pytest
 import reference_llama as reference
 import safetensors.numpy
 from test_forward import policy_and_weights, run
-from test_gemma import logprobs_of_full_forwards, trainer_logprobs
+from test_gemma import PROMPTS, check_followed, trainer_logprobs
 from tiny_models import GLM, MOE, random_tensors, write_model
 
 from fp8rl_jax.config.recipe import PrecisionConfig, get_recipe
@@ -26,10 +26,8 @@ from fp8rl_jax.models.moe import choose
 from fp8rl_jax.models.policy import cast, linear_names
 from fp8rl_jax.precision import Compute
 from fp8rl_jax.precision.exact import InvariantCompute, OrderFreeCompute
-from fp8rl_jax.rollout.calibration import calibrate_on_prompts
-from fp8rl_jax.rollout.engine import LocalEngine, pad_prompts
+from fp8rl_jax.rollout.engine import LocalEngine
 from fp8rl_jax.rollout.sampling import Sampling
-from fp8rl_jax.rollout.sync import SyncContext
 from fp8rl_jax.training.state import decay_mask
 from fp8rl_jax.weights.hf_config import config_json, parse_config
 from fp8rl_jax.weights.load import load_policy, save_policy
@@ -45,7 +43,6 @@ DOTS1 = [
     [0.303231, -0.745006, -0.393033, 0.307857, -2.057868, 1.612261, 0.065813, -0.600611],
     [1.032269, 1.451372, 0.653712, 0.536822, -0.461551, 1.452686, 0.316662, -0.647465],
 ]
-PROMPTS = pad_prompts([[3, 9, 27, 1, 30, 8, 21], [5, 8]], [0, 1], 7)
 
 
 def dots() -> PolicyConfig:
@@ -155,20 +152,7 @@ SMALL = dataclasses.replace(GLM, num_layers=2)
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8-e2e-kv"])
 def test_the_trainer_follows_the_rollout(recipe):
-    policy, _ = policy_and_weights(SMALL)
-    engine = LocalEngine(get_recipe(recipe), jnp.float32, unroll=False)
-    scales = calibrate_on_prompts(policy, PROMPTS, engine.recipe, jnp.float32)
-    engine.sync(policy, SyncContext(scales=scales))
-    rollout = engine.generate(PROMPTS, 2, Sampling(8), jax.random.key(2))
-    error = np.abs(logprobs_of_full_forwards(engine, rollout) - rollout.policy_logprobs)
-    gap = np.abs(trainer_logprobs(policy, rollout, recipe) - rollout.policy_logprobs)
-    if recipe == "bf16":
-        assert max(gap.max(), error.max()) < 1e-4
-        return
-    cost = np.abs(trainer_logprobs(policy, rollout, "bf16") - rollout.policy_logprobs)
-    assert (error < 1e-4).mean() > 0.8 and error.mean() < cost.mean() / 5
-    if engine.recipe.trainer == engine.recipe.rollout:
-        assert gap.mean() < cost.mean() / 5
+    check_followed(SMALL, recipe)
 
 
 def test_exact_mode_has_one_policy():
