@@ -20,6 +20,7 @@ import numpy as np
 
 from fp8rl_jax.errors import UserError, listing
 from fp8rl_jax.models.config import PolicyConfig
+from fp8rl_jax.models.rope import LinearRopeScaling, RopeScaling, YarnRopeScaling
 from fp8rl_jax.models.tensors import parameter_shapes
 from fp8rl_jax.tokenizers.gguf_tokenizer import write_tokenizer
 from fp8rl_jax.weights.gguf_io import StoredTensor, dequantize, read_gguf
@@ -27,7 +28,6 @@ from fp8rl_jax.weights.hf_directory import export_policy
 from fp8rl_jax.weights.hf_names import Location, hf_tensors
 from fp8rl_jax.weights.safetensors_io import count_non_finite
 
-_FROM_DIRECTORY = "is not read from GGUF; use the Hugging Face directory"
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")  # the same names as in FAMILIES
 
 _LAYER_NAMES = {
@@ -96,7 +96,6 @@ def _config(metadata: dict[str, Any], tensors: dict[str, StoredTensor]) -> Polic
             f"split.count {parts}: this is one of {parts} files; join them with llama.cpp's "
             "llama-gguf-split --merge"
         )
-    _refuse_rope_scaling(name, metadata, tensors)
     layers = get(f"{name}.block_count")
 
     def same_in_all_layers(key: str, default: int | None = None) -> int:
@@ -143,6 +142,7 @@ def _config(metadata: dict[str, Any], tensors: dict[str, StoredTensor]) -> Polic
         head_dim=head_dim,
         rms_norm_eps=_shortest(get(f"{name}.attention.layer_norm_rms_epsilon", float)),
         rope_theta=_shortest(get(f"{name}.rope.freq_base", float, default=10000.0)),
+        rope_scaling=_rope_scaling(name, metadata, tensors, get(f"{name}.context_length")),
         tie_word_embeddings="output.weight" not in tensors,
         max_position_embeddings=get(f"{name}.context_length"),
         bos_token_id=bos,
@@ -166,22 +166,50 @@ def _vocabulary(name: str, metadata: dict[str, Any], tensors: dict[str, StoredTe
     return rows
 
 
-def _refuse_rope_scaling(
-    name: str, metadata: dict[str, Any], tensors: dict[str, StoredTensor]
-) -> None:
-    """Refuse what would rotate otherwise than rope.freq_base says, also where no type is named."""
+def _rope_scaling(
+    name: str, metadata: dict[str, Any], tensors: dict[str, StoredTensor], context_length: int
+) -> RopeScaling | None:
+    """How frequencies are rescaled: linearly where no type is named, and by 1 where no factor is.
+
+    llama.cpp's YaRN has the borders, ramp and amplitude of Hugging Face's.
+    """
+
+    def refuse(what: str) -> UserError:
+        return UserError(
+            f"rope scaling ({what}) is not read from GGUF; use the Hugging Face directory"
+        )
+
+    def number(key: str, default: float) -> float:
+        if type(value := metadata.get(f"{name}.rope.{key}", default)) is not float:
+            raise UserError(f"{name}.rope.{key} must be one float, got {value!r}")
+        return _shortest(value)
+
     if "rope_freqs.weight" in tensors:
-        raise UserError(f"rope scaling (tensor rope_freqs.weight) {_FROM_DIRECTORY}")
+        raise refuse("tensor rope_freqs.weight")
     kind = metadata.get(f"{name}.rope.scaling.type", "linear")
-    if kind not in ("none", "linear"):
-        raise UserError(f"rope scaling ({name}.rope.scaling.type {kind!r}) {_FROM_DIRECTORY}")
-    factors = ["scaling.attn_factor"]
-    if kind == "linear":  # the second is the first's old name
-        factors += ["scaling.factor", "scale_linear"]
-    for key in factors:
-        # a scale of 0 is llama.cpp's word for none
-        if (factor := metadata.get(f"{name}.rope.{key}", 1.0)) not in (0.0, 1.0):
-            raise UserError(f"rope scaling ({name}.rope.{key} {factor!r}) {_FROM_DIRECTORY}")
+    if kind not in ("none", "linear", "yarn"):
+        raise refuse(f"{name}.rope.scaling.type {kind!r}")
+    fixed = {"scaling.attn_factor": 1.0}
+    if kind == "yarn":
+        fixed |= {"scaling.yarn_ext_factor": 1.0, "scaling.yarn_attn_factor": 1.0}
+        fixed |= {"scaling.yarn_log_multiplier": 0.0}
+    for key, value in fixed.items():
+        if (stated := number(key, value)) != value:
+            raise refuse(f"{name}.rope.{key} {stated}")
+    factor = number("scaling.factor", number("scale_linear", 0.0))  # the second is the older name
+    if kind == "none" or factor in (0.0, 1.0):
+        return None
+    if kind == "linear":
+        return LinearRopeScaling(factor)
+    key = f"{name}.rope.scaling.original_context_length"
+    if type(original := metadata.get(key, context_length)) is not int:
+        raise UserError(f"{key} must be one int, got {original!r}")
+    return YarnRopeScaling(
+        factor,
+        original or context_length,
+        beta_fast=number("scaling.yarn_beta_fast", 32.0),
+        beta_slow=number("scaling.yarn_beta_slow", 1.0),
+    )
 
 
 def _shortest(value: float) -> float:

@@ -11,6 +11,7 @@ from tiny_models import LLAMA, QWEN2, QWEN3, gguf_tensors, tokenizer_of, write_g
 from weights.gguf_bytes import whole_file
 
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.models.rope import LinearRopeScaling, YarnRopeScaling
 from fp8rl_jax.weights.gguf import convert_gguf
 from fp8rl_jax.weights.gguf_io import read_gguf
 from fp8rl_jax.weights.hf_directory import load_policy_arrays
@@ -223,6 +224,21 @@ def with_keys(directory, changes, config=LLAMA):
         ({"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 4.0}, {}),
         ({"llama.rope.scaling.type": "linear"}, {}),
         ({"llama.rope.scaling.factor": 1.0, "llama.rope.scale_linear": 0.0}, {}),
+        ({"llama.rope.scaling.factor": 2.5}, {"rope_scaling": LinearRopeScaling(2.5)}),
+        ({"llama.rope.scale_linear": 2.0}, {"rope_scaling": LinearRopeScaling(2.0)}),
+        (
+            {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0},
+            {"rope_scaling": YarnRopeScaling(4.0, 512)},
+        ),
+        (
+            {
+                "llama.rope.scaling.type": "yarn",
+                "llama.rope.scaling.factor": 4.0,
+                "llama.rope.scaling.original_context_length": 128,
+                "llama.rope.scaling.yarn_beta_fast": 16.0,
+            },
+            {"rope_scaling": YarnRopeScaling(4.0, 128, beta_fast=16.0)},
+        ),
         ({"llama.vocab_size": 272}, {"vocab_size": 272}),
         ({"tokenizer.ggml.eot_token_id": 0}, {"eos_token_ids": (2, 0)}),
         (
@@ -244,13 +260,23 @@ def test_a_key_that_is_absent_or_stands_twice_is_read_as_llama_cpp_does(
 @pytest.mark.parametrize(
     ("config", "changes", "message"),
     [
+        (LLAMA, {"llama.rope.scaling.factor": 0.5}, "factor must be at least 1, got 0.5"),
+        (LLAMA, {"llama.rope.scale_linear": 2}, "llama.rope.scale_linear must be one float, got 2"),
+        (LLAMA, {"llama.rope.scaling.type": "longrope"}, "(llama.rope.scaling.type 'longrope') is"),
         (
             LLAMA,
-            {"llama.rope.scaling.factor": 4.0},
-            "rope scaling (llama.rope.scaling.factor 4.0) is not read from GGUF",
+            {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.yarn_log_multiplier": 0.1},
+            "(llama.rope.scaling.yarn_log_multiplier 0.1) is not read",
         ),
-        (LLAMA, {"llama.rope.scale_linear": 2.0}, "(llama.rope.scale_linear 2.0) is not read"),
-        (LLAMA, {"llama.rope.scaling.type": "yarn"}, "(llama.rope.scaling.type 'yarn') is not"),
+        (
+            LLAMA,
+            {
+                "llama.rope.scaling.type": "yarn",
+                "llama.rope.scaling.factor": 2.0,
+                "llama.rope.scaling.original_context_length": "128",
+            },
+            "llama.rope.scaling.original_context_length must be one int, got '128'",
+        ),
         (
             LLAMA,
             {"llama.rope.scaling.type": "none", "llama.rope.scaling.attn_factor": 0.5},
