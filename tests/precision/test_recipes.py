@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from dataclasses import replace
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from fp8rl_jax.config.formats import (
     ELEMENTS,
     FORMATS,
     ElementType,
+    ScaleRule,
     parse_format,
     register_element,
     register_format,
@@ -49,10 +51,15 @@ from fp8rl_jax.precision import (
     why_in_compute,
 )
 from pallas_kernels.backend import tracing_for
+from pallas_kernels.quantize.api import Rule
 
 W, A, KV = TensorFormat("e4m3", (128, 128)), TensorFormat("e4m3", (1, 128)), TensorFormat("e4m3")
 FULL = RECIPES["fp8-rl"]
 CONFIG = PolicyConfig("llama", 131, 192, 320, 3, 4, 2, 48)
+
+
+def test_the_kernels_know_every_scale_rule_of_a_recipe():
+    assert get_args(ScaleRule) == get_args(Rule)
 
 
 @pytest.mark.parametrize("name", list(RECIPES))
