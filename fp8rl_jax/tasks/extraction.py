@@ -196,7 +196,7 @@ _NUMBER = re.compile(
         |   [ ]? \^ (?P<power> [-+]?\d{1,3})                       # read of 10 alone
         )?
     )
-    (?: [ ] (?P<scale> (?i: hundred | thousand | lakh | million | crore | billion | trillion ))
+    (?: [^\S\n]+ (?P<scale> (?i: hundred | thousand | lakh | million | crore | billion | trillion ))
         s?\b )?
     """,
     re.VERBOSE,
@@ -245,7 +245,7 @@ _PART = re.compile(
         |   \\ (?!end\b) [A-Za-z] )
     |   \0 [%\u00b0]? [^\S\n]+ - [^\S\n]* (?: [\d(\\] | [{_LETTER}] (?![{_LETTER}]) )
     |   \0 ! (?! [\s"')\]] | $ )
-    |   \0 [ ] [b-fknp-rtx-z] \b (?!')
+    |   \0 [ ]+ [b-fknp-rtx-z] \b (?!')
 
     # A word says that it is another, or none.
     |   \b (?: minus | negative | plus | times | over | than | except | instead[ ]of | squared | mod
@@ -253,11 +253,11 @@ _PART = re.compile(
         |   [Vv]ersion | [Ss]tep | [Cc]hapter | [Ss]ection | [Ff]igure | [Ee]quation | {_MONTH} )
         \b \.? [\s(]* [-+]? \0
     |   (?: \b[Nn]ot | n't ) \s+ (?: \w+ \s+ ){{0,2}} [-+]? \0
-    |   \0 \s (?: of \s )? {_MONTH}
-    |   \0 \s (?: dozens? | scores? | gross | hal(?:f|ves) | thirds? | quarters | fourths? | fifths?
-        |   sixths? | sevenths? | eighths? | ninths? | tenths? | hundredths? | thousandths?
-        |   squared | cubed | factorial | choose | over | mod(?:ulo)? | plus | minus | divided
-        |   point |   hundred | thousand | lakh | million | crore | billion | trillion
+    |   \0 \s+ (?: of \s )? {_MONTH}
+    |   \0 \s+ (?: dozens? | scores? | gross | hal(?:f|ves) | thirds? | quarters | fourths?
+        |   fifths? | sixths? | sevenths? | eighths? | ninths? | tenths? | hundredths?
+        |   thousandths? | squared | cubed | factorial | choose | over | mod(?:ulo)? | plus | minus
+        |   divided | point | hundred | thousand | lakh | million | crore | billion | trillion
         |   [KMBT] | bn | mn | mil | mln | [ap]\.?m\b | o'clock
         |   and \s (?: a | an | one | two | three | half ) \b (?: [ ] | $ ) ) \b
     """,

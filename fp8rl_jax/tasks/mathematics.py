@@ -4,8 +4,8 @@ The package reads whatever it is given, and some things as others: 1 1/2 as 1, 1
 0.\overline{3} as 0, 2024-05-01 as 2018, the vector \langle 1,2 \rangle as 1.2, of equations in
 cases the last number, east as the product of its letters and so as seat. So both sides are first
 written as it reads them rightly, numbers by the grammar of `extraction`, and what it would read in
-part is compared as text. Two things it takes for equal stay: decimals that agree in six places with
-an expression, and quantities of one number in two units, such as 5 hours and 5 minutes.
+part is compared as text. It takes a number with any unit for the number; two usual units that are
+not the same are told apart here. A decimal that agrees with an expression in six places counts.
 """
 
 from __future__ import annotations
@@ -55,6 +55,9 @@ def math_verify_reward() -> Callable[[str, str], float]:
 
     def score(completion: str, answer: str) -> float:
         expected, number, boxed = gold(answer), read_number(answer), _boxed_alone(completion)
+        units = {unit for unit in (_unit(answer), _unit(boxed)) if unit}
+        if len(units) > 1:
+            return 0.0
         if number and (said := read_number(boxed)):
             return float(same_number(said, number))
         base = _BASE.search(boxed or completion)
@@ -104,6 +107,43 @@ _REWRITINGS = (
     (r"\varnothing", r"\emptyset"),
     ("**", "^"),
 )
+
+
+_UNITS = {
+    name: unit
+    for unit, names in {
+        "s": "s sec second",
+        "min": "min minute",
+        "h": "h hr hour",
+        "day": "day",
+        "week": "week",
+        "month": "month",
+        "year": "yr year",
+        "mm": "mm millimeter millimetre",
+        "cm": "cm centimeter centimetre",
+        "m": "m meter metre",
+        "km": "km kilometer kilometre",
+        "in": "in inch inche",
+        "ft": "ft foot feet",
+        "yd": "yd yard",
+        "mi": "mi mile",
+        "mg": "mg milligram",
+        "g": "g gram",
+        "kg": "kg kilogram",
+        "lb": "lb pound",
+        "cent": "cent",
+        "dollar": "dollar",
+    }.items()
+    for name in names.split()
+}
+_UNIT = re.compile(r"\d[\s}]*(?:\\[,;: ]|\\(?:text|mathrm|mbox)\s*\{|[\s~])*([A-Za-z]+)")
+
+
+def _unit(text: str) -> str:
+    """The unit of the text's first quantity, where it is one of the usual."""
+    found = _UNIT.search(text)
+    word = found[1].lower() if found else ""
+    return _UNITS.get(word) or _UNITS.get(word.removesuffix("s"), "")
 
 
 def as_latex(answer: str) -> str:

@@ -87,8 +87,9 @@ def train(setup: Setup, explain: Explain | None = None) -> None:
             pool = stack.enter_context(reward_pool(setup))
         if is_main_process():
             announce(setup, print, "rollout.prompts_per_step")
-            check_answers(setup, pool)
         with shared_faults():
+            if is_main_process():
+                check_answers(setup, pool)
             loop = Loop(setup, pool, explain)
         # told to all: a process that came late would read the record of this very start
         if sum_over_processes(np.int32(is_main_process() and loop.is_finished())):

@@ -35,9 +35,12 @@ ANSWERS = [
     (r"\$18.90", ["18.90", "18.9", r"\$18.90", r"\$18.9"], ["18", "90", "1890"]),
     (r"\$32,\!348", ["32348", "32,348"], ["32", "348"]),
     ("$36", ["36", r"\$36"], ["3", "6"]),
+    (r"\$5\text{ million}", ["5000000", "5 million"], ["5"]),  # once 1
     (r"-\$5", ["-5", r"-\$5"], ["5"]),
     ("5 dollars", ["5", r"\$5", r"5 \text{ dollars}"], ["6"]),
     ("5 cm^2", ["5", r"5 \text{ cm}^2"], ["25", "2"]),
+    (r"5\text{ minutes}", ["5", "5 min", r"5\,\mathrm{minutes}"], [r"5\text{ hours}", "5 s"]),  # once 1
+    ("12 inches", ["12 in", "12"], ["12 feet", "12 cm"]),
     (r"90^\circ", ["90", r"90^{\circ}"], ["9"]),
     # matrices, vectors, equations
     (MATRIX, [MATRIX, r"\begin{bmatrix}-1\\7\end{bmatrix}"], ["7", "-1", MATRIX[:-13] + "8" + MATRIX[-13:]]),
