@@ -205,13 +205,13 @@ _NUMBER = re.compile(
 _PART = re.compile(
     rf"""
     # Another thing touches it. \0 is the number without its sign.
-        [{_LETTER}\d_^\\)\]}}] [({{\[]? \0 | \. \0
+        [{_LETTER}\d_^\\)\]}}] (?: [({{\[] \s* [-+]? [^\S\n]* )? \0 | \. \0
     |   [{_LETTER}\d_^\\)\]}}] [-+] [^\S\n]* \0
     |   \d ['"%\u00b0] \0
     |   [.] [({{\[] \0
     |   \0 (?! {_UNIT} (?![{_LETTER}\d]) ) [{_LETTER}_]
     |   \0 (?: [({{\[\-\u2026\u0300-\u036f] | \.\. )
-    |   \0 [\u5341\u767e\u5343\u4e07\u842c\u4ebf\u5104\u5146]  # Chinese tens, thousands, ...
+    |   \0 [\ub9cc\uc5b5\ucc9c\u5341\u767e\u5343\u4e07\u842c\u4ebf\u5104\u5146]
 
     # Another number is joined: 3 4, 3 and 4, 3:4, 3 x 4, 3 cm by 4 cm, 1, ..., 9; x = 3, y = 4
     |   \d [%\u00b0)\]}}]* (?: [ ]? {_UNIT} \b )? (?:
@@ -219,12 +219,13 @@ _PART = re.compile(
         |   [^\S\n]* : (?!\s) | [^\S\n]+ : [^\S\n]*
         |   \s* (?: ,? \s* \b (?: and | or | (?:up\s+)? to | through | by | vs | in
                 | (?:out\s+)? of (?:\s+every)? ) \b \.?
-            |   [,;/|&\u2014\u2026] | \.\.+ | [xXR] | remainder ) \s*
+            |   [,;/|&\u2014\u2026\u301c\uff5e] | \.\.+ | [xXR] | remainder ) \s*
         ) (?: [{_LETTER}]\w? \s* = \s* )? [-+]? \0
     |   [\d,] \s* (?: \.\.+ | \u2026 ) ,? \s* [-+]? \0
     |   \d \s? (?: days? | h(?:ou)?rs? | h | min(?:ute)?s? | feet | ft | pounds? | lbs? | dollars?
         |   years? | weeks? | months? | met(?:er|re)s? | degrees? | hundred | thousand | million
         |   billion ) ,? \s+ (?:and\s+)? \0
+    |   \d \s? [\u5e74\u6708\u65e5\u65f6\u6642\u70b9\u5206\ub144\uc6d4] \s? \0       # dates, times
 
     # It stands in a tuple, an interval or a matrix.
     |   [(\[{{] \s* [-+]? \0 \s* [,;] | [,;] \s* [-+]? \0 \s* [)\]}}] | & \s* [-+]? \0 | \0 \s* &
@@ -234,6 +235,7 @@ _PART = re.compile(
     |   [*/^\u00d7\u00b7\u00f7\u00b1\u2213<>\u2264\u2265\u2260\u2261\u2208_|\u221a-\u221c\u2211]
         [^\S\n]* [({{]? [-+]? [^\S\n]* \0
     |   != \s* \0
+    |   (?<! [{_LETTER}] ) [xX] [ ]* \0
     |   [-+] [^\S\n]* [-+({{\[] [^\S\n]* [-+]? \0
     |   [\d)\]}}%\u00b0] [^\S\n]* [-+] [^\S\n]* \0
     |   (?<![=:(]) (?<![=:(][ ]) [-+] [ \t]+ \0
