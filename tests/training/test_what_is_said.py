@@ -118,6 +118,19 @@ def test_answers_that_no_completion_equals_are_warned_about(tmp_path, caplog):
     assert hint not in caplog.text
 
 
+def test_answers_that_do_not_pass_are_named_and_the_run_goes_on(tmp_path, caplog):
+    path = tmp_path / "sums.jsonl"
+    rows = [f'{{"prompt": "{i}", "answer": "{i or "none"}"}}\n' for i in range(5)]
+    path.write_text("".join(rows))
+    task = {"kind": "jsonl", "name": str(path), "train_size": 0, "eval_size": 2, "args": None}
+    reward = {"extract": "last_number"}
+    run = write_run(tmp_path, {"task": {**task, "reward": reward, "prompt_template": "{question}"}})
+    assert main(["eval", run, "--output", str(tmp_path / "eval")]) == 0
+    (said,) = [line for line in caplog.messages if line.startswith("exact: ")]
+    assert "own answer is not correct" in said and "for 1 of 5 problems: " in said
+    assert "sums.jsonl:1 ('none')" in said and "`fp8rl doctor --rewards CONFIG`" in said
+
+
 @pytest.mark.slow
 def test_a_run_with_nothing_held_out(run_file, tmp_path, capsys):
     none = ["--task.eval-size", "0"]
