@@ -265,19 +265,22 @@ class HFTokenizer:
         return None if text is None else self._backend.token_to_id(text)
 
     def _tell_unused(self, fields: Fields) -> None:
-        """Warn of settings that say otherwise than tokenizer.json, which transformers 5 reads
-        alone."""
+        """Warn of settings that say otherwise than is done: transformers 5 goes by tokenizer.json,
+        and cleans nothing up behind BPE."""
         added = self._backend.encode("").ids
+        first = added[:1] == [self.bos_token_id]
         does = {
-            "add_bos_token": self.bos_token_id in added,
-            "add_eos_token": any(token in added for token in self.eos_token_ids),
+            "add_bos_token": first,
+            # one token may be both
+            "add_eos_token": any(token in added[first:] for token in self.eos_token_ids),
+            "clean_up_tokenization_spaces": self._cleans_up,
         }
         if isinstance(self._backend.pre_tokenizer, pre_tokenizers.ByteLevel):
             does["add_prefix_space"] = self._backend.pre_tokenizer.add_prefix_space
         for key, value in does.items():
             if fields.boolean(key, value) != value:
                 _log.warning(
-                    "%s%s = %s has no effect: tokenizer.json is read, which does otherwise",
+                    "%s%s = %s has no effect beside this tokenizer.json",
                     fields.prefix,
                     key,
                     json.dumps(not value),

@@ -150,12 +150,6 @@ def make_sampling(config: RunConfig, policy: Policy, tokenizer: Tokenizer) -> Sa
             "model's "
             f"{policy.config.max_position_embeddings} positions"
         )
-    size = policy.config.vocab_size
-    if outside := [token for token in r.stop_token_ids if not 0 <= token < size]:
-        raise UserError(
-            f"rollout.stop_token_ids: {outside[0]} is no token of the model, whose ids are 0 to "
-            f"{size - 1}"
-        )
     constraints: Any = make_constraints(
         tokenizer, policy.config.vocab_size, r.stop_strings, r.bad_words, r.logit_bias
     )

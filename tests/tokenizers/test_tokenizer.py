@@ -295,14 +295,22 @@ def test_the_template_of_a_processor_is_the_last_that_is_asked_for(tmp_path):
     [
         ({"add_bos_token": True}, "add_bos_token = true has no effect"),
         ({"add_bos_token": False}, ""),
+        ({"add_bos_token": True, "bos_token": "<s>"}, "add_bos_token = true has no effect"),
         ({"add_eos_token": True, "eos_token": "</s>"}, "add_eos_token = true has no effect"),
         ({"add_prefix_space": True}, "add_prefix_space = true has no effect"),
         ({"add_prefix_space": False, "add_eos_token": None}, ""),
+        ({"clean_up_tokenization_spaces": True}, "clean_up_tokenization_spaces = true has no"),
     ],
 )
 def test_settings_that_have_no_effect_are_told(config, said, tmp_path, caplog):
     tokenizer_of(write_tokenizer(tmp_path, config))
     assert len(caplog.records) == bool(said) and said in caplog.text
+
+
+def test_a_bos_that_is_an_eos_too_is_no_end(tmp_path, caplog):
+    config = {"bos_token": "<s>", "eos_token": "<s>", "add_bos_token": True, "add_eos_token": False}
+    tokenizer_of(write_tokenizer(tmp_path, config, bos=True))
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(
