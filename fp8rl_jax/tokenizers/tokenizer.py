@@ -103,7 +103,8 @@ class HFTokenizer:
     """A `tokenizer.json`, with the special tokens and the chat template that lie beside it.
 
     Truncation and padding that tokenizer.json may hold are left out, as in transformers: a text is
-    encoded as a whole, and alone.
+    encoded as a whole, and alone. `special_tokens` holds the text of each special token by its
+    name, such as "bos_token".
     """
 
     def __init__(self, directory: str | Path, vocab_size: int | None = None):
