@@ -43,6 +43,8 @@ _GOOD = "last_known_good.json"
 _NEWER = (".masters[", ".served[")
 """Parts of the names of arrays that older checkpoints do not have (rollout.arrival.Start): they
 stay what `like` has."""
+_FORMAT = 1
+"""Of what stands beside the arrays and of their names; a later one is not guessed at."""
 _SPARE = 1.1
 """Room that must be free, as a multiple of the arrays' bytes."""
 
@@ -118,6 +120,7 @@ class Checkpoints:
         about = {
             "checksums": dict(zip(_by_name(tree), sums.tolist(), strict=True)),
             "settings": dict(settings or {}),
+            "format": _FORMAT,
         }
         items = ocp.args.Composite(
             **{
@@ -168,6 +171,11 @@ class Checkpoints:
             except UserError as error:
                 _log.warning("%s; trying the one before", error)
                 continue
+            if (written := about.get("format", 1)) > _FORMAT:
+                raise UserError(
+                    f"{self.directory}: checkpoint of step {step} was written by a later version "
+                    f"of fp8rl_jax (format {written}, here {_FORMAT}); resume with that version"
+                )
             if agree is not None:
                 # before the arrays: if they have other shapes, another setting is why
                 agree(step, about.get("settings", {}))
@@ -288,6 +296,11 @@ class Checkpoints:
         self._manager.close()
 
 
+def difference(tree: Any, like: Any) -> str:
+    """Say the first array that a tree has otherwise than another; "" where they are alike."""
+    return _difference(_kinds(_by_name(tree)), _by_name(like))
+
+
 def _by_name(tree: Any) -> dict[str, Any]:
     """Leaves under names that sort as the tree's order."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
@@ -307,7 +320,7 @@ def _difference(has: dict[str, str], target: Mapping[str, Any]) -> str:
     wanted = _kinds(target)
     for name in dict.fromkeys([*wanted, *has]):
         if (one := has.get(name, "nothing")) != (other := wanted.get(name, "nothing")):
-            return f"it has {one} where this run has {other}, in {name.lstrip('.')}"
+            return f"it has {one} where {other} is wanted, in {name.lstrip('.')}"
     return ""
 
 

@@ -39,6 +39,7 @@ from jaxtyping import Array, ArrayLike, Float, Key
 
 from fp8rl_jax import rl
 from fp8rl_jax.caching import keep_compiled_programs
+from fp8rl_jax.config.files import run_directory
 from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.config.rl import RLConfig
 from fp8rl_jax.config.run import RunConfig
@@ -91,14 +92,14 @@ from fp8rl_jax.tokenizers.tokenizer import Tokenizer
 from fp8rl_jax.training.adapters import adapt, restored, to_save
 from fp8rl_jax.training.batch import Batch, bucket
 from fp8rl_jax.training.carry_over import CarryOver
-from fp8rl_jax.training.checkpoint import Checkpoints
+from fp8rl_jax.training.checkpoint import Checkpoints, difference
 from fp8rl_jax.training.checks import check_policy, make_sampling, with_exact_decided
 from fp8rl_jax.training.experience import Entering, Experience, episode_experience, play
 from fp8rl_jax.training.keys import rollout_key, sample_key, selection_key, sync_key
 from fp8rl_jax.training.learner import Learner, step_config
 from fp8rl_jax.training.performance import Clock
 from fp8rl_jax.training.prompts import PromptEncoder
-from fp8rl_jax.training.state import TrainState, sharded_state
+from fp8rl_jax.training.state import TrainState, init_state, make_optimizer, sharded_state
 from fp8rl_jax.training.step import batch_logprobs, supervised_update
 from fp8rl_jax.training.stopping import deferred
 from fp8rl_jax.weights.load import save_policy
@@ -242,6 +243,11 @@ class Session:
         engine: RolloutEngine | None = None,
         **settings: Any,
     ):
+        if not isinstance(policy, Policy):
+            raise UserError(
+                f"policy: expected a Policy, and got {type(policy).__name__}; fp8rl.load(...) "
+                "gives one, with its tokenizer"
+            )
         alone = (
             config is None
             and not {"prompts_per_step", "rollout.prompts_per_step", "rollout"} & settings.keys()
@@ -293,6 +299,7 @@ class Session:
                 dtype = jnp.dtype(config.compute_dtype)
                 adapted = dithered(adapted, self.recipe, config.seed, dtype)
             self._policy: Policy | None = adapted
+        self._shapes = jax.eval_shape(lambda: adapted)
         self._state: TrainState | None = None
         self._learner: Learner | None = None
         self._rollouts = 0
@@ -667,7 +674,13 @@ class Session:
 
     @_alone
     def load(self, state: TrainState) -> None:
-        """Go on from a state of `release`, or a `state`, which becomes the session's own."""
+        """Go on from a state of `release`, or a `state`, which becomes the session's own.
+
+        Raises:
+            UserError: it is no state, or one of another model, of other adapters or of another
+                optimizer or loss scale; or its arrays have been given away.
+        """
+        self._check_state(state)
         self._learner = self._learner or Learner(self.config, self.recipe, state.policy, self.mesh)
         self._policy = None
         self._take(state)
@@ -753,19 +766,33 @@ class Session:
         """
         checkpoints = Checkpoints(Path(directory), CheckpointConfig())
         try:
-            checkpoints.save(self.step, self.saved())
+            checkpoints.save(self.step, self.saved(), {"recipe": self.recipe.name})
         finally:
             checkpoints.close()
 
     def restore(self, directory: str | Path) -> None:
-        """Go on from the newest whole checkpoint in a directory.
+        """Go on from the newest whole checkpoint in a directory, or of a run's directory.
 
         Raises:
-            UserError: there is none, or it is of another kind of session.
+            UserError: there is none, or it is of another kind of session or of another recipe.
         """
-        checkpoints = Checkpoints(Path(directory), CheckpointConfig())
+        run, directory = run_directory(directory), Path(directory)
+        directory = directory if run is None else run / "checkpoints"
+        if not directory.is_dir() or (directory / "config.json").exists():
+            what = "is a model, which fp8rl.load opens" if directory.is_dir() else "is not there"
+            raise UserError(f"{directory}: {what}; restore takes what checkpoint has written")
+
+        def agree(step: int, before: dict[str, Any]) -> None:
+            if (recipe := before.get("recipe", self.recipe.name)) != self.recipe.name:
+                raise UserError(
+                    f"{directory}: the checkpoint of step {step} is of recipe {recipe!r}, and the "
+                    f"session of {self.recipe.name!r}; make it with recipe = {recipe!r}, or go on "
+                    "from that session's weights (state and load, or save and fp8rl.load)"
+                )
+
+        checkpoints = Checkpoints(directory, CheckpointConfig())
         try:
-            self.load_saved(*checkpoints.restore(self.saved()))
+            self.load_saved(*checkpoints.restore(self.saved(), agree))
         finally:
             checkpoints.close()
 
@@ -798,7 +825,9 @@ class Session:
         self.engine.arrival.load(to_host(saved[-1]))
         self._take(restored(before, *state))
         self.step, self._rollouts = step, 0
-        self.scales = scales if self._calibrates("trainer") else None
+        # of a recipe without an FP8 cache they are zeros, which are no scales
+        measured = self._calibrates("trainer") and bool(np.any(to_host(scales.key)))
+        self.scales = scales if measured else None
         self.engine.version = step
 
     @_on_mesh
@@ -917,6 +946,34 @@ class Session:
                 if any(x.is_deleted() for x in jax.tree.leaves(before)) and self._state is before:
                     self._state, self._gone = None, _LOST
                 raise
+
+    def _check_state(self, state: Any) -> None:
+        """Refuse what is no state of a session like this one."""
+        if not isinstance(state, TrainState):
+            raise UserError(
+                f"state: expected what release or state gives, and got {type(state).__name__}; a "
+                "policy begins a session of its own, and restore reads a checkpoint"
+            )
+        optimizer = self._learner.optimizer if self._learner else None
+        optimizer = optimizer or make_optimizer(self.config.optimizer, 1)
+        scaling = self.config.trainer.loss_scale.resolve(self.config.compute_dtype)
+        like = jax.eval_shape(lambda p: init_state(p, optimizer, scaling), self._shapes)
+        if self.config.rl.clip_calibration.enabled:
+            like = replace(like, clip_bounds=jax.ShapeDtypeStruct((2,), jnp.float32))
+        found, own, given = difference(state, like), self._shapes.config, state.policy.config
+        if not found and own != given:
+            names = [name for name in vars(own) if getattr(own, name) != getattr(given, name)]
+            found = f"its model has another {' and '.join(names)}"
+        if found:
+            raise UserError(
+                f"state: is of another kind of session: {found}; load it into one of the same "
+                "model, adapters, optimizer and loss scale"
+            )
+        if any(x.is_deleted() for x in jax.tree.leaves(state)):
+            raise UserError(
+                "state: its arrays are another session's own, or were; load takes them over, and "
+                "`state` gives a copy"
+            )
 
     def _take(self, state: TrainState) -> None:
         """Go on with other weights, of which nothing is served or measured yet."""

@@ -669,6 +669,62 @@ def test_sessions_take_turns_on_one_state():
     )
 
 
+OTHERS = {
+    "a policy": (lambda: fp8rl.byte_policy(**SIZES)[0], "expected what release or state gives"),
+    "a path": (lambda: "out/model", "expected what release or state gives, and got str"),
+    "another width": ({"sizes": {"hidden_size": 32}}, "has float32.264, 32. where float32.264, 64"),
+    "more layers": ({"sizes": {"num_layers": 2}}, "has float32.2, 64, 96. where float32.1, 64, 96"),
+    "another base": ({"sizes": {"rope_theta": 5e5}}, "its model has another rope_theta"),
+    "adapters": ({"lora.rank": 2}, "it has nothing where float32"),
+    "sgd": ({"optimizer.name": "sgd"}, "it has nothing where int32.. is wanted, in optimizer"),
+    "moments": ({"first_moment": "bfloat16"}, "has bfloat16.264, 64. where float32.264, 64"),
+    "a loss scale": ({"compute_dtype": "float16"}, "where nothing is wanted, in loss_scale"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_state_of_another_kind_is_one_line(name):
+    made, message = OTHERS[name]
+    if isinstance(made, dict):
+        sizes = SIZES | made.get("sizes", {})
+        settings = {"compute_dtype": "float32"} | {k: v for k, v in made.items() if k != "sizes"}
+        state = fp8rl.Session(*fp8rl.byte_policy(**sizes), max_new_tokens=6, **settings).state
+    else:
+        state = made()
+    session = session_of()
+    with pytest.raises(UserError, match=f"state: .*{message}") as found:
+        session.load(state)
+    assert len(str(found.value).splitlines()) == 1
+    session.sample(PROMPTS)  # as it was
+
+
+def test_a_checkpoint_of_another_kind_is_one_line(tmp_path, monkeypatch):
+    session = session_of()
+    state = session.state
+    session.load(state)
+    session.supervise(["ab="], ["c"])
+    with pytest.raises(UserError, match="its arrays are another session's own"):
+        session_of().load(state)
+    with pytest.raises(UserError, match="policy: expected a Policy, and got str; fp8rl.load"):
+        fp8rl.Session("out/model", session.tokenizer)
+    checkpoints, model = tmp_path / "checkpoints", session.save(tmp_path / "model")
+    session.checkpoint(checkpoints)
+    for other, place, message in (
+        (session_of("fp8-rl"), checkpoints, "step 0 is of recipe 'bf16', and the session of 'fp8-"),
+        (session_of(**{"lora.rank": 2}), checkpoints, "it has nothing where float32.1, 2, 96. is"),
+        (session, model, "is a model, which fp8rl.load opens"),
+        (session, tmp_path / "nothing", "is not there; restore takes what checkpoint has written"),
+    ):
+        with pytest.raises(UserError, match=message):
+            other.restore(place)
+    assert not (tmp_path / "nothing").exists()
+    with monkeypatch.context() as patch:
+        patch.setattr("fp8rl_jax.training.checkpoint._FORMAT", 2)
+        session.checkpoint(tmp_path / "later")
+    with pytest.raises(UserError, match="written by a later version of fp8rl_jax .format 2, here"):
+        session.restore(tmp_path / "later")
+
+
 def test_episodes_with_an_environment_of_a_notebook():
     class Echo:
         """Two turns; each is rewarded by its part of vowels."""
