@@ -22,7 +22,14 @@ from rich.console import Console
 from rich.table import Table
 
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.report.charts import ARM_COLOURS, CURVES, THROUGHPUT, curve_chart, timing_chart
+from fp8rl_jax.report.charts import (
+    ARM_COLOURS,
+    CURVES,
+    THROUGHPUT,
+    curve_chart,
+    step_seconds,
+    timing_chart,
+)
 from fp8rl_jax.report.comparison import misfit
 from fp8rl_jax.report.page import (
     NOTHING,
@@ -260,7 +267,7 @@ def _rows(ablation: Ablation) -> list[dict[str, str]]:
                 **_served(record, facts),
                 "Mismatch k3": _mismatch(arm.runs),
                 "Tokens/s": estimate_text([median_of(run, THROUGHPUT.key, 1) for run in arm.runs]),
-                "Seconds/step": estimate_text([median_of(run, "time/step", 1) for run in arm.runs]),
+                "Seconds a step": estimate_text(step_seconds(arm)),
                 "Peak memory, GiB": _memory(arm.runs),
             }
         )

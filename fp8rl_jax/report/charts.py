@@ -248,7 +248,10 @@ def timing_chart(arms: Sequence[Arm]) -> Chart:
         axes.set_xlabel("seconds a step")
 
     svg = draw_svg("timing", draw, height=0.9 + 0.42 * len(arms)) if any(seconds) else ""
-    about = "Mean seconds of each phase, without the first step, which compiles."
+    about = (
+        "Mean seconds of each phase over the steps after the first, which compiles; a bar is what "
+        "the table has as seconds a step, evaluations and checkpoints included."
+    )
     return Chart("timing", "Where a step's time goes", about, svg)
 
 
@@ -263,7 +266,7 @@ def phase_seconds(arm: Arm) -> dict[str, float]:
 
     "other" is what time/step has on top of them.
     """
-    means = [means for run in arm.runs if (means := _phase_seconds(run))]
+    means = [means for run in arm.runs if (means := _phases_of(run))]
     return {
         label: sum(row.get(label, 0.0) for row in means) / len(means)
         for label in [*PHASES.values(), "other"]
@@ -271,7 +274,13 @@ def phase_seconds(arm: Arm) -> dict[str, float]:
     }
 
 
-def _phase_seconds(run: Run) -> dict[str, float]:
+def step_seconds(arm: Arm) -> list[float]:
+    """Give the mean seconds of a step of each run: what `phase_seconds` add up to."""
+    return [sum(means.values()) for run in arm.runs if (means := _phases_of(run))]
+
+
+def _phases_of(run: Run) -> dict[str, float]:
+    """Average the seconds of each phase over a run's steps after the first; as `phase_seconds`."""
     rows = [row for row in run.metrics if "time/step" in row]
     rows = rows[1:] or rows
     if not rows:

@@ -21,6 +21,7 @@ from fp8rl_jax.report.charts import (
     curve_chart,
     interval_over_seeds,
     phase_seconds,
+    step_seconds,
     timing_chart,
 )
 from fp8rl_jax.report.comparison import Panel, panel, read_comparison
@@ -148,7 +149,7 @@ def headline(arm: Arm) -> dict[str, str]:
         "Completion tokens, first → last tenth": _first_to_last_tenth(
             arm, "completions/mean_length"
         ),
-        "Seconds a step, median": estimate_text([median_of(run, "time/step") for run in arm.runs]),
+        "Seconds a step": estimate_text(step_seconds(arm)),
     }
 
 

@@ -7,7 +7,14 @@ from report.synthetic import PROMPT, write_run
 
 from fp8rl_jax.cli import main as cli
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.report.charts import ARM_COLOURS, CURVES, curve_chart, phase_seconds
+from fp8rl_jax.report.charts import (
+    ARM_COLOURS,
+    CURVES,
+    curve_chart,
+    phase_seconds,
+    step_seconds,
+    timing_chart,
+)
 from fp8rl_jax.report.page import config_differences, headline, render, sample_pairs, write_report
 from fp8rl_jax.report.runs import group_runs, read_runs
 
@@ -46,7 +53,7 @@ def test_headline_has_the_numbers_of_the_run(arms):
     assert row["Reward, first → last tenth"] == "0.23 → 0.87"
     assert row["Held-out accuracy, first → last"] == "30.0 % (25.0–35.0) → 90.0 % (85.0–95.0)"
     assert row["Completion tokens, first → last tenth"] == "8.83 → 5.17"
-    assert row["Seconds a step, median"] == "2"
+    assert row["Seconds a step"] == "2"
     assert (row["Recipe"], row["Compute dtype"], row["Steps"]) == ("fp8-rl", "float32", "60")
 
 
@@ -61,6 +68,19 @@ def test_phases_add_up_to_the_step_without_the_first(arms):
     assert phase_seconds(arms[0]) == pytest.approx(
         {"generation": 1.0, "update": 0.5, "weight sync": 0.1, "other": 0.4}
     )
+
+
+def test_a_table_has_the_seconds_of_the_bars(tmp_path):
+    """Where steps are uneven, too: every tenth evaluates."""
+    run = write_run(tmp_path / "run", "bf16", steps=60)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for row in rows[1:60:10]:
+        row |= {"time/eval": 18.0, "time/step": row["time/step"] + 18.0}
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (arm,) = read_arms([run])
+    assert step_seconds(arm) == [pytest.approx(sum(phase_seconds(arm).values()))]
+    assert headline(arm)["Seconds a step"] == "3.83"  # 2 + 18 * 6 / 59
+    assert "3.83 s" in timing_chart([arm]).svg
 
 
 def test_only_differences_of_the_configuration_are_listed(arms):
