@@ -311,7 +311,7 @@ LIST: list[Mutant] = [
         ),
         (
             "resumed-without-scales",
-            'self.scales = scales if self._calibrates("trainer") else None',
+            "self.scales = scales if measured else None",
             "self.scales = None",
             "training/test_loop.py resume",
         ),

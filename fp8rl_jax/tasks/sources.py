@@ -404,7 +404,8 @@ def _question(record: Mapping[str, Any], answered: bool) -> tuple[str, tuple[str
                 "rename the column"
             )
         try:
-            if key == "messages" and not answered and len(value) > 1:
+            several = isinstance(value, list) and len(value) > 1
+            if key == "messages" and not answered and several:
                 *before, last = read_messages(value, last=("user", "tool", "assistant"))
                 if last["role"] == "assistant":
                     where = f"the last of {key}"
