@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import os
 import shutil
 import sys
@@ -78,6 +79,15 @@ def pytest_runtest_teardown():
     if MAPS.exists() and MAPS.read_bytes().count(b"\n") > 40_000:
         jax.clear_caches()
         gc.collect()
+
+
+@pytest.fixture(autouse=True)
+def log_level():
+    """A command sets the library's level for its process, which here has tests after it."""
+    logger = logging.getLogger("fp8rl")
+    before = logger.level
+    yield
+    logger.setLevel(before)
 
 
 @pytest.fixture
