@@ -96,8 +96,9 @@ def _understood(
             yield f"model {model}", model_lines(directory)
             config = read_policy_config(directory)
             tokenizer = load_tokenizer(directory, config.vocab_size)
-            if tokenizer is not None:
-                yield "tokenizer", tokenizer_lines(tokenizer, config.eos_token_ids)
+            none = ["none beside the weights: prompts can only be token ids"]
+            ends = config.eos_token_ids
+            yield "tokenizer", tokenizer_lines(tokenizer, ends) if tokenizer else none
         yield f"data {arguments.data}", data_lines(run, tokenizer)
     except UserError as error:
         faults += str(error).splitlines()

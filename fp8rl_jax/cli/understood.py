@@ -85,7 +85,7 @@ def _experts(config: PolicyConfig) -> str:
     if experts.shared:
         found.append(f"{experts.shared} shared")
     if config.dense_layers:
-        found.append(f"none in layers {_ranges(config.dense_layers)}")
+        found.append(f"a feed-forward layer instead: {_ranges(config.dense_layers)}")
     return ", ".join(found)
 
 
@@ -135,7 +135,7 @@ def data_lines(run: RunConfig, tokenizer: HFTokenizer | None) -> list[str]:
     task, width = run.task, run.rollout.max_prompt_tokens
     train, held_out = load_splits(task)
     examples = [*held_out.examples, *train.examples]
-    lines = [f"{len(examples)} rows kept, {train.duplicates} dropped: they repeat a prompt"]
+    lines = [f"rows: {len(examples)} kept, {train.duplicates} dropped, which repeat a prompt"]
     if tokenizer is not None:
         lines += _lengths(examples, tokenizer, task, width)
         lines += _written(examples[0], tokenizer, task)

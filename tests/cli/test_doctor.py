@@ -191,7 +191,7 @@ def test_one_screen_says_how_a_model_and_its_data_are_understood(tmp_path, capsy
         "quantization of the files: none\n",
         "special: ",
         "a completion ends with ",
-        "2 rows kept, 1 dropped",
+        "rows: 2 kept, 1 dropped",
         "tokens of a prompt: ",
         f"the first prompt ({rows}:1)",
         f"{rows}:1: '5 + 7 = 12 #### 12' -> 12\n",
