@@ -85,7 +85,7 @@ def _experts(config: PolicyConfig) -> str:
     if experts.shared:
         found.append(f"{experts.shared} shared")
     if config.dense_layers:
-        found.append(f"a feed-forward layer instead: {_ranges(config.dense_layers)}")
+        found.append(f"layers without: {_ranges(config.dense_layers)}")
     return ", ".join(found)
 
 
