@@ -183,6 +183,18 @@ class GenerateArguments(LinesArguments):
                     self.n <= 1 or self.temperature > 0,
                     "--n: greedy completions are all the same; give a --temperature above 0",
                 ),
+                *(
+                    (
+                        not (truncates and self.temperature == 0),
+                        f"{flag}: greedy completions are of the likeliest tokens; give a "
+                        "--temperature above 0, or leave it out",
+                    )
+                    for flag, truncates in (
+                        ("--top-k", self.top_k > 0),
+                        ("--top-p", 0 < self.top_p < 1),
+                        ("--min-p", 0 < self.min_p < 1),
+                    )
+                ),
                 (
                     0 <= self.best <= self.n,
                     f"--best: {self.best} must be between 0 and --n, {self.n}",

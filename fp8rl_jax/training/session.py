@@ -46,6 +46,7 @@ from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.config.schema import validate
 from fp8rl_jax.config.settings import with_settings
 from fp8rl_jax.config.training import CheckpointConfig, OptimizerConfig
+from fp8rl_jax.config.unused import unused_settings
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.cache import KVScales
 from fp8rl_jax.models.dither import dithered
@@ -269,6 +270,8 @@ class Session:
                 "precision: rollout and trainer do not quantize alike, a mismatch of its own: %s",
                 unlike,
             )
+        if unused := unused_settings(config, tokenizer.has_chat_template):
+            _log.warning("settings that do nothing here: %s", "; ".join(unused))
         self.mesh = make_mesh(config.mesh)
         check_policy(policy, config, self.recipe)
         rollout = config.rollout
