@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fp8rl_jax.cli.open_model import OpenModel, open_model
 from fp8rl_jax.config.tasks import template_faults
+from fp8rl_jax.errors import UserError
 
 if TYPE_CHECKING:
     from fp8rl_jax.rollout.offline import Completion
@@ -116,6 +117,8 @@ class GenerateArguments(LinesArguments):
         """Find the model, and say how prompts are written for it; see `open_model`."""
         model, keys = super().open(), ("prompt_template", "system_prompt")
         given = {key: getattr(self, key) for key in keys if getattr(self, key)}
+        if self.system_prompt and not (model.tokenizer and model.tokenizer.has_chat_template):
+            raise UserError("--system-prompt: the model has no chat template to write it with")
         return replace(model, task=replace(model.task, **given))
 
     def biases(self) -> dict[str, float]:

@@ -15,15 +15,14 @@ from fp8rl_jax.config.schema import fields_of, leaves, show
 from fp8rl_jax.functions import is_users
 
 
-def unused_settings(config: RunConfig, chat_template: bool = True) -> list[str]:
+def unused_settings(config: RunConfig) -> list[str]:
     """List what is set to another value than its default and has no effect, and why.
 
     Args:
         config: a sound one.
-        chat_template: whether the model has one.
     """
     default, keys, found = RunConfig(), dict(leaves(RunConfig)), {}
-    for table, reason in _without_effect(config, chat_template):
+    for table, reason in _without_effect(config):
         for key in keys:
             if key == table or key.startswith(f"{table}."):
                 value = _value(config, key)
@@ -36,7 +35,7 @@ def _value(config: RunConfig, key: str) -> Any:
     return reduce(getattr, key.split("."), config)
 
 
-def _without_effect(config: RunConfig, chat_template: bool) -> Iterator[tuple[str, str]]:
+def _without_effect(config: RunConfig) -> Iterator[tuple[str, str]]:
     """(key or table that nothing reads, why)."""
     rollout, rl, lora, init = config.rollout, config.rl, config.lora, config.model.init
     correction = rl.correction.resolve(config.resolved_recipe().correction)
@@ -121,7 +120,6 @@ def _without_effect(config: RunConfig, chat_template: bool) -> Iterator[tuple[st
             not config.tracking.wandb,
             *("tracking", ("wandb_project", "wandb_name", "wandb_mode"), "tracking.wandb is false"),
         ),
-        (not chat_template, "task", ("system_prompt",), "the model has no chat template"),
     ]
     for table in ("optimizer", "sft.optimizer"):
         if _value(config, table).schedule == "constant":

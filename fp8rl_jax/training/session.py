@@ -270,7 +270,7 @@ class Session:
                 "precision: rollout and trainer do not quantize alike, a mismatch of its own: %s",
                 unlike,
             )
-        if unused := unused_settings(config, tokenizer.has_chat_template):
+        if unused := unused_settings(config):
             _log.warning("settings that do nothing here: %s", "; ".join(unused))
         self.mesh = make_mesh(config.mesh)
         check_policy(policy, config, self.recipe)

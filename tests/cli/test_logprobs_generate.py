@@ -175,7 +175,7 @@ def test_every_wrong_line_is_named_at_once(model, tmp_path, capsys):
         assert f"in.jsonl: line {number}: " in line and words in line
 
 
-def test_prompts_are_written_as_training_writes_them(tmp_path_factory, tmp_path):
+def test_prompts_are_written_as_training_writes_them(tmp_path_factory, tmp_path, capsys):
     """In the chat template of a model that has one, with a run's own template and system message."""
     model = make_model(tmp_path_factory.mktemp("run") / "model", tokenizer=True)
     (model / "chat_template.jinja").write_text(
@@ -199,6 +199,10 @@ def test_prompts_are_written_as_training_writes_them(tmp_path_factory, tmp_path)
     assert texts(model.parent) == [trained] * 4
     assert texts(model.parent, "--system-prompt", "No.") == ["s<No.>u<Say hi>A"] * 4
     lines = [{"prompt": "hi"}]
+    (model / "chat_template.jinja").unlink()
+    (refused := tmp_path / "refused").mkdir()
+    said = refusal("generate", model, lines, refused, capsys, "--system-prompt", "No.")
+    assert "--system-prompt: the model has no chat template to write it with" in said
     (scored,) = call("logprobs", model, lines, tmp_path)  # a text as it stands
     assert scored["tokens"] == ByteTokenizer().encode("hi")
 

@@ -61,12 +61,12 @@ def test_what_does_nothing_is_said_until_it_does(settings, of_use, reason):
 
 def test_a_session_says_them_once(caplog):
     policy, tokenizer = fp8rl.byte_policy(**TINY)
-    settings = {"lora.alpha": 32.0, "task.system_prompt": "Be brief."}
+    settings = {"lora.alpha": 32.0, "optimizer.final_ratio": 0.5}
     session = fp8rl.Session(policy, tokenizer, compute_dtype="float32", **settings)
     (line,) = (line for line in caplog.messages if "do nothing" in line)
     assert line == (
-        "settings that do nothing here: lora.alpha = 32.0 (lora.rank is 0); task.system_prompt = "
-        "'Be brief.' (the model has no chat template)"
+        "settings that do nothing here: lora.alpha = 32.0 (lora.rank is 0); "
+        'optimizer.final_ratio = 0.5 (optimizer.schedule is "constant")'
     )
     assert session.config.lora.alpha == 32.0
 
@@ -74,6 +74,4 @@ def test_a_session_says_them_once(caplog):
 def test_a_run_of_defaults_has_none_and_rules_name_settings():
     assert unused_settings(RunConfig()) == []
     known = {key for key, _ in leaves(RunConfig)} | set(tables(RunConfig))
-    assert {key for key, _ in _without_effect(RunConfig(), False)} <= known
-    (said,) = unused_settings(with_settings(RunConfig(), {"task.system_prompt": "Hi"}), False)
-    assert said == "task.system_prompt = 'Hi' (the model has no chat template)"
+    assert {key for key, _ in _without_effect(RunConfig())} <= known
