@@ -11,7 +11,7 @@ from functools import reduce
 from typing import Any
 
 from fp8rl_jax.config.run import RunConfig
-from fp8rl_jax.config.schema import fields_of, leaves, show
+from fp8rl_jax.config.schema import leaves, show
 from fp8rl_jax.functions import is_users
 
 
@@ -46,84 +46,102 @@ def _without_effect(config: RunConfig) -> Iterator[tuple[str, str]]:
     ratio_is_one = config.trainer.updates_per_rollout == 1 and not (
         bypass or is_users(rl.objective)
     )
-    scale, dynamic = "trainer.loss_scale", ("growth_factor", "backoff_factor", "growth_interval")
-    clips, engine = ("clip_low", "clip_high", "dual_clip"), f"rollout.engine is {rollout.engine!r}"
-    rules: list[tuple[bool, str, tuple[str, ...], str]] = [
-        (rollout.engine != "paged", "rollout", ("paged",), engine),
-        (rollout.engine != "vllm", "rollout", ("vllm",), engine),
-        (rollout.engine == "vllm", "rollout", ("decode_layers",), engine),
-        (lora.rank == 0, "lora", tuple(fields_of(type(lora))), "lora.rank is 0"),
+    clips, engine = "rl.clip_low rl.clip_high rl.dual_clip", f"rollout.engine is {rollout.engine!r}"
+    dynamic = (
+        "trainer.loss_scale.growth_factor trainer.loss_scale.backoff_factor "
+        "trainer.loss_scale.growth_interval"
+    )
+    weighing = (
+        "rl.correction.bounds rl.correction.max_weight rl.correction.min_weight "
+        "rl.correction.batch_normalize"
+    )
+    # (whether it holds, keys and tables that nothing reads then, why)
+    rules: list[tuple[bool, str, str]] = [
+        (rollout.engine != "paged", "rollout.paged", engine),
+        (rollout.engine != "vllm", "rollout.vllm", engine),
+        (rollout.engine == "vllm", "rollout.decode_layers", engine),
+        (lora.rank == 0, "lora", "lora.rank is 0"),
         (
             bool(config.model.path) and not config.sft.from_scratch,
-            *("model", ("init",), "model.path names the model"),
+            "model.init",
+            "model.path names the model",
         ),
         (
             init.num_experts == 0,
-            *("model.init", ("experts_per_token",), "model.init.num_experts is 0"),
+            "model.init.experts_per_token",
+            "model.init.num_experts is 0",
         ),
-        (scaling is None, scale, ("initial", *dynamic), "the loss is not scaled"),
+        (scaling is None, f"trainer.loss_scale.initial {dynamic}", "the loss is not scaled"),
         (
             scaling is not None and scaling.mode == "static",
-            *(scale, dynamic, f'{scale}.mode is "static"'),
+            dynamic,
+            'trainer.loss_scale.mode is "static"',
         ),
-        (rl.kl_coefficient == 0, "rl", ("kl_estimator", "kl_gradient"), "rl.kl_coefficient is 0"),
+        (rl.kl_coefficient == 0, "rl.kl_estimator rl.kl_gradient", "rl.kl_coefficient is 0"),
         (
             rl.reward_kl.coefficient == 0,
-            *("rl.reward_kl", ("estimator",), "rl.reward_kl.coefficient is 0"),
+            "rl.reward_kl.estimator",
+            "rl.reward_kl.coefficient is 0",
         ),
-        (rl.overlong.buffer == 0, "rl.overlong", ("penalty",), "rl.overlong.buffer is 0"),
+        (rl.overlong.buffer == 0, "rl.overlong.penalty", "rl.overlong.buffer is 0"),
         (
             not rl.dynamic_sampling.enabled,
-            *("rl.dynamic_sampling", ("max_rounds",), "rl.dynamic_sampling.enabled is false"),
+            "rl.dynamic_sampling.max_rounds",
+            "rl.dynamic_sampling.enabled is false",
         ),
         (
             not rl.clip_calibration.enabled,
-            *("rl", ("clip_calibration",), "rl.clip_calibration.enabled is false"),
+            "rl.clip_calibration",
+            "rl.clip_calibration.enabled is false",
         ),
-        (rl.objective == "reinforce", "rl", clips, 'rl.objective is "reinforce"'),
+        (rl.objective == "reinforce", clips, 'rl.objective is "reinforce"'),
         (
             reinforced,
-            *("rl", ("objective", "ratio", *clips), "rl.correction.bypass_loss takes its place"),
+            f"rl.objective rl.ratio {clips}",
+            "rl.correction.bypass_loss takes its place",
         ),
-        (
-            ratio_is_one and not is_users(rl.objective),
-            *("rl", ("ratio", *clips), "with one update a rollout every ratio is 1"),
-        ),
+        (ratio_is_one, f"rl.ratio {clips}", "with one update a rollout every ratio is 1"),
         (
             rl.advantage.estimator in ("dr_grpo", "rloo"),
-            *("rl.advantage", ("epsilon", "ddof"), "the estimator divides by no deviation"),
+            "rl.advantage.epsilon rl.advantage.ddof",
+            "the estimator divides by no deviation",
         ),
-        (
-            unweighted,
-            "rl.correction",
-            ("bounds", "max_weight", "min_weight", "batch_normalize"),
-            "there are no importance weights",
-        ),
+        (unweighted, weighing, "there are no importance weights"),
         (
             bypass and not reinforced,
-            *("rl.correction", ("weights",), 'bypass_loss "ratio" has no importance weights'),
+            "rl.correction.weights",
+            'bypass_loss "ratio" has no importance weights',
         ),
         (
             not correction.value("reject"),
-            *("rl.correction", ("inverse_k1", "denominator"), "rl.correction.reject is empty"),
+            "rl.correction.inverse_k1 rl.correction.denominator",
+            "rl.correction.reject is empty",
         ),
         (
             unweighted and not correction.value("reject"),
-            *("rl.correction", ("overflow",), "there is no correction"),
+            "rl.correction.overflow",
+            "there is no correction",
         ),
-        (not bypass, "rl.correction", ("bypass_loss",), 'rl.correction.mode is not "bypass"'),
+        (not bypass, "rl.correction.bypass_loss", 'rl.correction.mode is not "bypass"'),
         (
             config.evaluation.temperature == 0,
-            *("evaluation", ("samples",), "greedy samples are all the same"),
+            "evaluation.samples",
+            "greedy samples are all the same",
         ),
         (
             not config.tracking.wandb,
-            *("tracking", ("wandb_project", "wandb_name", "wandb_mode"), "tracking.wandb is false"),
+            "tracking.wandb_project tracking.wandb_name tracking.wandb_mode",
+            "tracking.wandb is false",
+        ),
+        *(
+            (
+                _value(config, table).schedule == "constant",
+                f"{table}.final_ratio",
+                f'{table}.schedule is "constant"',
+            )
+            for table in ("optimizer", "sft.optimizer")
         ),
     ]
-    for table in ("optimizer", "sft.optimizer"):
-        if _value(config, table).schedule == "constant":
-            rules.append((True, table, ("final_ratio",), f'{table}.schedule is "constant"'))
-    for holds, table, names, reason in rules:
+    for holds, keys, reason in rules:
         if holds:
-            yield from ((f"{table}.{name}", reason) for name in names)
+            yield from ((key, reason) for key in keys.split())
