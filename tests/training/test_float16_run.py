@@ -64,7 +64,8 @@ def test_a_run_that_finds_its_scale_and_is_resumed_in_between(run_file, tmp_path
     capsys.readouterr()
     assert train(run_file, parts, "--resume", "--resume-changed", "--compute-dtype", "float32") == 2
     assert (
-        "this run has nothing" in (said := capsys.readouterr().err) and "trainer.loss_scale" in said
+        "where nothing is wanted" in (said := capsys.readouterr().err)
+        and "trainer.loss_scale" in said
     )
 
 
