@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import tomli_w
-
 from fp8rl_jax.config.renamed import renamed
 from fp8rl_jax.config.schema import (
     MAX_DEPTH,
@@ -122,6 +120,8 @@ def dump_toml(config: Any) -> str:
             elif standard is not None:
                 table[name] = NONE_TEXT
         return table
+
+    import tomli_w  # the GPU command reads configurations where it is not installed
 
     return tomli_w.dumps(plain(config, type(config)()))
 
