@@ -83,6 +83,7 @@ def padded(batch: Batch, columns: int, of_prompts: int = 0) -> Batch:
 STEP = 2.0**20
 
 
+@jax.tree_util.register_static
 class Descent:
     """Gradient descent, a `training.optimizer.Optimizer`."""
 

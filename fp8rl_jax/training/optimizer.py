@@ -60,7 +60,8 @@ MomentFormat = jnp.dtype | TensorFormat
 
 
 class Optimizer(Protocol):
-    """What an update needs of an optimizer."""
+    """What an update needs of an optimizer: a pytree, whose leaves are arguments of the compiled
+    program and whose other fields are parts of it."""
 
     def init(self, params: Any) -> Any:
         """Make the state before the first update, for the tensors that are trained."""
