@@ -93,8 +93,18 @@ _MONTH = (
     "(?:January|February|March|April|May|June|July|August|September|October|November|December|"
     r"(?:Jan|Feb|Mar|Apr|Jun|Jul|Aug|Sept?|Oct|Nov|Dec)\b)"
 )
-_UNIT = r"(?:[kcm]m|k?g|mg|lbs?|ft|m[lL]|mins?|hrs?|secs?|mph|km?ph|cents?)"
+_UNIT = r"(?:[kcm]m|k?g|mg|lbs?|ft|m?L|ml|mins?|hrs?|secs?|mph|km?ph|cents?)"
+_DOTTED = r"(?:[\u20ac\u20ab]|R\$|Rp\.?|(?:EUR|Euro|IDR|VND|\u0111\u1ed3ng)\b)"
 _LENGTH = r"(?:[kcdm]m|ft|yd|units?|feet|inch(?:es)?|(?:centi|kilo)?met(?:er|re)s?)"
+_MIXED = (
+    "(?:days?|h(?:ou)?rs?|h|min(?:ute)?s?|feet|ft|pounds?|lbs?|dollars?|years?|weeks?|months?|k?m"
+    "|cm|kg|met(?:er|re)s?|degrees?|gallons?|yards?|tablespoons?|tbsp|cups?|tens|cents?)"
+)
+_PER = (
+    "(?:day|week|month|mo|year|yr|hour|hr|h|minute|min|second|sec|person|child|student|unit|item"
+    "|each|piece|box|bag|pack|bottle|ticket|book|gallon|gal|lit(?:er|re)|pound|lb|ounce|oz|kg|mile"
+    "|mi|km)"
+)
 _SCALES = {
     "hundred": 2,
     "thousand": 3,
@@ -110,6 +120,7 @@ _CHARACTERS = str.maketrans(
         **dict.fromkeys("\u2212\u2010\u2011\u2012\u2013\ufe63\uff0d", "-"),
         **dict.fromkeys(map(chr, (0xA0, *range(0x2000, 0x200B), 0x202F, 0x205F, 0x3000)), " "),
         **dict.fromkeys("\0\u200b\u200c\u200d\u200e\u200f\u2060\ufeff\u00ad", ""),
+        **dict.fromkeys("\ufe0f\u20e3", ""),  # what makes an emoji of a digit
         **dict.fromkeys("\u2018\u2019\u2032\u02d9", "'"),
         **dict.fromkeys("\u201c\u201d\u2033", '"'),
         **dict.fromkeys("\u2044\u2215\uff0f", "/"),
@@ -139,6 +150,9 @@ _SPELLINGS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] =
         (r"(?![0-9])\d", _digits),  # of any script
         (r"[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207b]+", lambda found: f"^{_digits(found)}"),
         (r"[\u2080-\u2089]+", lambda found: f"_{_digits(found)}"),
+        # what is struck out, what a calculator was told
+        (r"~~(?=\S)[^~\n]+(?<=\S)~~", " "),
+        (r"<<[^<>\n]*=[^<>\n]*>>", ""),
         # LaTeX: an exclamation mark before the end of a formula is a factorial; spaces, relations
         (r"!(?=\s*(?:\$|\\\)|\\\]))", r"\\factorial "),
         (r"\{,\}", ","),
@@ -159,9 +173,24 @@ _SPELLINGS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] =
         (r"\\[dtc]?frac\s*\{\s*(-?\d+)\s*\}\s*\{\s*(\d+)\s*\}", r"{\1/\2}"),
         (r"\\[dtc]?frac\s*(\d)\s*(\d)(?!\d)", r"{\1/\2}"),
         (r"(?<!\\)\\[()\[\]]", " "),
-        # tags, emphasis, the numbers of a list
-        (r"</?[A-Za-z][\w-]*(?:\s+[\w-]+=[^<>]*)?\s*/?>", " "),
-        (r"(?<![\w)\]*`])(\*{1,3}|_{1,3}|`+)(?=\S)([^*_`\n]*)(?<=\S)\1(?![\w*_`])", r"\2"),
+        # tags, rows of a table, bullets, emphasis
+        (r"</?[A-Za-z][\w-]*(?:\s+[\w-]+=[^<>]*)?\s*/?>|<\|\w+\|>|\[/?[A-Z]{3,}\]", " "),
+        (
+            r"(?m)^[ \t]*\|[ \t][^\n]*[ \t]\|[ \t]*$",
+            lambda found: found[0].strip(" \t|").replace("|", ";"),
+        ),
+        (r"(?m)(?<![\d)]\n)^[ \t]*(?:\*[ \t]+|[-+\u2022][ \t]+(?=\*\*|__))", ""),
+        (r"(\*{2,3})([^*\n]*:)[ \t]*\1", r"\2 "),
+        (r"(?<![\w)\]`])(_{1,3}|`+)(?=\S)([^_`\n]*)(?<=\S)\1(?![\w`])", r"\2"),
+        (
+            r"(?<![\w)\]*`])(\*{1,3})(?=\S)"
+            r"((?:[^*`\n]|(?<=\s)\*(?=\s))*)(?<=\S)\1(?![\w*`])",
+            r"\2",
+        ),
+        (r"(?m)(?<=\S)\*{1,3}(?=[.,:;!?)]?(?:\s|$))", ""),
+        # in the currencies of countries that write 1.000 for a thousand it is not said which it is
+        (rf"({_DOTTED}\s?\d{{1,3}})\.(?=\d{{3}}(?![\d.,]*\d))", r"\1.."),
+        (rf"(?<!\.\d\d)(?<=\d)\.(?=\d{{3}}\s?{_DOTTED})", ".."),
         # a sign of money is none of the number; "$5$6" are two
         (r"(?<=\d)\s*\$", " "),
         (r"(?<![A-Za-z])(?:US|CA?|AU?|NZ|HK|S|R)?\$\s*(?=[-\d.])|\$", ""),
@@ -169,7 +198,8 @@ _SPELLINGS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] =
         (r"\b(?:USD|EUR|GBP|JPY|INR|CHF|Rs)\b\.?\s*(?=[-\d.])", ""),
         # square metres
         (
-            rf"(\d\s*{_LENGTH}|\d\s+(?:m|in|mi|s)|\d\s*[kc]?m/s)\^?[23](?![\w.]*\d)(?!\w)",
+            rf"(\d\s*(?:{_LENGTH}|[kc]?m/s|k?g/c?m)|\d\s+(?:m|in|mi|s))"
+            r"\^?[23](?![\w.]*\d)(?!\w)",
             r"\1",
         ),
     )
@@ -196,7 +226,7 @@ _NUMBER = re.compile(
         |   [ ]? \^ (?P<power> [-+]?\d{1,3})                       # read of 10 alone
         )?
     )
-    (?: [^\S\n]+ (?P<scale> (?i: hundred | thousand | lakh | million | crore | billion | trillion ))
+    (?: [ ] (?P<scale> (?i: hundred | thousand | lakh | million | crore | billion | trillion ))
         s?\b )?
     """,
     re.VERBOSE,
@@ -205,27 +235,43 @@ _NUMBER = re.compile(
 _PART = re.compile(
     rf"""
     # Another thing touches it. \0 is the number without its sign.
-        [{_LETTER}\d_^\\)\]}}] (?: [({{\[] \s* [-+]? [^\S\n]* )? \0 | \. \0
+        [{_LETTER}\d_^\\)\]}}] [({{\[]? \0 | \. \0
     |   [{_LETTER}\d_^\\)\]}}] [-+] [^\S\n]* \0
     |   \d ['"%\u00b0] \0
     |   [.] [({{\[] \0
     |   \0 (?! {_UNIT} (?![{_LETTER}\d]) ) [{_LETTER}_]
     |   \0 (?: [({{\[\-\u2026\u0300-\u036f] | \.\. )
-    |   \0 [\ub9cc\uc5b5\ucc9c\u5341\u767e\u5343\u4e07\u842c\u4ebf\u5104\u5146]
+    # A thousand or a million in another language; \u5343\u514b is kg, \u5343\u7c73 km.
+    |   \0 [^\S\n]? (?:
+            [\u5341\u767e\u4e07\u842c\u4ebf\u5104\u5146] | \u5343 (?![\u514b\u7c73])
+        |   [\ubc31\ucc9c\ub9cc\uc5b5\uc870]
+        |   (?i: (?: mil | mille | mio | mrd ) \b
+            |   mil+(?:io|on|\u00f3n|i\u00f3|i\u00f5|h\u00f5|iar|yon|yar) | tausend
+            |   \u0442\u044b\u0441 | \u043c\u0438\u043b+\u0438 | \u043c\u043b[\u043d\u0440]
+            |   tri\u1ec7u | ngh\u00ecn | ng\u00e0n | t\u1ef7 | juta | ribu
+            |   \u0932\u093e\u0916 | \u0915\u0930\u094b | \u0939\u091c
+            |   \u0645\u0644\u064a | \u0623\u0644\u0641 | \u0622\u0644\u0627\u0641 )
+        )
 
     # Another number is joined: 3 4, 3 and 4, 3:4, 3 x 4, 3 cm by 4 cm, 1, ..., 9; x = 3, y = 4
     |   \d [%\u00b0)\]}}]* (?: [ ]? {_UNIT} \b )? (?:
-            [^\S\n]+ [({{]?
+            [^\S\n]+ [({{\[]?
         |   [^\S\n]* : (?!\s) | [^\S\n]+ : [^\S\n]*
         |   \s* (?: ,? \s* \b (?: and | or | (?:up\s+)? to | through | by | vs | in
                 | (?:out\s+)? of (?:\s+every)? ) \b \.?
-            |   [,;/|&\u2014\u2026\u301c\uff5e] | \.\.+ | [xXR] | remainder ) \s*
-        ) (?: [{_LETTER}]\w? \s* = \s* )? [-+]? \0
+            |   [,;/|&\u2014\u2026\u301c\uff5e\u81f3\u5230\u6216\u548c\u4e0e] | \.\.+ | [xXR]
+            |   (?: ,? \s* with )? (?: \s+ a )? ,? \s* rem(?:ainder)?\b (?: \s+ of )? ) \s* [({{\[]?
+        ) [-+]? \0
+    |   (?<! [\w)^*/+-] ) (?<! [*/+-][ ] ) [{_LETTER}] \w? (?:_\w)? \s* =
+        (?: [^=\n]{{1,30}}? (?: \b (?: and | or ) \b | [,;&] ) \s* | \s* -?[\d./]+ [^\S\n]+ )
+        [{_LETTER}] \w? (?:_\w)? \s* = \s* [-+]? \0
     |   [\d,] \s* (?: \.\.+ | \u2026 ) ,? \s* [-+]? \0
-    |   \d \s? (?: days? | h(?:ou)?rs? | h | min(?:ute)?s? | feet | ft | pounds? | lbs? | dollars?
-        |   years? | weeks? | months? | met(?:er|re)s? | degrees? | hundred | thousand | million
-        |   billion ) ,? \s+ (?:and\s+)? \0
-    |   \d \s? [\u5e74\u6708\u65e5\u65f6\u6642\u70b9\u5206\ub144\uc6d4] \s? \0       # dates, times
+    |   \d \s? (?: {_MIXED} | hundred | thousand | million | billion ) \s+ (?:and\s+)? \0
+    |   \d \s? {_MIXED} , \s+ (?:and\s+)? \0 \s?
+        (?: {_MIXED} | inch(?:es)? | in | oz | ounces? | sec(?:ond)?s? ) \b
+    |   \d (?: \u5c0f\u65f6 | \u6642\u9593 | \uc2dc\uac04
+        |   [\u65f6\u5206\u5143\u5757\u7c73\u5e74\u5468\u5929\u65a4] ) \s* \0
+    |   (?: \u7b2c | (?<!\u767e) \u5206\u4e4b ) \0  # the 5th, fifths
 
     # It stands in a tuple, an interval or a matrix.
     |   [(\[{{] \s* [-+]? \0 \s* [,;] | [,;] \s* [-+]? \0 \s* [)\]}}] | & \s* [-+]? \0 | \0 \s* &
@@ -235,31 +281,35 @@ _PART = re.compile(
     |   [*/^\u00d7\u00b7\u00f7\u00b1\u2213<>\u2264\u2265\u2260\u2261\u2208_|\u221a-\u221c\u2211]
         [^\S\n]* [({{]? [-+]? [^\S\n]* \0
     |   != \s* \0
-    |   (?<! [{_LETTER}] ) [xX] [ ]* \0
     |   [-+] [^\S\n]* [-+({{\[] [^\S\n]* [-+]? \0
     |   [\d)\]}}%\u00b0] [^\S\n]* [-+] [^\S\n]* \0
     |   (?<![=:(]) (?<![=:(][ ]) [-+] [ \t]+ \0
     |   (?<! [{_LETTER}'] ) [{_LETTER}] [ ]+ [-+] \0
     |   (?: ^ | [\s\d] ) \u2014 \0
     |   \\[A-Za-z]+ \s* (?: \[[^\]]*\] )? \s* [({{]? \s* [-+]? \0
-    |   \}} [^\S\n]* [-+]? \0
-    |   \0 [%\u00b0]? \s* (?: [*/^+\u00d7\u00b7\u00f7\u00b1\u2213<>\u2264\u2265\u2260|\u221a\u03c0]
+    |   \}} (?: [^\S\n]* | \{{ ) [-+]? \0
+    |   \0 [%\u00b0]? \s* (?! / \s? {_PER} \b )
+        (?: [*/^+\u00d7\u00b7\u00f7\u00b1\u2213<>\u2264\u2265\u2260|\u221a\u03c0]
         |   \\ (?!end\b) [A-Za-z] )
     |   \0 [%\u00b0]? [^\S\n]+ - [^\S\n]* (?: [\d(\\] | [{_LETTER}] (?![{_LETTER}]) )
-    |   \0 ! (?! [\s"')\]] | $ )
-    |   \0 [ ]+ [b-fknp-rtx-z] \b (?!')
+    |   \0 !+ (?! [!\s"')\]] | $ )
+    |   \0 [ ] [b-fknp-rtx-z] \b (?!')
 
     # A word says that it is another, or none.
-    |   \b (?: minus | negative | plus | times | over | than | except | instead[ ]of | squared | mod
-        |   modulo | log | ln | lg | exp | sin | cos | tan | cot | sec | csc | sqrt | base
-        |   [Vv]ersion | [Ss]tep | [Cc]hapter | [Ss]ection | [Ff]igure | [Ee]quation | {_MONTH} )
+    |   \b (?: minus | negative | plus | times | (?:divided|multiplied)[ ]by | over | than | except
+        |   instead[ ]of | squared | root(?:[ ]of)? | mod | modulo | log | ln | lg | exp | sin | cos
+        |   tan | cot | sec | csc | sqrt | base
+        |   [Vv]ersion | [Ss]tep | [Cc]hapter | [Ss]ection | [Ff]igure | [Ee]quation | [Mm]ethod
+        |   [Pp]art | [Cc]ase | [Qq]uestion | [Pp]roblem | [Ee]xample | Table | Theorem | Lemma
+        |   {_MONTH} )
         \b \.? [\s(]* [-+]? \0
-    |   (?: \b[Nn]ot | n't ) \s+ (?: \w+ \s+ ){{0,2}} [-+]? \0
-    |   \0 \s+ (?: of \s )? {_MONTH}
-    |   \0 \s+ (?: dozens? | scores? | gross | hal(?:f|ves) | thirds? | quarters | fourths?
-        |   fifths? | sixths? | sevenths? | eighths? | ninths? | tenths? | hundredths?
-        |   thousandths? | squared | cubed | factorial | choose | over | mod(?:ulo)? | plus | minus
-        |   divided | point | hundred | thousand | lakh | million | crore | billion | trillion
+    |   (?: \b (?: [Nn]ot | [Cc]annot | [Nn]ever ) | n't ) \s+ (?: [^\W\d]+ \s+ ){{0,2}} [-+]? \0
+    |   \0 \s (?: of \s )? {_MONTH}
+    |   \0 \s \(? (?: repeating | recurring | decimal | significant ) \b
+    |   \0 \s (?: dozens? | scores? | gross | hal(?:f|ves) | thirds? | quarters | fourths? | fifths?
+        |   sixths? | sevenths? | eighths? | ninths? | tenths? | hundredths? | thousandths?
+        |   squared | cubed | factorial | choose | over | mod(?:ulo)? | plus | minus | divided
+        |   point |   hundred | thousand | lakh | million | crore | billion | trillion
         |   [KMBT] | bn | mn | mil | mln | [ap]\.?m\b | o'clock
         |   and \s (?: a | an | one | two | three | half ) \b (?: [ ] | $ ) ) \b
     """,
