@@ -28,6 +28,8 @@ _GEMMA_THETA, _GEMMA_LOCAL_THETA = 1e6, 1e4
 _DEFAULT_SLIDING_WINDOW = 4096
 _DEFAULT_MAX_WINDOW_LAYERS = 28
 _DEFAULT_QUERY_PRE_ATTN_SCALAR = 256
+_ACTIVATIONS = {"swish": "silu"}
+"""Other names of the same function."""
 
 
 def read_policy_config(directory: str | Path) -> PolicyConfig:
@@ -68,7 +70,7 @@ def parse_config(
 
 
 def _parse(config: dict[str, Any], generation_config: dict[str, Any]) -> PolicyConfig:
-    fields, generation = Fields(config), Fields(generation_config)
+    fields, generation = Fields(config), Fields(generation_config, "generation_config.json: ")
     architecture = _architecture(config)
     family = FAMILIES[architecture]
     _refuse_unimplemented(fields, family)
@@ -110,7 +112,7 @@ def _parse(config: dict[str, Any], generation_config: dict[str, Any]) -> PolicyC
         ),
         bos_token_id=bos,
         eos_token_ids=tuple(dict.fromkeys(eos + generation.integers("eos_token_id"))),
-        pad_token_id=generation.integer("pad_token_id", default=None) if pad is None else pad,
+        pad_token_id=_pad(generation, default=None) if pad is None else pad,
         sliding_window=sliding_window,
         full_attention_layers=full_attention_layers,
         experts=None if family.routing is None else _experts(fields, family, num_layers),
@@ -142,8 +144,14 @@ def _special_tokens(
     return (
         fields.integer("bos_token_id", default=bos),
         fields.integers("eos_token_id") if eos is None else (eos,),
-        fields.integer("pad_token_id", default=pad),
+        _pad(fields, default=pad),
     )
+
+
+def _pad(fields: Fields, default: int | None) -> int | None:
+    """pad_token_id; -1 is older files' way to say that there is none."""
+    pad = fields.integer("pad_token_id", default=default)
+    return None if pad == -1 else pad
 
 
 def config_json(config: PolicyConfig, dtype: str = "bfloat16") -> dict[str, Any]:
@@ -240,6 +248,10 @@ def _architecture(config: dict[str, Any]) -> str:
     classes = {family.hf_class: architecture for architecture, family in FAMILIES.items()}
     by_type = FAMILIES.get(str(model_type))
     names = config.get("architectures") or [by_type and by_type.hf_class]
+    if isinstance(names, list) and names:
+        # as verl saves a model, and as the first converters named LLaMA
+        plain = str(names[0]).removeprefix("FSDP").replace("LLaMA", "Llama")
+        names = [plain if plain in classes else names[0], *names[1:]]
     if not isinstance(names, list) or len(names) != 1 or names[0] not in [*classes]:
         raise UserError(
             f"architectures {names} (model_type {model_type!r}) is not supported; "
@@ -255,7 +267,7 @@ def _architecture(config: dict[str, Any]) -> str:
 
 def _refuse_unimplemented(fields: Fields, family: Family) -> None:
     config, key, activation = fields.data, family.activation_key, family.activation
-    if config.get(key, activation) != activation:
+    if _ACTIVATIONS.get(config.get(key), config.get(key, activation)) != activation:
         raise UserError(f"{key} {config[key]!r} is not supported; only {activation!r} is")
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if config.get(key) is not None:

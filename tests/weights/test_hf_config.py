@@ -110,6 +110,26 @@ def test_default_rope(rope):
     assert config.rope_theta == 500000.0 and config.rope_scaling is None
 
 
+@pytest.mark.parametrize(
+    ("other", "usual"),
+    [
+        ({"architectures": ["FSDPLlamaForCausalLM"]}, {}),
+        ({"architectures": ["LLaMAForCausalLM"]}, {}),
+        ({"architectures": []}, {}),
+        ({"hidden_act": "swish"}, {}),
+        ({"pad_token_id": -1}, {"pad_token_id": None}),
+        ({"quantization_config": {}}, {}),
+    ],
+)
+def test_other_spellings_are_the_same_model(other, usual):
+    assert parse(**other) == parse(**usual)
+
+
+def test_a_wrong_value_of_generation_config_is_named_there():
+    with pytest.raises(UserError, match=r"generation_config.json: pad_token_id must be an integer"):
+        parse({"pad_token_id": [0]})
+
+
 def test_defaults_are_those_of_transformers():
     config = parse(
         num_key_value_heads="absent",
