@@ -227,7 +227,7 @@ def test_end_tokens_are_merged_in_order():
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
         ({"eos_token_id": "2"}, "eos_token_id"),
         ({"eos_token_id": 128}, "eos_token_id 128 is outside"),
-        ({"pad_token_id": -1}, "pad_token_id -1"),
+        ({"pad_token_id": -2}, "pad_token_id -2"),
     ],
 )
 def test_refusals_name_the_file_and_the_key(changes, key):
