@@ -11,20 +11,22 @@ not the same are told apart here. A decimal that agrees with an expression in si
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Callable
 from decimal import Decimal
 from functools import lru_cache
 from typing import Any
 
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.tasks.extraction import boxes, read_number, same_number
+from fp8rl_jax.tasks.extraction import boxes, extract_answer, read_number, same_number
 
 
 def math_verify_reward() -> Callable[[str, str], float]:
     r"""Build (completion, answer) -> 1 where math-verify finds them equal, else 0.
 
     An answer is read as one expression, with LaTeX marks or without. A completion is read by its
-    box where it has one; otherwise as prose with expressions in it. The package's own timeouts are
+    last <answer></answer> where it has one, by its box where it has one; otherwise as prose with
+    expressions in it, or with a last number where there are none. The package's own timeouts are
     off: they ring SIGALRM, which waits until C code returns, and a worker can be killed.
 
     The function that is returned raises ValueError for an answer in which math-verify reads
@@ -54,7 +56,12 @@ def math_verify_reward() -> Callable[[str, str], float]:
         return expressions
 
     def score(completion: str, answer: str) -> float:
-        expected, number, boxed = gold(answer), read_number(answer), _boxed_alone(completion)
+        expected, number = gold(answer), read_number(answer)
+        if tagged := extract_answer(completion, "answer_tag"):
+            completion = tagged
+        boxed = _boxed_alone(completion) or (
+            tagged if len(_PROSE.findall(tagged)) < _SENTENCE else ""
+        )
         units = {unit for unit in (_unit(answer), _unit(boxed)) if unit}
         if len(units) > 1:
             return 0.0
@@ -63,7 +70,9 @@ def math_verify_reward() -> Callable[[str, str], float]:
         base = _BASE.search(boxed or completion)
         if base and base[1] not in _BASE.findall(answer):
             return 0.0
-        given = expressions_of(as_latex(boxed) if boxed else completion)
+        given = expressions_of(as_latex(boxed) if boxed else _ascii(_BOLD.sub(r"\1", completion)))
+        if number and not given:
+            return float(same_number(extract_answer(completion, "last_number"), number))
         if r"\{" in boxed and any(isinstance(each, Interval | Tuple) for each in expected):
             given = [each for each in given if not isinstance(each, FiniteSet)]
         # six digits of the answer, and six decimals at least
@@ -95,8 +104,25 @@ _MARKED = re.compile(r"(?<!\\)\$[^$]+(?<!\\)\$|\\\(|\\\[|\\boxed")
 _CALENDAR = re.compile(r"\d{4}-\d\d-\d\d|\d\d?/\d\d?/\d{2,4}|\d\d?\.\d\d?\.\d{4}|\d\d?:[0-5]\d")
 _REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar)\s*\{(\d{1,20})\}")
 _FUNCTION = re.compile(r"(?<![A-Za-z\\])(sin|cos|tan|cot|sec|csc|log|ln|exp)(?![A-Za-z])")
+_PROSE, _SENTENCE = re.compile(r"(?<![A-Za-z\\])[a-z]{2,}"), 4
+_BOLD = re.compile(r"(?<![\w)])\*\*([^*\n]+)\*\*(?![\w(])")
+_SYMBOLS = {"pi": r"\pi ", "inf": r"\infty ", "infinity": r"\infty "}
+_SYMBOL = re.compile(r"(?<![A-Za-z\\])(?:pi|inf(?:inity)?)(?![A-Za-z])")
+_UNICODE = (
+    (r"\u221a\s*(?=\{)", r"\\sqrt"),
+    (r"(?:\u221a|(?<![A-Za-z\\])sqrt)\s*\(([^()]*)\)", r"\\sqrt{\1}"),
+    (r"(?:\u221a|(?<![A-Za-z\\])sqrt)\s*(\d+|[A-Za-z](?![A-Za-z]))", r"\\sqrt{\1}"),
+    (
+        r"[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207b]+",
+        lambda found: f"^{{{unicodedata.normalize('NFKC', found[0]).replace(chr(0x2212), '-')}}}",
+    ),
+    ("\u221e", r"\\infty "),
+    ("\u2208", r"\\in "),
+    ("[\u00b7\u22c5]", r"\\cdot "),
+)
 _WORD = re.compile(
-    r"(?<![A-Za-z\\])(?!(?:and|or|sqrt|mod|inf(?:ini)?ty)\b)[A-Za-z]{3,}(?:[ '-]+[A-Za-z]+)*"
+    r"(?<![A-Za-z\\])(?!(?:and|or|sqrt|mod|inf|inf(?:ini)?ty)(?![A-Za-z]))"
+    r"[A-Za-z]{3,}(?:[ '-]+[A-Za-z]+)*"
     r"|(?<!.)[A-Za-z]{2}(?!.)"
 )
 _REWRITINGS = (
@@ -146,6 +172,13 @@ def _unit(text: str) -> str:
     return _UNITS.get(word) or _UNITS.get(word.removesuffix("s"), "")
 
 
+def _ascii(text: str) -> str:
+    """Write roots, exponents and infinity in LaTeX, where math-verify reads no Unicode."""
+    for written, plain in _UNICODE:
+        text = re.sub(written, plain, text)
+    return text
+
+
 def as_latex(answer: str) -> str:
     r"""Write an answer as math-verify reads it: "x+1" as "$x+1$", "1e3" as "$1000$".
 
@@ -159,12 +192,14 @@ def as_latex(answer: str) -> str:
         answer = answer.replace(written, plain)
     answer = _REPEATING.sub(_repeating, re.sub(r"(?<=\d)\\[,;: ](?=\d{3}(?!\d))", "", answer))
     if _MARKED.search(answer):
-        return answer
+        return _ascii(answer)
     answer = re.sub(r"(?<!\\)\$", "", answer)
     if _CALENDAR.fullmatch(answer):
         return rf"$\text{{{answer}}}$"
     answer = _FUNCTION.sub(r"\\\1 ", answer)
-    return f"${answer if chr(92) in answer else _WORD.sub(r'\\text{\g<0>}', answer)}$"
+    if "\\" not in answer:
+        answer = _WORD.sub(r"\\text{\g<0>}", answer)
+    return f"${_ascii(_SYMBOL.sub(lambda found: _SYMBOLS[found[0]], answer))}$"
 
 
 def _repeating(decimal: re.Match[str]) -> str:
