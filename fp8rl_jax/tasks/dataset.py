@@ -24,7 +24,15 @@ from fp8rl_jax.errors import UserError, listing
 from fp8rl_jax.tasks.conversation import Conversation
 from fp8rl_jax.tasks.extraction import extract_answer
 from fp8rl_jax.tasks.python_objects import name_objects, not_given
-from fp8rl_jax.tasks.sources import LOADERS, Row, permutation, read_problems, refuse, shuffled
+from fp8rl_jax.tasks.sources import (
+    LOADERS,
+    Row,
+    comparing_reward,
+    permutation,
+    read_problems,
+    refuse,
+    shuffled,
+)
 
 _log = logging.getLogger("fp8rl")
 _GENERATED_TRAIN_SIZE = 1024
@@ -102,11 +110,11 @@ def load_splits(
     Args:
         task: problems and templates.
         rows: the problems themselves, in place of those that `task` names: dictionaries as the
-            lines of a file of JSON lines are (prompt, question or messages; answer; whatever else
-            becomes metadata), or prompts as text. An answer may be left out where no reward
-            compares with it. What has a length and an index, such as a list or a data set of
-            Hugging Face's, is shuffled like a file; an iterator is read in its own order as far as
-            `train_size`, which it needs, and no further.
+            lines of a file of JSON lines are (prompt, question, problem or messages; answer;
+            whatever else becomes metadata), or prompts as text. An answer may be left out where no
+            reward compares with it. What has a length and an index, such as a list or a data set
+            of Hugging Face's, is shuffled like a file; an iterator is read in its own order as far
+            as `train_size`, which it needs, and no further.
         environment: the class, in place of the one that `task` names.
 
     Raises:
@@ -124,7 +132,9 @@ def load_splits(
     faults: list[str] = []
     distinct = _Distinct(task, rows, endless, faults)
     if task.eval_path:
-        held_out_rows = shuffled(read_problems(task.eval_path, "task.eval_path"), task.seed)
+        compared = bool(comparing_reward(task))
+        held_out_rows = read_problems(task.eval_path, "task.eval_path", compared)
+        held_out_rows = shuffled(held_out_rows, task.seed)
         others = _Distinct(task, held_out_rows, False, faults, distinct.prompts)
         apart = tuple(others)
         _name_repeated(others, "task.eval_path")

@@ -8,10 +8,11 @@ one JSON list, packed by gzip or not, or Parquet.
     {"messages": [{"role": "user", "content": "What is 2 + 2?"}], "answer": 4}
 
 Columns may have the names of TRL and verl. The prompt is prompt, question or messages, of which one
-is there: text, or a list of messages. The answer is `answer`, `reward_model.ground_truth` (verl) or
-`ground_truth`, or else `solution` (TRL), or else `completion` or the last of `messages` where it is
-the assistant's (both TRL's, for supervised training). A null is no value, since Arrow fills with
-nulls what a row has not.
+is there, or else problem (MATH): text, or a list of messages. The answer is `answer`,
+`reward_model.ground_truth` (verl) or `ground_truth`, or else `solution` (TRL), or else `completion`
+or the last of `messages` where it is the assistant's (both TRL's, for supervised training; beside
+an answer it is left out). Rewards that compare with nothing need none. A null is no value, since
+Arrow fills with nulls what a row has not.
 
 A row is read rightly or named as damaged; nothing is skipped but blank lines, and nothing is
 guessed.
@@ -51,9 +52,10 @@ _COMPARING_REWARDS = ("exact", "math_verify")
 
 Row = Mapping[str, Any]
 """question (text, or a `Conversation`), answer (None where there is none), metadata."""
-_Parse = Callable[[], Row | None]
+_Parse = Callable[..., Row | None]
 _SHOWN_FAULTS = 20
 _PROMPT_KEYS = ("prompt", "question", "messages")
+_PROMPT_KEY_ALONE = "problem"
 _ANSWER_KEYS = ("answer", "reward_model.ground_truth", "ground_truth", "solution")
 _UNREAD = ("tools", "images", "videos", "chat_template_kwargs")
 """Columns of conversations that TRL hands to the chat template, which nothing here does."""
@@ -86,14 +88,20 @@ def _module_rows(task: TaskConfig, given: Any) -> Sequence[Row]:
             f"task.name = {task.name!r} returned {type(rows).__name__} instead of a list of "
             "dictionaries"
         )
+    needs_answer = bool(comparing_reward(task))
     return [
-        _foreign_row(rows[index], f"task.name = {task.name!r}: row {index}")
+        _foreign_row(rows[index], f"task.name = {task.name!r}: row {index}", needs_answer)
         | {"source": f"{task.name} row {index}"}
         for index in permutation(task.seed, 0, len(rows))
     ]
 
 
-def _foreign_row(row: Any, which: str, needs_answer: bool = True) -> dict[str, Any]:
+def comparing_reward(task: TaskConfig) -> str:
+    """Return the reward that has no use where a problem has no answer; "" where there is none."""
+    return next((name for name in _COMPARING_REWARDS if name in task.components), "")
+
+
+def _foreign_row(row: Any, which: str, needs_answer: bool) -> dict[str, Any]:
     """The problem of a Python object.
 
     Raises:
@@ -111,7 +119,8 @@ def _foreign_row(row: Any, which: str, needs_answer: bool = True) -> dict[str, A
 
 
 def _jsonl_rows(task: TaskConfig, given: Any) -> Sequence[Row]:
-    return shuffled(read_problems(task.name, "task.name"), task.seed)
+    problems = read_problems(task.name, "task.name", bool(comparing_reward(task)))
+    return shuffled(problems, task.seed)
 
 
 def _environment_rows(task: TaskConfig, given: Any) -> Iterator[Row]:
@@ -142,13 +151,13 @@ def _python_rows(task: TaskConfig, given: Any) -> Iterable[Row]:
 
 
 def _python_row(task: TaskConfig, row: Any, index: int) -> Row:
-    compared = [name for name in _COMPARING_REWARDS if name in task.components]
+    compared = comparing_reward(task)
     source = f"dataset row {index}"
     record = {"prompt": row} if isinstance(row, str) else row
     problem = _foreign_row(record, source, needs_answer=False)
     if compared and problem["answer"] is None:
         raise UserError(
-            f"{source}: it has no answer, which the reward {compared[0]} compares with; give one, "
+            f"{source}: it has no answer, which the reward {compared} compares with; give one, "
             "or another reward"
         )
     return problem | {"source": source}
@@ -185,16 +194,18 @@ class Damaged(Exception):
     """What is wrong with a row."""
 
 
-def read_problems(path: str, key: str) -> list[Row]:
+def read_problems(path: str, key: str, needs_answer: bool = True) -> list[Row]:
     """Read every problem of the files that `path` names, in their order.
 
     Args:
         path: a file, or a pattern such as data/*.jsonl, whose files are read in the order of their
             names. What a file is says its content.
         key: configuration key that the path stands under, for the message.
+        needs_answer: whether a row without an answer is damaged.
 
     Returns:
-        Dictionaries with question (text, or a `Conversation`), answer, metadata, and source:
+        Dictionaries with question (text, or a `Conversation`), answer (None where there is none),
+        metadata, and source:
         "FILE:LINE" of JSON lines, and "FILE: row NUMBER", counted from 1, of others.
 
     Raises:
@@ -207,7 +218,7 @@ def read_problems(path: str, key: str) -> list[Row]:
         try:
             for source, parse in _rows(file, key):
                 try:
-                    if (problem := parse()) is not None:
+                    if (problem := parse(needs_answer=needs_answer)) is not None:
                         problems.append({**problem, "source": source})
                 except Damaged as fault:
                     faults.append(f"{source}: {fault}")
@@ -273,18 +284,21 @@ def refuse(faults: Sequence[str], what: str) -> None:
         raise UserError("\n".join(faults[:_SHOWN_FAULTS]) + more)
 
 
-def parse_line(line: bytes, first: bool = False) -> dict[str, Any] | None:
+def parse_line(
+    line: bytes, first: bool = False, needs_answer: bool = True
+) -> dict[str, Any] | None:
     """Parse the problem of one line; None for a blank one.
 
     Args:
         line: UTF-8, with or without its line break.
         first: whether a byte order mark may stand before it.
+        needs_answer: whether it has to have an answer.
 
     Raises:
         Damaged: anything that is no problem.
     """
     text = _decoded(line, first).strip(" \t\r\n")
-    return _parse_object(_parse_json(text)) if text else None
+    return _parse_object(_parse_json(text), needs_answer) if text else None
 
 
 def _decoded(text: bytes, first: bool) -> str:
@@ -296,17 +310,17 @@ def _decoded(text: bytes, first: bool) -> str:
         ) from fault
 
 
-def _parse_foreign(record: Mapping[str, Any]) -> dict[str, Any]:
-    return _parse_record(_plain(record))
+def _parse_foreign(record: Mapping[str, Any], needs_answer: bool) -> dict[str, Any]:
+    return _parse_record(_plain(record), needs_answer)
 
 
-def _parse_object(record: Any) -> dict[str, Any]:
+def _parse_object(record: Any, needs_answer: bool) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise Damaged(f"an object with prompt and answer was expected, not {_kind(record)}")
-    return _parse_record(record)
+    return _parse_record(record, needs_answer)
 
 
-def _parse_record(record: Mapping[str, Any], needs_answer: bool = True) -> dict[str, Any]:
+def _parse_record(record: Mapping[str, Any], needs_answer: bool) -> dict[str, Any]:
     """Parse a problem from a record of plain values.
 
     Without `needs_answer` it may have no answer.
@@ -318,14 +332,14 @@ def _parse_record(record: Mapping[str, Any], needs_answer: bool = True) -> dict[
     if not isinstance(metadata, dict):
         raise Damaged(f"metadata must be an object, not {_kind(metadata)}")
     stated = _stated_answer(record, needs_answer)
-    question, said = _question(record, answered=stated is not None)
+    asked, question, said = _question(record, answered=stated is not None)
     stated = stated or said
     if stated is None and needs_answer:
         raise Damaged(f"it has no answer (keys: {', '.join(record)[:80]})")
     others = {
         key: value
         for key, value in record.items()
-        if key not in (*_PROMPT_KEYS, "answer", "metadata")
+        if key not in (*_PROMPT_KEYS, asked, "answer", "metadata")
     }
     if both := sorted(metadata.keys() & others.keys()):
         raise Damaged(f"{both[0]!r} stands both in metadata and beside it")
@@ -387,13 +401,16 @@ def _float(text: str) -> float:
     return value
 
 
-def _question(record: Mapping[str, Any], answered: bool) -> tuple[str, tuple[str, str] | None]:
-    """The prompt; and, of messages that end with the assistant's where the row is not answered,
-    (where it stands, what it says)."""
+def _question(record: Mapping[str, Any], answered: bool) -> tuple[str, str, tuple[str, str] | None]:
+    """(key, the prompt); and, of messages that end with the assistant's where the row is not
+    answered, (where it stands, what it says)."""
     given = [key for key in _PROMPT_KEYS if record.get(key) is not None]
+    if not given and record.get(_PROMPT_KEY_ALONE) is not None:
+        given = [_PROMPT_KEY_ALONE]
     if len(given) != 1:
         raise Damaged(
-            f"give one of prompt, question and messages (it has {' and '.join(given) or 'none'})"
+            "give one of prompt, question, problem and messages (it has "
+            f"{' and '.join(given) or 'none'})"
         )
     key, value = given[0], record[given[0]]
     # A list under "prompt" is what some data sets call their messages.
@@ -404,24 +421,25 @@ def _question(record: Mapping[str, Any], answered: bool) -> tuple[str, tuple[str
                 "rename the column"
             )
         try:
-            several = isinstance(value, list) and len(value) > 1
-            if key == "messages" and not answered and several:
+            if key == "messages" and isinstance(value, list) and len(value) > 1:
                 *before, last = read_messages(value, last=("user", "tool", "assistant"))
                 if last["role"] == "assistant":
+                    if answered:  # the way to the answer
+                        return key, Conversation(read_messages(before)), None
                     where = f"the last of {key}"
                     if last.keys() != {"role", "content"}:
                         raise MessageFault(
                             f"{where} calls tools or reasons; give the answer as text"
                         )
-                    return Conversation(read_messages(before)), (where, last["content"])
-            return Conversation(read_messages(value)), None
+                    return key, Conversation(read_messages(before)), (where, last["content"])
+            return key, Conversation(read_messages(value)), None
         except MessageFault as fault:
             raise Damaged(f"{key}: {fault}") from fault
     if not isinstance(value, str):
         raise Damaged(f"{key} must be text or a list of messages, not {_kind(value)}")
     if not value.strip():
         raise Damaged(f"{key} is empty")
-    return value, None
+    return key, value, None
 
 
 def _stated_answer(record: Mapping[str, Any], needed: bool) -> tuple[str, Any] | None:

@@ -117,7 +117,7 @@ def test_any_object_is_read_or_named_as_damaged(record):
         (b'{"prompt": "a", "answer": "\xff"}', r"not UTF-8 \(byte 0xff at position 28\)"),
         (b'{"prompt": "a", "answer": 1', r"not JSON \(.* at column 28\)"),
         (b'["a", 1]', "an object with prompt and answer was expected, not a list"),
-        (b'{"answer": 1}', r"one of prompt, question and messages \(it has none\)"),
+        (b'{"answer": 1}', r"one of prompt, question, problem and messages \(it has none\)"),
         (b'{"prompt": "a", "question": "b", "answer": 1}', "it has prompt and question"),
         (b'{"prompt": " ", "answer": 1}', "prompt is empty"),
         (b'{"prompt": 3, "answer": 1}', "prompt must be text or a list of messages, not a number"),
@@ -261,6 +261,8 @@ VERL = {
         ({"prompt": "a", "completion": "It is 4."}, "It is 4."),
         ({"prompt": [USER], "completion": [SAID]}, "It is 4."),
         ({"messages": [USER, SAID]}, "It is 4."),
+        ({"messages": [USER, SAID], "problem": "2 + 2?", "answer": "4"}, "4"),
+        ({"prompt": [USER], "problem": "2 + 2?", "solution": "4"}, "4"),
         ({"messages": arrow([USER, SAID]), "prompt": None, "metadata": None}, "It is 4."),
     ],
 )
@@ -300,6 +302,24 @@ def test_columns_may_have_the_names_of_trl_and_verl(row, answer):
 def test_what_a_row_says_in_two_ways_or_in_none_is_named(row, fault):
     with pytest.raises(Damaged, match=fault):
         parse_line(json.dumps(row).encode())
+
+
+def test_rows_as_the_sets_of_mathematics_have_them():
+    math = {"problem": "2 + 2?", "solution": "So $\\boxed{4}$.", "level": 1, "subject": "sums"}
+    for row, answer in ((math, math["solution"]), (math | {"answer": "4"}, "4")):
+        problem = parse_line(json.dumps(row).encode())
+        assert problem is not None
+        assert (problem["question"], problem["answer"]) == ("2 + 2?", answer)
+        assert "problem" not in problem["metadata"]
+
+
+def test_prompts_alone_are_enough_where_no_reward_compares(tmp_path):
+    path = write(tmp_path / "a.jsonl", {"prompt": [USER]}, {"prompt": "b"})
+    judged = RewardConfig(function="<python>:f")
+    train, held_out = load_splits(task_of(path, eval_size=1, reward=judged))
+    assert [problem.answer for problem in (*train, *held_out)] == ["", ""]
+    with pytest.raises(UserError, match=r"a.jsonl:1: it has no answer \(keys: prompt\)"):
+        load_splits(task_of(path))
 
 
 def test_what_only_a_reward_reads_may_be_anything():
