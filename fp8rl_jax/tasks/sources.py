@@ -239,6 +239,11 @@ def _rows(file: Path, key: str) -> Iterator[tuple[str, _Parse]]:
         return
     with gzip.open(file) if magic[:2] == b"\x1f\x8b" else file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
+            if line.removeprefix(_BYTE_ORDER_MARK).strip() == b"{" and number == 1:
+                raise UserError(
+                    f"{file}: one object over several lines; write an object a line, or one list "
+                    "of objects"
+                )
             if line.removeprefix(_BYTE_ORDER_MARK).lstrip()[:1] == b"[" and number == 1:
                 yield from _list_rows(file, b"".join(chain([line], lines)))
             else:
@@ -408,10 +413,8 @@ def _question(record: Mapping[str, Any], answered: bool) -> tuple[str, str, tupl
     if not given and record.get(_PROMPT_KEY_ALONE) is not None:
         given = [_PROMPT_KEY_ALONE]
     if len(given) != 1:
-        raise Damaged(
-            "give one of prompt, question, problem and messages (it has "
-            f"{' and '.join(given) or 'none'})"
-        )
+        has = " and ".join(given) or f"none; keys: {', '.join(record)[:80]}"
+        raise Damaged(f"give one of prompt, question, problem and messages (it has {has})")
     key, value = given[0], record[given[0]]
     # A list under "prompt" is what some data sets call their messages.
     if key == "messages" or isinstance(value, list):
@@ -421,6 +424,8 @@ def _question(record: Mapping[str, Any], answered: bool) -> tuple[str, str, tupl
                 "rename the column"
             )
         try:
+            if isinstance(value, list) and value and isinstance(value[0], str):
+                raise MessageFault("is a list of texts; write an object for each row, not columns")
             if key == "messages" and isinstance(value, list) and len(value) > 1:
                 *before, last = read_messages(value, last=("user", "tool", "assistant"))
                 if last["role"] == "assistant":

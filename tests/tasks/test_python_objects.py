@@ -412,7 +412,7 @@ def test_a_stream_is_read_as_far_as_it_is_needed():
     [
         (
             [*rows(3), {"answer": 1}],
-            r"^dataset row 3: give one of prompt, question, problem and messages \(it has none\)$",
+            r"^dataset row 3: give one of prompt, question, problem and messages \(it has none; keys: answer\)$",
         ),
         (
             [*rows(3), 7],

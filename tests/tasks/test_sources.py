@@ -117,7 +117,10 @@ def test_any_object_is_read_or_named_as_damaged(record):
         (b'{"prompt": "a", "answer": "\xff"}', r"not UTF-8 \(byte 0xff at position 28\)"),
         (b'{"prompt": "a", "answer": 1', r"not JSON \(.* at column 28\)"),
         (b'["a", 1]', "an object with prompt and answer was expected, not a list"),
-        (b'{"answer": 1}', r"one of prompt, question, problem and messages \(it has none\)"),
+        (
+            b'{"answer": 1}',
+            r"one of prompt, question, problem and messages \(it has none; keys: answer\)",
+        ),
         (b'{"prompt": "a", "question": "b", "answer": 1}', "it has prompt and question"),
         (b'{"prompt": " ", "answer": 1}', "prompt is empty"),
         (b'{"prompt": 3, "answer": 1}', "prompt must be text or a list of messages, not a number"),
@@ -369,6 +372,11 @@ def test_one_list_and_gzip_are_files_too(tmp_path):
         (b"[1, {}]", "row 1: an object with prompt and answer was expected, not a number"),
         (b'[{"prompt": "a", "answer": 1},\n {"prompt"]', "not JSON .* at line 2, column 11"),
         (b"[]", "is an empty data set"),
+        (b'{\n "data": []\n}', "a: one object over several lines; write an object a line"),
+        (
+            b'{"prompt": ["a", "b"], "answer": ["1", "2"]}',
+            "a:1: prompt: is a list of texts; write an object for each row",
+        ),
         (gzip.compress(b"{}" * 99)[:-9], "task.name: .* cannot be read"),
         (b"\x1f\x8b\x00", "task.name: .* cannot be read"),
     ],
