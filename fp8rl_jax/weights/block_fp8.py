@@ -292,8 +292,8 @@ def split_scales(
     Args:
         checkpoint: of an FP8 model, or of a plain one (`block` None), which is given back as it is.
         expected: the tensors of the model, by name.
-        block: (rows, columns) that share a scale. A single number is the whole tensor's, whatever
-            this says.
+        block: (rows, columns) that share a scale. A single number is the whole tensor's, and one
+            for each row is the row's, whatever this says, as transformers has it.
 
     Returns:
         The checkpoint without its scales, and the scales [..., rows, columns] by the name of the
@@ -369,8 +369,10 @@ def _checked_scale(
     down, across = block[0] or height, block[1] or columns
     whole = (-(-rows // down) if block[0] else 1, -(-columns // across))
     apart = (matrices * -(-height // down), whole[1])
-    if scale.shape in ((), (1,)) and not leading:
+    if scale.shape in ((), (1,), (1, 1)) and not leading:
         return scale.reshape(1, 1)
+    if scale.shape == (*leading, rows, 1) or (scale.shape == (rows,) and not leading):
+        return scale.reshape(*leading, rows, 1)
     if whole[1] == 1 and scale.shape == (*leading, whole[0]):
         return scale[..., None]
     if matrices > 1 and scale.shape == (*leading, *apart):
