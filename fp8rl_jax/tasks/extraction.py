@@ -158,8 +158,18 @@ _SPELLINGS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] =
         (r"\{,\}", ","),
         (r"(?<!\\)\\!", ""),
         (r"(?<!\\)\\[,;: >]|~", " "),
-        (r"\\(?:q?quad|displaystyle|left|right|[bB]igg?[lr]?)(?![A-Za-z])", " "),
-        (r"\\(?:approx|to|[rR]ightarrow|Longrightarrow|implies|therefore)(?![A-Za-z])", "="),
+        (
+            r"\\(?:q?quad|displaystyle|left|right|[bB]igg?[lr]?|bf|rm|[lL]arge|LARGE|[hH]uge"
+            r"|(?:black)?square|qed|checkmark)(?![A-Za-z])"
+            r"|\\(?:begin|end)\{(?:equation|align(?:ed)?|gather(?:ed)?|center|split)\*?\}",
+            " ",
+        ),
+        (r"\{\}", ""),
+        (
+            r"\\(?:approx|simeq|cong|to|[rR]ightarrow|Longrightarrow|implies|therefore)"
+            r"(?![A-Za-z])",
+            "=",
+        ),
         (r"\\(?:times|cdot)(?![A-Za-z])", "\u00d7"),
         (r"\\[lc]?dots(?![A-Za-z])", "..."),
         (r"[<>]=", "<"),
@@ -176,7 +186,7 @@ _SPELLINGS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] =
         # tags, rows of a table, bullets, emphasis
         (r"</?[A-Za-z][\w-]*(?:\s+[\w-]+=[^<>]*)?\s*/?>|<\|\w+\|>|\[/?[A-Z]{3,}\]", " "),
         (
-            r"(?m)^[ \t]*\|[ \t][^\n]*[ \t]\|[ \t]*$",
+            r"(?m)^[ \t]*\|[ \t](?=[^\n|]*\|[^\n]*[ \t]\|[ \t]*$)[^\n]*$",
             lambda found: found[0].strip(" \t|").replace("|", ";"),
         ),
         (r"(?m)(?<![\d)]\n)^[ \t]*(?:\*[ \t]+|[-+\u2022][ \t]+(?=\*\*|__))", ""),
@@ -196,6 +206,8 @@ _SPELLINGS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] =
         (r"(?<![A-Za-z])(?:US|CA?|AU?|NZ|HK|S|R)?\$\s*(?=[-\d.])|\$", ""),
         (r"(?<=[\d ])[\u00a2-\u00a5\u20a0-\u20c0]|[\u00a2-\u00a5\u20a0-\u20c0]\s*", ""),
         (r"\b(?:USD|EUR|GBP|JPY|INR|CHF|Rs)\b\.?\s*(?=[-\d.])", ""),
+        # what of a formula became two spaces beside a word
+        (r"(?<=[^\W\d_])[ \t]{2,}+|(?<![ \t])[ \t]{2,}+(?=[^\W\d_])", " "),
         # square metres
         (
             rf"(\d\s*(?:{_LENGTH}|[kc]?m/s|k?g/c?m)|\d\s+(?:m|in|mi|s))"
@@ -283,22 +295,23 @@ _PART = re.compile(
     |   != \s* \0
     |   [-+] [^\S\n]* [-+({{\[] [^\S\n]* [-+]? \0
     |   [\d)\]}}%\u00b0] [^\S\n]* [-+] [^\S\n]* \0
-    |   (?<![=:(]) (?<![=:(][ ]) [-+] [ \t]+ \0
+    |   (?<![=:({{]) (?<![=:({{][ ]) [-+] [ \t]+ \0
     |   (?<! [{_LETTER}'] ) [{_LETTER}] [ ]+ [-+] \0
     |   (?: ^ | [\s\d] ) \u2014 \0
-    |   \\[A-Za-z]+ \s* (?: \[[^\]]*\] )? \s* [({{]? \s* [-+]? \0
+    |   \\[A-Za-z]+ \s* (?: \[[^\]]*\] )? \s* (?: [({{] \s* ){{0,2}} [-+]? \0
     |   \}} (?: [^\S\n]* | \{{ ) [-+]? \0
     |   \0 [%\u00b0]? \s* (?! / \s? {_PER} \b )
         (?: [*/^+\u00d7\u00b7\u00f7\u00b1\u2213<>\u2264\u2265\u2260|\u221a\u03c0]
         |   \\ (?!end\b) [A-Za-z] )
+    |   \0 \}} (?: [{_LETTER}] | [%\u00b0]? [^\S\n]* (?: [*/^+\u00d7\u00b7\u00f7] | \\ [A-Za-z] ) )
     |   \0 [%\u00b0]? [^\S\n]+ - [^\S\n]* (?: [\d(\\] | [{_LETTER}] (?![{_LETTER}]) )
     |   \0 !+ (?! [!\s"')\]] | $ )
     |   \0 [ ] [b-fknp-rtx-z] \b (?!')
 
     # A word says that it is another, or none.
     |   \b (?: minus | negative | plus | times | (?:divided|multiplied)[ ]by | over | than | except
-        |   instead[ ]of | squared | root(?:[ ]of)? | mod | modulo | log | ln | lg | exp | sin | cos
-        |   tan | cot | sec | csc | sqrt | base
+        |   instead[ ]of | nearest | rounded(?:[ ]up|[ ]down)?[ ]from | squared | root(?:[ ]of)?
+        |   mod | modulo | log | ln | lg | exp | sin | cos | tan | cot | sec | csc | sqrt | base
         |   [Vv]ersion | [Ss]tep | [Cc]hapter | [Ss]ection | [Ff]igure | [Ee]quation | [Mm]ethod
         |   [Pp]art | [Cc]ase | [Qq]uestion | [Pp]roblem | [Ee]xample | Table | Theorem | Lemma
         |   {_MONTH} )
