@@ -270,8 +270,10 @@ _PART = re.compile(
             [^\S\n]+ [({{\[]?
         |   [^\S\n]* : (?!\s) | [^\S\n]+ : [^\S\n]*
         |   \s* (?: ,? \s* \b (?: and | or | (?:up\s+)? to | through | by | vs | in
+                | und | oder | bis | et | ou | y | e | o | \u0438 | \u0438\u043b\u0438
                 | (?:out\s+)? of (?:\s+every)? ) \b \.?
-            |   [,;/|&\u2014\u2026\u301c\uff5e\u81f3\u5230\u6216\u548c\u4e0e] | \.\.+ | [xXR]
+            |   [,;/|&\u2014\u2026\u301c\uff5e] | \.\.+ | [xXR]
+            |   [\u81f3\u5230\u6216\u548c\u4e0e\u3068\u3084]
             |   (?: ,? \s* with )? (?: \s+ a )? ,? \s* rem(?:ainder)?\b (?: \s+ of )? ) \s* [({{\[]?
         ) [-+]? \0
     |   (?<! [\w)^*/+-] ) (?<! [*/+-][ ] ) [{_LETTER}] \w? (?:_\w)? \s* =
@@ -282,8 +284,9 @@ _PART = re.compile(
     |   \d \s? {_MIXED} , \s+ (?:and\s+)? \0 \s?
         (?: {_MIXED} | inch(?:es)? | in | oz | ounces? | sec(?:ond)?s? ) \b
     |   \d (?: \u5c0f\u65f6 | \u6642\u9593 | \uc2dc\uac04
-        |   [\u65f6\u5206\u5143\u5757\u7c73\u5e74\u5468\u5929\u65a4] ) \s* \0
-    |   (?: \u7b2c | (?<!\u767e) \u5206\u4e4b ) \0  # the 5th, fifths
+        |   [\u65f6\u70b9\u5206\u5143\u5757\u7c73\u5e74\u5468\u5929\u65a4] ) \s* \0
+    |   (?: \u7b2c | (?<!\u767e) \u5206 [\u4e4b\u306e] | \ubd84\uc758 ) \s* \0  # the 5th, fifths
+    |   \0 (?: \u756a\u76ee | \ubc88\uc9f8 | [\u4e2a\u500b]?\u534a | \u5272 )  # the 5th, and a half
 
     # It stands in a tuple, an interval or a matrix.
     |   [(\[{{] \s* [-+]? \0 \s* [,;] | [,;] \s* [-+]? \0 \s* [)\]}}] | & \s* [-+]? \0 | \0 \s* &
@@ -316,6 +319,11 @@ _PART = re.compile(
         |   [Pp]art | [Cc]ase | [Qq]uestion | [Pp]roblem | [Ee]xample | Table | Theorem | Lemma
         |   {_MONTH} )
         \b \.? [\s(]* [-+]? \0
+    |   (?: [\u8d1f\u8ca0] | \u30de\u30a4\u30ca\u30b9 | \ub9c8\uc774\ub108\uc2a4 | \u4e0d\u662f
+        |   \u4e0d\u7b49\u4e8e ) \s* \0
+    |   \b (?: menos | moins | meno | nicht | n?est\spas | no\ses | \u043c\u0438\u043d\u0443\u0441
+        |   \u043d\u0435 ) \s+ [-+]? \0
+    |   \0 \s (?: et\sdemi | y\smedi[oa] | e\smei[oa] | Uhr ) \b
     |   (?: \b (?: [Nn]ot | [Cc]annot | [Nn]ever ) | n't ) \s+ (?: [^\W\d]+ \s+ ){{0,2}} [-+]? \0
     |   \0 \s (?: of \s )? {_MONTH}
     |   \0 \s \(? (?: repeating | recurring | decimal | significant ) \b
