@@ -340,7 +340,7 @@ def _parse_record(record: Mapping[str, Any], needs_answer: bool) -> dict[str, An
     asked, question, said = _question(record, answered=stated is not None)
     stated = stated or said
     if stated is None and needs_answer:
-        raise Damaged(f"it has no answer (keys: {', '.join(record)[:80]})")
+        raise Damaged(f"it has no answer (keys: {_keys(record)})")
     others = {
         key: value
         for key, value in record.items()
@@ -413,7 +413,7 @@ def _question(record: Mapping[str, Any], answered: bool) -> tuple[str, str, tupl
     if not given and record.get(_PROMPT_KEY_ALONE) is not None:
         given = [_PROMPT_KEY_ALONE]
     if len(given) != 1:
-        has = " and ".join(given) or f"none; keys: {', '.join(record)[:80]}"
+        has = " and ".join(given) or f"none; keys: {_keys(record)}"
         raise Damaged(f"give one of prompt, question, problem and messages (it has {has})")
     key, value = given[0], record[given[0]]
     # A list under "prompt" is what some data sets call their messages.
@@ -478,6 +478,11 @@ def _stated_answer(record: Mapping[str, Any], needed: bool) -> tuple[str, Any] |
             raise Damaged("completion must be one message of text")
         completion = messages[0]["content"]
     return None if completion is None else ("completion", completion)
+
+
+def _keys(record: Mapping[str, Any]) -> str:
+    """Its keys on one line."""
+    return " ".join(", ".join(record).split())[:80]
 
 
 def _answer(where: str, value: Any) -> str:

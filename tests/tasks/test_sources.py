@@ -72,6 +72,7 @@ def test_a_sound_line_is_read_rightly(prompt, answer, extra):
 @example(b'{"prompt": "a", "answer": ' + b"1" * 5000 + b"}")
 @example(b'{"prompt": "\\ud800", "answer": 1}')
 @example(b'{"prompt": "a", "answer": 1e999}')
+@example(b'{"prompt": "a", "\\n": 1}')
 @example(b"\xef\xbb\xbf")
 def test_any_line_is_read_or_named_as_damaged(line):
     try:
