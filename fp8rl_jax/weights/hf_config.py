@@ -28,8 +28,8 @@ _GEMMA_THETA, _GEMMA_LOCAL_THETA = 1e6, 1e4
 _DEFAULT_SLIDING_WINDOW = 4096
 _DEFAULT_MAX_WINDOW_LAYERS = 28
 _DEFAULT_QUERY_PRE_ATTN_SCALAR = 256
-_ACTIVATIONS = {"swish": "silu"}
-"""Other names of the same function."""
+_OTHER_NAMES = {"silu": ("swish",)}
+"""Of an activation."""
 
 
 def read_policy_config(directory: str | Path) -> PolicyConfig:
@@ -267,7 +267,7 @@ def _architecture(config: dict[str, Any]) -> str:
 
 def _refuse_unimplemented(fields: Fields, family: Family) -> None:
     config, key, activation = fields.data, family.activation_key, family.activation
-    if _ACTIVATIONS.get(config.get(key), config.get(key, activation)) != activation:
+    if config.get(key, activation) not in (activation, *_OTHER_NAMES.get(activation, ())):
         raise UserError(f"{key} {config[key]!r} is not supported; only {activation!r} is")
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if config.get(key) is not None:
