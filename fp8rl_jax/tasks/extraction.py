@@ -238,7 +238,7 @@ _NUMBER = re.compile(
         |   [ ]? \^ (?P<power> [-+]?\d{1,3})                       # read of 10 alone
         )?
     )
-    (?: [ ] (?P<scale> (?i: hundred | thousand | lakh | million | crore | billion | trillion ))
+    (?: [^\S\n]+ (?P<scale> (?i: hundred | thousand | lakh | million | crore | billion | trillion ))
         s?\b )?
     """,
     re.VERBOSE,
@@ -247,7 +247,7 @@ _NUMBER = re.compile(
 _PART = re.compile(
     rf"""
     # Another thing touches it. \0 is the number without its sign.
-        [{_LETTER}\d_^\\)\]}}] [({{\[]? \0 | \. \0
+        [{_LETTER}\d_^\\)\]}}] (?: [({{\[] \s* [-+]? [^\S\n]* )? \0 | \. \0
     |   [{_LETTER}\d_^\\)\]}}] [-+] [^\S\n]* \0
     |   \d ['"%\u00b0] \0
     |   [.] [({{\[] \0
@@ -283,6 +283,7 @@ _PART = re.compile(
     |   \d \s? (?: {_MIXED} | hundred | thousand | million | billion ) \s+ (?:and\s+)? \0
     |   \d \s? {_MIXED} , \s+ (?:and\s+)? \0 \s?
         (?: {_MIXED} | inch(?:es)? | in | oz | ounces? | sec(?:ond)?s? ) \b
+    |   \d \s? [\u5e74\u6708\u65e5\u65f6\u6642\u70b9\u5206\ub144\uc6d4] \s? \0       # dates, times
     |   \d (?: \u5c0f\u65f6 | \u6642\u9593 | \uc2dc\uac04
         |   [\u65f6\u70b9\u5206\u5143\u5757\u7c73\u5e74\u5468\u5929\u65a4] ) \s* \0
     |   (?: \u7b2c | (?<!\u767e) \u5206 [\u4e4b\u306e] | \ubd84\uc758 ) \s* \0  # the 5th, fifths
@@ -296,6 +297,7 @@ _PART = re.compile(
     |   [*/^\u00d7\u00b7\u00f7\u00b1\u2213<>\u2264\u2265\u2260\u2261\u2208_|\u221a-\u221c\u2211]
         [^\S\n]* [({{]? [-+]? [^\S\n]* \0
     |   != \s* \0
+    |   (?<! [{_LETTER}] ) [xX] [ ]* \0
     |   [-+] [^\S\n]* [-+({{\[] [^\S\n]* [-+]? \0
     |   [\d)\]}}%\u00b0] [^\S\n]* [-+] [^\S\n]* \0
     |   (?<![=:({{]) (?<![=:({{][ ]) [-+] [ \t]+ \0
