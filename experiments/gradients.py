@@ -110,7 +110,8 @@ def gradient(
     if float(metrics["optim/skipped"]):
         raise RuntimeError(f"{recipe}: the gradient is not finite")
     tensors, before = state.policy.layers.tensors(), policy.layers.tensors()
-    moved = [(before[name].value - tensors[name].value) / STEP for name in LINEARS]
+    linears = [name for name in LINEARS if name in tensors]
+    moved = [(before[name].value - tensors[name].value) / STEP for name in linears]
     return np.concatenate([np.asarray(x, np.float64).ravel() for x in moved])
 
 
