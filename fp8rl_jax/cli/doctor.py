@@ -93,8 +93,8 @@ def _understood(
         run = task_of(arguments.data)
         if model := arguments.model or run.model.path:
             directory = find_model(model, progress)
-            yield f"model {model}", model_lines(directory)
             config = read_policy_config(directory)
+            yield f"model {model}", model_lines(config, directory)
             tokenizer = load_tokenizer(directory, config.vocab_size)
             none = ["none beside the weights: prompts can only be token ids"]
             ends = config.eos_token_ids

@@ -22,18 +22,16 @@ _ANSWERS = 10
 _PROMPT_LINES = 6
 
 
-def model_lines(directory: Path) -> list[str]:
+def model_lines(config: PolicyConfig, directory: Path) -> list[str]:
     """Say what a model's config.json means: layers, windows, rotary positions, how weights are
     stored.
 
     Raises:
-        UserError: a file that is missing, malformed, or means what is not implemented.
+        UserError: weights in a form that is not read.
     """
     from fp8rl_jax.models.policy import parameter_count
     from fp8rl_jax.weights.block_fp8 import in_words, read_quantization
-    from fp8rl_jax.weights.hf_config import read_policy_config
 
-    config = read_policy_config(directory)
     block = read_quantization(directory)
     stored = f"e4m3, a scale for {in_words(block)}" if block else "none"
     return [
@@ -131,26 +129,28 @@ def data_lines(run: RunConfig, tokenizer: HFTokenizer | None) -> list[str]:
     """
     from fp8rl_jax.tasks.dataset import load_splits
     from fp8rl_jax.tasks.verifiers import unread_result
+    from fp8rl_jax.training.prompts import PromptEncoder
 
     task, width = run.task, run.rollout.max_prompt_tokens
     train, held_out = load_splits(task)
     examples = [*held_out.examples, *train.examples]
     lines = [f"rows: {len(examples)} kept, {train.duplicates} dropped, which repeat a prompt"]
     if tokenizer is not None:
-        lines += _lengths(examples, tokenizer, task, width)
-        lines += _written(examples[0], tokenizer, task)
+        encoder = PromptEncoder(tokenizer, task.system_prompt, width)
+        prompts = [encoder.tokens(example) for example in examples]
+        lines += _lengths(examples, prompts, width)
+        lines += _written(examples[0], tokenizer.decode(prompts[0], skip_special=False))
     lines += ["answers, as they stand and as their last number is read:", *_answers(examples)]
     return lines + ([hint] if (hint := unread_result(task, examples)) else [])
 
 
 def _lengths(
-    examples: Sequence[Example], tokenizer: HFTokenizer, task: TaskConfig, width: int
+    examples: Sequence[Example], prompts: Sequence[Sequence[int]], width: int
 ) -> Iterator[str]:
     from fp8rl_jax.errors import listing
-    from fp8rl_jax.training.prompts import PromptEncoder
 
-    encoder = PromptEncoder(tokenizer, task.system_prompt, width)
-    counts = sorted((len(encoder.tokens(example)), example.where) for example in examples)
+    pairs = zip(examples, prompts, strict=True)
+    counts = sorted((len(tokens), example.where) for example, tokens in pairs)
     yield f"tokens of a prompt: {counts[0][0]} to {counts[-1][0]}"
     if long := [where for count, where in counts if count > width]:
         yield (
@@ -159,13 +159,9 @@ def _lengths(
         )
 
 
-def _written(example: Example, tokenizer: HFTokenizer, task: TaskConfig) -> Iterator[str]:
-    from fp8rl_jax.training.prompts import PromptEncoder
-
-    tokens = PromptEncoder(tokenizer, task.system_prompt, 0).tokens(example)
+def _written(example: Example, text: str) -> Iterator[str]:
     yield f"the first prompt ({example.where}), as the model sees it:"
-    text = repr(tokenizer.decode(tokens, skip_special=False))
-    shown = textwrap.wrap(text, _WIDTH - 2, drop_whitespace=False)
+    shown = textwrap.wrap(repr(text), _WIDTH - 2, drop_whitespace=False)
     yield from (f"  {line}" for line in shown[:_PROMPT_LINES])
     if len(shown) > _PROMPT_LINES:
         yield f"  ... and {len(shown) - _PROMPT_LINES} lines more"

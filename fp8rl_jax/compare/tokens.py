@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float32, Int
 
 from fp8rl_jax.config.run import RunConfig
-from fp8rl_jax.errors import UserError
+from fp8rl_jax.errors import UserError, listing
 from fp8rl_jax.models.policy import Policy
 from fp8rl_jax.parallel import to_host
 from fp8rl_jax.rollout.engine import Rollout, pad_prompts
@@ -23,7 +23,6 @@ from fp8rl_jax.rollout.offline import Line, calibrate, read_lines
 from fp8rl_jax.rollout.sampling import Sampling
 from fp8rl_jax.rollout.vllm.engine import VllmEngine
 from fp8rl_jax.tokenizers.tokenizer import Tokenizer, end_tokens
-from fp8rl_jax.weights.hf_directory import listing
 
 _log = logging.getLogger("fp8rl")
 

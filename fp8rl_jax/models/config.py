@@ -235,16 +235,10 @@ class PolicyConfig:
                 f"rope_local_base_freq {self.local_rope_theta}: only a 'gemma3_text' with a "
                 "window has one"
             )
-        given = {
-            "partial_rotary_factor": self.partial_rotary_factor != 1,
-            "attention_bias": self.attention_bias is not None,
-            "use_qk_norm": self.use_qk_norm is not None,
-        }
-        for key, there in given.items():
-            if there and key not in family.options:
-                raise UserError(
-                    f"{key} {getattr(self, key)} does not go with {self.architecture!r}"
-                )
+        usual = {"partial_rotary_factor": 1.0, "attention_bias": None, "use_qk_norm": None}
+        for key, value in usual.items():
+            if (given := getattr(self, key)) != value and key not in family.options:
+                raise UserError(f"{key} {given} does not go with {self.architecture!r}")
         if self.experts is not None and self.experts.scoring != family.routing:
             raise UserError(
                 f"experts scored by {self.experts.scoring} do not go with {self.architecture!r}"

@@ -4,6 +4,7 @@ longer than those of pretraining (arXiv 2104.09864)."""
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -14,7 +15,7 @@ from fp8rl_jax.errors import UserError
 
 
 @dataclass(frozen=True)
-class RopeScaling:
+class RopeScaling(ABC):
     """How frequencies are rescaled; one class for each `rope_type` of Hugging Face.
 
     Raises:
@@ -33,9 +34,9 @@ class RopeScaling:
         """What cos and sin are multiplied by."""
         return 1.0
 
+    @abstractmethod
     def rescaled(self, frequencies: Float[Array, " half"], theta: float) -> Float[Array, " half"]:
         """Rescale the frequencies theta^(-i / half)."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

@@ -359,8 +359,12 @@ def check_functions(config: RLConfig, samples_per_prompt: int = 4) -> None:
         (SELECTION_KEY, config.selection, selected, groups, None, ""),
         (OBJECTIVE_KEY, config.objective, jax.grad(loss, has_aux=True), inputs, gradients, _FLAT),
         (
-            *(ESTIMATOR_KEY, config.advantage.estimator, estimated, (rewards, valid, lengths)),
-            *(some_advantages, "its advantages of rewards that differ"),
+            ESTIMATOR_KEY,
+            config.advantage.estimator,
+            estimated,
+            (rewards, valid, lengths),
+            some_advantages,
+            "its advantages of rewards that differ",
         ),
         (WEIGHTS_KEY, own_weights, weighted, (values, mask), some_weights, "its weights"),
     )

@@ -47,7 +47,7 @@ from fp8rl_jax.tasks.rewards import create_reasoning_gym
 # seeds apart.
 _SEED_DISTANCE = 1_000_003
 CHUNK = 512
-_COMPARING_REWARDS = ("exact", "math_verify")
+COMPARING_REWARDS = ("exact", "math_verify")
 """Rewards without a use where a problem has no answer."""
 
 Row = Mapping[str, Any]
@@ -98,7 +98,7 @@ def _module_rows(task: TaskConfig, given: Any) -> Sequence[Row]:
 
 def comparing_reward(task: TaskConfig) -> str:
     """Return the reward that has no use where a problem has no answer; "" where there is none."""
-    return next((name for name in _COMPARING_REWARDS if name in task.components), "")
+    return next((name for name in COMPARING_REWARDS if name in task.components), "")
 
 
 def _foreign_row(row: Any, which: str, needs_answer: bool) -> dict[str, Any]:
@@ -282,7 +282,7 @@ def refuse(faults: Sequence[str], what: str) -> None:
     """
     if faults:
         more = (
-            f"\nand {len(faults) - _SHOWN_FAULTS} more damaged rows"
+            f"\nand {len(faults) - _SHOWN_FAULTS} more damaged {what}"
             if len(faults) > _SHOWN_FAULTS
             else ""
         )

@@ -13,12 +13,12 @@ from fp8rl_jax.config.tasks import Extract, TaskConfig
 from fp8rl_jax.tasks.dataset import Example
 from fp8rl_jax.tasks.extraction import extract_answer, same_number
 from fp8rl_jax.tasks.sandbox.pool import RewardPool
+from fp8rl_jax.tasks.sources import COMPARING_REWARDS
 
 TRIED = 256
 """Problems that are tried where each may cost something; spread over all that there are."""
 CONSTANTS = ("0", "1", "42", "A", "yes", "I do not know.")
 """What a policy that gives up says everywhere."""
-_COMPARING = ("exact", "math_verify")
 _FORMS: dict[Extract, str] = {
     "whole": "{}",
     "last_number": "{}",
@@ -40,7 +40,7 @@ def unread_result(task: TaskConfig, examples: Sequence[Example]) -> str:
     """
     deciding, extract = task.deciding_reward, task.reward.extract
     by_value = deciding == "exact" and extract == "last_number"
-    if deciding not in _COMPARING or task.answer_extract != "whole" or by_value:
+    if deciding not in COMPARING_REWARDS or task.answer_extract != "whole" or by_value:
         return ""
     marks: dict[Extract, str] = {"after_hashes": "a line #### RESULT", "answer_tag": "a tag"}
     if deciding == "exact":  # math_verify reads boxes
@@ -65,7 +65,7 @@ def unverified(pool: RewardPool, examples: Sequence[Example]) -> str:
         One line with the count and the first problems; empty where all is well.
     """
     task = pool.task
-    if task.deciding_reward not in _COMPARING or any(task.reward.specs.values()):
+    if task.deciding_reward not in COMPARING_REWARDS or any(task.reward.specs.values()):
         return ""
     return _OwnAnswers(pool, _spread([e for e in examples if e.answer])).fault
 

@@ -89,8 +89,11 @@ def _parse(config: dict[str, Any], generation_config: dict[str, Any]) -> PolicyC
                 f"({num_heads})"
             )
         head_dim = hidden_size // num_heads
+    positions = fields.integer("max_position_embeddings", default=family.max_positions)
     rope_theta, rope_scaling, local_rope_theta = (
-        _rope_by_kind(fields, family) if family.local_rope else (*_rope(fields), None)
+        _rope_by_kind(fields, family, positions)
+        if family.local_rope
+        else (*_rope(fields, positions), None)
     )
     sliding_window, full_attention_layers = _window(fields, family, num_layers)
     bos, eos, pad = _special_tokens(fields, family)
@@ -107,9 +110,7 @@ def _parse(config: dict[str, Any], generation_config: dict[str, Any]) -> PolicyC
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         tie_word_embeddings=fields.boolean("tie_word_embeddings", default=family.tied),
-        max_position_embeddings=fields.integer(
-            "max_position_embeddings", default=family.max_positions
-        ),
+        max_position_embeddings=positions,
         bos_token_id=bos,
         eos_token_ids=tuple(dict.fromkeys(eos + generation.integers("eos_token_id"))),
         pad_token_id=_pad(generation, default=None) if pad is None else pad,
@@ -393,7 +394,7 @@ def _rotary_factor(fields: Fields, family: Family) -> float:
     return factor
 
 
-def _rope(fields: Fields) -> tuple[float, RopeScaling | None]:
+def _rope(fields: Fields, positions: int) -> tuple[float, RopeScaling | None]:
     """(rope_theta, rope_scaling) of a model whose layers all rotate alike.
 
     Where both spellings are given transformers takes rope_scaling and drops rope_parameters; what
@@ -415,10 +416,12 @@ def _rope(fields: Fields) -> tuple[float, RopeScaling | None]:
                     f"rope_scaling and rope_parameters are both given, and differ in {key} "
                     f"({taken[key]!r} and {value!r}); keep one of them"
                 )
-    return theta, _scaling(fields, rope)
+    return theta, _scaling(fields, rope, positions)
 
 
-def _rope_by_kind(fields: Fields, family: Family) -> tuple[float, RopeScaling | None, float]:
+def _rope_by_kind(
+    fields: Fields, family: Family, positions: int
+) -> tuple[float, RopeScaling | None, float]:
     """(rope_theta, rope_scaling, rope_theta of the layers with a window) of a Gemma 3."""
     by_kind = fields.object("rope_parameters")
     if strange := sorted(by_kind.data.keys() - {_FULL, _SLIDING}):
@@ -447,14 +450,14 @@ def _rope_by_kind(fields: Fields, family: Family) -> tuple[float, RopeScaling | 
         raise UserError(f"{full.prefix}type is not read in {family.hf_class}; call it rope_type")
     if full.data.get("truncate", True) is not True:
         raise UserError(f"{full.prefix}truncate is not read in {family.hf_class}; leave it out")
-    if _scaling(fields, local) is not None:
+    if _scaling(fields, local, positions) is not None:
         raise UserError(
             f"{local.prefix}rope_type: only 'default' is supported in the layers with a window"
         )
     theta = _theta(fields, "rope_theta", full, _GEMMA_THETA)
     return (
         theta,
-        _scaling(fields, full),
+        _scaling(fields, full, positions),
         _theta(fields, "rope_local_base_freq", local, _GEMMA_LOCAL_THETA),
     )
 
@@ -484,7 +487,7 @@ def _rope_type(rope: Fields) -> Any:
     return rope.data.get("rope_type", rope.data.get("type", "default"))
 
 
-def _scaling(fields: Fields, rope: Fields) -> RopeScaling | None:
+def _scaling(fields: Fields, rope: Fields, positions: int) -> RopeScaling | None:
     if (kind := _rope_type(rope)) == "default":
         return None
     if not isinstance(kind, str) or kind not in ROPE_SCALINGS:
@@ -494,7 +497,7 @@ def _scaling(fields: Fields, rope: Fields) -> RopeScaling | None:
         )
     if kind not in ("llama3", "yarn"):
         return ROPE_SCALINGS[kind](rope.number("factor"))
-    original, longest = _original_positions(fields, rope)
+    original = _original_positions(fields, rope, positions)
     if kind == "llama3":
         return Llama3RopeScaling(
             factor=rope.number("factor"),
@@ -503,7 +506,7 @@ def _scaling(fields: Fields, rope: Fields) -> RopeScaling | None:
             original_max_position_embeddings=original,
         )
     # a null is the quotient of the two lengths
-    stretched = {"default": longest / max(original, 1)} if "factor" in rope.data else {}
+    stretched = {"default": positions / max(original, 1)} if "factor" in rope.data else {}
     return YarnRopeScaling(
         factor=rope.number("factor", **stretched),
         original_max_position_embeddings=original,
@@ -516,12 +519,11 @@ def _scaling(fields: Fields, rope: Fields) -> RopeScaling | None:
     )
 
 
-def _original_positions(fields: Fields, rope: Fields) -> tuple[int, int]:
-    """(positions of pretraining, positions now); the former beside the rope's keys comes first."""
+def _original_positions(fields: Fields, rope: Fields, positions: int) -> int:
+    """Positions of pretraining, by default those of today; beside the rope's keys they come
+    first."""
     key = "original_max_position_embeddings"
     inner, outer = rope.integer(key, default=None), fields.integer(key, default=None)
     if inner is not None and outer is not None and inner != outer:
         raise UserError(f"{key} {outer} contradicts {rope.prefix}{key} {inner}; keep one of them")
-    family = FAMILIES[_architecture(fields.data)]
-    longest = fields.integer("max_position_embeddings", default=family.max_positions)
-    return next((x for x in (outer, inner) if x is not None), longest), longest
+    return next((x for x in (outer, inner) if x is not None), positions)
