@@ -378,7 +378,7 @@ def test_one_list_and_gzip_are_files_too(tmp_path):
             b'{"prompt": ["a", "b"], "answer": ["1", "2"]}',
             "a:1: prompt: is a list of texts; write an object for each row",
         ),
-        (gzip.compress(b"{}" * 99)[:-9], "task.name: .* cannot be read"),
+        (gzip.compress(b"{}" * 99, mtime=0)[:-9], "task.name: .* cannot be read"),
         (b"\x1f\x8b\x00", "task.name: .* cannot be read"),
     ],
 )
