@@ -79,7 +79,7 @@ def uses_cpu(backend: Backend, operation: str) -> bool:
 _FP8 = ("float8_e4m3fn", "float8_e5m2")
 # The reference multiplies whatever float32 holds exactly. Hopper's wgmma has the two FP8 formats,
 # in any pair of them (PTX ISA, wgmma.mma_async), and none of four or six bits.
-MULTIPLIED = {"reference": (*_FP8, "float4_e2m1fn"), "hopper": _FP8}
+MULTIPLIED = {"reference": (*_FP8, "float8_e3m4", "float4_e2m1fn"), "hopper": _FP8}
 
 
 def check_pair(operation: str, backend: str, left: jnp.dtype, right: jnp.dtype) -> None:

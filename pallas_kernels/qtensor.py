@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float, Key, UInt32
 
 from pallas_kernels.backend import Backend, block_name
 
@@ -24,10 +24,14 @@ class Format(ABC):
     Attributes:
         block: (rows, columns) of the last two axes that share a scale.
         packed: numbers along a row that one stored value holds.
+        regrouped: what the forward has quantized of an input is kept for the backward, and
+            quantized anew along tokens there; else what is kept is quantized along tokens from the
+            input itself.
     """
 
     block: tuple[int, int]
     packed: ClassVar[int] = 1
+    regrouped: ClassVar[bool] = False
 
     @abstractmethod
     def quantize(self, x: Float[Array, "*batch m n"], backend: Backend = "auto") -> QTensor:
@@ -54,11 +58,35 @@ class Format(ABC):
         """
         raise NotImplementedError(f"{self.name} has no store")
 
+    def quantize_stochastic(
+        self, x: Float[Array, "*batch m n"], salt: UInt32[Array, ""]
+    ) -> QTensor:
+        """Quantize with each value rounded up or down at random, so that its mean is the value.
+
+        Args:
+            salt: fixes the draws, whatever the sharding.
+
+        Raises:
+            NotImplementedError: the format rounds to nearest only.
+        """
+        raise NotImplementedError(f"{self.name} has no stochastic rounding")
+
     @property
     def transposed(self) -> Format:
         """The same along the other axis: the format of `QTensor.T`, and how an operand is quantized
         that is summed over its rows."""
         return Transposed(self.block[::-1], self)
+
+    @property
+    def square(self) -> bool:
+        """Whether a product that is summed over rows may read the same values and scales; else it
+        wants a quantization of its own, as a scale must be constant over what is summed."""
+        return self.block[0] == self.block[1]
+
+    @property
+    def by_row(self) -> bool:
+        """Whether a row's bits depend on that row alone, and so a token's not on its batch."""
+        return self.block[0] == 1
 
     @property
     def name(self) -> str:
@@ -79,6 +107,12 @@ class Transposed(Format):
     def quantize(self, x: Float[Array, "*batch m n"], backend: Backend = "auto") -> QTensor:
         """Quantize the transpose, and turn it back."""
         return self.of.quantize(jnp.swapaxes(x, -1, -2), backend).T
+
+    def quantize_stochastic(
+        self, x: Float[Array, "*batch m n"], salt: UInt32[Array, ""]
+    ) -> QTensor:
+        """Quantize the transpose with these draws, and turn it back."""
+        return self.of.quantize_stochastic(jnp.swapaxes(x, -1, -2), salt).T
 
     def dequantize(self, q: QTensor) -> Float[Array, "*batch m n"]:
         """Compute what `q` stands for, float32."""

@@ -6,8 +6,11 @@ A format is written as it is read: ELEMENT[-ROWSxCOLUMNS][-SCALE].
     compute                     not quantized: the run's compute dtype
     e4m3                        one float32 scale for the whole tensor
     e4m3-128x128                blocks of 128 x 128, a float32 scale each
+    e4m3-1xall                  a scale for each row, however long
     e4m3-1x32-power_of_two      groups of 32 along a row, scales rounded up to a power of two
                                 (UE8M0)
+    mxfp8, nvfp4, int4, e3m2    what has a quantizer of its own, in its usual blocks
+    nvfp4-16x16                 the same in others
 
 An element type is registered with `register_element`, and a format that deserves a name of its own
 with `register_format`. Both are then known wherever a recipe is read. A format that is more than an
@@ -47,14 +50,43 @@ ELEMENTS: dict[str, ElementType] = {
         # OCP 8-bit floating point (arXiv 2209.05433): e4m3 has no infinity
         ElementType("e4m3", "float8_e4m3fn", 448.0, 8),
         ElementType("e5m2", "float8_e5m2", 57344.0, 8),
+        # IEEE's rules with another split of the bits
+        ElementType("e3m4", "float8_e3m4", 15.5, 8),
     )
 }
 """The element types by name; "compute" is none of them."""
 
+MINIFLOATS = {
+    f"e{exponent}m{mantissa}": (exponent, mantissa)
+    for exponent in range(2, 6)
+    for mantissa in range(8)
+    if f"e{exponent}m{mantissa}" not in ELEMENTS
+}
+"""Bits of exponent and mantissa of the floats that no dtype stores, by name."""
 
-WITH_OWN_QUANTIZER: dict[str, tuple[int, int]] = {}
-"""Names that stand for more than an element type in blocks, and their usual blocks
-(precision.formats.register)."""
+WITH_OWN_QUANTIZER: dict[str, tuple[int, int]] = {
+    "mxfp8": (1, 32),
+    "mxfp8_floor": (1, 32),
+    "mxfp8_e5m2": (1, 32),
+    "mxfp8_e5m2_floor": (1, 32),
+    "mxfp6": (1, 32),
+    "mxfp6_up": (1, 32),
+    "mxfp6_e3m2": (1, 32),
+    "mxfp6_e3m2_up": (1, 32),
+    "mxfp4": (1, 32),
+    "mxfp4_up": (1, 32),
+    "nvfp4": (1, 16),
+    "nvfp4_rows": (1, 16),
+    "nvfp4_four_over_six": (1, 16),
+    "nvfp4_rows_four_over_six": (1, 16),
+    "int4": (1, 32),
+    **dict.fromkeys(MINIFLOATS, (1, 128)),
+}
+"""Names that stand for more than an element type in blocks, and their usual blocks: those that come
+with the library (precision.formats.BUILT_IN), and what `precision.formats.register` adds."""
+
+WHOLE = 0
+"""In a block: the whole axis."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +102,8 @@ class TensorFormat:
     """Name of the element type, or of a format with its own quantizer; "compute" is the run's
     compute dtype, that is: not quantized."""
     block: tuple[int, int] | None = None
-    """(rows, columns) that share one scale; None: one scale for the whole tensor."""
+    """(rows, columns) that share one scale, WHOLE for all of an axis; None: one scale for the whole
+    tensor."""
     scale: ScaleRule = "float32"
     """Scale values: amax / largest as it is, or rounded up to a power of two (UE8M0)."""
 
@@ -78,8 +111,7 @@ class TensorFormat:
         known = ["compute", *ELEMENTS, *WITH_OWN_QUANTIZER]
         if self.element not in known:
             raise UserError(
-                f"unknown element {self.element!r}{_nearest(self.element, known[1:])} (known: "
-                f"{_known()})"
+                f"unknown element {self.element!r}{_nearest(self.element)} (known: {_known()})"
             )
         if self.scale not in get_args(ScaleRule):
             raise UserError(
@@ -88,7 +120,9 @@ class TensorFormat:
         sound = (
             isinstance(self.block, tuple)
             and len(self.block) == 2
-            and all(isinstance(n, int) and n >= 1 for n in self.block)
+            and all(isinstance(n, int) and n >= WHOLE for n in self.block)
+            and self.block != (WHOLE, WHOLE)
+            and not (WHOLE in self.block and self.element in WITH_OWN_QUANTIZER)
         )
         if self.block is not None and not sound:
             raise UserError(
@@ -118,7 +152,7 @@ class TensorFormat:
         """The text that `parse_format` makes this format of: its registered name, or its parts."""
         if registered := next((name for name, fmt in FORMATS.items() if fmt == self), ""):
             return registered
-        block = [] if self.block is None else [f"{self.block[0]}x{self.block[1]}"]
+        block = [] if self.block is None else ["x".join(map(_side_text, self.block))]
         return "-".join([self.element, *block, *([] if self.scale == "float32" else [self.scale])])
 
 
@@ -128,7 +162,7 @@ FORMATS: dict[str, TensorFormat] = {}
 COMPUTE = TensorFormat()
 
 _PARTS = re.compile(
-    r"(?P<element>\w+)(-(?P<rows>\d{1,9})x(?P<columns>\d{1,9}))?(-(?P<scale>[a-z]\w+))?"
+    r"(?P<element>\w+)(-(?P<rows>\d{1,9}|all)x(?P<columns>\d{1,9}|all))?(-(?P<scale>[a-z]\w+))?"
 )
 
 
@@ -148,7 +182,7 @@ def parse_format(text: str) -> TensorFormat:
             f"{text!r} is no format; write ELEMENT[-ROWSxCOLUMNS][-SCALE], such as e4m3-1x128 or "
             f"e4m3-1x32-power_of_two (elements: {_known()})"
         )
-    block = None if parts["rows"] is None else (int(parts["rows"]), int(parts["columns"]))
+    block = None if parts["rows"] is None else (_side(parts["rows"]), _side(parts["columns"]))
     block = block or WITH_OWN_QUANTIZER.get(parts["element"])
     return TensorFormat(parts["element"], block, cast(ScaleRule, parts["scale"] or "float32"))
 
@@ -160,6 +194,8 @@ def register_element(element: ElementType) -> ElementType:
         UserError: the name belongs to another, or is none that a format can begin with.
     """
     _check_name(element.name)
+    if element.name in WITH_OWN_QUANTIZER:
+        raise UserError(f"format {element.name!r} is registered already, with its own quantizer")
     if ELEMENTS.setdefault(element.name, element) != element:
         raise UserError(
             f"element {element.name!r} is registered already, as {ELEMENTS[element.name]}"
@@ -206,10 +242,21 @@ def _check_name(name: str) -> None:
         )
 
 
+def _side(text: str) -> int:
+    """Of a block; 0 is refused as a size, which WHOLE would be read for."""
+    return WHOLE if text == "all" else int(text) or -1
+
+
+def _side_text(size: int) -> str:
+    return "all" if size == WHOLE else str(size)
+
+
 def _known() -> str:
-    return ", ".join(["compute", *ELEMENTS, *WITH_OWN_QUANTIZER])
+    own = [name for name in WITH_OWN_QUANTIZER if name not in MINIFLOATS]
+    return ", ".join(["compute", *ELEMENTS, *own, "eXmY of 2 to 5 and 0 to 7 bits"])
 
 
-def _nearest(text: str, known: list[str]) -> str:
+def _nearest(text: str) -> str:
+    known = [name for name in (*ELEMENTS, *WITH_OWN_QUANTIZER) if name not in MINIFLOATS]
     near = get_close_matches(text, known, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""

@@ -95,6 +95,10 @@ class ForwardFormats(LinearFormats):
         return super().roles() | cache
 
 
+GradientRounding = Literal["nearest", "stochastic"]
+GradientTransform = Literal["none", "hadamard"]
+
+
 @dataclass(frozen=True)
 class LinearPrecision:
     """What one linear's products are computed in, on one side."""
@@ -103,6 +107,8 @@ class LinearPrecision:
     activation: TensorFormat = COMPUTE
     output_gradient: TensorFormat = COMPUTE
     saved_activation: TensorFormat = COMPUTE
+    gradient_rounding: GradientRounding = "nearest"
+    gradient_transform: GradientTransform = "none"
 
 
 LINEAR_ROLES = (
@@ -170,6 +176,14 @@ class Recipe:
     """Gradients entering a linear's backward products."""
     saved_activation: TensorFormat = COMPUTE
     """Linear inputs kept for the backward pass."""
+    gradient_rounding: GradientRounding = "nearest"
+    """How output gradients are rounded to their format: to nearest, or up and down at random, right
+    in the mean (arXiv 2509.25149 needs that of 4 bits). The draws are a hash of the gradient
+    itself."""
+    gradient_transform: GradientTransform = "none"
+    """What both operands of a weight's gradient go through before they are quantized. hadamard: 16
+    tokens are mixed at a time, with signs, so that an outlier is spread over all (arXiv
+    2509.25149)."""
     quantized: tuple[str, ...] = LINEARS
     """Shell patterns over layer names (layers.3.q_proj) of the linears that take the weight and
     activation formats."""
@@ -263,8 +277,16 @@ class Recipe:
         """What the products of a linear are computed in, where all of them are alike
         (`of_linear`)."""
         formats: LinearFormats = getattr(self, side)
-        backward = (self.output_gradient, self.saved_activation) if side == "trainer" else ()
-        return LinearPrecision(formats.weight, formats.activation, *backward)
+        if side == "rollout":
+            return LinearPrecision(formats.weight, formats.activation)
+        return LinearPrecision(
+            formats.weight,
+            formats.activation,
+            self.output_gradient,
+            self.saved_activation,
+            self.gradient_rounding if self.output_gradient.quantized else "nearest",
+            self.gradient_transform if self.output_gradient.quantized else "none",
+        )
 
     def format_of(self, role: str) -> TensorFormat:
         """The format of one of LINEAR_ROLES."""

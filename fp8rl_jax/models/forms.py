@@ -103,9 +103,8 @@ def trainer_policy(
     def quantized(kind: LinearPrecision, weight: Weight, master: Weight) -> Weight:
         trained = not adapted and not is_quantized(master.value)
         value = (master if recipe.weight_source == "master" else weight).value
-        if not is_quantized(value):
-            value = quantize(jax.lax.stop_gradient(value), kind.weight, backend)
-        return Weight(QuantizedWeight(value, master.value if trained else None, kind), weight.axes)
+        made = QuantizedWeight.of(value, master.value if trained else None, kind, backend)
+        return Weight(made, weight.axes)
 
     def changed(
         weight: Weight | Adapted, master: Weight | Adapted, kinds: list[LinearPrecision | None]

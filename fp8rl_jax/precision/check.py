@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from fp8rl_jax.config.formats import TensorFormat
+from fp8rl_jax.config.formats import WHOLE, TensorFormat
 from fp8rl_jax.config.recipe import LinearFormats, Recipe
 from fp8rl_jax.config.schema import quoted
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.precision.formats import element_dtype, in_blocks
-from pallas_kernels import invariant
+from fp8rl_jax.precision.formats import element_dtype, format_of, in_blocks
+from pallas_kernels import Format, invariant
 from pallas_kernels.backend import Backend, BackendError, check_pair
 from pallas_kernels.matmul import selected_backend
 
@@ -45,17 +45,9 @@ def _check(recipe: Recipe, backend: Backend, prefix: str) -> None:
                 f"{side}.activation",
                 "is quantized but the weight is not; no product takes that pair",
             )
-        if formats.weight.quantized and formats.weight.block is None:
-            refuse(f"{side}.weight.block", "must be given: weights are quantized in blocks")
         for role in ("weight", "activation"):
             _check_scale(getattr(formats, role), f"{side}.{role}", refuse)
-        group = (1, (formats.weight.block or (0, 0))[1])
-        kernels = in_blocks(formats.weight) and in_blocks(formats.activation)
-        if formats.activation.quantized and kernels and formats.activation.block != group:
-            refuse(
-                f"{side}.activation.block",
-                f"must be {group}, the weight's block along the contraction",
-            )
+        _check_activation(formats, side, refuse)
         roles = formats.roles()
         if roles["key"].element != roles["value"].element:
             refuse(f"{side}.value", "and key must have the same element: the cache has one dtype")
@@ -109,6 +101,46 @@ def _check(recipe: Recipe, backend: Backend, prefix: str) -> None:
             f"cannot be promised: {difference}; the rollout's graph must be part of the "
             "trainer's forward",
         )
+    if recipe.exact and _ties_tokens(recipe):
+        refuse(
+            "exact",
+            f"cannot be promised: a scale of {describe(recipe.rollout.activation)} is shared by "
+            "the tokens of a batch; take a format whose scales are a row's own",
+        )
+
+
+def _check_activation(
+    formats: LinearFormats, side: str, refuse: Callable[[str, str], None]
+) -> None:
+    """The groups of an activation against the weight's along the contraction, and what is of
+    weights alone."""
+    weight, activation = formats.weight, formats.activation
+    if not activation.quantized:
+        return
+    if activation.element == "int4":
+        refuse(f"{side}.activation", 'is of weights alone: int4 has no activations; use "compute"')
+    if in_blocks(weight) and in_blocks(activation):
+        columns = weight.block[1] if weight.block else WHOLE
+        fits = [(1, columns), *([None] if columns == WHOLE else [])]
+        if activation.block not in fits:
+            refuse(
+                f"{side}.activation.block",
+                f"must be {_block_text(fits[0])}, the weight's block along the contraction",
+            )
+
+
+def _block_text(block: tuple[int, int] | None) -> str:
+    """As a format's name has it."""
+    return "x".join("all" if n == WHOLE else str(n) for n in block or (WHOLE, WHOLE))
+
+
+def _ties_tokens(recipe: Recipe) -> bool:
+    """Whether an activation's bits depend on the other tokens of its batch."""
+    return any(
+        fmt.quantized and (fmt.block is None or not format_of(fmt, (1, 1)).by_row)
+        for variant in recipe.variants
+        for fmt in (variant.rollout.activation, variant.trainer.activation)
+    )
 
 
 def _check_scale(fmt: TensorFormat, field: str, refuse: Callable[[str, str], None]) -> None:
@@ -126,8 +158,8 @@ def describe(fmt: TensorFormat) -> str:
     if fmt.block is None:
         return f"{fmt.element} one scale"
     if not in_blocks(fmt):
-        return f"{fmt.element} {fmt.block[0]}x{fmt.block[1]}"
-    return f"{fmt.element} {fmt.block[0]}x{fmt.block[1]} {fmt.scale} scales"
+        return f"{fmt.element} {_block_text(fmt.block)}"
+    return f"{fmt.element} {_block_text(fmt.block)} {fmt.scale} scales"
 
 
 def unlike_sides(recipe: Recipe) -> str:
@@ -153,7 +185,7 @@ def promises_exact(recipe: Recipe, backend: Backend = "auto") -> bool:
     """Whether exact mode is right and costs nothing here: both sides have the same formats, and the
     reference runs on one CPU device. No Hopper GPU has confirmed its kernels yet."""
     cheap = selected_backend(backend) == "reference" and invariant.is_available("reference")
-    return cheap and not any(map(_first_difference, recipe.variants))
+    return cheap and not any(map(_first_difference, recipe.variants)) and not _ties_tokens(recipe)
 
 
 def _first_difference(recipe: Recipe) -> str:
@@ -205,7 +237,7 @@ def _check_blocks(recipe: Recipe, refuse: Callable[[str, str], None]) -> None:
         if fmt.block is not None and fmt.block != (128, 128):
             refuse(
                 f"{side}.weight.block",
-                f"is {fmt.block[0]}x{fmt.block[1]}, and the hopper backend has 128x128; use auto",
+                f"is {_block_text(fmt.block)}, and the hopper backend has 128x128; use auto",
             )
 
 
@@ -219,7 +251,14 @@ def _check_backward(recipe: Recipe, refuse: Callable[[str, str], None]) -> None:
                 refuse(role, "is quantized, but the trainer's linears are not")
         return
     if not activation.quantized:
-        refuse("trainer.activation", "must be quantized where trainer.weight is")
+        for role, fmt in (("output_gradient", gradient), ("saved_activation", saved)):
+            if fmt.quantized:
+                refuse(
+                    role,
+                    "is quantized, but trainer.activation is not: where the weight alone is "
+                    "quantized, its gradient is computed in the compute dtype",
+                )
+        return
     if saved.quantized and saved != activation:
         refuse(
             "saved_activation",
@@ -227,11 +266,21 @@ def _check_backward(recipe: Recipe, refuse: Callable[[str, str], None]) -> None:
             "kept",
         )
     _check_scale(gradient, "output_gradient", refuse)
-    rows, columns = weight.block or (0, 0)
-    kernels = in_blocks(weight) and in_blocks(gradient)
-    if gradient.quantized and kernels and (rows != columns or gradient.block != (1, rows)):
+    if not gradient.quantized:
+        return
+    if gradient.element == "int4":
+        refuse("output_gradient", 'is of weights alone: int4 has no gradients; use "compute"')
+    columns = weight.block[1] if weight.block else WHOLE
+    fits = [(1, columns), *([None] if weight.block is None else [])]
+    if in_blocks(weight) and in_blocks(gradient) and gradient.block not in fits:
         refuse(
             "output_gradient.block",
-            f"must be (1, {rows}) and trainer.weight.block square: the backward reads "
-            "that weight the other way",
+            f"must be {_block_text(fits[0])}: the backward reads trainer.weight, in blocks of "
+            f"{_block_text(weight.block)}, the other way",
+        )
+    if recipe.gradient_rounding == "stochastic" and (
+        type(format_of(gradient, (1, 1))).quantize_stochastic is Format.quantize_stochastic
+    ):
+        refuse(
+            "gradient_rounding", f'must be "nearest": {gradient.name} has no stochastic rounding'
         )

@@ -18,13 +18,17 @@ be constant over what is summed inside a tensor core:
                                                            read the other way
     dW = dY^T X     contracts over tokens    dY 128x1      X 128x1
 
-Square blocks are what lets dX use the forward's own W. X is kept for the backward in its quantized
-form, half the bytes of bfloat16, and grouped anew along tokens from there, so it is rounded twice
-for dW and for nothing else. Between operators gradients travel in the compute dtype; dW is
-accumulated and returned in float32. This is the flow of Jet-RL (arXiv 2601.14243) and DeepSeek-V3
-(arXiv 2412.19437, section 3.3). A dimension that is no multiple of 128 has a shorter last block.
-Quantization itself has the derivative of the identity (the straight-through estimator, arXiv
-1308.3432).
+Square blocks are what lets dX use the forward's own W; a format without them (MX, NVFP4 in groups
+of a row) has a second quantization of W, along its outputs, from the same source. X is kept for the
+backward in its quantized form, half the bytes of bfloat16 or less. That of block FP8 is grouped
+anew along tokens from there, so it is rounded twice for dW and for nothing else; that of other
+formats is quantized along tokens in the forward, from X itself, and rounded once. A recipe may draw
+the roundings of dY (`gradient_rounding`), and spread outliers of both operands of dW over 16 tokens
+before they are quantized (`gradient_transform`, precision/hadamard.py). Between operators gradients
+travel in the compute dtype; dW is accumulated and returned in float32. This is the flow of Jet-RL
+(arXiv 2601.14243) and DeepSeek-V3 (arXiv 2412.19437, section 3.3). A dimension that is no multiple
+of 128 has a shorter last block. Quantization itself has the derivative of the identity (the
+straight-through estimator, arXiv 1308.3432).
 """
 
 from __future__ import annotations
@@ -42,15 +46,17 @@ from fp8rl_jax.config.formats import COMPUTE, TensorFormat
 from fp8rl_jax.config.recipe import LinearPrecision
 from fp8rl_jax.precision.compute import Compute
 from fp8rl_jax.precision.formats import format_of
+from fp8rl_jax.precision.hadamard import HADAMARD, hadamard
 from fp8rl_jax.precision.quantizer import (
-    dequantize_rows,
+    along_rows,
     quantize,
     quantize_along_rows,
     quantize_both_ways,
     regroup,
     round_through,
+    stochastic_salt,
 )
-from pallas_kernels import QTensor, blockwise_matmul, grouped_outer_product
+from pallas_kernels import Format, QTensor, blockwise_matmul, grouped_outer_product
 from pallas_kernels.backend import Backend
 from pallas_kernels.exact import Integers
 from pallas_kernels.grouped_matmul import align_groups, outer_product
@@ -126,14 +132,38 @@ class QuantizedWeight:
         master: the float32 weight that receives the gradient; its values are not read. None: the
             weight is frozen, X is not kept and dW not computed.
         precision: its products' formats. An activation in "compute" leaves X as it is and
-            dequantizes the weight (weight-only quantization); an output gradient in "compute"
-            leaves dY as it is, and both products of the backward are in float32; a saved activation
-            in "compute" keeps X itself for the backward, any other its quantized form.
+            dequantizes the weight (weight-only quantization, whose gradient goes to the master as
+            if nothing were quantized); an output gradient in "compute" leaves dY as it is, and both
+            products of the backward are in float32; a saved activation in "compute" keeps X itself
+            for the backward, any other its quantized form.
+        turned: the weight quantized along its outputs, for dX. None: dX reads `quantized`, or dY is
+            not quantized.
     """
 
     quantized: QTensor
     master: Array | None = None
     precision: LinearPrecision = field(default=LinearPrecision(), metadata={"static": True})
+    turned: QTensor | None = None
+
+    @classmethod
+    def of(
+        cls,
+        weight: Float[Array, "*stack n k"] | QTensor,
+        master: Array | None,
+        precision: LinearPrecision,
+        backend: Backend = "auto",
+    ) -> QuantizedWeight:
+        """Quantize a weight for all products that the trainer has with it; one that is quantized
+        already stays as it is."""
+        source = weight if isinstance(weight, QTensor) else jax.lax.stop_gradient(weight)
+        quantized = (
+            source if isinstance(source, QTensor) else quantize(source, precision.weight, backend)
+        )
+        turned, whole = None, precision.weight.block is None
+        if precision.output_gradient.quantized and not (whole or quantized.format.square):
+            values = source.dequantize() if isinstance(source, QTensor) else source
+            turned = quantize_along_rows(values, precision.weight, backend)
+        return cls(quantized, master, precision, turned)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -148,11 +178,13 @@ class QuantizedWeight:
 
         # the backward dequantizes again: it would keep a float32 copy of a frozen FP8 model
         @partial(jax.checkpoint, prevent_cse=False)
-        def product(x, w):
+        def product(x, w, master):
             wide = w.dequantize()
+            if master is not None:
+                wide = _in_place_of(master, wide)
             return compute.product(x.astype(jnp.float32), wide, group_sizes, out_dtype)
 
-        return rounded(product(x, self.quantized), out_dtype)
+        return rounded(product(x, self.quantized, self.master), out_dtype)
 
 
 @jax.tree_util.register_dataclass
@@ -299,12 +331,27 @@ def _quantized_input(x: Array, fmt: TensorFormat, compute: Compute) -> Quantized
     rows = quantize(flat, fmt, compute.backend)
     if selected_backend(compute.backend) == "reference":
         dequantized = round_through(flat, fmt, compute.backend).reshape(x.shape)
-    return QuantizedInput(_with_axes(rows, x.shape[:-1]), x, dequantized)
+    # rows that share a scale stay one matrix
+    return QuantizedInput(
+        _with_axes(rows, x.shape[:-1]) if rows.format.by_row else rows, x, dequantized
+    )
 
 
 def _with_axes(rows: QTensor, axes: tuple[int, ...]) -> QTensor:
     """Rows with these axes in place of their one."""
     return jax.tree.map(lambda z: z.reshape(*axes, z.shape[-1]), rows)
+
+
+@jax.custom_vjp
+def _in_place_of(master: Array, values: Array) -> Array:
+    """The values, with the derivative of the master (the straight-through estimator)."""
+    return values
+
+
+_in_place_of.defvjp(
+    lambda master, values: (values, jnp.zeros(0, master.dtype)),
+    lambda like, gradient: (gradient.astype(like.dtype), jnp.zeros_like(gradient)),
+)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -320,36 +367,37 @@ def _quantized_linear(
     Along tokens a block never reaches into the next group: each group's rows begin a block of their
     own.
     """
-    return compute.quantized_product(x.quantized, weight.quantized, group_sizes, out_dtype)
+    out = compute.quantized_product(x.quantized, weight.quantized, group_sizes, out_dtype)
+    return out.reshape(*x.shape[:-1], out.shape[-1])
 
 
 def _forward(x, weight, group_sizes, out_dtype, compute):
     out = _quantized_linear(x, weight, group_sizes, out_dtype, compute)
-    return out, (*_saved(x, weight), _constant(weight), group_sizes)
+    saved = _saved(x, weight, group_sizes, compute.backend)
+    return out, (saved, jnp.zeros(0, x.x.dtype), _constant(weight), group_sizes)
 
 
 def _backward(out_dtype, compute, residuals, dy):
     saved, like, weight, sizes = residuals
-    backend, fmt = compute.backend, weight.precision.output_gradient
-    rows, w, dw = dy.reshape(-1, dy.shape[-1]), weight.quantized.T, None
-    tokens = len(rows)
-    if fmt.quantized and saved is not None and sizes is None:
-        activation = weight.precision.activation
-        more = -tokens % math.lcm(*(format_of(x, rows.shape).packed for x in (fmt, activation)))
-        # one read of dY for both of its products
-        dyq, left = quantize_both_ways(_more_rows(rows, more), fmt, backend)
-        right = _input_along_tokens(saved, more, activation, backend)
-        dw = blockwise_matmul(left.T, right.T, jnp.float32, backend=backend)
-    else:
-        dyq = quantize(rows, fmt, backend) if fmt.quantized else None
+    precision, backend = weight.precision, compute.backend
+    fmt, rows = precision.output_gradient, dy.reshape(-1, dy.shape[-1])
+    w, dw = (weight.quantized if weight.turned is None else weight.turned).T, None
+    if not fmt.quantized:
+        dx = _times(_float32(rows), w.dequantize(), sizes)
         if saved is not None:
-            dw = _weight_gradient(rows, _rows(saved), sizes, weight.precision, backend)
-    if dyq is not None:
-        dx = Compute(backend).quantized_product(dyq, w, sizes, like.dtype)[:tokens]
-    elif sizes is None:
-        dx = _float32(rows) @ w.dequantize().T
+            dw = _outer_product(_float32(rows), _float32(_rows(saved)), sizes)
     else:
-        dx = grouped_dot(_float32(rows), w.dequantize(), sizes)
+        dyq, along = _gradient_operands(rows, precision, sizes, saved is not None, backend)
+        dx = Compute(backend).quantized_product(dyq, w, sizes, like.dtype)[: len(rows)]
+        if along is not None:
+            dy_along, aligned = along
+            x_along = saved
+            if not _saves_along_tokens(precision):
+                x_along = _input_along_tokens(_rows_of(saved), precision, sizes, backend)
+            if aligned is None:
+                dw = blockwise_matmul(dy_along.T, x_along.T, jnp.float32, backend=backend)
+            else:
+                dw = grouped_outer_product(dy_along, x_along, aligned, backend=backend)
     dx = rounded(dx, like.dtype).reshape(*dy.shape[:-1], w.shape[-2])
     return *_cotangents(dx, dw, weight), None
 
@@ -357,24 +405,101 @@ def _backward(out_dtype, compute, residuals, dy):
 _quantized_linear.defvjp(_forward, _backward)
 
 
-def _weight_gradient(dy, tokens, sizes, precision: LinearPrecision, backend):
-    """dY^T X of each group, or of all rows in float32."""
+def _gradient_operands(
+    dy: Array, precision: LinearPrecision, sizes: Sizes, trained: bool, backend: Backend
+) -> tuple[QTensor, tuple[QTensor, Sizes] | None]:
+    """dY along outputs, for dX; and along tokens, for dW, with the rows of each group, where the
+    weight is trained."""
     fmt = precision.output_gradient
+    more = _missing_rows(len(dy), precision)
+    plain = precision.gradient_rounding == "nearest" and precision.gradient_transform == "none"
+    if trained and plain and sizes is None:
+        # one read of dY for both of its products
+        along_outputs, along_tokens = quantize_both_ways(_more_rows(dy, more), fmt, backend)
+        return along_outputs, (along_tokens, None)
+
+    def quantized(x: Array, made: Format, use: int) -> QTensor:
+        if precision.gradient_rounding == "nearest":
+            return made.quantize(x, backend)
+        return made.quantize_stochastic(x, stochastic_salt(x) + jnp.uint32(use))
+
+    along_outputs = quantized(dy, format_of(fmt, dy.shape), 0)
+    if not trained:
+        return along_outputs, None
+    laid_out, aligned = _along_tokens(dy, precision, sizes)
+    return along_outputs, (quantized(laid_out, along_rows(fmt, laid_out.shape), 1), aligned)
+
+
+def _saved(
+    x: QuantizedInput, weight: QuantizedWeight, sizes: Sizes, backend: Backend
+) -> QTensor | Array | None:
+    """What dW needs of X, nothing where the weight is frozen."""
+    precision = weight.precision
+    if weight.master is None:
+        return None
+    if _saves_along_tokens(precision):
+        return _input_along_tokens(x.x.reshape(-1, x.shape[-1]), precision, sizes, backend)
+    return x.quantized if precision.saved_activation.quantized else x.x
+
+
+def _saves_along_tokens(precision: LinearPrecision) -> bool:
+    """Whether X is kept as dW multiplies it, quantized from the source."""
+    kept = precision.saved_activation
+    # one row says what format it is: that of a whole tensor is one of element types
+    return (
+        kept.quantized
+        and precision.output_gradient.quantized
+        and not format_of(kept, (1, 1)).regrouped
+    )
+
+
+def _input_along_tokens(
+    x: QTensor | Array, precision: LinearPrecision, sizes: Sizes, backend: Backend
+) -> QTensor:
+    """X as the weight's gradient multiplies it."""
+    fmt = precision.activation
+    whole = sizes is None and precision.gradient_transform == "none"
+    if isinstance(x, QTensor):
+        if whole and not _missing_rows(x.shape[-2], precision):
+            return regroup(x, fmt, backend)
+        x = x.dequantize()
+    return quantize_along_rows(_along_tokens(x, precision, sizes)[0], fmt, backend)
+
+
+def _along_tokens(x: Array, precision: LinearPrecision, sizes: Sizes) -> tuple[Array, Sizes]:
+    """Rows of an operand of dW before they are quantized along tokens, and those of each group: a
+    group begins a block of its own, and outliers are spread by the transform."""
     if sizes is None:
-        return _float32(dy).T @ _float32(tokens)
-    if not fmt.quantized:
-        return outer_product(_float32(dy), _float32(tokens), sizes)
-    assert fmt.block is not None
-    (dy, tokens), aligned = align_groups((dy, tokens), sizes, fmt.block[1])
-    left = quantize_along_rows(dy, fmt, backend)
-    right = quantize_along_rows(tokens, precision.activation, backend)
-    return grouped_outer_product(left, right, aligned, backend=backend)
+        x, aligned = _more_rows(x, _missing_rows(len(x), precision)), None
+    else:
+        assert precision.output_gradient.block is not None
+        side = math.lcm(precision.output_gradient.block[1], _row_multiple(precision))
+        (x,), aligned = align_groups((x,), sizes, side)
+    if precision.gradient_transform == "hadamard":
+        x = hadamard(x)
+    return x, aligned
 
 
-def _saved(x: QuantizedInput, weight: QuantizedWeight) -> tuple[QTensor | Array | None, Array]:
-    """What dW needs of X, nothing where the weight is frozen; and an empty array of X's dtype."""
-    kept = x.quantized if weight.precision.saved_activation.quantized else x.x
-    return None if weight.master is None else kept, jnp.zeros(0, x.x.dtype)
+def _missing_rows(tokens: int, precision: LinearPrecision) -> int:
+    """How many rows of zeros a product over tokens wants behind theirs."""
+    return -tokens % _row_multiple(precision)
+
+
+def _row_multiple(precision: LinearPrecision) -> int:
+    """What the transform, and a format that packs numbers, take a multiple of."""
+    formats = (precision.output_gradient, precision.activation)
+    spread = HADAMARD if precision.gradient_transform == "hadamard" else 1
+    return math.lcm(spread, *(format_of(fmt, (1, 1)).packed for fmt in formats))
+
+
+def _times(dy: Array, w: Array, sizes: Sizes) -> Array:
+    """dY [tokens, n] times W [..., k, n] transposed."""
+    return dy @ w.T if sizes is None else grouped_dot(dy, w, sizes)
+
+
+def _outer_product(dy: Array, x: Array, sizes: Sizes) -> Array:
+    """dY^T X of all rows, or of each group."""
+    return dy.T @ x if sizes is None else outer_product(dy, x, sizes)
 
 
 def _constant(weight: QuantizedWeight) -> QuantizedWeight:
@@ -386,23 +511,18 @@ def _cotangents(
     dx: Array, dw: Array | None, weight: QuantizedWeight
 ) -> tuple[QuantizedInput, QuantizedWeight]:
     none: Any = None  # the cotangent of what has no gradient
-    return QuantizedInput(none, dx, none), replace(weight, quantized=none, master=dw)
+    return QuantizedInput(none, dx, none), replace(weight, quantized=none, master=dw, turned=none)
 
 
 def _rows(x: QTensor | Array) -> Array:
     """X as a matrix [tokens, k], dequantized."""
-    if not isinstance(x, QTensor):
-        return x.reshape(-1, x.shape[-1])
-    return dequantize_rows(x).reshape(-1, x.shape[-1])
+    x = _rows_of(x)
+    return x.dequantize() if isinstance(x, QTensor) else x
 
 
-def _input_along_tokens(
-    saved: QTensor | Array, more: int, fmt: TensorFormat, backend: Backend
-) -> QTensor:
-    """What was kept of X, and so many rows of zeros, as the weight's gradient multiplies it."""
-    if isinstance(saved, QTensor) and not more:
-        return regroup(saved, fmt, backend)
-    return quantize_along_rows(_more_rows(_rows(saved), more), fmt, backend)
+def _rows_of(x: QTensor | Array) -> QTensor | Array:
+    """X as a matrix [tokens, k]."""
+    return x.rows() if isinstance(x, QTensor) else x.reshape(-1, x.shape[-1])
 
 
 def _more_rows(x: Array, more: int) -> Array:

@@ -11,11 +11,13 @@ on the bfloat16 grid and moves by less than half a step does not move at all.
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jax import lax
+from jaxtyping import Array, Bool, Float, UInt32
 
 from fp8rl_jax.config.formats import TensorFormat
+from fp8rl_jax.parallel import mixed
 from fp8rl_jax.precision.formats import element_dtype, format_of, max_value
-from pallas_kernels import Blocks, QTensor, quantize_both
+from pallas_kernels import Blocks, Format, QTensor, quantize_both
 from pallas_kernels import regroup as regroup_blocks
 from pallas_kernels.backend import Backend
 from pallas_kernels.quantize import round_blocks
@@ -40,7 +42,12 @@ def quantize_along_rows(
     x: Float[Array, "*batch m n"], fmt: TensorFormat, backend: Backend = "auto"
 ) -> QTensor:
     """Quantize `x` in groups along its rows' axis, for a product that is summed over rows."""
-    return format_of(fmt, x.shape).transposed.quantize(x, backend)
+    return along_rows(fmt, x.shape).quantize(x, backend)
+
+
+def along_rows(fmt: TensorFormat, shape: tuple[int, ...]) -> Format:
+    """What quantizes a tensor of this shape along its rows' axis."""
+    return format_of(fmt, (*shape[:-2], shape[-1], shape[-2])).transposed
 
 
 def quantize_both_ways(
@@ -48,10 +55,20 @@ def quantize_both_ways(
 ) -> tuple[QTensor, QTensor]:
     """Quantize as `quantize` and as `quantize_along_rows`; kernels read `x` once."""
     made = format_of(fmt, x.shape)
-    if isinstance(made, Blocks):
+    if isinstance(made, Blocks) and fmt.block == (1, made.block[1]):
         dtype = jnp.dtype(made.dtype)
         return quantize_both(x, made.block[1], dtype, made.scale, backend=backend)
-    return made.quantize(x, backend), made.transposed.quantize(x, backend)
+    return made.quantize(x, backend), quantize_along_rows(x, fmt, backend)
+
+
+def stochastic_salt(x: Float[Array, "*axes"]) -> UInt32[Array, ""]:
+    """Make a tensor's own bits the seed of its stochastic rounding.
+
+    A tensor that is computed again is rounded as before, on any mesh and after any restart; another
+    one has other draws.
+    """
+    bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+    return mixed(bits).sum(dtype=jnp.uint32)
 
 
 def regroup(q: QTensor, fmt: TensorFormat, backend: Backend = "auto") -> QTensor:
@@ -62,7 +79,7 @@ def regroup(q: QTensor, fmt: TensorFormat, backend: Backend = "auto") -> QTensor
     rows, made = q.rows(), format_of(fmt, q.shape)
     if isinstance(made, Blocks) and isinstance(q.format, Blocks):
         return regroup_blocks(rows, jnp.dtype(made.dtype), made.scale, backend=backend)
-    return made.transposed.quantize(rows.dequantize(), backend)
+    return quantize_along_rows(rows.dequantize(), fmt, backend)
 
 
 def dequantize(q: QTensor) -> Float[Array, "*batch m n"]:

@@ -49,7 +49,7 @@ def grouped_matmul(
     groups = len(w.values)
     expected: dict[str, tuple[int, ...]] = {"group_sizes": (groups,)}
     given = {"group_sizes": group_sizes.shape}
-    if in_blocks(x, w):
+    if in_blocks(x, w) and x.format.by_row:
         (n, k), block = w.shape[1:], w.block
         blocks = (-(-n // block[0]), -(-k // block[1]))
         expected |= {

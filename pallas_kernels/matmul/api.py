@@ -67,7 +67,7 @@ def blockwise_matmul(
         ValueError: scale shapes do not belong to the operands, or an axis has length 0.
     """
     chosen = choose("blockwise_matmul", backend, unserved(x, w, HOPPER_BLOCKS))
-    if in_blocks(x, w):
+    if in_blocks(x, w) and x.format.by_row:
         (n, k), block = w.shape, w.block
         blocks = (-(-n // block[0]), -(-k // block[1]))
         if w.scales.shape != blocks or x.scales.shape != (*x.shape[:-1], blocks[1]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import ClassVar, Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -31,6 +31,7 @@ class Blocks(Format):
 
     dtype: str = "float8_e4m3fn"
     scale: Rule = "float32"
+    regrouped: ClassVar[bool] = True
 
     def quantize(self, x: Float[Array, "*batch m n"], backend: Backend = "auto") -> QTensor:
         """`quantize_blocks`."""

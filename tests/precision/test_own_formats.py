@@ -23,7 +23,7 @@ from fp8rl_jax.models.lora import merge
 from fp8rl_jax.models.policy import init_policy
 from fp8rl_jax.parallel import policy_shardings
 from fp8rl_jax.parallel.mesh import AXES
-from fp8rl_jax.precision import QuantizedWeight, check_recipe, format_of, linear, quantize, register
+from fp8rl_jax.precision import QuantizedWeight, check_recipe, format_of, linear, register
 from fp8rl_jax.training.state import make_optimizer
 
 ALL = LinearPrecision(*[TWO_LEVELS] * 4)
@@ -73,23 +73,22 @@ def test_a_name_stands_for_it_and_its_blocks():
 
 @pytest.mark.parametrize("tokens", [32, 7])
 def test_products_are_those_of_what_it_stands_for(tokens):
-    """Forward and both gradients, each operand grouped along its own contraction; the input is
-    kept, and so rounded twice for dW; an odd number of tokens is packed, too."""
+    """Forward and both gradients, each operand grouped along its own contraction and rounded once;
+    an odd number of tokens is packed, too."""
     x, w, dy = draw(tokens, 48), draw(40, 48, seed=1), draw(tokens, 40, seed=2)
 
     @jax.jit
     def products(x, w, dy):
         def run(x, w):
-            weight = QuantizedWeight(quantize(jax.lax.stop_gradient(w), TWO_LEVELS), w, ALL)
-            return linear(x, weight, jnp.float32)
+            return linear(x, QuantizedWeight.of(w, w, ALL), jnp.float32)
 
         y, back = jax.vjp(run, x, w)
         return y, *back(dy)
 
-    xq, wq = restored(x), restored(w)
-    even = [np.pad(z, ((0, tokens % 2), (0, 0))) for z in (dy, xq)]
+    even = [np.pad(z, ((0, tokens % 2), (0, 0))) for z in (dy, x)]
     left, right = (restored(z, along_rows=True) for z in even)
-    expected = (xq @ wq.T, restored(dy) @ wq, left.T @ right)
+    turned = restored(w, along_rows=True)
+    expected = (restored(x) @ restored(w).T, restored(dy) @ turned, left.T @ right)
     for got, want in zip(products(x, w, dy), expected, strict=True):
         np.testing.assert_allclose(got, want, rtol=0, atol=2e-6 * np.abs(want).max())
 
@@ -104,8 +103,7 @@ def test_products_of_experts_are_those_of_what_it_stands_for():
     @jax.jit
     def products(x, w, dy):
         def run(x, w):
-            weight = QuantizedWeight(quantize(jax.lax.stop_gradient(w), TWO_LEVELS), w, ALL)
-            return linear(x, weight, jnp.float32, group_sizes=sizes)
+            return linear(x, QuantizedWeight.of(w, w, ALL), jnp.float32, group_sizes=sizes)
 
         y, back = jax.vjp(run, x, w)
         return y, *back(dy)
@@ -113,12 +111,12 @@ def test_products_of_experts_are_those_of_what_it_stands_for():
     xq, dyq, wq = restored(x), restored(dy), [restored(one) for one in w]
     left, right = np.zeros((48, 40)), np.zeros((48, 48))
     for (start, stop), (first, last) in zip(parts, laid_out, strict=True):
-        left[first:last], right[first:last] = dy[start:stop], xq[start:stop]
+        left[first:last], right[first:last] = dy[start:stop], x[start:stop]
     left, right = restored(left, along_rows=True), restored(right, along_rows=True)
     expected = np.zeros((34, 40)), np.zeros((34, 48)), np.zeros((3, 40, 48))
     for i, ((start, stop), (first, last)) in enumerate(zip(parts, laid_out, strict=True)):
         expected[0][start:stop] = xq[start:stop] @ wq[i].T
-        expected[1][start:stop] = dyq[start:stop] @ wq[i]
+        expected[1][start:stop] = dyq[start:stop] @ restored(w[i], along_rows=True)
         expected[2][i] = left[first:last].T @ right[first:last]
     for got, want in zip(products(x, w, dy), expected, strict=True):
         np.testing.assert_allclose(got, want, rtol=0, atol=2e-6 * np.abs(want).max())

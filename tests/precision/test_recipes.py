@@ -97,15 +97,16 @@ def trained(**changes):
     return sides | changes
 
 
+LINEARS_IN_ONE_SCALE = ForwardFormats(KV, KV)
 REFUSED = {
     "activation only": (
         rollout(weight=COMPUTE),
         r"rollout\.activation is quantized but the weight is not",
     ),
-    "weight block": (rollout(weight=KV), r"rollout\.weight\.block must be given"),
+    "one scale beside blocks": (rollout(weight=KV), r"rollout\.activation\.block must be 1xall"),
     "activation block": (
         rollout(activation=TensorFormat("e4m3", (1, 64))),
-        r"rollout\.activation\.block must be \(1, 128\)",
+        r"rollout\.activation\.block must be 1x128",
     ),
     "activation per tensor": (rollout(activation=KV), r"rollout\.activation\.block must be"),
     "key only": (rollout(value=COMPUTE), r"rollout\.value and key must"),
@@ -121,8 +122,8 @@ REFUSED = {
         r"rollout\.query must have one float32 scale",
     ),
     "trainer weight only": (
-        {"trainer": LinearFormats(weight=W)},
-        r"trainer\.activation must be quantized where",
+        trained(trainer=LinearFormats(weight=W)),
+        r"output_gradient is quantized, but trainer\.activation is not",
     ),
     "trainer cache": (
         {"trainer": ForwardFormats(key=KV, value=KV)},
@@ -142,11 +143,20 @@ REFUSED = {
     ),
     "gradient block": (
         trained(output_gradient=replace(A, block=(1, 64))),
-        r"output_gradient\.block must be \(1, 128\)",
+        r"output_gradient\.block must be 1x128",
     ),
-    "oblong weight block": (
-        trained(trainer=replace(RECIPES["jet-rl"].trainer, weight=TensorFormat("e4m3", (64, 128)))),
-        r"output_gradient\.block must be \(1, 64\) and trainer\.weight\.block square",
+    "gradient of weights": (
+        trained(output_gradient=parse_format("int4")),
+        r"output_gradient is of weights alone: int4 has no gradients",
+    ),
+    "drawn roundings": (
+        trained(gradient_rounding="stochastic"),
+        r"gradient_rounding must be \"nearest\": e4m3-1x128 has no stochastic rounding",
+    ),
+    "exact beside one scale for all tokens": (
+        trained(**dict.fromkeys(("rollout", "trainer"), LINEARS_IN_ONE_SCALE), exact=True)
+        | {"output_gradient": COMPUTE, "saved_activation": COMPUTE},
+        r"exact cannot be promised: a scale of e4m3 one scale is shared by the tokens",
     ),
     "kv constants": (
         {"kv_constants": (200.0, 0.0, 100.0)},
@@ -179,12 +189,11 @@ def test_what_cannot_be_computed_is_refused_by_field(case):
 def test_a_pair_that_a_backend_cannot_multiply_is_refused_with_role_formats_and_backend(
     monkeypatch,
 ):
-    """The reference takes e2m1, once it can be stored; Hopper's tensor cores do not."""
-    monkeypatch.setitem(ELEMENTS, "e2m1", ElementType("e2m1", "float4_e2m1fn", 6.0, 4))
-    jet, four = RECIPES["jet-rl"], ForwardFormats(replace(W, element="e2m1"), A)
+    """The reference takes e3m4; Hopper's tensor cores do not."""
+    jet, other = RECIPES["jet-rl"], ForwardFormats(replace(W, element="e3m4"), A)
     for recipe in (
-        replace(FULL, rollout=four),
-        replace(jet, output_gradient=replace(A, element="e2m1")),
+        replace(FULL, rollout=other),
+        replace(jet, output_gradient=replace(A, element="e3m4")),
     ):
         check_recipe(recipe)
     monkeypatch.setattr(
@@ -194,16 +203,16 @@ def test_a_pair_that_a_backend_cannot_multiply_is_refused_with_role_formats_and_
     )
     with pytest.raises(
         UserError,
-        match=r"rollout\.activation e4m3 is multiplied by rollout\.weight e2m1: the hopper backend",
+        match=r"rollout\.activation e4m3 is multiplied by rollout\.weight e3m4: the hopper backend",
     ):
-        check_recipe(replace(FULL, rollout=four), "hopper")
+        check_recipe(replace(FULL, rollout=other), "hopper")
     with pytest.raises(
         UserError,
-        match=r"output_gradient e2m1 is multiplied by trainer\.weight.* float4_e2m1fn by float8",
+        match=r"output_gradient e3m4 is multiplied by trainer\.weight.* float8_e3m4 by float8",
     ):
-        check_recipe(replace(jet, output_gradient=replace(A, element="e2m1")), "hopper")
+        check_recipe(replace(jet, output_gradient=replace(A, element="e3m4")), "hopper")
     # a weight alone is unpacked
-    check_recipe(replace(FULL, rollout=ForwardFormats(weight=four.weight)), "hopper")
+    check_recipe(replace(FULL, rollout=ForwardFormats(weight=other.weight)), "hopper")
     five = replace(A, element="e5m2")
     trainer = LinearFormats(replace(W, element="e5m2"), five)
     check_recipe(
@@ -260,7 +269,7 @@ def test_a_format_is_read_as_it_is_written(name, fmt):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("e4m4", r"unknown element 'e4m4'; did you mean 'e4m3'\? \(known: compute, e4m3, e5m2"),
+        ("e4m9", r"unknown element 'e4m9'; did you mean 'e4m3'\? \(known: compute, e4m3, e5m2"),
         ("e4m3-0x128", "block must be two positive sizes"),
         ("e4m3-128", "'e4m3-128' is no format"),
         ("e4m3-1x128-bf16", "unknown scale 'bf16'"),
@@ -273,28 +282,26 @@ def test_what_is_no_format_is_refused(name, message):
 
 
 def test_a_new_file_registers_an_element_and_a_format(monkeypatch):
-    for table, name in ((ELEMENTS, "e2m1"), (FORMATS, "mx4")):
+    for table, name in ((ELEMENTS, "fp4"), (FORMATS, "mx4")):
         monkeypatch.setitem(table, name, None)
         del table[name]  # not there yet, and gone again after the test
-    element = register_element(ElementType("e2m1", "float4_e2m1fn", 6.0, 4))
-    four = register_format("mx4", TensorFormat("e2m1", (1, 32), "power_of_two"))
+    element = register_element(ElementType("fp4", "float4_e2m1fn", 6.0, 4))
+    fmt = register_format("mx4", TensorFormat("fp4", (1, 32), "power_of_two"))
     row = recipe_like(
-        "fp8-rollout", "four", **{"rollout.weight": "mx4", "rollout.activation": "e4m3-1x32"}
+        "fp8-rollout", "mine", **{"rollout.weight": "mx4", "rollout.activation": "e4m3-1x32"}
     )
     assert (
-        row.rollout.weight == four
-        and element_dtype(four) == jnp.float4_e2m1fn
-        and element.bits == 4
+        row.rollout.weight == fmt and element_dtype(fmt) == jnp.float4_e2m1fn and element.bits == 4
     )
-    assert row.table()["rollout"]["weight"] == four.name == "mx4"
+    assert row.table()["rollout"]["weight"] == fmt.name == "mx4"
     check_recipe(row)  # the reference multiplies the pair
     # on the command line, too, which was read before
-    flags = ["--recipe", "jet-rl", "--precision.output-gradient", "e2m1"]
+    flags = ["--recipe", "jet-rl", "--precision.output-gradient", "fp4"]
     asked = load_config(RunConfig, flags, "fp8rl train")
-    assert get_recipe("jet-rl", asked.precision).output_gradient.element == "e2m1"
-    with pytest.raises(UserError, match=r"precision\.output_gradient: unknown element 'e2m2'"):
-        get_recipe("jet-rl", PrecisionConfig(output_gradient="e2m2"))
-    register_format("mx4", four)
+    assert get_recipe("jet-rl", asked.precision).output_gradient.element == "fp4"
+    with pytest.raises(UserError, match=r"precision\.output_gradient: unknown element 'fp5'"):
+        get_recipe("jet-rl", PrecisionConfig(output_gradient="fp5"))
+    register_format("mx4", fmt)
     for again in (
         lambda: register_format("mx4", W),
         lambda: register_format("e4m3-1x128", W),
@@ -316,6 +323,13 @@ def test_the_built_in_rows_are_these():
         "fp8-e2e-kv",
         "jet-rl",
         "infir2",
+        "mxfp8-rollout",
+        "mxfp8",
+        "nvfp4-rollout",
+        "nvfp4",
+        "nvfp4-rl",
+        "w4a16",
+        "int4-qat",
     ]
     assert RECIPES["bf16"] == Recipe("bf16")
     assert FULL == Recipe(
@@ -334,6 +348,30 @@ def test_the_built_in_rows_are_these():
     assert RECIPES["infir2"] == Recipe(
         "infir2", sides, sides, output_gradient=a, saved_activation=a
     )
+    mx, rows = parse_format("mxfp8"), parse_format("nvfp4_rows")
+    assert RECIPES["mxfp8"] == Recipe(
+        "mxfp8", ForwardFormats(mx, mx), LinearFormats(mx, mx), mx, mx
+    )
+    of_rows = ForwardFormats(parse_format("nvfp4"), rows)
+    assert RECIPES["nvfp4-rl"] == Recipe("nvfp4-rl", of_rows, of_rows, saved_activation=rows)
+    square = ForwardFormats(parse_format("nvfp4-16x16"), rows)
+    assert RECIPES["nvfp4"] == Recipe(
+        "nvfp4",
+        square,
+        square,
+        parse_format("nvfp4"),
+        rows,
+        gradient_rounding="stochastic",
+        gradient_transform="hadamard",
+    )
+    integers = ForwardFormats(parse_format("int4-1x128"))
+    assert RECIPES["int4-qat"] == Recipe("int4-qat", integers, integers)
+    for name, of in (
+        ("mxfp8-rollout", "mxfp8"),
+        ("nvfp4-rollout", "nvfp4-rl"),
+        ("w4a16", "int4-qat"),
+    ):
+        assert RECIPES[name] == Recipe(name, RECIPES[of].rollout, correction="token_tis")
     assert (FULL.kv_calibration, FULL.kv_percentile, FULL.kv_margin, FULL.kv_constants) == (
         "update",
         99.9,
@@ -407,7 +445,7 @@ def test_every_fault_of_a_row_is_named_by_its_key():
         rollout.wieght = "e4m3"
         rollout.weight = "e4m3-128"
         rollout.key = 8
-        rollout.value = { element = "e4m4" }
+        rollout.value = { element = "e4m9" }
         trainer = "e4m3"
         kv_margin = "high"
         optimizer_moment = "e4m3"
@@ -432,7 +470,7 @@ def test_every_fault_of_a_row_is_named_by_its_key():
         "recipes.my-fp8.rollout.wieght: unknown key; did you mean rollout.weight?",
         "recipes.my-fp8.rollout.weight: 'e4m3-128' is no format; write ELEMENT",
         "recipes.my-fp8.rollout.key: expected the name of a format, or a table, got 8",
-        "recipes.my-fp8.rollout.value: unknown element 'e4m4'; did you mean 'e4m3'?",
+        "recipes.my-fp8.rollout.value: unknown element 'e4m9'; did you mean 'e4m3'?",
         "recipes.my-fp8.trainer: expected a table, got 'e4m3'",
         "recipes.my-fp8.kv_margin: expected a finite number, got 'high'",
         "recipes.my-fp8.optimizer_moment: unknown key",
@@ -748,7 +786,10 @@ def test_every_fault_of_a_layers_table_is_named_by_its_key():
     ("formats", "message"),
     [
         ((("rollout.weight", TensorFormat("e4m3", (64, 64))),), r"rollout\.activation\.block must"),
-        ((("trainer.activation", COMPUTE),), r"trainer\.activation must be quantized where"),
+        (
+            (("trainer.activation", COMPUTE),),
+            r"output_gradient is quantized, but trainer\.activation is not",
+        ),
         ((("output_gradient", TensorFormat("e4m3", (1, 64))),), r"output_gradient\.block must be"),
     ],
 )

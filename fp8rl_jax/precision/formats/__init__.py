@@ -17,6 +17,9 @@ file, in this folder or in anyone's program:
 `rollout.weight = "mine"` then quantizes with it, in a run, a plan, a comparison and a checkpoint
 alike. It is multiplied dequantized, in float32: a kernel that multiplies it as it is stored is
 another matter.
+
+What comes with the library (`BUILT_IN`): MX formats (mx.py), NVFP4, INT4 weights, and floats of any
+few bits (minifloat.py).
 """
 
 from __future__ import annotations
@@ -25,8 +28,12 @@ from dataclasses import replace
 
 import jax.numpy as jnp
 
-from fp8rl_jax.config.formats import TensorFormat, register_name
+from fp8rl_jax.config.formats import MINIFLOATS, WHOLE, TensorFormat, register_name
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.precision.formats.int4 import Int4
+from fp8rl_jax.precision.formats.minifloat import Minifloat
+from fp8rl_jax.precision.formats.mx import MX, MXFP4
+from fp8rl_jax.precision.formats.nvfp4 import NVFP4
 from pallas_kernels import Blocks, Format
 
 _REGISTERED: dict[str, Format] = {}
@@ -61,7 +68,8 @@ def format_of(fmt: TensorFormat, shape: tuple[int, ...] = ()) -> Format:
     """
     if made := _REGISTERED.get(fmt.element):
         return replace(made, block=fmt.block or made.block)
-    block = fmt.block or (shape[-2], shape[-1])
+    rows, columns = fmt.block or (WHOLE, WHOLE)
+    block = rows or shape[-2], columns or shape[-1]
     return Blocks(block, fmt.element_type.dtype, fmt.scale)
 
 
@@ -84,3 +92,30 @@ def max_value(fmt: TensorFormat) -> float:
     Raises UserError for the compute dtype.
     """
     return fmt.element_type.largest
+
+
+BUILT_IN: dict[str, Format] = {
+    "mxfp8": MX(),
+    "mxfp8_floor": MX(scale="floor"),
+    "mxfp8_e5m2": MX(element="e5m2"),
+    "mxfp8_e5m2_floor": MX(element="e5m2", scale="floor"),
+    "mxfp6": MX(element="e2m3", scale="floor"),
+    "mxfp6_up": MX(element="e2m3"),
+    "mxfp6_e3m2": MX(element="e3m2", scale="floor"),
+    "mxfp6_e3m2_up": MX(element="e3m2"),
+    "mxfp4": MXFP4(),
+    "mxfp4_up": MXFP4(scale="up"),
+    "nvfp4": NVFP4(),
+    "nvfp4_rows": NVFP4(outer="row"),
+    "nvfp4_four_over_six": NVFP4(four_over_six=True),
+    "nvfp4_rows_four_over_six": NVFP4(outer="row", four_over_six=True),
+    "int4": Int4(),
+    **{
+        name: Minifloat(exponent=exponent, mantissa=mantissa)
+        for name, (exponent, mantissa) in MINIFLOATS.items()
+    },
+}
+"""What comes with the library, by the names that config.formats knows."""
+
+for _name, _made in BUILT_IN.items():
+    register(_name, _made)

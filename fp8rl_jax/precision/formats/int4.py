@@ -1,0 +1,64 @@
+"""INT4: integers of 4 bits in groups along a row, a bfloat16 scale for each; of weights alone.
+
+scale = amax / 7 and codes from -7 to 7, as Kimi K2 and slime train and serve them; what others have
+written may use -8, too. Layout on disk: weights/ and compressed-tensors' `pack-quantized`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, UInt32
+
+from fp8rl_jax.precision.formats.grids import draws, pack, unpack
+from pallas_kernels import Format, QTensor
+from pallas_kernels.backend import Backend, block_name
+from pallas_kernels.quantize import block_amax, expand_scales
+from pallas_kernels.rounding import rounded
+
+LARGEST = 7.0
+
+
+@dataclass(frozen=True)
+class Int4(Format):
+    """Two codes to a byte in two's complement, a bfloat16 scale a group."""
+
+    block: tuple[int, int] = (1, 32)
+    packed: ClassVar[int] = 2
+
+    def quantize(self, x: Float[Array, "*batch m n"], backend: Backend = "auto") -> QTensor:
+        """Quantize, to nearest and ties to even; a NaN or an infinity makes its scale one."""
+        return self._quantize(x)
+
+    def quantize_stochastic(
+        self, x: Float[Array, "*batch m n"], salt: UInt32[Array, ""]
+    ) -> QTensor:
+        """Quantize, up or down at random."""
+        return self._quantize(x, draws(x.shape, salt))
+
+    def _quantize(self, x: Array, draw: Array | None = None) -> QTensor:
+        x, groups = x.astype(jnp.float32), block_amax(x, self.block)
+        # the scale that is stored is the scale that is divided by
+        scales = rounded(jnp.where(groups == 0, 1.0, groups * (1 / LARGEST)), jnp.bfloat16)
+        steps = x / expand_scales(scales.astype(jnp.float32), self.block, x.shape[-2:])
+        codes = jnp.round(steps) if draw is None else jnp.floor(steps + draw)
+        codes = jnp.clip(codes, -LARGEST, LARGEST).astype(jnp.int8).astype(jnp.uint8) & 15
+        return QTensor(pack(codes), scales, self)
+
+    def dequantize(self, q: QTensor) -> Float[Array, "*batch m n"]:
+        """Multiply codes, from -8 to 7, with the scale of their group."""
+        codes = unpack(q.values).astype(jnp.float32)
+        return jnp.where(codes > LARGEST, codes - 16, codes) * self._expanded(q)
+
+    def limit(self, q: QTensor) -> Float[Array, "*batch m n"]:
+        """7 times the scale."""
+        return LARGEST * self._expanded(q)
+
+    def _expanded(self, q: QTensor) -> Array:
+        return expand_scales(q.scales.astype(jnp.float32), self.block, q.shape[-2:])
+
+    @property
+    def name(self) -> str:
+        return f"INT4 {block_name(self.block)}"

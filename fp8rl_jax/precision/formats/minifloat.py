@@ -1,0 +1,68 @@
+"""Floats of any few bits, eXmY: X bits of exponent and Y of mantissa, in blocks with a float32
+scale each.
+
+Every code is a number, as in OCP's e2m1, e2m3 and e3m2: there is neither infinity nor NaN. Such
+formats say what a bit is worth; no device multiplies them, and values are kept in bfloat16, which
+holds them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, UInt32
+
+from fp8rl_jax.precision.formats.grids import draws, on_grid
+from pallas_kernels import Format, QTensor
+from pallas_kernels.backend import Backend, block_name
+from pallas_kernels.quantize import block_amax, expand_scales
+
+
+@dataclass(frozen=True)
+class Minifloat(Format):
+    """Values in bfloat16, a float32 scale a block.
+
+    Attributes:
+        exponent, mantissa: bits, at least 2 and at most 5, and at most 7.
+    """
+
+    block: tuple[int, int] = (1, 128)
+    exponent: int = 4
+    mantissa: int = 3
+
+    @property
+    def largest(self) -> float:
+        return (2 - 2.0**-self.mantissa) * 2.0 ** (2 ** (self.exponent - 1))
+
+    def quantize(self, x: Float[Array, "*batch m n"], backend: Backend = "auto") -> QTensor:
+        """Quantize, to nearest and ties to even; a NaN or an infinity makes its scale one."""
+        return self._quantize(x)
+
+    def quantize_stochastic(
+        self, x: Float[Array, "*batch m n"], salt: UInt32[Array, ""]
+    ) -> QTensor:
+        """Quantize, up or down at random."""
+        return self._quantize(x, draws(x.shape, salt))
+
+    def _quantize(self, x: Array, draw: Array | None = None) -> QTensor:
+        x, groups = x.astype(jnp.float32), block_amax(x, self.block)
+        scales = jnp.maximum(groups * (1 / self.largest), jnp.finfo(jnp.float32).tiny)
+        scales = jnp.where(groups == 0, 1.0, scales)
+        steps = x / expand_scales(scales, self.block, x.shape[-2:])
+        inside = jnp.clip(steps, -self.largest, self.largest)
+        smallest = 2 - 2 ** (self.exponent - 1)
+        values = on_grid(inside, self.mantissa, smallest, draw).astype(jnp.bfloat16)
+        return QTensor(values, scales, self)
+
+    def dequantize(self, q: QTensor) -> Float[Array, "*batch m n"]:
+        """Multiply values with the scale of their block."""
+        return q.values.astype(jnp.float32) * expand_scales(q.scales, self.block, q.shape[-2:])
+
+    def limit(self, q: QTensor) -> Float[Array, "*batch m n"]:
+        """The largest number times the scale."""
+        return self.largest * expand_scales(q.scales, self.block, q.shape[-2:])
+
+    @property
+    def name(self) -> str:
+        return f"e{self.exponent}m{self.mantissa} {block_name(self.block)}"
