@@ -93,7 +93,8 @@ def decided(recipe: str, exact="auto", ours: bool = True):
 
 
 def test_recipes_with_one_precision_flow_are_exact_by_default(monkeypatch):
-    assert {name for name in RECIPES if decided(name)} == {"bf16", "jet-rl", "fp8-e2e", "infir2"}
+    one_flow = {"bf16", "jet-rl", "fp8-e2e", "infir2", "mxfp8", "nvfp4", "nvfp4-rl", "int4-qat"}
+    assert {name for name in RECIPES if decided(name)} == one_flow
     assert decided("jet-rl", False) is False and decided("jet-rl", True) is True
     assert decided("jet-rl", ours=False) is False
     monkeypatch.setattr("pallas_kernels.invariant.is_available", lambda backend="auto": False)
@@ -156,6 +157,9 @@ def test_a_resumed_run_keeps_what_was_decided(tmp_path):
         ("moe", "jet-rl", "float16", "auto"),
         ("dense", "jet-rl", "bfloat16", "cpu"),
         ("moe", "bf16", "float32", "cpu"),
+        ("moe", "mxfp8", "float32", "auto"),
+        ("dense", "nvfp4", "bfloat16", "auto"),
+        ("moe", "int4-qat", "bfloat16", "auto"),
     ],
 )
 def test_the_trainer_has_the_bits_of_the_rollout(kind, name, dtype, backend):

@@ -40,7 +40,7 @@ def draws(shape: tuple[int, ...], salt: UInt32[Array, ""]) -> Float[Array, "*sha
     return (place_hash(shape, salt) >> 8).astype(jnp.float32) * 2.0**-24
 
 
-def pack(codes: UInt8[Array, "*m n"]) -> UInt8[Array, "*m n/2"]:
+def pack(codes: UInt8[Array, "*m n"]) -> UInt8[Array, "*m pairs"]:
     """Put two codes of 4 bits into a byte, the first one into its lower half.
 
     Raises:
@@ -54,7 +54,7 @@ def pack(codes: UInt8[Array, "*m n"]) -> UInt8[Array, "*m n/2"]:
     return codes[..., ::2] | codes[..., 1::2] << 4
 
 
-def unpack(packed: UInt8[Array, "*m n/2"]) -> UInt8[Array, "*m n"]:
+def unpack(packed: UInt8[Array, "*m pairs"]) -> UInt8[Array, "*m n"]:
     """Take the two codes out of each byte."""
     codes = jnp.stack([packed & 15, packed >> 4], axis=-1)
     return codes.reshape(*packed.shape[:-1], -1)
