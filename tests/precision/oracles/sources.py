@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tarfile
 import types
+import zlib
 from pathlib import Path
 
 import torch
@@ -43,8 +44,8 @@ def tensor(value: torch.Tensor) -> dict[str, object]:
     data = value.reshape(-1).view(torch.uint8).numpy().tobytes()
     text = (
         {"hex": data.hex()}
-        if value.element_size() == 1
-        else {"base64": base64.b64encode(data).decode()}
+        if value.element_size() == 1 or value.numel() <= 16
+        else {"zlib": base64.b64encode(zlib.compress(data, 9)).decode()}
     )
     return {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape), **text}
 

@@ -1,10 +1,12 @@
 """Reading the tables of this folder: a tensor is {"dtype", "shape", "hex"}, its little-endian bytes
-in hexadecimal where an element is one byte, else "base64"."""
+in hexadecimal where an element is one byte or there are 16 at most, else "zlib", them deflated and
+in base64."""
 
 from __future__ import annotations
 
 import base64
 import json
+import zlib
 from pathlib import Path
 
 import ml_dtypes
@@ -18,8 +20,11 @@ def load(name: str) -> dict:
 
 
 def _tensor(found: dict) -> np.ndarray | dict:
-    if "dtype" not in found or not {"hex", "base64"} & set(found):
+    if "dtype" not in found or not {"hex", "zlib"} & set(found):
         return found
-    data = bytes.fromhex(found["hex"]) if "hex" in found else base64.b64decode(found["base64"])
+    if "hex" in found:
+        data = bytes.fromhex(found["hex"])
+    else:
+        data = zlib.decompress(base64.b64decode(found["zlib"]))
     dtype = np.dtype(getattr(ml_dtypes, found["dtype"], found["dtype"]))
     return np.frombuffer(data, dtype).reshape(found["shape"])
