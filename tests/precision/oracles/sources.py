@@ -44,7 +44,7 @@ def tensor(value: torch.Tensor) -> dict[str, object]:
     data = value.reshape(-1).view(torch.uint8).numpy().tobytes()
     text = (
         {"hex": data.hex()}
-        if value.element_size() == 1 or value.numel() <= 16
+        if len(data) <= 128
         else {"zlib": base64.b64encode(zlib.compress(data, 9)).decode()}
     )
     return {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape), **text}

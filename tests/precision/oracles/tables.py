@@ -1,6 +1,5 @@
 """Reading the tables of this folder: a tensor is {"dtype", "shape", "hex"}, its little-endian bytes
-in hexadecimal where an element is one byte or there are 16 at most, else "zlib", them deflated and
-in base64."""
+in hexadecimal where there are 128 at most, else "zlib", them deflated and in base64."""
 
 from __future__ import annotations
 
