@@ -105,11 +105,14 @@ def main() -> None:
             "weights": {name: tensor(weight) for name, weight in named.items()},
             "compressed-tensors": {
                 f"{name} {group}": compressed_tensors(weight, group)
-                for name, weight in named.items()
-                for group in (32, 128)
+                for name, weight, group in (
+                    ("bfloat16", named["bfloat16"], 32),
+                    ("bfloat16", named["bfloat16"], 128),
+                    ("float32", named["float32"], 32),
+                )
             },
             "refused": {"2x40 in groups of 32": refused(torch.ones(2, 40), 32)},
-            "slime": {f"{name} 32": slime(weight, 32) for name, weight in named.items()},
+            "slime": {"bfloat16 32": slime(named["bfloat16"], 32)},
             "packing": packing(),
         },
     )
