@@ -82,6 +82,7 @@ class NVFP4(Format):
         encode = jnp.minimum(largest * E2M1_LARGEST / whole, jnp.finfo(jnp.float32).max)
         encode = jnp.where(encode == 0, 1.0, encode)
         outer, groups = 1.0 / encode, block_amax(x, self.block)
+        groups = jnp.where(jnp.isfinite(groups), groups, jnp.nan)
         if not self.four_over_six:
             codes, scales = self._coded(x, groups * (encode * (1 / E2M1_LARGEST)), outer, draw)
             return QTensor(pack(codes), scales, self, outer)
