@@ -4,13 +4,27 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, UInt32
 
 from pallas_kernels.backend import Backend, block_name
+
+
+class ScaledOperand(NamedTuple):
+    """A matrix whose rows are what is summed.
+
+    Attributes:
+        values: [m, k], a float of 8 or 4 bits.
+        scales: [m, k / group], float8_e8m0fnu or float8_e4m3fn.
+        factor: float32 [m or 1, 1] of whole rows; None: 1.
+    """
+
+    values: Array
+    scales: Array
+    factor: Array | None = None
 
 
 @dataclass(frozen=True)
@@ -46,6 +60,11 @@ class Format(ABC):
     def limit(self, q: QTensor) -> Float[Array, ...]:
         """Find the largest magnitude that the scale of each element covers, float32, broadcastable
         to `q`."""
+
+    def scaled_operand(self, q: QTensor) -> ScaledOperand | None:
+        """Bring a matrix into the form that a device's own product of scaled operands takes
+        (`jax.lax.scaled_dot`); None where there is none."""
+        return None
 
     def store(
         self, x: Float[Array, "*batch m n"], key: Key[Array, ""], backend: Backend = "auto"

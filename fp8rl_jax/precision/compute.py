@@ -24,7 +24,7 @@ from pallas_kernels.attention import KeyBlock, attention
 from pallas_kernels.backend import Backend
 from pallas_kernels.exact import Integers
 from pallas_kernels.grouped_matmul import dot as grouped_dot
-from pallas_kernels.matmul import Panels, dot, pack, packs, selected_backend
+from pallas_kernels.matmul import Panels, dot, keeps_quantized, pack, packs
 from pallas_kernels.rounding import rounded
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True)}
@@ -227,7 +227,7 @@ class Compute:
     ) -> Float[Array, "*stack n k"] | Integers | Panels | None:
         """Convert a weight that a loop multiplies many times; None where it needs no conversion."""
         if isinstance(w, QTensor):
-            if selected_backend(self.backend) != "reference":
+            if keeps_quantized(w, self.backend):
                 return None
             return self.in_panels(w.dequantize())
         plain = isinstance(w, Array) and w.dtype == jnp.float32

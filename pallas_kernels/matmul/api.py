@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -25,6 +26,18 @@ def selected_backend(backend: Backend) -> str:
         BackendError: it cannot.
     """
     return resolve(backend, "blockwise_matmul")
+
+
+def keeps_quantized(w: QTensor, backend: Backend) -> bool:
+    """Whether a loop multiplies a weight as it is stored, by a kernel or by a GPU's own product of
+    scaled operands, and gains nothing from a dequantized copy.
+
+    Raises:
+        BackendError: a backend asked for by name cannot run here.
+    """
+    if selected_backend(backend) != "reference":
+        return True
+    return jax.default_backend() == "gpu" and w.format.scaled_operand(w) is not None
 
 
 def packs(backend: Backend) -> bool:

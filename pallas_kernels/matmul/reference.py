@@ -1,4 +1,5 @@
-"""Blockwise-scaled product in plain XLA: one float32 product of the dequantized operands.
+"""Blockwise-scaled product in plain XLA: one float32 product of the dequantized operands, on a GPU
+the product of scaled operands that XLA has, for the formats that it takes.
 
 An e4m3 value times its float32 scale is rounded once (relative error 2^-24), so this equals the
 block-by-block sum up to float32 rounding, and a decode loop can keep the dequantized weight instead
@@ -7,6 +8,8 @@ of unpacking it at every token.
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax.numpy as jnp
 from jax import lax
 
@@ -14,8 +17,39 @@ from pallas_kernels.rounding import rounded
 
 
 def matmul(x, w, out_dtype):
-    wide = x.rows().dequantize().reshape(*x.shape[:-1], -1)
-    return rounded(dot(wide, w.dequantize()), out_dtype)
+    def dequantized(x, w):
+        wide = x.rows().dequantize().reshape(*x.shape[:-1], -1)
+        return rounded(dot(wide, w.dequantize()), out_dtype)
+
+    if scaled_operands(x, w) is None:
+        return dequantized(x, w)
+    return lax.platform_dependent(
+        x, w, cuda=partial(scaled_matmul, out_dtype=out_dtype), default=dequantized
+    )
+
+
+def scaled_operands(x, w):
+    """Rows of x and w as a device's own product takes them; None where it takes no such pair."""
+    rows = x.rows()
+    pair = rows.format.scaled_operand(rows), w.format.scaled_operand(w)
+    return None if None in pair else pair
+
+
+def scaled_matmul(x, w, out_dtype):
+    """Multiply by XLA's product of scaled operands: on Blackwell by its tensor cores as they are
+    stored, elsewhere in 16 bits on the way to them."""
+    left, right = scaled_operands(x, w)
+    plain = left.factor is None and right.factor is None
+    out = lax.scaled_dot(
+        left.values,
+        right.values.T,
+        lhs_scale=left.scales,
+        rhs_scale=right.scales.T,
+        preferred_element_type=jnp.dtype(out_dtype) if plain else jnp.float32,
+    )
+    for factor in (left.factor, None if right.factor is None else right.factor.T):
+        out = out if factor is None else out * factor
+    return rounded(out, out_dtype).reshape(*x.shape[:-1], -1)
 
 
 # on a CPU

@@ -4,6 +4,7 @@ differ), against casts of ml_dtypes, and what all of them promise."""
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -23,6 +24,7 @@ from fp8rl_jax.precision.formats.minifloat import Minifloat
 from fp8rl_jax.precision.formats.mx import MX, MXFP4
 from fp8rl_jax.precision.formats.nvfp4 import NVFP4
 from fp8rl_jax.precision.hadamard import hadamard
+from pallas_kernels.matmul.reference import scaled_matmul, scaled_operands
 
 sys.path.insert(0, str(Path(__file__).parent / "oracles"))
 from tables import load
@@ -244,6 +246,30 @@ def test_two_codes_are_kept_in_a_byte(name, bits):
     outer = 32 if q.outer is not None else 0
     want = 64 * 512 * 4 + 4 * 32 * 8 if bits is None else 64 * 512 * bits
     assert 8 * q.nbytes == want + outer
+
+
+@pytest.mark.parametrize(
+    ("x_name", "w_name"),
+    [
+        ("mxfp8", "mxfp8"),
+        ("mxfp8_e5m2", "mxfp8"),
+        ("mxfp4", "mxfp4"),
+        ("nvfp4_rows", "nvfp4-16x16"),
+    ],
+)
+def test_a_gpus_product_of_scaled_operands_is_that_of_what_they_stand_for(x_name, w_name):
+    """XLA computes it on a CPU, too, where it is not used."""
+    rng = np.random.default_rng(0)
+    x, w = (
+        quantized(format_of(parse_format(name)), rng.normal(size=shape).astype(np.float32))
+        for name, shape in ((x_name, (2, 9, 96)), (w_name, (40, 96)))
+    )
+    got = jax.jit(partial(scaled_matmul, out_dtype=jnp.float32))(x, w)
+    want = np.asarray(x.dequantize(), np.float64) @ np.asarray(w.dequantize(), np.float64).T
+    np.testing.assert_allclose(got, want, rtol=0, atol=2e-6 * np.abs(want).max())
+    assert scaled_operands(x, w.T.T) is not None and scaled_operands(x, w.T) is None
+    ragged = quantized(format_of(parse_format(w_name)), np.ones((40, 88), np.float32))
+    assert scaled_operands(x, ragged) is None
 
 
 def parts_of(made, x) -> np.ndarray:

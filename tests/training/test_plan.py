@@ -2,6 +2,7 @@
 changes, refusals."""
 
 import json
+import math
 import time
 from dataclasses import replace
 from functools import partial
@@ -22,6 +23,8 @@ from fp8rl_jax.models.cache import KVScales
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.forms import rollout_policy
 from fp8rl_jax.models.policy import init_policy, parameter_count, with_scales
+from fp8rl_jax.precision import is_quantized
+from fp8rl_jax.rollout.engine import LocalEngine
 from fp8rl_jax.rollout.sampler import generate
 from fp8rl_jax.rollout.sampling import Sampling
 from fp8rl_jax.training.plan import PHASES, heard, memory_plan, mesh_sizes, what_fits
@@ -94,7 +97,9 @@ def test_update_needs_what_xla_says(shape, config):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "exact"), [("fp8-rl", False), ("bf16", True)])
+@pytest.mark.parametrize(
+    ("name", "exact"), [("fp8-rl", False), ("bf16", True), ("nvfp4-rollout", False)]
+)
 def test_rollout_needs_what_xla_says(name, exact):
     config = replace(run_config(4, 4, 24, 160, "bfloat16"), recipe=name)
     config = replace(config, precision=PrecisionConfig(exact=exact))
@@ -117,6 +122,22 @@ def test_rollout_needs_what_xla_says(name, exact):
     assert 0 <= found.argument_size_in_bytes - kept < 2000
     estimate = sum(plan.phases["rollout"].values())
     assert found.temp_size_in_bytes / FACTOR < estimate < found.temp_size_in_bytes * FACTOR
+
+
+@pytest.mark.parametrize(("name", "bits"), [("nvfp4-rollout", 4.5), ("w4a16", 4.125)])
+def test_weights_of_four_bits_take_what_is_live(name, bits):
+    """Two codes to a byte: what is planned, and what an engine holds."""
+    config = replace(run_config(4, 4, 24, 160, "bfloat16"), recipe=name)
+    engine = LocalEngine(config.resolved_recipe(), jnp.dtype("bfloat16"), unroll=False)
+    engine.sync(init_policy(WEIGHTS, jax.random.key(0)))
+    live = sum(x.nbytes for x in jax.tree.leaves(engine.policy))
+    always = memory_plan(WEIGHTS, config).always
+    (planned,) = (size for key, size in always.items() if key.startswith("rollout weights"))
+    assert planned == live
+    linears = [x for x in jax.tree.leaves(engine.policy, is_leaf=is_quantized) if is_quantized(x)]
+    numbers = sum(math.prod(x.shape) for x in linears)
+    held = 8 * sum(x.quantized.nbytes for x in linears)
+    assert held == pytest.approx(bits * numbers, rel=0.01)
 
 
 def test_shipped_shape_is_qwen3_8b():

@@ -15,6 +15,8 @@ on there. In order of value:
     attention   decode attention with FP8 and bfloat16 caches against cuDNN and XLA in bfloat16:
                 likewise
     grouped     products of an expert layer against dense ones of the same work: likewise
+    formats     products in MXFP8, MXFP4, NVFP4 and of INT4 weights, as XLA has them, against
+                bfloat16
     decode      steps of the decode loop at Qwen3-8B's shape: bfloat16, FP8 weights, FP8 cache, both
     step        a GRPO step and a layer's training step, at Qwen3-8B's shape: FP8 against bfloat16
     exact       exact mode: operations at random shapes, runs whose rollout and trainer must agree

@@ -108,6 +108,7 @@ PARTS = {
         Part("matmul", "products"),
         Part("attention", "attention"),
         Part("grouped", "grouped"),
+        Part("formats", "formats"),
         Part("decode", "decode", ahead=False),
         Part("step", "training", ahead=False),
         Part("exact", "exact", ahead=False),

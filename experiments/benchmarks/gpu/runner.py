@@ -41,10 +41,10 @@ UNCACHED = {"JAX_ENABLE_COMPILATION_CACHE": "false"}
 
 STAGES: tuple[tuple[tuple[str, ...], bool], ...] = (
     (("checks",), True),
-    (("copy", "matmul", "attention", "grouped"), True),
+    (("copy", "matmul", "attention", "grouped", "formats"), True),
     (("decode", "step"), False),
     (("exact",), False),
-    (("copy", "matmul", "grouped", "attention", "quantize"), False),
+    (("copy", "matmul", "grouped", "attention", "formats", "quantize"), False),
     (("checks",), False),
 )
 """Parts, and whether only what is wanted first of them."""

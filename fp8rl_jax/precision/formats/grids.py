@@ -73,3 +73,9 @@ def e2m1_numbers(codes: UInt8[Array, "*axes"]) -> Float[Array, "*axes"]:
     place = (codes & 7).astype(jnp.float32)
     size = jnp.where(place <= 4, place / 2, jnp.where(place <= 6, place - 2, 6.0))
     return jnp.where(codes & 8, -size, size)
+
+
+def as_float4(packed: UInt8[Array, "*m pairs"]) -> Array:
+    """Read packed codes of e2m1 as float4_e2m1fn, which products of some devices take."""
+    pairs = lax.bitcast_convert_type(packed, jnp.float4_e2m1fn)
+    return pairs.reshape(*packed.shape[:-1], -1)

@@ -23,6 +23,7 @@ from jax import lax
 from jaxtyping import Array, Float, UInt32
 
 from fp8rl_jax.precision.formats.grids import (
+    as_float4,
     draws,
     e2m1_codes,
     e2m1_numbers,
@@ -30,7 +31,7 @@ from fp8rl_jax.precision.formats.grids import (
     pack,
     unpack,
 )
-from pallas_kernels import Format, QTensor
+from pallas_kernels import Format, QTensor, ScaledOperand
 from pallas_kernels.backend import Backend, block_name
 from pallas_kernels.quantize import block_amax, expand_scales
 from pallas_kernels.quantize.reference import to_float8
@@ -112,6 +113,17 @@ class MX(Format):
         """Multiply the elements with the scale of their group."""
         return self.numbers(q.values) * self._expanded(q)
 
+    def scaled_operand(self, q: QTensor) -> ScaledOperand | None:
+        """As it is stored; MXFP6 has a byte a number, which is no form of a device's."""
+        whole = self.block == (1, 32) and q.values.ndim == 2 and q.shape[-1] % 32 == 0
+        if not whole or self.element not in ("e4m3", "e5m2", "e2m1"):
+            return None
+        return ScaledOperand(self.device_values(q.values), q.scales)
+
+    def device_values(self, values: Array) -> Array:
+        """The stored values in a dtype of the element."""
+        return values
+
     def limit(self, q: QTensor) -> Float[Array, "*batch m n"]:
         """The element's largest value times the scale."""
         return ELEMENTS[self.element].largest * self._expanded(q)
@@ -137,3 +149,6 @@ class MXFP4(MX):
 
     def numbers(self, values):
         return e2m1_numbers(unpack(values))
+
+    def device_values(self, values):
+        return as_float4(values)

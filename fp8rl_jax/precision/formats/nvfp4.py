@@ -27,6 +27,7 @@ from jaxtyping import Array, Float, UInt32
 
 from fp8rl_jax.precision.formats.grids import (
     E2M1_LARGEST,
+    as_float4,
     draws,
     e2m1_codes,
     e2m1_numbers,
@@ -34,7 +35,7 @@ from fp8rl_jax.precision.formats.grids import (
     pack,
     unpack,
 )
-from pallas_kernels import Format, QTensor
+from pallas_kernels import Format, QTensor, ScaledOperand
 from pallas_kernels.backend import Backend, block_name
 from pallas_kernels.quantize import amax, block_amax, expand_scales
 from pallas_kernels.quantize.reference import to_float8
@@ -113,6 +114,13 @@ class NVFP4(Format):
     def dequantize(self, q: QTensor) -> Float[Array, "*batch m n"]:
         """Multiply the codes' numbers with both scales."""
         return e2m1_numbers(unpack(q.values)) * self._steps(q.scales, q.outer, q.shape)
+
+    def scaled_operand(self, q: QTensor) -> ScaledOperand | None:
+        """As it is stored; blocks of several rows give each of them its scale."""
+        if self.block[1] != 16 or q.values.ndim != 2 or q.shape[-1] % 16:
+            return None
+        scales = expand_scales(q.scales, (self.block[0], 1), (q.shape[0], q.shape[1] // 16))
+        return ScaledOperand(as_float4(q.values), scales, q.outer)
 
     def limit(self, q: QTensor) -> Float[Array, "*batch m n"]:
         """6 times both scales."""
