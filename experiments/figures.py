@@ -650,6 +650,110 @@ def uneven(found: dict[str, Any]) -> str:
     )
 
 
+GPU = "benchmarks/gpu_h200"
+
+
+def on_a_gpu() -> str:
+    """Kernels on a card: right, and how fast."""
+    parts = {path.stem: json.loads(path.read_text()) for path in (RESULTS / GPU).glob("*.json")}
+    checks = parts["checks"]["results"]
+    wrong = [name.split(": ")[-1] for name, found in checks.items() if not found["passed"]]
+    goals = [
+        [
+            row["figure"],
+            *(amount(row[key], row["unit"]) for key in ("must", "aim", "measured")),
+            row["status"],
+        ]
+        for row in parts["figures"]["figures"]
+        if row["measured"] is not None
+    ]
+    (steps,) = parts["decode"]["results"].items()
+    (faster,) = (
+        each
+        for each in steps[1]["ratios"]
+        if (each["under"], each["over"]) == ("FP8 weights and cache", "bf16")
+    )
+    about = prose(f"""
+        One {parts["checks"]["device"]}, JAX on CUDA 13: {len(checks) - 1} small checks against float64, each three times,
+        {len(checks) - 1 - len(wrong)} right with equal bits each time; wrong: {" and ".join(wrong) or "none"}. Of several shapes the
+        least counts. Device time, medians of {len(parts["copy"]["results"]["8 GiB"]["raw"]["rounds"])} rounds in turns; inputs
+        are rotated past the cache. The command was ended by its time: what it left is not here. A step of the decode loop at
+        Qwen3-8B's shape ({steps[0]} tokens before it) is {faster["median"]:.2f} times as fast with FP8 weights and cache as in bfloat16.
+    """)
+    products = [
+        [
+            name,
+            *(
+                rate(found, side)
+                for side in (
+                    "fp8",
+                    "fp8, x quantized in it",
+                    "XLA bf16",
+                    "cuBLASLt fp8, per tensor",
+                )
+            ),
+        ]
+        for name, found in parts["matmul"]["results"].items()
+        if "tflops" in found and found["shape"][0] >= 4096
+    ]
+    formats = [
+        [
+            *name.rsplit(" ", 1),
+            *(
+                rate(found, side)
+                for side in ("as stored", "as stored, x quantized in it", "XLA bf16")
+            ),
+            f"{found['difference']:.4f}",
+        ]
+        for name, found in parts["formats"]["results"].items()
+    ]
+    stored = prose("""
+        Formats that no kernel of this library multiplies, in TFLOP/s, and how far the product is from the one of what its
+        operands stand for (parts of the largest; bfloat16 alone gives 0.003). A Hopper GPU has no product of scaled operands:
+        they go through 16 bits on the way, and bfloat16 is faster. They are there for their bits; a Blackwell GPU, which
+        multiplies MXFP8 as it is stored, was not at hand.
+    """)
+    return "\n\n".join(
+        (
+            about,
+            table(["figure", "must", "aim", "measured", ""], goals),
+            "Products of 4096 rows, m x n x k, in TFLOP/s:",
+            table(
+                [
+                    "shape",
+                    "fp8 blocks",
+                    "with quantization of x",
+                    "XLA bfloat16",
+                    "cuBLASLt fp8, a scale a tensor",
+                ],
+                products,
+            ),
+            stored,
+            table(
+                [
+                    "format",
+                    "shape",
+                    "as stored",
+                    "with quantization of x",
+                    "XLA bfloat16",
+                    "difference",
+                ],
+                formats,
+            ),
+        )
+    )
+
+
+def amount(value: float, unit: str) -> str:
+    """A GPU's figure: 1,015 TFLOP/s, 1.08x, 45%."""
+    return f"{value:.2f}x" if unit == "x" else f"{value:,.0f}{'' if unit == '%' else ' '}{unit}"
+
+
+def rate(found: dict[str, Any], side: str) -> str:
+    """TFLOP/s of a side of a GPU's result."""
+    return f"{found['tflops'][side]['median']:,.0f}" if side in found["tflops"] else "-"
+
+
 def smollm2_addition() -> str:
     """SmolLM2 learns sums."""
     found = study("smollm2_addition")
@@ -882,6 +986,12 @@ SECTIONS = (
         "python -m experiments.benchmarks --benchmarks generation grpo_step uneven_generation ..., in the record",
         WITHOUT_KERNELS,
         optional=True,
+    ),
+    Section(
+        "On one H200",
+        on_a_gpu,
+        "python -m experiments.benchmarks.gpu --output FOLDER",
+        f"{GPU}/*.json",
     ),
     Section(
         "Layer by layer, and another engine",
