@@ -363,12 +363,13 @@ def test_what_is_worth_most_comes_first(tmp_path):
     assert rehearsal.command() == {}
     measured = [label for *kind, _, label in rehearsal.asked if kind != ["compile"]]
     # the small check twice: where it was compiled, and from the cache
-    assert measured[:6] == ["small", "small", "copy 0", "matmul 0", "attention 0", "grouped 0"]
-    assert measured[6:12] == [f"{part} {i}" for part in ("decode", "step") for i in range(3)]
+    first = [f"{part} 0" for part in ("copy", "matmul", "attention", "grouped", "formats")]
+    assert measured[:7] == ["small", "small", *first]
+    assert measured[7:13] == [f"{part} {i}" for part in ("decode", "step") for i in range(3)]
     assert measured[-1] == "real"
     compiled = [label for *kind, _, label in rehearsal.asked if kind == ["compile"]]
     assert (
-        compiled[:4] == measured[2:6] and rehearsal.asked.index(("compile", "copy", "copy 0")) == 1
+        compiled[:5] == measured[2:7] and rehearsal.asked.index(("compile", "copy", "copy 0")) == 1
     )
     assert not [
         label for label in compiled if label.startswith(("decode", "step", "small", "real"))
@@ -415,7 +416,9 @@ def test_a_cache_that_gives_wrong_kernels_is_not_used(tmp_path):
     assert fresh[:3] == [False] * 3 and all(fresh[3:]) and len(fresh) > 4
     compiled = [asked[-1] for asked in rehearsal.asked if asked[0] == "compile"]
     # nothing more once that is known
-    assert compiled == ["copy 0", "matmul 0", "attention 0", "grouped 0"]
+    assert compiled == [
+        f"{part} 0" for part in ("copy", "matmul", "attention", "grouped", "formats")
+    ]
 
 
 def test_an_operation_that_hangs_twice_waits_for_the_next_command(tmp_path):
@@ -648,7 +651,7 @@ def test_a_fix_in_one_kernel_keeps_the_figures_of_the_others():
             name for name, job in jobs.items() if f"pallas_kernels.{module}" in closure(job.sources)
         }
 
-    whole = {"checks", "decode", "step", "exact"}  # and the library's own loops
+    whole = {"checks", "formats", "decode", "step", "exact"}  # and the library's own loops
     of_attention = on("decode_attention.hopper")
     assert {part for part, _ in of_attention} == whole | {"attention"}
     assert all("attention" in label for part, label in of_attention if part == "checks")
@@ -900,7 +903,7 @@ def test_all_parts_in_miniature(tmp_path, monkeypatch, capsys):
             timed = [name for name, compiled in answer["result"]["compiled"].items() if compiled]
             assert timed == (
                 []
-                if task.part in ("matmul", "grouped", "attention")
+                if task.part in ("matmul", "grouped", "attention", "formats")
                 else list(answer["result"]["compiled"])
             )
         else:
