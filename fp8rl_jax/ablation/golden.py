@@ -171,7 +171,7 @@ def measure(kind: str, config: RunConfig) -> dict[str, Any]:
     """
     try:
         recipe = config.resolved_recipe()
-        quantizes = recipe.quantizes_linears or recipe.quantizes_cache
+        quantizes = recipe.quantizes_linears or recipe.quantizes_attention
         return {"rounding": "fp8" if quantizes else config.compute_dtype, **RUNS[kind](config)}
     except Exception as error:
         return {"fault": " ".join(f"{type(error).__name__}: {error}".split())}

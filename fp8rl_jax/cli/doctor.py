@@ -7,7 +7,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from fp8rl_jax.config.files import read_recipes
-from fp8rl_jax.config.recipe import RECIPES, LinearFormats, Recipe, get_recipe
+from fp8rl_jax.config.formats import TensorFormat
+from fp8rl_jax.config.recipe import (
+    ATTENTION_ROLES,
+    RECIPES,
+    LinearFormats,
+    Recipe,
+    get_recipe,
+)
 
 PACKAGES = (
     "fp8rl_jax",
@@ -61,6 +68,8 @@ def doctor(arguments: DoctorArguments) -> int:
         (f"recipe {recipe.name}, in full", _row(recipe, faults)),
         ("linears", _linears(recipe, arguments.model, faults)),
     ]
+    if recipe.quantizes_attention:
+        sections.append(("attention of the rollout", _attention(recipe)))
     if arguments.rewards:
         sections.append(("rewards", _rewards(arguments.rewards, faults)))
     return _print(sections, faults)
@@ -301,6 +310,27 @@ def _linears(recipe: Recipe, model: str, faults: list[str]) -> list[str]:
         "never quantized: embeddings, norms, biases, output "
         f"head{', routers' * (config.experts is not None)}",
     ]
+
+
+def _attention(recipe: Recipe) -> list[str]:
+    """What the queries, keys, values and probabilities of a rollout become."""
+    from fp8rl_jax.config.run import RunConfig
+
+    kept = RunConfig().compute_dtype
+    scope = "layer" if recipe.kv_granularity == "layer" else "KV head"
+
+    def text(role: str, fmt: TensorFormat) -> str:
+        if not fmt.quantized:
+            return "float32" if role == "probability" else "compute dtype"
+        if role == "probability":
+            return f"{fmt.name}, cast times 256; by the reference backend"
+        if fmt.calibrated:
+            return f"{fmt.name}, a calibrated scale for each {scope}"
+        return f"{fmt.name}, simulated: kept in {kept}, or the compute_dtype of the run"
+
+    roles = recipe.rollout.roles()
+    width = max(map(len, ATTENTION_ROLES))
+    return [f"{role:<{width}}  {text(role, roles[role])}" for role in ATTENTION_ROLES]
 
 
 def _quantized(recipe: Recipe) -> str:

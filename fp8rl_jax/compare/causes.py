@@ -260,7 +260,9 @@ def _count(of: Difference, what: str = "values") -> str:
 
 def _restored(x: Operand) -> np.ndarray:
     """What the operand means."""
-    return x.source if x.quantized is None else np.asarray(x.quantized.dequantize())
+    if x.quantized is None:
+        return x.source
+    return np.asarray(x.quantized.dequantize()).reshape(x.source.shape)
 
 
 def _scales(q: QTensor) -> np.ndarray:

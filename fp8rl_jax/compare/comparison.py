@@ -58,7 +58,7 @@ from fp8rl_jax.compare.causes import (
 )
 from fp8rl_jax.compare.side import Phase, Side
 from fp8rl_jax.compare.tokens import Parts, Tokens, as_tokens, of_rollout
-from fp8rl_jax.config.recipe import Recipe
+from fp8rl_jax.config.recipe import ATTENTION_ROLES, Recipe
 from fp8rl_jax.models.policy import EXPERT_LINEARS, LINEARS, Policy
 from fp8rl_jax.precision import Blocks, QTensor, describe, is_quantized
 from fp8rl_jax.rollout.engine import Rollout
@@ -314,6 +314,11 @@ class _Comparing:
                     self.operand(self.b, i, name, role, same_input[1], source_b),
                 )
             )
+        kinds = self.a.probability, self.b.probability
+        if operation.name == "attention" and kinds[0] != kinds[1]:
+            # made and used inside of the operation: there is a format, and nothing to look at
+            one, other = (Operand("probability", kind, np.zeros(0, np.float32)) for kind in kinds)
+            pairs.append((one, other))
         return judge(pairs, own)
 
     def weights(self, i: int | None, name: str, label: str) -> tuple[Operand, Operand]:
@@ -353,7 +358,7 @@ class _Comparing:
         if f"{name}.operand" not in kept.prompt:
             return Operand(role, str(side.dtype), source, made=attended)
         stored = _pick(kept, f"{name}.operand")
-        if attended:
+        if attended and fmt.calibrated:
             values = _flat(self.real(stored))
             # one for the tensor, or one for each KV head
             scales = np.asarray(getattr(side.served.kv_scales, role)[i], np.float32).reshape(1, -1)
@@ -421,9 +426,7 @@ def _quantized(side: Side) -> list[str]:
         linears = (name for name in (*LINEARS, *EXPERT_LINEARS) if name in tensors)
         names += [f"layers.{i}.{name}" for name in linears if is_quantized(tensors[name].value)]
         names += [
-            f"layers.{i}.{role}"
-            for role in ("query", "key", "value")
-            if side.formats.roles()[role].quantized
+            f"layers.{i}.{role}" for role in ATTENTION_ROLES if side.formats.roles()[role].quantized
         ]
     return names
 

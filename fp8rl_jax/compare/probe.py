@@ -46,12 +46,14 @@ from fp8rl_jax.precision import (
     as_weight,
     is_quantized,
     predequantize,
+    quantize,
 )
 from fp8rl_jax.rollout.sampler import cache_dtype
 
 Values = dict[str, Any]
 """By name: "input" and "output" of the layer; "<operation>.in" and ".out", arrays [b, t, ...];
-".operand", QTensors or arrays in FP8 with these leading axes, where an operand is quantized;
+".operand", QTensors or arrays in FP8 (whose scales were calibrated) with these leading axes, where
+an operand is quantized;
 "router.ids" [b, t, k], and as "router.out" the weight of every expert, 0 for those that are not
 chosen. Entries of experts are [b, t, k, ...]."""
 
@@ -141,10 +143,14 @@ class ProbedLayer(TransformerLayer):
         for name, x, fmt, scale in zip(
             ("query", "key", "value"), (q, k, v), formats, scales or (None,) * 3, strict=True
         ):
+            if name != "value":  # dimensions share scales in the checkpoint's order
+                x = self.mixer.pairs_back(x)
             self.kept[f"{name}.out"] = x
-            if fmt.quantized:
+            if fmt.calibrated:
                 assert scale is not None
                 self.kept[f"{name}.operand"] = quantize_heads(x, scale, fmt)
+            elif fmt.quantized:
+                self.kept[f"{name}.operand"] = quantize(x, fmt, self.compute.backend)
         return None, scales
 
 

@@ -98,6 +98,12 @@ class Side:
         return self.recipe.trainer if self.phase == "trainer" else self.recipe.rollout
 
     @property
+    def probability(self) -> str:
+        """What attention's probabilities are when they multiply V."""
+        fmt = self.formats.roles()["probability"]
+        return fmt.name if fmt.quantized else "float32"
+
+    @property
     def layers(self) -> list[Layer]:
         """The layers in the side's form, one by one."""
         assert not isinstance(self.served.layers, Layer)
@@ -209,7 +215,8 @@ def describe_side(model: str, side: Side) -> dict[str, Any]:
     formats = {
         role: describe(fmt) if fmt.quantized else str(side.dtype)
         for role, fmt in side.formats.roles().items()
-    }
+        if role != "probability"
+    } | {"probability": side.probability}
     return {
         "model": model,
         "recipe": side.recipe.name,

@@ -138,6 +138,12 @@ class TensorFormat:
         return self.element != "compute"
 
     @property
+    def calibrated(self) -> bool:
+        """Whether queries, keys or values in it have a scale that is measured beforehand: an
+        element type without blocks. All else finds its scales in what it quantizes."""
+        return self.element in ELEMENTS and self.block is None
+
+    @property
     def element_type(self) -> ElementType:
         """The element type. Raises UserError for what has none."""
         if self.element not in ELEMENTS:

@@ -60,6 +60,9 @@ from fp8rl_jax.config.schema import (
 )
 from fp8rl_jax.errors import UserError
 
+ATTENTION_ROLES = ("query", "key", "value", "probability")
+"""Roles of a rollout's attention, by their names in `ForwardFormats`."""
+
 # the names are data, read when the program starts
 _CorrectionName = Literal[tuple(PRESETS)]  # ty: ignore[invalid-type-form]
 
@@ -75,8 +78,8 @@ class LinearFormats:
 
     def roles(self) -> dict[str, TensorFormat]:
         """The format of every role of a forward pass, whether or not it can be chosen here."""
-        cache = dict.fromkeys(("query", "key", "value"), COMPUTE)
-        return {"weight": self.weight, "activation": self.activation, **cache}
+        attention = dict.fromkeys(ATTENTION_ROLES, COMPUTE)
+        return {"weight": self.weight, "activation": self.activation, **attention}
 
 
 @dataclass(frozen=True)
@@ -84,15 +87,23 @@ class ForwardFormats(LinearFormats):
     """The formats of a rollout's forward pass."""
 
     query: TensorFormat = COMPUTE
-    """Queries after q-norm and rope."""
+    """Queries after q-norm and rope; quantized where keys are, in the same way: with a calibrated
+    scale, or rounded through."""
     key: TensorFormat = COMPUTE
-    """Cached keys, after k-norm and rope."""
+    """Cached keys, after k-norm and rope. An element type without a block ("e4m3") is stored, with
+    a calibrated scale. A format with scales of its own (of one row: "e4m3-1x32-power_of_two", or
+    one that brings its own quantizer) is simulated: each token's head is rounded through it, the
+    cache keeps the compute dtype, and nothing is calibrated."""
     value: TensorFormat = COMPUTE
-    """Cached values."""
+    """Cached values; as rollout.key, and where that is simulated in any format of the kind."""
+    probability: TensorFormat = COMPUTE
+    """Attention's exp(score - largest score of the query), before it is multiplied with V: "e4m3"
+    or "e5m2", cast with a factor of 256 that normalization takes out again (FlashAttention-3's FP8
+    forward, which vLLM runs). The sum that normalizes stays that of the float32 numbers. On the
+    reference backend alone."""
 
     def roles(self) -> dict[str, TensorFormat]:
-        cache = {"query": self.query, "key": self.key, "value": self.value}
-        return super().roles() | cache
+        return super().roles() | {role: getattr(self, role) for role in ATTENTION_ROLES}
 
 
 GradientRounding = Literal["nearest", "stochastic"]
@@ -162,8 +173,8 @@ class Recipe:
     for.
 
     Raises:
-        UserError: a negative number of layers, or a trainer's query, key or value that is
-            quantized.
+        UserError: a negative number of layers, or a trainer's query, key, value or probability
+            that is quantized.
     """
 
     name: str = field(compare=False)
@@ -237,7 +248,7 @@ class Recipe:
                     f"recipe {self.name!r}: {key} must be at least 0, and is {getattr(self, key)}"
                 )
         if isinstance(self.trainer, ForwardFormats):  # a rollout's, given in Python to both sides
-            for role in ("query", "key", "value"):
+            for role in ATTENTION_ROLES:
                 if self.trainer.roles()[role].quantized:
                     raise UserError(
                         f"recipe {self.name!r}: trainer.{role} cannot be quantized: its "
@@ -315,11 +326,15 @@ class Recipe:
 
     @property
     def quantizes_cache(self) -> bool:
-        return (
-            self.rollout.key.quantized
-            or self.rollout.value.quantized
-            or self.rollout.query.quantized
-        )
+        """Whether the KV cache is stored in a format whose scales are calibrated."""
+        heads = self.rollout.query, self.rollout.key, self.rollout.value
+        return any(fmt.calibrated for fmt in heads)
+
+    @property
+    def quantizes_attention(self) -> bool:
+        """Whether anything of the rollout's attention is quantized, calibrated or not."""
+        roles = self.rollout.roles()
+        return any(roles[role].quantized for role in ATTENTION_ROLES)
 
     def table(self, full: bool = False) -> dict[str, Any]:
         """The row as TOML has it, without its name: `RunConfig(recipe=row.name, recipes={row.name:
@@ -737,6 +752,7 @@ __all__ = [
     "COMPUTE",
     "KV_RULES",
     "RECIPES",
+    "ATTENTION_ROLES",
     "LINEAR_ROLES",
     "ForwardFormats",
     "LayerFormats",

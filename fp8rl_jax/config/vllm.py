@@ -141,7 +141,7 @@ def vllm_problems(run: RunConfig, recipe: Recipe) -> list[str]:
             f"compute_dtype = {run.compute_dtype!r}: vLLM serves block FP8 beside bfloat16",
         ),
         (
-            not recipe.quantizes_cache
+            formats.query == formats.key == formats.value == COMPUTE
             or (
                 formats.key == formats.value == per_layer
                 and recipe.kv_granularity == "layer"
@@ -150,6 +150,11 @@ def vllm_problems(run: RunConfig, recipe: Recipe) -> list[str]:
             f'rollout.engine = "vllm": recipe {recipe.name!r} has a KV cache that vLLM does '
             "not serve; it takes e4m3 with a scale for each layer that the trainer calibrates "
             '(precision.kv_calibration = "update" or "trainer")',
+        ),
+        (
+            not formats.probability.quantized,
+            f'rollout.engine = "vllm": recipe {recipe.name!r} has rollout.probability, and what '
+            "vLLM's attention casts its probabilities to is its own; leave it out",
         ),
         (
             recipe.weight_rounding == "nearest",

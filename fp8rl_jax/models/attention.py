@@ -23,6 +23,7 @@ from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.policy import Layer, Tensor
 from fp8rl_jax.models.rope import base_frequencies
 from fp8rl_jax.precision import Compute, element_dtype, quantize_per_tensor
+from fp8rl_jax.precision.quantizer import round_through
 from pallas_kernels.attention import (
     CHUNK,
     CHUNK_FROM,
@@ -35,6 +36,7 @@ from pallas_kernels.attention import (
 )
 from pallas_kernels.cache_write import write_cache
 from pallas_kernels.decode_attention import KeyValues, combine_score_scales, decode_attention
+from pallas_kernels.rounding import rounded
 
 
 def rope_frequencies(config: PolicyConfig) -> Float[Array, " half"]:
@@ -320,7 +322,12 @@ class Attention:
         rope = self.rope
         if inputs.frequencies is not None:
             rope = self.rope_tables(inputs.frequencies)
-        if completion is not None and t == 1 and not compute.exact and self.observe is None:
+        if (
+            completion is not None
+            and t == 1
+            and compute.decodes_in_kernels
+            and self.observe is None
+        ):
             out, written = self.decode((q, k, v), rope, completion, inputs, x.dtype)
             return project(out.reshape(b, 1, -1), layer.o_proj)[0], written, None
         q, k = compute.rotate(q, rope), compute.rotate(k, rope)
@@ -329,7 +336,7 @@ class Attention:
             real = (self.segment_ids > 0)[..., None, None]
             observed, scales = self.observe(q, k, v, real, scales)
         sq = sk = sv = None
-        if compute.key.quantized:
+        if compute.key.calibrated:
             assert scales is not None
             sq, sk, sv = scales
             k, v = quantize_heads(k, sk, compute.key), quantize_heads(v, sv, compute.value)
@@ -337,6 +344,9 @@ class Attention:
                 q = quantize_heads(q, sq, compute.query)
             else:
                 sq = None
+        else:
+            q, k = self.simulated(q, compute.query), self.simulated(k, compute.key)
+            v = self.simulated(v, compute.value, turned=False)
         k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
         score_scale = combine_score_scales(self.config.score_scale, sq, sk)
         value_scale = 1.0 if sv is None else sv
@@ -397,6 +407,28 @@ class Attention:
         first, second, third, fourth = jnp.split(x, ends, axis=-1)
         return jnp.concatenate([first, third, second, fourth], axis=-1)
 
+    def pairs_back(self, x: Array) -> Array:
+        """Undo `pairs_apart`."""
+        turned, dim = self.config.rotary_dim, self.config.head_dim
+        if turned == dim:
+            return x
+        ends = turned // 2, dim // 2, (dim + turned) // 2
+        first, third, second, fourth = jnp.split(x, ends, axis=-1)
+        return jnp.concatenate([first, second, third, fourth], axis=-1)
+
+    def simulated(self, x: Array, fmt: TensorFormat, turned: bool = True) -> Array:
+        """Round heads [b, t, heads, head_dim] through a format that finds its scales in each of
+        them, in the dtype of x; x itself where the format is the compute dtype.
+
+        Args:
+            turned: queries and keys, whose dimensions share scales in the checkpoint's order.
+        """
+        if not fmt.quantized:
+            return x
+        x, dtype = self.pairs_back(x) if turned else x, x.dtype
+        x = rounded(round_through(x, fmt, self.compute.backend), dtype)
+        return self.pairs_apart(x) if turned else x
+
     def heads(self, x: Array, bias: Tensor | None) -> Array:
         """Split a projection, its bias added, into heads [b, t, heads, head_dim]."""
         if bias is not None:
@@ -408,7 +440,7 @@ class Attention:
         compute = self.compute
         sq = sk = sv = None
         write = partial(write_cache, backend=compute.backend)
-        if compute.key.quantized:
+        if compute.key.calibrated:
             assert inputs.scales is not None
             sq, sk, sv = inputs.scales
             sq, stored = sq if compute.query.quantized else None, element_dtype(compute.key)

@@ -10,7 +10,9 @@ Rows that come and go, each with a length of its own, keep their keys and values
 samples.
 
 In FP8 the cache holds e4m3 values, and a layer has scales of Q, K and V: a number each, or one a KV
-head. They are calibrated at every weight sync (rollout.calibration); nothing here guesses one.
+head. They are calibrated at every weight sync (rollout.calibration); nothing here guesses one. A
+format that finds its scales in each token's head is simulated: keys and values are rounded through
+it as they are written, and kept in the compute dtype.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ def rollout_policy(
     made, cache = exact_compute(backend) if recipe.exact else Compute, recipe.rollout
     served = with_compute(
         cast(policy, dtype, recipe.weight_rounding),
-        made(backend, cache.query, cache.key, cache.value),
+        made(backend, cache.query, cache.key, cache.value, cache.probability),
     )
     kinds = linear_formats(policy.config, recipe, "rollout")
     sums: list[QuantizationSums] = []

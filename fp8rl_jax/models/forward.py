@@ -265,7 +265,7 @@ def forward_completions(
 
 def _check(policy: Policy, tokens, cache: KVCache, routes, observe) -> None:
     config = policy.config
-    if policy.compute.key.quantized and policy.kv_scales is None and observe is None:
+    if policy.compute.key.calibrated and policy.kv_scales is None and observe is None:
         raise ValueError("forward: the policy has an FP8 cache, and no scales of it")
     if config.windows is not None and cache.prefix is not None and cache.prefix.positions is None:
         raise ValueError(

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 
 from fp8rl_jax.config.formats import WHOLE, TensorFormat
-from fp8rl_jax.config.recipe import LinearFormats, Recipe
+from fp8rl_jax.config.recipe import ForwardFormats, LinearFormats, Recipe
 from fp8rl_jax.config.schema import quoted
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.precision.formats import element_dtype, format_of, in_blocks
+from fp8rl_jax.precision.quantizer import round_through
 from pallas_kernels import Format, invariant
+from pallas_kernels.attention import PROBABILITY_FACTOR
 from pallas_kernels.backend import Backend, BackendError, check_pair
 from pallas_kernels.matmul import selected_backend
 
@@ -48,20 +55,8 @@ def _check(recipe: Recipe, backend: Backend, prefix: str) -> None:
         for role in ("weight", "activation"):
             _check_scale(getattr(formats, role), f"{side}.{role}", refuse)
         _check_activation(formats, side, refuse)
-        roles = formats.roles()
-        if roles["key"].element != roles["value"].element:
-            refuse(f"{side}.value", "and key must have the same element: the cache has one dtype")
-        for role in ("query", "key", "value"):
-            fmt = roles[role]
-            blocks = fmt.block is not None or not in_blocks(fmt)
-            if fmt.quantized and (blocks or fmt.scale != "float32"):
-                refuse(
-                    f"{side}.{role}",
-                    "must have one float32 scale for the whole tensor, no block and no other "
-                    "scale rule",
-                )
-        if roles["query"].quantized and not roles["key"].quantized:
-            refuse(f"{side}.query", "is quantized but the cache is not")
+    _check_heads(recipe.rollout, refuse)
+    _check_probability(recipe.rollout.probability, backend, refuse)
     if recipe.weight_source == "master" and recipe.rollout.weight != recipe.trainer.weight:
         refuse(
             "weight_source",
@@ -141,6 +136,84 @@ def _ties_tokens(recipe: Recipe) -> bool:
         for variant in recipe.variants
         for fmt in (variant.rollout.activation, variant.trainer.activation)
     )
+
+
+def _check_heads(formats: ForwardFormats, refuse: Callable[[str, str], None]) -> None:
+    """The formats of queries, keys and values: all stored with calibrated scales, or all rounded
+    through a format that finds its scales in each token's head."""
+    heads = {role: formats.roles()[role] for role in ("query", "key", "value")}
+    calibrated = [role for role, fmt in heads.items() if fmt.calibrated]
+    if calibrated and formats.key.element != formats.value.element:
+        refuse("rollout.value", "and key must have the same element: the cache has one dtype")
+    for role, fmt in heads.items():
+        if not fmt.quantized:
+            continue
+        if calibrated and (not fmt.calibrated or fmt.scale != "float32"):
+            other = "" if fmt.calibrated else f", as rollout.{calibrated[0]} has"
+            refuse(
+                f"rollout.{role}",
+                "must have one float32 scale for the whole tensor, no block and no other scale "
+                f"rule{other}",
+            )
+        if not calibrated:
+            _check_scale(fmt, f"rollout.{role}", refuse)
+            if _couples_rows(fmt):
+                refuse(
+                    f"rollout.{role}",
+                    f"is {fmt.name}, whose scales reach over several rows; it must treat each "
+                    "token's head by itself, or what is cached would depend on the batch: take "
+                    "one whose scales are a row's own, such as nvfp4_rows or mxfp8",
+                )
+    if formats.query.quantized and not formats.key.quantized:
+        refuse("rollout.query", "is quantized but the cache is not: keys have no format")
+
+
+@cache
+def _couples_rows(fmt: TensorFormat) -> bool:
+    """Whether what a format makes of a row depends on other rows of the tensor. One that says that
+    it does not is tried out: `Format.by_row` is its block's unless it says otherwise."""
+    made = format_of(fmt, (2, 2))
+    if not made.by_row or in_blocks(fmt):
+        return not made.by_row
+    sizes = np.array([[1.0, 2.0**40], [2.0**-20, 3.0]])[..., None]
+    x = np.random.default_rng(0).normal(size=(2, 2, 2 * (made.block[1] or 16))) * sizes
+    with jax.ensure_compile_time_eval():  # a recipe may be checked while a program is traced
+        x = jnp.asarray(x, jnp.float32)
+        together = np.asarray(round_through(x, fmt))
+        alone = [round_through(x[i : i + 1, j : j + 1], fmt) for i in (0, 1) for j in (0, 1)]
+        alone = np.concatenate([np.asarray(row) for row in alone]).reshape(together.shape)
+    return not np.allclose(together, alone, rtol=1e-5, atol=0)
+
+
+def _check_probability(
+    fmt: TensorFormat, backend: Backend, refuse: Callable[[str, str], None]
+) -> None:
+    """The format of attention's probabilities: an element type that holds 256."""
+    if not fmt.quantized:
+        return
+    if not in_blocks(fmt):
+        refuse(
+            "rollout.probability",
+            f"cannot be {fmt.name}: groups of keys, prefix and padding among them, are not the "
+            "query's own; use e4m3 or e5m2",
+        )
+    if fmt.block is not None or fmt.scale != "float32":
+        refuse(
+            "rollout.probability",
+            f"must be an element type alone, such as {fmt.element}: its one factor is 256",
+        )
+    if fmt.element_type.largest < PROBABILITY_FACTOR:
+        refuse(
+            "rollout.probability",
+            f"is {fmt.element}, which ends at {fmt.element_type.largest:g}: probabilities are cast "
+            f"times {PROBABILITY_FACTOR:g}; use e4m3 or e5m2",
+        )
+    if backend in ("cpu", "hopper"):
+        refuse(
+            "rollout.probability",
+            f'is cast by the reference alone, and precision.backend = "{backend}" asks for '
+            "kernels, whose probabilities are not cast so; use auto or reference",
+        )
 
 
 def _check_scale(fmt: TensorFormat, field: str, refuse: Callable[[str, str], None]) -> None:

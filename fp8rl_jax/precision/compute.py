@@ -19,6 +19,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from fp8rl_jax.config.formats import COMPUTE, TensorFormat
+from fp8rl_jax.precision.formats import element_dtype
 from pallas_kernels import QTensor, blockwise_matmul, grouped_matmul
 from pallas_kernels.attention import KeyBlock, attention
 from pallas_kernels.backend import Backend
@@ -38,6 +39,7 @@ class Compute:
     Attributes:
         backend: kernels of quantized products, attention and the KV cache.
         query, key, value: formats of the KV cache; the compute dtype where it is not quantized.
+        probability: what attention's probabilities are cast to, times 256.
         remat: recompute each layer in the backward pass instead of keeping its activations.
         attention_chunk: queries whose scores exist at one time where many are run at once; 0: all.
             None: all, and 128 in rows of 2^20 pairs of query and key or more.
@@ -47,11 +49,20 @@ class Compute:
     query: TensorFormat = COMPUTE
     key: TensorFormat = COMPUTE
     value: TensorFormat = COMPUTE
+    probability: TensorFormat = COMPUTE
     remat: bool = False
     attention_chunk: int | None = None
 
     exact: ClassVar[bool] = False
     """Whether a token's results have the same bits whatever else is computed beside it."""
+
+    @property
+    def decodes_in_kernels(self) -> bool:
+        """Whether one kernel may rotate, quantize and write a decode step's tokens, and another one
+        attend; else a decode step takes the operations of a prefill."""
+        heads = self.query, self.key, self.value
+        simulated = any(fmt.quantized and not fmt.calibrated for fmt in heads)
+        return not (self.exact or simulated or self.probability.quantized)
 
     def add(self, x: Float[Array, "*b n"], y: Float[Array, "*b n"]) -> Float[Array, "*b n"]:
         """Add in float32, rounded once to the operands' dtype."""
@@ -121,7 +132,16 @@ class Compute:
         """Attend to blocks of keys (pallas_kernels.attention)."""
         # cuDNN serves many queries at once where it can; there is no kernel of ours to insist on
         backend = "auto" if self.backend == "hopper" else self.backend
-        return attention(query, blocks, score_scale, value_scale, out_dtype, backend=backend)
+        fmt = self.probability
+        return attention(
+            query,
+            blocks,
+            score_scale,
+            value_scale,
+            out_dtype,
+            probability=element_dtype(fmt) if fmt.quantized else None,
+            backend=backend,
+        )
 
     def gated(
         self, gate: Float[Array, "*b n"], up: Float[Array, "*b n"], activation: str

@@ -398,7 +398,7 @@ def rows_of(prompts: Int[Array, " q"] | Int[np.ndarray, " q"], samples: int) -> 
 def cache_dtype(policy: Policy) -> jnp.dtype:
     """Find what keys and values are stored in."""
     key = policy.compute.key
-    return element_dtype(key) if key.quantized else policy.embed_tokens.value.dtype
+    return element_dtype(key) if key.calibrated else policy.embed_tokens.value.dtype
 
 
 def loop_dtype(policy: Policy) -> jnp.dtype:
@@ -408,8 +408,8 @@ def loop_dtype(policy: Policy) -> jnp.dtype:
     """
     compute = policy.compute
     if (
-        compute.key.quantized
-        and not compute.exact
+        compute.key.calibrated
+        and compute.decodes_in_kernels
         and selected_backend(compute.backend) == "reference"
         and not compute.packs
     ):

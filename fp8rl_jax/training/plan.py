@@ -180,7 +180,10 @@ def _rollout(
         held = layout.pages * layout.page_size
         what = f"KV cache, {held:,} tokens for {layout.slots} completions at a time"
     bits = 2 * shape.num_layers * held * shape.kv_size * jnp.finfo(kept).bits
-    found = {f"{what} ({kept.name})": bits // 8 // tensor}
+    heads = recipe.rollout.key, recipe.rollout.value
+    names = dict.fromkeys(fmt.name for fmt in heads if fmt.quantized and not fmt.calibrated)
+    simulated = f"; {' and '.join(names)} simulated" if names else ""
+    found = {f"{what} ({kept.name}{simulated})": bits // 8 // tensor}
     split = mesh.shape["fsdp"] * mesh.shape["expert"]
     if r.engine == "paged" and split > 1:
         whole = _device_bytes(served, mesh, WHOLE)

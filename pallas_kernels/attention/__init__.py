@@ -2,6 +2,7 @@ from pallas_kernels.attention.api import attention
 from pallas_kernels.attention.reference import (
     CHUNK,
     CHUNK_FROM,
+    PROBABILITY_FACTOR,
     KeyBlock,
     TokenBlock,
     Tokens,
@@ -13,6 +14,7 @@ from pallas_kernels.attention.reference import (
 __all__ = [
     "CHUNK",
     "CHUNK_FROM",
+    "PROBABILITY_FACTOR",
     "KeyBlock",
     "TokenBlock",
     "Tokens",

@@ -13,6 +13,7 @@ from pallas_kernels.attention.reference import KeyBlock, check_scale
 from pallas_kernels.backend import Backend, BackendError, choose, resolve
 
 OPERATION = "attention"
+_CAST = "probabilities that are cast"
 
 
 def attention(
@@ -23,6 +24,7 @@ def attention(
     out_dtype: jnp.dtype,
     *,
     key_order: Literal["any", "decode"] = "any",
+    probability: jnp.dtype | None = None,
     backend: Backend = "auto",
 ) -> Float[Array, "b t heads dim"]:
     """Compute softmax(q . k * score_scale) . v * value_scale over all blocks; differentiable.
@@ -54,6 +56,8 @@ def attention(
         out_dtype: dtype of the result.
         key_order: "decode" joins keys as `decode_attention` does, for a decode step's bits; Hopper
             alone has it.
+        probability: FP8 dtype that exp(score - the query's largest score) is cast to, times 256,
+            before it is multiplied with V; None: it stays float32. The reference alone has it.
         backend: implementation. "auto" takes the reference where cuDNN does not serve the call.
 
     Returns:
@@ -88,15 +92,17 @@ def attention(
             "backend does"
         )
     if chosen == "reference":
-        return reference.attend(*inputs)
+        return reference.attend(*inputs, probability)
     from pallas_kernels.attention import hopper  # importing Pallas takes longer than importing JAX
 
     if key_order == "decode":
-        if lacking := hopper.decode_order_lacks(query, blocks):
+        lacking = _CAST if probability else hopper.decode_order_lacks(query, blocks)
+        if lacking:
             raise BackendError(
                 f"{OPERATION}: the hopper backend has no {lacking} in decode's order"
             )
         return hopper.decode_order_attention(*inputs)
-    if choose(OPERATION, backend, hopper.cudnn_lacks(query, blocks, score_scale)) == "reference":
-        return reference.attend(*inputs)
+    lacking = _CAST if probability else hopper.cudnn_lacks(query, blocks, score_scale)
+    if choose(OPERATION, backend, lacking) == "reference":
+        return reference.attend(*inputs, probability)
     return hopper.cudnn_attention(*inputs)

@@ -19,11 +19,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.quantize.reference import on_grid
 from pallas_kernels.rounding import rounded
 
 # from this many query-key pairs of a row on, attention is chunked unless the caller says otherwise
 CHUNK_FROM, CHUNK = 1024 * 1024, 128
 _NO_QUERY = -2
+PROBABILITY_FACTOR = 256.0
+"""Of probabilities that are cast: a power of two below the largest number of e4m3."""
 
 
 class KeyBlock(NamedTuple):
@@ -121,8 +124,19 @@ def attend(
     score_scale: Float[Array, ...] | float,
     value_scale: Float[Array, ...] | float,
     out_dtype: jnp.dtype,
+    probability: jnp.dtype | None = None,
 ) -> Float[Array, "b t heads dim"]:
-    """Compute softmax(q k * score_scale) v * value_scale over all blocks, as `attention`."""
+    """Compute softmax(q k * score_scale) v * value_scale over all blocks, as `attention`.
+
+    Args:
+        probability: FP8 dtype that the weights exp(score - top) are cast to, times 256, before they
+            multiply V. 256 and the float32 sum of weights are those of FlashAttention-3's FP8
+            forward (Dao-AILab/flash-attention, hopper/softmax.h: exp2(x - max + Max_offset) with
+            Max_offset = 8; arXiv 2407.08608). `top` is the largest of all keys that a query
+            attends to, in whatever blocks they lie, so the cast follows from the query's row alone;
+            FlashAttention-3 goes through its keys in tiles and casts with the largest until then,
+            which is another rounding of the tiles before the largest.
+    """
     b, t, heads, dim = query.shape
     scores, grouped = [], []
     for block in blocks:
@@ -146,6 +160,9 @@ def attend(
     )
     weights = [jnp.exp(s - top) for s in scores]
     total = sum(w.sum(-1) for w in weights)
+    if probability is not None:
+        factor = PROBABILITY_FACTOR
+        weights = [on_grid(w * factor, probability) / factor for w in weights]
     out = 0.0
     for block, w, (rows, n, slots) in zip(blocks, weights, grouped, strict=True):
         kv_heads, group = w.shape[1], w.shape[2]
