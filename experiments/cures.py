@@ -41,11 +41,11 @@ from experiments.benchmarks.record import write
 from experiments.command import run_command
 from fp8rl_jax.config.formats import TensorFormat
 from fp8rl_jax.precision import dequantize, quantize
-from fp8rl_jax.precision.rounding import dither, dither_blocks, round_by_hash, round_stochastic
+from fp8rl_jax.precision.rounding import dither, dither_blocks, round_by_hash
 from fp8rl_jax.weights.load import load
 from fp8rl_jax.weights.resolve import resolve_model
 from pallas_kernels.quantize import expand_scales
-from pallas_kernels.rounding import rounded
+from pallas_kernels.rounding import round_stochastic, rounded
 
 BF16, F32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
 E4M3 = TensorFormat("e4m3", (128, 128))

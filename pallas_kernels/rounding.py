@@ -16,7 +16,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Key
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
@@ -47,3 +47,38 @@ def rounded(x: Float[Array, "*axes"], dtype: jnp.dtype) -> Float[Array, "*axes"]
 @rounded.defjvp
 def _rounded_jvp(dtype, primals, tangents):
     return rounded(*primals, dtype), tangents[0].astype(dtype)
+
+
+def round_stochastic(
+    x: Float[Array, "*axes"], dtype: jnp.dtype, key: Key[Array, ""]
+) -> Float[Array, "*axes"]:
+    """Round to one of the two neighbours on the grid of `dtype`, the nearer one more often.
+
+    Args:
+        x: float32 within the range of `dtype`; NaN and infinities stay. A value on the grid is
+            kept.
+        dtype: a float format of fewer bits.
+        key: fixes the draws, whatever the sharding.
+
+    Returns:
+        Shape of `x`, dtype `dtype`; its expected value is `x`, to 16 bits of the step.
+    """
+    draw = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.float32) * 2.0**-16
+    return up_or_down(x, dtype, draw)
+
+
+def up_or_down(x: Array, dtype: jnp.dtype, draw: Array) -> Array:
+    """Round to the neighbour above where `draw`, from 0 to below 1, reaches what is left to it."""
+    info = jnp.finfo(dtype)
+    power = lax.bitcast_convert_type(
+        lax.bitcast_convert_type(x, jnp.int32) & 0x7F800000, jnp.float32
+    )
+    # the grid is even below the format's smallest normal, and float32 has nothing below its own on
+    # a CPU
+    smallest = max(
+        float(info.smallest_normal) * 2.0**-info.nmant,
+        float(jnp.finfo(jnp.float32).smallest_normal),
+    )
+    step = jnp.maximum(power * 2.0**-info.nmant, smallest)
+    moved = jnp.floor(x / step + draw) * step
+    return jnp.where(jnp.isfinite(x), moved, x).astype(dtype)

@@ -5,7 +5,7 @@ or a weight that starts on the grid, never moves.
 
     round_stochastic   up or down at random, so that the mean of the result is the value itself: it
                        moves rarely, by whole steps, and arrives all the same (arXiv 1502.02551; for
-                       bfloat16 updates 2010.06192)
+                       bfloat16 updates 2010.06192; pallas_kernels.rounding)
     round_by_hash      the same with a draw that is a function of the value and its place alone, so
                        that two programs that are given one weight round it alike
     dither             the values themselves moved at random, once, without leaving what they round
@@ -21,36 +21,17 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Key, UInt32
+from jaxtyping import Array, Bool, Float, UInt32
 
 from fp8rl_jax.config.formats import TensorFormat
 from fp8rl_jax.parallel import mixed, place_hash
 from fp8rl_jax.precision.quantizer import quantize
 from pallas_kernels import QTensor
 from pallas_kernels.quantize import block_amax, expand_scales
-from pallas_kernels.rounding import rounded
+from pallas_kernels.rounding import rounded, up_or_down
 
-_EXPONENT = 0x7F800000  # of a float32
 # of itself: bfloat16 moves a value, what sets its scale, and a draw of it, by 2^-8 each at most
 _NEAR = 2.0**-6
-
-
-def round_stochastic(
-    x: Float[Array, "*axes"], dtype: jnp.dtype, key: Key[Array, ""]
-) -> Float[Array, "*axes"]:
-    """Round to one of the two neighbours on the grid of `dtype`, the nearer one more often.
-
-    Args:
-        x: float32 within the range of `dtype`; NaN and infinities stay. A value on the grid is
-            kept.
-        dtype: a float format of fewer bits.
-        key: fixes the draws, whatever the sharding.
-
-    Returns:
-        Shape of `x`, dtype `dtype`; its expected value is `x`, to 16 bits of the step.
-    """
-    draw = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.float32) * 2.0**-16
-    return _up_or_down(x, dtype, draw)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
@@ -69,29 +50,12 @@ def round_by_hash(x: Float[Array, "*axes"], dtype: jnp.dtype) -> Float[Array, "*
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     # of a matrix alone: a layer is rounded as in its stack
     draw = (mixed(bits ^ place_hash(x.shape[-2:], 1)) >> 8).astype(jnp.float32) * 2.0**-24
-    return _up_or_down(x, dtype, draw)
+    return up_or_down(x, dtype, draw)
 
 
 @round_by_hash.defjvp
 def _round_by_hash_jvp(dtype, primals, tangents):
     return round_by_hash(*primals, dtype), tangents[0].astype(dtype)
-
-
-def _up_or_down(x: Array, dtype: jnp.dtype, draw: Array) -> Array:
-    """The neighbour above where `draw`, from 0 to below 1, reaches what is left to it."""
-    info = jnp.finfo(dtype)
-    power = lax.bitcast_convert_type(
-        lax.bitcast_convert_type(x, jnp.int32) & _EXPONENT, jnp.float32
-    )
-    # the grid is even below the format's smallest normal, and float32 has nothing below its own on
-    # a CPU
-    smallest = max(
-        float(info.smallest_normal) * 2.0**-info.nmant,
-        float(jnp.finfo(jnp.float32).smallest_normal),
-    )
-    step = jnp.maximum(power * 2.0**-info.nmant, smallest)
-    rounded = jnp.floor(x / step + draw) * step
-    return jnp.where(jnp.isfinite(x), rounded, x).astype(dtype)
 
 
 def dither(

@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -48,10 +48,8 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int, Key
 from fp8rl_jax.config.formats import TensorFormat, parse_format
 from fp8rl_jax.config.training import FP8_MAX_BETA2, MOMENTS, OptimizerConfig
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.precision import Blocks, Format, QTensor, format_of, max_value
-from fp8rl_jax.precision.rounding import round_stochastic
-from pallas_kernels.quantize import block_amax, expand_scales
-from pallas_kernels.rounding import rounded
+from fp8rl_jax.precision import Blocks, Format, QTensor, format_of
+from pallas_kernels.rounding import round_stochastic, rounded
 
 GROUPS = TensorFormat("e4m3", (1, 128))
 """Of "e4m3" in the configuration."""
@@ -344,18 +342,7 @@ def _store(
     if not isinstance(fmt, TensorFormat):
         return round_stochastic(x, fmt, key) if second and fmt != x.dtype else rounded(x, fmt)
     made = format_of(fmt, x.shape)
-    if second and not isinstance(made, Blocks):
-        return made.store(x, key)
-    q = made.quantize(x)
-    if not second:
-        return q
-    limit, smallest = max_value(fmt), float(jnp.finfo(q.values.dtype).smallest_subnormal)
-    shape = x.shape[-2:]
-    scaled = jnp.clip(x * expand_scales(1.0 / q.scales, q.block, shape), 0.0, limit)
-    # a block that saw no gradient stays 0
-    alive = expand_scales(block_amax(x, q.block), q.block, shape) > 0
-    floored = jnp.maximum(scaled, jnp.where(alive, smallest, 0.0))
-    return replace(q, values=round_stochastic(floored, q.values.dtype, key))
+    return made.store(x, key) if second else made.quantize(x)
 
 
 def _load(stored: Array | QTensor) -> Float[Array, "*axes"]:

@@ -7,12 +7,13 @@ from functools import partial
 from typing import ClassVar, Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Key
 
 from pallas_kernels.backend import Backend, block_name, choose, uses_cpu
 from pallas_kernels.partition import partitioned
 from pallas_kernels.qtensor import Format, QTensor
 from pallas_kernels.quantize import cpu, reference
+from pallas_kernels.rounding import round_stochastic
 
 Rule = Literal["float32", "power_of_two"]
 E4M3 = jnp.float8_e4m3fn
@@ -44,6 +45,19 @@ class Blocks(Format):
     def limit(self, q: QTensor) -> Float[Array, "*batch m n"]:
         """The format's largest value times the scale."""
         return float(jnp.finfo(self.dtype).max) * self._expanded(q)
+
+    def store(
+        self, x: Float[Array, "*batch m n"], key: Key[Array, ""], backend: Backend = "auto"
+    ) -> QTensor:
+        """Quantize what is not negative, rounded stochastically; what is too small for a step is
+        kept at the smallest one, but in a block that is 0."""
+        q, shape = self.quantize(x, backend), x.shape[-2:]
+        info = jnp.finfo(self.dtype)
+        scaled = x * reference.expand_scales(1.0 / q.scales, self.block, shape)
+        amax = reference.expand_scales(reference.block_amax(x, self.block), self.block, shape)
+        smallest = jnp.where(amax > 0, float(info.smallest_subnormal), 0.0)
+        floored = jnp.maximum(jnp.clip(scaled, 0.0, float(info.max)), smallest)
+        return replace(q, values=round_stochastic(floored, q.values.dtype, key))
 
     def _expanded(self, q: QTensor) -> Float[Array, "*batch m n"]:
         return reference.expand_scales(q.scales, self.block, q.shape[-2:])

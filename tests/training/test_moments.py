@@ -21,7 +21,6 @@ from fp8rl_jax.models.policy import init_policy
 from fp8rl_jax.parallel import policy_shardings
 from fp8rl_jax.parallel.mesh import AXES
 from fp8rl_jax.precision import QTensor
-from fp8rl_jax.precision.rounding import round_stochastic
 from fp8rl_jax.training.checkpoint import Checkpoints
 from fp8rl_jax.training.optimizer import GROUPS, AdamW, _load, _store, moment_formats
 from fp8rl_jax.training.state import (
@@ -32,6 +31,7 @@ from fp8rl_jax.training.state import (
     make_optimizer,
 )
 from fp8rl_jax.training.step import Batch, StepConfig, completion_logprobs
+from pallas_kernels.rounding import round_stochastic
 
 FLOAT32, BFLOAT16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
 FORMATS = {"float32": FLOAT32, "bfloat16": BFLOAT16, "e4m3": GROUPS}
