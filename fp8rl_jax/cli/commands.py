@@ -7,13 +7,13 @@ import logging
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from fp8rl_jax.config.files import dump_toml, run_directory
 from fp8rl_jax.config.run import RunConfig
-from fp8rl_jax.errors import UserError, listing
+from fp8rl_jax.errors import UserError
 
 if TYPE_CHECKING:
     from fp8rl_jax.rollout.engine import Rollout
@@ -207,16 +207,19 @@ class ExportArguments:
     directory."""
 
     model: str
-    """Hugging Face directory (bf16, fp16, float32 or block-FP8), hub id, .gguf file, a name that
+    """Hugging Face directory (bf16, fp16, float32 or quantized), hub id, .gguf file, a name that
     `fp8rl fetch` knows, or a run, for what it trained."""
     output: str
     """Directory to write; an earlier export in it is replaced."""
-    format: Literal["bf16", "fp16", "float32", "fp8-block"] = "bf16"
-    """fp8-block: linears in e4m3 with a float32 scale for each 128 x 128 block, as in DeepSeek-V3,
-    quantized from the model's own values, and the rest in bf16."""
+    format: str = "bf16"
+    """bf16, fp16, float32; fp8-block: linears in e4m3 with a float32 scale for each 128 x 128
+    block, as in DeepSeek-V3; a recipe's format (mxfp8, nvfp4, nvfp4-16x16, mxfp4, int4-1x128), in
+    compressed-tensors' layout of version 0.20, or with @modelopt (mxfp8, nvfp4) in ModelOpt's of
+    version 0.47; or rollout: of a run, what its rollout computes with. Linears are quantized from
+    the model's own values, and the rest is bf16."""
 
 
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "float32": "float32", "fp8-block": "fp8-block"}
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 def export(arguments: ExportArguments) -> None:
@@ -226,15 +229,22 @@ def export(arguments: ExportArguments) -> None:
     """
     import ml_dtypes
 
-    from fp8rl_jax.training.source import find_model
-    from fp8rl_jax.weights.block_fp8 import BLOCK, read_quantization, unaligned_linears
+    from fp8rl_jax.training.source import find_model, rollout_export
     from fp8rl_jax.weights.hf_directory import (
         export_policy,
         load_policy_arrays,
         lost_in,
     )
+    from fp8rl_jax.weights.layouts import BLOCK, Layout, read_quantization
+    from fp8rl_jax.weights.quantized_export import export_form
 
     start_jax()
+    dtype: Any = _DTYPES.get(arguments.format, arguments.format)
+    if dtype != "rollout":
+        try:
+            export_form(dtype)  # a wrong word is refused before anything is read
+        except UserError as error:
+            raise UserError(f"--format: {error}") from None
     source = find_model(arguments.model, progress)
     target = Path(arguments.output).expanduser()
     if target.exists() and target.samefile(source):
@@ -243,21 +253,23 @@ def export(arguments: ExportArguments) -> None:
             "choose another"
         )
     config, arrays = load_policy_arrays(source)
-    block = read_quantization(source)
-    if arguments.format == "fp8-block" and block == BLOCK:  # from where its scales are found again
+    layout = read_quantization(source)
+    if dtype == "rollout":
+        dtype, arrays = rollout_export(arguments.model, config, arrays)
+    form = export_form(dtype)
+    if layout == Layout("e4m3", BLOCK) and form is not None and form.library == "deepseek":
+        # from where its scales are found again
         arrays = {name: x.astype(ml_dtypes.bfloat16) for name, x in arrays.items()}
-    elif block is None and (share := lost_in(arrays, _DTYPES[arguments.format])):
+    elif layout is None and (share := lost_in(arrays, dtype)):
         progress(
             f"--format {arguments.format}: {share:.1%} of the model's values lie between two "
             "numbers of this format and are rounded, and with them what training has moved by less "
             "than half a step is lost; float32 keeps it"
         )
-    if arguments.format == "fp8-block" and (names := unaligned_linears(config)):
-        progress(
-            "sides that are no multiple of 128, which vLLM, SGLang or transformers may refuse: "
-            f"{listing(names)}"
-        )
-    print(export_policy(target, config, arrays, _DTYPES[arguments.format], tokenizer_from=source))
+    if form is not None:
+        for line in form.remarks(config):
+            progress(line)
+    print(export_policy(target, config, arrays, dtype, tokenizer_from=source))
 
 
 @dataclass(frozen=True)

@@ -30,10 +30,8 @@ def model_lines(config: PolicyConfig, directory: Path) -> list[str]:
         UserError: weights in a form that is not read.
     """
     from fp8rl_jax.models.policy import parameter_count
-    from fp8rl_jax.weights.block_fp8 import in_words, read_quantization
+    from fp8rl_jax.weights.layouts import read_quantization
 
-    block = read_quantization(directory)
-    stored = f"e4m3, a scale for {in_words(block)}" if block else "none"
     return [
         f"{config.family.hf_class}: {config.num_layers} layers, {parameter_count(config):,} "
         f"parameters, embeddings {'tied' if config.tie_word_embeddings else 'untied'}, "
@@ -41,7 +39,7 @@ def model_lines(config: PolicyConfig, directory: Path) -> list[str]:
         f"windows: {_windows(config)}",
         f"rotary positions: {_rope(config)}",
         *([f"experts: {_experts(config)}"] if config.experts else []),
-        f"quantization of the files: {stored}",
+        f"quantization of the files: {read_quantization(directory) or 'none'}",
     ]
 
 

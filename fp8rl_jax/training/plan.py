@@ -50,6 +50,7 @@ from fp8rl_jax.models.lora import split
 from fp8rl_jax.models.policy import Policy, init_policy, parameter_count
 from fp8rl_jax.parallel import DEFAULT_RULES, ShardingRules, batch_shards, policy_shardings
 from fp8rl_jax.parallel.mesh import AXES
+from fp8rl_jax.precision.formats import in_blocks
 from fp8rl_jax.rollout.arrival import Arrival
 from fp8rl_jax.rollout.paged.host import WHOLE
 from fp8rl_jax.rollout.paged.layout import choose_layout
@@ -57,7 +58,7 @@ from fp8rl_jax.rollout.sampler import cache_dtype, loop_dtype
 from fp8rl_jax.training.adapters import adapt
 from fp8rl_jax.training.source import find_model
 from fp8rl_jax.training.state import make_optimizer
-from fp8rl_jax.weights.block_fp8 import read_quantization
+from fp8rl_jax.weights.layouts import read_quantization
 from pallas_kernels.attention import CHUNK, CHUNK_FROM
 from pallas_kernels.backend import tracing_for
 from pallas_kernels.matmul import selected_backend
@@ -447,22 +448,22 @@ def heard(config: RunConfig) -> str:
     if config.lora.rank or not config.model.path or config.optimizer.name != "adamw":
         return ""
     rate, recipe = config.optimizer.learning_rate, config.resolved_recipe()
-    if block := read_quantization(find_model(config.model.path)):
-        rows, columns = block
-        if rows is None or columns is None:
-            return ""  # no recipe rounds like this
-        stored = TensorFormat("e4m3", (rows, columns))
-        if recipe.rollout.weight != stored or (config.dithers and recipe.shares_weights):
+    if layout := read_quantization(find_model(config.model.path)):
+        stored = layout.format
+        if stored is None or recipe.rollout.weight != stored:
+            return ""  # the rollout rounds to another grid
+        shared, drawn = recipe.trainer.weight == stored, in_blocks(stored)
+        if drawn and config.dithers and recipe.shares_weights:
             return ""
-        what = f"{stored.element}, which the checkpoint is in,"
-        bits = jnp.finfo(stored.element_type.dtype).nmant + 1
-        halves = [_USUAL_WEIGHT * 2.0**-power for power in (bits + 1, bits)]
-        if recipe.trainer.weight == stored:
+        what, halves = f"{stored.element}, which the checkpoint is in,", _half_steps(stored)
+        if shared and drawn:
             remedy = "With model.dither updates arrive in the mean from the first."
         else:
             remedy = (
                 "From the checkpoint in bfloat16, or under a recipe whose trainer has this format, "
                 "they arrive from the first."
+                if drawn
+                else "From the checkpoint in bfloat16 they arrive from the first."
             )
     elif config.compute_dtype == "float32" or config.dithers:
         return ""
@@ -478,6 +479,14 @@ def heard(config: RunConfig) -> str:
         f"{' to '.join(f'{n:,}' for n in needed)} updates in one direction at "
         f"optimizer.learning_rate = {rate:g}; the run has {updates:,}. {remedy}"
     )
+
+
+def _half_steps(fmt: TensorFormat) -> list[float]:
+    """From the shortest to the longest, of a usual weight in a format with scales."""
+    if fmt.element == "int4":  # even steps; a group's largest weight is 2 to 3 deviations
+        return [_USUAL_WEIGHT * deviations / 14 for deviations in (2, 3)]
+    bits = {"mxfp4": 1, "nvfp4": 1}.get(fmt.element, 3) + 1
+    return [_USUAL_WEIGHT * 2.0**-power for power in (bits + 1, bits)]
 
 
 def _unit(plan: Plan) -> tuple[float, str]:

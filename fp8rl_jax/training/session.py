@@ -103,8 +103,9 @@ from fp8rl_jax.training.prompts import PromptEncoder
 from fp8rl_jax.training.state import TrainState, init_state, make_optimizer, sharded_state
 from fp8rl_jax.training.step import batch_logprobs, supervised_update
 from fp8rl_jax.training.stopping import deferred
-from fp8rl_jax.weights.load import save_policy
+from fp8rl_jax.weights.load import rollout_form, save_policy
 from fp8rl_jax.weights.peft_format import save_adapters
+from fp8rl_jax.weights.quantized_export import export_form
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]] | Example
 """Text, token ids, the messages of a conversation, or a problem of a data set."""
@@ -711,26 +712,39 @@ class Session:
 
         Args:
             directory: made where it is not there. Adapters are merged.
-            dtype: "bfloat16", "float16", "float32" or "fp8-block"; by default the compute dtype,
-                so that what is saved is what was trained. One that holds less of it is warned
-                about, with the part of the update that it loses.
+            dtype: "bfloat16", "float16", "float32", or a quantized form as `fp8rl export` takes it
+                ("rollout" for the recipe's own); by default the compute dtype, so that what is
+                saved is what was trained. One that holds less of it is warned about, with the part
+                of the update that it loses.
             adapters: where LoRA's adapters go in PEFT's form, float32; by default "adapter" in
                 `directory`.
 
         Raises:
-            UserError: the directory cannot be written, or values are not finite.
+            UserError: the directory cannot be written, values are not finite, or a form that is
+                not exported.
         """
         directory, dtype = Path(directory), dtype or self.config.compute_dtype
         policy, arrives = to_host(self.weights), 1.0
+        if dtype == "rollout" and has_adapters(policy):
+            raise UserError(
+                "save: the rollout serves a base and adapters beside it; name a format, which "
+                "quantizes both as one"
+            )
+        saved = (
+            rollout_form(self.recipe, policy.config, self.config.compute_dtype)
+            if dtype == "rollout"
+            else dtype
+        )
+        form = export_form(saved)
         source: Any = getattr(self.tokenizer, "directory", self.tokenizer)
-        if dtype != "fp8-block" and not has_adapters(policy):
-            mantissas = [jnp.finfo(each).nmant for each in (dtype, self.config.compute_dtype)]
+        if form is None and not has_adapters(policy):
+            mantissas = [jnp.finfo(str(each)).nmant for each in (saved, self.config.compute_dtype)]
             if mantissas[0] < mantissas[1] and self.engine.arrival is not None:
-                arrives = self.engine.arrival.kept(self.weights, dtype)
+                arrives = self.engine.arrival.kept(self.weights, str(saved))
         with shared_faults():
             if is_main_process():
                 whole = merge(policy)
-                if dtype != "fp8-block" and has_adapters(policy):
+                if form is None and has_adapters(policy):
                     arrives = kept_merged(policy, whole, dtype)
                 if arrives < _KEPT:
                     _log.warning(
@@ -745,11 +759,11 @@ class Session:
                     )
                 compute = self.config.compute_dtype
                 # the number that both sides quantize, or multiply
-                if dtype == compute or (
-                    dtype == "fp8-block" and self.recipe.weight_source == "compute"
-                ):
+                if saved == compute or (form and self.recipe.weight_source == "compute"):
                     whole = _cast(whole, jnp.dtype(compute), self.recipe.weight_rounding)
-                save_policy(whole, directory, source, dtype)
+                for line in form.remarks(policy.config) if form else ():
+                    _log.warning("%s: %s", directory, line)
+                save_policy(whole, directory, source, saved)
                 parts, base = split(policy)
                 if base is not None:
                     assert isinstance(parts, dict)  # adapters

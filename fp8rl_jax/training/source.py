@@ -9,12 +9,13 @@ import hashlib
 import logging
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fp8rl_jax.caching import cache_dir
 from fp8rl_jax.config.files import read_config, run_directory
@@ -22,12 +23,13 @@ from fp8rl_jax.config.run import MeshConfig, RunConfig
 from fp8rl_jax.config.training import CheckpointConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.config import PolicyConfig
-from fp8rl_jax.models.policy import Policy, init_policy
+from fp8rl_jax.models.policy import Policy, init_policy, to_compute
 from fp8rl_jax.tokenizers.byte_tokenizer import ByteTokenizer
 from fp8rl_jax.tokenizers.tokenizer import Tokenizer
 from fp8rl_jax.training.record import read_record
 from fp8rl_jax.weights import load as files
 from fp8rl_jax.weights.hf_config import read_policy_config
+from fp8rl_jax.weights.quantized_export import ExportForm
 from fp8rl_jax.weights.resolve import resolve_model
 
 _log = logging.getLogger("fp8rl")
@@ -90,6 +92,51 @@ def model_shape(config: RunConfig) -> PolicyConfig:
     if not config.model.path:
         return files.byte_policy_config(config.model.init)
     return read_policy_config(find_model(config.model.path))
+
+
+def rollout_export(
+    spec: str | Path, shape: PolicyConfig, arrays: Mapping[str, np.ndarray]
+) -> tuple[str | ExportForm, dict[str, np.ndarray]]:
+    """Give what a run's rollout computes with: the form of its weights, and what is quantized.
+
+    Args:
+        spec: names a run.
+        shape: of its policy.
+        arrays: of what it has trained, as `load_policy_arrays` gives them.
+
+    Returns:
+        The form for `export_policy`, and the arrays as the rollout quantizes them: rounded to the
+        compute dtype, or the masters where the recipe says so.
+
+    Raises:
+        UserError: no run, a run of adapters, masters that the run's files do not have, or whatever
+            `rollout_form` refuses.
+    """
+    if (run := run_directory(spec)) is None:
+        raise UserError(f"--format rollout: {spec} is no run; name the format that is wanted")
+    config = read_config(RunConfig, run / "config.toml")
+    recipe, dtype = config.resolved_recipe(), jnp.dtype(config.compute_dtype)
+    if config.lora.rank:
+        raise UserError(
+            f"--format rollout: {run} serves a base and adapters beside it; name a format, which "
+            "quantizes both as one"
+        )
+    if recipe.weight_source == "master":
+        if any(array.dtype.itemsize < 4 for array in arrays.values()):
+            raise UserError(
+                f"--format rollout: the recipe quantizes float32 masters, and {run} has kept its "
+                f"model in {dtype}; name the format to quantize that"
+            )
+        return files.rollout_form(recipe, shape, dtype.name), dict(arrays)
+    rounded = {
+        path: np.asarray(_to_compute(array, dtype, recipe.weight_rounding))
+        for path, array in arrays.items()
+        if not path.startswith("layers.router")
+    }
+    return files.rollout_form(recipe, shape, dtype.name), {**arrays, **rounded}
+
+
+_to_compute = jax.jit(to_compute, static_argnums=(1, 2))
 
 
 def _trained(run: Path, report: Callable[[str], None]) -> tuple[Path, Path]:
@@ -164,4 +211,11 @@ def _from_checkpoint(run: Path, newest: int, report: Callable[[str], None]) -> t
     return target, target / "adapter"
 
 
-__all__ = ["find_model", "load", "load_model", "model_shape", "trained_settings"]
+__all__ = [
+    "find_model",
+    "load",
+    "load_model",
+    "model_shape",
+    "rollout_export",
+    "trained_settings",
+]

@@ -20,7 +20,7 @@ from fp8rl_jax.json_fields import Fields, read_json
 from fp8rl_jax.models.config import DEFAULT_ROPE_THETA, ExpertsConfig, PolicyConfig, check_count
 from fp8rl_jax.models.families import FAMILIES, Family
 from fp8rl_jax.models.rope import ROPE_SCALINGS, Llama3RopeScaling, RopeScaling, YarnRopeScaling
-from fp8rl_jax.weights.block_fp8 import parse_quantization
+from fp8rl_jax.weights.layouts import parse_quantization
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 # What transformers assumes when config.json leaves a key out.

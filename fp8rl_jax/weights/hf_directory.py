@@ -11,7 +11,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +21,6 @@ import numpy as np
 from fp8rl_jax.errors import UserError, listing
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.tensors import parameter_shapes
-from fp8rl_jax.weights.block_fp8 import (
-    SCALE_SUFFIX,
-    dequantize_tensor,
-    is_quantized_linear,
-    quantization_config,
-    quantize_tensor,
-    read_quantization,
-    split_scales,
-    without,
-)
 from fp8rl_jax.weights.hf_config import config_json, read_policy_config
 from fp8rl_jax.weights.hf_names import (
     Location,
@@ -41,6 +31,14 @@ from fp8rl_jax.weights.hf_names import (
     is_measured_scale,
     stored_tensors,
 )
+from fp8rl_jax.weights.layouts import QUANT_FILE, read_quantization
+from fp8rl_jax.weights.quantized_export import (
+    ExportForm,
+    check_form,
+    export_form,
+    quantization_config,
+    quantized_tensors,
+)
 from fp8rl_jax.weights.safetensors_io import (
     INDEX_FILE,
     SHARD_BYTES,
@@ -48,22 +46,16 @@ from fp8rl_jax.weights.safetensors_io import (
     count_non_finite,
     is_weights_file,
     read_checkpoint,
+    without,
     write_checkpoint,
 )
+from fp8rl_jax.weights.stored_linears import StoredLinear, take_linears
 
 _log = logging.getLogger("fp8rl")
 _WEIGHT_DTYPES = tuple(
     np.dtype(scalar) for scalar in (ml_dtypes.bfloat16, np.float16, np.float32, np.float64)
 )
 
-_FP8_BLOCK = "fp8-block"
-_BF16 = np.dtype(ml_dtypes.bfloat16)
-_EXPORT_DTYPES = {  # of what is not quantized
-    "bfloat16": _BF16,
-    "float16": np.dtype(np.float16),
-    "float32": np.dtype(np.float32),
-    _FP8_BLOCK: _BF16,
-}
 # What a tokenizer consists of, in the spellings of transformers 4 and 5.
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -83,35 +75,33 @@ def load_policy_arrays(directory: str | Path) -> tuple[PolicyConfig, dict[str, n
 
     Returns:
         The config, and arrays in the file's dtype by the paths of `parameter_shapes`, such as
-        "layers.q_proj.weight" [L, out, in]. The linears of an FP8 checkpoint are float32, each
+        "layers.q_proj.weight" [L, out, in]. The linears of a quantized checkpoint are float32, each
         value times its scale. There is no "lm_head.weight" when the embeddings are tied, whether or
         not the file repeats them.
 
     Raises:
         UserError: whatever `read_policy_config`, `read_checkpoint`, `read_quantization` and
-            `block_fp8.split_scales` refuse; tensors that are missing, unexpected, misshapen, not
+            `take_linears` refuse; tensors that are missing, unexpected, misshapen, not
             finite or of a dtype that weights don't have; a tied lm_head that differs.
     """
     directory = Path(directory)
     config = read_policy_config(directory)
-    block = read_quantization(directory)
+    layout = read_quantization(directory)
     checkpoint = read_checkpoint(directory)
     _check_tensor_count(directory, config, checkpoint)
     measured = [name for name in checkpoint.tensors if is_measured_scale(name)]
     checkpoint = without(checkpoint, {n for n in checkpoint.tensors if is_ignored(n, config)})
     expected = stored_tensors(config, checkpoint.tensors)
-    checkpoint, scales = split_scales(checkpoint, expected, block)
+    checkpoint, linears = take_linears(checkpoint, expected, layout)
     _check_names(directory, config, checkpoint, expected)
-    dtypes = _check_shapes_and_dtypes(checkpoint, expected, scales)
+    dtypes = _check_shapes_and_dtypes(checkpoint, expected, linears)
     shapes = parameter_shapes(config)
     arrays = {path: np.empty(shapes[path], dtype) for path, dtype in dtypes.items()}
     for name, stored in expected.items():
         tensor = checkpoint.tensors[name]
+        if name in linears:
+            tensor = linears[name].dequantize()
         _check_finite(checkpoint, name, tensor)
-        if name in scales:
-            assert block is not None  # else there are no scales
-            tensor = dequantize_tensor(tensor, scales[name], block)
-            _check_finite(checkpoint, name, tensor)
         parts = np.split(tensor, len(stored.places), axis=max(tensor.ndim - 2, 0))
         for location, part in zip(stored.places, parts, strict=True):
             arrays[location.path][location.index] = part
@@ -162,28 +152,26 @@ def _check_names(
 
 
 def _check_shapes_and_dtypes(
-    checkpoint: Checkpoint, expected: Mapping[str, Stored], scales: Collection[str]
+    checkpoint: Checkpoint, expected: Mapping[str, Stored], linears: Mapping[str, StoredLinear]
 ) -> dict[str, np.dtype]:
-    """The dtype of each parameter once it is read. Beside FP8 layers, which become float32, others
-    may be narrower."""
-    widened = {place.path for name in scales for place in expected[name].places}
+    """The dtype of each parameter once it is read. Beside quantized layers, which become float32,
+    others may be narrower."""
+    widened = {place.path for name in linears for place in expected[name].places}
     dtypes: dict[str, np.dtype] = {}
     faults: dict[str, str] = {}
     for name, stored in expected.items():
         tensor, paths = checkpoint.tensors[name], [place.path for place in stored.places]
-        dtype = tensor.dtype
-        if name in scales or (
+        dtype, shape = tensor.dtype, linears[name].shape if name in linears else tensor.shape
+        if name in linears or (
             widened.intersection(paths) and dtype in _WEIGHT_DTYPES and dtype.itemsize < 4
         ):
             dtype = np.dtype(np.float32)
-        if tensor.shape != stored.shape:
-            faults[name] = (
-                f"has shape {list(tensor.shape)}, config.json implies {list(stored.shape)}"
-            )
+        if shape != stored.shape:
+            faults[name] = f"has shape {list(shape)}, config.json implies {list(stored.shape)}"
         elif dtype not in _WEIGHT_DTYPES:
             faults[name] = (
-                f"has dtype {dtype}, and no scale belongs to it; use a bf16, float16, float32 or "
-                "FP8 checkpoint"
+                f"has dtype {dtype}, and no scale belongs to it; use a bf16, float16 or float32 "
+                "checkpoint, or a quantized one whose config.json says how it is stored"
             )
         elif differing := [path for path in paths if dtypes.setdefault(path, dtype) != dtype]:
             faults[name] = f"has dtype {dtype}, earlier layers have {dtypes[differing[0]]}"
@@ -218,24 +206,24 @@ def export_policy(
     directory: str | Path,
     config: PolicyConfig,
     arrays: Mapping[str, np.ndarray] | None,
-    dtype: str = "bfloat16",
+    dtype: str | ExportForm = "bfloat16",
     tokenizer_from: str | Path | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> Path:
     """Write the weights, config.json, generation_config.json and the tokenizer's files.
 
     Everything is written beside its final name first and moved when complete, the weights first: a
-    full disk leaves an earlier export in `directory` as it was. Weights of an earlier export are
-    replaced, other files are not touched.
+    full disk leaves an earlier export in `directory` as it was. Weights of an earlier export, and
+    what else says how they are stored, are replaced; other files are not touched.
 
     Args:
         directory: made when it isn't there.
         config: the policy's config.
         arrays: as `load_policy_arrays` gives them, [L, ...] for layers, any float dtype; None: all
             but the weights is written.
-        dtype: "bfloat16" or "float16" (rounded to nearest even), "float32", or "fp8-block": linears
-            in e4m3 with a scale for each 128 x 128 block, quantized from `arrays` as they are, and
-            the rest in bfloat16, as `block_fp8` says.
+        dtype: "bfloat16" or "float16" (rounded to nearest even), "float32", or what
+            `quantized_export.export_form` reads: linears quantized from `arrays` as they are, and
+            the rest in bfloat16.
         tokenizer_from: a directory whose tokenizer files, and generation_config.json, are copied
             where they exist.
         shard_bytes: weights beyond this size are split over files of about this size.
@@ -248,9 +236,9 @@ def export_policy(
             before or after the conversion to `dtype`; a dtype that is not exported; a directory
             that cannot be written.
     """
-    directory = Path(directory)
-    if dtype not in _EXPORT_DTYPES:
-        raise UserError(f"cannot export dtype {dtype!r}; choose one of {', '.join(_EXPORT_DTYPES)}")
+    directory, form = Path(directory), export_form(dtype)
+    if form is not None:
+        check_form(form, config)
     if arrays is not None:
         _check_parameters(directory, config, arrays)
     generation = {
@@ -258,9 +246,9 @@ def export_policy(
         "eos_token_id": list(config.eos_token_ids) or None,
         "pad_token_id": config.pad_token_id,
     }
-    hf_config = config_json(config, "bfloat16" if dtype == _FP8_BLOCK else dtype)
-    if dtype == _FP8_BLOCK:
-        hf_config["quantization_config"] = quantization_config(config)
+    hf_config = config_json(config, _plain_dtype(dtype).name)
+    if form is not None:
+        hf_config["quantization_config"] = quantization_config(form, config)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".export-", dir=directory) as staging_name:
@@ -282,7 +270,7 @@ def export_policy(
             ):
                 os.replace(staging / name, directory / name)
             for name in os.listdir(directory):
-                if is_weights_file(name) and name not in weights:
+                if (is_weights_file(name) or name == QUANT_FILE) and name not in weights:
                     os.unlink(directory / name)
     except OSError as error:
         raise UserError(
@@ -291,15 +279,16 @@ def export_policy(
     return directory
 
 
-def lost_in(arrays: Mapping[str, np.ndarray], dtype: str) -> float:
+def lost_in(arrays: Mapping[str, np.ndarray], dtype: str | ExportForm) -> float:
     """Count which part of the values of float32 arrays an export in 16 bits would round.
 
     Of a model that was trained in float32 nearly all; of one that was widened from 16 bits none.
 
     Args:
-        arrays, dtype: as of `export_policy`; of "fp8-block", the bfloat16 of what is not quantized.
+        arrays, dtype: as of `export_policy`; of a quantized one, the bfloat16 of what is not
+            quantized.
     """
-    narrow = _EXPORT_DTYPES[dtype]
+    narrow = _plain_dtype(dtype)
     rounded = size = 0
     for array in arrays.values():
         if array.dtype.itemsize > narrow.itemsize:
@@ -328,10 +317,10 @@ def _check_parameters(
 
 
 def converted_tensors(
-    directory: Path, config: PolicyConfig, flat: Mapping[str, np.ndarray], dtype: str
+    directory: Path, config: PolicyConfig, flat: Mapping[str, np.ndarray], dtype: str | ExportForm
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Make an export's tensors, one of the policy's at a time: itself, or its FP8 values and their
-    scales.
+    """Make an export's tensors, one of the policy's at a time: itself, or its quantized values and
+    their scales.
 
     Args:
         directory: named in errors.
@@ -340,31 +329,27 @@ def converted_tensors(
     Raises:
         UserError: a tensor that is not finite, before or after the conversion.
     """
+    form = export_form(dtype)
     for name, location in hf_tensors(config).items():
         source = flat[location.path][location.index]
         tensor = _rounded(directory, name, source, export_dtype(location, dtype, source.dtype))
-        yield _stored(name, location, tensor, dtype)
+        stored = form is not None and form.holds(location)
+        yield quantized_tensors(name, tensor, form) if stored else {name: tensor}
 
 
-def export_dtype(location: Location, dtype: str, source: np.dtype) -> np.dtype:
+def export_dtype(location: Location, dtype: str | ExportForm, source: np.dtype) -> np.dtype:
     """Return what a tensor of an export is rounded to.
 
     One that is quantized keeps its own, and so does a router's bias, which readers want in float32.
     """
-    kept = is_stored_in_fp8(location, dtype) or location.path == "layers.router_bias.weight"
-    return source if kept else _EXPORT_DTYPES[dtype]
+    form = export_form(dtype)
+    kept = location.path == "layers.router_bias.weight" or (form and form.holds(location))
+    return source if kept else _plain_dtype(dtype)
 
 
-def is_stored_in_fp8(location: Location, dtype: str) -> bool:
-    """Say whether an export in `dtype` holds this tensor as FP8 values and scales."""
-    return dtype == _FP8_BLOCK and is_quantized_linear(location)
-
-
-def _stored(name: str, location: Location, tensor: np.ndarray, dtype: str) -> dict[str, np.ndarray]:
-    if not is_stored_in_fp8(location, dtype):
-        return {name: tensor}
-    values, scales = quantize_tensor(tensor)
-    return {name: values, name + SCALE_SUFFIX: scales}
+def _plain_dtype(dtype: str | ExportForm) -> np.dtype:
+    """Of what is not quantized."""
+    return np.dtype("bfloat16" if export_form(dtype) else str(dtype))
 
 
 def _rounded(directory: Path, name: str, source: np.ndarray, dtype: np.dtype) -> np.ndarray:

@@ -34,7 +34,7 @@ _DERIVED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 # vLLM's maybe_remap_kv_scale_name and compressed-tensors' KVCacheScaleType; inputs of linears
 _MEASURED = re.compile(
     r"model\.layers\.\d+\.(self_attn|mlp)\.(.+[._])?"
-    r"(k|v|q|kv|prob|output|prob_output|input|activation)_(scale|scale_ub|zero_point)"
+    r"(k|v|q|kv|prob|output|prob_output|input|activation)_(scale|scale_ub|global_scale|zero_point)"
     r"|model\.layers\.\d+\..+\.qscale_act"
 )
 # fused tensor below "mlp.experts." -> the tensors that it holds, one below the other
@@ -42,6 +42,8 @@ _FUSED = {
     "gate_up_proj": ("experts.gate_proj", "experts.up_proj"),
     "down_proj": ("experts.down_proj",),
 }
+# itself, or its packed values
+_FUSED_ENDS = ("", "_packed", ".weight_packed", "_weight_packed")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +134,8 @@ def stored_tensors(config: PolicyConfig, names: Collection[str]) -> dict[str, St
     shapes = parameter_shapes(config)
     for place, layer in enumerate(config.sparse_layers):
         for tensor, parts in _FUSED.items():
-            if (name := f"model.layers.{layer}.mlp.experts.{tensor}") in names:
+            name = f"model.layers.{layer}.mlp.experts.{tensor}"
+            if any(name + end in names for end in _FUSED_ENDS):
                 paths = [f"layers.{part}.weight" for part in parts]
                 fused[name] = FusedExperts(
                     tuple(Location(path, (place,), layer, shapes[path][1:]) for path in paths)

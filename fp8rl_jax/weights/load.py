@@ -16,21 +16,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
 
+from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.config.run import InitConfig
 from fp8rl_jax.errors import UserError, listing
 from fp8rl_jax.models.config import ExpertsConfig, PolicyConfig
-from fp8rl_jax.models.policy import Policy, build_policy, init_policy
-from fp8rl_jax.precision import is_quantized
+from fp8rl_jax.models.policy import Policy, build_policy, init_policy, linear_names
+from fp8rl_jax.precision import is_quantized, quantized_layers
 from fp8rl_jax.tokenizers.byte_tokenizer import ByteTokenizer
 from fp8rl_jax.tokenizers.tokenizer import Tokenizer, load_tokenizer
-from fp8rl_jax.weights.block_fp8 import SCALE_SUFFIX, quantizer
-from fp8rl_jax.weights.hf_directory import (
-    export_dtype,
-    export_policy,
-    is_stored_in_fp8,
-    load_policy_arrays,
-)
+from fp8rl_jax.weights.block_fp8 import SCALE_SUFFIX
+from fp8rl_jax.weights.hf_directory import export_dtype, export_policy, load_policy_arrays
 from fp8rl_jax.weights.hf_names import hf_tensors
+from fp8rl_jax.weights.quantized_export import ExportForm, export_form, quantizer
 from fp8rl_jax.weights.resolve import resolve_model
 
 _log = logging.getLogger("fp8rl")
@@ -77,7 +74,7 @@ def load_policy(directory: str | Path, dtype: jnp.dtype = jnp.float32) -> Policy
     """Load the policy of a Hugging Face directory, layers stacked, onto the default device.
 
     Args:
-        directory: config.json and safetensors, in FP8 too; `weights.resolve.resolve_model`
+        directory: config.json and safetensors, quantized ones too; `weights.resolve.resolve_model`
             makes one of anything else.
         dtype: of every tensor; values are converted on the host, bfloat16 to float32 exactly.
 
@@ -156,16 +153,46 @@ def policy_arrays(policy: Policy) -> dict[str, np.ndarray]:
     return {name: np.asarray(value) for name, value in jax.device_get(_parameters(policy)).items()}
 
 
+def rollout_form(recipe: Recipe, config: PolicyConfig, dtype: str) -> str | ExportForm:
+    """Give the form of an export that holds what a recipe's rollout computes with.
+
+    Args:
+        recipe: of the run.
+        config: of the policy.
+        dtype: compute dtype, which is the form where the rollout quantizes no weight.
+
+    Raises:
+        UserError: weights of several formats, or one that has no layout.
+    """
+    formats = {
+        name: recipe.of_linear(name).rollout.weight
+        for name in quantized_layers(recipe, linear_names(config))
+    }
+    formats = {name: fmt for name, fmt in formats.items() if fmt.quantized}
+    if not formats:
+        return dtype
+    first, *others = dict.fromkeys(fmt.name for fmt in formats.values())
+    if others:
+        raise UserError(
+            f"recipe {recipe.name!r} has weights in {first} and in {others[0]}, and a checkpoint "
+            "holds one format beside 16 bits; export it in one of them, or in bfloat16"
+        )
+    form = export_form(first)
+    assert form is not None
+    return ExportForm(form.format, form.library, frozenset(formats))
+
+
 def device_tensors(policy: Policy, dtype: str) -> Iterator[tuple[str, Array]]:
     """Make an export's tensors on the first device, one at a time, under Hugging Face's names.
 
     Args:
-        policy, dtype: as of `save_policy`.
+        policy, dtype: as of `save_policy`; quantized, "fp8-block".
 
     Raises:
         UserError: behind the last one, naming those that hold what is not finite in `dtype`.
     """
     values, device, finite = _parameters(policy), jax.local_devices()[0], {}
+    form = export_form(dtype)
     for path, named in groupby(hf_tensors(policy.config).items(), lambda item: item[1].path):
         stack = jnp.asarray(values[path])
         for name, location in named:
@@ -173,8 +200,8 @@ def device_tensors(policy: Policy, dtype: str) -> Iterator[tuple[str, Array]]:
                 stack, location.index, export_dtype(location, dtype, stack.dtype)
             )
             tensor = jax.device_put(tensor, device)
-            if is_stored_in_fp8(location, dtype):
-                quantized = quantizer()(tensor)
+            if form is not None and form.holds(location):
+                quantized = quantizer(form.format)(tensor)
                 yield name, quantized.values
                 yield name + SCALE_SUFFIX, quantized.scales
             else:
@@ -213,7 +240,7 @@ def save_policy(
     policy: Policy,
     directory: str | Path,
     tokenizer: str | Path | ByteTokenizer | None = None,
-    dtype: str = "bfloat16",
+    dtype: str | ExportForm = "bfloat16",
     weights: bool = True,
 ) -> Path:
     """Write the policy as a Hugging Face directory.
@@ -225,8 +252,7 @@ def save_policy(
         directory: made when it isn't there.
         tokenizer: a directory whose tokenizer files are copied, the byte-level tokenizer, or None
             for a model of token ids.
-        dtype: "bfloat16" or "float16" (rounded to nearest even), "float32" or "fp8-block", as in
-            `export_policy`.
+        dtype: as of `export_policy`.
         weights: or all but them.
 
     Returns:

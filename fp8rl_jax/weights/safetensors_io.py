@@ -15,7 +15,7 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,14 @@ class Checkpoint:
 
     tensors: dict[str, np.ndarray]
     files: dict[str, Path]
+
+
+def without(checkpoint: Checkpoint, names: Collection[str]) -> Checkpoint:
+    """Leave tensors out of a checkpoint."""
+    return Checkpoint(
+        {name: tensor for name, tensor in checkpoint.tensors.items() if name not in names},
+        {name: file for name, file in checkpoint.files.items() if name not in names},
+    )
 
 
 def read_checkpoint(directory: str | Path) -> Checkpoint:

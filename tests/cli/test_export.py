@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import ml_dtypes
 import numpy as np
@@ -9,8 +10,12 @@ from offline_models import make_model
 from tiny_models import gguf_tensors, write_gguf
 
 from fp8rl_jax.cli import main as cli
+from fp8rl_jax.cli.understood import model_lines
 from fp8rl_jax.tokenizers.tokenizer import load_tokenizer
+from fp8rl_jax.weights.hf_config import read_policy_config
 from fp8rl_jax.weights.hf_directory import load_policy_arrays
+from fp8rl_jax.weights.quantized_export import export_form, quantized_tensors
+from fp8rl_jax.weights.safetensors_io import read_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +72,38 @@ def test_every_form_comes_from_every_other_and_the_tokenizer_travels(model, tmp_
     assert load_tokenizer(tmp_path / "again").encode("né") == load_tokenizer(model).encode("né")
 
 
+def test_a_run_is_exported_as_its_rollout_served_it(model, tmp_path, capsys):
+    """The linears of its recipe in their format, of what is trained rounded to the compute dtype."""
+    run = tmp_path / "run"
+    shutil.copytree(model, run / "model")
+    (run / "run.json").write_text("{}")
+    settings = 'recipe = "ours"\n[recipes.ours]\nbase = "mxfp8-rollout"\nquantized = ["*.k_proj"]\n'
+    (run / "config.toml").write_text(settings)
+    words = ["--model", run, "--format", "rollout", "--output"]
+    assert export(*words, tmp_path / "out") == 0, capsys.readouterr().err
+    names = read_checkpoint(tmp_path / "out").tensors
+    scaled = {name for name in names if name.endswith("_scale")}
+    assert scaled == {f"model.layers.{i}.self_attn.k_proj.weight_scale" for i in range(2)}
+    rounded = weights(model)["layers.k_proj.weight"].astype(ml_dtypes.bfloat16)
+    made = export_form("mxfp8")
+    ours = [quantized_tensors("w", x, made)["w"] for x in rounded]
+    for i in range(2):
+        values = names[f"model.layers.{i}.self_attn.k_proj.weight"]
+        assert values.tobytes() == ours[i].tobytes()
+    said = model_lines(read_policy_config(tmp_path / "out"), tmp_path / "out")
+    assert said[-1] == "quantization of the files: mxfp8, a scale for 1 x 32"
+    for more, message in (
+        ("[lora]\nrank = 2\n", "serves a base and adapters beside it"),
+        ('[recipes.ours.rollout]\nweight = "e3m2"\n', "'e3m2-1x128' cannot be exported"),
+    ):
+        (run / "config.toml").write_text(settings + more)
+        assert export(*words, tmp_path / "other") == 2
+        assert message in capsys.readouterr().err
+    words[1] = model
+    assert export(*words, tmp_path / "other") == 2
+    assert "is no run; name the format" in capsys.readouterr().err
+
+
 def test_a_gguf_is_exported(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("FP8RL_CACHE", str(tmp_path / "cache"))
     tensors = gguf_tensors()
@@ -93,6 +130,7 @@ def test_a_model_never_overwrites_itself(model, tmp_path, capsys):
 def test_faults_are_one_line(model, tmp_path, capsys):
     assert export("--model", tmp_path / "none", "--output", tmp_path / "out") == 2
     assert "no such model directory" in capsys.readouterr().err
-    assert export("--model", model, "--output", tmp_path / "out", "--format", "int4") == 2
+    assert export("--model", model, "--output", tmp_path / "out", "--format", "int5") == 2
     error = capsys.readouterr().err
-    assert "--format" in error and "int4" in error and not (tmp_path / "out").exists()
+    assert "--format: 'int5' cannot be exported" in error and "int4" in error
+    assert not (tmp_path / "out").exists()

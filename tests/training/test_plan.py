@@ -262,6 +262,31 @@ def test_the_plan_says_when_a_weight_of_an_fp8_checkpoint_changes(tmp_path):
     assert not said("fp8-rl")
 
 
+@pytest.mark.parametrize(
+    ("form", "weights", "recipe", "said"),
+    [
+        # half a step of int4 is a 14th of a group's largest weight; e2m1 has one bit of mantissa
+        ("pack-quantized", {"num_bits": 4, "group_size": 128}, "w4a16", "29 to 43 updates"),
+        ("pack-quantized", {"num_bits": 4, "group_size": 32}, "w4a16", ""),
+        ("nvfp4-pack-quantized", {"num_bits": 4}, "nvfp4-rl", "25 to 50 updates"),
+        ("mxfp8-quantized", {}, "mxfp8-rollout", "7 to 13 updates"),
+    ],
+)
+def test_the_plan_says_when_a_weight_of_a_packed_checkpoint_changes(
+    form, weights, recipe, said, tmp_path
+):
+    weights = {"type": "int" if form == "pack-quantized" else "float"} | weights
+    quantization = {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "config_groups": {"group_0": {"weights": weights}},
+    }
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": quantization}))
+    optimizer = OptimizerConfig(learning_rate=1e-4)
+    line = heard(RunConfig(recipe=recipe, model=ModelConfig(str(tmp_path)), optimizer=optimizer))
+    assert said in line and bool(said) == ("From the checkpoint in bfloat16 they" in line)
+
+
 @pytest.mark.parametrize("known", ["configured", "reported"])
 def test_train_refuses_before_weights_are_read(tmp_path, capsys, monkeypatch, fault, known):
     """The directory holds a config.json and no weights: whatever loads them would say so."""

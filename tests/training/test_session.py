@@ -28,6 +28,7 @@ from fp8rl_jax.config.settings import with_settings
 from fp8rl_jax.config.tasks import TaskConfig
 from fp8rl_jax.config.training import OptimizerConfig, TrainerConfig
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.models.forms import rollout_policy
 from fp8rl_jax.tasks.dataset import load_splits
 from fp8rl_jax.training.setup import build
 from fp8rl_jax.weights.hf_directory import load_policy_arrays
@@ -512,6 +513,24 @@ def test_what_is_saved_is_what_was_trained_or_it_is_said(tmp_path, caplog):
         assert ("adapters beside it" in line) == ("lora.rank" in settings)
     saved = load_policy_arrays(session_of().save(tmp_path / "whole"))[1]
     assert {x.dtype for x in saved.values()} == {np.dtype(np.float32)}
+
+
+def test_what_the_rollout_serves_is_saved_in_its_own_form(tmp_path, caplog):
+    recipe = changed_recipe("nvfp4-rollout", "ends", last_layers_in_compute=1)
+    policy, tokenizer = fp8rl.byte_policy(**SIZES | {"num_layers": 2})
+    session = fp8rl.Session(policy, tokenizer, recipe, compute_dtype="bfloat16")
+    synced = jax.jit(rollout_policy, static_argnums=(1, 2, 3))
+    served, _ = synced(session.policy, session.recipe, jnp.dtype("bfloat16"), True)
+    read = load_policy_arrays(session.save(tmp_path / "out", "rollout"))[1]
+    first, last = served.layers
+    for name in ("k_proj", "down_proj"):
+        values, weight = read[f"layers.{name}.weight"], first.tensors()[name].value
+        assert np.array_equal(values[0], np.asarray(weight.quantized.dequantize()).squeeze())
+        kept = np.asarray(last.tensors()[name].value, np.float32)
+        assert np.array_equal(values[1], kept.squeeze())
+    assert "written for weights alone" in caplog.text
+    with pytest.raises(UserError, match="serves a base and adapters beside it; name a format"):
+        session_of(**{"lora.rank": 2}).save(tmp_path / "adapted", "rollout")
 
 
 def test_a_checkpoint_from_before_arrivals_goes_on(tmp_path, monkeypatch):

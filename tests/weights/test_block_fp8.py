@@ -16,19 +16,17 @@ from fp8rl_jax.cli.main import main
 from fp8rl_jax.config.recipe import RECIPES
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.precision import quantize
-from fp8rl_jax.weights.block_fp8 import (
-    dequantize_tensor,
-    quantize_tensor,
-    unaligned_linears,
-)
+from fp8rl_jax.weights.block_fp8 import dequantize_tensor, unaligned_linears
 from fp8rl_jax.weights.hf_config import config_json, read_policy_config
 from fp8rl_jax.weights.hf_directory import export_policy, load_policy_arrays
 from fp8rl_jax.weights.load import load_policy
+from fp8rl_jax.weights.quantized_export import export_form, quantized_tensors
 from fp8rl_jax.weights.safetensors_io import read_checkpoint
 
 E4M3, BF16 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.bfloat16)
 # whole blocks and parts of blocks
 WIDE = dataclasses.replace(QWEN3, hidden_size=160, intermediate_size=200, num_layers=1)
+BLOCKS = export_form("fp8-block")
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -148,12 +146,12 @@ def test_requantizing_what_was_dequantized_moves_no_bit(seed, exponent, spread):
     weight = (
         rng.normal(size=(3, 130)) * 2.0 ** rng.uniform(-spread, 0, (3, 130)) * 2.0**exponent
     ).astype(BF16)
-    values, scales = quantize_tensor(weight)
+    values, scales = quantized_tensors("w", weight, BLOCKS).values()
     restored = dequantize_tensor(values, scales, (128, 128))
-    again = quantize_tensor(restored.astype(BF16))
+    again = [*quantized_tensors("w", restored.astype(BF16), BLOCKS).values()]
     assert again[0].tobytes() == values.tobytes() and again[1].tobytes() == scales.tobytes()
     # 448 scales need not give the scale again in float32, but its neighbour
-    again = quantize_tensor(restored)
+    again = [*quantized_tensors("w", restored, BLOCKS).values()]
     assert again[0].tobytes() == values.tobytes()
     np.testing.assert_allclose(again[1], scales, rtol=2.0**-23)
 

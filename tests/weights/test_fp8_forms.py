@@ -16,9 +16,9 @@ import pytest
 from tiny_models import MOE, QWEN3, random_tensors, write_model
 
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.weights.block_fp8 import parse_quantization
 from fp8rl_jax.weights.hf_config import config_json, parse_config
 from fp8rl_jax.weights.hf_directory import load_policy_arrays
+from fp8rl_jax.weights.layouts import Layout, parse_quantization
 
 E4M3, E8M0 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e8m0fnu)
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -165,8 +165,8 @@ def test_modelopt_may_say_it_in_a_file_of_its_own(tmp_path):
         UserError, match="hf_quant_config.json: contradicts the quantization_config"
     ):
         load_policy_arrays(tmp_path)
-    beside.write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
-    with pytest.raises(UserError, match="hf_quant_config.json: .*quant_algo 'NVFP4' is not read"):
+    beside.write_text(json.dumps({"quantization": {"quant_algo": "W4A8_AWQ"}}))
+    with pytest.raises(UserError, match="hf_quant_config.json: .*quant_algo 'W4A8_AWQ' is not"):
         load_policy_arrays(tmp_path)
 
 
@@ -183,7 +183,7 @@ def edited(quantization, **changes):
         ({"quant_method": "bitsandbytes"}, ".quant_method 'bitsandbytes' is not read"),
         ({"quant_method": "mxfp4"}, ".quant_method 'mxfp4' is not read"),
         ({"quant_method": None, "bits": 4}, ".quant_method None is not read"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, ".quant_algo 'NVFP4' is not read"),
+        ({"quant_method": "modelopt", "quant_algo": "INT4_AWQ"}, ".quant_algo 'INT4_AWQ' is not"),
         (fp8(fmt="e5m2"), ".fmt 'e5m2' is not read"),
         (fp8(expert_dtype="fp4"), ".expert_dtype 'fp4' is not read"),
         (fp8(activation_scheme="odd"), ".activation_scheme 'odd' is not read"),
@@ -191,8 +191,8 @@ def edited(quantization, **changes):
         (fp8(weight_block_size=[128, 0]), "must be two positive sizes, got [128, 0]"),
         (fp8(weight_block_size="128"), "weight_block_size must be an integer or a list"),
         ("fp8", " must be an object"),
-        (compressed("pack-quantized", num_bits=4, type="int"), ".format 'pack-quantized' is not"),
-        (compressed("nvfp4-pack-quantized"), ".format 'nvfp4-pack-quantized' is not read"),
+        (compressed("int-quantized", type="int"), ".format 'int-quantized' is not read"),
+        (compressed("nvfp4-pack-quantized"), ".type 'float' in 8 bits is not read"),
         (compressed(type="int"), ".config_groups.group_0.weights.type 'int' in 8 bits is not read"),
         (compressed(symmetric=False), ".group_0.weights.symmetric false is not read"),
         (compressed(strategy="tensor_group"), ".group_0.weights.strategy 'tensor_group' is not"),
@@ -203,9 +203,12 @@ def edited(quantization, **changes):
         ),
         (
             edited(compressed(), weights={"type": "float", "strategy": "channel"}),
-            "group_0 and group_1 store weights in blocks of all x all and of 1 x all",
+            "group_0 and group_1 store weights in blocks of all x all (e4m3) and of 1 x all",
         ),
-        (edited(compressed(), format="pack-quantized"), ".group_1.format 'pack-quantized' is not"),
+        (
+            edited(compressed(), format="pack-quantized"),
+            ".group_1.weights.type 'float' in 8 bits is",
+        ),
         (
             compressed() | {"sparsity_config": {"format": "sparse-24-bitmask"}},
             ".sparsity_config.format 'sparse-24-bitmask' is not read",
@@ -228,12 +231,13 @@ def test_other_quantization_is_refused_by_name(quantization, message):
 def test_the_old_key_of_compressed_tensors_counts_where_it_says_the_same():
     new, old = compressed(strategy="channel"), compressed(strategy="tensor")
     assert parse_quantization({}) is parse_quantization({"quantization_config": None}) is None
-    assert parse_quantization({"compression_config": new}) == (1, None)
+    assert parse_quantization({"compression_config": new}) == Layout("e4m3", (1, None))
     old = compressed(strategy="block", block_structure="128x64")
-    assert parse_quantization({"quantization_config": old}) == (128, 64)
+    assert parse_quantization({"quantization_config": old}) == Layout("e4m3", (128, 64))
     for cache_only in (compressed() | {"config_groups": {}}, {**MODELOPT, "quant_algo": None}):
         assert parse_quantization({"quantization_config": cache_only}) is None
-    assert parse_quantization({"compression_config": new, "quantization_config": new}) == (1, None)
+    both = parse_quantization({"compression_config": new, "quantization_config": new})
+    assert both == Layout("e4m3", (1, None))
     with pytest.raises(UserError, match="quantization_config and compression_config differ"):
         parse_quantization({"compression_config": old, "quantization_config": new})
 
