@@ -126,13 +126,14 @@ $(PEERS)/.installed:
 	done; \
 	if [ -z "$$python" ]; then echo "make: torch for a CPU needs Python 3.11; install it" >&2; exit 2; fi; \
 	"$$python" -m venv $(PEERS)
-	@echo "Installing torch and transformers into $(PEERS)"
-	@$(PEERS)/bin/pip install -qq --no-compile torch==2.13.0 transformers
+	@echo "Installing torch, transformers and compressed-tensors into $(PEERS)"
+	@$(PEERS)/bin/pip install -qq --no-compile torch==2.13.0 transformers compressed-tensors==0.20.0
 	@touch $@
 
-peers: install $(PEERS)/.installed ## fake quantization written independently in torch, on the tokens of our rollout (Python 3.11)
+peers: install $(PEERS)/.installed ## fake quantization written independently in torch, on the tokens of our rollout; exports as transformers opens them (Python 3.11)
 	@$(BIN)/python -m experiments.fake_quantization --python $(abspath $(PEERS)/bin/python) \
 	  --output experiments/results/fake_quantization.json
+	@$(BIN)/python -m experiments.opened_exports --python $(abspath $(PEERS)/bin/python)
 
 # What has not changed keeps its verdict (pallas_kernels/check/verdicts.py)
 hopper: export FP8RL_ALL_KERNELS := $(ALL)
