@@ -31,7 +31,7 @@ import numpy as np
 from fp8rl_jax.config.formats import TensorFormat, parse_format
 from fp8rl_jax.errors import UserError, listing
 from fp8rl_jax.models.config import PolicyConfig
-from fp8rl_jax.models.tensors import of_kind, parameter_shapes
+from fp8rl_jax.models.tensors import of_kind
 from fp8rl_jax.weights.block_fp8 import SCALE_SUFFIX, unaligned_linears
 from fp8rl_jax.weights.hf_names import Location, hf_tensors
 from fp8rl_jax.weights.layouts import BLOCK, FORMATS, VERSIONS
@@ -102,6 +102,16 @@ class ExportForm:
                 "vLLM takes one for q, k and v, and one for gate and up, so that it serves other "
                 "values"
             )
+        transformers = self.library == "compressed-tensors" and self.layout in ("mxfp8", "nvfp4")
+        if config.experts is not None and transformers:
+            found.append(
+                f"{self.format.name}: transformers 5.24 "
+                + (
+                    "does not open experts in it"
+                    if self.layout == "mxfp8"
+                    else "leaves out the outer scales of experts, and computes other values"
+                )
+            )
         return found
 
     def holds(self, location: Location) -> bool:
@@ -160,18 +170,15 @@ def check_form(form: ExportForm, config: PolicyConfig) -> None:
     if form.library == "deepseek":
         return
     group = form.block[1]
-    linears = of_kind("linear", "experts")
-    shapes = parameter_shapes(config).items()
-    bad = [
-        f"{name} {list(shape[-2:])}"
-        for path, shape in shapes
-        if (name := path.removeprefix("layers.").removesuffix(".weight")) in linears
-        and shape[-1] % group
-    ]
+    bad = dict.fromkeys(
+        f"{location.path.removeprefix('layers.').removesuffix('.weight')} {list(location.shape)}"
+        for location in hf_tensors(config).values()
+        if form.holds(location) and location.shape[-1] % group
+    )
     if bad:
         raise UserError(
             f"{form.format.name} cannot be exported: {form.library} stores rows that groups of "
-            f"{group} divide, and others are {listing(bad)}; choose another format, or bfloat16"
+            f"{group} divide, and others are {listing([*bad])}; choose another format, or bfloat16"
         )
 
 

@@ -227,7 +227,8 @@ def test_an_export_is_read_back_as_what_the_rollout_serves(form, tmp_path):
     """Of float32 masters, and of bfloat16 ones with experts; the rest is 16 bits."""
     dtype = jnp.dtype("bfloat16" if form in ("nvfp4", "int4") else "float32")
     config, kinds = (
-        (dataclasses.replace(LLAMA, num_layers=1), ("*.k_proj", "*.down_proj"))
+        # down_proj, which groups do not divide, is not quantized
+        (dataclasses.replace(LLAMA, num_layers=1, intermediate_size=90), ("*.k_proj", "*.up_proj"))
         if dtype == jnp.float32
         else (EXPERTS, ("*.k_proj", "*.experts.up_proj"))
     )
@@ -271,6 +272,10 @@ def test_config_json_says_what_is_quantized(tmp_path):
         + [f"mlp.experts.{e}.{x}_proj" for x in ("gate", "up", "down") for e in range(5) if i != 1]
     }
     assert set(said["ignore"]) == ignored and len(said["ignore"]) == len(ignored)
+    remarks = form.remarks(config)
+    for words in ("for weights alone", "one for gate and up", "leaves out the outer scales of"):
+        assert sum(words in line for line in remarks) == 1
+    assert export_form("int4").remarks(config) == [] == export_form("mxfp8").remarks(LLAMA)
     theirs = CHECKPOINTS["compressed-tensors"]["NVFP4A16"]["config"]["quantization_config"]
     group = said["config_groups"]["group_0"]
     assert group["weights"] == theirs["config_groups"]["group_0"]["weights"]
