@@ -257,9 +257,39 @@ def _row(recipe: Recipe, faults: list[str]) -> list[str]:
     return [
         *tomli_w.dumps({"recipes": {name: recipe.table(full=True)}}).splitlines(),
         "",
+        *_computed(recipe),
         f'# what correction = "{recipe.correction}" stands for',
         *tomli_w.dumps({"rl": {"correction": preset}}).splitlines(),
     ]
+
+
+def _computed(recipe: Recipe) -> list[str]:
+    """How linears in formats without a kernel are computed here; nothing where there are none."""
+    import jax
+
+    from fp8rl_jax.precision.formats import format_of, in_blocks
+    from pallas_kernels import Format
+
+    roles = [
+        role for side in ("rollout", "trainer") for role in getattr(recipe, side).roles().items()
+    ]
+    linears = [fmt for name, fmt in roles if name in ("weight", "activation")]
+    own = {
+        fmt for fmt in (*linears, recipe.output_gradient) if fmt.quantized and not in_blocks(fmt)
+    }
+    if not own:
+        return []
+    scaled = all(
+        type(format_of(fmt, (1, 1))).scaled_operand is not Format.scaled_operand for fmt in own
+    )
+    gpu = jax.default_backend() == "gpu"
+    how = (
+        "XLA's product of scaled operands: as stored on Blackwell, elsewhere in 16 bits"
+        if gpu and scaled and recipe.rollout.activation.quantized
+        else "dequantized, and multiplied in float32"
+    )
+    names = ", ".join(sorted(fmt.name for fmt in own))
+    return [f"# no kernel of this library multiplies {names}: {how}", ""]
 
 
 def _linears(recipe: Recipe, model: str, faults: list[str]) -> list[str]:

@@ -30,6 +30,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float
 
 from fp8rl_jax.config.recipe import LinearPrecision, Recipe
+from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.lora import Adapted, Adapters, unstack_adapters
 from fp8rl_jax.models.policy import (
@@ -48,7 +49,7 @@ from fp8rl_jax.models.policy import (
     with_layers,
     with_scales,
 )
-from fp8rl_jax.models.tensors import stack_of
+from fp8rl_jax.models.tensors import parameter_shapes, stack_of
 from fp8rl_jax.precision import (
     Compute,
     QTensor,
@@ -56,6 +57,7 @@ from fp8rl_jax.precision import (
     QuantizedWeight,
     check_recipe,
     exact_compute,
+    format_of,
     is_finite,
     is_quantized,
     predequantize,
@@ -236,17 +238,38 @@ def linear_formats(
     if not recipe.quantizes(side):
         return {}
     found: dict[str, dict[int, LinearPrecision]] = {}
+    shapes = parameter_shapes(config)
     for linear in quantized_layers(recipe, linear_names(config)):
         own = recipe.of_linear(linear)
         if own not in recipe.variants:
             check_recipe(own)
         if (kind := own.linear(side)).weight.quantized:
             _, i, name = linear.split(".", 2)
+            _check_rows(recipe, linear, kind, shapes[f"layers.{name}.weight"][-2:])
             found.setdefault(name, {})[int(i)] = kind
     return {
         name: [kinds.get(layer) for layer in stack_of(config, name)]
         for name, kinds in found.items()
     }
+
+
+def _check_rows(recipe: Recipe, linear: str, kind: LinearPrecision, shape: tuple[int, ...]) -> None:
+    """Refuse a linear whose rows, or columns where its gradients are quantized, cannot be packed.
+
+    Raises:
+        UserError: naming it.
+    """
+    outputs, inputs = shape
+    sizes = {"weight": inputs, "activation": inputs, "output_gradient": outputs}
+    for role, size in sizes.items():
+        fmt = getattr(kind, role)
+        packed = format_of(fmt, (1, 1)).packed if fmt.quantized else 1
+        if size % packed:
+            raise UserError(
+                f"recipe {recipe.name!r}: {linear}: {size} numbers of a row of its {role} cannot "
+                f"be stored {packed} to a byte in {fmt.name}; leave it out with excluded, or take a "
+                "format of 8 bits"
+            )
 
 
 def finite_flags(policy: Policy) -> dict[str, Bool[Array, ""]]:

@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 
 from fp8rl_jax.config.formats import MINIFLOATS, WITH_OWN_QUANTIZER, parse_format
-from fp8rl_jax.config.recipe import LinearPrecision
+from fp8rl_jax.config.recipe import RECIPES, LinearPrecision
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.models.config import PolicyConfig
+from fp8rl_jax.models.forms import linear_formats
 from fp8rl_jax.precision import QuantizedWeight, format_of, is_finite, linear
 from fp8rl_jax.precision.formats import BUILT_IN
 from fp8rl_jax.precision.formats.grids import e2m1_numbers, unpack
@@ -229,6 +231,15 @@ def test_rows_of_an_odd_length_are_not_packed():
     for made in (MXFP4(), NVFP4(), Int4()):
         with pytest.raises(UserError, match="rows of 7 numbers cannot be stored two to a byte"):
             made.quantize(jnp.ones((2, 7)))
+
+
+def test_a_linear_whose_rows_cannot_be_packed_is_named():
+    odd = PolicyConfig("qwen3", 64, 32, 49, 2, 2, 1, 16)
+    with pytest.raises(
+        UserError, match=r"'w4a16': layers\.0\.down_proj: 49 numbers of a row of its"
+    ):
+        linear_formats(odd, RECIPES["w4a16"], "rollout")
+    linear_formats(odd, RECIPES["mxfp8"], "trainer")
 
 
 @pytest.mark.parametrize(
